@@ -69,12 +69,12 @@ class Concat : public Plugin {
   }
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void*,
                const Context& context) const override {
-    kernels::JoinParams p{};
+    kernels::ConcatParams p{};
     p.y = out[0].data;
     p.rows = static_cast<int>(out[0].shape[0]);
     for (size_t i = 0; i < in.size(); ++i)
       if (in[i].data != nullptr) p.x[i] = in[i].data, p.widths[i] = static_cast<int>(in[i].shape[1]);
-    check(kernels::join(out[0].dtype, p, context.stream), "Concat");
+    check(kernels::concat(out[0].dtype, p, context.stream), "Concat");
   }
 };
 

@@ -6,14 +6,14 @@
 
 #include "../kernels/gemm/params.h"
 #include "../kernels/rowwise/params.h"
-#include "../plugins/common/divisions.h"
+#include "../plugins/common/split_kv_plan.h"
 
 namespace llmc {
 namespace {
 
 constexpr int64_t kPinned = 64 << 20;
 // Positions behind a sequence's last that cuDNN may look at.
-constexpr int kBehind = 256;
+constexpr int kTailPositions = 256;
 
 // So that members made after it are of this device.
 Program on(int device, Program program) {
@@ -130,9 +130,9 @@ void Engine::reserve_scratch() {
   scratch_ = memory_.allocate<char>(most, "scratch");
   counters_ = memory_.allocate<int32_t>(kCounters, "counters");
   prefix_ = memory_.allocate<int32_t>(2ll + limits.max_batch, "a shared prefix");
-  const int64_t parts = Divisions::room(limits.max_batch);
-  divisions_ = std::make_unique<Divisions>(
-      memory_.allocate<kernels::DecodePart>(Divisions::kKinds * parts, "parts of sequences"), parts);
+  const int64_t parts = SplitKvPlan::capacity(limits.max_batch);
+  split_kv_plan_ = std::make_unique<SplitKvPlan>(
+      memory_.allocate<kernels::KvSplit>(SplitKvPlan::kMaxKinds * parts, "parts of sequences"), parts);
 }
 
 Tensor Engine::resolve(int tensor, const Step& step) const {
@@ -169,8 +169,8 @@ void Engine::enqueue(const std::vector<Node>& nodes, const Step& step) {
   context.longest = step.longest;
   context.reach = step.reach;
   if (step.prefix) context.prefix = {prefix_, prefix_ + 2, nullptr};
-  divisions_->begin_step();
-  context.divisions = divisions_.get();
+  split_kv_plan_->begin_step();
+  context.split_kv_plan = split_kv_plan_.get();
   context.watcher = watcher_;
   context.user = user_;
   std::map<int, void*> moved;  // what lies in another tensor's memory in this step
@@ -246,7 +246,7 @@ void Engine::encode(const EncoderInputs& inputs) {
   const Step step = check_step(inputs, program_.limits());
   use_device();
   Ticket& ticket = next_ticket();
-  Packed& sent = *ticket.encoded.emplace_back(std::make_unique<Packed>());
+  StagingBuffer& sent = *ticket.encoded.emplace_back(std::make_unique<StagingBuffer>());
   const int64_t ids = sent.add(inputs.input_ids.data, inputs.input_ids.size);
   const int64_t positions = sent.add(inputs.position_ids.data, inputs.position_ids.size);
   const int64_t starts = sent.add(inputs.cu_seqlens.data, inputs.cu_seqlens.size);
@@ -260,7 +260,7 @@ void Engine::encode(const EncoderInputs& inputs) {
 }
 
 Engine::Ticket& Engine::next_ticket() {
-  Ticket& ticket = tickets_[submitted_ % kAhead];
+  Ticket& ticket = tickets_[submitted_ % kMaxInFlight];
   if (ticket.number.load() >= 0)
     throw Error("step " + std::to_string(submitted_) + " is to be submitted while step " +
                 std::to_string(ticket.number.load()) + " is not collected");
@@ -269,7 +269,7 @@ Engine::Ticket& Engine::next_ticket() {
 
 // The host's arrays, and what changes in the block table of `rows` sequences, of which those behind the batch are
 // padding.
-Engine::Sent Engine::pack(Packed& into, const StepInputs& inputs, const Prefix& prefix,
+Engine::Sent Engine::pack(StagingBuffer& into, const StepInputs& inputs, const Prefix& prefix,
                           const std::vector<int32_t>& logits_indices, int rows) {
   const Limits& limits = program_.limits();
   const std::vector<int32_t> ids(inputs.token_ids.begin(), inputs.token_ids.end());
@@ -290,8 +290,8 @@ Engine::Sent Engine::pack(Packed& into, const StepInputs& inputs, const Prefix& 
   sent.prefix_owner = prefix.owner;
   sent.prefix_length = prefix.length;
   if (inputs_.block_table == nullptr) return sent;
-  const int most = limits.max_blocks(), behind = (kBehind + limits.block_size - 1) / limits.block_size;
-  std::vector<kernels::TableRun> runs;
+  const int most = limits.max_blocks(), behind = (kTailPositions + limits.block_size - 1) / limits.block_size;
+  std::vector<kernels::BlockTableUpdate> runs;
   std::vector<int32_t> blocks;
   for (int row = 0; row < rows; ++row) {
     int needed = 0;
@@ -315,7 +315,7 @@ Engine::Sent Engine::pack(Packed& into, const StepInputs& inputs, const Prefix& 
 }
 
 // To the device in one piece; where it is there.
-const char* Engine::send(const Packed& sent) {
+const char* Engine::send(const StagingBuffer& sent) {
   if (sent.bytes() > received_room_) {
     synchronize();
     received_room_ = 2 * sent.bytes();
@@ -326,7 +326,7 @@ const char* Engine::send(const Packed& sent) {
 }
 
 void Engine::prepare(const char* received, const Sent& sent) {
-  kernels::PrepareParams p{};
+  kernels::PrepareInputsParams p{};
   p.input_ids = inputs_.input_ids;
   p.position_ids = inputs_.position_ids;
   p.cu_seqlens = inputs_.cu_seqlens;
@@ -336,20 +336,20 @@ void Engine::prepare(const char* received, const Sent& sent) {
   p.memory_lens = inputs_.memory_lens;
   p.block_table = inputs_.block_table;
   p.state_slots = inputs_.state_slots;
-  p.given_ids = at<int32_t>(received, sent.ids);
-  p.given_seqlens = at<int32_t>(received, sent.seqlens);
-  p.given_past = at<int32_t>(received, sent.past);
-  p.given_slots = at<int32_t>(received, sent.slots);
-  p.given_states = at<int32_t>(received, sent.states);
-  p.given_logits = at<int32_t>(received, sent.logits);
-  p.given_starts = at<int32_t>(received, sent.starts);
-  p.given_lens = at<int32_t>(received, sent.lens);
+  p.host_ids = at<int32_t>(received, sent.ids);
+  p.host_seqlens = at<int32_t>(received, sent.seqlens);
+  p.host_past = at<int32_t>(received, sent.past);
+  p.host_slots = at<int32_t>(received, sent.slots);
+  p.host_states = at<int32_t>(received, sent.states);
+  p.host_logits = at<int32_t>(received, sent.logits);
+  p.host_starts = at<int32_t>(received, sent.starts);
+  p.host_lens = at<int32_t>(received, sent.lens);
   p.prefix = prefix_;
   p.own_from = prefix_ + 2;
-  if (sent.prefix_length > 0) p.given_own_from = at<int32_t>(received, sent.own_from);
+  if (sent.prefix_length > 0) p.host_own_from = at<int32_t>(received, sent.own_from);
   p.prefix_owner = sent.prefix_owner;
   p.prefix_length = sent.prefix_length;
-  p.runs = at<kernels::TableRun>(received, sent.runs);
+  p.runs = at<kernels::BlockTableUpdate>(received, sent.runs);
   p.blocks = at<int32_t>(received, sent.blocks);
   p.last = sampler_->last();
   p.num_tokens = sent.num_tokens;
@@ -359,7 +359,7 @@ void Engine::prepare(const char* received, const Sent& sent) {
   p.num_runs = sent.num_runs;
   p.max_blocks = program_.limits().max_blocks();
   p.num_states = program_.limits().num_states;
-  check(kernels::prepare(p, stream_.handle), "preparing a step");
+  check(kernels::prepare_inputs(p, stream_.handle), "preparing a step");
 }
 
 // A decode step as a graph, any other node by node.
@@ -406,7 +406,7 @@ int64_t Engine::submit(const StepInputs& inputs) {
   try {
     std::vector<kernels::SlotState> states;
     sampler_->make_room(inputs.admit, states);
-    Packed& packed = ticket.sent;
+    StagingBuffer& packed = ticket.sent;
     packed.clear();
     const Sent sent = pack(packed, inputs, prefix, logits_indices, step.batch);
     const int64_t sampled = packed.add(slots), picked = packed.add(rows);
@@ -436,7 +436,7 @@ int64_t Engine::submit(const StepInputs& inputs) {
     if (captured) logits.shape[0] = inputs.batch();
     Masks masked{};
     if (inputs.mask_rows.size > 0) masked = {at<int32_t>(received, mask_rows), at<uint32_t>(received, masks)};
-    choose(ticket, inputs, logits, rows, at<int32_t>(received, sampled), at<int64_t>(received, picked), masked);
+    sample(ticket, inputs, logits, rows, at<int32_t>(received, sampled), at<int64_t>(received, picked), masked);
     if (!scored.empty())
       score(ticket, logits, scored, at<int64_t>(received, scores[0]), at<int64_t>(received, scores[1]),
             at<int32_t>(received, scores[2]));
@@ -449,12 +449,12 @@ int64_t Engine::submit(const StepInputs& inputs) {
   return submitted_++;
 }
 
-// Let slots choose from these rows of the logits, and enqueue that the host gets what it asks for.
-void Engine::choose(Ticket& ticket, const StepInputs& inputs, const Tensor& logits, const std::vector<int64_t>& rows,
+// Let slots sample from these rows of the logits, and enqueue that the host gets what it asks for.
+void Engine::sample(Ticket& ticket, const StepInputs& inputs, const Tensor& logits, const std::vector<int64_t>& rows,
                     const int32_t* slots, const int64_t* device_rows, const Masks& masks) {
   const cudaStream_t stream = stream_.handle;
   Results& results = ticket.results;
-  auto read = [&](PinnedRoom& room, const void* data, int64_t bytes) {
+  auto read = [&](GrowingPinnedBuffer& room, const void* data, int64_t bytes) {
     void* target = room.at_least(bytes);
     check(kernels::transfer(target, data, bytes, stream), "reading what was chosen");
     return target;
@@ -474,8 +474,8 @@ void Engine::choose(Ticket& ticket, const StepInputs& inputs, const Tensor& logi
   if (!rows.empty()) {
     std::vector<int32_t> known;
     for (int32_t sequence : inputs.sample) known.push_back(inputs.slots[sequence]);
-    sampler_->choose(chosen, slots, known, masks);
-    results.tokens = static_cast<const int64_t*>(read(ticket.tokens, sampler_->chosen(), 8 * chosen.shape[0]));
+    sampler_->sample(chosen, slots, known, masks);
+    results.tokens = static_cast<const int64_t*>(read(ticket.tokens, sampler_->sampled(), 8 * chosen.shape[0]));
     if (sampler_->logprobs() != nullptr)
       results.logprobs = static_cast<const kernels::Logprobs*>(read(
           ticket.logprobs, sampler_->logprobs(), chosen.shape[0] * static_cast<int64_t>(sizeof(kernels::Logprobs))));
@@ -539,7 +539,7 @@ void Engine::find_candidates(Ticket& ticket, const Tensor& rows, int count) {
 }
 
 const Engine::Results& Engine::wait(int64_t number) {
-  Ticket& ticket = tickets_[std::max<int64_t>(number, 0) % kAhead];
+  Ticket& ticket = tickets_[std::max<int64_t>(number, 0) % kMaxInFlight];
   if (number < 0 || ticket.number.load() != number)
     throw Error("step " + std::to_string(number) + " is not under way");
   check(cudaEventSynchronize(ticket.done), "a step");
@@ -547,7 +547,7 @@ const Engine::Results& Engine::wait(int64_t number) {
 }
 
 void Engine::release(int64_t number) {
-  Ticket& ticket = tickets_[number % kAhead];
+  Ticket& ticket = tickets_[number % kMaxInFlight];
   ticket.encoded.clear();
   ticket.number.store(-1);
 }
@@ -578,7 +578,7 @@ void Engine::warm(const std::vector<int>& lengths, bool decode) {
   inputs.state_slots = {nobody.data(), static_cast<int64_t>(nobody.size())};
   Step step = Step::of_decoding(batch);
   if (!decode) step = {size, 1, batch, false, 0, longest, longest};
-  Packed packed;
+  StagingBuffer packed;
   // All tokens go where nobody reads.
   const std::vector<int32_t> table(static_cast<int64_t>(batch) * limits.max_blocks(), limits.num_blocks);
   inputs.block_tables = {table.data(), static_cast<int64_t>(table.size())};

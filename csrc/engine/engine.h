@@ -1,4 +1,4 @@
-// Runs one rank's program on a device: its tensors get places, its nodes are enqueued, slots choose tokens.
+// Runs one rank's program on a device: its tensors get places, its nodes are enqueued, slots sample tokens.
 #pragma once
 
 #include <array>
@@ -47,7 +47,7 @@ class Engine {
 
   // Start a step; its number. Steps take effect in the order in which they are submitted.
   int64_t submit(const StepInputs& inputs);
-  // Wait for what a step leads to, which is there until it is released; at most kAhead steps may be under way.
+  // Wait for what a step leads to, which is there until it is released; at most kMaxInFlight steps may be under way.
   struct Results {
     int num_sampled, num_logits;
     const int64_t* tokens;             // [num_sampled]
@@ -64,7 +64,7 @@ class Engine {
   const Results& wait(int64_t ticket);
   // What it led to has been read.
   void release(int64_t ticket);
-  static constexpr int kAhead = 8;
+  static constexpr int kMaxInFlight = 8;
 
   // Run the encoder on prompts, asynchronous: see EncoderInputs.
   void encode(const EncoderInputs& inputs);
@@ -105,10 +105,10 @@ class Engine {
 
     cudaEvent_t done = nullptr;
     std::atomic<int64_t> number{-1};  // -1: it may be taken
-    Packed sent;
-    std::vector<std::unique_ptr<Packed>> encoded;  // sent for the encoder
+    StagingBuffer sent;
+    std::vector<std::unique_ptr<StagingBuffer>> encoded;  // sent for the encoder
     // What comes back: tokens, log-probabilities, candidates, logits, log-probabilities of scored rows.
-    PinnedRoom tokens, logprobs, candidates, logits, scored;
+    GrowingPinnedBuffer tokens, logprobs, candidates, logits, scored;
     Results results{};
   };
 
@@ -133,12 +133,12 @@ class Engine {
     int num_tokens, batch, num_logits, rows, num_runs, prefix_owner, prefix_length;
   };
   Ticket& next_ticket();
-  Sent pack(Packed& into, const StepInputs& inputs, const Prefix& prefix, const std::vector<int32_t>& logits_indices,
+  Sent pack(StagingBuffer& into, const StepInputs& inputs, const Prefix& prefix, const std::vector<int32_t>& logits_indices,
             int rows);
-  const char* send(const Packed& sent);
+  const char* send(const StagingBuffer& sent);
   void prepare(const char* received, const Sent& sent);
   void run_model(const Step& step);
-  void choose(Ticket& ticket, const StepInputs& inputs, const Tensor& logits, const std::vector<int64_t>& rows,
+  void sample(Ticket& ticket, const StepInputs& inputs, const Tensor& logits, const std::vector<int64_t>& rows,
               const int32_t* slots, const int64_t* device_rows, const Masks& masks);
   void score(Ticket& ticket, const Tensor& logits, const std::vector<int64_t>& rows, const int64_t* device_rows,
              const int64_t* targets, const int32_t* counts);
@@ -153,7 +153,7 @@ class Engine {
   Inputs inputs_{};
   int32_t* counters_ = nullptr;
   int32_t* prefix_ = nullptr;  // what SharedPrefix has: [2], then [max_batch]
-  std::unique_ptr<Divisions> divisions_;
+  std::unique_ptr<SplitKvPlan> split_kv_plan_;
   void* scratch_ = nullptr;
   std::unique_ptr<Gemm> gemm_;
   std::unique_ptr<AttentionBackend> attention_;
@@ -165,7 +165,7 @@ class Engine {
   std::vector<int> graph_sizes_;
   std::map<std::pair<int, bool>, Graph> graphs_;  // decode steps, by batch size and whether sequences share a prefix
   std::unique_ptr<Sampler> sampler_;
-  std::array<Ticket, kAhead> tickets_;
+  std::array<Ticket, kMaxInFlight> tickets_;
   int64_t submitted_ = 0;
   bool broken_ = false;          // a step failed half way
   std::vector<int32_t> table_;   // what the device's block table holds

@@ -42,9 +42,9 @@ Shape shape_of(const Dims& dims) {
 }
 
 // A kernel's tensors, each of which is to be there with its dtype and size.
-class Given {
+class KernelTensors {
  public:
-  Given(const char* kernel, const std::vector<Foreign>& foreign, size_t count)
+  KernelTensors(const char* kernel, const std::vector<Foreign>& foreign, size_t count)
       : kernel_(kernel), tensors_(tensors_of(foreign)) {
     if (tensors_.size() != count)
       throw Error(std::string(kernel) + " takes " + std::to_string(count) + " tensors, not " +
@@ -82,14 +82,14 @@ class Given {
 };
 
 // counts [slots, vocab], tokens [slots, room] and lengths.
-kernels::TokenHistory history_of(const Given& given, int first, int vocab) {
+kernels::TokenHistory history_of(const KernelTensors& given, int first, int vocab) {
   const Tensor& tokens = given.matrix(first + 1, 1);
   const int64_t slots = tokens.shape[0], room = tokens.shape[1];
   return {static_cast<uint32_t*>(given.bytes(first, {slots, vocab}, sizeof(uint32_t))),
           given.ints(first + 1, {slots, room}), given.ints(first + 2, {slots}), vocab, static_cast<int>(room)};
 }
 
-kernels::SlotState* states_of(const Given& given, int index, int64_t count) {
+kernels::SlotState* states_of(const KernelTensors& given, int index, int64_t count) {
   return static_cast<kernels::SlotState*>(given.bytes(index, {count}, sizeof(kernels::SlotState)));
 }
 
@@ -154,7 +154,7 @@ float run_op(const std::string& name, const Fields& fields, const std::vector<Fo
 
 // Tokens, logits, states, slots.
 float sample(const std::vector<Foreign>& tensors, int vocab, int64_t none, bool draws, int repeats) {
-  const Given t("sample", tensors, 4);
+  const KernelTensors t("sample", tensors, 4);
   const Tensor& logits = t.matrix(1, vocab);
   const int64_t rows = logits.shape[0];
   const kernels::SampleParams p{t.longs(0, {rows}), logits.data, states_of(t, 2, 1), t.ints(3, {rows}),
@@ -164,19 +164,19 @@ float sample(const std::vector<Foreign>& tensors, int vocab, int64_t none, bool 
 
 // Scores, logits, states, slots, lists, the three of a history, rows of masks, and masks; or these two empty.
 float process(const std::vector<Foreign>& tensors, int vocab, int repeats) {
-  const Given t("process", tensors, 10);
+  const KernelTensors t("process", tensors, 10);
   const Tensor &scores = t.matrix(0, vocab), &logits = t.matrix(1, vocab);
   const int64_t rows = logits.shape[0];
-  const kernels::ProcessParams p{t.floats(0, {rows, scores.shape[1]}), logits.data, states_of(t, 2, 1),
+  const kernels::ProcessLogitsParams p{t.floats(0, {rows, scores.shape[1]}), logits.data, states_of(t, 2, 1),
                                  t.ints(3, {rows}), t.ints(4, {0}), history_of(t, 5, vocab), static_cast<int>(rows),
                                  vocab, static_cast<int>(logits.shape[1]), static_cast<int>(scores.shape[1]), t.ints(8, {0}),
                                  static_cast<const uint32_t*>(t.bytes(9, {0}, 4))};
-  return timed([&] { return kernels::process(logits.dtype, p, nullptr); }, repeats, "process");
+  return timed([&] { return kernels::process_logits(logits.dtype, p, nullptr); }, repeats, "process");
 }
 
 // States, those given, slots, prompts, starts, tokens, and the three of a history.
 void admit(const std::vector<Foreign>& tensors, int vocab, int count) {
-  const Given t("admit", tensors, 9);
+  const KernelTensors t("admit", tensors, 9);
   check(kernels::admit({states_of(t, 0, count), states_of(t, 1, count), t.ints(2, {count}), t.ints(3, {count}),
                         t.ints(4, {count + 1}), t.ints(5, {0}), history_of(t, 6, vocab), count}, nullptr), "admit");
   check(cudaDeviceSynchronize(), "admit");
@@ -184,7 +184,7 @@ void admit(const std::vector<Foreign>& tensors, int vocab, int count) {
 
 // Records, logits, chosen tokens, states, slots.
 float logprobs(const std::vector<Foreign>& tensors, int vocab, int repeats) {
-  const Given t("logprobs", tensors, 5);
+  const KernelTensors t("logprobs", tensors, 5);
   const Tensor& logits = t.matrix(1, vocab);
   const int64_t rows = logits.shape[0];
   const kernels::LogprobsParams p{static_cast<kernels::Logprobs*>(t.bytes(0, {rows}, sizeof(kernels::Logprobs))),
@@ -194,7 +194,7 @@ float logprobs(const std::vector<Foreign>& tensors, int vocab, int repeats) {
 }
 
 void candidates(const std::vector<Foreign>& tensors, int vocab, int repeats) {
-  const Given t("candidates", tensors, 3);
+  const KernelTensors t("candidates", tensors, 3);
   const Tensor& logits = t.matrix(2, vocab);
   const int rows = static_cast<int>(logits.shape[0]), count = static_cast<int>(t.matrix(0, 1).shape[1]);
   DeviceBuffer scratch(kernels::candidates_scratch(rows, vocab, count), "scratch");

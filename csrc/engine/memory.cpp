@@ -30,7 +30,7 @@ DeviceBuffer::~DeviceBuffer() {
 PinnedBuffer::PinnedBuffer(int64_t bytes) { check(cudaMallocHost(&data, std::max<int64_t>(bytes, 1)), "allocating pinned memory"); }
 PinnedBuffer::~PinnedBuffer() { cudaFreeHost(data); }
 
-void* Packed::reserve_bytes(int64_t bytes) {
+void* StagingBuffer::reserve_bytes(int64_t bytes) {
   const int64_t at = (bytes_ + 15) / 16 * 16;
   if (at + bytes > room_) {
     room_ = std::max<int64_t>(2 * (at + bytes), 1 << 16);

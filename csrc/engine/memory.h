@@ -35,7 +35,7 @@ struct PinnedBuffer {
 };
 
 // Pinned memory that grows.
-class PinnedRoom {
+class GrowingPinnedBuffer {
  public:
   void* at_least(int64_t bytes) {
     if (bytes > room_) memory_.reset(), memory_ = std::make_unique<PinnedBuffer>(bytes), room_ = bytes;
@@ -48,7 +48,7 @@ class PinnedRoom {
 };
 
 // Arrays for a device one behind the other in pinned memory, so that one copy takes all of them.
-class Packed {
+class StagingBuffer {
  public:
   void clear() { bytes_ = 0; }
   // Copies an array; where it is, in bytes.

@@ -1,4 +1,4 @@
-// Choosing tokens on the device, by slots that know how their sequences choose.
+// Choosing tokens on the device, by slots that know how their sequences sample.
 #pragma once
 
 #include <map>
@@ -36,10 +36,10 @@ class Sampler {
 
   // Enqueue the choice of a token from each row of logits [rows, width] by the slots on the device, of which the host
   // knows `slots`; and what follows for these.
-  void choose(const Tensor& logits, const int32_t* device_slots, const std::vector<int32_t>& slots,
+  void sample(const Tensor& logits, const int32_t* device_slots, const std::vector<int32_t>& slots,
               const Masks& masks);
   // What was chosen, and where any slot of the last choice wants them its log-probabilities; [rows] each, on the device.
-  const int64_t* chosen() const { return chosen_; }
+  const int64_t* sampled() const { return sampled_; }
   const kernels::Logprobs* logprobs() const { return reported_ ? logprobs_ : nullptr; }
   // What each slot chose last.
   const int64_t* last() const { return last_; }
@@ -56,7 +56,7 @@ class Sampler {
   bool reported_ = false;
   // On the device: [max_batch] each.
   kernels::SlotState* states_;
-  int64_t *chosen_, *last_;
+  int64_t *sampled_, *last_;
   // Allocated when it is first asked for.
   float* scores_ = nullptr;
   kernels::Logprobs* logprobs_ = nullptr;

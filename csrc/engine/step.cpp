@@ -35,8 +35,8 @@ void check_rows(int64_t batch, const Limits& limits) {
     throw Error("a batch of " + text(batch) + " exceeds max_batch_size " + text(limits.max_batch));
 }
 
-// Throws Error where lists are not as kernels::Processing says, or name a token that is none.
-void check_processing(const kernels::Processing& wanted, const HostArray<int32_t>& lists, int64_t vocab) {
+// Throws Error where lists are not as kernels::LogitsProcessing says, or name a token that is none.
+void check_processing(const kernels::LogitsProcessing& wanted, const HostArray<int32_t>& lists, int64_t vocab) {
   const int64_t counts[] = {wanted.lists, wanted.num_biases, wanted.num_ends, wanted.num_forced, wanted.num_words};
   if (std::any_of(std::begin(counts), std::end(counts), [](int64_t count) { return count < 0; }))
     throw Error("a sequence's processing has a negative size");
@@ -206,7 +206,7 @@ Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size, 
                 limits.num_blocks);
     const SlotRecord& slot = slots[inputs.slots[b]];
     for (int64_t i = inputs.cu_seqlens[b]; i < inputs.cu_seqlens[b + 1]; ++i)
-      if (inputs.token_ids[i] < 0 && (admitted[inputs.slots[b]] || !slot.has_chosen))
+      if (inputs.token_ids[i] < 0 && (admitted[inputs.slots[b]] || !slot.has_sampled))
         throw Error("token " + text(i) + " is what slot " + text(inputs.slots[b]) +
                     " chose last, which has chosen none");
     if (b < inputs.num_decode) continue;  // what is below is asked for by attention to prompts
@@ -240,12 +240,12 @@ Step check_step(const EncoderInputs& inputs, const Limits& limits) {
 // Sequences with the same first block are compared with the first of them. What is saved are the positions that all but one
 // of those sharing them would have read.
 Prefix shared_prefix(const StepInputs& inputs, int block_size) {
-  constexpr int kBlock = 16;                // positions that decoding reads at once
+  constexpr int kQuantBlock = 16;                // positions that decoding reads at once
   constexpr int64_t kWorth = 24000;         // positions
   Prefix best;
   int64_t saved = kWorth - 1;
   std::map<int32_t, std::vector<int>> alike;  // by their first block
-  if (block_size < kBlock) return best;
+  if (block_size < kQuantBlock) return best;
   const int64_t width = inputs.num_decode > 1 ? inputs.width() : 0;
   auto blocks_of = [&](int sequence) { return inputs.block_tables.data + sequence * width; };
   // Blocks that are full: nothing is written to them any more.

@@ -76,7 +76,7 @@ struct StepInputs {
   Logits logits;
   HostArray<int32_t> memory_starts, memory_lens;  // [batch] each, or nothing: see EncoderInputs
   HostArray<int32_t> mask_rows;                // [num_sampled], or nothing: of masks, -1 where all tokens are allowed
-  HostArray<uint32_t> masks;                   // [.., ceil(vocab_size / 32)]: see kernels::ProcessParams
+  HostArray<uint32_t> masks;                   // [.., ceil(vocab_size / 32)]: see kernels::ProcessLogitsParams
   HostArray<int32_t> state_slots;              // [batch], which state is a sequence's; nothing where there are none
   HostArray<int32_t> state_copies;             // [num_copies, 2]
   HostArray<int32_t> scored_rows;              // [num_scored], tokens of the step, not with Logits::kAll
@@ -91,7 +91,7 @@ struct StepInputs {
 
 // What the host knows of the slots.
 struct SlotRecord {
-  bool has_chosen = false, draws = false, processes = false, reports = false, keeps_history = false;
+  bool has_sampled = false, draws = false, processes = false, reports = false, keeps_history = false;
 };
 
 // The step's sizes. Throws Error where an array has another size than the others say, or a value that points out of

@@ -209,7 +209,7 @@ void Plan::bind_inputs(const std::vector<Tensor>& in, const Context& context) co
     void* data = in[i].data;
     const auto narrow = engine_->narrow.find(inputs_[i].name);
     if (narrow != engine_->narrow.end()) {
-      if (count == kernels::kNarrowed) throw Error("the plan has too many inputs of 64 bits");
+      if (count == kernels::kMaxNarrow) throw Error("the plan has too many inputs of 64 bits");
       narrowed.x[count] = static_cast<const int64_t*>(data);
       narrowed.y[count] = narrow->second;
       narrowed.count[count++] = static_cast<int>(in[i].size());

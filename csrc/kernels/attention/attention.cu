@@ -15,12 +15,12 @@ namespace {
 using namespace device;
 
 constexpr int kWarps = 4;
-constexpr int kMinKeys = 64, kEnoughBlocks = 264;  // per part; from so many blocks on nothing is divided
+constexpr int kMinKeysPerSplit = 64, kEnoughBlocks = 264;  // per part; from so many blocks on nothing is splits_planned
 
 // Zeros for the values behind a sequence's last position, of some KV heads, up to the next multiple of kPrefillUnit: what
 // lies there gets weight 0, and 0 · NaN is NaN. Decoding does not read it.
 template <typename C>
-__device__ __forceinline__ void clear_behind(const AttentionParams& p, int sequence, int token, int position,
+__device__ __forceinline__ void clear_tail(const AttentionParams& p, int sequence, int token, int position,
                                              int first_head, int heads, int thread, int threads) {
   if (p.decode || p.block_table == nullptr || token + 1 != start_of(p, sequence + 1)) return;
   constexpr int kWidth = sizeof(C) == 4 ? 4 : 8;
@@ -37,17 +37,17 @@ __device__ __forceinline__ void clear_behind(const AttentionParams& p, int seque
 template <typename T, typename C, int kMost>
 __global__ void append_kernel(AttentionParams p) {
   __shared__ float heads[kWarps][kMost];
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
   const int token = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int sequence = sequence_of(p, token);
   const int position = p.past_lens[sequence] + token - start_of(p, sequence);
-  const int all = heads_of_row(p);
+  const int all = qkv_heads(p);
   const float factor = query_factor(p, position);
   for (int h = blockIdx.y * kWarps + warp; h < all; h += gridDim.y * kWarps) {
     const bool is_query = h < p.num_heads, is_value = h >= p.num_heads + p.num_kv_heads;
-    const T* source = static_cast<const T*>(p.qkv) + token * p.qkv_pitch + static_cast<int64_t>(h) * p.head_dim;
-    prepare_head<T, kMost>(heads[warp], source, p, is_query ? p.q_norm : is_value ? p.v_norm : p.k_norm, position,
+    const T* source = static_cast<const T*>(p.qkv) + token * p.qkv_stride + static_cast<int64_t>(h) * p.head_dim;
+    norm_and_rope<T, kMost>(heads[warp], source, p, is_query ? p.q_norm : is_value ? p.v_norm : p.k_norm, position,
                  !is_value);
     auto write = [&](auto* target) {
       for (int i = lane; i < p.head_dim; i += 32)
@@ -55,11 +55,11 @@ __global__ void append_kernel(AttentionParams p) {
     };
     if (is_query) {
       write(static_cast<T*>(p.queries) + (static_cast<int64_t>(token) * p.num_heads + h) * p.head_dim);
-      if (p.reads && h < p.num_kv_heads) clear_behind<C>(p, sequence, token, position, h, 1, lane, 32);
+      if (p.reads && h < p.num_kv_heads) clear_tail<C>(p, sequence, token, position, h, 1, lane, 32);
     } else {
       const int kv_head = h - p.num_heads - (is_value ? p.num_kv_heads : 0);
       write(static_cast<C*>(is_value ? p.value_cache : p.key_cache) + CacheRows(p, sequence, kv_head)(position));
-      if (is_value) clear_behind<C>(p, sequence, token, position, kv_head, 1, lane, 32);
+      if (is_value) clear_tail<C>(p, sequence, token, position, kv_head, 1, lane, 32);
     }
     __syncwarp();
   }
@@ -70,16 +70,16 @@ __global__ void append_kernel(AttentionParams p) {
 template <typename T, typename C>
 __global__ void append_vectors_kernel(AttentionParams p) {
   constexpr int kWidth = kVec<T>;
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
   const int token = blockIdx.x, sequence = sequence_of(p, token);
   const int position = p.past_lens[sequence] + token - start_of(p, sequence);
-  const int all = heads_of_row(p), vectors = p.head_dim / kWidth;
+  const int all = qkv_heads(p), vectors = p.head_dim / kWidth;
   const float factor = query_factor(p, position);
   const int half = p.cos == nullptr ? 0 : p.rotary_dim / 2;
   const float* cos = p.cos + static_cast<int64_t>(position) * half;
   const float* sin = p.sin + static_cast<int64_t>(position) * half;
-  const T* row = static_cast<const T*>(p.qkv) + token * p.qkv_pitch;
+  const T* row = static_cast<const T*>(p.qkv) + token * p.qkv_stride;
   for (int i = threadIdx.x; i < all * vectors; i += blockDim.x) {
     const int h = i / vectors, at = i % vectors * kWidth;
     const bool is_query = h < p.num_heads, is_value = h >= p.num_heads + p.num_kv_heads;
@@ -108,13 +108,13 @@ __global__ void append_vectors_kernel(AttentionParams p) {
                        CacheRows(p, sequence, kv_head)(position) + at, value);
     }
   }
-  clear_behind<C>(p, sequence, token, position, 0, p.num_kv_heads, threadIdx.x, blockDim.x);
+  clear_tail<C>(p, sequence, token, position, 0, p.num_kv_heads, threadIdx.x, blockDim.x);
 }
 
 // A block per row and KV head, for caches of 2-byte elements.
-__global__ void lengths_kernel(Lengths lengths, AttentionParams p) {
-  wait_for_inputs();
-  let_next_start();
+__global__ void sequence_lengths_kernel(SequenceLengths lengths, AttentionParams p) {
+  pdl_wait();
+  pdl_launch_dependents();
   const int row = blockIdx.x, head = blockIdx.y;
   const int start = start_of(p, min(row, p.batch));
   const int fresh = row < p.batch ? start_of(p, row + 1) - start : 0;
@@ -133,9 +133,9 @@ __global__ void lengths_kernel(Lengths lengths, AttentionParams p) {
 
 template <typename T, typename C>
 cudaError_t run_append(const AttentionParams& p, cudaStream_t stream) {
-  const int all = heads_of_row(p);
+  const int all = qkv_heads(p);
   const bool vectors = p.q_norm == nullptr && p.k_norm == nullptr && p.v_norm == nullptr && p.head_dim % kVec<T> == 0 &&
-      lies_in_vectors<T>(p.qkv, p.qkv_pitch) && (p.cos == nullptr || (!p.interleaved && p.rotary_dim % (2 * kVec<T>) == 0));
+      has_aligned_rows<T>(p.qkv, p.qkv_stride) && (p.cos == nullptr || (!p.interleaved && p.rotary_dim % (2 * kVec<T>) == 0));
   if (vectors) return launch(append_vectors_kernel<T, C>, p.num_tokens, 256, 0, stream, p);
   const dim3 grid(p.num_tokens, (all + kWarps - 1) / kWarps);
   if (p.head_dim <= 256) return launch(append_kernel<T, C, 256>, grid, kWarps * 32, 0, stream, p);
@@ -144,14 +144,14 @@ cudaError_t run_append(const AttentionParams& p, cudaStream_t stream) {
 
 // kFused: every token is the only new one of its sequence, and the kernel prepares its heads itself.
 template <typename T, typename C, int kLanes, int kVectors, int kHeads, bool kFused>
-__global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, int parts) {
+__global__ void __launch_bounds__(kWarps * 32) token_attention_kernel(AttentionParams p, int parts) {
   constexpr int kGroups = 32 / kLanes, kTurns = 4 / kVectors, kMost = 8 * kLanes * kVectors, kOwn = 8 * kVectors;
   extern __shared__ float shared[];
   float* queries = shared;                            // [kHeads][head_dim]
   float* sums = queries + kHeads * p.head_dim;        // [kWarps][kHeads][head_dim]
   __shared__ float peak_of[kWarps][kHeads], total_of[kWarps][kHeads];
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
   const int dim = p.head_dim, group = p.num_heads / p.num_kv_heads;
   const int chunks = (group + kHeads - 1) / kHeads;
   const int kv_head = blockIdx.x / chunks, first_head = kv_head * group + blockIdx.x % chunks * kHeads;
@@ -159,8 +159,8 @@ __global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, i
   const int token = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int sequence = kFused ? token : sequence_of(p, token);
   const int position = p.past_lens[sequence] + (kFused ? 0 : token - start_of(p, sequence));
-  const int begin = first_seen(p, position), count = position + 1 - begin;
-  const int used = min(parts, (count + kMinKeys - 1) / kMinKeys), part = blockIdx.z;
+  const int begin = first_visible(p, position), count = position + 1 - begin;
+  const int used = min(parts, (count + kMinKeysPerSplit - 1) / kMinKeysPerSplit), part = blockIdx.z;
   if (part >= used) return;
   const int per_part = (count + used - 1) / used;
   const int from = begin + part * per_part, to = min(position + 1, from + per_part);
@@ -169,17 +169,17 @@ __global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, i
   C* keys = static_cast<C*>(p.key_cache);
   C* values = static_cast<C*>(p.value_cache);
   if constexpr (kFused) {
-    const T* qkv = static_cast<const T*>(p.qkv) + token * p.qkv_pitch;
+    const T* qkv = static_cast<const T*>(p.qkv) + token * p.qkv_stride;
     for (int h = warp; h < heads; h += kWarps)
-      prepare_head<T, kMost>(queries + h * dim, qkv + (first_head + h) * dim, p, p.q_norm, position, true);
+      norm_and_rope<T, kMost>(queries + h * dim, qkv + (first_head + h) * dim, p, p.q_norm, position, true);
     if (to == position + 1 && warp == kWarps - 1 && !p.reads) {
       // The block that reads the new position writes it too; chunks of one KV head write the same.
       float* scratch = sums;
       const T* key = qkv + (p.num_heads + kv_head) * dim;
-      prepare_head<T, kMost>(scratch, key, p, p.k_norm, position, true);
+      norm_and_rope<T, kMost>(scratch, key, p, p.k_norm, position, true);
       for (int i = lane; i < dim; i += 32) keys[row(position) + i] = from_float<C>(scratch[i]);
       __syncwarp();
-      prepare_head<T, kMost>(scratch, key + p.num_kv_heads * dim, p, p.v_norm, position, false);
+      norm_and_rope<T, kMost>(scratch, key + p.num_kv_heads * dim, p, p.v_norm, position, false);
       for (int i = lane; i < dim; i += 32) values[row(position) + i] = from_float<C>(scratch[i]);
     }
   } else {
@@ -211,8 +211,8 @@ __global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, i
         const int j = start + turn * kStride;
         key[turn][v] = value[turn][v] = Cached<C>{};
         if (j < to && inside(v)) {
-          key[turn][v] = load_cached(keys + row(j) + in_key(v));
-          value[turn][v] = load_cached(values + row(j) + in_key(v));
+          key[turn][v] = load_cache(keys + row(j) + in_key(v));
+          value[turn][v] = load_cache(values + row(j) + in_key(v));
         }
       }
 #pragma unroll
@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, i
       const bool there = start + turn * kStride < to;
       Vec<T, 8> k[kVectors], value_of[kVectors];
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) k[v] = widen<T, C>(key[turn][v]), value_of[v] = widen<T, C>(value[turn][v]);
+      for (int v = 0; v < kVectors; ++v) k[v] = convert_cache<T, C>(key[turn][v]), value_of[v] = convert_cache<T, C>(value[turn][v]);
 #pragma unroll
       for (int h = 0; h < kHeads; ++h) {
         float score = 0;
@@ -261,11 +261,11 @@ template <typename T, typename C, int kLanes, int kVectors, int kHeads, bool kFu
 cudaError_t run_tokens(const AttentionParams& p, cudaStream_t stream) {
   const int group = p.num_heads / p.num_kv_heads, columns = p.num_kv_heads * ((group + kHeads - 1) / kHeads);
   const int blocks = columns * p.num_tokens;
-  // Where there are few blocks positions are divided, so that there are never twice as many as are enough.
+  // Where there are few blocks positions are splits_planned, so that there are never twice as many as are enough.
   const int wanted = blocks >= kEnoughBlocks ? 1 : (kEnoughBlocks + blocks - 1) / blocks;
-  const int parts = min(min(wanted, kMaxParts), (p.max_seq_len + kMinKeys - 1) / kMinKeys);
+  const int parts = min(min(wanted, kMaxSplits), (p.max_seq_len + kMinKeysPerSplit - 1) / kMinKeysPerSplit);
   const size_t shared = sizeof(float) * (1 + kWarps) * kHeads * p.head_dim;
-  auto kernel = token_kernel<T, C, kLanes, kVectors, kHeads, kFused>;
+  auto kernel = token_attention_kernel<T, C, kLanes, kVectors, kHeads, kFused>;
   if (shared > 48 * 1024) {
     const cudaError_t error = cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
@@ -293,20 +293,20 @@ cudaError_t tokens(const AttentionParams& p, cudaStream_t stream) {
 
 }  // namespace
 
-// Positions are divided only where there are fewer than kAttentionCounters blocks without, so there are never
+// Positions are splits_planned only where there are fewer than kAttentionCounters blocks without, so there are never
 // twice as many; each is of at most 8 heads.
 int64_t attention_scratch(int num_heads, int head_dim) {
   return sizeof(float) * 2 * kAttentionCounters * static_cast<int64_t>(min(num_heads, 8)) * (head_dim + 2);
 }
 
 cudaError_t append(DType dtype, const AttentionParams& p, cudaStream_t stream) {
-  return with_cache(dtype, p.float8, [&](auto* type, auto* cached) {
+  return dispatch_cache_dtype(dtype, p.float8, [&](auto* type, auto* cached) {
     return run_append<std::remove_pointer_t<decltype(type)>, std::remove_pointer_t<decltype(cached)>>(p, stream);
   });
 }
 
-cudaError_t sequence_lengths(const Lengths& lengths, const AttentionParams& p, cudaStream_t stream) {
-  return launch(lengths_kernel, dim3(lengths.rows + 1, p.num_kv_heads), 128, 0, stream, lengths, p);
+cudaError_t sequence_lengths(const SequenceLengths& lengths, const AttentionParams& p, cudaStream_t stream) {
+  return launch(sequence_lengths_kernel, dim3(lengths.rows + 1, p.num_kv_heads), 128, 0, stream, lengths, p);
 }
 
 cudaError_t attention(DType dtype, const AttentionParams& p, cudaStream_t stream) {
@@ -317,9 +317,9 @@ cudaError_t attention(DType dtype, const AttentionParams& p, cudaStream_t stream
     const cudaError_t error = append(dtype, p, stream);
     if (error != cudaSuccess) return error;
   }
-  if (!p.decode && !p.vanilla && prefills_on_hopper(dtype, p)) return prefill_on_hopper(dtype, p, stream);
+  if (!p.decode && !p.vanilla && has_prefill_sm90(dtype, p)) return prefill_sm90(dtype, p, stream);
   if (!p.decode && !p.vanilla && can_prefill(dtype, p.head_dim)) return prefill(dtype, p, stream);
-  return with_cache(dtype, p.float8, [&](auto* type, auto* cached) {
+  return dispatch_cache_dtype(dtype, p.float8, [&](auto* type, auto* cached) {
     using T = std::remove_pointer_t<decltype(type)>;
     using C = std::remove_pointer_t<decltype(cached)>;
     if constexpr (std::is_same_v<T, float>)

@@ -30,51 +30,51 @@ __device__ __forceinline__ int start_of(const AttentionParams& p, int sequence) 
 }
 
 // The first position that a query sees.
-__device__ __forceinline__ int first_seen(int window, int chunk, int position) {
+__device__ __forceinline__ int first_visible(int window, int chunk, int position) {
   const int first = window > 0 ? max(0, position + 1 - window) : 0;
   return chunk > 0 ? max(first, position / chunk * chunk) : first;
 }
-__device__ __forceinline__ int first_seen(const AttentionParams& p, int position) {
-  return first_seen(p.window, p.chunk, position);
+__device__ __forceinline__ int first_visible(const AttentionParams& p, int position) {
+  return first_visible(p.window, p.chunk, position);
 }
 // Of a decoding sequence, without the prefix that it shares.
 __device__ __forceinline__ bool shares_prefix(const AttentionParams& p, int sequence) {
   return p.prefix.of != nullptr && p.prefix.own_from[sequence] > 0;
 }
 __device__ __forceinline__ int own_from(const AttentionParams& p, int sequence, int position) {
-  const int seen = first_seen(p, position);
+  const int seen = first_visible(p, position);
   return p.prefix.of == nullptr ? seen : max(seen, p.prefix.own_from[sequence]);
 }
 
 // The blocks that read a shared prefix have kPrefixRows rows of queries that share a KV head, whole tokens. Where these are
-// not enough for all multiprocessors, the prefix is divided into parts, of which each has blocks of its own.
-constexpr int kPrefixRows = 128, kPrefixBlocks = 132, kPrefixParts = 16, kPrefixKeys = 64;
+// not enough for all num_sms, the prefix is splits_planned into parts, of which each has blocks of its own.
+constexpr int kPrefixRows = 128, kPrefixBlocks = 132, kMaxPrefixSplits = 16, kPrefixKeys = 64;
 __host__ __device__ __forceinline__ int prefix_blocks(const AttentionParams& p) {
   const int tokens = kPrefixRows / (p.num_heads / p.num_kv_heads);
   return (p.batch + tokens - 1) / tokens * p.num_kv_heads;
 }
-__host__ __device__ __forceinline__ int most_prefix_parts(const AttentionParams& p) {
-  return max(1, min(kPrefixBlocks / prefix_blocks(p), kPrefixParts));
+__host__ __device__ __forceinline__ int max_prefix_splits(const AttentionParams& p) {
+  return max(1, min(kPrefixBlocks / prefix_blocks(p), kMaxPrefixSplits));
 }
-// How many positions a part has, and how many parts there are.
-__device__ __forceinline__ int prefix_part(const AttentionParams& p) {
-  const int most = most_prefix_parts(p) * kPrefixKeys;
+// How many positions a split has, and how many parts there are.
+__device__ __forceinline__ int prefix_split_size(const AttentionParams& p) {
+  const int most = max_prefix_splits(p) * kPrefixKeys;
   return max(2, (p.prefix.of[1] + most - 1) / most) * kPrefixKeys;
 }
-__device__ __forceinline__ int prefix_parts(const AttentionParams& p) {
-  return (p.prefix.of[1] + prefix_part(p) - 1) / prefix_part(p);
+__device__ __forceinline__ int prefix_splits(const AttentionParams& p) {
+  return (p.prefix.of[1] + prefix_split_size(p) - 1) / prefix_split_size(p);
 }
-// What a head of a token has left of a part there: a peak, a total, and from kPrefixSums on head_dim sums.
+// What a head of a token has left of a split there: a peak, a total, and from kPrefixSums on head_dim sums.
 constexpr int kPrefixSums = 4;
-__device__ __forceinline__ float* prefix_result(float* results, int64_t index, int head_dim) {
+__device__ __forceinline__ float* prefix_partial(float* results, int64_t index, int head_dim) {
   return results + index * (head_dim + kPrefixSums);
 }
-__device__ __forceinline__ float* prefix_result(const AttentionParams& p, int64_t token_head, int part, int parts) {
-  return prefix_result(p.prefix.results, token_head * parts + part, p.head_dim);
+__device__ __forceinline__ float* prefix_partial(const AttentionParams& p, int64_t token_head, int split, int parts) {
+  return prefix_partial(p.prefix.results, token_head * parts + split, p.head_dim);
 }
 
 // Heads that a row of qkv has.
-__host__ __device__ __forceinline__ int heads_of_row(const AttentionParams& p) {
+__host__ __device__ __forceinline__ int qkv_heads(const AttentionParams& p) {
   return p.num_heads + (p.reads ? 0 : 2 * p.num_kv_heads);
 }
 // What a query is multiplied by when it is normed and turned.
@@ -85,7 +85,7 @@ __device__ __forceinline__ float query_factor(const AttentionParams& p, int posi
 // A warp reads one head, norms it if there is a weight, turns it if there are cos and sin, or does so in the other order,
 // and leaves it in `head` (shared, float32 [head_dim]); head_dim is at most kMost.
 template <typename T, int kMost>
-__device__ __forceinline__ void prepare_head(float* head, const T* source, const AttentionParams& p,
+__device__ __forceinline__ void norm_and_rope(float* head, const T* source, const AttentionParams& p,
                                              const float* weight, int position, bool turn) {
   const int lane = threadIdx.x % 32, dim = p.head_dim;
   const int half = turn && p.cos != nullptr ? p.rotary_dim / 2 : 0;
@@ -130,7 +130,7 @@ __device__ __forceinline__ void prepare_head(float* head, const T* source, const
 }
 
 // What a sink adds to the total of a softmax with this peak, both of base-2 exponents but the sink itself.
-__device__ __forceinline__ float sink_of(const float* sinks, int head, float peak) {
+__device__ __forceinline__ float sink_weight(const float* sinks, int head, float peak) {
   return sinks == nullptr ? 0.f : exp2f(sinks[head] * kLog2E - peak);
 }
 
@@ -164,7 +164,7 @@ struct CacheRows {
   int dim, shift = 0, mask = 0x7fffffff;
 };
 
-constexpr int kMaxParts = 32;  // of a sequence
+constexpr int kMaxSplits = 32;  // of a sequence
 
 // The softmaxes that each kLanes lanes of a warp keep of their own keys, as one in every lane. Peaks are of base-2
 // exponents; -inf where there were no keys.
@@ -182,53 +182,53 @@ __device__ __forceinline__ void merge_lanes(float& peak, float& total, float (&s
   }
 }
 
-// One part's place among those that a sequence is divided into; where it counts that it has ended, and where the first one
+// One split's place among those that a sequence is splits_planned into; where it counts that it has ended, and where the first one
 // leaves what it has of the first head, with what lies between two heads and two parts, in floats; and whether a prefix that the
 // sequence shares is beside them.
-struct Part {
-  int index, used;
+struct KvSplitState {
+  int index, num_splits;
   int32_t* counter;
   float* results;
-  int64_t next_head, next_part;
+  int64_t next_head, next_split;
   bool prefix = false;
 
-  __device__ float* result(int head, int part) const { return results + head * next_head + part * next_part; }
+  __device__ float* result(int head, int split) const { return results + head * next_head + split * next_split; }
 };
 
 // Of a head the shares of what lanes have, each a peak and a total.
-__device__ __forceinline__ float share_of_lane(const float* sinks, int head, float peak, float total) {
+__device__ __forceinline__ float softmax_share(const float* sinks, int head, float peak, float total) {
   float higher = peak;
 #pragma unroll
   for (int mask = 16; mask; mask >>= 1) higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, mask));
   const float weight = exp2f(peak - higher);
-  const float all = warp_sum(total * weight) + sink_of(sinks, head, higher);
+  const float all = warp_sum(total * weight) + sink_weight(sinks, head, higher);
   return weight / all;
 }
 
 // Merges the parts that blocks have left, and those of a prefix behind them. By itself, so that registers which it takes are
 // none that the block's work was to do without.
 template <typename T, int kWidth, int kWarps, int kHeads>
-__device__ __noinline__ void merge_parts(Made<T> out, int64_t begin, Part part, int heads, int dim, const float* sinks, int first_head,
+__device__ __noinline__ void merge_splits(OutputWriter<T> out, int64_t begin, KvSplitState split, int heads, int dim, const float* sinks, int first_head,
                                          float* prefix, int before, float (*share_of)[32]) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, width = kWidth > 0 ? kWidth : dim;
-  auto of_prefix = [&](int h, int k) { return prefix_result(prefix, h * before + k, dim); };
-  auto share = [&](int h, float peak, float total) { share_of[h][lane] = share_of_lane(sinks, first_head + h, peak, total); };
+  auto of_prefix = [&](int h, int k) { return prefix_partial(prefix, h * before + k, dim); };
+  auto share = [&](int h, float peak, float total) { share_of[h][lane] = softmax_share(sinks, first_head + h, peak, total); };
   // The parts, those of the prefix behind the others. Two elements of a head are a thread's at once; those of the first parts
   // are under way while shares are made.
   constexpr int kTogether = 16;
   float2 sums[kTogether];
   auto read = [&](int at, int first) {
-    const float* result = part.result(at / width, first) + 2 + at % width;
+    const float* result = split.result(at / width, first) + 2 + at % width;
 #pragma unroll
-    for (int k = 0; k < kTogether; ++k, result += part.next_part)
-      if (first + k < part.used) sums[k] = __ldcg(reinterpret_cast<const float2*>(result));
+    for (int k = 0; k < kTogether; ++k, result += split.next_split)
+      if (first + k < split.num_splits) sums[k] = __ldcg(reinterpret_cast<const float2*>(result));
   };
   const int own = threadIdx.x * 2;
   if (own < heads * width && own % width < dim) read(own, 0);
   for (int h = warp; h < heads; h += kWarps) {
-    const float* result = lane < part.used ? part.result(h, lane)
-                                           : of_prefix(h, max(0, min(lane - part.used, before - 1)));
-    const bool there = lane < part.used + before;
+    const float* result = lane < split.num_splits ? split.result(h, lane)
+                                           : of_prefix(h, max(0, min(lane - split.num_splits, before - 1)));
+    const bool there = lane < split.num_splits + before;
     share(h, there ? __ldcg(result) : -INFINITY, there ? __ldcg(result + 1) : 0.f);
   }
   __syncthreads();
@@ -237,46 +237,46 @@ __device__ __noinline__ void merge_parts(Made<T> out, int64_t begin, Part part, 
     if (i >= dim) continue;
     if (at != own) read(at, 0);
     float2 sum{};
-    for (int first = 0; first < part.used; first += kTogether) {
+    for (int first = 0; first < split.num_splits; first += kTogether) {
       if (first > 0) read(at, first);
 #pragma unroll
       for (int k = 0; k < kTogether; ++k)
-        if (first + k < part.used) {
+        if (first + k < split.num_splits) {
           sum.x += share_of[h][first + k] * sums[k].x;
           sum.y += share_of[h][first + k] * sums[k].y;
         }
     }
     for (int k = 0; k < before; ++k) {
       const float* of = of_prefix(h, k) + kPrefixSums + i;
-      sum.x += share_of[h][part.used + k] * __ldcg(of);
-      sum.y += share_of[h][part.used + k] * __ldcg(of + 1);
+      sum.x += share_of[h][split.num_splits + k] * __ldcg(of);
+      sum.y += share_of[h][split.num_splits + k] * __ldcg(of + 1);
     }
-    out.put(begin + h * dim + i, {sum.x, sum.y});
+    out.write(begin + h * dim + i, {sum.x, sum.y});
   }
 }
 
 // The end of an attention block: merge its warps' softmaxes and write the heads' rows of p.out; where the
-// sequence is in several parts, leave this part's result in p.scratch, and let the block that ends last merge
+// sequence is in several parts, leave this split's result in p.scratch, and let the block that ends last merge
 // the parts. Peaks are of base-2 exponents; a warp without keys has peak -inf and total 0. sum_at(w * kHeads + h, i)
 // is element i of warp w's sum for head h, in shared memory, written by all threads. heads rows begin at token_head,
 // the token times num_heads plus the first head. kWidth is a constant that head_dim is at most, where one is known.
 template <typename T, int kWidth, int kWarps, int kHeads, typename Sum>
 __device__ void merge(const AttentionParams& p, const float (&peak_of)[kWarps][kHeads],
-                      const float (&total_of)[kWarps][kHeads], Sum&& sum_at, int heads, int64_t token_head, Part part) {
+                      const float (&total_of)[kWarps][kHeads], Sum&& sum_at, int heads, int64_t token_head, KvSplitState split) {
   __shared__ bool last;
   const int dim = p.head_dim, width = kWidth > 0 ? kWidth : dim;
   __syncthreads();
-  const Made<T> out(p.out, p.out_inverse);
+  const OutputWriter<T> out(p.out, p.out_scale_inverse);
   const int64_t begin = token_head * dim;
   const int first_head = static_cast<int>(token_head % p.num_heads);
-  const int before = part.prefix ? prefix_parts(p) : 0;  // parts of the prefix
-  auto of_prefix = [&](int h, int k) { return prefix_result(p, token_head + h, k, before); };
-  // How much of each part's sums goes into a head's: a lane for each part.
-  static_assert(kMaxParts <= 32 && kWarps + kPrefixParts <= 32);
+  const int before = split.prefix ? prefix_splits(p) : 0;  // parts of the prefix
+  auto of_prefix = [&](int h, int k) { return prefix_partial(p, token_head + h, k, before); };
+  // How much of each split's sums goes into a head's: a lane for each split.
+  static_assert(kMaxSplits <= 32 && kWarps + kMaxPrefixSplits <= 32);
   __shared__ float share_of[kHeads][32];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  auto share = [&](int h, float peak, float total) { share_of[h][lane] = share_of_lane(p.sinks, first_head + h, peak, total); };
-  if (part.used == 1 && before > 0) {  // the warps, then the parts of the prefix, which are read together
+  auto share = [&](int h, float peak, float total) { share_of[h][lane] = softmax_share(p.sinks, first_head + h, peak, total); };
+  if (split.num_splits == 1 && before > 0) {  // the warps, then the parts of the prefix, which are read together
     constexpr int kEach = (kHeads + kWarps - 1) / kWarps;
     float peak[kEach], total[kEach];
 #pragma unroll
@@ -305,7 +305,7 @@ __device__ void merge(const AttentionParams& p, const float (&peak_of)[kWarps][k
       for (int w = 0; w < kWarps; ++w)
 #pragma unroll
         for (int c = 0; c < 4; ++c) sum[c] = fmaf(sum_at(w * kHeads + h, i + c), share_of[h][w], sum[c]);
-      out.put(begin + at, sum);
+      out.write(begin + at, sum);
     }
     return;
   }
@@ -321,26 +321,26 @@ __device__ void merge(const AttentionParams& p, const float (&peak_of)[kWarps][k
       total += total_of[w][h] * weight;
       sum += sum_at(w * kHeads + h, i) * weight;
     }
-    if (part.used == 1) {
-      total += sink_of(p.sinks, first_head + h, higher);
-      out.put(begin + h * dim + i, sum / total);
+    if (split.num_splits == 1) {
+      total += sink_weight(p.sinks, first_head + h, higher);
+      out.write(begin + h * dim + i, sum / total);
     } else {
-      float* result = part.result(h, part.index);  // a peak, a total and head_dim sums
+      float* result = split.result(h, split.index);  // a peak, a total and head_dim sums
       result[2 + i] = sum;
       if (i == 0) result[0] = higher, result[1] = total;
     }
   }
-  if (part.used == 1) return;
+  if (split.num_splits == 1) return;
   __syncthreads();
   if (threadIdx.x == 0) {  // fences are of all that the threads which met here have written, or read then
     __threadfence();
-    last = atomicAdd(part.counter, 1) == part.used - 1;
-    if (last) *part.counter = 0;
+    last = atomicAdd(split.counter, 1) == split.num_splits - 1;
+    if (last) *split.counter = 0;
     __threadfence();
   }
   __syncthreads();
   if (!last) return;
-  merge_parts<T, kWidth, kWarps, kHeads>(out, begin, part, heads, dim, p.sinks, first_head, of_prefix(0, 0), before, share_of);
+  merge_splits<T, kWidth, kWarps, kHeads>(out, begin, split, heads, dim, p.sinks, first_head, of_prefix(0, 0), before, share_of);
 }
 
 }  // namespace llmc::device

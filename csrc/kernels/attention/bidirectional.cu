@@ -61,7 +61,7 @@ struct CachedKeys {
   __device__ CachedKeys(const Params& p, int sequence, int kv_head)
       : key(static_cast<const C*>(p.key_cache)), value(static_cast<const C*>(p.value_cache)),
         rows(p, sequence, kv_head), first(p.past_lens[sequence]), window(p.window), chunk(p.chunk) {}
-  __device__ int begin(int i) const { return first_seen(window, chunk, i); }
+  __device__ int begin(int i) const { return first_visible(window, chunk, i); }
   __device__ int end(int i) const { return i + 1; }
   __device__ bool sees(int i, int j) const { return j <= i && j >= begin(i); }
   __device__ int64_t row(int j) const { return rows(j); }
@@ -73,13 +73,13 @@ struct CachedKeys {
 };
 
 template <typename T, int kLanes, int kQueries, int kWarps, typename Keys>
-__global__ void __launch_bounds__(kWarps * 32) queries_kernel(Queries p, typename Keys::Params where) {
+__global__ void __launch_bounds__(kWarps * 32) biased_attention_kernel(Queries p, typename Keys::Params where) {
   using C = typename Keys::Element;
   constexpr int kGroups = 32 / kLanes, kTurns = kQueries == 1 ? 4 : 2, kStride = kWarps * kGroups;
   extern __shared__ float shared[];  // sums: [kWarps][kQueries][head_dim]
   __shared__ float peak_of[kWarps][kQueries], total_of[kWarps][kQueries];
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
   const int dim = p.head_dim, head = blockIdx.y, kv_head = head / (p.num_heads / p.num_kv_heads);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int in_key = lane % kLanes * 8;
@@ -118,14 +118,14 @@ __global__ void __launch_bounds__(kWarps * 32) queries_kernel(Queries p, typenam
         key[turn] = value[turn] = Cached<C>{};
         if (j < to && inside) {
           const int64_t row = keys.row(j) + in_key;
-          key[turn] = load_cached(keys.key + row);
-          value[turn] = load_cached(keys.value + row);
+          key[turn] = load_cache(keys.key + row);
+          value[turn] = load_cache(keys.value + row);
         }
       }
 #pragma unroll
       for (int turn = 0; turn < kTurns; ++turn) {
         const int j = start + turn * kStride;
-        const Vec<T, 8> k = widen<T, C>(key[turn]), v = widen<T, C>(value[turn]);
+        const Vec<T, 8> k = convert_cache<T, C>(key[turn]), v = convert_cache<T, C>(value[turn]);
 #pragma unroll
         for (int n = 0; n < kQueries; ++n) {
           float score = 0;
@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(kWarps * 32) queries_kernel(Queries p, typenam
         all += total_of[w][n] * weight;
         weighted += shared[(w * kQueries + n) * dim + i % dim] * weight;
       }
-      if (higher != -INFINITY) all += sink_of(p.sinks, head, higher);
+      if (higher != -INFINITY) all += sink_weight(p.sinks, head, higher);
       static_cast<T*>(p.out)[place + n * next + i % dim] = from_float<T>(all > 0 ? weighted / all : 0.f);
     }
     __syncthreads();  // before the next sequence's sums
@@ -183,7 +183,7 @@ cudaError_t run_lanes(const Queries& p, const typename Keys::Params& where, cuda
     constexpr int kQueries = decltype(queries)::value, kWarps = decltype(warps)::value;
     const size_t shared = sizeof(float) * kWarps * kQueries * p.head_dim;
     static_assert(sizeof(float) * kWarps * kQueries * kMostHeadDim <= 32 * 1024);
-    return launch(queries_kernel<T, kLanes, kQueries, kWarps, Keys>, dim3(blocks_for(p.num_tokens, kQueries), p.num_heads),
+    return launch(biased_attention_kernel<T, kLanes, kQueries, kWarps, Keys>, dim3(ceil_div(p.num_tokens, kQueries), p.num_heads),
                   kWarps * 32, shared, stream, p, where);
   };
   if (p.num_tokens <= p.batch) return run(std::integral_constant<int, 1>(), std::integral_constant<int, 8>());
@@ -204,7 +204,7 @@ cudaError_t run(const Queries& p, const typename Keys::Params& where, cudaStream
 cudaError_t bidirectional(DType dtype, const BidirectionalParams& p, cudaStream_t stream) {
   const Queries queries{p.out, p.query, p.cu_seqlens, {p.distance_bias, nullptr, p.distances, 0}, p.num_tokens, p.batch,
                         p.num_heads, p.num_kv_heads, p.head_dim, p.scale, 0, nullptr};
-  return with_type(dtype, [&](auto* type) {
+  return dispatch_dtype(dtype, [&](auto* type) {
     return run<std::remove_pointer_t<decltype(type)>, RowsOfKeys<std::remove_pointer_t<decltype(type)>>>(queries, p,
                                                                                                          stream);
   });
@@ -213,7 +213,7 @@ cudaError_t bidirectional(DType dtype, const BidirectionalParams& p, cudaStream_
 cudaError_t biased_attention(DType dtype, const AttentionParams& p, const ScoreBias& bias, cudaStream_t stream) {
   const Queries queries{p.out, p.queries, p.cu_seqlens, bias, p.num_tokens, p.batch, p.num_heads,
                         p.num_kv_heads, p.head_dim, p.scale, p.softcap, p.sinks};
-  return with_cache(dtype, p.float8, [&](auto* type, auto* cached) {
+  return dispatch_cache_dtype(dtype, p.float8, [&](auto* type, auto* cached) {
     return run<std::remove_pointer_t<decltype(type)>, CachedKeys<std::remove_pointer_t<decltype(cached)>>>(queries, p,
                                                                                                            stream);
   });

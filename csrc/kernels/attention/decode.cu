@@ -1,7 +1,7 @@
 // Attention of one new token per sequence on tensor cores, 16-bit types.
 //
 // A block takes one sequence, one KV head and up to 8 of its query heads, over one part of the cached positions (flash-decoding),
-// as divide_kernel has said. It prepares its heads itself and writes the new key and value. A warp takes 16 keys at a time, as
+// as plan_kv_splits_kernel has said. It prepares its heads itself and writes the new key and value. A warp takes 16 keys at a time, as
 // the tensor core wants them: scores are K · Qᵀ with keys as the tile's rows, the inner dimension permuted so that a thread has
 // 8 elements of a key next to each other; their transpose (movmatrix) times V gives the sums, V's rows paired by byte permutes
 // and its columns permuted so that a thread has 8 elements of a value; where a head is longer than 256 the sums are Vᵀ times the
@@ -21,9 +21,9 @@ using namespace device;
 constexpr int kHeads = 8, kKeys = 16;
 // What it costs in positions, of which a block could read so many meanwhile: to begin a part, to merge parts, and that the next
 // kernel's first weights wait where no multiprocessor is left for it.
-constexpr int kStartKeys = 128, kMergeKeys = 450, kBusyKeys = 150;
-constexpr int kSpareParts = 16;  // that sequences longer than others may have, however many there are
-constexpr int kDividing = 256;   // threads
+constexpr int kSplitStartCost = 128, kSplitMergeCost = 450, kBusyCost = 150;
+constexpr int kSpareSplits = 16;  // that sequences longer than others may have, however many there are
+constexpr int kPlanThreads = 256;   // threads
 
 int columns_of(const AttentionParams& p) {
   const int group = p.num_heads / p.num_kv_heads;
@@ -32,37 +32,37 @@ int columns_of(const AttentionParams& p) {
 
 // How many parts there is room for. Where there are few sequences, some for every multiprocessor, of two blocks each where sequences
 // alone are more than one.
-int decode_parts(const AttentionParams& p) {
-  const int columns = columns_of(p), all = static_cast<int>(multiprocessors());
+int max_kv_splits(const AttentionParams& p) {
+  const int columns = columns_of(p), all = static_cast<int>(num_sms());
   const int enough = (columns * p.batch <= all ? 1 : 2) * all / columns;
-  const int more = std::min(std::max(enough - p.batch, kSpareParts), kAttentionCounters / columns);
+  const int more = std::min(std::max(enough - p.batch, kSpareSplits), kAttentionCounters / columns);
   return p.batch + (p.max_seq_len > kKeys ? more : 0);
 }
 
 // Divides sequences into parts, once for all layers of a step that divide alike. Multiprocessors end together where each has as
-// many blocks as the others: of all numbers of parts that the longest sequence may be divided into, that which costs the busiest
+// many blocks as the others: of all numbers of parts that the longest sequence may be splits_planned into, that which costs the busiest
 // one least, where all parts have room. Rows that fill up a captured batch have one position, and count for nothing. Parts begin
 // at multiples of kKeys.
-__global__ void __launch_bounds__(kDividing) divide_kernel(AttentionParams p, int num_parts, int columns, int processors) {
-  constexpr int kWarps = kDividing / 32;
-  wait_for_inputs();
-  let_next_start();
+__global__ void __launch_bounds__(kPlanThreads) plan_kv_splits_kernel(AttentionParams p, int num_parts, int columns, int processors) {
+  constexpr int kWarps = kPlanThreads / 32;
+  pdl_wait();
+  pdl_launch_dependents();
   __shared__ int longest_of[kWarps], sums_of[kWarps][2];
-  __shared__ int64_t cost_of[kMaxParts];
+  __shared__ int64_t cost_of[kMaxSplits];
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   auto begin_of = [&](int i) { return own_from(p, i, p.past_lens[i]) / kKeys * kKeys; };
   auto length_of = [&](int i) { return p.past_lens[i] + 1 - begin_of(i); };
   auto over = [](int x, int y) { return (x + y - 1) / y; };
   int longest = 1;
-  for (int i = thread; i < p.batch; i += kDividing) longest = max(longest, length_of(i));
+  for (int i = thread; i < p.batch; i += kPlanThreads) longest = max(longest, length_of(i));
   longest = __reduce_max_sync(~0u, longest);
   if (lane == 0) longest_of[warp] = longest;
-  if (thread < kMaxParts) cost_of[thread] = INT64_MAX;
+  if (thread < kMaxSplits) cost_of[thread] = INT64_MAX;
   __syncthreads();
   for (int other : longest_of) longest = max(longest, other);
   auto each_of = [&](int wanted) { return over(over(longest, wanted), kKeys) * kKeys; };
 
-  const int most = min(over(longest, kKeys), p.prefix.of == nullptr ? kMaxParts : kMaxParts - kPrefixParts);
+  const int most = min(over(longest, kKeys), p.prefix.of == nullptr ? kMaxSplits : kMaxSplits - kMaxPrefixSplits);
   for (int wanted = warp + 1; wanted <= most; wanted += kWarps) {
     const int each = each_of(wanted);
     int all = 0, blocks = 0;
@@ -74,8 +74,8 @@ __global__ void __launch_bounds__(kDividing) divide_kernel(AttentionParams p, in
     all = __reduce_add_sync(~0u, all), blocks = __reduce_add_sync(~0u, blocks);
     const int64_t running = static_cast<int64_t>(columns) * blocks;
     if (lane == 0 && (all <= num_parts || wanted == 1))
-      cost_of[wanted - 1] = (running + processors - 1) / processors * (each + kStartKeys) + (wanted > 1 ? kMergeKeys : 0) +
-                            min(running, static_cast<int64_t>(processors)) * kBusyKeys / processors;
+      cost_of[wanted - 1] = (running + processors - 1) / processors * (each + kSplitStartCost) + (wanted > 1 ? kSplitMergeCost : 0) +
+                            min(running, static_cast<int64_t>(processors)) * kBusyCost / processors;
   }
   __syncthreads();
   int64_t least = INT64_MAX;
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kDividing) divide_kernel(AttentionParams p, in
     if (cost_of[wanted - 1] < least) least = cost_of[wanted - 1], each = each_of(wanted);
 
   int made = 0, behind = 0;  // parts of the sequences before, and those of them that are not alone
-  for (int first = 0; first < p.batch; first += kDividing) {
+  for (int first = 0; first < p.batch; first += kPlanThreads) {
     const int i = first + thread;
     int length = 0, begin = 0, of_part = 1, used = 0;
     if (i < p.batch) {
@@ -109,18 +109,18 @@ __global__ void __launch_bounds__(kDividing) divide_kernel(AttentionParams p, in
     const int at = made + sums[0] - used, split = behind + sums[1] - (used > 1 ? used : 0);
     for (int part = 0; part < used; ++part) {
       const int from = begin + part * of_part;
-      p.parts[at + part] = {i, from, min(begin + length, from + of_part),
+      p.kv_splits[at + part] = {i, from, min(begin + length, from + of_part),
                             static_cast<uint32_t>(part | used << 8 | split << 16)};
     }
     made += of_all[0], behind += of_all[1];
   }
-  for (int i = made + thread; i < num_parts; i += kDividing) p.parts[i] = {-1, 0, 0, 0};
+  for (int i = made + thread; i < num_parts; i += kPlanThreads) p.kv_splits[i] = {-1, 0, 0, 0};
 }
 
 // A copy into shared memory that goes on beside the thread; zeros where not `there`. (Past L1, and with 256 bytes of L2
 // fetched at once, it was measured to be slower here.)
 template <typename V>
-__device__ __forceinline__ void start_copy(V* to, const void* from, bool there) {
+__device__ __forceinline__ void cp_async(V* to, const void* from, bool there) {
   asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %2, %3;"
                :: "r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from), "n"(sizeof(V)),
                   "r"(there ? static_cast<int>(sizeof(V)) : 0)
@@ -130,7 +130,7 @@ __device__ __forceinline__ void start_copy(V* to, const void* from, bool there) 
 // Eight cached elements as the tensor core takes them.
 template <typename T, typename C>
 __device__ __forceinline__ uint4 words_of(const Cached<C>& cached) {
-  const Vec<T, 8> wide = widen<T, C>(cached);
+  const Vec<T, 8> wide = convert_cache<T, C>(cached);
   return *reinterpret_cast<const uint4*>(&wide);
 }
 
@@ -173,8 +173,8 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>) dec
   const int kv_head = blockIdx.x / chunks, first_head = kv_head * group + blockIdx.x % chunks * kHeads;
   const int heads = min(kHeads, (kv_head + 1) * group - first_head);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  if (!p.divided) wait_for_inputs();  // then the kernel ahead makes the parts
-  const DecodePart own = p.parts[blockIdx.y];
+  if (!p.splits_planned) pdl_wait();  // then the kernel ahead makes the parts
+  const KvSplit own = p.kv_splits[blockIdx.y];
   if (own.sequence < 0) return;
   const int sequence = own.sequence, from = own.from, to = own.to;
   const int part = static_cast<int>(own.place & 255), parts = static_cast<int>(own.place >> 8 & 255);
@@ -201,20 +201,20 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>) dec
         int64_t from = first + 8 * vector;
         if (!in_line) from = first + static_cast<int64_t>(row) * dim + 8 * at;
         if (!one_block) from = there ? row_of(start + row) + 8 * at : 0;
-        start_copy(into + L::key_at(row, at), keys + from, there);
-        start_copy(into + L::value_at(row, at), values + from, there);
+        cp_async(into + L::key_at(row, at), keys + from, there);
+        cp_async(into + L::value_at(row, at), values + from, there);
       }
     }
-    end_group();
+    cp_async_commit();
   };
   for (int i = 0; i < L::kRounds; ++i) copy(i);
   for (int i = heads * kPitch + threadIdx.x; i < kHeads * kPitch; i += kWarps * 32)
     queries[i] = from_float<T>(0.f);
   const int position = has_new ? to - 1 : p.past_lens[sequence], seen = own_from(p, sequence, position);
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
 
-  const T* qkv = static_cast<const T*>(p.qkv) + sequence * p.qkv_pitch;
+  const T* qkv = static_cast<const T*>(p.qkv) + sequence * p.qkv_stride;
   // A warp for each query head, and where the new position is this block's, for its key and its value.
   // Chunks of one KV head write the same.
   float* scratch = reinterpret_cast<float*>(fresh_value + kPitch) + warp * kDim;
@@ -227,7 +227,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>) dec
       continue;
     }
     const int head = is_query ? first_head + task : p.num_heads + (is_value ? p.num_kv_heads : 0) + kv_head;
-    prepare_head<T, kDim>(scratch, qkv + head * dim, p, is_query ? p.q_norm : is_value ? p.v_norm : p.k_norm, position,
+    norm_and_rope<T, kDim>(scratch, qkv + head * dim, p, is_query ? p.q_norm : is_value ? p.v_norm : p.k_norm, position,
                           !is_value);
     if (is_query) {
       const float factor = query_factor(p, position);
@@ -247,18 +247,18 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>) dec
   float peak[2] = {-INFINITY, -INFINITY}, total[2] = {};  // of heads 2t and 2t + 1
   const float scale = p.scale * (p.softcap > 0 ? 1.f : kLog2E);
   for (int round = 0, start = mine; start < to; ++round, start += kWarps * kKeys) {
-    wait_for_group<L::kRounds - 1>();
+    cp_async_wait<L::kRounds - 1>();
     __syncwarp();
     const Cached<C>* here = ring_of(warp) + round % L::kRounds * L::kRound;
     // Vector j of row r, or of the new position.
     auto key = [&](int j, int r) {
       const int row = g + 8 * r, at = 4 * j + t;
-      return words_of<T, C>(start + row == position ? load_cached(fresh_key + 8 * at) : here[L::key_at(row, at)]);
+      return words_of<T, C>(start + row == position ? load_cache(fresh_key + 8 * at) : here[L::key_at(row, at)]);
     };
     auto value = [&](int j, int r) {
       const int row = 2 * t + r % 2 + r / 2 * 8, at = 8 * j + g;
       if (at >= L::kVectors) return uint4{};
-      return words_of<T, C>(start + row == position ? load_cached(fresh_value + 8 * at) : here[L::value_at(row, at)]);
+      return words_of<T, C>(start + row == position ? load_cache(fresh_value + 8 * at) : here[L::value_at(row, at)]);
     };
     float score[4] = {};
 #pragma unroll
@@ -266,8 +266,8 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>) dec
       const uint4 b = *reinterpret_cast<const uint4*>(queries + g * kPitch + 32 * j + 8 * t);
       const uint4 low = key(j, 0), high = key(j, 1);
       const uint32_t even[4] = {low.x, high.x, low.y, high.y}, odd[4] = {low.z, high.z, low.w, high.w};
-      multiply<T>(score, even, b.x, b.y);
-      multiply<T>(score, odd, b.z, b.w);
+      mma_m16n8k16<T>(score, even, b.x, b.y);
+      mma_m16n8k16<T>(score, odd, b.z, b.w);
     }
     float factor[2];
 #pragma unroll
@@ -290,17 +290,17 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>) dec
       total[c] = total[c] * factor[c] + score[c] + score[2 + c];
     }
     if constexpr (L::kTall) {  // the sums' columns are heads, as the scores'
-      const uint32_t weights[2] = {transposed(pack<T>(score[0], score[1])), transposed(pack<T>(score[2], score[3]))};
+      const uint32_t weights[2] = {movmatrix_trans(pack2<T>(score[0], score[1])), movmatrix_trans(pack2<T>(score[2], score[3]))};
       const int key = lane % 8 + lane / 16 * 8;
 #pragma unroll
       for (int j = 0; j < kDim / 16; ++j) {
         const int at = 2 * j + lane / 8 % 2;
         uint32_t a[4];
-        load_matrices<true>(a, start + key == position ? reinterpret_cast<const void*>(fresh_value + 8 * at)
+        ldmatrix_x4<true>(a, start + key == position ? reinterpret_cast<const void*>(fresh_value + 8 * at)
                                                        : here + L::value_at(key, at));
 #pragma unroll
         for (int c = 0; c < 4; ++c) tall[j][c] *= factor[c % 2];
-        multiply<T>(tall[j], a, weights[0], weights[1]);
+        mma_m16n8k16<T>(tall[j], a, weights[0], weights[1]);
       }
       __syncwarp();
       copy(round + L::kRounds);
@@ -310,8 +310,8 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>) dec
     const float even_factor = __shfl_sync(~0u, factor[0], g / 2);
     const float odd_factor = __shfl_sync(~0u, factor[1], g / 2);
     const float old = g % 2 ? odd_factor : even_factor;
-    const uint32_t weights[4] = {transposed(pack<T>(score[0], score[1])), 0,
-                                 transposed(pack<T>(score[2], score[3])), 0};
+    const uint32_t weights[4] = {movmatrix_trans(pack2<T>(score[0], score[1])), 0,
+                                 movmatrix_trans(pack2<T>(score[2], score[3])), 0};
 #pragma unroll
     for (int j = 0; j < kHalves; ++j) {
       uint4 row[4];
@@ -322,7 +322,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>) dec
       for (int e = 0; e < 8; ++e) {
         if (start != mine) sum[j][e][0] *= old, sum[j][e][1] *= old;
         const uint32_t pick = e % 2 ? 0x7632 : 0x5410;
-        multiply<T>(sum[j][e], weights, __byte_perm(rows[0][e / 2], rows[1][e / 2], pick),
+        mma_m16n8k16<T>(sum[j][e], weights, __byte_perm(rows[0][e / 2], rows[1][e / 2], pick),
                     __byte_perm(rows[2][e / 2], rows[3][e / 2], pick));
       }
     }
@@ -336,7 +336,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>) dec
     for (int mask = 4; mask < 32; mask <<= 1) total[c] += __shfl_xor_sync(~0u, total[c], mask);
     if (g == 0) peak_of[warp][2 * t + c] = peak[c], total_of[warp][2 * t + c] = total[c];
   }
-  // A row's fours of elements stand where lanes write to different banks.
+  // A row's fours of elements bias_nibbles where lanes write to different banks.
   auto place = [&](int row, int i) {
     return reinterpret_cast<float*>(ring_of(row / kHeads)) + row % kHeads * kDim +
            (i ^ ((i >> 5 & 1) | (row & 1) << 1) << 2);
@@ -373,13 +373,13 @@ cudaError_t run_warps(const AttentionParams& p, cudaStream_t stream) {
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                  static_cast<int>(kShared));
   if (error != cudaSuccess) return error;
-  return launch(kernel, dim3(columns_of(p), decode_parts(p)), kWarps * 32, kShared, stream, p);
+  return launch(kernel, dim3(columns_of(p), max_kv_splits(p)), kWarps * 32, kShared, stream, p);
 }
 
 template <typename T, typename C, int kSteps, int kWarps>
 bool fits() {
   return static_cast<int>(Layout<T, C, kSteps, kWarps>::kShared) <=
-         device_property<cudaDevAttrMaxSharedMemoryPerBlockOptin>();
+         device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>();
 }
 
 // Few blocks have more warps each: then latency is what counts. Blocks that do not all fit at once have fewer, and
@@ -388,9 +388,9 @@ template <typename T, typename C, int kSteps>
 cudaError_t run(const AttentionParams& p, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>(columns_of(p) * p.batch);
   if constexpr (kSteps <= 2)
-    if (4 * blocks <= multiprocessors() && fits<T, C, kSteps, 12>())
+    if (4 * blocks <= num_sms() && fits<T, C, kSteps, 12>())
       return run_warps<T, C, kSteps, 12>(p, stream);
-  if (blocks <= multiprocessors() && fits<T, C, kSteps, 8>())
+  if (blocks <= num_sms() && fits<T, C, kSteps, 8>())
     return run_warps<T, C, kSteps, 8>(p, stream);
   static const unsigned resident = [] {
     if (!fits<T, C, kSteps, 4>()) return 0u;
@@ -399,7 +399,7 @@ cudaError_t run(const AttentionParams& p, cudaStream_t stream) {
     int blocks = 0;
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
     cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, 4 * 32, kShared);
-    return blocks * multiprocessors();
+    return blocks * num_sms();
   }();
   if constexpr (kSteps <= 4)
     if (blocks > 2 * resident) return run_warps<T, C, kSteps, 1>(p, stream);
@@ -430,9 +430,9 @@ bool can_decode(DType dtype, const AttentionParams& p) {
 }
 
 cudaError_t decode(DType dtype, const AttentionParams& p, cudaStream_t stream) {
-  if (!p.divided) {
-    const cudaError_t error = launch(divide_kernel, 1, kDividing, 0, stream, p, decode_parts(p), columns_of(p),
-                                     static_cast<int>(multiprocessors()));
+  if (!p.splits_planned) {
+    const cudaError_t error = launch(plan_kv_splits_kernel, 1, kPlanThreads, 0, stream, p, max_kv_splits(p), columns_of(p),
+                                     static_cast<int>(num_sms()));
     if (error != cudaSuccess) return error;
   }
   if (dtype == DType::kFloat16) return run_type<__half>(p, stream);

@@ -1,15 +1,15 @@
 // Attention of all heads to one row for each position, a shared part and a latent (LatentAttention).
 //
-//   rotate_kernel   turns the shared parts of queries and of new rows; rows go to the cache
-//   up_kernel       queries · key_up of their head: then a query is as long as a row
-//   latent_kernel   attention to rows on tensor cores, 16 bits, rows of 64 + 512; plain_kernel: any
-//   merge_kernel    the parts that a sequence was divided into
-//   up_kernel       what was seen of the latents · value_up of the head
+//   rope_kernel   turns the shared parts of queries and of new rows; rows go to the cache
+//   up_projection_kernel       queries · key_up of their head: then a query is as long as a row
+//   mla_kernel   attention to rows on tensor cores, 16 bits, rows of 64 + 512; mla_fallback_kernel: any
+//   merge_mla_splits_kernel    the parts that a sequence was splits_planned into
+//   up_projection_kernel       what was seen of the latents · value_up of the head
 //
-// A query of one head of one token is a pair; pairs follow one another by token. A block of latent_kernel takes 16,
+// A query of one head of one token is a pair; pairs follow one another by token. A block of mla_kernel takes 16,
 // 32 or 64 pairs of one sequence and a part of its positions, 64 at a time: 73,728 bytes under way to shared memory while
 // the 64 before are multiplied. A row is read once from there for its scores and once as the value, and once from L2 for
-// as many pairs. Scores are divided among the warps by pairs and keys, sums by columns.
+// as many pairs. Scores are splits_planned among the warps by pairs and keys, sums by columns.
 #include "../common/cp_async.cuh"
 #include "../common/mma.cuh"
 #include "attention.cuh"
@@ -19,7 +19,7 @@ namespace {
 
 using namespace device;
 
-constexpr int kDim = 576, kLatent = 512, kFirst = kDim - kLatent;  // of latent_kernel
+constexpr int kDim = 576, kLatent = 512, kFirst = kDim - kLatent;  // of mla_kernel
 constexpr int kKeys = 64, kWarps = 8, kChunks = kDim / 8;          // chunks of 16 bytes
 
 // Where a sequence's rows lie.
@@ -43,9 +43,9 @@ struct LatentRows {
 };
 
 template <typename T>
-__global__ void __launch_bounds__(256) rotate_kernel(LatentAttentionParams p, T* queries) {
-  wait_for_inputs();
-  let_next_start();
+__global__ void __launch_bounds__(256) rope_kernel(LatentAttentionParams p, T* queries) {
+  pdl_wait();
+  pdl_launch_dependents();
   const int token = blockIdx.x, lane = threadIdx.x % 32, dim = p.shared_dim + p.latent, half = p.rotary_dim / 2;
   const int sequence = sequence_of(p.cu_seqlens, p.batch, token);
   const int position = p.past_lens[sequence] + token - p.cu_seqlens[sequence];
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(256) rotate_kernel(LatentAttentionParams p, T*
 
 // c[t, h, n] = sum over k of a[t, h, k] · b[h, k, n]; a token's and a head's first elements lie so far apart.
 template <typename T>
-struct Up {
+struct UpProjection {
   const T *a, *b;
   T* c;
   int tokens, inner, columns;
@@ -79,7 +79,7 @@ struct Up {
 
 // A block takes 8 tokens of a head and 32 · kEach columns; each warp some of the rows of b, which are read once for them.
 template <typename T, int kEach>
-__global__ void __launch_bounds__(kWarps * 32) up_kernel(Up<T> p) {
+__global__ void __launch_bounds__(kWarps * 32) up_projection_kernel(UpProjection<T> p) {
   constexpr int kTokens = 8, kColumns = 32 * kEach;
   __shared__ float sums[kWarps][kTokens][kColumns];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -87,8 +87,8 @@ __global__ void __launch_bounds__(kWarps * 32) up_kernel(Up<T> p) {
   const T* b = p.b + static_cast<int64_t>(head) * p.inner * p.columns + column;
   const T* a = p.a + first * p.a_token + head * p.a_head;
   const int tokens = min(kTokens, p.tokens - first);
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
   float sum[kTokens][kEach] = {};
 #pragma unroll 4
   for (int k = warp; k < p.inner; k += kWarps) {
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kWarps * 32) up_kernel(Up<T> p) {
 // Likewise for many tokens, on tensor cores: 64 tokens by 64 columns of a head, 32 of the inner dimension at a time.
 // Sizes and distances are multiples of 8.
 template <typename T>
-__global__ void __launch_bounds__(128) up_tiles_kernel(Up<T> p) {
+__global__ void __launch_bounds__(128) up_projection_mma_kernel(UpProjection<T> p) {
   constexpr int kTile = 64, kInner = 32, kPitchA = kInner + 8, kPitchB = kTile + 8;
   __shared__ alignas(16) T a_of[2][kTile][kPitchA];
   __shared__ alignas(16) T b_of[2][kInner][kPitchB];
@@ -127,8 +127,8 @@ __global__ void __launch_bounds__(128) up_tiles_kernel(Up<T> p) {
   const int head = blockIdx.x, column = blockIdx.y * kTile, first = blockIdx.z * kTile;
   const T* a = p.a + head * p.a_head;
   const T* b = p.b + static_cast<int64_t>(head) * p.inner * p.columns;
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
   auto start = [&](T* to, const T* from, bool there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                  :: "r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from), "r"(there ? 16 : 0) : "memory");
@@ -147,24 +147,24 @@ __global__ void __launch_bounds__(128) up_tiles_kernel(Up<T> p) {
         start(&b_of[step % 2][row][at], there ? b + static_cast<int64_t>(k + row) * p.columns + column + at : p.b, there);
       }
     }
-    end_group();
+    cp_async_commit();
   };
   float sum[8][4] = {};
   copy(0);
   for (int step = 0; step * kInner < p.inner; ++step) {
     copy(step + 1);
-    wait_for_group<1>();
+    cp_async_wait<1>();
     __syncthreads();
 #pragma unroll
     for (int k = 0; k < kInner; k += 16) {
       uint32_t left[4];
-      load_matrices<false>(left, &a_of[step % 2][warp * 16 + lane % 16][k + lane / 16 * 8]);
+      ldmatrix_x4<false>(left, &a_of[step % 2][warp * 16 + lane % 16][k + lane / 16 * 8]);
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         uint32_t right[4];
-        load_matrices<true>(right, &b_of[step % 2][k + lane % 16][n * 16 + lane / 16 * 8]);
-        multiply<T>(sum[2 * n], left, right[0], right[1]);
-        multiply<T>(sum[2 * n + 1], left, right[2], right[3]);
+        ldmatrix_x4<true>(right, &b_of[step % 2][k + lane % 16][n * 16 + lane / 16 * 8]);
+        mma_m16n8k16<T>(sum[2 * n], left, right[0], right[1]);
+        mma_m16n8k16<T>(sum[2 * n + 1], left, right[2], right[3]);
       }
     }
     __syncthreads();
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(128) up_tiles_kernel(Up<T> p) {
       const int token = first + warp * 16 + lane / 4 + 8 * r, to = column + n * 8 + lane % 4 * 2;
       if (token < p.tokens && to < p.columns)
         *reinterpret_cast<uint32_t*>(p.c + token * p.c_token + head * p.c_head + to) =
-            pack<T>(sum[n][2 * r], sum[n][2 * r + 1]);
+            pack2<T>(sum[n][2 * r], sum[n][2 * r + 1]);
     }
 }
 
@@ -225,8 +225,8 @@ __device__ __forceinline__ Tile tile_of(const LatentAttentionParams& p, int numb
   return tile;
 }
 
-// Into how many parts a tile's positions are divided, of how many steps of kKeys each.
-__device__ __forceinline__ int2 parts_of(int positions, int parts) {
+// Into how many parts a tile's positions are splits_planned, of how many steps of kKeys each.
+__device__ __forceinline__ int2 splits_of(int positions, int parts) {
   const int steps = (positions + kKeys - 1) / kKeys, each = (steps + parts - 1) / parts;
   return {(steps + each - 1) / each, each};
 }
@@ -243,7 +243,7 @@ constexpr size_t kSharedBytes = 16 * (16 * kTiles + 2 * kKeys) * kChunks + 2 * 1
 // kTiles: tiles of 16 pairs.
 template <typename T, int kTiles>
 __global__ void __launch_bounds__(kWarps * 32, 1)
-    latent_kernel(LatentAttentionParams p, const T* queries, T* seen, Results results, int parts) {
+    mla_kernel(LatentAttentionParams p, const T* queries, T* seen, Results results, int parts) {
   constexpr int kPairs = 16 * kTiles, kSplit = kWarps / kTiles;
   extern __shared__ uint4 raw[];
   uint4* query_of = raw;                                  // [kPairs][kChunks]
@@ -254,18 +254,18 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
   float* factor_of = totals_of + 128;                                           // [kPairs]
   // No two of eight rows that are read together have a chunk in the same banks.
   auto at = [](int row, int chunk) { return row * kChunks + (chunk ^ (row & 7)); };
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
   const Tile tile = tile_of<kPairs>(p, blockIdx.x);
   if (tile.pairs == 0) return;
-  const int2 division = parts_of(tile.to, parts);
+  const int2 division = splits_of(tile.to, parts);
   const int part = blockIdx.y;
   if (part >= division.x) return;
   const int from = part * division.y * kKeys, to = min(tile.to, from + division.y * kKeys);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const LatentRows row_of(p, tile.sequence);
   const T* cache = static_cast<const T*>(p.cache);
-  auto start_copy = [](uint4* into, const void* source, bool there) {
+  auto cp_async = [](uint4* into, const void* source, bool there) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
                  :: "r"(static_cast<uint32_t>(__cvta_generic_to_shared(into))), "l"(source), "r"(there ? 16 : 0)
                  : "memory");
@@ -283,16 +283,16 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
 #pragma unroll
         for (int c = 0; c < kChunks / 8; ++c) {
           const int chunk = 8 * c + threadIdx.x % 8;
-          start_copy(into + at(row, chunk), source + 8 * chunk, there);
+          cp_async(into + at(row, chunk), source + 8 * chunk, there);
         }
       }
     }
-    end_group();
+    cp_async_commit();
   };
   for (int i = threadIdx.x; i < kPairs * kChunks; i += kWarps * 32) {
     const int pair = i / kChunks, chunk = i % kChunks;
     const bool there = pair < tile.pairs;
-    start_copy(query_of + at(pair, chunk), queries + (there ? static_cast<int64_t>(tile.first + pair) : 0) * kDim + 8 * chunk,
+    cp_async(query_of + at(pair, chunk), queries + (there ? static_cast<int64_t>(tile.first + pair) : 0) * kDim + 8 * chunk,
                there);
   }
   copy(0);
@@ -307,7 +307,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
   float peak[2] = {-INFINITY, -INFINITY}, total[2] = {};
   float sum[kTiles][8][4] = {};  // of all pairs, columns 64 · warp on
   for (int step = 0, start = from; start < to; ++step, start += kKeys) {
-    wait_for_group<0>();
+    cp_async_wait<0>();
     __syncthreads();
     copy(step + 1);
     const uint4* rows = rows_of + step % 2 * kKeys * kChunks;
@@ -315,14 +315,14 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
 #pragma unroll 6
     for (int k = 0; k < kDim / 32; ++k) {
       uint32_t left[2][4];
-      load_matrices<false>(left[0], query_of + at(own + lane % 16, 4 * k + lane / 16));
-      load_matrices<false>(left[1], query_of + at(own + lane % 16, 4 * k + 2 + lane / 16));
+      ldmatrix_x4<false>(left[0], query_of + at(own + lane % 16, 4 * k + lane / 16));
+      ldmatrix_x4<false>(left[1], query_of + at(own + lane % 16, 4 * k + 2 + lane / 16));
 #pragma unroll
       for (int j = 0; j < kTiles; ++j) {
         uint32_t right[4];
-        load_matrices<false>(right, rows + at(keys + 8 * j + lane % 8, 4 * k + lane / 8));
-        multiply<T>(score[j], left[0], right[0], right[1]);
-        multiply<T>(score[j], left[1], right[2], right[3]);
+        ldmatrix_x4<false>(right, rows + at(keys + 8 * j + lane % 8, 4 * k + lane / 8));
+        mma_m16n8k16<T>(score[j], left[0], right[0], right[1]);
+        mma_m16n8k16<T>(score[j], left[1], right[2], right[3]);
       }
     }
     float higher[2] = {-INFINITY, -INFINITY};
@@ -356,7 +356,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
         const float first = exp2f(score[j][2 * r] - base), second = exp2f(score[j][2 * r + 1] - base);
         total[r] += first + second;
         auto* words = reinterpret_cast<uint32_t*>(weights_of + pair * (kKeys / 8) + ((keys / 8 + j) ^ (pair & 7)));
-        words[t] = pack<T>(first, second);
+        words[t] = pack2<T>(first, second);
       }
     }
     __syncthreads();
@@ -375,16 +375,16 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
 #pragma unroll
       for (int m = 0; m < kTiles; ++m) {
         const int pair = 16 * m + lane % 16;
-        load_matrices<false>(left[m], weights_of + pair * (kKeys / 8) + ((2 * k + lane / 16) ^ (pair & 7)));
+        ldmatrix_x4<false>(left[m], weights_of + pair * (kKeys / 8) + ((2 * k + lane / 16) ^ (pair & 7)));
       }
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         uint32_t right[4];
-        load_matrices<true>(right, rows + at(16 * k + lane % 16, kFirst / 8 + 8 * warp + 2 * n + lane / 16));
+        ldmatrix_x4<true>(right, rows + at(16 * k + lane % 16, kFirst / 8 + 8 * warp + 2 * n + lane / 16));
 #pragma unroll
         for (int m = 0; m < kTiles; ++m) {
-          multiply<T>(sum[m][2 * n], left[m], right[0], right[1]);
-          multiply<T>(sum[m][2 * n + 1], left[m], right[2], right[3]);
+          mma_m16n8k16<T>(sum[m][2 * n], left[m], right[0], right[1]);
+          mma_m16n8k16<T>(sum[m][2 * n + 1], left[m], right[2], right[3]);
         }
       }
     }
@@ -413,7 +413,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
         results.ends[2 * (result + pair)] = peaks_of[pair];
         results.ends[2 * (result + pair) + 1] = all;
       }
-      const float share = 1 / (all + sink_of(p.sinks, static_cast<int>(place % p.num_heads), peaks_of[pair]));
+      const float share = 1 / (all + sink_weight(p.sinks, static_cast<int>(place % p.num_heads), peaks_of[pair]));
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
         const int column = 64 * warp + 8 * n + 2 * t;
@@ -421,7 +421,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
         if (parts > 1)
           *reinterpret_cast<float2*>(results.sums + (result + pair) * kLatent + column) = {first, second};
         else
-          *reinterpret_cast<uint32_t*>(seen + place * kLatent + column) = pack<T>(first * share, second * share);
+          *reinterpret_cast<uint32_t*>(seen + place * kLatent + column) = pack2<T>(first * share, second * share);
       }
     }
 }
@@ -429,13 +429,13 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
 // A block for each pair of a tile.
 template <typename T, int kPairs>
 __global__ void __launch_bounds__(kLatent / 4)
-    merge_kernel(LatentAttentionParams p, T* seen, Results results, int parts) {
-  wait_for_inputs();
-  let_next_start();
+    merge_mla_splits_kernel(LatentAttentionParams p, T* seen, Results results, int parts) {
+  pdl_wait();
+  pdl_launch_dependents();
   const Tile tile = tile_of<kPairs>(p, blockIdx.x);
   const int pair = blockIdx.y, column = 4 * threadIdx.x;
   if (pair >= tile.pairs) return;
-  const int used = parts_of(tile.to, parts).x;
+  const int used = splits_of(tile.to, parts).x;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * parts * kPairs + pair;
   float peak = -INFINITY, total = 0, sum[4] = {};
   for (int part = 0; part < used; ++part) peak = fmaxf(peak, results.ends[2 * (first + part * kPairs)]);
@@ -447,33 +447,33 @@ __global__ void __launch_bounds__(kLatent / 4)
     sum[0] += own.x * share, sum[1] += own.y * share, sum[2] += own.z * share, sum[3] += own.w * share;
   }
   const int64_t place = tile.first + pair;
-  total += sink_of(p.sinks, static_cast<int>(place % p.num_heads), peak);
+  total += sink_weight(p.sinks, static_cast<int>(place % p.num_heads), peak);
 #pragma unroll
   for (float& each : sum) each /= total;
   store_floats(seen + place * kLatent + column, sum);
 }
 
-// Any dtype and sizes: a block for each pair, each of whose warps takes every kPlainWarps-th position.
-constexpr int kPlainWarps = 4;
+// Any dtype and sizes: a block for each pair, each of whose warps takes every kFallbackWarps-th position.
+constexpr int kFallbackWarps = 4;
 template <typename T>
-__global__ void __launch_bounds__(kPlainWarps * 32) plain_kernel(LatentAttentionParams p, const T* queries, T* seen) {
+__global__ void __launch_bounds__(kFallbackWarps * 32) mla_fallback_kernel(LatentAttentionParams p, const T* queries, T* seen) {
   extern __shared__ float numbers[];
-  __shared__ float peak_of[kPlainWarps], total_of[kPlainWarps];
+  __shared__ float peak_of[kFallbackWarps], total_of[kFallbackWarps];
   const int dim = p.shared_dim + p.latent, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   float* query = numbers;
   float* sums = numbers + dim + warp * p.latent;
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
   const int64_t pair = blockIdx.x;
   const int head = static_cast<int>(pair % p.num_heads), token = static_cast<int>(pair / p.num_heads);
   const int sequence = sequence_of(p.cu_seqlens, p.batch, token);
   const int last = p.past_lens[sequence] + token - p.cu_seqlens[sequence];
   const LatentRows row_of(p, sequence);
-  for (int i = threadIdx.x; i < dim; i += kPlainWarps * 32) query[i] = to_float(queries[pair * dim + i]);
+  for (int i = threadIdx.x; i < dim; i += kFallbackWarps * 32) query[i] = to_float(queries[pair * dim + i]);
   for (int i = lane; i < p.latent; i += 32) sums[i] = 0;
   __syncthreads();
   float peak = -INFINITY, total = 0;
-  for (int position = warp; position <= last; position += kPlainWarps) {
+  for (int position = warp; position <= last; position += kFallbackWarps) {
     const T* row = static_cast<const T*>(p.cache) + row_of(position) * dim;
     float score = 0;
     for (int i = lane; i < dim; i += 32) score += query[i] * to_float(row[i]);
@@ -486,17 +486,17 @@ __global__ void __launch_bounds__(kPlainWarps * 32) plain_kernel(LatentAttention
   if (lane == 0) peak_of[warp] = peak, total_of[warp] = total;
   __syncthreads();
   float higher = -INFINITY, all = 0;
-  for (int w = 0; w < kPlainWarps; ++w) higher = fmaxf(higher, peak_of[w]);
-  for (int w = 0; w < kPlainWarps; ++w) all += total_of[w] * exp2f(peak_of[w] - higher);
-  all += sink_of(p.sinks, head, higher);
-  for (int i = threadIdx.x; i < p.latent; i += kPlainWarps * 32) {
+  for (int w = 0; w < kFallbackWarps; ++w) higher = fmaxf(higher, peak_of[w]);
+  for (int w = 0; w < kFallbackWarps; ++w) all += total_of[w] * exp2f(peak_of[w] - higher);
+  all += sink_weight(p.sinks, head, higher);
+  for (int i = threadIdx.x; i < p.latent; i += kFallbackWarps * 32) {
     float sum = 0;
-    for (int w = 0; w < kPlainWarps; ++w) sum += numbers[dim + w * p.latent + i] * exp2f(peak_of[w] - higher);
+    for (int w = 0; w < kFallbackWarps; ++w) sum += numbers[dim + w * p.latent + i] * exp2f(peak_of[w] - higher);
     seen[pair * p.latent + i] = from_float<T>(sum / all);
   }
 }
 
-constexpr int kMostBlocks = 132;  // of latent_kernel where positions are divided: one fills a multiprocessor
+constexpr int kMaxSplitBlocks = 132;  // of mla_kernel where positions are splits_planned: one fills a multiprocessor
 
 // The scratch: queries [pairs, dim], what they see [pairs, latent], and results of parts.
 struct Scratch {
@@ -507,23 +507,23 @@ Scratch scratch_of(DType dtype, int64_t pairs, int dim, int latent) {
   const int64_t element = dtype == DType::kFloat32 ? 4 : 2;
   const int64_t seen = aligned(pairs * dim * element), results = seen + aligned(pairs * latent * element);
   const bool divides = element == 2 && dim == kDim && latent == kLatent;
-  return {seen, results, results + (divides ? int64_t{kMostBlocks} * 64 * (kLatent + 2) * 4 : 0)};
+  return {seen, results, results + (divides ? int64_t{kMaxSplitBlocks} * 64 * (kLatent + 2) * 4 : 0)};
 }
 
 template <typename T>
-cudaError_t run_up(const Up<T>& p, int heads, cudaStream_t stream) {
+cudaError_t run_up(const UpProjection<T>& p, int heads, cudaStream_t stream) {
   if constexpr (sizeof(T) == 2) {
     const bool whole = p.inner % 8 == 0 && p.columns % 8 == 0 && p.a_token % 8 == 0 && p.a_head % 8 == 0 &&
-                       p.c_token % 2 == 0 && p.c_head % 2 == 0 && lies_at(p.a, 16) && lies_at(p.b, 16) && lies_at(p.c, 4);
+                       p.c_token % 2 == 0 && p.c_head % 2 == 0 && is_aligned(p.a, 16) && is_aligned(p.b, 16) && is_aligned(p.c, 4);
     if (whole && p.tokens > 8)
-      return launch(up_tiles_kernel<T>, dim3(heads, blocks_for(p.columns, 64), blocks_for(p.tokens, 64)), 128, 0, stream,
+      return launch(up_projection_mma_kernel<T>, dim3(heads, ceil_div(p.columns, 64), ceil_div(p.tokens, 64)), 128, 0, stream,
                     p);
   }
   constexpr int kEach = sizeof(T) == 2 ? 4 : 2;
-  const unsigned tokens = blocks_for(p.tokens, 8);
-  if (p.columns % kEach == 0 && lies_at(p.b, sizeof(T) * kEach))
-    return launch(up_kernel<T, kEach>, dim3(heads, blocks_for(p.columns, 32 * kEach), tokens), kWarps * 32, 0, stream, p);
-  return launch(up_kernel<T, 1>, dim3(heads, blocks_for(p.columns, 32), tokens), kWarps * 32, 0, stream, p);
+  const unsigned tokens = ceil_div(p.tokens, 8);
+  if (p.columns % kEach == 0 && is_aligned(p.b, sizeof(T) * kEach))
+    return launch(up_projection_kernel<T, kEach>, dim3(heads, ceil_div(p.columns, 32 * kEach), tokens), kWarps * 32, 0, stream, p);
+  return launch(up_projection_kernel<T, 1>, dim3(heads, ceil_div(p.columns, 32), tokens), kWarps * 32, 0, stream, p);
 }
 
 template <typename T, int kTiles>
@@ -531,22 +531,22 @@ cudaError_t run_tiles(const LatentAttentionParams& p, const T* queries, T* seen,
   constexpr int kPairs = 16 * kTiles;
   const int64_t pairs = static_cast<int64_t>(p.num_tokens) * p.num_heads;
   const int tiles = static_cast<int>((pairs + kPairs - 1) / kPairs) + (p.num_heads % kPairs == 0 ? 0 : p.batch);
-  const int parts = std::max(1, std::min(kMostBlocks / tiles, (p.max_seq_len + kKeys - 1) / kKeys));
+  const int parts = std::max(1, std::min(kMaxSplitBlocks / tiles, (p.max_seq_len + kKeys - 1) / kKeys));
   const Results made{results, results + static_cast<int64_t>(tiles) * parts * kPairs * kLatent};
-  auto kernel = latent_kernel<T, kTiles>;
+  auto kernel = mla_kernel<T, kTiles>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                  static_cast<int>(kSharedBytes<kTiles>));
   if (error != cudaSuccess) return error;
   const cudaError_t ran = launch(kernel, dim3(tiles, parts), kWarps * 32, kSharedBytes<kTiles>, stream, p, queries, seen,
                                  made, parts);
   if (ran != cudaSuccess || parts == 1) return ran;
-  return launch(merge_kernel<T, kPairs>, dim3(tiles, kPairs), kLatent / 4, 0, stream, p, seen, made, parts);
+  return launch(merge_mla_splits_kernel<T, kPairs>, dim3(tiles, kPairs), kLatent / 4, 0, stream, p, seen, made, parts);
 }
 
 template <typename T>
-bool has_room(int tiles) {
+bool fits_smem(int tiles) {
   return static_cast<int>(tiles == 1 ? kSharedBytes<1> : tiles == 2 ? kSharedBytes<2> : kSharedBytes<4>) <=
-         device_property<cudaDevAttrMaxSharedMemoryPerBlockOptin>();
+         device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>();
 }
 
 template <typename T>
@@ -555,13 +555,13 @@ cudaError_t attend(const LatentAttentionParams& p, const T* queries, T* seen, fl
     if (p.shared_dim == kFirst && p.latent == kLatent) {
       // Where sequences have one token each, no more pairs than a token has.
       const int wanted = p.num_tokens > p.batch || p.num_heads > 32 ? 4 : p.num_heads > 16 ? 2 : 1;
-      if (wanted == 4 && has_room<T>(4)) return run_tiles<T, 4>(p, queries, seen, results, stream);
-      if (wanted == 2 && has_room<T>(2)) return run_tiles<T, 2>(p, queries, seen, results, stream);
-      if (has_room<T>(1)) return run_tiles<T, 1>(p, queries, seen, results, stream);
+      if (wanted == 4 && fits_smem<T>(4)) return run_tiles<T, 4>(p, queries, seen, results, stream);
+      if (wanted == 2 && fits_smem<T>(2)) return run_tiles<T, 2>(p, queries, seen, results, stream);
+      if (fits_smem<T>(1)) return run_tiles<T, 1>(p, queries, seen, results, stream);
     }
   }
-  const size_t shared = sizeof(float) * (p.shared_dim + p.latent + kPlainWarps * p.latent);
-  return launch(plain_kernel<T>, static_cast<unsigned>(p.num_tokens * p.num_heads), kPlainWarps * 32, shared, stream, p,
+  const size_t shared = sizeof(float) * (p.shared_dim + p.latent + kFallbackWarps * p.latent);
+  return launch(mla_fallback_kernel<T>, static_cast<unsigned>(p.num_tokens * p.num_heads), kFallbackWarps * 32, shared, stream, p,
                 queries, seen);
 }
 
@@ -572,7 +572,7 @@ cudaError_t run(const LatentAttentionParams& p, const Scratch& scratch, cudaStre
   T* seen = reinterpret_cast<T*>(bytes + scratch.seen);
   const int heads = p.num_heads, own = p.query_dim - p.shared_dim;
   const int64_t dim = p.shared_dim + p.latent;
-  cudaError_t error = launch(rotate_kernel<T>, p.num_tokens, 256, 0, stream, p, queries);
+  cudaError_t error = launch(rope_kernel<T>, p.num_tokens, 256, 0, stream, p, queries);
   if (error != cudaSuccess) return error;
   error = run_up<T>({static_cast<const T*>(p.query) + p.shared_dim, static_cast<const T*>(p.key_up),
                      queries + p.shared_dim, p.num_tokens, own, p.latent, int64_t{heads} * p.query_dim, p.query_dim,
@@ -594,7 +594,7 @@ cudaError_t latent_attention(DType dtype, const LatentAttentionParams& p, cudaSt
   if (p.num_tokens == 0) return cudaSuccess;
   const Scratch scratch = scratch_of(dtype, static_cast<int64_t>(p.num_tokens) * p.num_heads, p.shared_dim + p.latent,
                                      p.latent);
-  return with_type(dtype, [&](auto* type) {
+  return dispatch_dtype(dtype, [&](auto* type) {
     return run<std::remove_pointer_t<decltype(type)>>(p, scratch, stream);
   });
 }

@@ -13,14 +13,14 @@
 namespace llmc::kernels {
 
 // One KV split of a decode step: positions [from, to) of a sequence; sequence < 0: unused.
-struct DecodePart {
+struct KvSplit {
   int32_t sequence, from, to;
   uint32_t place;  // index of the split | splits of the sequence << 8 | splits of earlier split sequences << 16
 };
 
 // Causal attention over packed tokens; see csrc/plugins/attention/op.py for the contract.
 struct AttentionParams {
-  void* out;             // T [num_tokens, num_heads * head_dim], or FP8 codes with an out_inverse
+  void* out;             // T [num_tokens, num_heads * head_dim], or FP8 codes with an out_scale_inverse
   const void* qkv;       // T [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; with `reads` only queries
   void* key_cache;       // T or float8_e4m3fn [batch, num_kv_heads, max_seq_len, head_dim], or with a block table
   void* value_cache;     // [num_blocks, num_kv_heads, block_size, head_dim]
@@ -37,9 +37,9 @@ struct AttentionParams {
   void* queries;         // T [num_tokens, num_heads * head_dim], after RoPE; unused in decoding without a prefix
   void* scratch;         // attention_scratch() bytes, for partial results of KV splits
   int32_t* counters;     // [kAttentionCounters], zero before and after
-  DecodePart* parts;     // decoding: batch + kAttentionCounters of them
+  KvSplit* kv_splits;     // decoding: batch + kAttentionCounters of them
   SharedPrefix prefix;   // decoding, with a block table
-  int64_t qkv_pitch;     // distance between rows of qkv
+  int64_t qkv_stride;     // distance between rows of qkv
   int num_tokens, batch, num_heads, num_kv_heads, head_dim, max_seq_len, rotary_dim, window;
   int chunk;             // attention is limited to chunks of this many positions; 0: not limited
   int block_size;        // a power of two, with a block table
@@ -47,13 +47,13 @@ struct AttentionParams {
   int first_token;       // the token, as cu_seqlens count, at which qkv, out and queries begin
   bool interleaved;
   bool decode;           // every sequence has exactly one new token
-  bool divided;          // another layer of this step has written `parts`, at least two kernels ago
+  bool splits_planned;          // another layer of this step has written `parts`, at least two kernels ago
   bool vanilla;          // use the per-token kernel, which supports everything; not for decoding
   bool float8;           // the caches are FP8
   bool norm_after_rotary;
   bool reads;            // cross-layer KV sharing: another layer has written the new positions
   float scale, softcap, norm_epsilon;
-  float out_inverse;     // reciprocal of the FP8 output scale; 0: out is T
+  float out_scale_inverse;     // reciprocal of the FP8 output scale; 0: out is T
 };
 // Writes rotated queries to `queries`, keys and values to the caches. Call before attention(), except for decoding.
 cudaError_t append(DType dtype, const AttentionParams& params, cudaStream_t stream);
@@ -66,18 +66,18 @@ int64_t prefix_scratch(int batch, int num_heads, int num_kv_heads, int head_dim)
 cudaError_t prefix_attention(DType dtype, const AttentionParams& params, cudaStream_t stream);
 
 // Whether the wgmma prefill kernel serves these prompts. It is faster than cuDNN's where blocks are contiguous. Where they
-// are scattered, both are equal for very long prompts (bench/attention_gpu.py).
-bool prefills_on_hopper(DType dtype, const AttentionParams& params);
+// are scatter_mxfp4_bits, both are equal for very long prompts (bench/attention_gpu.py).
+bool has_prefill_sm90(DType dtype, const AttentionParams& params);
 
 // Sequence lengths for a library's kernel, for `rows` rows of which the last may be empty: the query offset in elements
 // (starts [rows + 1]), the number of new tokens, and the number of all tokens ([rows] each). Also zeroes the cached values
 // between a sequence's last position and the next multiple of 128, in the blocks that the table has there: these values get
 // weight 0, and 0 * NaN is NaN.
-struct Lengths {
+struct SequenceLengths {
   int32_t *starts, *fresh, *all;
   int rows;
 };
-cudaError_t sequence_lengths(const Lengths& lengths, const AttentionParams& params, cudaStream_t stream);
+cudaError_t sequence_lengths(const SequenceLengths& lengths, const AttentionParams& params, cudaStream_t stream);
 int64_t attention_scratch(int num_heads, int head_dim);
 
 // attention() with a score bias: `distance`, float32 [num_heads, distances], by the distance of key and query, and `key`,
@@ -106,7 +106,7 @@ struct BidirectionalParams {
 cudaError_t bidirectional(DType dtype, const BidirectionalParams& params, cudaStream_t stream);
 
 // Multi-head latent attention (MLA); see csrc/plugins/latent_attention/op.py for the contract.
-constexpr int kLatentDim = 2048;  // maximum dimension of a row or a query
+constexpr int kMaxLatentDim = 2048;  // maximum dimension of a row or a query
 struct LatentAttentionParams {
   void* out;             // T [num_tokens, num_heads * value_dim]
   const void* query;     // T [num_tokens, num_heads * query_dim]

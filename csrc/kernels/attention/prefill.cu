@@ -38,8 +38,8 @@ __global__ void __launch_bounds__(kThreadsOf<kDim>) prefill_kernel(AttentionPara
   T* queries = reinterpret_cast<T*>(raw);              // [kRows][kPitch]
   T* keys = queries + kRows * kPitch;                  // [2][kKeys][kPitch]
   T* values = keys + 2 * kStageSize;
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
 
   // Sequence b has the tiles from start_of(b) / kRows + b on, the last of them perhaps empty.
   auto first_tile = [&](int b) { return start_of(p, b) / kRows + b; };
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreadsOf<kDim>) prefill_kernel(AttentionPara
   const int head = blockIdx.y, kv_head = head / (p.num_heads / p.num_kv_heads);
   const int past = p.past_lens[sequence] + tile * kRows;  // position of the first query
   const int end = past + rows;                            // keys that any query sees
-  const int begin = first_seen(p, past) / kKeys * kKeys;
+  const int begin = first_visible(p, past) / kKeys * kKeys;
   const CacheRows row_of(p, sequence, kv_head);
   const C* key_rows = static_cast<const C*>(p.key_cache);
   const C* value_rows = static_cast<const C*>(p.value_cache);
@@ -77,9 +77,9 @@ __global__ void __launch_bounds__(kThreadsOf<kDim>) prefill_kernel(AttentionPara
         copy_async(values + place, value_rows + offset, at < end);
       } else {
         // Beyond the last key its copies, which no query sees.
-        const Cached<C> key = load_cached(key_rows + offset), value = load_cached(value_rows + offset);
-        store(keys + place, widen<T, C>(key));
-        store(values + place, widen<T, C>(value));
+        const Cached<C> key = load_cache(key_rows + offset), value = load_cache(value_rows + offset);
+        store(keys + place, convert_cache<T, C>(key));
+        store(values + place, convert_cache<T, C>(value));
       }
     }
     asm volatile("cp.async.commit_group;");
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kThreadsOf<kDim>) prefill_kernel(AttentionPara
   float out[kOwn / 8][4] = {};
   float peak[2] = {-INFINITY, -INFINITY}, total[2] = {};
   // Row r of this thread is query position past + warp·16 + g + 8·r.
-  const int own = past + warp * 16 + g, first_of[2] = {first_seen(p, own), first_seen(p, own + 8)};
+  const int own = past + warp * 16 + g, first_of[2] = {first_visible(p, own), first_visible(p, own + 8)};
   const float scale = p.scale * (p.softcap > 0 ? 1.f : kLog2E);
   int stage = 0;
   for (int start = begin; start < end; start += kKeys, stage ^= 1) {
@@ -107,14 +107,14 @@ __global__ void __launch_bounds__(kThreadsOf<kDim>) prefill_kernel(AttentionPara
 #pragma unroll
     for (int k = 0; k < kDim / 16; ++k) {
       uint32_t a[4];
-      load_matrices<false>(a, queries + (warp * 16 + lane % 16) * kPitch + k * 16 + lane / 16 * 8);
+      ldmatrix_x4<false>(a, queries + (warp * 16 + lane % 16) * kPitch + k * 16 + lane / 16 * 8);
 #pragma unroll
       for (int n = 0; n < kKeys / 16; ++n) {
         uint32_t b[4];  // keys n·16 to +7 and +8 to +15, each columns k·16 to +7 and +8 to +15
-        load_matrices<false>(b, stage_keys + (n * 16 + lane / 16 * 8 + lane % 8) * kPitch + k * 16 +
+        ldmatrix_x4<false>(b, stage_keys + (n * 16 + lane / 16 * 8 + lane % 8) * kPitch + k * 16 +
                                     lane % 16 / 8 * 8);
-        multiply<T>(score[2 * n], a, b[0], b[1]);
-        multiply<T>(score[2 * n + 1], a, b[2], b[3]);
+        mma_m16n8k16<T>(score[2 * n], a, b[0], b[1]);
+        mma_m16n8k16<T>(score[2 * n + 1], a, b[2], b[3]);
       }
     }
 #pragma unroll
@@ -155,16 +155,16 @@ __global__ void __launch_bounds__(kThreadsOf<kDim>) prefill_kernel(AttentionPara
     const T* stage_values = values + stage * kStageSize;
 #pragma unroll
     for (int k = 0; k < kKeys / 16; ++k) {
-      const uint32_t a[4] = {pack<T>(score[2 * k][0], score[2 * k][1]),
-                             pack<T>(score[2 * k][2], score[2 * k][3]),
-                             pack<T>(score[2 * k + 1][0], score[2 * k + 1][1]),
-                             pack<T>(score[2 * k + 1][2], score[2 * k + 1][3])};
+      const uint32_t a[4] = {pack2<T>(score[2 * k][0], score[2 * k][1]),
+                             pack2<T>(score[2 * k][2], score[2 * k][3]),
+                             pack2<T>(score[2 * k + 1][0], score[2 * k + 1][1]),
+                             pack2<T>(score[2 * k + 1][2], score[2 * k + 1][3])};
 #pragma unroll
       for (int n = 0; n < kOwn / 16; ++n) {
         uint32_t b[4];
-        load_matrices<true>(b, stage_values + (k * 16 + lane % 16) * kPitch + first_column + n * 16 + lane / 16 * 8);
-        multiply<T>(out[2 * n], a, b[0], b[1]);
-        multiply<T>(out[2 * n + 1], a, b[2], b[3]);
+        ldmatrix_x4<true>(b, stage_values + (k * 16 + lane % 16) * kPitch + first_column + n * 16 + lane / 16 * 8);
+        mma_m16n8k16<T>(out[2 * n], a, b[0], b[1]);
+        mma_m16n8k16<T>(out[2 * n + 1], a, b[2], b[3]);
       }
     }
     __syncthreads();
@@ -175,11 +175,11 @@ __global__ void __launch_bounds__(kThreadsOf<kDim>) prefill_kernel(AttentionPara
     total[r] += __shfl_xor_sync(~0u, total[r], 2);
     const int row = warp * 16 + g + 8 * r;
     if (row >= rows) continue;
-    total[r] += sink_of(p.sinks, head, peak[r]);
-    const Made<T> made(p.out, p.out_inverse);
+    total[r] += sink_weight(p.sinks, head, peak[r]);
+    const OutputWriter<T> made(p.out, p.out_scale_inverse);
     const int64_t begin = (static_cast<int64_t>(first_token + row) * p.num_heads + head) * kDim + first_column + 2 * t;
 #pragma unroll
-    for (int n = 0; n < kOwn / 8; ++n) made.put(begin + n * 8, {out[n][2 * r] / total[r], out[n][2 * r + 1] / total[r]});
+    for (int n = 0; n < kOwn / 8; ++n) made.write(begin + n * 8, {out[n][2 * r] / total[r], out[n][2 * r + 1] / total[r]});
   }
 }
 
@@ -197,7 +197,7 @@ cudaError_t run(const AttentionParams& p, cudaStream_t stream) {
 }
 
 template <typename T, typename C>
-cudaError_t of_cache(const AttentionParams& p, cudaStream_t stream) {
+cudaError_t dispatch_head_dim(const AttentionParams& p, cudaStream_t stream) {
   switch (p.head_dim) {
     case 64: return run<T, C, 64>(p, stream);
     case 80: return run<T, C, 80>(p, stream);
@@ -210,8 +210,8 @@ cudaError_t of_cache(const AttentionParams& p, cudaStream_t stream) {
 }
 
 template <typename T>
-cudaError_t of_type(const AttentionParams& p, cudaStream_t stream) {
-  return p.float8 ? of_cache<T, Float8>(p, stream) : of_cache<T, T>(p, stream);
+cudaError_t dispatch_cache(const AttentionParams& p, cudaStream_t stream) {
+  return p.float8 ? dispatch_head_dim<T, Float8>(p, stream) : dispatch_head_dim<T, T>(p, stream);
 }
 
 }  // namespace
@@ -219,11 +219,11 @@ cudaError_t of_type(const AttentionParams& p, cudaStream_t stream) {
 bool can_prefill(DType dtype, int head_dim) {
   return (dtype == DType::kFloat16 || dtype == DType::kBFloat16) &&
          (head_dim == 64 || head_dim == 80 || head_dim == 96 || head_dim == 128 || head_dim == 256 ||
-          (head_dim == 512 && kShared<512> <= device_property<cudaDevAttrMaxSharedMemoryPerBlockOptin>()));
+          (head_dim == 512 && kShared<512> <= device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>()));
 }
 
 cudaError_t prefill(DType dtype, const AttentionParams& p, cudaStream_t stream) {
-  return dtype == DType::kFloat16 ? of_type<__half>(p, stream) : of_type<__nv_bfloat16>(p, stream);
+  return dtype == DType::kFloat16 ? dispatch_cache<__half>(p, stream) : dispatch_cache<__nv_bfloat16>(p, stream);
 }
 
 }  // namespace llmc::kernels

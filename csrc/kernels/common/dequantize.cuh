@@ -1,4 +1,4 @@
-// Codes of 4 and 8 bits as numbers of 16: see csrc/plugins/quantization.py.
+// CodeType of 4 and 8 bits as numbers of 16: see csrc/plugins/quantization.py.
 #pragma once
 
 #include "mma.cuh"
@@ -6,20 +6,20 @@
 
 namespace llmc::device {
 
-using kernels::Codes;
-using kernels::Packing;
+using kernels::CodeType;
+using kernels::QuantParams;
 
 // Where a row has whole units of 8 codes, these lie in the order in which pairs of columns are taken from them: of the
 // columns of a unit the even ones first. `repack` brings them to it.
-__host__ __device__ constexpr int place_of(int column, int in) {
+__host__ __device__ constexpr int packed_column(int column, int in) {
   return in % 8 == 0 ? column / 8 * 8 + column % 8 / 2 + column % 2 * 4 : column;
 }
 
-template <Codes kCodes>
-constexpr int kBits = kCodes == Codes::kFour || kCodes == Codes::kMxfp4 ? 4 : 8;
+template <CodeType kCodeType>
+constexpr int kBits = kCodeType == CodeType::kInt4 || kCodeType == CodeType::kMxfp4 ? 4 : 8;
 
 // (x & mask) | set
-__device__ __forceinline__ uint32_t masked(uint32_t x, uint32_t mask, uint32_t set) {
+__device__ __forceinline__ uint32_t lop3_and_or(uint32_t x, uint32_t mask, uint32_t set) {
   uint32_t y;
   asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(y) : "r"(x), "r"(mask), "r"(set));
   return y;
@@ -29,18 +29,18 @@ template <typename T>
 using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
 
 template <typename T>
-__device__ __forceinline__ uint32_t subtract(uint32_t a, uint32_t b) {
+__device__ __forceinline__ uint32_t hsub2(uint32_t a, uint32_t b) {
   const Pair<T> difference = __hsub2(*reinterpret_cast<const Pair<T>*>(&a), *reinterpret_cast<const Pair<T>*>(&b));
   return *reinterpret_cast<const uint32_t*>(&difference);
 }
 template <typename T>
-__device__ __forceinline__ uint32_t product(uint32_t a, uint32_t b) {
+__device__ __forceinline__ uint32_t hmul2(uint32_t a, uint32_t b) {
   const Pair<T> result = __hmul2(*reinterpret_cast<const Pair<T>*>(&a), *reinterpret_cast<const Pair<T>*>(&b));
   return *reinterpret_cast<const uint32_t*>(&result);
 }
 
 template <typename T>
-__device__ __forceinline__ uint32_t product_and_sum(uint32_t a, uint32_t b, uint32_t c) {
+__device__ __forceinline__ uint32_t hfma2(uint32_t a, uint32_t b, uint32_t c) {
   const Pair<T> result = __hfma2(*reinterpret_cast<const Pair<T>*>(&a), *reinterpret_cast<const Pair<T>*>(&b),
                                  *reinterpret_cast<const Pair<T>*>(&c));
   return *reinterpret_cast<const uint32_t*>(&result);
@@ -48,15 +48,15 @@ __device__ __forceinline__ uint32_t product_and_sum(uint32_t a, uint32_t b, uint
 
 // A code becomes a number by standing in the low bits of one that is so large that they count by one: what is to be
 // taken off then, for codes with this zero.
-template <typename T, Codes kCodes>
-__device__ __forceinline__ uint32_t offset_of(int zero) {
-  if constexpr (kCodes == Codes::kMxfp4) return 0x7e807e80;  // 2^126 twice
-  if constexpr (kCodes == Codes::kEight && std::is_same_v<T, __nv_bfloat16>) return __float_as_uint(8388608.f + zero);
+template <typename T, CodeType kCodeType>
+__device__ __forceinline__ uint32_t dequant_offset(int zero) {
+  if constexpr (kCodeType == CodeType::kMxfp4) return 0x7e807e80;  // 2^126 twice
+  if constexpr (kCodeType == CodeType::kInt8 && std::is_same_v<T, __nv_bfloat16>) return __float_as_uint(8388608.f + zero);
   const float base = (std::is_same_v<T, __half> ? 1024.f : 128.f) + zero;
-  return pack<T>(base, base);
+  return pack2<T>(base, base);
 }
 
-// Where a bit of one of a unit's 8 kMxfp4 codes is, of those in nibbles as place_of() has them: of the second four 16 further,
+// Where a bit of one of a unit's 8 kMxfp4 codes is, of those in nibbles as packed_column() has them: of the second four 16 further,
 // round the word. So of three pairs all bits are brought at once to where bfloat16 has its mantissa, its exponent and its sign.
 __host__ __device__ constexpr int mxfp4_bit(int place, int bit) {
   constexpr int kBitsOf[4][4] = {{6, 7, 8, 15}, {12, 13, 14, 21}, {2, 3, 4, 11}, {0, 1, 10, 9}};
@@ -64,12 +64,12 @@ __host__ __device__ constexpr int mxfp4_bit(int place, int bit) {
 }
 
 // A unit of kMxfp4 codes in that order of bits, and one of its codes.
-__host__ __device__ __forceinline__ uint32_t scattered(uint32_t nibbles) {
+__host__ __device__ __forceinline__ uint32_t scatter_mxfp4_bits(uint32_t nibbles) {
   uint32_t made = 0;
   for (int i = 0; i < 32; ++i) made |= (nibbles >> i & 1) << mxfp4_bit(i / 4, i % 4);
   return made;
 }
-__device__ __forceinline__ uint32_t gathered(uint32_t word, int place) {
+__device__ __forceinline__ uint32_t gather_mxfp4_bits(uint32_t word, int place) {
   uint32_t code = 0;
   for (int bit = 0; bit < 4; ++bit) code |= (word >> mxfp4_bit(place, bit) & 1) << bit;
   return code;
@@ -81,83 +81,83 @@ __device__ __forceinline__ void mxfp4_bits(uint32_t (&pairs)[4], uint32_t word) 
   const uint32_t round = __funnelshift_r(word, word, 6);
   if constexpr (std::is_same_v<T, __half>) {
     constexpr uint32_t kSigns = 0x80008000, kRest = 0x0e000e00;
-    pairs[0] = masked(word, kSigns, word << 3 & kRest);
-    pairs[1] = masked(round, kSigns, word >> 3 & kRest);
-    pairs[2] = masked(word << 4, kSigns, word << 7 & kRest);
-    pairs[3] = masked(word << 6, kSigns, masked(word << 1, 0x08000800, word << 9 & 0x06000600));
+    pairs[0] = lop3_and_or(word, kSigns, word << 3 & kRest);
+    pairs[1] = lop3_and_or(round, kSigns, word >> 3 & kRest);
+    pairs[2] = lop3_and_or(word << 4, kSigns, word << 7 & kRest);
+    pairs[3] = lop3_and_or(word << 6, kSigns, lop3_and_or(word << 1, 0x08000800, word << 9 & 0x06000600));
   } else {
     constexpr uint32_t kAll = 0x81c081c0;
     pairs[0] = word & kAll;
     pairs[1] = round & kAll;
     pairs[2] = word << 4 & kAll;
-    pairs[3] = masked(word >> 2, 0x01000100, word << 6 & 0x80c080c0);
+    pairs[3] = lop3_and_or(word >> 2, 0x01000100, word << 6 & 0x80c080c0);
   }
 }
 
 // A unit of 8 codes (of 4 bits: the first word), less their zero: pairs of columns (0, 1), (2, 3), (4, 5) and (6, 7), each
-// exact in T. Of kFloat8, the numbers that the bits stand for; of kMxfp4 these too, less kMxfp4Scale<T> times;
+// exact in T. Of kFloat8, the numbers that the bits bias_nibbles for; of kMxfp4 these too, less kMxfp4Scale<T> times;
 // in bfloat16 they are multiplied by `offset`, which is what makes such bits numbers.
 template <typename T>
 constexpr float kMxfp4Scale = std::is_same_v<T, __half> ? 16384.f : 1.f;
-template <typename T, Codes kCodes>
-__device__ __forceinline__ void numbers_of(uint32_t (&pairs)[4], uint2 words, uint32_t offset) {
+template <typename T, CodeType kCodeType>
+__device__ __forceinline__ void dequantize_unit(uint32_t (&pairs)[4], uint2 words, uint32_t offset) {
   constexpr bool kHalf = std::is_same_v<T, __half>;
-  if constexpr (kCodes == Codes::kMxfp4) mxfp4_bits<T>(pairs, words.x);
+  if constexpr (kCodeType == CodeType::kMxfp4) mxfp4_bits<T>(pairs, words.x);
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
-    if constexpr (kCodes == Codes::kFour) {
-      pairs[k] = subtract<T>(masked(words.x >> 4 * k, 0x000f000f, kHalf ? 0x64006400 : 0x43004300), offset);
-    } else if constexpr (kCodes == Codes::kMxfp4) {
-      if constexpr (!kHalf) pairs[k] = product<T>(pairs[k], offset);
-    } else if constexpr (kCodes == Codes::kFloat8) {
+    if constexpr (kCodeType == CodeType::kInt4) {
+      pairs[k] = hsub2<T>(lop3_and_or(words.x >> 4 * k, 0x000f000f, kHalf ? 0x64006400 : 0x43004300), offset);
+    } else if constexpr (kCodeType == CodeType::kMxfp4) {
+      if constexpr (!kHalf) pairs[k] = hmul2<T>(pairs[k], offset);
+    } else if constexpr (kCodeType == CodeType::kFloat8) {
       // The byte as the high one of 16 bits, its exponent and mantissa moved to where T's are, then the bias made up for.
       const uint32_t high = __byte_perm(words.x, words.y, k << 4 | (k + 4) << 12) & 0xff00ff00;
       const uint32_t small = kHalf ? high >> 1 & 0x3f803f80 : high >> 4 & 0x07f007f0;
-      pairs[k] = product<T>(masked(high, 0x80008000, small), kHalf ? 0x5c005c00 : 0x7b807b80);
+      pairs[k] = hmul2<T>(lop3_and_or(high, 0x80008000, small), kHalf ? 0x5c005c00 : 0x7b807b80);
     } else if constexpr (kHalf) {
-      pairs[k] = subtract<T>(masked(__byte_perm(words.x, words.y, k | (k + 4) << 8), 0x00ff00ff, 0x64006400), offset);
+      pairs[k] = hsub2<T>(lop3_and_or(__byte_perm(words.x, words.y, k | (k + 4) << 8), 0x00ff00ff, 0x64006400), offset);
     } else {
       // bf16 has too few bits for that, float32 has not; what is left is exact in its upper half.
-      const float low = __uint_as_float(masked(words.x >> 8 * k, 0xff, 0x4b000000)) - __uint_as_float(offset);
-      const float high = __uint_as_float(masked(words.y >> 8 * k, 0xff, 0x4b000000)) - __uint_as_float(offset);
+      const float low = __uint_as_float(lop3_and_or(words.x >> 8 * k, 0xff, 0x4b000000)) - __uint_as_float(offset);
+      const float high = __uint_as_float(lop3_and_or(words.y >> 8 * k, 0xff, 0x4b000000)) - __uint_as_float(offset);
       pairs[k] = __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
     }
   }
 }
 
-// Integers stand in the mantissa of 128 (half: of 64), four bits at a time, where they count by one: numbers that are so much
+// Integers bias_nibbles in the mantissa of 128 (half: of 64), four bits at a time, where they count by one: numbers that are so much
 // more. Those from bits `from` and from + 16 of a word on.
 template <typename T>
-constexpr float kBase = std::is_same_v<T, __half> ? 64.f : 128.f;
+constexpr float kNibbleBias = std::is_same_v<T, __half> ? 64.f : 128.f;
 template <typename T>
-__device__ __forceinline__ uint32_t stand(uint32_t word, int from) {
+__device__ __forceinline__ uint32_t bias_nibbles(uint32_t word, int from) {
   if constexpr (std::is_same_v<T, __half>)
-    return masked(from < 4 ? word << (4 - from) : word >> (from - 4), 0x00f000f0, 0x54005400);
+    return lop3_and_or(from < 4 ? word << (4 - from) : word >> (from - 4), 0x00f000f0, 0x54005400);
   else
-    return masked(word >> from, 0x000f000f, 0x43004300);
+    return lop3_and_or(word >> from, 0x000f000f, 0x43004300);
 }
 
 // A unit of 8 codes as such pairs; of 8 bits the low and the high four apart.
-template <typename T, Codes kCodes, int kPlanes>
-__device__ __forceinline__ void pairs_of(uint32_t (&pairs)[kPlanes][4], uint2 words) {
-  if constexpr (kCodes == Codes::kFloat8) {
-    numbers_of<T, kCodes>(pairs[0], words, 0);
+template <typename T, CodeType kCodeType, int kPlanes>
+__device__ __forceinline__ void unpack_unit(uint32_t (&pairs)[kPlanes][4], uint2 words) {
+  if constexpr (kCodeType == CodeType::kFloat8) {
+    dequantize_unit<T, kCodeType>(pairs[0], words, 0);
   } else {
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      if constexpr (kCodes == Codes::kFour) {
-        pairs[0][k] = stand<T>(words.x, 4 * k);
+      if constexpr (kCodeType == CodeType::kInt4) {
+        pairs[0][k] = bias_nibbles<T>(words.x, 4 * k);
       } else {
         const uint32_t both = __byte_perm(words.x, words.y, k | (k + 4) << 8);
-        pairs[0][k] = stand<T>(both, 0);
-        pairs[1][k] = stand<T>(both, 4);
+        pairs[0][k] = bias_nibbles<T>(both, 0);
+        pairs[1][k] = bias_nibbles<T>(both, 4);
       }
     }
   }
 }
 
 // Four numbers of FP8 as two pairs of float16.
-__device__ __forceinline__ void widen_float8(uint32_t& low, uint32_t& high, uint32_t codes) {
+__device__ __forceinline__ void fp8x4_to_half2(uint32_t& low, uint32_t& high, uint32_t codes) {
 #if __CUDA_ARCH__ >= 890
   asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e4m3x2 %0, a; cvt.rn.f16x2.e4m3x2 %1, b;}"
       : "=r"(low), "=r"(high) : "r"(codes));
@@ -167,10 +167,10 @@ __device__ __forceinline__ void widen_float8(uint32_t& low, uint32_t& high, uint
 }
 
 // Of rows that are rounded to FP8: the largest number, and the least scale, that of rows of zeros.
-constexpr float kFloat8Most = 448, kLeastScale = 1e-30f;
+constexpr float kFloat8Max = 448, kMinScale = 1e-30f;
 
-// 8 numbers times `inverse` as codes of FP8, in the order of a unit: see place_of().
-__device__ __forceinline__ uint2 unit_of_codes(const float (&numbers)[8], float inverse) {
+// 8 numbers times `inverse` as codes of FP8, in the order of a unit: see packed_column().
+__device__ __forceinline__ uint2 quantize_unit(const float (&numbers)[8], float inverse) {
   auto pair_of = [&](int k) -> uint32_t {
     return __nv_cvt_float2_to_fp8x2({numbers[k] * inverse, numbers[k + 2] * inverse}, __NV_SATFINITE, __NV_E4M3);
   };
@@ -178,78 +178,78 @@ __device__ __forceinline__ uint2 unit_of_codes(const float (&numbers)[8], float 
 }
 
 // The largest of these, without their signs.
-__device__ __forceinline__ float most_of(const float (&numbers)[8]) {
+__device__ __forceinline__ float abs_max(const float (&numbers)[8]) {
   float most = 0;
 #pragma unroll
   for (float number : numbers) most = fmaxf(most, fabsf(number));
   return most;
 }
 // The largest of what the threads of half a warp have, which is all there.
-__device__ __forceinline__ float most_of_half_warp(float most) {
+__device__ __forceinline__ float half_warp_max(float most) {
 #pragma unroll
   for (int mask = 1; mask < 16; mask *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffu << (threadIdx.x & 16), most, mask));
   return most;
 }
-__device__ __forceinline__ float most_of_warp(float most) {  // none is negative
+__device__ __forceinline__ float warp_abs_max(float most) {  // none is negative
   return __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(most)));
 }
 
 // What codes of FP8 of numbers up to `most` are multiplied by.
-__device__ __forceinline__ float step_of_codes(float most) { return fmaxf(most / kFloat8Most, kLeastScale); }
+__device__ __forceinline__ float fp8_scale(float most) { return fmaxf(most / kFloat8Max, kMinScale); }
 
 // Brings the line that p is in to the cache.
-__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }
+__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }
 
 // The zero where groups have none of their own.
-template <Codes kCodes>
-constexpr int kMiddle = kCodes == Codes::kFour ? 8 : kCodes == Codes::kEight ? 128 : 0;
+template <CodeType kCodeType>
+constexpr int kDefaultZero = kCodeType == CodeType::kInt4 ? 8 : kCodeType == CodeType::kInt8 ? 128 : 0;
 
-// Of kMxfp4, what the bits of an exponent stand for.
-__device__ __forceinline__ float power_of(uint8_t bits) {
+// Of kMxfp4, what the bits of an exponent bias_nibbles for.
+__device__ __forceinline__ float exponent_to_float(uint8_t bits) {
   return __uint_as_float(max(static_cast<uint32_t>(bits) << 23, 0x00400000u));
 }
 
 // The zero of a row's group; scales and minima lie with the rows of a group side by side, [in / group_size, out].
-template <Codes kCodes>
-__device__ __forceinline__ int zero_of(const Packing& p, int64_t row, int group, int groups) {
-  if (p.minimum != nullptr || kCodes == Codes::kFloat8) return 0;
-  if (p.zero == nullptr) return kMiddle<kCodes>;
-  if constexpr (kCodes == Codes::kFour)
+template <CodeType kCodeType>
+__device__ __forceinline__ int load_zero(const QuantParams& p, int64_t row, int group, int groups) {
+  if (p.minimum != nullptr || kCodeType == CodeType::kFloat8) return 0;
+  if (p.zero == nullptr) return kDefaultZero<kCodeType>;
+  if constexpr (kCodeType == CodeType::kInt4)
     return __ldg(p.zero + row * ((groups + 1) / 2) + group / 2) >> group % 2 * 4 & 15;
   return __ldg(p.zero + row * groups + group);
 }
 
 // What a code counts, less its zero.
-template <Codes kCodes>
-__device__ __forceinline__ float number_of(uint32_t code, int zero) {
-  if constexpr (kCodes == Codes::kMxfp4) {
+template <CodeType kCodeType>
+__device__ __forceinline__ float decode(uint32_t code, int zero) {
+  if constexpr (kCodeType == CodeType::kMxfp4) {
     const float size = code & 6 ? static_cast<float>(2 + (code & 1)) * static_cast<float>(1 << (code >> 1 & 3)) / 4 : (code & 1) / 2.f;
     return code & 8 ? -size : size;
   }
-  if constexpr (kCodes != Codes::kFloat8) return static_cast<float>(static_cast<int>(code) - zero);
+  if constexpr (kCodeType != CodeType::kFloat8) return static_cast<float>(static_cast<int>(code) - zero);
   Float8 bits;
   bits.__x = static_cast<uint8_t>(code);
   return to_float(bits);
 }
 
 // One number of a repacked weight [out, in]; a group may begin at any column.
-template <Codes kCodes>
-__device__ __forceinline__ float number_at(const Packing& p, const uint8_t* codes, int64_t row, int column, int out, int in) {
+template <CodeType kCodeType>
+__device__ __forceinline__ float dequantize_at(const QuantParams& p, const uint8_t* codes, int64_t row, int column, int out, int in) {
   const int group = column / p.group_size, groups = in / p.group_size;
-  const int64_t place = row * in + place_of(column, in);
-  const int code = kCodes == Codes::kFour ? codes[place / 2] >> place % 2 * 4 & 15 : codes[place];
-  const float number = number_of<kCodes>(code, zero_of<kCodes>(p, row, group, groups));
+  const int64_t place = row * in + packed_column(column, in);
+  const int code = kCodeType == CodeType::kInt4 ? codes[place / 2] >> place % 2 * 4 & 15 : codes[place];
+  const float number = decode<kCodeType>(code, load_zero<kCodeType>(p, row, group, groups));
   const int64_t at = static_cast<int64_t>(group) * out + row;
   return fmaf(number, p.scale[at], p.minimum != nullptr ? p.minimum[at] : 0.f);
 }
 
-// Calls f with a constant of Codes.
+// Calls f with a constant of CodeType.
 template <typename F>
-cudaError_t with_codes(Codes codes, F&& f) {
+cudaError_t dispatch_code_type(CodeType codes, F&& f) {
   switch (codes) {
-    case Codes::kFour: return f(std::integral_constant<Codes, Codes::kFour>());
-    case Codes::kEight: return f(std::integral_constant<Codes, Codes::kEight>());
-    case Codes::kFloat8: return f(std::integral_constant<Codes, Codes::kFloat8>());
+    case CodeType::kInt4: return f(std::integral_constant<CodeType, CodeType::kInt4>());
+    case CodeType::kInt8: return f(std::integral_constant<CodeType, CodeType::kInt8>());
+    case CodeType::kFloat8: return f(std::integral_constant<CodeType, CodeType::kFloat8>());
     default: return cudaErrorInvalidValue;
   }
 }

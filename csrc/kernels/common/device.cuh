@@ -41,12 +41,12 @@ template <typename T>
 constexpr int kVec = 16 / sizeof(T);
 
 // Whether that lies at a multiple of so many bytes.
-inline bool lies_at(const void* from, uintptr_t multiple) { return reinterpret_cast<uintptr_t>(from) % multiple == 0; }
+inline bool is_aligned(const void* from, uintptr_t multiple) { return reinterpret_cast<uintptr_t>(from) % multiple == 0; }
 
 // Whether vectors may be read of rows that are `pitch` elements apart.
 template <typename T, int kWidth = kVec<T>>
-bool lies_in_vectors(const void* rows, int64_t pitch) {
-  return pitch % kWidth == 0 && lies_at(rows, kWidth * sizeof(T));
+bool has_aligned_rows(const void* rows, int64_t pitch) {
+  return pitch % kWidth == 0 && is_aligned(rows, kWidth * sizeof(T));
 }
 
 template <typename T, int N>
@@ -59,7 +59,7 @@ __device__ __forceinline__ void store(T* p, const Vec<T, N>& v) {
 }
 
 // Has what lies there in a cache when it is read.
-__device__ __forceinline__ void bring(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
+__device__ __forceinline__ void prefetch_l1(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
 
 // Eight elements of a cache as words. Words are what a thread should keep that reads under conditions: elements of 16
 // or 8 bits, or converted ones, are put together there, and each read is waited for before the next one.
@@ -67,13 +67,13 @@ template <typename C>
 using Cached = Vec<uint32_t, sizeof(C) * 8 / 4>;
 
 template <typename C>
-__device__ __forceinline__ Cached<C> load_cached(const C* p) {
+__device__ __forceinline__ Cached<C> load_cache(const C* p) {
   return load<uint32_t, sizeof(C) * 8 / 4>(reinterpret_cast<const uint32_t*>(p));
 }
 
 // The elements, which are exact in every T.
 template <typename T, typename C>
-__device__ __forceinline__ Vec<T, 8> widen(const Cached<C>& words) {
+__device__ __forceinline__ Vec<T, 8> convert_cache(const Cached<C>& words) {
   if constexpr (std::is_same_v<T, C>) {
     return *reinterpret_cast<const Vec<T, 8>*>(&words);
   } else {
@@ -148,7 +148,7 @@ __device__ __forceinline__ float2 block_sum_and_max(float x, float y, float2* pa
 constexpr float kLog2E = 1.44269504f;
 
 // A logit and its token as one number: greater for greater logits, of equal ones (0 and -0 are) for lower
-// tokens. Never 0, which may stand for no token.
+// tokens. Never 0, which may bias_nibbles for no token.
 __device__ __forceinline__ uint64_t rank_of(float logit, int token) {
   const uint32_t bits = __float_as_uint(logit == 0 ? 0.f : logit);
   const uint32_t ordered = bits >> 31 ? ~bits : bits | 0x80000000u;
@@ -187,7 +187,7 @@ __device__ __forceinline__ float activate(float x, Activation kind) {
 }
 
 template <Activation kKind, int N>
-__device__ __forceinline__ void activate_by(float (&x)[N]) {
+__device__ __forceinline__ void activate_as(float (&x)[N]) {
 #pragma unroll
   for (float& one : x) one = activate(one, kKind);
 }
@@ -196,30 +196,30 @@ __device__ __forceinline__ void activate_by(float (&x)[N]) {
 template <int N>
 __device__ __forceinline__ void activate(float (&x)[N], Activation kind) {
   if (kind == Activation::kNone) return;
-  if (kind == Activation::kSilu) return activate_by<Activation::kSilu>(x);
+  if (kind == Activation::kSilu) return activate_as<Activation::kSilu>(x);
   switch (kind) {
     case Activation::kNone: case Activation::kSilu: return;
-    case Activation::kRelu: return activate_by<Activation::kRelu>(x);
-    case Activation::kRelu2: return activate_by<Activation::kRelu2>(x);
-    case Activation::kGelu: return activate_by<Activation::kGelu>(x);
-    case Activation::kGeluTanh: return activate_by<Activation::kGeluTanh>(x);
-    case Activation::kQuickGelu: return activate_by<Activation::kQuickGelu>(x);
-    case Activation::kTanh: return activate_by<Activation::kTanh>(x);
-    case Activation::kSigmoid: return activate_by<Activation::kSigmoid>(x);
-    case Activation::kSoftplus: return activate_by<Activation::kSoftplus>(x);
+    case Activation::kRelu: return activate_as<Activation::kRelu>(x);
+    case Activation::kRelu2: return activate_as<Activation::kRelu2>(x);
+    case Activation::kGelu: return activate_as<Activation::kGelu>(x);
+    case Activation::kGeluTanh: return activate_as<Activation::kGeluTanh>(x);
+    case Activation::kQuickGelu: return activate_as<Activation::kQuickGelu>(x);
+    case Activation::kTanh: return activate_as<Activation::kTanh>(x);
+    case Activation::kSigmoid: return activate_as<Activation::kSigmoid>(x);
+    case Activation::kSoftplus: return activate_as<Activation::kSoftplus>(x);
   }
 }
 
 // Programmatic dependent launch: a kernel may begin while the one before it runs. Every kernel calls
-// wait_for_inputs() and then let_next_start(). So when a kernel begins, all but the one before it have ended:
-// what that one writes must be read, and what it reads must be written, after wait_for_inputs(); weights and
+// pdl_wait() and then pdl_launch_dependents(). So when a kernel begins, all but the one before it have ended:
+// what that one writes must be read, and what it reads must be written, after pdl_wait(); weights and
 // what older kernels wrote may be read before.
-__device__ __forceinline__ void let_next_start() {
+__device__ __forceinline__ void pdl_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
-__device__ __forceinline__ void wait_for_inputs() {
+__device__ __forceinline__ void pdl_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
@@ -227,7 +227,7 @@ __device__ __forceinline__ void wait_for_inputs() {
 
 // A property of the device that is current at the first call; all of a process's devices are alike.
 template <cudaDeviceAttr kAttribute>
-int device_property() {
+int device_attribute() {
   static const int value = [] {
     int device = 0, found = 0;
     cudaGetDevice(&device);
@@ -236,9 +236,9 @@ int device_property() {
   }();
   return value;
 }
-inline bool can_overlap() { return device_property<cudaDevAttrComputeCapabilityMajor>() >= 9; }
-inline unsigned multiprocessors() {
-  return static_cast<unsigned>(device_property<cudaDevAttrMultiProcessorCount>());
+inline bool supports_pdl() { return device_attribute<cudaDevAttrComputeCapabilityMajor>() >= 9; }
+inline unsigned num_sms() {
+  return static_cast<unsigned>(device_attribute<cudaDevAttrMultiProcessorCount>());
 }
 
 // A launch that overlaps with the kernel before where it can, in clusters of so many blocks.
@@ -250,7 +250,7 @@ class Launch {
     config_.dynamicSmemBytes = shared;
     config_.stream = stream;
     config_.attrs = attributes_;
-    if (can_overlap()) {
+    if (supports_pdl()) {
       attributes_[config_.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
       attributes_[config_.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
     }
@@ -276,7 +276,7 @@ cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shar
 
 // Calls f with a null pointer of the C++ type that a floating DType names.
 template <typename F>
-cudaError_t with_type(DType dtype, F&& f) {
+cudaError_t dispatch_dtype(DType dtype, F&& f) {
   switch (dtype) {
     case DType::kFloat32: return f(static_cast<float*>(nullptr));
     case DType::kFloat16: return f(static_cast<__half*>(nullptr));
@@ -287,13 +287,13 @@ cudaError_t with_type(DType dtype, F&& f) {
 
 // Calls f with null pointers of T and of what the caches hold.
 template <typename F>
-cudaError_t with_cache(DType dtype, bool float8, F&& f) {
-  return with_type(dtype, [&](auto* type) {
+cudaError_t dispatch_cache_dtype(DType dtype, bool float8, F&& f) {
+  return dispatch_dtype(dtype, [&](auto* type) {
     return float8 ? f(type, static_cast<Float8*>(nullptr)) : f(type, type);
   });
 }
 
-inline unsigned blocks_for(int64_t count, int per_block) {
+inline unsigned ceil_div(int64_t count, int per_block) {
   return static_cast<unsigned>((count + per_block - 1) / per_block);
 }
 

@@ -7,7 +7,7 @@ namespace llmc::device {
 
 // c [16, 8] += a [16, 16] · b [16, 8], accumulated in float32.
 template <typename T>
-__device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+__device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   if constexpr (std::is_same_v<T, __half>)
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
         "{%0,%1,%2,%3};"
@@ -23,7 +23,7 @@ __device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], 
 // Four matrices of 8 × 8 from shared memory: lanes 8 i to 8 i + 7 say where the rows of matrix i are, and r[i] is what each
 // lane of an operand holds of it.
 template <bool kTranspose>
-__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* p) {
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* p) {
   const uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(p));
   if constexpr (kTranspose)
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -34,7 +34,7 @@ __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* p) {
 }
 
 // Of 8 rows of 8 elements of 16 bits, two of which each lane has, the columns.
-__device__ __forceinline__ uint32_t transposed(uint32_t pair) {
+__device__ __forceinline__ uint32_t movmatrix_trans(uint32_t pair) {
   uint32_t turned;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
   return turned;
@@ -42,7 +42,7 @@ __device__ __forceinline__ uint32_t transposed(uint32_t pair) {
 
 // Two values as the 16-bit pair that an operand register holds.
 template <typename T>
-__device__ __forceinline__ uint32_t pack(float x, float y) {
+__device__ __forceinline__ uint32_t pack2(float x, float y) {
   Vec<T, 2> v{{from_float<T>(x), from_float<T>(y)}};
   return *reinterpret_cast<uint32_t*>(&v);
 }
@@ -50,7 +50,7 @@ __device__ __forceinline__ uint32_t pack(float x, float y) {
 // sum += weights · x of a chunk: of each step a thread has 16 bytes of two rows of weights, those kThreads vectors apart
 // from `from` on, and of kTiles rows of x.
 template <typename T, int kThreads, int kUnroll, int kTiles>
-__device__ __forceinline__ void multiply_chunk(float (&sum)[kTiles][4], const uint4* from,
+__device__ __forceinline__ void mma_chunk(float (&sum)[kTiles][4], const uint4* from,
                                                const uint4 (&x)[kUnroll][kTiles]) {
 #pragma unroll
   for (int u = 0; u < kUnroll; ++u) {
@@ -59,8 +59,8 @@ __device__ __forceinline__ void multiply_chunk(float (&sum)[kTiles][4], const ui
     const uint32_t odd[4] = {low.z, high.z, low.w, high.w};
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
-      multiply<T>(sum[n], even, x[u][n].x, x[u][n].y);
-      multiply<T>(sum[n], odd, x[u][n].z, x[u][n].w);
+      mma_m16n8k16<T>(sum[n], even, x[u][n].x, x[u][n].y);
+      mma_m16n8k16<T>(sum[n], odd, x[u][n].z, x[u][n].w);
     }
   }
 }

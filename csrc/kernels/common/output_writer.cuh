@@ -8,13 +8,13 @@ namespace llmc::device {
 // Rows of T from `data` on; or where there is an `inverse`, one over the scale of them all, rows of codes, whose columns lie as
 // those of a packed weight do. Rows of codes are whole units of 8.
 template <typename T>
-class Made {
+class OutputWriter {
  public:
-  __device__ Made(void* data, float inverse) : data_(data), inverse_(inverse) {}
+  __device__ OutputWriter(void* data, float inverse) : data_(data), inverse_(inverse) {}
 
   // Numbers from place `at` on, a multiple of N.
   template <int N>
-  __device__ __forceinline__ void put(int64_t at, const float (&x)[N]) const {
+  __device__ __forceinline__ void write(int64_t at, const float (&x)[N]) const {
     if (inverse_ == 0) return store_floats(static_cast<T*>(data_) + at, x);
     uint8_t codes[N];
 #pragma unroll
@@ -24,17 +24,17 @@ class Made {
     if constexpr (N == 8) {
       Vec<uint8_t, 8> all;
 #pragma unroll
-      for (int k = 0; k < 8; ++k) all.data[place_of(k, 8)] = codes[k];
+      for (int k = 0; k < 8; ++k) all.data[packed_column(k, 8)] = codes[k];
       store(unit, all);
     } else if constexpr (N == 4) {
       store(unit + first / 2, Vec<uint8_t, 2>{{codes[0], codes[2]}});
       store(unit + first / 2 + 4, Vec<uint8_t, 2>{{codes[1], codes[3]}});
     } else {
 #pragma unroll
-      for (int k = 0; k < N; ++k) unit[place_of(first + k, 8)] = codes[k];
+      for (int k = 0; k < N; ++k) unit[packed_column(first + k, 8)] = codes[k];
     }
   }
-  __device__ __forceinline__ void put(int64_t at, float x) const { put<1>(at, {x}); }
+  __device__ __forceinline__ void write(int64_t at, float x) const { write<1>(at, {x}); }
 
  private:
   void* data_;

@@ -9,16 +9,16 @@
 
 #include "cluster.cuh"
 
-namespace llmc::sm90a {
+namespace llmc::sm90 {
 
-using device::Barrier;
+using device::Mbarrier;
 using device::fence_async_proxy;
-using device::meet;
-using device::shared_address;
+using device::named_barrier_sync;
+using device::smem_address;
 
 // Words in shared memory, by their address.
 template <int kWords>
-__device__ __forceinline__ device::Vec<uint32_t, kWords> load_shared(uint32_t at) {
+__device__ __forceinline__ device::Vec<uint32_t, kWords> load_smem(uint32_t at) {
   device::Vec<uint32_t, kWords> words;
   auto& x = words.data;
   if constexpr (kWords == 1) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x[0]) : "r"(at));
@@ -28,17 +28,17 @@ __device__ __forceinline__ device::Vec<uint32_t, kWords> load_shared(uint32_t at
 }
 
 // A box of a tensor to shared memory; the barrier counts its bytes. Small ones go faster of two dimensions than of four.
-__device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap& map, Barrier barrier, int x, int y) {
+__device__ __forceinline__ void tma_load(uint32_t target, const CUtensorMap& map, Mbarrier barrier, int x, int y) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
       ::"r"(target), "l"(&map), "r"(x), "r"(y), "r"(barrier.at) : "memory");
 }
-__device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap& map, Barrier barrier, int x, int y, int z) {
+__device__ __forceinline__ void tma_load(uint32_t target, const CUtensorMap& map, Mbarrier barrier, int x, int y, int z) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
       ::"r"(target), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier.at) : "memory");
 }
-__device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap& map, Barrier barrier, int x, int y, int z,
+__device__ __forceinline__ void tma_load(uint32_t target, const CUtensorMap& map, Mbarrier barrier, int x, int y, int z,
                                          int w) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];"
@@ -46,18 +46,18 @@ __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap& map
 }
 
 // Has a map at hand before the first copy wants it.
-__device__ __forceinline__ void fetch_map(const CUtensorMap& map) {
+__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// To be one of those that meet() waits for, and go on.
-__device__ __forceinline__ void arrive_at(int barrier, int threads) {
+// To be one of those that named_barrier_sync() waits for, and go on.
+__device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 // Clusters of so many blocks of a kernel, from two on, that are resident at once; of fewer 0.
 template <size_t kMost, typename Kernel>
-std::array<int, kMost + 1> resident_clusters(Kernel kernel, int threads, uint32_t bytes) {
+std::array<int, kMost + 1> max_active_clusters(Kernel kernel, int threads, uint32_t bytes) {
   std::array<int, kMost + 1> found{};
   for (size_t blocks = 2; blocks <= kMost; ++blocks) {
     const device::Launch all(blocks, threads, bytes, nullptr, blocks);
@@ -66,65 +66,65 @@ std::array<int, kMost + 1> resident_clusters(Kernel kernel, int threads, uint32_
   return found;
 }
 
-using Encode = decltype(&cuTensorMapEncodeTiled);
+using TensorMapEncoder = decltype(&cuTensorMapEncodeTiled);
 
 // The driver's function, or null.
-inline Encode encode() {
-  static const Encode found = [] {
+inline TensorMapEncoder tensor_map_encoder() {
+  static const TensorMapEncoder found = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult result;
     const bool there = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault,
                                                         &result) == cudaSuccess;
-    return there && result == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(function) : nullptr;
+    return there && result == cudaDriverEntryPointSuccess ? reinterpret_cast<TensorMapEncoder>(function) : nullptr;
   }();
   return found;
 }
 
-// Describes a tensor for copy_box: sizes and the box in elements of `width` bytes, from the innermost on; and how many bytes lie
+// Describes a tensor for tma_load: sizes and the box in elements of `width` bytes, from the innermost on; and how many bytes lie
 // from one to the next, of all dimensions but the innermost, where that is not what sizes say. The cache fetches 128 bytes, as
-// for start_copy() (gemv.cuh).
+// for cp_async() (gemv.cuh).
 template <int kRank>
-bool map(CUtensorMap& made, CUtensorMapDataType type, CUtensorMapSwizzle swizzle, const void* data,
+bool make_tensor_map(CUtensorMap& made, CUtensorMapDataType type, CUtensorMapSwizzle swizzle, const void* data,
          const cuuint64_t (&sizes)[kRank], const cuuint64_t (&strides)[kRank - 1], const cuuint32_t (&box)[kRank]) {
   const cuuint32_t steps[] = {1, 1, 1, 1};
-  return encode()(&made, type, kRank, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+  return tensor_map_encoder()(&made, type, kRank, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                   swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 template <int kRank>
-bool map(CUtensorMap& made, CUtensorMapDataType type, CUtensorMapSwizzle swizzle, const void* data,
+bool make_tensor_map(CUtensorMap& made, CUtensorMapDataType type, CUtensorMapSwizzle swizzle, const void* data,
          const cuuint64_t (&sizes)[kRank], int width, const cuuint32_t (&box)[kRank]) {
   cuuint64_t strides[kRank - 1] = {sizes[0] * width};
   for (int i = 1; i < kRank - 1; ++i) strides[i] = strides[i - 1] * sizes[i];
-  return map(made, type, swizzle, data, sizes, strides, box);
+  return make_tensor_map(made, type, swizzle, data, sizes, strides, box);
 }
 template <typename T>
-constexpr auto kMapType = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+constexpr auto kTensorMapType = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 
 // How the tensor core reads a tile from this address on. By rows, k along them; by columns, k across them, where
 // `next_columns` is the distance of the next 64 columns in bytes.
-__device__ __forceinline__ uint64_t by_rows(uint32_t address) {
+__device__ __forceinline__ uint64_t make_smem_desc_k_major(uint32_t address) {
   return uint64_t{1} << 62 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 16 | (address & 0x3ffff) >> 4;
 }
-__device__ __forceinline__ uint64_t by_columns(uint32_t address, uint32_t next_columns) {
+__device__ __forceinline__ uint64_t make_smem_desc_mn_major(uint32_t address, uint32_t next_columns) {
   return uint64_t{1} << 62 | uint64_t{1024 >> 4} << 32 | static_cast<uint64_t>(next_columns >> 4) << 16 |
          (address & 0x3ffff) >> 4;
 }
 
-__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Until all but the newest kNewest groups of products are there.
 template <int kNewest>
-__device__ __forceinline__ void wait_for_products() {
+__device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kNewest) : "memory");
 }
 
 // Products of a warpgroup. Of c [64, N] thread t holds c[4 j + 2 r + i], which is row t / 32 · 16 + t % 32 / 4 + 8 r,
-// column 8 j + t % 4 · 2 + i. of_shared: c = a · bᵀ, or c += where it adds; a [64, 16] and b [N, 16] in shared memory,
-// both by rows, and of FP8 [64, 32] and [N, 32]. of_registers: c += a · b; of a [64, 16] a thread holds what it holds of 16
+// column 8 j + t % 4 · 2 + i. ss: c = a · bᵀ, or c += where it adds; a [64, 16] and b [N, 16] in shared memory,
+// both by rows, and of FP8 [64, 32] and [N, 32]. rs: c += a · b; of a [64, 16] a thread holds what it holds of 16
 // columns of a c, in pairs (of row r and half h of the columns pair 2 h + r); b [16, N] in shared memory by columns, or
 // [N, 16] by rows. Of FP8 likewise, in fours of 32 columns; c = or c += a · bᵀ.
 template <typename T, int N>
-struct Product;
+struct Wgmma;
 
 // The numbers of registers as a text, eight by eight, and the registers.
 #define R0 "%0, %1, %2, %3, %4, %5, %6, %7"
@@ -174,33 +174,33 @@ struct Product;
 #define OPERANDS_192 OPERANDS_176, C8(88)
 #define OPERANDS_256 OPERANDS_192, C8(96), C8(104), C8(112), C8(120)
 
-#define PRODUCT(T, NAME, N, I0, I1, I2, I3, I4, I5)                                                                \
+#define WGMMA(T, NAME, N, I0, I1, I2, I3, I4, I5)                                                                \
   template <>                                                                                                      \
-  struct Product<T, N> {                                                                                           \
-    static __device__ __forceinline__ void of_shared(float (&c)[N / 2], uint64_t a, uint64_t b, int adds) {        \
+  struct Wgmma<T, N> {                                                                                           \
+    static __device__ __forceinline__ void ss(float (&c)[N / 2], uint64_t a, uint64_t b, int adds) {        \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " I2 ", 0;\n"                                                 \
                    "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" TEXT_##N "}, "             \
                    I0 ", " I1 ", p, 1, 1, 0, 0;\n}"                                                               \
                    : OPERANDS_##N : "l"(a), "l"(b), "r"(adds));                                                    \
     }                                                                                                              \
     template <bool kByColumns = true>                                                                              \
-    static __device__ __forceinline__ void of_registers(float (&c)[N / 2], const uint32_t* a, uint64_t b) {        \
+    static __device__ __forceinline__ void rs(float (&c)[N / 2], const uint32_t* a, uint64_t b) {        \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"                                                      \
                    "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" TEXT_##N "}, {"            \
                    I0 ", " I1 ", " I2 ", " I3 "}, " I4 ", p, 1, 1, " I5 ";\n}"                                     \
                    : OPERANDS_##N : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(int{kByColumns}));     \
     }                                                                                                              \
   };
-#define FLOAT8_PRODUCT(N, I0, I1, I2, I3, I4, I5)                                                                  \
+#define WGMMA_FLOAT8(N, I0, I1, I2, I3, I4, I5)                                                                  \
   template <>                                                                                                      \
-  struct Product<device::Float8, N> {                                                                              \
-    static __device__ __forceinline__ void of_shared(float (&c)[N / 2], uint64_t a, uint64_t b, int adds) {        \
+  struct Wgmma<device::Float8, N> {                                                                              \
+    static __device__ __forceinline__ void ss(float (&c)[N / 2], uint64_t a, uint64_t b, int adds) {        \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " I2 ", 0;\n"                                                 \
                    "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" TEXT_##N "}, " I0 ", " I1          \
                    ", p, 1, 1;\n}"                                                                                 \
                    : OPERANDS_##N : "l"(a), "l"(b), "r"(adds));                                                    \
     }                                                                                                              \
-    static __device__ __forceinline__ void of_registers(float (&c)[N / 2], const uint32_t (&a)[4], uint64_t b,     \
+    static __device__ __forceinline__ void rs(float (&c)[N / 2], const uint32_t (&a)[4], uint64_t b,     \
                                                         int adds) {                                                \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " I5 ", 0;\n"                                                 \
                    "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" TEXT_##N "}, {" I0 ", " I1 ", " I2  \
@@ -208,25 +208,25 @@ struct Product;
                    : OPERANDS_##N : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds));                \
     }                                                                                                              \
   };
-#define PRODUCTS(N, ...) PRODUCT(__half, "f16", N, __VA_ARGS__) PRODUCT(__nv_bfloat16, "bf16", N, __VA_ARGS__)
-PRODUCTS(8, "%4", "%5", "%6", "%7", "%8", "%9")
-PRODUCTS(16, "%8", "%9", "%10", "%11", "%12", "%13")
-PRODUCTS(32, "%16", "%17", "%18", "%19", "%20", "%21")
-PRODUCTS(48, "%24", "%25", "%26", "%27", "%28", "%29")
-PRODUCTS(64, "%32", "%33", "%34", "%35", "%36", "%37")
-PRODUCTS(80, "%40", "%41", "%42", "%43", "%44", "%45")
-PRODUCTS(96, "%48", "%49", "%50", "%51", "%52", "%53")
-PRODUCTS(112, "%56", "%57", "%58", "%59", "%60", "%61")
-PRODUCTS(128, "%64", "%65", "%66", "%67", "%68", "%69")
-PRODUCTS(144, "%72", "%73", "%74", "%75", "%76", "%77")
-PRODUCTS(160, "%80", "%81", "%82", "%83", "%84", "%85")
-PRODUCTS(176, "%88", "%89", "%90", "%91", "%92", "%93")
-PRODUCTS(192, "%96", "%97", "%98", "%99", "%100", "%101")
-PRODUCTS(256, "%128", "%129", "%130", "%131", "%132", "%133")
-FLOAT8_PRODUCT(8, "%4", "%5", "%6", "%7", "%8", "%9")
-FLOAT8_PRODUCT(16, "%8", "%9", "%10", "%11", "%12", "%13")
-FLOAT8_PRODUCT(32, "%16", "%17", "%18", "%19", "%20", "%21")
-FLOAT8_PRODUCT(64, "%32", "%33", "%34", "%35", "%36", "%37")
-FLOAT8_PRODUCT(96, "%48", "%49", "%50", "%51", "%52", "%53")
+#define WGMMA_HALF(N, ...) WGMMA(__half, "f16", N, __VA_ARGS__) WGMMA(__nv_bfloat16, "bf16", N, __VA_ARGS__)
+WGMMA_HALF(8, "%4", "%5", "%6", "%7", "%8", "%9")
+WGMMA_HALF(16, "%8", "%9", "%10", "%11", "%12", "%13")
+WGMMA_HALF(32, "%16", "%17", "%18", "%19", "%20", "%21")
+WGMMA_HALF(48, "%24", "%25", "%26", "%27", "%28", "%29")
+WGMMA_HALF(64, "%32", "%33", "%34", "%35", "%36", "%37")
+WGMMA_HALF(80, "%40", "%41", "%42", "%43", "%44", "%45")
+WGMMA_HALF(96, "%48", "%49", "%50", "%51", "%52", "%53")
+WGMMA_HALF(112, "%56", "%57", "%58", "%59", "%60", "%61")
+WGMMA_HALF(128, "%64", "%65", "%66", "%67", "%68", "%69")
+WGMMA_HALF(144, "%72", "%73", "%74", "%75", "%76", "%77")
+WGMMA_HALF(160, "%80", "%81", "%82", "%83", "%84", "%85")
+WGMMA_HALF(176, "%88", "%89", "%90", "%91", "%92", "%93")
+WGMMA_HALF(192, "%96", "%97", "%98", "%99", "%100", "%101")
+WGMMA_HALF(256, "%128", "%129", "%130", "%131", "%132", "%133")
+WGMMA_FLOAT8(8, "%4", "%5", "%6", "%7", "%8", "%9")
+WGMMA_FLOAT8(16, "%8", "%9", "%10", "%11", "%12", "%13")
+WGMMA_FLOAT8(32, "%16", "%17", "%18", "%19", "%20", "%21")
+WGMMA_FLOAT8(64, "%32", "%33", "%34", "%35", "%36", "%37")
+WGMMA_FLOAT8(96, "%48", "%49", "%50", "%51", "%52", "%53")
 
-}  // namespace llmc::sm90a
+}  // namespace llmc::sm90

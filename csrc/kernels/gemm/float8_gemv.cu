@@ -7,7 +7,7 @@
 // side. Chunks of kVectors vectors are under way to shared memory all the time, past L1, stages() of each warp. Reads
 // out · in bytes of weights once, and x for each kM tiles; writes y.
 //
-// Of up to kRoundedRows rows each block makes the codes and scales itself, of x in T, while its first weights are under
+// Of up to kQuantizedRows rows each block makes the codes and scales itself, of x in T, while its first weights are under
 // way: no kernel lies between this one and the one that makes x, so these weights are read while that one still runs.
 // A block reads x once, and a norm's weight twice; its codes stay in shared memory.
 //
@@ -30,34 +30,34 @@ __host__ __device__ constexpr int stages(int warps) { return warps == 16 ? 4 : 3
 constexpr int kColumns = 64;  // of a vector
 constexpr int kChunk = kVectors * kColumns;
 constexpr unsigned kManyPairs = 2;  // of tiles, for each multiprocessor
-constexpr int kRoundedRows = 4;  // of x that blocks make codes of
+constexpr int kQuantizedRows = 4;  // of x that blocks make codes of
 constexpr int kPad = 64;  // bytes between rows of codes: rows side by side do not share banks
 template <int kWarps, int kM>
 constexpr size_t kRing = sizeof(uint4) * stages(kWarps) * kVectors * 2 * kM * kWarps * 32;
 
 // A unit of 8 numbers as pairs.
 __device__ __forceinline__ void widen_unit(uint32_t (&pairs)[4], const uint4& vector, int unit) {
-  widen_float8(pairs[0], pairs[1], unit == 0 ? vector.x : vector.z);
-  widen_float8(pairs[2], pairs[3], unit == 0 ? vector.y : vector.w);
+  fp8x4_to_half2(pairs[0], pairs[1], unit == 0 ? vector.x : vector.z);
+  fp8x4_to_half2(pairs[2], pairs[3], unit == 0 ? vector.y : vector.w);
 }
 
 // What x is: codes with their scales; T, of which codes are made here; or T, which stays numbers.
-enum class X { kCodes, kRounded, kNumbers };
-template <X kX>
-constexpr int kWidth = kX == X::kNumbers ? 2 : 1;  // bytes of what is made of one
-template <X kX>
-__host__ __device__ __forceinline__ int row_bytes(const GemvParams& p) { return p.in * kWidth<kX> + kPad; }
+enum class XKind { kCodes, kRounded, kNumbers };
+template <XKind kXKind>
+constexpr int kWidth = kXKind == XKind::kNumbers ? 2 : 1;  // bytes of what is made of one
+template <XKind kXKind>
+__host__ __device__ __forceinline__ int row_bytes(const GemvParams& p) { return p.in * kWidth<kXKind> + kPad; }
 
-// What numbers up to `most` are divided by, so that they are below 2^15: a power of two, 2^-100 or more.
+// What numbers up to `most` are splits_planned by, so that they are below 2^15: a power of two, 2^-100 or more.
 __device__ __forceinline__ float power_step(float most) {
   return __uint_as_float(max(static_cast<int>(__float_as_uint(most) & 0x7f800000u) - (14 << 23), 27 << 23));
 }
 
-// Codes of x, or float16, in rows that are row_bytes() apart, and scales [p.rows], or of groups [in / kBlock, kRoundedRows], each
+// CodeType of x, or float16, in rows that are row_bytes() apart, and scales [p.rows], or of groups [in / kQuantBlock, kQuantizedRows], each
 // row by some of the warps: codes are those that norm_kernel (rowwise.cu) makes, but for the order of its sum. Waits for x.
-// `measured`: shared, of each warp.
-template <typename T, int kWarps, X kX, bool kGrouped>
-__device__ __forceinline__ void make_x(const GemvParams& p, uint8_t* made, float* scales, float2* measured) {
+// `moments`: shared, of each warp.
+template <typename T, int kWarps, XKind kXKind, bool kGrouped>
+__device__ __forceinline__ void quantize_x(const GemvParams& p, uint8_t* made, float* scales, float2* moments) {
   constexpr int kHeld = 64 / kWarps;  // vectors of x that a thread has in registers: all of them, up to 16,384 numbers
   const int warps = kWarps >> (p.rows > 2 ? 2 : p.rows > 1);  // of a row
   const int warp = threadIdx.x / 32, row = warp / warps;
@@ -66,9 +66,9 @@ __device__ __forceinline__ void make_x(const GemvParams& p, uint8_t* made, float
   const T* x = static_cast<const T*>(p.x) + static_cast<int64_t>(row) * p.in;
   const float* gain = p.norm ? p.norm_weight : nullptr;
   if (gain != nullptr)
-    for (int vector = own; vector < vectors; vector += each) bring(gain + 8 * vector);
-  wait_for_inputs();
-  let_next_start();
+    for (int vector = own; vector < vectors; vector += each) prefetch_l1(gain + 8 * vector);
+  pdl_wait();
+  pdl_launch_dependents();
 
   uint4 held[kHeld];
   auto hold = [&](int batch) {
@@ -102,60 +102,60 @@ __device__ __forceinline__ void make_x(const GemvParams& p, uint8_t* made, float
     for_each(batch, [&](int, const float (&numbers)[8], const float (&gained)[8]) {
 #pragma unroll
       for (int k = 0; k < 8; ++k) squares += numbers[k] * numbers[k];
-      most = fmaxf(most, most_of(gained));
+      most = fmaxf(most, abs_max(gained));
     });
   }
-  const float2 of_warp{warp_sum(squares), most_of_warp(most)};
-  if (threadIdx.x % 32 == 0) measured[warp] = of_warp;
+  const float2 of_warp{warp_sum(squares), warp_abs_max(most)};
+  if (threadIdx.x % 32 == 0) moments[warp] = of_warp;
   __syncthreads();
   float2 all{};
 #pragma unroll
   for (int w = 0; w < kWarps; ++w)
-    if (w >= row * warps && w < (row + 1) * warps) all = {all.x + measured[w].x, fmaxf(all.y, measured[w].y)};
+    if (w >= row * warps && w < (row + 1) * warps) all = {all.x + moments[w].x, fmaxf(all.y, moments[w].y)};
   const float scale = p.norm ? rsqrtf(all.x / p.in + p.epsilon) : 1.f;
   auto step_of = [&](float most) {
-    return kX == X::kNumbers ? power_step(most * scale) : step_of_codes(most * scale);
+    return kXKind == XKind::kNumbers ? power_step(most * scale) : fp8_scale(most * scale);
   };
-  const float step = p.fixed_scale > 0 ? p.fixed_scale : step_of(all.y);
+  const float step = p.static_scale > 0 ? p.static_scale : step_of(all.y);
   float inverse = scale / step;
   if (!kGrouped && own == 0 && row < p.rows) scales[row] = step;
   for (int batch = batches - 1; batch >= 0; --batch) {  // the last is still held
     if (batch != batches - 1) hold(batch);
     for_each(batch, [&](int vector, const float (&)[8], const float (&gained)[8]) {
       if constexpr (kGrouped) {  // the work of half a warp
-        const float own_step = step_of(most_of_half_warp(most_of(gained)));
+        const float own_step = step_of(half_warp_max(abs_max(gained)));
         inverse = scale / own_step;
-        if (vector % (kBlock / 8) == 0) scales[vector / (kBlock / 8) * kRoundedRows + row] = own_step;
+        if (vector % (kQuantBlock / 8) == 0) scales[vector / (kQuantBlock / 8) * kQuantizedRows + row] = own_step;
       }
-      uint8_t* const to = made + row * row_bytes<kX>(p) + 8 * kWidth<kX> * vector;  // see place_of()
-      if constexpr (kX == X::kNumbers) {
-        auto pair_of = [&](int k) { return pack<__half>(gained[k] * inverse, gained[k + 2] * inverse); };
+      uint8_t* const to = made + row * row_bytes<kXKind>(p) + 8 * kWidth<kXKind> * vector;  // see packed_column()
+      if constexpr (kXKind == XKind::kNumbers) {
+        auto pair_of = [&](int k) { return pack2<__half>(gained[k] * inverse, gained[k + 2] * inverse); };
         *reinterpret_cast<uint4*>(to) = make_uint4(pair_of(0), pair_of(4), pair_of(1), pair_of(5));
       } else {
-        *reinterpret_cast<uint2*>(to) = unit_of_codes(gained, inverse);
+        *reinterpret_cast<uint2*>(to) = quantize_unit(gained, inverse);
       }
     });
   }
 }
 
 // kM: tiles at once. kTiles: groups of 8 rows of x. kGrouped: see above.
-template <typename T, int kWarps, int kM, int kTiles, X kX, bool kGrouped>
-__global__ void __launch_bounds__(kWarps * 32, kX != X::kCodes ? 2 : (kM * kTiles == 1 ? 24 : 16) / kWarps)
+template <typename T, int kWarps, int kM, int kTiles, XKind kXKind, bool kGrouped>
+__global__ void __launch_bounds__(kWarps * 32, kXKind != XKind::kCodes ? 2 : (kM * kTiles == 1 ? 24 : 16) / kWarps)
     float8_gemv_kernel(GemvParams p) {
-  constexpr bool kMakes = kX != X::kCodes;
-  static_assert(!kMakes || kTiles == 1);
-  static_assert(kChunk == kBlock);
+  constexpr bool kQuantizesX = kXKind != XKind::kCodes;
+  static_assert(!kQuantizesX || kTiles == 1);
+  static_assert(kChunk == kQuantBlock);
   constexpr int kThreads = kWarps * 32, kRows = 2 * kM;  // of the weight, that a thread has
-  constexpr int kStages = stages(kWarps), kSums = kMakes ? kRoundedRows : kTiles * 8;  // of a row of the weight
+  constexpr int kStages = stages(kWarps), kSums = kQuantizesX ? kQuantizedRows : kTiles * 8;  // of a row of the weight
   constexpr bool kAhead = kTiles < 4;  // there are registers for it
   // [kStages][kVectors][kRows][kThreads], then what is made of x, and scales of its groups. Where the ring began 16 bytes behind a
   // multiple of 32, the size of a sector of memory, a step took 11 % longer.
   extern __shared__ __align__(32) uint4 ring[];
   __shared__ float partial[kM][kWarps][16][kSums + 1];
-  __shared__ float measured[kWarps][kTiles * 8][2];  // nothing: rows are normed already
+  __shared__ float moments[kWarps][kTiles * 8][2];  // nothing: rows are normed already
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const int height = p.gated ? 8 : 16, tiles = (p.out + height * kM - 1) / (height * kM);
-  const int chunks = chunks_of<kWarps, kChunk>(p.in);
+  const int chunks = chunks_per_warp<kWarps, kChunk>(p.in);
   const int begin = warp * chunks * kChunk;
   // Rows beyond the last repeat it; their sums are not written.
   auto row_of = [&](int tile, int row) {
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(kWarps * 32, kX != X::kCodes ? 2 : (kM * kTile
         const bool there = column + kColumns * v < p.in;
         const int at = there ? column + kColumns * v : 0;
 #pragma unroll
-        for (int row = 0; row < kRows; ++row) start_copy(to + (kRows * v + row) * kThreads, ahead.rows[row] + at, there);
+        for (int row = 0; row < kRows; ++row) cp_async(to + (kRows * v + row) * kThreads, ahead.rows[row] + at, there);
       }
       ahead.slot = ahead.slot + 1 == kStages ? 0 : ahead.slot + 1;
       if (++ahead.chunk == chunks) {
@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(kWarps * 32, kX != X::kCodes ? 2 : (kM * kTile
         find_rows();
       }
     }
-    end_group();
+    cp_async_commit();
   };
   find_rows();
   for (int i = 0; i < kStages; ++i) copy_chunk();  // weights do not depend on the kernel before
@@ -199,32 +199,32 @@ __global__ void __launch_bounds__(kWarps * 32, kX != X::kCodes ? 2 : (kM * kTile
   auto* const made = reinterpret_cast<uint8_t*>(ring + kStages * kVectors * kRows * kThreads);
   // What a tile's sums are multiplied by and added to is in L1 when these are there.
   const int outputs = height * kM;
-  auto bring_scales = [&](int tile) {
+  auto prefetch_scales = [&](int tile) {
     if (kGrouped) return;
     const int output = tile * outputs + threadIdx.x;
     if (static_cast<int>(threadIdx.x) >= outputs || output >= p.out) return;
-    bring(p.packing.scale + output);
-    if (p.gated) bring(p.packing.scale + p.out + output);
+    prefetch_l1(p.quant.scale + output);
+    if (p.gated) prefetch_l1(p.quant.scale + p.out + output);
   };
-  auto bring_residual = [&](int tile) {
+  auto prefetch_residual = [&](int tile) {
     const int row = threadIdx.x / outputs, output = tile * outputs + threadIdx.x % outputs;
     if (p.residual != nullptr && row < p.rows && output < p.out)
-      bring(static_cast<const T*>(p.residual) + static_cast<int64_t>(row) * p.out + output);
+      prefetch_l1(static_cast<const T*>(p.residual) + static_cast<int64_t>(row) * p.out + output);
   };
   const float* x_scales = p.x_scale;  // of groups
-  const int x_pitch = kMakes ? kRoundedRows : scale_pitch(p.rows);
-  if constexpr (kMakes) {
-    __shared__ float of_rows[kRoundedRows];
+  const int x_stride = kQuantizesX ? kQuantizedRows : group_scale_stride(p.rows);
+  if constexpr (kQuantizesX) {
+    __shared__ float of_rows[kQuantizedRows];
     __shared__ float2 of_warps[kWarps];
-    float* const scales = kGrouped ? reinterpret_cast<float*>(made + p.rows * row_bytes<kX>(p)) : of_rows;
-    bring_scales(blockIdx.x);
-    make_x<T, kWarps, kX, kGrouped>(p, made, scales, of_warps);
+    float* const scales = kGrouped ? reinterpret_cast<float*>(made + p.rows * row_bytes<kXKind>(p)) : of_rows;
+    prefetch_scales(blockIdx.x);
+    quantize_x<T, kWarps, kXKind, kGrouped>(p, made, scales, of_warps);
     if (kGrouped) x_scales = scales;
     else p.x_scale = scales;
     __syncthreads();
   } else {
-    wait_for_inputs();
-    let_next_start();
+    pdl_wait();
+    pdl_launch_dependents();
   }
 
   // Rows of x beyond the last repeat it, and lead to columns that are not written.
@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(kWarps * 32, kX != X::kCodes ? 2 : (kM * kTile
 #pragma unroll
   for (int n = 0; n < kTiles; ++n)
     of_row[n] = static_cast<const uint8_t*>(p.x) + static_cast<int64_t>(min(n * 8 + g, p.rows - 1)) * p.in + 16 * t;
-  const uint8_t* const of_made = made + min(g, p.rows - 1) * row_bytes<kX>(p) + 16 * kWidth<kX> * t;
+  const uint8_t* const of_made = made + min(g, p.rows - 1) * row_bytes<kXKind>(p) + 16 * kWidth<kXKind> * t;
   uint4 next[kVectors][kTiles];  // of x, a chunk ahead
   auto load_next = [&](int column) {
 #pragma unroll
@@ -242,7 +242,7 @@ __global__ void __launch_bounds__(kWarps * 32, kX != X::kCodes ? 2 : (kM * kTile
         next[v][n] = column + kColumns * v < p.in ? *reinterpret_cast<const uint4*>(of_row[n] + column + kColumns * v)
                                                   : make_uint4(0, 0, 0, 0);
   };
-  if (kAhead && !kMakes) load_next(begin);
+  if (kAhead && !kQuantizesX) load_next(begin);
   int slot = 0, turn = 0;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++turn) {
     float total[kM][kTiles][4] = {}, sums[kM][kTiles][4];
@@ -253,21 +253,21 @@ __global__ void __launch_bounds__(kWarps * 32, kX != X::kCodes ? 2 : (kM * kTile
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int low = min((tile * kM + m) * height, p.out - 1);
-          blocks[m][half] = p.packing.blocks + (p.gated && half == 1 ? p.out + low : low) / kBlock * blocks_pitch(p.in);
+          blocks[m][half] = p.quant.blocks + (p.gated && half == 1 ? p.out + low : low) / kQuantBlock * block_scale_stride(p.in);
         }
-    if (kMakes && turn > 0) bring_scales(tile);
-    if (kMakes) bring_residual(tile);
+    if (kQuantizesX && turn > 0) prefetch_scales(tile);
+    if (kQuantizesX) prefetch_residual(tile);
     for (int chunk = 0; chunk < chunks; ++chunk) {
-      if (!kAhead && !kMakes) load_next(begin + chunk * kChunk);
+      if (!kAhead && !kQuantizesX) load_next(begin + chunk * kChunk);
       float of_weight[kM][2], of_x[kTiles][2];
       if constexpr (kGrouped) {
-        const int group = min(begin / kBlock + chunk, p.in / kBlock - 1);
+        const int group = min(begin / kQuantBlock + chunk, p.in / kQuantBlock - 1);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
 #pragma unroll
           for (int m = 0; m < kM; ++m) of_weight[m][half] = __ldg(blocks[m][half] + group);
 #pragma unroll
-          for (int n = 0; n < kTiles; ++n) of_x[n][half] = x_scales[group * x_pitch + min(n * 8 + 2 * t + half, p.rows - 1)];
+          for (int n = 0; n < kTiles; ++n) of_x[n][half] = x_scales[group * x_stride + min(n * 8 + 2 * t + half, p.rows - 1)];
         }
 #pragma unroll
         for (int m = 0; m < kM; ++m)
@@ -277,18 +277,18 @@ __global__ void __launch_bounds__(kWarps * 32, kX != X::kCodes ? 2 : (kM * kTile
             for (int c = 0; c < 4; ++c) sums[m][n][c] = 0;
       }
       auto& added = kGrouped ? sums : total;
-      uint4 x[kVectors][kTiles][kWidth<kX>];
+      uint4 x[kVectors][kTiles][kWidth<kXKind>];
 #pragma unroll
       for (int v = 0; v < kVectors; ++v)
 #pragma unroll
         for (int n = 0; n < kTiles; ++n) {
           const int column = begin + chunk * kChunk + kColumns * v;  // beyond the last the weights are 0
-          const auto* from = reinterpret_cast<const uint4*>(of_made + (column < p.in ? column : 0) * kWidth<kX>);
+          const auto* from = reinterpret_cast<const uint4*>(of_made + (column < p.in ? column : 0) * kWidth<kXKind>);
 #pragma unroll
-          for (int i = 0; i < kWidth<kX>; ++i) x[v][n][i] = kMakes ? from[i] : next[v][n];
+          for (int i = 0; i < kWidth<kXKind>; ++i) x[v][n][i] = kQuantizesX ? from[i] : next[v][n];
         }
-      if (kAhead && !kMakes) load_next(chunk + 1 < chunks ? begin + (chunk + 1) * kChunk : begin);
-      wait_for_group<kStages - 1>();
+      if (kAhead && !kQuantizesX) load_next(chunk + 1 < chunks ? begin + (chunk + 1) * kChunk : begin);
+      cp_async_wait<kStages - 1>();
       const uint4* from = ring + slot * kVectors * kRows * kThreads + threadIdx.x;
       slot = slot + 1 == kStages ? 0 : slot + 1;
 #pragma unroll
@@ -304,7 +304,7 @@ __global__ void __launch_bounds__(kWarps * 32, kX != X::kCodes ? 2 : (kM * kTile
 #pragma unroll
           for (int n = 0; n < kTiles; ++n) {
             uint32_t b[4];
-            if constexpr (kX == X::kNumbers) {
+            if constexpr (kXKind == XKind::kNumbers) {
               const uint4& numbers = x[v][n][unit];
               b[0] = numbers.x, b[1] = numbers.y, b[2] = numbers.z, b[3] = numbers.w;
             } else {
@@ -316,7 +316,7 @@ __global__ void __launch_bounds__(kWarps * 32, kX != X::kCodes ? 2 : (kM * kTile
               for (int k = 0; k < 4; k += 2) {
                 const auto &low = pairs[2 * m], &high = pairs[2 * m + 1];
                 const uint32_t a[4] = {low[k], high[k], low[k + 1], high[k + 1]};
-                multiply<__half>(added[m][n], a, b[k], b[k + 1]);
+                mma_m16n8k16<__half>(added[m][n], a, b[k], b[k + 1]);
               }
           }
         }
@@ -342,46 +342,46 @@ __global__ void __launch_bounds__(kWarps * 32, kX != X::kCodes ? 2 : (kM * kTile
     __syncthreads();
 #pragma unroll 1
     for (int m = 0; m < kM; ++m)
-      finish_tile<T>(p, partial[m], measured, tile * kM + m, turn * kM + m, p.gated ? Tile::kGated : Tile::kWide, false);
+      store_tile<T>(p, partial[m], moments, tile * kM + m, turn * kM + m, p.gated ? TileShape::kGated : TileShape::kWide, false);
   }
 }
 
 // What a block has of shared memory beside its partial sums.
-template <int kWarps, int kM, X kX>
-size_t shared_of(const GemvParams& p) {
-  if (kX == X::kCodes) return kRing<kWarps, kM>;
-  const size_t scales = p.grouped ? p.in / kBlock * kRoundedRows * sizeof(float) : 0;
-  return kRing<kWarps, kM> + static_cast<size_t>(p.rows) * row_bytes<kX>(p) + scales;
+template <int kWarps, int kM, XKind kXKind>
+size_t smem_bytes(const GemvParams& p) {
+  if (kXKind == XKind::kCodes) return kRing<kWarps, kM>;
+  const size_t scales = p.grouped ? p.in / kQuantBlock * kQuantizedRows * sizeof(float) : 0;
+  return kRing<kWarps, kM> + static_cast<size_t>(p.rows) * row_bytes<kXKind>(p) + scales;
 }
 
 // As many blocks as are resident at once.
-template <typename T, int kWarps, int kM, int kTiles, X kX, bool kGrouped>
+template <typename T, int kWarps, int kM, int kTiles, XKind kXKind, bool kGrouped>
 cudaError_t run_groups(const GemvParams& p, cudaStream_t stream) {
-  const size_t shared = shared_of<kWarps, kM, kX>(p);
-  const auto kernel = float8_gemv_kernel<T, kWarps, kM, kTiles, kX, kGrouped>;
+  const size_t shared = smem_bytes<kWarps, kM, kXKind>(p);
+  const auto kernel = float8_gemv_kernel<T, kWarps, kM, kTiles, kXKind, kGrouped>;
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
   if (error != cudaSuccess) return error;
   int blocks = 0;
   error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kWarps * 32, shared);
   if (error != cudaSuccess) return error;
-  const int tiles = static_cast<int>(blocks_for(p.out, (p.gated ? 8 : 16) * kM));
-  const int resident = std::max(blocks, 1) * static_cast<int>(multiprocessors());
+  const int tiles = static_cast<int>(ceil_div(p.out, (p.gated ? 8 : 16) * kM));
+  const int resident = std::max(blocks, 1) * static_cast<int>(num_sms());
   return launch(kernel, std::min(tiles, resident), kWarps * 32, shared, stream, p);
 }
 
-template <typename T, int kWarps, int kM, int kTiles, X kX = X::kCodes>
+template <typename T, int kWarps, int kM, int kTiles, XKind kXKind = XKind::kCodes>
 cudaError_t run_tiles(const GemvParams& p, cudaStream_t stream) {
-  return p.grouped ? run_groups<T, kWarps, kM, kTiles, kX, true>(p, stream)
-                   : run_groups<T, kWarps, kM, kTiles, kX, false>(p, stream);
+  return p.grouped ? run_groups<T, kWarps, kM, kTiles, kXKind, true>(p, stream)
+                   : run_groups<T, kWarps, kM, kTiles, kXKind, false>(p, stream);
 }
 
-// Two tiles at once where there are enough for all multiprocessors, and room for their sums.
+// Two tiles at once where there are enough for all num_sms, and room for their sums.
 template <typename T, int kTiles>
 cudaError_t run_rows(const GemvParams& p, cudaStream_t stream) {
   if (p.in <= 4 * kChunk) return run_tiles<T, 4, 1, kTiles>(p, stream);
   if constexpr (kTiles < 4)
-    if (blocks_for(p.out, p.gated ? 16 : 32) >= kManyPairs * multiprocessors()) return run_tiles<T, 8, 2, kTiles>(p, stream);
+    if (ceil_div(p.out, p.gated ? 16 : 32) >= kManyPairs * num_sms()) return run_tiles<T, 8, 2, kTiles>(p, stream);
   return run_tiles<T, 8, 1, kTiles>(p, stream);
 }
 
@@ -390,58 +390,58 @@ cudaError_t run_rows(const GemvParams& p, cudaStream_t stream) {
 // 0.8 us more (H100).
 bool has_long_rows(const GemvParams& p) { return p.in > 6144; }
 
-template <typename T, X kX>
-cudaError_t run_making(const GemvParams& p, cudaStream_t stream) {
-  return has_long_rows(p) ? run_tiles<T, 16, 1, 1, kX>(p, stream) : run_tiles<T, 8, 2, 1, kX>(p, stream);
+template <typename T, XKind kXKind>
+cudaError_t dispatch_quantizing(const GemvParams& p, cudaStream_t stream) {
+  return has_long_rows(p) ? run_tiles<T, 16, 1, 1, kXKind>(p, stream) : run_tiles<T, 8, 2, 1, kXKind>(p, stream);
 }
 
 template <typename T>
 cudaError_t run_type(const GemvParams& p, cudaStream_t stream) {
-  if (p.x_scale == nullptr) return run_making<T, X::kRounded>(p, stream);
+  if (p.x_scale == nullptr) return dispatch_quantizing<T, XKind::kRounded>(p, stream);
   return p.rows > 16 ? run_rows<T, 4>(p, stream) : p.rows > 8 ? run_rows<T, 2>(p, stream) : run_rows<T, 1>(p, stream);
 }
 
 // Whether its scales are for whole rows, or of blocks that a tile's rows share.
 bool has_scales(const GemvParams& p) {
-  return p.grouped ? p.packing.blocks != nullptr && p.in % kBlock == 0 && (!p.gated || p.out % 8 == 0)
-                   : p.packing.group_size == p.in;
+  return p.grouped ? p.quant.blocks != nullptr && p.in % kQuantBlock == 0 && (!p.gated || p.out % 8 == 0)
+                   : p.quant.group_size == p.in;
 }
 
-template <X kX>
-bool can_make(const GemvParams& p) {
-  const size_t shared = has_long_rows(p) ? shared_of<16, 1, kX>(p) : shared_of<8, 2, kX>(p), beside = 8192;
-  return p.rows <= kRoundedRows && p.in % kColumns == 0 && p.packing.codes == Codes::kFloat8 && has_scales(p) &&
+template <XKind kXKind>
+bool can_quantize(const GemvParams& p) {
+  const size_t shared = has_long_rows(p) ? smem_bytes<16, 1, kXKind>(p) : smem_bytes<8, 2, kXKind>(p), beside = 8192;
+  return p.rows <= kQuantizedRows && p.in % kColumns == 0 && p.quant.code_type == CodeType::kFloat8 && has_scales(p) &&
          p.row_sums == nullptr &&
-         lies_at(p.norm_weight, sizeof(Vec<float, 8>)) &&
-         shared + beside <= static_cast<size_t>(device_property<cudaDevAttrMaxSharedMemoryPerBlockOptin>());
+         is_aligned(p.norm_weight, sizeof(Vec<float, 8>)) &&
+         shared + beside <= static_cast<size_t>(device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>());
 }
 
 // A weight in blocks is read by them, if it has such.
-GemvParams by_blocks(const GemvParams& p) {
+GemvParams with_blocks(const GemvParams& p) {
   GemvParams made = p;
-  made.grouped = p.packing.blocks != nullptr;
+  made.grouped = p.quant.blocks != nullptr;
   return made;
 }
 
 }  // namespace
 
-bool has_rounding_gemv(const GemvParams& p) { return can_make<X::kRounded>(p); }
+bool has_quantizing_gemv(const GemvParams& p) { return can_quantize<XKind::kRounded>(p); }
 
 bool has_float16_gemv(const GemvParams& p) {
-  return p.x_scale == nullptr && can_make<X::kNumbers>(by_blocks(p)) &&
-         device_property<cudaDevAttrComputeCapabilityMajor>() == 9;
+  return p.x_scale == nullptr && can_quantize<XKind::kNumbers>(with_blocks(p)) &&
+         device_attribute<cudaDevAttrComputeCapabilityMajor>() == 9;
 }
 
 cudaError_t float16_gemv(DType dtype, const GemvParams& p, cudaStream_t stream) {
   if (!has_float16_gemv(p)) return cudaErrorInvalidValue;
-  if (dtype == DType::kFloat16) return run_making<__half, X::kNumbers>(by_blocks(p), stream);
-  if (dtype == DType::kBFloat16) return run_making<__nv_bfloat16, X::kNumbers>(by_blocks(p), stream);
+  if (dtype == DType::kFloat16) return dispatch_quantizing<__half, XKind::kNumbers>(with_blocks(p), stream);
+  if (dtype == DType::kBFloat16) return dispatch_quantizing<__nv_bfloat16, XKind::kNumbers>(with_blocks(p), stream);
   return cudaErrorInvalidValue;
 }
 
 cudaError_t float8_gemv(DType dtype, const GemvParams& p, cudaStream_t stream) {
   if (p.rows > kFloat8GemvRows || p.in % kColumns != 0 || !has_scales(p)) return cudaErrorInvalidValue;
-  if (p.x_scale == nullptr ? !has_rounding_gemv(p) : p.norm) return cudaErrorInvalidValue;
+  if (p.x_scale == nullptr ? !has_quantizing_gemv(p) : p.norm) return cudaErrorInvalidValue;
   if (dtype == DType::kFloat16) return run_type<__half>(p, stream);
   if (dtype == DType::kBFloat16) return run_type<__nv_bfloat16>(p, stream);
   return cudaErrorInvalidValue;

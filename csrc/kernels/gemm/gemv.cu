@@ -8,7 +8,7 @@
 // 8 t, four threads covering 64 bytes of a row. The order of the inner dimension does not matter to a sum of products,
 // so x is read with the same permutation. Reads out · in weights once, past L1, where x stays; writes y.
 //
-// Where that makes fewer tiles than multiprocessors, a tile is 8 outputs for up to 4 rows of x: rows 8
+// Where that makes fewer tiles than num_sms, a tile is 8 outputs for up to 4 rows of x: rows 8
 // to 15 of the tensor core's tile are the same weights half a chunk further, and columns 4 to 7 the x that
 // belongs there; two quarters of the product are then what is wanted.
 //
@@ -25,18 +25,18 @@ constexpr int kUnroll = 4;  // steps in a chunk
 constexpr int kStages = 3;  // chunks under way
 
 // kTiles: groups of 8 rows of x.
-template <typename T, int kWarps, int kTiles, Tile kTile, bool kNorm>
+template <typename T, int kWarps, int kTiles, TileShape kTile, bool kNorm>
 __global__ void __launch_bounds__(kWarps * 32) gemv_kernel(GemvParams p) {
-  static_assert(kTile != Tile::kNarrow || kTiles == 1);
-  constexpr int kOut = kTile == Tile::kWide ? 16 : 8, kThreads = kWarps * 32;
-  constexpr bool kNarrow = kTile == Tile::kNarrow;
+  static_assert(kTile != TileShape::kNarrow || kTiles == 1);
+  constexpr int kOut = kTile == TileShape::kWide ? 16 : 8, kThreads = kWarps * 32;
+  constexpr bool kNarrow = kTile == TileShape::kNarrow;
   constexpr int kStep = kNarrow ? 64 : 32;  // columns that a warp takes at once
   constexpr int kChunk = kStep * kUnroll;
   extern __shared__ uint4 ring[];  // [kStages][kUnroll][2][kThreads]
   __shared__ float partial[kWarps][16][kTiles * 8 + 1];
-  __shared__ float measured[kWarps][kTiles * 8][2];
+  __shared__ float moments[kWarps][kTiles * 8][2];
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  const int tiles = (p.out + kOut - 1) / kOut, chunks = chunks_of<kWarps, kChunk>(p.in);
+  const int tiles = (p.out + kOut - 1) / kOut, chunks = chunks_per_warp<kWarps, kChunk>(p.in);
   const int begin = warp * chunks * kChunk;
 
   // The copies are ahead of the products: their own place in the sequence of tiles and chunks.
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kWarps * 32) gemv_kernel(GemvParams p) {
   auto find_rows = [&] {
     // Rows beyond the last repeat it; their sums are not written.
     const int first = ahead.tile * kOut, low = min(first + g, p.out - 1);
-    const int high = kTile == Tile::kGated ? p.out + low : kNarrow ? low : min(first + 8 + g, p.out - 1);
+    const int high = kTile == TileShape::kGated ? p.out + low : kNarrow ? low : min(first + 8 + g, p.out - 1);
     ahead.low = static_cast<const T*>(p.weight) + static_cast<int64_t>(low) * p.in + 8 * t;
     ahead.high = static_cast<const T*>(p.weight) + static_cast<int64_t>(high) * p.in + 8 * t + (kNarrow ? 32 : 0);
   };
@@ -59,8 +59,8 @@ __global__ void __launch_bounds__(kWarps * 32) gemv_kernel(GemvParams p) {
       for (int u = 0; u < kUnroll; ++u) {
         const int at = first + u * kStep, column = at + 8 * t;
         const bool low = column < p.in, high = column + (kNarrow ? 32 : 0) < p.in;
-        start_copy(to + 2 * u * kThreads, ahead.low + (low ? at : 0), low);
-        start_copy(to + (2 * u + 1) * kThreads, ahead.high + (high ? at : 0), high);
+        cp_async(to + 2 * u * kThreads, ahead.low + (low ? at : 0), low);
+        cp_async(to + (2 * u + 1) * kThreads, ahead.high + (high ? at : 0), high);
       }
       ahead.slot = ahead.slot + 1 == kStages ? 0 : ahead.slot + 1;
       if (++ahead.chunk == chunks) {
@@ -69,12 +69,12 @@ __global__ void __launch_bounds__(kWarps * 32) gemv_kernel(GemvParams p) {
         find_rows();
       }
     }
-    end_group();
+    cp_async_commit();
   };
   find_rows();
   for (int i = 0; i < kStages; ++i) copy_chunk();  // weights do not depend on the kernel before
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
 
   const T* x = static_cast<const T*>(p.x);
   const uint4 zero = make_uint4(0, 0, 0, 0);
@@ -97,11 +97,11 @@ __global__ void __launch_bounds__(kWarps * 32) gemv_kernel(GemvParams p) {
 #pragma unroll
         for (int u = 0; u < kUnroll; ++u)
 #pragma unroll
-          for (int n = 0; n < kTiles; ++n) measure<T>(of_x[n], b[u][n]);
-      wait_for_group<kStages - 1>();
+          for (int n = 0; n < kTiles; ++n) accumulate_moments<T>(of_x[n], b[u][n]);
+      cp_async_wait<kStages - 1>();
       const uint4* from = ring + slot * kUnroll * 2 * kThreads + threadIdx.x;
       slot = slot + 1 == kStages ? 0 : slot + 1;
-      multiply_chunk<T, kThreads>(sum, from, b);
+      mma_chunk<T, kThreads>(sum, from, b);
       copy_chunk();
     }
     if (turn > 0) __syncthreads();  // partial may still be read
@@ -116,21 +116,21 @@ __global__ void __launch_bounds__(kWarps * 32) gemv_kernel(GemvParams p) {
           of_x[n][k] += __shfl_xor_sync(~0u, of_x[n][k], 1);
           of_x[n][k] += __shfl_xor_sync(~0u, of_x[n][k], 2);
           if (kNarrow) of_x[n][k] += __shfl_xor_sync(~0u, of_x[n][k], 16);
-          if (t == 0) measured[warp][n * 8 + g][k] = of_x[n][k];
+          if (t == 0) moments[warp][n * 8 + g][k] = of_x[n][k];
         }
     }
     __syncthreads();
-    finish_tile<T>(p, partial, measured, tile, turn, kTile, kNorm);
+    store_tile<T>(p, partial, moments, tile, turn, kTile, kNorm);
   }
 }
 
 constexpr int kNarrowRows = 4;
 
 // As many blocks as are resident at once; a ring of the chunks that a warp has, up to kStages.
-template <typename T, int kWarps, int kTiles, Tile kTile, bool kNorm>
+template <typename T, int kWarps, int kTiles, TileShape kTile, bool kNorm>
 cudaError_t run_norm(const GemvParams& p, cudaStream_t stream) {
   constexpr size_t kStage = sizeof(uint4) * kUnroll * 2 * kWarps * 32;
-  constexpr int kChunk = (kTile == Tile::kNarrow ? 64 : 32) * kUnroll;
+  constexpr int kChunk = (kTile == TileShape::kNarrow ? 64 : 32) * kUnroll;
   auto kernel = gemv_kernel<T, kWarps, kTiles, kTile, kNorm>;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kStages * kStage);
@@ -138,15 +138,15 @@ cudaError_t run_norm(const GemvParams& p, cudaStream_t stream) {
   static const int resident = [kernel] {
     int blocks = 0;
     cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kWarps * 32, kStages * kStage);
-    return std::max(blocks, 1) * static_cast<int>(multiprocessors());
+    return std::max(blocks, 1) * static_cast<int>(num_sms());
   }();
-  const int tiles = static_cast<int>(blocks_for(p.out, kTile == Tile::kWide ? 16 : 8));
+  const int tiles = static_cast<int>(ceil_div(p.out, kTile == TileShape::kWide ? 16 : 8));
   const int blocks = std::min(tiles, resident);
-  const int chunks = chunks_of<kWarps, kChunk>(p.in) * ((tiles + blocks - 1) / blocks);
+  const int chunks = chunks_per_warp<kWarps, kChunk>(p.in) * ((tiles + blocks - 1) / blocks);
   return launch(kernel, blocks, kWarps * 32, std::min(chunks, kStages) * kStage, stream, p);
 }
 
-template <typename T, int kWarps, int kTiles, Tile kTile>
+template <typename T, int kWarps, int kTiles, TileShape kTile>
 cudaError_t run_tile(const GemvParams& p, cudaStream_t stream) {
   return p.norm ? run_norm<T, kWarps, kTiles, kTile, true>(p, stream)
                 : run_norm<T, kWarps, kTiles, kTile, false>(p, stream);
@@ -154,13 +154,13 @@ cudaError_t run_tile(const GemvParams& p, cudaStream_t stream) {
 
 template <typename T, int kWarps>
 cudaError_t run_warps(const GemvParams& p, bool narrow, cudaStream_t stream) {
-  if (narrow) return run_tile<T, kWarps, 1, Tile::kNarrow>(p, stream);
+  if (narrow) return run_tile<T, kWarps, 1, TileShape::kNarrow>(p, stream);
   if constexpr (kWarps <= 8) {
     if (p.rows > 8)
-      return p.gated ? run_tile<T, kWarps, 2, Tile::kGated>(p, stream)
-                     : run_tile<T, kWarps, 2, Tile::kWide>(p, stream);
-    return p.gated ? run_tile<T, kWarps, 1, Tile::kGated>(p, stream)
-                   : run_tile<T, kWarps, 1, Tile::kWide>(p, stream);
+      return p.gated ? run_tile<T, kWarps, 2, TileShape::kGated>(p, stream)
+                     : run_tile<T, kWarps, 2, TileShape::kWide>(p, stream);
+    return p.gated ? run_tile<T, kWarps, 1, TileShape::kGated>(p, stream)
+                   : run_tile<T, kWarps, 1, TileShape::kWide>(p, stream);
   }
   return cudaErrorInvalidValue;
 }
@@ -170,12 +170,12 @@ cudaError_t run_warps(const GemvParams& p, bool narrow, cudaStream_t stream) {
 template <typename T>
 cudaError_t run_type(const GemvParams& p, cudaStream_t stream) {
   constexpr int kRing = kStages * kUnroll * 2 * 32 * sizeof(uint4), kSums = 12 << 10;
-  const int room = (device_property<cudaDevAttrMaxSharedMemoryPerBlockOptin>() - kSums) / kRing;
-  // Long rows in wide tiles would leave many multiprocessors with one less than others.
-  const unsigned tiles = blocks_for(p.out, 16), places = multiprocessors();
-  const bool uneven = p.rows == 1 && p.in >= 8192 && 5 * blocks_for(tiles, places) * places > 6 * tiles;
+  const int room = (device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() - kSums) / kRing;
+  // Long rows in wide tiles would leave many num_sms with one less than others.
+  const unsigned tiles = ceil_div(p.out, 16), places = num_sms();
+  const bool uneven = p.rows == 1 && p.in >= 8192 && 5 * ceil_div(tiles, places) * places > 6 * tiles;
   const bool narrow = !p.gated && p.rows <= kNarrowRows && (tiles < places || uneven);
-  const unsigned wanted = std::min(blocks_for(p.in, narrow ? 256 : 128), narrow ? 16u : 8u);
+  const unsigned wanted = std::min(ceil_div(p.in, narrow ? 256 : 128), narrow ? 16u : 8u);
   if (wanted > 8 && room >= 16) return run_warps<T, 16>(p, narrow, stream);
   if (wanted > 4 && room >= 8) return run_warps<T, 8>(p, narrow, stream);
   return wanted > 2 ? run_warps<T, 4>(p, narrow, stream) : run_warps<T, 2>(p, narrow, stream);

@@ -13,7 +13,7 @@ using kernels::GemvParams;
 
 // Adds a vector's elements, and their squares, to sum[0] and sum[1].
 template <typename T>
-__device__ __forceinline__ void measure(float (&sum)[2], const uint4& vector) {
+__device__ __forceinline__ void accumulate_moments(float (&sum)[2], const uint4& vector) {
   const T* x = reinterpret_cast<const T*>(&vector);
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
@@ -25,17 +25,17 @@ __device__ __forceinline__ void measure(float (&sum)[2], const uint4& vector) {
 
 // How many chunks each of kWarps warps takes of an inner dimension.
 template <int kWarps, int kChunk>
-__host__ __device__ constexpr int chunks_of(int in) {
+__host__ __device__ constexpr int chunks_per_warp(int in) {
   return (in + kWarps * kChunk - 1) / (kWarps * kChunk);
 }
 
 // What the 16 rows of weights in a tile are: as many outputs; 8 gates and their 8 ups; 8 outputs, the second 8 rows
 // the same weights half a step further.
-enum class Tile { kWide, kGated, kNarrow };
+enum class TileShape { kWide, kGated, kNarrow };
 
 // What the sums of an output come to, and of its up where `gated`; mean and mean square are those of the row of x, for a norm.
 template <typename T>
-__device__ __forceinline__ void scale_output(const GemvParams& p, float& value, float& up, float mean, float square, int row,
+__device__ __forceinline__ void scale_accumulator(const GemvParams& p, float& value, float& up, float mean, float square, int row,
                                              int output, bool gated, bool norm) {
   if (norm) {
     if (p.row_sums == nullptr) mean = 0;
@@ -48,8 +48,8 @@ __device__ __forceinline__ void scale_output(const GemvParams& p, float& value, 
     up *= scale;
   }
   if (p.x_scale != nullptr && !p.grouped) {
-    value *= p.x_scale[row] * p.packing.scale[output];
-    if (gated) up *= p.x_scale[row] * p.packing.scale[p.out + output];
+    value *= p.x_scale[row] * p.quant.scale[output];
+    if (gated) up *= p.x_scale[row] * p.quant.scale[p.out + output];
   }
   if (p.bias != nullptr) {
     value += to_float(static_cast<const T*>(p.bias)[output]);
@@ -59,22 +59,22 @@ __device__ __forceinline__ void scale_output(const GemvParams& p, float& value, 
 
 // What becomes of them; total and squares are those of the row of x.
 template <typename T>
-__device__ __forceinline__ float output_of(const GemvParams& p, float value, float up, float total, float squares, int row,
+__device__ __forceinline__ float epilogue(const GemvParams& p, float value, float up, float total, float squares, int row,
                                            int output, bool gated, bool norm) {
   const float per_column = 1.f / p.in;
-  scale_output<T>(p, value, up, total * per_column, squares * per_column, row, output, gated, norm);
+  scale_accumulator<T>(p, value, up, total * per_column, squares * per_column, row, output, gated, norm);
   value = activate(value, p.activation);
   return gated ? value * up : value;
 }
 
-// The outputs of a tile from what each warp summed up, partial[warp][row of the tile][row of x], and measured of x.
+// The outputs of a tile from what each warp summed up, partial[warp][row of the tile][row of x], and moments of x.
 // `turn`: of the block's tiles.
 template <typename T, int kWarps, int kPitch, int kMeasured>
-__device__ __forceinline__ void finish_tile(const GemvParams& p, const float (&partial)[kWarps][16][kPitch],
-                                            const float (&measured)[kWarps][kMeasured][2], int tile, int turn,
-                                            Tile kind, bool norm) {
+__device__ __forceinline__ void store_tile(const GemvParams& p, const float (&partial)[kWarps][16][kPitch],
+                                            const float (&moments)[kWarps][kMeasured][2], int tile, int turn,
+                                            TileShape kind, bool norm) {
   constexpr int kThreads = kWarps * 32;
-  const int out = kind == Tile::kWide ? 16 : 8;
+  const int out = kind == TileShape::kWide ? 16 : 8;
   // Each tile's outputs are the work of another warp first.
   for (int i = (threadIdx.x + turn * 32) % kThreads; i < out * p.rows; i += kThreads) {
     const int column = i % out, row = i / out, output = tile * out + column;
@@ -83,16 +83,16 @@ __device__ __forceinline__ void finish_tile(const GemvParams& p, const float (&p
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
       value += partial[w][column][row];
-      if (kind == Tile::kNarrow) value += partial[w][column + 8][row + 4];
-      if (kind == Tile::kGated) up += partial[w][column + 8][row];
+      if (kind == TileShape::kNarrow) value += partial[w][column + 8][row + 4];
+      if (kind == TileShape::kGated) up += partial[w][column + 8][row];
     }
     if (norm)
 #pragma unroll
-      for (int w = 0; w < kWarps; ++w) total += measured[w][row][0], squares += measured[w][row][1];
-    value = output_of<T>(p, value, up, total, squares, row, output, kind == Tile::kGated, norm);
+      for (int w = 0; w < kWarps; ++w) total += moments[w][row][0], squares += moments[w][row][1];
+    value = epilogue<T>(p, value, up, total, squares, row, output, kind == TileShape::kGated, norm);
     const int64_t place = static_cast<int64_t>(row) * p.out + output;
     if (p.residual != nullptr) value += to_float(static_cast<const T*>(p.residual)[place]);
-    Made<T>(p.y, p.y_inverse).put(place, value);
+    OutputWriter<T>(p.y, p.y_scale_inverse).write(place, value);
   }
 }
 

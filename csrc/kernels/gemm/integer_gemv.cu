@@ -10,7 +10,7 @@
 // row, a quarter of them each thread's, and the block's warps take vectors in turn. Vectors and their scales are under
 // way to shared memory stages() ahead.
 //
-// kParted: the blocks of a cluster have a part of the columns each, so they make operands of that part alone, and there are
+// kClusterSplit: the blocks of a cluster have a part of the columns each, so they make operands of that part alone, and there are
 // more blocks than tiles. Their sums go to one of them, to another for each tile, which adds them up in their order when all
 // have come, while the others take the next tile.
 #include "../common/cluster.cuh"
@@ -21,20 +21,20 @@ namespace llmc::kernels {
 namespace {
 
 using namespace device;
-using device::start_copy;
+using device::cp_async;
 
 __host__ __device__ constexpr int stages(int m) { return m == 2 ? 4 : 6; }  // vectors under way, of each warp
-constexpr float kLargest = 127 * 256;
-constexpr int kMostParts = 4;  // of the columns
+constexpr float kMaxQuantized = 127 * 256;
+constexpr int kMaxClusterSize = 4;  // of the columns
 
 // A copy of a number into shared memory that goes on beside the thread.
-__device__ __forceinline__ void start_copy(float* to, const float* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
+__device__ __forceinline__ void cp_async(float* to, const float* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(smem_address(to)), "l"(from) : "memory");
 }
 
 // kSigned: codes too.
 template <bool kSigned>
-__device__ __forceinline__ void multiply_codes(int (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+__device__ __forceinline__ void mma_m16n8k32(int (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   if constexpr (kSigned)
     asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
@@ -45,56 +45,56 @@ __device__ __forceinline__ void multiply_codes(int (&c)[4], const uint32_t (&a)[
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-template <Codes kCodes>
-constexpr int kColumns = 512 / kBits<kCodes>;  // of a vector
-template <Codes kCodes>
-constexpr int kSteps = kColumns<kCodes> / 32;  // products of a vector
-template <Codes kCodes>
-constexpr int kHalves = kSteps<kCodes> / 2;    // 16 bytes of x for two of them
+template <CodeType kCodeType>
+constexpr int kColumns = 512 / kBits<kCodeType>;  // of a vector
+template <CodeType kCodeType>
+constexpr int kSteps = kColumns<kCodeType> / 32;  // products of a vector
+template <CodeType kCodeType>
+constexpr int kHalves = kSteps<kCodeType> / 2;    // 16 bytes of x for two of them
 
 // Shared memory of a block, in bytes: the ring and its scales; the operands of x; of each vector and row of x its scale and
 // sum; of two tiles what each warp summed up, [2][warps][16 m][pitch]; what came from the blocks of the cluster.
-template <Codes kCodes>
-struct Room {
+template <CodeType kCodeType>
+struct SharedLayout {
   int vectors, used;  // those of the block; columns of an operand that are not zero
   int pitch;
   int64_t operands, factors, partial, received, all;
 
-  __host__ __device__ Room(int rows, int in, int warps, int m, int parts) {
-    const int in_all = (in + kColumns<kCodes> - 1) / kColumns<kCodes>;
+  __host__ __device__ SharedLayout(int rows, int in, int warps, int m, int parts) {
+    const int in_all = (in + kColumns<kCodeType> - 1) / kColumns<kCodeType>;
     vectors = (in_all + parts - 1) / parts;
     used = 2 * rows;
     pitch = rows <= 2 ? 3 : 5;
     operands = int64_t{stages(m)} * warps * m * (2 * 32 * 16 + 64);
-    factors = operands + int64_t{vectors} * kHalves<kCodes> * used * 64;
+    factors = operands + int64_t{vectors} * kHalves<kCodeType> * used * 64;
     partial = factors + int64_t{vectors} * rows * 8;
     received = partial + int64_t{2} * warps * 16 * m * pitch * 4;
     all = received + (parts > 1 ? parts * message(rows, m) * 4 : 0);
   }
-  // Numbers that a block sends of a tile: sums, and what was measured of x.
+  // Numbers that a block sends of a tile: sums, and what was moments of x.
   static __host__ __device__ int message(int rows, int m) { return 16 * m * rows + 2 * rows; }
 };
 
 // Of columns first, ... , end - 1 of x, by all warps: operands, factors and, for a norm, the sums of each warp's numbers
 // and of their squares. kSums: factors have sums of integers, else those are for codes 16 times as large. Waits for x.
 // A lane takes eight columns; what it does with some of them at once has no branches, so none waits for another.
-template <typename T, Codes kCodes, int kWarps, bool kSums>
-__device__ __forceinline__ void make_operands(const GemvParams& p, const Room<kCodes>& room, int first, int end,
-                                              uint32_t* operands, float2* factors, float (*measured)[kIntegerRows][2]) {
-  constexpr int kLanes = kColumns<kCodes> / 8, kAtOnce = 32 / kLanes, kBatch = 4;  // of a vector; vectors; of these
+template <typename T, CodeType kCodeType, int kWarps, bool kSums>
+__device__ __forceinline__ void quantize_x(const GemvParams& p, const SharedLayout<kCodeType>& layout, int first, int end,
+                                              uint32_t* operands, float2* factors, float (*moments)[kIntegerRows][2]) {
+  constexpr int kLanes = kColumns<kCodeType> / 8, kAtOnce = 32 / kLanes, kBatch = 4;  // of a vector; vectors; of these
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, own = lane % kLanes;
   // Of each row a warp takes some vectors, in turn; what it loads is ahead, of the next rows too.
-  const int each = (room.vectors + kWarps * kAtOnce - 1) / (kWarps * kAtOnce), pairs = each * p.rows;
-  struct Place {
+  const int each = (layout.vectors + kWarps * kAtOnce - 1) / (kWarps * kAtOnce), pairs = each * p.rows;
+  struct VectorCursor {
     int row, turn;
   } ahead{}, now{};
   auto vector_of = [&](int turn) { return (turn * kWarps + warp) * kAtOnce + lane / kLanes; };
-  auto column_of = [&](int turn) { return first + vector_of(turn) * kColumns<kCodes> + own * 8; };
-  auto go_on = [&](Place& place) {
+  auto column_of = [&](int turn) { return first + vector_of(turn) * kColumns<kCodeType> + own * 8; };
+  auto go_on = [&](VectorCursor& place) {
     if (++place.turn == each) place.turn = 0, ++place.row;
   };
   Vec<float, 4> weights[kBatch][2];  // the norm's
-  auto load_weights = [&](Place place) {
+  auto load_weights = [&](VectorCursor place) {
 #pragma unroll
     for (int i = 0; i < kBatch; ++i, go_on(place)) {
       const int column = column_of(place.turn);
@@ -106,8 +106,8 @@ __device__ __forceinline__ void make_operands(const GemvParams& p, const Room<kC
     }
   };
   load_weights(ahead);
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
 
   float of_row[2] = {};
   for (int begin = 0; begin < pairs; begin += kBatch) {
@@ -121,7 +121,7 @@ __device__ __forceinline__ void make_operands(const GemvParams& p, const Room<kC
         eights[i] = load<T, 8>(static_cast<const T*>(p.x) + int64_t{ahead.row} * p.in + column);
     }
     float totals[kBatch], squares[kBatch];
-    Place place = now;
+    VectorCursor place = now;
 #pragma unroll
     for (int i = 0; i < kBatch; ++i, go_on(place)) {
       const int row = place.row, vector = vector_of(place.turn);
@@ -140,7 +140,7 @@ __device__ __forceinline__ void make_operands(const GemvParams& p, const Room<kC
       for (int other = kLanes / 2; other > 0; other /= 2) most = max(most, __shfl_xor_sync(~0u, most, other));
       const float largest = __uint_as_float(most);
       const bool counts = largest > 1e-30f && largest < INFINITY;
-      const float by = counts ? __fdividef(kLargest / 256, largest / 256) : 0.f;  // which has no divisors above 2^126
+      const float by = counts ? __fdividef(kMaxQuantized / 256, largest / 256) : 0.f;  // which has no divisors above 2^126
       // Bits 0 to 15 of these are q + 128: the second byte is its high one, the first is 128 more than its low one.
       uint32_t bits[8];
 #pragma unroll
@@ -149,7 +149,7 @@ __device__ __forceinline__ void make_operands(const GemvParams& p, const Room<kC
       uint2 high, low;
 #pragma unroll
       for (int word = 0; word < 2; ++word) {
-        constexpr bool kFour = kCodes == Codes::kFour;
+        constexpr bool kFour = kCodeType == CodeType::kInt4;
         const uint32_t a = bits[kFour ? 2 * word : word], b = bits[kFour ? 4 + 2 * word : word + 2];
         const uint32_t c = bits[kFour ? 1 + 2 * word : word + 4], d = bits[kFour ? 5 + 2 * word : word + 6];
         const uint32_t left = __byte_perm(a, b, 0x5140), right = __byte_perm(c, d, 0x5140);  // low ones, then high ones
@@ -164,11 +164,11 @@ __device__ __forceinline__ void make_operands(const GemvParams& p, const Room<kC
         for (int other = kLanes / 2; other > 0; other /= 2) sum += __shfl_xor_sync(~0u, sum, other);
       }
       const int t = own / (kLanes / 4), step = own % (kLanes / 4);
-      const int64_t at = ((int64_t{vector} * kHalves<kCodes> + step / 2) * room.used + row * 2) * 16 + t * 4 + step % 2 * 2;
-      if (row < p.rows && vector < room.vectors) {
+      const int64_t at = ((int64_t{vector} * kHalves<kCodeType> + step / 2) * layout.used + row * 2) * 16 + t * 4 + step % 2 * 2;
+      if (row < p.rows && vector < layout.vectors) {
         *reinterpret_cast<uint2*>(operands + at) = high;
         *reinterpret_cast<uint2*>(operands + at + 16) = low;
-        constexpr float kScale = 1.f / kLargest / (kSums ? 1 : 16);
+        constexpr float kScale = 1.f / kMaxQuantized / (kSums ? 1 : 16);
         if (own == 0)
           factors[vector * p.rows + row] = {counts || largest <= 1e-30f ? largest * kScale : NAN, __int_as_float(sum)};
       }
@@ -180,56 +180,56 @@ __device__ __forceinline__ void make_operands(const GemvParams& p, const Room<kC
       go_on(now);
       if (!p.norm || now.row == row || row >= p.rows) continue;
       const float total = warp_sum(of_row[0]), sum = warp_sum(of_row[1]);
-      if (lane == 0) measured[warp][row][0] = total, measured[warp][row][1] = sum;
+      if (lane == 0) moments[warp][row][0] = total, moments[warp][row][1] = sum;
       of_row[0] = of_row[1] = 0;
     }
   }
 }
 
 // kUneven: groups have zeros or minima.
-template <typename T, Codes kCodes, int kWarps, int kM, bool kUneven, bool kParted>
+template <typename T, CodeType kCodeType, int kWarps, int kM, bool kUneven, bool kClusterSplit>
 __global__ void __launch_bounds__(kWarps * 32, (kM == 1 ? 24 : 16) / kWarps) integer_gemv_kernel(GemvParams p) {
   constexpr int kThreads = kWarps * 32, kRows = 2 * kM, kDeep = stages(kM);
-  constexpr bool kSigned = kCodes == Codes::kFour && !kUneven;  // then codes less 8, 16 times as large, are operands
-  extern __shared__ uint4 ring[];  // [kDeep][kRows][kThreads], then scales [kDeep][kWarps][8][kRows]; see Room
-  __shared__ float measured[kWarps][kIntegerRows][2];
-  __shared__ uint64_t has_come;
-  const int parts = kParted ? cluster_size() : 1, part = kParted ? cluster_rank() : 0;
+  constexpr bool kSigned = kCodeType == CodeType::kInt4 && !kUneven;  // then codes less 8, 16 times as large, are operands
+  extern __shared__ uint4 ring[];  // [kDeep][kRows][kThreads], then scales [kDeep][kWarps][8][kRows]; see SharedLayout
+  __shared__ float moments[kWarps][kIntegerRows][2];
+  __shared__ uint64_t received_barrier_storage;
+  const int parts = kClusterSplit ? cluster_size() : 1, part = kClusterSplit ? cluster_rank() : 0;
   const int begin = blockIdx.x / parts, stride = gridDim.x / parts;  // of tiles
-  const Room<kCodes> room(p.rows, p.in, kWarps, kM, parts);
+  const SharedLayout<kCodeType> layout(p.rows, p.in, kWarps, kM, parts);
   auto* const shared = reinterpret_cast<unsigned char*>(ring);
-  const auto* operands = reinterpret_cast<const uint4*>(shared + room.operands);
-  auto* const factors = reinterpret_cast<float2*>(shared + room.factors);
-  auto* const partial = reinterpret_cast<float*>(shared + room.partial);
-  auto* const received = reinterpret_cast<float*>(shared + room.received);
+  const auto* operands = reinterpret_cast<const uint4*>(shared + layout.operands);
+  auto* const factors = reinterpret_cast<float2*>(shared + layout.factors);
+  auto* const partial = reinterpret_cast<float*>(shared + layout.partial);
+  auto* const received = reinterpret_cast<float*>(shared + layout.received);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   auto* const scales = reinterpret_cast<float*>(ring + kDeep * kRows * kThreads) + warp * kRows * 8;
   const int height = p.gated ? 8 : 16, outputs = height * kM, tiles = (p.out + outputs - 1) / outputs;
-  const int first_vector = part * room.vectors, first_column = first_vector * kColumns<kCodes>;
-  const int end_column = min(p.in, first_column + room.vectors * kColumns<kCodes>);
-  const int turns = (room.vectors + kWarps - 1) / kWarps;
-  const auto row_bytes = static_cast<uint32_t>(p.in) * kBits<kCodes> / 8;
-  const int end_byte = end_column * kBits<kCodes> / 8;
-  const Barrier all_came{shared_address(&has_come)};
+  const int first_vector = part * layout.vectors, first_column = first_vector * kColumns<kCodeType>;
+  const int end_column = min(p.in, first_column + layout.vectors * kColumns<kCodeType>);
+  const int turns = (layout.vectors + kWarps - 1) / kWarps;
+  const auto row_bytes = static_cast<uint32_t>(p.in) * kBits<kCodeType> / 8;
+  const int end_byte = end_column * kBits<kCodeType> / 8;
+  const Mbarrier received_barrier{smem_address(&received_barrier_storage)};
   const int sums = outputs * p.rows * (p.gated ? 2 : 1), message = sums + (p.norm ? 2 * p.rows : 0);
-  if (kParted) {
+  if (kClusterSplit) {
     if (threadIdx.x == 0) {
-      all_came.init(1);
-      all_came.expect(parts * message * 4);
-      let_copies_see_barriers();
+      received_barrier.init(1);
+      received_barrier.arrive_expect_tx(parts * message * 4);
+      fence_mbarrier_init();
     }
-    arrive_only();  // others may send from now on
+    cluster_arrive_relaxed();  // others may send from now on
   }
   // Row `row` of those of a thread with this g. Rows beyond the last repeat it; their sums are not written.
   auto row_of = [&](int tile, int row, int of_g) {
     const int low = (tile * kM + row / 2) * height + of_g;
     return row % 2 == 0 ? min(low, p.out - 1) : p.gated ? p.out + min(low, p.out - 1) : min(low + 8, p.out - 1);
   };
-  const Packing& packing = p.packing;
-  const int all_rows = p.gated ? 2 * p.out : p.out, groups = p.in / packing.group_size;
-  const int per_group = packing.group_size / kColumns<kCodes>;  // vectors
+  const QuantParams& quant = p.quant;
+  const int all_rows = p.gated ? 2 * p.out : p.out, groups = p.in / quant.group_size;
+  const int per_group = quant.group_size / kColumns<kCodeType>;  // vectors
   const uint32_t share = ((1u << 20) + per_group - 1) / per_group;
-  const bool has_minima = kUneven && packing.minimum != nullptr;
+  const bool has_minima = kUneven && quant.minimum != nullptr;
   auto group_of = [&](int vector) { return min(static_cast<int>(vector * share >> 20), groups - 1); };
 
   // The copies are ahead of the products: their own place in the sequence of tiles and vectors. Of the scales a lane copies
@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(kWarps * 32, (kM == 1 ? 24 : 16) / kWarps) int
     for (int row = 0; row < kRows; ++row)
       ahead.rows[row] = static_cast<const uint8_t*>(p.weight) + 16 * t +
                         static_cast<uint64_t>(static_cast<uint32_t>(row_of(ahead.tile, row, g))) * row_bytes;
-    ahead.scale = packing.scale + row_of(ahead.tile, lane % kRows, lane / kRows % 8);
+    ahead.scale = quant.scale + row_of(ahead.tile, lane % kRows, lane / kRows % 8);
   };
   auto copy_vector = [&] {
     if (ahead.tile < tiles) {
@@ -253,9 +253,9 @@ __global__ void __launch_bounds__(kWarps * 32, (kM == 1 ? 24 : 16) / kWarps) int
       uint4* to = ring + ahead.slot * kRows * kThreads + threadIdx.x;
       const int from = there ? at : 0;
 #pragma unroll
-      for (int row = 0; row < kRows; ++row) start_copy(to + row * kThreads, ahead.rows[row] + from, there);
+      for (int row = 0; row < kRows; ++row) cp_async(to + row * kThreads, ahead.rows[row] + from, there);
       if (kRows == 4 || lane < 8 * kRows)
-        start_copy(scales + ahead.slot * kWarps * kRows * 8 + lane,
+        cp_async(scales + ahead.slot * kWarps * kRows * 8 + lane,
                    ahead.scale + static_cast<uint32_t>(group_of(first_vector + ahead.vector)) * static_cast<uint64_t>(all_rows));
       ahead.slot = ahead.slot + 1 == kDeep ? 0 : ahead.slot + 1;
       ahead.vector += kWarps;
@@ -265,24 +265,24 @@ __global__ void __launch_bounds__(kWarps * 32, (kM == 1 ? 24 : 16) / kWarps) int
         find_rows();
       }
     }
-    end_group();
+    cp_async_commit();
   };
   find_rows();
   for (int i = 0; i < kDeep; ++i) copy_vector();  // weights do not depend on the kernel before
 
-  make_operands<T, kCodes, kWarps, !kSigned>(p, room, first_column, end_column,
-                                             reinterpret_cast<uint32_t*>(shared + room.operands), factors, measured);
+  quantize_x<T, kCodeType, kWarps, !kSigned>(p, layout, first_column, end_column,
+                                             reinterpret_cast<uint32_t*>(shared + layout.operands), factors, moments);
   __syncthreads();
-  if (kParted) wait_for_cluster();
+  if (kClusterSplit) cluster_wait();
 
   // An output's sum by all warps, and its up's, of the tile that was `turn`.
   auto sum_up = [&](int turn, int column, int row, float& value, float& up) {
-    const float* from = partial + (turn % 2 * kWarps * 16 * kM + column / height * 16 + column % height) * room.pitch + row;
+    const float* from = partial + (turn % 2 * kWarps * 16 * kM + column / height * 16 + column % height) * layout.pitch + row;
     value = up = 0;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w, from += 16 * kM * room.pitch) {
+    for (int w = 0; w < kWarps; ++w, from += 16 * kM * layout.pitch) {
       value += from[0];
-      if (p.gated) up += from[8 * room.pitch];
+      if (p.gated) up += from[8 * layout.pitch];
     }
   };
   auto write = [&](int tile, int column, int row, float value, float up, float total, float squares) {
@@ -290,8 +290,8 @@ __global__ void __launch_bounds__(kWarps * 32, (kM == 1 ? 24 : 16) / kWarps) int
     if (output >= p.out) return;
     const int64_t place = static_cast<int64_t>(row) * p.out + output;
     const float added = p.residual != nullptr ? to_float(static_cast<const T*>(p.residual)[place]) : 0.f;
-    value = output_of<T>(p, value, up, total, squares, row, output, p.gated, p.norm);
-    Made<T>(p.y, p.y_inverse).put(place, value + added);
+    value = epilogue<T>(p, value, up, total, squares, row, output, p.gated, p.norm);
+    OutputWriter<T>(p.y, p.y_scale_inverse).write(place, value + added);
   };
   auto finish = [&](int tile, int turn) {
     // Each tile's outputs are the work of other warps first.
@@ -301,29 +301,29 @@ __global__ void __launch_bounds__(kWarps * 32, (kM == 1 ? 24 : 16) / kWarps) int
       sum_up(turn, column, row, value, up);
       if (p.norm)
 #pragma unroll
-        for (int w = 0; w < kWarps; ++w) total += measured[w][row][0], squares += measured[w][row][1];
+        for (int w = 0; w < kWarps; ++w) total += moments[w][row][0], squares += moments[w][row][1];
       write(tile, column, row, value, up, total, squares);
     }
   };
-  // What a block of a cluster sends: sums, ups, and what it measured.
-  auto send_all = [&](int turn) {
+  // What a block of a cluster sends: sums, ups, and what it moments.
+  auto send_sums = [&](int turn) {
     const int owner = turn % parts;
     float* const to = received + part * message;
     for (int i = threadIdx.x; i < outputs * p.rows; i += kThreads) {
       float value, up;
       sum_up(turn, i % outputs, i / outputs, value, up);
-      send(to + i, all_came, owner, value);
-      if (p.gated) send(to + outputs * p.rows + i, all_came, owner, up);
+      st_async(to + i, received_barrier, owner, value);
+      if (p.gated) st_async(to + outputs * p.rows + i, received_barrier, owner, up);
     }
     for (int i = threadIdx.x; p.norm && i < 2 * p.rows; i += kThreads) {
       float of_warps = 0;
-      for (int w = 0; w < kWarps; ++w) of_warps += measured[w][i / 2][i % 2];
-      send(to + sums + i, all_came, owner, of_warps);
+      for (int w = 0; w < kWarps; ++w) of_warps += moments[w][i / 2][i % 2];
+      st_async(to + sums + i, received_barrier, owner, of_warps);
     }
   };
   auto finish_received = [&](int tile, int turn) {
     if (turn % parts != part) return;
-    all_came.wait(turn / parts % 2);
+    received_barrier.wait(turn / parts % 2);
     for (int i = threadIdx.x; i < outputs * p.rows; i += kThreads) {
       const int column = i % outputs, row = i / outputs;
       float value = 0, up = 0, total = 0, squares = 0;
@@ -336,18 +336,18 @@ __global__ void __launch_bounds__(kWarps * 32, (kM == 1 ? 24 : 16) / kWarps) int
       write(tile, column, row, value, up, total, squares);
     }
     __syncthreads();  // before anybody sends more, which nobody does before this block has sent the next tile
-    if (threadIdx.x == 0) all_came.expect(parts * message * 4);
+    if (threadIdx.x == 0) received_barrier.arrive_expect_tx(parts * message * 4);
   };
 
   int slot = 0, turn = 0, tile = begin;
-  uint32_t x[kHalves<kCodes>][4] = {};  // columns that no row of x has stay zero
+  uint32_t x[kHalves<kCodeType>][4] = {};  // columns that no row of x has stay zero
   for (; tile < tiles; tile += stride, ++turn) {
     float total[kRows] = {};
-    const uint4* own = operands + (warp * kHalves<kCodes> * room.used + g) * 4 + t;
+    const uint4* own = operands + (warp * kHalves<kCodeType> * layout.used + g) * 4 + t;
     const float2* factor = factors + warp * p.rows + t;
     for (int step = 0; step < turns; ++step) {
       const int vector = warp + step * kWarps;
-      wait_for_group<kDeep - 1>();
+      cp_async_wait<kDeep - 1>();
       __syncwarp();
       const uint4* from = ring + slot * kRows * kThreads + threadIdx.x;
       uint32_t words[kRows][4];
@@ -360,18 +360,18 @@ __global__ void __launch_bounds__(kWarps * 32, (kM == 1 ? 24 : 16) / kWarps) int
       slot = slot + 1 == kDeep ? 0 : slot + 1;
       __syncwarp();  // the scales have been read
       copy_vector();
-      if (vector >= room.vectors) continue;
+      if (vector >= layout.vectors) continue;
 
 #pragma unroll
-      for (int half = 0; half < kHalves<kCodes>; ++half)
-        if (g < room.used) {
-          const uint4 four = own[half * room.used * 4];
+      for (int half = 0; half < kHalves<kCodeType>; ++half)
+        if (g < layout.used) {
+          const uint4 four = own[half * layout.used * 4];
           x[half][0] = four.x, x[half][1] = four.y, x[half][2] = four.z, x[half][3] = four.w;
         }
-      own += kWarps * kHalves<kCodes> * room.used * 4;
+      own += kWarps * kHalves<kCodeType> * layout.used * 4;
       int sum[kM][4] = {};
 #pragma unroll
-      for (int j = 0; j < kSteps<kCodes>; ++j)
+      for (int j = 0; j < kSteps<kCodeType>; ++j)
 #pragma unroll
         for (int m = 0; m < kM; ++m) {
           uint32_t a[4];
@@ -379,7 +379,7 @@ __global__ void __launch_bounds__(kWarps * 32, (kM == 1 ? 24 : 16) / kWarps) int
             const uint32_t low = words[2 * m][j], high = words[2 * m + 1][j];
             a[0] = low * 16 & 0xf0f0f0f0 ^ 0x80808080, a[1] = high * 16 & 0xf0f0f0f0 ^ 0x80808080;
             a[2] = low & 0xf0f0f0f0 ^ 0x80808080, a[3] = high & 0xf0f0f0f0 ^ 0x80808080;
-          } else if constexpr (kCodes == Codes::kFour) {
+          } else if constexpr (kCodeType == CodeType::kInt4) {
             const uint32_t low = words[2 * m][j], high = words[2 * m + 1][j];
             a[0] = low & 0x0f0f0f0f, a[1] = high & 0x0f0f0f0f;
             a[2] = low >> 4 & 0x0f0f0f0f, a[3] = high >> 4 & 0x0f0f0f0f;
@@ -387,7 +387,7 @@ __global__ void __launch_bounds__(kWarps * 32, (kM == 1 ? 24 : 16) / kWarps) int
             a[0] = words[2 * m][2 * j], a[1] = words[2 * m + 1][2 * j];
             a[2] = words[2 * m][2 * j + 1], a[3] = words[2 * m + 1][2 * j + 1];
           }
-          multiply_codes<kSigned>(sum[m], a, x[j / 2][j % 2 * 2], x[j / 2][j % 2 * 2 + 1]);
+          mma_m16n8k32<kSigned>(sum[m], a, x[j / 2][j % 2 * 2], x[j / 2][j % 2 * 2 + 1]);
         }
       const int group = group_of(first_vector + vector);
       const float2 of_x = t < p.rows ? *factor : make_float2(0.f, 0.f);
@@ -396,109 +396,109 @@ __global__ void __launch_bounds__(kWarps * 32, (kM == 1 ? 24 : 16) / kWarps) int
       for (int row = 0; row < kRows; ++row) {
         int all = sum[row / 2][row % 2 * 2] * 256 + sum[row / 2][row % 2 * 2 + 1];
         if constexpr (!kSigned) {
-          const int zero = kUneven ? zero_of<kCodes>(packing, row_of(tile, row, g), group, groups) : kMiddle<kCodes>;
+          const int zero = kUneven ? load_zero<kCodeType>(quant, row_of(tile, row, g), group, groups) : kDefaultZero<kCodeType>;
           all -= zero * sum_of_x;
         }
         total[row] = fmaf(static_cast<float>(all), of_x.x * scale.data[row], total[row]);
         if constexpr (kUneven) {
           const int64_t at = static_cast<int64_t>(group) * all_rows + row_of(tile, row, g);
-          const float minimum = has_minima ? __ldg(packing.minimum + at) : 0.f;
+          const float minimum = has_minima ? __ldg(quant.minimum + at) : 0.f;
           total[row] = fmaf(static_cast<float>(sum_of_x), of_x.x * minimum, total[row]);
         }
       }
       factor += kWarps * p.rows;
     }
-    if (kParted && turn > 0) finish_received(tile - stride, turn - 1);
+    if (kClusterSplit && turn > 0) finish_received(tile - stride, turn - 1);
     if (t < p.rows)
 #pragma unroll
       for (int row = 0; row < kRows; ++row)
-        partial[((turn % 2 * kWarps + warp) * 16 * kM + row * 8 + g) * room.pitch + t] = total[row];
+        partial[((turn % 2 * kWarps + warp) * 16 * kM + row * 8 + g) * layout.pitch + t] = total[row];
     __syncthreads();
-    if constexpr (kParted) send_all(turn);
+    if constexpr (kClusterSplit) send_sums(turn);
     else finish(tile, turn);
   }
-  if (kParted && turn > 0) finish_received(tile - stride, turn - 1);
+  if (kClusterSplit && turn > 0) finish_received(tile - stride, turn - 1);
 }
 
 // What a launch is made of: warps of a block, tiles of 16 rows at once, blocks that divide the columns, and how many blocks a
 // multiprocessor has at most.
-struct Form {
+struct KernelConfig {
   int warps, m, parts, blocks;
 };
 
-template <typename T, Codes kCodes, int kWarps, int kM, bool kUneven, bool kParted>
-cudaError_t run(const GemvParams& p, const Form& form, cudaStream_t stream) {
-  const size_t shared = Room<kCodes>(p.rows, p.in, kWarps, kM, form.parts).all;
-  const auto kernel = integer_gemv_kernel<T, kCodes, kWarps, kM, kUneven, kParted>;
+template <typename T, CodeType kCodeType, int kWarps, int kM, bool kUneven, bool kClusterSplit>
+cudaError_t run(const GemvParams& p, const KernelConfig& config, cudaStream_t stream) {
+  const size_t shared = SharedLayout<kCodeType>(p.rows, p.in, kWarps, kM, config.parts).all;
+  const auto kernel = integer_gemv_kernel<T, kCodeType, kWarps, kM, kUneven, kClusterSplit>;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
   if (error != cudaSuccess) return error;
-  const int tiles = static_cast<int>(blocks_for(p.out, (p.gated ? 8 : 16) * kM));
+  const int tiles = static_cast<int>(ceil_div(p.out, (p.gated ? 8 : 16) * kM));
   int clusters = 0;
-  if constexpr (kParted) {
-    const Launch all(form.parts, kWarps * 32, shared, stream, form.parts);
+  if constexpr (kClusterSplit) {
+    const Launch all(config.parts, kWarps * 32, shared, stream, config.parts);
     cudaOccupancyMaxActiveClusters(&clusters, kernel, all.config());
   } else {
     cudaOccupancyMaxActiveBlocksPerMultiprocessor(&clusters, kernel, kWarps * 32, shared);
-    clusters *= static_cast<int>(multiprocessors());
+    clusters *= static_cast<int>(num_sms());
   }
-  const int most = form.blocks * static_cast<int>(multiprocessors()) / form.parts;
-  const int grid = std::max(std::min({tiles, clusters, most}), 1) * form.parts;
-  return cudaLaunchKernelEx(Launch(grid, kWarps * 32, shared, stream, form.parts).config(), kernel, p);
+  const int most = config.blocks * static_cast<int>(num_sms()) / config.parts;
+  const int grid = std::max(std::min({tiles, clusters, most}), 1) * config.parts;
+  return cudaLaunchKernelEx(Launch(grid, kWarps * 32, shared, stream, config.parts).config(), kernel, p);
 }
 
-// Tiles of 32 rows of the weight. Where there are fewer than multiprocessors and much of x to make operands of, rows are long.
-unsigned tiles_of(const GemvParams& p) { return blocks_for(p.out, p.gated ? 16 : 32); }
-bool has_long_rows(const GemvParams& p) { return tiles_of(p) <= multiprocessors() && p.in > 9000; }
-bool has_many_tiles(const GemvParams& p) { return tiles_of(p) >= 4 * multiprocessors(); }
+// Tiles of 32 rows of the weight. Where there are fewer than num_sms and much of x to make operands of, rows are long.
+unsigned tiles_of(const GemvParams& p) { return ceil_div(p.out, p.gated ? 16 : 32); }
+bool has_long_rows(const GemvParams& p) { return tiles_of(p) <= num_sms() && p.in > 9000; }
+bool has_many_tiles(const GemvParams& p) { return tiles_of(p) >= 4 * num_sms(); }
 
-// What was fastest for a Llama's shapes, if there is room; no warps: x takes too much.
-template <Codes kCodes>
-Form form_of(const GemvParams& p) {
-  const int64_t most = device_property<cudaDevAttrMaxSharedMemoryPerBlockOptin>();
-  auto needs = [&](int warps, int m, int parts) {  // with what is beside: what is measured
-    return Room<kCodes>(p.rows, p.in, warps, m, parts).all + warps * 32 + 16;
+// What was fastest for a Llama's shapes, if there is layout; no warps: x takes too much.
+template <CodeType kCodeType>
+KernelConfig choose_config(const GemvParams& p) {
+  const int64_t most = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>();
+  auto needs = [&](int warps, int m, int parts) {  // with what is beside: what is moments
+    return SharedLayout<kCodeType>(p.rows, p.in, warps, m, parts).all + warps * 32 + 16;
   };
-  const Form one{16, 1, 1, 1}, two{8, 2, 1, 2}, cluster{8, 2, kMostParts, 2};  // blocks on a multiprocessor
+  const KernelConfig one{16, 1, 1, 1}, two{8, 2, 1, 2}, cluster{8, 2, kMaxClusterSize, 2};  // blocks on a multiprocessor
   const bool has_one = needs(16, 1, 1) <= most, has_two = 2 * (needs(8, 2, 1) + 1024) <= most;
-  const bool has_cluster = device_property<cudaDevAttrComputeCapabilityMajor>() >= 9 &&
-                           2 * (needs(8, 2, kMostParts) + 1024) <= most;
-  if (has_one && kCodes == Codes::kEight && (p.rows > 2 || has_many_tiles(p))) return one;
+  const bool has_cluster = device_attribute<cudaDevAttrComputeCapabilityMajor>() >= 9 &&
+                           2 * (needs(8, 2, kMaxClusterSize) + 1024) <= most;
+  if (has_one && kCodeType == CodeType::kInt8 && (p.rows > 2 || has_many_tiles(p))) return one;
   if (has_long_rows(p) && has_one && p.rows < 4) return one;
   if (has_long_rows(p) && has_cluster) return cluster;
-  return has_two ? two : has_one ? one : Form{};
+  return has_two ? two : has_one ? one : KernelConfig{};
 }
 
-template <typename T, Codes kCodes, bool kUneven>
-cudaError_t run_form(const GemvParams& p, const Form& form, cudaStream_t stream) {
-  if (form.parts > 1) return run<T, kCodes, 8, 2, kUneven, true>(p, form, stream);
-  return form.warps == 16 ? run<T, kCodes, 16, 1, kUneven, false>(p, form, stream)
-                          : run<T, kCodes, 8, 2, kUneven, false>(p, form, stream);
+template <typename T, CodeType kCodeType, bool kUneven>
+cudaError_t dispatch_config(const GemvParams& p, const KernelConfig& config, cudaStream_t stream) {
+  if (config.parts > 1) return run<T, kCodeType, 8, 2, kUneven, true>(p, config, stream);
+  return config.warps == 16 ? run<T, kCodeType, 16, 1, kUneven, false>(p, config, stream)
+                          : run<T, kCodeType, 8, 2, kUneven, false>(p, config, stream);
 }
 
-template <typename T, Codes kCodes>
+template <typename T, CodeType kCodeType>
 cudaError_t run_codes(const GemvParams& p, cudaStream_t stream) {
-  const Form form = form_of<kCodes>(p);
-  if (p.packing.zero != nullptr || p.packing.minimum != nullptr) return run_form<T, kCodes, true>(p, form, stream);
-  return run_form<T, kCodes, false>(p, form, stream);
+  const KernelConfig config = choose_config<kCodeType>(p);
+  if (p.quant.zero != nullptr || p.quant.minimum != nullptr) return dispatch_config<T, kCodeType, true>(p, config, stream);
+  return dispatch_config<T, kCodeType, false>(p, config, stream);
 }
 
 template <typename T>
 cudaError_t run_type(const GemvParams& p, cudaStream_t stream) {
-  return p.packing.codes == Codes::kFour ? run_codes<T, Codes::kFour>(p, stream) : run_codes<T, Codes::kEight>(p, stream);
+  return p.quant.code_type == CodeType::kInt4 ? run_codes<T, CodeType::kInt4>(p, stream) : run_codes<T, CodeType::kInt8>(p, stream);
 }
 
 }  // namespace
 
 bool has_integer_gemv(const GemvParams& p) {
-  const bool four = p.packing.codes == Codes::kFour;
-  if ((!four && p.packing.codes != Codes::kEight) || p.rows > kIntegerRows || p.in % 32 != 0 || p.out % 4 != 0 ||
-      !lies_at(p.packing.scale, 16) || !lies_at(p.norm_weight, 16))
+  const bool four = p.quant.code_type == CodeType::kInt4;
+  if ((!four && p.quant.code_type != CodeType::kInt8) || p.rows > kIntegerRows || p.in % 32 != 0 || p.out % 4 != 0 ||
+      !is_aligned(p.quant.scale, 16) || !is_aligned(p.norm_weight, 16))
     return false;
-  if (p.packing.group_size % (four ? kColumns<Codes::kFour> : kColumns<Codes::kEight>) != 0) return false;
+  if (p.quant.group_size % (four ? kColumns<CodeType::kInt4> : kColumns<CodeType::kInt8>) != 0) return false;
   // Making operands of more rows takes longer than it saves where a block has few tiles, but for long rows.
   if (p.rows > 2 && four && !has_long_rows(p) && !has_many_tiles(p)) return false;
-  return (four ? form_of<Codes::kFour>(p) : form_of<Codes::kEight>(p)).warps != 0;
+  return (four ? choose_config<CodeType::kInt4>(p) : choose_config<CodeType::kInt8>(p)).warps != 0;
 }
 
 cudaError_t integer_gemv(DType dtype, const GemvParams& p, cudaStream_t stream) {

@@ -3,8 +3,8 @@
 //
 // A tile is 128 rows of the weight for kTokens rows of x; a warp takes 32 of them (gated: 16 gates and their 16 ups) for
 // all of x, or for half of it where there are eight. 64 bytes of each row of the weight and the x that belongs there are a
-// stage, kStages of which are under way to shared memory. Codes become numbers of 16 bits in registers, rounded as
-// `unpack` rounds them but that their scales are rounded first, and the tensor core takes these. Which columns are whose is
+// stage, kStages of which are under way to shared memory. CodeType become numbers of 16 bits in registers, rounded as
+// `dequantize` rounds them but that their scales are rounded first, and the tensor core takes these. Which columns are whose is
 // as in packed_gemv.cu.
 //
 // As many blocks as are resident share out all stages of all tiles evenly, so a tile's columns may be the work of
@@ -24,23 +24,23 @@ using namespace device;
 constexpr int kRowBytes = 64;  // of a row of the weight in a stage
 constexpr int kOut = 128;      // rows of the weight in a tile
 constexpr int kStages = 3;
-constexpr int kMostShares = 4;  // of a tile, unless there are few
+constexpr int kMaxSharesPerTile = 4;  // of a tile, unless there are few
 
-template <Codes kCodes>
-constexpr int kColumns = kRowBytes * 8 / kBits<kCodes>;  // of a stage
+template <CodeType kCodeType>
+constexpr int kColumns = kRowBytes * 8 / kBits<kCodeType>;  // of a stage
 
 // Of a row's group, each in both halves of a word.
-struct Group {
+struct GroupParams {
   uint32_t scale, minimum, offset;
 };
 
 // kTiles: groups of 8 rows of x that a warp takes; kSides: warps that share rows of the weight. kWhole: groups are of whole
 // stages; otherwise of whole steps, and may have minima.
-template <typename T, Codes kCodes, int kTiles, int kSides, bool kWhole>
-__global__ void __launch_bounds__(128 * kSides, kSides == 1 ? 3 : 1) packed_gemm_kernel(GemvParams p, Shares shares) {
-  constexpr bool kMinima = !kWhole && kCodes != Codes::kFloat8;
-  constexpr int kThreads = 128 * kSides, kTokens = kTiles * 8 * kSides, kBit = kBits<kCodes>;
-  constexpr int kStageColumns = kColumns<kCodes>, kSteps = kStageColumns / 32;
+template <typename T, CodeType kCodeType, int kTiles, int kSides, bool kWhole>
+__global__ void __launch_bounds__(128 * kSides, kSides == 1 ? 3 : 1) packed_gemm_kernel(GemvParams p, StreamKSchedule schedule) {
+  constexpr bool kMinima = !kWhole && kCodeType != CodeType::kFloat8;
+  constexpr int kThreads = 128 * kSides, kTokens = kTiles * 8 * kSides, kBit = kBits<kCodeType>;
+  constexpr int kStageColumns = kColumns<kCodeType>, kSteps = kStageColumns / 32;
   constexpr int kVectors = kStageColumns / 8;  // of 16 bytes in a stage of a row of x
   constexpr int kWeights = kOut * kRowBytes / 16, kX = kTokens * kVectors;  // vectors of a stage
   extern __shared__ uint4 ring[];  // [kStages][kWeights + kX]
@@ -48,12 +48,12 @@ __global__ void __launch_bounds__(128 * kSides, kSides == 1 ? 3 : 1) packed_gemm
   const int warp = threadIdx.x / 32 % 4, side = threadIdx.x / 128, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const int tile_out = p.gated ? kOut / 2 : kOut, blocks = gridDim.x, block = blockIdx.x;
   const int64_t row_bytes = static_cast<int64_t>(p.in) * kBit / 8;
-  const int first = shares.begin(block, blocks), last = shares.begin(block + 1, blocks);
+  const int first = schedule.begin(block, blocks), last = schedule.begin(block + 1, blocks);
 
-  const Packing& packing = p.packing;
-  const int groups = p.in / packing.group_size, all_rows = p.gated ? 2 * p.out : p.out;
-  const float per_group = 1.f / packing.group_size;
-  const bool has_minima = kMinima && packing.minimum != nullptr;
+  const QuantParams& quant = p.quant;
+  const int groups = p.in / quant.group_size, all_rows = p.gated ? 2 * p.out : p.out;
+  const float per_group = 1.f / quant.group_size;
+  const bool has_minima = kMinima && quant.minimum != nullptr;
   auto group_of = [&](int column) { return min(static_cast<int>((column + 0.5f) * per_group), groups - 1); };
 
   // Place `row` of a tile in the weight. Rows beyond the last repeat it; their sums are not written.
@@ -75,18 +75,18 @@ __global__ void __launch_bounds__(128 * kSides, kSides == 1 ? 3 : 1) packed_gemm
     const float* scale;
     const T* x;
     int tokens;  // of x, from this thread's first on
-  } ahead{first, first % shares.stages, 0, {}, nullptr, nullptr, 0};
+  } ahead{first, first % schedule.stages, 0, {}, nullptr, nullptr, 0};
   const int part = threadIdx.x % 4, part_of_x = threadIdx.x % kVectors, row_of_x = threadIdx.x / kVectors;
   auto find_rows = [&] {
-    const int index = ahead.at / shares.stages, tile = index % shares.out_tiles;
-    const int token = index / shares.out_tiles * kTokens + row_of_x;
+    const int index = ahead.at / schedule.stages, tile = index % schedule.out_tiles;
+    const int token = index / schedule.out_tiles * kTokens + row_of_x;
 #pragma unroll
     for (int i = 0; i < kVectorsOfWeights; ++i)
       ahead.rows[i] = static_cast<const uint8_t*>(p.weight) + 16 * part +
                       weight_row(tile, (i * kThreads + threadIdx.x) / 4) * row_bytes;
     ahead.x = static_cast<const T*>(p.x) + static_cast<int64_t>(token) * p.in + 8 * part_of_x;
     ahead.tokens = p.rows - token;
-    ahead.scale = packing.scale + weight_row(tile, threadIdx.x % 16 * 8);
+    ahead.scale = quant.scale + weight_row(tile, threadIdx.x % 16 * 8);
   };
   auto copy_weights = [&](uint4* to, int stage) {
     const bool there = stage * kRowBytes + 16 * part < row_bytes;
@@ -94,10 +94,10 @@ __global__ void __launch_bounds__(128 * kSides, kSides == 1 ? 3 : 1) packed_gemm
 #pragma unroll
     for (int i = 0; i < kVectorsOfWeights; ++i) {
       const int row = (i * kThreads + threadIdx.x) / 4;
-      start_copy(to + row * 4 + (part ^ turned(row)), ahead.rows[i] + from, there);
+      cp_async(to + row * 4 + (part ^ turned(row)), ahead.rows[i] + from, there);
     }
     // What belongs to the groups comes to the cache meanwhile.
-    if (threadIdx.x < 16) prefetch(ahead.scale + static_cast<int64_t>(group_of(stage * kStageColumns)) * all_rows);
+    if (threadIdx.x < 16) prefetch_l2(ahead.scale + static_cast<int64_t>(group_of(stage * kStageColumns)) * all_rows);
   };
   auto copy_x = [&](uint4* to, int stage) {
     const bool there = stage * kStageColumns + 8 * part_of_x < p.in;
@@ -106,34 +106,34 @@ __global__ void __launch_bounds__(128 * kSides, kSides == 1 ? 3 : 1) packed_gemm
     for (int i = 0; i < kVectorsOfX; ++i) {
       const int row = i * kRowsOfX + row_of_x;
       const bool own = there && i * kRowsOfX < ahead.tokens;
-      start_copy(to + row * kVectors + place_in_x(row, part_of_x),
+      cp_async(to + row * kVectors + place_in_x(row, part_of_x),
                  own ? from + static_cast<int64_t>(i * kRowsOfX) * p.in : static_cast<const T*>(p.x), own);
     }
   };
   auto go_on = [&] {
     ahead.slot = ahead.slot + 1 == kStages ? 0 : ahead.slot + 1;
     ++ahead.at;
-    if (++ahead.stage < shares.stages) return;
+    if (++ahead.stage < schedule.stages) return;
     ahead.stage = 0;
     find_rows();
   };
   // Weights do not depend on the kernel before.
-  const auto start = [&] { ahead.at = first, ahead.stage = first % shares.stages, ahead.slot = 0, find_rows(); };
+  const auto start = [&] { ahead.at = first, ahead.stage = first % schedule.stages, ahead.slot = 0, find_rows(); };
   start();
   for (int i = 0; i < kStages - 1 && ahead.at < last; ++i) {
     copy_weights(ring + ahead.slot * (kWeights + kX), ahead.stage);
     go_on();
   }
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
   start();
   for (int i = 0; i < kStages - 1; ++i) {
     if (ahead.at < last) copy_x(ring + ahead.slot * (kWeights + kX) + kWeights, ahead.stage), go_on();
-    end_group();
+    cp_async_commit();
   }
 
   float total[2][kTiles][4];
-  Group now[2][2], next[2][2];
+  GroupParams now[2][2], next[2][2];
   int rows[2][2];
   auto begin_tile = [&](int tile) {
 #pragma unroll
@@ -148,14 +148,14 @@ __global__ void __launch_bounds__(128 * kSides, kSides == 1 ? 3 : 1) packed_gemm
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int64_t at = static_cast<int64_t>(group) * all_rows + rows[m][h];
-        int zero = zero_of<kCodes>(packing, rows[m][h], group, groups);
-        const float scale = __ldg(packing.scale + at);
-        float minimum = has_minima ? __ldg(packing.minimum + at) : 0.f;
+        int zero = load_zero<kCodeType>(quant, rows[m][h], group, groups);
+        const float scale = __ldg(quant.scale + at);
+        float minimum = has_minima ? __ldg(quant.minimum + at) : 0.f;
         if (has_minima && scale != 0.f) {  // as a zero, and what it lacks: so a rounded scale counts from about 0
           zero = static_cast<int>(fminf(fmaxf(rintf(-minimum / scale), 0.f), (1 << kBit) - 1));
           minimum = fmaf(static_cast<float>(zero), scale, minimum);
         }
-        next[m][h] = {pack<T>(scale, scale), pack<T>(minimum, minimum), offset_of<T, kCodes>(zero)};
+        next[m][h] = {pack2<T>(scale, scale), pack2<T>(minimum, minimum), dequant_offset<T, kCodeType>(zero)};
       }
   };
   auto clear = [](auto& sums) {
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(128 * kSides, kSides == 1 ? 3 : 1) packed_gemm
       for (auto& value : row) value = 0;
   };
   int begun = first;  // where what is in `total` begins
-  int stage = first % shares.stages, tile = first / shares.stages % shares.out_tiles, slot = 0;
+  int stage = first % schedule.stages, tile = first / schedule.stages % schedule.out_tiles, slot = 0;
   begin_tile(tile);
   load_next(stage * kStageColumns);
   for (int at = first; at < last; ++at) {
@@ -175,12 +175,12 @@ __global__ void __launch_bounds__(128 * kSides, kSides == 1 ? 3 : 1) packed_gemm
       for (int m = 0; m < 2; ++m)
 #pragma unroll
         for (int h = 0; h < 2; ++h) now[m][h] = next[m][h];
-      const bool turns = steps == kSteps && stage + 1 == shares.stages;
-      if (turns) begin_tile((tile + 1) % shares.out_tiles);
+      const bool turns = steps == kSteps && stage + 1 == schedule.stages;
+      if (turns) begin_tile((tile + 1) % schedule.out_tiles);
       load_next(turns ? 0 : stage * kStageColumns + steps * 32);
     };
     if (kWhole) next_group(kSteps);
-    wait_for_group<kStages - 2>();
+    cp_async_wait<kStages - 2>();
     __syncthreads();
     if (ahead.at < last) {
       uint4* to = ring + ahead.slot * (kWeights + kX);
@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(128 * kSides, kSides == 1 ? 3 : 1) packed_gemm
       copy_x(to + kWeights, ahead.stage);
       go_on();
     }
-    end_group();
+    cp_async_commit();
 
     uint4* here = ring + slot * (kWeights + kX);
     const uint4 *weights = here, *x = here + kWeights + (side * kTiles * 8 + g) * kVectors;
@@ -218,10 +218,10 @@ __global__ void __launch_bounds__(128 * kSides, kSides == 1 ? 3 : 1) packed_gemm
           } else {
             words = reinterpret_cast<const uint2*>(row + ((2 * j + t / 2) ^ turned(g)))[t % 2];
           }
-          numbers_of<T, kCodes>(a[m][h], words, now[m][h].offset);
+          dequantize_unit<T, kCodeType>(a[m][h], words, now[m][h].offset);
 #pragma unroll
           for (uint32_t& pair : a[m][h])
-            pair = has_minima ? product_and_sum<T>(pair, now[m][h].scale, now[m][h].minimum) : product<T>(pair, now[m][h].scale);
+            pair = has_minima ? hfma2<T>(pair, now[m][h].scale, now[m][h].minimum) : hmul2<T>(pair, now[m][h].scale);
         }
       // Four at a time, so that a product is under way while three others are begun.
 #pragma unroll
@@ -237,13 +237,13 @@ __global__ void __launch_bounds__(128 * kSides, kSides == 1 ? 3 : 1) packed_gemm
 #pragma unroll
             for (int m = 0; m < 2; ++m) {
               const uint32_t of_rows[4] = {a[m][0][k], a[m][1][k], a[m][0][k + 1], a[m][1][k + 1]};
-              multiply<T>(total[m][first + n], of_rows, b0, b1);
+              mma_m16n8k16<T>(total[m][first + n], of_rows, b0, b1);
             }
           }
       }
     }
     const int of_tile = stage, out_tile = tile;
-    if (++stage == shares.stages) stage = 0, tile = tile + 1 == shares.out_tiles ? 0 : tile + 1;
+    if (++stage == schedule.stages) stage = 0, tile = tile + 1 == schedule.out_tiles ? 0 : tile + 1;
     if (stage != 0 && at + 1 < last) continue;
 
     // The end of what this block has of the tile.
@@ -253,17 +253,17 @@ __global__ void __launch_bounds__(128 * kSides, kSides == 1 ? 3 : 1) packed_gemm
     if (!whole) {
       constexpr int kNumbers = 2 * kTiles * 4;
       auto place = [&](int slot, int i) {
-        return shares.partial + (static_cast<int64_t>(slot) * kNumbers + i) * kThreads + threadIdx.x;
+        return schedule.partial + (static_cast<int64_t>(slot) * kNumbers + i) * kThreads + threadIdx.x;
       };
 #pragma unroll
       for (int i = 0; i < kNumbers; ++i) *place(mine, i) = total[i / (kTiles * 4)][i / 4 % kTiles][i % 4];
       __threadfence();
       __syncthreads();
       // Who begins the tile, and who ends it.
-      const int from = shares.owner(tile_begin, blocks), to = shares.owner(tile_begin + shares.stages - 1, blocks);
+      const int from = schedule.owner(tile_begin, blocks), to = schedule.owner(tile_begin + schedule.stages - 1, blocks);
       if (threadIdx.x == 0) {
-        is_last = atomicAdd(shares.counters + from, 1) == to - from;
-        if (is_last) shares.counters[from] = 0;
+        is_last = atomicAdd(schedule.counters + from, 1) == to - from;
+        if (is_last) schedule.counters[from] = 0;
       }
       __syncthreads();
       if (!is_last) continue;
@@ -306,7 +306,7 @@ __global__ void __launch_bounds__(128 * kSides, kSides == 1 ? 3 : 1) packed_gemm
         }
         __syncthreads();
       }
-      const int first_token = at / shares.stages / shares.out_tiles * kTokens + part * kTilesOfPart * 8;
+      const int first_token = at / schedule.stages / schedule.out_tiles * kTokens + part * kTilesOfPart * 8;
       auto write = [&](auto width) {
         constexpr int kWidth = width.value;
         const int vectors = tile_out / kWidth;
@@ -322,7 +322,7 @@ __global__ void __launch_bounds__(128 * kSides, kSides == 1 ? 3 : 1) packed_gemm
 #pragma unroll
           for (int k = 0; k < kWidth; ++k)
             result[k] = sums[place * kOut + first_output + k] + to_float(residual.data[k]);
-          Made<T>(p.y, p.y_inverse).put(to, result);
+          OutputWriter<T>(p.y, p.y_scale_inverse).write(to, result);
         }
       };
       if (p.out % kWide == 0) write(std::integral_constant<int, kWide>());
@@ -334,43 +334,43 @@ __global__ void __launch_bounds__(128 * kSides, kSides == 1 ? 3 : 1) packed_gemm
 // Rows of x that a tile takes.
 int tokens_of(int rows) { return rows <= 32 ? 32 : rows <= 64 ? 64 : 128; }
 
-template <typename T, Codes kCodes, int kTiles, int kSides, bool kWhole>
+template <typename T, CodeType kCodeType, int kTiles, int kSides, bool kWhole>
 cudaError_t run_tiles(const GemvParams& p, void* scratch, int32_t* counters, cudaStream_t stream) {
-  constexpr int kTokens = kTiles * 8 * kSides, kStageColumns = kColumns<kCodes>;
+  constexpr int kTokens = kTiles * 8 * kSides, kStageColumns = kColumns<kCodeType>;
   constexpr size_t kShared = kStages * (kOut * kRowBytes + sizeof(T) * kTokens * kStageColumns);
   if constexpr (kSides == 2)
-    if (device_property<cudaDevAttrMaxSharedMemoryPerBlockOptin>() < static_cast<int>(kShared))
-      return run_tiles<T, kCodes, kTiles, 1, kWhole>(p, scratch, counters, stream);
-  auto kernel = packed_gemm_kernel<T, kCodes, kTiles, kSides, kWhole>;
+    if (device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() < static_cast<int>(kShared))
+      return run_tiles<T, kCodeType, kTiles, 1, kWhole>(p, scratch, counters, stream);
+  auto kernel = packed_gemm_kernel<T, kCodeType, kTiles, kSides, kWhole>;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kShared));
   if (error != cudaSuccess) return error;
   static const int resident = [kernel] {
     int blocks = 0;
     cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, 128 * kSides, kShared);
-    return std::max(blocks, 1) * static_cast<int>(multiprocessors());
+    return std::max(blocks, 1) * static_cast<int>(num_sms());
   }();
-  const int out_tiles = static_cast<int>(blocks_for(p.out, p.gated ? kOut / 2 : kOut));
-  const int tiles = out_tiles * static_cast<int>(blocks_for(p.rows, kTokens));
-  const int stages = static_cast<int>(blocks_for(p.in, kStageColumns));
-  const int blocks = std::min({resident, tiles * std::min(stages, kMostShares), kPackedGemmBlocks});
+  const int out_tiles = static_cast<int>(ceil_div(p.out, p.gated ? kOut / 2 : kOut));
+  const int tiles = out_tiles * static_cast<int>(ceil_div(p.rows, kTokens));
+  const int stages = static_cast<int>(ceil_div(p.in, kStageColumns));
+  const int blocks = std::min({resident, tiles * std::min(stages, kMaxSharesPerTile), kPackedGemmBlocks});
   return launch(kernel, blocks, 128 * kSides, kShared, stream, p,
-                Shares{tiles, out_tiles, stages, static_cast<float*>(scratch), counters});
+                StreamKSchedule{tiles, out_tiles, stages, static_cast<float*>(scratch), counters});
 }
 
-template <typename T, Codes kCodes, bool kWhole>
+template <typename T, CodeType kCodeType, bool kWhole>
 cudaError_t run_rows(const GemvParams& p, void* scratch, int32_t* counters, cudaStream_t stream) {
   switch (tokens_of(p.rows)) {
-    case 32: return run_tiles<T, kCodes, 4, 1, kWhole>(p, scratch, counters, stream);
-    case 64: return run_tiles<T, kCodes, 8, 1, kWhole>(p, scratch, counters, stream);
-    default: return run_tiles<T, kCodes, 8, 2, kWhole>(p, scratch, counters, stream);
+    case 32: return run_tiles<T, kCodeType, 4, 1, kWhole>(p, scratch, counters, stream);
+    case 64: return run_tiles<T, kCodeType, 8, 1, kWhole>(p, scratch, counters, stream);
+    default: return run_tiles<T, kCodeType, 8, 2, kWhole>(p, scratch, counters, stream);
   }
 }
 
 template <typename T>
 cudaError_t run_type(const GemvParams& p, void* scratch, int32_t* counters, cudaStream_t stream) {
-  return with_codes(p.packing.codes, [&](auto codes) {
-    const bool whole = p.packing.group_size % kColumns<codes.value> == 0 && p.packing.minimum == nullptr;
+  return dispatch_code_type(p.quant.code_type, [&](auto codes) {
+    const bool whole = p.quant.group_size % kColumns<codes.value> == 0 && p.quant.minimum == nullptr;
     return whole ? run_rows<T, codes.value, true>(p, scratch, counters, stream)
                  : run_rows<T, codes.value, false>(p, scratch, counters, stream);
   });
@@ -380,21 +380,21 @@ cudaError_t run_type(const GemvParams& p, void* scratch, int32_t* counters, cuda
 
 // Of sums, or of x as Hopper's kernel for many rows wants it: of whole stages of 16 bits.
 int64_t packed_gemm_scratch(int rows, int in) {
-  constexpr int kMostColumns = kColumns<Codes::kFour>;
+  constexpr int kMostColumns = kColumns<CodeType::kInt4>;
   const int64_t sums = static_cast<int64_t>(kPackedGemmBlocks) * 2 * kOut * tokens_of(rows) * sizeof(float);
-  return std::max(sums, int64_t{rows} * blocks_for(in, kMostColumns) * kMostColumns * 2);
+  return std::max(sums, int64_t{rows} * ceil_div(in, kMostColumns) * kMostColumns * 2);
 }
 
 bool has_packed_gemm(DType dtype, const GemvParams& p) {
   constexpr int kAnywhere = 256;
-  return p.rows <= kAnywhere || (p.rows <= kPackedGemmRows && packs_on_hopper(dtype, p) && packs_many_on_hopper(p));
+  return p.rows <= kAnywhere || (p.rows <= kPackedGemmRows && has_packed_gemm_sm90(dtype, p) && has_large_packed_gemm_sm90(p));
 }
 
 cudaError_t packed_gemm(DType dtype, const GemvParams& p, void* scratch, int32_t* counters, cudaStream_t stream) {
-  const int group = p.packing.group_size;
+  const int group = p.quant.group_size;
   if (p.norm || p.rows < 1 || p.in % 32 != 0 || group < 32 || group % 32 != 0 || p.in % group != 0)
     return cudaErrorInvalidValue;
-  if (packs_on_hopper(dtype, p)) return packed_gemm_on_hopper(dtype, p, scratch, counters, stream);
+  if (has_packed_gemm_sm90(dtype, p)) return packed_gemm_sm90(dtype, p, scratch, counters, stream);
   if (dtype == DType::kFloat16) return run_type<__half>(p, scratch, counters, stream);
   if (dtype == DType::kBFloat16) return run_type<__nv_bfloat16>(p, scratch, counters, stream);
   return cudaErrorInvalidValue;

@@ -2,7 +2,7 @@
 // read and more to do.
 //
 // A warp takes kM tiles at once, each 16 rows of the weight, of which a thread has rows g and g + 8; a vector is 64 bytes of
-// a row, a quarter of them each thread's; a step is two products of the tensor core, for 8 columns of each thread. Codes become numbers of 16 bits in
+// a row, a quarter of them each thread's; a step is two products of the tensor core, for 8 columns of each thread. CodeType become numbers of 16 bits in
 // registers, in pairs of columns side by side. The tensor core sums up a group of
 // columns, and its scale multiplies that sum, in float32. Integers come four bits at a time, standing in numbers that are 128
 // more; what that, and the zeros or minima of groups, come to is a factor of the sum of x in a group, which the tensor core
@@ -27,27 +27,27 @@ constexpr unsigned kManyPairs = 2;  // of tiles, for each multiprocessor
 template <int kWarps, int kM>
 constexpr size_t kRing = sizeof(uint4) * kStages * kVectors * 2 * kM * kWarps * 32;
 
-struct Group {
+struct GroupParams {
   float scale, minimum;
   int zero;
 };
 
 // kM: tiles at once. kTiles: groups of 8 rows of x. kShift: groups are of 1 << shift vectors; otherwise of whole steps.
 // kUneven: groups have zeros or minima.
-template <typename T, Codes kCodes, int kWarps, int kM, int kTiles, bool kShift, bool kUneven>
+template <typename T, CodeType kCodeType, int kWarps, int kM, int kTiles, bool kShift, bool kUneven>
 __global__ void __launch_bounds__(kWarps * 32, (kM * kTiles == 1 && kShift ? 24 : 16) / kWarps)
     packed_gemv_kernel(GemvParams p, int shift) {
-  constexpr bool kInteger = kCodes != Codes::kFloat8;
-  constexpr int kThreads = kWarps * 32, kBit = kBits<kCodes>, kSteps = kBit == 4 ? 4 : 2;  // of a vector
+  constexpr bool kInteger = kCodeType != CodeType::kFloat8;
+  constexpr int kThreads = kWarps * 32, kBit = kBits<kCodeType>, kSteps = kBit == 4 ? 4 : 2;  // of a vector
   constexpr int kColumns = kSteps * 32, kChunk = kVectors * kColumns, kGroups = kShift ? 1 : kSteps;
-  constexpr int kPlanes = kCodes == Codes::kEight ? 2 : 1;  // of four bits
+  constexpr int kPlanes = kCodeType == CodeType::kInt8 ? 2 : 1;  // of four bits
   constexpr int kRows = 2 * kM;  // of the weight, that a thread has
   extern __shared__ uint4 ring[];  // [kStages][kVectors][kRows][kThreads]
   __shared__ float partial[kM][kWarps][16][kTiles * 8 + 1];
-  __shared__ float measured[kWarps][kTiles * 8][2];
+  __shared__ float moments[kWarps][kTiles * 8][2];
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const int height = p.gated ? 8 : 16, tiles = (p.out + height * kM - 1) / (height * kM);
-  const int chunks = chunks_of<kWarps, kChunk>(p.in);
+  const int chunks = chunks_per_warp<kWarps, kChunk>(p.in);
   const int begin = warp * chunks * kChunk;
   const int64_t row_bytes = static_cast<int64_t>(p.in) * kBit / 8;
   // Where a thread's vector of a row goes: rows g and g + 2 would share banks.
@@ -58,10 +58,10 @@ __global__ void __launch_bounds__(kWarps * 32, (kM * kTiles == 1 && kShift ? 24 
     return row % 2 == 0 ? min(low, p.out - 1) : p.gated ? p.out + min(low, p.out - 1) : min(low + 8, p.out - 1);
   };
 
-  const Packing& packing = p.packing;
-  const int groups = p.in / packing.group_size, all_rows = p.gated ? 2 * p.out : p.out;
-  const float per_group = 1.f / packing.group_size;
-  const bool has_minima = kUneven && packing.minimum != nullptr;
+  const QuantParams& quant = p.quant;
+  const int groups = p.in / quant.group_size, all_rows = p.gated ? 2 * p.out : p.out;
+  const float per_group = 1.f / quant.group_size;
+  const bool has_minima = kUneven && quant.minimum != nullptr;
   auto group_of = [&](int column) {
     return min(kShift ? column / kColumns >> shift : static_cast<int>((column + 0.5f) * per_group), groups - 1);
   };
@@ -86,12 +86,12 @@ __global__ void __launch_bounds__(kWarps * 32, (kM * kTiles == 1 && kShift ? 24 
         const bool there = first + 64 * v + 16 * t < row_bytes;
         const int64_t at = there ? first + 64 * v : -16 * t;
 #pragma unroll
-        for (int row = 0; row < kRows; ++row) start_copy(to + (kRows * v + row) * kThreads, ahead.rows[row] + at, there);
+        for (int row = 0; row < kRows; ++row) cp_async(to + (kRows * v + row) * kThreads, ahead.rows[row] + at, there);
       }
       if (t < kRows && g == 0) {  // what belongs to the groups comes to the cache meanwhile
         const int row = row_of(ahead.tile, t), group = group_of(column);
-        prefetch(packing.scale + group * all_rows + row);
-        if (has_minima) prefetch(packing.minimum + group * all_rows + row);
+        prefetch_l2(quant.scale + group * all_rows + row);
+        if (has_minima) prefetch_l2(quant.minimum + group * all_rows + row);
       }
       ahead.slot = ahead.slot + 1 == kStages ? 0 : ahead.slot + 1;
       if (++ahead.chunk == chunks) {
@@ -100,12 +100,12 @@ __global__ void __launch_bounds__(kWarps * 32, (kM * kTiles == 1 && kShift ? 24 
         find_rows();
       }
     }
-    end_group();
+    cp_async_commit();
   };
   find_rows();
   for (int i = 0; i < kStages; ++i) copy_chunk();  // weights do not depend on the kernel before
 
-  Group next[kGroups][kRows];  // of a vector
+  GroupParams next[kGroups][kRows];  // of a vector
   int rows[kRows];
   auto begin_tile = [&](int tile) {
 #pragma unroll
@@ -117,15 +117,15 @@ __global__ void __launch_bounds__(kWarps * 32, (kM * kTiles == 1 && kShift ? 24 
       const int group = group_of(column + k * 32), first = group * all_rows;
 #pragma unroll
       for (int row = 0; row < kRows; ++row)
-        next[k][row] = {__ldg(packing.scale + first + rows[row]),
-                        has_minima ? __ldg(packing.minimum + first + rows[row]) : 0.f,
-                        kUneven ? zero_of<kCodes>(packing, rows[row], group, groups) : kMiddle<kCodes>};
+        next[k][row] = {__ldg(quant.scale + first + rows[row]),
+                        has_minima ? __ldg(quant.minimum + first + rows[row]) : 0.f,
+                        kUneven ? load_zero<kCodeType>(quant, rows[row], group, groups) : kDefaultZero<kCodeType>};
     }
   };
   begin_tile(blockIdx.x);
   load_next(begin);
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
 
   // Rows of x beyond the last repeat it, and lead to columns that are not written.
   const T* of_row[kTiles];
@@ -133,20 +133,20 @@ __global__ void __launch_bounds__(kWarps * 32, (kM * kTiles == 1 && kShift ? 24 
   for (int n = 0; n < kTiles; ++n)
     of_row[n] = static_cast<const T*>(p.x) + static_cast<int64_t>(min(n * 8 + g, p.rows - 1)) * p.in +
                 (kShift ? kSteps : 1) * 8 * t;
-  const uint32_t one = pack<T>(1.f, 1.f), ones[4] = {one, one, one, one};
+  const uint32_t one = pack2<T>(1.f, 1.f), ones[4] = {one, one, one, one};
   int slot = 0, turn = 0;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++turn) {
     float total[kM][kTiles][4] = {}, squares[kTiles][4] = {}, of_x[kTiles][4] = {};
     for (int chunk = 0; chunk < chunks; ++chunk) {
       const int column = begin + chunk * kChunk;
-      wait_for_group<kStages - 1>();
+      cp_async_wait<kStages - 1>();
       if (!kShift) __syncwarp();
       const uint4* from = ring + slot * kVectors * kRows * kThreads + warp * 32 + g * 4;
       slot = slot + 1 == kStages ? 0 : slot + 1;
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
         const int vector = column + v * kColumns;
-        Group now[kGroups][kRows];
+        GroupParams now[kGroups][kRows];
 #pragma unroll
         for (int k = 0; k < kGroups; ++k)
 #pragma unroll
@@ -170,11 +170,11 @@ __global__ void __launch_bounds__(kWarps * 32, (kM * kTiles == 1 && kShift ? 24 
             for (int n = 0; n < kTiles; ++n) {
               const uint4& x = b[j][n];  // with itself it gives squares on the diagonal, with ones its sum
               const uint32_t low[4] = {x.x, 0, x.y, 0}, high[4] = {x.z, 0, x.w, 0};
-              multiply<T>(squares[n], low, x.x, x.y);
-              multiply<T>(squares[n], high, x.z, x.w);
+              mma_m16n8k16<T>(squares[n], low, x.x, x.y);
+              mma_m16n8k16<T>(squares[n], high, x.z, x.w);
               if (p.row_sums != nullptr) {
-                multiply<T>(of_x[n], ones, x.x, x.y);
-                multiply<T>(of_x[n], ones, x.z, x.w);
+                mma_m16n8k16<T>(of_x[n], ones, x.x, x.y);
+                mma_m16n8k16<T>(of_x[n], ones, x.z, x.w);
               }
             }
         uint32_t own[kRows][4] = {};
@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(kWarps * 32, (kM * kTiles == 1 && kShift ? 24 
         for (int j = 0; j < kSteps; ++j) {
           uint32_t pairs[kRows][kPlanes][4];
 #pragma unroll
-          for (int row = 0; row < kRows; ++row) pairs_of<T, kCodes>(pairs[row], words(row, j));
+          for (int row = 0; row < kRows; ++row) unpack_unit<T, kCodeType>(pairs[row], words(row, j));
 #pragma unroll
           for (int n = 0; n < kTiles; ++n)
 #pragma unroll
@@ -208,9 +208,9 @@ __global__ void __launch_bounds__(kWarps * 32, (kM * kTiles == 1 && kShift ? 24 
                 for (int plane = 0; plane < kPlanes; ++plane) {
                   const auto &low = pairs[2 * m][plane], &high = pairs[2 * m + 1][plane];
                   const uint32_t a[4] = {low[k], high[k], low[k + 1], high[k + 1]};
-                  multiply<T>(sum[m][plane][n], a, b0, b1);
+                  mma_m16n8k16<T>(sum[m][plane][n], a, b0, b1);
                 }
-              if (kInteger) multiply<T>(sum_of_x[n], ones, b0, b1);
+              if (kInteger) mma_m16n8k16<T>(sum_of_x[n], ones, b0, b1);
             }
           if (kShift && j + 1 < kSteps) continue;
 #pragma unroll
@@ -219,12 +219,12 @@ __global__ void __launch_bounds__(kWarps * 32, (kM * kTiles == 1 && kShift ? 24 
             for (int c = 0; c < 4; ++c) {
 #pragma unroll
               for (int m = 0; m < kM; ++m) {
-                const Group& group = now[kShift ? 0 : j][2 * m + c / 2];
+                const GroupParams& group = now[kShift ? 0 : j][2 * m + c / 2];
                 float own_sum = sum[m][0][n][c];
                 if (kPlanes == 2) own_sum = fmaf(sum[m][kPlanes - 1][n][c], 16.f, own_sum);
                 float& of_tile = total[m][n][c];
                 of_tile = fmaf(own_sum, group.scale, of_tile);
-                const float standing = kBase<T> * (kPlanes == 2 ? 17 : 1) + group.zero;
+                const float standing = kNibbleBias<T> * (kPlanes == 2 ? 17 : 1) + group.zero;
                 if (kInteger) of_tile = fmaf(sum_of_x[n][c], fmaf(-standing, group.scale, group.minimum), of_tile);
                 sum[m][0][n][c] = sum[m][kPlanes - 1][n][c] = 0;
               }
@@ -244,76 +244,76 @@ __global__ void __launch_bounds__(kWarps * 32, (kM * kTiles == 1 && kShift ? 24 
 #pragma unroll
         for (int c = 0; c < 4; ++c) partial[m][warp][g + c / 2 * 8][row + c % 2] = total[m][n][c];
       if (p.norm && turn == 0 && g / 2 == t) {
-        measured[warp][n * 8 + g][0] = g % 2 == 0 ? of_x[n][0] : of_x[n][1];
-        measured[warp][n * 8 + g][1] = g % 2 == 0 ? squares[n][0] : squares[n][1];
+        moments[warp][n * 8 + g][0] = g % 2 == 0 ? of_x[n][0] : of_x[n][1];
+        moments[warp][n * 8 + g][1] = g % 2 == 0 ? squares[n][0] : squares[n][1];
       }
     }
     __syncthreads();
 #pragma unroll 1
     for (int m = 0; m < kM; ++m)
-      finish_tile<T>(p, partial[m], measured, tile * kM + m, turn * kM + m, p.gated ? Tile::kGated : Tile::kWide, p.norm);
+      store_tile<T>(p, partial[m], moments, tile * kM + m, turn * kM + m, p.gated ? TileShape::kGated : TileShape::kWide, p.norm);
   }
 }
 
 // As many blocks as are resident at once.
-template <typename T, Codes kCodes, int kWarps, int kM, int kTiles, bool kShift, bool kUneven>
+template <typename T, CodeType kCodeType, int kWarps, int kM, int kTiles, bool kShift, bool kUneven>
 cudaError_t run_groups(const GemvParams& p, int shift, cudaStream_t stream) {
   constexpr size_t kShared = kRing<kWarps, kM>;
-  auto kernel = packed_gemv_kernel<T, kCodes, kWarps, kM, kTiles, kShift, kUneven>;
+  auto kernel = packed_gemv_kernel<T, kCodeType, kWarps, kM, kTiles, kShift, kUneven>;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kShared));
   if (error != cudaSuccess) return error;
   static const int resident = [kernel] {
     int blocks = 0;
     cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kWarps * 32, kShared);
-    return std::max(blocks, 1) * static_cast<int>(multiprocessors());
+    return std::max(blocks, 1) * static_cast<int>(num_sms());
   }();
-  const int tiles = static_cast<int>(blocks_for(p.out, (p.gated ? 8 : 16) * kM));
+  const int tiles = static_cast<int>(ceil_div(p.out, (p.gated ? 8 : 16) * kM));
   return launch(kernel, std::min(tiles, resident), kWarps * 32, kShared, stream, p, shift);
 }
 
-// Two tiles at once where there are enough for all multiprocessors, and room for their rings beside the sums.
-template <typename T, Codes kCodes, int kWarps, int kTiles, bool kShift, bool kUneven>
+// Two tiles at once where there are enough for all num_sms, and room for their rings beside the sums.
+template <typename T, CodeType kCodeType, int kWarps, int kTiles, bool kShift, bool kUneven>
 cudaError_t run_pairs(const GemvParams& p, int shift, cudaStream_t stream) {
   constexpr int kSums = 20 << 10;
-  const bool has_room = device_property<cudaDevAttrMaxSharedMemoryPerBlockOptin>() >= static_cast<int>(kRing<8, 2>) + kSums;
+  const bool has_room = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() >= static_cast<int>(kRing<8, 2>) + kSums;
   if constexpr (kShift && kWarps == 8)
-    if (has_room && blocks_for(p.out, p.gated ? 16 : 32) >= kManyPairs * multiprocessors())
-      return run_groups<T, kCodes, kWarps, 2, kTiles, kShift, kUneven>(p, shift, stream);
-  return run_groups<T, kCodes, kWarps, 1, kTiles, kShift, kUneven>(p, shift, stream);
+    if (has_room && ceil_div(p.out, p.gated ? 16 : 32) >= kManyPairs * num_sms())
+      return run_groups<T, kCodeType, kWarps, 2, kTiles, kShift, kUneven>(p, shift, stream);
+  return run_groups<T, kCodeType, kWarps, 1, kTiles, kShift, kUneven>(p, shift, stream);
 }
 
-template <typename T, Codes kCodes, int kWarps, int kTiles, bool kShift>
+template <typename T, CodeType kCodeType, int kWarps, int kTiles, bool kShift>
 cudaError_t run_zeros(const GemvParams& p, int shift, cudaStream_t stream) {
-  if constexpr (kCodes != Codes::kFloat8)
-    if (p.packing.zero != nullptr || p.packing.minimum != nullptr)
-      return run_pairs<T, kCodes, kWarps, kTiles, kShift, true>(p, shift, stream);
-  return run_pairs<T, kCodes, kWarps, kTiles, kShift, false>(p, shift, stream);
+  if constexpr (kCodeType != CodeType::kFloat8)
+    if (p.quant.zero != nullptr || p.quant.minimum != nullptr)
+      return run_pairs<T, kCodeType, kWarps, kTiles, kShift, true>(p, shift, stream);
+  return run_pairs<T, kCodeType, kWarps, kTiles, kShift, false>(p, shift, stream);
 }
 
-template <typename T, Codes kCodes, int kWarps, int kTiles>
+template <typename T, CodeType kCodeType, int kWarps, int kTiles>
 cudaError_t run_tiles(const GemvParams& p, cudaStream_t stream) {
-  constexpr int kVector = 512 / kBits<kCodes>;
+  constexpr int kVector = 512 / kBits<kCodeType>;
   int shift = 0;
-  while (kVector << shift < p.packing.group_size) ++shift;
-  return kVector << shift == p.packing.group_size ? run_zeros<T, kCodes, kWarps, kTiles, true>(p, shift, stream)
-                                                  : run_zeros<T, kCodes, kWarps, kTiles, false>(p, 0, stream);
+  while (kVector << shift < p.quant.group_size) ++shift;
+  return kVector << shift == p.quant.group_size ? run_zeros<T, kCodeType, kWarps, kTiles, true>(p, shift, stream)
+                                                  : run_zeros<T, kCodeType, kWarps, kTiles, false>(p, 0, stream);
 }
 
-template <typename T, Codes kCodes, int kWarps>
+template <typename T, CodeType kCodeType, int kWarps>
 cudaError_t run_warps(const GemvParams& p, cudaStream_t stream) {
-  return p.rows > 8 ? run_tiles<T, kCodes, kWarps, 2>(p, stream) : run_tiles<T, kCodes, kWarps, 1>(p, stream);
+  return p.rows > 8 ? run_tiles<T, kCodeType, kWarps, 2>(p, stream) : run_tiles<T, kCodeType, kWarps, 1>(p, stream);
 }
 
-template <typename T, Codes kCodes>
+template <typename T, CodeType kCodeType>
 cudaError_t run_codes(const GemvParams& p, cudaStream_t stream) {
-  return blocks_for(p.in, kRowBytes * 8 / kBits<kCodes>) > 4 ? run_warps<T, kCodes, 8>(p, stream)
-                                                             : run_warps<T, kCodes, 4>(p, stream);
+  return ceil_div(p.in, kRowBytes * 8 / kBits<kCodeType>) > 4 ? run_warps<T, kCodeType, 8>(p, stream)
+                                                             : run_warps<T, kCodeType, 4>(p, stream);
 }
 
 template <typename T>
 cudaError_t run_type(const GemvParams& p, cudaStream_t stream) {
-  return with_codes(p.packing.codes, [&](auto codes) { return run_codes<T, codes.value>(p, stream); });
+  return dispatch_code_type(p.quant.code_type, [&](auto codes) { return run_codes<T, codes.value>(p, stream); });
 }
 
 }  // namespace
@@ -321,7 +321,7 @@ cudaError_t run_type(const GemvParams& p, cudaStream_t stream) {
 cudaError_t packed_gemv(DType dtype, const GemvParams& p, cudaStream_t stream) {
   if (has_integer_gemv(p)) return integer_gemv(dtype, p, stream);
   if (has_float16_gemv(p)) return float16_gemv(dtype, p, stream);
-  const int group = p.packing.group_size;
+  const int group = p.quant.group_size;
   if (p.rows > kGemvRows || p.in % 32 != 0 || group < 32 || group % 32 != 0 || p.in % group != 0)
     return cudaErrorInvalidValue;
   if (dtype == DType::kFloat16) return run_type<__half>(p, stream);

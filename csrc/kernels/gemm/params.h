@@ -31,11 +31,11 @@ struct GemvParams {
   const float* row_sums = nullptr;
   float epsilon = 0;
   const float* norm_weight = nullptr;  // float32 [in]
-  Packing packing = {};
+  QuantParams quant = {};
   const float* x_scale = nullptr;  // scales of an FP8 x, [rows]
-  float fixed_scale = 0;           // static scale for activations quantized here; 0: one dynamic scale per row
-  bool grouped = false;            // activation scales are per group of kBlock columns
-  float y_inverse = 0;             // reciprocal of the FP8 output scale; 0: y is T
+  float static_scale = 0;           // static scale for activations quantized here; 0: one dynamic scale per row
+  bool grouped = false;            // activation scales are per group of kQuantBlock columns
+  float y_scale_inverse = 0;             // reciprocal of the FP8 output scale; 0: y is T
 };
 
 // 16-bit weights, at most kGemvRows rows.
@@ -52,10 +52,10 @@ bool has_integer_gemv(const GemvParams& params);
 cudaError_t integer_gemv(DType dtype, const GemvParams& params, cudaStream_t stream);
 
 // FP8 weights with a scale per row, or with `grouped` per block. x is FP8 as norm() quantizes it: codes [rows, in] and
-// x_scale. `in` is a multiple of 64; compute capability 8.9 or later. Without x_scale, where has_rounding_gemv(), x is T
+// x_scale. `in` is a multiple of 64; compute capability 8.9 or later. Without x_scale, where has_quantizing_gemv(), x is T
 // and the kernel normalizes (with `norm`) and quantizes it.
 constexpr int kFloat8GemvRows = 32;
-bool has_rounding_gemv(const GemvParams& params);
+bool has_quantizing_gemv(const GemvParams& params);
 cudaError_t float8_gemv(DType dtype, const GemvParams& params, cudaStream_t stream);
 // FP8 weights, x in T that is not quantized: Hopper, few rows, with `norm` or without.
 bool has_float16_gemv(const GemvParams& params);
@@ -63,9 +63,9 @@ cudaError_t float16_gemv(DType dtype, const GemvParams& params, cudaStream_t str
 
 // wgmma GEMM for few rows: 16-bit weights, FP8 weights with FP8 x, or 4-bit weights. The last takes a norm_weight but no
 // row_sums. At most so many rows:
-constexpr int kHopperGemmRows = 24, kHopperGemmCodes = 32, kHopperGemmPacked = 16;
-bool has_hopper_gemm(DType dtype, const GemvParams& params);
-cudaError_t hopper_gemm(DType dtype, const GemvParams& params, cudaStream_t stream);
+constexpr int kSmallGemmRows = 24, kSmallGemmFloat8Rows = 32, kSmallGemmPackedRows = 16;
+bool has_small_gemm_sm90(DType dtype, const GemvParams& params);
+cudaError_t small_gemm_sm90(DType dtype, const GemvParams& params, cudaStream_t stream);
 
 // Quantized weights for more rows, without norm: up to 256 rows; on Hopper up to kPackedGemmRows rows where y has whole
 // vectors and the activation is SiLU or tanh GELU with `gated`, none without. Scratch: packed_gemm_scratch() bytes.
@@ -77,11 +77,11 @@ cudaError_t packed_gemm(DType dtype, const GemvParams& params, void* scratch, in
 
 // Permutes `count` codes, in rows of `in`, from the order of csrc/plugins/quantization.py to that of the kernels, in place.
 // Call once.
-cudaError_t repack(void* weight, Codes codes, int64_t count, int in, cudaStream_t stream);
+cudaError_t repack(void* weight, CodeType codes, int64_t count, int in, cudaStream_t stream);
 // to [columns, rows] = from [rows, columns]^T
 cudaError_t transpose(float* to, const float* from, int rows, int columns, cudaStream_t stream);
 // Dequantizes a repacked weight to T [out, in], rounded to T. Takes any `in` that has whole groups.
-cudaError_t unpack(DType dtype, void* y, const void* weight, const Packing& packing, int out, int in,
+cudaError_t dequantize(DType dtype, void* y, const void* weight, const QuantParams& quant, int out, int in,
                    cudaStream_t stream);
 
 }  // namespace llmc::kernels

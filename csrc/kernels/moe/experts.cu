@@ -15,11 +15,11 @@ using namespace device;
 constexpr int kSortThreads = 256, kSortRounds = 4, kSortPairs = kSortThreads * kSortRounds;
 
 // How many pairs each expert has among the kSortPairs of a block: counts[block][expert].
-__global__ void __launch_bounds__(kSortThreads) count_kernel(ExpertsParams p, Pairs pairs) {
-  __shared__ int counts[kMostExperts];
+__global__ void __launch_bounds__(kSortThreads) count_experts_kernel(ExpertsParams p, Pairs pairs) {
+  __shared__ int counts[kMaxExperts];
   for (int expert = threadIdx.x; expert < p.num_experts; expert += kSortThreads) counts[expert] = 0;
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < kSortRounds; ++i) {
@@ -34,14 +34,14 @@ __global__ void __launch_bounds__(kSortThreads) count_kernel(ExpertsParams p, Pa
 
 // Gives the kSortPairs of a block their places, in order: a warp those that follow one another, 32 at a time. One block
 // alone needs no counts. Reads all counts in each block, from the cache.
-__global__ void __launch_bounds__(kSortThreads) sort_kernel(ExpertsParams p, Pairs pairs) {
-  constexpr int kWarps = kSortThreads / 32, kEach = kMostExperts / kSortThreads;
-  __shared__ int own[kWarps][kMostExperts];  // pairs of a warp, then where they begin
+__global__ void __launch_bounds__(kSortThreads) sort_pairs_kernel(ExpertsParams p, Pairs pairs) {
+  constexpr int kWarps = kSortThreads / 32, kEach = kMaxExperts / kSortThreads;
+  __shared__ int own[kWarps][kMaxExperts];  // pairs of a warp, then where they begin
   __shared__ int totals[kWarps];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  for (int i = threadIdx.x; i < kWarps * kMostExperts; i += kSortThreads) own[i / kMostExperts][i % kMostExperts] = 0;
-  wait_for_inputs();
-  let_next_start();
+  for (int i = threadIdx.x; i < kWarps * kMaxExperts; i += kSortThreads) own[i / kMaxExperts][i % kMaxExperts] = 0;
+  pdl_wait();
+  pdl_launch_dependents();
   const int first = blockIdx.x * kSortPairs + warp * 32 * kSortRounds + lane;
   int expert[kSortRounds], rank[kSortRounds];
 #pragma unroll
@@ -89,20 +89,20 @@ __global__ void __launch_bounds__(kSortThreads) sort_kernel(ExpertsParams p, Pai
       pairs.starts[of] = at;
       if (of == p.num_experts - 1) pairs.starts[of + 1] = at + all[i];
     }
-    int place = at + before[i];
+    int layout_scratch = at + before[i];
     for (int w = 0; w < kWarps; ++w) {
       const int count = own[w][of];
-      own[w][of] = place;
-      place += count;
+      own[w][of] = layout_scratch;
+      layout_scratch += count;
     }
     at += all[i];
   }
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < kSortRounds; ++i) {
-    const int pair = first + 32 * i, place = expert[i] >= 0 ? own[warp][expert[i]] + rank[i] : -1;
-    if (place >= 0) pairs.order[place] = pair;
-    if (pair < p.num_tokens * p.top_k) pairs.places[pair] = place;
+    const int pair = first + 32 * i, layout_scratch = expert[i] >= 0 ? own[warp][expert[i]] + rank[i] : -1;
+    if (layout_scratch >= 0) pairs.order[layout_scratch] = pair;
+    if (pair < p.num_tokens * p.top_k) pairs.places[pair] = layout_scratch;
   }
 }
 
@@ -112,10 +112,10 @@ template <typename T, int kWidth>
 __global__ void combine_kernel(ExpertsParams p, Pairs pairs) {
   constexpr int kAtOnce = 8;
   const int i = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth, first = blockIdx.x * p.top_k;
-  const T* from = static_cast<const T*>(pairs.made) + static_cast<int64_t>(first) * p.hidden + i;
-  const int64_t place = static_cast<int64_t>(blockIdx.x) * p.hidden + i;
+  const T* from = static_cast<const T*>(pairs.outputs) + static_cast<int64_t>(first) * p.hidden + i;
+  const int64_t layout_scratch = static_cast<int64_t>(blockIdx.x) * p.hidden + i;
   Vec<T, kWidth> residual{};
-  if (p.residual != nullptr && i < p.hidden) residual = load<T, kWidth>(static_cast<const T*>(p.residual) + place);
+  if (p.residual != nullptr && i < p.hidden) residual = load<T, kWidth>(static_cast<const T*>(p.residual) + layout_scratch);
   float sum[kWidth] = {};
   for (int begin = 0; begin < p.top_k; begin += kAtOnce) {
     float score[kAtOnce];
@@ -127,8 +127,8 @@ __global__ void combine_kernel(ExpertsParams p, Pairs pairs) {
       here[k] = begin + k < p.top_k && expert_of(p, first + choice) >= 0;
     }
     if (begin == 0) {  // all that was read so far was made before the products began
-      wait_for_inputs();
-      let_next_start();
+      pdl_wait();
+      pdl_launch_dependents();
       if (i >= p.hidden) return;
     }
     Vec<T, kWidth> made[kAtOnce];
@@ -143,18 +143,18 @@ __global__ void combine_kernel(ExpertsParams p, Pairs pairs) {
   if (p.residual != nullptr)
 #pragma unroll
     for (int c = 0; c < kWidth; ++c) sum[c] += to_float(residual.data[c]);
-  store_floats(static_cast<T*>(p.y) + place, sum);
+  store_floats(static_cast<T*>(p.y) + layout_scratch, sum);
 }
 
 // Rows of x as codes; where there are places, a row to each of `copies` of them. At most as many rows as `end` says. Half a warp
 // takes a group of columns, or a block the whole row. Reads x once, or twice.
 template <typename T, bool kWhole>
-__global__ void __launch_bounds__(128) round_kernel(RoundedRows to, const T* x, const int32_t* places, const int32_t* end,
+__global__ void __launch_bounds__(128) quantize_rows_kernel(QuantizedRows to, const T* x, const int32_t* places, const int32_t* end,
                                                     int rows, int width, int copies) {
-  constexpr int kUnit = 8, kHalf = kBlock / kUnit;
+  constexpr int kUnit = 8, kHalf = kQuantBlock / kUnit;
   __shared__ float partial[4];
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
   const int64_t part = kWhole ? blockIdx.x : int64_t{blockIdx.x} * (128 / kHalf) + threadIdx.x / kHalf;
   const int row = static_cast<int>(part / to.groups), group = static_cast<int>(part % to.groups);
   if (row >= (end != nullptr ? *end : rows)) return;
@@ -164,99 +164,99 @@ __global__ void __launch_bounds__(128) round_kernel(RoundedRows to, const T* x, 
   auto for_each = [&](auto&& f) {
     if (places == nullptr) return f(row);
     for (int i = 0; i < copies; ++i) {
-      const int place = places[row * copies + i];
-      if (place >= 0) f(place);
+      const int layout_scratch = places[row * copies + i];
+      if (layout_scratch >= 0) f(layout_scratch);
     }
   };
   auto measure = [&](int unit) {
     const auto own = load<T, kUnit>(from + unit * kUnit);
 #pragma unroll
     for (int k = 0; k < kUnit; ++k) numbers[k] = to_float(own.data[k]);
-    return most_of(numbers);
+    return abs_max(numbers);
   };
   auto put = [&](int unit, float inverse) {
-    const uint2 codes = unit_of_codes(numbers, inverse);
-    for_each([&](int place) {
-      auto* words = reinterpret_cast<uint32_t*>(to.codes + int64_t{place} * width) + unit / 4 * 8 + unit % 4;
+    const uint2 codes = quantize_unit(numbers, inverse);
+    for_each([&](int layout_scratch) {
+      auto* words = reinterpret_cast<uint32_t*>(to.codes + int64_t{layout_scratch} * width) + unit / 4 * 8 + unit % 4;
       words[0] = codes.x, words[4] = codes.y;
     });
   };
   if constexpr (kWhole) {
     float most = 0;
     for (int unit = threadIdx.x; unit < width / kUnit; unit += 128) most = fmaxf(most, measure(unit));
-    most = most_of_warp(most);
+    most = warp_abs_max(most);
     if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = most;
     __syncthreads();
-    const float step = step_of_codes(fmaxf(fmaxf(partial[0], partial[1]), fmaxf(partial[2], partial[3])));
-    if (threadIdx.x == 0) for_each([&](int place) { to.scales[place] = step; });
+    const float step = fp8_scale(fmaxf(fmaxf(partial[0], partial[1]), fmaxf(partial[2], partial[3])));
+    if (threadIdx.x == 0) for_each([&](int layout_scratch) { to.scales[layout_scratch] = step; });
     for (int unit = threadIdx.x; unit < width / kUnit; unit += 128) measure(unit), put(unit, 1 / step);
   } else {
     const int unit = group * kHalf + threadIdx.x % kHalf;
-    const float step = step_of_codes(most_of_half_warp(measure(unit)));
-    if (threadIdx.x % kHalf == 0) for_each([&](int place) { to.scales[int64_t{group} * to.pitch + place] = step; });
+    const float step = fp8_scale(half_warp_max(measure(unit)));
+    if (threadIdx.x % kHalf == 0) for_each([&](int layout_scratch) { to.scales[int64_t{group} * to.pitch + layout_scratch] = step; });
     put(unit, 1 / step);
   }
 }
 
 template <typename T>
-cudaError_t round_to_codes(const ExpertsParams& p, const Pairs& pairs, bool down, cudaStream_t stream) {
+cudaError_t quantize_to_codes(const ExpertsParams& p, const Pairs& pairs, bool down, cudaStream_t stream) {
   const int made = p.num_tokens * p.top_k, rows = down ? made : p.num_tokens, width = down ? p.inner : p.hidden;
-  const RoundedRows to = rounded_rows(p, pairs, down);
+  const QuantizedRows to = quantized_rows(p, pairs, down);
   const int32_t *places = down ? nullptr : pairs.places, *end = down ? pairs.starts + p.num_experts : nullptr;
-  const bool whole = p.rounded_group == 0;
-  const unsigned blocks = whole ? rows : blocks_for(int64_t{rows} * to.groups, 128 / (kBlock / 8));
-  return launch(whole ? round_kernel<T, true> : round_kernel<T, false>, blocks, 128, 0, stream, to,
+  const bool whole = p.quant_group == 0;
+  const unsigned blocks = whole ? rows : ceil_div(int64_t{rows} * to.groups, 128 / (kQuantBlock / 8));
+  return launch(whole ? quantize_rows_kernel<T, true> : quantize_rows_kernel<T, false>, blocks, 128, 0, stream, to,
                 static_cast<const T*>(down ? pairs.inner : p.x), places, end, rows, width, p.top_k);
 }
 
 // The same as numbers of T, of any width.
-cudaError_t round_to_numbers(DType dtype, const ExpertsParams& p, const Pairs& pairs, bool down, cudaStream_t stream) {
+cudaError_t quantize_dequantize(DType dtype, const ExpertsParams& p, const Pairs& pairs, bool down, cudaStream_t stream) {
   NormParams norm{};
-  norm.y = down ? pairs.inner : pairs.rounded, norm.x = down ? pairs.inner : p.x;
+  norm.y = down ? pairs.inner : pairs.quantized, norm.x = down ? pairs.inner : p.x;
   norm.rows = down ? p.num_tokens * p.top_k : p.num_tokens, norm.hidden = down ? p.inner : p.hidden;
   norm.plain = norm.rounded = true;
-  norm.rounded_group = p.rounded_group;
+  norm.quant_group = p.quant_group;
   return kernels::norm(dtype, norm, stream);
 }
 
-cudaError_t round(DType dtype, const ExpertsParams& p, const Pairs& pairs, Rounding rounding, bool down, cudaStream_t stream) {
-  if (!p.rounded || rounding == Rounding::kInKernel) return cudaSuccess;
-  if (rounding == Rounding::kNumbers) return round_to_numbers(dtype, p, pairs, down, stream);
-  return dtype == DType::kFloat16 ? round_to_codes<__half>(p, pairs, down, stream)
-                                  : round_to_codes<__nv_bfloat16>(p, pairs, down, stream);
+cudaError_t round(DType dtype, const ExpertsParams& p, const Pairs& pairs, ActivationQuant rounding, bool down, cudaStream_t stream) {
+  if (!p.rounded || rounding == ActivationQuant::kInKernel) return cudaSuccess;
+  if (rounding == ActivationQuant::kDequantized) return quantize_dequantize(dtype, p, pairs, down, stream);
+  return dtype == DType::kFloat16 ? quantize_to_codes<__half>(p, pairs, down, stream)
+                                  : quantize_to_codes<__nv_bfloat16>(p, pairs, down, stream);
 }
 
-constexpr int kPlainPairs = 32, kPlainOut = 32, kPlainIn = 32;
+constexpr int kFallbackPairs = 32, kFallbackOut = 32, kFallbackIn = 32;
 
-// A product without tensor cores. A tile is kPlainOut rows of an expert's weight for kPlainPairs pairs, 2 × 2 of them a
-// thread's; blocks take tiles in turn. Reads the weight once for each kPlainPairs pairs.
+// A gemm without tensor cores. A tile is kFallbackOut rows of an expert's weight for kFallbackPairs pairs, 2 × 2 of them a
+// thread's; blocks take tiles in turn. Reads the weight once for each kFallbackPairs pairs.
 template <typename T, bool kDown>
-__global__ void __launch_bounds__(256) plain_kernel(ExpertsParams p, Pairs pairs, bool tiled) {
-  __shared__ int before[kMostExperts + 1];
-  __shared__ float weights[kPlainIn][kPlainOut + 1], x[kPlainIn][kPlainPairs + 1];
-  wait_for_inputs();
-  let_next_start();
-  const Product<T> product(p, pairs, kDown);
-  const ExpertsPacking& packing = kDown ? p.down_packing : p.gate_up_packing;
-  Groups groups(p, pairs, before, kPlainPairs);
-  const int out_tiles = (product.out + kPlainOut - 1) / kPlainOut, tiles = groups.count<256>() * out_tiles;
+__global__ void __launch_bounds__(256) fallback_kernel(ExpertsParams p, Pairs pairs, bool tiled) {
+  __shared__ int before[kMaxExperts + 1];
+  __shared__ float weights[kFallbackIn][kFallbackOut + 1], x[kFallbackIn][kFallbackPairs + 1];
+  pdl_wait();
+  pdl_launch_dependents();
+  const ExpertGemm<T> gemm(p, pairs, kDown);
+  const ExpertsQuantParams& quant = kDown ? p.down_quant : p.gate_up_quant;
+  PairGroups groups(p, pairs, before, kFallbackPairs);
+  const int out_tiles = (gemm.out + kFallbackOut - 1) / kFallbackOut, tiles = groups.count<256>() * out_tiles;
   const int column = 2 * (threadIdx.x % 16), row = 2 * (threadIdx.x / 16);
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    const Group group = groups.next(tile / out_tiles);
-    const int first_out = tile % out_tiles * kPlainOut;
+    const PairGroup group = groups.next(tile / out_tiles);
+    const int first_out = tile % out_tiles * kFallbackOut;
     float sum[2][2] = {};  // of a pair, of a row of the weight
-    for (int begin = 0; begin < product.in; begin += kPlainIn) {
+    for (int begin = 0; begin < gemm.in; begin += kFallbackIn) {
       __syncthreads();
-      for (int i = threadIdx.x; i < kPlainIn * kPlainOut; i += 256) {
-        const int at = begin + i % kPlainIn, of = i / kPlainIn;
-        const bool there = at < product.in;
-        weights[i % kPlainIn][of] = there ? number_at(product, packing, tiled, group.expert, first_out + of, at) : 0.f;
-        x[i % kPlainIn][of] =
-            there && of < group.count ? to_float(row_of(product, p, groups, group.first + of, kDown)[at]) : 0.f;
+      for (int i = threadIdx.x; i < kFallbackIn * kFallbackOut; i += 256) {
+        const int at = begin + i % kFallbackIn, of = i / kFallbackIn;
+        const bool there = at < gemm.in;
+        weights[i % kFallbackIn][of] = there ? dequantize_at(gemm, quant, tiled, group.expert, first_out + of, at) : 0.f;
+        x[i % kFallbackIn][of] =
+            there && of < group.count ? to_float(row_of(gemm, p, groups, group.first + of, kDown)[at]) : 0.f;
       }
       __syncthreads();
 #pragma unroll 8
-      for (int i = 0; i < kPlainIn; ++i)
+      for (int i = 0; i < kFallbackIn; ++i)
 #pragma unroll
         for (int a = 0; a < 2; ++a)
 #pragma unroll
@@ -264,50 +264,50 @@ __global__ void __launch_bounds__(256) plain_kernel(ExpertsParams p, Pairs pairs
     }
 #pragma unroll
     for (int a = 0; a < 2; ++a) {
-      const int place = group.first + row + a, out = first_out + column;
+      const int layout_scratch = group.first + row + a, out = first_out + column;
       if (row + a >= group.count) continue;
       if (!kDown && p.gated) {
-        if (out < product.out)
-          finish_inner(p, pairs, groups, product, group.expert, place, out / 2, sum[a][0], sum[a][1]);
+        if (out < gemm.out)
+          store_inner(p, pairs, groups, gemm, group.expert, layout_scratch, out / 2, sum[a][0], sum[a][1]);
         continue;
       }
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
-        if (out + b >= product.out) continue;
-        if (kDown) finish_made(p, pairs, groups, product, group.expert, place, out + b, sum[a][b]);
-        else finish_inner(p, pairs, groups, product, group.expert, place, out + b, sum[a][b], 0.f);
+        if (out + b >= gemm.out) continue;
+        if (kDown) store_expert_output(p, pairs, groups, gemm, group.expert, layout_scratch, out + b, sum[a][b]);
+        else store_inner(p, pairs, groups, gemm, group.expert, layout_scratch, out + b, sum[a][b], 0.f);
       }
     }
   }
 }
-static_assert(kPlainPairs == kPlainOut);
+static_assert(kFallbackPairs == kFallbackOut);
 
-bool up_tiled(const ExpertsParams& p) {
-  const ExpertsPacking& packing = p.gate_up_packing;
-  return experts_tiled(packing.codes, packing.group_size, p.gated ? 2 * p.inner : p.inner, p.hidden);
+bool has_gate_up_tiles(const ExpertsParams& p) {
+  const ExpertsQuantParams& quant = p.gate_up_quant;
+  return has_expert_tiles(quant.code_type, quant.group_size, p.gated ? 2 * p.inner : p.inner, p.hidden);
 }
-bool down_tiled(const ExpertsParams& p) {
-  return experts_tiled(p.down_packing.codes, p.down_packing.group_size, p.hidden, p.inner);
+bool has_down_tiles(const ExpertsParams& p) {
+  return has_expert_tiles(p.down_quant.code_type, p.down_quant.group_size, p.hidden, p.inner);
 }
 
 template <typename T>
-cudaError_t plain_experts(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
-  const unsigned blocks = 4 * multiprocessors();
-  cudaError_t error = launch(plain_kernel<T, false>, blocks, 256, 0, stream, p, pairs, up_tiled(p));
-  if (error == cudaSuccess) error = round_inner(kDType<T>, p, pairs, Rounding::kNumbers, stream);
-  return error != cudaSuccess ? error : launch(plain_kernel<T, true>, blocks, 256, 0, stream, p, pairs, down_tiled(p));
+cudaError_t fallback_experts(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
+  const unsigned blocks = 4 * num_sms();
+  cudaError_t error = launch(fallback_kernel<T, false>, blocks, 256, 0, stream, p, pairs, has_gate_up_tiles(p));
+  if (error == cudaSuccess) error = quantize_inner(kDType<T>, p, pairs, ActivationQuant::kDequantized, stream);
+  return error != cudaSuccess ? error : launch(fallback_kernel<T, true>, blocks, 256, 0, stream, p, pairs, has_down_tiles(p));
 }
 
 template <typename T>
 cudaError_t combine(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
   auto run = [&](auto kernel, int width) {
-    return launch(kernel, dim3(p.num_tokens, blocks_for(p.hidden, 128 * width)), 128, 0, stream, p, pairs);
+    return launch(kernel, dim3(p.num_tokens, ceil_div(p.hidden, 128 * width)), 128, 0, stream, p, pairs);
   };
   return p.hidden % kVec<T> == 0 ? run(combine_kernel<T, kVec<T>>, kVec<T>) : run(combine_kernel<T, 1>, 1);
 }
 
 // Places in scratch, and its size.
-int64_t place(DType dtype, int num_tokens, int top_k, int num_experts, int hidden, int inner, bool rounded, void* scratch,
+int64_t layout_scratch(DType dtype, int num_tokens, int top_k, int num_experts, int hidden, int inner, bool rounded, void* scratch,
               Pairs* made) {
   const int64_t pairs = static_cast<int64_t>(num_tokens) * top_k;
   int64_t bytes = 0;
@@ -320,11 +320,11 @@ int64_t place(DType dtype, int num_tokens, int top_k, int num_experts, int hidde
   auto* order = static_cast<int32_t*>(take(pairs, 4));
   auto* places = static_cast<int32_t*>(take(pairs, 4));
   auto* starts = static_cast<int32_t*>(take(num_experts + 1, 4));
-  auto* counts = static_cast<int32_t*>(take(pairs > kSortPairs ? blocks_for(pairs, kSortPairs) * num_experts : 0, 4));
+  auto* counts = static_cast<int32_t*>(take(pairs > kSortPairs ? ceil_div(pairs, kSortPairs) * num_experts : 0, 4));
   void* rows = take(pairs * inner, width);
   void* of_pairs = take(pairs * hidden, width);
   const int64_t numbers = int64_t{num_tokens} * hidden * width;
-  const int64_t codes = pairs * inner + int64_t{scale_pitch(static_cast<int>(pairs))} * (inner / kBlock + 1) * 4;
+  const int64_t codes = pairs * inner + int64_t{group_scale_stride(static_cast<int>(pairs))} * (inner / kQuantBlock + 1) * 4;
   *made = {order, places, starts, counts, rows, of_pairs, take(rounded ? std::max(numbers, codes) : 0, 1)};
   return bytes;
 }
@@ -333,48 +333,48 @@ int64_t place(DType dtype, int num_tokens, int top_k, int num_experts, int hidde
 
 int64_t experts_scratch(DType dtype, int num_tokens, int top_k, int num_experts, int hidden, int inner, bool rounded) {
   Pairs pairs;
-  return place(dtype, num_tokens, top_k, num_experts, hidden, inner, rounded, nullptr, &pairs);
+  return layout_scratch(dtype, num_tokens, top_k, num_experts, hidden, inner, rounded, nullptr, &pairs);
 }
 
-bool multiplies_codes(const ExpertsParams& p) {
-  auto whole = [](const ExpertsPacking& packing) { return packing.codes == Codes::kFloat8 && packing.group_size == kBlock; };
-  return p.rounded && (p.rounded_group == 0 || p.rounded_group == kBlock) && whole(p.gate_up_packing) && whole(p.down_packing) &&
-         up_tiled(p) && down_tiled(p) && device_property<cudaDevAttrComputeCapabilityMajor>() == 9;
+bool uses_fp8_mma(const ExpertsParams& p) {
+  auto whole = [](const ExpertsQuantParams& quant) { return quant.code_type == CodeType::kFloat8 && quant.group_size == kQuantBlock; };
+  return p.rounded && (p.quant_group == 0 || p.quant_group == kQuantBlock) && whole(p.gate_up_quant) && whole(p.down_quant) &&
+         has_gate_up_tiles(p) && has_down_tiles(p) && device_attribute<cudaDevAttrComputeCapabilityMajor>() == 9;
 }
 
-cudaError_t round_inner(DType dtype, const ExpertsParams& p, const Pairs& pairs, Rounding rounding, cudaStream_t stream) {
+cudaError_t quantize_inner(DType dtype, const ExpertsParams& p, const Pairs& pairs, ActivationQuant rounding, cudaStream_t stream) {
   return round(dtype, p, pairs, rounding, /*down=*/true, stream);
 }
 
-cudaError_t experts(DType dtype, const ExpertsParams& given, ExpertsWay way, cudaStream_t stream) {
+cudaError_t experts(DType dtype, const ExpertsParams& given, ExpertsKernel way, cudaStream_t stream) {
   ExpertsParams p = given;
-  const bool packed = p.gate_up_packing.codes != Codes::kNone;
-  if (p.num_experts > kMostExperts || (packed && way != ExpertsWay::kPlain && !(up_tiled(p) && down_tiled(p))))
+  const bool packed = p.gate_up_quant.code_type != CodeType::kNone;
+  if (p.num_experts > kMaxExperts || (packed && way != ExpertsKernel::kFallback && !(has_gate_up_tiles(p) && has_down_tiles(p))))
     return cudaErrorInvalidValue;
   Pairs pairs;
-  place(dtype, p.num_tokens, p.top_k, p.num_experts, p.hidden, p.inner, p.rounded, p.scratch, &pairs);
+  layout_scratch(dtype, p.num_tokens, p.top_k, p.num_experts, p.hidden, p.inner, p.rounded, p.scratch, &pairs);
   cudaError_t error = cudaSuccess;
-  if (p.num_tokens > 1 && way != ExpertsWay::kFew) {
-    const unsigned blocks = blocks_for(static_cast<int64_t>(p.num_tokens) * p.top_k, kSortPairs);
-    if (blocks > 1) error = launch(count_kernel, blocks, kSortThreads, 0, stream, p, pairs);
-    if (error == cudaSuccess) error = launch(sort_kernel, blocks, kSortThreads, 0, stream, p, pairs);
+  if (p.num_tokens > 1 && way != ExpertsKernel::kGemv) {
+    const unsigned blocks = ceil_div(static_cast<int64_t>(p.num_tokens) * p.top_k, kSortPairs);
+    if (blocks > 1) error = launch(count_experts_kernel, blocks, kSortThreads, 0, stream, p, pairs);
+    if (error == cudaSuccess) error = launch(sort_pairs_kernel, blocks, kSortThreads, 0, stream, p, pairs);
     if (error != cudaSuccess) return error;
   }
-  const Rounding rounding = way == ExpertsWay::kPlain || !multiplies_codes(p) ? Rounding::kNumbers
-                            : way == ExpertsWay::kFew                         ? Rounding::kInKernel
-                            : serves_experts_on_hopper(p)                     ? Rounding::kCodes
-                                                                              : Rounding::kNumbers;
+  const ActivationQuant rounding = way == ExpertsKernel::kFallback || !uses_fp8_mma(p) ? ActivationQuant::kDequantized
+                            : way == ExpertsKernel::kGemv                         ? ActivationQuant::kInKernel
+                            : has_experts_gemm_sm90(p)                     ? ActivationQuant::kCodes
+                                                                              : ActivationQuant::kDequantized;
   error = round(dtype, p, pairs, rounding, /*down=*/false, stream);
   if (error != cudaSuccess) return error;
-  if (p.rounded && rounding == Rounding::kNumbers) p.x = pairs.rounded;
-  return with_type(dtype, [&](auto* type) {
+  if (p.rounded && rounding == ActivationQuant::kDequantized) p.x = pairs.quantized;
+  return dispatch_dtype(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    error = way == ExpertsWay::kPlain ? plain_experts<T>(p, pairs, stream)
-            : way == ExpertsWay::kFew ? few_experts(dtype, p, pairs, stream)
-            : serves_experts_on_hopper(p) ? many_experts_on_hopper(dtype, p, pairs, stream)
-            : packed                      ? many_packed_experts(dtype, p, pairs, stream)
-                                          : many_experts(dtype, p, pairs, stream);
-    if (error != cudaSuccess || (way == ExpertsWay::kFew && sums_choices(p))) return error;
+    error = way == ExpertsKernel::kFallback ? fallback_experts<T>(p, pairs, stream)
+            : way == ExpertsKernel::kGemv ? experts_gemv(dtype, p, pairs, stream)
+            : has_experts_gemm_sm90(p) ? experts_gemm_sm90(dtype, p, pairs, stream)
+            : packed                      ? packed_experts_gemm(dtype, p, pairs, stream)
+                                          : experts_gemm(dtype, p, pairs, stream);
+    if (error != cudaSuccess || (way == ExpertsKernel::kGemv && combines_choices(p))) return error;
     return combine<T>(p, pairs, stream);
   });
 }

@@ -6,7 +6,7 @@
 // dimension. A gate and what it gates are rows that follow one another, so the same tile.
 //
 // Which experts were chosen each block finds out by itself: it counts all pairs in shared memory and lists the groups. So
-// nothing runs before these kernels, and of the second product weights are under way before the first has ended.
+// nothing runs before these kernels, and of the second gemm weights are under way before the first has ended.
 // Reads the weights of every expert that was chosen once for each group.
 #pragma once
 
@@ -16,15 +16,15 @@
 
 namespace llmc::device {
 
-constexpr int kFewestPairs = 128;  // that take little shared memory
+constexpr int kSmallOrderPairs = 128;  // that take little shared memory
 
-// A group in a word: its expert, its first place in the order of pairs, and how many they are.
+// A group in a word: its expert, its first layout_scratch in the order of pairs, and how many they are.
 constexpr int kPlaceBits = 12, kCountBits = 5;
-static_assert(kMostExperts <= 1 << (32 - kPlaceBits - kCountBits) && kFewExpertPairs <= 1 << kPlaceBits);
-__device__ __forceinline__ uint32_t word_of(const Group& group) {
+static_assert(kMaxExperts <= 1 << (32 - kPlaceBits - kCountBits) && kExpertsGemvPairs <= 1 << kPlaceBits);
+__device__ __forceinline__ uint32_t pack_group(const PairGroup& group) {
   return group.expert << (kPlaceBits + kCountBits) | group.first << kCountBits | group.count;
 }
-__device__ __forceinline__ Group group_of(uint32_t word) {
+__device__ __forceinline__ PairGroup unpack_group(uint32_t word) {
   return {static_cast<int>(word >> (kPlaceBits + kCountBits)),
           static_cast<int>(word >> kCountBits & ((1u << kPlaceBits) - 1)), static_cast<int>(word & ((1u << kCountBits) - 1))};
 }
@@ -32,7 +32,7 @@ __device__ __forceinline__ Group group_of(uint32_t word) {
 // The groups of `per` pairs of one expert at most, and pairs in their order: how many groups there are. `counts` is shared,
 // two for each expert; so are list and order, one for each pair.
 template <int kThreads>
-__device__ __forceinline__ int list_groups(const ExpertsParams& p, int per, uint32_t* list, uint16_t* order, uint32_t* counts) {
+__device__ __forceinline__ int list_pair_groups(const ExpertsParams& p, int per, uint32_t* list, uint16_t* order, uint32_t* counts) {
   __shared__ uint32_t totals[kThreads / 32];
   const int all = p.num_tokens * p.top_k, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   if (all <= 32) {  // a lane for each pair, of which an expert's first has the group
@@ -44,7 +44,7 @@ __device__ __forceinline__ int list_groups(const ExpertsParams& p, int per, uint
       const uint32_t leaders = __ballot_sync(~0u, leads);
       // Pairs of groups up to the leader's.
       const int first = __shfl_sync(~0u, warp_scan(leads ? count : 0), leader) - count;
-      if (leads) list[__popc(leaders & lower)] = word_of({expert, first, count});
+      if (leads) list[__popc(leaders & lower)] = pack_group({expert, first, count});
       if (expert >= 0) order[first + __popc(alike & lower)] = static_cast<uint16_t>(lane);
       const bool fits = __all_sync(~0u, expert < 0 || count <= per);
       if (lane == 0) totals[0] = fits ? __popc(leaders) : ~0u;
@@ -56,7 +56,7 @@ __device__ __forceinline__ int list_groups(const ExpertsParams& p, int per, uint
   __syncthreads();
   for (int pair = threadIdx.x; pair < all; pair += kThreads) {
     const int expert = expert_of(p, pair);
-    if (expert >= 0) list[pair] = atomicAdd(counts + expert, 1u);  // its place among the expert's
+    if (expert >= 0) list[pair] = atomicAdd(counts + expert, 1u);  // its layout_scratch among the expert's
   }
   __syncthreads();
   uint32_t* before = counts + p.num_experts;
@@ -101,7 +101,7 @@ __device__ __forceinline__ int list_groups(const ExpertsParams& p, int per, uint
   for (int expert = threadIdx.x; expert < p.num_experts; expert += kThreads) {
     const int first = before[expert] & 0xffff, count = counts[expert];
     for (int skipped = 0; skipped < count; skipped += per)
-      list[(before[expert] >> 16) + skipped / per] = word_of({expert, first + skipped, min(per, count - skipped)});
+      list[(before[expert] >> 16) + skipped / per] = pack_group({expert, first + skipped, min(per, count - skipped)});
   }
   __syncthreads();
   return static_cast<int>(total >> 16);
@@ -109,14 +109,14 @@ __device__ __forceinline__ int list_groups(const ExpertsParams& p, int per, uint
 
 // Bytes of the list of groups and of the order of pairs; these, of few, have as much room as of many.
 __host__ __device__ __forceinline__ int order_bytes(int pairs) {
-  return 6 * (pairs <= kFewestPairs ? kFewestPairs : kFewExpertPairs);
+  return 6 * (pairs <= kSmallOrderPairs ? kSmallOrderPairs : kExpertsGemvPairs);
 }
 
 // Takes the tiles of all groups in turn, so many at once further.
-struct TileOfGroup {
+struct GroupTileCursor {
   int group, tile, of_group;  // tiles of a group
 
-  __device__ __forceinline__ TileOfGroup(int first, int of_group) : group(0), tile(first), of_group(of_group) { settle(); }
+  __device__ __forceinline__ GroupTileCursor(int first, int of_group) : group(0), tile(first), of_group(of_group) { settle(); }
   __device__ __forceinline__ void advance(int tiles) { tile += tiles, settle(); }
 
  private:
@@ -128,8 +128,8 @@ struct TileOfGroup {
 // The outputs of rows that follow one another for a group, from what each warp summed up, partial[warp][row][pair of the group]:
 // from the `begin`th on every `step`th.
 template <bool kDown, typename T, int kWarps, int kRows, int kPitch>
-__device__ __forceinline__ void finish_outputs(const ExpertsParams& p, const Pairs& pairs, const Product<T>& product,
-                                               const Group& group, const uint16_t* order, int first_row,
+__device__ __forceinline__ void store_outputs(const ExpertsParams& p, const Pairs& pairs, const ExpertGemm<T>& gemm,
+                                               const PairGroup& group, const uint16_t* order, int first_row,
                                                const float (&partial)[kWarps][kRows][kPitch], int begin, int step) {
   auto sum_of = [&](int row, int pair) {
     float value = 0;
@@ -140,10 +140,10 @@ __device__ __forceinline__ void finish_outputs(const ExpertsParams& p, const Pai
   const int paired = !kDown && p.gated ? 2 : 1, columns = kRows / paired;
   for (int i = begin; i < columns * group.count; i += step) {
     const int row = i % columns * paired, of_group = i / columns, pair = order[group.first + of_group];
-    if (first_row + row >= product.out) continue;
+    if (first_row + row >= gemm.out) continue;
     const float value = sum_of(row, of_group);
-    if (kDown) finish_made(p, pairs, pair, product, group.expert, first_row + row, value);
-    else finish_inner(p, pairs, pair, pair, product, group.expert, (first_row + row) / paired, value,
+    if (kDown) store_expert_output(p, pairs, pair, gemm, group.expert, first_row + row, value);
+    else store_inner(p, pairs, pair, pair, gemm, group.expert, (first_row + row) / paired, value,
                       p.gated ? sum_of(row + 1, of_group) : 0.f);
   }
 }
@@ -160,19 +160,19 @@ template <auto kKernel, int kThreads>
 cudaError_t run_resident(const ExpertsParams& p, const Pairs& pairs, int out, int rows, int ring, int rest, int most,
                          cudaStream_t stream) {
   const cudaError_t error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                 ring + order_bytes(kFewExpertPairs) + most);
+                                                 ring + order_bytes(kExpertsGemvPairs) + most);
   if (error != cudaSuccess) return error;
   auto resident_at = [](int shared) {
     int blocks = 0;
     cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kKernel, kThreads, shared);
-    return int64_t{std::max(blocks, 1)} * multiprocessors();
+    return int64_t{std::max(blocks, 1)} * num_sms();
   };
   // Asked for once where no width decides.
-  static const int64_t few = resident_at(ring + order_bytes(kFewestPairs));
-  static const int64_t many = resident_at(ring + order_bytes(kFewExpertPairs));
+  static const int64_t few = resident_at(ring + order_bytes(kSmallOrderPairs));
+  static const int64_t many = resident_at(ring + order_bytes(kExpertsGemvPairs));
   const int pairs_here = p.num_tokens * p.top_k, shared = ring + order_bytes(pairs_here) + rest;
-  const int64_t resident = most > 0 ? resident_at(shared) : pairs_here <= kFewestPairs ? few : many;
-  const int64_t tiles = static_cast<int64_t>(pairs_here) * blocks_for(out, rows);
+  const int64_t resident = most > 0 ? resident_at(shared) : pairs_here <= kSmallOrderPairs ? few : many;
+  const int64_t tiles = static_cast<int64_t>(pairs_here) * ceil_div(out, rows);
   return launch(kKernel, static_cast<unsigned>(std::min(tiles, resident)), kThreads, shared, stream, p, pairs);
 }
 
@@ -180,7 +180,7 @@ cudaError_t run_resident(const ExpertsParams& p, const Pairs& pairs, int out, in
 
 namespace llmc::kernels {
 
-// few_experts() of packed weights.
-cudaError_t few_packed_experts(DType dtype, const ExpertsParams& params, const device::Pairs& pairs, cudaStream_t stream);
+// experts_gemv() of packed weights.
+cudaError_t packed_experts_gemv(DType dtype, const ExpertsParams& params, const device::Pairs& pairs, cudaStream_t stream);
 
 }  // namespace llmc::kernels

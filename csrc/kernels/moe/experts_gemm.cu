@@ -18,14 +18,14 @@ using namespace device;
 constexpr int kOut = 128, kColumns = 64, kVectors = kColumns / 8;
 constexpr int kStages = 3, kThreads = 256;
 
-__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* from) {
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(from))));
 }
 
 // Where a row's vector is in a stage.
-__device__ __forceinline__ int place_of(int row, int vector) { return row * kVectors + (vector ^ row % 8); }
+__device__ __forceinline__ int packed_column(int row, int vector) { return row * kVectors + (vector ^ row % 8); }
 
 template <typename T, int kPairs, bool kDown>
 __global__ void __launch_bounds__(kThreads, 2) experts_gemm_kernel(const __grid_constant__ ExpertsParams p,
@@ -34,47 +34,47 @@ __global__ void __launch_bounds__(kThreads, 2) experts_gemm_kernel(const __grid_
   constexpr int kRowsOfCopy = kThreads / kVectors, kCopiesOfX = kPairs / kRowsOfCopy, kCopies = kOut / kRowsOfCopy;
   constexpr int kTilesOfPairs = kPairs / 32, kTilesOfOut = kOut / 32;  // of 16 pairs and of 8 rows, a warp's
   extern __shared__ uint4 ring[];  // [kStages][kStage]
-  __shared__ int before[kMostExperts + 1];
+  __shared__ int before[kMaxExperts + 1];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int first_pair = warp / 4 * (kPairs / 2), first_row = warp % 4 * (kOut / 4);
   const int row_of_copy = threadIdx.x / kVectors, vector = threadIdx.x % kVectors;
-  wait_for_inputs();
-  let_next_start();
-  const Product<T> product(p, pairs, kDown);
-  Groups groups(p, pairs, before, kPairs);
-  const int out_tiles = (product.out + kOut - 1) / kOut, stages = (product.in + kColumns - 1) / kColumns;
+  pdl_wait();
+  pdl_launch_dependents();
+  const ExpertGemm<T> gemm(p, pairs, kDown);
+  PairGroups groups(p, pairs, before, kPairs);
+  const int out_tiles = (gemm.out + kOut - 1) / kOut, stages = (gemm.in + kColumns - 1) / kColumns;
   const int tiles = groups.template count<kThreads>() * out_tiles;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    const Group group = groups.next(tile / out_tiles);
+    const PairGroup group = groups.next(tile / out_tiles);
     const int first_out = tile % out_tiles * kOut;
     const T *x[kCopiesOfX], *weight[kCopies];
 #pragma unroll
     for (int i = 0; i < kCopiesOfX; ++i) {  // pairs behind the last repeat it; their sums are not written
       const int pair = min(i * kRowsOfCopy + row_of_copy, group.count - 1);
-      x[i] = row_of(product, p, groups, group.first + pair, kDown) + 8 * vector;
+      x[i] = row_of(gemm, p, groups, group.first + pair, kDown) + 8 * vector;
     }
 #pragma unroll
     for (int i = 0; i < kCopies; ++i)
-      weight[i] = product.row_of_weight(group.expert, first_out + i * kRowsOfCopy + row_of_copy) + 8 * vector;
+      weight[i] = gemm.row_of_weight(group.expert, first_out + i * kRowsOfCopy + row_of_copy) + 8 * vector;
     auto copy = [&](int stage) {
       if (stage < stages) {
         uint4* to = ring + stage % kStages * kStage;
         const int at = stage * kColumns;
-        const bool there = at + 8 * vector < product.in;
+        const bool there = at + 8 * vector < gemm.in;
 #pragma unroll
         for (int i = 0; i < kCopiesOfX; ++i)
-          start_copy(to + place_of(i * kRowsOfCopy + row_of_copy, vector), x[i] + (there ? at : -8 * vector), there);
+          cp_async(to + packed_column(i * kRowsOfCopy + row_of_copy, vector), x[i] + (there ? at : -8 * vector), there);
         to += kPairs * kVectors;
 #pragma unroll
         for (int i = 0; i < kCopies; ++i)
-          start_copy(to + place_of(i * kRowsOfCopy + row_of_copy, vector), weight[i] + (there ? at : -8 * vector), there);
+          cp_async(to + packed_column(i * kRowsOfCopy + row_of_copy, vector), weight[i] + (there ? at : -8 * vector), there);
       }
-      end_group();
+      cp_async_commit();
     };
     for (int stage = 0; stage < kStages - 1; ++stage) copy(stage);
     float sum[kTilesOfPairs][kTilesOfOut][4] = {};
     for (int stage = 0; stage < stages; ++stage) {
-      wait_for_group<kStages - 2>();
+      cp_async_wait<kStages - 2>();
       __syncthreads();
       copy(stage + kStages - 1);
       const uint4 *of_x = ring + stage % kStages * kStage, *of_weight = of_x + kPairs * kVectors;
@@ -83,15 +83,15 @@ __global__ void __launch_bounds__(kThreads, 2) experts_gemm_kernel(const __grid_
         uint32_t a[kTilesOfPairs][4];
 #pragma unroll
         for (int m = 0; m < kTilesOfPairs; ++m)
-          load_matrices(a[m], of_x + place_of(first_pair + m * 16 + lane % 16, 2 * k + lane / 16));
+          ldmatrix_x4(a[m], of_x + packed_column(first_pair + m * 16 + lane % 16, 2 * k + lane / 16));
 #pragma unroll
         for (int n = 0; n < kTilesOfOut; n += 2) {
           uint32_t b[4];  // rows n·8 to +7 and +8 to +15, each columns k·16 to +7 and +8 to +15
-          load_matrices(b, of_weight + place_of(first_row + n * 8 + lane / 16 * 8 + lane % 8, 2 * k + lane % 16 / 8));
+          ldmatrix_x4(b, of_weight + packed_column(first_row + n * 8 + lane / 16 * 8 + lane % 8, 2 * k + lane % 16 / 8));
 #pragma unroll
           for (int m = 0; m < kTilesOfPairs; ++m) {
-            multiply<T>(sum[m][n], a[m], b[0], b[1]);
-            multiply<T>(sum[m][n + 1], a[m], b[2], b[3]);
+            mma_m16n8k16<T>(sum[m][n], a[m], b[0], b[1]);
+            mma_m16n8k16<T>(sum[m][n + 1], a[m], b[2], b[3]);
           }
         }
       }
@@ -100,21 +100,21 @@ __global__ void __launch_bounds__(kThreads, 2) experts_gemm_kernel(const __grid_
     for (int m = 0; m < kTilesOfPairs; ++m)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int pair = first_pair + m * 16 + g + 8 * r, place = group.first + pair;
+        const int pair = first_pair + m * 16 + g + 8 * r, layout_scratch = group.first + pair;
         if (pair >= group.count) continue;
 #pragma unroll
         for (int n = 0; n < kTilesOfOut; ++n) {
           const int out = first_out + first_row + n * 8 + 2 * t;
           const float low = sum[m][n][2 * r], high = sum[m][n][2 * r + 1];
-          if (out >= product.out) continue;
+          if (out >= gemm.out) continue;
           if (kDown) {
-            finish_made(p, pairs, groups, product, group.expert, place, out, low);
-            finish_made(p, pairs, groups, product, group.expert, place, out + 1, high);
+            store_expert_output(p, pairs, groups, gemm, group.expert, layout_scratch, out, low);
+            store_expert_output(p, pairs, groups, gemm, group.expert, layout_scratch, out + 1, high);
           } else if (p.gated) {
-            finish_inner(p, pairs, groups, product, group.expert, place, out / 2, low, high);
+            store_inner(p, pairs, groups, gemm, group.expert, layout_scratch, out / 2, low, high);
           } else {
-            finish_inner(p, pairs, groups, product, group.expert, place, out, low, 0.f);
-            finish_inner(p, pairs, groups, product, group.expert, place, out + 1, high, 0.f);
+            store_inner(p, pairs, groups, gemm, group.expert, layout_scratch, out, low, 0.f);
+            store_inner(p, pairs, groups, gemm, group.expert, layout_scratch, out + 1, high, 0.f);
           }
         }
       }
@@ -126,7 +126,7 @@ template <typename T, int kPairs, bool kDown>
 cudaError_t run_tiles(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
   constexpr int kShared = sizeof(uint4) * kStages * (kPairs + kOut) * kVectors, kRest = 5 << 10;
   if constexpr (kPairs > 64)
-    if (device_property<cudaDevAttrMaxSharedMemoryPerBlockOptin>() < kShared + kRest)
+    if (device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() < kShared + kRest)
       return run_tiles<T, 64, kDown>(p, pairs, stream);
   auto kernel = experts_gemm_kernel<T, kPairs, kDown>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
@@ -134,9 +134,9 @@ cudaError_t run_tiles(const ExpertsParams& p, const Pairs& pairs, cudaStream_t s
   static const int resident = [kernel] {
     int blocks = 0;
     cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, kShared);
-    return std::max(blocks, 1) * static_cast<int>(multiprocessors());
+    return std::max(blocks, 1) * static_cast<int>(num_sms());
   }();
-  const int64_t tiles = static_cast<int64_t>(p.num_tokens) * p.top_k * blocks_for(Product<T>(p, pairs, kDown).out, kOut);
+  const int64_t tiles = static_cast<int64_t>(p.num_tokens) * p.top_k * ceil_div(ExpertGemm<T>(p, pairs, kDown).out, kOut);
   return launch(kernel, static_cast<unsigned>(std::min<int64_t>(tiles, resident)), kThreads, kShared, stream, p, pairs);
 }
 
@@ -155,7 +155,7 @@ cudaError_t run_type(const ExpertsParams& p, const Pairs& pairs, cudaStream_t st
 
 }  // namespace
 
-cudaError_t many_experts(DType dtype, const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
+cudaError_t experts_gemm(DType dtype, const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
   if (p.hidden % 8 != 0 || p.inner % 8 != 0) return cudaErrorInvalidValue;
   if (dtype == DType::kFloat16) return run_type<__half>(p, pairs, stream);
   if (dtype == DType::kBFloat16) return run_type<__nv_bfloat16>(p, pairs, stream);

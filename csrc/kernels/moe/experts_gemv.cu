@@ -3,7 +3,7 @@
 // The weights of a warp's next kStages chunks, whichever tile they are of, are under way to shared memory all the time, past
 // L1, where x stays. What a thread copies is what it reads back, as the tensor core wants it: 16 bytes of rows g and g + 8.
 //
-// Of few pairs the second product may be another kernel, which sums up a token's choices too: summed_kernel.
+// Of few pairs the second gemm may be another kernel, which sums up a token's choices too: down_combine_kernel.
 #include <algorithm>
 
 #include "../common/cp_async.cuh"
@@ -17,13 +17,13 @@ using namespace device;
 constexpr int kUnroll = 4;  // steps in a chunk
 constexpr int kStages = 2;  // chunks under way
 constexpr int kSlotBytes = kUnroll * 2 * 512;
-constexpr int kSummedPairs = 32, kSummedWarps = 16;  // of summed_kernel: at most; in a block
+constexpr int kCombinePairs = 32, kCombineWarps = 16;  // of down_combine_kernel: at most; in a block
 
 // kTiles: 8 pairs each in a group.
 template <typename T, int kWarps, int kTiles, bool kDown>
 __global__ void __launch_bounds__(kWarps * 32, (kTiles == 1 ? 24 : 16) / kWarps)
     experts_gemv_kernel(const __grid_constant__ ExpertsParams p, const __grid_constant__ Pairs pairs) {
-  constexpr int kThreads = kWarps * 32, kPairs = kTiles * 8, kRows = kExpertsRows, kStep = kExpertsStep<Codes::kNone>;
+  constexpr int kThreads = kWarps * 32, kPairs = kTiles * 8, kRows = kExpertTileRows, kStep = kExpertTileColumns<CodeType::kNone>;
   // Rings of kStages slots of each warp; then the list of groups, and the order of pairs.
   extern __shared__ uint4 shared[];
   __shared__ float partial[2][kWarps][kRows][kPairs + 1];
@@ -32,27 +32,27 @@ __global__ void __launch_bounds__(kWarps * 32, (kTiles == 1 ? 24 : 16) / kWarps)
   auto* list = reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(shared) + kWarps * kStages * kSlotBytes);
   auto* order = reinterpret_cast<uint16_t*>(list + p.num_tokens * p.top_k);
   if (!kDown) {
-    wait_for_inputs();
-    let_next_start();
+    pdl_wait();
+    pdl_launch_dependents();
   }
-  const Product<T> product(p, pairs, kDown);
-  const int out_tiles = (product.out + kRows - 1) / kRows;
-  const int num_groups = list_groups<kThreads>(p, kPairs, list, order, reinterpret_cast<uint32_t*>(shared));
+  const ExpertGemm<T> gemm(p, pairs, kDown);
+  const int out_tiles = (gemm.out + kRows - 1) / kRows;
+  const int num_groups = list_pair_groups<kThreads>(p, kPairs, list, order, reinterpret_cast<uint32_t*>(shared));
   // A warp's steps.
-  const int steps = (product.in + kStep - 1) / kStep, share = (steps + kWarps - 1) / kWarps;
+  const int steps = (gemm.in + kStep - 1) / kStep, share = (steps + kWarps - 1) / kWarps;
   const int begin = warp * share, end = min(begin + share, steps), chunks = (share + kUnroll - 1) / kUnroll;
 
-  // The copies are ahead of the products: their own place in the sequence of tiles and chunks.
+  // The copies are ahead of the products: their own layout_scratch in the sequence of tiles and chunks.
   struct {
-    TileOfGroup at;
+    GroupTileCursor at;
     int chunk, slot;
     const char *low, *high;
   } ahead{{static_cast<int>(blockIdx.x), out_tiles}, 0, 0, nullptr, nullptr};
   auto find_rows = [&] {
     if (ahead.at.group >= num_groups) return;
-    const int expert = group_of(list[ahead.at.group]).expert, row = ahead.at.tile * kRows + g;
-    ahead.low = reinterpret_cast<const char*>(product.row_of_weight(expert, row) + 8 * t);
-    ahead.high = reinterpret_cast<const char*>(product.row_of_weight(expert, row + 8) + 8 * t);
+    const int expert = unpack_group(list[ahead.at.group]).expert, row = ahead.at.tile * kRows + g;
+    ahead.low = reinterpret_cast<const char*>(gemm.row_of_weight(expert, row) + 8 * t);
+    ahead.high = reinterpret_cast<const char*>(gemm.row_of_weight(expert, row + 8) + 8 * t);
   };
   auto copy_chunk = [&] {
     if (ahead.at.group < num_groups) {
@@ -61,10 +61,10 @@ __global__ void __launch_bounds__(kWarps * 32, (kTiles == 1 ? 24 : 16) / kWarps)
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
         const int step = first + u;
-        const bool there = step < end && step * kStep + 8 * t < product.in;
+        const bool there = step < end && step * kStep + 8 * t < gemm.in;
         const int at = there ? step * kStep * static_cast<int>(sizeof(T)) : 0;
-        start_copy(to + 2 * u * 32, ahead.low + at, there);
-        start_copy(to + (2 * u + 1) * 32, ahead.high + at, there);
+        cp_async(to + 2 * u * 32, ahead.low + at, there);
+        cp_async(to + (2 * u + 1) * 32, ahead.high + at, there);
       }
       ahead.slot = ahead.slot + kSlotBytes == kStages * kSlotBytes ? 0 : ahead.slot + kSlotBytes;
       if (++ahead.chunk == chunks) {
@@ -73,26 +73,26 @@ __global__ void __launch_bounds__(kWarps * 32, (kTiles == 1 ? 24 : 16) / kWarps)
         find_rows();
       }
     }
-    end_group();
+    cp_async_commit();
   };
   find_rows();
   for (int i = 0; i < kStages; ++i) copy_chunk();
   if (kDown) {
-    wait_for_inputs();
-    let_next_start();
+    pdl_wait();
+    pdl_launch_dependents();
   }
 
   const uint4 zero = make_uint4(0, 0, 0, 0);
   int slot = 0, turn = 0;
-  for (TileOfGroup at(blockIdx.x, out_tiles); at.group < num_groups; at.advance(gridDim.x), ++turn) {
-    const Group group = group_of(list[at.group]);
+  for (GroupTileCursor at(blockIdx.x, out_tiles); at.group < num_groups; at.advance(gridDim.x), ++turn) {
+    const PairGroup group = unpack_group(list[at.group]);
     const int first_row = at.tile * kRows;
     // Pairs behind the last repeat it, and lead to columns that are not written.
     const T* x[kTiles];
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
       const int pair = order[group.first + min(n * 8 + g, group.count - 1)];
-      x[n] = product.x + static_cast<int64_t>(kDown ? pair : pair / p.top_k) * product.in + 8 * t;
+      x[n] = gemm.x + static_cast<int64_t>(kDown ? pair : pair / p.top_k) * gemm.in + 8 * t;
     }
     float sum[kTiles][4] = {};
     for (int chunk = 0; chunk < chunks; ++chunk) {
@@ -103,10 +103,10 @@ __global__ void __launch_bounds__(kWarps * 32, (kTiles == 1 ? 24 : 16) / kWarps)
 #pragma unroll
         for (int n = 0; n < kTiles; ++n) {
           const int column = (first + u) * kStep;
-          b[u][n] = first + u < end && column + 8 * t < product.in ? *reinterpret_cast<const uint4*>(x[n] + column) : zero;
+          b[u][n] = first + u < end && column + 8 * t < gemm.in ? *reinterpret_cast<const uint4*>(x[n] + column) : zero;
         }
-      wait_for_group<kStages - 1>();
-      multiply_chunk<T, 32>(sum, reinterpret_cast<const uint4*>(ring + slot) + lane, b);
+      cp_async_wait<kStages - 1>();
+      mma_chunk<T, 32>(sum, reinterpret_cast<const uint4*>(ring + slot) + lane, b);
       slot = slot + kSlotBytes == kStages * kSlotBytes ? 0 : slot + kSlotBytes;
       copy_chunk();
     }
@@ -117,26 +117,26 @@ __global__ void __launch_bounds__(kWarps * 32, (kTiles == 1 ? 24 : 16) / kWarps)
       for (int c = 0; c < 4; ++c) mine[warp][g + c / 2 * 8][n * 8 + 2 * t + c % 2] = sum[n][c];
     __syncthreads();
     // Each tile's outputs are the work of another warp first.
-    finish_outputs<kDown>(p, pairs, product, group, order, first_row, mine, (threadIdx.x + turn * 32) % kThreads, kThreads);
+    store_outputs<kDown>(p, pairs, gemm, group, order, first_row, mine, (threadIdx.x + turn * 32) % kThreads, kThreads);
   }
 }
 
-// The second product of weights of 16 bits for few pairs, and the sum over a token's choices. A tile is 16 rows of y for
+// The second gemm of weights of 16 bits for few pairs, and the sum over a token's choices. A tile is 16 rows of y for
 // one token: of every expert here that it chose the same 16 rows. A block's warps divide the chunks of all of them, one
 // choice's behind the other's, multiply what they have of a choice by its score and add that up; so do at the end the
 // warps. Chunks are under way as above. Tokens that share an expert read it from the cache. Reads `inner`, writes y.
 template <typename T>
-__global__ void __launch_bounds__(kSummedWarps * 32, 1) summed_kernel(const __grid_constant__ ExpertsParams p,
+__global__ void __launch_bounds__(kCombineWarps * 32, 1) down_combine_kernel(const __grid_constant__ ExpertsParams p,
                                                                    const __grid_constant__ Pairs pairs) {
-  constexpr int kWarps = kSummedWarps, kStep = kExpertsStep<Codes::kNone>, kRows = kExpertsRows;
+  constexpr int kWarps = kCombineWarps, kStep = kExpertTileColumns<CodeType::kNone>, kRows = kExpertTileRows;
   extern __shared__ uint4 shared[];  // rings of kStages slots of each warp
   __shared__ float partial[2][kWarps][kRows];
-  __shared__ int expert_at[kSummedPairs], choice_at[kSummedPairs], count_of[kSummedPairs];  // from top_k · token on
-  __shared__ float score_at[kSummedPairs];
+  __shared__ int expert_at[kCombinePairs], choice_at[kCombinePairs], count_of[kCombinePairs];  // from top_k · token on
+  __shared__ float score_at[kCombinePairs];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   char* ring = reinterpret_cast<char*>(shared) + warp * kStages * kSlotBytes;
   if (warp == 0) {  // those that are here, in their order
-    static_assert(kSummedPairs == 32);
+    static_assert(kCombinePairs == 32);
     const int expert = lane < p.num_tokens * p.top_k ? expert_of(p, lane) : -1, first = lane / p.top_k * p.top_k;
     const uint32_t here = __ballot_sync(~0u, expert >= 0) >> first & (p.top_k < 32 ? (1u << p.top_k) - 1 : ~0u);
     if (lane % p.top_k == 0) count_of[lane / p.top_k] = __popc(here);
@@ -146,15 +146,15 @@ __global__ void __launch_bounds__(kSummedWarps * 32, 1) summed_kernel(const __gr
     }
   }
   __syncthreads();
-  const Product<T> product(p, pairs, true);
-  const int tiles = (product.out + kRows - 1) / kRows * p.num_tokens;
-  const int of_choice = ((product.in + kStep - 1) / kStep + kUnroll - 1) / kUnroll;  // chunks
+  const ExpertGemm<T> gemm(p, pairs, true);
+  const int tiles = (gemm.out + kRows - 1) / kRows * p.num_tokens;
+  const int of_choice = ((gemm.in + kStep - 1) / kStep + kUnroll - 1) / kUnroll;  // chunks
   auto share_of = [&](int token) {
     const int all = count_of[token] * of_choice, each = (all + kWarps - 1) / kWarps;
     return make_int2(min(warp * each, all), min(warp * each + each, all));
   };
 
-  // The copies are ahead of the products: their own place in the sequence of tiles and chunks.
+  // The copies are ahead of the products: their own layout_scratch in the sequence of tiles and chunks.
   struct {
     int tile, chunk, end, slot, step, choice;
     const char *low, *high;
@@ -162,8 +162,8 @@ __global__ void __launch_bounds__(kSummedWarps * 32, 1) summed_kernel(const __gr
   auto find_rows = [&] {
     const int expert = expert_at[ahead.tile % p.num_tokens * p.top_k + ahead.choice];
     const int row = ahead.tile / p.num_tokens * kRows + g;
-    ahead.low = reinterpret_cast<const char*>(product.row_of_weight(expert, row) + 8 * t);
-    ahead.high = reinterpret_cast<const char*>(product.row_of_weight(expert, row + 8) + 8 * t);
+    ahead.low = reinterpret_cast<const char*>(gemm.row_of_weight(expert, row) + 8 * t);
+    ahead.high = reinterpret_cast<const char*>(gemm.row_of_weight(expert, row + 8) + 8 * t);
   };
   auto find_tile = [&] {
     for (; ahead.tile < tiles; ahead.tile += gridDim.x) {
@@ -180,10 +180,10 @@ __global__ void __launch_bounds__(kSummedWarps * 32, 1) summed_kernel(const __gr
       uint4* to = reinterpret_cast<uint4*>(ring + ahead.slot) + lane;
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
-        const bool there = (ahead.step + u) * kStep + 8 * t < product.in;
+        const bool there = (ahead.step + u) * kStep + 8 * t < gemm.in;
         const int at = there ? (ahead.step + u) * kStep * static_cast<int>(sizeof(T)) : 0;
-        start_copy(to + 2 * u * 32, ahead.low + at, there);
-        start_copy(to + (2 * u + 1) * 32, ahead.high + at, there);
+        cp_async(to + 2 * u * 32, ahead.low + at, there);
+        cp_async(to + (2 * u + 1) * 32, ahead.high + at, there);
       }
       ahead.slot = ahead.slot + kSlotBytes == kStages * kSlotBytes ? 0 : ahead.slot + kSlotBytes;
       ahead.step += kUnroll;
@@ -195,27 +195,27 @@ __global__ void __launch_bounds__(kSummedWarps * 32, 1) summed_kernel(const __gr
         find_rows();
       }
     }
-    end_group();
+    cp_async_commit();
   };
   find_tile();
   for (int i = 0; i < kStages; ++i) copy_chunk();
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
 
   const uint4 zero = make_uint4(0, 0, 0, 0);
   int slot = 0, turn = 0;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++turn) {
     const int token = tile % p.num_tokens, first_pair = token * p.top_k, row = tile / p.num_tokens * kRows + lane;
-    const int64_t place = static_cast<int64_t>(token) * p.hidden + row;
+    const int64_t layout_scratch = static_cast<int64_t>(token) * p.hidden + row;
     const bool finishes = warp == turn % kWarps;
-    if (finishes && product.bias != nullptr && lane < count_of[token])  // which is wanted at the end
-      bring(product.bias + static_cast<int64_t>(expert_at[first_pair + lane]) * product.out + row - lane);
-    if (finishes && p.residual != nullptr && lane == 0) bring(static_cast<const T*>(p.residual) + place);
+    if (finishes && gemm.bias != nullptr && lane < count_of[token])  // which is wanted at the end
+      prefetch_l1(gemm.bias + static_cast<int64_t>(expert_at[first_pair + lane]) * gemm.out + row - lane);
+    if (finishes && p.residual != nullptr && lane == 0) prefetch_l1(static_cast<const T*>(p.residual) + layout_scratch);
     float total[2] = {};
     const int2 share = share_of(token);
     for (int chunk = share.x; chunk < share.y;) {
       const int choice = chunk / of_choice, end = min(share.y, (choice + 1) * of_choice);
-      const T* x = product.x + static_cast<int64_t>(choice_at[first_pair + choice]) * product.in + 8 * t;
+      const T* x = gemm.x + static_cast<int64_t>(choice_at[first_pair + choice]) * gemm.in + 8 * t;
       float sum[1][4] = {};
       for (; chunk < end; ++chunk) {
         const int first = (chunk - choice * of_choice) * kUnroll * kStep;
@@ -223,9 +223,9 @@ __global__ void __launch_bounds__(kSummedWarps * 32, 1) summed_kernel(const __gr
 #pragma unroll
         for (int u = 0; u < kUnroll; ++u)
           b[u][0] =
-              first + u * kStep + 8 * t < product.in ? *reinterpret_cast<const uint4*>(x + first + u * kStep) : zero;
-        wait_for_group<kStages - 1>();
-        multiply_chunk<T, 32>(sum, reinterpret_cast<const uint4*>(ring + slot) + lane, b);
+              first + u * kStep + 8 * t < gemm.in ? *reinterpret_cast<const uint4*>(x + first + u * kStep) : zero;
+        cp_async_wait<kStages - 1>();
+        mma_chunk<T, 32>(sum, reinterpret_cast<const uint4*>(ring + slot) + lane, b);
         slot = slot + kSlotBytes == kStages * kSlotBytes ? 0 : slot + kSlotBytes;
         copy_chunk();
       }
@@ -235,16 +235,16 @@ __global__ void __launch_bounds__(kSummedWarps * 32, 1) summed_kernel(const __gr
     auto& mine = partial[turn % 2];  // the one before may still be read
     if (t == 0) mine[warp][g] = total[0], mine[warp][g + 8] = total[1];
     __syncthreads();
-    if (!finishes || lane >= kRows || row >= product.out) continue;
+    if (!finishes || lane >= kRows || row >= gemm.out) continue;
     float value = 0;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) value += mine[w][lane];
-    if (product.bias != nullptr)
+    if (gemm.bias != nullptr)
 #pragma unroll 4
       for (int choice = 0; choice < count_of[token]; ++choice)
-        value = fmaf(score_at[first_pair + choice], product.bias_of(expert_at[first_pair + choice], row), value);
-    if (p.residual != nullptr) value += to_float(static_cast<const T*>(p.residual)[place]);
-    static_cast<T*>(p.y)[place] = from_float<T>(value);
+        value = fmaf(score_at[first_pair + choice], gemm.bias_of(expert_at[first_pair + choice], row), value);
+    if (p.residual != nullptr) value += to_float(static_cast<const T*>(p.residual)[layout_scratch]);
+    static_cast<T*>(p.y)[layout_scratch] = from_float<T>(value);
   }
 }
 
@@ -252,31 +252,31 @@ __global__ void __launch_bounds__(kSummedWarps * 32, 1) summed_kernel(const __gr
 template <typename T, int kTiles, bool kDown>
 cudaError_t run_warps(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
   constexpr int kRest = 32 << 10, kRing = kStages * kSlotBytes;  // of a warp
-  static_assert(4 * kRing >= 8 * kMostExperts);
-  const bool room = device_property<cudaDevAttrMaxSharedMemoryPerBlockOptin>() >= 8 * kRing + kRest;
-  const int out = Product<T>(p, pairs, kDown).out;
-  if (blocks_for(kDown ? p.inner : p.hidden, kExpertsStep<Codes::kNone>) > 16 && room)
-    return run_resident<experts_gemv_kernel<T, 8, kTiles, kDown>, 256>(p, pairs, out, kExpertsRows, 8 * kRing, 0, 0, stream);
-  return run_resident<experts_gemv_kernel<T, 4, kTiles, kDown>, 128>(p, pairs, out, kExpertsRows, 4 * kRing, 0, 0, stream);
+  static_assert(4 * kRing >= 8 * kMaxExperts);
+  const bool room = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() >= 8 * kRing + kRest;
+  const int out = ExpertGemm<T>(p, pairs, kDown).out;
+  if (ceil_div(kDown ? p.inner : p.hidden, kExpertTileColumns<CodeType::kNone>) > 16 && room)
+    return run_resident<experts_gemv_kernel<T, 8, kTiles, kDown>, 256>(p, pairs, out, kExpertTileRows, 8 * kRing, 0, 0, stream);
+  return run_resident<experts_gemv_kernel<T, 4, kTiles, kDown>, 128>(p, pairs, out, kExpertTileRows, 4 * kRing, 0, 0, stream);
 }
 
-constexpr int kSummedRing = kSummedWarps * kStages * kSlotBytes;
+constexpr int kCombineRing = kCombineWarps * kStages * kSlotBytes;
 
 template <typename T>
-cudaError_t run_summed(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
+cudaError_t launch_down_combine(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
   const cudaError_t error =
-      cudaFuncSetAttribute(summed_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSummedRing);
+      cudaFuncSetAttribute(down_combine_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kCombineRing);
   if (error != cudaSuccess) return error;
-  const unsigned tiles = blocks_for(p.hidden, kExpertsRows) * p.num_tokens;
-  return launch(summed_kernel<T>, std::min(tiles, multiprocessors()), kSummedWarps * 32, kSummedRing, stream, p, pairs);
+  const unsigned tiles = ceil_div(p.hidden, kExpertTileRows) * p.num_tokens;
+  return launch(down_combine_kernel<T>, std::min(tiles, num_sms()), kCombineWarps * 32, kCombineRing, stream, p, pairs);
 }
 
 template <typename T, int kTiles>
 cudaError_t run_both(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
   cudaError_t error = run_warps<T, kTiles, false>(p, pairs, stream);
-  if (error == cudaSuccess) error = round_inner(kDType<T>, p, pairs, Rounding::kNumbers, stream);
+  if (error == cudaSuccess) error = quantize_inner(kDType<T>, p, pairs, ActivationQuant::kDequantized, stream);
   if (error != cudaSuccess) return error;
-  return sums_choices(p) ? run_summed<T>(p, pairs, stream) : run_warps<T, kTiles, true>(p, pairs, stream);
+  return combines_choices(p) ? launch_down_combine<T>(p, pairs, stream) : run_warps<T, kTiles, true>(p, pairs, stream);
 }
 
 template <typename T>
@@ -286,22 +286,22 @@ cudaError_t run_type(const ExpertsParams& p, const Pairs& pairs, cudaStream_t st
 
 }  // namespace
 
-// Where all multiprocessors have as many of its tiles, but for one in 20, and tokens seldom share an expert.
-bool sums_choices(const ExpertsParams& p) {
+// Where all num_sms have as many of its tiles, but for one in 20, and tokens seldom share an expert.
+bool combines_choices(const ExpertsParams& p) {
   constexpr int kRest = 8 << 10, kSeldom = 4;
   const int64_t pairs = static_cast<int64_t>(p.num_tokens) * p.top_k;
-  if (p.gate_up_packing.codes != Codes::kNone || pairs > kSummedPairs ||
-      device_property<cudaDevAttrMaxSharedMemoryPerBlockOptin>() < kSummedRing + kRest)
+  if (p.gate_up_quant.code_type != CodeType::kNone || pairs > kCombinePairs ||
+      device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() < kCombineRing + kRest)
     return false;
-  const unsigned tiles = blocks_for(p.hidden, kExpertsRows) * p.num_tokens, places = multiprocessors();
-  const bool even = 20 * blocks_for(tiles, places) * places <= 21 * tiles;
+  const unsigned tiles = ceil_div(p.hidden, kExpertTileRows) * p.num_tokens, places = num_sms();
+  const bool even = 20 * ceil_div(tiles, places) * places <= 21 * tiles;
   return even && (p.num_tokens == 1 || kSeldom * pairs <= p.num_experts);
 }
 
-cudaError_t few_experts(DType dtype, const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
-  if (p.hidden % 8 != 0 || p.inner % 8 != 0 || static_cast<int64_t>(p.num_tokens) * p.top_k > kFewExpertPairs)
+cudaError_t experts_gemv(DType dtype, const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
+  if (p.hidden % 8 != 0 || p.inner % 8 != 0 || static_cast<int64_t>(p.num_tokens) * p.top_k > kExpertsGemvPairs)
     return cudaErrorInvalidValue;
-  if (p.gate_up_packing.codes != Codes::kNone) return few_packed_experts(dtype, p, pairs, stream);
+  if (p.gate_up_quant.code_type != CodeType::kNone) return packed_experts_gemv(dtype, p, pairs, stream);
   if (dtype == DType::kFloat16) return run_type<__half>(p, pairs, stream);
   if (dtype == DType::kBFloat16) return run_type<__nv_bfloat16>(p, pairs, stream);
   return cudaErrorInvalidValue;

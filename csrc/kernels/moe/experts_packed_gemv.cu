@@ -22,45 +22,45 @@ constexpr int kWarps = 4;         // that multiply
 constexpr int kRowTiles = 2;
 constexpr int kSlots = 2;         // chunks under way
 constexpr int kSteps = 24;        // of a tile in a chunk, at most
-constexpr int kRoundedPairs = 4;  // of a group, where a block makes codes of x
-constexpr int kMultiplying = 1;   // the barrier of warps that multiply
+constexpr int kQuantizedPairs = 4;  // of a group, where a block makes codes of x
+constexpr int kConsumerBarrier = 1;   // the barrier of warps that multiply
 
-// How groups of columns are: of 32; with zeros; of kBlock, for x that is rounded.
+// How groups of columns are: of 32; with zeros; of kQuantBlock, for x that is rounded.
 enum class Grouping { kPlain, kSmall, kZeros, kSmallAndZeros, kRounded };
 template <Grouping kGrouping>
 constexpr bool kIsSmall = kGrouping == Grouping::kSmall || kGrouping == Grouping::kSmallAndZeros;
 
 // Bytes of a chunk: the vectors of its tiles, and behind them the scales of their groups.
-template <Codes kCodes, Grouping kGrouping>
-struct Slot {
+template <CodeType kCodeType, Grouping kGrouping>
+struct SlotLayout {
   static constexpr int kVectors = kSteps * 512;  // of a tile
-  static constexpr int kScales = kSteps * (kIsSmall<kGrouping> ? kExpertsStep<kCodes> / 32 : 1) * kScaleRow<kCodes>;
+  static constexpr int kScales = kSteps * (kIsSmall<kGrouping> ? kExpertTileColumns<kCodeType> / 32 : 1) * kTileScaleBytes<kCodeType>;
   static constexpr int kBytes = kRowTiles * (kVectors + kScales);
 };
 
-// Codes of MXFP4 are multiplied as the bits that they are, which stand for small numbers (mxfp4_bits()); sums make up for that.
-// In bfloat16 they are so small that x is lifted to meet them: numbers of x beyond 2^64 become infinite, and what products with
+// CodeType of MXFP4 are multiplied as the bits that they are, which bias_nibbles for small numbers (mxfp4_bits()); sums make up for that.
+// In bfloat16 they are so small that x is scale_up to meet them: numbers of x beyond 2^64 become infinite, and what products with
 // a group's exponent are less than 2^-63 loses bits.
 template <typename T>
-constexpr float kMadeUp = std::is_same_v<T, __half> ? 0x1p14f : 0x1p63f;
-__device__ __forceinline__ uint4 lifted(const uint4& x) {
-  auto lift = [](uint32_t pair) { return product<__nv_bfloat16>(pair, 0x5f005f00); };  // 2^63 twice
+constexpr float kMxfp4Correction = std::is_same_v<T, __half> ? 0x1p14f : 0x1p63f;
+__device__ __forceinline__ uint4 scale_up(const uint4& x) {
+  auto lift = [](uint32_t pair) { return hmul2<__nv_bfloat16>(pair, 0x5f005f00); };  // 2^63 twice
   return make_uint4(lift(x.x), lift(x.y), lift(x.z), lift(x.w));
 }
 
-// Stretches of memory that lie so far apart, of which each has so much room in a slot.
-struct Pieces {
+// BulkPipeline of memory that lie so far apart, of which each has so much room in a slot.
+struct StridedSpans {
   const char* from;
   int64_t apart;
   int bytes, room;
 };
 
-// Stretches of memory into slots of shared memory, in turn, by one warp; others read them.
+// BulkPipeline of memory into slots of shared memory, in turn, by one warp; others read them.
 template <int kSlotBytes>
-class Stretches {
+class BulkPipeline {
  public:
   // `at` has kSlotBytes for each slot, `barriers` two.
-  __device__ __forceinline__ Stretches(char* at, uint64_t* barriers) : at_(at), barriers_(shared_address(barriers)) {}
+  __device__ __forceinline__ BulkPipeline(char* at, uint64_t* barriers) : at_(at), barriers_(smem_address(barriers)) {}
   // By one thread, before any calls what follows.
   __device__ __forceinline__ void init() const {
 #if __CUDA_ARCH__ >= 900
@@ -72,7 +72,7 @@ class Stretches {
   }
   // The next chunk, by the warp that copies, once the one before in its slot was read: `count` of each, at most kRowTiles, whose
   // bytes are multiples of 16.
-  __device__ __forceinline__ void copy(int turn, int count, const Pieces& vectors, const Pieces& scales) const {
+  __device__ __forceinline__ void copy(int turn, int count, const StridedSpans& vectors, const StridedSpans& scales) const {
     const int lane = threadIdx.x % 32;
     char* to = at_ + turn % kSlots * kSlotBytes;
     if (turn >= kSlots) read(turn).wait((turn / kSlots - 1) & 1);
@@ -86,14 +86,14 @@ class Stretches {
     };
 #if __CUDA_ARCH__ >= 900
     if (lane == 0) {
-      there(turn).expect(count * (vectors.bytes + scales.bytes));
-      each([&](char* to, const char* from, int bytes) { copy_bytes(shared_address(to), from, bytes, there(turn)); });
+      there(turn).arrive_expect_tx(count * (vectors.bytes + scales.bytes));
+      each([&](char* to, const char* from, int bytes) { bulk_copy(smem_address(to), from, bytes, there(turn)); });
     }
 #else
     each([&](char* to, const char* from, int bytes) {
-      for (int i = lane * 16; i < bytes; i += 512) start_copy(reinterpret_cast<uint4*>(to + i), from + i, true);
+      for (int i = lane * 16; i < bytes; i += 512) cp_async(reinterpret_cast<uint4*>(to + i), from + i, true);
     });
-    there(turn).arrive_behind_copies();
+    there(turn).arrive_after_cp_async();
 #endif
     __syncwarp();
   }
@@ -108,132 +108,132 @@ class Stretches {
   }
 
  private:
-  __device__ __forceinline__ Barrier there(int turn) const { return {barriers_ + turn % kSlots * 8}; }
-  __device__ __forceinline__ Barrier read(int turn) const { return {barriers_ + (kSlots + turn % kSlots) * 8}; }
+  __device__ __forceinline__ Mbarrier there(int turn) const { return {barriers_ + turn % kSlots * 8}; }
+  __device__ __forceinline__ Mbarrier read(int turn) const { return {barriers_ + (kSlots + turn % kSlots) * 8}; }
   char* at_;
   uint32_t barriers_;
 };
 
 // Rows of x of a group as codes, whose columns lie as those of packed codes, and their scales: in shared memory.
 template <typename T>
-struct RoundedX {
+struct QuantizedX {
   static constexpr int kPad = 32;  // bytes between rows, which then share no banks
-  uint8_t* at;                     // scales [width / kBlock][kRoundedPairs], then rows of codes
+  uint8_t* at;                     // scales [width / kQuantBlock][kQuantizedPairs], then rows of codes
   int width, group;
 
   __host__ __device__ static constexpr int bytes(int rows, int width) {
-    return width / kBlock * kRoundedPairs * 4 + rows * (width + kPad);
+    return width / kQuantBlock * kQuantizedPairs * 4 + rows * (width + kPad);
   }
   __device__ uint8_t* row(int row) const { return at + bytes(row, width); }
   __device__ float& scale(int row, int group) const {
-    return reinterpret_cast<float*>(at)[(this->group == 0 ? 0 : group) * kRoundedPairs + row];
+    return reinterpret_cast<float*>(at)[(this->group == 0 ? 0 : group) * kQuantizedPairs + row];
   }
 
   // By all threads that multiply; who reads it waits for them.
   __device__ __forceinline__ void make(int row, const T* x) const {
-    constexpr int kThreads = kWarps * 32, kUnit = 8, kHalf = kBlock / kUnit;
+    constexpr int kThreads = kWarps * 32, kUnit = 8, kHalf = kQuantBlock / kUnit;
     __shared__ float of_warps[kWarps];
     float numbers[kUnit];
     auto measure = [&](int unit) {
       const auto own = load<T, kUnit>(x + unit * kUnit);
 #pragma unroll
       for (int k = 0; k < kUnit; ++k) numbers[k] = to_float(own.data[k]);
-      return most_of(numbers);
+      return abs_max(numbers);
     };
     float whole = 0;
     if (group == 0) {
       for (int unit = threadIdx.x; unit < width / kUnit; unit += kThreads) whole = fmaxf(whole, measure(unit));
-      whole = most_of_warp(whole);
+      whole = warp_abs_max(whole);
       if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = whole;
-      meet(kMultiplying, kThreads);
+      named_barrier_sync(kConsumerBarrier, kThreads);
       for (float other : of_warps) whole = fmaxf(whole, other);
-      meet(kMultiplying, kThreads);  // before the next row's
+      named_barrier_sync(kConsumerBarrier, kThreads);  // before the next row's
     }
     for (int unit = threadIdx.x; unit < width / kUnit; unit += kThreads) {
-      const float own = measure(unit), step = step_of_codes(group == 0 ? whole : most_of_half_warp(own));
+      const float own = measure(unit), step = fp8_scale(group == 0 ? whole : half_warp_max(own));
       if (group == 0 ? unit == 0 : unit % kHalf == 0) scale(row, unit / kHalf) = step;
-      *reinterpret_cast<uint2*>(this->row(row) + unit * kUnit) = unit_of_codes(numbers, 1 / step);
+      *reinterpret_cast<uint2*>(this->row(row) + unit * kUnit) = quantize_unit(numbers, 1 / step);
     }
   }
 };
 
 // A block's last warp copies, and makes outputs of what others summed up; so these wait for weights alone. kTiles: 8 pairs each
 // in a group.
-template <typename T, Codes kCodes, int kTiles, bool kDown, Grouping kGrouping>
+template <typename T, CodeType kCodeType, int kTiles, bool kDown, Grouping kGrouping>
 __global__ void __launch_bounds__((kWarps + 1) * 32, 3)
     experts_packed_gemv_kernel(const __grid_constant__ ExpertsParams p, const __grid_constant__ Pairs pairs) {
   constexpr bool kRounded = kGrouping == Grouping::kRounded, kSmall = kIsSmall<kGrouping>;
   constexpr bool kZeros = kGrouping == Grouping::kZeros || kGrouping == Grouping::kSmallAndZeros;
-  constexpr bool kAsBits = kCodes == Codes::kMxfp4;
+  constexpr bool kAsBits = kCodeType == CodeType::kMxfp4;
   using Number = std::conditional_t<kRounded, __half, T>;  // of both operands
   using X = std::conditional_t<kRounded, uint2, uint4>;    // what a thread reads of it at once
-  using Slot = Slot<kCodes, kGrouping>;
-  constexpr int kThreads = (kWarps + 1) * 32, kPairs = kRounded ? kRoundedPairs : kTiles * 8;
-  constexpr int kRows = kRowTiles * kExpertsRows, kStep = kExpertsStep<kCodes>, kParts = kStep / 32;
+  using SlotLayout = SlotLayout<kCodeType, kGrouping>;
+  constexpr int kThreads = (kWarps + 1) * 32, kPairs = kRounded ? kQuantizedPairs : kTiles * 8;
+  constexpr int kRows = kRowTiles * kExpertTileRows, kStep = kExpertTileColumns<kCodeType>, kParts = kStep / 32;
   // The slots; then the list of groups, and the order of pairs; then x, where it is rounded.
   extern __shared__ uint4 shared[];
   __shared__ float partial[2][kWarps][kRows][kTiles * 8 + 1];  // of these rows and of the next
   __shared__ uint64_t barriers[2 * kSlots + 4];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const Stretches<Slot::kBytes> stretches(reinterpret_cast<char*>(shared), barriers);
-  auto summed = [&](int turn) { return Barrier{shared_address(barriers + 2 * kSlots + turn % 2)}; };
-  auto finished = [&](int turn) { return Barrier{shared_address(barriers + 2 * kSlots + 2 + turn % 2)}; };
-  auto* list = reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(shared) + kSlots * Slot::kBytes);
+  const BulkPipeline<SlotLayout::kBytes> stretches(reinterpret_cast<char*>(shared), barriers);
+  auto summed = [&](int turn) { return Mbarrier{smem_address(barriers + 2 * kSlots + turn % 2)}; };
+  auto finished = [&](int turn) { return Mbarrier{smem_address(barriers + 2 * kSlots + 2 + turn % 2)}; };
+  auto* list = reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(shared) + kSlots * SlotLayout::kBytes);
   auto* order = reinterpret_cast<uint16_t*>(list + p.num_tokens * p.top_k);
   if (!kDown) {
-    wait_for_inputs();
-    let_next_start();
+    pdl_wait();
+    pdl_launch_dependents();
   }
   if (threadIdx.x == 0) {
     stretches.init();
     for (int buffer = 0; buffer < 2; ++buffer) summed(buffer).init(kWarps), finished(buffer).init(1);
-    let_copies_see_barriers();
+    fence_mbarrier_init();
   }
-  const Product<T> product(p, pairs, kDown);
-  const ExpertsPacking& packing = kDown ? p.down_packing : p.gate_up_packing;
-  const int tiles = product.out / kExpertsRows;
-  const int num_groups = list_groups<kThreads>(p, kPairs, list, order, reinterpret_cast<uint32_t*>(shared));
+  const ExpertGemm<T> gemm(p, pairs, kDown);
+  const ExpertsQuantParams& quant = kDown ? p.down_quant : p.gate_up_quant;
+  const int tiles = gemm.out / kExpertTileRows;
+  const int num_groups = list_pair_groups<kThreads>(p, kPairs, list, order, reinterpret_cast<uint32_t*>(shared));
   fence_async_proxy();
   __syncthreads();
   // The steps of a tile, of a chunk, and of a warp in a chunk.
-  const int steps = product.in / kStep, chunks = (steps + kSteps - 1) / kSteps;
+  const int steps = gemm.in / kStep, chunks = (steps + kSteps - 1) / kSteps;
   const int of_chunk = (steps + chunks - 1) / chunks, share = (of_chunk + kWarps - 1) / kWarps;
-  const int groups = product.in / packing.group_size, shift = kSmall ? 5 : 31 - __clz(packing.group_size);
+  const int groups = gemm.in / quant.group_size, shift = kSmall ? 5 : 31 - __clz(quant.group_size);
   auto scale_group = [&](int step) { return kSmall ? step * kParts : step * kStep >> shift; };
 
   int chunk_turn = 0, turn = 0;
-  TileOfGroup at(blockIdx.x, (tiles + kRowTiles - 1) / kRowTiles);
+  GroupTileCursor at(blockIdx.x, (tiles + kRowTiles - 1) / kRowTiles);
   if (warp == kWarps) {
-    TileOfGroup ahead = at;
+    GroupTileCursor ahead = at;
     int ahead_chunk = 0;
     auto copy_chunk = [&] {
       if (ahead.group >= num_groups) return;
       const int first_tile = ahead.tile * kRowTiles;
-      const int64_t tile = static_cast<int64_t>(group_of(list[ahead.group]).expert) * tiles + first_tile;
+      const int64_t tile = static_cast<int64_t>(unpack_group(list[ahead.group]).expert) * tiles + first_tile;
       const int first = ahead_chunk * of_chunk, last = min(first + of_chunk, steps);
       const int from = scale_group(first), to = scale_group(last - 1) + (kSmall ? kParts : 1);
       auto pieces = [&](const void* all, int of_tile, int begin, int end, int each, int room) {
-        return Pieces{static_cast<const char*>(all) + (tile * of_tile + begin) * each, static_cast<int64_t>(of_tile) * each,
+        return StridedSpans{static_cast<const char*>(all) + (tile * of_tile + begin) * each, static_cast<int64_t>(of_tile) * each,
                       (end - begin) * each, room};
       };
       stretches.copy(chunk_turn++, min(kRowTiles, tiles - first_tile),
-                     pieces(kDown ? p.down : p.gate_up, steps, first, last, 512, Slot::kVectors),
-                     pieces(packing.scale, groups, from, to, kScaleRow<kCodes>, Slot::kScales));
+                     pieces(kDown ? p.down : p.gate_up, steps, first, last, 512, SlotLayout::kVectors),
+                     pieces(quant.scale, groups, from, to, kTileScaleBytes<kCodeType>, SlotLayout::kScales));
       if (++ahead_chunk == chunks) ahead_chunk = 0, ahead.advance(gridDim.x);
     };
     for (int slot = 0; slot < kSlots; ++slot) copy_chunk();
     if (kDown) {
-      wait_for_inputs();
-      let_next_start();
+      pdl_wait();
+      pdl_launch_dependents();
     }
     for (; at.group < num_groups; at.advance(gridDim.x), ++turn) {
-      const Group group = group_of(list[at.group]);
+      const PairGroup group = unpack_group(list[at.group]);
       const int first_row = at.tile * kRows, bias_row = first_row + lane % kRows;  // wanted at the end
-      if (product.bias != nullptr && bias_row < product.out)
-        bring(product.bias + static_cast<int64_t>(group.expert) * product.out + bias_row);
+      if (gemm.bias != nullptr && bias_row < gemm.out)
+        prefetch_l1(gemm.bias + static_cast<int64_t>(group.expert) * gemm.out + bias_row);
       for (int chunk = 0; chunk < chunks; ++chunk) copy_chunk();
       summed(turn).wait(turn / 2 & 1);
-      finish_outputs<kDown>(p, pairs, product, group, order, first_row, partial[turn % 2], lane, 32);
+      store_outputs<kDown>(p, pairs, gemm, group, order, first_row, partial[turn % 2], lane, 32);
       __syncwarp();
       if (lane == 0) finished(turn).arrive();
     }
@@ -241,15 +241,15 @@ __global__ void __launch_bounds__((kWarps + 1) * 32, 3)
   }
 
   if (kDown) {
-    wait_for_inputs();
-    let_next_start();
+    pdl_wait();
+    pdl_launch_dependents();
   }
-  const RoundedX<T> rounded{
-      reinterpret_cast<uint8_t*>(shared) + kSlots * Slot::kBytes + order_bytes(p.num_tokens * p.top_k),
-      kDown ? p.inner : p.hidden, p.rounded_group};
+  const QuantizedX<T> rounded{
+      reinterpret_cast<uint8_t*>(shared) + kSlots * SlotLayout::kBytes + order_bytes(p.num_tokens * p.top_k),
+      kDown ? p.inner : p.hidden, p.quant_group};
   const uint32_t per_choice = 0xffffffffu / p.top_k + 1;  // 0 where there is one
   for (; at.group < num_groups; at.advance(gridDim.x), ++turn) {
-    const Group group = group_of(list[at.group]);
+    const PairGroup group = unpack_group(list[at.group]);
     const int last_row = group.count - 1, first_tile = at.tile * kRowTiles;
     // Pairs behind the last repeat it, and lead to columns that are not written.
     auto row_of_x = [&](int of_group) -> int {
@@ -259,13 +259,13 @@ __global__ void __launch_bounds__((kWarps + 1) * 32, 3)
     const char* x[kTiles];
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)
-      x[n] = reinterpret_cast<const char*>(product.x + static_cast<int64_t>(row_of_x(n * 8 + g)) * product.in + 8 * t);
+      x[n] = reinterpret_cast<const char*>(gemm.x + static_cast<int64_t>(row_of_x(n * 8 + g)) * gemm.in + 8 * t);
     if constexpr (kRounded) {
-      meet(kMultiplying, kWarps * 32);  // the rows before may still be read
+      named_barrier_sync(kConsumerBarrier, kWarps * 32);  // the rows before may still be read
       if (kDown || p.num_tokens > 1 || turn == 0)
         for (int row = 0; row < group.count; ++row)
-          rounded.make(row, product.x + static_cast<int64_t>(row_of_x(row)) * product.in);
-      meet(kMultiplying, kWarps * 32);
+          rounded.make(row, gemm.x + static_cast<int64_t>(row_of_x(row)) * gemm.in);
+      named_barrier_sync(kConsumerBarrier, kWarps * 32);
       x[0] = reinterpret_cast<const char*>(rounded.row(min(g, last_row)) + 8 * t);
     }
     float sum[kRowTiles][kTiles][4] = {};
@@ -287,7 +287,7 @@ __global__ void __launch_bounds__((kWarps + 1) * 32, 3)
       uint4 next_codes[kRowTiles]{};
       auto read_codes = [&](int step) {
 #pragma unroll
-        for (int r = 0; r < kRowTiles; ++r) next_codes[r] = vectors[step * 32 + r * (Slot::kVectors / 16)];
+        for (int r = 0; r < kRowTiles; ++r) next_codes[r] = vectors[step * 32 + r * (SlotLayout::kVectors / 16)];
       };
       if (begin < end) read_codes(begin);
 #pragma unroll 2
@@ -310,38 +310,38 @@ __global__ void __launch_bounds__((kWarps + 1) * 32, 3)
 #pragma unroll
           for (int n = 0; n < kTiles; ++n) {
             if constexpr (kRounded) {
-              widen_float8(numbers[n].x, numbers[n].y, here[part][n].x);
-              widen_float8(numbers[n].z, numbers[n].w, here[part][n].y);
+              fp8x4_to_half2(numbers[n].x, numbers[n].y, here[part][n].x);
+              fp8x4_to_half2(numbers[n].z, numbers[n].w, here[part][n].y);
             } else {
-              numbers[n] = kAsBits && std::is_same_v<T, __nv_bfloat16> ? lifted(here[part][n]) : here[part][n];
+              numbers[n] = kAsBits && std::is_same_v<T, __nv_bfloat16> ? scale_up(here[part][n]) : here[part][n];
             }
           }
 #pragma unroll
           for (int r = 0; r < kRowTiles; ++r) {
             const char* scale =
-                slot + kRowTiles * Slot::kVectors + r * Slot::kScales + (of_group - first_group) * kScaleRow<kCodes>;
+                slot + kRowTiles * SlotLayout::kVectors + r * SlotLayout::kScales + (of_group - first_group) * kTileScaleBytes<kCodeType>;
             uint32_t low[4], high[4];
             if constexpr (kRounded) {
-              widen_float8(low[0], low[1], codes[r].x), widen_float8(low[2], low[3], codes[r].y);
-              widen_float8(high[0], high[1], codes[r].z), widen_float8(high[2], high[3], codes[r].w);
+              fp8x4_to_half2(low[0], low[1], codes[r].x), fp8x4_to_half2(low[2], low[3], codes[r].y);
+              fp8x4_to_half2(high[0], high[1], codes[r].z), fp8x4_to_half2(high[2], high[3], codes[r].w);
             } else if constexpr (kAsBits) {
               mxfp4_bits<T>(low, part == 1 ? codes[r].y : codes[r].x);
               mxfp4_bits<T>(high, part == 1 ? codes[r].w : codes[r].z);
             } else {
-              uint32_t low_offset = offset_of<T, kCodes>(kMiddle<kCodes>), high_offset = low_offset;
+              uint32_t low_offset = dequant_offset<T, kCodeType>(kDefaultZero<kCodeType>), high_offset = low_offset;
               if constexpr (kZeros) {
                 const int64_t tile = static_cast<int64_t>(group.expert) * tiles + min(first_tile + r, tiles - 1);
-                const int64_t row = tile * kExpertsRows + g;
-                low_offset = offset_of<T, kCodes>(zero_at<kCodes>(packing.zero, row, of_group, groups));
-                high_offset = offset_of<T, kCodes>(zero_at<kCodes>(packing.zero, row + 8, of_group, groups));
+                const int64_t row = tile * kExpertTileRows + g;
+                low_offset = dequant_offset<T, kCodeType>(load_expert_zero<kCodeType>(quant.zero, row, of_group, groups));
+                high_offset = dequant_offset<T, kCodeType>(load_expert_zero<kCodeType>(quant.zero, row + 8, of_group, groups));
               }
-              numbers_of_rows<T, kCodes>(low, high, codes[r], part, low_offset, high_offset);
+              dequantize_rows<T, kCodeType>(low, high, codes[r], part, low_offset, high_offset);
             }
             const uint32_t even[4] = {low[0], high[0], low[1], high[1]}, odd[4] = {low[2], high[2], low[3], high[3]};
 #pragma unroll
             for (int n = 0; n < kTiles; ++n) {
-              multiply<Number>(own[r][n], even, numbers[n].x, numbers[n].y);
-              multiply<Number>(own[r][n], odd, numbers[n].z, numbers[n].w);
+              mma_m16n8k16<Number>(own[r][n], even, numbers[n].x, numbers[n].y);
+              mma_m16n8k16<Number>(own[r][n], odd, numbers[n].z, numbers[n].w);
             }
             if (!kSmall && part + 1 < kParts) continue;
             float scales[2];
@@ -378,61 +378,61 @@ __global__ void __launch_bounds__((kWarps + 1) * 32, 3)
         for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
           for (int c = 0; c < 4; ++c)
-            mine[r * kExpertsRows + g + c / 2 * 8][n * 8 + 2 * t + c % 2] = kAsBits ? sum[r][n][c] * kMadeUp<T> : sum[r][n][c];
+            mine[r * kExpertTileRows + g + c / 2 * 8][n * 8 + 2 * t + c % 2] = kAsBits ? sum[r][n][c] * kMxfp4Correction<T> : sum[r][n][c];
     __syncwarp();
     if (lane == 0) summed(turn).arrive();
   }
 }
 
-template <typename T, Codes kCodes, int kTiles, bool kDown, Grouping kGrouping>
+template <typename T, CodeType kCodeType, int kTiles, bool kDown, Grouping kGrouping>
 cudaError_t run_product(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
-  constexpr int kRing = kSlots * Slot<kCodes, kGrouping>::kBytes;
-  static_assert(kRing >= 8 * kMostExperts);
-  using X = RoundedX<T>;
+  constexpr int kRing = kSlots * SlotLayout<kCodeType, kGrouping>::kBytes;
+  static_assert(kRing >= 8 * kMaxExperts);
+  using X = QuantizedX<T>;
   constexpr bool kRounded = kGrouping == Grouping::kRounded;
-  const int in = kDown ? p.inner : p.hidden, out = Product<T>(p, pairs, kDown).out;
-  return run_resident<experts_packed_gemv_kernel<T, kCodes, kTiles, kDown, kGrouping>, (kWarps + 1) * 32>(
-      p, pairs, out, kRowTiles * kExpertsRows, kRing, kRounded ? X::bytes(std::min(p.num_tokens, kRoundedPairs), in) : 0,
-      kRounded ? X::bytes(kRoundedPairs, kNormHidden) : 0, stream);
+  const int in = kDown ? p.inner : p.hidden, out = ExpertGemm<T>(p, pairs, kDown).out;
+  return run_resident<experts_packed_gemv_kernel<T, kCodeType, kTiles, kDown, kGrouping>, (kWarps + 1) * 32>(
+      p, pairs, out, kRowTiles * kExpertTileRows, kRing, kRounded ? X::bytes(std::min(p.num_tokens, kQuantizedPairs), in) : 0,
+      kRounded ? X::bytes(kQuantizedPairs, kMaxNormHidden) : 0, stream);
 }
 
-template <typename T, Codes kCodes, int kTiles, Grouping kGrouping>
+template <typename T, CodeType kCodeType, int kTiles, Grouping kGrouping>
 cudaError_t run_both(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
-  cudaError_t error = run_product<T, kCodes, kTiles, false, kGrouping>(p, pairs, stream);
+  cudaError_t error = run_product<T, kCodeType, kTiles, false, kGrouping>(p, pairs, stream);
   if (error == cudaSuccess)
-    error = round_inner(kDType<T>, p, pairs, kGrouping == Grouping::kRounded ? Rounding::kInKernel : Rounding::kNumbers, stream);
+    error = quantize_inner(kDType<T>, p, pairs, kGrouping == Grouping::kRounded ? ActivationQuant::kInKernel : ActivationQuant::kDequantized, stream);
   if (error != cudaSuccess) return error;
-  return run_product<T, kCodes, kTiles, true, kGrouping>(p, pairs, stream);
+  return run_product<T, kCodeType, kTiles, true, kGrouping>(p, pairs, stream);
 }
 
-template <typename T, Codes kCodes, Grouping kGrouping>
+template <typename T, CodeType kCodeType, Grouping kGrouping>
 cudaError_t run_pairs(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
-  return are_rare(p) ? run_both<T, kCodes, 1, kGrouping>(p, pairs, stream) : run_both<T, kCodes, 2, kGrouping>(p, pairs, stream);
+  return are_rare(p) ? run_both<T, kCodeType, 1, kGrouping>(p, pairs, stream) : run_both<T, kCodeType, 2, kGrouping>(p, pairs, stream);
 }
 
 template <typename T>
 cudaError_t run_type(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
-  const ExpertsPacking& packing = p.gate_up_packing;
-  if (multiplies_codes(p)) return run_both<T, Codes::kFloat8, 1, Grouping::kRounded>(p, pairs, stream);
-  return with_expert_codes(packing.codes, [&](auto codes) {
-    constexpr Codes kCodes = codes.value;
-    const bool small = packing.group_size == 32;
-    if constexpr (kCodes == Codes::kMxfp4) {
-      return run_pairs<T, kCodes, Grouping::kSmall>(p, pairs, stream);
+  const ExpertsQuantParams& quant = p.gate_up_quant;
+  if (uses_fp8_mma(p)) return run_both<T, CodeType::kFloat8, 1, Grouping::kRounded>(p, pairs, stream);
+  return dispatch_expert_code_type(quant.code_type, [&](auto codes) {
+    constexpr CodeType kCodeType = codes.value;
+    const bool small = quant.group_size == 32;
+    if constexpr (kCodeType == CodeType::kMxfp4) {
+      return run_pairs<T, kCodeType, Grouping::kSmall>(p, pairs, stream);
     } else {
-      if constexpr (kCodes != Codes::kFloat8)
-        if (packing.zero != nullptr)
-          return small ? run_pairs<T, kCodes, Grouping::kSmallAndZeros>(p, pairs, stream)
-                       : run_pairs<T, kCodes, Grouping::kZeros>(p, pairs, stream);
-      return small ? run_pairs<T, kCodes, Grouping::kSmall>(p, pairs, stream)
-                   : run_pairs<T, kCodes, Grouping::kPlain>(p, pairs, stream);
+      if constexpr (kCodeType != CodeType::kFloat8)
+        if (quant.zero != nullptr)
+          return small ? run_pairs<T, kCodeType, Grouping::kSmallAndZeros>(p, pairs, stream)
+                       : run_pairs<T, kCodeType, Grouping::kZeros>(p, pairs, stream);
+      return small ? run_pairs<T, kCodeType, Grouping::kSmall>(p, pairs, stream)
+                   : run_pairs<T, kCodeType, Grouping::kPlain>(p, pairs, stream);
     }
   });
 }
 
 }  // namespace
 
-cudaError_t few_packed_experts(DType dtype, const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
+cudaError_t packed_experts_gemv(DType dtype, const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
   if (dtype == DType::kFloat16) return run_type<__half>(p, pairs, stream);
   if (dtype == DType::kBFloat16) return run_type<__nv_bfloat16>(p, pairs, stream);
   return cudaErrorInvalidValue;

@@ -12,7 +12,7 @@ namespace llmc::kernels {
 
 // Top-k routing; see csrc/plugins/route/op.py for the contract.
 enum class RouteScore : int32_t { kSoftmax, kSigmoid, kSqrtSoftplus, kSparseMixer };
-constexpr int kRouteExperts = 1024, kRouteChosen = 32;  // maximum num_experts and top_k
+constexpr int kRouteExperts = 1024, kRouteTopK = 32;  // maximum num_experts and top_k
 struct RouteParams {
   void* experts;       // int64, or int32 with `narrow`, [num_tokens, top_k]
   float* scores;       // [num_tokens, top_k]
@@ -28,21 +28,21 @@ struct RouteParams {
 cudaError_t route(DType dtype, const RouteParams& params, cudaStream_t stream);
 
 // Quantization parameters of a weight stack [num_experts, out, in]. Scales [num_experts, out, in / group_size] are float32;
-// for kMxfp4 they are exponent bytes. pack_experts() permutes both into tiles where experts_tiled(): see experts.cuh.
-struct ExpertsPacking {
-  Codes codes = Codes::kNone;
+// for kMxfp4 they are exponent bytes. tile_experts() permutes both into tiles where has_expert_tiles(): see experts.cuh.
+struct ExpertsQuantParams {
+  CodeType code_type = CodeType::kNone;
   const void* scale = nullptr;
-  const uint8_t* zero = nullptr;  // null: 8 for kFour, 128 for kEight
+  const uint8_t* zero = nullptr;  // null: 8 for kInt4, 128 for kInt8
   int group_size = 0;
 };
-bool experts_tiled(Codes codes, int group_size, int out, int in);
-// In place; call once. `spare` has room for one expert's weight, and for its scales.
-cudaError_t pack_experts(void* weight, void* scale, void* spare, Codes codes, int group_size, int num_experts, int out,
+bool has_expert_tiles(CodeType codes, int group_size, int out, int in);
+// In layout_scratch; call once. `spare` has room for one expert's weight, and for its scales.
+cudaError_t tile_experts(void* weight, void* scale, void* spare, CodeType codes, int group_size, int num_experts, int out,
                          int in, cudaStream_t stream);
 
 // Experts' MLPs and the weighted sum of each token's top_k; see csrc/plugins/experts/op.py for the contract. Experts outside
 // [first_expert, first_expert + num_experts) contribute nothing. With `rounded`, the activations of both GEMMs are quantized
-// to FP8 (e4m3) with dynamic scales max|..| / 448, per rounded_group columns, or per row where that is 0.
+// to FP8 (e4m3) with dynamic scales max|..| / 448, per quant_group columns, or per row where that is 0.
 struct ExpertsParams {
   void* y;                   // T [num_tokens, hidden]
   const void* x;             // T [num_tokens, hidden]
@@ -59,16 +59,16 @@ struct ExpertsParams {
   float alpha, limit, up_offset;
   bool gated, scale_input, narrow;
   bool rounded = false;
-  int rounded_group = 0;
-  ExpertsPacking gate_up_packing = {}, down_packing = {};
+  int quant_group = 0;
+  ExpertsQuantParams gate_up_quant = {}, down_quant = {};
 };
-// kFew: few tokens, bound by reading weights. kMany: many tokens, tiles of tensor cores. kPlain: any size and dtype.
-// kFew and kMany take 16-bit types with hidden and inner multiples of 8, or quantized weights in tiles.
-constexpr int kFewExpertPairs = 2048;  // maximum num_tokens * top_k for kFew
-enum class ExpertsWay { kFew, kMany, kPlain };
-cudaError_t experts(DType dtype, const ExpertsParams& params, ExpertsWay way, cudaStream_t stream);
-// Whether the GPU is a Hopper, whose kMany kernel is the faster one from few tokens on for 16-bit weights.
-bool serves_experts_on_hopper(const ExpertsParams& params);
+// kGemv: few tokens, bound by reading weights. kGroupedGemm: many tokens, tiles of tensor cores. kPlain: any size and dtype.
+// kGemv and kGroupedGemm take 16-bit types with hidden and inner multiples of 8, or quantized weights in tiles.
+constexpr int kExpertsGemvPairs = 2048;  // maximum num_tokens * top_k for kGemv
+enum class ExpertsKernel { kGemv, kGroupedGemm, kFallback };
+cudaError_t experts(DType dtype, const ExpertsParams& params, ExpertsKernel way, cudaStream_t stream);
+// Whether the GPU is a Hopper, whose kGroupedGemm kernel is the faster one from few tokens on for 16-bit weights.
+bool has_experts_gemm_sm90(const ExpertsParams& params);
 int64_t experts_scratch(DType dtype, int num_tokens, int top_k, int num_experts, int hidden, int inner, bool rounded);
 
 }  // namespace llmc::kernels

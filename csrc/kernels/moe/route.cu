@@ -11,7 +11,7 @@ using namespace device;
 
 constexpr int kWarps = 4;
 
-__device__ __forceinline__ float warp_highest(float x) {
+__device__ __forceinline__ float warp_float_max(float x) {
 #pragma unroll
   for (int mask = 16; mask; mask >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, mask));
   return x;
@@ -19,7 +19,7 @@ __device__ __forceinline__ float warp_highest(float x) {
 
 // The experts that a lane has, of which those in `taken` are out.
 template <int kEach>
-struct Lane {
+struct LaneExperts {
   const int lane, num_experts;
   float score[kEach];
   uint32_t taken = 0;
@@ -45,15 +45,15 @@ struct Lane {
   }
 };
 
-// From logits to scores, in place.
+// From logits to scores, in layout_scratch.
 template <int kEach>
-__device__ void to_scores(Lane<kEach>& own, RouteScore kind) {
+__device__ void score_logits(LaneExperts<kEach>& own, RouteScore kind) {
   if (kind == RouteScore::kSoftmax) {
     float highest = -INFINITY, total = 0;
 #pragma unroll
     for (int k = 0; k < kEach; ++k)
       if (own.has(k)) highest = fmaxf(highest, own.score[k]);
-    highest = warp_highest(highest);
+    highest = warp_float_max(highest);
 #pragma unroll
     for (int k = 0; k < kEach; ++k)
       if (own.has(k)) total += own.score[k] = expf(own.score[k] - highest);
@@ -72,7 +72,7 @@ __device__ void to_scores(Lane<kEach>& own, RouteScore kind) {
 // Makes the choice of every expert outside the best groups -inf. `choices` [num_experts] and `ranks` [groups] are the
 // warp's own.
 template <int kEach>
-__device__ void close_groups(const RouteParams& p, const Lane<kEach>& own, float (&choice)[kEach], float* choices,
+__device__ void mask_groups(const RouteParams& p, const LaneExperts<kEach>& own, float (&choice)[kEach], float* choices,
                              float* ranks) {
 #pragma unroll
   for (int k = 0; k < kEach; ++k)
@@ -107,10 +107,10 @@ template <typename T, int kEach>
 __global__ void __launch_bounds__(kWarps * 32) route_kernel(RouteParams p) {
   extern __shared__ float shared[];  // of each warp [num_experts] and [groups], where there are groups
   const int warp = threadIdx.x / 32, token = blockIdx.x * kWarps + warp;
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
   if (token >= p.num_tokens) return;
-  Lane<kEach> own{static_cast<int>(threadIdx.x) % 32, p.num_experts};
+  LaneExperts<kEach> own{static_cast<int>(threadIdx.x) % 32, p.num_experts};
   const T* logits = static_cast<const T*>(p.logits) + static_cast<int64_t>(token) * p.num_experts;
   T logit[kEach];  // read without a condition, so that none is waited for before the next
 #pragma unroll
@@ -120,13 +120,13 @@ __global__ void __launch_bounds__(kWarps * 32) route_kernel(RouteParams p) {
   const bool mixes = p.score == RouteScore::kSparseMixer;
   float choice[kEach];
   if (!mixes) {
-    to_scores(own, p.score);
+    score_logits(own, p.score);
 #pragma unroll
     for (int k = 0; k < kEach; ++k)
       choice[k] = own.has(k) && p.bias != nullptr ? own.score[k] + p.bias[own.expert(k)] : own.score[k];
     if (p.groups > 1) {
       float* choices = shared + warp * (p.num_experts + p.groups);
-      close_groups(p, own, choice, choices, choices + p.num_experts);
+      mask_groups(p, own, choice, choices, choices + p.num_experts);
     }
   }
   int expert = 0;  // lane j's is the token's choice j
@@ -149,25 +149,25 @@ __global__ void __launch_bounds__(kWarps * 32) route_kernel(RouteParams p) {
     if (own.lane == j) expert = token_of(best), weight = own_weight;
   }
   if (own.lane >= p.top_k) return;
-  const int64_t place = static_cast<int64_t>(token) * p.top_k + own.lane;
-  if (p.narrow) static_cast<int32_t*>(p.experts)[place] = expert;
-  else static_cast<int64_t*>(p.experts)[place] = expert;
+  const int64_t layout_scratch = static_cast<int64_t>(token) * p.top_k + own.lane;
+  if (p.narrow) static_cast<int32_t*>(p.experts)[layout_scratch] = expert;
+  else static_cast<int64_t*>(p.experts)[layout_scratch] = expert;
   const float scale = p.expert_scale != nullptr ? p.scale * p.expert_scale[expert] : p.scale;
-  p.scores[place] = (p.normalize ? weight / (total + p.epsilon) : weight) * scale;
+  p.scores[layout_scratch] = (p.normalize ? weight / (total + p.epsilon) : weight) * scale;
 }
 
 template <typename T, int kEach>
 cudaError_t run(const RouteParams& p, cudaStream_t stream) {
   const size_t shared = p.groups > 1 ? sizeof(float) * kWarps * (p.num_experts + p.groups) : 0;
-  return launch(route_kernel<T, kEach>, blocks_for(p.num_tokens, kWarps), kWarps * 32, shared, stream, p);
+  return launch(route_kernel<T, kEach>, ceil_div(p.num_tokens, kWarps), kWarps * 32, shared, stream, p);
 }
 
 }  // namespace
 
 cudaError_t route(DType dtype, const RouteParams& p, cudaStream_t stream) {
-  if (p.num_experts > kRouteExperts || p.top_k > kRouteChosen || p.num_experts % p.groups != 0)
+  if (p.num_experts > kRouteExperts || p.top_k > kRouteTopK || p.num_experts % p.groups != 0)
     return cudaErrorInvalidValue;
-  return with_type(dtype, [&](auto* type) {
+  return dispatch_dtype(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     if (p.num_experts <= 32) return run<T, 1>(p, stream);
     if (p.num_experts <= 128) return run<T, 4>(p, stream);

@@ -25,10 +25,10 @@ __device__ __forceinline__ int sequence_of_token(const CausalConvParams& p, int 
 
 // What one channel is multiplied by, the token's own last; taps that the kernel has not are zero and come first.
 template <typename T, int kTaps, int kWidth>
-struct Taps {
+struct FilterTaps {
   float factor[kWidth][kTaps], bias[kWidth];
 
-  __device__ Taps(const CausalConvParams& p, int channel) {
+  __device__ FilterTaps(const CausalConvParams& p, int channel) {
 #pragma unroll
     for (int w = 0; w < kWidth; ++w) {
       const T* own = static_cast<const T*>(p.weight) + static_cast<int64_t>(channel + w) * p.kernel_size;
@@ -70,12 +70,12 @@ __device__ __forceinline__ void clear(float (&numbers)[kWidth]) {
 
 // y of a run of tokens, of whatever sequences. Reads states, which are written by the kernel behind it.
 template <typename T, int kTaps, int kWidth>
-__global__ void __launch_bounds__(kThreads) run_kernel(CausalConvParams p) {
+__global__ void __launch_bounds__(kThreads) conv_kernel(CausalConvParams p) {
   const int channel = (blockIdx.x * kThreads + threadIdx.x) * kWidth;
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
   if (channel >= p.channels) return;
-  const Taps<T, kTaps, kWidth> taps(p, channel);
+  const FilterTaps<T, kTaps, kWidth> taps(p, channel);
   const int first = blockIdx.y * kRun, end = min(first + kRun, p.num_tokens), kept = p.kernel_size - 1;
   const T* hidden = static_cast<const T*>(p.hidden) + channel;
   float window[kTaps][kWidth];
@@ -110,10 +110,10 @@ __global__ void __launch_bounds__(kThreads) run_kernel(CausalConvParams p) {
 
 // A sequence's state: its last tokens, of which some may have been in it. Where sequences have one token each, y too.
 template <typename T, int kTaps, int kWidth, bool kSingle>
-__global__ void __launch_bounds__(kThreads) state_kernel(CausalConvParams p) {
+__global__ void __launch_bounds__(kThreads) conv_state_kernel(CausalConvParams p) {
   const int channel = (blockIdx.x * kThreads + threadIdx.x) * kWidth, sequence = blockIdx.y;
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
   if (channel >= p.channels) return;
   const int first = p.cu_seqlens[sequence], count = p.cu_seqlens[sequence + 1] - first, kept = p.kernel_size - 1;
   float* state = p.state + static_cast<int64_t>(state_row(p, sequence)) * kept * p.channels + channel;
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kThreads) state_kernel(CausalConvParams p) {
     if (offset >= 0) read(window[k], hidden + offset * p.pitch);
     else if (has_state) read(window[k], state + static_cast<int64_t>(kept + offset) * p.channels);
   }
-  if constexpr (kSingle) Taps<T, kTaps, kWidth>(p, channel).apply(p, window, first, channel);
+  if constexpr (kSingle) FilterTaps<T, kTaps, kWidth>(p, channel).apply(p, window, first, channel);
 #pragma unroll
   for (int k = 0; k + 1 < kTaps; ++k) {
     const int place = k - (kTaps - 1 - kept);
@@ -145,25 +145,25 @@ __global__ void __launch_bounds__(kThreads) state_kernel(CausalConvParams p) {
 
 template <typename T, int kTaps, int kWidth>
 cudaError_t run(const CausalConvParams& p, cudaStream_t stream) {
-  const unsigned across = blocks_for(p.channels, kThreads * kWidth);
-  if (p.single) return launch(state_kernel<T, kTaps, kWidth, true>, dim3(across, p.batch), kThreads, 0, stream, p);
-  const cudaError_t status = launch(run_kernel<T, kTaps, kWidth>, dim3(across, blocks_for(p.num_tokens, kRun)),
+  const unsigned across = ceil_div(p.channels, kThreads * kWidth);
+  if (p.single) return launch(conv_state_kernel<T, kTaps, kWidth, true>, dim3(across, p.batch), kThreads, 0, stream, p);
+  const cudaError_t status = launch(conv_kernel<T, kTaps, kWidth>, dim3(across, ceil_div(p.num_tokens, kRun)),
                                     kThreads, 0, stream, p);
   if (status != cudaSuccess) return status;
-  return launch(state_kernel<T, kTaps, kWidth, false>, dim3(across, p.batch), kThreads, 0, stream, p);
+  return launch(conv_state_kernel<T, kTaps, kWidth, false>, dim3(across, p.batch), kThreads, 0, stream, p);
 }
 
 }  // namespace
 
 cudaError_t causal_conv(DType dtype, const CausalConvParams& p, cudaStream_t stream) {
-  return with_type(dtype, [&](auto* type) {
+  return dispatch_dtype(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     auto of_taps = [&](auto taps) {
-      const bool pairs = p.channels % 2 == 0 && lies_in_vectors<T, 2>(p.hidden, p.pitch);
+      const bool pairs = p.channels % 2 == 0 && has_aligned_rows<T, 2>(p.hidden, p.pitch);
       return pairs ? run<T, taps.value, 2>(p, stream) : run<T, taps.value, 1>(p, stream);
     };
     if (p.kernel_size <= 4) return of_taps(std::integral_constant<int, 4>());
-    if (p.kernel_size <= kConvTaps) return of_taps(std::integral_constant<int, kConvTaps>());
+    if (p.kernel_size <= kMaxConvKernel) return of_taps(std::integral_constant<int, kMaxConvKernel>());
     return cudaErrorInvalidValue;
   });
 }

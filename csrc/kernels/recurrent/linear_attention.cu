@@ -46,8 +46,8 @@ __global__ void __launch_bounds__(kThreads) linear_attention_kernel(LinearAttent
   each([&](int key, float& element) {
     element = reads && key < p.k_dim ? state[static_cast<int64_t>(key) * p.v_dim] : 0.f;
   });
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
   if (begin == end && p.past_lens[sequence] > 0) return;
 
   const int64_t width = 2ll * p.k_heads * p.k_dim + static_cast<int64_t>(p.v_heads) * p.v_dim;
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kThreads) linear_attention_kernel(LinearAttent
 #pragma unroll
     for (int turn = 0; turn < kDecayTurns; ++turn) {
       const int index = (turn * kThreads + thread) / kRow, at = thread % kRow * kVector, token = tile + index;
-      const T* own = static_cast<const T*>(p.decay) + token * p.decay_pitch + static_cast<int64_t>(head) * p.k_dim + at;
+      const T* own = static_cast<const T*>(p.decay) + token * p.decay_stride + static_cast<int64_t>(head) * p.k_dim + at;
       read_row(decays[turn], own, at, index < kTile && token < end);
     }
     const int token = tile + thread / kValueThreads, at = thread % kValueThreads * kGiven;
@@ -98,8 +98,8 @@ __global__ void __launch_bounds__(kThreads) linear_attention_kernel(LinearAttent
       given[i] = token < end && first_column + at + i < p.v_dim ? own_values[token * width + at + i] : from_float<T>(0.f);
     if (thread < kTile && tile + thread < end) {
       const int64_t token = tile + thread;
-      if constexpr (!kByChannel) decay = to_float(static_cast<const T*>(p.decay)[token * p.decay_pitch + head]);
-      if (p.beta != nullptr) beta = to_float(static_cast<const T*>(p.beta)[token * p.beta_pitch + head]);
+      if constexpr (!kByChannel) decay = to_float(static_cast<const T*>(p.decay)[token * p.decay_stride + head]);
+      if (p.beta != nullptr) beta = to_float(static_cast<const T*>(p.beta)[token * p.beta_stride + head]);
     }
   };
   auto put = [&] {
@@ -222,8 +222,8 @@ __global__ void __launch_bounds__(kThreads) linear_attention_step_kernel(LinearA
   const float decay_bias = p.decay_bias != nullptr ? p.decay_bias[head] : 0.f;
   const float beta_bias = p.beta_bias != nullptr ? p.beta_bias[head] : 0.f;
   const float skip = p.skip != nullptr ? to_float(static_cast<const T*>(p.skip)[head]) : 0.f;
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
   if (empty && !begins) return;
 
   float query[kEach] = {}, key[kEach] = {}, factor[kEach], value[4] = {}, beta = 1;
@@ -249,7 +249,7 @@ __global__ void __launch_bounds__(kThreads) linear_attention_step_kernel(LinearA
     const T* qkv = static_cast<const T*>(p.qkv) +
                    token * (2ll * p.k_heads * p.k_dim + static_cast<int64_t>(p.v_heads) * p.v_dim);
     const T* own = qkv + static_cast<int64_t>(head / (p.v_heads / p.k_heads)) * p.k_dim;
-    const T* decay = static_cast<const T*>(p.decay) + token * p.decay_pitch;
+    const T* decay = static_cast<const T*>(p.decay) + token * p.decay_stride;
     read(query, own);
     read(key, own + static_cast<int64_t>(p.k_heads) * p.k_dim);
     if (p.decay_per_channel) {
@@ -262,7 +262,7 @@ __global__ void __launch_bounds__(kThreads) linear_attention_step_kernel(LinearA
       for (int i = 0; i < kEach; ++i) factor[i] = same;
     }
     if (p.beta != nullptr)
-      beta = device::activate(to_float(static_cast<const T*>(p.beta)[token * p.beta_pitch + head]) + beta_bias, p.beta_activation);
+      beta = device::activate(to_float(static_cast<const T*>(p.beta)[token * p.beta_stride + head]) + beta_bias, p.beta_activation);
     if (has_column) {
 #pragma unroll
       for (int c = 0; c < 4; ++c)
@@ -321,9 +321,9 @@ __global__ void __launch_bounds__(kThreads) linear_attention_step_kernel(LinearA
 template <typename T, int kKeys>
 cudaError_t run_step(const LinearAttentionParams& p, cudaStream_t stream) {
   constexpr int kEach = kKeys / kStepParts;
-  const dim3 grid(blocks_for(p.v_dim, 4 * kStepFours), p.v_heads, p.batch);
+  const dim3 grid(ceil_div(p.v_dim, 4 * kStepFours), p.v_heads, p.batch);
   const bool aligned = p.k_dim % kVector == 0 && p.v_heads * p.v_dim % kVector == 0 &&
-                       (!p.decay_per_channel || lies_in_vectors<T, kVector>(p.decay, p.decay_pitch));
+                       (!p.decay_per_channel || has_aligned_rows<T, kVector>(p.decay, p.decay_stride));
   return aligned ? launch(linear_attention_step_kernel<T, kEach, true>, grid, kThreads, 0, stream, p)
                  : launch(linear_attention_step_kernel<T, kEach, false>, grid, kThreads, 0, stream, p);
 }
@@ -331,10 +331,10 @@ cudaError_t run_step(const LinearAttentionParams& p, cudaStream_t stream) {
 template <typename T, int kKeys>
 cudaError_t run(const LinearAttentionParams& p, cudaStream_t stream) {
   if (p.single && p.v_dim % 4 == 0) return run_step<T, kKeys>(p, stream);
-  const dim3 grid(blocks_for(p.v_dim, kColumns), p.v_heads, p.batch);
+  const dim3 grid(ceil_div(p.v_dim, kColumns), p.v_heads, p.batch);
   auto with = [&](auto kernel) { return launch(kernel, grid, kThreads, 0, stream, p); };
   const bool aligned = p.k_dim % kVector == 0 && p.v_heads * p.v_dim % kVector == 0 &&
-                       (!p.decay_per_channel || lies_in_vectors<T, kVector>(p.decay, p.decay_pitch));
+                       (!p.decay_per_channel || has_aligned_rows<T, kVector>(p.decay, p.decay_stride));
   auto by = [&](auto rule) {
     return aligned ? with(linear_attention_kernel<T, kKeys, rule.value, true>)
                    : with(linear_attention_kernel<T, kKeys, rule.value, false>);
@@ -346,12 +346,12 @@ cudaError_t run(const LinearAttentionParams& p, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t linear_attention(DType dtype, const LinearAttentionParams& p, cudaStream_t stream) {
-  return with_type(dtype, [&](auto* type) {
+  return dispatch_dtype(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     if (p.k_dim <= 32) return run<T, 32>(p, stream);
     if (p.k_dim <= 64) return run<T, 64>(p, stream);
     if (p.k_dim <= 128) return run<T, 128>(p, stream);
-    if (p.k_dim <= kLinearKeys) return run<T, kLinearKeys>(p, stream);
+    if (p.k_dim <= kMaxKeyDim) return run<T, kMaxKeyDim>(p, stream);
     return cudaErrorInvalidValue;
   });
 }

@@ -31,7 +31,7 @@ __device__ __forceinline__ uint32_t to_tf32(float x) {
 __device__ __forceinline__ float rounded(float x) { return __uint_as_float(to_tf32(x)); }
 
 // c [16, 8] += a [16, 8] · b [8, 8], of which a lane has columns 2 t and 2 t + 1 of a, and these rows of b.
-__device__ __forceinline__ void multiply_tf32(float (&c)[4], const float4& a, const float2& b) {
+__device__ __forceinline__ void mma_m16n8k8_tf32(float (&c)[4], const float4& a, const float2& b) {
   asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(__float_as_uint(a.x)), "r"(__float_as_uint(a.y)), "r"(__float_as_uint(a.z)), "r"(__float_as_uint(a.w)),
@@ -45,7 +45,7 @@ __device__ __forceinline__ float2 widen_pair(uint32_t pair) {
   if constexpr (std::is_same_v<T, __half>) return __half22float2(*reinterpret_cast<const __half2*>(&pair));
   return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000)};
 }
-// A lane's pairs of rows g and g + 8, as multiply_tf32 takes them.
+// A lane's pairs of rows g and g + 8, as mma_m16n8k8_tf32 takes them.
 template <typename T>
 __device__ __forceinline__ float4 operand(uint32_t low, uint32_t high) {
   const float2 a = widen_pair<T>(low), b = widen_pair<T>(high);
@@ -58,7 +58,7 @@ __device__ __forceinline__ int first_slot(const LinearAttentionParams& p, int se
 }
 
 template <typename T, int kKeys, bool kDelta>
-__global__ void __launch_bounds__(kThreads) prepare_kernel(LinearAttentionParams p) {
+__global__ void __launch_bounds__(kThreads) chunk_prepare_kernel(LinearAttentionParams p) {
   constexpr int kPitch = kKeys + 8, kRow = kKeys / 8;
   extern __shared__ __align__(16) unsigned char shared[];
   T* keys = reinterpret_cast<T*>(shared);      // [kChunk][kPitch]
@@ -68,8 +68,8 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(LinearAttentionParams
   __shared__ float sums[kChunk], betas[kChunk], of_key[kChunk], of_query[kChunk];
   const int slot = blockIdx.x, head = blockIdx.y, thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const int g = lane / 4, t = lane % 4;
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
   int low = p.first_sequence, high = p.first_sequence + p.batch - 1;
   while (low < high) {
     const int middle = (low + high + 1) / 2;
@@ -86,9 +86,9 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(LinearAttentionParams
     const int row = i / kRow % kChunk, at = i % kRow * 8;
     const bool is_key = i / kRow >= kChunk, there = row < count && at < p.k_dim;
     uint4* to = reinterpret_cast<uint4*>((is_key ? keys : queries) + row * kPitch + at);
-    start_copy(to, there ? from + row * width + (is_key ? static_cast<int64_t>(p.k_heads) * p.k_dim : 0) + at : from, there);
+    cp_async(to, there ? from + row * width + (is_key ? static_cast<int64_t>(p.k_heads) * p.k_dim : 0) + at : from, there);
   }
-  end_group();
+  cp_async_commit();
   if (warp == 0) {
     const float rate = p.decay_rate != nullptr ? p.decay_rate[head] : 1.f;
     const float decay_bias = p.decay_bias != nullptr ? p.decay_bias[head] : 0.f;
@@ -98,17 +98,17 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(LinearAttentionParams
     for (int i = 0; i < 2; ++i) {
       const int row = 2 * lane + i;
       const int64_t token = begin + min(row, count - 1);
-      const float decay = to_float(static_cast<const T*>(p.decay)[token * p.decay_pitch + head]) + decay_bias;
+      const float decay = to_float(static_cast<const T*>(p.decay)[token * p.decay_stride + head]) + decay_bias;
       own[i] = row < count ? device::activate(decay, p.decay_activation) * rate : 0.f;
       float beta = 1;
       if (p.beta != nullptr)
-        beta = device::activate(to_float(static_cast<const T*>(p.beta)[token * p.beta_pitch + head]) + beta_bias, p.beta_activation);
+        beta = device::activate(to_float(static_cast<const T*>(p.beta)[token * p.beta_stride + head]) + beta_bias, p.beta_activation);
       betas[row] = row >= count ? 0.f : beta;
     }
     const float at = warp_scan(own[0] + own[1]);
     sums[2 * lane] = at - own[1], sums[2 * lane + 1] = at;
   }
-  wait_for_group<0>();
+  cp_async_wait<0>();
   __syncthreads();
   {  // a thread each for keys' and queries' lengths
     const T* row = (thread < kChunk ? keys : queries) + thread % kChunk * kPitch;
@@ -130,17 +130,17 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(LinearAttentionParams
   for (int step = 0; step < kKeys / 16; ++step) {
     const int own = (16 * warp + lane % 16) * kPitch + 16 * step + lane / 16 * 8;
     uint32_t of_keys[4], of_queries[4];
-    if (kDelta) load_matrices<false>(of_keys, keys + own);
-    load_matrices<false>(of_queries, queries + own);
+    if (kDelta) ldmatrix_x4<false>(of_keys, keys + own);
+    ldmatrix_x4<false>(of_queries, queries + own);
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       if (n > warp) continue;
       uint32_t b[4];
-      load_matrices<false>(b, keys + (16 * n + lane / 16 * 8 + lane % 8) * kPitch + 16 * step + lane / 8 % 2 * 8);
+      ldmatrix_x4<false>(b, keys + (16 * n + lane / 16 * 8 + lane % 8) * kPitch + 16 * step + lane / 8 % 2 * 8);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (kDelta) multiply<T>(by_key[2 * n + half], of_keys, b[2 * half], b[2 * half + 1]);
-        multiply<T>(by_query[2 * n + half], of_queries, b[2 * half], b[2 * half + 1]);
+        if (kDelta) mma_m16n8k16<T>(by_key[2 * n + half], of_keys, b[2 * half], b[2 * half + 1]);
+        mma_m16n8k16<T>(by_query[2 * n + half], of_queries, b[2 * half], b[2 * half + 1]);
       }
     }
   }
@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(LinearAttentionParams
 }
 
 template <int kKeys>
-struct Room {  // shared memory, in bytes
+struct SharedLayout {  // shared memory, in bytes
   static constexpr int kPitch = kKeys + 8, kValuePitch = kColumns + 8, kStatePitch = kKeys + 8, kRowPitch = kChunk + 8;
   static constexpr int kRows = kChunk * kPitch * 2;                  // of 16 bits
   static constexpr int kValues = 3 * kRows, kState = kValues + kChunk * kValuePitch * 2;
@@ -210,8 +210,8 @@ struct Room {  // shared memory, in bytes
 };
 
 template <typename T, int kKeys, bool kDelta>
-__global__ void __launch_bounds__(2 * kThreads) chunks_kernel(LinearAttentionParams p) {
-  using R = Room<kKeys>;
+__global__ void __launch_bounds__(2 * kThreads) chunk_state_kernel(LinearAttentionParams p) {
+  using R = SharedLayout<kKeys>;
   constexpr int kRow = kKeys / 8, kParts = kKeys / 64;  // of 16 keys, that a warp has of the state
   constexpr int kStep = 2 * kThreads;
   extern __shared__ __align__(16) unsigned char shared[];
@@ -253,8 +253,8 @@ __global__ void __launch_bounds__(2 * kThreads) chunks_kernel(LinearAttentionPar
     });
   };
   show();
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
   if (begin == end && has_past) return;
 
   const int64_t width = 2ll * p.k_heads * p.k_dim + static_cast<int64_t>(p.v_heads) * p.v_dim;
@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(2 * kThreads) chunks_kernel(LinearAttentionPar
     for (int i = thread; i < kChunk * kRow; i += kStep) {
       const int row = i / kRow, at = i % kRow * 8;
       const bool there = first + row < end && at < p.k_dim;
-      start_copy(reinterpret_cast<uint4*>(to + row * R::kPitch + at), there ? from + (first + row) * width + at : from,
+      cp_async(reinterpret_cast<uint4*>(to + row * R::kPitch + at), there ? from + (first + row) * width + at : from,
                  there);
     }
   };
@@ -275,7 +275,7 @@ __global__ void __launch_bounds__(2 * kThreads) chunks_kernel(LinearAttentionPar
     for (int i = thread; i < kChunk * kColumns / 8; i += kStep) {
       const int row = i / (kColumns / 8), at = i % (kColumns / 8) * 8;
       const bool there = first + row < end && first_column + at < p.v_dim;
-      start_copy(reinterpret_cast<uint4*>(values + row * R::kValuePitch + at),
+      cp_async(reinterpret_cast<uint4*>(values + row * R::kValuePitch + at),
                  there ? own_values + (first + row) * width + at : qkv, there);
     }
   };
@@ -287,7 +287,7 @@ __global__ void __launch_bounds__(2 * kThreads) chunks_kernel(LinearAttentionPar
 
   copy_rows(all_keys, qkv + all, begin);
   copy_queries_and_values(begin);
-  end_group();
+  cp_async_commit();
   int stage = 0;
   for (int first = begin; first < end; first += kChunk, unit += static_cast<int64_t>(p.v_heads) * kUnit, stage ^= 1) {
     const T* keys = all_keys + stage * kChunk * R::kPitch;
@@ -302,18 +302,18 @@ __global__ void __launch_bounds__(2 * kThreads) chunks_kernel(LinearAttentionPar
       if (kDelta) solve[step] = at[0];
       attend[step] = at[kMatrix / 4];
     }
-    wait_for_group<0>();
+    cp_async_wait<0>();
     __syncthreads();
     if (first + kChunk < end) copy_rows(all_keys + (stage ^ 1) * kChunk * R::kPitch, qkv + all, first + kChunk);
-    end_group();
+    cp_async_commit();
 
     float known[kTiles][4] = {}, read[kTiles][4] = {};  // K S and Q S
 #pragma unroll 4
     for (int step = 0; step < kKeys / 16; ++step) {
       const int own = (16 * warp + lane % 16) * R::kPitch + 16 * step + lane / 16 * 8;
       uint32_t of_keys[4], of_queries[4];
-      if (kDelta) load_matrices<false>(of_keys, keys + own);
-      load_matrices<false>(of_queries, queries + own);
+      if (kDelta) ldmatrix_x4<false>(of_keys, keys + own);
+      ldmatrix_x4<false>(of_queries, queries + own);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float4 query = operand<T>(of_queries[2 * half], of_queries[2 * half + 1]);
@@ -321,8 +321,8 @@ __global__ void __launch_bounds__(2 * kThreads) chunks_kernel(LinearAttentionPar
 #pragma unroll
         for (int n = 0; n < kTiles; ++n) {
           const float2 b = pair_at(past + (side + 8 * n + g) * R::kStatePitch + 16 * step + 8 * half + 2 * t);
-          if (kDelta) multiply_tf32(known[n], key, b);
-          multiply_tf32(read[n], query, b);
+          if (kDelta) mma_m16n8k8_tf32(known[n], key, b);
+          mma_m16n8k8_tf32(read[n], query, b);
         }
       }
     }
@@ -347,14 +347,14 @@ __global__ void __launch_bounds__(2 * kThreads) chunks_kernel(LinearAttentionPar
       }
     __syncthreads();  // the state, queries and values have been read
     if (first + kChunk < end) copy_queries_and_values(first + kChunk);
-    end_group();
+    cp_async_commit();
     if constexpr (kDelta) {  // without the brace nvcc leaves out the next loop too
 #pragma unroll
       for (int step = 0; step < 8; ++step) {
         if (step / 2 > warp) continue;
 #pragma unroll
         for (int n = 0; n < kTiles; ++n)
-          multiply_tf32(news[n], solve[step],
+          mma_m16n8k8_tf32(news[n], solve[step],
                         pair_at(wanted + (side + 8 * n + g) * R::kRowPitch + 8 * step + 2 * t));
       }
     }
@@ -373,7 +373,7 @@ __global__ void __launch_bounds__(2 * kThreads) chunks_kernel(LinearAttentionPar
       if (step / 2 > warp) continue;
 #pragma unroll
       for (int n = 0; n < kTiles; ++n)
-        multiply_tf32(read[n], attend[step],
+        mma_m16n8k8_tf32(read[n], attend[step],
                       pair_at(written + (side + 8 * n + g) * R::kRowPitch + 8 * step + 2 * t));
     }
 #pragma unroll
@@ -382,7 +382,7 @@ __global__ void __launch_bounds__(2 * kThreads) chunks_kernel(LinearAttentionPar
       for (int c = 0; c < 4; c += 2)
         if (first + row + 4 * c < end && first_column + side + 8 * n + 2 * t < p.v_dim)
           *reinterpret_cast<uint32_t*>(out + (first + row + 4 * c) * out_width + side + 8 * n + 2 * t) =
-              pack<T>(fmaf(skip, value[n][c], read[n][c]), fmaf(skip, value[n][c + 1], read[n][c + 1]));
+              pack2<T>(fmaf(skip, value[n][c], read[n][c]), fmaf(skip, value[n][c + 1], read[n][c + 1]));
 
     each([&](int, int, float& x, float& y) { x *= fade, y *= fade; });
 #pragma unroll
@@ -390,14 +390,14 @@ __global__ void __launch_bounds__(2 * kThreads) chunks_kernel(LinearAttentionPar
 #pragma unroll
       for (int i = 0; i < kParts; ++i) {
         uint32_t pairs[4];
-        load_matrices<true>(pairs, keys + (16 * step + lane / 16 * 8 + lane % 8) * R::kPitch + 16 * (kParts * warp + i) +
+        ldmatrix_x4<true>(pairs, keys + (16 * step + lane / 16 * 8 + lane % 8) * R::kPitch + 16 * (kParts * warp + i) +
                                        lane / 8 % 2 * 8);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const float4 a = operand<T>(pairs[2 * half], pairs[2 * half + 1]);
 #pragma unroll
           for (int n = 0; n < kTiles; ++n)
-            multiply_tf32(memory[i][n], a,
+            mma_m16n8k8_tf32(memory[i][n], a,
                           pair_at(faded + (side + 8 * n + g) * R::kRowPitch + 16 * step + 8 * half + 2 * t));
         }
       }
@@ -412,17 +412,17 @@ __global__ void __launch_bounds__(2 * kThreads) chunks_kernel(LinearAttentionPar
 template <typename T, int kKeys, bool kDelta>
 cudaError_t run(const LinearAttentionParams& p, cudaStream_t stream) {
   constexpr int kPrepare = 2 * kChunk * (kKeys + 8) * 2;
-  const auto prepare = prepare_kernel<T, kKeys, kDelta>;
-  const auto chunks = chunks_kernel<T, kKeys, kDelta>;
+  const auto prepare = chunk_prepare_kernel<T, kKeys, kDelta>;
+  const auto chunks = chunk_state_kernel<T, kKeys, kDelta>;
   cudaError_t error = cudaFuncSetAttribute(prepare, cudaFuncAttributeMaxDynamicSharedMemorySize, kPrepare);
   if (error != cudaSuccess) return error;
-  error = cudaFuncSetAttribute(chunks, cudaFuncAttributeMaxDynamicSharedMemorySize, Room<kKeys>::kAll);
+  error = cudaFuncSetAttribute(chunks, cudaFuncAttributeMaxDynamicSharedMemorySize, SharedLayout<kKeys>::kAll);
   if (error != cudaSuccess) return error;
   const unsigned slots = p.num_tokens / kChunk + p.batch;
   error = launch(prepare, dim3(slots, p.v_heads), kThreads, kPrepare, stream, p);
   if (error != cudaSuccess) return error;
-  return launch(chunks, dim3(blocks_for(p.v_dim, kColumns), p.v_heads, p.batch), 2 * kThreads,
-                Room<kKeys>::kAll, stream, p);
+  return launch(chunks, dim3(ceil_div(p.v_dim, kColumns), p.v_heads, p.batch), 2 * kThreads,
+                SharedLayout<kKeys>::kAll, stream, p);
 }
 
 template <typename T, int kKeys>
@@ -439,18 +439,18 @@ cudaError_t run_type(const LinearAttentionParams& p, cudaStream_t stream) {
 
 }  // namespace
 
-bool takes_chunks(DType dtype, const LinearAttentionParams& p) {
-  const int room = p.k_dim <= 64 ? Room<64>::kAll : p.k_dim <= 128 ? Room<128>::kAll : Room<256>::kAll;
+bool can_chunk(DType dtype, const LinearAttentionParams& p) {
+  const int room = p.k_dim <= 64 ? SharedLayout<64>::kAll : p.k_dim <= 128 ? SharedLayout<128>::kAll : SharedLayout<256>::kAll;
   return dtype != DType::kFloat32 && !p.decay_per_channel && p.k_dim % 8 == 0 && p.v_dim % 8 == 0 &&
-         p.k_dim <= kLinearKeys && p.num_tokens >= kLinearChunked * p.batch && device_property<cudaDevAttrMaxSharedMemoryPerBlockOptin>() >= room;
+         p.k_dim <= kMaxKeyDim && p.num_tokens >= kMinChunkTokens * p.batch && device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() >= room;
 }
 
 int64_t linear_attention_scratch(int num_tokens, int v_heads) {
-  return static_cast<int64_t>(num_tokens / kChunk + num_tokens / kLinearChunked) * v_heads * kUnit * sizeof(float);
+  return static_cast<int64_t>(num_tokens / kChunk + num_tokens / kMinChunkTokens) * v_heads * kUnit * sizeof(float);
 }
 
 cudaError_t linear_attention_chunks(DType dtype, const LinearAttentionParams& p, cudaStream_t stream) {
-  if (!takes_chunks(dtype, p)) return cudaErrorInvalidValue;
+  if (!can_chunk(dtype, p)) return cudaErrorInvalidValue;
   if (dtype == DType::kFloat16) return run_type<__half>(p, stream);
   return run_type<__nv_bfloat16>(p, stream);
 }

@@ -12,7 +12,7 @@
 namespace llmc::kernels {
 
 // Depthwise causal convolution along each sequence; see csrc/plugins/causal_conv1d/op.py for the contract.
-constexpr int kConvTaps = 8;  // maximum kernel_size
+constexpr int kMaxConvKernel = 8;  // maximum kernel_size
 struct CausalConvParams {
   void* y;                     // T [num_tokens, channels]
   const void* hidden;          // T [num_tokens, channels], rows `pitch` apart
@@ -28,7 +28,7 @@ struct CausalConvParams {
 cudaError_t causal_conv(DType dtype, const CausalConvParams& params, cudaStream_t stream);
 
 // Linear attention with a state matrix per head (gated delta rule); see csrc/plugins/linear_attention/op.py for the contract.
-constexpr int kLinearKeys = 256;  // maximum k_dim
+constexpr int kMaxKeyDim = 256;  // maximum k_dim
 struct LinearAttentionParams {
   void* out;                   // T [num_tokens, v_heads * v_dim]
   const void* qkv;             // T [num_tokens, 2 * k_heads * k_dim + v_heads * v_dim]
@@ -37,7 +37,7 @@ struct LinearAttentionParams {
   const void* skip;            // T [v_heads] or null
   const float* decay_rate;     // [v_heads] or null
   const float *decay_bias, *beta_bias;  // [v_heads] or null
-  int64_t decay_pitch, beta_pitch;      // distance between rows of decay and of beta
+  int64_t decay_stride, beta_stride;      // distance between rows of decay and of beta
   Activation decay_activation, beta_activation;  // applied after the bias; kNone for a decay per channel
   float* state;                // [.., v_heads, k_dim, v_dim]
   const int32_t *cu_seqlens, *past_lens, *state_slots;
@@ -49,8 +49,8 @@ struct LinearAttentionParams {
 };
 cudaError_t linear_attention(DType dtype, const LinearAttentionParams& params, cudaStream_t stream);
 // The chunked form, on tensor cores.
-constexpr int kLinearChunked = 128;  // minimum average of new tokens per sequence
-bool takes_chunks(DType dtype, const LinearAttentionParams& params);
+constexpr int kMinChunkTokens = 128;  // minimum average of new tokens per sequence
+bool can_chunk(DType dtype, const LinearAttentionParams& params);
 int64_t linear_attention_scratch(int num_tokens, int v_heads);
 cudaError_t linear_attention_chunks(DType dtype, const LinearAttentionParams& params, cudaStream_t stream);
 

@@ -9,25 +9,25 @@ using namespace device;
 
 template <typename T, int kWidth>
 __global__ void gate_kernel(GateParams p) {
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
   const int64_t row = blockIdx.y;
   const int i = (blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
   if (i >= p.width) return;
-  const auto gates = load<T, kWidth>(static_cast<const T*>(p.gate) + row * p.gate_pitch + i);
-  const auto x = load<T, kWidth>(static_cast<const T*>(p.x) + row * p.x_pitch + i);
+  const auto gates = load<T, kWidth>(static_cast<const T*>(p.gate) + row * p.gate_stride + i);
+  const auto x = load<T, kWidth>(static_cast<const T*>(p.x) + row * p.x_stride + i);
   float out[kWidth];
 #pragma unroll
   for (int k = 0; k < kWidth; ++k) out[k] = device::activate(to_float(gates.data[k]), p.activation) * to_float(x.data[k]);
-  Made<T>(p.y, p.y_inverse).put(row * p.width + i, out);
+  OutputWriter<T>(p.y, p.y_scale_inverse).write(row * p.width + i, out);
 }
 
 // Four columns a thread, a row of blocks for each row.
 template <typename T>
 __global__ void __launch_bounds__(128) rescale_kernel(RescaleParams p) {
   constexpr int kWidth = 4;
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
   const int i = (blockIdx.x * 128 + threadIdx.x) * kWidth;
   if (i >= p.out) return;
   const int64_t row = blockIdx.y;
@@ -57,13 +57,13 @@ __global__ void __launch_bounds__(128) rescale_kernel(RescaleParams p) {
     if (p.gated) out[k] *= up.data[k];
     if (p.residual != nullptr) out[k] += to_float(residual.data[k]);
   }
-  Made<T>(p.y, p.y_inverse).put(row * p.out + i, out);
+  OutputWriter<T>(p.y, p.y_scale_inverse).write(row * p.out + i, out);
 }
 
 template <typename T>
 __global__ void activate_kernel(T* x, int64_t count, Activation activation) {
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
   for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < count;
        i += static_cast<int64_t>(gridDim.x) * blockDim.x)
     x[i] = from_float<T>(device::activate(to_float(x[i]), activation));
@@ -72,8 +72,8 @@ __global__ void activate_kernel(T* x, int64_t count, Activation activation) {
 // kWidth elements a thread and turn, of one row.
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(256) elementwise_kernel(Elementwise op, T* y, Operands operands, int64_t count, int width) {
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
   for (int64_t i = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) * kWidth; i < count;
        i += static_cast<int64_t>(gridDim.x) * blockDim.x * kWidth) {
     float x[3][kWidth] = {};
@@ -128,44 +128,44 @@ __global__ void __launch_bounds__(256) elementwise_kernel(Elementwise op, T* y, 
 }  // namespace
 
 cudaError_t gate(DType dtype, const GateParams& p, cudaStream_t stream) {
-  return with_type(dtype, [&](auto* type) {
+  return dispatch_dtype(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     auto run = [&](auto kernel, int per_thread) {
-      return launch(kernel, dim3(blocks_for(p.width, 128 * per_thread), p.rows), 128, 0, stream, p);
+      return launch(kernel, dim3(ceil_div(p.width, 128 * per_thread), p.rows), 128, 0, stream, p);
     };
-    const bool vectors = p.width % kVec<T> == 0 && lies_in_vectors<T>(p.x, p.x_pitch) && lies_in_vectors<T>(p.gate, p.gate_pitch);
+    const bool vectors = p.width % kVec<T> == 0 && has_aligned_rows<T>(p.x, p.x_stride) && has_aligned_rows<T>(p.gate, p.gate_stride);
     return vectors ? run(gate_kernel<T, kVec<T>>, kVec<T>) : run(gate_kernel<T, 1>, 1);
   });
 }
 
 cudaError_t rescale(DType dtype, const RescaleParams& p, cudaStream_t stream) {
   if (p.out % 4 != 0) return cudaErrorInvalidValue;
-  return with_type(dtype, [&](auto* type) {
+  return dispatch_dtype(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    return launch(rescale_kernel<T>, dim3(blocks_for(p.out, 512), p.rows), 128, 0, stream, p);
+    return launch(rescale_kernel<T>, dim3(ceil_div(p.out, 512), p.rows), 128, 0, stream, p);
   });
 }
 
 cudaError_t activate(DType dtype, void* x, int64_t count, Activation activation, cudaStream_t stream) {
-  return with_type(dtype, [&](auto* type) {
+  return dispatch_dtype(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    return launch(activate_kernel<T>, min(blocks_for(count, 256), 4096u), 256, 0, stream,
+    return launch(activate_kernel<T>, min(ceil_div(count, 256), 4096u), 256, 0, stream,
                   static_cast<T*>(x), count, activation);
   });
 }
 
 cudaError_t elementwise(DType dtype, Elementwise op, void* y, const Operands& operands, int64_t count, int width,
                         cudaStream_t stream) {
-  return with_type(dtype, [&](auto* type) {
+  return dispatch_dtype(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    bool whole = width % kVec<T> == 0 && lies_at(y, sizeof(Vec<T, kVec<T>>));
+    bool whole = width % kVec<T> == 0 && is_aligned(y, sizeof(Vec<T, kVec<T>>));
     for (int i = 0; i < 3; ++i) {
       const bool row = operands.is[i] == Operand::kRow;
       if (row || operands.is[i] == Operand::kWhole)
-        whole = whole && lies_at(operands.data[i], (row ? sizeof(float) : sizeof(T)) * kVec<T>);
+        whole = whole && is_aligned(operands.data[i], (row ? sizeof(float) : sizeof(T)) * kVec<T>);
     }
     const auto run = [&](auto kernel, int each) {
-      return launch(kernel, min(blocks_for(count / each, 256), 4096u), 256, 0, stream, op, static_cast<T*>(y), operands, count,
+      return launch(kernel, min(ceil_div(count / each, 256), 4096u), 256, 0, stream, op, static_cast<T*>(y), operands, count,
                     width);
     };
     return whole ? run(elementwise_kernel<T, kVec<T>>, kVec<T>) : run(elementwise_kernel<T, 1>, 1);

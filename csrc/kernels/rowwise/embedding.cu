@@ -12,27 +12,27 @@ __device__ int64_t id_at(const void* ids, int index, bool narrow) {
 }
 
 // A block per token, kWidth elements per thread and turn. Reads a table row and perhaps a position row.
-template <typename T, int kWidth, Codes kCodes>
+template <typename T, int kWidth, CodeType kCodeType>
 __global__ void embedding_kernel(EmbeddingParams p) {
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
   const int64_t row = id_at(p.ids, blockIdx.x, p.narrow_ids) - p.vocab_start;
   const bool mine = row >= 0 && row < p.rows;
   auto read = [&](int i) {
-    if constexpr (kCodes == Codes::kNone) {
+    if constexpr (kCodeType == CodeType::kNone) {
       return load<T, kWidth>(static_cast<const T*>(p.table) + (mine ? row : 0) * p.hidden + i);
     } else {
       Vec<float, kWidth> numbers;
 #pragma unroll
       for (int k = 0; k < kWidth; ++k)
-        numbers.data[k] = number_at<kCodes>(p.packing, static_cast<const uint8_t*>(p.table), mine ? row : 0, i + k, p.rows, p.hidden);
+        numbers.data[k] = dequantize_at<kCodeType>(p.quant, static_cast<const uint8_t*>(p.table), mine ? row : 0, i + k, p.rows, p.hidden);
       return numbers;
     }
   };
-  const int64_t place_of = p.positions == nullptr ? -1 : id_at(p.position_ids, blockIdx.x, p.narrow_ids);
-  const T* position = place_of < 0 || place_of >= p.position_rows
+  const int64_t packed_column = p.positions == nullptr ? -1 : id_at(p.position_ids, blockIdx.x, p.narrow_ids);
+  const T* position = packed_column < 0 || packed_column >= p.position_rows
       ? nullptr
-      : static_cast<const T*>(p.positions) + place_of * p.hidden;
+      : static_cast<const T*>(p.positions) + packed_column * p.hidden;
   T* y = static_cast<T*>(p.y) + static_cast<int64_t>(blockIdx.x) * p.hidden;
   for (int i = threadIdx.x * kWidth; i < p.hidden; i += blockDim.x * kWidth) {
     const auto word = read(i);
@@ -51,16 +51,16 @@ __global__ void embedding_kernel(EmbeddingParams p) {
 }  // namespace
 
 cudaError_t embedding(DType dtype, const EmbeddingParams& p, cudaStream_t stream) {
-  return with_type(dtype, [&](auto* type) {
+  return dispatch_dtype(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     constexpr int kWidth = kVec<T>;
-    if (p.packing.codes != Codes::kNone)
-      return with_codes(p.packing.codes, [&](auto codes) {
+    if (p.quant.code_type != CodeType::kNone)
+      return dispatch_code_type(p.quant.code_type, [&](auto codes) {
         return launch(embedding_kernel<T, 1, codes.value>, p.num_tokens, 128, 0, stream, p);
       });
     if (p.hidden % kWidth == 0)
-      return launch(embedding_kernel<T, kWidth, Codes::kNone>, p.num_tokens, 128, 0, stream, p);
-    return launch(embedding_kernel<T, 1, Codes::kNone>, p.num_tokens, 128, 0, stream, p);
+      return launch(embedding_kernel<T, kWidth, CodeType::kNone>, p.num_tokens, 128, 0, stream, p);
+    return launch(embedding_kernel<T, 1, CodeType::kNone>, p.num_tokens, 128, 0, stream, p);
   });
 }
 

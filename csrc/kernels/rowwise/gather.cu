@@ -11,8 +11,8 @@ using namespace device;
 
 template <typename T>
 __global__ void gather_rows_kernel(T* y, const T* x, const int64_t* rows, int64_t x_rows, int width) {
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
   const int64_t row = rows[blockIdx.x];
   const bool there = row >= 0 && row < x_rows;
   const T* source = x + (there ? row : 0) * width;
@@ -23,8 +23,8 @@ __global__ void gather_rows_kernel(T* y, const T* x, const int64_t* rows, int64_
 // A block per row and 128 columns of it.
 template <typename T>
 __global__ void gather_columns_kernel(T* y, const T* x, const int32_t* index, int x_width, int width) {
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
   const int i = blockIdx.y * blockDim.x + threadIdx.x;
   if (i >= width) return;
   const int column = index[i];
@@ -35,8 +35,8 @@ __global__ void gather_columns_kernel(T* y, const T* x, const int32_t* index, in
 
 template <typename T>
 __global__ void interleave_kernel(T* y, const T* x, int width) {
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
   const int64_t parts = gridDim.y, rows = gridDim.x;
   const T* source = x + (blockIdx.y * rows + blockIdx.x) * width;
   T* target = y + (blockIdx.x * parts + blockIdx.y) * width;
@@ -45,13 +45,13 @@ __global__ void interleave_kernel(T* y, const T* x, int width) {
 
 // A block per row. Widths in vectors.
 template <typename V>
-__global__ void __launch_bounds__(256) join_kernel(JoinParams p) {
-  wait_for_inputs();
-  let_next_start();
+__global__ void __launch_bounds__(256) concat_kernel(ConcatParams p) {
+  pdl_wait();
+  pdl_launch_dependents();
   int64_t width = 0, at = 0;
   for (int part : p.widths) width += part;
 #pragma unroll
-  for (int part = 0; part < kJoined; ++part) {
+  for (int part = 0; part < kMaxConcat; ++part) {
     const V* from = static_cast<const V*>(p.x[part]) + static_cast<int64_t>(blockIdx.x) * p.widths[part];
     V* to = static_cast<V*>(p.y) + blockIdx.x * width + at;
     for (int i = threadIdx.x; i < p.widths[part]; i += blockDim.x) to[i] = from[i];
@@ -61,8 +61,8 @@ __global__ void __launch_bounds__(256) join_kernel(JoinParams p) {
 
 // A row of blocks per array.
 __global__ void narrow_kernel(NarrowParams p) {
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
   const int array = blockIdx.y;
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < p.count[array]; i += gridDim.x * blockDim.x)
     p.y[array][i] = static_cast<int32_t>(p.x[array][i]);
@@ -71,8 +71,8 @@ __global__ void narrow_kernel(NarrowParams p) {
 // A thread per 16 bytes, or per element where rows are not of whole 16 bytes.
 template <typename V>
 __global__ void scatter_kernel(V* y, const V* x, const int64_t* rows, int64_t y_rows, int width) {
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
   const int64_t row = rows[blockIdx.x];
   if (row < 0 || row >= y_rows) return;
   for (int i = threadIdx.x; i < width; i += blockDim.x)
@@ -83,7 +83,7 @@ __global__ void scatter_kernel(V* y, const V* x, const int64_t* rows, int64_t y_
 
 cudaError_t gather_rows(DType dtype, void* y, const void* x, const int64_t* rows, int count, int64_t x_rows, int width,
                         cudaStream_t stream) {
-  return with_type(dtype, [&](auto* type) {
+  return dispatch_dtype(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     return launch(gather_rows_kernel<T>, count, 128, 0, stream, static_cast<T*>(y),
                   static_cast<const T*>(x), rows, x_rows, width);
@@ -92,27 +92,27 @@ cudaError_t gather_rows(DType dtype, void* y, const void* x, const int64_t* rows
 
 cudaError_t gather_columns(DType dtype, void* y, const void* x, const int32_t* index, int rows, int x_width, int width,
                            cudaStream_t stream) {
-  return with_type(dtype, [&](auto* type) {
+  return dispatch_dtype(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    return launch(gather_columns_kernel<T>, dim3(rows, blocks_for(width, 128)), 128, 0, stream, static_cast<T*>(y),
+    return launch(gather_columns_kernel<T>, dim3(rows, ceil_div(width, 128)), 128, 0, stream, static_cast<T*>(y),
                   static_cast<const T*>(x), index, x_width, width);
   });
 }
 
-cudaError_t join(DType dtype, const JoinParams& given, cudaStream_t stream) {
-  return with_type(dtype, [&](auto* type) {
+cudaError_t concat(DType dtype, const ConcatParams& given, cudaStream_t stream) {
+  return dispatch_dtype(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    JoinParams p = given;
-    if (std::any_of(p.widths, p.widths + kJoined, [](int width) { return width % kVec<T> != 0; }))
-      return launch(join_kernel<T>, p.rows, 256, 0, stream, p);
+    ConcatParams p = given;
+    if (std::any_of(p.widths, p.widths + kMaxConcat, [](int width) { return width % kVec<T> != 0; }))
+      return launch(concat_kernel<T>, p.rows, 256, 0, stream, p);
     for (int& width : p.widths) width /= kVec<T>;
-    return launch(join_kernel<uint4>, p.rows, 256, 0, stream, p);
+    return launch(concat_kernel<uint4>, p.rows, 256, 0, stream, p);
   });
 }
 
 cudaError_t interleave(DType dtype, void* y, const void* x, int parts, int rows, int width,
                        cudaStream_t stream) {
-  return with_type(dtype, [&](auto* type) {
+  return dispatch_dtype(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     return launch(interleave_kernel<T>, dim3(rows, parts), 128, 0, stream, static_cast<T*>(y),
                   static_cast<const T*>(x), width);
@@ -122,12 +122,12 @@ cudaError_t interleave(DType dtype, void* y, const void* x, int parts, int rows,
 cudaError_t narrow(const NarrowParams& p, cudaStream_t stream) {
   int most = 1;
   for (int count : p.count) most = max(most, count);
-  return launch(narrow_kernel, dim3(min(blocks_for(most, 256), 64u), kNarrowed), 256, 0, stream, p);
+  return launch(narrow_kernel, dim3(min(ceil_div(most, 256), 64u), kMaxNarrow), 256, 0, stream, p);
 }
 
 cudaError_t scatter_rows(DType dtype, void* y, const void* x, const int64_t* rows, int count, int64_t y_rows, int width,
                          cudaStream_t stream) {
-  return with_type(dtype, [&](auto* type) {
+  return dispatch_dtype(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     if (width % kVec<T> == 0)
       return launch(scatter_kernel<uint4>, count, 128, 0, stream, static_cast<uint4*>(y),

@@ -7,7 +7,7 @@ namespace {
 
 using namespace device;
 
-enum class NormOf { kRows, kRounded, kGated };
+enum class NormKind { kRows, kRounded, kGated };
 
 // A gate's element; of the activations that a norm's has, without a branch.
 __device__ __forceinline__ float gate_of(float x, Activation activation) {
@@ -16,10 +16,10 @@ __device__ __forceinline__ float gate_of(float x, Activation activation) {
 }
 
 // One row per group of kThreads threads, kept in registers between the passes: kTurns vectors of kWidth
-// elements per thread. kThreads 32 puts one row on each warp of the block. Rounding takes no pass over memory.
-template <typename T, int kThreads, int kWidth, int kTurns, NormOf kOf>
+// elements per thread. kThreads 32 puts one row on each warp of the block. ActivationQuant takes no pass over memory.
+template <typename T, int kThreads, int kWidth, int kTurns, NormKind kOf>
 __global__ void __launch_bounds__(kThreads < 128 ? 128 : kThreads) norm_kernel(NormParams p) {
-  constexpr bool kRounded = kOf == NormOf::kRounded, kGated = kOf == NormOf::kGated;
+  constexpr bool kRounded = kOf == NormKind::kRounded, kGated = kOf == NormKind::kGated;
   __shared__ float partial[kThreads / 32];
   __shared__ float2 pairs[kThreads / 32];
   const int rows_per_block = blockDim.x / kThreads;
@@ -31,17 +31,17 @@ __global__ void __launch_bounds__(kThreads < 128 ? 128 : kThreads) norm_kernel(N
   const float* weight = p.groups > 1 ? p.weight + row % p.groups * p.hidden : p.weight;
   const T* gate = nullptr;
   if constexpr (kGated)
-    gate = static_cast<const T*>(p.gate) + row / p.groups * p.gate_pitch + static_cast<int64_t>(row % p.groups) * p.hidden;
+    gate = static_cast<const T*>(p.gate) + row / p.groups * p.gate_stride + static_cast<int64_t>(row % p.groups) * p.hidden;
   float value[kTurns][kWidth];
   Vec<T, kWidth> gates[kGated ? kTurns : 1];
 #pragma unroll
   for (int turn = 0; turn < kTurns; ++turn) {
     const int i = (turn * kThreads + thread) * kWidth;
-    if (i < p.hidden && weight != nullptr) bring(weight + i);
-    if (i < p.hidden && p.bias != nullptr) bring(p.bias + i);
+    if (i < p.hidden && weight != nullptr) prefetch_l1(weight + i);
+    if (i < p.hidden && p.bias != nullptr) prefetch_l1(p.bias + i);
   }
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
   float total = 0;
 #pragma unroll
   for (int turn = 0; turn < kTurns; ++turn) {
@@ -129,21 +129,21 @@ __global__ void __launch_bounds__(kThreads < 128 ? 128 : kThreads) norm_kernel(N
       measured = block_sum_and_max<kThreads>(0, biased, pairs);
       scale = 1;
     }
-    auto step_of = [&](float most) { return step_of_codes(most * scale); };
-    float step = p.fixed_scale > 0 ? p.fixed_scale : step_of(measured.y), inverse = scale / step;
-    if (p.scale != nullptr && p.rounded_group == 0 && thread == 0) p.scale[row] = step;
+    auto step_of = [&](float most) { return fp8_scale(most * scale); };
+    float step = p.static_scale > 0 ? p.static_scale : step_of(measured.y), inverse = scale / step;
+    if (p.scale != nullptr && p.quant_group == 0 && thread == 0) p.scale[row] = step;
 #pragma unroll
     for (int turn = 0; turn < kTurns; ++turn) {
       const int i = (turn * kThreads + thread) * kWidth;
-      if (p.rounded_group > 0) {  // the work of threads side by side
+      if (p.quant_group > 0) {  // the work of threads side by side
         float most = 0;
 #pragma unroll
         for (int k = 0; k < kWidth; ++k) most = fmaxf(most, fabsf(value[turn][k]));
-        for (int mask = 1; mask < p.rounded_group / kWidth; mask *= 2)
+        for (int mask = 1; mask < p.quant_group / kWidth; mask *= 2)
           most = fmaxf(most, __shfl_xor_sync(~0u, most, mask));
         step = step_of(most), inverse = scale / step;
-        if (p.scale != nullptr && i < p.hidden && i % p.rounded_group == 0)
-          p.scale[i / p.rounded_group * scale_pitch(p.rows) + row] = step;
+        if (p.scale != nullptr && i < p.hidden && i % p.quant_group == 0)
+          p.scale[i / p.quant_group * group_scale_stride(p.rows) + row] = step;
       }
       if (i >= p.hidden) continue;
       Vec<T, kWidth> numbers;
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kThreads < 128 ? 128 : kThreads) norm_kernel(N
       for (int k = 0; k < kWidth; ++k) {
         const Float8 code(value[turn][k] * inverse);
         numbers.data[k] = from_float<T>(to_float(code) * step);
-        codes.data[kWidth == 8 ? place_of(k, 8) : k] = code.__x;
+        codes.data[kWidth == 8 ? packed_column(k, 8) : k] = code.__x;
       }
       if (p.codes != nullptr) store(p.codes + start + i, codes);
       else store(static_cast<T*>(p.y) + start + i, numbers);
@@ -160,42 +160,42 @@ __global__ void __launch_bounds__(kThreads < 128 ? 128 : kThreads) norm_kernel(N
   }
 }
 
-template <typename T, int kWidth, NormOf kOf>
+template <typename T, int kWidth, NormKind kOf>
 cudaError_t norm_of_width(const NormParams& p, cudaStream_t stream) {
   constexpr int kWarps = 4;
   if (p.hidden <= 1024)
-    return launch(norm_kernel<T, 32, kWidth, 32 / kWidth, kOf>, blocks_for(p.rows, kWarps), 32 * kWarps, 0, stream, p);
+    return launch(norm_kernel<T, 32, kWidth, 32 / kWidth, kOf>, ceil_div(p.rows, kWarps), 32 * kWarps, 0, stream, p);
   if (p.hidden <= 256 * 16)
     return launch(norm_kernel<T, 256, kWidth, 16 / kWidth, kOf>, p.rows, 256, 0, stream, p);
   if (p.hidden <= 512 * 16)
     return launch(norm_kernel<T, 512, kWidth, 16 / kWidth, kOf>, p.rows, 512, 0, stream, p);
   if (p.hidden <= 512 * 32)
     return launch(norm_kernel<T, 512, kWidth, 32 / kWidth, kOf>, p.rows, 512, 0, stream, p);
-  if (p.hidden <= kNormHidden)
-    return launch(norm_kernel<T, 512, kWidth, kNormHidden / 512 / kWidth, kOf>, p.rows, 512, 0, stream, p);
+  if (p.hidden <= kMaxNormHidden)
+    return launch(norm_kernel<T, 512, kWidth, kMaxNormHidden / 512 / kWidth, kOf>, p.rows, 512, 0, stream, p);
   return cudaErrorInvalidValue;
 }
 
 }  // namespace
 
 cudaError_t norm(DType dtype, const NormParams& p, cudaStream_t stream) {
-  return with_type(dtype, [&](auto* type) {
+  return dispatch_dtype(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     auto run = [&](auto of) {
-      return p.hidden % kVec<T> == 0 && lies_in_vectors<T>(p.gate, p.gate_pitch)
+      return p.hidden % kVec<T> == 0 && has_aligned_rows<T>(p.gate, p.gate_stride)
           ? norm_of_width<T, kVec<T>, of.value>(p, stream)
           : norm_of_width<T, 1, of.value>(p, stream);
     };
     if (p.codes != nullptr && (kVec<T> != 8 || p.hidden % 8 != 0)) return cudaErrorInvalidValue;
-    const int group = p.rounded_group;
-    if (group != 0 && (group < 32 || group > kBlock || (group & (group - 1)) != 0 || p.hidden % group != 0))
+    const int group = p.quant_group;
+    if (group != 0 && (group < 32 || group > kQuantBlock || (group & (group - 1)) != 0 || p.hidden % group != 0))
       return cudaErrorInvalidValue;
     if (p.gate != nullptr) {
       if (p.rounded) return cudaErrorInvalidValue;
-      return run(std::integral_constant<NormOf, NormOf::kGated>());
+      return run(std::integral_constant<NormKind, NormKind::kGated>());
     }
-    return p.rounded ? run(std::integral_constant<NormOf, NormOf::kRounded>())
-                     : run(std::integral_constant<NormOf, NormOf::kRows>());
+    return p.rounded ? run(std::integral_constant<NormKind, NormKind::kRounded>())
+                     : run(std::integral_constant<NormKind, NormKind::kRows>());
   });
 }
 

@@ -25,23 +25,23 @@ struct EmbeddingParams {
   int num_tokens, hidden;
   float scale;
   bool narrow_ids;
-  Packing packing = {};
+  QuantParams quant = {};
 };
 cudaError_t embedding(DType dtype, const EmbeddingParams& params, cudaStream_t stream);
 
-constexpr int kNormHidden = 32768;  // maximum hidden
+constexpr int kMaxNormHidden = 32768;  // maximum hidden
 // sum = x + residual (with a residual); y = norm(sum) * weight + bias. x, residual, y and sum are T [rows, hidden];
 // weight and bias are float32 [hidden] or null. LayerNorm with `centred`, RMSNorm without, no norm with `plain`.
 //
-// With `rounded`, each row is quantized to FP8 (e4m3) with fixed_scale, or with a dynamic scale max|row| / 448 where
-// fixed_scale is 0. With rounded_group (32, 64 or 128 columns) each group has its own scale. y receives the dequantized
+// With `rounded`, each row is quantized to FP8 (e4m3) with static_scale, or with a dynamic scale max|row| / 448 where
+// static_scale is 0. With quant_group (32, 64 or 128 columns) each group has its own scale. y receives the dequantized
 // values. With `codes`, that receives the codes instead, uint8 [rows, hidden] in the column order of a quantized weight,
-// and `scale` receives the scales: [rows], or [hidden / rounded_group, scale_pitch(rows)], or null. Codes take 16-bit T
+// and `scale` receives the scales: [rows], or [hidden / quant_group, group_scale_stride(rows)], or null. CodeType take 16-bit T
 // and a hidden that is a multiple of 8.
 //
 // With groups > 1, weight is [groups, hidden] and row r uses weight row r % groups. With a gate, T, the result is
 // multiplied by activation(gate): row r * groups + g of x belongs to columns [g * hidden, (g + 1) * hidden) of gate row r,
-// and gate rows are gate_pitch apart. With gate_first, x is multiplied before the norm.
+// and gate rows are gate_stride apart. With gate_first, x is multiplied before the norm.
 struct NormParams {
   void* y;
   void* sum;
@@ -55,11 +55,11 @@ struct NormParams {
   bool plain = false, rounded = false;
   uint8_t* codes = nullptr;
   float* scale = nullptr;
-  float fixed_scale = 0;
-  int rounded_group = 0;
+  float static_scale = 0;
+  int quant_group = 0;
   int groups = 1;
   const void* gate = nullptr;
-  int64_t gate_pitch = 0;
+  int64_t gate_stride = 0;
   Activation gate_activation = Activation::kNone;  // kNone, kSilu or kSigmoid
   bool gate_first = false;
 };
@@ -78,18 +78,18 @@ struct RescaleParams {
   int rows, out;
   Activation activation;
   bool gated;
-  float y_inverse;  // reciprocal of the FP8 output scale; 0: y is T
+  float y_scale_inverse;  // reciprocal of the FP8 output scale; 0: y is T
 };
 cudaError_t rescale(DType dtype, const RescaleParams& params, cudaStream_t stream);
 
-// y = x * activation(gate), T [rows, width]. Rows of x and of gate are x_pitch and gate_pitch apart.
+// y = x * activation(gate), T [rows, width]. Rows of x and of gate are x_stride and gate_stride apart.
 struct GateParams {
   void* y;
   const void *x, *gate;
-  int64_t x_pitch, gate_pitch;
+  int64_t x_stride, gate_stride;
   int rows, width;
   Activation activation;
-  float y_inverse = 0;  // reciprocal of the FP8 output scale; 0: y is T
+  float y_scale_inverse = 0;  // reciprocal of the FP8 output scale; 0: y is T
 };
 cudaError_t gate(DType dtype, const GateParams& params, cudaStream_t stream);
 
@@ -122,25 +122,25 @@ cudaError_t scatter_rows(DType dtype, void* y, const void* x, const int64_t* row
                          cudaStream_t stream);
 
 // y = concat(x[0], x[1], ..) along columns, T [rows, widths[part]] each. Absent parts have width 0.
-constexpr int kJoined = 4;  // maximum number of parts
-struct JoinParams {
+constexpr int kMaxConcat = 4;  // maximum number of parts
+struct ConcatParams {
   void* y;
-  const void* x[kJoined];
-  int widths[kJoined];
+  const void* x[kMaxConcat];
+  int widths[kMaxConcat];
   int rows;
 };
-cudaError_t join(DType dtype, const JoinParams& params, cudaStream_t stream);
+cudaError_t concat(DType dtype, const ConcatParams& params, cudaStream_t stream);
 
 // y[r, part, i] = x[part, r, i]: the columns of an all-gather over `parts` ranks.
 cudaError_t interleave(DType dtype, void* y, const void* x, int parts, int rows, int width,
                        cudaStream_t stream);
 
-// y[k][i] = int32(x[k][i]) for up to kNarrowed arrays. Absent arrays have count 0.
-constexpr int kNarrowed = 4;
+// y[k][i] = int32(x[k][i]) for up to kMaxNarrow arrays. Absent arrays have count 0.
+constexpr int kMaxNarrow = 4;
 struct NarrowParams {
-  int32_t* y[kNarrowed];
-  const int64_t* x[kNarrowed];
-  int count[kNarrowed];
+  int32_t* y[kMaxNarrow];
+  const int64_t* x[kMaxNarrow];
+  int count[kMaxNarrow];
 };
 cudaError_t narrow(const NarrowParams& params, cudaStream_t stream);
 

@@ -29,11 +29,11 @@ Partial partial_of(const CandidatesParams& p) {
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads) part_kernel(CandidatesParams p, Partial partial) {
+__global__ void __launch_bounds__(kThreads) segment_topk_kernel(CandidatesParams p, Partial partial) {
   __shared__ uint64_t best_of[2][kWarps];
   __shared__ float sum_of[kWarps];
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
   constexpr int kWidth = kVec<T>;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t list = static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x;
@@ -92,10 +92,10 @@ __global__ void __launch_bounds__(kThreads) part_kernel(CandidatesParams p, Part
   if (threadIdx.x == 0) partial.peaks[list] = peak, partial.sums[list] = sum;
 }
 
-__global__ void __launch_bounds__(32) merge_kernel(CandidatesParams p, Partial partial, int parts) {
+__global__ void __launch_bounds__(32) merge_topk_kernel(CandidatesParams p, Partial partial, int parts) {
   extern __shared__ int taken[];  // [parts]: of each list, only by the lane that has it
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
   const int lane = threadIdx.x;
   const int64_t first_list = static_cast<int64_t>(blockIdx.x) * parts;
   const uint64_t* lists = partial.ranks + first_list * p.count;
@@ -145,12 +145,12 @@ cudaError_t candidates(DType dtype, const CandidatesParams& p, cudaStream_t stre
   if (p.count < 1 || p.count > p.vocab) return cudaErrorInvalidValue;
   const int parts = parts_of(p.vocab);
   const Partial partial = partial_of(p);
-  const cudaError_t error = with_type(dtype, [&](auto* type) {
+  const cudaError_t error = dispatch_dtype(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    return launch(part_kernel<T>, dim3(parts, p.rows), kThreads, 0, stream, p, partial);
+    return launch(segment_topk_kernel<T>, dim3(parts, p.rows), kThreads, 0, stream, p, partial);
   });
   if (error != cudaSuccess) return error;
-  return launch(merge_kernel, p.rows, 32, parts * sizeof(int), stream, p, partial, parts);
+  return launch(merge_topk_kernel, p.rows, 32, parts * sizeof(int), stream, p, partial, parts);
 }
 
 }  // namespace llmc::kernels

@@ -26,8 +26,8 @@ __global__ void __launch_bounds__(kThreads) logprobs_kernel(LogprobsParams p) {
   __shared__ uint64_t of_warp[2][kWarps];
   __shared__ double sums[kWarps];
   __shared__ int found, above;
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
   const int r = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32,
             top = min(kRanked ? p.counts[r] : p.states[p.slots[r]].logprobs, kTopLogprobs);
   if (top < 0) return;
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kThreads) logprobs_kernel(LogprobsParams p) {
 }  // namespace
 
 cudaError_t logprobs(DType dtype, const LogprobsParams& p, cudaStream_t stream) {
-  return with_type(dtype, [&](auto* type) {
+  return dispatch_dtype(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     const size_t bytes = sizeof(uint64_t) * kTopLogprobs * per_thread<T>(p.vocab);
     const auto kernel = p.counts ? logprobs_kernel<T, true> : logprobs_kernel<T, false>;

@@ -25,7 +25,7 @@ struct AdmitParams {
 cudaError_t admit(const AdmitParams& params, cudaStream_t stream);
 
 // An update of the block table: `count` entries of a row from column `first` on, taken from blocks[from].
-struct TableRun {
+struct BlockTableUpdate {
   int32_t row, first, count, from;
 };
 
@@ -34,7 +34,7 @@ cudaError_t transfer(void* to, const void* from, int64_t bytes, cudaStream_t str
 
 // Writes the model's inputs of a step from what the host sent. Padding rows, from `batch` to `rows`, are sequences of one
 // token 0 at position 0.
-struct PrepareParams {
+struct PrepareInputsParams {
   int64_t *input_ids, *position_ids;   // [max(num_tokens, rows)]
   int32_t *cu_seqlens, *past_lens;     // [rows + 1], [rows]
   int64_t* logits_indices;             // [max(num_logits, rows)]
@@ -43,15 +43,15 @@ struct PrepareParams {
   int32_t *prefix, *own_from;          // see SharedPrefix: [2], [rows]
   int32_t* state_slots;                // [rows], or null; num_states, the padding state, in padding rows
   // Sent by the host.
-  const int32_t* given_ids;            // [num_tokens]; negative: the token that the sequence's slot sampled last
-  const int32_t *given_seqlens, *given_past, *given_slots, *given_logits, *given_starts, *given_lens, *given_states;
-  const int32_t* given_own_from;       // [batch]; null: no shared prefix
-  const TableRun* runs;
+  const int32_t* host_ids;            // [num_tokens]; negative: the token that the sequence's slot sampled last
+  const int32_t *host_seqlens, *host_past, *host_slots, *host_logits, *host_starts, *host_lens, *host_states;
+  const int32_t* host_own_from;       // [batch]; null: no shared prefix
+  const BlockTableUpdate* runs;
   const int32_t* blocks;
   const int64_t* last;                 // [slots]
   int num_tokens, batch, num_logits, rows, num_runs, max_blocks, num_states, prefix_owner, prefix_length;
 };
-cudaError_t prepare(const PrepareParams& params, cudaStream_t stream);
+cudaError_t prepare_inputs(const PrepareInputsParams& params, cudaStream_t stream);
 
 // Copies KV cache blocks, or states: in each of `caches`, with blocks of `bytes` bytes (a multiple of 4), block pairs[2 i] to
 // block pairs[2 i + 1].
@@ -64,7 +64,7 @@ cudaError_t copy_blocks(const CacheBlocks* caches, int num_caches, const int32_t
 
 // Logits processors, as runtime/decoding/processors.py: scores[r, :vocab] from logits[r, :vocab]. logits is T [rows, stride];
 // scores is float32 [rows, scores_stride], a multiple of 4. Row r belongs to slot slots[r].
-struct ProcessParams {
+struct ProcessLogitsParams {
   float* scores;
   const void* logits;
   const SlotState* states;
@@ -77,7 +77,7 @@ struct ProcessParams {
   const int32_t* mask_rows;  // [rows]
   const uint32_t* masks;
 };
-cudaError_t process(DType dtype, const ProcessParams& params, cudaStream_t stream);
+cudaError_t process_logits(DType dtype, const ProcessLogitsParams& params, cudaStream_t stream);
 
 // tokens[r]: the token sampled from logits[r, :vocab] with the parameters of slot slots[r]. logits is T [rows, stride].
 struct SampleParams {
@@ -106,7 +106,7 @@ cudaError_t logprobs(DType dtype, const LogprobsParams& params, cudaStream_t str
 
 // After sampling: keeps each slot's last token, counts it, and appends it to the history. A negative token, where no token
 // was allowed, is only kept as the last.
-struct AdvanceParams {
+struct UpdateSlotsParams {
   SlotState* states;
   int64_t* last;           // [slots]
   const int32_t* slots;    // [rows]
@@ -114,7 +114,7 @@ struct AdvanceParams {
   TokenHistory history;    // counts is null if no slot keeps one
   int rows;
 };
-cudaError_t advance(const AdvanceParams& params, cudaStream_t stream);
+cudaError_t update_slots(const UpdateSlotsParams& params, cudaStream_t stream);
 
 // The `count` most likely tokens of each row of logits, T [rows, stride], among the first `vocab`, with log-probabilities,
 // in descending order, ties by ascending token. count is at most vocab.

@@ -17,9 +17,9 @@ constexpr int kCopyThreads = 256, kCopyVectors = 4, kProcessingThreads = 512;
 
 // A block copies kCopyVectors times kCopyThreads vectors of a row.
 template <typename T>
-__global__ void score_kernel(float* y, const T* x, int vocab, int stride, int y_stride) {
-  wait_for_inputs();
-  let_next_start();
+__global__ void cast_logits_kernel(float* y, const T* x, int vocab, int stride, int y_stride) {
+  pdl_wait();
+  pdl_launch_dependents();
   constexpr int kWidth = kVec<T>;
   x += static_cast<int64_t>(blockIdx.y) * stride;
   y += static_cast<int64_t>(blockIdx.y) * y_stride;
@@ -49,12 +49,12 @@ __global__ void score_kernel(float* y, const T* x, int vocab, int stride, int y_
   }
 }
 
-__global__ void processing_kernel(ProcessParams p) {
-  wait_for_inputs();
-  let_next_start();
+__global__ void process_logits_kernel(ProcessLogitsParams p) {
+  pdl_wait();
+  pdl_launch_dependents();
   const int r = blockIdx.x;
-  const int64_t slot = p.slots[r], drawn = p.states[slot].drawn;
-  const Processing wanted = p.states[slot].processing;
+  const int64_t slot = p.slots[r], num_generated = p.states[slot].num_generated;
+  const LogitsProcessing wanted = p.states[slot].processing;
   float* scores = p.scores + static_cast<int64_t>(r) * p.scores_stride;
   const int32_t* biased = p.lists + wanted.lists;
   const int32_t* biases = biased + wanted.num_biases;
@@ -96,22 +96,22 @@ __global__ void processing_kernel(ProcessParams p) {
       found = (tokens[length - before + k] & ~kRepeated) == word[k];
     if (found) scores[word[before]] = -INFINITY;
   }
-  if (drawn < wanted.min_tokens)
+  if (num_generated < wanted.min_tokens)
     for (int i = threadIdx.x; i < wanted.num_ends; i += kProcessingThreads) scores[ends[i]] = -INFINITY;
   bool forces = false;
-  for (int i = 0; i < wanted.num_forced; ++i) forces = forces || turns[i] == drawn;
+  for (int i = 0; i < wanted.num_forced; ++i) forces = forces || turns[i] == num_generated;
   if (!forces) return;
   __syncthreads();
   for (int i = threadIdx.x; i < p.vocab; i += kProcessingThreads) scores[i] = -INFINITY;
   __syncthreads();
   for (int i = threadIdx.x; i < wanted.num_forced; i += kProcessingThreads)
-    if (turns[i] == drawn) scores[forced[i]] = 0;
+    if (turns[i] == num_generated) scores[forced[i]] = 0;
 }
 
 // A warp takes a word of the mask at a time.
-__global__ void mask_kernel(ProcessParams p) {
-  wait_for_inputs();
-  let_next_start();
+__global__ void mask_kernel(ProcessLogitsParams p) {
+  pdl_wait();
+  pdl_launch_dependents();
   const int row = p.mask_rows[blockIdx.y], token = blockIdx.x * kProcessingThreads + threadIdx.x;
   if (row < 0 || token >= p.vocab) return;
   const uint32_t word = p.masks[static_cast<int64_t>(row) * ((p.vocab + 31) / 32) + token / 32];
@@ -120,16 +120,16 @@ __global__ void mask_kernel(ProcessParams p) {
 
 }  // namespace
 
-cudaError_t process(DType dtype, const ProcessParams& p, cudaStream_t stream) {
-  cudaError_t status = with_type(dtype, [&](auto* type) {
+cudaError_t process_logits(DType dtype, const ProcessLogitsParams& p, cudaStream_t stream) {
+  cudaError_t status = dispatch_dtype(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    const dim3 grid(blocks_for(p.vocab, kCopyThreads * kCopyVectors * kVec<T>), p.rows);
-    return launch(score_kernel<T>, grid, kCopyThreads, 0, stream, p.scores, static_cast<const T*>(p.logits),
+    const dim3 grid(ceil_div(p.vocab, kCopyThreads * kCopyVectors * kVec<T>), p.rows);
+    return launch(cast_logits_kernel<T>, grid, kCopyThreads, 0, stream, p.scores, static_cast<const T*>(p.logits),
                   p.vocab, p.stride, p.scores_stride);
   });
-  if (status == cudaSuccess) status = launch(processing_kernel, p.rows, kProcessingThreads, 0, stream, p);
+  if (status == cudaSuccess) status = launch(process_logits_kernel, p.rows, kProcessingThreads, 0, stream, p);
   if (status != cudaSuccess || p.mask_rows == nullptr) return status;
-  return launch(mask_kernel, dim3(blocks_for(p.vocab, kProcessingThreads), p.rows), kProcessingThreads, 0, stream, p);
+  return launch(mask_kernel, dim3(ceil_div(p.vocab, kProcessingThreads), p.rows), kProcessingThreads, 0, stream, p);
 }
 
 }  // namespace llmc::kernels

@@ -1,4 +1,4 @@
-// Choose a token per row of logits: the likeliest, or one drawn from the softmax at a temperature, cut to the
+// Choose a token per row of logits: the likeliest, or one num_generated from the softmax at a temperature, cut to the
 // top_k likeliest, of these to the fewest that together have top_p of the probability, to those with min_p of the
 // likeliest one's, and to the most typical that have typical_p of what is left.
 //
@@ -15,7 +15,7 @@
 // takes one to find the entropy.
 //
 // The random number of a draw is Philox4x64-10 of the sequence's seed and the number of tokens it drew
-// before, as numpy.random.Philox(key=seed, counter=drawn) makes it.
+// before, as numpy.random.Philox(key=seed, counter=num_generated) makes it.
 #include "../common/device.cuh"
 #include "params.h"
 
@@ -273,13 +273,13 @@ __device__ void list_likely(const Row<T>& row, uint32_t likely, uint32_t at, T* 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) sample_kernel(SampleParams p) {
   extern __shared__ uint4 raw[];
-  T* listed = reinterpret_cast<T*>(raw);                             // [kListed], if any row is drawn for
+  T* listed = reinterpret_cast<T*>(raw);                             // [kListed], if any row is num_generated for
   int32_t* token_of = reinterpret_cast<int32_t*>(listed + kListed);  // [kListed]
   __shared__ Histogram h;
   __shared__ float best_of[kWarps], least_of[kWarps];
   __shared__ int index_of[kWarps];
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
   const int r = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const SlotState& state = p.states[p.slots[r]];
   constexpr int kTurn = 32 * kVec<T>, kBits = 8 * sizeof(T);
@@ -426,7 +426,7 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleParams p) {
   const uint64_t kept_ties = min(ties, cut.ties - min(cut.ties, ties_before));
   mass = warp_total(mass) + kept_ties * cut.each;
   const uint64_t before = scan_warps(mass, h.warps, total);
-  const uint64_t draw = __umul64hi(philox(state.seed, state.drawn), total);
+  const uint64_t draw = __umul64hi(philox(state.seed, state.num_generated), total);
   if (draw < before || draw >= before + mass) return;
 
   // This warp has the token.
@@ -463,7 +463,7 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleParams p) {
 }  // namespace
 
 cudaError_t sample(DType dtype, const SampleParams& p, cudaStream_t stream) {
-  return with_type(dtype, [&](auto* type) {
+  return dispatch_dtype(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     constexpr int kBytes = kListed * (sizeof(T) + sizeof(int32_t));
     const cudaError_t allowed = p.draws ? cudaFuncSetAttribute(

@@ -19,7 +19,7 @@ struct TokenHistory {
 // from `lists` on: biased tokens, their biases (float32 bits), EOS tokens, forced tokens, the number of generated tokens
 // before each forced one, the offset of each bad word and the end of the last (from the slot's first list), the bad words'
 // tokens.
-struct Processing {
+struct LogitsProcessing {
   double presence, frequency;
   float repetition;
   int32_t min_tokens, lists, num_biases, num_ends, num_forced, num_words;
@@ -28,14 +28,14 @@ struct Processing {
 
 // Sampling parameters of a slot, in the layout that runtime/decoding/processing.py writes. Greedy where temperature is 0.
 // Otherwise samples from softmax(logits / temperature) after, in this order: top_k (0: all; ties are kept), top_p, min_p
-// relative to the most likely token, and typical_p. The random number is number `drawn` of the seed.
+// relative to the most likely token, and typical_p. The random number is number `num_generated` of the seed.
 struct SlotState {
   uint64_t seed;
-  int64_t drawn;  // tokens generated so far
+  int64_t num_generated;  // tokens generated so far
   float temperature, top_p, min_p, typical_p;
   int32_t top_k;
   int32_t logprobs;  // number of top log-probabilities to report, at most kTopLogprobs; -1: none at all
-  Processing processing;
+  LogitsProcessing processing;
 };
 
 // Log-probabilities of a sampled token and of the most likely tokens, in descending order, ties by ascending token.

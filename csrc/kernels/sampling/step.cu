@@ -12,11 +12,11 @@ namespace {
 using namespace device;
 
 constexpr int kAdmitThreads = 1024, kPrepareThreads = 256, kCopyThreads = 256, kCopyParts = 8, kTransferThreads = 256;
-constexpr int64_t kTransferBytes = 32 << 10;  // beyond, copies beside the multiprocessors are as fast
+constexpr int64_t kTransferBytes = 32 << 10;  // beyond, copies beside the num_sms are as fast
 
 __global__ void __launch_bounds__(kTransferThreads) transfer_kernel(char* to, const char* from, int bytes) {
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
   const int i = blockIdx.x * kTransferThreads + threadIdx.x, vectors = bytes / 16, rest = 15 * vectors + i;
   if (i < vectors) reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
   else if (rest < bytes) to[rest] = from[rest];
@@ -24,8 +24,8 @@ __global__ void __launch_bounds__(kTransferThreads) transfer_kernel(char* to, co
 
 // A block per sequence. Counts of its slot are cleared: 4 bytes per token of the vocabulary.
 __global__ void __launch_bounds__(kAdmitThreads) admit_kernel(AdmitParams p) {
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
   const int i = blockIdx.x;
   const int64_t slot = p.slots[i];
   if (threadIdx.x == 0) p.states[slot] = p.given[i];
@@ -44,46 +44,46 @@ __global__ void __launch_bounds__(kAdmitThreads) admit_kernel(AdmitParams p) {
   if (threadIdx.x == 0) p.history.lengths[slot] = length;
 }
 
-__device__ __forceinline__ int sequence_of_token(const PrepareParams& p, int token) {
+__device__ __forceinline__ int sequence_of_token(const PrepareInputsParams& p, int token) {
   int low = 0, high = p.batch - 1;
   while (low < high) {
     const int middle = (low + high + 1) / 2;
-    if (p.given_seqlens[middle] <= token) low = middle; else high = middle - 1;
+    if (p.host_seqlens[middle] <= token) low = middle; else high = middle - 1;
   }
   return low;
 }
 
 // A thread per token and per row; a block per run of the block table and turn.
-__global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(PrepareParams p) {
-  wait_for_inputs();
-  let_next_start();
+__global__ void __launch_bounds__(kPrepareThreads) prepare_inputs_kernel(PrepareInputsParams p) {
+  pdl_wait();
+  pdl_launch_dependents();
   const int i = blockIdx.x * kPrepareThreads + threadIdx.x;
   if (i < p.num_tokens) {
     const int sequence = sequence_of_token(p, i);
-    const int32_t given = p.given_ids[i];
-    p.input_ids[i] = given >= 0 ? given : max(p.last[p.given_slots[sequence]], int64_t{0});
-    p.position_ids[i] = p.given_past[sequence] + i - p.given_seqlens[sequence];
+    const int32_t given = p.host_ids[i];
+    p.input_ids[i] = given >= 0 ? given : max(p.last[p.host_slots[sequence]], int64_t{0});
+    p.position_ids[i] = p.host_past[sequence] + i - p.host_seqlens[sequence];
   } else if (i < p.rows) {
     p.input_ids[i] = 0, p.position_ids[i] = 0;
   }
-  if (i < p.num_logits) p.logits_indices[i] = p.given_logits[i];
+  if (i < p.num_logits) p.logits_indices[i] = p.host_logits[i];
   else if (i < p.rows) p.logits_indices[i] = i;
-  if (i <= p.rows) p.cu_seqlens[i] = i <= p.batch ? p.given_seqlens[i] : p.num_tokens + i - p.batch;
+  if (i <= p.rows) p.cu_seqlens[i] = i <= p.batch ? p.host_seqlens[i] : p.num_tokens + i - p.batch;
   if (i < p.rows) {
     const bool there = i < p.batch;
-    p.past_lens[i] = there ? p.given_past[i] : 0;
+    p.past_lens[i] = there ? p.host_past[i] : 0;
     if (p.memory_starts != nullptr) {
-      p.memory_starts[i] = there ? p.given_starts[i] : 0;
-      p.memory_lens[i] = there ? p.given_lens[i] : 1;  // attention to nothing is no number
+      p.memory_starts[i] = there ? p.host_starts[i] : 0;
+      p.memory_lens[i] = there ? p.host_lens[i] : 1;  // attention to nothing is no number
     }
-    if (p.state_slots != nullptr) p.state_slots[i] = there ? p.given_states[i] : p.num_states;
-    if (p.given_own_from != nullptr) {
-      p.own_from[i] = there ? p.given_own_from[i] : 0;
+    if (p.state_slots != nullptr) p.state_slots[i] = there ? p.host_states[i] : p.num_states;
+    if (p.host_own_from != nullptr) {
+      p.own_from[i] = there ? p.host_own_from[i] : 0;
       if (i == 0) p.prefix[0] = p.prefix_owner, p.prefix[1] = p.prefix_length;
     }
   }
   for (int r = blockIdx.x; r < p.num_runs; r += gridDim.x) {
-    const TableRun run = p.runs[r];
+    const BlockTableUpdate run = p.runs[r];
     for (int k = threadIdx.x; k < run.count; k += kPrepareThreads)
       p.block_table[static_cast<int64_t>(run.row) * p.max_blocks + run.first + k] = p.blocks[run.from + k];
   }
@@ -99,9 +99,9 @@ __device__ __forceinline__ void copy_words(const void* from, void* to, int64_t b
 }
 
 // A block of threads per cache, pair and part of the pair's bytes.
-__global__ void __launch_bounds__(kCopyThreads) copy_kernel(const CacheBlocks* caches, const int32_t* pairs) {
-  wait_for_inputs();
-  let_next_start();
+__global__ void __launch_bounds__(kCopyThreads) copy_blocks_kernel(const CacheBlocks* caches, const int32_t* pairs) {
+  pdl_wait();
+  pdl_launch_dependents();
   const CacheBlocks cache = caches[blockIdx.x];
   const char* from = static_cast<const char*>(cache.data) + pairs[2 * blockIdx.y] * cache.bytes;
   char* to = static_cast<char*>(cache.data) + pairs[2 * blockIdx.y + 1] * cache.bytes;
@@ -118,15 +118,15 @@ __device__ void append_token(const TokenHistory& history, int64_t slot, int64_t 
   ++count;
 }
 
-__global__ void advance_kernel(AdvanceParams p) {
-  wait_for_inputs();
-  let_next_start();
+__global__ void update_slots_kernel(UpdateSlotsParams p) {
+  pdl_wait();
+  pdl_launch_dependents();
   for (int r = threadIdx.x; r < p.rows; r += blockDim.x) {
     const int64_t slot = p.slots[r], token = p.chosen[r];
     SlotState& state = p.states[slot];
     p.last[slot] = token;
     if (token < 0) continue;
-    ++state.drawn;
+    ++state.num_generated;
     if (p.history.counts != nullptr && state.processing.keeps_history) append_token(p.history, slot, token);
   }
 }
@@ -141,25 +141,25 @@ cudaError_t admit(const AdmitParams& p, cudaStream_t stream) {
 
 cudaError_t transfer(void* to, const void* from, int64_t bytes, cudaStream_t stream) {
   if (bytes == 0) return cudaSuccess;
-  if (bytes > kTransferBytes || !lies_at(to, 16) || !lies_at(from, 16))
+  if (bytes > kTransferBytes || !is_aligned(to, 16) || !is_aligned(from, 16))
     return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream);
-  return launch(transfer_kernel, blocks_for(bytes / 16 + bytes % 16, kTransferThreads), kTransferThreads, 0, stream,
+  return launch(transfer_kernel, ceil_div(bytes / 16 + bytes % 16, kTransferThreads), kTransferThreads, 0, stream,
                 static_cast<char*>(to), static_cast<const char*>(from), static_cast<int>(bytes));
 }
 
-cudaError_t prepare(const PrepareParams& p, cudaStream_t stream) {
+cudaError_t prepare_inputs(const PrepareInputsParams& p, cudaStream_t stream) {
   const int most = std::max({p.num_tokens, p.num_logits, p.rows + 1});
-  prepare_kernel<<<blocks_for(most, kPrepareThreads), kPrepareThreads, 0, stream>>>(p);
+  prepare_inputs_kernel<<<ceil_div(most, kPrepareThreads), kPrepareThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 
 cudaError_t copy_blocks(const CacheBlocks* caches, int num_caches, const int32_t* pairs, int num_pairs,
                         cudaStream_t stream) {
-  return launch(copy_kernel, dim3(num_caches, num_pairs, kCopyParts), kCopyThreads, 0, stream, caches, pairs);
+  return launch(copy_blocks_kernel, dim3(num_caches, num_pairs, kCopyParts), kCopyThreads, 0, stream, caches, pairs);
 }
 
-cudaError_t advance(const AdvanceParams& p, cudaStream_t stream) {
-  return launch(advance_kernel, 1, 256, 0, stream, p);
+cudaError_t update_slots(const UpdateSlotsParams& p, cudaStream_t stream) {
+  return launch(update_slots_kernel, 1, 256, 0, stream, p);
 }
 
 }  // namespace llmc::kernels

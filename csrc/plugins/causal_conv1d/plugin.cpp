@@ -8,9 +8,9 @@ class CausalConv1d : public Plugin {
  public:
   explicit CausalConv1d(const Fields& fields)
       : kernel_size_(integer(fields, "kernel_size")), activation_(activation_of(fields)) {
-    if (kernel_size_ < 2 || kernel_size_ > kernels::kConvTaps)
+    if (kernel_size_ < 2 || kernel_size_ > kernels::kMaxConvKernel)
       throw Error("CausalConv1d's kernel_size " + std::to_string(kernel_size_) + " is not from 2 to " +
-                  std::to_string(kernels::kConvTaps));
+                  std::to_string(kernels::kMaxConvKernel));
   }
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {

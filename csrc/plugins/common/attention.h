@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "../../kernels/attention/params.h"
-#include "divisions.h"
+#include "split_kv_plan.h"
 #include "heads.h"
 #include "norm.h"
 
@@ -35,10 +35,10 @@ class CachedKeysAttention : public Plugin {
                   " is not an even number from 0 to head_dim " + std::to_string(p_.head_dim));
     p_.norm_after_rotary = integer(fields, "norm_after_rotary") != 0;
     p_.chunk = integer(fields, "chunk");
-    p_.out_inverse = inverse_of(fields);
+    p_.out_scale_inverse = inverse_of(fields);
     out_scale_ = real(fields, "out_scale");
-    if (p_.out_inverse > 0 && (p_.head_dim % 8 != 0 || p_.num_heads * p_.head_dim > kernels::kNormHidden))
-      throw Error(op_ + " rounds rows of whole units of 8 numbers, at most " + std::to_string(kernels::kNormHidden) +
+    if (p_.out_scale_inverse > 0 && (p_.head_dim % 8 != 0 || p_.num_heads * p_.head_dim > kernels::kMaxNormHidden))
+      throw Error(op_ + " rounds rows of whole units of 8 numbers, at most " + std::to_string(kernels::kMaxNormHidden) +
                   ", not of heads of " + std::to_string(p_.head_dim));
     const auto& kv_dtype = std::get<std::string>(fields.at("kv_dtype"));
     p_.float8 = kv_dtype == name_of(DType::kFloat8);
@@ -80,7 +80,7 @@ class CachedKeysAttention : public Plugin {
     if (bias != nullptr) expect(op + "'s key_bias", *bias, {p_.num_heads, (*bias)[1]});
     if ((bias != nullptr || optional(in, ports_.distance_bias) != nullptr) && p_.head_dim > 256)
       throw Error(op + " with a bias has no kernel for head_dim " + std::to_string(p_.head_dim) + ", at most for 256");
-    if (p_.out_inverse > 0 && (bias != nullptr || optional(in, ports_.distance_bias) != nullptr))
+    if (p_.out_scale_inverse > 0 && (bias != nullptr || optional(in, ports_.distance_bias) != nullptr))
       throw Error(op_ + " with a bias does not round what it makes");
     if (factors != nullptr) expect(op + "'s query_scale", *factors, {(*factors)[0]});
     if (bias != nullptr) positions.push_back((*bias)[1]);
@@ -97,7 +97,7 @@ class CachedKeysAttention : public Plugin {
   // shared prefix; and what cuDNN makes, where that is rounded behind it.
   int64_t workspace(const std::vector<Tensor>& in) const override {
     const bool shares = optional(in, ports_.block_table) != nullptr;
-    return scratch() + parts_bytes(in) + queries_bytes(in) + made_bytes(in) +
+    return scratch() + kv_splits_bytes(in) + queries_bytes(in) + made_bytes(in) +
            (shares ? kernels::prefix_scratch(static_cast<int>(in[4].shape[0]), p_.num_heads, p_.num_kv_heads, p_.head_dim) : 0);
   }
 
@@ -106,7 +106,7 @@ class CachedKeysAttention : public Plugin {
     kernels::AttentionParams p = p_;
     p.out = out[0].data;
     p.qkv = in[0].data;
-    p.qkv_pitch = in[0].row_pitch();
+    p.qkv_stride = in[0].row_pitch();
     if ((in[1].dtype == DType::kFloat8) != p.float8 || in[2].dtype != in[1].dtype)
       throw Error(op_ + "'s caches are of " + name_of(in[1].dtype) + " and " +
                   name_of(in[2].dtype) + ", which its kv_dtype does not say");
@@ -140,8 +140,8 @@ class CachedKeysAttention : public Plugin {
     }
     p.scratch = workspace;
     p.counters = context.counters;
-    p.parts = reinterpret_cast<kernels::DecodePart*>(static_cast<char*>(workspace) + scratch());
-    void* const made = static_cast<char*>(workspace) + scratch() + parts_bytes(in);
+    p.kv_splits = reinterpret_cast<kernels::KvSplit*>(static_cast<char*>(workspace) + scratch());
+    void* const made = static_cast<char*>(workspace) + scratch() + kv_splits_bytes(in);
     p.queries = static_cast<char*>(made) + made_bytes(in);
     kernels::ScoreBias bias{table_of(ports_.distance_bias), table_of(ports_.key_bias), 0, 0};
     if (bias.distance != nullptr) bias.distances = static_cast<int>(in[ports_.distance_bias].shape[1]);
@@ -170,7 +170,7 @@ class CachedKeysAttention : public Plugin {
       } else {
         half.prefix = {};
       }
-      if (context.divisions != nullptr) context.divisions->place(half);
+      if (context.split_kv_plan != nullptr) context.split_kv_plan->assign(half);
       check(kernels::attention(in[0].dtype, half, context.stream), op_.c_str());
     }
     if (decodes == p.batch) return;
@@ -178,10 +178,10 @@ class CachedKeysAttention : public Plugin {
     if (context.reach > 0 && context.reach <= p.chunk) p.chunk = 0;  // one chunk, which all kernels serve
     check(kernels::append(in[0].dtype, p, context.stream), op_.c_str());
     kernels::AttentionParams library = p;
-    if (p.out_inverse > 0) library.out = made;
+    if (p.out_scale_inverse > 0) library.out = made;
     if (context.attention != nullptr &&
         context.attention->run(in[0].dtype, library, context.longest, context.reach, context.stream)) {
-      if (p.out_inverse > 0) round_rows(in[0].dtype, made, p, context);
+      if (p.out_scale_inverse > 0) round_rows(in[0].dtype, made, p, context);
       return;
     }
     check(kernels::attention(in[0].dtype, p, context.stream), op_.c_str());
@@ -191,8 +191,8 @@ class CachedKeysAttention : public Plugin {
   // Leave the first sequences out, which have one token each.
   static void skip(kernels::AttentionParams& p, int sequences, const std::vector<Tensor>& in) {
     const int64_t element = width(in[0].dtype), row = static_cast<int64_t>(p.num_heads) * p.head_dim;
-    p.out = static_cast<char*>(p.out) + sequences * row * (p.out_inverse > 0 ? 1 : element);
-    p.qkv = static_cast<const char*>(p.qkv) + sequences * p.qkv_pitch * element;
+    p.out = static_cast<char*>(p.out) + sequences * row * (p.out_scale_inverse > 0 ? 1 : element);
+    p.qkv = static_cast<const char*>(p.qkv) + sequences * p.qkv_stride * element;
     p.cu_seqlens += sequences;
     p.past_lens += sequences;
     p.first_token = sequences;
@@ -214,14 +214,14 @@ class CachedKeysAttention : public Plugin {
     p.hidden = of.num_heads * of.head_dim;
     p.plain = p.rounded = true;
     p.codes = static_cast<uint8_t*>(of.out);
-    p.fixed_scale = out_scale_;
+    p.static_scale = out_scale_;
     norm(dtype, p, op_.c_str(), context.stream);
   }
 
-  static int64_t parts_bytes(const std::vector<Tensor>& in) {
-    return (Divisions::room(in[4].shape[0]) * static_cast<int64_t>(sizeof(kernels::DecodePart)) + 255) / 256 * 256;
+  static int64_t kv_splits_bytes(const std::vector<Tensor>& in) {
+    return (SplitKvPlan::capacity(in[4].shape[0]) * static_cast<int64_t>(sizeof(kernels::KvSplit)) + 255) / 256 * 256;
   }
-  int64_t made_bytes(const std::vector<Tensor>& in) const { return p_.out_inverse > 0 ? queries_bytes(in) : 0; }
+  int64_t made_bytes(const std::vector<Tensor>& in) const { return p_.out_scale_inverse > 0 ? queries_bytes(in) : 0; }
   int64_t queries_bytes(const std::vector<Tensor>& in) const {
     return (in[0].shape[0] * p_.num_heads * p_.head_dim * 4 + 255) / 256 * 256;
   }

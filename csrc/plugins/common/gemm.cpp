@@ -49,7 +49,7 @@ void set(cublasLtMatmulDesc_t operation, cublasLtMatmulDescAttributes_t name, co
 }
 
 // How FP8 is multiplied: with the tensor core's own sums, as is fastest, and scales that are vectors; or where each sum of
-// kBlock columns is scaled, in float32.
+// kQuantBlock columns is scaled, in float32.
 void describe_float8(cublasLtMatmulDesc_t operation, Kind kind, cudaDataType_t bias) {
   set(operation, CUBLASLT_MATMUL_DESC_FAST_ACCUM, int8_t{kind != kOfBlocks});
   set(operation, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, bias);
@@ -178,11 +178,11 @@ namespace {
 
 // A residual is what the product is accumulated onto, which cuBLASLt does after the activation's epilogue
 // only in name: an activation with a residual is the caller's.
-bool takes_activation(const Product& p) {
+bool takes_activation(const GemmProblem& p) {
   return p.residual == nullptr && (p.activation == Activation::kRelu || p.activation == Activation::kGeluTanh);
 }
 
-cublasLtEpilogue_t epilogue_of(const Product& p) {
+cublasLtEpilogue_t epilogue_of(const GemmProblem& p) {
   const bool biased = p.bias != nullptr;
   if (!takes_activation(p)) return biased ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
   if (p.activation == Activation::kRelu) return biased ? CUBLASLT_EPILOGUE_RELU_BIAS : CUBLASLT_EPILOGUE_RELU;
@@ -191,7 +191,7 @@ cublasLtEpilogue_t epilogue_of(const Product& p) {
 
 }  // namespace
 
-cublasStatus_t Gemm::multiply(const Product& p, const Plan& plan, const cublasLtMatmulAlgo_t& algorithm,
+cublasStatus_t Gemm::multiply(const GemmProblem& p, const Plan& plan, const cublasLtMatmulAlgo_t& algorithm,
                               cudaStream_t stream) {
   const float one = 1, beta = p.residual != nullptr ? 1 : 0;
   return cublasLtMatmul(handle_, plan.operation, &one, p.weight, plan.weight, p.x, plan.x, &beta,
@@ -199,7 +199,7 @@ cublasStatus_t Gemm::multiply(const Product& p, const Plan& plan, const cublasLt
                         stream);
 }
 
-Gemm::Plan& Gemm::plan_of(const Product& p, cudaStream_t stream) {
+Gemm::Plan& Gemm::plan_of(const GemmProblem& p, cudaStream_t stream) {
   const int operands = static_cast<int>(p.dtype) + kind_of(p.float8), residual = p.residual != nullptr;
   const cublasLtEpilogue_t epilogue = epilogue_of(p);
   auto& plan = plans_[{operands, p.rows, p.in, p.out, static_cast<int>(epilogue), residual, p.residual == p.y}];
@@ -245,9 +245,9 @@ Gemm::Plan& Gemm::plan_of(const Product& p, cudaStream_t stream) {
   return *plan;
 }
 
-bool Gemm::has(const Product& product, cudaStream_t stream) { return plan_of(product, stream).there; }
+bool Gemm::has(const GemmProblem& product, cudaStream_t stream) { return plan_of(product, stream).there; }
 
-bool Gemm::run(const Product& p, cudaStream_t stream) {
+bool Gemm::run(const GemmProblem& p, cudaStream_t stream) {
   const Plan& plan = plan_of(p, stream);
   if (!plan.there) throw Error("cuBLASLt has no GEMM for this shape");
   point_to(plan.operation, p.bias, p.float8);

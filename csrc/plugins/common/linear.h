@@ -12,24 +12,24 @@ namespace llmc {
 struct Linear {
   const Tensor& x;
   const Tensor& weight;
-  const kernels::Packing& packing;  // of the weight
+  const kernels::QuantParams& quant;  // of the weight
   int out;                          // rows of the weight
   const Tensor* bias;
   const Tensor* residual;
   const Tensor& y;
   Activation activation;
   bool gated;
-  float y_inverse = 0;  // of a gated y that is codes of FP8: one over their scale
+  float y_scale_inverse = 0;  // of a gated y that is codes of FP8: one over their scale
 };
 
 // What is done to the rows of x before they are multiplied: a norm, with a weight and bias or without; a rounding to FP8.
-struct Rows {
+struct InputTransform {
   bool normed = false, centred = false, rounded = false;
   float epsilon = 0;
   const float* weight = nullptr;
   const float* bias = nullptr;
-  float fixed_scale = 0;  // of what is rounded; 0: a row's own
-  int rounded_group = 0;  // columns of what is rounded that have a scale of their own; 0: the row
+  float static_scale = 0;  // of what is rounded; 0: a row's own
+  int quant_group = 0;  // columns of what is rounded that have a scale of their own; 0: the row
 };
 
 // Whether the kernels for few rows can serve: 16-bit types, rows of whole 16-byte vectors.
@@ -51,14 +51,14 @@ inline int64_t scales_workspace(const Tensor& x) { return aligned(x.shape[0] * s
 // The same of x whose groups have scales, and whose rows are whole fours.
 inline Tensor in_fours(const Tensor& x) {
   Tensor more = x;
-  more.shape[0] = kernels::scale_pitch(static_cast<int>(x.shape[0]));
+  more.shape[0] = kernels::group_scale_stride(static_cast<int>(x.shape[0]));
   return more;
 }
 inline int64_t group_scales_workspace(const Tensor& x) {
-  return aligned(in_fours(x).size() / kernels::kBlock * static_cast<int64_t>(sizeof(float)));
+  return aligned(in_fours(x).size() / kernels::kQuantBlock * static_cast<int64_t>(sizeof(float)));
 }
 
-// Rows of codes whose sums another kernel than cuBLASLt's may multiply by their scales.
+// InputTransform of codes whose sums another kernel than cuBLASLt's may multiply by their scales.
 constexpr int kRescaledRows = 256;
 
 // Bytes for those, and for a weight in fewer bits as numbers, or for the kernel that takes it as it is; before them what
@@ -112,8 +112,8 @@ inline kernels::GemvParams gemv_params(const Linear& l) {
   kernels::GemvParams p{l.y.data, l.x.data, l.weight.data, l.bias != nullptr ? l.bias->data : nullptr,
                         l.residual != nullptr ? l.residual->data : nullptr, static_cast<int>(l.x.shape[0]),
                         static_cast<int>(l.x.shape[1]), l.gated ? l.out / 2 : l.out, l.activation, l.gated};
-  p.packing = l.packing;
-  p.y_inverse = l.y_inverse;
+  p.quant = l.quant;
+  p.y_scale_inverse = l.y_scale_inverse;
   return p;
 }
 
@@ -123,11 +123,11 @@ inline void gate_halves(const Linear& l, const void* both, const Context& contex
   p.y = l.y.data;
   p.gate = both;
   p.x = static_cast<const char*>(both) + l.y.shape.back() * width(l.x.dtype);
-  p.x_pitch = p.gate_pitch = 2 * l.y.shape.back();
+  p.x_stride = p.gate_stride = 2 * l.y.shape.back();
   p.width = static_cast<int>(l.y.shape.back());
   p.rows = static_cast<int>(l.y.size() / p.width);
   p.activation = l.activation;
-  p.y_inverse = l.y_inverse;
+  p.y_scale_inverse = l.y_scale_inverse;
   check(kernels::gate(l.x.dtype, p, context.stream), "a gate");
 }
 
@@ -135,9 +135,9 @@ inline void gate_halves(const Linear& l, const void* both, const Context& contex
 inline void gemm(const Linear& l, void* workspace, const Context& context) {
   kernels::GemvParams p = gemv_params(l);
   const DType dtype = l.x.dtype;
-  if (p.packing.codes != kernels::Codes::kNone) {
+  if (p.quant.code_type != kernels::CodeType::kNone) {
     void* numbers = static_cast<char*>(workspace) + gates_workspace(l.x, l.out, l.gated);
-    check(kernels::unpack(dtype, numbers, p.weight, p.packing, l.out, p.in, context.stream), "a weight in fewer bits");
+    check(kernels::dequantize(dtype, numbers, p.weight, p.quant, l.out, p.in, context.stream), "a weight in fewer bits");
     p.weight = numbers;
   }
   if (l.gated) {
@@ -151,24 +151,24 @@ inline void gemm(const Linear& l, void* workspace, const Context& context) {
 }
 
 // Whether kernels can serve such a weight as it is.
-inline bool has_steps(const Tensor& x, const kernels::Packing& packing) {
-  return x.shape[1] % 32 == 0 && packing.group_size % 32 == 0;
+inline bool has_steps(const Tensor& x, const kernels::QuantParams& quant) {
+  return x.shape[1] % 32 == 0 && quant.group_size % 32 == 0;
 }
 
 // Whether a GEMV can serve x and such a weight.
-inline bool has_gemv(const Tensor& x, const kernels::Packing& packing) {
-  return can_gemv(x) && (packing.codes == kernels::Codes::kNone || has_steps(x, packing));
+inline bool has_gemv(const Tensor& x, const kernels::QuantParams& quant) {
+  return can_gemv(x) && (quant.code_type == kernels::CodeType::kNone || has_steps(x, quant));
 }
 
 // The choices between two ways: a kernel for few rows, or one for many; of the former a GEMV, or Hopper's; a GEMV that rounds,
 // or rows that are rounded first; a packed weight as it is, or as numbers; the scales of codes by cuBLASLt, or behind it;
 // codes, or the numbers that they stand for.
-enum class Choice : int64_t { kPacked = 8, kScales = 128, kFew = 256, kHopper = 1024, kRounding = 2048, kCodes = 4096 };
+enum class Choice : int64_t { kPacked = 8, kScales = 128, kFewRows = 256, kSmallGemm = 1024, kQuantizing = 2048, kCodes = 4096 };
 
 // What a choice depends on.
 inline std::vector<int64_t> way_shape(DType dtype, const kernels::GemvParams& p, Choice choice) {
   const int64_t kind = p.gated + 2 * p.norm + 4 * (p.residual != nullptr) + static_cast<int64_t>(choice) +
-                       16 * static_cast<int64_t>(p.packing.codes) + 512 * (p.norm_weight != nullptr) + 8192 * p.grouped;
+                       16 * static_cast<int64_t>(p.quant.code_type) + 512 * (p.norm_weight != nullptr) + 8192 * p.grouped;
   return {static_cast<int64_t>(dtype), p.in, p.out, kind, p.rows};
 }
 
@@ -176,7 +176,7 @@ inline std::vector<int64_t> way_shape(DType dtype, const kernels::GemvParams& p,
 inline void gemm_of_many(const Linear& l, void* workspace, const Context& context) {
   const auto otherwise = [&] { gemm(l, workspace, context); };
   const kernels::GemvParams p = gemv_params(l);
-  if (l.packing.codes == kernels::Codes::kNone || l.x.dtype == DType::kFloat32 || !has_steps(l.x, l.packing) ||
+  if (l.quant.code_type == kernels::CodeType::kNone || l.x.dtype == DType::kFloat32 || !has_steps(l.x, l.quant) ||
       !kernels::has_packed_gemm(l.x.dtype, p))
     return otherwise();
   void* scratch = static_cast<char*>(workspace) + gates_workspace(l.x, l.out, l.gated);
@@ -193,23 +193,23 @@ constexpr float kSavedOfIntegers = 0.2f;
 // needs: whichever is the fastest.
 inline void choose_few(DType dtype, const kernels::GemvParams& p, bool has_gemv, const Context& context,
                        const Gemm::Way& otherwise) {
-  auto* kernel = p.packing.codes == kernels::Codes::kNone ? kernels::gemv : kernels::packed_gemv;
+  auto* kernel = p.quant.code_type == kernels::CodeType::kNone ? kernels::gemv : kernels::packed_gemv;
   if (p.x_scale != nullptr) kernel = kernels::float8_gemv;
-  const bool on_hopper = kernels::has_hopper_gemm(dtype, p);
+  const bool on_hopper = kernels::has_small_gemm_sm90(dtype, p);
   const auto gemv = [&] { check(kernel(dtype, p, context.stream), "a GEMV"); };
-  const auto gemm = [&] { check(kernels::hopper_gemm(dtype, p, context.stream), "a GEMM of few rows"); };
+  const auto gemm = [&] { check(kernels::small_gemm_sm90(dtype, p, context.stream), "a GEMM of few rows"); };
   const auto few = [&] {
     if (!on_hopper) gemv();
     else if (!has_gemv) gemm();
-    else context.gemm->choose(way_shape(dtype, p, Choice::kHopper), context.stream, gemv, gemm,
+    else context.gemm->choose(way_shape(dtype, p, Choice::kSmallGemm), context.stream, gemv, gemm,
                               p.rows <= 2 && kernels::has_integer_gemv(p) ? kSavedOfIntegers : 0.f);
   };
-  if (has_gemv || on_hopper) context.gemm->choose(way_shape(dtype, p, Choice::kFew), context.stream, few, otherwise);
+  if (has_gemv || on_hopper) context.gemm->choose(way_shape(dtype, p, Choice::kFewRows), context.stream, few, otherwise);
   else otherwise();
 }
 
 // Enqueue the kernel that makes y, or codes and their scales, of the rows of x.
-inline void make_rows(const Tensor& x, const Rows& rows, void* y, uint8_t* codes, float* scale, const Context& context) {
+inline void make_rows(const Tensor& x, const InputTransform& rows, void* y, uint8_t* codes, float* scale, const Context& context) {
   kernels::NormParams p{};
   p.y = y;
   p.x = x.data;
@@ -223,17 +223,17 @@ inline void make_rows(const Tensor& x, const Rows& rows, void* y, uint8_t* codes
   p.rounded = rows.rounded;
   p.codes = codes;
   p.scale = scale;
-  p.fixed_scale = rows.fixed_scale;
-  p.rounded_group = rows.rounded_group;
+  p.static_scale = rows.static_scale;
+  p.quant_group = rows.quant_group;
   norm(x.dtype, p, "rows of activations", context.stream);
 }
 
 // The same product of other rows.
 inline Linear with_rows(const Linear& l, const Tensor& x) {
-  return {x, l.weight, l.packing, l.out, l.bias, l.residual, l.y, l.activation, l.gated, l.y_inverse};
+  return {x, l.weight, l.quant, l.out, l.bias, l.residual, l.y, l.activation, l.gated, l.y_scale_inverse};
 }
 
-inline void norm_then_gemm(const Linear& l, const Rows& rows, void* workspace, const Context& context) {
+inline void norm_then_gemm(const Linear& l, const InputTransform& rows, void* workspace, const Context& context) {
   Tensor made = l.x;
   made.data = workspace;
   make_rows(l.x, rows, made.data, nullptr, nullptr, context);
@@ -241,11 +241,11 @@ inline void norm_then_gemm(const Linear& l, const Rows& rows, void* workspace, c
 }
 
 inline void linear(const Linear& l, void* workspace, const Context& context) {
-  choose_few(l.x.dtype, gemv_params(l), has_gemv(l.x, l.packing), context, [&] { gemm_of_many(l, workspace, context); });
+  choose_few(l.x.dtype, gemv_params(l), has_gemv(l.x, l.quant), context, [&] { gemm_of_many(l, workspace, context); });
 }
 
 // Of rows that a kernel of their own makes, however few there are.
-inline void linear_of_made(const Linear& l, const Rows& rows, void* workspace, const Context& context) {
+inline void linear_of_made(const Linear& l, const InputTransform& rows, void* workspace, const Context& context) {
   Tensor made = l.x;
   made.data = workspace;
   make_rows(l.x, rows, made.data, nullptr, nullptr, context);
@@ -260,8 +260,8 @@ inline bool can_multiply_codes(const Linear& l, bool grouped = false) {
     check(cudaDeviceGetAttribute(&found, cudaDevAttrComputeCapabilityMajor, device), "asking for the compute capability");
     return found;
   }();
-  const bool has_scales = grouped ? l.packing.blocks != nullptr
-                                  : l.packing.group_size == l.x.shape[1] && l.x.shape[1] % 16 == 0;
+  const bool has_scales = grouped ? l.quant.blocks != nullptr
+                                  : l.quant.group_size == l.x.shape[1] && l.x.shape[1] % 16 == 0;
   return major == 9 && l.x.dtype != DType::kFloat32 && has_scales && l.out % 8 == 0;
 }
 
@@ -269,11 +269,11 @@ inline bool can_multiply_codes(const Linear& l, bool grouped = false) {
 // none that divides long rows among blocks, so for few rows its sums may be multiplied by another kernel.
 inline bool codes_gemm(const Linear& l, const uint8_t* codes, const float* scale, void* workspace, const Context& context) {
   const kernels::GemvParams p = gemv_params(l);
-  const Float8Scales scales{scale, p.packing.scale}, none;
+  const Float8Scales scales{scale, p.quant.scale}, none;
   const Activation activation = l.gated ? Activation::kNone : l.activation;
-  const Product whole{l.x.dtype, l.gated ? workspace : p.y, codes, p.weight, p.bias, p.residual, p.rows, p.in, l.out,
+  const GemmProblem whole{l.x.dtype, l.gated ? workspace : p.y, codes, p.weight, p.bias, p.residual, p.rows, p.in, l.out,
                       activation, &scales};
-  const Product plain{DType::kFloat32, workspace, codes, p.weight, nullptr, nullptr, p.rows, p.in, l.out, Activation::kNone,
+  const GemmProblem plain{DType::kFloat32, workspace, codes, p.weight, nullptr, nullptr, p.rows, p.in, l.out, Activation::kNone,
                       &none};
   const auto scaled = [&] {
     const bool activated = context.gemm->run(whole, context.stream);
@@ -284,8 +284,8 @@ inline bool codes_gemm(const Linear& l, const uint8_t* codes, const float* scale
   };
   const auto sums = [&] {
     context.gemm->run(plain, context.stream);
-    check(kernels::rescale(l.x.dtype, {p.y, static_cast<const float*>(workspace), scale, p.packing.scale, p.bias, p.residual,
-                                       p.rows, p.out, l.activation, l.gated, l.y_inverse}, context.stream), "scales");
+    check(kernels::rescale(l.x.dtype, {p.y, static_cast<const float*>(workspace), scale, p.quant.scale, p.bias, p.residual,
+                                       p.rows, p.out, l.activation, l.gated, l.y_scale_inverse}, context.stream), "scales");
   };
   const bool has_whole = context.gemm->has(whole, context.stream);
   if (p.rows > kRescaledRows || !context.gemm->has(plain, context.stream)) {
@@ -301,10 +301,10 @@ inline bool codes_gemm(const Linear& l, const uint8_t* codes, const float* scale
 // elsewhere, and a residual added to it afterwards.
 inline bool blocks_gemm(const Linear& l, const uint8_t* codes, const float* scale, void* workspace, const Context& context) {
   const kernels::GemvParams p = gemv_params(l);
-  const Float8Scales scales{scale, p.packing.blocks, true};
-  const int rows = kernels::scale_pitch(p.rows);
+  const Float8Scales scales{scale, p.quant.blocks, true};
+  const int rows = kernels::group_scale_stride(p.rows);
   const bool elsewhere = l.gated || rows != p.rows;
-  const Product product{l.x.dtype, elsewhere ? workspace : p.y, codes, p.weight, p.bias, elsewhere ? nullptr : p.residual, rows,
+  const GemmProblem product{l.x.dtype, elsewhere ? workspace : p.y, codes, p.weight, p.bias, elsewhere ? nullptr : p.residual, rows,
                         p.in, l.out, l.gated ? Activation::kNone : l.activation, &scales};
   if (!context.gemm->has(product, context.stream)) return false;
   const bool activated = context.gemm->run(product, context.stream);
@@ -335,8 +335,8 @@ inline void linear_of_codes(const Linear& l, const uint8_t* codes, const float* 
 // Of rows that are rounded: codes where this GPU multiplies such, else the numbers that they stand for. A GEMV makes the codes
 // itself, where it can: for one and two rows of 576 to 14,336 columns and 512 to 8,192 outputs that took less time than the
 // norm's kernel and another GEMV, or 1 % more, and so did a Llama's step for up to four rows (on an H100).
-inline void linear_of_rounded(const Linear& l, const Rows& rows, void* workspace, const Context& context) {
-  const bool grouped = rows.rounded_group != 0;
+inline void linear_of_rounded(const Linear& l, const InputTransform& rows, void* workspace, const Context& context) {
+  const bool grouped = rows.quant_group != 0;
   const auto of_numbers = [&] { linear_of_made(l, rows, workspace, context); };
   if (!can_multiply_codes(l, grouped)) return of_numbers();
   auto* codes = static_cast<uint8_t*>(workspace);
@@ -346,7 +346,7 @@ inline void linear_of_rounded(const Linear& l, const Rows& rows, void* workspace
   p.norm = rows.normed;
   p.epsilon = rows.epsilon;
   p.norm_weight = rows.weight;
-  p.fixed_scale = rows.fixed_scale;
+  p.static_scale = rows.static_scale;
   p.grouped = grouped;
   const auto of_made = [&] {
     make_rows(l.x, rows, nullptr, codes, scale, context);
@@ -354,8 +354,8 @@ inline void linear_of_rounded(const Linear& l, const Rows& rows, void* workspace
   };
   if (grouped && p.rows > kernels::kFloat8GemvRows && p.rows <= kernels::kPackedGemmRows)
     return context.gemm->choose(way_shape(l.x.dtype, p, Choice::kCodes), context.stream, of_made, of_numbers);
-  if (rows.centred || rows.bias != nullptr || !kernels::has_rounding_gemv(p)) return of_made();
-  context.gemm->choose(way_shape(l.x.dtype, p, Choice::kRounding), context.stream, [&] {
+  if (rows.centred || rows.bias != nullptr || !kernels::has_quantizing_gemv(p)) return of_made();
+  context.gemm->choose(way_shape(l.x.dtype, p, Choice::kQuantizing), context.stream, [&] {
     check(kernels::float8_gemv(l.x.dtype, p, context.stream), "a GEMV of FP8");
   }, of_made);
 }
@@ -366,9 +366,9 @@ inline void linear_of_given(const Linear& l, float scale, void* workspace, const
   const int rows = static_cast<int>(l.x.shape[0]), in = static_cast<int>(l.x.shape[1]);
   const float* scales = context.gemm->repeated(scale, rows, context.stream);
   const auto of_numbers = [&] {  // rows of codes lie as those of a weight do
-    kernels::Packing packing{kernels::Codes::kFloat8, scales};
-    packing.group_size = in;
-    check(kernels::unpack(l.x.dtype, workspace, codes, packing, rows, in, context.stream), "numbers of codes");
+    kernels::QuantParams quant{kernels::CodeType::kFloat8, scales};
+    quant.group_size = in;
+    check(kernels::dequantize(l.x.dtype, workspace, codes, quant, rows, in, context.stream), "numbers of codes");
     Tensor numbers = l.x;
     numbers.data = workspace;
     linear(with_rows(l, numbers), static_cast<char*>(workspace) + rows_workspace(l.x), context);
@@ -385,10 +385,10 @@ inline void linear(const Linear& l, const Quantized& quantized, void* workspace,
     x.dtype = l.y.dtype;
     return linear_of_given(with_rows(l, x), quantized.activation_scale(), workspace, context);
   }
-  Rows rows;
+  InputTransform rows;
   rows.rounded = true;
-  rows.fixed_scale = quantized.activation_scale();
-  rows.rounded_group = quantized.activation_group();
+  rows.static_scale = quantized.activation_scale();
+  rows.quant_group = quantized.activation_group();
   linear_of_rounded(l, rows, workspace, context);
 }
 

@@ -8,9 +8,9 @@ namespace llmc {
 
 // Throws Error where rows are longer than the kernel takes.
 inline void check_norm_rows(int64_t hidden, const char* op) {
-  if (hidden > kernels::kNormHidden)
+  if (hidden > kernels::kMaxNormHidden)
     throw Error(std::string(op) + " of rows of " + std::to_string(hidden) + " elements: at most " +
-                std::to_string(kernels::kNormHidden) + " are served");
+                std::to_string(kernels::kMaxNormHidden) + " are served");
 }
 
 // Enqueue the kernel; throws Error where rows are longer than it takes.

@@ -91,7 +91,7 @@ void expect(const std::string& what, const Dims& given, const Dims& wanted);
 void expect_at_least(const std::string& what, const Dim& given, const Dim& wanted);
 
 // What a GEMM of FP8 codes multiplies its sums by, float32: a scale for each row of x, and of the weight; or for each group
-// of kBlock columns of x, and block of the weight; or nothing.
+// of kQuantBlock columns of x, and block of the weight; or nothing.
 struct Float8Scales {
   const float* x = nullptr;
   const float* weight = nullptr;
@@ -101,7 +101,7 @@ struct Float8Scales {
 // y [rows, out] = act(x [rows, in] · weight [out, in]ᵀ + bias) + residual. With `float8`, x and weight are codes of FP8
 // (e4m3) and y is their scaled product: on GPUs of compute capability 9, `in` a multiple of 16, `out` of 8, and of blocks the
 // rows of 4.
-struct Product {
+struct GemmProblem {
   DType dtype;
   void* y;
   const void* x;
@@ -133,9 +133,9 @@ class Gemm {
   static size_t version();
 
   // Returns whether the activation was applied: cuBLASLt has ReLU and tanh GELU, others are the caller's.
-  bool run(const Product& product, cudaStream_t stream);
+  bool run(const GemmProblem& product, cudaStream_t stream);
   // Whether cuBLASLt has this product; of FP8 it lacks some, with scales those of long rows by few outputs.
-  bool has(const Product& product, cudaStream_t stream);
+  bool has(const GemmProblem& product, cudaStream_t stream);
 
   // On the device: a number `count` times, or more often. It stays there.
   const float* repeated(float number, int count, cudaStream_t stream);
@@ -157,8 +157,8 @@ class Gemm {
   static constexpr float kSaved = 0.08f;
 
   struct Plan;
-  Plan& plan_of(const Product& product, cudaStream_t stream);
-  cublasStatus_t multiply(const Product& product, const Plan& plan, const cublasLtMatmulAlgo_t& algorithm,
+  Plan& plan_of(const GemmProblem& product, cudaStream_t stream);
+  cublasStatus_t multiply(const GemmProblem& product, const Plan& plan, const cublasLtMatmulAlgo_t& algorithm,
                           cudaStream_t stream);
   template <typename Work>
   float time(cudaStream_t stream, Work&& work);
@@ -181,7 +181,7 @@ constexpr int kCounters = std::max(kernels::kAttentionCounters, kernels::kPacked
 using Watcher = void (*)(void* user, const char* name, const void* data, const char* dtype, const int64_t* shape,
                          int rank, cudaStream_t stream);
 
-class Divisions;
+class SplitKvPlan;
 
 // What a host provides to every enqueue.
 struct Context {
@@ -195,7 +195,7 @@ struct Context {
   int longest = 0, reach = 0;         // new tokens, and tokens in all, of a sequence, at most; 0: not known
   bool building = false;              // TensorRT times with inputs that mean nothing
   kernels::SharedPrefix prefix{};     // of the sequences that decode, but for its results
-  Divisions* divisions = nullptr;     // of these; null: each layer divides for itself
+  SplitKvPlan* split_kv_plan = nullptr;     // of these; null: each layer divides for itself
   bool dense = false;                 // every sequence has a new token, so as many tokens as sequences decode
   Watcher watcher = nullptr;          // called with `user` by nodes that hold many ops; null: nobody asks
   void* user = nullptr;

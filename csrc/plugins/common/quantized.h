@@ -43,10 +43,10 @@ class Quantized {
  public:
   Quantized(const Fields& fields, size_t first);
 
-  explicit operator bool() const { return packing_.codes != kernels::Codes::kNone; }
+  explicit operator bool() const { return quant_.code_type != kernels::CodeType::kNone; }
   // [out, in] of the weight. Throws Error where it, or its scales, zeros and minima, are not as the fields say.
   Dims matrix(const std::vector<Dims>& in, size_t weight) const;
-  kernels::Packing packing(const std::vector<Tensor>& in) const;
+  kernels::QuantParams quant_params(const std::vector<Tensor>& in) const;
   // See Plugin::prepare: codes as the kernels read them, scales and minima with the rows of a group side by side.
   void prepare(const std::vector<Tensor>& in, size_t weight, std::set<const void*>& done, cudaStream_t stream) const;
   int out() const { return out_; }
@@ -60,7 +60,7 @@ class Quantized {
   int rows(const Tensor& weight) const { return *this ? out_ : static_cast<int>(weight.shape[0]); }
 
  private:
-  kernels::Packing packing_;
+  kernels::QuantParams quant_;
   bool zeros_;  // groups have zeros, or minima
   int out_, in_;
   size_t first_;

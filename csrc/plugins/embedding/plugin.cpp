@@ -40,7 +40,7 @@ class Embedding : public Plugin {
     p.positions = placed ? in[3].data : nullptr;
     p.position_rows = placed ? in[3].shape[0] : 0;
     p.rows = in[1].shape[0];
-    p.packing = quantized_.packing(in);
+    p.quant = quantized_.quant_params(in);
     p.vocab_start = sharded_ ? start_ : 0;
     p.num_tokens = static_cast<int>(in[0].shape[0]);
     p.hidden = static_cast<int>(out[0].shape[1]);

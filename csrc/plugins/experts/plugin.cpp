@@ -13,18 +13,18 @@ namespace {
 constexpr int64_t kFewPairs = 8, kFewFourOnHopper = 4, kFewEightOnHopper = 1, kFewOnHopper = 8, kFewRoundedOnHopper = 2;
 
 // How the field weight_dtype has weights stored, and whether their groups have zeros.
-std::pair<kernels::Codes, bool> codes_of(const std::string& dtype) {
-  using kernels::Codes;
-  static const std::map<std::string, std::pair<Codes, bool>> kinds = {
-      {"", {Codes::kNone, false}},      {"int4", {Codes::kFour, false}},   {"uint4", {Codes::kFour, true}},
-      {"int8", {Codes::kEight, false}}, {"uint8", {Codes::kEight, true}},  {"float8_e4m3fn", {Codes::kFloat8, false}},
-      {"mxfp4", {Codes::kMxfp4, false}}};
+std::pair<kernels::CodeType, bool> codes_of(const std::string& dtype) {
+  using kernels::CodeType;
+  static const std::map<std::string, std::pair<CodeType, bool>> kinds = {
+      {"", {CodeType::kNone, false}},      {"int4", {CodeType::kInt4, false}},   {"uint4", {CodeType::kInt4, true}},
+      {"int8", {CodeType::kInt8, false}}, {"uint8", {CodeType::kInt8, true}},  {"float8_e4m3fn", {CodeType::kFloat8, false}},
+      {"mxfp4", {CodeType::kMxfp4, false}}};
   const auto found = kinds.find(dtype);
   if (found == kinds.end()) throw Error("Experts has no weight_dtype '" + dtype + "'");
   return found->second;
 }
 
-bool is_four(kernels::Codes codes) { return codes == kernels::Codes::kFour || codes == kernels::Codes::kMxfp4; }
+bool is_four(kernels::CodeType codes) { return codes == kernels::CodeType::kInt4 || codes == kernels::CodeType::kMxfp4; }
 
 class Experts : public Plugin {
  public:
@@ -39,26 +39,26 @@ class Experts : public Plugin {
     sharded_ = integer(fields, "sharded") != 0;
     p_.first_expert = sharded_ ? integer(fields, "first_expert") : 0;
     if (p_.top_k < 1) throw Error("Experts' top_k " + std::to_string(p_.top_k) + " is not 1 or more");
-    std::tie(packing_.codes, zeros_) = codes_of(std::get<std::string>(fields.at("weight_dtype")));
+    std::tie(quant_.code_type, zeros_) = codes_of(std::get<std::string>(fields.at("weight_dtype")));
     const auto& rounding = std::get<std::string>(fields.at("activation_dtype"));
     p_.rounded = !rounding.empty();
-    p_.rounded_group = integer(fields, "activation_group_size");
-    if (p_.rounded ? rounding != "float8_e4m3fn" || packing_.codes != kernels::Codes::kFloat8 : p_.rounded_group != 0)
+    p_.quant_group = integer(fields, "activation_group_size");
+    if (p_.rounded ? rounding != "float8_e4m3fn" || quant_.code_type != kernels::CodeType::kFloat8 : p_.quant_group != 0)
       throw Error("Experts takes activation_dtype float8_e4m3fn, and an activation_group_size with it, where weights are of that");
     if (!packed()) return;
-    packing_.group_size = integer(fields, "group_size");
+    quant_.group_size = integer(fields, "group_size");
     p_.hidden = integer(fields, "in_features");
     p_.inner = integer(fields, "inner_features");
     for (int width : {p_.hidden, p_.inner})
-      if (packing_.group_size < 1 || width < 1 || width % packing_.group_size != 0 || width % 2 != 0)
+      if (quant_.group_size < 1 || width < 1 || width % quant_.group_size != 0 || width % 2 != 0)
         throw Error("Experts' rows of " + std::to_string(width) + " are no whole groups of " +
-                    std::to_string(packing_.group_size));
-    if (p_.rounded_group != 0 && p_.rounded_group != packing_.group_size)
-      throw Error("Experts' activations are rounded in groups of " + std::to_string(p_.rounded_group) +
-                  ", its weights have groups of " + std::to_string(packing_.group_size));
-    if (p_.rounded) check_rounded(p_.rounded_group, {p_.hidden, p_.inner});
-    if (packing_.codes == kernels::Codes::kMxfp4 && packing_.group_size != kMxfp4Group)
-      throw Error("Experts in mxfp4 have groups of 32, not of " + std::to_string(packing_.group_size));
+                    std::to_string(quant_.group_size));
+    if (p_.quant_group != 0 && p_.quant_group != quant_.group_size)
+      throw Error("Experts' activations are rounded in groups of " + std::to_string(p_.quant_group) +
+                  ", its weights have groups of " + std::to_string(quant_.group_size));
+    if (p_.rounded) check_rounded(p_.quant_group, {p_.hidden, p_.inner});
+    if (quant_.code_type == kernels::CodeType::kMxfp4 && quant_.group_size != kMxfp4Group)
+      throw Error("Experts in mxfp4 have groups of 32, not of " + std::to_string(quant_.group_size));
   }
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
@@ -83,7 +83,7 @@ class Experts : public Plugin {
         continue;
       }
       const int64_t per_byte = four() ? 2 : 1, columns = stack == kGateUp ? p_.hidden : p_.inner;
-      const int64_t groups = columns / packing_.group_size;
+      const int64_t groups = columns / quant_.group_size;
       expect("Experts' x", x, {x[0], p_.hidden});
       expect("Experts' " + name, in[stack], {down[0], out, columns / per_byte});
       expect("Experts' " + name + "_scale", *scale, {down[0], out, groups});
@@ -111,8 +111,8 @@ class Experts : public Plugin {
     p.scores = static_cast<const float*>(in[2].data);
     p.gate_up = in[kGateUp].data;
     p.down = in[kDown].data;
-    p.gate_up_packing = packing(in, kGateUp);
-    p.down_packing = packing(in, kDown);
+    p.gate_up_quant = quant_params(in, kGateUp);
+    p.down_quant = quant_params(in, kDown);
     if (const Tensor* bias = optional(in, 5)) p.gate_up_bias = bias->data;
     if (const Tensor* bias = optional(in, 6)) p.down_bias = bias->data;
     if (const Tensor* residual = optional(in, 11)) p.residual = residual->data;
@@ -122,12 +122,12 @@ class Experts : public Plugin {
     p.hidden = static_cast<int>(in[kDown].shape[1]);
     p.inner = inner_of(in);
     const DType dtype = in[0].dtype;
-    using Way = kernels::ExpertsWay;
+    using Way = kernels::ExpertsKernel;
     const auto run = [&](const kernels::ExpertsParams& params, Way way) {
       check(kernels::experts(dtype, params, way, context.stream), "Experts");
     };
-    if (!has_tiles(dtype, p)) return run(p, Way::kPlain);
-    if (int64_t{p.num_tokens} * p.top_k > kernels::kFewExpertPairs) return run(p, Way::kMany);
+    if (!has_tiles(dtype, p)) return run(p, Way::kFallback);
+    if (int64_t{p.num_tokens} * p.top_k > kernels::kExpertsGemvPairs) return run(p, Way::kGroupedGemm);
     const std::vector<int64_t> shape = way_shape(dtype, p);
     const bool times = context.gemm->would_time(shape, context.stream);
     kernels::ExpertsParams others = p;
@@ -138,7 +138,7 @@ class Experts : public Plugin {
         run(p, way);
       };
     };
-    context.gemm->choose(shape, context.stream, by(Way::kFew), by(Way::kMany), /*saved=*/0, is_usually_few(p));
+    context.gemm->choose(shape, context.stream, by(Way::kGemv), by(Way::kGroupedGemm), /*saved=*/0, is_usually_few(p));
   }
 
   void prepare(const std::vector<Tensor>& in, std::set<const void*>& done, cudaStream_t stream) const override {
@@ -147,10 +147,10 @@ class Experts : public Plugin {
       const Tensor &weight = in[stack], &scale = in[scale_of(stack)];
       const int num_experts = static_cast<int>(weight.shape[0]), out = static_cast<int>(weight.shape[1]);
       const int width_here = stack == kGateUp ? p_.hidden : p_.inner;
-      if (!kernels::experts_tiled(packing_.codes, packing_.group_size, out, width_here)) continue;
+      if (!kernels::has_expert_tiles(quant_.code_type, quant_.group_size, out, width_here)) continue;
       void* spare = nullptr;
       check(cudaMalloc(&spare, std::max(weight.size(), scale.size() * width(scale.dtype)) / num_experts), "repacking");
-      cudaError_t error = kernels::pack_experts(weight.data, scale.data, spare, packing_.codes, packing_.group_size,
+      cudaError_t error = kernels::tile_experts(weight.data, scale.data, spare, quant_.code_type, quant_.group_size,
                                                 num_experts, out, width_here, stream);
       if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
       cudaFree(spare);
@@ -161,15 +161,15 @@ class Experts : public Plugin {
  private:
   static constexpr size_t kGateUp = 3, kDown = 4;
   static constexpr int kMxfp4Group = 32;
-  static constexpr int64_t kSpread = kernels::kFewExpertPairs * sizeof(int32_t);  // bytes of choices to time with
+  static constexpr int64_t kSpread = kernels::kExpertsGemvPairs * sizeof(int32_t);  // bytes of choices to time with
   static size_t scale_of(size_t stack) { return stack == kGateUp ? 7 : 9; }
 
-  bool packed() const { return packing_.codes != kernels::Codes::kNone; }
-  bool four() const { return is_four(packing_.codes); }
+  bool packed() const { return quant_.code_type != kernels::CodeType::kNone; }
+  bool four() const { return is_four(quant_.code_type); }
   int inner_of(const std::vector<Tensor>& in) const { return packed() ? p_.inner : static_cast<int>(in[kDown].shape[2]); }
 
-  kernels::ExpertsPacking packing(const std::vector<Tensor>& in, size_t stack) const {
-    kernels::ExpertsPacking made = packing_;
+  kernels::ExpertsQuantParams quant_params(const std::vector<Tensor>& in, size_t stack) const {
+    kernels::ExpertsQuantParams made = quant_;
     if (!packed()) return made;
     made.scale = in[scale_of(stack)].data;
     if (const Tensor* zero = optional(in, scale_of(stack) + 1)) made.zero = static_cast<const uint8_t*>(zero->data);
@@ -179,27 +179,27 @@ class Experts : public Plugin {
   // Whether other kernels serve than those that take any sizes.
   static bool has_tiles(DType dtype, const kernels::ExpertsParams& p) {
     if (dtype == DType::kFloat32 || p.hidden % 8 != 0 || p.inner % 8 != 0) return false;
-    const kernels::ExpertsPacking& packing = p.gate_up_packing;
-    return packing.codes == kernels::Codes::kNone ||
-           (kernels::experts_tiled(packing.codes, packing.group_size, p.gated ? 2 * p.inner : p.inner, p.hidden) &&
-            kernels::experts_tiled(packing.codes, packing.group_size, p.hidden, p.inner));
+    const kernels::ExpertsQuantParams& quant = p.gate_up_quant;
+    return quant.code_type == kernels::CodeType::kNone ||
+           (kernels::has_expert_tiles(quant.code_type, quant.group_size, p.gated ? 2 * p.inner : p.inner, p.hidden) &&
+            kernels::has_expert_tiles(quant.code_type, quant.group_size, p.hidden, p.inner));
   }
 
   static bool is_usually_few(const kernels::ExpertsParams& p) {
     const int64_t pairs = int64_t{p.num_tokens} * p.top_k;
-    const kernels::Codes codes = p.gate_up_packing.codes;
-    if (!kernels::serves_experts_on_hopper(p)) return p.num_tokens <= kernels::kGemvRows || pairs <= kFewPairs * p.num_experts;
+    const kernels::CodeType codes = p.gate_up_quant.code_type;
+    if (!kernels::has_experts_gemm_sm90(p)) return p.num_tokens <= kernels::kGemvRows || pairs <= kFewPairs * p.num_experts;
     if (is_four(codes)) return pairs <= kFewFourOnHopper * p.num_experts;
     if (p.rounded) return kFewRoundedOnHopper * pairs <= p.num_experts;
-    return p.num_tokens <= kFewOnHopper || (codes != kernels::Codes::kNone && pairs <= kFewEightOnHopper * p.num_experts);
+    return p.num_tokens <= kFewOnHopper || (codes != kernels::CodeType::kNone && pairs <= kFewEightOnHopper * p.num_experts);
   }
 
   // What the choice between kernels for few and for many tokens depends on (Gemm::choose); no other op's kind has this bit.
   static std::vector<int64_t> way_shape(DType dtype, const kernels::ExpertsParams& p) {
     constexpr int64_t kOfExperts = 1 << 14;
-    const kernels::ExpertsPacking& packing = p.gate_up_packing;
-    const int64_t kind = kOfExperts + p.gated + 2 * (packing.zero != nullptr) + 4 * (packing.group_size == kMxfp4Group) +
-                         16 * static_cast<int64_t>(packing.codes) + 512 * p.rounded + 1024 * (p.rounded_group != 0);
+    const kernels::ExpertsQuantParams& quant = p.gate_up_quant;
+    const int64_t kind = kOfExperts + p.gated + 2 * (quant.zero != nullptr) + 4 * (quant.group_size == kMxfp4Group) +
+                         16 * static_cast<int64_t>(quant.code_type) + 512 * p.rounded + 1024 * (p.quant_group != 0);
     return {static_cast<int64_t>(dtype), p.hidden, p.inner,
             kind | int64_t{p.num_experts} << 20 | int64_t{p.top_k} << 40, p.num_tokens};
   }
@@ -230,7 +230,7 @@ class Experts : public Plugin {
   }
 
   kernels::ExpertsParams p_{};
-  kernels::ExpertsPacking packing_{};
+  kernels::ExpertsQuantParams quant_{};
   bool zeros_ = false, sharded_ = false;
 };
 

@@ -21,8 +21,8 @@ class Gate : public Plugin {
     p.y = out[0].data;
     p.x = in[0].data;
     p.gate = in[1].data;
-    p.x_pitch = in[0].row_pitch();
-    p.gate_pitch = in[1].row_pitch();
+    p.x_stride = in[0].row_pitch();
+    p.gate_stride = in[1].row_pitch();
     p.width = static_cast<int>(out[0].shape.back());
     p.rows = static_cast<int>(out[0].size() / p.width);
     p.activation = activation_;

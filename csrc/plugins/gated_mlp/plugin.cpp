@@ -5,10 +5,10 @@ namespace {
 
 class GatedMLP : public Plugin {
  public:
-  explicit GatedMLP(const Fields& fields) : activation_(activation_of(fields)), out_inverse_(inverse_of(fields)), quantized_(fields, 3) {}
+  explicit GatedMLP(const Fields& fields) : activation_(activation_of(fields)), out_scale_inverse_(inverse_of(fields)), quantized_(fields, 3) {}
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
-    return {rounded_shape(linear_shape(in[0], quantized_.matrix(in, 1), true, optional(in, 2)), out_inverse_)};
+    return {rounded_shape(linear_shape(in[0], quantized_.matrix(in, 1), true, optional(in, 2)), out_scale_inverse_)};
   }
 
   int64_t workspace(const std::vector<Tensor>& in) const override {
@@ -21,13 +21,13 @@ class GatedMLP : public Plugin {
 
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void* workspace,
                const Context& context) const override {
-    linear({in[0], in[1], quantized_.packing(in), quantized_.rows(in[1]), optional(in, 2), nullptr, out[0], activation_,
-            true, out_inverse_}, quantized_, workspace, context);
+    linear({in[0], in[1], quantized_.quant_params(in), quantized_.rows(in[1]), optional(in, 2), nullptr, out[0], activation_,
+            true, out_scale_inverse_}, quantized_, workspace, context);
   }
 
  private:
   Activation activation_;
-  float out_inverse_;
+  float out_scale_inverse_;
   Quantized quantized_;
 };
 

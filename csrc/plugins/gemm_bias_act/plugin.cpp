@@ -21,7 +21,7 @@ class GemmBiasAct : public Plugin {
 
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void* workspace,
                const Context& context) const override {
-    linear({in[0], in[1], quantized_.packing(in), quantized_.rows(in[1]), optional(in, 2), nullptr, out[0], activation_,
+    linear({in[0], in[1], quantized_.quant_params(in), quantized_.rows(in[1]), optional(in, 2), nullptr, out[0], activation_,
             false}, quantized_, workspace, context);
   }
 

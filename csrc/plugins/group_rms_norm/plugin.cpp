@@ -40,7 +40,7 @@ class GroupRMSNorm : public Plugin {
     p.epsilon = epsilon_;
     if (const Tensor* gate = optional(in, 2)) {
       p.gate = gate->data;
-      p.gate_pitch = gate->row_pitch();
+      p.gate_stride = gate->row_pitch();
       p.gate_activation = activation_;
       p.gate_first = gate_first_;
     }

@@ -27,8 +27,8 @@ class LatentAttention : public Plugin {
       throw Error(kOp + "'s shared_dim " + std::to_string(p_.shared_dim) + " is no part of a row of " +
                   std::to_string(dim) + " and a query of " + std::to_string(p_.query_dim));
     for (auto [name, size] : {std::pair("head_dim", dim), std::pair("query_dim", p_.query_dim)})
-      if (size > kernels::kLatentDim)
-        throw Error(kOp + "'s " + name + " " + std::to_string(size) + " exceeds " + std::to_string(kernels::kLatentDim));
+      if (size > kernels::kMaxLatentDim)
+        throw Error(kOp + "'s " + name + " " + std::to_string(size) + " exceeds " + std::to_string(kernels::kMaxLatentDim));
     if (p_.rotary_dim < 0 || p_.rotary_dim % 2 != 0 || p_.rotary_dim > p_.shared_dim)
       throw Error(kOp + "'s rotary_dim " + std::to_string(p_.rotary_dim) + " is not an even number from 0 to shared_dim " +
                   std::to_string(p_.shared_dim));

@@ -25,9 +25,9 @@ class GatedLinearAttention : public Plugin {
       throw Error("GatedLinearAttention of " + std::to_string(p_.v_heads) + " value heads of " +
                   std::to_string(p_.v_dim) + " in " + std::to_string(p_.k_heads) + " groups of keys of " +
                   std::to_string(p_.k_dim));
-    if (p_.k_dim > kernels::kLinearKeys)
+    if (p_.k_dim > kernels::kMaxKeyDim)
       throw Error("GatedLinearAttention's k_head_dim " + std::to_string(p_.k_dim) + " exceeds " +
-                  std::to_string(kernels::kLinearKeys));
+                  std::to_string(kernels::kMaxKeyDim));
   }
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
@@ -61,8 +61,8 @@ class GatedLinearAttention : public Plugin {
     p.state = static_cast<float*>(in[2].data);
     p.cu_seqlens = static_cast<const int32_t*>(in[3].data);
     p.past_lens = static_cast<const int32_t*>(in[4].data);
-    p.decay_pitch = in[1].row_pitch();
-    if (const Tensor* beta = optional(in, 5)) p.beta = beta->data, p.beta_pitch = beta->row_pitch();
+    p.decay_stride = in[1].row_pitch();
+    if (const Tensor* beta = optional(in, 5)) p.beta = beta->data, p.beta_stride = beta->row_pitch();
     if (const Tensor* skip = optional(in, 6)) p.skip = skip->data;
     if (const Tensor* slots = optional(in, 7)) p.state_slots = static_cast<const int32_t*>(slots->data);
     if (const Tensor* rate = optional(in, 8)) p.decay_rate = static_cast<const float*>(rate->data);
@@ -79,7 +79,7 @@ class GatedLinearAttention : public Plugin {
     p.single = true;
     if (p.batch > 0) check(kernels::linear_attention(in[0].dtype, p, context.stream), "GatedLinearAttention");
     if (chunks.batch > 0)
-      check(kernels::takes_chunks(in[0].dtype, chunks)
+      check(kernels::can_chunk(in[0].dtype, chunks)
                 ? kernels::linear_attention_chunks(in[0].dtype, chunks, context.stream)
                 : kernels::linear_attention(in[0].dtype, chunks, context.stream), "GatedLinearAttention");
   }

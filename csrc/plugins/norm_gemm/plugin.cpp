@@ -7,9 +7,9 @@ class NormGemm : public Plugin {
  public:
   explicit NormGemm(const Fields& fields)
       : centred_(integer(fields, "centred") != 0), gated_(integer(fields, "gated") != 0),
-        epsilon_(real(fields, "epsilon")), out_inverse_(inverse_of(fields)), activation_(activation_of(fields)),
+        epsilon_(real(fields, "epsilon")), out_scale_inverse_(inverse_of(fields)), activation_(activation_of(fields)),
         quantized_(fields, 6) {
-    if (out_inverse_ > 0 && !gated_) throw Error("a NormGemm rounds what it gates, and nothing else");
+    if (out_scale_inverse_ > 0 && !gated_) throw Error("a NormGemm rounds what it gates, and nothing else");
   }
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
@@ -20,7 +20,7 @@ class NormGemm : public Plugin {
     for (size_t port : {4, 5})
       if (const Dims* own = optional(in, port)) expect("NormGemm's norm_weight and norm_bias", *own, {in[0][1]});
     if (in[0][1].known()) check_norm_rows(in[0][1].number(), "NormGemm");
-    return {rounded_shape(y, out_inverse_)};
+    return {rounded_shape(y, out_scale_inverse_)};
   }
 
   // The normed x, then what the GEMM needs.
@@ -35,10 +35,10 @@ class NormGemm : public Plugin {
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void* workspace,
                const Context& context) const override {
     const Tensor& x = in[0];
-    const kernels::Packing packing = quantized_.packing(in);
-    const Linear whole{x, in[1], packing, quantized_.rows(in[1]), optional(in, 2), nullptr, out[0], activation_, gated_,
-                       out_inverse_};
-    const Rows rows{true, centred_, quantized_.rounds(), epsilon_, floats(optional(in, 4)), floats(optional(in, 5)),
+    const kernels::QuantParams quant = quantized_.quant_params(in);
+    const Linear whole{x, in[1], quant, quantized_.rows(in[1]), optional(in, 2), nullptr, out[0], activation_, gated_,
+                       out_scale_inverse_};
+    const InputTransform rows{true, centred_, quantized_.rounds(), epsilon_, floats(optional(in, 4)), floats(optional(in, 5)),
                     quantized_.activation_scale(), quantized_.activation_group()};
     if (rows.rounded) return linear_of_rounded(whole, rows, workspace, context);
     kernels::GemvParams p = gemv_params(whole);
@@ -49,7 +49,7 @@ class NormGemm : public Plugin {
     // Kernels for few rows norm with a weight, by some GEMVs and Hopper's, or with none, but not with a bias.
     const auto made = [&] { linear_of_made(whole, rows, workspace, context); };
     if (rows.weight == nullptr && rows.bias == nullptr)
-      return choose_few(x.dtype, p, has_gemv(x, packing), context, [&] { norm_then_gemm(whole, rows, workspace, context); });
+      return choose_few(x.dtype, p, has_gemv(x, quant), context, [&] { norm_then_gemm(whole, rows, workspace, context); });
     if (centred_ || rows.bias != nullptr) return made();
     const bool norms = kernels::has_integer_gemv(p) || kernels::has_float16_gemv(p);
     choose_few(x.dtype, p, can_gemv(x) && norms, context, made);
@@ -61,7 +61,7 @@ class NormGemm : public Plugin {
   }
 
   bool centred_, gated_;
-  float epsilon_, out_inverse_;
+  float epsilon_, out_scale_inverse_;
   Activation activation_;
   Quantized quantized_;
 };

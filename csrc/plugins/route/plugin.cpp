@@ -25,9 +25,9 @@ class Route : public Plugin {
     p_.epsilon = real(fields, "epsilon");
     p_.scale = real(fields, "scale");
     p_.jitter = real(fields, "jitter");
-    if (p_.top_k < 1 || p_.top_k > kernels::kRouteChosen)
+    if (p_.top_k < 1 || p_.top_k > kernels::kRouteTopK)
       throw Error("Route's top_k " + std::to_string(p_.top_k) + " is not from 1 to " +
-                  std::to_string(kernels::kRouteChosen));
+                  std::to_string(kernels::kRouteTopK));
     if (p_.top_groups < 1 || p_.top_groups > p_.groups)
       throw Error("Route has top_groups " + std::to_string(p_.top_groups) + " of " + std::to_string(p_.groups) +
                   " groups");

@@ -157,7 +157,7 @@ bool Cudnn::run(DType dtype, const kernels::AttentionParams& p, int longest, int
   State::grow(s.workspace, s.workspace_room, plan.workspace);
   const int room = (batch + 4) / 4 * 4;
   State::grow(s.lengths, s.lengths_room, 3ll * room);
-  const kernels::Lengths lengths{s.lengths, s.lengths + room, s.lengths + 2 * room, batch};
+  const kernels::SequenceLengths lengths{s.lengths, s.lengths + room, s.lengths + 2 * room, batch};
   if (fe::detail::set_stream(s.handle, stream) != CUDNN_STATUS_SUCCESS) throw Error("cuDNN refused a stream");
   std::unordered_map<int64_t, void*> memory = {
       {kQueries, p.queries}, {kKeys, p.key_cache}, {kValues, p.value_cache}, {kOut, p.out},

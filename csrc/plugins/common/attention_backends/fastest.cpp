@@ -9,7 +9,7 @@ class Fastest : public AttentionBackend {
  public:
   void make_plans(bool makes) override { cudnn_->make_plans(makes); }
   bool run(DType dtype, const kernels::AttentionParams& p, int longest, int reach, cudaStream_t stream) override {
-    return !kernels::prefills_on_hopper(dtype, p) && cudnn_->run(dtype, p, longest, reach, stream);
+    return !kernels::has_prefill_sm90(dtype, p) && cudnn_->run(dtype, p, longest, reach, stream);
   }
 
  private:

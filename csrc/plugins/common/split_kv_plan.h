@@ -1,0 +1,40 @@
+// How the sequences of a step that decode are splits_planned into parts: made by the first of the layers that divide alike.
+#pragma once
+
+#include <array>
+#include <vector>
+
+#include "../../kernels/attention/params.h"
+
+namespace llmc {
+
+class SplitKvPlan {
+ public:
+  static constexpr int kMaxKinds = 8;  // of layers, by windows and heads, for which there is room; others divide for themselves
+  // Parts that a kind has of so many sequences, at most.
+  static int64_t capacity(int64_t batch) { return batch + kernels::kAttentionCounters; }
+
+  // `parts`: on the device, kMaxKinds times `each`, which is a room().
+  SplitKvPlan(kernels::KvSplit* kv_splits, int64_t each) : kv_splits_(kv_splits), each_(each) {}
+  void begin_step() { made_.clear(); }
+
+  // Gives p its parts, and says whether another layer has made them in this step; leaves p as it is where there is no room for
+  // another kind.
+  void assign(kernels::AttentionParams& p) {
+    const Kind kind{p.batch, p.num_heads, p.num_kv_heads, p.max_seq_len, p.window, p.chunk, p.prefix.of != nullptr};
+    size_t at = 0;
+    while (at < made_.size() && made_[at] != kind) ++at;
+    if (at == kMaxKinds) return;
+    p.splits_planned = at < made_.size();
+    if (!p.splits_planned) made_.push_back(kind);
+    p.kv_splits = kv_splits_ + at * each_;
+  }
+
+ private:
+  using Kind = std::array<int, 7>;
+  kernels::KvSplit* kv_splits_;
+  int64_t each_;
+  std::vector<Kind> made_;
+};
+
+}  // namespace llmc
