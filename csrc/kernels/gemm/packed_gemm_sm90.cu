@@ -335,41 +335,42 @@ __device__ __forceinline__ void store_tile(const GemvParams& p, float (&sum)[kTo
   }
 }
 
+// One consumer warpgroup. Of 64 rows of an operand, the first half of every 16 is from the low half of the tile and the other
+// from the high half, so that a thread has gates and their ups.
 template <typename T, CodeType kCodeType, int kTokens, bool kStageGroups>
-__device__ __forceinline__ void multiply_all(const SharedStorage<kCodeType, kTokens, kStageGroups>& smem, const GemvParams& p,
-                                             const StreamKSchedule& schedule, const WorkRange& range, int warpgroup) {
+struct Consumer {
   using P = SharedStorage<kCodeType, kTokens, kStageGroups>;
-  constexpr int kChunks = kColumns<kCodeType> / 32;
-  constexpr bool kScalesSums = kStageGroups && kTokens <= kScaledSumTokens;
-  constexpr int kOut = P::kOut, kReduceStride = kClusterStride<kTokens>;
-  const int thread = threadIdx.x % 128, warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
-  const int tile_out = p.gated ? kOut / 2 : kOut, block = blockIdx.x, blocks = gridDim.x;
-  const int groups = p.in / p.quant.group_size;
-  const float per_group = 1.f / p.quant.group_size;
-  const bool has_minima = !kStageGroups && p.quant.minimum != nullptr;
-  constexpr int kOwn = kOperandTiles<kTokens>, kAll = kGroups<kTokens> * 128;
-  const int own_row = warpgroup * kOwn * kOperandRows + warp * 8 + g;  // of either half of a tile, and for each operand
-  auto* staging = reinterpret_cast<float*>(smem.bytes + P::kSumsAt) + warpgroup * kOwn * 2 * kEpilogueRows<kTokens> * kEpilogueStride;
-  pdl_wait();
-  pdl_launch_dependents();
+  static constexpr int kChunks = kColumns<kCodeType> / 32, kWords = kBits<kCodeType> / 4;  // kWords: words of eight codes
+  static constexpr bool kScalesSums = kStageGroups && kTokens <= kScaledSumTokens;
+  static constexpr int kOut = P::kOut, kReduceStride = kClusterStride<kTokens>;
+  static constexpr int kOwn = kOperandTiles<kTokens>, kAll = kGroups<kTokens> * 128;
+  // Register operands in flight: few rows of x have the products of a whole stage in flight at once.
+  static constexpr int kBuffers = kScalesSums && kTokens <= 8 ? kChunks : 2;
 
-  // Where the thread's codes and scales lie in a stage, kept in registers: nothing tells the compiler how to make them again.
-  constexpr int kWords = kBits<kCodeType> / 4;  // that eight codes are
+  const P& smem;
+  const GemvParams& p;
+  const StreamKSchedule& schedule;
+  const WorkRange& range;
+  const int warpgroup;
+  const int thread = threadIdx.x % 128, warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
+  const int tile_out = p.gated ? kOut / 2 : kOut;
+  const int own_row = warpgroup * kOwn * kOperandRows + warp * 8 + g;  // of either half of a tile, and for each operand
+  // Addresses of the thread's codes and scales in a stage. They stay in registers: the compiler cannot recompute a shuffle.
   const uint32_t base = __shfl_sync(~0u, smem.base, 0);
-  const uint32_t codes_at = base + own_row * kRowBytes + 16 * (t ^ g / 2 % 4);  // the copy turns vectors so
+  const uint32_t codes_at = base + own_row * kRowBytes + 16 * (t ^ g / 2 % 4);  // TMA swizzles vectors
   const uint32_t scales_at = base + P::kScalesAt + (t * P::kGroups / 4 * kOut + own_row) * 4;
-  auto release = [&](int i) {
+
+  __device__ __forceinline__ void release(int i) const {
     if (thread % 32 == 0) smem.empty_barrier(i % P::kStages).arrive();
-  };
-  // Of this chunk and those before: of few rows products of a whole stage are under way at once.
-  constexpr int kBuffers = kScalesSums && kTokens <= 8 ? kChunks : 2;
-  uint32_t numbers[kBuffers][kOwn][8];
-  int tail_tile = -1, head_tile = -1;  // tiles that others begin, and that others end
-  TileCursor begun = range.start;
-  for (int i = 0; i < range.count; begun.next_tile(range.token_tiles)) {
-    const int first = i, end = min(range.count, i + schedule.stages - begun.stage);
-    float sum[kOwn][kTokens / 2] = {}, total[kOwn][kTokens / 2] = {};
-    float exact[kOwn][2] = {};  // scales
+  }
+
+  // Sums of stages [i, end) of the tile at `begun`.
+  __device__ __forceinline__ void mainloop(float (&total)[kOwn][kTokens / 2], const TileCursor& begun, int& i, int end) const {
+    const int first = i, groups = p.in / p.quant.group_size;
+    const float per_group = 1.f / p.quant.group_size;
+    const bool has_minima = !kStageGroups && p.quant.minimum != nullptr;
+    uint32_t numbers[kBuffers][kOwn][8];  // register operands of this chunk and those before
+    float sum[kOwn][kTokens / 2] = {}, exact[kOwn][2] = {};  // exact: scales
     auto add_sums = [&] {  // of the stage before, whose scales are here
 #pragma unroll
       for (int m = 0; m < kOwn; ++m)
@@ -472,133 +473,175 @@ __device__ __forceinline__ void multiply_all(const SharedStorage<kCodeType, kTok
         for (int k = 0; k < kTokens / 2; ++k) total[m][k] = sum[m][k];
     }
     release(end - 1);
-    const int first_token = begun.token_tile * kTokens, rows = min(kTokens, p.rows - first_token);
-    const int first_output = begun.out_tile * tile_out;
-    const bool begins = begun.stage == 0;
-    if (kPermutedInput<kTokens> && end - first == schedule.stages) {
-      store_tile<T, kTokens>(p, total[0], first_token, first_output + warpgroup * kOperandRows + warp * 8, kOut / 2);
-    } else if (end - first == schedule.stages) {
-      // One loop, though sums are in registers: what store_outputs() is would be fetched for each piece anew.
-      constexpr int kPieces = kTokens / kEpilogueRows<kTokens>;
+  }
+
+  // Epilogue of a whole tile: through shared memory, kEpilogueRows rows of x at a time, to y.
+  __device__ __forceinline__ void store_whole(const float (&total)[kOwn][kTokens / 2], int first_token, int first_output,
+                                              int rows) const {
+    auto* staging =
+        reinterpret_cast<float*>(smem.bytes + P::kSumsAt) + warpgroup * kOwn * 2 * kEpilogueRows<kTokens> * kEpilogueStride;
+    // One loop, though sums are in registers: what store_outputs() is would be fetched for each piece anew.
+    constexpr int kPieces = kTokens / kEpilogueRows<kTokens>;
 #pragma unroll 1
-      for (int piece = 0; piece < kPieces; ++piece) {
-        named_barrier_sync(1 + warpgroup, 128);
+    for (int piece = 0; piece < kPieces; ++piece) {
+      named_barrier_sync(1 + warpgroup, 128);
 #pragma unroll
-        for (int other = 0; other < kPieces; ++other)
-          if (other == piece)
+      for (int other = 0; other < kPieces; ++other)
+        if (other == piece)
 #pragma unroll
-            for (int m = 0; m < kOwn; ++m)
+          for (int m = 0; m < kOwn; ++m)
 #pragma unroll
-              for (int j = 0; j < kEpilogueRows<kTokens> / 8; ++j)
+            for (int j = 0; j < kEpilogueRows<kTokens> / 8; ++j)
 #pragma unroll
-                for (int c = 0; c < 4; ++c)
-                  staging[((2 * m + c / 2) * kEpilogueRows<kTokens> + 8 * j + 2 * t + c % 2) * kEpilogueStride + warp * 8 + g] =
-                      total[m][4 * (other * kEpilogueRows<kTokens> / 8 + j) + c];
-        named_barrier_sync(1 + warpgroup, 128);
-        constexpr int kFours = kOperandRows / 4, kUnits = kOwn * kEpilogueRows<kTokens> * kFours;
-        constexpr int kUnitsAtOnce = kTokens > 64 ? 2 : 1;
+              for (int c = 0; c < 4; ++c)
+                staging[((2 * m + c / 2) * kEpilogueRows<kTokens> + 8 * j + 2 * t + c % 2) * kEpilogueStride + warp * 8 + g] =
+                    total[m][4 * (other * kEpilogueRows<kTokens> / 8 + j) + c];
+      named_barrier_sync(1 + warpgroup, 128);
+      constexpr int kFours = kOperandRows / 4, kUnits = kOwn * kEpilogueRows<kTokens> * kFours;
+      constexpr int kUnitsAtOnce = kTokens > 64 ? 2 : 1;
 #pragma unroll kUnitsAtOnce
-        for (int of = thread; of < (p.gated ? 1 : 2) * kUnits; of += 128) {
-          const int half = of / kUnits, m = of % kUnits / (kEpilogueRows<kTokens> * kFours);
-          const int four = of % kFours * 4, token = of / kFours % kEpilogueRows<kTokens>;
-          const int output = first_output + half * kOut / 2 + (warpgroup * kOwn + m) * kOperandRows + four;
-          if (piece * kEpilogueRows<kTokens> + token >= rows || output >= p.out) continue;
-          const float* sums = staging + ((2 * m + half) * kEpilogueRows<kTokens> + token) * kEpilogueStride + four;
-          float4 ups{};
-          if (p.gated) ups = *reinterpret_cast<const float4*>(sums + kEpilogueRows<kTokens> * kEpilogueStride);
-          store_outputs<T>(p, first_token + piece * kEpilogueRows<kTokens> + token, output, *reinterpret_cast<const float4*>(sums), ups);
-        }
+      for (int of = thread; of < (p.gated ? 1 : 2) * kUnits; of += 128) {
+        const int half = of / kUnits, m = of % kUnits / (kEpilogueRows<kTokens> * kFours);
+        const int four = of % kFours * 4, token = of / kFours % kEpilogueRows<kTokens>;
+        const int output = first_output + half * kOut / 2 + (warpgroup * kOwn + m) * kOperandRows + four;
+        if (piece * kEpilogueRows<kTokens> + token >= rows || output >= p.out) continue;
+        const float* sums = staging + ((2 * m + half) * kEpilogueRows<kTokens> + token) * kEpilogueStride + four;
+        float4 ups{};
+        if (p.gated) ups = *reinterpret_cast<const float4*>(sums + kEpilogueRows<kTokens> * kEpilogueStride);
+        store_outputs<T>(p, first_token + piece * kEpilogueRows<kTokens> + token, output, *reinterpret_cast<const float4*>(sums), ups);
       }
-    } else if (schedule.cluster_size > 1) {
-      auto* sums = reinterpret_cast<float*>(smem.bytes);  // in smem of stages, when all have been read
-      static_assert(kTokens * kReduceStride * 4 <= P::kSumsAt);
-      named_barrier_sync(1 + kGroups<kTokens>, kAll);
-#pragma unroll
-      for (int m = 0; m < kOwn; ++m)
-#pragma unroll
-        for (int j = 0; j < kTokens / 8; ++j)
-#pragma unroll
-          for (int c = 0; c < 4; ++c)
-            sums[(8 * j + 2 * t + c % 2) * kReduceStride + own_row + c / 2 * (kOut / 2) + m * kOperandRows] =
-                total[m][4 * j + c];
-      cluster_arrive();
-      cluster_wait();
-      const int fours = tile_out / 4, consumer_thread = threadIdx.x - 128;
-      const int each = (rows * fours + schedule.cluster_size - 1) / schedule.cluster_size, rank = cluster_rank();
-#pragma unroll 1
-      for (int of = rank * each + consumer_thread; of < min(rows * fours, (rank + 1) * each); of += kAll) {
-        const int token = of / fours, four = of % fours * 4;
-        if (first_output + four >= p.out) continue;
-        const float* from = sums + token * kReduceStride + four;
-        float4 whole{}, ups{};
-        auto add = [](float4& to, const float4& more) { to.x += more.x, to.y += more.y, to.z += more.z, to.w += more.w; };
-#pragma unroll 4
-        for (int other = 0; other < schedule.cluster_size; ++other) {
-          add(whole, ld_shared_cluster(from, other));
-          if (p.gated) add(ups, ld_shared_cluster(from + kOut / 2, other));
-        }
-        store_outputs<T>(p, first_token + token, first_output + four, whole, ups);
-      }
-      cluster_arrive_relaxed();  // others may still read what is here
-      cluster_wait();
-    } else {
-      float* to = schedule.partial + (2 * block + begins) * static_cast<int64_t>(kOut * kTokens) + own_row;
-#pragma unroll
-      for (int m = 0; m < kOwn; ++m)
-#pragma unroll
-        for (int j = 0; j < kTokens / 8; ++j)
-#pragma unroll
-          for (int c = 0; c < 4; ++c) {
-            const int token = 8 * j + 2 * t + c % 2;
-            if (token < rows) __stcg(to + token * kOut + c / 2 * (kOut / 2) + m * kOperandRows, total[m][4 * j + c]);
-          }
-      (begins ? head_tile : tail_tile) = begun.out_tile * range.token_tiles + begun.token_tile;
     }
   }
 
-  // A block leaves all that it has of splits_planned tiles before it waits for others.
-  if (tail_tile < 0 && head_tile < 0) return;
-  __threadfence();
-  named_barrier_sync(1 + kGroups<kTokens>, kAll);
-  const int consumer_thread = threadIdx.x - 128;
-  auto first_of = [&](int tile) { return schedule.owner(tile * schedule.stages, blocks); };
-  auto count_of = [&](int tile) { return schedule.owner((tile + 1) * schedule.stages - 1, blocks) - first_of(tile) + 1; };
-  auto publish = [&](int tile) {
-    if (tile >= 0 && consumer_thread == 0) atomicAdd(schedule.counters + first_of(tile), 1);
-  };
-  auto reduce_tile = [&](int tile) {
-    if (tile < 0) return;
-    const int from = first_of(tile), count = count_of(tile);
-    if (consumer_thread == 0) {
-      int32_t* counter = schedule.counters + from;
-      while (*static_cast<volatile int32_t*>(counter) < count) {}
-      __threadfence();
-      if (atomicAdd(counter, 1) == 2 * count - 1) *counter = 0;  // all have seen it
-    }
+  // Epilogue of a tile that a cluster shares: each block reduces a part of the outputs over distributed shared memory.
+  __device__ __forceinline__ void reduce_cluster(const float (&total)[kOwn][kTokens / 2], int first_token, int first_output,
+                                                 int rows) const {
+    auto* sums = reinterpret_cast<float*>(smem.bytes);  // in smem of stages, when all have been read
+    static_assert(kTokens * kReduceStride * 4 <= P::kSumsAt);
     named_barrier_sync(1 + kGroups<kTokens>, kAll);
-    const int first_token = tile % range.token_tiles * kTokens, first_output = tile / range.token_tiles * tile_out;
-    const int rows = min(kTokens, p.rows - first_token), fours = tile_out / 4;
+#pragma unroll
+    for (int m = 0; m < kOwn; ++m)
+#pragma unroll
+      for (int j = 0; j < kTokens / 8; ++j)
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+          sums[(8 * j + 2 * t + c % 2) * kReduceStride + own_row + c / 2 * (kOut / 2) + m * kOperandRows] =
+              total[m][4 * j + c];
+    cluster_arrive();
+    cluster_wait();
+    const int fours = tile_out / 4, consumer_thread = threadIdx.x - 128;
+    const int each = (rows * fours + schedule.cluster_size - 1) / schedule.cluster_size, rank = cluster_rank();
 #pragma unroll 1
-    for (int of = (block - from) * kAll + consumer_thread; of < rows * fours; of += count * kAll) {
+    for (int of = rank * each + consumer_thread; of < min(rows * fours, (rank + 1) * each); of += kAll) {
       const int token = of / fours, four = of % fours * 4;
       if (first_output + four >= p.out) continue;
-      float4 sums{}, ups{};
-      auto add = [](float4& to, const float* from) {
-        const float4 more = __ldcg(reinterpret_cast<const float4*>(from));
-        to.x += more.x, to.y += more.y, to.z += more.z, to.w += more.w;
-      };
+      const float* from = sums + token * kReduceStride + four;
+      float4 whole{}, ups{};
+      auto add = [](float4& to, const float4& more) { to.x += more.x, to.y += more.y, to.z += more.z, to.w += more.w; };
 #pragma unroll 4
-      for (int other = 0; other < count; ++other) {
-        const float* at = schedule.partial + (2 * (from + other) + (other == 0)) * static_cast<int64_t>(kOut * kTokens) +
-                          token * kOut + four;
-        add(sums, at);
-        if (p.gated) add(ups, at + kOut / 2);
+      for (int other = 0; other < schedule.cluster_size; ++other) {
+        add(whole, ld_shared_cluster(from, other));
+        if (p.gated) add(ups, ld_shared_cluster(from + kOut / 2, other));
       }
-      store_outputs<T>(p, first_token + token, first_output + four, sums, ups);
+      store_outputs<T>(p, first_token + token, first_output + four, whole, ups);
     }
-  };
-  publish(tail_tile), publish(head_tile);
-  reduce_tile(tail_tile), reduce_tile(head_tile);
+    cluster_arrive_relaxed();  // others may still read what is here
+    cluster_wait();
+  }
+
+  // Writes the sums of a part of a tile to schedule.partial.
+  __device__ __forceinline__ void store_partial(const float (&total)[kOwn][kTokens / 2], bool begins, int rows) const {
+    float* to = schedule.partial + (2 * static_cast<int>(blockIdx.x) + begins) * static_cast<int64_t>(kOut * kTokens) + own_row;
+#pragma unroll
+    for (int m = 0; m < kOwn; ++m)
+#pragma unroll
+      for (int j = 0; j < kTokens / 8; ++j)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          const int token = 8 * j + 2 * t + c % 2;
+          if (token < rows) __stcg(to + token * kOut + c / 2 * (kOut / 2) + m * kOperandRows, total[m][4 * j + c]);
+        }
+  }
+
+  // Stream-K fix-up: waits until all blocks of the block's first and last tile have written their sums, and reduces a part
+  // of the outputs of each. A block publishes both before it waits. The order of the sums is that of the columns, so the
+  // same x gives the same y.
+  __device__ __forceinline__ void reduce_stream_k(int tail_tile, int head_tile) const {
+    if (tail_tile < 0 && head_tile < 0) return;
+    const int block = blockIdx.x, blocks = gridDim.x;
+    __threadfence();
+    named_barrier_sync(1 + kGroups<kTokens>, kAll);
+    const int consumer_thread = threadIdx.x - 128;
+    auto first_of = [&](int tile) { return schedule.owner(tile * schedule.stages, blocks); };
+    auto count_of = [&](int tile) { return schedule.owner((tile + 1) * schedule.stages - 1, blocks) - first_of(tile) + 1; };
+    auto publish = [&](int tile) {
+      if (tile >= 0 && consumer_thread == 0) atomicAdd(schedule.counters + first_of(tile), 1);
+    };
+    auto reduce_tile = [&](int tile) {
+      if (tile < 0) return;
+      const int from = first_of(tile), count = count_of(tile);
+      if (consumer_thread == 0) {
+        int32_t* counter = schedule.counters + from;
+        while (*static_cast<volatile int32_t*>(counter) < count) {}
+        __threadfence();
+        if (atomicAdd(counter, 1) == 2 * count - 1) *counter = 0;  // all have seen it
+      }
+      named_barrier_sync(1 + kGroups<kTokens>, kAll);
+      const int first_token = tile % range.token_tiles * kTokens, first_output = tile / range.token_tiles * tile_out;
+      const int rows = min(kTokens, p.rows - first_token), fours = tile_out / 4;
+#pragma unroll 1
+      for (int of = (block - from) * kAll + consumer_thread; of < rows * fours; of += count * kAll) {
+        const int token = of / fours, four = of % fours * 4;
+        if (first_output + four >= p.out) continue;
+        float4 sums{}, ups{};
+        auto add = [](float4& to, const float* from) {
+          const float4 more = __ldcg(reinterpret_cast<const float4*>(from));
+          to.x += more.x, to.y += more.y, to.z += more.z, to.w += more.w;
+        };
+#pragma unroll 4
+        for (int other = 0; other < count; ++other) {
+          const float* at = schedule.partial + (2 * (from + other) + (other == 0)) * static_cast<int64_t>(kOut * kTokens) +
+                            token * kOut + four;
+          add(sums, at);
+          if (p.gated) add(ups, at + kOut / 2);
+        }
+        store_outputs<T>(p, first_token + token, first_output + four, sums, ups);
+      }
+    };
+    publish(tail_tile), publish(head_tile);
+    reduce_tile(tail_tile), reduce_tile(head_tile);
+  }
+};
+
+// All tiles of a block: the mainloop, and the epilogue of a whole tile or a part of one.
+template <typename T, CodeType kCodeType, int kTokens, bool kStageGroups>
+__device__ __forceinline__ void consume(const SharedStorage<kCodeType, kTokens, kStageGroups>& smem, const GemvParams& p,
+                                        const StreamKSchedule& schedule, const WorkRange& range, int warpgroup) {
+  using C = Consumer<T, kCodeType, kTokens, kStageGroups>;
+  pdl_wait();
+  pdl_launch_dependents();
+  const C consumer{smem, p, schedule, range, warpgroup};
+  int tail_tile = -1, head_tile = -1;  // tiles that another block begins, and that another block ends
+  TileCursor begun = range.start;
+  for (int i = 0; i < range.count; begun.next_tile(range.token_tiles)) {
+    const int first = i, end = min(range.count, i + schedule.stages - begun.stage);
+    float total[C::kOwn][kTokens / 2] = {};
+    consumer.mainloop(total, begun, i, end);
+    const int first_token = begun.token_tile * kTokens, rows = min(kTokens, p.rows - first_token);
+    const int first_output = begun.out_tile * consumer.tile_out;
+    const bool begins = begun.stage == 0;
+    if (kPermutedInput<kTokens> && end - first == schedule.stages) {
+      store_tile<T, kTokens>(p, total[0], first_token, first_output + warpgroup * kOperandRows + consumer.warp * 8, C::kOut / 2);
+    } else if (end - first == schedule.stages) {
+      consumer.store_whole(total, first_token, first_output, rows);
+    } else if (schedule.cluster_size > 1) {
+      consumer.reduce_cluster(total, first_token, first_output, rows);
+    } else {
+      consumer.store_partial(total, begins, rows);
+      (begins ? head_tile : tail_tile) = begun.out_tile * range.token_tiles + begun.token_tile;
+    }
+  }
+  consumer.reduce_stream_k(tail_tile, head_tile);
 }
 
 template <typename T, CodeType kCodeType, int kTokens, bool kStageGroups>
@@ -630,7 +673,7 @@ __global__ void __launch_bounds__(kThreads<kTokens>, 1)
   } else {
     constexpr int kRegisters = kPermutedInput<kTokens> ? 232 : kGroups<kTokens> == 2 ? 208 : 104;
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
-    multiply_all<T>(smem, p, schedule, range, group - 1);
+    consume<T>(smem, p, schedule, range, group - 1);
   }
 #endif
 }

@@ -77,8 +77,40 @@ __device__ __forceinline__ void produce_weights(const typename StageLayout<kToke
   });
 }
 
+// Writes a block's sums of a tile, and the squares of x, to shared memory. The two warps of each half of the rows add theirs
+// in the order of the columns.
+template <int kTokens, bool kGated, bool kNorm>
+__device__ __forceinline__ void store_sums(const typename StageLayout<kTokens, kGated, kNorm>::Storage& smem,
+                                           const float (&total)[StageLayout<kTokens, kGated, kNorm>::kM][kTokens / 8][4],
+                                           const float (&squares)[kTokens / 8][4], int half, int twin, int first_row) {
+  using S = StageLayout<kTokens, kGated, kNorm>;
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll 1
+  for (int turn = 0; turn < 2; ++turn) {  // in the order of the columns
+    if (turn == half) {
+      if (kNorm && t == g / 2)
+#pragma unroll
+        for (int n = 0; n < S::kTiles; ++n) {
+          float2& of_row = reinterpret_cast<float2*>(smem.moments() + 8 * n + g)[twin];
+          const float own = g % 2 == 0 ? squares[n][2 * n] : squares[n][2 * n + 1];
+          of_row = make_float2(0, turn == 0 ? own : of_row.y + own);
+        }
+#pragma unroll
+      for (int m = 0; m < S::kM; ++m)
+#pragma unroll
+        for (int n = 0; n < S::kTiles; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            float& sum = smem.sums()[(m / 2 * kTokens + 8 * n + 2 * t + i % 2) * kSumStride + first_row + m % 2 * 16 + i / 2 * 8];
+            sum = turn == 0 ? total[m][n][i] : sum + total[m][n][i];
+          }
+    }
+    if (turn == 0) smem.sync_consumers();
+  }
+}
+
 template <typename T, int kTokens, bool kGated, bool kNorm, bool kZeros>
-__device__ __forceinline__ void multiply_all(const typename StageLayout<kTokens, kGated, kNorm>::Storage& smem, const GemvParams& p,
+__device__ __forceinline__ void consume(const typename StageLayout<kTokens, kGated, kNorm>::Storage& smem, const GemvParams& p,
                                              const TileRange& range) {
   using S = StageLayout<kTokens, kGated, kNorm>;
   const int thread = threadIdx.x, warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
@@ -202,28 +234,7 @@ __device__ __forceinline__ void multiply_all(const typename StageLayout<kTokens,
       if (++slot == S::Storage::kStages) slot = 0, parity ^= 1, at = smem.stage(0);
     }
     if (range.cluster_size == 1) smem.sync_consumers();  // sums may still be read
-#pragma unroll 1
-    for (int turn = 0; turn < 2; ++turn) {  // in the order of the columns
-      if (turn == half) {
-        if (kNorm && t == g / 2)
-#pragma unroll
-          for (int n = 0; n < S::kTiles; ++n) {
-            float2& of_row = reinterpret_cast<float2*>(smem.moments() + 8 * n + g)[twin];
-            const float own = g % 2 == 0 ? squares[n][2 * n] : squares[n][2 * n + 1];
-            of_row = make_float2(0, turn == 0 ? own : of_row.y + own);
-          }
-#pragma unroll
-        for (int m = 0; m < S::kM; ++m)
-#pragma unroll
-          for (int n = 0; n < S::kTiles; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              float& sum = smem.sums()[(m / 2 * kTokens + 8 * n + 2 * t + i % 2) * kSumStride + first_row + m % 2 * 16 + i / 2 * 8];
-              sum = turn == 0 ? total[m][n][i] : sum + total[m][n][i];
-            }
-      }
-      if (turn == 0) smem.sync_consumers();
-    }
+    store_sums<kTokens, kGated, kNorm>(smem, total, squares, half, twin, first_row);
     smem.sync_consumers(range.cluster_size);
     epilogue.store(smem.sums(), smem.moments());
   }
@@ -240,7 +251,7 @@ __global__ void __launch_bounds__(kConsumerThreads + 64, kMinBlocks)
   const TileRange range(tiles, stages, cluster_size);
   smem.init_barriers();
   if (threadIdx.x < kConsumerThreads) {
-    multiply_all<T, kTokens, kGated, kNorm, kZeros>(smem, p, range);
+    consume<T, kTokens, kGated, kNorm, kZeros>(smem, p, range);
   } else if (threadIdx.x == kConsumerThreads) {
     produce_weights<T, kTokens, kGated, kNorm>(smem, maps, p, range);
   } else if (threadIdx.x == kConsumerThreads + 32) {

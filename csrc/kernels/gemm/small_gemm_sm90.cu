@@ -88,7 +88,7 @@ __device__ __forceinline__ void add_scaled_groups(const typename StageLayout<Flo
 }
 
 template <typename T, typename E, int kTokens, bool kGated, bool kGrouped>
-__device__ __forceinline__ void multiply_all(const typename StageLayout<E, kTokens, kGated>::Storage& smem, const GemvParams& p,
+__device__ __forceinline__ void consume(const typename StageLayout<E, kTokens, kGated>::Storage& smem, const GemvParams& p,
                                              const TileRange& range) {
   using S = StageLayout<E, kTokens, kGated>;
   constexpr bool kIsExact = !std::is_same_v<E, Float8>;
@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(kConsumerThreads + 64, kMinBlocks)
   const TileRange range(tiles, stages, cluster_size);
   smem.init_barriers();
   if (threadIdx.x < kConsumerThreads) {
-    multiply_all<T, E, kTokens, kGated, kGrouped>(smem, p, range);
+    consume<T, E, kTokens, kGated, kGrouped>(smem, p, range);
   } else if (threadIdx.x == kConsumerThreads) {
     produce</*kOfWeight=*/true>(smem, range, [&](int slot, int tile, int stage) {
       const Mbarrier full = smem.full_barrier(slot);

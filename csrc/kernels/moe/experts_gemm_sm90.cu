@@ -226,18 +226,270 @@ __device__ __forceinline__ void dequantize_operands(uint32_t (&made)[8], const u
   }
 }
 
-template <typename T, bool kDown, CodeType kCodeType, bool kRounded, int kConsumerGroups, int kPairs, int kStages>
-__device__ __forceinline__ void multiply_all(const SharedStorage<kCodeType, kRounded, kConsumerGroups, kPairs, kStages>& smem,
-                                             const ExpertsParams& p, const Pairs& pairs, TileScheduler scheduler, int count, int stages,
-                                             int group) {
+// Mainloop for 16-bit weights: both operands from shared memory.
+template <int kWidth, typename T, CodeType kCodeType, bool kRounded, int kConsumerGroups, int kPairs, int kStages>
+__device__ __forceinline__ void mainloop_16bit(float (&c)[2][kPairs / 2], PipelineState<kStages>& state,
+                                               const SharedStorage<kCodeType, kRounded, kConsumerGroups, kPairs, kStages>& smem, int stages, int group) {
+  constexpr int kStageColumns = kColumns<kRounded>;
+  const int thread = threadIdx.x % 128;
+  PipelineState<kStages> last = state;
+  for (int stage = 0; stage < stages; ++stage) {
+    smem.full_barrier(state.slot).wait(state.phase_count & 1);
+    const uint64_t weights = make_smem_desc_k_major(smem.weights(state.slot) + group * 64 * kRowBytes);
+    const uint64_t x = make_smem_desc_k_major(smem.x(state.slot));
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kStageColumns / 16; ++k)
+#pragma unroll
+      for (int m = 0; m < 2; ++m)
+        sm90::Wgmma<T, kWidth>::ss(reinterpret_cast<float(&)[kWidth / 2]>(c[m]),
+                                             weights + (m * kConsumerGroups * 64 * kRowBytes + k * 32) / 16,
+                                             x + k * 32 / 16, stage > 0 || k > 0);
+    wgmma_commit();
+    wgmma_wait<1>();
+    if (stage > 0 && thread % 32 == 0) smem.empty_barrier(last.slot).arrive();
+    last = state;
+    state.advance();
+  }
+  wgmma_wait<0>();
+  if (thread % 32 == 0) smem.empty_barrier(last.slot).arrive();
+}
+
+// Mainloop for quantized weights: codes are dequantized to the register operand of the next wgmma while the last one runs.
+template <int kWidth, typename T, bool kDown, CodeType kCodeType, bool kRounded, int kConsumerGroups, int kPairs, int kStages>
+__device__ __forceinline__ void mainloop_dequantize(float (&c)[2][kPairs / 2], PipelineState<kStages>& state,
+                                                    const SharedStorage<kCodeType, kRounded, kConsumerGroups, kPairs, kStages>& smem,
+                                                    const ExpertsParams& p, const device::ExpertGemm<T>& gemm,
+                                                    const Tile& tile, int stages, int group) {
   using P = SharedStorage<kCodeType, kRounded, kConsumerGroups, kPairs, kStages>;
   constexpr int kStageColumns = kColumns<kRounded>;
-  const device::ExpertGemm<T> gemm(p, pairs, kDown);
+  const int thread = threadIdx.x % 128, warp = thread / 32, g = thread % 32 / 4;
+  const ExpertsQuantParams& quant = kDown ? p.down_quant : p.gate_up_quant;
+  const int groups = groups_per_stage(quant), all_groups = gemm.in / quant.group_size;
+  const int lane = thread % 32, own_tile = group * 4 + warp;
+  constexpr bool kHasZeros = kCodeType == CodeType::kInt4 || kCodeType == CodeType::kInt8;
+  int zeros[2][2][2];  // of the stage's halves, both operands and both rows
+  auto load_zeros = [&](int stage) {
+#pragma unroll
+    for (int part = 0; part < 2; ++part)
+#pragma unroll
+      for (int m = 0; m < 2; ++m)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int row = min(tile.out_tile * P::kRows + (m * kConsumerGroups * 4 + own_tile) * kExpertTileRows + g + 8 * r,
+                              gemm.out - 1);
+          zeros[part][m][r] = load_expert_zero<kCodeType>(quant.zero, int64_t{tile.expert} * gemm.out + row,
+                                              (stage * kStageColumns + part * 32) / quant.group_size, all_groups);
+        }
+  };
+  [[maybe_unused]] const bool has_zeros = kHasZeros && quant.zero != nullptr;
+  if constexpr (kHasZeros)
+    if (has_zeros) load_zeros(0);
+  uint32_t operands[2][8];  // of these columns and those before
+  PipelineState<kStages> last = state;
+  for (int stage = 0; stage < stages; ++stage) {
+    smem.full_barrier(state.slot).wait(state.phase_count & 1);
+    constexpr int kVectors = P::kTileBytes / 512;
+    uint4 codes[2][kVectors];
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) codes[m][v] = smem.codes(state.slot, m * kConsumerGroups * 4 + own_tile)[v * 32 + lane];
+    const uint64_t x = make_smem_desc_k_major(smem.x(state.slot));
+#pragma unroll
+    for (int part = 0; part < 2; ++part)
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        const uint8_t* scales = smem.scales(state.slot, m * kConsumerGroups * 4 + own_tile, groups) +
+                                (part < groups ? part : 0) * kTileScaleBytes<kCodeType>;
+        uint32_t offsets[2] = {dequant_offset<T, kCodeType>(kDefaultZero<kCodeType>), dequant_offset<T, kCodeType>(kDefaultZero<kCodeType>)};
+        if constexpr (kHasZeros)
+#pragma unroll
+          for (int r = 0; r < 2; ++r) offsets[r] = dequant_offset<T, kCodeType>(has_zeros ? zeros[part][m][r] : kDefaultZero<kCodeType>);
+        dequantize_operands<T, kCodeType>(operands[m], codes[m][kVectors == 2 ? part : 0], part,
+                               {load_scale<T, kCodeType>(scales, g), load_scale<T, kCodeType>(scales, g + 8)}, offsets);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < 2; ++step)
+          sm90::Wgmma<T, kWidth>::template rs<false>(reinterpret_cast<float(&)[kWidth / 2]>(c[m]),
+                                                                  operands[m] + 4 * step,
+                                                                  x + (part * 64 + step * 32) / 16);
+        wgmma_commit();
+        wgmma_wait<1>();
+        if (part == 0 && m == 0 && stage > 0 && lane == 0) smem.empty_barrier(last.slot).arrive();
+      }
+    if constexpr (kHasZeros)
+      if (has_zeros && stage + 1 < stages) load_zeros(stage + 1);
+    last = state;
+    state.advance();
+  }
+  wgmma_wait<0>();
+  if (lane == 0) smem.empty_barrier(last.slot).arrive();
+}
+
+// Mainloop for FP8 weights and activations: the sum of each group of columns is scaled in float32.
+template <int kWidth, CodeType kCodeType, bool kRounded, int kConsumerGroups, int kPairs, int kStages>
+__device__ __forceinline__ void mainloop_float8(float (&c)[2][kPairs / 2], PipelineState<kStages>& state,
+                                                const SharedStorage<kCodeType, kRounded, kConsumerGroups, kPairs, kStages>& smem, const Tile& tile,
+                                                int stages, int group) {
+  constexpr int kStageColumns = kColumns<kRounded>;
   const int thread = threadIdx.x % 128, warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
+  constexpr int kAtOnce = kWidth <= 64 ? 2 : 1;  // operands whose sums a thread has room for
+  const int lane = thread % 32, own_tile = group * 4 + warp;
+  for (int stage = 0; stage < stages; ++stage, state.advance()) {
+    smem.full_barrier(state.slot).wait(state.phase_count & 1);
+    const uint64_t x = make_smem_desc_k_major(smem.x(state.slot));
+    const uint32_t x_scales = smem.x_scales(state.slot) + (tile.first % 4 + 2 * t) * 4;
+#pragma unroll
+    for (int first = 0; first < 2; first += kAtOnce) {
+      uint4 codes[kAtOnce][kStageColumns / 32];
+      float sum[kAtOnce][kWidth / 2], scales[kAtOnce][2];
+#pragma unroll
+      for (int m = 0; m < kAtOnce; ++m) {
+        const int of = (first + m) * kConsumerGroups * 4 + own_tile;
+#pragma unroll
+        for (int v = 0; v < kStageColumns / 32; ++v) codes[m][v] = smem.codes(state.slot, of)[v * 32 + lane];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) scales[m][r] = reinterpret_cast<const float*>(smem.scales(state.slot, of, 1))[g + 8 * r];
+      }
+      wgmma_fence();
+#pragma unroll
+      for (int m = 0; m < kAtOnce; ++m)
+#pragma unroll
+        for (int v = 0; v < kStageColumns / 32; ++v)
+          sm90::Wgmma<Float8, kWidth>::rs(
+              sum[m], {codes[m][v].x, codes[m][v].z, codes[m][v].y, codes[m][v].w}, x + v * 32 / 16, v > 0);
+      wgmma_commit();
+      wgmma_wait<0>();
+#pragma unroll
+      for (int j = 0; j < kWidth / 8; ++j) {
+        float of_x[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          of_x[i] = __uint_as_float(load_smem<1>(x_scales + (8 * j + i) * 4).data[0]);
+#pragma unroll
+        for (int m = 0; m < kAtOnce; ++m)
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            c[first + m][4 * j + i] = fmaf(sum[m][4 * j + i], scales[m][i / 2] * of_x[i % 2],
+                                           c[first + m][4 * j + i]);
+      }
+    }
+    if (lane == 0) smem.empty_barrier(state.slot).arrive();
+  }
+}
+
+// Epilogue of a tile: bias, activation and routing score in registers, then through shared memory, kEpiloguePairs pairs at a
+// time, to rows of `inner` or `outputs`. `own` are the pairs that a thread has loaded before the mainloop.
+template <typename T, bool kDown, CodeType kCodeType, bool kRounded, int kConsumerGroups, int kPairs, int kStages>
+__device__ __forceinline__ void store_tile(const float (&c)[2][kPairs / 2], const int (&own)[(kPairs + 127) / 128],
+                                           const SharedStorage<kCodeType, kRounded, kConsumerGroups, kPairs, kStages>& smem,
+                                           const ExpertsParams& p, const Pairs& pairs, const device::ExpertGemm<T>& gemm,
+                                           const Tile& tile, int group) {
+  using P = SharedStorage<kCodeType, kRounded, kConsumerGroups, kPairs, kStages>;
+  const int thread = threadIdx.x % 128, warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
+  const int parts = (tile.count + kEpiloguePairs - 1) / kEpiloguePairs;
   const bool paired = !kDown && p.gated;
   auto sync_warpgroup = [&] { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); };
   uint4* staged = smem.out(group);
   int* staged_pairs = smem.pairs(group);
+  const bool apart = paired && !kPacked<kCodeType>;  // gates and ups are operands of their own
+  const int row = tile.out_tile * (apart ? P::kRows / 2 : P::kRows) + group * 64;  // the first of these 64
+  const int width = paired ? gemm.out / 2 : gemm.out;                        // of what is written
+  float bias[2][2] = {};
+  if (gemm.bias != nullptr) {
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int own_row = row + warp * 16 + 8 * r + g, of = apart ? 2 * own_row + m : own_row + m * P::kRows / 2;
+        bias[m][r] = gemm.bias_of(tile.expert, min(of, gemm.out - 1));
+      }
+  }
+#pragma unroll 1
+  for (int part = 0; part < parts; ++part) {
+    float own_sums[2][8];
+#pragma unroll
+    for (int k = 0; k < kPairs / kEpiloguePairs; ++k)
+      if (k == part)
+#pragma unroll
+        for (int m = 0; m < 2; ++m)
+#pragma unroll
+          for (int i = 0; i < 8; ++i) own_sums[m][i] = c[m][8 * k + i];
+    if (part == 0) {
+#pragma unroll
+      for (int k = 0; k < (kPairs + 127) / 128; ++k)
+        if (k * 128 + thread < tile.count) staged_pairs[k * 128 + thread] = own[k];
+    }
+    if (!kDown && p.scale_input) {
+      if (part == 0) sync_warpgroup();
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int token = part * kEpiloguePairs + i / 4 * 8 + 2 * t + i % 2;
+        const float score = token < tile.count ? p.scores[staged_pairs[token]] : 0.f;
+        own_sums[0][i] *= score, own_sums[1][i] *= score;
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int i = 0; i < 8; ++i) own_sums[m][i] += bias[m][i / 2 % 2];
+    if (paired && !apart) {  // of two neighbours one has the gates and ups of a row each, the other those of a later one
+      float turned[2][8];
+#pragma unroll
+      for (int m = 0; m < 2; ++m)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float first = own_sums[m][i / 2 * 4 + i % 2], second = own_sums[m][i / 2 * 4 + 2 + i % 2];
+          const float other = __shfl_xor_sync(~0u, g % 2 ? first : second, 4);
+          turned[0][4 * m + i] = g % 2 ? other : first, turned[1][4 * m + i] = g % 2 ? second : other;
+        }
+#pragma unroll
+      for (int i = 0; i < 8; ++i) own_sums[0][i] = turned[0][i], own_sums[1][i] = turned[1][i];
+    }
+    if (!kDown) activate_columns(p, own_sums);
+    uint4* to = staged + part % 2 * 2 * kEpiloguePairs * kEpilogueStride;
+    if (paired && !apart) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int m = i / 4, token = i / 2 % 2 * 8 + 2 * t + i % 2, column = warp * 8 + g / 2 + g % 2 * 4;
+        reinterpret_cast<T*>(to + (m * kEpiloguePairs + token) * kEpilogueStride)[column] = from_float<T>(own_sums[0][i]);
+      }
+    } else {
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        if (m == 1 && paired) break;
+        uint32_t words[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) words[k] = pack2<T>(own_sums[m][2 * k], own_sums[m][2 * k + 1]);
+        const int lane = thread % 32;
+        stmatrix_x4_trans(to + (m * kEpiloguePairs + lane / 16 * 8 + lane % 8) * kEpilogueStride + warp * 2 + lane / 8 % 2, words);
+      }
+    }
+    sync_warpgroup();
+    const int vector = thread % 8, pair = part * kEpiloguePairs + thread / 8;
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      const int first_row = row + m * P::kRows / 2, column = (paired && !apart ? first_row / 2 : first_row) + 8 * vector;
+      if ((m == 1 && apart) || (paired && !apart && vector >= 4) || pair >= tile.count || column >= width) continue;
+      T* target = kDown ? static_cast<T*>(pairs.outputs) + static_cast<int64_t>(staged_pairs[pair]) * p.hidden
+                        : static_cast<T*>(pairs.inner) + static_cast<int64_t>(tile.first + pair) * p.inner;
+      const uint4* from = to + (m * kEpiloguePairs + thread / 8) * kEpilogueStride;
+      constexpr bool kPermuted = !kDown && kPacked<kCodeType> && !kRounded;
+      *reinterpret_cast<uint4*>(target + column) = kPermuted ? permute_vector(from, vector) : from[vector];
+    }
+  }
+  sync_warpgroup();  // before the next tile is staged
+}
+
+// A consumer warpgroup: for each tile of the block the mainloop, of the smallest instruction width that has all pairs, and
+// the epilogue.
+template <typename T, bool kDown, CodeType kCodeType, bool kRounded, int kConsumerGroups, int kPairs, int kStages>
+__device__ __forceinline__ void consume(const SharedStorage<kCodeType, kRounded, kConsumerGroups, kPairs, kStages>& smem,
+                                        const ExpertsParams& p, const Pairs& pairs, TileScheduler scheduler, int count,
+                                        int stages, int group) {
+  const device::ExpertGemm<T> gemm(p, pairs, kDown);
+  const int thread = threadIdx.x % 128;
   PipelineState<kStages> state;
   for (int i = blockIdx.x; i < count; i += gridDim.x) {
     const Tile tile = scheduler.next(i);
@@ -246,241 +498,20 @@ __device__ __forceinline__ void multiply_all(const SharedStorage<kCodeType, kRou
     for (int k = 0; k < (kPairs + 127) / 128; ++k)
       if (k * 128 + thread < tile.count) own[k] = pairs.order[tile.first + k * 128 + thread];
     float c[2][kPairs / 2] = {};
-    auto multiply = [&](auto width) {
-      constexpr int kWidth = decltype(width)::value;
-      PipelineState<kStages> last = state;
-      for (int stage = 0; stage < stages; ++stage) {
-        smem.full_barrier(state.slot).wait(state.phase_count & 1);
-        const uint64_t weights = make_smem_desc_k_major(smem.weights(state.slot) + group * 64 * kRowBytes);
-        const uint64_t x = make_smem_desc_k_major(smem.x(state.slot));
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < kStageColumns / 16; ++k)
-#pragma unroll
-          for (int m = 0; m < 2; ++m)
-            sm90::Wgmma<T, kWidth>::ss(reinterpret_cast<float(&)[kWidth / 2]>(c[m]),
-                                                 weights + (m * kConsumerGroups * 64 * kRowBytes + k * 32) / 16,
-                                                 x + k * 32 / 16, stage > 0 || k > 0);
-        wgmma_commit();
-        wgmma_wait<1>();
-        if (stage > 0 && thread % 32 == 0) smem.empty_barrier(last.slot).arrive();
-        last = state;
-        state.advance();
-      }
-      wgmma_wait<0>();
-      if (thread % 32 == 0) smem.empty_barrier(last.slot).arrive();
-    };
-    auto multiply_packed = [&](auto width) {
-      constexpr int kWidth = decltype(width)::value;
-      const ExpertsQuantParams& quant = kDown ? p.down_quant : p.gate_up_quant;
-      const int groups = groups_per_stage(quant), all_groups = gemm.in / quant.group_size;
-      const int lane = thread % 32, own_tile = group * 4 + warp;
-      constexpr bool kHasZeros = kCodeType == CodeType::kInt4 || kCodeType == CodeType::kInt8;
-      int zeros[2][2][2];  // of the stage's halves, both operands and both rows
-      auto load_zeros = [&](int stage) {
-#pragma unroll
-        for (int part = 0; part < 2; ++part)
-#pragma unroll
-          for (int m = 0; m < 2; ++m)
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-              const int row = min(tile.out_tile * P::kRows + (m * kConsumerGroups * 4 + own_tile) * kExpertTileRows + g + 8 * r,
-                                  gemm.out - 1);
-              zeros[part][m][r] = load_expert_zero<kCodeType>(quant.zero, int64_t{tile.expert} * gemm.out + row,
-                                                  (stage * kStageColumns + part * 32) / quant.group_size, all_groups);
-            }
-      };
-      [[maybe_unused]] const bool has_zeros = kHasZeros && quant.zero != nullptr;
-      if constexpr (kHasZeros)
-        if (has_zeros) load_zeros(0);
-      uint32_t operands[2][8];  // of these columns and those before
-      PipelineState<kStages> last = state;
-      for (int stage = 0; stage < stages; ++stage) {
-        smem.full_barrier(state.slot).wait(state.phase_count & 1);
-        constexpr int kVectors = P::kTileBytes / 512;
-        uint4 codes[2][kVectors];
-#pragma unroll
-        for (int m = 0; m < 2; ++m)
-#pragma unroll
-          for (int v = 0; v < kVectors; ++v) codes[m][v] = smem.codes(state.slot, m * kConsumerGroups * 4 + own_tile)[v * 32 + lane];
-        const uint64_t x = make_smem_desc_k_major(smem.x(state.slot));
-#pragma unroll
-        for (int part = 0; part < 2; ++part)
-#pragma unroll
-          for (int m = 0; m < 2; ++m) {
-            const uint8_t* scales = smem.scales(state.slot, m * kConsumerGroups * 4 + own_tile, groups) +
-                                    (part < groups ? part : 0) * kTileScaleBytes<kCodeType>;
-            uint32_t offsets[2] = {dequant_offset<T, kCodeType>(kDefaultZero<kCodeType>), dequant_offset<T, kCodeType>(kDefaultZero<kCodeType>)};
-            if constexpr (kHasZeros)
-#pragma unroll
-              for (int r = 0; r < 2; ++r) offsets[r] = dequant_offset<T, kCodeType>(has_zeros ? zeros[part][m][r] : kDefaultZero<kCodeType>);
-            dequantize_operands<T, kCodeType>(operands[m], codes[m][kVectors == 2 ? part : 0], part,
-                                   {load_scale<T, kCodeType>(scales, g), load_scale<T, kCodeType>(scales, g + 8)}, offsets);
-            wgmma_fence();
-#pragma unroll
-            for (int step = 0; step < 2; ++step)
-              sm90::Wgmma<T, kWidth>::template rs<false>(reinterpret_cast<float(&)[kWidth / 2]>(c[m]),
-                                                                      operands[m] + 4 * step,
-                                                                      x + (part * 64 + step * 32) / 16);
-            wgmma_commit();
-            wgmma_wait<1>();
-            if (part == 0 && m == 0 && stage > 0 && lane == 0) smem.empty_barrier(last.slot).arrive();
-          }
-        if constexpr (kHasZeros)
-          if (has_zeros && stage + 1 < stages) load_zeros(stage + 1);
-        last = state;
-        state.advance();
-      }
-      wgmma_wait<0>();
-      if (lane == 0) smem.empty_barrier(last.slot).arrive();
-    };
-    auto mma_m16n8k32 = [&](auto width) {
-      constexpr int kWidth = decltype(width)::value, kAtOnce = kWidth <= 64 ? 2 : 1;  // operands whose sums a thread has room for
-      const int lane = thread % 32, own_tile = group * 4 + warp;
-      for (int stage = 0; stage < stages; ++stage, state.advance()) {
-        smem.full_barrier(state.slot).wait(state.phase_count & 1);
-        const uint64_t x = make_smem_desc_k_major(smem.x(state.slot));
-        const uint32_t x_scales = smem.x_scales(state.slot) + (tile.first % 4 + 2 * t) * 4;
-#pragma unroll
-        for (int first = 0; first < 2; first += kAtOnce) {
-          uint4 codes[kAtOnce][kStageColumns / 32];
-          float sum[kAtOnce][kWidth / 2], scales[kAtOnce][2];
-#pragma unroll
-          for (int m = 0; m < kAtOnce; ++m) {
-            const int of = (first + m) * kConsumerGroups * 4 + own_tile;
-#pragma unroll
-            for (int v = 0; v < kStageColumns / 32; ++v) codes[m][v] = smem.codes(state.slot, of)[v * 32 + lane];
-#pragma unroll
-            for (int r = 0; r < 2; ++r) scales[m][r] = reinterpret_cast<const float*>(smem.scales(state.slot, of, 1))[g + 8 * r];
-          }
-          wgmma_fence();
-#pragma unroll
-          for (int m = 0; m < kAtOnce; ++m)
-#pragma unroll
-            for (int v = 0; v < kStageColumns / 32; ++v)
-              sm90::Wgmma<Float8, kWidth>::rs(
-                  sum[m], {codes[m][v].x, codes[m][v].z, codes[m][v].y, codes[m][v].w}, x + v * 32 / 16, v > 0);
-          wgmma_commit();
-          wgmma_wait<0>();
-#pragma unroll
-          for (int j = 0; j < kWidth / 8; ++j) {
-            float of_x[2];
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-              of_x[i] = __uint_as_float(load_smem<1>(x_scales + (8 * j + i) * 4).data[0]);
-#pragma unroll
-            for (int m = 0; m < kAtOnce; ++m)
-#pragma unroll
-              for (int i = 0; i < 4; ++i)
-                c[first + m][4 * j + i] = fmaf(sum[m][4 * j + i], scales[m][i / 2] * of_x[i % 2],
-                                               c[first + m][4 * j + i]);
-          }
-        }
-        if (lane == 0) smem.empty_barrier(state.slot).arrive();
-      }
-    };
     const int parts = (tile.count + kEpiloguePairs - 1) / kEpiloguePairs;
     auto choose = [&](auto self, auto width) {
       constexpr int kWidth = decltype(width)::value;
       if (kWidth == kPairs || parts * kEpiloguePairs <= kWidth) {
-        if constexpr (kRounded) mma_m16n8k32(width);
-        else if constexpr (kPacked<kCodeType>) multiply_packed(width);
-        else multiply(width);
+        if constexpr (kRounded) mainloop_float8<kWidth>(c, state, smem, tile, stages, group);
+        else if constexpr (kPacked<kCodeType>) mainloop_dequantize<kWidth, T, kDown>(c, state, smem, p, gemm, tile, stages, group);
+        else mainloop_16bit<kWidth, T>(c, state, smem, stages, group);
         return;
       }
       constexpr int kNext = !kPacked<kCodeType> ? kWidth + kEpiloguePairs : 2 * kWidth < kPairs ? 2 * kWidth : kPairs;
       if constexpr (kWidth < kPairs) self(self, std::integral_constant<int, kNext>());
     };
     choose(choose, std::integral_constant<int, kEpiloguePairs>());
-
-    // What a warp's rows become leaves by shared memory, kEpiloguePairs pairs at a time, where it is turned.
-    const bool apart = paired && !kPacked<kCodeType>;  // gates and ups are operands of their own
-    const int row = tile.out_tile * (apart ? P::kRows / 2 : P::kRows) + group * 64;  // the first of these 64
-    const int width = paired ? gemm.out / 2 : gemm.out;                        // of what is written
-    float bias[2][2] = {};
-    if (gemm.bias != nullptr) {
-#pragma unroll
-      for (int m = 0; m < 2; ++m)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const int own_row = row + warp * 16 + 8 * r + g, of = apart ? 2 * own_row + m : own_row + m * P::kRows / 2;
-          bias[m][r] = gemm.bias_of(tile.expert, min(of, gemm.out - 1));
-        }
-    }
-#pragma unroll 1
-    for (int part = 0; part < parts; ++part) {
-      float own_sums[2][8];
-#pragma unroll
-      for (int k = 0; k < kPairs / kEpiloguePairs; ++k)
-        if (k == part)
-#pragma unroll
-          for (int m = 0; m < 2; ++m)
-#pragma unroll
-            for (int i = 0; i < 8; ++i) own_sums[m][i] = c[m][8 * k + i];
-      if (part == 0) {
-#pragma unroll
-        for (int k = 0; k < (kPairs + 127) / 128; ++k)
-          if (k * 128 + thread < tile.count) staged_pairs[k * 128 + thread] = own[k];
-      }
-      if (!kDown && p.scale_input) {
-        if (part == 0) sync_warpgroup();
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const int token = part * kEpiloguePairs + i / 4 * 8 + 2 * t + i % 2;
-          const float score = token < tile.count ? p.scores[staged_pairs[token]] : 0.f;
-          own_sums[0][i] *= score, own_sums[1][i] *= score;
-        }
-      }
-#pragma unroll
-      for (int m = 0; m < 2; ++m)
-#pragma unroll
-        for (int i = 0; i < 8; ++i) own_sums[m][i] += bias[m][i / 2 % 2];
-      if (paired && !apart) {  // of two neighbours one has the gates and ups of a row each, the other those of a later one
-        float turned[2][8];
-#pragma unroll
-        for (int m = 0; m < 2; ++m)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float first = own_sums[m][i / 2 * 4 + i % 2], second = own_sums[m][i / 2 * 4 + 2 + i % 2];
-            const float other = __shfl_xor_sync(~0u, g % 2 ? first : second, 4);
-            turned[0][4 * m + i] = g % 2 ? other : first, turned[1][4 * m + i] = g % 2 ? second : other;
-          }
-#pragma unroll
-        for (int i = 0; i < 8; ++i) own_sums[0][i] = turned[0][i], own_sums[1][i] = turned[1][i];
-      }
-      if (!kDown) activate_columns(p, own_sums);
-      uint4* to = staged + part % 2 * 2 * kEpiloguePairs * kEpilogueStride;
-      if (paired && !apart) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const int m = i / 4, token = i / 2 % 2 * 8 + 2 * t + i % 2, column = warp * 8 + g / 2 + g % 2 * 4;
-          reinterpret_cast<T*>(to + (m * kEpiloguePairs + token) * kEpilogueStride)[column] = from_float<T>(own_sums[0][i]);
-        }
-      } else {
-#pragma unroll
-        for (int m = 0; m < 2; ++m) {
-          if (m == 1 && paired) break;
-          uint32_t words[4];
-#pragma unroll
-          for (int k = 0; k < 4; ++k) words[k] = pack2<T>(own_sums[m][2 * k], own_sums[m][2 * k + 1]);
-          const int lane = thread % 32;
-          stmatrix_x4_trans(to + (m * kEpiloguePairs + lane / 16 * 8 + lane % 8) * kEpilogueStride + warp * 2 + lane / 8 % 2, words);
-        }
-      }
-      sync_warpgroup();
-      const int vector = thread % 8, pair = part * kEpiloguePairs + thread / 8;
-#pragma unroll
-      for (int m = 0; m < 2; ++m) {
-        const int first_row = row + m * P::kRows / 2, column = (paired && !apart ? first_row / 2 : first_row) + 8 * vector;
-        if ((m == 1 && apart) || (paired && !apart && vector >= 4) || pair >= tile.count || column >= width) continue;
-        T* target = kDown ? static_cast<T*>(pairs.outputs) + static_cast<int64_t>(staged_pairs[pair]) * p.hidden
-                          : static_cast<T*>(pairs.inner) + static_cast<int64_t>(tile.first + pair) * p.inner;
-        const uint4* from = to + (m * kEpiloguePairs + thread / 8) * kEpilogueStride;
-        constexpr bool kPermuted = !kDown && kPacked<kCodeType> && !kRounded;
-        *reinterpret_cast<uint4*>(target + column) = kPermuted ? permute_vector(from, vector) : from[vector];
-      }
-    }
-    sync_warpgroup();  // before what leaves next
+    store_tile<T, kDown>(c, own, smem, p, pairs, gemm, tile, group);
   }
 }
 
@@ -518,7 +549,7 @@ __global__ void __launch_bounds__((1 + kConsumerGroups) * 128, kBlocks)
       pdl_wait();
       pdl_launch_dependents();
     }
-    multiply_all<T, kDown>(smem, p, pairs, TileScheduler{pairs, before, out_tiles}, count, stages, group - 1);
+    consume<T, kDown>(smem, p, pairs, TileScheduler{pairs, before, out_tiles}, count, stages, group - 1);
   }
 #endif
 }
