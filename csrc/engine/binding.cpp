@@ -1,4 +1,4 @@
-// Python's view: llmc_cuda._cuda.
+// The Python extension llmc_cuda._cuda.
 #include "binding.h"
 
 #include <cstring>
@@ -30,14 +30,14 @@ HostArray<T> host(const Array<T>& array) {
   return {array.data(), static_cast<int64_t>(array.size())};
 }
 
-// Records that NumPy has as bytes.
+// Records, which NumPy passes as bytes.
 template <typename T>
 HostArray<T> records(const Array<uint8_t>& bytes) {
   if (bytes.size() % sizeof(T) != 0) throw Error("an array is not of whole records");
   return {reinterpret_cast<const T*>(bytes.data()), static_cast<int64_t>(bytes.size() / sizeof(T))};
 }
 
-// What `Engine.submit` and `Program.check_step` take, in this order.
+// Parameters of `Engine.submit` and `Program.check_step`, in order.
 #define LLMC_STEP                                                                                                   \
   Array<int64_t> token_ids, Array<int32_t> cu_seqlens, Array<int32_t> past_lens, Array<int32_t> block_tables,       \
       Array<int32_t> slots, int num_decode, Array<int32_t> sample, Array<int32_t> copies, int candidates, int logits, \
@@ -88,9 +88,9 @@ void bind_program(nb::module_& m) {
            nb::arg("op"), nb::arg("fields"), nb::arg("inputs"), nb::arg("outputs"), nb::arg("of_encoder") = false)
       .def("set_logits", &Program::set_logits)
       .def_prop_ro("block_bytes", &Program::block_bytes)
-      // Whether an engine with these limits and so many blocks, no slot of which anyone has entered, would take a step,
-      // as `Engine.submit` and `encode` check it; raises where it would not. Returns what prefix of its sequences is
-      // read once, in positions, and the first that each reads by itself.
+      // Raises unless an engine with these limits, this number of blocks and empty slots accepts
+      // the step, with the checks of `Engine.submit` and `encode`. Returns the length of the shared
+      // prefix, and the first position that each sequence attends to by itself.
       .def("check_step",
            [](const Program& self, int num_blocks, LLMC_STEP) {
              Limits limits = self.limits();
@@ -108,8 +108,9 @@ void bind_program(nb::module_& m) {
            });
 }
 
-// What a step led to, copied: tokens, records of log-probabilities or none, candidates' tokens and log-probabilities,
-// logits as float32 [num_logits, vocab_size], and records of scored rows or none.
+// The results of a step, copied: tokens, log-probability records or None, candidates' tokens and
+// log-probabilities, logits as float32 [num_logits, vocab_size], and records of scored rows or
+// None.
 nb::tuple to_python(const Engine::Results& results, int vocab_size) {
   auto copy = [](const auto* data, std::initializer_list<size_t> shape) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
@@ -152,7 +153,8 @@ void bind_engine(nb::module_& m) {
              new (self) Engine(std::move(program), device, attention_backend);
            },
            nb::arg("program"), nb::arg("device"), nb::arg("attention_backend"))
-      // Why its attention backend serves no model of this dtype with such caches; "" where it does.
+      // The reason why the attention backend does not support this dtype and cache dtype; "" if it
+      // does.
       .def("attention_refusal",
            [](const Engine& self, const std::string& dtype, const std::string& cache) {
              return self.attention().refusal(dtype_of(dtype), dtype_of(cache));
@@ -234,26 +236,27 @@ NB_MODULE(_cuda, m) {
   tensorrt::bind(m.def_submodule("tensorrt"));
 #endif
   m.def("attention_backends", &attention_backends);
-  // How many devices there are; where there is no driver, zero and why.
+  // Number of devices; without a driver 0 and the reason.
   m.def("devices", [] {
     int count = 0;
     const cudaError_t status = cudaGetDeviceCount(&count);
     return std::make_pair(status == cudaSuccess ? count : 0,
                           std::string(status == cudaSuccess ? "" : cudaGetErrorString(status)));
   });
-  // What a device is: (major, minor) of its compute capability.
+  // (major, minor) of a device's compute capability.
   m.def("compute_capability", [](int device) {
     int major = 0, minor = 0;
     check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "asking a device");
     check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "asking a device");
     return std::make_pair(major, minor);
   });
-  // What choices that were timed depend on beside the model: the device's name, cuBLASLt's version and the kernels.
+  // What timed choices depend on besides the model: the device's name, cuBLASLt's version and the
+  // kernels.
   m.def("timed_on", [](int device) {
     cudaDeviceProp properties{};
     check(cudaGetDeviceProperties(&properties, device), "asking a device");
     return std::string(properties.name) + ", cuBLASLt " + std::to_string(Gemm::version()) + ", kernels " + LLMC_KERNELS;
   });
   m.attr("version") = LLMC_VERSION;  // of the distribution llmc-cuda
-  m.attr("architectures") = LLMC_ARCHITECTURES;  // those that the kernels were compiled for, such as "80 90"
+  m.attr("architectures") = LLMC_ARCHITECTURES;  // for which kernels were compiled, such as "80 90"
 }

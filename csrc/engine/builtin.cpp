@@ -5,7 +5,7 @@
 namespace llmc {
 namespace {
 
-// The rows of a tensor whose logits a step wants.
+// Selects the rows whose logits a step wants.
 class Gather : public Plugin {
  public:
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
@@ -22,7 +22,7 @@ class Gather : public Plugin {
   bool passes_on(const Context& context) const override { return context.decode; }  // all rows, in order
 };
 
-// Columns of a value, in any order.
+// Selects columns of a value, in any order.
 class Columns : public Plugin {
  public:
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
@@ -38,7 +38,7 @@ class Columns : public Plugin {
   }
 };
 
-// Write rows of a tensor to rows of the encoder's memory.
+// Writes rows of a tensor to rows of the encoder output.
 class Scatter : public Plugin {
  public:
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
@@ -55,7 +55,7 @@ class Scatter : public Plugin {
   }
 };
 
-// Values side by side.
+// Concatenates values along columns.
 class Concat : public Plugin {
  public:
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
@@ -78,14 +78,14 @@ class Concat : public Plugin {
   }
 };
 
-// An ONNX op on elements; one float32 number stands for all elements, a row of them for all rows, a column of values
-// for all of a row.
+// An elementwise ONNX op. A float32 number is broadcast to all elements, a float32 row to all rows,
+// and a column to all columns.
 class ElementwiseOp : public Plugin {
  public:
   explicit ElementwiseOp(kernels::Elementwise op) : op_(op) {}
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
-    const Dims* found = nullptr;  // what the others are to be as large as: the first value that is no column, or one
+    const Dims* found = nullptr;  // the operand with the output's shape: preferably one that is not a column
     for (const Dims& operand : in)
       if (!is_weight(operand) && (found == nullptr || (is_column(*found) && !is_column(operand)))) found = &operand;
     const Dims& y = found != nullptr ? *found : in[0];

@@ -12,17 +12,18 @@ namespace llmc {
 namespace {
 
 constexpr int64_t kPinned = 64 << 20;
-// Positions behind a sequence's last that cuDNN may look at.
+// Positions after a sequence's last that cuDNN may read.
 constexpr int kTailPositions = 256;
 
-// So that members made after it are of this device.
+// Sets the device before later members are constructed.
 Program on(int device, Program program) {
   program.finish();
   check(cudaSetDevice(device), "choosing a device");
   return program;
 }
 
-// 1, 2, 4 and multiples of 8: few enough to be captured while the model loads, near enough that little is padding.
+// 1, 2, 4 and multiples of 8: few enough to capture at load, close enough to waste little on
+// padding.
 std::vector<int> sizes_up_to(int most) {
   std::vector<int> sizes;
   for (int size = 1; size < most; size = size < 8 ? 2 * size : size + 8) sizes.push_back(size);
@@ -71,7 +72,7 @@ void Engine::place_tensors() {
   for (size_t i = 0; i < program_.tensors().size(); ++i) {
     const Declared& tensor = program_.tensors()[i];
     if (tensor.kind == Kind::kCache)
-      places_.push_back(nullptr);  // by allocate()
+      places_.push_back(nullptr);  // see allocate()
     else if (tensor.kind == Kind::kColumns)
       places_.push_back(places_[tensor.of] + tensor.first * width(tensor.dtype));
     else if (tensor.kind == Kind::kValue)
@@ -103,7 +104,7 @@ void Engine::place_tensors() {
 Engine::Kept Engine::keep(const std::vector<kernels::CacheBlocks>& kept, const char* what) {
   Kept made{memory_.allocate<kernels::CacheBlocks>(kept.size(), what), static_cast<int>(kept.size())};
   upload(made.all, kept.data(), kept.size() * static_cast<int64_t>(sizeof(kernels::CacheBlocks)), stream_.handle);
-  synchronize();  // `kept` is the caller's
+  synchronize();  // `kept` belongs to the caller
   return made;
 }
 
@@ -173,7 +174,7 @@ void Engine::enqueue(const std::vector<Node>& nodes, const Step& step) {
   context.split_kv_plan = split_kv_plan_.get();
   context.watcher = watcher_;
   context.user = user_;
-  std::map<int, void*> moved;  // what lies in another tensor's memory in this step
+  std::map<int, void*> moved;  // tensors that alias another one's memory in this step
   auto of_logits = [&](const Node& node) {
     return !node.outputs.empty() && node.outputs[0] >= 0 && program_.tensors()[node.outputs[0]].per_logit;
   };
@@ -204,7 +205,7 @@ int64_t Engine::measure(double utilization) const {
   check(cudaMemGetInfo(&free, &total), "asking for free memory");
   const double room = static_cast<double>(free) - (1 - utilization) * static_cast<double>(total);
   const int64_t block = program_.block_bytes();
-  if (block == 0) return int64_t{1} << 30;  // no layer keeps keys and values
+  if (block == 0) return int64_t{1} << 30;  // no layer has a KV cache
   return std::max<int64_t>(static_cast<int64_t>(room / static_cast<double>(block)) - 1, 0);
 }
 
@@ -233,7 +234,7 @@ void Engine::allocate(int num_blocks) {
     caches.push_back({places_[i], bytes / (num_blocks + 1)});
   }
   caches_ = keep(caches, "the KV cache");
-  // Where a sequence has no block, it has the one that is nobody's.
+  // Entries without a block refer to the padding block.
   if (inputs_.block_table != nullptr) {
     table_.assign(program_.capacity(program_.input(kBlockTable)), num_blocks);
     upload(inputs_.block_table, table_.data(), 4 * static_cast<int64_t>(table_.size()), stream_.handle);
@@ -267,8 +268,8 @@ Engine::Ticket& Engine::next_ticket() {
   return ticket;
 }
 
-// The host's arrays, and what changes in the block table of `rows` sequences, of which those behind the batch are
-// padding.
+// Stages the host's arrays, and the changed entries of the block table for `rows` sequences, of
+// which those after the batch are padding.
 Engine::Sent Engine::pack(StagingBuffer& into, const StepInputs& inputs, const Prefix& prefix,
                           const std::vector<int32_t>& logits_indices, int rows) {
   const Limits& limits = program_.limits();
@@ -314,7 +315,7 @@ Engine::Sent Engine::pack(StagingBuffer& into, const StepInputs& inputs, const P
   return sent;
 }
 
-// To the device in one piece; where it is there.
+// Copies the staged buffer to the device, and returns its address.
 const char* Engine::send(const StagingBuffer& sent) {
   if (sent.bytes() > received_room_) {
     synchronize();
@@ -362,7 +363,7 @@ void Engine::prepare(const char* received, const Sent& sent) {
   check(kernels::prepare_inputs(p, stream_.handle), "preparing a step");
 }
 
-// A decode step as a graph, any other node by node.
+// Runs a decode step as a graph, other steps node by node.
 void Engine::run_model(const Step& step) {
   auto work = [&] { enqueue(program_.nodes(), step); };
   const std::lock_guard<std::mutex> lock(graphs_mutex_);  // see abort()
@@ -378,18 +379,18 @@ int64_t Engine::submit(const StepInputs& inputs) {
   Step step = check_step(inputs, limits, program_.vocab_size(), sampler_->slots());
   use_device();
   Ticket& ticket = next_ticket();
-  // A step of nothing but single tokens is padded to one that is captured, and gives the logits of all.
+  // A step of decoding sequences only is padded to a captured batch size, and computes all logits.
   const bool captured = step.num_decode == step.batch && step.batch <= limits.decoding() && !watches();
   const bool all = captured || inputs.logits == Logits::kAll;
   std::vector<int32_t> logits_indices, slots;
-  std::vector<int64_t> rows;  // of the logits, those that tokens are chosen from
+  std::vector<int64_t> rows;  // rows of logits from which tokens are sampled
   for (int32_t sequence : inputs.sample) {
     const int32_t token = inputs.cu_seqlens[sequence + 1] - 1;
     rows.push_back(all ? token : static_cast<int64_t>(rows.size()));
     slots.push_back(inputs.slots[sequence]);
     if (!all) logits_indices.push_back(token);
   }
-  std::vector<int64_t> scored;  // of the logits, those after which a token is scored
+  std::vector<int64_t> scored;  // rows of logits at which a token is scored
   for (int32_t token : inputs.scored_rows) {
     scored.push_back(all ? token : static_cast<int64_t>(logits_indices.size()));
     if (!all) logits_indices.push_back(token);
@@ -449,7 +450,8 @@ int64_t Engine::submit(const StepInputs& inputs) {
   return submitted_++;
 }
 
-// Let slots sample from these rows of the logits, and enqueue that the host gets what it asks for.
+// Samples from these rows of the logits, and enqueues the copy of all requested results to the
+// host.
 void Engine::sample(Ticket& ticket, const StepInputs& inputs, const Tensor& logits, const std::vector<int64_t>& rows,
                     const int32_t* slots, const int64_t* device_rows, const Masks& masks) {
   const cudaStream_t stream = stream_.handle;
@@ -489,7 +491,8 @@ void Engine::sample(Ticket& ticket, const StepInputs& inputs, const Tensor& logi
   results.logits = read(ticket.logits, wanted.data, wanted.size() * width(wanted.dtype));
 }
 
-// Enqueue that the host gets log-probabilities of the tokens that follow these rows of the logits.
+// Computes log-probabilities of given tokens at these rows of the logits, and enqueues the copy to
+// the host.
 void Engine::score(Ticket& ticket, const Tensor& logits, const std::vector<int64_t>& rows, const int64_t* device_rows,
                    const int64_t* targets, const int32_t* counts) {
   const int num = static_cast<int>(rows.size()), stride = static_cast<int>(logits.shape[1]);
@@ -497,7 +500,7 @@ void Engine::score(Ticket& ticket, const Tensor& logits, const std::vector<int64
   bool in_line = true;
   for (int i = 0; i < num; ++i) in_line = in_line && rows[i] == rows[0] + i;
   const void* data = static_cast<const char*>(logits.data) + rows[0] * row_bytes;
-  if (!in_line) {  // of a captured step, so there are no more than sequences
+  if (!in_line) {  // a captured step, so there are no more rows than sequences
     if (gathered_ == nullptr) gathered_ = std::make_unique<DeviceBuffer>(row_bytes * program_.limits().max_batch, "logits");
     check(kernels::gather_rows(logits.dtype, gathered_->data, logits.data, device_rows, num, logits.shape[0], stride,
                                stream_.handle), "picking scored logits");
@@ -579,7 +582,7 @@ void Engine::warm(const std::vector<int>& lengths, bool decode) {
   Step step = Step::of_decoding(batch);
   if (!decode) step = {size, 1, batch, false, 0, longest, longest};
   StagingBuffer packed;
-  // All tokens go where nobody reads.
+  // All tokens are written to the padding block.
   const std::vector<int32_t> table(static_cast<int64_t>(batch) * limits.max_blocks(), limits.num_blocks);
   inputs.block_tables = {table.data(), static_cast<int64_t>(table.size())};
   const Sent sent = pack(packed, inputs, {}, decode ? std::vector<int32_t>{} : index, batch);
@@ -588,10 +591,10 @@ void Engine::warm(const std::vector<int>& lengths, bool decode) {
   attention_->make_plans(true);
   run_model(step);
   step.prefix = decode && batch > 1;
-  if (step.prefix) run_model(step);  // of no positions, which is captured for any
+  if (step.prefix) run_model(step);  // with an empty prefix; the captured graph serves any
   if (!decode && !program_.encoder_nodes().empty() && longest <= limits.mem_max_seq_len) {
     step.num_logits = 0;
-    enqueue(program_.encoder_nodes(), step);  // to the memory's first row
+    enqueue(program_.encoder_nodes(), step);  // to the first row of the encoder output
   }
   synchronize();
   gemm_->time_algorithms(false);
@@ -636,7 +639,7 @@ void Engine::join(const std::string& id, int rank, int size) {
   communicator_ = joined;
 }
 
-// NCCL ends what waits on the device at once, but itself waits until no graph knows the communicator.
+// NCCL aborts device work at once, but waits on the host until no graph refers to the communicator.
 void Engine::abort() {
   aborted_ = true;
   ncclComm_t ended = communicator_.exchange(nullptr);

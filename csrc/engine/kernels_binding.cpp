@@ -1,5 +1,5 @@
-// Python's view of single ops and kernels, on device tensors that somebody else owns: for tests and benchmarks. What
-// is checked is that tensors have the shapes and dtypes that the kernel takes, not that there is memory behind them.
+// Python functions for single ops and kernels on device tensors of the caller, for tests and
+// benchmarks. Shapes and dtypes are checked; addresses are not.
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -41,7 +41,7 @@ Shape shape_of(const Dims& dims) {
   return shape;
 }
 
-// A kernel's tensors, each of which is to be there with its dtype and size.
+// The tensors of a kernel, checked for presence, dtype and size.
 class KernelTensors {
  public:
   KernelTensors(const char* kernel, const std::vector<Foreign>& foreign, size_t count)
@@ -58,7 +58,7 @@ class KernelTensors {
   float* floats(int index, const Shape& shape) const { return of<float>(index, shape, DType::kFloat32); }
   int32_t* ints(int index, const Shape& shape) const { return of<int32_t>(index, shape, DType::kInt32); }
   int64_t* longs(int index, const Shape& shape) const { return of<int64_t>(index, shape, DType::kInt64); }
-  // Of a record, or of a dtype that ours do not name: so many bytes.
+  // A tensor of records, or of another dtype, with this element size in bytes.
   void* bytes(int index, const Shape& shape, int64_t element) const {
     const Tensor& tensor = tensors_[index];
     const int64_t wanted = Tensor{nullptr, DType::kFloat32, shape}.size() * element;
@@ -93,20 +93,21 @@ kernels::SlotState* states_of(const KernelTensors& given, int index, int64_t cou
   return static_cast<kernels::SlotState*>(given.bytes(index, {count}, sizeof(kernels::SlotState)));
 }
 
-// Launch `repeats` times and wait; milliseconds per launch after the first.
+// Launches `repeats` times and synchronizes; milliseconds per launch after the first.
 template <typename Launch>
 float timed(Launch&& launch, int repeats, const char* what) {
   return time_on(nullptr, repeats - 1, [&] { check(launch(), what); });
 }
 
-// Run one op on device tensors `repeats` times and wait; milliseconds per run after the first. `firsts`: see Gemm::decide;
-// `pitches`: of the inputs, see Tensor; none where all lie in whole rows; `own_from`: of sequences that
-// decode, the first position that each reads by itself; the others are a prefix that those share which have one.
+// Runs one op on device tensors `repeats` times and synchronizes; milliseconds per run after the
+// first. `firsts`: see Gemm::decide(). `pitches`: of the inputs, see Tensor; empty for dense
+// tensors. `own_from`: per decoding sequence the first position that it attends to by itself;
+// positions before it are a shared prefix.
 float run_op(const std::string& name, const Fields& fields, const std::vector<Foreign>& inputs,
              const std::vector<Foreign>& outputs, int num_decode, int repeats, int longest, int reach,
              const std::vector<bool>& firsts, const std::vector<int64_t>& pitches,
              const std::vector<int>& own_from) {
-  static Gemm* gemm = new Gemm;  // never freed: the driver may end before static objects do
+  static Gemm* gemm = new Gemm;  // never freed: the driver may shut down before static objects
   static AttentionBackend* cudnn = longest > 0 ? make_attention_backend("cudnn").release() : nullptr;
   const auto plugin = make_plugin(name, fields);
   std::vector<Tensor> in = tensors_of(inputs);
@@ -152,7 +153,7 @@ float run_op(const std::string& name, const Fields& fields, const std::vector<Fo
   return milliseconds;
 }
 
-// Tokens, logits, states, slots.
+// Tensors: tokens, logits, states, slots.
 float sample(const std::vector<Foreign>& tensors, int vocab, int64_t none, bool draws, int repeats) {
   const KernelTensors t("sample", tensors, 4);
   const Tensor& logits = t.matrix(1, vocab);
@@ -162,7 +163,8 @@ float sample(const std::vector<Foreign>& tensors, int vocab, int64_t none, bool 
   return timed([&] { return kernels::sample(logits.dtype, p, nullptr); }, repeats, "sample");
 }
 
-// Scores, logits, states, slots, lists, the three of a history, rows of masks, and masks; or these two empty.
+// Tensors: scores, logits, states, slots, lists, three of a history, mask_rows and masks (both may
+// be empty).
 float process(const std::vector<Foreign>& tensors, int vocab, int repeats) {
   const KernelTensors t("process", tensors, 10);
   const Tensor &scores = t.matrix(0, vocab), &logits = t.matrix(1, vocab);
@@ -174,7 +176,7 @@ float process(const std::vector<Foreign>& tensors, int vocab, int repeats) {
   return timed([&] { return kernels::process_logits(logits.dtype, p, nullptr); }, repeats, "process");
 }
 
-// States, those given, slots, prompts, starts, tokens, and the three of a history.
+// Tensors: states, given states, slots, prompts, starts, tokens, three of a history.
 void admit(const std::vector<Foreign>& tensors, int vocab, int count) {
   const KernelTensors t("admit", tensors, 9);
   check(kernels::admit({states_of(t, 0, count), states_of(t, 1, count), t.ints(2, {count}), t.ints(3, {count}),
@@ -182,7 +184,7 @@ void admit(const std::vector<Foreign>& tensors, int vocab, int count) {
   check(cudaDeviceSynchronize(), "admit");
 }
 
-// Records, logits, chosen tokens, states, slots.
+// Tensors: records, logits, sampled tokens, states, slots.
 float logprobs(const std::vector<Foreign>& tensors, int vocab, int repeats) {
   const KernelTensors t("logprobs", tensors, 5);
   const Tensor& logits = t.matrix(1, vocab);
@@ -226,7 +228,7 @@ void bind_kernels(nb::module_& m) {
     return types;
   }, nb::rv_policy::reference);
   m.def("make_plugin", [](const std::string& name, const Fields& fields) { make_plugin(name, fields); });
-  // The shapes that an op makes of its inputs' (an absent one's is empty).
+  // Output shapes of an op from input shapes (empty: absent).
   m.def("shapes", [](const std::string& name, const Fields& fields, const std::vector<Shape>& inputs) {
     std::vector<Tensor> tensors;
     for (const Shape& shape : inputs) tensors.push_back({nullptr, DType::kFloat32, shape});
@@ -238,7 +240,7 @@ void bind_kernels(nb::module_& m) {
         nb::arg("num_decode") = 0, nb::arg("repeats") = 1, nb::arg("longest") = 0, nb::arg("reach") = 0,
         nb::arg("firsts") = std::vector<bool>(), nb::arg("pitches") = std::vector<int64_t>(),
         nb::arg("own_from") = std::vector<int>());
-  // The kernels that choose tokens: see kernels/sampling/params.h.
+  // Sampling kernels: see kernels/sampling/params.h.
   m.def("sample", &sample, nb::arg("tensors"), nb::arg("vocab"), nb::arg("none") = 0, nb::arg("draws") = true,
         nb::arg("repeats") = 1);
   m.def("process", &process, nb::arg("tensors"), nb::arg("vocab"), nb::arg("repeats") = 1);

@@ -10,7 +10,7 @@ namespace {
 struct InputType {
   DType dtype;
   Size size;
-  bool of_model, of_encoder;  // whether a step tells it to these nodes
+  bool of_model, of_encoder;  // whether these nodes may read it
 };
 
 const std::map<std::string, InputType>& input_types() {
@@ -28,8 +28,8 @@ const std::map<std::string, InputType>& input_types() {
   return types;
 }
 
-// What an op calls an input of the step. What these say is checked before each step, so nothing else may be in
-// their place; but an Embedding of its own may look up positions.
+// The step input that an op's port takes. Kernels rely on the checks of step inputs, so no other
+// tensor may be bound; an Embedding may also look up position_ids.
 std::string step_input(const std::string& port) {
   return port == "key_starts" ? kMemoryStarts : port == "key_lens" ? kMemoryLens : port;
 }
@@ -37,17 +37,19 @@ bool serves(const std::string& port, const std::string& input) {
   return input == step_input(port) || (port == "input_ids" && input == "position_ids");
 }
 
-// Whether it is one of those.
+// Whether the port takes a step input.
 bool is_of_step(const Port& port) { return input_types().count(step_input(port.name)) > 0; }
 
 bool is_among(DType dtype, const std::vector<DType>& allowed) {
   return std::find(allowed.begin(), allowed.end(), dtype) != allowed.end();
 }
 
-// Sizes that no tensor of a model has: a dimension that is equal in both steps to such a size is that size.
+// Sizes that no tensor of a model has: a dimension that equals such a size in both steps is
+// symbolic.
 constexpr Step kProbes[] = {{1000003, 1000033, 1000037}, {2000003, 2000029, 2000039}};
 
-// Throws Error unless a shape of numbers above zero has a size that memory could have; the size.
+// Number of elements of a shape. Throws Error unless all dimensions are positive and the size is
+// possible.
 int64_t count_of(const Shape& shape) {
   constexpr int64_t kMost = int64_t{1} << 48;
   int64_t count = 1;
@@ -175,7 +177,7 @@ void Program::add_node(const std::string& op, std::unique_ptr<Plugin> plugin, co
   (of_encoder ? encoder_nodes_ : nodes_).push_back({op, std::move(plugin), inputs, outputs});
 }
 
-// That the tensors are those that the op is declared with, and what it writes is there to be written.
+// Checks that the tensors match the op's ports, and that outputs are writable.
 void Program::check_node(const PluginType& type, const Fields& fields, const Node& node, bool of_encoder) const {
   if (node.inputs.size() > type.inputs.size() || node.outputs.size() != type.outputs.size())
     throw Error("it has " + std::to_string(node.inputs.size()) + " inputs and " + std::to_string(node.outputs.size()) +
@@ -189,9 +191,9 @@ void Program::check_node(const PluginType& type, const Fields& fields, const Nod
     reads_step = reads_step || (number != -1 && is_of_step(type.inputs[i]));
     picks = picks || type.inputs[i].name == "logits_indices";
   }
-  if (picks && tensor(node.inputs[0]).kind != Kind::kValue)  // which a decode step passes on, all rows of it
+  if (picks && tensor(node.inputs[0]).kind != Kind::kValue)  // a decode step aliases it, with all rows
     throw Error("it picks rows of tensor " + std::to_string(node.inputs[0]) + ", which is no value");
-  for (int number : node.inputs)  // a step's numbers speak of its tokens
+  for (int number : node.inputs)  // step inputs describe its tokens
     if (reads_step && number != -1 && tensor(number).kind == Kind::kValue && tensor(number).shape[0] != kNumTokens)
       throw Error("tensor " + std::to_string(number) + " has rows of logits, its others rows of tokens");
   for (size_t i = 0; i < type.outputs.size(); ++i) {
@@ -239,7 +241,7 @@ void Program::check_input(const PluginType& type, const Fields& fields, size_t i
   if (given.kind == Kind::kColumns && !port.columns) throw Error(what + " is columns of wider rows");
   if (!is_among(given.dtype, allowed))
     throw Error(what + " is of " + name_of(given.dtype) + ", expected " + name_of(allowed[0]));
-  // Of what is looked up by positions, the axis of these.
+  // Axis of positions in tables.
   static const std::map<std::string, size_t> by_position = {{"cos", 0}, {"sin", 0}, {"query_scale", 0}, {"key_bias", 1}};
   const auto axis = by_position.find(port.name);
   if (axis != by_position.end() && axis->second < given.shape.size() && given.shape[axis->second] < limits_.max_seq_len)
@@ -248,7 +250,7 @@ void Program::check_input(const PluginType& type, const Fields& fields, size_t i
   const bool written = std::any_of(type.outputs.begin(), type.outputs.end(),
                                    [&](const Port& output) { return output.in_place == port.name; });
   const bool kept = given.kind == Kind::kCache || given.kind == Kind::kState;
-  // A cache may be read behind the node that writes it.
+  // A cache may be read after the node that writes it.
   const bool read = !written && port.cached && given.kind == Kind::kCache;
   if (read && !is_written(number)) throw Error(what + " is a cache that no node has written yet");
   if (read) return;
@@ -270,7 +272,7 @@ bool Program::is_written(int number) const {
   });
 }
 
-// That the op makes what is declared, whatever a step's sizes are.
+// Checks that the op's output shapes match the declared ones, for all sizes of a step.
 void Program::check_shapes(const Node& node) const {
   for (const Step& probe : kProbes) {
     std::vector<Dims> inputs;
@@ -343,7 +345,7 @@ Tensor Program::resolve(int number, const Step& step) const {
 
 int64_t Program::capacity(int number) const {
   const Declared& declared = tensor(number);
-  // cuDNN takes batches rounded up, which may begin behind those that decode.
+  // cuDNN rounds the batch up, starting after the decoding sequences.
   if (declared.name == kBlockTable) return 3ll * limits_.max_batch * limits_.max_blocks();
   return resolve(number, {limits_.max_tokens, limits_.max_logits, limits_.max_batch}).size();
 }

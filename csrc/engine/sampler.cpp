@@ -14,7 +14,7 @@ Sampler::Sampler(const Limits& limits, int vocab_size, DeviceMemory& memory, cud
   last_ = memory.allocate<int64_t>(slots, "tokens");
 }
 
-// A slot's lists are where no other's are.
+// Finds a free range for a slot's lists.
 int64_t Sampler::place_lists(int32_t slot, int64_t size) {
   places_.erase(slot);
   if (size == 0) return 0;
@@ -32,7 +32,7 @@ int64_t Sampler::place_lists(int32_t slot, int64_t size) {
     if (lists_room_ > 0)
       check(cudaMemcpyAsync(made->data, lists_->data, 4 * lists_room_, cudaMemcpyDeviceToDevice, stream_),
             "moving bad words and logit biases");
-    check(cudaStreamSynchronize(stream_), "the engine");  // nothing reads the old ones any more
+    check(cudaStreamSynchronize(stream_), "the engine");  // nothing reads the old buffer any more
     lists_ = std::move(made);
     lists_room_ = room;
   }
@@ -44,7 +44,7 @@ void Sampler::make_room(const Admissions& admit, std::vector<kernels::SlotState>
   states.assign(admit.states.begin(), admit.states.end());
   for (size_t i = 0; i < states.size(); ++i) {
     kernels::LogitsProcessing& wanted = states[i].processing;
-    // Its lists are what lies between its own and the next one's.
+    // Its lists end where the next sequence's begin.
     const int64_t begin = wanted.lists,
                   end = i + 1 < states.size() ? admit.states[i + 1].processing.lists : admit.lists.size;
     if (end < begin) throw Error("the lists of sequences that enter slots are not in their order");

@@ -8,7 +8,7 @@ namespace {
 
 std::string text(int64_t number) { return std::to_string(number); }
 
-// Throws Error where a value is not from `least` to below `end`.
+// Throws Error unless all values are in [least, end).
 template <typename T>
 void check_range(const char* what, const HostArray<T>& values, int64_t least, int64_t end) {
   for (int64_t i = 0; i < values.size; ++i)
@@ -17,7 +17,7 @@ void check_range(const char* what, const HostArray<T>& values, int64_t least, in
                   text(least) + " to " + text(end - 1));
 }
 
-// Every sequence has a token at least, and all tokens are some sequence's.
+// Checks that every sequence has a token, and every token a sequence.
 void check_starts(const HostArray<int32_t>& cu_seqlens, int64_t batch, int64_t num_tokens) {
   check_size("cu_seqlens", cu_seqlens.size, batch + 1);
   if (cu_seqlens[0] != 0 || cu_seqlens[batch] != num_tokens)
@@ -35,7 +35,7 @@ void check_rows(int64_t batch, const Limits& limits) {
     throw Error("a batch of " + text(batch) + " exceeds max_batch_size " + text(limits.max_batch));
 }
 
-// Throws Error where lists are not as kernels::LogitsProcessing says, or name a token that is none.
+// Throws Error unless lists have the layout of kernels::LogitsProcessing, with valid tokens.
 void check_processing(const kernels::LogitsProcessing& wanted, const HostArray<int32_t>& lists, int64_t vocab) {
   const int64_t counts[] = {wanted.lists, wanted.num_biases, wanted.num_ends, wanted.num_forced, wanted.num_words};
   if (std::any_of(std::begin(counts), std::end(counts), [](int64_t count) { return count < 0; }))
@@ -93,7 +93,7 @@ void check_admissions(const Admissions& admit, const Limits& limits, int64_t voc
   check_range("the tokens of sequences that enter slots", admit.tokens, 0, vocab);
 }
 
-// Blocks are copied all at once, and so are states: none may be read that is written, or written twice.
+// Copies run in parallel: no block, or state, may be both source and target, or target twice.
 void check_copies(const std::string& what, const HostArray<int32_t>& copies, int end) {
   if (copies.size % 2 != 0) throw Error("copies of " + what + "s are not pairs");
   check_range(("copies of " + what + "s").c_str(), copies, 0, end);
@@ -140,7 +140,7 @@ void check_scored(const StepInputs& inputs, int64_t num_tokens, int vocab_size) 
 
 void Limits::check() const {
   auto check = [](const char* name, int limit, int least) {
-    constexpr int kMost = 1 << 30;  // so that the sum of two is an int
+    constexpr int kMost = 1 << 30;  // so that the sum of two fits an int
     if (limit < least || limit > kMost)
       throw Error(std::string("the engine's ") + name + " is " + text(limit) + ", which is not from " + text(least) +
                   " to " + text(kMost));
@@ -209,7 +209,7 @@ Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size, 
       if (inputs.token_ids[i] < 0 && (admitted[inputs.slots[b]] || !slot.has_sampled))
         throw Error("token " + text(i) + " is what slot " + text(inputs.slots[b]) +
                     " chose last, which has chosen none");
-    if (b < inputs.num_decode) continue;  // what is below is asked for by attention to prompts
+    if (b < inputs.num_decode) continue;  // for attention to prompts
     step.longest = std::max<int>(step.longest, fresh);
     step.reach = std::max<int>(step.reach, past + fresh);
   }
@@ -237,24 +237,24 @@ Step check_step(const EncoderInputs& inputs, const Limits& limits) {
   return {static_cast<int>(num_tokens), 0, static_cast<int>(batch)};
 }
 
-// Sequences with the same first block are compared with the first of them. What is saved are the positions that all but one
-// of those sharing them would have read.
+// Compares sequences with the same first block with the first of them. The gain is the number of
+// positions that all but one of the sharing sequences do not read.
 Prefix shared_prefix(const StepInputs& inputs, int block_size) {
-  constexpr int kQuantBlock = 16;                // positions that decoding reads at once
-  constexpr int64_t kWorth = 24000;         // positions
+  constexpr int kDecodeKeys = 16;  // positions per step of decode attention
+  constexpr int64_t kWorth = 24000;  // minimum gain, in positions
   Prefix best;
   int64_t saved = kWorth - 1;
-  std::map<int32_t, std::vector<int>> alike;  // by their first block
-  if (block_size < kQuantBlock) return best;
+  std::map<int32_t, std::vector<int>> alike;  // by first block
+  if (block_size < kDecodeKeys) return best;
   const int64_t width = inputs.num_decode > 1 ? inputs.width() : 0;
   auto blocks_of = [&](int sequence) { return inputs.block_tables.data + sequence * width; };
-  // Blocks that are full: nothing is written to them any more.
+  // Full blocks, which are not written any more.
   auto full = [&](int sequence) { return static_cast<int>(std::min<int64_t>(inputs.past_lens[sequence] / block_size, width)); };
   for (int i = 0; i < inputs.num_decode && width > 0; ++i)
     if (full(i) > 0) alike[blocks_of(i)[0]].push_back(i);
   for (const auto& [block, sequences] : alike) {
     const int first = sequences[0];
-    std::vector<std::pair<int, int>> common;  // blocks, and whose; the most first
+    std::vector<std::pair<int, int>> common;  // (common blocks, sequence), the most first
     for (int i : sequences) {
       const int32_t* own = blocks_of(i);
       const int most = std::min(full(first), full(i));

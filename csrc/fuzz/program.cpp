@@ -1,4 +1,4 @@
-// libFuzzer's target for programs and steps: whatever they say, the engine takes them or throws Error.
+// libFuzzer target for programs and steps: the engine accepts any input or throws Error.
 #include <fuzzer/FuzzedDataProvider.h>
 
 #include <functional>
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kMaxCalls = 64;
 constexpr const char* kDTypes[] = {"float32", "float16", "bfloat16", "int32", "int64", "float8_e4m3fn", "uint8"};
-// Numbers at the edge of what the checks compare with.
+// Values at the bounds of checks.
 constexpr int64_t kEdges[] = {INT64_MIN, INT32_MIN, -1, 0, 1, 2, 4, 8, 16, 32, 64, 128, INT32_MAX, 1ll << 48, INT64_MAX};
 
 int64_t number(FuzzedDataProvider& data) {
@@ -28,7 +28,7 @@ Shape shape(FuzzedDataProvider& data) {
   return made;
 }
 
-// The number of a tensor, -1, or one that no tensor has.
+// A tensor number, -1, or an invalid one.
 int reference(FuzzedDataProvider& data, const Program& program) {
   return data.ConsumeIntegralInRange<int>(-2, static_cast<int>(program.tensors().size()));
 }
@@ -40,7 +40,7 @@ std::vector<int> references(FuzzedDataProvider& data, const Program& program, si
   return made;
 }
 
-// The default value, or another one of its type, or of any type.
+// The default value, another one of its type, or one of any type.
 Value value(FuzzedDataProvider& data, const Value& usual) {
   switch (data.ConsumeIntegralInRange(0, 7)) {
     case 0: return number(data);
@@ -152,7 +152,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
     for (size_t tensor = 0; tensor < program.tensors().size(); ++tensor)
       program.capacity(static_cast<int>(tensor));
     program.finish();
-    // Limits of this size alone have slots that fit in memory many times a second.
+    // Larger limits would allocate too many slots per run.
     if (program.limits().max_batch <= 64) check_any_step(data, program);
   });
   return 0;

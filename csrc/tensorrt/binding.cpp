@@ -1,4 +1,4 @@
-// Python's view: llmc_cuda._cuda.tensorrt.
+// The Python module llmc_cuda._cuda.tensorrt.
 #include "../engine/binding.h"
 
 #include <nanobind/stl/map.h>
@@ -25,10 +25,10 @@ std::vector<std::pair<std::string, Shape>> described(const std::vector<Tensor>& 
   return made;
 }
 
-// What a plan's plugins make, kept on the host.
+// Tensors produced by a plan's plugins, copied to the host.
 class Watch {
  public:
-  // (name, shape, float32 values), in the order in which they were made.
+  // (name, shape, float32 values), in order of production.
   nb::list values() const {
     nb::list all;
     for (const auto& [name, shape, values] : kept_)
@@ -61,7 +61,8 @@ void bind(nb::module_ m) {
   m.attr("plugin_interface") = LLMC_PLUGIN_V2 ? "IPluginV2DynamicExt" : "IPluginV3";
 
   nb::class_<Watch>(m, "Watch").def(nb::init<>()).def("values", &Watch::values);
-  // From now on an engine's plans show what their plugins make, to None: to nobody. The watch is to live as long.
+  // From now on an engine's plans report what their plugins produce; None: stops. The watch must
+  // stay alive.
   m.def("watch", [](Engine& engine, Watch* watch) {
     engine.watch_inside(watch == nullptr ? nullptr : &Watch::keep, watch);
   }, nb::arg("engine"), nb::arg("watch").none());
@@ -96,8 +97,8 @@ void bind(nb::module_ m) {
 
   m.def("load", &load_tensorrt, nb::arg("library"));
   m.attr("step_ints") = kLlmcStepInts;
-  // Let a program run a plan as a node on this device: (name in the network, tensor of the program) for each in- and
-  // output.
+  // Adds a plan to a program as a node on this device: (name in the network, tensor of the program)
+  // for each input and output.
   using Named = std::vector<std::pair<std::string, int>>;
   m.def("add_plan", [](Program& program, int device, const std::string& plugins, nb::bytes plan, const Named& inputs,
                        const Named& outputs, bool of_encoder) {

@@ -18,7 +18,7 @@ using Number = int64_t;
 using Number = int32_t;
 #endif
 
-// An expression of dimensions: an input's, of which only the harness knows the value, or a constant.
+// A dimension expression: an input's, whose value only the harness knows, or a constant.
 class Expr final : public IDimensionExpr, private apiv::VDimensionExpr {
  public:
   Expr(int64_t value, bool constant) : value_(value), constant_(constant) { mImpl = this; }
@@ -81,7 +81,7 @@ std::vector<PluginTensorDesc> describe(const std::vector<Tensor>& tensors) {
   return descs;
 }
 
-// As a builder has them: no numbers but a profile's.
+// As a builder passes them: dynamic, with the ranges of a profile.
 std::vector<DynamicPluginTensorDesc> dynamic(const std::vector<PluginTensorDesc>& descs) {
   std::vector<DynamicPluginTensorDesc> made;
   for (const PluginTensorDesc& desc : descs) {
@@ -101,7 +101,8 @@ std::vector<DynamicPluginTensorDesc> dynamic(const std::vector<PluginTensorDesc>
 PluginTensorDesc& inner(PluginTensorDesc& desc) { return desc; }
 PluginTensorDesc& inner(DynamicPluginTensorDesc& desc) { return desc.desc; }
 
-// Every tensor in turn as each dtype and two layouts: a plugin takes what it was shown, and no other layout.
+// Offers every tensor in each dtype and two formats: a plugin must accept its own dtype, and only
+// the linear format.
 template <typename Build, typename Desc>
 void offer(Build& plugin, std::vector<Desc> descs, const std::vector<Desc>& out) {
   const int inputs = static_cast<int>(descs.size()), outputs = static_cast<int>(out.size());
@@ -125,7 +126,7 @@ void offer(Build& plugin, std::vector<Desc> descs, const std::vector<Desc>& out)
   }
 }
 
-// Fields as TensorRT's importer makes them of ONNX attributes.
+// Fields as TensorRT's importer makes them from ONNX attributes.
 class Attributes {
  public:
   explicit Attributes(const Fields& fields) {
@@ -178,7 +179,7 @@ std::vector<DataType> types_of(const std::vector<Tensor>& tensors) {
   return types;
 }
 
-// Streams, events and scratch for a run; `enqueue` gives the scratch to the plugin.
+// Stream, events and scratch of a run; `enqueue` passes the scratch to the plugin.
 template <typename Enqueue>
 float measure(int64_t bytes, int repeats, Enqueue&& enqueue) {
   cudaStream_t stream = nullptr;
@@ -302,7 +303,7 @@ Interface& capability(IPluginV3& plugin, PluginCapabilityType type) {
   return *static_cast<Interface*>(found);
 }
 
-// Fields whose values went through bytes, as a plan's do.
+// Serialized fields, as in a plan.
 std::vector<char> write(const PluginFieldCollection& fields) {
   std::vector<char> bytes;
   auto append = [&](const void* data, size_t count) {

@@ -14,11 +14,11 @@ namespace {
 
 using namespace nvinfer1;
 
-// By profile: the compiler makes one for prompts and one for decoding.
+// Optimization profiles: the compiler makes one for prompts and one for decoding.
 constexpr int kPrefill = 0, kDecode = 1;
 
 constexpr const char* kStep = "llmc_step";
-constexpr size_t kAlignment = 256;  // TensorRT's, of every address
+constexpr size_t kAlignment = 256;  // required of every address by TensorRT
 
 class Logger : public ILogger {
  public:
@@ -27,7 +27,7 @@ class Logger : public ILogger {
     const std::lock_guard<std::mutex> lock(mutex_);
     last_ = text;
   }
-  // What went wrong last, and forget it.
+  // Returns and clears the last error.
   std::string take() {
     const std::lock_guard<std::mutex> lock(mutex_);
     return last_.empty() ? "it does not say why" : std::exchange(last_, {});
@@ -38,7 +38,7 @@ class Logger : public ILogger {
   std::string last_;
 };
 
-// TensorRT keeps it beyond any engine.
+// TensorRT keeps it longer than any engine.
 Logger& logger() {
   static auto* made = new Logger;
   return *made;
@@ -71,7 +71,7 @@ bool equal(const nvinfer1::Dims& a, const nvinfer1::Dims& b) {
   return a.nbDims == b.nbDims && std::equal(a.d, a.d + a.nbDims, b.d);
 }
 
-// An LlmcStep where the host writes it and TensorRT takes its address.
+// An LlmcStep at an aligned address in page-locked memory.
 class PinnedStep {
  public:
   PinnedStep() {
@@ -92,8 +92,8 @@ class PinnedStep {
 
 namespace {
 
-// Throws Error where a tensor is not one of the plan's, or of another dtype there than in the engine. Numbers of
-// 64 bits are made 32 on the way.
+// Throws Error unless all tensors exist in the plan with the dtype of the program. int64 inputs may
+// be int32 in the plan.
 void check_ports(const ICudaEngine& engine, const std::vector<Port>& ports, TensorIOMode mode) {
   for (const Port& port : ports) {
     const char* name = port.name.c_str();
@@ -108,7 +108,7 @@ void check_ports(const ICudaEngine& engine, const std::vector<Port>& ports, Tens
 }  // namespace
 
 std::string load_tensorrt(const std::string& library) {
-  handle = dlopen(library.c_str(), RTLD_LAZY | RTLD_GLOBAL);  // GLOBAL: the plugins look for it
+  handle = dlopen(library.c_str(), RTLD_LAZY | RTLD_GLOBAL);  // GLOBAL: plugins look it up
   if (handle == nullptr)
     throw Error("TensorRT cannot be loaded (" + std::string(dlerror()) +
                 "); install it, or name libnvinfer.so." + std::to_string(NV_TENSORRT_MAJOR) +
@@ -122,11 +122,11 @@ std::string load_tensorrt(const std::string& library) {
 }
 
 struct Plan::Engine {
-  PinnedStep step;  // of both contexts, which run one after the other
+  PinnedStep step;  // of both contexts, which run in sequence
   std::unique_ptr<IRuntime> runtime;
   std::unique_ptr<ICudaEngine> engine;
   std::unique_ptr<IExecutionContext> contexts[2];
-  // For inputs of 64 bits where the network has 32.
+  // int32 copies of int64 inputs.
   std::map<std::string, int32_t*> narrow;
 
   ~Engine() {
@@ -138,7 +138,7 @@ Plan::Plan(const PluginLibrary& plugins, const void* plan, size_t bytes, std::ve
            std::vector<Port> outputs)
     : inputs_(std::move(inputs)), outputs_(std::move(outputs)), engine_(std::make_unique<Engine>()) {
   plugins.init(&logger(), "llmc");
-  // The version that is loaded: headers of another minor version serve.
+  // The loaded version: headers of another minor version are compatible.
   engine_->runtime.reset(static_cast<IRuntime*>(symbol<void*(void*, int32_t)>("createInferRuntime_INTERNAL")(
       &logger(), symbol<int32_t()>("getInferLibVersion")())));
   if (engine_->runtime == nullptr) throw Error("TensorRT does not start: " + logger().take());

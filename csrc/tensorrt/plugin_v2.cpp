@@ -1,4 +1,4 @@
-// Any op as IPluginV2DynamicExt: TensorRT 8.6 to 10.
+// Any op as an IPluginV2DynamicExt: TensorRT 8.6 to 10.
 #include "shell.h"
 
 #if LLMC_PLUGIN_V2

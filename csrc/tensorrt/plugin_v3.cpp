@@ -1,4 +1,4 @@
-// Any op as IPluginV3: TensorRT 10 and later.
+// Any op as an IPluginV3: TensorRT 10 and later.
 #include "shell.h"
 
 #if !LLMC_PLUGIN_V2
@@ -9,7 +9,7 @@ namespace {
 using namespace nvinfer1;
 
 #if NV_TENSORRT_MAJOR > 10 || NV_TENSORRT_MINOR >= 3
-using Build = IPluginV3OneBuildV2;  // an output may be an input's memory
+using Build = IPluginV3OneBuildV2;  // an output may alias an input
 #else
 using Build = IPluginV3OneBuild;
 #endif

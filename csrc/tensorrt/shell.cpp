@@ -17,9 +17,9 @@ using nvinfer1::PluginFieldType;
 constexpr const char* kPresent = "present";
 constexpr const char* kDType = "dtype";
 constexpr const char* kMakes = "makes";
-constexpr int64_t kBytes = 4;  // in one element of a network's
+constexpr int64_t kBytes = 4;  // in one element of the network
 
-// One number of a field, whose `length` is to be 1.
+// The value of a field, whose `length` must be 1.
 template <typename T>
 T number(const PluginType& type, const nvinfer1::PluginField& field) {
   if (field.length != 1)
@@ -146,7 +146,7 @@ Shell::Shell(const PluginType& type, const Fields& fields, bool building)
   for (const char* name : {kPresent, kDType, kMakes}) own.erase(name);
   core_ = make_plugin(type.name, own);
   for (const auto& [name, value] : fields) {
-    if (fields_[name].index() != value.index())  // one of the three: make_plugin has looked at the op's own
+    if (fields_[name].index() != value.index())  // one of the three; make_plugin() has checked the op's own
       throw Error(type.name + "'s field '" + name + "' is not a str");
     fields_[name] = value;
   }
@@ -222,7 +222,7 @@ std::vector<nvinfer1::DimsExprs> Shell::output_shapes(const nvinfer1::DimsExprs*
     for (int axis = 0; axis < inputs[i].nbDims; ++axis)
       dims[given[i]].push_back(bytes && axis == inputs[i].nbDims - 2 ? Dim(i, axis) * kBytes : Dim(i, axis));
   }
-  dims.pop_back();  // llmc_step is nothing to the op
+  dims.pop_back();  // llmc_step is not an input of the op
   std::vector<nvinfer1::DimsExprs> shapes;
   for (const Dims& shape : core_->shapes(dims)) {
     nvinfer1::DimsExprs made{};
@@ -272,7 +272,7 @@ std::vector<Tensor> tensors(const nvinfer1::PluginTensorDesc* descs, const void*
     Tensor& tensor = made[places[i]];
     tensor.dtype = from_tensorrt(descs[i].type);
     tensor.shape.assign(descs[i].dims.d, descs[i].dims.d + descs[i].dims.nbDims);
-    // No kernel writes in an input but one that is an output's memory too.
+    // Kernels write only to inputs that an output aliases.
     tensor.data = data == nullptr ? nullptr : const_cast<void*>(data[i]);
   }
   return made;
@@ -313,7 +313,7 @@ void Shell::enqueue(const nvinfer1::PluginTensorDesc* input_descs,
     const int source = aliased(output);
     if (source < 0) continue;
     Tensor& held = in[given_[source]];
-    if (held.data != out[output].data)  // not bound to one address: the output is a changed copy
+    if (held.data != out[output].data)  // not bound to one address: copy to the output first
       check(cudaMemcpyAsync(out[output].data, held.data, held.size() * width(held.dtype),
                             cudaMemcpyDeviceToDevice, stream), type_.name.c_str());
     held.data = out[output].data;

@@ -1,10 +1,11 @@
-// Attention one query token at a time, where no tensor-core kernel serves: float32, and prompts of an odd head_dim.
+// Attention one query token at a time, for what tensor core kernels do not support: float32, and
+// prompts of an unusual head_dim. Also appends to the KV cache.
 //
-// A block takes one token, one KV head and up to kHeads of its query heads, over one part of the cached
-// positions (flash-decoding). A key is read by kLanes threads, 8 elements each kVectors times; every group of kLanes
-// threads keeps its own running softmax, and they are merged at the end: within the warp, over the block's
-// warps, and over the parts by whichever block ends last. Reads the visible keys and values once per kHeads
-// query heads.
+// A block takes one token, one KV head and up to kHeads of its query heads, over one KV split
+// (flash-decoding). kLanes threads read a key, 8 elements each, kVectors times. Every group of
+// kLanes threads keeps its own online softmax. They are merged at the end: within the warp, over
+// the warps, and over the splits by the block that ends last. Reads the visible keys and values
+// once per kHeads query heads.
 #include "attention.cuh"
 #include "decode.cuh"
 #include "prefill.cuh"
@@ -15,10 +16,10 @@ namespace {
 using namespace device;
 
 constexpr int kWarps = 4;
-constexpr int kMinKeysPerSplit = 64, kEnoughBlocks = 264;  // per part; from so many blocks on nothing is splits_planned
+constexpr int kMinKeysPerSplit = 64, kEnoughBlocks = 264;  // keys per split; from so many blocks on KV is not split
 
-// Zeros for the values behind a sequence's last position, of some KV heads, up to the next multiple of kPrefillUnit: what
-// lies there gets weight 0, and 0 · NaN is NaN. Decoding does not read it.
+// Zeros the values between a sequence's last position and the next multiple of kPrefillUnit, for
+// some KV heads: they get weight 0, and 0 * NaN is NaN. Decoding does not read them.
 template <typename C>
 __device__ __forceinline__ void clear_tail(const AttentionParams& p, int sequence, int token, int position,
                                              int first_head, int heads, int thread, int threads) {
@@ -33,7 +34,8 @@ __device__ __forceinline__ void clear_tail(const AttentionParams& p, int sequenc
   }
 }
 
-// One warp per head of the token: turned queries into p.queries, keys and values into the caches.
+// One warp per head of the token. Reads a row of qkv; writes rotated queries to p.queries, keys and
+// values to the caches.
 template <typename T, typename C, int kMost>
 __global__ void append_kernel(AttentionParams p) {
   __shared__ float heads[kWarps][kMost];
@@ -65,8 +67,8 @@ __global__ void append_kernel(AttentionParams p) {
   }
 }
 
-// The same where heads have no norms and rotate in whole vectors: a block per token, a vector per thread and
-// turn, with the vector that it is turned with read too.
+// The same without head norms and with RoPE on whole vectors: one block per token, one vector and
+// its rotation partner per thread and iteration.
 template <typename T, typename C>
 __global__ void append_vectors_kernel(AttentionParams p) {
   constexpr int kWidth = kVec<T>;
@@ -111,7 +113,7 @@ __global__ void append_vectors_kernel(AttentionParams p) {
   clear_tail<C>(p, sequence, token, position, 0, p.num_kv_heads, threadIdx.x, blockDim.x);
 }
 
-// A block per row and KV head, for caches of 2-byte elements.
+// One block per row and KV head, for caches of 2-byte elements.
 __global__ void sequence_lengths_kernel(SequenceLengths lengths, AttentionParams p) {
   pdl_wait();
   pdl_launch_dependents();
@@ -142,13 +144,13 @@ cudaError_t run_append(const AttentionParams& p, cudaStream_t stream) {
   return launch(append_kernel<T, C, kMaxHeadDim>, grid, kWarps * 32, 0, stream, p);
 }
 
-// kFused: every token is the only new one of its sequence, and the kernel prepares its heads itself.
+// kFused: decoding; the kernel normalizes, rotates and appends its heads itself.
 template <typename T, typename C, int kLanes, int kVectors, int kHeads, bool kFused>
 __global__ void __launch_bounds__(kWarps * 32) token_attention_kernel(AttentionParams p, int parts) {
   constexpr int kGroups = 32 / kLanes, kTurns = 4 / kVectors, kMost = 8 * kLanes * kVectors, kOwn = 8 * kVectors;
   extern __shared__ float shared[];
-  float* queries = shared;                            // [kHeads][head_dim]
-  float* sums = queries + kHeads * p.head_dim;        // [kWarps][kHeads][head_dim]
+  float* queries = shared;  // [kHeads][head_dim]
+  float* sums = queries + kHeads * p.head_dim;  // [kWarps][kHeads][head_dim]
   __shared__ float peak_of[kWarps][kHeads], total_of[kWarps][kHeads];
   pdl_wait();
   pdl_launch_dependents();
@@ -173,7 +175,8 @@ __global__ void __launch_bounds__(kWarps * 32) token_attention_kernel(AttentionP
     for (int h = warp; h < heads; h += kWarps)
       norm_and_rope<T, kMost>(queries + h * dim, qkv + (first_head + h) * dim, p, p.q_norm, position, true);
     if (to == position + 1 && warp == kWarps - 1 && !p.reads) {
-      // The block that reads the new position writes it too; chunks of one KV head write the same.
+      // The block that reads the new position also writes it; blocks of the same KV head write the
+      // same values.
       float* scratch = sums;
       const T* key = qkv + (p.num_heads + kv_head) * dim;
       norm_and_rope<T, kMost>(scratch, key, p, p.k_norm, position, true);
@@ -189,7 +192,7 @@ __global__ void __launch_bounds__(kWarps * 32) token_attention_kernel(AttentionP
   }
   __syncthreads();
 
-  auto in_key = [&](int v) { return (v * kLanes + lane % kLanes) * 8; };  // where this thread's part v of a key begins
+  auto in_key = [&](int v) { return (v * kLanes + lane % kLanes) * 8; };  // where this thread's vector v of a key begins
   auto inside = [&](int v) { return in_key(v) < dim; };
   const float scale = p.scale * (p.softcap > 0 ? 1.f : kLog2E) * (kFused ? query_factor(p, position) : 1.f);
   float q[kHeads][kOwn], sum[kHeads][kOwn] = {}, peak[kHeads], total[kHeads] = {};
@@ -231,7 +234,7 @@ __global__ void __launch_bounds__(kWarps * 32) token_attention_kernel(AttentionP
         if (p.softcap > 0) score = p.softcap * tanhf(score / p.softcap) * kLog2E;
         if (!there) score = -INFINITY;
         const float higher = fmaxf(peak[h], score);
-        if (higher == -INFINITY) continue;  // the same for the lanes of a group
+        if (higher == -INFINITY) continue;  // uniform over a lane group
         const float old = exp2f(peak[h] - higher), fresh = exp2f(score - higher);
         peak[h] = higher;
         total[h] = total[h] * old + fresh;
@@ -240,7 +243,7 @@ __global__ void __launch_bounds__(kWarps * 32) token_attention_kernel(AttentionP
       }
     }
   }
-  // Merge the groups of the warp, then the warps.
+  // Merge the lane groups of the warp, then the warps.
 #pragma unroll
   for (int h = 0; h < kHeads; ++h) {
     merge_lanes<kLanes>(peak[h], total[h], sum[h]);
@@ -261,7 +264,7 @@ template <typename T, typename C, int kLanes, int kVectors, int kHeads, bool kFu
 cudaError_t run_tokens(const AttentionParams& p, cudaStream_t stream) {
   const int group = p.num_heads / p.num_kv_heads, columns = p.num_kv_heads * ((group + kHeads - 1) / kHeads);
   const int blocks = columns * p.num_tokens;
-  // Where there are few blocks positions are splits_planned, so that there are never twice as many as are enough.
+  // KV is split if there are few blocks, into less than twice kEnoughBlocks.
   const int wanted = blocks >= kEnoughBlocks ? 1 : (kEnoughBlocks + blocks - 1) / blocks;
   const int parts = min(min(wanted, kMaxSplits), (p.max_seq_len + kMinKeysPerSplit - 1) / kMinKeysPerSplit);
   const size_t shared = sizeof(float) * (1 + kWarps) * kHeads * p.head_dim;
@@ -278,7 +281,7 @@ template <typename T, typename C, int kLanes, int kVectors, bool kFused>
 cudaError_t tokens_of_lanes(const AttentionParams& p, cudaStream_t stream) {
   const int group = p.num_heads / p.num_kv_heads;
   if (group == 1) return run_tokens<T, C, kLanes, kVectors, 1, kFused>(p, stream);
-  if constexpr (std::is_same_v<T, float> && kVectors == 1)  // of others hardly a model comes here with pairs of heads
+  if constexpr (std::is_same_v<T, float> && kVectors == 1)  // other instantiations are too rare
     if (group == 2) return run_tokens<T, C, kLanes, kVectors, 2, kFused>(p, stream);
   return run_tokens<T, C, kLanes, kVectors, 4, kFused>(p, stream);
 }
@@ -293,8 +296,8 @@ cudaError_t tokens(const AttentionParams& p, cudaStream_t stream) {
 
 }  // namespace
 
-// Positions are splits_planned only where there are fewer than kAttentionCounters blocks without, so there are never
-// twice as many; each is of at most 8 heads.
+// KV is split only with fewer than kAttentionCounters blocks, so there are never twice as many;
+// each has at most 8 heads.
 int64_t attention_scratch(int num_heads, int head_dim) {
   return sizeof(float) * 2 * kAttentionCounters * static_cast<int64_t>(min(num_heads, 8)) * (head_dim + 2);
 }

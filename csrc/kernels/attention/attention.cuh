@@ -1,4 +1,5 @@
-// What the attention kernels share: where a token stands, and what happens to a head before it is used.
+// Device code of the attention kernels: positions of packed tokens, head norm and RoPE, cache
+// addressing, merging of softmaxes.
 #pragma once
 
 #include "../common/output_writer.cuh"
@@ -10,7 +11,7 @@ using kernels::AttentionParams;
 
 constexpr int kMaxHeadDim = 512;
 
-// The sequence that a packed token belongs to, where cu_seqlens count from first_token on.
+// The sequence of a packed token. cu_seqlens count from first_token on.
 __device__ __forceinline__ int sequence_of(const int32_t* cu_seqlens, int batch, int token, int first_token = 0) {
   token += first_token;
   int low = 0, high = batch - 1;  // the last sequence that begins at or before the token
@@ -24,7 +25,7 @@ __device__ __forceinline__ int sequence_of(const int32_t* cu_seqlens, int batch,
 __device__ __forceinline__ int sequence_of(const AttentionParams& p, int token) {
   return sequence_of(p.cu_seqlens, p.batch, token, p.first_token);
 }
-// The row of qkv, out and queries where a sequence begins, the last one's end included.
+// The row of qkv, out and queries at which a sequence begins; start_of(p, batch) is the end.
 __device__ __forceinline__ int start_of(const AttentionParams& p, int sequence) {
   return p.cu_seqlens[sequence] - p.first_token;
 }
@@ -37,7 +38,8 @@ __device__ __forceinline__ int first_visible(int window, int chunk, int position
 __device__ __forceinline__ int first_visible(const AttentionParams& p, int position) {
   return first_visible(p.window, p.chunk, position);
 }
-// Of a decoding sequence, without the prefix that it shares.
+// Decoding with a shared prefix: whether a sequence shares it, and the first position that it
+// attends to by itself.
 __device__ __forceinline__ bool shares_prefix(const AttentionParams& p, int sequence) {
   return p.prefix.of != nullptr && p.prefix.own_from[sequence] > 0;
 }
@@ -46,8 +48,8 @@ __device__ __forceinline__ int own_from(const AttentionParams& p, int sequence, 
   return p.prefix.of == nullptr ? seen : max(seen, p.prefix.own_from[sequence]);
 }
 
-// The blocks that read a shared prefix have kPrefixRows rows of queries that share a KV head, whole tokens. Where these are
-// not enough for all num_sms, the prefix is splits_planned into parts, of which each has blocks of its own.
+// The blocks of prefix_attention() have kPrefixRows query rows of one KV head, whole tokens. If
+// these do not fill all SMs, the prefix is split, and each split has blocks of its own.
 constexpr int kPrefixRows = 128, kPrefixBlocks = 132, kMaxPrefixSplits = 16, kPrefixKeys = 64;
 __host__ __device__ __forceinline__ int prefix_blocks(const AttentionParams& p) {
   const int tokens = kPrefixRows / (p.num_heads / p.num_kv_heads);
@@ -56,7 +58,7 @@ __host__ __device__ __forceinline__ int prefix_blocks(const AttentionParams& p) 
 __host__ __device__ __forceinline__ int max_prefix_splits(const AttentionParams& p) {
   return max(1, min(kPrefixBlocks / prefix_blocks(p), kMaxPrefixSplits));
 }
-// How many positions a split has, and how many parts there are.
+// Positions per prefix split, and number of splits.
 __device__ __forceinline__ int prefix_split_size(const AttentionParams& p) {
   const int most = max_prefix_splits(p) * kPrefixKeys;
   return max(2, (p.prefix.of[1] + most - 1) / most) * kPrefixKeys;
@@ -64,7 +66,7 @@ __device__ __forceinline__ int prefix_split_size(const AttentionParams& p) {
 __device__ __forceinline__ int prefix_splits(const AttentionParams& p) {
   return (p.prefix.of[1] + prefix_split_size(p) - 1) / prefix_split_size(p);
 }
-// What a head of a token has left of a split there: a peak, a total, and from kPrefixSums on head_dim sums.
+// Partial result of a head and prefix split: maximum, total, and from kPrefixSums on head_dim sums.
 constexpr int kPrefixSums = 4;
 __device__ __forceinline__ float* prefix_partial(float* results, int64_t index, int head_dim) {
   return results + index * (head_dim + kPrefixSums);
@@ -73,24 +75,25 @@ __device__ __forceinline__ float* prefix_partial(const AttentionParams& p, int64
   return prefix_partial(p.prefix.results, token_head * parts + split, p.head_dim);
 }
 
-// Heads that a row of qkv has.
+// Heads in a row of qkv.
 __host__ __device__ __forceinline__ int qkv_heads(const AttentionParams& p) {
   return p.num_heads + (p.reads ? 0 : 2 * p.num_kv_heads);
 }
-// What a query is multiplied by when it is normed and turned.
+// The factor of a query at a position.
 __device__ __forceinline__ float query_factor(const AttentionParams& p, int position) {
   return p.query_scale == nullptr ? 1.f : p.query_scale[position];
 }
 
-// A warp reads one head, norms it if there is a weight, turns it if there are cos and sin, or does so in the other order,
-// and leaves it in `head` (shared, float32 [head_dim]); head_dim is at most kMost.
+// A warp loads one head, normalizes it (with a weight) and applies RoPE (with cos and sin), or in
+// the other order, and leaves it in `head` (shared memory, float32 [head_dim]). head_dim is at most
+// kMost.
 template <typename T, int kMost>
 __device__ __forceinline__ void norm_and_rope(float* head, const T* source, const AttentionParams& p,
                                              const float* weight, int position, bool turn) {
   const int lane = threadIdx.x % 32, dim = p.head_dim;
   const int half = turn && p.cos != nullptr ? p.rotary_dim / 2 : 0;
   constexpr int kPairs = (kMost / 2 + 31) / 32;
-  float cos[kPairs], sin[kPairs], x[2 * kPairs];  // so that all reads are under way together
+  float cos[kPairs], sin[kPairs], x[2 * kPairs];  // loads are issued together
 #pragma unroll
   for (int k = 0; k < kPairs; ++k) {
     const int i = lane + 32 * k;
@@ -129,12 +132,12 @@ __device__ __forceinline__ void norm_and_rope(float* head, const T* source, cons
   __syncwarp();
 }
 
-// What a sink adds to the total of a softmax with this peak, both of base-2 exponents but the sink itself.
+// A sink's contribution to the total of a softmax with this maximum. Exponents are of base 2.
 __device__ __forceinline__ float sink_weight(const float* sinks, int head, float peak) {
   return sinks == nullptr ? 0.f : exp2f(sinks[head] * kLog2E - peak);
 }
 
-// Where in a cache a sequence's positions of one KV head lie: one after the other, or in blocks.
+// Cache offsets of a sequence's positions for one KV head, with or without a block table.
 struct CacheRows {
   __device__ CacheRows(const AttentionParams& p, int sequence, int kv_head) : dim(p.head_dim) {
     if (p.block_table == nullptr) {
@@ -149,14 +152,14 @@ struct CacheRows {
   }
 
   __device__ __forceinline__ int64_t operator()(int position) const { return at(block_of(position), position); }
-  // The block that has a position, and where a position of it lies.
+  // The block of a position, and the offset of a position in a block.
   __device__ __forceinline__ int block_of(int position) const {
     return table == nullptr ? 0 : __ldg(table + (position >> shift));
   }
   __device__ __forceinline__ int64_t at(int block, int position) const {
     return first + block * stride + static_cast<int64_t>(position & mask) * dim;
   }
-  // Whether so many positions from a multiple of as many on follow one another.
+  // Whether `positions` positions from a multiple of that number on are contiguous.
   __device__ __forceinline__ bool in_line(int positions) const { return mask >= positions - 1; }
 
   const int32_t* table = nullptr;
@@ -166,8 +169,8 @@ struct CacheRows {
 
 constexpr int kMaxSplits = 32;  // of a sequence
 
-// The softmaxes that each kLanes lanes of a warp keep of their own keys, as one in every lane. Peaks are of base-2
-// exponents; -inf where there were no keys.
+// Merges the online softmaxes of lane groups of kLanes; the result is in every lane. Exponents are
+// of base 2; the maximum is -inf without keys.
 template <int kLanes, int kOwn>
 __device__ __forceinline__ void merge_lanes(float& peak, float& total, float (&sum)[kOwn]) {
 #pragma unroll
@@ -182,9 +185,9 @@ __device__ __forceinline__ void merge_lanes(float& peak, float& total, float (&s
   }
 }
 
-// One split's place among those that a sequence is splits_planned into; where it counts that it has ended, and where the first one
-// leaves what it has of the first head, with what lies between two heads and two parts, in floats; and whether a prefix that the
-// sequence shares is beside them.
+// The block's split of a sequence: its index, the number of splits, the counter of finished splits,
+// the address and strides (in floats) of partial results per head and split, and whether the
+// sequence shares a prefix.
 struct KvSplitState {
   int index, num_splits;
   int32_t* counter;
@@ -195,7 +198,7 @@ struct KvSplitState {
   __device__ float* result(int head, int split) const { return results + head * next_head + split * next_split; }
 };
 
-// Of a head the shares of what lanes have, each a peak and a total.
+// A lane's share of a head's softmax, given its maximum and total.
 __device__ __forceinline__ float softmax_share(const float* sinks, int head, float peak, float total) {
   float higher = peak;
 #pragma unroll
@@ -205,16 +208,16 @@ __device__ __forceinline__ float softmax_share(const float* sinks, int head, flo
   return weight / all;
 }
 
-// Merges the parts that blocks have left, and those of a prefix behind them. By itself, so that registers which it takes are
-// none that the block's work was to do without.
+// Merges the partial results of all splits and of the shared prefix. Not inlined, so that its
+// registers do not limit the kernel.
 template <typename T, int kWidth, int kWarps, int kHeads>
 __device__ __noinline__ void merge_splits(OutputWriter<T> out, int64_t begin, KvSplitState split, int heads, int dim, const float* sinks, int first_head,
                                          float* prefix, int before, float (*share_of)[32]) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, width = kWidth > 0 ? kWidth : dim;
   auto of_prefix = [&](int h, int k) { return prefix_partial(prefix, h * before + k, dim); };
   auto share = [&](int h, float peak, float total) { share_of[h][lane] = softmax_share(sinks, first_head + h, peak, total); };
-  // The parts, those of the prefix behind the others. Two elements of a head are a thread's at once; those of the first parts
-  // are under way while shares are made.
+  // Splits come first, then those of the prefix. A thread has two elements of a head at a time.
+  // Partial sums are loaded while the shares are computed.
   constexpr int kTogether = 16;
   float2 sums[kTogether];
   auto read = [&](int at, int first) {
@@ -255,11 +258,11 @@ __device__ __noinline__ void merge_splits(OutputWriter<T> out, int64_t begin, Kv
   }
 }
 
-// The end of an attention block: merge its warps' softmaxes and write the heads' rows of p.out; where the
-// sequence is in several parts, leave this split's result in p.scratch, and let the block that ends last merge
-// the parts. Peaks are of base-2 exponents; a warp without keys has peak -inf and total 0. sum_at(w * kHeads + h, i)
-// is element i of warp w's sum for head h, in shared memory, written by all threads. heads rows begin at token_head,
-// the token times num_heads plus the first head. kWidth is a constant that head_dim is at most, where one is known.
+// Epilogue of an attention block: merges the warps' softmaxes and writes rows of p.out. If the
+// sequence is split, writes a partial result to p.scratch, and the block that ends last merges all.
+// Exponents are of base 2; a warp without keys has maximum -inf and total 0. sum_at(w * kHeads + h,
+// i) is element i of warp w's sum for head h, in shared memory. `heads` rows begin at token_head =
+// token * num_heads + first head. kWidth is a compile-time bound of head_dim, or 0.
 template <typename T, int kWidth, int kWarps, int kHeads, typename Sum>
 __device__ void merge(const AttentionParams& p, const float (&peak_of)[kWarps][kHeads],
                       const float (&total_of)[kWarps][kHeads], Sum&& sum_at, int heads, int64_t token_head, KvSplitState split) {
@@ -269,14 +272,14 @@ __device__ void merge(const AttentionParams& p, const float (&peak_of)[kWarps][k
   const OutputWriter<T> out(p.out, p.out_scale_inverse);
   const int64_t begin = token_head * dim;
   const int first_head = static_cast<int>(token_head % p.num_heads);
-  const int before = split.prefix ? prefix_splits(p) : 0;  // parts of the prefix
+  const int before = split.prefix ? prefix_splits(p) : 0;  // prefix splits
   auto of_prefix = [&](int h, int k) { return prefix_partial(p, token_head + h, k, before); };
-  // How much of each split's sums goes into a head's: a lane for each split.
+  // Share of each split in a head's sum, one lane per split.
   static_assert(kMaxSplits <= 32 && kWarps + kMaxPrefixSplits <= 32);
   __shared__ float share_of[kHeads][32];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   auto share = [&](int h, float peak, float total) { share_of[h][lane] = softmax_share(p.sinks, first_head + h, peak, total); };
-  if (split.num_splits == 1 && before > 0) {  // the warps, then the parts of the prefix, which are read together
+  if (split.num_splits == 1 && before > 0) {  // the warps, and the prefix splits, which are loaded together
     constexpr int kEach = (kHeads + kWarps - 1) / kWarps;
     float peak[kEach], total[kEach];
 #pragma unroll
@@ -325,14 +328,14 @@ __device__ void merge(const AttentionParams& p, const float (&peak_of)[kWarps][k
       total += sink_weight(p.sinks, first_head + h, higher);
       out.write(begin + h * dim + i, sum / total);
     } else {
-      float* result = split.result(h, split.index);  // a peak, a total and head_dim sums
+      float* result = split.result(h, split.index);  // maximum, total and head_dim sums
       result[2 + i] = sum;
       if (i == 0) result[0] = higher, result[1] = total;
     }
   }
   if (split.num_splits == 1) return;
   __syncthreads();
-  if (threadIdx.x == 0) {  // fences are of all that the threads which met here have written, or read then
+  if (threadIdx.x == 0) {  // the fences cover all threads of the block
     __threadfence();
     last = atomicAdd(split.counter, 1) == split.num_splits - 1;
     if (last) *split.counter = 0;

@@ -1,10 +1,10 @@
-// Attention for encoder-decoder models: queries that see all keys of their sequence, and causal ones whose scores
-// have a bias by distance.
+// Attention of encoders and encoder-decoder models: queries that see all keys of their sequence,
+// and causal ones with a score bias.
 //
-// A block takes one head and kQueries packed tokens, sequence by sequence where they are of several. A key is read
-// by kLanes threads, 8 elements each, for all of these queries; every group of kLanes threads keeps its own running
-// softmax, and they are merged at the end, within the warp and over the block's warps. Reads the keys and values of
-// a sequence once per head and kQueries of its queries.
+// A block takes one head and kQueries packed tokens, one sequence after the other if they belong to
+// several. kLanes threads read a key, 8 elements each, for all of these queries. Every group of
+// kLanes threads keeps its own online softmax; they are merged within the warp, then over the
+// warps. Reads the keys and values of a sequence once per head and kQueries queries.
 #include "attention.cuh"
 
 namespace llmc::kernels {
@@ -14,7 +14,7 @@ using namespace device;
 
 constexpr int kMostHeadDim = 256;
 
-// What is asked: queries T [num_tokens, num_heads * head_dim], as out is.
+// Common parameters; queries are T [num_tokens, num_heads * head_dim], as out is.
 struct Queries {
   void* out;
   const void* query;
@@ -25,7 +25,8 @@ struct Queries {
   const float* sinks;         // [num_heads] or null
 };
 
-// Keys in rows of a matrix, which every query of the sequence sees. Positions are counted in the sequence.
+// Keys in rows of a matrix; every query of the sequence sees all. Positions count within the
+// sequence.
 template <typename T>
 struct RowsOfKeys {
   using Params = BidirectionalParams;
@@ -52,7 +53,7 @@ struct RowsOfKeys {
   int first = 0, count = 0, stride;  // first: the position of the sequence's first query
 };
 
-// Keys in a cache, of which a query sees those up to its own, or a window or a chunk of them.
+// Keys in the KV cache; causal, with a window or chunk.
 template <typename C>
 struct CachedKeys {
   using Params = AttentionParams;
@@ -76,7 +77,7 @@ template <typename T, int kLanes, int kQueries, int kWarps, typename Keys>
 __global__ void __launch_bounds__(kWarps * 32) biased_attention_kernel(Queries p, typename Keys::Params where) {
   using C = typename Keys::Element;
   constexpr int kGroups = 32 / kLanes, kTurns = kQueries == 1 ? 4 : 2, kStride = kWarps * kGroups;
-  extern __shared__ float shared[];  // sums: [kWarps][kQueries][head_dim]
+  extern __shared__ float shared[];  // sums [kWarps][kQueries][head_dim]
   __shared__ float peak_of[kWarps][kQueries], total_of[kWarps][kQueries];
   pdl_wait();
   pdl_launch_dependents();
@@ -133,7 +134,7 @@ __global__ void __launch_bounds__(kWarps * 32) biased_attention_kernel(Queries p
           for (int i = 0; i < 8; ++i) score += q[n][i] * to_float(k.data[i]);
 #pragma unroll
           for (int mask = kLanes / 2; mask; mask >>= 1) score += __shfl_xor_sync(~0u, score, mask);
-          if (j >= to || n >= queries || !keys.sees(position + n, j)) continue;  // alike for the lanes of a group
+          if (j >= to || n >= queries || !keys.sees(position + n, j)) continue;  // uniform over a lane group
           if (p.softcap > 0) score = p.softcap * tanhf(score / p.softcap);
           if (by_distance != nullptr) score += by_distance[keys.column(position + n, j, p.bias.distances)];
           if (by_key != nullptr) score += by_key[j];
@@ -148,7 +149,7 @@ __global__ void __launch_bounds__(kWarps * 32) biased_attention_kernel(Queries p
         }
       }
     }
-    // Merge the groups of the warp, then the warps.
+    // Merge the lane groups of the warp, then the warps.
 #pragma unroll
     for (int n = 0; n < kQueries; ++n) {
       merge_lanes<kLanes>(peak[n], total[n], sum[n]);

@@ -1,13 +1,15 @@
-// Attention of one new token per sequence on tensor cores, 16-bit types.
+// Decode attention by mma: one new token per sequence, 16-bit types, split KV (flash-decoding).
 //
-// A block takes one sequence, one KV head and up to 8 of its query heads, over one part of the cached positions (flash-decoding),
-// as plan_kv_splits_kernel has said. It prepares its heads itself and writes the new key and value. A warp takes 16 keys at a time, as
-// the tensor core wants them: scores are K · Qᵀ with keys as the tile's rows, the inner dimension permuted so that a thread has
-// 8 elements of a key next to each other; their transpose (movmatrix) times V gives the sums, V's rows paired by byte permutes
-// and its columns permuted so that a thread has 8 elements of a value; where a head is longer than 256 the sums are Vᵀ times the
-// scores, which takes half the registers. Keys and values are copied into shared memory some rounds ahead, whole rows at a time,
-// the first of them before the kernel ahead has ended. The warps' softmaxes are merged at the end, and the parts' by whichever
-// block ends last. Reads the visible keys and values once per 8 query heads.
+// A block takes one sequence, one KV head and up to 8 of its query heads, over one KV split as
+// plan_kv_splits_kernel has planned. It normalizes and rotates its heads itself, and appends the
+// new key and value. A warp takes 16 keys at a time, as rows of the mma tile: S = K * Q^T, with K's
+// dimensions permuted so that a thread has 8 adjacent elements of a key. The transposed weights
+// (movmatrix) times V are the sums; V's rows are paired by byte permutes, and its columns permuted
+// so that a thread has 8 adjacent elements of a value. With a head_dim above 256 the sums are V^T
+// times the weights, which takes half the registers. Keys and values are copied to shared memory
+// rounds ahead, by whole rows, the first of them before the previous kernel has ended (PDL). The
+// softmaxes of warps are merged at the end, and those of splits by the block that ends last. Reads
+// the visible keys and values once per 8 query heads; writes head_dim elements per head.
 #include "../common/cp_async.cuh"
 #include "../common/mma.cuh"
 #include "attention.cuh"
@@ -19,19 +21,19 @@ namespace {
 using namespace device;
 
 constexpr int kHeads = 8, kKeys = 16;
-// What it costs in positions, of which a block could read so many meanwhile: to begin a part, to merge parts, and that the next
-// kernel's first weights wait where no multiprocessor is left for it.
+// Costs in positions that a block could read meanwhile: of starting a split, of merging splits, and
+// of the next kernel's first weights waiting for a free SM.
 constexpr int kSplitStartCost = 128, kSplitMergeCost = 450, kBusyCost = 150;
-constexpr int kSpareSplits = 16;  // that sequences longer than others may have, however many there are
-constexpr int kPlanThreads = 256;   // threads
+constexpr int kSpareSplits = 16;  // for sequences longer than the others, with any batch size
+constexpr int kPlanThreads = 256;
 
 int columns_of(const AttentionParams& p) {
   const int group = p.num_heads / p.num_kv_heads;
   return p.num_kv_heads * ((group + kHeads - 1) / kHeads);
 }
 
-// How many parts there is room for. Where there are few sequences, some for every multiprocessor, of two blocks each where sequences
-// alone are more than one.
+// Maximum number of KV splits of a step. With few sequences, one block per SM; two, if there is
+// more than one block per SM without splits.
 int max_kv_splits(const AttentionParams& p) {
   const int columns = columns_of(p), all = static_cast<int>(num_sms());
   const int enough = (columns * p.batch <= all ? 1 : 2) * all / columns;
@@ -39,10 +41,10 @@ int max_kv_splits(const AttentionParams& p) {
   return p.batch + (p.max_seq_len > kKeys ? more : 0);
 }
 
-// Divides sequences into parts, once for all layers of a step that divide alike. Multiprocessors end together where each has as
-// many blocks as the others: of all numbers of parts that the longest sequence may be splits_planned into, that which costs the busiest
-// one least, where all parts have room. Rows that fill up a captured batch have one position, and count for nothing. Parts begin
-// at multiples of kKeys.
+// Plans the KV splits of a step, once for all layers with the same parameters. Tries all numbers of
+// splits of the longest sequence and takes the one with the lowest cost of the busiest SM, if all
+// splits have room. Padding rows have one position and are ignored. Splits begin at multiples of
+// kKeys. Reads past_lens and writes num_parts KvSplits; one block.
 __global__ void __launch_bounds__(kPlanThreads) plan_kv_splits_kernel(AttentionParams p, int num_parts, int columns, int processors) {
   constexpr int kWarps = kPlanThreads / 32;
   pdl_wait();
@@ -83,7 +85,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kv_splits_kernel(AttentionP
   for (int wanted = 1; wanted <= most; ++wanted)
     if (cost_of[wanted - 1] < least) least = cost_of[wanted - 1], each = each_of(wanted);
 
-  int made = 0, behind = 0;  // parts of the sequences before, and those of them that are not alone
+  int made = 0, earlier_splits = 0;  // splits of earlier sequences, and of those that are split
   for (int first = 0; first < p.batch; first += kPlanThreads) {
     const int i = first + thread;
     int length = 0, begin = 0, of_part = 1, used = 0;
@@ -106,19 +108,19 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kv_splits_kernel(AttentionP
         if (w < warp) sums[k] += sums_of[w][k];
         of_all[k] += sums_of[w][k];
       }
-    const int at = made + sums[0] - used, split = behind + sums[1] - (used > 1 ? used : 0);
+    const int at = made + sums[0] - used, split = earlier_splits + sums[1] - (used > 1 ? used : 0);
     for (int part = 0; part < used; ++part) {
       const int from = begin + part * of_part;
       p.kv_splits[at + part] = {i, from, min(begin + length, from + of_part),
                             static_cast<uint32_t>(part | used << 8 | split << 16)};
     }
-    made += of_all[0], behind += of_all[1];
+    made += of_all[0], earlier_splits += of_all[1];
   }
   for (int i = made + thread; i < num_parts; i += kPlanThreads) p.kv_splits[i] = {-1, 0, 0, 0};
 }
 
-// A copy into shared memory that goes on beside the thread; zeros where not `there`. (Past L1, and with 256 bytes of L2
-// fetched at once, it was measured to be slower here.)
+// Starts a copy to shared memory; writes zeros unless `there`. (Bypassing L1 and an L2 prefetch of
+// 256 bytes were both slower here.)
 template <typename V>
 __device__ __forceinline__ void cp_async(V* to, const void* from, bool there) {
   asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %2, %3;"
@@ -127,34 +129,34 @@ __device__ __forceinline__ void cp_async(V* to, const void* from, bool there) {
                : "memory");
 }
 
-// Eight cached elements as the tensor core takes them.
+// Eight cache elements as an mma fragment.
 template <typename T, typename C>
 __device__ __forceinline__ uint4 words_of(const Cached<C>& cached) {
   const Vec<T, 8> wide = convert_cache<T, C>(cached);
   return *reinterpret_cast<const uint4*>(&wide);
 }
 
-// kSteps: head_dim in units of 32, rounded up.
+// kSteps: head_dim / 32, rounded up.
 template <typename T, typename C, int kSteps, int kWarps>
 struct Layout {
   static constexpr int kDim = kSteps * 32, kPitch = kDim + 8, kHalves = (kDim + 63) / 64;
-  // Of a warp, rounds of 16 keys and their values that are under way.
+  // Rounds of 16 keys and values in flight per warp.
   static constexpr int kRounds = (kWarps > 4 && kDim > 128) || kDim > 256 ? 1 : 2;
-  static constexpr bool kTall = kDim > 256;  // sums have elements of a value as rows, and heads as columns
-  // Vectors of 8 elements: of a row, of a row's place in shared memory, of a round.
+  static constexpr bool kTall = kDim > 256;  // sums are V^T * weights
+  // Vectors of 8 elements: of a row, of a row in shared memory, of a round.
   static constexpr int kVectors = kDim / 8, kRow = kSteps == 3 ? 16 : kVectors, kRound = 2 * kKeys * kRow;
-  // Where vector `at` of a row is: no two lanes that read together share a bank.
+  // Swizzled position of vector `at` of a row, without bank conflicts.
   __device__ static int key_at(int row, int at) { return row * kRow + (at ^ (row % 4 * 4 & (kRow - 1))); }
   __device__ static int value_at(int row, int at) {
     return (kKeys + row) * kRow + (at ^ (row & (kTall ? 7 : 6) & (kRow - 1)));
   }
   static constexpr size_t kShared = sizeof(Cached<C>) * kWarps * kRounds * kRound + sizeof(T) * kHeads * kPitch +
                                     sizeof(C) * 2 * kPitch + sizeof(float) * kWarps * kDim;
-  // A warp's sums replace its keys and values.
+  // A warp's sums reuse the memory of its keys and values.
   static_assert(sizeof(Cached<C>) * kRounds * kRound >= sizeof(float) * kHeads * kDim);
 };
 
-// Blocks that a multiprocessor should have room for, where ptxas, left alone, keeps registers in memory for more.
+// Minimum blocks per SM, to keep ptxas from spilling for a higher occupancy.
 template <typename C, int kSteps, int kWarps>
 constexpr int kResident = kSteps <= 4 && kWarps == 8 && sizeof(C) == 2 ? 1 : 0;
 
@@ -164,8 +166,8 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>) dec
   constexpr int kDim = L::kDim, kPitch = L::kPitch, kHalves = L::kHalves;
   extern __shared__ uint4 raw[];
   auto ring_of = [&](int warp) { return reinterpret_cast<Cached<C>*>(raw) + warp * L::kRounds * L::kRound; };
-  T* queries = reinterpret_cast<T*>(ring_of(kWarps));              // [kHeads][kPitch]
-  C* fresh_key = reinterpret_cast<C*>(queries + kHeads * kPitch);  // [kPitch]: the new position's, as it is cached
+  T* queries = reinterpret_cast<T*>(ring_of(kWarps));  // [kHeads][kPitch]
+  C* fresh_key = reinterpret_cast<C*>(queries + kHeads * kPitch);  // [kPitch]: the new position, in the cache's type
   C* fresh_value = fresh_key + kPitch;
   __shared__ float peak_of[kWarps][kHeads], total_of[kWarps][kHeads];
   const int dim = p.head_dim, group = p.num_heads / p.num_kv_heads;
@@ -173,25 +175,25 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>) dec
   const int kv_head = blockIdx.x / chunks, first_head = kv_head * group + blockIdx.x % chunks * kHeads;
   const int heads = min(kHeads, (kv_head + 1) * group - first_head);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  if (!p.splits_planned) pdl_wait();  // then the kernel ahead makes the parts
+  if (!p.splits_planned) pdl_wait();  // the previous kernel plans the splits
   const KvSplit own = p.kv_splits[blockIdx.y];
   if (own.sequence < 0) return;
   const int sequence = own.sequence, from = own.from, to = own.to;
-  const int part = static_cast<int>(own.place & 255), parts = static_cast<int>(own.place >> 8 & 255);
+  const int part = static_cast<int>(own.packed_index & 255), parts = static_cast<int>(own.packed_index >> 8 & 255);
   const CacheRows row_of(p, sequence, kv_head);
   C* keys = static_cast<C*>(p.key_cache);
   C* values = static_cast<C*>(p.value_cache);
-  // A warp's rounds begin kWarps · kKeys positions apart. The new position is copied by none.
+  // A warp's rounds are kWarps * kKeys positions apart. The new position is not copied.
   const bool has_new = part == parts - 1;
   const int mine = from + warp * kKeys, limit = has_new ? to - 1 : to;
   const bool one_block = row_of.in_line(kKeys), in_line = one_block && dim == kDim;
-  // Of the round that is copied next, so that nothing waits for the table.
+  // Block of the round that is copied next, so that no copy waits for the table.
   int block = mine < to ? row_of.block_of(mine) : 0;
   auto copy = [&](int round) {
     const int start = mine + round * kWarps * kKeys, next = start + kWarps * kKeys;
     if (start < to) {
       Cached<C>* into = ring_of(warp) + round % L::kRounds * L::kRound;
-      // Where rows follow one another, a round's vectors do.
+      // If rows are contiguous, so are a round's vectors.
       const int64_t first = row_of.at(block, start);
       if (next < to) block = row_of.block_of(next);
 #pragma unroll
@@ -215,8 +217,8 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>) dec
   pdl_launch_dependents();
 
   const T* qkv = static_cast<const T*>(p.qkv) + sequence * p.qkv_stride;
-  // A warp for each query head, and where the new position is this block's, for its key and its value.
-  // Chunks of one KV head write the same.
+  // One warp per query head, and for the new key and value if they are in this split. Blocks of the
+  // same KV head write the same values.
   float* scratch = reinterpret_cast<float*>(fresh_value + kPitch) + warp * kDim;
   for (int task = warp; task < heads + (has_new ? 2 : 0); task += kWarps) {
     const bool is_query = task < heads, is_value = task == heads + 1;
@@ -282,14 +284,14 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>) dec
       float higher = fmaxf(score[c], score[2 + c]);
 #pragma unroll
       for (int mask = 4; mask < 32; mask <<= 1) higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, mask));
-      higher = fmaxf(higher, peak[c]);  // finite: a round has a key that is seen
+      higher = fmaxf(higher, peak[c]);  // finite: a round has a visible key
       factor[c] = exp2f(peak[c] - higher);
       peak[c] = higher;
       score[c] = exp2f(score[c] - higher);
       score[2 + c] = exp2f(score[2 + c] - higher);
       total[c] = total[c] * factor[c] + score[c] + score[2 + c];
     }
-    if constexpr (L::kTall) {  // the sums' columns are heads, as the scores'
+    if constexpr (L::kTall) {  // columns of the sums are heads, as of the scores
       const uint32_t weights[2] = {movmatrix_trans(pack2<T>(score[0], score[1])), movmatrix_trans(pack2<T>(score[2], score[3]))};
       const int key = lane % 8 + lane / 16 * 8;
 #pragma unroll
@@ -306,7 +308,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>) dec
       copy(round + L::kRounds);
       continue;
     }
-    // The sums' rows are heads: row g wants the factor that the lanes of heads 2t, 2t + 1 hold.
+    // Rows of the sums are heads: row g needs the factor held by the lanes of heads 2t, 2t + 1.
     const float even_factor = __shfl_sync(~0u, factor[0], g / 2);
     const float odd_factor = __shfl_sync(~0u, factor[1], g / 2);
     const float old = g % 2 ? odd_factor : even_factor;
@@ -329,14 +331,14 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>) dec
     __syncwarp();  // the round has been read
     copy(round + L::kRounds);
   }
-  // Merge the warps. A warp without keys has total 0 and peak -inf.
+  // Merge the warps. A warp without keys has total 0 and maximum -inf.
 #pragma unroll
   for (int c = 0; c < 2; ++c) {
 #pragma unroll
     for (int mask = 4; mask < 32; mask <<= 1) total[c] += __shfl_xor_sync(~0u, total[c], mask);
     if (g == 0) peak_of[warp][2 * t + c] = peak[c], total_of[warp][2 * t + c] = total[c];
   }
-  // A row's fours of elements bias_nibbles where lanes write to different banks.
+  // Four adjacent elements of a row are swizzled against bank conflicts.
   auto place = [&](int row, int i) {
     return reinterpret_cast<float*>(ring_of(row / kHeads)) + row % kHeads * kDim +
            (i ^ ((i >> 5 & 1) | (row & 1) << 1) << 2);
@@ -357,10 +359,10 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>) dec
           *reinterpret_cast<float4*>(place(warp * kHeads + g, at)) =
               make_float4(sum[j][e][c], sum[j][e + 1][c], sum[j][e + 2][c], sum[j][e + 3][c]);
       }
-  const int behind = static_cast<int>(own.place >> 16), of_head = dim + 2, of_block = min(p.num_heads, kHeads) * of_head;
+  const int earlier_splits = static_cast<int>(own.packed_index >> 16), of_head = dim + 2, of_block = min(p.num_heads, kHeads) * of_head;
   const int64_t of_all = static_cast<int64_t>(gridDim.x) * of_block;
-  int32_t* counter = p.counters + behind / 2 * gridDim.x + blockIdx.x;  // sequences before have two parts at least
-  float* results = static_cast<float*>(p.scratch) + behind * of_all + blockIdx.x * of_block;
+  int32_t* counter = p.counters + earlier_splits / 2 * gridDim.x + blockIdx.x;  // each earlier split sequence has at least two
+  float* results = static_cast<float*>(p.scratch) + earlier_splits * of_all + blockIdx.x * of_block;
   merge<T, kDim>(p, peak_of, total_of, [&](int row, int i) { return *place(row, i); }, heads,
                  static_cast<int64_t>(sequence) * p.num_heads + first_head,
                  {part, parts, counter, results, of_head, of_all, shares_prefix(p, sequence)});
@@ -382,8 +384,8 @@ bool fits() {
          device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>();
 }
 
-// Few blocks have more warps each: then latency is what counts. Blocks that do not all fit at once have fewer, and
-// where many wait for their turn, one: then the last ones end together.
+// With few blocks, more warps each: latency dominates. With more blocks than fit at once, fewer
+// warps; with many waves, one warp, so that the last blocks end together.
 template <typename T, typename C, int kSteps>
 cudaError_t run(const AttentionParams& p, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>(columns_of(p) * p.batch);

@@ -4,10 +4,10 @@
 
 namespace llmc::kernels {
 
-// Whether decode() serves these heads here: float16 and bfloat16, up to the room that a block has.
+// Whether decode() supports these heads: float16 and bfloat16, limited by shared memory.
 bool can_decode(DType dtype, const AttentionParams& p);
 
-// Attention where every sequence has one new token.
+// Attention of sequences with one new token each.
 cudaError_t decode(DType dtype, const AttentionParams& p, cudaStream_t stream);
 
 }  // namespace llmc::kernels

@@ -1,15 +1,17 @@
-// Attention of all heads to one row for each position, a shared part and a latent (LatentAttention).
+// Multi-head latent attention (MLA): all heads attend to one row per position, a rotary part and a
+// latent.
 //
-//   rope_kernel   turns the shared parts of queries and of new rows; rows go to the cache
-//   up_projection_kernel       queries · key_up of their head: then a query is as long as a row
-//   mla_kernel   attention to rows on tensor cores, 16 bits, rows of 64 + 512; mla_fallback_kernel: any
-//   merge_mla_splits_kernel    the parts that a sequence was splits_planned into
-//   up_projection_kernel       what was seen of the latents · value_up of the head
+//   rope_kernel              rotates queries and new rows; appends rows to the cache
+//   up_projection_kernel     queries * key_up per head: a query becomes as long as a row
+//   mla_kernel               attention by mma, 16 bits, rows of 64 + 512; mla_fallback_kernel: any
+//   merge_mla_splits_kernel  merges KV splits
+//   up_projection_kernel     attended latents * value_up per head
 //
-// A query of one head of one token is a pair; pairs follow one another by token. A block of mla_kernel takes 16,
-// 32 or 64 pairs of one sequence and a part of its positions, 64 at a time: 73,728 bytes under way to shared memory while
-// the 64 before are multiplied. A row is read once from there for its scores and once as the value, and once from L2 for
-// as many pairs. Scores are splits_planned among the warps by pairs and keys, sums by columns.
+// A pair is one head of one token; pairs are ordered by token. A block of mla_kernel takes 16, 32
+// or 64 pairs of one sequence and one KV split, 64 positions at a time: 73,728 bytes are in flight
+// to shared memory while the previous 64 positions are multiplied. A row is read once for scores
+// and once as the value from shared memory, and once from L2 per block. Warps split scores by pairs
+// and keys, and sums by columns.
 #include "../common/cp_async.cuh"
 #include "../common/mma.cuh"
 #include "attention.cuh"
@@ -20,9 +22,9 @@ namespace {
 using namespace device;
 
 constexpr int kDim = 576, kLatent = 512, kFirst = kDim - kLatent;  // of mla_kernel
-constexpr int kKeys = 64, kWarps = 8, kChunks = kDim / 8;          // chunks of 16 bytes
+constexpr int kKeys = 64, kWarps = 8, kChunks = kDim / 8;  // chunks of 16 bytes
 
-// Where a sequence's rows lie.
+// Index of a position's row in the cache, with or without a block table.
 struct LatentRows {
   __device__ LatentRows(const LatentAttentionParams& p, int sequence) {
     if (p.block_table == nullptr) {
@@ -68,7 +70,7 @@ __global__ void __launch_bounds__(256) rope_kernel(LatentAttentionParams p, T* q
   }
 }
 
-// c[t, h, n] = sum over k of a[t, h, k] · b[h, k, n]; a token's and a head's first elements lie so far apart.
+// c[t, h, n] = sum over k of a[t, h, k] * b[h, k, n], with the strides of tokens and heads.
 template <typename T>
 struct UpProjection {
   const T *a, *b;
@@ -77,7 +79,8 @@ struct UpProjection {
   int64_t a_token, a_head, c_token, c_head;
 };
 
-// A block takes 8 tokens of a head and 32 · kEach columns; each warp some of the rows of b, which are read once for them.
+// A block takes 8 tokens of a head and 32 * kEach columns. Each warp reads some rows of b once for
+// them.
 template <typename T, int kEach>
 __global__ void __launch_bounds__(kWarps * 32) up_projection_kernel(UpProjection<T> p) {
   constexpr int kTokens = 8, kColumns = 32 * kEach;
@@ -116,8 +119,8 @@ __global__ void __launch_bounds__(kWarps * 32) up_projection_kernel(UpProjection
   }
 }
 
-// Likewise for many tokens, on tensor cores: 64 tokens by 64 columns of a head, 32 of the inner dimension at a time.
-// Sizes and distances are multiples of 8.
+// By mma for many tokens: 64 tokens by 64 columns of a head, 32 of K at a time. Sizes and strides
+// are multiples of 8.
 template <typename T>
 __global__ void __launch_bounds__(128) up_projection_mma_kernel(UpProjection<T> p) {
   constexpr int kTile = 64, kInner = 32, kPitchA = kInner + 8, kPitchB = kTile + 8;
@@ -180,14 +183,14 @@ __global__ void __launch_bounds__(128) up_projection_mma_kernel(UpProjection<T> 
     }
 }
 
-// Pairs of one sequence that a block takes, and the part of its positions.
+// The pairs of one sequence that a block takes, and their positions.
 struct Tile {
   int sequence, first, pairs;  // `first` among all pairs
-  int start;                   // the sequence's first pair
-  int past, to;                // positions that the last pair sees
+  int start;  // the sequence's first pair
+  int past, to;  // positions [0, to) are visible to the last pair
 };
 
-// The tile of this number, of up to kPairs pairs; none has 0 pairs. By whole warps.
+// Tile number `number`, of up to kPairs pairs; 0 pairs: no such tile. Call from whole warps.
 template <int kPairs>
 __device__ __forceinline__ Tile tile_of(const LatentAttentionParams& p, int number) {
   const int heads = p.num_heads;
@@ -225,13 +228,13 @@ __device__ __forceinline__ Tile tile_of(const LatentAttentionParams& p, int numb
   return tile;
 }
 
-// Into how many parts a tile's positions are splits_planned, of how many steps of kKeys each.
+// KV splits of a tile, and steps of kKeys per split.
 __device__ __forceinline__ int2 splits_of(int positions, int parts) {
   const int steps = (positions + kKeys - 1) / kKeys, each = (steps + parts - 1) / parts;
   return {(steps + each - 1) / each, each};
 }
 
-// Of each part of each tile: sums [kPairs, kLatent]; behind all of them peaks and totals [kPairs, 2].
+// Partial results per tile and split: sums [kPairs, kLatent], then maxima and totals [kPairs, 2].
 struct Results {
   float *sums, *ends;
 };
@@ -246,13 +249,13 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
     mla_kernel(LatentAttentionParams p, const T* queries, T* seen, Results results, int parts) {
   constexpr int kPairs = 16 * kTiles, kSplit = kWarps / kTiles;
   extern __shared__ uint4 raw[];
-  uint4* query_of = raw;                                  // [kPairs][kChunks]
-  uint4* rows_of = query_of + kPairs * kChunks;           // [2][kKeys][kChunks]
-  uint4* weights_of = rows_of + 2 * kKeys * kChunks;      // [kPairs][kKeys / 8]
+  uint4* query_of = raw;  // [kPairs][kChunks]
+  uint4* rows_of = query_of + kPairs * kChunks;  // [2][kKeys][kChunks]
+  uint4* weights_of = rows_of + 2 * kKeys * kChunks;  // [kPairs][kKeys / 8]
   float* peaks_of = reinterpret_cast<float*>(weights_of + kPairs * kKeys / 8);  // [kSplit][kPairs]
-  float* totals_of = peaks_of + 128;                                            // likewise
-  float* factor_of = totals_of + 128;                                           // [kPairs]
-  // No two of eight rows that are read together have a chunk in the same banks.
+  float* totals_of = peaks_of + 128;  // [kSplit][kPairs]
+  float* factor_of = totals_of + 128;  // [kPairs]
+  // Swizzle: eight rows that are read at once share no banks.
   auto at = [](int row, int chunk) { return row * kChunks + (chunk ^ (row & 7)); };
   pdl_wait();
   pdl_launch_dependents();
@@ -270,7 +273,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
                  :: "r"(static_cast<uint32_t>(__cvta_generic_to_shared(into))), "l"(source), "r"(there ? 16 : 0)
                  : "memory");
   };
-  // Eight threads for each row; zeros behind the last one.
+  // Eight threads per row; zeros after the last one.
   auto copy = [&](int step) {
     const int start = from + step * kKeys;
     if (start < to) {
@@ -297,7 +300,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
   }
   copy(0);
 
-  // Of scores: a tile of pairs, and kTiles times 8 keys. Rows g and g + 8 of it, which see positions up to `last`.
+  // Of scores: a tile of pairs, and 8 * kTiles keys. Rows g and g + 8 see positions up to `last`.
   const int own = warp % kTiles * 16, keys = warp / kTiles * 8 * kTiles;
   int last[2];
 #pragma unroll
@@ -305,7 +308,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
     last[r] = tile.past + (min(tile.first + own + g + 8 * r, tile.first + tile.pairs - 1) - tile.start) / p.num_heads;
   const float scale = p.scale * kLog2E;
   float peak[2] = {-INFINITY, -INFINITY}, total[2] = {};
-  float sum[kTiles][8][4] = {};  // of all pairs, columns 64 · warp on
+  float sum[kTiles][8][4] = {};  // of all pairs, columns from 64 * warp on
   for (int step = 0, start = from; start < to; ++step, start += kKeys) {
     cp_async_wait<0>();
     __syncthreads();
@@ -426,7 +429,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
     }
 }
 
-// A block for each pair of a tile.
+// One block per pair of a tile. Reads the partial results of its splits, writes kLatent elements.
 template <typename T, int kPairs>
 __global__ void __launch_bounds__(kLatent / 4)
     merge_mla_splits_kernel(LatentAttentionParams p, T* seen, Results results, int parts) {
@@ -453,7 +456,7 @@ __global__ void __launch_bounds__(kLatent / 4)
   store_floats(seen + place * kLatent + column, sum);
 }
 
-// Any dtype and sizes: a block for each pair, each of whose warps takes every kFallbackWarps-th position.
+// Any dtype and size: one block per pair, whose warps take every kFallbackWarps-th position.
 constexpr int kFallbackWarps = 4;
 template <typename T>
 __global__ void __launch_bounds__(kFallbackWarps * 32) mla_fallback_kernel(LatentAttentionParams p, const T* queries, T* seen) {
@@ -496,9 +499,10 @@ __global__ void __launch_bounds__(kFallbackWarps * 32) mla_fallback_kernel(Laten
   }
 }
 
-constexpr int kMaxSplitBlocks = 132;  // of mla_kernel where positions are splits_planned: one fills a multiprocessor
+constexpr int kMaxSplitBlocks = 132;  // of mla_kernel with split KV: one per SM
 
-// The scratch: queries [pairs, dim], what they see [pairs, latent], and results of parts.
+// Offsets in scratch: rotated queries [pairs, dim], attended latents [pairs, latent], partial
+// results.
 struct Scratch {
   int64_t seen, results, bytes;
 };
@@ -553,7 +557,7 @@ template <typename T>
 cudaError_t attend(const LatentAttentionParams& p, const T* queries, T* seen, float* results, cudaStream_t stream) {
   if constexpr (sizeof(T) == 2) {
     if (p.shared_dim == kFirst && p.latent == kLatent) {
-      // Where sequences have one token each, no more pairs than a token has.
+      // In decoding, no more pairs than a token has.
       const int wanted = p.num_tokens > p.batch || p.num_heads > 32 ? 4 : p.num_heads > 16 ? 2 : 1;
       if (wanted == 4 && fits_smem<T>(4)) return run_tiles<T, 4>(p, queries, seen, results, stream);
       if (wanted == 2 && fits_smem<T>(2)) return run_tiles<T, 2>(p, queries, seen, results, stream);

@@ -15,7 +15,7 @@ namespace llmc::kernels {
 // One KV split of a decode step: positions [from, to) of a sequence; sequence < 0: unused.
 struct KvSplit {
   int32_t sequence, from, to;
-  uint32_t place;  // index of the split | splits of the sequence << 8 | splits of earlier split sequences << 16
+  uint32_t packed_index;  // index of the split | splits of the sequence << 8 | splits of earlier split sequences << 16
 };
 
 // Causal attention over packed tokens; see csrc/plugins/attention/op.py for the contract.
@@ -47,7 +47,7 @@ struct AttentionParams {
   int first_token;       // the token, as cu_seqlens count, at which qkv, out and queries begin
   bool interleaved;
   bool decode;           // every sequence has exactly one new token
-  bool splits_planned;          // another layer of this step has written `parts`, at least two kernels ago
+  bool splits_planned;          // another layer of this step has written kv_splits, at least two kernels ago
   bool vanilla;          // use the per-token kernel, which supports everything; not for decoding
   bool float8;           // the caches are FP8
   bool norm_after_rotary;

@@ -1,9 +1,9 @@
-// Causal attention of many new tokens on tensor cores, after append_kernel has written the caches and turned
-// the queries. A block takes kRows consecutive queries of one sequence and head, four warps with 16 rows
-// each; it walks over the visible keys kKeys at a time, in two shared-memory stages filled by asynchronous
-// copies, with the running softmax of FlashAttention. Reads the visible keys and values once per kRows
-// queries and head. Where a head is longer than 256, two warps have the same rows: both make their scores, and each
-// the sums of half the columns.
+// Prefill attention by mma (FlashAttention-2), after append_kernel has rotated the queries and
+// written the caches. A block takes kRows consecutive queries of one sequence and head, four warps
+// with 16 rows each. It iterates over the visible keys, kKeys at a time, in two shared memory
+// stages filled by cp.async, with an online softmax. With a head_dim above 256 two warps have the
+// same rows: both compute the scores, and each the sums of half the columns. Reads the visible keys
+// and values once per kRows queries and head.
 #include "../common/mma.cuh"
 #include "attention.cuh"
 #include "prefill.cuh"
@@ -19,7 +19,7 @@ constexpr int kSplit = kDim > 256 ? 2 : 1;  // warps that have the same rows
 
 __device__ __forceinline__ void copy_async(void* target, const void* source, bool there) {
   const uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(target));
-  const int bytes = there ? 16 : 0;  // the rest of the 16 is filled with zeros
+  const int bytes = there ? 16 : 0;  // the rest is zero-filled
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(source), "r"(bytes));
 }
 
@@ -32,16 +32,16 @@ template <typename T, typename C, int kDim>
 __global__ void __launch_bounds__(kThreadsOf<kDim>) prefill_kernel(AttentionParams p) {
   static_assert(kDim % (16 * kSplit<kDim>) == 0);
   constexpr int kKeys = kKeysOf<kDim>, kThreads = kThreadsOf<kDim>, kOwn = kDim / kSplit<kDim>;
-  constexpr int kPitch = kDim + 8;  // shifts rows by 16 bytes over the banks
+  constexpr int kPitch = kDim + 8;  // shifts rows by 16 bytes, against bank conflicts
   constexpr int kStageSize = kKeys * kPitch;
   extern __shared__ uint4 raw[];
-  T* queries = reinterpret_cast<T*>(raw);              // [kRows][kPitch]
-  T* keys = queries + kRows * kPitch;                  // [2][kKeys][kPitch]
+  T* queries = reinterpret_cast<T*>(raw);  // [kRows][kPitch]
+  T* keys = queries + kRows * kPitch;  // [2][kKeys][kPitch]
   T* values = keys + 2 * kStageSize;
   pdl_wait();
   pdl_launch_dependents();
 
-  // Sequence b has the tiles from start_of(b) / kRows + b on, the last of them perhaps empty.
+  // Sequence b has the tiles from start_of(b) / kRows + b on; its last one may be empty.
   auto first_tile = [&](int b) { return start_of(p, b) / kRows + b; };
   int sequence = 0;
   for (int high = p.batch - 1; sequence < high;) {
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kThreadsOf<kDim>) prefill_kernel(AttentionPara
   if (rows <= 0) return;
   const int head = blockIdx.y, kv_head = head / (p.num_heads / p.num_kv_heads);
   const int past = p.past_lens[sequence] + tile * kRows;  // position of the first query
-  const int end = past + rows;                            // keys that any query sees
+  const int end = past + rows;  // keys that any query sees
   const int begin = first_visible(p, past) / kKeys * kKeys;
   const CacheRows row_of(p, sequence, kv_head);
   const C* key_rows = static_cast<const C*>(p.key_cache);
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreadsOf<kDim>) prefill_kernel(AttentionPara
         copy_async(keys + place, key_rows + offset, at < end);
         copy_async(values + place, value_rows + offset, at < end);
       } else {
-        // Beyond the last key its copies, which no query sees.
+        // After the last key its copies, which no query sees.
         const Cached<C> key = load_cache(key_rows + offset), value = load_cache(value_rows + offset);
         store(keys + place, convert_cache<T, C>(key));
         store(values + place, convert_cache<T, C>(value));
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kThreadsOf<kDim>) prefill_kernel(AttentionPara
   const int first_column = kSplit<kDim> > 1 ? threadIdx.x / 128 * kOwn : 0;
   float out[kOwn / 8][4] = {};
   float peak[2] = {-INFINITY, -INFINITY}, total[2] = {};
-  // Row r of this thread is query position past + warp·16 + g + 8·r.
+  // Row r of this thread is query position past + warp * 16 + g + 8 * r.
   const int own = past + warp * 16 + g, first_of[2] = {first_visible(p, own), first_visible(p, own + 8)};
   const float scale = p.scale * (p.softcap > 0 ? 1.f : kLog2E);
   int stage = 0;
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kThreadsOf<kDim>) prefill_kernel(AttentionPara
       ldmatrix_x4<false>(a, queries + (warp * 16 + lane % 16) * kPitch + k * 16 + lane / 16 * 8);
 #pragma unroll
       for (int n = 0; n < kKeys / 16; ++n) {
-        uint32_t b[4];  // keys n·16 to +7 and +8 to +15, each columns k·16 to +7 and +8 to +15
+        uint32_t b[4];  // keys n * 16 to + 7 and + 8 to + 15, each columns k * 16 to + 7 and + 8 to + 15
         ldmatrix_x4<false>(b, stage_keys + (n * 16 + lane / 16 * 8 + lane % 8) * kPitch + k * 16 +
                                     lane % 16 / 8 * 8);
         mma_m16n8k16<T>(score[2 * n], a, b[0], b[1]);
@@ -191,7 +191,7 @@ cudaError_t run(const AttentionParams& p, cudaStream_t stream) {
   const cudaError_t error = cudaFuncSetAttribute(
       prefill_kernel<T, C, kDim>, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared<kDim>);
   if (error != cudaSuccess) return error;
-  // At most this many tiles of queries, as every sequence may end in a broken one.
+  // Maximum number of query tiles: every sequence may end in a partial one.
   const unsigned tiles = p.num_tokens / kRows + p.batch;
   return launch(prefill_kernel<T, C, kDim>, dim3(tiles, p.num_heads), kThreadsOf<kDim>, kShared<kDim>, stream, p);
 }

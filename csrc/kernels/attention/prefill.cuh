@@ -4,14 +4,14 @@
 
 namespace llmc::kernels {
 
-// Whether prefill() serves this type and head_dim.
+// Whether prefill() supports this type and head_dim.
 bool can_prefill(DType dtype, int head_dim);
 
-// Attention of p.queries over the caches, both already written.
+// Attention of p.queries to the caches; append() has written both.
 cudaError_t prefill(DType dtype, const AttentionParams& p, cudaStream_t stream);
 
-// The same where has_prefill_sm90(), over blocks whose values behind a sequence's last, up to the next multiple of
-// kPrefillUnit, are numbers.
+// The same where has_prefill_sm90(). Values between a sequence's last position and the next
+// multiple of kPrefillUnit must be finite.
 constexpr int kPrefillUnit = 16;
 cudaError_t prefill_sm90(DType dtype, const AttentionParams& p, cudaStream_t stream);
 

@@ -1,12 +1,13 @@
-// Causal attention of many new tokens on Hopper's tensor cores, after append() has written the caches and turned the
-// queries. A block takes the queries of consecutive tokens of one sequence that share a KV head, up to kRows rows; it
-// walks over the visible keys kKeys at a time, the last ones first. One warp copies, two warpgroups with 64 rows each
-// multiply: while one has the tensor cores, the other makes its softmax, and within one the values' product of a tile
-// runs beside the softmax of the next (FlashAttention-3). Reads the visible keys and values once per block.
+// Prefill attention on Hopper by wgmma (FlashAttention-3), after append() has rotated the queries
+// and written the caches. A block takes the queries of consecutive tokens of one sequence that
+// share a KV head, up to kRows rows. It iterates over the visible keys, kKeys at a time, last ones
+// first. A producer warp copies by TMA; two consumer warpgroups have 64 rows each. While one uses
+// the tensor cores the other computes its softmax, and within a warpgroup the PV of a tile overlaps
+// the softmax of the next. Reads the visible keys and values once per block.
 //
-// A prefix that decoding sequences share is attended to likewise, by whole tokens of whichever sequences, all of which see
-// all of it; what is left of each row decode_kernel merges with the rest of its sequence. How long it is the host does not
-// know: there are blocks for all sequences of a step, and for as many parts as there may be.
+// A prefix shared by decoding sequences is handled the same way: whole tokens of any sequences, all
+// of which see all of it. decode_kernel merges the partial results. The host does not know the
+// prefix, so there are blocks for all sequences of a step and for the maximum number of splits.
 #include <algorithm>
 
 #include "../common/mma.cuh"
@@ -21,10 +22,10 @@ using namespace device;
 using namespace sm90;
 
 constexpr int kRows = kPrefixRows, kConsumerGroups = 2, kThreads = (1 + kConsumerGroups) * 128, kStages = 2;
-constexpr int kSmemColumns = 64;  // columns that a row of shared memory has
+constexpr int kSmemColumns = 64;  // columns of a row in shared memory
 constexpr uint32_t kSmemRowBytes = 2 * kSmemColumns;
 
-// Where in shared memory things lie, in bytes from a multiple of 1,024 on.
+// Shared memory, aligned to 1,024 bytes.
 template <int kDim, int kKeys>
 struct SharedStorage {
   static constexpr uint32_t kLines = kDim / kSmemColumns, kQueryBytes = kRows * kDim * 2, kTileBytes = kKeys * kDim * 2;
@@ -44,13 +45,13 @@ struct SharedStorage {
   __device__ Mbarrier value_empty_barrier(int stage) const { return barrier(1 + 3 * kStages + stage); }
 };
 
-// Keys and values in boxes of kPrefillUnit positions, and of `run` such boxes, where blocks follow one another as the
-// positions do.
+// Boxes of kPrefillUnit positions of keys and values, and of runs of such boxes in consecutive
+// cache blocks.
 struct TensorMaps {
   CUtensorMap queries, keys, values, key_runs, value_runs;
 };
 
-// A block's part of the work.
+// The tile of queries of a block, and the keys that it sees.
 struct WorkTile {
   int sequence, first_token, tokens, past, begin, end, tiles;
 };
@@ -61,7 +62,8 @@ __device__ __forceinline__ float fast_exp2(float x) {
   return y;
 }
 
-// kRunKeys is a power of two, and blocks of as many positions or fewer lie one behind the other in a box of so many.
+// Producer warp. kRunKeys is a power of two; a box has as many positions, in one or several
+// consecutive cache blocks.
 template <int kRunKeys, int kDim, int kKeys>
 __device__ __forceinline__ void produce(const SharedStorage<kDim, kKeys>& smem, const TensorMaps& maps,
                                          const AttentionParams& p, const WorkTile& work, int kv_head, int per_block) {
@@ -71,12 +73,12 @@ __device__ __forceinline__ void produce(const SharedStorage<kDim, kKeys>& smem, 
   static_assert(kUnits * P::kLines <= 32 && kUnits % kRun == 0);
   const int unit = lane % kUnits, line = lane / kUnits, in_run = unit % kRun;
   const bool copies = lane < static_cast<int>(kUnits * P::kLines);
-  const uint32_t run = ((1u << kRun) - 1) << (lane - in_run);  // the lanes of this one's run
+  const uint32_t run = ((1u << kRun) - 1) << (lane - in_run);  // lanes of this run
   const int shift = __ffs(p.block_size) - 1, mask = p.block_size - 1;
   const int32_t* table = p.block_table + work.sequence * static_cast<int64_t>(p.max_seq_len >> shift);
   auto copy = [&](const CUtensorMap& map, const CUtensorMap& runs, uint32_t target, Mbarrier barrier, int tile) {
     if (lane == 0) barrier.arrive_expect_tx(P::kTileBytes);
-    // What lies behind the last key is masked: any numbers do.
+    // Positions after the last key are masked; any finite values do.
     const int wanted = work.begin + tile * kKeys + unit * kPrefillUnit;
     const int position = min(wanted, work.end - 1) & -kPrefillUnit;
     const int block = __ldg(table + (position >> shift)), in_block = position & mask;
@@ -235,7 +237,7 @@ struct Consumer {
   // Prologue, main loop and the last PV. Only tiles at the ends need masks: those that not every query of the warpgroup
   // sees as a whole.
   __device__ __forceinline__ void mainloop() {
-    const int lowest = position_of(warpgroup * 64 / heads);  // the position of the first query
+    const int lowest = position_of(warpgroup * 64 / heads);  // position of the first query
     const int first_seen_by_all = first_visible(p, position_of((warpgroup * 64 + 63) / heads));
     if (warpgroup == 1 && work.tiles > 1) named_barrier_arrive(other_turn(), kConsumerGroups * 128);
     float old[2];
@@ -283,8 +285,8 @@ struct Consumer {
   }
 };
 
-// Sequence b has the blocks from start_of(b) / per_block + b on, the last of them perhaps without tokens. Those with the most
-// keys come first.
+// Sequence b has the blocks from start_of(b) / per_block + b on; its last one may be empty. Blocks
+// with the most keys come first.
 __device__ __forceinline__ WorkTile prompt_work(const AttentionParams& p, int per_block) {
   const int block = gridDim.y - 1 - blockIdx.y;
   auto first_block = [&](int b) { return start_of(p, b) / per_block + b; };
@@ -297,12 +299,12 @@ __device__ __forceinline__ WorkTile prompt_work(const AttentionParams& p, int pe
   WorkTile work{sequence, start_of(p, sequence) + skipped};
   work.tokens = min(per_block, start_of(p, sequence + 1) - work.first_token);
   work.past = p.past_lens[sequence] + skipped;  // position of the first query
-  work.end = work.past + work.tokens;           // keys that any query sees
+  work.end = work.past + work.tokens;  // keys that any query sees
   work.begin = first_visible(p, work.past);
   return work;
 }
 
-// A part of the prefix, for some tokens if any of them shares it.
+// A split of the prefix, for some tokens if any of them shares it.
 __device__ __forceinline__ WorkTile prefix_work(const AttentionParams& p, int per_block) {
   WorkTile work{p.prefix.of[0], static_cast<int>(blockIdx.y) * per_block};
   const int here = min(per_block, p.batch - work.first_token), thread = threadIdx.x;
@@ -338,7 +340,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
   work.begin &= -kRunKeys;
   work.tiles = (work.end - work.begin + kKeys - 1) / kKeys;
   __syncthreads();
-  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // known to be one for a warp
+  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // uniform for a warp
   if (group == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     if (threadIdx.x < 32) produce<kRunKeys>(smem, maps, p, work, kv_head, per_block);
@@ -351,7 +353,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
 #endif
 }
 
-// Of elements of T; a box has kSmemColumns of the innermost ones.
+// Tensor map of T; a box has kSmemColumns of the innermost dimension.
 template <typename T, int kRank>
 bool make_tensor_map(CUtensorMap& made, const void* data, const cuuint64_t (&sizes)[kRank], const cuuint32_t (&box)[kRank]) {
   return sm90::make_tensor_map(made, kTensorMapType<T>, CU_TENSOR_MAP_SWIZZLE_128B, data, sizes, sizeof(T), box);
@@ -374,7 +376,7 @@ cudaError_t run(const AttentionParams& p, cudaStream_t stream) {
       !make_tensor_map<T>(maps.keys, p.key_cache, rows, unit) || !make_tensor_map<T>(maps.values, p.value_cache, rows, unit) ||
       !make_tensor_map<T>(maps.key_runs, p.key_cache, cache, run) || !make_tensor_map<T>(maps.value_runs, p.value_cache, cache, run))
     return cudaErrorInvalidValue;
-  // At most so many blocks of queries, as every sequence may end in a broken one.
+  // Maximum number of query blocks: every sequence may end in a partial one.
   const unsigned parts = kPrefix ? prefix_blocks(p) / p.num_kv_heads : p.num_tokens / per_block + p.batch;
   return launch(kernel, dim3(p.num_kv_heads, parts, kPrefix ? max_prefix_splits(p) : 1), kThreads, P::kBytes, stream, maps,
                 p);
@@ -394,7 +396,7 @@ cudaError_t dispatch_head_dim(const AttentionParams& p, cudaStream_t stream) {
 
 bool has_prefill_sm90(DType dtype, const AttentionParams& p) {
   const int group = p.num_heads / p.num_kv_heads;
-  if (group > kRows || p.num_tokens / (kRows / group) + p.batch > 65535) return false;  // more than a grid has
+  if (group > kRows || p.num_tokens / (kRows / group) + p.batch > 65535) return false;  // maximum grid dimension
   return (dtype == DType::kFloat16 || dtype == DType::kBFloat16) && !p.float8 && p.softcap == 0 &&
          p.block_table != nullptr && p.block_size >= kPrefillUnit &&
          (p.head_dim == 64 || p.head_dim == 128 || p.head_dim == 256) &&
@@ -409,7 +411,7 @@ bool can_share_prefix(DType dtype, const AttentionParams& p) {
   return has_prefill_sm90(dtype, p) && p.window == 0 && p.chunk == 0;
 }
 
-// Parts are several only where they are at most kPrefixBlocks blocks.
+// There are several splits only with at most kPrefixBlocks blocks.
 int64_t prefix_scratch(int batch, int num_heads, int num_kv_heads, int head_dim) {
   AttentionParams p{};
   p.batch = batch, p.num_heads = num_heads, p.num_kv_heads = num_kv_heads;

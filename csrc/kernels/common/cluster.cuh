@@ -1,5 +1,5 @@
-// What blocks share: barriers in shared memory that count what arrives; and on Hopper copies that are counted there, and clusters,
-// whose blocks reach one another's shared memory. On other GPUs these compile to nothing.
+// mbarriers, bulk copies (TMA without tensor maps) and thread block clusters. What needs Hopper
+// compiles to nothing on other GPUs.
 #pragma once
 
 #include "device.cuh"
@@ -16,7 +16,7 @@ __device__ __forceinline__ uint32_t smem_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// A barrier in shared memory, by its address.
+// An mbarrier, by its address in shared memory.
 struct Mbarrier {
   uint32_t at;
 
@@ -26,15 +26,15 @@ struct Mbarrier {
   __device__ __forceinline__ void arrive() const {
     asm volatile("{.reg .b64 state; mbarrier.arrive.shared::cta.b64 state, [%0];}" ::"r"(at) : "memory");
   }
-  // Arrive once this thread's copies of 16 bytes are there.
+  // Arrives when this thread's outstanding cp.async copies have completed.
   __device__ __forceinline__ void arrive_after_cp_async() const {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(at) : "memory");
   }
-  // Arrive, and let the phase wait for so many bytes of copies too.
+  // Arrives, and makes the phase wait for `bytes` bytes of asynchronous copies.
   __device__ __forceinline__ void arrive_expect_tx(uint32_t bytes) const {
     SM90_ASM("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
   }
-  // Until the phase of this parity has ended.
+  // Waits until the phase of this parity has completed.
   __device__ __forceinline__ void wait(uint32_t parity) const {
 #if __CUDA_ARCH__ >= 900
 #define WAIT_FOR_PHASE "try_wait"
@@ -52,25 +52,27 @@ struct Mbarrier {
   }
 };
 
-// A barrier of a block's, by its number: until so many threads are here.
+// Waits at named barrier `barrier` until `threads` threads have arrived.
 __device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// What this thread has initialised, for copies and for other blocks that meet it.
+// Makes mbarrier.init of this thread visible to asynchronous copies and to other blocks of the
+// cluster.
 __device__ __forceinline__ void fence_mbarrier_init() {
   SM90_ASM("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Bytes that lie side by side to shared memory, of which the barrier counts them; addresses and counts are multiples of 16.
+// Copies contiguous bytes from global to shared memory; `barrier` counts them. Addresses and size
+// are multiples of 16.
 __device__ __forceinline__ void bulk_copy(uint32_t target, const void* from, uint32_t bytes, Mbarrier barrier) {
   SM90_ASM("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
              ::"r"(target), "l"(from), "r"(bytes), "r"(barrier.at) : "memory");
 }
-// What this thread has written to shared memory, for the tensor core to see, and for copies to overwrite.
+// Makes this thread's writes to shared memory visible to the async proxy (wgmma, TMA).
 __device__ __forceinline__ void fence_async_proxy() { SM90_ASM("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Of a cluster: how many blocks it has, and which this one is.
+// Blocks of the cluster, and the rank of this block.
 __device__ __forceinline__ int cluster_size() {
   int size = 1;
   SM90_ASM("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
@@ -81,15 +83,15 @@ __device__ __forceinline__ int cluster_rank() {
   SM90_ASM("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-// Which of all clusters this one is.
+// Index of the cluster in the grid.
 __device__ __forceinline__ int cluster_id() {
   int place = 0;
   SM90_ASM("mov.u32 %0, %%clusterid.x;" : "=r"(place));
   return place;
 }
 
-// All threads of all its blocks arrive, and wait until all have. What they wrote before is there then; `cluster_arrive_relaxed` says
-// nothing of memory.
+// Cluster barrier. cluster_arrive() and cluster_wait() order memory (release, acquire);
+// cluster_arrive_relaxed() does not.
 __device__ __forceinline__ void cluster_arrive() {
   __syncwarp();
   SM90_ASM("barrier.cluster.arrive.release.aligned;" ::: "memory");
@@ -103,7 +105,7 @@ __device__ __forceinline__ void cluster_wait() {
   SM90_ASM("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Four numbers that block `rank` has where this one has `from`, in shared memory.
+// Loads four floats from block `rank`'s shared memory, at the offset of `from` in this block's.
 __device__ __forceinline__ float4 ld_shared_cluster(const float* from, int rank) {
   float4 x{};
   SM90_ASM("{\n.reg .u32 there;\nmapa.shared::cluster.u32 there, %4, %5;\n"
@@ -112,7 +114,8 @@ __device__ __forceinline__ float4 ld_shared_cluster(const float* from, int rank)
   return x;
 }
 
-// x to where block `rank` has what this one has at `to`, in shared memory; that block's barrier counts four bytes.
+// Stores x to block `rank`'s shared memory, at the offset of `to`; that block's barrier counts four
+// bytes.
 __device__ __forceinline__ void st_async(float* to, Mbarrier barrier, int rank, float x) {
   SM90_ASM("{\n.reg .b32 there, counted;\n"
              "mapa.shared::cluster.u32 there, %0, %2;\n"

@@ -1,4 +1,5 @@
-// CodeType of 4 and 8 bits as numbers of 16: see csrc/plugins/quantization.py.
+// Dequantization of 4-bit and 8-bit codes to 16-bit types; quantization to FP8. See
+// csrc/plugins/quantization.py for the layouts.
 #pragma once
 
 #include "mma.cuh"
@@ -9,8 +10,9 @@ namespace llmc::device {
 using kernels::CodeType;
 using kernels::QuantParams;
 
-// Where a row has whole units of 8 codes, these lie in the order in which pairs of columns are taken from them: of the
-// columns of a unit the even ones first. `repack` brings them to it.
+// Position of a column's code in a repacked row. Rows of whole units of 8 codes have the even
+// columns of each unit first, so that two columns of a register pair are extracted at once.
+// repack() permutes to this order.
 __host__ __device__ constexpr int packed_column(int column, int in) {
   return in % 8 == 0 ? column / 8 * 8 + column % 8 / 2 + column % 2 * 4 : column;
 }
@@ -46,24 +48,25 @@ __device__ __forceinline__ uint32_t hfma2(uint32_t a, uint32_t b, uint32_t c) {
   return *reinterpret_cast<const uint32_t*>(&result);
 }
 
-// A code becomes a number by standing in the low bits of one that is so large that they count by one: what is to be
-// taken off then, for codes with this zero.
+// The offset of dequantize_unit(). A code is placed in the low mantissa bits of a float so large
+// that it counts by one; the offset, that float plus the zero, is subtracted.
 template <typename T, CodeType kCodeType>
 __device__ __forceinline__ uint32_t dequant_offset(int zero) {
-  if constexpr (kCodeType == CodeType::kMxfp4) return 0x7e807e80;  // 2^126 twice
+  if constexpr (kCodeType == CodeType::kMxfp4) return 0x7e807e80;  // twice 2^126
   if constexpr (kCodeType == CodeType::kInt8 && std::is_same_v<T, __nv_bfloat16>) return __float_as_uint(8388608.f + zero);
   const float base = (std::is_same_v<T, __half> ? 1024.f : 128.f) + zero;
   return pack2<T>(base, base);
 }
 
-// Where a bit of one of a unit's 8 kMxfp4 codes is, of those in nibbles as packed_column() has them: of the second four 16 further,
-// round the word. So of three pairs all bits are brought at once to where bfloat16 has its mantissa, its exponent and its sign.
+// Bit position of one bit of code `place` in a unit of 8 MXFP4 codes. The second four codes are 16
+// bits further, modulo 32. With this permutation one mask moves all bits of three pairs of codes to
+// where bfloat16 has its mantissa, exponent and sign.
 __host__ __device__ constexpr int mxfp4_bit(int place, int bit) {
   constexpr int kBitsOf[4][4] = {{6, 7, 8, 15}, {12, 13, 14, 21}, {2, 3, 4, 11}, {0, 1, 10, 9}};
   return (kBitsOf[place % 4][bit] + place / 4 * 16) % 32;
 }
 
-// A unit of kMxfp4 codes in that order of bits, and one of its codes.
+// Permutes a unit of MXFP4 nibbles to that bit order, and extracts one code from it.
 __host__ __device__ __forceinline__ uint32_t scatter_mxfp4_bits(uint32_t nibbles) {
   uint32_t made = 0;
   for (int i = 0; i < 32; ++i) made |= (nibbles >> i & 1) << mxfp4_bit(i / 4, i % 4);
@@ -75,7 +78,7 @@ __device__ __forceinline__ uint32_t gather_mxfp4_bits(uint32_t word, int place) 
   return code;
 }
 
-// Such a unit as pairs of T of the lowest exponents: the numbers, 2^14 times less in float16, 2^126 times in bfloat16.
+// Such a unit as pairs of T: the values divided by 2^14 in float16, by 2^126 in bfloat16.
 template <typename T>
 __device__ __forceinline__ void mxfp4_bits(uint32_t (&pairs)[4], uint32_t word) {
   const uint32_t round = __funnelshift_r(word, word, 6);
@@ -94,9 +97,9 @@ __device__ __forceinline__ void mxfp4_bits(uint32_t (&pairs)[4], uint32_t word) 
   }
 }
 
-// A unit of 8 codes (of 4 bits: the first word), less their zero: pairs of columns (0, 1), (2, 3), (4, 5) and (6, 7), each
-// exact in T. Of kFloat8, the numbers that the bits bias_nibbles for; of kMxfp4 these too, less kMxfp4Scale<T> times;
-// in bfloat16 they are multiplied by `offset`, which is what makes such bits numbers.
+// A unit of 8 codes (4 bits: in the first word) as pairs of T: columns (0, 1), (2, 3), (4, 5) and
+// (6, 7), minus the zero, exact in T. FP8 codes become their values. MXFP4 codes become their
+// values divided by kMxfp4Scale<T>; in bfloat16 they are multiplied by `offset`.
 template <typename T>
 constexpr float kMxfp4Scale = std::is_same_v<T, __half> ? 16384.f : 1.f;
 template <typename T, CodeType kCodeType>
@@ -110,14 +113,16 @@ __device__ __forceinline__ void dequantize_unit(uint32_t (&pairs)[4], uint2 word
     } else if constexpr (kCodeType == CodeType::kMxfp4) {
       if constexpr (!kHalf) pairs[k] = hmul2<T>(pairs[k], offset);
     } else if constexpr (kCodeType == CodeType::kFloat8) {
-      // The byte as the high one of 16 bits, its exponent and mantissa moved to where T's are, then the bias made up for.
+      // The byte becomes the high byte of 16 bits, exponent and mantissa are shifted to T's
+      // positions, and a multiplication corrects the exponent bias.
       const uint32_t high = __byte_perm(words.x, words.y, k << 4 | (k + 4) << 12) & 0xff00ff00;
       const uint32_t small = kHalf ? high >> 1 & 0x3f803f80 : high >> 4 & 0x07f007f0;
       pairs[k] = hmul2<T>(lop3_and_or(high, 0x80008000, small), kHalf ? 0x5c005c00 : 0x7b807b80);
     } else if constexpr (kHalf) {
       pairs[k] = hsub2<T>(lop3_and_or(__byte_perm(words.x, words.y, k | (k + 4) << 8), 0x00ff00ff, 0x64006400), offset);
     } else {
-      // bf16 has too few bits for that, float32 has not; what is left is exact in its upper half.
+      // bfloat16 has too few mantissa bits for that. float32 has enough, and its upper half is
+      // exact.
       const float low = __uint_as_float(lop3_and_or(words.x >> 8 * k, 0xff, 0x4b000000)) - __uint_as_float(offset);
       const float high = __uint_as_float(lop3_and_or(words.y >> 8 * k, 0xff, 0x4b000000)) - __uint_as_float(offset);
       pairs[k] = __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
@@ -125,8 +130,8 @@ __device__ __forceinline__ void dequantize_unit(uint32_t (&pairs)[4], uint2 word
   }
 }
 
-// Integers bias_nibbles in the mantissa of 128 (half: of 64), four bits at a time, where they count by one: numbers that are so much
-// more. Those from bits `from` and from + 16 of a word on.
+// Nibbles at bits `from` and `from` + 16 of a word as a pair of T, plus kNibbleBias: they are
+// placed in the mantissa of 128 (float16: of 64), where they count by one.
 template <typename T>
 constexpr float kNibbleBias = std::is_same_v<T, __half> ? 64.f : 128.f;
 template <typename T>
@@ -137,7 +142,7 @@ __device__ __forceinline__ uint32_t bias_nibbles(uint32_t word, int from) {
     return lop3_and_or(word >> from, 0x000f000f, 0x43004300);
 }
 
-// A unit of 8 codes as such pairs; of 8 bits the low and the high four apart.
+// A unit of 8 codes as such pairs. 8-bit codes become two planes, of low and high nibbles.
 template <typename T, CodeType kCodeType, int kPlanes>
 __device__ __forceinline__ void unpack_unit(uint32_t (&pairs)[kPlanes][4], uint2 words) {
   if constexpr (kCodeType == CodeType::kFloat8) {
@@ -156,20 +161,20 @@ __device__ __forceinline__ void unpack_unit(uint32_t (&pairs)[kPlanes][4], uint2
   }
 }
 
-// Four numbers of FP8 as two pairs of float16.
+// Four FP8 values as two pairs of float16.
 __device__ __forceinline__ void fp8x4_to_half2(uint32_t& low, uint32_t& high, uint32_t codes) {
 #if __CUDA_ARCH__ >= 890
   asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e4m3x2 %0, a; cvt.rn.f16x2.e4m3x2 %1, b;}"
       : "=r"(low), "=r"(high) : "r"(codes));
 #else
-  low = high = codes;  // where nothing launches it
+  low = high = codes;  // never executed: launchers check the compute capability
 #endif
 }
 
-// Of rows that are rounded to FP8: the largest number, and the least scale, that of rows of zeros.
+// Largest FP8 (e4m3) value, and the smallest scale, which rows of zeros get.
 constexpr float kFloat8Max = 448, kMinScale = 1e-30f;
 
-// 8 numbers times `inverse` as codes of FP8, in the order of a unit: see packed_column().
+// Eight values times `inverse` as FP8 codes, in the order of a unit: see packed_column().
 __device__ __forceinline__ uint2 quantize_unit(const float (&numbers)[8], float inverse) {
   auto pair_of = [&](int k) -> uint32_t {
     return __nv_cvt_float2_to_fp8x2({numbers[k] * inverse, numbers[k + 2] * inverse}, __NV_SATFINITE, __NV_E4M3);
@@ -177,39 +182,39 @@ __device__ __forceinline__ uint2 quantize_unit(const float (&numbers)[8], float 
   return make_uint2(pair_of(0) | pair_of(4) << 16, pair_of(1) | pair_of(5) << 16);
 }
 
-// The largest of these, without their signs.
+// Maximum absolute value.
 __device__ __forceinline__ float abs_max(const float (&numbers)[8]) {
   float most = 0;
 #pragma unroll
   for (float number : numbers) most = fmaxf(most, fabsf(number));
   return most;
 }
-// The largest of what the threads of half a warp have, which is all there.
+// Maximum over a half warp, all of whose threads participate.
 __device__ __forceinline__ float half_warp_max(float most) {
 #pragma unroll
   for (int mask = 1; mask < 16; mask *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffu << (threadIdx.x & 16), most, mask));
   return most;
 }
-__device__ __forceinline__ float warp_abs_max(float most) {  // none is negative
+__device__ __forceinline__ float warp_abs_max(float most) {  // not negative
   return __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(most)));
 }
 
-// What codes of FP8 of numbers up to `most` are multiplied by.
+// The FP8 scale for values of at most this magnitude.
 __device__ __forceinline__ float fp8_scale(float most) { return fmaxf(most / kFloat8Max, kMinScale); }
 
-// Brings the line that p is in to the cache.
+// Prefetches the cache line of p to L2.
 __device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }
 
-// The zero where groups have none of their own.
+// The zero of groups that have none of their own.
 template <CodeType kCodeType>
 constexpr int kDefaultZero = kCodeType == CodeType::kInt4 ? 8 : kCodeType == CodeType::kInt8 ? 128 : 0;
 
-// Of kMxfp4, what the bits of an exponent bias_nibbles for.
+// The value of an E8M0 exponent byte (MXFP4).
 __device__ __forceinline__ float exponent_to_float(uint8_t bits) {
   return __uint_as_float(max(static_cast<uint32_t>(bits) << 23, 0x00400000u));
 }
 
-// The zero of a row's group; scales and minima lie with the rows of a group side by side, [in / group_size, out].
+// The zero of a row's group. Scales and minima are [in / group_size, out].
 template <CodeType kCodeType>
 __device__ __forceinline__ int load_zero(const QuantParams& p, int64_t row, int group, int groups) {
   if (p.minimum != nullptr || kCodeType == CodeType::kFloat8) return 0;
@@ -219,7 +224,7 @@ __device__ __forceinline__ int load_zero(const QuantParams& p, int64_t row, int 
   return __ldg(p.zero + row * groups + group);
 }
 
-// What a code counts, less its zero.
+// The value of one code minus its zero.
 template <CodeType kCodeType>
 __device__ __forceinline__ float decode(uint32_t code, int zero) {
   if constexpr (kCodeType == CodeType::kMxfp4) {
@@ -232,7 +237,7 @@ __device__ __forceinline__ float decode(uint32_t code, int zero) {
   return to_float(bits);
 }
 
-// One number of a repacked weight [out, in]; a group may begin at any column.
+// One dequantized element of a repacked weight [out, in]. Takes groups of any size.
 template <CodeType kCodeType>
 __device__ __forceinline__ float dequantize_at(const QuantParams& p, const uint8_t* codes, int64_t row, int column, int out, int in) {
   const int group = column / p.group_size, groups = in / p.group_size;
@@ -243,7 +248,7 @@ __device__ __forceinline__ float dequantize_at(const QuantParams& p, const uint8
   return fmaf(number, p.scale[at], p.minimum != nullptr ? p.minimum[at] : 0.f);
 }
 
-// Calls f with a constant of CodeType.
+// Calls f with the code type as an integral_constant.
 template <typename F>
 cudaError_t dispatch_code_type(CodeType codes, F&& f) {
   switch (codes) {

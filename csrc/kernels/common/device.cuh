@@ -1,4 +1,5 @@
-// What kernels share on the device: 16-byte vectors, conversions, reductions, launches that overlap.
+// Device code for all kernels: 16-byte vectors, conversions, reductions, activations, programmatic
+// dependent launch.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -28,10 +29,10 @@ __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
 }
 
-// What caches may hold: 4 bits of exponent, 3 of mantissa; no infinities, so what is greater than 448 becomes 448.
+// FP8 of KV caches and quantized activations. It has no infinities: conversions saturate at 448.
 using Float8 = __nv_fp8_e4m3;
 
-// N elements that are loaded and stored at once.
+// N elements that are loaded and stored by one instruction.
 template <typename T, int N>
 struct alignas(sizeof(T) * N) Vec {
   T data[N];
@@ -40,10 +41,10 @@ struct alignas(sizeof(T) * N) Vec {
 template <typename T>
 constexpr int kVec = 16 / sizeof(T);
 
-// Whether that lies at a multiple of so many bytes.
+// Whether the address is a multiple of `multiple` bytes.
 inline bool is_aligned(const void* from, uintptr_t multiple) { return reinterpret_cast<uintptr_t>(from) % multiple == 0; }
 
-// Whether vectors may be read of rows that are `pitch` elements apart.
+// Whether rows `pitch` elements apart can be read by vectors of kWidth elements.
 template <typename T, int kWidth = kVec<T>>
 bool has_aligned_rows(const void* rows, int64_t pitch) {
   return pitch % kWidth == 0 && is_aligned(rows, kWidth * sizeof(T));
@@ -58,11 +59,11 @@ __device__ __forceinline__ void store(T* p, const Vec<T, N>& v) {
   *reinterpret_cast<Vec<T, N>*>(p) = v;
 }
 
-// Has what lies there in a cache when it is read.
+// Prefetches the cache line of p to L1.
 __device__ __forceinline__ void prefetch_l1(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
 
-// Eight elements of a cache as words. Words are what a thread should keep that reads under conditions: elements of 16
-// or 8 bits, or converted ones, are put together there, and each read is waited for before the next one.
+// Eight cache elements as 32-bit words. Conditional loads keep words: for narrower elements, or
+// converted ones, the compiler would assemble registers after each load and so serialize the loads.
 template <typename C>
 using Cached = Vec<uint32_t, sizeof(C) * 8 / 4>;
 
@@ -71,7 +72,7 @@ __device__ __forceinline__ Cached<C> load_cache(const C* p) {
   return load<uint32_t, sizeof(C) * 8 / 4>(reinterpret_cast<const uint32_t*>(p));
 }
 
-// The elements, which are exact in every T.
+// Converts the elements to T, exactly.
 template <typename T, typename C>
 __device__ __forceinline__ Vec<T, 8> convert_cache(const Cached<C>& words) {
   if constexpr (std::is_same_v<T, C>) {
@@ -105,7 +106,7 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
-// The sum up to each lane of a warp, its own with it.
+// Inclusive prefix sum over a warp.
 template <typename Number>
 __device__ __forceinline__ Number warp_scan(Number x) {
 #pragma unroll
@@ -116,13 +117,14 @@ __device__ __forceinline__ Number warp_scan(Number x) {
   return x;
 }
 
-// The sum over a block of kThreads threads, in every thread. `partial` is shared, one float per warp.
+// Sum over a block of kThreads threads, returned to every thread. `partial` is shared memory, one
+// float per warp.
 template <int kThreads>
 __device__ __forceinline__ float block_sum(float x, float* partial) {
   static_assert(kThreads % 32 == 0);
   x = warp_sum(x);
   if constexpr (kThreads == 32) return x;
-  __syncthreads();  // partial may still be read from the call before
+  __syncthreads();  // partial may still be read by the previous call
   if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
   __syncthreads();
   float total = 0;
@@ -131,7 +133,7 @@ __device__ __forceinline__ float block_sum(float x, float* partial) {
   return total;
 }
 
-// The sum of a block's x and the largest of its y, none of which is below 0, likewise.
+// Sum of x and maximum of y, which is not negative, over a block.
 template <int kThreads>
 __device__ __forceinline__ float2 block_sum_and_max(float x, float y, float2* partial) {
   float2 both{warp_sum(x), __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(y)))};
@@ -147,8 +149,8 @@ __device__ __forceinline__ float2 block_sum_and_max(float x, float y, float2* pa
 
 constexpr float kLog2E = 1.44269504f;
 
-// A logit and its token as one number: greater for greater logits, of equal ones (0 and -0 are) for lower
-// tokens. Never 0, which may bias_nibbles for no token.
+// A logit and its token as one sortable integer: larger for larger logits, and for smaller tokens
+// among equal logits (0 equals -0). Never 0, which can stand for no token.
 __device__ __forceinline__ uint64_t rank_of(float logit, int token) {
   const uint32_t bits = __float_as_uint(logit == 0 ? 0.f : logit);
   const uint32_t ordered = bits >> 31 ? ~bits : bits | 0x80000000u;
@@ -160,7 +162,7 @@ __device__ __forceinline__ float logit_of(uint64_t rank) {
 }
 __device__ __forceinline__ int token_of(uint64_t rank) { return static_cast<int>(~static_cast<uint32_t>(rank)); }
 
-// The greatest of a warp, in every lane.
+// Maximum over a warp, returned to every lane.
 __device__ __forceinline__ uint64_t warp_max(uint64_t x) {
   const auto high = static_cast<uint32_t>(x >> 32), most = __reduce_max_sync(~0u, high);
   const uint32_t low = __reduce_max_sync(~0u, high == most ? static_cast<uint32_t>(x) : 0u);
@@ -192,7 +194,8 @@ __device__ __forceinline__ void activate_as(float (&x)[N]) {
   for (float& one : x) one = activate(one, kKind);
 }
 
-// The same of several, with one branch for all; what most models have without the table of a switch.
+// The same for N values with one branch for all. The most frequent activations are tested first,
+// without the jump table of a switch.
 template <int N>
 __device__ __forceinline__ void activate(float (&x)[N], Activation kind) {
   if (kind == Activation::kNone) return;
@@ -210,10 +213,10 @@ __device__ __forceinline__ void activate(float (&x)[N], Activation kind) {
   }
 }
 
-// Programmatic dependent launch: a kernel may begin while the one before it runs. Every kernel calls
-// pdl_wait() and then pdl_launch_dependents(). So when a kernel begins, all but the one before it have ended:
-// what that one writes must be read, and what it reads must be written, after pdl_wait(); weights and
-// what older kernels wrote may be read before.
+// Programmatic dependent launch (PDL): a kernel may start while its predecessor runs. Every kernel
+// calls pdl_wait() and then pdl_launch_dependents(), so when a kernel starts, all but its direct
+// predecessor have completed. A kernel may read what the predecessor writes, and write what it
+// reads, only after pdl_wait(). It may read weights and results of older kernels before.
 __device__ __forceinline__ void pdl_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
@@ -225,7 +228,7 @@ __device__ __forceinline__ void pdl_wait() {
 #endif
 }
 
-// A property of the device that is current at the first call; all of a process's devices are alike.
+// An attribute of the device that is current at the first call. All devices of a process are alike.
 template <cudaDeviceAttr kAttribute>
 int device_attribute() {
   static const int value = [] {
@@ -241,7 +244,8 @@ inline unsigned num_sms() {
   return static_cast<unsigned>(device_attribute<cudaDevAttrMultiProcessorCount>());
 }
 
-// A launch that overlaps with the kernel before where it can, in clusters of so many blocks.
+// Launch configuration with PDL where the device supports it, and with clusters of `cluster`
+// blocks.
 class Launch {
  public:
   Launch(dim3 grid, dim3 block, size_t shared, cudaStream_t stream, unsigned cluster = 1) {
@@ -274,7 +278,7 @@ cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shar
   return cudaLaunchKernelEx(Launch(grid, block, shared, stream).config(), kernel, static_cast<Params>(args)...);
 }
 
-// Calls f with a null pointer of the C++ type that a floating DType names.
+// Calls f with a null pointer to the C++ type of a floating-point DType.
 template <typename F>
 cudaError_t dispatch_dtype(DType dtype, F&& f) {
   switch (dtype) {
@@ -285,7 +289,7 @@ cudaError_t dispatch_dtype(DType dtype, F&& f) {
   }
 }
 
-// Calls f with null pointers of T and of what the caches hold.
+// Calls f with null pointers to T and to the cache's element type.
 template <typename F>
 cudaError_t dispatch_cache_dtype(DType dtype, bool float8, F&& f) {
   return dispatch_dtype(dtype, [&](auto* type) {

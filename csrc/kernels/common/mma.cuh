@@ -1,11 +1,11 @@
-// The tensor core's 16 × 8 × 16 product and what its operands are made with.
+// mma.sync m16n8k16 and helpers for its operands.
 #pragma once
 
 #include "device.cuh"
 
 namespace llmc::device {
 
-// c [16, 8] += a [16, 16] · b [16, 8], accumulated in float32.
+// c [16, 8] += a [16, 16] * b [16, 8], accumulated in float32.
 template <typename T>
 __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   if constexpr (std::is_same_v<T, __half>)
@@ -20,8 +20,8 @@ __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Four matrices of 8 × 8 from shared memory: lanes 8 i to 8 i + 7 say where the rows of matrix i are, and r[i] is what each
-// lane of an operand holds of it.
+// Loads four 8 x 8 matrices from shared memory (ldmatrix). Lanes 8 i to 8 i + 7 address the rows of
+// matrix i; r[i] is a lane's fragment of it.
 template <bool kTranspose>
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* p) {
   const uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(p));
@@ -33,22 +33,22 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* p) {
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at));
 }
 
-// Of 8 rows of 8 elements of 16 bits, two of which each lane has, the columns.
+// Transposes an 8 x 8 matrix of 16-bit elements, two per lane (movmatrix).
 __device__ __forceinline__ uint32_t movmatrix_trans(uint32_t pair) {
   uint32_t turned;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
   return turned;
 }
 
-// Two values as the 16-bit pair that an operand register holds.
+// Two values as a 16-bit register pair.
 template <typename T>
 __device__ __forceinline__ uint32_t pack2(float x, float y) {
   Vec<T, 2> v{{from_float<T>(x), from_float<T>(y)}};
   return *reinterpret_cast<uint32_t*>(&v);
 }
 
-// sum += weights · x of a chunk: of each step a thread has 16 bytes of two rows of weights, those kThreads vectors apart
-// from `from` on, and of kTiles rows of x.
+// sum += weights * x for a chunk of kUnroll steps. A thread's fragments of two weight rows are
+// 16-byte vectors kThreads apart, from `from` on; x has kTiles groups of 8 rows.
 template <typename T, int kThreads, int kUnroll, int kTiles>
 __device__ __forceinline__ void mma_chunk(float (&sum)[kTiles][4], const uint4* from,
                                                const uint4 (&x)[kUnroll][kTiles]) {

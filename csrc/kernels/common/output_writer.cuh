@@ -1,18 +1,19 @@
-// Where kernels leave activations: as numbers, or as the codes of FP8 that a linear layer multiplies.
+// Output of activations in T, or quantized to FP8.
 #pragma once
 
 #include "dequantize.cuh"
 
 namespace llmc::device {
 
-// Rows of T from `data` on; or where there is an `inverse`, one over the scale of them all, rows of codes, whose columns lie as
-// those of a packed weight do. Rows of codes are whole units of 8.
+// Writes rows of T to `data`. With an `inverse`, the reciprocal of a static scale, it writes FP8
+// codes in the column order of a repacked weight (packed_column()) instead; rows of codes consist
+// of whole units of 8.
 template <typename T>
 class OutputWriter {
  public:
   __device__ OutputWriter(void* data, float inverse) : data_(data), inverse_(inverse) {}
 
-  // Numbers from place `at` on, a multiple of N.
+  // Writes N values from element `at` on, a multiple of N.
   template <int N>
   __device__ __forceinline__ void write(int64_t at, const float (&x)[N]) const {
     if (inverse_ == 0) return store_floats(static_cast<T*>(data_) + at, x);

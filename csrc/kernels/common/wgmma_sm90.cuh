@@ -1,6 +1,5 @@
-// What kernels for Hopper's tensor cores share: products of a warpgroup, and copies by the tensor memory accelerator, which
-// the barriers of cluster.cuh count. Tiles lie in shared memory as [columns / 64][rows][64] of 16-bit
-// elements, each row of 64 swizzled over 128 bytes, from a multiple of 1,024 bytes on.
+// wgmma, TMA and shared memory descriptors for Hopper. Tiles in shared memory are [columns /
+// 64][rows][64] of 16-bit elements, in the 128-byte swizzle, aligned to 1,024 bytes.
 #pragma once
 
 #include <cuda.h>
@@ -16,7 +15,7 @@ using device::fence_async_proxy;
 using device::named_barrier_sync;
 using device::smem_address;
 
-// Words in shared memory, by their address.
+// Loads kWords words from an address in shared memory.
 template <int kWords>
 __device__ __forceinline__ device::Vec<uint32_t, kWords> load_smem(uint32_t at) {
   device::Vec<uint32_t, kWords> words;
@@ -27,7 +26,8 @@ __device__ __forceinline__ device::Vec<uint32_t, kWords> load_smem(uint32_t at) 
   return words;
 }
 
-// A box of a tensor to shared memory; the barrier counts its bytes. Small ones go faster of two dimensions than of four.
+// Copies a box of a tensor map to shared memory; `barrier` counts its bytes. Small boxes are faster
+// with two dimensions than with four.
 __device__ __forceinline__ void tma_load(uint32_t target, const CUtensorMap& map, Mbarrier barrier, int x, int y) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
@@ -45,17 +45,17 @@ __device__ __forceinline__ void tma_load(uint32_t target, const CUtensorMap& map
       ::"r"(target), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier.at) : "memory");
 }
 
-// Has a map at hand before the first copy wants it.
+// Prefetches a tensor map descriptor.
 __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// To be one of those that named_barrier_sync() waits for, and go on.
+// Arrives at a named barrier without waiting.
 __device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// Clusters of so many blocks of a kernel, from two on, that are resident at once; of fewer 0.
+// Clusters of 2 .. kMost blocks that can be resident at once, by cluster size; 0 for smaller sizes.
 template <size_t kMost, typename Kernel>
 std::array<int, kMost + 1> max_active_clusters(Kernel kernel, int threads, uint32_t bytes) {
   std::array<int, kMost + 1> found{};
@@ -68,7 +68,7 @@ std::array<int, kMost + 1> max_active_clusters(Kernel kernel, int threads, uint3
 
 using TensorMapEncoder = decltype(&cuTensorMapEncodeTiled);
 
-// The driver's function, or null.
+// cuTensorMapEncodeTiled of the driver, or null.
 inline TensorMapEncoder tensor_map_encoder() {
   static const TensorMapEncoder found = [] {
     void* function = nullptr;
@@ -80,9 +80,9 @@ inline TensorMapEncoder tensor_map_encoder() {
   return found;
 }
 
-// Describes a tensor for tma_load: sizes and the box in elements of `width` bytes, from the innermost on; and how many bytes lie
-// from one to the next, of all dimensions but the innermost, where that is not what sizes say. The cache fetches 128 bytes, as
-// for cp_async() (gemv.cuh).
+// Encodes a tensor map. Sizes and box are in elements of `width` bytes, innermost dimension first.
+// Strides are in bytes, for all dimensions but the innermost, and default to a dense tensor. L2
+// promotion is 128 bytes, as in cp_async().
 template <int kRank>
 bool make_tensor_map(CUtensorMap& made, CUtensorMapDataType type, CUtensorMapSwizzle swizzle, const void* data,
          const cuuint64_t (&sizes)[kRank], const cuuint64_t (&strides)[kRank - 1], const cuuint32_t (&box)[kRank]) {
@@ -100,8 +100,8 @@ bool make_tensor_map(CUtensorMap& made, CUtensorMapDataType type, CUtensorMapSwi
 template <typename T>
 constexpr auto kTensorMapType = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 
-// How the tensor core reads a tile from this address on. By rows, k along them; by columns, k across them, where
-// `next_columns` is the distance of the next 64 columns in bytes.
+// Shared memory descriptors of a tile at `address`: K-major (k along rows), or MN-major (k across
+// rows), where the next 64 columns are next_columns bytes further.
 __device__ __forceinline__ uint64_t make_smem_desc_k_major(uint32_t address) {
   return uint64_t{1} << 62 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 16 | (address & 0x3ffff) >> 4;
 }
@@ -112,21 +112,24 @@ __device__ __forceinline__ uint64_t make_smem_desc_mn_major(uint32_t address, ui
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Until all but the newest kNewest groups of products are there.
+// Waits until at most the kNewest newest wgmma groups are outstanding.
 template <int kNewest>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kNewest) : "memory");
 }
 
-// Products of a warpgroup. Of c [64, N] thread t holds c[4 j + 2 r + i], which is row t / 32 · 16 + t % 32 / 4 + 8 r,
-// column 8 j + t % 4 · 2 + i. ss: c = a · bᵀ, or c += where it adds; a [64, 16] and b [N, 16] in shared memory,
-// both by rows, and of FP8 [64, 32] and [N, 32]. rs: c += a · b; of a [64, 16] a thread holds what it holds of 16
-// columns of a c, in pairs (of row r and half h of the columns pair 2 h + r); b [16, N] in shared memory by columns, or
-// [N, 16] by rows. Of FP8 likewise, in fours of 32 columns; c = or c += a · bᵀ.
+// wgmma of one warpgroup with a float32 accumulator c [64, N]. Thread t holds c[4 j + 2 r + i]: row
+// t / 32 * 16 + t % 32 / 4 + 8 r, column 8 j + t % 4 * 2 + i.
+//
+// ss: c = a * b^T, or += with `adds`. a [64, 16] and b [N, 16] are K-major in shared memory; with
+// FP8 [64, 32] and [N, 32].
+// rs: c += a * b. A thread holds of a [64, 16] the fragment of 16 columns of c, in pairs: pair 2 h
+// + r is row r, half h of the columns. b in shared memory is [16, N] MN-major, or [N, 16] K-major.
+// With FP8 a fragment holds fours of 32 columns, and c = or += a * b^T.
 template <typename T, int N>
 struct Wgmma;
 
-// The numbers of registers as a text, eight by eight, and the registers.
+// Register lists of the asm strings, eight at a time, and their operands.
 #define R0 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define TEXT_8 "%0, %1, %2, %3"
 #define R8 "%8, %9, %10, %11, %12, %13, %14, %15"

@@ -1,22 +1,24 @@
-// y = act(x · weightᵀ + bias) + residual for few rows of x, both in FP8, each row of either with a scale: packed_gemv.cu
-// without groups, so nothing is multiplied by scales but whole sums.
+// y = act(x * weight^T + bias) + residual for few rows of x, both in FP8 with a scale per row:
+// packed_gemv.cu without groups, so only whole sums are scaled.
 //
-// A warp takes kM tiles at once, each 16 rows of the weight, of which a thread has rows g and g + 8; a vector is 64 bytes of
-// a row, a quarter of them each thread's, two products of the tensor core. It takes float16, in which every number of FP8 is
-// exact: one instruction makes two of it. x lies in the order of a packed weight's columns, so pairs are what lies side by
-// side. Chunks of kVectors vectors are under way to shared memory all the time, past L1, stages() of each warp. Reads
-// out · in bytes of weights once, and x for each kM tiles; writes y.
+// A warp takes kM tiles at once, each 16 weight rows, of which a thread has rows g and g + 8. A
+// vector is 64 bytes of a row, a quarter of them each thread's, and two mma. The mma is float16,
+// which represents FP8 exactly; one instruction converts two codes. x is in the column order of a
+// repacked weight. kVectors vectors are a chunk, of which stages() per warp are always in flight to
+// shared memory, past L1. Reads out * in bytes of weights once, and x once per kM tiles; writes y.
 //
-// Of up to kQuantizedRows rows each block makes the codes and scales itself, of x in T, while its first weights are under
-// way: no kernel lies between this one and the one that makes x, so these weights are read while that one still runs.
-// A block reads x once, and a norm's weight twice; its codes stay in shared memory.
+// Up to kQuantizedRows rows of x in T are quantized by each block itself, while its first weights
+// are in flight. No kernel is between this one and the producer of x, so weights are read while
+// that still runs. A block reads x once and a norm's weight twice; the codes stay in shared memory.
 //
-// Of as many rows x may stay numbers: float16 in shared memory, over a power of two for each row, or group, so that none is
-// too large: what is 2^-28 of the largest or more is kept to 11 bits or more. So a weight of FP8 alone, with x in bfloat16, takes
-// an instruction for a pair as well, not five.
+// For as many rows x can stay unquantized: float16 in shared memory, divided by a power of two per
+// row or group so that it does not overflow. Values of at least 2^-28 of the maximum keep 11 bits
+// or more. A weight-only FP8 layer with x in bfloat16 then takes one instruction per pair instead
+// of five.
 //
-// Grouped, a chunk is a group of x and of the weight's blocks: its sums are scaled before they are added to the others. A tile's
-// rows are of one block, or its gates of one and its ups of another.
+// kGrouped: a chunk is a group of x and a block of the weight. Its sums are scaled before they are
+// accumulated. A tile's rows are in one block; in a gated tile, its gates are in one and its ups in
+// another.
 #include "../common/dequantize.cuh"
 #include "gemv.cuh"
 
@@ -25,41 +27,42 @@ namespace {
 
 using namespace device;
 
-constexpr int kVectors = 2;  // in a chunk
-__host__ __device__ constexpr int stages(int warps) { return warps == 16 ? 4 : 3; }  // chunks under way
+constexpr int kVectors = 2;  // vectors of a chunk
+__host__ __device__ constexpr int stages(int warps) { return warps == 16 ? 4 : 3; }  // chunks in flight
 constexpr int kColumns = 64;  // of a vector
 constexpr int kChunk = kVectors * kColumns;
-constexpr unsigned kManyPairs = 2;  // of tiles, for each multiprocessor
-constexpr int kQuantizedRows = 4;  // of x that blocks make codes of
-constexpr int kPad = 64;  // bytes between rows of codes: rows side by side do not share banks
+constexpr unsigned kManyPairs = 2;  // minimum tile pairs per SM
+constexpr int kQuantizedRows = 4;  // rows of x that blocks quantize
+constexpr int kPad = 64;  // bytes between rows of codes, against bank conflicts
 template <int kWarps, int kM>
 constexpr size_t kRing = sizeof(uint4) * stages(kWarps) * kVectors * 2 * kM * kWarps * 32;
 
-// A unit of 8 numbers as pairs.
+// Eight FP8 values as pairs of float16.
 __device__ __forceinline__ void widen_unit(uint32_t (&pairs)[4], const uint4& vector, int unit) {
   fp8x4_to_half2(pairs[0], pairs[1], unit == 0 ? vector.x : vector.z);
   fp8x4_to_half2(pairs[2], pairs[3], unit == 0 ? vector.y : vector.w);
 }
 
-// What x is: codes with their scales; T, of which codes are made here; or T, which stays numbers.
+// x is given as codes and scales, is quantized here, or is converted to float16 here.
 enum class XKind { kCodes, kRounded, kNumbers };
 template <XKind kXKind>
-constexpr int kWidth = kXKind == XKind::kNumbers ? 2 : 1;  // bytes of what is made of one
+constexpr int kWidth = kXKind == XKind::kNumbers ? 2 : 1;  // bytes of an element in shared memory
 template <XKind kXKind>
 __host__ __device__ __forceinline__ int row_bytes(const GemvParams& p) { return p.in * kWidth<kXKind> + kPad; }
 
-// What numbers up to `most` are splits_planned by, so that they are below 2^15: a power of two, 2^-100 or more.
+// A power of two, at least 2^-100, that divides values of at most this magnitude to less than 2^15.
 __device__ __forceinline__ float power_step(float most) {
   return __uint_as_float(max(static_cast<int>(__float_as_uint(most) & 0x7f800000u) - (14 << 23), 27 << 23));
 }
 
-// CodeType of x, or float16, in rows that are row_bytes() apart, and scales [p.rows], or of groups [in / kQuantBlock, kQuantizedRows], each
-// row by some of the warps: codes are those that norm_kernel (rowwise.cu) makes, but for the order of its sum. Waits for x.
-// `moments`: shared, of each warp.
+// Converts x to codes, or float16, in rows row_bytes() apart, with scales [p.rows], or of groups
+// [in / kQuantBlock, kQuantizedRows]. Some of the warps handle each row. Codes equal those of
+// norm_kernel (rowwise/norm.cu) up to the order of a sum. Calls pdl_wait(). `moments`: shared
+// memory, one entry per warp.
 template <typename T, int kWarps, XKind kXKind, bool kGrouped>
 __device__ __forceinline__ void quantize_x(const GemvParams& p, uint8_t* made, float* scales, float2* moments) {
-  constexpr int kHeld = 64 / kWarps;  // vectors of x that a thread has in registers: all of them, up to 16,384 numbers
-  const int warps = kWarps >> (p.rows > 2 ? 2 : p.rows > 1);  // of a row
+  constexpr int kHeld = 64 / kWarps;  // vectors of x in registers: all of them, up to 16,384 columns
+  const int warps = kWarps >> (p.rows > 2 ? 2 : p.rows > 1);  // warps per row
   const int warp = threadIdx.x / 32, row = warp / warps;
   const int own = warp % warps * 32 + threadIdx.x % 32, each = warps * 32;
   const int vectors = row < p.rows ? p.in / 8 : 0, batches = (p.in / 8 + each * kHeld - 1) / (each * kHeld);
@@ -78,7 +81,8 @@ __device__ __forceinline__ void quantize_x(const GemvParams& p, uint8_t* made, f
       held[i] = vector < vectors ? *reinterpret_cast<const uint4*>(x + 8 * vector) : make_uint4(0, 0, 0, 0);
     }
   };
-  // Calls f with the place of each vector of a batch, its numbers, and these times the norm's weight.
+  // Calls f with the index of each vector of a batch, its values, and these times the norm's
+  // weight.
   auto for_each = [&](int batch, auto&& f) {
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
@@ -119,10 +123,10 @@ __device__ __forceinline__ void quantize_x(const GemvParams& p, uint8_t* made, f
   const float step = p.static_scale > 0 ? p.static_scale : step_of(all.y);
   float inverse = scale / step;
   if (!kGrouped && own == 0 && row < p.rows) scales[row] = step;
-  for (int batch = batches - 1; batch >= 0; --batch) {  // the last is still held
+  for (int batch = batches - 1; batch >= 0; --batch) {  // the last batch is still held
     if (batch != batches - 1) hold(batch);
     for_each(batch, [&](int vector, const float (&)[8], const float (&gained)[8]) {
-      if constexpr (kGrouped) {  // the work of half a warp
+      if constexpr (kGrouped) {  // a group belongs to half a warp
         const float own_step = step_of(half_warp_max(abs_max(gained)));
         inverse = scale / own_step;
         if (vector % (kQuantBlock / 8) == 0) scales[vector / (kQuantBlock / 8) * kQuantizedRows + row] = own_step;
@@ -138,21 +142,21 @@ __device__ __forceinline__ void quantize_x(const GemvParams& p, uint8_t* made, f
   }
 }
 
-// kM: tiles at once. kTiles: groups of 8 rows of x. kGrouped: see above.
+// kM: tiles at once. kTiles: groups of 8 rows of x.
 template <typename T, int kWarps, int kM, int kTiles, XKind kXKind, bool kGrouped>
 __global__ void __launch_bounds__(kWarps * 32, kXKind != XKind::kCodes ? 2 : (kM * kTiles == 1 ? 24 : 16) / kWarps)
     float8_gemv_kernel(GemvParams p) {
   constexpr bool kQuantizesX = kXKind != XKind::kCodes;
   static_assert(!kQuantizesX || kTiles == 1);
   static_assert(kChunk == kQuantBlock);
-  constexpr int kThreads = kWarps * 32, kRows = 2 * kM;  // of the weight, that a thread has
-  constexpr int kStages = stages(kWarps), kSums = kQuantizesX ? kQuantizedRows : kTiles * 8;  // of a row of the weight
-  constexpr bool kAhead = kTiles < 4;  // there are registers for it
-  // [kStages][kVectors][kRows][kThreads], then what is made of x, and scales of its groups. Where the ring began 16 bytes behind a
-  // multiple of 32, the size of a sector of memory, a step took 11 % longer.
+  constexpr int kThreads = kWarps * 32, kRows = 2 * kM;  // kRows: weight rows of a thread
+  constexpr int kStages = stages(kWarps), kSums = kQuantizesX ? kQuantizedRows : kTiles * 8;  // kSums: sums of a weight row
+  constexpr bool kAhead = kTiles < 4;  // registers suffice
+  // [kStages][kVectors][kRows][kThreads], then the converted x, then scales of its groups. With the
+  // ring at 16 bytes beyond a multiple of 32, the size of a memory sector, a step took 11 % longer.
   extern __shared__ __align__(32) uint4 ring[];
   __shared__ float partial[kM][kWarps][16][kSums + 1];
-  __shared__ float moments[kWarps][kTiles * 8][2];  // nothing: rows are normed already
+  __shared__ float moments[kWarps][kTiles * 8][2];  // unused: rows are already normalized
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const int height = p.gated ? 8 : 16, tiles = (p.out + height * kM - 1) / (height * kM);
   const int chunks = chunks_per_warp<kWarps, kChunk>(p.in);
@@ -163,7 +167,7 @@ __global__ void __launch_bounds__(kWarps * 32, kXKind != XKind::kCodes ? 2 : (kM
     return row % 2 == 0 ? min(low, p.out - 1) : p.gated ? p.out + min(low, p.out - 1) : min(low + 8, p.out - 1);
   };
 
-  // The copies are ahead of the products: their own place in the sequence of tiles and chunks.
+  // Producer cursor: cp.async copies run ahead of the mma, over tiles and chunks.
   struct {
     int tile, chunk, slot;
     const uint8_t* rows[kRows];
@@ -194,10 +198,10 @@ __global__ void __launch_bounds__(kWarps * 32, kXKind != XKind::kCodes ? 2 : (kM
     cp_async_commit();
   };
   find_rows();
-  for (int i = 0; i < kStages; ++i) copy_chunk();  // weights do not depend on the kernel before
+  for (int i = 0; i < kStages; ++i) copy_chunk();  // weights do not depend on the previous kernel
 
   auto* const made = reinterpret_cast<uint8_t*>(ring + kStages * kVectors * kRows * kThreads);
-  // What a tile's sums are multiplied by and added to is in L1 when these are there.
+  // Prefetches the epilogue's scales and residual to L1.
   const int outputs = height * kM;
   auto prefetch_scales = [&](int tile) {
     if (kGrouped) return;
@@ -233,7 +237,7 @@ __global__ void __launch_bounds__(kWarps * 32, kXKind != XKind::kCodes ? 2 : (kM
   for (int n = 0; n < kTiles; ++n)
     of_row[n] = static_cast<const uint8_t*>(p.x) + static_cast<int64_t>(min(n * 8 + g, p.rows - 1)) * p.in + 16 * t;
   const uint8_t* const of_made = made + min(g, p.rows - 1) * row_bytes<kXKind>(p) + 16 * kWidth<kXKind> * t;
-  uint4 next[kVectors][kTiles];  // of x, a chunk ahead
+  uint4 next[kVectors][kTiles];  // x of the next chunk
   auto load_next = [&](int column) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v)
@@ -246,7 +250,7 @@ __global__ void __launch_bounds__(kWarps * 32, kXKind != XKind::kCodes ? 2 : (kM
   int slot = 0, turn = 0;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++turn) {
     float total[kM][kTiles][4] = {}, sums[kM][kTiles][4];
-    const float* blocks[kM][2];  // of the rows of both halves of a tile
+    const float* blocks[kM][2];  // block scales of the rows of both halves of a tile
     if constexpr (kGrouped)
 #pragma unroll
       for (int m = 0; m < kM; ++m)
@@ -282,7 +286,7 @@ __global__ void __launch_bounds__(kWarps * 32, kXKind != XKind::kCodes ? 2 : (kM
       for (int v = 0; v < kVectors; ++v)
 #pragma unroll
         for (int n = 0; n < kTiles; ++n) {
-          const int column = begin + chunk * kChunk + kColumns * v;  // beyond the last the weights are 0
+          const int column = begin + chunk * kChunk + kColumns * v;  // beyond the last column the weights are 0
           const auto* from = reinterpret_cast<const uint4*>(of_made + (column < p.in ? column : 0) * kWidth<kXKind>);
 #pragma unroll
           for (int i = 0; i < kWidth<kXKind>; ++i) x[v][n][i] = kQuantizesX ? from[i] : next[v][n];
@@ -346,7 +350,7 @@ __global__ void __launch_bounds__(kWarps * 32, kXKind != XKind::kCodes ? 2 : (kM
   }
 }
 
-// What a block has of shared memory beside its partial sums.
+// Dynamic shared memory of a block.
 template <int kWarps, int kM, XKind kXKind>
 size_t smem_bytes(const GemvParams& p) {
   if (kXKind == XKind::kCodes) return kRing<kWarps, kM>;
@@ -354,7 +358,7 @@ size_t smem_bytes(const GemvParams& p) {
   return kRing<kWarps, kM> + static_cast<size_t>(p.rows) * row_bytes<kXKind>(p) + scales;
 }
 
-// As many blocks as are resident at once.
+// A persistent grid.
 template <typename T, int kWarps, int kM, int kTiles, XKind kXKind, bool kGrouped>
 cudaError_t run_groups(const GemvParams& p, cudaStream_t stream) {
   const size_t shared = smem_bytes<kWarps, kM, kXKind>(p);
@@ -376,7 +380,7 @@ cudaError_t run_tiles(const GemvParams& p, cudaStream_t stream) {
                    : run_groups<T, kWarps, kM, kTiles, kXKind, false>(p, stream);
 }
 
-// Two tiles at once where there are enough for all num_sms, and room for their sums.
+// Two tiles at once if there are enough for all SMs, and registers for their sums.
 template <typename T, int kTiles>
 cudaError_t run_rows(const GemvParams& p, cudaStream_t stream) {
   if (p.in <= 4 * kChunk) return run_tiles<T, 4, 1, kTiles>(p, stream);
@@ -385,9 +389,9 @@ cudaError_t run_rows(const GemvParams& p, cudaStream_t stream) {
   return run_tiles<T, 8, 1, kTiles>(p, stream);
 }
 
-// Where blocks make codes, few large blocks make them less often. For one or two rows and 512 to 8,192 outputs one tile
-// by 16 warps took the least time for 8,192 and 14,336 columns; for 576 to 4,096 two tiles by 8 warps did, or at most
-// 0.8 us more (H100).
+// If blocks quantize x, few large blocks do it less often. For one or two rows and 512 to 8,192
+// outputs one tile by 16 warps was fastest with 8,192 and 14,336 columns; two tiles by 8 warps with
+// 576 to 4,096, or at most 0.8 us slower (H100).
 bool has_long_rows(const GemvParams& p) { return p.in > 6144; }
 
 template <typename T, XKind kXKind>
@@ -401,7 +405,7 @@ cudaError_t run_type(const GemvParams& p, cudaStream_t stream) {
   return p.rows > 16 ? run_rows<T, 4>(p, stream) : p.rows > 8 ? run_rows<T, 2>(p, stream) : run_rows<T, 1>(p, stream);
 }
 
-// Whether its scales are for whole rows, or of blocks that a tile's rows share.
+// Whether its scales are per row, or per block with a tile's rows in one block.
 bool has_scales(const GemvParams& p) {
   return p.grouped ? p.quant.blocks != nullptr && p.in % kQuantBlock == 0 && (!p.gated || p.out % 8 == 0)
                    : p.quant.group_size == p.in;
@@ -416,7 +420,7 @@ bool can_quantize(const GemvParams& p) {
          shared + beside <= static_cast<size_t>(device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>());
 }
 
-// A weight in blocks is read by them, if it has such.
+// Uses block scales if the weight has them.
 GemvParams with_blocks(const GemvParams& p) {
   GemvParams made = p;
   made.grouped = p.quant.blocks != nullptr;

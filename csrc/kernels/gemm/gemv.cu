@@ -1,19 +1,20 @@
-// y = act(norm(x) · weightᵀ + bias) + residual for few rows of x, where reading the weight is all the work.
+// y = act(norm(x) * weight^T + bias) + residual for few rows of x and 16-bit weights. Bound by
+// reading the weight.
 //
-// A tile is 16 outputs (gated: 8 gates and their 8 ups) for all rows. As many blocks as fit take tiles in turn.
-// A block's warps divide the inner dimension among them; each takes its share in chunks of 128. The weights of the
-// next kStages chunks of a warp, whichever tile they are of, are under way to shared memory all the time, so that
-// reading never pauses; the first are under way before the kernel ahead has ended. What a thread copies is what it
-// reads back, as the tensor core wants it: thread (g, t) of a warp takes 16 bytes of weight rows g and g + 8 at column
-// 8 t, four threads covering 64 bytes of a row. The order of the inner dimension does not matter to a sum of products,
-// so x is read with the same permutation. Reads out · in weights once, past L1, where x stays; writes y.
+// A tile is 16 outputs (gated: 8 gates and their 8 ups) for all rows of x. A persistent grid takes
+// tiles in turn. The warps of a block split K; each warp takes its share in chunks of 128 columns.
+// A ring of kStages chunks per warp in shared memory is always in flight across tiles, so reads
+// never pause; the first chunks are in flight before the previous kernel has ended (PDL). A thread
+// reads back what it copied, as an mma fragment: thread (g, t) of a warp copies 16 bytes of weight
+// rows g and g + 8 at column 8 t, so that four threads cover 64 bytes of a row. x is read with the
+// same permutation of K. Reads out * in weights once, past L1, and x from L1; writes y.
 //
-// Where that makes fewer tiles than num_sms, a tile is 8 outputs for up to 4 rows of x: rows 8
-// to 15 of the tensor core's tile are the same weights half a chunk further, and columns 4 to 7 the x that
-// belongs there; two quarters of the product are then what is wanted.
+// If that makes fewer tiles than SMs, a tile is 8 outputs for up to 4 rows of x. Rows 8 to 15 of
+// the mma tile are then the same weights half a chunk further, and columns 4 to 7 are the x that
+// belongs to them; two quadrants of the product are used.
 //
-// A norm costs nothing: its weight is part of the matrix, and norm(x) · w = (x · w − mean(x) · sum(w)) /
-// deviation(x), where mean and deviation come from the x that the warps read anyway.
+// A norm is fused at no cost: its weight is folded into the matrix, and norm(x) * w = (x * w -
+// mean(x) * sum(w)) / deviation(x), with moments of the x that the warps read anyway.
 #include "gemv.cuh"
 
 namespace llmc::kernels {
@@ -21,8 +22,8 @@ namespace {
 
 using namespace device;
 
-constexpr int kUnroll = 4;  // steps in a chunk
-constexpr int kStages = 3;  // chunks under way
+constexpr int kUnroll = 4;  // steps of a chunk
+constexpr int kStages = 3;  // chunks in flight
 
 // kTiles: groups of 8 rows of x.
 template <typename T, int kWarps, int kTiles, TileShape kTile, bool kNorm>
@@ -30,7 +31,7 @@ __global__ void __launch_bounds__(kWarps * 32) gemv_kernel(GemvParams p) {
   static_assert(kTile != TileShape::kNarrow || kTiles == 1);
   constexpr int kOut = kTile == TileShape::kWide ? 16 : 8, kThreads = kWarps * 32;
   constexpr bool kNarrow = kTile == TileShape::kNarrow;
-  constexpr int kStep = kNarrow ? 64 : 32;  // columns that a warp takes at once
+  constexpr int kStep = kNarrow ? 64 : 32;  // columns of a step
   constexpr int kChunk = kStep * kUnroll;
   extern __shared__ uint4 ring[];  // [kStages][kUnroll][2][kThreads]
   __shared__ float partial[kWarps][16][kTiles * 8 + 1];
@@ -39,7 +40,7 @@ __global__ void __launch_bounds__(kWarps * 32) gemv_kernel(GemvParams p) {
   const int tiles = (p.out + kOut - 1) / kOut, chunks = chunks_per_warp<kWarps, kChunk>(p.in);
   const int begin = warp * chunks * kChunk;
 
-  // The copies are ahead of the products: their own place in the sequence of tiles and chunks.
+  // Producer cursor: cp.async copies run ahead of the mma, over tiles and chunks.
   struct {
     int tile, chunk, slot;
     const T *low, *high;
@@ -72,7 +73,7 @@ __global__ void __launch_bounds__(kWarps * 32) gemv_kernel(GemvParams p) {
     cp_async_commit();
   };
   find_rows();
-  for (int i = 0; i < kStages; ++i) copy_chunk();  // weights do not depend on the kernel before
+  for (int i = 0; i < kStages; ++i) copy_chunk();  // weights do not depend on the previous kernel
   pdl_wait();
   pdl_launch_dependents();
 
@@ -126,7 +127,7 @@ __global__ void __launch_bounds__(kWarps * 32) gemv_kernel(GemvParams p) {
 
 constexpr int kNarrowRows = 4;
 
-// As many blocks as are resident at once; a ring of the chunks that a warp has, up to kStages.
+// A persistent grid; the ring has the chunks of a warp, at most kStages.
 template <typename T, int kWarps, int kTiles, TileShape kTile, bool kNorm>
 cudaError_t run_norm(const GemvParams& p, cudaStream_t stream) {
   constexpr size_t kStage = sizeof(uint4) * kUnroll * 2 * kWarps * 32;
@@ -165,13 +166,13 @@ cudaError_t run_warps(const GemvParams& p, bool narrow, cudaStream_t stream) {
   return cudaErrorInvalidValue;
 }
 
-// As many warps as have a chunk to read at once, so that a small weight is under way as a whole before the
-// kernel ahead has ended; and no more than have their rings in shared memory, beside the sums.
+// As many warps as have a chunk to read at once, so that a small weight is in flight as a whole
+// before the previous kernel has ended, limited by the shared memory for rings and sums.
 template <typename T>
 cudaError_t run_type(const GemvParams& p, cudaStream_t stream) {
   constexpr int kRing = kStages * kUnroll * 2 * 32 * sizeof(uint4), kSums = 12 << 10;
   const int room = (device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() - kSums) / kRing;
-  // Long rows in wide tiles would leave many num_sms with one less than others.
+  // With long rows in wide tiles many SMs would have one tile less than others.
   const unsigned tiles = ceil_div(p.out, 16), places = num_sms();
   const bool uneven = p.rows == 1 && p.in >= 8192 && 5 * ceil_div(tiles, places) * places > 6 * tiles;
   const bool narrow = !p.gated && p.rows <= kNarrowRows && (tiles < places || uneven);

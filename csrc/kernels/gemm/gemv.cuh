@@ -1,4 +1,4 @@
-// What the kernels for few rows of x share.
+// Device code of the GEMVs: tile shapes, moments of x for norms, and the epilogue.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@ namespace llmc::device {
 
 using kernels::GemvParams;
 
-// Adds a vector's elements, and their squares, to sum[0] and sum[1].
+// Adds a vector's elements to sum[0] and their squares to sum[1].
 template <typename T>
 __device__ __forceinline__ void accumulate_moments(float (&sum)[2], const uint4& vector) {
   const T* x = reinterpret_cast<const T*>(&vector);
@@ -23,17 +23,18 @@ __device__ __forceinline__ void accumulate_moments(float (&sum)[2], const uint4&
   }
 }
 
-// How many chunks each of kWarps warps takes of an inner dimension.
+// Chunks of K for each of kWarps warps.
 template <int kWarps, int kChunk>
 __host__ __device__ constexpr int chunks_per_warp(int in) {
   return (in + kWarps * kChunk - 1) / (kWarps * kChunk);
 }
 
-// What the 16 rows of weights in a tile are: as many outputs; 8 gates and their 8 ups; 8 outputs, the second 8 rows
-// the same weights half a step further.
+// The 16 weight rows of a tile. kWide: 16 outputs. kGated: 8 gates and their 8 ups. kNarrow: 8
+// outputs, whose rows 8 to 15 are the same weights half a step further.
 enum class TileShape { kWide, kGated, kNarrow };
 
-// What the sums of an output come to, and of its up where `gated`; mean and mean square are those of the row of x, for a norm.
+// Applies norm, FP8 scales and bias to an accumulator, and to that of the up projection where
+// `gated`. mean and square are the moments of the row of x.
 template <typename T>
 __device__ __forceinline__ void scale_accumulator(const GemvParams& p, float& value, float& up, float mean, float square, int row,
                                              int output, bool gated, bool norm) {
@@ -57,7 +58,7 @@ __device__ __forceinline__ void scale_accumulator(const GemvParams& p, float& va
   }
 }
 
-// What becomes of them; total and squares are those of the row of x.
+// Epilogue of one output. total and squares are the sum and the sum of squares of the row of x.
 template <typename T>
 __device__ __forceinline__ float epilogue(const GemvParams& p, float value, float up, float total, float squares, int row,
                                            int output, bool gated, bool norm) {
@@ -67,15 +68,15 @@ __device__ __forceinline__ float epilogue(const GemvParams& p, float value, floa
   return gated ? value * up : value;
 }
 
-// The outputs of a tile from what each warp summed up, partial[warp][row of the tile][row of x], and moments of x.
-// `turn`: of the block's tiles.
+// Reduces a tile over warps and writes its outputs. partial is [warp][row of the tile][row of x],
+// moments [warp][row of x]. `turn` counts the block's tiles.
 template <typename T, int kWarps, int kPitch, int kMeasured>
 __device__ __forceinline__ void store_tile(const GemvParams& p, const float (&partial)[kWarps][16][kPitch],
                                             const float (&moments)[kWarps][kMeasured][2], int tile, int turn,
                                             TileShape kind, bool norm) {
   constexpr int kThreads = kWarps * 32;
   const int out = kind == TileShape::kWide ? 16 : 8;
-  // Each tile's outputs are the work of another warp first.
+  // Another warp comes first in each tile.
   for (int i = (threadIdx.x + turn * 32) % kThreads; i < out * p.rows; i += kThreads) {
     const int column = i % out, row = i / out, output = tile * out + column;
     if (output >= p.out) continue;

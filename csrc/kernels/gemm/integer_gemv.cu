@@ -1,18 +1,18 @@
-// packed_gemv.cu's product by the tensor core's integers: codes are operands as they are, but for a mask and a shift of
-// those of 4 bits, where numbers of 16 bits take about twice the instructions, which is what bounds it.
+// packed_gemv() by integer tensor cores. Codes are mma operands after a mask and a shift.
+// Dequantizing to 16 bits takes about twice the instructions, and instructions are the limit.
 //
-// x becomes integers of 16 bits, by a scale for each vector of its columns: no further from x than 2^-16 of the largest
-// number there, where T itself rounds numbers by up to 2^-9 or 2^-12 of each. Two bytes hold it, q = 256 high + low, as two
-// columns of the operand; so 8 columns take four rows of x, and sums of integers are exact. Each block makes them anew
-// and keeps them in shared memory, while its first weights are under way.
+// x is quantized to 16-bit integers with a scale per vector of columns: within 2^-16 of the
+// vector's maximum, where T itself rounds by 2^-9 or 2^-12. The integer q = 256 high + low occupies
+// two columns of the operand as two bytes, so 8 columns hold four rows of x, and integer sums are
+// exact. Each block quantizes x itself, to shared memory, while its first weights are in flight.
 //
-// A warp takes 16 kM rows of the weight at a time, of which a thread has rows g, g + 8, … ; a vector is 64 bytes of a
-// row, a quarter of them each thread's, and the block's warps take vectors in turn. Vectors and their scales are under
-// way to shared memory stages() ahead.
+// A warp takes 16 kM weight rows, of which a thread has rows g, g + 8, .. A vector is 64 bytes of a
+// row, a quarter of them each thread's. The warps of a block take vectors in turn. Vectors and
+// their scales are in flight stages() ahead.
 //
-// kClusterSplit: the blocks of a cluster have a part of the columns each, so they make operands of that part alone, and there are
-// more blocks than tiles. Their sums go to one of them, to another for each tile, which adds them up in their order when all
-// have come, while the others take the next tile.
+// kClusterSplit: the blocks of a cluster split K. Each quantizes its own columns only, and there
+// are more blocks than tiles. Sums are sent to one block, another for each tile, which adds them in
+// rank order when all have arrived while the others take the next tile.
 #include "../common/cluster.cuh"
 #include "../common/dequantize.cuh"
 #include "gemv.cuh"
@@ -23,16 +23,16 @@ namespace {
 using namespace device;
 using device::cp_async;
 
-__host__ __device__ constexpr int stages(int m) { return m == 2 ? 4 : 6; }  // vectors under way, of each warp
+__host__ __device__ constexpr int stages(int m) { return m == 2 ? 4 : 6; }  // vectors in flight per warp
 constexpr float kMaxQuantized = 127 * 256;
-constexpr int kMaxClusterSize = 4;  // of the columns
+constexpr int kMaxClusterSize = 4;  // blocks that split K
 
-// A copy of a number into shared memory that goes on beside the thread.
+// Starts a copy of one float to shared memory.
 __device__ __forceinline__ void cp_async(float* to, const float* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(smem_address(to)), "l"(from) : "memory");
 }
 
-// kSigned: codes too.
+// kSigned: codes are signed, as x is.
 template <bool kSigned>
 __device__ __forceinline__ void mma_m16n8k32(int (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   if constexpr (kSigned)
@@ -48,15 +48,16 @@ __device__ __forceinline__ void mma_m16n8k32(int (&c)[4], const uint32_t (&a)[4]
 template <CodeType kCodeType>
 constexpr int kColumns = 512 / kBits<kCodeType>;  // of a vector
 template <CodeType kCodeType>
-constexpr int kSteps = kColumns<kCodeType> / 32;  // products of a vector
+constexpr int kSteps = kColumns<kCodeType> / 32;  // mma of a vector
 template <CodeType kCodeType>
-constexpr int kHalves = kSteps<kCodeType> / 2;    // 16 bytes of x for two of them
+constexpr int kHalves = kSteps<kCodeType> / 2;  // 16-byte vectors of x for two mma each
 
-// Shared memory of a block, in bytes: the ring and its scales; the operands of x; of each vector and row of x its scale and
-// sum; of two tiles what each warp summed up, [2][warps][16 m][pitch]; what came from the blocks of the cluster.
+// Shared memory of a block, in bytes: the ring and its scales; the quantized x; scale and sum per
+// vector and row of x; partial sums of two tiles, [2][warps][16 m][pitch]; sums received from the
+// cluster.
 template <CodeType kCodeType>
 struct SharedLayout {
-  int vectors, used;  // those of the block; columns of an operand that are not zero
+  int vectors, used;  // vectors: of the block; used: operand columns that are not zero
   int pitch;
   int64_t operands, factors, partial, received, all;
 
@@ -71,19 +72,20 @@ struct SharedLayout {
     received = partial + int64_t{2} * warps * 16 * m * pitch * 4;
     all = received + (parts > 1 ? parts * message(rows, m) * 4 : 0);
   }
-  // Numbers that a block sends of a tile: sums, and what was moments of x.
+  // Floats that a block sends for a tile: sums, and moments of x.
   static __host__ __device__ int message(int rows, int m) { return 16 * m * rows + 2 * rows; }
 };
 
-// Of columns first, ... , end - 1 of x, by all warps: operands, factors and, for a norm, the sums of each warp's numbers
-// and of their squares. kSums: factors have sums of integers, else those are for codes 16 times as large. Waits for x.
-// A lane takes eight columns; what it does with some of them at once has no branches, so none waits for another.
+// Quantizes columns [first, end) of x, by all warps: operands, scales (factors) and, for a norm,
+// each warp's moments. kSums: factors contain integer sums; otherwise they are for codes 16 times
+// as large. Calls pdl_wait(). A lane takes eight columns of several vectors at once, without
+// branches, so that no load waits for another.
 template <typename T, CodeType kCodeType, int kWarps, bool kSums>
 __device__ __forceinline__ void quantize_x(const GemvParams& p, const SharedLayout<kCodeType>& layout, int first, int end,
                                               uint32_t* operands, float2* factors, float (*moments)[kIntegerRows][2]) {
-  constexpr int kLanes = kColumns<kCodeType> / 8, kAtOnce = 32 / kLanes, kBatch = 4;  // of a vector; vectors; of these
+  constexpr int kLanes = kColumns<kCodeType> / 8, kAtOnce = 32 / kLanes, kBatch = 4;  // lanes per vector; vectors per warp; iterations per batch
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, own = lane % kLanes;
-  // Of each row a warp takes some vectors, in turn; what it loads is ahead, of the next rows too.
+  // A warp takes some vectors of each row in turn; its loads run ahead, also into the next rows.
   const int each = (layout.vectors + kWarps * kAtOnce - 1) / (kWarps * kAtOnce), pairs = each * p.rows;
   struct VectorCursor {
     int row, turn;
@@ -93,7 +95,7 @@ __device__ __forceinline__ void quantize_x(const GemvParams& p, const SharedLayo
   auto go_on = [&](VectorCursor& place) {
     if (++place.turn == each) place.turn = 0, ++place.row;
   };
-  Vec<float, 4> weights[kBatch][2];  // the norm's
+  Vec<float, 4> weights[kBatch][2];  // of the norm
   auto load_weights = [&](VectorCursor place) {
 #pragma unroll
     for (int i = 0; i < kBatch; ++i, go_on(place)) {
@@ -135,24 +137,27 @@ __device__ __forceinline__ void quantize_x(const GemvParams& p, const SharedLayo
         x[k] *= weights[i][k / 4].data[k % 4];
         most = max(most, __float_as_uint(fabsf(x[k])));
       }
-      // As bits: what is no number is greater than all numbers, and makes the scale and what is multiplied by it no number.
+      // Maximum of the bit patterns: NaN compares greater than every number, and makes the scale
+      // and all products NaN.
 #pragma unroll
       for (int other = kLanes / 2; other > 0; other /= 2) most = max(most, __shfl_xor_sync(~0u, most, other));
       const float largest = __uint_as_float(most);
       const bool counts = largest > 1e-30f && largest < INFINITY;
-      const float by = counts ? __fdividef(kMaxQuantized / 256, largest / 256) : 0.f;  // which has no divisors above 2^126
-      // Bits 0 to 15 of these are q + 128: the second byte is its high one, the first is 128 more than its low one.
+      const float by = counts ? __fdividef(kMaxQuantized / 256, largest / 256) : 0.f;  // __fdividef() takes divisors up to 2^126
+      // Bits 0 to 15 of these are q + 128: the high byte is the operand's high byte, the low byte
+      // is 128 more than its low byte.
       uint32_t bits[8];
 #pragma unroll
       for (int k = 0; k < 8; ++k) bits[k] = __float_as_uint(fmaf(x[k], by, 12582912.f + 128.f));
-      // As codes lie in words: of 4 bits columns 0, 4, 1, 5 and 2, 6, 3, 7, of 8 bits 0, 2, 4, 6 and 1, 3, 5, 7.
+      // In the order of codes in words: 4 bits: columns 0, 4, 1, 5 and 2, 6, 3, 7; 8 bits: 0, 2, 4,
+      // 6 and 1, 3, 5, 7.
       uint2 high, low;
 #pragma unroll
       for (int word = 0; word < 2; ++word) {
         constexpr bool kFour = kCodeType == CodeType::kInt4;
         const uint32_t a = bits[kFour ? 2 * word : word], b = bits[kFour ? 4 + 2 * word : word + 2];
         const uint32_t c = bits[kFour ? 1 + 2 * word : word + 4], d = bits[kFour ? 5 + 2 * word : word + 6];
-        const uint32_t left = __byte_perm(a, b, 0x5140), right = __byte_perm(c, d, 0x5140);  // low ones, then high ones
+        const uint32_t left = __byte_perm(a, b, 0x5140), right = __byte_perm(c, d, 0x5140);  // low bytes, then high bytes
         (word == 0 ? low.x : low.y) = __byte_perm(left, right, 0x5410) ^ 0x80808080;
         (word == 0 ? high.x : high.y) = __byte_perm(left, right, 0x7632);
       }
@@ -190,12 +195,12 @@ __device__ __forceinline__ void quantize_x(const GemvParams& p, const SharedLayo
 template <typename T, CodeType kCodeType, int kWarps, int kM, bool kUneven, bool kClusterSplit>
 __global__ void __launch_bounds__(kWarps * 32, (kM == 1 ? 24 : 16) / kWarps) integer_gemv_kernel(GemvParams p) {
   constexpr int kThreads = kWarps * 32, kRows = 2 * kM, kDeep = stages(kM);
-  constexpr bool kSigned = kCodeType == CodeType::kInt4 && !kUneven;  // then codes less 8, 16 times as large, are operands
+  constexpr bool kSigned = kCodeType == CodeType::kInt4 && !kUneven;  // operands are then (code - 8) * 16
   extern __shared__ uint4 ring[];  // [kDeep][kRows][kThreads], then scales [kDeep][kWarps][8][kRows]; see SharedLayout
   __shared__ float moments[kWarps][kIntegerRows][2];
   __shared__ uint64_t received_barrier_storage;
   const int parts = kClusterSplit ? cluster_size() : 1, part = kClusterSplit ? cluster_rank() : 0;
-  const int begin = blockIdx.x / parts, stride = gridDim.x / parts;  // of tiles
+  const int begin = blockIdx.x / parts, stride = gridDim.x / parts;  // over tiles
   const SharedLayout<kCodeType> layout(p.rows, p.in, kWarps, kM, parts);
   auto* const shared = reinterpret_cast<unsigned char*>(ring);
   const auto* operands = reinterpret_cast<const uint4*>(shared + layout.operands);
@@ -218,22 +223,23 @@ __global__ void __launch_bounds__(kWarps * 32, (kM == 1 ? 24 : 16) / kWarps) int
       received_barrier.arrive_expect_tx(parts * message * 4);
       fence_mbarrier_init();
     }
-    cluster_arrive_relaxed();  // others may send from now on
+    cluster_arrive_relaxed();  // peers may send from now on
   }
-  // Row `row` of those of a thread with this g. Rows beyond the last repeat it; their sums are not written.
+  // Weight row `row` of a thread with this g. Rows beyond the last repeat it; their sums are not
+  // written.
   auto row_of = [&](int tile, int row, int of_g) {
     const int low = (tile * kM + row / 2) * height + of_g;
     return row % 2 == 0 ? min(low, p.out - 1) : p.gated ? p.out + min(low, p.out - 1) : min(low + 8, p.out - 1);
   };
   const QuantParams& quant = p.quant;
   const int all_rows = p.gated ? 2 * p.out : p.out, groups = p.in / quant.group_size;
-  const int per_group = quant.group_size / kColumns<kCodeType>;  // vectors
+  const int per_group = quant.group_size / kColumns<kCodeType>;  // in vectors
   const uint32_t share = ((1u << 20) + per_group - 1) / per_group;
   const bool has_minima = kUneven && quant.minimum != nullptr;
   auto group_of = [&](int vector) { return min(static_cast<int>(vector * share >> 20), groups - 1); };
 
-  // The copies are ahead of the products: their own place in the sequence of tiles and vectors. Of the scales a lane copies
-  // one, of a row and a g.
+  // Producer cursor: cp.async copies run ahead of the mma, over tiles and vectors. A lane copies
+  // one scale, of a row and a g.
   struct {
     int tile, vector, slot;
     const uint8_t* rows[kRows];
@@ -268,14 +274,14 @@ __global__ void __launch_bounds__(kWarps * 32, (kM == 1 ? 24 : 16) / kWarps) int
     cp_async_commit();
   };
   find_rows();
-  for (int i = 0; i < kDeep; ++i) copy_vector();  // weights do not depend on the kernel before
+  for (int i = 0; i < kDeep; ++i) copy_vector();  // weights do not depend on the previous kernel
 
   quantize_x<T, kCodeType, kWarps, !kSigned>(p, layout, first_column, end_column,
                                              reinterpret_cast<uint32_t*>(shared + layout.operands), factors, moments);
   __syncthreads();
   if (kClusterSplit) cluster_wait();
 
-  // An output's sum by all warps, and its up's, of the tile that was `turn`.
+  // Sum of an output over all warps, and of its up, in the tile of this turn.
   auto sum_up = [&](int turn, int column, int row, float& value, float& up) {
     const float* from = partial + (turn % 2 * kWarps * 16 * kM + column / height * 16 + column % height) * layout.pitch + row;
     value = up = 0;
@@ -294,7 +300,7 @@ __global__ void __launch_bounds__(kWarps * 32, (kM == 1 ? 24 : 16) / kWarps) int
     OutputWriter<T>(p.y, p.y_scale_inverse).write(place, value + added);
   };
   auto finish = [&](int tile, int turn) {
-    // Each tile's outputs are the work of other warps first.
+    // Other warps come first in each tile.
     for (int i = (threadIdx.x + turn * 64) % kThreads; i < outputs * p.rows; i += kThreads) {
       const int column = i % outputs, row = i / outputs;
       float value, up, total = 0, squares = 0;
@@ -305,7 +311,7 @@ __global__ void __launch_bounds__(kWarps * 32, (kM == 1 ? 24 : 16) / kWarps) int
       write(tile, column, row, value, up, total, squares);
     }
   };
-  // What a block of a cluster sends: sums, ups, and what it moments.
+  // Sends the block's sums, ups and moments to the owner of the tile.
   auto send_sums = [&](int turn) {
     const int owner = turn % parts;
     float* const to = received + part * message;
@@ -335,12 +341,12 @@ __global__ void __launch_bounds__(kWarps * 32, (kM == 1 ? 24 : 16) / kWarps) int
       }
       write(tile, column, row, value, up, total, squares);
     }
-    __syncthreads();  // before anybody sends more, which nobody does before this block has sent the next tile
+    __syncthreads();  // no peer sends more before this block has sent the next tile
     if (threadIdx.x == 0) received_barrier.arrive_expect_tx(parts * message * 4);
   };
 
   int slot = 0, turn = 0, tile = begin;
-  uint32_t x[kHalves<kCodeType>][4] = {};  // columns that no row of x has stay zero
+  uint32_t x[kHalves<kCodeType>][4] = {};  // unused columns stay zero
   for (; tile < tiles; tile += stride, ++turn) {
     float total[kRows] = {};
     const uint4* own = operands + (warp * kHalves<kCodeType> * layout.used + g) * 4 + t;
@@ -420,8 +426,8 @@ __global__ void __launch_bounds__(kWarps * 32, (kM == 1 ? 24 : 16) / kWarps) int
   if (kClusterSplit && turn > 0) finish_received(tile - stride, turn - 1);
 }
 
-// What a launch is made of: warps of a block, tiles of 16 rows at once, blocks that divide the columns, and how many blocks a
-// multiprocessor has at most.
+// Warps of a block, tiles of 16 rows at once, blocks that split K, and the maximum number of blocks
+// per SM.
 struct KernelConfig {
   int warps, m, parts, blocks;
 };
@@ -447,19 +453,21 @@ cudaError_t run(const GemvParams& p, const KernelConfig& config, cudaStream_t st
   return cudaLaunchKernelEx(Launch(grid, kWarps * 32, shared, stream, config.parts).config(), kernel, p);
 }
 
-// Tiles of 32 rows of the weight. Where there are fewer than num_sms and much of x to make operands of, rows are long.
+// Tiles of 32 weight rows. Rows are long if there are fewer tiles than SMs and much of x to
+// quantize.
 unsigned tiles_of(const GemvParams& p) { return ceil_div(p.out, p.gated ? 16 : 32); }
 bool has_long_rows(const GemvParams& p) { return tiles_of(p) <= num_sms() && p.in > 9000; }
 bool has_many_tiles(const GemvParams& p) { return tiles_of(p) >= 4 * num_sms(); }
 
-// What was fastest for a Llama's shapes, if there is layout; no warps: x takes too much.
+// The configuration that was fastest for Llama shapes, if shared memory suffices. No warps: x does
+// not fit.
 template <CodeType kCodeType>
 KernelConfig choose_config(const GemvParams& p) {
   const int64_t most = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>();
-  auto needs = [&](int warps, int m, int parts) {  // with what is beside: what is moments
+  auto needs = [&](int warps, int m, int parts) {  // with static shared memory
     return SharedLayout<kCodeType>(p.rows, p.in, warps, m, parts).all + warps * 32 + 16;
   };
-  const KernelConfig one{16, 1, 1, 1}, two{8, 2, 1, 2}, cluster{8, 2, kMaxClusterSize, 2};  // blocks on a multiprocessor
+  const KernelConfig one{16, 1, 1, 1}, two{8, 2, 1, 2}, cluster{8, 2, kMaxClusterSize, 2};  // the last field: blocks per SM
   const bool has_one = needs(16, 1, 1) <= most, has_two = 2 * (needs(8, 2, 1) + 1024) <= most;
   const bool has_cluster = device_attribute<cudaDevAttrComputeCapabilityMajor>() >= 9 &&
                            2 * (needs(8, 2, kMaxClusterSize) + 1024) <= most;
@@ -496,7 +504,7 @@ bool has_integer_gemv(const GemvParams& p) {
       !is_aligned(p.quant.scale, 16) || !is_aligned(p.norm_weight, 16))
     return false;
   if (p.quant.group_size % (four ? kColumns<CodeType::kInt4> : kColumns<CodeType::kInt8>) != 0) return false;
-  // Making operands of more rows takes longer than it saves where a block has few tiles, but for long rows.
+  // Quantizing more rows takes longer than it saves if a block has few tiles, except for long rows.
   if (p.rows > 2 && four && !has_long_rows(p) && !has_many_tiles(p)) return false;
   return (four ? choose_config<CodeType::kInt4>(p) : choose_config<CodeType::kInt8>(p)).warps != 0;
 }

@@ -1,16 +1,17 @@
-// y = act(x · weightᵀ + bias) + residual for 9 to some hundred rows of x, the weight in codes of 4 or 8 bits: between
-// packed_gemv.cu, for which x costs nothing, and cuBLASLt, for which the weight has to be made numbers first.
+// y = act(x * weight^T + bias) + residual for 9 to some hundred rows of x and quantized weights:
+// between packed_gemv.cu, for which x is free, and cuBLASLt, for which the weight must be
+// dequantized first.
 //
-// A tile is 128 rows of the weight for kTokens rows of x; a warp takes 32 of them (gated: 16 gates and their 16 ups) for
-// all of x, or for half of it where there are eight. 64 bytes of each row of the weight and the x that belongs there are a
-// stage, kStages of which are under way to shared memory. CodeType become numbers of 16 bits in registers, rounded as
-// `dequantize` rounds them but that their scales are rounded first, and the tensor core takes these. Which columns are whose is
-// as in packed_gemv.cu.
+// A tile is 128 weight rows for kTokens rows of x. A warp takes 32 weight rows (gated: 16 gates and
+// their 16 ups) for all rows of x, or for half of them with eight warps. A stage is 64 bytes of
+// each weight row and the x that belongs to them; kStages of them are in flight to shared memory.
+// Codes become 16-bit values in registers, rounded as dequantize() does except that scales are
+// rounded first. The assignment of columns to threads is that of packed_gemv.cu.
 //
-// As many blocks as are resident share out all stages of all tiles evenly, so a tile's columns may be the work of
-// several. Each then leaves what it summed up; the one that comes last adds all of it, in the order of the columns
-// whichever it is, so that the same x gives the same y. Reads the weight once for each kTokens rows of x, and x once for
-// each tile, from the cache.
+// Stream-K: a persistent grid divides all stages of all tiles evenly, so that several blocks may
+// share a tile. Each writes its partial sums, and the last one to arrive adds them in the order of
+// the columns, so the same x gives the same y. Reads the weight once per kTokens rows of x, and x
+// once per tile, from L2.
 #include <algorithm>
 
 #include "gemv.cuh"
@@ -21,27 +22,27 @@ namespace {
 
 using namespace device;
 
-constexpr int kRowBytes = 64;  // of a row of the weight in a stage
-constexpr int kOut = 128;      // rows of the weight in a tile
+constexpr int kRowBytes = 64;  // of a weight row in a stage
+constexpr int kOut = 128;  // weight rows of a tile
 constexpr int kStages = 3;
-constexpr int kMaxSharesPerTile = 4;  // of a tile, unless there are few
+constexpr int kMaxSharesPerTile = 4;  // blocks per tile, unless tiles are few
 
 template <CodeType kCodeType>
 constexpr int kColumns = kRowBytes * 8 / kBits<kCodeType>;  // of a stage
 
-// Of a row's group, each in both halves of a word.
+// Parameters of a row's group, in both halves of a word.
 struct GroupParams {
   uint32_t scale, minimum, offset;
 };
 
-// kTiles: groups of 8 rows of x that a warp takes; kSides: warps that share rows of the weight. kWhole: groups are of whole
-// stages; otherwise of whole steps, and may have minima.
+// kTiles: groups of 8 rows of x per warp; kSides: warps that share weight rows. kWhole: groups are
+// whole stages; otherwise whole steps, possibly with minima.
 template <typename T, CodeType kCodeType, int kTiles, int kSides, bool kWhole>
 __global__ void __launch_bounds__(128 * kSides, kSides == 1 ? 3 : 1) packed_gemm_kernel(GemvParams p, StreamKSchedule schedule) {
   constexpr bool kMinima = !kWhole && kCodeType != CodeType::kFloat8;
   constexpr int kThreads = 128 * kSides, kTokens = kTiles * 8 * kSides, kBit = kBits<kCodeType>;
   constexpr int kStageColumns = kColumns<kCodeType>, kSteps = kStageColumns / 32;
-  constexpr int kVectors = kStageColumns / 8;  // of 16 bytes in a stage of a row of x
+  constexpr int kVectors = kStageColumns / 8;  // 16-byte vectors of x per row and stage
   constexpr int kWeights = kOut * kRowBytes / 16, kX = kTokens * kVectors;  // vectors of a stage
   extern __shared__ uint4 ring[];  // [kStages][kWeights + kX]
   __shared__ bool is_last;
@@ -56,25 +57,25 @@ __global__ void __launch_bounds__(128 * kSides, kSides == 1 ? 3 : 1) packed_gemm
   const bool has_minima = kMinima && quant.minimum != nullptr;
   auto group_of = [&](int column) { return min(static_cast<int>((column + 0.5f) * per_group), groups - 1); };
 
-  // Place `row` of a tile in the weight. Rows beyond the last repeat it; their sums are not written.
+  // Weight row of row `row` of a tile. Rows beyond the last repeat it; their sums are not written.
   auto weight_row = [&](int tile, int row) {
     const int of_gated = min(tile * tile_out + row / 32 * 16 + row % 16, p.out - 1);
     return p.gated ? row / 16 % 2 * p.out + of_gated : min(tile * tile_out + row, p.out - 1);
   };
-  // Where a row's vectors go: rows that are read at once share no banks.
+  // Swizzle: rows that are read at once share no banks.
   auto turned = [](int row) { return kWhole ? 0 : kBit == 4 ? row / 2 % 4 : row / 2 % 2 * 2; };
   auto place_in_x = [](int row, int vector) {
     return kVectors == 16 ? vector ^ vector / 8 ^ row % 2 * 2 : vector ^ row % 2;
   };
 
-  // The copies are ahead of the products: their own place in the sequence of tiles and stages.
+  // Producer cursor: cp.async copies run ahead of the mma, over tiles and stages.
   constexpr int kRowsOfX = kThreads / kVectors, kVectorsOfX = kX / kThreads, kVectorsOfWeights = kWeights / kThreads;
   struct {
     int at, stage, slot;
     const uint8_t* rows[kVectorsOfWeights];
     const float* scale;
     const T* x;
-    int tokens;  // of x, from this thread's first on
+    int tokens;  // rows of x from this thread's first one on
   } ahead{first, first % schedule.stages, 0, {}, nullptr, nullptr, 0};
   const int part = threadIdx.x % 4, part_of_x = threadIdx.x % kVectors, row_of_x = threadIdx.x / kVectors;
   auto find_rows = [&] {
@@ -96,7 +97,7 @@ __global__ void __launch_bounds__(128 * kSides, kSides == 1 ? 3 : 1) packed_gemm
       const int row = (i * kThreads + threadIdx.x) / 4;
       cp_async(to + row * 4 + (part ^ turned(row)), ahead.rows[i] + from, there);
     }
-    // What belongs to the groups comes to the cache meanwhile.
+    // Prefetch the scales to L2.
     if (threadIdx.x < 16) prefetch_l2(ahead.scale + static_cast<int64_t>(group_of(stage * kStageColumns)) * all_rows);
   };
   auto copy_x = [&](uint4* to, int stage) {
@@ -117,7 +118,7 @@ __global__ void __launch_bounds__(128 * kSides, kSides == 1 ? 3 : 1) packed_gemm
     ahead.stage = 0;
     find_rows();
   };
-  // Weights do not depend on the kernel before.
+  // Weights do not depend on the previous kernel.
   const auto start = [&] { ahead.at = first, ahead.stage = first % schedule.stages, ahead.slot = 0, find_rows(); };
   start();
   for (int i = 0; i < kStages - 1 && ahead.at < last; ++i) {
@@ -151,7 +152,7 @@ __global__ void __launch_bounds__(128 * kSides, kSides == 1 ? 3 : 1) packed_gemm
         int zero = load_zero<kCodeType>(quant, rows[m][h], group, groups);
         const float scale = __ldg(quant.scale + at);
         float minimum = has_minima ? __ldg(quant.minimum + at) : 0.f;
-        if (has_minima && scale != 0.f) {  // as a zero, and what it lacks: so a rounded scale counts from about 0
+        if (has_minima && scale != 0.f) {  // as a zero and a remainder, so that a rounded scale counts from about 0
           zero = static_cast<int>(fminf(fmaxf(rintf(-minimum / scale), 0.f), (1 << kBit) - 1));
           minimum = fmaf(static_cast<float>(zero), scale, minimum);
         }
@@ -164,13 +165,13 @@ __global__ void __launch_bounds__(128 * kSides, kSides == 1 ? 3 : 1) packed_gemm
 #pragma unroll
       for (auto& value : row) value = 0;
   };
-  int begun = first;  // where what is in `total` begins
+  int begun = first;  // the first stage in `total`
   int stage = first % schedule.stages, tile = first / schedule.stages % schedule.out_tiles, slot = 0;
   begin_tile(tile);
   load_next(stage * kStageColumns);
   for (int at = first; at < last; ++at) {
     if (at == begun) clear(total[0]), clear(total[1]);
-    auto next_group = [&](int steps) {  // that of so many steps ahead will be the next
+    auto next_group = [&](int steps) {  // loads the parameters that apply `steps` steps ahead
 #pragma unroll
       for (int m = 0; m < 2; ++m)
 #pragma unroll
@@ -202,7 +203,7 @@ __global__ void __launch_bounds__(128 * kSides, kSides == 1 ? 3 : 1) packed_gemm
 #pragma unroll
     for (int j = 0; j < kSteps; ++j) {
       if (!kWhole) next_group(j + 1);
-      uint32_t a[2][2][4];  // pairs of columns
+      uint32_t a[2][2][4];  // column pairs
 #pragma unroll
       for (int m = 0; m < 2; ++m)
 #pragma unroll
@@ -223,7 +224,7 @@ __global__ void __launch_bounds__(128 * kSides, kSides == 1 ? 3 : 1) packed_gemm
           for (uint32_t& pair : a[m][h])
             pair = has_minima ? hfma2<T>(pair, now[m][h].scale, now[m][h].minimum) : hmul2<T>(pair, now[m][h].scale);
         }
-      // Four at a time, so that a product is under way while three others are begun.
+      // Four at a time: one mma is in flight while three are issued.
 #pragma unroll
       for (int first = 0; first < kTiles; first += 4) {
         uint4 own_x[4];
@@ -246,7 +247,7 @@ __global__ void __launch_bounds__(128 * kSides, kSides == 1 ? 3 : 1) packed_gemm
     if (++stage == schedule.stages) stage = 0, tile = tile + 1 == schedule.out_tiles ? 0 : tile + 1;
     if (stage != 0 && at + 1 < last) continue;
 
-    // The end of what this block has of the tile.
+    // End of this block's share of the tile.
     const int tile_begin = at - of_tile, mine = 2 * block + (begun == tile_begin);
     const bool whole = begun == tile_begin && stage == 0;
     begun = at + 1;
@@ -259,7 +260,7 @@ __global__ void __launch_bounds__(128 * kSides, kSides == 1 ? 3 : 1) packed_gemm
       for (int i = 0; i < kNumbers; ++i) *place(mine, i) = total[i / (kTiles * 4)][i / 4 % kTiles][i % 4];
       __threadfence();
       __syncthreads();
-      // Who begins the tile, and who ends it.
+      // The first and the last block of the tile.
       const int from = schedule.owner(tile_begin, blocks), to = schedule.owner(tile_begin + schedule.stages - 1, blocks);
       if (threadIdx.x == 0) {
         is_last = atomicAdd(schedule.counters + from, 1) == to - from;
@@ -275,8 +276,8 @@ __global__ void __launch_bounds__(128 * kSides, kSides == 1 ? 3 : 1) packed_gemm
         for (int i = 0; i < kNumbers; ++i) total[i / (kTiles * 4)][i / 4 % kTiles][i % 4] += __ldcg(place(slot, i));
       }
     }
-    // Through the stage that has been read, as many rows of x at a time as it has room for, so that outputs lie side by
-    // side. A thread's outputs are of one row of the weight first, then of 16 bytes of y.
+    // Epilogue through the stage that has been read, as many rows of x at a time as fit, so that
+    // outputs are contiguous. A thread first has outputs of one weight row, then of 16 bytes of y.
     constexpr int kParts = kTokens * kOut / 2 > (kWeights + kX) * 4 ? 4 : 2, kTilesOfPart = kTiles / kParts;
     constexpr int kPart = kTokens / kParts, kWide = 8;
     float* sums = reinterpret_cast<float*>(here);  // [kPart][kOut]
@@ -293,7 +294,7 @@ __global__ void __launch_bounds__(128 * kSides, kSides == 1 ? 3 : 1) packed_gemm
 #pragma unroll
           for (int c = 0; c < 4; ++c)
             if (n / kTilesOfPart == part) {
-              // Gates come first, then their ups.
+              // gates first, then their ups
               const int row = p.gated ? m * (kOut / 2) + warp * 16 + c / 2 * 8 + g : warp * 32 + m * 16 + c / 2 * 8 + g;
               sums[((side * kTilesOfPart + n % kTilesOfPart) * 8 + 2 * t + c % 2) * kOut + row] = total[m][n][c];
             }
@@ -331,7 +332,7 @@ __global__ void __launch_bounds__(128 * kSides, kSides == 1 ? 3 : 1) packed_gemm
   }
 }
 
-// Rows of x that a tile takes.
+// Rows of x of a tile.
 int tokens_of(int rows) { return rows <= 32 ? 32 : rows <= 64 ? 64 : 128; }
 
 template <typename T, CodeType kCodeType, int kTiles, int kSides, bool kWhole>
@@ -378,7 +379,8 @@ cudaError_t run_type(const GemvParams& p, void* scratch, int32_t* counters, cuda
 
 }  // namespace
 
-// Of sums, or of x as Hopper's kernel for many rows wants it: of whole stages of 16 bits.
+// Room for partial sums, or for the permuted x of the Hopper kernel for many rows: whole stages of
+// 16 bits.
 int64_t packed_gemm_scratch(int rows, int in) {
   constexpr int kMostColumns = kColumns<CodeType::kInt4>;
   const int64_t sums = static_cast<int64_t>(kPackedGemmBlocks) * 2 * kOut * tokens_of(rows) * sizeof(float);

@@ -1,17 +1,21 @@
-// packed_gemm() on Hopper's tensor cores. A tile is kOut<kTokens> rows of the weight (gated: half as many gates and their ups)
-// for kTokens rows of x. kGroups warpgroups multiply: codes become numbers of 16 bits in registers, as the tensor core's first
-// operand, while it multiplies those before; x is its second, from shared memory. Of 16 rows of an operand the first 8 are
-// from the low half of the tile and the others from the high half, so that a thread has gates and their ups. One warp copies
-// weights, one x, and two, a stage each, bring what has come of x into the order in which codes give their columns
-// (packed.cuh): of a stage's columns thread t has a quarter, of which it takes eight that follow one another for two
-// products, in pairs, where the tensor core wants one pair of every eight. Of more than 128 rows x is brought into it once, by
-// a kernel before.
+// packed_gemm() by wgmma: warp-specialized, with cluster split-K and stream-K.
 //
-// Tiles that one block has whole go from the registers to y. Where there are few, the blocks of a cluster share a tile's
-// columns, and each sums up some of its outputs from what all have in shared memory. Where tiles do not fill all
-// num_sms either way, of up to 128 rows of x every block that had a range sums up a range, when all have left what they
-// have. It is always in the order of the columns, so that the same x gives the same y. Reads the weight
-// once for each kTokens rows of x, and x once for each tile, from the cache.
+// A tile is kOut<kTokens> weight rows (gated: half as many gates and their ups) for kTokens rows of
+// x. kGroups consumer warpgroups dequantize codes to 16-bit values in registers, the A operand of
+// the next wgmma, while the last one runs; B is x in shared memory. Rows 0 to 7 of every 16 of an
+// operand are from the low half of the tile and the others from the high half, so that a thread has
+// gates and their ups. The producer warpgroup has a warp that copies weights by TMA, one that
+// copies x, and kPermuteWarps that permute x in shared memory to the column order of the codes
+// (common/dequantize.cuh), a stage each. Of a stage's columns thread t has a quarter, of which
+// eight adjacent ones are two wgmma steps, in pairs; wgmma expects one pair of every eight. For
+// more than 128 rows a kernel of its own permutes x once.
+//
+// A whole tile goes from registers to y. If tiles are few, the blocks of a cluster split K of a
+// tile, and each reduces some of its outputs over distributed shared memory. If neither fills the
+// SMs, up to 128 rows of x use stream-K: every block that has a part of a tile reduces a part of
+// its outputs when all have written their sums. Sums are always added in the order of the columns,
+// so the same x gives the same y. Reads the weight once per kTokens rows of x, and x once per tile,
+// from L2.
 #include <algorithm>
 #include <array>
 
@@ -25,23 +29,23 @@ namespace {
 using namespace device;
 using namespace sm90;
 
-constexpr int kRowBytes = 64;                         // of a row of the weight in a stage
-constexpr int kOperandRows = 32;                      // of either half, that an operand of 64 rows has
-constexpr int kLine = 64;                             // columns that a row of x has in shared memory
-constexpr int kEpilogueStride = kOperandRows + 4;              // floats from one row of x to the next, of sums that publish
-constexpr uint32_t kMaxSmem = 232448;                    // bytes of shared memory
-constexpr int kMaxClusterSize = 8;                         // of a tile, in a cluster
-constexpr int kScaledSumTokens = 32;  // for which it is sums of a stage that are scaled, in smem of numbers
-constexpr int kPermuteWarps = 2;   // warps that bring x into its order
-// What it costs in stages that a cluster adds up its parts, and that blocks do which publish them in memory; of many rows that
-// each round of clusters does.
+constexpr int kRowBytes = 64;  // of a weight row in a stage
+constexpr int kOperandRows = 32;  // rows of either half in an operand of 64 rows
+constexpr int kLine = 64;  // columns of a row of x in shared memory
+constexpr int kEpilogueStride = kOperandRows + 4;  // floats between rows of x in the epilogue
+constexpr uint32_t kMaxSmem = 232448;  // bytes
+constexpr int kMaxClusterSize = 8;  // blocks that split K of a tile
+constexpr int kScaledSumTokens = 32;  // up to so many rows of x, sums of a stage are scaled instead of weights
+constexpr int kPermuteWarps = 2;  // warps that permute x
+// Costs in stages: of reducing a tile in a cluster, of a stream-K reduction through memory, and for
+// many rows of each wave of clusters.
 constexpr int kClusterReduceCost = 3, kStreamKReduceCost = 16, kClusterWaveCost = 10;
 
-// Whether x comes as it is to lie, made so by a kernel before: of so many rows there is no time for it between the products.
+// Whether x is permuted by a kernel of its own: for so many rows it takes too long between wgmma.
 template <int kTokens>
 constexpr bool kPermutedInput = kTokens > 128;
-// Rows of the weight in a tile; warpgroups that multiply, and operands that each has of it: more sums publish room for fewer
-// threads.
+// Weight rows of a tile, consumer warpgroups, and operands of a warpgroup. More accumulators leave
+// registers for fewer threads.
 template <int kTokens>
 constexpr int kOut = kTokens > 128 ? 128 : 256;
 template <int kTokens>
@@ -49,18 +53,19 @@ constexpr int kGroups = kTokens > 64 ? 2 : 4;
 template <int kTokens>
 constexpr int kOperandTiles = kOut<kTokens> / 2 / kOperandRows / kGroups<kTokens>;
 template <int kTokens>
-constexpr int kTmaRows = kPermutedInput<kTokens> ? 64 : kTokens;  // rows of x that are copied at once
+constexpr int kTmaRows = kPermutedInput<kTokens> ? 64 : kTokens;  // rows of x per TMA box
 template <int kTokens>
-constexpr int kEpilogueRows = kTokens > 128 ? 8 : std::min(kTokens, 16);  // rows of x that publish at once
+constexpr int kEpilogueRows = kTokens > 128 ? 8 : std::min(kTokens, 16);  // rows of x per step of the epilogue
 template <int kTokens>
-constexpr int kClusterStride = kOut<kTokens> + 4;  // floats from one row of x to the next, of sums that a cluster adds up
+constexpr int kClusterStride = kOut<kTokens> + 4;  // floats between rows of x in a cluster reduction
 template <int kTokens>
 constexpr int kThreads = (1 + kGroups<kTokens>) * 128;
 template <CodeType kCodeType>
 constexpr int kColumns = kRowBytes * 8 / kBits<kCodeType>;  // of a stage
 
-// Where in shared memory things lie, in bytes from a multiple of 1,024 on. kStageGroups: groups are of whole stages and have no
-// minima; otherwise of 32 columns or more, and a stage has their scales and then their minima for every 32 of its columns.
+// Shared memory, aligned to 1,024 bytes. kStageGroups: groups are whole stages and have no minima.
+// Otherwise groups have 32 columns or more, and a stage has the scales, then the minima, for every
+// 32 of its columns.
 template <CodeType kCodeType, int kTokens, bool kStageGroups>
 struct SharedStorage {
   static constexpr int kOut = kernels::kOut<kTokens>, kGroups = kStageGroups ? 1 : kColumns<kCodeType> / 32;
@@ -82,10 +87,10 @@ struct SharedStorage {
   __device__ uint32_t scales(int slot) const { return base + slot * kStageBytes + kScalesAt; }
   __device__ Mbarrier full_barrier(int slot) const { return {base + kBarriersAt + 8 * slot}; }
   __device__ Mbarrier empty_barrier(int slot) const { return {base + kBarriersAt + 8 * (kStages + slot)}; }
-  __device__ Mbarrier x_full_barrier(int slot) const { return {base + kBarriersAt + 8 * (2 * kStages + slot)}; }  // as it comes
+  __device__ Mbarrier x_full_barrier(int slot) const { return {base + kBarriersAt + 8 * (2 * kStages + slot)}; }  // x before it is permuted
 };
 
-// A smem in the stages of all tiles, one after the other; the token_tiles of the same rows of the weight follow one another.
+// A position in the stages of all tiles. The token_tiles of the same weight rows are adjacent.
 struct TileCursor {
   int stage, token_tile, out_tile;
 
@@ -97,7 +102,7 @@ struct TileCursor {
   }
 };
 
-// A block's range of them.
+// The stages of a block.
 struct WorkRange {
   int count, stages, token_tiles;
   TileCursor start;
@@ -110,7 +115,7 @@ struct WorkRange {
   }
 };
 
-// Four outputs of a row of x from their sums, and those of their ups.
+// Epilogue of four outputs of a row of x: bias, activation, gate, residual.
 template <typename T>
 __device__ __forceinline__ void store_outputs(const GemvParams& p, int row, int output, float4 sums, float4 ups) {
   float of[4] = {sums.x, sums.y, sums.z, sums.w}, up[4] = {ups.x, ups.y, ups.z, ups.w};
@@ -139,7 +144,7 @@ struct TensorMaps {
   CUtensorMap weights, x;
 };
 
-// A block's copies, one stage after the other, as places for them come free.
+// Producer loop: calls copy(slot, cursor) for each stage, when its slot is empty.
 template <typename P, typename Copy>
 __device__ __forceinline__ void for_each_stage(const P& smem, const WorkRange& range, Copy&& copy) {
   TileCursor at = range.start;
@@ -185,11 +190,12 @@ template <CodeType kCodeType, int kTokens, bool kStageGroups>
 __device__ __forceinline__ void produce_x(const SharedStorage<kCodeType, kTokens, kStageGroups>& smem, const TensorMaps& maps, const WorkRange& range,
                                        int rows) {
   using P = SharedStorage<kCodeType, kTokens, kStageGroups>;
-  pdl_wait();  // of which weights are none
+  pdl_wait();  // x depends on the previous kernel, weights do not
   for_each_stage(smem, range, [&](int slot, const TileCursor& at) {
     const Mbarrier full = kPermutedInput<kTokens> ? smem.full_barrier(slot) : smem.x_full_barrier(slot);
     constexpr int kLines = kColumns<kCodeType> / kLine, kBoxRows = kTmaRows<kTokens>;
-    // Rows behind the last box that has any are left as they are: to fill them with zeros takes longer than to copy them.
+    // Rows after the last box with any are left as they are: filling them with zeros takes longer
+    // than copying.
     const int first = at.token_tile * kTokens, boxes = min(kTokens, rows - first + kBoxRows - 1) / kBoxRows;
     full.arrive_expect_tx(kLines * boxes * kBoxRows * kLine * 2);
 #pragma unroll
@@ -202,9 +208,9 @@ __device__ __forceinline__ void produce_x(const SharedStorage<kCodeType, kTokens
   });
 }
 
-// Of a stage's columns of x the first words of all four quarters, then the second ones and so on. A warp takes every
-// kPermuteWarps-th smem for a stage, so that it sees each phase of a barrier, and four rows at a time; of row lane / 8 a lane
-// has vectors of quarter t.
+// Permutes a stage of x: first the first words of all four quarters of the columns, then the second
+// ones and so on. A warp takes every kPermuteWarps-th slot, so that it observes each phase of a
+// barrier, and four rows at a time. A lane has vectors of row lane / 8, quarter t.
 template <CodeType kCodeType, int kTokens, bool kStageGroups>
 __device__ __forceinline__ void permute_x(const SharedStorage<kCodeType, kTokens, kStageGroups>& smem, const WorkRange& range, int warp) {
   using P = SharedStorage<kCodeType, kTokens, kStageGroups>;
@@ -212,7 +218,8 @@ __device__ __forceinline__ void permute_x(const SharedStorage<kCodeType, kTokens
   constexpr int kAtOnce = kPieces < 8 / kLines ? kPieces : 8 / kLines;
   constexpr uint32_t kLineBytes = kTokens * kLine * 2;
   const int lane = threadIdx.x % 32, t = lane % 4, b = lane / 4 % 2, row = lane / 8;
-  // Where a vector of a row lies and where its words go, for the first line; banks are told apart by taking another line first.
+  // Where a vector is read and its words are written, in the first line. Half of the lanes start
+  // with the other line, against bank conflicts.
   const int line = kLines == 1 ? 0 : t / 2, vector = (t * kLines + line) * 2 + b;
   const uint32_t from = vector / 8 * kLineBytes + row * 128 + 16 * (vector % 8 ^ row);
   const int other = static_cast<int>(kLineBytes) * (1 - 2 * line);
@@ -251,7 +258,7 @@ __device__ __forceinline__ void permute_x(const SharedStorage<kCodeType, kTokens
     }
 }
 
-// Of four lanes that follow one another, word q of lane t to word t of lane q.
+// Transposes 4 x 4 words over four adjacent lanes: word q of lane t goes to word t of lane q.
 __device__ __forceinline__ void transpose_4x4(uint32_t (&x)[4]) {
   const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
 #pragma unroll
@@ -266,8 +273,9 @@ __device__ __forceinline__ void transpose_4x4(uint32_t (&x)[4]) {
   }
 }
 
-// A whole tile of many rows of x from the registers to y; `output`: the first of the eight of a warp, in the low half. Where
-// they wait for a residual sums are two numbers of T, the first as near as T has one.
+// Epilogue of a whole tile of many rows of x, from registers to y. `output` is the first of a
+// warp's eight outputs in the low half. If a residual is added later, a sum is kept as two values
+// of T: the rounded sum and the remainder.
 template <typename T, int kTokens>
 __device__ __forceinline__ void store_tile(const GemvParams& p, float (&sum)[kTokens / 2], int first_token, int output,
                                          int next_half) {
@@ -354,7 +362,7 @@ struct Consumer {
   const int warpgroup;
   const int thread = threadIdx.x % 128, warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
   const int tile_out = p.gated ? kOut / 2 : kOut;
-  const int own_row = warpgroup * kOwn * kOperandRows + warp * 8 + g;  // of either half of a tile, and for each operand
+  const int own_row = warpgroup * kOwn * kOperandRows + warp * 8 + g;  // of either half of a tile, and of each operand
   // Addresses of the thread's codes and scales in a stage. They stay in registers: the compiler cannot recompute a shuffle.
   const uint32_t base = __shfl_sync(~0u, smem.base, 0);
   const uint32_t codes_at = base + own_row * kRowBytes + 16 * (t ^ g / 2 % 4);  // TMA swizzles vectors
@@ -369,9 +377,9 @@ struct Consumer {
     const int first = i, groups = p.in / p.quant.group_size;
     const float per_group = 1.f / p.quant.group_size;
     const bool has_minima = !kStageGroups && p.quant.minimum != nullptr;
-    uint32_t numbers[kBuffers][kOwn][8];  // register operands of this chunk and those before
-    float sum[kOwn][kTokens / 2] = {}, exact[kOwn][2] = {};  // exact: scales
-    auto add_sums = [&] {  // of the stage before, whose scales are here
+    uint32_t numbers[kBuffers][kOwn][8];  // register operands of this chunk and earlier ones
+    float sum[kOwn][kTokens / 2] = {}, exact[kOwn][2] = {};  // exact: scales of the previous stage
+    auto add_sums = [&] {  // of the previous stage
 #pragma unroll
       for (int m = 0; m < kOwn; ++m)
 #pragma unroll
@@ -408,7 +416,7 @@ struct Consumer {
           const uint32_t at = scales_at + stage + (h * kOut / 2 + m * kOperandRows) * 4;
           own[m][h] = __uint_as_float(load_smem<1>(at).data[0]);
           float of_zero = kDefaultZero<kCodeType>;
-          if (has_minima) {  // as a zero, and what it lacks: so a rounded scale counts from about 0
+          if (has_minima) {  // as a zero and a remainder, so that a rounded scale counts from about 0
             const float least = __uint_as_float(load_smem<1>(at + P::kScaleBytes).data[0]), size = own[m][h];
             of_zero = size == 0.f ? 0.f : fminf(fmaxf(rintf(__fdividef(-least, size)), 0.f), (1 << kBits<kCodeType>) - 1);
             const float remainder = fmaf(of_zero, size, least);
@@ -428,7 +436,7 @@ struct Consumer {
 #pragma unroll
       for (int chunk = 0; chunk < kChunks; ++chunk) {
         auto& now = numbers[chunk % kBuffers];
-        if (kScalesSums && chunk == 0) wgmma_wait<kBuffers - 1>();  // those of the same numbers
+        if (kScalesSums && chunk == 0) wgmma_wait<kBuffers - 1>();  // of the same registers
 #pragma unroll
         for (int m = 0; m < kOwn; ++m)
 #pragma unroll
@@ -442,7 +450,7 @@ struct Consumer {
                                   : has_minima ? hfma2<T>(pairs[k], scale[m][h], minimum[m][h])
                                                : hmul2<T>(pairs[k], scale[m][h]);
           }
-        if (kScalesSums && chunk == 0) {  // by now they are there
+        if (kScalesSums && chunk == 0) {  // complete by now
           wgmma_wait<0>();
           if (i > first) release(i - 1);
           add_sums();
@@ -480,7 +488,8 @@ struct Consumer {
                                               int rows) const {
     auto* staging =
         reinterpret_cast<float*>(smem.bytes + P::kSumsAt) + warpgroup * kOwn * 2 * kEpilogueRows<kTokens> * kEpilogueStride;
-    // One loop, though sums are in registers: what store_outputs() is would be fetched for each piece anew.
+    // One loop, although sums are in registers: unrolled, each piece would fetch the code of
+    // store_outputs() again.
     constexpr int kPieces = kTokens / kEpilogueRows<kTokens>;
 #pragma unroll 1
     for (int piece = 0; piece < kPieces; ++piece) {
@@ -516,7 +525,7 @@ struct Consumer {
   // Epilogue of a tile that a cluster shares: each block reduces a part of the outputs over distributed shared memory.
   __device__ __forceinline__ void reduce_cluster(const float (&total)[kOwn][kTokens / 2], int first_token, int first_output,
                                                  int rows) const {
-    auto* sums = reinterpret_cast<float*>(smem.bytes);  // in smem of stages, when all have been read
+    auto* sums = reinterpret_cast<float*>(smem.bytes);  // in place of the stages, when all have been read
     static_assert(kTokens * kReduceStride * 4 <= P::kSumsAt);
     named_barrier_sync(1 + kGroups<kTokens>, kAll);
 #pragma unroll
@@ -545,7 +554,7 @@ struct Consumer {
       }
       store_outputs<T>(p, first_token + token, first_output + four, whole, ups);
     }
-    cluster_arrive_relaxed();  // others may still read what is here
+    cluster_arrive_relaxed();  // peers may still read this block's memory
     cluster_wait();
   }
 
@@ -584,7 +593,7 @@ struct Consumer {
         int32_t* counter = schedule.counters + from;
         while (*static_cast<volatile int32_t*>(counter) < count) {}
         __threadfence();
-        if (atomicAdd(counter, 1) == 2 * count - 1) *counter = 0;  // all have seen it
+        if (atomicAdd(counter, 1) == 2 * count - 1) *counter = 0;  // all blocks have seen it
       }
       named_barrier_sync(1 + kGroups<kTokens>, kAll);
       const int first_token = tile % range.token_tiles * kTokens, first_output = tile / range.token_tiles * tile_out;
@@ -662,7 +671,7 @@ __global__ void __launch_bounds__(kThreads<kTokens>, 1)
   }
   const WorkRange range(schedule);
   __syncthreads();
-  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // known to be one for a warp
+  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // uniform for a warp
   if (group == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kPermutedInput<kTokens> ? 40 : kGroups<kTokens> == 2 ? 88 : 64));
     const int warp = threadIdx.x / 32;
@@ -678,7 +687,8 @@ __global__ void __launch_bounds__(kThreads<kTokens>, 1)
 #endif
 }
 
-// Rows of x as permute_x() leaves stages of them, and zeros behind their last column. A thread takes a vector.
+// Rows of x as permute_x() leaves them in a stage, zero-padded to whole stages. One thread per
+// vector.
 template <typename T, CodeType kCodeType>
 __global__ void __launch_bounds__(256) permute_x_kernel(T* to, const T* x, int rows, int in, int pitch) {
   constexpr int kWords = kColumns<kCodeType> / 2;  // of a stage
@@ -697,26 +707,27 @@ __global__ void __launch_bounds__(256) permute_x_kernel(T* to, const T* x, int r
   for (int k = 0; k < 4; ++k) stage[(chunk * 2 + k / 2) * 8 + k % 2 * 4 + t] = words.data[k];
 }
 
-// How tiles are shared out: as they are, by clusters, or by all blocks evenly.
+// How tiles are divided: one block each, a cluster each, or stream-K.
 struct TileSchedule {
   int cluster_size;
   bool stream_k;
 };
 
-// That which takes the fewest stages one after the other, those counted that sums cost; clusters[size] are resident at once.
-// kGroupedGemm: of more than 128 rows of x blocks publish nothing in memory, and each round of clusters costs more.
-template <bool kGroupedGemm>
+// The schedule with the fewest stages in sequence, including the cost of reductions. clusters[size]
+// can be resident at once. kManyRows: more than 128 rows of x, without stream-K, and each wave of
+// clusters costs more.
+template <bool kManyRows>
 TileSchedule choose_schedule(const std::array<int, kMaxClusterSize + 1>& clusters, int tiles, int stages, int places) {
   TileSchedule tile_schedule{1, false};
   int64_t least = int64_t{ceil_div(tiles, places)} * stages;
   auto take = [&](TileSchedule other, int64_t cost) {
     if (cost < least) tile_schedule = other, least = cost;
   };
-  if (!kGroupedGemm) take({1, true}, ceil_div(int64_t{tiles} * stages, places) + kStreamKReduceCost);
+  if (!kManyRows) take({1, true}, ceil_div(int64_t{tiles} * stages, places) + kStreamKReduceCost);
   for (int size = 2; size <= std::min(kMaxClusterSize, stages); ++size)
     if (clusters[size] > 0) {
       const int64_t rounds = ceil_div(tiles, clusters[size]);
-      take({size, false}, rounds * ceil_div(stages, size) + (kGroupedGemm ? rounds * kClusterWaveCost : kClusterReduceCost));
+      take({size, false}, rounds * ceil_div(stages, size) + (kManyRows ? rounds * kClusterWaveCost : kClusterReduceCost));
     }
   return tile_schedule;
 }
@@ -769,7 +780,7 @@ cudaError_t dispatch_rows(const GemvParams& p, void* scratch, int32_t* counters,
              : run<T, kCodeType, 256, kStageGroups>(p, scratch, counters, stream);
 }
 
-// Whether groups are of whole stages, and have no minima.
+// Whether groups are whole stages without minima.
 template <CodeType kCodeType>
 bool has_stage_groups(const GemvParams& p) {
   const int group = p.quant.group_size;
@@ -789,7 +800,7 @@ cudaError_t dispatch_codes(const GemvParams& p, void* scratch, int32_t* counters
 }  // namespace
 
 bool has_packed_gemm_sm90(DType dtype, const GemvParams& p) {
-  bool serves = false;  // small groups have no zeros of their own here
+  bool serves = false;  // small groups have no zeros here
   dispatch_code_type(p.quant.code_type, [&](auto codes) {
     serves = has_stage_groups<codes.value>(p) || (codes.value != CodeType::kFloat8 && p.quant.zero == nullptr);
     return cudaSuccess;

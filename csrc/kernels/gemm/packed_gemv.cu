@@ -1,17 +1,19 @@
-// y = act(norm(x) · weightᵀ + bias) + residual for few rows of x, the weight in codes of 4 or 8 bits: gemv.cu with less to
-// read and more to do.
+// y = act(norm(x) * weight^T + bias) + residual for few rows of x and quantized weights: gemv.cu
+// with less to read and more to compute.
 //
-// A warp takes kM tiles at once, each 16 rows of the weight, of which a thread has rows g and g + 8; a vector is 64 bytes of
-// a row, a quarter of them each thread's; a step is two products of the tensor core, for 8 columns of each thread. CodeType become numbers of 16 bits in
-// registers, in pairs of columns side by side. The tensor core sums up a group of
-// columns, and its scale multiplies that sum, in float32. Integers come four bits at a time, standing in numbers that are 128
-// more; what that, and the zeros or minima of groups, come to is a factor of the sum of x in a group, which the tensor core
-// makes of ones. So nothing is rounded but x and y.
+// A warp takes kM tiles at once, each 16 weight rows, of which a thread has rows g and g + 8. A
+// vector is 64 bytes of a row, a quarter of them each thread's; a step is two mma for 8 columns of
+// each thread. Codes become 16-bit pairs in registers. The tensor core sums a group of columns, and
+// the group's scale multiplies the sum in float32. Integer codes are taken four bits at a time,
+// plus a bias of 128 (bias_nibbles()). The bias, and the zeros or minima of groups, are corrected
+// with the sum of x over the group, which an mma with ones computes. So nothing but x and y is
+// rounded.
 //
-// Chunks of kVectors vectors are under way to shared memory all the time, past L1, kStages of each warp. A group of whole
-// vectors mixes the columns of a vector as they lie with threads; where groups are smaller, a step has 32 columns that follow
-// one another, and threads read others' words, from places where no two rows share a bank. Reads out · in weights once, and a
-// scale of 4 bytes per group (of 128 columns at 4 bits: 6 % more); writes y.
+// kStages chunks of kVectors vectors per warp are always in flight to shared memory, past L1.
+// Groups of whole vectors use a vector's columns as the threads hold them. For smaller groups a
+// step has 32 adjacent columns, and threads read each other's words from a swizzled layout without
+// bank conflicts. Reads out * in codes once, and a 4-byte scale per group (6 % more for 128 columns
+// of 4 bits); writes y.
 #include "../common/dequantize.cuh"
 #include "gemv.cuh"
 
@@ -20,10 +22,10 @@ namespace {
 
 using namespace device;
 
-constexpr int kVectors = 2;  // in a chunk
-constexpr int kStages = 3;   // chunks under way
+constexpr int kVectors = 2;  // vectors of a chunk
+constexpr int kStages = 3;  // chunks in flight
 constexpr int kRowBytes = kVectors * 64;
-constexpr unsigned kManyPairs = 2;  // of tiles, for each multiprocessor
+constexpr unsigned kManyPairs = 2;  // minimum tile pairs per SM
 template <int kWarps, int kM>
 constexpr size_t kRing = sizeof(uint4) * kStages * kVectors * 2 * kM * kWarps * 32;
 
@@ -32,16 +34,16 @@ struct GroupParams {
   int zero;
 };
 
-// kM: tiles at once. kTiles: groups of 8 rows of x. kShift: groups are of 1 << shift vectors; otherwise of whole steps.
-// kUneven: groups have zeros or minima.
+// kM: tiles at once. kTiles: groups of 8 rows of x. kShift: groups are 1 << shift vectors;
+// otherwise they are whole steps. kUneven: groups have zeros or minima.
 template <typename T, CodeType kCodeType, int kWarps, int kM, int kTiles, bool kShift, bool kUneven>
 __global__ void __launch_bounds__(kWarps * 32, (kM * kTiles == 1 && kShift ? 24 : 16) / kWarps)
     packed_gemv_kernel(GemvParams p, int shift) {
   constexpr bool kInteger = kCodeType != CodeType::kFloat8;
-  constexpr int kThreads = kWarps * 32, kBit = kBits<kCodeType>, kSteps = kBit == 4 ? 4 : 2;  // of a vector
+  constexpr int kThreads = kWarps * 32, kBit = kBits<kCodeType>, kSteps = kBit == 4 ? 4 : 2;  // steps of a vector
   constexpr int kColumns = kSteps * 32, kChunk = kVectors * kColumns, kGroups = kShift ? 1 : kSteps;
-  constexpr int kPlanes = kCodeType == CodeType::kInt8 ? 2 : 1;  // of four bits
-  constexpr int kRows = 2 * kM;  // of the weight, that a thread has
+  constexpr int kPlanes = kCodeType == CodeType::kInt8 ? 2 : 1;  // planes of four bits
+  constexpr int kRows = 2 * kM;  // weight rows of a thread
   extern __shared__ uint4 ring[];  // [kStages][kVectors][kRows][kThreads]
   __shared__ float partial[kM][kWarps][16][kTiles * 8 + 1];
   __shared__ float moments[kWarps][kTiles * 8][2];
@@ -50,7 +52,7 @@ __global__ void __launch_bounds__(kWarps * 32, (kM * kTiles == 1 && kShift ? 24 
   const int chunks = chunks_per_warp<kWarps, kChunk>(p.in);
   const int begin = warp * chunks * kChunk;
   const int64_t row_bytes = static_cast<int64_t>(p.in) * kBit / 8;
-  // Where a thread's vector of a row goes: rows g and g + 2 would share banks.
+  // Swizzle of the thread's vector: without it rows g and g + 2 share banks.
   const int swizzle = kShift ? 0 : kBit == 4 ? g / 2 % 4 : g / 2 % 2 * 2;
   // Rows beyond the last repeat it; their sums are not written.
   auto row_of = [&](int tile, int row) {
@@ -66,7 +68,7 @@ __global__ void __launch_bounds__(kWarps * 32, (kM * kTiles == 1 && kShift ? 24 
     return min(kShift ? column / kColumns >> shift : static_cast<int>((column + 0.5f) * per_group), groups - 1);
   };
 
-  // The copies are ahead of the products: their own place in the sequence of tiles and chunks.
+  // Producer cursor: cp.async copies run ahead of the mma, over tiles and chunks.
   struct {
     int tile, chunk, slot;
     const uint8_t* rows[kRows];
@@ -88,7 +90,7 @@ __global__ void __launch_bounds__(kWarps * 32, (kM * kTiles == 1 && kShift ? 24 
 #pragma unroll
         for (int row = 0; row < kRows; ++row) cp_async(to + (kRows * v + row) * kThreads, ahead.rows[row] + at, there);
       }
-      if (t < kRows && g == 0) {  // what belongs to the groups comes to the cache meanwhile
+      if (t < kRows && g == 0) {  // prefetch scales and minima to L2
         const int row = row_of(ahead.tile, t), group = group_of(column);
         prefetch_l2(quant.scale + group * all_rows + row);
         if (has_minima) prefetch_l2(quant.minimum + group * all_rows + row);
@@ -103,9 +105,9 @@ __global__ void __launch_bounds__(kWarps * 32, (kM * kTiles == 1 && kShift ? 24 
     cp_async_commit();
   };
   find_rows();
-  for (int i = 0; i < kStages; ++i) copy_chunk();  // weights do not depend on the kernel before
+  for (int i = 0; i < kStages; ++i) copy_chunk();  // weights do not depend on the previous kernel
 
-  GroupParams next[kGroups][kRows];  // of a vector
+  GroupParams next[kGroups][kRows];  // of the next vector
   int rows[kRows];
   auto begin_tile = [&](int tile) {
 #pragma unroll
@@ -168,7 +170,7 @@ __global__ void __launch_bounds__(kWarps * 32, (kM * kTiles == 1 && kShift ? 24 
           for (int j = 0; j < kSteps; ++j)
 #pragma unroll
             for (int n = 0; n < kTiles; ++n) {
-              const uint4& x = b[j][n];  // with itself it gives squares on the diagonal, with ones its sum
+              const uint4& x = b[j][n];  // with itself: squares on the diagonal; with ones: the sum
               const uint32_t low[4] = {x.x, 0, x.y, 0}, high[4] = {x.z, 0, x.w, 0};
               mma_m16n8k16<T>(squares[n], low, x.x, x.y);
               mma_m16n8k16<T>(squares[n], high, x.z, x.w);
@@ -255,7 +257,7 @@ __global__ void __launch_bounds__(kWarps * 32, (kM * kTiles == 1 && kShift ? 24 
   }
 }
 
-// As many blocks as are resident at once.
+// A persistent grid.
 template <typename T, CodeType kCodeType, int kWarps, int kM, int kTiles, bool kShift, bool kUneven>
 cudaError_t run_groups(const GemvParams& p, int shift, cudaStream_t stream) {
   constexpr size_t kShared = kRing<kWarps, kM>;
@@ -272,7 +274,7 @@ cudaError_t run_groups(const GemvParams& p, int shift, cudaStream_t stream) {
   return launch(kernel, std::min(tiles, resident), kWarps * 32, kShared, stream, p, shift);
 }
 
-// Two tiles at once where there are enough for all num_sms, and room for their rings beside the sums.
+// Two tiles at once if there are enough for all SMs, and shared memory for their rings and sums.
 template <typename T, CodeType kCodeType, int kWarps, int kTiles, bool kShift, bool kUneven>
 cudaError_t run_pairs(const GemvParams& p, int shift, cudaStream_t stream) {
   constexpr int kSums = 20 << 10;

@@ -1,15 +1,18 @@
-// small_gemm_sm90() of a weight in codes of 4 bits, in groups of 128 columns, several times 256, or whole rows. A stage has 256
-// columns of 64 rows, or of 64 gates and of their ups: codes, their scales, x, and the norm's weights. A warp takes half of the
-// columns and half of the rows. CodeType become numbers of 16 bits in registers, as the tensor core's first operand; x is its
-// second, as it lies: thread t of four has a quarter of 128 columns of both, since their order does not matter to a sum of
-// products. CodeType bias_nibbles in numbers that are so much more (bias_nibbles()), and what that comes to is a factor of the sum of x, which
-// the tensor core makes of ones; sums are scaled in float32. Reads the weight once, and x once for each tile, from the cache.
+// small_gemm_sm90() for 4-bit weights in groups of 128 columns, a multiple of 256, or whole rows.
 //
-// A norm costs no kernel: the tensor core makes squares of x, as products of x with itself, of which the diagonal is taken. Two
-// warps have the same x, and each makes those of half of it.
+// A stage has 256 columns of 64 weight rows, or of 64 gates and their ups: codes, scales, x, and
+// the norm's weights. A warp takes half of the columns and half of the rows. Codes become 16-bit
+// values in registers, the A operand of mma; x is B, in its own order: thread t of four has a
+// quarter of 128 columns of both, since the order of K does not matter. The values have a bias
+// (bias_nibbles()), which is corrected with the sum of x, computed by an mma with ones; sums are
+// scaled in float32. Reads the weight once, and x once per tile, from L2.
 //
-// A warp has as many products under way as sums, and scales each once for half a stage; which is why four multiply and not
-// eight. Nothing in a stage branches: the compiler would move no load across it.
+// A norm is fused: the mma of x with itself has the squares on its diagonal. Two warps have the
+// same x, and each squares half of it.
+//
+// A warp has as many independent mma in flight as accumulators, and scales each once per half
+// stage; hence four consumer warps, not eight. A stage has no branches, since the compiler moves no
+// load across one.
 #include "../common/dequantize.cuh"
 #include "small_gemm_pipeline_sm90.cuh"
 #include "small_gemm_sm90.cuh"
@@ -21,18 +24,18 @@ using namespace device;
 using namespace sm90;
 
 constexpr int kWarps = 4, kConsumerThreads = kWarps * 32;
-constexpr int kColumns = 256, kHalf = kColumns / 2;   // of a stage; groups are of whole halves
-constexpr int kCodeBytes = kColumns / 2;              // of a row in a stage
+constexpr int kColumns = 256, kHalf = kColumns / 2;  // of a stage; groups are whole halves
+constexpr int kCodeBytes = kColumns / 2;  // of a row in a stage
 constexpr uint32_t kBlockBytes = kRows * kCodeBytes;  // of 64 rows
-constexpr int kUnits = 2, kAllUnits = 4;              // of 8 columns, that a thread has at once, and of a stage
+constexpr int kUnits = 2, kAllUnits = 4;  // units of 8 columns that a thread has at once, and per stage
 
-// Has a register keep x, which the compiler would rather make anew for each stage.
+// Keeps x in a register; otherwise the compiler recomputes it in each stage.
 __device__ __forceinline__ void keep(uint32_t& x) { asm volatile("" : "+r"(x)); }
 
 template <int kTokens, bool kGated, bool kNorm>
 struct StageLayout {
   static constexpr int kOperands = kGated ? 2 : 1, kLines = 4, kTiles = kTokens / 8;
-  static constexpr int kM = 2 * kOperands;  // tiles of 16 rows that a warp has
+  static constexpr int kM = 2 * kOperands;  // tiles of 16 rows of a warp
   static constexpr uint32_t kXBytes = kTokens * kRowBytes, kXAt = kOperands * kBlockBytes;
   static constexpr uint32_t kScalesAt = kXAt + kLines * kXBytes;  // [2, kOperands, kRows]
   static constexpr uint32_t kScaleBytes = 2 * kOperands * kRows * 4;
@@ -44,7 +47,7 @@ struct TensorMaps {
   CUtensorMap weights, x, scales, norm;
 };
 
-// StageGroups of a half stage, or of so many whole ones; and how many of them a stage has.
+// Groups of a half stage, or of whole stages; and the number of groups in a stage.
 struct StageGroups {
   bool halves;
   int stages, in_stage;
@@ -77,8 +80,8 @@ __device__ __forceinline__ void produce_weights(const typename StageLayout<kToke
   });
 }
 
-// Writes a block's sums of a tile, and the squares of x, to shared memory. The two warps of each half of the rows add theirs
-// in the order of the columns.
+// Writes a block's sums of a tile, and the squares of x, to shared memory. The two warps that have
+// the same rows add their sums in the order of the columns.
 template <int kTokens, bool kGated, bool kNorm>
 __device__ __forceinline__ void store_sums(const typename StageLayout<kTokens, kGated, kNorm>::Storage& smem,
                                            const float (&total)[StageLayout<kTokens, kGated, kNorm>::kM][kTokens / 8][4],
@@ -114,16 +117,17 @@ __device__ __forceinline__ void consume(const typename StageLayout<kTokens, kGat
                                              const TileRange& range) {
   using S = StageLayout<kTokens, kGated, kNorm>;
   const int thread = threadIdx.x, warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
-  const int half = warp % 2, twin = warp / 2;  // of the columns, and of the rows
-  const int turned = g % 4 * 2 + g / 4;        // a row of eight: those that a half of the warp reads share no bank
-  const int first_row = twin * 32 + turned;    // m % 2 · 16 and h · 8 further
+  const int half = warp % 2, twin = warp / 2;  // halves of the columns and of the rows
+  const int turned = g % 4 * 2 + g / 4;  // row of eight, such that half a warp has no bank conflict
+  const int first_row = twin * 32 + turned;  // others are m % 2 * 16 and h * 8 further
   const StageGroups groups(p);
   const int all_groups = p.in / p.quant.group_size;
   pdl_wait();
   pdl_launch_dependents();
 
-  // Where in a stage things lie, kept in registers; copies turn vectors. Threads 2 and 3 begin with the other units, so that
-  // no two lanes share a bank; and so does a warp's twin, since squares are made of the first ones.
+  // Offsets in a stage, in registers. TMA swizzles vectors. Threads 2 and 3, and the twin warp,
+  // start with the other units: against bank conflicts, and because squares are made of the first
+  // units.
   const int first_unit = (t / 2 ^ twin) * kUnits;
   uint32_t codes_at = first_row * kCodeBytes + 16 * ((4 * half + t) ^ turned) + 4 * first_unit;
   uint32_t x_at = S::kXAt + (2 * half + t / 2) * S::kXBytes + g * kRowBytes + 16 * ((t % 2 * kAllUnits + first_unit) ^ g);
@@ -136,7 +140,7 @@ __device__ __forceinline__ void consume(const typename StageLayout<kTokens, kGat
   const uint32_t ones[4] = {one, one, one, one};
   for (int tile = range.first; tile < range.tiles; tile += range.step) {
     float total[S::kM][S::kTiles][4] = {};
-    float squares[S::kTiles][4] = {};  // of rows g and g + 8 of x, among products with others
+    float squares[S::kTiles][4] = {};  // of rows g and g + 8 of x, among other products
     const Epilogue<T, S::kOperands, kTokens, kConsumerThreads> epilogue(p, range, tile);
     for (int stage = range.begin; stage < range.end; ++stage) {
       float zero[kZeros ? S::kM : 1][2] = {};
@@ -151,7 +155,7 @@ __device__ __forceinline__ void consume(const typename StageLayout<kTokens, kGat
           }
       }
       smem.full_barrier(slot).wait(parity);
-      float of_x[S::kTiles][4] = {};  // sums of x: of each row of ones, the same
+      float of_x[S::kTiles][4] = {};  // sums of x, the same in every row
       float sum[S::kM][S::kTiles][4] = {};
 #pragma unroll
       for (int begin = 0; begin < kAllUnits; begin += kUnits) {
@@ -255,7 +259,7 @@ __global__ void __launch_bounds__(kConsumerThreads + 64, kMinBlocks)
   } else if (threadIdx.x == kConsumerThreads) {
     produce_weights<T, kTokens, kGated, kNorm>(smem, maps, p, range);
   } else if (threadIdx.x == kConsumerThreads + 32) {
-    pdl_wait();  // of which weights are none
+    pdl_wait();  // x depends on the previous kernel, weights do not
     produce</*kOfWeight=*/false>(smem, range, [&](int slot, int, int stage) {
       const Mbarrier full = smem.full_barrier(slot);
       full.arrive_expect_tx(S::kLines * S::kXBytes);

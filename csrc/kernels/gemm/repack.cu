@@ -7,7 +7,7 @@ namespace {
 
 using namespace device;
 
-// A unit of 8 codes a thread, of kWords.
+// One thread per unit of 8 codes (kWords words), in place.
 template <int kWords>
 __global__ void __launch_bounds__(256) repack_kernel(uint32_t* weight, int64_t units) {
   pdl_wait();
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(256) transpose_kernel(float* to, const float* 
   if (i < static_cast<int64_t>(rows) * columns) to[i] = from[i % rows * columns + i / rows];
 }
 
-// Eight columns a thread, of which a row's threads follow one another; all of a unit in one group, where groups are so.
+// One thread per eight columns. Units that lie in one group take the fast path.
 template <typename T, CodeType kCodeType>
 __global__ void __launch_bounds__(256) dequantize_kernel(T* y, const uint8_t* weight, QuantParams quant, int in) {
   pdl_wait();

@@ -1,9 +1,11 @@
-// What Hopper's kernels for few rows of x share. A tile is 64 rows of the weight, or 64 gates and their ups, for all rows of x.
-// Two blocks are resident, so that memory is read while one of them ends; a block's copies are ahead of its products by as
-// many stages as there is smem for, and those of the weight begin before the kernel ahead has ended.
+// Pipeline, tile schedule and epilogue of Hopper's GEMMs for few rows of x. A tile is 64 weight
+// rows, or 64 gates and their ups, for all rows of x. Two blocks per SM are resident, so that
+// memory is read during the epilogue of one. A block's copies run ahead by as many stages as fit,
+// and those of the weight start before the previous kernel has ended (PDL).
 //
-// Blocks take tiles in turn. Where there are few, the blocks of a cluster share a tile's columns, and each adds up some of its
-// epilogue from what all have in shared memory: in the order of the columns, so that the same x gives the same y.
+// Blocks take tiles in turn. If tiles are few, the blocks of a cluster split K of a tile, and each
+// reduces some of its outputs over distributed shared memory, in the order of the columns, so that
+// the same x gives the same y.
 #pragma once
 
 #include <algorithm>
@@ -17,18 +19,18 @@ using device::load;
 using device::Vec;
 using kernels::GemvParams;
 
-constexpr int kRows = 64;         // of the weight, in a tile: of gates, and as many ups
-constexpr int kRowBytes = 128;   // of a row of x that lie side by side in shared memory
-constexpr int kMinBlocks = 2;      // blocks
-constexpr int kMaxClusterSize = 4;     // of a tile, in a cluster: larger ones wait for smem, all at once
-constexpr int kClusterReduceCost = 3;   // what it costs in stages that a cluster adds up its cluster_size
-constexpr uint32_t kMaxSmem = 115712;  // bytes of shared memory, of which a multiprocessor has twice as many
-constexpr int kSumStride = kRows + 4;   // floats from one row of x to the next, of sums
-constexpr int kInitBarrier = 3;           // a barrier's number
-constexpr int kMaxInFlight = 2;        // stages of a weight, once a block has filled its smem: more, and all that others read waits
+constexpr int kRows = 64;  // weight rows of a tile: gates, and as many ups
+constexpr int kRowBytes = 128;  // contiguous bytes of a row of x in shared memory
+constexpr int kMinBlocks = 2;  // per SM
+constexpr int kMaxClusterSize = 4;  // blocks that split K of a tile: larger clusters wait until all blocks fit at once
+constexpr int kClusterReduceCost = 3;  // cost of a cluster reduction, in stages
+constexpr uint32_t kMaxSmem = 115712;  // bytes: half of an SM's
+constexpr int kSumStride = kRows + 4;  // floats between rows of x, in sums
+constexpr int kInitBarrier = 3;  // named barrier
+constexpr int kMaxInFlight = 2;  // weight stages in flight once the ring is full: with more, other reads wait
 
-// Where in shared memory things lie, in bytes from a multiple of 1,024 on, with stages of so many bytes. kWarps multiply;
-// behind them is one that copies the weight, and one that copies x.
+// Shared memory, aligned to 1,024 bytes. kWarps consumer warps are followed by a producer warp for
+// the weight and one for x.
 template <int kOperands, int kTokens, uint32_t kStageBytes, int kWarps>
 struct SharedStorage {
   static constexpr int kConsumerThreads = kWarps * 32, kThreads = kConsumerThreads + 64;
@@ -45,13 +47,14 @@ struct SharedStorage {
 
   __device__ uint32_t stage(int slot) const { return base + slot * kStageBytes; }
   __device__ float* sums() const { return reinterpret_cast<float*>(bytes + kSumsAt); }  // [kOperands, kTokens, kSumStride]
-  // Of each row of x its sum and that of its squares; and both of what others moments, or nothing.
+  // Sum and sum of squares of each row of x, by both twin warps, or zeros.
   __device__ float4* moments() const { return reinterpret_cast<float4*>(bytes + kMeasuredAt); }
   __device__ Mbarrier full_barrier(int slot) const { return {base + kBarriersAt + 8 * slot}; }
   __device__ Mbarrier empty_barrier(int slot) const { return {base + kBarriersAt + 8 * (kStages + slot)}; }
 
-  // Until there are barriers: two arrive where a stage is there, and a lane of each warp that has read it. The thread that copies
-  // the weight makes them, and its warp does not wait for others.
+  // Initializes the barriers: two producers arrive at a full barrier, a lane of each consumer warp
+  // at an empty one. The thread that copies the weight does it, and its warp does not wait for the
+  // others.
   __device__ void init_barriers() const {
     if (threadIdx.x == kConsumerThreads) {
       for (int slot = 0; slot < kStages; ++slot) {
@@ -63,14 +66,14 @@ struct SharedStorage {
     if (threadIdx.x / 32 == kWarps) named_barrier_arrive(kInitBarrier, kThreads);
     else sm90::named_barrier_sync(kInitBarrier, kThreads);
   }
-  // Until all threads that multiply are here; with cluster_size, those of all blocks of the cluster.
+  // Waits for all consumers of the block, or of all blocks of the cluster.
   __device__ static void sync_consumers() { sm90::named_barrier_sync(1, kConsumerThreads); }
   __device__ static void sync_consumers(int cluster_size) {
     if (cluster_size == 1) return sync_consumers();
     device::cluster_arrive();
     device::cluster_wait();
   }
-  // At the end: others may still read what is here.
+  // Call at the end: peers may still read this block's memory.
   __device__ static void finish(int cluster_size) {
     if (cluster_size == 1) return;
     device::cluster_arrive_relaxed();
@@ -78,15 +81,15 @@ struct SharedStorage {
   }
 };
 
-// A block's stages: of each of its tiles all, or in a cluster its range of the stages of one.
+// The stages of a block: all stages of each of its tiles, or its share of one tile in a cluster.
 struct TileRange {
-  int first, step, tiles;  // tiles
-  int begin, end;          // stages of each
+  int first, step, tiles;  // of tiles
+  int begin, end;  // stages of each tile
   int rank, cluster_size;
 
   __device__ TileRange(int tiles, int stages, int cluster_size) : tiles(tiles), cluster_size(cluster_size) {
     static_assert(kMaxClusterSize == 4);
-    const auto share = [&](int ranks) {  // a division by what the compiler does not know is 0.1 us
+    const auto share = [&](int ranks) {  // a division by an unknown number takes 0.1 us
       const int all = stages * ranks;
       return cluster_size == 1 ? all : cluster_size == 2 ? all / 2 : cluster_size == 3 ? all / 3 : all / 4;
     };
@@ -96,10 +99,11 @@ struct TileRange {
   }
 };
 
-// A block's copies, one stage after the other, as places for them come free; of a weight, no more than kMaxInFlight at once.
+// Producer loop: calls copy(slot, tile, stage) for each stage, when its slot is empty. At most
+// kMaxInFlight weight stages are in flight.
 template <bool kOfWeight, typename SharedStorage, typename Copy>
 __device__ __forceinline__ void produce(const SharedStorage& smem, const TileRange& range, Copy&& copy) {
-  int slot = 0, parity = 1;  // of an unused place the phase before the first has ended
+  int slot = 0, parity = 1;  // the phase before the first has completed
   bool filled = false;
   for (int tile = range.first; tile < range.tiles; tile += range.step)
 #pragma unroll 1
@@ -114,12 +118,12 @@ __device__ __forceinline__ void produce(const SharedStorage& smem, const TileRan
     }
 }
 
-// A block's share of a tile's epilogue. Four epilogue of a row of x are a thread's at once, and its turns one loop: code that runs
-// once a kernel is fetched when it runs, so there is little.
+// Epilogue: a block's share of a tile's outputs. A thread has four outputs of a row of x at a time,
+// in one short loop: code that runs once per kernel is fetched when it runs.
 template <typename T, int kOperands, int kTokens, int kConsumerThreads>
 class Epilogue {
  public:
-  // Has at hand what sums are multiplied by and added to, while there is time.
+  // Prefetches residual and scales to L1.
   __device__ Epilogue(const GemvParams& p, const TileRange& range, int tile) : p_(p), range_(range), first_(tile * kRows) {
     const int share = (p.rows * kFours + range.cluster_size - 1) / range.cluster_size;
     begin_ = range.rank * share + threadIdx.x, end_ = min(p.rows * kFours, (range.rank + 1) * share);
@@ -132,11 +136,11 @@ class Epilogue {
     });
   }
 
-  // From the sums that all blocks of the cluster have where this one has them, and what they have moments; to y.
+  // Reduces the sums, and the moments of x, over the blocks of the cluster; writes y.
   __device__ void store(const float* sums, const float4* moments) const {
     for_each([&](int token, int output) {
       const float* from = sums + token * kSumStride + output - first_;
-      // What other blocks have takes a while, so all of it is asked for at once.
+      // Remote loads take a while, so all are issued at once.
       const auto added_up = [&](const float* from) {
         if (range_.cluster_size == 1) return *reinterpret_cast<const float4*>(from);
         float4 of[kMaxClusterSize], all{};
@@ -185,13 +189,14 @@ class Epilogue {
   float per_column_ = 1.f / p_.in;
 };
 
-// Enqueues a kernel of so many stages for each of its tiles, shared out as takes the fewest stages one after the other.
+// Launches a kernel with `stages` stages per tile, with the cluster size that leaves the fewest
+// stages in sequence.
 template <auto kKernel, typename SharedStorage, typename TensorMaps>
 cudaError_t launch_tiles(int stages, const TensorMaps& maps, const GemvParams& p, cudaStream_t stream) {
   const cudaError_t error =
       cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(SharedStorage::kBytes));
   if (error != cudaSuccess) return error;
-  // Clusters of so many blocks that are resident at once.
+  // Clusters that can be resident at once, by size.
   static const auto resident = [] {
     auto found = max_active_clusters<kMaxClusterSize>(kKernel, SharedStorage::kThreads, SharedStorage::kBytes);
     found[1] = kMinBlocks * static_cast<int>(device::num_sms());

@@ -1,11 +1,11 @@
-// small_gemm_sm90() of a weight as it lies in memory, of 16 bits or codes of FP8 with x in FP8 too: Hopper's tensor cores read both
-// from shared memory. A stage is 16 KB of the weight: 128 bytes of 64 gates and of their ups, or 256 of 64 rows. Reads the
-// weight once, and x once for each tile, from the cache.
+// small_gemm_sm90() for 16-bit weights, or FP8 weights with FP8 x: wgmma with both operands in
+// shared memory. A stage is 16 KB of the weight: 128 bytes of 64 gates and their ups, or 256 bytes
+// of 64 rows. Reads the weight once, and x once per tile, from L2.
 //
-// Grouped, 128 columns are a group of x and of the weight's blocks, whose sums are scaled before they are added to the others;
-// a tile's rows are of one block, and its ups of one.
+// kGrouped: 128 columns are a group of x and a block of the weight. Their sums are scaled before
+// they are accumulated. A tile's rows are in one block, and its ups in one.
 //
-// A norm costs nothing, as in gemv.cu: mean and deviation come from the x that is there for the products.
+// A norm is fused as in gemv.cu, with moments of the x in shared memory.
 #include "small_gemm_pipeline_sm90.cuh"
 #include "small_gemm_sm90.cuh"
 
@@ -16,8 +16,8 @@ using namespace device;
 using namespace sm90;
 
 constexpr int kWarps = 4, kConsumerThreads = kWarps * 32;
-constexpr int kStepBytes = 32;   // of a row, of which a product takes the columns
-constexpr int kExactStages = 4;  // of codes, whose sums the tensor core keeps less exactly than float32
+constexpr int kStepBytes = 32;  // of a row, per wgmma
+constexpr int kExactStages = 4;  // FP8 stages between float32 additions: the tensor core accumulates FP8 with fewer bits
 
 template <typename E, int kTokens, bool kGated>
 struct StageLayout {
@@ -32,7 +32,7 @@ struct TensorMaps {
   CUtensorMap weights, x;
 };
 
-// Enqueues the products of a stage's lines: added to sums_of(line, operand), or in place of what is there.
+// Issues the wgmma of a stage's lines, which add to sums_of(line, operand) or overwrite it.
 template <typename E, int kTokens, bool kGated, bool kAdds, typename SumsOf>
 __device__ __forceinline__ void issue_stage(const typename StageLayout<E, kTokens, kGated>::Storage& smem, int slot, SumsOf&& sums_of) {
   using S = StageLayout<E, kTokens, kGated>;
@@ -49,7 +49,7 @@ __device__ __forceinline__ void issue_stage(const typename StageLayout<E, kToken
   wgmma_commit();
 }
 
-// Sums of codes, each group's scaled: see Product for who has which.
+// Mainloop with scaled groups; the fragment layout is that of Wgmma.
 template <int kTokens, bool kGated>
 __device__ __forceinline__ void add_scaled_groups(const typename StageLayout<Float8, kTokens, kGated>::Storage& smem, const GemvParams& p,
                                            const TileRange& range, int tile, int& slot, int& parity,
@@ -61,7 +61,7 @@ __device__ __forceinline__ void add_scaled_groups(const typename StageLayout<Flo
     float of_weight[S::kLines][S::kOperands];
 #pragma unroll
     for (int line = 0; line < S::kLines; ++line) {
-      const int group = min(stage * S::kLines + line, groups - 1);  // beyond the last there are zeros
+      const int group = min(stage * S::kLines + line, groups - 1);  // zeros beyond the last
 #pragma unroll
       for (int i = 0; i < kTokens / 8; ++i)
         of_x[line][i] = *reinterpret_cast<const float2*>(p.x_scale + group * pitch + min(i * 8 + 2 * t, pitch - 2));
@@ -96,7 +96,7 @@ __device__ __forceinline__ void consume(const typename StageLayout<E, kTokens, k
   pdl_wait();
   pdl_launch_dependents();
 
-  constexpr int kVectors = kTokens * 8 / kConsumerThreads + (kTokens < 16);  // of a line; of row thread / 8 + 16 · i
+  constexpr int kVectors = kTokens * 8 / kConsumerThreads + (kTokens < 16);  // of a line; of row thread / 8 + 16 * i
   float of_x[kVectors][2] = {};
   int slot = 0, parity = 0;
   for (int tile = range.first; tile < range.tiles; tile += range.step) {
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(kConsumerThreads + 64, kMinBlocks)
       if (!kGated) tma_load(to + S::kWeightBytes, maps.weights, full, column + S::kColumns / 2, row, 0);
     });
   } else if (threadIdx.x == kConsumerThreads + 32) {
-    pdl_wait();  // of which weights are none
+    pdl_wait();  // x depends on the previous kernel, weights do not
     produce</*kOfWeight=*/false>(smem, range, [&](int slot, int, int stage) {
       const Mbarrier full = smem.full_barrier(slot);
       full.arrive_expect_tx(S::kLines * S::kXBytes);

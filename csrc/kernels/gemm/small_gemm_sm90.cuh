@@ -1,4 +1,4 @@
-// small_gemm_sm90() of weights in fewer bits, which have a file of their own.
+// small_gemm_sm90() for 4-bit weights (packed_small_gemm_sm90.cu).
 #pragma once
 
 #include "params.h"

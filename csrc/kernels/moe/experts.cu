@@ -1,7 +1,8 @@
-// Experts, but for the products on tensor cores: pairs sorted before them, sums over a token's choices behind them, and
-// products of any sizes and dtype.
+// Mixture of experts without the tensor core GEMMs: sorting pairs by expert, the weighted sum over
+// a token's experts, quantization of activations, and a fallback GEMM for any size and dtype.
 //
-// No step takes an atomic: what a block writes depends on its number alone, so the same inputs give the same sums.
+// No result depends on the order of atomics: what a block writes depends on its index only, so the
+// same inputs give the same sums.
 #include <algorithm>
 
 #include "../rowwise/params.h"
@@ -14,7 +15,7 @@ using namespace device;
 
 constexpr int kSortThreads = 256, kSortRounds = 4, kSortPairs = kSortThreads * kSortRounds;
 
-// How many pairs each expert has among the kSortPairs of a block: counts[block][expert].
+// Histogram: pairs per expert among the kSortPairs of a block, to counts[block][expert].
 __global__ void __launch_bounds__(kSortThreads) count_experts_kernel(ExpertsParams p, Pairs pairs) {
   __shared__ int counts[kMaxExperts];
   for (int expert = threadIdx.x; expert < p.num_experts; expert += kSortThreads) counts[expert] = 0;
@@ -32,11 +33,11 @@ __global__ void __launch_bounds__(kSortThreads) count_experts_kernel(ExpertsPara
     pairs.counts[blockIdx.x * p.num_experts + expert] = counts[expert];
 }
 
-// Gives the kSortPairs of a block their places, in order: a warp those that follow one another, 32 at a time. One block
-// alone needs no counts. Reads all counts in each block, from the cache.
+// Stable counting sort: assigns positions to the kSortPairs of a block. A warp takes adjacent
+// pairs, 32 at a time. A single block needs no counts. Reads the counts of all blocks, from L2.
 __global__ void __launch_bounds__(kSortThreads) sort_pairs_kernel(ExpertsParams p, Pairs pairs) {
   constexpr int kWarps = kSortThreads / 32, kEach = kMaxExperts / kSortThreads;
-  __shared__ int own[kWarps][kMaxExperts];  // pairs of a warp, then where they begin
+  __shared__ int own[kWarps][kMaxExperts];  // pairs of a warp, then their first position
   __shared__ int totals[kWarps];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   for (int i = threadIdx.x; i < kWarps * kMaxExperts; i += kSortThreads) own[i / kMaxExperts][i % kMaxExperts] = 0;
@@ -57,7 +58,8 @@ __global__ void __launch_bounds__(kSortThreads) sort_pairs_kernel(ExpertsParams 
     __syncwarp();
   }
   __syncthreads();
-  // A thread's experts follow one another, so that sums over threads are where an expert's pairs begin.
+  // A thread's experts are adjacent, so a scan over threads gives the first position of each
+  // expert.
   const int each = (p.num_experts + kSortThreads - 1) / kSortThreads;
   int before[kEach] = {}, all[kEach] = {}, sum = 0;
 #pragma unroll
@@ -89,33 +91,34 @@ __global__ void __launch_bounds__(kSortThreads) sort_pairs_kernel(ExpertsParams 
       pairs.starts[of] = at;
       if (of == p.num_experts - 1) pairs.starts[of + 1] = at + all[i];
     }
-    int layout_scratch = at + before[i];
+    int position = at + before[i];
     for (int w = 0; w < kWarps; ++w) {
       const int count = own[w][of];
-      own[w][of] = layout_scratch;
-      layout_scratch += count;
+      own[w][of] = position;
+      position += count;
     }
     at += all[i];
   }
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < kSortRounds; ++i) {
-    const int pair = first + 32 * i, layout_scratch = expert[i] >= 0 ? own[warp][expert[i]] + rank[i] : -1;
-    if (layout_scratch >= 0) pairs.order[layout_scratch] = pair;
-    if (pair < p.num_tokens * p.top_k) pairs.places[pair] = layout_scratch;
+    const int pair = first + 32 * i, position = expert[i] >= 0 ? own[warp][expert[i]] + rank[i] : -1;
+    if (position >= 0) pairs.order[position] = pair;
+    if (pair < p.num_tokens * p.top_k) pairs.positions[pair] = position;
   }
 }
 
-// y[token] = residual + the sum over its choices, in their order, of score · made. A vector per thread; reads `made` once,
-// kAtOnce rows together, also those that no expert here made, which are left out.
+// y[token] = residual + sum of score * output over the token's experts, in their order. One vector
+// per thread. Reads each output once, kAtOnce rows at a time, including rows of experts that are
+// elsewhere, which are ignored.
 template <typename T, int kWidth>
 __global__ void combine_kernel(ExpertsParams p, Pairs pairs) {
   constexpr int kAtOnce = 8;
   const int i = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth, first = blockIdx.x * p.top_k;
   const T* from = static_cast<const T*>(pairs.outputs) + static_cast<int64_t>(first) * p.hidden + i;
-  const int64_t layout_scratch = static_cast<int64_t>(blockIdx.x) * p.hidden + i;
+  const int64_t position = static_cast<int64_t>(blockIdx.x) * p.hidden + i;
   Vec<T, kWidth> residual{};
-  if (p.residual != nullptr && i < p.hidden) residual = load<T, kWidth>(static_cast<const T*>(p.residual) + layout_scratch);
+  if (p.residual != nullptr && i < p.hidden) residual = load<T, kWidth>(static_cast<const T*>(p.residual) + position);
   float sum[kWidth] = {};
   for (int begin = 0; begin < p.top_k; begin += kAtOnce) {
     float score[kAtOnce];
@@ -126,7 +129,7 @@ __global__ void combine_kernel(ExpertsParams p, Pairs pairs) {
       score[k] = p.scale_input ? 1.f : p.scores[first + choice];
       here[k] = begin + k < p.top_k && expert_of(p, first + choice) >= 0;
     }
-    if (begin == 0) {  // all that was read so far was made before the products began
+    if (begin == 0) {  // all reads above are of data older than the GEMMs
       pdl_wait();
       pdl_launch_dependents();
       if (i >= p.hidden) return;
@@ -143,13 +146,14 @@ __global__ void combine_kernel(ExpertsParams p, Pairs pairs) {
   if (p.residual != nullptr)
 #pragma unroll
     for (int c = 0; c < kWidth; ++c) sum[c] += to_float(residual.data[c]);
-  store_floats(static_cast<T*>(p.y) + layout_scratch, sum);
+  store_floats(static_cast<T*>(p.y) + position, sum);
 }
 
-// Rows of x as codes; where there are places, a row to each of `copies` of them. At most as many rows as `end` says. Half a warp
-// takes a group of columns, or a block the whole row. Reads x once, or twice.
+// Quantizes rows of x to FP8 codes. With positions, each row is written to those of `copies` pairs.
+// `end` bounds the number of rows. Half a warp takes a group of columns, or a block a whole row.
+// Reads x once, or twice for whole rows.
 template <typename T, bool kWhole>
-__global__ void __launch_bounds__(128) quantize_rows_kernel(QuantizedRows to, const T* x, const int32_t* places, const int32_t* end,
+__global__ void __launch_bounds__(128) quantize_rows_kernel(QuantizedRows to, const T* x, const int32_t* positions, const int32_t* end,
                                                     int rows, int width, int copies) {
   constexpr int kUnit = 8, kHalf = kQuantBlock / kUnit;
   __shared__ float partial[4];
@@ -160,12 +164,12 @@ __global__ void __launch_bounds__(128) quantize_rows_kernel(QuantizedRows to, co
   if (row >= (end != nullptr ? *end : rows)) return;
   const T* from = x + int64_t{row} * width;
   float numbers[kUnit];
-  // Calls f with each row that this one becomes.
+  // Calls f with each output row of this row.
   auto for_each = [&](auto&& f) {
-    if (places == nullptr) return f(row);
+    if (positions == nullptr) return f(row);
     for (int i = 0; i < copies; ++i) {
-      const int layout_scratch = places[row * copies + i];
-      if (layout_scratch >= 0) f(layout_scratch);
+      const int position = positions[row * copies + i];
+      if (position >= 0) f(position);
     }
   };
   auto measure = [&](int unit) {
@@ -176,8 +180,8 @@ __global__ void __launch_bounds__(128) quantize_rows_kernel(QuantizedRows to, co
   };
   auto put = [&](int unit, float inverse) {
     const uint2 codes = quantize_unit(numbers, inverse);
-    for_each([&](int layout_scratch) {
-      auto* words = reinterpret_cast<uint32_t*>(to.codes + int64_t{layout_scratch} * width) + unit / 4 * 8 + unit % 4;
+    for_each([&](int position) {
+      auto* words = reinterpret_cast<uint32_t*>(to.codes + int64_t{position} * width) + unit / 4 * 8 + unit % 4;
       words[0] = codes.x, words[4] = codes.y;
     });
   };
@@ -188,12 +192,12 @@ __global__ void __launch_bounds__(128) quantize_rows_kernel(QuantizedRows to, co
     if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = most;
     __syncthreads();
     const float step = fp8_scale(fmaxf(fmaxf(partial[0], partial[1]), fmaxf(partial[2], partial[3])));
-    if (threadIdx.x == 0) for_each([&](int layout_scratch) { to.scales[layout_scratch] = step; });
+    if (threadIdx.x == 0) for_each([&](int position) { to.scales[position] = step; });
     for (int unit = threadIdx.x; unit < width / kUnit; unit += 128) measure(unit), put(unit, 1 / step);
   } else {
     const int unit = group * kHalf + threadIdx.x % kHalf;
     const float step = fp8_scale(half_warp_max(measure(unit)));
-    if (threadIdx.x % kHalf == 0) for_each([&](int layout_scratch) { to.scales[int64_t{group} * to.pitch + layout_scratch] = step; });
+    if (threadIdx.x % kHalf == 0) for_each([&](int position) { to.scales[int64_t{group} * to.pitch + position] = step; });
     put(unit, 1 / step);
   }
 }
@@ -202,14 +206,14 @@ template <typename T>
 cudaError_t quantize_to_codes(const ExpertsParams& p, const Pairs& pairs, bool down, cudaStream_t stream) {
   const int made = p.num_tokens * p.top_k, rows = down ? made : p.num_tokens, width = down ? p.inner : p.hidden;
   const QuantizedRows to = quantized_rows(p, pairs, down);
-  const int32_t *places = down ? nullptr : pairs.places, *end = down ? pairs.starts + p.num_experts : nullptr;
+  const int32_t *positions = down ? nullptr : pairs.positions, *end = down ? pairs.starts + p.num_experts : nullptr;
   const bool whole = p.quant_group == 0;
   const unsigned blocks = whole ? rows : ceil_div(int64_t{rows} * to.groups, 128 / (kQuantBlock / 8));
   return launch(whole ? quantize_rows_kernel<T, true> : quantize_rows_kernel<T, false>, blocks, 128, 0, stream, to,
-                static_cast<const T*>(down ? pairs.inner : p.x), places, end, rows, width, p.top_k);
+                static_cast<const T*>(down ? pairs.inner : p.x), positions, end, rows, width, p.top_k);
 }
 
-// The same as numbers of T, of any width.
+// Quantizes and dequantizes to T, for any width.
 cudaError_t quantize_dequantize(DType dtype, const ExpertsParams& p, const Pairs& pairs, bool down, cudaStream_t stream) {
   NormParams norm{};
   norm.y = down ? pairs.inner : pairs.quantized, norm.x = down ? pairs.inner : p.x;
@@ -228,8 +232,9 @@ cudaError_t round(DType dtype, const ExpertsParams& p, const Pairs& pairs, Activ
 
 constexpr int kFallbackPairs = 32, kFallbackOut = 32, kFallbackIn = 32;
 
-// A gemm without tensor cores. A tile is kFallbackOut rows of an expert's weight for kFallbackPairs pairs, 2 × 2 of them a
-// thread's; blocks take tiles in turn. Reads the weight once for each kFallbackPairs pairs.
+// Fallback GEMM without tensor cores. A tile is kFallbackOut weight rows for kFallbackPairs pairs,
+// 2 x 2 outputs per thread; blocks take tiles in turn. Reads the weight once per kFallbackPairs
+// pairs.
 template <typename T, bool kDown>
 __global__ void __launch_bounds__(256) fallback_kernel(ExpertsParams p, Pairs pairs, bool tiled) {
   __shared__ int before[kMaxExperts + 1];
@@ -244,7 +249,7 @@ __global__ void __launch_bounds__(256) fallback_kernel(ExpertsParams p, Pairs pa
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const PairGroup group = groups.next(tile / out_tiles);
     const int first_out = tile % out_tiles * kFallbackOut;
-    float sum[2][2] = {};  // of a pair, of a row of the weight
+    float sum[2][2] = {};  // [pair][weight row]
     for (int begin = 0; begin < gemm.in; begin += kFallbackIn) {
       __syncthreads();
       for (int i = threadIdx.x; i < kFallbackIn * kFallbackOut; i += 256) {
@@ -264,18 +269,18 @@ __global__ void __launch_bounds__(256) fallback_kernel(ExpertsParams p, Pairs pa
     }
 #pragma unroll
     for (int a = 0; a < 2; ++a) {
-      const int layout_scratch = group.first + row + a, out = first_out + column;
+      const int position = group.first + row + a, out = first_out + column;
       if (row + a >= group.count) continue;
       if (!kDown && p.gated) {
         if (out < gemm.out)
-          store_inner(p, pairs, groups, gemm, group.expert, layout_scratch, out / 2, sum[a][0], sum[a][1]);
+          store_inner(p, pairs, groups, gemm, group.expert, position, out / 2, sum[a][0], sum[a][1]);
         continue;
       }
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
         if (out + b >= gemm.out) continue;
-        if (kDown) store_expert_output(p, pairs, groups, gemm, group.expert, layout_scratch, out + b, sum[a][b]);
-        else store_inner(p, pairs, groups, gemm, group.expert, layout_scratch, out + b, sum[a][b], 0.f);
+        if (kDown) store_expert_output(p, pairs, groups, gemm, group.expert, position, out + b, sum[a][b]);
+        else store_inner(p, pairs, groups, gemm, group.expert, position, out + b, sum[a][b], 0.f);
       }
     }
   }
@@ -306,7 +311,7 @@ cudaError_t combine(const ExpertsParams& p, const Pairs& pairs, cudaStream_t str
   return p.hidden % kVec<T> == 0 ? run(combine_kernel<T, kVec<T>>, kVec<T>) : run(combine_kernel<T, 1>, 1);
 }
 
-// Places in scratch, and its size.
+// Lays out the scratch buffer, and returns its size.
 int64_t layout_scratch(DType dtype, int num_tokens, int top_k, int num_experts, int hidden, int inner, bool rounded, void* scratch,
               Pairs* made) {
   const int64_t pairs = static_cast<int64_t>(num_tokens) * top_k;
@@ -318,14 +323,14 @@ int64_t layout_scratch(DType dtype, int num_tokens, int top_k, int num_experts, 
   };
   const int width = dtype == DType::kFloat32 ? 4 : 2;
   auto* order = static_cast<int32_t*>(take(pairs, 4));
-  auto* places = static_cast<int32_t*>(take(pairs, 4));
+  auto* positions = static_cast<int32_t*>(take(pairs, 4));
   auto* starts = static_cast<int32_t*>(take(num_experts + 1, 4));
   auto* counts = static_cast<int32_t*>(take(pairs > kSortPairs ? ceil_div(pairs, kSortPairs) * num_experts : 0, 4));
   void* rows = take(pairs * inner, width);
   void* of_pairs = take(pairs * hidden, width);
   const int64_t numbers = int64_t{num_tokens} * hidden * width;
   const int64_t codes = pairs * inner + int64_t{group_scale_stride(static_cast<int>(pairs))} * (inner / kQuantBlock + 1) * 4;
-  *made = {order, places, starts, counts, rows, of_pairs, take(rounded ? std::max(numbers, codes) : 0, 1)};
+  *made = {order, positions, starts, counts, rows, of_pairs, take(rounded ? std::max(numbers, codes) : 0, 1)};
   return bytes;
 }
 

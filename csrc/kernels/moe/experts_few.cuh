@@ -1,13 +1,13 @@
-// What the kernels of experts for few tokens share: experts_gemv.cu for weights of 16 bits, experts_packed_gemv.cu for packed
-// ones.
+// Tile schedule and epilogue of the expert GEMVs: experts_gemv.cu for 16-bit weights,
+// experts_packed_gemv.cu for quantized ones.
 //
-// A tile is some rows of one expert's weight, for a group of its pairs: all of them where tokens are no more than a group
-// takes, as a token's choices differ. As many blocks as fit take tiles in turn. A block's warps divide the inner
-// dimension. A gate and what it gates are rows that follow one another, so the same tile.
+// A tile is some weight rows of an expert for a group of its pairs: all of them if there are no
+// more tokens than a group takes, since a token's experts differ. A persistent grid takes tiles in
+// turn. The warps of a block split K. A gate and its up are adjacent rows, in one tile.
 //
-// Which experts were chosen each block finds out by itself: it counts all pairs in shared memory and lists the groups. So
-// nothing runs before these kernels, and of the second gemm weights are under way before the first has ended.
-// Reads the weights of every expert that was chosen once for each group.
+// Each block derives the groups itself: it counts all pairs in shared memory. So no kernel runs
+// before, and the weights of the second GEMM are in flight before the first has ended. Reads the
+// weights of each routed expert once per group.
 #pragma once
 
 #include <algorithm>
@@ -16,9 +16,9 @@
 
 namespace llmc::device {
 
-constexpr int kSmallOrderPairs = 128;  // that take little shared memory
+constexpr int kSmallOrderPairs = 128;  // up to which little shared memory is used
 
-// A group in a word: its expert, its first layout_scratch in the order of pairs, and how many they are.
+// A group in a word: expert, first position, number of pairs.
 constexpr int kPlaceBits = 12, kCountBits = 5;
 static_assert(kMaxExperts <= 1 << (32 - kPlaceBits - kCountBits) && kExpertsGemvPairs <= 1 << kPlaceBits);
 __device__ __forceinline__ uint32_t pack_group(const PairGroup& group) {
@@ -29,13 +29,13 @@ __device__ __forceinline__ PairGroup unpack_group(uint32_t word) {
           static_cast<int>(word >> kCountBits & ((1u << kPlaceBits) - 1)), static_cast<int>(word & ((1u << kCountBits) - 1))};
 }
 
-// The groups of `per` pairs of one expert at most, and pairs in their order: how many groups there are. `counts` is shared,
-// two for each expert; so are list and order, one for each pair.
+// Lists the groups of at most `per` pairs of an expert, and the order of pairs; returns the number
+// of groups. Shared memory: `counts` has two entries per expert, list and order one per pair.
 template <int kThreads>
 __device__ __forceinline__ int list_pair_groups(const ExpertsParams& p, int per, uint32_t* list, uint16_t* order, uint32_t* counts) {
   __shared__ uint32_t totals[kThreads / 32];
   const int all = p.num_tokens * p.top_k, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  if (all <= 32) {  // a lane for each pair, of which an expert's first has the group
+  if (all <= 32) {  // one lane per pair; the first of an expert has the group
     if (warp == 0) {
       const int expert = lane < all ? expert_of(p, lane) : -1;
       const uint32_t alike = __match_any_sync(~0u, expert), lower = (1u << lane) - 1;
@@ -56,14 +56,14 @@ __device__ __forceinline__ int list_pair_groups(const ExpertsParams& p, int per,
   __syncthreads();
   for (int pair = threadIdx.x; pair < all; pair += kThreads) {
     const int expert = expert_of(p, pair);
-    if (expert >= 0) list[pair] = atomicAdd(counts + expert, 1u);  // its layout_scratch among the expert's
+    if (expert >= 0) list[pair] = atomicAdd(counts + expert, 1u);  // its index among the expert's pairs
   }
   __syncthreads();
   uint32_t* before = counts + p.num_experts;
   bool more = false;
   for (int expert = threadIdx.x; expert < p.num_experts; expert += kThreads)
     more |= counts[expert] > static_cast<uint32_t>(per), before[expert] = 0;
-  if (__syncthreads_or(more)) {  // not any order: blocks must agree on which pairs are in which of an expert's groups
+  if (__syncthreads_or(more)) {  // in a fixed order: blocks must agree which pairs are in which group
     for (int begin = 0; warp == 0 && begin < all; begin += 32) {
       const int pair = begin + lane, expert = pair < all ? expert_of(p, pair) : -1;
       const uint32_t alike = __match_any_sync(~0u, expert);
@@ -75,7 +75,7 @@ __device__ __forceinline__ int list_pair_groups(const ExpertsParams& p, int per,
     }
     __syncthreads();
   }
-  // What comes before: pairs, and groups in the upper half.
+  // Prefix sums of pairs, and of groups in the upper half.
   const int each = (p.num_experts + kThreads - 1) / kThreads, begin = min(static_cast<int>(threadIdx.x) * each, p.num_experts);
   const int end = min(begin + each, p.num_experts);
   auto worth = [&](uint32_t pairs) { return pairs | (pairs + per - 1) / per << 16; };
@@ -107,14 +107,14 @@ __device__ __forceinline__ int list_pair_groups(const ExpertsParams& p, int per,
   return static_cast<int>(total >> 16);
 }
 
-// Bytes of the list of groups and of the order of pairs; these, of few, have as much room as of many.
+// Bytes of the list of groups and the order of pairs, for few pairs or for the maximum.
 __host__ __device__ __forceinline__ int order_bytes(int pairs) {
   return 6 * (pairs <= kSmallOrderPairs ? kSmallOrderPairs : kExpertsGemvPairs);
 }
 
-// Takes the tiles of all groups in turn, so many at once further.
+// Iterates over the tiles of all groups with a stride.
 struct GroupTileCursor {
-  int group, tile, of_group;  // tiles of a group
+  int group, tile, of_group;  // of_group: tiles of a group
 
   __device__ __forceinline__ GroupTileCursor(int first, int of_group) : group(0), tile(first), of_group(of_group) { settle(); }
   __device__ __forceinline__ void advance(int tiles) { tile += tiles, settle(); }
@@ -125,8 +125,8 @@ struct GroupTileCursor {
   }
 };
 
-// The outputs of rows that follow one another for a group, from what each warp summed up, partial[warp][row][pair of the group]:
-// from the `begin`th on every `step`th.
+// Reduces a tile over warps and writes it: outputs begin, begin + step, .. partial is
+// [warp][row][pair of the group].
 template <bool kDown, typename T, int kWarps, int kRows, int kPitch>
 __device__ __forceinline__ void store_outputs(const ExpertsParams& p, const Pairs& pairs, const ExpertGemm<T>& gemm,
                                                const PairGroup& group, const uint16_t* order, int first_row,
@@ -148,14 +148,15 @@ __device__ __forceinline__ void store_outputs(const ExpertsParams& p, const Pair
   }
 }
 
-// Whether groups of 8 are enough.
+// Whether groups of 8 suffice.
 inline bool are_rare(const ExpertsParams& p) {
-  constexpr int kRarePairs = 4;  // of an expert on average
+  constexpr int kRarePairs = 4;  // pairs per expert on average
   return p.num_tokens <= 8 || p.num_tokens * p.top_k <= kRarePairs * p.num_experts;
 }
 
-// As many blocks as are resident at once, each of which takes `rows` of `out` rows at a time; they have `ring` bytes of shared
-// memory before the list of groups, and behind the order of pairs `rest`, at most `most`.
+// Launches a persistent grid whose blocks take `rows` of `out` rows at a time. Dynamic shared
+// memory: `ring` bytes, the list of groups, the order of pairs, and `rest` bytes, of at most
+// `most`.
 template <auto kKernel, int kThreads>
 cudaError_t run_resident(const ExpertsParams& p, const Pairs& pairs, int out, int rows, int ring, int rest, int most,
                          cudaStream_t stream) {
@@ -167,7 +168,7 @@ cudaError_t run_resident(const ExpertsParams& p, const Pairs& pairs, int out, in
     cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kKernel, kThreads, shared);
     return int64_t{std::max(blocks, 1)} * num_sms();
   };
-  // Asked for once where no width decides.
+  // Queried once if the size is constant.
   static const int64_t few = resident_at(ring + order_bytes(kSmallOrderPairs));
   static const int64_t many = resident_at(ring + order_bytes(kExpertsGemvPairs));
   const int pairs_here = p.num_tokens * p.top_k, shared = ring + order_bytes(pairs_here) + rest;
@@ -180,7 +181,7 @@ cudaError_t run_resident(const ExpertsParams& p, const Pairs& pairs, int out, in
 
 namespace llmc::kernels {
 
-// experts_gemv() of packed weights.
+// experts_gemv() for quantized weights.
 cudaError_t packed_experts_gemv(DType dtype, const ExpertsParams& params, const device::Pairs& pairs, cudaStream_t stream);
 
 }  // namespace llmc::kernels

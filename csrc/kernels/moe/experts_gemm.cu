@@ -1,10 +1,11 @@
-// The products of experts for many tokens, on tensor cores.
+// Grouped GEMMs for 16-bit weights and many tokens, by mma.
 //
-// A tile is up to kPairs pairs of one expert for kOut rows of its weight; eight warps take a quarter of the rows each, for
-// half of the pairs. 64 columns of both are a stage, kStages of which are under way to shared memory, where a row's 8
-// vectors are turned against its neighbours', so that ldmatrix meets every bank once. As many blocks as fit take tiles in
-// turn, those of a group of pairs one after the other; which tiles there are, each block finds out by itself. A gate and
-// what it gates are columns that follow one another, which one thread has. Reads a weight once for each kPairs pairs.
+// A tile is up to kPairs pairs of one expert for kOut weight rows; each of eight warps takes a
+// quarter of the rows for half of the pairs. A stage is 64 columns of both; kStages are in flight
+// to shared memory, where vectors are swizzled so that ldmatrix has no bank conflicts. A persistent
+// grid takes tiles in turn, those of a group of pairs one after the other; each block derives the
+// tiles itself. A gate and its up are adjacent columns of a thread. Reads a weight once per kPairs
+// pairs.
 #include <algorithm>
 
 #include "../common/cp_async.cuh"
@@ -24,15 +25,15 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* from) 
                : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(from))));
 }
 
-// Where a row's vector is in a stage.
+// Swizzled position of a row's vector in a stage.
 __device__ __forceinline__ int packed_column(int row, int vector) { return row * kVectors + (vector ^ row % 8); }
 
 template <typename T, int kPairs, bool kDown>
 __global__ void __launch_bounds__(kThreads, 2) experts_gemm_kernel(const __grid_constant__ ExpertsParams p,
                                                                    const __grid_constant__ Pairs pairs) {
-  constexpr int kStage = (kPairs + kOut) * kVectors;  // vectors: of x, then of the weight
+  constexpr int kStage = (kPairs + kOut) * kVectors;  // vectors of x, then of the weight
   constexpr int kRowsOfCopy = kThreads / kVectors, kCopiesOfX = kPairs / kRowsOfCopy, kCopies = kOut / kRowsOfCopy;
-  constexpr int kTilesOfPairs = kPairs / 32, kTilesOfOut = kOut / 32;  // of 16 pairs and of 8 rows, a warp's
+  constexpr int kTilesOfPairs = kPairs / 32, kTilesOfOut = kOut / 32;  // of a warp: tiles of 16 pairs and of 8 rows
   extern __shared__ uint4 ring[];  // [kStages][kStage]
   __shared__ int before[kMaxExperts + 1];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -49,7 +50,7 @@ __global__ void __launch_bounds__(kThreads, 2) experts_gemm_kernel(const __grid_
     const int first_out = tile % out_tiles * kOut;
     const T *x[kCopiesOfX], *weight[kCopies];
 #pragma unroll
-    for (int i = 0; i < kCopiesOfX; ++i) {  // pairs behind the last repeat it; their sums are not written
+    for (int i = 0; i < kCopiesOfX; ++i) {  // pairs after the last repeat it; their sums are not written
       const int pair = min(i * kRowsOfCopy + row_of_copy, group.count - 1);
       x[i] = row_of(gemm, p, groups, group.first + pair, kDown) + 8 * vector;
     }
@@ -86,7 +87,7 @@ __global__ void __launch_bounds__(kThreads, 2) experts_gemm_kernel(const __grid_
           ldmatrix_x4(a[m], of_x + packed_column(first_pair + m * 16 + lane % 16, 2 * k + lane / 16));
 #pragma unroll
         for (int n = 0; n < kTilesOfOut; n += 2) {
-          uint32_t b[4];  // rows n·8 to +7 and +8 to +15, each columns k·16 to +7 and +8 to +15
+          uint32_t b[4];  // rows n * 8 to + 7 and + 8 to + 15, each columns k * 16 to + 7 and + 8 to + 15
           ldmatrix_x4(b, of_weight + packed_column(first_row + n * 8 + lane / 16 * 8 + lane % 8, 2 * k + lane % 16 / 8));
 #pragma unroll
           for (int m = 0; m < kTilesOfPairs; ++m) {
@@ -100,7 +101,7 @@ __global__ void __launch_bounds__(kThreads, 2) experts_gemm_kernel(const __grid_
     for (int m = 0; m < kTilesOfPairs; ++m)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int pair = first_pair + m * 16 + g + 8 * r, layout_scratch = group.first + pair;
+        const int pair = first_pair + m * 16 + g + 8 * r, position = group.first + pair;
         if (pair >= group.count) continue;
 #pragma unroll
         for (int n = 0; n < kTilesOfOut; ++n) {
@@ -108,13 +109,13 @@ __global__ void __launch_bounds__(kThreads, 2) experts_gemm_kernel(const __grid_
           const float low = sum[m][n][2 * r], high = sum[m][n][2 * r + 1];
           if (out >= gemm.out) continue;
           if (kDown) {
-            store_expert_output(p, pairs, groups, gemm, group.expert, layout_scratch, out, low);
-            store_expert_output(p, pairs, groups, gemm, group.expert, layout_scratch, out + 1, high);
+            store_expert_output(p, pairs, groups, gemm, group.expert, position, out, low);
+            store_expert_output(p, pairs, groups, gemm, group.expert, position, out + 1, high);
           } else if (p.gated) {
-            store_inner(p, pairs, groups, gemm, group.expert, layout_scratch, out / 2, low, high);
+            store_inner(p, pairs, groups, gemm, group.expert, position, out / 2, low, high);
           } else {
-            store_inner(p, pairs, groups, gemm, group.expert, layout_scratch, out, low, 0.f);
-            store_inner(p, pairs, groups, gemm, group.expert, layout_scratch, out + 1, high, 0.f);
+            store_inner(p, pairs, groups, gemm, group.expert, position, out, low, 0.f);
+            store_inner(p, pairs, groups, gemm, group.expert, position, out + 1, high, 0.f);
           }
         }
       }
@@ -146,7 +147,7 @@ cudaError_t run_both(const ExpertsParams& p, const Pairs& pairs, cudaStream_t st
   return error != cudaSuccess ? error : run_tiles<T, kPairs, true>(p, pairs, stream);
 }
 
-// Tiles of so many pairs that an expert fills one on average, where that is possible.
+// Tiles of 128 pairs if an expert fills one on average.
 template <typename T>
 cudaError_t run_type(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
   const bool fills = static_cast<int64_t>(p.num_tokens) * p.top_k >= 128ll * p.num_experts;

@@ -1,15 +1,18 @@
-// The products of experts for many tokens on Hopper's tensor cores. A tile is kRows rows of an expert's weight, the tensor
-// core's first operand, for as many of its pairs as the group has, the second: so a group's size costs in steps of 16, and
-// an expert's pairs are splits_planned evenly. kConsumerGroups warpgroups multiply 2 × 64 rows each, gates and their ups in one thread.
-// One warp copies, 64 columns a stage, of x in the order of pairs. As many blocks as fit take scheduler in state, an expert's
-// groups of the same rows one after the other, so weights come from memory once and from the cache after that.
+// Grouped GEMMs on Hopper by wgmma: warp-specialized, persistent.
 //
-// Packed weights come as they lie (experts.cuh), a thread's codes of 16 rows as one vector: they become numbers of 16 bits in
-// registers, times their scale, and are the first operand from there while the tensor core multiplies those before. x then
-// lies in the order in which codes give their columns, and gates and their ups are rows that follow one another.
+// A tile is kRows weight rows of an expert (the A operand) for a group of its pairs (B): the cost
+// of a group grows in steps of 16 pairs, and an expert's pairs are divided evenly into groups.
+// kConsumerGroups warpgroups multiply 2 x 64 rows each; a thread has gates and their ups. The
+// producer warp copies 64 columns per stage by TMA, x in the order of pairs. The groups of an
+// expert with the same weight rows are adjacent tiles, so weights are read from memory once, and
+// then from L2.
 //
-// CodeType of FP8 are the first operand as they lie where x is rounded, codes too: 128 columns a stage, whose sums are multiplied by
-// both scales before they are added to the others.
+// Quantized weights are tiled (experts.cuh): a thread's codes of 16 rows are one vector. They are
+// dequantized and scaled to the register operand of the next wgmma. x is permuted to the column
+// order of the codes, and gates and ups are adjacent rows.
+//
+// FP8 weights with FP8 x: 128 columns per stage, codes are the operand as they are, and both scales
+// multiply the sum of each stage.
 #include <algorithm>
 
 #include "../common/mma.cuh"
@@ -22,17 +25,17 @@ namespace {
 using namespace device;
 using namespace sm90;
 
-constexpr uint32_t kRowBytes = 128;  // of a row of x, in a stage
+constexpr uint32_t kRowBytes = 128;  // of a row of x in a stage
 template <bool kRounded>
 constexpr int kColumns = kRounded ? 128 : 64;  // of a stage
-constexpr int kEpiloguePairs = 16;  // pairs that leave at once
-constexpr int kEpilogueStride = 9;  // vectors from one to the next: 64 rows' numbers, and what keeps banks apart
+constexpr int kEpiloguePairs = 16;  // pairs per step of the epilogue
+constexpr int kEpilogueStride = 9;  // vectors between pairs: 64 rows, and padding against bank conflicts
 
 template <CodeType kCodeType>
 constexpr bool kPacked = kCodeType != CodeType::kNone;
 
-// Where in shared memory things lie, in bytes from a multiple of 1,024 on. Of packed weights a stage has 16 rows' codes side
-// by side, and their scales, of one or two groups; where x is rounded, of one, and the scales of x.
+// Shared memory, aligned to 1,024 bytes. With quantized weights a stage has the codes of 16 rows
+// side by side, and the scales of one or two groups; with FP8 x of one group, and the scales of x.
 template <CodeType kCodeType, bool kRounded, int kConsumerGroups, int kPairs, int kStages>
 struct SharedStorage {
   static constexpr int kRows = kConsumerGroups * 128, kThreads = (1 + kConsumerGroups) * 128, kTiles = kRows / kExpertTileRows;
@@ -40,7 +43,7 @@ struct SharedStorage {
       kExpertTileRows * (kPacked<kCodeType> ? kColumns<kRounded> * kBits<kCodeType> / 8 : kRowBytes);
   static constexpr uint32_t kWeightBytes = kTiles * kTileBytes;
   static constexpr uint32_t kScalesAt = kWeightBytes + kPairs * kRowBytes;
-  static constexpr uint32_t kXScalesAt = kScalesAt + kTiles * kTileScaleBytes<kCodeType>, kXScales = kPairs + 4;  // from a whole four on
+  static constexpr uint32_t kXScalesAt = kScalesAt + kTiles * kTileScaleBytes<kCodeType>, kXScales = kPairs + 4;  // starts at a multiple of four
   static constexpr uint32_t kXScaleBytes = kRounded ? kXScales * 4 : 0;
   static constexpr uint32_t kScaleBytes =
       !kPacked<kCodeType> ? 0 : (kTiles * kTileScaleBytes<kCodeType> * (kRounded ? 1 : 2) + kXScaleBytes + 1023) / 1024 * 1024;
@@ -55,7 +58,7 @@ struct SharedStorage {
 
   __device__ uint32_t weights(int slot) const { return base + slot * kStageBytes; }
   __device__ uint32_t x(int slot) const { return weights(slot) + kWeightBytes; }
-  // Of packed weights, a warp's 16 rows; their scales, by group.
+  // Quantized weights: a warp's 16 rows, and their scales by group.
   __device__ const uint4* codes(int slot, int tile) const {
     return reinterpret_cast<const uint4*>(bytes + slot * kStageBytes + tile * kTileBytes);
   }
@@ -63,14 +66,14 @@ struct SharedStorage {
     return bytes + slot * kStageBytes + kScalesAt + tile * groups * kTileScaleBytes<kCodeType>;
   }
   __device__ uint32_t x_scales(int slot) const { return weights(slot) + kXScalesAt; }
-  // [2 parts][2 operands][kEpiloguePairs][kEpilogueStride]: what leaves.
+  // [2 steps][2 operands][kEpiloguePairs][kEpilogueStride].
   __device__ uint4* out(int group) const { return reinterpret_cast<uint4*>(bytes + kOutAt + group * kOutBytes); }
   __device__ int* pairs(int group) const { return reinterpret_cast<int*>(bytes + kPairsAt) + group * kPairs; }
   __device__ Mbarrier full_barrier(int slot) const { return {base + kBarriersAt + 8 * slot}; }
   __device__ Mbarrier empty_barrier(int slot) const { return {base + kBarriersAt + 8 * (kStages + slot)}; }
 };
 
-// A slot of the ring, and how often it has come phase_count.
+// Index of the ring's slot, and how often it has been used.
 template <int kStages>
 struct PipelineState {
   int slot = 0;
@@ -85,14 +88,15 @@ struct Tile {
   int expert, out_tile, first, count;
 };
 
-// All scheduler: an expert's by rows of the weight, and of the same rows by groups, which are alike but for the last.
+// All tiles: an expert's weight rows, and for the same rows its groups of pairs, equal in size but
+// for the last.
 struct TileScheduler {
   const Pairs& pairs;
-  const int* before;  // groups that come before an expert's
+  const int* before;  // number of groups before an expert's
   const int out_tiles;
   int expert = 0;
 
-  // A tile that is not before the one that was asked for last.
+  // Tile number `tile`, which must not decrease between calls.
   __device__ Tile next(int tile) {
     while (before[expert + 1] * out_tiles <= tile) ++expert;
     const int rest = tile - before[expert] * out_tiles, groups = before[expert + 1] - before[expert];
@@ -106,7 +110,7 @@ struct TensorMaps {
   CUtensorMap weights, x, scales, x_scales;
 };
 
-// PairGroups of columns whose scales a stage has, where x is not rounded or groups have as many columns.
+// Groups whose scales a stage has; x is not quantized, or has groups of the same size.
 __host__ __device__ __forceinline__ int groups_per_stage(const ExpertsQuantParams& quant) {
   return quant.group_size < kColumns<false> ? 2 : 1;
 }
@@ -138,7 +142,7 @@ __device__ __forceinline__ void produce(const SharedStorage<kCodeType, kRounded,
     tma_load(smem.weights(slot) + P::kWeightBytes / 2, maps.weights, full, stage * kStageColumns, paired ? 1 : 0,
              paired ? first : first + P::kRows / 2, tile.expert);
   };
-  int ahead = 0;  // stages of which the weights are on their way: these do not depend on the kernel before
+  int ahead = 0;  // weight stages in flight before pdl_wait()
   if (kDown) {
     if (static_cast<int>(blockIdx.x) < count) {
       const Tile tile = TileScheduler(scheduler).next(blockIdx.x);
@@ -161,29 +165,30 @@ __device__ __forceinline__ void produce(const SharedStorage<kCodeType, kRounded,
       const uint32_t to = smem.x(state.slot);
       if (lane * kEpiloguePairs < tile.count)
         tma_load(to + lane * kEpiloguePairs * kRowBytes, maps.x, full, stage * kStageColumns, tile.first + lane * kEpiloguePairs);
-      if (kRounded && lane == 31)  // of whole rows all stages have the same scales
+      if (kRounded && lane == 31)  // with one scale per row, all stages have the same scales
         tma_load(smem.x_scales(state.slot), maps.x_scales, full, tile.first & ~3, p.quant_group == 0 ? 0 : stage);
     }
   }
 }
 
-// Of four 8 × 8 matrices, of which a thread has two neighbours each, the columns to rows of shared memory: a lane's is
-// that of column lane % 8 of matrix lane / 8.
+// Stores four 8 x 8 matrices transposed (stmatrix): a lane addresses column lane % 8 of matrix lane
+// / 8.
 __device__ __forceinline__ void stmatrix_x4_trans(uint4* to, const uint32_t (&words)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
                ::"r"(smem_address(to)), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
 }
 
-// Of 32 columns, in four vectors, the first words of all, then the second ones and so on: so the tensor core has them where
-// packed codes have theirs.
+// Permutes 32 columns, four vectors: the first words of all, then the second ones, and so on, as
+// quantized weights have them.
 __device__ __forceinline__ uint4 permute_vector(const uint4* row, int vector) {
   const auto* words = reinterpret_cast<const uint32_t*>(row + vector / 4 * 4) + vector % 4;
   return make_uint4(words[0], words[4], words[8], words[12]);
 }
 
-// What lies between the products, of sums with their biases: gated sums[0] of gates in sums[0] and ups in sums[1].
+// The function between the GEMMs: if gated, gates are in sums[0], ups in sums[1], and the result in
+// sums[0].
 __device__ __forceinline__ void activate_columns(const ExpertsParams& p, float (&sums)[2][8]) {
-  if (p.gated && p.activation == Activation::kSilu) {  // as it mostly is; all eight at once
+  if (p.gated && p.activation == Activation::kSilu) {  // the common case, for all eight at once
     const float most = p.limit != 0 ? p.limit : INFINITY;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -199,14 +204,14 @@ __device__ __forceinline__ void activate_columns(const ExpertsParams& p, float (
   }
 }
 
-// How the scale of a row's group multiplies its codes' numbers: as two of T.
+// The scale of a row's group as a pair of T.
 template <typename T, CodeType kCodeType>
 __device__ __forceinline__ uint32_t load_scale(const uint8_t* scales, int row) {
   const float scale = kCodeType == CodeType::kMxfp4 ? exponent_to_float(scales[row]) : reinterpret_cast<const float*>(scales)[row];
   return pack2<T>(scale, scale);
 }
 
-// CodeType of 32 columns of two rows as the first operands of two products.
+// Dequantizes 32 columns of two rows to the A operands of two wgmma.
 template <typename T, CodeType kCodeType>
 __device__ __forceinline__ void dequantize_operands(uint32_t (&made)[8], const uint4& codes, int part, const uint32_t (&scales)[2],
                                             const uint32_t (&offsets)[2]) {
@@ -268,7 +273,7 @@ __device__ __forceinline__ void mainloop_dequantize(float (&c)[2][kPairs / 2], P
   const int groups = groups_per_stage(quant), all_groups = gemm.in / quant.group_size;
   const int lane = thread % 32, own_tile = group * 4 + warp;
   constexpr bool kHasZeros = kCodeType == CodeType::kInt4 || kCodeType == CodeType::kInt8;
-  int zeros[2][2][2];  // of the stage's halves, both operands and both rows
+  int zeros[2][2][2];  // [half of the stage][operand][row]
   auto load_zeros = [&](int stage) {
 #pragma unroll
     for (int part = 0; part < 2; ++part)
@@ -285,7 +290,7 @@ __device__ __forceinline__ void mainloop_dequantize(float (&c)[2][kPairs / 2], P
   [[maybe_unused]] const bool has_zeros = kHasZeros && quant.zero != nullptr;
   if constexpr (kHasZeros)
     if (has_zeros) load_zeros(0);
-  uint32_t operands[2][8];  // of these columns and those before
+  uint32_t operands[2][8];  // of this step and the previous one
   PipelineState<kStages> last = state;
   for (int stage = 0; stage < stages; ++stage) {
     smem.full_barrier(state.slot).wait(state.phase_count & 1);
@@ -334,7 +339,7 @@ __device__ __forceinline__ void mainloop_float8(float (&c)[2][kPairs / 2], Pipel
                                                 int stages, int group) {
   constexpr int kStageColumns = kColumns<kRounded>;
   const int thread = threadIdx.x % 128, warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
-  constexpr int kAtOnce = kWidth <= 64 ? 2 : 1;  // operands whose sums a thread has room for
+  constexpr int kAtOnce = kWidth <= 64 ? 2 : 1;  // operands whose sums fit in registers
   const int lane = thread % 32, own_tile = group * 4 + warp;
   for (int stage = 0; stage < stages; ++stage, state.advance()) {
     smem.full_barrier(state.slot).wait(state.phase_count & 1);
@@ -393,9 +398,9 @@ __device__ __forceinline__ void store_tile(const float (&c)[2][kPairs / 2], cons
   auto sync_warpgroup = [&] { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); };
   uint4* staged = smem.out(group);
   int* staged_pairs = smem.pairs(group);
-  const bool apart = paired && !kPacked<kCodeType>;  // gates and ups are operands of their own
-  const int row = tile.out_tile * (apart ? P::kRows / 2 : P::kRows) + group * 64;  // the first of these 64
-  const int width = paired ? gemm.out / 2 : gemm.out;                        // of what is written
+  const bool apart = paired && !kPacked<kCodeType>;  // gates and ups are separate operands
+  const int row = tile.out_tile * (apart ? P::kRows / 2 : P::kRows) + group * 64;  // the first of these 64 rows
+  const int width = paired ? gemm.out / 2 : gemm.out;  // of the output
   float bias[2][2] = {};
   if (gemm.bias != nullptr) {
 #pragma unroll
@@ -434,7 +439,7 @@ __device__ __forceinline__ void store_tile(const float (&c)[2][kPairs / 2], cons
     for (int m = 0; m < 2; ++m)
 #pragma unroll
       for (int i = 0; i < 8; ++i) own_sums[m][i] += bias[m][i / 2 % 2];
-    if (paired && !apart) {  // of two neighbours one has the gates and ups of a row each, the other those of a later one
+    if (paired && !apart) {  // adjacent lanes exchange sums, so that one has gates and ups of a row, and the other those of a later row
       float turned[2][8];
 #pragma unroll
       for (int m = 0; m < 2; ++m)
@@ -539,7 +544,7 @@ __global__ void __launch_bounds__((1 + kConsumerGroups) * 128, kBlocks)
   const int out_tiles = (gemm.out + P::kRows - 1) / P::kRows;
   const int stages = (gemm.in + kColumns<kRounded> - 1) / kColumns<kRounded>;
   const int count = PairGroups(p, pairs, before, kPairs).template count<P::kThreads>() * out_tiles;
-  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // known to be one for a warp
+  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // uniform for a warp
   if (group == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (threadIdx.x < 32) produce<kDown>(smem, maps, p, TileScheduler{pairs, before, out_tiles}, count, stages);
@@ -554,7 +559,8 @@ __global__ void __launch_bounds__((1 + kConsumerGroups) * 128, kBlocks)
 #endif
 }
 
-// Rows of x by smem, where `made` will be: a block for each token.
+// Permutes rows of x to positions, in the `outputs` buffer. One block per token. Reads x once,
+// writes top_k copies.
 template <bool kPermuted>
 __global__ void __launch_bounds__(128) permute_x_kernel(ExpertsParams p, Pairs pairs) {
   pdl_wait();
@@ -564,8 +570,8 @@ __global__ void __launch_bounds__(128) permute_x_kernel(ExpertsParams p, Pairs p
   for (int i = threadIdx.x; i < vectors; i += 128) {
     const uint4 vector = kPermuted ? permute_vector(from + i / 8 * 8, i % 8) : from[i];
     for (int choice = 0; choice < p.top_k; ++choice) {
-      const int smem = pairs.places[first + choice];
-      if (smem >= 0) static_cast<uint4*>(pairs.outputs)[static_cast<int64_t>(smem) * vectors + i] = vector;
+      const int position = pairs.positions[first + choice];
+      if (position >= 0) static_cast<uint4*>(pairs.outputs)[static_cast<int64_t>(position) * vectors + i] = vector;
     }
   }
 }
@@ -596,22 +602,22 @@ cudaError_t launch_gemm(const ExpertsParams& p, const Pairs& pairs, cudaStream_t
   if constexpr (kPacked<kCodeType>) {
     constexpr cuuint32_t kTiles = P::kTiles;
     const ExpertsQuantParams& quant = kDown ? p.down_quant : p.gate_up_quant;
-    const cuuint64_t scheduler = experts * (gemm.out / kExpertTileRows), groups = in / quant.group_size;
+    const cuuint64_t tiles = experts * (gemm.out / kExpertTileRows), groups = in / quant.group_size;
     const cuuint32_t scales = groups_per_stage(quant) * kExpertTileRows;
     constexpr bool kBytes = kCodeType == CodeType::kMxfp4;
     made = made &&
            make_tensor_map<2>(maps.weights, CU_TENSOR_MAP_DATA_TYPE_INT64, CU_TENSOR_MAP_SWIZZLE_NONE, gemm.weight,
-                  {in / kStageColumns * (P::kTileBytes / 8), scheduler}, 8, {P::kTileBytes / 8, kTiles}) &&
+                  {in / kStageColumns * (P::kTileBytes / 8), tiles}, 8, {P::kTileBytes / 8, kTiles}) &&
            make_tensor_map<2>(maps.scales, kBytes ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
-                  CU_TENSOR_MAP_SWIZZLE_NONE, quant.scale, {groups * kExpertTileRows, scheduler}, kBytes ? 1 : 4, {scales, kTiles});
+                  CU_TENSOR_MAP_SWIZZLE_NONE, quant.scale, {groups * kExpertTileRows, tiles}, kBytes ? 1 : 4, {scales, kTiles});
   } else {
     made = made && make_tensor_map<4>(maps.weights, kTensorMapType<T>, CU_TENSOR_MAP_SWIZZLE_128B, gemm.weight,
                           {in, of_each, gemm.out / of_each, experts}, sizeof(T), {kStageColumns, 1, P::kRows / 2, 1});
   }
   if (!made) return cudaErrorInvalidValue;
   const int64_t groups = std::min<int64_t>(pairs_count, pairs_count / kPairs + p.num_experts);
-  const int64_t scheduler = groups * ceil_div(gemm.out, P::kRows), places = int64_t{kBlocks} * num_sms();
-  return launch(kernel, static_cast<unsigned>(std::min(scheduler, places)), P::kThreads, P::kBytes, stream, maps, p, pairs);
+  const int64_t tiles = groups * ceil_div(gemm.out, P::kRows), positions = int64_t{kBlocks} * num_sms();
+  return launch(kernel, static_cast<unsigned>(std::min(tiles, positions)), P::kThreads, P::kBytes, stream, maps, p, pairs);
 }
 
 template <typename T, CodeType kCodeType, bool kRounded, int kConsumerGroups, int kPairs, int kStages, int kBlocks>
@@ -624,7 +630,7 @@ cudaError_t run_both(const ExpertsParams& p, const Pairs& pairs, cudaStream_t st
   return error != cudaSuccess ? error : launch_gemm<T, true, kCodeType, kRounded, kConsumerGroups, kPairs, kStages, kBlocks>(p, pairs, stream);
 }
 
-// By how many pairs an expert has on average: a group of its tile, which is multiplied at once, should have room for most.
+// By the average number of pairs per expert: a tile should have room for most groups.
 template <typename T>
 cudaError_t run_type(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
   const int64_t each = static_cast<int64_t>(p.num_tokens) * p.top_k / p.num_experts;

@@ -1,9 +1,10 @@
-// The products of experts for few tokens, of weights of 16 bits: see experts_few.cuh.
+// Expert GEMVs for 16-bit weights: see experts_few.cuh.
 //
-// The weights of a warp's next kStages chunks, whichever tile they are of, are under way to shared memory all the time, past
-// L1, where x stays. What a thread copies is what it reads back, as the tensor core wants it: 16 bytes of rows g and g + 8.
+// A ring of kStages chunks per warp in shared memory is always in flight across tiles, past L1. A
+// thread reads back what it copied, as an mma fragment: 16 bytes of rows g and g + 8.
 //
-// Of few pairs the second gemm may be another kernel, which sums up a token's choices too: down_combine_kernel.
+// For few pairs, down_combine_kernel computes the second GEMM together with the sum over a token's
+// experts.
 #include <algorithm>
 
 #include "../common/cp_async.cuh"
@@ -14,17 +15,17 @@ namespace {
 
 using namespace device;
 
-constexpr int kUnroll = 4;  // steps in a chunk
-constexpr int kStages = 2;  // chunks under way
+constexpr int kUnroll = 4;  // steps of a chunk
+constexpr int kStages = 2;  // chunks in flight
 constexpr int kSlotBytes = kUnroll * 2 * 512;
-constexpr int kCombinePairs = 32, kCombineWarps = 16;  // of down_combine_kernel: at most; in a block
+constexpr int kCombinePairs = 32, kCombineWarps = 16;  // of down_combine_kernel: maximum number of pairs; warps of a block
 
-// kTiles: 8 pairs each in a group.
+// kTiles: groups of 8 pairs.
 template <typename T, int kWarps, int kTiles, bool kDown>
 __global__ void __launch_bounds__(kWarps * 32, (kTiles == 1 ? 24 : 16) / kWarps)
     experts_gemv_kernel(const __grid_constant__ ExpertsParams p, const __grid_constant__ Pairs pairs) {
   constexpr int kThreads = kWarps * 32, kPairs = kTiles * 8, kRows = kExpertTileRows, kStep = kExpertTileColumns<CodeType::kNone>;
-  // Rings of kStages slots of each warp; then the list of groups, and the order of pairs.
+  // Rings of kStages slots per warp; then the list of groups, and the order of pairs.
   extern __shared__ uint4 shared[];
   __shared__ float partial[2][kWarps][kRows][kPairs + 1];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -38,11 +39,11 @@ __global__ void __launch_bounds__(kWarps * 32, (kTiles == 1 ? 24 : 16) / kWarps)
   const ExpertGemm<T> gemm(p, pairs, kDown);
   const int out_tiles = (gemm.out + kRows - 1) / kRows;
   const int num_groups = list_pair_groups<kThreads>(p, kPairs, list, order, reinterpret_cast<uint32_t*>(shared));
-  // A warp's steps.
+  // Steps of this warp.
   const int steps = (gemm.in + kStep - 1) / kStep, share = (steps + kWarps - 1) / kWarps;
   const int begin = warp * share, end = min(begin + share, steps), chunks = (share + kUnroll - 1) / kUnroll;
 
-  // The copies are ahead of the products: their own layout_scratch in the sequence of tiles and chunks.
+  // Producer cursor: copies run ahead of the mma, over tiles and chunks.
   struct {
     GroupTileCursor at;
     int chunk, slot;
@@ -87,7 +88,7 @@ __global__ void __launch_bounds__(kWarps * 32, (kTiles == 1 ? 24 : 16) / kWarps)
   for (GroupTileCursor at(blockIdx.x, out_tiles); at.group < num_groups; at.advance(gridDim.x), ++turn) {
     const PairGroup group = unpack_group(list[at.group]);
     const int first_row = at.tile * kRows;
-    // Pairs behind the last repeat it, and lead to columns that are not written.
+    // Pairs after the last repeat it, and lead to columns that are not written.
     const T* x[kTiles];
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
@@ -110,32 +111,32 @@ __global__ void __launch_bounds__(kWarps * 32, (kTiles == 1 ? 24 : 16) / kWarps)
       slot = slot + kSlotBytes == kStages * kSlotBytes ? 0 : slot + kSlotBytes;
       copy_chunk();
     }
-    auto& mine = partial[turn % 2];  // the one before may still be read
+    auto& mine = partial[turn % 2];  // the previous one may still be read
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)
 #pragma unroll
       for (int c = 0; c < 4; ++c) mine[warp][g + c / 2 * 8][n * 8 + 2 * t + c % 2] = sum[n][c];
     __syncthreads();
-    // Each tile's outputs are the work of another warp first.
+    // Another warp comes first in each tile.
     store_outputs<kDown>(p, pairs, gemm, group, order, first_row, mine, (threadIdx.x + turn * 32) % kThreads, kThreads);
   }
 }
 
-// The second gemm of weights of 16 bits for few pairs, and the sum over a token's choices. A tile is 16 rows of y for
-// one token: of every expert here that it chose the same 16 rows. A block's warps divide the chunks of all of them, one
-// choice's behind the other's, multiply what they have of a choice by its score and add that up; so do at the end the
-// warps. Chunks are under way as above. Tokens that share an expert read it from the cache. Reads `inner`, writes y.
+// Second GEMM for 16-bit weights and few pairs, with the sum over a token's experts. A tile is 16
+// columns of y for one token: 16 weight rows of each of its local experts. The warps split the
+// chunks of all of them; a warp multiplies its sum for an expert by the score. Chunks are in flight
+// as above. Tokens that share an expert read it from L2. Reads `inner`, writes y.
 template <typename T>
 __global__ void __launch_bounds__(kCombineWarps * 32, 1) down_combine_kernel(const __grid_constant__ ExpertsParams p,
                                                                    const __grid_constant__ Pairs pairs) {
   constexpr int kWarps = kCombineWarps, kStep = kExpertTileColumns<CodeType::kNone>, kRows = kExpertTileRows;
-  extern __shared__ uint4 shared[];  // rings of kStages slots of each warp
+  extern __shared__ uint4 shared[];  // rings of kStages slots per warp
   __shared__ float partial[2][kWarps][kRows];
-  __shared__ int expert_at[kCombinePairs], choice_at[kCombinePairs], count_of[kCombinePairs];  // from top_k · token on
+  __shared__ int expert_at[kCombinePairs], choice_at[kCombinePairs], count_of[kCombinePairs];  // from top_k * token on
   __shared__ float score_at[kCombinePairs];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   char* ring = reinterpret_cast<char*>(shared) + warp * kStages * kSlotBytes;
-  if (warp == 0) {  // those that are here, in their order
+  if (warp == 0) {  // local experts, in order
     static_assert(kCombinePairs == 32);
     const int expert = lane < p.num_tokens * p.top_k ? expert_of(p, lane) : -1, first = lane / p.top_k * p.top_k;
     const uint32_t here = __ballot_sync(~0u, expert >= 0) >> first & (p.top_k < 32 ? (1u << p.top_k) - 1 : ~0u);
@@ -148,13 +149,13 @@ __global__ void __launch_bounds__(kCombineWarps * 32, 1) down_combine_kernel(con
   __syncthreads();
   const ExpertGemm<T> gemm(p, pairs, true);
   const int tiles = (gemm.out + kRows - 1) / kRows * p.num_tokens;
-  const int of_choice = ((gemm.in + kStep - 1) / kStep + kUnroll - 1) / kUnroll;  // chunks
+  const int of_choice = ((gemm.in + kStep - 1) / kStep + kUnroll - 1) / kUnroll;  // chunks of an expert
   auto share_of = [&](int token) {
     const int all = count_of[token] * of_choice, each = (all + kWarps - 1) / kWarps;
     return make_int2(min(warp * each, all), min(warp * each + each, all));
   };
 
-  // The copies are ahead of the products: their own layout_scratch in the sequence of tiles and chunks.
+  // Producer cursor: copies run ahead of the mma, over tiles and chunks.
   struct {
     int tile, chunk, end, slot, step, choice;
     const char *low, *high;
@@ -206,11 +207,11 @@ __global__ void __launch_bounds__(kCombineWarps * 32, 1) down_combine_kernel(con
   int slot = 0, turn = 0;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++turn) {
     const int token = tile % p.num_tokens, first_pair = token * p.top_k, row = tile / p.num_tokens * kRows + lane;
-    const int64_t layout_scratch = static_cast<int64_t>(token) * p.hidden + row;
+    const int64_t position = static_cast<int64_t>(token) * p.hidden + row;
     const bool finishes = warp == turn % kWarps;
-    if (finishes && gemm.bias != nullptr && lane < count_of[token])  // which is wanted at the end
+    if (finishes && gemm.bias != nullptr && lane < count_of[token])  // for the epilogue
       prefetch_l1(gemm.bias + static_cast<int64_t>(expert_at[first_pair + lane]) * gemm.out + row - lane);
-    if (finishes && p.residual != nullptr && lane == 0) prefetch_l1(static_cast<const T*>(p.residual) + layout_scratch);
+    if (finishes && p.residual != nullptr && lane == 0) prefetch_l1(static_cast<const T*>(p.residual) + position);
     float total[2] = {};
     const int2 share = share_of(token);
     for (int chunk = share.x; chunk < share.y;) {
@@ -232,7 +233,7 @@ __global__ void __launch_bounds__(kCombineWarps * 32, 1) down_combine_kernel(con
       const float score = score_at[first_pair + choice];
       total[0] = fmaf(score, sum[0][0], total[0]), total[1] = fmaf(score, sum[0][2], total[1]);
     }
-    auto& mine = partial[turn % 2];  // the one before may still be read
+    auto& mine = partial[turn % 2];  // the previous one may still be read
     if (t == 0) mine[warp][g] = total[0], mine[warp][g + 8] = total[1];
     __syncthreads();
     if (!finishes || lane >= kRows || row >= gemm.out) continue;
@@ -243,15 +244,15 @@ __global__ void __launch_bounds__(kCombineWarps * 32, 1) down_combine_kernel(con
 #pragma unroll 4
       for (int choice = 0; choice < count_of[token]; ++choice)
         value = fmaf(score_at[first_pair + choice], gemm.bias_of(expert_at[first_pair + choice], row), value);
-    if (p.residual != nullptr) value += to_float(static_cast<const T*>(p.residual)[layout_scratch]);
-    static_cast<T*>(p.y)[layout_scratch] = from_float<T>(value);
+    if (p.residual != nullptr) value += to_float(static_cast<const T*>(p.residual)[position]);
+    static_cast<T*>(p.y)[position] = from_float<T>(value);
   }
 }
 
-// As many warps as have steps to take, and no more than have their rings in shared memory beside the rest.
+// As many warps as have steps to take, limited by shared memory for their rings.
 template <typename T, int kTiles, bool kDown>
 cudaError_t run_warps(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
-  constexpr int kRest = 32 << 10, kRing = kStages * kSlotBytes;  // of a warp
+  constexpr int kRest = 32 << 10, kRing = kStages * kSlotBytes;  // per warp
   static_assert(4 * kRing >= 8 * kMaxExperts);
   const bool room = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() >= 8 * kRing + kRest;
   const int out = ExpertGemm<T>(p, pairs, kDown).out;
@@ -286,15 +287,15 @@ cudaError_t run_type(const ExpertsParams& p, const Pairs& pairs, cudaStream_t st
 
 }  // namespace
 
-// Where all num_sms have as many of its tiles, but for one in 20, and tokens seldom share an expert.
+// If tiles fill all SMs evenly, within one in 20, and tokens seldom share an expert.
 bool combines_choices(const ExpertsParams& p) {
   constexpr int kRest = 8 << 10, kSeldom = 4;
   const int64_t pairs = static_cast<int64_t>(p.num_tokens) * p.top_k;
   if (p.gate_up_quant.code_type != CodeType::kNone || pairs > kCombinePairs ||
       device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() < kCombineRing + kRest)
     return false;
-  const unsigned tiles = ceil_div(p.hidden, kExpertTileRows) * p.num_tokens, places = num_sms();
-  const bool even = 20 * ceil_div(tiles, places) * places <= 21 * tiles;
+  const unsigned tiles = ceil_div(p.hidden, kExpertTileRows) * p.num_tokens, positions = num_sms();
+  const bool even = 20 * ceil_div(tiles, positions) * positions <= 21 * tiles;
   return even && (p.num_tokens == 1 || kSeldom * pairs <= p.num_experts);
 }
 

@@ -1,4 +1,4 @@
-// Brings packed weights of experts into the tiles that their kernels read: see experts.cuh.
+// Permutes quantized expert weights to tiles: see experts.cuh.
 #include "experts.cuh"
 
 namespace llmc::kernels {
@@ -6,7 +6,8 @@ namespace {
 
 using namespace device;
 
-// A unit of 8 codes a thread: of one expert's weight [out, in] as csrc/plugins/quantization.py has it.
+// One thread per unit of 8 codes of one expert's weight [out, in], in the layout of
+// csrc/plugins/quantization.py.
 template <CodeType kCodeType>
 __global__ void __launch_bounds__(256) tile_experts_kernel(uint32_t* to, const uint32_t* from, int out, int in) {
   constexpr int kBit = kBits<kCodeType>, kWords = kBit / 4, kStep = kExpertTileColumns<kCodeType>;
@@ -19,8 +20,8 @@ __global__ void __launch_bounds__(256) tile_experts_kernel(uint32_t* to, const u
   Vec<uint32_t, kWords> packed{};
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const int at = i * kBit, layout_scratch = packed_column(i, 8) * kBit;
-    packed.data[layout_scratch / 32] |= (natural.data[at / 32] >> at % 32 & ((1u << kBit) - 1)) << layout_scratch % 32;
+    const int at = i * kBit, position = packed_column(i, 8) * kBit;
+    packed.data[position / 32] |= (natural.data[at / 32] >> at % 32 & ((1u << kBit) - 1)) << position % 32;
   }
   if constexpr (kCodeType == CodeType::kMxfp4) packed.data[0] = scatter_mxfp4_bits(packed.data[0]);
   const int tile = row / kExpertTileRows, thread = row % 8 * 4 + column % 32 / 8;

@@ -1,10 +1,11 @@
-// The products of experts for many tokens, their weights packed.
+// Grouped GEMMs for quantized weights and many tokens, by mma.
 //
-// A tile is up to kPairs pairs of one expert for 128 rows of its weight; each of eight warps takes 16 rows, a tile of the
-// weight's own (experts.cuh), for all pairs. 64 columns are a stage: of x, which all warps read, and of each warp's weight;
-// kStages of them are under way to shared memory. CodeType become numbers in registers and are the tensor core's first operand,
-// as in experts_gemv.cu; the scale of a group multiplies its sums, in float32. As many blocks as fit take tiles in turn,
-// those of a group of pairs one after the other. Reads a weight once for each kPairs pairs.
+// A tile is up to kPairs pairs of one expert for 128 weight rows; each of eight warps takes 16
+// rows, a tile of the weight (experts.cuh), for all pairs. A stage is 64 columns of x, which all
+// warps read, and of each warp's weight; kStages are in flight to shared memory. Codes are
+// dequantized to the A operand in registers; a group's scale multiplies its sums in float32. A
+// persistent grid takes tiles in turn, those of a group of pairs one after the other. Reads a
+// weight once per kPairs pairs.
 #include <algorithm>
 
 #include "../common/cp_async.cuh"
@@ -20,9 +21,9 @@ constexpr int kStages = 4, kTiles = kPairs / 8;
 
 template <CodeType kCodeType>
 constexpr int kWeights = kColumns / kExpertTileColumns<kCodeType> * 32;  // vectors of a warp in a stage
-constexpr int kX = kPairs * kColumns / 8;                       // vectors of x in a stage
+constexpr int kX = kPairs * kColumns / 8;  // vectors of x in a stage
 
-// Where a row's vector of x is: rows that are read at once share no banks.
+// Swizzled position of a row's vector of x, against bank conflicts.
 __device__ __forceinline__ int place_in_x(int row, int vector) { return row * (kColumns / 8) + (vector ^ row % 2 * 4); }
 
 template <typename T, CodeType kCodeType, bool kDown, bool kZeros>
@@ -44,12 +45,12 @@ __global__ void __launch_bounds__(kThreads, 2) experts_packed_kernel(const __gri
   const int tiles = groups.template count<kThreads>() * out_tiles;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const PairGroup group = groups.next(tile / out_tiles);
-    const int own_tile = tile % out_tiles * kWarps + warp;  // behind the last there is nothing to do but copy x
+    const int own_tile = tile % out_tiles * kWarps + warp;  // after the last tile a warp only copies x
     const bool has_rows = own_tile < own_tiles;
     const int64_t of_all = static_cast<int64_t>(group.expert) * own_tiles + min(own_tile, own_tiles - 1);
     const uint4* weight = static_cast<const uint4*>(kDown ? p.down : p.gate_up) + of_all * steps * 32 + lane;
     const char* scale = static_cast<const char*>(quant.scale) + of_all * weight_groups * kTileScaleBytes<kCodeType>;
-    const T* x[kX / kThreads];  // pairs behind the last repeat it; their sums are not written
+    const T* x[kX / kThreads];  // pairs after the last repeat it; their sums are not written
 #pragma unroll
     for (int i = 0; i < kX / kThreads; ++i) {
       const int row = (i * kThreads + threadIdx.x) / (kColumns / 8), vector = threadIdx.x % (kColumns / 8);
@@ -117,7 +118,8 @@ __global__ void __launch_bounds__(kThreads, 2) experts_packed_kernel(const __gri
           for (int c = 0; c < 4; ++c) sum[n][c] = fmaf(own[n][c], scales[c / 2], sum[n][c]), own[n][c] = 0;
       }
     }
-    // A thread has rows g and g + 8 of its tile, of a gate or of what it gates; the other is a neighbour's.
+    // A thread has rows g and g + 8 of its tile, of a gate or an up; an adjacent lane has the
+    // other.
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)
 #pragma unroll

@@ -1,11 +1,12 @@
-// The products of experts for few tokens, of packed weights: see experts_few.cuh, and experts.cuh for how these lie.
+// Expert GEMVs for quantized weights: see experts_few.cuh, and experts.cuh for the layout.
 //
-// A tile of a weight is one stretch of memory, and so are its scales. A block takes kRowTiles that follow one another, which
-// share what is read of x, and what is to be done before and after. Chunks of these, some steps for each warp, are under way to
-// shared memory all the time, as stretches on Hopper, by 16 bytes a thread elsewhere; what has been multiplied makes room for
-// what comes kSlots later. The tensor core sums up a step of at most one group of columns; the group's scale multiplies
-// that sum, in float32, so nothing is rounded but x and y. Where x is rounded to FP8 a block makes codes of its rows for itself,
-// in shared memory, while weights are under way; and both become float16, in which they are exact, by an instruction for a pair.
+// A tile of a weight is one contiguous range, and so are its scales. A block takes kRowTiles
+// adjacent tiles, which share the reads of x and the overhead. Chunks of some steps per warp are
+// always in flight to shared memory: bulk copies on Hopper, 16 bytes per thread elsewhere; a ring
+// has kSlots chunks. The tensor core sums at most one group of columns per step, and the group's
+// scale multiplies the sum in float32, so nothing but x and y is rounded. If x is quantized to FP8,
+// a block quantizes its rows to shared memory while weights are in flight; both operands are then
+// converted to float16, exactly, by one instruction per pair.
 #include <algorithm>
 
 #include "../common/cluster.cuh"
@@ -18,19 +19,19 @@ namespace {
 
 using namespace device;
 
-constexpr int kWarps = 4;         // that multiply
+constexpr int kWarps = 4;  // consumer warps
 constexpr int kRowTiles = 2;
-constexpr int kSlots = 2;         // chunks under way
-constexpr int kSteps = 24;        // of a tile in a chunk, at most
-constexpr int kQuantizedPairs = 4;  // of a group, where a block makes codes of x
-constexpr int kConsumerBarrier = 1;   // the barrier of warps that multiply
+constexpr int kSlots = 2;  // chunks in flight
+constexpr int kSteps = 24;  // maximum steps of a tile per chunk
+constexpr int kQuantizedPairs = 4;  // maximum pairs of a group if the block quantizes x
+constexpr int kConsumerBarrier = 1;  // named barrier of the consumer warps
 
-// How groups of columns are: of 32; with zeros; of kQuantBlock, for x that is rounded.
+// Groups of columns: of 32; with zeros; of kQuantBlock with quantized x.
 enum class Grouping { kPlain, kSmall, kZeros, kSmallAndZeros, kRounded };
 template <Grouping kGrouping>
 constexpr bool kIsSmall = kGrouping == Grouping::kSmall || kGrouping == Grouping::kSmallAndZeros;
 
-// Bytes of a chunk: the vectors of its tiles, and behind them the scales of their groups.
+// Bytes of a chunk: the vectors of its tiles, then the scales of their groups.
 template <CodeType kCodeType, Grouping kGrouping>
 struct SlotLayout {
   static constexpr int kVectors = kSteps * 512;  // of a tile
@@ -38,40 +39,41 @@ struct SlotLayout {
   static constexpr int kBytes = kRowTiles * (kVectors + kScales);
 };
 
-// CodeType of MXFP4 are multiplied as the bits that they are, which bias_nibbles for small numbers (mxfp4_bits()); sums make up for that.
-// In bfloat16 they are so small that x is scale_up to meet them: numbers of x beyond 2^64 become infinite, and what products with
-// a group's exponent are less than 2^-63 loses bits.
+// MXFP4 codes are multiplied as bit patterns of small values (mxfp4_bits()), and the sum is
+// corrected. In bfloat16 they are so small that x is scaled up: values of x above 2^64 become
+// infinite, and products with a group's exponent below 2^-63 lose bits.
 template <typename T>
 constexpr float kMxfp4Correction = std::is_same_v<T, __half> ? 0x1p14f : 0x1p63f;
 __device__ __forceinline__ uint4 scale_up(const uint4& x) {
-  auto lift = [](uint32_t pair) { return hmul2<__nv_bfloat16>(pair, 0x5f005f00); };  // 2^63 twice
+  auto lift = [](uint32_t pair) { return hmul2<__nv_bfloat16>(pair, 0x5f005f00); };  // twice 2^63
   return make_uint4(lift(x.x), lift(x.y), lift(x.z), lift(x.w));
 }
 
-// BulkPipeline of memory that lie so far apart, of which each has so much room in a slot.
+// Ranges of memory at a fixed distance, and their room in a slot.
 struct StridedSpans {
   const char* from;
   int64_t apart;
   int bytes, room;
 };
 
-// BulkPipeline of memory into slots of shared memory, in turn, by one warp; others read them.
+// A producer warp copies ranges of memory to the slots of a ring in shared memory; consumer warps
+// read them.
 template <int kSlotBytes>
 class BulkPipeline {
  public:
-  // `at` has kSlotBytes for each slot, `barriers` two.
+  // `at` has kSlotBytes per slot, `barriers` two per slot.
   __device__ __forceinline__ BulkPipeline(char* at, uint64_t* barriers) : at_(at), barriers_(smem_address(barriers)) {}
-  // By one thread, before any calls what follows.
+  // Call from one thread, before anything else.
   __device__ __forceinline__ void init() const {
 #if __CUDA_ARCH__ >= 900
-    constexpr int kCopying = 1;  // lanes
+    constexpr int kCopying = 1;  // lanes that arrive
 #else
     constexpr int kCopying = 32;
 #endif
     for (int slot = 0; slot < kSlots; ++slot) there(slot).init(kCopying), read(slot).init(kWarps);
   }
-  // The next chunk, by the warp that copies, once the one before in its slot was read: `count` of each, at most kRowTiles, whose
-  // bytes are multiples of 16.
+  // Copies the next chunk, from the producer warp, when the slot is empty: `count` ranges each, at
+  // most kRowTiles, of multiples of 16 bytes.
   __device__ __forceinline__ void copy(int turn, int count, const StridedSpans& vectors, const StridedSpans& scales) const {
     const int lane = threadIdx.x % 32;
     char* to = at_ + turn % kSlots * kSlotBytes;
@@ -97,7 +99,7 @@ class BulkPipeline {
 #endif
     __syncwarp();
   }
-  // What was copied in this turn, once it is there; and that this warp has read it.
+  // Waits for the chunk of this turn; releases it for this warp.
   __device__ __forceinline__ const char* wait(int turn) const {
     there(turn).wait(turn / kSlots & 1);
     return at_ + turn % kSlots * kSlotBytes;
@@ -114,11 +116,12 @@ class BulkPipeline {
   uint32_t barriers_;
 };
 
-// Rows of x of a group as codes, whose columns lie as those of packed codes, and their scales: in shared memory.
+// FP8 rows of x of a group in shared memory, in the column order of quantized weights, and their
+// scales.
 template <typename T>
 struct QuantizedX {
-  static constexpr int kPad = 32;  // bytes between rows, which then share no banks
-  uint8_t* at;                     // scales [width / kQuantBlock][kQuantizedPairs], then rows of codes
+  static constexpr int kPad = 32;  // bytes between rows, against bank conflicts
+  uint8_t* at;  // scales [width / kQuantBlock][kQuantizedPairs], then rows of codes
   int width, group;
 
   __host__ __device__ static constexpr int bytes(int rows, int width) {
@@ -129,7 +132,7 @@ struct QuantizedX {
     return reinterpret_cast<float*>(at)[(this->group == 0 ? 0 : group) * kQuantizedPairs + row];
   }
 
-  // By all threads that multiply; who reads it waits for them.
+  // Call from all consumer threads; readers must synchronize.
   __device__ __forceinline__ void make(int row, const T* x) const {
     constexpr int kThreads = kWarps * 32, kUnit = 8, kHalf = kQuantBlock / kUnit;
     __shared__ float of_warps[kWarps];
@@ -147,7 +150,7 @@ struct QuantizedX {
       if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = whole;
       named_barrier_sync(kConsumerBarrier, kThreads);
       for (float other : of_warps) whole = fmaxf(whole, other);
-      named_barrier_sync(kConsumerBarrier, kThreads);  // before the next row's
+      named_barrier_sync(kConsumerBarrier, kThreads);  // before the next row
     }
     for (int unit = threadIdx.x; unit < width / kUnit; unit += kThreads) {
       const float own = measure(unit), step = fp8_scale(group == 0 ? whole : half_warp_max(own));
@@ -157,8 +160,8 @@ struct QuantizedX {
   }
 };
 
-// A block's last warp copies, and makes outputs of what others summed up; so these wait for weights alone. kTiles: 8 pairs each
-// in a group.
+// The last warp of a block is the producer and writes the epilogue, so consumers wait for weights
+// only. kTiles: groups of 8 pairs.
 template <typename T, CodeType kCodeType, int kTiles, bool kDown, Grouping kGrouping>
 __global__ void __launch_bounds__((kWarps + 1) * 32, 3)
     experts_packed_gemv_kernel(const __grid_constant__ ExpertsParams p, const __grid_constant__ Pairs pairs) {
@@ -166,11 +169,11 @@ __global__ void __launch_bounds__((kWarps + 1) * 32, 3)
   constexpr bool kZeros = kGrouping == Grouping::kZeros || kGrouping == Grouping::kSmallAndZeros;
   constexpr bool kAsBits = kCodeType == CodeType::kMxfp4;
   using Number = std::conditional_t<kRounded, __half, T>;  // of both operands
-  using X = std::conditional_t<kRounded, uint2, uint4>;    // what a thread reads of it at once
+  using X = std::conditional_t<kRounded, uint2, uint4>;  // x that a thread reads at once
   using SlotLayout = SlotLayout<kCodeType, kGrouping>;
   constexpr int kThreads = (kWarps + 1) * 32, kPairs = kRounded ? kQuantizedPairs : kTiles * 8;
   constexpr int kRows = kRowTiles * kExpertTileRows, kStep = kExpertTileColumns<kCodeType>, kParts = kStep / 32;
-  // The slots; then the list of groups, and the order of pairs; then x, where it is rounded.
+  // Slots; list of groups; order of pairs; quantized x.
   extern __shared__ uint4 shared[];
   __shared__ float partial[2][kWarps][kRows][kTiles * 8 + 1];  // of these rows and of the next
   __shared__ uint64_t barriers[2 * kSlots + 4];
@@ -195,7 +198,7 @@ __global__ void __launch_bounds__((kWarps + 1) * 32, 3)
   const int num_groups = list_pair_groups<kThreads>(p, kPairs, list, order, reinterpret_cast<uint32_t*>(shared));
   fence_async_proxy();
   __syncthreads();
-  // The steps of a tile, of a chunk, and of a warp in a chunk.
+  // Steps of a tile, of a chunk, and of a warp in a chunk.
   const int steps = gemm.in / kStep, chunks = (steps + kSteps - 1) / kSteps;
   const int of_chunk = (steps + chunks - 1) / chunks, share = (of_chunk + kWarps - 1) / kWarps;
   const int groups = gemm.in / quant.group_size, shift = kSmall ? 5 : 31 - __clz(quant.group_size);
@@ -228,7 +231,7 @@ __global__ void __launch_bounds__((kWarps + 1) * 32, 3)
     }
     for (; at.group < num_groups; at.advance(gridDim.x), ++turn) {
       const PairGroup group = unpack_group(list[at.group]);
-      const int first_row = at.tile * kRows, bias_row = first_row + lane % kRows;  // wanted at the end
+      const int first_row = at.tile * kRows, bias_row = first_row + lane % kRows;  // for the epilogue
       if (gemm.bias != nullptr && bias_row < gemm.out)
         prefetch_l1(gemm.bias + static_cast<int64_t>(group.expert) * gemm.out + bias_row);
       for (int chunk = 0; chunk < chunks; ++chunk) copy_chunk();
@@ -247,11 +250,11 @@ __global__ void __launch_bounds__((kWarps + 1) * 32, 3)
   const QuantizedX<T> rounded{
       reinterpret_cast<uint8_t*>(shared) + kSlots * SlotLayout::kBytes + order_bytes(p.num_tokens * p.top_k),
       kDown ? p.inner : p.hidden, p.quant_group};
-  const uint32_t per_choice = 0xffffffffu / p.top_k + 1;  // 0 where there is one
+  const uint32_t per_choice = 0xffffffffu / p.top_k + 1;  // 0 if there is one
   for (; at.group < num_groups; at.advance(gridDim.x), ++turn) {
     const PairGroup group = unpack_group(list[at.group]);
     const int last_row = group.count - 1, first_tile = at.tile * kRowTiles;
-    // Pairs behind the last repeat it, and lead to columns that are not written.
+    // Pairs after the last repeat it, and lead to columns that are not written.
     auto row_of_x = [&](int of_group) -> int {
       const uint32_t pair = order[group.first + min(of_group, last_row)];
       return kDown || per_choice == 0 ? pair : __umulhi(pair, per_choice);
@@ -261,7 +264,7 @@ __global__ void __launch_bounds__((kWarps + 1) * 32, 3)
     for (int n = 0; n < kTiles; ++n)
       x[n] = reinterpret_cast<const char*>(gemm.x + static_cast<int64_t>(row_of_x(n * 8 + g)) * gemm.in + 8 * t);
     if constexpr (kRounded) {
-      named_barrier_sync(kConsumerBarrier, kWarps * 32);  // the rows before may still be read
+      named_barrier_sync(kConsumerBarrier, kWarps * 32);  // the previous rows may still be read
       if (kDown || p.num_tokens > 1 || turn == 0)
         for (int row = 0; row < group.count; ++row)
           rounded.make(row, gemm.x + static_cast<int64_t>(row_of_x(row)) * gemm.in);
@@ -300,7 +303,7 @@ __global__ void __launch_bounds__((kWarps + 1) * 32, 3)
         for (int part = 0; part < kParts; ++part)
 #pragma unroll
           for (int n = 0; n < kTiles; ++n) here[part][n] = next_x[part][n];
-        const int next = min(step + 1, end - 1);  // without a condition: what that brings needs registers of its own
+        const int next = min(step + 1, end - 1);  // unconditional: a condition would need more registers
         read_x(next), read_codes(next);
         float own[kRowTiles][kTiles][4] = {};
 #pragma unroll
@@ -368,7 +371,7 @@ __global__ void __launch_bounds__((kWarps + 1) * 32, 3)
       }
       stretches.release(chunk_turn);
     }
-    finished(turn).wait((turn / 2 + 1) & 1);  // the rows before the last
+    finished(turn).wait((turn / 2 + 1) & 1);  // the previous rows
 
     auto& mine = partial[turn % 2][warp];
 #pragma unroll

@@ -36,7 +36,7 @@ struct ExpertsQuantParams {
   int group_size = 0;
 };
 bool has_expert_tiles(CodeType codes, int group_size, int out, int in);
-// In layout_scratch; call once. `spare` has room for one expert's weight, and for its scales.
+// In place; call once. `spare` has room for one expert's weight, and for its scales.
 cudaError_t tile_experts(void* weight, void* scale, void* spare, CodeType codes, int group_size, int num_experts, int out,
                          int in, cudaStream_t stream);
 
@@ -62,8 +62,9 @@ struct ExpertsParams {
   int quant_group = 0;
   ExpertsQuantParams gate_up_quant = {}, down_quant = {};
 };
-// kGemv: few tokens, bound by reading weights. kGroupedGemm: many tokens, tiles of tensor cores. kPlain: any size and dtype.
-// kGemv and kGroupedGemm take 16-bit types with hidden and inner multiples of 8, or quantized weights in tiles.
+// kGemv: few tokens, bound by reading weights. kGroupedGemm: many tokens, tensor core tiles.
+// kFallback: any size and dtype. kGemv and kGroupedGemm take 16-bit types with hidden and inner
+// multiples of 8, or quantized weights in tiles.
 constexpr int kExpertsGemvPairs = 2048;  // maximum num_tokens * top_k for kGemv
 enum class ExpertsKernel { kGemv, kGroupedGemm, kFallback };
 cudaError_t experts(DType dtype, const ExpertsParams& params, ExpertsKernel way, cudaStream_t stream);

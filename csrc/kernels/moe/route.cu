@@ -1,6 +1,7 @@
-// Which experts each token goes to. A warp takes one token: lane l has the experts l, l + 32, …; its scores stay in
-// registers from the one read of the logits on. The best are found one after the other, of equal ones the first. Of
-// groups a lane takes every 32nd, from what the warp leaves of its scores in shared memory.
+// Top-k routing. One warp per token: lane l has experts l, l + 32, .., whose scores stay in
+// registers after one read of the logits. The top k are found one after the other, ties by lower
+// index. For group-limited routing a lane takes every 32nd group, from scores in shared memory.
+// Reads num_experts logits per token, writes top_k indices and scores.
 #include "../common/device.cuh"
 #include "params.h"
 
@@ -17,7 +18,7 @@ __device__ __forceinline__ float warp_float_max(float x) {
   return x;
 }
 
-// The experts that a lane has, of which those in `taken` are out.
+// The experts of a lane; those in `taken` are excluded.
 template <int kEach>
 struct LaneExperts {
   const int lane, num_experts;
@@ -26,7 +27,7 @@ struct LaneExperts {
 
   __device__ int expert(int k) const { return lane + 32 * k; }
   __device__ bool has(int k) const { return expert(k) < num_experts && !(taken >> k & 1); }
-  // The rank (see rank_of) of the warp's highest by `of(k)`.
+  // The rank (see rank_of()) of the warp's maximum by `of(k)`.
   template <typename Of>
   __device__ uint64_t best(Of&& of) const {
     uint64_t most = 0;
@@ -35,7 +36,7 @@ struct LaneExperts {
       if (has(k)) most = max(most, rank_of(of(k), expert(k)));
     return warp_max(most);
   }
-  // Takes an expert out; its score, in every lane.
+  // Excludes an expert, and returns its score to every lane.
   __device__ float take(int chosen) {
     float own = 0;
 #pragma unroll
@@ -45,7 +46,7 @@ struct LaneExperts {
   }
 };
 
-// From logits to scores, in layout_scratch.
+// Logits to scores, in place.
 template <int kEach>
 __device__ void score_logits(LaneExperts<kEach>& own, RouteScore kind) {
   if (kind == RouteScore::kSoftmax) {
@@ -69,8 +70,8 @@ __device__ void score_logits(LaneExperts<kEach>& own, RouteScore kind) {
   }
 }
 
-// Makes the choice of every expert outside the best groups -inf. `choices` [num_experts] and `ranks` [groups] are the
-// warp's own.
+// Sets the choice of every expert outside the top groups to -inf. `choices` [num_experts] and
+// `ranks` [groups] are the warp's own.
 template <int kEach>
 __device__ void mask_groups(const RouteParams& p, const LaneExperts<kEach>& own, float (&choice)[kEach], float* choices,
                              float* ranks) {
@@ -105,14 +106,14 @@ __device__ void mask_groups(const RouteParams& p, const LaneExperts<kEach>& own,
 
 template <typename T, int kEach>
 __global__ void __launch_bounds__(kWarps * 32) route_kernel(RouteParams p) {
-  extern __shared__ float shared[];  // of each warp [num_experts] and [groups], where there are groups
+  extern __shared__ float shared[];  // per warp [num_experts] and [groups], with groups
   const int warp = threadIdx.x / 32, token = blockIdx.x * kWarps + warp;
   pdl_wait();
   pdl_launch_dependents();
   if (token >= p.num_tokens) return;
   LaneExperts<kEach> own{static_cast<int>(threadIdx.x) % 32, p.num_experts};
   const T* logits = static_cast<const T*>(p.logits) + static_cast<int64_t>(token) * p.num_experts;
-  T logit[kEach];  // read without a condition, so that none is waited for before the next
+  T logit[kEach];  // unconditional loads, so that none waits for another
 #pragma unroll
   for (int k = 0; k < kEach; ++k) logit[k] = logits[min(own.expert(k), p.num_experts - 1)];
 #pragma unroll
@@ -129,12 +130,12 @@ __global__ void __launch_bounds__(kWarps * 32) route_kernel(RouteParams p) {
       mask_groups(p, own, choice, choices, choices + p.num_experts);
     }
   }
-  int expert = 0;  // lane j's is the token's choice j
+  int expert = 0;  // lane j has the token's choice j
   float weight = 0, total = 0;
   for (int j = 0; j < p.top_k; ++j) {
     const uint64_t best = own.best([&](int k) { return mixes ? own.score[k] : choice[k]; });
     const float highest = logit_of(best);
-    float near = 0;  // of sparsemixer, the softmax's sum over those that are near enough
+    float near = 0;  // sparsemixer: the softmax denominator over experts near the maximum
     if (mixes) {
 #pragma unroll
       for (int k = 0; k < kEach; ++k) {
@@ -149,11 +150,11 @@ __global__ void __launch_bounds__(kWarps * 32) route_kernel(RouteParams p) {
     if (own.lane == j) expert = token_of(best), weight = own_weight;
   }
   if (own.lane >= p.top_k) return;
-  const int64_t layout_scratch = static_cast<int64_t>(token) * p.top_k + own.lane;
-  if (p.narrow) static_cast<int32_t*>(p.experts)[layout_scratch] = expert;
-  else static_cast<int64_t*>(p.experts)[layout_scratch] = expert;
+  const int64_t position = static_cast<int64_t>(token) * p.top_k + own.lane;
+  if (p.narrow) static_cast<int32_t*>(p.experts)[position] = expert;
+  else static_cast<int64_t*>(p.experts)[position] = expert;
   const float scale = p.expert_scale != nullptr ? p.scale * p.expert_scale[expert] : p.scale;
-  p.scores[layout_scratch] = (p.normalize ? weight / (total + p.epsilon) : weight) * scale;
+  p.scores[position] = (p.normalize ? weight / (total + p.epsilon) : weight) * scale;
 }
 
 template <typename T, int kEach>

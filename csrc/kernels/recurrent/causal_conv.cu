@@ -1,5 +1,6 @@
-// A convolution of each channel along its sequence's tokens. A thread has some channels, next to those of the threads
-// beside it, and goes along tokens with the last few of them in registers.
+// Depthwise causal convolution. A thread has kWidth adjacent channels and iterates over tokens,
+// with the last kTaps values in registers. Reads each input once per run of kRun tokens, plus the
+// overlap; writes y and the states.
 #include "../common/device.cuh"
 #include "params.h"
 
@@ -23,7 +24,8 @@ __device__ __forceinline__ int sequence_of_token(const CausalConvParams& p, int 
   return low;
 }
 
-// What one channel is multiplied by, the token's own last; taps that the kernel has not are zero and come first.
+// Filter coefficients of a channel, that of the current token last; taps beyond kernel_size are
+// zero and come first.
 template <typename T, int kTaps, int kWidth>
 struct FilterTaps {
   float factor[kWidth][kTaps], bias[kWidth];
@@ -41,7 +43,7 @@ struct FilterTaps {
     }
   }
 
-  // y of a token, of which and of the ones before it `window` holds the numbers.
+  // y of a token; `window` has its value and those of the tokens before it.
   __device__ void apply(const CausalConvParams& p, const float (&window)[kTaps][kWidth], int64_t token, int channel) const {
     Vec<T, kWidth> out;
 #pragma unroll
@@ -68,7 +70,7 @@ __device__ __forceinline__ void clear(float (&numbers)[kWidth]) {
   for (int w = 0; w < kWidth; ++w) numbers[w] = 0;
 }
 
-// y of a run of tokens, of whatever sequences. Reads states, which are written by the kernel behind it.
+// y of kRun tokens, of any sequences. Reads states; conv_state_kernel writes them afterwards.
 template <typename T, int kTaps, int kWidth>
 __global__ void __launch_bounds__(kThreads) conv_kernel(CausalConvParams p) {
   const int channel = (blockIdx.x * kThreads + threadIdx.x) * kWidth;
@@ -80,7 +82,7 @@ __global__ void __launch_bounds__(kThreads) conv_kernel(CausalConvParams p) {
   const T* hidden = static_cast<const T*>(p.hidden) + channel;
   float window[kTaps][kWidth];
   int sequence = sequence_of_token(p, first);
-  // The numbers before token `offset` of the sequence.
+  // The values before token `offset` of the sequence.
   auto begin = [&](int token, int offset) {
     const float* state = p.state + static_cast<int64_t>(state_row(p, sequence)) * kept * p.channels + channel;
     const bool has_state = p.past_lens[sequence] > 0;
@@ -96,7 +98,7 @@ __global__ void __launch_bounds__(kThreads) conv_kernel(CausalConvParams p) {
   begin(first, first - p.cu_seqlens[sequence]);
   for (int token = first; token < end; ++token) {
     if (token == p.cu_seqlens[sequence + 1]) {
-      while (p.cu_seqlens[sequence + 1] == token) ++sequence;  // some may have no token
+      while (p.cu_seqlens[sequence + 1] == token) ++sequence;  // some sequences may have no token
       begin(token, 0);
     }
     read(window[kTaps - 1], hidden + token * p.pitch);
@@ -108,7 +110,8 @@ __global__ void __launch_bounds__(kThreads) conv_kernel(CausalConvParams p) {
   }
 }
 
-// A sequence's state: its last tokens, of which some may have been in it. Where sequences have one token each, y too.
+// The new state of a sequence: its last tokens, some of which may come from the old state. With
+// kSingle, sequences have one token each, and y is computed too.
 template <typename T, int kTaps, int kWidth, bool kSingle>
 __global__ void __launch_bounds__(kThreads) conv_state_kernel(CausalConvParams p) {
   const int channel = (blockIdx.x * kThreads + threadIdx.x) * kWidth, sequence = blockIdx.y;
@@ -120,10 +123,10 @@ __global__ void __launch_bounds__(kThreads) conv_state_kernel(CausalConvParams p
   const bool has_state = p.past_lens[sequence] > 0;
   if (count == 0 && has_state) return;
   const T* hidden = static_cast<const T*>(p.hidden) + first * p.pitch + channel;
-  float window[kTaps][kWidth];  // the last `kept` numbers before, and the newest
+  float window[kTaps][kWidth];  // the last `kept` values, and the newest
 #pragma unroll
   for (int k = 0; k < kTaps; ++k) {
-    const int place = k - (kTaps - 1 - kept);  // in the state as it is to be, but for the last
+    const int place = k - (kTaps - 1 - kept);  // position in the new state
     clear(window[k]);
     if (place < 0) continue;
     const int offset = count - kept - (kSingle ? 1 : 0) + place;  // of the sequence's new tokens

@@ -1,7 +1,9 @@
-// Attention whose past is a matrix for each head: a token multiplies it by a factor, adds the product of its key and what
-// it writes, and reads it. A column of the matrix needs nothing of the others, so it stays in the registers of kLanes
-// threads from a sequence's first new token to its last; keys and queries come by tiles of tokens through shared memory.
-// Where sequences have one token, as they mostly do, another kernel has less to keep, and more of the matrix on its way.
+// Linear attention with a state matrix per head (gated delta rule). Each token decays the state,
+// adds the outer product of its key and its update, and reads it with its query. Columns of the
+// state are independent: a column stays in registers of kLanes threads for all new tokens of a
+// sequence; keys and queries pass through shared memory in tiles of tokens. Reads q, k, v once per
+// kColumns columns, and the state once; writes out and the state. For decoding,
+// linear_attention_step_kernel keeps less and has more of the state in flight.
 #include "../common/device.cuh"
 #include "params.h"
 
@@ -12,16 +14,16 @@ using namespace device;
 
 constexpr int kLanes = 4, kColumns = 32, kThreads = kLanes * kColumns, kVector = 8;
 
-enum class Rule { kGated, kDelta, kByChannel };  // by channel either, as the params say, and each row has a decay
+enum class Rule { kGated, kDelta, kByChannel };  // kByChannel: a decay per row of the state; the update rule is in the params
 
-// kKeys: elements of a key, rounded up to what a row of threads takes. kAligned: a vector of them is loaded at once.
+// kKeys: k_dim, rounded up. kAligned: keys can be loaded by vectors.
 template <typename T, int kKeys, Rule kRule, bool kAligned>
 __global__ void __launch_bounds__(kThreads) linear_attention_kernel(LinearAttentionParams p) {
   constexpr bool kByChannel = kRule == Rule::kByChannel;
-  constexpr int kTile = kByChannel && kKeys > 128 ? 8 : 16;  // tokens at once, for which shared memory has room
-  constexpr int kRow = kKeys / kVector;               // threads that load a key
+  constexpr int kTile = kByChannel && kKeys > 128 ? 8 : 16;  // tokens per tile, limited by shared memory
+  constexpr int kRow = kKeys / kVector;  // threads that load a key
   constexpr int kTurns = 2 * kTile * kRow / kThreads;  // of queries and keys
-  constexpr int kFours = kKeys / kLanes / 4;          // of a thread's part of a column: elements 16 i + 4 lane + j
+  constexpr int kFours = kKeys / kLanes / 4;  // fours of a thread's part of a column: elements 16 i + 4 lane + j
   __shared__ __align__(16) float queries[kTile][kKeys], keys[kTile][kKeys], values[kTile][kColumns];
   __shared__ float factors[kTile], betas[kTile];
   __shared__ __align__(16) float row_factors[kByChannel ? kTile : 1][kKeys];
@@ -34,14 +36,14 @@ __global__ void __launch_bounds__(kThreads) linear_attention_kernel(LinearAttent
   float* state = p.state + (static_cast<int64_t>(row) * p.v_heads + head) * p.k_dim * p.v_dim + column;
   const bool has_column = column < p.v_dim;
   float4 memory[kFours];
-  auto each = [&](auto&& f) {  // f(an element's place in the key, the element)
+  auto each = [&](auto&& f) {  // f(row of the state, element)
 #pragma unroll
     for (int i = 0; i < kFours; ++i) {
       const int key = 4 * kLanes * i + 4 * lane;
       f(key, memory[i].x), f(key + 1, memory[i].y), f(key + 2, memory[i].z), f(key + 3, memory[i].w);
     }
   };
-  // States were written by a step before, so they may be read before what the kernel before this one makes.
+  // The state was written in an earlier step, so it may be read before pdl_wait().
   const bool reads = begin < end && has_column && p.past_lens[sequence] > 0;
   each([&](int key, float& element) {
     element = reads && key < p.k_dim ? state[static_cast<int64_t>(key) * p.v_dim] : 0.f;
@@ -59,14 +61,14 @@ __global__ void __launch_bounds__(kThreads) linear_attention_kernel(LinearAttent
   const float beta_bias = p.beta_bias != nullptr ? p.beta_bias[head] : 0.f;
   const float skip = p.skip != nullptr ? to_float(static_cast<const T*>(p.skip)[head]) : 0.f;
 
-  // A tile on its way: its queries, then its keys, a row of threads each; values of four columns; gates.
+  // A tile in flight: queries, then keys, by rows of threads; values of four columns; gates.
   Vec<T, kVector> rows[kTurns];
   T given[kColumns * kTile / kThreads];
   float decay = 0, beta = 1;
   constexpr int kGiven = kColumns * kTile / kThreads, kValueThreads = kColumns / kGiven;
   constexpr int kDecayTurns = kByChannel ? (kTile * kRow + kThreads - 1) / kThreads : 0;
   Vec<T, kVector> decays[kByChannel ? kDecayTurns : 1];
-  auto read_row = [&](Vec<T, kVector>& row, const T* from, int at, bool there) {  // elements `at` to at + kVector of a key
+  auto read_row = [&](Vec<T, kVector>& row, const T* from, int at, bool there) {  // elements [at, at + kVector) of a key
 #pragma unroll
     for (int i = 0; i < kVector; ++i) row.data[i] = from_float<T>(0.f);
     if (!there) return;
@@ -138,7 +140,7 @@ __global__ void __launch_bounds__(kThreads) linear_attention_kernel(LinearAttent
       for (int i = 0; i < kVector; ++i) row_factors[index][at + i] = expf(to_float(decays[turn].data[i]));
     }
   };
-  auto across = [](float x) {  // the sum over a column's threads
+  auto across = [](float x) {  // sum over a column's threads
 #pragma unroll
     for (int mask = kLanes / 2; mask; mask >>= 1) x += __shfl_xor_sync(~0u, x, mask);
     return x;
@@ -147,7 +149,7 @@ __global__ void __launch_bounds__(kThreads) linear_attention_kernel(LinearAttent
   T* out = static_cast<T*>(p.out) + static_cast<int64_t>(head) * p.v_dim + column;
   fetch(begin);
   for (int tile = begin; tile < end; tile += kTile) {
-    __syncthreads();  // the tile before has been read
+    __syncthreads();  // the previous tile has been read
     put();
     __syncthreads();
     if (tile + kTile < end) fetch(tile + kTile);
@@ -195,9 +197,9 @@ __global__ void __launch_bounds__(kThreads) linear_attention_kernel(LinearAttent
   });
 }
 
-// Of sequences that have one token: what is read of the matrix is summed up once, by its keys' and its query's elements as
-// they are, and what becomes of them as one sum is made of those: q · (S + k n) = q · S + (q · k) n. kEach: keys of a
-// thread, which has four columns of them.
+// Decoding: one token per sequence. The state is read once, with unnormalized keys and queries: q *
+// (S + k n) = q * S + (q * k) n. One block per head, sequence and 32 columns; a thread has kEach
+// rows of four columns. Reads and writes k_dim * v_dim floats per head.
 constexpr int kStepFours = 8, kStepParts = kThreads / kStepFours;
 
 template <typename T, int kEach, bool kAligned>
@@ -270,7 +272,7 @@ __global__ void __launch_bounds__(kThreads) linear_attention_step_kernel(LinearA
     }
   }
 
-  // Of the query and of the key with each column; query · key, and both with themselves.
+  // Sums of query * column and key * column, query * key, and the squares of both.
   float sums[11] = {};
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {

@@ -1,13 +1,14 @@
-// linear_attention.cu's attention for sequences of many new tokens, by chunks of kChunk, on tensor cores. With S what the
-// state is before a chunk, c the sums of its decays and ° a product by rows, what tokens write, N, and read, O, is
+// linear_attention() for prompts: the chunked form, on tensor cores. Let S be the state before a
+// chunk of kChunk tokens, c the prefix sums of its log decays, and ° a product by rows. The updates
+// N and the output O are
 //
-//     (1 + A) N = beta ° V - beta e^c ° K S          A[i][j] = beta_i e^(c_i - c_j) k_i · k_j  for j < i
-//     O = e^c ° Q S + P N                            P[i][j] = e^(c_i - c_j) q_i · k_j         for j <= i
+//     (1 + A) N = beta ° V - beta e^c ° K S          A[i][j] = beta_i e^(c_i - c_j) k_i . k_j  for j < i
+//     O = e^c ° Q S + P N                            P[i][j] = e^(c_i - c_j) q_i . k_j         for j <= i
 //
-// and S becomes e^c_last S + (e^(c_last - c) ° K)ᵀ N. None of these powers is more than 1 where decays are. A first
-// kernel makes P and the inverse of 1 + A for each chunk and head, all of them at once; a second goes from chunk to chunk
-// with 32 columns of a head's state in registers. Products are of tf32, in which elements of 16 bits are exact, and sums
-// float32.
+// and S becomes e^c_last S + (e^(c_last - c) ° K)^T N. All these exponentials are at most 1 if the
+// decays are. chunk_prepare_kernel computes P and the inverse of 1 + A for all chunks and heads in
+// parallel. chunk_state_kernel iterates over chunks with 32 columns of a head's state in registers.
+// Products are tf32, which represents 16-bit elements exactly; sums are float32.
 #include "../common/cp_async.cuh"
 #include "../common/mma.cuh"
 #include "params.h"
@@ -18,8 +19,8 @@ namespace {
 using namespace device;
 
 constexpr int kChunk = 64, kColumns = 32, kThreads = 128, kTiles = 2;
-// In scratch, of a chunk and head: the inverse and P as the tensor core takes them, 128 numbers for each 16 rows and 8
-// columns that are not zero; four factors for each token; what the state is multiplied by.
+// Scratch per chunk and head: the inverse and P as mma fragments, 128 floats per 16 rows and 8
+// columns that are not zero; four factors per token; the decay of the state.
 constexpr int kSteps = 20, kMatrix = kSteps * 128, kFactors = 2 * kMatrix, kFade = kFactors + 4 * kChunk, kUnit = kFade + 4;
 __device__ constexpr int step_of(int warp, int step) { return warp * (warp + 1) + step; }
 
@@ -30,7 +31,7 @@ __device__ __forceinline__ uint32_t to_tf32(float x) {
 }
 __device__ __forceinline__ float rounded(float x) { return __uint_as_float(to_tf32(x)); }
 
-// c [16, 8] += a [16, 8] · b [8, 8], of which a lane has columns 2 t and 2 t + 1 of a, and these rows of b.
+// c [16, 8] += a [16, 8] * b [8, 8]. A lane has columns 2 t and 2 t + 1 of a, and these rows of b.
 __device__ __forceinline__ void mma_m16n8k8_tf32(float (&c)[4], const float4& a, const float2& b) {
   asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -45,14 +46,14 @@ __device__ __forceinline__ float2 widen_pair(uint32_t pair) {
   if constexpr (std::is_same_v<T, __half>) return __half22float2(*reinterpret_cast<const __half2*>(&pair));
   return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000)};
 }
-// A lane's pairs of rows g and g + 8, as mma_m16n8k8_tf32 takes them.
+// The fragment of a lane's pairs of rows g and g + 8 for mma_m16n8k8_tf32().
 template <typename T>
 __device__ __forceinline__ float4 operand(uint32_t low, uint32_t high) {
   const float2 a = widen_pair<T>(low), b = widen_pair<T>(high);
   return {a.x, b.x, a.y, b.y};
 }
 
-// Where a sequence's chunks are in scratch.
+// The sequence's first chunk in scratch.
 __device__ __forceinline__ int first_slot(const LinearAttentionParams& p, int sequence) {
   return (p.cu_seqlens[sequence] - p.cu_seqlens[p.first_sequence]) / kChunk + sequence - p.first_sequence;
 }
@@ -61,8 +62,8 @@ template <typename T, int kKeys, bool kDelta>
 __global__ void __launch_bounds__(kThreads) chunk_prepare_kernel(LinearAttentionParams p) {
   constexpr int kPitch = kKeys + 8, kRow = kKeys / 8;
   extern __shared__ __align__(16) unsigned char shared[];
-  T* keys = reinterpret_cast<T*>(shared);      // [kChunk][kPitch]
-  T* queries = keys + kChunk * kPitch;         // likewise
+  T* keys = reinterpret_cast<T*>(shared);  // [kChunk][kPitch]
+  T* queries = keys + kChunk * kPitch;  // [kChunk][kPitch]
   __shared__ __align__(16) float columns[kChunk][kChunk + 4];  // of A
   __shared__ float inverse[kChunk][kChunk + 1];
   __shared__ float sums[kChunk], betas[kChunk], of_key[kChunk], of_query[kChunk];
@@ -110,7 +111,7 @@ __global__ void __launch_bounds__(kThreads) chunk_prepare_kernel(LinearAttention
   }
   cp_async_wait<0>();
   __syncthreads();
-  {  // a thread each for keys' and queries' lengths
+  {  // one thread per norm of a key or query
     const T* row = (thread < kChunk ? keys : queries) + thread % kChunk * kPitch;
     float squares = 0;
     if (p.l2norm)
@@ -124,7 +125,7 @@ __global__ void __launch_bounds__(kThreads) chunk_prepare_kernel(LinearAttention
   }
   __syncthreads();
 
-  // A warp's 16 rows by the columns up to its last.
+  // A warp has 16 rows, and columns up to its last row.
   float by_key[8][4] = {}, by_query[8][4] = {};
 #pragma unroll 2
   for (int step = 0; step < kKeys / 16; ++step) {
@@ -167,7 +168,7 @@ __global__ void __launch_bounds__(kThreads) chunk_prepare_kernel(LinearAttention
   }
   if constexpr (kDelta) {
     __syncthreads();
-    if (thread < kChunk)  // a column of the inverse each, 16 rows at once
+    if (thread < kChunk)  // one column of the inverse per thread, 16 rows at a time
       for (int first = 0; first < kChunk; first += 16) {
         float own[16];
 #pragma unroll
@@ -202,9 +203,9 @@ __global__ void __launch_bounds__(kThreads) chunk_prepare_kernel(LinearAttention
 }
 
 template <int kKeys>
-struct SharedLayout {  // shared memory, in bytes
+struct SharedLayout {  // bytes
   static constexpr int kPitch = kKeys + 8, kValuePitch = kColumns + 8, kStatePitch = kKeys + 8, kRowPitch = kChunk + 8;
-  static constexpr int kRows = kChunk * kPitch * 2;                  // of 16 bits
+  static constexpr int kRows = kChunk * kPitch * 2;  // of 16 bits
   static constexpr int kValues = 3 * kRows, kState = kValues + kChunk * kValuePitch * 2;
   static constexpr int kWritten = kState + kColumns * kStatePitch * 4, kAll = kWritten + 3 * kColumns * kRowPitch * 4;
 };
@@ -212,18 +213,18 @@ struct SharedLayout {  // shared memory, in bytes
 template <typename T, int kKeys, bool kDelta>
 __global__ void __launch_bounds__(2 * kThreads) chunk_state_kernel(LinearAttentionParams p) {
   using R = SharedLayout<kKeys>;
-  constexpr int kRow = kKeys / 8, kParts = kKeys / 64;  // of 16 keys, that a warp has of the state
+  constexpr int kRow = kKeys / 8, kParts = kKeys / 64;  // kParts: blocks of 16 state rows of a warp
   constexpr int kStep = 2 * kThreads;
   extern __shared__ __align__(16) unsigned char shared[];
-  T* queries = reinterpret_cast<T*>(shared);                        // [kChunk][kPitch]
-  T* all_keys = queries + kChunk * R::kPitch;                       // [2][kChunk][kPitch]
-  T* values = reinterpret_cast<T*>(shared + R::kValues);            // [kChunk][kValuePitch]
-  float* past = reinterpret_cast<float*>(shared + R::kState);       // the state's columns, [kColumns][kStatePitch]
-  float* wanted = reinterpret_cast<float*>(shared + R::kWritten);   // [kColumns][kRowPitch]; what is to be written
-  float* written = wanted + kColumns * R::kRowPitch;                // N; with what decays take off until the chunk ends:
+  T* queries = reinterpret_cast<T*>(shared);  // [kChunk][kPitch]
+  T* all_keys = queries + kChunk * R::kPitch;  // [2][kChunk][kPitch]
+  T* values = reinterpret_cast<T*>(shared + R::kValues);  // [kChunk][kValuePitch]
+  float* past = reinterpret_cast<float*>(shared + R::kState);  // columns of the state, [kColumns][kStatePitch]
+  float* wanted = reinterpret_cast<float*>(shared + R::kWritten);  // right-hand side of N, [kColumns][kRowPitch]
+  float* written = wanted + kColumns * R::kRowPitch;  // N; faded: N times the decay until the end of the chunk
   float* faded = written + kColumns * R::kRowPitch;
   const int sequence = p.first_sequence + blockIdx.z, head = blockIdx.y, first_column = blockIdx.x * kColumns;
-  // Four warps share 16 columns, one for 16 rows each.
+  // Four warps share 16 columns, with 16 rows of a chunk each.
   const int thread = threadIdx.x, warp = thread / 32 % 4, side = thread / kThreads * 16;
   const int lane = thread % 32, g = lane / 4, t = lane % 4;
   const int begin = p.cu_seqlens[sequence], end = p.cu_seqlens[sequence + 1];
@@ -231,9 +232,10 @@ __global__ void __launch_bounds__(2 * kThreads) chunk_state_kernel(LinearAttenti
   const int row_of_state = p.state_slots != nullptr ? p.state_slots[sequence] : sequence;
   float* state = p.state + (static_cast<int64_t>(row_of_state) * p.v_heads + head) * p.k_dim * p.v_dim + first_column;
 
-  // Rows 16 (kParts warp + i) + g and + 8 of the state, columns side + 8 n + 2 t and + 1. An older step wrote it.
+  // Rows 16 (kParts * warp + i) + g and + 8 of the state, columns side + 8 n + 2 t and + 1. Written
+  // in an earlier step.
   float memory[kParts][kTiles][4];
-  auto each = [&](auto&& f) {  // f(row of the state, column, two elements side by side)
+  auto each = [&](auto&& f) {  // f(state row, column, two adjacent elements)
 #pragma unroll
     for (int i = 0; i < kParts; ++i)
 #pragma unroll
@@ -283,7 +285,7 @@ __global__ void __launch_bounds__(2 * kThreads) chunk_state_kernel(LinearAttenti
   const float* unit = p.scratch + (static_cast<int64_t>(first_slot(p, sequence)) * p.v_heads + head) * kUnit;
   T* out = static_cast<T*>(p.out) + static_cast<int64_t>(head) * p.v_dim + first_column;
   const int64_t out_width = static_cast<int64_t>(p.v_heads) * p.v_dim;
-  const int row = 16 * warp + g;  // of a chunk, and the one 8 further
+  const int row = 16 * warp + g;  // of a chunk; the thread also has row + 8
 
   copy_rows(all_keys, qkv + all, begin);
   copy_queries_and_values(begin);
@@ -345,10 +347,10 @@ __global__ void __launch_bounds__(2 * kThreads) chunk_state_kernel(LinearAttenti
           }
         }
       }
-    __syncthreads();  // the state, queries and values have been read
+    __syncthreads();  // state, queries and values have been read
     if (first + kChunk < end) copy_queries_and_values(first + kChunk);
     cp_async_commit();
-    if constexpr (kDelta) {  // without the brace nvcc leaves out the next loop too
+    if constexpr (kDelta) {  // without the brace nvcc omits the next loop as well
 #pragma unroll
       for (int step = 0; step < 8; ++step) {
         if (step / 2 > warp) continue;

@@ -22,7 +22,7 @@ __global__ void gate_kernel(GateParams p) {
   OutputWriter<T>(p.y, p.y_scale_inverse).write(row * p.width + i, out);
 }
 
-// Four columns a thread, a row of blocks for each row.
+// One thread per four columns, one grid row per row. Reads the sums and scales, writes y.
 template <typename T>
 __global__ void __launch_bounds__(128) rescale_kernel(RescaleParams p) {
   constexpr int kWidth = 4;
@@ -69,7 +69,7 @@ __global__ void activate_kernel(T* x, int64_t count, Activation activation) {
     x[i] = from_float<T>(device::activate(to_float(x[i]), activation));
 }
 
-// kWidth elements a thread and turn, of one row.
+// Each thread handles kWidth elements of one row per iteration.
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(256) elementwise_kernel(Elementwise op, T* y, Operands operands, int64_t count, int width) {
   pdl_wait();

@@ -11,7 +11,8 @@ __device__ int64_t id_at(const void* ids, int index, bool narrow) {
   return narrow ? static_cast<const int32_t*>(ids)[index] : static_cast<const int64_t*>(ids)[index];
 }
 
-// A block per token, kWidth elements per thread and turn. Reads a table row and perhaps a position row.
+// One block per token, kWidth elements per thread and iteration. Reads a table row and perhaps a
+// position row, writes hidden elements of y.
 template <typename T, int kWidth, CodeType kCodeType>
 __global__ void embedding_kernel(EmbeddingParams p) {
   pdl_wait();

@@ -20,7 +20,7 @@ __global__ void gather_rows_kernel(T* y, const T* x, const int64_t* rows, int64_
   for (int i = threadIdx.x; i < width; i += blockDim.x) target[i] = there ? source[i] : from_float<T>(0.f);
 }
 
-// A block per row and 128 columns of it.
+// One block per row and 128 columns.
 template <typename T>
 __global__ void gather_columns_kernel(T* y, const T* x, const int32_t* index, int x_width, int width) {
   pdl_wait();
@@ -43,7 +43,7 @@ __global__ void interleave_kernel(T* y, const T* x, int width) {
   for (int i = threadIdx.x; i < width; i += blockDim.x) target[i] = source[i];
 }
 
-// A block per row. Widths in vectors.
+// One block per row. Widths are in vectors.
 template <typename V>
 __global__ void __launch_bounds__(256) concat_kernel(ConcatParams p) {
   pdl_wait();
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(256) concat_kernel(ConcatParams p) {
   }
 }
 
-// A row of blocks per array.
+// One grid row per array.
 __global__ void narrow_kernel(NarrowParams p) {
   pdl_wait();
   pdl_launch_dependents();
@@ -68,7 +68,7 @@ __global__ void narrow_kernel(NarrowParams p) {
     p.y[array][i] = static_cast<int32_t>(p.x[array][i]);
 }
 
-// A thread per 16 bytes, or per element where rows are not of whole 16 bytes.
+// One block per row. V is 16 bytes, or one element for rows that are not whole vectors.
 template <typename V>
 __global__ void scatter_kernel(V* y, const V* x, const int64_t* rows, int64_t y_rows, int width) {
   pdl_wait();

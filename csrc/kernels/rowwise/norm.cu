@@ -9,14 +9,15 @@ using namespace device;
 
 enum class NormKind { kRows, kRounded, kGated };
 
-// A gate's element; of the activations that a norm's has, without a branch.
+// The activation of a gate element, branch-free for the activations that a norm supports.
 __device__ __forceinline__ float gate_of(float x, Activation activation) {
   const float sigmoid = 1.f / (1.f + __expf(-x));
   return activation == Activation::kNone ? x : activation == Activation::kSilu ? x * sigmoid : sigmoid;
 }
 
-// One row per group of kThreads threads, kept in registers between the passes: kTurns vectors of kWidth
-// elements per thread. kThreads 32 puts one row on each warp of the block. ActivationQuant takes no pass over memory.
+// One row per kThreads threads, in registers between the passes: kTurns vectors of kWidth elements
+// per thread. With kThreads 32 each warp has a row. Reads x, residual, gate and weights once,
+// writes y and sum once; quantization adds no pass over memory.
 template <typename T, int kThreads, int kWidth, int kTurns, NormKind kOf>
 __global__ void __launch_bounds__(kThreads < 128 ? 128 : kThreads) norm_kernel(NormParams p) {
   constexpr bool kRounded = kOf == NormKind::kRounded, kGated = kOf == NormKind::kGated;
@@ -25,7 +26,7 @@ __global__ void __launch_bounds__(kThreads < 128 ? 128 : kThreads) norm_kernel(N
   const int rows_per_block = blockDim.x / kThreads;
   const int row = blockIdx.x * rows_per_block + threadIdx.x / kThreads;
   const int thread = threadIdx.x % kThreads;
-  if (row >= p.rows) return;  // whole warps only, and never with a barrier ahead
+  if (row >= p.rows) return;  // whole warps only, with no block barrier below
   const int64_t start = static_cast<int64_t>(row) * p.hidden;
   const T* x = static_cast<const T*>(p.x) + start;
   const float* weight = p.groups > 1 ? p.weight + row % p.groups * p.hidden : p.weight;
@@ -104,7 +105,8 @@ __global__ void __launch_bounds__(kThreads < 128 ? 128 : kThreads) norm_kernel(N
       store(static_cast<T*>(p.y) + start + i, out);
     }
   } else {
-    // The largest of a row comes with its squares, unless a bias is added to what these scale.
+    // The row's maximum is reduced together with its squares, unless a bias is added to the scaled
+    // values.
     auto change = [&](const float* by, auto&& f) {
       float most = 0;
 #pragma unroll
@@ -135,7 +137,7 @@ __global__ void __launch_bounds__(kThreads < 128 ? 128 : kThreads) norm_kernel(N
 #pragma unroll
     for (int turn = 0; turn < kTurns; ++turn) {
       const int i = (turn * kThreads + thread) * kWidth;
-      if (p.quant_group > 0) {  // the work of threads side by side
+      if (p.quant_group > 0) {  // a group belongs to adjacent threads
         float most = 0;
 #pragma unroll
         for (int k = 0; k < kWidth; ++k) most = fmaxf(most, fabsf(value[turn][k]));

@@ -1,8 +1,8 @@
-// The likeliest continuations of each row of logits, which beam search chooses from.
+// Top-k tokens of each row of logits, for beam search.
 //
-// A block takes kSegment logits of a row, which its threads keep in registers, and leaves its
-// greatest logit, the sum of exponentials relative to it, and its `count` greatest ranks in order: one maximum
-// of the block after the other. A warp then merges a row's sorted lists. Reads the logits once.
+// segment_topk_kernel: a block has kSegment logits of a row in registers. It writes their maximum,
+// the sum of exponentials relative to it, and the `count` largest in order, one block maximum at a
+// time. merge_topk_kernel: a warp merges a row's sorted lists. Reads the logits once.
 #include "../common/device.cuh"
 #include "params.h"
 
@@ -16,9 +16,9 @@ constexpr int kThreads = 256, kWarps = kThreads / 32, kEach = 16, kSegment = kTh
 int parts_of(int vocab) { return (vocab + kSegment - 1) / kSegment; }
 
 struct Partial {
-  uint64_t* ranks;  // [rows, parts, count], 0 behind the last
-  float* peaks;    // [rows, parts]
-  float* sums;     // [rows, parts]: of exp(logit - peak)
+  uint64_t* ranks;  // [rows, parts, count], 0 after the last
+  float* peaks;  // [rows, parts]
+  float* sums;  // [rows, parts]: sum of exp(logit - peak)
 };
 
 Partial partial_of(const CandidatesParams& p) {
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads) segment_topk_kernel(CandidatesParams
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t list = static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x;
   const T* logits = static_cast<const T*>(p.logits) + static_cast<int64_t>(blockIdx.y) * p.stride;
-  const int first = blockIdx.x * kSegment + threadIdx.x * kWidth;  // a thread's tokens: see token()
+  const int first = blockIdx.x * kSegment + threadIdx.x * kWidth;  // see token()
   auto token = [&](int i) { return first + i / kWidth * kThreads * kWidth + i % kWidth; };
 
   float held[kEach];
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kThreads) segment_topk_kernel(CandidatesParams
         held[turn * kWidth + k] = at + k < p.vocab ? to_float(logits[at + k]) : -INFINITY;
     }
   }
-  // This thread's greatest rank below another.
+  // This thread's largest rank below `limit`.
   auto best_below = [&](uint64_t limit) {
     uint64_t best = 0;
 #pragma unroll
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kThreads) segment_topk_kernel(CandidatesParams
     for (int w = 0; w < kWarps; ++w) winner = max(winner, best_of[i % 2][w]);
     if (i == 0) peak = logit_of(winner);  // a block has at least one token
     if (threadIdx.x == 0) partial.ranks[list * p.count + i] = winner;
-    if (winner == most && winner != 0) {  // it is this warp's
+    if (winner == most && winner != 0) {  // it belongs to this warp
       if (winner == best) best = best_below(winner);
       most = warp_max(best);
     }
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kThreads) segment_topk_kernel(CandidatesParams
 }
 
 __global__ void __launch_bounds__(32) merge_topk_kernel(CandidatesParams p, Partial partial, int parts) {
-  extern __shared__ int taken[];  // [parts]: of each list, only by the lane that has it
+  extern __shared__ int taken[];  // [parts]: used by the lane that has the list
   pdl_wait();
   pdl_launch_dependents();
   const int lane = threadIdx.x;
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(32) merge_topk_kernel(CandidatesParams p, Part
   const float log_total = static_cast<float>(log(total));
 
   uint64_t best = 0;
-  int from = 0;  // the list that it is from
+  int from = 0;  // the list of `best`
   auto choose = [&] {
     best = 0;
     for (int part = lane; part < parts; part += 32) {

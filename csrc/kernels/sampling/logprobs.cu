@@ -1,8 +1,10 @@
-// Log-probabilities of the chosen and the likeliest tokens.
+// Log-probabilities of sampled and top tokens.
 //
-// A block takes a row and reads it once: a thread keeps the greatest of its logits and adds up exponentials
-// relative to it. Of the n greatest that threads have, the least is a bound that n tokens reach, all of them
-// those n threads'; the warps of these read their tokens again, and what reaches the bound is ranked.
+// A block takes a row and reads it once: each thread keeps its maximum and an online sum of
+// exponentials. The n-th largest of the threads' maxima is a lower bound of the n-th largest logit,
+// and only threads whose maximum reaches it have such logits. Their warps read their tokens again
+// and collect what reaches the bound, which is then ranked. Reads vocab logits, writes a Logprobs
+// record.
 #include "../common/device.cuh"
 #include "params.h"
 
@@ -13,13 +15,13 @@ using namespace device;
 
 constexpr int kThreads = 1024, kWarps = kThreads / 32;
 
-// Tokens that a thread has, at most: kVec neighbouring ones in turn with the block's other threads.
+// Maximum tokens of a thread: kVec adjacent ones in turn with the other threads of the block.
 template <typename T>
 __host__ __device__ int per_thread(int vocab) {
   return (vocab + kThreads * kVec<T> - 1) / (kThreads * kVec<T>) * kVec<T>;
 }
 
-// kRanked: the tokens are a prompt's, with counts of their own, and their ranks are wanted too.
+// kRanked: prompt tokens, with counts of their own, and with ranks.
 template <typename T, bool kRanked>
 __global__ void __launch_bounds__(kThreads) logprobs_kernel(LogprobsParams p) {
   extern __shared__ uint64_t near[];  // [kTopLogprobs * per_thread]
@@ -70,7 +72,7 @@ __global__ void __launch_bounds__(kThreads) logprobs_kernel(LogprobsParams p) {
     }
   }
 
-  // The block's greatest logit and the sum relative to it.
+  // The block's maximum, and the sum relative to it.
   const uint64_t mine = first < p.vocab ? rank_of(best, index) : 0;
   uint64_t greatest = warp_max(mine);
   if (lane == 0) of_warp[1][warp] = greatest;

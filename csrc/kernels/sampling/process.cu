@@ -1,10 +1,11 @@
-// What sampling parameters do to logits before a token is chosen, in the order and the arithmetic of
-// runtime/decoding/sampling.py: logit biases, repetition penalty, presence and frequency penalty, bad words, end
-// tokens that come too early, forced tokens; and then the step's masks.
+// Logits processors, in the order and arithmetic of runtime/decoding/sampling.py: logit bias,
+// repetition penalty, presence and frequency penalty, bad words, min_tokens, forced tokens, then
+// token masks.
 //
-// Three kernels: one copies the logits as float32, at the speed of memory; of the next a block takes a row and
-// changes what its slot's record names. Penalties are for tokens that the slot's history holds, so the work is
-// in the sequence's length, not the vocabulary's. The last, where a row has a mask, forbids what that does not allow.
+// cast_logits_kernel copies logits to float32. process_logits_kernel: a block takes a row and
+// changes what its slot's state names; penalties iterate over the slot's history, so the cost is in
+// the sequence length, not in the vocabulary. mask_kernel, if any row has a mask, sets disallowed
+// tokens to -inf. Reads vocab logits and writes vocab floats per row.
 #include "../common/device.cuh"
 #include "params.h"
 
@@ -15,7 +16,7 @@ using namespace device;
 
 constexpr int kCopyThreads = 256, kCopyVectors = 4, kProcessingThreads = 512;
 
-// A block copies kCopyVectors times kCopyThreads vectors of a row.
+// A block copies kCopyVectors * kCopyThreads vectors of a row.
 template <typename T>
 __global__ void cast_logits_kernel(float* y, const T* x, int vocab, int stride, int y_stride) {
   pdl_wait();
@@ -108,7 +109,7 @@ __global__ void process_logits_kernel(ProcessLogitsParams p) {
     if (turns[i] == num_generated) scores[forced[i]] = 0;
 }
 
-// A warp takes a word of the mask at a time.
+// A warp takes one word of the mask at a time.
 __global__ void mask_kernel(ProcessLogitsParams p) {
   pdl_wait();
   pdl_launch_dependents();

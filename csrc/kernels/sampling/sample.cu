@@ -1,21 +1,20 @@
-// Choose a token per row of logits: the likeliest, or one num_generated from the softmax at a temperature, cut to the
-// top_k likeliest, of these to the fewest that together have top_p of the probability, to those with min_p of the
-// likeliest one's, and to the most typical that have typical_p of what is left.
+// Sampling of one token per row: greedy, or from the softmax at a temperature after top_k, top_p,
+// min_p and typical_p, in this order.
 //
-// A block takes a row; warp w a contiguous segment of it, so that the order of tokens is the order of warps.
-// Probabilities are integers, exp(x - max) · 2^31: sums do not depend on the order of atomics, and what is
-// cut is exact but for tokens less likely than 2^-31 of the likeliest, which never appear. A cut is the
-// largest key (bits of a logit, ordered as the logits are; for typical_p, of its information's distance from the
-// entropy) at or above which enough tokens or probability lie; it is found digit by digit in histograms of the
-// keys.
+// A block takes a row, and warp w a contiguous segment of it, so that the order of tokens is the
+// order of warps. Probabilities are integers, exp(x - max) * 2^31: sums do not depend on the order
+// of atomics, and cuts are exact except for tokens less likely than 2^-31 of the most likely, which
+// never appear. A cut is the largest key at or above which enough tokens or probability lie. Keys
+// are the bits of logits in sortable form; for typical_p, of the distance of a token's information
+// from the entropy. Cuts are found by radix selection: digit by digit, with histograms of the keys.
 //
-// Where cuts leave none but likely tokens, these are first copied into shared memory, and all that follows is
-// done on the copy: the row is read 3 times in all. Where they may leave more than kListed, it is read 2 times, and
-// once more per cut and digit: twice for 16-bit logits, three times for float32 and for typical_p, which also
-// takes one to find the entropy.
+// If the cuts can only leave likely tokens, these are copied to shared memory first, and the rest
+// works on the copy: the row is read 3 times. If they may leave more than kListed, it is read
+// twice, and once more per cut and digit: two digits for 16-bit logits, three for float32 and for
+// typical_p, which takes one more pass for the entropy.
 //
-// The random number of a draw is Philox4x64-10 of the sequence's seed and the number of tokens it drew
-// before, as numpy.random.Philox(key=seed, counter=num_generated) makes it.
+// The random number is Philox4x64-10 of the sequence's seed and the number of generated tokens,
+// equal to numpy.random.Philox(key=seed, counter=num_generated).
 #include "../common/device.cuh"
 #include "params.h"
 
@@ -38,7 +37,7 @@ __device__ uint64_t philox(uint64_t seed, uint64_t counter) {
   return c0;
 }
 
-// A logit's bits, ordered as the logits are.
+// A logit's bits in sortable form.
 __device__ __forceinline__ uint32_t key_of(float x) {
   const uint32_t bits = __float_as_uint(x);
   return bits >> 31 ? ~bits : bits | 0x80000000u;
@@ -49,7 +48,7 @@ __device__ __forceinline__ uint32_t key_of(T x) {
   return bits >> 15 ? ~bits & 0xffffu : bits | 0x8000u;
 }
 
-// The logit that has a key.
+// The logit of a key.
 template <typename T>
 __device__ __forceinline__ T logit_of(uint32_t key) {
   if constexpr (sizeof(T) == 4) {
@@ -60,8 +59,8 @@ __device__ __forceinline__ T logit_of(uint32_t key) {
   }
 }
 
-// f(x, place) for the places from begin to end of a row: kLanes neighbouring threads, all of a warp or of the
-// block, take turns of kVec neighbouring tokens each, kAhead turns of which are read at once.
+// Calls f(x, index) for indices [begin, end) of a row. kLanes adjacent threads, of a warp or of the
+// block, take kVec adjacent tokens each in turn, and kAhead iterations are loaded at once.
 template <int kLanes, typename T, typename F>
 __device__ void for_each(const T* row, int begin, int end, F&& f) {
   constexpr int kWidth = kVec<T>, kTurn = kLanes * kWidth, kAhead = 4;
@@ -88,7 +87,7 @@ __device__ void for_each(const T* row, int begin, int end, F&& f) {
   }
 }
 
-// The sum of `value` over the warps before the caller's and, in `total`, over all; value is one per warp.
+// Sum of `value`, one per warp, over the warps before the caller's; `total` is the sum over all.
 __device__ uint64_t scan_warps(uint64_t value, uint64_t* shared, uint64_t& total) {
   __syncthreads();
   if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
@@ -109,7 +108,7 @@ __device__ __forceinline__ uint64_t warp_total(uint64_t x) {
   return x;
 }
 
-// The sum over the block, in an order that does not change; x is a thread's.
+// Sum over the block in a fixed order.
 __device__ double block_total(double x, double* shared) {
 #pragma unroll
   for (int mask = 16; mask; mask >>= 1) x += __shfl_xor_sync(~0u, x, mask);
@@ -122,31 +121,31 @@ __device__ double block_total(double x, double* shared) {
   return total;
 }
 
-// What is kept of a row: keys above `key`, and the first `ties` tokens that have it.
+// The kept tokens of a row: keys above `key`, and the first `ties` tokens with that key.
 struct Cut {
   uint32_t key;
-  uint64_t ties, above, each;  // above: probability of the keys above; each: of one token that has the key
+  uint64_t ties, above, each;  // above: probability of the keys above; each: of one token with the key
 };
 
 template <typename T>
 struct Row {
   const T* logits;
-  int begin, end;     // the warp's segment
-  float peak, scale;  // the greatest logit; log2(e) / temperature
+  int begin, end;  // the warp's segment
+  float peak, scale;  // maximum logit; log2(e) / temperature
 
   __device__ __forceinline__ uint32_t probability(T x) const {
     float power;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(fmaf(to_float(x), scale, 31 - peak * scale)));
     return __float2uint_rz(power);
   }
-  // The logarithm to base 2 of a probability, of which the likeliest token's is 0.
+  // log2 of the probability relative to the most likely token.
   __device__ __forceinline__ float logarithm(T x) const { return (to_float(x) - peak) * scale; }
 
   template <typename F>
   __device__ void for_each(F&& f) const {
     kernels::for_each<32>(logits, begin, end, f);
   }
-  // Share `count` places out among the warps, in whole turns.
+  // Divides `count` tokens among the warps, in whole iterations.
   __device__ void divide(int count) {
     constexpr int kTurn = 32 * kVec<T>;
     const int segment = (count + kWarps * kTurn - 1) / (kWarps * kTurn) * kTurn, warp = threadIdx.x / 32;
@@ -155,30 +154,31 @@ struct Row {
 };
 
 struct Histogram {
-  uint32_t count[kBins], low[kBins], high[kBins];  // high and low halves of the probability
+  uint32_t count[kBins], low[kBins], high[kBins];  // halves of the probability
   uint64_t warps[kWarps];
   uint32_t bin;
   uint64_t above, count_above;
 };
 
-// Tokens that are counted together: they have one key.
+// Tokens with one key, counted together.
 struct Lump {
   uint32_t key;
   uint64_t count, mass;
 };
 
-// The greatest key at or above which `target` tokens (or, for_mass, as much probability) lie, among those of the
-// row for which counts(x) and, for_mass, which have any probability, and a lump. Keys have kBits bits.
+// The largest key at or above which `target` tokens (for_mass: as much probability) lie, among a
+// lump and the tokens of the row with counts(x) (for_mass: with any probability). Keys have kBits
+// bits.
 template <int kBits, typename T, typename Key, typename Counts>
 __device__ Cut find_cut(const Row<T>& row, Histogram& h, uint64_t target, bool for_mass, Key&& key_at,
                         Counts&& counts, Lump lump = {}) {
   Cut cut{};
-  uint64_t found = 0;  // tokens, or probability, above the keys that begin with cut.key
+  uint64_t found = 0;  // tokens, or probability, above the keys with prefix cut.key
   for (int shift = kBits, bits; shift > 0;) {
     const int before = shift;
     bits = min(kDigit, shift);
     shift -= bits;
-    const bool counted = !for_mass || shift == 0;  // how many there are matters at last
+    const bool counted = !for_mass || shift == 0;  // the count only matters for the last digit
     auto bin_of = [&](uint32_t key) { return (key >> shift) & ((1u << bits) - 1); };
     auto begins_alike = [&](uint32_t key) { return before >= kBits || key >> before == cut.key; };
     __syncthreads();
@@ -202,7 +202,7 @@ __device__ Cut find_cut(const Row<T>& row, Histogram& h, uint64_t target, bool f
       if (old + mass < old) atomicAdd(&h.high[bin], 1u);
     });
     __syncthreads();
-    // Thread i has the bins 2i and 2i + 1, counted from the highest.
+    // Thread i has bins 2 i and 2 i + 1, from the highest.
     static_assert(kBins == 2 * kThreads);
     uint64_t mass[2], count[2];
 #pragma unroll
@@ -238,7 +238,7 @@ __device__ Cut find_cut(const Row<T>& row, Histogram& h, uint64_t target, bool f
   return cut;
 }
 
-// Copy the warp's tokens that have at least the key `likely`, in their order, to `at` and behind.
+// Copies the warp's tokens with a key of at least `likely`, in order, to `at` and following.
 template <typename T>
 __device__ void list_likely(const Row<T>& row, uint32_t likely, uint32_t at, T* listed, int32_t* token_of) {
   constexpr int kWidth = kVec<T>, kTurn = 32 * kWidth, kAhead = 4;
@@ -273,7 +273,7 @@ __device__ void list_likely(const Row<T>& row, uint32_t likely, uint32_t at, T* 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) sample_kernel(SampleParams p) {
   extern __shared__ uint4 raw[];
-  T* listed = reinterpret_cast<T*>(raw);                             // [kListed], if any row is num_generated for
+  T* listed = reinterpret_cast<T*>(raw);  // [kListed], if any row is sampled
   int32_t* token_of = reinterpret_cast<int32_t*>(listed + kListed);  // [kListed]
   __shared__ Histogram h;
   __shared__ float best_of[kWarps], least_of[kWarps];
@@ -293,7 +293,8 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleParams p) {
   for_each<kThreads>(row.logits, 0, p.vocab, [&](T x, int at) {
     if (to_float(x) > best) best = to_float(x), index = at;
   });
-  // The least of the greatest that so many threads together have: at least `likely_count` tokens are as likely.
+  // The minimum of the maxima of `together` threads each: at least `likely_count` tokens are as
+  // likely.
   const float temperature = state.temperature;
   const int top_k = state.top_k < p.vocab ? state.top_k : 0;
   const int together = temperature <= 0 || top_k > kThreads / 2 ? 1 : top_k == 0 || top_k > kThreads / 4 ? 2 : 4;
@@ -321,8 +322,8 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleParams p) {
   row.scale = kLog2E / temperature;
   row.divide(p.vocab);
 
-  // What the cuts can leave, as far as that is known before they are made: where no more than likely tokens,
-  // `narrow`, the least key that min_p leaves, and the probability that top_p is a part of.
+  // What the cuts can leave, as far as known in advance: `narrow`, likely tokens only; the smallest
+  // key after min_p; the probability that top_p refers to.
   const uint32_t likely = key_of(from_float<T>(least));
   const float top_p = state.top_p, min_p = state.min_p, typical_p = state.typical_p;
   auto part_of = [](float part, uint64_t mass) {
@@ -337,7 +338,7 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleParams p) {
   const bool few = top_k > 0 && top_k <= likely_count;
   bool by_mass = top_p < 1, narrow = few || (lowest >= likely && !(top_k > 0 && by_mass));
   uint64_t whole = 0;
-  uint32_t count = 0;  // of the thread's likely tokens
+  uint32_t count = 0;  // likely tokens of the thread
   if (top_k == 0 && by_mass) {
     uint64_t mass = 0, likely_mass = 0, enough;
     row.for_each([&](T x, int) {
@@ -349,7 +350,7 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleParams p) {
     scan_warps(warp_total(likely_mass), h.warps, enough);
     if (part_of(top_p, whole) <= enough)
       narrow = true;
-    else if (narrow)  // top_p leaves all likely tokens, and min_p no others
+    else if (narrow)  // top_p keeps all likely tokens, and min_p no others
       by_mass = false;
   } else if (narrow) {
     row.for_each([&](T x, int) { count += key_of(x) >= likely; });
@@ -381,9 +382,9 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleParams p) {
   }
   if (lowest > cut.key) cut = {lowest, static_cast<uint64_t>(p.vocab), 0, row.probability(logit_of<T>(lowest))};
 
-  // Of the nearest information to the entropy, in bits and counted from the likeliest token's.
+  // Distance of the information from the entropy, in bits relative to the most likely token.
   float entropy = 0;
-  uint32_t nearest = 0;  // the least key that is typical enough
+  uint32_t nearest = 0;  // the smallest key that is typical
   auto nearness = [&](T x) { return ~__float_as_uint(fabsf(row.logarithm(x) - entropy)); };
   if (typical_p < 1) {
     uint64_t mass = 0, ties = 0, all;
@@ -415,7 +416,7 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleParams p) {
   }
   auto above = [&](T x) { return key_of(x) > cut.key && (nearest == 0 || nearness(x) >= nearest); };
 
-  // Each warp's share of what is kept; ties are kept in the order of tokens.
+  // Each warp's share of the kept probability; ties are kept in the order of tokens.
   uint64_t mass = 0, ties = 0, all, total;
   row.for_each([&](T x, int) {
     if (above(x)) mass += row.probability(x);
@@ -429,7 +430,7 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleParams p) {
   const uint64_t draw = __umul64hi(philox(state.seed, state.num_generated), total);
   if (draw < before || draw >= before + mass) return;
 
-  // This warp has the token.
+  // The sampled token is in this warp.
   uint64_t passed = before, tied = ties_before;
   for (int start = row.begin; start < row.end; start += kTurn) {
     const int i = start + lane * kVec<T>;

@@ -1,6 +1,6 @@
-// What surrounds the model in a step: sequences enter slots, the model's inputs are made of what the host sent in one
-// piece, blocks are copied, and what was chosen is kept by slot. All of it is a few kilobytes, but for the blocks; what
-// counts is how few kernels it takes.
+// Kernels before and after the model in a step: slot admission, input preparation from one packed
+// buffer, block copies, slot updates. They handle a few kilobytes, except for blocks; the number of
+// launches dominates.
 #include <algorithm>
 
 #include "../common/device.cuh"
@@ -12,7 +12,7 @@ namespace {
 using namespace device;
 
 constexpr int kAdmitThreads = 1024, kPrepareThreads = 256, kCopyThreads = 256, kCopyParts = 8, kTransferThreads = 256;
-constexpr int64_t kTransferBytes = 32 << 10;  // beyond, copies beside the num_sms are as fast
+constexpr int64_t kTransferBytes = 32 << 10;  // above this, copy engines are as fast
 
 __global__ void __launch_bounds__(kTransferThreads) transfer_kernel(char* to, const char* from, int bytes) {
   pdl_wait();
@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kTransferThreads) transfer_kernel(char* to, co
   else if (rest < bytes) to[rest] = from[rest];
 }
 
-// A block per sequence. Counts of its slot are cleared: 4 bytes per token of the vocabulary.
+// One block per sequence. Clears the counts of its slot: 4 bytes per token of the vocabulary.
 __global__ void __launch_bounds__(kAdmitThreads) admit_kernel(AdmitParams p) {
   pdl_wait();
   pdl_launch_dependents();
@@ -53,7 +53,7 @@ __device__ __forceinline__ int sequence_of_token(const PrepareInputsParams& p, i
   return low;
 }
 
-// A thread per token and per row; a block per run of the block table and turn.
+// One thread per token and per row; one block per update of the block table, in turn.
 __global__ void __launch_bounds__(kPrepareThreads) prepare_inputs_kernel(PrepareInputsParams p) {
   pdl_wait();
   pdl_launch_dependents();
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_inputs_kernel(Prepare
     p.past_lens[i] = there ? p.host_past[i] : 0;
     if (p.memory_starts != nullptr) {
       p.memory_starts[i] = there ? p.host_starts[i] : 0;
-      p.memory_lens[i] = there ? p.host_lens[i] : 1;  // attention to nothing is no number
+      p.memory_lens[i] = there ? p.host_lens[i] : 1;  // attention to no key is NaN
     }
     if (p.state_slots != nullptr) p.state_slots[i] = there ? p.host_states[i] : p.num_states;
     if (p.host_own_from != nullptr) {
@@ -98,7 +98,7 @@ __device__ __forceinline__ void copy_words(const void* from, void* to, int64_t b
     target[i] = source[i];
 }
 
-// A block of threads per cache, pair and part of the pair's bytes.
+// One block per cache, pair and part of the pair's bytes.
 __global__ void __launch_bounds__(kCopyThreads) copy_blocks_kernel(const CacheBlocks* caches, const int32_t* pairs) {
   pdl_wait();
   pdl_launch_dependents();
@@ -133,7 +133,7 @@ __global__ void update_slots_kernel(UpdateSlotsParams p) {
 
 }  // namespace
 
-// Not by launch(): what is before these two in the stream is a copy, not a kernel that they could overlap.
+// Without PDL: the predecessor in the stream is a copy, not a kernel.
 cudaError_t admit(const AdmitParams& p, cudaStream_t stream) {
   admit_kernel<<<p.count, kAdmitThreads, 0, stream>>>(p);
   return cudaGetLastError();

@@ -17,7 +17,7 @@ class AllGather : public Plugin {
     return {{in[0][0], in[0][1] * tp_size_}};
   }
 
-  // The ranks' parts one after the other, before they are laid side by side.
+  // The gathered parts, before they are interleaved.
   int64_t workspace(const std::vector<Tensor>& in) const override {
     return in[0].size() * tp_size_ * (in[0].dtype == DType::kFloat32 ? 4 : 2);
   }

@@ -1,4 +1,4 @@
-// Causal attention to caches: a layer's own, or what another layer has put into its own.
+// Causal attention to a KV cache: the layer's own, or that of another layer.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace llmc {
 
-// Where an op has the inputs that come behind sin and q_norm; kNone: it has none.
+// Indices of the optional inputs after sin and q_norm; kNone: the op lacks the input.
 struct AttentionPorts {
   static constexpr size_t kNone = SIZE_MAX;
   size_t k_norm = kNone, block_table = kNone, distance_bias = kNone, sinks = kNone, v_norm = kNone, key_bias = kNone,
@@ -20,7 +20,8 @@ struct AttentionPorts {
 
 class CachedKeysAttention : public Plugin {
  public:
-  // reads: the caches are another layer's, which has run before in the same step, and rows have queries alone.
+  // reads: the cache belongs to another layer, which has run earlier in the same step; rows have
+  // queries only.
   CachedKeysAttention(const char* op, bool reads, const AttentionPorts& ports, const Fields& fields)
       : op_(op), ports_(ports) {
     read_heads(p_, op_, fields, 512);
@@ -64,7 +65,7 @@ class CachedKeysAttention : public Plugin {
     const Dims *cos = optional(in, 5), *sin = optional(in, 6);
     if ((cos == nullptr) != (p_.rotary_dim == 0) || (sin == nullptr) != (cos == nullptr))
       throw Error(op + " takes cos, sin and a rotary_dim above 0 together");
-    std::vector<Dim> positions;  // that tables have
+    std::vector<Dim> positions;  // of the tables
     for (const Dims* turns : {cos, sin}) {
       if (turns == nullptr) continue;
       expect(op + "'s cos or sin", *turns, {(*turns)[0], p_.rotary_dim / 2});
@@ -93,8 +94,8 @@ class CachedKeysAttention : public Plugin {
     return p_.reads ? std::vector<Dims>{out} : std::vector<Dims>{out, cache, in[2]};
   }
 
-  // The split kernel's partial results, the parts that it divides sequences into, then the turned queries, then what is left of a
-  // shared prefix; and what cuDNN makes, where that is rounded behind it.
+  // Partial results of KV splits, the KV splits, rotated queries, partial results of a shared
+  // prefix; and cuDNN's output, if that is quantized afterwards.
   int64_t workspace(const std::vector<Tensor>& in) const override {
     const bool shares = optional(in, ports_.block_table) != nullptr;
     return scratch() + kv_splits_bytes(in) + queries_bytes(in) + made_bytes(in) +
@@ -129,7 +130,7 @@ class CachedKeysAttention : public Plugin {
     p.batch = static_cast<int>(in[4].shape[0]);
     p.max_seq_len = static_cast<int>(in[1].shape[2]);
     if (const Tensor* table = optional(in, ports_.block_table)) {
-      if (context.building) return;  // its blocks are nowhere
+      if (context.building) return;  // blocks do not exist while TensorRT builds
       p.block_table = static_cast<const int32_t*>(table->data);
       p.block_size = p.max_seq_len;
       p.num_blocks = static_cast<int>(in[1].shape[0]);
@@ -175,7 +176,7 @@ class CachedKeysAttention : public Plugin {
     }
     if (decodes == p.batch) return;
     if (decodes > 0) skip(p, decodes, in);
-    if (context.reach > 0 && context.reach <= p.chunk) p.chunk = 0;  // one chunk, which all kernels serve
+    if (context.reach > 0 && context.reach <= p.chunk) p.chunk = 0;  // a single chunk, which all kernels support
     check(kernels::append(in[0].dtype, p, context.stream), op_.c_str());
     kernels::AttentionParams library = p;
     if (p.out_scale_inverse > 0) library.out = made;
@@ -188,7 +189,7 @@ class CachedKeysAttention : public Plugin {
   }
 
  private:
-  // Leave the first sequences out, which have one token each.
+  // Skips the decoding sequences, which have one token each.
   static void skip(kernels::AttentionParams& p, int sequences, const std::vector<Tensor>& in) {
     const int64_t element = width(in[0].dtype), row = static_cast<int64_t>(p.num_heads) * p.head_dim;
     p.out = static_cast<char*>(p.out) + sequences * row * (p.out_scale_inverse > 0 ? 1 : element);

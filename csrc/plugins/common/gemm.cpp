@@ -6,9 +6,9 @@ namespace llmc {
 namespace {
 
 constexpr size_t kWorkspace = 32 << 20;
-constexpr size_t kSwept = 128 << 20;  // more than any cache
+constexpr size_t kSwept = 128 << 20;  // larger than any L2
 constexpr int kCandidates = 12, kRepeats = 5;
-constexpr size_t kWayShape = 5;  // numbers that a choice between two ways depends on
+constexpr size_t kWayShape = 5;  // numbers in the key of a choice
 
 cudaDataType_t type_of(DType dtype) {
   switch (dtype) {
@@ -20,7 +20,7 @@ cudaDataType_t type_of(DType dtype) {
 
 }  // namespace
 
-// In cuBLAS's column-major terms: yᵀ [out, rows] = weight [in, out]ᵀ · xᵀ [in, rows].
+// In cuBLAS's column-major terms: y^T [out, rows] = weight [in, out]^T * x^T [in, rows].
 struct Gemm::Plan {
   cublasLtMatmulDesc_t operation = nullptr;
   cublasLtMatrixLayout_t weight = nullptr, x = nullptr, y = nullptr;
@@ -36,7 +36,8 @@ struct Gemm::Plan {
 
 namespace {
 
-// Which products there are, where algorithms are known by shape: of the dtype's numbers, or of FP8, scaled or not.
+// Kind of a GEMM in the keys of algorithms: in the dtype, or FP8 unscaled, scaled per row, or per
+// block.
 enum Kind : int { kNumbers = 0, kSums = 16, kScaled = 32, kOfBlocks = 48 };
 Kind kind_of(const Float8Scales* float8) {
   if (float8 == nullptr) return kNumbers;
@@ -48,8 +49,8 @@ void set(cublasLtMatmulDesc_t operation, cublasLtMatmulDescAttributes_t name, co
   check(cublasLtMatmulDescSetAttribute(operation, name, &value, sizeof value), "a GEMM");
 }
 
-// How FP8 is multiplied: with the tensor core's own sums, as is fastest, and scales that are vectors; or where each sum of
-// kQuantBlock columns is scaled, in float32.
+// FP8: accumulation in the tensor core (fast) with vector scales; or each sum of kQuantBlock
+// columns is scaled in float32.
 void describe_float8(cublasLtMatmulDesc_t operation, Kind kind, cudaDataType_t bias) {
   set(operation, CUBLASLT_MATMUL_DESC_FAST_ACCUM, int8_t{kind != kOfBlocks});
   set(operation, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, bias);
@@ -61,7 +62,7 @@ void describe_float8(cublasLtMatmulDesc_t operation, Kind kind, cudaDataType_t b
       blocks ? CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F : CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F);
 }
 
-// Where a product finds what may lie elsewhere the next time.
+// Sets the pointers that may change between runs.
 void point_to(cublasLtMatmulDesc_t operation, const void* bias, const Float8Scales* float8) {
   if (bias != nullptr) set(operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
   if (float8 == nullptr || float8->x == nullptr) return;
@@ -69,7 +70,7 @@ void point_to(cublasLtMatmulDesc_t operation, const void* bias, const Float8Scal
   set(operation, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, float8->x);
 }
 
-// cuBLASLt's proposals, what it thinks is the fastest first; none where it has no such product.
+// cuBLASLt's heuristic results, fastest first; empty if it has no such GEMM.
 template <typename Plan>
 std::vector<cublasLtMatmulHeuristicResult_t> propose(cublasLtHandle_t handle, const Plan& plan, int most) {
   cublasLtMatmulPreference_t preference = nullptr;
@@ -166,7 +167,7 @@ void Gemm::choose(const std::vector<int64_t>& shape, cudaStream_t stream, const 
     const float one = time(stream, first);
     is_first = first_[shape] = (1 - saved) * one <= time(stream, second);
   } else {
-    // That of as many rows, or of the fewest that are more.
+    // The result for this number of rows, or for the next larger one.
     const auto known = first_.lower_bound(shape);
     if (known != first_.end() && std::equal(shape.begin(), shape.end() - 1, known->first.begin())) is_first = known->second;
   }
@@ -176,8 +177,8 @@ void Gemm::choose(const std::vector<int64_t>& shape, cudaStream_t stream, const 
 
 namespace {
 
-// A residual is what the product is accumulated onto, which cuBLASLt does after the activation's epilogue
-// only in name: an activation with a residual is the caller's.
+// A residual is the C operand. cuBLASLt applies the activation before adding it in name only, so
+// with a residual the caller applies the activation.
 bool takes_activation(const GemmProblem& p) {
   return p.residual == nullptr && (p.activation == Activation::kRelu || p.activation == Activation::kGeluTanh);
 }
@@ -218,7 +219,7 @@ Gemm::Plan& Gemm::plan_of(const GemmProblem& p, cudaStream_t stream) {
   auto best = best_.find(shape);
   std::vector<cublasLtMatmulHeuristicResult_t> found;
   if (best == best_.end() && times_ && !is_captured(stream)) {
-    // Time what cuBLASLt proposes on the real operands.
+    // Times cuBLASLt's proposals on the real operands.
     found = propose(handle_, *made, kCandidates);
     float shortest = 0;
     for (const auto& proposed : found) {

@@ -1,4 +1,4 @@
-// What ops that attend have in common.
+// Attributes and shapes that attention ops have in common.
 #pragma once
 
 #include <cmath>
@@ -7,8 +7,8 @@
 
 namespace llmc {
 
-// Fill num_heads, num_kv_heads, head_dim and scale of a kernel's parameters, for an op of this name. Throws Error
-// where no kernel has such heads, of head_dim `most` at most.
+// Fills num_heads, num_kv_heads, head_dim and scale of kernel parameters. Throws Error if no kernel
+// supports them; head_dim is at most `most`.
 template <typename Params>
 void read_heads(Params& p, const std::string& op, const Fields& fields, int most) {
   p.num_heads = integer(fields, "num_heads");
@@ -24,7 +24,7 @@ void read_heads(Params& p, const std::string& op, const Fields& fields, int most
   if (p.scale == 0) p.scale = 1 / std::sqrt(static_cast<float>(p.head_dim));
 }
 
-// Throws Error where cu_seqlens are not one more than the batch.
+// Throws Error unless cu_seqlens has batch + 1 elements.
 inline void expect_starts(const std::string& op, const Dims& cu_seqlens, const Dim& batch) {
   expect(op + "'s cu_seqlens", cu_seqlens, {batch.known() ? Dim(batch.number() + 1) : cu_seqlens[0]});
 }

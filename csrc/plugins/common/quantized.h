@@ -1,4 +1,4 @@
-// A weight in fewer bits as an op's fields and inputs tell of it: csrc/plugins/quantization.py.
+// Quantized weights of ops: attributes and inputs of csrc/plugins/quantization.py.
 #pragma once
 
 #include "../../kernels/common/quantization.h"
@@ -6,7 +6,8 @@
 
 namespace llmc {
 
-// The ports that follow an op's own, and the fields; the weight itself is declared "weight: weight_dtype".
+// Adds the ports and attributes of a quantized weight. The weight itself is declared "weight:
+// weight_dtype".
 inline std::vector<Port> quantizable_ports(std::vector<Port> ports) {
   for (const char* port : {"weight_scale?: float32", "weight_zero?: uint8", "weight_min?: float32"})
     ports.emplace_back(port);
@@ -18,7 +19,8 @@ inline Fields quantizable_fields(Fields fields) {
   return fields;
 }
 
-// Those of an op whose rows of x may be rounded, too; and may come so, "x: x_dtype".
+// The same for ops that can quantize x; taking_fields() also for ops that take a quantized x ("x:
+// x_dtype").
 inline std::vector<Port> rounding_ports(std::vector<Port> ports) {
   ports = quantizable_ports(std::move(ports));
   ports.emplace_back("weight_blocks?: float32");
@@ -35,33 +37,37 @@ inline Fields taking_fields(Fields fields) {
   return rounding_fields(std::move(fields));
 }
 
-// Refuses groups, and rows of such widths, that no kernel rounds to FP8; group 0: whole rows.
+// Throws Error for group sizes and row widths that no kernel quantizes to FP8. group 0: one scale
+// per row.
 void check_rounded(int group, std::initializer_list<int> widths);
 
-// How an op's weight is stored, and whether its x is rounded. `first`: the place of weight_scale among the op's inputs.
+// The quantization scheme of an op's weight and of its x. `first`: index of weight_scale among the
+// op's inputs.
 class Quantized {
  public:
   Quantized(const Fields& fields, size_t first);
 
   explicit operator bool() const { return quant_.code_type != kernels::CodeType::kNone; }
-  // [out, in] of the weight. Throws Error where it, or its scales, zeros and minima, are not as the fields say.
+  // [out, in] of the weight. Throws Error unless weight, scales, zeros and minima match the
+  // attributes.
   Dims matrix(const std::vector<Dims>& in, size_t weight) const;
   kernels::QuantParams quant_params(const std::vector<Tensor>& in) const;
-  // See Plugin::prepare: codes as the kernels read them, scales and minima with the rows of a group side by side.
+  // See Plugin::prepare(): repacks codes, and transposes scales and minima to [in / group_size,
+  // out].
   void prepare(const std::vector<Tensor>& in, size_t weight, std::set<const void*>& done, cudaStream_t stream) const;
   int out() const { return out_; }
   int in() const { return in_; }
-  // Whether rows of x are rounded to FP8, here or before, with activation_scale(), or where that is 0 a scale each, or for
-  // each of their groups of activation_group() columns.
+  // Whether x is quantized to FP8, here or by the previous op: with the static activation_scale(),
+  // or where that is 0 with dynamic scales per row, or per group of activation_group() columns.
   bool rounds() const { return rounds_; }
   int activation_group() const { return activation_group_; }
   float activation_scale() const { return activation_scale_; }
-  // Rows of the weight, whatever its form.
+  // Rows of the weight, quantized or not.
   int rows(const Tensor& weight) const { return *this ? out_ : static_cast<int>(weight.shape[0]); }
 
  private:
   kernels::QuantParams quant_;
-  bool zeros_;  // groups have zeros, or minima
+  bool zeros_;  // groups have zeros or minima
   int out_, in_;
   size_t first_;
   bool rounds_ = false;

@@ -16,7 +16,7 @@ const char* kind(const Value& value) {
   return names[value.index()];
 }
 
-// By DType.
+// Indexed by DType.
 constexpr const char* kDTypeNames[] = {"float32", "float16", "bfloat16", "int32", "int64",
                                        "float8_e4m3fn", "uint8"};
 constexpr int kDTypeWidths[] = {4, 2, 2, 4, 8, 1, 1};

@@ -1,4 +1,5 @@
-// How the sequences of a step that decode are splits_planned into parts: made by the first of the layers that divide alike.
+// KV splits of the decoding sequences of a step, planned by the first of the layers that have the
+// same parameters.
 #pragma once
 
 #include <array>
@@ -10,16 +11,16 @@ namespace llmc {
 
 class SplitKvPlan {
  public:
-  static constexpr int kMaxKinds = 8;  // of layers, by windows and heads, for which there is room; others divide for themselves
-  // Parts that a kind has of so many sequences, at most.
+  static constexpr int kMaxKinds = 8;  // of layers, by window and heads; further kinds plan for themselves
+  // Maximum number of KV splits of a kind.
   static int64_t capacity(int64_t batch) { return batch + kernels::kAttentionCounters; }
 
-  // `parts`: on the device, kMaxKinds times `each`, which is a room().
+  // `kv_splits`: device memory for kMaxKinds * each, where `each` is a capacity().
   SplitKvPlan(kernels::KvSplit* kv_splits, int64_t each) : kv_splits_(kv_splits), each_(each) {}
   void begin_step() { made_.clear(); }
 
-  // Gives p its parts, and says whether another layer has made them in this step; leaves p as it is where there is no room for
-  // another kind.
+  // Sets p.kv_splits, and whether another layer has already planned them in this step. Leaves p
+  // unchanged if there is no room for another kind.
   void assign(kernels::AttentionParams& p) {
     const Kind kind{p.batch, p.num_heads, p.num_kv_heads, p.max_seq_len, p.window, p.chunk, p.prefix.of != nullptr};
     size_t at = 0;

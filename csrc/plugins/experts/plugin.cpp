@@ -8,11 +8,12 @@
 namespace llmc {
 namespace {
 
-// Where nothing was timed, pairs of an expert, on average, up to which the kernels for few tokens are taken; on a Hopper of
-// weights of four bits, of eight, and so many tokens of any that is not rounded, or where it is one pair for so many experts.
+// Thresholds without timing. kFewPairs: average pairs per expert up to which the GEMV is used; on
+// Hopper for 4-bit and 8-bit weights. kFewOnHopper: tokens, unless activations are quantized; then
+// one pair per kFewRoundedOnHopper experts.
 constexpr int64_t kFewPairs = 8, kFewFourOnHopper = 4, kFewEightOnHopper = 1, kFewOnHopper = 8, kFewRoundedOnHopper = 2;
 
-// How the field weight_dtype has weights stored, and whether their groups have zeros.
+// Code type of attribute weight_dtype, and whether groups have zeros.
 std::pair<kernels::CodeType, bool> codes_of(const std::string& dtype) {
   using kernels::CodeType;
   static const std::map<std::string, std::pair<CodeType, bool>> kinds = {
@@ -161,7 +162,7 @@ class Experts : public Plugin {
  private:
   static constexpr size_t kGateUp = 3, kDown = 4;
   static constexpr int kMxfp4Group = 32;
-  static constexpr int64_t kSpread = kernels::kExpertsGemvPairs * sizeof(int32_t);  // bytes of choices to time with
+  static constexpr int64_t kSpread = kernels::kExpertsGemvPairs * sizeof(int32_t);  // bytes of routing to time with
   static size_t scale_of(size_t stack) { return stack == kGateUp ? 7 : 9; }
 
   bool packed() const { return quant_.code_type != kernels::CodeType::kNone; }
@@ -176,7 +177,7 @@ class Experts : public Plugin {
     return made;
   }
 
-  // Whether other kernels serve than those that take any sizes.
+  // Whether the tensor core kernels support these sizes.
   static bool has_tiles(DType dtype, const kernels::ExpertsParams& p) {
     if (dtype == DType::kFloat32 || p.hidden % 8 != 0 || p.inner % 8 != 0) return false;
     const kernels::ExpertsQuantParams& quant = p.gate_up_quant;
@@ -194,7 +195,8 @@ class Experts : public Plugin {
     return p.num_tokens <= kFewOnHopper || (codes != kernels::CodeType::kNone && pairs <= kFewEightOnHopper * p.num_experts);
   }
 
-  // What the choice between kernels for few and for many tokens depends on (Gemm::choose); no other op's kind has this bit.
+  // The key of the choice between GEMV and grouped GEMM (Gemm::choose()). No other op sets this
+  // bit.
   static std::vector<int64_t> way_shape(DType dtype, const kernels::ExpertsParams& p) {
     constexpr int64_t kOfExperts = 1 << 14;
     const kernels::ExpertsQuantParams& quant = p.gate_up_quant;
@@ -204,9 +206,10 @@ class Experts : public Plugin {
             kind | int64_t{p.num_experts} << 20 | int64_t{p.top_k} << 40, p.num_tokens};
   }
 
-  // Choices of tokens that are unlike, at `at`. Those of a step that is run to be timed are alike and choose the same experts, as
-  // completions of one prompt nearly do. Of these the likeliest r of all experts have a share of √(r / all), as a model's
-  // experts are not used evenly; experts that are about as likely are of different ranks.
+  // Routing of dissimilar tokens, written to `at`. In a timed step all tokens are alike and are
+  // routed to the same experts, as completions of one prompt nearly are. Here the r most frequent
+  // of all experts receive a share of sqrt(r / all), since a model's experts are not used evenly.
+  // Experts of similar frequency are on different ranks.
   const int32_t* choices_of_unlike(const kernels::ExpertsParams& p, int32_t* at, const Context& context) const {
     int ranks = 1;
     if (sharded_ && context.communicator != nullptr)

@@ -86,7 +86,7 @@ class LatentAttention : public Plugin {
     p.value_dim = static_cast<int>(in[3].shape[2]);
     p.max_seq_len = static_cast<int>(in[4].shape[2]);
     if (const Tensor* table = optional(in, 10)) {
-      if (context.building) return;  // its blocks are nowhere
+      if (context.building) return;  // blocks do not exist while TensorRT builds
       p.block_table = static_cast<const int32_t*>(table->data);
       p.block_size = p.max_seq_len;
       p.max_seq_len *= static_cast<int>(table->shape[1]);

@@ -69,7 +69,7 @@ class GatedLinearAttention : public Plugin {
     if (const Tensor* bias = optional(in, 9)) p.decay_bias = static_cast<const float*>(bias->data);
     if (const Tensor* bias = optional(in, 10)) p.beta_bias = static_cast<const float*>(bias->data);
     p.scratch = static_cast<float*>(workspace);
-    // Sequences with one token, then those with chunks of a prompt.
+    // Decoding sequences first, then prompts.
     const int batch = static_cast<int>(in[4].shape[0]), decoding = context.decode ? batch : context.num_decode;
     kernels::LinearAttentionParams chunks = p;
     chunks.num_tokens = static_cast<int>(in[0].shape[0]) - decoding;

@@ -23,7 +23,7 @@ class NormGemm : public Plugin {
     return {rounded_shape(y, out_scale_inverse_)};
   }
 
-  // The normed x, then what the GEMM needs.
+  // The normalized x, then the workspace of the GEMM.
   int64_t workspace(const std::vector<Tensor>& in) const override {
     return rows_workspace(in[0]) + linear_workspace(in[0], in[1], quantized_, gated_);
   }
@@ -46,7 +46,8 @@ class NormGemm : public Plugin {
     p.row_sums = centred_ ? floats(optional(in, 3)) : nullptr;
     p.epsilon = epsilon_;
     p.norm_weight = rows.weight;
-    // Kernels for few rows norm with a weight, by some GEMVs and Hopper's, or with none, but not with a bias.
+    // Kernels for few rows fuse a norm with a weight (some GEMVs, and the wgmma GEMM) or without,
+    // but none with a bias.
     const auto made = [&] { linear_of_made(whole, rows, workspace, context); };
     if (rows.weight == nullptr && rows.bias == nullptr)
       return choose_few(x.dtype, p, has_gemv(x, quant), context, [&] { norm_then_gemm(whole, rows, workspace, context); });

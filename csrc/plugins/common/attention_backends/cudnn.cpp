@@ -22,7 +22,7 @@ constexpr int kRepeats = 8;
 
 enum Name : int64_t { kQueries, kKeys, kValues, kOut, kNew, kAll, kStarts, kKeyTable, kValueTable };
 
-// A power of two: a plan for every shape would be made over and over.
+// Rounds up to a power of two: a plan per exact shape would be rebuilt over and over.
 int rounded(int value) {
   int power = 1;
   while (power < value) power *= 2;
@@ -35,7 +35,7 @@ void check(fe::error_t status, const char* what) {
 
 struct State {
   struct Plan {
-    std::unique_ptr<fe::graph::Graph> graph;  // null where cuDNN has none, or a slow one
+    std::unique_ptr<fe::graph::Graph> graph;  // null if cuDNN has none, or a slower one
     int64_t workspace = 0;
   };
 
@@ -62,7 +62,7 @@ struct State {
     const std::vector<int64_t> packed = {b, heads, longest, dim}, packed_stride = {longest * heads * dim, dim,
                                                                                   heads * dim, 1};
     const bool paged = p.block_table != nullptr;
-    const int64_t length = paged ? p.block_size : p.max_seq_len;  // of a cache's row
+    const int64_t length = paged ? p.block_size : p.max_seq_len;  // of a cache row
     const std::vector<int64_t> cached = {paged ? p.num_blocks : b, kv_heads, paged ? length : reach, dim},
                                cached_stride = {kv_heads * length * dim, length * dim, dim, 1};
     auto queries = graph.tensor(Attributes().set_uid(kQueries).set_dim(packed).set_stride(packed_stride));
@@ -132,16 +132,17 @@ class Cudnn : public AttentionBackend {
   bool makes_ = true;
 };
 
-// cuDNN 9.19 writes zeros to value_cache behind a sequence's last position, up to `keys`: those must be nobody's.
+// cuDNN 9.19 writes zeros to value_cache after a sequence's last position, up to `keys`. These
+// positions must belong to no other sequence.
 bool Cudnn::run(DType dtype, const kernels::AttentionParams& p, int longest, int reach, cudaStream_t stream) {
   State& s = state_;
   if (s.handle == nullptr || longest <= 0 || dtype == DType::kFloat32 || p.float8 || p.softcap > 0 || p.chunk > 0 ||
       p.sinks != nullptr ||
       static_cast<int64_t>(p.num_tokens) * p.num_heads * p.head_dim > INT32_MAX)
     return false;
-  // With blocks a plan is one for all lengths that the table has room for.
+  // With blocks one plan serves all lengths that the table has room for.
   const bool paged = p.block_table != nullptr;
-  if (paged && p.max_seq_len % 128 != 0) return false;  // it reads whole tiles, and so beyond the table
+  if (paged && p.max_seq_len % 128 != 0) return false;  // it reads whole tiles, beyond the table
   const int batch = rounded(p.batch), queries = std::min(std::max(rounded(longest), 128), p.max_seq_len);
   const int keys = paged ? p.max_seq_len : std::min(std::max({queries, rounded(reach), 128}), p.max_seq_len);
   const State::Key key = {{static_cast<int>(dtype), batch, queries, keys, p.num_heads, p.num_kv_heads, p.head_dim,

@@ -1,4 +1,5 @@
-// Whichever is the fastest: llmc's kernels for a Hopper, else cuDNN for shapes for which it is.
+// The fastest backend: llmc's wgmma kernel on Hopper, otherwise cuDNN for shapes where it is
+// faster.
 #include "../../../kernels/attention/params.h"
 #include "cudnn.h"
 

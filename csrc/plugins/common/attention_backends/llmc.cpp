@@ -1,4 +1,4 @@
-// llmc's own kernels alone.
+// llmc's own kernels only.
 #include "../../../kernels/attention/params.h"
 #include "../attention_backend.h"
 
