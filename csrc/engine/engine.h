@@ -4,8 +4,8 @@
 #include <array>
 #include <atomic>
 #include <map>
-#include <mutex>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -52,16 +52,17 @@ class Engine {
   // may be in flight.
   struct Results {
     int num_sampled, num_logits;
-    const int64_t* tokens;             // [num_sampled]
-    const kernels::Logprobs* logprobs;  // [num_sampled] or null, undefined for slots without log-probabilities
+    const int64_t* tokens;  // [num_sampled]
+    const kernels::Logprobs*
+        logprobs;  // [num_sampled] or null, undefined for slots without log-probabilities
     int candidates;
-    const int32_t* candidate_tokens;   // [num_sampled, candidates]
+    const int32_t* candidate_tokens;  // [num_sampled, candidates]
     const float* candidate_log_probs;
-    const void* logits;                // [num_logits, logits_width] or null
+    const void* logits;  // [num_logits, logits_width] or null
     int64_t logits_width;
     DType dtype;
     int num_scored;
-    const kernels::Logprobs* scored;   // [num_scored] or null
+    const kernels::Logprobs* scored;  // [num_scored] or null
   };
   const Results& wait(int64_t ticket);
   // Frees the step's results for reuse.
@@ -90,7 +91,9 @@ class Engine {
   // Throws Error if enqueued work has failed.
   void check_device() const;
   // Bytes of a tensor at its maximum size; bytes of all memory.
-  int64_t bytes_of(int tensor) const { return program_.capacity(tensor) * width(program_.tensor(tensor).dtype); }
+  int64_t bytes_of(int tensor) const {
+    return program_.capacity(tensor) * width(program_.tensor(tensor).dtype);
+  }
   int64_t bytes_allocated() const { return memory_.bytes(); }
   const Program& program() const { return program_; }
 
@@ -116,14 +119,15 @@ class Engine {
     Results results{};
   };
 
-  struct Kept {  // device arrays whose blocks, or states, are copied
+  struct Kept {                           // device arrays whose blocks, or states, are copied
     kernels::CacheBlocks* all = nullptr;  // on the device
     int count = 0;
   };
 
   void place_tensors();
   Kept keep(const std::vector<kernels::CacheBlocks>& kept, const char* what);
-  void copy(const Kept& kept, const char* received, int64_t pairs, const HostArray<int32_t>& copies);
+  void copy(const Kept& kept, const char* received, int64_t pairs,
+            const HostArray<int32_t>& copies);
   void reserve_scratch();
   Tensor resolve(int tensor, const Step& step) const;
   void enqueue(const std::vector<Node>& nodes, const Step& step);
@@ -138,15 +142,16 @@ class Engine {
     int num_tokens, batch, num_logits, rows, num_runs, prefix_owner, prefix_length;
   };
   Ticket& next_ticket();
-  Sent pack(StagingBuffer& into, const StepInputs& inputs, const Prefix& prefix, const std::vector<int32_t>& logits_indices,
-            int rows);
+  Sent pack(StagingBuffer& into, const StepInputs& inputs, const Prefix& prefix,
+            const std::vector<int32_t>& logits_indices, int rows);
   const char* send(const StagingBuffer& sent);
   void prepare(const char* received, const Sent& sent);
   void run_model(const Step& step);
-  void sample(Ticket& ticket, const StepInputs& inputs, const Tensor& logits, const std::vector<int64_t>& rows,
-              const int32_t* slots, const int64_t* device_rows, const Masks& masks);
-  void score(Ticket& ticket, const Tensor& logits, const std::vector<int64_t>& rows, const int64_t* device_rows,
-             const int64_t* targets, const int32_t* counts);
+  void sample(Ticket& ticket, const StepInputs& inputs, const Tensor& logits,
+              const std::vector<int64_t>& rows, const int32_t* slots, const int64_t* device_rows,
+              const Masks& masks);
+  void score(Ticket& ticket, const Tensor& logits, const std::vector<int64_t>& rows,
+             const int64_t* device_rows, const int64_t* targets, const int32_t* counts);
   void find_candidates(Ticket& ticket, const Tensor& rows, int count);
 
   Program program_;
@@ -165,19 +170,21 @@ class Engine {
   std::atomic<ncclComm_t> communicator_{nullptr};
   std::atomic<bool> aborted_{false};
   std::mutex graphs_mutex_;
-  bool selects_ = false;  // whether the model's nodes select the rows of logits, of which there may be none
+  bool selects_ =
+      false;  // whether the model's nodes select the rows of logits, of which there may be none
 
   std::vector<int> graph_sizes_;
-  std::map<std::pair<int, bool>, Graph> graphs_;  // decode steps, by batch size and whether there is a shared prefix
+  std::map<std::pair<int, bool>, Graph>
+      graphs_;  // decode steps, by batch size and whether there is a shared prefix
   std::unique_ptr<Sampler> sampler_;
   std::array<Ticket, kMaxInFlight> tickets_;
   int64_t submitted_ = 0;
-  bool broken_ = false;  // a step failed halfway
-  std::vector<int32_t> table_;  // host copy of the device's block table
+  bool broken_ = false;                     // a step failed halfway
+  std::vector<int32_t> table_;              // host copy of the device's block table
   std::unique_ptr<DeviceBuffer> received_;  // the staged inputs of a step
   int64_t received_room_ = 0;
   std::unique_ptr<DeviceBuffer> gathered_;  // selected rows of logits, if these are not contiguous
-  std::unique_ptr<DeviceBuffer> scored_;  // log-probabilities of scored rows, [max_logits]
+  std::unique_ptr<DeviceBuffer> scored_;    // log-probabilities of scored rows, [max_logits]
   std::unique_ptr<DeviceBuffer> candidates_, candidates_scratch_;
   int64_t candidates_room_ = 0, candidates_scratch_room_ = 0;
   Kept caches_, states_;

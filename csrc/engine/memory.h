@@ -38,7 +38,8 @@ struct PinnedBuffer {
 class GrowingPinnedBuffer {
  public:
   void* at_least(int64_t bytes) {
-    if (bytes > room_) memory_.reset(), memory_ = std::make_unique<PinnedBuffer>(bytes), room_ = bytes;
+    if (bytes > room_)
+      memory_.reset(), memory_ = std::make_unique<PinnedBuffer>(bytes), room_ = bytes;
     return memory_->data;
   }
 

@@ -74,7 +74,8 @@ Program::Program(DType dtype, Limits limits, int64_t token_bytes, int64_t logit_
     throw Error(std::string("the engine does not compute in ") + name_of(dtype));
   for (int64_t bytes : {token_bytes, logit_bytes})
     if (bytes < 0 || bytes > int64_t{1} << 32)
-      throw Error(std::to_string(bytes) + " bytes are no size of a token's or logit's part of the arena");
+      throw Error(std::to_string(bytes) +
+                  " bytes are no size of a token's or logit's part of the arena");
 }
 
 int Program::declare(Declared tensor) {
@@ -86,7 +87,8 @@ int Program::add_input(const std::string& name, DType dtype) {
   const auto found = input_types().find(name);
   if (found == input_types().end()) throw Error("there is no engine input '" + name + "'");
   if (found->second.dtype != dtype)
-    throw Error("the engine's input " + name + " is of " + name_of(found->second.dtype) + ", not " + name_of(dtype));
+    throw Error("the engine's input " + name + " is of " + name_of(found->second.dtype) + ", not " +
+                name_of(dtype));
   if (inputs_.count(name)) throw Error("the engine's input " + name + " is declared twice");
   Shape shape{found->second.size};
   if (name == kBlockTable) shape.push_back(limits_.max_blocks());
@@ -100,16 +102,18 @@ int Program::add_weight(DType dtype, const Shape& shape) {
 
 int Program::add_cache(DType dtype, int64_t num_kv_heads, int64_t head_dim) {
   if (dtype != dtype_ && dtype != DType::kFloat8)
-    throw Error(std::string("a cache of ") + name_of(dtype) + " is neither of " + name_of(dtype_) + " nor of " +
-                name_of(DType::kFloat8));
+    throw Error(std::string("a cache of ") + name_of(dtype) + " is neither of " + name_of(dtype_) +
+                " nor of " + name_of(DType::kFloat8));
   const Shape block{num_kv_heads, limits_.block_size, head_dim};
   if (count_of(block) * width(dtype) % 16 != 0)
-    throw Error("a block of " + std::to_string(count_of(block) * width(dtype)) + " bytes is not of whole 16 bytes");
+    throw Error("a block of " + std::to_string(count_of(block) * width(dtype)) +
+                " bytes is not of whole 16 bytes");
   return declare({Kind::kCache, dtype, {kNumBlocks, num_kv_heads, limits_.block_size, head_dim}});
 }
 
 int Program::add_state(DType dtype, const Shape& shape) {
-  if (dtype != DType::kFloat32) throw Error(std::string("a state is of float32, not of ") + name_of(dtype));
+  if (dtype != DType::kFloat32)
+    throw Error(std::string("a state is of float32, not of ") + name_of(dtype));
   count_of(shape);
   limits_.num_states = limits_.max_batch;
   Shape all{kNumStates};
@@ -118,17 +122,21 @@ int Program::add_state(DType dtype, const Shape& shape) {
 }
 
 int Program::add_memory(int64_t row_width) {
-  if (limits_.mem_max_seq_len == 0) throw Error("the model has no encoder, and so no memory of one");
+  if (limits_.mem_max_seq_len == 0)
+    throw Error("the model has no encoder, and so no memory of one");
   const Shape shape{limits_.memory_rows(), row_width};
   count_of(shape);
   return declare({Kind::kMemory, dtype_, shape});
 }
 
 int Program::add_value(DType dtype, const Shape& shape, int64_t offset, bool per_logit) {
-  if (dtype != dtype_ && dtype != DType::kFloat32 && dtype != DType::kInt64 && dtype != DType::kFloat8)
-    throw Error(std::string("a value is of ") + name_of(dtype) + ", the engine computes in " + name_of(dtype_));
+  if (dtype != dtype_ && dtype != DType::kFloat32 && dtype != DType::kInt64 &&
+      dtype != DType::kFloat8)
+    throw Error(std::string("a value is of ") + name_of(dtype) + ", the engine computes in " +
+                name_of(dtype_));
   if (shape.size() < 2 || shape[0] != (per_logit ? kNumLogits : kNumTokens))
-    throw Error(std::string("a value's shape does not begin with ") + (per_logit ? "num_logits" : "num_tokens"));
+    throw Error(std::string("a value's shape does not begin with ") +
+                (per_logit ? "num_logits" : "num_tokens"));
   const int64_t bytes = count_of(Shape(shape.begin() + 1, shape.end())) * width(dtype);
   const int64_t room = per_logit ? logit_bytes_ : token_bytes_;
   if (offset < 0 || offset % 16 != 0 || offset > room || bytes > room - offset)
@@ -143,8 +151,8 @@ int Program::add_columns(int of, int64_t first, int64_t width) {
     throw Error("tensor " + std::to_string(of) + " is not a value of rows of tokens");
   count_of({width});
   if (first < 0 || first > value.shape[1] - width)
-    throw Error(std::to_string(width) + " columns from " + std::to_string(first) + " on are not in a value's " +
-                std::to_string(value.shape[1]));
+    throw Error(std::to_string(width) + " columns from " + std::to_string(first) +
+                " on are not in a value's " + std::to_string(value.shape[1]));
   return declare({Kind::kColumns, value.dtype, {kNumTokens, width}, "", 0, false, of, first});
 }
 
@@ -168,8 +176,9 @@ void Program::add_node(const std::string& op, const Fields& fields, const std::v
   (of_encoder ? encoder_nodes_ : nodes_).push_back(std::move(node));
 }
 
-void Program::add_node(const std::string& op, std::unique_ptr<Plugin> plugin, const std::vector<int>& inputs,
-                       const std::vector<int>& outputs, bool of_encoder) {
+void Program::add_node(const std::string& op, std::unique_ptr<Plugin> plugin,
+                       const std::vector<int>& inputs, const std::vector<int>& outputs,
+                       bool of_encoder) {
   for (int number : inputs) tensor(number);
   for (int number : outputs)
     if (tensor(number).kind != Kind::kValue && tensor(number).kind != Kind::kCache)
@@ -178,32 +187,40 @@ void Program::add_node(const std::string& op, std::unique_ptr<Plugin> plugin, co
 }
 
 // Checks that the tensors match the op's ports, and that outputs are writable.
-void Program::check_node(const PluginType& type, const Fields& fields, const Node& node, bool of_encoder) const {
+void Program::check_node(const PluginType& type, const Fields& fields, const Node& node,
+                         bool of_encoder) const {
   if (node.inputs.size() > type.inputs.size() || node.outputs.size() != type.outputs.size())
-    throw Error("it has " + std::to_string(node.inputs.size()) + " inputs and " + std::to_string(node.outputs.size()) +
-                " outputs, the op " + std::to_string(type.inputs.size()) + " and " +
-                std::to_string(type.outputs.size()));
+    throw Error("it has " + std::to_string(node.inputs.size()) + " inputs and " +
+                std::to_string(node.outputs.size()) + " outputs, the op " +
+                std::to_string(type.inputs.size()) + " and " + std::to_string(type.outputs.size()));
   bool reads_step = false, picks = false;
   for (size_t i = 0; i < type.inputs.size(); ++i) {
     const int number = i < node.inputs.size() ? node.inputs[i] : -1;
-    if (number == -1 && !type.inputs[i].optional) throw Error("it needs the input '" + type.inputs[i].name + "'");
+    if (number == -1 && !type.inputs[i].optional)
+      throw Error("it needs the input '" + type.inputs[i].name + "'");
     if (number != -1) check_input(type, fields, i, number, of_encoder);
     reads_step = reads_step || (number != -1 && is_of_step(type.inputs[i]));
     picks = picks || type.inputs[i].name == "logits_indices";
   }
-  if (picks && tensor(node.inputs[0]).kind != Kind::kValue)  // a decode step aliases it, with all rows
-    throw Error("it picks rows of tensor " + std::to_string(node.inputs[0]) + ", which is no value");
+  if (picks &&
+      tensor(node.inputs[0]).kind != Kind::kValue)  // a decode step aliases it, with all rows
+    throw Error("it picks rows of tensor " + std::to_string(node.inputs[0]) +
+                ", which is no value");
   for (int number : node.inputs)  // step inputs describe its tokens
-    if (reads_step && number != -1 && tensor(number).kind == Kind::kValue && tensor(number).shape[0] != kNumTokens)
-      throw Error("tensor " + std::to_string(number) + " has rows of logits, its others rows of tokens");
+    if (reads_step && number != -1 && tensor(number).kind == Kind::kValue &&
+        tensor(number).shape[0] != kNumTokens)
+      throw Error("tensor " + std::to_string(number) +
+                  " has rows of logits, its others rows of tokens");
   for (size_t i = 0; i < type.outputs.size(); ++i) {
     const int number = node.outputs[i];
     if (!type.outputs[i].in_place.empty()) {
-      if (number != -1) throw Error("its output '" + type.outputs[i].name + "' is in an input's memory, and so -1");
+      if (number != -1)
+        throw Error("its output '" + type.outputs[i].name + "' is in an input's memory, and so -1");
       continue;
     }
     if (number == -1) throw Error("it needs the output '" + type.outputs[i].name + "'");
-    const std::string what = "tensor " + std::to_string(number) + ", its output '" + type.outputs[i].name + "', is ";
+    const std::string what =
+        "tensor " + std::to_string(number) + ", its output '" + type.outputs[i].name + "', is ";
     if (tensor(number).kind != Kind::kValue) throw Error(what + "no value");
     const std::vector<DType> own{type.outputs[i].is_rounded(fields) ? DType::kFloat8 : dtype_};
     const std::vector<DType>& made = type.outputs[i].dtypes.empty() ? own : type.outputs[i].dtypes;
@@ -238,26 +255,32 @@ void Program::check_input(const PluginType& type, const Fields& fields, size_t i
   }
   if (port.is_bytes(fields)) allowed = {DType::kUint8};
   if (port.is_rounded(fields)) allowed = {DType::kFloat8};
-  if (given.kind == Kind::kColumns && !port.columns) throw Error(what + " is columns of wider rows");
+  if (given.kind == Kind::kColumns && !port.columns)
+    throw Error(what + " is columns of wider rows");
   if (!is_among(given.dtype, allowed))
     throw Error(what + " is of " + name_of(given.dtype) + ", expected " + name_of(allowed[0]));
   // Axis of positions in tables.
-  static const std::map<std::string, size_t> by_position = {{"cos", 0}, {"sin", 0}, {"query_scale", 0}, {"key_bias", 1}};
+  static const std::map<std::string, size_t> by_position = {
+      {"cos", 0}, {"sin", 0}, {"query_scale", 0}, {"key_bias", 1}};
   const auto axis = by_position.find(port.name);
-  if (axis != by_position.end() && axis->second < given.shape.size() && given.shape[axis->second] < limits_.max_seq_len)
-    throw Error(what + " has " + std::to_string(given.shape[axis->second]) + " rows for max_seq_len " +
-                std::to_string(limits_.max_seq_len));
-  const bool written = std::any_of(type.outputs.begin(), type.outputs.end(),
-                                   [&](const Port& output) { return output.in_place == port.name; });
+  if (axis != by_position.end() && axis->second < given.shape.size() &&
+      given.shape[axis->second] < limits_.max_seq_len)
+    throw Error(what + " has " + std::to_string(given.shape[axis->second]) +
+                " rows for max_seq_len " + std::to_string(limits_.max_seq_len));
+  const bool written =
+      std::any_of(type.outputs.begin(), type.outputs.end(),
+                  [&](const Port& output) { return output.in_place == port.name; });
   const bool kept = given.kind == Kind::kCache || given.kind == Kind::kState;
   // A cache may be read after the node that writes it.
   const bool read = !written && port.cached && given.kind == Kind::kCache;
   if (read && !is_written(number)) throw Error(what + " is a cache that no node has written yet");
   if (read) return;
-  if (written != kept) throw Error(what + (written ? " is written, and nothing that is kept" : " is kept"));
+  if (written != kept)
+    throw Error(what + (written ? " is written, and nothing that is kept" : " is kept"));
   if (written && port.cached != (given.kind == Kind::kCache))
     throw Error(what + (port.cached ? " is no cache" : " is no state"));
-  if (port.name == "memory" && given.kind != Kind::kMemory) throw Error(what + " is no encoder's memory");
+  if (port.name == "memory" && given.kind != Kind::kMemory)
+    throw Error(what + " is no encoder's memory");
 }
 
 bool Program::is_written(int number) const {
@@ -276,7 +299,8 @@ bool Program::is_written(int number) const {
 void Program::check_shapes(const Node& node) const {
   for (const Step& probe : kProbes) {
     std::vector<Dims> inputs;
-    for (int number : node.inputs) inputs.push_back(number == -1 ? Dims{} : dims_of(resolve(number, probe)));
+    for (int number : node.inputs)
+      inputs.push_back(number == -1 ? Dims{} : dims_of(resolve(number, probe)));
     const std::vector<Dims> made = node.plugin->shapes(inputs);
     for (size_t i = 0; i < made.size(); ++i)
       if (node.outputs[i] != -1)
@@ -298,9 +322,11 @@ void Program::set_logits(int number, int vocab_size) {
 
 void Program::finish() {
   if (logits_ < 0) throw Error("the program has no logits");
-  for (const char* name : {"input_ids", "position_ids", "cu_seqlens", "past_lens", "logits_indices"})
+  for (const char* name :
+       {"input_ids", "position_ids", "cu_seqlens", "past_lens", "logits_indices"})
     if (!inputs_.count(name)) add_input(name, input_types().at(name).dtype);
-  if (!encoder_nodes_.empty() && limits_.mem_max_seq_len == 0) throw Error("an encoder's mem_max_seq_len is 0");
+  if (!encoder_nodes_.empty() && limits_.mem_max_seq_len == 0)
+    throw Error("an encoder's mem_max_seq_len is 0");
   if (!encoder_nodes_.empty() && !inputs_.count(kMemoryRows)) add_input(kMemoryRows, DType::kInt64);
 }
 
@@ -319,7 +345,8 @@ int64_t Program::block_bytes() const {
 
 const Declared& Program::tensor(int number) const {
   if (number < 0 || number >= static_cast<int>(tensors_.size()))
-    throw Error("there is no tensor " + std::to_string(number) + " among " + std::to_string(tensors_.size()));
+    throw Error("there is no tensor " + std::to_string(number) + " among " +
+                std::to_string(tensors_.size()));
   return tensors_[number];
 }
 

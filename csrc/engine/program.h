@@ -13,7 +13,8 @@ namespace llmc {
 
 // Optional inputs of a step: block tables, state indices, the rows of each prompt in the encoder
 // output, and the rows to which encoder tokens are written.
-inline constexpr const char *kBlockTable = "block_table", *kStateSlots = "state_slots", *kMemoryStarts = "memory_starts",
+inline constexpr const char *kBlockTable = "block_table", *kStateSlots = "state_slots",
+                            *kMemoryStarts = "memory_starts",
                             *kMemoryLens = "encoder_sequence_length", *kMemoryRows = "memory_rows";
 
 enum class Kind { kInput, kWeight, kCache, kState, kMemory, kValue, kColumns };
@@ -35,7 +36,8 @@ struct Declared {
 struct Node {
   std::string op;
   std::unique_ptr<Plugin> plugin;
-  std::vector<int> inputs, outputs;  // tensor numbers; -1: absent, or an output in place of an input
+  std::vector<int> inputs,
+      outputs;  // tensor numbers; -1: absent, or an output in place of an input
 };
 
 class Program {
@@ -49,7 +51,8 @@ class Program {
   // Each declares a tensor and returns its number.
   int add_input(const std::string& name, DType dtype);
   int add_weight(DType dtype, const Shape& shape);
-  int add_cache(DType dtype, int64_t num_kv_heads, int64_t head_dim);  // [num_blocks, .., block_size, head_dim]
+  int add_cache(DType dtype, int64_t num_kv_heads,
+                int64_t head_dim);  // [num_blocks, .., block_size, head_dim]
   // Recurrent state of a layer, float32 [num_states, ..]: one per slot, and one for padding.
   int add_state(DType dtype, const Shape& shape);
   // Encoder output: [max_batch * mem_max_seq_len, width], mem_max_seq_len rows per prompt.
@@ -62,8 +65,9 @@ class Program {
   void add_node(const std::string& op, const Fields& fields, const std::vector<int>& inputs,
                 const std::vector<int>& outputs, bool of_encoder = false);
   // The same with a plugin that checks its inputs and outputs itself in every step.
-  void add_node(const std::string& op, std::unique_ptr<Plugin> plugin, const std::vector<int>& inputs,
-                const std::vector<int>& outputs, bool of_encoder = false);
+  void add_node(const std::string& op, std::unique_ptr<Plugin> plugin,
+                const std::vector<int>& inputs, const std::vector<int>& outputs,
+                bool of_encoder = false);
   void set_logits(int tensor, int vocab_size);
   // Declares the inputs that every step has. Call last.
   void finish();
@@ -92,8 +96,10 @@ class Program {
 
  private:
   int declare(Declared tensor);
-  void check_node(const PluginType& type, const Fields& fields, const Node& node, bool of_encoder) const;
-  void check_input(const PluginType& type, const Fields& fields, size_t index, int tensor, bool of_encoder) const;
+  void check_node(const PluginType& type, const Fields& fields, const Node& node,
+                  bool of_encoder) const;
+  void check_input(const PluginType& type, const Fields& fields, size_t index, int tensor,
+                   bool of_encoder) const;
   void check_shapes(const Node& node) const;
   // Whether an earlier node writes this cache or state.
   bool is_written(int tensor) const;

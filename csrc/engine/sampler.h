@@ -32,7 +32,8 @@ class Sampler {
   // Synchronizes if memory in use must move.
   void make_room(const Admissions& admit, std::vector<kernels::SlotState>& states);
   // Enqueues the admission.
-  void admit(const Admissions& admit, const AdmittedArrays& given, const std::vector<kernels::SlotState>& states);
+  void admit(const Admissions& admit, const AdmittedArrays& given,
+             const std::vector<kernels::SlotState>& states);
 
   // Enqueues logits processing, sampling of one token per row of logits [rows, width], and the slot
   // updates. `slots` are the host's copy of device_slots.

@@ -11,15 +11,20 @@ namespace llmc {
 
 // Symbolic dimensions: a size of a step, or of the engine's KV cache and states.
 enum Size : int64_t {
-  kNumTokens = -1, kNumLogits = -2, kBatch = -3, kBatchPlus1 = -4, kNumBlocks = -5, kNumStates = -6
+  kNumTokens = -1,
+  kNumLogits = -2,
+  kBatch = -3,
+  kBatchPlus1 = -4,
+  kNumBlocks = -5,
+  kNumStates = -6
 };
 
 struct Limits {
   int max_batch, max_tokens, max_logits, max_seq_len;  // max_batch: also the number of slots
-  int block_size;  // positions per KV cache block, a power of two
+  int block_size;           // positions per KV cache block, a power of two
   int mem_max_seq_len = 0;  // maximum tokens of an encoder prompt; 0: no encoder
-  int num_blocks = 0;  // of the KV cache; 0: not allocated yet
-  int num_states = 0;  // recurrent states; 0: no layer has any
+  int num_blocks = 0;       // of the KV cache; 0: not allocated yet
+  int num_states = 0;       // recurrent states; 0: no layer has any
 
   // Throws Error if a limit is below the minimum.
   void check() const;
@@ -45,7 +50,8 @@ struct HostArray {
 // The sizes of a step, and what Context contains of it.
 struct Step {
   int num_tokens = 0, num_logits = 0, batch = 0;
-  bool decode = false;  // every sequence has exactly one new token, and all logits are wanted in order
+  bool decode =
+      false;  // every sequence has exactly one new token, and all logits are wanted in order
   int num_decode = 0, longest = 0, reach = 0;
   bool prefix = false;  // decoding sequences share a prefix: see Prefix
 
@@ -66,23 +72,24 @@ struct Admissions {
 
 // A step, as in runtime/step.py.
 struct StepInputs {
-  HostArray<int64_t> token_ids;  // [num_tokens]; -1: the slot's last sampled token
-  HostArray<int32_t> cu_seqlens, past_lens;    // [batch + 1], [batch]
-  HostArray<int32_t> block_tables;             // [batch, width]
-  HostArray<int32_t> slots;                    // [batch]
+  HostArray<int64_t> token_ids;              // [num_tokens]; -1: the slot's last sampled token
+  HostArray<int32_t> cu_seqlens, past_lens;  // [batch + 1], [batch]
+  HostArray<int32_t> block_tables;           // [batch, width]
+  HostArray<int32_t> slots;                  // [batch]
   int num_decode;
-  HostArray<int32_t> sample;                   // [num_sampled], ascending
-  HostArray<int32_t> copies;                   // [num_copies, 2]
+  HostArray<int32_t> sample;  // [num_sampled], ascending
+  HostArray<int32_t> copies;  // [num_copies, 2]
   int candidates;
   Logits logits;
   HostArray<int32_t> memory_starts, memory_lens;  // [batch] each, or empty: see EncoderInputs
-  HostArray<int32_t> mask_rows;  // [num_sampled], or empty: index of a mask; -1: all tokens are allowed
-  HostArray<uint32_t> masks;                   // [.., ceil(vocab_size / 32)]: see kernels::ProcessLogitsParams
-  HostArray<int32_t> state_slots;  // [batch], the state of each sequence; empty without states
-  HostArray<int32_t> state_copies;             // [num_copies, 2]
-  HostArray<int32_t> scored_rows;              // [num_scored], tokens of the step, not with Logits::kAll
-  HostArray<int64_t> scored_targets;           // [num_scored], the token that follows each
-  HostArray<int32_t> scored_counts;  // [num_scored], number of top tokens reported with each
+  HostArray<int32_t>
+      mask_rows;  // [num_sampled], or empty: index of a mask; -1: all tokens are allowed
+  HostArray<uint32_t> masks;        // [.., ceil(vocab_size / 32)]: see kernels::ProcessLogitsParams
+  HostArray<int32_t> state_slots;   // [batch], the state of each sequence; empty without states
+  HostArray<int32_t> state_copies;  // [num_copies, 2]
+  HostArray<int32_t> scored_rows;   // [num_scored], tokens of the step, not with Logits::kAll
+  HostArray<int64_t> scored_targets;  // [num_scored], the token that follows each
+  HostArray<int32_t> scored_counts;   // [num_scored], number of top tokens reported with each
   Admissions admit;
 
   int batch() const { return static_cast<int>(past_lens.size); }
@@ -92,18 +99,21 @@ struct StepInputs {
 
 // The host's record of a slot.
 struct SlotRecord {
-  bool has_sampled = false, draws = false, processes = false, reports = false, keeps_history = false;
+  bool has_sampled = false, draws = false, processes = false, reports = false,
+       keeps_history = false;
 };
 
 // The sizes of the step. Throws Error if array sizes are inconsistent or a value is out of range.
 // `slots` [max_batch] are as the previous step left them.
-Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size, const std::vector<SlotRecord>& slots);
+Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size,
+                const std::vector<SlotRecord>& slots);
 
 // Positions that decoding sequences have in the same blocks, from position 0 on. One additional
 // kernel attends to them once for all of these sequences, if that pays off.
 struct Prefix {
   int owner = 0, length = 0;  // one of the sequences, and the number of shared positions; 0: none
-  std::vector<int32_t> own_from;  // [batch]: the length for sequences that share it, 0 for others; or empty
+  std::vector<int32_t>
+      own_from;  // [batch]: the length for sequences that share it, 0 for others; or empty
 };
 Prefix shared_prefix(const StepInputs& inputs, int block_size);
 

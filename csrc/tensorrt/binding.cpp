@@ -36,12 +36,13 @@ class Watch {
     return all;
   }
 
-  static void keep(void* self, const char* name, const void* data, const char* dtype, const int64_t* shape,
-                   int rank, cudaStream_t stream) {
+  static void keep(void* self, const char* name, const void* data, const char* dtype,
+                   const int64_t* shape, int rank, cudaStream_t stream) {
     const Tensor made{nullptr, dtype_of(dtype), Shape(shape, shape + rank)};
     std::vector<char> host(made.size() * width(made.dtype));
     std::vector<float> values(made.size());
-    check(cudaMemcpyAsync(host.data(), data, host.size(), cudaMemcpyDeviceToHost, stream), "watching");
+    check(cudaMemcpyAsync(host.data(), data, host.size(), cudaMemcpyDeviceToHost, stream),
+          "watching");
     check(cudaStreamSynchronize(stream), "watching");
     to_float(values.data(), host.data(), made.size(), made.dtype);
     static_cast<Watch*>(self)->kept_.emplace_back(name, made.shape, std::move(values));
@@ -63,9 +64,12 @@ void bind(nb::module_ m) {
   nb::class_<Watch>(m, "Watch").def(nb::init<>()).def("values", &Watch::values);
   // From now on an engine's plans report what their plugins produce; None: stops. The watch must
   // stay alive.
-  m.def("watch", [](Engine& engine, Watch* watch) {
-    engine.watch_inside(watch == nullptr ? nullptr : &Watch::keep, watch);
-  }, nb::arg("engine"), nb::arg("watch").none());
+  m.def(
+      "watch",
+      [](Engine& engine, Watch* watch) {
+        engine.watch_inside(watch == nullptr ? nullptr : &Watch::keep, watch);
+      },
+      nb::arg("engine"), nb::arg("watch").none());
 
   nb::class_<Harness::Creator>(m, "Creator")
       .def_ro("name", &Harness::Creator::name)
@@ -80,40 +84,48 @@ void bind(nb::module_ m) {
       .def(nb::init<const std::string&>(), nb::arg("library"))
       .def_prop_ro("creators", &Harness::creators)
       .def("init", &Harness::init, nb::arg("namespace") = "llmc")
-      .def("ask", [](const Harness& self, const std::string& op, const Fields& fields,
-                     const std::vector<Foreign>& inputs) { return self.ask(op, fields, tensors_of(inputs)); })
-      .def("run",
+      .def("ask",
            [](const Harness& self, const std::string& op, const Fields& fields,
-              const std::vector<Foreign>& inputs, const std::vector<Foreign>& outputs, int repeats,
-              std::optional<Facts> facts, Watch* watch) {
-             LlmcStep step;
-             if (facts) std::tie(step.longest, step.reach, step.num_decode) = *facts;
-             if (watch != nullptr) step.watcher = &Watch::keep, step.user = watch;
-             return self.run(op, fields, tensors_of(inputs), tensors_of(outputs), repeats,
-                             facts || watch != nullptr ? &step : nullptr);
-           },
-           nb::arg("op"), nb::arg("fields"), nb::arg("inputs"), nb::arg("outputs"), nb::arg("repeats") = 1,
-           nb::arg("step") = nb::none(), nb::arg("watch") = nb::none());
+              const std::vector<Foreign>& inputs) {
+             return self.ask(op, fields, tensors_of(inputs));
+           })
+      .def(
+          "run",
+          [](const Harness& self, const std::string& op, const Fields& fields,
+             const std::vector<Foreign>& inputs, const std::vector<Foreign>& outputs, int repeats,
+             std::optional<Facts> facts, Watch* watch) {
+            LlmcStep step;
+            if (facts) std::tie(step.longest, step.reach, step.num_decode) = *facts;
+            if (watch != nullptr) step.watcher = &Watch::keep, step.user = watch;
+            return self.run(op, fields, tensors_of(inputs), tensors_of(outputs), repeats,
+                            facts || watch != nullptr ? &step : nullptr);
+          },
+          nb::arg("op"), nb::arg("fields"), nb::arg("inputs"), nb::arg("outputs"),
+          nb::arg("repeats") = 1, nb::arg("step") = nb::none(), nb::arg("watch") = nb::none());
 
   m.def("load", &load_tensorrt, nb::arg("library"));
   m.attr("step_ints") = kLlmcStepInts;
   // Adds a plan to a program as a node on this device: (name in the network, tensor of the program)
   // for each input and output.
   using Named = std::vector<std::pair<std::string, int>>;
-  m.def("add_plan", [](Program& program, int device, const std::string& plugins, nb::bytes plan, const Named& inputs,
-                       const Named& outputs, bool of_encoder) {
-    std::vector<Port> ports[2];
-    std::vector<int> tensors[2];
-    for (const Named* named : {&inputs, &outputs})
-      for (const auto& [name, tensor] : *named) {
-        ports[named == &outputs].push_back({name, program.tensor(tensor).dtype});
-        tensors[named == &outputs].push_back(tensor);
-      }
-    check(cudaSetDevice(device), "choosing a device");
-    auto made = std::make_unique<Plan>(PluginLibrary(plugins), plan.data(), plan.size(), ports[0], ports[1]);
-    program.add_node("TensorRT", std::move(made), tensors[0], tensors[1], of_encoder);
-  }, nb::arg("program"), nb::arg("device"), nb::arg("plugins"), nb::arg("plan"), nb::arg("inputs"),
-     nb::arg("outputs"), nb::arg("of_encoder") = false);
+  m.def(
+      "add_plan",
+      [](Program& program, int device, const std::string& plugins, nb::bytes plan,
+         const Named& inputs, const Named& outputs, bool of_encoder) {
+        std::vector<Port> ports[2];
+        std::vector<int> tensors[2];
+        for (const Named* named : {&inputs, &outputs})
+          for (const auto& [name, tensor] : *named) {
+            ports[named == &outputs].push_back({name, program.tensor(tensor).dtype});
+            tensors[named == &outputs].push_back(tensor);
+          }
+        check(cudaSetDevice(device), "choosing a device");
+        auto made = std::make_unique<Plan>(PluginLibrary(plugins), plan.data(), plan.size(),
+                                           ports[0], ports[1]);
+        program.add_node("TensorRT", std::move(made), tensors[0], tensors[1], of_encoder);
+      },
+      nb::arg("program"), nb::arg("device"), nb::arg("plugins"), nb::arg("plan"), nb::arg("inputs"),
+      nb::arg("outputs"), nb::arg("of_encoder") = false);
 }
 
 }  // namespace llmc::tensorrt

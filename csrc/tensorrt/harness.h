@@ -13,7 +13,8 @@ namespace llmc::tensorrt {
 // A plugin's answers for given inputs, and its serialized form.
 struct Answers {
   std::vector<Tensor> outputs;  // without data
-  std::vector<int> aliased;  // per output, the input that it aliases; -1: none. IPluginV2 does not report it
+  std::vector<int>
+      aliased;  // per output, the input that it aliases; -1: none. IPluginV2 does not report it
   int64_t workspace = 0;
   std::vector<char> serialized;
 };
@@ -37,8 +38,8 @@ class Harness {
 
   // The same; then deserializes the plugin and runs it `repeats` times with poisoned scratch.
   // Milliseconds per run after the first. `step` is passed as in a plan.
-  float run(const std::string& op, Fields fields, std::vector<Tensor> inputs, const std::vector<Tensor>& outputs,
-            int repeats, const LlmcStep* step) const;
+  float run(const std::string& op, Fields fields, std::vector<Tensor> inputs,
+            const std::vector<Tensor>& outputs, int repeats, const LlmcStep* step) const;
 
  private:
   TensorRTCreator& creator(const std::string& op) const;

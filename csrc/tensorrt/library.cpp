@@ -52,9 +52,9 @@ nvinfer1::IPluginRegistry* registry() {
     throw Error("TensorRT is not loaded: load " + library_name(NV_TENSORRT_MAJOR) +
                 " before llmc's plugins, or have it on the library path");
   if (major != NV_TENSORRT_MAJOR)
-    throw Error("llmc's plugins were compiled for TensorRT " + std::to_string(NV_TENSORRT_MAJOR) + "." +
-                std::to_string(NV_TENSORRT_MINOR) + ", this is version " + std::to_string(major) +
-                "; compile them with a TENSORRT_ROOT of that version");
+    throw Error("llmc's plugins were compiled for TensorRT " + std::to_string(NV_TENSORRT_MAJOR) +
+                "." + std::to_string(NV_TENSORRT_MINOR) + ", this is version " +
+                std::to_string(major) + "; compile them with a TENSORRT_ROOT of that version");
   return find<nvinfer1::IPluginRegistry*()>("getPluginRegistry")();
 }
 
@@ -63,7 +63,8 @@ void init(void* logger, const char* name, void* given) {
   static std::set<void*> done;
   const std::lock_guard<std::mutex> lock(mutex);
   if (logger != nullptr) given_logger = static_cast<nvinfer1::ILogger*>(logger);
-  auto* registry = given != nullptr ? static_cast<nvinfer1::IPluginRegistry*>(given) : tensorrt::registry();
+  auto* registry =
+      given != nullptr ? static_cast<nvinfer1::IPluginRegistry*>(given) : tensorrt::registry();
   if (done.count(registry)) return;
   if (name != nullptr) plugin_namespace() = name;
   for (Creator* creator : creators()) {
@@ -81,7 +82,8 @@ __attribute__((constructor)) void init_on_load() {
   const char* wish = std::getenv(kLoad);
   if (wish == nullptr || wish[0] != '1') return;
   // Polygraphy loads plugins before TensorRT, and then uses this one.
-  if (major_version() == 0) dlopen(library_name(NV_TENSORRT_MAJOR).c_str(), RTLD_LAZY | RTLD_GLOBAL);
+  if (major_version() == 0)
+    dlopen(library_name(NV_TENSORRT_MAJOR).c_str(), RTLD_LAZY | RTLD_GLOBAL);
   if (!initLlmcPlugins(nullptr, nullptr, nullptr) && logger() == nullptr)
     std::fprintf(stderr, "%s is 1, but %s\n", kLoad, last_problem.c_str());
 }

@@ -61,7 +61,8 @@ std::string text_of(const nvinfer1::Dims& dims) {
 
 nvinfer1::Dims dims_of(const Tensor& tensor) {
   nvinfer1::Dims dims{};
-  if (tensor.shape.size() > nvinfer1::Dims::MAX_DIMS) throw Error("TensorRT has no tensors of that many dimensions");
+  if (tensor.shape.size() > nvinfer1::Dims::MAX_DIMS)
+    throw Error("TensorRT has no tensors of that many dimensions");
   dims.nbDims = static_cast<int>(tensor.shape.size());
   std::copy(tensor.shape.begin(), tensor.shape.end(), dims.d);
   return dims;
@@ -77,7 +78,8 @@ class PinnedStep {
   PinnedStep() {
     check(cudaMallocHost(&memory_, kAlignment + sizeof(LlmcStep)), "allocating pinned memory");
     const auto address = reinterpret_cast<uintptr_t>(memory_);
-    step_ = new (reinterpret_cast<void*>((address + kAlignment - 1) / kAlignment * kAlignment)) LlmcStep;
+    step_ = new (reinterpret_cast<void*>((address + kAlignment - 1) / kAlignment * kAlignment))
+        LlmcStep;
   }
   ~PinnedStep() { cudaFreeHost(memory_); }
   PinnedStep(const PinnedStep&) = delete;
@@ -97,9 +99,11 @@ namespace {
 void check_ports(const ICudaEngine& engine, const std::vector<Port>& ports, TensorIOMode mode) {
   for (const Port& port : ports) {
     const char* name = port.name.c_str();
-    if (engine.getTensorIOMode(name) != mode) throw Error("the plan has no tensor '" + port.name + "'");
+    if (engine.getTensorIOMode(name) != mode)
+      throw Error("the plan has no tensor '" + port.name + "'");
     const DataType held = engine.getTensorDataType(name);
-    const bool narrowed = port.dtype == DType::kInt64 && held == DataType::kINT32 && mode == TensorIOMode::kINPUT;
+    const bool narrowed =
+        port.dtype == DType::kInt64 && held == DataType::kINT32 && mode == TensorIOMode::kINPUT;
     if (!narrowed && (!known(held) || from_tensorrt(held) != port.dtype))
       throw Error("the plan's " + port.name + " is not of " + name_of(port.dtype));
   }
@@ -114,10 +118,12 @@ std::string load_tensorrt(const std::string& library) {
                 "); install it, or name libnvinfer.so." + std::to_string(NV_TENSORRT_MAJOR) +
                 " in LLMC_TENSORRT_LIBRARY");
   const int number = symbol<int32_t()>("getInferLibVersion")();  // 8.6.1 is 8601, 10.3.0 is 100300
-  const int unit = number < 10000 ? 10 : 100, major = number / 100 / unit, minor = number / 100 % unit;
+  const int unit = number < 10000 ? 10 : 100, major = number / 100 / unit,
+            minor = number / 100 % unit;
   if (major != NV_TENSORRT_MAJOR)
-    throw Error("llmc was built for TensorRT " + std::to_string(NV_TENSORRT_MAJOR) + ", '" + library +
-                "' is version " + std::to_string(major) + "; build llmc with its headers in TENSORRT_ROOT");
+    throw Error("llmc was built for TensorRT " + std::to_string(NV_TENSORRT_MAJOR) + ", '" +
+                library + "' is version " + std::to_string(major) +
+                "; build llmc with its headers in TENSORRT_ROOT");
   return std::to_string(major) + "." + std::to_string(minor) + "." + std::to_string(number % 100);
 }
 
@@ -136,21 +142,26 @@ struct Plan::Engine {
 
 Plan::Plan(const PluginLibrary& plugins, const void* plan, size_t bytes, std::vector<Port> inputs,
            std::vector<Port> outputs)
-    : inputs_(std::move(inputs)), outputs_(std::move(outputs)), engine_(std::make_unique<Engine>()) {
+    : inputs_(std::move(inputs)),
+      outputs_(std::move(outputs)),
+      engine_(std::make_unique<Engine>()) {
   plugins.init(&logger(), "llmc");
   // The loaded version: headers of another minor version are compatible.
-  engine_->runtime.reset(static_cast<IRuntime*>(symbol<void*(void*, int32_t)>("createInferRuntime_INTERNAL")(
-      &logger(), symbol<int32_t()>("getInferLibVersion")())));
+  engine_->runtime.reset(static_cast<IRuntime*>(symbol<void*(void*, int32_t)>(
+      "createInferRuntime_INTERNAL")(&logger(), symbol<int32_t()>("getInferLibVersion")())));
   if (engine_->runtime == nullptr) throw Error("TensorRT does not start: " + logger().take());
   engine_->engine.reset(engine_->runtime->deserializeCudaEngine(plan, bytes));
-  if (engine_->engine == nullptr) throw Error("TensorRT does not take the plan: " + logger().take());
+  if (engine_->engine == nullptr)
+    throw Error("TensorRT does not take the plan: " + logger().take());
   const ICudaEngine& engine = *engine_->engine;
   if (engine.getNbOptimizationProfiles() != 2)
     throw Error("the plan has " + std::to_string(engine.getNbOptimizationProfiles()) +
                 " profiles instead of 2");
   const nvinfer1::Dims step = engine.getTensorShape(kStep);
-  if (engine.getTensorIOMode(kStep) != TensorIOMode::kINPUT || step.nbDims != 1 || step.d[0] != kLlmcStepInts)
-    throw Error(std::string("the plan has no input ") + kStep + " as this llmc knows it; compile the model again");
+  if (engine.getTensorIOMode(kStep) != TensorIOMode::kINPUT || step.nbDims != 1 ||
+      step.d[0] != kLlmcStepInts)
+    throw Error(std::string("the plan has no input ") + kStep +
+                " as this llmc knows it; compile the model again");
   check_ports(engine, inputs_, TensorIOMode::kINPUT);
   check_ports(engine, outputs_, TensorIOMode::kOUTPUT);
   for (int profile : {kPrefill, kDecode}) {
@@ -165,8 +176,10 @@ Plan::Plan(const PluginLibrary& plugins, const void* plan, size_t bytes, std::ve
     if (port.dtype != DType::kInt64 || engine.getTensorDataType(name) != DataType::kINT32) continue;
     const nvinfer1::Dims most = engine.getProfileShape(name, kPrefill, OptProfileSelector::kMAX);
     if (most.nbDims != 1)
-      throw Error("the plan's " + port.name + " has " + std::to_string(most.nbDims) + " dimensions");
-    check(cudaMalloc(&engine_->narrow[port.name], most.d[0] * sizeof(int32_t)), "allocating inputs");
+      throw Error("the plan's " + port.name + " has " + std::to_string(most.nbDims) +
+                  " dimensions");
+    check(cudaMalloc(&engine_->narrow[port.name], most.d[0] * sizeof(int32_t)),
+          "allocating inputs");
   }
   check(cudaStreamSynchronize(nullptr), "choosing profiles");
 }
@@ -196,15 +209,17 @@ void Plan::bind_inputs(const std::vector<Tensor>& in, const Context& context) co
   for (size_t i = 0; i < inputs_.size(); ++i) {
     const char* name = inputs_[i].name.c_str();
     const nvinfer1::Dims dims = dims_of(in[i]);
-    const nvinfer1::Dims least = engine_->engine->getProfileShape(name, profile, OptProfileSelector::kMIN);
-    const nvinfer1::Dims most = engine_->engine->getProfileShape(name, profile, OptProfileSelector::kMAX);
+    const nvinfer1::Dims least =
+        engine_->engine->getProfileShape(name, profile, OptProfileSelector::kMIN);
+    const nvinfer1::Dims most =
+        engine_->engine->getProfileShape(name, profile, OptProfileSelector::kMAX);
     bool fits = dims.nbDims == most.nbDims;
     for (int axis = 0; axis < dims.nbDims && fits; ++axis)
       fits = dims.d[axis] >= least.d[axis] && dims.d[axis] <= most.d[axis];
     if (!fits)
-      throw Error("the step's " + inputs_[i].name + " is " + text_of(dims) + ", the plan's profile for " +
-                  (context.decode ? "decoding" : "prompts") + " has " + text_of(least) + " to " +
-                  text_of(most) +
+      throw Error("the step's " + inputs_[i].name + " is " + text_of(dims) +
+                  ", the plan's profile for " + (context.decode ? "decoding" : "prompts") +
+                  " has " + text_of(least) + " to " + text_of(most) +
                   "; compile the model again with a larger --max_batch_size or --max_seq_len");
     void* data = in[i].data;
     const auto narrow = engine_->narrow.find(inputs_[i].name);
@@ -218,7 +233,8 @@ void Plan::bind_inputs(const std::vector<Tensor>& in, const Context& context) co
     if (reinterpret_cast<uintptr_t>(data) % kAlignment != 0)
       throw Error("TensorRT needs " + inputs_[i].name + " at a multiple of 256 bytes");
     if (!execution.setInputShape(name, dims) || !execution.setTensorAddress(name, data))
-      throw Error("TensorRT does not take " + inputs_[i].name + " as " + text_of(dims) + ": " + logger().take());
+      throw Error("TensorRT does not take " + inputs_[i].name + " as " + text_of(dims) + ": " +
+                  logger().take());
   }
   if (count > 0) check(kernels::narrow(narrowed, context.stream), "making 32 bits of 64");
 }
@@ -229,10 +245,11 @@ void Plan::bind_outputs(const std::vector<Tensor>& out, const Context& context) 
     const char* name = outputs_[i].name.c_str();
     const nvinfer1::Dims made = execution.getTensorShape(name), dims = dims_of(out[i]);
     if (!equal(made, dims))
-      throw Error("the plan makes " + outputs_[i].name + " as " + text_of(made) + ", the engine has room for " +
-                  text_of(dims) + "; compile the model again");
+      throw Error("the plan makes " + outputs_[i].name + " as " + text_of(made) +
+                  ", the engine has room for " + text_of(dims) + "; compile the model again");
     if (!execution.setTensorAddress(name, out[i].data))
-      throw Error("TensorRT does not take the place of " + outputs_[i].name + ": " + logger().take());
+      throw Error("TensorRT does not take the place of " + outputs_[i].name + ": " +
+                  logger().take());
   }
 }
 

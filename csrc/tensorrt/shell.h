@@ -61,7 +61,7 @@ class Shell {
 
   const PluginType& type() const { return type_; }
   const std::string& version() const { return version_; }
-  const Fields& fields() const { return fields_; }  // all of them, as values
+  const Fields& fields() const { return fields_; }   // all of them, as values
   const std::string& text() const { return text_; }  // the same, as text
   int outputs() const { return static_cast<int>(type_.outputs.size()); }
 
@@ -81,15 +81,18 @@ class Shell {
   // For these inputs, or their maximum shapes while these are dynamic.
   template <typename Desc>
   size_t workspace(const Desc* inputs, int count) const;
-  void enqueue(const nvinfer1::PluginTensorDesc* input_descs, const nvinfer1::PluginTensorDesc* output_descs,
-               const void* const* inputs, void* const* outputs, void* workspace, cudaStream_t stream) const;
+  void enqueue(const nvinfer1::PluginTensorDesc* input_descs,
+               const nvinfer1::PluginTensorDesc* output_descs, const void* const* inputs,
+               void* const* outputs, void* workspace, cudaStream_t stream) const;
 
  private:
   std::vector<int> given(int count) const;
-  bool supports(const nvinfer1::PluginTensorDesc& desc, const Port& port, const DType* computing) const;
+  bool supports(const nvinfer1::PluginTensorDesc& desc, const Port& port,
+                const DType* computing) const;
   // Whether its dtype is the one that the op computes in.
   bool computes(const Port& port) const { return port.dtypes.empty() && !port.is_bytes(fields_); }
-  std::vector<Tensor> inputs(const nvinfer1::PluginTensorDesc* descs, const void* const* data, int count) const;
+  std::vector<Tensor> inputs(const nvinfer1::PluginTensorDesc* descs, const void* const* data,
+                             int count) const;
   // The input that a port aliases, or the port itself.
   const Port& held_by(const Port& port) const;
   // The dtype of attribute kv_dtype, for cache ports.
@@ -122,7 +125,9 @@ Fields read_text(const PluginType& type, const std::string& text);
 // Names and types of a creator's fields as TensorRT's importer passes them: 32 bits.
 std::vector<nvinfer1::PluginField> name_fields(const Fields& fields);
 
-inline const nvinfer1::PluginTensorDesc& fixed(const nvinfer1::PluginTensorDesc& desc) { return desc; }
+inline const nvinfer1::PluginTensorDesc& fixed(const nvinfer1::PluginTensorDesc& desc) {
+  return desc;
+}
 inline const nvinfer1::PluginTensorDesc& fixed(const nvinfer1::DynamicPluginTensorDesc& desc) {
   return desc.desc;
 }
@@ -144,7 +149,8 @@ bool Shell::supports(int position, const Desc* tensors, int inputs) const {
       computing = from_tensorrt(fixed(tensors[i]).type);
       before = &computing;
     }
-  const Port& port = position < inputs ? inputs_[given[position]] : type_.outputs.at(position - inputs);
+  const Port& port =
+      position < inputs ? inputs_[given[position]] : type_.outputs.at(position - inputs);
   return supports(fixed(tensors[position]), port, before);
 }
 

@@ -16,21 +16,26 @@ namespace {
 using namespace device;
 
 constexpr int kWarps = 4;
-constexpr int kMinKeysPerSplit = 64, kEnoughBlocks = 264;  // keys per split; from so many blocks on KV is not split
+constexpr int kMinKeysPerSplit = 64,
+              kEnoughBlocks = 264;  // keys per split; from so many blocks on KV is not split
 
 // Zeros the values between a sequence's last position and the next multiple of kPrefillUnit, for
 // some KV heads: they get weight 0, and 0 * NaN is NaN. Decoding does not read them.
 template <typename C>
-__device__ __forceinline__ void clear_tail(const AttentionParams& p, int sequence, int token, int position,
-                                             int first_head, int heads, int thread, int threads) {
+__device__ __forceinline__ void clear_tail(const AttentionParams& p, int sequence, int token,
+                                           int position, int first_head, int heads, int thread,
+                                           int threads) {
   if (p.decode || p.block_table == nullptr || token + 1 != start_of(p, sequence + 1)) return;
   constexpr int kWidth = sizeof(C) == 4 ? 4 : 8;
-  const int end = min((position & -kPrefillUnit) + kPrefillUnit, (position & -p.block_size) + p.block_size);
+  const int end =
+      min((position & -kPrefillUnit) + kPrefillUnit, (position & -p.block_size) + p.block_size);
   const int behind = end - position - 1, vectors = p.head_dim / kWidth;
   for (int i = thread; i < heads * behind * vectors; i += threads) {
     const int place = i / vectors;  // a position of a head
     const CacheRows row(p, sequence, first_head + place / behind);
-    store(static_cast<C*>(p.value_cache) + row(position + 1 + place % behind) + i % vectors * kWidth, Vec<C, kWidth>{});
+    store(
+        static_cast<C*>(p.value_cache) + row(position + 1 + place % behind) + i % vectors * kWidth,
+        Vec<C, kWidth>{});
   }
 }
 
@@ -48,19 +53,27 @@ __global__ void append_kernel(AttentionParams p) {
   const float factor = query_factor(p, position);
   for (int h = blockIdx.y * kWarps + warp; h < all; h += gridDim.y * kWarps) {
     const bool is_query = h < p.num_heads, is_value = h >= p.num_heads + p.num_kv_heads;
-    const T* source = static_cast<const T*>(p.qkv) + token * p.qkv_stride + static_cast<int64_t>(h) * p.head_dim;
-    norm_and_rope<T, kMost>(heads[warp], source, p, is_query ? p.q_norm : is_value ? p.v_norm : p.k_norm, position,
-                 !is_value);
+    const T* source =
+        static_cast<const T*>(p.qkv) + token * p.qkv_stride + static_cast<int64_t>(h) * p.head_dim;
+    norm_and_rope<T, kMost>(heads[warp], source, p,
+                            is_query   ? p.q_norm
+                            : is_value ? p.v_norm
+                                       : p.k_norm,
+                            position, !is_value);
     auto write = [&](auto* target) {
       for (int i = lane; i < p.head_dim; i += 32)
-        target[i] = from_float<std::remove_pointer_t<decltype(target)>>(is_query ? heads[warp][i] * factor : heads[warp][i]);
+        target[i] = from_float<std::remove_pointer_t<decltype(target)>>(
+            is_query ? heads[warp][i] * factor : heads[warp][i]);
     };
     if (is_query) {
-      write(static_cast<T*>(p.queries) + (static_cast<int64_t>(token) * p.num_heads + h) * p.head_dim);
-      if (p.reads && h < p.num_kv_heads) clear_tail<C>(p, sequence, token, position, h, 1, lane, 32);
+      write(static_cast<T*>(p.queries) +
+            (static_cast<int64_t>(token) * p.num_heads + h) * p.head_dim);
+      if (p.reads && h < p.num_kv_heads)
+        clear_tail<C>(p, sequence, token, position, h, 1, lane, 32);
     } else {
       const int kv_head = h - p.num_heads - (is_value ? p.num_kv_heads : 0);
-      write(static_cast<C*>(is_value ? p.value_cache : p.key_cache) + CacheRows(p, sequence, kv_head)(position));
+      write(static_cast<C*>(is_value ? p.value_cache : p.key_cache) +
+            CacheRows(p, sequence, kv_head)(position));
       if (is_value) clear_tail<C>(p, sequence, token, position, kv_head, 1, lane, 32);
     }
     __syncwarp();
@@ -102,12 +115,14 @@ __global__ void append_vectors_kernel(AttentionParams p) {
     if (is_query) {
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) value[k] *= factor;
-      store_floats(static_cast<T*>(p.queries) + (static_cast<int64_t>(token) * p.num_heads + h) * p.head_dim + at,
+      store_floats(static_cast<T*>(p.queries) +
+                       (static_cast<int64_t>(token) * p.num_heads + h) * p.head_dim + at,
                    value);
     } else {
       const int kv_head = h - p.num_heads - (is_value ? p.num_kv_heads : 0);
       store_floats(static_cast<C*>(is_value ? p.value_cache : p.key_cache) +
-                       CacheRows(p, sequence, kv_head)(position) + at, value);
+                       CacheRows(p, sequence, kv_head)(position) + at,
+                   value);
     }
   }
   clear_tail<C>(p, sequence, token, position, 0, p.num_kv_heads, threadIdx.x, blockDim.x);
@@ -136,8 +151,9 @@ __global__ void sequence_lengths_kernel(SequenceLengths lengths, AttentionParams
 template <typename T, typename C>
 cudaError_t run_append(const AttentionParams& p, cudaStream_t stream) {
   const int all = qkv_heads(p);
-  const bool vectors = p.q_norm == nullptr && p.k_norm == nullptr && p.v_norm == nullptr && p.head_dim % kVec<T> == 0 &&
-      has_aligned_rows<T>(p.qkv, p.qkv_stride) && (p.cos == nullptr || (!p.interleaved && p.rotary_dim % (2 * kVec<T>) == 0));
+  const bool vectors = p.q_norm == nullptr && p.k_norm == nullptr && p.v_norm == nullptr &&
+                       p.head_dim % kVec<T> == 0 && has_aligned_rows<T>(p.qkv, p.qkv_stride) &&
+                       (p.cos == nullptr || (!p.interleaved && p.rotary_dim % (2 * kVec<T>) == 0));
   if (vectors) return launch(append_vectors_kernel<T, C>, p.num_tokens, 256, 0, stream, p);
   const dim3 grid(p.num_tokens, (all + kWarps - 1) / kWarps);
   if (p.head_dim <= 256) return launch(append_kernel<T, C, 256>, grid, kWarps * 32, 0, stream, p);
@@ -146,17 +162,20 @@ cudaError_t run_append(const AttentionParams& p, cudaStream_t stream) {
 
 // kFused: decoding; the kernel normalizes, rotates and appends its heads itself.
 template <typename T, typename C, int kLanes, int kVectors, int kHeads, bool kFused>
-__global__ void __launch_bounds__(kWarps * 32) token_attention_kernel(AttentionParams p, int parts) {
-  constexpr int kGroups = 32 / kLanes, kTurns = 4 / kVectors, kMost = 8 * kLanes * kVectors, kOwn = 8 * kVectors;
+__global__ void __launch_bounds__(kWarps * 32)
+    token_attention_kernel(AttentionParams p, int parts) {
+  constexpr int kGroups = 32 / kLanes, kTurns = 4 / kVectors, kMost = 8 * kLanes * kVectors,
+                kOwn = 8 * kVectors;
   extern __shared__ float shared[];
-  float* queries = shared;  // [kHeads][head_dim]
+  float* queries = shared;                      // [kHeads][head_dim]
   float* sums = queries + kHeads * p.head_dim;  // [kWarps][kHeads][head_dim]
   __shared__ float peak_of[kWarps][kHeads], total_of[kWarps][kHeads];
   pdl_wait();
   pdl_launch_dependents();
   const int dim = p.head_dim, group = p.num_heads / p.num_kv_heads;
   const int chunks = (group + kHeads - 1) / kHeads;
-  const int kv_head = blockIdx.x / chunks, first_head = kv_head * group + blockIdx.x % chunks * kHeads;
+  const int kv_head = blockIdx.x / chunks,
+            first_head = kv_head * group + blockIdx.x % chunks * kHeads;
   const int heads = min(kHeads, (kv_head + 1) * group - first_head);
   const int token = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int sequence = kFused ? token : sequence_of(p, token);
@@ -173,7 +192,8 @@ __global__ void __launch_bounds__(kWarps * 32) token_attention_kernel(AttentionP
   if constexpr (kFused) {
     const T* qkv = static_cast<const T*>(p.qkv) + token * p.qkv_stride;
     for (int h = warp; h < heads; h += kWarps)
-      norm_and_rope<T, kMost>(queries + h * dim, qkv + (first_head + h) * dim, p, p.q_norm, position, true);
+      norm_and_rope<T, kMost>(queries + h * dim, qkv + (first_head + h) * dim, p, p.q_norm,
+                              position, true);
     if (to == position + 1 && warp == kWarps - 1 && !p.reads) {
       // The block that reads the new position also writes it; blocks of the same KV head write the
       // same values.
@@ -192,9 +212,12 @@ __global__ void __launch_bounds__(kWarps * 32) token_attention_kernel(AttentionP
   }
   __syncthreads();
 
-  auto in_key = [&](int v) { return (v * kLanes + lane % kLanes) * 8; };  // where this thread's vector v of a key begins
+  auto in_key = [&](int v) {
+    return (v * kLanes + lane % kLanes) * 8;
+  };  // where this thread's vector v of a key begins
   auto inside = [&](int v) { return in_key(v) < dim; };
-  const float scale = p.scale * (p.softcap > 0 ? 1.f : kLog2E) * (kFused ? query_factor(p, position) : 1.f);
+  const float scale =
+      p.scale * (p.softcap > 0 ? 1.f : kLog2E) * (kFused ? query_factor(p, position) : 1.f);
   float q[kHeads][kOwn], sum[kHeads][kOwn] = {}, peak[kHeads], total[kHeads] = {};
 #pragma unroll
   for (int h = 0; h < kHeads; ++h) {
@@ -223,7 +246,8 @@ __global__ void __launch_bounds__(kWarps * 32) token_attention_kernel(AttentionP
       const bool there = start + turn * kStride < to;
       Vec<T, 8> k[kVectors], value_of[kVectors];
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) k[v] = convert_cache<T, C>(key[turn][v]), value_of[v] = convert_cache<T, C>(value[turn][v]);
+      for (int v = 0; v < kVectors; ++v)
+        k[v] = convert_cache<T, C>(key[turn][v]), value_of[v] = convert_cache<T, C>(value[turn][v]);
 #pragma unroll
       for (int h = 0; h < kHeads; ++h) {
         float score = 0;
@@ -239,7 +263,8 @@ __global__ void __launch_bounds__(kWarps * 32) token_attention_kernel(AttentionP
         peak[h] = higher;
         total[h] = total[h] * old + fresh;
 #pragma unroll
-        for (int i = 0; i < kOwn; ++i) sum[h][i] = sum[h][i] * old + fresh * to_float(value_of[i / 8].data[i % 8]);
+        for (int i = 0; i < kOwn; ++i)
+          sum[h][i] = sum[h][i] * old + fresh * to_float(value_of[i / 8].data[i % 8]);
       }
     }
   }
@@ -256,17 +281,20 @@ __global__ void __launch_bounds__(kWarps * 32) token_attention_kernel(AttentionP
   merge<T, 0>(p, peak_of, total_of, [&](int row, int i) { return sums[row * dim + i]; }, heads,
               static_cast<int64_t>(token) * p.num_heads + first_head,
               {part, used, p.counters + blockIdx.y * gridDim.x + blockIdx.x,
-               static_cast<float*>(p.scratch) + (static_cast<int64_t>(token) * p.num_heads + first_head) * parts * (dim + 2),
+               static_cast<float*>(p.scratch) +
+                   (static_cast<int64_t>(token) * p.num_heads + first_head) * parts * (dim + 2),
                static_cast<int64_t>(parts) * (dim + 2), dim + 2});
 }
 
 template <typename T, typename C, int kLanes, int kVectors, int kHeads, bool kFused>
 cudaError_t run_tokens(const AttentionParams& p, cudaStream_t stream) {
-  const int group = p.num_heads / p.num_kv_heads, columns = p.num_kv_heads * ((group + kHeads - 1) / kHeads);
+  const int group = p.num_heads / p.num_kv_heads,
+            columns = p.num_kv_heads * ((group + kHeads - 1) / kHeads);
   const int blocks = columns * p.num_tokens;
   // KV is split if there are few blocks, into less than twice kEnoughBlocks.
   const int wanted = blocks >= kEnoughBlocks ? 1 : (kEnoughBlocks + blocks - 1) / blocks;
-  const int parts = min(min(wanted, kMaxSplits), (p.max_seq_len + kMinKeysPerSplit - 1) / kMinKeysPerSplit);
+  const int parts =
+      min(min(wanted, kMaxSplits), (p.max_seq_len + kMinKeysPerSplit - 1) / kMinKeysPerSplit);
   const size_t shared = sizeof(float) * (1 + kWarps) * kHeads * p.head_dim;
   auto kernel = token_attention_kernel<T, C, kLanes, kVectors, kHeads, kFused>;
   if (shared > 48 * 1024) {
@@ -299,17 +327,21 @@ cudaError_t tokens(const AttentionParams& p, cudaStream_t stream) {
 // KV is split only with fewer than kAttentionCounters blocks, so there are never twice as many;
 // each has at most 8 heads.
 int64_t attention_scratch(int num_heads, int head_dim) {
-  return sizeof(float) * 2 * kAttentionCounters * static_cast<int64_t>(min(num_heads, 8)) * (head_dim + 2);
+  return sizeof(float) * 2 * kAttentionCounters * static_cast<int64_t>(min(num_heads, 8)) *
+         (head_dim + 2);
 }
 
 cudaError_t append(DType dtype, const AttentionParams& p, cudaStream_t stream) {
   return dispatch_cache_dtype(dtype, p.float8, [&](auto* type, auto* cached) {
-    return run_append<std::remove_pointer_t<decltype(type)>, std::remove_pointer_t<decltype(cached)>>(p, stream);
+    return run_append<std::remove_pointer_t<decltype(type)>,
+                      std::remove_pointer_t<decltype(cached)>>(p, stream);
   });
 }
 
-cudaError_t sequence_lengths(const SequenceLengths& lengths, const AttentionParams& p, cudaStream_t stream) {
-  return launch(sequence_lengths_kernel, dim3(lengths.rows + 1, p.num_kv_heads), 128, 0, stream, lengths, p);
+cudaError_t sequence_lengths(const SequenceLengths& lengths, const AttentionParams& p,
+                             cudaStream_t stream) {
+  return launch(sequence_lengths_kernel, dim3(lengths.rows + 1, p.num_kv_heads), 128, 0, stream,
+                lengths, p);
 }
 
 cudaError_t attention(DType dtype, const AttentionParams& p, cudaStream_t stream) {

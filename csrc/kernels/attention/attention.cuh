@@ -12,12 +12,14 @@ using kernels::AttentionParams;
 constexpr int kMaxHeadDim = 512;
 
 // The sequence of a packed token. cu_seqlens count from first_token on.
-__device__ __forceinline__ int sequence_of(const int32_t* cu_seqlens, int batch, int token, int first_token = 0) {
+__device__ __forceinline__ int sequence_of(const int32_t* cu_seqlens, int batch, int token,
+                                           int first_token = 0) {
   token += first_token;
   int low = 0, high = batch - 1;  // the last sequence that begins at or before the token
   while (low < high) {
     const int middle = (low + high + 1) / 2;
-    if (cu_seqlens[middle] <= token) low = middle; else high = middle - 1;
+    if (cu_seqlens[middle] <= token) low = middle;
+    else high = middle - 1;
   }
   return low;
 }
@@ -71,7 +73,8 @@ constexpr int kPrefixSums = 4;
 __device__ __forceinline__ float* prefix_partial(float* results, int64_t index, int head_dim) {
   return results + index * (head_dim + kPrefixSums);
 }
-__device__ __forceinline__ float* prefix_partial(const AttentionParams& p, int64_t token_head, int split, int parts) {
+__device__ __forceinline__ float* prefix_partial(const AttentionParams& p, int64_t token_head,
+                                                 int split, int parts) {
   return prefix_partial(p.prefix.results, token_head * parts + split, p.head_dim);
 }
 
@@ -88,8 +91,9 @@ __device__ __forceinline__ float query_factor(const AttentionParams& p, int posi
 // the other order, and leaves it in `head` (shared memory, float32 [head_dim]). head_dim is at most
 // kMost.
 template <typename T, int kMost>
-__device__ __forceinline__ void norm_and_rope(float* head, const T* source, const AttentionParams& p,
-                                             const float* weight, int position, bool turn) {
+__device__ __forceinline__ void norm_and_rope(float* head, const T* source,
+                                              const AttentionParams& p, const float* weight,
+                                              int position, bool turn) {
   const int lane = threadIdx.x % 32, dim = p.head_dim;
   const int half = turn && p.cos != nullptr ? p.rotary_dim / 2 : 0;
   constexpr int kPairs = (kMost / 2 + 31) / 32;
@@ -102,7 +106,8 @@ __device__ __forceinline__ void norm_and_rope(float* head, const T* source, cons
     sin[k] = i < half ? p.sin[at] : 0.f;
   }
 #pragma unroll
-  for (int k = 0; k < 2 * kPairs; ++k) x[k] = lane + 32 * k < dim ? to_float(source[lane + 32 * k]) : 0.f;
+  for (int k = 0; k < 2 * kPairs; ++k)
+    x[k] = lane + 32 * k < dim ? to_float(source[lane + 32 * k]) : 0.f;
   float squares = 0;
 #pragma unroll
   for (int k = 0; k < 2 * kPairs; ++k) {
@@ -151,7 +156,9 @@ struct CacheRows {
     }
   }
 
-  __device__ __forceinline__ int64_t operator()(int position) const { return at(block_of(position), position); }
+  __device__ __forceinline__ int64_t operator()(int position) const {
+    return at(block_of(position), position);
+  }
   // The block of a position, and the offset of a position in a block.
   __device__ __forceinline__ int block_of(int position) const {
     return table == nullptr ? 0 : __ldg(table + (position >> shift));
@@ -181,7 +188,8 @@ __device__ __forceinline__ void merge_lanes(float& peak, float& total, float (&s
     peak = higher;
     total = total * mine + __shfl_xor_sync(~0u, total, mask) * theirs;
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) sum[i] = sum[i] * mine + __shfl_xor_sync(~0u, sum[i], mask) * theirs;
+    for (int i = 0; i < kOwn; ++i)
+      sum[i] = sum[i] * mine + __shfl_xor_sync(~0u, sum[i], mask) * theirs;
   }
 }
 
@@ -195,11 +203,14 @@ struct KvSplitState {
   int64_t next_head, next_split;
   bool prefix = false;
 
-  __device__ float* result(int head, int split) const { return results + head * next_head + split * next_split; }
+  __device__ float* result(int head, int split) const {
+    return results + head * next_head + split * next_split;
+  }
 };
 
 // A lane's share of a head's softmax, given its maximum and total.
-__device__ __forceinline__ float softmax_share(const float* sinks, int head, float peak, float total) {
+__device__ __forceinline__ float softmax_share(const float* sinks, int head, float peak,
+                                               float total) {
   float higher = peak;
 #pragma unroll
   for (int mask = 16; mask; mask >>= 1) higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, mask));
@@ -211,11 +222,14 @@ __device__ __forceinline__ float softmax_share(const float* sinks, int head, flo
 // Merges the partial results of all splits and of the shared prefix. Not inlined, so that its
 // registers do not limit the kernel.
 template <typename T, int kWidth, int kWarps, int kHeads>
-__device__ __noinline__ void merge_splits(OutputWriter<T> out, int64_t begin, KvSplitState split, int heads, int dim, const float* sinks, int first_head,
-                                         float* prefix, int before, float (*share_of)[32]) {
+__device__ __noinline__ void merge_splits(OutputWriter<T> out, int64_t begin, KvSplitState split,
+                                          int heads, int dim, const float* sinks, int first_head,
+                                          float* prefix, int before, float (*share_of)[32]) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, width = kWidth > 0 ? kWidth : dim;
   auto of_prefix = [&](int h, int k) { return prefix_partial(prefix, h * before + k, dim); };
-  auto share = [&](int h, float peak, float total) { share_of[h][lane] = softmax_share(sinks, first_head + h, peak, total); };
+  auto share = [&](int h, float peak, float total) {
+    share_of[h][lane] = softmax_share(sinks, first_head + h, peak, total);
+  };
   // Splits come first, then those of the prefix. A thread has two elements of a head at a time.
   // Partial sums are loaded while the shares are computed.
   constexpr int kTogether = 16;
@@ -229,8 +243,9 @@ __device__ __noinline__ void merge_splits(OutputWriter<T> out, int64_t begin, Kv
   const int own = threadIdx.x * 2;
   if (own < heads * width && own % width < dim) read(own, 0);
   for (int h = warp; h < heads; h += kWarps) {
-    const float* result = lane < split.num_splits ? split.result(h, lane)
-                                           : of_prefix(h, max(0, min(lane - split.num_splits, before - 1)));
+    const float* result = lane < split.num_splits
+                              ? split.result(h, lane)
+                              : of_prefix(h, max(0, min(lane - split.num_splits, before - 1)));
     const bool there = lane < split.num_splits + before;
     share(h, there ? __ldcg(result) : -INFINITY, there ? __ldcg(result + 1) : 0.f);
   }
@@ -265,7 +280,8 @@ __device__ __noinline__ void merge_splits(OutputWriter<T> out, int64_t begin, Kv
 // token * num_heads + first head. kWidth is a compile-time bound of head_dim, or 0.
 template <typename T, int kWidth, int kWarps, int kHeads, typename Sum>
 __device__ void merge(const AttentionParams& p, const float (&peak_of)[kWarps][kHeads],
-                      const float (&total_of)[kWarps][kHeads], Sum&& sum_at, int heads, int64_t token_head, KvSplitState split) {
+                      const float (&total_of)[kWarps][kHeads], Sum&& sum_at, int heads,
+                      int64_t token_head, KvSplitState split) {
   __shared__ bool last;
   const int dim = p.head_dim, width = kWidth > 0 ? kWidth : dim;
   __syncthreads();
@@ -278,13 +294,17 @@ __device__ void merge(const AttentionParams& p, const float (&peak_of)[kWarps][k
   static_assert(kMaxSplits <= 32 && kWarps + kMaxPrefixSplits <= 32);
   __shared__ float share_of[kHeads][32];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  auto share = [&](int h, float peak, float total) { share_of[h][lane] = softmax_share(p.sinks, first_head + h, peak, total); };
-  if (split.num_splits == 1 && before > 0) {  // the warps, and the prefix splits, which are loaded together
+  auto share = [&](int h, float peak, float total) {
+    share_of[h][lane] = softmax_share(p.sinks, first_head + h, peak, total);
+  };
+  if (split.num_splits == 1 &&
+      before > 0) {  // the warps, and the prefix splits, which are loaded together
     constexpr int kEach = (kHeads + kWarps - 1) / kWarps;
     float peak[kEach], total[kEach];
 #pragma unroll
     for (int k = 0; k < kEach; ++k) {
-      const int h = min(warp + k * kWarps, heads - 1), at = lane - kWarps, own = min(lane, kWarps - 1);
+      const int h = min(warp + k * kWarps, heads - 1), at = lane - kWarps,
+                own = min(lane, kWarps - 1);
       const float* result = of_prefix(h, max(0, min(at, before - 1)));
       peak[k] = __ldcg(result), total[k] = __ldcg(result + 1);
       if (at < 0) peak[k] = peak_of[own][h], total[k] = total_of[own][h];
@@ -299,7 +319,8 @@ __device__ void merge(const AttentionParams& p, const float (&peak_of)[kWarps][k
       float sum[4] = {};
 #pragma unroll 4
       for (int k = 0; k < before; ++k) {
-        const float4 more = __ldcg(reinterpret_cast<const float4*>(of_prefix(h, k) + kPrefixSums + i));
+        const float4 more =
+            __ldcg(reinterpret_cast<const float4*>(of_prefix(h, k) + kPrefixSums + i));
         const float weight = share_of[h][kWarps + k];
         sum[0] = fmaf(more.x, weight, sum[0]), sum[1] = fmaf(more.y, weight, sum[1]);
         sum[2] = fmaf(more.z, weight, sum[2]), sum[3] = fmaf(more.w, weight, sum[3]);
@@ -307,7 +328,8 @@ __device__ void merge(const AttentionParams& p, const float (&peak_of)[kWarps][k
 #pragma unroll
       for (int w = 0; w < kWarps; ++w)
 #pragma unroll
-        for (int c = 0; c < 4; ++c) sum[c] = fmaf(sum_at(w * kHeads + h, i + c), share_of[h][w], sum[c]);
+        for (int c = 0; c < 4; ++c)
+          sum[c] = fmaf(sum_at(w * kHeads + h, i + c), share_of[h][w], sum[c]);
       out.write(begin + at, sum);
     }
     return;
@@ -343,7 +365,8 @@ __device__ void merge(const AttentionParams& p, const float (&peak_of)[kWarps][k
   }
   __syncthreads();
   if (!last) return;
-  merge_splits<T, kWidth, kWarps, kHeads>(out, begin, split, heads, dim, p.sinks, first_head, of_prefix(0, 0), before, share_of);
+  merge_splits<T, kWidth, kWarps, kHeads>(out, begin, split, heads, dim, p.sinks, first_head,
+                                          of_prefix(0, 0), before, share_of);
 }
 
 }  // namespace llmc::device

@@ -22,7 +22,7 @@ struct Queries {
   ScoreBias bias;
   int num_tokens, batch, num_heads, num_kv_heads, head_dim;
   float scale, softcap;
-  const float* sinks;         // [num_heads] or null
+  const float* sinks;  // [num_heads] or null
 };
 
 // Keys in rows of a matrix; every query of the sequence sees all. Positions count within the
@@ -32,10 +32,12 @@ struct RowsOfKeys {
   using Params = BidirectionalParams;
   using Element = T;
 
-  __device__ RowsOfKeys(const Params& p, int sequence, int kv_head) : stride(p.num_kv_heads * p.head_dim) {
+  __device__ RowsOfKeys(const Params& p, int sequence, int kv_head)
+      : stride(p.num_kv_heads * p.head_dim) {
     const int wanted = p.key_starts != nullptr ? p.key_starts[sequence] : p.cu_seqlens[sequence];
     const int64_t start = min(max(wanted, 0), p.num_keys);
-    count = p.key_lens != nullptr ? p.key_lens[sequence] : p.cu_seqlens[sequence + 1] - p.cu_seqlens[sequence];
+    count = p.key_lens != nullptr ? p.key_lens[sequence]
+                                  : p.cu_seqlens[sequence + 1] - p.cu_seqlens[sequence];
     count = min(count, p.num_keys - static_cast<int>(start));
     key = static_cast<const T*>(p.key) + start * stride + kv_head * p.head_dim;
     value = static_cast<const T*>(p.value) + start * stride + kv_head * p.head_dim;
@@ -60,13 +62,19 @@ struct CachedKeys {
   using Element = C;
 
   __device__ CachedKeys(const Params& p, int sequence, int kv_head)
-      : key(static_cast<const C*>(p.key_cache)), value(static_cast<const C*>(p.value_cache)),
-        rows(p, sequence, kv_head), first(p.past_lens[sequence]), window(p.window), chunk(p.chunk) {}
+      : key(static_cast<const C*>(p.key_cache)),
+        value(static_cast<const C*>(p.value_cache)),
+        rows(p, sequence, kv_head),
+        first(p.past_lens[sequence]),
+        window(p.window),
+        chunk(p.chunk) {}
   __device__ int begin(int i) const { return first_visible(window, chunk, i); }
   __device__ int end(int i) const { return i + 1; }
   __device__ bool sees(int i, int j) const { return j <= i && j >= begin(i); }
   __device__ int64_t row(int j) const { return rows(j); }
-  __device__ int column(int i, int j, int distances) const { return min(max(i - j, 0), distances - 1); }
+  __device__ int column(int i, int j, int distances) const {
+    return min(max(i - j, 0), distances - 1);
+  }
 
   const C *key, *value;
   CacheRows rows;
@@ -74,7 +82,8 @@ struct CachedKeys {
 };
 
 template <typename T, int kLanes, int kQueries, int kWarps, typename Keys>
-__global__ void __launch_bounds__(kWarps * 32) biased_attention_kernel(Queries p, typename Keys::Params where) {
+__global__ void __launch_bounds__(kWarps * 32)
+    biased_attention_kernel(Queries p, typename Keys::Params where) {
   using C = typename Keys::Element;
   constexpr int kGroups = 32 / kLanes, kTurns = kQueries == 1 ? 4 : 2, kStride = kWarps * kGroups;
   extern __shared__ float shared[];  // sums [kWarps][kQueries][head_dim]
@@ -97,7 +106,8 @@ __global__ void __launch_bounds__(kWarps * 32) biased_attention_kernel(Queries p
     const Keys keys(where, sequence, kv_head);
     const int position = keys.first + token - p.cu_seqlens[sequence];
     const int from = keys.begin(position), to = keys.end(position + queries - 1);
-    const int64_t place = (static_cast<int64_t>(token) * p.num_heads + head) * dim;  // of the first query
+    const int64_t place =
+        (static_cast<int64_t>(token) * p.num_heads + head) * dim;  // of the first query
     const int64_t next = static_cast<int64_t>(p.num_heads) * dim;
 
     float q[kQueries][8], sum[kQueries][8] = {}, peak[kQueries], total[kQueries] = {};
@@ -107,11 +117,13 @@ __global__ void __launch_bounds__(kWarps * 32) biased_attention_kernel(Queries p
       Vec<T, 8> read;
 #pragma unroll
       for (int i = 0; i < 8; ++i) read.data[i] = from_float<T>(0.f);
-      if (inside && n < queries) read = load<T, 8>(static_cast<const T*>(p.query) + place + n * next + in_key);
+      if (inside && n < queries)
+        read = load<T, 8>(static_cast<const T*>(p.query) + place + n * next + in_key);
 #pragma unroll
       for (int i = 0; i < 8; ++i) q[n][i] = to_float(read.data[i]) * p.scale;
     }
-    for (int start = from + warp * kGroups + lane / kLanes; start - lane / kLanes < to; start += kStride * kTurns) {
+    for (int start = from + warp * kGroups + lane / kLanes; start - lane / kLanes < to;
+         start += kStride * kTurns) {
       Cached<C> key[kTurns], value[kTurns];
 #pragma unroll
       for (int turn = 0; turn < kTurns; ++turn) {
@@ -134,9 +146,11 @@ __global__ void __launch_bounds__(kWarps * 32) biased_attention_kernel(Queries p
           for (int i = 0; i < 8; ++i) score += q[n][i] * to_float(k.data[i]);
 #pragma unroll
           for (int mask = kLanes / 2; mask; mask >>= 1) score += __shfl_xor_sync(~0u, score, mask);
-          if (j >= to || n >= queries || !keys.sees(position + n, j)) continue;  // uniform over a lane group
+          if (j >= to || n >= queries || !keys.sees(position + n, j))
+            continue;  // uniform over a lane group
           if (p.softcap > 0) score = p.softcap * tanhf(score / p.softcap);
-          if (by_distance != nullptr) score += by_distance[keys.column(position + n, j, p.bias.distances)];
+          if (by_distance != nullptr)
+            score += by_distance[keys.column(position + n, j, p.bias.distances)];
           if (by_key != nullptr) score += by_key[j];
           score *= kLog2E;
           const float higher = fmaxf(peak[n], score);
@@ -171,7 +185,8 @@ __global__ void __launch_bounds__(kWarps * 32) biased_attention_kernel(Queries p
         weighted += shared[(w * kQueries + n) * dim + i % dim] * weight;
       }
       if (higher != -INFINITY) all += sink_weight(p.sinks, head, higher);
-      static_cast<T*>(p.out)[place + n * next + i % dim] = from_float<T>(all > 0 ? weighted / all : 0.f);
+      static_cast<T*>(p.out)[place + n * next + i % dim] =
+          from_float<T>(all > 0 ? weighted / all : 0.f);
     }
     __syncthreads();  // before the next sequence's sums
     token += queries;
@@ -184,10 +199,12 @@ cudaError_t run_lanes(const Queries& p, const typename Keys::Params& where, cuda
     constexpr int kQueries = decltype(queries)::value, kWarps = decltype(warps)::value;
     const size_t shared = sizeof(float) * kWarps * kQueries * p.head_dim;
     static_assert(sizeof(float) * kWarps * kQueries * kMostHeadDim <= 32 * 1024);
-    return launch(biased_attention_kernel<T, kLanes, kQueries, kWarps, Keys>, dim3(ceil_div(p.num_tokens, kQueries), p.num_heads),
-                  kWarps * 32, shared, stream, p, where);
+    return launch(biased_attention_kernel<T, kLanes, kQueries, kWarps, Keys>,
+                  dim3(ceil_div(p.num_tokens, kQueries), p.num_heads), kWarps * 32, shared, stream,
+                  p, where);
   };
-  if (p.num_tokens <= p.batch) return run(std::integral_constant<int, 1>(), std::integral_constant<int, 8>());
+  if (p.num_tokens <= p.batch)
+    return run(std::integral_constant<int, 1>(), std::integral_constant<int, 8>());
   return run(std::integral_constant<int, 4>(), std::integral_constant<int, 4>());
 }
 
@@ -203,20 +220,31 @@ cudaError_t run(const Queries& p, const typename Keys::Params& where, cudaStream
 }  // namespace
 
 cudaError_t bidirectional(DType dtype, const BidirectionalParams& p, cudaStream_t stream) {
-  const Queries queries{p.out, p.query, p.cu_seqlens, {p.distance_bias, nullptr, p.distances, 0}, p.num_tokens, p.batch,
-                        p.num_heads, p.num_kv_heads, p.head_dim, p.scale, 0, nullptr};
+  const Queries queries{p.out,
+                        p.query,
+                        p.cu_seqlens,
+                        {p.distance_bias, nullptr, p.distances, 0},
+                        p.num_tokens,
+                        p.batch,
+                        p.num_heads,
+                        p.num_kv_heads,
+                        p.head_dim,
+                        p.scale,
+                        0,
+                        nullptr};
   return dispatch_dtype(dtype, [&](auto* type) {
-    return run<std::remove_pointer_t<decltype(type)>, RowsOfKeys<std::remove_pointer_t<decltype(type)>>>(queries, p,
-                                                                                                         stream);
+    return run<std::remove_pointer_t<decltype(type)>,
+               RowsOfKeys<std::remove_pointer_t<decltype(type)>>>(queries, p, stream);
   });
 }
 
-cudaError_t biased_attention(DType dtype, const AttentionParams& p, const ScoreBias& bias, cudaStream_t stream) {
-  const Queries queries{p.out, p.queries, p.cu_seqlens, bias, p.num_tokens, p.batch, p.num_heads,
-                        p.num_kv_heads, p.head_dim, p.scale, p.softcap, p.sinks};
+cudaError_t biased_attention(DType dtype, const AttentionParams& p, const ScoreBias& bias,
+                             cudaStream_t stream) {
+  const Queries queries{p.out,       p.queries,      p.cu_seqlens, bias,    p.num_tokens, p.batch,
+                        p.num_heads, p.num_kv_heads, p.head_dim,   p.scale, p.softcap,    p.sinks};
   return dispatch_cache_dtype(dtype, p.float8, [&](auto* type, auto* cached) {
-    return run<std::remove_pointer_t<decltype(type)>, CachedKeys<std::remove_pointer_t<decltype(cached)>>>(queries, p,
-                                                                                                           stream);
+    return run<std::remove_pointer_t<decltype(type)>,
+               CachedKeys<std::remove_pointer_t<decltype(cached)>>>(queries, p, stream);
   });
 }
 

@@ -45,7 +45,8 @@ int max_kv_splits(const AttentionParams& p) {
 // splits of the longest sequence and takes the one with the lowest cost of the busiest SM, if all
 // splits have room. Padding rows have one position and are ignored. Splits begin at multiples of
 // kKeys. Reads past_lens and writes num_parts KvSplits; one block.
-__global__ void __launch_bounds__(kPlanThreads) plan_kv_splits_kernel(AttentionParams p, int num_parts, int columns, int processors) {
+__global__ void __launch_bounds__(kPlanThreads)
+    plan_kv_splits_kernel(AttentionParams p, int num_parts, int columns, int processors) {
   constexpr int kWarps = kPlanThreads / 32;
   pdl_wait();
   pdl_launch_dependents();
@@ -64,7 +65,8 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kv_splits_kernel(AttentionP
   for (int other : longest_of) longest = max(longest, other);
   auto each_of = [&](int wanted) { return over(over(longest, wanted), kKeys) * kKeys; };
 
-  const int most = min(over(longest, kKeys), p.prefix.of == nullptr ? kMaxSplits : kMaxSplits - kMaxPrefixSplits);
+  const int most = min(over(longest, kKeys),
+                       p.prefix.of == nullptr ? kMaxSplits : kMaxSplits - kMaxPrefixSplits);
   for (int wanted = warp + 1; wanted <= most; wanted += kWarps) {
     const int each = each_of(wanted);
     int all = 0, blocks = 0;
@@ -76,7 +78,8 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kv_splits_kernel(AttentionP
     all = __reduce_add_sync(~0u, all), blocks = __reduce_add_sync(~0u, blocks);
     const int64_t running = static_cast<int64_t>(columns) * blocks;
     if (lane == 0 && (all <= num_parts || wanted == 1))
-      cost_of[wanted - 1] = (running + processors - 1) / processors * (each + kSplitStartCost) + (wanted > 1 ? kSplitMergeCost : 0) +
+      cost_of[wanted - 1] = (running + processors - 1) / processors * (each + kSplitStartCost) +
+                            (wanted > 1 ? kSplitMergeCost : 0) +
                             min(running, static_cast<int64_t>(processors)) * kBusyCost / processors;
   }
   __syncthreads();
@@ -112,7 +115,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kv_splits_kernel(AttentionP
     for (int part = 0; part < used; ++part) {
       const int from = begin + part * of_part;
       p.kv_splits[at + part] = {i, from, min(begin + length, from + of_part),
-                            static_cast<uint32_t>(part | used << 8 | split << 16)};
+                                static_cast<uint32_t>(part | used << 8 | split << 16)};
     }
     made += of_all[0], earlier_splits += of_all[1];
   }
@@ -123,9 +126,9 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kv_splits_kernel(AttentionP
 // 256 bytes were both slower here.)
 template <typename V>
 __device__ __forceinline__ void cp_async(V* to, const void* from, bool there) {
-  asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %2, %3;"
-               :: "r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from), "n"(sizeof(V)),
-                  "r"(there ? static_cast<int>(sizeof(V)) : 0)
+  asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %2, %3;" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(to))),
+               "l"(from), "n"(sizeof(V)), "r"(there ? static_cast<int>(sizeof(V)) : 0)
                : "memory");
 }
 
@@ -144,14 +147,18 @@ struct Layout {
   static constexpr int kRounds = (kWarps > 4 && kDim > 128) || kDim > 256 ? 1 : 2;
   static constexpr bool kTall = kDim > 256;  // sums are V^T * weights
   // Vectors of 8 elements: of a row, of a row in shared memory, of a round.
-  static constexpr int kVectors = kDim / 8, kRow = kSteps == 3 ? 16 : kVectors, kRound = 2 * kKeys * kRow;
+  static constexpr int kVectors = kDim / 8, kRow = kSteps == 3 ? 16 : kVectors,
+                       kRound = 2 * kKeys * kRow;
   // Swizzled position of vector `at` of a row, without bank conflicts.
-  __device__ static int key_at(int row, int at) { return row * kRow + (at ^ (row % 4 * 4 & (kRow - 1))); }
+  __device__ static int key_at(int row, int at) {
+    return row * kRow + (at ^ (row % 4 * 4 & (kRow - 1)));
+  }
   __device__ static int value_at(int row, int at) {
     return (kKeys + row) * kRow + (at ^ (row & (kTall ? 7 : 6) & (kRow - 1)));
   }
-  static constexpr size_t kShared = sizeof(Cached<C>) * kWarps * kRounds * kRound + sizeof(T) * kHeads * kPitch +
-                                    sizeof(C) * 2 * kPitch + sizeof(float) * kWarps * kDim;
+  static constexpr size_t kShared = sizeof(Cached<C>) * kWarps * kRounds * kRound +
+                                    sizeof(T) * kHeads * kPitch + sizeof(C) * 2 * kPitch +
+                                    sizeof(float) * kWarps * kDim;
   // A warp's sums reuse the memory of its keys and values.
   static_assert(sizeof(Cached<C>) * kRounds * kRound >= sizeof(float) * kHeads * kDim);
 };
@@ -161,25 +168,31 @@ template <typename C, int kSteps, int kWarps>
 constexpr int kResident = kSteps <= 4 && kWarps == 8 && sizeof(C) == 2 ? 1 : 0;
 
 template <typename T, typename C, int kSteps, int kWarps>
-__global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>) decode_kernel(AttentionParams p) {
+__global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>)
+    decode_kernel(AttentionParams p) {
   using L = Layout<T, C, kSteps, kWarps>;
   constexpr int kDim = L::kDim, kPitch = L::kPitch, kHalves = L::kHalves;
   extern __shared__ uint4 raw[];
-  auto ring_of = [&](int warp) { return reinterpret_cast<Cached<C>*>(raw) + warp * L::kRounds * L::kRound; };
+  auto ring_of = [&](int warp) {
+    return reinterpret_cast<Cached<C>*>(raw) + warp * L::kRounds * L::kRound;
+  };
   T* queries = reinterpret_cast<T*>(ring_of(kWarps));  // [kHeads][kPitch]
-  C* fresh_key = reinterpret_cast<C*>(queries + kHeads * kPitch);  // [kPitch]: the new position, in the cache's type
+  C* fresh_key = reinterpret_cast<C*>(
+      queries + kHeads * kPitch);  // [kPitch]: the new position, in the cache's type
   C* fresh_value = fresh_key + kPitch;
   __shared__ float peak_of[kWarps][kHeads], total_of[kWarps][kHeads];
   const int dim = p.head_dim, group = p.num_heads / p.num_kv_heads;
   const int chunks = (group + kHeads - 1) / kHeads;
-  const int kv_head = blockIdx.x / chunks, first_head = kv_head * group + blockIdx.x % chunks * kHeads;
+  const int kv_head = blockIdx.x / chunks,
+            first_head = kv_head * group + blockIdx.x % chunks * kHeads;
   const int heads = min(kHeads, (kv_head + 1) * group - first_head);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   if (!p.splits_planned) pdl_wait();  // the previous kernel plans the splits
   const KvSplit own = p.kv_splits[blockIdx.y];
   if (own.sequence < 0) return;
   const int sequence = own.sequence, from = own.from, to = own.to;
-  const int part = static_cast<int>(own.packed_index & 255), parts = static_cast<int>(own.packed_index >> 8 & 255);
+  const int part = static_cast<int>(own.packed_index & 255),
+            parts = static_cast<int>(own.packed_index >> 8 & 255);
   const CacheRows row_of(p, sequence, kv_head);
   C* keys = static_cast<C*>(p.key_cache);
   C* values = static_cast<C*>(p.value_cache);
@@ -212,7 +225,8 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>) dec
   for (int i = 0; i < L::kRounds; ++i) copy(i);
   for (int i = heads * kPitch + threadIdx.x; i < kHeads * kPitch; i += kWarps * 32)
     queries[i] = from_float<T>(0.f);
-  const int position = has_new ? to - 1 : p.past_lens[sequence], seen = own_from(p, sequence, position);
+  const int position = has_new ? to - 1 : p.past_lens[sequence],
+            seen = own_from(p, sequence, position);
   pdl_wait();
   pdl_launch_dependents();
 
@@ -228,12 +242,17 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>) dec
       for (int i = lane; i < kDim; i += 32) fresh[i] = i < dim ? row[i] : from_float<C>(0.f);
       continue;
     }
-    const int head = is_query ? first_head + task : p.num_heads + (is_value ? p.num_kv_heads : 0) + kv_head;
-    norm_and_rope<T, kDim>(scratch, qkv + head * dim, p, is_query ? p.q_norm : is_value ? p.v_norm : p.k_norm, position,
-                          !is_value);
+    const int head =
+        is_query ? first_head + task : p.num_heads + (is_value ? p.num_kv_heads : 0) + kv_head;
+    norm_and_rope<T, kDim>(scratch, qkv + head * dim, p,
+                           is_query   ? p.q_norm
+                           : is_value ? p.v_norm
+                                      : p.k_norm,
+                           position, !is_value);
     if (is_query) {
       const float factor = query_factor(p, position);
-      for (int i = lane; i < kDim; i += 32) queries[task * kPitch + i] = from_float<T>(i < dim ? scratch[i] * factor : 0.f);
+      for (int i = lane; i < kDim; i += 32)
+        queries[task * kPitch + i] = from_float<T>(i < dim ? scratch[i] * factor : 0.f);
     } else {
       for (int i = lane; i < kDim; i += 32) {
         const C cached = from_float<C>(i < dim ? scratch[i] : 0.f);
@@ -255,19 +274,22 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>) dec
     // Vector j of row r, or of the new position.
     auto key = [&](int j, int r) {
       const int row = g + 8 * r, at = 4 * j + t;
-      return words_of<T, C>(start + row == position ? load_cache(fresh_key + 8 * at) : here[L::key_at(row, at)]);
+      return words_of<T, C>(start + row == position ? load_cache(fresh_key + 8 * at)
+                                                    : here[L::key_at(row, at)]);
     };
     auto value = [&](int j, int r) {
       const int row = 2 * t + r % 2 + r / 2 * 8, at = 8 * j + g;
       if (at >= L::kVectors) return uint4{};
-      return words_of<T, C>(start + row == position ? load_cache(fresh_value + 8 * at) : here[L::value_at(row, at)]);
+      return words_of<T, C>(start + row == position ? load_cache(fresh_value + 8 * at)
+                                                    : here[L::value_at(row, at)]);
     };
     float score[4] = {};
 #pragma unroll
     for (int j = 0; j < kSteps; ++j) {
       const uint4 b = *reinterpret_cast<const uint4*>(queries + g * kPitch + 32 * j + 8 * t);
       const uint4 low = key(j, 0), high = key(j, 1);
-      const uint32_t even[4] = {low.x, high.x, low.y, high.y}, odd[4] = {low.z, high.z, low.w, high.w};
+      const uint32_t even[4] = {low.x, high.x, low.y, high.y},
+                     odd[4] = {low.z, high.z, low.w, high.w};
       mma_m16n8k16<T>(score, even, b.x, b.y);
       mma_m16n8k16<T>(score, odd, b.z, b.w);
     }
@@ -283,7 +305,8 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>) dec
       }
       float higher = fmaxf(score[c], score[2 + c]);
 #pragma unroll
-      for (int mask = 4; mask < 32; mask <<= 1) higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, mask));
+      for (int mask = 4; mask < 32; mask <<= 1)
+        higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, mask));
       higher = fmaxf(higher, peak[c]);  // finite: a round has a visible key
       factor[c] = exp2f(peak[c] - higher);
       peak[c] = higher;
@@ -292,14 +315,16 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>) dec
       total[c] = total[c] * factor[c] + score[c] + score[2 + c];
     }
     if constexpr (L::kTall) {  // columns of the sums are heads, as of the scores
-      const uint32_t weights[2] = {movmatrix_trans(pack2<T>(score[0], score[1])), movmatrix_trans(pack2<T>(score[2], score[3]))};
+      const uint32_t weights[2] = {movmatrix_trans(pack2<T>(score[0], score[1])),
+                                   movmatrix_trans(pack2<T>(score[2], score[3]))};
       const int key = lane % 8 + lane / 16 * 8;
 #pragma unroll
       for (int j = 0; j < kDim / 16; ++j) {
         const int at = 2 * j + lane / 8 % 2;
         uint32_t a[4];
-        ldmatrix_x4<true>(a, start + key == position ? reinterpret_cast<const void*>(fresh_value + 8 * at)
-                                                       : here + L::value_at(key, at));
+        ldmatrix_x4<true>(a, start + key == position
+                                 ? reinterpret_cast<const void*>(fresh_value + 8 * at)
+                                 : here + L::value_at(key, at));
 #pragma unroll
         for (int c = 0; c < 4; ++c) tall[j][c] *= factor[c % 2];
         mma_m16n8k16<T>(tall[j], a, weights[0], weights[1]);
@@ -319,13 +344,14 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>) dec
       uint4 row[4];
       const uint32_t* rows[4];
 #pragma unroll
-      for (int r = 0; r < 4; ++r) row[r] = value(j, r), rows[r] = reinterpret_cast<const uint32_t*>(&row[r]);
+      for (int r = 0; r < 4; ++r)
+        row[r] = value(j, r), rows[r] = reinterpret_cast<const uint32_t*>(&row[r]);
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
         if (start != mine) sum[j][e][0] *= old, sum[j][e][1] *= old;
         const uint32_t pick = e % 2 ? 0x7632 : 0x5410;
         mma_m16n8k16<T>(sum[j][e], weights, __byte_perm(rows[0][e / 2], rows[1][e / 2], pick),
-                    __byte_perm(rows[2][e / 2], rows[3][e / 2], pick));
+                        __byte_perm(rows[2][e / 2], rows[3][e / 2], pick));
       }
     }
     __syncwarp();  // the round has been read
@@ -347,7 +373,8 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>) dec
 #pragma unroll
     for (int j = 0; j < kDim / 16; ++j)
 #pragma unroll
-      for (int c = 0; c < 4; ++c) *place(warp * kHeads + 2 * t + c % 2, 16 * j + g + c / 2 * 8) = tall[j][c];
+      for (int c = 0; c < 4; ++c)
+        *place(warp * kHeads + 2 * t + c % 2, 16 * j + g + c / 2 * 8) = tall[j][c];
 #pragma unroll
   for (int j = 0; j < (L::kTall ? 0 : kHalves); ++j)
 #pragma unroll
@@ -359,9 +386,11 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>) dec
           *reinterpret_cast<float4*>(place(warp * kHeads + g, at)) =
               make_float4(sum[j][e][c], sum[j][e + 1][c], sum[j][e + 2][c], sum[j][e + 3][c]);
       }
-  const int earlier_splits = static_cast<int>(own.packed_index >> 16), of_head = dim + 2, of_block = min(p.num_heads, kHeads) * of_head;
+  const int earlier_splits = static_cast<int>(own.packed_index >> 16), of_head = dim + 2,
+            of_block = min(p.num_heads, kHeads) * of_head;
   const int64_t of_all = static_cast<int64_t>(gridDim.x) * of_block;
-  int32_t* counter = p.counters + earlier_splits / 2 * gridDim.x + blockIdx.x;  // each earlier split sequence has at least two
+  int32_t* counter = p.counters + earlier_splits / 2 * gridDim.x +
+                     blockIdx.x;  // each earlier split sequence has at least two
   float* results = static_cast<float*>(p.scratch) + earlier_splits * of_all + blockIdx.x * of_block;
   merge<T, kDim>(p, peak_of, total_of, [&](int row, int i) { return *place(row, i); }, heads,
                  static_cast<int64_t>(sequence) * p.num_heads + first_head,
@@ -372,8 +401,8 @@ template <typename T, typename C, int kSteps, int kWarps>
 cudaError_t run_warps(const AttentionParams& p, cudaStream_t stream) {
   constexpr size_t kShared = Layout<T, C, kSteps, kWarps>::kShared;
   auto kernel = decode_kernel<T, C, kSteps, kWarps>;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                 static_cast<int>(kShared));
+  const cudaError_t error = cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kShared));
   if (error != cudaSuccess) return error;
   return launch(kernel, dim3(columns_of(p), max_kv_splits(p)), kWarps * 32, kShared, stream, p);
 }
@@ -392,8 +421,7 @@ cudaError_t run(const AttentionParams& p, cudaStream_t stream) {
   if constexpr (kSteps <= 2)
     if (4 * blocks <= num_sms() && fits<T, C, kSteps, 12>())
       return run_warps<T, C, kSteps, 12>(p, stream);
-  if (blocks <= num_sms() && fits<T, C, kSteps, 8>())
-    return run_warps<T, C, kSteps, 8>(p, stream);
+  if (blocks <= num_sms() && fits<T, C, kSteps, 8>()) return run_warps<T, C, kSteps, 8>(p, stream);
   static const unsigned resident = [] {
     if (!fits<T, C, kSteps, 4>()) return 0u;
     constexpr int kShared = Layout<T, C, kSteps, 4>::kShared;
@@ -433,8 +461,8 @@ bool can_decode(DType dtype, const AttentionParams& p) {
 
 cudaError_t decode(DType dtype, const AttentionParams& p, cudaStream_t stream) {
   if (!p.splits_planned) {
-    const cudaError_t error = launch(plan_kv_splits_kernel, 1, kPlanThreads, 0, stream, p, max_kv_splits(p), columns_of(p),
-                                     static_cast<int>(num_sms()));
+    const cudaError_t error = launch(plan_kv_splits_kernel, 1, kPlanThreads, 0, stream, p,
+                                     max_kv_splits(p), columns_of(p), static_cast<int>(num_sms()));
     if (error != cudaSuccess) return error;
   }
   if (dtype == DType::kFloat16) return run_type<__half>(p, stream);

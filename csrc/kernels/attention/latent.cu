@@ -22,7 +22,7 @@ namespace {
 using namespace device;
 
 constexpr int kDim = 576, kLatent = 512, kFirst = kDim - kLatent;  // of mla_kernel
-constexpr int kKeys = 64, kWarps = 8, kChunks = kDim / 8;  // chunks of 16 bytes
+constexpr int kKeys = 64, kWarps = 8, kChunks = kDim / 8;          // chunks of 16 bytes
 
 // Index of a position's row in the cache, with or without a block table.
 struct LatentRows {
@@ -36,7 +36,8 @@ struct LatentRows {
   }
   __device__ __forceinline__ int64_t operator()(int position) const {
     if (table == nullptr) return first + position;
-    return (static_cast<int64_t>(__ldg(table + (position >> shift))) << shift) + (position & ((1 << shift) - 1));
+    return (static_cast<int64_t>(__ldg(table + (position >> shift))) << shift) +
+           (position & ((1 << shift) - 1));
   }
 
   const int32_t* table = nullptr;
@@ -48,7 +49,8 @@ template <typename T>
 __global__ void __launch_bounds__(256) rope_kernel(LatentAttentionParams p, T* queries) {
   pdl_wait();
   pdl_launch_dependents();
-  const int token = blockIdx.x, lane = threadIdx.x % 32, dim = p.shared_dim + p.latent, half = p.rotary_dim / 2;
+  const int token = blockIdx.x, lane = threadIdx.x % 32, dim = p.shared_dim + p.latent,
+            half = p.rotary_dim / 2;
   const int sequence = sequence_of(p.cu_seqlens, p.batch, token);
   const int position = p.past_lens[sequence] + token - p.cu_seqlens[sequence];
   const float* cos = p.cos + static_cast<int64_t>(position) * half;
@@ -57,8 +59,8 @@ __global__ void __launch_bounds__(256) rope_kernel(LatentAttentionParams p, T* q
   for (int head = threadIdx.x / 32; head <= p.num_heads; head += blockDim.x / 32) {
     const bool is_row = head == p.num_heads;
     const int64_t pair = static_cast<int64_t>(token) * p.num_heads + head;
-    const T* from = is_row ? static_cast<const T*>(p.rows) + static_cast<int64_t>(token) * dim :
-                             static_cast<const T*>(p.query) + pair * p.query_dim;
+    const T* from = is_row ? static_cast<const T*>(p.rows) + static_cast<int64_t>(token) * dim
+                           : static_cast<const T*>(p.query) + pair * p.query_dim;
     T* to = is_row ? static_cast<T*>(p.cache) + row * dim : queries + pair * dim;
     for (int i = lane; i < half; i += 32) {
       const int a = p.interleaved ? 2 * i : i, b = p.interleaved ? 2 * i + 1 : i + half;
@@ -86,7 +88,8 @@ __global__ void __launch_bounds__(kWarps * 32) up_projection_kernel(UpProjection
   constexpr int kTokens = 8, kColumns = 32 * kEach;
   __shared__ float sums[kWarps][kTokens][kColumns];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int head = blockIdx.x, column = blockIdx.y * kColumns + lane * kEach, first = blockIdx.z * kTokens;
+  const int head = blockIdx.x, column = blockIdx.y * kColumns + lane * kEach,
+            first = blockIdx.z * kTokens;
   const T* b = p.b + static_cast<int64_t>(head) * p.inner * p.columns + column;
   const T* a = p.a + first * p.a_token + head * p.a_head;
   const int tokens = min(kTokens, p.tokens - first);
@@ -133,8 +136,10 @@ __global__ void __launch_bounds__(128) up_projection_mma_kernel(UpProjection<T> 
   pdl_wait();
   pdl_launch_dependents();
   auto start = [&](T* to, const T* from, bool there) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                 :: "r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from), "r"(there ? 16 : 0) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
+                     static_cast<uint32_t>(__cvta_generic_to_shared(to))),
+                 "l"(from), "r"(there ? 16 : 0)
+                 : "memory");
   };
   auto copy = [&](int step) {
     const int k = step * kInner;
@@ -142,12 +147,14 @@ __global__ void __launch_bounds__(128) up_projection_mma_kernel(UpProjection<T> 
       for (int i = threadIdx.x; i < kTile * kInner / 8; i += 128) {
         const int row = i / (kInner / 8), at = i % (kInner / 8) * 8;
         const bool there = first + row < p.tokens && k + at < p.inner;
-        start(&a_of[step % 2][row][at], there ? a + (first + row) * p.a_token + k + at : p.a, there);
+        start(&a_of[step % 2][row][at], there ? a + (first + row) * p.a_token + k + at : p.a,
+              there);
       }
       for (int i = threadIdx.x; i < kTile * kInner / 8; i += 128) {
         const int row = i / (kTile / 8), at = i % (kTile / 8) * 8;
         const bool there = k + row < p.inner && column + at < p.columns;
-        start(&b_of[step % 2][row][at], there ? b + static_cast<int64_t>(k + row) * p.columns + column + at : p.b, there);
+        start(&b_of[step % 2][row][at],
+              there ? b + static_cast<int64_t>(k + row) * p.columns + column + at : p.b, there);
       }
     }
     cp_async_commit();
@@ -186,8 +193,8 @@ __global__ void __launch_bounds__(128) up_projection_mma_kernel(UpProjection<T> 
 // The pairs of one sequence that a block takes, and their positions.
 struct Tile {
   int sequence, first, pairs;  // `first` among all pairs
-  int start;  // the sequence's first pair
-  int past, to;  // positions [0, to) are visible to the last pair
+  int start;                   // the sequence's first pair
+  int past, to;                // positions [0, to) are visible to the last pair
 };
 
 // Tile number `number`, of up to kPairs pairs; 0 pairs: no such tile. Call from whole warps.
@@ -211,7 +218,8 @@ __device__ __forceinline__ Tile tile_of(const LatentAttentionParams& p, int numb
       const unsigned found = __ballot_sync(~0u, before + stop > number);
       if (found != 0) {
         const int which = __ffs(found) - 1;
-        const int of_it = __shfl_sync(~0u, pairs, which), its_start = __shfl_sync(~0u, begin, which);
+        const int of_it = __shfl_sync(~0u, pairs, which),
+                  its_start = __shfl_sync(~0u, begin, which);
         const int skipped = before + (which > 0 ? __shfl_sync(~0u, stop, max(which - 1, 0)) : 0);
         const int offset = (number - skipped) * kPairs;
         tile.sequence = base + which;
@@ -249,12 +257,12 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
     mla_kernel(LatentAttentionParams p, const T* queries, T* seen, Results results, int parts) {
   constexpr int kPairs = 16 * kTiles, kSplit = kWarps / kTiles;
   extern __shared__ uint4 raw[];
-  uint4* query_of = raw;  // [kPairs][kChunks]
-  uint4* rows_of = query_of + kPairs * kChunks;  // [2][kKeys][kChunks]
+  uint4* query_of = raw;                              // [kPairs][kChunks]
+  uint4* rows_of = query_of + kPairs * kChunks;       // [2][kKeys][kChunks]
   uint4* weights_of = rows_of + 2 * kKeys * kChunks;  // [kPairs][kKeys / 8]
   float* peaks_of = reinterpret_cast<float*>(weights_of + kPairs * kKeys / 8);  // [kSplit][kPairs]
-  float* totals_of = peaks_of + 128;  // [kSplit][kPairs]
-  float* factor_of = totals_of + 128;  // [kPairs]
+  float* totals_of = peaks_of + 128;                                            // [kSplit][kPairs]
+  float* factor_of = totals_of + 128;                                           // [kPairs]
   // Swizzle: eight rows that are read at once share no banks.
   auto at = [](int row, int chunk) { return row * kChunks + (chunk ^ (row & 7)); };
   pdl_wait();
@@ -269,8 +277,9 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
   const LatentRows row_of(p, tile.sequence);
   const T* cache = static_cast<const T*>(p.cache);
   auto cp_async = [](uint4* into, const void* source, bool there) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
-                 :: "r"(static_cast<uint32_t>(__cvta_generic_to_shared(into))), "l"(source), "r"(there ? 16 : 0)
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
+                     static_cast<uint32_t>(__cvta_generic_to_shared(into))),
+                 "l"(source), "r"(there ? 16 : 0)
                  : "memory");
   };
   // Eight threads per row; zeros after the last one.
@@ -295,8 +304,9 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
   for (int i = threadIdx.x; i < kPairs * kChunks; i += kWarps * 32) {
     const int pair = i / kChunks, chunk = i % kChunks;
     const bool there = pair < tile.pairs;
-    cp_async(query_of + at(pair, chunk), queries + (there ? static_cast<int64_t>(tile.first + pair) : 0) * kDim + 8 * chunk,
-               there);
+    cp_async(query_of + at(pair, chunk),
+             queries + (there ? static_cast<int64_t>(tile.first + pair) : 0) * kDim + 8 * chunk,
+             there);
   }
   copy(0);
 
@@ -305,7 +315,9 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
   int last[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r)
-    last[r] = tile.past + (min(tile.first + own + g + 8 * r, tile.first + tile.pairs - 1) - tile.start) / p.num_heads;
+    last[r] =
+        tile.past +
+        (min(tile.first + own + g + 8 * r, tile.first + tile.pairs - 1) - tile.start) / p.num_heads;
   const float scale = p.scale * kLog2E;
   float peak[2] = {-INFINITY, -INFINITY}, total[2] = {};
   float sum[kTiles][8][4] = {};  // of all pairs, columns from 64 * warp on
@@ -356,9 +368,11 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
       total[r] *= factor;
 #pragma unroll
       for (int j = 0; j < kTiles; ++j) {
-        const float first = exp2f(score[j][2 * r] - base), second = exp2f(score[j][2 * r + 1] - base);
+        const float first = exp2f(score[j][2 * r] - base),
+                    second = exp2f(score[j][2 * r + 1] - base);
         total[r] += first + second;
-        auto* words = reinterpret_cast<uint32_t*>(weights_of + pair * (kKeys / 8) + ((keys / 8 + j) ^ (pair & 7)));
+        auto* words = reinterpret_cast<uint32_t*>(weights_of + pair * (kKeys / 8) +
+                                                  ((keys / 8 + j) ^ (pair & 7)));
         words[t] = pack2<T>(first, second);
       }
     }
@@ -378,12 +392,14 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
 #pragma unroll
       for (int m = 0; m < kTiles; ++m) {
         const int pair = 16 * m + lane % 16;
-        ldmatrix_x4<false>(left[m], weights_of + pair * (kKeys / 8) + ((2 * k + lane / 16) ^ (pair & 7)));
+        ldmatrix_x4<false>(left[m],
+                           weights_of + pair * (kKeys / 8) + ((2 * k + lane / 16) ^ (pair & 7)));
       }
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         uint32_t right[4];
-        ldmatrix_x4<true>(right, rows + at(16 * k + lane % 16, kFirst / 8 + 8 * warp + 2 * n + lane / 16));
+        ldmatrix_x4<true>(right,
+                          rows + at(16 * k + lane % 16, kFirst / 8 + 8 * warp + 2 * n + lane / 16));
 #pragma unroll
         for (int m = 0; m < kTiles; ++m) {
           mma_m16n8k16<T>(sum[m][2 * n], left[m], right[0], right[1]);
@@ -416,15 +432,18 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
         results.ends[2 * (result + pair)] = peaks_of[pair];
         results.ends[2 * (result + pair) + 1] = all;
       }
-      const float share = 1 / (all + sink_weight(p.sinks, static_cast<int>(place % p.num_heads), peaks_of[pair]));
+      const float share =
+          1 / (all + sink_weight(p.sinks, static_cast<int>(place % p.num_heads), peaks_of[pair]));
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
         const int column = 64 * warp + 8 * n + 2 * t;
         const float first = sum[m][n][2 * r], second = sum[m][n][2 * r + 1];
         if (parts > 1)
-          *reinterpret_cast<float2*>(results.sums + (result + pair) * kLatent + column) = {first, second};
+          *reinterpret_cast<float2*>(results.sums + (result + pair) * kLatent + column) = {first,
+                                                                                           second};
         else
-          *reinterpret_cast<uint32_t*>(seen + place * kLatent + column) = pack2<T>(first * share, second * share);
+          *reinterpret_cast<uint32_t*>(seen + place * kLatent + column) =
+              pack2<T>(first * share, second * share);
       }
     }
 }
@@ -441,13 +460,16 @@ __global__ void __launch_bounds__(kLatent / 4)
   const int used = splits_of(tile.to, parts).x;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * parts * kPairs + pair;
   float peak = -INFINITY, total = 0, sum[4] = {};
-  for (int part = 0; part < used; ++part) peak = fmaxf(peak, results.ends[2 * (first + part * kPairs)]);
+  for (int part = 0; part < used; ++part)
+    peak = fmaxf(peak, results.ends[2 * (first + part * kPairs)]);
 #pragma unroll 4
   for (int part = 0; part < used; ++part) {
     const float share = exp2f(results.ends[2 * (first + part * kPairs)] - peak);
     total += results.ends[2 * (first + part * kPairs) + 1] * share;
-    const float4 own = *reinterpret_cast<const float4*>(results.sums + (first + part * kPairs) * kLatent + column);
-    sum[0] += own.x * share, sum[1] += own.y * share, sum[2] += own.z * share, sum[3] += own.w * share;
+    const float4 own =
+        *reinterpret_cast<const float4*>(results.sums + (first + part * kPairs) * kLatent + column);
+    sum[0] += own.x * share, sum[1] += own.y * share, sum[2] += own.z * share,
+        sum[3] += own.w * share;
   }
   const int64_t place = tile.first + pair;
   total += sink_weight(p.sinks, static_cast<int>(place % p.num_heads), peak);
@@ -459,7 +481,8 @@ __global__ void __launch_bounds__(kLatent / 4)
 // Any dtype and size: one block per pair, whose warps take every kFallbackWarps-th position.
 constexpr int kFallbackWarps = 4;
 template <typename T>
-__global__ void __launch_bounds__(kFallbackWarps * 32) mla_fallback_kernel(LatentAttentionParams p, const T* queries, T* seen) {
+__global__ void __launch_bounds__(kFallbackWarps * 32)
+    mla_fallback_kernel(LatentAttentionParams p, const T* queries, T* seen) {
   extern __shared__ float numbers[];
   __shared__ float peak_of[kFallbackWarps], total_of[kFallbackWarps];
   const int dim = p.shared_dim + p.latent, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -468,11 +491,13 @@ __global__ void __launch_bounds__(kFallbackWarps * 32) mla_fallback_kernel(Laten
   pdl_wait();
   pdl_launch_dependents();
   const int64_t pair = blockIdx.x;
-  const int head = static_cast<int>(pair % p.num_heads), token = static_cast<int>(pair / p.num_heads);
+  const int head = static_cast<int>(pair % p.num_heads),
+            token = static_cast<int>(pair / p.num_heads);
   const int sequence = sequence_of(p.cu_seqlens, p.batch, token);
   const int last = p.past_lens[sequence] + token - p.cu_seqlens[sequence];
   const LatentRows row_of(p, sequence);
-  for (int i = threadIdx.x; i < dim; i += kFallbackWarps * 32) query[i] = to_float(queries[pair * dim + i]);
+  for (int i = threadIdx.x; i < dim; i += kFallbackWarps * 32)
+    query[i] = to_float(queries[pair * dim + i]);
   for (int i = lane; i < p.latent; i += 32) sums[i] = 0;
   __syncthreads();
   float peak = -INFINITY, total = 0;
@@ -481,8 +506,10 @@ __global__ void __launch_bounds__(kFallbackWarps * 32) mla_fallback_kernel(Laten
     float score = 0;
     for (int i = lane; i < dim; i += 32) score += query[i] * to_float(row[i]);
     score = warp_sum(score) * p.scale * kLog2E;
-    const float higher = fmaxf(peak, score), factor = exp2f(peak - higher), weight = exp2f(score - higher);
-    for (int i = lane; i < p.latent; i += 32) sums[i] = sums[i] * factor + weight * to_float(row[p.shared_dim + i]);
+    const float higher = fmaxf(peak, score), factor = exp2f(peak - higher),
+                weight = exp2f(score - higher);
+    for (int i = lane; i < p.latent; i += 32)
+      sums[i] = sums[i] * factor + weight * to_float(row[p.shared_dim + i]);
     total = total * factor + weight;
     peak = higher;
   }
@@ -494,7 +521,8 @@ __global__ void __launch_bounds__(kFallbackWarps * 32) mla_fallback_kernel(Laten
   all += sink_weight(p.sinks, head, higher);
   for (int i = threadIdx.x; i < p.latent; i += kFallbackWarps * 32) {
     float sum = 0;
-    for (int w = 0; w < kFallbackWarps; ++w) sum += numbers[dim + w * p.latent + i] * exp2f(peak_of[w] - higher);
+    for (int w = 0; w < kFallbackWarps; ++w)
+      sum += numbers[dim + w * p.latent + i] * exp2f(peak_of[w] - higher);
     seen[pair * p.latent + i] = from_float<T>(sum / all);
   }
 }
@@ -509,52 +537,65 @@ struct Scratch {
 int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 Scratch scratch_of(DType dtype, int64_t pairs, int dim, int latent) {
   const int64_t element = dtype == DType::kFloat32 ? 4 : 2;
-  const int64_t seen = aligned(pairs * dim * element), results = seen + aligned(pairs * latent * element);
+  const int64_t seen = aligned(pairs * dim * element),
+                results = seen + aligned(pairs * latent * element);
   const bool divides = element == 2 && dim == kDim && latent == kLatent;
-  return {seen, results, results + (divides ? int64_t{kMaxSplitBlocks} * 64 * (kLatent + 2) * 4 : 0)};
+  return {seen, results,
+          results + (divides ? int64_t{kMaxSplitBlocks} * 64 * (kLatent + 2) * 4 : 0)};
 }
 
 template <typename T>
 cudaError_t run_up(const UpProjection<T>& p, int heads, cudaStream_t stream) {
   if constexpr (sizeof(T) == 2) {
-    const bool whole = p.inner % 8 == 0 && p.columns % 8 == 0 && p.a_token % 8 == 0 && p.a_head % 8 == 0 &&
-                       p.c_token % 2 == 0 && p.c_head % 2 == 0 && is_aligned(p.a, 16) && is_aligned(p.b, 16) && is_aligned(p.c, 4);
+    const bool whole = p.inner % 8 == 0 && p.columns % 8 == 0 && p.a_token % 8 == 0 &&
+                       p.a_head % 8 == 0 && p.c_token % 2 == 0 && p.c_head % 2 == 0 &&
+                       is_aligned(p.a, 16) && is_aligned(p.b, 16) && is_aligned(p.c, 4);
     if (whole && p.tokens > 8)
-      return launch(up_projection_mma_kernel<T>, dim3(heads, ceil_div(p.columns, 64), ceil_div(p.tokens, 64)), 128, 0, stream,
+      return launch(up_projection_mma_kernel<T>,
+                    dim3(heads, ceil_div(p.columns, 64), ceil_div(p.tokens, 64)), 128, 0, stream,
                     p);
   }
   constexpr int kEach = sizeof(T) == 2 ? 4 : 2;
   const unsigned tokens = ceil_div(p.tokens, 8);
   if (p.columns % kEach == 0 && is_aligned(p.b, sizeof(T) * kEach))
-    return launch(up_projection_kernel<T, kEach>, dim3(heads, ceil_div(p.columns, 32 * kEach), tokens), kWarps * 32, 0, stream, p);
-  return launch(up_projection_kernel<T, 1>, dim3(heads, ceil_div(p.columns, 32), tokens), kWarps * 32, 0, stream, p);
+    return launch(up_projection_kernel<T, kEach>,
+                  dim3(heads, ceil_div(p.columns, 32 * kEach), tokens), kWarps * 32, 0, stream, p);
+  return launch(up_projection_kernel<T, 1>, dim3(heads, ceil_div(p.columns, 32), tokens),
+                kWarps * 32, 0, stream, p);
 }
 
 template <typename T, int kTiles>
-cudaError_t run_tiles(const LatentAttentionParams& p, const T* queries, T* seen, float* results, cudaStream_t stream) {
+cudaError_t run_tiles(const LatentAttentionParams& p, const T* queries, T* seen, float* results,
+                      cudaStream_t stream) {
   constexpr int kPairs = 16 * kTiles;
   const int64_t pairs = static_cast<int64_t>(p.num_tokens) * p.num_heads;
-  const int tiles = static_cast<int>((pairs + kPairs - 1) / kPairs) + (p.num_heads % kPairs == 0 ? 0 : p.batch);
-  const int parts = std::max(1, std::min(kMaxSplitBlocks / tiles, (p.max_seq_len + kKeys - 1) / kKeys));
+  const int tiles =
+      static_cast<int>((pairs + kPairs - 1) / kPairs) + (p.num_heads % kPairs == 0 ? 0 : p.batch);
+  const int parts =
+      std::max(1, std::min(kMaxSplitBlocks / tiles, (p.max_seq_len + kKeys - 1) / kKeys));
   const Results made{results, results + static_cast<int64_t>(tiles) * parts * kPairs * kLatent};
   auto kernel = mla_kernel<T, kTiles>;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                 static_cast<int>(kSharedBytes<kTiles>));
+  const cudaError_t error = cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kSharedBytes<kTiles>));
   if (error != cudaSuccess) return error;
-  const cudaError_t ran = launch(kernel, dim3(tiles, parts), kWarps * 32, kSharedBytes<kTiles>, stream, p, queries, seen,
-                                 made, parts);
+  const cudaError_t ran = launch(kernel, dim3(tiles, parts), kWarps * 32, kSharedBytes<kTiles>,
+                                 stream, p, queries, seen, made, parts);
   if (ran != cudaSuccess || parts == 1) return ran;
-  return launch(merge_mla_splits_kernel<T, kPairs>, dim3(tiles, kPairs), kLatent / 4, 0, stream, p, seen, made, parts);
+  return launch(merge_mla_splits_kernel<T, kPairs>, dim3(tiles, kPairs), kLatent / 4, 0, stream, p,
+                seen, made, parts);
 }
 
 template <typename T>
 bool fits_smem(int tiles) {
-  return static_cast<int>(tiles == 1 ? kSharedBytes<1> : tiles == 2 ? kSharedBytes<2> : kSharedBytes<4>) <=
+  return static_cast<int>(tiles == 1   ? kSharedBytes<1>
+                          : tiles == 2 ? kSharedBytes<2>
+                                       : kSharedBytes<4>) <=
          device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>();
 }
 
 template <typename T>
-cudaError_t attend(const LatentAttentionParams& p, const T* queries, T* seen, float* results, cudaStream_t stream) {
+cudaError_t attend(const LatentAttentionParams& p, const T* queries, T* seen, float* results,
+                   cudaStream_t stream) {
   if constexpr (sizeof(T) == 2) {
     if (p.shared_dim == kFirst && p.latent == kLatent) {
       // In decoding, no more pairs than a token has.
@@ -565,8 +606,8 @@ cudaError_t attend(const LatentAttentionParams& p, const T* queries, T* seen, fl
     }
   }
   const size_t shared = sizeof(float) * (p.shared_dim + p.latent + kFallbackWarps * p.latent);
-  return launch(mla_fallback_kernel<T>, static_cast<unsigned>(p.num_tokens * p.num_heads), kFallbackWarps * 32, shared, stream, p,
-                queries, seen);
+  return launch(mla_fallback_kernel<T>, static_cast<unsigned>(p.num_tokens * p.num_heads),
+                kFallbackWarps * 32, shared, stream, p, queries, seen);
 }
 
 template <typename T>
@@ -579,25 +620,31 @@ cudaError_t run(const LatentAttentionParams& p, const Scratch& scratch, cudaStre
   cudaError_t error = launch(rope_kernel<T>, p.num_tokens, 256, 0, stream, p, queries);
   if (error != cudaSuccess) return error;
   error = run_up<T>({static_cast<const T*>(p.query) + p.shared_dim, static_cast<const T*>(p.key_up),
-                     queries + p.shared_dim, p.num_tokens, own, p.latent, int64_t{heads} * p.query_dim, p.query_dim,
-                     heads * dim, dim}, heads, stream);
+                     queries + p.shared_dim, p.num_tokens, own, p.latent,
+                     int64_t{heads} * p.query_dim, p.query_dim, heads * dim, dim},
+                    heads, stream);
   if (error != cudaSuccess) return error;
   error = attend<T>(p, queries, seen, reinterpret_cast<float*>(bytes + scratch.results), stream);
   if (error != cudaSuccess) return error;
-  return run_up<T>({seen, static_cast<const T*>(p.value_up), static_cast<T*>(p.out), p.num_tokens, p.latent, p.value_dim,
-                    int64_t{heads} * p.latent, p.latent, int64_t{heads} * p.value_dim, p.value_dim}, heads, stream);
+  return run_up<T>(
+      {seen, static_cast<const T*>(p.value_up), static_cast<T*>(p.out), p.num_tokens, p.latent,
+       p.value_dim, int64_t{heads} * p.latent, p.latent, int64_t{heads} * p.value_dim, p.value_dim},
+      heads, stream);
 }
 
 }  // namespace
 
-int64_t latent_attention_scratch(DType dtype, int num_tokens, int num_heads, int shared_dim, int latent) {
-  return scratch_of(dtype, static_cast<int64_t>(num_tokens) * num_heads, shared_dim + latent, latent).bytes;
+int64_t latent_attention_scratch(DType dtype, int num_tokens, int num_heads, int shared_dim,
+                                 int latent) {
+  return scratch_of(dtype, static_cast<int64_t>(num_tokens) * num_heads, shared_dim + latent,
+                    latent)
+      .bytes;
 }
 
 cudaError_t latent_attention(DType dtype, const LatentAttentionParams& p, cudaStream_t stream) {
   if (p.num_tokens == 0) return cudaSuccess;
-  const Scratch scratch = scratch_of(dtype, static_cast<int64_t>(p.num_tokens) * p.num_heads, p.shared_dim + p.latent,
-                                     p.latent);
+  const Scratch scratch = scratch_of(dtype, static_cast<int64_t>(p.num_tokens) * p.num_heads,
+                                     p.shared_dim + p.latent, p.latent);
   return dispatch_dtype(dtype, [&](auto* type) {
     return run<std::remove_pointer_t<decltype(type)>>(p, scratch, stream);
   });

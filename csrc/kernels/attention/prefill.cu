@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kThreadsOf<kDim>) prefill_kernel(AttentionPara
   constexpr int kStageSize = kKeys * kPitch;
   extern __shared__ uint4 raw[];
   T* queries = reinterpret_cast<T*>(raw);  // [kRows][kPitch]
-  T* keys = queries + kRows * kPitch;  // [2][kKeys][kPitch]
+  T* keys = queries + kRows * kPitch;      // [2][kKeys][kPitch]
   T* values = keys + 2 * kStageSize;
   pdl_wait();
   pdl_launch_dependents();
@@ -46,7 +46,8 @@ __global__ void __launch_bounds__(kThreadsOf<kDim>) prefill_kernel(AttentionPara
   int sequence = 0;
   for (int high = p.batch - 1; sequence < high;) {
     const int middle = (sequence + high + 1) / 2;
-    if (first_tile(middle) <= static_cast<int>(blockIdx.x)) sequence = middle; else high = middle - 1;
+    if (first_tile(middle) <= static_cast<int>(blockIdx.x)) sequence = middle;
+    else high = middle - 1;
   }
   const int tile = blockIdx.x - first_tile(sequence);
   const int first_token = start_of(p, sequence) + tile * kRows;
@@ -54,7 +55,7 @@ __global__ void __launch_bounds__(kThreadsOf<kDim>) prefill_kernel(AttentionPara
   if (rows <= 0) return;
   const int head = blockIdx.y, kv_head = head / (p.num_heads / p.num_kv_heads);
   const int past = p.past_lens[sequence] + tile * kRows;  // position of the first query
-  const int end = past + rows;  // keys that any query sees
+  const int end = past + rows;                            // keys that any query sees
   const int begin = first_visible(p, past) / kKeys * kKeys;
   const CacheRows row_of(p, sequence, kv_head);
   const C* key_rows = static_cast<const C*>(p.key_cache);
@@ -63,8 +64,10 @@ __global__ void __launch_bounds__(kThreadsOf<kDim>) prefill_kernel(AttentionPara
   constexpr int kVectors = kDim / 8;
   for (int i = threadIdx.x; i < kRows * kVectors; i += kThreads) {
     const int row = i / kVectors, column = i % kVectors * 8;
-    const T* source = static_cast<const T*>(p.queries) +
-        (static_cast<int64_t>(first_token + min(row, rows - 1)) * p.num_heads + head) * kDim + column;
+    const T* source =
+        static_cast<const T*>(p.queries) +
+        (static_cast<int64_t>(first_token + min(row, rows - 1)) * p.num_heads + head) * kDim +
+        column;
     copy_async(queries + row * kPitch + column, source, row < rows);
   }
   auto fetch = [&](int start, int stage) {
@@ -77,7 +80,8 @@ __global__ void __launch_bounds__(kThreadsOf<kDim>) prefill_kernel(AttentionPara
         copy_async(values + place, value_rows + offset, at < end);
       } else {
         // After the last key its copies, which no query sees.
-        const Cached<C> key = load_cache(key_rows + offset), value = load_cache(value_rows + offset);
+        const Cached<C> key = load_cache(key_rows + offset),
+                        value = load_cache(value_rows + offset);
         store(keys + place, convert_cache<T, C>(key));
         store(values + place, convert_cache<T, C>(value));
       }
@@ -91,7 +95,8 @@ __global__ void __launch_bounds__(kThreadsOf<kDim>) prefill_kernel(AttentionPara
   float out[kOwn / 8][4] = {};
   float peak[2] = {-INFINITY, -INFINITY}, total[2] = {};
   // Row r of this thread is query position past + warp * 16 + g + 8 * r.
-  const int own = past + warp * 16 + g, first_of[2] = {first_visible(p, own), first_visible(p, own + 8)};
+  const int own = past + warp * 16 + g,
+            first_of[2] = {first_visible(p, own), first_visible(p, own + 8)};
   const float scale = p.scale * (p.softcap > 0 ? 1.f : kLog2E);
   int stage = 0;
   for (int start = begin; start < end; start += kKeys, stage ^= 1) {
@@ -110,9 +115,10 @@ __global__ void __launch_bounds__(kThreadsOf<kDim>) prefill_kernel(AttentionPara
       ldmatrix_x4<false>(a, queries + (warp * 16 + lane % 16) * kPitch + k * 16 + lane / 16 * 8);
 #pragma unroll
       for (int n = 0; n < kKeys / 16; ++n) {
-        uint32_t b[4];  // keys n * 16 to + 7 and + 8 to + 15, each columns k * 16 to + 7 and + 8 to + 15
+        uint32_t
+            b[4];  // keys n * 16 to + 7 and + 8 to + 15, each columns k * 16 to + 7 and + 8 to + 15
         ldmatrix_x4<false>(b, stage_keys + (n * 16 + lane / 16 * 8 + lane % 8) * kPitch + k * 16 +
-                                    lane % 16 / 8 * 8);
+                                  lane % 16 / 8 * 8);
         mma_m16n8k16<T>(score[2 * n], a, b[0], b[1]);
         mma_m16n8k16<T>(score[2 * n + 1], a, b[2], b[3]);
       }
@@ -162,7 +168,8 @@ __global__ void __launch_bounds__(kThreadsOf<kDim>) prefill_kernel(AttentionPara
 #pragma unroll
       for (int n = 0; n < kOwn / 16; ++n) {
         uint32_t b[4];
-        ldmatrix_x4<true>(b, stage_values + (k * 16 + lane % 16) * kPitch + first_column + n * 16 + lane / 16 * 8);
+        ldmatrix_x4<true>(b, stage_values + (k * 16 + lane % 16) * kPitch + first_column + n * 16 +
+                                 lane / 16 * 8);
         mma_m16n8k16<T>(out[2 * n], a, b[0], b[1]);
         mma_m16n8k16<T>(out[2 * n + 1], a, b[2], b[3]);
       }
@@ -177,14 +184,16 @@ __global__ void __launch_bounds__(kThreadsOf<kDim>) prefill_kernel(AttentionPara
     if (row >= rows) continue;
     total[r] += sink_weight(p.sinks, head, peak[r]);
     const OutputWriter<T> made(p.out, p.out_scale_inverse);
-    const int64_t begin = (static_cast<int64_t>(first_token + row) * p.num_heads + head) * kDim + first_column + 2 * t;
+    const int64_t begin = (static_cast<int64_t>(first_token + row) * p.num_heads + head) * kDim +
+                          first_column + 2 * t;
 #pragma unroll
-    for (int n = 0; n < kOwn / 8; ++n) made.write(begin + n * 8, {out[n][2 * r] / total[r], out[n][2 * r + 1] / total[r]});
+    for (int n = 0; n < kOwn / 8; ++n)
+      made.write(begin + n * 8, {out[n][2 * r] / total[r], out[n][2 * r + 1] / total[r]});
   }
 }
 
 template <int kDim>
-constexpr int kShared = 2 * (kRows + 4 * kKeysOf<kDim>) * (kDim + 8);  // bytes
+constexpr int kShared = 2 * (kRows + 4 * kKeysOf<kDim>)*(kDim + 8);  // bytes
 
 template <typename T, typename C, int kDim>
 cudaError_t run(const AttentionParams& p, cudaStream_t stream) {
@@ -193,7 +202,8 @@ cudaError_t run(const AttentionParams& p, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   // Maximum number of query tiles: every sequence may end in a partial one.
   const unsigned tiles = p.num_tokens / kRows + p.batch;
-  return launch(prefill_kernel<T, C, kDim>, dim3(tiles, p.num_heads), kThreadsOf<kDim>, kShared<kDim>, stream, p);
+  return launch(prefill_kernel<T, C, kDim>, dim3(tiles, p.num_heads), kThreadsOf<kDim>,
+                kShared<kDim>, stream, p);
 }
 
 template <typename T, typename C>
@@ -218,12 +228,15 @@ cudaError_t dispatch_cache(const AttentionParams& p, cudaStream_t stream) {
 
 bool can_prefill(DType dtype, int head_dim) {
   return (dtype == DType::kFloat16 || dtype == DType::kBFloat16) &&
-         (head_dim == 64 || head_dim == 80 || head_dim == 96 || head_dim == 128 || head_dim == 256 ||
-          (head_dim == 512 && kShared<512> <= device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>()));
+         (head_dim == 64 || head_dim == 80 || head_dim == 96 || head_dim == 128 ||
+          head_dim == 256 ||
+          (head_dim == 512 &&
+           kShared<512> <= device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>()));
 }
 
 cudaError_t prefill(DType dtype, const AttentionParams& p, cudaStream_t stream) {
-  return dtype == DType::kFloat16 ? dispatch_cache<__half>(p, stream) : dispatch_cache<__nv_bfloat16>(p, stream);
+  return dtype == DType::kFloat16 ? dispatch_cache<__half>(p, stream)
+                                  : dispatch_cache<__nv_bfloat16>(p, stream);
 }
 
 }  // namespace llmc::kernels

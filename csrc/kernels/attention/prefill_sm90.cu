@@ -21,14 +21,16 @@ namespace {
 using namespace device;
 using namespace sm90;
 
-constexpr int kRows = kPrefixRows, kConsumerGroups = 2, kThreads = (1 + kConsumerGroups) * 128, kStages = 2;
+constexpr int kRows = kPrefixRows, kConsumerGroups = 2, kThreads = (1 + kConsumerGroups) * 128,
+              kStages = 2;
 constexpr int kSmemColumns = 64;  // columns of a row in shared memory
 constexpr uint32_t kSmemRowBytes = 2 * kSmemColumns;
 
 // Shared memory, aligned to 1,024 bytes.
 template <int kDim, int kKeys>
 struct SharedStorage {
-  static constexpr uint32_t kLines = kDim / kSmemColumns, kQueryBytes = kRows * kDim * 2, kTileBytes = kKeys * kDim * 2;
+  static constexpr uint32_t kLines = kDim / kSmemColumns, kQueryBytes = kRows * kDim * 2,
+                            kTileBytes = kKeys * kDim * 2;
   static constexpr uint32_t kKeysAt = kQueryBytes, kValuesAt = kKeysAt + kStages * kTileBytes;
   static constexpr uint32_t kBarriersAt = kValuesAt + kStages * kTileBytes;
   static constexpr uint32_t kBytes = kBarriersAt + 8 * (1 + 4 * kStages) + 1024;
@@ -41,8 +43,12 @@ struct SharedStorage {
   __device__ Mbarrier query_barrier() const { return barrier(0); }
   __device__ Mbarrier key_full_barrier(int stage) const { return barrier(1 + stage); }
   __device__ Mbarrier key_empty_barrier(int stage) const { return barrier(1 + kStages + stage); }
-  __device__ Mbarrier value_full_barrier(int stage) const { return barrier(1 + 2 * kStages + stage); }
-  __device__ Mbarrier value_empty_barrier(int stage) const { return barrier(1 + 3 * kStages + stage); }
+  __device__ Mbarrier value_full_barrier(int stage) const {
+    return barrier(1 + 2 * kStages + stage);
+  }
+  __device__ Mbarrier value_empty_barrier(int stage) const {
+    return barrier(1 + 3 * kStages + stage);
+  }
 };
 
 // Boxes of kPrefillUnit positions of keys and values, and of runs of such boxes in consecutive
@@ -65,8 +71,9 @@ __device__ __forceinline__ float fast_exp2(float x) {
 // Producer warp. kRunKeys is a power of two; a box has as many positions, in one or several
 // consecutive cache blocks.
 template <int kRunKeys, int kDim, int kKeys>
-__device__ __forceinline__ void produce(const SharedStorage<kDim, kKeys>& smem, const TensorMaps& maps,
-                                         const AttentionParams& p, const WorkTile& work, int kv_head, int per_block) {
+__device__ __forceinline__ void produce(const SharedStorage<kDim, kKeys>& smem,
+                                        const TensorMaps& maps, const AttentionParams& p,
+                                        const WorkTile& work, int kv_head, int per_block) {
   using P = SharedStorage<kDim, kKeys>;
   const int lane = threadIdx.x % 32;
   constexpr int kUnits = kKeys / kPrefillUnit, kRun = kRunKeys / kPrefillUnit;
@@ -75,8 +82,10 @@ __device__ __forceinline__ void produce(const SharedStorage<kDim, kKeys>& smem, 
   const bool copies = lane < static_cast<int>(kUnits * P::kLines);
   const uint32_t run = ((1u << kRun) - 1) << (lane - in_run);  // lanes of this run
   const int shift = __ffs(p.block_size) - 1, mask = p.block_size - 1;
-  const int32_t* table = p.block_table + work.sequence * static_cast<int64_t>(p.max_seq_len >> shift);
-  auto copy = [&](const CUtensorMap& map, const CUtensorMap& runs, uint32_t target, Mbarrier barrier, int tile) {
+  const int32_t* table =
+      p.block_table + work.sequence * static_cast<int64_t>(p.max_seq_len >> shift);
+  auto copy = [&](const CUtensorMap& map, const CUtensorMap& runs, uint32_t target,
+                  Mbarrier barrier, int tile) {
     if (lane == 0) barrier.arrive_expect_tx(P::kTileBytes);
     // Positions after the last key are masked; any finite values do.
     const int wanted = work.begin + tile * kKeys + unit * kPrefillUnit;
@@ -89,26 +98,28 @@ __device__ __forceinline__ void produce(const SharedStorage<kDim, kKeys>& smem, 
     if (!copies) return;
     const int row = (block * p.num_kv_heads + kv_head) * p.block_size + in_block;
     if (!together) tma_load(at, map, barrier, line * kSmemColumns, row);
-    else if (in_run == 0) tma_load(at, runs, barrier, line * kSmemColumns, in_block, kv_head, block);
+    else if (in_run == 0)
+      tma_load(at, runs, barrier, line * kSmemColumns, in_block, kv_head, block);
   };
   if (lane == 0) {
     const int group = p.num_heads / p.num_kv_heads;
     smem.query_barrier().arrive_expect_tx(P::kLines * per_block * group * kSmemRowBytes);
     for (uint32_t line = 0; line < P::kLines; ++line)
-      tma_load(smem.base + line * kRows * kSmemRowBytes, maps.queries, smem.query_barrier(), line * kSmemColumns, 0, kv_head,
-               work.first_token);
+      tma_load(smem.base + line * kRows * kSmemRowBytes, maps.queries, smem.query_barrier(),
+               line * kSmemColumns, 0, kv_head, work.first_token);
   }
   __syncwarp();
   for (int i = 0; i <= work.tiles; ++i) {
     if (i < work.tiles) {
       if (i >= kStages) smem.key_empty_barrier(i % kStages).wait(i / kStages - 1 & 1);
-      copy(maps.keys, maps.key_runs, smem.keys(i % kStages), smem.key_full_barrier(i % kStages), work.tiles - 1 - i);
+      copy(maps.keys, maps.key_runs, smem.keys(i % kStages), smem.key_full_barrier(i % kStages),
+           work.tiles - 1 - i);
     }
     if (i > 0) {
       const int j = i - 1;
       if (j >= kStages) smem.value_empty_barrier(j % kStages).wait(j / kStages - 1 & 1);
-      copy(maps.values, maps.value_runs, smem.values(j % kStages), smem.value_full_barrier(j % kStages),
-           work.tiles - 1 - j);
+      copy(maps.values, maps.value_runs, smem.values(j % kStages),
+           smem.value_full_barrier(j % kStages), work.tiles - 1 - j);
     }
   }
 }
@@ -127,8 +138,9 @@ struct Consumer {
   uint32_t weight[kKeys / 4];
   const float scale = p.scale * kLog2E;
 
-  __device__ __forceinline__ Consumer(const SharedStorage<kDim, kKeys>& smem, const AttentionParams& p, const WorkTile& work,
-                                      int kv_head, int warpgroup)
+  __device__ __forceinline__ Consumer(const SharedStorage<kDim, kKeys>& smem,
+                                      const AttentionParams& p, const WorkTile& work, int kv_head,
+                                      int warpgroup)
       : smem(smem), p(p), work(work), kv_head(kv_head), warpgroup(warpgroup) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -136,8 +148,12 @@ struct Consumer {
       token[r] = row[r] / heads;
     }
   }
-  __device__ __forceinline__ int position_of(int token) const { return kPrefix ? work.end - 1 : work.past + token; }
-  __device__ __forceinline__ int start_of_tile(int i) const { return work.begin + (work.tiles - 1 - i) * kKeys; }
+  __device__ __forceinline__ int position_of(int token) const {
+    return kPrefix ? work.end - 1 : work.past + token;
+  }
+  __device__ __forceinline__ int start_of_tile(int i) const {
+    return work.begin + (work.tiles - 1 - i) * kKeys;
+  }
   __device__ __forceinline__ void release(Mbarrier barrier) const {
     if (lane == 0) barrier.arrive();
   }
@@ -147,95 +163,102 @@ struct Consumer {
 
   // score = Q * K^T of tile i, asynchronous.
   __device__ __forceinline__ void qk_gemm(int i) {
-      const uint32_t queries = smem.base + warpgroup * 64 * kSmemRowBytes, keys = smem.keys(i % kStages);
+    const uint32_t queries = smem.base + warpgroup * 64 * kSmemRowBytes,
+                   keys = smem.keys(i % kStages);
 #pragma unroll
-      for (int k = 0; k < kDim / 16; ++k)
-        Wgmma<T, kKeys>::ss(score, make_smem_desc_k_major(queries + k / 4 * kRows * kSmemRowBytes + k % 4 * 32),
-                                     make_smem_desc_k_major(keys + k / 4 * kKeys * kSmemRowBytes + k % 4 * 32), k > 0);
-      wgmma_commit();
+    for (int k = 0; k < kDim / 16; ++k)
+      Wgmma<T, kKeys>::ss(
+          score, make_smem_desc_k_major(queries + k / 4 * kRows * kSmemRowBytes + k % 4 * 32),
+          make_smem_desc_k_major(keys + k / 4 * kKeys * kSmemRowBytes + k % 4 * 32), k > 0);
+    wgmma_commit();
   }
 
   // out += weight * V of tile i, asynchronous.
   __device__ __forceinline__ void pv_gemm(int i) {
-      const uint32_t values = smem.values(i % kStages);
+    const uint32_t values = smem.values(i % kStages);
 #pragma unroll
-      for (int k = 0; k < kKeys / 16; ++k)
-        Wgmma<T, kDim>::rs(out, weight + 4 * k, make_smem_desc_mn_major(values + k * 16 * kSmemRowBytes, kKeys * kSmemRowBytes));
-      wgmma_commit();
+    for (int k = 0; k < kKeys / 16; ++k)
+      Wgmma<T, kDim>::rs(
+          out, weight + 4 * k,
+          make_smem_desc_mn_major(values + k * 16 * kSmemRowBytes, kKeys * kSmemRowBytes));
+    wgmma_commit();
   }
 
-  // Scores of tile i to unnormalized weights, in place; `old` receives the factors by which earlier sums are rescaled.
+  // Scores of tile i to unnormalized weights, in place; `old` receives the factors by which earlier
+  // sums are rescaled.
   template <bool kMasked>
   __device__ __forceinline__ void online_softmax(int i, float (&old)[2]) {
-      if constexpr (kMasked) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const int last = position_of(token[r]), first = first_visible(p, last);
-#pragma unroll
-          for (int n = 0; n < kKeys / 8; ++n)
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-              const int key = start_of_tile(i) + n * 8 + 2 * t + c;
-              if (key > last || key < first) score[4 * n + 2 * r + c] = -INFINITY;
-            }
-        }
-      }
+    if constexpr (kMasked) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        float higher = score[2 * r];
-#pragma unroll
-        for (int n = 0; n < kKeys / 8; ++n) higher = fmaxf(higher, fmaxf(score[4 * n + 2 * r], score[4 * n + 2 * r + 1]));
-        higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, 1));
-        higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, 2));
-        higher = fmaxf(row_max[r], higher * scale);
-        const float shift = higher == -INFINITY ? 0 : higher;
-        old[r] = fast_exp2(row_max[r] - shift);
-        row_max[r] = higher;
-        float sum = 0;
+        const int last = position_of(token[r]), first = first_visible(p, last);
 #pragma unroll
         for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
-            float& s = score[4 * n + 2 * r + c];
-            s = fast_exp2(s * scale - shift);
-            sum += s;
+            const int key = start_of_tile(i) + n * 8 + 2 * t + c;
+            if (key > last || key < first) score[4 * n + 2 * r + c] = -INFINITY;
           }
-        row_sum[r] = row_sum[r] * old[r] + sum;
       }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float higher = score[2 * r];
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n)
+        higher = fmaxf(higher, fmaxf(score[4 * n + 2 * r], score[4 * n + 2 * r + 1]));
+      higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, 1));
+      higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, 2));
+      higher = fmaxf(row_max[r], higher * scale);
+      const float shift = higher == -INFINITY ? 0 : higher;
+      old[r] = fast_exp2(row_max[r] - shift);
+      row_max[r] = higher;
+      float sum = 0;
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          float& s = score[4 * n + 2 * r + c];
+          s = fast_exp2(s * scale - shift);
+          sum += s;
+        }
+      row_sum[r] = row_sum[r] * old[r] + sum;
+    }
   }
 
   // Weights to the 16-bit register operand of pv_gemm().
   __device__ __forceinline__ void convert_weights() {
 #pragma unroll
-      for (int k = 0; k < kKeys / 4; ++k) weight[k] = pack2<T>(score[2 * k], score[2 * k + 1]);
+    for (int k = 0; k < kKeys / 4; ++k) weight[k] = pack2<T>(score[2 * k], score[2 * k + 1]);
   }
 
   // Tile i: its QK^T runs beside the PV of tile i - 1, which runs beside the softmax of tile i.
   template <bool kMasked>
   __device__ __forceinline__ void step(int i) {
-      float old[2];
-      smem.key_full_barrier(i % kStages).wait(i / kStages & 1);
-      named_barrier_sync(own_turn(), kConsumerGroups * 128);
-      wgmma_fence();
-      qk_gemm(i);
-      smem.value_full_barrier((i - 1) % kStages).wait((i - 1) / kStages & 1);
-      wgmma_fence();
-      pv_gemm(i - 1);
-      if (warpgroup == 0 || i + 1 < work.tiles) named_barrier_arrive(other_turn(), kConsumerGroups * 128);
-      wgmma_wait<1>();
-      release(smem.key_empty_barrier(i % kStages));
-      online_softmax<kMasked>(i, old);
-      wgmma_wait<0>();
-      release(smem.value_empty_barrier((i - 1) % kStages));
-      if (__any_sync(~0u, old[0] != 1 || old[1] != 1)) {
+    float old[2];
+    smem.key_full_barrier(i % kStages).wait(i / kStages & 1);
+    named_barrier_sync(own_turn(), kConsumerGroups * 128);
+    wgmma_fence();
+    qk_gemm(i);
+    smem.value_full_barrier((i - 1) % kStages).wait((i - 1) / kStages & 1);
+    wgmma_fence();
+    pv_gemm(i - 1);
+    if (warpgroup == 0 || i + 1 < work.tiles)
+      named_barrier_arrive(other_turn(), kConsumerGroups * 128);
+    wgmma_wait<1>();
+    release(smem.key_empty_barrier(i % kStages));
+    online_softmax<kMasked>(i, old);
+    wgmma_wait<0>();
+    release(smem.value_empty_barrier((i - 1) % kStages));
+    if (__any_sync(~0u, old[0] != 1 || old[1] != 1)) {
 #pragma unroll
-        for (int c = 0; c < kDim / 2; ++c) out[c] *= old[c / 2 % 2];
-      }
-      convert_weights();
+      for (int c = 0; c < kDim / 2; ++c) out[c] *= old[c / 2 % 2];
+    }
+    convert_weights();
   }
 
-  // Prologue, main loop and the last PV. Only tiles at the ends need masks: those that not every query of the warpgroup
-  // sees as a whole.
+  // Prologue, main loop and the last PV. Only tiles at the ends need masks: those that not every
+  // query of the warpgroup sees as a whole.
   __device__ __forceinline__ void mainloop() {
     const int lowest = position_of(warpgroup * 64 / heads);  // position of the first query
     const int first_seen_by_all = first_visible(p, position_of((warpgroup * 64 + 63) / heads));
@@ -259,28 +282,33 @@ struct Consumer {
     wgmma_wait<0>();
   }
 
-  // Epilogue: normalizes the sums and writes them to p.out; for a prefix, writes maximum, total and sums as a partial result.
+  // Epilogue: normalizes the sums and writes them to p.out; for a prefix, writes maximum, total and
+  // sums as a partial result.
   __device__ __forceinline__ void store_rows() {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 1);
       row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 2);
       if (token[r] >= work.tokens) continue;
-      const int64_t token_head =
-          static_cast<int64_t>(work.first_token + token[r]) * p.num_heads + kv_head * heads + row[r] % heads;
+      const int64_t token_head = static_cast<int64_t>(work.first_token + token[r]) * p.num_heads +
+                                 kv_head * heads + row[r] % heads;
       if constexpr (kPrefix) {
         float* result = prefix_partial(p, token_head, blockIdx.z, prefix_splits(p));
         if (t == 0) result[0] = row_max[r], result[1] = row_sum[r];
 #pragma unroll
         for (int n = 0; n < kDim / 8; ++n)
-          store(result + kPrefixSums + n * 8 + 2 * t, Vec<float, 2>{{out[4 * n + 2 * r], out[4 * n + 2 * r + 1]}});
+          store(result + kPrefixSums + n * 8 + 2 * t,
+                Vec<float, 2>{{out[4 * n + 2 * r], out[4 * n + 2 * r + 1]}});
         continue;
       }
-      const float share = 1 / (row_sum[r] + sink_weight(p.sinks, static_cast<int>(token_head % p.num_heads), row_max[r]));
+      const float share =
+          1 / (row_sum[r] +
+               sink_weight(p.sinks, static_cast<int>(token_head % p.num_heads), row_max[r]));
       const OutputWriter<T> made(p.out, p.out_scale_inverse);
 #pragma unroll
       for (int n = 0; n < kDim / 8; ++n)
-        made.write(token_head * kDim + 2 * t + n * 8, {out[4 * n + 2 * r] * share, out[4 * n + 2 * r + 1] * share});
+        made.write(token_head * kDim + 2 * t + n * 8,
+                   {out[4 * n + 2 * r] * share, out[4 * n + 2 * r + 1] * share});
     }
   }
 };
@@ -293,13 +321,14 @@ __device__ __forceinline__ WorkTile prompt_work(const AttentionParams& p, int pe
   int sequence = 0;
   for (int high = p.batch - 1; sequence < high;) {
     const int middle = (sequence + high + 1) / 2;
-    if (first_block(middle) <= block) sequence = middle; else high = middle - 1;
+    if (first_block(middle) <= block) sequence = middle;
+    else high = middle - 1;
   }
   const int skipped = (block - first_block(sequence)) * per_block;
   WorkTile work{sequence, start_of(p, sequence) + skipped};
   work.tokens = min(per_block, start_of(p, sequence + 1) - work.first_token);
   work.past = p.past_lens[sequence] + skipped;  // position of the first query
-  work.end = work.past + work.tokens;  // keys that any query sees
+  work.end = work.past + work.tokens;           // keys that any query sees
   work.begin = first_visible(p, work.past);
   return work;
 }
@@ -316,7 +345,8 @@ __device__ __forceinline__ WorkTile prefix_work(const AttentionParams& p, int pe
 }
 
 template <typename T, int kDim, int kKeys, int kRunKeys, bool kPrefix>
-__global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_constant__ TensorMaps maps, AttentionParams p) {
+__global__ void __launch_bounds__(kThreads, 1)
+    prefill_kernel(const __grid_constant__ TensorMaps maps, AttentionParams p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using P = SharedStorage<kDim, kKeys>;
   extern __shared__ uint8_t raw[];
@@ -355,31 +385,43 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
 
 // Tensor map of T; a box has kSmemColumns of the innermost dimension.
 template <typename T, int kRank>
-bool make_tensor_map(CUtensorMap& made, const void* data, const cuuint64_t (&sizes)[kRank], const cuuint32_t (&box)[kRank]) {
-  return sm90::make_tensor_map(made, kTensorMapType<T>, CU_TENSOR_MAP_SWIZZLE_128B, data, sizes, sizeof(T), box);
+bool make_tensor_map(CUtensorMap& made, const void* data, const cuuint64_t (&sizes)[kRank],
+                     const cuuint32_t (&box)[kRank]) {
+  return sm90::make_tensor_map(made, kTensorMapType<T>, CU_TENSOR_MAP_SWIZZLE_128B, data, sizes,
+                               sizeof(T), box);
 }
 
 template <bool kPrefix, typename T, int kDim, int kKeys, int kRunKeys>
 cudaError_t run(const AttentionParams& p, cudaStream_t stream) {
   using P = SharedStorage<kDim, kKeys>;
   const auto kernel = prefill_kernel<T, kDim, kKeys, kRunKeys, kPrefix>;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, P::kBytes);
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, P::kBytes);
   if (error != cudaSuccess) return error;
-  const auto group = static_cast<cuuint32_t>(p.num_heads / p.num_kv_heads), per_block = kRows / group;
+  const auto group = static_cast<cuuint32_t>(p.num_heads / p.num_kv_heads),
+             per_block = kRows / group;
   const auto kv_heads = static_cast<cuuint64_t>(p.num_kv_heads);
-  const auto tokens = static_cast<cuuint64_t>(p.num_tokens), blocks = static_cast<cuuint64_t>(p.num_blocks);
-  const auto size = static_cast<cuuint32_t>(p.block_size), in_block = std::min<cuuint32_t>(size, kRunKeys);
-  const cuuint64_t rows[] = {kDim, blocks * kv_heads * size}, cache[] = {kDim, size, kv_heads, blocks};
-  const cuuint32_t unit[] = {kSmemColumns, kPrefillUnit}, run[] = {kSmemColumns, in_block, 1, kRunKeys / in_block};
+  const auto tokens = static_cast<cuuint64_t>(p.num_tokens),
+             blocks = static_cast<cuuint64_t>(p.num_blocks);
+  const auto size = static_cast<cuuint32_t>(p.block_size),
+             in_block = std::min<cuuint32_t>(size, kRunKeys);
+  const cuuint64_t rows[] = {kDim, blocks * kv_heads * size},
+                   cache[] = {kDim, size, kv_heads, blocks};
+  const cuuint32_t unit[] = {kSmemColumns, kPrefillUnit},
+                   run[] = {kSmemColumns, in_block, 1, kRunKeys / in_block};
   TensorMaps maps;
-  if (!make_tensor_map<T, 4>(maps.queries, p.queries, {kDim, group, kv_heads, tokens}, {kSmemColumns, group, 1, per_block}) ||
-      !make_tensor_map<T>(maps.keys, p.key_cache, rows, unit) || !make_tensor_map<T>(maps.values, p.value_cache, rows, unit) ||
-      !make_tensor_map<T>(maps.key_runs, p.key_cache, cache, run) || !make_tensor_map<T>(maps.value_runs, p.value_cache, cache, run))
+  if (!make_tensor_map<T, 4>(maps.queries, p.queries, {kDim, group, kv_heads, tokens},
+                             {kSmemColumns, group, 1, per_block}) ||
+      !make_tensor_map<T>(maps.keys, p.key_cache, rows, unit) ||
+      !make_tensor_map<T>(maps.values, p.value_cache, rows, unit) ||
+      !make_tensor_map<T>(maps.key_runs, p.key_cache, cache, run) ||
+      !make_tensor_map<T>(maps.value_runs, p.value_cache, cache, run))
     return cudaErrorInvalidValue;
   // Maximum number of query blocks: every sequence may end in a partial one.
-  const unsigned parts = kPrefix ? prefix_blocks(p) / p.num_kv_heads : p.num_tokens / per_block + p.batch;
-  return launch(kernel, dim3(p.num_kv_heads, parts, kPrefix ? max_prefix_splits(p) : 1), kThreads, P::kBytes, stream, maps,
-                p);
+  const unsigned parts =
+      kPrefix ? prefix_blocks(p) / p.num_kv_heads : p.num_tokens / per_block + p.batch;
+  return launch(kernel, dim3(p.num_kv_heads, parts, kPrefix ? max_prefix_splits(p) : 1), kThreads,
+                P::kBytes, stream, maps, p);
 }
 
 template <bool kPrefix, typename T>
@@ -396,15 +438,18 @@ cudaError_t dispatch_head_dim(const AttentionParams& p, cudaStream_t stream) {
 
 bool has_prefill_sm90(DType dtype, const AttentionParams& p) {
   const int group = p.num_heads / p.num_kv_heads;
-  if (group > kRows || p.num_tokens / (kRows / group) + p.batch > 65535) return false;  // maximum grid dimension
+  if (group > kRows || p.num_tokens / (kRows / group) + p.batch > 65535)
+    return false;  // maximum grid dimension
   return (dtype == DType::kFloat16 || dtype == DType::kBFloat16) && !p.float8 && p.softcap == 0 &&
          p.block_table != nullptr && p.block_size >= kPrefillUnit &&
          (p.head_dim == 64 || p.head_dim == 128 || p.head_dim == 256) &&
-         device_attribute<cudaDevAttrComputeCapabilityMajor>() == 9 && tensor_map_encoder() != nullptr;
+         device_attribute<cudaDevAttrComputeCapabilityMajor>() == 9 &&
+         tensor_map_encoder() != nullptr;
 }
 
 cudaError_t prefill_sm90(DType dtype, const AttentionParams& p, cudaStream_t stream) {
-  return dtype == DType::kFloat16 ? dispatch_head_dim<false, __half>(p, stream) : dispatch_head_dim<false, __nv_bfloat16>(p, stream);
+  return dtype == DType::kFloat16 ? dispatch_head_dim<false, __half>(p, stream)
+                                  : dispatch_head_dim<false, __nv_bfloat16>(p, stream);
 }
 
 bool can_share_prefix(DType dtype, const AttentionParams& p) {
@@ -422,7 +467,8 @@ int64_t prefix_scratch(int batch, int num_heads, int num_kv_heads, int head_dim)
 
 cudaError_t prefix_attention(DType dtype, const AttentionParams& p, cudaStream_t stream) {
   if (!can_share_prefix(dtype, p)) return cudaErrorInvalidValue;
-  return dtype == DType::kFloat16 ? dispatch_head_dim<true, __half>(p, stream) : dispatch_head_dim<true, __nv_bfloat16>(p, stream);
+  return dtype == DType::kFloat16 ? dispatch_head_dim<true, __half>(p, stream)
+                                  : dispatch_head_dim<true, __nv_bfloat16>(p, stream);
 }
 
 }  // namespace llmc::kernels

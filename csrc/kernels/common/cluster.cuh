@@ -24,7 +24,8 @@ struct Mbarrier {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(arrivals) : "memory");
   }
   __device__ __forceinline__ void arrive() const {
-    asm volatile("{.reg .b64 state; mbarrier.arrive.shared::cta.b64 state, [%0];}" ::"r"(at) : "memory");
+    asm volatile("{.reg .b64 state; mbarrier.arrive.shared::cta.b64 state, [%0];}" ::"r"(at)
+                 : "memory");
   }
   // Arrives when this thread's outstanding cp.async copies have completed.
   __device__ __forceinline__ void arrive_after_cp_async() const {
@@ -32,7 +33,8 @@ struct Mbarrier {
   }
   // Arrives, and makes the phase wait for `bytes` bytes of asynchronous copies.
   __device__ __forceinline__ void arrive_expect_tx(uint32_t bytes) const {
-    SM90_ASM("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
+    SM90_ASM("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at),
+             "r"(bytes) : "memory");
   }
   // Waits until the phase of this parity has completed.
   __device__ __forceinline__ void wait(uint32_t parity) const {
@@ -44,10 +46,13 @@ struct Mbarrier {
     asm volatile(
         "{\n.reg .pred done;\n"
         "again:\n"
-        "mbarrier." WAIT_FOR_PHASE ".parity.shared::cta.b64 done, [%0], %1;\n"
+        "mbarrier." WAIT_FOR_PHASE
+        ".parity.shared::cta.b64 done, [%0], %1;\n"
         "@done bra over;\n"
         "bra again;\n"
-        "over:\n}" ::"r"(at), "r"(parity) : "memory");
+        "over:\n}" ::"r"(at),
+        "r"(parity)
+        : "memory");
 #undef WAIT_FOR_PHASE
   }
 };
@@ -60,17 +65,22 @@ __device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {
 // Makes mbarrier.init of this thread visible to asynchronous copies and to other blocks of the
 // cluster.
 __device__ __forceinline__ void fence_mbarrier_init() {
-  SM90_ASM("fence.mbarrier_init.release.cluster;" ::: "memory");
+  SM90_ASM("fence.mbarrier_init.release.cluster;" :: : "memory");
 }
 
 // Copies contiguous bytes from global to shared memory; `barrier` counts them. Addresses and size
 // are multiples of 16.
-__device__ __forceinline__ void bulk_copy(uint32_t target, const void* from, uint32_t bytes, Mbarrier barrier) {
-  SM90_ASM("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-             ::"r"(target), "l"(from), "r"(bytes), "r"(barrier.at) : "memory");
+__device__ __forceinline__ void bulk_copy(uint32_t target, const void* from, uint32_t bytes,
+                                          Mbarrier barrier) {
+  SM90_ASM(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(target),
+      "l"(from), "r"(bytes), "r"(barrier.at) : "memory");
 }
 // Makes this thread's writes to shared memory visible to the async proxy (wgmma, TMA).
-__device__ __forceinline__ void fence_async_proxy() { SM90_ASM("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void fence_async_proxy() {
+  SM90_ASM("fence.proxy.async.shared::cta;" :: : "memory");
+}
 
 // Blocks of the cluster, and the rank of this block.
 __device__ __forceinline__ int cluster_size() {
@@ -94,34 +104,37 @@ __device__ __forceinline__ int cluster_id() {
 // cluster_arrive_relaxed() does not.
 __device__ __forceinline__ void cluster_arrive() {
   __syncwarp();
-  SM90_ASM("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  SM90_ASM("barrier.cluster.arrive.release.aligned;" :: : "memory");
 }
 __device__ __forceinline__ void cluster_arrive_relaxed() {
   __syncwarp();
-  SM90_ASM("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  SM90_ASM("barrier.cluster.arrive.relaxed.aligned;" :: : "memory");
 }
 __device__ __forceinline__ void cluster_wait() {
   __syncwarp();
-  SM90_ASM("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  SM90_ASM("barrier.cluster.wait.acquire.aligned;" :: : "memory");
 }
 
 // Loads four floats from block `rank`'s shared memory, at the offset of `from` in this block's.
 __device__ __forceinline__ float4 ld_shared_cluster(const float* from, int rank) {
   float4 x{};
-  SM90_ASM("{\n.reg .u32 there;\nmapa.shared::cluster.u32 there, %4, %5;\n"
-             "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n}"
-             : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(smem_address(from)), "r"(rank) : "memory");
+  SM90_ASM(
+      "{\n.reg .u32 there;\nmapa.shared::cluster.u32 there, %4, %5;\n"
+      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n}" : "=f"(x.x),
+      "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(smem_address(from)), "r"(rank) : "memory");
   return x;
 }
 
 // Stores x to block `rank`'s shared memory, at the offset of `to`; that block's barrier counts four
 // bytes.
 __device__ __forceinline__ void st_async(float* to, Mbarrier barrier, int rank, float x) {
-  SM90_ASM("{\n.reg .b32 there, counted;\n"
-             "mapa.shared::cluster.u32 there, %0, %2;\n"
-             "mapa.shared::cluster.u32 counted, %1, %2;\n"
-             "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [there], %3, [counted];\n}"
-             ::"r"(smem_address(to)), "r"(barrier.at), "r"(rank), "f"(x) : "memory");
+  SM90_ASM(
+      "{\n.reg .b32 there, counted;\n"
+      "mapa.shared::cluster.u32 there, %0, %2;\n"
+      "mapa.shared::cluster.u32 counted, %1, %2;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [there], %3, [counted];\n}" ::"r"(
+          smem_address(to)),
+      "r"(barrier.at), "r"(rank), "f"(x) : "memory");
 }
 
 }  // namespace llmc::device

@@ -32,19 +32,22 @@ using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat1
 
 template <typename T>
 __device__ __forceinline__ uint32_t hsub2(uint32_t a, uint32_t b) {
-  const Pair<T> difference = __hsub2(*reinterpret_cast<const Pair<T>*>(&a), *reinterpret_cast<const Pair<T>*>(&b));
+  const Pair<T> difference =
+      __hsub2(*reinterpret_cast<const Pair<T>*>(&a), *reinterpret_cast<const Pair<T>*>(&b));
   return *reinterpret_cast<const uint32_t*>(&difference);
 }
 template <typename T>
 __device__ __forceinline__ uint32_t hmul2(uint32_t a, uint32_t b) {
-  const Pair<T> result = __hmul2(*reinterpret_cast<const Pair<T>*>(&a), *reinterpret_cast<const Pair<T>*>(&b));
+  const Pair<T> result =
+      __hmul2(*reinterpret_cast<const Pair<T>*>(&a), *reinterpret_cast<const Pair<T>*>(&b));
   return *reinterpret_cast<const uint32_t*>(&result);
 }
 
 template <typename T>
 __device__ __forceinline__ uint32_t hfma2(uint32_t a, uint32_t b, uint32_t c) {
-  const Pair<T> result = __hfma2(*reinterpret_cast<const Pair<T>*>(&a), *reinterpret_cast<const Pair<T>*>(&b),
-                                 *reinterpret_cast<const Pair<T>*>(&c));
+  const Pair<T> result =
+      __hfma2(*reinterpret_cast<const Pair<T>*>(&a), *reinterpret_cast<const Pair<T>*>(&b),
+              *reinterpret_cast<const Pair<T>*>(&c));
   return *reinterpret_cast<const uint32_t*>(&result);
 }
 
@@ -53,7 +56,8 @@ __device__ __forceinline__ uint32_t hfma2(uint32_t a, uint32_t b, uint32_t c) {
 template <typename T, CodeType kCodeType>
 __device__ __forceinline__ uint32_t dequant_offset(int zero) {
   if constexpr (kCodeType == CodeType::kMxfp4) return 0x7e807e80;  // twice 2^126
-  if constexpr (kCodeType == CodeType::kInt8 && std::is_same_v<T, __nv_bfloat16>) return __float_as_uint(8388608.f + zero);
+  if constexpr (kCodeType == CodeType::kInt8 && std::is_same_v<T, __nv_bfloat16>)
+    return __float_as_uint(8388608.f + zero);
   const float base = (std::is_same_v<T, __half> ? 1024.f : 128.f) + zero;
   return pack2<T>(base, base);
 }
@@ -87,7 +91,8 @@ __device__ __forceinline__ void mxfp4_bits(uint32_t (&pairs)[4], uint32_t word) 
     pairs[0] = lop3_and_or(word, kSigns, word << 3 & kRest);
     pairs[1] = lop3_and_or(round, kSigns, word >> 3 & kRest);
     pairs[2] = lop3_and_or(word << 4, kSigns, word << 7 & kRest);
-    pairs[3] = lop3_and_or(word << 6, kSigns, lop3_and_or(word << 1, 0x08000800, word << 9 & 0x06000600));
+    pairs[3] =
+        lop3_and_or(word << 6, kSigns, lop3_and_or(word << 1, 0x08000800, word << 9 & 0x06000600));
   } else {
     constexpr uint32_t kAll = 0x81c081c0;
     pairs[0] = word & kAll;
@@ -103,13 +108,15 @@ __device__ __forceinline__ void mxfp4_bits(uint32_t (&pairs)[4], uint32_t word) 
 template <typename T>
 constexpr float kMxfp4Scale = std::is_same_v<T, __half> ? 16384.f : 1.f;
 template <typename T, CodeType kCodeType>
-__device__ __forceinline__ void dequantize_unit(uint32_t (&pairs)[4], uint2 words, uint32_t offset) {
+__device__ __forceinline__ void dequantize_unit(uint32_t (&pairs)[4], uint2 words,
+                                                uint32_t offset) {
   constexpr bool kHalf = std::is_same_v<T, __half>;
   if constexpr (kCodeType == CodeType::kMxfp4) mxfp4_bits<T>(pairs, words.x);
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
     if constexpr (kCodeType == CodeType::kInt4) {
-      pairs[k] = hsub2<T>(lop3_and_or(words.x >> 4 * k, 0x000f000f, kHalf ? 0x64006400 : 0x43004300), offset);
+      pairs[k] = hsub2<T>(
+          lop3_and_or(words.x >> 4 * k, 0x000f000f, kHalf ? 0x64006400 : 0x43004300), offset);
     } else if constexpr (kCodeType == CodeType::kMxfp4) {
       if constexpr (!kHalf) pairs[k] = hmul2<T>(pairs[k], offset);
     } else if constexpr (kCodeType == CodeType::kFloat8) {
@@ -119,12 +126,16 @@ __device__ __forceinline__ void dequantize_unit(uint32_t (&pairs)[4], uint2 word
       const uint32_t small = kHalf ? high >> 1 & 0x3f803f80 : high >> 4 & 0x07f007f0;
       pairs[k] = hmul2<T>(lop3_and_or(high, 0x80008000, small), kHalf ? 0x5c005c00 : 0x7b807b80);
     } else if constexpr (kHalf) {
-      pairs[k] = hsub2<T>(lop3_and_or(__byte_perm(words.x, words.y, k | (k + 4) << 8), 0x00ff00ff, 0x64006400), offset);
+      pairs[k] = hsub2<T>(
+          lop3_and_or(__byte_perm(words.x, words.y, k | (k + 4) << 8), 0x00ff00ff, 0x64006400),
+          offset);
     } else {
       // bfloat16 has too few mantissa bits for that. float32 has enough, and its upper half is
       // exact.
-      const float low = __uint_as_float(lop3_and_or(words.x >> 8 * k, 0xff, 0x4b000000)) - __uint_as_float(offset);
-      const float high = __uint_as_float(lop3_and_or(words.y >> 8 * k, 0xff, 0x4b000000)) - __uint_as_float(offset);
+      const float low = __uint_as_float(lop3_and_or(words.x >> 8 * k, 0xff, 0x4b000000)) -
+                        __uint_as_float(offset);
+      const float high = __uint_as_float(lop3_and_or(words.y >> 8 * k, 0xff, 0x4b000000)) -
+                         __uint_as_float(offset);
       pairs[k] = __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
     }
   }
@@ -138,8 +149,7 @@ template <typename T>
 __device__ __forceinline__ uint32_t bias_nibbles(uint32_t word, int from) {
   if constexpr (std::is_same_v<T, __half>)
     return lop3_and_or(from < 4 ? word << (4 - from) : word >> (from - 4), 0x00f000f0, 0x54005400);
-  else
-    return lop3_and_or(word >> from, 0x000f000f, 0x43004300);
+  else return lop3_and_or(word >> from, 0x000f000f, 0x43004300);
 }
 
 // A unit of 8 codes as such pairs. 8-bit codes become two planes, of low and high nibbles.
@@ -165,7 +175,8 @@ __device__ __forceinline__ void unpack_unit(uint32_t (&pairs)[kPlanes][4], uint2
 __device__ __forceinline__ void fp8x4_to_half2(uint32_t& low, uint32_t& high, uint32_t codes) {
 #if __CUDA_ARCH__ >= 890
   asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e4m3x2 %0, a; cvt.rn.f16x2.e4m3x2 %1, b;}"
-      : "=r"(low), "=r"(high) : "r"(codes));
+      : "=r"(low), "=r"(high)
+      : "r"(codes));
 #else
   low = high = codes;  // never executed: launchers check the compute capability
 #endif
@@ -177,7 +188,8 @@ constexpr float kFloat8Max = 448, kMinScale = 1e-30f;
 // Eight values times `inverse` as FP8 codes, in the order of a unit: see packed_column().
 __device__ __forceinline__ uint2 quantize_unit(const float (&numbers)[8], float inverse) {
   auto pair_of = [&](int k) -> uint32_t {
-    return __nv_cvt_float2_to_fp8x2({numbers[k] * inverse, numbers[k + 2] * inverse}, __NV_SATFINITE, __NV_E4M3);
+    return __nv_cvt_float2_to_fp8x2({numbers[k] * inverse, numbers[k + 2] * inverse},
+                                    __NV_SATFINITE, __NV_E4M3);
   };
   return make_uint2(pair_of(0) | pair_of(4) << 16, pair_of(1) | pair_of(5) << 16);
 }
@@ -192,7 +204,8 @@ __device__ __forceinline__ float abs_max(const float (&numbers)[8]) {
 // Maximum over a half warp, all of whose threads participate.
 __device__ __forceinline__ float half_warp_max(float most) {
 #pragma unroll
-  for (int mask = 1; mask < 16; mask *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffu << (threadIdx.x & 16), most, mask));
+  for (int mask = 1; mask < 16; mask *= 2)
+    most = fmaxf(most, __shfl_xor_sync(0xffffu << (threadIdx.x & 16), most, mask));
   return most;
 }
 __device__ __forceinline__ float warp_abs_max(float most) {  // not negative
@@ -200,14 +213,20 @@ __device__ __forceinline__ float warp_abs_max(float most) {  // not negative
 }
 
 // The FP8 scale for values of at most this magnitude.
-__device__ __forceinline__ float fp8_scale(float most) { return fmaxf(most / kFloat8Max, kMinScale); }
+__device__ __forceinline__ float fp8_scale(float most) {
+  return fmaxf(most / kFloat8Max, kMinScale);
+}
 
 // Prefetches the cache line of p to L2.
-__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }
+__device__ __forceinline__ void prefetch_l2(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
 
 // The zero of groups that have none of their own.
 template <CodeType kCodeType>
-constexpr int kDefaultZero = kCodeType == CodeType::kInt4 ? 8 : kCodeType == CodeType::kInt8 ? 128 : 0;
+constexpr int kDefaultZero = kCodeType == CodeType::kInt4   ? 8
+                             : kCodeType == CodeType::kInt8 ? 128
+                                                            : 0;
 
 // The value of an E8M0 exponent byte (MXFP4).
 __device__ __forceinline__ float exponent_to_float(uint8_t bits) {
@@ -228,10 +247,13 @@ __device__ __forceinline__ int load_zero(const QuantParams& p, int64_t row, int 
 template <CodeType kCodeType>
 __device__ __forceinline__ float decode(uint32_t code, int zero) {
   if constexpr (kCodeType == CodeType::kMxfp4) {
-    const float size = code & 6 ? static_cast<float>(2 + (code & 1)) * static_cast<float>(1 << (code >> 1 & 3)) / 4 : (code & 1) / 2.f;
+    const float size =
+        code & 6 ? static_cast<float>(2 + (code & 1)) * static_cast<float>(1 << (code >> 1 & 3)) / 4
+                 : (code & 1) / 2.f;
     return code & 8 ? -size : size;
   }
-  if constexpr (kCodeType != CodeType::kFloat8) return static_cast<float>(static_cast<int>(code) - zero);
+  if constexpr (kCodeType != CodeType::kFloat8)
+    return static_cast<float>(static_cast<int>(code) - zero);
   Float8 bits;
   bits.__x = static_cast<uint8_t>(code);
   return to_float(bits);
@@ -239,10 +261,12 @@ __device__ __forceinline__ float decode(uint32_t code, int zero) {
 
 // One dequantized element of a repacked weight [out, in]. Takes groups of any size.
 template <CodeType kCodeType>
-__device__ __forceinline__ float dequantize_at(const QuantParams& p, const uint8_t* codes, int64_t row, int column, int out, int in) {
+__device__ __forceinline__ float dequantize_at(const QuantParams& p, const uint8_t* codes,
+                                               int64_t row, int column, int out, int in) {
   const int group = column / p.group_size, groups = in / p.group_size;
   const int64_t place = row * in + packed_column(column, in);
-  const int code = kCodeType == CodeType::kInt4 ? codes[place / 2] >> place % 2 * 4 & 15 : codes[place];
+  const int code =
+      kCodeType == CodeType::kInt4 ? codes[place / 2] >> place % 2 * 4 & 15 : codes[place];
   const float number = decode<kCodeType>(code, load_zero<kCodeType>(p, row, group, groups));
   const int64_t at = static_cast<int64_t>(group) * out + row;
   return fmaf(number, p.scale[at], p.minimum != nullptr ? p.minimum[at] : 0.f);

@@ -42,7 +42,9 @@ template <typename T>
 constexpr int kVec = 16 / sizeof(T);
 
 // Whether the address is a multiple of `multiple` bytes.
-inline bool is_aligned(const void* from, uintptr_t multiple) { return reinterpret_cast<uintptr_t>(from) % multiple == 0; }
+inline bool is_aligned(const void* from, uintptr_t multiple) {
+  return reinterpret_cast<uintptr_t>(from) % multiple == 0;
+}
 
 // Whether rows `pitch` elements apart can be read by vectors of kWidth elements.
 template <typename T, int kWidth = kVec<T>>
@@ -60,7 +62,9 @@ __device__ __forceinline__ void store(T* p, const Vec<T, N>& v) {
 }
 
 // Prefetches the cache line of p to L1.
-__device__ __forceinline__ void prefetch_l1(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
+__device__ __forceinline__ void prefetch_l1(const void* p) {
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(p));
+}
 
 // Eight cache elements as 32-bit words. Conditional loads keep words: for narrower elements, or
 // converted ones, the compiler would assemble registers after each load and so serialize the loads.
@@ -86,7 +90,8 @@ __device__ __forceinline__ Vec<T, 8> convert_cache(const Cached<C>& words) {
       if constexpr (std::is_same_v<T, __half>) {
         wide.data[i] = pair.x, wide.data[i + 1] = pair.y;
       } else {
-        wide.data[i] = from_float<T>(to_float(pair.x)), wide.data[i + 1] = from_float<T>(to_float(pair.y));
+        wide.data[i] = from_float<T>(to_float(pair.x)),
+        wide.data[i + 1] = from_float<T>(to_float(pair.y));
       }
     }
     return wide;
@@ -143,7 +148,8 @@ __device__ __forceinline__ float2 block_sum_and_max(float x, float y, float2* pa
   __syncthreads();
   both = {0, 0};
 #pragma unroll
-  for (int w = 0; w < kThreads / 32; ++w) both = {both.x + partial[w].x, fmaxf(both.y, partial[w].y)};
+  for (int w = 0; w < kThreads / 32; ++w)
+    both = {both.x + partial[w].x, fmaxf(both.y, partial[w].y)};
   return both;
 }
 
@@ -160,7 +166,9 @@ __device__ __forceinline__ float logit_of(uint64_t rank) {
   const auto ordered = static_cast<uint32_t>(rank >> 32);
   return __uint_as_float(ordered >> 31 ? ordered & 0x7fffffffu : ~ordered);
 }
-__device__ __forceinline__ int token_of(uint64_t rank) { return static_cast<int>(~static_cast<uint32_t>(rank)); }
+__device__ __forceinline__ int token_of(uint64_t rank) {
+  return static_cast<int>(~static_cast<uint32_t>(rank));
+}
 
 // Maximum over a warp, returned to every lane.
 __device__ __forceinline__ uint64_t warp_max(uint64_t x) {
@@ -169,7 +177,9 @@ __device__ __forceinline__ uint64_t warp_max(uint64_t x) {
   return static_cast<uint64_t>(most) << 32 | low;
 }
 
-__device__ __forceinline__ float softplus(float x) { return fmaxf(x, 0.f) + log1pf(__expf(-fabsf(x))); }
+__device__ __forceinline__ float softplus(float x) {
+  return fmaxf(x, 0.f) + log1pf(__expf(-fabsf(x)));
+}
 
 __device__ __forceinline__ float activate(float x, Activation kind) {
   switch (kind) {
@@ -201,7 +211,8 @@ __device__ __forceinline__ void activate(float (&x)[N], Activation kind) {
   if (kind == Activation::kNone) return;
   if (kind == Activation::kSilu) return activate_as<Activation::kSilu>(x);
   switch (kind) {
-    case Activation::kNone: case Activation::kSilu: return;
+    case Activation::kNone:
+    case Activation::kSilu: return;
     case Activation::kRelu: return activate_as<Activation::kRelu>(x);
     case Activation::kRelu2: return activate_as<Activation::kRelu2>(x);
     case Activation::kGelu: return activate_as<Activation::kGelu>(x);
@@ -273,9 +284,10 @@ class Launch {
 };
 
 template <typename... Params, typename... Args>
-cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared, cudaStream_t stream,
-                   Args&&... args) {
-  return cudaLaunchKernelEx(Launch(grid, block, shared, stream).config(), kernel, static_cast<Params>(args)...);
+cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared,
+                   cudaStream_t stream, Args&&... args) {
+  return cudaLaunchKernelEx(Launch(grid, block, shared, stream).config(), kernel,
+                            static_cast<Params>(args)...);
 }
 
 // Calls f with a null pointer to the C++ type of a floating-point DType.

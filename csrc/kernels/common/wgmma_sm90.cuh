@@ -10,8 +10,8 @@
 
 namespace llmc::sm90 {
 
-using device::Mbarrier;
 using device::fence_async_proxy;
+using device::Mbarrier;
 using device::named_barrier_sync;
 using device::smem_address;
 
@@ -21,28 +21,40 @@ __device__ __forceinline__ device::Vec<uint32_t, kWords> load_smem(uint32_t at) 
   device::Vec<uint32_t, kWords> words;
   auto& x = words.data;
   if constexpr (kWords == 1) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x[0]) : "r"(at));
-  else if constexpr (kWords == 2) asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(at));
-  else asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at));
+  else if constexpr (kWords == 2)
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(at));
+  else
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(at));
   return words;
 }
 
 // Copies a box of a tensor map to shared memory; `barrier` counts its bytes. Small boxes are faster
 // with two dimensions than with four.
-__device__ __forceinline__ void tma_load(uint32_t target, const CUtensorMap& map, Mbarrier barrier, int x, int y) {
+__device__ __forceinline__ void tma_load(uint32_t target, const CUtensorMap& map, Mbarrier barrier,
+                                         int x, int y) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-      ::"r"(target), "l"(&map), "r"(x), "r"(y), "r"(barrier.at) : "memory");
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
+      "%3}], [%4];" ::"r"(target),
+      "l"(&map), "r"(x), "r"(y), "r"(barrier.at)
+      : "memory");
 }
-__device__ __forceinline__ void tma_load(uint32_t target, const CUtensorMap& map, Mbarrier barrier, int x, int y, int z) {
+__device__ __forceinline__ void tma_load(uint32_t target, const CUtensorMap& map, Mbarrier barrier,
+                                         int x, int y, int z) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
-      ::"r"(target), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier.at) : "memory");
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
+      "%3, %4}], [%5];" ::"r"(target),
+      "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier.at)
+      : "memory");
 }
-__device__ __forceinline__ void tma_load(uint32_t target, const CUtensorMap& map, Mbarrier barrier, int x, int y, int z,
-                                         int w) {
+__device__ __forceinline__ void tma_load(uint32_t target, const CUtensorMap& map, Mbarrier barrier,
+                                         int x, int y, int z, int w) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];"
-      ::"r"(target), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier.at) : "memory");
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
+      "%3, %4, %5}], [%6];" ::"r"(target),
+      "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier.at)
+      : "memory");
 }
 
 // Prefetches a tensor map descriptor.
@@ -61,7 +73,8 @@ std::array<int, kMost + 1> max_active_clusters(Kernel kernel, int threads, uint3
   std::array<int, kMost + 1> found{};
   for (size_t blocks = 2; blocks <= kMost; ++blocks) {
     const device::Launch all(blocks, threads, bytes, nullptr, blocks);
-    if (cudaOccupancyMaxActiveClusters(&found[blocks], kernel, all.config()) != cudaSuccess) found[blocks] = 0;
+    if (cudaOccupancyMaxActiveClusters(&found[blocks], kernel, all.config()) != cudaSuccess)
+      found[blocks] = 0;
   }
   return found;
 }
@@ -73,9 +86,11 @@ inline TensorMapEncoder tensor_map_encoder() {
   static const TensorMapEncoder found = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult result;
-    const bool there = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault,
-                                                        &result) == cudaSuccess;
-    return there && result == cudaDriverEntryPointSuccess ? reinterpret_cast<TensorMapEncoder>(function) : nullptr;
+    const bool there = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                                        cudaEnableDefault, &result) == cudaSuccess;
+    return there && result == cudaDriverEntryPointSuccess
+               ? reinterpret_cast<TensorMapEncoder>(function)
+               : nullptr;
   }();
   return found;
 }
@@ -84,34 +99,45 @@ inline TensorMapEncoder tensor_map_encoder() {
 // Strides are in bytes, for all dimensions but the innermost, and default to a dense tensor. L2
 // promotion is 128 bytes, as in cp_async().
 template <int kRank>
-bool make_tensor_map(CUtensorMap& made, CUtensorMapDataType type, CUtensorMapSwizzle swizzle, const void* data,
-         const cuuint64_t (&sizes)[kRank], const cuuint64_t (&strides)[kRank - 1], const cuuint32_t (&box)[kRank]) {
+bool make_tensor_map(CUtensorMap& made, CUtensorMapDataType type, CUtensorMapSwizzle swizzle,
+                     const void* data, const cuuint64_t (&sizes)[kRank],
+                     const cuuint64_t (&strides)[kRank - 1], const cuuint32_t (&box)[kRank]) {
   const cuuint32_t steps[] = {1, 1, 1, 1};
-  return tensor_map_encoder()(&made, type, kRank, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                  swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  return tensor_map_encoder()(&made, type, kRank, const_cast<void*>(data), sizes, strides, box,
+                              steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                              CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 template <int kRank>
-bool make_tensor_map(CUtensorMap& made, CUtensorMapDataType type, CUtensorMapSwizzle swizzle, const void* data,
-         const cuuint64_t (&sizes)[kRank], int width, const cuuint32_t (&box)[kRank]) {
+bool make_tensor_map(CUtensorMap& made, CUtensorMapDataType type, CUtensorMapSwizzle swizzle,
+                     const void* data, const cuuint64_t (&sizes)[kRank], int width,
+                     const cuuint32_t (&box)[kRank]) {
   cuuint64_t strides[kRank - 1] = {sizes[0] * width};
   for (int i = 1; i < kRank - 1; ++i) strides[i] = strides[i - 1] * sizes[i];
   return make_tensor_map(made, type, swizzle, data, sizes, strides, box);
 }
 template <typename T>
-constexpr auto kTensorMapType = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+constexpr auto kTensorMapType =
+    std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 
 // Shared memory descriptors of a tile at `address`: K-major (k along rows), or MN-major (k across
 // rows), where the next 64 columns are next_columns bytes further.
 __device__ __forceinline__ uint64_t make_smem_desc_k_major(uint32_t address) {
-  return uint64_t{1} << 62 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 16 | (address & 0x3ffff) >> 4;
-}
-__device__ __forceinline__ uint64_t make_smem_desc_mn_major(uint32_t address, uint32_t next_columns) {
-  return uint64_t{1} << 62 | uint64_t{1024 >> 4} << 32 | static_cast<uint64_t>(next_columns >> 4) << 16 |
+  return uint64_t{1} << 62 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 16 |
          (address & 0x3ffff) >> 4;
 }
+__device__ __forceinline__ uint64_t make_smem_desc_mn_major(uint32_t address,
+                                                            uint32_t next_columns) {
+  return uint64_t{1} << 62 | uint64_t{1024 >> 4} << 32 |
+         static_cast<uint64_t>(next_columns >> 4) << 16 | (address & 0x3ffff) >> 4;
+}
 
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
 // Waits until at most the kNewest newest wgmma groups are outstanding.
 template <int kNewest>
 __device__ __forceinline__ void wgmma_wait() {
@@ -129,6 +155,7 @@ __device__ __forceinline__ void wgmma_wait() {
 template <typename T, int N>
 struct Wgmma;
 
+// clang-format off
 // Register lists of the asm strings, eight at a time, and their operands.
 #define R0 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define TEXT_8 "%0, %1, %2, %3"
@@ -231,5 +258,6 @@ WGMMA_FLOAT8(16, "%8", "%9", "%10", "%11", "%12", "%13")
 WGMMA_FLOAT8(32, "%16", "%17", "%18", "%19", "%20", "%21")
 WGMMA_FLOAT8(64, "%32", "%33", "%34", "%35", "%36", "%37")
 WGMMA_FLOAT8(96, "%48", "%49", "%50", "%51", "%52", "%53")
+// clang-format on
 
 }  // namespace llmc::sm90

@@ -28,12 +28,14 @@ namespace {
 using namespace device;
 
 constexpr int kVectors = 2;  // vectors of a chunk
-__host__ __device__ constexpr int stages(int warps) { return warps == 16 ? 4 : 3; }  // chunks in flight
+__host__ __device__ constexpr int stages(int warps) {
+  return warps == 16 ? 4 : 3;
+}  // chunks in flight
 constexpr int kColumns = 64;  // of a vector
 constexpr int kChunk = kVectors * kColumns;
 constexpr unsigned kManyPairs = 2;  // minimum tile pairs per SM
-constexpr int kQuantizedRows = 4;  // rows of x that blocks quantize
-constexpr int kPad = 64;  // bytes between rows of codes, against bank conflicts
+constexpr int kQuantizedRows = 4;   // rows of x that blocks quantize
+constexpr int kPad = 64;            // bytes between rows of codes, against bank conflicts
 template <int kWarps, int kM>
 constexpr size_t kRing = sizeof(uint4) * stages(kWarps) * kVectors * 2 * kM * kWarps * 32;
 
@@ -48,11 +50,14 @@ enum class XKind { kCodes, kRounded, kNumbers };
 template <XKind kXKind>
 constexpr int kWidth = kXKind == XKind::kNumbers ? 2 : 1;  // bytes of an element in shared memory
 template <XKind kXKind>
-__host__ __device__ __forceinline__ int row_bytes(const GemvParams& p) { return p.in * kWidth<kXKind> + kPad; }
+__host__ __device__ __forceinline__ int row_bytes(const GemvParams& p) {
+  return p.in * kWidth<kXKind> + kPad;
+}
 
 // A power of two, at least 2^-100, that divides values of at most this magnitude to less than 2^15.
 __device__ __forceinline__ float power_step(float most) {
-  return __uint_as_float(max(static_cast<int>(__float_as_uint(most) & 0x7f800000u) - (14 << 23), 27 << 23));
+  return __uint_as_float(
+      max(static_cast<int>(__float_as_uint(most) & 0x7f800000u) - (14 << 23), 27 << 23));
 }
 
 // Converts x to codes, or float16, in rows row_bytes() apart, with scales [p.rows], or of groups
@@ -60,12 +65,15 @@ __device__ __forceinline__ float power_step(float most) {
 // norm_kernel (rowwise/norm.cu) up to the order of a sum. Calls pdl_wait(). `moments`: shared
 // memory, one entry per warp.
 template <typename T, int kWarps, XKind kXKind, bool kGrouped>
-__device__ __forceinline__ void quantize_x(const GemvParams& p, uint8_t* made, float* scales, float2* moments) {
-  constexpr int kHeld = 64 / kWarps;  // vectors of x in registers: all of them, up to 16,384 columns
+__device__ __forceinline__ void quantize_x(const GemvParams& p, uint8_t* made, float* scales,
+                                           float2* moments) {
+  constexpr int kHeld =
+      64 / kWarps;  // vectors of x in registers: all of them, up to 16,384 columns
   const int warps = kWarps >> (p.rows > 2 ? 2 : p.rows > 1);  // warps per row
   const int warp = threadIdx.x / 32, row = warp / warps;
   const int own = warp % warps * 32 + threadIdx.x % 32, each = warps * 32;
-  const int vectors = row < p.rows ? p.in / 8 : 0, batches = (p.in / 8 + each * kHeld - 1) / (each * kHeld);
+  const int vectors = row < p.rows ? p.in / 8 : 0,
+            batches = (p.in / 8 + each * kHeld - 1) / (each * kHeld);
   const T* x = static_cast<const T*>(p.x) + static_cast<int64_t>(row) * p.in;
   const float* gain = p.norm ? p.norm_weight : nullptr;
   if (gain != nullptr)
@@ -78,7 +86,8 @@ __device__ __forceinline__ void quantize_x(const GemvParams& p, uint8_t* made, f
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
       const int vector = (batch * kHeld + i) * each + own;
-      held[i] = vector < vectors ? *reinterpret_cast<const uint4*>(x + 8 * vector) : make_uint4(0, 0, 0, 0);
+      held[i] = vector < vectors ? *reinterpret_cast<const uint4*>(x + 8 * vector)
+                                 : make_uint4(0, 0, 0, 0);
     }
   };
   // Calls f with the index of each vector of a batch, its values, and these times the norm's
@@ -115,7 +124,8 @@ __device__ __forceinline__ void quantize_x(const GemvParams& p, uint8_t* made, f
   float2 all{};
 #pragma unroll
   for (int w = 0; w < kWarps; ++w)
-    if (w >= row * warps && w < (row + 1) * warps) all = {all.x + moments[w].x, fmaxf(all.y, moments[w].y)};
+    if (w >= row * warps && w < (row + 1) * warps)
+      all = {all.x + moments[w].x, fmaxf(all.y, moments[w].y)};
   const float scale = p.norm ? rsqrtf(all.x / p.in + p.epsilon) : 1.f;
   auto step_of = [&](float most) {
     return kXKind == XKind::kNumbers ? power_step(most * scale) : fp8_scale(most * scale);
@@ -129,11 +139,15 @@ __device__ __forceinline__ void quantize_x(const GemvParams& p, uint8_t* made, f
       if constexpr (kGrouped) {  // a group belongs to half a warp
         const float own_step = step_of(half_warp_max(abs_max(gained)));
         inverse = scale / own_step;
-        if (vector % (kQuantBlock / 8) == 0) scales[vector / (kQuantBlock / 8) * kQuantizedRows + row] = own_step;
+        if (vector % (kQuantBlock / 8) == 0)
+          scales[vector / (kQuantBlock / 8) * kQuantizedRows + row] = own_step;
       }
-      uint8_t* const to = made + row * row_bytes<kXKind>(p) + 8 * kWidth<kXKind> * vector;  // see packed_column()
+      uint8_t* const to =
+          made + row * row_bytes<kXKind>(p) + 8 * kWidth<kXKind> * vector;  // see packed_column()
       if constexpr (kXKind == XKind::kNumbers) {
-        auto pair_of = [&](int k) { return pack2<__half>(gained[k] * inverse, gained[k + 2] * inverse); };
+        auto pair_of = [&](int k) {
+          return pack2<__half>(gained[k] * inverse, gained[k + 2] * inverse);
+        };
         *reinterpret_cast<uint4*>(to) = make_uint4(pair_of(0), pair_of(4), pair_of(1), pair_of(5));
       } else {
         *reinterpret_cast<uint2*>(to) = quantize_unit(gained, inverse);
@@ -144,14 +158,17 @@ __device__ __forceinline__ void quantize_x(const GemvParams& p, uint8_t* made, f
 
 // kM: tiles at once. kTiles: groups of 8 rows of x.
 template <typename T, int kWarps, int kM, int kTiles, XKind kXKind, bool kGrouped>
-__global__ void __launch_bounds__(kWarps * 32, kXKind != XKind::kCodes ? 2 : (kM * kTiles == 1 ? 24 : 16) / kWarps)
+__global__ void __launch_bounds__(kWarps * 32, kXKind != XKind::kCodes
+                                                   ? 2
+                                                   : (kM * kTiles == 1 ? 24 : 16) / kWarps)
     float8_gemv_kernel(GemvParams p) {
   constexpr bool kQuantizesX = kXKind != XKind::kCodes;
   static_assert(!kQuantizesX || kTiles == 1);
   static_assert(kChunk == kQuantBlock);
   constexpr int kThreads = kWarps * 32, kRows = 2 * kM;  // kRows: weight rows of a thread
-  constexpr int kStages = stages(kWarps), kSums = kQuantizesX ? kQuantizedRows : kTiles * 8;  // kSums: sums of a weight row
-  constexpr bool kAhead = kTiles < 4;  // registers suffice
+  constexpr int kStages = stages(kWarps),
+                kSums = kQuantizesX ? kQuantizedRows : kTiles * 8;  // kSums: sums of a weight row
+  constexpr bool kAhead = kTiles < 4;                               // registers suffice
   // [kStages][kVectors][kRows][kThreads], then the converted x, then scales of its groups. With the
   // ring at 16 bytes beyond a multiple of 32, the size of a memory sector, a step took 11 % longer.
   extern __shared__ __align__(32) uint4 ring[];
@@ -164,7 +181,9 @@ __global__ void __launch_bounds__(kWarps * 32, kXKind != XKind::kCodes ? 2 : (kM
   // Rows beyond the last repeat it; their sums are not written.
   auto row_of = [&](int tile, int row) {
     const int low = (tile * kM + row / 2) * height + g;
-    return row % 2 == 0 ? min(low, p.out - 1) : p.gated ? p.out + min(low, p.out - 1) : min(low + 8, p.out - 1);
+    return row % 2 == 0 ? min(low, p.out - 1)
+           : p.gated    ? p.out + min(low, p.out - 1)
+                        : min(low + 8, p.out - 1);
   };
 
   // Producer cursor: cp.async copies run ahead of the mma, over tiles and chunks.
@@ -175,7 +194,8 @@ __global__ void __launch_bounds__(kWarps * 32, kXKind != XKind::kCodes ? 2 : (kM
   auto find_rows = [&] {
 #pragma unroll
     for (int row = 0; row < kRows; ++row)
-      ahead.rows[row] = static_cast<const uint8_t*>(p.weight) + static_cast<int64_t>(row_of(ahead.tile, row)) * p.in + 16 * t;
+      ahead.rows[row] = static_cast<const uint8_t*>(p.weight) +
+                        static_cast<int64_t>(row_of(ahead.tile, row)) * p.in + 16 * t;
   };
   auto copy_chunk = [&] {
     if (ahead.tile < tiles) {
@@ -186,7 +206,8 @@ __global__ void __launch_bounds__(kWarps * 32, kXKind != XKind::kCodes ? 2 : (kM
         const bool there = column + kColumns * v < p.in;
         const int at = there ? column + kColumns * v : 0;
 #pragma unroll
-        for (int row = 0; row < kRows; ++row) cp_async(to + (kRows * v + row) * kThreads, ahead.rows[row] + at, there);
+        for (int row = 0; row < kRows; ++row)
+          cp_async(to + (kRows * v + row) * kThreads, ahead.rows[row] + at, there);
       }
       ahead.slot = ahead.slot + 1 == kStages ? 0 : ahead.slot + 1;
       if (++ahead.chunk == chunks) {
@@ -220,7 +241,8 @@ __global__ void __launch_bounds__(kWarps * 32, kXKind != XKind::kCodes ? 2 : (kM
   if constexpr (kQuantizesX) {
     __shared__ float of_rows[kQuantizedRows];
     __shared__ float2 of_warps[kWarps];
-    float* const scales = kGrouped ? reinterpret_cast<float*>(made + p.rows * row_bytes<kXKind>(p)) : of_rows;
+    float* const scales =
+        kGrouped ? reinterpret_cast<float*>(made + p.rows * row_bytes<kXKind>(p)) : of_rows;
     prefetch_scales(blockIdx.x);
     quantize_x<T, kWarps, kXKind, kGrouped>(p, made, scales, of_warps);
     if (kGrouped) x_scales = scales;
@@ -235,16 +257,19 @@ __global__ void __launch_bounds__(kWarps * 32, kXKind != XKind::kCodes ? 2 : (kM
   const uint8_t* of_row[kTiles];
 #pragma unroll
   for (int n = 0; n < kTiles; ++n)
-    of_row[n] = static_cast<const uint8_t*>(p.x) + static_cast<int64_t>(min(n * 8 + g, p.rows - 1)) * p.in + 16 * t;
-  const uint8_t* const of_made = made + min(g, p.rows - 1) * row_bytes<kXKind>(p) + 16 * kWidth<kXKind> * t;
+    of_row[n] = static_cast<const uint8_t*>(p.x) +
+                static_cast<int64_t>(min(n * 8 + g, p.rows - 1)) * p.in + 16 * t;
+  const uint8_t* const of_made =
+      made + min(g, p.rows - 1) * row_bytes<kXKind>(p) + 16 * kWidth<kXKind> * t;
   uint4 next[kVectors][kTiles];  // x of the next chunk
   auto load_next = [&](int column) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v)
 #pragma unroll
       for (int n = 0; n < kTiles; ++n)
-        next[v][n] = column + kColumns * v < p.in ? *reinterpret_cast<const uint4*>(of_row[n] + column + kColumns * v)
-                                                  : make_uint4(0, 0, 0, 0);
+        next[v][n] = column + kColumns * v < p.in
+                         ? *reinterpret_cast<const uint4*>(of_row[n] + column + kColumns * v)
+                         : make_uint4(0, 0, 0, 0);
   };
   if (kAhead && !kQuantizesX) load_next(begin);
   int slot = 0, turn = 0;
@@ -257,7 +282,8 @@ __global__ void __launch_bounds__(kWarps * 32, kXKind != XKind::kCodes ? 2 : (kM
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int low = min((tile * kM + m) * height, p.out - 1);
-          blocks[m][half] = p.quant.blocks + (p.gated && half == 1 ? p.out + low : low) / kQuantBlock * block_scale_stride(p.in);
+          blocks[m][half] = p.quant.blocks + (p.gated && half == 1 ? p.out + low : low) /
+                                                 kQuantBlock * block_scale_stride(p.in);
         }
     if (kQuantizesX && turn > 0) prefetch_scales(tile);
     if (kQuantizesX) prefetch_residual(tile);
@@ -271,7 +297,8 @@ __global__ void __launch_bounds__(kWarps * 32, kXKind != XKind::kCodes ? 2 : (kM
 #pragma unroll
           for (int m = 0; m < kM; ++m) of_weight[m][half] = __ldg(blocks[m][half] + group);
 #pragma unroll
-          for (int n = 0; n < kTiles; ++n) of_x[n][half] = x_scales[group * x_stride + min(n * 8 + 2 * t + half, p.rows - 1)];
+          for (int n = 0; n < kTiles; ++n)
+            of_x[n][half] = x_scales[group * x_stride + min(n * 8 + 2 * t + half, p.rows - 1)];
         }
 #pragma unroll
         for (int m = 0; m < kM; ++m)
@@ -286,12 +313,15 @@ __global__ void __launch_bounds__(kWarps * 32, kXKind != XKind::kCodes ? 2 : (kM
       for (int v = 0; v < kVectors; ++v)
 #pragma unroll
         for (int n = 0; n < kTiles; ++n) {
-          const int column = begin + chunk * kChunk + kColumns * v;  // beyond the last column the weights are 0
-          const auto* from = reinterpret_cast<const uint4*>(of_made + (column < p.in ? column : 0) * kWidth<kXKind>);
+          const int column =
+              begin + chunk * kChunk + kColumns * v;  // beyond the last column the weights are 0
+          const auto* from = reinterpret_cast<const uint4*>(of_made + (column < p.in ? column : 0) *
+                                                                          kWidth<kXKind>);
 #pragma unroll
           for (int i = 0; i < kWidth<kXKind>; ++i) x[v][n][i] = kQuantizesX ? from[i] : next[v][n];
         }
-      if (kAhead && !kQuantizesX) load_next(chunk + 1 < chunks ? begin + (chunk + 1) * kChunk : begin);
+      if (kAhead && !kQuantizesX)
+        load_next(chunk + 1 < chunks ? begin + (chunk + 1) * kChunk : begin);
       cp_async_wait<kStages - 1>();
       const uint4* from = ring + slot * kVectors * kRows * kThreads + threadIdx.x;
       slot = slot + 1 == kStages ? 0 : slot + 1;
@@ -332,7 +362,8 @@ __global__ void __launch_bounds__(kWarps * 32, kXKind != XKind::kCodes ? 2 : (kM
           for (int n = 0; n < kTiles; ++n)
 #pragma unroll
             for (int c = 0; c < 4; ++c)
-              total[m][n][c] = fmaf(sums[m][n][c], of_weight[m][c / 2] * of_x[n][c % 2], total[m][n][c]);
+              total[m][n][c] =
+                  fmaf(sums[m][n][c], of_weight[m][c / 2] * of_x[n][c % 2], total[m][n][c]);
       copy_chunk();
     }
     if (turn > 0) __syncthreads();  // partial may still be read
@@ -342,11 +373,13 @@ __global__ void __launch_bounds__(kWarps * 32, kXKind != XKind::kCodes ? 2 : (kM
       for (int m = 0; m < kM; ++m)
 #pragma unroll
         for (int c = 0; c < 4; ++c)
-          if (n * 8 + 2 * t < kSums) partial[m][warp][g + c / 2 * 8][n * 8 + 2 * t + c % 2] = total[m][n][c];
+          if (n * 8 + 2 * t < kSums)
+            partial[m][warp][g + c / 2 * 8][n * 8 + 2 * t + c % 2] = total[m][n][c];
     __syncthreads();
 #pragma unroll 1
     for (int m = 0; m < kM; ++m)
-      store_tile<T>(p, partial[m], moments, tile * kM + m, turn * kM + m, p.gated ? TileShape::kGated : TileShape::kWide, false);
+      store_tile<T>(p, partial[m], moments, tile * kM + m, turn * kM + m,
+                    p.gated ? TileShape::kGated : TileShape::kWide, false);
   }
 }
 
@@ -363,8 +396,8 @@ template <typename T, int kWarps, int kM, int kTiles, XKind kXKind, bool kGroupe
 cudaError_t run_groups(const GemvParams& p, cudaStream_t stream) {
   const size_t shared = smem_bytes<kWarps, kM, kXKind>(p);
   const auto kernel = float8_gemv_kernel<T, kWarps, kM, kTiles, kXKind, kGrouped>;
-  cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                           static_cast<int>(shared));
   if (error != cudaSuccess) return error;
   int blocks = 0;
   error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kWarps * 32, shared);
@@ -385,7 +418,8 @@ template <typename T, int kTiles>
 cudaError_t run_rows(const GemvParams& p, cudaStream_t stream) {
   if (p.in <= 4 * kChunk) return run_tiles<T, 4, 1, kTiles>(p, stream);
   if constexpr (kTiles < 4)
-    if (ceil_div(p.out, p.gated ? 16 : 32) >= kManyPairs * num_sms()) return run_tiles<T, 8, 2, kTiles>(p, stream);
+    if (ceil_div(p.out, p.gated ? 16 : 32) >= kManyPairs * num_sms())
+      return run_tiles<T, 8, 2, kTiles>(p, stream);
   return run_tiles<T, 8, 1, kTiles>(p, stream);
 }
 
@@ -396,28 +430,35 @@ bool has_long_rows(const GemvParams& p) { return p.in > 6144; }
 
 template <typename T, XKind kXKind>
 cudaError_t dispatch_quantizing(const GemvParams& p, cudaStream_t stream) {
-  return has_long_rows(p) ? run_tiles<T, 16, 1, 1, kXKind>(p, stream) : run_tiles<T, 8, 2, 1, kXKind>(p, stream);
+  return has_long_rows(p) ? run_tiles<T, 16, 1, 1, kXKind>(p, stream)
+                          : run_tiles<T, 8, 2, 1, kXKind>(p, stream);
 }
 
 template <typename T>
 cudaError_t run_type(const GemvParams& p, cudaStream_t stream) {
   if (p.x_scale == nullptr) return dispatch_quantizing<T, XKind::kRounded>(p, stream);
-  return p.rows > 16 ? run_rows<T, 4>(p, stream) : p.rows > 8 ? run_rows<T, 2>(p, stream) : run_rows<T, 1>(p, stream);
+  return p.rows > 16  ? run_rows<T, 4>(p, stream)
+         : p.rows > 8 ? run_rows<T, 2>(p, stream)
+                      : run_rows<T, 1>(p, stream);
 }
 
 // Whether its scales are per row, or per block with a tile's rows in one block.
 bool has_scales(const GemvParams& p) {
-  return p.grouped ? p.quant.blocks != nullptr && p.in % kQuantBlock == 0 && (!p.gated || p.out % 8 == 0)
-                   : p.quant.group_size == p.in;
+  return p.grouped
+             ? p.quant.blocks != nullptr && p.in % kQuantBlock == 0 && (!p.gated || p.out % 8 == 0)
+             : p.quant.group_size == p.in;
 }
 
 template <XKind kXKind>
 bool can_quantize(const GemvParams& p) {
-  const size_t shared = has_long_rows(p) ? smem_bytes<16, 1, kXKind>(p) : smem_bytes<8, 2, kXKind>(p), beside = 8192;
-  return p.rows <= kQuantizedRows && p.in % kColumns == 0 && p.quant.code_type == CodeType::kFloat8 && has_scales(p) &&
-         p.row_sums == nullptr &&
+  const size_t shared =
+                   has_long_rows(p) ? smem_bytes<16, 1, kXKind>(p) : smem_bytes<8, 2, kXKind>(p),
+               beside = 8192;
+  return p.rows <= kQuantizedRows && p.in % kColumns == 0 &&
+         p.quant.code_type == CodeType::kFloat8 && has_scales(p) && p.row_sums == nullptr &&
          is_aligned(p.norm_weight, sizeof(Vec<float, 8>)) &&
-         shared + beside <= static_cast<size_t>(device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>());
+         shared + beside <=
+             static_cast<size_t>(device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>());
 }
 
 // Uses block scales if the weight has them.
@@ -438,13 +479,16 @@ bool has_float16_gemv(const GemvParams& p) {
 
 cudaError_t float16_gemv(DType dtype, const GemvParams& p, cudaStream_t stream) {
   if (!has_float16_gemv(p)) return cudaErrorInvalidValue;
-  if (dtype == DType::kFloat16) return dispatch_quantizing<__half, XKind::kNumbers>(with_blocks(p), stream);
-  if (dtype == DType::kBFloat16) return dispatch_quantizing<__nv_bfloat16, XKind::kNumbers>(with_blocks(p), stream);
+  if (dtype == DType::kFloat16)
+    return dispatch_quantizing<__half, XKind::kNumbers>(with_blocks(p), stream);
+  if (dtype == DType::kBFloat16)
+    return dispatch_quantizing<__nv_bfloat16, XKind::kNumbers>(with_blocks(p), stream);
   return cudaErrorInvalidValue;
 }
 
 cudaError_t float8_gemv(DType dtype, const GemvParams& p, cudaStream_t stream) {
-  if (p.rows > kFloat8GemvRows || p.in % kColumns != 0 || !has_scales(p)) return cudaErrorInvalidValue;
+  if (p.rows > kFloat8GemvRows || p.in % kColumns != 0 || !has_scales(p))
+    return cudaErrorInvalidValue;
   if (p.x_scale == nullptr ? !has_quantizing_gemv(p) : p.norm) return cudaErrorInvalidValue;
   if (dtype == DType::kFloat16) return run_type<__half>(p, stream);
   if (dtype == DType::kBFloat16) return run_type<__nv_bfloat16>(p, stream);

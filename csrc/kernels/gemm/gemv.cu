@@ -48,9 +48,12 @@ __global__ void __launch_bounds__(kWarps * 32) gemv_kernel(GemvParams p) {
   auto find_rows = [&] {
     // Rows beyond the last repeat it; their sums are not written.
     const int first = ahead.tile * kOut, low = min(first + g, p.out - 1);
-    const int high = kTile == TileShape::kGated ? p.out + low : kNarrow ? low : min(first + 8 + g, p.out - 1);
+    const int high = kTile == TileShape::kGated ? p.out + low
+                     : kNarrow                  ? low
+                                                : min(first + 8 + g, p.out - 1);
     ahead.low = static_cast<const T*>(p.weight) + static_cast<int64_t>(low) * p.in + 8 * t;
-    ahead.high = static_cast<const T*>(p.weight) + static_cast<int64_t>(high) * p.in + 8 * t + (kNarrow ? 32 : 0);
+    ahead.high = static_cast<const T*>(p.weight) + static_cast<int64_t>(high) * p.in + 8 * t +
+                 (kNarrow ? 32 : 0);
   };
   auto copy_chunk = [&] {
     if (ahead.tile < tiles) {
@@ -92,7 +95,8 @@ __global__ void __launch_bounds__(kWarps * 32) gemv_kernel(GemvParams p) {
           const int row = kNarrow ? g % 4 : n * 8 + g;
           const int at = column + u * kStep + 8 * t + (kNarrow ? g / 4 * 32 : 0);
           b[u][n] = row < p.rows && at < p.in
-              ? *reinterpret_cast<const uint4*>(x + static_cast<int64_t>(row) * p.in + at) : zero;
+                        ? *reinterpret_cast<const uint4*>(x + static_cast<int64_t>(row) * p.in + at)
+                        : zero;
         }
       if (kNorm && turn == 0)
 #pragma unroll
@@ -174,7 +178,8 @@ cudaError_t run_type(const GemvParams& p, cudaStream_t stream) {
   const int room = (device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() - kSums) / kRing;
   // With long rows in wide tiles many SMs would have one tile less than others.
   const unsigned tiles = ceil_div(p.out, 16), places = num_sms();
-  const bool uneven = p.rows == 1 && p.in >= 8192 && 5 * ceil_div(tiles, places) * places > 6 * tiles;
+  const bool uneven =
+      p.rows == 1 && p.in >= 8192 && 5 * ceil_div(tiles, places) * places > 6 * tiles;
   const bool narrow = !p.gated && p.rows <= kNarrowRows && (tiles < places || uneven);
   const unsigned wanted = std::min(ceil_div(p.in, narrow ? 256 : 128), narrow ? 16u : 8u);
   if (wanted > 8 && room >= 16) return run_warps<T, 16>(p, narrow, stream);

@@ -36,8 +36,9 @@ enum class TileShape { kWide, kGated, kNarrow };
 // Applies norm, FP8 scales and bias to an accumulator, and to that of the up projection where
 // `gated`. mean and square are the moments of the row of x.
 template <typename T>
-__device__ __forceinline__ void scale_accumulator(const GemvParams& p, float& value, float& up, float mean, float square, int row,
-                                             int output, bool gated, bool norm) {
+__device__ __forceinline__ void scale_accumulator(const GemvParams& p, float& value, float& up,
+                                                  float mean, float square, int row, int output,
+                                                  bool gated, bool norm) {
   if (norm) {
     if (p.row_sums == nullptr) mean = 0;
     const float scale = rsqrtf(fmaxf(square - mean * mean, 0.f) + p.epsilon);
@@ -60,10 +61,12 @@ __device__ __forceinline__ void scale_accumulator(const GemvParams& p, float& va
 
 // Epilogue of one output. total and squares are the sum and the sum of squares of the row of x.
 template <typename T>
-__device__ __forceinline__ float epilogue(const GemvParams& p, float value, float up, float total, float squares, int row,
-                                           int output, bool gated, bool norm) {
+__device__ __forceinline__ float epilogue(const GemvParams& p, float value, float up, float total,
+                                          float squares, int row, int output, bool gated,
+                                          bool norm) {
   const float per_column = 1.f / p.in;
-  scale_accumulator<T>(p, value, up, total * per_column, squares * per_column, row, output, gated, norm);
+  scale_accumulator<T>(p, value, up, total * per_column, squares * per_column, row, output, gated,
+                       norm);
   value = activate(value, p.activation);
   return gated ? value * up : value;
 }
@@ -71,9 +74,10 @@ __device__ __forceinline__ float epilogue(const GemvParams& p, float value, floa
 // Reduces a tile over warps and writes its outputs. partial is [warp][row of the tile][row of x],
 // moments [warp][row of x]. `turn` counts the block's tiles.
 template <typename T, int kWarps, int kPitch, int kMeasured>
-__device__ __forceinline__ void store_tile(const GemvParams& p, const float (&partial)[kWarps][16][kPitch],
-                                            const float (&moments)[kWarps][kMeasured][2], int tile, int turn,
-                                            TileShape kind, bool norm) {
+__device__ __forceinline__ void store_tile(const GemvParams& p,
+                                           const float (&partial)[kWarps][16][kPitch],
+                                           const float (&moments)[kWarps][kMeasured][2], int tile,
+                                           int turn, TileShape kind, bool norm) {
   constexpr int kThreads = kWarps * 32;
   const int out = kind == TileShape::kWide ? 16 : 8;
   // Another warp comes first in each tile.

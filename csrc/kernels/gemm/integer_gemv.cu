@@ -23,24 +23,30 @@ namespace {
 using namespace device;
 using device::cp_async;
 
-__host__ __device__ constexpr int stages(int m) { return m == 2 ? 4 : 6; }  // vectors in flight per warp
+__host__ __device__ constexpr int stages(int m) {
+  return m == 2 ? 4 : 6;
+}  // vectors in flight per warp
 constexpr float kMaxQuantized = 127 * 256;
 constexpr int kMaxClusterSize = 4;  // blocks that split K
 
 // Starts a copy of one float to shared memory.
 __device__ __forceinline__ void cp_async(float* to, const float* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(smem_address(to)), "l"(from) : "memory");
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(smem_address(to)), "l"(from)
+               : "memory");
 }
 
 // kSigned: codes are signed, as x is.
 template <bool kSigned>
-__device__ __forceinline__ void mma_m16n8k32(int (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+__device__ __forceinline__ void mma_m16n8k32(int (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                             uint32_t b1) {
   if constexpr (kSigned)
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
         : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   else
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
         : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
@@ -81,17 +87,23 @@ struct SharedLayout {
 // as large. Calls pdl_wait(). A lane takes eight columns of several vectors at once, without
 // branches, so that no load waits for another.
 template <typename T, CodeType kCodeType, int kWarps, bool kSums>
-__device__ __forceinline__ void quantize_x(const GemvParams& p, const SharedLayout<kCodeType>& layout, int first, int end,
-                                              uint32_t* operands, float2* factors, float (*moments)[kIntegerRows][2]) {
-  constexpr int kLanes = kColumns<kCodeType> / 8, kAtOnce = 32 / kLanes, kBatch = 4;  // lanes per vector; vectors per warp; iterations per batch
+__device__ __forceinline__ void quantize_x(const GemvParams& p,
+                                           const SharedLayout<kCodeType>& layout, int first,
+                                           int end, uint32_t* operands, float2* factors,
+                                           float (*moments)[kIntegerRows][2]) {
+  constexpr int kLanes = kColumns<kCodeType> / 8, kAtOnce = 32 / kLanes,
+                kBatch = 4;  // lanes per vector; vectors per warp; iterations per batch
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, own = lane % kLanes;
   // A warp takes some vectors of each row in turn; its loads run ahead, also into the next rows.
-  const int each = (layout.vectors + kWarps * kAtOnce - 1) / (kWarps * kAtOnce), pairs = each * p.rows;
+  const int each = (layout.vectors + kWarps * kAtOnce - 1) / (kWarps * kAtOnce),
+            pairs = each * p.rows;
   struct VectorCursor {
     int row, turn;
   } ahead{}, now{};
   auto vector_of = [&](int turn) { return (turn * kWarps + warp) * kAtOnce + lane / kLanes; };
-  auto column_of = [&](int turn) { return first + vector_of(turn) * kColumns<kCodeType> + own * 8; };
+  auto column_of = [&](int turn) {
+    return first + vector_of(turn) * kColumns<kCodeType> + own * 8;
+  };
   auto go_on = [&](VectorCursor& place) {
     if (++place.turn == each) place.turn = 0, ++place.row;
   };
@@ -103,7 +115,8 @@ __device__ __forceinline__ void quantize_x(const GemvParams& p, const SharedLayo
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         weights[i][half] = {{1, 1, 1, 1}};
-        if (p.norm_weight != nullptr && column < end) weights[i][half] = load<float, 4>(p.norm_weight + column + 4 * half);
+        if (p.norm_weight != nullptr && column < end)
+          weights[i][half] = load<float, 4>(p.norm_weight + column + 4 * half);
       }
     }
   };
@@ -140,10 +153,12 @@ __device__ __forceinline__ void quantize_x(const GemvParams& p, const SharedLayo
       // Maximum of the bit patterns: NaN compares greater than every number, and makes the scale
       // and all products NaN.
 #pragma unroll
-      for (int other = kLanes / 2; other > 0; other /= 2) most = max(most, __shfl_xor_sync(~0u, most, other));
+      for (int other = kLanes / 2; other > 0; other /= 2)
+        most = max(most, __shfl_xor_sync(~0u, most, other));
       const float largest = __uint_as_float(most);
       const bool counts = largest > 1e-30f && largest < INFINITY;
-      const float by = counts ? __fdividef(kMaxQuantized / 256, largest / 256) : 0.f;  // __fdividef() takes divisors up to 2^126
+      const float by = counts ? __fdividef(kMaxQuantized / 256, largest / 256)
+                              : 0.f;  // __fdividef() takes divisors up to 2^126
       // Bits 0 to 15 of these are q + 128: the high byte is the operand's high byte, the low byte
       // is 128 more than its low byte.
       uint32_t bits[8];
@@ -156,26 +171,34 @@ __device__ __forceinline__ void quantize_x(const GemvParams& p, const SharedLayo
       for (int word = 0; word < 2; ++word) {
         constexpr bool kFour = kCodeType == CodeType::kInt4;
         const uint32_t a = bits[kFour ? 2 * word : word], b = bits[kFour ? 4 + 2 * word : word + 2];
-        const uint32_t c = bits[kFour ? 1 + 2 * word : word + 4], d = bits[kFour ? 5 + 2 * word : word + 6];
-        const uint32_t left = __byte_perm(a, b, 0x5140), right = __byte_perm(c, d, 0x5140);  // low bytes, then high bytes
+        const uint32_t c = bits[kFour ? 1 + 2 * word : word + 4],
+                       d = bits[kFour ? 5 + 2 * word : word + 6];
+        const uint32_t left = __byte_perm(a, b, 0x5140),
+                       right = __byte_perm(c, d, 0x5140);  // low bytes, then high bytes
         (word == 0 ? low.x : low.y) = __byte_perm(left, right, 0x5410) ^ 0x80808080;
         (word == 0 ? high.x : high.y) = __byte_perm(left, right, 0x7632);
       }
       int sum = 0;
       if constexpr (kSums) {
-        sum = __dp4a(static_cast<int>(high.x), 0x01010101, __dp4a(static_cast<int>(high.y), 0x01010101, 0)) * 256;
-        sum = __dp4a(static_cast<int>(low.x), 0x01010101, __dp4a(static_cast<int>(low.y), 0x01010101, sum));
+        sum = __dp4a(static_cast<int>(high.x), 0x01010101,
+                     __dp4a(static_cast<int>(high.y), 0x01010101, 0)) *
+              256;
+        sum = __dp4a(static_cast<int>(low.x), 0x01010101,
+                     __dp4a(static_cast<int>(low.y), 0x01010101, sum));
 #pragma unroll
         for (int other = kLanes / 2; other > 0; other /= 2) sum += __shfl_xor_sync(~0u, sum, other);
       }
       const int t = own / (kLanes / 4), step = own % (kLanes / 4);
-      const int64_t at = ((int64_t{vector} * kHalves<kCodeType> + step / 2) * layout.used + row * 2) * 16 + t * 4 + step % 2 * 2;
+      const int64_t at =
+          ((int64_t{vector} * kHalves<kCodeType> + step / 2) * layout.used + row * 2) * 16 + t * 4 +
+          step % 2 * 2;
       if (row < p.rows && vector < layout.vectors) {
         *reinterpret_cast<uint2*>(operands + at) = high;
         *reinterpret_cast<uint2*>(operands + at + 16) = low;
         constexpr float kScale = 1.f / kMaxQuantized / (kSums ? 1 : 16);
         if (own == 0)
-          factors[vector * p.rows + row] = {counts || largest <= 1e-30f ? largest * kScale : NAN, __int_as_float(sum)};
+          factors[vector * p.rows + row] = {counts || largest <= 1e-30f ? largest * kScale : NAN,
+                                            __int_as_float(sum)};
       }
     }
 #pragma unroll
@@ -193,10 +216,13 @@ __device__ __forceinline__ void quantize_x(const GemvParams& p, const SharedLayo
 
 // kUneven: groups have zeros or minima.
 template <typename T, CodeType kCodeType, int kWarps, int kM, bool kUneven, bool kClusterSplit>
-__global__ void __launch_bounds__(kWarps * 32, (kM == 1 ? 24 : 16) / kWarps) integer_gemv_kernel(GemvParams p) {
+__global__ void __launch_bounds__(kWarps * 32, (kM == 1 ? 24 : 16) / kWarps)
+    integer_gemv_kernel(GemvParams p) {
   constexpr int kThreads = kWarps * 32, kRows = 2 * kM, kDeep = stages(kM);
-  constexpr bool kSigned = kCodeType == CodeType::kInt4 && !kUneven;  // operands are then (code - 8) * 16
-  extern __shared__ uint4 ring[];  // [kDeep][kRows][kThreads], then scales [kDeep][kWarps][8][kRows]; see SharedLayout
+  constexpr bool kSigned =
+      kCodeType == CodeType::kInt4 && !kUneven;  // operands are then (code - 8) * 16
+  extern __shared__ uint4
+      ring[];  // [kDeep][kRows][kThreads], then scales [kDeep][kWarps][8][kRows]; see SharedLayout
   __shared__ float moments[kWarps][kIntegerRows][2];
   __shared__ uint64_t received_barrier_storage;
   const int parts = kClusterSplit ? cluster_size() : 1, part = kClusterSplit ? cluster_rank() : 0;
@@ -209,7 +235,8 @@ __global__ void __launch_bounds__(kWarps * 32, (kM == 1 ? 24 : 16) / kWarps) int
   auto* const received = reinterpret_cast<float*>(shared + layout.received);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   auto* const scales = reinterpret_cast<float*>(ring + kDeep * kRows * kThreads) + warp * kRows * 8;
-  const int height = p.gated ? 8 : 16, outputs = height * kM, tiles = (p.out + outputs - 1) / outputs;
+  const int height = p.gated ? 8 : 16, outputs = height * kM,
+            tiles = (p.out + outputs - 1) / outputs;
   const int first_vector = part * layout.vectors, first_column = first_vector * kColumns<kCodeType>;
   const int end_column = min(p.in, first_column + layout.vectors * kColumns<kCodeType>);
   const int turns = (layout.vectors + kWarps - 1) / kWarps;
@@ -229,14 +256,18 @@ __global__ void __launch_bounds__(kWarps * 32, (kM == 1 ? 24 : 16) / kWarps) int
   // written.
   auto row_of = [&](int tile, int row, int of_g) {
     const int low = (tile * kM + row / 2) * height + of_g;
-    return row % 2 == 0 ? min(low, p.out - 1) : p.gated ? p.out + min(low, p.out - 1) : min(low + 8, p.out - 1);
+    return row % 2 == 0 ? min(low, p.out - 1)
+           : p.gated    ? p.out + min(low, p.out - 1)
+                        : min(low + 8, p.out - 1);
   };
   const QuantParams& quant = p.quant;
   const int all_rows = p.gated ? 2 * p.out : p.out, groups = p.in / quant.group_size;
   const int per_group = quant.group_size / kColumns<kCodeType>;  // in vectors
   const uint32_t share = ((1u << 20) + per_group - 1) / per_group;
   const bool has_minima = kUneven && quant.minimum != nullptr;
-  auto group_of = [&](int vector) { return min(static_cast<int>(vector * share >> 20), groups - 1); };
+  auto group_of = [&](int vector) {
+    return min(static_cast<int>(vector * share >> 20), groups - 1);
+  };
 
   // Producer cursor: cp.async copies run ahead of the mma, over tiles and vectors. A lane copies
   // one scale, of a row and a g.
@@ -248,8 +279,9 @@ __global__ void __launch_bounds__(kWarps * 32, (kM == 1 ? 24 : 16) / kWarps) int
   auto find_rows = [&] {
 #pragma unroll
     for (int row = 0; row < kRows; ++row)
-      ahead.rows[row] = static_cast<const uint8_t*>(p.weight) + 16 * t +
-                        static_cast<uint64_t>(static_cast<uint32_t>(row_of(ahead.tile, row, g))) * row_bytes;
+      ahead.rows[row] =
+          static_cast<const uint8_t*>(p.weight) + 16 * t +
+          static_cast<uint64_t>(static_cast<uint32_t>(row_of(ahead.tile, row, g))) * row_bytes;
     ahead.scale = quant.scale + row_of(ahead.tile, lane % kRows, lane / kRows % 8);
   };
   auto copy_vector = [&] {
@@ -259,10 +291,12 @@ __global__ void __launch_bounds__(kWarps * 32, (kM == 1 ? 24 : 16) / kWarps) int
       uint4* to = ring + ahead.slot * kRows * kThreads + threadIdx.x;
       const int from = there ? at : 0;
 #pragma unroll
-      for (int row = 0; row < kRows; ++row) cp_async(to + row * kThreads, ahead.rows[row] + from, there);
+      for (int row = 0; row < kRows; ++row)
+        cp_async(to + row * kThreads, ahead.rows[row] + from, there);
       if (kRows == 4 || lane < 8 * kRows)
         cp_async(scales + ahead.slot * kWarps * kRows * 8 + lane,
-                   ahead.scale + static_cast<uint32_t>(group_of(first_vector + ahead.vector)) * static_cast<uint64_t>(all_rows));
+                 ahead.scale + static_cast<uint32_t>(group_of(first_vector + ahead.vector)) *
+                                   static_cast<uint64_t>(all_rows));
       ahead.slot = ahead.slot + 1 == kDeep ? 0 : ahead.slot + 1;
       ahead.vector += kWarps;
       if (ahead.vector >= turns * kWarps) {
@@ -277,13 +311,16 @@ __global__ void __launch_bounds__(kWarps * 32, (kM == 1 ? 24 : 16) / kWarps) int
   for (int i = 0; i < kDeep; ++i) copy_vector();  // weights do not depend on the previous kernel
 
   quantize_x<T, kCodeType, kWarps, !kSigned>(p, layout, first_column, end_column,
-                                             reinterpret_cast<uint32_t*>(shared + layout.operands), factors, moments);
+                                             reinterpret_cast<uint32_t*>(shared + layout.operands),
+                                             factors, moments);
   __syncthreads();
   if (kClusterSplit) cluster_wait();
 
   // Sum of an output over all warps, and of its up, in the tile of this turn.
   auto sum_up = [&](int turn, int column, int row, float& value, float& up) {
-    const float* from = partial + (turn % 2 * kWarps * 16 * kM + column / height * 16 + column % height) * layout.pitch + row;
+    const float* from =
+        partial +
+        (turn % 2 * kWarps * 16 * kM + column / height * 16 + column % height) * layout.pitch + row;
     value = up = 0;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w, from += 16 * kM * layout.pitch) {
@@ -291,11 +328,13 @@ __global__ void __launch_bounds__(kWarps * 32, (kM == 1 ? 24 : 16) / kWarps) int
       if (p.gated) up += from[8 * layout.pitch];
     }
   };
-  auto write = [&](int tile, int column, int row, float value, float up, float total, float squares) {
+  auto write = [&](int tile, int column, int row, float value, float up, float total,
+                   float squares) {
     const int output = tile * outputs + column;
     if (output >= p.out) return;
     const int64_t place = static_cast<int64_t>(row) * p.out + output;
-    const float added = p.residual != nullptr ? to_float(static_cast<const T*>(p.residual)[place]) : 0.f;
+    const float added =
+        p.residual != nullptr ? to_float(static_cast<const T*>(p.residual)[place]) : 0.f;
     value = epilogue<T>(p, value, up, total, squares, row, output, p.gated, p.norm);
     OutputWriter<T>(p.y, p.y_scale_inverse).write(place, value + added);
   };
@@ -360,7 +399,8 @@ __global__ void __launch_bounds__(kWarps * 32, (kM == 1 ? 24 : 16) / kWarps) int
 #pragma unroll
       for (int row = 0; row < kRows; ++row) {
         const uint4 four = from[row * kThreads];
-        words[row][0] = four.x, words[row][1] = four.y, words[row][2] = four.z, words[row][3] = four.w;
+        words[row][0] = four.x, words[row][1] = four.y, words[row][2] = four.z,
+        words[row][3] = four.w;
       }
       const auto scale = load<float, kRows>(scales + slot * kWarps * kRows * 8 + g * kRows);
       slot = slot + 1 == kDeep ? 0 : slot + 1;
@@ -402,7 +442,9 @@ __global__ void __launch_bounds__(kWarps * 32, (kM == 1 ? 24 : 16) / kWarps) int
       for (int row = 0; row < kRows; ++row) {
         int all = sum[row / 2][row % 2 * 2] * 256 + sum[row / 2][row % 2 * 2 + 1];
         if constexpr (!kSigned) {
-          const int zero = kUneven ? load_zero<kCodeType>(quant, row_of(tile, row, g), group, groups) : kDefaultZero<kCodeType>;
+          const int zero = kUneven
+                               ? load_zero<kCodeType>(quant, row_of(tile, row, g), group, groups)
+                               : kDefaultZero<kCodeType>;
           all -= zero * sum_of_x;
         }
         total[row] = fmaf(static_cast<float>(all), of_x.x * scale.data[row], total[row]);
@@ -418,7 +460,8 @@ __global__ void __launch_bounds__(kWarps * 32, (kM == 1 ? 24 : 16) / kWarps) int
     if (t < p.rows)
 #pragma unroll
       for (int row = 0; row < kRows; ++row)
-        partial[((turn % 2 * kWarps + warp) * 16 * kM + row * 8 + g) * layout.pitch + t] = total[row];
+        partial[((turn % 2 * kWarps + warp) * 16 * kM + row * 8 + g) * layout.pitch + t] =
+            total[row];
     __syncthreads();
     if constexpr (kClusterSplit) send_sums(turn);
     else finish(tile, turn);
@@ -436,8 +479,8 @@ template <typename T, CodeType kCodeType, int kWarps, int kM, bool kUneven, bool
 cudaError_t run(const GemvParams& p, const KernelConfig& config, cudaStream_t stream) {
   const size_t shared = SharedLayout<kCodeType>(p.rows, p.in, kWarps, kM, config.parts).all;
   const auto kernel = integer_gemv_kernel<T, kCodeType, kWarps, kM, kUneven, kClusterSplit>;
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+  const cudaError_t error = cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
   if (error != cudaSuccess) return error;
   const int tiles = static_cast<int>(ceil_div(p.out, (p.gated ? 8 : 16) * kM));
   int clusters = 0;
@@ -450,7 +493,8 @@ cudaError_t run(const GemvParams& p, const KernelConfig& config, cudaStream_t st
   }
   const int most = config.blocks * static_cast<int>(num_sms()) / config.parts;
   const int grid = std::max(std::min({tiles, clusters, most}), 1) * config.parts;
-  return cudaLaunchKernelEx(Launch(grid, kWarps * 32, shared, stream, config.parts).config(), kernel, p);
+  return cudaLaunchKernelEx(Launch(grid, kWarps * 32, shared, stream, config.parts).config(),
+                            kernel, p);
 }
 
 // Tiles of 32 weight rows. Rows are long if there are fewer tiles than SMs and much of x to
@@ -467,7 +511,8 @@ KernelConfig choose_config(const GemvParams& p) {
   auto needs = [&](int warps, int m, int parts) {  // with static shared memory
     return SharedLayout<kCodeType>(p.rows, p.in, warps, m, parts).all + warps * 32 + 16;
   };
-  const KernelConfig one{16, 1, 1, 1}, two{8, 2, 1, 2}, cluster{8, 2, kMaxClusterSize, 2};  // the last field: blocks per SM
+  const KernelConfig one{16, 1, 1, 1}, two{8, 2, 1, 2},
+      cluster{8, 2, kMaxClusterSize, 2};  // the last field: blocks per SM
   const bool has_one = needs(16, 1, 1) <= most, has_two = 2 * (needs(8, 2, 1) + 1024) <= most;
   const bool has_cluster = device_attribute<cudaDevAttrComputeCapabilityMajor>() >= 9 &&
                            2 * (needs(8, 2, kMaxClusterSize) + 1024) <= most;
@@ -481,29 +526,32 @@ template <typename T, CodeType kCodeType, bool kUneven>
 cudaError_t dispatch_config(const GemvParams& p, const KernelConfig& config, cudaStream_t stream) {
   if (config.parts > 1) return run<T, kCodeType, 8, 2, kUneven, true>(p, config, stream);
   return config.warps == 16 ? run<T, kCodeType, 16, 1, kUneven, false>(p, config, stream)
-                          : run<T, kCodeType, 8, 2, kUneven, false>(p, config, stream);
+                            : run<T, kCodeType, 8, 2, kUneven, false>(p, config, stream);
 }
 
 template <typename T, CodeType kCodeType>
 cudaError_t run_codes(const GemvParams& p, cudaStream_t stream) {
   const KernelConfig config = choose_config<kCodeType>(p);
-  if (p.quant.zero != nullptr || p.quant.minimum != nullptr) return dispatch_config<T, kCodeType, true>(p, config, stream);
+  if (p.quant.zero != nullptr || p.quant.minimum != nullptr)
+    return dispatch_config<T, kCodeType, true>(p, config, stream);
   return dispatch_config<T, kCodeType, false>(p, config, stream);
 }
 
 template <typename T>
 cudaError_t run_type(const GemvParams& p, cudaStream_t stream) {
-  return p.quant.code_type == CodeType::kInt4 ? run_codes<T, CodeType::kInt4>(p, stream) : run_codes<T, CodeType::kInt8>(p, stream);
+  return p.quant.code_type == CodeType::kInt4 ? run_codes<T, CodeType::kInt4>(p, stream)
+                                              : run_codes<T, CodeType::kInt8>(p, stream);
 }
 
 }  // namespace
 
 bool has_integer_gemv(const GemvParams& p) {
   const bool four = p.quant.code_type == CodeType::kInt4;
-  if ((!four && p.quant.code_type != CodeType::kInt8) || p.rows > kIntegerRows || p.in % 32 != 0 || p.out % 4 != 0 ||
-      !is_aligned(p.quant.scale, 16) || !is_aligned(p.norm_weight, 16))
+  if ((!four && p.quant.code_type != CodeType::kInt8) || p.rows > kIntegerRows || p.in % 32 != 0 ||
+      p.out % 4 != 0 || !is_aligned(p.quant.scale, 16) || !is_aligned(p.norm_weight, 16))
     return false;
-  if (p.quant.group_size % (four ? kColumns<CodeType::kInt4> : kColumns<CodeType::kInt8>) != 0) return false;
+  if (p.quant.group_size % (four ? kColumns<CodeType::kInt4> : kColumns<CodeType::kInt8>) != 0)
+    return false;
   // Quantizing more rows takes longer than it saves if a block has few tiles, except for long rows.
   if (p.rows > 2 && four && !has_long_rows(p) && !has_many_tiles(p)) return false;
   return (four ? choose_config<CodeType::kInt4>(p) : choose_config<CodeType::kInt8>(p)).warps != 0;

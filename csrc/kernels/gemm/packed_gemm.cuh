@@ -10,14 +10,15 @@ namespace llmc::kernels {
 // tile; each has two slots for partial sums, the second for the tile that it begins.
 struct StreamKSchedule {
   int tiles, out_tiles, stages;  // stages: of a tile; out_tiles: tiles of the same rows of x
-  float* partial;  // [blocks, 2, tile]
-  int32_t* counters;  // [blocks]; a tile uses that of the block that begins it
-  int unit = 1;  // stages that are not divided: one, or those of a tile
-  int cluster_size = 1;  // blocks of a cluster, which shares a tile
+  float* partial;                // [blocks, 2, tile]
+  int32_t* counters;             // [blocks]; a tile uses that of the block that begins it
+  int unit = 1;                  // stages that are not divided: one, or those of a tile
+  int cluster_size = 1;          // blocks of a cluster, which shares a tile
 
   // 32 bits suffice for a weight of 10^10 elements.
   __host__ __device__ uint32_t begin(uint32_t block, uint32_t blocks) const {
-    if (cluster_size > 1) return block / cluster_size * stages + stages * (block % cluster_size) / cluster_size;
+    if (cluster_size > 1)
+      return block / cluster_size * stages + stages * (block % cluster_size) / cluster_size;
     return (unit == 1 ? tiles * stages : tiles) * block / blocks * unit;
   }
   // The block that has stage `stage` of all.
@@ -33,6 +34,7 @@ struct StreamKSchedule {
 // has_large_packed_gemm_sm90().
 bool has_packed_gemm_sm90(DType dtype, const GemvParams& p);
 bool has_large_packed_gemm_sm90(const GemvParams& p);
-cudaError_t packed_gemm_sm90(DType dtype, const GemvParams& p, void* scratch, int32_t* counters, cudaStream_t stream);
+cudaError_t packed_gemm_sm90(DType dtype, const GemvParams& p, void* scratch, int32_t* counters,
+                             cudaStream_t stream);
 
 }  // namespace llmc::kernels

@@ -29,13 +29,14 @@ namespace {
 using namespace device;
 using namespace sm90;
 
-constexpr int kRowBytes = 64;  // of a weight row in a stage
-constexpr int kOperandRows = 32;  // rows of either half in an operand of 64 rows
-constexpr int kLine = 64;  // columns of a row of x in shared memory
+constexpr int kRowBytes = 64;                      // of a weight row in a stage
+constexpr int kOperandRows = 32;                   // rows of either half in an operand of 64 rows
+constexpr int kLine = 64;                          // columns of a row of x in shared memory
 constexpr int kEpilogueStride = kOperandRows + 4;  // floats between rows of x in the epilogue
-constexpr uint32_t kMaxSmem = 232448;  // bytes
-constexpr int kMaxClusterSize = 8;  // blocks that split K of a tile
-constexpr int kScaledSumTokens = 32;  // up to so many rows of x, sums of a stage are scaled instead of weights
+constexpr uint32_t kMaxSmem = 232448;              // bytes
+constexpr int kMaxClusterSize = 8;                 // blocks that split K of a tile
+constexpr int kScaledSumTokens =
+    32;  // up to so many rows of x, sums of a stage are scaled instead of weights
 constexpr int kPermuteWarps = 2;  // warps that permute x
 // Costs in stages: of reducing a tile in a cluster, of a stream-K reduction through memory, and for
 // many rows of each wave of clusters.
@@ -55,11 +56,13 @@ constexpr int kOperandTiles = kOut<kTokens> / 2 / kOperandRows / kGroups<kTokens
 template <int kTokens>
 constexpr int kTmaRows = kPermutedInput<kTokens> ? 64 : kTokens;  // rows of x per TMA box
 template <int kTokens>
-constexpr int kEpilogueRows = kTokens > 128 ? 8 : std::min(kTokens, 16);  // rows of x per step of the epilogue
+constexpr int kEpilogueRows =
+    kTokens > 128 ? 8 : std::min(kTokens, 16);  // rows of x per step of the epilogue
 template <int kTokens>
-constexpr int kClusterStride = kOut<kTokens> + 4;  // floats between rows of x in a cluster reduction
+constexpr int kClusterStride =
+    kOut<kTokens> + 4;  // floats between rows of x in a cluster reduction
 template <int kTokens>
-constexpr int kThreads = (1 + kGroups<kTokens>) * 128;
+constexpr int kThreads = (1 + kGroups<kTokens>)*128;
 template <CodeType kCodeType>
 constexpr int kColumns = kRowBytes * 8 / kBits<kCodeType>;  // of a stage
 
@@ -68,15 +71,21 @@ constexpr int kColumns = kRowBytes * 8 / kBits<kCodeType>;  // of a stage
 // 32 of its columns.
 template <CodeType kCodeType, int kTokens, bool kStageGroups>
 struct SharedStorage {
-  static constexpr int kOut = kernels::kOut<kTokens>, kGroups = kStageGroups ? 1 : kColumns<kCodeType> / 32;
-  static constexpr uint32_t kWeightBytes = kOut * kRowBytes, kXBytes = kTokens * kColumns<kCodeType> * 2;
+  static constexpr int kOut = kernels::kOut<kTokens>,
+                       kGroups = kStageGroups ? 1 : kColumns<kCodeType> / 32;
+  static constexpr uint32_t kWeightBytes = kOut * kRowBytes,
+                            kXBytes = kTokens * kColumns<kCodeType> * 2;
   static constexpr uint32_t kScalesAt = kWeightBytes + kXBytes, kScaleBytes = kGroups * kOut * 4;
-  static constexpr uint32_t kStageBytes = (kScalesAt + (kStageGroups ? 1 : 2) * kScaleBytes + 1023) / 1024 * 1024;
-  static constexpr uint32_t kSumBytes = kOut / kOperandRows * kEpilogueRows<kTokens> * kEpilogueStride * 4, kTailBytes = kSumBytes + 256 + 1024;
+  static constexpr uint32_t kStageBytes =
+      (kScalesAt + (kStageGroups ? 1 : 2) * kScaleBytes + 1023) / 1024 * 1024;
+  static constexpr uint32_t kSumBytes =
+                                kOut / kOperandRows * kEpilogueRows<kTokens> * kEpilogueStride * 4,
+                            kTailBytes = kSumBytes + 256 + 1024;
   static constexpr int kStages = std::min(10u, (kMaxSmem - kTailBytes) / kStageBytes);
   static constexpr uint32_t kSumsAt = kStages * kStageBytes, kBarriersAt = kSumsAt + kSumBytes;
   static constexpr uint32_t kBytes = kSumsAt + kTailBytes;
-  static_assert(kStages >= (kPermutedInput<kTokens> ? 2 : 3) && kStageBytes % 1024 == 0 && 24 * kStages <= 256);
+  static_assert(kStages >= (kPermutedInput<kTokens> ? 2 : 3) && kStageBytes % 1024 == 0 &&
+                24 * kStages <= 256);
 
   uint8_t* bytes;
   uint32_t base = smem_address(bytes);
@@ -86,8 +95,12 @@ struct SharedStorage {
   __device__ uint32_t x(int slot) const { return base + slot * kStageBytes + kWeightBytes; }
   __device__ uint32_t scales(int slot) const { return base + slot * kStageBytes + kScalesAt; }
   __device__ Mbarrier full_barrier(int slot) const { return {base + kBarriersAt + 8 * slot}; }
-  __device__ Mbarrier empty_barrier(int slot) const { return {base + kBarriersAt + 8 * (kStages + slot)}; }
-  __device__ Mbarrier x_full_barrier(int slot) const { return {base + kBarriersAt + 8 * (2 * kStages + slot)}; }  // x before it is permuted
+  __device__ Mbarrier empty_barrier(int slot) const {
+    return {base + kBarriersAt + 8 * (kStages + slot)};
+  }
+  __device__ Mbarrier x_full_barrier(int slot) const {
+    return {base + kBarriersAt + 8 * (2 * kStages + slot)};
+  }  // x before it is permuted
 };
 
 // A position in the stages of all tiles. The token_tiles of the same weight rows are adjacent.
@@ -107,7 +120,8 @@ struct WorkRange {
   int count, stages, token_tiles;
   TileCursor start;
 
-  __device__ WorkRange(const StreamKSchedule& schedule) : stages(schedule.stages), token_tiles(schedule.tiles / schedule.out_tiles) {
+  __device__ WorkRange(const StreamKSchedule& schedule)
+      : stages(schedule.stages), token_tiles(schedule.tiles / schedule.out_tiles) {
     const uint32_t first = schedule.begin(blockIdx.x, gridDim.x), tile = first / stages;
     count = schedule.begin(blockIdx.x + 1, gridDim.x) - first;
     start = {static_cast<int>(first - tile * stages), 0, static_cast<int>(tile)};
@@ -117,7 +131,8 @@ struct WorkRange {
 
 // Epilogue of four outputs of a row of x: bias, activation, gate, residual.
 template <typename T>
-__device__ __forceinline__ void store_outputs(const GemvParams& p, int row, int output, float4 sums, float4 ups) {
+__device__ __forceinline__ void store_outputs(const GemvParams& p, int row, int output, float4 sums,
+                                              float4 ups) {
   float of[4] = {sums.x, sums.y, sums.z, sums.w}, up[4] = {ups.x, ups.y, ups.z, ups.w};
   if (p.bias != nullptr) {
     const auto bias = load<T, 4>(static_cast<const T*>(p.bias) + output);
@@ -158,8 +173,9 @@ __device__ __forceinline__ void for_each_stage(const P& smem, const WorkRange& r
 }
 
 template <CodeType kCodeType, int kTokens, bool kStageGroups>
-__device__ __forceinline__ void produce_weights(const SharedStorage<kCodeType, kTokens, kStageGroups>& smem, const TensorMaps& maps, const GemvParams& p,
-                                             const WorkRange& range) {
+__device__ __forceinline__ void produce_weights(
+    const SharedStorage<kCodeType, kTokens, kStageGroups>& smem, const TensorMaps& maps,
+    const GemvParams& p, const WorkRange& range) {
   using P = SharedStorage<kCodeType, kTokens, kStageGroups>;
   const int groups = p.in / p.quant.group_size, all_rows = p.gated ? 2 * p.out : p.out;
   const int tile_out = p.gated ? P::kOut / 2 : P::kOut;
@@ -169,16 +185,20 @@ __device__ __forceinline__ void produce_weights(const SharedStorage<kCodeType, k
     const Mbarrier full = smem.full_barrier(slot);
     const uint32_t to = smem.weights(slot), scales = smem.scales(slot);
     const int low = at.out_tile * tile_out, of_low = min(tile_out, p.out - low);
-    full.arrive_expect_tx(P::kWeightBytes + 4 * (1 + p.gated) * of_low * P::kGroups * (1 + has_minima));
+    full.arrive_expect_tx(P::kWeightBytes +
+                          4 * (1 + p.gated) * of_low * P::kGroups * (1 + has_minima));
     tma_load(to, maps.weights, full, at.stage * kRowBytes, low);
-    if (p.gated) tma_load(to + P::kWeightBytes / 2, maps.weights, full, at.stage * kRowBytes, p.out + low);
+    if (p.gated)
+      tma_load(to + P::kWeightBytes / 2, maps.weights, full, at.stage * kRowBytes, p.out + low);
 #pragma unroll
     for (int k = 0; k < P::kGroups; ++k) {
       const float column = at.stage * kColumns<kCodeType> + 32 * k + 0.5f;
-      const int64_t first = static_cast<int64_t>(min(static_cast<int>(column * per_group), groups - 1)) * all_rows;
+      const int64_t first =
+          static_cast<int64_t>(min(static_cast<int>(column * per_group), groups - 1)) * all_rows;
       auto copy_rows = [&](const float* from, uint32_t target) {
         bulk_copy(target, from + first + low, 4 * of_low, full);
-        if (p.gated) bulk_copy(target + P::kOut / 2 * 4, from + first + p.out + low, 4 * of_low, full);
+        if (p.gated)
+          bulk_copy(target + P::kOut / 2 * 4, from + first + p.out + low, 4 * of_low, full);
       };
       copy_rows(p.quant.scale, scales + k * P::kOut * 4);
       if (has_minima) copy_rows(p.quant.minimum, scales + P::kScaleBytes + k * P::kOut * 4);
@@ -187,16 +207,19 @@ __device__ __forceinline__ void produce_weights(const SharedStorage<kCodeType, k
 }
 
 template <CodeType kCodeType, int kTokens, bool kStageGroups>
-__device__ __forceinline__ void produce_x(const SharedStorage<kCodeType, kTokens, kStageGroups>& smem, const TensorMaps& maps, const WorkRange& range,
-                                       int rows) {
+__device__ __forceinline__ void produce_x(
+    const SharedStorage<kCodeType, kTokens, kStageGroups>& smem, const TensorMaps& maps,
+    const WorkRange& range, int rows) {
   using P = SharedStorage<kCodeType, kTokens, kStageGroups>;
   pdl_wait();  // x depends on the previous kernel, weights do not
   for_each_stage(smem, range, [&](int slot, const TileCursor& at) {
-    const Mbarrier full = kPermutedInput<kTokens> ? smem.full_barrier(slot) : smem.x_full_barrier(slot);
+    const Mbarrier full =
+        kPermutedInput<kTokens> ? smem.full_barrier(slot) : smem.x_full_barrier(slot);
     constexpr int kLines = kColumns<kCodeType> / kLine, kBoxRows = kTmaRows<kTokens>;
     // Rows after the last box with any are left as they are: filling them with zeros takes longer
     // than copying.
-    const int first = at.token_tile * kTokens, boxes = min(kTokens, rows - first + kBoxRows - 1) / kBoxRows;
+    const int first = at.token_tile * kTokens,
+              boxes = min(kTokens, rows - first + kBoxRows - 1) / kBoxRows;
     full.arrive_expect_tx(kLines * boxes * kBoxRows * kLine * 2);
 #pragma unroll
     for (int line = 0; line < kLines; ++line)
@@ -212,7 +235,8 @@ __device__ __forceinline__ void produce_x(const SharedStorage<kCodeType, kTokens
 // ones and so on. A warp takes every kPermuteWarps-th slot, so that it observes each phase of a
 // barrier, and four rows at a time. A lane has vectors of row lane / 8, quarter t.
 template <CodeType kCodeType, int kTokens, bool kStageGroups>
-__device__ __forceinline__ void permute_x(const SharedStorage<kCodeType, kTokens, kStageGroups>& smem, const WorkRange& range, int warp) {
+__device__ __forceinline__ void permute_x(
+    const SharedStorage<kCodeType, kTokens, kStageGroups>& smem, const WorkRange& range, int warp) {
   using P = SharedStorage<kCodeType, kTokens, kStageGroups>;
   constexpr int kLines = kColumns<kCodeType> / kLine, kPieces = kTokens / 4;
   constexpr int kAtOnce = kPieces < 8 / kLines ? kPieces : 8 / kLines;
@@ -225,16 +249,20 @@ __device__ __forceinline__ void permute_x(const SharedStorage<kCodeType, kTokens
   const int other = static_cast<int>(kLineBytes) * (1 - 2 * line);
   uint32_t to[4];
 #pragma unroll
-  for (int word = 0; word < 4; ++word) to[word] = line * kLineBytes + row * 128 + 16 * (4 * b + word ^ row) + 4 * t;
+  for (int word = 0; word < 4; ++word)
+    to[word] = line * kLineBytes + row * 128 + 16 * (4 * b + word ^ row) + 4 * t;
   auto permute_stage = [&](uint8_t* x) {
-    auto packed_column = [&](int piece, uint32_t within) { return x + 512 * piece + (within ^ piece % 2 * 64); };  // half of 8 rows
+    auto packed_column = [&](int piece, uint32_t within) {
+      return x + 512 * piece + (within ^ piece % 2 * 64);
+    };  // half of 8 rows
 #pragma unroll
     for (int first = 0; first < kPieces; first += kAtOnce) {
       uint4 vectors[kAtOnce][kLines];
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k)
 #pragma unroll
-        for (int h = 0; h < kLines; ++h) vectors[k][h] = *reinterpret_cast<const uint4*>(packed_column(first + k, from ^ 32 * h));
+        for (int h = 0; h < kLines; ++h)
+          vectors[k][h] = *reinterpret_cast<const uint4*>(packed_column(first + k, from ^ 32 * h));
       __syncwarp();
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k)
@@ -244,7 +272,8 @@ __device__ __forceinline__ void permute_x(const SharedStorage<kCodeType, kTokens
           const uint32_t words[] = {v.x, v.y, v.z, v.w};
 #pragma unroll
           for (int word = 0; word < 4; ++word)
-            *reinterpret_cast<uint32_t*>(packed_column(first + k, to[word]) + h * other) = words[word];
+            *reinterpret_cast<uint32_t*>(packed_column(first + k, to[word]) + h * other) =
+                words[word];
         }
     }
   };
@@ -277,16 +306,17 @@ __device__ __forceinline__ void transpose_4x4(uint32_t (&x)[4]) {
 // warp's eight outputs in the low half. If a residual is added later, a sum is kept as two values
 // of T: the rounded sum and the remainder.
 template <typename T, int kTokens>
-__device__ __forceinline__ void store_tile(const GemvParams& p, float (&sum)[kTokens / 2], int first_token, int output,
-                                         int next_half) {
+__device__ __forceinline__ void store_tile(const GemvParams& p, float (&sum)[kTokens / 2],
+                                           int first_token, int output, int next_half) {
   constexpr float kMaxSmem = std::is_same_v<T, __half> ? 65504.f : 0x1.fep127f;
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   float bias[2] = {};
   if (p.bias != nullptr)
 #pragma unroll
     for (int r = 0; r < 2; ++r)
-      bias[r] = to_float(static_cast<const T*>(p.bias)[min(output + g + (p.gated ? 0 : r * next_half), p.out - 1) +
-                                                       (p.gated ? r * p.out : 0)]);
+      bias[r] = to_float(
+          static_cast<const T*>(p.bias)[min(output + g + (p.gated ? 0 : r * next_half), p.out - 1) +
+                                        (p.gated ? r * p.out : 0)]);
 #pragma unroll
   for (int i = 0; i < kTokens / 2; ++i) sum[i] += bias[i / 2 % 2];
   if (p.gated) {
@@ -309,14 +339,17 @@ __device__ __forceinline__ void store_tile(const GemvParams& p, float (&sum)[kTo
       for (int k = 0; k < 4; ++k) {
         const float x = sum[4 * (4 * q + k) + 2 * r], y = sum[4 * (4 * q + k) + 2 * r + 1];
         if (p.y_scale_inverse != 0) {
-          words[k] = movmatrix_trans(Float8(x * p.y_scale_inverse).__x | Float8(y * p.y_scale_inverse).__x << 16);
+          words[k] = movmatrix_trans(Float8(x * p.y_scale_inverse).__x |
+                                     Float8(y * p.y_scale_inverse).__x << 16);
         } else if (p.residual == nullptr) {
           words[k] = movmatrix_trans(pack2<T>(x, y));
         } else {
-          const uint32_t pair = pack2<T>(fminf(fmaxf(x, -kMaxSmem), kMaxSmem), fminf(fmaxf(y, -kMaxSmem), kMaxSmem));
+          const uint32_t pair =
+              pack2<T>(fminf(fmaxf(x, -kMaxSmem), kMaxSmem), fminf(fmaxf(y, -kMaxSmem), kMaxSmem));
           const auto kept = *reinterpret_cast<const Vec<T, 2>*>(&pair);
           words[k] = movmatrix_trans(pair);
-          remainder[k] = movmatrix_trans(pack2<T>(x - to_float(kept.data[0]), y - to_float(kept.data[1])));
+          remainder[k] =
+              movmatrix_trans(pack2<T>(x - to_float(kept.data[0]), y - to_float(kept.data[1])));
         }
       }
       transpose_4x4(words);
@@ -336,23 +369,26 @@ __device__ __forceinline__ void store_tile(const GemvParams& p, float (&sum)[kTo
         const auto residual = load<T, 8>(static_cast<const T*>(p.residual) + at);
 #pragma unroll
         for (int k = 0; k < 8; ++k)
-          made.data[k] = from_float<T>(to_float(made.data[k]) + to_float(more.data[k]) + to_float(residual.data[k]));
+          made.data[k] = from_float<T>(to_float(made.data[k]) + to_float(more.data[k]) +
+                                       to_float(residual.data[k]));
       }
       store(static_cast<T*>(p.y) + at, made);
     }
   }
 }
 
-// One consumer warpgroup. Of 64 rows of an operand, the first half of every 16 is from the low half of the tile and the other
-// from the high half, so that a thread has gates and their ups.
+// One consumer warpgroup. Of 64 rows of an operand, the first half of every 16 is from the low half
+// of the tile and the other from the high half, so that a thread has gates and their ups.
 template <typename T, CodeType kCodeType, int kTokens, bool kStageGroups>
 struct Consumer {
   using P = SharedStorage<kCodeType, kTokens, kStageGroups>;
-  static constexpr int kChunks = kColumns<kCodeType> / 32, kWords = kBits<kCodeType> / 4;  // kWords: words of eight codes
+  static constexpr int kChunks = kColumns<kCodeType> / 32,
+                       kWords = kBits<kCodeType> / 4;  // kWords: words of eight codes
   static constexpr bool kScalesSums = kStageGroups && kTokens <= kScaledSumTokens;
   static constexpr int kOut = P::kOut, kReduceStride = kClusterStride<kTokens>;
   static constexpr int kOwn = kOperandTiles<kTokens>, kAll = kGroups<kTokens> * 128;
-  // Register operands in flight: few rows of x have the products of a whole stage in flight at once.
+  // Register operands in flight: few rows of x have the products of a whole stage in flight at
+  // once.
   static constexpr int kBuffers = kScalesSums && kTokens <= 8 ? kChunks : 2;
 
   const P& smem;
@@ -362,10 +398,13 @@ struct Consumer {
   const int warpgroup;
   const int thread = threadIdx.x % 128, warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
   const int tile_out = p.gated ? kOut / 2 : kOut;
-  const int own_row = warpgroup * kOwn * kOperandRows + warp * 8 + g;  // of either half of a tile, and of each operand
-  // Addresses of the thread's codes and scales in a stage. They stay in registers: the compiler cannot recompute a shuffle.
+  const int own_row = warpgroup * kOwn * kOperandRows + warp * 8 +
+                      g;  // of either half of a tile, and of each operand
+  // Addresses of the thread's codes and scales in a stage. They stay in registers: the compiler
+  // cannot recompute a shuffle.
   const uint32_t base = __shfl_sync(~0u, smem.base, 0);
-  const uint32_t codes_at = base + own_row * kRowBytes + 16 * (t ^ g / 2 % 4);  // TMA swizzles vectors
+  const uint32_t codes_at =
+      base + own_row * kRowBytes + 16 * (t ^ g / 2 % 4);  // TMA swizzles vectors
   const uint32_t scales_at = base + P::kScalesAt + (t * P::kGroups / 4 * kOut + own_row) * 4;
 
   __device__ __forceinline__ void release(int i) const {
@@ -373,13 +412,14 @@ struct Consumer {
   }
 
   // Sums of stages [i, end) of the tile at `begun`.
-  __device__ __forceinline__ void mainloop(float (&total)[kOwn][kTokens / 2], const TileCursor& begun, int& i, int end) const {
+  __device__ __forceinline__ void mainloop(float (&total)[kOwn][kTokens / 2],
+                                           const TileCursor& begun, int& i, int end) const {
     const int first = i, groups = p.in / p.quant.group_size;
     const float per_group = 1.f / p.quant.group_size;
     const bool has_minima = !kStageGroups && p.quant.minimum != nullptr;
     uint32_t numbers[kBuffers][kOwn][8];  // register operands of this chunk and earlier ones
     float sum[kOwn][kTokens / 2] = {}, exact[kOwn][2] = {};  // exact: scales of the previous stage
-    auto add_sums = [&] {  // of the previous stage
+    auto add_sums = [&] {                                    // of the previous stage
 #pragma unroll
       for (int m = 0; m < kOwn; ++m)
 #pragma unroll
@@ -390,13 +430,15 @@ struct Consumer {
     };
     int zero[kOwn][2] = {};  // of the next stage
     auto load_zeros = [&](int stage) {
-      const int group = min(static_cast<int>((stage * kColumns<kCodeType> + 0.5f) * per_group), groups - 1);
+      const int group =
+          min(static_cast<int>((stage * kColumns<kCodeType> + 0.5f) * per_group), groups - 1);
 #pragma unroll
       for (int m = 0; m < kOwn; ++m)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const int low = begun.out_tile * tile_out + own_row + m * kOperandRows;
-          const int row = p.gated ? h * p.out + min(low, p.out - 1) : min(low + h * kOut / 2, p.out - 1);
+          const int row =
+              p.gated ? h * p.out + min(low, p.out - 1) : min(low + h * kOut / 2, p.out - 1);
           zero[m][h] = load_zero<kCodeType>(p.quant, row, group, groups);
         }
     };
@@ -412,13 +454,18 @@ struct Consumer {
       for (int m = 0; m < kOwn; ++m)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          codes[m][h] = load_smem<4>(codes_at + stage + (h * kOut / 2 + m * kOperandRows) * kRowBytes);
+          codes[m][h] =
+              load_smem<4>(codes_at + stage + (h * kOut / 2 + m * kOperandRows) * kRowBytes);
           const uint32_t at = scales_at + stage + (h * kOut / 2 + m * kOperandRows) * 4;
           own[m][h] = __uint_as_float(load_smem<1>(at).data[0]);
           float of_zero = kDefaultZero<kCodeType>;
-          if (has_minima) {  // as a zero and a remainder, so that a rounded scale counts from about 0
-            const float least = __uint_as_float(load_smem<1>(at + P::kScaleBytes).data[0]), size = own[m][h];
-            of_zero = size == 0.f ? 0.f : fminf(fmaxf(rintf(__fdividef(-least, size)), 0.f), (1 << kBits<kCodeType>) - 1);
+          if (has_minima) {  // as a zero and a remainder, so that a rounded scale counts from about
+                             // 0
+            const float least = __uint_as_float(load_smem<1>(at + P::kScaleBytes).data[0]),
+                        size = own[m][h];
+            of_zero = size == 0.f ? 0.f
+                                  : fminf(fmaxf(rintf(__fdividef(-least, size)), 0.f),
+                                          (1 << kBits<kCodeType>)-1);
             const float remainder = fmaf(of_zero, size, least);
             minimum[m][h] = pack2<T>(remainder, remainder);
           }
@@ -465,7 +512,8 @@ struct Consumer {
 #pragma unroll
           for (int m = 0; m < kOwn; ++m)
             Wgmma<T, kTokens>::template rs<false>(
-                sum[m], now[m] + 4 * step, x + (chunk / 2 * kTokens * kLine * 2 + chunk % 2 * 64 + step * 32) / 16);
+                sum[m], now[m] + 4 * step,
+                x + (chunk / 2 * kTokens * kLine * 2 + chunk % 2 * 64 + step * 32) / 16);
         wgmma_commit();
         if (!kScalesSums || kBuffers < kChunks) wgmma_wait<1>();
         if (!kScalesSums && chunk == 0 && i > first) release(i - 1);
@@ -484,10 +532,10 @@ struct Consumer {
   }
 
   // Epilogue of a whole tile: through shared memory, kEpilogueRows rows of x at a time, to y.
-  __device__ __forceinline__ void store_whole(const float (&total)[kOwn][kTokens / 2], int first_token, int first_output,
-                                              int rows) const {
-    auto* staging =
-        reinterpret_cast<float*>(smem.bytes + P::kSumsAt) + warpgroup * kOwn * 2 * kEpilogueRows<kTokens> * kEpilogueStride;
+  __device__ __forceinline__ void store_whole(const float (&total)[kOwn][kTokens / 2],
+                                              int first_token, int first_output, int rows) const {
+    auto* staging = reinterpret_cast<float*>(smem.bytes + P::kSumsAt) +
+                    warpgroup * kOwn * 2 * kEpilogueRows<kTokens> * kEpilogueStride;
     // One loop, although sums are in registers: unrolled, each piece would fetch the code of
     // store_outputs() again.
     constexpr int kPieces = kTokens / kEpilogueRows<kTokens>;
@@ -503,8 +551,9 @@ struct Consumer {
             for (int j = 0; j < kEpilogueRows<kTokens> / 8; ++j)
 #pragma unroll
               for (int c = 0; c < 4; ++c)
-                staging[((2 * m + c / 2) * kEpilogueRows<kTokens> + 8 * j + 2 * t + c % 2) * kEpilogueStride + warp * 8 + g] =
-                    total[m][4 * (other * kEpilogueRows<kTokens> / 8 + j) + c];
+                staging[((2 * m + c / 2) * kEpilogueRows<kTokens> + 8 * j + 2 * t + c % 2) *
+                            kEpilogueStride +
+                        warp * 8 + g] = total[m][4 * (other * kEpilogueRows<kTokens> / 8 + j) + c];
       named_barrier_sync(1 + warpgroup, 128);
       constexpr int kFours = kOperandRows / 4, kUnits = kOwn * kEpilogueRows<kTokens> * kFours;
       constexpr int kUnitsAtOnce = kTokens > 64 ? 2 : 1;
@@ -512,20 +561,27 @@ struct Consumer {
       for (int of = thread; of < (p.gated ? 1 : 2) * kUnits; of += 128) {
         const int half = of / kUnits, m = of % kUnits / (kEpilogueRows<kTokens> * kFours);
         const int four = of % kFours * 4, token = of / kFours % kEpilogueRows<kTokens>;
-        const int output = first_output + half * kOut / 2 + (warpgroup * kOwn + m) * kOperandRows + four;
+        const int output =
+            first_output + half * kOut / 2 + (warpgroup * kOwn + m) * kOperandRows + four;
         if (piece * kEpilogueRows<kTokens> + token >= rows || output >= p.out) continue;
-        const float* sums = staging + ((2 * m + half) * kEpilogueRows<kTokens> + token) * kEpilogueStride + four;
+        const float* sums =
+            staging + ((2 * m + half) * kEpilogueRows<kTokens> + token) * kEpilogueStride + four;
         float4 ups{};
-        if (p.gated) ups = *reinterpret_cast<const float4*>(sums + kEpilogueRows<kTokens> * kEpilogueStride);
-        store_outputs<T>(p, first_token + piece * kEpilogueRows<kTokens> + token, output, *reinterpret_cast<const float4*>(sums), ups);
+        if (p.gated)
+          ups = *reinterpret_cast<const float4*>(sums + kEpilogueRows<kTokens> * kEpilogueStride);
+        store_outputs<T>(p, first_token + piece * kEpilogueRows<kTokens> + token, output,
+                         *reinterpret_cast<const float4*>(sums), ups);
       }
     }
   }
 
-  // Epilogue of a tile that a cluster shares: each block reduces a part of the outputs over distributed shared memory.
-  __device__ __forceinline__ void reduce_cluster(const float (&total)[kOwn][kTokens / 2], int first_token, int first_output,
+  // Epilogue of a tile that a cluster shares: each block reduces a part of the outputs over
+  // distributed shared memory.
+  __device__ __forceinline__ void reduce_cluster(const float (&total)[kOwn][kTokens / 2],
+                                                 int first_token, int first_output,
                                                  int rows) const {
-    auto* sums = reinterpret_cast<float*>(smem.bytes);  // in place of the stages, when all have been read
+    auto* sums =
+        reinterpret_cast<float*>(smem.bytes);  // in place of the stages, when all have been read
     static_assert(kTokens * kReduceStride * 4 <= P::kSumsAt);
     named_barrier_sync(1 + kGroups<kTokens>, kAll);
 #pragma unroll
@@ -534,19 +590,23 @@ struct Consumer {
       for (int j = 0; j < kTokens / 8; ++j)
 #pragma unroll
         for (int c = 0; c < 4; ++c)
-          sums[(8 * j + 2 * t + c % 2) * kReduceStride + own_row + c / 2 * (kOut / 2) + m * kOperandRows] =
-              total[m][4 * j + c];
+          sums[(8 * j + 2 * t + c % 2) * kReduceStride + own_row + c / 2 * (kOut / 2) +
+               m * kOperandRows] = total[m][4 * j + c];
     cluster_arrive();
     cluster_wait();
     const int fours = tile_out / 4, consumer_thread = threadIdx.x - 128;
-    const int each = (rows * fours + schedule.cluster_size - 1) / schedule.cluster_size, rank = cluster_rank();
+    const int each = (rows * fours + schedule.cluster_size - 1) / schedule.cluster_size,
+              rank = cluster_rank();
 #pragma unroll 1
-    for (int of = rank * each + consumer_thread; of < min(rows * fours, (rank + 1) * each); of += kAll) {
+    for (int of = rank * each + consumer_thread; of < min(rows * fours, (rank + 1) * each);
+         of += kAll) {
       const int token = of / fours, four = of % fours * 4;
       if (first_output + four >= p.out) continue;
       const float* from = sums + token * kReduceStride + four;
       float4 whole{}, ups{};
-      auto add = [](float4& to, const float4& more) { to.x += more.x, to.y += more.y, to.z += more.z, to.w += more.w; };
+      auto add = [](float4& to, const float4& more) {
+        to.x += more.x, to.y += more.y, to.z += more.z, to.w += more.w;
+      };
 #pragma unroll 4
       for (int other = 0; other < schedule.cluster_size; ++other) {
         add(whole, ld_shared_cluster(from, other));
@@ -559,8 +619,11 @@ struct Consumer {
   }
 
   // Writes the sums of a part of a tile to schedule.partial.
-  __device__ __forceinline__ void store_partial(const float (&total)[kOwn][kTokens / 2], bool begins, int rows) const {
-    float* to = schedule.partial + (2 * static_cast<int>(blockIdx.x) + begins) * static_cast<int64_t>(kOut * kTokens) + own_row;
+  __device__ __forceinline__ void store_partial(const float (&total)[kOwn][kTokens / 2],
+                                                bool begins, int rows) const {
+    float* to = schedule.partial +
+                (2 * static_cast<int>(blockIdx.x) + begins) * static_cast<int64_t>(kOut * kTokens) +
+                own_row;
 #pragma unroll
     for (int m = 0; m < kOwn; ++m)
 #pragma unroll
@@ -568,13 +631,14 @@ struct Consumer {
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
           const int token = 8 * j + 2 * t + c % 2;
-          if (token < rows) __stcg(to + token * kOut + c / 2 * (kOut / 2) + m * kOperandRows, total[m][4 * j + c]);
+          if (token < rows)
+            __stcg(to + token * kOut + c / 2 * (kOut / 2) + m * kOperandRows, total[m][4 * j + c]);
         }
   }
 
-  // Stream-K fix-up: waits until all blocks of the block's first and last tile have written their sums, and reduces a part
-  // of the outputs of each. A block publishes both before it waits. The order of the sums is that of the columns, so the
-  // same x gives the same y.
+  // Stream-K fix-up: waits until all blocks of the block's first and last tile have written their
+  // sums, and reduces a part of the outputs of each. A block publishes both before it waits. The
+  // order of the sums is that of the columns, so the same x gives the same y.
   __device__ __forceinline__ void reduce_stream_k(int tail_tile, int head_tile) const {
     if (tail_tile < 0 && head_tile < 0) return;
     const int block = blockIdx.x, blocks = gridDim.x;
@@ -582,7 +646,9 @@ struct Consumer {
     named_barrier_sync(1 + kGroups<kTokens>, kAll);
     const int consumer_thread = threadIdx.x - 128;
     auto first_of = [&](int tile) { return schedule.owner(tile * schedule.stages, blocks); };
-    auto count_of = [&](int tile) { return schedule.owner((tile + 1) * schedule.stages - 1, blocks) - first_of(tile) + 1; };
+    auto count_of = [&](int tile) {
+      return schedule.owner((tile + 1) * schedule.stages - 1, blocks) - first_of(tile) + 1;
+    };
     auto publish = [&](int tile) {
       if (tile >= 0 && consumer_thread == 0) atomicAdd(schedule.counters + first_of(tile), 1);
     };
@@ -591,15 +657,18 @@ struct Consumer {
       const int from = first_of(tile), count = count_of(tile);
       if (consumer_thread == 0) {
         int32_t* counter = schedule.counters + from;
-        while (*static_cast<volatile int32_t*>(counter) < count) {}
+        while (*static_cast<volatile int32_t*>(counter) < count) {
+        }
         __threadfence();
         if (atomicAdd(counter, 1) == 2 * count - 1) *counter = 0;  // all blocks have seen it
       }
       named_barrier_sync(1 + kGroups<kTokens>, kAll);
-      const int first_token = tile % range.token_tiles * kTokens, first_output = tile / range.token_tiles * tile_out;
+      const int first_token = tile % range.token_tiles * kTokens,
+                first_output = tile / range.token_tiles * tile_out;
       const int rows = min(kTokens, p.rows - first_token), fours = tile_out / 4;
 #pragma unroll 1
-      for (int of = (block - from) * kAll + consumer_thread; of < rows * fours; of += count * kAll) {
+      for (int of = (block - from) * kAll + consumer_thread; of < rows * fours;
+           of += count * kAll) {
         const int token = of / fours, four = of % fours * 4;
         if (first_output + four >= p.out) continue;
         float4 sums{}, ups{};
@@ -609,8 +678,10 @@ struct Consumer {
         };
 #pragma unroll 4
         for (int other = 0; other < count; ++other) {
-          const float* at = schedule.partial + (2 * (from + other) + (other == 0)) * static_cast<int64_t>(kOut * kTokens) +
-                            token * kOut + four;
+          const float* at =
+              schedule.partial +
+              (2 * (from + other) + (other == 0)) * static_cast<int64_t>(kOut * kTokens) +
+              token * kOut + four;
           add(sums, at);
           if (p.gated) add(ups, at + kOut / 2);
         }
@@ -624,13 +695,15 @@ struct Consumer {
 
 // All tiles of a block: the mainloop, and the epilogue of a whole tile or a part of one.
 template <typename T, CodeType kCodeType, int kTokens, bool kStageGroups>
-__device__ __forceinline__ void consume(const SharedStorage<kCodeType, kTokens, kStageGroups>& smem, const GemvParams& p,
-                                        const StreamKSchedule& schedule, const WorkRange& range, int warpgroup) {
+__device__ __forceinline__ void consume(const SharedStorage<kCodeType, kTokens, kStageGroups>& smem,
+                                        const GemvParams& p, const StreamKSchedule& schedule,
+                                        const WorkRange& range, int warpgroup) {
   using C = Consumer<T, kCodeType, kTokens, kStageGroups>;
   pdl_wait();
   pdl_launch_dependents();
   const C consumer{smem, p, schedule, range, warpgroup};
-  int tail_tile = -1, head_tile = -1;  // tiles that another block begins, and that another block ends
+  int tail_tile = -1,
+      head_tile = -1;  // tiles that another block begins, and that another block ends
   TileCursor begun = range.start;
   for (int i = 0; i < range.count; begun.next_tile(range.token_tiles)) {
     const int first = i, end = min(range.count, i + schedule.stages - begun.stage);
@@ -640,7 +713,9 @@ __device__ __forceinline__ void consume(const SharedStorage<kCodeType, kTokens, 
     const int first_output = begun.out_tile * consumer.tile_out;
     const bool begins = begun.stage == 0;
     if (kPermutedInput<kTokens> && end - first == schedule.stages) {
-      store_tile<T, kTokens>(p, total[0], first_token, first_output + warpgroup * kOperandRows + consumer.warp * 8, C::kOut / 2);
+      store_tile<T, kTokens>(p, total[0], first_token,
+                             first_output + warpgroup * kOperandRows + consumer.warp * 8,
+                             C::kOut / 2);
     } else if (end - first == schedule.stages) {
       consumer.store_whole(total, first_token, first_output, rows);
     } else if (schedule.cluster_size > 1) {
@@ -655,7 +730,8 @@ __device__ __forceinline__ void consume(const SharedStorage<kCodeType, kTokens, 
 
 template <typename T, CodeType kCodeType, int kTokens, bool kStageGroups>
 __global__ void __launch_bounds__(kThreads<kTokens>, 1)
-    packed_gemm_kernel(const __grid_constant__ TensorMaps maps, GemvParams p, StreamKSchedule schedule) {
+    packed_gemm_kernel(const __grid_constant__ TensorMaps maps, GemvParams p,
+                       StreamKSchedule schedule) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using P = SharedStorage<kCodeType, kTokens, kStageGroups>;
   extern __shared__ uint8_t raw[];
@@ -673,7 +749,9 @@ __global__ void __launch_bounds__(kThreads<kTokens>, 1)
   __syncthreads();
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // uniform for a warp
   if (group == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kPermutedInput<kTokens> ? 40 : kGroups<kTokens> == 2 ? 88 : 64));
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kPermutedInput<kTokens> ? 40
+                                                             : kGroups<kTokens> == 2 ? 88
+                                                                                     : 64));
     const int warp = threadIdx.x / 32;
     if (warp > 1) {
       if constexpr (!kPermutedInput<kTokens>) permute_x(smem, range, warp - 2);
@@ -690,7 +768,8 @@ __global__ void __launch_bounds__(kThreads<kTokens>, 1)
 // Rows of x as permute_x() leaves them in a stage, zero-padded to whole stages. One thread per
 // vector.
 template <typename T, CodeType kCodeType>
-__global__ void __launch_bounds__(256) permute_x_kernel(T* to, const T* x, int rows, int in, int pitch) {
+__global__ void __launch_bounds__(256)
+    permute_x_kernel(T* to, const T* x, int rows, int in, int pitch) {
   constexpr int kWords = kColumns<kCodeType> / 2;  // of a stage
   pdl_wait();
   pdl_launch_dependents();
@@ -698,11 +777,14 @@ __global__ void __launch_bounds__(256) permute_x_kernel(T* to, const T* x, int r
   const int64_t at = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
   const int64_t row = at / vectors;
   if (row >= rows) return;
-  const int vector = static_cast<int>(at - row * vectors), column = vector * 8, first = vector * 4 % kWords;
+  const int vector = static_cast<int>(at - row * vectors), column = vector * 8,
+            first = vector * 4 % kWords;
   Vec<uint32_t, 4> words{};
-  if (column < in) words = load<uint32_t, 4>(reinterpret_cast<const uint32_t*>(x + row * in + column));
+  if (column < in)
+    words = load<uint32_t, 4>(reinterpret_cast<const uint32_t*>(x + row * in + column));
   const int t = first / (kWords / 4), chunk = first % (kWords / 4) / 4;
-  auto* stage = reinterpret_cast<uint32_t*>(to + row * pitch + column / kColumns<kCodeType> * kColumns<kCodeType>);
+  auto* stage = reinterpret_cast<uint32_t*>(to + row * pitch +
+                                            column / kColumns<kCodeType> * kColumns<kCodeType>);
 #pragma unroll
   for (int k = 0; k < 4; ++k) stage[(chunk * 2 + k / 2) * 8 + k % 2 * 4 + t] = words.data[k];
 }
@@ -717,7 +799,8 @@ struct TileSchedule {
 // can be resident at once. kManyRows: more than 128 rows of x, without stream-K, and each wave of
 // clusters costs more.
 template <bool kManyRows>
-TileSchedule choose_schedule(const std::array<int, kMaxClusterSize + 1>& clusters, int tiles, int stages, int places) {
+TileSchedule choose_schedule(const std::array<int, kMaxClusterSize + 1>& clusters, int tiles,
+                             int stages, int places) {
   TileSchedule tile_schedule{1, false};
   int64_t least = int64_t{ceil_div(tiles, places)} * stages;
   auto take = [&](TileSchedule other, int64_t cost) {
@@ -727,7 +810,8 @@ TileSchedule choose_schedule(const std::array<int, kMaxClusterSize + 1>& cluster
   for (int size = 2; size <= std::min(kMaxClusterSize, stages); ++size)
     if (clusters[size] > 0) {
       const int64_t rounds = ceil_div(tiles, clusters[size]);
-      take({size, false}, rounds * ceil_div(stages, size) + (kManyRows ? rounds * kClusterWaveCost : kClusterReduceCost));
+      take({size, false}, rounds * ceil_div(stages, size) +
+                              (kManyRows ? rounds * kClusterWaveCost : kClusterReduceCost));
     }
   return tile_schedule;
 }
@@ -736,45 +820,62 @@ template <typename T, CodeType kCodeType, int kTokens, bool kStageGroups>
 cudaError_t run(const GemvParams& p, void* scratch, int32_t* counters, cudaStream_t stream) {
   using P = SharedStorage<kCodeType, kTokens, kStageGroups>;
   auto kernel = packed_gemm_kernel<T, kCodeType, kTokens, kStageGroups>;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, P::kBytes);
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, P::kBytes);
   if (error != cudaSuccess) return error;
   constexpr int kOut = P::kOut;
-  const cuuint64_t row_bytes = static_cast<cuuint64_t>(p.in) * kBits<kCodeType> / 8, rows = p.gated ? 2 * p.out : p.out;
+  const cuuint64_t row_bytes = static_cast<cuuint64_t>(p.in) * kBits<kCodeType> / 8,
+                   rows = p.gated ? 2 * p.out : p.out;
   cuuint64_t in = p.in;
   const void* x = p.x;
   if constexpr (kPermutedInput<kTokens>) {
     const int pitch = static_cast<int>(ceil_div(p.in, kColumns<kCodeType>)) * kColumns<kCodeType>;
     auto* arranged = static_cast<T*>(scratch);
     const unsigned blocks = ceil_div(static_cast<int64_t>(p.rows) * pitch / 8, 256);
-    const cudaError_t error =
-        launch(permute_x_kernel<T, kCodeType>, blocks, 256, 0, stream, arranged, static_cast<const T*>(p.x), p.rows, p.in, pitch);
+    const cudaError_t error = launch(permute_x_kernel<T, kCodeType>, blocks, 256, 0, stream,
+                                     arranged, static_cast<const T*>(p.x), p.rows, p.in, pitch);
     if (error != cudaSuccess) return error;
     x = arranged, in = pitch;
   }
   TensorMaps maps;
-  if (!make_tensor_map(maps.weights, CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_SWIZZLE_64B, p.weight, {row_bytes, rows}, 1,
-           {kRowBytes, static_cast<cuuint32_t>(p.gated ? kOut / 2 : kOut)}) ||
-      !make_tensor_map(maps.x, kTensorMapType<T>, CU_TENSOR_MAP_SWIZZLE_128B, x, {in, static_cast<cuuint64_t>(p.rows)}, 2,
-           {kLine, kTmaRows<kTokens>}))
+  if (!make_tensor_map(maps.weights, CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_SWIZZLE_64B,
+                       p.weight, {row_bytes, rows}, 1,
+                       {kRowBytes, static_cast<cuuint32_t>(p.gated ? kOut / 2 : kOut)}) ||
+      !make_tensor_map(maps.x, kTensorMapType<T>, CU_TENSOR_MAP_SWIZZLE_128B, x,
+                       {in, static_cast<cuuint64_t>(p.rows)}, 2, {kLine, kTmaRows<kTokens>}))
     return cudaErrorInvalidValue;
   const int out_tiles = static_cast<int>(ceil_div(p.out, p.gated ? kOut / 2 : kOut));
   const int tiles = out_tiles * static_cast<int>(ceil_div(p.rows, kTokens));
   const int stages = static_cast<int>(ceil_div(p.in, kColumns<kCodeType>));
-  static const auto clusters = max_active_clusters<kMaxClusterSize>(kernel, kThreads<kTokens>, P::kBytes);
+  static const auto clusters =
+      max_active_clusters<kMaxClusterSize>(kernel, kThreads<kTokens>, P::kBytes);
   const int places = std::min(static_cast<int>(num_sms()), kPackedGemmBlocks);
-  const TileSchedule tile_schedule = choose_schedule<kPermutedInput<kTokens>>(clusters, tiles, stages, places);
-  const int blocks = tile_schedule.cluster_size > 1 ? tiles * tile_schedule.cluster_size : std::min(places, tile_schedule.stream_k ? tiles * stages : tiles);
-  const StreamKSchedule schedule{tiles, out_tiles, stages, static_cast<float*>(scratch), counters, tile_schedule.stream_k ? 1 : stages, tile_schedule.cluster_size};
-  return cudaLaunchKernelEx(Launch(blocks, kThreads<kTokens>, P::kBytes, stream, tile_schedule.cluster_size).config(), kernel, maps, p, schedule);
+  const TileSchedule tile_schedule =
+      choose_schedule<kPermutedInput<kTokens>>(clusters, tiles, stages, places);
+  const int blocks = tile_schedule.cluster_size > 1
+                         ? tiles * tile_schedule.cluster_size
+                         : std::min(places, tile_schedule.stream_k ? tiles * stages : tiles);
+  const StreamKSchedule schedule{tiles,
+                                 out_tiles,
+                                 stages,
+                                 static_cast<float*>(scratch),
+                                 counters,
+                                 tile_schedule.stream_k ? 1 : stages,
+                                 tile_schedule.cluster_size};
+  return cudaLaunchKernelEx(
+      Launch(blocks, kThreads<kTokens>, P::kBytes, stream, tile_schedule.cluster_size).config(),
+      kernel, maps, p, schedule);
 }
 
 template <typename T, CodeType kCodeType, bool kStageGroups>
-cudaError_t dispatch_rows(const GemvParams& p, void* scratch, int32_t* counters, cudaStream_t stream) {
+cudaError_t dispatch_rows(const GemvParams& p, void* scratch, int32_t* counters,
+                          cudaStream_t stream) {
   return p.rows <= 8    ? run<T, kCodeType, 8, kStageGroups>(p, scratch, counters, stream)
          : p.rows <= 16 ? run<T, kCodeType, 16, kStageGroups>(p, scratch, counters, stream)
          : p.rows <= 32 ? run<T, kCodeType, 32, kStageGroups>(p, scratch, counters, stream)
          : p.rows <= 64 ? run<T, kCodeType, 64, kStageGroups>(p, scratch, counters, stream)
-         : p.rows <= 128 || !has_large_packed_gemm_sm90(p) ? run<T, kCodeType, 128, kStageGroups>(p, scratch, counters, stream)
+         : p.rows <= 128 || !has_large_packed_gemm_sm90(p)
+             ? run<T, kCodeType, 128, kStageGroups>(p, scratch, counters, stream)
          : 192 * ceil_div(p.rows, 192) < 256 * ceil_div(p.rows, 256)
              ? run<T, kCodeType, 192, kStageGroups>(p, scratch, counters, stream)
              : run<T, kCodeType, 256, kStageGroups>(p, scratch, counters, stream);
@@ -788,10 +889,12 @@ bool has_stage_groups(const GemvParams& p) {
 }
 
 template <typename T>
-cudaError_t dispatch_codes(const GemvParams& p, void* scratch, int32_t* counters, cudaStream_t stream) {
+cudaError_t dispatch_codes(const GemvParams& p, void* scratch, int32_t* counters,
+                           cudaStream_t stream) {
   return dispatch_code_type(p.quant.code_type, [&](auto codes) {
     constexpr CodeType kCodeType = codes.value;
-    if (has_stage_groups<kCodeType>(p)) return dispatch_rows<T, kCodeType, true>(p, scratch, counters, stream);
+    if (has_stage_groups<kCodeType>(p))
+      return dispatch_rows<T, kCodeType, true>(p, scratch, counters, stream);
     if constexpr (kCodeType == CodeType::kFloat8) return cudaErrorInvalidValue;
     else return dispatch_rows<T, kCodeType, false>(p, scratch, counters, stream);
   });
@@ -802,22 +905,26 @@ cudaError_t dispatch_codes(const GemvParams& p, void* scratch, int32_t* counters
 bool has_packed_gemm_sm90(DType dtype, const GemvParams& p) {
   bool serves = false;  // small groups have no zeros here
   dispatch_code_type(p.quant.code_type, [&](auto codes) {
-    serves = has_stage_groups<codes.value>(p) || (codes.value != CodeType::kFloat8 && p.quant.zero == nullptr);
+    serves = has_stage_groups<codes.value>(p) ||
+             (codes.value != CodeType::kFloat8 && p.quant.zero == nullptr);
     return cudaSuccess;
   });
-  return serves && (dtype == DType::kFloat16 || dtype == DType::kBFloat16) && p.out % 4 == 0 && p.in % 32 == 0 &&
-         p.quant.group_size % 32 == 0 && !p.norm && device_attribute<cudaDevAttrComputeCapabilityMajor>() == 9 &&
+  return serves && (dtype == DType::kFloat16 || dtype == DType::kBFloat16) && p.out % 4 == 0 &&
+         p.in % 32 == 0 && p.quant.group_size % 32 == 0 && !p.norm &&
+         device_attribute<cudaDevAttrComputeCapabilityMajor>() == 9 &&
          tensor_map_encoder() != nullptr;
 }
 
 bool has_large_packed_gemm_sm90(const GemvParams& p) {
-  const bool activates = p.gated ? p.activation == Activation::kSilu || p.activation == Activation::kGeluTanh
-                                 : p.activation == Activation::kNone;
-  return activates && p.out % 8 == 0 && is_aligned(p.x, 16) && is_aligned(p.y, 16) && is_aligned(p.residual, 16);
+  const bool activates =
+      p.gated ? p.activation == Activation::kSilu || p.activation == Activation::kGeluTanh
+              : p.activation == Activation::kNone;
+  return activates && p.out % 8 == 0 && is_aligned(p.x, 16) && is_aligned(p.y, 16) &&
+         is_aligned(p.residual, 16);
 }
 
 cudaError_t packed_gemm_sm90(DType dtype, const GemvParams& p, void* scratch, int32_t* counters,
-                                  cudaStream_t stream) {
+                             cudaStream_t stream) {
   return dtype == DType::kFloat16 ? dispatch_codes<__half>(p, scratch, counters, stream)
                                   : dispatch_codes<__nv_bfloat16>(p, scratch, counters, stream);
 }

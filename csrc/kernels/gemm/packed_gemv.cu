@@ -23,7 +23,7 @@ namespace {
 using namespace device;
 
 constexpr int kVectors = 2;  // vectors of a chunk
-constexpr int kStages = 3;  // chunks in flight
+constexpr int kStages = 3;   // chunks in flight
 constexpr int kRowBytes = kVectors * 64;
 constexpr unsigned kManyPairs = 2;  // minimum tile pairs per SM
 template <int kWarps, int kM>
@@ -40,10 +40,11 @@ template <typename T, CodeType kCodeType, int kWarps, int kM, int kTiles, bool k
 __global__ void __launch_bounds__(kWarps * 32, (kM * kTiles == 1 && kShift ? 24 : 16) / kWarps)
     packed_gemv_kernel(GemvParams p, int shift) {
   constexpr bool kInteger = kCodeType != CodeType::kFloat8;
-  constexpr int kThreads = kWarps * 32, kBit = kBits<kCodeType>, kSteps = kBit == 4 ? 4 : 2;  // steps of a vector
+  constexpr int kThreads = kWarps * 32, kBit = kBits<kCodeType>,
+                kSteps = kBit == 4 ? 4 : 2;  // steps of a vector
   constexpr int kColumns = kSteps * 32, kChunk = kVectors * kColumns, kGroups = kShift ? 1 : kSteps;
   constexpr int kPlanes = kCodeType == CodeType::kInt8 ? 2 : 1;  // planes of four bits
-  constexpr int kRows = 2 * kM;  // weight rows of a thread
+  constexpr int kRows = 2 * kM;                                  // weight rows of a thread
   extern __shared__ uint4 ring[];  // [kStages][kVectors][kRows][kThreads]
   __shared__ float partial[kM][kWarps][16][kTiles * 8 + 1];
   __shared__ float moments[kWarps][kTiles * 8][2];
@@ -57,7 +58,9 @@ __global__ void __launch_bounds__(kWarps * 32, (kM * kTiles == 1 && kShift ? 24 
   // Rows beyond the last repeat it; their sums are not written.
   auto row_of = [&](int tile, int row) {
     const int low = (tile * kM + row / 2) * height + g;
-    return row % 2 == 0 ? min(low, p.out - 1) : p.gated ? p.out + min(low, p.out - 1) : min(low + 8, p.out - 1);
+    return row % 2 == 0 ? min(low, p.out - 1)
+           : p.gated    ? p.out + min(low, p.out - 1)
+                        : min(low + 8, p.out - 1);
   };
 
   const QuantParams& quant = p.quant;
@@ -65,7 +68,8 @@ __global__ void __launch_bounds__(kWarps * 32, (kM * kTiles == 1 && kShift ? 24 
   const float per_group = 1.f / quant.group_size;
   const bool has_minima = kUneven && quant.minimum != nullptr;
   auto group_of = [&](int column) {
-    return min(kShift ? column / kColumns >> shift : static_cast<int>((column + 0.5f) * per_group), groups - 1);
+    return min(kShift ? column / kColumns >> shift : static_cast<int>((column + 0.5f) * per_group),
+               groups - 1);
   };
 
   // Producer cursor: cp.async copies run ahead of the mma, over tiles and chunks.
@@ -76,19 +80,22 @@ __global__ void __launch_bounds__(kWarps * 32, (kM * kTiles == 1 && kShift ? 24 
   auto find_rows = [&] {
 #pragma unroll
     for (int row = 0; row < kRows; ++row)
-      ahead.rows[row] = static_cast<const uint8_t*>(p.weight) + row_of(ahead.tile, row) * row_bytes + 16 * t;
+      ahead.rows[row] =
+          static_cast<const uint8_t*>(p.weight) + row_of(ahead.tile, row) * row_bytes + 16 * t;
   };
   auto copy_chunk = [&] {
     if (ahead.tile < tiles) {
       const int column = begin + ahead.chunk * kChunk;
       const int64_t first = static_cast<int64_t>(column) * kBit / 8;
-      uint4* to = ring + ahead.slot * kVectors * kRows * kThreads + warp * 32 + g * 4 + (t ^ swizzle);
+      uint4* to =
+          ring + ahead.slot * kVectors * kRows * kThreads + warp * 32 + g * 4 + (t ^ swizzle);
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
         const bool there = first + 64 * v + 16 * t < row_bytes;
         const int64_t at = there ? first + 64 * v : -16 * t;
 #pragma unroll
-        for (int row = 0; row < kRows; ++row) cp_async(to + (kRows * v + row) * kThreads, ahead.rows[row] + at, there);
+        for (int row = 0; row < kRows; ++row)
+          cp_async(to + (kRows * v + row) * kThreads, ahead.rows[row] + at, there);
       }
       if (t < kRows && g == 0) {  // prefetch scales and minima to L2
         const int row = row_of(ahead.tile, t), group = group_of(column);
@@ -121,7 +128,8 @@ __global__ void __launch_bounds__(kWarps * 32, (kM * kTiles == 1 && kShift ? 24 
       for (int row = 0; row < kRows; ++row)
         next[k][row] = {__ldg(quant.scale + first + rows[row]),
                         has_minima ? __ldg(quant.minimum + first + rows[row]) : 0.f,
-                        kUneven ? load_zero<kCodeType>(quant, rows[row], group, groups) : kDefaultZero<kCodeType>};
+                        kUneven ? load_zero<kCodeType>(quant, rows[row], group, groups)
+                                : kDefaultZero<kCodeType>};
     }
   };
   begin_tile(blockIdx.x);
@@ -133,7 +141,8 @@ __global__ void __launch_bounds__(kWarps * 32, (kM * kTiles == 1 && kShift ? 24 
   const T* of_row[kTiles];
 #pragma unroll
   for (int n = 0; n < kTiles; ++n)
-    of_row[n] = static_cast<const T*>(p.x) + static_cast<int64_t>(min(n * 8 + g, p.rows - 1)) * p.in +
+    of_row[n] = static_cast<const T*>(p.x) +
+                static_cast<int64_t>(min(n * 8 + g, p.rows - 1)) * p.in +
                 (kShift ? kSteps : 1) * 8 * t;
   const uint32_t one = pack2<T>(1.f, 1.f), ones[4] = {one, one, one, one};
   int slot = 0, turn = 0;
@@ -153,8 +162,11 @@ __global__ void __launch_bounds__(kWarps * 32, (kM * kTiles == 1 && kShift ? 24 
         for (int k = 0; k < kGroups; ++k)
 #pragma unroll
           for (int row = 0; row < kRows; ++row) now[k][row] = next[k][row];
-        if (v + 1 == kVectors && chunk + 1 == chunks && tile + gridDim.x < tiles) begin_tile(tile + gridDim.x);
-        load_next(v + 1 < kVectors ? vector + kColumns : chunk + 1 < chunks ? column + kChunk : begin);
+        if (v + 1 == kVectors && chunk + 1 == chunks && tile + gridDim.x < tiles)
+          begin_tile(tile + gridDim.x);
+        load_next(v + 1 < kVectors     ? vector + kColumns
+                  : chunk + 1 < chunks ? column + kChunk
+                                       : begin);
         if (vector >= p.in) continue;
 
         uint4 b[kSteps][kTiles];
@@ -163,7 +175,8 @@ __global__ void __launch_bounds__(kWarps * 32, (kM * kTiles == 1 && kShift ? 24 
 #pragma unroll
           for (int n = 0; n < kTiles; ++n) {
             const int at = vector + j * (kShift ? 8 : 32);
-            b[j][n] = kShift || at < p.in ? *reinterpret_cast<const uint4*>(of_row[n] + at) : make_uint4(0, 0, 0, 0);
+            b[j][n] = kShift || at < p.in ? *reinterpret_cast<const uint4*>(of_row[n] + at)
+                                          : make_uint4(0, 0, 0, 0);
           }
         if (p.norm && turn == 0)
 #pragma unroll
@@ -184,12 +197,14 @@ __global__ void __launch_bounds__(kWarps * 32, (kM * kTiles == 1 && kShift ? 24 
 #pragma unroll
           for (int row = 0; row < kRows; ++row) {
             const uint4 bytes = from[(kRows * v + row) * kThreads + t];
-            own[row][0] = bytes.x, own[row][1] = bytes.y, own[row][2] = bytes.z, own[row][3] = bytes.w;
+            own[row][0] = bytes.x, own[row][1] = bytes.y, own[row][2] = bytes.z,
+            own[row][3] = bytes.w;
           }
         auto words = [&](int of, int j) {
           const uint4* row = from + (kRows * v + of) * kThreads;
           if constexpr (kBit == 4)
-            return make_uint2(kShift ? own[of][j] : reinterpret_cast<const uint32_t*>(row + (j ^ swizzle))[t], 0);
+            return make_uint2(
+                kShift ? own[of][j] : reinterpret_cast<const uint32_t*>(row + (j ^ swizzle))[t], 0);
           else if constexpr (kShift) return make_uint2(own[of][2 * j], own[of][2 * j + 1]);
           else return reinterpret_cast<const uint2*>(row + ((2 * j + t / 2) ^ swizzle))[t % 2];
         };
@@ -198,12 +213,14 @@ __global__ void __launch_bounds__(kWarps * 32, (kM * kTiles == 1 && kShift ? 24 
         for (int j = 0; j < kSteps; ++j) {
           uint32_t pairs[kRows][kPlanes][4];
 #pragma unroll
-          for (int row = 0; row < kRows; ++row) unpack_unit<T, kCodeType>(pairs[row], words(row, j));
+          for (int row = 0; row < kRows; ++row)
+            unpack_unit<T, kCodeType>(pairs[row], words(row, j));
 #pragma unroll
           for (int n = 0; n < kTiles; ++n)
 #pragma unroll
             for (int k = 0; k < 4; k += 2) {
-              const uint32_t b0 = k == 0 ? b[j][n].x : b[j][n].z, b1 = k == 0 ? b[j][n].y : b[j][n].w;
+              const uint32_t b0 = k == 0 ? b[j][n].x : b[j][n].z,
+                             b1 = k == 0 ? b[j][n].y : b[j][n].w;
 #pragma unroll
               for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -227,7 +244,9 @@ __global__ void __launch_bounds__(kWarps * 32, (kM * kTiles == 1 && kShift ? 24 
                 float& of_tile = total[m][n][c];
                 of_tile = fmaf(own_sum, group.scale, of_tile);
                 const float standing = kNibbleBias<T> * (kPlanes == 2 ? 17 : 1) + group.zero;
-                if (kInteger) of_tile = fmaf(sum_of_x[n][c], fmaf(-standing, group.scale, group.minimum), of_tile);
+                if (kInteger)
+                  of_tile =
+                      fmaf(sum_of_x[n][c], fmaf(-standing, group.scale, group.minimum), of_tile);
                 sum[m][0][n][c] = sum[m][kPlanes - 1][n][c] = 0;
               }
               sum_of_x[n][c] = 0;
@@ -253,7 +272,8 @@ __global__ void __launch_bounds__(kWarps * 32, (kM * kTiles == 1 && kShift ? 24 
     __syncthreads();
 #pragma unroll 1
     for (int m = 0; m < kM; ++m)
-      store_tile<T>(p, partial[m], moments, tile * kM + m, turn * kM + m, p.gated ? TileShape::kGated : TileShape::kWide, p.norm);
+      store_tile<T>(p, partial[m], moments, tile * kM + m, turn * kM + m,
+                    p.gated ? TileShape::kGated : TileShape::kWide, p.norm);
   }
 }
 
@@ -262,8 +282,8 @@ template <typename T, CodeType kCodeType, int kWarps, int kM, int kTiles, bool k
 cudaError_t run_groups(const GemvParams& p, int shift, cudaStream_t stream) {
   constexpr size_t kShared = kRing<kWarps, kM>;
   auto kernel = packed_gemv_kernel<T, kCodeType, kWarps, kM, kTiles, kShift, kUneven>;
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kShared));
+  const cudaError_t error = cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kShared));
   if (error != cudaSuccess) return error;
   static const int resident = [kernel] {
     int blocks = 0;
@@ -278,7 +298,8 @@ cudaError_t run_groups(const GemvParams& p, int shift, cudaStream_t stream) {
 template <typename T, CodeType kCodeType, int kWarps, int kTiles, bool kShift, bool kUneven>
 cudaError_t run_pairs(const GemvParams& p, int shift, cudaStream_t stream) {
   constexpr int kSums = 20 << 10;
-  const bool has_room = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() >= static_cast<int>(kRing<8, 2>) + kSums;
+  const bool has_room = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() >=
+                        static_cast<int>(kRing<8, 2>) + kSums;
   if constexpr (kShift && kWarps == 8)
     if (has_room && ceil_div(p.out, p.gated ? 16 : 32) >= kManyPairs * num_sms())
       return run_groups<T, kCodeType, kWarps, 2, kTiles, kShift, kUneven>(p, shift, stream);
@@ -298,24 +319,28 @@ cudaError_t run_tiles(const GemvParams& p, cudaStream_t stream) {
   constexpr int kVector = 512 / kBits<kCodeType>;
   int shift = 0;
   while (kVector << shift < p.quant.group_size) ++shift;
-  return kVector << shift == p.quant.group_size ? run_zeros<T, kCodeType, kWarps, kTiles, true>(p, shift, stream)
-                                                  : run_zeros<T, kCodeType, kWarps, kTiles, false>(p, 0, stream);
+  return kVector << shift == p.quant.group_size
+             ? run_zeros<T, kCodeType, kWarps, kTiles, true>(p, shift, stream)
+             : run_zeros<T, kCodeType, kWarps, kTiles, false>(p, 0, stream);
 }
 
 template <typename T, CodeType kCodeType, int kWarps>
 cudaError_t run_warps(const GemvParams& p, cudaStream_t stream) {
-  return p.rows > 8 ? run_tiles<T, kCodeType, kWarps, 2>(p, stream) : run_tiles<T, kCodeType, kWarps, 1>(p, stream);
+  return p.rows > 8 ? run_tiles<T, kCodeType, kWarps, 2>(p, stream)
+                    : run_tiles<T, kCodeType, kWarps, 1>(p, stream);
 }
 
 template <typename T, CodeType kCodeType>
 cudaError_t run_codes(const GemvParams& p, cudaStream_t stream) {
-  return ceil_div(p.in, kRowBytes * 8 / kBits<kCodeType>) > 4 ? run_warps<T, kCodeType, 8>(p, stream)
-                                                             : run_warps<T, kCodeType, 4>(p, stream);
+  return ceil_div(p.in, kRowBytes * 8 / kBits<kCodeType>) > 4
+             ? run_warps<T, kCodeType, 8>(p, stream)
+             : run_warps<T, kCodeType, 4>(p, stream);
 }
 
 template <typename T>
 cudaError_t run_type(const GemvParams& p, cudaStream_t stream) {
-  return dispatch_code_type(p.quant.code_type, [&](auto codes) { return run_codes<T, codes.value>(p, stream); });
+  return dispatch_code_type(p.quant.code_type,
+                            [&](auto codes) { return run_codes<T, codes.value>(p, stream); });
 }
 
 }  // namespace

@@ -26,7 +26,8 @@ __global__ void __launch_bounds__(256) repack_kernel(uint32_t* weight, int64_t u
   *words = packed;
 }
 
-__global__ void __launch_bounds__(256) transpose_kernel(float* to, const float* from, int rows, int columns) {
+__global__ void __launch_bounds__(256)
+    transpose_kernel(float* to, const float* from, int rows, int columns) {
   pdl_wait();
   pdl_launch_dependents();
   const int64_t i = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
@@ -35,7 +36,8 @@ __global__ void __launch_bounds__(256) transpose_kernel(float* to, const float* 
 
 // One thread per eight columns. Units that lie in one group take the fast path.
 template <typename T, CodeType kCodeType>
-__global__ void __launch_bounds__(256) dequantize_kernel(T* y, const uint8_t* weight, QuantParams quant, int in) {
+__global__ void __launch_bounds__(256)
+    dequantize_kernel(T* y, const uint8_t* weight, QuantParams quant, int in) {
   pdl_wait();
   pdl_launch_dependents();
   const int64_t row = blockIdx.x;
@@ -43,10 +45,12 @@ __global__ void __launch_bounds__(256) dequantize_kernel(T* y, const uint8_t* we
   if (first >= in) return;
   if (in % 8 == 0 && quant.group_size % 8 == 0) {
     constexpr int kBit = kBits<kCodeType>;
-    const auto words = load<uint32_t, kBit / 4>(reinterpret_cast<const uint32_t*>(weight + (row * in + first) / 8 * kBit));
+    const auto words = load<uint32_t, kBit / 4>(
+        reinterpret_cast<const uint32_t*>(weight + (row * in + first) / 8 * kBit));
     const int group = first / quant.group_size;
     const int64_t at = static_cast<int64_t>(group) * out + row;
-    const float scale = __ldg(quant.scale + at), minimum = quant.minimum != nullptr ? __ldg(quant.minimum + at) : 0.f;
+    const float scale = __ldg(quant.scale + at),
+                minimum = quant.minimum != nullptr ? __ldg(quant.minimum + at) : 0.f;
     const int zero = load_zero<kCodeType>(quant, row, group, in / quant.group_size);
     float numbers[8];
 #pragma unroll
@@ -56,14 +60,15 @@ __global__ void __launch_bounds__(256) dequantize_kernel(T* y, const uint8_t* we
       numbers[i] = fmaf(decode<kCodeType>(code, zero), scale, minimum);
     }
     if constexpr (sizeof(T) == 4) {
-      store_floats(y + row * in + first, reinterpret_cast<const float(&)[4]>(numbers[0]));
-      store_floats(y + row * in + first + 4, reinterpret_cast<const float(&)[4]>(numbers[4]));
+      store_floats(y + row * in + first, reinterpret_cast<const float (&)[4]>(numbers[0]));
+      store_floats(y + row * in + first + 4, reinterpret_cast<const float (&)[4]>(numbers[4]));
     } else {
       store_floats(y + row * in + first, numbers);
     }
   } else {
     for (int column = first; column < min(first + 8, in); ++column)
-      y[row * in + column] = from_float<T>(dequantize_at<kCodeType>(quant, weight, row, column, out, in));
+      y[row * in + column] =
+          from_float<T>(dequantize_at<kCodeType>(quant, weight, row, column, out, in));
   }
 }
 
@@ -72,21 +77,24 @@ __global__ void __launch_bounds__(256) dequantize_kernel(T* y, const uint8_t* we
 cudaError_t repack(void* weight, CodeType codes, int64_t count, int in, cudaStream_t stream) {
   if (in % 8 != 0) return cudaSuccess;
   const auto blocks = ceil_div(count / 8, 256);
-  return codes == CodeType::kInt4 ? launch(repack_kernel<1>, blocks, 256, 0, stream, static_cast<uint32_t*>(weight), count / 8)
-                               : launch(repack_kernel<2>, blocks, 256, 0, stream, static_cast<uint32_t*>(weight), count / 8);
+  return codes == CodeType::kInt4 ? launch(repack_kernel<1>, blocks, 256, 0, stream,
+                                           static_cast<uint32_t*>(weight), count / 8)
+                                  : launch(repack_kernel<2>, blocks, 256, 0, stream,
+                                           static_cast<uint32_t*>(weight), count / 8);
 }
 
 cudaError_t transpose(float* to, const float* from, int rows, int columns, cudaStream_t stream) {
-  return launch(transpose_kernel, ceil_div(static_cast<int64_t>(rows) * columns, 256), 256, 0, stream, to, from, rows, columns);
+  return launch(transpose_kernel, ceil_div(static_cast<int64_t>(rows) * columns, 256), 256, 0,
+                stream, to, from, rows, columns);
 }
 
-cudaError_t dequantize(DType dtype, void* y, const void* weight, const QuantParams& quant, int out, int in,
-                   cudaStream_t stream) {
+cudaError_t dequantize(DType dtype, void* y, const void* weight, const QuantParams& quant, int out,
+                       int in, cudaStream_t stream) {
   return dispatch_dtype(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     return dispatch_code_type(quant.code_type, [&](auto codes) {
-      return launch(dequantize_kernel<T, codes.value>, dim3(out, ceil_div(in, 2048)), 256, 0, stream, static_cast<T*>(y),
-                    static_cast<const uint8_t*>(weight), quant, in);
+      return launch(dequantize_kernel<T, codes.value>, dim3(out, ceil_div(in, 2048)), 256, 0,
+                    stream, static_cast<T*>(y), static_cast<const uint8_t*>(weight), quant, in);
     });
   });
 }

@@ -40,7 +40,8 @@ __global__ void __launch_bounds__(kSortThreads) sort_pairs_kernel(ExpertsParams 
   __shared__ int own[kWarps][kMaxExperts];  // pairs of a warp, then their first position
   __shared__ int totals[kWarps];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  for (int i = threadIdx.x; i < kWarps * kMaxExperts; i += kSortThreads) own[i / kMaxExperts][i % kMaxExperts] = 0;
+  for (int i = threadIdx.x; i < kWarps * kMaxExperts; i += kSortThreads)
+    own[i / kMaxExperts][i % kMaxExperts] = 0;
   pdl_wait();
   pdl_launch_dependents();
   const int first = blockIdx.x * kSortPairs + warp * 32 * kSortRounds + lane;
@@ -102,7 +103,8 @@ __global__ void __launch_bounds__(kSortThreads) sort_pairs_kernel(ExpertsParams 
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < kSortRounds; ++i) {
-    const int pair = first + 32 * i, position = expert[i] >= 0 ? own[warp][expert[i]] + rank[i] : -1;
+    const int pair = first + 32 * i,
+              position = expert[i] >= 0 ? own[warp][expert[i]] + rank[i] : -1;
     if (position >= 0) pairs.order[position] = pair;
     if (pair < p.num_tokens * p.top_k) pairs.positions[pair] = position;
   }
@@ -118,7 +120,8 @@ __global__ void combine_kernel(ExpertsParams p, Pairs pairs) {
   const T* from = static_cast<const T*>(pairs.outputs) + static_cast<int64_t>(first) * p.hidden + i;
   const int64_t position = static_cast<int64_t>(blockIdx.x) * p.hidden + i;
   Vec<T, kWidth> residual{};
-  if (p.residual != nullptr && i < p.hidden) residual = load<T, kWidth>(static_cast<const T*>(p.residual) + position);
+  if (p.residual != nullptr && i < p.hidden)
+    residual = load<T, kWidth>(static_cast<const T*>(p.residual) + position);
   float sum[kWidth] = {};
   for (int begin = 0; begin < p.top_k; begin += kAtOnce) {
     float score[kAtOnce];
@@ -137,11 +140,13 @@ __global__ void combine_kernel(ExpertsParams p, Pairs pairs) {
     Vec<T, kWidth> made[kAtOnce];
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k)
-      made[k] = load<T, kWidth>(from + static_cast<int64_t>(min(begin + k, p.top_k - 1)) * p.hidden);
+      made[k] =
+          load<T, kWidth>(from + static_cast<int64_t>(min(begin + k, p.top_k - 1)) * p.hidden);
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k)
 #pragma unroll
-      for (int c = 0; c < kWidth; ++c) sum[c] = here[k] ? fmaf(score[k], to_float(made[k].data[c]), sum[c]) : sum[c];
+      for (int c = 0; c < kWidth; ++c)
+        sum[c] = here[k] ? fmaf(score[k], to_float(made[k].data[c]), sum[c]) : sum[c];
   }
   if (p.residual != nullptr)
 #pragma unroll
@@ -153,13 +158,15 @@ __global__ void combine_kernel(ExpertsParams p, Pairs pairs) {
 // `end` bounds the number of rows. Half a warp takes a group of columns, or a block a whole row.
 // Reads x once, or twice for whole rows.
 template <typename T, bool kWhole>
-__global__ void __launch_bounds__(128) quantize_rows_kernel(QuantizedRows to, const T* x, const int32_t* positions, const int32_t* end,
-                                                    int rows, int width, int copies) {
+__global__ void __launch_bounds__(128)
+    quantize_rows_kernel(QuantizedRows to, const T* x, const int32_t* positions, const int32_t* end,
+                         int rows, int width, int copies) {
   constexpr int kUnit = 8, kHalf = kQuantBlock / kUnit;
   __shared__ float partial[4];
   pdl_wait();
   pdl_launch_dependents();
-  const int64_t part = kWhole ? blockIdx.x : int64_t{blockIdx.x} * (128 / kHalf) + threadIdx.x / kHalf;
+  const int64_t part =
+      kWhole ? blockIdx.x : int64_t{blockIdx.x} * (128 / kHalf) + threadIdx.x / kHalf;
   const int row = static_cast<int>(part / to.groups), group = static_cast<int>(part % to.groups);
   if (row >= (end != nullptr ? *end : rows)) return;
   const T* from = x + int64_t{row} * width;
@@ -181,40 +188,51 @@ __global__ void __launch_bounds__(128) quantize_rows_kernel(QuantizedRows to, co
   auto put = [&](int unit, float inverse) {
     const uint2 codes = quantize_unit(numbers, inverse);
     for_each([&](int position) {
-      auto* words = reinterpret_cast<uint32_t*>(to.codes + int64_t{position} * width) + unit / 4 * 8 + unit % 4;
+      auto* words = reinterpret_cast<uint32_t*>(to.codes + int64_t{position} * width) +
+                    unit / 4 * 8 + unit % 4;
       words[0] = codes.x, words[4] = codes.y;
     });
   };
   if constexpr (kWhole) {
     float most = 0;
-    for (int unit = threadIdx.x; unit < width / kUnit; unit += 128) most = fmaxf(most, measure(unit));
+    for (int unit = threadIdx.x; unit < width / kUnit; unit += 128)
+      most = fmaxf(most, measure(unit));
     most = warp_abs_max(most);
     if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = most;
     __syncthreads();
-    const float step = fp8_scale(fmaxf(fmaxf(partial[0], partial[1]), fmaxf(partial[2], partial[3])));
+    const float step =
+        fp8_scale(fmaxf(fmaxf(partial[0], partial[1]), fmaxf(partial[2], partial[3])));
     if (threadIdx.x == 0) for_each([&](int position) { to.scales[position] = step; });
-    for (int unit = threadIdx.x; unit < width / kUnit; unit += 128) measure(unit), put(unit, 1 / step);
+    for (int unit = threadIdx.x; unit < width / kUnit; unit += 128)
+      measure(unit), put(unit, 1 / step);
   } else {
     const int unit = group * kHalf + threadIdx.x % kHalf;
     const float step = fp8_scale(half_warp_max(measure(unit)));
-    if (threadIdx.x % kHalf == 0) for_each([&](int position) { to.scales[int64_t{group} * to.pitch + position] = step; });
+    if (threadIdx.x % kHalf == 0)
+      for_each([&](int position) { to.scales[int64_t{group} * to.pitch + position] = step; });
     put(unit, 1 / step);
   }
 }
 
 template <typename T>
-cudaError_t quantize_to_codes(const ExpertsParams& p, const Pairs& pairs, bool down, cudaStream_t stream) {
-  const int made = p.num_tokens * p.top_k, rows = down ? made : p.num_tokens, width = down ? p.inner : p.hidden;
+cudaError_t quantize_to_codes(const ExpertsParams& p, const Pairs& pairs, bool down,
+                              cudaStream_t stream) {
+  const int made = p.num_tokens * p.top_k, rows = down ? made : p.num_tokens,
+            width = down ? p.inner : p.hidden;
   const QuantizedRows to = quantized_rows(p, pairs, down);
-  const int32_t *positions = down ? nullptr : pairs.positions, *end = down ? pairs.starts + p.num_experts : nullptr;
+  const int32_t *positions = down ? nullptr : pairs.positions,
+                *end = down ? pairs.starts + p.num_experts : nullptr;
   const bool whole = p.quant_group == 0;
-  const unsigned blocks = whole ? rows : ceil_div(int64_t{rows} * to.groups, 128 / (kQuantBlock / 8));
-  return launch(whole ? quantize_rows_kernel<T, true> : quantize_rows_kernel<T, false>, blocks, 128, 0, stream, to,
-                static_cast<const T*>(down ? pairs.inner : p.x), positions, end, rows, width, p.top_k);
+  const unsigned blocks =
+      whole ? rows : ceil_div(int64_t{rows} * to.groups, 128 / (kQuantBlock / 8));
+  return launch(whole ? quantize_rows_kernel<T, true> : quantize_rows_kernel<T, false>, blocks, 128,
+                0, stream, to, static_cast<const T*>(down ? pairs.inner : p.x), positions, end,
+                rows, width, p.top_k);
 }
 
 // Quantizes and dequantizes to T, for any width.
-cudaError_t quantize_dequantize(DType dtype, const ExpertsParams& p, const Pairs& pairs, bool down, cudaStream_t stream) {
+cudaError_t quantize_dequantize(DType dtype, const ExpertsParams& p, const Pairs& pairs, bool down,
+                                cudaStream_t stream) {
   NormParams norm{};
   norm.y = down ? pairs.inner : pairs.quantized, norm.x = down ? pairs.inner : p.x;
   norm.rows = down ? p.num_tokens * p.top_k : p.num_tokens, norm.hidden = down ? p.inner : p.hidden;
@@ -223,9 +241,11 @@ cudaError_t quantize_dequantize(DType dtype, const ExpertsParams& p, const Pairs
   return kernels::norm(dtype, norm, stream);
 }
 
-cudaError_t round(DType dtype, const ExpertsParams& p, const Pairs& pairs, ActivationQuant rounding, bool down, cudaStream_t stream) {
+cudaError_t round(DType dtype, const ExpertsParams& p, const Pairs& pairs, ActivationQuant rounding,
+                  bool down, cudaStream_t stream) {
   if (!p.rounded || rounding == ActivationQuant::kInKernel) return cudaSuccess;
-  if (rounding == ActivationQuant::kDequantized) return quantize_dequantize(dtype, p, pairs, down, stream);
+  if (rounding == ActivationQuant::kDequantized)
+    return quantize_dequantize(dtype, p, pairs, down, stream);
   return dtype == DType::kFloat16 ? quantize_to_codes<__half>(p, pairs, down, stream)
                                   : quantize_to_codes<__nv_bfloat16>(p, pairs, down, stream);
 }
@@ -244,7 +264,8 @@ __global__ void __launch_bounds__(256) fallback_kernel(ExpertsParams p, Pairs pa
   const ExpertGemm<T> gemm(p, pairs, kDown);
   const ExpertsQuantParams& quant = kDown ? p.down_quant : p.gate_up_quant;
   PairGroups groups(p, pairs, before, kFallbackPairs);
-  const int out_tiles = (gemm.out + kFallbackOut - 1) / kFallbackOut, tiles = groups.count<256>() * out_tiles;
+  const int out_tiles = (gemm.out + kFallbackOut - 1) / kFallbackOut,
+            tiles = groups.count<256>() * out_tiles;
   const int column = 2 * (threadIdx.x % 16), row = 2 * (threadIdx.x / 16);
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const PairGroup group = groups.next(tile / out_tiles);
@@ -255,9 +276,12 @@ __global__ void __launch_bounds__(256) fallback_kernel(ExpertsParams p, Pairs pa
       for (int i = threadIdx.x; i < kFallbackIn * kFallbackOut; i += 256) {
         const int at = begin + i % kFallbackIn, of = i / kFallbackIn;
         const bool there = at < gemm.in;
-        weights[i % kFallbackIn][of] = there ? dequantize_at(gemm, quant, tiled, group.expert, first_out + of, at) : 0.f;
+        weights[i % kFallbackIn][of] =
+            there ? dequantize_at(gemm, quant, tiled, group.expert, first_out + of, at) : 0.f;
         x[i % kFallbackIn][of] =
-            there && of < group.count ? to_float(row_of(gemm, p, groups, group.first + of, kDown)[at]) : 0.f;
+            there && of < group.count
+                ? to_float(row_of(gemm, p, groups, group.first + of, kDown)[at])
+                : 0.f;
       }
       __syncthreads();
 #pragma unroll 8
@@ -273,13 +297,15 @@ __global__ void __launch_bounds__(256) fallback_kernel(ExpertsParams p, Pairs pa
       if (row + a >= group.count) continue;
       if (!kDown && p.gated) {
         if (out < gemm.out)
-          store_inner(p, pairs, groups, gemm, group.expert, position, out / 2, sum[a][0], sum[a][1]);
+          store_inner(p, pairs, groups, gemm, group.expert, position, out / 2, sum[a][0],
+                      sum[a][1]);
         continue;
       }
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
         if (out + b >= gemm.out) continue;
-        if (kDown) store_expert_output(p, pairs, groups, gemm, group.expert, position, out + b, sum[a][b]);
+        if (kDown)
+          store_expert_output(p, pairs, groups, gemm, group.expert, position, out + b, sum[a][b]);
         else store_inner(p, pairs, groups, gemm, group.expert, position, out + b, sum[a][b], 0.f);
       }
     }
@@ -289,7 +315,8 @@ static_assert(kFallbackPairs == kFallbackOut);
 
 bool has_gate_up_tiles(const ExpertsParams& p) {
   const ExpertsQuantParams& quant = p.gate_up_quant;
-  return has_expert_tiles(quant.code_type, quant.group_size, p.gated ? 2 * p.inner : p.inner, p.hidden);
+  return has_expert_tiles(quant.code_type, quant.group_size, p.gated ? 2 * p.inner : p.inner,
+                          p.hidden);
 }
 bool has_down_tiles(const ExpertsParams& p) {
   return has_expert_tiles(p.down_quant.code_type, p.down_quant.group_size, p.hidden, p.inner);
@@ -298,22 +325,28 @@ bool has_down_tiles(const ExpertsParams& p) {
 template <typename T>
 cudaError_t fallback_experts(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
   const unsigned blocks = 4 * num_sms();
-  cudaError_t error = launch(fallback_kernel<T, false>, blocks, 256, 0, stream, p, pairs, has_gate_up_tiles(p));
-  if (error == cudaSuccess) error = quantize_inner(kDType<T>, p, pairs, ActivationQuant::kDequantized, stream);
-  return error != cudaSuccess ? error : launch(fallback_kernel<T, true>, blocks, 256, 0, stream, p, pairs, has_down_tiles(p));
+  cudaError_t error =
+      launch(fallback_kernel<T, false>, blocks, 256, 0, stream, p, pairs, has_gate_up_tiles(p));
+  if (error == cudaSuccess)
+    error = quantize_inner(kDType<T>, p, pairs, ActivationQuant::kDequantized, stream);
+  return error != cudaSuccess ? error
+                              : launch(fallback_kernel<T, true>, blocks, 256, 0, stream, p, pairs,
+                                       has_down_tiles(p));
 }
 
 template <typename T>
 cudaError_t combine(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
   auto run = [&](auto kernel, int width) {
-    return launch(kernel, dim3(p.num_tokens, ceil_div(p.hidden, 128 * width)), 128, 0, stream, p, pairs);
+    return launch(kernel, dim3(p.num_tokens, ceil_div(p.hidden, 128 * width)), 128, 0, stream, p,
+                  pairs);
   };
-  return p.hidden % kVec<T> == 0 ? run(combine_kernel<T, kVec<T>>, kVec<T>) : run(combine_kernel<T, 1>, 1);
+  return p.hidden % kVec<T> == 0 ? run(combine_kernel<T, kVec<T>>, kVec<T>)
+                                 : run(combine_kernel<T, 1>, 1);
 }
 
 // Lays out the scratch buffer, and returns its size.
-int64_t layout_scratch(DType dtype, int num_tokens, int top_k, int num_experts, int hidden, int inner, bool rounded, void* scratch,
-              Pairs* made) {
+int64_t layout_scratch(DType dtype, int num_tokens, int top_k, int num_experts, int hidden,
+                       int inner, bool rounded, void* scratch, Pairs* made) {
   const int64_t pairs = static_cast<int64_t>(num_tokens) * top_k;
   int64_t bytes = 0;
   auto take = [&](int64_t count, int width) {
@@ -325,60 +358,79 @@ int64_t layout_scratch(DType dtype, int num_tokens, int top_k, int num_experts, 
   auto* order = static_cast<int32_t*>(take(pairs, 4));
   auto* positions = static_cast<int32_t*>(take(pairs, 4));
   auto* starts = static_cast<int32_t*>(take(num_experts + 1, 4));
-  auto* counts = static_cast<int32_t*>(take(pairs > kSortPairs ? ceil_div(pairs, kSortPairs) * num_experts : 0, 4));
+  auto* counts = static_cast<int32_t*>(
+      take(pairs > kSortPairs ? ceil_div(pairs, kSortPairs) * num_experts : 0, 4));
   void* rows = take(pairs * inner, width);
   void* of_pairs = take(pairs * hidden, width);
   const int64_t numbers = int64_t{num_tokens} * hidden * width;
-  const int64_t codes = pairs * inner + int64_t{group_scale_stride(static_cast<int>(pairs))} * (inner / kQuantBlock + 1) * 4;
-  *made = {order, positions, starts, counts, rows, of_pairs, take(rounded ? std::max(numbers, codes) : 0, 1)};
+  const int64_t codes = pairs * inner + int64_t{group_scale_stride(static_cast<int>(pairs))} *
+                                            (inner / kQuantBlock + 1) * 4;
+  *made = {order,
+           positions,
+           starts,
+           counts,
+           rows,
+           of_pairs,
+           take(rounded ? std::max(numbers, codes) : 0, 1)};
   return bytes;
 }
 
 }  // namespace
 
-int64_t experts_scratch(DType dtype, int num_tokens, int top_k, int num_experts, int hidden, int inner, bool rounded) {
+int64_t experts_scratch(DType dtype, int num_tokens, int top_k, int num_experts, int hidden,
+                        int inner, bool rounded) {
   Pairs pairs;
-  return layout_scratch(dtype, num_tokens, top_k, num_experts, hidden, inner, rounded, nullptr, &pairs);
+  return layout_scratch(dtype, num_tokens, top_k, num_experts, hidden, inner, rounded, nullptr,
+                        &pairs);
 }
 
 bool uses_fp8_mma(const ExpertsParams& p) {
-  auto whole = [](const ExpertsQuantParams& quant) { return quant.code_type == CodeType::kFloat8 && quant.group_size == kQuantBlock; };
-  return p.rounded && (p.quant_group == 0 || p.quant_group == kQuantBlock) && whole(p.gate_up_quant) && whole(p.down_quant) &&
-         has_gate_up_tiles(p) && has_down_tiles(p) && device_attribute<cudaDevAttrComputeCapabilityMajor>() == 9;
+  auto whole = [](const ExpertsQuantParams& quant) {
+    return quant.code_type == CodeType::kFloat8 && quant.group_size == kQuantBlock;
+  };
+  return p.rounded && (p.quant_group == 0 || p.quant_group == kQuantBlock) &&
+         whole(p.gate_up_quant) && whole(p.down_quant) && has_gate_up_tiles(p) &&
+         has_down_tiles(p) && device_attribute<cudaDevAttrComputeCapabilityMajor>() == 9;
 }
 
-cudaError_t quantize_inner(DType dtype, const ExpertsParams& p, const Pairs& pairs, ActivationQuant rounding, cudaStream_t stream) {
+cudaError_t quantize_inner(DType dtype, const ExpertsParams& p, const Pairs& pairs,
+                           ActivationQuant rounding, cudaStream_t stream) {
   return round(dtype, p, pairs, rounding, /*down=*/true, stream);
 }
 
-cudaError_t experts(DType dtype, const ExpertsParams& given, ExpertsKernel way, cudaStream_t stream) {
+cudaError_t experts(DType dtype, const ExpertsParams& given, ExpertsKernel way,
+                    cudaStream_t stream) {
   ExpertsParams p = given;
   const bool packed = p.gate_up_quant.code_type != CodeType::kNone;
-  if (p.num_experts > kMaxExperts || (packed && way != ExpertsKernel::kFallback && !(has_gate_up_tiles(p) && has_down_tiles(p))))
+  if (p.num_experts > kMaxExperts ||
+      (packed && way != ExpertsKernel::kFallback && !(has_gate_up_tiles(p) && has_down_tiles(p))))
     return cudaErrorInvalidValue;
   Pairs pairs;
-  layout_scratch(dtype, p.num_tokens, p.top_k, p.num_experts, p.hidden, p.inner, p.rounded, p.scratch, &pairs);
+  layout_scratch(dtype, p.num_tokens, p.top_k, p.num_experts, p.hidden, p.inner, p.rounded,
+                 p.scratch, &pairs);
   cudaError_t error = cudaSuccess;
   if (p.num_tokens > 1 && way != ExpertsKernel::kGemv) {
     const unsigned blocks = ceil_div(static_cast<int64_t>(p.num_tokens) * p.top_k, kSortPairs);
     if (blocks > 1) error = launch(count_experts_kernel, blocks, kSortThreads, 0, stream, p, pairs);
-    if (error == cudaSuccess) error = launch(sort_pairs_kernel, blocks, kSortThreads, 0, stream, p, pairs);
+    if (error == cudaSuccess)
+      error = launch(sort_pairs_kernel, blocks, kSortThreads, 0, stream, p, pairs);
     if (error != cudaSuccess) return error;
   }
-  const ActivationQuant rounding = way == ExpertsKernel::kFallback || !uses_fp8_mma(p) ? ActivationQuant::kDequantized
-                            : way == ExpertsKernel::kGemv                         ? ActivationQuant::kInKernel
-                            : has_experts_gemm_sm90(p)                     ? ActivationQuant::kCodes
-                                                                              : ActivationQuant::kDequantized;
+  const ActivationQuant rounding = way == ExpertsKernel::kFallback || !uses_fp8_mma(p)
+                                       ? ActivationQuant::kDequantized
+                                   : way == ExpertsKernel::kGemv ? ActivationQuant::kInKernel
+                                   : has_experts_gemm_sm90(p)    ? ActivationQuant::kCodes
+                                                                 : ActivationQuant::kDequantized;
   error = round(dtype, p, pairs, rounding, /*down=*/false, stream);
   if (error != cudaSuccess) return error;
   if (p.rounded && rounding == ActivationQuant::kDequantized) p.x = pairs.quantized;
   return dispatch_dtype(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     error = way == ExpertsKernel::kFallback ? fallback_experts<T>(p, pairs, stream)
-            : way == ExpertsKernel::kGemv ? experts_gemv(dtype, p, pairs, stream)
-            : has_experts_gemm_sm90(p) ? experts_gemm_sm90(dtype, p, pairs, stream)
-            : packed                      ? packed_experts_gemm(dtype, p, pairs, stream)
-                                          : experts_gemm(dtype, p, pairs, stream);
+            : way == ExpertsKernel::kGemv   ? experts_gemv(dtype, p, pairs, stream)
+            : has_experts_gemm_sm90(p)      ? experts_gemm_sm90(dtype, p, pairs, stream)
+            : packed                        ? packed_experts_gemm(dtype, p, pairs, stream)
+                                            : experts_gemm(dtype, p, pairs, stream);
     if (error != cudaSuccess || (way == ExpertsKernel::kGemv && combines_choices(p))) return error;
     return combine<T>(p, pairs, stream);
   });

@@ -9,8 +9,8 @@
 
 namespace llmc::device {
 
-using kernels::ExpertsQuantParams;
 using kernels::ExpertsParams;
+using kernels::ExpertsQuantParams;
 using kernels::kExpertsGemvPairs;
 
 constexpr int kMaxExperts = 1024;
@@ -24,7 +24,8 @@ constexpr int kExpertTileRows = 16;
 template <CodeType kCodeType>
 constexpr int kExpertTileColumns = kCodeType == CodeType::kNone || kBits<kCodeType> == 8 ? 32 : 64;
 template <CodeType kCodeType>
-constexpr int kTileScaleBytes = kCodeType == CodeType::kMxfp4 ? kExpertTileRows : kExpertTileRows * 4;  // bytes per group
+constexpr int kTileScaleBytes =
+    kCodeType == CodeType::kMxfp4 ? kExpertTileRows : kExpertTileRows * 4;  // bytes per group
 
 // Calls f with the code type as an integral_constant.
 template <typename F>
@@ -35,8 +36,9 @@ cudaError_t dispatch_expert_code_type(CodeType codes, F&& f) {
 
 // Dequantizes a vector: rows g and g + 8; of 4-bit codes the columns from 32 * part on.
 template <typename T, CodeType kCodeType>
-__device__ __forceinline__ void dequantize_rows(uint32_t (&low)[4], uint32_t (&high)[4], const uint4& codes, int part,
-                                                uint32_t low_offset, uint32_t high_offset) {
+__device__ __forceinline__ void dequantize_rows(uint32_t (&low)[4], uint32_t (&high)[4],
+                                                const uint4& codes, int part, uint32_t low_offset,
+                                                uint32_t high_offset) {
   const bool second = kBits<kCodeType> == 4 && part == 1;
   dequantize_unit<T, kCodeType>(low, {second ? codes.y : codes.x, codes.y}, low_offset);
   dequantize_unit<T, kCodeType>(high, {second ? codes.w : codes.z, codes.w}, high_offset);
@@ -44,19 +46,23 @@ __device__ __forceinline__ void dequantize_rows(uint32_t (&low)[4], uint32_t (&h
 
 // The zero of a row's group.
 template <CodeType kCodeType>
-__device__ __forceinline__ int load_expert_zero(const uint8_t* zeros, int64_t row, int group, int groups) {
-  if constexpr (kCodeType == CodeType::kInt4) return __ldg(zeros + row * ((groups + 1) / 2) + group / 2) >> group % 2 * 4 & 15;
+__device__ __forceinline__ int load_expert_zero(const uint8_t* zeros, int64_t row, int group,
+                                                int groups) {
+  if constexpr (kCodeType == CodeType::kInt4)
+    return __ldg(zeros + row * ((groups + 1) / 2) + group / 2) >> group % 2 * 4 & 15;
   return __ldg(zeros + row * groups + group);
 }
 
 // Scratch buffers.
 struct Pairs {
   int32_t* order;  // [num_tokens * top_k]: the pair at each position
-  int32_t* positions;  // [num_tokens * top_k]: the position of each pair; -1: its expert is elsewhere
+  int32_t*
+      positions;    // [num_tokens * top_k]: the position of each pair; -1: its expert is elsewhere
   int32_t* starts;  // [num_experts + 1]: the first position of each expert
   int32_t* counts;  // [sorting blocks, num_experts], with more than one block
-  void* inner;  // T [num_tokens * top_k, inner], by position
-  void* outputs;  // T [num_tokens * top_k, hidden], by pair; not written for experts that are elsewhere
+  void* inner;      // T [num_tokens * top_k, inner], by position
+  void* outputs;    // T [num_tokens * top_k, hidden], by pair; not written for experts that are
+                    // elsewhere
   void* quantized;  // quantized x, then quantized `inner`: T, or QuantizedRows
 };
 
@@ -69,19 +75,24 @@ struct QuantizedRows {
   int pitch, groups;
 
   __host__ __device__ QuantizedRows(void* at, int rows, int width, int group)
-      : codes(static_cast<uint8_t*>(at)), scales(reinterpret_cast<float*>(codes + int64_t{rows} * width)),
-        pitch(kernels::group_scale_stride(rows)), groups(group == 0 ? 1 : width / group) {}
+      : codes(static_cast<uint8_t*>(at)),
+        scales(reinterpret_cast<float*>(codes + int64_t{rows} * width)),
+        pitch(kernels::group_scale_stride(rows)),
+        groups(group == 0 ? 1 : width / group) {}
 };
 
 // The FP8 input of a GEMM, by position.
-__host__ __device__ inline QuantizedRows quantized_rows(const ExpertsParams& p, const Pairs& pairs, bool down) {
-  return {down ? pairs.quantized : pairs.outputs, p.num_tokens * p.top_k, down ? p.inner : p.hidden, p.quant_group};
+__host__ __device__ inline QuantizedRows quantized_rows(const ExpertsParams& p, const Pairs& pairs,
+                                                        bool down) {
+  return {down ? pairs.quantized : pairs.outputs, p.num_tokens * p.top_k, down ? p.inner : p.hidden,
+          p.quant_group};
 }
 
 // The local expert of a pair; -1: elsewhere.
 __device__ __forceinline__ int expert_of(const ExpertsParams& p, int pair) {
   const int64_t wanted = (p.narrow ? static_cast<const int32_t*>(p.experts)[pair]
-                                   : static_cast<const int64_t*>(p.experts)[pair]) - p.first_expert;
+                                   : static_cast<const int64_t*>(p.experts)[pair]) -
+                         p.first_expert;
   return wanted >= 0 && wanted < p.num_experts ? static_cast<int>(wanted) : -1;
 }
 
@@ -101,8 +112,10 @@ class PairGroups {
   template <int kThreads>
   __device__ int count() {
     __shared__ int totals[kThreads / 32];
-    const int each = (slots() + kThreads - 1) / kThreads, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int begin = min(static_cast<int>(threadIdx.x) * each, slots()), end = min(begin + each, slots());
+    const int each = (slots() + kThreads - 1) / kThreads, lane = threadIdx.x % 32,
+              warp = threadIdx.x / 32;
+    const int begin = min(static_cast<int>(threadIdx.x) * each, slots()),
+              end = min(begin + each, slots());
     int own = 0;
     for (int slot = begin; slot < end; ++slot) own += groups_of(slot);
     int at = warp_scan(own);
@@ -120,7 +133,8 @@ class PairGroups {
   __device__ PairGroup next(int group) {
     while (before_[slot_ + 1] <= group) ++slot_;
     const int skipped = (group - before_[slot_]) * per_;
-    return {single() ? expert_of(p_, slot_) : slot_, first_of(slot_) + skipped, min(per_, size_of(slot_) - skipped)};
+    return {single() ? expert_of(p_, slot_) : slot_, first_of(slot_) + skipped,
+            min(per_, size_of(slot_) - skipped)};
   }
   // The pair at a position.
   __device__ int pair(int position) const { return single() ? position : pairs_.order[position]; }
@@ -148,9 +162,13 @@ struct ExpertGemm {
   int in, out;
 
   __device__ __forceinline__ ExpertGemm(const ExpertsParams& p, const Pairs& pairs, bool down)
-      : x(static_cast<const T*>(down ? pairs.inner : p.x)), weight(static_cast<const T*>(down ? p.down : p.gate_up)),
-        bias(static_cast<const T*>(down ? p.down_bias : p.gate_up_bias)), in(down ? p.inner : p.hidden),
-        out(down ? p.hidden : p.gated ? 2 * p.inner : p.inner) {}
+      : x(static_cast<const T*>(down ? pairs.inner : p.x)),
+        weight(static_cast<const T*>(down ? p.down : p.gate_up)),
+        bias(static_cast<const T*>(down ? p.down_bias : p.gate_up_bias)),
+        in(down ? p.inner : p.hidden),
+        out(down      ? p.hidden
+            : p.gated ? 2 * p.inner
+                      : p.inner) {}
 
   __device__ __forceinline__ const T* row_of_weight(int expert, int row) const {
     return weight + (static_cast<int64_t>(expert) * out + min(row, out - 1)) * in;
@@ -162,53 +180,64 @@ struct ExpertGemm {
 
 // One dequantized element of a weight, tiled or not.
 template <CodeType kCodeType>
-__device__ __forceinline__ float dequantize_at(const ExpertsQuantParams& quant, const uint8_t* weight, bool tiled, int64_t row,
-                                           int column, int in) {
+__device__ __forceinline__ float dequantize_at(const ExpertsQuantParams& quant,
+                                               const uint8_t* weight, bool tiled, int64_t row,
+                                               int column, int in) {
   constexpr int kBit = kBits<kCodeType>, kStep = kExpertTileColumns<kCodeType>;
   const int groups = in / quant.group_size, group = column / quant.group_size;
   int64_t position = row * in + column, scale = row * groups + group;
   if (tiled) {
     const int64_t tile = row / kExpertTileRows, of_tile = row % kExpertTileRows;
-    const int64_t vector = (tile * (in / kStep) + column / kStep) * 32 + of_tile % 8 * 4 + column % 32 / 8;
+    const int64_t vector =
+        (tile * (in / kStep) + column / kStep) * 32 + of_tile % 8 * 4 + column % 32 / 8;
     const int64_t part = of_tile / 8 * (kStep / 32) + column % kStep / 32;
     position = vector * (128 / kBit) + part * 8 + packed_column(column % 8, 8);
     scale = (tile * groups + group) * kExpertTileRows + of_tile;
   }
   uint32_t code = kBit == 4 ? weight[position / 2] >> position % 2 * 4 & 15 : weight[position];
-  if (kCodeType == CodeType::kMxfp4 && tiled) code = gather_mxfp4_bits(reinterpret_cast<const uint32_t*>(weight)[position / 8], position % 8);
+  if (kCodeType == CodeType::kMxfp4 && tiled)
+    code = gather_mxfp4_bits(reinterpret_cast<const uint32_t*>(weight)[position / 8], position % 8);
   if constexpr (kCodeType == CodeType::kMxfp4)
-    return decode<kCodeType>(code, 0) * exponent_to_float(static_cast<const uint8_t*>(quant.scale)[scale]);
+    return decode<kCodeType>(code, 0) *
+           exponent_to_float(static_cast<const uint8_t*>(quant.scale)[scale]);
   int zero = kDefaultZero<kCodeType>;
-  if (kCodeType != CodeType::kFloat8 && quant.zero != nullptr) zero = load_expert_zero<kCodeType>(quant.zero, row, group, groups);
+  if (kCodeType != CodeType::kFloat8 && quant.zero != nullptr)
+    zero = load_expert_zero<kCodeType>(quant.zero, row, group, groups);
   return decode<kCodeType>(code, zero) * static_cast<const float*>(quant.scale)[scale];
 }
 
 // One element of a weight of any type; rows after the last repeat it.
 template <typename T>
-__device__ __forceinline__ float dequantize_at(const ExpertGemm<T>& gemm, const ExpertsQuantParams& quant, bool tiled, int expert,
-                                           int row, int column) {
+__device__ __forceinline__ float dequantize_at(const ExpertGemm<T>& gemm,
+                                               const ExpertsQuantParams& quant, bool tiled,
+                                               int expert, int row, int column) {
   const auto* codes = reinterpret_cast<const uint8_t*>(gemm.weight);
   const int64_t at = static_cast<int64_t>(expert) * gemm.out + min(row, gemm.out - 1);
   switch (quant.code_type) {
-    case CodeType::kInt4: return dequantize_at<CodeType::kInt4>(quant, codes, tiled, at, column, gemm.in);
-    case CodeType::kInt8: return dequantize_at<CodeType::kInt8>(quant, codes, tiled, at, column, gemm.in);
-    case CodeType::kFloat8: return dequantize_at<CodeType::kFloat8>(quant, codes, tiled, at, column, gemm.in);
-    case CodeType::kMxfp4: return dequantize_at<CodeType::kMxfp4>(quant, codes, tiled, at, column, gemm.in);
+    case CodeType::kInt4:
+      return dequantize_at<CodeType::kInt4>(quant, codes, tiled, at, column, gemm.in);
+    case CodeType::kInt8:
+      return dequantize_at<CodeType::kInt8>(quant, codes, tiled, at, column, gemm.in);
+    case CodeType::kFloat8:
+      return dequantize_at<CodeType::kFloat8>(quant, codes, tiled, at, column, gemm.in);
+    case CodeType::kMxfp4:
+      return dequantize_at<CodeType::kMxfp4>(quant, codes, tiled, at, column, gemm.in);
     default: return to_float(gemm.row_of_weight(expert, row)[column]);
   }
 }
 
 // A pair's row of x, or of `inner`.
 template <typename T>
-__device__ __forceinline__ const T* row_of(const ExpertGemm<T>& gemm, const ExpertsParams& p, const PairGroups& groups,
-                                           int position, bool down) {
+__device__ __forceinline__ const T* row_of(const ExpertGemm<T>& gemm, const ExpertsParams& p,
+                                           const PairGroups& groups, int position, bool down) {
   return gemm.x + static_cast<int64_t>(down ? position : groups.pair(position) / p.top_k) * gemm.in;
 }
 
 // The function between the two GEMMs, of sums with bias.
 __device__ __forceinline__ float activate_inner(const ExpertsParams& p, float value, float up) {
   if (p.gated && p.limit != 0) value = fminf(value, p.limit);
-  value = p.activation == Activation::kSilu ? __fdividef(value, 1.f + __expf(-p.alpha * value)) : activate(value, p.activation);
+  value = p.activation == Activation::kSilu ? __fdividef(value, 1.f + __expf(-p.alpha * value))
+                                            : activate(value, p.activation);
   if (!p.gated) return value;
   if (p.limit != 0) up = fminf(fmaxf(up, -p.limit), p.limit);
   return value * (up + p.up_offset);
@@ -216,8 +245,9 @@ __device__ __forceinline__ float activate_inner(const ExpertsParams& p, float va
 
 // Epilogue of the first GEMM for one column: `sum` and, if gated, `up` of the next weight row.
 template <typename T>
-__device__ __forceinline__ void store_inner(const ExpertsParams& p, const Pairs& pairs, int pair, int position,
-                                             const ExpertGemm<T>& gemm, int expert, int column, float sum, float up) {
+__device__ __forceinline__ void store_inner(const ExpertsParams& p, const Pairs& pairs, int pair,
+                                            int position, const ExpertGemm<T>& gemm, int expert,
+                                            int column, float sum, float up) {
   const float score = p.scale_input ? p.scores[pair] : 1.f;
   const int row = p.gated ? 2 * column : column;
   const float value = sum * score + gemm.bias_of(expert, row);
@@ -227,21 +257,26 @@ __device__ __forceinline__ void store_inner(const ExpertsParams& p, const Pairs&
 }
 
 template <typename T>
-__device__ __forceinline__ void store_inner(const ExpertsParams& p, const Pairs& pairs, const PairGroups& groups,
-                                             const ExpertGemm<T>& gemm, int expert, int position, int column, float sum,
-                                             float up) {
+__device__ __forceinline__ void store_inner(const ExpertsParams& p, const Pairs& pairs,
+                                            const PairGroups& groups, const ExpertGemm<T>& gemm,
+                                            int expert, int position, int column, float sum,
+                                            float up) {
   store_inner(p, pairs, groups.pair(position), position, gemm, expert, column, sum, up);
 }
 
 // Epilogue of the second GEMM for one row.
 template <typename T>
-__device__ __forceinline__ void store_expert_output(const ExpertsParams& p, const Pairs& pairs, int pair, const ExpertGemm<T>& gemm,
-                                            int expert, int row, float sum) {
-  static_cast<T*>(pairs.outputs)[static_cast<int64_t>(pair) * p.hidden + row] = from_float<T>(sum + gemm.bias_of(expert, row));
+__device__ __forceinline__ void store_expert_output(const ExpertsParams& p, const Pairs& pairs,
+                                                    int pair, const ExpertGemm<T>& gemm, int expert,
+                                                    int row, float sum) {
+  static_cast<T*>(pairs.outputs)[static_cast<int64_t>(pair) * p.hidden + row] =
+      from_float<T>(sum + gemm.bias_of(expert, row));
 }
 template <typename T>
-__device__ __forceinline__ void store_expert_output(const ExpertsParams& p, const Pairs& pairs, const PairGroups& groups,
-                                            const ExpertGemm<T>& gemm, int expert, int position, int row, float sum) {
+__device__ __forceinline__ void store_expert_output(const ExpertsParams& p, const Pairs& pairs,
+                                                    const PairGroups& groups,
+                                                    const ExpertGemm<T>& gemm, int expert,
+                                                    int position, int row, float sum) {
   store_expert_output(p, pairs, groups.pair(position), gemm, expert, row, sum);
 }
 
@@ -254,22 +289,25 @@ bool uses_fp8_mma(const ExpertsParams& params);
 // Quantizes `inner`: to values of T in place; to codes, for sorted pairs; or not at all, since the
 // next kernel does it.
 enum class ActivationQuant { kDequantized, kCodes, kInKernel };
-cudaError_t quantize_inner(DType dtype, const ExpertsParams& params, const device::Pairs& pairs, ActivationQuant rounding,
-                        cudaStream_t stream);
+cudaError_t quantize_inner(DType dtype, const ExpertsParams& params, const device::Pairs& pairs,
+                           ActivationQuant rounding, cudaStream_t stream);
 template <typename T>
 constexpr DType kDType = std::is_same_v<T, float>    ? DType::kFloat32
                          : std::is_same_v<T, __half> ? DType::kFloat16
                                                      : DType::kBFloat16;
 
 // Both GEMMs on tensor cores: for few pairs per expert, and for sorted pairs.
-cudaError_t experts_gemv(DType dtype, const ExpertsParams& params, const device::Pairs& pairs, cudaStream_t stream);
+cudaError_t experts_gemv(DType dtype, const ExpertsParams& params, const device::Pairs& pairs,
+                         cudaStream_t stream);
 // Whether experts_gemv() writes y itself, instead of one row per pair for combine_kernel.
 bool combines_choices(const ExpertsParams& params);
-cudaError_t experts_gemm(DType dtype, const ExpertsParams& params, const device::Pairs& pairs, cudaStream_t stream);
-cudaError_t packed_experts_gemm(DType dtype, const ExpertsParams& params, const device::Pairs& pairs, cudaStream_t stream);
+cudaError_t experts_gemm(DType dtype, const ExpertsParams& params, const device::Pairs& pairs,
+                         cudaStream_t stream);
+cudaError_t packed_experts_gemm(DType dtype, const ExpertsParams& params,
+                                const device::Pairs& pairs, cudaStream_t stream);
 
 // wgmma version of experts_gemm(), where has_experts_gemm_sm90().
 cudaError_t experts_gemm_sm90(DType dtype, const ExpertsParams& params, const device::Pairs& pairs,
-                                   cudaStream_t stream);
+                              cudaStream_t stream);
 
 }  // namespace llmc::kernels

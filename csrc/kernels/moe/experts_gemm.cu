@@ -26,15 +26,20 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* from) 
 }
 
 // Swizzled position of a row's vector in a stage.
-__device__ __forceinline__ int packed_column(int row, int vector) { return row * kVectors + (vector ^ row % 8); }
+__device__ __forceinline__ int packed_column(int row, int vector) {
+  return row * kVectors + (vector ^ row % 8);
+}
 
 template <typename T, int kPairs, bool kDown>
-__global__ void __launch_bounds__(kThreads, 2) experts_gemm_kernel(const __grid_constant__ ExpertsParams p,
-                                                                   const __grid_constant__ Pairs pairs) {
+__global__ void __launch_bounds__(kThreads, 2)
+    experts_gemm_kernel(const __grid_constant__ ExpertsParams p,
+                        const __grid_constant__ Pairs pairs) {
   constexpr int kStage = (kPairs + kOut) * kVectors;  // vectors of x, then of the weight
-  constexpr int kRowsOfCopy = kThreads / kVectors, kCopiesOfX = kPairs / kRowsOfCopy, kCopies = kOut / kRowsOfCopy;
-  constexpr int kTilesOfPairs = kPairs / 32, kTilesOfOut = kOut / 32;  // of a warp: tiles of 16 pairs and of 8 rows
-  extern __shared__ uint4 ring[];  // [kStages][kStage]
+  constexpr int kRowsOfCopy = kThreads / kVectors, kCopiesOfX = kPairs / kRowsOfCopy,
+                kCopies = kOut / kRowsOfCopy;
+  constexpr int kTilesOfPairs = kPairs / 32,
+                kTilesOfOut = kOut / 32;  // of a warp: tiles of 16 pairs and of 8 rows
+  extern __shared__ uint4 ring[];         // [kStages][kStage]
   __shared__ int before[kMaxExperts + 1];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int first_pair = warp / 4 * (kPairs / 2), first_row = warp % 4 * (kOut / 4);
@@ -50,13 +55,15 @@ __global__ void __launch_bounds__(kThreads, 2) experts_gemm_kernel(const __grid_
     const int first_out = tile % out_tiles * kOut;
     const T *x[kCopiesOfX], *weight[kCopies];
 #pragma unroll
-    for (int i = 0; i < kCopiesOfX; ++i) {  // pairs after the last repeat it; their sums are not written
+    for (int i = 0; i < kCopiesOfX;
+         ++i) {  // pairs after the last repeat it; their sums are not written
       const int pair = min(i * kRowsOfCopy + row_of_copy, group.count - 1);
       x[i] = row_of(gemm, p, groups, group.first + pair, kDown) + 8 * vector;
     }
 #pragma unroll
     for (int i = 0; i < kCopies; ++i)
-      weight[i] = gemm.row_of_weight(group.expert, first_out + i * kRowsOfCopy + row_of_copy) + 8 * vector;
+      weight[i] =
+          gemm.row_of_weight(group.expert, first_out + i * kRowsOfCopy + row_of_copy) + 8 * vector;
     auto copy = [&](int stage) {
       if (stage < stages) {
         uint4* to = ring + stage % kStages * kStage;
@@ -64,11 +71,13 @@ __global__ void __launch_bounds__(kThreads, 2) experts_gemm_kernel(const __grid_
         const bool there = at + 8 * vector < gemm.in;
 #pragma unroll
         for (int i = 0; i < kCopiesOfX; ++i)
-          cp_async(to + packed_column(i * kRowsOfCopy + row_of_copy, vector), x[i] + (there ? at : -8 * vector), there);
+          cp_async(to + packed_column(i * kRowsOfCopy + row_of_copy, vector),
+                   x[i] + (there ? at : -8 * vector), there);
         to += kPairs * kVectors;
 #pragma unroll
         for (int i = 0; i < kCopies; ++i)
-          cp_async(to + packed_column(i * kRowsOfCopy + row_of_copy, vector), weight[i] + (there ? at : -8 * vector), there);
+          cp_async(to + packed_column(i * kRowsOfCopy + row_of_copy, vector),
+                   weight[i] + (there ? at : -8 * vector), there);
       }
       cp_async_commit();
     };
@@ -84,11 +93,14 @@ __global__ void __launch_bounds__(kThreads, 2) experts_gemm_kernel(const __grid_
         uint32_t a[kTilesOfPairs][4];
 #pragma unroll
         for (int m = 0; m < kTilesOfPairs; ++m)
-          ldmatrix_x4(a[m], of_x + packed_column(first_pair + m * 16 + lane % 16, 2 * k + lane / 16));
+          ldmatrix_x4(a[m],
+                      of_x + packed_column(first_pair + m * 16 + lane % 16, 2 * k + lane / 16));
 #pragma unroll
         for (int n = 0; n < kTilesOfOut; n += 2) {
-          uint32_t b[4];  // rows n * 8 to + 7 and + 8 to + 15, each columns k * 16 to + 7 and + 8 to + 15
-          ldmatrix_x4(b, of_weight + packed_column(first_row + n * 8 + lane / 16 * 8 + lane % 8, 2 * k + lane % 16 / 8));
+          uint32_t b[4];  // rows n * 8 to + 7 and + 8 to + 15, each columns k * 16 to + 7 and + 8
+                          // to + 15
+          ldmatrix_x4(b, of_weight + packed_column(first_row + n * 8 + lane / 16 * 8 + lane % 8,
+                                                   2 * k + lane % 16 / 8));
 #pragma unroll
           for (int m = 0; m < kTilesOfPairs; ++m) {
             mma_m16n8k16<T>(sum[m][n], a[m], b[0], b[1]);
@@ -130,15 +142,18 @@ cudaError_t run_tiles(const ExpertsParams& p, const Pairs& pairs, cudaStream_t s
     if (device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() < kShared + kRest)
       return run_tiles<T, 64, kDown>(p, pairs, stream);
   auto kernel = experts_gemm_kernel<T, kPairs, kDown>;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
   if (error != cudaSuccess) return error;
   static const int resident = [kernel] {
     int blocks = 0;
     cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, kShared);
     return std::max(blocks, 1) * static_cast<int>(num_sms());
   }();
-  const int64_t tiles = static_cast<int64_t>(p.num_tokens) * p.top_k * ceil_div(ExpertGemm<T>(p, pairs, kDown).out, kOut);
-  return launch(kernel, static_cast<unsigned>(std::min<int64_t>(tiles, resident)), kThreads, kShared, stream, p, pairs);
+  const int64_t tiles = static_cast<int64_t>(p.num_tokens) * p.top_k *
+                        ceil_div(ExpertGemm<T>(p, pairs, kDown).out, kOut);
+  return launch(kernel, static_cast<unsigned>(std::min<int64_t>(tiles, resident)), kThreads,
+                kShared, stream, p, pairs);
 }
 
 template <typename T, int kPairs>
@@ -156,7 +171,8 @@ cudaError_t run_type(const ExpertsParams& p, const Pairs& pairs, cudaStream_t st
 
 }  // namespace
 
-cudaError_t experts_gemm(DType dtype, const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
+cudaError_t experts_gemm(DType dtype, const ExpertsParams& p, const Pairs& pairs,
+                         cudaStream_t stream) {
   if (p.hidden % 8 != 0 || p.inner % 8 != 0) return cudaErrorInvalidValue;
   if (dtype == DType::kFloat16) return run_type<__half>(p, pairs, stream);
   if (dtype == DType::kBFloat16) return run_type<__nv_bfloat16>(p, pairs, stream);

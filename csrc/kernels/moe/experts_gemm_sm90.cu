@@ -28,8 +28,9 @@ using namespace sm90;
 constexpr uint32_t kRowBytes = 128;  // of a row of x in a stage
 template <bool kRounded>
 constexpr int kColumns = kRounded ? 128 : 64;  // of a stage
-constexpr int kEpiloguePairs = 16;  // pairs per step of the epilogue
-constexpr int kEpilogueStride = 9;  // vectors between pairs: 64 rows, and padding against bank conflicts
+constexpr int kEpiloguePairs = 16;             // pairs per step of the epilogue
+constexpr int kEpilogueStride =
+    9;  // vectors between pairs: 64 rows, and padding against bank conflicts
 
 template <CodeType kCodeType>
 constexpr bool kPacked = kCodeType != CodeType::kNone;
@@ -38,18 +39,26 @@ constexpr bool kPacked = kCodeType != CodeType::kNone;
 // side by side, and the scales of one or two groups; with FP8 x of one group, and the scales of x.
 template <CodeType kCodeType, bool kRounded, int kConsumerGroups, int kPairs, int kStages>
 struct SharedStorage {
-  static constexpr int kRows = kConsumerGroups * 128, kThreads = (1 + kConsumerGroups) * 128, kTiles = kRows / kExpertTileRows;
+  static constexpr int kRows = kConsumerGroups * 128, kThreads = (1 + kConsumerGroups) * 128,
+                       kTiles = kRows / kExpertTileRows;
   static constexpr uint32_t kTileBytes =
-      kExpertTileRows * (kPacked<kCodeType> ? kColumns<kRounded> * kBits<kCodeType> / 8 : kRowBytes);
+      kExpertTileRows *
+      (kPacked<kCodeType> ? kColumns<kRounded> * kBits<kCodeType> / 8 : kRowBytes);
   static constexpr uint32_t kWeightBytes = kTiles * kTileBytes;
   static constexpr uint32_t kScalesAt = kWeightBytes + kPairs * kRowBytes;
-  static constexpr uint32_t kXScalesAt = kScalesAt + kTiles * kTileScaleBytes<kCodeType>, kXScales = kPairs + 4;  // starts at a multiple of four
+  static constexpr uint32_t kXScalesAt = kScalesAt + kTiles * kTileScaleBytes<kCodeType>,
+                            kXScales = kPairs + 4;  // starts at a multiple of four
   static constexpr uint32_t kXScaleBytes = kRounded ? kXScales * 4 : 0;
   static constexpr uint32_t kScaleBytes =
-      !kPacked<kCodeType> ? 0 : (kTiles * kTileScaleBytes<kCodeType> * (kRounded ? 1 : 2) + kXScaleBytes + 1023) / 1024 * 1024;
+      !kPacked<kCodeType>
+          ? 0
+          : (kTiles * kTileScaleBytes<kCodeType> * (kRounded ? 1 : 2) + kXScaleBytes + 1023) /
+                1024 * 1024;
   static constexpr uint32_t kStageBytes = kScalesAt + kScaleBytes;
-  static constexpr uint32_t kOutAt = kStages * kStageBytes, kOutBytes = 4 * kEpiloguePairs * kEpilogueStride * 16;
-  static constexpr uint32_t kPairsAt = kOutAt + kConsumerGroups * kOutBytes, kBarriersAt = kPairsAt + kConsumerGroups * kPairs * 4;
+  static constexpr uint32_t kOutAt = kStages * kStageBytes,
+                            kOutBytes = 4 * kEpiloguePairs * kEpilogueStride * 16;
+  static constexpr uint32_t kPairsAt = kOutAt + kConsumerGroups * kOutBytes,
+                            kBarriersAt = kPairsAt + kConsumerGroups * kPairs * 4;
   static constexpr uint32_t kBytes = kBarriersAt + 16 * kStages + 1024;
   static_assert(kPairs % kEpiloguePairs == 0 && kPairs <= 256 && kStageBytes % 1024 == 0);
 
@@ -67,10 +76,16 @@ struct SharedStorage {
   }
   __device__ uint32_t x_scales(int slot) const { return weights(slot) + kXScalesAt; }
   // [2 steps][2 operands][kEpiloguePairs][kEpilogueStride].
-  __device__ uint4* out(int group) const { return reinterpret_cast<uint4*>(bytes + kOutAt + group * kOutBytes); }
-  __device__ int* pairs(int group) const { return reinterpret_cast<int*>(bytes + kPairsAt) + group * kPairs; }
+  __device__ uint4* out(int group) const {
+    return reinterpret_cast<uint4*>(bytes + kOutAt + group * kOutBytes);
+  }
+  __device__ int* pairs(int group) const {
+    return reinterpret_cast<int*>(bytes + kPairsAt) + group * kPairs;
+  }
   __device__ Mbarrier full_barrier(int slot) const { return {base + kBarriersAt + 8 * slot}; }
-  __device__ Mbarrier empty_barrier(int slot) const { return {base + kBarriersAt + 8 * (kStages + slot)}; }
+  __device__ Mbarrier empty_barrier(int slot) const {
+    return {base + kBarriersAt + 8 * (kStages + slot)};
+  }
 };
 
 // Index of the ring's slot, and how often it has been used.
@@ -99,9 +114,12 @@ struct TileScheduler {
   // Tile number `tile`, which must not decrease between calls.
   __device__ Tile next(int tile) {
     while (before[expert + 1] * out_tiles <= tile) ++expert;
-    const int rest = tile - before[expert] * out_tiles, groups = before[expert + 1] - before[expert];
+    const int rest = tile - before[expert] * out_tiles,
+              groups = before[expert + 1] - before[expert];
     const int start = pairs.starts[expert], size = pairs.starts[expert + 1] - start;
-    const int each = ((size + groups - 1) / groups + kEpiloguePairs - 1) / kEpiloguePairs * kEpiloguePairs, skipped = rest % groups * each;
+    const int each = ((size + groups - 1) / groups + kEpiloguePairs - 1) / kEpiloguePairs *
+                     kEpiloguePairs,
+              skipped = rest % groups * each;
     return {expert, rest / groups, start + skipped, min(each, size - skipped)};
   }
 };
@@ -115,9 +133,12 @@ __host__ __device__ __forceinline__ int groups_per_stage(const ExpertsQuantParam
   return quant.group_size < kColumns<false> ? 2 : 1;
 }
 
-template <bool kDown, CodeType kCodeType, bool kRounded, int kConsumerGroups, int kPairs, int kStages>
-__device__ __forceinline__ void produce(const SharedStorage<kCodeType, kRounded, kConsumerGroups, kPairs, kStages>& smem, const TensorMaps& maps,
-                                         const ExpertsParams& p, TileScheduler scheduler, int count, int stages) {
+template <bool kDown, CodeType kCodeType, bool kRounded, int kConsumerGroups, int kPairs,
+          int kStages>
+__device__ __forceinline__ void produce(
+    const SharedStorage<kCodeType, kRounded, kConsumerGroups, kPairs, kStages>& smem,
+    const TensorMaps& maps, const ExpertsParams& p, TileScheduler scheduler, int count,
+    int stages) {
   using P = SharedStorage<kCodeType, kRounded, kConsumerGroups, kPairs, kStages>;
   constexpr int kStageColumns = kColumns<kRounded>;
   const int lane = threadIdx.x % 32;
@@ -139,8 +160,8 @@ __device__ __forceinline__ void produce(const SharedStorage<kCodeType, kRounded,
     const bool paired = !kDown && p.gated;
     const int first = tile.out_tile * (paired ? P::kRows / 2 : P::kRows);
     tma_load(smem.weights(slot), maps.weights, full, stage * kStageColumns, 0, first, tile.expert);
-    tma_load(smem.weights(slot) + P::kWeightBytes / 2, maps.weights, full, stage * kStageColumns, paired ? 1 : 0,
-             paired ? first : first + P::kRows / 2, tile.expert);
+    tma_load(smem.weights(slot) + P::kWeightBytes / 2, maps.weights, full, stage * kStageColumns,
+             paired ? 1 : 0, paired ? first : first + P::kRows / 2, tile.expert);
   };
   int ahead = 0;  // weight stages in flight before pdl_wait()
   if (kDown) {
@@ -164,9 +185,11 @@ __device__ __forceinline__ void produce(const SharedStorage<kCodeType, kRounded,
       __syncwarp();
       const uint32_t to = smem.x(state.slot);
       if (lane * kEpiloguePairs < tile.count)
-        tma_load(to + lane * kEpiloguePairs * kRowBytes, maps.x, full, stage * kStageColumns, tile.first + lane * kEpiloguePairs);
+        tma_load(to + lane * kEpiloguePairs * kRowBytes, maps.x, full, stage * kStageColumns,
+                 tile.first + lane * kEpiloguePairs);
       if (kRounded && lane == 31)  // with one scale per row, all stages have the same scales
-        tma_load(smem.x_scales(state.slot), maps.x_scales, full, tile.first & ~3, p.quant_group == 0 ? 0 : stage);
+        tma_load(smem.x_scales(state.slot), maps.x_scales, full, tile.first & ~3,
+                 p.quant_group == 0 ? 0 : stage);
     }
   }
 }
@@ -174,8 +197,10 @@ __device__ __forceinline__ void produce(const SharedStorage<kCodeType, kRounded,
 // Stores four 8 x 8 matrices transposed (stmatrix): a lane addresses column lane % 8 of matrix lane
 // / 8.
 __device__ __forceinline__ void stmatrix_x4_trans(uint4* to, const uint32_t (&words)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
-               ::"r"(smem_address(to)), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   smem_address(to)),
+               "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
 }
 
 // Permutes 32 columns, four vectors: the first words of all, then the second ones, and so on, as
@@ -207,14 +232,16 @@ __device__ __forceinline__ void activate_columns(const ExpertsParams& p, float (
 // The scale of a row's group as a pair of T.
 template <typename T, CodeType kCodeType>
 __device__ __forceinline__ uint32_t load_scale(const uint8_t* scales, int row) {
-  const float scale = kCodeType == CodeType::kMxfp4 ? exponent_to_float(scales[row]) : reinterpret_cast<const float*>(scales)[row];
+  const float scale = kCodeType == CodeType::kMxfp4 ? exponent_to_float(scales[row])
+                                                    : reinterpret_cast<const float*>(scales)[row];
   return pack2<T>(scale, scale);
 }
 
 // Dequantizes 32 columns of two rows to the A operands of two wgmma.
 template <typename T, CodeType kCodeType>
-__device__ __forceinline__ void dequantize_operands(uint32_t (&made)[8], const uint4& codes, int part, const uint32_t (&scales)[2],
-                                            const uint32_t (&offsets)[2]) {
+__device__ __forceinline__ void dequantize_operands(uint32_t (&made)[8], const uint4& codes,
+                                                    int part, const uint32_t (&scales)[2],
+                                                    const uint32_t (&offsets)[2]) {
   constexpr bool kFour = kBits<kCodeType> == 4;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -232,24 +259,28 @@ __device__ __forceinline__ void dequantize_operands(uint32_t (&made)[8], const u
 }
 
 // Mainloop for 16-bit weights: both operands from shared memory.
-template <int kWidth, typename T, CodeType kCodeType, bool kRounded, int kConsumerGroups, int kPairs, int kStages>
-__device__ __forceinline__ void mainloop_16bit(float (&c)[2][kPairs / 2], PipelineState<kStages>& state,
-                                               const SharedStorage<kCodeType, kRounded, kConsumerGroups, kPairs, kStages>& smem, int stages, int group) {
+template <int kWidth, typename T, CodeType kCodeType, bool kRounded, int kConsumerGroups,
+          int kPairs, int kStages>
+__device__ __forceinline__ void mainloop_16bit(
+    float (&c)[2][kPairs / 2], PipelineState<kStages>& state,
+    const SharedStorage<kCodeType, kRounded, kConsumerGroups, kPairs, kStages>& smem, int stages,
+    int group) {
   constexpr int kStageColumns = kColumns<kRounded>;
   const int thread = threadIdx.x % 128;
   PipelineState<kStages> last = state;
   for (int stage = 0; stage < stages; ++stage) {
     smem.full_barrier(state.slot).wait(state.phase_count & 1);
-    const uint64_t weights = make_smem_desc_k_major(smem.weights(state.slot) + group * 64 * kRowBytes);
+    const uint64_t weights =
+        make_smem_desc_k_major(smem.weights(state.slot) + group * 64 * kRowBytes);
     const uint64_t x = make_smem_desc_k_major(smem.x(state.slot));
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kStageColumns / 16; ++k)
 #pragma unroll
       for (int m = 0; m < 2; ++m)
-        sm90::Wgmma<T, kWidth>::ss(reinterpret_cast<float(&)[kWidth / 2]>(c[m]),
-                                             weights + (m * kConsumerGroups * 64 * kRowBytes + k * 32) / 16,
-                                             x + k * 32 / 16, stage > 0 || k > 0);
+        sm90::Wgmma<T, kWidth>::ss(reinterpret_cast<float (&)[kWidth / 2]>(c[m]),
+                                   weights + (m * kConsumerGroups * 64 * kRowBytes + k * 32) / 16,
+                                   x + k * 32 / 16, stage > 0 || k > 0);
     wgmma_commit();
     wgmma_wait<1>();
     if (stage > 0 && thread % 32 == 0) smem.empty_barrier(last.slot).arrive();
@@ -260,12 +291,15 @@ __device__ __forceinline__ void mainloop_16bit(float (&c)[2][kPairs / 2], Pipeli
   if (thread % 32 == 0) smem.empty_barrier(last.slot).arrive();
 }
 
-// Mainloop for quantized weights: codes are dequantized to the register operand of the next wgmma while the last one runs.
-template <int kWidth, typename T, bool kDown, CodeType kCodeType, bool kRounded, int kConsumerGroups, int kPairs, int kStages>
-__device__ __forceinline__ void mainloop_dequantize(float (&c)[2][kPairs / 2], PipelineState<kStages>& state,
-                                                    const SharedStorage<kCodeType, kRounded, kConsumerGroups, kPairs, kStages>& smem,
-                                                    const ExpertsParams& p, const device::ExpertGemm<T>& gemm,
-                                                    const Tile& tile, int stages, int group) {
+// Mainloop for quantized weights: codes are dequantized to the register operand of the next wgmma
+// while the last one runs.
+template <int kWidth, typename T, bool kDown, CodeType kCodeType, bool kRounded,
+          int kConsumerGroups, int kPairs, int kStages>
+__device__ __forceinline__ void mainloop_dequantize(
+    float (&c)[2][kPairs / 2], PipelineState<kStages>& state,
+    const SharedStorage<kCodeType, kRounded, kConsumerGroups, kPairs, kStages>& smem,
+    const ExpertsParams& p, const device::ExpertGemm<T>& gemm, const Tile& tile, int stages,
+    int group) {
   using P = SharedStorage<kCodeType, kRounded, kConsumerGroups, kPairs, kStages>;
   constexpr int kStageColumns = kColumns<kRounded>;
   const int thread = threadIdx.x % 128, warp = thread / 32, g = thread % 32 / 4;
@@ -281,10 +315,13 @@ __device__ __forceinline__ void mainloop_dequantize(float (&c)[2][kPairs / 2], P
       for (int m = 0; m < 2; ++m)
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const int row = min(tile.out_tile * P::kRows + (m * kConsumerGroups * 4 + own_tile) * kExpertTileRows + g + 8 * r,
-                              gemm.out - 1);
-          zeros[part][m][r] = load_expert_zero<kCodeType>(quant.zero, int64_t{tile.expert} * gemm.out + row,
-                                              (stage * kStageColumns + part * 32) / quant.group_size, all_groups);
+          const int row =
+              min(tile.out_tile * P::kRows +
+                      (m * kConsumerGroups * 4 + own_tile) * kExpertTileRows + g + 8 * r,
+                  gemm.out - 1);
+          zeros[part][m][r] = load_expert_zero<kCodeType>(
+              quant.zero, int64_t{tile.expert} * gemm.out + row,
+              (stage * kStageColumns + part * 32) / quant.group_size, all_groups);
         }
   };
   [[maybe_unused]] const bool has_zeros = kHasZeros && quant.zero != nullptr;
@@ -299,26 +336,33 @@ __device__ __forceinline__ void mainloop_dequantize(float (&c)[2][kPairs / 2], P
 #pragma unroll
     for (int m = 0; m < 2; ++m)
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) codes[m][v] = smem.codes(state.slot, m * kConsumerGroups * 4 + own_tile)[v * 32 + lane];
+      for (int v = 0; v < kVectors; ++v)
+        codes[m][v] = smem.codes(state.slot, m * kConsumerGroups * 4 + own_tile)[v * 32 + lane];
     const uint64_t x = make_smem_desc_k_major(smem.x(state.slot));
 #pragma unroll
     for (int part = 0; part < 2; ++part)
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
-        const uint8_t* scales = smem.scales(state.slot, m * kConsumerGroups * 4 + own_tile, groups) +
-                                (part < groups ? part : 0) * kTileScaleBytes<kCodeType>;
-        uint32_t offsets[2] = {dequant_offset<T, kCodeType>(kDefaultZero<kCodeType>), dequant_offset<T, kCodeType>(kDefaultZero<kCodeType>)};
+        const uint8_t* scales =
+            smem.scales(state.slot, m * kConsumerGroups * 4 + own_tile, groups) +
+            (part < groups ? part : 0) * kTileScaleBytes<kCodeType>;
+        uint32_t offsets[2] = {dequant_offset<T, kCodeType>(kDefaultZero<kCodeType>),
+                               dequant_offset<T, kCodeType>(kDefaultZero<kCodeType>)};
         if constexpr (kHasZeros)
 #pragma unroll
-          for (int r = 0; r < 2; ++r) offsets[r] = dequant_offset<T, kCodeType>(has_zeros ? zeros[part][m][r] : kDefaultZero<kCodeType>);
-        dequantize_operands<T, kCodeType>(operands[m], codes[m][kVectors == 2 ? part : 0], part,
-                               {load_scale<T, kCodeType>(scales, g), load_scale<T, kCodeType>(scales, g + 8)}, offsets);
+          for (int r = 0; r < 2; ++r)
+            offsets[r] = dequant_offset<T, kCodeType>(has_zeros ? zeros[part][m][r]
+                                                                : kDefaultZero<kCodeType>);
+        dequantize_operands<T, kCodeType>(
+            operands[m], codes[m][kVectors == 2 ? part : 0], part,
+            {load_scale<T, kCodeType>(scales, g), load_scale<T, kCodeType>(scales, g + 8)},
+            offsets);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < 2; ++step)
-          sm90::Wgmma<T, kWidth>::template rs<false>(reinterpret_cast<float(&)[kWidth / 2]>(c[m]),
-                                                                  operands[m] + 4 * step,
-                                                                  x + (part * 64 + step * 32) / 16);
+          sm90::Wgmma<T, kWidth>::template rs<false>(reinterpret_cast<float (&)[kWidth / 2]>(c[m]),
+                                                     operands[m] + 4 * step,
+                                                     x + (part * 64 + step * 32) / 16);
         wgmma_commit();
         wgmma_wait<1>();
         if (part == 0 && m == 0 && stage > 0 && lane == 0) smem.empty_barrier(last.slot).arrive();
@@ -333,10 +377,12 @@ __device__ __forceinline__ void mainloop_dequantize(float (&c)[2][kPairs / 2], P
 }
 
 // Mainloop for FP8 weights and activations: the sum of each group of columns is scaled in float32.
-template <int kWidth, CodeType kCodeType, bool kRounded, int kConsumerGroups, int kPairs, int kStages>
-__device__ __forceinline__ void mainloop_float8(float (&c)[2][kPairs / 2], PipelineState<kStages>& state,
-                                                const SharedStorage<kCodeType, kRounded, kConsumerGroups, kPairs, kStages>& smem, const Tile& tile,
-                                                int stages, int group) {
+template <int kWidth, CodeType kCodeType, bool kRounded, int kConsumerGroups, int kPairs,
+          int kStages>
+__device__ __forceinline__ void mainloop_float8(
+    float (&c)[2][kPairs / 2], PipelineState<kStages>& state,
+    const SharedStorage<kCodeType, kRounded, kConsumerGroups, kPairs, kStages>& smem,
+    const Tile& tile, int stages, int group) {
   constexpr int kStageColumns = kColumns<kRounded>;
   const int thread = threadIdx.x % 128, warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
   constexpr int kAtOnce = kWidth <= 64 ? 2 : 1;  // operands whose sums fit in registers
@@ -353,9 +399,11 @@ __device__ __forceinline__ void mainloop_float8(float (&c)[2][kPairs / 2], Pipel
       for (int m = 0; m < kAtOnce; ++m) {
         const int of = (first + m) * kConsumerGroups * 4 + own_tile;
 #pragma unroll
-        for (int v = 0; v < kStageColumns / 32; ++v) codes[m][v] = smem.codes(state.slot, of)[v * 32 + lane];
+        for (int v = 0; v < kStageColumns / 32; ++v)
+          codes[m][v] = smem.codes(state.slot, of)[v * 32 + lane];
 #pragma unroll
-        for (int r = 0; r < 2; ++r) scales[m][r] = reinterpret_cast<const float*>(smem.scales(state.slot, of, 1))[g + 8 * r];
+        for (int r = 0; r < 2; ++r)
+          scales[m][r] = reinterpret_cast<const float*>(smem.scales(state.slot, of, 1))[g + 8 * r];
       }
       wgmma_fence();
 #pragma unroll
@@ -363,7 +411,8 @@ __device__ __forceinline__ void mainloop_float8(float (&c)[2][kPairs / 2], Pipel
 #pragma unroll
         for (int v = 0; v < kStageColumns / 32; ++v)
           sm90::Wgmma<Float8, kWidth>::rs(
-              sum[m], {codes[m][v].x, codes[m][v].z, codes[m][v].y, codes[m][v].w}, x + v * 32 / 16, v > 0);
+              sum[m], {codes[m][v].x, codes[m][v].z, codes[m][v].y, codes[m][v].w}, x + v * 32 / 16,
+              v > 0);
       wgmma_commit();
       wgmma_wait<0>();
 #pragma unroll
@@ -376,21 +425,24 @@ __device__ __forceinline__ void mainloop_float8(float (&c)[2][kPairs / 2], Pipel
         for (int m = 0; m < kAtOnce; ++m)
 #pragma unroll
           for (int i = 0; i < 4; ++i)
-            c[first + m][4 * j + i] = fmaf(sum[m][4 * j + i], scales[m][i / 2] * of_x[i % 2],
-                                           c[first + m][4 * j + i]);
+            c[first + m][4 * j + i] =
+                fmaf(sum[m][4 * j + i], scales[m][i / 2] * of_x[i % 2], c[first + m][4 * j + i]);
       }
     }
     if (lane == 0) smem.empty_barrier(state.slot).arrive();
   }
 }
 
-// Epilogue of a tile: bias, activation and routing score in registers, then through shared memory, kEpiloguePairs pairs at a
-// time, to rows of `inner` or `outputs`. `own` are the pairs that a thread has loaded before the mainloop.
-template <typename T, bool kDown, CodeType kCodeType, bool kRounded, int kConsumerGroups, int kPairs, int kStages>
-__device__ __forceinline__ void store_tile(const float (&c)[2][kPairs / 2], const int (&own)[(kPairs + 127) / 128],
-                                           const SharedStorage<kCodeType, kRounded, kConsumerGroups, kPairs, kStages>& smem,
-                                           const ExpertsParams& p, const Pairs& pairs, const device::ExpertGemm<T>& gemm,
-                                           const Tile& tile, int group) {
+// Epilogue of a tile: bias, activation and routing score in registers, then through shared memory,
+// kEpiloguePairs pairs at a time, to rows of `inner` or `outputs`. `own` are the pairs that a
+// thread has loaded before the mainloop.
+template <typename T, bool kDown, CodeType kCodeType, bool kRounded, int kConsumerGroups,
+          int kPairs, int kStages>
+__device__ __forceinline__ void store_tile(
+    const float (&c)[2][kPairs / 2], const int (&own)[(kPairs + 127) / 128],
+    const SharedStorage<kCodeType, kRounded, kConsumerGroups, kPairs, kStages>& smem,
+    const ExpertsParams& p, const Pairs& pairs, const device::ExpertGemm<T>& gemm, const Tile& tile,
+    int group) {
   using P = SharedStorage<kCodeType, kRounded, kConsumerGroups, kPairs, kStages>;
   const int thread = threadIdx.x % 128, warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
   const int parts = (tile.count + kEpiloguePairs - 1) / kEpiloguePairs;
@@ -399,15 +451,17 @@ __device__ __forceinline__ void store_tile(const float (&c)[2][kPairs / 2], cons
   uint4* staged = smem.out(group);
   int* staged_pairs = smem.pairs(group);
   const bool apart = paired && !kPacked<kCodeType>;  // gates and ups are separate operands
-  const int row = tile.out_tile * (apart ? P::kRows / 2 : P::kRows) + group * 64;  // the first of these 64 rows
-  const int width = paired ? gemm.out / 2 : gemm.out;  // of the output
+  const int row =
+      tile.out_tile * (apart ? P::kRows / 2 : P::kRows) + group * 64;  // the first of these 64 rows
+  const int width = paired ? gemm.out / 2 : gemm.out;                  // of the output
   float bias[2][2] = {};
   if (gemm.bias != nullptr) {
 #pragma unroll
     for (int m = 0; m < 2; ++m)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int own_row = row + warp * 16 + 8 * r + g, of = apart ? 2 * own_row + m : own_row + m * P::kRows / 2;
+        const int own_row = row + warp * 16 + 8 * r + g,
+                  of = apart ? 2 * own_row + m : own_row + m * P::kRows / 2;
         bias[m][r] = gemm.bias_of(tile.expert, min(of, gemm.out - 1));
       }
   }
@@ -439,15 +493,18 @@ __device__ __forceinline__ void store_tile(const float (&c)[2][kPairs / 2], cons
     for (int m = 0; m < 2; ++m)
 #pragma unroll
       for (int i = 0; i < 8; ++i) own_sums[m][i] += bias[m][i / 2 % 2];
-    if (paired && !apart) {  // adjacent lanes exchange sums, so that one has gates and ups of a row, and the other those of a later row
+    if (paired && !apart) {  // adjacent lanes exchange sums, so that one has gates and ups of a
+                             // row, and the other those of a later row
       float turned[2][8];
 #pragma unroll
       for (int m = 0; m < 2; ++m)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float first = own_sums[m][i / 2 * 4 + i % 2], second = own_sums[m][i / 2 * 4 + 2 + i % 2];
+          const float first = own_sums[m][i / 2 * 4 + i % 2],
+                      second = own_sums[m][i / 2 * 4 + 2 + i % 2];
           const float other = __shfl_xor_sync(~0u, g % 2 ? first : second, 4);
-          turned[0][4 * m + i] = g % 2 ? other : first, turned[1][4 * m + i] = g % 2 ? second : other;
+          turned[0][4 * m + i] = g % 2 ? other : first,
+                            turned[1][4 * m + i] = g % 2 ? second : other;
         }
 #pragma unroll
       for (int i = 0; i < 8; ++i) own_sums[0][i] = turned[0][i], own_sums[1][i] = turned[1][i];
@@ -457,8 +514,10 @@ __device__ __forceinline__ void store_tile(const float (&c)[2][kPairs / 2], cons
     if (paired && !apart) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        const int m = i / 4, token = i / 2 % 2 * 8 + 2 * t + i % 2, column = warp * 8 + g / 2 + g % 2 * 4;
-        reinterpret_cast<T*>(to + (m * kEpiloguePairs + token) * kEpilogueStride)[column] = from_float<T>(own_sums[0][i]);
+        const int m = i / 4, token = i / 2 % 2 * 8 + 2 * t + i % 2,
+                  column = warp * 8 + g / 2 + g % 2 * 4;
+        reinterpret_cast<T*>(to + (m * kEpiloguePairs + token) * kEpilogueStride)[column] =
+            from_float<T>(own_sums[0][i]);
       }
     } else {
 #pragma unroll
@@ -468,31 +527,41 @@ __device__ __forceinline__ void store_tile(const float (&c)[2][kPairs / 2], cons
 #pragma unroll
         for (int k = 0; k < 4; ++k) words[k] = pack2<T>(own_sums[m][2 * k], own_sums[m][2 * k + 1]);
         const int lane = thread % 32;
-        stmatrix_x4_trans(to + (m * kEpiloguePairs + lane / 16 * 8 + lane % 8) * kEpilogueStride + warp * 2 + lane / 8 % 2, words);
+        stmatrix_x4_trans(to + (m * kEpiloguePairs + lane / 16 * 8 + lane % 8) * kEpilogueStride +
+                              warp * 2 + lane / 8 % 2,
+                          words);
       }
     }
     sync_warpgroup();
     const int vector = thread % 8, pair = part * kEpiloguePairs + thread / 8;
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
-      const int first_row = row + m * P::kRows / 2, column = (paired && !apart ? first_row / 2 : first_row) + 8 * vector;
-      if ((m == 1 && apart) || (paired && !apart && vector >= 4) || pair >= tile.count || column >= width) continue;
-      T* target = kDown ? static_cast<T*>(pairs.outputs) + static_cast<int64_t>(staged_pairs[pair]) * p.hidden
-                        : static_cast<T*>(pairs.inner) + static_cast<int64_t>(tile.first + pair) * p.inner;
+      const int first_row = row + m * P::kRows / 2,
+                column = (paired && !apart ? first_row / 2 : first_row) + 8 * vector;
+      if ((m == 1 && apart) || (paired && !apart && vector >= 4) || pair >= tile.count ||
+          column >= width)
+        continue;
+      T* target =
+          kDown
+              ? static_cast<T*>(pairs.outputs) + static_cast<int64_t>(staged_pairs[pair]) * p.hidden
+              : static_cast<T*>(pairs.inner) + static_cast<int64_t>(tile.first + pair) * p.inner;
       const uint4* from = to + (m * kEpiloguePairs + thread / 8) * kEpilogueStride;
       constexpr bool kPermuted = !kDown && kPacked<kCodeType> && !kRounded;
-      *reinterpret_cast<uint4*>(target + column) = kPermuted ? permute_vector(from, vector) : from[vector];
+      *reinterpret_cast<uint4*>(target + column) =
+          kPermuted ? permute_vector(from, vector) : from[vector];
     }
   }
   sync_warpgroup();  // before the next tile is staged
 }
 
-// A consumer warpgroup: for each tile of the block the mainloop, of the smallest instruction width that has all pairs, and
-// the epilogue.
-template <typename T, bool kDown, CodeType kCodeType, bool kRounded, int kConsumerGroups, int kPairs, int kStages>
-__device__ __forceinline__ void consume(const SharedStorage<kCodeType, kRounded, kConsumerGroups, kPairs, kStages>& smem,
-                                        const ExpertsParams& p, const Pairs& pairs, TileScheduler scheduler, int count,
-                                        int stages, int group) {
+// A consumer warpgroup: for each tile of the block the mainloop, of the smallest instruction width
+// that has all pairs, and the epilogue.
+template <typename T, bool kDown, CodeType kCodeType, bool kRounded, int kConsumerGroups,
+          int kPairs, int kStages>
+__device__ __forceinline__ void consume(
+    const SharedStorage<kCodeType, kRounded, kConsumerGroups, kPairs, kStages>& smem,
+    const ExpertsParams& p, const Pairs& pairs, TileScheduler scheduler, int count, int stages,
+    int group) {
   const device::ExpertGemm<T> gemm(p, pairs, kDown);
   const int thread = threadIdx.x % 128;
   PipelineState<kStages> state;
@@ -508,11 +577,14 @@ __device__ __forceinline__ void consume(const SharedStorage<kCodeType, kRounded,
       constexpr int kWidth = decltype(width)::value;
       if (kWidth == kPairs || parts * kEpiloguePairs <= kWidth) {
         if constexpr (kRounded) mainloop_float8<kWidth>(c, state, smem, tile, stages, group);
-        else if constexpr (kPacked<kCodeType>) mainloop_dequantize<kWidth, T, kDown>(c, state, smem, p, gemm, tile, stages, group);
+        else if constexpr (kPacked<kCodeType>)
+          mainloop_dequantize<kWidth, T, kDown>(c, state, smem, p, gemm, tile, stages, group);
         else mainloop_16bit<kWidth, T>(c, state, smem, stages, group);
         return;
       }
-      constexpr int kNext = !kPacked<kCodeType> ? kWidth + kEpiloguePairs : 2 * kWidth < kPairs ? 2 * kWidth : kPairs;
+      constexpr int kNext = !kPacked<kCodeType>   ? kWidth + kEpiloguePairs
+                            : 2 * kWidth < kPairs ? 2 * kWidth
+                                                  : kPairs;
       if constexpr (kWidth < kPairs) self(self, std::integral_constant<int, kNext>());
     };
     choose(choose, std::integral_constant<int, kEpiloguePairs>());
@@ -520,10 +592,12 @@ __device__ __forceinline__ void consume(const SharedStorage<kCodeType, kRounded,
   }
 }
 
-template <typename T, bool kDown, CodeType kCodeType, bool kRounded, int kConsumerGroups, int kPairs, int kStages, int kBlocks>
+template <typename T, bool kDown, CodeType kCodeType, bool kRounded, int kConsumerGroups,
+          int kPairs, int kStages, int kBlocks>
 __global__ void __launch_bounds__((1 + kConsumerGroups) * 128, kBlocks)
-    grouped_gemm_kernel(const __grid_constant__ TensorMaps maps, const __grid_constant__ ExpertsParams p,
-                   const __grid_constant__ Pairs pairs) {
+    grouped_gemm_kernel(const __grid_constant__ TensorMaps maps,
+                        const __grid_constant__ ExpertsParams p,
+                        const __grid_constant__ Pairs pairs) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using P = SharedStorage<kCodeType, kRounded, kConsumerGroups, kPairs, kStages>;
   extern __shared__ uint8_t raw[];
@@ -547,14 +621,16 @@ __global__ void __launch_bounds__((1 + kConsumerGroups) * 128, kBlocks)
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // uniform for a warp
   if (group == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    if (threadIdx.x < 32) produce<kDown>(smem, maps, p, TileScheduler{pairs, before, out_tiles}, count, stages);
+    if (threadIdx.x < 32)
+      produce<kDown>(smem, maps, p, TileScheduler{pairs, before, out_tiles}, count, stages);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerGroups == 1 ? 216 : 232));
     if (kDown) {
       pdl_wait();
       pdl_launch_dependents();
     }
-    consume<T, kDown>(smem, p, pairs, TileScheduler{pairs, before, out_tiles}, count, stages, group - 1);
+    consume<T, kDown>(smem, p, pairs, TileScheduler{pairs, before, out_tiles}, count, stages,
+                      group - 1);
   }
 #endif
 }
@@ -571,17 +647,21 @@ __global__ void __launch_bounds__(128) permute_x_kernel(ExpertsParams p, Pairs p
     const uint4 vector = kPermuted ? permute_vector(from + i / 8 * 8, i % 8) : from[i];
     for (int choice = 0; choice < p.top_k; ++choice) {
       const int position = pairs.positions[first + choice];
-      if (position >= 0) static_cast<uint4*>(pairs.outputs)[static_cast<int64_t>(position) * vectors + i] = vector;
+      if (position >= 0)
+        static_cast<uint4*>(pairs.outputs)[static_cast<int64_t>(position) * vectors + i] = vector;
     }
   }
 }
 
-template <typename T, bool kDown, CodeType kCodeType, bool kRounded, int kConsumerGroups, int kPairs, int kStages, int kBlocks>
+template <typename T, bool kDown, CodeType kCodeType, bool kRounded, int kConsumerGroups,
+          int kPairs, int kStages, int kBlocks>
 cudaError_t launch_gemm(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
   using P = SharedStorage<kCodeType, kRounded, kConsumerGroups, kPairs, kStages>;
   constexpr int kStageColumns = kColumns<kRounded>;
-  auto kernel = grouped_gemm_kernel<T, kDown, kCodeType, kRounded, kConsumerGroups, kPairs, kStages, kBlocks>;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, P::kBytes);
+  auto kernel =
+      grouped_gemm_kernel<T, kDown, kCodeType, kRounded, kConsumerGroups, kPairs, kStages, kBlocks>;
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, P::kBytes);
   if (error != cudaSuccess) return error;
   const device::ExpertGemm<T> gemm(p, pairs, kDown);
   const cuuint64_t in = gemm.in, pairs_count = static_cast<cuuint64_t>(p.num_tokens) * p.top_k;
@@ -591,13 +671,15 @@ cudaError_t launch_gemm(const ExpertsParams& p, const Pairs& pairs, cudaStream_t
   if constexpr (kRounded) {
     const QuantizedRows x = quantized_rows(p, pairs, kDown);
     const auto pitch = static_cast<cuuint64_t>(x.pitch), groups = static_cast<cuuint64_t>(x.groups);
-    made = make_tensor_map<2>(maps.x, CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_SWIZZLE_128B, x.codes, {in, pairs_count}, 1,
-                  {kStageColumns, kEpiloguePairs}) &&
-           make_tensor_map<2>(maps.x_scales, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, CU_TENSOR_MAP_SWIZZLE_NONE, x.scales, {pitch, groups}, 4,
-                  {P::kXScales, 1});
+    made = make_tensor_map<2>(maps.x, CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_SWIZZLE_128B,
+                              x.codes, {in, pairs_count}, 1, {kStageColumns, kEpiloguePairs}) &&
+           make_tensor_map<2>(maps.x_scales, CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+                              CU_TENSOR_MAP_SWIZZLE_NONE, x.scales, {pitch, groups}, 4,
+                              {P::kXScales, 1});
   } else {
-    made = make_tensor_map<2>(maps.x, kTensorMapType<T>, CU_TENSOR_MAP_SWIZZLE_128B, kDown ? gemm.x : pairs.outputs, {in, pairs_count}, sizeof(T),
-                  {kStageColumns, kEpiloguePairs});
+    made = make_tensor_map<2>(maps.x, kTensorMapType<T>, CU_TENSOR_MAP_SWIZZLE_128B,
+                              kDown ? gemm.x : pairs.outputs, {in, pairs_count}, sizeof(T),
+                              {kStageColumns, kEpiloguePairs});
   }
   if constexpr (kPacked<kCodeType>) {
     constexpr cuuint32_t kTiles = P::kTiles;
@@ -605,29 +687,45 @@ cudaError_t launch_gemm(const ExpertsParams& p, const Pairs& pairs, cudaStream_t
     const cuuint64_t tiles = experts * (gemm.out / kExpertTileRows), groups = in / quant.group_size;
     const cuuint32_t scales = groups_per_stage(quant) * kExpertTileRows;
     constexpr bool kBytes = kCodeType == CodeType::kMxfp4;
-    made = made &&
-           make_tensor_map<2>(maps.weights, CU_TENSOR_MAP_DATA_TYPE_INT64, CU_TENSOR_MAP_SWIZZLE_NONE, gemm.weight,
-                  {in / kStageColumns * (P::kTileBytes / 8), tiles}, 8, {P::kTileBytes / 8, kTiles}) &&
-           make_tensor_map<2>(maps.scales, kBytes ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
-                  CU_TENSOR_MAP_SWIZZLE_NONE, quant.scale, {groups * kExpertTileRows, tiles}, kBytes ? 1 : 4, {scales, kTiles});
+    made =
+        made &&
+        make_tensor_map<2>(maps.weights, CU_TENSOR_MAP_DATA_TYPE_INT64, CU_TENSOR_MAP_SWIZZLE_NONE,
+                           gemm.weight, {in / kStageColumns * (P::kTileBytes / 8), tiles}, 8,
+                           {P::kTileBytes / 8, kTiles}) &&
+        make_tensor_map<2>(maps.scales,
+                           kBytes ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+                           CU_TENSOR_MAP_SWIZZLE_NONE, quant.scale,
+                           {groups * kExpertTileRows, tiles}, kBytes ? 1 : 4, {scales, kTiles});
   } else {
-    made = made && make_tensor_map<4>(maps.weights, kTensorMapType<T>, CU_TENSOR_MAP_SWIZZLE_128B, gemm.weight,
-                          {in, of_each, gemm.out / of_each, experts}, sizeof(T), {kStageColumns, 1, P::kRows / 2, 1});
+    made = made && make_tensor_map<4>(maps.weights, kTensorMapType<T>, CU_TENSOR_MAP_SWIZZLE_128B,
+                                      gemm.weight, {in, of_each, gemm.out / of_each, experts},
+                                      sizeof(T), {kStageColumns, 1, P::kRows / 2, 1});
   }
   if (!made) return cudaErrorInvalidValue;
   const int64_t groups = std::min<int64_t>(pairs_count, pairs_count / kPairs + p.num_experts);
-  const int64_t tiles = groups * ceil_div(gemm.out, P::kRows), positions = int64_t{kBlocks} * num_sms();
-  return launch(kernel, static_cast<unsigned>(std::min(tiles, positions)), P::kThreads, P::kBytes, stream, maps, p, pairs);
+  const int64_t tiles = groups * ceil_div(gemm.out, P::kRows),
+                positions = int64_t{kBlocks} * num_sms();
+  return launch(kernel, static_cast<unsigned>(std::min(tiles, positions)), P::kThreads, P::kBytes,
+                stream, maps, p, pairs);
 }
 
-template <typename T, CodeType kCodeType, bool kRounded, int kConsumerGroups, int kPairs, int kStages, int kBlocks>
+template <typename T, CodeType kCodeType, bool kRounded, int kConsumerGroups, int kPairs,
+          int kStages, int kBlocks>
 cudaError_t run_both(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
   cudaError_t error = cudaSuccess;
-  if constexpr (!kRounded) error = launch(permute_x_kernel<kPacked<kCodeType>>, p.num_tokens, 128, 0, stream, p, pairs);
-  if (error == cudaSuccess) error = launch_gemm<T, false, kCodeType, kRounded, kConsumerGroups, kPairs, kStages, kBlocks>(p, pairs, stream);
+  if constexpr (!kRounded)
+    error = launch(permute_x_kernel<kPacked<kCodeType>>, p.num_tokens, 128, 0, stream, p, pairs);
   if (error == cudaSuccess)
-    error = quantize_inner(kDType<T>, p, pairs, kRounded ? ActivationQuant::kCodes : ActivationQuant::kDequantized, stream);
-  return error != cudaSuccess ? error : launch_gemm<T, true, kCodeType, kRounded, kConsumerGroups, kPairs, kStages, kBlocks>(p, pairs, stream);
+    error = launch_gemm<T, false, kCodeType, kRounded, kConsumerGroups, kPairs, kStages, kBlocks>(
+        p, pairs, stream);
+  if (error == cudaSuccess)
+    error =
+        quantize_inner(kDType<T>, p, pairs,
+                       kRounded ? ActivationQuant::kCodes : ActivationQuant::kDequantized, stream);
+  return error != cudaSuccess
+             ? error
+             : launch_gemm<T, true, kCodeType, kRounded, kConsumerGroups, kPairs, kStages, kBlocks>(
+                   p, pairs, stream);
 }
 
 // By the average number of pairs per expert: a tile should have room for most groups.
@@ -654,10 +752,12 @@ cudaError_t run_type(const ExpertsParams& p, const Pairs& pairs, cudaStream_t st
 bool has_experts_gemm_sm90(const ExpertsParams& p) {
   const bool packed = p.gate_up_quant.code_type != CodeType::kNone;
   if (packed && (p.hidden % kColumns<false> != 0 || p.inner % kColumns<false> != 0)) return false;
-  return p.num_tokens > 1 && device_attribute<cudaDevAttrComputeCapabilityMajor>() == 9 && tensor_map_encoder() != nullptr;
+  return p.num_tokens > 1 && device_attribute<cudaDevAttrComputeCapabilityMajor>() == 9 &&
+         tensor_map_encoder() != nullptr;
 }
 
-cudaError_t experts_gemm_sm90(DType dtype, const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
+cudaError_t experts_gemm_sm90(DType dtype, const ExpertsParams& p, const Pairs& pairs,
+                              cudaStream_t stream) {
   if (p.hidden % 8 != 0 || p.inner % 8 != 0) return cudaErrorInvalidValue;
   if (dtype == DType::kFloat16) return run_type<__half>(p, pairs, stream);
   if (dtype == DType::kBFloat16) return run_type<__nv_bfloat16>(p, pairs, stream);

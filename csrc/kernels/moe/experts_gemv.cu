@@ -18,19 +18,24 @@ using namespace device;
 constexpr int kUnroll = 4;  // steps of a chunk
 constexpr int kStages = 2;  // chunks in flight
 constexpr int kSlotBytes = kUnroll * 2 * 512;
-constexpr int kCombinePairs = 32, kCombineWarps = 16;  // of down_combine_kernel: maximum number of pairs; warps of a block
+constexpr int kCombinePairs = 32,
+              kCombineWarps =
+                  16;  // of down_combine_kernel: maximum number of pairs; warps of a block
 
 // kTiles: groups of 8 pairs.
 template <typename T, int kWarps, int kTiles, bool kDown>
 __global__ void __launch_bounds__(kWarps * 32, (kTiles == 1 ? 24 : 16) / kWarps)
-    experts_gemv_kernel(const __grid_constant__ ExpertsParams p, const __grid_constant__ Pairs pairs) {
-  constexpr int kThreads = kWarps * 32, kPairs = kTiles * 8, kRows = kExpertTileRows, kStep = kExpertTileColumns<CodeType::kNone>;
+    experts_gemv_kernel(const __grid_constant__ ExpertsParams p,
+                        const __grid_constant__ Pairs pairs) {
+  constexpr int kThreads = kWarps * 32, kPairs = kTiles * 8, kRows = kExpertTileRows,
+                kStep = kExpertTileColumns<CodeType::kNone>;
   // Rings of kStages slots per warp; then the list of groups, and the order of pairs.
   extern __shared__ uint4 shared[];
   __shared__ float partial[2][kWarps][kRows][kPairs + 1];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   char* ring = reinterpret_cast<char*>(shared) + warp * kStages * kSlotBytes;
-  auto* list = reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(shared) + kWarps * kStages * kSlotBytes);
+  auto* list =
+      reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(shared) + kWarps * kStages * kSlotBytes);
   auto* order = reinterpret_cast<uint16_t*>(list + p.num_tokens * p.top_k);
   if (!kDown) {
     pdl_wait();
@@ -38,10 +43,12 @@ __global__ void __launch_bounds__(kWarps * 32, (kTiles == 1 ? 24 : 16) / kWarps)
   }
   const ExpertGemm<T> gemm(p, pairs, kDown);
   const int out_tiles = (gemm.out + kRows - 1) / kRows;
-  const int num_groups = list_pair_groups<kThreads>(p, kPairs, list, order, reinterpret_cast<uint32_t*>(shared));
+  const int num_groups =
+      list_pair_groups<kThreads>(p, kPairs, list, order, reinterpret_cast<uint32_t*>(shared));
   // Steps of this warp.
   const int steps = (gemm.in + kStep - 1) / kStep, share = (steps + kWarps - 1) / kWarps;
-  const int begin = warp * share, end = min(begin + share, steps), chunks = (share + kUnroll - 1) / kUnroll;
+  const int begin = warp * share, end = min(begin + share, steps),
+            chunks = (share + kUnroll - 1) / kUnroll;
 
   // Producer cursor: copies run ahead of the mma, over tiles and chunks.
   struct {
@@ -85,7 +92,8 @@ __global__ void __launch_bounds__(kWarps * 32, (kTiles == 1 ? 24 : 16) / kWarps)
 
   const uint4 zero = make_uint4(0, 0, 0, 0);
   int slot = 0, turn = 0;
-  for (GroupTileCursor at(blockIdx.x, out_tiles); at.group < num_groups; at.advance(gridDim.x), ++turn) {
+  for (GroupTileCursor at(blockIdx.x, out_tiles); at.group < num_groups;
+       at.advance(gridDim.x), ++turn) {
     const PairGroup group = unpack_group(list[at.group]);
     const int first_row = at.tile * kRows;
     // Pairs after the last repeat it, and lead to columns that are not written.
@@ -104,7 +112,9 @@ __global__ void __launch_bounds__(kWarps * 32, (kTiles == 1 ? 24 : 16) / kWarps)
 #pragma unroll
         for (int n = 0; n < kTiles; ++n) {
           const int column = (first + u) * kStep;
-          b[u][n] = first + u < end && column + 8 * t < gemm.in ? *reinterpret_cast<const uint4*>(x[n] + column) : zero;
+          b[u][n] = first + u < end && column + 8 * t < gemm.in
+                        ? *reinterpret_cast<const uint4*>(x[n] + column)
+                        : zero;
         }
       cp_async_wait<kStages - 1>();
       mma_chunk<T, 32>(sum, reinterpret_cast<const uint4*>(ring + slot) + lane, b);
@@ -118,7 +128,8 @@ __global__ void __launch_bounds__(kWarps * 32, (kTiles == 1 ? 24 : 16) / kWarps)
       for (int c = 0; c < 4; ++c) mine[warp][g + c / 2 * 8][n * 8 + 2 * t + c % 2] = sum[n][c];
     __syncthreads();
     // Another warp comes first in each tile.
-    store_outputs<kDown>(p, pairs, gemm, group, order, first_row, mine, (threadIdx.x + turn * 32) % kThreads, kThreads);
+    store_outputs<kDown>(p, pairs, gemm, group, order, first_row, mine,
+                         (threadIdx.x + turn * 32) % kThreads, kThreads);
   }
 }
 
@@ -127,29 +138,36 @@ __global__ void __launch_bounds__(kWarps * 32, (kTiles == 1 ? 24 : 16) / kWarps)
 // chunks of all of them; a warp multiplies its sum for an expert by the score. Chunks are in flight
 // as above. Tokens that share an expert read it from L2. Reads `inner`, writes y.
 template <typename T>
-__global__ void __launch_bounds__(kCombineWarps * 32, 1) down_combine_kernel(const __grid_constant__ ExpertsParams p,
-                                                                   const __grid_constant__ Pairs pairs) {
-  constexpr int kWarps = kCombineWarps, kStep = kExpertTileColumns<CodeType::kNone>, kRows = kExpertTileRows;
+__global__ void __launch_bounds__(kCombineWarps * 32, 1)
+    down_combine_kernel(const __grid_constant__ ExpertsParams p,
+                        const __grid_constant__ Pairs pairs) {
+  constexpr int kWarps = kCombineWarps, kStep = kExpertTileColumns<CodeType::kNone>,
+                kRows = kExpertTileRows;
   extern __shared__ uint4 shared[];  // rings of kStages slots per warp
   __shared__ float partial[2][kWarps][kRows];
-  __shared__ int expert_at[kCombinePairs], choice_at[kCombinePairs], count_of[kCombinePairs];  // from top_k * token on
+  __shared__ int expert_at[kCombinePairs], choice_at[kCombinePairs],
+      count_of[kCombinePairs];  // from top_k * token on
   __shared__ float score_at[kCombinePairs];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   char* ring = reinterpret_cast<char*>(shared) + warp * kStages * kSlotBytes;
   if (warp == 0) {  // local experts, in order
     static_assert(kCombinePairs == 32);
-    const int expert = lane < p.num_tokens * p.top_k ? expert_of(p, lane) : -1, first = lane / p.top_k * p.top_k;
-    const uint32_t here = __ballot_sync(~0u, expert >= 0) >> first & (p.top_k < 32 ? (1u << p.top_k) - 1 : ~0u);
+    const int expert = lane < p.num_tokens * p.top_k ? expert_of(p, lane) : -1,
+              first = lane / p.top_k * p.top_k;
+    const uint32_t here =
+        __ballot_sync(~0u, expert >= 0) >> first & (p.top_k < 32 ? (1u << p.top_k) - 1 : ~0u);
     if (lane % p.top_k == 0) count_of[lane / p.top_k] = __popc(here);
     if (expert >= 0) {
       const int at = first + __popc(here & ((1u << lane % p.top_k) - 1));
-      expert_at[at] = expert, choice_at[at] = lane, score_at[at] = p.scale_input ? 1.f : p.scores[lane];
+      expert_at[at] = expert, choice_at[at] = lane,
+      score_at[at] = p.scale_input ? 1.f : p.scores[lane];
     }
   }
   __syncthreads();
   const ExpertGemm<T> gemm(p, pairs, true);
   const int tiles = (gemm.out + kRows - 1) / kRows * p.num_tokens;
-  const int of_choice = ((gemm.in + kStep - 1) / kStep + kUnroll - 1) / kUnroll;  // chunks of an expert
+  const int of_choice =
+      ((gemm.in + kStep - 1) / kStep + kUnroll - 1) / kUnroll;  // chunks of an expert
   auto share_of = [&](int token) {
     const int all = count_of[token] * of_choice, each = (all + kWarps - 1) / kWarps;
     return make_int2(min(warp * each, all), min(warp * each + each, all));
@@ -206,12 +224,15 @@ __global__ void __launch_bounds__(kCombineWarps * 32, 1) down_combine_kernel(con
   const uint4 zero = make_uint4(0, 0, 0, 0);
   int slot = 0, turn = 0;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++turn) {
-    const int token = tile % p.num_tokens, first_pair = token * p.top_k, row = tile / p.num_tokens * kRows + lane;
+    const int token = tile % p.num_tokens, first_pair = token * p.top_k,
+              row = tile / p.num_tokens * kRows + lane;
     const int64_t position = static_cast<int64_t>(token) * p.hidden + row;
     const bool finishes = warp == turn % kWarps;
     if (finishes && gemm.bias != nullptr && lane < count_of[token])  // for the epilogue
-      prefetch_l1(gemm.bias + static_cast<int64_t>(expert_at[first_pair + lane]) * gemm.out + row - lane);
-    if (finishes && p.residual != nullptr && lane == 0) prefetch_l1(static_cast<const T*>(p.residual) + position);
+      prefetch_l1(gemm.bias + static_cast<int64_t>(expert_at[first_pair + lane]) * gemm.out + row -
+                  lane);
+    if (finishes && p.residual != nullptr && lane == 0)
+      prefetch_l1(static_cast<const T*>(p.residual) + position);
     float total[2] = {};
     const int2 share = share_of(token);
     for (int chunk = share.x; chunk < share.y;) {
@@ -223,8 +244,9 @@ __global__ void __launch_bounds__(kCombineWarps * 32, 1) down_combine_kernel(con
         uint4 b[kUnroll][1];
 #pragma unroll
         for (int u = 0; u < kUnroll; ++u)
-          b[u][0] =
-              first + u * kStep + 8 * t < gemm.in ? *reinterpret_cast<const uint4*>(x + first + u * kStep) : zero;
+          b[u][0] = first + u * kStep + 8 * t < gemm.in
+                        ? *reinterpret_cast<const uint4*>(x + first + u * kStep)
+                        : zero;
         cp_async_wait<kStages - 1>();
         mma_chunk<T, 32>(sum, reinterpret_cast<const uint4*>(ring + slot) + lane, b);
         slot = slot + kSlotBytes == kStages * kSlotBytes ? 0 : slot + kSlotBytes;
@@ -243,7 +265,8 @@ __global__ void __launch_bounds__(kCombineWarps * 32, 1) down_combine_kernel(con
     if (gemm.bias != nullptr)
 #pragma unroll 4
       for (int choice = 0; choice < count_of[token]; ++choice)
-        value = fmaf(score_at[first_pair + choice], gemm.bias_of(expert_at[first_pair + choice], row), value);
+        value = fmaf(score_at[first_pair + choice],
+                     gemm.bias_of(expert_at[first_pair + choice], row), value);
     if (p.residual != nullptr) value += to_float(static_cast<const T*>(p.residual)[position]);
     static_cast<T*>(p.y)[position] = from_float<T>(value);
   }
@@ -254,30 +277,36 @@ template <typename T, int kTiles, bool kDown>
 cudaError_t run_warps(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
   constexpr int kRest = 32 << 10, kRing = kStages * kSlotBytes;  // per warp
   static_assert(4 * kRing >= 8 * kMaxExperts);
-  const bool room = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() >= 8 * kRing + kRest;
+  const bool room =
+      device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() >= 8 * kRing + kRest;
   const int out = ExpertGemm<T>(p, pairs, kDown).out;
   if (ceil_div(kDown ? p.inner : p.hidden, kExpertTileColumns<CodeType::kNone>) > 16 && room)
-    return run_resident<experts_gemv_kernel<T, 8, kTiles, kDown>, 256>(p, pairs, out, kExpertTileRows, 8 * kRing, 0, 0, stream);
-  return run_resident<experts_gemv_kernel<T, 4, kTiles, kDown>, 128>(p, pairs, out, kExpertTileRows, 4 * kRing, 0, 0, stream);
+    return run_resident<experts_gemv_kernel<T, 8, kTiles, kDown>, 256>(
+        p, pairs, out, kExpertTileRows, 8 * kRing, 0, 0, stream);
+  return run_resident<experts_gemv_kernel<T, 4, kTiles, kDown>, 128>(p, pairs, out, kExpertTileRows,
+                                                                     4 * kRing, 0, 0, stream);
 }
 
 constexpr int kCombineRing = kCombineWarps * kStages * kSlotBytes;
 
 template <typename T>
 cudaError_t launch_down_combine(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
-  const cudaError_t error =
-      cudaFuncSetAttribute(down_combine_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kCombineRing);
+  const cudaError_t error = cudaFuncSetAttribute(
+      down_combine_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kCombineRing);
   if (error != cudaSuccess) return error;
   const unsigned tiles = ceil_div(p.hidden, kExpertTileRows) * p.num_tokens;
-  return launch(down_combine_kernel<T>, std::min(tiles, num_sms()), kCombineWarps * 32, kCombineRing, stream, p, pairs);
+  return launch(down_combine_kernel<T>, std::min(tiles, num_sms()), kCombineWarps * 32,
+                kCombineRing, stream, p, pairs);
 }
 
 template <typename T, int kTiles>
 cudaError_t run_both(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
   cudaError_t error = run_warps<T, kTiles, false>(p, pairs, stream);
-  if (error == cudaSuccess) error = quantize_inner(kDType<T>, p, pairs, ActivationQuant::kDequantized, stream);
+  if (error == cudaSuccess)
+    error = quantize_inner(kDType<T>, p, pairs, ActivationQuant::kDequantized, stream);
   if (error != cudaSuccess) return error;
-  return combines_choices(p) ? launch_down_combine<T>(p, pairs, stream) : run_warps<T, kTiles, true>(p, pairs, stream);
+  return combines_choices(p) ? launch_down_combine<T>(p, pairs, stream)
+                             : run_warps<T, kTiles, true>(p, pairs, stream);
 }
 
 template <typename T>
@@ -299,10 +328,13 @@ bool combines_choices(const ExpertsParams& p) {
   return even && (p.num_tokens == 1 || kSeldom * pairs <= p.num_experts);
 }
 
-cudaError_t experts_gemv(DType dtype, const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
-  if (p.hidden % 8 != 0 || p.inner % 8 != 0 || static_cast<int64_t>(p.num_tokens) * p.top_k > kExpertsGemvPairs)
+cudaError_t experts_gemv(DType dtype, const ExpertsParams& p, const Pairs& pairs,
+                         cudaStream_t stream) {
+  if (p.hidden % 8 != 0 || p.inner % 8 != 0 ||
+      static_cast<int64_t>(p.num_tokens) * p.top_k > kExpertsGemvPairs)
     return cudaErrorInvalidValue;
-  if (p.gate_up_quant.code_type != CodeType::kNone) return packed_experts_gemv(dtype, p, pairs, stream);
+  if (p.gate_up_quant.code_type != CodeType::kNone)
+    return packed_experts_gemv(dtype, p, pairs, stream);
   if (dtype == DType::kFloat16) return run_type<__half>(p, pairs, stream);
   if (dtype == DType::kBFloat16) return run_type<__nv_bfloat16>(p, pairs, stream);
   return cudaErrorInvalidValue;

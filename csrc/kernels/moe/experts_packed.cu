@@ -20,15 +20,19 @@ constexpr int kPairs = 64, kWarps = 8, kThreads = kWarps * 32, kColumns = 64;
 constexpr int kStages = 4, kTiles = kPairs / 8;
 
 template <CodeType kCodeType>
-constexpr int kWeights = kColumns / kExpertTileColumns<kCodeType> * 32;  // vectors of a warp in a stage
-constexpr int kX = kPairs * kColumns / 8;  // vectors of x in a stage
+constexpr int kWeights =
+    kColumns / kExpertTileColumns<kCodeType> * 32;  // vectors of a warp in a stage
+constexpr int kX = kPairs * kColumns / 8;           // vectors of x in a stage
 
 // Swizzled position of a row's vector of x, against bank conflicts.
-__device__ __forceinline__ int place_in_x(int row, int vector) { return row * (kColumns / 8) + (vector ^ row % 2 * 4); }
+__device__ __forceinline__ int place_in_x(int row, int vector) {
+  return row * (kColumns / 8) + (vector ^ row % 2 * 4);
+}
 
 template <typename T, CodeType kCodeType, bool kDown, bool kZeros>
-__global__ void __launch_bounds__(kThreads, 2) experts_packed_kernel(const __grid_constant__ ExpertsParams p,
-                                                                     const __grid_constant__ Pairs pairs) {
+__global__ void __launch_bounds__(kThreads, 2)
+    experts_packed_kernel(const __grid_constant__ ExpertsParams p,
+                          const __grid_constant__ Pairs pairs) {
   constexpr int kStage = kX + kWarps * kWeights<kCodeType>, kStep = kExpertTileColumns<kCodeType>;
   extern __shared__ uint4 ring[];  // [kStages][kStage]
   __shared__ int before[kMaxExperts + 1];
@@ -45,15 +49,20 @@ __global__ void __launch_bounds__(kThreads, 2) experts_packed_kernel(const __gri
   const int tiles = groups.template count<kThreads>() * out_tiles;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const PairGroup group = groups.next(tile / out_tiles);
-    const int own_tile = tile % out_tiles * kWarps + warp;  // after the last tile a warp only copies x
+    const int own_tile =
+        tile % out_tiles * kWarps + warp;  // after the last tile a warp only copies x
     const bool has_rows = own_tile < own_tiles;
-    const int64_t of_all = static_cast<int64_t>(group.expert) * own_tiles + min(own_tile, own_tiles - 1);
-    const uint4* weight = static_cast<const uint4*>(kDown ? p.down : p.gate_up) + of_all * steps * 32 + lane;
-    const char* scale = static_cast<const char*>(quant.scale) + of_all * weight_groups * kTileScaleBytes<kCodeType>;
+    const int64_t of_all =
+        static_cast<int64_t>(group.expert) * own_tiles + min(own_tile, own_tiles - 1);
+    const uint4* weight =
+        static_cast<const uint4*>(kDown ? p.down : p.gate_up) + of_all * steps * 32 + lane;
+    const char* scale =
+        static_cast<const char*>(quant.scale) + of_all * weight_groups * kTileScaleBytes<kCodeType>;
     const T* x[kX / kThreads];  // pairs after the last repeat it; their sums are not written
 #pragma unroll
     for (int i = 0; i < kX / kThreads; ++i) {
-      const int row = (i * kThreads + threadIdx.x) / (kColumns / 8), vector = threadIdx.x % (kColumns / 8);
+      const int row = (i * kThreads + threadIdx.x) / (kColumns / 8),
+                vector = threadIdx.x % (kColumns / 8);
       x[i] = row_of(gemm, p, groups, group.first + min(row, group.count - 1), kDown) + 8 * vector;
     }
     auto copy = [&](int stage) {
@@ -63,8 +72,8 @@ __global__ void __launch_bounds__(kThreads, 2) experts_packed_kernel(const __gri
         const bool there = at + 8 * vector < gemm.in;
 #pragma unroll
         for (int i = 0; i < kX / kThreads; ++i)
-          cp_async(to + place_in_x((i * kThreads + threadIdx.x) / (kColumns / 8), vector), x[i] + (there ? at : -8 * vector),
-                     there);
+          cp_async(to + place_in_x((i * kThreads + threadIdx.x) / (kColumns / 8), vector),
+                   x[i] + (there ? at : -8 * vector), there);
         to += kX + warp * kWeights<kCodeType> + lane;
 #pragma unroll
         for (int i = 0; i < kWeights<kCodeType> / 32; ++i) {
@@ -81,21 +90,27 @@ __global__ void __launch_bounds__(kThreads, 2) experts_packed_kernel(const __gri
       __syncthreads();
       copy(stage + kStages - 1);
       if (!has_rows) continue;
-      const uint4 *of_x = ring + stage % kStages * kStage, *of_weight = of_x + kX + warp * kWeights<kCodeType> + lane;
+      const uint4 *of_x = ring + stage % kStages * kStage,
+                  *of_weight = of_x + kX + warp * kWeights<kCodeType> + lane;
 #pragma unroll
       for (int part = 0; part < kColumns / 32; ++part) {
         const int column = stage * kColumns + part * 32;
         if (column >= gemm.in) break;
         const int of_group = column >> shift;
-        uint32_t low[4], high[4], low_offset = dequant_offset<T, kCodeType>(kDefaultZero<kCodeType>), high_offset = low_offset;
+        uint32_t low[4], high[4],
+            low_offset = dequant_offset<T, kCodeType>(kDefaultZero<kCodeType>),
+            high_offset = low_offset;
         if constexpr (kZeros) {
           const int64_t row = of_all * kExpertTileRows + g;
-          low_offset = dequant_offset<T, kCodeType>(load_expert_zero<kCodeType>(quant.zero, row, of_group, weight_groups));
-          high_offset = dequant_offset<T, kCodeType>(load_expert_zero<kCodeType>(quant.zero, row + 8, of_group, weight_groups));
+          low_offset = dequant_offset<T, kCodeType>(
+              load_expert_zero<kCodeType>(quant.zero, row, of_group, weight_groups));
+          high_offset = dequant_offset<T, kCodeType>(
+              load_expert_zero<kCodeType>(quant.zero, row + 8, of_group, weight_groups));
         }
         const uint4 codes = of_weight[kStep == 32 ? part * 32 : 0];
         dequantize_rows<T, kCodeType>(low, high, codes, part, low_offset, high_offset);
-        const uint32_t even[4] = {low[0], high[0], low[1], high[1]}, odd[4] = {low[2], high[2], low[3], high[3]};
+        const uint32_t even[4] = {low[0], high[0], low[1], high[1]},
+                       odd[4] = {low[2], high[2], low[3], high[3]};
 #pragma unroll
         for (int n = 0; n < kTiles; ++n) {
           const uint4 b = of_x[place_in_x(n * 8 + g, part * 4 + t)];
@@ -107,7 +122,8 @@ __global__ void __launch_bounds__(kThreads, 2) experts_packed_kernel(const __gri
         const char* row = scale + of_group * kTileScaleBytes<kCodeType>;
         if constexpr (kCodeType == CodeType::kMxfp4) {
           const auto* bits = reinterpret_cast<const uint8_t*>(row);
-          scales[0] = exponent_to_float(__ldg(bits + g)) * kMxfp4Scale<T>, scales[1] = exponent_to_float(__ldg(bits + g + 8)) * kMxfp4Scale<T>;
+          scales[0] = exponent_to_float(__ldg(bits + g)) * kMxfp4Scale<T>,
+          scales[1] = exponent_to_float(__ldg(bits + g + 8)) * kMxfp4Scale<T>;
         } else {
           const auto* numbers = reinterpret_cast<const float*>(row);
           scales[0] = __ldg(numbers + g), scales[1] = __ldg(numbers + g + 8);
@@ -115,7 +131,8 @@ __global__ void __launch_bounds__(kThreads, 2) experts_packed_kernel(const __gri
 #pragma unroll
         for (int n = 0; n < kTiles; ++n)
 #pragma unroll
-          for (int c = 0; c < 4; ++c) sum[n][c] = fmaf(own[n][c], scales[c / 2], sum[n][c]), own[n][c] = 0;
+          for (int c = 0; c < 4; ++c)
+            sum[n][c] = fmaf(own[n][c], scales[c / 2], sum[n][c]), own[n][c] = 0;
       }
     }
     // A thread has rows g and g + 8 of its tile, of a gate or an up; an adjacent lane has the
@@ -127,10 +144,13 @@ __global__ void __launch_bounds__(kThreads, 2) experts_packed_kernel(const __gri
         const float value = sum[n][c], next = __shfl_down_sync(~0u, value, 4);
         const int pair = n * 8 + 2 * t + c % 2, row = own_tile * kExpertTileRows + g + c / 2 * 8;
         if (!has_rows || pair >= group.count) continue;
-        if (kDown) store_expert_output(p, pairs, groups, gemm, group.expert, group.first + pair, row, value);
-        else if (!p.gated) store_inner(p, pairs, groups, gemm, group.expert, group.first + pair, row, value, 0.f);
+        if (kDown)
+          store_expert_output(p, pairs, groups, gemm, group.expert, group.first + pair, row, value);
+        else if (!p.gated)
+          store_inner(p, pairs, groups, gemm, group.expert, group.first + pair, row, value, 0.f);
         else if (row % 2 == 0)
-          store_inner(p, pairs, groups, gemm, group.expert, group.first + pair, row / 2, value, next);
+          store_inner(p, pairs, groups, gemm, group.expert, group.first + pair, row / 2, value,
+                      next);
       }
     __syncthreads();  // before the next tile's first stages
   }
@@ -140,7 +160,8 @@ template <typename T, CodeType kCodeType, bool kDown, bool kZeros>
 cudaError_t run_tiles(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
   constexpr int kShared = sizeof(uint4) * kStages * (kX + kWarps * kWeights<kCodeType>);
   auto kernel = experts_packed_kernel<T, kCodeType, kDown, kZeros>;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
   if (error != cudaSuccess) return error;
   static const int resident = [kernel] {
     int blocks = 0;
@@ -149,13 +170,15 @@ cudaError_t run_tiles(const ExpertsParams& p, const Pairs& pairs, cudaStream_t s
   }();
   const int64_t tiles = static_cast<int64_t>(p.num_tokens) * p.top_k *
                         ceil_div(ExpertGemm<T>(p, pairs, kDown).out, kExpertTileRows * kWarps);
-  return launch(kernel, static_cast<unsigned>(std::min<int64_t>(tiles, resident)), kThreads, kShared, stream, p, pairs);
+  return launch(kernel, static_cast<unsigned>(std::min<int64_t>(tiles, resident)), kThreads,
+                kShared, stream, p, pairs);
 }
 
 template <typename T, CodeType kCodeType, bool kZeros>
 cudaError_t run_both(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
   cudaError_t error = run_tiles<T, kCodeType, false, kZeros>(p, pairs, stream);
-  if (error == cudaSuccess) error = quantize_inner(kDType<T>, p, pairs, ActivationQuant::kDequantized, stream);
+  if (error == cudaSuccess)
+    error = quantize_inner(kDType<T>, p, pairs, ActivationQuant::kDequantized, stream);
   return error != cudaSuccess ? error : run_tiles<T, kCodeType, true, kZeros>(p, pairs, stream);
 }
 
@@ -170,7 +193,8 @@ cudaError_t run_type(const ExpertsParams& p, const Pairs& pairs, cudaStream_t st
 
 }  // namespace
 
-cudaError_t packed_experts_gemm(DType dtype, const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
+cudaError_t packed_experts_gemm(DType dtype, const ExpertsParams& p, const Pairs& pairs,
+                                cudaStream_t stream) {
   if (dtype == DType::kFloat16) return run_type<__half>(p, pairs, stream);
   if (dtype == DType::kBFloat16) return run_type<__nv_bfloat16>(p, pairs, stream);
   return cudaErrorInvalidValue;

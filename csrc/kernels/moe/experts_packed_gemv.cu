@@ -21,9 +21,9 @@ using namespace device;
 
 constexpr int kWarps = 4;  // consumer warps
 constexpr int kRowTiles = 2;
-constexpr int kSlots = 2;  // chunks in flight
-constexpr int kSteps = 24;  // maximum steps of a tile per chunk
-constexpr int kQuantizedPairs = 4;  // maximum pairs of a group if the block quantizes x
+constexpr int kSlots = 2;            // chunks in flight
+constexpr int kSteps = 24;           // maximum steps of a tile per chunk
+constexpr int kQuantizedPairs = 4;   // maximum pairs of a group if the block quantizes x
 constexpr int kConsumerBarrier = 1;  // named barrier of the consumer warps
 
 // Groups of columns: of 32; with zeros; of kQuantBlock with quantized x.
@@ -35,7 +35,9 @@ constexpr bool kIsSmall = kGrouping == Grouping::kSmall || kGrouping == Grouping
 template <CodeType kCodeType, Grouping kGrouping>
 struct SlotLayout {
   static constexpr int kVectors = kSteps * 512;  // of a tile
-  static constexpr int kScales = kSteps * (kIsSmall<kGrouping> ? kExpertTileColumns<kCodeType> / 32 : 1) * kTileScaleBytes<kCodeType>;
+  static constexpr int kScales = kSteps *
+                                 (kIsSmall<kGrouping> ? kExpertTileColumns<kCodeType> / 32 : 1) *
+                                 kTileScaleBytes<kCodeType>;
   static constexpr int kBytes = kRowTiles * (kVectors + kScales);
 };
 
@@ -62,7 +64,8 @@ template <int kSlotBytes>
 class BulkPipeline {
  public:
   // `at` has kSlotBytes per slot, `barriers` two per slot.
-  __device__ __forceinline__ BulkPipeline(char* at, uint64_t* barriers) : at_(at), barriers_(smem_address(barriers)) {}
+  __device__ __forceinline__ BulkPipeline(char* at, uint64_t* barriers)
+      : at_(at), barriers_(smem_address(barriers)) {}
   // Call from one thread, before anything else.
   __device__ __forceinline__ void init() const {
 #if __CUDA_ARCH__ >= 900
@@ -74,7 +77,8 @@ class BulkPipeline {
   }
   // Copies the next chunk, from the producer warp, when the slot is empty: `count` ranges each, at
   // most kRowTiles, of multiples of 16 bytes.
-  __device__ __forceinline__ void copy(int turn, int count, const StridedSpans& vectors, const StridedSpans& scales) const {
+  __device__ __forceinline__ void copy(int turn, int count, const StridedSpans& vectors,
+                                       const StridedSpans& scales) const {
     const int lane = threadIdx.x % 32;
     char* to = at_ + turn % kSlots * kSlotBytes;
     if (turn >= kSlots) read(turn).wait((turn / kSlots - 1) & 1);
@@ -83,17 +87,21 @@ class BulkPipeline {
       for (int i = 0; i < kRowTiles; ++i)
         if (i < count) {
           copy(to + i * vectors.room, vectors.from + i * vectors.apart, vectors.bytes);
-          copy(to + kRowTiles * vectors.room + i * scales.room, scales.from + i * scales.apart, scales.bytes);
+          copy(to + kRowTiles * vectors.room + i * scales.room, scales.from + i * scales.apart,
+               scales.bytes);
         }
     };
 #if __CUDA_ARCH__ >= 900
     if (lane == 0) {
       there(turn).arrive_expect_tx(count * (vectors.bytes + scales.bytes));
-      each([&](char* to, const char* from, int bytes) { bulk_copy(smem_address(to), from, bytes, there(turn)); });
+      each([&](char* to, const char* from, int bytes) {
+        bulk_copy(smem_address(to), from, bytes, there(turn));
+      });
     }
 #else
     each([&](char* to, const char* from, int bytes) {
-      for (int i = lane * 16; i < bytes; i += 512) cp_async(reinterpret_cast<uint4*>(to + i), from + i, true);
+      for (int i = lane * 16; i < bytes; i += 512)
+        cp_async(reinterpret_cast<uint4*>(to + i), from + i, true);
     });
     there(turn).arrive_after_cp_async();
 #endif
@@ -110,8 +118,12 @@ class BulkPipeline {
   }
 
  private:
-  __device__ __forceinline__ Mbarrier there(int turn) const { return {barriers_ + turn % kSlots * 8}; }
-  __device__ __forceinline__ Mbarrier read(int turn) const { return {barriers_ + (kSlots + turn % kSlots) * 8}; }
+  __device__ __forceinline__ Mbarrier there(int turn) const {
+    return {barriers_ + turn % kSlots * 8};
+  }
+  __device__ __forceinline__ Mbarrier read(int turn) const {
+    return {barriers_ + (kSlots + turn % kSlots) * 8};
+  }
   char* at_;
   uint32_t barriers_;
 };
@@ -145,7 +157,8 @@ struct QuantizedX {
     };
     float whole = 0;
     if (group == 0) {
-      for (int unit = threadIdx.x; unit < width / kUnit; unit += kThreads) whole = fmaxf(whole, measure(unit));
+      for (int unit = threadIdx.x; unit < width / kUnit; unit += kThreads)
+        whole = fmaxf(whole, measure(unit));
       whole = warp_abs_max(whole);
       if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = whole;
       named_barrier_sync(kConsumerBarrier, kThreads);
@@ -164,15 +177,17 @@ struct QuantizedX {
 // only. kTiles: groups of 8 pairs.
 template <typename T, CodeType kCodeType, int kTiles, bool kDown, Grouping kGrouping>
 __global__ void __launch_bounds__((kWarps + 1) * 32, 3)
-    experts_packed_gemv_kernel(const __grid_constant__ ExpertsParams p, const __grid_constant__ Pairs pairs) {
+    experts_packed_gemv_kernel(const __grid_constant__ ExpertsParams p,
+                               const __grid_constant__ Pairs pairs) {
   constexpr bool kRounded = kGrouping == Grouping::kRounded, kSmall = kIsSmall<kGrouping>;
   constexpr bool kZeros = kGrouping == Grouping::kZeros || kGrouping == Grouping::kSmallAndZeros;
   constexpr bool kAsBits = kCodeType == CodeType::kMxfp4;
   using Number = std::conditional_t<kRounded, __half, T>;  // of both operands
-  using X = std::conditional_t<kRounded, uint2, uint4>;  // x that a thread reads at once
+  using X = std::conditional_t<kRounded, uint2, uint4>;    // x that a thread reads at once
   using SlotLayout = SlotLayout<kCodeType, kGrouping>;
   constexpr int kThreads = (kWarps + 1) * 32, kPairs = kRounded ? kQuantizedPairs : kTiles * 8;
-  constexpr int kRows = kRowTiles * kExpertTileRows, kStep = kExpertTileColumns<kCodeType>, kParts = kStep / 32;
+  constexpr int kRows = kRowTiles * kExpertTileRows, kStep = kExpertTileColumns<kCodeType>,
+                kParts = kStep / 32;
   // Slots; list of groups; order of pairs; quantized x.
   extern __shared__ uint4 shared[];
   __shared__ float partial[2][kWarps][kRows][kTiles * 8 + 1];  // of these rows and of the next
@@ -180,8 +195,11 @@ __global__ void __launch_bounds__((kWarps + 1) * 32, 3)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const BulkPipeline<SlotLayout::kBytes> stretches(reinterpret_cast<char*>(shared), barriers);
   auto summed = [&](int turn) { return Mbarrier{smem_address(barriers + 2 * kSlots + turn % 2)}; };
-  auto finished = [&](int turn) { return Mbarrier{smem_address(barriers + 2 * kSlots + 2 + turn % 2)}; };
-  auto* list = reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(shared) + kSlots * SlotLayout::kBytes);
+  auto finished = [&](int turn) {
+    return Mbarrier{smem_address(barriers + 2 * kSlots + 2 + turn % 2)};
+  };
+  auto* list =
+      reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(shared) + kSlots * SlotLayout::kBytes);
   auto* order = reinterpret_cast<uint16_t*>(list + p.num_tokens * p.top_k);
   if (!kDown) {
     pdl_wait();
@@ -189,13 +207,15 @@ __global__ void __launch_bounds__((kWarps + 1) * 32, 3)
   }
   if (threadIdx.x == 0) {
     stretches.init();
-    for (int buffer = 0; buffer < 2; ++buffer) summed(buffer).init(kWarps), finished(buffer).init(1);
+    for (int buffer = 0; buffer < 2; ++buffer)
+      summed(buffer).init(kWarps), finished(buffer).init(1);
     fence_mbarrier_init();
   }
   const ExpertGemm<T> gemm(p, pairs, kDown);
   const ExpertsQuantParams& quant = kDown ? p.down_quant : p.gate_up_quant;
   const int tiles = gemm.out / kExpertTileRows;
-  const int num_groups = list_pair_groups<kThreads>(p, kPairs, list, order, reinterpret_cast<uint32_t*>(shared));
+  const int num_groups =
+      list_pair_groups<kThreads>(p, kPairs, list, order, reinterpret_cast<uint32_t*>(shared));
   fence_async_proxy();
   __syncthreads();
   // Steps of a tile, of a chunk, and of a warp in a chunk.
@@ -212,16 +232,18 @@ __global__ void __launch_bounds__((kWarps + 1) * 32, 3)
     auto copy_chunk = [&] {
       if (ahead.group >= num_groups) return;
       const int first_tile = ahead.tile * kRowTiles;
-      const int64_t tile = static_cast<int64_t>(unpack_group(list[ahead.group]).expert) * tiles + first_tile;
+      const int64_t tile =
+          static_cast<int64_t>(unpack_group(list[ahead.group]).expert) * tiles + first_tile;
       const int first = ahead_chunk * of_chunk, last = min(first + of_chunk, steps);
       const int from = scale_group(first), to = scale_group(last - 1) + (kSmall ? kParts : 1);
       auto pieces = [&](const void* all, int of_tile, int begin, int end, int each, int room) {
-        return StridedSpans{static_cast<const char*>(all) + (tile * of_tile + begin) * each, static_cast<int64_t>(of_tile) * each,
-                      (end - begin) * each, room};
+        return StridedSpans{static_cast<const char*>(all) + (tile * of_tile + begin) * each,
+                            static_cast<int64_t>(of_tile) * each, (end - begin) * each, room};
       };
-      stretches.copy(chunk_turn++, min(kRowTiles, tiles - first_tile),
-                     pieces(kDown ? p.down : p.gate_up, steps, first, last, 512, SlotLayout::kVectors),
-                     pieces(quant.scale, groups, from, to, kTileScaleBytes<kCodeType>, SlotLayout::kScales));
+      stretches.copy(
+          chunk_turn++, min(kRowTiles, tiles - first_tile),
+          pieces(kDown ? p.down : p.gate_up, steps, first, last, 512, SlotLayout::kVectors),
+          pieces(quant.scale, groups, from, to, kTileScaleBytes<kCodeType>, SlotLayout::kScales));
       if (++ahead_chunk == chunks) ahead_chunk = 0, ahead.advance(gridDim.x);
     };
     for (int slot = 0; slot < kSlots; ++slot) copy_chunk();
@@ -231,7 +253,8 @@ __global__ void __launch_bounds__((kWarps + 1) * 32, 3)
     }
     for (; at.group < num_groups; at.advance(gridDim.x), ++turn) {
       const PairGroup group = unpack_group(list[at.group]);
-      const int first_row = at.tile * kRows, bias_row = first_row + lane % kRows;  // for the epilogue
+      const int first_row = at.tile * kRows,
+                bias_row = first_row + lane % kRows;  // for the epilogue
       if (gemm.bias != nullptr && bias_row < gemm.out)
         prefetch_l1(gemm.bias + static_cast<int64_t>(group.expert) * gemm.out + bias_row);
       for (int chunk = 0; chunk < chunks; ++chunk) copy_chunk();
@@ -247,9 +270,9 @@ __global__ void __launch_bounds__((kWarps + 1) * 32, 3)
     pdl_wait();
     pdl_launch_dependents();
   }
-  const QuantizedX<T> rounded{
-      reinterpret_cast<uint8_t*>(shared) + kSlots * SlotLayout::kBytes + order_bytes(p.num_tokens * p.top_k),
-      kDown ? p.inner : p.hidden, p.quant_group};
+  const QuantizedX<T> rounded{reinterpret_cast<uint8_t*>(shared) + kSlots * SlotLayout::kBytes +
+                                  order_bytes(p.num_tokens * p.top_k),
+                              kDown ? p.inner : p.hidden, p.quant_group};
   const uint32_t per_choice = 0xffffffffu / p.top_k + 1;  // 0 if there is one
   for (; at.group < num_groups; at.advance(gridDim.x), ++turn) {
     const PairGroup group = unpack_group(list[at.group]);
@@ -262,7 +285,8 @@ __global__ void __launch_bounds__((kWarps + 1) * 32, 3)
     const char* x[kTiles];
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)
-      x[n] = reinterpret_cast<const char*>(gemm.x + static_cast<int64_t>(row_of_x(n * 8 + g)) * gemm.in + 8 * t);
+      x[n] = reinterpret_cast<const char*>(
+          gemm.x + static_cast<int64_t>(row_of_x(n * 8 + g)) * gemm.in + 8 * t);
     if constexpr (kRounded) {
       named_barrier_sync(kConsumerBarrier, kWarps * 32);  // the previous rows may still be read
       if (kDown || p.num_tokens > 1 || turn == 0)
@@ -273,7 +297,8 @@ __global__ void __launch_bounds__((kWarps + 1) * 32, 3)
     }
     float sum[kRowTiles][kTiles][4] = {};
     for (int chunk = 0; chunk < chunks; ++chunk, ++chunk_turn) {
-      const int first = chunk * of_chunk, begin = first + warp * share, end = min(min(begin + share, first + of_chunk), steps);
+      const int first = chunk * of_chunk, begin = first + warp * share,
+                end = min(min(begin + share, first + of_chunk), steps);
       const int first_group = scale_group(first);
       X next_x[kParts][kTiles];
       auto read_x = [&](int step) {
@@ -281,8 +306,9 @@ __global__ void __launch_bounds__((kWarps + 1) * 32, 3)
         for (int part = 0; part < kParts; ++part)
 #pragma unroll
           for (int n = 0; n < kTiles; ++n)
-            next_x[part][n] = *reinterpret_cast<const X*>(x[n] + static_cast<uint64_t>(step) * (kStep / 8 * sizeof(X)) +
-                                                          part * (4 * sizeof(X)));
+            next_x[part][n] = *reinterpret_cast<const X*>(
+                x[n] + static_cast<uint64_t>(step) * (kStep / 8 * sizeof(X)) +
+                part * (4 * sizeof(X)));
       };
       if (begin < end) read_x(begin);
       const char* slot = stretches.wait(chunk_turn);
@@ -290,7 +316,8 @@ __global__ void __launch_bounds__((kWarps + 1) * 32, 3)
       uint4 next_codes[kRowTiles]{};
       auto read_codes = [&](int step) {
 #pragma unroll
-        for (int r = 0; r < kRowTiles; ++r) next_codes[r] = vectors[step * 32 + r * (SlotLayout::kVectors / 16)];
+        for (int r = 0; r < kRowTiles; ++r)
+          next_codes[r] = vectors[step * 32 + r * (SlotLayout::kVectors / 16)];
       };
       if (begin < end) read_codes(begin);
 #pragma unroll 2
@@ -303,7 +330,8 @@ __global__ void __launch_bounds__((kWarps + 1) * 32, 3)
         for (int part = 0; part < kParts; ++part)
 #pragma unroll
           for (int n = 0; n < kTiles; ++n) here[part][n] = next_x[part][n];
-        const int next = min(step + 1, end - 1);  // unconditional: a condition would need more registers
+        const int next =
+            min(step + 1, end - 1);  // unconditional: a condition would need more registers
         read_x(next), read_codes(next);
         float own[kRowTiles][kTiles][4] = {};
 #pragma unroll
@@ -316,31 +344,39 @@ __global__ void __launch_bounds__((kWarps + 1) * 32, 3)
               fp8x4_to_half2(numbers[n].x, numbers[n].y, here[part][n].x);
               fp8x4_to_half2(numbers[n].z, numbers[n].w, here[part][n].y);
             } else {
-              numbers[n] = kAsBits && std::is_same_v<T, __nv_bfloat16> ? scale_up(here[part][n]) : here[part][n];
+              numbers[n] = kAsBits && std::is_same_v<T, __nv_bfloat16> ? scale_up(here[part][n])
+                                                                       : here[part][n];
             }
           }
 #pragma unroll
           for (int r = 0; r < kRowTiles; ++r) {
-            const char* scale =
-                slot + kRowTiles * SlotLayout::kVectors + r * SlotLayout::kScales + (of_group - first_group) * kTileScaleBytes<kCodeType>;
+            const char* scale = slot + kRowTiles * SlotLayout::kVectors + r * SlotLayout::kScales +
+                                (of_group - first_group) * kTileScaleBytes<kCodeType>;
             uint32_t low[4], high[4];
             if constexpr (kRounded) {
-              fp8x4_to_half2(low[0], low[1], codes[r].x), fp8x4_to_half2(low[2], low[3], codes[r].y);
-              fp8x4_to_half2(high[0], high[1], codes[r].z), fp8x4_to_half2(high[2], high[3], codes[r].w);
+              fp8x4_to_half2(low[0], low[1], codes[r].x),
+                  fp8x4_to_half2(low[2], low[3], codes[r].y);
+              fp8x4_to_half2(high[0], high[1], codes[r].z),
+                  fp8x4_to_half2(high[2], high[3], codes[r].w);
             } else if constexpr (kAsBits) {
               mxfp4_bits<T>(low, part == 1 ? codes[r].y : codes[r].x);
               mxfp4_bits<T>(high, part == 1 ? codes[r].w : codes[r].z);
             } else {
-              uint32_t low_offset = dequant_offset<T, kCodeType>(kDefaultZero<kCodeType>), high_offset = low_offset;
+              uint32_t low_offset = dequant_offset<T, kCodeType>(kDefaultZero<kCodeType>),
+                       high_offset = low_offset;
               if constexpr (kZeros) {
-                const int64_t tile = static_cast<int64_t>(group.expert) * tiles + min(first_tile + r, tiles - 1);
+                const int64_t tile =
+                    static_cast<int64_t>(group.expert) * tiles + min(first_tile + r, tiles - 1);
                 const int64_t row = tile * kExpertTileRows + g;
-                low_offset = dequant_offset<T, kCodeType>(load_expert_zero<kCodeType>(quant.zero, row, of_group, groups));
-                high_offset = dequant_offset<T, kCodeType>(load_expert_zero<kCodeType>(quant.zero, row + 8, of_group, groups));
+                low_offset = dequant_offset<T, kCodeType>(
+                    load_expert_zero<kCodeType>(quant.zero, row, of_group, groups));
+                high_offset = dequant_offset<T, kCodeType>(
+                    load_expert_zero<kCodeType>(quant.zero, row + 8, of_group, groups));
               }
               dequantize_rows<T, kCodeType>(low, high, codes[r], part, low_offset, high_offset);
             }
-            const uint32_t even[4] = {low[0], high[0], low[1], high[1]}, odd[4] = {low[2], high[2], low[3], high[3]};
+            const uint32_t even[4] = {low[0], high[0], low[1], high[1]},
+                           odd[4] = {low[2], high[2], low[3], high[3]};
 #pragma unroll
             for (int n = 0; n < kTiles; ++n) {
               mma_m16n8k16<Number>(own[r][n], even, numbers[n].x, numbers[n].y);
@@ -351,7 +387,8 @@ __global__ void __launch_bounds__((kWarps + 1) * 32, 3)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
               const int row = g + half * 8;
-              if constexpr (kAsBits) scales[half] = __uint_as_float(reinterpret_cast<const uint8_t*>(scale)[row] << 23);
+              if constexpr (kAsBits)
+                scales[half] = __uint_as_float(reinterpret_cast<const uint8_t*>(scale)[row] << 23);
               else scales[half] = reinterpret_cast<const float*>(scale)[row];
             }
 #pragma unroll
@@ -359,7 +396,8 @@ __global__ void __launch_bounds__((kWarps + 1) * 32, 3)
               float of_x[2] = {1, 1};
               if constexpr (kRounded)
 #pragma unroll
-                for (int i = 0; i < 2; ++i) of_x[i] = rounded.scale(min(2 * t + i, last_row), of_group);
+                for (int i = 0; i < 2; ++i)
+                  of_x[i] = rounded.scale(min(2 * t + i, last_row), of_group);
 #pragma unroll
               for (int c = 0; c < 4; ++c) {
                 const float factor = kRounded ? scales[c / 2] * of_x[c % 2] : scales[c / 2];
@@ -381,7 +419,8 @@ __global__ void __launch_bounds__((kWarps + 1) * 32, 3)
         for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
           for (int c = 0; c < 4; ++c)
-            mine[r * kExpertTileRows + g + c / 2 * 8][n * 8 + 2 * t + c % 2] = kAsBits ? sum[r][n][c] * kMxfp4Correction<T> : sum[r][n][c];
+            mine[r * kExpertTileRows + g + c / 2 * 8][n * 8 + 2 * t + c % 2] =
+                kAsBits ? sum[r][n][c] * kMxfp4Correction<T> : sum[r][n][c];
     __syncwarp();
     if (lane == 0) summed(turn).arrive();
   }
@@ -394,8 +433,10 @@ cudaError_t run_product(const ExpertsParams& p, const Pairs& pairs, cudaStream_t
   using X = QuantizedX<T>;
   constexpr bool kRounded = kGrouping == Grouping::kRounded;
   const int in = kDown ? p.inner : p.hidden, out = ExpertGemm<T>(p, pairs, kDown).out;
-  return run_resident<experts_packed_gemv_kernel<T, kCodeType, kTiles, kDown, kGrouping>, (kWarps + 1) * 32>(
-      p, pairs, out, kRowTiles * kExpertTileRows, kRing, kRounded ? X::bytes(std::min(p.num_tokens, kQuantizedPairs), in) : 0,
+  return run_resident<experts_packed_gemv_kernel<T, kCodeType, kTiles, kDown, kGrouping>,
+                      (kWarps + 1) * 32>(
+      p, pairs, out, kRowTiles * kExpertTileRows, kRing,
+      kRounded ? X::bytes(std::min(p.num_tokens, kQuantizedPairs), in) : 0,
       kRounded ? X::bytes(kQuantizedPairs, kMaxNormHidden) : 0, stream);
 }
 
@@ -403,20 +444,25 @@ template <typename T, CodeType kCodeType, int kTiles, Grouping kGrouping>
 cudaError_t run_both(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
   cudaError_t error = run_product<T, kCodeType, kTiles, false, kGrouping>(p, pairs, stream);
   if (error == cudaSuccess)
-    error = quantize_inner(kDType<T>, p, pairs, kGrouping == Grouping::kRounded ? ActivationQuant::kInKernel : ActivationQuant::kDequantized, stream);
+    error = quantize_inner(kDType<T>, p, pairs,
+                           kGrouping == Grouping::kRounded ? ActivationQuant::kInKernel
+                                                           : ActivationQuant::kDequantized,
+                           stream);
   if (error != cudaSuccess) return error;
   return run_product<T, kCodeType, kTiles, true, kGrouping>(p, pairs, stream);
 }
 
 template <typename T, CodeType kCodeType, Grouping kGrouping>
 cudaError_t run_pairs(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
-  return are_rare(p) ? run_both<T, kCodeType, 1, kGrouping>(p, pairs, stream) : run_both<T, kCodeType, 2, kGrouping>(p, pairs, stream);
+  return are_rare(p) ? run_both<T, kCodeType, 1, kGrouping>(p, pairs, stream)
+                     : run_both<T, kCodeType, 2, kGrouping>(p, pairs, stream);
 }
 
 template <typename T>
 cudaError_t run_type(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
   const ExpertsQuantParams& quant = p.gate_up_quant;
-  if (uses_fp8_mma(p)) return run_both<T, CodeType::kFloat8, 1, Grouping::kRounded>(p, pairs, stream);
+  if (uses_fp8_mma(p))
+    return run_both<T, CodeType::kFloat8, 1, Grouping::kRounded>(p, pairs, stream);
   return dispatch_expert_code_type(quant.code_type, [&](auto codes) {
     constexpr CodeType kCodeType = codes.value;
     const bool small = quant.group_size == 32;
@@ -435,7 +481,8 @@ cudaError_t run_type(const ExpertsParams& p, const Pairs& pairs, cudaStream_t st
 
 }  // namespace
 
-cudaError_t packed_experts_gemv(DType dtype, const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
+cudaError_t packed_experts_gemv(DType dtype, const ExpertsParams& p, const Pairs& pairs,
+                                cudaStream_t stream) {
   if (dtype == DType::kFloat16) return run_type<__half>(p, pairs, stream);
   if (dtype == DType::kBFloat16) return run_type<__nv_bfloat16>(p, pairs, stream);
   return cudaErrorInvalidValue;

@@ -66,15 +66,16 @@ __device__ void score_logits(LaneExperts<kEach>& own, RouteScore kind) {
 #pragma unroll
   for (int k = 0; k < kEach; ++k) {
     const float x = own.score[k];
-    own.score[k] = kind == RouteScore::kSigmoid ? 1.f / (1.f + expf(-x)) : sqrtf(fmaxf(x, 0.f) + log1pf(expf(-fabsf(x))));
+    own.score[k] = kind == RouteScore::kSigmoid ? 1.f / (1.f + expf(-x))
+                                                : sqrtf(fmaxf(x, 0.f) + log1pf(expf(-fabsf(x))));
   }
 }
 
 // Sets the choice of every expert outside the top groups to -inf. `choices` [num_experts] and
 // `ranks` [groups] are the warp's own.
 template <int kEach>
-__device__ void mask_groups(const RouteParams& p, const LaneExperts<kEach>& own, float (&choice)[kEach], float* choices,
-                             float* ranks) {
+__device__ void mask_groups(const RouteParams& p, const LaneExperts<kEach>& own,
+                            float (&choice)[kEach], float* choices, float* ranks) {
 #pragma unroll
   for (int k = 0; k < kEach; ++k)
     if (own.has(k)) choices[own.expert(k)] = choice[k];
@@ -97,7 +98,8 @@ __device__ void mask_groups(const RouteParams& p, const LaneExperts<kEach>& own,
     const int best = token_of(warp_max(most));
     if (best % 32 == own.lane) open |= 1u << best / 32;
   }
-  for (int k = 0; own.lane + 32 * k < p.groups; ++k) ranks[own.lane + 32 * k] = open >> k & 1 ? 0.f : -INFINITY;
+  for (int k = 0; own.lane + 32 * k < p.groups; ++k)
+    ranks[own.lane + 32 * k] = open >> k & 1 ? 0.f : -INFINITY;
   __syncwarp();
 #pragma unroll
   for (int k = 0; k < kEach; ++k)
@@ -124,7 +126,8 @@ __global__ void __launch_bounds__(kWarps * 32) route_kernel(RouteParams p) {
     score_logits(own, p.score);
 #pragma unroll
     for (int k = 0; k < kEach; ++k)
-      choice[k] = own.has(k) && p.bias != nullptr ? own.score[k] + p.bias[own.expert(k)] : own.score[k];
+      choice[k] =
+          own.has(k) && p.bias != nullptr ? own.score[k] + p.bias[own.expert(k)] : own.score[k];
     if (p.groups > 1) {
       float* choices = shared + warp * (p.num_experts + p.groups);
       mask_groups(p, own, choice, choices, choices + p.num_experts);
@@ -160,7 +163,8 @@ __global__ void __launch_bounds__(kWarps * 32) route_kernel(RouteParams p) {
 template <typename T, int kEach>
 cudaError_t run(const RouteParams& p, cudaStream_t stream) {
   const size_t shared = p.groups > 1 ? sizeof(float) * kWarps * (p.num_experts + p.groups) : 0;
-  return launch(route_kernel<T, kEach>, ceil_div(p.num_tokens, kWarps), kWarps * 32, shared, stream, p);
+  return launch(route_kernel<T, kEach>, ceil_div(p.num_tokens, kWarps), kWarps * 32, shared, stream,
+                p);
 }
 
 }  // namespace

@@ -19,7 +19,8 @@ __device__ __forceinline__ int sequence_of_token(const CausalConvParams& p, int 
   int low = 0, high = p.batch - 1;
   while (low < high) {
     const int middle = (low + high + 1) / 2;
-    if (p.cu_seqlens[middle] <= token) low = middle; else high = middle - 1;
+    if (p.cu_seqlens[middle] <= token) low = middle;
+    else high = middle - 1;
   }
   return low;
 }
@@ -33,7 +34,8 @@ struct FilterTaps {
   __device__ FilterTaps(const CausalConvParams& p, int channel) {
 #pragma unroll
     for (int w = 0; w < kWidth; ++w) {
-      const T* own = static_cast<const T*>(p.weight) + static_cast<int64_t>(channel + w) * p.kernel_size;
+      const T* own =
+          static_cast<const T*>(p.weight) + static_cast<int64_t>(channel + w) * p.kernel_size;
 #pragma unroll
       for (int k = 0; k < kTaps; ++k) {
         const int tap = k - (kTaps - p.kernel_size);
@@ -44,7 +46,8 @@ struct FilterTaps {
   }
 
   // y of a token; `window` has its value and those of the tokens before it.
-  __device__ void apply(const CausalConvParams& p, const float (&window)[kTaps][kWidth], int64_t token, int channel) const {
+  __device__ void apply(const CausalConvParams& p, const float (&window)[kTaps][kWidth],
+                        int64_t token, int channel) const {
     Vec<T, kWidth> out;
 #pragma unroll
     for (int w = 0; w < kWidth; ++w) {
@@ -78,21 +81,24 @@ __global__ void __launch_bounds__(kThreads) conv_kernel(CausalConvParams p) {
   pdl_launch_dependents();
   if (channel >= p.channels) return;
   const FilterTaps<T, kTaps, kWidth> taps(p, channel);
-  const int first = blockIdx.y * kRun, end = min(first + kRun, p.num_tokens), kept = p.kernel_size - 1;
+  const int first = blockIdx.y * kRun, end = min(first + kRun, p.num_tokens),
+            kept = p.kernel_size - 1;
   const T* hidden = static_cast<const T*>(p.hidden) + channel;
   float window[kTaps][kWidth];
   int sequence = sequence_of_token(p, first);
   // The values before token `offset` of the sequence.
   auto begin = [&](int token, int offset) {
-    const float* state = p.state + static_cast<int64_t>(state_row(p, sequence)) * kept * p.channels + channel;
+    const float* state =
+        p.state + static_cast<int64_t>(state_row(p, sequence)) * kept * p.channels + channel;
     const bool has_state = p.past_lens[sequence] > 0;
 #pragma unroll
     for (int back = 1; back < kTaps; ++back) {
-      float(&into)[kWidth] = window[kTaps - 1 - back];
+      float (&into)[kWidth] = window[kTaps - 1 - back];
       clear(into);
       if (back > kept) continue;
       if (offset >= back) read(into, hidden + (token - back) * p.pitch);
-      else if (has_state) read(into, state + static_cast<int64_t>(kept + offset - back) * p.channels);
+      else if (has_state)
+        read(into, state + static_cast<int64_t>(kept + offset - back) * p.channels);
     }
   };
   begin(first, first - p.cu_seqlens[sequence]);
@@ -118,8 +124,10 @@ __global__ void __launch_bounds__(kThreads) conv_state_kernel(CausalConvParams p
   pdl_wait();
   pdl_launch_dependents();
   if (channel >= p.channels) return;
-  const int first = p.cu_seqlens[sequence], count = p.cu_seqlens[sequence + 1] - first, kept = p.kernel_size - 1;
-  float* state = p.state + static_cast<int64_t>(state_row(p, sequence)) * kept * p.channels + channel;
+  const int first = p.cu_seqlens[sequence], count = p.cu_seqlens[sequence + 1] - first,
+            kept = p.kernel_size - 1;
+  float* state =
+      p.state + static_cast<int64_t>(state_row(p, sequence)) * kept * p.channels + channel;
   const bool has_state = p.past_lens[sequence] > 0;
   if (count == 0 && has_state) return;
   const T* hidden = static_cast<const T*>(p.hidden) + first * p.pitch + channel;
@@ -149,11 +157,15 @@ __global__ void __launch_bounds__(kThreads) conv_state_kernel(CausalConvParams p
 template <typename T, int kTaps, int kWidth>
 cudaError_t run(const CausalConvParams& p, cudaStream_t stream) {
   const unsigned across = ceil_div(p.channels, kThreads * kWidth);
-  if (p.single) return launch(conv_state_kernel<T, kTaps, kWidth, true>, dim3(across, p.batch), kThreads, 0, stream, p);
-  const cudaError_t status = launch(conv_kernel<T, kTaps, kWidth>, dim3(across, ceil_div(p.num_tokens, kRun)),
-                                    kThreads, 0, stream, p);
+  if (p.single)
+    return launch(conv_state_kernel<T, kTaps, kWidth, true>, dim3(across, p.batch), kThreads, 0,
+                  stream, p);
+  const cudaError_t status =
+      launch(conv_kernel<T, kTaps, kWidth>, dim3(across, ceil_div(p.num_tokens, kRun)), kThreads, 0,
+             stream, p);
   if (status != cudaSuccess) return status;
-  return launch(conv_state_kernel<T, kTaps, kWidth, false>, dim3(across, p.batch), kThreads, 0, stream, p);
+  return launch(conv_state_kernel<T, kTaps, kWidth, false>, dim3(across, p.batch), kThreads, 0,
+                stream, p);
 }
 
 }  // namespace
@@ -166,7 +178,8 @@ cudaError_t causal_conv(DType dtype, const CausalConvParams& p, cudaStream_t str
       return pairs ? run<T, taps.value, 2>(p, stream) : run<T, taps.value, 1>(p, stream);
     };
     if (p.kernel_size <= 4) return of_taps(std::integral_constant<int, 4>());
-    if (p.kernel_size <= kMaxConvKernel) return of_taps(std::integral_constant<int, kMaxConvKernel>());
+    if (p.kernel_size <= kMaxConvKernel)
+      return of_taps(std::integral_constant<int, kMaxConvKernel>());
     return cudaErrorInvalidValue;
   });
 }

@@ -14,33 +14,43 @@ using namespace device;
 
 constexpr int kLanes = 4, kColumns = 32, kThreads = kLanes * kColumns, kVector = 8;
 
-enum class Rule { kGated, kDelta, kByChannel };  // kByChannel: a decay per row of the state; the update rule is in the params
+enum class Rule {
+  kGated,
+  kDelta,
+  kByChannel
+};  // kByChannel: a decay per row of the state; the update rule is in the params
 
 // kKeys: k_dim, rounded up. kAligned: keys can be loaded by vectors.
 template <typename T, int kKeys, Rule kRule, bool kAligned>
 __global__ void __launch_bounds__(kThreads) linear_attention_kernel(LinearAttentionParams p) {
   constexpr bool kByChannel = kRule == Rule::kByChannel;
-  constexpr int kTile = kByChannel && kKeys > 128 ? 8 : 16;  // tokens per tile, limited by shared memory
-  constexpr int kRow = kKeys / kVector;  // threads that load a key
+  constexpr int kTile =
+      kByChannel && kKeys > 128 ? 8 : 16;              // tokens per tile, limited by shared memory
+  constexpr int kRow = kKeys / kVector;                // threads that load a key
   constexpr int kTurns = 2 * kTile * kRow / kThreads;  // of queries and keys
-  constexpr int kFours = kKeys / kLanes / 4;  // fours of a thread's part of a column: elements 16 i + 4 lane + j
+  constexpr int kFours =
+      kKeys / kLanes / 4;  // fours of a thread's part of a column: elements 16 i + 4 lane + j
   __shared__ __align__(16) float queries[kTile][kKeys], keys[kTile][kKeys], values[kTile][kColumns];
   __shared__ float factors[kTile], betas[kTile];
   __shared__ __align__(16) float row_factors[kByChannel ? kTile : 1][kKeys];
   const bool delta = kByChannel ? p.delta : kRule == Rule::kDelta;
 
-  const int head = blockIdx.y, sequence = p.first_sequence + blockIdx.z, first_column = blockIdx.x * kColumns;
-  const int thread = threadIdx.x, lane = thread % kLanes, own = thread / kLanes, column = first_column + own;
+  const int head = blockIdx.y, sequence = p.first_sequence + blockIdx.z,
+            first_column = blockIdx.x * kColumns;
+  const int thread = threadIdx.x, lane = thread % kLanes, own = thread / kLanes,
+            column = first_column + own;
   const int begin = p.cu_seqlens[sequence], end = p.cu_seqlens[sequence + 1];
   const int row = p.state_slots != nullptr ? p.state_slots[sequence] : sequence;
-  float* state = p.state + (static_cast<int64_t>(row) * p.v_heads + head) * p.k_dim * p.v_dim + column;
+  float* state =
+      p.state + (static_cast<int64_t>(row) * p.v_heads + head) * p.k_dim * p.v_dim + column;
   const bool has_column = column < p.v_dim;
   float4 memory[kFours];
   auto each = [&](auto&& f) {  // f(row of the state, element)
 #pragma unroll
     for (int i = 0; i < kFours; ++i) {
       const int key = 4 * kLanes * i + 4 * lane;
-      f(key, memory[i].x), f(key + 1, memory[i].y), f(key + 2, memory[i].z), f(key + 3, memory[i].w);
+      f(key, memory[i].x), f(key + 1, memory[i].y), f(key + 2, memory[i].z),
+          f(key + 3, memory[i].w);
     }
   };
   // The state was written in an earlier step, so it may be read before pdl_wait().
@@ -55,7 +65,8 @@ __global__ void __launch_bounds__(kThreads) linear_attention_kernel(LinearAttent
   const int64_t width = 2ll * p.k_heads * p.k_dim + static_cast<int64_t>(p.v_heads) * p.v_dim;
   const T* qkv = static_cast<const T*>(p.qkv);
   const int key_head = head / (p.v_heads / p.k_heads);
-  const T* own_values = qkv + 2ll * p.k_heads * p.k_dim + static_cast<int64_t>(head) * p.v_dim + first_column;
+  const T* own_values =
+      qkv + 2ll * p.k_heads * p.k_dim + static_cast<int64_t>(head) * p.v_dim + first_column;
   const float rate = p.decay_rate != nullptr ? p.decay_rate[head] : 1.f;
   const float decay_bias = p.decay_bias != nullptr ? p.decay_bias[head] : 0.f;
   const float beta_bias = p.beta_bias != nullptr ? p.beta_bias[head] : 0.f;
@@ -68,7 +79,8 @@ __global__ void __launch_bounds__(kThreads) linear_attention_kernel(LinearAttent
   constexpr int kGiven = kColumns * kTile / kThreads, kValueThreads = kColumns / kGiven;
   constexpr int kDecayTurns = kByChannel ? (kTile * kRow + kThreads - 1) / kThreads : 0;
   Vec<T, kVector> decays[kByChannel ? kDecayTurns : 1];
-  auto read_row = [&](Vec<T, kVector>& row, const T* from, int at, bool there) {  // elements [at, at + kVector) of a key
+  auto read_row = [&](Vec<T, kVector>& row, const T* from, int at,
+                      bool there) {  // elements [at, at + kVector) of a key
 #pragma unroll
     for (int i = 0; i < kVector; ++i) row.data[i] = from_float<T>(0.f);
     if (!there) return;
@@ -85,23 +97,30 @@ __global__ void __launch_bounds__(kThreads) linear_attention_kernel(LinearAttent
     for (int turn = 0; turn < kTurns; ++turn) {
       const int index = (turn * kThreads + thread) / kRow, at = thread % kRow * kVector;
       const int token = tile + index % kTile;
-      read_row(rows[turn], qkv + token * width + (index / kTile * p.k_heads + key_head) * static_cast<int64_t>(p.k_dim) + at,
+      read_row(rows[turn],
+               qkv + token * width +
+                   (index / kTile * p.k_heads + key_head) * static_cast<int64_t>(p.k_dim) + at,
                at, token < end);
     }
 #pragma unroll
     for (int turn = 0; turn < kDecayTurns; ++turn) {
-      const int index = (turn * kThreads + thread) / kRow, at = thread % kRow * kVector, token = tile + index;
-      const T* own = static_cast<const T*>(p.decay) + token * p.decay_stride + static_cast<int64_t>(head) * p.k_dim + at;
+      const int index = (turn * kThreads + thread) / kRow, at = thread % kRow * kVector,
+                token = tile + index;
+      const T* own = static_cast<const T*>(p.decay) + token * p.decay_stride +
+                     static_cast<int64_t>(head) * p.k_dim + at;
       read_row(decays[turn], own, at, index < kTile && token < end);
     }
     const int token = tile + thread / kValueThreads, at = thread % kValueThreads * kGiven;
 #pragma unroll
     for (int i = 0; i < kGiven; ++i)
-      given[i] = token < end && first_column + at + i < p.v_dim ? own_values[token * width + at + i] : from_float<T>(0.f);
+      given[i] = token < end && first_column + at + i < p.v_dim ? own_values[token * width + at + i]
+                                                                : from_float<T>(0.f);
     if (thread < kTile && tile + thread < end) {
       const int64_t token = tile + thread;
-      if constexpr (!kByChannel) decay = to_float(static_cast<const T*>(p.decay)[token * p.decay_stride + head]);
-      if (p.beta != nullptr) beta = to_float(static_cast<const T*>(p.beta)[token * p.beta_stride + head]);
+      if constexpr (!kByChannel)
+        decay = to_float(static_cast<const T*>(p.decay)[token * p.decay_stride + head]);
+      if (p.beta != nullptr)
+        beta = to_float(static_cast<const T*>(p.beta)[token * p.beta_stride + head]);
     }
   };
   auto put = [&] {
@@ -130,14 +149,16 @@ __global__ void __launch_bounds__(kThreads) linear_attention_kernel(LinearAttent
       values[thread / kValueThreads][thread % kValueThreads * kGiven + i] = to_float(given[i]);
     if (thread < kTile) {
       factors[thread] = expf(device::activate(decay + decay_bias, p.decay_activation) * rate);
-      betas[thread] = p.beta != nullptr ? device::activate(beta + beta_bias, p.beta_activation) : 1.f;
+      betas[thread] =
+          p.beta != nullptr ? device::activate(beta + beta_bias, p.beta_activation) : 1.f;
     }
 #pragma unroll
     for (int turn = 0; turn < kDecayTurns; ++turn) {
       const int index = (turn * kThreads + thread) / kRow, at = thread % kRow * kVector;
       if (index >= kTile) break;
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) row_factors[index][at + i] = expf(to_float(decays[turn].data[i]));
+      for (int i = 0; i < kVector; ++i)
+        row_factors[index][at + i] = expf(to_float(decays[turn].data[i]));
     }
   };
   auto across = [](float x) {  // sum over a column's threads
@@ -182,14 +203,17 @@ __global__ void __launch_bounds__(kThreads) linear_attention_kernel(LinearAttent
 #pragma unroll
       for (int i = 0; i < kFours; ++i) {
         const float4 k = key[kLanes * i], q = query[kLanes * i];
-        memory[i].x = fmaf(memory[i].x, factor, k.x * news), memory[i].y = fmaf(memory[i].y, factor, k.y * news);
-        memory[i].z = fmaf(memory[i].z, factor, k.z * news), memory[i].w = fmaf(memory[i].w, factor, k.w * news);
+        memory[i].x = fmaf(memory[i].x, factor, k.x * news),
+        memory[i].y = fmaf(memory[i].y, factor, k.y * news);
+        memory[i].z = fmaf(memory[i].z, factor, k.z * news),
+        memory[i].w = fmaf(memory[i].w, factor, k.w * news);
         sum.x = fmaf(q.x, memory[i].x, sum.x), sum.y = fmaf(q.y, memory[i].y, sum.y);
         sum.z = fmaf(q.z, memory[i].z, sum.z), sum.w = fmaf(q.w, memory[i].w, sum.w);
       }
       const float read = across((sum.x + sum.y) + (sum.z + sum.w));
       if (lane == 0 && has_column)
-        out[static_cast<int64_t>(tile + t) * p.v_heads * p.v_dim] = from_float<T>(fmaf(skip, value, read));
+        out[static_cast<int64_t>(tile + t) * p.v_heads * p.v_dim] =
+            from_float<T>(fmaf(skip, value, read));
     }
   }
   each([&](int key, float& element) {
@@ -206,12 +230,15 @@ template <typename T, int kEach, bool kAligned>
 __global__ void __launch_bounds__(kThreads) linear_attention_step_kernel(LinearAttentionParams p) {
   __shared__ float partial[kThreads / 32][kStepFours][11];
   const int head = blockIdx.y, sequence = p.first_sequence + blockIdx.z;
-  const int four = threadIdx.x % kStepFours, part = threadIdx.x / kStepFours, first_key = part * kEach;
+  const int four = threadIdx.x % kStepFours, part = threadIdx.x / kStepFours,
+            first_key = part * kEach;
   const int column = (blockIdx.x * kStepFours + four) * 4;
   const int token = p.cu_seqlens[sequence];
   const bool empty = token == p.cu_seqlens[sequence + 1], begins = p.past_lens[sequence] == 0;
   const int row = p.state_slots != nullptr ? p.state_slots[sequence] : sequence;
-  float* state = p.state + ((static_cast<int64_t>(row) * p.v_heads + head) * p.k_dim + first_key) * p.v_dim + column;
+  float* state = p.state +
+                 ((static_cast<int64_t>(row) * p.v_heads + head) * p.k_dim + first_key) * p.v_dim +
+                 column;
   const bool has_column = column < p.v_dim;
   Vec<float, 4> memory[kEach];
 #pragma unroll
@@ -259,16 +286,20 @@ __global__ void __launch_bounds__(kThreads) linear_attention_step_kernel(LinearA
 #pragma unroll
       for (int i = 0; i < kEach; ++i) factor[i] = expf(factor[i]);
     } else {
-      const float same = expf(device::activate(to_float(decay[head]) + decay_bias, p.decay_activation) * rate);
+      const float same =
+          expf(device::activate(to_float(decay[head]) + decay_bias, p.decay_activation) * rate);
 #pragma unroll
       for (int i = 0; i < kEach; ++i) factor[i] = same;
     }
     if (p.beta != nullptr)
-      beta = device::activate(to_float(static_cast<const T*>(p.beta)[token * p.beta_stride + head]) + beta_bias, p.beta_activation);
+      beta = device::activate(
+          to_float(static_cast<const T*>(p.beta)[token * p.beta_stride + head]) + beta_bias,
+          p.beta_activation);
     if (has_column) {
 #pragma unroll
       for (int c = 0; c < 4; ++c)
-        value[c] = to_float(qkv[2ll * p.k_heads * p.k_dim + static_cast<int64_t>(head) * p.v_dim + column + c]);
+        value[c] = to_float(
+            qkv[2ll * p.k_heads * p.k_dim + static_cast<int64_t>(head) * p.v_dim + column + c]);
     }
   }
 
@@ -307,7 +338,8 @@ __global__ void __launch_bounds__(kThreads) linear_attention_step_kernel(LinearA
 #pragma unroll
   for (int c = 0; c < 4; ++c) {
     news[c] = (p.delta ? value[c] - key_scale * sums[4 + c] : value[c]) * beta * key_scale;
-    out.data[c] = from_float<T>(fmaf(skip, value[c], query_scale * fmaf(sums[8], news[c], sums[c])));
+    out.data[c] =
+        from_float<T>(fmaf(skip, value[c], query_scale * fmaf(sums[8], news[c], sums[c])));
   }
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
@@ -317,17 +349,21 @@ __global__ void __launch_bounds__(kThreads) linear_attention_step_kernel(LinearA
     store(state + static_cast<int64_t>(i) * p.v_dim, memory[i]);
   }
   if (part == 0 && !empty)
-    store(static_cast<T*>(p.out) + (static_cast<int64_t>(token) * p.v_heads + head) * p.v_dim + column, out);
+    store(static_cast<T*>(p.out) + (static_cast<int64_t>(token) * p.v_heads + head) * p.v_dim +
+              column,
+          out);
 }
 
 template <typename T, int kKeys>
 cudaError_t run_step(const LinearAttentionParams& p, cudaStream_t stream) {
   constexpr int kEach = kKeys / kStepParts;
   const dim3 grid(ceil_div(p.v_dim, 4 * kStepFours), p.v_heads, p.batch);
-  const bool aligned = p.k_dim % kVector == 0 && p.v_heads * p.v_dim % kVector == 0 &&
-                       (!p.decay_per_channel || has_aligned_rows<T, kVector>(p.decay, p.decay_stride));
-  return aligned ? launch(linear_attention_step_kernel<T, kEach, true>, grid, kThreads, 0, stream, p)
-                 : launch(linear_attention_step_kernel<T, kEach, false>, grid, kThreads, 0, stream, p);
+  const bool aligned =
+      p.k_dim % kVector == 0 && p.v_heads * p.v_dim % kVector == 0 &&
+      (!p.decay_per_channel || has_aligned_rows<T, kVector>(p.decay, p.decay_stride));
+  return aligned
+             ? launch(linear_attention_step_kernel<T, kEach, true>, grid, kThreads, 0, stream, p)
+             : launch(linear_attention_step_kernel<T, kEach, false>, grid, kThreads, 0, stream, p);
 }
 
 template <typename T, int kKeys>
@@ -335,14 +371,16 @@ cudaError_t run(const LinearAttentionParams& p, cudaStream_t stream) {
   if (p.single && p.v_dim % 4 == 0) return run_step<T, kKeys>(p, stream);
   const dim3 grid(ceil_div(p.v_dim, kColumns), p.v_heads, p.batch);
   auto with = [&](auto kernel) { return launch(kernel, grid, kThreads, 0, stream, p); };
-  const bool aligned = p.k_dim % kVector == 0 && p.v_heads * p.v_dim % kVector == 0 &&
-                       (!p.decay_per_channel || has_aligned_rows<T, kVector>(p.decay, p.decay_stride));
+  const bool aligned =
+      p.k_dim % kVector == 0 && p.v_heads * p.v_dim % kVector == 0 &&
+      (!p.decay_per_channel || has_aligned_rows<T, kVector>(p.decay, p.decay_stride));
   auto by = [&](auto rule) {
     return aligned ? with(linear_attention_kernel<T, kKeys, rule.value, true>)
                    : with(linear_attention_kernel<T, kKeys, rule.value, false>);
   };
   if (p.decay_per_channel) return by(std::integral_constant<Rule, Rule::kByChannel>());
-  return p.delta ? by(std::integral_constant<Rule, Rule::kDelta>()) : by(std::integral_constant<Rule, Rule::kGated>());
+  return p.delta ? by(std::integral_constant<Rule, Rule::kDelta>())
+                 : by(std::integral_constant<Rule, Rule::kGated>());
 }
 
 }  // namespace

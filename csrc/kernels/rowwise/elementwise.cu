@@ -1,4 +1,5 @@
-// Activations, gates and elementwise arithmetic. Bound by memory: each kernel reads its inputs once.
+// Activations, gates and elementwise arithmetic. Bound by memory: each kernel reads its inputs
+// once.
 #include "../common/output_writer.cuh"
 #include "params.h"
 
@@ -18,7 +19,8 @@ __global__ void gate_kernel(GateParams p) {
   const auto x = load<T, kWidth>(static_cast<const T*>(p.x) + row * p.x_stride + i);
   float out[kWidth];
 #pragma unroll
-  for (int k = 0; k < kWidth; ++k) out[k] = device::activate(to_float(gates.data[k]), p.activation) * to_float(x.data[k]);
+  for (int k = 0; k < kWidth; ++k)
+    out[k] = device::activate(to_float(gates.data[k]), p.activation) * to_float(x.data[k]);
   OutputWriter<T>(p.y, p.y_scale_inverse).write(row * p.width + i, out);
 }
 
@@ -50,7 +52,8 @@ __global__ void __launch_bounds__(128) rescale_kernel(RescaleParams p) {
   if (p.gated) up = scaled(p.out + i);
   Vec<T, kWidth> residual;
   float out[kWidth];
-  if (p.residual != nullptr) residual = load<T, kWidth>(static_cast<const T*>(p.residual) + row * p.out + i);
+  if (p.residual != nullptr)
+    residual = load<T, kWidth>(static_cast<const T*>(p.residual) + row * p.out + i);
 #pragma unroll
   for (int k = 0; k < kWidth; ++k) {
     out[k] = device::activate(value.data[k], p.activation);
@@ -71,11 +74,12 @@ __global__ void activate_kernel(T* x, int64_t count, Activation activation) {
 
 // Each thread handles kWidth elements of one row per iteration.
 template <typename T, int kWidth>
-__global__ void __launch_bounds__(256) elementwise_kernel(Elementwise op, T* y, Operands operands, int64_t count, int width) {
+__global__ void __launch_bounds__(256)
+    elementwise_kernel(Elementwise op, T* y, Operands operands, int64_t count, int width) {
   pdl_wait();
   pdl_launch_dependents();
-  for (int64_t i = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) * kWidth; i < count;
-       i += static_cast<int64_t>(gridDim.x) * blockDim.x * kWidth) {
+  for (int64_t i = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) * kWidth;
+       i < count; i += static_cast<int64_t>(gridDim.x) * blockDim.x * kWidth) {
     float x[3][kWidth] = {};
 #pragma unroll
     for (int which = 0; which < 3; ++which) {
@@ -111,15 +115,31 @@ __global__ void __launch_bounds__(256) elementwise_kernel(Elementwise op, T* y, 
       case Elementwise::kMax: each([](float a, float b, float) { return fmaxf(a, b); }); break;
       case Elementwise::kTanh: each([](float a, float, float) { return tanhf(a); }); break;
       case Elementwise::kExp: each([](float a, float, float) { return expf(a); }); break;
-      case Elementwise::kSigmoid: each([](float a, float, float) { return 1.f / (1.f + expf(-a)); }); break;
+      case Elementwise::kSigmoid:
+        each([](float a, float, float) { return 1.f / (1.f + expf(-a)); });
+        break;
       case Elementwise::kNeg: each([](float a, float, float) { return -a; }); break;
-      case Elementwise::kSoftplus: each([](float a, float, float) { return device::softplus(a); }); break;
-      case Elementwise::kElu: each([](float a, float, float) { return a > 0 ? a : expm1f(a); }); break;
-      case Elementwise::kGreater: each([](float a, float b, float) { return a > b ? 1.f : 0.f; }); break;
-      case Elementwise::kLess: each([](float a, float b, float) { return a < b ? 1.f : 0.f; }); break;
-      case Elementwise::kWhere: each([](float a, float b, float c) { return a != 0 ? b : c; }); break;
-      case Elementwise::kGelu: each([](float a, float, float) { return device::activate(a, Activation::kGelu); }); break;
-      case Elementwise::kGeluTanh: each([](float a, float, float) { return device::activate(a, Activation::kGeluTanh); }); break;
+      case Elementwise::kSoftplus:
+        each([](float a, float, float) { return device::softplus(a); });
+        break;
+      case Elementwise::kElu:
+        each([](float a, float, float) { return a > 0 ? a : expm1f(a); });
+        break;
+      case Elementwise::kGreater:
+        each([](float a, float b, float) { return a > b ? 1.f : 0.f; });
+        break;
+      case Elementwise::kLess:
+        each([](float a, float b, float) { return a < b ? 1.f : 0.f; });
+        break;
+      case Elementwise::kWhere:
+        each([](float a, float b, float c) { return a != 0 ? b : c; });
+        break;
+      case Elementwise::kGelu:
+        each([](float a, float, float) { return device::activate(a, Activation::kGelu); });
+        break;
+      case Elementwise::kGeluTanh:
+        each([](float a, float, float) { return device::activate(a, Activation::kGeluTanh); });
+        break;
     }
     store(y + i, out);
   }
@@ -133,7 +153,8 @@ cudaError_t gate(DType dtype, const GateParams& p, cudaStream_t stream) {
     auto run = [&](auto kernel, int per_thread) {
       return launch(kernel, dim3(ceil_div(p.width, 128 * per_thread), p.rows), 128, 0, stream, p);
     };
-    const bool vectors = p.width % kVec<T> == 0 && has_aligned_rows<T>(p.x, p.x_stride) && has_aligned_rows<T>(p.gate, p.gate_stride);
+    const bool vectors = p.width % kVec<T> == 0 && has_aligned_rows<T>(p.x, p.x_stride) &&
+                         has_aligned_rows<T>(p.gate, p.gate_stride);
     return vectors ? run(gate_kernel<T, kVec<T>>, kVec<T>) : run(gate_kernel<T, 1>, 1);
   });
 }
@@ -146,7 +167,8 @@ cudaError_t rescale(DType dtype, const RescaleParams& p, cudaStream_t stream) {
   });
 }
 
-cudaError_t activate(DType dtype, void* x, int64_t count, Activation activation, cudaStream_t stream) {
+cudaError_t activate(DType dtype, void* x, int64_t count, Activation activation,
+                     cudaStream_t stream) {
   return dispatch_dtype(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     return launch(activate_kernel<T>, min(ceil_div(count, 256), 4096u), 256, 0, stream,
@@ -154,8 +176,8 @@ cudaError_t activate(DType dtype, void* x, int64_t count, Activation activation,
   });
 }
 
-cudaError_t elementwise(DType dtype, Elementwise op, void* y, const Operands& operands, int64_t count, int width,
-                        cudaStream_t stream) {
+cudaError_t elementwise(DType dtype, Elementwise op, void* y, const Operands& operands,
+                        int64_t count, int width, cudaStream_t stream) {
   return dispatch_dtype(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     bool whole = width % kVec<T> == 0 && is_aligned(y, sizeof(Vec<T, kVec<T>>));
@@ -165,8 +187,8 @@ cudaError_t elementwise(DType dtype, Elementwise op, void* y, const Operands& op
         whole = whole && is_aligned(operands.data[i], (row ? sizeof(float) : sizeof(T)) * kVec<T>);
     }
     const auto run = [&](auto kernel, int each) {
-      return launch(kernel, min(ceil_div(count / each, 256), 4096u), 256, 0, stream, op, static_cast<T*>(y), operands, count,
-                    width);
+      return launch(kernel, min(ceil_div(count / each, 256), 4096u), 256, 0, stream, op,
+                    static_cast<T*>(y), operands, count, width);
     };
     return whole ? run(elementwise_kernel<T, kVec<T>>, kVec<T>) : run(elementwise_kernel<T, 1>, 1);
   });

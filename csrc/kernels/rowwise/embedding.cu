@@ -1,4 +1,5 @@
-// Embedding lookup. Bound by memory: reads a table row and perhaps a position row per token, writes y.
+// Embedding lookup. Bound by memory: reads a table row and perhaps a position row per token, writes
+// y.
 #include "../common/dequantize.cuh"
 #include "params.h"
 
@@ -26,14 +27,16 @@ __global__ void embedding_kernel(EmbeddingParams p) {
       Vec<float, kWidth> numbers;
 #pragma unroll
       for (int k = 0; k < kWidth; ++k)
-        numbers.data[k] = dequantize_at<kCodeType>(p.quant, static_cast<const uint8_t*>(p.table), mine ? row : 0, i + k, p.rows, p.hidden);
+        numbers.data[k] = dequantize_at<kCodeType>(p.quant, static_cast<const uint8_t*>(p.table),
+                                                   mine ? row : 0, i + k, p.rows, p.hidden);
       return numbers;
     }
   };
-  const int64_t packed_column = p.positions == nullptr ? -1 : id_at(p.position_ids, blockIdx.x, p.narrow_ids);
+  const int64_t packed_column =
+      p.positions == nullptr ? -1 : id_at(p.position_ids, blockIdx.x, p.narrow_ids);
   const T* position = packed_column < 0 || packed_column >= p.position_rows
-      ? nullptr
-      : static_cast<const T*>(p.positions) + packed_column * p.hidden;
+                          ? nullptr
+                          : static_cast<const T*>(p.positions) + packed_column * p.hidden;
   T* y = static_cast<T*>(p.y) + static_cast<int64_t>(blockIdx.x) * p.hidden;
   for (int i = threadIdx.x * kWidth; i < p.hidden; i += blockDim.x * kWidth) {
     const auto word = read(i);

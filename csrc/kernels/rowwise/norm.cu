@@ -1,4 +1,5 @@
-// RMSNorm and LayerNorm with residual, gate or FP8 quantization. Bound by memory: reads each input once.
+// RMSNorm and LayerNorm with residual, gate or FP8 quantization. Bound by memory: reads each input
+// once.
 #include "../common/dequantize.cuh"
 #include "params.h"
 
@@ -12,7 +13,9 @@ enum class NormKind { kRows, kRounded, kGated };
 // The activation of a gate element, branch-free for the activations that a norm supports.
 __device__ __forceinline__ float gate_of(float x, Activation activation) {
   const float sigmoid = 1.f / (1.f + __expf(-x));
-  return activation == Activation::kNone ? x : activation == Activation::kSilu ? x * sigmoid : sigmoid;
+  return activation == Activation::kNone   ? x
+         : activation == Activation::kSilu ? x * sigmoid
+                                           : sigmoid;
 }
 
 // One row per kThreads threads, in registers between the passes: kTurns vectors of kWidth elements
@@ -32,7 +35,8 @@ __global__ void __launch_bounds__(kThreads < 128 ? 128 : kThreads) norm_kernel(N
   const float* weight = p.groups > 1 ? p.weight + row % p.groups * p.hidden : p.weight;
   const T* gate = nullptr;
   if constexpr (kGated)
-    gate = static_cast<const T*>(p.gate) + row / p.groups * p.gate_stride + static_cast<int64_t>(row % p.groups) * p.hidden;
+    gate = static_cast<const T*>(p.gate) + row / p.groups * p.gate_stride +
+           static_cast<int64_t>(row % p.groups) * p.hidden;
   float value[kTurns][kWidth];
   Vec<T, kWidth> gates[kGated ? kTurns : 1];
 #pragma unroll
@@ -57,7 +61,8 @@ __global__ void __launch_bounds__(kThreads < 128 ? 128 : kThreads) norm_kernel(N
     if constexpr (kGated) {
       if (p.gate_first) {
 #pragma unroll
-        for (int k = 0; k < kWidth; ++k) value[turn][k] *= gate_of(to_float(gates[turn].data[k]), p.gate_activation);
+        for (int k = 0; k < kWidth; ++k)
+          value[turn][k] *= gate_of(to_float(gates[turn].data[k]), p.gate_activation);
       }
     }
     if (p.residual != nullptr) {
@@ -127,7 +132,8 @@ __global__ void __launch_bounds__(kThreads < 128 ? 128 : kThreads) norm_kernel(N
     float2 measured = block_sum_and_max<kThreads>(squares, own, pairs);
     float scale = p.plain ? 1.f : rsqrtf(measured.x / p.hidden + p.epsilon);
     if (p.bias != nullptr) {
-      const float biased = change(p.bias, [scale](float x, float bias) { return fmaf(x, scale, bias); });
+      const float biased =
+          change(p.bias, [scale](float x, float bias) { return fmaf(x, scale, bias); });
       measured = block_sum_and_max<kThreads>(0, biased, pairs);
       scale = 1;
     }
@@ -166,7 +172,8 @@ template <typename T, int kWidth, NormKind kOf>
 cudaError_t norm_of_width(const NormParams& p, cudaStream_t stream) {
   constexpr int kWarps = 4;
   if (p.hidden <= 1024)
-    return launch(norm_kernel<T, 32, kWidth, 32 / kWidth, kOf>, ceil_div(p.rows, kWarps), 32 * kWarps, 0, stream, p);
+    return launch(norm_kernel<T, 32, kWidth, 32 / kWidth, kOf>, ceil_div(p.rows, kWarps),
+                  32 * kWarps, 0, stream, p);
   if (p.hidden <= 256 * 16)
     return launch(norm_kernel<T, 256, kWidth, 16 / kWidth, kOf>, p.rows, 256, 0, stream, p);
   if (p.hidden <= 512 * 16)
@@ -174,7 +181,8 @@ cudaError_t norm_of_width(const NormParams& p, cudaStream_t stream) {
   if (p.hidden <= 512 * 32)
     return launch(norm_kernel<T, 512, kWidth, 32 / kWidth, kOf>, p.rows, 512, 0, stream, p);
   if (p.hidden <= kMaxNormHidden)
-    return launch(norm_kernel<T, 512, kWidth, kMaxNormHidden / 512 / kWidth, kOf>, p.rows, 512, 0, stream, p);
+    return launch(norm_kernel<T, 512, kWidth, kMaxNormHidden / 512 / kWidth, kOf>, p.rows, 512, 0,
+                  stream, p);
   return cudaErrorInvalidValue;
 }
 
@@ -185,12 +193,13 @@ cudaError_t norm(DType dtype, const NormParams& p, cudaStream_t stream) {
     using T = std::remove_pointer_t<decltype(type)>;
     auto run = [&](auto of) {
       return p.hidden % kVec<T> == 0 && has_aligned_rows<T>(p.gate, p.gate_stride)
-          ? norm_of_width<T, kVec<T>, of.value>(p, stream)
-          : norm_of_width<T, 1, of.value>(p, stream);
+                 ? norm_of_width<T, kVec<T>, of.value>(p, stream)
+                 : norm_of_width<T, 1, of.value>(p, stream);
     };
     if (p.codes != nullptr && (kVec<T> != 8 || p.hidden % 8 != 0)) return cudaErrorInvalidValue;
     const int group = p.quant_group;
-    if (group != 0 && (group < 32 || group > kQuantBlock || (group & (group - 1)) != 0 || p.hidden % group != 0))
+    if (group != 0 &&
+        (group < 32 || group > kQuantBlock || (group & (group - 1)) != 0 || p.hidden % group != 0))
       return cudaErrorInvalidValue;
     if (p.gate != nullptr) {
       if (p.rounded) return cudaErrorInvalidValue;

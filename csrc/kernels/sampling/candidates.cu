@@ -17,8 +17,8 @@ int parts_of(int vocab) { return (vocab + kSegment - 1) / kSegment; }
 
 struct Partial {
   uint64_t* ranks;  // [rows, parts, count], 0 after the last
-  float* peaks;  // [rows, parts]
-  float* sums;  // [rows, parts]: sum of exp(logit - peak)
+  float* peaks;     // [rows, parts]
+  float* sums;      // [rows, parts]: sum of exp(logit - peak)
 };
 
 Partial partial_of(const CandidatesParams& p) {
@@ -29,7 +29,8 @@ Partial partial_of(const CandidatesParams& p) {
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads) segment_topk_kernel(CandidatesParams p, Partial partial) {
+__global__ void __launch_bounds__(kThreads)
+    segment_topk_kernel(CandidatesParams p, Partial partial) {
   __shared__ uint64_t best_of[2][kWarps];
   __shared__ float sum_of[kWarps];
   pdl_wait();
@@ -92,7 +93,8 @@ __global__ void __launch_bounds__(kThreads) segment_topk_kernel(CandidatesParams
   if (threadIdx.x == 0) partial.peaks[list] = peak, partial.sums[list] = sum;
 }
 
-__global__ void __launch_bounds__(32) merge_topk_kernel(CandidatesParams p, Partial partial, int parts) {
+__global__ void __launch_bounds__(32)
+    merge_topk_kernel(CandidatesParams p, Partial partial, int parts) {
   extern __shared__ int taken[];  // [parts]: used by the lane that has the list
   pdl_wait();
   pdl_launch_dependents();
@@ -108,7 +110,8 @@ __global__ void __launch_bounds__(32) merge_topk_kernel(CandidatesParams p, Part
   for (int mask = 16; mask; mask >>= 1) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, mask));
   double total = 0;
   for (int part = lane; part < parts; part += 32)
-    total += static_cast<double>(partial.sums[first_list + part]) * exp(partial.peaks[first_list + part] - peak);
+    total += static_cast<double>(partial.sums[first_list + part]) *
+             exp(partial.peaks[first_list + part] - peak);
 #pragma unroll
   for (int mask = 16; mask; mask >>= 1) total += __shfl_xor_sync(~0u, total, mask);
   const float log_total = static_cast<float>(log(total));
@@ -118,7 +121,8 @@ __global__ void __launch_bounds__(32) merge_topk_kernel(CandidatesParams p, Part
   auto choose = [&] {
     best = 0;
     for (int part = lane; part < parts; part += 32) {
-      const uint64_t rank = taken[part] < p.count ? lists[static_cast<int64_t>(part) * p.count + taken[part]] : 0;
+      const uint64_t rank =
+          taken[part] < p.count ? lists[static_cast<int64_t>(part) * p.count + taken[part]] : 0;
       if (rank > best) best = rank, from = part;
     }
   };

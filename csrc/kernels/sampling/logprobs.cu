@@ -18,7 +18,7 @@ constexpr int kThreads = 1024, kWarps = kThreads / 32;
 // Maximum tokens of a thread: kVec adjacent ones in turn with the other threads of the block.
 template <typename T>
 __host__ __device__ int per_thread(int vocab) {
-  return (vocab + kThreads * kVec<T> - 1) / (kThreads * kVec<T>) * kVec<T>;
+  return (vocab + kThreads * kVec<T> - 1) / (kThreads * kVec<T>)*kVec<T>;
 }
 
 // kRanked: prompt tokens, with counts of their own, and with ranks.
@@ -65,10 +65,8 @@ __global__ void __launch_bounds__(kThreads) logprobs_kernel(LogprobsParams p) {
 #pragma unroll
     for (int turn = 0; turn < kAhead; ++turn) {
       const int at = start + turn * kTurn;
-      if (aligned && at + kWidth <= p.vocab)
-        take(read[turn].data, kWidth, at);
-      else if (at < p.vocab)
-        take(logits + at, min(kWidth, p.vocab - at), at);
+      if (aligned && at + kWidth <= p.vocab) take(read[turn].data, kWidth, at);
+      else if (at < p.vocab) take(logits + at, min(kWidth, p.vocab - at), at);
     }
   }
 

@@ -27,7 +27,8 @@ __global__ void cast_logits_kernel(float* y, const T* x, int vocab, int stride, 
   const bool aligned = reinterpret_cast<uintptr_t>(x) % 16 == 0;
   Vec<T, kWidth> read[kCopyVectors];
   auto place = [&](int turn) {
-    return ((static_cast<int>(blockIdx.x) * kCopyVectors + turn) * kCopyThreads + static_cast<int>(threadIdx.x)) *
+    return ((static_cast<int>(blockIdx.x) * kCopyVectors + turn) * kCopyThreads +
+            static_cast<int>(threadIdx.x)) *
            kWidth;
   };
 #pragma unroll
@@ -73,12 +74,15 @@ __global__ void process_logits_kernel(ProcessLogitsParams p) {
     tokens = p.history.tokens + slot * p.history.room;
     length = p.history.lengths[slot];
     const uint32_t* counts = p.history.counts + slot * p.history.vocab;
-    const bool repeats = wanted.repetition != 1, counted = wanted.presence != 0 || wanted.frequency != 0;
+    const bool repeats = wanted.repetition != 1,
+               counted = wanted.presence != 0 || wanted.frequency != 0;
     for (int i = threadIdx.x; i < length && (repeats || counted); i += kProcessingThreads) {
       const int32_t token = tokens[i];
       if (token & kRepeated) continue;
       float score = scores[token];
-      if (repeats) score = score < 0 ? __fmul_rn(score, wanted.repetition) : __fdiv_rn(score, wanted.repetition);
+      if (repeats)
+        score =
+            score < 0 ? __fmul_rn(score, wanted.repetition) : __fdiv_rn(score, wanted.repetition);
       const uint32_t times = counts[token] & ~kInPrompt;
       if (counted && times > 0)
         score = static_cast<float>(__dsub_rn(
@@ -98,7 +102,8 @@ __global__ void process_logits_kernel(ProcessLogitsParams p) {
     if (found) scores[word[before]] = -INFINITY;
   }
   if (num_generated < wanted.min_tokens)
-    for (int i = threadIdx.x; i < wanted.num_ends; i += kProcessingThreads) scores[ends[i]] = -INFINITY;
+    for (int i = threadIdx.x; i < wanted.num_ends; i += kProcessingThreads)
+      scores[ends[i]] = -INFINITY;
   bool forces = false;
   for (int i = 0; i < wanted.num_forced; ++i) forces = forces || turns[i] == num_generated;
   if (!forces) return;
@@ -116,7 +121,8 @@ __global__ void mask_kernel(ProcessLogitsParams p) {
   const int row = p.mask_rows[blockIdx.y], token = blockIdx.x * kProcessingThreads + threadIdx.x;
   if (row < 0 || token >= p.vocab) return;
   const uint32_t word = p.masks[static_cast<int64_t>(row) * ((p.vocab + 31) / 32) + token / 32];
-  if ((word >> (token % 32) & 1) == 0) p.scores[static_cast<int64_t>(blockIdx.y) * p.scores_stride + token] = -INFINITY;
+  if ((word >> (token % 32) & 1) == 0)
+    p.scores[static_cast<int64_t>(blockIdx.y) * p.scores_stride + token] = -INFINITY;
 }
 
 }  // namespace
@@ -125,12 +131,14 @@ cudaError_t process_logits(DType dtype, const ProcessLogitsParams& p, cudaStream
   cudaError_t status = dispatch_dtype(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     const dim3 grid(ceil_div(p.vocab, kCopyThreads * kCopyVectors * kVec<T>), p.rows);
-    return launch(cast_logits_kernel<T>, grid, kCopyThreads, 0, stream, p.scores, static_cast<const T*>(p.logits),
-                  p.vocab, p.stride, p.scores_stride);
+    return launch(cast_logits_kernel<T>, grid, kCopyThreads, 0, stream, p.scores,
+                  static_cast<const T*>(p.logits), p.vocab, p.stride, p.scores_stride);
   });
-  if (status == cudaSuccess) status = launch(process_logits_kernel, p.rows, kProcessingThreads, 0, stream, p);
+  if (status == cudaSuccess)
+    status = launch(process_logits_kernel, p.rows, kProcessingThreads, 0, stream, p);
   if (status != cudaSuccess || p.mask_rows == nullptr) return status;
-  return launch(mask_kernel, dim3(ceil_div(p.vocab, kProcessingThreads), p.rows), kProcessingThreads, 0, stream, p);
+  return launch(mask_kernel, dim3(ceil_div(p.vocab, kProcessingThreads), p.rows),
+                kProcessingThreads, 0, stream, p);
 }
 
 }  // namespace llmc::kernels

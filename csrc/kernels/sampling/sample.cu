@@ -23,14 +23,16 @@ namespace {
 
 using namespace device;
 
-constexpr int kThreads = 1024, kWarps = kThreads / 32, kDigit = 11, kBins = 1 << kDigit, kListed = 8192;
+constexpr int kThreads = 1024, kWarps = kThreads / 32, kDigit = 11, kBins = 1 << kDigit,
+              kListed = 8192;
 
 __device__ uint64_t philox(uint64_t seed, uint64_t counter) {
   uint64_t c0 = counter + 1, c1 = 0, c2 = 0, c3 = 0, k0 = seed, k1 = 0;
 #pragma unroll
   for (int round = 0; round < 10; ++round) {
     const uint64_t m0 = 0xD2E7470EE14C6C93u, m1 = 0xCA5A826395121157u;
-    const uint64_t high0 = __umul64hi(m0, c0), low0 = m0 * c0, high1 = __umul64hi(m1, c2), low1 = m1 * c2;
+    const uint64_t high0 = __umul64hi(m0, c0), low0 = m0 * c0, high1 = __umul64hi(m1, c2),
+                   low1 = m1 * c2;
     c0 = high1 ^ c1 ^ k0, c1 = low1, c2 = high0 ^ c3 ^ k1, c3 = low0;
     k0 += 0x9E3779B97F4A7C15u, k1 += 0xBB67AE8584CAA73Bu;
   }
@@ -124,18 +126,21 @@ __device__ double block_total(double x, double* shared) {
 // The kept tokens of a row: keys above `key`, and the first `ties` tokens with that key.
 struct Cut {
   uint32_t key;
-  uint64_t ties, above, each;  // above: probability of the keys above; each: of one token with the key
+  uint64_t ties, above,
+      each;  // above: probability of the keys above; each: of one token with the key
 };
 
 template <typename T>
 struct Row {
   const T* logits;
-  int begin, end;  // the warp's segment
+  int begin, end;     // the warp's segment
   float peak, scale;  // maximum logit; log2(e) / temperature
 
   __device__ __forceinline__ uint32_t probability(T x) const {
     float power;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(fmaf(to_float(x), scale, 31 - peak * scale)));
+    asm("ex2.approx.ftz.f32 %0, %1;"
+        : "=f"(power)
+        : "f"(fmaf(to_float(x), scale, 31 - peak * scale)));
     return __float2uint_rz(power);
   }
   // log2 of the probability relative to the most likely token.
@@ -148,7 +153,8 @@ struct Row {
   // Divides `count` tokens among the warps, in whole iterations.
   __device__ void divide(int count) {
     constexpr int kTurn = 32 * kVec<T>;
-    const int segment = (count + kWarps * kTurn - 1) / (kWarps * kTurn) * kTurn, warp = threadIdx.x / 32;
+    const int segment = (count + kWarps * kTurn - 1) / (kWarps * kTurn) * kTurn,
+              warp = threadIdx.x / 32;
     begin = min(count, warp * segment), end = min(count, (warp + 1) * segment);
   }
 };
@@ -170,8 +176,8 @@ struct Lump {
 // lump and the tokens of the row with counts(x) (for_mass: with any probability). Keys have kBits
 // bits.
 template <int kBits, typename T, typename Key, typename Counts>
-__device__ Cut find_cut(const Row<T>& row, Histogram& h, uint64_t target, bool for_mass, Key&& key_at,
-                        Counts&& counts, Lump lump = {}) {
+__device__ Cut find_cut(const Row<T>& row, Histogram& h, uint64_t target, bool for_mass,
+                        Key&& key_at, Counts&& counts, Lump lump = {}) {
   Cut cut{};
   uint64_t found = 0;  // tokens, or probability, above the keys with prefix cut.key
   for (int shift = kBits, bits; shift > 0;) {
@@ -211,17 +217,20 @@ __device__ Cut find_cut(const Row<T>& row, Histogram& h, uint64_t target, bool f
       mass[k] = (static_cast<uint64_t>(h.high[bin]) << 32) + h.low[bin], count[k] = h.count[bin];
     }
     uint64_t total_mass, total_count;
-    const uint64_t mass_here = warp_scan(mass[0] + mass[1]), count_here = warp_scan(count[0] + count[1]);
-    uint64_t mass_before =
-        scan_warps(__shfl_sync(~0u, mass_here, 31), h.warps, total_mass) + mass_here - mass[0] - mass[1];
-    uint64_t count_before =
-        scan_warps(__shfl_sync(~0u, count_here, 31), h.warps, total_count) + count_here - count[0] - count[1];
+    const uint64_t mass_here = warp_scan(mass[0] + mass[1]),
+                   count_here = warp_scan(count[0] + count[1]);
+    uint64_t mass_before = scan_warps(__shfl_sync(~0u, mass_here, 31), h.warps, total_mass) +
+                           mass_here - mass[0] - mass[1];
+    uint64_t count_before = scan_warps(__shfl_sync(~0u, count_here, 31), h.warps, total_count) +
+                            count_here - count[0] - count[1];
     const uint64_t wanted = min(target - found, for_mass ? total_mass : total_count);
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
-      const uint64_t past = for_mass ? mass_before : count_before, own = for_mass ? mass[k] : count[k];
+      const uint64_t past = for_mass ? mass_before : count_before,
+                     own = for_mass ? mass[k] : count[k];
       if (past < wanted && wanted <= past + own)
-        h.bin = kBins - 1 - (2 * threadIdx.x + k), h.above = mass_before, h.count_above = count_before;
+        h.bin = kBins - 1 - (2 * threadIdx.x + k), h.above = mass_before,
+        h.count_above = count_before;
       mass_before += mass[k], count_before += count[k];
     }
     __syncthreads();
@@ -240,7 +249,8 @@ __device__ Cut find_cut(const Row<T>& row, Histogram& h, uint64_t target, bool f
 
 // Copies the warp's tokens with a key of at least `likely`, in order, to `at` and following.
 template <typename T>
-__device__ void list_likely(const Row<T>& row, uint32_t likely, uint32_t at, T* listed, int32_t* token_of) {
+__device__ void list_likely(const Row<T>& row, uint32_t likely, uint32_t at, T* listed,
+                            int32_t* token_of) {
   constexpr int kWidth = kVec<T>, kTurn = 32 * kWidth, kAhead = 4;
   const bool aligned = reinterpret_cast<uintptr_t>(row.logits) % 16 == 0;
   const int first = row.begin + static_cast<int>(threadIdx.x % 32) * kWidth;
@@ -297,10 +307,13 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleParams p) {
   // likely.
   const float temperature = state.temperature;
   const int top_k = state.top_k < p.vocab ? state.top_k : 0;
-  const int together = temperature <= 0 || top_k > kThreads / 2 ? 1 : top_k == 0 || top_k > kThreads / 4 ? 2 : 4;
+  const int together = temperature <= 0 || top_k > kThreads / 2 ? 1
+                       : top_k == 0 || top_k > kThreads / 4     ? 2
+                                                                : 4;
   const int likely_count = kThreads / together;
   float least = best;
-  for (int mask = 1; mask < together; mask <<= 1) least = fmaxf(least, __shfl_xor_sync(~0u, least, mask));
+  for (int mask = 1; mask < together; mask <<= 1)
+    least = fmaxf(least, __shfl_xor_sync(~0u, least, mask));
 #pragma unroll
   for (int mask = 16; mask; mask >>= 1) least = fminf(least, __shfl_xor_sync(~0u, least, mask));
 #pragma unroll
@@ -327,7 +340,8 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleParams p) {
   const uint32_t likely = key_of(from_float<T>(least));
   const float top_p = state.top_p, min_p = state.min_p, typical_p = state.typical_p;
   auto part_of = [](float part, uint64_t mass) {
-    return max(static_cast<uint64_t>(static_cast<double>(part) * static_cast<double>(mass)), uint64_t{1});
+    return max(static_cast<uint64_t>(static_cast<double>(part) * static_cast<double>(mass)),
+               uint64_t{1});
   };
   uint32_t lowest = 0;
   if (min_p > 0) {
@@ -348,8 +362,7 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleParams p) {
     });
     scan_warps(warp_total(mass), h.warps, whole);
     scan_warps(warp_total(likely_mass), h.warps, enough);
-    if (part_of(top_p, whole) <= enough)
-      narrow = true;
+    if (part_of(top_p, whole) <= enough) narrow = true;
     else if (narrow)  // top_p keeps all likely tokens, and min_p no others
       by_mass = false;
   } else if (narrow) {
@@ -380,7 +393,8 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleParams p) {
     cut = find_cut<kBits>(row, h, part_of(top_p, whole), true, key,
                           [&](T x) { return key_of(x) >= from; });
   }
-  if (lowest > cut.key) cut = {lowest, static_cast<uint64_t>(p.vocab), 0, row.probability(logit_of<T>(lowest))};
+  if (lowest > cut.key)
+    cut = {lowest, static_cast<uint64_t>(p.vocab), 0, row.probability(logit_of<T>(lowest))};
 
   // Distance of the information from the entropy, in bits relative to the most likely token.
   float entropy = 0;
@@ -410,8 +424,10 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleParams p) {
     }
     entropy = static_cast<float>(information / static_cast<double>(whole));
     lump.key = nearness(tie);
-    nearest = find_cut<32>(row, h, part_of(typical_p, whole), true, nearness,
-                           [&](T x) { return key_of(x) > cut.key; }, lump).key;
+    nearest = find_cut<32>(
+                  row, h, part_of(typical_p, whole), true, nearness,
+                  [&](T x) { return key_of(x) > cut.key; }, lump)
+                  .key;
     if (lump.key < nearest) cut.ties = 0;
   }
   auto above = [&](T x) { return key_of(x) > cut.key && (nearest == 0 || nearness(x) >= nearest); };
@@ -435,7 +451,8 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleParams p) {
   for (int start = row.begin; start < row.end; start += kTurn) {
     const int i = start + lane * kVec<T>;
     uint64_t own = 0, own_ties = 0;
-    for (int k = 0; k < kVec<T> && i + k < row.end; ++k) own_ties += key_of(row.logits[i + k]) == cut.key;
+    for (int k = 0; k < kVec<T> && i + k < row.end; ++k)
+      own_ties += key_of(row.logits[i + k]) == cut.key;
     const uint64_t ties_here = warp_scan(own_ties);
     uint64_t tie = tied + ties_here - own_ties;
     auto part = [&](T x) -> uint64_t {
@@ -467,8 +484,10 @@ cudaError_t sample(DType dtype, const SampleParams& p, cudaStream_t stream) {
   return dispatch_dtype(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     constexpr int kBytes = kListed * (sizeof(T) + sizeof(int32_t));
-    const cudaError_t allowed = p.draws ? cudaFuncSetAttribute(
-        sample_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes) : cudaSuccess;
+    const cudaError_t allowed =
+        p.draws ? cudaFuncSetAttribute(sample_kernel<T>,
+                                       cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes)
+                : cudaSuccess;
     if (allowed != cudaSuccess) return allowed;
     return launch(sample_kernel<T>, p.rows, kThreads, p.draws ? kBytes : 0, stream, p);
   });

@@ -11,13 +11,16 @@ namespace {
 
 using namespace device;
 
-constexpr int kAdmitThreads = 1024, kPrepareThreads = 256, kCopyThreads = 256, kCopyParts = 8, kTransferThreads = 256;
+constexpr int kAdmitThreads = 1024, kPrepareThreads = 256, kCopyThreads = 256, kCopyParts = 8,
+              kTransferThreads = 256;
 constexpr int64_t kTransferBytes = 32 << 10;  // above this, copy engines are as fast
 
-__global__ void __launch_bounds__(kTransferThreads) transfer_kernel(char* to, const char* from, int bytes) {
+__global__ void __launch_bounds__(kTransferThreads)
+    transfer_kernel(char* to, const char* from, int bytes) {
   pdl_wait();
   pdl_launch_dependents();
-  const int i = blockIdx.x * kTransferThreads + threadIdx.x, vectors = bytes / 16, rest = 15 * vectors + i;
+  const int i = blockIdx.x * kTransferThreads + threadIdx.x, vectors = bytes / 16,
+            rest = 15 * vectors + i;
   if (i < vectors) reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
   else if (rest < bytes) to[rest] = from[rest];
 }
@@ -48,7 +51,8 @@ __device__ __forceinline__ int sequence_of_token(const PrepareInputsParams& p, i
   int low = 0, high = p.batch - 1;
   while (low < high) {
     const int middle = (low + high + 1) / 2;
-    if (p.host_seqlens[middle] <= token) low = middle; else high = middle - 1;
+    if (p.host_seqlens[middle] <= token) low = middle;
+    else high = middle - 1;
   }
   return low;
 }
@@ -85,7 +89,8 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_inputs_kernel(Prepare
   for (int r = blockIdx.x; r < p.num_runs; r += gridDim.x) {
     const BlockTableUpdate run = p.runs[r];
     for (int k = threadIdx.x; k < run.count; k += kPrepareThreads)
-      p.block_table[static_cast<int64_t>(run.row) * p.max_blocks + run.first + k] = p.blocks[run.from + k];
+      p.block_table[static_cast<int64_t>(run.row) * p.max_blocks + run.first + k] =
+          p.blocks[run.from + k];
   }
 }
 
@@ -93,13 +98,14 @@ template <typename Word>
 __device__ __forceinline__ void copy_words(const void* from, void* to, int64_t bytes) {
   const auto* source = static_cast<const Word*>(from);
   auto* target = static_cast<Word*>(to);
-  for (int64_t i = blockIdx.z * kCopyThreads + threadIdx.x; i < bytes / static_cast<int>(sizeof(Word));
-       i += gridDim.z * kCopyThreads)
+  for (int64_t i = blockIdx.z * kCopyThreads + threadIdx.x;
+       i < bytes / static_cast<int>(sizeof(Word)); i += gridDim.z * kCopyThreads)
     target[i] = source[i];
 }
 
 // One block per cache, pair and part of the pair's bytes.
-__global__ void __launch_bounds__(kCopyThreads) copy_blocks_kernel(const CacheBlocks* caches, const int32_t* pairs) {
+__global__ void __launch_bounds__(kCopyThreads)
+    copy_blocks_kernel(const CacheBlocks* caches, const int32_t* pairs) {
   pdl_wait();
   pdl_launch_dependents();
   const CacheBlocks cache = caches[blockIdx.x];
@@ -113,7 +119,8 @@ __device__ void append_token(const TokenHistory& history, int64_t slot, int64_t 
   const int length = history.lengths[slot];
   if (length >= history.room) return;
   uint32_t& count = history.counts[slot * history.vocab + token];
-  history.tokens[slot * history.room + length] = static_cast<int32_t>(token) | (count != 0 ? kRepeated : 0);
+  history.tokens[slot * history.room + length] =
+      static_cast<int32_t>(token) | (count != 0 ? kRepeated : 0);
   history.lengths[slot] = length + 1;
   ++count;
 }
@@ -127,7 +134,8 @@ __global__ void update_slots_kernel(UpdateSlotsParams p) {
     p.last[slot] = token;
     if (token < 0) continue;
     ++state.num_generated;
-    if (p.history.counts != nullptr && state.processing.keeps_history) append_token(p.history, slot, token);
+    if (p.history.counts != nullptr && state.processing.keeps_history)
+      append_token(p.history, slot, token);
   }
 }
 
@@ -143,8 +151,9 @@ cudaError_t transfer(void* to, const void* from, int64_t bytes, cudaStream_t str
   if (bytes == 0) return cudaSuccess;
   if (bytes > kTransferBytes || !is_aligned(to, 16) || !is_aligned(from, 16))
     return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream);
-  return launch(transfer_kernel, ceil_div(bytes / 16 + bytes % 16, kTransferThreads), kTransferThreads, 0, stream,
-                static_cast<char*>(to), static_cast<const char*>(from), static_cast<int>(bytes));
+  return launch(transfer_kernel, ceil_div(bytes / 16 + bytes % 16, kTransferThreads),
+                kTransferThreads, 0, stream, static_cast<char*>(to), static_cast<const char*>(from),
+                static_cast<int>(bytes));
 }
 
 cudaError_t prepare_inputs(const PrepareInputsParams& p, cudaStream_t stream) {
@@ -153,9 +162,10 @@ cudaError_t prepare_inputs(const PrepareInputsParams& p, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-cudaError_t copy_blocks(const CacheBlocks* caches, int num_caches, const int32_t* pairs, int num_pairs,
-                        cudaStream_t stream) {
-  return launch(copy_blocks_kernel, dim3(num_caches, num_pairs, kCopyParts), kCopyThreads, 0, stream, caches, pairs);
+cudaError_t copy_blocks(const CacheBlocks* caches, int num_caches, const int32_t* pairs,
+                        int num_pairs, cudaStream_t stream) {
+  return launch(copy_blocks_kernel, dim3(num_caches, num_pairs, kCopyParts), kCopyThreads, 0,
+                stream, caches, pairs);
 }
 
 cudaError_t update_slots(const UpdateSlotsParams& p, cudaStream_t stream) {

@@ -5,17 +5,17 @@
 #include <utility>
 
 #include "../../kernels/attention/params.h"
-#include "split_kv_plan.h"
 #include "heads.h"
 #include "norm.h"
+#include "split_kv_plan.h"
 
 namespace llmc {
 
 // Indices of the optional inputs after sin and q_norm; kNone: the op lacks the input.
 struct AttentionPorts {
   static constexpr size_t kNone = SIZE_MAX;
-  size_t k_norm = kNone, block_table = kNone, distance_bias = kNone, sinks = kNone, v_norm = kNone, key_bias = kNone,
-         query_scale = kNone;
+  size_t k_norm = kNone, block_table = kNone, distance_bias = kNone, sinks = kNone, v_norm = kNone,
+         key_bias = kNone, query_scale = kNone;
 };
 
 class CachedKeysAttention : public Plugin {
@@ -38,9 +38,11 @@ class CachedKeysAttention : public Plugin {
     p_.chunk = integer(fields, "chunk");
     p_.out_scale_inverse = inverse_of(fields);
     out_scale_ = real(fields, "out_scale");
-    if (p_.out_scale_inverse > 0 && (p_.head_dim % 8 != 0 || p_.num_heads * p_.head_dim > kernels::kMaxNormHidden))
-      throw Error(op_ + " rounds rows of whole units of 8 numbers, at most " + std::to_string(kernels::kMaxNormHidden) +
-                  ", not of heads of " + std::to_string(p_.head_dim));
+    if (p_.out_scale_inverse > 0 &&
+        (p_.head_dim % 8 != 0 || p_.num_heads * p_.head_dim > kernels::kMaxNormHidden))
+      throw Error(op_ + " rounds rows of whole units of 8 numbers, at most " +
+                  std::to_string(kernels::kMaxNormHidden) + ", not of heads of " +
+                  std::to_string(p_.head_dim));
     const auto& kv_dtype = std::get<std::string>(fields.at("kv_dtype"));
     p_.float8 = kv_dtype == name_of(DType::kFloat8);
     if (!p_.float8 && !kv_dtype.empty())
@@ -58,7 +60,8 @@ class CachedKeysAttention : public Plugin {
     const Dim batch = in[4][0];
     const int64_t heads = p_.reads ? p_.num_heads : p_.num_heads + 2ll * p_.num_kv_heads;
     expect(op + (p_.reads ? "'s query" : "'s qkv"), qkv, {qkv[0], heads * p_.head_dim});
-    expect(op + "'s key_cache", cache, {table != nullptr ? cache[0] : batch, p_.num_kv_heads, cache[2], p_.head_dim});
+    expect(op + "'s key_cache", cache,
+           {table != nullptr ? cache[0] : batch, p_.num_kv_heads, cache[2], p_.head_dim});
     expect(op + "'s value_cache", in[2], cache);
     expect(op + "'s past_lens", in[4], {batch});
     expect_starts(op, in[3], batch);
@@ -72,16 +75,20 @@ class CachedKeysAttention : public Plugin {
       positions.push_back((*turns)[0]);
     }
     for (size_t norm : {size_t{7}, ports_.k_norm, ports_.v_norm})
-      if (const Dims* weight = optional(in, norm)) expect(op + "'s norm of a head", *weight, {p_.head_dim});
+      if (const Dims* weight = optional(in, norm))
+        expect(op + "'s norm of a head", *weight, {p_.head_dim});
     if (table != nullptr) expect(op + "'s block_table", *table, {batch, (*table)[1]});
     if (const Dims* bias = optional(in, ports_.distance_bias))
       expect(op + "'s distance_bias", *bias, {p_.num_heads, (*bias)[1]});
-    if (const Dims* sinks = optional(in, ports_.sinks)) expect(op + "'s sinks", *sinks, {p_.num_heads});
+    if (const Dims* sinks = optional(in, ports_.sinks))
+      expect(op + "'s sinks", *sinks, {p_.num_heads});
     const Dims *bias = optional(in, ports_.key_bias), *factors = optional(in, ports_.query_scale);
     if (bias != nullptr) expect(op + "'s key_bias", *bias, {p_.num_heads, (*bias)[1]});
     if ((bias != nullptr || optional(in, ports_.distance_bias) != nullptr) && p_.head_dim > 256)
-      throw Error(op + " with a bias has no kernel for head_dim " + std::to_string(p_.head_dim) + ", at most for 256");
-    if (p_.out_scale_inverse > 0 && (bias != nullptr || optional(in, ports_.distance_bias) != nullptr))
+      throw Error(op + " with a bias has no kernel for head_dim " + std::to_string(p_.head_dim) +
+                  ", at most for 256");
+    if (p_.out_scale_inverse > 0 &&
+        (bias != nullptr || optional(in, ports_.distance_bias) != nullptr))
       throw Error(op_ + " with a bias does not round what it makes");
     if (factors != nullptr) expect(op + "'s query_scale", *factors, {(*factors)[0]});
     if (bias != nullptr) positions.push_back((*bias)[1]);
@@ -99,7 +106,9 @@ class CachedKeysAttention : public Plugin {
   int64_t workspace(const std::vector<Tensor>& in) const override {
     const bool shares = optional(in, ports_.block_table) != nullptr;
     return scratch() + kv_splits_bytes(in) + queries_bytes(in) + made_bytes(in) +
-           (shares ? kernels::prefix_scratch(static_cast<int>(in[4].shape[0]), p_.num_heads, p_.num_kv_heads, p_.head_dim) : 0);
+           (shares ? kernels::prefix_scratch(static_cast<int>(in[4].shape[0]), p_.num_heads,
+                                             p_.num_kv_heads, p_.head_dim)
+                   : 0);
   }
 
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void* workspace,
@@ -145,7 +154,8 @@ class CachedKeysAttention : public Plugin {
     void* const made = static_cast<char*>(workspace) + scratch() + kv_splits_bytes(in);
     p.queries = static_cast<char*>(made) + made_bytes(in);
     kernels::ScoreBias bias{table_of(ports_.distance_bias), table_of(ports_.key_bias), 0, 0};
-    if (bias.distance != nullptr) bias.distances = static_cast<int>(in[ports_.distance_bias].shape[1]);
+    if (bias.distance != nullptr)
+      bias.distances = static_cast<int>(in[ports_.distance_bias].shape[1]);
     if (bias.key != nullptr) bias.positions = static_cast<int>(in[ports_.key_bias].shape[1]);
     if (bias.distance != nullptr || bias.key != nullptr) {
       check(kernels::append(in[0].dtype, p, context.stream), op_.c_str());
@@ -158,13 +168,15 @@ class CachedKeysAttention : public Plugin {
         check(kernels::attention(in[0].dtype, p, context.stream), op_.c_str());
       return;
     }
-    const int decodes = context.dense && p.num_tokens == p.batch ? p.batch : std::min(context.num_decode, p.batch);
+    const int decodes =
+        context.dense && p.num_tokens == p.batch ? p.batch : std::min(context.num_decode, p.batch);
     if (decodes > 0) {
       kernels::AttentionParams half = p;
       half.decode = true;
       half.num_tokens = half.batch = decodes;
       half.prefix = context.prefix;
-      half.prefix.results = reinterpret_cast<float*>(static_cast<char*>(p.queries) + queries_bytes(in));
+      half.prefix.results =
+          reinterpret_cast<float*>(static_cast<char*>(p.queries) + queries_bytes(in));
       if (half.prefix.of != nullptr && kernels::can_share_prefix(in[0].dtype, half)) {
         check(kernels::append(in[0].dtype, half, context.stream), op_.c_str());
         check(kernels::prefix_attention(in[0].dtype, half, context.stream), op_.c_str());
@@ -176,12 +188,14 @@ class CachedKeysAttention : public Plugin {
     }
     if (decodes == p.batch) return;
     if (decodes > 0) skip(p, decodes, in);
-    if (context.reach > 0 && context.reach <= p.chunk) p.chunk = 0;  // a single chunk, which all kernels support
+    if (context.reach > 0 && context.reach <= p.chunk)
+      p.chunk = 0;  // a single chunk, which all kernels support
     check(kernels::append(in[0].dtype, p, context.stream), op_.c_str());
     kernels::AttentionParams library = p;
     if (p.out_scale_inverse > 0) library.out = made;
     if (context.attention != nullptr &&
-        context.attention->run(in[0].dtype, library, context.longest, context.reach, context.stream)) {
+        context.attention->run(in[0].dtype, library, context.longest, context.reach,
+                               context.stream)) {
       if (p.out_scale_inverse > 0) round_rows(in[0].dtype, made, p, context);
       return;
     }
@@ -191,7 +205,8 @@ class CachedKeysAttention : public Plugin {
  private:
   // Skips the decoding sequences, which have one token each.
   static void skip(kernels::AttentionParams& p, int sequences, const std::vector<Tensor>& in) {
-    const int64_t element = width(in[0].dtype), row = static_cast<int64_t>(p.num_heads) * p.head_dim;
+    const int64_t element = width(in[0].dtype),
+                  row = static_cast<int64_t>(p.num_heads) * p.head_dim;
     p.out = static_cast<char*>(p.out) + sequences * row * (p.out_scale_inverse > 0 ? 1 : element);
     p.qkv = static_cast<const char*>(p.qkv) + sequences * p.qkv_stride * element;
     p.cu_seqlens += sequences;
@@ -208,7 +223,8 @@ class CachedKeysAttention : public Plugin {
     }
   }
 
-  void round_rows(DType dtype, const void* made, const kernels::AttentionParams& of, const Context& context) const {
+  void round_rows(DType dtype, const void* made, const kernels::AttentionParams& of,
+                  const Context& context) const {
     kernels::NormParams p{};
     p.x = made;
     p.rows = of.num_tokens;
@@ -220,9 +236,13 @@ class CachedKeysAttention : public Plugin {
   }
 
   static int64_t kv_splits_bytes(const std::vector<Tensor>& in) {
-    return (SplitKvPlan::capacity(in[4].shape[0]) * static_cast<int64_t>(sizeof(kernels::KvSplit)) + 255) / 256 * 256;
+    return (SplitKvPlan::capacity(in[4].shape[0]) * static_cast<int64_t>(sizeof(kernels::KvSplit)) +
+            255) /
+           256 * 256;
   }
-  int64_t made_bytes(const std::vector<Tensor>& in) const { return p_.out_scale_inverse > 0 ? queries_bytes(in) : 0; }
+  int64_t made_bytes(const std::vector<Tensor>& in) const {
+    return p_.out_scale_inverse > 0 ? queries_bytes(in) : 0;
+  }
   int64_t queries_bytes(const std::vector<Tensor>& in) const {
     return (in[0].shape[0] * p_.num_heads * p_.head_dim * 4 + 255) / 256 * 256;
   }

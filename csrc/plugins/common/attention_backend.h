@@ -29,7 +29,8 @@ class AttentionBackend {
   // Attention of p.queries (with decodes() of p.qkv), as kernels::attention(). Returns false if
   // unsupported; llmc's kernels are used then. `longest`: maximum number of new tokens of a
   // sequence; `reach`: maximum number of all its tokens.
-  virtual bool run(DType dtype, const kernels::AttentionParams& p, int longest, int reach, cudaStream_t stream) = 0;
+  virtual bool run(DType dtype, const kernels::AttentionParams& p, int longest, int reach,
+                   cudaStream_t stream) = 0;
 };
 
 std::vector<std::string> attention_backends();

@@ -24,7 +24,9 @@ class Norm : public Plugin {
  public:
   explicit Norm(const Fields& fields) : epsilon_(real(fields, "epsilon")) {}
 
-  static std::unique_ptr<Plugin> make(const Fields& fields) { return std::make_unique<Norm>(fields); }
+  static std::unique_ptr<Plugin> make(const Fields& fields) {
+    return std::make_unique<Norm>(fields);
+  }
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
     const Dims& x = in[0];

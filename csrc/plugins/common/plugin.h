@@ -146,8 +146,8 @@ class Gemm {
   // last (run() has 6). Without a result for this or a larger number of rows, and without timing,
   // runs `first` if `usual`. `saved`: the fraction of the time of `first` that `second` must save.
   using Way = std::function<void()>;
-  void choose(const std::vector<int64_t>& shape, cudaStream_t stream, const Way& first, const Way& second,
-              float saved = kSaved, bool usual = true);
+  void choose(const std::vector<int64_t>& shape, cudaStream_t stream, const Way& first,
+              const Way& second, float saved = kSaved, bool usual = true);
   // Whether choose() would time both, for callers that then provide other inputs.
   bool would_time(const std::vector<int64_t>& shape, cudaStream_t stream) const;
   // Forces the next choices to the first implementation, or the second: for tests.
@@ -160,8 +160,8 @@ class Gemm {
 
   struct Plan;
   Plan& plan_of(const GemmProblem& product, cudaStream_t stream);
-  cublasStatus_t multiply(const GemmProblem& product, const Plan& plan, const cublasLtMatmulAlgo_t& algorithm,
-                          cudaStream_t stream);
+  cublasStatus_t multiply(const GemmProblem& product, const Plan& plan,
+                          const cublasLtMatmulAlgo_t& algorithm, cudaStream_t stream);
   template <typename Work>
   float time(cudaStream_t stream, Work&& work);
 
@@ -169,8 +169,10 @@ class Gemm {
   void* workspace_ = nullptr;
   std::map<std::vector<int64_t>, std::unique_ptr<Plan>> plans_;
   std::map<std::vector<int64_t>, cublasLtMatmulAlgo_t> best_;  // by shape, the rows last
-  std::map<std::vector<int64_t>, bool> first_;  // whether the first implementation is used, by shape
-  std::map<float, std::vector<std::pair<int, float*>>> repeated_;  // [(count, array)] by number, the largest count last
+  std::map<std::vector<int64_t>, bool>
+      first_;  // whether the first implementation is used, by shape
+  std::map<float, std::vector<std::pair<int, float*>>>
+      repeated_;  // [(count, array)] by number, the largest count last
   std::deque<bool> decided_;
   bool times_ = true;
   void* swept_ = nullptr;
@@ -181,8 +183,8 @@ constexpr int kCounters = std::max(kernels::kAttentionCounters, kernels::kPacked
 // Called for each tensor that an op inside a node produces, right after its kernels are enqueued:
 // name, device address, dtype ("float16") and shape. Reads must be enqueued on `stream` before it
 // returns.
-using Watcher = void (*)(void* user, const char* name, const void* data, const char* dtype, const int64_t* shape,
-                         int rank, cudaStream_t stream);
+using Watcher = void (*)(void* user, const char* name, const void* data, const char* dtype,
+                         const int64_t* shape, int rank, cudaStream_t stream);
 
 class SplitKvPlan;
 
@@ -190,15 +192,18 @@ class SplitKvPlan;
 struct Context {
   cudaStream_t stream = nullptr;
   Gemm* gemm = nullptr;
-  int32_t* counters = nullptr;  // device, kCounters of them, zero between ops
+  int32_t* counters = nullptr;        // device, kCounters of them, zero between ops
   ncclComm_t communicator = nullptr;  // of the tensor-parallel ranks; null for one rank
-  bool decode = false;  // every sequence has one new token, and the logits of all are wanted in order
-  int num_decode = 0;  // the first num_decode sequences have one new token each
+  bool decode =
+      false;  // every sequence has one new token, and the logits of all are wanted in order
+  int num_decode = 0;                     // the first num_decode sequences have one new token each
   AttentionBackend* attention = nullptr;  // null: llmc's kernels
-  int longest = 0, reach = 0;  // maximum number of new tokens, and of all tokens, of a sequence; 0: unknown
-  bool building = false;  // TensorRT is timing with arbitrary inputs
+  int longest = 0,
+      reach = 0;  // maximum number of new tokens, and of all tokens, of a sequence; 0: unknown
+  bool building = false;           // TensorRT is timing with arbitrary inputs
   kernels::SharedPrefix prefix{};  // of the decoding sequences; `results` is not set
-  SplitKvPlan* split_kv_plan = nullptr;  // of the decoding sequences; null: each layer plans for itself
+  SplitKvPlan* split_kv_plan =
+      nullptr;         // of the decoding sequences; null: each layer plans for itself
   bool dense = false;  // every sequence has a new token, so num_tokens == batch means decoding
   Watcher watcher = nullptr;  // called with `user` by nodes that contain many ops; null: unused
   void* user = nullptr;
@@ -218,7 +223,8 @@ class Plugin {
                        void* workspace, const Context& context) const = 0;
   // Called once before the first run: permutes weights in place to the layout of the kernels,
   // except those whose data is in `done`. Synchronizes the stream.
-  virtual void prepare(const std::vector<Tensor>&, std::set<const void*>& /* done */, cudaStream_t) const {}
+  virtual void prepare(const std::vector<Tensor>&, std::set<const void*>& /* done */,
+                       cudaStream_t) const {}
   // Whether it needs a communicator.
   virtual bool collective() const { return false; }
   // Whether the output equals the first input in such a step, so that a host may alias it.

@@ -15,7 +15,8 @@ inline std::vector<Port> quantizable_ports(std::vector<Port> ports) {
 }
 inline Fields quantizable_fields(Fields fields) {
   fields["weight_dtype"] = std::string("");
-  for (const char* field : {"group_size", "in_features", "out_features"}) fields[field] = int64_t{0};
+  for (const char* field : {"group_size", "in_features", "out_features"})
+    fields[field] = int64_t{0};
   return fields;
 }
 
@@ -54,7 +55,8 @@ class Quantized {
   kernels::QuantParams quant_params(const std::vector<Tensor>& in) const;
   // See Plugin::prepare(): repacks codes, and transposes scales and minima to [in / group_size,
   // out].
-  void prepare(const std::vector<Tensor>& in, size_t weight, std::set<const void*>& done, cudaStream_t stream) const;
+  void prepare(const std::vector<Tensor>& in, size_t weight, std::set<const void*>& done,
+               cudaStream_t stream) const;
   int out() const { return out_; }
   int in() const { return in_; }
   // Whether x is quantized to FP8, here or by the previous op: with the static activation_scale(),

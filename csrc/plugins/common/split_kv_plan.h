@@ -11,7 +11,8 @@ namespace llmc {
 
 class SplitKvPlan {
  public:
-  static constexpr int kMaxKinds = 8;  // of layers, by window and heads; further kinds plan for themselves
+  static constexpr int kMaxKinds =
+      8;  // of layers, by window and heads; further kinds plan for themselves
   // Maximum number of KV splits of a kind.
   static int64_t capacity(int64_t batch) { return batch + kernels::kAttentionCounters; }
 
@@ -22,7 +23,8 @@ class SplitKvPlan {
   // Sets p.kv_splits, and whether another layer has already planned them in this step. Leaves p
   // unchanged if there is no room for another kind.
   void assign(kernels::AttentionParams& p) {
-    const Kind kind{p.batch, p.num_heads, p.num_kv_heads, p.max_seq_len, p.window, p.chunk, p.prefix.of != nullptr};
+    const Kind kind{p.batch,  p.num_heads, p.num_kv_heads,        p.max_seq_len,
+                    p.window, p.chunk,     p.prefix.of != nullptr};
     size_t at = 0;
     while (at < made_.size() && made_[at] != kind) ++at;
     if (at == kMaxKinds) return;

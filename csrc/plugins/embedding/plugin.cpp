@@ -7,8 +7,10 @@ namespace {
 class Embedding : public Plugin {
  public:
   explicit Embedding(const Fields& fields)
-      : scale_(real(fields, "scale")), start_(std::get<int64_t>(fields.at("vocab_start"))),
-        sharded_(integer(fields, "vocab_sharded") != 0), quantized_(fields, 4) {}
+      : scale_(real(fields, "scale")),
+        start_(std::get<int64_t>(fields.at("vocab_start"))),
+        sharded_(integer(fields, "vocab_sharded") != 0),
+        quantized_(fields, 4) {}
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
     const Dims table = quantized_.matrix(in, 1), y{in[0][0], table[1]};
@@ -22,7 +24,8 @@ class Embedding : public Plugin {
     return {y};
   }
 
-  void prepare(const std::vector<Tensor>& in, std::set<const void*>& done, cudaStream_t stream) const override {
+  void prepare(const std::vector<Tensor>& in, std::set<const void*>& done,
+               cudaStream_t stream) const override {
     quantized_.prepare(in, 1, done, stream);
   }
 
@@ -58,13 +61,18 @@ class Embedding : public Plugin {
 }  // namespace
 
 void register_embedding() {
-  register_plugin({"Embedding", 1,
-                   quantizable_ports({"input_ids: int64 int32", "table: weight_dtype", "position_ids?: int64 int32",
-                                   "position_table?"}),
-                   {"y"}, quantizable_fields({{"scale", 1.0}, {"vocab_start", int64_t{0}}, {"vocab_sharded", int64_t{0}}}), {},
-                   [](const Fields& fields) -> std::unique_ptr<Plugin> {
-                     return std::make_unique<Embedding>(fields);
-                   }});
+  register_plugin(
+      {"Embedding",
+       1,
+       quantizable_ports({"input_ids: int64 int32", "table: weight_dtype",
+                          "position_ids?: int64 int32", "position_table?"}),
+       {"y"},
+       quantizable_fields(
+           {{"scale", 1.0}, {"vocab_start", int64_t{0}}, {"vocab_sharded", int64_t{0}}}),
+       {},
+       [](const Fields& fields) -> std::unique_ptr<Plugin> {
+         return std::make_unique<Embedding>(fields);
+       }});
 }
 
 }  // namespace llmc

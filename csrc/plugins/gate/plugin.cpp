@@ -1,5 +1,5 @@
-#include "../../kernels/rowwise/params.h"
 #include "../common/plugin.h"
+#include "../../kernels/rowwise/params.h"
 
 namespace llmc {
 namespace {
@@ -36,8 +36,15 @@ class Gate : public Plugin {
 }  // namespace
 
 void register_gate() {
-  register_plugin({"Gate", 1, {"x: columns", "gate: columns"}, {"y"}, {{"activation", std::string("none")}}, {},
-                   [](const Fields& fields) -> std::unique_ptr<Plugin> { return std::make_unique<Gate>(fields); }});
+  register_plugin({"Gate",
+                   1,
+                   {"x: columns", "gate: columns"},
+                   {"y"},
+                   {{"activation", std::string("none")}},
+                   {},
+                   [](const Fields& fields) -> std::unique_ptr<Plugin> {
+                     return std::make_unique<Gate>(fields);
+                   }});
 }
 
 }  // namespace llmc

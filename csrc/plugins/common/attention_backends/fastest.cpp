@@ -9,7 +9,8 @@ namespace {
 class Fastest : public AttentionBackend {
  public:
   void make_plans(bool makes) override { cudnn_->make_plans(makes); }
-  bool run(DType dtype, const kernels::AttentionParams& p, int longest, int reach, cudaStream_t stream) override {
+  bool run(DType dtype, const kernels::AttentionParams& p, int longest, int reach,
+           cudaStream_t stream) override {
     return !kernels::has_prefill_sm90(dtype, p) && cudnn_->run(dtype, p, longest, reach, stream);
   }
 

@@ -7,7 +7,9 @@ namespace {
 
 class Llmc : public AttentionBackend {
  public:
-  bool run(DType, const kernels::AttentionParams&, int, int, cudaStream_t) override { return false; }
+  bool run(DType, const kernels::AttentionParams&, int, int, cudaStream_t) override {
+    return false;
+  }
 };
 
 }  // namespace
