@@ -304,7 +304,7 @@ void Program::check_shapes(const Node& node) const {
     const std::vector<Dims> made = node.plugin->shapes(inputs);
     for (size_t i = 0; i < made.size(); ++i)
       if (node.outputs[i] != -1)
-        expect("what it makes", made[i], dims_of(resolve(node.outputs[i], probe)));
+        expect("its output", made[i], dims_of(resolve(node.outputs[i], probe)));
   }
 }
 

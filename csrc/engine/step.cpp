@@ -48,7 +48,7 @@ void check_processing(const kernels::LogitsProcessing& wanted, const HostArray<i
   const int64_t fixed = words + (wanted.num_words > 0 ? wanted.num_words + 1ll : 0);
   if (fixed > room)
     throw Error("a sequence's lists of " + text(fixed) + " numbers exceed the " +
-                text(std::max<int64_t>(room, 0)) + " that are there");
+                text(std::max<int64_t>(room, 0)) + " available");
   const int32_t* own = lists.data + wanted.lists;
   auto check_tokens = [&](int64_t from, int64_t count) {
     for (int64_t i = from; i < from + count; ++i)

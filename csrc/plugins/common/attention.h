@@ -40,7 +40,7 @@ class CachedKeysAttention : public Plugin {
     out_scale_ = real(fields, "out_scale");
     if (p_.out_scale_inverse > 0 &&
         (p_.head_dim % 8 != 0 || p_.num_heads * p_.head_dim > kernels::kMaxNormHidden))
-      throw Error(op_ + " rounds rows of whole units of 8 numbers, at most " +
+      throw Error(op_ + " has out_scale for multiples of 8 columns only, at most " +
                   std::to_string(kernels::kMaxNormHidden) + ", not of heads of " +
                   std::to_string(p_.head_dim));
     const auto& kv_dtype = std::get<std::string>(fields.at("kv_dtype"));
@@ -89,7 +89,7 @@ class CachedKeysAttention : public Plugin {
                   ", at most for 256");
     if (p_.out_scale_inverse > 0 &&
         (bias != nullptr || optional(in, ports_.distance_bias) != nullptr))
-      throw Error(op_ + " with a bias does not round what it makes");
+      throw Error(op_ + " with a bias does not support out_scale");
     if (factors != nullptr) expect(op + "'s query_scale", *factors, {(*factors)[0]});
     if (bias != nullptr) positions.push_back((*bias)[1]);
     if (factors != nullptr) positions.push_back((*factors)[0]);

@@ -169,7 +169,7 @@ bool Gemm::would_time(const std::vector<int64_t>& shape, cudaStream_t stream) co
 
 void Gemm::choose(const std::vector<int64_t>& shape, cudaStream_t stream, const Way& first,
                   const Way& second, float saved, bool usual) {
-  if (shape.size() != kWayShape) throw Error("a choice depends on other numbers");
+  if (shape.size() != kWayShape) throw Error("a kernel choice has another number of dimensions");
   bool is_first = usual;
   if (!decided_.empty()) {
     is_first = decided_.front();

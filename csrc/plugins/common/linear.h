@@ -113,7 +113,7 @@ inline Dims linear_shape(const Dims& x, const Dims& weight, bool gated, const Di
 // The shape of a gated y, which may be quantized: rows of whole units of 8 then.
 inline Dims rounded_shape(const Dims& y, float inverse) {
   if (inverse > 0 && y[1].known() && y[1].number() % 8 != 0)
-    throw Error("a gated GEMM rounds rows of whole units of 8 numbers, not of " +
+    throw Error("a gated GEMM has out_scale for multiples of 8 columns only, not for " +
                 std::to_string(y[1].number()));
   return y;
 }
@@ -155,7 +155,7 @@ inline void gemm(const Linear& l, void* workspace, const Context& context) {
   if (p.quant.code_type != kernels::CodeType::kNone) {
     void* numbers = static_cast<char*>(workspace) + gates_workspace(l.x, l.out, l.gated);
     check(kernels::dequantize(dtype, numbers, p.weight, p.quant, l.out, p.in, context.stream),
-          "a weight in fewer bits");
+          "dequantizing a weight");
     p.weight = numbers;
   }
   if (l.gated) {
@@ -213,7 +213,7 @@ inline void gemm_of_many(const Linear& l, void* workspace, const Context& contex
       way_shape(l.x.dtype, p, Choice::kPacked), context.stream,
       [&] {
         check(kernels::packed_gemm(l.x.dtype, p, scratch, context.counters, context.stream),
-              "a GEMM of a weight in fewer bits");
+              "a GEMM with a quantized weight");
       },
       otherwise);
 }

@@ -72,7 +72,7 @@ Dims Quantized::matrix(const std::vector<Dims>& in, size_t weight) const {
   if (!*this) return in[weight];
   const int per_byte = quant_.code_type == kernels::CodeType::kInt4 ? 2 : 1,
             groups = in_ / quant_.group_size;
-  expect("a weight in fewer bits", in[weight], {out_, in_ / per_byte});
+  expect("a quantized weight", in[weight], {out_, in_ / per_byte});
   expect("weight_scale", *scale, {out_, groups});
   if (zero != nullptr) expect("weight_zero", *zero, {out_, (groups + per_byte - 1) / per_byte});
   if (minimum != nullptr) expect("weight_min", *minimum, {out_, groups});

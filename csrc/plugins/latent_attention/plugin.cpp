@@ -35,7 +35,7 @@ class LatentAttention : public Plugin {
       throw Error(kOp + "'s rotary_dim " + std::to_string(p_.rotary_dim) +
                   " is not an even number from 0 to shared_dim " + std::to_string(p_.shared_dim));
     if (!std::get<std::string>(fields.at("kv_dtype")).empty())
-      throw Error(kOp + " has no kernels for caches in fewer bits");
+      throw Error(kOp + " does not support a quantized KV cache");
     if (p_.scale == 0) p_.scale = 1 / std::sqrt(static_cast<float>(p_.query_dim));
   }
 

@@ -50,7 +50,7 @@ class GatedLinearAttention : public Plugin {
     if (const Dims* beta = optional(in, 5)) expect("GatedLinearAttention's beta", *beta, gates);
     for (size_t i : {6, 8, 9, 10})
       if (const Dims* each = optional(in, i))
-        expect("GatedLinearAttention's numbers of heads", *each, {p_.v_heads});
+        expect("GatedLinearAttention's per-head inputs", *each, {p_.v_heads});
     return {{qkv[0], values}, in[2]};
   }
 

@@ -13,7 +13,7 @@ class NormGemm : public Plugin {
         activation_(activation_of(fields)),
         quantized_(fields, 6) {
     if (out_scale_inverse_ > 0 && !gated_)
-      throw Error("a NormGemm rounds what it gates, and nothing else");
+      throw Error("NormGemm supports out_scale for a gated output only");
   }
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
