@@ -63,11 +63,12 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "penalties, top_k 50, top_p 0.9, logprobs 5":
         dict(temperature=1.0, top_k=50, top_p=0.9, logprobs=5, **PENALTIES),
 }
-KINDS = {"GEMV": "gemv_kernel", "GEMM": "nvjet|gemm|splitK|cublas|packed_rows",
-         "attention": "decode_kernel|token_kernel|prefill_kernel|append_kernel",
-         "norm": "norm_kernel", "experts": "experts|route_kernel|combine_kernel|sort_kernel",
+KINDS = {"GEMV": "gemv_kernel", "GEMM": "nvjet|gemm|splitK|cublas",
+         "attention": "decode_kernel|token_attention_kernel|prefill_kernel|append_kernel",
+         "norm": "norm_kernel", "experts": "experts|route_kernel|combine_kernel|sort_pairs_kernel",
          "NCCL": "nccl|interleave",
-         "sampling": "sample_kernel|advance_kernel|score_kernel|rule_kernel|logprobs_kernel"}
+         "sampling": "sample_kernel|update_slots_kernel|cast_logits_kernel|logprobs_kernel|"
+                     "process_logits_kernel"}
 
 
 def write_model(name: str, directory: Path) -> Path:

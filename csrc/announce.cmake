@@ -1,13 +1,13 @@
-# Says what will be compiled, `kernels` and `sources` for `architectures`, and about how long that takes: on the
-# terminal, as pip shows what a build prints only with -v; where there is none, as a message.
+# Prints what will be compiled (`kernels` and `sources` for `architectures`) and an estimate of the time: to the terminal,
+# since pip hides a build's output without -v; without a terminal, as a message.
 include(ProcessorCount)
 ProcessorCount(cores)
 if("$ENV{CMAKE_BUILD_PARALLEL_LEVEL}" GREATER 0 AND "$ENV{CMAKE_BUILD_PARALLEL_LEVEL}" LESS cores)
   set(cores "$ENV{CMAKE_BUILD_PARALLEL_LEVEL}")
 endif()
 
-# Seconds of one core of an EPYC 7003 with nvcc 13.0 and g++ 12, 2026-11-22: of a CUDA file for an architecture, on
-# average and at most, and of a C++ file.
+# Seconds of one core (EPYC 7003, nvcc 13.0, g++ 12, 2026-11-22): of a CUDA file per architecture, on average and at most,
+# and of a C++ file.
 set(kernel_seconds 17)
 set(longest_seconds 55)
 set(source_seconds 3)

@@ -1,5 +1,5 @@
-# Finds the nvcc that CUDACXX names, or else that of $CUDA_HOME, of $PATH or of `toolkit`: CMAKE_CUDA_COMPILER.
-set(toolkit /usr/local/cuda CACHE PATH "Where nvcc is looked for last")
+# Sets CMAKE_CUDA_COMPILER to the nvcc of CUDACXX, or of $CUDA_HOME, $PATH or `toolkit`, in this order.
+set(toolkit /usr/local/cuda CACHE PATH "Last folder in which to look for nvcc")
 mark_as_advanced(toolkit)
 set(cuda 13)  # of the libraries that pyproject.toml names
 

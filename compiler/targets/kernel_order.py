@@ -21,8 +21,8 @@ from llmc.compiler.graph.weights import Weight
 from llmc.plugins.quantization import CODES
 
 ROW_MULTIPLE = 4  # rows in one of int32
-_UNIT = 8  # codes that lie together, csrc/kernels/packed.cuh
-_TILE = 16  # rows of experts that lie together, csrc/kernels/experts.cuh
+_UNIT = 8  # codes that lie together, csrc/kernels/common/dequantize.cuh
+_TILE = 16  # rows of experts that lie together, csrc/kernels/moe/experts.cuh
 # Where the bits of the first four codes of MXFP4 in a word are; of others 16 further: likewise
 _MXFP4_BITS = (6, 7, 8, 15), (12, 13, 14, 21), (2, 3, 4, 11), (0, 1, 10, 9)
 
@@ -66,7 +66,7 @@ def _orders(fields: Mapping[str, Any], shape: Sequence[int]) -> tuple[_Order, _O
 
 
 def _is_tiled(bits: int, group_size: int, height: int, width: int) -> bool:
-    """experts_tiled() of csrc/kernels/experts_pack.cu."""
+    """experts_tiled() of csrc/kernels/moe/experts_pack.cu."""
     return group_size >= 32 and group_size & (group_size - 1) == 0 and width % group_size == 0 \
         and width % _step(bits) == 0 and height % _TILE == 0
 

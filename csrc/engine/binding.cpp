@@ -1,4 +1,4 @@
-// Python's view: llmc_cuda._cuda.
+// The Python extension llmc_cuda._cuda.
 #include "binding.h"
 
 #include <cstring>
@@ -30,86 +30,98 @@ HostArray<T> host(const Array<T>& array) {
   return {array.data(), static_cast<int64_t>(array.size())};
 }
 
-// Records that NumPy has as bytes.
+// Records, which NumPy passes as bytes.
 template <typename T>
 HostArray<T> records(const Array<uint8_t>& bytes) {
   if (bytes.size() % sizeof(T) != 0) throw Error("an array is not of whole records");
   return {reinterpret_cast<const T*>(bytes.data()), static_cast<int64_t>(bytes.size() / sizeof(T))};
 }
 
-// What `Engine.submit` and `Program.check_step` take, in this order.
-#define LLMC_STEP                                                                                                   \
-  Array<int64_t> token_ids, Array<int32_t> cu_seqlens, Array<int32_t> past_lens, Array<int32_t> block_tables,       \
-      Array<int32_t> slots, int num_decode, Array<int32_t> sample, Array<int32_t> copies, int candidates, int logits, \
-      Array<int32_t> memory_starts, Array<int32_t> memory_lens, Array<int32_t> mask_rows, Array<uint32_t> masks,    \
-      Array<int32_t> state_slots, Array<int32_t> state_copies,                                                      \
-      Array<int32_t> scored_rows, Array<int64_t> scored_targets, Array<int32_t> scored_counts,                      \
-      Array<int32_t> admit_slots, Array<uint8_t> admit_states, Array<int32_t> admit_prompts,                        \
-      Array<int32_t> admit_lengths, Array<int32_t> admit_tokens, Array<int32_t> admit_lists
-#define LLMC_STEP_INPUTS                                                                                            \
-  StepInputs{host(token_ids), host(cu_seqlens), host(past_lens), host(block_tables), host(slots), num_decode,       \
-             host(sample), host(copies), candidates, static_cast<Logits>(logits), host(memory_starts),              \
-             host(memory_lens), host(mask_rows), host(masks), host(state_slots), host(state_copies),                \
-             host(scored_rows), host(scored_targets), host(scored_counts),                                          \
-             {host(admit_slots), records<kernels::SlotState>(admit_states), host(admit_prompts),                    \
-              host(admit_lengths), host(admit_tokens), host(admit_lists)}}
+// Parameters of `Engine.submit` and `Program.check_step`, in order.
+#define LLMC_STEP                                                                               \
+  Array<int64_t> token_ids, Array<int32_t> cu_seqlens, Array<int32_t> past_lens,                \
+      Array<int32_t> block_tables, Array<int32_t> slots, int num_decode, Array<int32_t> sample, \
+      Array<int32_t> copies, int candidates, int logits, Array<int32_t> memory_starts,          \
+      Array<int32_t> memory_lens, Array<int32_t> mask_rows, Array<uint32_t> masks,              \
+      Array<int32_t> state_slots, Array<int32_t> state_copies, Array<int32_t> scored_rows,      \
+      Array<int64_t> scored_targets, Array<int32_t> scored_counts, Array<int32_t> admit_slots,  \
+      Array<uint8_t> admit_states, Array<int32_t> admit_prompts, Array<int32_t> admit_lengths,  \
+      Array<int32_t> admit_tokens, Array<int32_t> admit_lists
+#define LLMC_STEP_INPUTS                                                                         \
+  StepInputs {                                                                                   \
+    host(token_ids), host(cu_seqlens), host(past_lens), host(block_tables), host(slots),         \
+        num_decode, host(sample), host(copies), candidates, static_cast<Logits>(logits),         \
+        host(memory_starts), host(memory_lens), host(mask_rows), host(masks), host(state_slots), \
+        host(state_copies), host(scored_rows), host(scored_targets), host(scored_counts), {      \
+      host(admit_slots), records<kernels::SlotState>(admit_states), host(admit_prompts),         \
+          host(admit_lengths), host(admit_tokens), host(admit_lists)                             \
+    }                                                                                            \
+  }
 
 void bind_program(nb::module_& m) {
   nb::class_<Program>(m, "Program")
-      .def("__init__",
-           [](Program* self, const std::string& dtype, int max_batch, int max_tokens, int max_logits,
-              int max_seq_len, int block_size, int mem_max_seq_len, int64_t token_bytes, int64_t logit_bytes) {
-             new (self) Program(dtype_of(dtype),
-                                {max_batch, max_tokens, max_logits, max_seq_len, block_size, mem_max_seq_len},
-                                token_bytes, logit_bytes);
-           },
-           nb::kw_only(), nb::arg("dtype"), nb::arg("max_batch"), nb::arg("max_tokens"), nb::arg("max_logits"),
-           nb::arg("max_seq_len"), nb::arg("block_size"), nb::arg("mem_max_seq_len") = 0, nb::arg("token_bytes"), nb::arg("logit_bytes"))
-      .def("add_input", [](Program& self, const std::string& name, const std::string& dtype) {
-        return self.add_input(name, dtype_of(dtype));
-      })
-      .def("add_weight", [](Program& self, const std::string& dtype, const Shape& shape) {
-        return self.add_weight(dtype_of(dtype), shape);
-      })
-      .def("add_cache", [](Program& self, const std::string& dtype, int64_t num_kv_heads, int64_t head_dim) {
-        return self.add_cache(dtype_of(dtype), num_kv_heads, head_dim);
-      })
-      .def("add_state", [](Program& self, const std::string& dtype, const Shape& shape) {
-        return self.add_state(dtype_of(dtype), shape);
-      })
+      .def(
+          "__init__",
+          [](Program* self, const std::string& dtype, int max_batch, int max_tokens, int max_logits,
+             int max_seq_len, int block_size, int mem_max_seq_len, int64_t token_bytes,
+             int64_t logit_bytes) {
+            new (self) Program(
+                dtype_of(dtype),
+                {max_batch, max_tokens, max_logits, max_seq_len, block_size, mem_max_seq_len},
+                token_bytes, logit_bytes);
+          },
+          nb::kw_only(), nb::arg("dtype"), nb::arg("max_batch"), nb::arg("max_tokens"),
+          nb::arg("max_logits"), nb::arg("max_seq_len"), nb::arg("block_size"),
+          nb::arg("mem_max_seq_len") = 0, nb::arg("token_bytes"), nb::arg("logit_bytes"))
+      .def("add_input",
+           [](Program& self, const std::string& name, const std::string& dtype) {
+             return self.add_input(name, dtype_of(dtype));
+           })
+      .def("add_weight", [](Program& self, const std::string& dtype,
+                            const Shape& shape) { return self.add_weight(dtype_of(dtype), shape); })
+      .def("add_cache",
+           [](Program& self, const std::string& dtype, int64_t num_kv_heads, int64_t head_dim) {
+             return self.add_cache(dtype_of(dtype), num_kv_heads, head_dim);
+           })
+      .def("add_state", [](Program& self, const std::string& dtype,
+                           const Shape& shape) { return self.add_state(dtype_of(dtype), shape); })
       .def("add_memory", &Program::add_memory)
-      .def("add_value", [](Program& self, const std::string& dtype, const Shape& shape, int64_t offset,
-                           bool per_logit) {
-        return self.add_value(dtype_of(dtype), shape, offset, per_logit);
-      })
+      .def("add_value",
+           [](Program& self, const std::string& dtype, const Shape& shape, int64_t offset,
+              bool per_logit) { return self.add_value(dtype_of(dtype), shape, offset, per_logit); })
       .def("add_columns", &Program::add_columns)
-      .def("add_node", nb::overload_cast<const std::string&, const Fields&, const Numbers&, const Numbers&, bool>(
-                           &Program::add_node),
-           nb::arg("op"), nb::arg("fields"), nb::arg("inputs"), nb::arg("outputs"), nb::arg("of_encoder") = false)
+      .def("add_node",
+           nb::overload_cast<const std::string&, const Fields&, const Numbers&, const Numbers&,
+                             bool>(&Program::add_node),
+           nb::arg("op"), nb::arg("fields"), nb::arg("inputs"), nb::arg("outputs"),
+           nb::arg("of_encoder") = false)
       .def("set_logits", &Program::set_logits)
       .def_prop_ro("block_bytes", &Program::block_bytes)
-      // Whether an engine with these limits and so many blocks, no slot of which anyone has entered, would take a step,
-      // as `Engine.submit` and `encode` check it; raises where it would not. Returns what prefix of its sequences is
-      // read once, in positions, and the first that each reads by itself.
+      // Raises unless an engine with these limits, this number of blocks and empty slots accepts
+      // the step, with the checks of `Engine.submit` and `encode`. Returns the length of the shared
+      // prefix, and the first position that each sequence attends to by itself.
       .def("check_step",
            [](const Program& self, int num_blocks, LLMC_STEP) {
              Limits limits = self.limits();
              limits.num_blocks = num_blocks;
              const StepInputs inputs = LLMC_STEP_INPUTS;
-             check_step(inputs, limits, self.vocab_size(), std::vector<SlotRecord>(limits.max_batch));
+             check_step(inputs, limits, self.vocab_size(),
+                        std::vector<SlotRecord>(limits.max_batch));
              const Prefix prefix = shared_prefix(inputs, limits.block_size);
              return std::pair(prefix.length, prefix.own_from);
            })
-      .def("check_encode",
-           [](const Program& self, Array<int64_t> input_ids, Array<int64_t> position_ids, Array<int32_t> cu_seqlens,
-              Array<int64_t> memory_rows) {
-             check_step(EncoderInputs{host(input_ids), host(position_ids), host(cu_seqlens), host(memory_rows)},
-                        self.limits());
-           });
+      .def("check_encode", [](const Program& self, Array<int64_t> input_ids,
+                              Array<int64_t> position_ids, Array<int32_t> cu_seqlens,
+                              Array<int64_t> memory_rows) {
+        check_step(
+            EncoderInputs{host(input_ids), host(position_ids), host(cu_seqlens), host(memory_rows)},
+            self.limits());
+      });
 }
 
-// What a step led to, copied: tokens, records of log-probabilities or none, candidates' tokens and log-probabilities,
-// logits as float32 [num_logits, vocab_size], and records of scored rows or none.
+// The results of a step, copied: tokens, log-probability records or None, candidates' tokens and
+// log-probabilities, logits as float32 [num_logits, vocab_size], and records of scored rows or
+// None.
 nb::tuple to_python(const Engine::Results& results, int vocab_size) {
   auto copy = [](const auto* data, std::initializer_list<size_t> shape) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
@@ -120,10 +132,13 @@ nb::tuple to_python(const Engine::Results& results, int vocab_size) {
     nb::capsule owner(made, [](void* p) noexcept { delete[] static_cast<T*>(p); });
     return nb::ndarray<nb::numpy, T>(made, shape, owner);
   };
-  const auto rows = static_cast<size_t>(results.num_sampled), count = static_cast<size_t>(results.candidates);
-  nb::object reported = nb::none(), tokens = nb::none(), log_probs = nb::none(), logits = nb::none(), scored = nb::none();
+  const auto rows = static_cast<size_t>(results.num_sampled),
+             count = static_cast<size_t>(results.candidates);
+  nb::object reported = nb::none(), tokens = nb::none(), log_probs = nb::none(),
+             logits = nb::none(), scored = nb::none();
   if (results.logprobs != nullptr)
-    reported = nb::cast(copy(reinterpret_cast<const uint8_t*>(results.logprobs), {rows * sizeof(kernels::Logprobs)}));
+    reported = nb::cast(copy(reinterpret_cast<const uint8_t*>(results.logprobs),
+                             {rows * sizeof(kernels::Logprobs)}));
   if (results.scored != nullptr)
     scored = nb::cast(copy(reinterpret_cast<const uint8_t*>(results.scored),
                            {static_cast<size_t>(results.num_scored) * sizeof(kernels::Logprobs)}));
@@ -132,13 +147,14 @@ nb::tuple to_python(const Engine::Results& results, int vocab_size) {
     log_probs = nb::cast(copy(results.candidate_log_probs, {rows, count}));
   }
   if (results.logits != nullptr) {
-    const auto all = static_cast<size_t>(results.num_logits), vocab = static_cast<size_t>(vocab_size);
+    const auto all = static_cast<size_t>(results.num_logits),
+               vocab = static_cast<size_t>(vocab_size);
     float* made = new float[all * vocab];
     nb::capsule owner(made, [](void* p) noexcept { delete[] static_cast<float*>(p); });
     const char* from = static_cast<const char*>(results.logits);
     for (size_t row = 0; row < all; ++row)
-      to_float(made + row * vocab, from + row * results.logits_width * width(results.dtype), vocab_size,
-               results.dtype);
+      to_float(made + row * vocab, from + row * results.logits_width * width(results.dtype),
+               vocab_size, results.dtype);
     logits = nb::cast(nb::ndarray<nb::numpy, float>(made, {all, vocab}, owner));
   }
   return nb::make_tuple(copy(results.tokens, {rows}), reported, tokens, log_probs, logits, scored);
@@ -147,12 +163,14 @@ nb::tuple to_python(const Engine::Results& results, int vocab_size) {
 void bind_engine(nb::module_& m) {
   nb::class_<Engine>(m, "Engine")
       // Takes the program, which is empty afterwards.
-      .def("__init__",
-           [](Engine* self, Program& program, int device, const std::string& attention_backend) {
-             new (self) Engine(std::move(program), device, attention_backend);
-           },
-           nb::arg("program"), nb::arg("device"), nb::arg("attention_backend"))
-      // Why its attention backend serves no model of this dtype with such caches; "" where it does.
+      .def(
+          "__init__",
+          [](Engine* self, Program& program, int device, const std::string& attention_backend) {
+            new (self) Engine(std::move(program), device, attention_backend);
+          },
+          nb::arg("program"), nb::arg("device"), nb::arg("attention_backend"))
+      // The reason why the attention backend does not support this dtype and cache dtype; "" if it
+      // does.
       .def("attention_refusal",
            [](const Engine& self, const std::string& dtype, const std::string& cache) {
              return self.attention().refusal(dtype_of(dtype), dtype_of(cache));
@@ -176,7 +194,8 @@ void bind_engine(nb::module_& m) {
              return all;
            })
       .def("know",
-           [](Engine& self, const std::vector<std::pair<std::vector<int64_t>, std::vector<uint64_t>>>& all) {
+           [](Engine& self,
+              const std::vector<std::pair<std::vector<int64_t>, std::vector<uint64_t>>>& all) {
              self.know({all.begin(), all.end()});
            })
       .def("submit",
@@ -195,12 +214,13 @@ void bind_engine(nb::module_& m) {
              self.release(ticket);
              return made;
            })
-      .def("encode",
-           [](Engine& self, Array<int64_t> input_ids, Array<int64_t> position_ids, Array<int32_t> cu_seqlens,
-              Array<int64_t> memory_rows) {
-             nb::gil_scoped_release release;
-             self.encode({host(input_ids), host(position_ids), host(cu_seqlens), host(memory_rows)});
-           })
+      .def(
+          "encode",
+          [](Engine& self, Array<int64_t> input_ids, Array<int64_t> position_ids,
+             Array<int32_t> cu_seqlens, Array<int64_t> memory_rows) {
+            nb::gil_scoped_release release;
+            self.encode({host(input_ids), host(position_ids), host(cu_seqlens), host(memory_rows)});
+          })
       .def("watch", &Engine::watch)
       .def("read_watched",
            [](const Engine& self, int tensor, Output<float> out) {
@@ -234,26 +254,30 @@ NB_MODULE(_cuda, m) {
   tensorrt::bind(m.def_submodule("tensorrt"));
 #endif
   m.def("attention_backends", &attention_backends);
-  // How many devices there are; where there is no driver, zero and why.
+  // Number of devices; without a driver 0 and the reason.
   m.def("devices", [] {
     int count = 0;
     const cudaError_t status = cudaGetDeviceCount(&count);
     return std::make_pair(status == cudaSuccess ? count : 0,
                           std::string(status == cudaSuccess ? "" : cudaGetErrorString(status)));
   });
-  // What a device is: (major, minor) of its compute capability.
+  // (major, minor) of a device's compute capability.
   m.def("compute_capability", [](int device) {
     int major = 0, minor = 0;
-    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "asking a device");
-    check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "asking a device");
+    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
+          "asking a device");
+    check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device),
+          "asking a device");
     return std::make_pair(major, minor);
   });
-  // What choices that were timed depend on beside the model: the device's name, cuBLASLt's version and the kernels.
+  // What timed choices depend on besides the model: the device's name, cuBLASLt's version and the
+  // kernels.
   m.def("timed_on", [](int device) {
     cudaDeviceProp properties{};
     check(cudaGetDeviceProperties(&properties, device), "asking a device");
-    return std::string(properties.name) + ", cuBLASLt " + std::to_string(Gemm::version()) + ", kernels " + LLMC_KERNELS;
+    return std::string(properties.name) + ", cuBLASLt " + std::to_string(Gemm::version()) +
+           ", kernels " + LLMC_KERNELS;
   });
-  m.attr("version") = LLMC_VERSION;  // of the distribution llmc-cuda
-  m.attr("architectures") = LLMC_ARCHITECTURES;  // those that the kernels were compiled for, such as "80 90"
+  m.attr("version") = LLMC_VERSION;              // of the distribution llmc-cuda
+  m.attr("architectures") = LLMC_ARCHITECTURES;  // for which kernels were compiled, such as "80 90"
 }

@@ -1,4 +1,4 @@
-// What the parts of llmc_cuda._cuda's binding share.
+// Declarations of the binding of llmc_cuda._cuda.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -11,17 +11,17 @@
 
 namespace llmc {
 
-// A device tensor that somebody else owns: address, dtype, shape. Address 0 is an absent input.
+// A device tensor owned by the caller: address, dtype, shape. Address 0 is an absent input.
 using Foreign = std::tuple<uintptr_t, std::string, Shape>;
 
 std::vector<Tensor> tensors_of(const std::vector<Foreign>& foreign);
 
-// Single ops and kernels: functions of llmc_cuda._cuda.
+// Binds single ops and kernels as functions of llmc_cuda._cuda.
 void bind_kernels(nanobind::module_& m);
 
 namespace tensorrt {
 
-// Where llmc-cuda is built with TensorRT: llmc_cuda._cuda.tensorrt.
+// Binds llmc_cuda._cuda.tensorrt, if llmc-cuda is built with TensorRT.
 void bind(nanobind::module_ m);
 
 }  // namespace tensorrt

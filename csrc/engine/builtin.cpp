@@ -1,9 +1,11 @@
 #include "builtin.h"
 
+#include "../kernels/rowwise/params.h"
+
 namespace llmc {
 namespace {
 
-// The rows of a tensor whose logits a step wants.
+// Selects the rows whose logits a step wants.
 class Gather : public Plugin {
  public:
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
@@ -13,14 +15,18 @@ class Gather : public Plugin {
   }
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void*,
                const Context& context) const override {
-    check(kernels::gather_rows(in[0].dtype, out[0].data, in[0].data, static_cast<const int64_t*>(in[1].data),
-                               static_cast<int>(in[1].shape[0]), in[0].shape[0], static_cast<int>(in[0].shape[1]),
-                               context.stream), "Gather");
+    check(kernels::gather_rows(in[0].dtype, out[0].data, in[0].data,
+                               static_cast<const int64_t*>(in[1].data),
+                               static_cast<int>(in[1].shape[0]), in[0].shape[0],
+                               static_cast<int>(in[0].shape[1]), context.stream),
+          "Gather");
   }
-  bool passes_on(const Context& context) const override { return context.decode; }  // all rows, in order
+  bool passes_on(const Context& context) const override {
+    return context.decode;
+  }  // all rows, in order
 };
 
-// Columns of a value, in any order.
+// Selects columns of a value, in any order.
 class Columns : public Plugin {
  public:
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
@@ -30,13 +36,15 @@ class Columns : public Plugin {
   }
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void*,
                const Context& context) const override {
-    check(kernels::gather_columns(in[0].dtype, out[0].data, in[0].data, static_cast<const int32_t*>(in[1].data),
-                                  static_cast<int>(in[0].shape[0]), static_cast<int>(in[0].shape[1]),
-                                  static_cast<int>(in[1].shape[0]), context.stream), "Columns");
+    check(kernels::gather_columns(
+              in[0].dtype, out[0].data, in[0].data, static_cast<const int32_t*>(in[1].data),
+              static_cast<int>(in[0].shape[0]), static_cast<int>(in[0].shape[1]),
+              static_cast<int>(in[1].shape[0]), context.stream),
+          "Columns");
   }
 };
 
-// Write rows of a tensor to rows of the encoder's memory.
+// Writes rows of a tensor to rows of the encoder output.
 class Scatter : public Plugin {
  public:
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
@@ -47,13 +55,15 @@ class Scatter : public Plugin {
   }
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>&, void*,
                const Context& context) const override {
-    check(kernels::scatter_rows(in[0].dtype, in[2].data, in[0].data, static_cast<const int64_t*>(in[1].data),
-                                static_cast<int>(in[1].shape[0]), in[2].shape[0], static_cast<int>(in[0].shape[1]),
-                                context.stream), "Scatter");
+    check(kernels::scatter_rows(in[0].dtype, in[2].data, in[0].data,
+                                static_cast<const int64_t*>(in[1].data),
+                                static_cast<int>(in[1].shape[0]), in[2].shape[0],
+                                static_cast<int>(in[0].shape[1]), context.stream),
+          "Scatter");
   }
 };
 
-// Values side by side.
+// Concatenates values along columns.
 class Concat : public Plugin {
  public:
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
@@ -67,36 +77,42 @@ class Concat : public Plugin {
   }
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void*,
                const Context& context) const override {
-    kernels::JoinParams p{};
+    kernels::ConcatParams p{};
     p.y = out[0].data;
     p.rows = static_cast<int>(out[0].shape[0]);
     for (size_t i = 0; i < in.size(); ++i)
-      if (in[i].data != nullptr) p.x[i] = in[i].data, p.widths[i] = static_cast<int>(in[i].shape[1]);
-    check(kernels::join(out[0].dtype, p, context.stream), "Concat");
+      if (in[i].data != nullptr)
+        p.x[i] = in[i].data, p.widths[i] = static_cast<int>(in[i].shape[1]);
+    check(kernels::concat(out[0].dtype, p, context.stream), "Concat");
   }
 };
 
-// An ONNX op on elements; one float32 number stands for all elements, a row of them for all rows, a column of values
-// for all of a row.
+// An elementwise ONNX op. A float32 number is broadcast to all elements, a float32 row to all rows,
+// and a column to all columns.
 class ElementwiseOp : public Plugin {
  public:
   explicit ElementwiseOp(kernels::Elementwise op) : op_(op) {}
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
-    const Dims* found = nullptr;  // what the others are to be as large as: the first value that is no column, or one
+    const Dims* found =
+        nullptr;  // the operand with the output's shape: preferably one that is not a column
     for (const Dims& operand : in)
-      if (!is_weight(operand) && (found == nullptr || (is_column(*found) && !is_column(operand)))) found = &operand;
+      if (!is_weight(operand) && (found == nullptr || (is_column(*found) && !is_column(operand))))
+        found = &operand;
     const Dims& y = found != nullptr ? *found : in[0];
     if (is_weight(y)) throw Error("an elementwise op has nothing but weights");
     for (const Dims& operand : in)
       expect("an elementwise op's operand", operand,
-             !is_weight(operand) ? (is_column(operand) ? Dims{y[0], 1} : y) : is_number(operand) ? Dims{1} : Dims{y[1]});
+             !is_weight(operand)  ? (is_column(operand) ? Dims{y[0], 1} : y)
+             : is_number(operand) ? Dims{1}
+                                  : Dims{y[1]});
     return {y};
   }
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void*,
                const Context& context) const override {
     kernels::Operands operands{};
-    for (size_t i = 0; i < in.size(); ++i) operands.data[i] = in[i].data, operands.is[i] = operand(in[i], out[0]);
+    for (size_t i = 0; i < in.size(); ++i)
+      operands.data[i] = in[i].data, operands.is[i] = operand(in[i], out[0]);
     check(kernels::elementwise(out[0].dtype, op_, out[0].data, operands, out[0].size(),
                                static_cast<int>(out[0].shape.back()), context.stream),
           "an elementwise op");
@@ -104,11 +120,18 @@ class ElementwiseOp : public Plugin {
 
  private:
   template <typename Dimensions>
-  static bool is_weight(const Dimensions& shape) { return shape.size() < 2; }
-  static bool is_number(const Dims& shape) { return shape.empty() || (shape[0].known() && shape[0].number() == 1); }
-  static bool is_column(const Dims& shape) { return shape.size() == 2 && shape[1].known() && shape[1].number() == 1; }
+  static bool is_weight(const Dimensions& shape) {
+    return shape.size() < 2;
+  }
+  static bool is_number(const Dims& shape) {
+    return shape.empty() || (shape[0].known() && shape[0].number() == 1);
+  }
+  static bool is_column(const Dims& shape) {
+    return shape.size() == 2 && shape[1].known() && shape[1].number() == 1;
+  }
   static kernels::Operand operand(const Tensor& x, const Tensor& y) {
-    if (is_weight(x.shape)) return x.size() == 1 ? kernels::Operand::kNumber : kernels::Operand::kRow;
+    if (is_weight(x.shape))
+      return x.size() == 1 ? kernels::Operand::kNumber : kernels::Operand::kRow;
     return x.shape == y.shape ? kernels::Operand::kWhole : kernels::Operand::kColumn;
   }
 
@@ -128,7 +151,8 @@ std::unique_ptr<Plugin> make(const Fields&) {
 std::map<std::string, PluginType> all_types() {
   using kernels::Elementwise;
   std::map<std::string, PluginType> types;
-  auto add = [&](const std::string& name, std::vector<Port> inputs, std::vector<Port> outputs, auto make) {
+  auto add = [&](const std::string& name, std::vector<Port> inputs, std::vector<Port> outputs,
+                 auto make) {
     types[name] = {name, 1, std::move(inputs), std::move(outputs), {}, {}, make};
   };
   add("Gather", {"x", "logits_indices: int64"}, {"y"}, &make<Gather>);

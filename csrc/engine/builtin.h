@@ -1,4 +1,5 @@
-// Nodes of a program that are no ops of llmc's: rows that are picked and put, and ONNX's row-wise arithmetic.
+// Nodes of a program that are not ops of llmc: gathers, scatters, concatenation and ONNX's
+// elementwise arithmetic.
 #pragma once
 
 #include "../plugins/common/plugin.h"

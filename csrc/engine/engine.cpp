@@ -4,21 +4,26 @@
 #include <cstring>
 #include <thread>
 
+#include "../kernels/gemm/params.h"
+#include "../kernels/rowwise/params.h"
+#include "../plugins/common/split_kv_plan.h"
+
 namespace llmc {
 namespace {
 
 constexpr int64_t kPinned = 64 << 20;
-// Positions behind a sequence's last that cuDNN may look at.
-constexpr int kBehind = 256;
+// Positions after a sequence's last that cuDNN may read.
+constexpr int kTailPositions = 256;
 
-// So that members made after it are of this device.
+// Sets the device before later members are constructed.
 Program on(int device, Program program) {
   program.finish();
   check(cudaSetDevice(device), "choosing a device");
   return program;
 }
 
-// 1, 2, 4 and multiples of 8: few enough to be captured while the model loads, near enough that little is padding.
+// 1, 2, 4 and multiples of 8: few enough to capture at load, close enough to waste little on
+// padding.
 std::vector<int> sizes_up_to(int most) {
   std::vector<int> sizes;
   for (int size = 1; size < most; size = size < 8 ? 2 * size : size + 8) sizes.push_back(size);
@@ -34,13 +39,17 @@ const T* at(const char* received, int64_t offset) {
 }  // namespace
 
 Engine::Engine(Program program, int device, const std::string& attention_backend)
-    : program_(on(device, std::move(program))), device_(device), pinned_(kPinned), memory_(stream_.handle),
+    : program_(on(device, std::move(program))),
+      device_(device),
+      pinned_(kPinned),
+      memory_(stream_.handle),
       graph_sizes_(sizes_up_to(program_.limits().decoding())) {
   place_tensors();
   reserve_scratch();
   gemm_ = std::make_unique<Gemm>();
   attention_ = make_attention_backend(attention_backend);
-  sampler_ = std::make_unique<Sampler>(program_.limits(), program_.vocab_size(), memory_, stream_.handle);
+  sampler_ =
+      std::make_unique<Sampler>(program_.limits(), program_.vocab_size(), memory_, stream_.handle);
   gemm_->time_algorithms(false);
   attention_->make_plans(false);
   selects_ = std::any_of(program_.nodes().begin(), program_.nodes().end(),
@@ -57,7 +66,8 @@ Engine::~Engine() {
 
 void Engine::place_tensors() {
   const Limits& limits = program_.limits();
-  char* token_arena = memory_.allocate<char>(program_.token_bytes() * limits.max_tokens, "activations");
+  char* token_arena =
+      memory_.allocate<char>(program_.token_bytes() * limits.max_tokens, "activations");
   char* logit_arena = memory_.allocate<char>(program_.logit_bytes() * limits.max_logits, "logits");
   static const std::map<Kind, const char*> names = {{Kind::kInput, "inputs"},
                                                     {Kind::kWeight, "weights"},
@@ -66,23 +76,23 @@ void Engine::place_tensors() {
   std::vector<kernels::CacheBlocks> states;
   for (size_t i = 0; i < program_.tensors().size(); ++i) {
     const Declared& tensor = program_.tensors()[i];
-    if (tensor.kind == Kind::kCache)
-      places_.push_back(nullptr);  // by allocate()
+    if (tensor.kind == Kind::kCache) places_.push_back(nullptr);  // see allocate()
     else if (tensor.kind == Kind::kColumns)
       places_.push_back(places_[tensor.of] + tensor.first * width(tensor.dtype));
     else if (tensor.kind == Kind::kValue)
       places_.push_back(tensor.per_logit ? logit_arena + tensor.offset * limits.max_logits
                                          : token_arena + tensor.offset * limits.max_tokens);
     else
-      places_.push_back(memory_.allocate<char>(program_.capacity(static_cast<int>(i)) * width(tensor.dtype),
-                                               names.at(tensor.kind)));
+      places_.push_back(memory_.allocate<char>(
+          program_.capacity(static_cast<int>(i)) * width(tensor.dtype), names.at(tensor.kind)));
     if (tensor.kind == Kind::kState)
       states.push_back({places_.back(), bytes_of(static_cast<int>(i)) / (limits.num_states + 1)});
   }
   states_ = keep(states, "the states of sequences");
   auto input = [&](auto*& place, const char* name) {
     const int number = program_.input(name);
-    if (number >= 0) place = reinterpret_cast<std::remove_reference_t<decltype(place)>>(places_[number]);
+    if (number >= 0)
+      place = reinterpret_cast<std::remove_reference_t<decltype(place)>>(places_[number]);
   };
   input(inputs_.input_ids, "input_ids");
   input(inputs_.position_ids, "position_ids");
@@ -97,16 +107,20 @@ void Engine::place_tensors() {
 }
 
 Engine::Kept Engine::keep(const std::vector<kernels::CacheBlocks>& kept, const char* what) {
-  Kept made{memory_.allocate<kernels::CacheBlocks>(kept.size(), what), static_cast<int>(kept.size())};
-  upload(made.all, kept.data(), kept.size() * static_cast<int64_t>(sizeof(kernels::CacheBlocks)), stream_.handle);
-  synchronize();  // `kept` is the caller's
+  Kept made{memory_.allocate<kernels::CacheBlocks>(kept.size(), what),
+            static_cast<int>(kept.size())};
+  upload(made.all, kept.data(), kept.size() * static_cast<int64_t>(sizeof(kernels::CacheBlocks)),
+         stream_.handle);
+  synchronize();  // `kept` belongs to the caller
   return made;
 }
 
-void Engine::copy(const Kept& kept, const char* received, int64_t pairs, const HostArray<int32_t>& copies) {
+void Engine::copy(const Kept& kept, const char* received, int64_t pairs,
+                  const HostArray<int32_t>& copies) {
   if (copies.size == 0 || kept.count == 0) return;
-  check(kernels::copy_blocks(kept.all, kept.count, at<int32_t>(received, pairs), static_cast<int>(copies.size / 2),
-                             stream_.handle), "copying blocks");
+  check(kernels::copy_blocks(kept.all, kept.count, at<int32_t>(received, pairs),
+                             static_cast<int>(copies.size / 2), stream_.handle),
+        "copying blocks");
 }
 
 // Scratch for the largest step, and counters.
@@ -126,9 +140,10 @@ void Engine::reserve_scratch() {
   scratch_ = memory_.allocate<char>(most, "scratch");
   counters_ = memory_.allocate<int32_t>(kCounters, "counters");
   prefix_ = memory_.allocate<int32_t>(2ll + limits.max_batch, "a shared prefix");
-  const int64_t parts = Divisions::room(limits.max_batch);
-  divisions_ = std::make_unique<Divisions>(
-      memory_.allocate<kernels::DecodePart>(Divisions::kKinds * parts, "parts of sequences"), parts);
+  const int64_t parts = SplitKvPlan::capacity(limits.max_batch);
+  split_kv_plan_ = std::make_unique<SplitKvPlan>(
+      memory_.allocate<kernels::KvSplit>(SplitKvPlan::kMaxKinds * parts, "parts of sequences"),
+      parts);
 }
 
 Tensor Engine::resolve(int tensor, const Step& step) const {
@@ -165,13 +180,14 @@ void Engine::enqueue(const std::vector<Node>& nodes, const Step& step) {
   context.longest = step.longest;
   context.reach = step.reach;
   if (step.prefix) context.prefix = {prefix_, prefix_ + 2, nullptr};
-  divisions_->begin_step();
-  context.divisions = divisions_.get();
+  split_kv_plan_->begin_step();
+  context.split_kv_plan = split_kv_plan_.get();
   context.watcher = watcher_;
   context.user = user_;
-  std::map<int, void*> moved;  // what lies in another tensor's memory in this step
+  std::map<int, void*> moved;  // tensors that alias another one's memory in this step
   auto of_logits = [&](const Node& node) {
-    return !node.outputs.empty() && node.outputs[0] >= 0 && program_.tensors()[node.outputs[0]].per_logit;
+    return !node.outputs.empty() && node.outputs[0] >= 0 &&
+           program_.tensors()[node.outputs[0]].per_logit;
   };
   for (const Node& node : nodes) {
     if (step.num_logits == 0 && of_logits(node)) continue;  // a step of unfinished prompts
@@ -200,7 +216,7 @@ int64_t Engine::measure(double utilization) const {
   check(cudaMemGetInfo(&free, &total), "asking for free memory");
   const double room = static_cast<double>(free) - (1 - utilization) * static_cast<double>(total);
   const int64_t block = program_.block_bytes();
-  if (block == 0) return int64_t{1} << 30;  // no layer keeps keys and values
+  if (block == 0) return int64_t{1} << 30;  // no layer has a KV cache
   return std::max<int64_t>(static_cast<int64_t>(room / static_cast<double>(block)) - 1, 0);
 }
 
@@ -216,7 +232,8 @@ void Engine::prepare_weights() {
 
 void Engine::allocate(int num_blocks) {
   if (program_.limits().num_blocks > 0) throw Error("the KV cache is there already");
-  if (num_blocks < 1) throw Error("a KV cache of " + std::to_string(num_blocks) + " blocks has none");
+  if (num_blocks < 1)
+    throw Error("a KV cache of " + std::to_string(num_blocks) + " blocks has none");
   use_device();
   prepare_weights();
   program_.set_num_blocks(num_blocks);
@@ -229,10 +246,11 @@ void Engine::allocate(int num_blocks) {
     caches.push_back({places_[i], bytes / (num_blocks + 1)});
   }
   caches_ = keep(caches, "the KV cache");
-  // Where a sequence has no block, it has the one that is nobody's.
+  // Entries without a block refer to the padding block.
   if (inputs_.block_table != nullptr) {
     table_.assign(program_.capacity(program_.input(kBlockTable)), num_blocks);
-    upload(inputs_.block_table, table_.data(), 4 * static_cast<int64_t>(table_.size()), stream_.handle);
+    upload(inputs_.block_table, table_.data(), 4 * static_cast<int64_t>(table_.size()),
+           stream_.handle);
   }
   synchronize();
 }
@@ -242,7 +260,7 @@ void Engine::encode(const EncoderInputs& inputs) {
   const Step step = check_step(inputs, program_.limits());
   use_device();
   Ticket& ticket = next_ticket();
-  Packed& sent = *ticket.encoded.emplace_back(std::make_unique<Packed>());
+  StagingBuffer& sent = *ticket.encoded.emplace_back(std::make_unique<StagingBuffer>());
   const int64_t ids = sent.add(inputs.input_ids.data, inputs.input_ids.size);
   const int64_t positions = sent.add(inputs.position_ids.data, inputs.position_ids.size);
   const int64_t starts = sent.add(inputs.cu_seqlens.data, inputs.cu_seqlens.size);
@@ -256,16 +274,16 @@ void Engine::encode(const EncoderInputs& inputs) {
 }
 
 Engine::Ticket& Engine::next_ticket() {
-  Ticket& ticket = tickets_[submitted_ % kAhead];
+  Ticket& ticket = tickets_[submitted_ % kMaxInFlight];
   if (ticket.number.load() >= 0)
     throw Error("step " + std::to_string(submitted_) + " is to be submitted while step " +
                 std::to_string(ticket.number.load()) + " is not collected");
   return ticket;
 }
 
-// The host's arrays, and what changes in the block table of `rows` sequences, of which those behind the batch are
-// padding.
-Engine::Sent Engine::pack(Packed& into, const StepInputs& inputs, const Prefix& prefix,
+// Stages the host's arrays, and the changed entries of the block table for `rows` sequences, of
+// which those after the batch are padding.
+Engine::Sent Engine::pack(StagingBuffer& into, const StepInputs& inputs, const Prefix& prefix,
                           const std::vector<int32_t>& logits_indices, int rows) {
   const Limits& limits = program_.limits();
   const std::vector<int32_t> ids(inputs.token_ids.begin(), inputs.token_ids.end());
@@ -286,13 +304,15 @@ Engine::Sent Engine::pack(Packed& into, const StepInputs& inputs, const Prefix& 
   sent.prefix_owner = prefix.owner;
   sent.prefix_length = prefix.length;
   if (inputs_.block_table == nullptr) return sent;
-  const int most = limits.max_blocks(), behind = (kBehind + limits.block_size - 1) / limits.block_size;
-  std::vector<kernels::TableRun> runs;
+  const int most = limits.max_blocks(),
+            behind = (kTailPositions + limits.block_size - 1) / limits.block_size;
+  std::vector<kernels::BlockTableUpdate> runs;
   std::vector<int32_t> blocks;
   for (int row = 0; row < rows; ++row) {
     int needed = 0;
     if (row < sent.batch)
-      needed = (inputs.past_lens[row] + inputs.fresh(row) + limits.block_size - 1) / limits.block_size;
+      needed =
+          (inputs.past_lens[row] + inputs.fresh(row) + limits.block_size - 1) / limits.block_size;
     const int32_t* wanted = inputs.block_tables.data + static_cast<int64_t>(row) * inputs.width();
     int32_t* held = table_.data() + static_cast<int64_t>(row) * most;
     auto block = [&](int i) { return i < needed ? wanted[i] : limits.num_blocks; };
@@ -310,19 +330,20 @@ Engine::Sent Engine::pack(Packed& into, const StepInputs& inputs, const Prefix& 
   return sent;
 }
 
-// To the device in one piece; where it is there.
-const char* Engine::send(const Packed& sent) {
+// Copies the staged buffer to the device, and returns its address.
+const char* Engine::send(const StagingBuffer& sent) {
   if (sent.bytes() > received_room_) {
     synchronize();
     received_room_ = 2 * sent.bytes();
     received_ = std::make_unique<DeviceBuffer>(received_room_, "inputs");
   }
-  check(kernels::transfer(received_->data, sent.data(), sent.bytes(), stream_.handle), "sending a step");
+  check(kernels::transfer(received_->data, sent.data(), sent.bytes(), stream_.handle),
+        "sending a step");
   return static_cast<const char*>(received_->data);
 }
 
 void Engine::prepare(const char* received, const Sent& sent) {
-  kernels::PrepareParams p{};
+  kernels::PrepareInputsParams p{};
   p.input_ids = inputs_.input_ids;
   p.position_ids = inputs_.position_ids;
   p.cu_seqlens = inputs_.cu_seqlens;
@@ -332,20 +353,20 @@ void Engine::prepare(const char* received, const Sent& sent) {
   p.memory_lens = inputs_.memory_lens;
   p.block_table = inputs_.block_table;
   p.state_slots = inputs_.state_slots;
-  p.given_ids = at<int32_t>(received, sent.ids);
-  p.given_seqlens = at<int32_t>(received, sent.seqlens);
-  p.given_past = at<int32_t>(received, sent.past);
-  p.given_slots = at<int32_t>(received, sent.slots);
-  p.given_states = at<int32_t>(received, sent.states);
-  p.given_logits = at<int32_t>(received, sent.logits);
-  p.given_starts = at<int32_t>(received, sent.starts);
-  p.given_lens = at<int32_t>(received, sent.lens);
+  p.host_ids = at<int32_t>(received, sent.ids);
+  p.host_seqlens = at<int32_t>(received, sent.seqlens);
+  p.host_past = at<int32_t>(received, sent.past);
+  p.host_slots = at<int32_t>(received, sent.slots);
+  p.host_states = at<int32_t>(received, sent.states);
+  p.host_logits = at<int32_t>(received, sent.logits);
+  p.host_starts = at<int32_t>(received, sent.starts);
+  p.host_lens = at<int32_t>(received, sent.lens);
   p.prefix = prefix_;
   p.own_from = prefix_ + 2;
-  if (sent.prefix_length > 0) p.given_own_from = at<int32_t>(received, sent.own_from);
+  if (sent.prefix_length > 0) p.host_own_from = at<int32_t>(received, sent.own_from);
   p.prefix_owner = sent.prefix_owner;
   p.prefix_length = sent.prefix_length;
-  p.runs = at<kernels::TableRun>(received, sent.runs);
+  p.runs = at<kernels::BlockTableUpdate>(received, sent.runs);
   p.blocks = at<int32_t>(received, sent.blocks);
   p.last = sampler_->last();
   p.num_tokens = sent.num_tokens;
@@ -355,10 +376,10 @@ void Engine::prepare(const char* received, const Sent& sent) {
   p.num_runs = sent.num_runs;
   p.max_blocks = program_.limits().max_blocks();
   p.num_states = program_.limits().num_states;
-  check(kernels::prepare(p, stream_.handle), "preparing a step");
+  check(kernels::prepare_inputs(p, stream_.handle), "preparing a step");
 }
 
-// A decode step as a graph, any other node by node.
+// Runs a decode step as a graph, other steps node by node.
 void Engine::run_model(const Step& step) {
   auto work = [&] { enqueue(program_.nodes(), step); };
   const std::lock_guard<std::mutex> lock(graphs_mutex_);  // see abort()
@@ -374,18 +395,19 @@ int64_t Engine::submit(const StepInputs& inputs) {
   Step step = check_step(inputs, limits, program_.vocab_size(), sampler_->slots());
   use_device();
   Ticket& ticket = next_ticket();
-  // A step of nothing but single tokens is padded to one that is captured, and gives the logits of all.
-  const bool captured = step.num_decode == step.batch && step.batch <= limits.decoding() && !watches();
+  // A step of decoding sequences only is padded to a captured batch size, and computes all logits.
+  const bool captured =
+      step.num_decode == step.batch && step.batch <= limits.decoding() && !watches();
   const bool all = captured || inputs.logits == Logits::kAll;
   std::vector<int32_t> logits_indices, slots;
-  std::vector<int64_t> rows;  // of the logits, those that tokens are chosen from
+  std::vector<int64_t> rows;  // rows of logits from which tokens are sampled
   for (int32_t sequence : inputs.sample) {
     const int32_t token = inputs.cu_seqlens[sequence + 1] - 1;
     rows.push_back(all ? token : static_cast<int64_t>(rows.size()));
     slots.push_back(inputs.slots[sequence]);
     if (!all) logits_indices.push_back(token);
   }
-  std::vector<int64_t> scored;  // of the logits, those after which a token is scored
+  std::vector<int64_t> scored;  // rows of logits at which a token is scored
   for (int32_t token : inputs.scored_rows) {
     scored.push_back(all ? token : static_cast<int64_t>(logits_indices.size()));
     if (!all) logits_indices.push_back(token);
@@ -394,15 +416,15 @@ int64_t Engine::submit(const StepInputs& inputs) {
     for (int token = 0; token < step.num_tokens; ++token) logits_indices.push_back(token);
   if (!captured && !selects_ && logits_indices.empty()) logits_indices.push_back(0);
   if (captured)
-    step = Step::of_decoding(*std::lower_bound(graph_sizes_.begin(), graph_sizes_.end(), step.batch));
-  else
-    step.num_logits = static_cast<int>(logits_indices.size());
+    step =
+        Step::of_decoding(*std::lower_bound(graph_sizes_.begin(), graph_sizes_.end(), step.batch));
+  else step.num_logits = static_cast<int>(logits_indices.size());
   const Prefix prefix = shared_prefix(inputs, limits.block_size);
   step.prefix = prefix.length > 0;
   try {
     std::vector<kernels::SlotState> states;
     sampler_->make_room(inputs.admit, states);
-    Packed& packed = ticket.sent;
+    StagingBuffer& packed = ticket.sent;
     packed.clear();
     const Sent sent = pack(packed, inputs, prefix, logits_indices, step.batch);
     const int64_t sampled = packed.add(slots), picked = packed.add(rows);
@@ -410,32 +432,40 @@ int64_t Engine::submit(const StepInputs& inputs) {
     const int64_t state_copies = packed.add(inputs.state_copies.data, inputs.state_copies.size);
     const int64_t mask_rows = packed.add(inputs.mask_rows.data, inputs.mask_rows.size);
     const int64_t masks = packed.add(inputs.masks.data, inputs.masks.size);
-    const int64_t scores[] = {packed.add(scored), packed.add(inputs.scored_targets.data, inputs.scored_targets.size),
+    const int64_t scores[] = {packed.add(scored),
+                              packed.add(inputs.scored_targets.data, inputs.scored_targets.size),
                               packed.add(inputs.scored_counts.data, inputs.scored_counts.size)};
     const Admissions& admit = inputs.admit;
     std::vector<int32_t> starts{0};
     for (int32_t length : admit.lengths) starts.push_back(starts.back() + length);
-    const int64_t offsets[] = {packed.add(states), packed.add(admit.slots.data, admit.slots.size),
-                               packed.add(admit.prompts.data, admit.prompts.size), packed.add(starts),
+    const int64_t offsets[] = {packed.add(states),
+                               packed.add(admit.slots.data, admit.slots.size),
+                               packed.add(admit.prompts.data, admit.prompts.size),
+                               packed.add(starts),
                                packed.add(admit.tokens.data, admit.tokens.size),
                                packed.add(admit.lists.data, admit.lists.size)};
     const char* received = send(packed);
     copy(caches_, received, copies, inputs.copies);
     copy(states_, received, state_copies, inputs.state_copies);
-    sampler_->admit(admit, {at<kernels::SlotState>(received, offsets[0]), at<int32_t>(received, offsets[1]),
-                            at<int32_t>(received, offsets[2]), at<int32_t>(received, offsets[3]),
-                            at<int32_t>(received, offsets[4]), at<int32_t>(received, offsets[5])}, states);
+    sampler_->admit(
+        admit,
+        {at<kernels::SlotState>(received, offsets[0]), at<int32_t>(received, offsets[1]),
+         at<int32_t>(received, offsets[2]), at<int32_t>(received, offsets[3]),
+         at<int32_t>(received, offsets[4]), at<int32_t>(received, offsets[5])},
+        states);
     prepare(received, sent);
     run_model(step);
     ticket.results = {};
     Tensor logits = resolve(program_.logits(), step);
     if (captured) logits.shape[0] = inputs.batch();
     Masks masked{};
-    if (inputs.mask_rows.size > 0) masked = {at<int32_t>(received, mask_rows), at<uint32_t>(received, masks)};
-    choose(ticket, inputs, logits, rows, at<int32_t>(received, sampled), at<int64_t>(received, picked), masked);
+    if (inputs.mask_rows.size > 0)
+      masked = {at<int32_t>(received, mask_rows), at<uint32_t>(received, masks)};
+    sample(ticket, inputs, logits, rows, at<int32_t>(received, sampled),
+           at<int64_t>(received, picked), masked);
     if (!scored.empty())
-      score(ticket, logits, scored, at<int64_t>(received, scores[0]), at<int64_t>(received, scores[1]),
-            at<int32_t>(received, scores[2]));
+      score(ticket, logits, scored, at<int64_t>(received, scores[0]),
+            at<int64_t>(received, scores[1]), at<int32_t>(received, scores[2]));
     check(cudaEventRecord(ticket.done, stream_.handle), "an event");
   } catch (...) {
     broken_ = true;
@@ -445,12 +475,14 @@ int64_t Engine::submit(const StepInputs& inputs) {
   return submitted_++;
 }
 
-// Let slots choose from these rows of the logits, and enqueue that the host gets what it asks for.
-void Engine::choose(Ticket& ticket, const StepInputs& inputs, const Tensor& logits, const std::vector<int64_t>& rows,
-                    const int32_t* slots, const int64_t* device_rows, const Masks& masks) {
+// Samples from these rows of the logits, and enqueues the copy of all requested results to the
+// host.
+void Engine::sample(Ticket& ticket, const StepInputs& inputs, const Tensor& logits,
+                    const std::vector<int64_t>& rows, const int32_t* slots,
+                    const int64_t* device_rows, const Masks& masks) {
   const cudaStream_t stream = stream_.handle;
   Results& results = ticket.results;
-  auto read = [&](PinnedRoom& room, const void* data, int64_t bytes) {
+  auto read = [&](GrowingPinnedBuffer& room, const void* data, int64_t bytes) {
     void* target = room.at_least(bytes);
     check(kernels::transfer(target, data, bytes, stream), "reading what was chosen");
     return target;
@@ -464,17 +496,21 @@ void Engine::choose(Ticket& ticket, const StepInputs& inputs, const Tensor& logi
     const int64_t bytes = logits.shape[1] * width(logits.dtype) * program_.limits().max_batch;
     if (gathered_ == nullptr) gathered_ = std::make_unique<DeviceBuffer>(bytes, "logits");
     chosen.data = gathered_->data;
-    check(kernels::gather_rows(logits.dtype, chosen.data, logits.data, device_rows, results.num_sampled,
-                               logits.shape[0], static_cast<int>(logits.shape[1]), stream), "choosing logits");
+    check(kernels::gather_rows(logits.dtype, chosen.data, logits.data, device_rows,
+                               results.num_sampled, logits.shape[0],
+                               static_cast<int>(logits.shape[1]), stream),
+          "choosing logits");
   }
   if (!rows.empty()) {
     std::vector<int32_t> known;
     for (int32_t sequence : inputs.sample) known.push_back(inputs.slots[sequence]);
-    sampler_->choose(chosen, slots, known, masks);
-    results.tokens = static_cast<const int64_t*>(read(ticket.tokens, sampler_->chosen(), 8 * chosen.shape[0]));
+    sampler_->sample(chosen, slots, known, masks);
+    results.tokens =
+        static_cast<const int64_t*>(read(ticket.tokens, sampler_->sampled(), 8 * chosen.shape[0]));
     if (sampler_->logprobs() != nullptr)
-      results.logprobs = static_cast<const kernels::Logprobs*>(read(
-          ticket.logprobs, sampler_->logprobs(), chosen.shape[0] * static_cast<int64_t>(sizeof(kernels::Logprobs))));
+      results.logprobs = static_cast<const kernels::Logprobs*>(
+          read(ticket.logprobs, sampler_->logprobs(),
+               chosen.shape[0] * static_cast<int64_t>(sizeof(kernels::Logprobs))));
     if (inputs.candidates > 0) find_candidates(ticket, chosen, inputs.candidates);
   }
   results.dtype = logits.dtype;
@@ -485,28 +521,36 @@ void Engine::choose(Ticket& ticket, const StepInputs& inputs, const Tensor& logi
   results.logits = read(ticket.logits, wanted.data, wanted.size() * width(wanted.dtype));
 }
 
-// Enqueue that the host gets log-probabilities of the tokens that follow these rows of the logits.
-void Engine::score(Ticket& ticket, const Tensor& logits, const std::vector<int64_t>& rows, const int64_t* device_rows,
-                   const int64_t* targets, const int32_t* counts) {
+// Computes log-probabilities of given tokens at these rows of the logits, and enqueues the copy to
+// the host.
+void Engine::score(Ticket& ticket, const Tensor& logits, const std::vector<int64_t>& rows,
+                   const int64_t* device_rows, const int64_t* targets, const int32_t* counts) {
   const int num = static_cast<int>(rows.size()), stride = static_cast<int>(logits.shape[1]);
   const int64_t row_bytes = logits.shape[1] * width(logits.dtype);
   bool in_line = true;
   for (int i = 0; i < num; ++i) in_line = in_line && rows[i] == rows[0] + i;
   const void* data = static_cast<const char*>(logits.data) + rows[0] * row_bytes;
-  if (!in_line) {  // of a captured step, so there are no more than sequences
-    if (gathered_ == nullptr) gathered_ = std::make_unique<DeviceBuffer>(row_bytes * program_.limits().max_batch, "logits");
-    check(kernels::gather_rows(logits.dtype, gathered_->data, logits.data, device_rows, num, logits.shape[0], stride,
-                               stream_.handle), "picking scored logits");
+  if (!in_line) {  // a captured step, so there are no more rows than sequences
+    if (gathered_ == nullptr)
+      gathered_ = std::make_unique<DeviceBuffer>(row_bytes * program_.limits().max_batch, "logits");
+    check(kernels::gather_rows(logits.dtype, gathered_->data, logits.data, device_rows, num,
+                               logits.shape[0], stride, stream_.handle),
+          "picking scored logits");
     data = gathered_->data;
   }
   constexpr int64_t kBytes = sizeof(kernels::Logprobs);
   if (scored_ == nullptr)
-    scored_ = std::make_unique<DeviceBuffer>(kBytes * program_.limits().max_logits, "log-probabilities of prompts");
+    scored_ = std::make_unique<DeviceBuffer>(kBytes * program_.limits().max_logits,
+                                             "log-probabilities of prompts");
   auto* made = static_cast<kernels::Logprobs*>(scored_->data);
-  check(kernels::logprobs(logits.dtype, {made, data, targets, nullptr, nullptr, num, program_.vocab_size(), stride, counts},
-                          stream_.handle), "finding log-probabilities of a prompt");
+  check(kernels::logprobs(
+            logits.dtype,
+            {made, data, targets, nullptr, nullptr, num, program_.vocab_size(), stride, counts},
+            stream_.handle),
+        "finding log-probabilities of a prompt");
   auto* host = static_cast<kernels::Logprobs*>(ticket.scored.at_least(kBytes * num));
-  check(kernels::transfer(host, made, kBytes * num, stream_.handle), "reading log-probabilities of a prompt");
+  check(kernels::transfer(host, made, kBytes * num, stream_.handle),
+        "reading log-probabilities of a prompt");
   ticket.results.num_scored = num;
   ticket.results.scored = host;
 }
@@ -522,10 +566,12 @@ void Engine::find_candidates(Ticket& ticket, const Tensor& rows, int count) {
   const int64_t found = rows.shape[0] * count;
   const int vocab = program_.vocab_size(), num = static_cast<int>(rows.shape[0]);
   grow(candidates_, candidates_room_, 8 * found);
-  grow(candidates_scratch_, candidates_scratch_room_, kernels::candidates_scratch(num, vocab, count));
+  grow(candidates_scratch_, candidates_scratch_room_,
+       kernels::candidates_scratch(num, vocab, count));
   auto* tokens = static_cast<int32_t*>(candidates_->data);
-  const kernels::CandidatesParams p{tokens, reinterpret_cast<float*>(tokens + found), rows.data,
-                                    candidates_scratch_->data, num, vocab, static_cast<int>(rows.shape[1]), count};
+  const kernels::CandidatesParams p{
+      tokens, reinterpret_cast<float*>(tokens + found), rows.data, candidates_scratch_->data, num,
+      vocab,  static_cast<int>(rows.shape[1]),          count};
   check(kernels::candidates(rows.dtype, p, stream_.handle), "choosing candidates");
   auto* host = static_cast<int32_t*>(ticket.candidates.at_least(8 * found));
   check(kernels::transfer(host, tokens, 8 * found, stream_.handle), "reading candidates");
@@ -535,7 +581,7 @@ void Engine::find_candidates(Ticket& ticket, const Tensor& rows, int count) {
 }
 
 const Engine::Results& Engine::wait(int64_t number) {
-  Ticket& ticket = tickets_[std::max<int64_t>(number, 0) % kAhead];
+  Ticket& ticket = tickets_[std::max<int64_t>(number, 0) % kMaxInFlight];
   if (number < 0 || ticket.number.load() != number)
     throw Error("step " + std::to_string(number) + " is not under way");
   check(cudaEventSynchronize(ticket.done), "a step");
@@ -543,7 +589,7 @@ const Engine::Results& Engine::wait(int64_t number) {
 }
 
 void Engine::release(int64_t number) {
-  Ticket& ticket = tickets_[number % kAhead];
+  Ticket& ticket = tickets_[number % kMaxInFlight];
   ticket.encoded.clear();
   ticket.number.store(-1);
 }
@@ -556,13 +602,16 @@ void Engine::warm(const std::vector<int>& lengths, bool decode) {
   const std::vector<int32_t> nobody(limits.num_states > 0 ? batch : 0, limits.num_states);
   int longest = 0;
   for (int length : lengths) {
-    if (length < 1 || length > limits.max_seq_len || length > limits.max_tokens || (decode && length != 1))
-      throw Error("a sequence of " + std::to_string(length) + " tokens is beyond the engine's limits");
+    if (length < 1 || length > limits.max_seq_len || length > limits.max_tokens ||
+        (decode && length != 1))
+      throw Error("a sequence of " + std::to_string(length) +
+                  " tokens is beyond the engine's limits");
     starts.push_back(std::min(starts.back() + length, limits.max_tokens + 1));
     longest = std::max(longest, length);
   }
   const int size = starts.back();
-  if (batch < 1 || size > limits.max_tokens || batch > limits.max_batch || (decode && batch > limits.decoding()))
+  if (batch < 1 || size > limits.max_tokens || batch > limits.max_batch ||
+      (decode && batch > limits.decoding()))
     throw Error("a step of " + std::to_string(batch) + " sequences with " + std::to_string(size) +
                 " tokens is beyond the engine's limits");
   const std::vector<int64_t> ids(size);
@@ -574,9 +623,10 @@ void Engine::warm(const std::vector<int>& lengths, bool decode) {
   inputs.state_slots = {nobody.data(), static_cast<int64_t>(nobody.size())};
   Step step = Step::of_decoding(batch);
   if (!decode) step = {size, 1, batch, false, 0, longest, longest};
-  Packed packed;
-  // All tokens go where nobody reads.
-  const std::vector<int32_t> table(static_cast<int64_t>(batch) * limits.max_blocks(), limits.num_blocks);
+  StagingBuffer packed;
+  // All tokens are written to the padding block.
+  const std::vector<int32_t> table(static_cast<int64_t>(batch) * limits.max_blocks(),
+                                   limits.num_blocks);
   inputs.block_tables = {table.data(), static_cast<int64_t>(table.size())};
   const Sent sent = pack(packed, inputs, {}, decode ? std::vector<int32_t>{} : index, batch);
   prepare(send(packed), sent);
@@ -584,10 +634,10 @@ void Engine::warm(const std::vector<int>& lengths, bool decode) {
   attention_->make_plans(true);
   run_model(step);
   step.prefix = decode && batch > 1;
-  if (step.prefix) run_model(step);  // of no positions, which is captured for any
+  if (step.prefix) run_model(step);  // with an empty prefix; the captured graph serves any
   if (!decode && !program_.encoder_nodes().empty() && longest <= limits.mem_max_seq_len) {
     step.num_logits = 0;
-    enqueue(program_.encoder_nodes(), step);  // to the memory's first row
+    enqueue(program_.encoder_nodes(), step);  // to the first row of the encoder output
   }
   synchronize();
   gemm_->time_algorithms(false);
@@ -623,7 +673,8 @@ std::string Engine::unique_id() {
 void Engine::join(const std::string& id, int rank, int size) {
   ncclUniqueId unique;
   if (id.size() != sizeof unique.internal) throw Error("the communicator's id is broken");
-  if (rank < 0 || rank >= size) throw Error("there is no rank " + std::to_string(rank) + " of " + std::to_string(size));
+  if (rank < 0 || rank >= size)
+    throw Error("there is no rank " + std::to_string(rank) + " of " + std::to_string(size));
   if (communicator_ != nullptr) throw Error("the engine has joined its ranks already");
   std::memcpy(unique.internal, id.data(), id.size());
   use_device();
@@ -632,7 +683,7 @@ void Engine::join(const std::string& id, int rank, int size) {
   communicator_ = joined;
 }
 
-// NCCL ends what waits on the device at once, but itself waits until no graph knows the communicator.
+// NCCL aborts device work at once, but waits on the host until no graph refers to the communicator.
 void Engine::abort() {
   aborted_ = true;
   ncclComm_t ended = communicator_.exchange(nullptr);

@@ -1,15 +1,15 @@
-// Runs one rank's program on a device: its tensors get places, its nodes are enqueued, slots choose tokens.
+// Runs one rank's program on a device: allocates its tensors, enqueues its nodes, samples tokens.
 #pragma once
 
 #include <array>
 #include <atomic>
 #include <map>
-#include <mutex>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
-#include "../plugins/common/divisions.h"
+#include "../kernels/sampling/params.h"
 #include "graph.h"
 #include "memory.h"
 #include "program.h"
@@ -17,109 +17,117 @@
 
 namespace llmc {
 
-// Everything that the host gives is checked before anything of it is enqueued: Error is thrown, and the engine is as
-// it was, where an array has a wrong size or a number points out of what there is. One thread gives steps; another may
-// collect them.
+// Everything from the host is checked before anything is enqueued. Error is thrown, and the engine
+// is unchanged, if an array has a wrong size or an index is out of range. One thread submits steps;
+// another may collect them.
 class Engine {
  public:
-  // Places the program's tensors but for its KV cache, and scratch for its nodes. Throws Error where a library that
-  // attention is to be computed by is not there.
+  // Allocates the program's tensors, except for the KV cache, and scratch for its nodes. Throws
+  // Error if a library of the attention backend is missing.
   Engine(Program program, int device, const std::string& attention_backend);
   ~Engine();
 
   const AttentionBackend& attention() const { return *attention_; }
 
-  // Copy a weight, all `bytes` of it, from host memory through pinned memory.
+  // Copies a weight, all `bytes` of it, from host memory through pinned memory.
   void load_weight(int tensor, const void* data, int64_t bytes);
 
-  // Blocks of the KV cache that there is room for, where the engine may have this part of the device's memory.
+  // Number of KV cache blocks that fit if the engine may use this fraction of the device's memory.
   int64_t measure(double utilization) const;
-  // Places the KV cache: after the weights, before the first step.
+  // Allocates the KV cache. Call after loading weights and before the first step.
   void allocate(int num_blocks);
-  // Where decode steps are captured: what batch sizes there are, the smallest first; a step is padded to one of them.
+  // Batch sizes of captured decode steps, ascending. A decode step is padded to one of them.
   const std::vector<int>& graph_sizes() const { return graph_sizes_; }
-  // Run a step of sequences with so many tokens each, all of them padding, which decode or are prompts, and wait: what
-  // is timed, planned or captured for such a step is then done. Other steps do with what there is.
+  // Runs a step of padding sequences with these lengths, decoding or prompts, and synchronizes, so
+  // that GEMMs are timed, plans made and graphs captured for such a step. Other steps use what
+  // exists.
   void warm(const std::vector<int>& lengths, bool decode);
   // See Gemm.
   Gemm::Algorithms algorithms() const { return gemm_->algorithms(); }
   void know(const Gemm::Algorithms& algorithms) { gemm_->know(algorithms); }
 
-  // Start a step; its number. Steps take effect in the order in which they are submitted.
+  // Enqueues a step, and returns its number. Steps take effect in the order of submission.
   int64_t submit(const StepInputs& inputs);
-  // Wait for what a step leads to, which is there until it is released; at most kAhead steps may be under way.
+  // Waits for the results of a step, which are valid until release(). At most kMaxInFlight steps
+  // may be in flight.
   struct Results {
     int num_sampled, num_logits;
-    const int64_t* tokens;             // [num_sampled]
-    const kernels::Logprobs* logprobs;  // [num_sampled] or null, undefined for slots that ask for none
+    const int64_t* tokens;  // [num_sampled]
+    const kernels::Logprobs*
+        logprobs;  // [num_sampled] or null, undefined for slots without log-probabilities
     int candidates;
-    const int32_t* candidate_tokens;   // [num_sampled, candidates]
+    const int32_t* candidate_tokens;  // [num_sampled, candidates]
     const float* candidate_log_probs;
-    const void* logits;                // [num_logits, logits_width] or null
+    const void* logits;  // [num_logits, logits_width] or null
     int64_t logits_width;
     DType dtype;
     int num_scored;
-    const kernels::Logprobs* scored;   // [num_scored] or null
+    const kernels::Logprobs* scored;  // [num_scored] or null
   };
   const Results& wait(int64_t ticket);
-  // What it led to has been read.
+  // Frees the step's results for reuse.
   void release(int64_t ticket);
-  static constexpr int kAhead = 8;
+  static constexpr int kMaxInFlight = 8;
 
-  // Run the encoder on prompts, asynchronous: see EncoderInputs.
+  // Enqueues the encoder for prompts: see EncoderInputs.
   void encode(const EncoderInputs& inputs);
 
-  // From now on, keep what each of these values holds right after the node that makes it, before its memory
-  // is used again. The host waits at every one. None: keep nothing.
+  // From now on, keeps the content of these values right after the node that produces them. The
+  // host synchronizes at each of them. Empty: keeps nothing.
   void watch(const std::vector<int>& tensors);
-  // What a watched value held in the last step, as float32 on the host, with room for `count`.
+  // Copies a watched value of the last step to the host as float32, with room for `count`.
   void read_watched(int tensor, float* out, int64_t count) const;
-  // From now on, let nodes that hold many ops tell of what these make; null: no more.
+  // From now on, reports tensors inside nodes that contain many ops; null: stops.
   void watch_inside(Watcher watcher, void* user);
 
-  // Join the ranks that share the model; `id` is one rank's unique_id(). Waits for all of them.
+  // Creates the communicator of the tensor-parallel ranks; `id` is one rank's unique_id(). Waits
+  // for all ranks.
   void join(const std::string& id, int rank, int size);
   static std::string unique_id();
-  // Give up waiting for other ranks, from any thread; the engine is of no use afterwards.
+  // Stops waiting for other ranks, from any thread. The engine is unusable afterwards.
   void abort();
 
   void synchronize();
-  // Throws Error where something that was enqueued has failed.
+  // Throws Error if enqueued work has failed.
   void check_device() const;
-  // Of a tensor, where it is largest; and of all memory.
-  int64_t bytes_of(int tensor) const { return program_.capacity(tensor) * width(program_.tensor(tensor).dtype); }
+  // Bytes of a tensor at its maximum size; bytes of all memory.
+  int64_t bytes_of(int tensor) const {
+    return program_.capacity(tensor) * width(program_.tensor(tensor).dtype);
+  }
   int64_t bytes_allocated() const { return memory_.bytes(); }
   const Program& program() const { return program_; }
 
  private:
-  // The inputs' places; null where the model has not the input.
+  // Addresses of the inputs; null if the model lacks the input.
   struct Inputs {
     int64_t *input_ids, *position_ids, *logits_indices, *memory_rows;
     int32_t *cu_seqlens, *past_lens, *block_table, *state_slots, *memory_starts, *memory_lens;
   };
-  // A step that is under way.
+  // A step in flight.
   struct Ticket {
     Ticket() { check(cudaEventCreateWithFlags(&done, cudaEventDisableTiming), "an event"); }
     ~Ticket() { cudaEventDestroy(done); }
     Ticket(const Ticket&) = delete;
 
     cudaEvent_t done = nullptr;
-    std::atomic<int64_t> number{-1};  // -1: it may be taken
-    Packed sent;
-    std::vector<std::unique_ptr<Packed>> encoded;  // sent for the encoder
-    // What comes back: tokens, log-probabilities, candidates, logits, log-probabilities of scored rows.
-    PinnedRoom tokens, logprobs, candidates, logits, scored;
+    std::atomic<int64_t> number{-1};  // -1: free
+    StagingBuffer sent;
+    std::vector<std::unique_ptr<StagingBuffer>> encoded;  // staged for the encoder
+    // Results on the host: tokens, log-probabilities, candidates, logits, log-probabilities of
+    // scored rows.
+    GrowingPinnedBuffer tokens, logprobs, candidates, logits, scored;
     Results results{};
   };
 
-  struct Kept {  // what is copied from block to block, or from state to state
+  struct Kept {                           // device arrays whose blocks, or states, are copied
     kernels::CacheBlocks* all = nullptr;  // on the device
     int count = 0;
   };
 
   void place_tensors();
   Kept keep(const std::vector<kernels::CacheBlocks>& kept, const char* what);
-  void copy(const Kept& kept, const char* received, int64_t pairs, const HostArray<int32_t>& copies);
+  void copy(const Kept& kept, const char* received, int64_t pairs,
+            const HostArray<int32_t>& copies);
   void reserve_scratch();
   Tensor resolve(int tensor, const Step& step) const;
   void enqueue(const std::vector<Node>& nodes, const Step& step);
@@ -127,21 +135,23 @@ class Engine {
   void prepare_weights();
   bool watches() const { return !watched_.empty() || watcher_ != nullptr; }
 
-  // Parts of submit. Where the host's arrays of a step are that prepare() takes, in what is sent.
+  // Parts of submit(). Offsets of the host's arrays in the staged buffer, and their sizes, for
+  // prepare().
   struct Sent {
     int64_t ids, seqlens, past, slots, states, logits, starts, lens, runs, blocks, own_from;
     int num_tokens, batch, num_logits, rows, num_runs, prefix_owner, prefix_length;
   };
   Ticket& next_ticket();
-  Sent pack(Packed& into, const StepInputs& inputs, const Prefix& prefix, const std::vector<int32_t>& logits_indices,
-            int rows);
-  const char* send(const Packed& sent);
+  Sent pack(StagingBuffer& into, const StepInputs& inputs, const Prefix& prefix,
+            const std::vector<int32_t>& logits_indices, int rows);
+  const char* send(const StagingBuffer& sent);
   void prepare(const char* received, const Sent& sent);
   void run_model(const Step& step);
-  void choose(Ticket& ticket, const StepInputs& inputs, const Tensor& logits, const std::vector<int64_t>& rows,
-              const int32_t* slots, const int64_t* device_rows, const Masks& masks);
-  void score(Ticket& ticket, const Tensor& logits, const std::vector<int64_t>& rows, const int64_t* device_rows,
-             const int64_t* targets, const int32_t* counts);
+  void sample(Ticket& ticket, const StepInputs& inputs, const Tensor& logits,
+              const std::vector<int64_t>& rows, const int32_t* slots, const int64_t* device_rows,
+              const Masks& masks);
+  void score(Ticket& ticket, const Tensor& logits, const std::vector<int64_t>& rows,
+             const int64_t* device_rows, const int64_t* targets, const int32_t* counts);
   void find_candidates(Ticket& ticket, const Tensor& rows, int count);
 
   Program program_;
@@ -152,26 +162,28 @@ class Engine {
   std::vector<char*> places_;  // by tensor
   Inputs inputs_{};
   int32_t* counters_ = nullptr;
-  int32_t* prefix_ = nullptr;  // what SharedPrefix has: [2], then [max_batch]
-  std::unique_ptr<Divisions> divisions_;
+  int32_t* prefix_ = nullptr;  // the arrays of SharedPrefix: [2], then [max_batch]
+  std::unique_ptr<SplitKvPlan> split_kv_plan_;
   void* scratch_ = nullptr;
   std::unique_ptr<Gemm> gemm_;
   std::unique_ptr<AttentionBackend> attention_;
   std::atomic<ncclComm_t> communicator_{nullptr};
   std::atomic<bool> aborted_{false};
   std::mutex graphs_mutex_;
-  bool selects_ = false;  // whether the model's nodes pick the rows whose logits are wanted, and may be left out
+  bool selects_ =
+      false;  // whether the model's nodes select the rows of logits, of which there may be none
 
   std::vector<int> graph_sizes_;
-  std::map<std::pair<int, bool>, Graph> graphs_;  // decode steps, by batch size and whether sequences share a prefix
+  std::map<std::pair<int, bool>, Graph>
+      graphs_;  // decode steps, by batch size and whether there is a shared prefix
   std::unique_ptr<Sampler> sampler_;
-  std::array<Ticket, kAhead> tickets_;
+  std::array<Ticket, kMaxInFlight> tickets_;
   int64_t submitted_ = 0;
-  bool broken_ = false;          // a step failed half way
-  std::vector<int32_t> table_;   // what the device's block table holds
-  std::unique_ptr<DeviceBuffer> received_;  // what was sent for a step
+  bool broken_ = false;                     // a step failed halfway
+  std::vector<int32_t> table_;              // host copy of the device's block table
+  std::unique_ptr<DeviceBuffer> received_;  // the staged inputs of a step
   int64_t received_room_ = 0;
-  std::unique_ptr<DeviceBuffer> gathered_;  // rows of logits, where they are not one after the other
+  std::unique_ptr<DeviceBuffer> gathered_;  // selected rows of logits, if these are not contiguous
   std::unique_ptr<DeviceBuffer> scored_;    // log-probabilities of scored rows, [max_logits]
   std::unique_ptr<DeviceBuffer> candidates_, candidates_scratch_;
   int64_t candidates_room_ = 0, candidates_scratch_room_ = 0;

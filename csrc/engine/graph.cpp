@@ -13,7 +13,7 @@ void Graph::run(cudaStream_t stream, const std::function<void()>& work) {
     check(cudaGraphLaunch(executable_, stream), "a decode step");
     return;
   }
-  work();  // chooses GEMMs and loads kernels, which must not be while capturing
+  work();  // selects GEMMs and loads kernels, which is not possible during capture
   cudaGraph_t captured = nullptr;
   check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capturing");
   try {

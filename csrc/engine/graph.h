@@ -1,4 +1,4 @@
-// Work that is enqueued once and from then on launched as a CUDA graph.
+// Work that is captured as a CUDA graph at its first run.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,7 +13,7 @@ class Graph {
   Graph(const Graph&) = delete;
   Graph& operator=(const Graph&) = delete;
   ~Graph();
-  // Does `work`, which enqueues on `stream`; always the same work.
+  // Runs `work`, which enqueues on `stream` and must always be the same.
   void run(cudaStream_t stream, const std::function<void()>& work);
 
  private:

@@ -1,5 +1,5 @@
-// Python's view of single ops and kernels, on device tensors that somebody else owns: for tests and benchmarks. What
-// is checked is that tensors have the shapes and dtypes that the kernel takes, not that there is memory behind them.
+// Python functions for single ops and kernels on device tensors of the caller, for tests and
+// benchmarks. Shapes and dtypes are checked; addresses are not.
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -7,6 +7,7 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include "../kernels/sampling/params.h"
 #include "../plugins/common/timing.h"
 #include "binding.h"
 #include "memory.h"
@@ -40,10 +41,10 @@ Shape shape_of(const Dims& dims) {
   return shape;
 }
 
-// A kernel's tensors, each of which is to be there with its dtype and size.
-class Given {
+// The tensors of a kernel, checked for presence, dtype and size.
+class KernelTensors {
  public:
-  Given(const char* kernel, const std::vector<Foreign>& foreign, size_t count)
+  KernelTensors(const char* kernel, const std::vector<Foreign>& foreign, size_t count)
       : kernel_(kernel), tensors_(tensors_of(foreign)) {
     if (tensors_.size() != count)
       throw Error(std::string(kernel) + " takes " + std::to_string(count) + " tensors, not " +
@@ -54,24 +55,32 @@ class Given {
   T* of(int index, const Shape& shape, DType dtype) const {
     return static_cast<T*>(bytes(index, shape, width(dtype)));
   }
-  float* floats(int index, const Shape& shape) const { return of<float>(index, shape, DType::kFloat32); }
-  int32_t* ints(int index, const Shape& shape) const { return of<int32_t>(index, shape, DType::kInt32); }
-  int64_t* longs(int index, const Shape& shape) const { return of<int64_t>(index, shape, DType::kInt64); }
-  // Of a record, or of a dtype that ours do not name: so many bytes.
+  float* floats(int index, const Shape& shape) const {
+    return of<float>(index, shape, DType::kFloat32);
+  }
+  int32_t* ints(int index, const Shape& shape) const {
+    return of<int32_t>(index, shape, DType::kInt32);
+  }
+  int64_t* longs(int index, const Shape& shape) const {
+    return of<int64_t>(index, shape, DType::kInt64);
+  }
+  // A tensor of records, or of another dtype, with this element size in bytes.
   void* bytes(int index, const Shape& shape, int64_t element) const {
     const Tensor& tensor = tensors_[index];
     const int64_t wanted = Tensor{nullptr, DType::kFloat32, shape}.size() * element;
     if ((tensor.data == nullptr && wanted > 0) || tensor.size() * width(tensor.dtype) < wanted)
       throw Error(std::string(kernel_) + "'s tensor " + std::to_string(index) + " has " +
-                  std::to_string(tensor.size() * width(tensor.dtype)) + " bytes, expected " + std::to_string(wanted));
+                  std::to_string(tensor.size() * width(tensor.dtype)) + " bytes, expected " +
+                  std::to_string(wanted));
     return tensor.data;
   }
   // A matrix [rows, at least `columns`].
   const Tensor& matrix(int index, int64_t columns) const {
     const Tensor& tensor = tensors_[index];
-    if (tensor.data == nullptr || tensor.shape.size() != 2 || tensor.shape[0] < 1 || tensor.shape[1] < columns)
-      throw Error(std::string(kernel_) + "'s tensor " + std::to_string(index) + " is no matrix of at least " +
-                  std::to_string(columns) + " columns");
+    if (tensor.data == nullptr || tensor.shape.size() != 2 || tensor.shape[0] < 1 ||
+        tensor.shape[1] < columns)
+      throw Error(std::string(kernel_) + "'s tensor " + std::to_string(index) +
+                  " is no matrix of at least " + std::to_string(columns) + " columns");
     return tensor;
   }
 
@@ -81,44 +90,49 @@ class Given {
 };
 
 // counts [slots, vocab], tokens [slots, room] and lengths.
-kernels::TokenHistory history_of(const Given& given, int first, int vocab) {
+kernels::TokenHistory history_of(const KernelTensors& given, int first, int vocab) {
   const Tensor& tokens = given.matrix(first + 1, 1);
   const int64_t slots = tokens.shape[0], room = tokens.shape[1];
   return {static_cast<uint32_t*>(given.bytes(first, {slots, vocab}, sizeof(uint32_t))),
-          given.ints(first + 1, {slots, room}), given.ints(first + 2, {slots}), vocab, static_cast<int>(room)};
+          given.ints(first + 1, {slots, room}), given.ints(first + 2, {slots}), vocab,
+          static_cast<int>(room)};
 }
 
-kernels::SlotState* states_of(const Given& given, int index, int64_t count) {
+kernels::SlotState* states_of(const KernelTensors& given, int index, int64_t count) {
   return static_cast<kernels::SlotState*>(given.bytes(index, {count}, sizeof(kernels::SlotState)));
 }
 
-// Launch `repeats` times and wait; milliseconds per launch after the first.
+// Launches `repeats` times and synchronizes; milliseconds per launch after the first.
 template <typename Launch>
 float timed(Launch&& launch, int repeats, const char* what) {
   return time_on(nullptr, repeats - 1, [&] { check(launch(), what); });
 }
 
-// Run one op on device tensors `repeats` times and wait; milliseconds per run after the first. `firsts`: see Gemm::decide;
-// `pitches`: of the inputs, see Tensor; none where all lie in whole rows; `own_from`: of sequences that
-// decode, the first position that each reads by itself; the others are a prefix that those share which have one.
+// Runs one op on device tensors `repeats` times and synchronizes; milliseconds per run after the
+// first. `firsts`: see Gemm::decide(). `pitches`: of the inputs, see Tensor; empty for dense
+// tensors. `own_from`: per decoding sequence the first position that it attends to by itself;
+// positions before it are a shared prefix.
 float run_op(const std::string& name, const Fields& fields, const std::vector<Foreign>& inputs,
-             const std::vector<Foreign>& outputs, int num_decode, int repeats, int longest, int reach,
-             const std::vector<bool>& firsts, const std::vector<int64_t>& pitches,
+             const std::vector<Foreign>& outputs, int num_decode, int repeats, int longest,
+             int reach, const std::vector<bool>& firsts, const std::vector<int64_t>& pitches,
              const std::vector<int>& own_from) {
-  static Gemm* gemm = new Gemm;  // never freed: the driver may end before static objects do
-  static AttentionBackend* cudnn = longest > 0 ? make_attention_backend("cudnn").release() : nullptr;
+  static Gemm* gemm = new Gemm;  // never freed: the driver may shut down before static objects
+  static AttentionBackend* cudnn =
+      longest > 0 ? make_attention_backend("cudnn").release() : nullptr;
   const auto plugin = make_plugin(name, fields);
   std::vector<Tensor> in = tensors_of(inputs);
   const std::vector<Tensor> out = tensors_of(outputs);
   const std::vector<Port>& ports = plugin_types().at(name).inputs;
   for (size_t i = 0; i < pitches.size() && i < in.size(); ++i) {
     if (pitches[i] != 0 && (!ports[i].columns || pitches[i] < in[i].shape.back()))
-      throw Error("rows of " + name + "'s " + ports[i].name + " cannot be " + std::to_string(pitches[i]) + " apart");
+      throw Error("rows of " + name + "'s " + ports[i].name + " cannot be " +
+                  std::to_string(pitches[i]) + " apart");
     in[i].pitch = pitches[i];
   }
   const std::vector<Dims> made = plugin->shapes(dims_of(in)), given = dims_of(out);
   for (size_t i = 0; i < made.size(); ++i)
-    expect("output " + std::to_string(i) + " of " + name, i < given.size() ? given[i] : Dims{0}, made[i]);
+    expect("output " + std::to_string(i) + " of " + name, i < given.size() ? given[i] : Dims{0},
+           made[i]);
   std::set<const void*> done;
   plugin->prepare(in, done, nullptr);
   const int64_t bytes = plugin->workspace(in);
@@ -128,10 +142,12 @@ float run_op(const std::string& name, const Fields& fields, const std::vector<Fo
   check(cudaMemset(counters.data, 0, kCounters * sizeof(int32_t)), "counters");
   Context context;
   DeviceBuffer prefix((2 + own_from.size()) * sizeof(int32_t), "a prefix");
-  if (const auto owner = std::max_element(own_from.begin(), own_from.end()); owner != own_from.end()) {
+  if (const auto owner = std::max_element(own_from.begin(), own_from.end());
+      owner != own_from.end()) {
     std::vector<int32_t> all{static_cast<int32_t>(owner - own_from.begin()), *owner};
     all.insert(all.end(), own_from.begin(), own_from.end());
-    check(cudaMemcpy(prefix.data, all.data(), all.size() * sizeof(int32_t), cudaMemcpyHostToDevice), "a prefix");
+    check(cudaMemcpy(prefix.data, all.data(), all.size() * sizeof(int32_t), cudaMemcpyHostToDevice),
+          "a prefix");
     const auto* of = static_cast<const int32_t*>(prefix.data);
     context.prefix = {of, of + 2, nullptr};
   }
@@ -144,62 +160,96 @@ float run_op(const std::string& name, const Fields& fields, const std::vector<Fo
   context.reach = reach;
   check(cudaDeviceSynchronize(), "waiting");
   check(cudaStreamCreate(&context.stream), "a stream");
-  const float milliseconds = time_on(context.stream, repeats - 1, [&] {
-    plugin->enqueue(in, out, workspace.data, context);
-  });
+  const float milliseconds = time_on(context.stream, repeats - 1,
+                                     [&] { plugin->enqueue(in, out, workspace.data, context); });
   cudaStreamDestroy(context.stream);
   return milliseconds;
 }
 
-// Tokens, logits, states, slots.
-float sample(const std::vector<Foreign>& tensors, int vocab, int64_t none, bool draws, int repeats) {
-  const Given t("sample", tensors, 4);
+// Tensors: tokens, logits, states, slots.
+float sample(const std::vector<Foreign>& tensors, int vocab, int64_t none, bool draws,
+             int repeats) {
+  const KernelTensors t("sample", tensors, 4);
   const Tensor& logits = t.matrix(1, vocab);
   const int64_t rows = logits.shape[0];
-  const kernels::SampleParams p{t.longs(0, {rows}), logits.data, states_of(t, 2, 1), t.ints(3, {rows}),
-                                static_cast<int>(rows), vocab, static_cast<int>(logits.shape[1]), none, draws};
+  const kernels::SampleParams p{t.longs(0, {rows}),
+                                logits.data,
+                                states_of(t, 2, 1),
+                                t.ints(3, {rows}),
+                                static_cast<int>(rows),
+                                vocab,
+                                static_cast<int>(logits.shape[1]),
+                                none,
+                                draws};
   return timed([&] { return kernels::sample(logits.dtype, p, nullptr); }, repeats, "sample");
 }
 
-// Scores, logits, states, slots, lists, the three of a history, rows of masks, and masks; or these two empty.
+// Tensors: scores, logits, states, slots, lists, three of a history, mask_rows and masks (both may
+// be empty).
 float process(const std::vector<Foreign>& tensors, int vocab, int repeats) {
-  const Given t("process", tensors, 10);
+  const KernelTensors t("process", tensors, 10);
   const Tensor &scores = t.matrix(0, vocab), &logits = t.matrix(1, vocab);
   const int64_t rows = logits.shape[0];
-  const kernels::ProcessParams p{t.floats(0, {rows, scores.shape[1]}), logits.data, states_of(t, 2, 1),
-                                 t.ints(3, {rows}), t.ints(4, {0}), history_of(t, 5, vocab), static_cast<int>(rows),
-                                 vocab, static_cast<int>(logits.shape[1]), static_cast<int>(scores.shape[1]), t.ints(8, {0}),
-                                 static_cast<const uint32_t*>(t.bytes(9, {0}, 4))};
-  return timed([&] { return kernels::process(logits.dtype, p, nullptr); }, repeats, "process");
+  const kernels::ProcessLogitsParams p{t.floats(0, {rows, scores.shape[1]}),
+                                       logits.data,
+                                       states_of(t, 2, 1),
+                                       t.ints(3, {rows}),
+                                       t.ints(4, {0}),
+                                       history_of(t, 5, vocab),
+                                       static_cast<int>(rows),
+                                       vocab,
+                                       static_cast<int>(logits.shape[1]),
+                                       static_cast<int>(scores.shape[1]),
+                                       t.ints(8, {0}),
+                                       static_cast<const uint32_t*>(t.bytes(9, {0}, 4))};
+  return timed([&] { return kernels::process_logits(logits.dtype, p, nullptr); }, repeats,
+               "process");
 }
 
-// States, those given, slots, prompts, starts, tokens, and the three of a history.
+// Tensors: states, given states, slots, prompts, starts, tokens, three of a history.
 void admit(const std::vector<Foreign>& tensors, int vocab, int count) {
-  const Given t("admit", tensors, 9);
-  check(kernels::admit({states_of(t, 0, count), states_of(t, 1, count), t.ints(2, {count}), t.ints(3, {count}),
-                        t.ints(4, {count + 1}), t.ints(5, {0}), history_of(t, 6, vocab), count}, nullptr), "admit");
+  const KernelTensors t("admit", tensors, 9);
+  check(kernels::admit(
+            {states_of(t, 0, count), states_of(t, 1, count), t.ints(2, {count}), t.ints(3, {count}),
+             t.ints(4, {count + 1}), t.ints(5, {0}), history_of(t, 6, vocab), count},
+            nullptr),
+        "admit");
   check(cudaDeviceSynchronize(), "admit");
 }
 
-// Records, logits, chosen tokens, states, slots.
+// Tensors: records, logits, sampled tokens, states, slots.
 float logprobs(const std::vector<Foreign>& tensors, int vocab, int repeats) {
-  const Given t("logprobs", tensors, 5);
+  const KernelTensors t("logprobs", tensors, 5);
   const Tensor& logits = t.matrix(1, vocab);
   const int64_t rows = logits.shape[0];
-  const kernels::LogprobsParams p{static_cast<kernels::Logprobs*>(t.bytes(0, {rows}, sizeof(kernels::Logprobs))),
-                                  logits.data, t.longs(2, {rows}), states_of(t, 3, 1), t.ints(4, {rows}),
-                                  static_cast<int>(rows), vocab, static_cast<int>(logits.shape[1])};
+  const kernels::LogprobsParams p{
+      static_cast<kernels::Logprobs*>(t.bytes(0, {rows}, sizeof(kernels::Logprobs))),
+      logits.data,
+      t.longs(2, {rows}),
+      states_of(t, 3, 1),
+      t.ints(4, {rows}),
+      static_cast<int>(rows),
+      vocab,
+      static_cast<int>(logits.shape[1])};
   return timed([&] { return kernels::logprobs(logits.dtype, p, nullptr); }, repeats, "logprobs");
 }
 
 void candidates(const std::vector<Foreign>& tensors, int vocab, int repeats) {
-  const Given t("candidates", tensors, 3);
+  const KernelTensors t("candidates", tensors, 3);
   const Tensor& logits = t.matrix(2, vocab);
-  const int rows = static_cast<int>(logits.shape[0]), count = static_cast<int>(t.matrix(0, 1).shape[1]);
+  const int rows = static_cast<int>(logits.shape[0]),
+            count = static_cast<int>(t.matrix(0, 1).shape[1]);
   DeviceBuffer scratch(kernels::candidates_scratch(rows, vocab, count), "scratch");
-  const kernels::CandidatesParams p{t.ints(0, {rows, count}), t.floats(1, {rows, count}), logits.data, scratch.data,
-                                    rows, vocab, static_cast<int>(logits.shape[1]), count};
-  for (int i = 0; i < repeats; ++i) check(kernels::candidates(logits.dtype, p, nullptr), "candidates");
+  const kernels::CandidatesParams p{t.ints(0, {rows, count}),
+                                    t.floats(1, {rows, count}),
+                                    logits.data,
+                                    scratch.data,
+                                    rows,
+                                    vocab,
+                                    static_cast<int>(logits.shape[1]),
+                                    count};
+  for (int i = 0; i < repeats; ++i)
+    check(kernels::candidates(logits.dtype, p, nullptr), "candidates");
   check(cudaDeviceSynchronize(), "candidates");
 }
 
@@ -219,27 +269,35 @@ void bind_kernels(nb::module_& m) {
       .def_prop_ro("outputs", [](const PluginType& type) { return texts_of(type.outputs); })
       .def_ro("fields", &PluginType::fields)
       .def_ro("required", &PluginType::required);
-  m.def("plugin_types", [] {
-    std::vector<const PluginType*> types;
-    for (const auto& [name, type] : plugin_types()) types.push_back(&type);
-    return types;
-  }, nb::rv_policy::reference);
-  m.def("make_plugin", [](const std::string& name, const Fields& fields) { make_plugin(name, fields); });
-  // The shapes that an op makes of its inputs' (an absent one's is empty).
-  m.def("shapes", [](const std::string& name, const Fields& fields, const std::vector<Shape>& inputs) {
-    std::vector<Tensor> tensors;
-    for (const Shape& shape : inputs) tensors.push_back({nullptr, DType::kFloat32, shape});
-    std::vector<Shape> made;
-    for (const Dims& dims : make_plugin(name, fields)->shapes(dims_of(tensors))) made.push_back(shape_of(dims));
-    return made;
-  }, nb::arg("op"), nb::arg("fields"), nb::arg("inputs"));
-  m.def("run_op", &run_op, nb::arg("name"), nb::arg("fields"), nb::arg("inputs"), nb::arg("outputs"),
-        nb::arg("num_decode") = 0, nb::arg("repeats") = 1, nb::arg("longest") = 0, nb::arg("reach") = 0,
-        nb::arg("firsts") = std::vector<bool>(), nb::arg("pitches") = std::vector<int64_t>(),
-        nb::arg("own_from") = std::vector<int>());
-  // The kernels that choose tokens: see kernels/launch.h.
-  m.def("sample", &sample, nb::arg("tensors"), nb::arg("vocab"), nb::arg("none") = 0, nb::arg("draws") = true,
-        nb::arg("repeats") = 1);
+  m.def(
+      "plugin_types",
+      [] {
+        std::vector<const PluginType*> types;
+        for (const auto& [name, type] : plugin_types()) types.push_back(&type);
+        return types;
+      },
+      nb::rv_policy::reference);
+  m.def("make_plugin",
+        [](const std::string& name, const Fields& fields) { make_plugin(name, fields); });
+  // Output shapes of an op from input shapes (empty: absent).
+  m.def(
+      "shapes",
+      [](const std::string& name, const Fields& fields, const std::vector<Shape>& inputs) {
+        std::vector<Tensor> tensors;
+        for (const Shape& shape : inputs) tensors.push_back({nullptr, DType::kFloat32, shape});
+        std::vector<Shape> made;
+        for (const Dims& dims : make_plugin(name, fields)->shapes(dims_of(tensors)))
+          made.push_back(shape_of(dims));
+        return made;
+      },
+      nb::arg("op"), nb::arg("fields"), nb::arg("inputs"));
+  m.def("run_op", &run_op, nb::arg("name"), nb::arg("fields"), nb::arg("inputs"),
+        nb::arg("outputs"), nb::arg("num_decode") = 0, nb::arg("repeats") = 1,
+        nb::arg("longest") = 0, nb::arg("reach") = 0, nb::arg("firsts") = std::vector<bool>(),
+        nb::arg("pitches") = std::vector<int64_t>(), nb::arg("own_from") = std::vector<int>());
+  // Sampling kernels: see kernels/sampling/params.h.
+  m.def("sample", &sample, nb::arg("tensors"), nb::arg("vocab"), nb::arg("none") = 0,
+        nb::arg("draws") = true, nb::arg("repeats") = 1);
   m.def("process", &process, nb::arg("tensors"), nb::arg("vocab"), nb::arg("repeats") = 1);
   m.def("admit", &admit);
   m.def("logprobs", &logprobs, nb::arg("tensors"), nb::arg("vocab"), nb::arg("repeats") = 1);

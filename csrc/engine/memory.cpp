@@ -7,7 +7,9 @@
 
 namespace llmc {
 
-Stream::Stream() { check(cudaStreamCreateWithFlags(&handle, cudaStreamNonBlocking), "making a stream"); }
+Stream::Stream() {
+  check(cudaStreamCreateWithFlags(&handle, cudaStreamNonBlocking), "making a stream");
+}
 Stream::~Stream() { cudaStreamDestroy(handle); }
 
 DeviceBuffer::DeviceBuffer(int64_t bytes, const char* what) {
@@ -17,8 +19,8 @@ DeviceBuffer::DeviceBuffer(int64_t bytes, const char* what) {
     cudaGetLastError();
     cudaMemGetInfo(&free, &total);
     throw Error(std::string("there is no device memory for ") + what + ": " +
-                std::to_string(bytes >> 20) + " MiB are needed, " + std::to_string(free >> 20) + " of " +
-                std::to_string(total >> 20) + " MiB are free");
+                std::to_string(bytes >> 20) + " MiB are needed, " + std::to_string(free >> 20) +
+                " of " + std::to_string(total >> 20) + " MiB are free");
   }
   check(status, what);
 }
@@ -27,10 +29,12 @@ DeviceBuffer::~DeviceBuffer() {
   if (data != nullptr) cudaFree(data);
 }
 
-PinnedBuffer::PinnedBuffer(int64_t bytes) { check(cudaMallocHost(&data, std::max<int64_t>(bytes, 1)), "allocating pinned memory"); }
+PinnedBuffer::PinnedBuffer(int64_t bytes) {
+  check(cudaMallocHost(&data, std::max<int64_t>(bytes, 1)), "allocating pinned memory");
+}
 PinnedBuffer::~PinnedBuffer() { cudaFreeHost(data); }
 
-void* Packed::reserve_bytes(int64_t bytes) {
+void* StagingBuffer::reserve_bytes(int64_t bytes) {
   const int64_t at = (bytes_ + 15) / 16 * 16;
   if (at + bytes > room_) {
     room_ = std::max<int64_t>(2 * (at + bytes), 1 << 16);
@@ -45,7 +49,8 @@ void* Packed::reserve_bytes(int64_t bytes) {
 void* DeviceMemory::allocate_bytes(int64_t count, int64_t width, const char* what) {
   int64_t bytes = 0;
   if (count < 0 || __builtin_mul_overflow(count, width, &bytes))
-    throw Error(std::to_string(count) + " elements of " + std::to_string(width) + " bytes are no size of " + what);
+    throw Error(std::to_string(count) + " elements of " + std::to_string(width) +
+                " bytes are no size of " + what);
   owned_.emplace_back(bytes, what);
   bytes_ += bytes;
   check(cudaMemsetAsync(owned_.back().data, 0, bytes, stream_), what);
@@ -54,12 +59,14 @@ void* DeviceMemory::allocate_bytes(int64_t count, int64_t width, const char* wha
 
 void upload(void* target, const void* source, int64_t bytes, cudaStream_t stream) {
   if (bytes == 0) return;
-  check(cudaMemcpyAsync(target, source, bytes, cudaMemcpyHostToDevice, stream), "copying to the device");
+  check(cudaMemcpyAsync(target, source, bytes, cudaMemcpyHostToDevice, stream),
+        "copying to the device");
 }
 
 std::vector<char> download(const Tensor& tensor, cudaStream_t stream) {
   std::vector<char> host(tensor.size() * width(tensor.dtype));
-  check(cudaMemcpyAsync(host.data(), tensor.data, host.size(), cudaMemcpyDeviceToHost, stream), "copying to the host");
+  check(cudaMemcpyAsync(host.data(), tensor.data, host.size(), cudaMemcpyDeviceToHost, stream),
+        "copying to the host");
   check(cudaStreamSynchronize(stream), "the engine");
   return host;
 }

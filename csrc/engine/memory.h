@@ -1,4 +1,4 @@
-// Memory of a device and of the host, as their owners hold it, and values that come back as float32.
+// Owners of device and host memory, and conversions to float32 on the host.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@ struct Stream {
 };
 
 struct DeviceBuffer {
-  // Throws Error, with what is free, where there is no room for `what`.
+  // Throws Error, with the free memory, if there is no room for `what`.
   DeviceBuffer(int64_t bytes, const char* what);
   ~DeviceBuffer();
   DeviceBuffer(DeviceBuffer&& other) noexcept : data(std::exchange(other.data, nullptr)) {}
@@ -26,7 +26,7 @@ struct DeviceBuffer {
   void* data = nullptr;
 };
 
-// Host memory that a device copies from and to by itself.
+// Page-locked host memory.
 struct PinnedBuffer {
   explicit PinnedBuffer(int64_t bytes);
   ~PinnedBuffer();
@@ -34,11 +34,12 @@ struct PinnedBuffer {
   void* data = nullptr;
 };
 
-// Pinned memory that grows.
-class PinnedRoom {
+// Page-locked memory that grows on demand.
+class GrowingPinnedBuffer {
  public:
   void* at_least(int64_t bytes) {
-    if (bytes > room_) memory_.reset(), memory_ = std::make_unique<PinnedBuffer>(bytes), room_ = bytes;
+    if (bytes > room_)
+      memory_.reset(), memory_ = std::make_unique<PinnedBuffer>(bytes), room_ = bytes;
     return memory_->data;
   }
 
@@ -47,11 +48,11 @@ class PinnedRoom {
   int64_t room_ = 0;
 };
 
-// Arrays for a device one behind the other in pinned memory, so that one copy takes all of them.
-class Packed {
+// Packs arrays into page-locked memory, so that one copy sends all of them.
+class StagingBuffer {
  public:
   void clear() { bytes_ = 0; }
-  // Copies an array; where it is, in bytes.
+  // Appends an array; returns its offset in bytes.
   template <typename T>
   int64_t add(const T* values, int64_t count) {
     T* place = reserve<T>(count);
@@ -76,7 +77,7 @@ class Packed {
   int64_t room_ = 0, bytes_ = 0;
 };
 
-// Device memory that lives as long as this does, zero at first.
+// Device memory with the lifetime of this object, initialized to zero.
 class DeviceMemory {
  public:
   explicit DeviceMemory(cudaStream_t stream) : stream_(stream) {}
@@ -97,10 +98,10 @@ class DeviceMemory {
 
 void upload(void* target, const void* source, int64_t bytes, cudaStream_t stream);
 
-// What a tensor holds, when all that is enqueued before has ended.
+// Copies a tensor to the host, after all enqueued work.
 std::vector<char> download(const Tensor& tensor, cudaStream_t stream);
 
-// Host values of a floating dtype, as float32.
+// Converts host values of a floating-point dtype to float32.
 void to_float(float* target, const char* source, int64_t count, DType dtype);
 
 }  // namespace llmc

@@ -10,7 +10,7 @@ namespace {
 struct InputType {
   DType dtype;
   Size size;
-  bool of_model, of_encoder;  // whether a step tells it to these nodes
+  bool of_model, of_encoder;  // whether these nodes may read it
 };
 
 const std::map<std::string, InputType>& input_types() {
@@ -28,8 +28,8 @@ const std::map<std::string, InputType>& input_types() {
   return types;
 }
 
-// What an op calls an input of the step. What these say is checked before each step, so nothing else may be in
-// their place; but an Embedding of its own may look up positions.
+// The step input that an op's port takes. Kernels rely on the checks of step inputs, so no other
+// tensor may be bound; an Embedding may also look up position_ids.
 std::string step_input(const std::string& port) {
   return port == "key_starts" ? kMemoryStarts : port == "key_lens" ? kMemoryLens : port;
 }
@@ -37,17 +37,19 @@ bool serves(const std::string& port, const std::string& input) {
   return input == step_input(port) || (port == "input_ids" && input == "position_ids");
 }
 
-// Whether it is one of those.
+// Whether the port takes a step input.
 bool is_of_step(const Port& port) { return input_types().count(step_input(port.name)) > 0; }
 
 bool is_among(DType dtype, const std::vector<DType>& allowed) {
   return std::find(allowed.begin(), allowed.end(), dtype) != allowed.end();
 }
 
-// Sizes that no tensor of a model has: a dimension that is equal in both steps to such a size is that size.
+// Sizes that no tensor of a model has: a dimension that equals such a size in both steps is
+// symbolic.
 constexpr Step kProbes[] = {{1000003, 1000033, 1000037}, {2000003, 2000029, 2000039}};
 
-// Throws Error unless a shape of numbers above zero has a size that memory could have; the size.
+// Number of elements of a shape. Throws Error unless all dimensions are positive and the size is
+// possible.
 int64_t count_of(const Shape& shape) {
   constexpr int64_t kMost = int64_t{1} << 48;
   int64_t count = 1;
@@ -72,7 +74,8 @@ Program::Program(DType dtype, Limits limits, int64_t token_bytes, int64_t logit_
     throw Error(std::string("the engine does not compute in ") + name_of(dtype));
   for (int64_t bytes : {token_bytes, logit_bytes})
     if (bytes < 0 || bytes > int64_t{1} << 32)
-      throw Error(std::to_string(bytes) + " bytes are no size of a token's or logit's part of the arena");
+      throw Error(std::to_string(bytes) +
+                  " bytes are no size of a token's or logit's part of the arena");
 }
 
 int Program::declare(Declared tensor) {
@@ -84,7 +87,8 @@ int Program::add_input(const std::string& name, DType dtype) {
   const auto found = input_types().find(name);
   if (found == input_types().end()) throw Error("there is no engine input '" + name + "'");
   if (found->second.dtype != dtype)
-    throw Error("the engine's input " + name + " is of " + name_of(found->second.dtype) + ", not " + name_of(dtype));
+    throw Error("the engine's input " + name + " is of " + name_of(found->second.dtype) + ", not " +
+                name_of(dtype));
   if (inputs_.count(name)) throw Error("the engine's input " + name + " is declared twice");
   Shape shape{found->second.size};
   if (name == kBlockTable) shape.push_back(limits_.max_blocks());
@@ -98,16 +102,18 @@ int Program::add_weight(DType dtype, const Shape& shape) {
 
 int Program::add_cache(DType dtype, int64_t num_kv_heads, int64_t head_dim) {
   if (dtype != dtype_ && dtype != DType::kFloat8)
-    throw Error(std::string("a cache of ") + name_of(dtype) + " is neither of " + name_of(dtype_) + " nor of " +
-                name_of(DType::kFloat8));
+    throw Error(std::string("a cache of ") + name_of(dtype) + " is neither of " + name_of(dtype_) +
+                " nor of " + name_of(DType::kFloat8));
   const Shape block{num_kv_heads, limits_.block_size, head_dim};
   if (count_of(block) * width(dtype) % 16 != 0)
-    throw Error("a block of " + std::to_string(count_of(block) * width(dtype)) + " bytes is not of whole 16 bytes");
+    throw Error("a block of " + std::to_string(count_of(block) * width(dtype)) +
+                " bytes is not of whole 16 bytes");
   return declare({Kind::kCache, dtype, {kNumBlocks, num_kv_heads, limits_.block_size, head_dim}});
 }
 
 int Program::add_state(DType dtype, const Shape& shape) {
-  if (dtype != DType::kFloat32) throw Error(std::string("a state is of float32, not of ") + name_of(dtype));
+  if (dtype != DType::kFloat32)
+    throw Error(std::string("a state is of float32, not of ") + name_of(dtype));
   count_of(shape);
   limits_.num_states = limits_.max_batch;
   Shape all{kNumStates};
@@ -116,17 +122,21 @@ int Program::add_state(DType dtype, const Shape& shape) {
 }
 
 int Program::add_memory(int64_t row_width) {
-  if (limits_.mem_max_seq_len == 0) throw Error("the model has no encoder, and so no memory of one");
+  if (limits_.mem_max_seq_len == 0)
+    throw Error("the model has no encoder, and so no memory of one");
   const Shape shape{limits_.memory_rows(), row_width};
   count_of(shape);
   return declare({Kind::kMemory, dtype_, shape});
 }
 
 int Program::add_value(DType dtype, const Shape& shape, int64_t offset, bool per_logit) {
-  if (dtype != dtype_ && dtype != DType::kFloat32 && dtype != DType::kInt64 && dtype != DType::kFloat8)
-    throw Error(std::string("a value is of ") + name_of(dtype) + ", the engine computes in " + name_of(dtype_));
+  if (dtype != dtype_ && dtype != DType::kFloat32 && dtype != DType::kInt64 &&
+      dtype != DType::kFloat8)
+    throw Error(std::string("a value is of ") + name_of(dtype) + ", the engine computes in " +
+                name_of(dtype_));
   if (shape.size() < 2 || shape[0] != (per_logit ? kNumLogits : kNumTokens))
-    throw Error(std::string("a value's shape does not begin with ") + (per_logit ? "num_logits" : "num_tokens"));
+    throw Error(std::string("a value's shape does not begin with ") +
+                (per_logit ? "num_logits" : "num_tokens"));
   const int64_t bytes = count_of(Shape(shape.begin() + 1, shape.end())) * width(dtype);
   const int64_t room = per_logit ? logit_bytes_ : token_bytes_;
   if (offset < 0 || offset % 16 != 0 || offset > room || bytes > room - offset)
@@ -141,8 +151,8 @@ int Program::add_columns(int of, int64_t first, int64_t width) {
     throw Error("tensor " + std::to_string(of) + " is not a value of rows of tokens");
   count_of({width});
   if (first < 0 || first > value.shape[1] - width)
-    throw Error(std::to_string(width) + " columns from " + std::to_string(first) + " on are not in a value's " +
-                std::to_string(value.shape[1]));
+    throw Error(std::to_string(width) + " columns from " + std::to_string(first) +
+                " on are not in a value's " + std::to_string(value.shape[1]));
   return declare({Kind::kColumns, value.dtype, {kNumTokens, width}, "", 0, false, of, first});
 }
 
@@ -166,8 +176,9 @@ void Program::add_node(const std::string& op, const Fields& fields, const std::v
   (of_encoder ? encoder_nodes_ : nodes_).push_back(std::move(node));
 }
 
-void Program::add_node(const std::string& op, std::unique_ptr<Plugin> plugin, const std::vector<int>& inputs,
-                       const std::vector<int>& outputs, bool of_encoder) {
+void Program::add_node(const std::string& op, std::unique_ptr<Plugin> plugin,
+                       const std::vector<int>& inputs, const std::vector<int>& outputs,
+                       bool of_encoder) {
   for (int number : inputs) tensor(number);
   for (int number : outputs)
     if (tensor(number).kind != Kind::kValue && tensor(number).kind != Kind::kCache)
@@ -175,33 +186,41 @@ void Program::add_node(const std::string& op, std::unique_ptr<Plugin> plugin, co
   (of_encoder ? encoder_nodes_ : nodes_).push_back({op, std::move(plugin), inputs, outputs});
 }
 
-// That the tensors are those that the op is declared with, and what it writes is there to be written.
-void Program::check_node(const PluginType& type, const Fields& fields, const Node& node, bool of_encoder) const {
+// Checks that the tensors match the op's ports, and that outputs are writable.
+void Program::check_node(const PluginType& type, const Fields& fields, const Node& node,
+                         bool of_encoder) const {
   if (node.inputs.size() > type.inputs.size() || node.outputs.size() != type.outputs.size())
-    throw Error("it has " + std::to_string(node.inputs.size()) + " inputs and " + std::to_string(node.outputs.size()) +
-                " outputs, the op " + std::to_string(type.inputs.size()) + " and " +
-                std::to_string(type.outputs.size()));
+    throw Error("it has " + std::to_string(node.inputs.size()) + " inputs and " +
+                std::to_string(node.outputs.size()) + " outputs, the op " +
+                std::to_string(type.inputs.size()) + " and " + std::to_string(type.outputs.size()));
   bool reads_step = false, picks = false;
   for (size_t i = 0; i < type.inputs.size(); ++i) {
     const int number = i < node.inputs.size() ? node.inputs[i] : -1;
-    if (number == -1 && !type.inputs[i].optional) throw Error("it needs the input '" + type.inputs[i].name + "'");
+    if (number == -1 && !type.inputs[i].optional)
+      throw Error("it needs the input '" + type.inputs[i].name + "'");
     if (number != -1) check_input(type, fields, i, number, of_encoder);
     reads_step = reads_step || (number != -1 && is_of_step(type.inputs[i]));
     picks = picks || type.inputs[i].name == "logits_indices";
   }
-  if (picks && tensor(node.inputs[0]).kind != Kind::kValue)  // which a decode step passes on, all rows of it
-    throw Error("it picks rows of tensor " + std::to_string(node.inputs[0]) + ", which is no value");
-  for (int number : node.inputs)  // a step's numbers speak of its tokens
-    if (reads_step && number != -1 && tensor(number).kind == Kind::kValue && tensor(number).shape[0] != kNumTokens)
-      throw Error("tensor " + std::to_string(number) + " has rows of logits, its others rows of tokens");
+  if (picks &&
+      tensor(node.inputs[0]).kind != Kind::kValue)  // a decode step aliases it, with all rows
+    throw Error("it picks rows of tensor " + std::to_string(node.inputs[0]) +
+                ", which is no value");
+  for (int number : node.inputs)  // step inputs describe its tokens
+    if (reads_step && number != -1 && tensor(number).kind == Kind::kValue &&
+        tensor(number).shape[0] != kNumTokens)
+      throw Error("tensor " + std::to_string(number) +
+                  " has rows of logits, its others rows of tokens");
   for (size_t i = 0; i < type.outputs.size(); ++i) {
     const int number = node.outputs[i];
     if (!type.outputs[i].in_place.empty()) {
-      if (number != -1) throw Error("its output '" + type.outputs[i].name + "' is in an input's memory, and so -1");
+      if (number != -1)
+        throw Error("its output '" + type.outputs[i].name + "' is in an input's memory, and so -1");
       continue;
     }
     if (number == -1) throw Error("it needs the output '" + type.outputs[i].name + "'");
-    const std::string what = "tensor " + std::to_string(number) + ", its output '" + type.outputs[i].name + "', is ";
+    const std::string what =
+        "tensor " + std::to_string(number) + ", its output '" + type.outputs[i].name + "', is ";
     if (tensor(number).kind != Kind::kValue) throw Error(what + "no value");
     const std::vector<DType> own{type.outputs[i].is_rounded(fields) ? DType::kFloat8 : dtype_};
     const std::vector<DType>& made = type.outputs[i].dtypes.empty() ? own : type.outputs[i].dtypes;
@@ -236,26 +255,32 @@ void Program::check_input(const PluginType& type, const Fields& fields, size_t i
   }
   if (port.is_bytes(fields)) allowed = {DType::kUint8};
   if (port.is_rounded(fields)) allowed = {DType::kFloat8};
-  if (given.kind == Kind::kColumns && !port.columns) throw Error(what + " is columns of wider rows");
+  if (given.kind == Kind::kColumns && !port.columns)
+    throw Error(what + " is columns of wider rows");
   if (!is_among(given.dtype, allowed))
     throw Error(what + " is of " + name_of(given.dtype) + ", expected " + name_of(allowed[0]));
-  // Of what is looked up by positions, the axis of these.
-  static const std::map<std::string, size_t> by_position = {{"cos", 0}, {"sin", 0}, {"query_scale", 0}, {"key_bias", 1}};
+  // Axis of positions in tables.
+  static const std::map<std::string, size_t> by_position = {
+      {"cos", 0}, {"sin", 0}, {"query_scale", 0}, {"key_bias", 1}};
   const auto axis = by_position.find(port.name);
-  if (axis != by_position.end() && axis->second < given.shape.size() && given.shape[axis->second] < limits_.max_seq_len)
-    throw Error(what + " has " + std::to_string(given.shape[axis->second]) + " rows for max_seq_len " +
-                std::to_string(limits_.max_seq_len));
-  const bool written = std::any_of(type.outputs.begin(), type.outputs.end(),
-                                   [&](const Port& output) { return output.in_place == port.name; });
+  if (axis != by_position.end() && axis->second < given.shape.size() &&
+      given.shape[axis->second] < limits_.max_seq_len)
+    throw Error(what + " has " + std::to_string(given.shape[axis->second]) +
+                " rows for max_seq_len " + std::to_string(limits_.max_seq_len));
+  const bool written =
+      std::any_of(type.outputs.begin(), type.outputs.end(),
+                  [&](const Port& output) { return output.in_place == port.name; });
   const bool kept = given.kind == Kind::kCache || given.kind == Kind::kState;
-  // A cache may be read behind the node that writes it.
+  // A cache may be read after the node that writes it.
   const bool read = !written && port.cached && given.kind == Kind::kCache;
   if (read && !is_written(number)) throw Error(what + " is a cache that no node has written yet");
   if (read) return;
-  if (written != kept) throw Error(what + (written ? " is written, and nothing that is kept" : " is kept"));
+  if (written != kept)
+    throw Error(what + (written ? " is written, and nothing that is kept" : " is kept"));
   if (written && port.cached != (given.kind == Kind::kCache))
     throw Error(what + (port.cached ? " is no cache" : " is no state"));
-  if (port.name == "memory" && given.kind != Kind::kMemory) throw Error(what + " is no encoder's memory");
+  if (port.name == "memory" && given.kind != Kind::kMemory)
+    throw Error(what + " is no encoder's memory");
 }
 
 bool Program::is_written(int number) const {
@@ -270,15 +295,16 @@ bool Program::is_written(int number) const {
   });
 }
 
-// That the op makes what is declared, whatever a step's sizes are.
+// Checks that the op's output shapes match the declared ones, for all sizes of a step.
 void Program::check_shapes(const Node& node) const {
   for (const Step& probe : kProbes) {
     std::vector<Dims> inputs;
-    for (int number : node.inputs) inputs.push_back(number == -1 ? Dims{} : dims_of(resolve(number, probe)));
+    for (int number : node.inputs)
+      inputs.push_back(number == -1 ? Dims{} : dims_of(resolve(number, probe)));
     const std::vector<Dims> made = node.plugin->shapes(inputs);
     for (size_t i = 0; i < made.size(); ++i)
       if (node.outputs[i] != -1)
-        expect("what it makes", made[i], dims_of(resolve(node.outputs[i], probe)));
+        expect("its output", made[i], dims_of(resolve(node.outputs[i], probe)));
   }
 }
 
@@ -296,9 +322,11 @@ void Program::set_logits(int number, int vocab_size) {
 
 void Program::finish() {
   if (logits_ < 0) throw Error("the program has no logits");
-  for (const char* name : {"input_ids", "position_ids", "cu_seqlens", "past_lens", "logits_indices"})
+  for (const char* name :
+       {"input_ids", "position_ids", "cu_seqlens", "past_lens", "logits_indices"})
     if (!inputs_.count(name)) add_input(name, input_types().at(name).dtype);
-  if (!encoder_nodes_.empty() && limits_.mem_max_seq_len == 0) throw Error("an encoder's mem_max_seq_len is 0");
+  if (!encoder_nodes_.empty() && limits_.mem_max_seq_len == 0)
+    throw Error("an encoder's mem_max_seq_len is 0");
   if (!encoder_nodes_.empty() && !inputs_.count(kMemoryRows)) add_input(kMemoryRows, DType::kInt64);
 }
 
@@ -317,7 +345,8 @@ int64_t Program::block_bytes() const {
 
 const Declared& Program::tensor(int number) const {
   if (number < 0 || number >= static_cast<int>(tensors_.size()))
-    throw Error("there is no tensor " + std::to_string(number) + " among " + std::to_string(tensors_.size()));
+    throw Error("there is no tensor " + std::to_string(number) + " among " +
+                std::to_string(tensors_.size()));
   return tensors_[number];
 }
 
@@ -343,7 +372,7 @@ Tensor Program::resolve(int number, const Step& step) const {
 
 int64_t Program::capacity(int number) const {
   const Declared& declared = tensor(number);
-  // cuDNN takes batches rounded up, which may begin behind those that decode.
+  // cuDNN rounds the batch up, starting after the decoding sequences.
   if (declared.name == kBlockTable) return 3ll * limits_.max_batch * limits_.max_blocks();
   return resolve(number, {limits_.max_tokens, limits_.max_logits, limits_.max_batch}).size();
 }

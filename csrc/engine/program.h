@@ -1,4 +1,5 @@
-// One rank's schedule: tensors, and ops in order. It needs no device: what an Engine will trust is checked here.
+// One rank's program: tensors, and ops in order. It needs no device; everything that an Engine
+// relies on is checked here.
 #pragma once
 
 #include <map>
@@ -10,16 +11,17 @@
 
 namespace llmc {
 
-// The inputs of a step that not every model has: which blocks and states sequences have, where their prompts are in the
-// encoder's memory, and where an encoder's tokens go there.
-inline constexpr const char *kBlockTable = "block_table", *kStateSlots = "state_slots", *kMemoryStarts = "memory_starts",
+// Optional inputs of a step: block tables, state indices, the rows of each prompt in the encoder
+// output, and the rows to which encoder tokens are written.
+inline constexpr const char *kBlockTable = "block_table", *kStateSlots = "state_slots",
+                            *kMemoryStarts = "memory_starts",
                             *kMemoryLens = "encoder_sequence_length", *kMemoryRows = "memory_rows";
 
 enum class Kind { kInput, kWeight, kCache, kState, kMemory, kValue, kColumns };
 
-// A tensor: dimensions below zero are Sizes. A value lies at `offset` bytes per token in the arena, or of the wanted
-// logits' rows at `offset` bytes per logit in an arena of their own. Columns are those of the value `of` from `first` on,
-// where they lie.
+// A tensor; negative dimensions are Sizes. A value is at `offset` bytes per token in the arena, or
+// with per_logit at `offset` bytes per row of logits in another arena. kColumns is a view of
+// columns of value `of`, from `first` on.
 struct Declared {
   Kind kind;
   DType dtype;
@@ -34,43 +36,44 @@ struct Declared {
 struct Node {
   std::string op;
   std::unique_ptr<Plugin> plugin;
-  std::vector<int> inputs, outputs;  // by number; -1: absent, or an output in an input's memory
+  std::vector<int> inputs,
+      outputs;  // tensor numbers; -1: absent, or an output in place of an input
 };
 
 class Program {
  public:
-  // token_bytes, logit_bytes: the arenas' sizes per token and per logit. Here and below Error is thrown, with what is
-  // wrong, where a kernel would read or write beyond a tensor.
+  // token_bytes, logit_bytes: sizes of the arenas per token and per row of logits. All functions
+  // throw Error if a kernel would read or write out of bounds.
   Program(DType dtype, Limits limits, int64_t token_bytes, int64_t logit_bytes);
   Program(const Program&) = delete;
   Program(Program&&) = default;
 
-  // Each declares a tensor and returns the number that nodes know it by.
+  // Each declares a tensor and returns its number.
   int add_input(const std::string& name, DType dtype);
   int add_weight(DType dtype, const Shape& shape);
-  int add_cache(DType dtype, int64_t num_kv_heads, int64_t head_dim);  // [num_blocks, .., block_size, head_dim]
-  // What a sequence keeps in a layer whatever its length, float32: [num_states, ..]. There are as many as slots, and one
-  // more, which is nobody's.
+  int add_cache(DType dtype, int64_t num_kv_heads,
+                int64_t head_dim);  // [num_blocks, .., block_size, head_dim]
+  // Recurrent state of a layer, float32 [num_states, ..]: one per slot, and one for padding.
   int add_state(DType dtype, const Shape& shape);
-  // What an encoder leaves of a prompt's tokens: [max_batch * mem_max_seq_len, width]; a prompt has a row of
-  // mem_max_seq_len tokens.
+  // Encoder output: [max_batch * mem_max_seq_len, width], mem_max_seq_len rows per prompt.
   int add_memory(int64_t width);
   int add_value(DType dtype, const Shape& shape, int64_t offset, bool per_logit);
-  // `width` columns of a value of tokens from `first` on, for inputs of ops that take them where they lie.
+  // A view of `width` columns of a value from `first` on, for inputs that are declared "columns".
   int add_columns(int of, int64_t first, int64_t width);
 
-  // A node of the model, or of the encoder before its decoder.
+  // A node of the model, or of its encoder.
   void add_node(const std::string& op, const Fields& fields, const std::vector<int>& inputs,
                 const std::vector<int>& outputs, bool of_encoder = false);
-  // Likewise a host of its own, which holds its inputs and outputs against what it was made for in every step.
-  void add_node(const std::string& op, std::unique_ptr<Plugin> plugin, const std::vector<int>& inputs,
-                const std::vector<int>& outputs, bool of_encoder = false);
+  // The same with a plugin that checks its inputs and outputs itself in every step.
+  void add_node(const std::string& op, std::unique_ptr<Plugin> plugin,
+                const std::vector<int>& inputs, const std::vector<int>& outputs,
+                bool of_encoder = false);
   void set_logits(int tensor, int vocab_size);
-  // After the last of these: declares the inputs that every step has.
+  // Declares the inputs that every step has. Call last.
   void finish();
-  // So many blocks of caches there are, and one more, which is nobody's.
+  // Number of KV cache blocks; one more is allocated for padding.
   void set_num_blocks(int num_blocks);
-  // Bytes of a block of all caches.
+  // Bytes of one block over all caches.
   int64_t block_bytes() const;
 
   DType dtype() const { return dtype_; }
@@ -84,19 +87,21 @@ class Program {
   int vocab_size() const { return vocab_size_; }
 
   const Declared& tensor(int number) const;
-  // The number of an input; -1 where the model has it not.
+  // Number of an input; -1 if the model lacks it.
   int input(const std::string& name) const;
-  // A tensor as a step has it, without its place.
+  // A tensor with the shape of a step, without its address.
   Tensor resolve(int tensor, const Step& step) const;
-  // Elements that a tensor has at most.
+  // Maximum number of elements of a tensor.
   int64_t capacity(int tensor) const;
 
  private:
   int declare(Declared tensor);
-  void check_node(const PluginType& type, const Fields& fields, const Node& node, bool of_encoder) const;
-  void check_input(const PluginType& type, const Fields& fields, size_t index, int tensor, bool of_encoder) const;
+  void check_node(const PluginType& type, const Fields& fields, const Node& node,
+                  bool of_encoder) const;
+  void check_input(const PluginType& type, const Fields& fields, size_t index, int tensor,
+                   bool of_encoder) const;
   void check_shapes(const Node& node) const;
-  // Whether a node that is there already writes a cache or state.
+  // Whether an earlier node writes this cache or state.
   bool is_written(int tensor) const;
 
   DType dtype_;

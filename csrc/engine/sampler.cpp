@@ -2,17 +2,23 @@
 
 #include <algorithm>
 
+#include "../kernels/sampling/params.h"
+
 namespace llmc {
 
 Sampler::Sampler(const Limits& limits, int vocab_size, DeviceMemory& memory, cudaStream_t stream)
-    : limits_(limits), vocab_size_(vocab_size), memory_(memory), stream_(stream), slots_(limits.max_batch) {
+    : limits_(limits),
+      vocab_size_(vocab_size),
+      memory_(memory),
+      stream_(stream),
+      slots_(limits.max_batch) {
   const int64_t slots = limits.max_batch;
   states_ = memory.allocate<kernels::SlotState>(slots, "sampling");
-  chosen_ = memory.allocate<int64_t>(slots, "tokens");
+  sampled_ = memory.allocate<int64_t>(slots, "tokens");
   last_ = memory.allocate<int64_t>(slots, "tokens");
 }
 
-// A slot's lists are where no other's are.
+// Finds a free range for a slot's lists.
 int64_t Sampler::place_lists(int32_t slot, int64_t size) {
   places_.erase(slot);
   if (size == 0) return 0;
@@ -28,9 +34,10 @@ int64_t Sampler::place_lists(int32_t slot, int64_t size) {
     const int64_t room = std::max<int64_t>(2 * (at + size), 1 << 14);
     auto made = std::make_unique<DeviceBuffer>(4 * room, "bad words and logit biases");
     if (lists_room_ > 0)
-      check(cudaMemcpyAsync(made->data, lists_->data, 4 * lists_room_, cudaMemcpyDeviceToDevice, stream_),
+      check(cudaMemcpyAsync(made->data, lists_->data, 4 * lists_room_, cudaMemcpyDeviceToDevice,
+                            stream_),
             "moving bad words and logit biases");
-    check(cudaStreamSynchronize(stream_), "the engine");  // nothing reads the old ones any more
+    check(cudaStreamSynchronize(stream_), "the engine");  // nothing reads the old buffer any more
     lists_ = std::move(made);
     lists_room_ = room;
   }
@@ -41,10 +48,11 @@ int64_t Sampler::place_lists(int32_t slot, int64_t size) {
 void Sampler::make_room(const Admissions& admit, std::vector<kernels::SlotState>& states) {
   states.assign(admit.states.begin(), admit.states.end());
   for (size_t i = 0; i < states.size(); ++i) {
-    kernels::Processing& wanted = states[i].processing;
-    // Its lists are what lies between its own and the next one's.
-    const int64_t begin = wanted.lists,
-                  end = i + 1 < states.size() ? admit.states[i + 1].processing.lists : admit.lists.size;
+    kernels::LogitsProcessing& wanted = states[i].processing;
+    // Its lists end where the next sequence's begin.
+    const int64_t begin = wanted.lists, end = i + 1 < states.size()
+                                                  ? admit.states[i + 1].processing.lists
+                                                  : admit.lists.size;
     if (end < begin) throw Error("the lists of sequences that enter slots are not in their order");
     wanted.lists = static_cast<int32_t>(place_lists(admit.slots[i], end - begin));
     if (!wanted.keeps_history || history_.counts != nullptr) continue;
@@ -63,54 +71,76 @@ void Sampler::admit(const Admissions& admit, const AdmittedArrays& given,
   if (states.empty()) return;
   for (size_t i = 0; i < states.size(); ++i) {
     const kernels::SlotState& state = states[i];
-    const kernels::Processing& p = state.processing;
-    const bool processes = p.keeps_history || p.num_biases || p.num_ends || p.num_forced || p.num_words;
+    const kernels::LogitsProcessing& p = state.processing;
+    const bool processes =
+        p.keeps_history || p.num_biases || p.num_ends || p.num_forced || p.num_words;
     slots_[admit.slots[i]] = {false, state.temperature > 0, processes, state.logprobs >= 0,
                               p.keeps_history != 0};
     const auto place = places_.find(admit.slots[i]);
     if (place == places_.end()) continue;
     check(cudaMemcpyAsync(static_cast<int32_t*>(lists_->data) + p.lists,
                           given.lists + admit.states[i].processing.lists,
-                          4 * (place->second.second - place->second.first), cudaMemcpyDeviceToDevice, stream_),
+                          4 * (place->second.second - place->second.first),
+                          cudaMemcpyDeviceToDevice, stream_),
           "copying bad words and logit biases");
   }
-  check(kernels::admit({states_, given.states, given.slots, given.prompts, given.starts, given.tokens, history_,
-                        static_cast<int>(states.size())}, stream_), "entering slots");
+  check(kernels::admit({states_, given.states, given.slots, given.prompts, given.starts,
+                        given.tokens, history_, static_cast<int>(states.size())},
+                       stream_),
+        "entering slots");
 }
 
-void Sampler::choose(const Tensor& logits, const int32_t* device_slots, const std::vector<int32_t>& slots,
-                     const Masks& masks) {
+void Sampler::sample(const Tensor& logits, const int32_t* device_slots,
+                     const std::vector<int32_t>& slots, const Masks& masks) {
   const int rows = static_cast<int>(slots.size()), stride = static_cast<int>(logits.shape[1]);
   bool draws = false, processes = masks.rows != nullptr, keeps = false;
   reported_ = false;
   for (int32_t slot : slots) {
     SlotRecord& known = slots_[slot];
-    known.has_chosen = true;
-    draws = draws || known.draws, processes = processes || known.processes, keeps = keeps || known.keeps_history;
+    known.has_sampled = true;
+    draws = draws || known.draws, processes = processes || known.processes,
+    keeps = keeps || known.keeps_history;
     reported_ = reported_ || known.reports;
   }
-  kernels::SampleParams p{chosen_, logits.data, states_, device_slots, rows, vocab_size_, stride, 0, draws};
+  kernels::SampleParams p{sampled_,    logits.data, states_, device_slots, rows,
+                          vocab_size_, stride,      0,       draws};
   DType dtype = logits.dtype;
   if (processes) {
     const int64_t width = scores_width();
     if (scores_ == nullptr)
-      scores_ = memory_.allocate<float>(limits_.max_batch * width, "the logits that sampling parameters change");
-    const kernels::ProcessParams process{scores_, logits.data, states_, device_slots,
-                                         lists_ ? static_cast<const int32_t*>(lists_->data) : nullptr, history_, rows,
-                                         vocab_size_, stride, static_cast<int>(width), masks.rows, masks.words};
-    check(kernels::process(dtype, process, stream_), "processing logits");
+      scores_ = memory_.allocate<float>(limits_.max_batch * width,
+                                        "the logits that sampling parameters change");
+    const kernels::ProcessLogitsParams process{
+        scores_,
+        logits.data,
+        states_,
+        device_slots,
+        lists_ ? static_cast<const int32_t*>(lists_->data) : nullptr,
+        history_,
+        rows,
+        vocab_size_,
+        stride,
+        static_cast<int>(width),
+        masks.rows,
+        masks.words};
+    check(kernels::process_logits(dtype, process, stream_), "processing logits");
     dtype = DType::kFloat32;
     p.logits = scores_, p.stride = static_cast<int>(width), p.none = -1;
   }
   check(kernels::sample(dtype, p, stream_), "choosing tokens");
   if (reported_) {
-    if (logprobs_ == nullptr) logprobs_ = memory_.allocate<kernels::Logprobs>(limits_.max_batch, "log-probabilities");
-    check(kernels::logprobs(logits.dtype, {logprobs_, logits.data, chosen_, states_, device_slots, rows, vocab_size_,
-                                           stride}, stream_), "finding log-probabilities");
+    if (logprobs_ == nullptr)
+      logprobs_ = memory_.allocate<kernels::Logprobs>(limits_.max_batch, "log-probabilities");
+    check(kernels::logprobs(
+              logits.dtype,
+              {logprobs_, logits.data, sampled_, states_, device_slots, rows, vocab_size_, stride},
+              stream_),
+          "finding log-probabilities");
   }
   kernels::TokenHistory history = history_;
   if (!keeps) history.counts = nullptr;
-  check(kernels::advance({states_, last_, device_slots, chosen_, history, rows}, stream_), "counting tokens");
+  check(kernels::update_slots({states_, last_, device_slots, sampled_, history, rows}, stream_),
+        "counting tokens");
 }
 
 }  // namespace llmc

@@ -1,4 +1,4 @@
-// Choosing tokens on the device, by slots that know how their sequences choose.
+// Sampling on the device, with per-slot sampling state.
 #pragma once
 
 #include <map>
@@ -10,13 +10,13 @@
 
 namespace llmc {
 
-// What the host sent of a step's masks, on the device; null where there are none.
+// Token masks of a step on the device; null if there are none.
 struct Masks {
   const int32_t* rows;
   const uint32_t* words;
 };
 
-// What the host sent of Admissions, on the device.
+// Admissions of a step on the device.
 struct AdmittedArrays {
   const kernels::SlotState* states;
   const int32_t *slots, *prompts, *starts, *tokens, *lists;
@@ -28,20 +28,22 @@ class Sampler {
 
   const std::vector<SlotRecord>& slots() const { return slots_; }
 
-  // Room for sequences that enter slots, whose states then say where their lists are in `lists()`: in `states`. Waits
-  // where memory that is used must move.
+  // Makes room for the lists of admitted sequences, and writes their offsets to `states`.
+  // Synchronizes if memory in use must move.
   void make_room(const Admissions& admit, std::vector<kernels::SlotState>& states);
-  // Enqueue that they enter.
-  void admit(const Admissions& admit, const AdmittedArrays& given, const std::vector<kernels::SlotState>& states);
+  // Enqueues the admission.
+  void admit(const Admissions& admit, const AdmittedArrays& given,
+             const std::vector<kernels::SlotState>& states);
 
-  // Enqueue the choice of a token from each row of logits [rows, width] by the slots on the device, of which the host
-  // knows `slots`; and what follows for these.
-  void choose(const Tensor& logits, const int32_t* device_slots, const std::vector<int32_t>& slots,
+  // Enqueues logits processing, sampling of one token per row of logits [rows, width], and the slot
+  // updates. `slots` are the host's copy of device_slots.
+  void sample(const Tensor& logits, const int32_t* device_slots, const std::vector<int32_t>& slots,
               const Masks& masks);
-  // What was chosen, and where any slot of the last choice wants them its log-probabilities; [rows] each, on the device.
-  const int64_t* chosen() const { return chosen_; }
+  // Sampled tokens, and log-probabilities if any slot of the last call asks for them; [rows] each,
+  // on the device.
+  const int64_t* sampled() const { return sampled_; }
   const kernels::Logprobs* logprobs() const { return reported_ ? logprobs_ : nullptr; }
-  // What each slot chose last.
+  // The last token of each slot.
   const int64_t* last() const { return last_; }
 
  private:
@@ -54,17 +56,17 @@ class Sampler {
   const cudaStream_t stream_;
   std::vector<SlotRecord> slots_;
   bool reported_ = false;
-  // On the device: [max_batch] each.
+  // On the device, [max_batch] each.
   kernels::SlotState* states_;
-  int64_t *chosen_, *last_;
-  // Allocated when it is first asked for.
+  int64_t *sampled_, *last_;
+  // Allocated on first use.
   float* scores_ = nullptr;
   kernels::Logprobs* logprobs_ = nullptr;
   kernels::TokenHistory history_{};
-  // Lists of bad words, biases and so on: each slot's have a place of their own.
+  // Bad words, biases and so on; each slot has a range of its own.
   std::unique_ptr<DeviceBuffer> lists_;
   int64_t lists_room_ = 0;
-  std::map<int32_t, std::pair<int64_t, int64_t>> places_;  // by slot: from, to
+  std::map<int32_t, std::pair<int64_t, int64_t>> places_;  // by slot: begin, end
 };
 
 }  // namespace llmc

@@ -8,16 +8,16 @@ namespace {
 
 std::string text(int64_t number) { return std::to_string(number); }
 
-// Throws Error where a value is not from `least` to below `end`.
+// Throws Error unless all values are in [least, end).
 template <typename T>
 void check_range(const char* what, const HostArray<T>& values, int64_t least, int64_t end) {
   for (int64_t i = 0; i < values.size; ++i)
     if (values[i] < least || values[i] >= end)
-      throw Error(std::string(what) + "[" + text(i) + "] is " + text(values[i]) + ", which is not from " +
-                  text(least) + " to " + text(end - 1));
+      throw Error(std::string(what) + "[" + text(i) + "] is " + text(values[i]) +
+                  ", which is not from " + text(least) + " to " + text(end - 1));
 }
 
-// Every sequence has a token at least, and all tokens are some sequence's.
+// Checks that every sequence has a token, and every token a sequence.
 void check_starts(const HostArray<int32_t>& cu_seqlens, int64_t batch, int64_t num_tokens) {
   check_size("cu_seqlens", cu_seqlens.size, batch + 1);
   if (cu_seqlens[0] != 0 || cu_seqlens[batch] != num_tokens)
@@ -25,8 +25,8 @@ void check_starts(const HostArray<int32_t>& cu_seqlens, int64_t batch, int64_t n
                 ", the tokens from 0 to " + text(num_tokens));
   for (int64_t b = 0; b < batch; ++b)
     if (cu_seqlens[b + 1] <= cu_seqlens[b])
-      throw Error("cu_seqlens[" + text(b + 1) + "] is " + text(cu_seqlens[b + 1]) + " after " + text(cu_seqlens[b]) +
-                  "; every sequence of a step has a token");
+      throw Error("cu_seqlens[" + text(b + 1) + "] is " + text(cu_seqlens[b + 1]) + " after " +
+                  text(cu_seqlens[b]) + "; every sequence of a step has a token");
 }
 
 void check_rows(int64_t batch, const Limits& limits) {
@@ -35,9 +35,11 @@ void check_rows(int64_t batch, const Limits& limits) {
     throw Error("a batch of " + text(batch) + " exceeds max_batch_size " + text(limits.max_batch));
 }
 
-// Throws Error where lists are not as kernels::Processing says, or name a token that is none.
-void check_processing(const kernels::Processing& wanted, const HostArray<int32_t>& lists, int64_t vocab) {
-  const int64_t counts[] = {wanted.lists, wanted.num_biases, wanted.num_ends, wanted.num_forced, wanted.num_words};
+// Throws Error unless lists have the layout of kernels::LogitsProcessing, with valid tokens.
+void check_processing(const kernels::LogitsProcessing& wanted, const HostArray<int32_t>& lists,
+                      int64_t vocab) {
+  const int64_t counts[] = {wanted.lists, wanted.num_biases, wanted.num_ends, wanted.num_forced,
+                            wanted.num_words};
   if (std::any_of(std::begin(counts), std::end(counts), [](int64_t count) { return count < 0; }))
     throw Error("a sequence's processing has a negative size");
   const int64_t room = lists.size - wanted.lists;
@@ -46,19 +48,21 @@ void check_processing(const kernels::Processing& wanted, const HostArray<int32_t
   const int64_t fixed = words + (wanted.num_words > 0 ? wanted.num_words + 1ll : 0);
   if (fixed > room)
     throw Error("a sequence's lists of " + text(fixed) + " numbers exceed the " +
-                text(std::max<int64_t>(room, 0)) + " that are there");
+                text(std::max<int64_t>(room, 0)) + " available");
   const int32_t* own = lists.data + wanted.lists;
   auto check_tokens = [&](int64_t from, int64_t count) {
     for (int64_t i = from; i < from + count; ++i)
       if (own[i] < 0 || own[i] >= vocab)
-        throw Error("a sequence's processing names token " + text(own[i]) + ", the vocabulary has " + text(vocab));
+        throw Error("a sequence's processing names token " + text(own[i]) +
+                    ", the vocabulary has " + text(vocab));
   };
   check_tokens(0, wanted.num_biases);
   check_tokens(ends, wanted.num_ends);
   check_tokens(forced, wanted.num_forced);
   for (int64_t i = 0; i < wanted.num_words; ++i) {
     const int64_t begin = own[words + i], end = own[words + i + 1];
-    if (begin < fixed || end <= begin || end > room) throw Error("a sequence's bad words are not in its lists");
+    if (begin < fixed || end <= begin || end > room)
+      throw Error("a sequence's bad words are not in its lists");
     check_tokens(end - 1, 1);
   }
 }
@@ -82,8 +86,10 @@ void check_admissions(const Admissions& admit, const Limits& limits, int64_t voc
   for (int64_t i = 0; i < count; ++i) {
     const kernels::SlotState& state = admit.states[i];
     if (state.logprobs > kernels::kTopLogprobs)
-      throw Error("log-probabilities of " + text(state.logprobs) + " tokens exceed " + text(kernels::kTopLogprobs));
-    if (admit.prompts[i] < 0 || admit.lengths[i] < admit.prompts[i] || admit.lengths[i] > limits.max_seq_len + 1)
+      throw Error("log-probabilities of " + text(state.logprobs) + " tokens exceed " +
+                  text(kernels::kTopLogprobs));
+    if (admit.prompts[i] < 0 || admit.lengths[i] < admit.prompts[i] ||
+        admit.lengths[i] > limits.max_seq_len + 1)
       throw Error("a sequence of " + text(admit.lengths[i]) + " tokens, " + text(admit.prompts[i]) +
                   " of them its prompt's, exceeds max_seq_len " + text(limits.max_seq_len));
     check_processing(state.processing, admit.lists, vocab);
@@ -93,7 +99,7 @@ void check_admissions(const Admissions& admit, const Limits& limits, int64_t voc
   check_range("the tokens of sequences that enter slots", admit.tokens, 0, vocab);
 }
 
-// Blocks are copied all at once, and so are states: none may be read that is written, or written twice.
+// Copies run in parallel: no block, or state, may be both source and target, or target twice.
 void check_copies(const std::string& what, const HostArray<int32_t>& copies, int end) {
   if (copies.size % 2 != 0) throw Error("copies of " + what + "s are not pairs");
   check_range(("copies of " + what + "s").c_str(), copies, 0, end);
@@ -109,12 +115,14 @@ void check_copies(const std::string& what, const HostArray<int32_t>& copies, int
 
 void check_memory(const HostArray<int32_t>& starts, const HostArray<int32_t>& lens, int64_t batch,
                   const Limits& limits) {
-  check_size("the rows of the encoder's memory", starts.size, limits.mem_max_seq_len > 0 ? batch : 0);
+  check_size("the rows of the encoder's memory", starts.size,
+             limits.mem_max_seq_len > 0 ? batch : 0);
   check_size("encoder_sequence_length", lens.size, starts.size);
   for (int64_t b = 0; b < starts.size; ++b)
-    if (starts[b] < 0 || lens[b] < 0 || static_cast<int64_t>(starts[b]) + lens[b] > limits.memory_rows())
-      throw Error(text(lens[b]) + " rows from " + text(starts[b]) + " on exceed the encoder's memory of " +
-                  text(limits.memory_rows()) + " rows");
+    if (starts[b] < 0 || lens[b] < 0 ||
+        static_cast<int64_t>(starts[b]) + lens[b] > limits.memory_rows())
+      throw Error(text(lens[b]) + " rows from " + text(starts[b]) +
+                  " on exceed the encoder's memory of " + text(limits.memory_rows()) + " rows");
 }
 
 void check_masks(const StepInputs& inputs, int vocab_size) {
@@ -122,7 +130,8 @@ void check_masks(const StepInputs& inputs, int vocab_size) {
   const int64_t words = (vocab_size + 31) / 32;
   check_size("the rows of masks", inputs.mask_rows.size, inputs.sample.size);
   if (inputs.masks.size % words != 0)
-    throw Error("masks of " + text(inputs.masks.size) + " words are not of " + text(words) + " each");
+    throw Error("masks of " + text(inputs.masks.size) + " words are not of " + text(words) +
+                " each");
   check_range("the rows of masks", inputs.mask_rows, -1, inputs.masks.size / words);
 }
 
@@ -140,10 +149,10 @@ void check_scored(const StepInputs& inputs, int64_t num_tokens, int vocab_size) 
 
 void Limits::check() const {
   auto check = [](const char* name, int limit, int least) {
-    constexpr int kMost = 1 << 30;  // so that the sum of two is an int
+    constexpr int kMost = 1 << 30;  // so that the sum of two fits an int
     if (limit < least || limit > kMost)
-      throw Error(std::string("the engine's ") + name + " is " + text(limit) + ", which is not from " + text(least) +
-                  " to " + text(kMost));
+      throw Error(std::string("the engine's ") + name + " is " + text(limit) +
+                  ", which is not from " + text(least) + " to " + text(kMost));
   };
   check("max_batch", max_batch, 1);
   check("max_tokens", max_tokens, 1);
@@ -162,10 +171,13 @@ void check_size(const char* what, int64_t size, int64_t wanted) {
     throw Error(std::string(what) + " has " + text(size) + " elements, expected " + text(wanted));
 }
 
-Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size, const std::vector<SlotRecord>& slots) {
-  const int64_t num_tokens = inputs.token_ids.size, batch = inputs.past_lens.size, sampled = inputs.sample.size;
+Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size,
+                const std::vector<SlotRecord>& slots) {
+  const int64_t num_tokens = inputs.token_ids.size, batch = inputs.past_lens.size,
+                sampled = inputs.sample.size;
   check_rows(batch, limits);
-  const int64_t num_logits = inputs.logits == Logits::kAll ? num_tokens : sampled + inputs.scored_rows.size;
+  const int64_t num_logits =
+      inputs.logits == Logits::kAll ? num_tokens : sampled + inputs.scored_rows.size;
   if (num_tokens > limits.max_tokens || num_logits > limits.max_logits)
     throw Error("a step of " + text(num_tokens) + " tokens and " + text(num_logits) +
                 " logits exceeds the engine's limits of " + text(limits.max_tokens) + " and " +
@@ -175,10 +187,11 @@ Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size, 
   check_distinct("slots", inputs.slots, limits.max_batch);
   check_size("slots", inputs.slots.size, batch);
   if (inputs.block_tables.size % batch != 0)
-    throw Error("block_tables of " + text(inputs.block_tables.size) + " elements are not rows of " + text(batch) +
-                " sequences");
+    throw Error("block_tables of " + text(inputs.block_tables.size) + " elements are not rows of " +
+                text(batch) + " sequences");
   if (inputs.num_decode < 0 || inputs.num_decode > batch)
-    throw Error("num_decode " + text(inputs.num_decode) + " is not from 0 to the batch of " + text(batch));
+    throw Error("num_decode " + text(inputs.num_decode) + " is not from 0 to the batch of " +
+                text(batch));
   check_admissions(inputs.admit, limits, vocab_size);
   check_copies("block", inputs.copies, limits.num_blocks);
   check_copies("state", inputs.state_copies, limits.num_states);
@@ -193,23 +206,23 @@ Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size, 
   for (int64_t b = 0; b < batch; ++b) {
     const int64_t fresh = inputs.fresh(b), past = inputs.past_lens[b];
     if (past < 0 || past + fresh > limits.max_seq_len)
-      throw Error(text(fresh) + " tokens after " + text(past) + " of sequence " + text(b) + " exceed max_seq_len " +
-                  text(limits.max_seq_len));
+      throw Error(text(fresh) + " tokens after " + text(past) + " of sequence " + text(b) +
+                  " exceed max_seq_len " + text(limits.max_seq_len));
     if (b < inputs.num_decode && fresh != 1)
-      throw Error("sequence " + text(b) + " of " + text(inputs.num_decode) + " that decode has " + text(fresh) +
-                  " new tokens");
+      throw Error("sequence " + text(b) + " of " + text(inputs.num_decode) + " that decode has " +
+                  text(fresh) + " new tokens");
     const int64_t blocks = (past + fresh + limits.block_size - 1) / limits.block_size;
     if (blocks > width)
-      throw Error(text(past + fresh) + " positions of sequence " + text(b) + " are not in the " + text(width) +
-                  " blocks of its table");
+      throw Error(text(past + fresh) + " positions of sequence " + text(b) + " are not in the " +
+                  text(width) + " blocks of its table");
     check_range("block_tables", HostArray<int32_t>{inputs.block_tables.data + b * width, blocks}, 0,
                 limits.num_blocks);
     const SlotRecord& slot = slots[inputs.slots[b]];
     for (int64_t i = inputs.cu_seqlens[b]; i < inputs.cu_seqlens[b + 1]; ++i)
-      if (inputs.token_ids[i] < 0 && (admitted[inputs.slots[b]] || !slot.has_chosen))
+      if (inputs.token_ids[i] < 0 && (admitted[inputs.slots[b]] || !slot.has_sampled))
         throw Error("token " + text(i) + " is what slot " + text(inputs.slots[b]) +
                     " chose last, which has chosen none");
-    if (b < inputs.num_decode) continue;  // what is below is asked for by attention to prompts
+    if (b < inputs.num_decode) continue;  // for attention to prompts
     step.longest = std::max<int>(step.longest, fresh);
     step.reach = std::max<int>(step.reach, past + fresh);
   }
@@ -219,15 +232,17 @@ Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size, 
   for (int64_t i = 1; i < sampled; ++i)
     if (inputs.sample[i] <= inputs.sample[i - 1]) throw Error("sample is not ascending");
   if (inputs.candidates < 0 || inputs.candidates > vocab_size)
-    throw Error(text(inputs.candidates) + " candidates are not from 0 to the vocabulary's " + text(vocab_size));
+    throw Error(text(inputs.candidates) + " candidates are not from 0 to the vocabulary's " +
+                text(vocab_size));
   return step;
 }
 
 Step check_step(const EncoderInputs& inputs, const Limits& limits) {
   const int64_t num_tokens = inputs.input_ids.size, batch = inputs.cu_seqlens.size - 1;
   if (num_tokens > limits.max_tokens || batch > limits.max_batch)
-    throw Error(text(batch) + " prompts of " + text(num_tokens) + " tokens exceed the engine's limits of " +
-                text(limits.max_batch) + " and " + text(limits.max_tokens));
+    throw Error(text(batch) + " prompts of " + text(num_tokens) +
+                " tokens exceed the engine's limits of " + text(limits.max_batch) + " and " +
+                text(limits.max_tokens));
   check_rows(batch, limits);
   check_size("position_ids", inputs.position_ids.size, num_tokens);
   check_size("memory_rows", inputs.memory_rows.size, num_tokens);
@@ -237,28 +252,31 @@ Step check_step(const EncoderInputs& inputs, const Limits& limits) {
   return {static_cast<int>(num_tokens), 0, static_cast<int>(batch)};
 }
 
-// Sequences with the same first block are compared with the first of them. What is saved are the positions that all but one
-// of those sharing them would have read.
+// Compares sequences with the same first block with the first of them. The gain is the number of
+// positions that all but one of the sharing sequences do not read.
 Prefix shared_prefix(const StepInputs& inputs, int block_size) {
-  constexpr int kBlock = 16;                // positions that decoding reads at once
-  constexpr int64_t kWorth = 24000;         // positions
+  constexpr int kDecodeKeys = 16;    // positions per step of decode attention
+  constexpr int64_t kWorth = 24000;  // minimum gain, in positions
   Prefix best;
   int64_t saved = kWorth - 1;
-  std::map<int32_t, std::vector<int>> alike;  // by their first block
-  if (block_size < kBlock) return best;
+  std::map<int32_t, std::vector<int>> alike;  // by first block
+  if (block_size < kDecodeKeys) return best;
   const int64_t width = inputs.num_decode > 1 ? inputs.width() : 0;
   auto blocks_of = [&](int sequence) { return inputs.block_tables.data + sequence * width; };
-  // Blocks that are full: nothing is written to them any more.
-  auto full = [&](int sequence) { return static_cast<int>(std::min<int64_t>(inputs.past_lens[sequence] / block_size, width)); };
+  // Full blocks, which are not written any more.
+  auto full = [&](int sequence) {
+    return static_cast<int>(std::min<int64_t>(inputs.past_lens[sequence] / block_size, width));
+  };
   for (int i = 0; i < inputs.num_decode && width > 0; ++i)
     if (full(i) > 0) alike[blocks_of(i)[0]].push_back(i);
   for (const auto& [block, sequences] : alike) {
     const int first = sequences[0];
-    std::vector<std::pair<int, int>> common;  // blocks, and whose; the most first
+    std::vector<std::pair<int, int>> common;  // (common blocks, sequence), the most first
     for (int i : sequences) {
       const int32_t* own = blocks_of(i);
       const int most = std::min(full(first), full(i));
-      common.push_back({static_cast<int>(std::mismatch(own, own + most, blocks_of(first)).first - own), i});
+      common.push_back(
+          {static_cast<int>(std::mismatch(own, own + most, blocks_of(first)).first - own), i});
     }
     std::sort(common.begin(), common.end(), std::greater<>());
     for (size_t n = 1; n < common.size(); ++n) {

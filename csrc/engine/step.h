@@ -1,35 +1,41 @@
-// What the host gives for a step, and what of it is checked before anything is enqueued: kernels believe it.
+// The host's inputs of a step, and their checks before anything is enqueued: kernels rely on them.
 #pragma once
 
 #include <algorithm>
 #include <vector>
 
+#include "../kernels/sampling/state.h"
 #include "../plugins/common/plugin.h"
 
 namespace llmc {
 
-// A dimension below zero is one of these sizes of a step, or of the engine's KV cache and states.
+// Symbolic dimensions: a size of a step, or of the engine's KV cache and states.
 enum Size : int64_t {
-  kNumTokens = -1, kNumLogits = -2, kBatch = -3, kBatchPlus1 = -4, kNumBlocks = -5, kNumStates = -6
+  kNumTokens = -1,
+  kNumLogits = -2,
+  kBatch = -3,
+  kBatchPlus1 = -4,
+  kNumBlocks = -5,
+  kNumStates = -6
 };
 
 struct Limits {
-  int max_batch, max_tokens, max_logits, max_seq_len;  // max_batch: slots, too
-  int block_size;          // positions of a block of the KV cache, a power of two
-  int mem_max_seq_len = 0;  // tokens of a prompt that an encoder takes; 0: there is none
-  int num_blocks = 0;       // of the KV cache; 0: they are not there yet
-  int num_states = 0;       // that layers keep; 0: none keeps any
+  int max_batch, max_tokens, max_logits, max_seq_len;  // max_batch: also the number of slots
+  int block_size;           // positions per KV cache block, a power of two
+  int mem_max_seq_len = 0;  // maximum tokens of an encoder prompt; 0: no encoder
+  int num_blocks = 0;       // of the KV cache; 0: not allocated yet
+  int num_states = 0;       // recurrent states; 0: no layer has any
 
-  // Throws Error where one is below what any step needs.
+  // Throws Error if a limit is below the minimum.
   void check() const;
   int64_t memory_rows() const { return static_cast<int64_t>(max_batch) * mem_max_seq_len; }
-  // Columns of a block table: whole tiles of 128 positions, which is what cuDNN reads.
+  // Columns of a block table: whole tiles of 128 positions, which cuDNN reads.
   int max_blocks() const { return ((max_seq_len + 127) / 128 * 128 + block_size - 1) / block_size; }
-  // Sequences that a decode step has at most.
+  // Maximum number of sequences of a decode step.
   int decoding() const { return std::min(max_batch, std::min(max_tokens, max_logits)); }
 };
 
-// An array on the host, which somebody else owns.
+// A host array owned by the caller.
 template <typename T>
 struct HostArray {
   const T* data = nullptr;
@@ -41,46 +47,49 @@ struct HostArray {
   int64_t bytes() const { return size * static_cast<int64_t>(sizeof(T)); }
 };
 
-// The sizes of a step, and what Context says of it.
+// The sizes of a step, and what Context contains of it.
 struct Step {
   int num_tokens = 0, num_logits = 0, batch = 0;
-  bool decode = false;  // every sequence has exactly one new token, and all of their logits are wanted in order
+  bool decode =
+      false;  // every sequence has exactly one new token, and all logits are wanted in order
   int num_decode = 0, longest = 0, reach = 0;
-  bool prefix = false;  // sequences that decode share one: see Prefix
+  bool prefix = false;  // decoding sequences share a prefix: see Prefix
 
   static Step of_decoding(int batch) { return {batch, batch, batch, true, batch, 0, 0}; }
 };
 
 enum class Logits : int32_t { kNone, kSampled, kAll };
 
-// Sequences that enter slots: see kernels::AdmitParams. `tokens` are those of all, prompts and what is generated;
-// `lists` those of all, in which a state's processing.lists is where its own begin.
+// Sequences that are installed in slots: see kernels::AdmitParams. `tokens` are the prompt and
+// generated tokens of all; `lists` the lists of all, in which a state's processing.lists is the
+// offset of its own.
 struct Admissions {
   HostArray<int32_t> slots;
   HostArray<kernels::SlotState> states;
-  HostArray<int32_t> prompts, lengths;  // tokens of each: its prompt's, and in all
+  HostArray<int32_t> prompts, lengths;  // prompt tokens, and all tokens, of each
   HostArray<int32_t> tokens, lists;
 };
 
-// A step, as runtime/step.py has it.
+// A step, as in runtime/step.py.
 struct StepInputs {
-  HostArray<int64_t> token_ids;                // [num_tokens]; -1: what the sequence's slot chose last
-  HostArray<int32_t> cu_seqlens, past_lens;    // [batch + 1], [batch]
-  HostArray<int32_t> block_tables;             // [batch, width]
-  HostArray<int32_t> slots;                    // [batch]
+  HostArray<int64_t> token_ids;              // [num_tokens]; -1: the slot's last sampled token
+  HostArray<int32_t> cu_seqlens, past_lens;  // [batch + 1], [batch]
+  HostArray<int32_t> block_tables;           // [batch, width]
+  HostArray<int32_t> slots;                  // [batch]
   int num_decode;
-  HostArray<int32_t> sample;                   // [num_sampled], ascending
-  HostArray<int32_t> copies;                   // [num_copies, 2]
+  HostArray<int32_t> sample;  // [num_sampled], ascending
+  HostArray<int32_t> copies;  // [num_copies, 2]
   int candidates;
   Logits logits;
-  HostArray<int32_t> memory_starts, memory_lens;  // [batch] each, or nothing: see EncoderInputs
-  HostArray<int32_t> mask_rows;                // [num_sampled], or nothing: of masks, -1 where all tokens are allowed
-  HostArray<uint32_t> masks;                   // [.., ceil(vocab_size / 32)]: see kernels::ProcessParams
-  HostArray<int32_t> state_slots;              // [batch], which state is a sequence's; nothing where there are none
-  HostArray<int32_t> state_copies;             // [num_copies, 2]
-  HostArray<int32_t> scored_rows;              // [num_scored], tokens of the step, not with Logits::kAll
-  HostArray<int64_t> scored_targets;           // [num_scored], the token that follows each
-  HostArray<int32_t> scored_counts;            // [num_scored], most likely tokens that are reported with each
+  HostArray<int32_t> memory_starts, memory_lens;  // [batch] each, or empty: see EncoderInputs
+  HostArray<int32_t>
+      mask_rows;  // [num_sampled], or empty: index of a mask; -1: all tokens are allowed
+  HostArray<uint32_t> masks;        // [.., ceil(vocab_size / 32)]: see kernels::ProcessLogitsParams
+  HostArray<int32_t> state_slots;   // [batch], the state of each sequence; empty without states
+  HostArray<int32_t> state_copies;  // [num_copies, 2]
+  HostArray<int32_t> scored_rows;   // [num_scored], tokens of the step, not with Logits::kAll
+  HostArray<int64_t> scored_targets;  // [num_scored], the token that follows each
+  HostArray<int32_t> scored_counts;   // [num_scored], number of top tokens reported with each
   Admissions admit;
 
   int batch() const { return static_cast<int>(past_lens.size); }
@@ -88,25 +97,28 @@ struct StepInputs {
   int fresh(int64_t sequence) const { return cu_seqlens[sequence + 1] - cu_seqlens[sequence]; }
 };
 
-// What the host knows of the slots.
+// The host's record of a slot.
 struct SlotRecord {
-  bool has_chosen = false, draws = false, processes = false, reports = false, keeps_history = false;
+  bool has_sampled = false, draws = false, processes = false, reports = false,
+       keeps_history = false;
 };
 
-// The step's sizes. Throws Error where an array has another size than the others say, or a value that points out of
-// anything. `slots` [max_batch] are as the step before left them.
-Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size, const std::vector<SlotRecord>& slots);
+// The sizes of the step. Throws Error if array sizes are inconsistent or a value is out of range.
+// `slots` [max_batch] are as the previous step left them.
+Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size,
+                const std::vector<SlotRecord>& slots);
 
-// Positions that sequences which decode have in the same blocks, from the first on: attention reads them once for all, by a
-// kernel more, where that is worth it.
+// Positions that decoding sequences have in the same blocks, from position 0 on. One additional
+// kernel attends to them once for all of these sequences, if that pays off.
 struct Prefix {
-  int owner = 0, length = 0;      // one of the sequences, and how many positions they share; 0: none
-  std::vector<int32_t> own_from;  // [batch]: so many of those that do, 0 of others; or nothing
+  int owner = 0, length = 0;  // one of the sequences, and the number of shared positions; 0: none
+  std::vector<int32_t>
+      own_from;  // [batch]: the length for sequences that share it, 0 for others; or empty
 };
 Prefix shared_prefix(const StepInputs& inputs, int block_size);
 
-// Prompts for an encoder: token i leaves what decoders see of it in row memory_rows[i] of the memory, in which prompt p
-// has mem_max_seq_len rows.
+// Prompts for an encoder: the output of token i is written to row memory_rows[i]. Prompt p has
+// mem_max_seq_len rows.
 struct EncoderInputs {
   HostArray<int64_t> input_ids, position_ids;
   HostArray<int32_t> cu_seqlens;
@@ -114,7 +126,7 @@ struct EncoderInputs {
 };
 Step check_step(const EncoderInputs& inputs, const Limits& limits);
 
-// Throws Error where an array has not the size that it is to have.
+// Throws Error unless an array has the expected size.
 void check_size(const char* what, int64_t size, int64_t wanted);
 
 }  // namespace llmc

@@ -1,4 +1,4 @@
-// libFuzzer's target for programs and steps: whatever they say, the engine takes them or throws Error.
+// libFuzzer target for programs and steps: the engine accepts any input or throws Error.
 #include <fuzzer/FuzzedDataProvider.h>
 
 #include <functional>
@@ -11,9 +11,11 @@ using namespace llmc;
 namespace {
 
 constexpr int kMaxCalls = 64;
-constexpr const char* kDTypes[] = {"float32", "float16", "bfloat16", "int32", "int64", "float8_e4m3fn", "uint8"};
-// Numbers at the edge of what the checks compare with.
-constexpr int64_t kEdges[] = {INT64_MIN, INT32_MIN, -1, 0, 1, 2, 4, 8, 16, 32, 64, 128, INT32_MAX, 1ll << 48, INT64_MAX};
+constexpr const char* kDTypes[] = {"float32", "float16",       "bfloat16", "int32",
+                                   "int64",   "float8_e4m3fn", "uint8"};
+// Values at the bounds of checks.
+constexpr int64_t kEdges[] = {INT64_MIN, INT32_MIN, -1, 0,   1,         2,         4,        8,
+                              16,        32,        64, 128, INT32_MAX, 1ll << 48, INT64_MAX};
 
 int64_t number(FuzzedDataProvider& data) {
   if (data.ConsumeBool()) return data.ConsumeIntegralInRange<int64_t>(-6, 64);
@@ -28,7 +30,7 @@ Shape shape(FuzzedDataProvider& data) {
   return made;
 }
 
-// The number of a tensor, -1, or one that no tensor has.
+// A tensor number, -1, or an invalid one.
 int reference(FuzzedDataProvider& data, const Program& program) {
   return data.ConsumeIntegralInRange<int>(-2, static_cast<int>(program.tensors().size()));
 }
@@ -40,7 +42,7 @@ std::vector<int> references(FuzzedDataProvider& data, const Program& program, si
   return made;
 }
 
-// The default value, or another one of its type, or of any type.
+// The default value, another one of its type, or one of any type.
 Value value(FuzzedDataProvider& data, const Value& usual) {
   switch (data.ConsumeIntegralInRange(0, 7)) {
     case 0: return number(data);
@@ -49,7 +51,8 @@ Value value(FuzzedDataProvider& data, const Value& usual) {
     case 3:
     case 4:
       if (std::holds_alternative<int64_t>(usual)) return number(data);
-      if (std::holds_alternative<std::string>(usual)) return std::string(data.PickValueInArray(kDTypes));
+      if (std::holds_alternative<std::string>(usual))
+        return std::string(data.PickValueInArray(kDTypes));
       return data.ConsumeFloatingPointInRange<double>(-1, 2);
     default: return usual;
   }
@@ -66,15 +69,19 @@ void add_node(FuzzedDataProvider& data, Program& program) {
   for (const std::string& name : type.required)
     if (data.ConsumeIntegralInRange(0, 15) != 0) fields[name] = value(data, type.fields.at(name));
   const auto inputs = references(data, program, type.inputs.size());
-  program.add_node(found->first, fields, inputs, references(data, program, type.outputs.size()), data.ConsumeBool());
+  program.add_node(found->first, fields, inputs, references(data, program, type.outputs.size()),
+                   data.ConsumeBool());
 }
 
 void declare(FuzzedDataProvider& data, Program& program) {
   static constexpr const char* kInputs[] = {
-      "input_ids", "position_ids", "cu_seqlens", "past_lens", "logits_indices", kBlockTable, kStateSlots,
-      kMemoryStarts, kMemoryLens, kMemoryRows, "tokens"};
+      "input_ids", "position_ids", "cu_seqlens", "past_lens", "logits_indices", kBlockTable,
+      kStateSlots, kMemoryStarts,  kMemoryLens,  kMemoryRows, "tokens"};
   switch (data.ConsumeIntegralInRange(0, 9)) {
-    case 0: program.add_input(data.PickValueInArray(kInputs), data.ConsumeBool() ? DType::kInt32 : DType::kInt64); break;
+    case 0:
+      program.add_input(data.PickValueInArray(kInputs),
+                        data.ConsumeBool() ? DType::kInt32 : DType::kInt64);
+      break;
     case 1: program.add_weight(dtype(data), shape(data)); break;
     case 2: program.add_cache(dtype(data), number(data), number(data)); break;
     case 3: program.add_state(dtype(data), shape(data)); break;
@@ -96,8 +103,9 @@ template <typename T>
 std::vector<T> array(FuzzedDataProvider& data) {
   std::vector<T> made(data.ConsumeIntegralInRange<size_t>(0, 12));
   for (T& element : made)
-    element = data.ConsumeIntegralInRange(0, 7) == 0 ? data.ConsumeIntegral<T>()
-                                                     : static_cast<T>(data.ConsumeIntegralInRange(-2, 12));
+    element = data.ConsumeIntegralInRange(0, 7) == 0
+                  ? data.ConsumeIntegral<T>()
+                  : static_cast<T>(data.ConsumeIntegralInRange(-2, 12));
   return made;
 }
 
@@ -110,18 +118,33 @@ void check_any_step(FuzzedDataProvider& data, const Program& program) {
   Limits limits = program.limits();
   limits.num_blocks = data.ConsumeIntegralInRange(1, 16);
   const auto token_ids = array<int64_t>(data);
-  std::vector<int32_t> arrays[16];
+  const auto scored_targets = array<int64_t>(data);
+  std::vector<int32_t> arrays[18];
   for (auto& each : arrays) each = array<int32_t>(data);
   const auto masks = array<uint32_t>(data);
   std::vector<kernels::SlotState> states(data.ConsumeIntegralInRange<size_t>(0, 3));
   for (auto& state : states) data.ConsumeData(&state, sizeof(state));
-  const StepInputs inputs{host(token_ids), host(arrays[0]), host(arrays[1]), host(arrays[2]), host(arrays[3]),
-                          data.ConsumeIntegralInRange(-2, 12), host(arrays[4]), host(arrays[5]),
-                          static_cast<int>(number(data)), static_cast<Logits>(data.ConsumeIntegralInRange(0, 2)),
-                          host(arrays[6]), host(arrays[7]), host(arrays[8]), host(masks), host(arrays[9]),
+  const StepInputs inputs{host(token_ids),
+                          host(arrays[0]),
+                          host(arrays[1]),
+                          host(arrays[2]),
+                          host(arrays[3]),
+                          data.ConsumeIntegralInRange(-2, 12),
+                          host(arrays[4]),
+                          host(arrays[5]),
+                          static_cast<int>(number(data)),
+                          static_cast<Logits>(data.ConsumeIntegralInRange(0, 2)),
+                          host(arrays[6]),
+                          host(arrays[7]),
+                          host(arrays[8]),
+                          host(masks),
+                          host(arrays[9]),
                           host(arrays[10]),
-                          {host(arrays[11]), host(states), host(arrays[12]), host(arrays[13]), host(arrays[14]),
-                           host(arrays[15])}};
+                          host(arrays[16]),
+                          host(scored_targets),
+                          host(arrays[17]),
+                          {host(arrays[11]), host(states), host(arrays[12]), host(arrays[13]),
+                           host(arrays[14]), host(arrays[15])}};
   check_step(inputs, limits, program.vocab_size(), std::vector<SlotRecord>(limits.max_batch));
   shared_prefix(inputs, limits.block_size);
 }
@@ -141,17 +164,19 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
   ignore_error([&] {
     Limits limits{4, 128, 8, 32, 8, data.ConsumeBool() ? 16 : 0};
     if (data.ConsumeIntegralInRange(0, 7) == 0)
-      limits = {static_cast<int>(number(data)), static_cast<int>(number(data)), static_cast<int>(number(data)),
-                static_cast<int>(number(data)), static_cast<int>(number(data)), static_cast<int>(number(data))};
+      limits = {static_cast<int>(number(data)), static_cast<int>(number(data)),
+                static_cast<int>(number(data)), static_cast<int>(number(data)),
+                static_cast<int>(number(data)), static_cast<int>(number(data))};
     Program program(dtype(data), limits, data.ConsumeBool() ? 4096 : number(data), 256);
     for (int call = 0; call < kMaxCalls && data.remaining_bytes() > 64; ++call)
       ignore_error([&] { declare(data, program); });
-    ignore_error([&] { program.set_logits(reference(data, program), static_cast<int>(number(data))); });
+    ignore_error(
+        [&] { program.set_logits(reference(data, program), static_cast<int>(number(data))); });
     program.block_bytes();
     for (size_t tensor = 0; tensor < program.tensors().size(); ++tensor)
       program.capacity(static_cast<int>(tensor));
     program.finish();
-    // Limits of this size alone have slots that fit in memory many times a second.
+    // Larger limits would allocate too many slots per run.
     if (program.limits().max_batch <= 64) check_any_step(data, program);
   });
   return 0;

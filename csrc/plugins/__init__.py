@@ -1,8 +1,7 @@
-"""The registry of llmc:: ops. Each folder beside this file holds one op; its `op.py` defines `OP`.
+"""Registry of the llmc:: ops. Each folder beside this file has one op; its `op.py` defines `OP`.
 
-An op is declared once, as a value: its inputs, outputs and fields (ONNX attributes), its shape
-rule, how it is divided among ranks, the ONNX body that defines what it computes, and what tests
-need. Registering a name twice raises.
+An op is declared once, as a value: inputs, outputs, attributes, shape rule, sharding, the ONNX body
+that defines it, a reference and samples for tests. Registering a name twice raises.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-if TYPE_CHECKING:  # the runtime reads the registry and has no onnx
+if TYPE_CHECKING:  # the runtime reads the registry without onnx
     import onnx
 
 from llmc.plugins.roles import Attention, Columns, Norm, Quantized, Shard, State
@@ -27,13 +26,14 @@ OPSET = 24
 OPSETS = {"tensorrt": 23}
 
 Shape = tuple[int | str, ...]
-Fields = Mapping[str, Any]  # int, float or str, as the op declares
+Fields = Mapping[str, Any]  # int, float or str, as declared
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Inputs to test an op with: arrays by input name (absent optional inputs left out). A body for
-    a target may differ by `tolerance` where that is more than the op's.
+    """Test inputs of an op: arrays by input name, without absent optional inputs.
+
+    A body for a target may differ by `tolerance`, if that is more than the op's.
     """
 
     fields: Fields
@@ -47,49 +47,48 @@ class Op:
 
     Args:
         name: the ONNX op type.
-        version: raised whenever the contract changes.
+        version: incremented whenever the contract changes.
         inputs: names in order; a trailing `?` marks an optional one.
         outputs: names in order.
-        fields: every field with its default; the default's type is the field's type.
-        required: fields that a node must set.
-        float32_inputs: inputs that stay float32 whatever the dtype of the others: small tables,
-            whose rounding would show.
+        fields: every attribute with its default, whose type is the attribute's type.
+        required: attributes that a node must set.
+        float32_inputs: inputs that are float32 whatever the dtype of the others: small tables,
+            whose rounding would be noticeable.
         integer_inputs: inputs that are integers.
-        cache_inputs: inputs that are of the dtype that the field `kv_dtype` names, if it names one;
-            so are the outputs `<input>_out`.
-        shapes: (input shapes by name, fields) to output shapes, in order. Dimensions may be names,
-            and what comes before the last of activations may be [num_tokens] or [batch, seq].
-        dims: (fields, names of the inputs present) to each input's shape: numbers, and names, each
-            of which is one size wherever it stands. `2 * n + 1` is of that form, `>= n` at least n.
-            It raises ValueError where fields and inputs contradict one another.
-        choices: what a field may be, where that is not all that its type allows.
-        shard: how it can be divided among ranks, in the order in which to try; in no way: every
-            rank computes the whole.
-        norm: what it is, if it is a norm.
-        attention: what it is, if it is attention.
-        state: what it keeps from step to step, if that is no keys and values.
-        columns: which inputs its core takes from among the columns of wider rows.
-        quantized: which inputs may be in fewer bits, as the field `weight_dtype` then says.
-        collective: what the ranks do together, if it is that.
-        output_dtypes: outputs that have a dtype of their own, whatever that of the others. An op
-            with a field `out_scale` has the first in float8_e4m3fn where that is above 0: numbers
-            over that scale, rounded, beyond 448 times it that; one with a field `x_dtype` takes
-            such an x.
-        rounds: (fields, names of the inputs present) to whether `out_scale` may be above 0.
-        has_core: whether csrc has a core for it, which the engines of GPUs need.
-        coreless: inputs, and fields but for their defaults, that its core does not take yet.
-        core_most: of fields, the most that its core takes.
-        core_multiple: of fields, what its core takes multiples of only.
-        body: (fields, names of the inputs present) to the reference body: lines in ONNX text
+        cache_inputs: inputs of the dtype of attribute `kv_dtype`, if that is set; likewise the
+            outputs `<input>_out`.
+        shapes: (input shapes by name, attributes) to output shapes, in order. Dimensions may be
+            names. The leading dimensions of activations may be [num_tokens] or [batch, seq].
+        dims: (attributes, names of present inputs) to each input's shape: numbers, and names, each
+            of which is one size everywhere. `2 * n + 1` and `>= n` (at least n) are allowed. Raises
+            ValueError if attributes and inputs are inconsistent.
+        choices: allowed values of attributes, if restricted.
+        shard: how it is sharded, in order of preference; empty: every rank computes all of it.
+        norm: its role as a norm, if it is one.
+        attention: its role as attention, if it is one.
+        state: its recurrent state, if it has one.
+        columns: inputs that its core accepts as columns of wider rows.
+        quantized: inputs that may be quantized, according to attribute `weight_dtype`.
+        collective: its collective operation, if it is one.
+        output_dtypes: outputs with a dtype of their own. An op with an attribute `out_scale` has
+            its first output in float8_e4m3fn where that is above 0: values over that scale,
+            saturated at 448. One with an attribute `x_dtype` accepts such an x.
+        rounds: (attributes, names of present inputs) to whether `out_scale` may be above 0.
+        has_core: whether csrc has a core for it, which GPU engines need.
+        coreless: inputs, and attributes with other values than defaults, that its core does not
+            support yet.
+        core_most: maximum values of attributes for its core.
+        core_multiple: divisors of attributes for its core.
+        body: (attributes, names of present inputs) to the reference body: lines in ONNX text
             syntax that compute the outputs from the inputs, at `OPSET`, in standard ONNX only.
             None for a collective, which no single graph can compute.
-        bodies: per target kind, a body equal to the reference and faster there; it returns None
-            where it does not cover the fields. It may use com.microsoft ops.
-        serves: per target kind, which inputs its body serves, where that is not all; the target's
-            engine must not give it others.
-        reference: the same function in float64 NumPy, on (fields, inputs): the independent truth.
-        tolerance: largest difference from `reference` relative to its range, in float32.
-        samples: (random generator) to samples that cover every field and optional input.
+        bodies: per target kind, an equal and faster body; it returns None for attributes that it
+            does not support. It may use com.microsoft ops.
+        serves: per target kind, the inputs that its body supports, if not all; the target's engine
+            must not provide others.
+        reference: the same function in float64 NumPy, of (attributes, inputs): independent truth.
+        tolerance: maximum difference from `reference` relative to its range, in float32.
+        samples: (random generator) to samples that cover every attribute and optional input.
     """
 
     name: str
@@ -130,10 +129,10 @@ class Op:
         return tuple(name.removesuffix("?") for name in self.inputs)
 
     def complete(self, fields: Fields) -> dict[str, int | float | str]:
-        """`fields` with defaults filled in.
+        """Return `fields` with defaults for missing ones.
 
         Raises:
-            ValueError: a field is unknown, missing, of the wrong type or no choice.
+            ValueError: an attribute is unknown, missing, of the wrong type or not allowed.
         """
         for name, value in fields.items():
             if name not in self.fields:
@@ -150,7 +149,7 @@ class Op:
         return {**self.fields, **fields}
 
     def present(self, inputs: Sequence[str]) -> frozenset[str]:
-        """Which inputs a node with these input names ('' for absent) has.
+        """Return the inputs that a node with these input names ('' for absent) has.
 
         Raises:
             ValueError: a required input is absent, or there are too many.
@@ -165,9 +164,7 @@ class Op:
         return given
 
     def lacking(self, fields: Fields, inputs: Iterable[str]) -> frozenset[str]:
-        """Of a node's inputs, and of its fields but for defaults, those that its core does not take
-        yet; or which value of a field.
-        """
+        """Return a node's inputs and attributes, or values of attributes, that its core lacks."""
         given = {**self.fields, **fields}
         odd = (f"{name} {given[name]}" for name in {**self.core_most, **self.core_multiple}
                if given[name] > self.core_most.get(name, given[name])
@@ -176,7 +173,7 @@ class Op:
         return self.coreless & {*inputs, *changed} | {*odd}
 
     def packed(self, fields: Fields) -> frozenset[str]:
-        """The inputs whose dtypes are those of weights in fewer bits, where `fields` say so."""
+        """Return the inputs with dtypes of quantized weights, given `fields`."""
         if not self.quantized or not fields["weight_dtype"]:
             return frozenset()
         return frozenset({name for role in self.quantized
@@ -184,18 +181,19 @@ class Op:
                                        role.blocks) if name})
 
     def made_dtypes(self, fields: Fields) -> Mapping[str, str]:
-        """The outputs that have a dtype of their own, where `fields` are these."""
+        """Return the outputs with a dtype of their own, given `fields`."""
         if not fields.get("out_scale"):
             return self.output_dtypes
         return {**self.output_dtypes, self.outputs[0]: "float8_e4m3fn"}
 
     def rounded(self, fields: Fields) -> frozenset[str]:
-        """The inputs that come in float8_e4m3fn, where `fields` say so."""
+        """Return the inputs that are float8_e4m3fn, given `fields`."""
         return frozenset({"x"} if fields.get("x_dtype") else ())
 
     def exact(self, fields: Fields) -> frozenset[str]:
-        """The inputs that are float32 whatever the others are: not the scales of weights that have
-        exponents in their place.
+        """Return the inputs that are float32 regardless of the others.
+
+        Exponent scales (MXFP4) are excluded.
         """
         from llmc.plugins.quantization import MXFP4
         if not self.quantized or fields["weight_dtype"] != MXFP4:
@@ -203,10 +201,10 @@ class Op:
         return self.float32_inputs - {role.scale for role in self.quantized}
 
     def fit(self, shapes: Mapping[str, Shape], fields: Fields) -> Sequence[Shape]:
-        """Output shapes, where inputs of these shapes (by name; absent ones left out) fit together.
+        """Return output shapes for input shapes (by name; absent ones left out).
 
         Raises:
-            ValueError: they do not, or a field is wrong.
+            ValueError: the shapes are inconsistent, or an attribute is wrong.
         """
         fields, sizes = self.complete(fields), dict[str, int | str]()
         if self.dims is None:
@@ -231,11 +229,11 @@ class Op:
 
     def function(self, fields: Fields, inputs: Sequence[str], target: str = "",
                  dtype: str = "float32") -> onnx.FunctionProto | None:
-        """The model-local function for one use of the op: fields baked in, absent inputs gone.
+        """Return the model-local function for one use: attributes inlined, absent inputs removed.
 
-        Its `overload` is a digest of the body, so equal uses share one function. `target` picks
-        the body for that target where there is one. For another `dtype` than float32 the body is
-        the same between casts: it computes in float32, as a kernel does. None for a collective.
+        Its `overload` is a digest of the body, so equal uses share one function. `target` selects
+        that target's body, if there is one. For another `dtype` than float32 the body is the same
+        between casts: it computes in float32, as a kernel does. None for a collective.
         """
         if self.body is None:
             return None
@@ -271,14 +269,14 @@ class Op:
 
 
 def _rename(function: onnx.FunctionProto, names: Mapping[str, str]) -> None:
-    """Call what its nodes read and make something else."""
+    """Rename the tensors that its nodes read and produce."""
     for node in function.node:
         node.input[:] = [names.get(name, name) for name in node.input]
         node.output[:] = [names.get(name, name) for name in node.output]
 
 
 def _round_output(function: onnx.FunctionProto, output: str, scale: float) -> None:
-    """Let an output be its numbers over a scale, in FP8."""
+    """Divide an output by a scale and quantize it to FP8."""
     import onnx
     made = f"{output}_numbers"
     _rename(function, {output: made})
@@ -291,7 +289,7 @@ def _round_output(function: onnx.FunctionProto, output: str, scale: float) -> No
 
 def _cast_borders(function: onnx.FunctionProto, inputs: frozenset[str], outputs: Sequence[str],
                   dtype: str) -> onnx.FunctionProto:
-    """The function with `inputs` and `outputs` of `dtype`, and a body that stays float32."""
+    """The function with `inputs` and `outputs` in `dtype`, and a float32 body."""
     import onnx
     narrow = onnx.TensorProto.DataType.Value(dtype.upper())
     wide = {name: f"{name}_float32" for name in (*inputs, *outputs)}
@@ -310,7 +308,7 @@ _LINEAR = re.compile(r"(?:(\d+) \* )?(\w+)(?: \+ (\d+))?")  # of `Op.dims`
 
 
 def _is_size(dim: int | str, wanted: int | str, sizes: dict[str, int | str]) -> bool:
-    """Whether a dimension is what `Op.dims` says; a name that stands there first becomes known."""
+    """Whether a dimension matches an entry of `Op.dims`; a new name becomes known."""
     if isinstance(wanted, int):
         return dim == wanted
     linear = _LINEAR.fullmatch(wanted)
@@ -329,9 +327,7 @@ def _known(wanted: int | str, sizes: Mapping[str, int | str]) -> int | str:
 
 @cache
 def registry() -> Mapping[str, Op]:
-    """Every op by name, found by importing `<folder>/op.py` for each folder on this package's path,
-    which is the one of this file.
-    """
+    """Return every op by name, from `<folder>/op.py` of each folder on this package's path."""
     ops: dict[str, Op] = {}
     for path in sorted(path for root in __path__ for path in Path(root).glob("*/op.py")):
         op = importlib.import_module(f"{__name__}.{path.parent.name}.op").OP

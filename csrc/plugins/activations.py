@@ -1,4 +1,4 @@
-"""The activations that GEMM epilogues have: as ONNX text and as NumPy."""
+"""Activations of GEMM epilogues, as ONNX text and in NumPy."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ REFERENCE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 def activation_text(name: str, x: str, y: str) -> str:
-    """ONNX text that computes tensor `y` from tensor `x`.
+    """Return ONNX text that computes tensor `y` from tensor `x`.
 
     Raises:
-        ValueError: there is no such activation.
+        ValueError: the activation is unknown.
     """
     if name not in _TEXT:
         raise ValueError(f"no activation {name!r}; there are {sorted(_TEXT)}")

@@ -1,4 +1,4 @@
-"""What the norm ops share: their NumPy reference and their samples."""
+"""NumPy reference and samples of the norm ops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llmc.plugins import Fields, Sample, Shape
 
 def normalize(x: np.ndarray, fields: Fields, inputs: Mapping[str, Any], *, centred: bool) -> \
         np.ndarray:
-    """RMSNorm, or LayerNorm if `centred`, over the last axis, in float64."""
+    """Return RMSNorm, or LayerNorm if `centred`, over the last axis, in float64."""
     x = x.astype(np.float64)
     if centred:
         x = x - x.mean(-1, keepdims=True)
@@ -27,7 +27,7 @@ def norm_dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
 
 
 def norm_samples(*, residual: bool, bias: bool) -> Callable[[np.random.Generator], list[Sample]]:
-    """Samples of odd and even widths, with each optional input present and absent."""
+    """Samples of odd and even widths, with and without each optional input."""
 
     def samples(rng: np.random.Generator) -> list[Sample]:
         made = []

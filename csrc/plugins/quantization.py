@@ -1,42 +1,42 @@
-"""Weights in fewer bits: one mixin for every op that has a weight matrix [out, in].
+"""Weight quantization: a mixin for every op that has a weight matrix [out, in].
 
-Such a weight is groups of `group_size` numbers along a row, each number (code - zero) · scale with
-the scale and the zero of its group, or code · scale + minimum. How it lies in memory, by the field
+A quantized weight has groups of `group_size` values along a row. A value is (code - zero) · scale
+with the scale and zero point of its group, or code · scale + minimum. Layout by attribute
 `weight_dtype`:
 
     ""             weight [out, in], of the model's dtype; no scales.
-    int4, uint4    weight uint8 [out, in / 2]: two codes in a byte, the even column's in the low
-                   nibble. int4 has code = number + 8, its zero always 8; uint4 brings zeros or
-                   minima.
-    int8, uint8    weight uint8 [out, in]. int8 has code = number + 128, its zero always 128;
-                   uint8 brings zeros or minima.
-    float8_e4m3fn  weight uint8 [out, in], the bits of the numbers; its zero always 0. No NaN.
-    mxfp4          weight uint8 [out, in / 2] as int4's, each code the bits of a number (e2m1):
-                   sign, 2 bits of exponent, 1 of mantissa; in groups of 32. Of experts only.
+    int4, uint4    weight uint8 [out, in / 2]: two codes per byte, the even column's in the low
+                   nibble. int4 has code = value + 8, so its zero point is always 8; uint4 has
+                   zero points or minima.
+    int8, uint8    weight uint8 [out, in]. int8 has code = value + 128, so its zero point is always
+                   128; uint8 has zero points or minima.
+    float8_e4m3fn  weight uint8 [out, in], the bits of the values; zero point always 0. No NaN.
+    mxfp4          weight uint8 [out, in / 2] as for int4; a code is the bits of an e2m1 value:
+                   sign, 2 exponent bits, 1 mantissa bit; in groups of 32. Experts only.
 
-    weight_scale   float32 [out, in / group_size]; not 0, may be negative. Of mxfp4 uint8, the bits
-                   of an exponent, 127 for 1; none is 255.
-    weight_zero    of uint4: uint8 [out, ceil(in / group_size / 2)], a row packed as the weight's
-                   rows are, the last high nibble 0 where the number of groups is odd;
-                   of uint8: uint8 [out, in / group_size].
-    weight_min     of uint4 and uint8: float32 [out, in / group_size], in place of zeros. GGUF has
-                   such weights. A kernel adds the minimum times the sum of x's group.
-    weight_blocks  of float8_e4m3fn in groups of 128: the same scales of blocks of 128 rows again,
-                   float32 [ceil(out / 128), groups], the groups padded to whole fours. For
-                   kernels that multiply whole blocks; others go by weight_scale.
+    weight_scale   float32 [out, in / group_size]; not 0, may be negative. For mxfp4 uint8 (e8m0):
+                   exponent bits, 127 for 1; never 255.
+    weight_zero    for uint4: uint8 [out, ceil(in / group_size / 2)], rows packed as the weight's,
+                   the last high nibble 0 if the number of groups is odd;
+                   for uint8: uint8 [out, in / group_size].
+    weight_min     for uint4 and uint8: float32 [out, in / group_size], instead of zero points. GGUF
+                   has such weights. A kernel adds the minimum times the sum of x's group.
+    weight_blocks  for float8_e4m3fn in groups of 128: the scales again, per block of 128 rows,
+                   float32 [ceil(out / 128), groups], groups padded to a multiple of 4. For
+                   kernels that multiply whole blocks; others use weight_scale.
 
-Activations may be rounded too, by the field `activation_dtype`:
+Activations may be quantized too, by attribute `activation_dtype`:
 
     ""             x is multiplied as it is.
-    float8_e4m3fn  with a weight of that dtype: each row of what is multiplied (of NormGemm behind
-                   its norm) becomes numbers of float8_e4m3fn times a scale: `activation_scale`, or
-                   where that is 0 the largest of the row over 448; with an
-                   `activation_group_size`, which is the weight's group_size, the largest of each
-                   group of a row. However many rows there are, and whatever multiplies them.
-                   Beyond 448 times the scale they are that.
+    float8_e4m3fn  for weights of that dtype: each row of the GEMM's input (for NormGemm after its
+                   norm) becomes float8_e4m3fn values times a scale: `activation_scale` (static),
+                   or if that is 0 (dynamic) the row's maximum magnitude over 448; with an
+                   `activation_group_size`, which equals the weight's group_size, the maximum of
+                   each group of a row. Independent of the number of rows and of the kernel.
+                   Saturates at 448 times the scale.
 
-A scale for a whole row is a group_size of `in`. Blocks of 128 × 128 are groups of 128 whose scales
-are repeated down the rows. This is also what com.microsoft.MatMulNBits reads, as it lies.
+One scale per row is a group_size of `in`. Blocks of 128 × 128 are groups of 128 whose scales are
+repeated down the rows. The layout is also that of com.microsoft.MatMulNBits.
 """
 
 from __future__ import annotations
@@ -50,38 +50,45 @@ import numpy as np
 from llmc.plugins import Fields, Op, Sample, Shape
 from llmc.plugins.roles import Quantized
 
-# For each dtype its bits, and the zero of all its codes; None: each group has its own.
+# Per dtype: bits, and the zero point of all codes; None if each group has its own.
 CODES: Mapping[str, tuple[int, int | None]] = {
     "int4": (4, 8), "uint4": (4, None), "int8": (8, 128), "uint8": (8, None),
     "float8_e4m3fn": (8, 0), "mxfp4": (4, 0)}
 MXFP4, MXFP4_GROUP = "mxfp4", 32
 MXFP4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0,
                  -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-POWERS = tuple(2.0 ** (bits - 127) for bits in range(255))  # what the bits of an exponent stand for
-LINEAR_DTYPES = tuple(dtype for dtype in CODES if dtype != MXFP4)  # of linear layers
-# What the bits of float8_e4m3fn stand for: sign, 4 bits of exponent, 3 of mantissa; NaN as 0.
+POWERS = tuple(2.0 ** (bits - 127) for bits in range(255))  # value by e8m0 bits
+LINEAR_DTYPES = tuple(dtype for dtype in CODES if dtype != MXFP4)  # dtypes of linear layers
+# float8_e4m3fn value by its bits: sign, 4 exponent bits, 3 mantissa bits; NaN as 0.
 FLOAT8_NUMBERS = tuple(
     (-1.0) ** (bits >> 7) * ((bits & 7) / 512 if not bits & 0x78 else
                              (8 + (bits & 7)) * 2.0 ** ((bits >> 3 & 15) - 10))
     if bits & 0x7F != 0x7F else 0.0 for bits in range(256))
 FLOAT8 = "float8_e4m3fn"
 FLOAT8_MOST = 448.0
-_LEAST_SCALE = 1e-30  # of activations; that of rows of zeros
+_LEAST_SCALE = 1e-30  # minimum activation scale: that of a zero row
 _FIELDS = {"weight_dtype": "", "group_size": 0, "in_features": 0, "out_features": 0}
 _ROUNDING_FIELDS = {"activation_dtype": "", "activation_scale": 0.0, "activation_group_size": 0}
-BLOCK = 128  # rows, and columns, of weight_blocks
-ROUNDED_UNIT = 8  # columns of codes that kernels write at once
-_KERNEL_BLOCKS = (256, 128, 64, 32, 16)  # of MatMulNBits on a CPU
-_INT8_DOT_PRODUCTS = 4  # of MatMulNBits's accuracy levels
+BLOCK = 128  # rows and columns per scale of weight_blocks
+ROUNDED_UNIT = 8  # columns that kernels store at once
+_KERNEL_BLOCKS = (256, 128, 64, 32, 16)  # block sizes of CPU MatMulNBits
+_INT8_DOT_PRODUCTS = 4  # MatMulNBits accuracy_level
 
 
 def quantizable(op: Op, weight: str = "weight", row_sums: str = "", rounds: bool = True,
                 takes_rounded: bool = False) -> Op:
-    """`op`, whose input `weight` may be in fewer bits, and whose input `row_sums`, if there is one,
-    has the sums of its rows. Its bodies take the product from `product` or `cpu_product`, or the
-    matrix from `dequantize`. Where it `rounds`, its reference takes what it multiplies from
-    `activations`; and where it `takes_rounded`, x may come in float8_e4m3fn, as the field `x_dtype`
-    then says, numbers that are to be multiplied by `activation_scale`.
+    """Return `op` with its input `weight` quantizable.
+
+    Its bodies compute the product by `product` or `cpu_product`, or get the matrix by `dequantize`.
+
+    Args:
+        op: the op to extend.
+        weight: the input that may be quantized.
+        row_sums: the input, if there is one, that has the sums of the weight's rows.
+        rounds: whether activations may be quantized; its reference then gets the GEMM's input from
+            `activations`.
+        takes_rounded: whether x may be float8_e4m3fn, according to attribute `x_dtype`; its values
+            are to be multiplied by `activation_scale`.
     """
     role = Quantized(weight, row_sums=row_sums, rounds=rounds,
                      blocks="weight_blocks" if rounds else "")
@@ -159,7 +166,7 @@ def quantizable(op: Op, weight: str = "weight", row_sums: str = "", rounds: bool
 
 
 def blocks_shape(out: int, groups: int) -> tuple[int, int]:
-    """Of weight_blocks."""
+    """Return the shape of weight_blocks."""
     return -(-out // BLOCK), -(-groups // 4) * 4
 
 
@@ -168,7 +175,7 @@ def _per_byte(fields: Fields) -> int:
 
 
 def _check(op: Op, fields: Fields, present: frozenset[str]) -> None:
-    """Raises ValueError where fields and inputs contradict one another."""
+    """Raises ValueError if attributes and inputs are inconsistent."""
     dtype, size, width = (fields[name] for name in ("weight_dtype", "group_size", "in_features"))
     if ("weight_scale" in present) != bool(dtype):
         raise ValueError(f"{op.name} takes weight_scale and weight_dtype together")
@@ -192,9 +199,7 @@ def _check(op: Op, fields: Fields, present: frozenset[str]) -> None:
 
 
 def check_rounding(name: str, fields: Fields) -> None:
-    """Raises ValueError where the fields of an op by which activations are rounded are none that
-    go together, or not with its weights'.
-    """
+    """Raises ValueError if the attributes for activation quantization are inconsistent."""
     dtype, own = fields.get("activation_dtype"), fields.get("activation_group_size", 0)
     if dtype and fields["weight_dtype"] != FLOAT8:
         raise ValueError(f"{name} takes activation_dtype with weight_dtype {FLOAT8} only, not "
@@ -205,7 +210,7 @@ def check_rounding(name: str, fields: Fields) -> None:
 
 
 def activations(fields: Fields, x: np.ndarray) -> np.ndarray:
-    """The rows float64 [..., in] that are multiplied, of x as it is or rounded."""
+    """Return the GEMM's input float64 [..., in]: x as it is or quantized."""
     x = x.astype(np.float64)
     if not fields["activation_dtype"]:
         return x
@@ -218,15 +223,17 @@ def activations(fields: Fields, x: np.ndarray) -> np.ndarray:
 
 
 def _over(x: np.ndarray, scale: np.ndarray | float) -> np.ndarray:
-    """Numbers of float8_e4m3fn, as they are in the dtype of x."""
+    """Return x / scale rounded to float8_e4m3fn, in the dtype of x."""
     import ml_dtypes
     codes = np.clip(x / scale, -FLOAT8_MOST, FLOAT8_MOST).astype(ml_dtypes.float8_e4m3fn)
     return codes.astype(x.dtype)
 
 
 def rounds_output(op: Op, rounds: Callable[[Fields, frozenset[str]], bool]) -> Op:
-    """`op`, which has its first output in float8_e4m3fn where the field `out_scale` is above 0:
-    whole units of it, with fields and inputs that it `rounds`.
+    """Return `op` with its first output in float8_e4m3fn if attribute `out_scale` is above 0.
+
+    The output's width must be a multiple of `ROUNDED_UNIT`; `rounds` says for which attributes and
+    inputs this is supported.
     """
     def reference(fields: Fields, inputs: Mapping[str, Any]) -> Sequence[Any]:
         assert op.reference is not None
@@ -267,7 +274,7 @@ def rounds_output(op: Op, rounds: Callable[[Fields, frozenset[str]], bool]) -> O
 
 def dequantized(fields: Fields, weight: np.ndarray, scale: np.ndarray,
                 zero: np.ndarray | None, minimum: np.ndarray | None = None) -> np.ndarray:
-    """The matrix float64 [out, in] that packed inputs stand for."""
+    """Return the matrix float64 [out, in] of a quantized weight."""
     bits, fixed = CODES[fields["weight_dtype"]]
     zeros: np.ndarray | int = fixed or 0
     if zero is not None:
@@ -285,7 +292,7 @@ def dequantized(fields: Fields, weight: np.ndarray, scale: np.ndarray,
 
 
 def pack(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Rows of codes uint8 [rows, n] as they are stored, [rows, ceil(n · bits / 8)]."""
+    """Pack rows of codes uint8 [rows, n] to [rows, ceil(n · bits / 8)]."""
     if bits == 8:
         return codes
     if codes.shape[1] % 2:
@@ -295,14 +302,14 @@ def pack(codes: np.ndarray, bits: int) -> np.ndarray:
 
 
 def unpack(packed: np.ndarray, bits: int) -> np.ndarray:
-    """Rows of codes, [rows, 8 / bits · n], from rows as they are stored."""
+    """Unpack rows of codes to [rows, 8 / bits · n]."""
     if bits == 8:
         return packed
     return np.stack([packed & 15, packed >> 4], -1).reshape(len(packed), -1)
 
 
 def _unpack_lines(fields: Fields, name: str, codes: str) -> list[str]:
-    """`codes`, uint8 [rows, n], from what is stored as `name`."""
+    """Return ONNX text that unpacks `name` to `codes`, uint8 [rows, n]."""
     if _per_byte(fields) == 1:
         return [f"{codes} = Identity({name})"]
     return [f"{codes}_mask = Constant<value = uint8[1] {{15}}>()",
@@ -320,14 +327,15 @@ def _unpack_lines(fields: Fields, name: str, codes: str) -> list[str]:
 def dequantize(fields: Fields, present: frozenset[str], made: str, weight: str = "weight",
                scale: str = "weight_scale", zero: str = "weight_zero",
                minimum: str = "weight_min", folds: bool = False) -> str:
-    """ONNX text for `made`, rows float32 [rows, in] of what is stored; where it `folds`, of ops
-    that ONNX Runtime computes when it loads.
+    """Return ONNX text for `made`, the dequantized weight float32 [rows, in].
+
+    With `folds`, only ops that ONNX Runtime constant-folds when it loads the model.
     """
     dtype, size = fields["weight_dtype"], fields["group_size"]
     fixed = CODES[dtype][1]
     if dtype in (FLOAT8, MXFP4):
-        # ONNX has no reading of bits as a number. Nor DequantizeLinear, which ONNX Runtime would
-        # compute in every step: this it folds when it loads.
+        # ONNX has no bit cast. ONNX Runtime would run DequantizeLinear in every step, but
+        # constant-folds this when it loads the model.
         numbers = ", ".join(map(repr, FLOAT8_NUMBERS if dtype == FLOAT8 else MXFP4_NUMBERS))
         lines = [*_unpack_lines(fields, weight, f"{made}_stored"),
                  f"{made}_numbers = Constant<value_floats=[{numbers}]>()",
@@ -386,8 +394,9 @@ def dequantize(fields: Fields, present: frozenset[str], made: str, weight: str =
 
 
 def rounded(fields: Fields, x: str, own: str = "x") -> tuple[list[str], str]:
-    """ONNX text for the rows that are multiplied, and their name, which begins with `own` where
-    they are not x as it is.
+    """Return ONNX text for the GEMM's input, and its name.
+
+    The name is that of x if activations are not quantized; otherwise it starts with `own`.
     """
     if not fields["activation_dtype"]:
         return [], x
@@ -416,7 +425,7 @@ def rounded(fields: Fields, x: str, own: str = "x") -> tuple[list[str], str]:
 
 
 def product(fields: Fields, present: frozenset[str], made: str, x: str = "x") -> str:
-    """ONNX text for `made` = x · weightᵀ, however the weight is stored; of standard ops."""
+    """Return ONNX text for `made` = x · weightᵀ, quantized or not, in standard ops."""
     lines, x = rounded(fields, x)
     matrix = "weight"
     if fields["weight_dtype"]:
@@ -427,8 +436,9 @@ def product(fields: Fields, present: frozenset[str], made: str, x: str = "x") ->
 
 
 def cpu_activation_block(dtype: str, group_size: int) -> int:
-    """How many activations share a scale, where ONNX Runtime's kernels on a CPU quantize them to 8
-    bits for a weight of this form; 0 where they are multiplied as they are.
+    """Return how many activations share a scale in ONNX Runtime's int8 CPU kernels.
+
+    0 if those kernels do not support the weight's format: activations are multiplied as they are.
     """
     fixed = CODES[dtype][1]
     block = next((block for block in _KERNEL_BLOCKS if group_size % block == 0), 0)
@@ -437,14 +447,14 @@ def cpu_activation_block(dtype: str, group_size: int) -> int:
 
 def cpu_product(fields: Fields, present: frozenset[str], made: str, x: str = "x",
                 added: str = "") -> str:
-    """The same for ONNX Runtime on a CPU, `added` [out] or [rows, out] included.
+    """Return ONNX text like `product`'s for ONNX Runtime on a CPU, including `added`.
 
-    Codes are multiplied with x in 8 bits, a scale for each block of it: other accuracy levels are
-    slower than float32 from 2 rows on, in 8 bits by far (ONNX Runtime 1.32).
+    `added` is [out] or [rows, out]. Activations are quantized to int8 per block: other accuracy
+    levels are slower than float32 from 2 rows on, for 8-bit weights by far (ONNX Runtime 1.32).
     """
     dtype, size = fields["weight_dtype"], fields["group_size"]
     width, height = fields["in_features"], fields["out_features"]
-    if not dtype or dtype == FLOAT8:  # which is folded to float32 when it is loaded
+    if not dtype or dtype == FLOAT8:  # constant-folded to float32
         lines, x = rounded(fields, x)
         lines += [dequantize(fields, present, "matrix")] if dtype else []
         operands = ", ".join([x, "matrix" if dtype else "weight", *([added] if added else [])])
@@ -484,8 +494,10 @@ def cpu_product(fields: Fields, present: frozenset[str], made: str, x: str = "x"
 
 def _quantized_sample(rng: np.random.Generator, plain: Sample, weight: str, dtype: str,
                       group_size: int, brings: str) -> Sample:
-    """A sample with a weight of random codes in place of its own. x is a number of 64ths with one
-    of 127 in each block of 16, so that a body may round it to 8 bits.
+    """Return a sample with a weight of random codes in place of its own.
+
+    x has multiples of 1/64 with a 127 in each block of 16, so that a body may quantize it to int8
+    without error.
     """
     bits, width = CODES[dtype][0], 3 * BLOCK if brings == "blocks" else 96
     height = plain.inputs[weight].shape[0]
@@ -497,7 +509,7 @@ def _quantized_sample(rng: np.random.Generator, plain: Sample, weight: str, dtyp
               "weight_scale": (rng.choice([-1, 1], (height, groups))
                                * rng.uniform(0.01, 0.02, (height, groups))).astype(np.float32)}
     if dtype == FLOAT8:
-        inputs[weight] = codes & 0xBF  # none is a NaN
+        inputs[weight] = codes & 0xBF  # no NaN
     if brings == "zero":
         inputs["weight_zero"] = pack(
             rng.integers(0, 2 ** bits, (height, groups), dtype=np.uint8), bits)

@@ -1,7 +1,6 @@
-"""What an op tells the compiler's passes about itself: how it is divided among ranks, and which of
-its inputs and fields they may take for what. Passes ask for these, never for an op's name.
+"""Roles of ops for compiler passes: sharding, and inputs and attributes that passes may change.
 
-A name in here is that of an input or a field of the op that declares it.
+Passes query these roles, never an op's name. Names are those of an input or attribute of the op.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class ByRows:
-    """A rank makes some columns of the output, from some rows of the weights.
+    """Column-parallel: a rank computes some columns of the output from some rows of the weights.
 
     Args:
-        inputs: cut along axis 0, as the output then is along its last; a weight, then vectors.
-        stacked: so many blocks lie one above the other in each of them, and a rank has the same
-            rows of every block: 2 for a gate above what it gates.
+        inputs: sharded along axis 0, as the output then is along its last; a weight, then vectors.
+        stacked: number of blocks stacked in each of them, of which a rank has the same rows each: 2
+            for a gate above its up.
     """
 
     inputs: tuple[str, ...]
@@ -26,13 +25,13 @@ class ByRows:
 
 @dataclass(frozen=True)
 class ByColumns:
-    """Where `x` is cut along its last axis, a rank makes a term of the output, which is their sum.
+    """Row-parallel: with `x` sharded along its last axis, ranks compute terms of a sum.
 
     Args:
-        inputs: cut along axis 1, as `x` is along its last.
+        inputs: sharded along axis 1, as `x` is along its last.
         added: what is added to the product; one rank adds it for all.
-        only_if: what fields must be for the op to be linear.
-        x: the input that is cut.
+        only_if: values of attributes for which the op is linear.
+        x: the input that is sharded.
     """
 
     inputs: tuple[str, ...]
@@ -43,13 +42,15 @@ class ByColumns:
 
 @dataclass(frozen=True)
 class ByHeads:
-    """A rank has some query heads, and the KV heads that they read. The fields `num_heads` and
-    `num_kv_heads` say what there is; the first output is cut by query heads.
+    """Head-parallel: a rank has some query heads, and the KV heads that they read.
+
+    Attributes `num_heads` and `num_kv_heads` have the numbers; the first output is sharded by query
+    heads.
 
     Args:
-        heads: for each input that is cut along its last axis, what it holds, one behind the other:
-            "q" for all query heads, "k" and "v" for all KV heads.
-        per_head: inputs cut along axis 0, by query heads.
+        heads: for each input that is sharded along its last axis its contents, in order: "q" for
+            all query heads, "k" and "v" for all KV heads.
+        per_head: inputs sharded along axis 0, by query heads.
     """
 
     heads: Mapping[str, str]
@@ -58,13 +59,13 @@ class ByHeads:
 
 @dataclass(frozen=True)
 class ByVocabulary:
-    """A rank has some rows of a table and gives zeros for all others, so that the output is a sum.
+    """Vocabulary-parallel: a rank has some rows of a table, and ranks compute terms of a sum.
 
     Args:
-        ids: the rows that are wanted.
-        table: cut along axis 0.
-        start: the field for the first row that a rank has.
-        sharded: the field that is 1 where the table is cut.
+        ids: indices of rows.
+        table: sharded along axis 0.
+        start: the attribute for the rank's first row.
+        sharded: the attribute that is 1 if the table is sharded.
         added: what is added to the rows; one rank adds it for all.
     """
 
@@ -77,10 +78,10 @@ class ByVocabulary:
 
 @dataclass(frozen=True)
 class ByElements:
-    """An element of the output depends on the same one of `x` alone: it is cut where `x` is.
+    """Elementwise in `x`: sharded as `x` is.
 
     Args:
-        vectors: inputs [width], cut along axis 0 as `x` is along its last.
+        vectors: inputs [width], sharded along axis 0 as `x` is along its last.
         x: the input that it follows.
     """
 
@@ -90,12 +91,11 @@ class ByElements:
 
 @dataclass(frozen=True)
 class ByGroups:
-    """Groups of columns of the output depend on the same columns of `x` alone, and are cut where
-    `x` is, if whole groups are.
+    """Groupwise in `x`: sharded as `x` is, by whole groups of columns.
 
     Args:
-        groups: the field for how many there are.
-        vectors: inputs [width], cut along axis 0 as `x` is along its last.
+        groups: the attribute for the number of groups.
+        vectors: inputs [width], sharded along axis 0 as `x` is along its last.
         x: the input that it follows.
     """
 
@@ -106,14 +106,14 @@ class ByGroups:
 
 @dataclass(frozen=True)
 class ByStateHeads:
-    """A rank has some heads of a state, and the keys and queries of their groups.
+    """A rank has some heads of a recurrent state, and the keys and queries of their groups.
 
     Args:
-        heads, groups: the fields for how many there are.
-        key_dim, value_dim: the fields for the sizes of a key or query, and of a value.
-        packed: the input that holds queries, keys and values, one behind the other.
-        rows: inputs with equally many columns for each head, one head behind the other.
-        per_head: inputs with an element for each head, cut along axis 0.
+        heads, groups: the attributes for their numbers.
+        key_dim, value_dim: the attributes for the sizes of a key or query, and of a value.
+        packed: the input with queries, keys and values, in this order.
+        rows: inputs with equally many columns per head, head by head.
+        per_head: inputs with an element per head, sharded along axis 0.
     """
 
     heads: str
@@ -127,13 +127,12 @@ class ByStateHeads:
 
 @dataclass(frozen=True)
 class ByInner:
-    """A rank has some of the columns between two products of each expert, and makes a term of the
-    output, which is their sum.
+    """A rank has some columns of each expert's hidden layer, and ranks compute terms of a sum.
 
     Args:
-        up: cut along axis 1, where the rows of a column follow one another.
-        down: cut along axis 2.
-        paired: the field that is 1 where a column has two rows in `up`, else 0.
+        up: sharded along axis 1; the rows of a column are adjacent.
+        down: sharded along axis 2.
+        paired: the attribute that is 1 if a column has two rows in `up`.
         added: what is added to the second product; one rank adds it for all.
     """
 
@@ -145,12 +144,12 @@ class ByInner:
 
 @dataclass(frozen=True)
 class ByExperts:
-    """A rank has some experts and gives zeros for all others, so that the output is a sum.
+    """Expert-parallel: a rank has some experts, and ranks compute terms of a sum.
 
     Args:
-        inputs: cut along axis 0.
-        start: the field for the first expert that a rank has.
-        sharded: the field that is 1 where experts are cut.
+        inputs: sharded along axis 0.
+        start: the attribute for the rank's first expert.
+        sharded: the attribute that is 1 if experts are sharded.
     """
 
     inputs: tuple[str, ...]
@@ -164,8 +163,9 @@ Shard = (ByRows | ByColumns | ByHeads | ByVocabulary | ByElements | ByGroups | B
 
 @dataclass(frozen=True)
 class Norm:
-    """The op is RMSNorm of `x` over the last axis, or LayerNorm where it is `centred`, times `gain`
-    [width], plus `bias` [width] if it has one. A GEMM can take it in.
+    """RMSNorm of `x` over the last axis, or LayerNorm if `centred`, that a GEMM can absorb.
+
+    It multiplies by `gain` [width], and adds `bias` [width] if it has one.
     """
 
     centred: bool
@@ -177,17 +177,16 @@ class Norm:
 
 @dataclass(frozen=True)
 class Quantized:
-    """The op takes a weight matrix in fewer bits, as llmc.plugins.quantization has them; or a stack
-    of them, whose groups are stacked likewise.
+    """A weight matrix, or stack of matrices, quantized as in llmc.plugins.quantization.
 
     Args:
         weight: the input [out, in], or [.., out, in].
-        scale: the input of its groups' scales.
-        zero: the input of its groups' zeros.
-        minimum: the input of its groups' minima, in place of zeros; "": it has none.
-        blocks: the input of the scales of its blocks, once more; "": it has none.
-        row_sums: the input of the sums of its rows, as numbers; "": there is none.
-        rounds: whether the field `activation_dtype` may have what the weight multiplies rounded.
+        scale: the input with group scales.
+        zero: the input with group zeros.
+        minimum: the input with group minima, in place of zeros; "": none.
+        blocks: the input with block scales, in addition; "": none.
+        row_sums: the input with the sums of dequantized rows; "": none.
+        rounds: whether attribute `activation_dtype` may request quantized activations.
     """
 
     weight: str = "weight"
@@ -201,12 +200,12 @@ class Quantized:
 
 @dataclass(frozen=True)
 class Columns:
-    """The op takes `input`, [rows, width], where it lies among the columns of wider rows.
+    """An input [rows, width] that may be columns of wider rows.
 
     Args:
-        activation: the field for an activation of it; "": there is none.
-        bias: the input [width], float32, that is added before that; "": there is none.
-        only_if: what fields must be for these two to be taken.
+        activation: the attribute for an activation of it; "": none.
+        bias: the input [width], float32, that is added before that; "": none.
+        only_if: values of attributes for which these two are supported.
     """
 
     input: str
@@ -217,14 +216,14 @@ class Columns:
 
 @dataclass(frozen=True)
 class Attention:
-    """The op knows of sequences. Its fields are those that `ByHeads` speaks of, and `head_dim`.
+    """Attention over sequences. Its attributes are those of `ByHeads`, and `head_dim`.
 
     Args:
-        caches: inputs [rows, num_kv_heads, positions, head_dim] that keep keys and values from step
-            to step; the output `<cache>_out` continues each. What has caches is causal.
-        memory: inputs that an encoder may make, once for each prompt: keys and values.
-        reads: inputs that are the caches of another layer, as it has left them in the same step.
-            What has some is causal.
+        caches: inputs [rows, num_kv_heads, positions, head_dim] that keep keys and values between
+            steps, continued by outputs `<cache>_out`. An op with caches is causal.
+        memory: inputs from an encoder, computed once per prompt: keys and values.
+        reads: inputs that are another layer's caches, written earlier in the same step. An op with
+            such inputs is causal.
     """
 
     caches: tuple[str, ...] = ()
@@ -234,12 +233,11 @@ class Attention:
 
 @dataclass(frozen=True)
 class State:
-    """The op knows of sequences, and keeps what it knows of each in a state of one size, however
-    long the sequence.
+    """A recurrent state of constant size per sequence.
 
     Args:
-        state: the input [rows, …]; the output `<state>_out` continues it.
-        axis: of the state, of which a rank has as large a part as of the first output's columns.
+        state: the input [rows, …], continued by the output `<state>_out`.
+        axis: axis of the state that is sharded as the first output's columns are.
     """
 
     state: str

@@ -1,24 +1,25 @@
-"""Where an op that keeps a state has those of a step's sequences: one for each, in their order; or
-among more, where `state_slots` int32 [batch] says which.
+"""Recurrent states of the sequences of a step.
+
+There is one state per sequence, in order, or more, with indices `state_slots` int32 [batch].
 """
 
 from __future__ import annotations
 
 
 def state_rows(present: frozenset[str]) -> str:
-    """What the first size of `state` is called."""
+    """Name of the first dimension of `state`."""
     return "num_states" if "state_slots" in present else "batch"
 
 
 def own_states(present: frozenset[str]) -> list[str]:
-    """Lines for `own_state`, the sequences' states in their order."""
+    """Return lines for `own_state`, the sequences' states in order."""
     if "state_slots" not in present:
         return ["own_state = Identity(state)"]
     return ["own_state = Gather<axis=0>(state, state_slots)"]
 
 
 def kept_states(present: frozenset[str]) -> list[str]:
-    """Lines for `state_out` from `own_state_out`, which is of the sequences alone."""
+    """Return lines for `state_out` from `own_state_out`, the new states of the sequences."""
     if "state_slots" not in present:
         return ["state_out = Identity(own_state_out)"]
     return ["state_slots_wide = Cast<to=7>(state_slots)",

@@ -1,4 +1,4 @@
-// Python's view: llmc_cuda._cuda.tensorrt.
+// The Python module llmc_cuda._cuda.tensorrt.
 #include "../engine/binding.h"
 
 #include <nanobind/stl/map.h>
@@ -25,10 +25,10 @@ std::vector<std::pair<std::string, Shape>> described(const std::vector<Tensor>& 
   return made;
 }
 
-// What a plan's plugins make, kept on the host.
+// Tensors produced by a plan's plugins, copied to the host.
 class Watch {
  public:
-  // (name, shape, float32 values), in the order in which they were made.
+  // (name, shape, float32 values), in order of production.
   nb::list values() const {
     nb::list all;
     for (const auto& [name, shape, values] : kept_)
@@ -36,12 +36,13 @@ class Watch {
     return all;
   }
 
-  static void keep(void* self, const char* name, const void* data, const char* dtype, const int64_t* shape,
-                   int rank, cudaStream_t stream) {
+  static void keep(void* self, const char* name, const void* data, const char* dtype,
+                   const int64_t* shape, int rank, cudaStream_t stream) {
     const Tensor made{nullptr, dtype_of(dtype), Shape(shape, shape + rank)};
     std::vector<char> host(made.size() * width(made.dtype));
     std::vector<float> values(made.size());
-    check(cudaMemcpyAsync(host.data(), data, host.size(), cudaMemcpyDeviceToHost, stream), "watching");
+    check(cudaMemcpyAsync(host.data(), data, host.size(), cudaMemcpyDeviceToHost, stream),
+          "watching");
     check(cudaStreamSynchronize(stream), "watching");
     to_float(values.data(), host.data(), made.size(), made.dtype);
     static_cast<Watch*>(self)->kept_.emplace_back(name, made.shape, std::move(values));
@@ -61,10 +62,14 @@ void bind(nb::module_ m) {
   m.attr("plugin_interface") = LLMC_PLUGIN_V2 ? "IPluginV2DynamicExt" : "IPluginV3";
 
   nb::class_<Watch>(m, "Watch").def(nb::init<>()).def("values", &Watch::values);
-  // From now on an engine's plans show what their plugins make, to None: to nobody. The watch is to live as long.
-  m.def("watch", [](Engine& engine, Watch* watch) {
-    engine.watch_inside(watch == nullptr ? nullptr : &Watch::keep, watch);
-  }, nb::arg("engine"), nb::arg("watch").none());
+  // From now on an engine's plans report what their plugins produce; None: stops. The watch must
+  // stay alive.
+  m.def(
+      "watch",
+      [](Engine& engine, Watch* watch) {
+        engine.watch_inside(watch == nullptr ? nullptr : &Watch::keep, watch);
+      },
+      nb::arg("engine"), nb::arg("watch").none());
 
   nb::class_<Harness::Creator>(m, "Creator")
       .def_ro("name", &Harness::Creator::name)
@@ -79,40 +84,48 @@ void bind(nb::module_ m) {
       .def(nb::init<const std::string&>(), nb::arg("library"))
       .def_prop_ro("creators", &Harness::creators)
       .def("init", &Harness::init, nb::arg("namespace") = "llmc")
-      .def("ask", [](const Harness& self, const std::string& op, const Fields& fields,
-                     const std::vector<Foreign>& inputs) { return self.ask(op, fields, tensors_of(inputs)); })
-      .def("run",
+      .def("ask",
            [](const Harness& self, const std::string& op, const Fields& fields,
-              const std::vector<Foreign>& inputs, const std::vector<Foreign>& outputs, int repeats,
-              std::optional<Facts> facts, Watch* watch) {
-             LlmcStep step;
-             if (facts) std::tie(step.longest, step.reach, step.num_decode) = *facts;
-             if (watch != nullptr) step.watcher = &Watch::keep, step.user = watch;
-             return self.run(op, fields, tensors_of(inputs), tensors_of(outputs), repeats,
-                             facts || watch != nullptr ? &step : nullptr);
-           },
-           nb::arg("op"), nb::arg("fields"), nb::arg("inputs"), nb::arg("outputs"), nb::arg("repeats") = 1,
-           nb::arg("step") = nb::none(), nb::arg("watch") = nb::none());
+              const std::vector<Foreign>& inputs) {
+             return self.ask(op, fields, tensors_of(inputs));
+           })
+      .def(
+          "run",
+          [](const Harness& self, const std::string& op, const Fields& fields,
+             const std::vector<Foreign>& inputs, const std::vector<Foreign>& outputs, int repeats,
+             std::optional<Facts> facts, Watch* watch) {
+            LlmcStep step;
+            if (facts) std::tie(step.longest, step.reach, step.num_decode) = *facts;
+            if (watch != nullptr) step.watcher = &Watch::keep, step.user = watch;
+            return self.run(op, fields, tensors_of(inputs), tensors_of(outputs), repeats,
+                            facts || watch != nullptr ? &step : nullptr);
+          },
+          nb::arg("op"), nb::arg("fields"), nb::arg("inputs"), nb::arg("outputs"),
+          nb::arg("repeats") = 1, nb::arg("step") = nb::none(), nb::arg("watch") = nb::none());
 
   m.def("load", &load_tensorrt, nb::arg("library"));
   m.attr("step_ints") = kLlmcStepInts;
-  // Let a program run a plan as a node on this device: (name in the network, tensor of the program) for each in- and
-  // output.
+  // Adds a plan to a program as a node on this device: (name in the network, tensor of the program)
+  // for each input and output.
   using Named = std::vector<std::pair<std::string, int>>;
-  m.def("add_plan", [](Program& program, int device, const std::string& plugins, nb::bytes plan, const Named& inputs,
-                       const Named& outputs, bool of_encoder) {
-    std::vector<Port> ports[2];
-    std::vector<int> tensors[2];
-    for (const Named* named : {&inputs, &outputs})
-      for (const auto& [name, tensor] : *named) {
-        ports[named == &outputs].push_back({name, program.tensor(tensor).dtype});
-        tensors[named == &outputs].push_back(tensor);
-      }
-    check(cudaSetDevice(device), "choosing a device");
-    auto made = std::make_unique<Plan>(PluginLibrary(plugins), plan.data(), plan.size(), ports[0], ports[1]);
-    program.add_node("TensorRT", std::move(made), tensors[0], tensors[1], of_encoder);
-  }, nb::arg("program"), nb::arg("device"), nb::arg("plugins"), nb::arg("plan"), nb::arg("inputs"),
-     nb::arg("outputs"), nb::arg("of_encoder") = false);
+  m.def(
+      "add_plan",
+      [](Program& program, int device, const std::string& plugins, nb::bytes plan,
+         const Named& inputs, const Named& outputs, bool of_encoder) {
+        std::vector<Port> ports[2];
+        std::vector<int> tensors[2];
+        for (const Named* named : {&inputs, &outputs})
+          for (const auto& [name, tensor] : *named) {
+            ports[named == &outputs].push_back({name, program.tensor(tensor).dtype});
+            tensors[named == &outputs].push_back(tensor);
+          }
+        check(cudaSetDevice(device), "choosing a device");
+        auto made = std::make_unique<Plan>(PluginLibrary(plugins), plan.data(), plan.size(),
+                                           ports[0], ports[1]);
+        program.add_node("TensorRT", std::move(made), tensors[0], tensors[1], of_encoder);
+      },
+      nb::arg("program"), nb::arg("device"), nb::arg("plugins"), nb::arg("plan"), nb::arg("inputs"),
+      nb::arg("outputs"), nb::arg("of_encoder") = false);
 }
 
 }  // namespace llmc::tensorrt

@@ -18,7 +18,7 @@ using Number = int64_t;
 using Number = int32_t;
 #endif
 
-// An expression of dimensions: an input's, of which only the harness knows the value, or a constant.
+// A dimension expression: an input's, whose value only the harness knows, or a constant.
 class Expr final : public IDimensionExpr, private apiv::VDimensionExpr {
  public:
   Expr(int64_t value, bool constant) : value_(value), constant_(constant) { mImpl = this; }
@@ -41,10 +41,13 @@ class Exprs final : public IExprBuilder, private apiv::VExprBuilder {
   const IDimensionExpr* input(int64_t value) { return &all_.emplace_back(value, false); }
 
  private:
-  const IDimensionExpr* constant(Number value) noexcept override { return &all_.emplace_back(value, true); }
+  const IDimensionExpr* constant(Number value) noexcept override {
+    return &all_.emplace_back(value, true);
+  }
   const IDimensionExpr* operation(DimensionOperation operation, const IDimensionExpr& first,
                                   const IDimensionExpr& second) noexcept override {
-    const int64_t a = static_cast<const Expr&>(first).value(), b = static_cast<const Expr&>(second).value();
+    const int64_t a = static_cast<const Expr&>(first).value(),
+                  b = static_cast<const Expr&>(second).value();
     const bool constant = first.isConstant() && second.isConstant();
     switch (operation) {
       case DimensionOperation::kSUM: return &all_.emplace_back(a + b, constant);
@@ -81,7 +84,7 @@ std::vector<PluginTensorDesc> describe(const std::vector<Tensor>& tensors) {
   return descs;
 }
 
-// As a builder has them: no numbers but a profile's.
+// As a builder passes them: dynamic, with the ranges of a profile.
 std::vector<DynamicPluginTensorDesc> dynamic(const std::vector<PluginTensorDesc>& descs) {
   std::vector<DynamicPluginTensorDesc> made;
   for (const PluginTensorDesc& desc : descs) {
@@ -101,7 +104,8 @@ std::vector<DynamicPluginTensorDesc> dynamic(const std::vector<PluginTensorDesc>
 PluginTensorDesc& inner(PluginTensorDesc& desc) { return desc; }
 PluginTensorDesc& inner(DynamicPluginTensorDesc& desc) { return desc.desc; }
 
-// Every tensor in turn as each dtype and two layouts: a plugin takes what it was shown, and no other layout.
+// Offers every tensor in each dtype and two formats: a plugin must accept its own dtype, and only
+// the linear format.
 template <typename Build, typename Desc>
 void offer(Build& plugin, std::vector<Desc> descs, const std::vector<Desc>& out) {
   const int inputs = static_cast<int>(descs.size()), outputs = static_cast<int>(out.size());
@@ -113,7 +117,8 @@ void offer(Build& plugin, std::vector<Desc> descs, const std::vector<Desc>& out)
       desc.type = pair.second;
       for (const TensorFormat format : {TensorFormat::kCHW4, TensorFormat::kLINEAR}) {
         desc.format = format;
-        const bool taken = plugin.supportsFormatCombination(position, descs.data(), inputs, outputs);
+        const bool taken =
+            plugin.supportsFormatCombination(position, descs.data(), inputs, outputs);
         if (format != TensorFormat::kLINEAR && taken)
           throw Error("the plugin takes a layout that it does not know");
         if (format == TensorFormat::kLINEAR && desc.type == whole.type && !taken)
@@ -125,7 +130,7 @@ void offer(Build& plugin, std::vector<Desc> descs, const std::vector<Desc>& out)
   }
 }
 
-// Fields as TensorRT's importer makes them of ONNX attributes.
+// Fields as TensorRT's importer makes them from ONNX attributes.
 class Attributes {
  public:
   explicit Attributes(const Fields& fields) {
@@ -178,7 +183,7 @@ std::vector<DataType> types_of(const std::vector<Tensor>& tensors) {
   return types;
 }
 
-// Streams, events and scratch for a run; `enqueue` gives the scratch to the plugin.
+// Stream, events and scratch of a run; `enqueue` passes the scratch to the plugin.
 template <typename Enqueue>
 float measure(int64_t bytes, int repeats, Enqueue&& enqueue) {
   cudaStream_t stream = nullptr;
@@ -203,13 +208,13 @@ struct Pointers {
 }  // namespace
 
 std::vector<Harness::Creator> Harness::creators() const {
-  static const std::map<PluginFieldType, std::string> kinds = {
-      {PluginFieldType::kINT32, "int"},
-      {PluginFieldType::kFLOAT32, "float"},
-      {PluginFieldType::kCHAR, "str"}};
+  static const std::map<PluginFieldType, std::string> kinds = {{PluginFieldType::kINT32, "int"},
+                                                               {PluginFieldType::kFLOAT32, "float"},
+                                                               {PluginFieldType::kCHAR, "str"}};
   std::vector<Creator> creators;
   for (TensorRTCreator* creator : library_.creators()) {
-    Creator made{creator->getPluginName(), creator->getPluginVersion(), creator->getPluginNamespace(), {}};
+    Creator made{
+        creator->getPluginName(), creator->getPluginVersion(), creator->getPluginNamespace(), {}};
     const PluginFieldCollection* fields = creator->getFieldNames();
     for (int32_t i = 0; i < fields->nbFields; ++i)
       made.fields[fields->fields[i].name] = kinds.at(fields->fields[i].type);
@@ -249,7 +254,8 @@ using Owned = std::unique_ptr<IPluginV2DynamicExt, Destroy>;
 
 }  // namespace
 
-Answers Harness::ask(const std::string& op, const Fields& fields, const std::vector<Tensor>& inputs) const {
+Answers Harness::ask(const std::string& op, const Fields& fields,
+                     const std::vector<Tensor>& inputs) const {
   const Attributes attributes(fields);
   auto* created = creator(op).createPlugin("node", attributes.get());
   library_.expect(created != nullptr);
@@ -262,14 +268,16 @@ Answers Harness::ask(const std::string& op, const Fields& fields, const std::vec
   for (int i = 0; i < outputs; ++i) {
     const DimsExprs shape = plugin->getOutputDimensions(i, dims.data(), count, exprs);
     library_.expect(shape.nbDims >= 0);
-    answers.outputs.push_back(
-        {nullptr, from_tensorrt(plugin->getOutputDataType(i, types.data(), count)), value_of(shape)});
+    answers.outputs.push_back({nullptr,
+                               from_tensorrt(plugin->getOutputDataType(i, types.data(), count)),
+                               value_of(shape)});
     answers.aliased.push_back(-1);
   }
   const std::vector<PluginTensorDesc> in = describe(inputs), out = describe(answers.outputs);
   offer(*plugin, in, out);
   plugin->configurePlugin(dynamic(in).data(), count, dynamic(out).data(), outputs);
-  answers.workspace = static_cast<int64_t>(plugin->getWorkspaceSize(in.data(), count, out.data(), outputs));
+  answers.workspace =
+      static_cast<int64_t>(plugin->getWorkspaceSize(in.data(), count, out.data(), outputs));
   answers.serialized.resize(plugin->getSerializationSize());
   plugin->serialize(answers.serialized.data());
   return answers;
@@ -278,7 +286,8 @@ Answers Harness::ask(const std::string& op, const Fields& fields, const std::vec
 float Harness::run(const std::string& op, const Fields& fields, const std::vector<Tensor>& inputs,
                    const std::vector<Tensor>& outputs, int repeats) const {
   const Answers answers = ask(op, fields, inputs);
-  auto* created = creator(op).deserializePlugin("node", answers.serialized.data(), answers.serialized.size());
+  auto* created =
+      creator(op).deserializePlugin("node", answers.serialized.data(), answers.serialized.size());
   library_.expect(created != nullptr);
   const Owned first(static_cast<IPluginV2DynamicExt*>(created)), plugin(first->clone());
   plugin->attachToContext(nullptr, nullptr, nullptr);
@@ -302,11 +311,12 @@ Interface& capability(IPluginV3& plugin, PluginCapabilityType type) {
   return *static_cast<Interface*>(found);
 }
 
-// Fields whose values went through bytes, as a plan's do.
+// Serialized fields, as in a plan.
 std::vector<char> write(const PluginFieldCollection& fields) {
   std::vector<char> bytes;
   auto append = [&](const void* data, size_t count) {
-    bytes.insert(bytes.end(), static_cast<const char*>(data), static_cast<const char*>(data) + count);
+    bytes.insert(bytes.end(), static_cast<const char*>(data),
+                 static_cast<const char*>(data) + count);
   };
   for (int32_t i = 0; i < fields.nbFields; ++i) {
     const PluginField& field = fields.fields[i];
@@ -334,7 +344,8 @@ std::vector<PluginField> read(const std::vector<char>& bytes) {
 
 }  // namespace
 
-Answers Harness::ask(const std::string& op, const Fields& fields, const std::vector<Tensor>& inputs) const {
+Answers Harness::ask(const std::string& op, const Fields& fields,
+                     const std::vector<Tensor>& inputs) const {
   const Attributes attributes(fields);
   const std::unique_ptr<IPluginV3> first(
       creator(op).createPlugin("node", attributes.get(), TensorRTPhase::kBUILD));
@@ -348,18 +359,20 @@ Answers Harness::ask(const std::string& op, const Fields& fields, const std::vec
   auto& build = capability<IPluginV3OneBuild>(*plugin, PluginCapabilityType::kBUILD);
   const int count = static_cast<int>(inputs.size()), outputs = build.getNbOutputs();
   std::vector<DataType> types(outputs);
-  library_.expect(build.getOutputDataTypes(types.data(), outputs, types_of(inputs).data(), count) == 0);
+  library_.expect(build.getOutputDataTypes(types.data(), outputs, types_of(inputs).data(), count) ==
+                  0);
   Exprs exprs;
   std::vector<DimsExprs> shapes(outputs);
-  library_.expect(build.getOutputShapes(express(inputs, exprs).data(), count, nullptr, 0, shapes.data(),
-                                        outputs, exprs) == 0);
+  library_.expect(build.getOutputShapes(express(inputs, exprs).data(), count, nullptr, 0,
+                                        shapes.data(), outputs, exprs) == 0);
   Answers answers;
   for (int i = 0; i < outputs; ++i)
     answers.outputs.push_back({nullptr, from_tensorrt(types[i]), value_of(shapes[i])});
   const auto in = dynamic(describe(inputs)), out = dynamic(describe(answers.outputs));
   offer(build, in, out);
   library_.expect(build.configurePlugin(in.data(), count, out.data(), outputs) == 0);
-  answers.workspace = static_cast<int64_t>(build.getWorkspaceSize(in.data(), count, out.data(), outputs));
+  answers.workspace =
+      static_cast<int64_t>(build.getWorkspaceSize(in.data(), count, out.data(), outputs));
 #if NV_TENSORRT_MAJOR > 10 || NV_TENSORRT_MINOR >= 3
   auto& aliasing = static_cast<IPluginV3OneBuildV2&>(build);
   if (build.getInterfaceInfo().major >= 2)
@@ -376,7 +389,8 @@ float Harness::run(const std::string& op, const Fields& fields, const std::vecto
                    const std::vector<Tensor>& outputs, int repeats) const {
   const Answers answers = ask(op, fields, inputs);
   const std::vector<PluginField> serialized = read(answers.serialized);
-  const PluginFieldCollection collection{static_cast<int32_t>(serialized.size()), serialized.data()};
+  const PluginFieldCollection collection{static_cast<int32_t>(serialized.size()),
+                                         serialized.data()};
   const std::unique_ptr<IPluginV3> first(
       creator(op).createPlugin("node", &collection, TensorRTPhase::kRUNTIME));
   library_.expect(first != nullptr);

@@ -1,4 +1,5 @@
-// Plays TensorRT's part with one plugin, through the same calls in the same order, where TensorRT is not.
+// Simulates TensorRT for one plugin, with the same calls in the same order, where TensorRT is not
+// installed.
 #pragma once
 
 #include <map>
@@ -9,10 +10,11 @@
 
 namespace llmc::tensorrt {
 
-// What a plugin says of the tensors it was shown, and what is left of it in a plan.
+// A plugin's answers for given inputs, and its serialized form.
 struct Answers {
   std::vector<Tensor> outputs;  // without data
-  std::vector<int> aliased;     // per output, the node's input that it is; -1: none. IPluginV2 does not tell
+  std::vector<int>
+      aliased;  // per output, the input that it aliases; -1: none. IPluginV2 does not report it
   int64_t workspace = 0;
   std::vector<char> serialized;
 };
@@ -23,21 +25,21 @@ class Harness {
 
   struct Creator {
     std::string name, version, name_space;
-    std::map<std::string, std::string> fields;  // name and kind: "int", "float" or "str"
+    std::map<std::string, std::string> fields;  // name and type: "int", "float" or "str"
   };
   std::vector<Creator> creators() const;
 
-  // initLlmcPlugins with this process's TensorRT.
+  // Calls initLlmcPlugins for this process's TensorRT.
   void init(const std::string& name_space) const { library_.init(nullptr, name_space); }
 
-  // Create a plugin from fields, ask for its outputs, offer it dtypes and layouts, configure, serialize it.
-  // Needs no GPU. Throws Error with the plugin's reason where it refuses.
+  // Creates a plugin from fields, queries its outputs, offers dtypes and formats, configures and
+  // serializes it. Needs no GPU. Throws Error with the plugin's reason if it refuses.
   Answers ask(const std::string& op, const Fields& fields, const std::vector<Tensor>& inputs) const;
 
-  // All of that, then create the plugin again from what was serialized and run it `repeats` times with
-  // poisoned scratch; milliseconds per run after the first. With a step, the plugin is told of it as in a plan.
-  float run(const std::string& op, Fields fields, std::vector<Tensor> inputs, const std::vector<Tensor>& outputs,
-            int repeats, const LlmcStep* step) const;
+  // The same; then deserializes the plugin and runs it `repeats` times with poisoned scratch.
+  // Milliseconds per run after the first. `step` is passed as in a plan.
+  float run(const std::string& op, Fields fields, std::vector<Tensor> inputs,
+            const std::vector<Tensor>& outputs, int repeats, const LlmcStep* step) const;
 
  private:
   TensorRTCreator& creator(const std::string& op) const;

@@ -20,7 +20,8 @@ thread_local std::string last_problem;
 
 std::string library_name(int major) { return "libnvinfer.so." + std::to_string(major); }
 
-// A function of the TensorRT that this process has loaded, however it did and whichever it is.
+// A function of the TensorRT loaded in this process, however it was loaded and whatever its
+// version.
 template <typename Function>
 Function* find(const char* name) {
   if (void* found = dlsym(RTLD_DEFAULT, name)) return reinterpret_cast<Function*>(found);
@@ -30,7 +31,7 @@ Function* find(const char* name) {
   return nullptr;
 }
 
-// The major version of this process's TensorRT, with which ABIs change; 0 where there is none.
+// Major version of this process's TensorRT, which determines the ABI; 0 without TensorRT.
 int major_version() {
   auto* version = find<int32_t()>("getInferLibVersion");
   const int number = version == nullptr ? 0 : version();  // 8.6.1 is 8601, 10.3.0 is 100300
@@ -51,9 +52,9 @@ nvinfer1::IPluginRegistry* registry() {
     throw Error("TensorRT is not loaded: load " + library_name(NV_TENSORRT_MAJOR) +
                 " before llmc's plugins, or have it on the library path");
   if (major != NV_TENSORRT_MAJOR)
-    throw Error("llmc's plugins were compiled for TensorRT " + std::to_string(NV_TENSORRT_MAJOR) + "." +
-                std::to_string(NV_TENSORRT_MINOR) + ", this is version " + std::to_string(major) +
-                "; compile them with a TENSORRT_ROOT of that version");
+    throw Error("llmc's plugins were compiled for TensorRT " + std::to_string(NV_TENSORRT_MAJOR) +
+                "." + std::to_string(NV_TENSORRT_MINOR) + ", this is version " +
+                std::to_string(major) + "; compile them with a TENSORRT_ROOT of that version");
   return find<nvinfer1::IPluginRegistry*()>("getPluginRegistry")();
 }
 
@@ -62,12 +63,13 @@ void init(void* logger, const char* name, void* given) {
   static std::set<void*> done;
   const std::lock_guard<std::mutex> lock(mutex);
   if (logger != nullptr) given_logger = static_cast<nvinfer1::ILogger*>(logger);
-  auto* registry = given != nullptr ? static_cast<nvinfer1::IPluginRegistry*>(given) : tensorrt::registry();
+  auto* registry =
+      given != nullptr ? static_cast<nvinfer1::IPluginRegistry*>(given) : tensorrt::registry();
   if (done.count(registry)) return;
   if (name != nullptr) plugin_namespace() = name;
   for (Creator* creator : creators()) {
 #if LLMC_PLUGIN_V2
-    creator->setPluginNamespace(plugin_namespace().c_str());  // or a plan cannot find it again
+    creator->setPluginNamespace(plugin_namespace().c_str());  // otherwise a plan does not find it
 #endif
     if (!registry->registerCreator(*creator, plugin_namespace().c_str()))
       throw Error("TensorRT does not take llmc's plugins into namespace '" + plugin_namespace() +
@@ -79,8 +81,9 @@ void init(void* logger, const char* name, void* given) {
 __attribute__((constructor)) void init_on_load() {
   const char* wish = std::getenv(kLoad);
   if (wish == nullptr || wish[0] != '1') return;
-  // Polygraphy loads plugins before TensorRT; it will find this one loaded.
-  if (major_version() == 0) dlopen(library_name(NV_TENSORRT_MAJOR).c_str(), RTLD_LAZY | RTLD_GLOBAL);
+  // Polygraphy loads plugins before TensorRT, and then uses this one.
+  if (major_version() == 0)
+    dlopen(library_name(NV_TENSORRT_MAJOR).c_str(), RTLD_LAZY | RTLD_GLOBAL);
   if (!initLlmcPlugins(nullptr, nullptr, nullptr) && logger() == nullptr)
     std::fprintf(stderr, "%s is 1, but %s\n", kLoad, last_problem.c_str());
 }
@@ -97,7 +100,7 @@ void report(const std::string& problem) noexcept {
     last_problem = problem;
     if (nvinfer1::ILogger* log = logger())
       log->log(nvinfer1::ILogger::Severity::kERROR, ("llmc: " + problem).c_str());
-  } catch (...) {  // there is no memory for the message
+  } catch (...) {  // no memory for the message
   }
 }
 

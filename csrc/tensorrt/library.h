@@ -1,4 +1,4 @@
-// What libllmc_plugins.so offers to those who load it.
+// The C interface of libllmc_plugins.so.
 #pragma once
 
 #include <NvInferRuntime.h>
@@ -9,41 +9,44 @@
 
 extern "C" {
 
-// A tensor that a plugin made: its name in the network, where it lies on the device, dtype ("float16") and shape.
-// What is to be read of it is to be enqueued on `stream` before the watcher returns.
+// Called for a tensor that a plugin produced: name in the network, device address, dtype
+// ("float16") and shape. Reads must be enqueued on `stream` before it returns.
 using LlmcWatcher = void (*)(void* user, const char* name, const void* data, const char* dtype,
                              const int64_t* shape, int rank, cudaStream_t stream);
 
-// What plugins are told of a step, by the input `llmc_step` that every one of a plan's has: its address is to be that
-// of an LlmcStep in host memory that the device knows (cudaMallocHost), at a multiple of 256. It is read by the host
-// while the step is enqueued, so it may change between steps, and belongs to one execution context at a time. Where
-// the address is of anything else, as while TensorRT builds, a step is what LlmcStep() says.
+// Properties of a step, passed to plugins through the input `llmc_step` of every plan: its address
+// is that of an LlmcStep in page-locked host memory (cudaMallocHost), aligned to 256 bytes. The
+// host reads it while it enqueues a step, so it may change between steps, and belongs to one
+// execution context at a time. With any other address, as while TensorRT builds, a default
+// LlmcStep() is used.
 struct LlmcStep {
   static constexpr uint64_t kMagic = 0x70657473636d6c6c;  // "llmcstep"
   uint64_t magic = kMagic;
-  // A sequence has at most `longest` new tokens, and `reach` with those before; 0: nothing is known, and then prompts
-  // go without cuDNN.
+  // Maximum number of new tokens, and of all tokens, of a sequence; 0: unknown, and prompts do not
+  // use cuDNN.
   int32_t longest = 0, reach = 0;
-  int32_t num_decode = 0;  // the first so many sequences have one new token each
+  int32_t num_decode = 0;  // the first num_decode sequences have one new token each
   int32_t unused = 0;
-  void* communicator = nullptr;   // the ncclComm_t of the ranks that share the model; null where there is one
-  // Called with `user` for every tensor that a plugin makes, but for caches, right after its kernels are enqueued.
+  void* communicator = nullptr;  // the ncclComm_t of the tensor-parallel ranks; null for one rank
+  // Called with `user` for every tensor that a plugin produces, except caches, right after its
+  // kernels are enqueued.
   LlmcWatcher watcher = nullptr;
   void* user = nullptr;
 };
-constexpr int kLlmcStepInts = 16;  // the input's shape: int32 [16]
+constexpr int kLlmcStepInts = 16;  // shape of the input: int32 [16]
 static_assert(sizeof(LlmcStep) <= kLlmcStepInts * sizeof(int32_t));
 
-// Register every op's creator in a namespace, "llmc" if null. logger: an ILogger for what goes wrong, or null
-// for the one that TensorRT was given. registry: an IPluginRegistry, or null for that of the TensorRT in this
-// process. Later calls with the same registry do nothing. False, with the reason in llmcPluginError(), where
-// there is no TensorRT, another one than the library was compiled for, or one with creators of these names.
+// Registers every op's creator in a namespace, "llmc" if null. logger: an ILogger for errors, or
+// null for TensorRT's own. registry: an IPluginRegistry, or null for that of this process's
+// TensorRT. Later calls with the same registry do nothing. Returns false, with the reason in
+// llmcPluginError(), without TensorRT, with another version than the library was compiled for, or
+// if the names are taken.
 LLMC_EXPORT bool initLlmcPlugins(void* logger, const char* libNamespace, void* registry);
 
-// What last went wrong in this thread, as one sentence; "" if nothing has.
+// The last error of this thread, as one sentence; "" if there was none.
 LLMC_EXPORT const char* llmcPluginError();
 
-// What IPluginRegistry::loadLibrary looks for.
+// Symbols that IPluginRegistry::loadLibrary looks up.
 LLMC_EXPORT void setLoggerFinder(nvinfer1::ILoggerFinder* finder);
 #if NV_TENSORRT_MAJOR < 11
 LLMC_EXPORT nvinfer1::IPluginCreator* const* getPluginCreators(int32_t& count);

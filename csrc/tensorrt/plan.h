@@ -1,4 +1,4 @@
-// An engine that TensorRT built, as one node of our engine's schedule.
+// A TensorRT engine as a node of a program.
 #pragma once
 
 #include <memory>
@@ -9,11 +9,11 @@
 
 namespace llmc::tensorrt {
 
-// Loads TensorRT's library; its version, such as "8.6.0". Throws Error where it cannot be loaded, or is
-// of another major version than llmc was built for.
+// Loads TensorRT's library and returns its version, such as "8.6.0". Throws Error if it cannot be
+// loaded, or has another major version than llmc was built for.
 std::string load_tensorrt(const std::string& library);
 
-// A tensor of the network, and of which dtype it is in the engine.
+// A tensor of the network, with its dtype in the program.
 struct Port {
   std::string name;
   DType dtype;
@@ -21,15 +21,15 @@ struct Port {
 
 class Plan : public Plugin {
  public:
-  // Deserializes a plan with the TensorRT that is loaded, on the current device. Inputs and outputs are the
-  // network's but for llmc_step, in the order in which enqueue is given them. Throws Error where TensorRT does not
-  // take it, or it has others.
+  // Deserializes a plan with the loaded TensorRT on the current device. Inputs and outputs are the
+  // network's without llmc_step, in the order of enqueue(). Throws Error if TensorRT rejects the
+  // plan, or its tensors differ.
   Plan(const PluginLibrary& plugins, const void* plan, size_t bytes, std::vector<Port> inputs,
        std::vector<Port> outputs);
   ~Plan() override;
 
   std::vector<Dims> shapes(const std::vector<Dims>&) const override { return {}; }
-  // Throws Error where a tensor has not the shape that the plan takes or makes.
+  // Throws Error if a tensor's shape is not supported by the plan.
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void* workspace,
                const Context& context) const override;
 

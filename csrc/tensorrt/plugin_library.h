@@ -1,4 +1,4 @@
-// libllmc_plugins.so, loaded: what csrc/tensorrt/library.h offers, with its failures as Errors.
+// libllmc_plugins.so, loaded: the interface of csrc/tensorrt/library.h, with failures as Errors.
 #pragma once
 
 #include <string>
@@ -17,14 +17,14 @@ using TensorRTCreator = nvinfer1::IPluginCreatorV3One;
 
 class PluginLibrary {
  public:
-  // Throws Error where it cannot be loaded. It stays loaded: plugins may outlive this object.
+  // Throws Error if it cannot be loaded. It stays loaded: plugins may outlive this object.
   explicit PluginLibrary(const std::string& path);
 
-  // Register its creators with this process's TensorRT.
+  // Registers its creators with this process's TensorRT.
   void init(nvinfer1::ILogger* logger, const std::string& name_space) const;
   std::vector<TensorRTCreator*> creators() const;
 
-  // Throws Error with what the library says of the failure.
+  // Throws Error with the library's message if `done` is false.
   void expect(bool done) const;
 
  private:

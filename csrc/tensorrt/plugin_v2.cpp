@@ -1,4 +1,4 @@
-// Any op as IPluginV2DynamicExt: TensorRT 8.6 to 10.
+// Any op as an IPluginV2DynamicExt: TensorRT 8.6 to 10.
 #include "shell.h"
 
 #if LLMC_PLUGIN_V2
@@ -29,7 +29,8 @@ class PluginV2 : public IPluginV2DynamicExt {
   const char* getPluginNamespace() const noexcept override { return namespace_.c_str(); }
 
   // IPluginV2Ext
-  DataType getOutputDataType(int32_t output, const DataType* inputs, int32_t count) const noexcept override {
+  DataType getOutputDataType(int32_t output, const DataType* inputs,
+                             int32_t count) const noexcept override {
     return guarded(DataType::kFLOAT, [&] { return shell_.output_type(output, inputs, count); });
   }
 
@@ -50,8 +51,8 @@ class PluginV2 : public IPluginV2DynamicExt {
                                  int32_t) noexcept override {
     return guarded(false, [&] { return shell_.supports(position, tensors, inputs); });
   }
-  void configurePlugin(const DynamicPluginTensorDesc*, int32_t inputs, const DynamicPluginTensorDesc*,
-                       int32_t) noexcept override {
+  void configurePlugin(const DynamicPluginTensorDesc*, int32_t inputs,
+                       const DynamicPluginTensorDesc*, int32_t) noexcept override {
     guarded(false, [&] {
       shell_.settle(inputs);
       return true;
@@ -78,7 +79,9 @@ class PluginV2 : public IPluginV2DynamicExt {
 class CreatorV2 : public IPluginCreator {
  public:
   explicit CreatorV2(const PluginType& type)
-      : type_(type), version_(std::to_string(type.version)), fields_(declared_fields(type)),
+      : type_(type),
+        version_(std::to_string(type.version)),
+        fields_(declared_fields(type)),
         described_(name_fields(fields_)),
         collection_{static_cast<int32_t>(described_.size()), described_.data()} {}
 
@@ -91,7 +94,8 @@ class CreatorV2 : public IPluginCreator {
   }
   IPluginV2* deserializePlugin(const char*, const void* data, size_t bytes) noexcept override {
     return guarded<IPluginV2*>(nullptr, [&] {
-      return new PluginV2(Shell(type_, read_text(type_, {static_cast<const char*>(data), bytes}), false));
+      return new PluginV2(
+          Shell(type_, read_text(type_, {static_cast<const char*>(data), bytes}), false));
     });
   }
   void setPluginNamespace(const char* name) noexcept override { plugin_namespace() = name; }

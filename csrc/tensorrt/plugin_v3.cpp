@@ -1,4 +1,4 @@
-// Any op as IPluginV3: TensorRT 10 and later.
+// Any op as an IPluginV3: TensorRT 10 and later.
 #include "shell.h"
 
 #if !LLMC_PLUGIN_V2
@@ -9,12 +9,15 @@ namespace {
 using namespace nvinfer1;
 
 #if NV_TENSORRT_MAJOR > 10 || NV_TENSORRT_MINOR >= 3
-using Build = IPluginV3OneBuildV2;  // an output may be an input's memory
+using Build = IPluginV3OneBuildV2;  // an output may alias an input
 #else
 using Build = IPluginV3OneBuild;
 #endif
 
-class PluginV3 : public IPluginV3, public IPluginV3OneCore, public Build, public IPluginV3OneRuntime {
+class PluginV3 : public IPluginV3,
+                 public IPluginV3OneCore,
+                 public Build,
+                 public IPluginV3OneRuntime {
  public:
   explicit PluginV3(Shell shell) : shell_(std::move(shell)) {}
 
@@ -53,12 +56,12 @@ class PluginV3 : public IPluginV3, public IPluginV3OneCore, public Build, public
       return 0;
     });
   }
-  bool supportsFormatCombination(int32_t position, const DynamicPluginTensorDesc* tensors, int32_t inputs,
-                                 int32_t) noexcept override {
+  bool supportsFormatCombination(int32_t position, const DynamicPluginTensorDesc* tensors,
+                                 int32_t inputs, int32_t) noexcept override {
     return guarded(false, [&] { return shell_.supports(position, tensors, inputs); });
   }
-  int32_t configurePlugin(const DynamicPluginTensorDesc*, int32_t inputs, const DynamicPluginTensorDesc*,
-                          int32_t) noexcept override {
+  int32_t configurePlugin(const DynamicPluginTensorDesc*, int32_t inputs,
+                          const DynamicPluginTensorDesc*, int32_t) noexcept override {
     return settle(inputs);
   }
   size_t getWorkspaceSize(const DynamicPluginTensorDesc* inputs, int32_t count,
@@ -96,7 +99,8 @@ class PluginV3 : public IPluginV3, public IPluginV3OneCore, public Build, public
         else if (const auto* real = std::get_if<double>(&value))
           serialized_.emplace_back(name.c_str(), real, PluginFieldType::kFLOAT64, 1);
         else
-          serialized_.emplace_back(name.c_str(), std::get<std::string>(value).c_str(), PluginFieldType::kCHAR,
+          serialized_.emplace_back(name.c_str(), std::get<std::string>(value).c_str(),
+                                   PluginFieldType::kCHAR,
                                    static_cast<int32_t>(std::get<std::string>(value).size()) + 1);
       }
       collection_ = {static_cast<int32_t>(serialized_.size()), serialized_.data()};
@@ -120,7 +124,9 @@ class PluginV3 : public IPluginV3, public IPluginV3OneCore, public Build, public
 class CreatorV3 : public IPluginCreatorV3One {
  public:
   explicit CreatorV3(const PluginType& type)
-      : type_(type), version_(std::to_string(type.version)), fields_(declared_fields(type)),
+      : type_(type),
+        version_(std::to_string(type.version)),
+        fields_(declared_fields(type)),
         described_(name_fields(fields_)),
         collection_{static_cast<int32_t>(described_.size()), described_.data()} {}
 

@@ -17,9 +17,9 @@ using nvinfer1::PluginFieldType;
 constexpr const char* kPresent = "present";
 constexpr const char* kDType = "dtype";
 constexpr const char* kMakes = "makes";
-constexpr int64_t kBytes = 4;  // in one element of a network's
+constexpr int64_t kBytes = 4;  // in one element of the network
 
-// One number of a field, whose `length` is to be 1.
+// The value of a field, whose `length` must be 1.
 template <typename T>
 T number(const PluginType& type, const nvinfer1::PluginField& field) {
   if (field.length != 1)
@@ -47,7 +47,8 @@ Value value_of(const PluginType& type, const nvinfer1::PluginField& field) {
     }
     default:
       throw Error(type.name + "'s field '" + field.name + "' is of TensorRT's field type " +
-                  std::to_string(static_cast<int>(field.type)) + ", expected an int, a float or a str");
+                  std::to_string(static_cast<int>(field.type)) +
+                  ", expected an int, a float or a str");
   }
 }
 
@@ -57,7 +58,8 @@ std::vector<Port> ports_of(const PluginType& type) {
   return ports;
 }
 
-std::vector<int> read_present(const PluginType& type, const std::vector<Port>& inputs, const std::string& names) {
+std::vector<int> read_present(const PluginType& type, const std::vector<Port>& inputs,
+                              const std::string& names) {
   std::vector<int> given;
   std::istringstream words(names);
   for (std::string name; words >> name;) {
@@ -108,7 +110,8 @@ std::string write_text(const Fields& fields) {
 }
 
 Fields read_text(const PluginType& type, const std::string& text) {
-  const Error damaged("what was serialized of a " + type.name + " is damaged; build the engine again");
+  const Error damaged("what was serialized of a " + type.name +
+                      " is damaged; build the engine again");
   if (text.empty() || text.back() != '\n') throw damaged;
   Fields fields;
   std::istringstream lines(text);
@@ -140,19 +143,24 @@ std::vector<nvinfer1::PluginField> name_fields(const Fields& fields) {
 }
 
 Shell::Shell(const PluginType& type, const Fields& fields, bool building)
-    : type_(type), inputs_(ports_of(type)), version_(std::to_string(type.version)),
-      fields_(declared_fields(type)), building_(building) {
+    : type_(type),
+      inputs_(ports_of(type)),
+      version_(std::to_string(type.version)),
+      fields_(declared_fields(type)),
+      building_(building) {
   Fields own = fields;
   for (const char* name : {kPresent, kDType, kMakes}) own.erase(name);
   core_ = make_plugin(type.name, own);
   for (const auto& [name, value] : fields) {
-    if (fields_[name].index() != value.index())  // one of the three: make_plugin has looked at the op's own
+    if (fields_[name].index() !=
+        value.index())  // one of the three; make_plugin() has checked the op's own
       throw Error(type.name + "'s field '" + name + "' is not a str");
     fields_[name] = value;
   }
   for (const auto* ports : {&type.inputs, &type.outputs})
     for (const Port& port : *ports)
-      if (port.is_rounded(fields_)) throw Error(type.name + "'s " + port.name + " is rounded, which no plan's tensors are");
+      if (port.is_rounded(fields_))
+        throw Error(type.name + "'s " + port.name + " is rounded, which no plan's tensors are");
   const std::string& dtype = std::get<std::string>(fields_[kDType]);
   if (!dtype.empty()) to_tensorrt(dtype_of(dtype));
   const std::string& present = std::get<std::string>(fields_[kPresent]);
@@ -166,7 +174,8 @@ Shell::Shell(const PluginType& type, const Fields& fields, bool building)
 void Shell::settle(int inputs) {
   given_ = given(inputs);
   for (int index = 0; index < static_cast<int>(type_.inputs.size()); ++index)
-    if (!type_.inputs[index].optional && std::find(given_.begin(), given_.end(), index) == given_.end())
+    if (!type_.inputs[index].optional &&
+        std::find(given_.begin(), given_.end(), index) == given_.end())
       throw Error(type_.name + " needs the input '" + type_.inputs[index].name + "'");
   std::string names;
   for (int index : given_) names += (names.empty() ? "" : " ") + inputs_[index].name;
@@ -184,8 +193,8 @@ std::vector<int> Shell::given(int count) const {
     return first;
   }
   if (count != static_cast<int>(given_.size()))
-    throw Error(type_.name + " has " + std::to_string(count) + " inputs, its field 'present' names " +
-                std::to_string(given_.size()));
+    throw Error(type_.name + " has " + std::to_string(count) +
+                " inputs, its field 'present' names " + std::to_string(given_.size()));
   return given_;
 }
 
@@ -220,9 +229,10 @@ std::vector<nvinfer1::DimsExprs> Shell::output_shapes(const nvinfer1::DimsExprs*
   for (int i = 0; i < count; ++i) {
     const bool bytes = inputs_[given[i]].is_bytes(fields_);
     for (int axis = 0; axis < inputs[i].nbDims; ++axis)
-      dims[given[i]].push_back(bytes && axis == inputs[i].nbDims - 2 ? Dim(i, axis) * kBytes : Dim(i, axis));
+      dims[given[i]].push_back(bytes && axis == inputs[i].nbDims - 2 ? Dim(i, axis) * kBytes
+                                                                     : Dim(i, axis));
   }
-  dims.pop_back();  // llmc_step is nothing to the op
+  dims.pop_back();  // llmc_step is not an input of the op
   std::vector<nvinfer1::DimsExprs> shapes;
   for (const Dims& shape : core_->shapes(dims)) {
     nvinfer1::DimsExprs made{};
@@ -235,7 +245,8 @@ std::vector<nvinfer1::DimsExprs> Shell::output_shapes(const nvinfer1::DimsExprs*
       if (dim.input >= 0 && dim.times != 1)
         size = builder.operation(DimensionOperation::kPROD, *size, *builder.constant(dim.times));
       if (dim.over != 1)
-        size = builder.operation(DimensionOperation::kFLOOR_DIV, *size, *builder.constant(dim.over));
+        size =
+            builder.operation(DimensionOperation::kFLOOR_DIV, *size, *builder.constant(dim.over));
       made.d[axis] = size;
     }
     shapes.push_back(made);
@@ -250,7 +261,8 @@ int Shell::aliased(int output) const {
   return -1;
 }
 
-bool Shell::supports(const nvinfer1::PluginTensorDesc& desc, const Port& port, const DType* computing) const {
+bool Shell::supports(const nvinfer1::PluginTensorDesc& desc, const Port& port,
+                     const DType* computing) const {
   if (desc.format != nvinfer1::TensorFormat::kLINEAR || !known(desc.type)) return false;
   const DType dtype = from_tensorrt(desc.type);
   if (const auto cached = held(port)) return dtype == *cached;
@@ -272,7 +284,7 @@ std::vector<Tensor> tensors(const nvinfer1::PluginTensorDesc* descs, const void*
     Tensor& tensor = made[places[i]];
     tensor.dtype = from_tensorrt(descs[i].type);
     tensor.shape.assign(descs[i].dims.d, descs[i].dims.d + descs[i].dims.nbDims);
-    // No kernel writes in an input but one that is an output's memory too.
+    // Kernels write only to inputs that an output aliases.
     tensor.data = data == nullptr ? nullptr : const_cast<void*>(data[i]);
   }
   return made;
@@ -280,7 +292,8 @@ std::vector<Tensor> tensors(const nvinfer1::PluginTensorDesc* descs, const void*
 
 }  // namespace
 
-std::vector<Tensor> Shell::inputs(const nvinfer1::PluginTensorDesc* descs, const void* const* data, int count) const {
+std::vector<Tensor> Shell::inputs(const nvinfer1::PluginTensorDesc* descs, const void* const* data,
+                                  int count) const {
   const std::vector<int> given = this->given(count);
   std::vector<Tensor> made = tensors(descs, data, given, inputs_.size());
   for (int index : given) {
@@ -313,9 +326,10 @@ void Shell::enqueue(const nvinfer1::PluginTensorDesc* input_descs,
     const int source = aliased(output);
     if (source < 0) continue;
     Tensor& held = in[given_[source]];
-    if (held.data != out[output].data)  // not bound to one address: the output is a changed copy
+    if (held.data != out[output].data)  // not bound to one address: copy to the output first
       check(cudaMemcpyAsync(out[output].data, held.data, held.size() * width(held.dtype),
-                            cudaMemcpyDeviceToDevice, stream), type_.name.c_str());
+                            cudaMemcpyDeviceToDevice, stream),
+            type_.name.c_str());
     held.data = out[output].data;
   }
   StreamState& state = state_of(stream);
@@ -345,7 +359,8 @@ LlmcStep Shell::read_step(const Tensor& given) {
   return step.magic == LlmcStep::kMagic ? step : LlmcStep();
 }
 
-void Shell::show(const LlmcStep& step, const std::vector<Tensor>& outputs, cudaStream_t stream) const {
+void Shell::show(const LlmcStep& step, const std::vector<Tensor>& outputs,
+                 cudaStream_t stream) const {
   if (step.watcher == nullptr) return;
   std::istringstream names(std::get<std::string>(fields_.at(kMakes)));
   std::string name;

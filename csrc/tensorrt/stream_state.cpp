@@ -25,7 +25,8 @@ StreamState& state_of(cudaStream_t stream) {
       throw Error("a stream is captured before llmc's plugins ran there; run a step first");
     auto made = std::make_unique<StreamState>();
     check(cudaMalloc(&made->counters, kCounters * sizeof(int32_t)), "allocating counters");
-    check(cudaMemsetAsync(made->counters, 0, kCounters * sizeof(int32_t), stream), "clearing counters");
+    check(cudaMemsetAsync(made->counters, 0, kCounters * sizeof(int32_t), stream),
+          "clearing counters");
     state = std::move(made);
   }
   return *state;

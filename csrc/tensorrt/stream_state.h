@@ -1,4 +1,4 @@
-// What ops keep between runs. TensorRT gives a plugin a stream and scratch, nothing that lasts.
+// State of plugins between runs: TensorRT passes a stream and scratch only.
 #pragma once
 
 #include <mutex>
@@ -7,7 +7,7 @@
 
 namespace llmc::tensorrt {
 
-// Of one stream: what is enqueued there runs in order, and so can share scratch.
+// State of one stream, whose work runs in order and so can share scratch.
 struct StreamState {
   Gemm gemm;
   std::unique_ptr<AttentionBackend> attention = make_attention_backend("fastest");
@@ -15,8 +15,8 @@ struct StreamState {
   std::mutex mutex;
 };
 
-// Made at the first call for a stream of the current device, which must not be captured then, and never
-// freed: the driver may end before static objects do.
+// Created at the first call for a stream of the current device, which must not be capturing then.
+// Never freed: the driver may shut down before static objects.
 StreamState& state_of(cudaStream_t stream);
 
 }  // namespace llmc::tensorrt

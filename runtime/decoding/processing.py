@@ -1,5 +1,5 @@
 """What sampling parameters do to logits, as an engine that chooses tokens itself, on a GPU, reads
-it: records as csrc/kernels/launch.h declares them.
+it: records as csrc/kernels/sampling/state.h declares them.
 """
 
 from __future__ import annotations

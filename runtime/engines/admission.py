@@ -1,5 +1,5 @@
 """Sequences that enter slots, as an engine that chooses tokens itself, on a GPU, reads them:
-records as csrc/kernels/launch.h declares them.
+records as csrc/kernels/sampling/state.h declares them.
 """
 
 from __future__ import annotations

@@ -199,8 +199,8 @@ def check_kept(tmp_path, wish):
 
 
 def numbers_of(fields, given):
-    """What codes stand for that lie as csrc/kernels/packed.cuh reads them: of every eight columns
-    the even ones first, a group's scales side by side."""
+    """Values of codes in the order that csrc/kernels/common/dequantize.cuh reads: of every eight
+    columns the even ones first, a group's scales side by side."""
     width, height = fields["in_features"], fields["out_features"]
     bits, zero = CODES[fields["weight_dtype"]]
     raw = given["weight"].view(np.uint8).reshape(height, -1)
@@ -228,7 +228,7 @@ MXFP4_BITS = ((6, 7, 8, 15), (12, 13, 14, 21), (2, 3, 4, 11), (0, 1, 10, 9),
 
 def in_tiles(codes, dtype):
     """Codes [experts, out, in] as bytes in the order in which number_at() of
-    csrc/kernels/experts.cuh looks for them.
+    csrc/kernels/moe/experts.cuh looks for them.
     """
     bits = CODES[dtype][0]
     experts, height, width = codes.shape

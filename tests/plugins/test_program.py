@@ -367,7 +367,7 @@ HEADS = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
     (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, w], [w]), "'y', is no value"),
     (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [w, w], [y]), r"makes is \[16, 16\]"),
     (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, w], [p.add_value(
-        "float32", [L, 16], 0, True)]), "what it makes is"),
+        "float32", [L, 16], 0, True)]), "its output is"),
     (lambda p, x, y, w: p.add_node("RMSNorm", {}, [x, p.add_weight("float32", [16])], [y]),
      r"norm's weight is \[16\], expected \[8\]"),
     (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, p.add_weight("float16", [16, 8])], [y]),
@@ -398,7 +398,7 @@ HEADS = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
     (lambda p, x, y, w: p.add_node("CausalAttention", HEADS, attention(p), [y, -1, 0]),
      "is in an input's memory"),
     (lambda p, x, y, w: p.add_node("CausalAttention", HEADS, attention(p), [x, -1, -1]),
-     "what it makes is"),
+     "its output is"),
     (lambda p, x, y, w: p.add_node("CausalAttention", HEADS, attention(p, key=p.add_weight(
         "float32", [4, 1, 32, 8])), [y, -1, -1]), "is written, and nothing that is kept"),
     (lambda p, x, y, w: p.add_node("CausalAttention", HEADS, attention(
@@ -425,7 +425,7 @@ HEADS = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
     (lambda p, x, y, w: p.add_node("Columns", {}, [x, p.add_weight("float32", [16])], [y]),
      "'index', is of float32, expected int32"),
     (lambda p, x, y, w: p.add_node("Columns", {}, [x, p.add_weight("int32", [8])], [y]),
-     "what it makes is"),
+     "its output is"),
     (lambda p, x, y, w: p.add_node("CausalAttention", HEADS, attention(p, key=p.add_state(
         "float32", [1, 32, 8])), [y, -1, -1]), "is no cache"),
     (lambda p, x, y, w: p.add_node("Experts", packed("mxfp4"), experts(p, x, "float32"), [y]),

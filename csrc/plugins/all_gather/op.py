@@ -1,4 +1,4 @@
-"""The x of all ranks joined along the last axis, in rank order. The communicator computes it."""
+"""All-gather of x along the last axis, in rank order, by the runtime's communicator."""
 
 from llmc.plugins import Op
 

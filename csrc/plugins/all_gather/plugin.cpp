@@ -1,3 +1,4 @@
+#include "../../kernels/rowwise/params.h"
 #include "../common/collective.h"
 
 namespace llmc {
@@ -6,7 +7,8 @@ namespace {
 class AllGather : public Plugin {
  public:
   explicit AllGather(const Fields& fields) : tp_size_(integer(fields, "tp_size")) {
-    if (tp_size_ < 1) throw Error("AllGather's tp_size " + std::to_string(tp_size_) + " is below 1");
+    if (tp_size_ < 1)
+      throw Error("AllGather's tp_size " + std::to_string(tp_size_) + " is below 1");
   }
 
   bool collective() const override { return true; }
@@ -16,7 +18,7 @@ class AllGather : public Plugin {
     return {{in[0][0], in[0][1] * tp_size_}};
   }
 
-  // The ranks' parts one after the other, before they are laid side by side.
+  // The gathered parts, before they are interleaved.
   int64_t workspace(const std::vector<Tensor>& in) const override {
     return in[0].size() * tp_size_ * (in[0].dtype == DType::kFloat32 ? 4 : 2);
   }
@@ -25,10 +27,12 @@ class AllGather : public Plugin {
                const Context& context) const override {
     const int rows = static_cast<int>(in[0].shape[0]), width = static_cast<int>(in[0].shape[1]);
     void* gathered = rows > 1 ? workspace : out[0].data;
-    check(ncclAllGather(in[0].data, gathered, in[0].size(), nccl_type(in[0].dtype), communicator_of(context, tp_size_),
-                        context.stream), "AllGather");
+    check(ncclAllGather(in[0].data, gathered, in[0].size(), nccl_type(in[0].dtype),
+                        communicator_of(context, tp_size_), context.stream),
+          "AllGather");
     if (rows > 1)
-      check(kernels::interleave(in[0].dtype, out[0].data, workspace, tp_size_, rows, width, context.stream),
+      check(kernels::interleave(in[0].dtype, out[0].data, workspace, tp_size_, rows, width,
+                                context.stream),
             "AllGather");
   }
 
@@ -39,7 +43,12 @@ class AllGather : public Plugin {
 }  // namespace
 
 void register_all_gather() {
-  register_plugin({"AllGather", 1, {"x"}, {"y"}, {{"tp_size", int64_t{1}}}, {"tp_size"},
+  register_plugin({"AllGather",
+                   1,
+                   {"x"},
+                   {"y"},
+                   {{"tp_size", int64_t{1}}},
+                   {"tp_size"},
                    [](const Fields& fields) -> std::unique_ptr<Plugin> {
                      return std::make_unique<AllGather>(fields);
                    }});

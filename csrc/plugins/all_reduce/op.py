@@ -1,4 +1,4 @@
-"""The sum of x over all ranks. No single graph computes it: the runtime's communicator does."""
+"""All-reduce (sum) of x over the ranks, by the runtime's communicator."""
 
 from llmc.plugins import Op
 

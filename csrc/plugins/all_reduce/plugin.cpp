@@ -14,7 +14,8 @@ class AllReduce : public Plugin {
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void*,
                const Context& context) const override {
     check(ncclAllReduce(in[0].data, out[0].data, in[0].size(), nccl_type(in[0].dtype), ncclSum,
-                        communicator_of(context, tp_size_), context.stream), "AllReduce");
+                        communicator_of(context, tp_size_), context.stream),
+          "AllReduce");
   }
 
  private:
@@ -24,7 +25,12 @@ class AllReduce : public Plugin {
 }  // namespace
 
 void register_all_reduce() {
-  register_plugin({"AllReduce", 1, {"x"}, {"y"}, {{"tp_size", int64_t{1}}}, {"tp_size"},
+  register_plugin({"AllReduce",
+                   1,
+                   {"x"},
+                   {"y"},
+                   {{"tp_size", int64_t{1}}},
+                   {"tp_size"},
                    [](const Fields& fields) -> std::unique_ptr<Plugin> {
                      return std::make_unique<AllReduce>(fields);
                    }});

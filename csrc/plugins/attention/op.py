@@ -1,37 +1,37 @@
 """Causal self-attention over packed tokens, with rotary embedding, per-head norms and KV append.
 
 Sequence b owns row b of both caches. Its first past_lens[b] positions are filled; its new tokens,
-rows cu_seqlens[b] to cu_seqlens[b + 1] of qkv, go to the positions after them. Prefill, decode and
-anything between are the same op with other lengths.
+rows cu_seqlens[b] to cu_seqlens[b + 1] of qkv, are appended. Prefill, decode and mixed batches are
+the same op with other lengths.
 
     qkv                     [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
-    key_cache, value_cache  [batch, num_kv_heads, max_seq_len, head_dim]; keys normed and rotated
+    key_cache, value_cache  [batch, num_kv_heads, max_seq_len, head_dim]; keys after norm and RoPE
     cu_seqlens, past_lens   int32 [batch + 1], [batch]
     cos, sin                [max_positions, rotary_dim / 2]; absent: no rotary embedding
     q_norm, k_norm          [head_dim], RMSNorm over each head before the rotary embedding, or
-                            where `norm_after_rotary` behind it
+                            with `norm_after_rotary` after it
     v_norm                  [head_dim], RMSNorm over each head of the values
-    block_table             int32 [batch, blocks]; absent: the caches as above. With it they are
+    block_table             int32 [batch, blocks]; absent: contiguous caches. With it the caches are
                             [num_blocks, num_kv_heads, block_size, head_dim], and position p of
                             sequence b is row p % block_size of block block_table[b, p / block_size]
-    distance_bias           [num_heads, distances]; absent: none. Column i - j, or the last where
-                            there are not so many, is added to the score of query i and key j
-    key_bias                [num_heads, positions]; absent: none. Column j is added to the score of
+    distance_bias           [num_heads, distances]; optional. Column i - j, or the last one for
+                            larger distances, is added to the score of query i and key j
+    key_bias                [num_heads, positions]; optional. Column j is added to the score of
                             key j
-    sinks                   [num_heads]; absent: none. A score that each softmax of a head has
-                            beside those of keys, and that has no value
-    query_scale             [max_positions]; absent: none. The query at position i is multiplied by
-                            element i, when it is normed and rotated
-    out                     [num_tokens, num_heads * head_dim]; with an `out_scale`, which there is
-                            not beside a bias, numbers over that in float8_e4m3fn
+    sinks                   [num_heads]; optional: logits of attention sinks, which take part in
+                            the softmax and have no value
+    query_scale             [max_positions]; optional. The query at position i is multiplied by
+                            element i after norm and rotary embedding
+    out                     [num_tokens, num_heads * head_dim]; with an `out_scale`, which excludes
+                            biases, divided by it and quantized to float8_e4m3fn
 
-`rotary_dim` counts the first dimensions of a head that cos and sin turn; 0 without them. `scale` 0
-means head_dim ** -0.5. `kv_dtype` "" is the dtype of all else, "float8_e4m3fn" has the caches hold
-what is nearest to keys and values there, which all queries see, those of new tokens too; beyond 448
-it is 448. With a `window`, key j is visible to query i iff i - window < j <= i; with a `chunk`, iff
-j <= i and both are in the same chunk of so many positions, j / chunk = i / chunk.
+`rotary_dim` is the number of leading dimensions of a head that are rotated; 0 without cos and sin.
+`scale` 0 means head_dim ** -0.5. `kv_dtype` "" is the dtype of the computation. With
+"float8_e4m3fn" the caches hold keys and values rounded to that, saturated at 448, and all queries
+see the rounded ones, also of new tokens. With a `window`, key j is visible to query i iff
+i - window < j <= i; with a `chunk`, iff j <= i and j / chunk = i / chunk.
 
-In the comments below: T new tokens, B sequences, S new tokens of the longest sequence, L positions
+Comments below use T new tokens, B sequences, S new tokens of the longest sequence, L positions
 filled afterwards in the fullest cache row, D head_dim.
 """
 
@@ -46,7 +46,7 @@ from llmc.plugins.roles import Attention, ByHeads, Columns
 
 
 def check_heads(fields: Fields) -> None:
-    """Raises ValueError where there are no whole groups of query heads."""
+    """Raise ValueError unless num_heads is a multiple of num_kv_heads."""
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
     if min(heads, kv_heads, dim) < 1 or heads % kv_heads:
         raise ValueError(f"num_heads {heads}, num_kv_heads {kv_heads} and head_dim {dim} are no "
@@ -83,8 +83,8 @@ def _ints(name: str, *values: int) -> str:
     return f"{name} = Constant<value_ints=[{', '.join(map(str, values))}]>()"
 
 
-# Which sequence a token belongs to, where it stands in it, and the way between packed and padded.
-# Nothing here depends on the layer: ONNX Runtime computes it once for all layers of a graph.
+# The sequence of each token, its position in it, and the mapping between packed and padded. It
+# does not depend on the layer: ONNX Runtime computes it once for all layers of a graph.
 _TOKENS = "\n".join([
     _ints("c0", 0), _ints("c1", 1), _ints("last", -1), _ints("int_max", 2**31 - 1),
     "zero = Constant<value_int=0>()",
@@ -107,9 +107,9 @@ _TOKENS = "\n".join([
     "step = Range(zero, longest, one)",
     "beyond = Add(starts_column, step)",
     "final = Sub(num_tokens, one)",
-    "pad = Min(beyond, final)",  # [B, S]: the token at each padded place, any where there is none
+    "pad = Min(beyond, final)",  # [B, S]: the token at each padded position, arbitrary for padding
     "first_place = Mul(sequence, longest)",
-    "place = Add(first_place, offset)",  # [T]: each token's place in the padded [B * S]
+    "place = Add(first_place, offset)",  # [T]: each token's position in the padded [B * S]
 ])
 
 _PAST = "past = Cast<to=7>(past_lens)"
@@ -123,8 +123,9 @@ _POSITIONS = "\n".join([
 
 def _heads(fields: Fields, present: frozenset[str], rotate: bool) -> \
         tuple[list[str], str, str, str]:
-    """Lines that split qkv into heads [T, heads, 1, D], normed and rotated; the names of q, k and
-    v. The axis of size 1 is the sequence axis that RotaryEmbedding wants.
+    """Return lines that split qkv into heads [T, heads, 1, D], and the names of q, k and v.
+
+    Heads are normalized and rotated. The axis of size 1 is the sequence axis of RotaryEmbedding.
     """
     heads, kv_heads = fields["num_heads"], fields["num_kv_heads"]
     lines = [_ints("heads_shape", 0, heads + 2 * kv_heads, 1, fields["head_dim"]),
@@ -140,7 +141,7 @@ def _heads(fields: Fields, present: frozenset[str], rotate: bool) -> \
 
 def _prepared(name: str, count: int, fields: Fields, present: frozenset[str], rotate: bool) -> \
         tuple[list[str], str]:
-    """Lines that norm, rotate and scale `name`, [T, count, 1, D]; what the result is called."""
+    """Return lines that normalize, rotate and scale `name`, [T, count, 1, D], and the result."""
     lines, made = [], name
     for step in ("rotated", "normed") if fields["norm_after_rotary"] else ("normed", "rotated"):
         if step == "normed" and f"{name}_norm" in present:
@@ -160,7 +161,7 @@ def _prepared(name: str, count: int, fields: Fields, present: frozenset[str], ro
     return lines, made
 
 
-# Where a token's position lies: the block, and the row in it.
+# Block of a token's position, and row in it.
 _PAGES = [
     "table = Cast<to=7>(block_table)",
     "block_size = Shape<start=2, end=3>(key_cache)",
@@ -174,12 +175,12 @@ _PAGES = [
 
 
 def _wide(cache: str, fields: Fields) -> str:
-    """The name of a cache in the dtype that is computed in."""
+    """Name of a cache in the dtype of the computation."""
     return f"{cache}_wide" if fields["kv_dtype"] else cache
 
 
 def _append(name: str, new: str, fields: Fields, as_bytes: bool) -> list[str]:
-    """Lines that write a cache, and leave it `_wide` too."""
+    """Return lines that write a cache, and convert it to `_wide`."""
     if not fields["kv_dtype"]:
         return [f"{name}_cache_out = ScatterND({name}_cache, index, {new})"]
     if as_bytes:
@@ -201,7 +202,7 @@ def _append(name: str, new: str, fields: Fields, as_bytes: bool) -> list[str]:
 
 
 def _filled(name: str, present: frozenset[str], fields: Fields) -> list[str]:
-    """The filled positions of the cache, [B, kv_heads, L, D]."""
+    """Return lines for the filled positions of the cache, [B, kv_heads, L, D]."""
     cache, lines = _wide(f"{name}_cache_out", fields), []
     if "block_table" in present:
         lines = [f"{name}_pages = Gather<axis=0>({cache}, table)",
@@ -213,16 +214,14 @@ def _filled(name: str, present: frozenset[str], fields: Fields) -> list[str]:
 
 
 def _float8s() -> str:
-    """Every float8_e4m3fn by its byte, from -128 to 127; for the two that are no numbers 512, which
-    no other is.
-    """
+    """Every float8_e4m3fn value by its byte, from -128 to 127; 512 for the two NaNs."""
     import ml_dtypes
     values = np.arange(-128, 128).astype(np.int8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     return ", ".join(map(repr, np.nan_to_num(values, nan=512).tolist()))
 
 
 def _tensorrt(fields: Fields, present: frozenset[str]) -> str | None:
-    """Caches of float8 are int8 in a plan: its bytes."""
+    """Use int8 for FP8 caches, since a plan has no FP8."""
     return _body(fields, present, as_bytes=True) if fields["kv_dtype"] else None
 
 
@@ -255,11 +254,12 @@ def _body(fields: Fields, present: frozenset[str], as_bytes: bool = False) -> st
 
 
 def _attend(q: str, fields: Fields, present: frozenset[str]) -> list[str]:
-    """Lines for `out` from prepared queries and the caches `key_cache_out` and `value_cache_out`,
-    which hold the new tokens' keys and values too.
+    """Return lines for `out` from prepared queries and the caches.
+
+    `key_cache_out` and `value_cache_out` include the new tokens.
     """
     return [
-        # Keys and values as far as any row is filled: [B, kv_heads, 1, D, L], [.., 1, L, D].
+        # Keys and values up to the fullest row: [B, kv_heads, 1, D, L], [.., 1, L, D].
         _ints("c2", 2),
         "filled = Add(past, lengths)",
         "fullest = ReduceMax<keepdims=1>(filled)",
@@ -270,7 +270,7 @@ def _attend(q: str, fields: Fields, present: frozenset[str]) -> list[str]:
         # Scores [B, kv_heads, heads / kv_heads, S, L].
         *_queries(q, fields),
         "products = MatMul(queries, keys_grouped)",
-        # Which of the L positions a query at [B, S] sees.
+        # The positions visible to a query at [B, S].
         "fullest_scalar = Squeeze(fullest)",
         "j = Range(zero, fullest_scalar, one)",
         "past_column = Unsqueeze(past, c1)",
@@ -280,7 +280,7 @@ def _attend(q: str, fields: Fields, present: frozenset[str]) -> list[str]:
 
 
 def _queries(packed: str, fields: Fields) -> list[str]:
-    """Lines for `queries` by sequence, [B, kv_heads, heads / kv_heads, S, D]."""
+    """Return lines for `queries` by sequence, [B, kv_heads, heads / kv_heads, S, D]."""
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
     return [f"padded = Gather<axis=0>({packed}, pad)",
             _ints("group_shape", 0, 0, kv_heads, heads // kv_heads, dim),
@@ -289,7 +289,7 @@ def _queries(packed: str, fields: Fields) -> list[str]:
 
 
 def _out(fields: Fields) -> list[str]:
-    """Lines for `out`, packed again, from the weights."""
+    """Return lines for `out`, packed, from the attention weights."""
     return ["attended = MatMul(weights, values_grouped)",
             "by_token = Transpose<perm=[0, 3, 1, 2, 4]>(attended)",
             _ints("rows_shape", -1, fields["num_heads"] * fields["head_dim"]),
@@ -297,7 +297,7 @@ def _out(fields: Fields) -> list[str]:
 
 
 def _weights(fields: Fields, present: frozenset[str], position: str) -> list[str]:
-    """From products to weights: what the queries at `position`, [B, S], see of the positions j."""
+    """Return lines from scores to attention weights, with masks for `position`, [B, S]."""
     lines = [f"scale = Constant<value_float={float(_scale(fields))!r}>()",
              "scaled = Mul(products, scale)"]
     scores, visible = "scaled", "causal"
@@ -334,15 +334,17 @@ def _weights(fields: Fields, present: frozenset[str], position: str) -> list[str
 
 
 def _chunk_start(fields: Fields, position: str) -> list[str]:
-    """Lines for `chunk_start`, the first position of the chunk that each `position` is in."""
+    """Return lines for `chunk_start`, the first position of the chunk of each `position`."""
     return [f"chunk = Constant<value_int={fields['chunk']}>()",
             f"place_in_chunk = Mod({position}, chunk)",
             f"chunk_start = Sub({position}, place_in_chunk)"]
 
 
 def _with_sinks(fields: Fields) -> list[str]:
-    """Lines for `weights` from `masked`, [B, kv_heads, heads / kv_heads, S, L], and one score more
-    in each row, whose weight is dropped.
+    """Return lines for `weights` from `masked` scores and sinks.
+
+    `masked` is [B, kv_heads, heads / kv_heads, S, L]. Each row gets one more score, whose weight is
+    dropped.
     """
     kv_heads = fields["num_kv_heads"]
     return [_ints("sinks_shape", 1, kv_heads, fields["num_heads"] // kv_heads, 1, 1),
@@ -357,8 +359,9 @@ def _with_sinks(fields: Fields) -> list[str]:
 
 
 def _distance_bias(fields: Fields) -> list[str]:
-    """Lines for `bias` of queries i, [B, S, 1], and positions j, [L]: [B, kv_heads, heads /
-    kv_heads, S, L].
+    """Return lines for `bias` of queries i, [B, S, 1], and positions j, [L].
+
+    It is [B, kv_heads, heads / kv_heads, S, L].
     """
     return ["ahead = Sub(i, j)", "distance = Max(ahead, zero)",
             "distances = Shape<start=1, end=2>(distance_bias)",
@@ -374,8 +377,9 @@ def _distance_bias(fields: Fields) -> list[str]:
 
 
 def _uniform(fields: Fields, present: frozenset[str]) -> str | None:
-    """For engines whose shapes may not depend on data: every sequence has S new tokens, and
-    num_tokens is batch * S. What padding leaves in the cache lies behind the sequence's end.
+    """Assume S new tokens per sequence, for engines whose shapes may not depend on data.
+
+    num_tokens is batch * S. Padding tokens are written to the cache after the sequence's end.
     """
     if "block_table" in present or fields["kv_dtype"]:
         return None
@@ -424,12 +428,12 @@ def _uniform_lengths(inputs: Mapping[str, np.ndarray]) -> bool:
 
 
 def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
-    """com.microsoft.GroupQueryAttention, which wants [B, S, ...] padded on the right.
+    """Use com.microsoft.GroupQueryAttention on [B, S, ...] padded on the right.
 
-    Every sequence is treated as having S new tokens: what the padding leaves in the cache lies
-    behind the sequence's end and is overwritten when tokens get there. The kernel wants heads of a
-    multiple of 8, rotates only multiples of 16, and knows no per-head norms; what it does not do is
-    done before it. Chunks are a bias to it. Which lengths it takes, `_group_query_lengths` says.
+    Every sequence is treated as having S new tokens. Padding tokens are written to the cache after
+    the sequence's end, and overwritten later. The kernel takes heads of a multiple of 8, rotates
+    only multiples of 16, and has no per-head norms; the rest is computed before it. Chunks are a
+    bias. `_group_query_lengths` has the supported lengths.
     """
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
     if dim % 8 or fields["kv_dtype"] or present & {"block_table", "distance_bias", "key_bias"}:
@@ -474,7 +478,7 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
 
 
 def _chunk_bias(fields: Fields) -> list[str]:
-    """Lines for `chunk_bias` [B, 1, S, L], which hides what lies before a query's chunk."""
+    """Return lines for `chunk_bias` [B, 1, S, L], which masks positions before a query's chunk."""
     return [_ints("c2", 2), "past_column = Unsqueeze(past, c1)",
             "padded_position = Add(past_column, step)", "i = Unsqueeze(padded_position, c2)",
             *_chunk_start(fields, "i"),
@@ -484,13 +488,13 @@ def _chunk_bias(fields: Fields) -> list[str]:
 
 
 def _group_query_lengths(inputs: Mapping[str, np.ndarray]) -> bool:
-    """All new, or one sequence, or one token each: the kernel refuses anything else."""
+    """Only prompts from the start, one sequence, or one token each: others are refused."""
     return not np.any(inputs["past_lens"]) or len(inputs["past_lens"]) == 1 \
         or np.diff(inputs["cu_seqlens"]).max() == 1
 
 
 def _cached(x: np.ndarray, kv_dtype: str) -> np.ndarray:
-    """What a cache holds of x, in x's dtype."""
+    """x as the cache stores it, in x's dtype."""
     if not kv_dtype:
         return x
     import ml_dtypes
@@ -499,7 +503,7 @@ def _cached(x: np.ndarray, kv_dtype: str) -> np.ndarray:
 
 def rotated(x: np.ndarray, position: int, fields: Fields,
             inputs: Mapping[str, np.ndarray]) -> np.ndarray:
-    """x [..., head_dim] turned by cos and sin of a position, where there are some."""
+    """x [..., head_dim] rotated by cos and sin of a position, if there are any."""
     if "cos" not in inputs:
         return x
     cos, sin = inputs["cos"][position], inputs["sin"][position]
@@ -567,7 +571,7 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
 
 
 def _samples(rng: np.random.Generator) -> list[Sample]:
-    """Prompts, continued prompts, decoding and mixtures, of unequal and of no new tokens."""
+    """Prompts, continued prompts, decoding and mixed batches, with unequal and no new tokens."""
     prompts = {"new": (5, 2, 3), "past": (0, 0, 0)}
     decode = {"new": (1, 1, 1), "past": (11, 3, 0)}
     chunk = {"new": (6,), "past": (4,)}
@@ -634,7 +638,7 @@ def _sample(rng: np.random.Generator, new: Sequence[int], past: Sequence[int], d
 
     cache = (len(new), kv_heads, max_seq_len, dim)
     places = {}
-    if block_size:  # in any order, and one block that nobody has
+    if block_size:  # in any order, with one unused block
         blocks = len(new) * (max_seq_len // block_size)
         cache = (blocks + 1, kv_heads, block_size, dim)
         places["block_table"] = rng.permutation(blocks + 1)[:blocks].reshape(len(new), -1) \

@@ -1,21 +1,21 @@
-"""Attention of packed queries to all keys of their sequence: an encoder's, and a decoder's to it.
+"""Attention of packed queries to all keys of their sequence: encoders, cross-attention.
 
 Sequence b has queries in rows cu_seqlens[b] to cu_seqlens[b + 1], and keys and values in
-key_lens[b] rows from key_starts[b] on. Sequences may have the same keys: the beams of a prompt do.
+key_lens[b] rows from key_starts[b] on. Several sequences may have the same keys, as the beams of a
+prompt do.
 
     query           [num_tokens, num_heads * head_dim]
     key, value      [num_keys, num_kv_heads * head_dim]
     cu_seqlens      int32 [batch + 1]
-    key_starts      int32 [batch]; with key_lens absent: a sequence's keys are in its queries' rows
+    key_starts      int32 [batch]; absent with key_lens: keys are in the rows of the queries
     key_lens        int32 [batch]
-    distance_bias   [num_heads, 2 * n + 1]; absent: none. Column n + j - i, or the first or the last
-                    where there are not so many, is added to the score of query i and key j, both
-                    counted in their sequence
+    distance_bias   [num_heads, 2 * n + 1]; optional. Column n + j - i, clamped, is added to the
+                    score of query i and key j, both counted in their sequence
     out             [num_tokens, num_heads * head_dim]
 
 `scale` 0 means head_dim ** -0.5.
 
-In the comments below: B sequences, S queries of the longest sequence, L keys of the longest, D
+Comments below use B sequences, S queries of the longest sequence, L keys of the longest, D
 head_dim.
 """
 
@@ -41,7 +41,7 @@ def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
 
 
 def _gathered(present: frozenset[str]) -> list[str]:
-    """Lines for `keys` and `values` by sequence, [B, L, ...], and `key_len`."""
+    """Return lines for `keys` and `values` by sequence, [B, L, ...], and `key_len`."""
     if {"key_starts", "key_lens"} & present and not {"key_starts", "key_lens"} <= present:
         raise ValueError("BidirectionalAttention takes key_starts and key_lens together")
     lines = ["key_start = Cast<to=7>(key_starts)", "key_len = Cast<to=7>(key_lens)"] \
@@ -55,14 +55,14 @@ def _gathered(present: frozenset[str]) -> list[str]:
         "key_row = Add(key_start_column, j)",
         "num_keys = Shape<start=0, end=1>(key)",
         "last_key = Sub(num_keys, one)",
-        "key_pad = Min(key_row, last_key)",  # [B, L]: any where there is none
+        "key_pad = Min(key_row, last_key)",  # [B, L]: arbitrary for padding
         "keys = Gather<axis=0>(key, key_pad)",
         "values = Gather<axis=0>(value, key_pad)",
     ]
 
 
 def _bias() -> list[str]:
-    """Lines for `head_bias`, [num_heads, S, L]."""
+    """Return lines for `head_bias`, [num_heads, S, L]."""
     return ["step_column = Unsqueeze(step, c1)", "ahead = Sub(j, step_column)",
             _ints("c2", 2), "distances = Shape<start=1, end=2>(distance_bias)",
             "farthest = Div(distances, c2)", "behind = Neg(farthest)",
@@ -122,7 +122,7 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
 
 
 def _samples(rng: np.random.Generator) -> list[Sample]:
-    """Encoders and decoders, of unequal and of no queries, with shared keys."""
+    """Encoders and decoders, with unequal numbers of queries, with none, and with shared keys."""
     variants: tuple[dict[str, Any], ...] = (
         {"new": (5, 2, 3), "dim": 16},
         {"new": (4,), "dim": 6, "kv_heads": 4, "scale": 0.3, "biased": 1},

@@ -1,3 +1,4 @@
+#include "../../kernels/attention/params.h"
 #include "../common/heads.h"
 
 namespace llmc {
@@ -5,7 +6,9 @@ namespace {
 
 class BidirectionalAttention : public Plugin {
  public:
-  explicit BidirectionalAttention(const Fields& fields) { read_heads(p_, "BidirectionalAttention", fields, 256); }
+  explicit BidirectionalAttention(const Fields& fields) {
+    read_heads(p_, "BidirectionalAttention", fields, 256);
+  }
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
     if (in[0].size() != 2 || in[1].size() != 2 || in[2].size() != 2)
@@ -14,9 +17,11 @@ class BidirectionalAttention : public Plugin {
                   std::to_string(in[2].size()));
     const std::string op = "BidirectionalAttention";
     const Dims *starts = optional(in, 4), *lens = optional(in, 5);
-    if ((starts == nullptr) != (lens == nullptr)) throw Error(op + " takes key_starts and key_lens together");
+    if ((starts == nullptr) != (lens == nullptr))
+      throw Error(op + " takes key_starts and key_lens together");
     const Dims out{in[0][0], static_cast<int64_t>(p_.num_heads) * p_.head_dim};
-    const Dims keys{starts != nullptr ? in[1][0] : in[0][0], static_cast<int64_t>(p_.num_kv_heads) * p_.head_dim};
+    const Dims keys{starts != nullptr ? in[1][0] : in[0][0],
+                    static_cast<int64_t>(p_.num_kv_heads) * p_.head_dim};
     expect(op + "'s query", in[0], out);
     expect(op + "'s key", in[1], keys);
     expect(op + "'s value", in[2], in[1]);
@@ -64,11 +69,14 @@ class BidirectionalAttention : public Plugin {
 }  // namespace
 
 void register_bidirectional_attention() {
-  register_plugin({"BidirectionalAttention", 1,
+  register_plugin({"BidirectionalAttention",
+                   1,
                    {"query", "key", "value", "cu_seqlens: int32", "key_starts?: int32",
                     "key_lens?: int32", "distance_bias?: float32"},
                    {"out"},
-                   {{"num_heads", int64_t{0}}, {"num_kv_heads", int64_t{0}}, {"head_dim", int64_t{0}},
+                   {{"num_heads", int64_t{0}},
+                    {"num_kv_heads", int64_t{0}},
+                    {"head_dim", int64_t{0}},
                     {"scale", 0.0}},
                    {"num_heads", "num_kv_heads", "head_dim"},
                    [](const Fields& fields) -> std::unique_ptr<Plugin> {

@@ -1,19 +1,19 @@
-"""Causal self-attention to keys and values that another layer has put into its cache.
+"""Causal self-attention to the KV cache of another layer (cross-layer KV sharing).
 
-The new tokens' are there already: the layer whose cache this is has run before, in the same step.
+The other layer has run earlier in the same step, so the cache has the new tokens' keys and values.
 
     query                   [num_tokens, num_heads * head_dim]
     key_cache, value_cache  [batch, num_kv_heads, max_seq_len, head_dim], or in blocks, as
-                            CausalAttention has left them; past_lens + new positions of each
+                            CausalAttention leaves them; past_lens + new positions of each
                             sequence are filled
     cu_seqlens, past_lens   int32 [batch + 1], [batch]
     cos, sin                [max_positions, rotary_dim / 2]; absent: no rotary embedding
     q_norm                  [head_dim], RMSNorm over each head of the queries
     query_scale             [max_positions], a factor of the query at each position
-    block_table             int32 [batch, blocks]; absent: the caches lie in line
+    block_table             int32 [batch, blocks]; absent: contiguous caches
     out                     [num_tokens, num_heads * head_dim]
 
-The fields are CausalAttention's.
+The attributes are those of CausalAttention.
 """
 
 from collections.abc import Mapping
@@ -58,7 +58,7 @@ def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
 
 
 def _wide(name: str, fields: Fields, as_bytes: bool) -> list[str]:
-    """Lines for a cache in the dtype that is computed in."""
+    """Return lines for a cache in the dtype of the computation."""
     if not fields["kv_dtype"]:
         return [f"{name}_cache_out = Identity({name}_cache)"]
     if as_bytes:
@@ -122,7 +122,7 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
 
 
 def _reading(sample: Sample) -> Sample:
-    """One of CausalAttention's, whose keys and values are filled in already."""
+    """A sample of CausalAttention with keys and values already in the cache."""
     width = sample.fields["num_heads"] * sample.fields["head_dim"]
     return Sample({name: value for name, value in sample.fields.items() if name in OP.fields},
                   {"query": sample.inputs["qkv"][:, :width],
@@ -131,7 +131,7 @@ def _reading(sample: Sample) -> Sample:
 
 
 def _samples(rng: np.random.Generator) -> list[Sample]:
-    """Of CausalAttention's, those that this can be."""
+    """The samples of CausalAttention that apply to this op."""
     return [_reading(sample)
             for sample in (CAUSAL_ATTENTION.samples(rng) if CAUSAL_ATTENTION.samples else ())
             if sample.inputs.keys() <= {*OP.input_names, "qkv", "k_norm", "v_norm"}

@@ -1,17 +1,17 @@
-"""A convolution of each channel along its sequence's tokens, over packed tokens.
+"""Depthwise causal convolution over packed tokens.
 
-Row c of the weight holds what channel c of a token and of the K - 1 tokens before it are multiplied
-by, the token's own last. What is before a sequence's first token is zero. The state keeps a
-sequence's last K - 1 tokens, the newest last; where past_lens is 0 it is not read.
+Row c of the weight has the coefficients of channel c for the K - 1 previous tokens and the current
+one, which is last. Before the first token of a sequence the input is zero. The state keeps the last
+K - 1 tokens of a sequence, the newest last; it is not read where past_lens is 0.
 
     hidden                [num_tokens, channels]
     weight, bias          [channels, K], [channels]
     state                 float32 [batch, K - 1, channels], or [num_states, …] with state_slots
     cu_seqlens, past_lens int32 [batch + 1], [batch]
-    state_slots           int32 [batch], distinct: which state is a sequence's; absent: its own row
+    state_slots           int32 [batch], distinct: each sequence's state; absent: row b
     y                     [num_tokens, channels], after `activation`
 
-In the comments below: T new tokens, B sequences, C channels.
+Comments below use T new tokens, B sequences, C channels.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
         "has_state_column = Unsqueeze(has_state, c12)",
         "nothing = Constant<value_float=0.0>()",
         "before = Where(has_state_column, own_state, nothing)",
-        # Rows of the state and then new ones, [B * (K - 1) + T, C].
+        # State rows, then new rows, [B * (K - 1) + T, C].
         "channels = Shape<start=1>(hidden)",
         "flat_shape = Concat<axis=0>(last, channels)",
         "before_rows = Reshape(before, flat_shape)",
@@ -56,7 +56,7 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
         "new_place = Add(token, new_first)",
     ]
     total = ""
-    for tap in range(kernel):  # a row of each token's window after the other
+    for tap in range(kernel):  # one row of each token's window at a time
         back = kernel - 1 - tap
         lines += [_ints(f"tap_{tap}", tap), f"taps_{tap} = Gather<axis=1>(weight, tap_{tap})",
                   f"factors_{tap} = Transpose(taps_{tap})"]
@@ -79,7 +79,7 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
         total = "shifted"
     return "\n".join([
         *lines, activation_text(fields["activation"], total, "y"),
-        # The last K - 1 rows of each sequence, [B, K - 1]: new ones, and before them the state's.
+        # The last K - 1 rows of each sequence, [B, K - 1]: new ones, preceded by the state's.
         _ints("steps_back", *range(-(kernel - 1), 0)),
         "length_column = Unsqueeze(lengths, c1)",
         "end_offset = Add(length_column, steps_back)",

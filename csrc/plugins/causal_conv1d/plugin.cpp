@@ -1,3 +1,4 @@
+#include "../../kernels/recurrent/params.h"
 #include "../common/states.h"
 
 namespace llmc {
@@ -7,14 +8,16 @@ class CausalConv1d : public Plugin {
  public:
   explicit CausalConv1d(const Fields& fields)
       : kernel_size_(integer(fields, "kernel_size")), activation_(activation_of(fields)) {
-    if (kernel_size_ < 2 || kernel_size_ > kernels::kConvTaps)
-      throw Error("CausalConv1d's kernel_size " + std::to_string(kernel_size_) + " is not from 2 to " +
-                  std::to_string(kernels::kConvTaps));
+    if (kernel_size_ < 2 || kernel_size_ > kernels::kMaxConvKernel)
+      throw Error("CausalConv1d's kernel_size " + std::to_string(kernel_size_) +
+                  " is not from 2 to " + std::to_string(kernels::kMaxConvKernel));
   }
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
     const Dims& hidden = in[0];
-    if (hidden.size() != 2) throw Error("CausalConv1d's hidden has " + std::to_string(hidden.size()) + " dimensions, not 2");
+    if (hidden.size() != 2)
+      throw Error("CausalConv1d's hidden has " + std::to_string(hidden.size()) +
+                  " dimensions, not 2");
     expect("CausalConv1d's weight", in[1], {hidden[1], kernel_size_});
     expect_states("CausalConv1d", in[2], optional(in, 6), in[4][0], {kernel_size_ - 1, hidden[1]});
     if (const Dims* bias = optional(in, 5)) expect("CausalConv1d's bias", *bias, {hidden[1]});
@@ -31,7 +34,8 @@ class CausalConv1d : public Plugin {
     p.cu_seqlens = static_cast<const int32_t*>(in[3].data);
     p.past_lens = static_cast<const int32_t*>(in[4].data);
     if (const Tensor* bias = optional(in, 5)) p.bias = bias->data;
-    if (const Tensor* slots = optional(in, 6)) p.state_slots = static_cast<const int32_t*>(slots->data);
+    if (const Tensor* slots = optional(in, 6))
+      p.state_slots = static_cast<const int32_t*>(slots->data);
     p.num_tokens = static_cast<int>(in[0].shape[0]);
     p.channels = static_cast<int>(in[0].shape[1]);
     p.pitch = in[0].row_pitch();
@@ -50,9 +54,10 @@ class CausalConv1d : public Plugin {
 }  // namespace
 
 void register_causal_conv1d() {
-  register_plugin({"CausalConv1d", 2,
-                   {"hidden: columns", "weight", "state: float32", "cu_seqlens: int32", "past_lens: int32", "bias?",
-                    "state_slots?: int32"},
+  register_plugin({"CausalConv1d",
+                   2,
+                   {"hidden: columns", "weight", "state: float32", "cu_seqlens: int32",
+                    "past_lens: int32", "bias?", "state_slots?: int32"},
                    {"y", "state_out = state"},
                    {{"kernel_size", int64_t{0}}, {"activation", std::string("none")}},
                    {"kernel_size"},

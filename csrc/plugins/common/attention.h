@@ -1,25 +1,27 @@
-// Causal attention to caches: a layer's own, or what another layer has put into its own.
+// Causal attention to a KV cache: the layer's own, or that of another layer.
 #pragma once
 
 #include <algorithm>
 #include <utility>
 
-#include "divisions.h"
+#include "../../kernels/attention/params.h"
 #include "heads.h"
 #include "norm.h"
+#include "split_kv_plan.h"
 
 namespace llmc {
 
-// Where an op has the inputs that come behind sin and q_norm; kNone: it has none.
+// Indices of the optional inputs after sin and q_norm; kNone: the op lacks the input.
 struct AttentionPorts {
   static constexpr size_t kNone = SIZE_MAX;
-  size_t k_norm = kNone, block_table = kNone, distance_bias = kNone, sinks = kNone, v_norm = kNone, key_bias = kNone,
-         query_scale = kNone;
+  size_t k_norm = kNone, block_table = kNone, distance_bias = kNone, sinks = kNone, v_norm = kNone,
+         key_bias = kNone, query_scale = kNone;
 };
 
 class CachedKeysAttention : public Plugin {
  public:
-  // reads: the caches are another layer's, which has run before in the same step, and rows have queries alone.
+  // reads: the cache belongs to another layer, which has run earlier in the same step; rows have
+  // queries only.
   CachedKeysAttention(const char* op, bool reads, const AttentionPorts& ports, const Fields& fields)
       : op_(op), ports_(ports) {
     read_heads(p_, op_, fields, 512);
@@ -34,11 +36,13 @@ class CachedKeysAttention : public Plugin {
                   " is not an even number from 0 to head_dim " + std::to_string(p_.head_dim));
     p_.norm_after_rotary = integer(fields, "norm_after_rotary") != 0;
     p_.chunk = integer(fields, "chunk");
-    p_.out_inverse = inverse_of(fields);
+    p_.out_scale_inverse = inverse_of(fields);
     out_scale_ = real(fields, "out_scale");
-    if (p_.out_inverse > 0 && (p_.head_dim % 8 != 0 || p_.num_heads * p_.head_dim > kernels::kNormHidden))
-      throw Error(op_ + " rounds rows of whole units of 8 numbers, at most " + std::to_string(kernels::kNormHidden) +
-                  ", not of heads of " + std::to_string(p_.head_dim));
+    if (p_.out_scale_inverse > 0 &&
+        (p_.head_dim % 8 != 0 || p_.num_heads * p_.head_dim > kernels::kMaxNormHidden))
+      throw Error(op_ + " has out_scale for multiples of 8 columns only, at most " +
+                  std::to_string(kernels::kMaxNormHidden) + ", not of heads of " +
+                  std::to_string(p_.head_dim));
     const auto& kv_dtype = std::get<std::string>(fields.at("kv_dtype"));
     p_.float8 = kv_dtype == name_of(DType::kFloat8);
     if (!p_.float8 && !kv_dtype.empty())
@@ -56,31 +60,36 @@ class CachedKeysAttention : public Plugin {
     const Dim batch = in[4][0];
     const int64_t heads = p_.reads ? p_.num_heads : p_.num_heads + 2ll * p_.num_kv_heads;
     expect(op + (p_.reads ? "'s query" : "'s qkv"), qkv, {qkv[0], heads * p_.head_dim});
-    expect(op + "'s key_cache", cache, {table != nullptr ? cache[0] : batch, p_.num_kv_heads, cache[2], p_.head_dim});
+    expect(op + "'s key_cache", cache,
+           {table != nullptr ? cache[0] : batch, p_.num_kv_heads, cache[2], p_.head_dim});
     expect(op + "'s value_cache", in[2], cache);
     expect(op + "'s past_lens", in[4], {batch});
     expect_starts(op, in[3], batch);
     const Dims *cos = optional(in, 5), *sin = optional(in, 6);
     if ((cos == nullptr) != (p_.rotary_dim == 0) || (sin == nullptr) != (cos == nullptr))
       throw Error(op + " takes cos, sin and a rotary_dim above 0 together");
-    std::vector<Dim> positions;  // that tables have
+    std::vector<Dim> positions;  // of the tables
     for (const Dims* turns : {cos, sin}) {
       if (turns == nullptr) continue;
       expect(op + "'s cos or sin", *turns, {(*turns)[0], p_.rotary_dim / 2});
       positions.push_back((*turns)[0]);
     }
     for (size_t norm : {size_t{7}, ports_.k_norm, ports_.v_norm})
-      if (const Dims* weight = optional(in, norm)) expect(op + "'s norm of a head", *weight, {p_.head_dim});
+      if (const Dims* weight = optional(in, norm))
+        expect(op + "'s norm of a head", *weight, {p_.head_dim});
     if (table != nullptr) expect(op + "'s block_table", *table, {batch, (*table)[1]});
     if (const Dims* bias = optional(in, ports_.distance_bias))
       expect(op + "'s distance_bias", *bias, {p_.num_heads, (*bias)[1]});
-    if (const Dims* sinks = optional(in, ports_.sinks)) expect(op + "'s sinks", *sinks, {p_.num_heads});
+    if (const Dims* sinks = optional(in, ports_.sinks))
+      expect(op + "'s sinks", *sinks, {p_.num_heads});
     const Dims *bias = optional(in, ports_.key_bias), *factors = optional(in, ports_.query_scale);
     if (bias != nullptr) expect(op + "'s key_bias", *bias, {p_.num_heads, (*bias)[1]});
     if ((bias != nullptr || optional(in, ports_.distance_bias) != nullptr) && p_.head_dim > 256)
-      throw Error(op + " with a bias has no kernel for head_dim " + std::to_string(p_.head_dim) + ", at most for 256");
-    if (p_.out_inverse > 0 && (bias != nullptr || optional(in, ports_.distance_bias) != nullptr))
-      throw Error(op_ + " with a bias does not round what it makes");
+      throw Error(op + " with a bias has no kernel for head_dim " + std::to_string(p_.head_dim) +
+                  ", at most for 256");
+    if (p_.out_scale_inverse > 0 &&
+        (bias != nullptr || optional(in, ports_.distance_bias) != nullptr))
+      throw Error(op_ + " with a bias does not support out_scale");
     if (factors != nullptr) expect(op + "'s query_scale", *factors, {(*factors)[0]});
     if (bias != nullptr) positions.push_back((*bias)[1]);
     if (factors != nullptr) positions.push_back((*factors)[0]);
@@ -92,12 +101,14 @@ class CachedKeysAttention : public Plugin {
     return p_.reads ? std::vector<Dims>{out} : std::vector<Dims>{out, cache, in[2]};
   }
 
-  // The split kernel's partial results, the parts that it divides sequences into, then the turned queries, then what is left of a
-  // shared prefix; and what cuDNN makes, where that is rounded behind it.
+  // Partial results of KV splits, the KV splits, rotated queries, partial results of a shared
+  // prefix; and cuDNN's output, if that is quantized afterwards.
   int64_t workspace(const std::vector<Tensor>& in) const override {
     const bool shares = optional(in, ports_.block_table) != nullptr;
-    return scratch() + parts_bytes(in) + queries_bytes(in) + made_bytes(in) +
-           (shares ? kernels::prefix_scratch(static_cast<int>(in[4].shape[0]), p_.num_heads, p_.num_kv_heads, p_.head_dim) : 0);
+    return scratch() + kv_splits_bytes(in) + queries_bytes(in) + made_bytes(in) +
+           (shares ? kernels::prefix_scratch(static_cast<int>(in[4].shape[0]), p_.num_heads,
+                                             p_.num_kv_heads, p_.head_dim)
+                   : 0);
   }
 
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void* workspace,
@@ -105,7 +116,7 @@ class CachedKeysAttention : public Plugin {
     kernels::AttentionParams p = p_;
     p.out = out[0].data;
     p.qkv = in[0].data;
-    p.qkv_pitch = in[0].row_pitch();
+    p.qkv_stride = in[0].row_pitch();
     if ((in[1].dtype == DType::kFloat8) != p.float8 || in[2].dtype != in[1].dtype)
       throw Error(op_ + "'s caches are of " + name_of(in[1].dtype) + " and " +
                   name_of(in[2].dtype) + ", which its kv_dtype does not say");
@@ -128,7 +139,7 @@ class CachedKeysAttention : public Plugin {
     p.batch = static_cast<int>(in[4].shape[0]);
     p.max_seq_len = static_cast<int>(in[1].shape[2]);
     if (const Tensor* table = optional(in, ports_.block_table)) {
-      if (context.building) return;  // its blocks are nowhere
+      if (context.building) return;  // blocks do not exist while TensorRT builds
       p.block_table = static_cast<const int32_t*>(table->data);
       p.block_size = p.max_seq_len;
       p.num_blocks = static_cast<int>(in[1].shape[0]);
@@ -139,11 +150,12 @@ class CachedKeysAttention : public Plugin {
     }
     p.scratch = workspace;
     p.counters = context.counters;
-    p.parts = reinterpret_cast<kernels::DecodePart*>(static_cast<char*>(workspace) + scratch());
-    void* const made = static_cast<char*>(workspace) + scratch() + parts_bytes(in);
+    p.kv_splits = reinterpret_cast<kernels::KvSplit*>(static_cast<char*>(workspace) + scratch());
+    void* const made = static_cast<char*>(workspace) + scratch() + kv_splits_bytes(in);
     p.queries = static_cast<char*>(made) + made_bytes(in);
     kernels::ScoreBias bias{table_of(ports_.distance_bias), table_of(ports_.key_bias), 0, 0};
-    if (bias.distance != nullptr) bias.distances = static_cast<int>(in[ports_.distance_bias].shape[1]);
+    if (bias.distance != nullptr)
+      bias.distances = static_cast<int>(in[ports_.distance_bias].shape[1]);
     if (bias.key != nullptr) bias.positions = static_cast<int>(in[ports_.key_bias].shape[1]);
     if (bias.distance != nullptr || bias.key != nullptr) {
       check(kernels::append(in[0].dtype, p, context.stream), op_.c_str());
@@ -156,42 +168,47 @@ class CachedKeysAttention : public Plugin {
         check(kernels::attention(in[0].dtype, p, context.stream), op_.c_str());
       return;
     }
-    const int decodes = context.dense && p.num_tokens == p.batch ? p.batch : std::min(context.num_decode, p.batch);
+    const int decodes =
+        context.dense && p.num_tokens == p.batch ? p.batch : std::min(context.num_decode, p.batch);
     if (decodes > 0) {
       kernels::AttentionParams half = p;
       half.decode = true;
       half.num_tokens = half.batch = decodes;
       half.prefix = context.prefix;
-      half.prefix.results = reinterpret_cast<float*>(static_cast<char*>(p.queries) + queries_bytes(in));
+      half.prefix.results =
+          reinterpret_cast<float*>(static_cast<char*>(p.queries) + queries_bytes(in));
       if (half.prefix.of != nullptr && kernels::can_share_prefix(in[0].dtype, half)) {
         check(kernels::append(in[0].dtype, half, context.stream), op_.c_str());
         check(kernels::prefix_attention(in[0].dtype, half, context.stream), op_.c_str());
       } else {
         half.prefix = {};
       }
-      if (context.divisions != nullptr) context.divisions->place(half);
+      if (context.split_kv_plan != nullptr) context.split_kv_plan->assign(half);
       check(kernels::attention(in[0].dtype, half, context.stream), op_.c_str());
     }
     if (decodes == p.batch) return;
     if (decodes > 0) skip(p, decodes, in);
-    if (context.reach > 0 && context.reach <= p.chunk) p.chunk = 0;  // one chunk, which all kernels serve
+    if (context.reach > 0 && context.reach <= p.chunk)
+      p.chunk = 0;  // a single chunk, which all kernels support
     check(kernels::append(in[0].dtype, p, context.stream), op_.c_str());
     kernels::AttentionParams library = p;
-    if (p.out_inverse > 0) library.out = made;
+    if (p.out_scale_inverse > 0) library.out = made;
     if (context.attention != nullptr &&
-        context.attention->run(in[0].dtype, library, context.longest, context.reach, context.stream)) {
-      if (p.out_inverse > 0) round_rows(in[0].dtype, made, p, context);
+        context.attention->run(in[0].dtype, library, context.longest, context.reach,
+                               context.stream)) {
+      if (p.out_scale_inverse > 0) round_rows(in[0].dtype, made, p, context);
       return;
     }
     check(kernels::attention(in[0].dtype, p, context.stream), op_.c_str());
   }
 
  private:
-  // Leave the first sequences out, which have one token each.
+  // Skips the decoding sequences, which have one token each.
   static void skip(kernels::AttentionParams& p, int sequences, const std::vector<Tensor>& in) {
-    const int64_t element = width(in[0].dtype), row = static_cast<int64_t>(p.num_heads) * p.head_dim;
-    p.out = static_cast<char*>(p.out) + sequences * row * (p.out_inverse > 0 ? 1 : element);
-    p.qkv = static_cast<const char*>(p.qkv) + sequences * p.qkv_pitch * element;
+    const int64_t element = width(in[0].dtype),
+                  row = static_cast<int64_t>(p.num_heads) * p.head_dim;
+    p.out = static_cast<char*>(p.out) + sequences * row * (p.out_scale_inverse > 0 ? 1 : element);
+    p.qkv = static_cast<const char*>(p.qkv) + sequences * p.qkv_stride * element;
     p.cu_seqlens += sequences;
     p.past_lens += sequences;
     p.first_token = sequences;
@@ -206,21 +223,26 @@ class CachedKeysAttention : public Plugin {
     }
   }
 
-  void round_rows(DType dtype, const void* made, const kernels::AttentionParams& of, const Context& context) const {
+  void round_rows(DType dtype, const void* made, const kernels::AttentionParams& of,
+                  const Context& context) const {
     kernels::NormParams p{};
     p.x = made;
     p.rows = of.num_tokens;
     p.hidden = of.num_heads * of.head_dim;
     p.plain = p.rounded = true;
     p.codes = static_cast<uint8_t*>(of.out);
-    p.fixed_scale = out_scale_;
+    p.static_scale = out_scale_;
     norm(dtype, p, op_.c_str(), context.stream);
   }
 
-  static int64_t parts_bytes(const std::vector<Tensor>& in) {
-    return (Divisions::room(in[4].shape[0]) * static_cast<int64_t>(sizeof(kernels::DecodePart)) + 255) / 256 * 256;
+  static int64_t kv_splits_bytes(const std::vector<Tensor>& in) {
+    return (SplitKvPlan::capacity(in[4].shape[0]) * static_cast<int64_t>(sizeof(kernels::KvSplit)) +
+            255) /
+           256 * 256;
   }
-  int64_t made_bytes(const std::vector<Tensor>& in) const { return p_.out_inverse > 0 ? queries_bytes(in) : 0; }
+  int64_t made_bytes(const std::vector<Tensor>& in) const {
+    return p_.out_scale_inverse > 0 ? queries_bytes(in) : 0;
+  }
   int64_t queries_bytes(const std::vector<Tensor>& in) const {
     return (in[0].shape[0] * p_.num_heads * p_.head_dim * 4 + 255) / 256 * 256;
   }

@@ -1,32 +1,40 @@
-// Who computes attention over caches in which keys and values already are. A backend is one file of attention_backends/, by
-// whose name it is asked for, with a function make_<name>() in it.
+// Backends for attention to a KV cache that already has the new keys and values. A backend is one
+// file of attention_backends/, selected by its name, with a function make_<name>().
 #pragma once
+
+#include <cuda_runtime_api.h>
 
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "../../kernels/launch.h"
+#include "../../kernels/common/dtype.h"
 
 namespace llmc {
+
+namespace kernels {
+struct AttentionParams;
+}
 
 class AttentionBackend {
  public:
   virtual ~AttentionBackend() = default;
-  // Why it serves no model of these numbers with such caches; empty where it does.
+  // The reason why models of this dtype and cache dtype are not supported; empty if they are.
   virtual std::string refusal(DType, DType /*cache*/) const { return ""; }
-  // Whether it is to be asked for sequences with one new token too. Else those are llmc's kernels'.
+  // Whether run() is also called for decoding sequences. Otherwise llmc's kernels handle them.
   virtual bool decodes() const { return false; }
-  // From now on make plans, and time them, for shapes that there is none for; else those are not served.
+  // Whether to make and time plans for unknown shapes from now on. Otherwise run() returns false
+  // for these.
   virtual void make_plans(bool) {}
-  // Attention of p.queries, or where it decodes of p.qkv, as kernels::attention: returns false, with nothing of use done, where
-  // it does not serve that; llmc's kernels do then. `longest`: new tokens of a sequence, at most; `reach`: tokens that a
-  // sequence has with them, at most.
-  virtual bool run(DType dtype, const kernels::AttentionParams& p, int longest, int reach, cudaStream_t stream) = 0;
+  // Attention of p.queries (with decodes() of p.qkv), as kernels::attention(). Returns false if
+  // unsupported; llmc's kernels are used then. `longest`: maximum number of new tokens of a
+  // sequence; `reach`: maximum number of all its tokens.
+  virtual bool run(DType dtype, const kernels::AttentionParams& p, int longest, int reach,
+                   cudaStream_t stream) = 0;
 };
 
 std::vector<std::string> attention_backends();
-// Throws Error where there is none of this name, or not what it needs.
+// Throws Error if there is no backend of this name, or a library is missing.
 std::unique_ptr<AttentionBackend> make_attention_backend(const std::string& name);
 
 }  // namespace llmc

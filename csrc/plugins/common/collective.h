@@ -1,4 +1,4 @@
-// What AllReduce and AllGather share.
+// NCCL helpers of AllReduce and AllGather.
 #pragma once
 
 #include "plugin.h"
@@ -13,9 +13,10 @@ inline ncclDataType_t nccl_type(DType dtype) {
   }
 }
 
-// That of so many ranks, whose parts the op has room for; throws Error where there is none, or of others.
+// The communicator of tp_size ranks. Throws Error if there is none, or one of another size.
 inline ncclComm_t communicator_of(const Context& context, int tp_size) {
-  if (context.communicator == nullptr) throw Error("a collective needs a communicator; this engine has none");
+  if (context.communicator == nullptr)
+    throw Error("a collective needs a communicator; this engine has none");
   int ranks = 0;
   check(ncclCommCount(context.communicator, &ranks), "asking a communicator");
   if (ranks != tp_size)

@@ -6,9 +6,9 @@ namespace llmc {
 namespace {
 
 constexpr size_t kWorkspace = 32 << 20;
-constexpr size_t kSwept = 128 << 20;  // more than any cache
+constexpr size_t kSwept = 128 << 20;  // larger than any L2
 constexpr int kCandidates = 12, kRepeats = 5;
-constexpr size_t kWayShape = 5;  // numbers that a choice between two ways depends on
+constexpr size_t kWayShape = 5;  // numbers in the key of a choice
 
 cudaDataType_t type_of(DType dtype) {
   switch (dtype) {
@@ -20,7 +20,7 @@ cudaDataType_t type_of(DType dtype) {
 
 }  // namespace
 
-// In cuBLAS's column-major terms: yᵀ [out, rows] = weight [in, out]ᵀ · xᵀ [in, rows].
+// In cuBLAS's column-major terms: y^T [out, rows] = weight [in, out]^T * x^T [in, rows].
 struct Gemm::Plan {
   cublasLtMatmulDesc_t operation = nullptr;
   cublasLtMatrixLayout_t weight = nullptr, x = nullptr, y = nullptr;
@@ -36,7 +36,8 @@ struct Gemm::Plan {
 
 namespace {
 
-// Which products there are, where algorithms are known by shape: of the dtype's numbers, or of FP8, scaled or not.
+// Kind of a GEMM in the keys of algorithms: in the dtype, or FP8 unscaled, scaled per row, or per
+// block.
 enum Kind : int { kNumbers = 0, kSums = 16, kScaled = 32, kOfBlocks = 48 };
 Kind kind_of(const Float8Scales* float8) {
   if (float8 == nullptr) return kNumbers;
@@ -44,24 +45,27 @@ Kind kind_of(const Float8Scales* float8) {
 }
 
 template <typename Attribute>
-void set(cublasLtMatmulDesc_t operation, cublasLtMatmulDescAttributes_t name, const Attribute& value) {
+void set(cublasLtMatmulDesc_t operation, cublasLtMatmulDescAttributes_t name,
+         const Attribute& value) {
   check(cublasLtMatmulDescSetAttribute(operation, name, &value, sizeof value), "a GEMM");
 }
 
-// How FP8 is multiplied: with the tensor core's own sums, as is fastest, and scales that are vectors; or where each sum of
-// kBlock columns is scaled, in float32.
+// FP8: accumulation in the tensor core (fast) with vector scales; or each sum of kQuantBlock
+// columns is scaled in float32.
 void describe_float8(cublasLtMatmulDesc_t operation, Kind kind, cudaDataType_t bias) {
   set(operation, CUBLASLT_MATMUL_DESC_FAST_ACCUM, int8_t{kind != kOfBlocks});
   set(operation, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, bias);
   if (kind == kSums) return;
   const bool blocks = kind == kOfBlocks;
   set(operation, CUBLASLT_MATMUL_DESC_A_SCALE_MODE,
-      blocks ? CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F : CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F);
+      blocks ? CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F
+             : CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F);
   set(operation, CUBLASLT_MATMUL_DESC_B_SCALE_MODE,
-      blocks ? CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F : CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F);
+      blocks ? CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F
+             : CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F);
 }
 
-// Where a product finds what may lie elsewhere the next time.
+// Sets the pointers that may change between runs.
 void point_to(cublasLtMatmulDesc_t operation, const void* bias, const Float8Scales* float8) {
   if (bias != nullptr) set(operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
   if (float8 == nullptr || float8->x == nullptr) return;
@@ -69,17 +73,20 @@ void point_to(cublasLtMatmulDesc_t operation, const void* bias, const Float8Scal
   set(operation, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, float8->x);
 }
 
-// cuBLASLt's proposals, what it thinks is the fastest first; none where it has no such product.
+// cuBLASLt's heuristic results, fastest first; empty if it has no such GEMM.
 template <typename Plan>
-std::vector<cublasLtMatmulHeuristicResult_t> propose(cublasLtHandle_t handle, const Plan& plan, int most) {
+std::vector<cublasLtMatmulHeuristicResult_t> propose(cublasLtHandle_t handle, const Plan& plan,
+                                                     int most) {
   cublasLtMatmulPreference_t preference = nullptr;
   check(cublasLtMatmulPreferenceCreate(&preference), "a GEMM");
   const size_t limit = kWorkspace;
-  cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &limit, sizeof limit);
+  cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &limit,
+                                       sizeof limit);
   std::vector<cublasLtMatmulHeuristicResult_t> found(most);
   int count = 0;
-  const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(handle, plan.operation, plan.weight, plan.x, plan.y,
-                                                               plan.y, preference, most, found.data(), &count);
+  const cublasStatus_t status =
+      cublasLtMatmulAlgoGetHeuristic(handle, plan.operation, plan.weight, plan.x, plan.y, plan.y,
+                                     preference, most, found.data(), &count);
   cublasLtMatmulPreferenceDestroy(preference);
   if (status != CUBLAS_STATUS_NOT_SUPPORTED) check(status, "choosing a GEMM");
   found.resize(count);
@@ -103,7 +110,8 @@ void Gemm::know(const Algorithms& algorithms) {
       first_[shape] = data[0] != 0;
       continue;
     }
-    if (shape.size() != 6 || data.size() != std::size(algorithm.data)) throw Error("an algorithm is of another version");
+    if (shape.size() != 6 || data.size() != std::size(algorithm.data))
+      throw Error("an algorithm is of another version");
     std::copy(data.begin(), data.end(), std::begin(algorithm.data));
     best_[shape] = algorithm;
   }
@@ -134,19 +142,23 @@ void Gemm::time_algorithms(bool times) {
 
 template <typename Work>
 float Gemm::time(cudaStream_t stream, Work&& work) {
-  if (swept_ == nullptr) check(cudaMalloc(&swept_, kSwept), "allocating what the cache is swept with");
+  if (swept_ == nullptr)
+    check(cudaMalloc(&swept_, kSwept), "allocating what the cache is swept with");
   return time_cold(stream, kRepeats, swept_, kSwept, work);
 }
 
 const float* Gemm::repeated(float number, int count, cudaStream_t stream) {
   auto& arrays = repeated_[number];
   if (!arrays.empty() && arrays.back().first >= count) return arrays.back().second;
-  if (is_captured(stream)) throw Error("a stream is captured before a step of as many rows ran there");
+  if (is_captured(stream))
+    throw Error("a stream is captured before a step of as many rows ran there");
   const std::vector<float> numbers(std::max(count, 1024), number);
   void* made = nullptr;
   check(cudaMalloc(&made, numbers.size() * sizeof(float)), "allocating scales");
   arrays.emplace_back(static_cast<int>(numbers.size()), static_cast<float*>(made));
-  check(cudaMemcpyAsync(made, numbers.data(), numbers.size() * sizeof(float), cudaMemcpyHostToDevice, stream), "scales");
+  check(cudaMemcpyAsync(made, numbers.data(), numbers.size() * sizeof(float),
+                        cudaMemcpyHostToDevice, stream),
+        "scales");
   check(cudaStreamSynchronize(stream), "scales");
   return arrays.back().second;
 }
@@ -155,9 +167,9 @@ bool Gemm::would_time(const std::vector<int64_t>& shape, cudaStream_t stream) co
   return decided_.empty() && times_ && first_.count(shape) == 0 && !is_captured(stream);
 }
 
-void Gemm::choose(const std::vector<int64_t>& shape, cudaStream_t stream, const Way& first, const Way& second, float saved,
-                  bool usual) {
-  if (shape.size() != kWayShape) throw Error("a choice depends on other numbers");
+void Gemm::choose(const std::vector<int64_t>& shape, cudaStream_t stream, const Way& first,
+                  const Way& second, float saved, bool usual) {
+  if (shape.size() != kWayShape) throw Error("a kernel choice has another number of dimensions");
   bool is_first = usual;
   if (!decided_.empty()) {
     is_first = decided_.front();
@@ -166,9 +178,10 @@ void Gemm::choose(const std::vector<int64_t>& shape, cudaStream_t stream, const 
     const float one = time(stream, first);
     is_first = first_[shape] = (1 - saved) * one <= time(stream, second);
   } else {
-    // That of as many rows, or of the fewest that are more.
+    // The result for this number of rows, or for the next larger one.
     const auto known = first_.lower_bound(shape);
-    if (known != first_.end() && std::equal(shape.begin(), shape.end() - 1, known->first.begin())) is_first = known->second;
+    if (known != first_.end() && std::equal(shape.begin(), shape.end() - 1, known->first.begin()))
+      is_first = known->second;
   }
   if (is_first) first();
   else second();
@@ -176,36 +189,41 @@ void Gemm::choose(const std::vector<int64_t>& shape, cudaStream_t stream, const 
 
 namespace {
 
-// A residual is what the product is accumulated onto, which cuBLASLt does after the activation's epilogue
-// only in name: an activation with a residual is the caller's.
-bool takes_activation(const Product& p) {
-  return p.residual == nullptr && (p.activation == Activation::kRelu || p.activation == Activation::kGeluTanh);
+// A residual is the C operand. cuBLASLt applies the activation before adding it in name only, so
+// with a residual the caller applies the activation.
+bool takes_activation(const GemmProblem& p) {
+  return p.residual == nullptr &&
+         (p.activation == Activation::kRelu || p.activation == Activation::kGeluTanh);
 }
 
-cublasLtEpilogue_t epilogue_of(const Product& p) {
+cublasLtEpilogue_t epilogue_of(const GemmProblem& p) {
   const bool biased = p.bias != nullptr;
   if (!takes_activation(p)) return biased ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
-  if (p.activation == Activation::kRelu) return biased ? CUBLASLT_EPILOGUE_RELU_BIAS : CUBLASLT_EPILOGUE_RELU;
+  if (p.activation == Activation::kRelu)
+    return biased ? CUBLASLT_EPILOGUE_RELU_BIAS : CUBLASLT_EPILOGUE_RELU;
   return biased ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
 }
 
 }  // namespace
 
-cublasStatus_t Gemm::multiply(const Product& p, const Plan& plan, const cublasLtMatmulAlgo_t& algorithm,
-                              cudaStream_t stream) {
+cublasStatus_t Gemm::multiply(const GemmProblem& p, const Plan& plan,
+                              const cublasLtMatmulAlgo_t& algorithm, cudaStream_t stream) {
   const float one = 1, beta = p.residual != nullptr ? 1 : 0;
   return cublasLtMatmul(handle_, plan.operation, &one, p.weight, plan.weight, p.x, plan.x, &beta,
-                        p.residual != nullptr ? p.residual : p.y, plan.y, p.y, plan.y, &algorithm, workspace_, kWorkspace,
-                        stream);
+                        p.residual != nullptr ? p.residual : p.y, plan.y, p.y, plan.y, &algorithm,
+                        workspace_, kWorkspace, stream);
 }
 
-Gemm::Plan& Gemm::plan_of(const Product& p, cudaStream_t stream) {
-  const int operands = static_cast<int>(p.dtype) + kind_of(p.float8), residual = p.residual != nullptr;
+Gemm::Plan& Gemm::plan_of(const GemmProblem& p, cudaStream_t stream) {
+  const int operands = static_cast<int>(p.dtype) + kind_of(p.float8),
+            residual = p.residual != nullptr;
   const cublasLtEpilogue_t epilogue = epilogue_of(p);
-  auto& plan = plans_[{operands, p.rows, p.in, p.out, static_cast<int>(epilogue), residual, p.residual == p.y}];
+  auto& plan = plans_[{operands, p.rows, p.in, p.out, static_cast<int>(epilogue), residual,
+                       p.residual == p.y}];
   if (plan != nullptr) return *plan;
   auto made = std::make_unique<Plan>();
-  const cudaDataType_t type = type_of(p.dtype), multiplied = p.float8 != nullptr ? CUDA_R_8F_E4M3 : type;
+  const cudaDataType_t type = type_of(p.dtype),
+                       multiplied = p.float8 != nullptr ? CUDA_R_8F_E4M3 : type;
   check(cublasLtMatmulDescCreate(&made->operation, CUBLAS_COMPUTE_32F, CUDA_R_32F), "a GEMM");
   set(made->operation, CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T);
   set(made->operation, CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue);
@@ -214,17 +232,19 @@ Gemm::Plan& Gemm::plan_of(const Product& p, cudaStream_t stream) {
   check(cublasLtMatrixLayoutCreate(&made->weight, multiplied, p.in, p.out, p.in), "a GEMM");
   check(cublasLtMatrixLayoutCreate(&made->x, multiplied, p.in, p.rows, p.in), "a GEMM");
   check(cublasLtMatrixLayoutCreate(&made->y, type, p.out, p.rows, p.out), "a GEMM");
-  const std::vector<int64_t> shape = {operands, p.in, p.out, static_cast<int>(epilogue), residual, p.rows};
+  const std::vector<int64_t> shape = {operands, p.in,  p.out, static_cast<int>(epilogue),
+                                      residual, p.rows};
   auto best = best_.find(shape);
   std::vector<cublasLtMatmulHeuristicResult_t> found;
   if (best == best_.end() && times_ && !is_captured(stream)) {
-    // Time what cuBLASLt proposes on the real operands.
+    // Times cuBLASLt's proposals on the real operands.
     found = propose(handle_, *made, kCandidates);
     float shortest = 0;
     for (const auto& proposed : found) {
       bool done = true;
-      const float milliseconds =
-          time(stream, [&] { done = done && multiply(p, *made, proposed.algo, stream) == CUBLAS_STATUS_SUCCESS; });
+      const float milliseconds = time(stream, [&] {
+        done = done && multiply(p, *made, proposed.algo, stream) == CUBLAS_STATUS_SUCCESS;
+      });
       if (!done || (best != best_.end() && milliseconds >= shortest)) continue;
       shortest = milliseconds;
       best = best_.insert_or_assign(shape, proposed.algo).first;
@@ -232,8 +252,8 @@ Gemm::Plan& Gemm::plan_of(const Product& p, cudaStream_t stream) {
   }
   cublasLtMatmulHeuristicResult_t checked{};
   if (best != best_.end() &&
-      cublasLtMatmulAlgoCheck(handle_, made->operation, made->weight, made->x, made->y, made->y, &best->second,
-                              &checked) == CUBLAS_STATUS_SUCCESS &&
+      cublasLtMatmulAlgoCheck(handle_, made->operation, made->weight, made->x, made->y, made->y,
+                              &best->second, &checked) == CUBLAS_STATUS_SUCCESS &&
       checked.workspaceSize <= kWorkspace) {
     made->algorithm = best->second;
   } else {
@@ -245,9 +265,11 @@ Gemm::Plan& Gemm::plan_of(const Product& p, cudaStream_t stream) {
   return *plan;
 }
 
-bool Gemm::has(const Product& product, cudaStream_t stream) { return plan_of(product, stream).there; }
+bool Gemm::has(const GemmProblem& product, cudaStream_t stream) {
+  return plan_of(product, stream).there;
+}
 
-bool Gemm::run(const Product& p, cudaStream_t stream) {
+bool Gemm::run(const GemmProblem& p, cudaStream_t stream) {
   const Plan& plan = plan_of(p, stream);
   if (!plan.there) throw Error("cuBLASLt has no GEMM for this shape");
   point_to(plan.operation, p.bias, p.float8);

@@ -1,18 +1,19 @@
-// The four norm ops are one kernel: with or without mean and bias, with or without a residual.
+// RMSNorm, LayerNorm and both with a residual: one kernel.
 #pragma once
 
+#include "../../kernels/rowwise/params.h"
 #include "plugin.h"
 
 namespace llmc {
 
-// Throws Error where rows are longer than the kernel takes.
+// Throws Error if rows exceed the kernel's maximum.
 inline void check_norm_rows(int64_t hidden, const char* op) {
-  if (hidden > kernels::kNormHidden)
+  if (hidden > kernels::kMaxNormHidden)
     throw Error(std::string(op) + " of rows of " + std::to_string(hidden) + " elements: at most " +
-                std::to_string(kernels::kNormHidden) + " are served");
+                std::to_string(kernels::kMaxNormHidden) + " are served");
 }
 
-// Enqueue the kernel; throws Error where rows are longer than it takes.
+// Launches the kernel. Throws Error if rows exceed its maximum.
 inline void norm(DType dtype, const kernels::NormParams& p, const char* op, cudaStream_t stream) {
   check_norm_rows(p.hidden, op);
   check(kernels::norm(dtype, p, stream), op);
@@ -23,7 +24,9 @@ class Norm : public Plugin {
  public:
   explicit Norm(const Fields& fields) : epsilon_(real(fields, "epsilon")) {}
 
-  static std::unique_ptr<Plugin> make(const Fields& fields) { return std::make_unique<Norm>(fields); }
+  static std::unique_ptr<Plugin> make(const Fields& fields) {
+    return std::make_unique<Norm>(fields);
+  }
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
     const Dims& x = in[0];

@@ -1,4 +1,5 @@
-// The core of a plugin: an op's fields, shapes and kernels, without any host (our engine, TensorRT) in it.
+// Plugin cores: an op's attributes, shapes and kernels, independent of the host (llmc's engine or
+// TensorRT).
 #pragma once
 
 #include <cublasLt.h>
@@ -16,12 +17,14 @@
 #include <variant>
 #include <vector>
 
-#include "../../kernels/launch.h"
+#include "../../kernels/attention/shared_prefix.h"
+#include "../../kernels/common/counters.h"
+#include "../../kernels/common/dtype.h"
 #include "attention_backend.h"
 
 namespace llmc {
 
-// What a user or an artifact got wrong. The message names the thing, the value and what is allowed.
+// An error of a user or an artifact. The message names the thing, the value and what is allowed.
 struct Error : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -34,12 +37,12 @@ using Value = std::variant<int64_t, double, std::string>;
 using Fields = std::map<std::string, Value>;
 using Shape = std::vector<int64_t>;
 
-// A device tensor; data is null for an absent optional input.
+// A device tensor. data is null for an absent optional input.
 struct Tensor {
   void* data = nullptr;
   DType dtype = DType::kFloat32;
   Shape shape;
-  int64_t pitch = 0;  // from a row to the next, in elements, where these are columns of wider rows; else 0
+  int64_t pitch = 0;  // distance between rows, in elements, for columns of wider rows; otherwise 0
 
   int64_t row_pitch() const { return pitch != 0 ? pitch : shape.back(); }
   int64_t size() const {
@@ -49,20 +52,20 @@ struct Tensor {
   }
 };
 
-// One dimension of a tensor as hosts know it that have no numbers yet: an input's dimension, times a number,
-// over a number; or a number alone.
+// A dimension that may be symbolic: a dimension of an input, times a number, divided by a number;
+// or a number.
 class Dim {
  public:
   Dim(int64_t number) : times(number) {}
   Dim(int input, int axis) : input(input), axis(axis) {}
   Dim operator*(int64_t number) const { return scaled(times * number, over); }
   Dim operator/(int64_t number) const { return scaled(times, over * number); }  // rounds down
-  // Whether it is a number alone, and which.
+  // Whether it is a number, and its value.
   bool known() const { return input < 0; }
   int64_t number() const { return times / over; }
 
   int64_t times = 1, over = 1;
-  int input = -1, axis = -1;  // -1: none
+  int input = -1, axis = -1;  // -1: a number
 
  private:
   Dim scaled(int64_t times, int64_t over) const {
@@ -73,7 +76,7 @@ class Dim {
   }
 };
 
-// All dimensions of a tensor; none for an absent input.
+// The dimensions of a tensor; empty for an absent input.
 struct Dims : std::vector<Dim> {
   using vector::vector;
   const Dim& operator[](size_t axis) const {
@@ -82,24 +85,24 @@ struct Dims : std::vector<Dim> {
   }
 };
 
-// Throws Error where a tensor, called `what`, cannot have the wanted shape: of dimensions that are not known yet
-// nothing is said, and an absent input has every shape.
+// Throws Error unless `given` can equal `wanted`. Symbolic dimensions and absent inputs match
+// everything. `what` names the tensor.
 void expect(const std::string& what, const Dims& given, const Dims& wanted);
-// Likewise where a dimension is known to be smaller than another.
+// Throws Error if `given` is known to be smaller than `wanted`.
 void expect_at_least(const std::string& what, const Dim& given, const Dim& wanted);
 
-// What a GEMM of FP8 codes multiplies its sums by, float32: a scale for each row of x, and of the weight; or for each group
-// of kBlock columns of x, and block of the weight; or nothing.
+// Scales of an FP8 GEMM, float32: per row of x and of the weight; or per group of kQuantBlock
+// columns of x and block of the weight; or none.
 struct Float8Scales {
   const float* x = nullptr;
   const float* weight = nullptr;
   bool of_blocks = false;
 };
 
-// y [rows, out] = act(x [rows, in] · weight [out, in]ᵀ + bias) + residual. With `float8`, x and weight are codes of FP8
-// (e4m3) and y is their scaled product: on GPUs of compute capability 9, `in` a multiple of 16, `out` of 8, and of blocks the
-// rows of 4.
-struct Product {
+// y [rows, out] = act(x [rows, in] * weight [out, in]^T + bias) + residual. With `float8`, x and
+// weight are FP8 (e4m3) codes and y is their scaled product: compute capability 9, `in` a multiple
+// of 16, `out` of 8, and with block scales rows of 4.
+struct GemmProblem {
   DType dtype;
   void* y;
   const void* x;
@@ -111,8 +114,8 @@ struct Product {
   const Float8Scales* float8 = nullptr;
 };
 
-// Matrix products on one device: y = x · weightᵀ with cuBLASLt, algorithms timed once per shape; and whether they are
-// to be preferred to the kernels for few rows, likewise.
+// GEMMs by cuBLASLt, with algorithms timed once per shape; and timed choices between two
+// implementations.
 class Gemm {
  public:
   Gemm();
@@ -120,44 +123,45 @@ class Gemm {
   Gemm(const Gemm&) = delete;
   Gemm& operator=(const Gemm&) = delete;
 
-  // What was chosen by shape: what cuBLASLt's version calls an algorithm, or whether a kernel for few rows is taken.
+  // Results of timing by shape: a cuBLASLt algorithm, or which of two implementations is used.
   using Algorithms = std::map<std::vector<int64_t>, std::vector<uint64_t>>;
-  // From now on time what there is to choose from for shapes for which nothing is known; else cuBLASLt is asked, whose
-  // first proposal for just these rows was measured to be faster than what is the best for others nearby.
+  // Whether to time unknown shapes from now on. Otherwise cuBLASLt's heuristic is used: its first
+  // proposal for the exact number of rows was faster than the best algorithm of a nearby one.
   void time_algorithms(bool times);
-  // What is known, by shape; for the same device and version of cuBLASLt.
+  // All results of timing, for the same device and version of cuBLASLt.
   Algorithms algorithms() const;
   void know(const Algorithms& algorithms);
   static size_t version();
 
-  // Returns whether the activation was applied: cuBLASLt has ReLU and tanh GELU, others are the caller's.
-  bool run(const Product& product, cudaStream_t stream);
-  // Whether cuBLASLt has this product; of FP8 it lacks some, with scales those of long rows by few outputs.
-  bool has(const Product& product, cudaStream_t stream);
+  // Returns whether the activation was applied: cuBLASLt has ReLU and tanh GELU only.
+  bool run(const GemmProblem& product, cudaStream_t stream);
+  // Whether cuBLASLt has this GEMM. It lacks some FP8 ones: with scales those of long rows and few
+  // outputs.
+  bool has(const GemmProblem& product, cudaStream_t stream);
 
-  // On the device: a number `count` times, or more often. It stays there.
+  // A device array with at least `count` copies of a number. Never freed.
   const float* repeated(float number, int count, cudaStream_t stream);
 
-  // Do something one of two ways, the faster one. shape: 5 numbers that the choice depends on, the rows last; fewer than
-  // the shapes of run(). Where nothing is known of as many rows or more, and nothing may be timed, the first, or not the
-  // `usual` one. `saved`: what the second must save at least, of the time of the first.
+  // Runs the faster of two implementations. shape: 5 numbers that the choice depends on, the rows
+  // last (run() has 6). Without a result for this or a larger number of rows, and without timing,
+  // runs `first` if `usual`. `saved`: the fraction of the time of `first` that `second` must save.
   using Way = std::function<void()>;
-  void choose(const std::vector<int64_t>& shape, cudaStream_t stream, const Way& first, const Way& second,
-              float saved = kSaved, bool usual = true);
-  // Whether that would time both: for those who then have other inputs for them.
+  void choose(const std::vector<int64_t>& shape, cudaStream_t stream, const Way& first,
+              const Way& second, float saved = kSaved, bool usual = true);
+  // Whether choose() would time both, for callers that then provide other inputs.
   bool would_time(const std::vector<int64_t>& shape, cudaStream_t stream) const;
-  // Of the next choices, one after the other, whether they are the first way: for tests.
+  // Forces the next choices to the first implementation, or the second: for tests.
   void decide(const std::vector<bool>& firsts) { decided_ = {firsts.begin(), firsts.end()}; }
 
  private:
-  // Of the time of a kernel for few rows, what cuBLASLt must at least save: that a kernel begins to read weights before the
-  // kernel ahead has ended does not show where it is timed alone.
+  // Fraction of the time of a kernel for few rows that cuBLASLt must save: timed in isolation, the
+  // benefit of PDL does not show.
   static constexpr float kSaved = 0.08f;
 
   struct Plan;
-  Plan& plan_of(const Product& product, cudaStream_t stream);
-  cublasStatus_t multiply(const Product& product, const Plan& plan, const cublasLtMatmulAlgo_t& algorithm,
-                          cudaStream_t stream);
+  Plan& plan_of(const GemmProblem& product, cudaStream_t stream);
+  cublasStatus_t multiply(const GemmProblem& product, const Plan& plan,
+                          const cublasLtMatmulAlgo_t& algorithm, cudaStream_t stream);
   template <typename Work>
   float time(cudaStream_t stream, Work&& work);
 
@@ -165,8 +169,10 @@ class Gemm {
   void* workspace_ = nullptr;
   std::map<std::vector<int64_t>, std::unique_ptr<Plan>> plans_;
   std::map<std::vector<int64_t>, cublasLtMatmulAlgo_t> best_;  // by shape, the rows last
-  std::map<std::vector<int64_t>, bool> first_;                 // of two ways, by shape
-  std::map<float, std::vector<std::pair<int, float*>>> repeated_;  // with how often, the last the longest
+  std::map<std::vector<int64_t>, bool>
+      first_;  // whether the first implementation is used, by shape
+  std::map<float, std::vector<std::pair<int, float*>>>
+      repeated_;  // [(count, array)] by number, the largest count last
   std::deque<bool> decided_;
   bool times_ = true;
   void* swept_ = nullptr;
@@ -174,28 +180,32 @@ class Gemm {
 
 constexpr int kCounters = std::max(kernels::kAttentionCounters, kernels::kPackedGemmBlocks);
 
-// Told of a tensor that an op inside a node made, right after its kernels are enqueued: its name, where it lies on
-// the device, dtype ("float16") and shape. What is to be read of it is to be enqueued on `stream` before it returns.
-using Watcher = void (*)(void* user, const char* name, const void* data, const char* dtype, const int64_t* shape,
-                         int rank, cudaStream_t stream);
+// Called for each tensor that an op inside a node produces, right after its kernels are enqueued:
+// name, device address, dtype ("float16") and shape. Reads must be enqueued on `stream` before it
+// returns.
+using Watcher = void (*)(void* user, const char* name, const void* data, const char* dtype,
+                         const int64_t* shape, int rank, cudaStream_t stream);
 
-class Divisions;
+class SplitKvPlan;
 
-// What a host provides to every enqueue.
+// What a host provides to enqueue().
 struct Context {
   cudaStream_t stream = nullptr;
   Gemm* gemm = nullptr;
-  int32_t* counters = nullptr;        // on the device: kCounters of them, zero between ops
-  ncclComm_t communicator = nullptr;  // of the ranks that share the model; null where there is one
-  bool decode = false;                // every sequence has one new token, and the logits of all are wanted in order
-  int num_decode = 0;                 // the first so many sequences have one new token each
+  int32_t* counters = nullptr;        // device, kCounters of them, zero between ops
+  ncclComm_t communicator = nullptr;  // of the tensor-parallel ranks; null for one rank
+  bool decode =
+      false;  // every sequence has one new token, and the logits of all are wanted in order
+  int num_decode = 0;                     // the first num_decode sequences have one new token each
   AttentionBackend* attention = nullptr;  // null: llmc's kernels
-  int longest = 0, reach = 0;         // new tokens, and tokens in all, of a sequence, at most; 0: not known
-  bool building = false;              // TensorRT times with inputs that mean nothing
-  kernels::SharedPrefix prefix{};     // of the sequences that decode, but for its results
-  Divisions* divisions = nullptr;     // of these; null: each layer divides for itself
-  bool dense = false;                 // every sequence has a new token, so as many tokens as sequences decode
-  Watcher watcher = nullptr;          // called with `user` by nodes that hold many ops; null: nobody asks
+  int longest = 0,
+      reach = 0;  // maximum number of new tokens, and of all tokens, of a sequence; 0: unknown
+  bool building = false;           // TensorRT is timing with arbitrary inputs
+  kernels::SharedPrefix prefix{};  // of the decoding sequences; `results` is not set
+  SplitKvPlan* split_kv_plan =
+      nullptr;         // of the decoding sequences; null: each layer plans for itself
+  bool dense = false;  // every sequence has a new token, so num_tokens == batch means decoding
+  Watcher watcher = nullptr;  // called with `user` by nodes that contain many ops; null: unused
   void* user = nullptr;
 };
 
@@ -203,75 +213,82 @@ class Plugin {
  public:
   virtual ~Plugin() = default;
 
-  // Output shapes from input shapes. Throws Error where an input has the wrong number of dimensions, or one that is
-  // known and does not fit the others: what passes with numbers alone is what kernels read and write.
+  // Output shapes from input shapes. Throws Error if an input has the wrong rank, or a known
+  // dimension that does not fit the others. With all dimensions known, what passes is what kernels
+  // read and write.
   virtual std::vector<Dims> shapes(const std::vector<Dims>& inputs) const = 0;
-  // Bytes of scratch for these inputs. Its content means nothing before and after.
+  // Bytes of scratch for these inputs. Its content is undefined before and after.
   virtual int64_t workspace(const std::vector<Tensor>&) const { return 0; }
   virtual void enqueue(const std::vector<Tensor>& inputs, const std::vector<Tensor>& outputs,
                        void* workspace, const Context& context) const = 0;
-  // Before the first run: brings weights into the order in which its kernels read them, in place, those whose data is not
-  // `done` yet. Waits for the stream.
-  virtual void prepare(const std::vector<Tensor>&, std::set<const void*>& /* done */, cudaStream_t) const {}
-  // Whether it works with other ranks, and so not without a communicator.
+  // Called once before the first run: permutes weights in place to the layout of the kernels,
+  // except those whose data is in `done`. Synchronizes the stream.
+  virtual void prepare(const std::vector<Tensor>&, std::set<const void*>& /* done */,
+                       cudaStream_t) const {}
+  // Whether it needs a communicator.
   virtual bool collective() const { return false; }
-  // Whether in such a step the output is the first input as it is, and a host may pass that on instead.
+  // Whether the output equals the first input in such a step, so that a host may alias it.
   virtual bool passes_on(const Context&) const { return false; }
 };
 
-// An input or output of an op, declared as "name", "name?" where it is optional, "name: int32" or
-// "name: int32 int64" where its dtype is not the op's own, "name: kv_dtype" where it is what the field kv_dtype
-// names, if that names one, "name: x_dtype" and "name: out_scale" where it is codes of FP8 if those fields say so,
-// "name: weight_dtype" where it is of bytes if that field names one, "name: scale_dtype" where
-// it is of float32, or of bytes if that field is mxfp4, "name: number" where it may also be one float32 number instead,
-// "name: columns" where its rows may be columns of wider ones, "name = input" where an output is that input's memory, in
-// which the op writes.
+// An input or output of an op, declared by a string:
+//
+//   "name", "name?"         required, optional
+//   "name: int32 int64"     its dtypes, if not the op's own
+//   "name: kv_dtype"        the dtype of attribute kv_dtype, if that is set
+//   "name: x_dtype"         FP8 codes if attribute x_dtype is set; likewise "name: out_scale"
+//   "name: weight_dtype"    bytes if attribute weight_dtype is set
+//   "name: scale_dtype"     float32, or bytes if weight_dtype is mxfp4
+//   "name: number"          may also be one float32 number
+//   "name: columns"         may be columns of wider rows
+//   "name = input"          an output that is written in place, in an input's memory
 struct Port {
   Port(const char* declared);
   std::string text() const { return name + (optional ? "?" : ""); }
-  // Whether it is of bytes, in an op with these fields; and whether of codes that another op has rounded, or it does.
+  // Whether it has bytes, given the attributes; and whether it has FP8 codes.
   bool is_bytes(const Fields& fields) const;
   bool is_rounded(const Fields& fields) const;
 
   std::string name;
   bool optional = false;
-  std::vector<DType> dtypes;  // what it may be; none: what the op computes in
+  std::vector<DType> dtypes;  // allowed dtypes; empty: the dtype that the op computes in
   bool cached = false, packed = false, scales = false, number = false, columns = false;
-  std::string rounded;  // the field that says whether it is
+  std::string rounded;  // the attribute that decides it
   std::string in_place;
 };
 
-// One op's entry in the registry: its contract as csrc/plugins/<op>/op.py declares it.
+// An op in the registry: the contract of csrc/plugins/<op>/op.py.
 struct PluginType {
   std::string name;
   int version;
   std::vector<Port> inputs, outputs;
-  Fields fields;  // every field with its default
+  Fields fields;  // all attributes, with defaults
   std::vector<std::string> required;
   std::unique_ptr<Plugin> (*make)(const Fields& fields);
 };
 
-// Registers every op once; later calls do nothing. Namespace "llmc".
+// Registers every op once, in namespace "llmc". Later calls do nothing.
 void init_plugins();
 void register_plugin(PluginType type);
 const std::map<std::string, PluginType>& plugin_types();
 
-// A plugin with these fields, defaults filled in. Throws Error for an unknown op, or a field that is unknown,
-// missing or of another type.
+// Makes a plugin, with defaults for missing attributes. Throws Error for an unknown op, or an
+// attribute that is unknown, missing or of the wrong type.
 std::unique_ptr<Plugin> make_plugin(const std::string& name, const Fields& fields);
 std::unique_ptr<Plugin> make_plugin(const PluginType& type, const Fields& fields);
 
 const char* name_of(DType dtype);
-// Throws Error for a name that is no dtype's.
+// Throws Error for an unknown name.
 DType dtype_of(const std::string& name);
 int64_t width(DType dtype);  // bytes
 
-// Throws Error for one that an int does not hold.
+// Throws Error if the value does not fit an int.
 int integer(const Fields& fields, const char* name);
 inline float real(const Fields& fields, const char* name) {
   return static_cast<float>(std::get<double>(fields.at(name)));
 }
-// One over the field out_scale of an op that rounds what it makes, or 0 where it does not. Throws Error for one below 0.
+// Reciprocal of attribute out_scale, or 0 if the output is not quantized. Throws Error for a
+// negative scale.
 inline float inverse_of(const Fields& fields) {
   const float scale = real(fields, "out_scale");
   if (!(scale >= 0)) throw Error("out_scale is " + std::to_string(scale) + ", which no scale is");
@@ -279,7 +296,7 @@ inline float inverse_of(const Fields& fields) {
 }
 Activation activation_of(const Fields& fields, const char* name = "activation");
 
-// The optional input `index`, or null where it is absent.
+// The optional input `index`, or null if it is absent.
 inline const Tensor* optional(const std::vector<Tensor>& inputs, size_t index) {
   return index < inputs.size() && inputs[index].data != nullptr ? &inputs[index] : nullptr;
 }

@@ -1,11 +1,13 @@
-// A weight in fewer bits as an op's fields and inputs tell of it: csrc/plugins/quantization.py.
+// Quantized weights of ops: attributes and inputs of csrc/plugins/quantization.py.
 #pragma once
 
+#include "../../kernels/common/quantization.h"
 #include "plugin.h"
 
 namespace llmc {
 
-// The ports that follow an op's own, and the fields; the weight itself is declared "weight: weight_dtype".
+// Adds the ports and attributes of a quantized weight. The weight itself is declared "weight:
+// weight_dtype".
 inline std::vector<Port> quantizable_ports(std::vector<Port> ports) {
   for (const char* port : {"weight_scale?: float32", "weight_zero?: uint8", "weight_min?: float32"})
     ports.emplace_back(port);
@@ -13,11 +15,13 @@ inline std::vector<Port> quantizable_ports(std::vector<Port> ports) {
 }
 inline Fields quantizable_fields(Fields fields) {
   fields["weight_dtype"] = std::string("");
-  for (const char* field : {"group_size", "in_features", "out_features"}) fields[field] = int64_t{0};
+  for (const char* field : {"group_size", "in_features", "out_features"})
+    fields[field] = int64_t{0};
   return fields;
 }
 
-// Those of an op whose rows of x may be rounded, too; and may come so, "x: x_dtype".
+// The same for ops that can quantize x; taking_fields() also for ops that take a quantized x ("x:
+// x_dtype").
 inline std::vector<Port> rounding_ports(std::vector<Port> ports) {
   ports = quantizable_ports(std::move(ports));
   ports.emplace_back("weight_blocks?: float32");
@@ -34,33 +38,38 @@ inline Fields taking_fields(Fields fields) {
   return rounding_fields(std::move(fields));
 }
 
-// Refuses groups, and rows of such widths, that no kernel rounds to FP8; group 0: whole rows.
+// Throws Error for group sizes and row widths that no kernel quantizes to FP8. group 0: one scale
+// per row.
 void check_rounded(int group, std::initializer_list<int> widths);
 
-// How an op's weight is stored, and whether its x is rounded. `first`: the place of weight_scale among the op's inputs.
+// The quantization scheme of an op's weight and of its x. `first`: index of weight_scale among the
+// op's inputs.
 class Quantized {
  public:
   Quantized(const Fields& fields, size_t first);
 
-  explicit operator bool() const { return packing_.codes != kernels::Codes::kNone; }
-  // [out, in] of the weight. Throws Error where it, or its scales, zeros and minima, are not as the fields say.
+  explicit operator bool() const { return quant_.code_type != kernels::CodeType::kNone; }
+  // [out, in] of the weight. Throws Error unless weight, scales, zeros and minima match the
+  // attributes.
   Dims matrix(const std::vector<Dims>& in, size_t weight) const;
-  kernels::Packing packing(const std::vector<Tensor>& in) const;
-  // See Plugin::prepare: codes as the kernels read them, scales and minima with the rows of a group side by side.
-  void prepare(const std::vector<Tensor>& in, size_t weight, std::set<const void*>& done, cudaStream_t stream) const;
+  kernels::QuantParams quant_params(const std::vector<Tensor>& in) const;
+  // See Plugin::prepare(): repacks codes, and transposes scales and minima to [in / group_size,
+  // out].
+  void prepare(const std::vector<Tensor>& in, size_t weight, std::set<const void*>& done,
+               cudaStream_t stream) const;
   int out() const { return out_; }
   int in() const { return in_; }
-  // Whether rows of x are rounded to FP8, here or before, with activation_scale(), or where that is 0 a scale each, or for
-  // each of their groups of activation_group() columns.
+  // Whether x is quantized to FP8, here or by the previous op: with the static activation_scale(),
+  // or where that is 0 with dynamic scales per row, or per group of activation_group() columns.
   bool rounds() const { return rounds_; }
   int activation_group() const { return activation_group_; }
   float activation_scale() const { return activation_scale_; }
-  // Rows of the weight, whatever its form.
+  // Rows of the weight, quantized or not.
   int rows(const Tensor& weight) const { return *this ? out_ : static_cast<int>(weight.shape[0]); }
 
  private:
-  kernels::Packing packing_;
-  bool zeros_;  // groups have zeros, or minima
+  kernels::QuantParams quant_;
+  bool zeros_;  // groups have zeros or minima
   int out_, in_;
   size_t first_;
   bool rounds_ = false;

@@ -16,9 +16,9 @@ const char* kind(const Value& value) {
   return names[value.index()];
 }
 
-// By DType.
-constexpr const char* kDTypeNames[] = {"float32", "float16", "bfloat16", "int32", "int64",
-                                       "float8_e4m3fn", "uint8"};
+// Indexed by DType.
+constexpr const char* kDTypeNames[] = {"float32", "float16",       "bfloat16", "int32",
+                                       "int64",   "float8_e4m3fn", "uint8"};
 constexpr int kDTypeWidths[] = {4, 2, 2, 4, 8, 1, 1};
 
 std::string text_of(const Dims& dims) {
@@ -47,7 +47,8 @@ void expect_at_least(const std::string& what, const Dim& given, const Dim& wante
 }
 
 void check(cudaError_t status, const char* what) {
-  if (status != cudaSuccess) throw Error(std::string(what) + " failed: " + cudaGetErrorString(status));
+  if (status != cudaSuccess)
+    throw Error(std::string(what) + " failed: " + cudaGetErrorString(status));
 }
 
 void check(cublasStatus_t status, const char* what) {
@@ -56,7 +57,8 @@ void check(cublasStatus_t status, const char* what) {
 }
 
 void check(ncclResult_t status, const char* what) {
-  if (status != ncclSuccess) throw Error(std::string(what) + " failed: " + ncclGetErrorString(status));
+  if (status != ncclSuccess)
+    throw Error(std::string(what) + " failed: " + ncclGetErrorString(status));
 }
 
 const char* name_of(DType dtype) { return kDTypeNames[static_cast<int>(dtype)]; }
@@ -103,7 +105,8 @@ bool Port::is_rounded(const Fields& fields) const {
 
 void register_plugin(PluginType type) {
   const std::string name = type.name;
-  if (!types().emplace(name, std::move(type)).second) throw Error("op '" + name + "' is registered twice");
+  if (!types().emplace(name, std::move(type)).second)
+    throw Error("op '" + name + "' is registered twice");
 }
 
 const std::map<std::string, PluginType>& plugin_types() {
@@ -136,17 +139,22 @@ std::unique_ptr<Plugin> make_plugin(const PluginType& type, const Fields& fields
 int integer(const Fields& fields, const char* name) {
   const int64_t value = std::get<int64_t>(fields.at(name));
   if (value < std::numeric_limits<int>::min() || value > std::numeric_limits<int>::max())
-    throw Error(std::string("the field '") + name + "' is " + std::to_string(value) + ", which is no 32-bit number");
+    throw Error(std::string("the field '") + name + "' is " + std::to_string(value) +
+                ", which is no 32-bit number");
   return static_cast<int>(value);
 }
 
 Activation activation_of(const Fields& fields, const char* field) {
-  static const std::map<std::string, Activation> names = {
-      {"none", Activation::kNone},   {"relu", Activation::kRelu},
-      {"relu2", Activation::kRelu2}, {"gelu", Activation::kGelu},
-      {"gelu_tanh", Activation::kGeluTanh}, {"silu", Activation::kSilu},
-      {"quick_gelu", Activation::kQuickGelu}, {"tanh", Activation::kTanh},
-      {"sigmoid", Activation::kSigmoid}, {"softplus", Activation::kSoftplus}};
+  static const std::map<std::string, Activation> names = {{"none", Activation::kNone},
+                                                          {"relu", Activation::kRelu},
+                                                          {"relu2", Activation::kRelu2},
+                                                          {"gelu", Activation::kGelu},
+                                                          {"gelu_tanh", Activation::kGeluTanh},
+                                                          {"silu", Activation::kSilu},
+                                                          {"quick_gelu", Activation::kQuickGelu},
+                                                          {"tanh", Activation::kTanh},
+                                                          {"sigmoid", Activation::kSigmoid},
+                                                          {"softplus", Activation::kSoftplus}};
   const std::string& name = std::get<std::string>(fields.at(field));
   const auto found = names.find(name);
   if (found == names.end()) throw Error("there is no activation '" + name + "'");

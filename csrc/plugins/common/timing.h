@@ -1,4 +1,4 @@
-// How long device work takes, for those who choose between kernels by measurement.
+// Timing of device work, for choices between kernels.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 
 namespace llmc {
 
-// Whether this stream is being captured, when nothing may wait for it.
+// Whether the stream is being captured, so that nothing may synchronize it.
 inline bool is_captured(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   check(cudaStreamIsCapturing(stream, &status), "asking for a stream's state");
@@ -28,9 +28,9 @@ struct Timer {
   cudaEvent_t start = nullptr, end = nullptr;
 };
 
-// Milliseconds of work that finds nothing of what it reads in the cache, as in a model: before each run as much as
-// `room` bytes at `swept`, which are more than the cache has, is written. The median of `repeats` runs after the first.
-// Waits for the stream.
+// Milliseconds of work with a cold L2 cache, as in a model: before each run `room` bytes at
+// `swept`, more than the cache has, are written. The median of `repeats` runs after the first.
+// Synchronizes the stream.
 template <typename Work>
 float time_cold(cudaStream_t stream, int repeats, void* swept, size_t room, Work&& work) {
   Timer timer;
@@ -48,7 +48,7 @@ float time_cold(cudaStream_t stream, int repeats, void* swept, size_t room, Work
   return times[1 + repeats / 2];
 }
 
-// Enqueue work once and then `repeats` times more; milliseconds per run of these. Waits for the stream.
+// Milliseconds per run of `repeats` runs after a first one. Synchronizes the stream.
 template <typename Work>
 float time_on(cudaStream_t stream, int repeats, Work&& work) {
   Timer timer;

@@ -1,6 +1,7 @@
-"""y = table[input_ids] · scale + position_table[position_ids].
+"""y = table[input_ids] * scale + position_table[position_ids].
 
-`vocab_sharded`: the table holds rows `vocab_start` on of the vocabulary; other ids give zeros.
+With `vocab_sharded` the table has the vocabulary's rows from `vocab_start` on. Other ids give
+zeros.
 """
 
 from collections.abc import Mapping
@@ -47,7 +48,7 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
 
 
 def _rows(fields: Fields, present: frozenset[str], ids: str) -> list[str]:
-    """ONNX text for e0, the rows `ids` of the table."""
+    """Return ONNX text for e0, rows `ids` of the table."""
     if not fields["weight_dtype"]:
         return [f"e0 = Gather<axis=0>(table, {ids})"]
     lines = [f"{part} = Gather<axis=0>({whole}, {ids})" for part, whole in (

@@ -1,3 +1,4 @@
+#include "../../kernels/rowwise/params.h"
 #include "../common/quantized.h"
 
 namespace llmc {
@@ -6,8 +7,10 @@ namespace {
 class Embedding : public Plugin {
  public:
   explicit Embedding(const Fields& fields)
-      : scale_(real(fields, "scale")), start_(std::get<int64_t>(fields.at("vocab_start"))),
-        sharded_(integer(fields, "vocab_sharded") != 0), quantized_(fields, 4) {}
+      : scale_(real(fields, "scale")),
+        start_(std::get<int64_t>(fields.at("vocab_start"))),
+        sharded_(integer(fields, "vocab_sharded") != 0),
+        quantized_(fields, 4) {}
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
     const Dims table = quantized_.matrix(in, 1), y{in[0][0], table[1]};
@@ -21,7 +24,8 @@ class Embedding : public Plugin {
     return {y};
   }
 
-  void prepare(const std::vector<Tensor>& in, std::set<const void*>& done, cudaStream_t stream) const override {
+  void prepare(const std::vector<Tensor>& in, std::set<const void*>& done,
+               cudaStream_t stream) const override {
     quantized_.prepare(in, 1, done, stream);
   }
 
@@ -39,7 +43,7 @@ class Embedding : public Plugin {
     p.positions = placed ? in[3].data : nullptr;
     p.position_rows = placed ? in[3].shape[0] : 0;
     p.rows = in[1].shape[0];
-    p.packing = quantized_.packing(in);
+    p.quant = quantized_.quant_params(in);
     p.vocab_start = sharded_ ? start_ : 0;
     p.num_tokens = static_cast<int>(in[0].shape[0]);
     p.hidden = static_cast<int>(out[0].shape[1]);
@@ -57,13 +61,18 @@ class Embedding : public Plugin {
 }  // namespace
 
 void register_embedding() {
-  register_plugin({"Embedding", 1,
-                   quantizable_ports({"input_ids: int64 int32", "table: weight_dtype", "position_ids?: int64 int32",
-                                   "position_table?"}),
-                   {"y"}, quantizable_fields({{"scale", 1.0}, {"vocab_start", int64_t{0}}, {"vocab_sharded", int64_t{0}}}), {},
-                   [](const Fields& fields) -> std::unique_ptr<Plugin> {
-                     return std::make_unique<Embedding>(fields);
-                   }});
+  register_plugin(
+      {"Embedding",
+       1,
+       quantizable_ports({"input_ids: int64 int32", "table: weight_dtype",
+                          "position_ids?: int64 int32", "position_table?"}),
+       {"y"},
+       quantizable_fields(
+           {{"scale", 1.0}, {"vocab_start", int64_t{0}}, {"vocab_sharded", int64_t{0}}}),
+       {},
+       [](const Fields& fields) -> std::unique_ptr<Plugin> {
+         return std::make_unique<Embedding>(fields);
+       }});
 }
 
 }  // namespace llmc

@@ -1,33 +1,31 @@
-"""y = residual + for each token the sum over its experts of score · down(act(gate) · up), an MLP
-each.
+"""Mixture of experts: y = residual + sum of score * down(act(gate) * up) per token.
 
     x             [num_tokens, hidden]
-    experts       int64 [num_tokens, top_k], as Route gives them
+    experts       int64 [num_tokens, top_k], the output of Route
     scores        float32 [num_tokens, top_k]
-    gate_up       [num_experts, 2 * inner, hidden]; row 2j is the gate of column j, row 2j + 1 what
-                  it gates: both are there when a kernel's epilogue wants them, a share of the
-                  columns is consecutive rows, and com.microsoft.MoE reads it as it lies. Where
-                  nothing is `gated`, [num_experts, inner, hidden]
+    gate_up       [num_experts, 2 * inner, hidden]; row 2j is the gate of column j, row 2j + 1 its
+                  up. So both are at hand in a kernel's epilogue, a shard of the columns is
+                  contiguous, and com.microsoft.MoE has the same layout. Without `gated`
+                  [num_experts, inner, hidden]
     down          [num_experts, hidden, inner]
     gate_up_bias  [num_experts, 2 * inner] or [num_experts, inner], in the order of gate_up's rows
     down_bias     [num_experts, hidden]
-    residual      [num_tokens, hidden], or none
+    residual      [num_tokens, hidden]; optional
     y             [num_tokens, hidden]
 
-act is `activation`, where silu is z · sigmoid(`alpha` · z), and up is `up_offset` more than its row
-gives. A `limit` other than 0 bounds gates from above and what they gate both ways. `scale_input`
-multiplies x by the score, not the result. With `sharded`, these are experts `first_expert` on of
-the model's, and others add nothing.
+act is `activation`; silu is z * sigmoid(`alpha` * z). `up_offset` is added to up. A `limit` other
+than 0 clamps gates from above and ups on both sides. With `scale_input` the score multiplies x, not
+the result. With `sharded` these are the model's experts from `first_expert` on, and others
+contribute nothing.
 
-With `weight_dtype`, both weights are in fewer bits, as llmc.plugins.quantization has them, in
-groups of one size: uint8 [num_experts, rows, …] with scales and perhaps zeros of each group;
-in_features is hidden then, inner_features inner. GPUs multiply those as codes whose groups are a
-power of two from 32 on, whose rows are whole 64s (of 8 bits 32s), and which have whole 16s of rows;
-others number by number.
+With `weight_dtype` both weights are quantized as in llmc.plugins.quantization, with one group size:
+uint8 [num_experts, rows, …], with scales and optional zeros per group; in_features is hidden,
+inner_features is inner. The tensor core kernels of GPUs take groups of a power of two from 32 on,
+columns that are multiples of 64 (8 bits: 32), and rows that are multiples of 16; other shapes use a
+slower kernel.
 
-With an `activation_dtype`, and perhaps an `activation_group_size`, x and what lies between the
-products are rounded before they are multiplied, as llmc.plugins.quantization has it; no scale is
-fixed.
+With an `activation_dtype`, and optionally an `activation_group_size`, the activations of both GEMMs
+are quantized as in llmc.plugins.quantization, with dynamic scales.
 """
 
 from collections.abc import Mapping
@@ -53,14 +51,14 @@ from llmc.plugins.roles import ByExperts, ByInner, Quantized
 _QMOE_DTYPES = ("int4", "uint4", "int8", "uint8")
 _ROLES = tuple(Quantized(name, f"{name}_scale", f"{name}_zero", "", rounds=True)
                for name in ("gate_up", "down"))
-_INT8_DOT_PRODUCTS = 4  # of QMoE's accuracy levels
+_INT8_DOT_PRODUCTS = 4  # accuracy level of QMoE
 
 
 _BLOCKS = (16, 32, 64, 128)  # of QMoE
 
 
 def _inner(fields: Fields, present: frozenset[str], both: str) -> str:
-    """ONNX text for `mid` [rows, inner] from `both` [rows, 2 * inner]."""
+    """Return ONNX text for `mid` [rows, inner] from `both` [rows, 2 * inner]."""
     if not fields["gated"]:
         return _activated(fields, both, "mid")
     lines = ["pairs_shape = Constant<value_ints=[0, -1, 2]>()",
@@ -88,7 +86,7 @@ def _activated(fields: Fields, x: str, y: str) -> str:
 
 
 def _body(fields: Fields, present: frozenset[str]) -> str:
-    """A loop over the experts that any token has chosen."""
+    """Loop over the experts that any token is routed to."""
     biases = [f"{name}_own = Gather<axis=0>({name}, e)" if name in present else ""
               for name in ("gate_up_bias", "down_bias")]
     scaled_rows = ["column = Unsqueeze(score, last)", "rows = Mul(x_own, column)"]
@@ -119,7 +117,7 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
         'sum_out = ScatterND<reduction="add">(sum_in, token_column, weighted)',
     ]))
     return "\n".join([
-        # Any leading dimensions become rows, and come back at the end.
+        # Leading dimensions are flattened to rows, and restored at the end.
         "last = Constant<value_ints=[-1]>()",
         "first_axis = Constant<value_ints=[0]>()",
         "width = Shape<start=-1>(x)",
@@ -142,19 +140,19 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
 
 
 def _result(present: frozenset[str]) -> list[str]:
-    """Lines for y from the sum's rows."""
+    """Return lines for y from the rows of sums."""
     added = "residual" in present
     return ["y_shape = Shape(x)", f"{'moved' if added else 'y'} = Reshape(sum, y_shape)",
             *(["y = Add(residual, moved)"] if added else [])]
 
 
 def _widths(fields: Fields) -> dict[str, int]:
-    """Columns of each packed weight."""
+    """Columns of each quantized weight."""
     return {"gate_up": fields["in_features"], "down": fields["inner_features"]}
 
 
 def _own_weights(fields: Fields, present: frozenset[str]) -> list[str]:
-    """Lines for `gate_up_own` and `down_own`, the matrices of expert `e`."""
+    """Return lines for `gate_up_own` and `down_own`, the matrices of expert `e`."""
     if not fields["weight_dtype"]:
         return [f"{name}_own = Gather<axis=0>({name}, e)" for name in ("gate_up", "down")]
     lines = []
@@ -168,7 +166,7 @@ def _own_weights(fields: Fields, present: frozenset[str]) -> list[str]:
 
 
 def _local(fields: Fields) -> list[str]:
-    """`flat_experts`, counted from this rank's first, and those of them that it has, `there`."""
+    """Return lines for `flat_experts`, local indices, and for `there`, the local ones."""
     if not fields["sharded"]:
         return ["flat_experts = Identity(all_experts)", "there = Identity(all_experts)"]
     return [f"start = Constant<value_int={fields['first_expert']}>()",
@@ -182,11 +180,11 @@ def _local(fields: Fields) -> list[str]:
 
 
 def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
-    """com.microsoft.MoE, or of packed weights QMoE, which read an expert's weights where they are.
+    """Use com.microsoft.MoE, or QMoE for quantized weights, which read weights in place.
 
-    They choose by themselves, from the softmax of the top_k of what they are given. So they are
-    given the logarithms of the scores, which all have one sign, and their sum is put back; where
-    scores multiply x, a row for each token and expert.
+    They route by themselves, by the softmax of the top_k of their input. The input is the
+    logarithms of the scores, which all have one sign, and the sum of the scores is restored
+    afterwards. Where scores multiply x, there is one row per token and expert.
     """
     if fields["activation"] != "silu" or not fields["gated"] or fields["sharded"]:
         return None
@@ -235,7 +233,7 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
 
 
 def _scaled_rows(top_k: int) -> list[str]:
-    """Lines for `rows` [num_tokens * top_k, hidden], x times each score; of each, one expert."""
+    """Return lines for `rows` [num_tokens * top_k, hidden], x times each score."""
     return ["second = Constant<value_ints=[1]>()", f"slots = Constant<value_ints=[{top_k}]>()",
             "x_rows = Reshape(x, rows_shape)", "x_column = Unsqueeze(x_rows, second)",
             "slots_shape = Concat<axis=0>(last, slots, second)",
@@ -267,10 +265,10 @@ def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
 
 
 def _check_packed(fields: Fields, present: frozenset[str]) -> tuple[int, int]:
-    """The sizes hidden and inner of packed weights.
+    """Return hidden and inner of quantized weights.
 
     Raises:
-        ValueError: fields and inputs contradict one another.
+        ValueError: attributes and inputs are inconsistent.
     """
     size, sizes = fields["group_size"], (fields["in_features"], fields["inner_features"])
     if fields["weight_dtype"] == MXFP4 and size != MXFP4_GROUP:
@@ -334,7 +332,7 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
     def sample(tokens: int, num_experts: int, top_k: int, biases: str = "",
                others: int = 0, residual: bool = False,
                **fields: int | float | str) -> Sample:
-        """`others` experts are other ranks'."""
+        """A sample; `others` experts belong to other ranks."""
         def normal(*shape: int) -> np.ndarray:
             return rng.standard_normal(shape).astype(np.float32)
 
@@ -354,7 +352,7 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
         return Sample({"top_k": top_k, **fields}, inputs)
 
     def packed(dtype: str, size: int, plain: Sample) -> Sample:
-        """Of random codes. A body may round what they are multiplied with to 8 bits."""
+        """A sample with random codes. A body may quantize its activations to 8 bits."""
         bits, width = CODES[dtype][0], 32
         inputs = {**plain.inputs, **{name: rng.standard_normal(
             (len(plain.inputs[name]), width)).astype(np.float32)
@@ -364,7 +362,7 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
             shape = experts * rows, width // size
             codes = rng.integers(0, 2 ** bits, (experts * rows, width), np.uint8)
             if dtype == FLOAT8:
-                codes &= 0xBF  # none is a NaN
+                codes &= 0xBF  # no NaN
             inputs[name] = pack(codes, bits)
             inputs[f"{name}_scale"] = rng.integers(118, 122, shape, np.uint8) if dtype == MXFP4 \
                 else rng.uniform(0.01, 0.02, shape).astype(np.float32)

@@ -1,6 +1,6 @@
-"""y = x · activation(gate), element by element.
+"""y = x * activation(gate), elementwise.
 
-    x, gate, y  [num_tokens, width]
+x, gate, y  [num_tokens, width]
 """
 
 from __future__ import annotations

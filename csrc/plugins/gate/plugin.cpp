@@ -1,4 +1,5 @@
 #include "../common/plugin.h"
+#include "../../kernels/rowwise/params.h"
 
 namespace llmc {
 namespace {
@@ -20,8 +21,8 @@ class Gate : public Plugin {
     p.y = out[0].data;
     p.x = in[0].data;
     p.gate = in[1].data;
-    p.x_pitch = in[0].row_pitch();
-    p.gate_pitch = in[1].row_pitch();
+    p.x_stride = in[0].row_pitch();
+    p.gate_stride = in[1].row_pitch();
     p.width = static_cast<int>(out[0].shape.back());
     p.rows = static_cast<int>(out[0].size() / p.width);
     p.activation = activation_;
@@ -35,8 +36,15 @@ class Gate : public Plugin {
 }  // namespace
 
 void register_gate() {
-  register_plugin({"Gate", 1, {"x: columns", "gate: columns"}, {"y"}, {{"activation", std::string("none")}}, {},
-                   [](const Fields& fields) -> std::unique_ptr<Plugin> { return std::make_unique<Gate>(fields); }});
+  register_plugin({"Gate",
+                   1,
+                   {"x: columns", "gate: columns"},
+                   {"y"},
+                   {{"activation", std::string("none")}},
+                   {},
+                   [](const Fields& fields) -> std::unique_ptr<Plugin> {
+                     return std::make_unique<Gate>(fields);
+                   }});
 }
 
 }  // namespace llmc

@@ -1,5 +1,6 @@
-"""y = activation(x · Wgᵀ + bg) · (x · Wuᵀ + bu), with Wg above Wu in one weight [2 · I, K]; with an
-`out_scale` numbers over that in float8_e4m3fn.
+"""y = activation(x * Wg^T + bg) * (x * Wu^T + bu), with Wg above Wu in one weight [2 * I, K].
+
+With an `out_scale`, y is divided by it and quantized to float8_e4m3fn.
 """
 
 from collections.abc import Mapping

@@ -5,37 +5,47 @@ namespace {
 
 class GatedMLP : public Plugin {
  public:
-  explicit GatedMLP(const Fields& fields) : activation_(activation_of(fields)), out_inverse_(inverse_of(fields)), quantized_(fields, 3) {}
+  explicit GatedMLP(const Fields& fields)
+      : activation_(activation_of(fields)),
+        out_scale_inverse_(inverse_of(fields)),
+        quantized_(fields, 3) {}
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
-    return {rounded_shape(linear_shape(in[0], quantized_.matrix(in, 1), true, optional(in, 2)), out_inverse_)};
+    return {rounded_shape(linear_shape(in[0], quantized_.matrix(in, 1), true, optional(in, 2)),
+                          out_scale_inverse_)};
   }
 
   int64_t workspace(const std::vector<Tensor>& in) const override {
     return linear_workspace(in[0], in[1], quantized_, true);
   }
 
-  void prepare(const std::vector<Tensor>& in, std::set<const void*>& done, cudaStream_t stream) const override {
+  void prepare(const std::vector<Tensor>& in, std::set<const void*>& done,
+               cudaStream_t stream) const override {
     quantized_.prepare(in, 1, done, stream);
   }
 
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void* workspace,
                const Context& context) const override {
-    linear({in[0], in[1], quantized_.packing(in), quantized_.rows(in[1]), optional(in, 2), nullptr, out[0], activation_,
-            true, out_inverse_}, quantized_, workspace, context);
+    linear({in[0], in[1], quantized_.quant_params(in), quantized_.rows(in[1]), optional(in, 2),
+            nullptr, out[0], activation_, true, out_scale_inverse_},
+           quantized_, workspace, context);
   }
 
  private:
   Activation activation_;
-  float out_inverse_;
+  float out_scale_inverse_;
   Quantized quantized_;
 };
 
 }  // namespace
 
 void register_gated_mlp() {
-  register_plugin({"GatedMLP", 1, rounding_ports({"x", "weight: weight_dtype", "bias?"}), {"y: out_scale"},
-                   rounding_fields({{"activation", std::string("silu")}, {"out_scale", 0.0}}), {},
+  register_plugin({"GatedMLP",
+                   1,
+                   rounding_ports({"x", "weight: weight_dtype", "bias?"}),
+                   {"y: out_scale"},
+                   rounding_fields({{"activation", std::string("silu")}, {"out_scale", 0.0}}),
+                   {},
                    [](const Fields& fields) -> std::unique_ptr<Plugin> {
                      return std::make_unique<GatedMLP>(fields);
                    }});

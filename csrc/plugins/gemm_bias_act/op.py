@@ -1,4 +1,4 @@
-"""y = activation(x · weightᵀ + bias), weight as [out, in]; x is of x_dtype, if that is said."""
+"""y = activation(x * weight^T + bias), weight [out, in]; x may be of `x_dtype`."""
 
 from collections.abc import Mapping
 

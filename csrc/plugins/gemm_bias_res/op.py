@@ -1,4 +1,4 @@
-"""y = x · weightᵀ + bias + residual, weight as [out, in]; x is of x_dtype, if that is said."""
+"""y = x * weight^T + bias + residual, weight [out, in]; x may be of `x_dtype`."""
 
 from collections.abc import Mapping
 
@@ -19,7 +19,7 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
 
 
 def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
-    """The residual is what the GEMM accumulates into, so adding it is free."""
+    """Use the residual as the C operand of Gemm, so that adding it is free."""
     if "residual" not in present:
         return cpu_product(fields, present, "y", added="bias" if "bias" in present else "")
     if "bias" not in present:

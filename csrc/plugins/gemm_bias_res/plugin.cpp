@@ -12,17 +12,20 @@ class GemmBiasRes : public Plugin {
   }
 
   int64_t workspace(const std::vector<Tensor>& in) const override {
-    return linear_workspace(in[0], in[1], quantized_, false, optional(in, optional(in, 3) != nullptr ? 3 : 2));
+    return linear_workspace(in[0], in[1], quantized_, false,
+                            optional(in, optional(in, 3) != nullptr ? 3 : 2));
   }
 
-  void prepare(const std::vector<Tensor>& in, std::set<const void*>& done, cudaStream_t stream) const override {
+  void prepare(const std::vector<Tensor>& in, std::set<const void*>& done,
+               cudaStream_t stream) const override {
     quantized_.prepare(in, 1, done, stream);
   }
 
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void* workspace,
                const Context& context) const override {
-    linear({in[0], in[1], quantized_.packing(in), quantized_.rows(in[1]), optional(in, 2), optional(in, 3), out[0],
-            Activation::kNone, false}, quantized_, workspace, context);
+    linear({in[0], in[1], quantized_.quant_params(in), quantized_.rows(in[1]), optional(in, 2),
+            optional(in, 3), out[0], Activation::kNone, false},
+           quantized_, workspace, context);
   }
 
  private:
@@ -32,8 +35,12 @@ class GemmBiasRes : public Plugin {
 }  // namespace
 
 void register_gemm_bias_res() {
-  register_plugin({"GemmBiasRes", 1, rounding_ports({"x: x_dtype", "weight: weight_dtype", "bias?", "residual?"}), {"y"},
-                   taking_fields({}), {},
+  register_plugin({"GemmBiasRes",
+                   1,
+                   rounding_ports({"x: x_dtype", "weight: weight_dtype", "bias?", "residual?"}),
+                   {"y"},
+                   taking_fields({}),
+                   {},
                    [](const Fields& fields) -> std::unique_ptr<Plugin> {
                      return std::make_unique<GemmBiasRes>(fields);
                    }});

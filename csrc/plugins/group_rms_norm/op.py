@@ -1,8 +1,8 @@
-"""RMSNorm over each of `groups` equal parts of a row, and perhaps a gate:
+"""RMSNorm over each of `groups` equal parts of a row, with an optional gate.
 
-    y = x · rsqrt(mean(x²) + epsilon) · weight · activation(gate)
+    y = x * rsqrt(mean(x^2) + epsilon) * weight * activation(gate)
 
-With `gate_first` the gate is what x is multiplied by before the norm.
+With `gate_first`, x is multiplied by the gate before the norm.
 
     x, gate, y  [num_tokens, hidden]
     weight      [hidden]

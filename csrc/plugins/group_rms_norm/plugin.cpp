@@ -6,11 +6,16 @@ namespace {
 class GroupRMSNorm : public Plugin {
  public:
   explicit GroupRMSNorm(const Fields& fields)
-      : groups_(integer(fields, "groups")), epsilon_(real(fields, "epsilon")), activation_(activation_of(fields)),
+      : groups_(integer(fields, "groups")),
+        epsilon_(real(fields, "epsilon")),
+        activation_(activation_of(fields)),
         gate_first_(integer(fields, "gate_first") != 0) {
-    if (activation_ != Activation::kNone && activation_ != Activation::kSilu && activation_ != Activation::kSigmoid)
-      throw Error("GroupRMSNorm has no activation '" + std::get<std::string>(fields.at("activation")) + "'");
-    if (groups_ < 1) throw Error("GroupRMSNorm's groups " + std::to_string(groups_) + " is below 1");
+    if (activation_ != Activation::kNone && activation_ != Activation::kSilu &&
+        activation_ != Activation::kSigmoid)
+      throw Error("GroupRMSNorm has no activation '" +
+                  std::get<std::string>(fields.at("activation")) + "'");
+    if (groups_ < 1)
+      throw Error("GroupRMSNorm's groups " + std::to_string(groups_) + " is below 1");
   }
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
@@ -19,8 +24,8 @@ class GroupRMSNorm : public Plugin {
     const Dim hidden = x[x.size() - 1];
     if (hidden.known()) {
       if (hidden.number() % groups_ != 0)
-        throw Error("GroupRMSNorm's rows of " + std::to_string(hidden.number()) + " are not " + std::to_string(groups_) +
-                    " equal groups");
+        throw Error("GroupRMSNorm's rows of " + std::to_string(hidden.number()) + " are not " +
+                    std::to_string(groups_) + " equal groups");
       check_norm_rows(hidden.number() / groups_, "GroupRMSNorm");
     }
     expect("GroupRMSNorm's weight", in[1], {hidden});
@@ -40,7 +45,7 @@ class GroupRMSNorm : public Plugin {
     p.epsilon = epsilon_;
     if (const Tensor* gate = optional(in, 2)) {
       p.gate = gate->data;
-      p.gate_pitch = gate->row_pitch();
+      p.gate_stride = gate->row_pitch();
       p.gate_activation = activation_;
       p.gate_first = gate_first_;
     }
@@ -57,8 +62,13 @@ class GroupRMSNorm : public Plugin {
 }  // namespace
 
 void register_group_rms_norm() {
-  register_plugin({"GroupRMSNorm", 2, {"x", "weight: float32", "gate?: columns"}, {"y"},
-                   {{"groups", int64_t{0}}, {"epsilon", 1e-6}, {"activation", std::string("none")},
+  register_plugin({"GroupRMSNorm",
+                   2,
+                   {"x", "weight: float32", "gate?: columns"},
+                   {"y"},
+                   {{"groups", int64_t{0}},
+                    {"epsilon", 1e-6},
+                    {"activation", std::string("none")},
                     {"gate_first", int64_t{0}}},
                    {"groups"},
                    [](const Fields& fields) -> std::unique_ptr<Plugin> {

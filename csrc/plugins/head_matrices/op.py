@@ -1,10 +1,9 @@
-"""A matrix for each head, from one weight that has their rows one head behind the other; for ops
-that take such matrices, where the weight is in fewer bits.
+"""Per-head matrices from one quantized weight that has the heads' rows one after the other.
 
     weight    [heads * rows, in]
-    matrices  [heads, rows, in], or where `transposed` [heads, in, rows]
+    matrices  [heads, rows, in], or with `transposed` [heads, in, rows]
 
-ONNX Runtime computes it when it loads.
+ONNX Runtime folds it at load.
 """
 
 from __future__ import annotations

@@ -1,30 +1,26 @@
-"""Causal self-attention whose heads all make their keys and values of one row for each token, which
-is what the cache keeps: multi-head latent attention, as DeepSeek V2 has it.
+"""Multi-head latent attention (MLA) of DeepSeek V2: one cache row per token for all heads.
 
-A row is a part that the keys of all heads share, as the rotated one, and behind it a latent. The
-key of a head is the shared part, and behind it the latent times the head's `key_up`; its value is
-the latent times its `value_up`.
+A row is a part shared by the keys of all heads (the rotary part), followed by a latent. The key of
+a head is the shared part, followed by the latent times the head's `key_up`; its value is the latent
+times its `value_up`.
 
-    query                   [num_tokens, num_heads * (shared + own)], of each head first what meets
-                            the shared part
-    rows                    [num_tokens, shared + latent], not rotated yet
+    query                   [num_tokens, num_heads * (shared + own)], per head the shared part first
+    rows                    [num_tokens, shared + latent], before rotary embedding
     key_up                  [num_heads, own, latent]
     value_up                [num_heads, latent, value]
-    latent_cache            [batch, 1, max_seq_len, shared + latent], rotated
-    cu_seqlens, past_lens   int32 [batch + 1], [batch], as CausalAttention's
-    cos, sin                [max_positions, rotary_dim / 2]; absent: nothing is rotated
-    sinks                   [num_heads]; absent: none. A score that each softmax of a head has
-                            besides, with no value
-    block_table             int32 [batch, blocks]; absent: the cache as above. With it it is
-                            [num_blocks, 1, block_size, shared + latent], as CausalAttention's
+    latent_cache            [batch, 1, max_seq_len, shared + latent], after rotary embedding
+    cu_seqlens, past_lens   int32 [batch + 1], [batch], as in CausalAttention
+    cos, sin                [max_positions, rotary_dim / 2]; absent: no rotary embedding
+    sinks                   [num_heads]; optional: logits of attention sinks
+    block_table             int32 [batch, blocks]; absent: contiguous cache. With it the cache is
+                            [num_blocks, 1, block_size, shared + latent], as in CausalAttention
     out                     [num_tokens, num_heads * value]
 
-`head_dim` is shared + latent and `num_kv_heads` 1: it is attention of all heads to one of that
-size, once `key_up` has gone into the queries. `query_dim` is shared + own, `shared_dim` shared, of
-which cos and sin turn the first `rotary_dim`. Scores are multiplied by `scale`, which
-0 makes query_dim ** -0.5.
+`head_dim` is shared + latent and `num_kv_heads` is 1: after absorbing `key_up` into the queries it
+is multi-query attention of that size. `query_dim` is shared + own, `shared_dim` is shared, of which
+the first `rotary_dim` dimensions are rotated. `scale` 0 means query_dim ** -0.5.
 
-In the comments below: T new tokens, B sequences, S new tokens of the longest sequence, H heads, L
+Comments below use T new tokens, B sequences, S new tokens of the longest sequence, H heads, L
 positions filled afterwards in the fullest cache row, D head_dim.
 """
 
@@ -75,7 +71,7 @@ def _scale(fields: Fields) -> float:
 
 
 def _rotated(name: str, heads: int, fields: Fields) -> list[str]:
-    """Lines that rotate `name`, [T, heads, 1, …], or where nothing is rotated call it so."""
+    """Return lines that rotate `name`, [T, heads, 1, …], or alias it without rotary embedding."""
     if not fields["rotary_dim"]:
         return [f"{name}_rotated = Identity({name})"]
     return [f"{name}_rotated = RotaryEmbedding<interleaved={fields['interleaved']}, "
@@ -84,9 +80,10 @@ def _rotated(name: str, heads: int, fields: Fields) -> list[str]:
 
 
 def _prepared(fields: Fields, present: frozenset[str]) -> list[str]:
-    """Lines for the cache with the new rows in it; for `cached` [B, 1, L, D], as much of it as any
-    sequence has filled; and for `q_flat` [T, H, shared + own], rotated. `visible` [B, S, L] says
-    which positions a query sees.
+    """Return lines for the cache with new rows, `cached`, `q_flat` and `visible`.
+
+    `cached` [B, 1, L, D] is the filled part of the cache; `q_flat` [T, H, shared + own] are the
+    rotated queries; `visible` [B, S, L] are the positions that a query sees.
     """
     heads, dim, query_dim = (fields[key] for key in ("num_heads", "head_dim", "query_dim"))
     paged = "block_table" in present
@@ -121,7 +118,7 @@ def _prepared(fields: Fields, present: frozenset[str]) -> list[str]:
 
 
 def _beside(masked: str, wanted: str, sinks_shape: Sequence[int]) -> list[str]:
-    """Lines for `wanted`, scores [..., L + 1], of `masked` and for each head its sink."""
+    """Return lines for `wanted`, scores [..., L + 1], from `masked` and each head's sink."""
     return [_ints(f"{wanted}_heads", *sinks_shape),
             f"{wanted}_sinks = Reshape(sinks, {wanted}_heads)",
             _ints(f"{wanted}_axis", 3), f"{wanted}_first = Slice({masked}, c0, c1, {wanted}_axis)",
@@ -131,8 +128,9 @@ def _beside(masked: str, wanted: str, sinks_shape: Sequence[int]) -> list[str]:
 
 
 def _absorbed(fields: Fields, present: frozenset[str]) -> list[str]:
-    """Lines for `out` by attention to the rows: `key_up` goes into the queries, `value_up` comes
-    behind. For few queries it is the least work.
+    """Return lines for `out` in the absorbed form: `key_up` in the queries, `value_up` at the end.
+
+    It takes the least work for few queries.
     """
     heads, dim, shared = (fields[key] for key in ("num_heads", "head_dim", "shared_dim"))
     return [
@@ -159,7 +157,7 @@ def _absorbed(fields: Fields, present: frozenset[str]) -> list[str]:
         *([*_beside("masked", "scored", (1, 1, heads, 1)), "shares = Softmax<axis=-1>(scored)",
            "weights = Slice(shares, c0, fullest, scored_axis)"] if "sinks" in present else
           ["weights = Softmax<axis=-1>(masked)"]),
-        # What is seen of the rows, [T, H, D], and the value of its latent.
+        # Attended rows, [T, H, D], and the values of their latents.
         "products_shape = Shape(products)", "weights_rows = Reshape(weights, products_shape)",
         "seen_rows = MatMul(weights_rows, keys)",
         _ints("seen_shape", -1, heads, dim), "seen_padded = Reshape(seen_rows, seen_shape)",
@@ -174,9 +172,7 @@ def _absorbed(fields: Fields, present: frozenset[str]) -> list[str]:
 
 
 def _expanded(fields: Fields, present: frozenset[str]) -> list[str]:
-    """Lines for `out_expanded` by attention to whole keys and values; a sink is a key of zeros,
-    whose score is given.
-    """
+    """Return lines for `out_expanded` from full keys and values; a sink is a key of zeros."""
     heads, dim, shared = (fields[key] for key in ("num_heads", "head_dim", "shared_dim"))
     keys, values, mask, with_sinks = "keys_whole", "values", "visible_once", list[str]()
     if "sinks" in present:
@@ -214,8 +210,10 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
 
 
 def _cpu(fields: Fields, present: frozenset[str]) -> str:
-    """The form that multiplies less, for each head: absorbed S (2 D L + latent (own + value)),
-    expanded S L (shared + own + value) + L latent (own + value).
+    """Choose the form with fewer multiplications per head.
+
+    absorbed: S (2 D L + latent (own + value));
+    expanded: S L (shared + own + value) + L latent (own + value).
     """
     branches = [[line.replace("out = ", "out_absorbed = ") for line in _absorbed(fields, present)],
                 _expanded(fields, present)]
@@ -237,7 +235,7 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str:
 
 
 def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    """Of whole keys and values, as if nothing were absorbed."""
+    """Attention with full keys and values, without absorption."""
     heads, shared = fields["num_heads"], fields["shared_dim"]
     wide = {name: inputs[name].astype(np.float64)
             for name in ("query", "rows", "key_up", "value_up", "latent_cache")}
@@ -285,7 +283,7 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
                   "past_lens": np.array(past, np.int32)}
         if sinks:
             inputs["sinks"] = normal(heads)
-        if block_size:  # in any order, and one block that nobody has
+        if block_size:  # in any order, with one unused block
             blocks = len(new) * (max_seq_len // block_size)
             inputs["latent_cache"] = normal(blocks + 1, 1, block_size, shared + latent)
             inputs["block_table"] = rng.permutation(blocks + 1)[:blocks] \

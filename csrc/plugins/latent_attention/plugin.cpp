@@ -1,6 +1,7 @@
 #include <cmath>
 #include <utility>
 
+#include "../../kernels/attention/params.h"
 #include "../common/heads.h"
 
 namespace llmc {
@@ -20,25 +21,28 @@ class LatentAttention : public Plugin {
     const int dim = integer(fields, "head_dim"), kv_heads = integer(fields, "num_kv_heads");
     p_.latent = dim - p_.shared_dim;
     if (p_.num_heads < 1 || kv_heads != 1)
-      throw Error(kOp + " of " + std::to_string(p_.num_heads) + " heads to " + std::to_string(kv_heads) +
-                  ", expected one row for all");
+      throw Error(kOp + " of " + std::to_string(p_.num_heads) + " heads to " +
+                  std::to_string(kv_heads) + ", expected one row for all");
     if (p_.shared_dim < 1 || dim <= p_.shared_dim || p_.query_dim <= p_.shared_dim)
-      throw Error(kOp + "'s shared_dim " + std::to_string(p_.shared_dim) + " is no part of a row of " +
-                  std::to_string(dim) + " and a query of " + std::to_string(p_.query_dim));
+      throw Error(kOp + "'s shared_dim " + std::to_string(p_.shared_dim) +
+                  " is no part of a row of " + std::to_string(dim) + " and a query of " +
+                  std::to_string(p_.query_dim));
     for (auto [name, size] : {std::pair("head_dim", dim), std::pair("query_dim", p_.query_dim)})
-      if (size > kernels::kLatentDim)
-        throw Error(kOp + "'s " + name + " " + std::to_string(size) + " exceeds " + std::to_string(kernels::kLatentDim));
+      if (size > kernels::kMaxLatentDim)
+        throw Error(kOp + "'s " + name + " " + std::to_string(size) + " exceeds " +
+                    std::to_string(kernels::kMaxLatentDim));
     if (p_.rotary_dim < 0 || p_.rotary_dim % 2 != 0 || p_.rotary_dim > p_.shared_dim)
-      throw Error(kOp + "'s rotary_dim " + std::to_string(p_.rotary_dim) + " is not an even number from 0 to shared_dim " +
-                  std::to_string(p_.shared_dim));
+      throw Error(kOp + "'s rotary_dim " + std::to_string(p_.rotary_dim) +
+                  " is not an even number from 0 to shared_dim " + std::to_string(p_.shared_dim));
     if (!std::get<std::string>(fields.at("kv_dtype")).empty())
-      throw Error(kOp + " has no kernels for caches in fewer bits");
+      throw Error(kOp + " does not support a quantized KV cache");
     if (p_.scale == 0) p_.scale = 1 / std::sqrt(static_cast<float>(p_.query_dim));
   }
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
     const int64_t dim = p_.shared_dim + p_.latent, heads = p_.num_heads;
-    const Dims &query = in[0], &value_up = in[3], &cache = in[4], *cos = optional(in, 7), *sin = optional(in, 8);
+    const Dims &query = in[0], &value_up = in[3], &cache = in[4], *cos = optional(in, 7),
+               *sin = optional(in, 8);
     const Dims* table = optional(in, 10);
     const Dim batch = in[6][0];
     expect(kOp + "'s query", query, {query[0], heads * p_.query_dim});
@@ -62,8 +66,8 @@ class LatentAttention : public Plugin {
   }
 
   int64_t workspace(const std::vector<Tensor>& in) const override {
-    return kernels::latent_attention_scratch(in[0].dtype, static_cast<int>(in[0].shape[0]), p_.num_heads, p_.shared_dim,
-                                             p_.latent);
+    return kernels::latent_attention_scratch(in[0].dtype, static_cast<int>(in[0].shape[0]),
+                                             p_.num_heads, p_.shared_dim, p_.latent);
   }
 
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void* workspace,
@@ -79,18 +83,20 @@ class LatentAttention : public Plugin {
     p.past_lens = static_cast<const int32_t*>(in[6].data);
     const float** numbers[] = {&p.cos, &p.sin, &p.sinks};
     for (size_t i = 0; i < 3; ++i)
-      if (const Tensor* given = optional(in, 7 + i)) *numbers[i] = static_cast<const float*>(given->data);
+      if (const Tensor* given = optional(in, 7 + i))
+        *numbers[i] = static_cast<const float*>(given->data);
     p.num_tokens = static_cast<int>(in[0].shape[0]);
     p.batch = static_cast<int>(in[6].shape[0]);
     p.value_dim = static_cast<int>(in[3].shape[2]);
     p.max_seq_len = static_cast<int>(in[4].shape[2]);
     if (const Tensor* table = optional(in, 10)) {
-      if (context.building) return;  // its blocks are nowhere
+      if (context.building) return;  // blocks do not exist while TensorRT builds
       p.block_table = static_cast<const int32_t*>(table->data);
       p.block_size = p.max_seq_len;
       p.max_seq_len *= static_cast<int>(table->shape[1]);
       if ((p.block_size & (p.block_size - 1)) != 0)
-        throw Error(kOp + "'s block size " + std::to_string(p.block_size) + " is not a power of two");
+        throw Error(kOp + "'s block size " + std::to_string(p.block_size) +
+                    " is not a power of two");
     }
     p.scratch = workspace;
     check(kernels::latent_attention(in[0].dtype, p, context.stream), kOp.c_str());
@@ -103,13 +109,21 @@ class LatentAttention : public Plugin {
 }  // namespace
 
 void register_latent_attention() {
-  register_plugin({"LatentAttention", 2,
-                   {"query", "rows", "key_up", "value_up", "latent_cache: kv_dtype", "cu_seqlens: int32",
-                    "past_lens: int32", "cos?: float32", "sin?: float32", "sinks?: float32", "block_table?: int32"},
+  register_plugin({"LatentAttention",
+                   2,
+                   {"query", "rows", "key_up", "value_up", "latent_cache: kv_dtype",
+                    "cu_seqlens: int32", "past_lens: int32", "cos?: float32", "sin?: float32",
+                    "sinks?: float32", "block_table?: int32"},
                    {"out", "latent_cache_out = latent_cache"},
-                   {{"num_heads", int64_t{0}}, {"num_kv_heads", int64_t{0}}, {"head_dim", int64_t{0}},
-                    {"query_dim", int64_t{0}}, {"shared_dim", int64_t{0}}, {"scale", 0.0}, {"rotary_dim", int64_t{0}},
-                    {"interleaved", int64_t{0}}, {"kv_dtype", std::string()}},
+                   {{"num_heads", int64_t{0}},
+                    {"num_kv_heads", int64_t{0}},
+                    {"head_dim", int64_t{0}},
+                    {"query_dim", int64_t{0}},
+                    {"shared_dim", int64_t{0}},
+                    {"scale", 0.0},
+                    {"rotary_dim", int64_t{0}},
+                    {"interleaved", int64_t{0}},
+                    {"kv_dtype", std::string()}},
                    {"num_heads", "num_kv_heads", "head_dim", "query_dim", "shared_dim"},
                    [](const Fields& fields) -> std::unique_ptr<Plugin> {
                      return std::make_unique<LatentAttention>(fields);

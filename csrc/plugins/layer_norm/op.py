@@ -1,4 +1,4 @@
-"""y = (x − mean(x)) · rsqrt(var(x) + epsilon) · weight + bias over the last axis."""
+"""y = (x - mean(x)) * rsqrt(var(x) + epsilon) * weight + bias over the last axis."""
 
 from llmc.plugins import Op
 from llmc.plugins.normalization import norm_dims, norm_samples, normalize

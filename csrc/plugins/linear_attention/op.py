@@ -1,33 +1,33 @@
-"""Attention whose past is a matrix for each head, over packed tokens: the gated delta rule, Kimi
-delta attention, and the state-space layers of Mamba 2.
+"""Linear attention with a state matrix per head, over packed tokens.
 
-A token multiplies the state of a head by exp(decay), adds the outer product of its key and what it
-writes, and reads the state with its query. By the rule `gated` it writes its value times beta; by
-`gated_delta` beta times what its value differs by from what the state already has for its key.
-Value heads share keys and queries in groups, as query heads share KV heads elsewhere. In terms of
-Mamba 2: keys are B, queries C, beta is dt, decay dt * A, and `skip` is D. Kimi delta attention is
-`gated_delta` with `decay_per_channel`: row i of a head's state, which is what its keys' channel i
-wrote, has a decay of its own.
+It covers the gated delta rule, Kimi delta attention and the state-space layers of Mamba 2. A token
+multiplies the state of a head by exp(decay), adds the outer product of its key and an update, and
+reads the state with its query. With update_rule `gated` the update is value * beta; with
+`gated_delta` it is beta times the difference of the value and what the state has for the key. Value
+heads share keys and queries in groups, as query heads share KV heads elsewhere. In terms of
+Mamba 2: keys are B, queries C, beta is dt, decay is dt * A, and `skip` is D. Kimi delta attention
+is `gated_delta` with `decay_per_channel`: each row of the state, one per key channel, has its own
+decay.
 
     qkv                   [num_tokens, 2 * num_k_heads * k_head_dim + num_v_heads * v_head_dim]
-    decay                 [num_tokens, num_v_heads], logarithms: decay_rate times
-                          decay_activation(decay + decay_bias), the rate and the bias float32
-                          [num_v_heads], 1 and 0 where they are absent; with `decay_per_channel`
-                          [num_tokens, num_v_heads * k_head_dim], and none of these
+    decay                 [num_tokens, num_v_heads], logarithms: decay_rate *
+                          decay_activation(decay + decay_bias), with rate and bias float32
+                          [num_v_heads], 1 and 0 if absent; with `decay_per_channel`
+                          [num_tokens, num_v_heads * k_head_dim], without these
     state                 float32 [batch, num_v_heads, k_head_dim, v_head_dim], or [num_states, …]
-                          with state_slots; where past_lens is 0 it is not read
+                          with state_slots; not read where past_lens is 0
     cu_seqlens, past_lens int32 [batch + 1], [batch]
-    state_slots           int32 [batch], distinct: which state is a sequence's; absent: its own row
-    beta                  [num_tokens, num_v_heads]; absent: 1. beta_activation(beta + beta_bias)
-                          is meant, the bias float32 [num_v_heads], 0 where it is absent
-    skip                  [num_v_heads]; absent: none. So many times its value is added to what a
-                          token reads
+    state_slots           int32 [batch], distinct: each sequence's state; absent: row b
+    beta                  [num_tokens, num_v_heads]; absent: 1. It stands for
+                          beta_activation(beta + beta_bias), the bias float32 [num_v_heads], 0 if
+                          absent
+    skip                  [num_v_heads]; optional: skip * value is added to the output
     out                   [num_tokens, num_v_heads * v_head_dim]
 
-Queries are multiplied by `scale`; with `l2norm` they and keys are first divided by their length.
+`scale` multiplies queries; `l2norm` normalizes queries and keys first.
 
-In the comments below: T new tokens, B sequences, S new tokens of the longest sequence, H key heads,
-G value heads of each, K and V their dimensions.
+Comments below use T new tokens, B sequences, S new tokens of the longest sequence, H key heads, G
+value heads per key head, K and V their dimensions.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from llmc.plugins.attention.op import _PAST, _TOKENS, _ints
 from llmc.plugins.roles import ByStateHeads, Columns, State
 from llmc.plugins.states import kept_states, own_states, state_rows
 
-_L2_EPSILON = 1e-6  # added to the square of a length
+_L2_EPSILON = 1e-6  # added to the squared norm
 
 
 def _sizes(fields: Fields) -> tuple[int, int, int, int]:
-    """Raises ValueError where there are no whole groups of value heads."""
+    """Raise ValueError unless value heads are a multiple of key heads."""
     k_heads, v_heads, k_dim, v_dim = (fields[key] for key in (
         "num_k_heads", "num_v_heads", "k_head_dim", "v_head_dim"))
     if min(k_heads, v_heads, k_dim, v_dim) < 1 or v_heads % k_heads:
@@ -74,8 +74,10 @@ def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
 
 
 def _prepared(fields: Fields, present: frozenset[str]) -> list[str]:
-    """Lines for `q` and `k`, [T, H, K], `v`, [T, H * G, V], `log_decay` and `weight`, which beta
-    is where there is one; and for the state as it begins, `first_state`.
+    """Return lines for the inputs of the recurrence.
+
+    They are `q` and `k`, [T, H, K], `v`, [T, H * G, V], `log_decay`, `weight` (beta, if present),
+    and the initial state `first_state`.
     """
     k_heads, v_heads, k_dim, v_dim = _sizes(fields)
     lines = [
@@ -109,7 +111,7 @@ def _prepared(fields: Fields, present: frozenset[str]) -> list[str]:
 
 
 def _joined(fields: Fields, present: frozenset[str]) -> list[str]:
-    """Lines for `out` from what tokens have read, `read` [T, H * G, V]."""
+    """Return lines for `out` from `read` [T, H * G, V], what tokens read from the state."""
     lines, made = [], "read"
     if "skip" in present:
         lines = ["skip_column = Unsqueeze(skip, c1)", "skipped = Mul(v, skip_column)",
@@ -120,7 +122,7 @@ def _joined(fields: Fields, present: frozenset[str]) -> list[str]:
 
 
 def _body(fields: Fields, present: frozenset[str]) -> str:
-    """One token of each sequence after the other."""
+    """Iterate over the tokens of all sequences in parallel."""
     k_heads, v_heads, k_dim, v_dim = _sizes(fields)
     group = v_heads // k_heads
     delta = fields["update_rule"] == "gated_delta"
@@ -131,7 +133,7 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
         scanned["weight"] = (1, k_heads, group, 1, 1)
     lines = [
         *_prepared(fields, present), _ints("c1234", 1, 2, 3, 4),
-        # Tokens by place in their sequence, [S, B, ...]; any where there is none.
+        # Tokens by index in their sequence, [S, B, ...]; arbitrary for padding.
         "pad_by_step = Transpose(pad)",
         "step_column = Unsqueeze(step, c1)",
         "live = Less(step_column, lengths)",
@@ -172,13 +174,14 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
 
 
 def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
-    """com.microsoft.LinearAttention, which wants [B, S, ...] padded on the right: there a token
-    decays nothing and writes nothing.
+    """Use com.microsoft.LinearAttention on [B, S, ...] padded on the right.
+
+    Padding tokens neither decay nor update the state.
     """
     k_heads, v_heads, k_dim, v_dim = _sizes(fields)
     delta = fields["update_rule"] == "gated_delta"
     if delta and fields["decay_per_channel"] and "beta" not in present:
-        return None  # the kernel wants a beta for each head
+        return None  # the kernel requires a beta per head
     lines = [*_prepared(fields, present),
              "starts_live = Unsqueeze(lengths, c1)", "live = Less(step, starts_live)",
              "live_column = Unsqueeze(live, last)", "one_beta = Constant<value_float=1.0>()"]
@@ -271,7 +274,7 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
             inputs["skip"] = normal(v_heads)
         if "decay_rate" in optional:
             inputs["decay_rate"] = rng.uniform(0.1, 2.0, v_heads).astype(np.float32)
-            if "decay_activation" in fields:  # which makes numbers above zero
+            if "decay_activation" in fields:  # makes values positive
                 inputs["decay_rate"] *= -1
         inputs.update({name: normal(v_heads) for name in ("decay_bias", "beta_bias")
                        if name in optional})

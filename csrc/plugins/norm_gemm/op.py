@@ -1,9 +1,9 @@
-"""y = activation(norm(x) · weightᵀ + bias): a norm and the GEMM that alone reads it.
+"""y = activation(norm(x) * weight^T + bias): a norm fused with the only GEMM that reads it.
 
-The norm's own weight and bias are part of `weight` and `bias`, or else `norm_weight` and
-`norm_bias`. `centred`: LayerNorm, else RMSNorm. `gated`: the GEMM is GatedMLP's, with a weight
-[2 · out, in], and perhaps its `out_scale`. `row_sums`, the sum of each row of `weight`, lets a
-kernel take the mean off after the product; a centred op without norm_weight has it.
+The norm's weight and bias are folded into `weight` and `bias`, or are `norm_weight` and
+`norm_bias`. `centred`: LayerNorm, otherwise RMSNorm. `gated`: the GEMM of GatedMLP, with a weight
+[2 * out, in] and an optional `out_scale`. `row_sums` has the sum of each row of `weight`, with
+which a kernel subtracts the mean after the product; a centred op without norm_weight has it.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""y = x · rsqrt(mean(x²) + epsilon) · weight over the last axis."""
+"""y = x * rsqrt(mean(x^2) + epsilon) * weight over the last axis."""
 
 from llmc.plugins import Op
 from llmc.plugins.normalization import norm_dims, norm_samples, normalize

@@ -1,19 +1,19 @@
-"""Which experts a token goes to, and what each of them counts, from the router's logits.
+"""Top-k routing: the experts of each token and their weights, from the router's logits.
 
     logits   [num_tokens, num_experts]
-    bias     [num_experts], added to a score where experts are chosen, not where they are weighed
-    expert_scale  [num_experts], what a chosen expert's score is multiplied by in the end
-    experts  int64 [num_tokens, top_k], all different; in no order that anything may rely on
-    scores   float32 [num_tokens, top_k], what each of them is multiplied by
+    bias     [num_experts], added to scores for selection only
+    expert_scale  [num_experts], multiplies the final score of a selected expert
+    experts  int64 [num_tokens, top_k], distinct, in unspecified order
+    scores   float32 [num_tokens, top_k], the weight of each
 
-A score is the softmax of a token's logits, the sigmoid or sqrt(softplus) of each; the `top_k`
-highest are chosen. With `groups` of experts, one behind the other, only those of the `top_groups`
-best groups are: a group's rank is its highest score, or the sum of its two highest (`group_score`).
+A score is the softmax of a token's logits, or the sigmoid or sqrt(softplus) of each; the `top_k`
+highest are selected. With `groups` of adjacent experts, only the `top_groups` best groups are
+considered; a group's rank is its highest score, or the sum of its two highest (`group_score`).
 `normalize` divides a token's scores by their sum plus `epsilon`; `scale` multiplies them.
 
-`sparsemixer` (https://arxiv.org/abs/2409.12136) chooses one expert after the other. Each one's
-score is its softmax among those that are left and whose logits are near enough to its own: (own -
-other) / max(|other|, own) is at most 2 * `jitter`.
+`sparsemixer` (https://arxiv.org/abs/2409.12136) selects one expert after the other. The score of
+each is its softmax among the remaining ones whose logits are near its own: (own - other) /
+max(|other|, own) is at most 2 * `jitter`.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ import numpy as np
 
 from llmc.plugins import Fields, Op, Sample, Shape
 
-_NEVER = "-1e30"  # of what cannot be chosen
+_NEVER = "-1e30"  # of what cannot be selected
 
 _SCORES = {
     "softmax": "score = Softmax<axis=-1>(rows)",
@@ -32,7 +32,7 @@ _SCORES = {
 
 
 def _body(fields: Fields, present: frozenset[str]) -> str:
-    # Any leading dimensions become rows, and come back at the end.
+    # Leading dimensions are flattened to rows, and restored at the end.
     return "\n".join([
         "minus_one = Constant<value_ints=[-1]>()",
         "width = Shape<start=-1>(logits)",
@@ -58,7 +58,7 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
 
 
 def _best(fields: Fields, present: frozenset[str]) -> str:
-    """`indices` and `weights` of the highest scores."""
+    """Return `indices` and `weights` of the highest scores."""
     lines = [_SCORES[fields["score"]],
              "choice = Add(score, bias)" if "bias" in present else "choice = Identity(score)"]
     if fields["groups"] > 1:
@@ -73,7 +73,7 @@ def _best(fields: Fields, present: frozenset[str]) -> str:
             f"top_groups = Constant<value_ints=[{fields['top_groups']}]>()",
             "group_best, group_indices = TopK<axis=-1>(group_score, top_groups)",
             "closed = Sub(group_score, group_score)",
-            "opened = Exp(closed)",  # ones; the sum is 1 where a group is open
+            "opened = Exp(closed)",  # ones; the sum is 1 in an open group
             "ones = GatherElements<axis=-1>(opened, group_indices)",
             "gates = ScatterElements<axis=-1>(closed, group_indices, ones)",
             "is_open = Cast<to=9>(gates)",
@@ -89,7 +89,7 @@ def _best(fields: Fields, present: frozenset[str]) -> str:
 
 
 def _mixed(fields: Fields) -> str:
-    """`indices` and `weights` of one expert after the other."""
+    """Return `indices` and `weights` of sparsemixer."""
     lines = ["one = Constant<value_ints=[1]>()", "sizes = Abs(rows)",
              f"reach = Constant<value_float={2 * fields['jitter']!r}>()", "left_0 = Identity(rows)"]
     rounds = range(fields["top_k"])
@@ -112,7 +112,7 @@ def _mixed(fields: Fields) -> str:
 
 
 def _check(fields: Fields, present: frozenset[str]) -> None:
-    """Raises ValueError where fields and inputs contradict one another."""
+    """Raise ValueError if attributes and inputs are inconsistent."""
     if not 1 <= fields["top_groups"] <= fields["groups"]:
         raise ValueError(f"Route has top_groups {fields['top_groups']} of {fields['groups']} "
                          f"groups")
@@ -187,7 +187,7 @@ def _mixed_reference(fields: Fields, rows: np.ndarray, bias: np.ndarray | None) 
 
 
 def _highest(x: np.ndarray, count: int) -> np.ndarray:
-    """The columns of the `count` highest of each row, the highest first."""
+    """Columns of the `count` highest values of each row, in descending order."""
     return np.argsort(-x, -1, kind="stable")[..., :count]
 
 

@@ -4,8 +4,9 @@
 
 namespace llmc {
 
-// Prefill attention by cuDNN; a plan is made, and timed beside our kernel, at the first use of a shape, whose lengths and batch
-// are rounded up. always: even where our kernel is faster; throws Error where the library is not there then, else serves nothing.
+// Prefill attention by cuDNN. A plan is made, and timed against llmc's kernel, at the first use of
+// a shape; lengths and batch are rounded up. always: use cuDNN even where llmc's kernel is faster,
+// and throw Error if the library is missing. Otherwise nothing is served then.
 std::unique_ptr<AttentionBackend> make_cudnn(bool always);
 
 }  // namespace llmc

@@ -1,4 +1,6 @@
-// Whichever is the fastest: llmc's kernels for a Hopper, else cuDNN for shapes for which it is.
+// The fastest backend: llmc's wgmma kernel on Hopper, otherwise cuDNN for shapes where it is
+// faster.
+#include "../../../kernels/attention/params.h"
 #include "cudnn.h"
 
 namespace llmc {
@@ -7,8 +9,9 @@ namespace {
 class Fastest : public AttentionBackend {
  public:
   void make_plans(bool makes) override { cudnn_->make_plans(makes); }
-  bool run(DType dtype, const kernels::AttentionParams& p, int longest, int reach, cudaStream_t stream) override {
-    return !kernels::prefills_on_hopper(dtype, p) && cudnn_->run(dtype, p, longest, reach, stream);
+  bool run(DType dtype, const kernels::AttentionParams& p, int longest, int reach,
+           cudaStream_t stream) override {
+    return !kernels::has_prefill_sm90(dtype, p) && cudnn_->run(dtype, p, longest, reach, stream);
   }
 
  private:

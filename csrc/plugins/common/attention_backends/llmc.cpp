@@ -1,4 +1,5 @@
-// llmc's own kernels alone.
+// llmc's own kernels only.
+#include "../../../kernels/attention/params.h"
 #include "../attention_backend.h"
 
 namespace llmc {
@@ -6,7 +7,9 @@ namespace {
 
 class Llmc : public AttentionBackend {
  public:
-  bool run(DType, const kernels::AttentionParams&, int, int, cudaStream_t) override { return false; }
+  bool run(DType, const kernels::AttentionParams&, int, int, cudaStream_t) override {
+    return false;
+  }
 };
 
 }  // namespace

@@ -1,4 +1,5 @@
-// The kernel that serves everything, for comparison.
+// The per-token kernel, which supports everything, as a reference.
+#include "../../../kernels/attention/params.h"
 #include "../plugin.h"
 
 namespace llmc {

@@ -1,0 +1,251 @@
+// Attention of encoders and encoder-decoder models: queries that see all keys of their sequence,
+// and causal ones with a score bias.
+//
+// A block takes one head and kQueries packed tokens, one sequence after the other if they belong to
+// several. kLanes threads read a key, 8 elements each, for all of these queries. Every group of
+// kLanes threads keeps its own online softmax; they are merged within the warp, then over the
+// warps. Reads the keys and values of a sequence once per head and kQueries queries.
+#include "attention.cuh"
+
+namespace llmc::kernels {
+namespace {
+
+using namespace device;
+
+constexpr int kMostHeadDim = 256;
+
+// Common parameters; queries are T [num_tokens, num_heads * head_dim], as out is.
+struct Queries {
+  void* out;
+  const void* query;
+  const int32_t* cu_seqlens;  // [batch + 1]
+  ScoreBias bias;
+  int num_tokens, batch, num_heads, num_kv_heads, head_dim;
+  float scale, softcap;
+  const float* sinks;  // [num_heads] or null
+};
+
+// Keys in rows of a matrix; every query of the sequence sees all. Positions count within the
+// sequence.
+template <typename T>
+struct RowsOfKeys {
+  using Params = BidirectionalParams;
+  using Element = T;
+
+  __device__ RowsOfKeys(const Params& p, int sequence, int kv_head)
+      : stride(p.num_kv_heads * p.head_dim) {
+    const int wanted = p.key_starts != nullptr ? p.key_starts[sequence] : p.cu_seqlens[sequence];
+    const int64_t start = min(max(wanted, 0), p.num_keys);
+    count = p.key_lens != nullptr ? p.key_lens[sequence]
+                                  : p.cu_seqlens[sequence + 1] - p.cu_seqlens[sequence];
+    count = min(count, p.num_keys - static_cast<int>(start));
+    key = static_cast<const T*>(p.key) + start * stride + kv_head * p.head_dim;
+    value = static_cast<const T*>(p.value) + start * stride + kv_head * p.head_dim;
+  }
+  __device__ int begin(int) const { return 0; }
+  __device__ int end(int) const { return count; }
+  __device__ bool sees(int, int) const { return true; }
+  __device__ int64_t row(int j) const { return static_cast<int64_t>(j) * stride; }
+  __device__ int column(int i, int j, int distances) const {
+    const int reach = distances / 2;
+    return reach + min(max(j - i, -reach), reach);
+  }
+
+  const T *key, *value;
+  int first = 0, count = 0, stride;  // first: the position of the sequence's first query
+};
+
+// Keys in the KV cache; causal, with a window or chunk.
+template <typename C>
+struct CachedKeys {
+  using Params = AttentionParams;
+  using Element = C;
+
+  __device__ CachedKeys(const Params& p, int sequence, int kv_head)
+      : key(static_cast<const C*>(p.key_cache)),
+        value(static_cast<const C*>(p.value_cache)),
+        rows(p, sequence, kv_head),
+        first(p.past_lens[sequence]),
+        window(p.window),
+        chunk(p.chunk) {}
+  __device__ int begin(int i) const { return first_visible(window, chunk, i); }
+  __device__ int end(int i) const { return i + 1; }
+  __device__ bool sees(int i, int j) const { return j <= i && j >= begin(i); }
+  __device__ int64_t row(int j) const { return rows(j); }
+  __device__ int column(int i, int j, int distances) const {
+    return min(max(i - j, 0), distances - 1);
+  }
+
+  const C *key, *value;
+  CacheRows rows;
+  int first, window, chunk;
+};
+
+template <typename T, int kLanes, int kQueries, int kWarps, typename Keys>
+__global__ void __launch_bounds__(kWarps * 32)
+    biased_attention_kernel(Queries p, typename Keys::Params where) {
+  using C = typename Keys::Element;
+  constexpr int kGroups = 32 / kLanes, kTurns = kQueries == 1 ? 4 : 2, kStride = kWarps * kGroups;
+  extern __shared__ float shared[];  // sums [kWarps][kQueries][head_dim]
+  __shared__ float peak_of[kWarps][kQueries], total_of[kWarps][kQueries];
+  pdl_wait();
+  pdl_launch_dependents();
+  const int dim = p.head_dim, head = blockIdx.y, kv_head = head / (p.num_heads / p.num_kv_heads);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int in_key = lane % kLanes * 8;
+  const bool inside = in_key < dim;
+  auto of_head = [&](const float* table, int columns) {
+    return table == nullptr ? nullptr : table + static_cast<int64_t>(head) * columns;
+  };
+  const float* by_distance = of_head(p.bias.distance, p.bias.distances);
+  const float* by_key = of_head(p.bias.key, p.bias.positions);
+  const int last_token = min(p.num_tokens, (static_cast<int>(blockIdx.x) + 1) * kQueries);
+  for (int token = blockIdx.x * kQueries; token < last_token;) {
+    const int sequence = sequence_of(p.cu_seqlens, p.batch, token);
+    const int queries = min(last_token, p.cu_seqlens[sequence + 1]) - token;
+    const Keys keys(where, sequence, kv_head);
+    const int position = keys.first + token - p.cu_seqlens[sequence];
+    const int from = keys.begin(position), to = keys.end(position + queries - 1);
+    const int64_t place =
+        (static_cast<int64_t>(token) * p.num_heads + head) * dim;  // of the first query
+    const int64_t next = static_cast<int64_t>(p.num_heads) * dim;
+
+    float q[kQueries][8], sum[kQueries][8] = {}, peak[kQueries], total[kQueries] = {};
+#pragma unroll
+    for (int n = 0; n < kQueries; ++n) {
+      peak[n] = -INFINITY;
+      Vec<T, 8> read;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) read.data[i] = from_float<T>(0.f);
+      if (inside && n < queries)
+        read = load<T, 8>(static_cast<const T*>(p.query) + place + n * next + in_key);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) q[n][i] = to_float(read.data[i]) * p.scale;
+    }
+    for (int start = from + warp * kGroups + lane / kLanes; start - lane / kLanes < to;
+         start += kStride * kTurns) {
+      Cached<C> key[kTurns], value[kTurns];
+#pragma unroll
+      for (int turn = 0; turn < kTurns; ++turn) {
+        const int j = start + turn * kStride;
+        key[turn] = value[turn] = Cached<C>{};
+        if (j < to && inside) {
+          const int64_t row = keys.row(j) + in_key;
+          key[turn] = load_cache(keys.key + row);
+          value[turn] = load_cache(keys.value + row);
+        }
+      }
+#pragma unroll
+      for (int turn = 0; turn < kTurns; ++turn) {
+        const int j = start + turn * kStride;
+        const Vec<T, 8> k = convert_cache<T, C>(key[turn]), v = convert_cache<T, C>(value[turn]);
+#pragma unroll
+        for (int n = 0; n < kQueries; ++n) {
+          float score = 0;
+#pragma unroll
+          for (int i = 0; i < 8; ++i) score += q[n][i] * to_float(k.data[i]);
+#pragma unroll
+          for (int mask = kLanes / 2; mask; mask >>= 1) score += __shfl_xor_sync(~0u, score, mask);
+          if (j >= to || n >= queries || !keys.sees(position + n, j))
+            continue;  // uniform over a lane group
+          if (p.softcap > 0) score = p.softcap * tanhf(score / p.softcap);
+          if (by_distance != nullptr)
+            score += by_distance[keys.column(position + n, j, p.bias.distances)];
+          if (by_key != nullptr) score += by_key[j];
+          score *= kLog2E;
+          const float higher = fmaxf(peak[n], score);
+          if (higher == -INFINITY) continue;
+          const float old = exp2f(peak[n] - higher), fresh = exp2f(score - higher);
+          peak[n] = higher;
+          total[n] = total[n] * old + fresh;
+#pragma unroll
+          for (int i = 0; i < 8; ++i) sum[n][i] = sum[n][i] * old + fresh * to_float(v.data[i]);
+        }
+      }
+    }
+    // Merge the lane groups of the warp, then the warps.
+#pragma unroll
+    for (int n = 0; n < kQueries; ++n) {
+      merge_lanes<kLanes>(peak[n], total[n], sum[n]);
+      if (lane < kLanes && inside)
+#pragma unroll
+        for (int i = 0; i < 8; ++i) shared[(warp * kQueries + n) * dim + in_key + i] = sum[n][i];
+      if (lane == 0) peak_of[warp][n] = peak[n], total_of[warp][n] = total[n];
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < queries * dim; i += kWarps * 32) {
+      const int n = i / dim;
+      float higher = -INFINITY, all = 0, weighted = 0;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) higher = fmaxf(higher, peak_of[w][n]);
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) {
+        const float weight = higher == -INFINITY ? 0 : exp2f(peak_of[w][n] - higher);
+        all += total_of[w][n] * weight;
+        weighted += shared[(w * kQueries + n) * dim + i % dim] * weight;
+      }
+      if (higher != -INFINITY) all += sink_weight(p.sinks, head, higher);
+      static_cast<T*>(p.out)[place + n * next + i % dim] =
+          from_float<T>(all > 0 ? weighted / all : 0.f);
+    }
+    __syncthreads();  // before the next sequence's sums
+    token += queries;
+  }
+}
+
+template <typename T, int kLanes, typename Keys>
+cudaError_t run_lanes(const Queries& p, const typename Keys::Params& where, cudaStream_t stream) {
+  auto run = [&](auto queries, auto warps) {
+    constexpr int kQueries = decltype(queries)::value, kWarps = decltype(warps)::value;
+    const size_t shared = sizeof(float) * kWarps * kQueries * p.head_dim;
+    static_assert(sizeof(float) * kWarps * kQueries * kMostHeadDim <= 32 * 1024);
+    return launch(biased_attention_kernel<T, kLanes, kQueries, kWarps, Keys>,
+                  dim3(ceil_div(p.num_tokens, kQueries), p.num_heads), kWarps * 32, shared, stream,
+                  p, where);
+  };
+  if (p.num_tokens <= p.batch)
+    return run(std::integral_constant<int, 1>(), std::integral_constant<int, 8>());
+  return run(std::integral_constant<int, 4>(), std::integral_constant<int, 4>());
+}
+
+template <typename T, typename Keys>
+cudaError_t run(const Queries& p, const typename Keys::Params& where, cudaStream_t stream) {
+  if (p.head_dim % 8 != 0 || p.head_dim > kMostHeadDim || p.num_heads % p.num_kv_heads != 0)
+    return cudaErrorInvalidValue;
+  if (p.head_dim <= 64) return run_lanes<T, 8, Keys>(p, where, stream);
+  if (p.head_dim <= 128) return run_lanes<T, 16, Keys>(p, where, stream);
+  return run_lanes<T, 32, Keys>(p, where, stream);
+}
+
+}  // namespace
+
+cudaError_t bidirectional(DType dtype, const BidirectionalParams& p, cudaStream_t stream) {
+  const Queries queries{p.out,
+                        p.query,
+                        p.cu_seqlens,
+                        {p.distance_bias, nullptr, p.distances, 0},
+                        p.num_tokens,
+                        p.batch,
+                        p.num_heads,
+                        p.num_kv_heads,
+                        p.head_dim,
+                        p.scale,
+                        0,
+                        nullptr};
+  return dispatch_dtype(dtype, [&](auto* type) {
+    return run<std::remove_pointer_t<decltype(type)>,
+               RowsOfKeys<std::remove_pointer_t<decltype(type)>>>(queries, p, stream);
+  });
+}
+
+cudaError_t biased_attention(DType dtype, const AttentionParams& p, const ScoreBias& bias,
+                             cudaStream_t stream) {
+  const Queries queries{p.out,       p.queries,      p.cu_seqlens, bias,    p.num_tokens, p.batch,
+                        p.num_heads, p.num_kv_heads, p.head_dim,   p.scale, p.softcap,    p.sinks};
+  return dispatch_cache_dtype(dtype, p.float8, [&](auto* type, auto* cached) {
+    return run<std::remove_pointer_t<decltype(type)>,
+               CachedKeys<std::remove_pointer_t<decltype(cached)>>>(queries, p, stream);
+  });
+}
+
+}  // namespace llmc::kernels

@@ -1,0 +1,13 @@
+#pragma once
+
+#include "params.h"
+
+namespace llmc::kernels {
+
+// Whether decode() supports these heads: float16 and bfloat16, limited by shared memory.
+bool can_decode(DType dtype, const AttentionParams& p);
+
+// Attention of sequences with one new token each.
+cudaError_t decode(DType dtype, const AttentionParams& p, cudaStream_t stream);
+
+}  // namespace llmc::kernels
