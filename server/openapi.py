@@ -144,7 +144,8 @@ def _described(own: Operation, is_open: bool) -> _Object:
     if own.body is not None:
         told["requestBody"] = {"required": True, "content": {"application/json": {
             "schema": {"$ref": _REF.format(model=own.body.__name__)}}}}
-    parameters = [{"name": name, "in": "query", "schema": schema} for name, schema in own.query]
+    parameters: list[_Object] = [{"name": name, "in": "query", "schema": schema}
+                                 for name, schema in own.query]
     if "{name}" in own.path:
         parameters.append({"name": "name", "in": "path", "required": True,
                            "schema": {"type": "string", "minLength": 1}})
