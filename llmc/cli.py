@@ -853,8 +853,9 @@ class _ApiKeys(click.types.StringParamType):
               help="What clients call the model.  [default: the directory's name]")
 @click.option("--tool_call_parser", default=None,
               help="How the model calls tools: hermes, llama3_json, llama4_pythonic, mistral, "
-                   "qwen3_coder, glm45, deepseek_v3, deepseek_v31, kimi_k2, minimax_m2 or harmony. "
-                   " [default: as its chat template does]")
+                   "qwen3_coder, glm45, deepseek_v3, deepseek_v31, deepseek_v32, deepseek_v4, "
+                   "kimi_k2, minimax_m2, seed_oss or harmony.  [default: as its chat template "
+                   "does]")
 @click.option("--reasoning_parser", default="auto",
               help="Marks around the model's reasoning: think, mistral, seed_oss, none, or auto "
                    "for those of its chat template.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import re
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import ExitStack, suppress
 from functools import cache, partial
@@ -39,7 +40,14 @@ from llmc.server.messages import (
 from llmc.server.metrics import Metrics
 from llmc.server.model import Job, Model
 from llmc.server.offload import MAX_TOKENS
-from llmc.server.openapi import DOWN, OPERATIONS, TOKENIZER_INFO, description
+from llmc.server.openapi import (
+    DOWN,
+    ITEM_ORDERS,
+    MAX_ITEMS,
+    OPERATIONS,
+    TOKENIZER_INFO,
+    description,
+)
 from llmc.server.protocol import (
     Body,
     ChatRequest,
@@ -174,6 +182,17 @@ class Api:
     async def stored_response(self, request: Request) -> Response:
         return Response(self._responses.response(request.path_params["name"]),
                         media_type="application/json")
+
+    async def input_items(self, request: Request) -> Response:
+        query = request.query_params
+        limit, order = query.get("limit", "20"), query.get("order", "desc")
+        if not re.fullmatch("[0-9]{1,3}", limit) or not 1 <= int(limit) <= MAX_ITEMS:
+            raise ApiError(f"limit is '{shortened(limit)}'; give 1 to {MAX_ITEMS}", param="limit")
+        if order not in ITEM_ORDERS:
+            raise ApiError(f"order is '{shortened(order)}'; give one of "
+                           f"{', '.join(ITEM_ORDERS)}", param="order")
+        return JSONResponse(self._responses.input_items(
+            request.path_params["name"], int(limit), order == "desc", query.get("after")))
 
     async def delete_response(self, request: Request) -> Response:
         name = request.path_params["name"]

@@ -29,6 +29,8 @@ _WRONG = {400: "what is asked cannot be had", 404: "another model is served",
           415: "the body is no JSON by its type"}
 _FULL = {429: "come again after Retry-After seconds"}
 _NOT_STORED = "the response is not stored"
+MAX_ITEMS = 100  # of a page of a response's input items
+ITEM_ORDERS = ("desc", "asc")
 DOWN = "a step failed; the model has to be loaded again"
 _UNAVAILABLE = "a step failed, or the server is shutting down"
 _UNHEALTHY = "a step failed, or none has completed for long"
@@ -43,6 +45,7 @@ class Operation:
         body: of a request.
         answer: keys that an answer's JSON has, or the media type of what is none.
         wrong: statuses of what can go wrong, and what each means.
+        query: the query's parameters, each a schema by its name.
     """
 
     method: str
@@ -51,6 +54,7 @@ class Operation:
     answer: tuple[str, ...] | str
     body: type[Body] | None = None
     wrong: tuple[tuple[int, str], ...] = ()
+    query: tuple[tuple[str, _Object], ...] = ()
 
     @property
     def generates(self) -> bool:
@@ -70,6 +74,14 @@ OPERATIONS = (
     _post("/v1/completions", "completions", CompletionRequest, *_CHOICES, generates=True),
     _post("/v1/responses", "responses", ResponsesRequest, "id", "object", "created_at", "model",
           "output", "status", "usage", generates=True),
+    # Before the next, whose name may have slashes.
+    Operation("GET", "/v1/responses/{name}/input_items", "input_items",
+              ("object", "data", "first_id", "last_id", "has_more"),
+              wrong=((400, "a parameter is out of range"), (404, _NOT_STORED)),
+              query=(("limit", {"type": "integer", "minimum": 1, "maximum": MAX_ITEMS,
+                                "default": 20}),
+                     ("order", {"enum": [*ITEM_ORDERS], "default": "desc"}),
+                     ("after", {"type": "string"}))),
     Operation("GET", "/v1/responses/{name}", "stored_response", ("id", "object", "output"),
               wrong=((404, _NOT_STORED),)),
     Operation("DELETE", "/v1/responses/{name}", "delete_response", ("id", "object", "deleted"),
@@ -117,7 +129,9 @@ def description(operations: Sequence[Operation], open_paths: Sequence[str]) -> _
                  "description": "OpenAI's interface, with vLLM's extra fields."},
         "paths": paths,
         "components": {"schemas": {**schemas["$defs"], "Error": _ERROR},
-                       "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}}
+                       "securitySchemes": {
+                           "key": {"type": "http", "scheme": "bearer"},
+                           "x_api_key": {"type": "apiKey", "in": "header", "name": "x-api-key"}}}}
 
 
 def _described(own: Operation, is_open: bool) -> _Object:
@@ -125,13 +139,18 @@ def _described(own: Operation, is_open: bool) -> _Object:
         "200": {"description": "the answer", **_content(own)},
         **{str(status): _refusal(text) for status, text in _wrong(own, is_open).items()}}}
     if not is_open:
-        told["security"] = [{}, {"key": []}]  # a key where the server was given one
+        # A key where the server was given one; Anthropic's clients send x-api-key.
+        told["security"] = [{}, {"key": []}, {"x_api_key": []}]
     if own.body is not None:
         told["requestBody"] = {"required": True, "content": {"application/json": {
             "schema": {"$ref": _REF.format(model=own.body.__name__)}}}}
+    parameters: list[_Object] = [{"name": name, "in": "query", "schema": schema}
+                                 for name, schema in own.query]
     if "{name}" in own.path:
-        told["parameters"] = [{"name": "name", "in": "path", "required": True,
-                               "schema": {"type": "string", "minLength": 1}}]
+        parameters.append({"name": "name", "in": "path", "required": True,
+                           "schema": {"type": "string", "minLength": 1}})
+    if parameters:
+        told["parameters"] = parameters
     return told
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmc.errors import LlmcError
+from llmc.errors import LlmcError, shortened
 from llmc.server.errors import ApiError
 from llmc.server.protocol import Item, ResponsesRequest
 
@@ -19,7 +19,9 @@ _Object = dict[str, Any]
 @dataclass(frozen=True)
 class _Stored:
     response: bytes
-    items: bytes  # of the whole conversation
+    items: bytes  # of the whole conversation, output last
+    item_ids: tuple[str, ...]
+    num_inputs: int
     expires: float
 
     @property
@@ -46,20 +48,22 @@ class ResponseStore:
                             f"{ttl} s; give at least 0 bytes and more than 0 s")
         self._max_bytes, self._ttl, self._clock = max_bytes, ttl, clock
         self._stored: OrderedDict[str, _Stored] = OrderedDict()
-        self._owners: dict[str, str] = {}  # of output items: their responses
+        self._owners: dict[str, str] = {}  # of items: the first responses that have them
         self.bytes = 0
 
     @property
     def enabled(self) -> bool:
         return self._max_bytes > 0
 
-    def put(self, response: _Object, items: Sequence[_Object]) -> None:
+    def put(self, response: _Object, inputs: Sequence[_Object]) -> None:
         """Keep a response, unless it is larger than the store.
 
         Args:
-            items: input and output of the whole conversation.
+            inputs: the items of the whole conversation before the response, each with an id.
         """
-        own = _Stored(_json(response), _json([*items]), self._clock() + self._ttl)
+        items = [*inputs, *response["output"]]
+        own = _Stored(_json(response), _json(items), tuple(item["id"] for item in items),
+                      len(inputs), self._clock() + self._ttl)
         if own.size > self._max_bytes:
             return
         self._drop_expired()
@@ -67,8 +71,8 @@ class ResponseStore:
             self._drop(next(iter(self._stored)))
         self._stored[response["id"]] = own
         self.bytes += own.size
-        for item in response["output"]:
-            self._owners[item["id"]] = response["id"]
+        for item_id in own.item_ids:
+            self._owners.setdefault(item_id, response["id"])
 
     def response(self, response_id: str) -> bytes:
         """A response as JSON.
@@ -77,6 +81,33 @@ class ResponseStore:
             ApiError: it is not stored.
         """
         return self._get(response_id).response
+
+    def input_items(self, response_id: str, limit: int, newest_first: bool,
+                    after: str | None) -> _Object:
+        """A page of the items that a response was generated from, as OpenAI's API lists them.
+
+        Args:
+            limit: the number of items, at most.
+            newest_first: the order of the list.
+            after: the id of the item before the page. None: the list's first page.
+
+        Raises:
+            ApiError: the response is not stored, or has no such item.
+        """
+        own = self._get(response_id)
+        items = json.loads(own.items)[:own.num_inputs]
+        ids = [*own.item_ids[:own.num_inputs]]
+        if newest_first:
+            items.reverse()
+            ids.reverse()
+        if after is not None and after not in ids:
+            raise ApiError(f"after '{shortened(after)}' is no input item of this response; give "
+                           f"the id of one", param="after")
+        first = 0 if after is None else len(ids) - ids[::-1].index(after)
+        page = [_listed(item) for item in items[first:first + limit]]
+        return {"object": "list", "data": page, "has_more": first + limit < len(items),
+                "first_id": page[0]["id"] if page else None,
+                "last_id": page[-1]["id"] if page else None}
 
     def delete(self, response_id: str) -> None:
         """Forget a response.
@@ -130,8 +161,19 @@ class ResponseStore:
     def _drop(self, response_id: str) -> None:
         own = self._stored.pop(response_id)
         self.bytes -= own.size
-        for item in json.loads(own.response)["output"]:
-            self._owners.pop(item["id"], None)
+        for item_id in own.item_ids:
+            if self._owners.get(item_id) == response_id:
+                del self._owners[item_id]
+
+
+def _listed(item: _Object) -> _Object:
+    """An item as OpenAI's API lists it: a message's content in parts, and a status."""
+    content = item.get("content")
+    if item["type"] == "message" and isinstance(content, str):
+        part: _Object = {"type": "output_text", "text": content, "annotations": []} \
+            if item["role"] == "assistant" else {"type": "input_text", "text": content}
+        item = {**item, "content": [part]}
+    return {"status": "completed", **item}
 
 
 def _json(value: Any) -> bytes:

@@ -18,7 +18,8 @@ from llmc.server.protocol import Item, Message, ResponsesRequest, messages_of
 from llmc.server.response_store import ResponseStore
 from llmc.server.text_reader import Delta
 
-_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # of items' ids
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc",
+             "function_call_output": "fco"}  # of items' ids
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}  # of items' content
 _LOGPROBS: dict[str, Object] = {"message": {"logprobs": []}, "reasoning": {}}  # of texts' events
 
@@ -162,8 +163,9 @@ class ResponseAnswer(Answer):
         response = self._response(self._status)
         if self._body.store:
             assert isinstance(self.job, ResponseJob)
-            before = [item.model_dump(exclude_none=True) for item in self.job.items]
-            self._store.put(response, [*before, *self._output])
+            inputs = [{"id": _new_id(_PREFIXES[item.type]), **item.model_dump(exclude_none=True)}
+                      for item in self.job.items]
+            self._store.put(response, inputs)
         return response
 
     def _place(self, part: int | None = None) -> Object:

@@ -14,6 +14,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 import llmc
+from llmc.compiler import api
 from llmc.compiler.frontend import load
 from llmc.runtime.engines import cuda
 
@@ -25,6 +26,21 @@ CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %
 def exports_are_kept():
     """From test to test and from run to run."""
     with export_cache.installed():
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def graphs_are_valid_onnx():
+    """Of every case directory that a test has written; a graph takes 10 ms."""
+    real = api.write
+
+    def checked(*args):
+        manifest = real(*args)
+        families.assert_valid_onnx(args[-1])
+        return manifest
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "write", checked)
         yield
 
 

@@ -360,7 +360,6 @@ def compile_sizes(hf_dir: Path, root: Path, sizes: list[int],
         made[tp_size] = root / f"tp{tp_size}"
         made[tp_size].mkdir()
         api.write(raw, divide(fused, options), Target(kind="cpu"), options, made[tp_size])
-        assert_valid_onnx(made[tp_size])
     return made
 
 
@@ -393,7 +392,6 @@ def compile_encoder_decoder(raw: RawModel, root: Path) -> dict[str, Path]:
     for name, tp_size in (("tp1", 1), ("tp2", 2)):
         made[name] = root / name
         write_encoder_decoder(raw, made[name], Target(kind="cpu"), Options(), tp_size)
-        assert_valid_onnx(made[name])
     return made
 
 

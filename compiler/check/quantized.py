@@ -59,7 +59,9 @@ def own_weights(raw: RawModel, manifest: Manifest, root: Path) -> OwnWeights | N
     Returns None where a weight of the case directory is not made of elements of the reference's.
     """
     graph = raw.graph.copy()
-    sources = _number(graph)
+    # Norms and biases are not quantized, and a pass may have to know the values of those inside
+    # attention and routers.
+    sources = _number(graph, matrices=not _has_scaled(root))
     try:
         lowered = lower_alike(replace(raw, graph=graph), manifest, root, Options(dequantize=True))
     except (LlmcError, AssertionError):  # a pass wants to know the values
@@ -90,12 +92,31 @@ def own_weights(raw: RawModel, manifest: Manifest, root: Path) -> OwnWeights | N
     return OwnWeights(arrays, forms)
 
 
-def _number(graph: gs.Graph) -> list[tuple[str, Weight]]:
-    """Replace every weight by the numbers of its elements; the weights, by name."""
+def _has_scaled(root: Path) -> bool:
+    """Whether calibration has scaled weights, vectors among them."""
+    with weight_file(root, 0) as file:
+        return any(name.endswith(SCALED) for name in [*file.keys()])
+
+
+def _is_vector(tensor: gs.Constant) -> bool:
+    """Whether a weight is a norm's or a bias. Routers have biases of two dimensions."""
+    return len(tensor._values.shape) < 2 or tensor.name.endswith("bias")
+
+
+def _number(graph: gs.Graph, matrices: bool) -> list[tuple[str, Weight]]:
+    """Replace every weight by the numbers of its elements.
+
+    Args:
+        matrices: leave norms and biases as they are.
+
+    Returns:
+        The weights, by name.
+    """
     sources: list[tuple[str, Weight]] = []
     made: dict[str, Weight] = {}
     for tensor in graph.tensors().values():
-        if not (isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight)):
+        if not (isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight)) \
+                or (matrices and _is_vector(tensor)):
             continue
         if tensor.name not in made:
             sources.append((tensor.name, tensor._values))

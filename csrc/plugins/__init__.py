@@ -268,11 +268,14 @@ class Op:
              and name not in self.made_dtypes(fields)], dtype)
 
 
-def _rename(function: onnx.FunctionProto, names: Mapping[str, str]) -> None:
-    """Rename the tensors that its nodes read and produce."""
-    for node in function.node:
+def _rename(body: onnx.FunctionProto | onnx.GraphProto, names: Mapping[str, str]) -> None:
+    """Rename inputs and outputs of all nodes, those of subgraphs included."""
+    for node in body.node:
         node.input[:] = [names.get(name, name) for name in node.input]
         node.output[:] = [names.get(name, name) for name in node.output]
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                _rename(attribute.g, names)
 
 
 def _round_output(function: onnx.FunctionProto, output: str, scale: float) -> None:

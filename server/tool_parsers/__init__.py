@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from llmc.server.tool_parsers.base import ToolParser, merged
 from llmc.server.tool_parsers.deepseek import DeepSeekV3, DeepSeekV31
+from llmc.server.tool_parsers.deepseek_dsml import DeepSeekV4, DeepSeekV32
 from llmc.server.tool_parsers.forced import NamedCall, RequiredCalls
 from llmc.server.tool_parsers.glm45 import Glm45
 from llmc.server.tool_parsers.harmony import Harmony
@@ -17,7 +18,7 @@ from llmc.server.tool_parsers.llama3_json import Llama3Json
 from llmc.server.tool_parsers.llama4_pythonic import Llama4Pythonic
 from llmc.server.tool_parsers.minimax_m2 import MiniMaxM2
 from llmc.server.tool_parsers.mistral import Mistral
-from llmc.server.tool_parsers.qwen3_coder import Qwen3Coder
+from llmc.server.tool_parsers.qwen3_coder import Qwen3Coder, SeedOss
 
 __all__ = ["TOOL_PARSERS", "Harmony", "NamedCall", "RequiredCalls", "ToolParser", "merged",
            "recognized_parser"]
@@ -26,7 +27,8 @@ __all__ = ["TOOL_PARSERS", "Harmony", "NamedCall", "RequiredCalls", "ToolParser"
 TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "harmony": Harmony, "kimi_k2": KimiK2, "minimax_m2": MiniMaxM2,
     "deepseek_v3": DeepSeekV3,  # before V3.1, whose marks its template has too
-    "deepseek_v31": DeepSeekV31, "glm45": Glm45, "qwen3_coder": Qwen3Coder, "hermes": Hermes,
+    "deepseek_v31": DeepSeekV31, "deepseek_v32": DeepSeekV32, "deepseek_v4": DeepSeekV4,
+    "glm45": Glm45, "seed_oss": SeedOss, "qwen3_coder": Qwen3Coder, "hermes": Hermes,
     "mistral": Mistral,
     "llama4_pythonic": Llama4Pythonic, "llama3_json": Llama3Json}
 

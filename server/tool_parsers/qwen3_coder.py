@@ -1,35 +1,37 @@
-"""Qwen3-Coder and Qwen3.5.
+"""Qwen3-Coder and Qwen3.5, and Seed-OSS, whose outer tags differ.
 
-    <tool_call>
+    <tool_call>                         Seed-OSS: <seed:tool_call>
     <function=NAME>
     <parameter=KEY>
     VALUE
     </parameter>
     </function>
     </tool_call>
+
+Seed-OSS writes values without the line breaks around them.
 """
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from llmc.server.text_reader import Reading
 from llmc.server.tool_parsers.xml import XmlParser
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
-# Models leave </parameter> out at times.
-_VALUE_ENDS = ("\n" + _PARAMETER_END, _PARAMETER_END, "\n" + _PARAMETER, "\n" + _FUNCTION_END,
-               "\n" + _CLOSE)
 
 
 class Qwen3Coder(XmlParser):
-    SIGNS = (_OPEN, _FUNCTION)
-    MARKS = (_OPEN, _CLOSE)
+    OPEN: ClassVar[str] = "<tool_call>"
+    CLOSE: ClassVar[str] = "</tool_call>"
+    SIGNS: ClassVar[tuple[str, ...]] = (OPEN, _FUNCTION)
+    MARKS: ClassVar[tuple[str, ...]] = (OPEN, CLOSE)
 
     def _read(self) -> Reading[None]:
         while True:
             # Models leave <tool_call> out at times.
-            if (yield from self._content_until(_OPEN, _FUNCTION)) == _OPEN:
+            if (yield from self._content_until(self.OPEN, _FUNCTION)) == self.OPEN:
                 called = yield from self._skip_mark(_FUNCTION)
             else:
                 called = _FUNCTION
@@ -40,14 +42,23 @@ class Qwen3Coder(XmlParser):
             yield self._opened(name)
             yield from self._parameters(name)
             yield from self._closed()
-            yield from self._skip_mark(_CLOSE)
+            yield from self._skip_mark(self.CLOSE)
 
     def _parameters(self, tool: str) -> Reading[None]:
         """Emit arguments up to the call's end."""
+        # Models leave </parameter> out at times.
+        ends = ("\n" + _PARAMETER_END, _PARAMETER_END, "\n" + _PARAMETER, "\n" + _FUNCTION_END,
+                "\n" + self.CLOSE)
         mark = yield from self._skip_mark(_PARAMETER, _FUNCTION_END)
         while mark.endswith(_PARAMETER):
             name, _ = yield from self._until(">")
             yield from self._starts_with("\n")
-            mark = yield from self._argument(tool, name, *_VALUE_ENDS)
+            mark = yield from self._argument(tool, name, *ends)
             if mark.endswith(_PARAMETER_END):
                 mark = yield from self._skip_mark(_PARAMETER, _FUNCTION_END)
+
+
+class SeedOss(Qwen3Coder):
+    OPEN, CLOSE = "<seed:tool_call>", "</seed:tool_call>"
+    SIGNS = (OPEN, _FUNCTION)
+    MARKS = (OPEN, CLOSE)

@@ -19,31 +19,48 @@ _MAX_REFERENCES = 16  # that lead from one schema to the next
 class XmlParser(ToolParser):
     """Calls whose arguments come one by one as texts."""
 
-    def _argument(self, tool: str, name: str, *ends: str) -> Reading[str]:
+    def __init__(self, tools: Mapping[str, Schema | None]) -> None:
+        super().__init__(tools)
+        self._in_object = False  # the arguments' object has begun and not ended
+
+    def _argument(self, tool: str, name: str, *ends: str, types: set[str] | None = None) -> \
+            Reading[str]:
         """Emit an argument whose text comes; strings as they come, other types once they are whole.
 
         Args:
             ends: marks that end the text.
+            types: the allowed JSON types. None: those of the tool's schema.
 
         Returns:
             The mark, which is consumed.
         """
-        types = argument_types(self._tools[tool] or {}, name)
-        yield self._arguments(f'{", " if self._arguments_emitted else "{"}{json_text(name)}: ')
+        if types is None:
+            types = argument_types(self._tools[tool] or {}, name)
         if types == {"string"}:
-            yield self._arguments('"')
+            yield self._member(name, '"')
             mark = yield from emitted(self._pieces_until(*ends), self._string_piece)
             yield self._arguments('"')
             return mark
+        yield self._member(name, "")
         text, mark = yield from self._until(*ends)
         yield self._arguments(typed(text, types))
         return mark
+
+    def _member(self, name: str, value: str) -> Delta:
+        """A member of the arguments' object, or its beginning."""
+        return self._members(f"{json_text(name)}: {value}")
+
+    def _members(self, text: str) -> Delta:
+        """Members of the arguments' object, after those before."""
+        separator, self._in_object = ", " if self._in_object else "{", True
+        return self._arguments(separator + text)
 
     def _string_piece(self, text: str) -> Delta:
         return self._arguments(json_text(text)[1:-1])
 
     def _closed(self) -> Reading[None]:
-        if self._arguments_emitted:
+        if self._in_object:
+            self._in_object = False
             yield self._arguments("}")
         yield from super()._closed()
 

@@ -905,6 +905,16 @@ def test_diff_allows_a_quantized_model_what_its_activations_lose(scheme, tp_size
     assert report.token_error < 2 * most
 
 
+@pytest.mark.parametrize(("family", "tp_size"), [("olmoe", 2), ("ernie4_5_moe", 1)])
+def test_diff_traces_weights_past_norms_and_biases_inside_patterns(family, tp_size, tmp_path):
+    """Passes evaluate attention with norms of queries and keys, and routers with a bias."""
+    hf = families.save(families.tiny_model(family), tmp_path / "hf")
+    llmc.compile(hf, tmp_path / "case", quantize="fp8", tp_size=tp_size)
+    report = diff(tmp_path / "case", hf, bisect=True)
+    assert report.verdict is None, report.verdict
+    assert report.allowed == "1e-05 of a tensor's range, with the compiled model's own weights"
+
+
 def test_diff_finds_an_error_in_a_quantized_model_s_op_and_in_its_weights(in_groups, tmp_path):
     case = tmp_path / "case"
     llmc.compile(in_groups, case, quantize="int4", group_size=32)

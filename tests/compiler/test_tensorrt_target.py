@@ -98,7 +98,6 @@ def test_onnx_runtime_runs_the_graph_on_polygraphy_s_inputs(builder, family, dty
     compile(family, tmp_path, dtype=dtype)
     chip = tmp_path / "case" / "chip0"
     model = onnx.load(chip / "graph.onnx", load_external_data=False)
-    onnx.checker.check_model(str(chip / "graph.onnx"))
     session = ort.InferenceSession(str(chip / "graph.onnx"), providers=["CPUExecutionProvider"])
     inputs, = runpy.run_path(str(chip / "polygraphy_inputs.py"))["load_data"]()
     assert not {array.dtype for array in inputs.values()} & {np.dtype(np.int64)}

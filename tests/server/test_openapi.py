@@ -15,10 +15,21 @@ def test_the_description_has_all_paths_and_fields(server):
     chat = told["paths"]["/v1/chat/completions"]["post"]
     assert {*chat["responses"]} == {"200", "400", "401", "403", "404", "408", "413", "415", "429",
                                     "503"}
+    listed = told["paths"]["/v1/responses/{name}/input_items"]["get"]["parameters"]
+    assert [own["name"] for own in listed] == ["limit", "order", "after", "name"]
     schemas = told["components"]["schemas"]
     assert {*schemas["ChatRequest"]["properties"]} == {*ChatRequest.model_fields}
     found = json.dumps(told).split('"$ref": "#/components/schemas/')[1:]
     assert {own.split('"')[0] for own in found} <= {*schemas}
+
+
+def test_the_description_has_both_headers_of_a_key(server):
+    told = json.loads(server.get("/openapi.json"))
+    assert told["components"]["securitySchemes"] == {
+        "key": {"type": "http", "scheme": "bearer"},
+        "x_api_key": {"type": "apiKey", "in": "header", "name": "x-api-key"}}
+    assert told["paths"]["/v1/messages"]["post"]["security"] == [{}, {"key": []}, {"x_api_key": []}]
+    assert "security" not in told["paths"]["/health"]["get"]
 
 
 def test_what_schemathesis_asks_is_answered_as_described(server):

@@ -177,6 +177,65 @@ def test_an_answer_is_stopped(page, server):
     assert page.query_selector(".error") is None
 
 
+def break_off(page):
+    """Break the connection that `hold` streams over."""
+    page.evaluate("window.stream.error(new TypeError('connection lost'))")
+
+
+def test_a_message_without_an_answer_returns_to_the_box_and_not_into_the_conversation(page):
+    hold(page)
+    say(page, "one")
+    push(page, content="first")
+    page.evaluate("window.stream.close()")
+    sees(page, "#send", "Send")
+    say(page, "two")
+    sees(page, "#send", "Stop")
+    page.fill("#text", "a draft")
+    break_off(page)
+    sees(page, ".error", "connection lost")
+    assert page.input_value("#text") == "two\na draft"
+    say(page, "three")
+    page.keyboard.press("Escape")
+    sees(page, "#send", "Send")
+    assert page.input_value("#text") == "three"
+    assert page.locator(".user").all_text_contents() == ["one"]
+    assert page.locator(".assistant").count() == 1
+    page.press("#text", "Enter")
+    sees(page, "#send", "Stop")
+    assert page.evaluate("window.sent[3]") == [
+        {"role": "user", "content": "one"}, {"role": "assistant", "content": "first"},
+        {"role": "user", "content": "three"}]
+    page.click("#new")
+    sees(page, "#send", "Send")
+    assert page.input_value("#text") == "" and page.text_content("#messages") == ""
+    assert page.wrong == []
+
+
+def test_part_of_an_answer_and_an_empty_one_stay_in_the_conversation(page):
+    hold(page)
+    say(page, "one")
+    push(page, content="begun")
+    break_off(page)
+    sees(page, ".error", "connection lost")
+    assert page.input_value("#text") == "" and page.text_content(".content") == "begun"
+    say(page, "two")
+    page.evaluate("window.stream.close()")
+    sees(page, "#send", "Send")
+    say(page, "three")
+    sees(page, "#send", "Stop")
+    assert [own["content"] for own in page.evaluate("window.sent[2]")] == [
+        "one", "begun", "two", "", "three"]
+    assert page.wrong == []
+
+
+def test_a_proxy_s_error_is_shown_by_its_status(page):
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(
+        status=502, content_type="text/html", body="<h1>Bad gateway</h1>"))
+    say(page, "the")
+    sees(page, ".error", "502 Bad Gateway")
+    assert page.input_value("#text") == "the"
+
+
 MARKDOWN = {
     "# One\n### Three ###\n####### seven": "<h1>One</h1><h3>Three</h3><p>####### seven</p>",
     "Title\n===\nLess\n---": "<h1>Title</h1><h2>Less</h2>",

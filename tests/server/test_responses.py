@@ -164,6 +164,45 @@ def test_a_response_is_stored_for_the_next_turn(tool_case, tool_server):
         client.responses.retrieve(unstored.id)
 
 
+def test_the_input_items_of_a_stored_response_are_listed(tool_server):
+    client, text = tool_server.client, '{"name": "f", "parameters": {"x": 4}}'
+    first = client.responses.create(input="a", **say(text))
+    output = {"type": "function_call_output", "call_id": first.output[0].call_id, "output": "9"}
+    last = client.responses.create(model="tiny", previous_response_id=first.id, input=[
+        output, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}])
+    page = client.responses.input_items.list(last.id)
+    asked, called, said, answered, question = reversed(page.data)
+    assert [own.status for own in page.data] == ["completed"] * 5
+    assert asked.content[0].to_dict() == {"type": "input_text", "text": "a"}
+    assert called.id == first.output[0].id and called.arguments == first.output[0].arguments
+    assert (said.type, said.output, said.call_id) == ("function_call_output", "9", called.call_id)
+    assert answered.content[0].to_dict() == {
+        "type": "output_text", "text": "b", "annotations": []}
+    assert question.content[0].text == "c" and not page.has_more
+    assert (page.first_id, page.last_id) == (question.id, asked.id)
+    # In pages, in either order, with the ids of the first response.
+    before = client.responses.input_items.list(first.id)
+    assert [own.id for own in before] == [asked.id]
+    for order in ("asc", "desc"):
+        pages = client.responses.input_items.list(last.id, limit=2, order=order)
+        assert len(pages.data) == 2 and pages.has_more
+        assert [own.id for own in pages] == [
+            own.id for own in (page.data if order == "desc" else page.data[::-1])]
+    assert client.responses.retrieve(last.id).id == last.id
+
+
+def test_input_items_that_cannot_be_listed_are_refused(tool_server):
+    client = tool_server.client
+    stored = client.responses.create(model="tiny", input="a", max_output_tokens=1)
+    for given, wrong in ((dict(limit=0), "limit is '0'; give 1 to 100"),
+                         (dict(limit=101), "limit is '101'"), (dict(order="up"), "order is 'up'"),
+                         (dict(after="msg_1"), "after 'msg_1' is no input item")):
+        with pytest.raises(openai.BadRequestError, match=wrong):
+            client.responses.input_items.list(stored.id, **given)
+    with pytest.raises(openai.NotFoundError, match="no response 'resp_1' is stored"):
+        client.responses.input_items.list("resp_1")
+
+
 def answer_of(number, size=0):
     return {"id": f"resp_{number}", "output": [{"id": f"msg_{number}", "text": "x" * size}]}
 
@@ -172,7 +211,7 @@ def test_a_store_is_bounded_in_bytes_and_time():
     now = [0.0]
     store = ResponseStore(1000, 60, lambda: now[0])
     for number in range(4):
-        store.put(answer_of(number, 200), [])
+        store.put(answer_of(number, 100), [])
         if number == 2:
             store.response("resp_0")  # used, so it is not the first to go
     assert store.bytes <= 1000
@@ -182,7 +221,7 @@ def test_a_store_is_bounded_in_bytes_and_time():
         else:
             with pytest.raises(ApiError, match="no response 'resp_1' is stored"):
                 store.response(f"resp_{number}")
-    store.put(answer_of(5, 2000), [])  # larger than the store
+    store.put(answer_of(5, 900), [])  # larger than the store
     with pytest.raises(ApiError):
         store.response("resp_5")
     now[0] = 60.0

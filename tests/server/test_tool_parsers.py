@@ -43,6 +43,34 @@ def minimax(*calls):
     ) + "</invoke>\n" for name, arguments in calls) + "</minimax:tool_call>"
 
 
+def seed(name, **arguments):
+    parts = "".join(f"<parameter={key}>{value}</parameter>\n" for key, value in arguments.items())
+    return f"<seed:tool_call>\n<function={name}>\n{parts}</function>\n</seed:tool_call>"
+
+
+def dsml(*calls, section="function_calls"):
+    """Calls of (name, arguments), as DeepSeek's encoder writes them."""
+    def parameter(key, value):
+        text = value if (own := isinstance(value, str)) else json.dumps(value)
+        return (f'<｜DSML｜parameter name="{key}" string="{json.dumps(own)}">{text}'
+                f"</｜DSML｜parameter>\n")
+
+    return f"<｜DSML｜{section}>\n" + "".join(
+        f'<｜DSML｜invoke name="{name}">\n'
+        + "".join(parameter(*own) for own in arguments.items()) + "</｜DSML｜invoke>\n"
+        for name, arguments in calls) + f"</｜DSML｜{section}>"
+
+
+def dsml_body(body):
+    """A call of `get_weather` whose arguments are a given text."""
+    return (f'<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n{body}\n'
+            f"</｜DSML｜invoke>\n</｜DSML｜function_calls>")
+
+
+def dsml_wrapped(name, text):
+    return dsml_body(f'<｜DSML｜parameter name="{name}" string="false">{text}</｜DSML｜parameter>')
+
+
 def deepseek(*calls, old=False):
     return "<｜tool▁calls▁begin｜>" + "\n".join(
         f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```"
@@ -113,6 +141,25 @@ TEXTS = [
      [NOW, OSLO]),
     ("minimax_m2", minimax(("other", {})), minimax(("other", {})), []),
     ("minimax_m2", "<minimax:tool_call>no", "<minimax:tool_call>no", []),
+    ("seed_oss", f"Well.\n\n{seed('get_weather', **FULL)}", "Well.", [ALL]),
+    ("seed_oss", f"{seed('now')}\n{seed('get_weather', city='Oslo')}Done", "Done", [NOW, OSLO]),
+    ("seed_oss", qwen("get_weather", **FULL).replace("tool_call>", "seed:tool_call>"), "", [ALL]),
+    ("seed_oss", seed("other", a=1), seed("other", a=1), []),
+    ("seed_oss", "<seed:tool", "<seed:tool", []),
+    ("deepseek_v32", "Well.\n\n" + dsml(ALL), "Well.", [ALL]),
+    ("deepseek_v32", dsml(("now", {}), OSLO) + "!", "!", [NOW, OSLO]),
+    ("deepseek_v32", dsml(("get_weather", {"city": "5", "days": None, "other": [1]})), "",
+     [("get_weather", {"city": "5", "days": None, "other": [1]})]),
+    ("deepseek_v32", dsml(("other", {})), dsml(("other", {})), []),
+    ("deepseek_v32", "<｜DSML｜function_calls>no", "<｜DSML｜function_calls>no", []),
+    ("deepseek_v32", dsml_body('{"city": "Oslo"}') + "Done", "Done", [OSLO]),
+    ("deepseek_v32", dsml_wrapped("arguments", '{"city": "Oslo"}'), "", [OSLO]),
+    ("deepseek_v32", dsml_wrapped("input", "{}"), "", [("get_weather", {})]),
+    ("deepseek_v32", dsml_wrapped("arguments", "{no"), "", [("get_weather", {"arguments": "{no"})]),
+    ("deepseek_v32", dsml_wrapped("input", '{"other": 1}'), "",
+     [("get_weather", {"input": {"other": 1}})]),
+    ("deepseek_v4", "Well.\n\n" + dsml(("now", {}), ALL, section="tool_calls"), "Well.",
+     [NOW, ALL]),
     ("deepseek_v31", "Well." + deepseek(("now", "{}"), ("get_weather", '{"city": "Oslo"}')) + "!",
      "Well.!", [NOW, OSLO]),
     ("deepseek_v31", deepseek(("now", "")), "", [NOW]),
@@ -170,6 +217,9 @@ STREAMED = [
     ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=z>\na \"b", '{"z": "a \\"b'),
     ("glm45", "<tool_call>add\n<arg_key>z</arg_key>\n<arg_value>ab", '{"z": "ab'),
     ("minimax_m2", '<minimax:tool_call><invoke name="add"><parameter name="z">ab', '{"z": "ab'),
+    ("seed_oss", "<seed:tool_call>\n<function=add>\n<parameter=z>ab", '{"z": "ab'),
+    ("deepseek_v32", '<｜DSML｜function_calls><｜DSML｜invoke name="add">'
+                     '<｜DSML｜parameter name="x" string="true">ab', '{"x": "ab'),
     ("deepseek_v31", '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"x": 1',
      '{"x": 1'),
     ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0"

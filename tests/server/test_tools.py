@@ -1,24 +1,31 @@
 """Calls of tools: forced by a grammar, found in what a model says, told as OpenAI does."""
 
 import json
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import openai
 import pytest
+from click.testing import CliRunner
 
 import llmc
+from llmc.cli import main
 from llmc.server.chat import _check_callable
 from llmc.server.errors import ApiError
 from llmc.server.model import _names_tools
 from llmc.server.serve import serve
-from llmc.server.tool_parsers import recognized_parser
+from llmc.server.tool_parsers import TOOL_PARSERS, recognized_parser
 
 
 @pytest.mark.parametrize(("template", "parser"), [
     ("… <tool_call>{{ call }}</tool_call>", "hermes"), ("… <|python_tag|> …", "llama3_json"),
     ("<{{ m }}>", None), ("<tool_call>\n<function=name>\n<parameter=key>", "qwen3_coder"),
     ("<tool_call>{{ name }}\n<arg_key>{{ k }}</arg_key>", "glm45"),
-    ("<tool_call><invoke name='f'>", None), ("<seed:tool_call><function=f>", None),
+    ("<tool_call><invoke name='f'>", None),
+    ("<seed:tool_call>\n<function=f>\n<parameter=k>", "seed_oss"),
+    ('<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">', "deepseek_v32"),
+    ('<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">', "deepseek_v4"),
     ("<minimax:tool_call><invoke name=", "minimax_m2"), ("[TOOL_CALLS] [", "mistral"),
     ("<|tool_calls_section_begin|><|tool_call_begin|>", "kimi_k2"),
     ("<|header_start|>{{ m.tool_calls }}", "llama4_pythonic"),
@@ -27,6 +34,19 @@ from llmc.server.tool_parsers import recognized_parser
     ("<｜tool▁calls▁begin｜>function<｜tool▁sep｜>f\n```json\n", "deepseek_v3"),
     ("<|start|>system<|message|>…<|channel|>analysis", "harmony")])
 def test_a_template_says_how_its_model_calls_tools(template, parser):
+    assert recognized_parser(template) == parser
+
+
+TEMPLATES = Path(__file__).parents[1] / "chat_templates"
+
+
+@pytest.mark.parametrize(("name", "parser"), [
+    ("deepseek_v3", "deepseek_v3"), ("deepseek_v3.1", "deepseek_v31"),
+    ("deepseek_v3.2", "deepseek_v32"), ("glm4.5", "glm45"), ("gpt_oss", "harmony"),
+    ("mixtral_tools", "mistral"), ("qwen2.5", "hermes"), ("seed_oss", "seed_oss"),
+    ("zephyr", None)])
+def test_a_family_s_template_chooses_its_parser(name, parser):
+    template = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
     assert recognized_parser(template) == parser
 
 
@@ -177,6 +197,11 @@ def test_tools_that_the_template_does_not_show_are_refused():
     assert not _names_tools("tools {# tools #} {{ 'tools' }} {{ m.tool_calls }}")
     with pytest.raises(ApiError, match="does not show tools to the model"):
         _check_callable(SimpleNamespace(tool_call_parser="hermes", shows_tools=False))
+
+
+def test_the_help_of_serve_names_all_parsers():
+    shown = CliRunner().invoke(main, ["serve", "--help"]).output
+    assert set(TOOL_PARSERS) <= set(re.split(r"[\s,.]+", shown))
 
 
 def test_an_unknown_parser_is_refused_before_the_model_is_loaded(tmp_path):

@@ -20,7 +20,8 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
         lines += [
             f"start = Constant<value_int={fields['vocab_start']}>()",
             "zero = Constant<value_int=0>()",
-            "shifted = Sub(input_ids, start)",
+            "ids64 = Cast<to=7>(input_ids)",  # int32 on the tensorrt target
+            "shifted = Sub(ids64, start)",
             "rows = Shape<start=0, end=1>(table)",
             "above = GreaterOrEqual(shifted, zero)",
             "below = Less(shifted, rows)",
