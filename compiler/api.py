@@ -36,8 +36,6 @@ from llmc.compiler.passes.quantize import (
     WIDENED,
 )
 from llmc.compiler.preflight import (
-    GPU,
-    TARGETS,
     About,
     check_model,
     check_options,
@@ -45,14 +43,13 @@ from llmc.compiler.preflight import (
     warn_untested_transformers,
 )
 from llmc.compiler.sampling_defaults import read_sampling
-from llmc.compiler.targets import Options
+from llmc.compiler.targets import Options, backend
 from llmc.compiler.windows import check_windows
 from llmc.errors import LlmcError
 from llmc.interrupts import check_interrupted, interruptible
 from llmc.memory import memory_errors
 from llmc.plugins.quantization import FLOAT8
 from llmc.runtime.manifest import (
-    PAGED,
     Chip,
     DTypeName,
     FileEntry,
@@ -146,7 +143,7 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
                       requantize=requantize, expert_parallel=expert_parallel)
     check_options(options)
     check_output(output)
-    described = TARGETS[target].describe(options)
+    described = backend(target).describe(options)
     untested = warn_untested_transformers(version("transformers"))
     if untested:
         progress(untested)
@@ -254,16 +251,17 @@ def _say_conversions(lowered: Lowered, options: Options, progress: Progress) -> 
         if WIDENED in report.matches:
             progress(f"numbers of MXFP4 are kept exactly as int8, twice their memory: the experts "
                      f"of {report.matches[WIDENED]} layers")
+    on_gpu = lowered.settings.target.gpu
     for report in lowered.reports if not options.dequantize else ():
         of_float8 = sum(count for name, count in report.matches.items() if name.startswith(FLOAT8))
         rounded, codes = (report.matches.get(name, 0) for name in (ROUNDED, MULTIPLIED))
-        if options.target in GPU and of_float8 > rounded:
+        if on_gpu and of_float8 > rounded:
             progress(f"weights in FP8 are converted to {options.dtype} as they are read, on GPUs "
                      f"that multiply FP8 too")
-        if options.target in GPU and codes:
+        if on_gpu and codes:
             progress(f"{codes} linear layers multiply FP8 by FP8 on GPUs of compute capability "
                      f"9.0; on others both are converted to {options.dtype} as they are read")
-        if options.target in GPU and rounded > codes:
+        if on_gpu and rounded > codes:
             progress(f"what {rounded - codes} linear layers multiply is rounded to FP8, and "
                      f"multiplied in {options.dtype}: their weights' scales are neither of rows "
                      f"nor of blocks that the target's kernels take")
@@ -306,7 +304,7 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: Options,
         options = replace(options, mem_max_seq_len=lowered.encoder_info.max_seq_len)
     for rank, graph in enumerate(lowered.graphs):
         encoder = lowered.encoders[rank:rank + 1]
-        chip, written = TARGETS[target.kind].emit(graph, rank, directory, options, *encoder)
+        chip, written = backend(target.kind).emit(graph, rank, directory, options, *encoder)
         forms = weight_forms([graph, *encoder])
         chips.append(chip.model_copy(update={"quantization": forms}))
         files.extend(_inside(chip.path, written))
@@ -328,7 +326,7 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: Options,
         device_groups=tuple(tuple(range(start, start + tp_size))
                             for start in range(0, max(_DEVICES, tp_size) - tp_size + 1, tp_size)),
         encoder=lowered.encoder_info, target=target,
-        kv_cache_layout="paged" if target.kind in PAGED else "linear",
+        kv_cache_layout="paged" if target.spec.paged else "linear",
         ops=_used_ops(lowered.graphs + lowered.encoders), tokenizer=tokenizer,
         sampling=sampling, chips=tuple(chips),
         passes=tuple(PassReport(name=report.name, matches=report.matches,

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from llmc.compiler.frontend.checkpoint import read_json
@@ -17,18 +16,15 @@ from llmc.compiler.frontend.quantized import method_of
 from llmc.compiler.frontend.raw import architecture_of, token_ids
 from llmc.compiler.frontend.sizes import MAX_POSITIONS
 from llmc.compiler.graph.quantization import QUANTIZED_WAYS_OUT, SMALLEST_GROUP
-from llmc.compiler.targets import Options, cpu, cuda, tensorrt, tensorrt_rtx
+from llmc.compiler.targets import Options
 from llmc.errors import LlmcError
 from llmc.plugins.quantization import FLOAT8
 from llmc.runtime.manifest import MAX_CHIPS
+from llmc.targets import TARGETS, target_spec
 
-TARGETS: dict[str, ModuleType] = {target.KIND: target
-                                  for target in (cpu, cuda, tensorrt, tensorrt_rtx)}
-GPU = (cuda.KIND, tensorrt.KIND)
 TESTED_TRANSFORMERS = ("5.23", "5.24")  # the first and last minor release of `make test-bounds`
 _DEFAULT_MAX_SEQ_LEN = 4096
 _MAX_BATCH_SIZE = 65536  # as at run time
-_MAX_HEAD_DIM = 512  # of the attention kernels
 # What configs call the experts of a token, and all of a layer.
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk",
                    "top_k_experts")
@@ -57,7 +53,7 @@ def read_dtype(dtype: object, target: str, model: str | Path) -> str:
     name = str(dtype).removeprefix("torch.")
     if name != "auto":
         return _ALIASES.get(name, name)
-    dtypes = TARGETS[target].DTYPES if target in TARGETS else ("float32",)
+    dtypes = TARGETS[target].dtypes if target in TARGETS else ("float32",)
     config: dict[str, Any] = {}
     if Path(model).suffix not in (".gguf", ".onnx"):
         config = read_json(find_directory(model) / "config.json")
@@ -188,8 +184,12 @@ def limit_seq_len(about: About, wish: int | None, target: str, prefix: str = "")
     if chosen is not None:
         limit = min(limit or chosen, chosen)
     if wish is None:
-        free = target in (cpu.KIND, cuda.KIND) and not about.has_encoder
-        most = limit if free and limit else min(limit or _DEFAULT_MAX_SEQ_LEN, _DEFAULT_MAX_SEQ_LEN)
+        default = target_spec(target).default_max_seq_len
+        if default is None and limit and not about.has_encoder:
+            most = limit
+        else:
+            default = default or _DEFAULT_MAX_SEQ_LEN
+            most = min(limit or default, default)
         return min(most, about.switches_at or most)
     if about.has_encoder and about.number(keys[0]) is None:
         limit = None  # T5's n_positions, whose positions are relative: what it was trained with
@@ -202,13 +202,15 @@ def limit_seq_len(about: About, wish: int | None, target: str, prefix: str = "")
 # Each says what is wrong, or nothing.
 
 def _target(options: Options) -> str | None:
-    if options.target in TARGETS:
-        return None
-    return f"target '{options.target}' is not known; there are: {', '.join(TARGETS)}"
+    try:
+        target_spec(options.target)
+    except LlmcError as error:
+        return str(error)
+    return None
 
 
 def _dtype(options: Options) -> str | None:
-    dtypes = TARGETS[options.target].DTYPES
+    dtypes = target_spec(options.target).dtypes
     if options.dtype in dtypes:
         return None
     meant = _SHORT_DTYPES.get(options.dtype, "")
@@ -217,7 +219,7 @@ def _dtype(options: Options) -> str | None:
 
 
 def _kv_dtype(options: Options) -> str | None:
-    kv_dtypes = getattr(TARGETS[options.target], "KV_DTYPES", ())
+    kv_dtypes = target_spec(options.target).kv_dtypes
     if not options.kv_dtype or options.kv_dtype in kv_dtypes:
         return None
     return (f"target '{options.target}' has no kv_dtype '{options.kv_dtype}'; leave it out"
@@ -225,7 +227,7 @@ def _kv_dtype(options: Options) -> str | None:
 
 
 def _schemes(options: Options) -> str | None:
-    dtypes = getattr(TARGETS[options.target], "WEIGHT_DTYPES", ())
+    dtypes = target_spec(options.target).weight_dtypes
     for scheme in (options.scheme, options.head_scheme):
         if scheme is None:
             continue
@@ -239,7 +241,7 @@ def _schemes(options: Options) -> str | None:
                 0 < scheme.group_size < SMALLEST_GROUP:
             return (f"group_size {scheme.group_size} is not an even number from {SMALLEST_GROUP} "
                     f"on; most kernels have 32, 64 and 128")
-        multiple = TARGETS[options.target].GROUP_MULTIPLE
+        multiple = target_spec(options.target).group_multiple
         if scheme.group_size % multiple:
             return (f"group_size {scheme.group_size} is no multiple of {multiple}, which the "
                     f"kernels of target '{options.target}' take; give 32, 64 or 128")
@@ -258,8 +260,10 @@ def _schemes(options: Options) -> str | None:
 
 
 def _compute_capability(options: Options) -> str | None:
+    spec = target_spec(options.target)
     if options.compute_capability is None or (
-            options.target in GPU and re.fullmatch(r"[1-9]\d*\.\d", options.compute_capability)):
+            "compute_capability" in spec.optional_fields
+            and re.fullmatch(r"[1-9]\d*\.\d", options.compute_capability)):
         return None
     return (f"compute_capability '{options.compute_capability}' is not one of a GPU's for target "
             f"{options.target}; write it like 9.0")
@@ -270,8 +274,8 @@ def _tp_size(options: Options) -> str | None:
         return f"tp_size {options.tp_size} is below 1"
     if options.tp_size > MAX_CHIPS:
         return f"tp_size {options.tp_size} is above {MAX_CHIPS}"
-    if options.tp_size > 1 and options.target == tensorrt_rtx.KIND:
-        return "TensorRT-RTX has no collectives; compile with --tp_size 1"
+    if options.tp_size > 1 and not target_spec(options.target).collectives:
+        return f"target '{options.target}' has no collectives; compile with --tp_size 1"
     return None
 
 
@@ -310,7 +314,7 @@ def _quantized_already(options: Options, about: About) -> str | None:
 
 
 def _encoder(options: Options, about: About) -> str | None:
-    if about.has_encoder and options.target == tensorrt_rtx.KIND:
+    if about.has_encoder and not target_spec(options.target).encoders:
         return (f"'{about.name}' is an encoder-decoder model, which is not there yet for target "
                 f"'{options.target}'; compile it with --target cpu, cuda or tensorrt")
     if not about.has_encoder and options.mem_max_seq_len is not None:
@@ -362,10 +366,10 @@ def _positions(options: Options, about: About) -> str | None:
 
 
 def _head_dim(options: Options, about: About) -> str | None:
-    dim = about.head_dim
-    if options.target not in GPU or dim is None or (dim % 8 == 0 and dim <= _MAX_HEAD_DIM):
+    dim, most = about.head_dim, target_spec(options.target).max_head_dim
+    if most is None or dim is None or (dim % 8 == 0 and dim <= most):
         return None
-    return (f"head_dim {dim} of '{about.name}' is not a multiple of 8 up to {_MAX_HEAD_DIM}, which "
+    return (f"head_dim {dim} of '{about.name}' is not a multiple of 8 up to {most}, which "
             f"attention kernels need; compile for --target cpu")
 
 

@@ -28,7 +28,7 @@ from llmc.runtime.decoding.sampling import (
     nothing_allowed,
 )
 from llmc.runtime.decoding.stopping import TextStream
-from llmc.runtime.manifest import MANIFEST_NAME, PAGED, Manifest
+from llmc.runtime.manifest import MANIFEST_NAME, Manifest
 from llmc.runtime.message_forms import ContentFormat
 from llmc.runtime.prompt_scores import PromptScores
 from llmc.runtime.prompts import Prompt, read_messages, read_prompts, read_token_ids
@@ -437,10 +437,10 @@ class Reader:
 
     def _check_params(self, params: SamplingParams) -> None:
         """Refuse what this model, or what it runs on, cannot do."""
-        if self.manifest.target.kind in PAGED and (params.logprobs or 0) > MAX_LOGPROBS:
+        if self.manifest.target.spec.samples_on_device and (params.logprobs or 0) > MAX_LOGPROBS:
             raise LlmcError(f"logprobs {params.logprobs} exceeds {MAX_LOGPROBS}, the most where "
                             f"GPUs choose the tokens; ask for fewer, or compile with --target cpu")
-        if self.manifest.target.kind in PAGED and params.prompt_logprobs is not None:
+        if self.manifest.target.spec.samples_on_device and params.prompt_logprobs is not None:
             raise LlmcError(f"prompt_logprobs is not supported by target "
                             f"{self.manifest.target.kind}; compile with --target cpu")
         if self.manifest.encoder is not None and params.prompt_logprobs is not None:

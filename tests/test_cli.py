@@ -22,7 +22,7 @@ from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
 import llmc
-from llmc import LLM, LlmcError, SamplingParams, __version__
+from llmc import LLM, LlmcError, SamplingParams, __version__, targets
 from llmc.cli import _engines, main
 from llmc.cli.compile import DTYPES, TARGETS
 from llmc.cli.conversation import converse, print_answer
@@ -549,10 +549,9 @@ def test_a_shell_completes_verbs_and_values(words, incomplete, expected):
 
 
 def test_a_shell_is_offered_the_compiler_s_targets_and_dtypes():
-    from llmc.compiler import preflight
-    assert {*TARGETS} == {*preflight.TARGETS}
-    assert {*DTYPES} == {"auto", *(dtype for target in preflight.TARGETS.values()
-                                   for dtype in target.DTYPES)}
+    assert {*TARGETS} == {*targets.TARGETS}
+    assert {*DTYPES} == {"auto", *(dtype for target in targets.TARGETS.values()
+                                   for dtype in target.dtypes)}
 
 
 ANSWER = """

@@ -14,7 +14,6 @@ from llmc.compiler.frontend import RawModel
 from llmc.compiler.graph.quantization import SMALLEST_GROUP
 from llmc.compiler.graph.weights import HeadMatrices, Weight
 from llmc.compiler.lower import Lowered, divide, fuse
-from llmc.compiler.preflight import TARGETS
 from llmc.compiler.targets import Options
 from llmc.errors import LlmcError
 from llmc.plugins.quantization import CODES
@@ -70,7 +69,7 @@ def weight_file(root: Path, rank: int) -> Any:
 
 def _ways(manifest: Manifest) -> Iterator[tuple[int, bool]]:
     sizes = {form.group_size for chip in manifest.chips for form in chip.quantization.values()}
-    least = max(SMALLEST_GROUP, getattr(TARGETS[manifest.target.kind], "GROUP_MULTIPLE", 0))
+    least = max(SMALLEST_GROUP, manifest.target.spec.group_multiple)
     together = [0, *([least, *sorted(sizes)] if sizes else [])]
     return ((size, whole) for whole, size in itertools.product((False, True), together))
 

@@ -21,7 +21,7 @@ from llmc.compiler.check.partition import lower_alike, weight_file
 from llmc.compiler.frontend import RawModel
 from llmc.compiler.graph.names import SCALED
 from llmc.compiler.graph.weights import HeadMatrices, Weight
-from llmc.compiler.targets import Options, cpu
+from llmc.compiler.targets import Options
 from llmc.errors import LlmcError
 from llmc.plugins.quantization import activations, cpu_activation_block, dequantized
 from llmc.runtime.manifest import Manifest, WeightForm
@@ -161,7 +161,7 @@ def _scatter(numbers: Weight, values: Rows, sources: Sequence[tuple[str, Weight]
 def _rounds(form: WeightForm, manifest: Manifest) -> bool:
     """Whether the target quantizes what a weight of this form multiplies."""
     return bool(form.activation_dtype) or (
-        manifest.target.kind == cpu.KIND
+        manifest.target.spec.quantizes_activations
         and cpu_activation_block(form.dtype, form.group_size) > 0)
 
 

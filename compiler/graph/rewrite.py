@@ -23,6 +23,7 @@ from llmc.compiler.graph.weights import Weight
 from llmc.errors import MAX_REASON, LlmcError, shortened
 from llmc.plugins import Op
 from llmc.plugins.roles import ByRows, Columns, Shard
+from llmc.targets import CPU, TargetSpec
 
 _Shard = TypeVar("_Shard", bound=Shard)
 # Ops that passes make of others before anything is written.
@@ -59,16 +60,9 @@ class Settings:
         expert_parallel: whether ranks have whole experts, not some columns of each.
         calibrated: whether weights have been rounded to these already.
         dequantize: whether weights that are stored in fewer bits are read as numbers.
-        group_multiple: of how many columns groups are, which the target's kernels read; 0: they
-            read none.
-        row_multiple: of how many rows such weights are.
-        orders_columns: whether the target brings activations in an order of columns.
-        expert_dtypes: of weights in fewer bits, those that the target's kernels of experts take.
-        packs_heads: whether it makes heads' matrices of weights in fewer bits.
-        takes_blocks: whether its kernels take scales of blocks, too.
+        target: what runs the graphs.
         rounds_groups: whether activations are rounded by groups of columns where a checkpoint
             says so.
-        rounded_groups: the sizes that its kernels round; none: all.
     """
 
     max_seq_len: int
@@ -84,21 +78,15 @@ class Settings:
     expert_parallel: bool = False
     calibrated: bool = False
     dequantize: bool = False
-    group_multiple: int = 1
-    row_multiple: int = 1
-    orders_columns: bool = True
-    expert_dtypes: tuple[str, ...] = ()
-    packs_heads: bool = False
-    takes_blocks: bool = False
+    target: TargetSpec = CPU
     rounds_groups: bool = False
-    rounded_groups: tuple[int, ...] = ()
 
     def reads(self, stored: Stored) -> bool:
         """Whether a form is one that the target's kernels read."""
-        return not self.dequantize and self.group_multiple > 0 \
-            and stored.group_size % self.group_multiple == 0 \
-            and stored.codes.shape[0] % self.row_multiple == 0 \
-            and (self.orders_columns or stored.order is None)
+        return not self.dequantize and self.target.group_multiple > 0 \
+            and stored.group_size % self.target.group_multiple == 0 \
+            and stored.codes.shape[0] % self.target.row_multiple == 0 \
+            and (self.target.permutes_columns or stored.order is None)
 
     def rounds(self, stored: Stored) -> bool:
         """Whether what a form multiplies is rounded where its checkpoint says so."""

@@ -131,7 +131,7 @@ def _group_size(graphs: Sequence[gs.Graph], settings: Settings) -> int:
     stored = any(isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight)
                  and tensor._values.stored is not None
                  for graph in graphs for tensor in graph.tensors().values())
-    return max(SMALLEST_GROUP, settings.group_multiple) if settings.scheme or stored else 1
+    return max(SMALLEST_GROUP, settings.target.group_multiple) if settings.scheme or stored else 1
 
 
 def max_tp_size(graph: gs.Graph) -> int:

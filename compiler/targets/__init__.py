@@ -1,14 +1,21 @@
-"""Targets: one file per engine kind. Each writes what that engine needs of a rank, and returns the
-files by their names in the rank's directory.
+"""Targets: one module per target, which writes the engine of each rank.
+
+`llmc.targets` says what a target can do; a `TargetSpec` names its module.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from typing import Protocol, cast
+
+import onnx_graphsurgeon as gs
 
 from llmc.compiler.graph.quantization import Scheme
+from llmc.runtime.manifest import Chip, FileEntry, Target
+from llmc.targets import target_spec
 
 
 @dataclass(frozen=True)
@@ -58,3 +65,31 @@ class Options:
     requantize: bool = False
     expert_parallel: bool = False
     columns_together: int = 0
+
+
+class Backend(Protocol):
+    """The module of a target."""
+
+    def describe(self, options: Options) -> Target:
+        """What model_info.json says of the target.
+
+        Raises:
+            LlmcError: the target's builder is not installed, or cannot do what is asked for.
+        """
+
+    def emit(self, graph: gs.Graph, rank: int, case_dir: Path, options: Options,
+             encoder: gs.Graph | None = None) -> tuple[Chip, list[FileEntry]]:
+        """Write `chip<rank>/`; its description, and its files by their names in that directory.
+
+        Raises:
+            LlmcError: the target cannot run the graph.
+        """
+
+
+def backend(target: str) -> Backend:
+    """The module of a target.
+
+    Raises:
+        LlmcError: the target is unknown.
+    """
+    return cast(Backend, import_module(target_spec(target).compiler))

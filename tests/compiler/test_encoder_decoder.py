@@ -13,7 +13,6 @@ from safetensors.numpy import load_file
 from schedule_interpreter import Interpreter
 
 import llmc
-from llmc.compiler import api
 from llmc.compiler.lower import lower
 from llmc.compiler.passes.attention import bias
 from llmc.compiler.targets import Options
@@ -183,7 +182,7 @@ def test_a_bias_that_still_changes_far_away_is_refused_with_the_length(encoder_d
 
 def test_tensorrt_rtx_refuses_in_one_sentence(encoder_decoder, tmp_path, monkeypatch):
     _, _, cases = encoder_decoder("t5")
-    monkeypatch.setattr(api.TARGETS["tensorrt_rtx"], "describe", lambda options: None)
+    monkeypatch.setattr("llmc.compiler.targets.tensorrt_rtx.describe", lambda options: None)
     with pytest.raises(llmc.LlmcError, match="'T5ForConditionalGeneration' is an encoder-decoder "
                                              "model, which is not there yet for target "
                                              "'tensorrt_rtx'; compile it with --target cpu, cuda "

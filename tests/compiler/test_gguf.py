@@ -182,7 +182,7 @@ def check_logits(path, target, case):
 def test_a_compiled_file_keeps_its_blocks(kind, target, tmp_path, monkeypatch):
     """The embedding is the LM head's table, in fewer bits too."""
     path = write(tmp_path / "m.gguf", File(kind=kind))
-    monkeypatch.setattr(cpu, "KIND", "")  # bodies of standard ONNX, which are exact
+    monkeypatch.setattr(cpu, "BODIES", "")  # bodies of standard ONNX, which are exact
     check_logits(path, target, tmp_path / "case")
     forms = read_manifest(tmp_path / "case").chips[0].quantization
     assert {(form.dtype, form.group_size) for form in forms.values()} \
@@ -204,7 +204,7 @@ MIXED = {
 def test_kinds_are_mixed_in_one_layer(mixed, target, tmp_path, monkeypatch):
     """Also among queries, keys and values, which become one weight."""
     path = write(tmp_path / "m.gguf", MIXED[mixed])
-    monkeypatch.setattr(cpu, "KIND", "")  # bodies of standard ONNX, which are exact
+    monkeypatch.setattr(cpu, "BODIES", "")  # bodies of standard ONNX, which are exact
     check_logits(path, target, tmp_path / "case")
 
 

@@ -94,7 +94,7 @@ def root(tmp_path_factory):
 @pytest.fixture
 def reference_bodies(monkeypatch):
     """What a case directory is where the cpu target has no bodies of its own."""
-    monkeypatch.setattr(cpu, "KIND", "")
+    monkeypatch.setattr(cpu, "BODIES", "")
 
 
 def truth(family, root, scheme, size, head=True, activations=False):
@@ -159,7 +159,7 @@ def test_what_latent_attention_makes_of_its_latent_is_rounded_too(scheme, tp_siz
 @pytest.mark.parametrize("body", ["", "cpu"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_tokens_are_rounded_to_fp8_as_they_come(family, body, root, tmp_path, monkeypatch):
-    monkeypatch.setattr(cpu, "KIND", body)
+    monkeypatch.setattr(cpu, "BODIES", body)
     case = compiled(family, root, tmp_path / "case", quantize="fp8", activations=True)
     expected = truth(family, root, "fp8", 0, activations=True)
     families.assert_close(logits(case), expected, FLIPPED)
@@ -232,7 +232,7 @@ def check_dequantized(model, scheme, compile_for, monkeypatch, tokens=TOKENS,
     """
     for body, tolerance in (("", EXACT), ("cpu", eight_bits)):
         with monkeypatch.context() as patch:
-            patch.setattr(cpu, "KIND", body)
+            patch.setattr(cpu, "BODIES", body)
             case = compile_for("cpu", "float32")
         numbers = dequantized(model, scheme, read_manifest(case).chips[0].quantization)
         with llmc.LLM(case) as llm:
@@ -400,7 +400,7 @@ def test_onnx_runtime_runs_the_file_without_llmc(scheme, body, root, tmp_path, m
     """As artifacts/README.md shows it, in a process where llmc cannot be imported. Bodies of
     standard ONNX have no op of any other domain.
     """
-    monkeypatch.setattr(cpu, "KIND", body)
+    monkeypatch.setattr(cpu, "BODIES", body)
     case = compiled("llama", root, tmp_path / "case", quantize=scheme)
     if not body:
         proto = onnx.load(case / "chip0" / "graph.onnx", load_external_data=False)

@@ -16,7 +16,6 @@ from schedule_interpreter import Interpreters
 
 import llmc
 from llmc import plugins
-from llmc.compiler import api
 from llmc.compiler.targets import Options, tensorrt
 from llmc.plugins.quantization import CODES, dequantized, pack, unpack
 from llmc.runtime.engines.tensorrt import check_plugins, check_version, tensorrt_library
@@ -546,7 +545,7 @@ def test_without_tensorrt_it_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.delenv("LLMC_TENSORRT_PYTHON", raising=False)
     monkeypatch.setattr(tensorrt, "find_spec", lambda name: None)
     with pytest.raises(llmc.LlmcError, match=r"pip install tensorrt, or name .* in LLMC_TENSORRT"):
-        api.TARGETS["tensorrt"].describe(Options())
+        tensorrt.describe(Options())
 
 
 def stub(directory, text):
