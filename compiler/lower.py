@@ -34,6 +34,7 @@ from llmc.compiler.graph.rewrite import (
 )
 from llmc.compiler.graph.sdpa import SDPA
 from llmc.compiler.graph.verify import verify
+from llmc.compiler.options import CompileOptions
 from llmc.compiler.passes.adapters import adapters
 from llmc.compiler.passes.attention import attention
 from llmc.compiler.passes.blocks import blocks
@@ -62,12 +63,11 @@ from llmc.compiler.passes.states import states
 from llmc.compiler.passes.streams import streams
 from llmc.compiler.passes.tensor_parallel import tensor_parallel
 from llmc.compiler.preflight import About, limit_seq_len
-from llmc.compiler.targets import Options
 from llmc.errors import LlmcError
 from llmc.plugins.experts.op import OP as EXPERTS
 from llmc.plugins.route.op import OP as ROUTE
 from llmc.runtime.manifest import Dims, EncoderInfo
-from llmc.targets import TargetSpec, target_spec
+from llmc.targets import TargetSpec
 
 _VOCAB_MULTIPLE = 64
 Condition = Callable[[TargetSpec], bool]
@@ -221,7 +221,7 @@ class Lowered:
     encoder_info: EncoderInfo | None = None
 
 
-def lower(raw: RawModel, options: Options) -> Lowered:
+def lower(raw: RawModel, options: CompileOptions) -> Lowered:
     """Run all passes. Consumes `raw`'s graphs.
 
     Raises:
@@ -230,8 +230,11 @@ def lower(raw: RawModel, options: Options) -> Lowered:
     return divide(fuse(raw, options), options)
 
 
-def fuse(raw: RawModel, options: Options) -> Fused:
+def fuse(raw: RawModel, options: CompileOptions, vocab_multiple: int | None = None) -> Fused:
     """Run the passes before partition. Consumes `raw`'s graphs.
+
+    Args:
+        vocab_multiple: the padded vocabulary is a multiple of this; None: of 64 and tp_size.
 
     Raises:
         LlmcError: see `lower`.
@@ -239,10 +242,10 @@ def fuse(raw: RawModel, options: Options) -> Fused:
     about = About(raw.config, raw.generation, raw.encoder is not None)
     settings = Settings(
         limit_seq_len(about, options.max_seq_len, options.target),
-        options.vocab_multiple or math.lcm(_VOCAB_MULTIPLE, options.tp_size),
+        vocab_multiple or math.lcm(_VOCAB_MULTIPLE, options.tp_size),
         0 if raw.encoder is None else
         limit_seq_len(about, options.mem_max_seq_len, options.target, "mem_"),
-        model=raw.architecture, target=target_spec(options.target))
+        model=raw.architecture, options=options)
     graphs = [raw.graph, *([raw.encoder] if raw.encoder is not None else [])]
     reports: list[Report] = []
     for graph in graphs:
@@ -264,18 +267,16 @@ def fuse(raw: RawModel, options: Options) -> Fused:
     return Fused(graphs, reports, settings, dims, info)
 
 
-def divide(fused: Fused, options: Options) -> Lowered:
+def divide(fused: Fused, options: CompileOptions, columns_together: int = 0) -> Lowered:
     """Run the passes from partition on. Consumes the graphs where tp_size is 1.
+
+    Args:
+        columns_together: columns of a weight that stay on one rank; 0: the groups of its scheme.
 
     Raises:
         LlmcError: see `lower`.
     """
-    settings = replace(fused.settings, tp_size=options.tp_size, dtype=options.dtype,
-                       kv_dtype=options.kv_dtype, scheme=options.scheme,
-                       columns_together=options.columns_together,
-                       head_scheme=options.head_scheme, calibrated=options.calibrated,
-                       dequantize=options.dequantize, expert_parallel=options.expert_parallel,
-                       rounds_groups=options.quantize_activations)
+    settings = replace(fused.settings, options=options, columns_together=columns_together)
     ranks, reports = [fused.graphs], list(fused.reports)
     for step in PASSES[len(_FUSE):]:
         ranks = run_pass(step, ranks, settings, reports)

@@ -26,6 +26,7 @@ from pydantic import (
 
 from llmc import plugins
 from llmc.errors import LlmcError
+from llmc.limits import MAX_CHIPS
 from llmc.runtime.case_files import check_case_file, open_regular, read_bounded
 from llmc.runtime.weights import WEIGHTS_NAME, read_weight_header
 from llmc.targets import TARGETS, TargetSpec
@@ -56,7 +57,6 @@ ENGINE_INPUTS: dict[str, tuple[DTypeName, tuple[str, ...]]] = {
 ENCODER_INPUTS = ("input_ids", "position_ids", "cu_seqlens")
 _MAX_MANIFEST_BYTES = 16 << 20  # 128 layers on 8 chips take 3 MB
 _MAX_TEMPLATE_BYTES = 4 << 20
-MAX_CHIPS = 4096
 _MAX_LAYERS = 65536
 _MAX_FILES = 65536
 _MOST = 2**31 - 1  # what a kernel counts with

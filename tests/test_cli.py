@@ -24,10 +24,10 @@ from click.testing import CliRunner
 import llmc
 from llmc import LLM, LlmcError, SamplingParams, __version__, targets
 from llmc.cli import _engines, main
-from llmc.cli.compile import DTYPES, TARGETS
 from llmc.cli.conversation import converse, print_answer
 from llmc.cli.options import LOADING_OPTIONS
 from llmc.cli.progress import Meter, Phases
+from llmc.compiler.options import OPTIONS
 from llmc.runtime.benchmark import Row
 from llmc.runtime.decoding.params import FIELDS, GUIDES
 from llmc.runtime.request import Piece
@@ -528,6 +528,14 @@ def test_errors_are_red_on_a_terminal_unless_no_color_is_set():
     assert "\x1b" not in run("inspect", "nowhere").stderr
 
 
+def test_help_imports_nothing_heavy():
+    """Shell completion runs the command line for every key."""
+    heavy = {"numpy", "onnx", "onnx_graphsurgeon", "onnxruntime", "pydantic", "rich", "torch"}
+    code = f"import sys, llmc.cli; sys.exit(', '.join({heavy!r} & {{*sys.modules}}))"
+    assert subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE,
+                          text=True).stderr.strip() == ""
+
+
 def test_no_option_s_help_has_two_defaults():
     for name, command in main.commands.items():
         context = click.Context(command, info_name=name, show_default=True)
@@ -538,7 +546,7 @@ def test_no_option_s_help_has_two_defaults():
 
 @pytest.mark.parametrize(("words", "incomplete", "expected"), [
     (["compile", "--target"], "c", ["cpu", "cuda"]),
-    (["compile", "--target"], "", [*TARGETS]),
+    (["compile", "--target"], "", [*targets.TARGETS]),
     (["compile", "--dtype"], "b", ["bfloat16"]),
     (["compile", "--quantize"], "int", ["int8", "int4"]),
     (["run", "--attention_backend"], "c", ["cudnn"]),
@@ -549,9 +557,22 @@ def test_a_shell_completes_verbs_and_values(words, incomplete, expected):
 
 
 def test_a_shell_is_offered_the_compiler_s_targets_and_dtypes():
-    assert {*TARGETS} == {*targets.TARGETS}
-    assert {*DTYPES} == {"auto", *(dtype for target in targets.TARGETS.values()
-                                   for dtype in target.dtypes)}
+    choices = {option.name: {*option.declared.choices} for option in OPTIONS}
+    assert choices["target"] == {*targets.TARGETS}
+    assert choices["dtype"] == {"auto", *(dtype for target in targets.TARGETS.values()
+                                          for dtype in target.dtypes)}
+
+
+def test_the_options_of_compile_are_the_arguments_of_llmc_compile():
+    parameters = inspect.signature(llmc.compile).parameters
+    flags = {param.name: param for param in main.commands["compile"].params}
+    alone = {"verbose", "as_json"}, {"progress"}
+    assert {*flags} - alone[0] == {*parameters} - alone[1]
+    for option in OPTIONS:
+        assert parameters[option.name].default == flags[option.name].default == option.default
+        assert f"        {option.name}: " in llmc.compile.__doc__
+        assert flags[option.name].help.split(".")[0] == option.help().split(".")[0]
+    assert llmc.compile.__name__ == "compile" and "progress" in llmc.compile.__doc__
 
 
 ANSWER = """

@@ -79,9 +79,9 @@ from llmc.compiler.graph.names import HIDDEN_STATE, SCALED
 from llmc.compiler.graph.quantization import Scheme, quantize
 from llmc.compiler.graph.rewrite import op_of, operands, values_of
 from llmc.compiler.graph.weights import HeadMatrices, Weight
+from llmc.compiler.options import CompileOptions
 from llmc.compiler.passes.fold import numpy_dtype
 from llmc.compiler.passes.norm_gemm import NORMED
-from llmc.compiler.targets import Options
 from llmc.errors import LlmcError
 from llmc.plugins.quantization import LINEAR_DTYPES, dequantized
 from llmc.runtime.decoding.params import SamplingParams
@@ -598,8 +598,8 @@ def _ops(manifest: Manifest, root: Path) -> Mapping[str, str]:
 
 def _compare_weights(raw: RawModel, manifest: Manifest, root: Path) -> tuple[BadWeight, ...]:
     """Hold every weight of every chip against what the reference gives. Consumes `raw.graph`."""
-    lowered = lower_alike(raw, manifest, root, Options(manifest.dtype,
-                                                       dequantize=not manifest.quantization))
+    options = CompileOptions(dtype=manifest.dtype, quantize="" if manifest.quantization else "none")
+    lowered = lower_alike(raw, manifest, root, options)
     bad: list[BadWeight] = []
     nearest: list[BadWeight] = []  # how each quantized weight differs from rounding to nearest
     for rank, graph in enumerate(lowered.graphs):

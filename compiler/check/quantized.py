@@ -21,7 +21,7 @@ from llmc.compiler.check.partition import lower_alike, weight_file
 from llmc.compiler.frontend import RawModel
 from llmc.compiler.graph.names import SCALED
 from llmc.compiler.graph.weights import HeadMatrices, Weight
-from llmc.compiler.targets import Options
+from llmc.compiler.options import CompileOptions
 from llmc.errors import LlmcError
 from llmc.plugins.quantization import activations, cpu_activation_block, dequantized
 from llmc.runtime.manifest import Manifest, WeightForm
@@ -61,7 +61,8 @@ def own_weights(raw: RawModel, manifest: Manifest, root: Path) -> OwnWeights | N
     graph = raw.graph.copy()
     sources = _number(graph)
     try:
-        lowered = lower_alike(replace(raw, graph=graph), manifest, root, Options(dequantize=True))
+        lowered = lower_alike(replace(raw, graph=graph), manifest, root,
+                              CompileOptions(quantize="none"))
     except (LlmcError, AssertionError):  # a pass wants to know the values
         return None
     arrays: dict[str, np.ndarray] = {}

@@ -72,10 +72,10 @@ def quantize_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Rep
     Raises:
         LlmcError: a weight cannot be rounded as asked for.
     """
-    if settings.dequantize:
+    if settings.options.dequantize:
         return
-    if not settings.calibrated:
-        refuse_group_size(graphs, settings.scheme, settings.head_scheme,
+    if not settings.options.calibrated:
+        refuse_group_size(graphs, settings.options.scheme, settings.options.head_scheme,
                           settings.target.group_multiple)
     head = id(values_of(head_weight(graphs[0])))
     made: dict[int, _Made] = {}
@@ -86,8 +86,8 @@ def quantize_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Rep
         if op is None or not op.quantized:
             continue
         weights = [values_of(operands(node)[role.weight]) for role in op.quantized]
-        scheme = settings.head_scheme if id(weights[0]) == head else \
-            settings.scheme if is_rounded(node) else None
+        scheme = settings.options.head_scheme if id(weights[0]) == head else \
+            settings.options.scheme if is_rounded(node) else None
         known = _forms(node, weights, scheme, settings, report, made)
         if known is not None:
             _store(owner, node, known, settings, report)
@@ -100,7 +100,7 @@ def _forms(node: gs.Node, weights: Sequence[Weight], scheme: Scheme | None, sett
     assert op is not None
     if id(weights[0]) in made:
         return [made[id(values)] for values in weights]
-    if scheme is not None and not settings.calibrated:
+    if scheme is not None and not settings.options.calibrated:
         for values in weights:
             refuse_rounded(values)
     names = [operands(node)[role.weight].name for role in op.quantized]
@@ -136,7 +136,7 @@ def _forms(node: gs.Node, weights: Sequence[Weight], scheme: Scheme | None, sett
 def _rounds_to_nearest(weights: Sequence[Weight], scheme: Scheme | None,
                        settings: Settings) -> bool:
     """Whether a calibration has left weights to be rounded that are to be so."""
-    return settings.calibrated and scheme is not None and any(
+    return settings.options.calibrated and scheme is not None and any(
         values.stored is None for values in weights)
 
 
@@ -249,9 +249,9 @@ def _quantize_heads(graph: gs.Graph, node: gs.Node, settings: Settings, report: 
         if not settings.target.mla_projections:
             report.count(UNQUANTIZED_HEADS)
             continue
-        if settings.scheme is not None and not settings.calibrated:
+        if settings.options.scheme is not None and not settings.options.calibrated:
             refuse_rounded(values.matrix)
-        stored = _form(values.matrix, settings.scheme, tensor.name, settings)
+        stored = _form(values.matrix, settings.options.scheme, tensor.name, settings)
         if isinstance(stored, Stored) and stored.order is not None:
             stored = NoMatch("its weight has columns in the order of activations, which are in "
                              "none here, so it is read as numbers", values.name)
@@ -260,7 +260,7 @@ def _quantize_heads(graph: gs.Graph, node: gs.Node, settings: Settings, report: 
             report.count(DEQUANTIZED)
         if not isinstance(stored, Stored):
             continue
-        if _rounds_to_nearest([values.matrix], settings.scheme, settings):
+        if _rounds_to_nearest([values.matrix], settings.options.scheme, settings):
             report.count(NEAREST_HEADS)
         weight, scale, zero, minimum = _constants(stored, tensor.name, values.matrix.shape)
         made = gs.Variable(f"{tensor.name}.matrices", np.float32, values.shape)

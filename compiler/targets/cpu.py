@@ -23,7 +23,7 @@ from llmc.compiler.artifact import (
     write_weights,
 )
 from llmc.compiler.graph.rewrite import fields_of, is_op, op_of, operands, producer, values_of
-from llmc.compiler.targets import Options
+from llmc.compiler.options import CompileOptions
 from llmc.errors import LlmcError
 from llmc.plugins.experts.op import OP as EXPERTS
 from llmc.plugins.route.op import OP as ROUTE
@@ -34,11 +34,11 @@ from llmc.targets import CPU
 BODIES = CPU.name  # whose bodies of ops the graphs have
 
 
-def describe(options: Options) -> Target:
+def describe(options: CompileOptions) -> Target:
     return Target(kind=CPU.name)
 
 
-def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options,
+def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
          encoder: gs.Graph | None = None) -> tuple[Chip, list[FileEntry]]:
     """Write `chip<rank>/` and describe it.
 
@@ -68,7 +68,7 @@ def _check_scores(graph: gs.Graph) -> None:
     its own where there is none.
     """
     for node in graph.nodes:
-        body = EXPERTS.bodies["cpu"](fields_of(node), frozenset(operands(node))) \
+        body = EXPERTS.bodies[CPU.name](fields_of(node), frozenset(operands(node))) \
             if is_op(node, EXPERTS) else None
         route = producer(operands(node)["scores"]) if body is not None else None
         own = operands(route).get("expert_scale") if is_op(route, ROUTE) else None

@@ -36,7 +36,7 @@ from llmc.compiler.graph.rewrite import (
     takes_columns,
     values_of,
 )
-from llmc.compiler.targets import Options
+from llmc.compiler.options import CompileOptions
 from llmc.compiler.targets.typed_onnx import typed_onnx
 from llmc.errors import LlmcError
 from llmc.runtime.manifest import Chip, FileEntry, Target
@@ -57,11 +57,11 @@ _MEMORY_ROWS = ScheduledTensor(name="memory_rows", kind="input", dtype="int64",
                                shape=("num_tokens",))
 
 
-def describe(options: Options) -> Target:
+def describe(options: CompileOptions) -> Target:
     return Target(kind=CUDA.name, compute_capability=options.compute_capability)
 
 
-def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options,
+def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
          encoder: gs.Graph | None = None) -> tuple[Chip, list[FileEntry]]:
     """Write `chip<rank>/` and describe it.
 

@@ -38,8 +38,9 @@ from llmc.compiler.artifact import (
     write_onnx,
     write_weights,
 )
+from llmc.compiler.options import CompileOptions
 from llmc.compiler.scratch import temporary_files
-from llmc.compiler.targets import Options, kernel_order
+from llmc.compiler.targets import kernel_order
 from llmc.compiler.targets.typed_onnx import typed_onnx
 from llmc.errors import LlmcError
 from llmc.runtime.engines import BLOCK_SIZE, MAX_LOGITS, MAX_TOKENS
@@ -58,7 +59,7 @@ _MOST_ELEMENTS = 2**31 - 1  # of a tensor of TensorRT's
 _STEP = gs.Variable("llmc_step", np.int32, (16,))
 
 
-def describe(options: Options) -> Target:
+def describe(options: CompileOptions) -> Target:
     """The builder's version and GPU, which must be the runtime's.
 
     Raises:
@@ -76,7 +77,7 @@ def describe(options: Options) -> Target:
                   max_batch_size=options.max_batch_size)
 
 
-def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options,
+def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
          encoder: gs.Graph | None = None) -> tuple[Chip, list[FileEntry]]:
     """Write `chip<rank>/` and describe it.
 
@@ -165,7 +166,8 @@ def with_plugins(model: onnx.ModelProto, dtype: str) -> onnx.ModelProto:
     return model
 
 
-def _profiles(inputs: Sequence[gs.Tensor], options: Options) -> list[dict[str, list[list[int]]]]:
+def _profiles(inputs: Sequence[gs.Tensor], options: CompileOptions) -> \
+        list[dict[str, list[list[int]]]]:
     """Least, usual and most of each input's shape, for prompts and for decoding."""
     assert options.max_seq_len is not None
     length, table = options.max_seq_len, -(-options.max_seq_len // 128) * 128 // BLOCK_SIZE
@@ -235,7 +237,7 @@ def load_config(builder, network):
 '''
 
 
-def _script(inputs: Sequence[gs.Tensor], options: Options) -> str:
+def _script(inputs: Sequence[gs.Tensor], options: CompileOptions) -> str:
     profiles = ",\n".join(
         "    {" + ",\n     ".join(f"{name!r}: {shapes}" for name, shapes in profile.items()) + "}"
         for profile in _profiles(inputs, options))
@@ -246,7 +248,7 @@ def _script(inputs: Sequence[gs.Tensor], options: Options) -> str:
                           half=options.dtype == "float16")
 
 
-def _build(work: dict[str, str], options: Options) -> dict[str, Any]:
+def _build(work: dict[str, str], options: CompileOptions) -> dict[str, Any]:
     """Have tensorrt_build.py do this work in a process of its own; what it answers.
 
     Raises:

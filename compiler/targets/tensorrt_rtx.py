@@ -27,7 +27,7 @@ from llmc.compiler.artifact import (
 )
 from llmc.compiler.graph import rewrite
 from llmc.compiler.graph.rewrite import caches, is_op, op_of
-from llmc.compiler.targets import Options
+from llmc.compiler.options import CompileOptions
 from llmc.errors import LlmcError
 from llmc.installation import install_command
 from llmc.plugins.experts.op import OP as EXPERTS
@@ -37,14 +37,14 @@ from llmc.targets import TENSORRT_RTX
 _BATCH, _TOKENS = 16, 4096  # at most in a step; one prompt may be longer
 
 
-def describe(options: Options) -> Target:
+def describe(options: CompileOptions) -> Target:
     """The builder's version, which must be the runtime's."""
     _library()
     return Target(kind=TENSORRT_RTX.name,
                   versions={"tensorrt_rtx": importlib.metadata.version("tensorrt-rtx")})
 
 
-def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options) -> \
+def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions) -> \
         tuple[Chip, list[FileEntry]]:
     """Write `chip<rank>/` and describe it.
 

@@ -22,7 +22,8 @@ from llmc.compiler.frontend import checkpoint, gguf_file
 from llmc.compiler.frontend.gguf_forms import form_of
 from llmc.compiler.frontend.gguf_header import read_header
 from llmc.compiler.lower import lower
-from llmc.compiler.targets import Options, cpu
+from llmc.compiler.options import CompileOptions
+from llmc.compiler.targets import cpu
 from llmc.runtime.manifest import Target, hash_file, read_manifest
 
 VOCAB, WIDTH, TOKENS = 96, 64, 5000  # TOKENS make the arrays of the vocabulary long ones
@@ -161,7 +162,7 @@ def check_logits(path, target, case):
     """Compile a file; logits are transformers' of the numbers that it has."""
     raw = replace(gguf_file.load_gguf(path), save_tokenizer=lambda target: None)
     case.mkdir()
-    options = Options(target=target)
+    options = CompileOptions(target=target)
     api.write(raw, lower(raw, options), Target(kind=target), options, case)
     config, tensors = read(path)
     model = AutoModelForCausalLM.from_config(config).eval()
