@@ -25,7 +25,7 @@ from llmc.compiler import api
 from llmc.compiler.check import diff
 from llmc.compiler.frontend import load
 from llmc.compiler.lower import lower
-from llmc.compiler.targets import Options
+from llmc.compiler.options import CompileOptions
 from llmc.errors import LlmcError
 from llmc.runtime.manifest import Target, read_manifest
 
@@ -56,7 +56,7 @@ def measure(family: str, directory: Path, furthest: dict[str, tuple[float, str]]
             seen.append(compare(*arguments))
             return seen[-1]
 
-        options = Options(dtype, target=kind, tp_size=tp_size)
+        options = CompileOptions(dtype=dtype, target=kind, tp_size=tp_size)
         case.mkdir()
         try:
             api.write(raw, lower(copied(), options), Target(kind=kind), options, case)

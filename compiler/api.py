@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import onnx_graphsurgeon as gs
 
@@ -15,10 +15,10 @@ from llmc import __version__
 from llmc.compiler.artifact import file_entry, weight_forms
 from llmc.compiler.frontend import RawModel, load
 from llmc.compiler.frontend.tokenizer_config import FOLDER, TEMPLATE
-from llmc.compiler.graph.quantization import Scheme
 from llmc.compiler.graph.rewrite import op_of
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.lower import Lowered, divide, fuse, lower
+from llmc.compiler.options import CompileOptions, takes_options
 from llmc.compiler.output import check_output, new_directory
 from llmc.compiler.passes.quantize import (
     DEQUANTIZED,
@@ -36,8 +36,6 @@ from llmc.compiler.passes.quantize import (
     WIDENED,
 )
 from llmc.compiler.preflight import (
-    GPU,
-    TARGETS,
     About,
     check_model,
     check_options,
@@ -45,14 +43,13 @@ from llmc.compiler.preflight import (
     warn_untested_transformers,
 )
 from llmc.compiler.sampling_defaults import read_sampling
-from llmc.compiler.targets import Options
+from llmc.compiler.targets import backend
 from llmc.compiler.windows import check_windows
 from llmc.errors import LlmcError
 from llmc.interrupts import check_interrupted, interruptible
 from llmc.memory import memory_errors
 from llmc.plugins.quantization import FLOAT8
 from llmc.runtime.manifest import (
-    PAGED,
     Chip,
     DTypeName,
     FileEntry,
@@ -67,8 +64,6 @@ from llmc.runtime.manifest import (
 from llmc.runtime.tokenizer import named_end, read_tokenizer
 
 _DEVICES = 8
-_HEADS = {"int4": "int8", "uint4": "int8"}  # SmolLM2 in int4: perplexity 39.1, not 43.4
-_DTYPES = {"fp8": FLOAT8}  # as `quantize` has them
 
 Progress = Callable[[str], None]
 
@@ -77,20 +72,11 @@ class Note(str):
     """A remark among what `progress` is called with; other texts name the phase that begins."""
 
 
+@takes_options
 @interruptible()
 @memory_errors("compile the model")
-def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: str = "float32",
-            target: str = "cpu", max_seq_len: int | None = None,
-            mem_max_seq_len: int | None = None,
-            max_batch_size: int = 64, hf_dir: str | Path | None = None,
-            compute_capability: str | None = None, kv_dtype: str = "",
-            quantize: str = "", group_size: int = 0, quantize_lm_head: str = "",
-            quantize_activations: bool = False,
-            requantize: bool = False,
-            calibrate: str | Path | None = None, expert_parallel: bool = False,
-            revision: str | None = None, trust_remote_code: bool = False,
-            allow_pickle: bool = False, allow_nan: bool = False,
-            progress: Progress = lambda text: None) -> Manifest:
+def compile(model: str | Path, output: str | Path, *, progress: Progress = lambda text: None,
+            **options: Any) -> Manifest:
     """Compile a causal LM or an encoder-decoder model into a case directory.
 
     The directory appears whole or not at all; one that is there already is replaced only then.
@@ -99,69 +85,42 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
         model: a Hugging Face directory, a hub id, a .gguf file, or an .onnx file with `hf_dir`.
         output: the case directory to make; of a symbolic link, its target is. One that holds what
             llmc did not put there is not replaced.
-        tp_size: chips that share the model.
-        dtype: of weights and activations: float32, float16 or bfloat16 (the cpu target has
-            float32), also as torch's. `half` and `float` are float16 and float32; `auto` is the
-            checkpoint's own where the target has it, else bfloat16 on GPUs.
-        kv_dtype: of the KV caches; the cuda and tensorrt targets have float8_e4m3fn; "": as dtype.
-        quantize: what the weights of linear layers are rounded to: int8, int4, uint4 (int4 with
-            zero points) or fp8; "": they stay as they are; none: what the checkpoint has in fewer
-            bits becomes `dtype` too.
-        group_size: numbers along a row of a weight that share a scale; 0: the largest of 128, 64,
-            32 and 16 that the row is whole groups of, with fp8 the row.
-        quantize_lm_head: likewise, of the LM head, and with it the embedding where the two are
-            tied; none: not at all; "": int8 where the rest has 4 bits, which lose most there.
-        quantize_activations: with fp8, each token of what these layers multiply is rounded to FP8
-            too, by a scale of its own; not the LM head's. Of a checkpoint in FP8 in blocks, each
-            group of a token, as its config says. Else activations stay in `dtype`, but for other
-            checkpoints that say so.
-        requantize: weights that are quantized already are dequantized, and quantized again as
-            `quantize` says.
-        calibrate: a UTF-8 text of at least 1024 tokens, for which what is rounded is scaled and
-            corrected, but for experts and the matrices of heads in latent attention.
-        revision: of a hub id: the branch, tag or commit to read; by default main.
-        expert_parallel: chips have whole experts of a mixture, not some columns of each.
-        compute_capability: of the only GPUs that may run it, such as 9.0; None for all.
-        target: engine kind.
-        max_seq_len: positions a sequence may use, at most the model's; by default all of them for
-            targets cpu and cuda, else at most 4096.
-        mem_max_seq_len: tokens of a prompt that an encoder takes, chosen like max_seq_len, which
-            then is the decoder's.
-        max_batch_size: sequences of a step; only the tensorrt target has such a limit.
-        allow_nan: compile weights that have NaN or infinities; quantized ones never have.
+        …
         progress: called with the name of each phase as it begins, and with remarks (`Note`).
 
     Raises:
         LlmcError: the input is bad, the model cannot be compiled, or the disk is full.
+        TypeError: an argument has no such name.
     """
     output = Path(output)
-    options = Options(read_dtype(dtype, target, model), compute_capability, max_batch_size,
-                      output.parent / f"{output.name}.timing_cache", progress, kv_dtype, target,
-                      tp_size, max_seq_len, mem_max_seq_len,
-                      scheme=_scheme(quantize, group_size, quantize_activations),
-                      head_scheme=_scheme(quantize_lm_head or _HEADS.get(quantize, quantize),
-                                          group_size),
-                      group_size=group_size, quantize_activations=quantize_activations,
-                      calibrated=calibrate is not None, dequantize=quantize == "none",
-                      requantize=requantize, expert_parallel=expert_parallel)
+    chosen = CompileOptions(**options, progress=progress,
+                            timing_cache=output.parent / f"{output.name}.timing_cache")
+    chosen = replace(chosen, dtype=read_dtype(chosen.dtype, chosen.target, model))
+    return _compile(model, output, chosen)
+
+
+def _compile(model: str | Path, output: Path, options: CompileOptions) -> Manifest:
+    """Check the options, export the model, run the passes and write the case directory."""
+    progress = options.progress
     check_options(options)
     check_output(output)
-    described = TARGETS[target].describe(options)
+    described = backend(options.target).describe(options)
     untested = warn_untested_transformers(version("transformers"))
     if untested:
         progress(untested)
     progress("export")
-    raw = load(model, hf_dir=hf_dir, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
-               revision=revision, check=lambda *about: check_model(options, About(*about)))
-    if not allow_nan:
+    raw = load(model, hf_dir=options.hf_dir, trust_remote_code=options.trust_remote_code,
+               allow_pickle=options.allow_pickle, revision=options.revision,
+               check=lambda *about: check_model(options, About(*about)))
+    if not options.allow_nan:
         _require_finite(raw)
     for note in raw.notes:
         progress(Note(note))
-    if requantize:
+    if options.requantize:
         _dequantize(raw)
     progress("passes")
     if options.calibrated and options.scheme is not None:
-        lowered = _calibrated(raw, options, Path(str(calibrate)), progress)
+        lowered = _calibrated(raw, options)
     else:
         lowered = lower(raw, options)
     _check_rounded(lowered, options)
@@ -187,15 +146,15 @@ def _require_finite(raw: RawModel) -> None:
             weight.require_finite(allow_minus_inf=raw.kind == "onnx")
 
 
-def _calibrated(raw: RawModel, options: Options, text: Path, progress: Progress) -> Lowered:
-    """`lower`, with weights rounded on a text between fusing and partition."""
+def _calibrated(raw: RawModel, options: CompileOptions) -> Lowered:
+    """`lower`, with weights quantized by calibration between fusing and partition."""
     from llmc.compiler.calibrate import calibrate, read_text
 
     assert options.scheme is not None
-    tokens = read_text(text, raw)
+    tokens = read_text(Path(str(options.calibrate)), raw)
     fused = fuse(raw, options)
     calibrate(fused.graphs[0], tokens, options.scheme, options.head_scheme,
-              fused.settings.max_seq_len, progress)
+              fused.settings.max_seq_len, options.progress)
     return divide(fused, options)
 
 
@@ -209,13 +168,6 @@ def _dequantize(raw: RawModel) -> None:
                 tensor._values = made.setdefault(values, values.as_unquantized())
 
 
-def _scheme(name: str, group_size: int, activations: bool = False) -> Scheme | None:
-    """How an option wants weights stored; a dtype that does not exist is refused with the others.
-    """
-    return None if name in ("", "none") else \
-        Scheme(_DTYPES.get(name, name), group_size, FLOAT8 if activations else "")
-
-
 def _used_ops(graphs: list[gs.Graph]) -> dict[str, int]:
     """The llmc ops of emitted graphs, with their versions."""
     used = {op.name: op.version for graph in graphs for node in graph.nodes
@@ -223,7 +175,7 @@ def _used_ops(graphs: list[gs.Graph]) -> dict[str, int]:
     return dict(sorted(used.items()))
 
 
-def _check_rounded(lowered: Lowered, options: Options) -> None:
+def _check_rounded(lowered: Lowered, options: CompileOptions) -> None:
     """Refuse an option that has changed nothing."""
     if options.quantize_activations and options.scheme is None \
             and not any(ROUNDED_GROUPS in report.matches for report in lowered.reports):
@@ -232,7 +184,7 @@ def _check_rounded(lowered: Lowered, options: Options) -> None:
                         "leave it out")
 
 
-def _say_conversions(lowered: Lowered, options: Options, progress: Progress) -> None:
+def _say_conversions(lowered: Lowered, options: CompileOptions, progress: Progress) -> None:
     """Say which weights in fewer bits become others, here or in every step, and which stay whole.
     """
     for report in lowered.reports:
@@ -254,16 +206,17 @@ def _say_conversions(lowered: Lowered, options: Options, progress: Progress) -> 
         if WIDENED in report.matches:
             progress(f"numbers of MXFP4 are kept exactly as int8, twice their memory: the experts "
                      f"of {report.matches[WIDENED]} layers")
+    on_gpu = lowered.settings.target.gpu
     for report in lowered.reports if not options.dequantize else ():
         of_float8 = sum(count for name, count in report.matches.items() if name.startswith(FLOAT8))
         rounded, codes = (report.matches.get(name, 0) for name in (ROUNDED, MULTIPLIED))
-        if options.target in GPU and of_float8 > rounded:
+        if on_gpu and of_float8 > rounded:
             progress(f"weights in FP8 are converted to {options.dtype} as they are read, on GPUs "
                      f"that multiply FP8 too")
-        if options.target in GPU and codes:
+        if on_gpu and codes:
             progress(f"{codes} linear layers multiply FP8 by FP8 on GPUs of compute capability "
                      f"9.0; on others both are converted to {options.dtype} as they are read")
-        if options.target in GPU and rounded > codes:
+        if on_gpu and rounded > codes:
             progress(f"what {rounded - codes} linear layers multiply is rounded to FP8, and "
                      f"multiplied in {options.dtype}: their weights' scales are neither of rows "
                      f"nor of blocks that the target's kernels take")
@@ -296,7 +249,7 @@ def _weight_dtypes(chips: Sequence[Chip]) -> tuple[WeightDType, ...] | None:
                          for form in chip.quantization.values()})) or None
 
 
-def write(raw: RawModel, lowered: Lowered, target: Target, options: Options,
+def write(raw: RawModel, lowered: Lowered, target: Target, options: CompileOptions,
           directory: Path) -> Manifest:
     """Write a case directory into an empty directory."""
     chips: list[Chip] = []
@@ -306,7 +259,7 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: Options,
         options = replace(options, mem_max_seq_len=lowered.encoder_info.max_seq_len)
     for rank, graph in enumerate(lowered.graphs):
         encoder = lowered.encoders[rank:rank + 1]
-        chip, written = TARGETS[target.kind].emit(graph, rank, directory, options, *encoder)
+        chip, written = backend(target.kind).emit(graph, rank, directory, options, *encoder)
         forms = weight_forms([graph, *encoder])
         chips.append(chip.model_copy(update={"quantization": forms}))
         files.extend(_inside(chip.path, written))
@@ -328,7 +281,7 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: Options,
         device_groups=tuple(tuple(range(start, start + tp_size))
                             for start in range(0, max(_DEVICES, tp_size) - tp_size + 1, tp_size)),
         encoder=lowered.encoder_info, target=target,
-        kv_cache_layout="paged" if target.kind in PAGED else "linear",
+        kv_cache_layout="paged" if target.spec.paged else "linear",
         ops=_used_ops(lowered.graphs + lowered.encoders), tokenizer=tokenizer,
         sampling=sampling, chips=tuple(chips),
         passes=tuple(PassReport(name=report.name, matches=report.matches,

@@ -107,8 +107,7 @@ def to_onnx(graph: gs.Graph, places: dict[str, Placed], target: str,
         if tensor.name in places:
             refer(tensor, WEIGHTS_NAME, places[tensor.name])
     del proto.opset_import[:]
-    opset = plugins.OPSETS.get(target, plugins.OPSET)
-    proto.opset_import.extend([onnx.helper.make_opsetid("", opset),
+    proto.opset_import.extend([onnx.helper.make_opsetid("", plugins.opset(target)),
                                onnx.helper.make_opsetid(plugins.DOMAIN, 1),
                                onnx.helper.make_opsetid("com.microsoft", 1)])
     proto.functions.extend(functions[name] for name in sorted(functions))

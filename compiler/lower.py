@@ -34,6 +34,7 @@ from llmc.compiler.graph.rewrite import (
 )
 from llmc.compiler.graph.sdpa import SDPA
 from llmc.compiler.graph.verify import verify
+from llmc.compiler.options import CompileOptions
 from llmc.compiler.passes.adapters import adapters
 from llmc.compiler.passes.attention import attention
 from llmc.compiler.passes.blocks import blocks
@@ -61,25 +62,61 @@ from llmc.compiler.passes.sdpa import sdpa
 from llmc.compiler.passes.states import states
 from llmc.compiler.passes.streams import streams
 from llmc.compiler.passes.tensor_parallel import tensor_parallel
-from llmc.compiler.preflight import GPU, TARGETS, About, limit_seq_len
-from llmc.compiler.targets import Options, cpu, cuda, tensorrt
+from llmc.compiler.preflight import About, limit_seq_len
 from llmc.errors import LlmcError
 from llmc.plugins.experts.op import OP as EXPERTS
 from llmc.plugins.route.op import OP as ROUTE
 from llmc.runtime.manifest import Dims, EncoderInfo
+from llmc.targets import TargetSpec
 
 _VOCAB_MULTIPLE = 64
+Condition = Callable[[TargetSpec], bool]
+
+
+# Conditions of passes.
+
+def _always(target: TargetSpec) -> bool:
+    return True
+
+
+def _kernels(target: TargetSpec) -> bool:
+    return target.kernels
+
+
+def _program(target: TargetSpec) -> bool:
+    return target.runs_program
+
+
+def _paged(target: TargetSpec) -> bool:
+    return target.paged
+
+
+def _quantized(target: TargetSpec) -> bool:
+    return target.group_multiple > 0
+
+
+def _several_dtypes(target: TargetSpec) -> bool:
+    return len(target.dtypes) > 1
+
+
+def _kv_dtypes(target: TargetSpec) -> bool:
+    return bool(target.kv_dtypes)
+
+
+def _narrow(target: TargetSpec) -> bool:
+    return target.index_dtype == "int32"
 
 
 @dataclass(frozen=True)
 class GraphPass:
-    """A pass over each graph by itself, of `targets` only if there are any; over an encoder's too
-    unless it needs logits.
+    """A pass over each graph, for the targets that fulfil `when`.
+
+    Skips the encoder's graph where it needs logits.
     """
 
     name: str
     run: Callable[[gs.Graph, Settings, Report], None]
-    targets: Sequence[str] = ()
+    when: Condition = _always
     needs_logits: bool = False
 
 
@@ -89,7 +126,7 @@ class EncoderPass:
 
     name: str
     run: Callable[[Sequence[gs.Graph], Settings, Report], None]
-    targets: Sequence[str] = ()
+    when: Condition = _always
 
 
 @dataclass(frozen=True)
@@ -98,7 +135,7 @@ class RankPass:
 
     name: str
     run: Callable[[Sequence[gs.Graph], Settings, Report], None]
-    targets: Sequence[str] = ()
+    when: Condition = _always
 
 
 @dataclass(frozen=True)
@@ -107,7 +144,7 @@ class Partition:
 
     name: str
     run: Callable[[Sequence[gs.Graph], Settings, Report], list[list[gs.Graph]]]
-    targets: Sequence[str] = ()
+    when: Condition = _always
 
 
 Pass = GraphPass | EncoderPass | RankPass | Partition
@@ -140,21 +177,21 @@ PASSES: tuple[Pass, ...] = (
     Partition("tensor_parallel", tensor_parallel),
     EncoderPass("memory", move_memory),  # what moves has been cut where it was used
     # Quantise: behind partition, so that a group is never cut, and gains, so that none is rounded.
-    GraphPass("norm_gate", norm_gate, (cuda.KIND,)),
-    GraphPass("gate", gate, (cuda.KIND,)),  # of the gates that norm_gate has left
-    GraphPass("projections", projections, (cuda.KIND,)),  # after both, whose ops take columns
-    GraphPass("experts_residual", experts_residual, GPU),  # after projections, as the next one
-    GraphPass("norm_gemm", norm_gemm, GPU),  # after projections: one GEMM that reads a norm
-    RankPass("quantize", quantize_weights, (cpu.KIND, *GPU)),
-    GraphPass("rounded_outputs", rounded_outputs, (cuda.KIND,)),  # as quantize says who rounds
+    GraphPass("norm_gate", norm_gate, _program),
+    GraphPass("gate", gate, _program),  # of the gates that norm_gate has left
+    GraphPass("projections", projections, _program),  # after both, whose ops take columns
+    GraphPass("experts_residual", experts_residual, _kernels),  # after projections, as the next one
+    GraphPass("norm_gemm", norm_gemm, _kernels),  # after projections: one GEMM that reads a norm
+    RankPass("quantize", quantize_weights, _quantized),
+    GraphPass("rounded_outputs", rounded_outputs, _program),  # as quantize says who rounds
     # What the engine of a target wants.
-    GraphPass("elements", elements, GPU),
-    GraphPass("columns", columns, (cuda.KIND,)),
-    RankPass("cast", cast, GPU),
-    GraphPass("cache_dtype", cache_dtype, GPU),  # after cast, which gives caches the model's
-    EncoderPass("name_weights", name_weights, GPU),  # after all that makes weights anew
-    GraphPass("blocks", blocks, GPU, needs_logits=True),
-    GraphPass("narrow_indices", narrow_indices, (tensorrt.KIND,)),
+    GraphPass("elements", elements, _kernels),
+    GraphPass("columns", columns, _program),
+    RankPass("cast", cast, _several_dtypes),
+    GraphPass("cache_dtype", cache_dtype, _kv_dtypes),  # after cast, which gives caches the model's
+    EncoderPass("name_weights", name_weights, _kernels),  # after all that makes weights anew
+    GraphPass("blocks", blocks, _paged, needs_logits=True),
+    GraphPass("narrow_indices", narrow_indices, _narrow),
 )
 _FUSE = PASSES[:next(i for i, step in enumerate(PASSES) if isinstance(step, Partition))]
 
@@ -184,7 +221,7 @@ class Lowered:
     encoder_info: EncoderInfo | None = None
 
 
-def lower(raw: RawModel, options: Options) -> Lowered:
+def lower(raw: RawModel, options: CompileOptions) -> Lowered:
     """Run all passes. Consumes `raw`'s graphs.
 
     Raises:
@@ -193,8 +230,11 @@ def lower(raw: RawModel, options: Options) -> Lowered:
     return divide(fuse(raw, options), options)
 
 
-def fuse(raw: RawModel, options: Options) -> Fused:
+def fuse(raw: RawModel, options: CompileOptions, vocab_multiple: int | None = None) -> Fused:
     """Run the passes before partition. Consumes `raw`'s graphs.
+
+    Args:
+        vocab_multiple: the padded vocabulary is a multiple of this; None: of 64 and tp_size.
 
     Raises:
         LlmcError: see `lower`.
@@ -202,22 +242,22 @@ def fuse(raw: RawModel, options: Options) -> Fused:
     about = About(raw.config, raw.generation, raw.encoder is not None)
     settings = Settings(
         limit_seq_len(about, options.max_seq_len, options.target),
-        options.vocab_multiple or math.lcm(_VOCAB_MULTIPLE, options.tp_size),
+        vocab_multiple or math.lcm(_VOCAB_MULTIPLE, options.tp_size),
         0 if raw.encoder is None else
         limit_seq_len(about, options.mem_max_seq_len, options.target, "mem_"),
-        model=raw.architecture)
+        model=raw.architecture, options=options)
     graphs = [raw.graph, *([raw.encoder] if raw.encoder is not None else [])]
     reports: list[Report] = []
     for graph in graphs:
         tidy(graph)
     for step in _FUSE:
-        run_pass(step, [graphs], settings, options.target, reports)
+        run_pass(step, [graphs], settings, reports)
         if step.name == "route":
             _require_routes(graphs, reports)
         if step.name == "attention":
             _require_attention(graphs, reports)
             _require_embedding(graphs, reports)
-    _require_cores(graphs, options.target)
+    _require_cores(graphs, settings.target)
     vocab_sizes = {report.name: report.matches["vocab_size"] for report in reports
                    if "vocab_size" in report.matches}
     dims = describe_model(raw.graph, raw.architecture, vocab_sizes["pad_vocabulary"],
@@ -227,34 +267,24 @@ def fuse(raw: RawModel, options: Options) -> Fused:
     return Fused(graphs, reports, settings, dims, info)
 
 
-def divide(fused: Fused, options: Options) -> Lowered:
+def divide(fused: Fused, options: CompileOptions, columns_together: int = 0) -> Lowered:
     """Run the passes from partition on. Consumes the graphs where tp_size is 1.
+
+    Args:
+        columns_together: columns of a weight that stay on one rank; 0: the groups of its scheme.
 
     Raises:
         LlmcError: see `lower`.
     """
-    target = TARGETS[options.target]
-    settings = replace(fused.settings, tp_size=options.tp_size, dtype=options.dtype,
-                       kv_dtype=options.kv_dtype, scheme=options.scheme,
-                       columns_together=options.columns_together,
-                       head_scheme=options.head_scheme, calibrated=options.calibrated,
-                       dequantize=options.dequantize, expert_parallel=options.expert_parallel,
-                       group_multiple=getattr(target, "GROUP_MULTIPLE", 0),
-                       row_multiple=getattr(target, "ROW_MULTIPLE", 1),
-                       orders_columns=getattr(target, "ORDERS_COLUMNS", False),
-                       expert_dtypes=getattr(target, "EXPERT_DTYPES", ()),
-                       packs_heads=getattr(target, "PACKS_HEADS", False),
-                       takes_blocks=getattr(target, "TAKES_BLOCKS", False),
-                       rounds_groups=options.quantize_activations,
-                       rounded_groups=getattr(target, "ROUNDED_GROUPS", ()))
+    settings = replace(fused.settings, options=options, columns_together=columns_together)
     ranks, reports = [fused.graphs], list(fused.reports)
     for step in PASSES[len(_FUSE):]:
-        ranks = run_pass(step, ranks, settings, options.target, reports)
+        ranks = run_pass(step, ranks, settings, reports)
     return Lowered([graphs[0] for graphs in ranks], [graphs[1] for graphs in ranks if graphs[1:]],
                    reports, settings, fused.dims, fused.encoder_info)
 
 
-def run_pass(step: Pass, ranks: list[list[gs.Graph]], settings: Settings, target: str,
+def run_pass(step: Pass, ranks: list[list[gs.Graph]], settings: Settings,
              reports: list[Report]) -> list[list[gs.Graph]]:
     """Run a pass on the graphs of every rank and verify them; what there is then. Ranks differ in
     sizes only, so the report is the first one's.
@@ -263,7 +293,7 @@ def run_pass(step: Pass, ranks: list[list[gs.Graph]], settings: Settings, target
         AssertionError: the pass broke a graph; the message names it and the node.
         LlmcError: the model cannot be compiled.
     """
-    if step.targets and target not in step.targets:
+    if not step.when(settings.target):
         return ranks
     if isinstance(step, Partition):
         reports.append(Report(step.name))
@@ -321,17 +351,18 @@ def _require_routes(graphs: Sequence[gs.Graph], reports: Sequence[Report]) -> No
                             f"that llmc::Route and llmc::Experts describe")
 
 
-def _require_cores(graphs: Sequence[gs.Graph], target: str) -> None:
+def _require_cores(graphs: Sequence[gs.Graph], target: TargetSpec) -> None:
     """Refuse a model with ops that the target's engine does not have."""
     for node in (node for graph in graphs for node in graph.nodes):
         op = op_of(node)
-        if op is None or target == cpu.KIND:
+        if op is None or target.runs_any_op:
             continue
-        odd = sorted(op.lacking(fields_of(node), operands(node))) if target in GPU else []
-        kept = op.state or (op.attention is not None and (
-            op.attention.reads or len(op.attention.caches) == 1))
-        if odd or not op.has_core or (kept and target != cuda.KIND):
-            raise LlmcError(f"target '{target}' has no kernel for llmc::{op.name}"
+        odd = sorted(op.lacking(fields_of(node), operands(node))) if target.kernels else []
+        lacks_cache = (op.state and not target.recurrent_state) or (op.attention is not None and (
+            (op.attention.reads and not target.shared_caches)
+            or (len(op.attention.caches) == 1 and not target.latent_caches)))
+        if odd or not op.has_core or lacks_cache:
+            raise LlmcError(f"target '{target.name}' has no kernel for llmc::{op.name}"
                             f"{' with ' + ' and '.join(odd) if odd else ''} yet, which "
                             f"{describe(node)} is; compile for --target cpu")
 

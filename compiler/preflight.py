@@ -8,27 +8,20 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from llmc.compiler.frontend.checkpoint import read_json
 from llmc.compiler.frontend.huggingface import find_directory
 from llmc.compiler.frontend.quantized import method_of
 from llmc.compiler.frontend.raw import architecture_of, token_ids
-from llmc.compiler.frontend.sizes import MAX_POSITIONS
 from llmc.compiler.graph.quantization import QUANTIZED_WAYS_OUT, SMALLEST_GROUP
-from llmc.compiler.targets import Options, cpu, cuda, tensorrt, tensorrt_rtx
+from llmc.compiler.options import OPTIONS, CompileOptions
 from llmc.errors import LlmcError
 from llmc.plugins.quantization import FLOAT8
-from llmc.runtime.manifest import MAX_CHIPS
+from llmc.targets import TARGETS, target_spec
 
-TARGETS: dict[str, ModuleType] = {target.KIND: target
-                                  for target in (cpu, cuda, tensorrt, tensorrt_rtx)}
-GPU = (cuda.KIND, tensorrt.KIND)
 TESTED_TRANSFORMERS = ("5.23", "5.24")  # the first and last minor release of `make test-bounds`
 _DEFAULT_MAX_SEQ_LEN = 4096
-_MAX_BATCH_SIZE = 65536  # as at run time
-_MAX_HEAD_DIM = 512  # of the attention kernels
 # What configs call the experts of a token, and all of a layer.
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk",
                    "top_k_experts")
@@ -44,7 +37,7 @@ _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32"
                  "f32": "float32"}
 
 
-def read_dtype(dtype: object, target: str, model: str | Path) -> str:
+def read_dtype(dtype: object, target: object, model: str | Path) -> str:
     """A dtype as the options have it, from torch's or transformers' words.
 
     Args:
@@ -57,7 +50,8 @@ def read_dtype(dtype: object, target: str, model: str | Path) -> str:
     name = str(dtype).removeprefix("torch.")
     if name != "auto":
         return _ALIASES.get(name, name)
-    dtypes = TARGETS[target].DTYPES if target in TARGETS else ("float32",)
+    dtypes = TARGETS[target].dtypes if isinstance(target, str) and target in TARGETS \
+        else ("float32",)
     config: dict[str, Any] = {}
     if Path(model).suffix not in (".gguf", ".onnx"):
         config = read_json(find_directory(model) / "config.json")
@@ -124,7 +118,7 @@ class About:
         return dim
 
 
-def check_options(options: Options) -> None:
+def check_options(options: CompileOptions) -> None:
     """Refuse options that are impossible for every model.
 
     Raises:
@@ -136,7 +130,7 @@ def check_options(options: Options) -> None:
             raise LlmcError(problem)
 
 
-def check_model(options: Options, about: About) -> None:
+def check_model(options: CompileOptions, about: About) -> None:
     """Refuse options that are impossible for this model.
 
     Raises:
@@ -188,8 +182,12 @@ def limit_seq_len(about: About, wish: int | None, target: str, prefix: str = "")
     if chosen is not None:
         limit = min(limit or chosen, chosen)
     if wish is None:
-        free = target in (cpu.KIND, cuda.KIND) and not about.has_encoder
-        most = limit if free and limit else min(limit or _DEFAULT_MAX_SEQ_LEN, _DEFAULT_MAX_SEQ_LEN)
+        default = target_spec(target).default_max_seq_len
+        if default is None and limit and not about.has_encoder:
+            most = limit
+        else:
+            default = default or _DEFAULT_MAX_SEQ_LEN
+            most = min(limit or default, default)
         return min(most, about.switches_at or most)
     if about.has_encoder and about.number(keys[0]) is None:
         limit = None  # T5's n_positions, whose positions are relative: what it was trained with
@@ -201,14 +199,21 @@ def limit_seq_len(about: About, wish: int | None, target: str, prefix: str = "")
 
 # Each says what is wrong, or nothing.
 
-def _target(options: Options) -> str | None:
-    if options.target in TARGETS:
-        return None
-    return f"target '{options.target}' is not known; there are: {', '.join(TARGETS)}"
+def _declared(options: CompileOptions) -> str | None:
+    return next((problem for option in OPTIONS
+                 if (problem := option.problem(getattr(options, option.name)))), None)
 
 
-def _dtype(options: Options) -> str | None:
-    dtypes = TARGETS[options.target].DTYPES
+def _target(options: CompileOptions) -> str | None:
+    try:
+        target_spec(options.target)
+    except LlmcError as error:
+        return str(error)
+    return None
+
+
+def _dtype(options: CompileOptions) -> str | None:
+    dtypes = target_spec(options.target).dtypes
     if options.dtype in dtypes:
         return None
     meant = _SHORT_DTYPES.get(options.dtype, "")
@@ -216,16 +221,16 @@ def _dtype(options: Options) -> str | None:
     return f"target '{options.target}' has no dtype '{options.dtype}'; {asked}: {', '.join(dtypes)}"
 
 
-def _kv_dtype(options: Options) -> str | None:
-    kv_dtypes = getattr(TARGETS[options.target], "KV_DTYPES", ())
+def _kv_dtype(options: CompileOptions) -> str | None:
+    kv_dtypes = target_spec(options.target).kv_dtypes
     if not options.kv_dtype or options.kv_dtype in kv_dtypes:
         return None
     return (f"target '{options.target}' has no kv_dtype '{options.kv_dtype}'; leave it out"
             f"{''.join(f', or give {name}' for name in kv_dtypes)}")
 
 
-def _schemes(options: Options) -> str | None:
-    dtypes = getattr(TARGETS[options.target], "WEIGHT_DTYPES", ())
+def _schemes(options: CompileOptions) -> str | None:
+    dtypes = target_spec(options.target).weight_dtypes
     for scheme in (options.scheme, options.head_scheme):
         if scheme is None:
             continue
@@ -239,7 +244,7 @@ def _schemes(options: Options) -> str | None:
                 0 < scheme.group_size < SMALLEST_GROUP:
             return (f"group_size {scheme.group_size} is not an even number from {SMALLEST_GROUP} "
                     f"on; most kernels have 32, 64 and 128")
-        multiple = TARGETS[options.target].GROUP_MULTIPLE
+        multiple = target_spec(options.target).group_multiple
         if scheme.group_size % multiple:
             return (f"group_size {scheme.group_size} is no multiple of {multiple}, which the "
                     f"kernels of target '{options.target}' take; give 32, 64 or 128")
@@ -257,49 +262,29 @@ def _schemes(options: Options) -> str | None:
     return None
 
 
-def _compute_capability(options: Options) -> str | None:
+def _compute_capability(options: CompileOptions) -> str | None:
+    spec = target_spec(options.target)
     if options.compute_capability is None or (
-            options.target in GPU and re.fullmatch(r"[1-9]\d*\.\d", options.compute_capability)):
+            "compute_capability" in spec.optional_fields
+            and re.fullmatch(r"[1-9]\d*\.\d", options.compute_capability)):
         return None
     return (f"compute_capability '{options.compute_capability}' is not one of a GPU's for target "
             f"{options.target}; write it like 9.0")
 
 
-def _tp_size(options: Options) -> str | None:
-    if options.tp_size < 1:
-        return f"tp_size {options.tp_size} is below 1"
-    if options.tp_size > MAX_CHIPS:
-        return f"tp_size {options.tp_size} is above {MAX_CHIPS}"
-    if options.tp_size > 1 and options.target == tensorrt_rtx.KIND:
-        return "TensorRT-RTX has no collectives; compile with --tp_size 1"
+def _tp_size(options: CompileOptions) -> str | None:
+    if options.tp_size > 1 and not target_spec(options.target).collectives:
+        return f"target '{options.target}' has no collectives; compile with --tp_size 1"
     return None
 
 
-def _expert_parallel(options: Options) -> str | None:
+def _expert_parallel(options: CompileOptions) -> str | None:
     if options.expert_parallel and options.tp_size == 1:
         return "expert_parallel is given with tp_size 1; give more chips, or leave it out"
     return None
 
 
-def _seq_lens(options: Options) -> str | None:
-    for name in ("max_seq_len", "mem_max_seq_len"):
-        length = getattr(options, name)
-        if length is not None and length < 2:
-            return f"{name} {length} is below 2"
-        if length is not None and length > MAX_POSITIONS:
-            return f"{name} {length} is above {MAX_POSITIONS}"
-    return None
-
-
-def _max_batch_size(options: Options) -> str | None:
-    if options.max_batch_size < 1:
-        return f"max_batch_size {options.max_batch_size} is below 1"
-    if options.max_batch_size > _MAX_BATCH_SIZE:
-        return f"max_batch_size {options.max_batch_size} is above {_MAX_BATCH_SIZE}"
-    return None
-
-
-def _quantized_already(options: Options, about: About) -> str | None:
+def _quantized_already(options: CompileOptions, about: About) -> str | None:
     method = method_of(about.config)
     if method is None and options.quantize_activations and options.scheme is None:
         return _ROUNDED_ALONE
@@ -309,8 +294,8 @@ def _quantized_already(options: Options, about: About) -> str | None:
     return f"'{about.name}' is quantised by {method} already; {QUANTIZED_WAYS_OUT}"
 
 
-def _encoder(options: Options, about: About) -> str | None:
-    if about.has_encoder and options.target == tensorrt_rtx.KIND:
+def _encoder(options: CompileOptions, about: About) -> str | None:
+    if about.has_encoder and not target_spec(options.target).encoders:
         return (f"'{about.name}' is an encoder-decoder model, which is not there yet for target "
                 f"'{options.target}'; compile it with --target cpu, cuda or tensorrt")
     if not about.has_encoder and options.mem_max_seq_len is not None:
@@ -319,14 +304,14 @@ def _encoder(options: Options, about: About) -> str | None:
     return None
 
 
-def _calibrated(options: Options, about: About) -> str | None:
+def _calibrated(options: CompileOptions, about: About) -> str | None:
     if not about.has_encoder or not options.calibrated:
         return None
     return (f"'{about.name}' is an encoder-decoder model, which --calibrate does not know: a text "
             f"is no pair of a prompt and its answer; leave it out")
 
 
-def _decoder_start(options: Options, about: About) -> str | None:
+def _decoder_start(options: CompileOptions, about: About) -> str | None:
     if not about.has_encoder or any(token_ids(key, about.config, about.generation)
                                     for key in ("decoder_start_token_id", "bos_token_id")):
         return None
@@ -334,7 +319,7 @@ def _decoder_start(options: Options, about: About) -> str | None:
             f"decoder_start_token_id into generation_config.json")
 
 
-def _experts(options: Options, about: About) -> str | None:
+def _experts(options: CompileOptions, about: About) -> str | None:
     chosen, count = (next(((key, number) for key in keys if (number := about.number(key))), None)
                      for keys in (_CHOSEN_EXPERTS, _ALL_EXPERTS))
     if chosen is None or count is None or chosen[1] <= count[1]:
@@ -343,7 +328,7 @@ def _experts(options: Options, about: About) -> str | None:
             f"can be at most {count[1]}")
 
 
-def _heads(options: Options, about: About) -> str | None:
+def _heads(options: CompileOptions, about: About) -> str | None:
     heads = about.num_heads
     if heads is None or options.tp_size <= heads:
         return None
@@ -351,7 +336,7 @@ def _heads(options: Options, about: About) -> str | None:
             f"allowed: 1 to {heads}")
 
 
-def _positions(options: Options, about: About) -> str | None:
+def _positions(options: CompileOptions, about: About) -> str | None:
     try:
         limit_seq_len(about, options.max_seq_len, options.target)
         if about.has_encoder:
@@ -361,26 +346,25 @@ def _positions(options: Options, about: About) -> str | None:
     return None
 
 
-def _head_dim(options: Options, about: About) -> str | None:
-    dim = about.head_dim
-    if options.target not in GPU or dim is None or (dim % 8 == 0 and dim <= _MAX_HEAD_DIM):
+def _head_dim(options: CompileOptions, about: About) -> str | None:
+    dim, most = about.head_dim, target_spec(options.target).max_head_dim
+    if most is None or dim is None or (dim % 8 == 0 and dim <= most):
         return None
-    return (f"head_dim {dim} of '{about.name}' is not a multiple of 8 up to {_MAX_HEAD_DIM}, which "
+    return (f"head_dim {dim} of '{about.name}' is not a multiple of 8 up to {most}, which "
             f"attention kernels need; compile for --target cpu")
 
 
-OPTION_CHECKS: dict[str, Callable[[Options], str | None]] = {
-    "target": _target,  # first: the others ask it what it has
+OPTION_CHECKS: dict[str, Callable[[CompileOptions], str | None]] = {
+    "types and ranges": _declared,  # first: the others rely on them
+    "target": _target,  # before those that ask it what it has
     "dtype": _dtype,
     "kv_dtype": _kv_dtype,
     "schemes": _schemes,
     "compute_capability": _compute_capability,
     "tp_size": _tp_size,
     "expert_parallel": _expert_parallel,
-    "max_seq_len": _seq_lens,
-    "max_batch_size": _max_batch_size,
 }
-MODEL_CHECKS: dict[str, Callable[[Options, About], str | None]] = {
+MODEL_CHECKS: dict[str, Callable[[CompileOptions, About], str | None]] = {
     "quantized already": _quantized_already,
     "encoder": _encoder,
     "calibrated": _calibrated,

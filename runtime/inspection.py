@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmc.runtime.manifest import DTYPE_BYTES, PAGED, Chip, Manifest
+from llmc.runtime.manifest import DTYPE_BYTES, Chip, Manifest
 
 # Bytes of memory of GPUs that there are, of which this part is used, less what a step takes.
 _GPUS = {"L4, RTX 4090 (24 GB)": 24e9, "A100 (40 GB)": 40e9, "L40S (48 GB)": 48e9,
@@ -53,7 +53,7 @@ def summarize(manifest: Manifest, batch_size: int = 1) -> dict[str, Any]:
             "file_bytes": sum(f.size for f in manifest.files if f.path.startswith(f"{chip.path}/")),
         })
     tokens = {}
-    if manifest.target.kind in PAGED:
+    if manifest.target.spec.paged:
         tokens = {name: max(0, min(int((size * _USED - _STEP_BYTES - chip["weight_bytes"])
                                        / chip["token_bytes"]) for chip in chips))
                   for name, size in _GPUS.items()}

@@ -28,6 +28,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from llmc.errors import LlmcError
+from llmc.limits import MAX_SEQUENCES
 from llmc.memory import memory_errors
 from llmc.runtime.decoding.beam_search import Beams
 from llmc.runtime.decoding.params import (
@@ -51,7 +52,6 @@ from llmc.runtime.scheduler import MOST_PRIORITY, Scheduler
 from llmc.runtime.session import Session
 
 _MAX_BATCH_SIZE = 16
-_MOST_SEQUENCES = 65536  # of a step: each has a slot, on the host too
 _MAX_TOKENS = 2048  # of a step, in all
 # Requests with a grammar wait for each other, and not for the threads of others.
 _GRAMMARS = ThreadPoolExecutor(2, "llmc-grammars")
@@ -111,8 +111,8 @@ class _Loaded:
         skip_step = _whole("skip_step", skip_step, 0)
         if max_batch_size is not None:
             max_batch_size = _whole("max_batch_size", max_batch_size, 1)
-            if max_batch_size > _MOST_SEQUENCES:
-                raise LlmcError(f"max_batch_size {max_batch_size} is above {_MOST_SEQUENCES}; more "
+            if max_batch_size > MAX_SEQUENCES:
+                raise LlmcError(f"max_batch_size {max_batch_size} is above {MAX_SEQUENCES}; more "
                                 f"sequences than decode at once wait")
         devices = None if device is None else _devices(device)
         if not isinstance(case_dir, str | os.PathLike):

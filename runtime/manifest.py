@@ -11,16 +11,25 @@ import math
 import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 
 from llmc import plugins
 from llmc.errors import LlmcError
+from llmc.limits import MAX_CHIPS
 from llmc.runtime.case_files import check_case_file, open_regular, read_bounded
 from llmc.runtime.weights import WEIGHTS_NAME, read_weight_header
+from llmc.targets import TARGETS, TargetSpec
 
 FORMAT_VERSION = 2
 MANIFEST_NAME = "model_info.json"
@@ -33,7 +42,7 @@ DTYPE_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "float
 
 WeightDType = Literal["int4", "uint4", "int8", "uint8", "float8_e4m3fn", "mxfp4"]
 
-# What engines are given: dtype and shape. Plans have 32 bits where others have 64.
+# Inputs of an engine: dtype and shape. A target with index_dtype int32 has that for int64.
 ENGINE_INPUTS: dict[str, tuple[DTypeName, tuple[str, ...]]] = {
     "input_ids": ("int64", ("num_tokens",)),
     "position_ids": ("int64", ("num_tokens",)),
@@ -48,7 +57,6 @@ ENGINE_INPUTS: dict[str, tuple[DTypeName, tuple[str, ...]]] = {
 ENCODER_INPUTS = ("input_ids", "position_ids", "cu_seqlens")
 _MAX_MANIFEST_BYTES = 16 << 20  # 128 layers on 8 chips take 3 MB
 _MAX_TEMPLATE_BYTES = 4 << 20
-MAX_CHIPS = 4096
 _MAX_LAYERS = 65536
 _MAX_FILES = 65536
 _MOST = 2**31 - 1  # what a kernel counts with
@@ -354,6 +362,12 @@ class EncoderInfo(_Frozen):
     bad_words: tuple[Annotated[tuple[TokenId, ...], Field(min_length=1)], ...] = ()
 
 
+def _known_target(kind: str) -> str:
+    if kind not in TARGETS:
+        raise ValueError(f"target '{kind}' is not known; there are: {', '.join(TARGETS)}")
+    return kind
+
+
 class Target(_Frozen):
     """What the engines were made for; `versions` names the libraries whose version matters, and
     `compute_capability` the only GPUs that may run them, such as 9.0, where it was asked for or
@@ -361,17 +375,23 @@ class Target(_Frozen):
     sequences.
     """
 
-    kind: Literal["cpu", "cuda", "tensorrt", "tensorrt_rtx"]
+    kind: Annotated[str, AfterValidator(_known_target),
+                    WithJsonSchema({"enum": [*TARGETS], "type": "string"})]
     versions: dict[str, str] = {}
     compute_capability: str | None = None
     gpu: str | None = None
     max_batch_size: Count | None = None
 
+    @property
+    def spec(self) -> TargetSpec:
+        """Capabilities and limits of the target."""
+        return TARGETS[self.kind]
+
     @model_validator(mode="after")
     def _of_its_kind(self) -> Target:
         given = {name for name in ("compute_capability", "gpu", "max_batch_size")
                  if getattr(self, name) is not None}
-        odd = given - _TARGETS[self.kind].may_have
+        odd = given - self.spec.optional_fields
         if odd:
             raise ValueError(f"target {self.kind} has no {min(odd)}, but it is "
                              f"{getattr(self, min(odd))!r}")
@@ -379,33 +399,13 @@ class Target(_Frozen):
 
     def require_versions(self) -> None:
         """Raises ValueError where an engine that its builder made does not say for what."""
-        kind = _TARGETS[self.kind]
-        absent = [*(f"versions.{name}" for name in kind.versions if name not in self.versions),
-                  *(name for name in kind.has if getattr(self, name) is None)]
+        absent = [*(f"versions.{name}" for name in self.spec.versions if name not in self.versions),
+                  *(name for name in sorted(self.spec.required_fields)
+                    if getattr(self, name) is None)]
         if absent:
             raise ValueError(f"target {self.kind} does not say {absent[0]}")
 
 
-@dataclass(frozen=True)
-class _TargetKind:
-    """What a target of the kind says, may say, and the dtypes that its engines have."""
-
-    dtypes: tuple[DTypeName, ...] = ("float32",)
-    kv_dtypes: tuple[DTypeName, ...] = ()
-    versions: tuple[str, ...] = ()
-    has: frozenset[str] = frozenset()
-    may_have: frozenset[str] = frozenset()
-
-
-_BUILT = frozenset({"compute_capability", "gpu", "max_batch_size"})
-_FLOATS: tuple[DTypeName, ...] = ("float32", "float16", "bfloat16")
-PAGED = ("cuda", "tensorrt")  # targets whose KV caches are in blocks
-_TARGETS = {
-    "cpu": _TargetKind(),
-    "cuda": _TargetKind(_FLOATS, ("float8_e4m3fn",), may_have=frozenset({"compute_capability"})),
-    "tensorrt": _TargetKind(_FLOATS, ("float8_e4m3fn",), ("tensorrt",), _BUILT, _BUILT),
-    "tensorrt_rtx": _TargetKind(versions=("tensorrt_rtx",)),
-}
 
 class TokenizerInfo(_Frozen):
     """`path` is the tokenizer directory, absent when the source had none.
@@ -495,7 +495,7 @@ class Manifest(_Frozen):
                              f"{self.tp_size - 1}")
         self._check_files()
         self._check_dtypes()
-        if (self.kv_cache_layout == "paged") != (self.target.kind in PAGED):
+        if (self.kv_cache_layout == "paged") != self.target.spec.paged:
             raise ValueError(f"kv_cache_layout is {self.kv_cache_layout}, which target "
                              f"{self.target.kind} does not have")
         for chip in self.chips:
@@ -517,7 +517,7 @@ class Manifest(_Frozen):
             if [len(state.shape) for state in chip.states] != \
                     [len(state.shape) for state in self.chips[0].states]:
                 raise ValueError(f"chips 0 and {chip.rank} do not have the same states")
-            if chip.states and self.target.kind == "tensorrt":
+            if chip.states and not self.target.spec.recurrent_state:
                 raise ValueError(f"target {self.target.kind} keeps no states, chip {chip.rank} has "
                                  f"{len(chip.states)}")
             self._check_inputs(chip)
@@ -556,10 +556,10 @@ class Manifest(_Frozen):
                 raise ValueError(f"the tokenizer's {path!r} is not listed")
 
     def _check_dtypes(self) -> None:
-        kind = _TARGETS[self.target.kind]
-        if self.dtype not in kind.dtypes:
+        spec = self.target.spec
+        if self.dtype not in spec.dtypes:
             raise ValueError(f"target {self.target.kind} has no dtype {self.dtype}")
-        if self.kv_dtype not in (self.dtype, *kind.kv_dtypes):
+        if self.kv_dtype not in (self.dtype, *spec.kv_dtypes):
             raise ValueError(f"the KV caches are of {self.kv_dtype}, the model of {self.dtype}")
         length = self.dims.max_seq_len
         for chip in self.chips:
@@ -611,9 +611,7 @@ class Manifest(_Frozen):
 
     def _require_input(self, tensor: TensorInfo) -> None:
         dtype, shape = ENGINE_INPUTS[tensor.name]
-        if self.target.kind == "tensorrt":  # whose version 8 has no 64 bits
-            dtype = "int32"
-        tensor.require(dtype, shape)
+        tensor.require(self.target.spec.index_dtype if dtype == "int64" else dtype, shape)
 
     def _check_outputs(self, chip: Chip) -> None:
         """What a chip makes is what an engine reads."""

@@ -43,11 +43,8 @@ def find_devices(manifest: Manifest, wish: Sequence[int] | None) -> list[list[Pl
     Raises:
         LlmcError: there are not such devices, or the model runs on none.
     """
-    kind = manifest.target.kind
-    if kind == "tensorrt_rtx":
-        raise LlmcError("this llmc builds TensorRT-RTX engines and does not run them; compile with "
-                        "--target cpu or cuda to run the model here")
-    if kind == "cpu":
+    manifest.target.spec.require_engine()
+    if not manifest.target.spec.gpu:
         return place(manifest, wish)
     from llmc.runtime.engines.cuda import device_count
 
@@ -61,10 +58,10 @@ def load_replica(manifest: Manifest, case_dir: Path, placements: list[Placement]
     Raises:
         LlmcError: see `LLM`.
     """
-    if manifest.target.kind == "cpu":
+    if not manifest.target.spec.gpu:
         if room.attention_backend is not None:
             raise LlmcError(f"attention_backend '{room.attention_backend}' is for target cuda; on "
-                            f"target cpu leave it out")
+                            f"target {manifest.target.kind} leave it out")
         limits = cpu_limits(manifest, room)
         return HostSampling(CpuReplica(manifest, case_dir, placements, limits), limits)
     from llmc.runtime.gpus import GpuReplica
@@ -127,9 +124,11 @@ class CpuReplica:
         # Each rank's own thread works too.
         threads = sum(len(placement.cores) for placement in placements) - manifest.tp_size + 1
 
+        engine: type[CpuEngine] = manifest.target.spec.load_engine_class()
+
         def load(rank: int) -> CpuEngine:
-            return CpuEngine(manifest, manifest.chips[rank], case_dir, placements[rank],
-                             self._communicator, threads, limits)
+            return engine(manifest, manifest.chips[rank], case_dir, placements[rank],
+                          self._communicator, threads, limits)
 
         self._engines: list[CpuEngine] = []
         try:

@@ -28,7 +28,7 @@ from llmc.runtime.decoding.sampling import (
     nothing_allowed,
 )
 from llmc.runtime.decoding.stopping import TextStream
-from llmc.runtime.manifest import MANIFEST_NAME, PAGED, Manifest
+from llmc.runtime.manifest import MANIFEST_NAME, Manifest
 from llmc.runtime.message_forms import ContentFormat
 from llmc.runtime.prompt_scores import PromptScores
 from llmc.runtime.prompts import Prompt, read_messages, read_prompts, read_token_ids
@@ -439,7 +439,7 @@ class Reader:
         """Refuse what this model, or what it runs on, cannot do."""
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(params, name) or 0
-            if self.manifest.target.kind in PAGED and count > MAX_LOGPROBS:
+            if self.manifest.target.spec.samples_on_device and count > MAX_LOGPROBS:
                 raise LlmcError(f"{name} {count} exceeds {MAX_LOGPROBS}, the most where GPUs "
                                 f"choose the tokens; ask for fewer, or compile with --target cpu")
         if self.manifest.encoder is not None and params.prompt_logprobs is not None:

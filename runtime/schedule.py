@@ -36,8 +36,6 @@ from llmc.runtime.manifest import (
 )
 from llmc.runtime.weights import WEIGHTS_NAME, StoredWeight, read_weight_header
 
-SCHEDULE_NAME = "schedule.json"
-ENCODER_SCHEDULE_NAME = "encoder.json"
 ALIGNMENT = 16  # bytes; of every value's place
 _MAX_BYTES = 32 << 20  # 128 layers take 1 MB
 MEMORY_ROWS = "memory_rows"  # the input that says where an encoder's tokens go

@@ -31,7 +31,7 @@ from llmc.compiler import api
 from llmc.compiler.check.execute import run_graph
 from llmc.compiler.frontend import RawModel, load, trace
 from llmc.compiler.lower import divide, fuse, lower
-from llmc.compiler.targets import Options
+from llmc.compiler.options import CompileOptions
 from llmc.runtime.manifest import Manifest, Target
 
 VOCAB = 101
@@ -353,10 +353,10 @@ def compile_sizes(hf_dir: Path, root: Path, sizes: list[int],
                   expert_parallel: bool = False) -> dict[int, Path]:
     """Case directories for several tp sizes from one export."""
     raw = load(hf_dir)
-    fused = fuse(raw, Options(vocab_multiple=192))
+    fused = fuse(raw, CompileOptions(), vocab_multiple=192)
     made = {}
     for tp_size in sizes:
-        options = Options(tp_size=tp_size, expert_parallel=expert_parallel)
+        options = CompileOptions(tp_size=tp_size, expert_parallel=expert_parallel)
         made[tp_size] = root / f"tp{tp_size}"
         made[tp_size].mkdir()
         api.write(raw, divide(fused, options), Target(kind="cpu"), options, made[tp_size])
@@ -376,9 +376,9 @@ def copy_raw(raw: RawModel) -> RawModel:
     return replace(raw, graph=raw.graph.copy(), encoder=raw.encoder and raw.encoder.copy())
 
 
-def write_encoder_decoder(raw: RawModel, case: Path, target: Target, options: Options,
+def write_encoder_decoder(raw: RawModel, case: Path, target: Target, options: CompileOptions,
                           tp_size: int = 1, **limits: int) -> Manifest:
-    """A case directory from an export that others go on to use; `limits` as in `Options`."""
+    """A case directory from an export that others go on to use; `limits` as in `CompileOptions`."""
     copied = copy_raw(raw)
     options = replace(options, target=target.kind, tp_size=tp_size, **limits)
     lowered = lower(copied, options)
@@ -391,7 +391,7 @@ def compile_encoder_decoder(raw: RawModel, root: Path) -> dict[str, Path]:
     made = {}
     for name, tp_size in (("tp1", 1), ("tp2", 2)):
         made[name] = root / name
-        write_encoder_decoder(raw, made[name], Target(kind="cpu"), Options(), tp_size)
+        write_encoder_decoder(raw, made[name], Target(kind="cpu"), CompileOptions(), tp_size)
     return made
 
 

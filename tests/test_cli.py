@@ -22,18 +22,12 @@ from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
 import llmc
-from llmc import LLM, LlmcError, SamplingParams, __version__
-from llmc.cli import (
-    _LOADING,
-    DTYPES,
-    TARGETS,
-    _engines,
-    _Meter,
-    _Phases,
-    _print_answer,
-    _talk,
-    main,
-)
+from llmc import LLM, LlmcError, SamplingParams, __version__, targets
+from llmc.cli import _engines, main
+from llmc.cli.conversation import converse, print_answer
+from llmc.cli.options import LOADING_OPTIONS
+from llmc.cli.progress import Meter, Phases
+from llmc.compiler.options import OPTIONS
 from llmc.runtime.benchmark import Row
 from llmc.runtime.decoding.params import FIELDS, GUIDES
 from llmc.runtime.request import Piece
@@ -348,7 +342,7 @@ def read_all(terminal):
     return shown.decode(errors="replace")
 
 
-def converse(process, terminal, *lines):
+def hold_conversation(process, terminal, *lines):
     """Type each line when a prompt is there; what the terminal showed."""
     shown = ""
     for line in lines:
@@ -376,7 +370,7 @@ def talk(case_tp1):
     os.close(theirs)
     patience = threading.Timer(120, process.kill)
     patience.start()
-    yield lambda *lines: converse(process, terminal, *lines)
+    yield lambda *lines: hold_conversation(process, terminal, *lines)
     patience.cancel()
     process.kill()
     process.wait()
@@ -397,8 +391,8 @@ def test_ctrl_c_ends_an_answer_after_the_step_that_runs(capsys):
                 os.kill(os.getpid(), signal.SIGINT)
             yield Piece(0, 0, index, str(index), None)
 
-    before, meter, answer = signal.getsignal(signal.SIGINT), _Meter(), pieces()
-    _print_answer(answer, meter)
+    before, meter, answer = signal.getsignal(signal.SIGINT), Meter(), pieces()
+    print_answer(answer, meter)
     assert capsys.readouterr().out == "012\n" and meter.tokens == 3
     assert signal.getsignal(signal.SIGINT) is before and not list(answer)
 
@@ -411,7 +405,7 @@ def test_a_chat_without_a_template_is_refused(case_tp1, tmp_path, monkeypatch):
     with LLM(case) as llm:
         monkeypatch.setattr("builtins.input", lambda prompt: "the")
         with pytest.raises(LlmcError, match="has no chat template"):
-            _talk(llm, SamplingParams(), _Meter())
+            converse(llm, SamplingParams(), Meter())
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]])
@@ -441,8 +435,8 @@ def test_inspect_says_how_many_tokens_a_gpu_s_cache_holds(tiny_hf, tmp_path):
 
 def test_options_of_loading_are_those_of_the_llm():
     parameters = inspect.signature(LLM.__init__).parameters
-    assert {*_LOADING} == {*parameters} - {"self", "case_dir", "device", "verify"}
-    for name, given in _LOADING.items():
+    assert {*LOADING_OPTIONS} == {*parameters} - {"self", "case_dir", "device", "verify"}
+    for name, given in LOADING_OPTIONS.items():
         assert given.get("default") == parameters[name].default, name
 
 
@@ -475,7 +469,7 @@ def test_a_live_line_shows_the_phase_that_runs_on_a_terminal(monkeypatch):
     with os.fdopen(theirs, "w") as stderr:
         monkeypatch.setattr(sys, "stderr", stderr)
         monkeypatch.setenv("TERM", "xterm")
-        with _Phases() as phases:
+        with Phases() as phases:
             phases.begin("export")
             time.sleep(0.3)
             phases.note("a remark")
@@ -534,6 +528,14 @@ def test_errors_are_red_on_a_terminal_unless_no_color_is_set():
     assert "\x1b" not in run("inspect", "nowhere").stderr
 
 
+def test_help_imports_nothing_heavy():
+    """Shell completion runs the command line for every key."""
+    heavy = {"numpy", "onnx", "onnx_graphsurgeon", "onnxruntime", "pydantic", "rich", "torch"}
+    code = f"import sys, llmc.cli; sys.exit(', '.join({heavy!r} & {{*sys.modules}}))"
+    assert subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE,
+                          text=True).stderr.strip() == ""
+
+
 def test_no_option_s_help_has_two_defaults():
     for name, command in main.commands.items():
         context = click.Context(command, info_name=name, show_default=True)
@@ -544,7 +546,7 @@ def test_no_option_s_help_has_two_defaults():
 
 @pytest.mark.parametrize(("words", "incomplete", "expected"), [
     (["compile", "--target"], "c", ["cpu", "cuda"]),
-    (["compile", "--target"], "", [*TARGETS]),
+    (["compile", "--target"], "", [*targets.TARGETS]),
     (["compile", "--dtype"], "b", ["bfloat16"]),
     (["compile", "--quantize"], "int", ["int8", "int4"]),
     (["run", "--attention_backend"], "c", ["cudnn"]),
@@ -555,15 +557,28 @@ def test_a_shell_completes_verbs_and_values(words, incomplete, expected):
 
 
 def test_a_shell_is_offered_the_compiler_s_targets_and_dtypes():
-    from llmc.compiler import preflight
-    assert {*TARGETS} == {*preflight.TARGETS}
-    assert {*DTYPES} == {"auto", *(dtype for target in preflight.TARGETS.values()
-                                   for dtype in target.DTYPES)}
+    choices = {option.name: {*option.declared.choices} for option in OPTIONS}
+    assert choices["target"] == {*targets.TARGETS}
+    assert choices["dtype"] == {"auto", *(dtype for target in targets.TARGETS.values()
+                                          for dtype in target.dtypes)}
+
+
+def test_the_options_of_compile_are_the_arguments_of_llmc_compile():
+    parameters = inspect.signature(llmc.compile).parameters
+    flags = {param.name: param for param in main.commands["compile"].params}
+    alone = {"verbose", "as_json"}, {"progress"}
+    assert {*flags} - alone[0] == {*parameters} - alone[1]
+    for option in OPTIONS:
+        assert parameters[option.name].default == flags[option.name].default == option.default
+        assert f"        {option.name}: " in llmc.compile.__doc__
+        assert flags[option.name].help.split(".")[0] == option.help().split(".")[0]
+    assert llmc.compile.__name__ == "compile" and "progress" in llmc.compile.__doc__
 
 
 ANSWER = """
 import readline, select, sys
-from llmc.cli import _Meter, _print_answer
+from llmc.cli.conversation import print_answer
+from llmc.cli.progress import Meter
 from llmc.runtime.request import Piece
 
 def pieces():
@@ -572,7 +587,7 @@ def pieces():
     select.select([sys.stdin], [], [], 60)
     yield Piece(0, 0, 1, "ed", "stop")
 
-_print_answer(pieces(), _Meter())
+print_answer(pieces(), Meter())
 try:
     input("> ")
 except EOFError:

@@ -10,8 +10,8 @@ from mypy import api
 ROOT = Path(__file__).parents[1]
 # The file that calls, whose name it imports, and a call with a wrong argument.
 PLANTS = [
-    ("llmc/cli.py", "llmc.compiler.api", "compile(3, None)"),
-    ("llmc/cli.py", "llmc.runtime.llm", "LLM(3)"),
+    ("llmc/cli/compile.py", "llmc.compiler.api", "compile(3, None)"),
+    ("llmc/cli/run.py", "llmc.runtime.llm", "LLM(3)"),
     ("llmc/compiler/api.py", "llmc.runtime.manifest", "read_manifest(3)"),
     ("llmc/compiler/check/diff.py", "llmc.runtime.step", "Step.of(3, [0], [], [])"),
     ("llmc/compiler/check/diff.py", "llmc.runtime.gpus", "GpuReplica.trace(3, None)"),
@@ -24,7 +24,7 @@ PLANTS = [
     ("llmc/plugins/rms_norm/op.py", "llmc.plugins.normalization",
      "normalize(1.0, {}, {}, centred=False)"),
     ("llmc/runtime/llm.py", "llmc.runtime.decoding.params", "SamplingParams(max_tokens='4')"),
-    ("llmc/cli.py", "llmc.server.serve", "serve(3)"),
+    ("llmc/cli/serve.py", "llmc.server.serve", "serve(3)"),
     ("llmc/server/app.py", "llmc.runtime.llm", "AsyncLLM(3)"),
     ("llmc/runtime/engines/cpu.py", "llmc.runtime.collectives", "Communicator('two')"),
 ]

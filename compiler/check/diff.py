@@ -79,9 +79,9 @@ from llmc.compiler.graph.names import HIDDEN_STATE, SCALED
 from llmc.compiler.graph.quantization import Scheme, quantize
 from llmc.compiler.graph.rewrite import op_of, operands, values_of
 from llmc.compiler.graph.weights import HeadMatrices, Weight
+from llmc.compiler.options import CompileOptions
 from llmc.compiler.passes.fold import numpy_dtype
 from llmc.compiler.passes.norm_gemm import NORMED
-from llmc.compiler.targets import Options
 from llmc.errors import LlmcError
 from llmc.plugins.quantization import LINEAR_DTYPES, dequantized
 from llmc.runtime.decoding.params import SamplingParams
@@ -91,7 +91,6 @@ from llmc.runtime.engines.cuda import device_count
 from llmc.runtime.gpus import GpuReplica
 from llmc.runtime.llm import LLM
 from llmc.runtime.manifest import (
-    PAGED,
     Chip,
     Manifest,
     WeightForm,
@@ -101,7 +100,7 @@ from llmc.runtime.manifest import (
     refuse_encoder,
 )
 from llmc.runtime.replica import Room
-from llmc.runtime.schedule import SCHEDULE_NAME, read_schedule
+from llmc.runtime.schedule import read_schedule
 from llmc.runtime.step import Step
 from llmc.runtime.tokenizer import load_tokenizer
 
@@ -146,7 +145,7 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
     manifest = read_manifest(case_dir)
     refuse_encoder(manifest, "diff")
     root = Path(case_dir)
-    if manifest.target.kind not in ("cpu", "cuda", "tensorrt"):
+    if not manifest.target.spec.engine:
         raise LlmcError(f"diff cannot run what is compiled for target {manifest.target.kind}; "
                         f"compile for cpu or cuda to compare")
     check_files(manifest, root)
@@ -164,7 +163,7 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
     kinds = {t.name: numpy_dtype(t.dtype or np.float32) for node in raw.graph.nodes
              for t in node.outputs if not t.is_empty()}
     known = kinds.keys()
-    trace = _trace if manifest.target.kind in PAGED else run_chips
+    trace = _trace if manifest.target.spec.gpu else run_chips
     progress("run the compiled model")
     compiled = trace(manifest, root, ids, known | {"logits"})
     # Whether a number near zero is above it may be either; what comes of it is compared.
@@ -589,8 +588,8 @@ def _bisect(names: Iterable[str], ours: Values, export: Values, compiled: Sequen
 def _ops(manifest: Manifest, root: Path) -> Mapping[str, str]:
     """Which op makes each tensor."""
     directory = root / manifest.chips[0].path
-    if manifest.target.kind == "cuda":
-        schedule = read_schedule(directory / SCHEDULE_NAME)
+    if manifest.target.spec.runs_program:
+        schedule = read_schedule(directory / manifest.target.spec.engine_file)
         return {schedule.tensors[number].name: node.op for node in schedule.nodes
                 for number in node.outputs if number >= 0}
     model = read_onnx(directory / "graph.onnx")
@@ -599,8 +598,8 @@ def _ops(manifest: Manifest, root: Path) -> Mapping[str, str]:
 
 def _compare_weights(raw: RawModel, manifest: Manifest, root: Path) -> tuple[BadWeight, ...]:
     """Hold every weight of every chip against what the reference gives. Consumes `raw.graph`."""
-    lowered = lower_alike(raw, manifest, root, Options(manifest.dtype,
-                                                       dequantize=not manifest.quantization))
+    options = CompileOptions(dtype=manifest.dtype, quantize="" if manifest.quantization else "none")
+    lowered = lower_alike(raw, manifest, root, options)
     bad: list[BadWeight] = []
     nearest: list[BadWeight] = []  # how each quantized weight differs from rounding to nearest
     for rank, graph in enumerate(lowered.graphs):

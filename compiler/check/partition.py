@@ -14,14 +14,13 @@ from llmc.compiler.frontend import RawModel
 from llmc.compiler.graph.quantization import SMALLEST_GROUP
 from llmc.compiler.graph.weights import HeadMatrices, Weight
 from llmc.compiler.lower import Lowered, divide, fuse
-from llmc.compiler.preflight import TARGETS
-from llmc.compiler.targets import Options
+from llmc.compiler.options import CompileOptions
 from llmc.errors import LlmcError
 from llmc.plugins.quantization import CODES
 from llmc.runtime.manifest import Manifest, WeightForm
 
 
-def lower_alike(raw: RawModel, manifest: Manifest, root: Path, options: Options) -> Lowered:
+def lower_alike(raw: RawModel, manifest: Manifest, root: Path, options: CompileOptions) -> Lowered:
     """Lower the reference so that its weights have the shapes of the case directory's.
 
     A manifest does not say by what columns were kept together on a rank, nor whether experts were
@@ -39,8 +38,7 @@ def lower_alike(raw: RawModel, manifest: Manifest, root: Path, options: Options)
     first = None
     for together, whole_experts in _ways(manifest):
         try:
-            lowered = divide(fused, replace(options, columns_together=together,
-                                            expert_parallel=whole_experts))
+            lowered = divide(fused, replace(options, expert_parallel=whole_experts), together)
         except LlmcError:  # the model has no experts
             if first is None:
                 raise
@@ -70,7 +68,7 @@ def weight_file(root: Path, rank: int) -> Any:
 
 def _ways(manifest: Manifest) -> Iterator[tuple[int, bool]]:
     sizes = {form.group_size for chip in manifest.chips for form in chip.quantization.values()}
-    least = max(SMALLEST_GROUP, getattr(TARGETS[manifest.target.kind], "GROUP_MULTIPLE", 0))
+    least = max(SMALLEST_GROUP, manifest.target.spec.group_multiple)
     together = [0, *([least, *sorted(sizes)] if sizes else [])]
     return ((size, whole) for whole, size in itertools.product((False, True), together))
 

@@ -21,7 +21,7 @@ from llmc.compiler.check.partition import lower_alike, weight_file
 from llmc.compiler.frontend import RawModel
 from llmc.compiler.graph.names import SCALED
 from llmc.compiler.graph.weights import HeadMatrices, Weight
-from llmc.compiler.targets import Options, cpu
+from llmc.compiler.options import CompileOptions
 from llmc.errors import LlmcError
 from llmc.plugins.quantization import activations, cpu_activation_block, dequantized
 from llmc.runtime.manifest import Manifest, WeightForm
@@ -63,7 +63,8 @@ def own_weights(raw: RawModel, manifest: Manifest, root: Path) -> OwnWeights | N
     # attention and routers.
     sources = _number(graph, matrices=not _has_scaled(root))
     try:
-        lowered = lower_alike(replace(raw, graph=graph), manifest, root, Options(dequantize=True))
+        lowered = lower_alike(replace(raw, graph=graph), manifest, root,
+                              CompileOptions(quantize="none"))
     except (LlmcError, AssertionError):  # a pass wants to know the values
         return None
     arrays: dict[str, np.ndarray] = {}
@@ -182,7 +183,7 @@ def _scatter(numbers: Weight, values: Rows, sources: Sequence[tuple[str, Weight]
 def _rounds(form: WeightForm, manifest: Manifest) -> bool:
     """Whether the target quantizes what a weight of this form multiplies."""
     return bool(form.activation_dtype) or (
-        manifest.target.kind == cpu.KIND
+        manifest.target.spec.quantizes_activations
         and cpu_activation_block(form.dtype, form.group_size) > 0)
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from llmc.errors import LlmcError
+from llmc.limits import MAX_POSITIONS
 
-MAX_POSITIONS = 2**27  # Llama 4 Scout has 10,485,760
 _KEYS: Mapping[int, tuple[str, ...]] = {
     2048: ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers",
            "encoder_layers", "decoder_layers", "num_encoder_layers", "num_nextn_predict_layers",

@@ -16,13 +16,15 @@ import onnx_graphsurgeon as gs
 
 from llmc import plugins
 from llmc.compiler.graph.experts import EXPERTS_DOWN, EXPERTS_UP
-from llmc.compiler.graph.quantization import Scheme, Stored
+from llmc.compiler.graph.quantization import Stored
 from llmc.compiler.graph.sdpa import SDPA
 from llmc.compiler.graph.states import CONVOLUTION, RECURRENCE
 from llmc.compiler.graph.weights import Weight
+from llmc.compiler.options import CompileOptions
 from llmc.errors import MAX_REASON, LlmcError, shortened
 from llmc.plugins import Op
 from llmc.plugins.roles import ByRows, Columns, Shard
+from llmc.targets import TargetSpec, target_spec
 
 _Shard = TypeVar("_Shard", bound=Shard)
 # Ops that passes make of others before anything is written.
@@ -48,61 +50,34 @@ class Settings:
     Args:
         max_seq_len: positions that a sequence may use; rotary tables have that many rows.
         vocab_multiple: the padded vocabulary is a multiple of this.
-        mem_max_seq_len: tokens of a prompt that an encoder takes; 0: there is none.
-        tp_size: ranks that share the model.
-        dtype: of weights and activations.
-        kv_dtype: of the KV caches; "" is dtype.
-        model: what messages call the model.
-        columns_together: columns of a weight that stay on one rank; 0: as `scheme` has groups.
-        scheme: how linear layers are stored; None: as they come.
-        head_scheme: how the LM head is stored, and with it a table that it shares.
-        expert_parallel: whether ranks have whole experts, not some columns of each.
-        calibrated: whether weights have been rounded to these already.
-        dequantize: whether weights that are stored in fewer bits are read as numbers.
-        group_multiple: of how many columns groups are, which the target's kernels read; 0: they
-            read none.
-        row_multiple: of how many rows such weights are.
-        orders_columns: whether the target brings activations in an order of columns.
-        expert_dtypes: of weights in fewer bits, those that the target's kernels of experts take.
-        packs_heads: whether it makes heads' matrices of weights in fewer bits.
-        takes_blocks: whether its kernels take scales of blocks, too.
-        rounds_groups: whether activations are rounded by groups of columns where a checkpoint
-            says so.
-        rounded_groups: the sizes that its kernels round; none: all.
+        mem_max_seq_len: tokens of a prompt that an encoder takes; 0: the model has none.
+        model: the model's name in messages.
+        columns_together: columns of a weight that stay on one rank; 0: the groups of its scheme.
+        options: as the user gave them.
     """
 
     max_seq_len: int
     vocab_multiple: int
     mem_max_seq_len: int = 0
-    tp_size: int = 1
-    dtype: str = "float32"
-    kv_dtype: str = ""
     model: str = ""
     columns_together: int = 0
-    scheme: Scheme | None = None
-    head_scheme: Scheme | None = None
-    expert_parallel: bool = False
-    calibrated: bool = False
-    dequantize: bool = False
-    group_multiple: int = 1
-    row_multiple: int = 1
-    orders_columns: bool = True
-    expert_dtypes: tuple[str, ...] = ()
-    packs_heads: bool = False
-    takes_blocks: bool = False
-    rounds_groups: bool = False
-    rounded_groups: tuple[int, ...] = ()
+    options: CompileOptions = field(default_factory=CompileOptions)
+
+    @property
+    def target(self) -> TargetSpec:
+        """Capabilities and limits of what runs the graphs."""
+        return target_spec(self.options.target)
 
     def reads(self, stored: Stored) -> bool:
         """Whether a form is one that the target's kernels read."""
-        return not self.dequantize and self.group_multiple > 0 \
-            and stored.group_size % self.group_multiple == 0 \
-            and stored.codes.shape[0] % self.row_multiple == 0 \
-            and (self.orders_columns or stored.order is None)
+        return not self.options.dequantize and self.target.group_multiple > 0 \
+            and stored.group_size % self.target.group_multiple == 0 \
+            and stored.codes.shape[0] % self.target.row_multiple == 0 \
+            and (self.target.permutes_columns or stored.order is None)
 
     def rounds(self, stored: Stored) -> bool:
         """Whether what a form multiplies is rounded where its checkpoint says so."""
-        return self.rounds_groups or not stored.rounds_groups
+        return self.options.quantize_activations or not stored.rounds_groups
 
 
 @dataclass(frozen=True)

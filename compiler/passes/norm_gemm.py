@@ -106,5 +106,5 @@ def _folded(norm: Mapping[str, gs.Tensor], gemm: gs.Node, role: Norm, settings: 
         bias = gs.Constant(f"{weight.name}.bias", Weight.of(
             (matrix.dot(shift) + known).astype(np.float32), f"{weight.name}.bias"))
     sums = gs.Constant(f"{weight.name}.row_sums", Weight.of(scaled.cast(numpy_dtype(
-        settings.dtype)).dot(np.ones(len(gain), np.float32)))) if role.centred else None
+        settings.options.dtype)).dot(np.ones(len(gain), np.float32)))) if role.centred else None
     return {"weight": gs.Constant(f"{weight.name}{NORMED}", scaled), "bias": bias, "row_sums": sums}

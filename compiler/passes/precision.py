@@ -33,13 +33,13 @@ def cast(graphs: Sequence[gs.Graph], settings: Settings, report: Report) -> None
     """
     done: dict[tuple[int, str], tuple[Weight, Weight]] = {}
     for graph in graphs:
-        report.count("weights", _cast_weights(graph, numpy_dtype(settings.dtype), done))
+        report.count("weights", _cast_weights(graph, numpy_dtype(settings.options.dtype), done))
         exact = {id(tensor) for node in graph.nodes
                  for tensor in (*exact_outputs(node), *(state_of(node) or ()))}
         for tensor in graph.tensors().values():
             if isinstance(tensor, gs.Variable) and tensor.dtype is not None \
                     and id(tensor) not in exact and np.dtype(tensor.dtype) == np.float32:
-                tensor.dtype = numpy_dtype(settings.dtype)
+                tensor.dtype = numpy_dtype(settings.options.dtype)
                 report.count("activations")
 
 
@@ -79,17 +79,18 @@ def cache_dtype(graph: gs.Graph, settings: Settings, report: Report) -> None:
     Raises:
         LlmcError: an op has no caches of that dtype.
     """
-    for node in graph.nodes if settings.kv_dtype else ():
+    kv_dtype = settings.options.kv_dtype
+    for node in graph.nodes if kv_dtype else ():
         pairs = caches(node)
         op = op_of(node)
         if op is not None and attends_causally(node):
-            if settings.kv_dtype not in op.choices["kv_dtype"]:
-                raise LlmcError(f"llmc::{op.name} has no caches of {settings.kv_dtype} yet, which "
+            if kv_dtype not in op.choices["kv_dtype"]:
+                raise LlmcError(f"llmc::{op.name} has no caches of {kv_dtype} yet, which "
                                 f"'{node.name}' is to keep; leave out --kv_dtype")
-            node.attrs["kv_dtype"] = settings.kv_dtype
+            node.attrs["kv_dtype"] = kv_dtype
             report.count("caches", len(pairs))
         for tensor in (tensor for pair in pairs for tensor in pair):
-            tensor.dtype = numpy_dtype(settings.kv_dtype)
+            tensor.dtype = numpy_dtype(kv_dtype)
 
 
 def elements(graph: gs.Graph, settings: Settings, report: Report) -> None:

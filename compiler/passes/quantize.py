@@ -72,10 +72,11 @@ def quantize_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Rep
     Raises:
         LlmcError: a weight cannot be rounded as asked for.
     """
-    if settings.dequantize:
+    if settings.options.dequantize:
         return
-    if not settings.calibrated:
-        refuse_group_size(graphs, settings.scheme, settings.head_scheme, settings.group_multiple)
+    if not settings.options.calibrated:
+        refuse_group_size(graphs, settings.options.scheme, settings.options.head_scheme,
+                          settings.target.group_multiple)
     head = id(values_of(head_weight(graphs[0])))
     made: dict[int, _Made] = {}
     for owner, node in [(graph, node) for graph in graphs for node in graph.nodes]:
@@ -85,8 +86,8 @@ def quantize_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Rep
         if op is None or not op.quantized:
             continue
         weights = [values_of(operands(node)[role.weight]) for role in op.quantized]
-        scheme = settings.head_scheme if id(weights[0]) == head else \
-            settings.scheme if is_rounded(node) else None
+        scheme = settings.options.head_scheme if id(weights[0]) == head else \
+            settings.options.scheme if is_rounded(node) else None
         known = _forms(node, weights, scheme, settings, report, made)
         if known is not None:
             _store(owner, node, known, settings, report)
@@ -99,7 +100,7 @@ def _forms(node: gs.Node, weights: Sequence[Weight], scheme: Scheme | None, sett
     assert op is not None
     if id(weights[0]) in made:
         return [made[id(values)] for values in weights]
-    if scheme is not None and not settings.calibrated:
+    if scheme is not None and not settings.options.calibrated:
         for values in weights:
             refuse_rounded(values)
     names = [operands(node)[role.weight].name for role in op.quantized]
@@ -126,7 +127,8 @@ def _forms(node: gs.Node, weights: Sequence[Weight], scheme: Scheme | None, sett
     if is_op(node, EXPERTS) and _rounds_to_nearest(weights, scheme, settings):
         report.count(NEAREST_EXPERTS)
     for values, stored, name in zip(weights, kept, names, strict=True):
-        blocks = _blocks(stored, name) if settings.takes_blocks and len(weights) == 1 else None
+        blocks = _blocks(stored, name) \
+            if settings.target.block_scales and len(weights) == 1 else None
         made[id(values)] = _Made(values, stored, *_constants(stored, name, values.shape), blocks)
     return [made[id(values)] for values in weights]
 
@@ -134,7 +136,7 @@ def _forms(node: gs.Node, weights: Sequence[Weight], scheme: Scheme | None, sett
 def _rounds_to_nearest(weights: Sequence[Weight], scheme: Scheme | None,
                        settings: Settings) -> bool:
     """Whether a calibration has left weights to be rounded that are to be so."""
-    return settings.calibrated and scheme is not None and any(
+    return settings.options.calibrated and scheme is not None and any(
         values.stored is None for values in weights)
 
 
@@ -153,15 +155,16 @@ def _experts_forms(forms: Sequence[Stored | NoMatch | None], settings: Settings,
     if len(found) < len(forms):
         return [None if isinstance(stored, Stored) else stored for stored in forms]
     if any(stored.dtype == MXFP4 for stored in found) and not (
-            MXFP4 in settings.expert_dtypes
+            MXFP4 in settings.target.expert_dtypes
             and all((s.dtype, s.group_size) == (MXFP4, MXFP4_GROUP) for s in found)):
         found = [stored.as_int8() if stored.dtype == MXFP4 else stored for stored in found]
         report.count(WIDENED)
     size = math.gcd(*(stored.group_size for stored in found))
     size = min(size & -size, _MOST_OF_EXPERTS)  # a power of two
-    why = "" if settings.expert_dtypes else "a form that no kernel of the target has for experts"
-    if len({stored.dtype for stored in found}) > 1 or found[0].dtype not in settings.expert_dtypes \
-            or size < SMALLEST_GROUP or size % max(settings.group_multiple, 1):
+    dtypes = settings.target.expert_dtypes
+    why = "" if dtypes else "a form that no kernel of the target has for experts"
+    if len({stored.dtype for stored in found}) > 1 or found[0].dtype not in dtypes \
+            or size < SMALLEST_GROUP or size % max(settings.target.group_multiple, 1):
         why = why or f"the forms {' and '.join(f'{s.dtype} in {s.group_size}' for s in found)}"
     if any(stored.minima is not None or stored.order is not None for stored in found):
         why = why or "minima of groups, or columns in an order of their own"
@@ -210,7 +213,7 @@ def _round(node: gs.Node, known: Sequence[_Made], settings: Settings, report: Re
     if not settings.rounds(stored):
         report.count(UNROUNDED_GROUPS)
         return
-    sizes = settings.rounded_groups
+    sizes = settings.target.activation_group_sizes
     if stored.rounds_groups and sizes and stored.group_size not in sizes:
         raise LlmcError(f"'{stored.codes.name}' is multiplied by groups of {stored.group_size} "
                         f"numbers, and the target's kernels round groups of "
@@ -243,12 +246,12 @@ def _quantize_heads(graph: gs.Graph, node: gs.Node, settings: Settings, report: 
         said = values.matrix.stored
         if said is not None and said.activation_dtype and settings.rounds(said):
             report.count(UNROUNDED_HEADS)
-        if not settings.packs_heads:
+        if not settings.target.mla_projections:
             report.count(UNQUANTIZED_HEADS)
             continue
-        if settings.scheme is not None and not settings.calibrated:
+        if settings.options.scheme is not None and not settings.options.calibrated:
             refuse_rounded(values.matrix)
-        stored = _form(values.matrix, settings.scheme, tensor.name, settings)
+        stored = _form(values.matrix, settings.options.scheme, tensor.name, settings)
         if isinstance(stored, Stored) and stored.order is not None:
             stored = NoMatch("its weight has columns in the order of activations, which are in "
                              "none here, so it is read as numbers", values.name)
@@ -257,7 +260,7 @@ def _quantize_heads(graph: gs.Graph, node: gs.Node, settings: Settings, report: 
             report.count(DEQUANTIZED)
         if not isinstance(stored, Stored):
             continue
-        if _rounds_to_nearest([values.matrix], settings.scheme, settings):
+        if _rounds_to_nearest([values.matrix], settings.options.scheme, settings):
             report.count(NEAREST_HEADS)
         weight, scale, zero, minimum = _constants(stored, tensor.name, values.matrix.shape)
         made = gs.Variable(f"{tensor.name}.matrices", np.float32, values.shape)
@@ -376,10 +379,10 @@ def _form(values: Weight, scheme: Scheme | None, name: str, settings: Settings,
         rows = stored.codes.shape[0]
         why = "columns in the order of activations, which the target does not bring in it" \
             if stored.order is not None else \
-            f"{rows} rows, where the target reads multiples of {settings.row_multiple}" \
-            if rows % settings.row_multiple else \
+            f"{rows} rows, where the target reads multiples of {settings.target.row_multiple}" \
+            if rows % settings.target.row_multiple else \
             f"groups of {stored.group_size}, where the target's kernels read multiples of " \
-            f"{settings.group_multiple}"
+            f"{settings.target.group_multiple}"
         return NoMatch(f"its weight has {why}, so it is read as numbers", values.name)
     if CODES[stored.dtype][1] is None and stored.group_size > _MOST_GROUPED:
         size = math.gcd(stored.group_size, 128)

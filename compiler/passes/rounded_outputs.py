@@ -19,7 +19,7 @@ from llmc.plugins.quantization import FLOAT8, ROUNDED_UNIT
 
 def rounded_outputs(graph: gs.Graph, settings: Settings, report: Report) -> None:
     """Run the pass."""
-    for node in graph.nodes if settings.dtype != "float32" else ():
+    for node in graph.nodes if settings.options.dtype != "float32" else ():
         scale = _scale(graph, node)
         if not scale:
             continue

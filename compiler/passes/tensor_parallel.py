@@ -115,8 +115,9 @@ def tensor_parallel(graphs: Sequence[gs.Graph], settings: Settings, report: Repo
         LlmcError: tp_size is below 1 or above the number of heads.
     """
     ranks = [list(rank) for rank in zip(
-        *partition_all(graphs, settings.tp_size, settings.model, _group_size(graphs, settings),
-                       settings.expert_parallel), strict=True)]
+        *partition_all(graphs, settings.options.tp_size, settings.model,
+                       _group_size(graphs, settings),
+                       settings.options.expert_parallel), strict=True)]
     for op in (ALL_REDUCE, ALL_GATHER):
         report.count(op.name, sum(is_op(node, op) for graph in ranks[0] for node in graph.nodes))
     return ranks
@@ -126,12 +127,13 @@ def _group_size(graphs: Sequence[gs.Graph], settings: Settings) -> int:
     """Columns that stay on one rank, so that what is in groups stays in such as kernels read."""
     if settings.columns_together:
         return settings.columns_together
-    if settings.scheme is not None and settings.scheme.group_size:
-        return settings.scheme.group_size
+    if settings.options.scheme is not None and settings.options.scheme.group_size:
+        return settings.options.scheme.group_size
     stored = any(isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight)
                  and tensor._values.stored is not None
                  for graph in graphs for tensor in graph.tensors().values())
-    return max(SMALLEST_GROUP, settings.group_multiple) if settings.scheme or stored else 1
+    quantized = settings.options.scheme or stored
+    return max(SMALLEST_GROUP, settings.target.group_multiple) if quantized else 1
 
 
 def max_tp_size(graph: gs.Graph) -> int:

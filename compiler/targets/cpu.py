@@ -23,27 +23,22 @@ from llmc.compiler.artifact import (
     write_weights,
 )
 from llmc.compiler.graph.rewrite import fields_of, is_op, op_of, operands, producer, values_of
-from llmc.compiler.targets import Options
+from llmc.compiler.options import CompileOptions
 from llmc.errors import LlmcError
 from llmc.plugins.experts.op import OP as EXPERTS
 from llmc.plugins.route.op import OP as ROUTE
 from llmc.runtime.manifest import Chip, CollectiveStep, FileEntry, GraphStep, Target
 from llmc.runtime.onnx_graph import check_model
+from llmc.targets import CPU
 
-KIND = "cpu"
-DTYPES = ("float32",)
-WEIGHT_DTYPES = ("int8", "int4", "uint4", "float8_e4m3fn")
-GROUP_MULTIPLE = 1
-ORDERS_COLUMNS = True
-EXPERT_DTYPES = ("int4", "uint4", "int8", "uint8")  # of QMoE
-PACKS_HEADS = True
+BODIES = CPU.name  # whose bodies of ops the graphs have
 
 
-def describe(options: Options) -> Target:
-    return Target(kind="cpu")
+def describe(options: CompileOptions) -> Target:
+    return Target(kind=CPU.name)
 
 
-def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options,
+def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
          encoder: gs.Graph | None = None) -> tuple[Chip, list[FileEntry]]:
     """Write `chip<rank>/` and describe it.
 
@@ -56,10 +51,10 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options,
     directory.mkdir()
     graphs = [graph] if encoder is None else [graph, encoder]
     places, weights = write_weights(graphs, directory / WEIGHTS_NAME)
-    steps, files = _write_steps(graph, places, directory, "graph.onnx", "segment")
+    steps, files = _write_steps(graph, places, directory, CPU.engine_file, "segment")
     program = None
     if encoder is not None:
-        encoder_steps, more = _write_steps(encoder, places, directory, "encoder.onnx",
+        encoder_steps, more = _write_steps(encoder, places, directory, CPU.encoder_file,
                                            "encoder_segment")
         files += more
         program = describe_encoder(encoder, encoder_steps)
@@ -73,7 +68,7 @@ def _check_scores(graph: gs.Graph) -> None:
     its own where there is none.
     """
     for node in graph.nodes:
-        body = EXPERTS.bodies["cpu"](fields_of(node), frozenset(operands(node))) \
+        body = EXPERTS.bodies[CPU.name](fields_of(node), frozenset(operands(node))) \
             if is_op(node, EXPERTS) else None
         route = producer(operands(node)["scores"]) if body is not None else None
         own = operands(route).get("expert_scale") if is_op(route, ROUTE) else None
@@ -86,7 +81,7 @@ def _check_scores(graph: gs.Graph) -> None:
 def _write_steps(graph: gs.Graph, places: dict[str, Placed], directory: Path, whole: str,
                  segment: str) -> tuple[tuple[GraphStep | CollectiveStep, ...], list[FileEntry]]:
     """Write a graph, and where it has collectives also the pieces between them; what to run."""
-    files = [write_onnx(to_onnx(graph, places, KIND), directory / whole)]
+    files = [write_onnx(to_onnx(graph, places, BODIES), directory / whole)]
     pieces = split_at_collectives(graph)
     steps: list[GraphStep | CollectiveStep] = []
     for index, piece in enumerate(pieces):
@@ -98,7 +93,7 @@ def _write_steps(graph: gs.Graph, places: dict[str, Placed], directory: Path, wh
             continue
         file = whole if len(pieces) == 1 else f"{segment}_{index:03}.onnx"
         if len(pieces) > 1:
-            files.append(write_onnx(to_onnx(piece, places, KIND), directory / file))
+            files.append(write_onnx(to_onnx(piece, places, BODIES), directory / file))
         _check_loadable(directory / file)
         steps.append(graph_step(f"{directory.name}/{file}", piece))
     return tuple(steps), files
@@ -109,5 +104,6 @@ def _check_loadable(path: Path) -> None:
     try:
         check_model(path.read_bytes(), path.with_name(WEIGHTS_NAME).stat().st_size)
     except ValueError as error:
-        raise LlmcError(f"the model's graph cannot be loaded on target {KIND}: {error}; compile "
-                        f"with --target cuda, or have llmc's list of operators extended") from error
+        raise LlmcError(f"the model's graph cannot be loaded on target {CPU.name}: {error}; "
+                        f"compile with --target cuda, or have llmc's list of operators "
+                        f"extended") from error

@@ -36,41 +36,32 @@ from llmc.compiler.graph.rewrite import (
     takes_columns,
     values_of,
 )
-from llmc.compiler.targets import Options
+from llmc.compiler.options import CompileOptions
 from llmc.compiler.targets.typed_onnx import typed_onnx
 from llmc.errors import LlmcError
 from llmc.runtime.manifest import Chip, FileEntry, Target
 from llmc.runtime.schedule import (
     ELEMENTWISE,
-    ENCODER_SCHEDULE_NAME,
     MOST_JOINED,
-    SCHEDULE_NAME,
     Schedule,
     ScheduledDType,
     ScheduledNode,
     ScheduledTensor,
 )
+from llmc.targets import CUDA
 
-KIND = "cuda"
-DTYPES = ("float32", "float16", "bfloat16")
-KV_DTYPES = ("float8_e4m3fn",)
-WEIGHT_DTYPES = ("int8", "int4", "uint4", "float8_e4m3fn")
-GROUP_MULTIPLE = 32  # of columns, which csrc/kernels/gemm/packed_gemv.cu takes at once
-EXPERT_DTYPES = ("int4", "uint4", "int8", "uint8", "float8_e4m3fn", "mxfp4")
-TAKES_BLOCKS = True
-ROUNDED_GROUPS = (32, 64, 128)  # of activations
 # What the engine reads and what ONNX Runtime does; of a model, and of an encoder.
-_FILES = ((SCHEDULE_NAME, "graph.onnx"), (ENCODER_SCHEDULE_NAME, "encoder.onnx"))
+_FILES = ((CUDA.engine_file, "graph.onnx"), (CUDA.encoder_file, "encoder.onnx"))
 _ALIGNMENT = 16
 _MEMORY_ROWS = ScheduledTensor(name="memory_rows", kind="input", dtype="int64",
                                shape=("num_tokens",))
 
 
-def describe(options: Options) -> Target:
-    return Target(kind="cuda", compute_capability=options.compute_capability)
+def describe(options: CompileOptions) -> Target:
+    return Target(kind=CUDA.name, compute_capability=options.compute_capability)
 
 
-def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options,
+def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
          encoder: gs.Graph | None = None) -> tuple[Chip, list[FileEntry]]:
     """Write `chip<rank>/` and describe it.
 
@@ -87,7 +78,8 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options,
         text = schedule(program, dtype).model_dump_json(indent=1, exclude_defaults=True) + "\n"
         (directory / path).write_text(text, encoding="utf-8")
         files.append(file_entry(directory / path))
-        files.append(write_onnx(typed_onnx(program, places, KIND, dtype), directory / onnx_path))
+        model = typed_onnx(program, places, CUDA.name, dtype)
+        files.append(write_onnx(model, directory / onnx_path))
         steps.append(graph_step(f"{name}/{path}", program))
     weight_bytes = sum(place.length for place in places.values())
     chip = describe_chip(graph, rank, tuple(steps[:1]), weight_bytes,

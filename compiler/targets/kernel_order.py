@@ -19,8 +19,9 @@ from llmc.compiler.artifact import Placed, refer
 from llmc.compiler.graph.rewrite import fields_of, op_of, operands, values_of
 from llmc.compiler.graph.weights import Weight
 from llmc.plugins.quantization import CODES
+from llmc.targets import TENSORRT
 
-ROW_MULTIPLE = 4  # rows in one of int32
+ROW_MULTIPLE = TENSORRT.row_multiple  # rows in one of int32
 _UNIT = 8  # codes that lie together, csrc/kernels/common/dequantize.cuh
 _TILE = 16  # rows of experts that lie together, csrc/kernels/moe/experts.cuh
 # Where the bits of the first four codes of MXFP4 in a word are; of others 16 further: likewise

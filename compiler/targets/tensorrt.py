@@ -38,26 +38,20 @@ from llmc.compiler.artifact import (
     write_onnx,
     write_weights,
 )
+from llmc.compiler.options import CompileOptions
 from llmc.compiler.scratch import temporary_files
-from llmc.compiler.targets import Options, cuda, kernel_order
+from llmc.compiler.targets import kernel_order
 from llmc.compiler.targets.typed_onnx import typed_onnx
 from llmc.errors import LlmcError
 from llmc.runtime.engines import BLOCK_SIZE, MAX_LOGITS, MAX_SCORED, MAX_TOKENS
 from llmc.runtime.engines.cuda import library_directories
 from llmc.runtime.engines.tensorrt import plugin_library
 from llmc.runtime.manifest import Chip, FileEntry, Target
+from llmc.targets import TENSORRT
 
-KIND = "tensorrt"
-DTYPES = ("float32", "float16", "bfloat16")
-KV_DTYPES = cuda.KV_DTYPES
-WEIGHT_DTYPES = cuda.WEIGHT_DTYPES
-GROUP_MULTIPLE = cuda.GROUP_MULTIPLE
-ROUNDED_GROUPS = cuda.ROUNDED_GROUPS
-ROW_MULTIPLE = kernel_order.ROW_MULTIPLE
-EXPERT_DTYPES = cuda.EXPERT_DTYPES  # of rows in whole words: the other weight has groups of them
 # What the parser reads, what Polygraphy does, and what is built; of a model, and of an encoder.
-_FILES = (("graph.onnx", "polygraphy_inputs.py", "engine.plan"),
-          ("encoder.onnx", "polygraphy_encoder_inputs.py", "encoder.plan"))
+_FILES = (("graph.onnx", "polygraphy_inputs.py", TENSORRT.engine_file),
+          ("encoder.onnx", "polygraphy_encoder_inputs.py", TENSORRT.encoder_file))
 PYTHON = "LLMC_TENSORRT_PYTHON"
 _MOST_ELEMENTS = 2**31 - 1  # of a tensor of TensorRT's
 # What plugins are told of a step; see csrc/tensorrt/library.h. It is the plan's own: no runtime
@@ -65,7 +59,7 @@ _MOST_ELEMENTS = 2**31 - 1  # of a tensor of TensorRT's
 _STEP = gs.Variable("llmc_step", np.int32, (16,))
 
 
-def describe(options: Options) -> Target:
+def describe(options: CompileOptions) -> Target:
     """The builder's version and GPU, which must be the runtime's.
 
     Raises:
@@ -78,12 +72,12 @@ def describe(options: Options) -> Target:
     if options.compute_capability not in (None, found["compute_capability"]):
         raise LlmcError(f"TensorRT builds for the GPU that is here, of compute capability "
                         f"{found['compute_capability']}, not {options.compute_capability}")
-    return Target(kind="tensorrt", versions={"tensorrt": found["version"]}, gpu=found["gpu"],
+    return Target(kind=TENSORRT.name, versions={"tensorrt": found["version"]}, gpu=found["gpu"],
                   compute_capability=found["compute_capability"],
                   max_batch_size=options.max_batch_size)
 
 
-def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options,
+def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
          encoder: gs.Graph | None = None) -> tuple[Chip, list[FileEntry]]:
     """Write `chip<rank>/` and describe it.
 
@@ -97,7 +91,8 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options,
     places, weights = write_weights(graphs, directory / WEIGHTS_NAME)
     files, steps = [weights], []
     for program, (onnx_name, script, plan) in zip(graphs, _FILES, strict=False):
-        model = with_plugins(typed_onnx(program, places, KIND, options.dtype), options.dtype)
+        model = with_plugins(typed_onnx(program, places, TENSORRT.name, options.dtype),
+                             options.dtype)
         (directory / script).write_text(_script([*program.inputs, _STEP], options),
                                         encoding="utf-8")
         files.append(write_onnx(model, directory / onnx_name))
@@ -171,7 +166,8 @@ def with_plugins(model: onnx.ModelProto, dtype: str) -> onnx.ModelProto:
     return model
 
 
-def _profiles(inputs: Sequence[gs.Tensor], options: Options) -> list[dict[str, list[list[int]]]]:
+def _profiles(inputs: Sequence[gs.Tensor], options: CompileOptions) -> \
+        list[dict[str, list[list[int]]]]:
     """Least, usual and most of each input's shape, for prompts and for decoding."""
     assert options.max_seq_len is not None
     length, table = options.max_seq_len, -(-options.max_seq_len // 128) * 128 // BLOCK_SIZE
@@ -241,7 +237,7 @@ def load_config(builder, network):
 '''
 
 
-def _script(inputs: Sequence[gs.Tensor], options: Options) -> str:
+def _script(inputs: Sequence[gs.Tensor], options: CompileOptions) -> str:
     profiles = ",\n".join(
         "    {" + ",\n     ".join(f"{name!r}: {shapes}" for name, shapes in profile.items()) + "}"
         for profile in _profiles(inputs, options))
@@ -252,7 +248,7 @@ def _script(inputs: Sequence[gs.Tensor], options: Options) -> str:
                           half=options.dtype == "float16")
 
 
-def _build(work: dict[str, str], options: Options) -> dict[str, Any]:
+def _build(work: dict[str, str], options: CompileOptions) -> dict[str, Any]:
     """Have tensorrt_build.py do this work in a process of its own; what it answers.
 
     Raises:
@@ -260,8 +256,9 @@ def _build(work: dict[str, str], options: Options) -> dict[str, Any]:
     """
     python = os.environ.get(PYTHON) or sys.executable
     if python == sys.executable and find_spec("tensorrt") is None:
-        raise LlmcError(f"target {KIND} needs the package tensorrt; install it with: pip install "
-                        f"tensorrt, or name a Python that has it and polygraphy in {PYTHON}")
+        raise LlmcError(f"target {TENSORRT.name} needs the package tensorrt; install it with: "
+                        f"pip install tensorrt, or name a Python that has it and polygraphy in "
+                        f"{PYTHON}")
     paths = [*library_directories(), *os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)]
     environment = {**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(filter(None, paths)),
                    "CUDA_MODULE_LOADING": "LAZY"}

@@ -27,26 +27,24 @@ from llmc.compiler.artifact import (
 )
 from llmc.compiler.graph import rewrite
 from llmc.compiler.graph.rewrite import caches, is_op, op_of
-from llmc.compiler.targets import Options
+from llmc.compiler.options import CompileOptions
 from llmc.errors import LlmcError
 from llmc.installation import install_command
 from llmc.plugins.experts.op import OP as EXPERTS
 from llmc.runtime.manifest import Chip, FileEntry, Target
+from llmc.targets import TENSORRT_RTX
 
-KIND = "tensorrt_rtx"
-DTYPES = ("float32",)  # a cache behind a Cast is not one that TensorRT updates in place
-ENGINE_NAME = "engine.plan"
 _BATCH, _TOKENS = 16, 4096  # at most in a step; one prompt may be longer
 
 
-def describe(options: Options) -> Target:
+def describe(options: CompileOptions) -> Target:
     """The builder's version, which must be the runtime's."""
     _library()
-    return Target(kind="tensorrt_rtx",
+    return Target(kind=TENSORRT_RTX.name,
                   versions={"tensorrt_rtx": importlib.metadata.version("tensorrt-rtx")})
 
 
-def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options) -> \
+def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions) -> \
         tuple[Chip, list[FileEntry]]:
     """Write `chip<rank>/` and describe it.
 
@@ -63,17 +61,17 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options) -> \
     directory = case_dir / name
     directory.mkdir()
     cache = next(cache for node in graph.nodes for cache, _ in caches(node))
-    step = graph_step(f"{name}/{ENGINE_NAME}", graph)
+    step = graph_step(f"{name}/{TENSORRT_RTX.engine_file}", graph)
     profiles = [{tensor.name: [tuple(_size(dim, sizes, which) for dim in tensor.shape)
                                for which in range(3)] for tensor in graph.inputs}
                 for sizes in _profiles(cache.shape[2])]
     places, weights = write_weights([graph], directory / WEIGHTS_NAME)
     chip = describe_chip(graph, rank, (step,), sum(place.length for place in places.values()))
     path = directory / "graph.onnx"
-    files = [weights, write_onnx(_inlined(to_onnx(graph, places, KIND)), path)]
+    files = [weights, write_onnx(_inlined(to_onnx(graph, places, TENSORRT_RTX.name)), path)]
     plan = _build(path, profiles)
-    (directory / ENGINE_NAME).write_bytes(plan)
-    files.append(file_entry(directory / ENGINE_NAME))
+    (directory / TENSORRT_RTX.engine_file).write_bytes(plan)
+    files.append(file_entry(directory / TENSORRT_RTX.engine_file))
     return chip, files
 
 
@@ -107,8 +105,8 @@ def _library() -> ModuleType:
     try:
         import tensorrt_rtx
     except ImportError as error:
-        raise LlmcError(f"target {KIND} needs the package tensorrt-rtx ({error}); install it with: "
-                        f"{install_command('tensorrt-rtx')}") from error
+        raise LlmcError(f"target {TENSORRT_RTX.name} needs the package tensorrt-rtx ({error}); "
+                        f"install it with: {install_command('tensorrt-rtx')}") from error
     library: ModuleType = tensorrt_rtx
     return library
 

@@ -19,11 +19,10 @@ if TYPE_CHECKING:  # the runtime reads the registry without onnx
     import onnx
 
 from llmc.plugins.roles import Attention, Columns, Norm, Quantized, Shard, State
+from llmc.targets import TARGETS
 
 DOMAIN = "llmc"
 OPSET = 24
-# ONNX Runtime 1.23, the last for TensorRT 8.6's Python, reads no newer one.
-OPSETS = {"tensorrt": 23}
 
 Shape = tuple[int | str, ...]
 Fields = Mapping[str, Any]  # int, float or str, as declared
@@ -249,7 +248,7 @@ class Op:
                *([f"out_scale {fields['out_scale']}"] if fields.get("out_scale") else [])]
         digest = hashlib.sha256("\n".join(key).encode()).hexdigest()[:12]
         text = (f'<domain: "{DOMAIN}", overload: "{digest}", '
-                f'opset_import: ["": {OPSETS.get(target, OPSET)}, "com.microsoft": 1]>\n'
+                f'opset_import: ["": {opset(target)}, "com.microsoft": 1]>\n'
                 f'{self.name} ({", ".join(used)}) => ({", ".join(self.outputs)}) {{\n{lines}\n}}')
         try:
             function = onnx.parser.parse_function(text)
@@ -322,6 +321,11 @@ def _is_size(dim: int | str, wanted: int | str, sizes: dict[str, int | str]) -> 
             return False
         dim = (dim - more) // times
     return sizes.setdefault(name, dim) == dim
+
+
+def opset(target: str) -> int:
+    """ONNX opset of a target's graphs; llmc's default for an unknown target."""
+    return (TARGETS[target].opset if target in TARGETS else None) or OPSET
 
 
 def _known(wanted: int | str, sizes: Mapping[str, int | str]) -> int | str:

@@ -361,7 +361,7 @@ def check_attention_backend(wish: str | None, manifest: Manifest) -> None:
     names = cuda.attention_backends()
     if wish not in names:
         raise LlmcError(f"there is no attention_backend '{wish}'; there are {', '.join(names)}")
-    if manifest.target.kind != "cuda":
+    if not manifest.target.spec.runs_program:
         raise LlmcError(f"attention_backend '{wish}' is for target cuda; on target "
                         f"{manifest.target.kind} leave it out")
 

@@ -17,7 +17,6 @@ import numpy as np
 
 from llmc.errors import LlmcError
 from llmc.runtime.engines.cuda import CudaEngine
-from llmc.runtime.engines.tensorrt import TensorRTEngine
 from llmc.runtime.manifest import Manifest, read_manifest
 from llmc.runtime.step import Limits, Sampled, Step
 
@@ -27,11 +26,10 @@ _NOBODY = Sampled(np.empty(0, np.int64), ())
 
 def load_engine(manifest: Manifest, rank: int, case_dir: Path, device: int,
                 **options: Any) -> CudaEngine:
-    """A rank's engine on a GPU, of the kind that the model was compiled for; `options` are
-    `CudaEngine`'s.
+    """A rank's engine on a GPU, of the class that the target names; `options` are `CudaEngine`'s.
     """
-    kind = TensorRTEngine if manifest.target.kind == "tensorrt" else CudaEngine
-    return kind(manifest, manifest.chips[rank], case_dir, device, **options)
+    engine: type[CudaEngine] = manifest.target.spec.load_engine_class()
+    return engine(manifest, manifest.chips[rank], case_dir, device, **options)
 
 
 class RemoteEngine:

@@ -14,7 +14,7 @@ import pytest
 from safetensors import safe_open
 
 import llmc
-from llmc.compiler import api
+from llmc.compiler.targets import cpu
 from llmc.runtime.manifest import json_schema, read_manifest
 
 
@@ -110,13 +110,13 @@ def test_every_op_body_travels_in_the_file(case_tp2):
 def test_a_full_disk_leaves_the_old_case_directory_whole(tiny_hf, case_tp1, tmp_path, monkeypatch):
     target = shutil.copytree(case_tp1, tmp_path / "case")
     before = digests(target)
-    real = api.TARGETS["cpu"].emit
+    real = cpu.emit
 
     def full(graph, rank, directory, dtype):
         real(graph, rank, directory, dtype)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(api.TARGETS["cpu"], "emit", full)
+    monkeypatch.setattr(cpu, "emit", full)
     with pytest.raises(llmc.LlmcError, match="No space left.*nothing was changed"):
         llmc.compile(tiny_hf, target)
     assert digests(target) == before

@@ -24,7 +24,7 @@ from llmc.compiler.check.reference import Greedy
 from llmc.compiler.check.report import print_report, write_html
 from llmc.compiler.frontend import load
 from llmc.compiler.lower import lower
-from llmc.compiler.targets import Options
+from llmc.compiler.options import CompileOptions
 from llmc.runtime.manifest import Target, hash_file, read_manifest, write_manifest
 
 
@@ -57,7 +57,7 @@ def compile_export(hf, case, kind="cpu", dtype="float32", tp_size=1, kv_dtype=""
                    plant=lambda graph: None):
     """A case directory from the export that is there; `plant` changes the last rank's graph."""
     raw = families.copy_raw(export(hf))
-    options = Options(dtype, kv_dtype=kv_dtype, target=kind, tp_size=tp_size)
+    options = CompileOptions(dtype=dtype, kv_dtype=kv_dtype, target=kind, tp_size=tp_size)
     lowered = lower(raw, options)
     plant(lowered.graphs[-1])
     case.mkdir()

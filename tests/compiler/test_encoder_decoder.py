@@ -13,10 +13,9 @@ from safetensors.numpy import load_file
 from schedule_interpreter import Interpreter
 
 import llmc
-from llmc.compiler import api
 from llmc.compiler.lower import lower
+from llmc.compiler.options import CompileOptions
 from llmc.compiler.passes.attention import bias
-from llmc.compiler.targets import Options
 from llmc.runtime.collectives import Communicator
 from llmc.runtime.manifest import Target
 from llmc.runtime.schedule import read_schedule
@@ -79,7 +78,8 @@ def test_the_encoder_makes_the_keys_and_values_that_the_decoder_sees_of_it(encod
 
 
 def compile_for_gpus(raw, case, dtype="float32", tp_size=1):
-    return families.write_encoder_decoder(raw, case, Target(kind="cuda"), Options(dtype), tp_size)
+    return families.write_encoder_decoder(raw, case, Target(kind="cuda"),
+                                          CompileOptions(dtype=dtype), tp_size)
 
 
 @pytest.mark.parametrize("name", families.once([*families.ENCODER_DECODERS,
@@ -156,7 +156,7 @@ def test_what_encoder_and_decoder_share_is_stored_once(encoder_decoder):
 
 def test_t5_s_biases_are_read_for_every_distance(encoder_decoder):
     model, raw, _ = encoder_decoder("t5-gated")
-    lowered = lower(families.copy_raw(raw), Options(max_seq_len=600, mem_max_seq_len=600))
+    lowered = lower(families.copy_raw(raw), CompileOptions(max_seq_len=600, mem_max_seq_len=600))
     for graph, stack, side in ((lowered.encoders[0], model.encoder, 1),
                                (lowered.graphs[0], model.decoder, 0)):
         node = next(n for n in graph.nodes if "distance_bias" in n.inputs[-1].name)
@@ -177,13 +177,13 @@ def test_a_bias_that_still_changes_far_away_is_refused_with_the_length(encoder_d
     monkeypatch.setattr(bias, "_LENGTH", 32)
     with pytest.raises(llmc.LlmcError, match="the bias of the scores still changes at distance 2.; "
                                              "compile with --mem_max_seq_len of at most 32"):
-        lower(families.copy_raw(raw), Options(max_seq_len=32, mem_max_seq_len=64))
-    lower(families.copy_raw(raw), Options(max_seq_len=32, mem_max_seq_len=32))
+        lower(families.copy_raw(raw), CompileOptions(max_seq_len=32, mem_max_seq_len=64))
+    lower(families.copy_raw(raw), CompileOptions(max_seq_len=32, mem_max_seq_len=32))
 
 
 def test_tensorrt_rtx_refuses_in_one_sentence(encoder_decoder, tmp_path, monkeypatch):
     _, _, cases = encoder_decoder("t5")
-    monkeypatch.setattr(api.TARGETS["tensorrt_rtx"], "describe", lambda options: None)
+    monkeypatch.setattr("llmc.compiler.targets.tensorrt_rtx.describe", lambda options: None)
     with pytest.raises(llmc.LlmcError, match="'T5ForConditionalGeneration' is an encoder-decoder "
                                              "model, which is not there yet for target "
                                              "'tensorrt_rtx'; compile it with --target cpu, cuda "
@@ -199,7 +199,7 @@ def test_tensorrt_rtx_refuses_in_one_sentence(encoder_decoder, tmp_path, monkeyp
 def test_a_limit_of_the_model_is_named(name, options, match, encoder_decoder):
     _, raw, _ = encoder_decoder(name)
     with pytest.raises(llmc.LlmcError, match=match):
-        lower(families.copy_raw(raw), Options(**options))
+        lower(families.copy_raw(raw), CompileOptions(**options))
 
 
 def test_a_causal_lm_has_no_encoder_to_limit(tiny_hf, tmp_path):
@@ -212,7 +212,7 @@ def test_a_model_that_does_not_say_where_its_decoder_begins(encoder_decoder):
     silent = replace(families.copy_raw(raw), config={"architectures": ["X"]}, generation={})
     with pytest.raises(llmc.LlmcError, match="'X' does not say which token its decoder begins "
                                              "with; put decoder_start_token_id into generation_c"):
-        lower(silent, Options())
+        lower(silent, CompileOptions())
 
 
 def test_what_else_reads_the_encoder_is_an_error(encoder_decoder):
@@ -228,4 +228,4 @@ def test_what_else_reads_the_encoder_is_an_error(encoder_decoder):
     graph.nodes.append(gs.Node("Add", "total", inputs=[norm.outputs[0], source], outputs=[total]))
     with pytest.raises(llmc.LlmcError, match="Add 'total' reads 'encoder_output', which comes from "
                                              "the encoder, otherwise than as attention's keys"):
-        lower(copied, Options())
+        lower(copied, CompileOptions())

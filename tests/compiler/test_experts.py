@@ -23,7 +23,7 @@ from llmc.compiler import lower
 from llmc.compiler.check.diff import diff
 from llmc.compiler.frontend import load, trace
 from llmc.compiler.graph.weights import Weight
-from llmc.compiler.targets import Options
+from llmc.compiler.options import CompileOptions
 from llmc.runtime.manifest import read_manifest
 
 TOKENS = np.random.default_rng(0).integers(3, families.VOCAB, 12).tolist()
@@ -127,7 +127,7 @@ ROUTES = {
 @pytest.mark.parametrize("family", ROUTES)
 def test_routing_is_recognised_by_what_it_computes(family, tmp_path):
     raw = load(families.save(families.tiny_model(family), tmp_path / "hf"))
-    fused = lower.fuse(raw, Options())
+    fused = lower.fuse(raw, CompileOptions())
     complete = plugins.registry()["Route"].complete
     found = [complete(node) for node in fields(fused.graphs[0], "Route")]
     assert found
@@ -158,7 +158,7 @@ def test_there_may_be_one_expert_or_none_that_is_shared(family, changes, tmp_pat
 def test_a_limit_by_groups_is_recognised_however_seldom_it_shows(top_groups, tmp_path):
     model = families.tiny_model("glm4_moe", num_hidden_layers=2, n_routed_experts=32, n_group=8,
                                 topk_group=top_groups)
-    graph = lower.fuse(load(families.save(model, tmp_path / "hf")), Options()).graphs[0]
+    graph = lower.fuse(load(families.save(model, tmp_path / "hf")), CompileOptions()).graphs[0]
     assert [(node["groups"], node["top_groups"], node["group_score"])
             for node in fields(graph, "Route")] == [(8, top_groups, "top2")]
 
@@ -171,7 +171,7 @@ def test_a_scale_of_scores_is_kept_as_it_is(scale, tmp_path):
             if name.endswith("experts.down_proj"):
                 parameter.div_(scale)
     hf = families.save(model, tmp_path / "hf")
-    graph = lower.fuse(load(hf), Options()).graphs[0]
+    graph = lower.fuse(load(hf), CompileOptions()).graphs[0]
     assert [node["scale"] for node in fields(graph, "Route")] == pytest.approx([scale], rel=1e-6)
     llmc.compile(hf, tmp_path / "case")
     with llmc.LLM(tmp_path / "case") as llm:
@@ -206,7 +206,7 @@ def test_scores_of_both_signs_are_no_kernel_s_on_cpu(tmp_path):
                  marks=pytest.mark.thorough)])
 def test_an_activation_is_recognised_however_wide_its_bounds(family, changes, found, tmp_path):
     model = families.tiny_model(family, num_hidden_layers=2, **changes)
-    graph = lower.fuse(load(families.save(model, tmp_path / "hf")), Options()).graphs[0]
+    graph = lower.fuse(load(families.save(model, tmp_path / "hf")), CompileOptions()).graphs[0]
     expected = {"gated": 1, "alpha": 1.0, "limit": 0.0, "up_offset": 0.0, **found}
     nodes = fields(graph, "Experts")
     assert nodes

@@ -12,7 +12,7 @@ import llmc
 from llmc.compiler.check.diff import diff
 from llmc.compiler.frontend import load
 from llmc.compiler.lower import fuse
-from llmc.compiler.targets import Options
+from llmc.compiler.options import CompileOptions
 
 PREFILL, STEPS = 12, 16
 
@@ -171,7 +171,7 @@ def test_another_layers_cache_is_refused_where_a_plan_would_read_it(target, tmp_
     hf_dir = families.save(families.tiny_model("gemma4_text"), tmp_path / "hf")
     with pytest.raises(llmc.LlmcError, match=rf"target '{target}' has no kernel for "
                                              r"llmc::CachedAttention yet"):
-        fuse(load(hf_dir), Options(target=target))
+        fuse(load(hf_dir), CompileOptions(target=target))
 
 
 @pytest.fixture(scope="module")

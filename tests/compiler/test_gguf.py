@@ -22,7 +22,8 @@ from llmc.compiler.frontend import checkpoint, gguf_file
 from llmc.compiler.frontend.gguf_forms import form_of
 from llmc.compiler.frontend.gguf_header import read_header
 from llmc.compiler.lower import lower
-from llmc.compiler.targets import Options, cpu
+from llmc.compiler.options import CompileOptions
+from llmc.compiler.targets import cpu
 from llmc.runtime.manifest import Target, hash_file, read_manifest
 
 VOCAB, WIDTH, TOKENS = 96, 64, 5000  # TOKENS make the arrays of the vocabulary long ones
@@ -161,7 +162,7 @@ def check_logits(path, target, case):
     """Compile a file; logits are transformers' of the numbers that it has."""
     raw = replace(gguf_file.load_gguf(path), save_tokenizer=lambda target: None)
     case.mkdir()
-    options = Options(target=target)
+    options = CompileOptions(target=target)
     api.write(raw, lower(raw, options), Target(kind=target), options, case)
     config, tensors = read(path)
     model = AutoModelForCausalLM.from_config(config).eval()
@@ -182,7 +183,7 @@ def check_logits(path, target, case):
 def test_a_compiled_file_keeps_its_blocks(kind, target, tmp_path, monkeypatch):
     """The embedding is the LM head's table, in fewer bits too."""
     path = write(tmp_path / "m.gguf", File(kind=kind))
-    monkeypatch.setattr(cpu, "KIND", "")  # bodies of standard ONNX, which are exact
+    monkeypatch.setattr(cpu, "BODIES", "")  # bodies of standard ONNX, which are exact
     check_logits(path, target, tmp_path / "case")
     forms = read_manifest(tmp_path / "case").chips[0].quantization
     assert {(form.dtype, form.group_size) for form in forms.values()} \
@@ -204,7 +205,7 @@ MIXED = {
 def test_kinds_are_mixed_in_one_layer(mixed, target, tmp_path, monkeypatch):
     """Also among queries, keys and values, which become one weight."""
     path = write(tmp_path / "m.gguf", MIXED[mixed])
-    monkeypatch.setattr(cpu, "KIND", "")  # bodies of standard ONNX, which are exact
+    monkeypatch.setattr(cpu, "BODIES", "")  # bodies of standard ONNX, which are exact
     check_logits(path, target, tmp_path / "case")
 
 

@@ -15,7 +15,7 @@ import llmc
 from llmc.compiler.frontend import load
 from llmc.compiler.graph.weights import BLOCK_BYTES, Weight
 from llmc.compiler.lower import lower
-from llmc.compiler.targets import Options
+from llmc.compiler.options import CompileOptions
 
 
 def export(model, path, attention, opset, optimize=True, mask=False):
@@ -58,8 +58,8 @@ def test_every_form_fuses_to_the_graph_of_the_hugging_face_route(family, attenti
     model = families.tiny_model(family, **changes)
     directory = families.save(model, tmp_path / "hf")
     export(model, tmp_path / "model.onnx", attention, opset, optimize)
-    own = lower(load(tmp_path / "model.onnx", hf_dir=directory), Options()).graphs[0]
-    route = lower(load(directory), Options()).graphs[0]
+    own = lower(load(tmp_path / "model.onnx", hf_dir=directory), CompileOptions()).graphs[0]
+    route = lower(load(directory), CompileOptions()).graphs[0]
     assert form(own) == form(route)
     llmc.compile(tmp_path / "model.onnx", tmp_path / "case", hf_dir=directory, tp_size=2)
     tokens = np.random.default_rng(0).integers(3, families.VOCAB, 20).tolist()
@@ -258,7 +258,7 @@ def located(folder, tensor, **entries):
 def test_data_are_read_beside_the_model_from_any_working_directory(external, tmp_path, monkeypatch):
     """`tmp_path` has a file of the same name, with other bytes."""
     monkeypatch.chdir(tmp_path)
-    graph = lower(load(external / "m.onnx", hf_dir=external), Options()).graphs[0]
+    graph = lower(load(external / "m.onnx", hf_dir=external), CompileOptions()).graphs[0]
     attention, = [node for node in graph.nodes if node.op == "CausalAttention"]
     assert attention.attrs["scale"] == 0.5
     whole = {t.name: onnx.numpy_helper.to_array(t)

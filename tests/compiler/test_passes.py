@@ -567,7 +567,7 @@ def test_a_pass_that_declares_a_wrong_shape_is_named_with_the_node():
     with pytest.raises(AssertionError, match=r"pass 'clumsy' broke the graph: GemmBiasAct 'm': 'm' "
                        r"is declared \['batch', 'seq', 7\], its inputs .* make it \['batch', "
                        r"'seq', 6\]"):
-        run_pass(GraphPass("clumsy", clumsy), [[graph]], SETTINGS, "cpu", [])
+        run_pass(GraphPass("clumsy", clumsy), [[graph]], SETTINGS, [])
 
 
 @pytest.mark.parametrize("wrong", [["batch", 6], ["num_tokens", "seq", 6], [4, "seq", 6],
@@ -619,7 +619,7 @@ def test_a_scale_of_queries_by_position_is_read_however_far_it_begins(tmp_path):
                                 floor_scale=floor, max_position_embeddings=length)
     graph = load(families.save(model, tmp_path)).graph
     for step in _FUSE:
-        run_pass(step, [[graph]], Settings(length, 64), "cpu", [])
+        run_pass(step, [[graph]], Settings(length, 64), [])
     node, = [node for node in graph.nodes if node.op == "CausalAttention"]
     scale, = [tensor.values for tensor in node.inputs if tensor.name.startswith("query_scale")]
     expected = np.log1p((np.arange(length) + 1) // floor) * 0.1 + 1

@@ -36,7 +36,8 @@ from llmc.compiler.frontend import load
 from llmc.compiler.graph.quantization import Scheme
 from llmc.compiler.graph.rewrite import values_of
 from llmc.compiler.lower import divide, fuse, lower
-from llmc.compiler.targets import Options, cpu
+from llmc.compiler.options import CompileOptions
+from llmc.compiler.targets import cpu
 from llmc.errors import LlmcError
 from llmc.runtime.manifest import Target, read_manifest
 from llmc.runtime.step import Step
@@ -94,7 +95,7 @@ def root(tmp_path_factory):
 @pytest.fixture
 def reference_bodies(monkeypatch):
     """What a case directory is where the cpu target has no bodies of its own."""
-    monkeypatch.setattr(cpu, "KIND", "")
+    monkeypatch.setattr(cpu, "BODIES", "")
 
 
 def truth(family, root, scheme, size, head=True, activations=False):
@@ -121,13 +122,11 @@ def truth(family, root, scheme, size, head=True, activations=False):
 def compiled(family, root, case, tp_size=1, **options):
     _, raw = model_and_raw(family, root)
     raw = families.copy_raw(raw)
-    dtype = {"fp8": "float8_e4m3fn"}
-    schemes = {key: api._scheme(dtype.get(name, name), options.get("group_size", 0),
-                                key == "scheme" and options.get("activations", False))
-               for key, name in (("scheme", options["quantize"]),
-                                 ("head_scheme", options.get("head", options["quantize"])))}
-    chosen = Options(tp_size=tp_size, target=options.get("target", "cpu"),
-                     dtype=options.get("dtype", "float32"), **schemes)
+    chosen = CompileOptions(tp_size=tp_size, target=options.get("target", "cpu"),
+                     dtype=options.get("dtype", "float32"), quantize=options["quantize"],
+                     quantize_lm_head=options.get("head", options["quantize"]) or "none",
+                     group_size=options.get("group_size", 0),
+                     quantize_activations=options.get("activations", False))
     case.mkdir()
     api.write(raw, lower(raw, chosen), Target(kind=chosen.target), chosen, case)
     return case
@@ -159,7 +158,7 @@ def test_what_latent_attention_makes_of_its_latent_is_rounded_too(scheme, tp_siz
 @pytest.mark.parametrize("body", ["", "cpu"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_tokens_are_rounded_to_fp8_as_they_come(family, body, root, tmp_path, monkeypatch):
-    monkeypatch.setattr(cpu, "KIND", body)
+    monkeypatch.setattr(cpu, "BODIES", body)
     case = compiled(family, root, tmp_path / "case", quantize="fp8", activations=True)
     expected = truth(family, root, "fp8", 0, activations=True)
     families.assert_close(logits(case), expected, FLIPPED)
@@ -232,7 +231,7 @@ def check_dequantized(model, scheme, compile_for, monkeypatch, tokens=TOKENS,
     """
     for body, tolerance in (("", EXACT), ("cpu", eight_bits)):
         with monkeypatch.context() as patch:
-            patch.setattr(cpu, "KIND", body)
+            patch.setattr(cpu, "BODIES", body)
             case = compile_for("cpu", "float32")
         numbers = dequantized(model, scheme, read_manifest(case).chips[0].quantization)
         with llmc.LLM(case) as llm:
@@ -400,7 +399,7 @@ def test_onnx_runtime_runs_the_file_without_llmc(scheme, body, root, tmp_path, m
     """As artifacts/README.md shows it, in a process where llmc cannot be imported. Bodies of
     standard ONNX have no op of any other domain.
     """
-    monkeypatch.setattr(cpu, "KIND", body)
+    monkeypatch.setattr(cpu, "BODIES", body)
     case = compiled("llama", root, tmp_path / "case", quantize=scheme)
     if not body:
         proto = onnx.load(case / "chip0" / "graph.onnx", load_external_data=False)
@@ -648,7 +647,7 @@ def test_calibration_changes_what_the_model_makes_less_than_rounding(scheme, tal
 @pytest.mark.parametrize("family", ["llama", "gpt2", "phi3", "gemma2", "starcoder2"])
 def test_scaled_channels_make_the_same_model(family, root, tmp_path):
     model, raw = model_and_raw(family, root)
-    raw, options, rng = families.copy_raw(raw), Options(), np.random.default_rng(5)
+    raw, options, rng = families.copy_raw(raw), CompileOptions(), np.random.default_rng(5)
     fused = fuse(raw, options)
     graph, = fused.graphs
     pairs = [pair for node in graph.nodes if (pair := find_pair(graph, node)) is not None]
@@ -669,7 +668,7 @@ def test_calibration_has_one_layer_at_a_time_in_memory(tmp_path):
         raw = load(families.save(families.tiny_model(
             "llama", hidden_size=256, intermediate_size=512, num_hidden_layers=depth),
             tmp_path / f"{depth}"))
-        graph, = fuse(raw, Options()).graphs
+        graph, = fuse(raw, CompileOptions()).graphs
         gc.collect()
         tracemalloc.start()
         calibrate(graph, tokens, Scheme("int4"), Scheme("int4"), 64)

@@ -398,7 +398,7 @@ def test_merged_and_divided_weights_keep_their_own_scales(kind, tp_size, plain_h
                                                           monkeypatch):
     """Queries, keys and values have one weight, as gate and up have."""
     directory, truth = write(plain_hf, tmp_path / "hf", kind)
-    monkeypatch.setattr(cpu, "KIND", "")  # bodies of standard ONNX, which are exact
+    monkeypatch.setattr(cpu, "BODIES", "")  # bodies of standard ONNX, which are exact
     llmc.compile(directory, tmp_path / "case", tp_size=tp_size)
     expected = transformers_logits(plain_hf, truth)
     with llmc.LLM(tmp_path / "case") as llm:
@@ -426,7 +426,7 @@ def test_experts_keep_their_own_scales(kind, tp_size, tmp_path, monkeypatch):
     plain = families.save(families.tiny_model(
         "qwen3_moe", moe_intermediate_size=96, num_hidden_layers=2), tmp_path / "plain")
     directory, truth = write(plain, tmp_path / "hf", kind)
-    monkeypatch.setattr(cpu, "KIND", "")  # bodies of standard ONNX, which are exact
+    monkeypatch.setattr(cpu, "BODIES", "")  # bodies of standard ONNX, which are exact
     llmc.compile(directory, tmp_path / "case", tp_size=tp_size)
     expected = transformers_logits(write_numbers(plain, truth, tmp_path / "numbers"), {})
     with llmc.LLM(tmp_path / "case") as llm:
@@ -487,7 +487,7 @@ def test_experts_that_a_tool_made_linear_layers_are_stacks_as_the_model_s(
     save_file(apart(load_file(plain / "model.safetensors"), transposed, in_turns),
               single / "model.safetensors")
     directory, truth = write(single, tmp_path / "hf", "w4a16")
-    monkeypatch.setattr(cpu, "KIND", "")  # bodies of standard ONNX, which are exact
+    monkeypatch.setattr(cpu, "BODIES", "")  # bodies of standard ONNX, which are exact
     llmc.compile(directory, tmp_path / "case", tp_size=2)
     expected = transformers_logits(plain, together(truth, transposed, in_turns))
     with llmc.LLM(tmp_path / "case") as llm:
@@ -529,7 +529,7 @@ def test_stacks_of_experts_in_fp8_have_scales_of_each(block, static, tmp_path, m
     assert sum(array.ndim == 3 for array in truth.values()) == 4
     for name, numbers in truth.items():
         assert read[name].load().tobytes() == numbers.astype(np.float32).tobytes(), name
-    monkeypatch.setattr(cpu, "KIND", "")  # bodies of standard ONNX, which are exact
+    monkeypatch.setattr(cpu, "BODIES", "")  # bodies of standard ONNX, which are exact
     llmc.compile(directory, tmp_path / "case", quantize="none")
     with llmc.LLM(tmp_path / "case") as llm:
         families.assert_close(llm.logits(TOKENS), transformers_logits(plain, truth), 1e-5)
@@ -883,7 +883,7 @@ def test_a_conv1d_s_weight_lies_as_a_linear_layer_s_where_it_is_quantised(kind, 
 
     directory, truth = write(plain, tmp_path / "hf", (said, turned), of=lambda name, array: (
         name.endswith("attn.c_proj.weight") if square else ".c_" in name and array.ndim == 2))
-    monkeypatch.setattr(cpu, "KIND", "")  # bodies of standard ONNX, which are exact
+    monkeypatch.setattr(cpu, "BODIES", "")  # bodies of standard ONNX, which are exact
     llmc.compile(directory, tmp_path / "case")
     with llmc.LLM(tmp_path / "case") as llm:
         families.assert_close(llm.logits(TOKENS), transformers_logits(plain, truth), 1e-5)
@@ -985,7 +985,7 @@ def test_a_damaged_scale_of_activations_is_refused(value, plain_hf, tmp_path):
 def test_columns_in_the_order_of_activations_are_brought_in_it_where_they_are_not_divided(
         target, tp_size, kept, plain_hf, tmp_path, monkeypatch):
     directory, truth = write(plain_hf, tmp_path / "hf", "gptq-act-order")
-    monkeypatch.setattr(cpu, "KIND", "")
+    monkeypatch.setattr(cpu, "BODIES", "")
     said = []
     llmc.compile(directory, tmp_path / "case", target=target, tp_size=tp_size,
                  progress=said.append)
@@ -1089,7 +1089,7 @@ def test_a_module_that_is_not_quantised_keeps_its_neighbours_exact(plain_hf, tmp
 
     directory, truth = write(plain_hf, tmp_path / "hf", "w4a16", undo)
     truth[name] = plain
-    monkeypatch.setattr(cpu, "KIND", "")
+    monkeypatch.setattr(cpu, "BODIES", "")
     llmc.compile(directory, tmp_path / "case")
     with llmc.LLM(tmp_path / "case") as llm:
         families.assert_close(llm.logits(TOKENS), transformers_logits(plain_hf, truth), 1e-5)
@@ -1657,7 +1657,7 @@ def test_four_bits_of_an_odd_number_of_columns_lie_in_bytes(width, tp_size, zero
     plain = families.save(families.tiny_model("llama", intermediate_size=width,
                                               num_hidden_layers=1), tmp_path / "plain")
     directory, truth = write(plain, tmp_path / "hf", pack_quantized(zeros=zeros, group=0))
-    monkeypatch.setattr(cpu, "KIND", "")  # bodies of standard ONNX, which are exact
+    monkeypatch.setattr(cpu, "BODIES", "")  # bodies of standard ONNX, which are exact
     llmc.compile(directory, tmp_path / "case", tp_size=tp_size)
     with llmc.LLM(tmp_path / "case") as llm:
         families.assert_close(llm.logits(TOKENS), transformers_logits(plain, truth), 1e-5)

@@ -17,7 +17,7 @@ from llmc.compiler import preflight
 from llmc.compiler.frontend import trace
 from llmc.compiler.frontend.features import check_features
 from llmc.compiler.frontend.parts import CAUSAL_LM
-from llmc.compiler.targets import Options
+from llmc.compiler.options import CompileOptions
 
 _LLAMA = families.FAMILIES["llama"]
 _EXPERTS = r"a mixture of experts of its own kind \({} 4; \w+ '[\w.]+'\)"
@@ -91,6 +91,14 @@ def test_features_are_named_before_the_export(family, tmp_path, no_export):
     (dict(max_seq_len=100000), "max_position_embeddings 64; allowed: 2 to 64"),
     (dict(mem_max_seq_len=64), "mem_max_seq_len 64 is given, but .* has no encoder"),
     (dict(max_batch_size=0), "max_batch_size 0 is below 1"),
+    (dict(max_batch_size=65537), "max_batch_size 65537 is above 65536"),
+    (dict(mem_max_seq_len=2**30), "mem_max_seq_len 1073741824 is above 134217728"),
+    (dict(tp_size="2"), "tp_size is '2', expected a whole number"),
+    (dict(max_seq_len=8.0), "max_seq_len is 8.0, expected a whole number or None"),
+    (dict(allow_nan=1), "allow_nan is 1, expected True or False"),
+    (dict(target=["cpu"]), "target is \\['cpu'\\], expected a text"),
+    (dict(quantize=8), "quantize is 8, expected a text"),
+    (dict(calibrate=True), "calibrate is True, expected a path or None"),
 ])
 def test_impossible_options_are_refused_before_the_export(tiny_hf, tmp_path, options, match,
                                                           no_export):
@@ -118,14 +126,16 @@ def about(has_encoder=False, generation=None, **config):
 
 
 @pytest.mark.parametrize(("options", "model", "match"), [
-    (Options(target="cuda"), about(head_dim=12), "head_dim 12 of 'Tiny' is not a multiple of 8"),
-    (Options(target="cuda"), about(hidden_size=4096), "head_dim 1024 of 'Tiny'"),
-    (Options(target="tensorrt_rtx"), about(True, {"bos_token_id": 1}), "an encoder-decoder model"),
-    (Options(), about(True), "put decoder_start_token_id into generation_config.json"),
-    (Options(tp_size=3), about(True, {"bos_token_id": 1}, encoder_attention_heads=2),
+    (CompileOptions(target="cuda"), about(head_dim=12),
+     "head_dim 12 of 'Tiny' is not a multiple of 8"),
+    (CompileOptions(target="cuda"), about(hidden_size=4096), "head_dim 1024 of 'Tiny'"),
+    (CompileOptions(target="tensorrt_rtx"), about(True, {"bos_token_id": 1}),
+     "an encoder-decoder model"),
+    (CompileOptions(), about(True), "put decoder_start_token_id into generation_config.json"),
+    (CompileOptions(tp_size=3), about(True, {"bos_token_id": 1}, encoder_attention_heads=2),
      "tp_size 3 exceeds num_attention_heads 2"),
-    (Options(mem_max_seq_len=65), about(True, {"bos_token_id": 1}), "mem_max_seq_len 65"),
-    (Options(tp_size=5), about(text_config=dict(n_head=4)), "tp_size 5 exceeds"),
+    (CompileOptions(mem_max_seq_len=65), about(True, {"bos_token_id": 1}), "mem_max_seq_len 65"),
+    (CompileOptions(tp_size=5), about(text_config=dict(n_head=4)), "tp_size 5 exceeds"),
 ])
 def test_what_a_config_rules_out(options, model, match):
     with pytest.raises(llmc.LlmcError, match=match):
@@ -133,8 +143,8 @@ def test_what_a_config_rules_out(options, model, match):
 
 
 @pytest.mark.parametrize("options", [
-    Options(target="cuda", dtype="bfloat16", max_seq_len=9), Options(tp_size=4),
-    Options(target="tensorrt", max_seq_len=64), Options(max_seq_len=64)])
+    CompileOptions(target="cuda", dtype="bfloat16", max_seq_len=9), CompileOptions(tp_size=4),
+    CompileOptions(target="tensorrt", max_seq_len=64), CompileOptions(max_seq_len=64)])
 def test_what_a_config_allows(options):
     preflight.check_model(options, about())
 

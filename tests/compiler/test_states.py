@@ -19,7 +19,7 @@ from llmc.compiler import lower
 from llmc.compiler.check.diff import diff
 from llmc.compiler.frontend import load, states, trace
 from llmc.compiler.frontend.states import keeps_state
-from llmc.compiler.targets import Options
+from llmc.compiler.options import CompileOptions
 from llmc.runtime.manifest import read_manifest
 from llmc.runtime.schedule import read_schedule
 
@@ -28,7 +28,7 @@ TOKENS = np.random.default_rng(0).integers(3, families.VOCAB, 20).tolist()
 
 def fused(family, tmp_path, **changes):
     hf = families.save(families.tiny_model(family, **changes), tmp_path / family)
-    return lower.fuse(load(hf), Options()).graphs[0]
+    return lower.fuse(load(hf), CompileOptions()).graphs[0]
 
 
 def count(graph, op):
@@ -200,7 +200,7 @@ def test_a_target_that_keeps_no_states_is_refused(target, tmp_path):
     hf = families.save(families.tiny_model("lfm2"), tmp_path / "hf")
     with pytest.raises(llmc.LlmcError, match=rf"^target '{target}' has no kernel for "
                                              r"llmc::CausalConv1d yet, which .*--target cpu$"):
-        lower.fuse(load(hf), Options(target=target))
+        lower.fuse(load(hf), CompileOptions(target=target))
 
 
 def check_refused(family, tmp_path, monkeypatch, match):

@@ -9,7 +9,7 @@ import llmc
 from llmc.compiler import lower
 from llmc.compiler.check.diff import diff
 from llmc.compiler.frontend import load, trace
-from llmc.compiler.targets import Options
+from llmc.compiler.options import CompileOptions
 
 
 def test_streams_are_in_one_row_at_every_depth(tmp_path, monkeypatch):
@@ -19,7 +19,7 @@ def test_streams_are_in_one_row_at_every_depth(tmp_path, monkeypatch):
                            tmp_path / f"hf{depth}")
         raw = load(hf)
         assert not raw.notes
-        graph = lower.fuse(raw, Options()).graphs[0]
+        graph = lower.fuse(raw, CompileOptions()).graphs[0]
         names = {tensor.name: tensor.shape for tensor in graph.tensors().values()}
         assert all(names[f"hidden_states.{layer}"][1:] == (3 * 64,) for layer in range(depth))
         assert not {"Reshape", "Unsqueeze", "Expand", "ReduceSum", "ReduceMean"} & {

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 import llmc
 from llmc.compiler.frontend import load
 from llmc.compiler.lower import fuse
+from llmc.compiler.options import CompileOptions
 from llmc.compiler.passes.shares import deal_columns
 from llmc.compiler.passes.tensor_parallel import partition, share_heads
-from llmc.compiler.targets import Options
 from llmc.runtime.manifest import CollectiveStep, read_manifest
 
 
@@ -56,7 +56,7 @@ def test_kv_heads_are_replicated_where_ranks_exceed_them():
 
 def test_collectives_are_where_they_are_needed_and_nowhere_else(tiny_hf):
     raw = load(tiny_hf)
-    whole, = fuse(raw, Options(vocab_multiple=192)).graphs
+    whole, = fuse(raw, CompileOptions(), vocab_multiple=192).graphs
     assert not any(node.op.startswith("All") for node in whole.nodes)
     for tp_size in (2, 3, 4):
         for graph in partition(whole, tp_size, "tiny"):

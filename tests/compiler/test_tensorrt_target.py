@@ -16,8 +16,8 @@ from schedule_interpreter import Interpreters
 
 import llmc
 from llmc import plugins
-from llmc.compiler import api
-from llmc.compiler.targets import Options, tensorrt
+from llmc.compiler.options import CompileOptions
+from llmc.compiler.targets import tensorrt
 from llmc.plugins.quantization import CODES, dequantized, pack, unpack
 from llmc.runtime.engines.tensorrt import check_plugins, check_version, tensorrt_library
 from llmc.runtime.manifest import Target, read_manifest
@@ -387,7 +387,8 @@ def test_experts_in_groups_that_no_kernel_reads_stay_numbers_and_that_is_said(bu
 
 def compile_encoder_decoder(raw, tmp_path, dtype):
     families.write_encoder_decoder(
-        raw, tmp_path / "case", Target(kind="tensorrt"), Options(dtype, max_batch_size=3),
+        raw, tmp_path / "case", Target(kind="tensorrt"),
+        CompileOptions(dtype=dtype, max_batch_size=3),
         max_seq_len=48, mem_max_seq_len=32)
 
 
@@ -545,7 +546,7 @@ def test_without_tensorrt_it_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.delenv("LLMC_TENSORRT_PYTHON", raising=False)
     monkeypatch.setattr(tensorrt, "find_spec", lambda name: None)
     with pytest.raises(llmc.LlmcError, match=r"pip install tensorrt, or name .* in LLMC_TENSORRT"):
-        api.TARGETS["tensorrt"].describe(Options())
+        tensorrt.describe(CompileOptions())
 
 
 def stub(directory, text):
@@ -566,13 +567,13 @@ def stub(directory, text):
 def test_what_the_builder_s_process_says(monkeypatch, tmp_path, text, match):
     monkeypatch.setenv("LLMC_TENSORRT_PYTHON", stub(tmp_path, text))
     with pytest.raises(llmc.LlmcError, match=match):
-        tensorrt._build({"plugins": "none.so"}, Options())
+        tensorrt._build({"plugins": "none.so"}, CompileOptions())
 
 
 def test_a_python_that_is_not_there(monkeypatch):
     monkeypatch.setenv("LLMC_TENSORRT_PYTHON", "/none/python")
     with pytest.raises(llmc.LlmcError, match=r"'/none/python', named in LLMC_TENSORRT_PYTHON"):
-        tensorrt._build({"plugins": "none.so"}, Options())
+        tensorrt._build({"plugins": "none.so"}, CompileOptions())
 
 
 def test_what_is_loaded_must_be_what_was_compiled_with(builder, tmp_path):

@@ -21,8 +21,8 @@ from llmc.compiler.frontend import load, parts, trace
 from llmc.compiler.frontend.masks import evaluate
 from llmc.compiler.graph.rewrite import NoMatch, Settings
 from llmc.compiler.lower import lower
+from llmc.compiler.options import CompileOptions
 from llmc.compiler.passes.mask import MaskProver, Reach
-from llmc.compiler.targets import Options
 from llmc.compiler.windows import check_windows
 
 WINDOW = {name: "window_size" if name == "gpt_neo" else "sliding_window"
@@ -86,7 +86,7 @@ def test_a_window_that_the_mask_and_the_attention_have_differently_is_an_error(
 
 def test_a_window_that_the_config_and_the_model_have_differently_is_an_error(tmp_path):
     raw = load(families.save(families.tiny_model("gemma3_text"), tmp_path))
-    graph = lower(raw, Options()).graphs[0]
+    graph = lower(raw, CompileOptions()).graphs[0]
     check_windows(graph, raw.config, raw.architecture, 64)
     for change, match in (
             ({"sliding_window": 16}, "layer 0 of 'Gemma3ForCausalLM' attends in a window of 8, but "

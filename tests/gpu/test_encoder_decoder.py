@@ -11,7 +11,7 @@ from stepping import load
 
 import llmc
 from llmc import SamplingParams
-from llmc.compiler.targets import Options
+from llmc.compiler.options import CompileOptions
 from llmc.runtime.manifest import Target
 from llmc.runtime.step import Memory, Step
 
@@ -27,7 +27,8 @@ def prompts(seed, lengths=(40, 7, 23)):
 
 
 def compile_for(raw, target, case, dtype="float32", tp_size=1):
-    families.write_encoder_decoder(raw, case, Target(kind=target), Options(dtype), tp_size)
+    families.write_encoder_decoder(raw, case, Target(kind=target), CompileOptions(dtype=dtype),
+                                   tp_size)
     return case
 
 

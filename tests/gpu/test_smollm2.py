@@ -9,7 +9,8 @@ import torch
 
 import llmc
 from llmc.compiler.check.reference import load_reference
-from llmc.compiler.targets import Options, tensorrt
+from llmc.compiler.options import CompileOptions
+from llmc.compiler.targets import tensorrt
 
 PROMPTS = ["The capital of France is", "Once upon a time", "def fibonacci(n):", "Water boils at"]
 PARAMS = llmc.SamplingParams(max_tokens=64, ignore_eos=True)
@@ -35,7 +36,7 @@ def test_cuda_gives_the_cpu_target_s_tokens(smollm2, tmp_path):
 
 def test_tensorrt_gives_the_cuda_target_s_tokens_and_transformers_logits(smollm2, tmp_path):
     try:
-        tensorrt.describe(Options(dtype="float16"))
+        tensorrt.describe(CompileOptions(dtype="float16"))
     except llmc.LlmcError as error:
         pytest.skip(str(error))
     for target in ("cuda", "tensorrt"):

@@ -15,7 +15,8 @@ import two_models
 
 import llmc
 from llmc.compiler.check.diff import diff
-from llmc.compiler.targets import Options, tensorrt
+from llmc.compiler.options import CompileOptions
+from llmc.compiler.targets import tensorrt
 from llmc.runtime.engines.tensorrt import TensorRTEngine, plugin_library, tensorrt_library
 
 SHORT = llmc.SamplingParams(max_tokens=32, ignore_eos=True)
@@ -25,7 +26,7 @@ SHORT = llmc.SamplingParams(max_tokens=32, ignore_eos=True)
 def found(extension):
     """The target, as the builder describes it."""
     try:
-        return tensorrt.describe(Options(dtype="float16"))
+        return tensorrt.describe(CompileOptions(dtype="float16"))
     except llmc.LlmcError as error:
         pytest.skip(str(error))
 
@@ -178,7 +179,7 @@ def test_an_encoder_decoder_generates_what_the_cpu_target_does(found, name, enco
                                                                tmp_path):
     """Greedy and with beams; prompts that wait, so that rows of the memory are used again."""
     _, raw, cases = encoder_decoder(name)
-    options = Options("float32", max_batch_size=4)
+    options = CompileOptions(dtype="float32", max_batch_size=4)
     families.write_encoder_decoder(raw, tmp_path / "case", tensorrt.describe(options), options)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 100, length).tolist() for length in (40, 1, 23, 9, 17)]

@@ -12,7 +12,7 @@ import small_case
 
 import llmc
 from llmc import plugins
-from llmc.compiler.targets import Options
+from llmc.compiler.options import CompileOptions
 from llmc.runtime.decoding.sampling import Sampler, SamplingParams
 from llmc.runtime.engines.cuda import build_program, step_arrays
 from llmc.runtime.manifest import Target, read_manifest
@@ -158,7 +158,8 @@ def refused(extension, manifest, schedule):
 @pytest.mark.parametrize("name", ["t5", "bart", "marian"])
 def test_an_encoder_and_its_decoder_are_taken(extension, encoder_decoder, name, tmp_path):
     _, raw, _ = encoder_decoder(name)
-    families.write_encoder_decoder(raw, tmp_path / "case", Target(kind="cuda"), Options("float16"))
+    families.write_encoder_decoder(raw, tmp_path / "case", Target(kind="cuda"),
+                                   CompileOptions(dtype="float16"))
     build(extension, read_manifest(tmp_path / "case"), schedules_of(tmp_path / "case"))
 
 

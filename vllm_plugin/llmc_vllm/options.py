@@ -45,10 +45,11 @@ def complete(args: Any, case_dir: Path) -> Manifest:
     args.block_size = args.block_size or BLOCK_SIZE
     args.skip_tokenizer_init = args.skip_tokenizer_init or manifest.tokenizer.path is None
     args.enforce_eager = True
-    if manifest.target.kind == "cpu":  # whose steps end when they are submitted
+    on_cpu = not manifest.target.spec.gpu
+    if on_cpu:  # a step ends when it is submitted
         args.async_scheduling = bool(args.async_scheduling)
     limit = manifest.target.max_batch_size
-    if args.max_num_seqs is None and (manifest.target.kind == "cpu" or limit):
+    if args.max_num_seqs is None and (on_cpu or limit):
         args.max_num_seqs = min(limit or _MAX_NUM_SEQS, _MAX_NUM_SEQS)
     return manifest
 

@@ -59,7 +59,7 @@ def load_rank(manifest: Manifest, case_dir: Path, rank: int, device: int, room: 
     Raises:
         LlmcError: see `LLM`.
     """
-    if manifest.target.kind == "cpu":
+    if not manifest.target.spec.gpu:
         return CpuRank(manifest, case_dir, rank, room, group)
     from llmc.runtime.engines.remote import load_engine
 

@@ -90,8 +90,7 @@ class LlmcWorker(WorkerBase):
         if parallel.data_parallel_backend == "ray":
             # The replica's engine, on this host or that of another rank, reads the tokenizer.
             view(case_dir, self._manifest, Path(self.model_config.model).parent)
-        device = 0 if self._manifest.target.kind == "cpu" else \
-            visible_gpu(parallel, self.local_rank)
+        device = visible_gpu(parallel, self.local_rank) if self._manifest.target.spec.gpu else 0
         self._block_bytes = block_bytes(self._manifest, cache.block_size)
         wish = cache.kv_cache_memory_bytes
         if cache.num_gpu_blocks_override:

@@ -1,0 +1,253 @@
+"""The options of a compilation: `CompileOptions`.
+
+Each option is declared here once: its type, its default, its text, its range and its choices. The
+options of `llmc compile`, the signature and the docstring of `llmc.compile` and the checks of types
+and ranges are made from it. Imports nothing heavy, as `llmc --help` needs it.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from inspect import Parameter, Signature, signature
+from numbers import Integral
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar, get_type_hints
+
+from llmc.errors import shortened
+from llmc.limits import MAX_CHIPS, MAX_POSITIONS, MAX_SEQUENCES
+from llmc.targets import TARGETS, TargetSpec
+
+if TYPE_CHECKING:
+    from llmc.compiler.graph.quantization import Scheme
+
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
+_DTYPES = {"fp8": "float8_e4m3fn"}  # names of --quantize that are not the dtype's
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_HEADS = {"int4": "int8", "uint4": "int8"}  # SmolLM2 in int4: perplexity 39.1, not 43.4
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What an option's annotation declares.
+
+    Args:
+        text: what the option does; other options' names are in backquotes.
+        choices: values that help lists and a shell completes; targets may know others.
+        metavar: the value in help, where there are no choices.
+        default: what the default means, where its value does not say so.
+        least: the smallest number allowed.
+        most: the largest number allowed.
+    """
+
+    text: str
+    choices: tuple[str, ...] = ()
+    metavar: str = ""
+    default: str = ""
+    least: int | None = None
+    most: int | None = None
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of a compilation.
+
+    Args:
+        name: the field of `CompileOptions`, and without dashes the flag.
+        kind: its type.
+        default: its default value.
+        declared: what its annotation declares.
+    """
+
+    name: str
+    kind: Any
+    default: Any
+    declared: Declared
+
+    def problem(self, value: Any) -> str | None:
+        """Why the option cannot have this value; None where its type and range allow it."""
+        accepts, expected = _KINDS[self.kind]
+        if not accepts(value):
+            return f"{self.name} is {shortened(repr(value))}, expected {expected}; give that"
+        least, most = self.declared.least, self.declared.most
+        if _is_whole(value) and least is not None and value < least:
+            return f"{self.name} {value} is below {least}"
+        if _is_whole(value) and most is not None and value > most:
+            return f"{self.name} {value} is above {most}"
+        return None
+
+    def help(self) -> str:
+        """The text and what the default means, with other options as flags."""
+        default = f"  [default: {self.declared.default}]" if self.declared.default else ""
+        return re.sub(r"`(\w+)`", r"--\1", self.declared.text + default)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_path(value: object) -> bool:
+    return value is None or isinstance(value, str | Path)
+
+
+# By an option's type: whether a value is of it, and its name in an error.
+_KINDS: dict[Any, tuple[Callable[[object], bool], str]] = {
+    int: (_is_whole, "a whole number"),
+    int | None: (lambda value: value is None or _is_whole(value), "a whole number or None"),
+    bool: (lambda value: isinstance(value, bool), "True or False"),
+    str: (lambda value: isinstance(value, str), "a text"),
+    str | None: (lambda value: value is None or isinstance(value, str), "a text or None"),
+    str | Path | None: (_is_path, "a path or None")}
+
+
+def _of_targets(dtypes: Callable[[TargetSpec], tuple[str, ...]]) -> tuple[str, ...]:
+    """Dtypes of all targets, each once."""
+    return tuple(dict.fromkeys(_NAMES.get(dtype, dtype) for target in TARGETS.values()
+                               for dtype in dtypes(target)))
+
+
+_QUANTIZE = (*_of_targets(lambda target: target.weight_dtypes), "none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileOptions:
+    """The options of a compilation.
+
+    Args:
+        …
+        progress: called with the name of each phase as it begins, and with remarks.
+        timing_cache: file in which a builder keeps its timings; None: nowhere.
+    """
+
+    tp_size: Annotated[int, Declared(
+        "Tensor parallel size: chips that share the model.", least=1, most=MAX_CHIPS)] = 1
+    expert_parallel: Annotated[bool, Declared(
+        "Give each chip whole experts of an MoE, not some columns of each.")] = False
+    dtype: Annotated[str, Declared(
+        "Dtype of weights and activations; auto: the checkpoint's, where the target has it, else "
+        "the target's 16-bit dtype. half and float, and torch's dtypes, are accepted too.",
+        choices=(*_of_targets(lambda target: target.dtypes), "auto"))] = "float32"
+    kv_dtype: Annotated[str, Declared(
+        "Dtype of the KV cache, for `target` cuda or tensorrt.",
+        choices=tuple(dict.fromkeys(dtype for target in TARGETS.values()
+                                    for dtype in target.kv_dtypes)), default="as `dtype`")] = ""
+    quantize: Annotated[str, Declared(
+        "Quantize the weights of linear layers; uint4 is int4 with zero points; none: dequantize a "
+        "quantized checkpoint to `dtype`.",
+        choices=_QUANTIZE, default="as in the checkpoint")] = ""
+    group_size: Annotated[int, Declared(
+        "Weights along a row that share a scale.",
+        default="the largest of 128, 64, 32 and 16 that divides the row; with fp8 the row")] = 0
+    quantize_lm_head: Annotated[str, Declared(
+        "Quantize the LM head, and the embedding where they are tied.",
+        choices=_QUANTIZE, default="as `quantize`, but int8 in place of 4 bits")] = ""
+    quantize_activations: Annotated[bool, Declared(
+        "With `quantize` fp8: also quantize activations to FP8, with a scale for each token. With "
+        "an FP8 checkpoint in blocks that asks for it: for each group of a token.")] = False
+    requantize: Annotated[bool, Declared(
+        "Dequantize a quantized checkpoint, then quantize it as `quantize` says.")] = False
+    calibrate: Annotated[str | Path | None, Declared(
+        "Text file to calibrate `quantize` on: UTF-8, at least 1024 tokens. Experts and the "
+        "up-projections of latent attention are not calibrated.", metavar="TEXT")] = None
+    target: Annotated[str, Declared(
+        "Engine that runs the compiled model.", choices=tuple(TARGETS))] = "cpu"
+    compute_capability: Annotated[str | None, Declared(
+        "Compute capability of the only GPUs that may run it.",
+        metavar="9.0", default="any")] = None
+    max_seq_len: Annotated[int | None, Declared(
+        "Maximum number of positions of a sequence.",
+        default="the model's; for `target` tensorrt at most 4096",
+        least=2, most=MAX_POSITIONS)] = None
+    mem_max_seq_len: Annotated[int | None, Declared(
+        "Maximum number of tokens that an encoder reads.", default="the model's, at most 4096",
+        least=2, most=MAX_POSITIONS)] = None
+    max_batch_size: Annotated[int, Declared(
+        "Maximum number of sequences of a step, for `target` tensorrt.",
+        least=1, most=MAX_SEQUENCES)] = 64
+    hf_dir: Annotated[str | Path | None, Declared(
+        "For an .onnx MODEL: directory with its config.json and tokenizer.")] = None
+    revision: Annotated[str | None, Declared(
+        "Of a hub id MODEL: branch, tag or commit.", metavar="COMMIT", default="main")] = None
+    trust_remote_code: Annotated[bool, Declared("Run code that comes with the model.")] = False
+    allow_pickle: Annotated[bool, Declared("Read .bin weights with torch.load.")] = False
+    allow_nan: Annotated[bool, Declared(
+        "Compile weights that have NaN or infinities; quantized ones never have.")] = False
+    # What a builder uses, which no flag sets.
+    progress: Callable[[str], None] = lambda text: None
+    timing_cache: Path | None = None
+
+    @property
+    def scheme(self) -> Scheme | None:
+        """Quantization scheme of linear layers; None: as in the checkpoint."""
+        return _scheme(self.quantize, self.group_size, self.quantize_activations)
+
+    @property
+    def head_scheme(self) -> Scheme | None:
+        """Quantization scheme of the LM head, and of an embedding that is tied to it."""
+        return _scheme(self.quantize_lm_head or _HEADS.get(self.quantize, self.quantize),
+                       self.group_size)
+
+    @property
+    def dequantize(self) -> bool:
+        """Whether the quantized weights of a checkpoint are dequantized."""
+        return self.quantize == "none"
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether weights are quantized by calibration, before the graph is partitioned."""
+        return self.calibrate is not None
+
+
+def _scheme(name: str, group_size: int, activations: bool = False) -> Scheme | None:
+    from llmc.compiler.graph.quantization import Scheme
+
+    if name in ("", "none"):
+        return None
+    return Scheme(_DTYPES.get(name, name), group_size, _DTYPES["fp8"] if activations else "")
+
+
+def _declared_options() -> Iterator[Option]:
+    kinds = get_type_hints(CompileOptions)
+    annotated = get_type_hints(CompileOptions, include_extras=True)
+    for own in fields(CompileOptions):
+        declared = next(iter(getattr(annotated[own.name], "__metadata__", ())), None)
+        if declared is not None:
+            yield Option(own.name, kinds[own.name], own.default, declared)
+
+
+OPTIONS = tuple(_declared_options())
+
+
+def _texts() -> str:
+    """The options as lines of a docstring's Args."""
+    def line(option: Option) -> str:
+        declared = option.declared
+        default = f" Default: {declared.default}." if declared.default else ""
+        choices = f" One of {', '.join(declared.choices)}." if declared.choices else ""
+        return textwrap.fill(f"{option.name}: {declared.text}{choices}{default}", 96,
+                             initial_indent=" " * 8, subsequent_indent=" " * 12,
+                             break_on_hyphens=False)
+    return "\n".join(map(line, OPTIONS))
+
+
+def takes_options(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
+    """Put the options into a function's signature and docstring, in place of `**options`."""
+    if function.__doc__ is not None:  # as it is with python -OO
+        function.__doc__ = function.__doc__.replace("        …", _texts())
+    own = signature(function)
+    kept = [parameter for parameter in own.parameters.values()
+            if parameter.kind is not Parameter.VAR_KEYWORD]
+    first = [parameter for parameter in kept if parameter.kind is not Parameter.KEYWORD_ONLY]
+    options = [Parameter(option.name, Parameter.KEYWORD_ONLY, default=option.default,
+                         annotation=option.kind) for option in OPTIONS]
+    setattr(function, "__signature__",  # noqa: B010  which mypy does not know
+            Signature([*first, *options, *kept[len(first):]],
+                      return_annotation=own.return_annotation))
+    return function
+
+
+if CompileOptions.__doc__ is not None:
+    CompileOptions.__doc__ = CompileOptions.__doc__.replace("        …", _texts())

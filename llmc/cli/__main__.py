@@ -1,0 +1,5 @@
+"""`python -m llmc.cli`."""
+
+from llmc.cli import main
+
+main()

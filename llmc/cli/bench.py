@@ -1,0 +1,109 @@
+"""`llmc bench`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import click
+
+from llmc.cli.options import (
+    case_options,
+    device_option,
+    json_option,
+    loading_options,
+    require_case_dir,
+)
+from llmc.cli.progress import Meter, ProgressBar
+from llmc.cli.signals import sigterm_as_interrupt
+from llmc.errors import LlmcError
+
+
+@click.command("bench")
+@case_options
+@click.option("--batch_size", default="1;4", help="Batch sizes, separated by semicolons.")
+@click.option("--input_output_len", default="64,64;128,20", help="Pairs of lengths.")
+@click.option("--runs", default=3, help="Runs per cell; medians are printed.")
+@device_option
+@click.option("--requests", default=None, metavar="FILE|random:N",
+              help="Instead of the grid, a serving workload: the requests of a prompt file, or N "
+                   "random ones of 32 to 512 input tokens and 16 to 256 output tokens.")
+@click.option("--request_rate", default=math.inf, metavar="R|inf",
+              help="Requests per second of --requests (a Poisson process); inf: all at once.")
+@click.option("--shared_prefix", default=0, help="Tokens of a prefix that random requests share.")
+@loading_options
+@json_option
+def bench_command(directory: Path | None, case_dir: Path | None, batch_size: str,
+                  input_output_len: str, runs: int, device: list[int] | None, requests: str | None,
+                  request_rate: float, shared_prefix: int, as_json: bool, **loading: Any) -> None:
+    """Measure throughput and latency: a grid of batch sizes and lengths, or a workload."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from llmc.runtime.benchmark import check_grid, measure, parse_grid
+    from llmc.runtime.llm import LLM
+
+    case_dir = require_case_dir(directory, case_dir)
+    if runs < 1:
+        raise LlmcError(f"--runs {runs} is below 1")
+    if requests is not None:
+        _bench_traffic(case_dir, device, loading, requests, request_rate, shared_prefix, as_json)
+        return
+    grid = parse_grid(batch_size, input_output_len)
+    if loading["max_batch_size"] is None:
+        loading["max_batch_size"] = max(cell[0] for cell in grid)
+    # Each run is to compute its prompts.
+    with LLM(case_dir, device=device, **{**loading, "prefix_reuse": False}) as llm:
+        check_grid(llm, grid)
+        rows = [measure(llm, *cell, runs=runs) for cell in grid]
+    if as_json:
+        click.echo(json.dumps([dataclasses.asdict(row) for row in rows]))
+        return
+    table = Table()
+    for name in ("batch", "input", "output", "tokens/s", "latency(ms)", "Tctx(ms)", "Tgen(ms)"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(str(row.batch), str(row.input_length), str(row.output_length),
+                      *(f"{value:.2f}" for value in (row.tokens_per_sec, row.latency_ms,
+                                                     row.tctx_ms, row.tgen_ms)))
+    Console().print(table)
+
+
+def _bench_traffic(case_dir: Path, device: list[int] | None, loading: dict[str, Any],
+                   source: str, rate: float, shared_prefix: int, as_json: bool) -> None:
+    """Run a serving workload, and print its throughput and latency."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from llmc.runtime.llm import LLM
+    from llmc.runtime.traffic import measure_traffic, read_traffic
+
+    if not rate > 0:
+        raise LlmcError(f"--request_rate {rate} is not above 0")
+    if shared_prefix < 0:
+        raise LlmcError(f"--shared_prefix {shared_prefix} is below 0")
+    with sigterm_as_interrupt(), LLM(case_dir, device=device, **loading) as llm:
+        traffic = read_traffic(llm, source, rate, shared_prefix)
+        with ProgressBar() as bar:
+            report = measure_traffic(llm, traffic, bar.tokens(
+                Meter(), sum(params.n for params in traffic.params)))
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(report)))
+        return
+    console = Console()
+    console.print(f"{report.requests} requests, {report.output_tokens} tokens in "
+                  f"{report.seconds:.2f} s: {report.output_tokens_per_sec:.1f} tokens/s, "
+                  f"{report.requests_per_sec:.2f} requests/s")
+    table = Table()
+    for name in ("", "p50 (ms)", "p90 (ms)", "p99 (ms)"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for name, times in (("time to first token", report.time_to_first_token),
+                        ("between tokens", report.inter_token_latency)):
+        table.add_row(name, *("–" if time is None else f"{time * 1e3:.1f}"
+                              for time in (times.p50, times.p90, times.p99)))
+    console.print(table)
+    console.print(f"{report.cache_hits} of {report.cache_queries} prompt tokens were in the cache; "
+                  f"{report.preemptions} preemptions")

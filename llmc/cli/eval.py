@@ -1,0 +1,55 @@
+"""`llmc eval`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from llmc.cli.compiler_import import import_compiler
+from llmc.cli.options import case_options, device_option, json_option, require_case_dir
+from llmc.cli.output import finish_check
+from llmc.cli.progress import Phases
+from llmc.errors import LlmcError
+
+
+@click.command("eval")
+@case_options
+@click.option("--task", required=True, type=click.Choice(["perplexity", "summarize"]),
+              help="What to measure; summarize needs the eval extra.")
+@click.option("--data", type=click.Path(path_type=Path), default=None,
+              help="A text file; for summarize JSON lines with article and summary.  "
+                   "[default: articles that come with llmc]")
+@click.option("--hf_dir", default=None, help="The original, to measure transformers beside.")
+@click.option("--tolerance", type=float, default=None,
+              help="Largest difference between the two: relative for perplexity, points for ROUGE."
+                   "  [default: 0.0001 and 1, in float16 0.002 and 5, in bfloat16 0.02 and 5]")
+@click.option("--max_length", type=int, default=None,
+              help="For perplexity: tokens of a window.  [default: the KV cache's, at most 1024]")
+@click.option("--stride", type=int, default=None,
+              help="For perplexity: tokens from window to window.  [default: half of max_length]")
+@click.option("--max_tokens", type=int, default=None,
+              help="For summarize: tokens of a summary.  [default: 64]")
+@device_option
+@json_option
+def eval_command(directory: Path | None, case_dir: Path | None, task: str, as_json: bool,
+                 **options: Any) -> None:
+    """Measure a compiled model's quality: perplexity of a text, ROUGE of summaries."""
+    found = require_case_dir(directory, case_dir)
+    with Phases() as phases:
+        if options["hf_dir"] is not None:
+            phases.begin("import")
+            import_compiler()
+        from llmc.compiler.check.evaluate import EvalReport, perplexity, print_report, summarize
+
+        tasks: dict[str, Callable[..., EvalReport]] = {"perplexity": perplexity,
+                                                       "summarize": summarize}
+        measure = tasks[task]
+        given = {name: value for name, value in options.items() if value is not None}
+        for name in given.keys() - inspect.signature(measure).parameters.keys():
+            raise LlmcError(f"--{name} is not for --task {task}; leave it out")
+        report = measure(found, progress=phases.show, **given)
+    finish_check(report, print_report, as_json)

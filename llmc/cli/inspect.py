@@ -1,0 +1,64 @@
+"""`llmc inspect`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from llmc.cli.options import case_options, json_option, require_case_dir
+from llmc.cli.output import print_passes
+
+
+@click.command("inspect")
+@case_options
+@click.option("--verify", is_flag=True, help="Check every file's SHA-256 too.")
+@json_option
+def inspect_command(directory: Path | None, case_dir: Path | None, verify: bool,
+                    as_json: bool) -> None:
+    """Show what is in a case directory: per chip, memory, and what each pass matched."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from llmc.runtime.inspection import summarize
+    from llmc.runtime.manifest import read_manifest, verify_files
+
+    case_dir = require_case_dir(directory, case_dir)
+    manifest = read_manifest(case_dir)
+    verify_files(manifest, case_dir, hashes=verify)
+    summary = summarize(manifest)
+    if as_json:
+        click.echo(json.dumps(summary))
+        return
+    dims = manifest.dims
+    console = Console()
+    console.print(f"[bold]{manifest.source.architecture}[/bold] from {manifest.source.kind}, "
+                  f"{manifest.dtype}, target {manifest.target.kind}, tp_size {manifest.tp_size}, "
+                  f"llmc {manifest.llmc_version}")
+    console.print(f"{dims.num_layers} layers, hidden {dims.hidden_size}, heads {dims.num_heads} / "
+                  f"{dims.num_kv_heads} × {dims.head_dim}, vocabulary {dims.vocab_size} (padded "
+                  f"{dims.padded_vocab_size}), {dims.max_seq_len} positions")
+    if manifest.encoder is not None:
+        console.print(f"encoder: {manifest.encoder.num_layers} layers, vocabulary "
+                      f"{manifest.encoder.vocab_size}, prompts of at most "
+                      f"{manifest.encoder.max_seq_len} tokens; decoding begins with token "
+                      f"{manifest.encoder.decoder_start_token_id}")
+    memory = ["memory per prompt (MB)"] if manifest.encoder is not None else []
+    table = Table("chip", "weights (MB)", "KV cache per token (KB)", *memory, "heads",
+                  "KV heads", "steps")
+    for chip in summary["chips"]:
+        table.add_row(str(chip["rank"]), f"{chip['weight_bytes'] / 1e6:.1f}",
+                      f"{chip['token_bytes'] / 1e3:.1f}",
+                      *(f"{chip['memory_bytes'] / 1e6:.1f}" for _ in memory),
+                      str(chip["num_heads"]), str(chip["num_kv_heads"]), str(chip["steps"]))
+    console.print(table)
+    for chip in summary["chips"]:
+        if chip["quantization"]:
+            console.print(f"chip {chip['rank']}, weights in fewer bits: " + "; ".join(
+                f"{count} in {form}" for form, count in chip["quantization"].items()))
+    if summary["cache_tokens"]:
+        console.print("tokens that the KV cache holds, about: " + "; ".join(
+            f"{name} {count:,}" if count else f"{name} none, as the weights do not fit"
+            for name, count in summary["cache_tokens"].items()))
+    print_passes(manifest)

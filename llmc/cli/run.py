@@ -1,0 +1,209 @@
+"""`llmc run`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from llmc.cli.conversation import converse
+from llmc.cli.options import (
+    case_options,
+    device_option,
+    json_option,
+    loading_options,
+    pop_loading_options,
+    select_case_dir,
+)
+from llmc.cli.progress import Meter, ProgressBar
+from llmc.cli.sampling import (
+    SamplingCommand,
+    generation_config_option,
+    is_given,
+    sampling_options,
+    sampling_params,
+)
+from llmc.cli.signals import sigterm_as_interrupt
+from llmc.errors import CheckFailed, LlmcError
+
+if TYPE_CHECKING:
+    from llmc.runtime.decoding.params import SamplingParams
+    from llmc.runtime.llm import LLM
+    from llmc.runtime.request import Completion
+
+
+@click.command("run", cls=SamplingCommand)
+@case_options
+@click.option("--hf_dir", type=click.Path(path_type=Path), default=None,
+              help="Hugging Face directory whose config.json names the case directory: param_dir.")
+@click.option("--prompt", "prompts", multiple=True,
+              help="May be repeated.  [default: each line of standard input]")
+@click.option("--prompt_file", type=click.Path(path_type=Path), default=None,
+              help="One JSON request a line, with prompt, token_ids or messages, and sampling "
+                   "options of its own; one JSON result a line comes out. - is standard input.")
+@click.option("--chat", is_flag=True,
+              help="Put each prompt into the model's chat template. Without a prompt, in a "
+                   "terminal: a conversation.")
+@sampling_options
+@generation_config_option
+@click.option("--tp_size", type=int, default=None, help="Must be what the model was compiled with.")
+@device_option
+@loading_options
+@click.option("--log_file", default="", help="Append what was run, and how fast, to this file.")
+@json_option
+def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | None,
+                prompts: tuple[str, ...], prompt_file: Path | None, chat: bool,
+                generation_config: str, tp_size: int | None, device: list[int] | None,
+                log_file: str, as_json: bool, **options: Any) -> None:
+    """Complete prompts with the model in DIR, a case directory, streaming the text."""
+    from llmc.runtime.llm import LLM
+    from llmc.runtime.manifest import read_manifest
+    from llmc.runtime.prompt_file import read_lines
+
+    loading = pop_loading_options(options)
+    if options["logprobs"] is not None and not as_json and prompt_file is None:
+        raise LlmcError("--logprobs are printed with --json only; add it")
+    if prompt_file is not None and prompts:
+        raise LlmcError("give either --prompt or --prompt_file")
+    case_dir, configured = _resolve_case(directory, case_dir, hf_dir)
+    if tp_size is not None and configured not in (None, tp_size):
+        raise LlmcError(f"--tp_size is {tp_size}, tensor_parallel in the config of '{hf_dir}' "
+                        f"says {configured}; change one of them")
+    manifest = read_manifest(case_dir)
+    wanted = tp_size if tp_size is not None else configured
+    if wanted not in (None, manifest.tp_size):
+        raise LlmcError(f"tp_size {wanted} is asked for, but '{case_dir}' was compiled with "
+                        f"tp_size {manifest.tp_size}; change the one or compile again")
+    params = sampling_params(options, manifest if generation_config == "auto" else None)
+    if str(prompt_file) == "-" and sys.stdin.isatty():
+        click.echo("JSON requests, one per line; end them with Ctrl-D:", err=True)
+    lines = read_lines(prompt_file) if prompt_file is not None else None
+    talk = chat and lines is None and not prompts and not as_json and sys.stdin.isatty()
+    if talk and not is_given("max_tokens"):  # an answer ends by itself
+        params = dataclasses.replace(params, max_tokens=manifest.dims.max_seq_len)
+    info = _inference_info(hf_dir, case_dir, params.max_tokens, manifest.tp_size, device, log_file)
+    _log(log_file, f"{time.strftime('%Y-%m-%dT%H:%M:%S')}\n{info}\n")
+    if lines is None and not talk:
+        prompts = prompts or _read_prompts()
+    failed = 0
+    with sigterm_as_interrupt(), LLM(case_dir, device=device, **loading) as llm:
+        meter = Meter(lambda: click.echo(info, err=as_json or lines is not None))
+        if talk:
+            converse(llm, params, meter)
+        elif lines is not None:
+            failed = _run_requests(llm, lines, params, chat, meter)
+        else:
+            _run_prompts(llm, prompts, params, chat, as_json, meter)
+    rate = f"{meter.tokens} tokens in {meter.seconds:.2f} s, {meter.rate:.1f} tokens/s"
+    click.echo(rate, err=True)
+    _log(log_file, f"{rate}\n")
+    if failed:
+        name = "standard input" if str(prompt_file) == "-" else f"'{prompt_file}'"
+        raise CheckFailed(f"{failed} request(s) of {name} could not be run; see their results")
+
+
+def _run_prompts(llm: LLM, prompts: Sequence[str], params: SamplingParams, chat: bool,
+                 as_json: bool, meter: Meter) -> None:
+    """Stream one completion's text, or print several as blocks when each ends, or as JSON."""
+    inputs = [llm.chat_prompt(prompt) if chat else prompt for prompt in prompts]
+    total = len(prompts) * params.n
+    meter.start()
+    if total == 1 and not as_json:
+        for piece in llm.stream(inputs, params):
+            meter.count()
+            click.echo(piece.text, nl=False)
+        click.echo()
+        return
+    completions: list[Completion] = []
+    with ProgressBar() as bar:
+        for completion in llm.complete(inputs, params, progress=bar.tokens(meter, total)):
+            completions.append(completion)
+            if not as_json:
+                number = f"{completion.index}" + f".{completion.sample}" * (params.n > 1)
+                bar.print(f"[{number}] {prompts[completion.index]}\n{completion.text}\n")
+    if as_json:
+        completions.sort(key=lambda c: (c.index, c.sample))
+        click.echo(json.dumps({"completions": [
+            {"prompt": prompts[completion.index], **dataclasses.asdict(completion)}
+            for completion in completions]}))
+
+
+def _run_requests(llm: LLM, lines: list[bytes], params: SamplingParams, chat: bool,
+                  meter: Meter) -> int:
+    """Print one JSON result a line; the number of failed requests."""
+    from llmc.runtime.prompt_file import read_requests, run_requests
+
+    requests = read_requests(llm, lines, params, chat=chat)
+    total = sum(request.params.n for request in requests if "error" not in request.answer)
+    with ProgressBar() as bar:
+        for result in run_requests(llm, requests, bar.tokens(meter, total)):
+            bar.print(json.dumps(result))
+    return sum("error" in request.answer for request in requests)
+
+
+def _read_prompts() -> tuple[str, ...]:
+    if sys.stdin.isatty():
+        click.echo("Prompts, one per line; end them with Ctrl-D:", err=True)
+    lines = sys.stdin.read().splitlines()
+    prompts = tuple(line for line in lines if line.strip())
+    if not prompts:
+        raise LlmcError("there is no prompt; give --prompt, or a prompt per line on standard input")
+    return prompts
+
+
+def _resolve_case(directory: Path | None, case_dir: Path | None, hf_dir: Path | None) -> \
+        tuple[Path, int | None]:
+    """The case directory, and the tensor parallel size that a Hugging Face config asks for.
+
+    The config's param_dir names the case directory where only `hf_dir` is given.
+    """
+    case_dir = select_case_dir(directory, case_dir)
+    if (case_dir is None) == (hf_dir is None):
+        raise LlmcError("give either a case directory or --hf_dir")
+    if case_dir is not None:
+        return case_dir, None
+    assert hf_dir is not None
+    path = hf_dir / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise LlmcError(f"'{path}' cannot be read as JSON ({error})") from error
+    named = config.get("param_dir") if isinstance(config, dict) else None
+    if not isinstance(named, str):
+        raise LlmcError(f"'{path}' names no param_dir, the case directory; add it, or give "
+                        f"the directory itself")
+    parallel = config.get("tensor_parallel")
+    if parallel is None:
+        return hf_dir / named, None
+    if not isinstance(parallel, dict) or not isinstance(parallel.get("parallel_size", 1), int):
+        raise LlmcError(f"tensor_parallel in '{path}' is not understood; write it like "
+                        f'{{"use_tp": true, "parallel_size": 2}}')
+    return hf_dir / named, parallel.get("parallel_size", 1) if parallel.get("use_tp") else 1
+
+
+def _log(path: str, text: str) -> None:
+    """Append to the log file, if any."""
+    if path:
+        try:
+            with open(path, "a", encoding="utf-8") as log:
+                log.write(text)
+        except OSError as error:
+            raise LlmcError(f"--log_file '{path}' cannot be written ({error})") from error
+
+
+def _inference_info(hf_dir: Path | None, case_dir: Path, max_tokens: int, tp_size: int,
+                    device: list[int] | None, log_file: str) -> str:
+    visible = os.environ.get("LLMC_VISIBLE_DEVICES", "Not specified")
+    return "\n".join([
+        "Inference info:", f"| - hf_dir: {hf_dir or 'Not specified'}", f"| - case_dir: {case_dir}",
+        f"| - max_tokens: {max_tokens}", f"| - tp_size: {tp_size}",
+        f"| - ENV:LLMC_VISIBLE_DEVICES: {visible}",
+        f"| - device: {device if device is not None else 'all cores'}",
+        f"| - log_file: {log_file}"])
