@@ -12,6 +12,19 @@ from typing import cast
 import onnx_graphsurgeon as gs
 
 from llmc import __version__
+from llmc.artifacts.manifest import (
+    PAGED,
+    Chip,
+    DTypeName,
+    FileEntry,
+    Manifest,
+    PassReport,
+    Source,
+    Target,
+    TokenizerInfo,
+    WeightDType,
+    write_manifest,
+)
 from llmc.compiler.artifact import file_entry, weight_forms
 from llmc.compiler.frontend import RawModel, load
 from llmc.compiler.frontend.tokenizer_config import FOLDER, TEMPLATE
@@ -51,19 +64,6 @@ from llmc.errors import LlmcError
 from llmc.interrupts import check_interrupted, interruptible
 from llmc.memory import memory_errors
 from llmc.plugins.quantization import FLOAT8
-from llmc.runtime.manifest import (
-    PAGED,
-    Chip,
-    DTypeName,
-    FileEntry,
-    Manifest,
-    PassReport,
-    Source,
-    Target,
-    TokenizerInfo,
-    WeightDType,
-    write_manifest,
-)
 from llmc.runtime.tokenizer import named_end, read_tokenizer
 
 _DEVICES = 8

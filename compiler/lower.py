@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 import onnx_graphsurgeon as gs
 
+from llmc.artifacts.manifest import Dims, EncoderInfo
 from llmc.compiler.dims import describe_encoder, describe_model
 from llmc.compiler.frontend.raw import RawModel
 from llmc.compiler.graph.experts import EXPERTS_DOWN
@@ -66,7 +67,6 @@ from llmc.compiler.targets import Options, cpu, cuda, tensorrt
 from llmc.errors import LlmcError
 from llmc.plugins.experts.op import OP as EXPERTS
 from llmc.plugins.route.op import OP as ROUTE
-from llmc.runtime.manifest import Dims, EncoderInfo
 
 _VOCAB_MULTIPLE = 64
 

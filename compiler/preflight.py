@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from llmc.artifacts.manifest import MAX_CHIPS
 from llmc.compiler.frontend.checkpoint import read_json
 from llmc.compiler.frontend.huggingface import find_directory
 from llmc.compiler.frontend.quantized import method_of
@@ -20,7 +21,6 @@ from llmc.compiler.graph.quantization import QUANTIZED_WAYS_OUT, SMALLEST_GROUP
 from llmc.compiler.targets import Options, cpu, cuda, tensorrt, tensorrt_rtx
 from llmc.errors import LlmcError
 from llmc.plugins.quantization import FLOAT8
-from llmc.runtime.manifest import MAX_CHIPS
 
 TARGETS: dict[str, ModuleType] = {target.KIND: target
                                   for target in (cpu, cuda, tensorrt, tensorrt_rtx)}

@@ -32,8 +32,8 @@ from llmc.memory import memory_errors
 from llmc.runtime.decoding.params import FIELDS, SamplingParams, with_defaults
 
 if TYPE_CHECKING:
+    from llmc.artifacts.manifest import Manifest
     from llmc.runtime.llm import LLM
-    from llmc.runtime.manifest import Manifest
     from llmc.runtime.request import Completion, Piece
 
 # What a shell completes; the compiler's own lists take seconds to import.
@@ -421,8 +421,8 @@ def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | No
                 generation_config: str, tp_size: int | None, device: list[int] | None,
                 log_file: str, as_json: bool, **options: Any) -> None:
     """Complete prompts with the model in DIR, a case directory, streaming the text."""
+    from llmc.artifacts.manifest import read_manifest
     from llmc.runtime.llm import LLM
-    from llmc.runtime.manifest import read_manifest
     from llmc.runtime.prompt_file import read_lines
 
     loading = _taken(options)
@@ -955,8 +955,8 @@ def inspect_command(directory: Path | None, case_dir: Path | None, verify: bool,
     from rich.console import Console
     from rich.table import Table
 
+    from llmc.artifacts.manifest import read_manifest, verify_files
     from llmc.runtime.inspection import summarize
-    from llmc.runtime.manifest import read_manifest, verify_files
 
     case_dir = _case_dir(directory, case_dir)
     manifest = read_manifest(case_dir)

@@ -27,7 +27,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from llmc.errors import LlmcError
+from llmc.artifacts.manifest import Manifest, read_manifest, verify_files
+from llmc.errors import LlmcError, shown
 from llmc.memory import memory_errors
 from llmc.runtime.decoding.beam_search import Beams
 from llmc.runtime.decoding.params import (
@@ -35,12 +36,10 @@ from llmc.runtime.decoding.params import (
     SamplingParams,
     is_unicode,
     listed,
-    shown,
     whole,
 )
 from llmc.runtime.engines import BLOCK_SIZE
 from llmc.runtime.loop import Call, Loop, Outbox, Scheduling, Work
-from llmc.runtime.manifest import Manifest, read_manifest, verify_files
 from llmc.runtime.message_forms import ContentFormat
 from llmc.runtime.metrics import together
 from llmc.runtime.prompts import Messages, Prompt, read_conversations, read_token_ids

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from llmc.errors import LlmcError
-from llmc.runtime.decoding.params import listed, shown
+from llmc.errors import LlmcError, shown
+from llmc.runtime.decoding.params import listed
 from llmc.runtime.loop import Loop
 from llmc.runtime.prompts import read_token_ids
 from llmc.runtime.request import Reader

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 PLANTS = [
     ("llmc/cli.py", "llmc.compiler.api", "compile(3, None)"),
     ("llmc/cli.py", "llmc.runtime.llm", "LLM(3)"),
-    ("llmc/compiler/api.py", "llmc.runtime.manifest", "read_manifest(3)"),
+    ("llmc/compiler/api.py", "llmc.artifacts.manifest", "read_manifest(3)"),
     ("llmc/compiler/check/diff.py", "llmc.runtime.step", "Step.of(3, [0], [], [])"),
     ("llmc/compiler/check/diff.py", "llmc.runtime.gpus", "GpuReplica.trace(3, None)"),
     ("llmc/runtime/loop.py", "llmc.runtime.scheduler", "Scheduler(3, 4)"),
@@ -20,7 +20,7 @@ PLANTS = [
     ("llmc/compiler/frontend/bind.py", "llmc.compiler.graph.weights", "Weight.of([1.0])"),
     ("llmc/compiler/passes/gemm.py", "llmc.compiler.graph.rewrite", "NoMatch(3)"),
     ("llmc/compiler/passes/gemm.py", "llmc.plugins", "Sample(3, None)"),
-    ("llmc/compiler/targets/cuda.py", "llmc.runtime.schedule", "read_schedule(3)"),
+    ("llmc/compiler/targets/cuda.py", "llmc.artifacts.program", "read_program(3)"),
     ("llmc/plugins/rms_norm/op.py", "llmc.plugins.normalization",
      "normalize(1.0, {}, {}, centred=False)"),
     ("llmc/runtime/llm.py", "llmc.runtime.decoding.params", "SamplingParams(max_tokens='4')"),

@@ -51,6 +51,17 @@ from polygraphy.comparator import Comparator, IterationResult, RunResults, Simpl
 from polygraphy.logger import G_LOGGER
 
 from llmc import __version__
+from llmc.artifacts.manifest import (
+    PAGED,
+    Chip,
+    Manifest,
+    WeightForm,
+    check_files,
+    hash_file,
+    read_manifest,
+    refuse_encoder,
+)
+from llmc.artifacts.program import PROGRAM_NAME, read_program
 from llmc.compiler.check.execute import (
     Rounding,
     Values,
@@ -90,18 +101,7 @@ from llmc.runtime.engines import BLOCK_SIZE, MAX_LOGITS
 from llmc.runtime.engines.cuda import device_count
 from llmc.runtime.gpus import GpuReplica
 from llmc.runtime.llm import LLM
-from llmc.runtime.manifest import (
-    PAGED,
-    Chip,
-    Manifest,
-    WeightForm,
-    check_files,
-    hash_file,
-    read_manifest,
-    refuse_encoder,
-)
 from llmc.runtime.replica import Room
-from llmc.runtime.schedule import SCHEDULE_NAME, read_schedule
 from llmc.runtime.step import Step
 from llmc.runtime.tokenizer import load_tokenizer
 
@@ -505,7 +505,7 @@ def _token_ids(manifest: Manifest, root: Path, prompt: str | None) -> list[int]:
 
 
 def _trace(manifest: Manifest, root: Path, ids: list[int], wanted: set[str]) -> list[Values]:
-    """Prefill on GPUs: per chip, the wanted tensors in the schedule's order."""
+    """Prefill on GPUs: per chip, the wanted tensors in the program's order."""
     most = min(len(ids), MAX_LOGITS)
     replica = GpuReplica(manifest, root, place(manifest, None, device_count())[0],
                          Room(1, most, kv_cache_tokens=-(-len(ids) // BLOCK_SIZE) * BLOCK_SIZE))
@@ -590,8 +590,8 @@ def _ops(manifest: Manifest, root: Path) -> Mapping[str, str]:
     """Which op makes each tensor."""
     directory = root / manifest.chips[0].path
     if manifest.target.kind == "cuda":
-        schedule = read_schedule(directory / SCHEDULE_NAME)
-        return {schedule.tensors[number].name: node.op for node in schedule.nodes
+        program = read_program(directory / PROGRAM_NAME)
+        return {program.tensors[number].name: node.op for node in program.nodes
                 for number in node.outputs if number >= 0}
     model = read_onnx(directory / "graph.onnx")
     return {name: node.op_type for node in model.graph.node for name in node.output}

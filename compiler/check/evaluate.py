@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from tokenizers import Tokenizer
 
+from llmc.artifacts.manifest import Manifest, read_manifest, refuse_encoder
 from llmc.errors import LlmcError
 from llmc.installation import install_command
 from llmc.runtime.decoding.params import SamplingParams
 from llmc.runtime.llm import LLM
-from llmc.runtime.manifest import Manifest, read_manifest, refuse_encoder
 
 if TYPE_CHECKING:
     from llmc.compiler.check.reference import Model

@@ -10,6 +10,7 @@ from typing import Any
 
 import onnx_graphsurgeon as gs
 
+from llmc.artifacts.manifest import Manifest, WeightForm
 from llmc.compiler.frontend import RawModel
 from llmc.compiler.graph.quantization import SMALLEST_GROUP
 from llmc.compiler.graph.weights import HeadMatrices, Weight
@@ -18,7 +19,6 @@ from llmc.compiler.preflight import TARGETS
 from llmc.compiler.targets import Options
 from llmc.errors import LlmcError
 from llmc.plugins.quantization import CODES
-from llmc.runtime.manifest import Manifest, WeightForm
 
 
 def lower_alike(raw: RawModel, manifest: Manifest, root: Path, options: Options) -> Lowered:

@@ -29,6 +29,7 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from llmc import plugins
+from llmc.artifacts.manifest import Chip, FileEntry, Target
 from llmc.compiler.artifact import (
     WEIGHTS_NAME,
     describe_chip,
@@ -45,7 +46,6 @@ from llmc.errors import LlmcError
 from llmc.runtime.engines import BLOCK_SIZE, MAX_LOGITS, MAX_TOKENS
 from llmc.runtime.engines.cuda import library_directories
 from llmc.runtime.engines.tensorrt import plugin_library
-from llmc.runtime.manifest import Chip, FileEntry, Target
 
 KIND = "tensorrt"
 DTYPES = ("float32", "float16", "bfloat16")

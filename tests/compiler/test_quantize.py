@@ -27,6 +27,7 @@ from schedule_interpreter import Interpreters
 from transformers import AutoModelForCausalLM
 
 import llmc
+from llmc.artifacts.manifest import Target, read_manifest
 from llmc.compiler import api
 from llmc.compiler.calibrate import calibrate
 from llmc.compiler.channel_scales import find_pair, scale_channels
@@ -38,7 +39,6 @@ from llmc.compiler.graph.rewrite import values_of
 from llmc.compiler.lower import divide, fuse, lower
 from llmc.compiler.targets import Options, cpu
 from llmc.errors import LlmcError
-from llmc.runtime.manifest import Target, read_manifest
 from llmc.runtime.step import Step
 from llmc.runtime.tokenizer import read_tokenizer
 

@@ -16,11 +16,11 @@ from schedule_interpreter import Interpreters
 
 import llmc
 from llmc import plugins
+from llmc.artifacts.manifest import Target, read_manifest
 from llmc.compiler import api
 from llmc.compiler.targets import Options, tensorrt
 from llmc.plugins.quantization import CODES, dequantized, pack, unpack
 from llmc.runtime.engines.tensorrt import check_plugins, check_version, tensorrt_library
-from llmc.runtime.manifest import Target, read_manifest
 from llmc.runtime.step import Step
 
 FOUND = {"version": "8.6.0", "gpu": "NVIDIA H200", "compute_capability": "9.0"}

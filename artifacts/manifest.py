@@ -18,9 +18,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from llmc import plugins
+from llmc.artifacts.case_files import check_case_file, open_regular, read_bounded
+from llmc.artifacts.weight_file import WEIGHTS_NAME, read_weight_header
 from llmc.errors import LlmcError
-from llmc.runtime.case_files import check_case_file, open_regular, read_bounded
-from llmc.runtime.weights import WEIGHTS_NAME, read_weight_header
 
 FORMAT_VERSION = 2
 MANIFEST_NAME = "model_info.json"
