@@ -43,7 +43,7 @@ from llmc.compiler.passes.packing import head_weight
 from llmc.compiler.passes.quantize import is_rounded, refuse_group_size, refuse_rounded, said
 from llmc.compiler.scratch import scratch_folder, temporary_files
 from llmc.errors import LlmcError
-from llmc.plugins.quantization import CODES
+from llmc.plugins.code_types import CODE_TYPES
 from llmc.runtime.tokenizer import read_tokenizer
 
 LEAST_TOKENS = 1024
@@ -227,7 +227,7 @@ def _round(weight: Weight, x: np.ndarray, scheme: Scheme, name: str) -> Stored:
             matrix[:, column + 1:stop] -= np.outer(error, factors[column, column + 1:stop])
             errors[:, column - start] = error
         matrix[:, stop:] -= errors @ factors[start:stop, stop:]
-    has_zeros = CODES[scheme.dtype][1] is None
+    has_zeros = CODE_TYPES[scheme.dtype].zero_point is None
     return Stored(scheme.dtype, Weight.of(codes, name), Weight.of(scales, name),
                   Weight.of(zeros.astype(np.uint8), name) if has_zeros else None,
                   activation_dtype=scheme.activation_dtype)
@@ -253,7 +253,7 @@ def _search(groups: np.ndarray, weights: np.ndarray, dtype: str) -> tuple[np.nda
     """
     best = np.full(len(groups), np.inf, np.float32)
     chosen = scales_of(groups, dtype)
-    for shrink in _SHRINKS if CODES[dtype][0] == 4 else _SHRINKS[:1]:
+    for shrink in _SHRINKS if CODE_TYPES[dtype].bits == 4 else _SHRINKS[:1]:
         scales, zeros = scales_of(groups * np.float32(shrink), dtype)
         numbers = decode(encode(groups, scales, zeros, dtype), scales, zeros, dtype)
         loss = ((groups - numbers) ** 2 * weights).sum(-1)

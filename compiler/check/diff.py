@@ -94,7 +94,8 @@ from llmc.compiler.passes.fold import numpy_dtype
 from llmc.compiler.passes.norm_gemm import NORMED
 from llmc.compiler.targets import Options
 from llmc.errors import LlmcError
-from llmc.plugins.quantization import LINEAR_DTYPES, dequantized
+from llmc.plugins.code_types import CODE_TYPES, LINEAR_CODE_TYPES
+from llmc.plugins.quantization import dequantized
 from llmc.runtime.decoding.params import SamplingParams
 from llmc.runtime.devices import place
 from llmc.runtime.engines import BLOCK_SIZE, MAX_LOGITS
@@ -340,7 +341,7 @@ class _Allowed:
         narrow = manifest.dtype != "float32" or bool(kv_dtype)
         if self._untraced:
             dtypes = manifest.quantization or ()
-            bits = 4 if {"int4", "uint4"} & {*dtypes} else 8
+            bits = min(CODE_TYPES[dtype].precision for dtype in dtypes)
             self._tolerance = _UNTRACED_TOLERANCES[bits]
             self.told = (f"{self._tolerance:g} of a tensor's range, as weights are in "
                          f"{', '.join(dtypes)} and cannot be put into the "
@@ -689,7 +690,7 @@ def _compare_nearest(rank: int, name: str, have: Mapping[str, Any], form: Weight
     """The elements of a quantized weight that are not the reference's rounded to nearest."""
     size = math.prod(expected.shape)
     matrix = expected.reshape((size // expected.shape[-1], expected.shape[-1]))
-    if form.dtype not in LINEAR_DTYPES or "_min" in have:
+    if form.dtype not in LINEAR_CODE_TYPES or "_min" in have:
         return _bad_weight(rank, name, size, math.inf)
     try:
         rounded = quantize(matrix, Scheme(form.dtype, form.group_size), name).weight(name)

@@ -18,7 +18,7 @@ from llmc.compiler.lower import Lowered, divide, fuse
 from llmc.compiler.preflight import TARGETS
 from llmc.compiler.targets import Options
 from llmc.errors import LlmcError
-from llmc.plugins.quantization import CODES
+from llmc.plugins.code_types import CODE_TYPES
 
 
 def lower_alike(raw: RawModel, manifest: Manifest, root: Path, options: Options) -> Lowered:
@@ -95,4 +95,4 @@ def _shape(stored: list[int], form: WeightForm | None) -> tuple[int, ...]:
     """The shape of a weight that lies so in a file."""
     if form is None:
         return tuple(stored)
-    return (*stored[:-1], stored[-1] * 8 // CODES[form.dtype][0])
+    return (*stored[:-1], stored[-1] * CODE_TYPES[form.dtype].per_byte)

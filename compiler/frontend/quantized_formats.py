@@ -53,7 +53,7 @@ import numpy as np
 from llmc.compiler.graph.quantization import SMALLEST_GROUP, Stored
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
-from llmc.plugins.quantization import FLOAT8, MXFP4, unpack
+from llmc.plugins.quantization import FLOAT8, unpack
 
 _AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # where columns 0 to 7 lie
 _FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -1060,14 +1060,14 @@ def _mxfp4_experts(decoder: _Decoder, name: str) -> None:
     blocks = decoder.take(f"{name}_blocks", (count, rows, groups, 16), "u")
     scales = decoder.powers(f"{name}_scales", (count, rows, groups))
     packed = blocks.reshape((count, rows, groups * 16)).reshape((count * rows, groups * 16))
-    stored = Stored(MXFP4, _fp4_codes(packed), scales.reshape((count * rows, groups)))
+    stored = Stored("mxfp4", _fp4_codes(packed), scales.reshape((count * rows, groups)))
     decoder.made[name] = stored.weight(name).reshape((count, rows, groups * 32)).transpose()
 
 
 def _keep_mxfp4(decoder: _Decoder, module: str, packed: Weight, scales: Weight) -> None:
     """Of a linear layer, for which no kernel has MXFP4."""
     decoder.note("numbers of MXFP4 are kept exactly as int8, twice their memory", module)
-    decoder.keep(module, Stored(MXFP4, _fp4_codes(packed), scales).as_int8())
+    decoder.keep(module, Stored("mxfp4", _fp4_codes(packed), scales).as_int8())
 
 
 def _fp4_codes(packed: Weight) -> Weight:

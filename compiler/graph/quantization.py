@@ -16,15 +16,11 @@ import numpy as np
 
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
+from llmc.plugins.code_types import CODE_TYPES, E8M0_NUMBERS, CodeType
 from llmc.plugins.quantization import (
     BLOCK,
-    CODES,
     FLOAT8,
     FLOAT8_MOST,
-    FLOAT8_NUMBERS,
-    MXFP4,
-    MXFP4_NUMBERS,
-    POWERS,
     blocks_shape,
     pack,
 )
@@ -36,9 +32,9 @@ QUANTIZED_WAYS_OUT = "leave out --quantize to keep its quantized weights, give -
 SMALLEST_GROUP = 16  # that kernels have
 _GROUP_SIZES = (128, 64, 32, 16)
 _PIECE = 1 << 20  # numbers that are computed with at once
-_NUMBERS = {FLOAT8: np.array(FLOAT8_NUMBERS, np.float32),
-            MXFP4: np.array(MXFP4_NUMBERS, np.float32)}
-_POWERS = np.array([*POWERS, np.nan], np.float32)
+_NUMBERS = {name: np.array(own.numbers, np.float32)
+            for name, own in CODE_TYPES.items() if own.numbers}
+_POWERS = np.array([*E8M0_NUMBERS, np.nan], np.float32)
 _ONE = 127  # as the bits of an exponent
 
 
@@ -62,7 +58,7 @@ class Scheme:
         """Of a row of `width` numbers; None where it is no whole groups."""
         if self.group_size:
             return self.group_size if width % self.group_size == 0 else None
-        if self.dtype == FLOAT8:
+        if CODE_TYPES[self.dtype].numbers:
             return width
         return next((size for size in _GROUP_SIZES if width % size == 0), width)
 
@@ -96,8 +92,12 @@ class Stored:
     rounds_groups: bool = False
 
     @property
+    def code_type(self) -> CodeType:
+        return CODE_TYPES[self.dtype]
+
+    @property
     def bits(self) -> int:
-        return CODES[self.dtype][0]
+        return self.code_type.bits
 
     @property
     def group_size(self) -> int:
@@ -116,9 +116,9 @@ class Stored:
     def _numbers(self, start: int, stop: int) -> np.ndarray:
         codes = self.codes.rows(start, stop)
         scales = self.scales.rows(start, stop)
-        if self.dtype == MXFP4:
+        if self.code_type.scale_dtype != "float32":
             scales = _POWERS[scales]
-        zeros = np.full(scales.shape, CODES[self.dtype][1] or 0, np.float32) \
+        zeros = np.full(scales.shape, self.code_type.zero_point or 0, np.float32) \
             if self.zeros is None else self.zeros.rows(start, stop).astype(np.float32)
         numbers = decode(codes.reshape(*scales.shape, -1), scales, zeros, self.dtype)
         if self.minima is not None:
@@ -156,9 +156,10 @@ class Stored:
                 (stop - start, weight.shape[1]), value, weight.dtype), "padding")
             return Weight.concat([weight, rows])
 
-        made = self._each(lambda codes: padded(codes, CODES[self.dtype][1] or 0),
+        made = self._each(lambda codes: padded(codes, self.code_type.zero_point or 0),
                           lambda groups: padded(groups, 0))
-        return replace(made, scales=padded(self.scales, _ONE if self.dtype == MXFP4 else 1))
+        one = 1 if self.code_type.scale_dtype == "float32" else _ONE
+        return replace(made, scales=padded(self.scales, one))
 
     def take_columns(self, index: np.ndarray) -> Stored | None:
         """Columns `index`, in that order, in groups as large as that leaves; None where they are
@@ -191,22 +192,26 @@ class Stored:
         return self._each(lambda codes: codes, repeated)
 
     def as_int8(self) -> Stored:
-        """The same numbers of MXFP4 in int8: twice a number is an integer, and takes half a scale.
+        """The same numbers in int8, of a code type that has an int8_factor: that times a number is
+        an integer, whose scale is as much smaller.
         """
-        twice = (2 * _NUMBERS[MXFP4] + 128).astype(np.uint8)
+        factor = self.code_type.int8_factor
+        integers = (factor * _NUMBERS[self.dtype] + 128).astype(np.uint8)
         codes, scales = self.codes, self.scales
         return replace(
             self, dtype="int8",
             codes=Weight(codes.shape, np.uint8,
-                         lambda start, stop: twice[codes.rows(start, stop)], codes.name),
+                         lambda start, stop: integers[codes.rows(start, stop)], codes.name),
             scales=Weight(scales.shape, np.float32,
-                          lambda start, stop: _POWERS[scales.rows(start, stop)] / 2, scales.name))
+                          lambda start, stop: _POWERS[scales.rows(start, stop)] / factor,
+                          scales.name))
 
     def in_bytes(self) -> Stored:
         """The same numbers of int4 and uint4 in codes of 8 bits."""
         if self.zeros is not None or self.minima is not None:
             return replace(self, dtype="uint8")
-        more, codes = np.uint8((CODES["int8"][1] or 0) - (CODES["int4"][1] or 0)), self.codes
+        codes, zero_points = self.codes, (CODE_TYPES["int8"].zero_point, self.code_type.zero_point)
+        more = np.uint8((zero_points[0] or 0) - (zero_points[1] or 0))
         return replace(self, dtype="int8", codes=Weight(
             codes.shape, np.uint8, lambda start, stop: codes.rows(start, stop) + more, codes.name))
 
@@ -215,12 +220,12 @@ class Stored:
         with zeros or minima if one has them; None where that is no form.
         """
         parts = [self, *others]
-        if len({part.dtype == MXFP4 for part in parts}) > 1:
-            parts = [part.as_int8() if part.dtype == MXFP4 else part for part in parts]
+        if len({part.dtype if part.code_type.int8_factor else "" for part in parts}) > 1:
+            parts = [part.as_int8() if part.code_type.int8_factor else part for part in parts]
         if len({None if part.order is None else part.order.tobytes() for part in parts}) > 1:
             return None
         size = math.gcd(*(part.group_size for part in parts))
-        if len({part.dtype == FLOAT8 for part in parts}) > 1 or (
+        if len({part.dtype if part.code_type.numbers else "" for part in parts}) > 1 or (
                 size < SMALLEST_GROUP and len({part.group_size for part in parts}) > 1):
             return None
         parts = [part.regrouped(size) for part in parts]
@@ -242,7 +247,7 @@ class Stored:
 
     def _widened(self, bits: int, minima: bool) -> Stored:
         """The same numbers in codes of so many bits without a fixed zero."""
-        fixed, zeros = CODES[self.dtype][1], self.zeros
+        fixed, zeros = self.code_type.zero_point, self.zeros
         if fixed is not None:
             zeros = Weight(self.scales.shape, np.uint8, lambda start, stop: np.full(
                 (stop - start, self.scales.shape[1]), fixed, np.uint8), "zeros")
@@ -299,7 +304,7 @@ def quantize(weight: Weight, scheme: Scheme, name: str) -> Stored:
         scheme.dtype, Weight((rows, width), np.uint8, in_pieces(codes, width), name),
         Weight(shape, np.float32, in_pieces(scales, width), name),
         Weight(shape, np.uint8, in_pieces(zeros, width), name)
-        if CODES[scheme.dtype][1] is None else None,
+        if CODE_TYPES[scheme.dtype].zero_point is None else None,
         activation_dtype=scheme.activation_dtype)
 
 
@@ -311,7 +316,7 @@ def check_finite(groups: np.ndarray, dtype: str, name: str) -> None:
     """
     if not np.isfinite(groups).all():
         raise LlmcError(f"'{name}' has NaN or infinities, which cannot be quantised")
-    if CODES[dtype][1] is None:
+    if CODE_TYPES[dtype].zero_point is None:
         low, high = np.minimum(groups.min(-1), 0), np.maximum(groups.max(-1), 0)
         wide = high.astype(np.float64) - low > np.finfo(np.float32).max
         if wide.any():
@@ -333,7 +338,8 @@ def scales_of(groups: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     """Scales and zeros, both float32 [...], of groups float32 [..., group_size]: those that take
     the whole range of codes.
     """
-    bits, fixed = CODES[dtype]
+    own = CODE_TYPES[dtype]
+    bits, fixed = own.bits, own.zero_point
     low, high = groups.min(-1), groups.max(-1)
     if fixed is None:
         low, high = np.minimum(low, 0), np.maximum(high, 0)
@@ -368,5 +374,5 @@ def encode(groups: np.ndarray, scales: np.ndarray, zeros: np.ndarray, dtype: str
         clipped = np.clip(scaled, -FLOAT8_MOST, FLOAT8_MOST)
         codes: np.ndarray = clipped.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
         return codes
-    codes = np.clip(np.rint(scaled) + zeros[..., None], 0, 2 ** CODES[dtype][0] - 1)
+    codes = np.clip(np.rint(scaled) + zeros[..., None], 0, 2 ** CODE_TYPES[dtype].bits - 1)
     return codes.astype(np.uint8)

@@ -47,7 +47,7 @@ from llmc.compiler.passes.packing import head_weight
 from llmc.errors import LlmcError
 from llmc.plugins.experts.op import OP as EXPERTS
 from llmc.plugins.head_matrices.op import OP as HEAD_MATRICES
-from llmc.plugins.quantization import BLOCK, CODES, MXFP4, MXFP4_GROUP
+from llmc.plugins.quantization import BLOCK
 from llmc.plugins.roles import ByVocabulary
 from llmc.plugins.route.op import OP as ROUTE
 
@@ -152,10 +152,11 @@ def _experts_forms(forms: Sequence[Stored | NoMatch | None], settings: Settings,
     found = [stored for stored in forms if isinstance(stored, Stored)]
     if len(found) < len(forms):
         return [None if isinstance(stored, Stored) else stored for stored in forms]
-    if any(stored.dtype == MXFP4 for stored in found) and not (
-            MXFP4 in settings.expert_dtypes
-            and all((s.dtype, s.group_size) == (MXFP4, MXFP4_GROUP) for s in found)):
-        found = [stored.as_int8() if stored.dtype == MXFP4 else stored for stored in found]
+    if any(stored.code_type.int8_factor for stored in found) and not (
+            found[0].dtype in settings.expert_dtypes and all(
+                (stored.dtype, stored.group_size) == (found[0].dtype, stored.code_type.group_size)
+                for stored in found)):
+        found = [stored.as_int8() if stored.code_type.int8_factor else stored for stored in found]
         report.count(WIDENED)
     size = math.gcd(*(stored.group_size for stored in found))
     size = min(size & -size, _MOST_OF_EXPERTS)  # a power of two
@@ -368,7 +369,7 @@ def _form(values: Weight, scheme: Scheme | None, name: str, settings: Settings,
                            f"even ones, so it is read as numbers", values.name)
         stored = quantize(values.reshape((math.prod(values.shape[:-1]), values.shape[-1])), scheme,
                           said(values, name))
-    if stored.dtype == MXFP4 and not stacked:
+    if not stored.code_type.linear_layers and not stacked:
         stored = stored.as_int8()
     if stored.bits == 4 and stored.codes.shape[1] % 2:
         stored = stored.in_bytes()  # two codes in a byte are of one row
@@ -381,7 +382,7 @@ def _form(values: Weight, scheme: Scheme | None, name: str, settings: Settings,
             f"groups of {stored.group_size}, where the target's kernels read multiples of " \
             f"{settings.group_multiple}"
         return NoMatch(f"its weight has {why}, so it is read as numbers", values.name)
-    if CODES[stored.dtype][1] is None and stored.group_size > _MOST_GROUPED:
+    if stored.code_type.zero_point is None and stored.group_size > _MOST_GROUPED:
         size = math.gcd(stored.group_size, 128)
         if size == 1:  # scales and zeros of more bytes than numbers have
             return NoMatch(f"its weight has groups of {stored.group_size} with zeros, which no "

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:  # the runtime reads the registry and has no onnx
     import onnx
 
+from llmc.plugins.code_types import CODE_TYPES
 from llmc.plugins.roles import Attention, Columns, Norm, Quantized, Shard, State
 
 DOMAIN = "llmc"
@@ -197,8 +198,8 @@ class Op:
         """The inputs that are float32 whatever the others are: not the scales of weights that have
         exponents in their place.
         """
-        from llmc.plugins.quantization import MXFP4
-        if not self.quantized or fields["weight_dtype"] != MXFP4:
+        own = CODE_TYPES.get(fields["weight_dtype"]) if self.quantized else None
+        if own is None or own.scale_dtype == "float32":
             return self.float32_inputs
         return self.float32_inputs - {role.scale for role in self.quantized}
 
