@@ -28,7 +28,6 @@ from llmc.artifacts.manifest import (
 from llmc.compiler.artifact import file_entry, weight_forms
 from llmc.compiler.frontend import RawModel, load
 from llmc.compiler.frontend.tokenizer_config import FOLDER, TEMPLATE
-from llmc.compiler.graph.quantization import Scheme
 from llmc.compiler.graph.rewrite import op_of
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.lower import Lowered, divide, fuse, lower
@@ -57,6 +56,7 @@ from llmc.compiler.preflight import (
     read_dtype,
     warn_untested_transformers,
 )
+from llmc.compiler.quant.scheme import Scheme
 from llmc.compiler.sampling_defaults import read_sampling
 from llmc.compiler.targets import Options
 from llmc.compiler.windows import check_windows
@@ -189,7 +189,7 @@ def _require_finite(raw: RawModel) -> None:
 
 def _calibrated(raw: RawModel, options: Options, text: Path, progress: Progress) -> Lowered:
     """`lower`, with weights rounded on a text between fusing and partition."""
-    from llmc.compiler.calibrate import calibrate, read_text
+    from llmc.compiler.quant.calibrate import calibrate, read_text
 
     assert options.scheme is not None
     tokens = read_text(text, raw)

@@ -87,11 +87,12 @@ from llmc.compiler.check.reference import (
 from llmc.compiler.check.report import BadWeight, Difference, DiffReport, GreedyToken
 from llmc.compiler.frontend import RawModel, load
 from llmc.compiler.graph.names import HIDDEN_STATE, SCALED
-from llmc.compiler.graph.quantization import Scheme, quantize
 from llmc.compiler.graph.rewrite import op_of, operands, values_of
 from llmc.compiler.graph.weights import HeadMatrices, Weight
 from llmc.compiler.passes.fold import numpy_dtype
 from llmc.compiler.passes.norm_gemm import NORMED
+from llmc.compiler.quant.nearest import quantize
+from llmc.compiler.quant.scheme import Scheme
 from llmc.compiler.targets import Options
 from llmc.errors import LlmcError
 from llmc.plugins.code_types import CODE_TYPES, LINEAR_CODE_TYPES

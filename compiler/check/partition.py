@@ -12,10 +12,10 @@ import onnx_graphsurgeon as gs
 
 from llmc.artifacts.manifest import Manifest, WeightForm
 from llmc.compiler.frontend import RawModel
-from llmc.compiler.graph.quantization import SMALLEST_GROUP
 from llmc.compiler.graph.weights import HeadMatrices, Weight
 from llmc.compiler.lower import Lowered, divide, fuse
 from llmc.compiler.preflight import TARGETS
+from llmc.compiler.quant.scheme import SMALLEST_GROUP
 from llmc.compiler.targets import Options
 from llmc.errors import LlmcError
 from llmc.plugins.code_types import CODE_TYPES

@@ -16,10 +16,11 @@ import onnx_graphsurgeon as gs
 
 from llmc import plugins
 from llmc.compiler.graph.experts import EXPERTS_DOWN, EXPERTS_UP
-from llmc.compiler.graph.quantization import Scheme, Stored
 from llmc.compiler.graph.sdpa import SDPA
 from llmc.compiler.graph.states import CONVOLUTION, RECURRENCE
 from llmc.compiler.graph.weights import Weight
+from llmc.compiler.quant.scheme import Scheme
+from llmc.compiler.quant.stored import Stored
 from llmc.errors import MAX_REASON, LlmcError, shortened
 from llmc.plugins import Op
 from llmc.plugins.roles import ByRows, Columns, Shard

@@ -25,13 +25,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.compiler.graph.quantization import (
-    QUANTIZED_WAYS_OUT,
-    SMALLEST_GROUP,
-    Scheme,
-    Stored,
-    quantize,
-)
 from llmc.compiler.graph.rewrite import (
     NoMatch,
     Report,
@@ -44,6 +37,9 @@ from llmc.compiler.graph.rewrite import (
 )
 from llmc.compiler.graph.weights import HeadMatrices, Weight
 from llmc.compiler.passes.packing import head_weight
+from llmc.compiler.quant.nearest import quantize
+from llmc.compiler.quant.scheme import QUANTIZED_WAYS_OUT, SMALLEST_GROUP, Scheme
+from llmc.compiler.quant.stored import Stored
 from llmc.errors import LlmcError
 from llmc.plugins.experts.op import OP as EXPERTS
 from llmc.plugins.head_matrices.op import OP as HEAD_MATRICES

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmc.compiler.graph.quantization import Scheme
+from llmc.compiler.quant.scheme import Scheme
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ import llmc
 from llmc.artifacts.manifest import Target, hash_file, read_manifest
 from llmc.compiler import api
 from llmc.compiler.frontend import checkpoint, gguf_file
-from llmc.compiler.frontend.gguf_forms import form_of
 from llmc.compiler.frontend.gguf_header import read_header
 from llmc.compiler.lower import lower
+from llmc.compiler.quant.readers.gguf import form_of
 from llmc.compiler.targets import Options, cpu
 
 VOCAB, WIDTH, TOKENS = 96, 64, 5000  # TOKENS make the arrays of the vocabulary long ones

@@ -20,7 +20,7 @@ import llmc
 from llmc.artifacts.manifest import read_manifest
 from llmc.compiler.check.diff import diff
 from llmc.compiler.frontend.checkpoint import open_checkpoint
-from llmc.compiler.frontend.quantized import read_quantized
+from llmc.compiler.quant.checkpoint import read_quantized
 from llmc.compiler.targets import cpu, tensorrt
 from llmc.errors import LlmcError
 from llmc.runtime.step import Step

@@ -1,4 +1,4 @@
-"""Weights in fewer bits as the compiler handles them: made from a weight, or come in a checkpoint.
+"""Quantized weights as the compiler handles them: quantized by llmc, or stored in a checkpoint.
 
 Codes stay one to a byte, and everything is read when it is written, a block of rows at a time, as
 all weights are. `llmc.plugins.quantization` says what codes, scales and zeros mean.
@@ -11,56 +11,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-import ml_dtypes
 import numpy as np
 
 from llmc.compiler.graph.weights import Weight
-from llmc.errors import LlmcError
+from llmc.compiler.quant.codes import NUMBERS, decode
+from llmc.compiler.quant.scheme import SMALLEST_GROUP
 from llmc.plugins.code_types import CODE_TYPES, E8M0_NUMBERS, CodeType
-from llmc.plugins.quantization import (
-    BLOCK,
-    FLOAT8,
-    FLOAT8_MOST,
-    blocks_shape,
-    pack,
-)
+from llmc.plugins.quantization import BLOCK, FLOAT8, blocks_shape, pack
 
-# Where --quantize is given for weights that are quantized already.
-QUANTIZED_WAYS_OUT = "leave out --quantize to keep its quantized weights, give --quantize none " \
-    "to dequantize them, or add --requantize to dequantize and quantize them again, which loses " \
-    "more than quantizing the original model"
-SMALLEST_GROUP = 16  # that kernels have
-_GROUP_SIZES = (128, 64, 32, 16)
-_PIECE = 1 << 20  # numbers that are computed with at once
-_NUMBERS = {name: np.array(own.numbers, np.float32)
-            for name, own in CODE_TYPES.items() if own.numbers}
 _POWERS = np.array([*E8M0_NUMBERS, np.nan], np.float32)
 _ONE = 127  # as the bits of an exponent
-
-
-@dataclass(frozen=True)
-class Scheme:
-    """How weights are to be stored.
-
-    Args:
-        dtype: a `weight_dtype` of llmc.plugins.quantization.
-        group_size: numbers along a row that share a scale; 0: the largest of 128, 64, 32 and 16
-            that the row is whole groups of, or the row; in FP8 the row.
-        activation_dtype: of llmc.plugins.quantization, what they multiply is rounded to; "": to
-            nothing.
-    """
-
-    dtype: str
-    group_size: int = 0
-    activation_dtype: str = ""
-
-    def group_size_for(self, width: int) -> int | None:
-        """Of a row of `width` numbers; None where it is no whole groups."""
-        if self.group_size:
-            return self.group_size if width % self.group_size == 0 else None
-        if CODE_TYPES[self.dtype].numbers:
-            return width
-        return next((size for size in _GROUP_SIZES if width % size == 0), width)
 
 
 @dataclass(frozen=True)
@@ -196,7 +156,7 @@ class Stored:
         an integer, whose scale is as much smaller.
         """
         factor = self.code_type.int8_factor
-        integers = (factor * _NUMBERS[self.dtype] + 128).astype(np.uint8)
+        integers = (factor * NUMBERS[self.dtype] + 128).astype(np.uint8)
         codes, scales = self.codes, self.scales
         return replace(
             self, dtype="int8",
@@ -266,113 +226,3 @@ class Stored:
     def _packed(self, codes: Weight) -> Weight:
         return Weight((codes.shape[0], -(-codes.shape[1] * self.bits // 8)), np.uint8,
                       lambda start, stop: pack(codes.rows(start, stop), self.bits), codes.name)
-
-
-def quantize(weight: Weight, scheme: Scheme, name: str) -> Stored:
-    """A matrix rounded to nearest. Every block is read once for its codes, once for its scales and
-    once for its zeros; the same input gives the same bytes on any processor.
-
-    Raises:
-        LlmcError: a row of it is no whole groups; when it is read, see `check_finite`.
-    """
-    rows, width = weight.shape
-    size = scheme.group_size_for(width)
-    if size is None:
-        raise LlmcError(f"group_size {scheme.group_size} does not divide the rows of '{name}', of "
-                        f"which a chip has {width} numbers; give another --group_size")
-    if width % 2:
-        raise LlmcError(f"'{name}' has rows of {width} numbers, and llmc quantises even ones only")
-    shape = (rows, width // size)
-
-    def grouped(start: int, stop: int) -> np.ndarray:
-        block = weight.rows(start, stop).astype(np.float32).reshape(stop - start, shape[1], size)
-        check_finite(block, scheme.dtype, name)
-        return block
-
-    def codes(start: int, stop: int) -> np.ndarray:
-        block = grouped(start, stop)
-        scales, zeros = scales_of(block, scheme.dtype)
-        return encode(block, scales, zeros, scheme.dtype).reshape(stop - start, width)
-
-    def scales(start: int, stop: int) -> np.ndarray:
-        return scales_of(grouped(start, stop), scheme.dtype)[0]
-
-    def zeros(start: int, stop: int) -> np.ndarray:
-        return scales_of(grouped(start, stop), scheme.dtype)[1].astype(np.uint8)
-
-    return Stored(
-        scheme.dtype, Weight((rows, width), np.uint8, in_pieces(codes, width), name),
-        Weight(shape, np.float32, in_pieces(scales, width), name),
-        Weight(shape, np.uint8, in_pieces(zeros, width), name)
-        if CODE_TYPES[scheme.dtype].zero_point is None else None,
-        activation_dtype=scheme.activation_dtype)
-
-
-def check_finite(groups: np.ndarray, dtype: str, name: str) -> None:
-    """See that float32 has the scales of groups [..., group_size] of a weight.
-
-    Raises:
-        LlmcError: there are NaN or infinities, or numbers too far apart.
-    """
-    if not np.isfinite(groups).all():
-        raise LlmcError(f"'{name}' has NaN or infinities, which cannot be quantised")
-    if CODE_TYPES[dtype].zero_point is None:
-        low, high = np.minimum(groups.min(-1), 0), np.maximum(groups.max(-1), 0)
-        wide = high.astype(np.float64) - low > np.finfo(np.float32).max
-        if wide.any():
-            raise LlmcError(f"'{name}' has numbers in one group from {low[wide][0]:.2g} to "
-                            f"{high[wide][0]:.2g}, too far apart for zeros; give int4 or int8")
-
-
-def in_pieces(rows: Callable[[int, int], np.ndarray], width: int) -> \
-        Callable[[int, int], np.ndarray]:
-    """`rows` called for few rows at a time of a matrix `width` wide, from which it computes: a
-    block of scales stands for many times as many numbers.
-    """
-    step = max(1, _PIECE // width)
-    return lambda start, stop: np.concatenate(
-        [rows(low, min(low + step, stop)) for low in range(start, stop, step)])
-
-
-def scales_of(groups: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """Scales and zeros, both float32 [...], of groups float32 [..., group_size]: those that take
-    the whole range of codes.
-    """
-    own = CODE_TYPES[dtype]
-    bits, fixed = own.bits, own.zero_point
-    low, high = groups.min(-1), groups.max(-1)
-    if fixed is None:
-        low, high = np.minimum(low, 0), np.maximum(high, 0)
-        scales = _nonzero((high - low) / np.float32(2 ** bits - 1))
-        return scales, np.rint(-low / scales)
-    zeros = np.full(low.shape, fixed, np.float32)
-    extreme = np.where(-low > high, low, high)
-    if dtype == FLOAT8:
-        return _nonzero(np.abs(extreme) / np.float32(FLOAT8_MOST)), zeros
-    if bits == 8:
-        return _nonzero(np.abs(extreme) / np.float32(127)), zeros
-    return _nonzero(extreme / np.float32(-8)), zeros  # code 0, -8, has no opposite: the extreme's
-
-
-def _nonzero(scales: np.ndarray) -> np.ndarray:
-    """With 1 in place of 0, of groups that are zero all over."""
-    return np.where(scales == 0, np.float32(1), scales)
-
-
-def decode(codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray, dtype: str) -> np.ndarray:
-    """The numbers float32 of codes [..., group_size]."""
-    numbers = _NUMBERS[dtype][codes] if dtype in _NUMBERS else \
-        codes.astype(np.float32) - zeros[..., None]
-    scaled: np.ndarray = numbers * scales[..., None]
-    return scaled
-
-
-def encode(groups: np.ndarray, scales: np.ndarray, zeros: np.ndarray, dtype: str) -> np.ndarray:
-    """The nearest codes uint8 of groups [..., group_size]."""
-    scaled = groups / scales[..., None]
-    if dtype == FLOAT8:
-        clipped = np.clip(scaled, -FLOAT8_MOST, FLOAT8_MOST)
-        codes: np.ndarray = clipped.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-        return codes
-    codes = np.clip(np.rint(scaled) + zeros[..., None], 0, 2 ** CODE_TYPES[dtype].bits - 1)
-    return codes.astype(np.uint8)

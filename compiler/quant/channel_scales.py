@@ -16,9 +16,10 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from llmc.compiler.graph.names import SCALED
-from llmc.compiler.graph.quantization import Scheme, decode, encode, scales_of
 from llmc.compiler.graph.rewrite import consumers, op_of, operand, operands, shard_of, values_of
 from llmc.compiler.graph.weights import Weight
+from llmc.compiler.quant.codes import decode, encode, scales_of
+from llmc.compiler.quant.scheme import Scheme
 from llmc.plugins.code_types import CODE_TYPES
 from llmc.plugins.roles import ByRows
 
