@@ -40,20 +40,16 @@ def read_quantized(directory: Path, config: Mapping[str, Any],
     Raises:
         LlmcError: it is quantised in a way that llmc does not read, or not whole.
     """
-    said, method = _said(config), method_of(config)
-    for quant_method, reader in registry().items():
-        if said is None and reader.config_file and (directory / reader.config_file).is_file():
-            found = _read(directory / reader.config_file)
-            inside = found.get("quantization")
-            said = {**found, **(inside if isinstance(inside, Mapping) else {}),
-                    "quant_method": quant_method}
-            method = _described(reader.methods[quant_method], said)
-    if said is None:
+    quantization, method = _quantization_config(config), method_of(config)
+    if quantization is None:
+        quantization, method = _separate_config(directory)
+    if quantization is None:
         decoded = Decoded(dict(open_tensors()), ())
-    elif _caches_alone(said):
-        method, decoded = None, Decoder(open_tensors(), frozenset(), str(directory)).decoded(said)
+    elif _caches_alone(quantization):
+        decoder = Decoder(open_tensors(), frozenset(), str(directory))
+        method, decoded = None, decoder.decoded(quantization)
     else:
-        read = _decode(open_tensors, said, str(directory))
+        read = _decode(open_tensors, quantization, str(directory))
         if read is None:
             raise LlmcError(f"'{directory}' is quantised by {method}, {_WAY_OUT}; if its weights "
                             f"are not quantised, take that out of its config")
@@ -62,18 +58,31 @@ def read_quantized(directory: Path, config: Mapping[str, Any],
     return decoded
 
 
-def _decode(open_tensors: Callable[[], Mapping[str, Weight]], said: Mapping[str, Any],
+def _decode(open_tensors: Callable[[], Mapping[str, Weight]], quantization: Mapping[str, Any],
             origin: str) -> Decoded | None:
     """The tensors of a quantized checkpoint; None where no reader reads it.
 
     Raises:
         LlmcError: a tensor is missing, or has another shape or dtype than the format's.
     """
-    reader = registry().get(str(said["quant_method"]).lower())
+    reader = registry().get(str(quantization["quant_method"]).lower())
     if reader is None:
         return None
-    decoder = Decoder(open_tensors(), group_sizes(said), origin)
-    return decoder.decoded(said) if reader.read(decoder, said) else None
+    decoder = Decoder(open_tensors(), group_sizes(quantization), origin)
+    return decoder.decoded(quantization) if reader.read(decoder, quantization) else None
+
+
+def _separate_config(directory: Path) -> tuple[Mapping[str, Any] | None, str | None]:
+    """The quantization config that older tools write beside config.json, and its method."""
+    for quant_method, reader in registry().items():
+        path = directory / reader.config_file
+        if reader.config_file and path.is_file():
+            found = _read(path)
+            inside = found.get("quantization")
+            config = {**found, **(inside if isinstance(inside, Mapping) else {}),
+                      "quant_method": quant_method}
+            return config, _described(reader.methods[quant_method], config)
+    return None, None
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -85,67 +94,71 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def method_of(config: Mapping[str, Any]) -> str | None:
-    """How a config says that the weights were quantised, as users know it: `GPTQ (4 bits, groups of
-    128)`; None where it does not.
+    """The quantization method of a config, as users know it: `GPTQ (4 bits, groups of 128)`.
+
+    Returns:
+        None where the weights are not quantized.
     """
-    said = _said(config)
-    if said is None or _caches_alone(said):
+    quantization = _quantization_config(config)
+    if quantization is None or _caches_alone(quantization):
         return None
-    method = str(said["quant_method"])
+    method = str(quantization["quant_method"])
     reader = registry().get(method.lower())
     if reader is not None and reader.describe is not None:
-        return reader.describe(said)
+        return reader.describe(quantization)
     names = reader.methods if reader is not None else _UNREAD
-    return _described(names.get(method.lower(), method), said)
+    return _described(names.get(method.lower(), method), quantization)
 
 
-def _said(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What a config says of how the weights were quantised, with a `quant_method`."""
+def _quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The quantization config in a model's config, with a `quant_method`; None: there is none."""
     for owner in (config, *(config.get(key) for key in ("text_config", "llm_config"))):
         for key in ("quantization_config", "compression_config"):
-            said = owner.get(key) if isinstance(owner, Mapping) else None
-            if not isinstance(said, Mapping) or not said:
+            quantization = owner.get(key) if isinstance(owner, Mapping) else None
+            if not isinstance(quantization, Mapping) or not quantization:
                 continue
-            loads = any(name.startswith("load_in_") for name in said)
-            method = str(said.get("quant_method") or
+            loads = any(name.startswith("load_in_") for name in quantization)
+            method = str(quantization.get("quant_method") or
                          ("compressed-tensors" if key == "compression_config" else "bitsandbytes"
                           if loads else "a method that its config does not name"))
-            if not (method.startswith("bitsandbytes") and loads and not load_bits(said)):
-                return {**said, "quant_method": method}
+            if not (method.startswith("bitsandbytes") and loads and not load_bits(quantization)):
+                return {**quantization, "quant_method": method}
     return None
 
 
-def _caches_alone(said: Mapping[str, Any]) -> bool:
-    """Whether KV caches, or what attention multiplies, are in fewer bits and no weights, as
-    compressed-tensors and ModelOpt say it.
+def _caches_alone(quantization: Mapping[str, Any]) -> bool:
+    """Whether only KV caches or attention's inputs are quantized, and no weights.
+
+    compressed-tensors and ModelOpt have such configs.
     """
-    groups = said.get("config_groups")
-    of_weights = any(said.get(key) for key in ("quant_algo", "quantized_layers")) or (
+    groups = quantization.get("config_groups")
+    of_weights = any(quantization.get(key) for key in ("quant_algo", "quantized_layers")) or (
         any(not isinstance(group, Mapping) or group.get("weights") for group in groups.values())
         if isinstance(groups, Mapping) else bool(groups))
-    caches = any(said.get(key) for key in ("kv_cache_scheme", "kv_cache_quant_algo"))
+    caches = any(quantization.get(key) for key in ("kv_cache_scheme", "kv_cache_quant_algo"))
     return bool(caches or groups) and not of_weights \
-        and str(said["quant_method"]).lower() in ("compressed-tensors", "modelopt")
+        and str(quantization["quant_method"]).lower() in ("compressed-tensors", "modelopt")
 
 
-def _described(name: str, said: Mapping[str, Any]) -> str:
+def _described(name: str, quantization: Mapping[str, Any]) -> str:
     """A method with its bits, groups and format."""
-    found = dict(_numbers(said))
+    found = dict(_numbers(quantization))
     details = [text.format(found[key]) for key, text in (
         ("bits", "{} bits"), ("group_size", "groups of {}"), ("weight_block_size", "blocks of {}"),
         ("format", "{}"), ("type", "{}")) if key in found]
     return f"{name} ({', '.join(details)})" if details else name
 
 
-def _numbers(said: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+def _numbers(quantization: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     spellings = {"bits": ("bits", "num_bits", "w_bit", "wbits"),
                  "group_size": ("group_size", "q_group_size"), "type": ("type", "quant_algo"),
                  "weight_block_size": ("weight_block_size",), "format": ("format", "fmt")}
-    groups = said.get("config_groups")
+    groups = quantization.get("config_groups")
     group = next(iter(groups.values()), None) if isinstance(groups, Mapping) else None
-    weights = group.get("weights") if isinstance(group, Mapping) else said.get("quantization")
+    weights = group.get("weights") if isinstance(group, Mapping) \
+        else quantization.get("quantization")
     for key, names in spellings.items():
-        for place in (said, weights):
+        for place in (quantization, weights):
             value = next((place[name] for name in names if place.get(name)), None) \
                 if isinstance(place, Mapping) else None
             if isinstance(value, list) and all(isinstance(n, int) for n in value):
