@@ -13,12 +13,17 @@ from llmc.plugins.quantization import FLOAT8, FLOAT8_MOST
 
 _PIECE = 1 << 20  # numbers that are computed with at once
 NUMBERS = {name: np.array(own.numbers, np.float32)
-            for name, own in CODE_TYPES.items() if own.numbers}
+           for name, own in CODE_TYPES.items() if own.numbers}
 
 
 def scales_of(groups: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """Scales and zeros, both float32 [...], of groups float32 [..., group_size]: those that take
-    the whole range of codes.
+    """Scales and zero points of groups, by which codes take their whole range.
+
+    Args:
+        groups: float32 [..., group_size].
+
+    Returns:
+        Both float32 [...].
     """
     own = CODE_TYPES[dtype]
     bits, fixed = own.bits, own.zero_point
@@ -37,12 +42,12 @@ def scales_of(groups: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _nonzero(scales: np.ndarray) -> np.ndarray:
-    """With 1 in place of 0, of groups that are zero all over."""
+    """Scales with 1 in place of 0, which groups of zeros have."""
     return np.where(scales == 0, np.float32(1), scales)
 
 
 def encode(groups: np.ndarray, scales: np.ndarray, zeros: np.ndarray, dtype: str) -> np.ndarray:
-    """The nearest codes uint8 of groups [..., group_size]."""
+    """Round groups [..., group_size] to the nearest codes, uint8."""
     scaled = groups / scales[..., None]
     if dtype == FLOAT8:
         clipped = np.clip(scaled, -FLOAT8_MOST, FLOAT8_MOST)
@@ -53,7 +58,7 @@ def encode(groups: np.ndarray, scales: np.ndarray, zeros: np.ndarray, dtype: str
 
 
 def decode(codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray, dtype: str) -> np.ndarray:
-    """The numbers float32 of codes [..., group_size]."""
+    """Dequantize codes [..., group_size] to float32."""
     numbers = NUMBERS[dtype][codes] if dtype in NUMBERS else \
         codes.astype(np.float32) - zeros[..., None]
     scaled: np.ndarray = numbers * scales[..., None]
@@ -61,7 +66,7 @@ def decode(codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray, dtype: str)
 
 
 def check_finite(groups: np.ndarray, dtype: str, name: str) -> None:
-    """See that float32 has the scales of groups [..., group_size] of a weight.
+    """Check that groups [..., group_size] of a weight have scales in float32.
 
     Raises:
         LlmcError: there are NaN or infinities, or numbers too far apart.
@@ -78,8 +83,11 @@ def check_finite(groups: np.ndarray, dtype: str, name: str) -> None:
 
 def in_pieces(rows: Callable[[int, int], np.ndarray], width: int) -> \
         Callable[[int, int], np.ndarray]:
-    """`rows` called for few rows at a time of a matrix `width` wide, from which it computes: a
-    block of scales stands for many times as many numbers.
+    """Call `rows` for a few rows of a matrix at a time, which bounds the memory it computes in.
+
+    Args:
+        rows: computes rows from start to stop.
+        width: of the matrix.
     """
     step = max(1, _PIECE // width)
     return lambda start, stop: np.concatenate(

@@ -1,4 +1,4 @@
-"""Round weights to nearest."""
+"""Round-to-nearest quantization."""
 
 from __future__ import annotations
 
@@ -13,11 +13,16 @@ from llmc.plugins.code_types import CODE_TYPES
 
 
 def quantize(weight: Weight, scheme: Scheme, name: str) -> Stored:
-    """A matrix rounded to nearest. Every block is read once for its codes, once for its scales and
-    once for its zeros; the same input gives the same bytes on any processor.
+    """Round a matrix to nearest.
+
+    Every block is read once for its codes, once for its scales and once for its zero points. The
+    same input gives the same bytes on any processor.
+
+    Args:
+        name: of the matrix in errors.
 
     Raises:
-        LlmcError: a row of it is no whole groups; when it is read, see `check_finite`.
+        LlmcError: the group size does not divide its rows; when it is read, see `check_finite`.
     """
     rows, width = weight.shape
     size = scheme.group_size_for(width)

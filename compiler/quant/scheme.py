@@ -10,20 +10,19 @@ from llmc.plugins.code_types import CODE_TYPES
 QUANTIZED_WAYS_OUT = "leave out --quantize to keep its quantized weights, give --quantize none " \
     "to dequantize them, or add --requantize to dequantize and quantize them again, which loses " \
     "more than quantizing the original model"
-SMALLEST_GROUP = 16  # that kernels have
+SMALLEST_GROUP = 16  # of kernels
 _GROUP_SIZES = (128, 64, 32, 16)
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How weights are to be stored.
+    """A quantization scheme.
 
     Args:
-        dtype: a `weight_dtype` of llmc.plugins.quantization.
-        group_size: numbers along a row that share a scale; 0: the largest of 128, 64, 32 and 16
-            that the row is whole groups of, or the row; in FP8 the row.
-        activation_dtype: of llmc.plugins.quantization, what they multiply is rounded to; "": to
-            nothing.
+        dtype: a code type.
+        group_size: columns that share a scale; 0: the largest of 128, 64, 32 and 16 that divides
+            the row, or the row; in FP8 the row.
+        activation_dtype: activations are quantized to; "": they are not quantized.
     """
 
     dtype: str
@@ -31,7 +30,7 @@ class Scheme:
     activation_dtype: str = ""
 
     def group_size_for(self, width: int) -> int | None:
-        """Of a row of `width` numbers; None where it is no whole groups."""
+        """The group size for rows of `width` columns; None where it does not divide them."""
         if self.group_size:
             return self.group_size if width % self.group_size == 0 else None
         if CODE_TYPES[self.dtype].numbers:

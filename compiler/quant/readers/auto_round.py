@@ -16,8 +16,10 @@ from llmc.compiler.quant.readers.gptq import read_gptq
 
 
 def read(decoder: Decoder, config: Mapping[str, Any]) -> bool:
-    """AutoRound's own format, which is AWQ's or one of GPTQ's, as the second part of
-    `auto_round:auto_gptq` says; where nothing does, and zeros are in the middle, GPTQ's version 1.
+    """Make the quantized weights; False: a scheme is not supported.
+
+    The second part of packing_format (`auto_round:auto_gptq`) says whose tensors they are; GPTQ's
+    version 1 where it is absent and the scheme is symmetric.
     """
     for place in (config, *layers_of(config)):
         of_activations, bits = (

@@ -23,6 +23,7 @@ _AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # where columns 0 to 7 lie
 
 
 def read_awq(decoder: Decoder, config: Mapping[str, Any]) -> bool:
+    """Make the quantized weights; False: not in this format."""
     refuse_changed(decoder, config)
     bits = bits_of(config, "bits", "w_bit")
     forms = {str(config.get(key) or "gemm").lower()

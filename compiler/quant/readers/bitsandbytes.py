@@ -26,6 +26,7 @@ _QUANT_STATE = re.compile(r"\.weight\.quant_state\.bitsandbytes__(nf4|fp4)$")
 
 
 def read(decoder: Decoder, config: Mapping[str, Any]) -> bool:
+    """Make the quantized weights, of 8 bits exactly, of 4 bits dequantized."""
     states = [name for name in decoder.left if _QUANT_STATE.search(name)]
     for name in states:
         _read_4_bits(decoder, _QUANT_STATE.sub("", name), decoder.left.pop(name))
@@ -47,7 +48,7 @@ def read(decoder: Decoder, config: Mapping[str, Any]) -> bool:
 
 
 def _read_4_bits(decoder: Decoder, module: str, told: Weight) -> None:
-    """Numbers of a table, 16 of them, by blocks of a weight that is one row."""
+    """Make a weight in NF4 or FP4: blocks of one long row, with a table of 16 numbers."""
     name = f"{module}.weight"
     try:
         state = json.loads(told.load().tobytes())

@@ -35,7 +35,7 @@ from llmc.errors import LlmcError
 
 
 def read(decoder: Decoder, config: Mapping[str, Any]) -> bool:
-    """Every module by the tensors that it has; the config says which formats there are."""
+    """Make the quantized weights, each by its tensors; False: a scheme is not supported."""
     groups = [group for group in config_groups(config) if group.get("weights")]
     forms = {str(group.get("format") or config.get("format")) for group in groups}
     if not groups or not forms <= {"pack-quantized", "float-quantized", "int-quantized",
@@ -79,8 +79,9 @@ def read(decoder: Decoder, config: Mapping[str, Any]) -> bool:
 
 def _say_unrounded(decoder: Decoder, module: str, group: Mapping[str, Any],
                    rounding: str) -> None:
-    """Note what a group of a config rounds otherwise than by `rounding`, beside weights; where it
-    has scales in tensors, these are noted.
+    """Note which activations are not quantized as the config says.
+
+    Those with scales in tensors are noted elsewhere, with their scales.
     """
     for key, what in (("input", "activations are"), ("output", "what layers make is")):
         scheme = group.get(f"{key}_activations")
@@ -93,13 +94,13 @@ def _say_unrounded(decoder: Decoder, module: str, group: Mapping[str, Any],
 
 
 def _check_whole(decoder: Decoder, module: str, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Hold the tensors that a module may do without against what the config says of it.
+    """Check that a module has the optional tensors that its config asks for.
 
     Args:
         groups: those of the config that it may belong to, which have to agree.
 
     Raises:
-        LlmcError: zero points are missing, or what says whose group a column is.
+        LlmcError: zero points are missing, or the order of columns.
     """
     schemes = [weights_of(group) for group in groups]
     if all(own.get("symmetric") is False for own in schemes):
@@ -116,8 +117,9 @@ def _check_whole(decoder: Decoder, module: str, groups: Sequence[Mapping[str, An
 
 def _group_of(decoder: Decoder, module: str, groups: Sequence[Mapping[str, Any]]) -> \
         Mapping[str, Any]:
-    """The group of a config that a module belongs to, or that those are like that it may belong to;
-    none where these differ, which is noted where activations would be rounded.
+    """The config group of a module; {} where several fit and differ.
+
+    That is noted where one of them quantizes activations.
     """
     found = _groups_of(module, groups)
     if all({**group, "targets": None} == {**found[0], "targets": None} for group in found):
@@ -129,8 +131,9 @@ def _group_of(decoder: Decoder, module: str, groups: Sequence[Mapping[str, Any]]
 
 
 def _groups_of(module: str, groups: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """The groups of a config that a module may belong to: by its name, else by a pattern of names,
-    else by its class, as compressed-tensors looks for it; all where none of these is found.
+    """The config groups that fit a module: by name, else pattern, else class; all if none does.
+
+    compressed-tensors looks for them in this order.
     """
     if len(groups) == 1:
         return groups
@@ -147,8 +150,9 @@ def _groups_of(module: str, groups: Sequence[Mapping[str, Any]]) -> Sequence[Map
 
 
 def _rounding(group: Mapping[str, Any], block: tuple[int, int] | None) -> str:
-    """How the layers of a group of a config round their inputs to FP8 before they multiply them:
-    tokens as they come, which is by groups where weights are in such blocks, or all alike.
+    """How a config group quantizes activations to FP8: TOKEN, ALL, or "" for not at all.
+
+    TOKEN is per group of a token where weights are in blocks of as many columns.
     """
     scheme, of_weights = group.get("input_activations"), weights_of(group)
     if not isinstance(scheme, Mapping) \
@@ -164,7 +168,11 @@ def _rounding(group: Mapping[str, Any], block: tuple[int, int] | None) -> str:
 
 
 def _packed(decoder: Decoder, module: str, schemes: Sequence[Mapping[str, Any]]) -> None:
-    """`schemes`: the config groups that the module may belong to, one of which it has to be."""
+    """Make a weight of packed integers.
+
+    Args:
+        schemes: the config groups that fit the module; one of them has to have its bits.
+    """
     own = [weights_of(group) for group in schemes]
     shape = decoder.take(f"{module}.weight_shape", (2,), "i").load()
     rows, width = int(shape[0]), int(shape[1])
@@ -209,6 +217,7 @@ def _packed(decoder: Decoder, module: str, schemes: Sequence[Mapping[str, Any]])
 
 
 def _int8(decoder: Decoder, module: str, block: tuple[int, int] | None) -> None:
+    """Make a weight in int8, which may have zero points."""
     decoder.matrix(f"{module}.weight")
     tensor = decoder.left.pop(f"{module}.weight")
     codes = int8_codes(tensor)

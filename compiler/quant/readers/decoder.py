@@ -1,4 +1,4 @@
-"""A checkpoint's tensors by name, taken away as several become one quantized weight."""
+"""The tensors of a checkpoint, of which readers make quantized weights."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _OF_CACHES = re.compile(r"\.(k|v|kv)_scale$|\.(k|v)_proj\.output_scale$")
 
 @dataclass(frozen=True)
 class Decoded:
-    """A checkpoint's tensors, those in fewer bits as one each; and what the user may want to know.
+    """A checkpoint's tensors, each quantized weight as one.
 
     Attributes:
-        linear: names of weights that lie as linear layers' do, [out, in], whatever the model has
-            them in.
+        notes: messages to the user.
+        linear: names of quantized weights, which are [out, in] whatever the model's layout is.
     """
 
     tensors: dict[str, Weight]
@@ -35,10 +35,11 @@ class Decoded:
 
 
 class Decoder:
-    """Tensors by name, taken away as they are made one.
+    """Tensors by name: readers take them from `left` and put quantized weights into `made`.
 
     Args:
-        group_sizes: those that the config names; none where it leaves them to the tensors.
+        group_sizes: those of the config; empty where it leaves them to the tensors.
+        origin: the checkpoint, as errors name it.
     """
 
     def __init__(self, tensors: Mapping[str, Weight], group_sizes: frozenset[int],
@@ -50,7 +51,7 @@ class Decoder:
         self._notes: dict[str, list[str]] = {}
 
     def modules(self, suffix: str) -> list[str]:
-        """The names of modules that have a tensor of this name.
+        """Names of the modules that have such a tensor.
 
         Raises:
             LlmcError: there are none.
@@ -63,10 +64,13 @@ class Decoder:
         return found
 
     def take(self, name: str, shape: Sequence[int], kinds: str) -> Weight:
-        """A tensor of this shape, whose dtype is of a kind as NumPy has them, V an ml_dtype.
+        """Take a tensor.
+
+        Args:
+            kinds: allowed kinds of its dtype, as NumPy has them; V is an ml_dtype.
 
         Raises:
-            LlmcError: there is none.
+            LlmcError: it is missing, or has another shape or dtype.
         """
         tensor = self.left.pop(name, None)
         if tensor is None:
@@ -80,10 +84,10 @@ class Decoder:
         return tensor
 
     def matrix(self, name: str) -> tuple[int, int]:
-        """The shape of a tensor that is one.
+        """The shape of a matrix.
 
         Raises:
-            LlmcError: it has no rows and columns.
+            LlmcError: the tensor is not a matrix.
         """
         tensor = self.left[name]
         if len(tensor.shape) != 2:
@@ -92,7 +96,11 @@ class Decoder:
         return tensor.shape[0], tensor.shape[1]
 
     def words(self, name: str, shape: Sequence[int]) -> Weight:
-        """Codes that are packed in words of 32 bits."""
+        """Take codes packed in words of 32 bits.
+
+        Raises:
+            LlmcError: see `take`; or its dtype is not int32.
+        """
         tensor = self.take(name, shape, "i")
         if tensor.dtype != np.int32:
             raise LlmcError(f"tensor '{name}' in '{self.origin}' has codes packed in "
@@ -100,12 +108,14 @@ class Decoder:
         return tensor
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """Empty where there is no such tensor, as of a number."""
+        """The shape of a tensor; () where it is absent."""
         return self.left[name].shape if name in self.left else ()
 
     def scales(self, name: str, shape: Sequence[int], may_vanish: bool = False) -> Weight:
-        """Scales float32, which are numbers when they are read, and other than 0 unless a format
-        has them in so few bits that they `may_vanish`.
+        """Take scales, as float32; NaN and infinities are refused when they are read.
+
+        Args:
+            may_vanish: 0 is allowed, as the format rounds small scales to it.
         """
         tensor = self.take(name, shape, "fV")
 
@@ -120,7 +130,7 @@ class Decoder:
         return Weight(tensor.shape, np.float32, rows, name)
 
     def powers(self, name: str, shape: Sequence[int]) -> Weight:
-        """Scales that are stored as the bits of an exponent (e8m0); NaN is refused."""
+        """Take scales in e8m0, as uint8; NaN is refused when they are read."""
         tensor = self.take(name, shape, "u")
 
         def rows(start: int, stop: int) -> np.ndarray:
@@ -133,7 +143,7 @@ class Decoder:
         return Weight(tensor.shape, np.uint8, rows, name)
 
     def refuse_unordered(self, name: str, setting: str) -> None:
-        """Of columns whose groups only a tensor says that is not there.
+        """Refuse a column order without the tensor that says it.
 
         Raises:
             LlmcError: always.
@@ -143,10 +153,10 @@ class Decoder:
                         f"checkpoint is not whole")
 
     def check_middle(self, name: str, zeros: np.ndarray, bits: int, setting: str) -> None:
-        """Hold zeros against a config that says that there are none but those in the middle.
+        """Check the zero points of a config that is symmetric.
 
         Raises:
-            LlmcError: there are; some that read such a checkpoint take them, others do not.
+            LlmcError: one is not in the middle; libraries differ in what they read then.
         """
         odd = zeros[zeros != 2 ** (bits - 1)]
         if odd.size:
@@ -156,10 +166,10 @@ class Decoder:
                             f"version")
 
     def check_groups(self, name: str, width: int, groups: int) -> None:
-        """Hold the groups that scales are of against a row's columns and the config.
+        """Check the number of groups of a row.
 
         Raises:
-            LlmcError: the columns are no whole groups, or of a size that the config does not name.
+            LlmcError: it does not divide the columns, or the config names other group sizes.
         """
         if groups < 1 or width % groups:
             raise LlmcError(f"tensor '{name}' in '{self.origin}' has {groups} groups, of which "
@@ -170,10 +180,10 @@ class Decoder:
                             f"{' or '.join(map(str, sorted(self.group_sizes)))}")
 
     def whole_groups(self, name: str, width: int, size: int) -> int:
-        """How many groups of a size that a format has a row is.
+        """The number of groups of a row.
 
         Raises:
-            LlmcError: it is no whole ones.
+            LlmcError: the group size does not divide the row.
         """
         if width % size:
             raise LlmcError(f"tensor '{name}' in '{self.origin}' has rows of {width} numbers, "
@@ -181,7 +191,11 @@ class Decoder:
         return width // size
 
     def keep(self, module: str, stored: Stored, dequantized: str = "") -> None:
-        """Make a module's weight; without the form where there is a reason for it."""
+        """Make a module's quantized weight.
+
+        Args:
+            dequantized: why it is read dequantized instead; "": it is not.
+        """
         weight = stored.weight(f"{module}.weight")
         if dequantized:
             self.note(dequantized, module)
@@ -190,20 +204,26 @@ class Decoder:
 
     def keep_numbers(self, module: str, shape: Sequence[int],
                      rows: Callable[[int, int], np.ndarray], reason: str) -> None:
-        """Make a module's weight of what `rows` reads as float32."""
+        """Make a module's weight of dequantized rows.
+
+        Args:
+            rows: reads float32 rows from start to stop.
+            reason: why no kernel reads the storage format.
+        """
         self.note(reason, module)
         weight = Weight(shape, np.float32, rows, f"{module}.weight")
         weight.dequantized = True
         self.made[f"{module}.weight"] = weight
 
     def note(self, text: str, module: str) -> None:
+        """Add a message to the user about a module."""
         self._notes.setdefault(text, []).append(module)
 
     def decoded(self, config: Mapping[str, Any]) -> Decoded:
-        """What was made, and what is left as it was.
+        """The made weights, and the tensors that are not quantized.
 
         Raises:
-            LlmcError: a weight is both.
+            LlmcError: a weight is among both.
         """
         of_caches = next((config[key] for key in ("kv_cache_scheme", "kv_cache_quant_algo")
                           if config.get(key)), None)

@@ -21,7 +21,11 @@ FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 def block_shape(decoder: Decoder, block: Any) -> tuple[int, int]:
-    """Rows and columns of a block, as a config says them: [128, 128], in older ones 128x128."""
+    """Rows and columns of a block in a config: [128, 128], or 128x128 in older ones.
+
+    Raises:
+        LlmcError: it is neither.
+    """
     try:
         rows, columns = map(int, block.split("x") if isinstance(block, str) else block)
     except (TypeError, ValueError):
@@ -34,8 +38,17 @@ def block_shape(decoder: Decoder, block: Any) -> tuple[int, int]:
 
 def read_float8(decoder: Decoder, module: str, suffix: str, block: tuple[int, int] | None,
                 rounding: str = "") -> None:
-    """`rounding`: whether activations are rounded to FP8, each token's by a scale of its own, or of
-    each group of a token where the weight is in blocks; or all by one where the module has such.
+    """Make a weight in FP8.
+
+    Args:
+        suffix: of the tensor that has its scales.
+        block: rows and columns that share a scale, where scales are of blocks.
+        rounding: TOKEN: activations are quantized to FP8 with a scale per token, or per group of
+            a token where the weight is in blocks; ALL: with one scale, if the module has one;
+            "": they are not quantized.
+
+    Raises:
+        LlmcError: it is not in FP8, or a tensor of it is missing or damaged.
     """
     name = f"{module}.weight"
     if name not in decoder.left:
@@ -76,11 +89,11 @@ def read_float8(decoder: Decoder, module: str, suffix: str, block: tuple[int, in
 def keep_scaled(decoder: Decoder, module: str, name: str, dtype: str, codes: Weight,
                 block: tuple[int, int] | None, zeros: Weight | None = None,
                 **activations: Any) -> None:
-    """A weight of 8 bits with one scale, one a row, one a group of a row, or one a block.
+    """Make a weight of 8 bits with scales per tensor, row, group or block.
 
     Args:
-        block: of those whose scales have two dimensions, and not a row for each row.
-        activations: of `Stored`, how they are rounded; where there are blocks, by groups.
+        block: rows and columns of a block, where scales are of blocks.
+        activations: fields of `Stored` about activations; of blocks, they are per group.
     """
     rows, width = codes.shape
     shape = decoder.shape_of(name)

@@ -23,7 +23,7 @@ _FP4_TWICE = (2 * np.array(E2M1_NUMBERS)).astype(np.int64) + 128
 
 def read_nvfp4(decoder: Decoder, module: str, packed: str, whole: str,
                combine: Callable[[np.ndarray, np.float32], np.ndarray]) -> None:
-    """Of scales of 16 columns, combined with one of all."""
+    """Make a weight in NVFP4, whose scales of 16 columns are combined with one of the tensor."""
     rows, half = (*decoder.shape_of(f"{module}.{packed}"), 0, 0)[:2]
     codes = decoder.take(f"{module}.{packed}", (rows, half), "u")
     given = decoder.shape_of(f"{module}.{whole}")
@@ -40,6 +40,7 @@ def read_nvfp4(decoder: Decoder, module: str, packed: str, whole: str,
 
 
 def read_mxfp4(decoder: Decoder, module: str) -> None:
+    """Make a weight in MXFP4 of weight_packed and weight_scale."""
     rows, half = decoder.matrix(f"{module}.weight_packed")
     packed = decoder.take(f"{module}.weight_packed", (rows, half), "u")
     groups = decoder.whole_groups(f"{module}.weight_packed", 2 * half, 32)
@@ -47,12 +48,12 @@ def read_mxfp4(decoder: Decoder, module: str) -> None:
 
 
 def keep_mxfp4(decoder: Decoder, module: str, packed: Weight, scales: Weight) -> None:
-    """Of a linear layer, for which no kernel has MXFP4."""
+    """Make a linear layer's weight in MXFP4, as int8: no kernel reads MXFP4 there."""
     decoder.note("numbers of MXFP4 are kept exactly as int8, twice their memory", module)
     decoder.keep(module, Stored("mxfp4", fp4_codes(packed), scales).as_int8())
 
 
 def fp4_codes(packed: Weight) -> Weight:
-    """Numbers of 4 bits, e2m1, one to a byte, of two; the first in the low bits."""
+    """Codes of FP4 one to a byte, of two in a byte, the first in the low bits."""
     rows, half = packed.shape
     return map_rows(packed, (rows, 2 * half), np.uint8, lambda block: unpack(block, 4))

@@ -23,9 +23,10 @@ from llmc.errors import LlmcError
 
 
 def read(decoder: Decoder, config: Mapping[str, Any]) -> bool:
-    """In blocks, or with a scale for a row or for all, as FBGEMM, AutoFP8 and Mistral write it.
-    Activations are rounded as they come where no scale of theirs is stored, by groups of a token
-    where the weight is in blocks.
+    """Make the quantized weights.
+
+    Activations are quantized dynamically where no scale of theirs is stored: per token, or per
+    group of a token where the weight is in blocks.
     """
     block = config.get("weight_block_size", (128, 128))
     block = block and block_shape(decoder, block)
@@ -47,8 +48,12 @@ def read(decoder: Decoder, config: Mapping[str, Any]) -> bool:
 
 def _read_experts(decoder: Decoder, name: str, block: tuple[int, int] | None,
                   rounding: str) -> None:
-    """A stack [num_experts, out, in] as transformers has it: each expert's weight by itself, or
-    each half of it where a block is no smaller than the whole, of which each has scales.
+    """Make a stack [num_experts, out, in] as transformers has it, expert by expert.
+
+    An expert has two halves, each with its scale, where a block is at least as high as both.
+
+    Raises:
+        LlmcError: the tensors are not a stack and its scales.
     """
     shape = decoder.shape_of(name)
     scaled = decoder.shape_of(f"{name}_scale_inv")

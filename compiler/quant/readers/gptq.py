@@ -29,6 +29,11 @@ _FORMS = "method", "quant_method", "format", "checkpoint_format"  # where GPTQMo
 
 
 def read(decoder: Decoder, config: Mapping[str, Any]) -> bool:
+    """Make the quantized weights; False: not in this format.
+
+    Raises:
+        LlmcError: the config contradicts itself, or asks for more than quantized weights.
+    """
     refuse_changed(decoder, config)
     forms = {key: str(config[key]).lower() for key in ("checkpoint_format", "format")
              if config.get(key)}
@@ -44,8 +49,12 @@ def read(decoder: Decoder, config: Mapping[str, Any]) -> bool:
 
 
 def read_gptq(decoder: Decoder, config: Mapping[str, Any], zeros_less: int) -> None:
-    """`zeros_less`: how much less than they are zeros are stored. Layers may have 4 and 8 bits, of
-    which the tensors' shapes tell, as the zeros do whether they are symmetric.
+    """Make the quantized weights of GPTQ's tensors.
+
+    The tensors' shapes say the bits of each layer, and zero points whether it is symmetric.
+
+    Args:
+        zeros_less: how much is subtracted from stored zero points: 1 in version 1.
     """
     for module in decoder.modules("qweight"):
         own = own_config(decoder, config, module)
@@ -81,13 +90,13 @@ def read_gptq(decoder: Decoder, config: Mapping[str, Any], zeros_less: int) -> N
 
 
 def _in_order(decoder: Decoder, name: str, width: int, groups: int, size: Any) -> np.ndarray:
-    """Which group each column belongs to where they lie in order, the last group what is left.
+    """The group of each column, where columns are in order; the last group may be smaller.
 
     Args:
-        size: of a group, as the config says it; of none, -1, a row is one.
+        size: the config's group size; -1: a row is one group.
 
     Raises:
-        LlmcError: there are not so many such groups.
+        LlmcError: the number of groups is another.
     """
     if not isinstance(size, int):
         decoder.check_groups(name, width, groups)
@@ -99,12 +108,13 @@ def _in_order(decoder: Decoder, name: str, width: int, groups: int, size: Any) -
 
 
 def own_config(decoder: Decoder, config: Mapping[str, Any], module: str) -> Mapping[str, Any]:
-    """What a config says of a module that is quantised: of all, but for what the first of
-    GPTQModel's rules whose pattern fits its name has otherwise, or AutoRound's of its name, else of
-    a pattern.
+    """The config of a module: that of all modules, overridden by its own.
+
+    GPTQModel's `dynamic` has the first rule that matches; AutoRound's extra_config has the module's
+    name, else a pattern.
 
     Raises:
-        LlmcError: a rule says that it is not, or something of it that llmc does not read.
+        LlmcError: a rule says that the module is not quantized, or asks for something unsupported.
     """
     rules, layers = config.get("dynamic"), config.get("extra_config")
     own: Any = None
@@ -131,7 +141,7 @@ def own_config(decoder: Decoder, config: Mapping[str, Any], module: str) -> Mapp
 
 
 def refuse_changed(decoder: Decoder, config: Mapping[str, Any]) -> None:
-    """Refuse what GPTQModel does to a model beside rounding its weights.
+    """Refuse what GPTQModel does to a model beside quantizing its weights.
 
     Raises:
         LlmcError: the config says that it did.

@@ -14,8 +14,15 @@ from llmc.errors import LlmcError
 
 
 def with_zeros(bits: int, codes: Weight, scales: Weight, zeros: np.ndarray) -> Stored:
-    """A form with zeros [out, groups], or without where they are all in the middle; in 8 bits where
-    one is no code of 4.
+    """A quantized weight with zero points.
+
+    Symmetric where all zero points are in the middle; in 8 bits where one exceeds the codes of 4.
+
+    Args:
+        zeros: [out, groups].
+
+    Raises:
+        LlmcError: a zero point exceeds 255.
     """
     if (zeros == 2 ** (bits - 1)).all():
         return Stored(f"int{bits}", codes, scales)
@@ -26,8 +33,12 @@ def with_zeros(bits: int, codes: Weight, scales: Weight, zeros: np.ndarray) -> S
 
 
 def keep_ordered(decoder: Decoder, module: str, stored: Stored, belongs: np.ndarray) -> None:
-    """A weight whose columns belong to groups in no order: in the groups' order, where these are
-    all of one size, else read as numbers.
+    """Make a weight whose columns are in activation order (act-order).
+
+    Its columns are sorted by group where all groups have one size; else it is dequantized.
+
+    Args:
+        belongs: [in], the group of each column.
     """
     counts = np.bincount(belongs, minlength=stored.scales.shape[1])
     if (counts == counts[0]).all() and counts[0] >= SMALLEST_GROUP:

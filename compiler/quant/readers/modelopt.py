@@ -19,7 +19,7 @@ from llmc.compiler.quant.readers.fp4 import read_nvfp4
 
 
 def read(decoder: Decoder, config: Mapping[str, Any]) -> bool:
-    """Each module by its tensors; the config says what there is, for all or for each."""
+    """Make the quantized weights; False: the config has an algorithm that is not supported."""
     layers = config.get("quantized_layers")
     each = layers if isinstance(layers, Mapping) and layers else {"": config}
     named = {name: str(one.get("quant_algo") if isinstance(one, Mapping) else one)

@@ -19,7 +19,7 @@ from llmc.compiler.quant.stored import Stored
 
 
 def read(decoder: Decoder, config: Mapping[str, Any]) -> bool:
-    """As gpt-oss has it, of linear layers or of stacks of experts."""
+    """Make the quantized weights; False: not in this format."""
     names = [name.removesuffix("_blocks") for name in decoder.left if name.endswith("_blocks")]
     ranks = {name: len(decoder.left[f"{name}_blocks"].shape) for name in names}
     if not names or any(rank != 4 and (rank != 3 or not name.endswith(".weight"))
@@ -39,7 +39,7 @@ def read(decoder: Decoder, config: Mapping[str, Any]) -> bool:
 
 
 def _read_experts(decoder: Decoder, name: str) -> None:
-    """Numbers [experts, in, out] of a stack, which lies as [experts, out, in]."""
+    """Make a stack [experts, in, out], which is stored as [experts, out, in]."""
     count, rows, groups, _ = decoder.left[f"{name}_blocks"].shape
     blocks = decoder.take(f"{name}_blocks", (count, rows, groups, 16), "u")
     scales = decoder.powers(f"{name}_scales", (count, rows, groups))
