@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --quiet --disable-pip-version-check install --no-compile
 PYTEST := $(BIN)/python -m pytest
 BOTH := --numprocesses 2 --dist worksteal
-CASE := artifacts/smollm2-tp3
+CASE := build/demo/smollm2-tp3
 TESTS ?= not thorough
 # Of the GPUs that the CUDA engine is compiled for.
 ARCHITECTURES ?= 90
@@ -224,4 +224,4 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) build $(CASE)
+	rm -rf $(VENV) build

@@ -19,7 +19,7 @@ from typing import Any
 import bench_model
 import torch
 
-from llmc.plugins.quantization import CODES
+from llmc.plugins.code_types import CODE_TYPES
 from llmc.runtime.engines.cuda import extension
 
 # num_experts, top_k, hidden, inner
@@ -51,7 +51,7 @@ def packed(form: str, weights: list[torch.Tensor]) -> tuple[list[torch.Tensor], 
     dtype, _, rounded = form.partition(" ")
     hidden, inner = (weight.shape[-1] for weight in weights)
     size = 32 if dtype == "mxfp4" else math.gcd(hidden, inner, 128)
-    per_byte = 8 // CODES[dtype][0]
+    per_byte = CODE_TYPES[dtype].per_byte
     made = [torch.randint(0, 256, (*weight.shape[:2], weight.shape[2] // per_byte),
                           dtype=torch.uint8, device="cuda") for weight in weights]
     if dtype == "float8_e4m3fn":

@@ -35,10 +35,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
 import llmc
+from llmc.artifacts.program import read_program
+from llmc.artifacts.programr import Scheduler
 from llmc.runtime.benchmark import measure
 from llmc.runtime.decoding.sampling import Sampler, SamplingParams
-from llmc.runtime.schedule import read_schedule
-from llmc.runtime.scheduler import Scheduler
 from llmc.runtime.step import LAST, Engine, SamplingState, Step
 
 LENGTH = 1024
@@ -129,8 +129,8 @@ class Peer:
 def limits(llm: llmc.LLM, batch: int, inputs: int, outputs: int) -> tuple[float, float]:
     """Milliseconds that a prefill and a decode step cannot be faster than, on one rank."""
     dims, chip = llm.manifest.dims, llm.manifest.chips[0]
-    schedule = read_schedule(llm.case_dir / chip.steps[0].path)
-    sizes = [math.prod(schedule.tensors[node.inputs[1]].shape) for node in schedule.nodes
+    program = read_program(llm.case_dir / chip.steps[0].path)
+    sizes = [math.prod(program.tensors[node.inputs[1]].shape) for node in program.nodes
              if "Gemm" in node.op or node.op == "GatedMLP"]
     layers, head = sum(sizes[:-1]), sizes[-1]
     position = 2 * 2 * dims.num_layers * dims.num_kv_heads * dims.head_dim / llm.manifest.tp_size

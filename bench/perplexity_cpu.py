@@ -46,8 +46,8 @@ OWN = {
     "int4, 32, head int4": dict(quantize="int4", group_size=32, quantize_lm_head="int4"),
 }
 HALVES = {
-    "GPTQ": ("llmc.compiler.calibrate.find_pair", lambda graph, node: None),
-    "AWQ": ("llmc.compiler.calibrate._corrections",
+    "GPTQ": ("llmc.compiler.quant.calibrate.find_pair", lambda graph, node: None),
+    "AWQ": ("llmc.compiler.quant.calibrate._corrections",
             lambda products: np.eye(len(products), dtype=np.float32)),
     "both": None,
 }

@@ -21,13 +21,13 @@ sys.path.append(str(Path(__file__).parents[1] / "tests"))
 import families
 from schedule_interpreter import Interpreters
 
+from llmc.artifacts.manifest import Target, read_manifest
 from llmc.compiler import api
 from llmc.compiler.check import diff
 from llmc.compiler.frontend import load
 from llmc.compiler.lower import lower
 from llmc.compiler.options import CompileOptions
 from llmc.errors import LlmcError
-from llmc.runtime.manifest import Target, read_manifest
 
 FORMS = [("cpu", "float32", 1), ("cpu", "float32", 2), ("cpu", "float32", 3),
          ("cuda", "bfloat16", 1)]

@@ -12,44 +12,7 @@ from typing import Any, cast
 import onnx_graphsurgeon as gs
 
 from llmc import __version__
-from llmc.compiler.artifact import file_entry, weight_forms
-from llmc.compiler.frontend import RawModel, load
-from llmc.compiler.frontend.tokenizer_config import FOLDER, TEMPLATE
-from llmc.compiler.graph.rewrite import op_of
-from llmc.compiler.graph.weights import Weight
-from llmc.compiler.lower import Lowered, divide, fuse, lower
-from llmc.compiler.options import CompileOptions, takes_options
-from llmc.compiler.output import check_output, new_directory
-from llmc.compiler.passes.quantize import (
-    DEQUANTIZED,
-    MULTIPLIED,
-    NEAREST_EXPERTS,
-    NEAREST_HEADS,
-    ROUNDED,
-    ROUNDED_GROUPS,
-    UNQUANTIZED_EXPERTS,
-    UNQUANTIZED_LAYERS,
-    UNROUNDED,
-    UNROUNDED_GROUPS,
-    UNROUNDED_HEADS,
-    UNROUNDED_LAYERS,
-    WIDENED,
-)
-from llmc.compiler.preflight import (
-    About,
-    check_model,
-    check_options,
-    read_dtype,
-    warn_untested_transformers,
-)
-from llmc.compiler.sampling_defaults import read_sampling
-from llmc.compiler.targets import backend
-from llmc.compiler.windows import check_windows
-from llmc.errors import LlmcError
-from llmc.interrupts import check_interrupted, interruptible
-from llmc.memory import memory_errors
-from llmc.plugins.quantization import FLOAT8
-from llmc.runtime.manifest import (
+from llmc.artifacts.manifest import (
     Chip,
     DTypeName,
     FileEntry,
@@ -61,6 +24,29 @@ from llmc.runtime.manifest import (
     WeightDType,
     write_manifest,
 )
+from llmc.compiler.artifact import file_entry, weight_forms
+from llmc.compiler.frontend import RawModel, load
+from llmc.compiler.frontend.tokenizer_config import FOLDER, TEMPLATE
+from llmc.compiler.graph.notes import Context
+from llmc.compiler.graph.rewrite import op_of
+from llmc.compiler.graph.weights import Weight
+from llmc.compiler.lower import Lowered, divide, fuse, lower
+from llmc.compiler.options import CompileOptions, takes_options
+from llmc.compiler.output import check_output, new_directory
+from llmc.compiler.preflight import (
+    About,
+    check_model,
+    check_options,
+    read_dtype,
+    warn_untested_transformers,
+)
+from llmc.compiler.quant.notes import ActivationGroupsQuantized
+from llmc.compiler.sampling_defaults import read_sampling
+from llmc.compiler.targets import backend
+from llmc.compiler.windows import check_windows
+from llmc.errors import LlmcError
+from llmc.interrupts import check_interrupted, interruptible
+from llmc.memory import memory_errors
 from llmc.runtime.tokenizer import named_end, read_tokenizer
 
 _DEVICES = 8
@@ -124,7 +110,7 @@ def _compile(model: str | Path, output: Path, options: CompileOptions) -> Manife
     else:
         lowered = lower(raw, options)
     _check_rounded(lowered, options)
-    _say_conversions(lowered, options, lambda text: progress(Note(text)))
+    _say_notes(lowered, options, lambda text: progress(Note(text)))
     check_windows(lowered.graphs[0], raw.config, raw.architecture, lowered.settings.max_seq_len)
     progress("write")
     with new_directory(output) as directory:
@@ -148,7 +134,7 @@ def _require_finite(raw: RawModel) -> None:
 
 def _calibrated(raw: RawModel, options: CompileOptions) -> Lowered:
     """`lower`, with weights quantized by calibration between fusing and partition."""
-    from llmc.compiler.calibrate import calibrate, read_text
+    from llmc.compiler.quant.calibrate import calibrate, read_text
 
     assert options.scheme is not None
     tokens = read_text(Path(str(options.calibrate)), raw)
@@ -178,69 +164,18 @@ def _used_ops(graphs: list[gs.Graph]) -> dict[str, int]:
 def _check_rounded(lowered: Lowered, options: CompileOptions) -> None:
     """Refuse an option that has changed nothing."""
     if options.quantize_activations and options.scheme is None \
-            and not any(ROUNDED_GROUPS in report.matches for report in lowered.reports):
+            and not any(report.noted(ActivationGroupsQuantized) for report in lowered.reports):
         raise LlmcError("quantize_activations is given without quantize fp8, and the checkpoint "
                         "has no weights in blocks of FP8 by which it multiplies rounded groups; "
                         "leave it out")
 
 
-def _say_conversions(lowered: Lowered, options: CompileOptions, progress: Progress) -> None:
-    """Say which weights in fewer bits become others, here or in every step, and which stay whole.
-    """
+def _say_notes(lowered: Lowered, options: CompileOptions, progress: Progress) -> None:
+    """Report the notes of passes: weights that are not stored or multiplied as asked for."""
+    context = Context(options.dtype, options.target, lowered.settings.target.gpu)
     for report in lowered.reports:
-        if UNQUANTIZED_EXPERTS in report.matches:
-            progress(f"{report.matches[UNQUANTIZED_EXPERTS]} layers' experts stay in "
-                     f"{options.dtype}, as target {options.target} has no kernel for them in the "
-                     f"groups that they would have; --quantize rounds the other linear layers")
-        if UNQUANTIZED_LAYERS in report.matches:
-            progress(f"{report.matches[UNQUANTIZED_LAYERS]} linear layers stay in {options.dtype}, "
-                     f"as target {options.target} has no kernel for them in the groups that they "
-                     f"would have; --quantize rounds the others")
-        nearest = [text.format(report.matches[name]) for name, text in (
-            (NEAREST_EXPERTS, "the experts of {} layers"),
-            (NEAREST_HEADS, "{} matrices of heads, latent attention's,"))
-            if name in report.matches]
-        if nearest:
-            progress(f"{' and '.join(nearest)} are rounded to nearest: --calibrate scales and "
-                     f"corrects other linear layers only")
-        if WIDENED in report.matches:
-            progress(f"numbers of MXFP4 are kept exactly as int8, twice their memory: the experts "
-                     f"of {report.matches[WIDENED]} layers")
-    on_gpu = lowered.settings.target.gpu
-    for report in lowered.reports if not options.dequantize else ():
-        of_float8 = sum(count for name, count in report.matches.items() if name.startswith(FLOAT8))
-        rounded, codes = (report.matches.get(name, 0) for name in (ROUNDED, MULTIPLIED))
-        if on_gpu and of_float8 > rounded:
-            progress(f"weights in FP8 are converted to {options.dtype} as they are read, on GPUs "
-                     f"that multiply FP8 too")
-        if on_gpu and codes:
-            progress(f"{codes} linear layers multiply FP8 by FP8 on GPUs of compute capability "
-                     f"9.0; on others both are converted to {options.dtype} as they are read")
-        if on_gpu and rounded > codes:
-            progress(f"what {rounded - codes} linear layers multiply is rounded to FP8, and "
-                     f"multiplied in {options.dtype}: their weights' scales are neither of rows "
-                     f"nor of blocks that the target's kernels take")
-        if UNROUNDED_GROUPS in report.matches:
-            progress(f"what {report.matches[UNROUNDED_GROUPS]} layers multiply stays in "
-                     f"{options.dtype}, though the checkpoint rounds each group of it to FP8: "
-                     f"--quantize_activations has it so, and is faster on GPUs of compute "
-                     f"capability 9.0")
-        if UNROUNDED in report.matches:
-            progress(f"what the experts of {report.matches[UNROUNDED]} layers multiply stays in "
-                     f"{options.dtype}, though it is said to be rounded to FP8")
-        if UNROUNDED_HEADS in report.matches:
-            progress(f"what {report.matches[UNROUNDED_HEADS]} matrices of heads multiply, latent "
-                     f"attention's, stays in {options.dtype}, though it is said to be rounded to "
-                     f"FP8")
-        if UNROUNDED_LAYERS in report.matches:
-            progress(f"what {report.matches[UNROUNDED_LAYERS]} linear layers multiply stays in "
-                     f"{options.dtype}, though it is said to be rounded to FP8: their weights "
-                     f"become {options.dtype}, or have parts that say it differently")
-        count = report.matches.get(DEQUANTIZED, 0)
-        if count:
-            progress(f"the {options.target} target has no kernels for {count} of the checkpoint's "
-                     f"weights in fewer bits: they become {options.dtype}, with its memory and "
-                     f"speed")
+        for text in report.texts(context):
+            progress(text)
 
 
 def _weight_dtypes(chips: Sequence[Chip]) -> tuple[WeightDType, ...] | None:

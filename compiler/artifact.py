@@ -16,9 +16,7 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from llmc import __version__, plugins
-from llmc.compiler.graph.rewrite import caches, fields_of, is_llmc, op_of, operands, state_of
-from llmc.compiler.graph.weights import Weight
-from llmc.runtime.manifest import (
+from llmc.artifacts.manifest import (
     FACTS,
     Chip,
     CollectiveStep,
@@ -31,7 +29,9 @@ from llmc.runtime.manifest import (
     WeightForm,
     hash_file,
 )
-from llmc.runtime.weights import WEIGHTS_NAME as WEIGHTS_NAME
+from llmc.artifacts.weight_file import WEIGHTS_NAME as WEIGHTS_NAME
+from llmc.compiler.graph.rewrite import caches, fields_of, is_llmc, op_of, operands, state_of
+from llmc.compiler.graph.weights import Weight
 
 _ALIGNMENT = 4096
 _SAFETENSORS_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64",

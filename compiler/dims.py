@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import onnx_graphsurgeon as gs
 
+from llmc.artifacts.manifest import Dims, EncoderInfo
 from llmc.compiler.frontend.raw import RawModel
 from llmc.compiler.graph.names import HIDDEN_STATE
 from llmc.compiler.graph.rewrite import attends, attends_causally, caches, state_of, values_of
 from llmc.compiler.passes.packing import head_weight, token_table
 from llmc.errors import LlmcError
-from llmc.runtime.manifest import Dims, EncoderInfo
 
 
 def describe_model(graph: gs.Graph, architecture: str, vocab_size: int, max_seq_len: int) -> Dims:

@@ -17,22 +17,19 @@ from dataclasses import dataclass, replace
 
 import onnx_graphsurgeon as gs
 
+from llmc.artifacts.manifest import Dims, EncoderInfo
 from llmc.compiler.dims import describe_encoder, describe_model
 from llmc.compiler.frontend.raw import RawModel
-from llmc.compiler.graph.experts import EXPERTS_DOWN
+from llmc.compiler.graph.notes import VocabularySize
 from llmc.compiler.graph.rewrite import (
     Report,
     Settings,
     describe,
     fields_of,
-    is_op,
-    knows_sequences,
     op_of,
     operands,
-    producer,
     tidy,
 )
-from llmc.compiler.graph.sdpa import SDPA
 from llmc.compiler.graph.verify import verify
 from llmc.compiler.options import CompileOptions
 from llmc.compiler.passes.adapters import adapters
@@ -63,10 +60,8 @@ from llmc.compiler.passes.states import states
 from llmc.compiler.passes.streams import streams
 from llmc.compiler.passes.tensor_parallel import tensor_parallel
 from llmc.compiler.preflight import About, limit_seq_len
+from llmc.compiler.requirements import require_attention, require_embedding, require_routes
 from llmc.errors import LlmcError
-from llmc.plugins.experts.op import OP as EXPERTS
-from llmc.plugins.route.op import OP as ROUTE
-from llmc.runtime.manifest import Dims, EncoderInfo
 from llmc.targets import TargetSpec
 
 _VOCAB_MULTIPLE = 64
@@ -147,9 +142,17 @@ class Partition:
     when: Condition = _always
 
 
-Pass = GraphPass | EncoderPass | RankPass | Partition
+@dataclass(frozen=True)
+class Requirement:
+    """What the passes before it must have fused; it refuses the model otherwise."""
 
-PASSES: tuple[Pass, ...] = (
+    check: Callable[[Sequence[gs.Graph], Sequence[Report]], None]
+
+
+Pass = GraphPass | EncoderPass | RankPass | Partition
+Step = Pass | Requirement
+
+PASSES: tuple[Step, ...] = (
     # Fuse.
     GraphPass("fold", fold),
     GraphPass("norm", norm),            # before attention, which looks for per-head norms
@@ -158,12 +161,15 @@ PASSES: tuple[Pass, ...] = (
     GraphPass("experts", experts),      # before route, which looks for them
     GraphPass("dense_experts", dense_experts),  # likewise
     GraphPass("route", route),          # before gemm: the router's linear layer is its border
+    Requirement(require_routes),
     GraphPass("gemm", gemm),            # before attention and MLP: their borders are GEMMs
     GraphPass("streams", streams),      # its borders are GEMMs, and norms
     GraphPass("states", states),        # its borders are GEMMs, whose columns it chooses
     GraphPass("sdpa", sdpa),
     GraphPass("adapters", adapters),    # after both, as it makes one GEMM of three for attention
     GraphPass("attention", attention),
+    Requirement(require_attention),
+    Requirement(require_embedding),
     GraphPass("gates", gates),          # after attention, which looks for its own layout
     GraphPass("gated_mlp", gated_mlp),  # before activation, which would take the gate's
     GraphPass("activation", activation),
@@ -252,18 +258,13 @@ def fuse(raw: RawModel, options: CompileOptions, vocab_multiple: int | None = No
         tidy(graph)
     for step in _FUSE:
         run_pass(step, [graphs], settings, reports)
-        if step.name == "route":
-            _require_routes(graphs, reports)
-        if step.name == "attention":
-            _require_attention(graphs, reports)
-            _require_embedding(graphs, reports)
     _require_cores(graphs, settings.target)
-    vocab_sizes = {report.name: report.matches["vocab_size"] for report in reports
-                   if "vocab_size" in report.matches}
-    dims = describe_model(raw.graph, raw.architecture, vocab_sizes["pad_vocabulary"],
-                          settings.max_seq_len)
+    # The decoder's is padded first, then the encoder's.
+    vocab_size, *encoder_vocab_size = (
+        note.rows for report in reports if (note := report.noted(VocabularySize)) is not None)
+    dims = describe_model(raw.graph, raw.architecture, vocab_size, settings.max_seq_len)
     info = None if raw.encoder is None else describe_encoder(
-        raw, raw.encoder, vocab_sizes["share_weights"], settings.mem_max_seq_len, dims.vocab_size)
+        raw, raw.encoder, encoder_vocab_size[0], settings.mem_max_seq_len, dims.vocab_size)
     return Fused(graphs, reports, settings, dims, info)
 
 
@@ -284,7 +285,7 @@ def divide(fused: Fused, options: CompileOptions, columns_together: int = 0) -> 
                    reports, settings, fused.dims, fused.encoder_info)
 
 
-def run_pass(step: Pass, ranks: list[list[gs.Graph]], settings: Settings,
+def run_pass(step: Step, ranks: list[list[gs.Graph]], settings: Settings,
              reports: list[Report]) -> list[list[gs.Graph]]:
     """Run a pass on the graphs of every rank and verify them; what there is then. Ranks differ in
     sizes only, so the report is the first one's.
@@ -293,17 +294,20 @@ def run_pass(step: Pass, ranks: list[list[gs.Graph]], settings: Settings,
         AssertionError: the pass broke a graph; the message names it and the node.
         LlmcError: the model cannot be compiled.
     """
+    if isinstance(step, Requirement):
+        step.check(ranks[0], reports)
+        return ranks
     if not step.when(settings.target):
         return ranks
     if isinstance(step, Partition):
-        reports.append(Report(step.name))
+        reports.append(Report(step.name, step.run))
         ranks = step.run(ranks[0], settings, reports[-1])
     for rank, graphs in enumerate(ranks):
         made: list[Report] = []
         if isinstance(step, GraphPass):
             made = _apply_to_each(step, graphs, settings)
         elif isinstance(step, RankPass) or (isinstance(step, EncoderPass) and len(graphs) > 1):
-            made = [Report(step.name)]
+            made = [Report(step.name, step.run)]
             step.run(graphs, settings, made[0])
         if rank == 0:
             reports.extend(made)
@@ -314,41 +318,12 @@ def run_pass(step: Pass, ranks: list[list[gs.Graph]], settings: Settings,
 
 
 def _apply_to_each(step: GraphPass, graphs: Sequence[gs.Graph], settings: Settings) -> list[Report]:
-    made = [Report(step.name)]
+    made = [Report(step.name, step.run)]
     step.run(graphs[0], settings, made[0])
     for encoder in graphs[1:] if not step.needs_logits else ():
-        made.append(Report(f"encoder.{step.name}"))
+        made.append(Report(f"encoder.{step.name}", step.run, encoder=True))
         step.run(encoder, replace(settings, max_seq_len=settings.mem_max_seq_len), made[1])
     return made
-
-
-def _require_embedding(graphs: Sequence[gs.Graph], reports: Sequence[Report]) -> None:
-    """Refuse a model in which what looks tokens up was found and not fused."""
-    refusals = [text for report in reports for text in report.refusals
-                if report.name.endswith("embedding")]
-    reasons = dict(text.split(": ", 1) for text in reversed(refusals))  # a node's first one
-    for node in (node for graph in graphs for node in graph.nodes):
-        where = describe(node)
-        if node.op == "Gather" and where in reasons \
-                and any(tensor.name == "input_ids" for tensor in node.inputs):
-            raise LlmcError(f"the token embedding was not recognised: {reasons[where]} ({where}); "
-                            f"llmc adds learned positions to it, or what is the same for every "
-                            f"token")
-
-
-def _require_routes(graphs: Sequence[gs.Graph], reports: Sequence[Report]) -> None:
-    """Refuse a model whose experts, or what chooses them, were not fused."""
-    nodes = [node for graph in graphs for node in graph.nodes]
-    for report in reports:
-        odd = [node for node in nodes if (report.name == "experts" and is_op(node, EXPERTS_DOWN))
-               or report.name == "dense_experts"
-               or (report.name == "route" and is_op(node, EXPERTS)
-                   and not is_op(producer(operands(node)["experts"]), ROUTE))]
-        if odd and report.refusals:
-            where, _, why = report.refusals[0].partition(": ")
-            raise LlmcError(f"{'a router was' if report.name == 'route' else 'experts were'} not "
-                            f"recognised: {why} ({where}); llmc compiles the mixtures of experts "
-                            f"that llmc::Route and llmc::Experts describe")
 
 
 def _require_cores(graphs: Sequence[gs.Graph], target: TargetSpec) -> None:
@@ -365,20 +340,3 @@ def _require_cores(graphs: Sequence[gs.Graph], target: TargetSpec) -> None:
             raise LlmcError(f"target '{target.name}' has no kernel for llmc::{op.name}"
                             f"{' with ' + ' and '.join(odd) if odd else ''} yet, which "
                             f"{describe(node)} is; compile for --target cpu")
-
-
-def _require_attention(graphs: Sequence[gs.Graph], reports: list[Report]) -> None:
-    """Refuse a model whose attention was not fused."""
-    for graph, prefix in zip(graphs, ("", "encoder."), strict=False):
-        if any(map(knows_sequences, graph.nodes)) and not any(
-                is_op(node, SDPA) or node.op == "Softmax" for node in graph.nodes):
-            continue
-        refusals = [text for report in reports for text in report.refusals
-                    if report.name in (f"{prefix}sdpa", f"{prefix}attention")]
-        where, _, why = (refusals or ["the graph: it has neither Softmax nor Attention nodes"]
-                         )[0].partition(": ")
-        more = f", and {len(refusals) - 1} more" if len(refusals) > 1 else ""
-        raise LlmcError(
-            f"attention was not recognised: {why} ({where}{more}); llmc compiles causal self-"
-            f"attention with optional rotary embedding, GQA, sliding window and soft-cap, and "
-            f"plain attention in and to an encoder, both with biases by distance")

@@ -21,7 +21,7 @@ from llmc.limits import MAX_CHIPS, MAX_POSITIONS, MAX_SEQUENCES
 from llmc.targets import TARGETS, TargetSpec
 
 if TYPE_CHECKING:
-    from llmc.compiler.graph.quantization import Scheme
+    from llmc.compiler.quant.scheme import Scheme
 
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
@@ -202,7 +202,7 @@ class CompileOptions:
 
 
 def _scheme(name: str, group_size: int, activations: bool = False) -> Scheme | None:
-    from llmc.compiler.graph.quantization import Scheme
+    from llmc.compiler.quant.scheme import Scheme
 
     if name in ("", "none"):
         return None

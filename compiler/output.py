@@ -29,8 +29,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
+from llmc.artifacts.manifest import MANIFEST_NAME
 from llmc.errors import LlmcError
-from llmc.runtime.manifest import MANIFEST_NAME
 
 _PREFIX = ".llmc-compile-"
 _WORK_NAME = re.compile(rf"{re.escape(_PREFIX)}[a-z0-9_]{{8}}")  # as tempfile makes them

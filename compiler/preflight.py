@@ -12,10 +12,10 @@ from typing import Any
 
 from llmc.compiler.frontend.checkpoint import read_json
 from llmc.compiler.frontend.huggingface import find_directory
-from llmc.compiler.frontend.quantized import method_of
 from llmc.compiler.frontend.raw import architecture_of, token_ids
-from llmc.compiler.graph.quantization import QUANTIZED_WAYS_OUT, SMALLEST_GROUP
 from llmc.compiler.options import OPTIONS, CompileOptions
+from llmc.compiler.quant.checkpoint import method_of
+from llmc.compiler.quant.scheme import QUANTIZED_WAYS_OUT, SMALLEST_GROUP
 from llmc.errors import LlmcError
 from llmc.plugins.quantization import FLOAT8
 from llmc.targets import TARGETS, target_spec

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from llmc.errors import LlmcError
-from llmc.runtime.decoding.params import SamplingParams, shown
-from llmc.runtime.manifest import SamplingDefaults
+from llmc.artifacts.manifest import SamplingDefaults
+from llmc.errors import LlmcError, shown
+from llmc.runtime.decoding.params import SamplingParams
 
 _SUPPRESSED = "suppress_tokens"
 _TAKEN = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", _SUPPRESSED)

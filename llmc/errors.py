@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import reprlib
+
 MAX_REASON = 300  # characters of another library's message
+_MAX_SHOWN = 60  # characters of a value in an error
 
 
 class LlmcError(Exception):
@@ -31,3 +34,22 @@ def reason_of(error: BaseException) -> str:
     """The first line of another library's error, shortened; its repr where it says nothing."""
     lines = str(error).strip().splitlines()
     return shortened(lines[0] if lines else repr(error), MAX_REASON)
+
+
+class _Shown(reprlib.Repr):
+    """A value's repr, in which long texts are cut at a word."""
+
+    def repr_str(self, x: str, level: int) -> str:
+        return repr(shortened(x, _MAX_SHOWN))
+
+
+_SHOWN = _Shown()
+_SHOWN.maxother = _MAX_SHOWN
+
+
+def shown(value: object) -> str:
+    """A value as an error shows it, shortened."""
+    try:
+        return _SHOWN.repr(value)
+    except ValueError:
+        return "a number of many digits"

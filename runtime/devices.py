@@ -12,8 +12,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from llmc.artifacts.manifest import Manifest
 from llmc.errors import LlmcError
-from llmc.runtime.manifest import Manifest
 
 _DEFAULT_DEVICES = 8
 

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from llmc.artifacts.manifest import Manifest
 from llmc.runtime.devices import Placement
 from llmc.runtime.engines.cuda import CudaEngine
 from llmc.runtime.engines.remote import RemoteEngine, load_engine
-from llmc.runtime.manifest import Manifest
 from llmc.runtime.replica import Room
 from llmc.runtime.step import Limits, Sampled, Step
 

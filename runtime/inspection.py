@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmc.runtime.manifest import DTYPE_BYTES, Chip, Manifest
+from llmc.artifacts.manifest import DTYPE_BYTES, Chip, Manifest
 
 # Bytes of memory of GPUs that there are, of which this part is used, less what a step takes.
 _GPUS = {"L4, RTX 4090 (24 GB)": 24e9, "A100 (40 GB)": 40e9, "L40S (48 GB)": 48e9,

@@ -27,7 +27,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from llmc.errors import LlmcError
+from llmc.artifacts.manifest import Manifest, read_manifest, verify_files
+from llmc.artifacts.programr import MOST_PRIORITY, Scheduler
+from llmc.errors import LlmcError, shown
 from llmc.limits import MAX_SEQUENCES
 from llmc.memory import memory_errors
 from llmc.runtime.decoding.beam_search import Beams
@@ -36,19 +38,16 @@ from llmc.runtime.decoding.params import (
     SamplingParams,
     is_unicode,
     listed,
-    shown,
     whole,
 )
 from llmc.runtime.engines import BLOCK_SIZE
 from llmc.runtime.loop import Call, Loop, Outbox, Scheduling, Work
-from llmc.runtime.manifest import Manifest, read_manifest, verify_files
 from llmc.runtime.message_forms import ContentFormat
 from llmc.runtime.metrics import together
 from llmc.runtime.prompts import Messages, Prompt, read_conversations, read_token_ids
 from llmc.runtime.replica import Room, find_devices, load_replica
 from llmc.runtime.request import Completion, Piece, Reader, Request, Searching, Token
 from llmc.runtime.sandbox import Sandbox
-from llmc.runtime.scheduler import MOST_PRIORITY, Scheduler
 from llmc.runtime.session import Session
 
 _MAX_BATCH_SIZE = 16

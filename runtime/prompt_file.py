@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmc.errors import LlmcError
-from llmc.runtime.decoding.params import FIELDS, SamplingParams, shown
+from llmc.errors import LlmcError, shown
+from llmc.runtime.decoding.params import FIELDS, SamplingParams
 from llmc.runtime.llm import LLM
 from llmc.runtime.prompts import Prompt, read_token_ids
 from llmc.runtime.request import Completion, Piece

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Number
 
-from llmc.errors import LlmcError
-from llmc.runtime.decoding.params import listed, shown, whole
+from llmc.errors import LlmcError, shown
+from llmc.runtime.decoding.params import listed, whole
 
 Prompt = str | Sequence[int]
 Messages = str | Sequence[Mapping[str, object]]

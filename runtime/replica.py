@@ -11,13 +11,13 @@ from typing import TypeVar
 
 import numpy as np
 
+from llmc.artifacts.manifest import Manifest
 from llmc.errors import LlmcError
 from llmc.runtime.collectives import Communicator
 from llmc.runtime.devices import Placement, pin, place
 from llmc.runtime.engines import BLOCK_SIZE, MAX_LOGITS, MAX_SCORED
 from llmc.runtime.engines.cpu import CpuEngine, check_ops
 from llmc.runtime.engines.host import HostSampling
-from llmc.runtime.manifest import Manifest
 from llmc.runtime.step import Engine, Limits, Step
 
 _SCORED_BYTES = 2**26  # of logits of prompt tokens in a step; ranks may hold them twice

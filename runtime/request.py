@@ -14,11 +14,13 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from llmc.errors import LlmcError
+from llmc.artifacts.manifest import MANIFEST_NAME, Manifest
+from llmc.artifacts.programr import Chosen
+from llmc.errors import LlmcError, shown
 from llmc.runtime.chat_template import ChatTemplate
 from llmc.runtime.decoding.beam_search import Beams, BeamSearch, Candidates, log_softmax
 from llmc.runtime.decoding.guide import Guide, Guides
-from llmc.runtime.decoding.params import GUIDES, SamplingParams, is_unicode, shown
+from llmc.runtime.decoding.params import GUIDES, SamplingParams, is_unicode
 from llmc.runtime.decoding.processing import MAX_LOGPROBS
 from llmc.runtime.decoding.sampling import (
     NOT_FINITE,
@@ -28,12 +30,10 @@ from llmc.runtime.decoding.sampling import (
     nothing_allowed,
 )
 from llmc.runtime.decoding.stopping import TextStream
-from llmc.runtime.manifest import MANIFEST_NAME, Manifest
 from llmc.runtime.message_forms import ContentFormat
 from llmc.runtime.prompt_scores import PromptScores
 from llmc.runtime.prompts import Prompt, read_messages, read_prompts, read_token_ids
 from llmc.runtime.sandbox import Sandbox
-from llmc.runtime.scheduler import Chosen
 from llmc.runtime.step import SamplingState
 from llmc.runtime.tokenizer import encode, load_tokenizer
 

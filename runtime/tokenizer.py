@@ -12,9 +12,9 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
+from llmc.artifacts.case_files import read_bounded
+from llmc.artifacts.manifest import MANIFEST_NAME, Manifest
 from llmc.errors import LlmcError
-from llmc.runtime.case_files import read_bounded
-from llmc.runtime.manifest import MANIFEST_NAME, Manifest
 
 _MAX_BYTES = 64 << 20  # Gemma's, with 262,144 tokens, has 33 MB
 _MAX_TOKEN_ID = 2**24

@@ -16,9 +16,9 @@ from typing import Any
 
 import uvicorn
 
+from llmc.artifacts.manifest import MANIFEST_NAME
 from llmc.errors import LlmcError
 from llmc.runtime.llm import AsyncLLM
-from llmc.runtime.manifest import MANIFEST_NAME
 from llmc.runtime.message_forms import ContentFormat
 from llmc.server.access import Access
 from llmc.server.app import Api

@@ -27,12 +27,12 @@ from transformers import (
 )
 
 import llmc
+from llmc.artifacts.manifest import Manifest, Target
 from llmc.compiler import api
 from llmc.compiler.check.execute import run_graph
 from llmc.compiler.frontend import RawModel, load, trace
 from llmc.compiler.lower import divide, fuse, lower
 from llmc.compiler.options import CompileOptions
-from llmc.runtime.manifest import Manifest, Target
 
 VOCAB = 101
 _LLAMA = dict(vocab_size=VOCAB, hidden_size=64, intermediate_size=100, num_hidden_layers=3,

@@ -17,13 +17,13 @@ from safetensors.numpy import load_file
 
 import llmc
 from llmc import plugins
+from llmc.artifacts.manifest import read_manifest, verify_files
+from llmc.artifacts.program import Program, ProgramTensor, read_chip_programs
 from llmc.plugins.activations import REFERENCE as ACTIVATIONS
 from llmc.runtime import llm as llm_module
 from llmc.runtime.collectives import Communicator
 from llmc.runtime.engines.host import HostSampling
 from llmc.runtime.engines.states import StateSlots
-from llmc.runtime.manifest import read_manifest, verify_files
-from llmc.runtime.schedule import Schedule, ScheduledTensor, read_program
 from llmc.runtime.step import Limits, Memory, Step
 
 _DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16,
@@ -59,20 +59,20 @@ class Arena:
         self.bytes = np.full(row_bytes * count + 2 * _GUARD, _POISON, np.uint8)
         self.owners = np.full(len(self.bytes), -1)
 
-    def _place(self, tensor: ScheduledTensor) -> slice:
+    def _place(self, tensor: ProgramTensor) -> slice:
         start = _GUARD + tensor.offset * self.count
         stop = start + np.dtype(_DTYPES[tensor.dtype]).itemsize * self.count * tensor.shape[1]
         assert start >= _GUARD and stop <= len(self.bytes) - _GUARD, f"{tensor.name} is outside"
         return slice(start, stop)
 
-    def write(self, number: int, tensor: ScheduledTensor, value: np.ndarray) -> None:
+    def write(self, number: int, tensor: ProgramTensor, value: np.ndarray) -> None:
         place = self._place(tensor)
         rows = self.bytes[place].view(_DTYPES[tensor.dtype]).reshape(self.count, tensor.shape[1])
         assert value.shape == rows.shape, f"{tensor.name} is {value.shape}, not {rows.shape}"
         rows[:] = value
         self.owners[place] = number
 
-    def read(self, number: int, tensor: ScheduledTensor) -> np.ndarray:
+    def read(self, number: int, tensor: ProgramTensor) -> np.ndarray:
         place = self._place(tensor)
         assert (self.owners[place] == number).all(), f"{tensor.name} is not there any more"
         return self.bytes[place].view(_DTYPES[tensor.dtype]).reshape(self.count, tensor.shape[1])
@@ -95,7 +95,7 @@ class Interpreter:
         self.manifest = read_manifest(case)
         verify_files(self.manifest, case, hashes=False)
         chip = self.manifest.chips[rank]
-        program = read_program(self.manifest, chip, case)
+        program = read_chip_programs(self.manifest, chip, case)
         self.schedule, self.encoder = program.model, program.encoder
         self.dtype = np.dtype(_DTYPES[self.manifest.dtype])
         self.weights = load_file(case / f"chip{rank}" / "weights.safetensors")
@@ -145,7 +145,7 @@ class Interpreter:
             "memory_starts": step.memory.rows,
             "encoder_sequence_length": step.memory.encoder_sequence_length})
 
-    def _run(self, schedule: Schedule, step: Step,
+    def _run(self, schedule: Program, step: Step,
              inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Run a program; `inputs` are those that the step has not."""
         inputs = {"input_ids": step.token_ids, "position_ids": step.position_ids,

@@ -10,7 +10,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from llmc import plugins
-from llmc.runtime.manifest import (
+from llmc.artifacts.manifest import (
     FORMAT_VERSION,
     Chip,
     Dims,

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from llmc.artifacts.manifest import read_manifest
 from llmc.runtime.decoding.params import SamplingParams
 from llmc.runtime.decoding.sampling import Logprobs, Sampler
 from llmc.runtime.engines.cuda import CudaEngine
-from llmc.runtime.manifest import read_manifest
 from llmc.runtime.step import LAST, SamplingState, Step
 
 # What sequences of one batch ask for, greedily and with something drawn.

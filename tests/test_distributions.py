@@ -28,9 +28,10 @@ from llmc.runtime.engines import cuda
 ROOT = Path(__file__).parents[1]
 CMAKE = shutil.which("cmake", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 # Where in llmc a folder of the repository is, and what of it is data.
-PLACES = {"llmc": "llmc", "llmc/compiler": "compiler", "llmc/runtime": "runtime",
-          "llmc/server": "server", "llmc/plugins": "csrc/plugins"}
-DATA = {"llmc/compiler/check/articles.jsonl", "llmc/server/page.html", "llmc/py.typed"}
+PLACES = {"llmc": "llmc", "llmc/artifacts": "artifacts", "llmc/compiler": "compiler",
+          "llmc/runtime": "runtime", "llmc/server": "server", "llmc/plugins": "csrc/plugins"}
+DATA = {"llmc/artifacts/model_info.schema.json", "llmc/compiler/check/articles.jsonl",
+        "llmc/server/page.html", "llmc/py.typed"}
 
 
 def contents(path):
@@ -134,7 +135,8 @@ def test_what_an_error_says_to_install_is_there(wheel, extra):
 _PROVIDES = {"google": "protobuf"}
 _FOREIGN = {"compiler": {"tensorrt"}}  # of the Python that LLMC_TENSORRT_PYTHON names
 # Where each folder's requirements are: the runtime's, and these extras.
-_EXTRAS = {"llmc": (), "runtime": ("serve",), "server": ("serve",), "csrc/plugins": ("export",),
+_EXTRAS = {"llmc": (), "artifacts": (), "runtime": ("serve",), "server": ("serve",),
+           "csrc/plugins": ("export",),
            "compiler": ("export", "eval", "tensorrt-rtx")}
 
 
@@ -184,7 +186,8 @@ def test_the_vllm_plugin_refuses_another_vllm(monkeypatch):
 
 def test_the_runtime_declares_nothing_that_only_an_extra_imports():
     declared = set(map(name_of, read_project()["project"]["dependencies"]))
-    assert declared == (distributions_of("llmc") | distributions_of("runtime")) - {"llguidance"}
+    assert declared == (distributions_of("llmc") | distributions_of("artifacts")
+                        | distributions_of("runtime")) - {"llguidance"}
 
 
 def test_tested_releases_of_transformers_are_those_that_are_allowed_and_locked():

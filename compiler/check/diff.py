@@ -51,6 +51,16 @@ from polygraphy.comparator import Comparator, IterationResult, RunResults, Simpl
 from polygraphy.logger import G_LOGGER
 
 from llmc import __version__
+from llmc.artifacts.manifest import (
+    Chip,
+    Manifest,
+    WeightForm,
+    check_files,
+    hash_file,
+    read_manifest,
+    refuse_encoder,
+)
+from llmc.artifacts.program import read_program
 from llmc.compiler.check.execute import (
     Rounding,
     Values,
@@ -76,31 +86,23 @@ from llmc.compiler.check.reference import (
 from llmc.compiler.check.report import BadWeight, Difference, DiffReport, GreedyToken
 from llmc.compiler.frontend import RawModel, load
 from llmc.compiler.graph.names import HIDDEN_STATE, SCALED
-from llmc.compiler.graph.quantization import Scheme, quantize
 from llmc.compiler.graph.rewrite import op_of, operands, values_of
 from llmc.compiler.graph.weights import HeadMatrices, Weight
 from llmc.compiler.options import CompileOptions
 from llmc.compiler.passes.fold import numpy_dtype
 from llmc.compiler.passes.norm_gemm import NORMED
+from llmc.compiler.quant.nearest import quantize
+from llmc.compiler.quant.scheme import Scheme
 from llmc.errors import LlmcError
-from llmc.plugins.quantization import LINEAR_DTYPES, dequantized
+from llmc.plugins.code_types import CODE_TYPES, LINEAR_CODE_TYPES
+from llmc.plugins.quantization import dequantized
 from llmc.runtime.decoding.params import SamplingParams
 from llmc.runtime.devices import place
 from llmc.runtime.engines import BLOCK_SIZE, MAX_LOGITS
 from llmc.runtime.engines.cuda import device_count
 from llmc.runtime.gpus import GpuReplica
 from llmc.runtime.llm import LLM
-from llmc.runtime.manifest import (
-    Chip,
-    Manifest,
-    WeightForm,
-    check_files,
-    hash_file,
-    read_manifest,
-    refuse_encoder,
-)
 from llmc.runtime.replica import Room
-from llmc.runtime.schedule import read_schedule
 from llmc.runtime.step import Step
 from llmc.runtime.tokenizer import load_tokenizer
 
@@ -339,7 +341,7 @@ class _Allowed:
         narrow = manifest.dtype != "float32" or bool(kv_dtype)
         if self._untraced:
             dtypes = manifest.quantization or ()
-            bits = 4 if {"int4", "uint4"} & {*dtypes} else 8
+            bits = min(CODE_TYPES[dtype].precision for dtype in dtypes)
             self._tolerance = _UNTRACED_TOLERANCES[bits]
             self.told = (f"{self._tolerance:g} of a tensor's range, as weights are in "
                          f"{', '.join(dtypes)} and cannot be put into the "
@@ -504,7 +506,7 @@ def _token_ids(manifest: Manifest, root: Path, prompt: str | None) -> list[int]:
 
 
 def _trace(manifest: Manifest, root: Path, ids: list[int], wanted: set[str]) -> list[Values]:
-    """Prefill on GPUs: per chip, the wanted tensors in the schedule's order."""
+    """Prefill on GPUs: per chip, the wanted tensors in the program's order."""
     most = min(len(ids), MAX_LOGITS)
     replica = GpuReplica(manifest, root, place(manifest, None, device_count())[0],
                          Room(1, most, kv_cache_tokens=-(-len(ids) // BLOCK_SIZE) * BLOCK_SIZE))
@@ -589,8 +591,8 @@ def _ops(manifest: Manifest, root: Path) -> Mapping[str, str]:
     """Which op makes each tensor."""
     directory = root / manifest.chips[0].path
     if manifest.target.spec.runs_program:
-        schedule = read_schedule(directory / manifest.target.spec.engine_file)
-        return {schedule.tensors[number].name: node.op for node in schedule.nodes
+        program = read_program(directory / manifest.target.spec.engine_file)
+        return {program.tensors[number].name: node.op for node in program.nodes
                 for number in node.outputs if number >= 0}
     model = read_onnx(directory / "graph.onnx")
     return {name: node.op_type for node in model.graph.node for name in node.output}
@@ -688,7 +690,7 @@ def _compare_nearest(rank: int, name: str, have: Mapping[str, Any], form: Weight
     """The elements of a quantized weight that are not the reference's rounded to nearest."""
     size = math.prod(expected.shape)
     matrix = expected.reshape((size // expected.shape[-1], expected.shape[-1]))
-    if form.dtype not in LINEAR_DTYPES or "_min" in have:
+    if form.dtype not in LINEAR_CODE_TYPES or "_min" in have:
         return _bad_weight(rank, name, size, math.inf)
     try:
         rounded = quantize(matrix, Scheme(form.dtype, form.group_size), name).weight(name)

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from tokenizers import Tokenizer
 
+from llmc.artifacts.manifest import Manifest, read_manifest, refuse_encoder
 from llmc.errors import LlmcError
 from llmc.installation import install_command
+from llmc.plugins.code_types import CODE_TYPES
 from llmc.runtime.decoding.params import SamplingParams
 from llmc.runtime.llm import LLM
-from llmc.runtime.manifest import Manifest, read_manifest, refuse_encoder
 
 if TYPE_CHECKING:
     from llmc.compiler.check.reference import Model
@@ -156,7 +157,7 @@ def perplexity(case_dir: str | Path, *, data: str | Path | None = None,
 
 def _perplexity_tolerance(manifest: Manifest) -> float:
     known = PERPLEXITY_TOLERANCES[manifest.dtype]
-    bits = [4 if dtype in ("int4", "uint4") else 8 for dtype in manifest.quantization or ()]
+    bits = [CODE_TYPES[dtype].precision for dtype in manifest.quantization or ()]
     return max([known, *(_QUANTIZED_TOLERANCES[number] for number in bits)])
 
 

@@ -12,12 +12,12 @@ import onnx_graphsurgeon as gs
 import onnxruntime as ort
 
 from llmc import plugins
+from llmc.artifacts.manifest import CollectiveStep, Manifest, WeightForm
+from llmc.artifacts.onnx_graph import check_graph
 from llmc.compiler.artifact import Placed, to_onnx
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError, reason_of
 from llmc.plugins.quantization import cpu_activation_block, rounded
-from llmc.runtime.manifest import CollectiveStep, Manifest, WeightForm
-from llmc.runtime.onnx_graph import check_graph
 from llmc.runtime.step import Step
 
 _FLOAT, _TYPES = onnx.TensorProto.FLOAT, {"float16": onnx.TensorProto.FLOAT16,

@@ -10,14 +10,14 @@ from typing import Any
 
 import onnx_graphsurgeon as gs
 
+from llmc.artifacts.manifest import Manifest, WeightForm
 from llmc.compiler.frontend import RawModel
-from llmc.compiler.graph.quantization import SMALLEST_GROUP
 from llmc.compiler.graph.weights import HeadMatrices, Weight
 from llmc.compiler.lower import Lowered, divide, fuse
 from llmc.compiler.options import CompileOptions
+from llmc.compiler.quant.scheme import SMALLEST_GROUP
 from llmc.errors import LlmcError
-from llmc.plugins.quantization import CODES
-from llmc.runtime.manifest import Manifest, WeightForm
+from llmc.plugins.code_types import CODE_TYPES
 
 
 def lower_alike(raw: RawModel, manifest: Manifest, root: Path, options: CompileOptions) -> Lowered:
@@ -93,4 +93,4 @@ def _shape(stored: list[int], form: WeightForm | None) -> tuple[int, ...]:
     """The shape of a weight that lies so in a file."""
     if form is None:
         return tuple(stored)
-    return (*stored[:-1], stored[-1] * 8 // CODES[form.dtype][0])
+    return (*stored[:-1], stored[-1] * CODE_TYPES[form.dtype].per_byte)

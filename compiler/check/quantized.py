@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from llmc.artifacts.manifest import Manifest, WeightForm
 from llmc.compiler.check.partition import lower_alike, weight_file
 from llmc.compiler.frontend import RawModel
 from llmc.compiler.graph.names import SCALED
@@ -24,7 +25,6 @@ from llmc.compiler.graph.weights import HeadMatrices, Weight
 from llmc.compiler.options import CompileOptions
 from llmc.errors import LlmcError
 from llmc.plugins.quantization import activations, cpu_activation_block, dequantized
-from llmc.runtime.manifest import Manifest, WeightForm
 
 STORED = ("", "_scale", "_zero", "_min")  # what the names of a quantized weight's parts end in
 # The number of element e of tensor t is t · 2^40 + 8 · e + 3, exact in float64. Whatever is no

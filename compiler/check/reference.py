@@ -27,7 +27,7 @@ def load_reference(model: str | Path, dtype: str = "float32") -> Model:
 
     from llmc.compiler.frontend.checkpoint import read_json
     from llmc.compiler.frontend.parts import causal_lm_class
-    from llmc.compiler.frontend.quantized import method_of
+    from llmc.compiler.quant.checkpoint import method_of
 
     path = Path(model)
     is_gguf = path.suffix == ".gguf"

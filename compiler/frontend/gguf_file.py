@@ -14,13 +14,13 @@ import numpy as np
 from gguf import GGMLQuantizationType, dequantize
 
 from llmc.compiler.frontend.checkpoint import read_rows
-from llmc.compiler.frontend.gguf_forms import form_of
 from llmc.compiler.frontend.gguf_header import GgufHeader, GgufTensor, read_header
 from llmc.compiler.frontend.gguf_tokenizer import complete_tokenizer, end_tokens, sampling
 from llmc.compiler.frontend.origin import Origin
 from llmc.compiler.frontend.raw import Check, RawModel, unchecked
 from llmc.compiler.frontend.sizes import check_sizes
 from llmc.compiler.graph.weights import Weight
+from llmc.compiler.quant.readers.gguf import form_of
 from llmc.compiler.scratch import scratch_folder
 from llmc.errors import MAX_REASON, LlmcError, shortened
 

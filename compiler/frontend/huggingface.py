@@ -9,7 +9,6 @@ from typing import Any
 from llmc.compiler.frontend.checkpoint import open_checkpoint, read_json
 from llmc.compiler.frontend.origin import PATTERNS, directory_origin
 from llmc.compiler.frontend.paths import refuse_pointer
-from llmc.compiler.frontend.quantized import read_quantized
 from llmc.compiler.frontend.raw import Check, RawModel, unchecked
 from llmc.compiler.frontend.sizes import check_sizes
 from llmc.compiler.frontend.tokenizer_config import (
@@ -17,6 +16,7 @@ from llmc.compiler.frontend.tokenizer_config import (
     write_chat_templates,
     write_special_tokens,
 )
+from llmc.compiler.quant.checkpoint import read_quantized
 from llmc.compiler.scratch import scratch_folder
 from llmc.errors import LlmcError, reason_of
 

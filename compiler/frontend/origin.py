@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmc.runtime.manifest import SourceFile, hash_file
+from llmc.artifacts.manifest import SourceFile, hash_file
 
 PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")  # of a Hugging Face model
 _PICKLED = "pytorch_model*.bin"

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from llmc.compiler.frontend.checkpoint import read_json
-from llmc.errors import LlmcError
-from llmc.runtime.decoding.params import shown
+from llmc.errors import LlmcError, shown
 
 TEMPLATE, FOLDER = "chat_template.jinja", "additional_chat_templates"
 _CONFIG, _MAP = "tokenizer_config.json", "special_tokens_map.json"

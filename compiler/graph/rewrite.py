@@ -16,17 +16,19 @@ import onnx_graphsurgeon as gs
 
 from llmc import plugins
 from llmc.compiler.graph.experts import EXPERTS_DOWN, EXPERTS_UP
-from llmc.compiler.graph.quantization import Stored
+from llmc.compiler.graph.notes import Context, CountedNote, PassNote
 from llmc.compiler.graph.sdpa import SDPA
 from llmc.compiler.graph.states import CONVOLUTION, RECURRENCE
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.options import CompileOptions
+from llmc.compiler.quant.stored import Stored
 from llmc.errors import MAX_REASON, LlmcError, shortened
 from llmc.plugins import Op
 from llmc.plugins.roles import ByRows, Columns, Shard
 from llmc.targets import TargetSpec, target_spec
 
 _Shard = TypeVar("_Shard", bound=Shard)
+_Note = TypeVar("_Note", bound=PassNote)
 # Ops that passes make of others before anything is written.
 _PASSING = {op.name: op for op in (
     SDPA, EXPERTS_UP, EXPERTS_DOWN, CONVOLUTION, RECURRENCE)}
@@ -110,14 +112,42 @@ class CannotEvaluate(LlmcError):
 
 @dataclass
 class Report:
-    """What a pass did: rewrites per rule, and which nodes it refused."""
+    """What a pass did: rewrites per rule, notes, and which nodes it refused.
+
+    Args:
+        name: in model_info.json.
+        run: the pass; None: something else.
+        encoder: whether it ran on an encoder's graph alone.
+    """
 
     name: str
+    run: Callable[..., object] | None = None
+    encoder: bool = False
     matches: dict[str, int] = field(default_factory=dict)
+    notes: dict[type[PassNote], PassNote] = field(default_factory=dict)
     _refused: dict[str, dict[str, NoMatch]] = field(default_factory=dict)
 
     def count(self, rule: str, number: int = 1) -> None:
         self.matches[rule] = self.matches.get(rule, 0) + number
+
+    def note(self, note: PassNote) -> None:
+        """Add a note, to one of its class if that is counted."""
+        if isinstance(note, CountedNote):
+            if note.key:
+                self.count(note.key, note.count)
+            known = self.noted(type(note))
+            note = type(note)(note.count + (known.count if known is not None else 0))
+        self.notes[type(note)] = note
+
+    def noted(self, kind: type[_Note]) -> _Note | None:
+        """The note of a class; None where there is none."""
+        found = self.notes.get(kind)
+        return found if isinstance(found, kind) else None
+
+    def texts(self, context: Context) -> list[str]:
+        """The messages of notes, in the order in which the pass made the first of each class."""
+        return [text for note in self.notes.values() if isinstance(note, CountedNote)
+                and (text := note.text(context))]
 
     def refuse(self, node: gs.Node, reason: NoMatch) -> None:
         if reason.value is node:  # named once

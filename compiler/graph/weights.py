@@ -17,7 +17,7 @@ from onnx_graphsurgeon.ir.tensor import LazyValues
 from llmc.errors import LlmcError
 
 if TYPE_CHECKING:
-    from llmc.compiler.graph.quantization import Stored
+    from llmc.compiler.quant.stored import Stored
 
 BLOCK_BYTES = 16 << 20  # of a weight that is held at once
 _FLOATING = frozenset(map(np.dtype, (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)))

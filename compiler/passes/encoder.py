@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import onnx_graphsurgeon as gs
 
 from llmc.compiler.graph.names import ENCODER_OUTPUT
+from llmc.compiler.graph.notes import VocabularySize
 from llmc.compiler.graph.probe import data_tensors
 from llmc.compiler.graph.rewrite import Report, Settings, describe, op_of, tidy, values_of
 from llmc.compiler.graph.weights import Weight
@@ -27,7 +28,7 @@ from llmc.errors import LlmcError
 def share_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Report) -> None:
     """Pad what the encoder shares with the decoder as it is padded there."""
     decoder, encoder = graphs
-    report.count("vocab_size", values_of(token_table(encoder)).shape[0])
+    report.note(VocabularySize(values_of(token_table(encoder)).shape[0]))
     theirs = _weights(decoder)
     for name, tensor in _weights(encoder).items():
         values = values_of(tensor)

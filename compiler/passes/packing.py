@@ -13,6 +13,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from llmc.compiler.graph.names import ENCODER_OUTPUT
+from llmc.compiler.graph.notes import VocabularySize
 from llmc.compiler.graph.probe import ELEMENTWISE, data_tensors
 from llmc.compiler.graph.rewrite import (
     Report,
@@ -186,7 +187,7 @@ def pad_vocabulary(graph: gs.Graph, settings: Settings, report: Report) -> None:
     head = lm_head(graph)
     weights = list(row_weights(head).values())
     rows = values_of(weights[0]).shape[0]
-    report.count("vocab_size", rows)
+    report.note(VocabularySize(rows))
     padded = -(-rows // settings.vocab_multiple) * settings.vocab_multiple
     if padded == rows:
         return

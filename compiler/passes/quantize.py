@@ -25,13 +25,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.compiler.graph.quantization import (
-    QUANTIZED_WAYS_OUT,
-    SMALLEST_GROUP,
-    Scheme,
-    Stored,
-    quantize,
-)
 from llmc.compiler.graph.rewrite import (
     NoMatch,
     Report,
@@ -44,24 +37,34 @@ from llmc.compiler.graph.rewrite import (
 )
 from llmc.compiler.graph.weights import HeadMatrices, Weight
 from llmc.compiler.passes.packing import head_weight
+from llmc.compiler.quant.nearest import quantize
+from llmc.compiler.quant.notes import (
+    ActivationGroupsNotQuantized,
+    ActivationGroupsQuantized,
+    ActivationsDequantized,
+    ActivationsQuantized,
+    Dequantized,
+    ExpertActivationsNotQuantized,
+    ExpertsAsInt8,
+    ExpertsNotQuantized,
+    ExpertsRoundedToNearest,
+    Float8Dequantized,
+    Float8Multiplied,
+    HeadActivationsNotQuantized,
+    HeadsNotQuantized,
+    HeadsRoundedToNearest,
+    LayerActivationsNotQuantized,
+    LayersNotQuantized,
+)
+from llmc.compiler.quant.scheme import QUANTIZED_WAYS_OUT, SMALLEST_GROUP, Scheme
+from llmc.compiler.quant.stored import Stored
 from llmc.errors import LlmcError
 from llmc.plugins.experts.op import OP as EXPERTS
 from llmc.plugins.head_matrices.op import OP as HEAD_MATRICES
-from llmc.plugins.quantization import BLOCK, CODES, MXFP4, MXFP4_GROUP
+from llmc.plugins.quantization import BLOCK, FLOAT8
 from llmc.plugins.roles import ByVocabulary
 from llmc.plugins.route.op import OP as ROUTE
 
-DEQUANTIZED, ROUNDED = "dequantised", "activations rounded"  # in reports
-MULTIPLIED = "codes of FP8 multiplied by such"
-ROUNDED_GROUPS, UNROUNDED_GROUPS = "activations rounded in groups", "activations not rounded"
-UNQUANTIZED_EXPERTS, UNROUNDED = "experts left as they are", "activations of experts not rounded"
-UNQUANTIZED_LAYERS = "linear layers left as they are"
-WIDENED = "MXFP4 as int8"
-NEAREST_EXPERTS = "experts rounded to nearest beside a calibration"
-NEAREST_HEADS = "matrices of heads rounded to nearest beside a calibration"
-UNQUANTIZED_HEADS = "matrices of heads read as numbers"
-UNROUNDED_HEADS = "what matrices of heads multiply not rounded"
-UNROUNDED_LAYERS = "what weights that have no form for it multiply not rounded"
 _MOST_GROUPED = 256  # of those with zeros or minima in MatMulNBits
 _MOST_OF_EXPERTS = 128  # of QMoE's groups, and of those that have been run on GPUs
 
@@ -112,20 +115,21 @@ def _forms(node: gs.Node, weights: Sequence[Weight], scheme: Scheme | None, sett
         if isinstance(stored, NoMatch):
             report.refuse(node, stored)
             if scheme is not None and len(weights) == 1:
-                report.count(UNQUANTIZED_LAYERS)
+                report.note(LayersNotQuantized())
             elif values.dequantized or values.stored is not None:
-                report.count(DEQUANTIZED)
+                report.note(Dequantized())
     if any(_loses_rounding(values, stored, settings)
            for values, stored in zip(weights, found, strict=True)):
-        report.count(UNROUNDED if len(weights) > 1 else UNROUNDED_LAYERS)
+        report.note(ExpertActivationsNotQuantized() if len(weights) > 1
+                    else LayerActivationsNotQuantized())
     if is_op(node, EXPERTS) and scheme is not None \
             and not all(isinstance(stored, Stored) for stored in found):
-        report.count(UNQUANTIZED_EXPERTS)
+        report.note(ExpertsNotQuantized())
     kept = [stored for stored in found if isinstance(stored, Stored)]
     if len(kept) < len(weights):
         return None
     if is_op(node, EXPERTS) and _rounds_to_nearest(weights, scheme, settings):
-        report.count(NEAREST_EXPERTS)
+        report.note(ExpertsRoundedToNearest())
     for values, stored, name in zip(weights, kept, names, strict=True):
         blocks = _blocks(stored, name) \
             if settings.target.block_scales and len(weights) == 1 else None
@@ -154,11 +158,12 @@ def _experts_forms(forms: Sequence[Stored | NoMatch | None], settings: Settings,
     found = [stored for stored in forms if isinstance(stored, Stored)]
     if len(found) < len(forms):
         return [None if isinstance(stored, Stored) else stored for stored in forms]
-    if any(stored.dtype == MXFP4 for stored in found) and not (
-            MXFP4 in settings.target.expert_dtypes
-            and all((s.dtype, s.group_size) == (MXFP4, MXFP4_GROUP) for s in found)):
-        found = [stored.as_int8() if stored.dtype == MXFP4 else stored for stored in found]
-        report.count(WIDENED)
+    if any(stored.code_type.int8_factor for stored in found) and not (
+            found[0].dtype in settings.target.expert_dtypes and all(
+                (stored.dtype, stored.group_size) == (found[0].dtype, stored.code_type.group_size)
+                for stored in found)):
+        found = [stored.as_int8() if stored.code_type.int8_factor else stored for stored in found]
+        report.note(ExpertsAsInt8())
     size = math.gcd(*(stored.group_size for stored in found))
     size = min(size & -size, _MOST_OF_EXPERTS)  # a power of two
     dtypes = settings.target.expert_dtypes
@@ -205,13 +210,15 @@ def _store(owner: gs.Graph, node: gs.Node, known: Sequence[_Made], settings: Set
         node.attrs["out_features"] = shape[0]
     if op.quantized[0].rounds and stored.activation_dtype:
         _round(node, known, settings, report)
+    if stored.dtype == FLOAT8 and not node.attrs.get("activation_dtype"):
+        report.note(Float8Dequantized(len(known)))
 
 
 def _round(node: gs.Node, known: Sequence[_Made], settings: Settings, report: Report) -> None:
     """Have a node round what it multiplies, as its weights' form says."""
     stored, of_experts = known[0].stored, len(known) > 1
     if not settings.rounds(stored):
-        report.count(UNROUNDED_GROUPS)
+        report.note(ActivationGroupsNotQuantized())
         return
     sizes = settings.target.activation_group_sizes
     if stored.rounds_groups and sizes and stored.group_size not in sizes:
@@ -223,11 +230,11 @@ def _round(node: gs.Node, known: Sequence[_Made], settings: Settings, report: Re
     if not of_experts:
         node.attrs["activation_scale"] = stored.activation_scale
     for own in known:
-        report.count(ROUNDED)
+        report.note(ActivationsQuantized())
         if stored.rounds_groups:
-            report.count(ROUNDED_GROUPS)
-        if _is_multiplied_as_codes(own, of_experts):
-            report.count(MULTIPLIED)
+            report.note(ActivationGroupsQuantized())
+        report.note(Float8Multiplied() if _is_multiplied_as_codes(own, of_experts)
+                    else ActivationsDequantized())
 
 
 def _is_multiplied_as_codes(own: _Made, of_experts: bool) -> bool:
@@ -245,9 +252,9 @@ def _quantize_heads(graph: gs.Graph, node: gs.Node, settings: Settings, report: 
             continue
         said = values.matrix.stored
         if said is not None and said.activation_dtype and settings.rounds(said):
-            report.count(UNROUNDED_HEADS)
+            report.note(HeadActivationsNotQuantized())
         if not settings.target.mla_projections:
-            report.count(UNQUANTIZED_HEADS)
+            report.note(HeadsNotQuantized())
             continue
         if settings.options.scheme is not None and not settings.options.calibrated:
             refuse_rounded(values.matrix)
@@ -257,11 +264,11 @@ def _quantize_heads(graph: gs.Graph, node: gs.Node, settings: Settings, report: 
                              "none here, so it is read as numbers", values.name)
         if isinstance(stored, NoMatch):
             report.refuse(node, stored)
-            report.count(DEQUANTIZED)
+            report.note(Dequantized())
         if not isinstance(stored, Stored):
             continue
         if _rounds_to_nearest([values.matrix], settings.options.scheme, settings):
-            report.count(NEAREST_HEADS)
+            report.note(HeadsRoundedToNearest())
         weight, scale, zero, minimum = _constants(stored, tensor.name, values.matrix.shape)
         made = gs.Variable(f"{tensor.name}.matrices", np.float32, values.shape)
         rows, width = values.matrix.shape
@@ -275,6 +282,8 @@ def _quantize_heads(graph: gs.Graph, node: gs.Node, settings: Settings, report: 
                     "weight_min": minimum})))
         node.inputs[place] = made
         report.count(f"{stored.dtype}, groups of {stored.group_size}")
+        if stored.dtype == FLOAT8:
+            report.note(Float8Dequantized())
 
 
 def is_rounded(node: gs.Node) -> bool:
@@ -371,7 +380,7 @@ def _form(values: Weight, scheme: Scheme | None, name: str, settings: Settings,
                            f"even ones, so it is read as numbers", values.name)
         stored = quantize(values.reshape((math.prod(values.shape[:-1]), values.shape[-1])), scheme,
                           said(values, name))
-    if stored.dtype == MXFP4 and not stacked:
+    if not stored.code_type.linear_layers and not stacked:
         stored = stored.as_int8()
     if stored.bits == 4 and stored.codes.shape[1] % 2:
         stored = stored.in_bytes()  # two codes in a byte are of one row
@@ -384,7 +393,7 @@ def _form(values: Weight, scheme: Scheme | None, name: str, settings: Settings,
             f"groups of {stored.group_size}, where the target's kernels read multiples of " \
             f"{settings.target.group_multiple}"
         return NoMatch(f"its weight has {why}, so it is read as numbers", values.name)
-    if CODES[stored.dtype][1] is None and stored.group_size > _MOST_GROUPED:
+    if stored.code_type.zero_point is None and stored.group_size > _MOST_GROUPED:
         size = math.gcd(stored.group_size, 128)
         if size == 1:  # scales and zeros of more bytes than numbers have
             return NoMatch(f"its weight has groups of {stored.group_size} with zeros, which no "

@@ -10,7 +10,6 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from llmc.compiler.graph.probe import ELEMENTWISE
-from llmc.compiler.graph.quantization import SMALLEST_GROUP
 from llmc.compiler.graph.rewrite import (
     consumers,
     fields_of,
@@ -20,6 +19,7 @@ from llmc.compiler.graph.rewrite import (
     shard_of,
     values_of,
 )
+from llmc.compiler.quant.scheme import SMALLEST_GROUP
 from llmc.plugins.roles import ByColumns, ByElements
 
 _UNITS = (32, 16, 8, 4, 2)  # columns that chips may share in place of those that share a scale

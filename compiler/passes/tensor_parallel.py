@@ -21,7 +21,6 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from llmc.compiler.graph.probe import ELEMENTWISE
-from llmc.compiler.graph.quantization import SMALLEST_GROUP
 from llmc.compiler.graph.rewrite import (
     Report,
     Settings,
@@ -53,6 +52,7 @@ from llmc.compiler.passes.shares import (
     selects_rows,
     share_heads,
 )
+from llmc.compiler.quant.scheme import SMALLEST_GROUP
 from llmc.errors import LlmcError
 from llmc.plugins.all_gather.op import OP as ALL_GATHER
 from llmc.plugins.all_reduce.op import OP as ALL_REDUCE

@@ -11,8 +11,8 @@ from typing import Protocol, cast
 
 import onnx_graphsurgeon as gs
 
+from llmc.artifacts.manifest import Chip, FileEntry, Target
 from llmc.compiler.options import CompileOptions
-from llmc.runtime.manifest import Chip, FileEntry, Target
 from llmc.targets import target_spec
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from llmc.artifacts.manifest import Chip, CollectiveStep, FileEntry, GraphStep, Target
+from llmc.artifacts.onnx_graph import check_model
 from llmc.compiler.artifact import (
     WEIGHTS_NAME,
     Placed,
@@ -27,8 +29,6 @@ from llmc.compiler.options import CompileOptions
 from llmc.errors import LlmcError
 from llmc.plugins.experts.op import OP as EXPERTS
 from llmc.plugins.route.op import OP as ROUTE
-from llmc.runtime.manifest import Chip, CollectiveStep, FileEntry, GraphStep, Target
-from llmc.runtime.onnx_graph import check_model
 from llmc.targets import CPU
 
 BODIES = CPU.name  # whose bodies of ops the graphs have

@@ -1,10 +1,10 @@
-"""The CUDA target: a schedule for llmc's own engine, and the same graph as ONNX.
+"""The CUDA target: a program for llmc's own engine, and the same graph as ONNX.
 
 `schedule.json` lists a rank's tensors, each with its place, and its ops in order. Activations lie
 in one arena, where values whose lifetimes do not meet share memory; offsets are in bytes per token
 (for logits, per wanted logit), so that one plan serves every limit of the engine. An encoder has a
-schedule of its own, `encoder.json`: what it makes for the decoder is scattered, as soon as it is
-made, to a memory that both schedules name.
+program of its own, `encoder.json`: what it makes for the decoder is scattered, as soon as it is
+made, to a memory that both programs name.
 """
 
 from __future__ import annotations
@@ -16,6 +16,15 @@ from typing import Literal, cast
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from llmc.artifacts.manifest import Chip, FileEntry, Target
+from llmc.artifacts.program import (
+    ELEMENTWISE,
+    MOST_JOINED,
+    Program,
+    ProgramDType,
+    ProgramNode,
+    ProgramTensor,
+)
 from llmc.compiler.artifact import (
     WEIGHTS_NAME,
     describe_chip,
@@ -39,21 +48,12 @@ from llmc.compiler.graph.rewrite import (
 from llmc.compiler.options import CompileOptions
 from llmc.compiler.targets.typed_onnx import typed_onnx
 from llmc.errors import LlmcError
-from llmc.runtime.manifest import Chip, FileEntry, Target
-from llmc.runtime.schedule import (
-    ELEMENTWISE,
-    MOST_JOINED,
-    Schedule,
-    ScheduledDType,
-    ScheduledNode,
-    ScheduledTensor,
-)
 from llmc.targets import CUDA
 
 # What the engine reads and what ONNX Runtime does; of a model, and of an encoder.
 _FILES = ((CUDA.engine_file, "graph.onnx"), (CUDA.encoder_file, "encoder.onnx"))
 _ALIGNMENT = 16
-_MEMORY_ROWS = ScheduledTensor(name="memory_rows", kind="input", dtype="int64",
+_MEMORY_ROWS = ProgramTensor(name="memory_rows", kind="input", dtype="int64",
                                shape=("num_tokens",))
 
 
@@ -74,20 +74,20 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
     graphs = [graph] if encoder is None else [graph, encoder]
     places, weights = write_weights(graphs, directory / WEIGHTS_NAME)
     files, steps = [weights], []
-    for program, (path, onnx_path) in zip(graphs, _FILES, strict=False):
-        text = schedule(program, dtype).model_dump_json(indent=1, exclude_defaults=True) + "\n"
+    for part, (path, onnx_path) in zip(graphs, _FILES, strict=False):
+        text = program_of(part, dtype).model_dump_json(indent=1, exclude_defaults=True) + "\n"
         (directory / path).write_text(text, encoding="utf-8")
         files.append(file_entry(directory / path))
-        model = typed_onnx(program, places, CUDA.name, dtype)
+        model = typed_onnx(part, places, CUDA.name, dtype)
         files.append(write_onnx(model, directory / onnx_path))
-        steps.append(graph_step(f"{name}/{path}", program))
+        steps.append(graph_step(f"{name}/{path}", part))
     weight_bytes = sum(place.length for place in places.values())
     chip = describe_chip(graph, rank, tuple(steps[:1]), weight_bytes,
                          None if encoder is None else describe_encoder(encoder, tuple(steps[1:])))
     return chip, files
 
 
-def schedule(graph: gs.Graph, dtype: str) -> Schedule:
+def program_of(graph: gs.Graph, dtype: str) -> Program:
     """The graph as tensors with places and ops in order.
 
     Raises:
@@ -102,7 +102,7 @@ def schedule(graph: gs.Graph, dtype: str) -> Schedule:
     outputs = [tensor for tensor in graph.outputs if id(tensor) not in kept]
     memory = outputs if all(t.name != "logits" for t in outputs) else []  # an encoder's
     numbers: dict[int, int] = {}
-    tensors: list[ScheduledTensor] = []
+    tensors: list[ProgramTensor] = []
     dtypes = {id(tensor): _name(tensor.dtype) for node in graph.nodes
               for tensor in exact_outputs(node)}
     columns = _columns(graph, dtypes)
@@ -113,7 +113,7 @@ def schedule(graph: gs.Graph, dtype: str) -> Schedule:
             return -1
         if id(tensor) not in numbers and id(tensor) in columns:
             value, first = columns[id(tensor)]
-            numbers[id(tensor)] = add(ScheduledTensor(
+            numbers[id(tensor)] = add(ProgramTensor(
                 name=tensor.name, kind="columns", dtype=_name(numpy_dtype(dtype)),
                 shape=("num_tokens", int(tensor.shape[-1])), of=number(value), first=first))
         if id(tensor) not in numbers:
@@ -123,7 +123,7 @@ def schedule(graph: gs.Graph, dtype: str) -> Schedule:
                                      any(tensor is t for t in graph.inputs)))
         return numbers[id(tensor)]
 
-    def add(tensor: ScheduledTensor) -> int:
+    def add(tensor: ProgramTensor) -> int:
         tensors.append(tensor)
         return len(tensors) - 1
 
@@ -132,16 +132,16 @@ def schedule(graph: gs.Graph, dtype: str) -> Schedule:
     for node, own in zip(graph.nodes, fields, strict=True):
         if id(node.outputs[0]) in columns:
             continue  # its readers take them where they lie
-        nodes.append(ScheduledNode(op=_op(node), fields=own,
+        nodes.append(ProgramNode(op=_op(node), fields=own,
                                    inputs=tuple(number(filled.get(id(t), t))
                                                 for t in node.inputs),
                                    outputs=tuple(number(t) for t in node.outputs)))
         for made in (t for t in node.outputs if any(t is other for other in memory)):
             target = add(_describe_memory(made, dtype))
-            nodes.append(ScheduledNode(op="Scatter", fields={},
+            nodes.append(ProgramNode(op="Scatter", fields={},
                                        inputs=(number(made), rows, target), outputs=()))
     logits = next((number(t) for t in outputs if t.name == "logits"), -1)
-    return Schedule(tensors=tuple(tensors), nodes=tuple(nodes), token_bytes=sizes[False],
+    return Program(tensors=tuple(tensors), nodes=tuple(nodes), token_bytes=sizes[False],
                     logit_bytes=sizes[True], logits=logits)
 
 
@@ -162,8 +162,8 @@ def _columns(graph: gs.Graph, dtypes: Mapping[int, str]) -> dict[int, tuple[gs.T
     return found
 
 
-def _describe_memory(tensor: gs.Tensor, dtype: str) -> ScheduledTensor:
-    return ScheduledTensor(name=tensor.name, kind="memory", dtype=_name(numpy_dtype(dtype)),
+def _describe_memory(tensor: gs.Tensor, dtype: str) -> ProgramTensor:
+    return ProgramTensor(name=tensor.name, kind="memory", dtype=_name(numpy_dtype(dtype)),
                            shape=("num_memory_tokens", int(tensor.shape[-1])))
 
 
@@ -193,26 +193,26 @@ def _fields(node: gs.Node) -> dict[str, int | float | str]:
 
 
 def _describe(tensor: gs.Tensor, kept: Literal["cache", "state"] | None, offsets: dict[int, int],
-              dtype: str, is_input: bool) -> ScheduledTensor:
+              dtype: str, is_input: bool) -> ProgramTensor:
     if isinstance(tensor, gs.Constant):
         values = values_of(tensor)
-        return ScheduledTensor(name=tensor.name, kind="weight", dtype=_name(values.dtype),
+        return ProgramTensor(name=tensor.name, kind="weight", dtype=_name(values.dtype),
                                shape=values.shape)
     shape = tuple(dim if isinstance(dim, str) else int(dim) for dim in tensor.shape)
     if kept is not None:
-        return ScheduledTensor(name=tensor.name, kind=kept, dtype=_name(tensor.dtype), shape=shape)
+        return ProgramTensor(name=tensor.name, kind=kept, dtype=_name(tensor.dtype), shape=shape)
     if is_input and shape[0] == "num_memory_tokens":
         return _describe_memory(tensor, dtype)
     if is_input:
-        return ScheduledTensor(name=tensor.name, kind="input", dtype=_name(tensor.dtype),
+        return ProgramTensor(name=tensor.name, kind="input", dtype=_name(tensor.dtype),
                                shape=shape)
-    return ScheduledTensor(name=tensor.name, kind="value", dtype=_name(numpy_dtype(dtype)),
+    return ProgramTensor(name=tensor.name, kind="value", dtype=_name(numpy_dtype(dtype)),
                            shape=shape, offset=offsets[id(tensor)],
                            per_logit=shape[0] == "num_logits")
 
 
-def _name(dtype: np.dtype | type | str) -> ScheduledDType:
-    return cast(ScheduledDType, np.dtype(dtype).name)  # the schedule refuses any other
+def _name(dtype: np.dtype | type | str) -> ProgramDType:
+    return cast(ProgramDType, np.dtype(dtype).name)  # the program refuses any other
 
 
 def _plan(graph: gs.Graph, kept: Collection[int], memory: Sequence[gs.Tensor], dtype: str,

@@ -18,7 +18,7 @@ import onnx_graphsurgeon as gs
 from llmc.compiler.artifact import Placed, refer
 from llmc.compiler.graph.rewrite import fields_of, op_of, operands, values_of
 from llmc.compiler.graph.weights import Weight
-from llmc.plugins.quantization import CODES
+from llmc.plugins.code_types import CODE_TYPES
 from llmc.targets import TENSORRT
 
 ROW_MULTIPLE = TENSORRT.row_multiple  # rows in one of int32
@@ -53,7 +53,7 @@ def in_kernel_order(graph: gs.Graph) -> dict[str, Weight]:
 
 def _orders(fields: Mapping[str, Any], shape: Sequence[int]) -> tuple[_Order, _Order]:
     """What brings the codes, and the scales, of a weight of this shape into the order."""
-    bits = CODES[fields["weight_dtype"]][0]
+    bits = CODE_TYPES[fields["weight_dtype"]].bits
     *stack, height, row_bytes = shape
     width = row_bytes * 8 // bits
     if not stack:

@@ -29,6 +29,7 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from llmc import plugins
+from llmc.artifacts.manifest import Chip, FileEntry, Target
 from llmc.compiler.artifact import (
     WEIGHTS_NAME,
     describe_chip,
@@ -46,7 +47,6 @@ from llmc.errors import LlmcError
 from llmc.runtime.engines import BLOCK_SIZE, MAX_LOGITS, MAX_SCORED, MAX_TOKENS
 from llmc.runtime.engines.cuda import library_directories
 from llmc.runtime.engines.tensorrt import plugin_library
-from llmc.runtime.manifest import Chip, FileEntry, Target
 from llmc.targets import TENSORRT
 
 # What the parser reads, what Polygraphy does, and what is built; of a model, and of an encoder.

@@ -16,6 +16,7 @@ import onnx
 import onnx.inliner
 import onnx_graphsurgeon as gs
 
+from llmc.artifacts.manifest import Chip, FileEntry, Target
 from llmc.compiler.artifact import (
     WEIGHTS_NAME,
     describe_chip,
@@ -31,7 +32,6 @@ from llmc.compiler.options import CompileOptions
 from llmc.errors import LlmcError
 from llmc.installation import install_command
 from llmc.plugins.experts.op import OP as EXPERTS
-from llmc.runtime.manifest import Chip, FileEntry, Target
 from llmc.targets import TENSORRT_RTX
 
 _BATCH, _TOKENS = 16, 4096  # at most in a step; one prompt may be longer

@@ -6,8 +6,8 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
+from llmc.artifacts.program import ELEMENTWISE  # which the engine computes in float32 always
 from llmc.compiler.artifact import Placed, to_onnx
-from llmc.runtime.schedule import ELEMENTWISE  # which the engine computes in float32 always
 
 
 def typed_onnx(graph: gs.Graph, places: dict[str, Placed], target: str, dtype: str) -> \

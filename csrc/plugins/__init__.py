@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:  # the runtime reads the registry without onnx
     import onnx
 
+from llmc.plugins.code_types import CODE_TYPES
 from llmc.plugins.roles import Attention, Columns, Norm, Quantized, Shard, State
 from llmc.targets import TARGETS
 
@@ -194,8 +195,8 @@ class Op:
 
         Exponent scales (MXFP4) are excluded.
         """
-        from llmc.plugins.quantization import MXFP4
-        if not self.quantized or fields["weight_dtype"] != MXFP4:
+        own = CODE_TYPES.get(fields["weight_dtype"]) if self.quantized else None
+        if own is None or own.scale_dtype == "float32":
             return self.float32_inputs
         return self.float32_inputs - {role.scale for role in self.quantized}
 

@@ -48,22 +48,9 @@ from typing import Any
 import numpy as np
 
 from llmc.plugins import Fields, Op, Sample, Shape
+from llmc.plugins.code_types import CODE_TYPES, E8M0_NUMBERS, LINEAR_CODE_TYPES
 from llmc.plugins.roles import Quantized
 
-# Per dtype: bits, and the zero point of all codes; None if each group has its own.
-CODES: Mapping[str, tuple[int, int | None]] = {
-    "int4": (4, 8), "uint4": (4, None), "int8": (8, 128), "uint8": (8, None),
-    "float8_e4m3fn": (8, 0), "mxfp4": (4, 0)}
-MXFP4, MXFP4_GROUP = "mxfp4", 32
-MXFP4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0,
-                 -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-POWERS = tuple(2.0 ** (bits - 127) for bits in range(255))  # value by e8m0 bits
-LINEAR_DTYPES = tuple(dtype for dtype in CODES if dtype != MXFP4)  # dtypes of linear layers
-# float8_e4m3fn value by its bits: sign, 4 exponent bits, 3 mantissa bits; NaN as 0.
-FLOAT8_NUMBERS = tuple(
-    (-1.0) ** (bits >> 7) * ((bits & 7) / 512 if not bits & 0x78 else
-                             (8 + (bits & 7)) * 2.0 ** ((bits >> 3 & 15) - 10))
-    if bits & 0x7F != 0x7F else 0.0 for bits in range(256))
 FLOAT8 = "float8_e4m3fn"
 FLOAT8_MOST = 448.0
 _LEAST_SCALE = 1e-30  # minimum activation scale: that of a zero row
@@ -157,7 +144,7 @@ def quantizable(op: Op, weight: str = "weight", row_sums: str = "", rounds: bool
                     *([f"{role.blocks}?"] if role.blocks else ())),
         fields={**op.fields, **_FIELDS, **(_ROUNDING_FIELDS if rounds else {}),
                 **({"x_dtype": ""} if takes_rounded else {})},
-        choices={**op.choices, "weight_dtype": ("", *LINEAR_DTYPES),
+        choices={**op.choices, "weight_dtype": ("", *LINEAR_CODE_TYPES),
                  **({"activation_dtype": ("", FLOAT8)} if rounds else {}),
                  **({"x_dtype": ("", FLOAT8)} if takes_rounded else {})},
         float32_inputs=op.float32_inputs | {role.scale, role.minimum} | {*blocks_of()},
@@ -171,7 +158,7 @@ def blocks_shape(out: int, groups: int) -> tuple[int, int]:
 
 
 def _per_byte(fields: Fields) -> int:
-    return 8 // CODES[fields["weight_dtype"]][0]
+    return CODE_TYPES[fields["weight_dtype"]].per_byte
 
 
 def _check(op: Op, fields: Fields, present: frozenset[str]) -> None:
@@ -180,7 +167,7 @@ def _check(op: Op, fields: Fields, present: frozenset[str]) -> None:
     if ("weight_scale" in present) != bool(dtype):
         raise ValueError(f"{op.name} takes weight_scale and weight_dtype together")
     if ("weight_zero" in present) + ("weight_min" in present) != (
-            bool(dtype) and CODES[dtype][1] is None):
+            bool(dtype) and CODE_TYPES[dtype].zero_point is None):
         raise ValueError(f"{op.name} takes weight_zero or weight_min with weight_dtype uint4 and "
                          f"uint8, and with no other")
     if dtype and (size < 1 or width < 1 or width % size or width % _per_byte(fields)):
@@ -275,16 +262,16 @@ def rounds_output(op: Op, rounds: Callable[[Fields, frozenset[str]], bool]) -> O
 def dequantized(fields: Fields, weight: np.ndarray, scale: np.ndarray,
                 zero: np.ndarray | None, minimum: np.ndarray | None = None) -> np.ndarray:
     """Return the matrix float64 [out, in] of a quantized weight."""
-    bits, fixed = CODES[fields["weight_dtype"]]
-    zeros: np.ndarray | int = fixed or 0
+    own = CODE_TYPES[fields["weight_dtype"]]
+    bits = own.bits
+    zeros: np.ndarray | int = own.zero_point or 0
     if zero is not None:
         zeros = unpack(zero, bits)[:, :scale.shape[1]]
         zeros = zeros.astype(np.float64).repeat(fields["group_size"], 1)
-    codes = unpack(weight, bits).astype(np.float64)
-    if fields["weight_dtype"] == FLOAT8:
-        codes = np.array(FLOAT8_NUMBERS)[weight]
-    elif fields["weight_dtype"] == MXFP4:
-        codes, scale = np.array(MXFP4_NUMBERS)[unpack(weight, bits)], np.array(POWERS)[scale]
+    codes = unpack(weight, bits)
+    codes = np.array(own.numbers)[codes] if own.numbers else codes.astype(np.float64)
+    if own.scale_dtype != "float32":
+        scale = np.array(E8M0_NUMBERS)[scale]
     matrix: np.ndarray = (codes - zeros) * scale.astype(np.float64).repeat(fields["group_size"], 1)
     if minimum is not None:
         matrix += minimum.astype(np.float64).repeat(fields["group_size"], 1)
@@ -332,11 +319,11 @@ def dequantize(fields: Fields, present: frozenset[str], made: str, weight: str =
     With `folds`, only ops that ONNX Runtime constant-folds when it loads the model.
     """
     dtype, size = fields["weight_dtype"], fields["group_size"]
-    fixed = CODES[dtype][1]
-    if dtype in (FLOAT8, MXFP4):
+    own = CODE_TYPES[dtype]
+    if own.numbers:
         # ONNX has no bit cast. ONNX Runtime would run DequantizeLinear in every step, but
         # constant-folds this when it loads the model.
-        numbers = ", ".join(map(repr, FLOAT8_NUMBERS if dtype == FLOAT8 else MXFP4_NUMBERS))
+        numbers = ", ".join(map(repr, own.numbers))
         lines = [*_unpack_lines(fields, weight, f"{made}_stored"),
                  f"{made}_numbers = Constant<value_floats=[{numbers}]>()",
                  f"{made}_bits = Cast<to=6>({made}_stored)",
@@ -345,8 +332,8 @@ def dequantize(fields: Fields, present: frozenset[str], made: str, weight: str =
                  f"{made}_flat = Constant<value_ints=[0, -1]>()",
                  f"{made}_last = Constant<value_ints=[-1]>()",
                  f"{made}_grouped = Reshape({made}_codes, {made}_groups)"]
-        if dtype == MXFP4:
-            powers = ", ".join(map(repr, POWERS))
+        if own.scale_dtype != "float32":
+            powers = ", ".join(map(repr, E8M0_NUMBERS))
             lines += [f"{made}_powers = Constant<value_floats=[{powers}]>()",
                       f"{made}_exponents = Cast<to=6>({scale})",
                       f"{made}_power = Gather<axis=0>({made}_powers, {made}_exponents)"]
@@ -364,7 +351,7 @@ def dequantize(fields: Fields, present: frozenset[str], made: str, weight: str =
                   f"{made}_zeros = Slice({made}_all_zeros, {made}_first, {made}_end, {made}_axis)"]
     else:
         lines += [f"{made}_shape = Shape({scale})",
-                  f"{made}_zeros = ConstantOfShape<value = uint8[1] {{{fixed or 0}}}>"
+                  f"{made}_zeros = ConstantOfShape<value = uint8[1] {{{own.zero_point or 0}}}>"
                   f"({made}_shape)"]
     result = f"{made}_above" if "weight_min" in present else made
     if folds:
@@ -440,7 +427,7 @@ def cpu_activation_block(dtype: str, group_size: int) -> int:
 
     0 if those kernels do not support the weight's format: activations are multiplied as they are.
     """
-    fixed = CODES[dtype][1]
+    fixed = CODE_TYPES[dtype].zero_point
     block = next((block for block in _KERNEL_BLOCKS if group_size % block == 0), 0)
     return 0 if dtype == FLOAT8 or (fixed is None and block != group_size) else block
 
@@ -459,7 +446,7 @@ def cpu_product(fields: Fields, present: frozenset[str], made: str, x: str = "x"
         lines += [dequantize(fields, present, "matrix")] if dtype else []
         operands = ", ".join([x, "matrix" if dtype else "weight", *([added] if added else [])])
         return "\n".join([*lines, f"{made} = Gemm<transB=1>({operands})"])
-    bits = CODES[dtype][0]
+    bits = CODE_TYPES[dtype].bits
     block = cpu_activation_block(dtype, size)
     if not block:
         lines = [product(fields, present, "product" if added else made, x)]
@@ -499,7 +486,7 @@ def _quantized_sample(rng: np.random.Generator, plain: Sample, weight: str, dtyp
     x has multiples of 1/64 with a 127 in each block of 16, so that a body may quantize it to int8
     without error.
     """
-    bits, width = CODES[dtype][0], 3 * BLOCK if brings == "blocks" else 96
+    bits, width = CODE_TYPES[dtype].bits, 3 * BLOCK if brings == "blocks" else 96
     height = plain.inputs[weight].shape[0]
     groups = width // group_size
     fields = {**plain.fields, "weight_dtype": dtype, "group_size": group_size,

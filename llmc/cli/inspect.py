@@ -21,8 +21,8 @@ def inspect_command(directory: Path | None, case_dir: Path | None, verify: bool,
     from rich.console import Console
     from rich.table import Table
 
+    from llmc.artifacts.manifest import read_manifest, verify_files
     from llmc.runtime.inspection import summarize
-    from llmc.runtime.manifest import read_manifest, verify_files
 
     case_dir = require_case_dir(directory, case_dir)
     manifest = read_manifest(case_dir)

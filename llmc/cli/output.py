@@ -12,7 +12,7 @@ import click
 from llmc.errors import CheckFailed
 
 if TYPE_CHECKING:
-    from llmc.runtime.manifest import Manifest
+    from llmc.artifacts.manifest import Manifest
 
 
 def print_passes(manifest: Manifest) -> None:

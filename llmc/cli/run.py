@@ -63,8 +63,8 @@ def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | No
                 generation_config: str, tp_size: int | None, device: list[int] | None,
                 log_file: str, as_json: bool, **options: Any) -> None:
     """Complete prompts with the model in DIR, a case directory, streaming the text."""
+    from llmc.artifacts.manifest import read_manifest
     from llmc.runtime.llm import LLM
-    from llmc.runtime.manifest import read_manifest
     from llmc.runtime.prompt_file import read_lines
 
     loading = pop_loading_options(options)

@@ -13,7 +13,7 @@ from llmc.errors import LlmcError
 from llmc.runtime.decoding.params import FIELDS, SamplingParams, with_defaults
 
 if TYPE_CHECKING:
-    from llmc.runtime.manifest import Manifest
+    from llmc.artifacts.manifest import Manifest
 
 
 class _SamplingOption(click.Option):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import reprlib
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
@@ -17,7 +16,7 @@ from inspect import Parameter, Signature
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal, get_type_hints
 
-from llmc.errors import LlmcError, shortened
+from llmc.errors import LlmcError, shown
 
 MAX_N = 2**16  # completions of a prompt, which a result holds together
 MAX_STOP = 64  # each is looked for after every token
@@ -29,7 +28,6 @@ MAX_BAD_WORDS_SIZE = 16_384  # of all together
 MAX_TOP_LOGPROBS = 1000
 _MAX_BIAS = 3.4e38  # of float32
 _MIN_TEMPERATURE = 1e-6  # logits that differ by 1e-4 are e^-100 apart: as good as greedy
-_MAX_SHOWN = 60  # characters of a value in an error
 # What beam search leaves no place for.
 _NOT_WITH_BEAMS = ("temperature", "n", "stop", "stop_token_ids", "logprobs", "prompt_logprobs")
 GUIDES = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
@@ -329,25 +327,6 @@ def listed(value: object) -> list[Any]:
     if isinstance(value, str | bytes | bytearray | memoryview) or not isinstance(value, Sequence):
         raise TypeError("a list")
     return list(value)
-
-
-class _Shown(reprlib.Repr):
-    """A value's repr, in which long texts are cut at a word."""
-
-    def repr_str(self, x: str, level: int) -> str:
-        return repr(shortened(x, _MAX_SHOWN))
-
-
-_SHOWN = _Shown()
-_SHOWN.maxother = _MAX_SHOWN
-
-
-def shown(value: object) -> str:
-    """A value as an error shows it, shortened."""
-    try:
-        return _SHOWN.repr(value)
-    except ValueError:
-        return "a number of many digits"
 
 
 def _number(value: object) -> float:

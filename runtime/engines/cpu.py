@@ -19,12 +19,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from llmc.errors import LlmcError
-from llmc.memory import is_out_of_memory
-from llmc.runtime.collectives import Communicator
-from llmc.runtime.devices import Placement
-from llmc.runtime.engines.rows import Rows
-from llmc.runtime.manifest import (
+from llmc.artifacts.manifest import (
     FACTS,
     MANIFEST_NAME,
     Chip,
@@ -34,7 +29,12 @@ from llmc.runtime.manifest import (
     Manifest,
     Steps,
 )
-from llmc.runtime.onnx_graph import check_graph
+from llmc.artifacts.onnx_graph import check_graph
+from llmc.errors import LlmcError
+from llmc.memory import is_out_of_memory
+from llmc.runtime.collectives import Communicator
+from llmc.runtime.devices import Placement
+from llmc.runtime.engines.rows import Rows
 from llmc.runtime.step import Limits, Memory, Step, positions
 
 _SIZES = {"num_tokens", "num_logits"}

@@ -18,6 +18,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from llmc import __version__
+from llmc.artifacts.manifest import Chip, Manifest
+from llmc.artifacts.program import Program, ProgramTensor, read_chip_programs
+from llmc.artifacts.weight_file import WEIGHTS_NAME, StoredWeight
 from llmc.errors import LlmcError
 from llmc.installation import CUDA_INSTALL_COMMAND
 from llmc.runtime.decoding.beam_search import Candidates
@@ -27,10 +30,7 @@ from llmc.runtime.engines import BLOCK_SIZE, MAX_LOGITS, MAX_SCORED
 from llmc.runtime.engines.admission import Admissions
 from llmc.runtime.engines.states import StateSlots
 from llmc.runtime.engines.tuning import read_choices, tuning_file, write_choices
-from llmc.runtime.manifest import Chip, Manifest
-from llmc.runtime.schedule import Schedule, ScheduledTensor, read_program
 from llmc.runtime.step import Limits, Sampled, Step
-from llmc.runtime.weights import WEIGHTS_NAME, StoredWeight
 
 SIZES: dict[int | str, int] = {"num_tokens": -1, "num_logits": -2, "batch": -3, "batch_plus_1": -4}
 # Who computes attention: a plain kernel for comparison, our own ones, or cuDNN the prompts'.
@@ -151,13 +151,13 @@ class CudaEngine:
     def _load(self, cuda: ModuleType, manifest: Manifest, chip: Chip, case_dir: Path,
               limits: Mapping[str, Any]) -> Any:
         """The extension's engine, with its program and its weights."""
-        read = read_program(manifest, chip, case_dir)
-        self._schedule = schedule = read.model
-        schedules = [schedule, *([read.encoder] if read.encoder else [])]
-        program = cuda.Program(**limits, token_bytes=max(s.token_bytes for s in schedules),
-                               logit_bytes=schedule.logit_bytes)
-        weights = build_program(program, schedules, manifest.dims.vocab_size)
-        engine = cuda.Engine(program, self._device, self._backend)
+        read = read_chip_programs(manifest, chip, case_dir)
+        self._program = program = read.model
+        programs = [program, *([read.encoder] if read.encoder else [])]
+        declared = cuda.Program(**limits, token_bytes=max(s.token_bytes for s in programs),
+                                logit_bytes=program.logit_bytes)
+        weights = build_program(declared, programs, manifest.dims.vocab_size)
+        engine = cuda.Engine(declared, self._device, self._backend)
         refusal = engine.attention_refusal(manifest.dtype, manifest.kv_dtype)
         if refusal:
             raise LlmcError(
@@ -293,14 +293,14 @@ class CudaEngine:
 
         float32 [num_tokens or num_logits, width] each. The host waits after every node.
         """
-        numbers = [number for node in self._schedule.nodes for number in node.outputs
-                   if number >= 0 and self._schedule.tensors[number].dtype != "float8_e4m3fn"]
+        numbers = [number for node in self._program.nodes for number in node.outputs
+                   if number >= 0 and self._program.tensors[number].dtype != "float8_e4m3fn"]
         values = {}
         self._engine.watch(numbers)
         try:
             self._execute(step)
             for number in numbers:
-                tensor = self._schedule.tensors[number]
+                tensor = self._program.tensors[number]
                 value = np.empty([step.num_tokens if isinstance(dim, str) else dim
                                   for dim in tensor.shape], np.float32)
                 self._engine.read_watched(number, value)
@@ -445,70 +445,70 @@ def check_fit(cuda: Any, manifest: Manifest, device: int) -> None:
                             f"the model again with this llmc")
 
 
-def build_program(program: Any, schedules: Sequence[Schedule], vocab_size: int) -> dict[str, int]:
+def build_program(declared: Any, programs: Sequence[Program], vocab_size: int) -> dict[str, int]:
     """Declare the tensors and nodes of the model and perhaps its encoder, which know weights,
-    inputs and the memory by the same names; the model's numbers are its schedule's own. Returns the
+    inputs and the memory by the same names; the model's numbers are its program's own. Returns the
     weights' numbers.
 
     Raises:
         CudaError: a node would read or write beyond a tensor.
-        LlmcError: a schedule has a size that is none, or one name for several tensors.
+        LlmcError: a program has a size that is none, or one name for several tensors.
     """
     shared: dict[str, int] = {}
     weights: dict[str, int] = {}
-    for schedule in schedules:
+    for program in programs:
         try:
-            numbers = _declare_all(program, schedule, shared, weights)
-            of_encoder = schedule is not schedules[0]
+            numbers = _declare_all(declared, program, shared, weights)
+            of_encoder = program is not programs[0]
             if not of_encoder and any(number != made for number, made in numbers.items()):
                 raise LlmcError("the schedule has a name of several tensors; compile the model "
                                 "again")
-            for node in schedule.nodes:
-                program.add_node(node.op, node.fields, [numbers[n] for n in node.inputs],
+            for node in program.nodes:
+                declared.add_node(node.op, node.fields, [numbers[n] for n in node.inputs],
                                  [numbers[n] for n in node.outputs], of_encoder)
         except (TypeError, LookupError) as error:
             raise LlmcError(f"the schedule has a size or a field that is none ({error}); compile "
                             f"the model again") from error
-    program.set_logits(schedules[0].logits, vocab_size)
+    declared.set_logits(programs[0].logits, vocab_size)
     return weights
 
 
-def _declare_all(program: Any, schedule: Schedule, shared: dict[str, int],
+def _declare_all(declared: Any, program: Program, shared: dict[str, int],
                  weights: dict[str, int]) -> dict[int, int]:
-    """The program's numbers by the schedule's; adds the names of what is no value to `shared`, and
+    """The declared numbers by the program's; adds the names of what is no value to `shared`, and
     those of weights to `weights`.
     """
     numbers = {-1: -1}
-    for number, tensor in enumerate(schedule.tensors):
+    for number, tensor in enumerate(program.tensors):
         if tensor.kind == "value":
-            numbers[number] = program.add_value(
+            numbers[number] = declared.add_value(
                 tensor.dtype, [SIZES.get(dim, dim) for dim in tensor.shape], tensor.offset,
                 tensor.per_logit)
         elif tensor.kind == "columns":
-            numbers[number] = program.add_columns(numbers[tensor.of], tensor.first, tensor.width)
+            numbers[number] = declared.add_columns(numbers[tensor.of], tensor.first, tensor.width)
         if number in numbers:
             continue
         if tensor.name not in shared:
-            shared[tensor.name] = _declare(program, tensor)
+            shared[tensor.name] = _declare(declared, tensor)
         numbers[number] = shared[tensor.name]
         if tensor.kind == "weight":
             weights[tensor.name] = numbers[number]
     return numbers
 
 
-def _declare(program: Any, tensor: ScheduledTensor) -> int:
+def _declare(declared: Any, tensor: ProgramTensor) -> int:
     """A tensor that is not a value; its number."""
     number: int
     if tensor.kind == "input":
-        number = program.add_input(tensor.name, tensor.dtype)
+        number = declared.add_input(tensor.name, tensor.dtype)
     elif tensor.kind == "weight":
-        number = program.add_weight(tensor.dtype, list(tensor.shape))
+        number = declared.add_weight(tensor.dtype, list(tensor.shape))
     elif tensor.kind == "memory":
-        number = program.add_memory(tensor.shape[1])
+        number = declared.add_memory(tensor.shape[1])
     elif tensor.kind == "state":
-        number = program.add_state(tensor.dtype, list(tensor.shape[1:]))
+        number = declared.add_state(tensor.dtype, list(tensor.shape[1:]))
     else:
-        number = program.add_cache(tensor.dtype, tensor.shape[1], tensor.shape[3])
+        number = declared.add_cache(tensor.dtype, tensor.shape[1], tensor.shape[3])
     return number
 
 

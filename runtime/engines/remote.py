@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from llmc.artifacts.manifest import Manifest, read_manifest
 from llmc.errors import LlmcError
 from llmc.runtime.engines.cuda import CudaEngine
-from llmc.runtime.manifest import Manifest, read_manifest
 from llmc.runtime.step import Limits, Sampled, Step
 
 _PATIENCE = 3.0  # seconds for a process to end by itself

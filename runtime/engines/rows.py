@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from llmc.artifacts.manifest import Chip
 from llmc.runtime.engines.states import Reached
-from llmc.runtime.manifest import Chip
 from llmc.runtime.step import Limits, Step
 
 _STEPS = 16  # within about as many a block is kept

@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from llmc.artifacts.case_files import read_bounded
 from llmc.errors import LlmcError
-from llmc.runtime.case_files import read_bounded
 
 _MAX_BYTES = 16 << 20
 Choices = list[tuple[list[int], list[int]]]  # a shape, and what the library calls its algorithm

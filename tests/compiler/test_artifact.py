@@ -14,8 +14,8 @@ import pytest
 from safetensors import safe_open
 
 import llmc
+from llmc.artifacts.manifest import json_schema, read_manifest
 from llmc.compiler.targets import cpu
-from llmc.runtime.manifest import json_schema, read_manifest
 
 
 def digests(directory):

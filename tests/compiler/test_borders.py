@@ -13,9 +13,13 @@ ABOVE_PASSES = ("llmc.compiler.lower", "llmc.compiler.dims", "llmc.compiler.api"
 # What the files of a room must not import.
 FORBIDDEN = {
     "csrc/plugins": ("llmc.compiler", "llmc.runtime", "llmc.cli"),
+    "artifacts": ("llmc.compiler", "llmc.runtime", "llmc.server", "llmc.cli"),
     "runtime": ("llmc.compiler", "llmc.cli"),
     "compiler/graph": (*ABOVE_PASSES, "llmc.compiler.passes", "llmc.runtime", "llmc.cli"),
     "compiler/passes": (*ABOVE_PASSES, "llmc.runtime", "llmc.cli"),
+    "compiler/quant": ("llmc.compiler.lower", "llmc.compiler.dims", "llmc.compiler.api",
+                       "llmc.compiler.targets", "llmc.cli"),
+    "compiler/quant/readers": (*ABOVE_PASSES, "llmc.compiler.passes", "llmc.runtime", "llmc.cli"),
     "compiler/frontend": ("llmc.compiler.passes", "llmc.compiler.lower", "llmc.compiler.dims",
                           "llmc.compiler.api", "llmc.compiler.targets", "llmc.compiler.check",
                           "llmc.cli"),
@@ -24,6 +28,9 @@ FORBIDDEN = {
                          "llmc.cli"),
     "compiler/check": ("llmc.cli",),
 }
+# What the compiler, but for its check, takes of the runtime: the tokenizer, the sampling parameters
+# that a model's defaults are checked by, and where TensorRT's builder finds the engine's libraries.
+FROM_RUNTIME = ("llmc.runtime.decoding.params", "llmc.runtime.engines", "llmc.runtime.tokenizer")
 
 
 def sources(room):
@@ -47,6 +54,14 @@ def test_a_room_imports_nothing_from_above_it(room):
     crossing = [f"{path.relative_to(ROOT)} imports {name}" for path in files
                 for name in imported(path)
                 if any(f"{name}.".startswith(f"{door}.") for door in FORBIDDEN[room])]
+    assert not crossing
+
+
+def test_the_compiler_imports_the_runtime_only_to_ask_an_engine():
+    crossing = [f"{path.relative_to(ROOT)} imports {name}" for path in sources("compiler")
+                for name in imported(path) if f"{name}.".startswith("llmc.runtime.")
+                and path.parent.name != "check"
+                and not any(f"{name}.".startswith(f"{door}.") for door in FROM_RUNTIME)]
     assert not crossing
 
 

@@ -15,11 +15,11 @@ from safetensors.numpy import load_file
 from schedule_interpreter import Interpreter, Interpreters
 
 import llmc
+from llmc.artifacts.manifest import read_manifest
+from llmc.artifacts.program import ELEMENTWISE, read_program
 from llmc.runtime.collectives import Communicator
 from llmc.runtime.engines import cuda
 from llmc.runtime.inspection import summarize
-from llmc.runtime.manifest import read_manifest
-from llmc.runtime.schedule import ELEMENTWISE, read_schedule
 from llmc.runtime.step import Step
 
 
@@ -76,11 +76,11 @@ def test_graph_onnx_is_typed_and_gives_transformers_logits(family, dtype, quanti
     inferred = onnx.shape_inference.infer_shapes(graph, check_type=True, strict_mode=True).graph
     kinds = {value.name: value.type.tensor_type.elem_type
              for value in (*inferred.value_info, *inferred.output)}
-    schedule = read_schedule(case / "chip0" / "schedule.json")
+    program = read_program(case / "chip0" / "schedule.json")
     expected = {kind, onnx.TensorProto.BOOL}
     if family in families.MIXTURES:  # what routers choose, and its scores
         expected |= {onnx.TensorProto.INT64, onnx.TensorProto.FLOAT}
-    assert {kinds[tensor.name] for tensor in schedule.tensors if tensor.kind == "value"} <= expected
+    assert {kinds[tensor.name] for tensor in program.tensors if tensor.kind == "value"} <= expected
     tokens = np.random.default_rng(0).integers(3, families.VOCAB, 12).tolist()
     families.assert_close(onnx_logits(graph, path.parent, tokens)[:, :families.VOCAB],
                           families.reference_logits(model, tokens), tolerance)
@@ -149,7 +149,7 @@ def onnx_logits(graph, directory, tokens):
 def test_every_attention_has_its_cache_in_blocks(tiny_hf, tmp_path):
     manifest = llmc.compile(tiny_hf, tmp_path / "case", target="cuda")
     assert manifest.kv_cache_layout == "paged"
-    schedule = read_schedule(tmp_path / "case" / "chip0" / "schedule.json")
+    schedule = read_program(tmp_path / "case" / "chip0" / "schedule.json")
     number, tensor = next((number, tensor) for number, tensor in enumerate(schedule.tensors)
                           if tensor.name == "block_table")
     assert (tensor.kind, tensor.dtype, tensor.shape) == ("input", "int32", ("batch", "max_blocks"))
@@ -188,7 +188,7 @@ def test_16_bit_weights_and_exact_tables(tiny_hf, tiny_model, tmp_path):
 def test_a_value_s_place_is_used_again(tiny_hf, tmp_path):
     """The arena is a fraction of what all values together take."""
     llmc.compile(tiny_hf, tmp_path / "case", target="cuda")
-    schedule = read_schedule(tmp_path / "case" / "chip0" / "schedule.json")
+    schedule = read_program(tmp_path / "case" / "chip0" / "schedule.json")
     together = sum(4 * t.shape[-1] for t in schedule.tensors if t.kind == "value")
     assert schedule.token_bytes < together / 4
 
@@ -220,7 +220,7 @@ def test_a_broken_schedule_is_one_sentence(tiny_hf, tmp_path):
     path = tmp_path / "case" / "chip0" / "schedule.json"
     path.write_text(path.read_text().replace('"op": "Embedding"', '"op": 7'))
     with pytest.raises(llmc.LlmcError, match="is not a valid schedule: nodes.0.op"):
-        read_schedule(path)
+        read_program(path)
 
 
 def test_memory_is_counted_in_the_model_s_dtype(tiny_hf, tmp_path):
@@ -285,7 +285,7 @@ def test_float8_caches_are_a_byte_an_element(tiny_hf, tmp_path):
     assert [manifest.kv_dtype for manifest in manifests] == ["bfloat16", "float8_e4m3fn"]
     wide, narrow = (summarize(manifest)["chips"][0]["kv_cache_bytes"] for manifest in manifests)
     assert wide == 2 * narrow
-    schedule = read_schedule(tmp_path / "casefloat8_e4m3fn" / "chip0" / "schedule.json")
+    schedule = read_program(tmp_path / "casefloat8_e4m3fn" / "chip0" / "schedule.json")
     assert {tensor.dtype for tensor in schedule.tensors if tensor.kind == "cache"} \
         == {"float8_e4m3fn"}
 
@@ -341,7 +341,7 @@ def test_keys_of_several_layers_side_by_side(tp_size, tmp_path):
 def test_a_shared_expert_of_no_features_is_left_out(family, tmp_path):
     model = families.tiny_model(family, shared_expert_intermediate_size=0)
     llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", target="cuda")
-    schedule = read_schedule(tmp_path / "case" / "chip0" / "schedule.json")
+    schedule = read_program(tmp_path / "case" / "chip0" / "schedule.json")
     assert all(0 not in tensor.shape for tensor in schedule.tensors)
     tokens = np.random.default_rng(0).integers(3, families.VOCAB, 12).tolist()
     families.assert_close(Interpreter(tmp_path / "case").run(tokens, 0),

@@ -16,6 +16,7 @@ from schedule_interpreter import Interpreters
 from transformers import AutoModelForCausalLM
 
 import llmc
+from llmc.artifacts.manifest import Target, hash_file, read_manifest, write_manifest
 from llmc.cli import main
 from llmc.compiler import api
 from llmc.compiler.check import diff as diff_module
@@ -25,7 +26,6 @@ from llmc.compiler.check.report import print_report, write_html
 from llmc.compiler.frontend import load
 from llmc.compiler.lower import lower
 from llmc.compiler.options import CompileOptions
-from llmc.runtime.manifest import Target, hash_file, read_manifest, write_manifest
 
 
 @functools.cache

@@ -13,12 +13,12 @@ from safetensors.numpy import load_file
 from schedule_interpreter import Interpreter
 
 import llmc
+from llmc.artifacts.manifest import Target
+from llmc.artifacts.program import read_program
 from llmc.compiler.lower import lower
 from llmc.compiler.options import CompileOptions
 from llmc.compiler.passes.attention import bias
 from llmc.runtime.collectives import Communicator
-from llmc.runtime.manifest import Target
-from llmc.runtime.schedule import read_schedule
 
 PREFILL, STEPS = 5, 12
 
@@ -130,7 +130,7 @@ def test_what_goes_to_the_memory_of_a_gpu_leaves_its_place_at_once(encoder_decod
     _, raw, _ = encoder_decoder("t5")
     manifest = compile_for_gpus(raw, tmp_path / "case", "float16")
     chip, = manifest.chips
-    schedules = [read_schedule(tmp_path / "case" / step.path)
+    schedules = [read_program(tmp_path / "case" / step.path)
                  for step in (*chip.steps, *chip.encoder.steps)]
     decoder, encoder = schedules
     memory = {t.name for t in decoder.tensors if t.kind == "memory"}

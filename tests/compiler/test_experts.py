@@ -19,12 +19,12 @@ from transformers.models.olmoe import modeling_olmoe
 
 import llmc
 from llmc import plugins
+from llmc.artifacts.manifest import read_manifest
 from llmc.compiler import lower
 from llmc.compiler.check.diff import diff
 from llmc.compiler.frontend import load, trace
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.options import CompileOptions
-from llmc.runtime.manifest import read_manifest
 
 TOKENS = np.random.default_rng(0).integers(3, families.VOCAB, 12).tolist()
 

@@ -12,10 +12,10 @@ import transformers
 from transformers.models.llama import modeling_llama
 
 import llmc
+from llmc.artifacts.manifest import hash_file, read_manifest
 from llmc.compiler.check.execute import run_graph
 from llmc.compiler.frontend import load, origin, trace
 from llmc.compiler.frontend.repeat import CannotRepeat, _check_places, _shorten
-from llmc.runtime.manifest import hash_file, read_manifest
 
 
 @pytest.mark.parametrize(("family", "layers"), [("llama", 6), ("gemma3_text", 14), ("gpt2", 5)])

@@ -17,14 +17,14 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import llmc
+from llmc.artifacts.manifest import Target, hash_file, read_manifest
 from llmc.compiler import api
 from llmc.compiler.frontend import checkpoint, gguf_file
-from llmc.compiler.frontend.gguf_forms import form_of
 from llmc.compiler.frontend.gguf_header import read_header
 from llmc.compiler.lower import lower
 from llmc.compiler.options import CompileOptions
+from llmc.compiler.quant.readers.gguf import form_of
 from llmc.compiler.targets import cpu
-from llmc.runtime.manifest import Target, hash_file, read_manifest
 
 VOCAB, WIDTH, TOKENS = 96, 64, 5000  # TOKENS make the arrays of the vocabulary long ones
 LLAMA = {"context_length": 16384, "block_count": 2, "feed_forward_length": 96,

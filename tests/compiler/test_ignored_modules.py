@@ -15,8 +15,8 @@ from schedule_interpreter import Interpreters
 from transformers import AutoModelForCausalLM
 
 import llmc
+from llmc.artifacts.manifest import read_manifest
 from llmc.compiler.targets import cpu
-from llmc.runtime.manifest import read_manifest
 from llmc.runtime.step import Step
 
 TOKENS = np.random.default_rng(3).integers(3, families.VOCAB, 20).tolist()

@@ -6,8 +6,8 @@ import pytest
 from schedule_interpreter import Interpreters
 
 import llmc
+from llmc.artifacts.manifest import read_manifest
 from llmc.compiler.check.diff import diff
-from llmc.runtime.manifest import read_manifest
 
 TOKENS = [5, 17, 42, 9, 88, 3, 61]
 

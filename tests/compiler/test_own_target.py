@@ -8,11 +8,11 @@ import pytest
 
 import llmc
 from llmc import targets
-from llmc.runtime.manifest import read_manifest
+from llmc.artifacts.manifest import read_manifest
 
 MODULE = '''
 from llmc.compiler.targets import cpu
-from llmc.runtime.manifest import Target
+from llmc.artifacts.manifest import Target
 from llmc.targets import TargetSpec, register
 
 SPEC = register(TargetSpec(

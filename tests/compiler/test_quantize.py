@@ -27,19 +27,19 @@ from schedule_interpreter import Interpreters
 from transformers import AutoModelForCausalLM
 
 import llmc
+from llmc.artifacts.manifest import Target, read_manifest
 from llmc.compiler import api
-from llmc.compiler.calibrate import calibrate
-from llmc.compiler.channel_scales import find_pair, scale_channels
 from llmc.compiler.check.diff import _compare_weights, diff
 from llmc.compiler.check.evaluate import perplexity
 from llmc.compiler.frontend import load
-from llmc.compiler.graph.quantization import Scheme
 from llmc.compiler.graph.rewrite import values_of
 from llmc.compiler.lower import divide, fuse, lower
 from llmc.compiler.options import CompileOptions
+from llmc.compiler.quant.calibrate import calibrate
+from llmc.compiler.quant.channel_scales import find_pair, scale_channels
+from llmc.compiler.quant.scheme import Scheme
 from llmc.compiler.targets import cpu
 from llmc.errors import LlmcError
-from llmc.runtime.manifest import Target, read_manifest
 from llmc.runtime.step import Step
 from llmc.runtime.tokenizer import read_tokenizer
 

@@ -15,8 +15,8 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from llmc.cli import main
-from llmc.compiler.frontend import quantized
 from llmc.compiler.graph.weights import Weight
+from llmc.compiler.quant import checkpoint
 from llmc.errors import LlmcError
 
 GROUP = dict(weights=dict(num_bits=8, type="float", strategy="channel"), targets=["Linear"])
@@ -160,7 +160,7 @@ def test_packed_experts_of_mxfp4_are_known():
     tensors = {"model.layers.0.mlp.experts.gate_up_proj_blocks":
                Weight.of(np.zeros((1, 2, 16), np.uint8))}
     with pytest.raises(LlmcError, match="by MXFP4"):
-        quantized.refuse_quantized_tensors(tensors, "x")
+        checkpoint.refuse_quantized_tensors(tensors, "x")
 
 
 @pytest.mark.parametrize("config", [
@@ -170,7 +170,7 @@ def test_packed_experts_of_mxfp4_are_known():
     {"quantization_config": "none"},
 ])
 def test_a_config_that_asks_for_nothing_is_none_of_a_quantised_model(config):
-    assert quantized.method_of(config) is None
+    assert checkpoint.method_of(config) is None
 
 
 def test_it_is_known_before_torch_and_transformers_are_imported(tiny_hf, tmp_path):

@@ -17,12 +17,12 @@ from schedule_interpreter import Interpreters
 from transformers import AutoModelForCausalLM
 
 import llmc
+from llmc.artifacts.manifest import read_manifest
 from llmc.compiler.check.diff import diff
 from llmc.compiler.frontend.checkpoint import open_checkpoint
-from llmc.compiler.frontend.quantized import read_quantized
+from llmc.compiler.quant.checkpoint import read_quantized
 from llmc.compiler.targets import cpu, tensorrt
 from llmc.errors import LlmcError
-from llmc.runtime.manifest import read_manifest
 from llmc.runtime.step import Step
 
 TOKENS = np.random.default_rng(3).integers(3, 100, 20).tolist()

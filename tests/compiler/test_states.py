@@ -15,13 +15,13 @@ from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import llmc
+from llmc.artifacts.manifest import read_manifest
+from llmc.artifacts.program import read_program
 from llmc.compiler import lower
 from llmc.compiler.check.diff import diff
 from llmc.compiler.frontend import load, states, trace
 from llmc.compiler.frontend.states import keeps_state
 from llmc.compiler.options import CompileOptions
-from llmc.runtime.manifest import read_manifest
-from llmc.runtime.schedule import read_schedule
 
 TOKENS = np.random.default_rng(0).integers(3, families.VOCAB, 20).tolist()
 
@@ -137,7 +137,7 @@ def test_what_reads_one_norm_is_one_product_on_gpus(family, others, tp_size, tmp
     hf = families.save(families.tiny_model(family), tmp_path / "hf")
     manifest = llmc.compile(hf, tmp_path / "case", target="cuda", tp_size=tp_size)
     for chip in manifest.chips:
-        schedule = read_schedule(tmp_path / "case" / chip.steps[0].path)
+        schedule = read_program(tmp_path / "case" / chip.steps[0].path)
         nodes = [node for node in schedule.nodes if node.op != "AllReduce"][1:6 + len(others)]
         assert [node.op for node in nodes] == [
             "NormGemm", "CausalConv1d", "GatedLinearAttention", "GroupRMSNorm", "GemmBiasRes",

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import llmc
+from llmc.artifacts.manifest import CollectiveStep, read_manifest
 from llmc.compiler.frontend import load
 from llmc.compiler.lower import fuse
 from llmc.compiler.options import CompileOptions
 from llmc.compiler.passes.shares import deal_columns
 from llmc.compiler.passes.tensor_parallel import partition, share_heads
-from llmc.runtime.manifest import CollectiveStep, read_manifest
 
 
 @given(st.integers(1, 12), st.integers(1, 8), st.data())

@@ -7,9 +7,9 @@ import onnxruntime as ort
 import pytest
 
 import llmc
+from llmc.artifacts.manifest import read_manifest
 from llmc.compiler.check.diff import diff
 from llmc.compiler.targets import tensorrt_rtx
-from llmc.runtime.manifest import read_manifest
 
 pytest.importorskip("tensorrt_rtx")
 NEW = 6

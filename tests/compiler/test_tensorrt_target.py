@@ -16,11 +16,12 @@ from schedule_interpreter import Interpreters
 
 import llmc
 from llmc import plugins
+from llmc.artifacts.manifest import Target, read_manifest
 from llmc.compiler.options import CompileOptions
 from llmc.compiler.targets import tensorrt
-from llmc.plugins.quantization import CODES, dequantized, pack, unpack
+from llmc.plugins.code_types import CODE_TYPES
+from llmc.plugins.quantization import dequantized, pack, unpack
 from llmc.runtime.engines.tensorrt import check_plugins, check_version, tensorrt_library
-from llmc.runtime.manifest import Target, read_manifest
 from llmc.runtime.step import Step
 
 FOUND = {"version": "8.6.0", "gpu": "NVIDIA H200", "compute_capability": "9.0"}
@@ -201,7 +202,8 @@ def numbers_of(fields, given):
     """Values of codes in the order that csrc/kernels/common/dequantize.cuh reads: of every eight
     columns the even ones first, a group's scales side by side."""
     width, height = fields["in_features"], fields["out_features"]
-    bits, zero = CODES[fields["weight_dtype"]]
+    own = CODE_TYPES[fields["weight_dtype"]]
+    bits, zero = own.bits, own.zero_point
     raw = given["weight"].view(np.uint8).reshape(height, -1)
     codes = np.stack([raw & 15, raw >> 4], -1).reshape(height, -1) if bits == 4 else raw
     places = [column // 8 * 8 + column % 8 // 2 + column % 2 * 4 if width % 8 == 0 else column
@@ -229,7 +231,7 @@ def in_tiles(codes, dtype):
     """Codes [experts, out, in] as bytes in the order in which number_at() of
     csrc/kernels/moe/experts.cuh looks for them.
     """
-    bits = CODES[dtype][0]
+    bits = CODE_TYPES[dtype].bits
     experts, height, width = codes.shape
     step = 64 if bits == 4 else 32
     row, column = np.indices((height, width))
@@ -262,16 +264,16 @@ def scales_in_tiles(scales):
 # Sizes hidden and inner, and which of gate_up and down are in tiles: those of a group size that is
 # a power of two from 32 on, and of 4 bits of whole 64s of columns.
 @pytest.mark.parametrize(("dtype", "size", "hidden", "inner", "tiled"), [
-    *((dtype, size, 128, 256, (True, True)) for dtype in CODES for size in (32, 128)
+    *((dtype, size, 128, 256, (True, True)) for dtype in CODE_TYPES for size in (32, 128)
       if (dtype, size) != ("mxfp4", 128)),
-    *((dtype, 32, 96, 64, (bits == 8, True)) for dtype, (bits, _) in CODES.items()),
+    *((dtype, 32, 96, 64, (own.bits == 8, True)) for dtype, own in CODE_TYPES.items()),
     ("int4", 32, 64, 32, (True, False)), ("mxfp4", 32, 96, 32, (False, False)),
     ("uint4", 48, 96, 48, (False, False)), ("uint8", 12, 24, 36, (False, False)),
     ("int8", 16, 32, 64, (False, False)), ("float8_e4m3fn", 96, 96, 96, (False, False))])
 def test_experts_lie_as_their_kernels_read_them(dtype, size, hidden, inner, tiled):
     """What Experts::prepare makes of them on a GPU, as words of int32."""
     rng = np.random.default_rng(size)
-    bits, fixed = CODES[dtype]
+    bits, fixed = CODE_TYPES[dtype].bits, CODE_TYPES[dtype].zero_point
     given, expected = {}, {}
     for name, rows, width, in_order in (("gate_up", 2 * inner, hidden, tiled[0]),
                                         ("down", hidden, inner, tiled[1])):
@@ -335,7 +337,7 @@ def test_the_parser_is_given_experts_as_kernels_read_them(builder, family, wish,
     for node in nodes:
         fields = attributes(node)
         names = dict(zip(fields["present"].split(), node.input, strict=True))
-        bits = CODES[fields["weight_dtype"]][0]
+        bits = CODE_TYPES[fields["weight_dtype"]].bits
         for role in plugins.registry()["Experts"].quantized:
             weight, scale = stored[names[role.weight]], stored[names[role.scale]]
             codes = unpack(weight.reshape(-1, weight.shape[-1]), bits)

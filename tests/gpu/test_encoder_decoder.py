@@ -11,8 +11,8 @@ from stepping import load
 
 import llmc
 from llmc import SamplingParams
+from llmc.artifacts.manifest import Target
 from llmc.compiler.options import CompileOptions
-from llmc.runtime.manifest import Target
 from llmc.runtime.step import Memory, Step
 
 NAMES = [*families.ENCODER_DECODERS, *families.UNPLANNED_ENCODER_DECODERS]

@@ -21,7 +21,8 @@ from llmc.plugins.activations import REFERENCE as ACTIVATIONS
 from llmc.plugins.attention.op import _sample
 from llmc.plugins.bidirectional_attention.op import _sample as bidirectional_sample
 from llmc.plugins.cached_attention.op import _reading
-from llmc.plugins.quantization import BLOCK, CODES, blocks_shape, dequantized, pack
+from llmc.plugins.code_types import CODE_TYPES
+from llmc.plugins.quantization import BLOCK, blocks_shape, dequantized, pack
 
 # Of the reference's largest value, for one rounding of inputs and outputs to the dtype.
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}
@@ -294,7 +295,7 @@ def test_linear_of_a_weight_in_fewer_bits(extension, name, stored, brings, rows,
     name, _, more = name.partition(", ")
     weighted, plain = "weighted" in more, more == "plain"
     gated = name == "GatedMLP" or "gated" in more
-    bits, count = CODES[stored][0], 2 * out if gated else out
+    bits, count = CODE_TYPES[stored].bits, 2 * out if gated else out
     fields = {"weight_dtype": stored, "group_size": group, "in_features": width,
               "out_features": count}
     codes = rng.integers(0, 2 ** bits, (count, width), dtype=np.uint8)
@@ -626,7 +627,7 @@ def test_experts(extension, tokens, hidden, inner, num_experts, top_k, more, dty
 
 def packed_experts(rng, stored, group_size, fields, inputs):
     """The same with weights of random codes in their place."""
-    bits, (count, hidden, inner) = CODES[stored][0], inputs["down"].shape
+    bits, (count, hidden, inner) = CODE_TYPES[stored].bits, inputs["down"].shape
     inputs = dict(inputs)
     for name in ("gate_up", "down"):
         _, rows, width = inputs[name].shape
@@ -640,7 +641,7 @@ def packed_experts(rng, stored, group_size, fields, inputs):
         if stored == "mxfp4":
             inputs[f"{name}_scale"] = rng.integers(-2, 1, shape).astype(np.uint8) + np.uint8(
                 127 - np.log2(size))
-        if CODES[stored][1] is None:
+        if CODE_TYPES[stored].zero_point is None:
             zeros = rng.integers(2 ** bits // 3, 2 ** bits * 2 // 3, shape, dtype=np.uint8)
             inputs[f"{name}_zero"] = pack(zeros, bits)
         inputs |= {own: inputs[own].reshape(count, rows, -1)

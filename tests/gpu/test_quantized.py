@@ -11,7 +11,7 @@ from schedule_interpreter import Interpreters
 from stepping import load
 
 import llmc
-from llmc.runtime.schedule import read_schedule
+from llmc.artifacts.program import read_program
 from llmc.runtime.step import Step
 
 ROWS = (1, 4, 9, 16, 17, 40, 100, 300)  # few, many, and so many that a weight becomes numbers
@@ -120,7 +120,7 @@ def test_logits_of_activations_in_fp8_by_fixed_scales(extension, family, backend
     effect = np.median(far(plain, right))
     for dtype in ("float16", "bfloat16"):
         case = compiled(static, dtype)
-        rounded = [node.fields["out_scale"] for node in read_schedule(
+        rounded = [node.fields["out_scale"] for node in read_program(
             case / "chip0" / "schedule.json").nodes if node.fields.get("out_scale")]
         assert len(rounded) == 2 * 3 - 1  # but the last attention, of which few rows are wanted
         lost = np.median(far(on_gpu(compiled(hf, dtype)), plain))

@@ -14,9 +14,9 @@ from stepping import Stepper, load
 
 import llmc
 from llmc import SamplingParams
+from llmc.artifacts.manifest import read_manifest
 from llmc.runtime.devices import place
 from llmc.runtime.gpus import GpuReplica
-from llmc.runtime.manifest import read_manifest
 from llmc.runtime.step import Step
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs")

@@ -12,11 +12,11 @@ import small_case
 
 import llmc
 from llmc import plugins
+from llmc.artifacts.manifest import Target, read_manifest
+from llmc.artifacts.program import Program, read_program
 from llmc.compiler.options import CompileOptions
 from llmc.runtime.decoding.sampling import Sampler, SamplingParams
 from llmc.runtime.engines.cuda import build_program, step_arrays
-from llmc.runtime.manifest import Target, read_manifest
-from llmc.runtime.schedule import Schedule, read_schedule
 from llmc.runtime.step import LAST, Memory, SamplingState, ScoredRows, Step
 
 T, L, B = -1, -2, -3  # num_tokens, num_logits, batch
@@ -47,7 +47,7 @@ def limits_of(manifest):
 def schedules_of(case, rank=0):
     chip = read_manifest(case).chips[rank]
     steps = [*chip.steps, *(chip.encoder.steps if chip.encoder else ())]
-    return [read_schedule(case / step.path) for step in steps]
+    return [read_program(case / step.path) for step in steps]
 
 
 def build(extension, manifest, schedules):
@@ -151,7 +151,7 @@ def refused(extension, manifest, schedule):
     with pytest.raises(extension.CudaError):
         build(extension, manifest, [schedule])
     with pytest.raises(ValueError):
-        Schedule.model_validate_json(schedule.model_dump_json())
+        Program.model_validate_json(schedule.model_dump_json())
 
 
 @pytest.mark.thorough

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import llmc
+from llmc.artifacts.manifest import read_manifest
 from llmc.runtime.inspection import summarize
-from llmc.runtime.manifest import read_manifest
 
 LATENT, CHUNKED = FAMILIES = ("deepseek_v3", "llama4_text")
 RNG = np.random.default_rng(8)

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from schedule_interpreter import Interpreter
 
 import llmc
-from llmc.runtime.manifest import hash_file, read_manifest
-from llmc.runtime.schedule import read_schedule
-from llmc.runtime.weights import read_weight_header
+from llmc.artifacts.manifest import hash_file, read_manifest
+from llmc.artifacts.program import read_program
+from llmc.artifacts.weight_file import read_weight_header
 
 EXAMPLES = int(os.environ.get("LLMC_FUZZ_EXAMPLES", "100"))
 FILES = ("chip0/schedule.json", "chip0/encoder.json", "chip0/weights.safetensors",
@@ -197,7 +197,7 @@ def test_a_schedule_that_would_leave_its_memory_is_refused(case, tmp_path, where
     path = tmp_path / "schedule.json"
     path.write_text(json.dumps(content))
     with pytest.raises(llmc.LlmcError, match=f"is not a valid schedule: .*{match}"):
-        read_schedule(path)
+        read_program(path)
 
 
 def swap_inputs(op, first, second):
@@ -264,7 +264,7 @@ def test_an_order_in_which_something_is_lost_is_refused(case, tmp_path, change, 
     path = tmp_path / "schedule.json"
     path.write_text(json.dumps(content))
     with pytest.raises(llmc.LlmcError, match=f"is not a valid schedule: .*{match}"):
-        read_schedule(path)
+        read_program(path)
 
 
 def set_to(value, *trail):

@@ -6,8 +6,8 @@ import families
 import pytest
 
 import llmc
+from llmc.artifacts.manifest import read_manifest
 from llmc.runtime.devices import place
-from llmc.runtime.manifest import read_manifest
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import llmc
+from llmc.artifacts.manifest import covers, hash_file, read_manifest, verify_files
 from llmc.compiler.passes.tensor_parallel import share_heads
 from llmc.plugins import registry
 from llmc.runtime.inspection import summarize
-from llmc.runtime.manifest import covers, hash_file, read_manifest, verify_files
 
 MANIFEST = "model_info.json"
 

@@ -5,9 +5,9 @@ import onnx
 import onnx.parser
 import pytest
 
+from llmc.artifacts import onnx_graph
+from llmc.artifacts.onnx_graph import check_model
 from llmc.plugins import DOMAIN, registry
-from llmc.runtime import onnx_graph
-from llmc.runtime.onnx_graph import check_model
 
 EACH = "each = body (int64 i, bool c, float[n] s) => (bool c_out, float[n] s_out) {" \
     "c_out = Identity(c) s_out = Add(s, s)}"

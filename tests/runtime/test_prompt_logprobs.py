@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import llmc
+from llmc.artifacts.manifest import read_manifest
 from llmc.errors import LlmcError
 from llmc.runtime.decoding.sampling import Logprobs
-from llmc.runtime.manifest import read_manifest
 from llmc.runtime.prompt_scores import PromptScores
 from llmc.runtime.replica import Room, cpu_limits
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from schedule_interpreter import interpreted
 
 import llmc
+from llmc.artifacts.manifest import read_manifest
 from llmc.runtime.engines.states import StateSlots
-from llmc.runtime.manifest import read_manifest
 from llmc.runtime.step import Limits, Step
 
 # Of the first each layer attends and keeps two states, of the second a layer attends or keeps two.

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from server_process import serving
 
-from llmc.runtime.manifest import read_manifest
+from llmc.artifacts.manifest import read_manifest
 from llmc.server.errors import ApiError
 from llmc.server.limits import Limits
 

@@ -12,9 +12,9 @@ from vllm_cases import case
 
 import llmc
 import llmc_vllm
+from llmc.artifacts.manifest import read_manifest
 from llmc.runtime.decoding.params import SamplingParams
 from llmc.runtime.decoding.sampling import Sampler
-from llmc.runtime.manifest import read_manifest
 from llmc.runtime.step import Limits
 from llmc_vllm import options
 from llmc_vllm.sequences import Sequences

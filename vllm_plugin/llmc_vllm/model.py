@@ -11,8 +11,8 @@ import tempfile
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from llmc.artifacts.manifest import MANIFEST_NAME, Manifest, check_files, hash_file, read_manifest
 from llmc.errors import LlmcError
-from llmc.runtime.manifest import MANIFEST_NAME, Manifest, check_files, hash_file, read_manifest
 
 MODEL_TYPE = "llmc"
 ARCHITECTURE = "LlmcForCausalLM"

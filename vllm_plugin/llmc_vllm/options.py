@@ -6,9 +6,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from llmc.artifacts.manifest import Manifest, read_manifest, verify_files
 from llmc.errors import LlmcError
 from llmc.runtime.engines import BLOCK_SIZE
-from llmc.runtime.manifest import Manifest, read_manifest, verify_files
 from llmc_vllm.model import view
 
 WORKER = "llmc_vllm.worker.LlmcWorker"

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 import torch.distributed
 
+from llmc.artifacts.manifest import DTYPE_BYTES, Manifest
 from llmc.runtime.collectives import Communicator
 from llmc.runtime.devices import place
 from llmc.runtime.engines.cpu import CpuEngine
 from llmc.runtime.engines.host import HostSampling
-from llmc.runtime.manifest import DTYPE_BYTES, Manifest
 from llmc.runtime.replica import Room, cpu_limits
 from llmc.runtime.step import Limits, Sampled, Step
 

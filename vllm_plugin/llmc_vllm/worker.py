@@ -26,7 +26,7 @@ from vllm.v1.outputs import (
 )
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
-from llmc.runtime.manifest import verify_files
+from llmc.artifacts.manifest import verify_files
 from llmc.runtime.replica import Room
 from llmc.runtime.step import Step
 from llmc_vllm.model import read_copy, view

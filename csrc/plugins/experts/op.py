@@ -34,11 +34,9 @@ import numpy as np
 
 from llmc.plugins import Fields, Op, Sample, Shape
 from llmc.plugins.activations import REFERENCE, activation_text
+from llmc.plugins.code_types import CODE_TYPES
 from llmc.plugins.quantization import (
-    CODES,
     FLOAT8,
-    MXFP4,
-    MXFP4_GROUP,
     activations,
     check_rounding,
     dequantize,
@@ -198,7 +196,7 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
             return None
         zeros = ", , , , gate_up_zero, down_zero" if "gate_up_zero" in present else ""
         given = f"gate_up, gate_up_scale, {first}, down, down_scale, {second}{zeros}"
-        kernel = (f"QMoE<expert_weight_bits={CODES[fields['weight_dtype']][0]}, "
+        kernel = (f"QMoE<expert_weight_bits={CODE_TYPES[fields['weight_dtype']].bits}, "
                   f"block_size={size}, accuracy_level={_INT8_DOT_PRODUCTS}, ")
     return "\n".join([
         "last = Constant<value_ints=[-1]>()",
@@ -248,7 +246,7 @@ def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
     if fields["weight_dtype"]:
         hidden, inner = _check_packed(fields, present)
         both, size = inner * (1 + fields["gated"]), fields["group_size"]
-        per_byte = 8 // CODES[fields["weight_dtype"]][0]
+        per_byte = CODE_TYPES[fields["weight_dtype"]].per_byte
         for name, rows, width in (("gate_up", both, hidden), ("down", hidden, inner)):
             packed |= {name: ("experts", rows, width // per_byte),
                        f"{name}_scale": ("experts", rows, width // size),
@@ -271,9 +269,11 @@ def _check_packed(fields: Fields, present: frozenset[str]) -> tuple[int, int]:
         ValueError: attributes and inputs are inconsistent.
     """
     size, sizes = fields["group_size"], (fields["in_features"], fields["inner_features"])
-    if fields["weight_dtype"] == MXFP4 and size != MXFP4_GROUP:
-        raise ValueError(f"Experts in mxfp4 have groups of {MXFP4_GROUP}, not of {size}")
-    brings = CODES[fields["weight_dtype"]][1] is None
+    own = CODE_TYPES[fields["weight_dtype"]]
+    if own.group_size not in (None, size):
+        raise ValueError(f"Experts in {fields['weight_dtype']} have groups of {own.group_size}, "
+                         f"not of {size}")
+    brings = own.zero_point is None
     for role in _ROLES:
         if role.scale not in present or (role.zero in present) != brings:
             raise ValueError(f"Experts takes scales with weight_dtype, and zeros with uint4 and "
@@ -353,7 +353,8 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
 
     def packed(dtype: str, size: int, plain: Sample) -> Sample:
         """A sample with random codes. A body may quantize its activations to 8 bits."""
-        bits, width = CODES[dtype][0], 32
+        own, width = CODE_TYPES[dtype], 32
+        bits = own.bits
         inputs = {**plain.inputs, **{name: rng.standard_normal(
             (len(plain.inputs[name]), width)).astype(np.float32)
             for name in ("x", "residual") if name in plain.inputs}}
@@ -364,9 +365,9 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
             if dtype == FLOAT8:
                 codes &= 0xBF  # no NaN
             inputs[name] = pack(codes, bits)
-            inputs[f"{name}_scale"] = rng.integers(118, 122, shape, np.uint8) if dtype == MXFP4 \
-                else rng.uniform(0.01, 0.02, shape).astype(np.float32)
-            if CODES[dtype][1] is None:
+            inputs[f"{name}_scale"] = rng.uniform(0.01, 0.02, shape).astype(np.float32) \
+                if own.scale_dtype == "float32" else rng.integers(118, 122, shape, np.uint8)
+            if own.zero_point is None:
                 inputs[f"{name}_zero"] = pack(rng.integers(0, 2 ** bits, shape, np.uint8), bits)
             for part in (name, f"{name}_scale", f"{name}_zero"):
                 if part in inputs:
@@ -417,7 +418,8 @@ OP = Op(
             "activation_dtype": "", "activation_group_size": 0},
     required=("top_k",),
     choices={"activation": tuple(REFERENCE), "gated": (0, 1), "scale_input": (0, 1),
-             "sharded": (0, 1), "weight_dtype": ("", *CODES), "activation_dtype": ("", FLOAT8)},
+             "sharded": (0, 1), "weight_dtype": ("", *CODE_TYPES),
+             "activation_dtype": ("", FLOAT8)},
     shapes=lambda shapes, fields: [shapes["x"]],
     dims=_dims,
     shard=(ByExperts(("gate_up", "down", "gate_up_bias", "down_bias"), "first_expert", "sharded"),

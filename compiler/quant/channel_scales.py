@@ -16,10 +16,11 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from llmc.compiler.graph.names import SCALED
-from llmc.compiler.graph.quantization import Scheme, decode, encode, scales_of
 from llmc.compiler.graph.rewrite import consumers, op_of, operand, operands, shard_of, values_of
 from llmc.compiler.graph.weights import Weight
-from llmc.plugins.quantization import CODES
+from llmc.compiler.quant.codes import decode, encode, scales_of
+from llmc.compiler.quant.scheme import Scheme
+from llmc.plugins.code_types import CODE_TYPES
 from llmc.plugins.roles import ByRows
 
 _POWERS = np.arange(0, 1, 0.1)
@@ -91,7 +92,7 @@ def _times_rows(weight: Weight, factors: np.ndarray) -> Weight:
 def _search(weight: Weight, x: np.ndarray, scheme: Scheme) -> np.ndarray | None:
     """Scales float32 [in]; None where 1 is the best for all, or rounding to 8 bits loses little."""
     size = scheme.group_size_for(weight.shape[1])
-    if CODES[scheme.dtype][0] == 8 or size is None:
+    if CODE_TYPES[scheme.dtype].bits == 8 or size is None:
         return None
     sizes = np.abs(x).mean(0)
     sizes = np.maximum(sizes / sizes.max(), 1e-4)

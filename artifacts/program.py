@@ -2,7 +2,7 @@
 
 The engine hands kernels addresses and sizes and asks no more. So all that keeps them inside its
 memory is checked here, once: what a schedule alone can tell when it is parsed, and what takes the
-manifest and the weight file in `read_program`.
+manifest and the weight file in `read_chip_programs`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from llmc import plugins
-from llmc.errors import LlmcError
-from llmc.runtime.case_files import read_bounded
-from llmc.runtime.manifest import (
+from llmc.artifacts.case_files import read_bounded
+from llmc.artifacts.manifest import (
     DTYPE_BYTES,
     ENCODER_INPUTS,
     ENGINE_INPUTS,
@@ -34,7 +33,8 @@ from llmc.runtime.manifest import (
     cache_shape,
     explain,
 )
-from llmc.runtime.weights import WEIGHTS_NAME, StoredWeight, read_weight_header
+from llmc.artifacts.weight_file import WEIGHTS_NAME, StoredWeight, read_weight_header
+from llmc.errors import LlmcError
 
 ALIGNMENT = 16  # bytes; of every value's place
 _MAX_BYTES = 32 << 20  # 128 layers take 1 MB
@@ -50,7 +50,7 @@ _FLOATS = ("float32", "float16", "bfloat16")
 _INPUTS = {"key_starts": ("memory_starts",), "key_lens": ("encoder_sequence_length",),
            "input_ids": ("input_ids", "position_ids")}
 # What tensors are of; bytes are weights in codes, however wide these are.
-ScheduledDType = DTypeName | Literal["uint8"]
+ProgramDType = DTypeName | Literal["uint8"]
 _COLLECTIVES = ("AllReduce", "AllGather")
 
 
@@ -58,8 +58,8 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class ScheduledTensor(_Frozen):
-    """A tensor of the schedule.
+class ProgramTensor(_Frozen):
+    """A tensor of the program.
 
     `shape` has names for a step's sizes: `num_tokens`, `num_logits`, `batch`, `batch_plus_1`,
     and of what an engine has, `num_blocks` of `block_size` positions, `max_blocks` of a sequence,
@@ -71,7 +71,7 @@ class ScheduledTensor(_Frozen):
 
     name: Annotated[str, Field(min_length=1)]
     kind: Literal["input", "weight", "cache", "state", "memory", "value", "columns"]
-    dtype: ScheduledDType
+    dtype: ProgramDType
     shape: tuple[Count | SizeName, ...]
     offset: Annotated[int, Field(ge=0)] = 0
     per_logit: bool = False
@@ -89,7 +89,7 @@ class ScheduledTensor(_Frozen):
         return -(-self.width * DTYPE_BYTES[self.dtype] // ALIGNMENT) * ALIGNMENT
 
     @model_validator(mode="after")
-    def _of_its_kind(self) -> ScheduledTensor:
+    def _of_its_kind(self) -> ProgramTensor:
         named = [dim for dim in self.shape if isinstance(dim, str)]
         dims = len(self.shape)
         fits = {"value": dims == 2 and named in (["num_tokens"], ["num_logits"]),
@@ -127,7 +127,7 @@ class ScheduledTensor(_Frozen):
             dim == wanted for dim, wanted in zip(self.shape, shape, strict=True))
 
 
-class ScheduledNode(_Frozen):
+class ProgramNode(_Frozen):
     """An op and its fields; tensors by number, -1 for an absent input or an unused output."""
 
     op: str
@@ -136,7 +136,7 @@ class ScheduledNode(_Frozen):
     outputs: tuple[int, ...]
 
     @model_validator(mode="after")
-    def _numbers_are_finite(self) -> ScheduledNode:
+    def _numbers_are_finite(self) -> ProgramNode:
         for name, value in self.fields.items():
             if isinstance(value, float) and not abs(value) < 1e30:
                 raise ValueError(f"{self.op!r} has {name!r} {value}")
@@ -145,13 +145,13 @@ class ScheduledNode(_Frozen):
         return self
 
 
-class Schedule(_Frozen):
+class Program(_Frozen):
     """Tensors, nodes in order, the arena's size per token and per logit, and the logits' tensor,
     which an encoder has not: -1.
     """
 
-    tensors: tuple[ScheduledTensor, ...]
-    nodes: tuple[ScheduledNode, ...]
+    tensors: tuple[ProgramTensor, ...]
+    nodes: tuple[ProgramNode, ...]
     token_bytes: Annotated[int, Field(ge=0)]
     logit_bytes: Annotated[int, Field(ge=0)]
     logits: Annotated[int, Field(ge=-1)] = -1
@@ -168,12 +168,12 @@ class Schedule(_Frozen):
                 for number, name in zip(node.outputs, op.outputs, strict=False))
         return {number: dtype for number, dtype in made if number >= 0 and dtype}
 
-    def named(self, *kinds: str) -> dict[str, ScheduledTensor]:
+    def named(self, *kinds: str) -> dict[str, ProgramTensor]:
         """The tensors of these kinds by their names."""
         return {tensor.name: tensor for tensor in self.tensors if tensor.kind in kinds}
 
     @model_validator(mode="after")
-    def _runs(self) -> Schedule:
+    def _runs(self) -> Program:
         for node in self.nodes:
             for number in (*node.inputs, *node.outputs):
                 if not -1 <= number < len(self.tensors):
@@ -214,7 +214,7 @@ class Schedule(_Frozen):
             raise ValueError(f"{'an encoder' if self.of_encoder else 'a model'} has no tensor "
                              f"{min(odd)!r}")
 
-    def _has(self, columns: ScheduledTensor) -> bool:
+    def _has(self, columns: ProgramTensor) -> bool:
         """Whether what they are of is a value of tokens that has them."""
         value = self.tensors[columns.of]
         alike = (value.kind, value.dtype, value.shape[0]) == ("value", columns.dtype, "num_tokens")
@@ -258,7 +258,7 @@ class Schedule(_Frozen):
             raise ValueError("no node makes the logits")
         return made
 
-    def _check_node(self, node: ScheduledNode) -> tuple[int, ...]:
+    def _check_node(self, node: ProgramNode) -> tuple[int, ...]:
         """Check one node's inputs and the shapes of its outputs; what it writes among its inputs.
 
         Raises:
@@ -296,13 +296,13 @@ class Schedule(_Frozen):
         return tuple(node.inputs[index] for index in in_place.values()) if in_place else \
             node.inputs[2:3] if node.op == "Scatter" else ()
 
-    def _caches_read(self, node: ScheduledNode) -> list[int]:
+    def _caches_read(self, node: ProgramNode) -> list[int]:
         """The caches of other layers among its inputs."""
         op = plugins.registry().get(node.op)
         return [number for name, number in zip(op.input_names, node.inputs, strict=False)
                 if op.attention is not None and name in op.attention.reads] if op else []
 
-    def _require(self, node: ScheduledNode, tensors: Sequence[ScheduledTensor | None],
+    def _require(self, node: ProgramNode, tensors: Sequence[ProgramTensor | None],
                  *wanted: tuple[str, str]) -> None:
         """Check the inputs of a node that has no fields: of each the kind, and what it is called or
         how its rows are.
@@ -312,7 +312,7 @@ class Schedule(_Frozen):
         if node.fields or found != [*wanted]:
             raise ValueError(f"takes {list(wanted)} and no fields, not {found}")
 
-    def _chosen(self, node: ScheduledNode, tensors: Sequence[ScheduledTensor | None]) -> \
+    def _chosen(self, node: ProgramNode, tensors: Sequence[ProgramTensor | None]) -> \
             plugins.Shape:
         """The shape of some columns of a value."""
         x, index = tensors if len(tensors) == 2 else (None, None)
@@ -322,7 +322,7 @@ class Schedule(_Frozen):
             raise ValueError("takes a value, an int32 weight that lists columns, and no fields")
         return x.shape[0], index.width
 
-    def _joined(self, node: ScheduledNode, tensors: Sequence[ScheduledTensor | None]) -> \
+    def _joined(self, node: ProgramNode, tensors: Sequence[ProgramTensor | None]) -> \
             plugins.Shape:
         """The shape of values side by side."""
         values = [tensor for number, tensor in zip(node.inputs, tensors, strict=True)
@@ -333,7 +333,7 @@ class Schedule(_Frozen):
             raise ValueError(f"takes 2 to {MOST_JOINED} values of as many rows and no fields")
         return rows.pop(), sum(tensor.width for tensor in values)
 
-    def _check_op(self, node: ScheduledNode, tensors: Sequence[ScheduledTensor | None]) -> \
+    def _check_op(self, node: ProgramNode, tensors: Sequence[ProgramTensor | None]) -> \
             Sequence[plugins.Shape]:
         """Check an llmc op; the shapes of its outputs."""
         op = plugins.registry().get(node.op)
@@ -419,12 +419,12 @@ class Schedule(_Frozen):
         return last
 
 
-def _width(tensor: ScheduledTensor | None) -> int:
+def _width(tensor: ProgramTensor | None) -> int:
     assert tensor is not None
     return tensor.width
 
 
-def _in_place(node: ScheduledNode) -> dict[int, int]:
+def _in_place(node: ProgramNode) -> dict[int, int]:
     """For each output that is an input's memory, its index and the input's."""
     op = plugins.registry().get(node.op)
     kept = op.cache_inputs | ({op.state.state} if op.state else set()) if op else set()
@@ -433,7 +433,7 @@ def _in_place(node: ScheduledNode) -> dict[int, int]:
             if name.removesuffix("_out") in kept} if op else {}
 
 
-def _elementwise(node: ScheduledNode, tensors: Sequence[ScheduledTensor | None]) -> plugins.Shape:
+def _elementwise(node: ProgramNode, tensors: Sequence[ProgramTensor | None]) -> plugins.Shape:
     """The shape of values, all alike, among which weights may be a number each, or one for each
     column, and values a column for all of a row.
     """
@@ -453,25 +453,22 @@ def _elementwise(node: ScheduledNode, tensors: Sequence[ScheduledTensor | None])
 
 
 @dataclass(frozen=True)
-class Program:
-    """What a rank's engine is made of: schedules that fit the manifest and each other, and where
-    each of their weights lies in the weight file.
-    """
+class ChipPrograms:
+    """The programs of one chip, checked against the manifest, and their weights' places."""
 
-    model: Schedule
-    encoder: Schedule | None
+    model: Program
+    encoder: Program | None
     weights: Mapping[str, StoredWeight]
 
 
-def read_schedule(path: Path) -> Schedule:
-    """Parse and validate a schedule.
+def read_program(path: Path) -> Program:
+    """Parse and validate a program file.
 
     Raises:
-        LlmcError: it is missing or not a schedule, or one that the engine cannot run inside its
-            memory.
+        LlmcError: it is missing or invalid, or would leave the engine's memory.
     """
     try:
-        return Schedule.model_validate_json(read_bounded(path, _MAX_BYTES))
+        return Program.model_validate_json(read_bounded(path, _MAX_BYTES))
     except OSError as error:
         raise LlmcError(f"'{path}' cannot be read ({error}); compile the model again") from error
     except ValidationError as error:
@@ -479,51 +476,52 @@ def read_schedule(path: Path) -> Schedule:
                         f"again") from error
 
 
-def read_program(manifest: Manifest, chip: Chip, case_dir: Path) -> Program:
-    """Read a chip's schedules and hold them against the manifest and the weight file; those of chip
+def read_chip_programs(manifest: Manifest, chip: Chip, case_dir: Path) -> ChipPrograms:
+    """Read a chip's programs and hold them against the manifest and the weight file; those of chip
     0 against the others' too, as ranks meet in their collectives.
 
     Raises:
-        LlmcError: see `read_schedule`; or one part says otherwise than another, which is named.
+        LlmcError: see `read_program`; or one part says otherwise than another, which is named.
     """
     stored = read_weight_header(case_dir / chip.path / WEIGHTS_NAME)
-    schedules = _read_steps(chip, case_dir)
+    programs = _read_steps(chip, case_dir)
     try:
-        for schedule in schedules:
-            _hold(schedule, manifest, chip, stored)
-        _hold_together(schedules, chip)
+        for program in programs:
+            _hold(program, manifest, chip, stored)
+        _hold_together(programs, chip)
         if chip.rank == 0:
-            _hold_ranks([schedules, *(_read_steps(other, case_dir)
+            _hold_ranks([programs, *(_read_steps(other, case_dir)
                                       for other in manifest.chips[1:])], manifest)
     except ValueError as error:
         raise LlmcError(f"the schedules in '{case_dir / chip.path}' do not fit {MANIFEST_NAME}: "
                         f"{error}; compile the model again") from error
-    names = {name for schedule in schedules for name in schedule.named("weight")}
-    model, *encoder = schedules
-    return Program(model, encoder[0] if encoder else None, {name: stored[name] for name in names})
+    names = {name for program in programs for name in program.named("weight")}
+    model, *encoder = programs
+    return ChipPrograms(model, encoder[0] if encoder else None,
+                        {name: stored[name] for name in names})
 
 
-def _read_steps(chip: Chip, case_dir: Path) -> list[Schedule]:
-    """The schedules of a chip's model and perhaps its encoder, each of which is its one step."""
-    schedules = []
-    for program in (chip, chip.encoder) if chip.encoder else (chip,):
-        step = program.steps[0]
-        if len(program.steps) != 1 or not isinstance(step, GraphStep):
-            raise LlmcError(f"chip {chip.rank} has {len(program.steps)} steps in {MANIFEST_NAME}, "
+def _read_steps(chip: Chip, case_dir: Path) -> list[Program]:
+    """The programs of a chip's model and perhaps its encoder, each of which is its one step."""
+    programs = []
+    for owner in (chip, chip.encoder) if chip.encoder else (chip,):
+        step = owner.steps[0]
+        if len(owner.steps) != 1 or not isinstance(step, GraphStep):
+            raise LlmcError(f"chip {chip.rank} has {len(owner.steps)} steps in {MANIFEST_NAME}, "
                             f"where a schedule is one; compile the model again")
-        schedules.append(read_schedule(case_dir / step.path))
-    return schedules
+        programs.append(read_program(case_dir / step.path))
+    return programs
 
 
-def _hold(schedule: Schedule, manifest: Manifest, chip: Chip,
+def _hold(program: Program, manifest: Manifest, chip: Chip,
           stored: Mapping[str, StoredWeight]) -> None:
     """Check each tensor and each op's fields against what the manifest says of them."""
     dims, encoder = manifest.dims, chip.encoder
-    program = encoder if schedule.of_encoder and encoder else chip
-    if schedule.of_encoder != (program is encoder):
-        raise ValueError(f"a schedule is {'' if schedule.of_encoder else 'not '}an encoder's")
+    owner = encoder if program.of_encoder and encoder else chip
+    if program.of_encoder != (owner is encoder):
+        raise ValueError(f"a schedule is {'' if program.of_encoder else 'not '}an encoder's")
     memory = {tensor.name: tensor.width for tensor in encoder.outputs} if encoder else {}
-    for name, tensor in schedule.named("weight", "cache", "state", "memory", "input").items():
+    for name, tensor in program.named("weight", "cache", "state", "memory", "input").items():
         wanted: tuple[str, Sequence[int | str]] = (tensor.dtype, tensor.shape)
         if tensor.kind == "weight":
             if name not in stored:
@@ -545,26 +543,26 @@ def _hold(schedule: Schedule, manifest: Manifest, chip: Chip,
         if (tensor.dtype, tensor.shape) != (wanted[0], tuple(wanted[1])):
             raise ValueError(f"{name!r} is {tensor.dtype} {list(tensor.shape)}, which should be "
                              f"{wanted[0]} {list(wanted[1])}")
-    exact = schedule.exact
-    for number, tensor in enumerate(schedule.tensors):
+    exact = program.exact
+    for number, tensor in enumerate(program.tensors):
         if tensor.kind == "value" and number not in exact and tensor.dtype != manifest.dtype:
             raise ValueError(f"value {tensor.name!r} is of {tensor.dtype}, the model of "
                              f"{manifest.dtype}")
-    if not schedule.of_encoder and \
-            schedule.tensors[schedule.logits].width != dims.padded_vocab_size:
-        raise ValueError(f"the logits are {schedule.tensors[schedule.logits].width} wide, "
+    if not program.of_encoder and \
+            program.tensors[program.logits].width != dims.padded_vocab_size:
+        raise ValueError(f"the logits are {program.tensors[program.logits].width} wide, "
                          f"padded_vocab_size is {dims.padded_vocab_size}")
-    _hold_names(schedule, program, memory)
-    _hold_fields(schedule, manifest, chip)
+    _hold_names(program, owner, memory)
+    _hold_fields(program, manifest, chip)
 
 
-def _hold_names(schedule: Schedule, program: Chip | EncoderProgram,
+def _hold_names(program: Program, owner: Chip | EncoderProgram,
                 memory: Mapping[str, int]) -> None:
     """What goes in and comes out is what the step lists; positions may go unused."""
-    listed = {tensor.name for tensor in program.inputs}
-    used = {*schedule.named("input", "cache", "state", "memory")} - {MEMORY_ROWS}
-    if schedule.of_encoder:
-        scattered = {schedule.tensors[node.inputs[2]].name for node in schedule.nodes
+    listed = {tensor.name for tensor in owner.inputs}
+    used = {*program.named("input", "cache", "state", "memory")} - {MEMORY_ROWS}
+    if program.of_encoder:
+        scattered = {program.tensors[node.inputs[2]].name for node in program.nodes
                      if node.op == "Scatter"}
         if scattered != {*memory}:
             raise ValueError(f"its encoder does not make {min(scattered ^ {*memory})!r}")
@@ -574,17 +572,17 @@ def _hold_names(schedule: Schedule, program: Chip | EncoderProgram,
         raise ValueError(f"the inputs of its schedule differ in {min(odd)!r}")
 
 
-def _hold_fields(schedule: Schedule, manifest: Manifest, chip: Chip) -> None:
+def _hold_fields(program: Program, manifest: Manifest, chip: Chip) -> None:
     """Heads, ranks, and tables that have a row for each token and position."""
     limits, encoder = manifest.dims, manifest.encoder
     vocab_size, length = (encoder.vocab_size, encoder.max_seq_len) \
-        if schedule.of_encoder and encoder else (limits.vocab_size, limits.max_seq_len)
-    for node in schedule.nodes:
+        if program.of_encoder and encoder else (limits.vocab_size, limits.max_seq_len)
+    for node in program.nodes:
         if node.op in _COLLECTIVES and node.fields.get("tp_size") != manifest.tp_size:
             raise ValueError(f"{node.op} is of {node.fields.get('tp_size')} ranks, tp_size is "
                              f"{manifest.tp_size}")
         op = plugins.registry().get(node.op)
-        given = {name: schedule.tensors[number] for name, number
+        given = {name: program.tensors[number] for name, number
                  in zip(op.input_names, node.inputs, strict=False) if number >= 0} if op else {}
         if "key_cache" in given and "value_cache" in given:
             key, value = given["key_cache"].name, given["value_cache"].name
@@ -607,11 +605,11 @@ def _hold_fields(schedule: Schedule, manifest: Manifest, chip: Chip) -> None:
                 raise ValueError(f"{given[name].name!r} has {has} rows, fewer than {rows}")
 
 
-def _hold_together(schedules: Sequence[Schedule], chip: Chip) -> None:
-    """A name is the same in both schedules, and every cache is used."""
+def _hold_together(programs: Sequence[Program], chip: Chip) -> None:
+    """A name is the same in both programs, and every cache is used."""
     kinds: dict[str, str] = {}
-    for schedule in schedules:
-        for tensor in schedule.named("weight", "cache", "state", "memory", "input").values():
+    for program in programs:
+        for tensor in program.named("weight", "cache", "state", "memory", "input").values():
             if kinds.setdefault(tensor.name, tensor.kind) != tensor.kind:
                 raise ValueError(f"{tensor.name!r} is {kinds[tensor.name]} and {tensor.kind}")
     unused = {*chip.kept} - kinds.keys()
@@ -619,21 +617,21 @@ def _hold_together(schedules: Sequence[Schedule], chip: Chip) -> None:
         raise ValueError(f"no node uses {min(unused)!r}")
 
 
-def _hold_ranks(ranks: Sequence[Sequence[Schedule]], manifest: Manifest) -> None:
+def _hold_ranks(ranks: Sequence[Sequence[Program]], manifest: Manifest) -> None:
     """All ranks have the same collectives, and their ops are those that the manifest lists."""
-    for rank, schedules in enumerate(ranks):
-        for first, schedule in zip(ranks[0], schedules, strict=True):
-            if _meetings(schedule) != _meetings(first):
+    for rank, programs in enumerate(ranks):
+        for first, program in zip(ranks[0], programs, strict=True):
+            if _meetings(program) != _meetings(first):
                 raise ValueError(f"chips 0 and {rank} do not have the same collectives")
-    used = {node.op for schedules in ranks for schedule in schedules
-            for node in schedule.nodes} & {*plugins.registry()}
+    used = {node.op for programs in ranks for program in programs
+            for node in program.nodes} & {*plugins.registry()}
     odd = used ^ manifest.ops.keys()
     if odd:
         raise ValueError(f"{min(odd)!r} is {'not ' if min(odd) not in used else ''}in the "
                          f"schedules and {'not ' if min(odd) in used else ''}among ops")
 
 
-def _meetings(schedule: Schedule) -> list[tuple[str, plugins.Shape]]:
+def _meetings(program: Program) -> list[tuple[str, plugins.Shape]]:
     """Where ranks meet: each collective and the shape of what they bring."""
-    return [(node.op, schedule.tensors[node.inputs[0]].shape) for node in schedule.nodes
+    return [(node.op, program.tensors[node.inputs[0]].shape) for node in program.nodes
             if node.op in _COLLECTIVES]

@@ -12,7 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -25,10 +25,11 @@ from pydantic import (
 )
 
 from llmc import plugins
+from llmc.artifacts.case_files import check_case_file, open_regular, read_bounded
+from llmc.artifacts.weight_file import WEIGHTS_NAME, read_weight_header
 from llmc.errors import LlmcError
 from llmc.limits import MAX_CHIPS
-from llmc.runtime.case_files import check_case_file, open_regular, read_bounded
-from llmc.runtime.weights import WEIGHTS_NAME, read_weight_header
+from llmc.plugins.code_types import CODE_TYPES
 from llmc.targets import TARGETS, TargetSpec
 
 FORMAT_VERSION = 2
@@ -40,7 +41,10 @@ DTypeName = Literal["float32", "float16", "bfloat16", "float8_e4m3fn", "int64", 
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1,
                                "int64": 8, "int32": 4}
 
-WeightDType = Literal["int4", "uint4", "int8", "uint8", "float8_e4m3fn", "mxfp4"]
+if TYPE_CHECKING:
+    WeightDType = str
+else:
+    WeightDType = Literal[tuple(CODE_TYPES)]
 
 # Inputs of an engine: dtype and shape. A target with index_dtype int32 has that for int64.
 ENGINE_INPUTS: dict[str, tuple[DTypeName, tuple[str, ...]]] = {
@@ -921,7 +925,7 @@ def _check_weights(manifest: Manifest, root: Path, ranks: Collection[int]) -> No
 
 def _per_byte(form: WeightForm) -> int:
     """Numbers in a byte."""
-    return 2 if form.dtype in ("int4", "uint4") else 1
+    return CODE_TYPES[form.dtype].per_byte
 
 
 def _has_table(headers: Sequence[Mapping[str, tuple[int, ...]]], rows: int,

@@ -2,9 +2,9 @@
 correction.
 
 The fused graph of the whole model is run on the text, a node at a time. Before a node is run that
-makes what one linear layer alone reads, the two are scaled (compiler/channel_scales.py). Before a
-linear layer is run its weight is rounded column by column; what a column loses is taken back by the
-columns behind it, as far as the layer's inputs on the text say that they can (Frantar et al., 2022,
+makes what one linear layer alone reads, the two are scaled (compiler/quant/channel_scales.py).
+Before a linear layer is run its weight is rounded column by column; what a column loses is taken
+back by the columns behind it, as far as the layer's inputs say that they can (Frantar et al., 2022,
 without the reordering of columns). Then the layer is run with what it has become, so that later
 layers see, and correct, what earlier ones have lost. In memory are the text's activations and one
 weight.
@@ -25,25 +25,20 @@ from pathlib import Path
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.compiler.channel_scales import find_pair, scale_channels
 from llmc.compiler.check.execute import run_graph
 from llmc.compiler.frontend.raw import RawModel
-from llmc.compiler.graph.quantization import (
-    Scheme,
-    Stored,
-    check_finite,
-    decode,
-    encode,
-    quantize,
-    scales_of,
-)
 from llmc.compiler.graph.rewrite import caches, op_of, operands, state_of, values_of
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.passes.packing import head_weight
 from llmc.compiler.passes.quantize import is_rounded, refuse_group_size, refuse_rounded, said
+from llmc.compiler.quant.channel_scales import find_pair, scale_channels
+from llmc.compiler.quant.codes import check_finite, decode, encode, scales_of
+from llmc.compiler.quant.nearest import quantize
+from llmc.compiler.quant.scheme import Scheme
+from llmc.compiler.quant.stored import Stored
 from llmc.compiler.scratch import scratch_folder, temporary_files
 from llmc.errors import LlmcError
-from llmc.plugins.quantization import CODES
+from llmc.plugins.code_types import CODE_TYPES
 from llmc.runtime.tokenizer import read_tokenizer
 
 LEAST_TOKENS = 1024
@@ -227,7 +222,7 @@ def _round(weight: Weight, x: np.ndarray, scheme: Scheme, name: str) -> Stored:
             matrix[:, column + 1:stop] -= np.outer(error, factors[column, column + 1:stop])
             errors[:, column - start] = error
         matrix[:, stop:] -= errors @ factors[start:stop, stop:]
-    has_zeros = CODES[scheme.dtype][1] is None
+    has_zeros = CODE_TYPES[scheme.dtype].zero_point is None
     return Stored(scheme.dtype, Weight.of(codes, name), Weight.of(scales, name),
                   Weight.of(zeros.astype(np.uint8), name) if has_zeros else None,
                   activation_dtype=scheme.activation_dtype)
@@ -253,7 +248,7 @@ def _search(groups: np.ndarray, weights: np.ndarray, dtype: str) -> tuple[np.nda
     """
     best = np.full(len(groups), np.inf, np.float32)
     chosen = scales_of(groups, dtype)
-    for shrink in _SHRINKS if CODES[dtype][0] == 4 else _SHRINKS[:1]:
+    for shrink in _SHRINKS if CODE_TYPES[dtype].bits == 4 else _SHRINKS[:1]:
         scales, zeros = scales_of(groups * np.float32(shrink), dtype)
         numbers = decode(encode(groups, scales, zeros, dtype), scales, zeros, dtype)
         loss = ((groups - numbers) ** 2 * weights).sum(-1)

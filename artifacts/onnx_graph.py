@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from llmc.artifacts.case_files import read_bounded
+from llmc.artifacts.weight_file import WEIGHTS_NAME
 from llmc.errors import LlmcError
-from llmc.runtime.case_files import read_bounded
-from llmc.runtime.weights import WEIGHTS_NAME
 
 _MAX_BYTES = 256 << 20  # weights are in another file
 _MAX_FIELDS = 2_000_000  # which take 2 s to read; 32 layers have 20,000

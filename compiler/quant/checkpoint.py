@@ -1,6 +1,6 @@
-"""Which method a checkpoint is quantised by, from its JSON files or its tensors: read where llmc
-knows the format, else refused by the method's name.
+"""The quantization method of a checkpoint, by its JSON files or its tensors.
 
+A checkpoint is read where llmc has a reader for its format, else refused by the method's name.
 Some methods keep every tensor's name and shape (block FP8, int8 of bitsandbytes and of
 compressed-tensors): without their scales such weights would make another model, so what gives a
 method away is looked for before anything is read.
@@ -12,33 +12,18 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llmc.compiler.graph.weights import Weight
+from llmc.compiler.quant.readers import Mark, registry
+from llmc.compiler.quant.readers.bitsandbytes import load_bits
+from llmc.compiler.quant.readers.config import group_sizes
+from llmc.compiler.quant.readers.decoder import Decoded, Decoder
 from llmc.errors import LlmcError
 
-if TYPE_CHECKING:
-    from llmc.compiler.frontend.quantized_formats import Decoded
-
-_NAMES = {"gptq": "GPTQ", "awq": "AWQ", "fp8": "FP8", "mxfp4": "MXFP4", "hqq": "HQQ",
-          "aqlm": "AQLM", "modelopt": "NVIDIA ModelOpt", "nvfp4": "NVFP4",
-          "fbgemm_fp8": "FBGEMM FP8", "auto-round": "AutoRound", "intel/auto-round": "AutoRound",
-          "quark": "AMD Quark", "bitnet": "BitNet"}
-# Files beside config.json where older tools say it.
-_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq",
-          "hf_quant_config.json": "modelopt"}
-# The ends of tensors' names that only one kind of checkpoint has; the first that fits counts.
-_MARKS: tuple[tuple[str, str], ...] = (
-    (r"\.quant_state\.bitsandbytes__(nf4|fp4)|\.weight\.(nested_)?(absmax|quant_map)",
-     "bitsandbytes in 4 bits (NF4 or FP4)"),
-    (r"\.SCB|\.weight_format", "bitsandbytes in 8 bits (LLM.int8)"),
-    (r"\.g_idx", "GPTQ"),
-    (r"\.qzeros|\.qweight", "AWQ or GPTQ"),
-    (r"\.weight_scale_inv", "FP8 in blocks"),
-    (r"\.weight_packed", "compressed-tensors, packed"),
-    (r"\.weight_(scale(_2)?|zero_point|global_scale)", "compressed-tensors or NVIDIA ModelOpt"),
-    (r"_proj_(blocks|scales)", "MXFP4"),
-)
+# Methods without a reader, as users know them.
+_UNREAD = {"hqq": "HQQ", "aqlm": "AQLM", "nvfp4": "NVFP4", "quark": "AMD Quark",
+           "bitnet": "BitNet"}
 _WAY_OUT = "which llmc does not read; give the checkpoint that it was made from, in " \
     "float32, float16 or bfloat16, or a GGUF file of it"
 _NOT_NAMED = "but its config does not name the method; give the config.json that belongs to its " \
@@ -47,7 +32,7 @@ _NOT_NAMED = "but its config does not name the method; give the config.json that
 
 def read_quantized(directory: Path, config: Mapping[str, Any],
                    open_tensors: Callable[[], Mapping[str, Weight]]) -> Decoded:
-    """The tensors of a checkpoint, quantised or not.
+    """The tensors of a checkpoint, quantized or not.
 
     Args:
         open_tensors: opens them as they are on disk.
@@ -55,28 +40,49 @@ def read_quantized(directory: Path, config: Mapping[str, Any],
     Raises:
         LlmcError: it is quantised in a way that llmc does not read, or not whole.
     """
-    from llmc.compiler.frontend.quantized_formats import Decoded, decode, decode_plain
-
-    said, method = _said(config), method_of(config)
-    for name, tool in _FILES.items():
-        if said is None and (directory / name).is_file():
-            found = _read(directory / name)
-            inside = found.get("quantization")
-            said = {**found, **(inside if isinstance(inside, Mapping) else {}),
-                    "quant_method": tool}
-            method = _described(_NAMES[tool], said)
-    if said is None:
+    quantization, method = _quantization_config(config), method_of(config)
+    if quantization is None:
+        quantization, method = _separate_config(directory)
+    if quantization is None:
         decoded = Decoded(dict(open_tensors()), ())
-    elif _caches_alone(said):
-        method, decoded = None, decode_plain(open_tensors, said, str(directory))
+    elif _caches_alone(quantization):
+        decoder = Decoder(open_tensors(), frozenset(), str(directory))
+        method, decoded = None, decoder.decoded(quantization)
     else:
-        read = decode(open_tensors, said, str(directory))
+        read = _decode(open_tensors, quantization, str(directory))
         if read is None:
             raise LlmcError(f"'{directory}' is quantised by {method}, {_WAY_OUT}; if its weights "
                             f"are not quantised, take that out of its config")
         decoded = read
     refuse_quantized_tensors(decoded.tensors, str(directory), method is not None)
     return decoded
+
+
+def _decode(open_tensors: Callable[[], Mapping[str, Weight]], quantization: Mapping[str, Any],
+            origin: str) -> Decoded | None:
+    """The tensors of a quantized checkpoint; None where no reader reads it.
+
+    Raises:
+        LlmcError: a tensor is missing, or has another shape or dtype than the format's.
+    """
+    reader = registry().get(str(quantization["quant_method"]).lower())
+    if reader is None:
+        return None
+    decoder = Decoder(open_tensors(), group_sizes(quantization), origin)
+    return decoder.decoded(quantization) if reader.read(decoder, quantization) else None
+
+
+def _separate_config(directory: Path) -> tuple[Mapping[str, Any] | None, str | None]:
+    """The quantization config that older tools write beside config.json, and its method."""
+    for quant_method, reader in registry().items():
+        path = directory / reader.config_file
+        if reader.config_file and path.is_file():
+            found = _read(path)
+            inside = found.get("quantization")
+            config = {**found, **(inside if isinstance(inside, Mapping) else {}),
+                      "quant_method": quant_method}
+            return config, _described(reader.methods[quant_method], config)
+    return None, None
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -88,73 +94,71 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def method_of(config: Mapping[str, Any]) -> str | None:
-    """How a config says that the weights were quantised, as users know it: `GPTQ (4 bits, groups of
-    128)`; None where it does not.
+    """The quantization method of a config, as users know it: `GPTQ (4 bits, groups of 128)`.
+
+    Returns:
+        None where the weights are not quantized.
     """
-    said = _said(config)
-    if said is None or _caches_alone(said):
+    quantization = _quantization_config(config)
+    if quantization is None or _caches_alone(quantization):
         return None
-    method = str(said["quant_method"])
-    if method.startswith("bitsandbytes"):
-        bits = _bitsandbytes(said)
-        kind = {8: "LLM.int8", 4: str(said.get("bnb_4bit_quant_type", "fp4")).upper()}
-        return f"bitsandbytes ({bits[0]} bits, {kind[bits[0]]})" if bits else "bitsandbytes"
-    return _described(_NAMES.get(method.lower(), method), said)
+    method = str(quantization["quant_method"])
+    reader = registry().get(method.lower())
+    if reader is not None and reader.describe is not None:
+        return reader.describe(quantization)
+    names = reader.methods if reader is not None else _UNREAD
+    return _described(names.get(method.lower(), method), quantization)
 
 
-def _said(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What a config says of how the weights were quantised, with a `quant_method`."""
+def _quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The quantization config in a model's config, with a `quant_method`; None: there is none."""
     for owner in (config, *(config.get(key) for key in ("text_config", "llm_config"))):
         for key in ("quantization_config", "compression_config"):
-            said = owner.get(key) if isinstance(owner, Mapping) else None
-            if not isinstance(said, Mapping) or not said:
+            quantization = owner.get(key) if isinstance(owner, Mapping) else None
+            if not isinstance(quantization, Mapping) or not quantization:
                 continue
-            loads = any(name.startswith("load_in_") for name in said)
-            method = str(said.get("quant_method") or
+            loads = any(name.startswith("load_in_") for name in quantization)
+            method = str(quantization.get("quant_method") or
                          ("compressed-tensors" if key == "compression_config" else "bitsandbytes"
                           if loads else "a method that its config does not name"))
-            if not (method.startswith("bitsandbytes") and loads and not _bitsandbytes(said)):
-                return {**said, "quant_method": method}
+            if not (method.startswith("bitsandbytes") and loads and not load_bits(quantization)):
+                return {**quantization, "quant_method": method}
     return None
 
 
-def _caches_alone(said: Mapping[str, Any]) -> bool:
-    """Whether KV caches, or what attention multiplies, are in fewer bits and no weights, as
-    compressed-tensors and ModelOpt say it.
+def _caches_alone(quantization: Mapping[str, Any]) -> bool:
+    """Whether only KV caches or attention's inputs are quantized, and no weights.
+
+    compressed-tensors and ModelOpt have such configs.
     """
-    groups = said.get("config_groups")
-    of_weights = any(said.get(key) for key in ("quant_algo", "quantized_layers")) or (
+    groups = quantization.get("config_groups")
+    of_weights = any(quantization.get(key) for key in ("quant_algo", "quantized_layers")) or (
         any(not isinstance(group, Mapping) or group.get("weights") for group in groups.values())
         if isinstance(groups, Mapping) else bool(groups))
-    caches = any(said.get(key) for key in ("kv_cache_scheme", "kv_cache_quant_algo"))
+    caches = any(quantization.get(key) for key in ("kv_cache_scheme", "kv_cache_quant_algo"))
     return bool(caches or groups) and not of_weights \
-        and str(said["quant_method"]).lower() in ("compressed-tensors", "modelopt")
+        and str(quantization["quant_method"]).lower() in ("compressed-tensors", "modelopt")
 
 
-def _bitsandbytes(said: Mapping[str, Any]) -> list[int]:
-    """The bits that it was asked for."""
-    return [number for number in (8, 4) if said.get(f"load_in_{number}bit")
-            or said.get(f"_load_in_{number}bit")]
-
-
-def _described(name: str, said: Mapping[str, Any]) -> str:
+def _described(name: str, quantization: Mapping[str, Any]) -> str:
     """A method with its bits, groups and format."""
-    found = dict(_numbers(said))
+    found = dict(_numbers(quantization))
     details = [text.format(found[key]) for key, text in (
         ("bits", "{} bits"), ("group_size", "groups of {}"), ("weight_block_size", "blocks of {}"),
         ("format", "{}"), ("type", "{}")) if key in found]
     return f"{name} ({', '.join(details)})" if details else name
 
 
-def _numbers(said: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+def _numbers(quantization: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     spellings = {"bits": ("bits", "num_bits", "w_bit", "wbits"),
                  "group_size": ("group_size", "q_group_size"), "type": ("type", "quant_algo"),
                  "weight_block_size": ("weight_block_size",), "format": ("format", "fmt")}
-    groups = said.get("config_groups")
+    groups = quantization.get("config_groups")
     group = next(iter(groups.values()), None) if isinstance(groups, Mapping) else None
-    weights = group.get("weights") if isinstance(group, Mapping) else said.get("quantization")
+    weights = group.get("weights") if isinstance(group, Mapping) \
+        else quantization.get("quantization")
     for key, names in spellings.items():
-        for place in (said, weights):
+        for place in (quantization, weights):
             value = next((place[name] for name in names if place.get(name)), None) \
                 if isinstance(place, Mapping) else None
             if isinstance(value, list) and all(isinstance(n, int) for n in value):
@@ -162,6 +166,13 @@ def _numbers(said: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
             if isinstance(value, str) or (isinstance(value, int) and value > 0):
                 yield key, str(value)
                 break
+
+
+def _marks() -> list[Mark]:
+    """Those of all formats, shared ones last."""
+    readers = {id(reader): reader for reader in registry().values()}
+    return sorted((mark for reader in readers.values() for mark in reader.marks),
+                  key=lambda mark: mark.shared)
 
 
 def refuse_quantized_tensors(tensors: Mapping[str, Weight], origin: str,
@@ -174,8 +185,8 @@ def refuse_quantized_tensors(tensors: Mapping[str, Weight], origin: str,
     Raises:
         LlmcError: there are scales or packed weights, or weights of 8 bits or fewer.
     """
-    for mark, method in _MARKS:
-        pattern = re.compile(rf"({mark})$")
+    for mark in _marks():
+        method, pattern = mark.method, re.compile(rf"({mark.ending})$")
         name = next((name for name in tensors if pattern.search(name)), None)
         if name is not None:
             if named:

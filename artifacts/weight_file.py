@@ -8,9 +8,8 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llmc.errors import LlmcError
-from llmc.runtime.case_files import open_regular
-from llmc.runtime.decoding.params import shown
+from llmc.artifacts.case_files import open_regular
+from llmc.errors import LlmcError, shown
 
 WEIGHTS_NAME = "weights.safetensors"
 _MAX_HEADER_BYTES = 32 << 20  # 100,000 weights take half of it

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmc.compiler.graph.quantization import Stored, in_pieces
 from llmc.compiler.graph.weights import Weight
+from llmc.compiler.quant.codes import in_pieces
+from llmc.compiler.quant.stored import Stored
 from llmc.errors import LlmcError
 
 Rows = Callable[[int, int], np.ndarray]  # the bytes uint8 [rows, nbytes] of rows

@@ -1,0 +1,1 @@
+"""The format of a case directory, on which the compiler and the runtime both stand."""

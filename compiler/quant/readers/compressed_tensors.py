@@ -1,0 +1,240 @@
+"""compressed-tensors.
+
+    pack-quantized        weight_packed int32 [out, in / 8], weight_scale [out, groups],
+                          weight_zero_point [out / 8, groups]; codes and zero points plus 8
+    int-, float-quantized weight in int8 or FP8, with weight_scale
+    nvfp4-pack-quantized  weight_packed uint8, weight_global_scale, which divides
+    mxfp4-pack-quantized  weight_packed uint8, weight_scale of exponents
+
+That activations are quantized to FP8, with a scale per token or one for all (input_scale), is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from llmc.compiler.quant.readers import Mark, Reader
+from llmc.compiler.quant.readers.config import arguments_of, config_groups, fits, weights_of
+from llmc.compiler.quant.readers.decoder import Decoder
+from llmc.compiler.quant.readers.eight_bits import (
+    ALL,
+    FP8,
+    TOKEN,
+    block_shape,
+    keep_scaled,
+    read_float8,
+)
+from llmc.compiler.quant.readers.fp4 import read_mxfp4, read_nvfp4
+from llmc.compiler.quant.readers.groups import keep_ordered, with_zeros
+from llmc.compiler.quant.readers.words import int8_codes, map_rows, unpack_words
+from llmc.compiler.quant.stored import Stored
+from llmc.errors import LlmcError
+
+
+def read(decoder: Decoder, config: Mapping[str, Any]) -> bool:
+    """Make the quantized weights, each by its tensors; False: a scheme is not supported."""
+    groups = [group for group in config_groups(config) if group.get("weights")]
+    forms = {str(group.get("format") or config.get("format")) for group in groups}
+    if not groups or not forms <= {"pack-quantized", "float-quantized", "int-quantized",
+                                   "naive-quantized", "nvfp4-pack-quantized",
+                                   "mxfp4-pack-quantized"}:
+        return False
+    if any(weights_of(group).get("num_bits") not in (4, 8) for group in groups):
+        return False
+    transforms = config.get("transform_config")
+    if transforms and (not isinstance(transforms, Mapping) or transforms.get("config_groups")):
+        return False  # rotations of activations, which the graph has not
+    sparse = next((name for name in decoder.left if name.endswith(".bitmask")), None)
+    if sparse is not None:
+        raise LlmcError(f"'{decoder.origin}' has sparse weights, as its tensor '{sparse}' says, "
+                        f"which llmc does not read; give a checkpoint whose weights are dense")
+    for module in decoder.modules("weight_scale"):
+        _check_whole(decoder, module, _groups_of(module, groups))
+        group, rounding = _group_of(decoder, module, groups), ""
+        block = next((block_shape(decoder, weights_of(own).get("block_structure"))
+                      for own in ([group] if group else groups)
+                      if weights_of(own).get("strategy") == "block"), None)
+        if f"{module}.weight_packed" in decoder.left:
+            if f"{module}.weight_global_scale" in decoder.left \
+                    or decoder.left[f"{module}.weight_scale"].dtype == FP8:
+                read_nvfp4(decoder, module, "weight_packed", "weight_global_scale", np.divide)
+            elif decoder.left[f"{module}.weight_packed"].dtype == np.uint8:
+                read_mxfp4(decoder, module)
+            else:
+                _packed(decoder, module, _groups_of(module, groups))
+        elif f"{module}.weight" in decoder.left \
+                and decoder.left[f"{module}.weight"].dtype == np.int8:
+            _int8(decoder, module, block)
+        else:
+            rounding = _rounding(group, block)
+            if rounding == ALL and f"{module}.input_scale" not in decoder.left:
+                decoder.take(f"{module}.input_scale", (1,), "fV")  # says that it is missing
+            read_float8(decoder, module, "weight_scale", block, rounding)
+        _say_unrounded(decoder, module, group, rounding)
+    return True
+
+
+def _say_unrounded(decoder: Decoder, module: str, group: Mapping[str, Any],
+                   rounding: str) -> None:
+    """Note which activations are not quantized as the config says.
+
+    Those with scales in tensors are noted elsewhere, with their scales.
+    """
+    for key, what in (("input", "activations are"), ("output", "what layers make is")):
+        scheme = group.get(f"{key}_activations")
+        stored = any(f"{module}.{key}_{name}" in decoder.left
+                     for name in ("scale", "global_scale", "zero_point"))
+        if isinstance(scheme, Mapping) and scheme and not stored \
+                and not (rounding and key == "input"):
+            decoder.note(f"{what} not rounded as the checkpoint's config says "
+                         f"({arguments_of(scheme)})", module)
+
+
+def _check_whole(decoder: Decoder, module: str, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Check that a module has the optional tensors that its config asks for.
+
+    Args:
+        groups: those of the config that it may belong to, which have to agree.
+
+    Raises:
+        LlmcError: zero points are missing, or the order of columns.
+    """
+    schemes = [weights_of(group) for group in groups]
+    if all(own.get("symmetric") is False for own in schemes):
+        zeros = f"{module}.weight_zero_point"
+        if zeros not in decoder.left:
+            raise LlmcError(f"'{decoder.origin}' has no tensor '{zeros}', without which '{module}' "
+                            f"cannot be read, as its config has symmetric false; the checkpoint "
+                            f"is not whole")
+    ordered = all(own.get("actorder") in (True, "group", "dynamic") for own in schemes)
+    count = (1, *decoder.shape_of(f"{module}.weight_scale"))[-1]
+    if ordered and count > 1 and f"{module}.weight_g_idx" not in decoder.left:
+        decoder.refuse_unordered(f"{module}.weight_g_idx", "actorder group")
+
+
+def _group_of(decoder: Decoder, module: str, groups: Sequence[Mapping[str, Any]]) -> \
+        Mapping[str, Any]:
+    """The config group of a module; {} where several fit and differ.
+
+    That is noted where one of them quantizes activations.
+    """
+    found = _groups_of(module, groups)
+    if all({**group, "targets": None} == {**found[0], "targets": None} for group in found):
+        return found[0]
+    if any(group.get("input_activations") for group in found):
+        decoder.note("activations are not rounded, as the targets of several groups of the "
+                     "checkpoint's config name a layer, or none does", module)
+    return {}
+
+
+def _groups_of(module: str, groups: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """The config groups that fit a module: by name, else pattern, else class; all if none does.
+
+    compressed-tensors looks for them in this order.
+    """
+    if len(groups) == 1:
+        return groups
+    targets = [[str(target) for target in given] if isinstance(given, list) else [str(given)]
+               for given in (group.get("targets") for group in groups)]
+    for belongs in (lambda target: target == module,
+                    lambda target: target.startswith("re:") and fits(target[3:], module),
+                    lambda target: target == "Linear"):
+        found = [group for group, own in zip(groups, targets, strict=True)
+                 if any(belongs(target) for target in own)]
+        if found:
+            return found
+    return groups
+
+
+def _rounding(group: Mapping[str, Any], block: tuple[int, int] | None) -> str:
+    """How a config group quantizes activations to FP8: TOKEN, ALL, or "" for not at all.
+
+    TOKEN is per group of a token where weights are in blocks of as many columns.
+    """
+    scheme, of_weights = group.get("input_activations"), weights_of(group)
+    if not isinstance(scheme, Mapping) \
+            or (scheme.get("num_bits"), scheme.get("type")) != (8, "float"):
+        return ""
+    how = (str(scheme.get("strategy")), bool(scheme.get("dynamic", False)))
+    if of_weights.get("strategy") == "block":
+        own = how == ("group", True) and block is not None and scheme.get("group_size") == block[1]
+        return TOKEN if own else ""
+    if of_weights.get("strategy") not in ("channel", "tensor"):
+        return ""
+    return {("token", True): TOKEN, ("tensor", False): ALL}.get(how, "")
+
+
+def _packed(decoder: Decoder, module: str, schemes: Sequence[Mapping[str, Any]]) -> None:
+    """Make a weight of packed integers.
+
+    Args:
+        schemes: the config groups that fit the module; one of them has to have its bits.
+    """
+    own = [weights_of(group) for group in schemes]
+    shape = decoder.take(f"{module}.weight_shape", (2,), "i").load()
+    rows, width = int(shape[0]), int(shape[1])
+    given = decoder.left[f"{module}.weight_packed"].shape
+    bits = next((bits for bits in (4, 8) if given == (rows, -(-width * bits // 32))), None)
+    if bits is None:
+        raise LlmcError(f"tensor '{module}.weight_packed' in '{decoder.origin}' has shape "
+                        f"{list(given)}, its weight_shape is {[rows, width]}")
+    if bits not in [of_group.get("num_bits") for of_group in own]:
+        raise LlmcError(f"tensor '{module}.weight_packed' in '{decoder.origin}' has codes of "
+                        f"{bits} bits, its config says {own[0].get('num_bits')}")
+    packed = decoder.words(f"{module}.weight_packed", given)
+    codes = map_rows(packed, (rows, width), np.uint8,
+                     lambda block: np.ascontiguousarray(unpack_words(block, bits)[:, :width]))
+    groups = (1, *decoder.shape_of(f"{module}.weight_scale"))[-1]
+    scales = decoder.scales(f"{module}.weight_scale", (rows, groups))
+    sizes = [of_group.get("group_size") if of_group.get("strategy") == "group" else None
+             for of_group in own]
+    if groups == 1 and all(isinstance(size, int) and 0 < size < width for size in sizes):
+        raise LlmcError(f"tensor '{module}.weight_scale' in '{decoder.origin}' has 1 group for "
+                        f"{width} columns, but its config speaks of groups of {sizes[0]}")
+    stored = Stored(f"int{bits}", codes, scales)
+    if f"{module}.weight_zero_point" in decoder.left:
+        words = decoder.words(f"{module}.weight_zero_point", (-(-rows * bits // 32), groups))
+        zeros = unpack_words(np.ascontiguousarray(words.load().T), bits)[:, :rows].T
+        stored = with_zeros(bits, codes, scales, zeros)
+    order = decoder.left.get(f"{module}.weight_g_idx")
+    belongs = None if order is None else \
+        decoder.take(f"{module}.weight_g_idx", (width,), "i").load().astype(np.int64)
+    if belongs is not None and (belongs == -1).all():
+        belongs = None
+    if belongs is None:
+        decoder.check_groups(f"{module}.weight_scale", width, groups)
+    if belongs is None or (width % groups == 0
+                           and (belongs == np.arange(width) // (width // groups)).all()):
+        decoder.keep(module, stored)
+        return
+    if belongs.min() < 0 or belongs.max() >= groups:
+        raise LlmcError(f"'{module}.weight_g_idx' in '{decoder.origin}' does not say for each of "
+                        f"{width} columns which of {groups} groups it belongs to")
+    keep_ordered(decoder, module, stored, belongs)
+
+
+def _int8(decoder: Decoder, module: str, block: tuple[int, int] | None) -> None:
+    """Make a weight in int8, which may have zero points."""
+    decoder.matrix(f"{module}.weight")
+    tensor = decoder.left.pop(f"{module}.weight")
+    codes = int8_codes(tensor)
+    zero = decoder.left.pop(f"{module}.weight_zero_point", None)
+    if zero is None or not zero.load().any():
+        keep_scaled(decoder, module, f"{module}.weight_scale", "int8", codes, block)
+        return
+    wanted = decoder.left[f"{module}.weight_scale"].shape
+    if block or zero.shape != wanted or len(wanted) != 2 or wanted[0] != tensor.shape[0]:
+        raise LlmcError(f"tensor '{module}.weight_zero_point' in '{decoder.origin}' has shape "
+                        f"{list(zero.shape)}, its scales {list(wanted)}")
+    keep_scaled(decoder, module, f"{module}.weight_scale", "uint8", codes, None,
+                int8_codes(zero))
+
+
+READER = Reader(
+    methods={"compressed-tensors": "compressed-tensors"}, read=read,
+    marks=(Mark(r"\.weight_packed", "compressed-tensors, packed"),
+           Mark(r"\.weight_(scale(_2)?|zero_point|global_scale)",
+                "compressed-tensors or NVIDIA ModelOpt", shared=True)))

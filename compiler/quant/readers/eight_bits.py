@@ -1,0 +1,128 @@
+"""Weights of 8 bits with one scale, one a row, one a group of a row, or one a block."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from llmc.compiler.graph.weights import Weight
+from llmc.compiler.quant.readers.decoder import Decoder
+from llmc.compiler.quant.readers.words import map_rows
+from llmc.compiler.quant.scheme import SMALLEST_GROUP
+from llmc.compiler.quant.stored import Stored
+from llmc.errors import LlmcError
+from llmc.plugins.quantization import FLOAT8
+
+TOKEN, ALL = "token", "all"  # what has a scale of activations
+FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
+
+
+def block_shape(decoder: Decoder, block: Any) -> tuple[int, int]:
+    """Rows and columns of a block in a config: [128, 128], or 128x128 in older ones.
+
+    Raises:
+        LlmcError: it is neither.
+    """
+    try:
+        rows, columns = map(int, block.split("x") if isinstance(block, str) else block)
+    except (TypeError, ValueError):
+        rows = columns = 0
+    if min(rows, columns) < 1:
+        raise LlmcError(f"'{decoder.origin}' has weights in blocks of {block!r}, says its config, "
+                        f"where a number of rows and one of columns are expected")
+    return rows, columns
+
+
+def read_float8(decoder: Decoder, module: str, suffix: str, block: tuple[int, int] | None,
+                rounding: str = "") -> None:
+    """Make a weight in FP8.
+
+    Args:
+        suffix: of the tensor that has its scales.
+        block: rows and columns that share a scale, where scales are of blocks.
+        rounding: TOKEN: activations are quantized to FP8 with a scale per token, or per group of
+            a token where the weight is in blocks; ALL: with one scale, if the module has one;
+            "": they are not quantized.
+
+    Raises:
+        LlmcError: it is not in FP8, or a tensor of it is missing or damaged.
+    """
+    name = f"{module}.weight"
+    if name not in decoder.left:
+        raise LlmcError(f"'{decoder.origin}' has no tensor '{name}' nor '{name}_packed', of which "
+                        f"'{module}.{suffix}' has the scales; the checkpoint is not whole")
+    if decoder.left[name].dtype != FP8:
+        raise LlmcError(f"'{name}' in '{decoder.origin}' is no FP8 (e4m3) weight, though it has "
+                        f"scales")
+    decoder.matrix(name)
+    tensor = decoder.left.pop(name)
+
+    def bits(block: np.ndarray) -> np.ndarray:
+        found = block.view(np.uint8)
+        if ((found & 0x7F) == 0x7F).any():
+            raise LlmcError(f"'{name}' in '{decoder.origin}' has NaN among its weights; the "
+                            f"checkpoint is damaged")
+        return found
+
+    codes = map_rows(tensor, tensor.shape, np.uint8, bits)
+    fixed = [f"{module}.{own}" for own in ("input_scale", "activation_scale")
+             if f"{module}.{own}" in decoder.left] if rounding == ALL else []
+    scale = 0.0
+    if fixed:
+        given = decoder.shape_of(fixed[0])
+        scale = float(decoder.scales(fixed[0], given if math.prod(given) == 1 else ())
+                      .load().flat[0])
+        if scale < 0:
+            raise LlmcError(f"'{fixed[0]}' in '{decoder.origin}' is {scale}, which no scale of "
+                            f"activations is; the checkpoint is damaged")
+    elif rounding == ALL:
+        decoder.note("activations are not rounded as the checkpoint's config says, as it has no "
+                     "scale of theirs", module)
+    keep_scaled(decoder, module, f"{module}.{suffix}", FLOAT8, codes, block,
+                activation_dtype=FLOAT8 if fixed or rounding == TOKEN else "",
+                activation_scale=scale)
+
+
+def keep_scaled(decoder: Decoder, module: str, name: str, dtype: str, codes: Weight,
+                block: tuple[int, int] | None, zeros: Weight | None = None,
+                **activations: Any) -> None:
+    """Make a weight of 8 bits with scales per tensor, row, group or block.
+
+    Args:
+        block: rows and columns of a block, where scales are of blocks.
+        activations: fields of `Stored` about activations; of blocks, they are per group.
+    """
+    rows, width = codes.shape
+    shape = decoder.shape_of(name)
+    height, size = block or (1, 1)
+    if block and len(shape) == 2 and (shape[0] != rows or 1 in (rows, height)):
+        scales = decoder.scales(name, (-(-rows // height), -(-width // size)))
+        group = math.gcd(size, width)
+        table = scales.load().repeat(size // group, 1)[:, :width // group]
+        rounded = activations.get("activation_dtype", "")
+        if activations.get("activation_scale"):
+            decoder.note("activations are not rounded by one scale, as the checkpoint's config "
+                         "says, where weights are in blocks", name)
+            rounded = ""
+        stored = Stored(dtype, codes, Weight(
+            (rows, width // group), np.float32,
+            lambda start, stop: table[np.arange(start, stop) // height], name),
+            activation_dtype=rounded, rounds_groups=bool(rounded))
+        decoder.keep(module, stored, "" if group >= SMALLEST_GROUP else
+                     "rows are no whole groups that a kernel reads: they are read as float32")
+        return
+    if shape in ((), (1,)) or (shape == (1, 1) and rows > 1):
+        value = decoder.scales(name, shape).load().reshape(-1)[0]
+        scales = Weight((rows, 1), np.float32,
+                        lambda start, stop: np.full((stop - start, 1), value), name)
+    elif len(shape) == 1:
+        flat = decoder.scales(name, (rows,))
+        scales = Weight((rows, 1), np.float32, lambda start, stop: flat.rows(start, stop)[:, None],
+                        name)
+    else:
+        scales = decoder.scales(name, (rows, shape[1]))
+        decoder.check_groups(name, width, shape[1])
+    decoder.keep(module, Stored(dtype, codes, scales, zeros, **activations))

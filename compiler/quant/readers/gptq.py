@@ -1,0 +1,157 @@
+"""GPTQ, as AutoGPTQ and GPTQModel write it.
+
+    qweight  int32 [in / 8, out]; of 8 bits [in / 4, out]
+    qzeros   int32 [groups, out / 8]; in version 1 a zero point is stored less one
+    scales   [groups, out]
+    g_idx    [in], whose group a column is
+
+GPTQModel's rules, `dynamic` in its config, name modules that have other bits and groups, or are not
+quantized; the first that fits counts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from llmc.compiler.quant.readers import Mark, Reader
+from llmc.compiler.quant.readers.config import bits_of, fits
+from llmc.compiler.quant.readers.decoder import Decoder
+from llmc.compiler.quant.readers.groups import keep_ordered, with_zeros
+from llmc.compiler.quant.readers.words import map_rows, unpack_words
+from llmc.errors import LlmcError
+
+_FORMS = "method", "quant_method", "format", "checkpoint_format"  # where GPTQModel says a format
+
+
+def read(decoder: Decoder, config: Mapping[str, Any]) -> bool:
+    """Make the quantized weights; False: not in this format.
+
+    Raises:
+        LlmcError: the config contradicts itself, or asks for more than quantized weights.
+    """
+    refuse_changed(decoder, config)
+    forms = {key: str(config[key]).lower() for key in ("checkpoint_format", "format")
+             if config.get(key)}
+    if len(set(forms.values())) > 1:
+        both = " and ".join(f"{key} {form}" for key, form in forms.items())
+        raise LlmcError(f"'{decoder.origin}' has {both} in its config, of which one is wrong; "
+                        f"remove that")
+    form = next(iter(forms.values()), "gptq")
+    if bits_of(config, "bits") is None or form not in ("gptq", "gptq_v2"):
+        return False
+    read_gptq(decoder, config, zeros_less=int(form == "gptq"))
+    return True
+
+
+def read_gptq(decoder: Decoder, config: Mapping[str, Any], zeros_less: int) -> None:
+    """Make the quantized weights of GPTQ's tensors.
+
+    The tensors' shapes say the bits of each layer, and zero points whether it is symmetric.
+
+    Args:
+        zeros_less: how much is subtracted from stored zero points: 1 in version 1.
+    """
+    for module in decoder.modules("qweight"):
+        own = own_config(decoder, config, module)
+        words, out_features = decoder.matrix(f"{module}.qweight")
+        packed = decoder.words(f"{module}.qweight", (words, out_features)).transpose()
+        groups = (*decoder.shape_of(f"{module}.scales"), 1)[0]
+        zero_words = (decoder.shape_of(f"{module}.qzeros") or (0,))[-1]
+        bits = 32 * zero_words // max(out_features, 1) or 4
+        if bits not in (4, 8):
+            raise LlmcError(f"'{module}' in '{decoder.origin}' has codes of {bits} bits; llmc "
+                            f"reads 4 and 8")
+        per_word = 32 // bits
+        width = words * per_word
+        codes = map_rows(packed, (out_features, width), np.uint8, partial(unpack_words, bits=bits))
+        scales = decoder.scales(f"{module}.scales", (groups, out_features)).transpose()
+        zeros = unpack_words(decoder.words(f"{module}.qzeros", (groups, out_features // per_word))
+                             .load(), bits).astype(np.int32) + zeros_less
+        if own.get("sym") is True:
+            decoder.check_middle(f"{module}.qzeros", zeros, bits, "sym true")
+        order = decoder.left.pop(f"{module}.g_idx", None)
+        if order is None and groups > 1 and own.get("desc_act") and not own.get("static_groups"):
+            decoder.refuse_unordered(f"{module}.g_idx", "desc_act")
+        belongs = _in_order(decoder, f"{module}.scales", width, groups, own.get("group_size")) \
+            if order is None else order.load().astype(np.int64)
+        if belongs.shape != (width,) or belongs.min() < 0 or belongs.max() >= groups:
+            raise LlmcError(f"'{module}.g_idx' in '{decoder.origin}' does not say for each of "
+                            f"{width} columns which of {groups} groups it belongs to")
+        stored = with_zeros(bits, codes, scales, zeros.T)
+        if width % groups == 0 and (belongs == np.arange(width) // (width // groups)).all():
+            decoder.keep(module, stored)
+        else:
+            keep_ordered(decoder, module, stored, belongs)
+
+
+def _in_order(decoder: Decoder, name: str, width: int, groups: int, size: Any) -> np.ndarray:
+    """The group of each column, where columns are in order; the last group may be smaller.
+
+    Args:
+        size: the config's group size; -1: a row is one group.
+
+    Raises:
+        LlmcError: the number of groups is another.
+    """
+    if not isinstance(size, int):
+        decoder.check_groups(name, width, groups)
+        size = width // groups
+    if groups != (-(-width // size) if size > 0 else 1):
+        raise LlmcError(f"tensor '{name}' in '{decoder.origin}' has {groups} groups for {width} "
+                        f"columns, but its config speaks of groups of {size}")
+    return np.arange(width) // (size if size > 0 else width)
+
+
+def own_config(decoder: Decoder, config: Mapping[str, Any], module: str) -> Mapping[str, Any]:
+    """The config of a module: that of all modules, overridden by its own.
+
+    GPTQModel's `dynamic` has the first rule that matches; AutoRound's extra_config has the module's
+    name, else a pattern.
+
+    Raises:
+        LlmcError: a rule says that the module is not quantized, or asks for something unsupported.
+    """
+    rules, layers = config.get("dynamic"), config.get("extra_config")
+    own: Any = None
+    for rule, changes in rules.items() if isinstance(rules, Mapping) else ():
+        if fits(rule.removeprefix("-:").removeprefix("+:"), module, "rules"):
+            if rule.startswith("-:"):
+                raise LlmcError(f"'{decoder.origin}' has '{module}' in fewer bits, which its "
+                                f"config's rule '{rule}' says is not; config and weights do not "
+                                f"belong together")
+            own = changes
+            break
+    if own is None and isinstance(layers, Mapping):
+        own = layers.get(module) or next(
+            (changes for pattern, changes in layers.items()
+             if fits(pattern, module, "extra_config", re.search)), None)
+    if not isinstance(own, Mapping):
+        return config
+    known = {str(config.get(key)).lower() for key in _FORMS}
+    for key in ("adapter", "rotation", *_FORMS):
+        if own.get(key) and str(own[key]).lower() not in known:
+            raise LlmcError(f"'{module}' in '{decoder.origin}' has {key} {own[key]!r} of its own, "
+                            f"says its config, which llmc does not read; give a checkpoint without")
+    return {**config, **own}
+
+
+def refuse_changed(decoder: Decoder, config: Mapping[str, Any]) -> None:
+    """Refuse what GPTQModel does to a model beside quantizing its weights.
+
+    Raises:
+        LlmcError: the config says that it did.
+    """
+    for key, what in (("rotation", "rotated"), ("adapter", "to be corrected by an adapter")):
+        if config.get(key):
+            raise LlmcError(f"'{decoder.origin}' is {what}, as {key} {config[key]!r} in its config "
+                            f"says, which llmc does not read; give a checkpoint without")
+
+
+READER = Reader(
+    methods={"gptq": "GPTQ"}, read=read, config_file="quantize_config.json",
+    marks=(Mark(r"\.g_idx", "GPTQ"), Mark(r"\.qzeros|\.qweight", "AWQ or GPTQ", shared=True)))

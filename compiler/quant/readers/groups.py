@@ -1,0 +1,59 @@
+"""Quantized weights with zero points, and with columns whose groups are in no order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from llmc.compiler.graph.weights import Weight
+from llmc.compiler.quant.readers.decoder import Decoder
+from llmc.compiler.quant.scheme import SMALLEST_GROUP
+from llmc.compiler.quant.stored import Stored
+from llmc.errors import LlmcError
+
+
+def with_zeros(bits: int, codes: Weight, scales: Weight, zeros: np.ndarray) -> Stored:
+    """A quantized weight with zero points.
+
+    Symmetric where all zero points are in the middle; in 8 bits where one exceeds the codes of 4.
+
+    Args:
+        zeros: [out, groups].
+
+    Raises:
+        LlmcError: a zero point exceeds 255.
+    """
+    if (zeros == 2 ** (bits - 1)).all():
+        return Stored(f"int{bits}", codes, scales)
+    wide = 8 if zeros.max() >= 2 ** bits else bits
+    if zeros.max() > 255:
+        raise LlmcError(f"'{codes.name}' has a zero point of {zeros.max()}, which no code has")
+    return Stored(f"uint{wide}", codes, scales, Weight.of(zeros.astype(np.uint8)))
+
+
+def keep_ordered(decoder: Decoder, module: str, stored: Stored, belongs: np.ndarray) -> None:
+    """Make a weight whose columns are in activation order (act-order).
+
+    Its columns are sorted by group where all groups have one size; else it is dequantized.
+
+    Args:
+        belongs: [in], the group of each column.
+    """
+    counts = np.bincount(belongs, minlength=stored.scales.shape[1])
+    if (counts == counts[0]).all() and counts[0] >= SMALLEST_GROUP:
+        order = np.argsort(belongs, kind="stable")
+        decoder.keep(module, replace(stored, codes=stored.codes.take_columns(order), order=order))
+        return
+    codes, scales, zeros = stored.codes, stored.scales, stored.zeros
+    fixed = np.float32(2 ** (stored.bits - 1))
+
+    def rows(start: int, stop: int) -> np.ndarray:
+        zero = fixed if zeros is None else zeros.rows(start, stop)[:, belongs].astype(np.float32)
+        numbers: np.ndarray = (codes.rows(start, stop).astype(np.float32) - zero) \
+            * scales.rows(start, stop)[:, belongs]
+        return numbers
+
+    decoder.keep_numbers(module, codes.shape, rows, "columns are in groups of several sizes, which "
+                         "no kernel reads: they are read as float32, at four to eight times the "
+                         "memory")

@@ -1,0 +1,38 @@
+"""Quantization schemes: what `--quantize` makes of weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmc.plugins.code_types import CODE_TYPES
+
+# Where --quantize is given for weights that are quantized already.
+QUANTIZED_WAYS_OUT = "leave out --quantize to keep its quantized weights, give --quantize none " \
+    "to dequantize them, or add --requantize to dequantize and quantize them again, which loses " \
+    "more than quantizing the original model"
+SMALLEST_GROUP = 16  # of kernels
+_GROUP_SIZES = (128, 64, 32, 16)
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A quantization scheme.
+
+    Args:
+        dtype: a code type.
+        group_size: columns that share a scale; 0: the largest of 128, 64, 32 and 16 that divides
+            the row, or the row; in FP8 the row.
+        activation_dtype: activations are quantized to; "": they are not quantized.
+    """
+
+    dtype: str
+    group_size: int = 0
+    activation_dtype: str = ""
+
+    def group_size_for(self, width: int) -> int | None:
+        """The group size for rows of `width` columns; None where it does not divide them."""
+        if self.group_size:
+            return self.group_size if width % self.group_size == 0 else None
+        if CODE_TYPES[self.dtype].numbers:
+            return width
+        return next((size for size in _GROUP_SIZES if width % size == 0), width)
