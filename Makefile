@@ -221,6 +221,7 @@ wheels: | $(BIN)/pip
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/hadolint docker/Dockerfile.cpu docker/Dockerfile.cuda
+	$(BIN)/python docs/lint_words.py
 	$(BIN)/mypy
 
 clean:
