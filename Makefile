@@ -2,6 +2,7 @@
 # make test-vllm: those of llmc inside vLLM.  make test-serve: the server under schemathesis, its page in Chromium.
 # make test-page: the page alone.  make load: 16 clients for ten minutes.
 # make test-bounds: the tests with the lowest and the newest dependencies.  make lock: pin requirements/ anew.
+# make docs: the documentation, in build/docs.
 # make sanitize: the engine's host side under ASan and UBSan.  make fuzz: its programs under libFuzzer.
 PYTHON ?= python3
 VENV ?= .venv
@@ -20,8 +21,8 @@ FAST ?= ON
 TESTED := $(ENGINE)$(if $(filter ON,$(FAST)),-fast)
 VLLM := build/vllm
 
-.PHONY: demo test test-all test-bounds test-gpu check lint lock engine sanitize fuzz test-vllm test-serve test-page load \
-  wheels clean
+.PHONY: demo test test-all test-bounds test-gpu check lint docs lock engine sanitize fuzz test-vllm test-serve \
+  test-page load wheels clean
 
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
@@ -223,6 +224,9 @@ lint: $(VENV)/.test
 	$(BIN)/hadolint docker/Dockerfile.cpu docker/Dockerfile.cuda
 	$(BIN)/python docs/lint_words.py
 	$(BIN)/mypy
+
+docs: $(VENV)/.test
+	$(BIN)/python -m sphinx -W --keep-going --quiet docs build/docs
 
 clean:
 	rm -rf $(VENV) build $(CASE)

@@ -1,0 +1,70 @@
+"""Tables of the documentation against the tests' tables and the code's."""
+
+import re
+from pathlib import Path
+
+import families
+import pytest
+
+from llmc.compiler.frontend import quantized_formats
+from llmc.compiler.preflight import TARGETS
+
+DOCS = Path(__file__).parents[2] / "docs"
+ALL = {**families.FAMILIES, **families.LATENT, **families.OWN_ATTENTION, **families.MIXTURES,
+       **families.HYBRIDS}
+TWO = {**families.UNPLANNED, **dict.fromkeys(families.UNPLANNED_MIXTURES), **{
+    kind: None for kind, _ in {**families.ENCODER_DECODERS,
+                               **families.UNPLANNED_ENCODER_DECODERS}.values()}}
+ONLY_CUDA = {*families.LATENT, *families.HYBRIDS, "gemma4_text"}
+
+
+def rows(page, head):
+    """The cells of the table with this first column."""
+    lines = (DOCS / page).read_text(encoding="utf-8").splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(f"| {head} |")) + 2
+    for line in lines[start:]:
+        if not line.startswith("|"):
+            return
+        yield [cell.strip() for cell in line.strip("|").split("|")]
+
+
+@pytest.fixture(scope="module")
+def documented():
+    """Model type to its tp sizes and targets."""
+    found = {}
+    for _, types, sizes, targets, _ in rows("models.md", "family"):
+        for kind in re.findall(r"`([^`]+)`", types):
+            assert kind not in found, f"{kind} is listed twice"
+            found[kind] = [int(size) for size in sizes.split(", ")], targets.split(", ")
+    return found
+
+
+def test_the_families_are_those_that_tests_compile(documented):
+    assert set(documented) == {*ALL, *TWO}
+
+
+def test_the_tp_sizes_are_those_that_tests_compile(documented):
+    for kind, (sizes, _) in documented.items():
+        heads = ALL[kind].get("num_attention_heads", ALL[kind].get("n_head", 4)) \
+            if kind in ALL else 2
+        assert sizes == [size for size in (1, 2, 3, 4) if size <= heads], kind
+
+
+def test_the_targets_are_those_that_have_kernels(documented):
+    assert {kind for kind, (_, targets) in documented.items() if targets == ["cpu", "cuda"]} \
+        == ONLY_CUDA
+    assert all({*targets} <= {*TARGETS} for _, targets in documented.values())
+
+
+def test_the_checkpoint_formats_are_those_that_are_read():
+    named = {name for row in rows("formats.md", "format (`quant_method`)")
+             for name in re.findall(r"`([^`]+)`", row[0])}
+    assert named - {"desc_act", "weight_g_idx"} == {*quantized_formats._READERS}
+
+
+def test_the_dtypes_of_targets_are_those_of_the_code():
+    documented = {row[0].strip("`"): row for row in rows("guides/compile.md", "target")}
+    assert {*documented} == {*TARGETS}
+    for name, target in TARGETS.items():
+        assert documented[name][2].split(", ") == [*target.DTYPES]
+        assert ("float8_e4m3fn" in documented[name][3]) == bool(getattr(target, "KV_DTYPES", ()))
