@@ -11,9 +11,9 @@ from sphinx.util.docutils import SphinxDirective
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import generate  # noqa: E402
+import generate
 
-from llmc import __version__  # noqa: E402
+from llmc import __version__
 
 project = "llmc"
 author = "the llmc authors"

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import families
+import generate
 import pytest
 
 from llmc.compiler.frontend import quantized_formats
@@ -68,3 +69,11 @@ def test_the_dtypes_of_targets_are_those_of_the_code():
     for name, target in TARGETS.items():
         assert documented[name][2].split(", ") == [*target.DTYPES]
         assert ("float8_e4m3fn" in documented[name][3]) == bool(getattr(target, "KV_DTYPES", ()))
+
+
+def test_the_readmes_number_of_model_classes_is_that_of_the_sweep():
+    counts = dict(re.findall(r"^\| (\w+) \| (\d+) \|", generate.sweep(), re.MULTILINE))
+    match = re.search(r"(\d+) of (\d+) causal LM classes",
+                      (DOCS.parent / "README.md").read_text(encoding="utf-8"))
+    assert match[1] == counts["matches"]
+    assert int(match[2]) == sum(map(int, counts.values()))
