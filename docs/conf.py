@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
+import click
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
@@ -39,6 +41,12 @@ class Generated(SphinxDirective):
         return self.parse_text_to_nodes(generate.PARTS[self.arguments[0]]())
 
 
+def escape_asterisks(app: Sphinx, context: click.Context, lines: list[str]) -> None:
+    """Escape the asterisks of options' help, which is not reStructuredText."""
+    lines[:] = [line if "``" in line else re.sub(r"(?<!\*)\*(?!\*)", r"\*", line) for line in lines]
+
+
 def setup(app: Sphinx) -> None:
-    """Register the directive."""
+    """Register the directive and the event."""
     app.add_directive("generated", Generated)
+    app.connect("sphinx-click-process-options", escape_asterisks)
