@@ -15,6 +15,8 @@ from llmc import plugins
 from llmc.server.limits import OPEN, Gate
 from llmc.server.metrics import Metrics
 from llmc.server.openapi import OPERATIONS, TOKENIZER_INFO, Operation
+from llmc.server.reasoning import REASONING_MARKS
+from llmc.server.tool_parsers import TOOL_PARSERS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -60,6 +62,13 @@ def metrics() -> str:
         if not family.name.endswith("_created")))
 
 
+def parsers() -> str:
+    """Return a table of the parsers of tool calls and reasoning."""
+    return table(("option", "parsers"), (
+        ("`--tool_call_parser`", _names(TOOL_PARSERS)),
+        ("`--reasoning_parser`", _names([*REASONING_MARKS, "none"]))))
+
+
 def ops() -> str:
     """Return a table of the ops of the `llmc` domain."""
     return table(("op", "version", "inputs", "outputs", "attributes"), (
@@ -83,4 +92,5 @@ def sweep() -> str:
 
 
 PARTS: dict[str, Callable[[], str]] = {
-    "endpoints": endpoints, "bodies": bodies, "metrics": metrics, "ops": ops, "sweep": sweep}
+    "endpoints": endpoints, "bodies": bodies, "metrics": metrics, "ops": ops,
+    "parsers": parsers, "sweep": sweep}
