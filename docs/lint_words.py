@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 _WORDS = ROOT / "docs" / "words.toml"
 _EXCEPTION = "words: ok"
 _CODE = re.compile(r"```.*?(```|\Z)|`[^`\n]*`|\]\([^)]*\)|https?://\S+", re.DOTALL)
+_SPAN = re.compile(r"`[^`\n]*`")
 _C_COMMENTS = re.compile(r"/\*.*?\*/|(?:^[ \t]*//[^\n]*\n)+|//[^\n]*", re.DOTALL | re.MULTILINE)
 _SPACE = r"\s+(?:(?://|#|\*)\s*)?"  # also where a comment goes on
 _C_SUFFIXES = (".h", ".cuh", ".cu", ".cpp", ".cc")
@@ -81,7 +82,8 @@ def _find_in(path: Path, phrases: Sequence[Phrase]) -> Iterator[Finding]:
     source = path.read_text(encoding="utf-8")
     lines = source.splitlines()
     shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
-    for first, prose in _prose(path, source):
+    for first, text in _prose(path, source):
+        prose = _SPAN.sub(" ", text)
         for phrase in phrases:
             for match in phrase.find.finditer(prose):
                 line = first + prose.count("\n", 0, match.start())
