@@ -27,7 +27,7 @@ def test_the_documentation_builds_without_warnings(tmp_path):
 def test_relative_links_of_markdown_lead_to_files():
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("bench/*.md"),
              *ROOT.glob("vllm_plugin/*.md"), *ROOT.glob("docker/*.md"),
-             *ROOT.glob("artifacts/*.md")]
+             *ROOT.glob("artifacts/*.md"), *ROOT.glob("csrc/*.md")]
     broken = [f"{page.relative_to(ROOT)}: {target}" for page in pages
               for target in LINK.findall(page.read_text(encoding="utf-8"))
               if "://" not in target and not (page.parent / target).exists()]
