@@ -64,9 +64,11 @@ def test_the_checkpoint_formats_are_those_that_are_read():
 
 
 def test_the_dtypes_of_targets_are_those_of_the_code():
-    documented = {row[0].strip("`"): row for row in rows("guides/compile.md", "target")}
-    assert {*documented} == {*TARGETS}
+    documented, readme = ({row[0].strip("`"): row for row in rows(page, "target")}
+                          for page in ("guides/compile.md", "../README.md"))
+    assert {*documented} == {*readme} == {*TARGETS}
     for name, target in TARGETS.items():
+        assert readme[name][2] == documented[name][2]
         assert documented[name][2].split(", ") == [*target.DTYPES]
         assert ("float8_e4m3fn" in documented[name][3]) == bool(getattr(target, "KV_DTYPES", ()))
 
