@@ -104,7 +104,7 @@ test-all: $(VENV)/.test
 	$(MAKE) test TESTS="thorough or not thorough" ARCHITECTURES="80;90" FAST=OFF
 	$(MAKE) test-bounds PYTHONS=$(PYTHON) RESOLUTIONS=highest
 
-# The lowest and the newest of each dependency that pyproject.toml allows, in venvs of their own. uv fetches a Python that
+# The lowest and the newest of each dependency that pyproject.toml allows, in separate venvs. uv fetches a Python that
 # is not here.
 PYTHONS ?= 3.11 3.13
 RESOLUTIONS ?= lowest-direct highest
@@ -158,7 +158,7 @@ fuzz: $(VENV)/.build
 test-gpu: engine
 	$(PYTEST) tests/gpu
 
-# A venv of its own, as vLLM has other versions of what llmc compiles with, and asks for gigabytes that no CPU needs.
+# A separate venv: vLLM needs other versions of llmc's export dependencies, and gigabytes that no CPU uses.
 $(VLLM)/.venv: vllm_plugin/requirements.txt vllm_plugin/pyproject.toml
 	$(PYTHON) -m venv $(VLLM)/venv
 	$(VLLM)/venv/bin/pip --quiet --disable-pip-version-check install --no-compile --requirement requirements/torch.txt

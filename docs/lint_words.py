@@ -1,7 +1,8 @@
 """Find phrases that docs/glossary.md replaces.
 
 Reads prose only: Markdown outside code, docstrings, comments, and messages (string literals of at
-least three words, outside tests). `words: ok` in a comment on the same line excepts that line.
+least three words, in Python outside tests). `words: ok` in a comment on the same line excepts
+that line.
 
     python docs/lint_words.py                 the paths that docs/words.toml lists as clean
     python docs/lint_words.py runtime csrc    any other files and folders
@@ -27,8 +28,11 @@ _CODE = re.compile(r"```.*?(```|\Z)|`[^`\n]*`|\]\([^)]*\)|https?://\S+", re.DOTA
 _SPAN = re.compile(r"`[^`\n]*`")
 _C_COMMENTS = re.compile(r"/\*.*?\*/|(?:^[ \t]*//[^\n]*\n)+|//[^\n]*", re.DOTALL | re.MULTILINE)
 _SPACE = r"\s+(?:(?://|#|\*)\s*)?"  # also where a comment goes on
-_C_SUFFIXES = (".h", ".cuh", ".cu", ".cpp", ".cc")
-_SUFFIXES = (".md", ".py", *_C_SUFFIXES)
+_C_STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"')
+_HASH_COMMENTS = re.compile(r"(?:^[ \t]*#[^\n]*\n)+|\s#[^\n]*", re.MULTILINE)
+_C_SUFFIXES = {".h", ".cuh", ".cu", ".cpp", ".cc"}
+_HASH_SUFFIXES = {".toml", ".cmake", ".cpu", ".cuda"}  # also of Dockerfiles
+_HASH_NAMES = {"Makefile", "CMakeLists.txt"}
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,9 @@ def _files(paths: Sequence[Path]) -> Iterator[Path]:
         found = sorted(top.rglob("*")) if top.is_dir() else [top]
         for path in found:
             inside = {path, *path.parents} & excluded
-            if path.suffix in _SUFFIXES and path.is_file() and not inside:
+            if path.is_file() and not inside and (
+                    path.name in _HASH_NAMES
+                    or path.suffix in {".md", ".py", *_C_SUFFIXES, *_HASH_SUFFIXES}):
                 yield path
 
 
@@ -99,7 +105,11 @@ def _prose(path: Path, source: str) -> Iterator[tuple[int, str]]:
         yield from _python_comments(source)
         yield from _python_strings(source, messages="tests" not in path.parts)
     else:
-        for match in _C_COMMENTS.finditer(source):
+        is_c = path.suffix in _C_SUFFIXES
+        found = [*(_C_COMMENTS if is_c else _HASH_COMMENTS).finditer(source)]
+        found += [match for match in _C_STRING.finditer(source if is_c else "")
+                  if len(match[0].split()) > 2]
+        for match in found:
             yield 1 + source.count("\n", 0, match.start()), match[0]
 
 

@@ -20,6 +20,9 @@ def found(tmp_path, name, text):
     ("code.py", "option('--a', help='Weights in ' 'fewer bits.')\n", 1),
     ("kernel.cu", "int x;\n// It is what comes\n// behind the product.\n", 3),
     ("kernel.h", "/* Quantised\n   weights. */\n", 1),
+    ("core.cpp", 'throw Error("there is none of it");\n', 1),
+    ("Makefile", "all:\n# What is behind\n# it.\n\ttrue\n", 2),
+    ("pyproject.toml", 'x = 1  # so many\n', 1),
 ])
 def test_it_finds_phrases_in_prose(tmp_path, name, text, line):
     assert line in [number for number, _ in found(tmp_path, name, text)]
@@ -31,7 +34,8 @@ def test_it_finds_phrases_in_prose(tmp_path, name, text, line):
     ("code.py", "told = so_many = 1\n"),
     ("code.py", "x = 1  # behind  words: ok\n"),
     ("tests/test_code.py", "assert answer == 'a man of whom he was told'\n"),
-    ("kernel.cu", "int behind = told;\n"),
+    ("kernel.cu", 'int behind = told("behind");\n'),
+    ("Makefile", "told:\n\tbehind\n"),
     ("page.md", "The tokenizer's length and weekend tokens.\n"),
 ])
 def test_it_leaves_code_and_exceptions_alone(tmp_path, name, text):
