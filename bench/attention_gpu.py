@@ -1,10 +1,10 @@
-"""One layer's attention over blocks on one GPU, of Llama-3.1-8B's shape in bfloat16: bytes per
-second of decoding, operations per second of prompts by llmc's kernel and by cuDNN's.
+"""One layer's attention over KV blocks on one GPU, of Llama-3.1-8B's shape in bfloat16.
 
     python bench/attention_gpu.py
 
-Microseconds are means of many launches in a row; caches are larger than the GPU's own, but where a
-few short sequences decode.
+Prints bytes per second of decode, decode with a shared prefix, and operations per second of prefill
+by llmc's kernel and by cuDNN. Microseconds are means over many launches. KV caches exceed the GPU's
+L2, except where a few short sequences decode.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ FIELDS: dict[str, Any] = dict(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=D
 
 def microseconds(new: Sequence[int], past: Sequence[int], *, repeats: int, library: bool = False,
                  scattered: bool = True, shared: int = 0, once: bool = False) -> float:
-    """Of sequences with so many new tokens behind so many that are cached, in blocks anywhere, or
-    one behind the other; the first `shared` positions in the same blocks, read `once` or by each.
+    """Time of sequences with `new` tokens after `past` cached ones, in scattered or consecutive
+    blocks; the first `shared` positions in the same blocks, read `once` or by each sequence.
     """
     count = [-(-(own + before) // BLOCK) for own, before in zip(new, past, strict=True)]
     blocks = sum(count)

@@ -1,11 +1,11 @@
-"""A step of beam search beside a greedy step of as many rows, on one GPU with random weights.
+"""A step of beam search next to a greedy step with as many rows, on one GPU with random weights.
 
     python bench/beam_gpu.py WORK_DIR
     python bench/beam_gpu.py WORK_DIR --tp 2
 
-The model is Llama-3.1-8B's shape in bfloat16. Milliseconds are medians by the host's clock. A
-greedy step runs ahead of the host; a step of beam search waits for the host's choice and copies the
-blocks that beams part in. The two are run in turn.
+The model is Llama-3.1-8B's shape in bfloat16. Milliseconds are medians by the host's clock. Greedy
+decoding has steps in flight. A step of beam search waits for the host, and copies blocks in which
+beams diverge. The two alternate.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def compiled(work: Path, name: str, stored: str, positions: int,
     return case
 
 
-_ROUTER = "mlp.gate.weight"  # which no form of fewer bits is of
+_ROUTER = "mlp.gate.weight"  # never quantized
 
 
 def _attention(hidden: int, heads: int, kv_heads: int, dim: int) -> dict[str, tuple[int, ...]]:
@@ -248,8 +248,9 @@ def smollm2(directory: Path) -> Path:
 
 
 def as_mixtral(llama: Path, directory: Path, num_experts: int = 4, spread: float = 0.0) -> Path:
-    """A Llama's checkpoint as a Mixtral's, of which each expert is the Llama's MLP and two are
-    chosen; with a `spread`, each expert's weights are off by so much of their deviation. Equal
+    """A Llama's checkpoint as a Mixtral's: each expert is the Llama's MLP, two are selected.
+
+    With a `spread`, each expert's weights are off by that fraction of their deviation. Equal
     experts make the same model, as their scores add up to one.
     """
     directory.mkdir(parents=True, exist_ok=True)

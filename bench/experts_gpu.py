@@ -1,12 +1,14 @@
-"""One layer's experts on one GPU, in bfloat16: microseconds by the kernels for few tokens, by those
-for many, by torch's grouped GEMM between a sort and a sum, as transformers has it; and by llmc's
-kernels for few and for many of weights in fewer bits, in --forms. "float8_e4m3fn rounded" rounds
-what it multiplies to FP8, in groups.
+"""One layer's experts on one GPU: microseconds of llmc's kernels and of torch's grouped GEMM.
 
     python bench/experts_gpu.py [--forms "int4,mxfp4,…"] [--shapes Qwen3-30B-A3B,…]
 
-Each is a mean of launches in a row, torch's in a CUDA graph; tokens choose their experts at random.
-The limit is the weights that were chosen, read at COPY bytes per second, or the operations at RATE.
+Columns: the kernels for few and for many tokens in bfloat16, torch's grouped GEMM between a sort
+and a sum as in transformers, and the kernels of each storage format in --forms. "float8_e4m3fn
+rounded" also quantizes activations to FP8, per group.
+
+Each is a mean of consecutive launches, torch's in a CUDA graph. Tokens select random experts. The
+limit is the time to read the selected weights at COPY bytes per second, or of the operations at
+RATE.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ def packed(form: str, weights: list[torch.Tensor]) -> tuple[list[torch.Tensor], 
 
 
 def grouped(given: list[torch.Tensor], y: torch.Tensor) -> None:
-    """The same by torch, of gates and ups that lie one behind the other."""
+    """The same by torch, with gates and ups concatenated."""
     x, experts, scores, gate_up, down = given
     flat = experts.flatten()
     order = flat.argsort()

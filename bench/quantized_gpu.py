@@ -1,17 +1,22 @@
-"""Steps of Llama-3.1-8B's shape by how its linear layers are stored, on one GPU, random weights.
+"""Steps of Llama-3.1-8B's shape by storage format of its linear layers, on one GPU.
 
     python bench/quantized_gpu.py WORK_DIR [--stored fp8,int4,bf16] [--layers 32] [--static 1x400]
 
-`fp8` is a compressed-tensors checkpoint whose tokens are rounded as they come (FP8_DYNAMIC), `fp8
-static` one with a scale for all tokens of a layer (FP8), `fp8 weights` of weights alone, `fp8
-blocks` one in blocks of 128 × 128 (FP8_BLOCK), `fp8 blocks rounded` the same with groups of tokens
-rounded as it says, `int4` one of groups of 128 (W4A16), `bf16` the plain model; the LM head is in
-bfloat16, as in the checkpoints that people have, but for `int4 head`. Each row: the first token and
-a step, medians of runs of one, of 17 and of 65 tokens by the host's clock, greedy, after prompts of
-128 tokens or what --static says, as vllm_gpu.py's; the first token of 64 × 128 is a prefill of
-8,192 tokens. Behind the table: where a decode step's time goes, each kernel charged from the end of
-the one before it to its own.
-`--crowds 3` runs vllm_gpu.py's crowd so often in place of all that, in steps of 2,048 tokens.
+| --stored | checkpoint, with random weights |
+| --- | --- |
+| fp8 | compressed-tensors FP8_DYNAMIC: activations per token |
+| fp8 static | FP8: a static activation scale per layer |
+| fp8 weights | FP8 weights alone |
+| fp8 blocks | FP8_BLOCK, blocks of 128 × 128 |
+| fp8 blocks rounded | the same, with activations quantized per group |
+| int4 | W4A16, groups of 128 |
+| bf16 | not quantized |
+
+The LM head is in bfloat16, as in published checkpoints, except with `int4 head`. Each row: TTFT and
+a step, medians of runs of 1, 17 and 65 tokens by the host's clock, greedy, after prompts of 128
+tokens or as --static, as in vllm_gpu.py; the TTFT of 64 × 128 is a prefill of 8,192 tokens. After
+the table: a decode step's time by kind of kernel.
+`--crowds 3` instead runs vllm_gpu.py's offline workload 3 times, in steps of at most 2,048 tokens.
 """
 
 from __future__ import annotations
@@ -62,8 +67,9 @@ def main() -> None:
                       else arguments.max_num_batched_tokens) as llm:
             print(f"{stored}, {arguments.layers} layers", flush=True)
             for _ in range(arguments.crowds):
-                vllm_gpu.run_crowd("crowd", lambda prompts, counts, llm=llm: llm.generate(
-                    prompts, [params(count) for count in counts]), *vllm_gpu.crowd())
+                vllm_gpu.run_workload(
+                    "offline throughput", lambda prompts, counts, llm=llm: llm.generate(
+                        prompts, [params(count) for count in counts]), *vllm_gpu.workload())
             if arguments.crowds:
                 continue
             vllm_gpu.static(lambda prompts, count, llm=llm: llm.generate(prompts, params(count)),

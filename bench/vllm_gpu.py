@@ -1,17 +1,15 @@
-"""llmc beside vLLM on one GPU: Llama-3.1-8B's shape in bfloat16, random weights, greedy.
+"""llmc next to vLLM on one GPU: Llama-3.1-8B's shape in bfloat16, random weights, greedy.
 
-    python bench/vllm_gpu.py llmc WORK_DIR      makes what it needs there
-    python bench/vllm_gpu.py vllm WORK_DIR      where vLLM can be imported; with --rates that
-                                                alone
-    python bench/vllm_gpu.py llmc-vllm WORK_DIR     vLLM with llmc's worker, once `llmc` has made
-                                                    its case directory; where llmc-vllm is, too
+    python bench/vllm_gpu.py llmc WORK_DIR      makes its inputs there
+    python bench/vllm_gpu.py vllm WORK_DIR      where vLLM can be imported; with --rates these alone
+    python bench/vllm_gpu.py llmc-vllm WORK_DIR     vLLM with llmc's worker, after `llmc` has made
+                                                    its case directory; where llmc-vllm is installed
 
-All print the same rows, to be run one after the other on one machine. The crowd: 512 requests,
-32 to 512 random tokens in and 16 to 256 out, 256 at once; all there from the start, or with a
-prefix of 512 tokens that all share (--prefix: these alone), or coming as a Poisson process of so
-many a second (of --rates). Static batches, of --static 8x8000,1x3900+31x200: the first token from
-runs of one token, and a step from runs of 17 and of 65: while the last prompts are read, the first
-sequences decode.
+All print the same rows, to be run one after the other on one machine. The serving workload: 512
+requests, 32 to 512 random tokens in and 16 to 256 out, 256 concurrent; offline, or with a common
+prefix of 512 tokens (--prefix: these alone), or arriving as a Poisson process with --rates requests
+per second. Static batches, of --static 8x8000,1x3900+31x200: TTFT from runs of one token, a step
+from runs of 17 and of 65: while the last prompts are prefilled, the first sequences decode.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ CASE = "llama-8b-llmc"
 Prompts = list[list[int]]
 
 
-def crowd(prefix: int = 0, seed: int = 0) -> tuple[Prompts, list[int]]:
+def workload(prefix: int = 0, seed: int = 0) -> tuple[Prompts, list[int]]:
     """Prompts, and how many tokens each is to lead to; of every seed the same lengths."""
     rng = np.random.default_rng(0)
     inputs, outputs = rng.integers(32, 513, 512), rng.integers(16, 257, 512)
@@ -46,8 +44,8 @@ def crowd(prefix: int = 0, seed: int = 0) -> tuple[Prompts, list[int]]:
     return [first + rng.integers(5, 128000, size).tolist() for size in inputs], outputs.tolist()
 
 
-def run_crowd(name: str, generate: Callable[[Prompts, list[int]], object], prompts: Prompts,
-              outputs: list[int]) -> None:
+def run_workload(name: str, generate: Callable[[Prompts, list[int]], object], prompts: Prompts,
+                 outputs: list[int]) -> None:
     start = time.perf_counter()
     generate(prompts, outputs)
     print(f"| {name} | {sum(outputs) / (time.perf_counter() - start):.0f} tokens/s |", flush=True)
@@ -120,10 +118,11 @@ def run_llmc(arguments: argparse.Namespace) -> None:
         llm.generate([[5, 6, 7]], params(1))
         print(f"| {name}, until the first token | {loaded:.1f} s, "
               f"{time.perf_counter() - start:.1f} s |", flush=True)
-        prompts, outputs = crowd()
+        prompts, outputs = workload()
         for run in range(1 if name == "first load" else 3):
-            run_crowd(f"crowd, {name}, run {run}", lambda prompts, counts, llm=llm: llm.generate(
-                prompts, [params(count) for count in counts]), prompts, outputs)
+            run_workload(f"offline throughput, {name}, run {run}",
+                         lambda prompts, counts, llm=llm: llm.generate(
+                             prompts, [params(count) for count in counts]), prompts, outputs)
         if name == "first load":
             llm.close()
     for rate in arguments.rates:
@@ -147,9 +146,9 @@ def _shared_prefix(case: Path, options: dict[str, Any], params: Callable[[int], 
 
     with llmc.LLM(case, **options) as llm:
         for run, seed in enumerate((0, 1, 2, 2)):  # the last finds all of it
-            run_crowd(f"crowd with a shared prefix, run {run}",
-                      lambda prompts, counts: llm.generate(
-                          prompts, [params(count) for count in counts]), *crowd(512, seed))
+            run_workload(f"requests with a shared prefix, run {run}",
+                         lambda prompts, counts: llm.generate(
+                             prompts, [params(count) for count in counts]), *workload(512, seed))
         print(llm.metrics(), flush=True)
 
 
@@ -203,14 +202,14 @@ def run_vllm(arguments: argparse.Namespace) -> None:
     llm.generate(inputs([[5, 6, 7]]), params(1), use_tqdm=False)
     print(f"| load, until the first token | {loaded:.1f} s, {time.perf_counter() - start:.1f} s |",
           flush=True)
-    prompts, outputs = crowd(512 if arguments.prefix else 0)
+    prompts, outputs = workload(512 if arguments.prefix else 0)
     for run in range(0 if arguments.static_alone else 4 if arguments.prefix else 3):
         if arguments.prefix:
-            prompts, outputs = crowd(512, min(run, 2))  # the last finds all of it
-        run_crowd(f"crowd{' with a shared prefix' * arguments.prefix}, run {run}",
-                  lambda prompts, counts: llm.generate(
-                      inputs(prompts), [params(count) for count in counts], use_tqdm=False),
-                  prompts, outputs)
+            prompts, outputs = workload(512, min(run, 2))  # the last finds all of it
+        run_workload(f"requests{' with a shared prefix' * arguments.prefix}, run {run}",
+                     lambda prompts, counts: llm.generate(
+                         inputs(prompts), [params(count) for count in counts], use_tqdm=False),
+                     prompts, outputs)
     if arguments.prefix:
         return
     static(lambda prompts, count: llm.generate(inputs(prompts), params(count), use_tqdm=False),
@@ -222,7 +221,7 @@ async def _vllm_traffic(rates: Sequence[float], options: dict[str, Any]) -> None
     from vllm.v1.engine.async_llm import AsyncLLM
 
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(enable_prefix_caching=False, **options))
-    prompts, outputs = crowd()
+    prompts, outputs = workload()
     for rate in (0.0, *rates):  # the first warms up
         first: list[float] = []
         between: list[float] = []
@@ -268,7 +267,7 @@ def main() -> None:
     parser.add_argument("--quantization",
                         help="vllm: how it stores weights; fp8: with a scale a tensor; awq: in "
                              "groups of 128.")
-    parser.add_argument("--static_alone", action="store_true", help="vllm: no crowds.")
+    parser.add_argument("--static_alone", action="store_true", help="vllm: static batches only.")
     parser.add_argument("--compile_only", action="store_true")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)

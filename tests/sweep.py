@@ -3,8 +3,8 @@ held against transformers, or refused.
 
     python tests/sweep.py [FAMILY …] [--jobs 2] [--output tests/sweep.md]
 
-Of families that are named, the table's rows are written anew and the others kept. Where that is
-tests/sweep.md, README.md is told how many there are of each outcome.
+Of families that are named, the table's rows are written anew and the others kept. A test compares
+README.md's number of classes that match with tests/sweep.md.
 
 Each family runs in a process of its own, at tp 1 and at tp 2, in float32. It matches where logits
 of a prompt are within 1e-4 of transformers' range and 8 greedy tokens are the same; else llmc has
@@ -26,7 +26,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-TABLE = Path("tests/sweep.md")
 LIMIT = 400  # seconds
 ORDER = ("wrong", "failed", "matches", "refused", "untried")
 MOST = 200_000_000  # parameters: a model of more is not tiny
@@ -238,21 +237,6 @@ def table(results: dict[str, dict[str, Any]], date: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def tell_readme(readme: Path, results: dict[str, dict[str, Any]]) -> None:
-    """Have its sentence say what was found."""
-    counts = Counter(result["outcome"] for result in results.values())
-    faults = counts["wrong"] + counts["failed"]
-    text, found = re.subn(
-        r"\d+ match transformers, \d+ are refused in a sentence, of \d+ no tiny model could be "
-        r"made, and\n[^.]+\.",
-        f"{counts['matches']} match transformers, {counts['refused']} are refused in a sentence, "
-        f"of {counts['untried']} no tiny model could be made, and\n"
-        f"{f'{faults} are wrong' if faults else 'nothing else happened'}.",
-        readme.read_text(encoding="utf-8"))
-    assert found == 1, f"{readme} has no such sentence"
-    readme.write_text(text, encoding="utf-8")
-
-
 def kept(path: Path) -> dict[str, dict[str, Any]]:
     """The results that a table has, to try some again and keep the others."""
     results: dict[str, dict[str, Any]] = {}
@@ -289,8 +273,6 @@ def main() -> None:
 
     with ThreadPoolExecutor(arguments.jobs) as threads:
         list(threads.map(note, names))
-    if arguments.output == TABLE:
-        tell_readme(TABLE.parents[1] / "README.md", results)
 
 
 if __name__ == "__main__":

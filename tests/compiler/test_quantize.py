@@ -396,7 +396,7 @@ def test_the_cpu_target_multiplies_all_by_int8_dot_products(family, scheme, bits
 @pytest.mark.parametrize("body", ["", "cpu"])
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
 def test_onnx_runtime_runs_the_file_without_llmc(scheme, body, root, tmp_path, monkeypatch):
-    """As artifacts/README.md shows it, in a process where llmc cannot be imported. Bodies of
+    """As docs/artifact-format.md shows it, in a process where llmc cannot be imported. Bodies of
     standard ONNX have no op of any other domain.
     """
     monkeypatch.setattr(cpu, "BODIES", body)

@@ -1,0 +1,13 @@
+"""examples/openai_client.py, run as a user runs it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_the_example_of_openais_client_prints_an_answer(server):
+    done = subprocess.run([sys.executable, EXAMPLES / "openai_client.py", f"{server.url}/v1"],
+                          capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0 and done.stdout.strip(), done.stderr
