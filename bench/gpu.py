@@ -37,9 +37,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
 import llmc
 from llmc.artifacts.program import read_program
-from llmc.artifacts.programr import Scheduler
 from llmc.runtime.benchmark import measure
 from llmc.runtime.decoding.sampling import Sampler, SamplingParams
+from llmc.runtime.scheduler import Scheduler
 from llmc.runtime.step import LAST, Engine, SamplingState, Step
 
 LENGTH = 1024

@@ -28,7 +28,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from llmc.artifacts.manifest import Manifest, read_manifest, verify_files
-from llmc.artifacts.programr import MOST_PRIORITY, Scheduler
 from llmc.errors import LlmcError, shown
 from llmc.limits import MAX_SEQUENCES
 from llmc.memory import memory_errors
@@ -48,6 +47,7 @@ from llmc.runtime.prompts import Messages, Prompt, read_conversations, read_toke
 from llmc.runtime.replica import Room, find_devices, load_replica
 from llmc.runtime.request import Completion, Piece, Reader, Request, Searching, Token
 from llmc.runtime.sandbox import Sandbox
+from llmc.runtime.scheduler import MOST_PRIORITY, Scheduler
 from llmc.runtime.session import Session
 
 _MAX_BATCH_SIZE = 16

@@ -12,14 +12,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from llmc.artifacts.programr import Chosen, Lease, Scheduled, Scheduler
-from llmc.artifacts.programr import Sequence as Running
 from llmc.errors import LlmcError
 from llmc.runtime.fair_queue import WaitingGroup
 from llmc.runtime.metrics import Metrics
 from llmc.runtime.pace import Pace
 from llmc.runtime.prompt_scores import PromptScores
 from llmc.runtime.request import Completing, Request, Searching, Token
+from llmc.runtime.scheduler import Chosen, Lease, Scheduled, Scheduler
+from llmc.runtime.scheduler import Sequence as Running
 from llmc.runtime.step import Engine, Sampled
 
 # Tokens that nobody has read: of a completion, and of all of a caller's, before they wait.

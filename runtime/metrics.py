@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from llmc.artifacts.programr import Scheduler
 from llmc.runtime.decoding.sampling import NonFiniteLogits
 from llmc.runtime.request import Token
+from llmc.runtime.scheduler import Scheduler
 
 _KEPT = 4096  # of the newest times
 _RECENT = 10.0  # seconds, of throughput

@@ -15,7 +15,6 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from llmc.artifacts.manifest import MANIFEST_NAME, Manifest
-from llmc.artifacts.programr import Chosen
 from llmc.errors import LlmcError, shown
 from llmc.runtime.chat_template import ChatTemplate
 from llmc.runtime.decoding.beam_search import Beams, BeamSearch, Candidates, log_softmax
@@ -34,6 +33,7 @@ from llmc.runtime.message_forms import ContentFormat
 from llmc.runtime.prompt_scores import PromptScores
 from llmc.runtime.prompts import Prompt, read_messages, read_prompts, read_token_ids
 from llmc.runtime.sandbox import Sandbox
+from llmc.runtime.scheduler import Chosen
 from llmc.runtime.step import SamplingState
 from llmc.runtime.tokenizer import encode, load_tokenizer
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from llmc.artifacts.programr import Lease, Scheduler
 from llmc.errors import LlmcError, shown
 from llmc.runtime.decoding.params import listed
 from llmc.runtime.loop import Loop
 from llmc.runtime.prompts import read_token_ids
 from llmc.runtime.request import Reader
+from llmc.runtime.scheduler import Lease, Scheduler
 from llmc.runtime.step import Engine, Memory, Step
 
 

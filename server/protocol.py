@@ -23,9 +23,9 @@ from pydantic import (
 )
 from pydantic.json_schema import JsonSchemaValue
 
-from llmc.artifacts.programr import MOST_PRIORITY
 from llmc.errors import LlmcError, shortened
 from llmc.runtime.decoding.params import GUIDES, SamplingParams, with_defaults
+from llmc.runtime.scheduler import MOST_PRIORITY
 from llmc.server.errors import ApiError
 from llmc.server.tool_schema import calls_schema
 

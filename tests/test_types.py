@@ -15,7 +15,7 @@ PLANTS = [
     ("llmc/compiler/api.py", "llmc.artifacts.manifest", "read_manifest(3)"),
     ("llmc/compiler/check/diff.py", "llmc.runtime.step", "Step.of(3, [0], [], [])"),
     ("llmc/compiler/check/diff.py", "llmc.runtime.gpus", "GpuReplica.trace(3, None)"),
-    ("llmc/runtime/loop.py", "llmc.artifacts.programr", "Scheduler(3, 4)"),
+    ("llmc/runtime/loop.py", "llmc.runtime.scheduler", "Scheduler(3, 4)"),
     ("llmc/runtime/gpus.py", "llmc.runtime.engines.cuda", "CudaEngine.submit(3, None)"),
     ("llmc/compiler/frontend/bind.py", "llmc.compiler.graph.weights", "Weight.of([1.0])"),
     ("llmc/compiler/passes/gemm.py", "llmc.compiler.graph.rewrite", "NoMatch(3)"),

@@ -1,5 +1,6 @@
 // An attention backend that serves prefill of one sequence by the reference kernel, and leaves the rest
 // to llmc's kernels.
+#include "kernels/attention/params.h"
 #include "plugins/common/plugin.h"
 
 namespace llmc {

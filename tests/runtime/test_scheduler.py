@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmc.artifacts.programr import HEAD_START, Scheduler, Sequence
 from llmc.runtime.decoding.beam_search import Candidates
 from llmc.runtime.decoding.sampling import Logprobs
 from llmc.runtime.prompt_scores import PromptScores
+from llmc.runtime.scheduler import HEAD_START, Scheduler, Sequence
 from llmc.runtime.step import LAST, Limits, Sampled, SamplingState
 from llmc.runtime.step_times import StepTimes
 
