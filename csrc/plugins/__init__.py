@@ -87,6 +87,8 @@ class Op:
             where it does not cover the fields. It may use com.microsoft ops.
         serves: per target kind, which inputs its body serves, where that is not all; the target's
             engine must not give it others.
+        held_scores: per target kind, how many attention scores of a query and a key its body holds
+            at once, over all heads; 0: it computes them in tiles.
         reference: the same function in float64 NumPy, on (fields, inputs): the independent truth.
         tolerance: largest difference from `reference` relative to its range, in float32.
         samples: (random generator) to samples that cover every field and optional input.
@@ -102,6 +104,7 @@ class Op:
     bodies: Mapping[str, Callable[[Fields, frozenset[str]], str | None]] = field(
         default_factory=dict)
     serves: Mapping[str, Callable[[Mapping[str, Any]], bool]] = field(default_factory=dict)
+    held_scores: Mapping[str, Callable[[Fields, frozenset[str]], int]] = field(default_factory=dict)
     dims: Callable[[Fields, frozenset[str]], Mapping[str, Shape]] | None = None
     shard: tuple[Shard, ...] = ()
     norm: Norm | None = None
