@@ -113,7 +113,7 @@ def to_onnx(graph: gs.Graph, places: dict[str, Placed], target: str,
     proto.functions.extend(functions[name] for name in sorted(functions))
     proto.ir_version, proto.producer_name, proto.producer_version = 10, "llmc", __version__
     proto.graph.name = "llmc"
-    onnx.helper.set_model_props(proto, {FACTS: _facts(graph)})
+    onnx.helper.set_model_props(proto, {FACTS: _facts(graph, target)})
     return proto
 
 
@@ -136,14 +136,19 @@ def refer(tensor: onnx.TensorProto, location: str, place: Placed) -> None:
         tensor.external_data.add(key=key, value=value)
 
 
-def _facts(graph: gs.Graph) -> str:
+def _facts(graph: gs.Graph, target: str) -> str:
     """What a loader holds against the manifest, as JSON: ops with their versions, and the heads of
-    each attention that has caches.
+    each attention that has caches. For the size of its chunks also `held_scores`, the most that
+    any attention has; see `Op`.
     """
     ops = {op.name: op.version for node in graph.nodes if (op := op_of(node)) is not None}
+    held = [op.held_scores[target](fields_of(node), frozenset(operands(node)))
+            for node in graph.nodes
+            if (op := op_of(node)) is not None and target in op.held_scores]
     return json.dumps({"ops": dict(sorted(ops.items())),
                        "num_heads": [node.attrs["num_heads"] for node in graph.nodes
-                                     if caches(node)]})
+                                     if caches(node)],
+                       "held_scores": max(held, default=0)})
 
 
 def write_onnx(proto: onnx.ModelProto, path: Path) -> FileEntry:

@@ -16,12 +16,15 @@ from llmc.errors import LlmcError
 from llmc.runtime.collectives import Communicator
 from llmc.runtime.devices import Placement, pin, place
 from llmc.runtime.engines import BLOCK_SIZE, MAX_LOGITS, MAX_SCORED
-from llmc.runtime.engines.cpu import CpuEngine, check_ops
+from llmc.runtime.engines.cpu import MAX_CHUNK, SCORE_BYTES, CpuEngine, check_ops
 from llmc.runtime.engines.host import HostSampling
 from llmc.runtime.step import Engine, Limits, Step
 
 _SCORED_BYTES = 2**26  # of logits of prompt tokens in a step; ranks may hold them twice
 _SHARE = 4  # of a CPU's free memory, one part in so many is for blocks
+# Activations of a token that ranks hold at once, in float32 values, relative to hidden_size; with
+# what allocators keep. bench/memory_cpu.py measures 100 to 130 for SmolLM2-135M.
+_ACTIVATIONS = 128
 _Result = TypeVar("_Result")
 
 
@@ -74,27 +77,43 @@ def token_bytes(manifest: Manifest) -> int:
     return sum(4 * layer.token_size for chip in manifest.chips for layer in chip.cache)
 
 
+def step_bytes(manifest: Manifest, room: Room) -> int:
+    """Bytes that a step takes at most on all chips of a CPU together, beside the KV cache: the
+    activations and attention scores of a chunk, and logits.
+    """
+    dims = manifest.dims
+    chunk = max(min(room.max_num_batched_tokens, MAX_CHUNK), room.max_batch_size)
+    logits = max(_max_scored(manifest), room.max_batch_size) * dims.padded_vocab_size
+    scores = 4 * 3 * (dims.num_heads or 0) * chunk * dims.max_seq_len
+    return 4 * (_ACTIVATIONS * dims.hidden_size * chunk + 2 * logits) + min(scores, SCORE_BYTES)
+
+
+def _max_scored(manifest: Manifest) -> int:
+    return max(MAX_SCORED, min(MAX_LOGITS, _SCORED_BYTES // (4 * manifest.dims.padded_vocab_size)))
+
+
 def cpu_limits(manifest: Manifest, room: Room) -> Limits:
-    """What a replica on a CPU has room for; blocks as many as are asked for, or as a quarter of the
-    free memory holds. What they hold lies once more in its sequences' rows.
+    """What a replica on a CPU has room for; blocks as many as are asked for, or as a quarter of
+    what steps leave of the free memory holds. What they hold lies once more in its sequences' rows.
 
     Raises:
         LlmcError: more are asked for than there is memory for.
     """
     longest, each = manifest.dims.max_seq_len, max(token_bytes(manifest), 1)
-    rows, free = room.max_batch_size * longest, memory("MemAvailable")
+    rows, taken = room.max_batch_size * longest, step_bytes(manifest, room)
+    free = max(memory("MemAvailable") - taken, 0)
     tokens = room.kv_cache_tokens
     if tokens is None:
         tokens = max(min(rows, max(free // (_SHARE * each), longest), free // (2 * each)), 1)
     elif (size := (tokens + min(tokens, rows)) * each) > free:
         raise LlmcError(f"a KV cache of {tokens} tokens takes {size / 1e9:.1f} GB with what its "
-                        f"sequences are computed in, this machine has {free / 1e9:.1f} GB free of "
+                        f"sequences are computed in, and a step up to {taken / 1e9:.1f} GB; this "
+                        f"machine has {(free + taken) / 1e9:.1f} GB free of "
                         f"{memory('MemTotal') / 1e9:.1f} GB; lower kv_cache_tokens")
     return Limits(num_blocks=-(-tokens // room.block_size), block_size=room.block_size,
                   max_tokens=room.max_num_batched_tokens, max_slots=room.max_batch_size,
                   max_logits=MAX_LOGITS, ahead=1,
-                  max_scored=max(MAX_SCORED, min(MAX_LOGITS, _SCORED_BYTES // (
-                      4 * manifest.dims.padded_vocab_size))),
+                  max_scored=_max_scored(manifest),
                   keeps_states=any(chip.states for chip in manifest.chips))
 
 

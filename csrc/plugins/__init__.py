@@ -86,6 +86,8 @@ class Op:
             does not support. It may use com.microsoft ops.
         serves: per target kind, the inputs that its body supports, if not all; the target's engine
             must not provide others.
+        held_scores: per target kind, how many attention scores of a query and a key its body holds
+            at once, over all heads; 0: it computes them in tiles.
         reference: the same function in float64 NumPy, of (attributes, inputs): independent truth.
         tolerance: maximum difference from `reference` relative to its range, in float32.
         samples: (random generator) to samples that cover every attribute and optional input.
@@ -101,6 +103,7 @@ class Op:
     bodies: Mapping[str, Callable[[Fields, frozenset[str]], str | None]] = field(
         default_factory=dict)
     serves: Mapping[str, Callable[[Mapping[str, Any]], bool]] = field(default_factory=dict)
+    held_scores: Mapping[str, Callable[[Fields, frozenset[str]], int]] = field(default_factory=dict)
     dims: Callable[[Fields, frozenset[str]], Mapping[str, Shape]] | None = None
     shard: tuple[Shard, ...] = ()
     norm: Norm | None = None

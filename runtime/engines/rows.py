@@ -7,6 +7,9 @@ decode steps keep a few of those blocks that are not kept yet, and where another
 row, its own are. A block that is not kept is copied from the row that has it. A state, which some
 layers keep instead of keys and values, is in its slot's row: a sequence that goes on from where
 another is gets a copy.
+
+Pages of rows that sequences have left stay allocated until rows hold more positions than there are
+in all blocks. Then the operating system gets them back, least recently used rows first.
 """
 
 from __future__ import annotations
@@ -49,12 +52,15 @@ class Rows:
         self.caches: dict[str, np.ndarray] = {}
         # Layers of equal shape lie in one array, so that a block is copied at once.
         self._rows: list[np.ndarray] = []  # [caches, max_slots, num_kv_heads, max_seq_len, ...]
+        self._mappings: list[mmap.mmap] = []  # of each array in `_rows`
         self._blocks: list[np.ndarray] = []  # [num_blocks, caches, num_kv_heads, block_size, ...]
         by_shape: dict[tuple[int, int], list[str]] = {}
         for name, layer in chip.caches.items():
             by_shape.setdefault((layer.num_kv_heads, layer.head_dim), []).append(name)
         for (heads, dim), names in by_shape.items():
-            self._rows.append(_zeros((len(names), limits.max_slots, heads, max_seq_len, dim)))
+            shape = len(names), limits.max_slots, heads, max_seq_len, dim
+            self._mappings.append(_map(math.prod(shape)))
+            self._rows.append(np.frombuffer(self._mappings[-1], np.float32).reshape(shape))
             self._blocks.append(_zeros((limits.num_blocks, len(names), heads, self._size, dim)))
             self.caches.update(zip(names, self._rows[-1], strict=True))
         self._states = [_zeros((limits.max_slots, *state.shape)) for state in chip.states]
@@ -69,6 +75,12 @@ class Rows:
         self._held_versions = np.zeros((limits.max_slots, places), np.int64)
         self._filled = np.zeros(limits.max_slots, np.int64)
         self._waiting: dict[int, list[_Waiting]] = {}  # by slot
+        # Positions of each row whose pages are allocated, how many there may be in all, and the
+        # step that last used the row.
+        self._allocated = np.zeros(limits.max_slots, np.int64)
+        self._max_allocated = limits.num_blocks * self._size
+        self._used = np.zeros(limits.max_slots, np.int64)
+        self._steps = 0
         self._last: tuple[bytes, ...] = ()
 
     def pass_over(self, slot: int) -> int:
@@ -142,12 +154,51 @@ class Rows:
                         _Waiting(place, block, int(self._versions[block])))
             if past == 0:  # prompts that are run at once are padded, which is written behind them
                 self._held_versions[slot, -(-length // self._size):] = 0
+        self._note_allocated(step.slots, lengths, step)
         if step.num_decode == step.batch_size:
             for _ in range(-(-sum(map(len, self._waiting.values())) // _STEPS)):
                 slot = next(iter(self._waiting))
                 self._keep([self._waiting[slot].pop(0)], slot)
                 if not self._waiting[slot]:
                     del self._waiting[slot]
+
+    def _note_allocated(self, slots: np.ndarray, lengths: np.ndarray, step: Step) -> None:
+        """Count the positions that a step has written, and release rows where they are too many."""
+        self._steps += 1
+        self._used[slots] = self._steps
+        padded = step.seq_lens[step.past_lens == 0].max(initial=0)  # prompts that are run at once
+        self._allocated[slots] = np.maximum(self._allocated[slots], np.maximum(lengths, padded))
+        if self._allocated.sum() <= self._max_allocated:
+            return
+        for slot, length in zip(slots.tolist(), lengths.tolist(), strict=True):
+            self._release(slot, length)
+        idle = np.flatnonzero((self._allocated > 0) & (self._used < self._steps))
+        for slot in idle[np.argsort(self._used[idle], kind="stable")].tolist():
+            if self._allocated.sum() <= self._max_allocated:
+                break
+            self._release(slot, 0)
+
+    def _release(self, slot: int, length: int) -> None:
+        """Give back the pages of a row behind so many positions, of which blocks that lie nowhere
+        else are kept.
+        """
+        first = -(-length // self._size)
+        if self._allocated[slot] <= first * self._size:
+            return
+        held, versions = self._held[slot], self._held_versions[slot]
+        here = (versions > 0) & (self._versions[held] == versions) & \
+            (self._stored[held] != versions)
+        here[:first] = False
+        self._keep((_Waiting(place, int(held[place]), int(versions[place]))
+                    for place in np.flatnonzero(here).tolist()), slot)
+        versions[first:] = 0
+        waiting = [own for own in self._waiting.pop(slot, ()) if own.place < first]
+        if waiting:
+            self._waiting[slot] = waiting
+        for mapping, rows in zip(self._mappings, self._rows, strict=True):
+            _release_pages(mapping, rows, slot, first * self._size)
+        self._allocated[slot] = min(first * self._size, self._max_seq_len)
+        self._filled[slot] = min(self._filled[slot], length)
 
     def _keep(self, waiting: Iterable[_Waiting], slot: int) -> None:
         """Copy blocks of a row beside the rows, unless they have been written to since."""
@@ -179,12 +230,41 @@ def _bytes(*arrays: np.ndarray) -> tuple[bytes, ...]:
 
 
 def _zeros(shape: tuple[int, ...]) -> np.ndarray:
-    """float32, in small pages: of a row mostly the beginning is written, for each head apart, and a
-    huge page would be cleared for each. Blocks are written for the first time while steps wait, and
-    small pages were cleared four times as fast.
+    """A float32 array; see `_map`."""
+    return np.frombuffer(_map(math.prod(shape)), np.float32).reshape(shape)
+
+
+def _map(count: int) -> mmap.mmap:
+    """Memory of so many float32 zeros, in small pages: of a row mostly the beginning is written,
+    for each head apart, and a huge page would be cleared for each. Blocks are written for the first
+    time while steps wait, and small pages were cleared four times as fast.
     """
-    memory = mmap.mmap(-1, 4 * math.prod(shape),
+    memory = mmap.mmap(-1, 4 * count,
                        flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _UNRESERVED)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         memory.madvise(mmap.MADV_NOHUGEPAGE)
-    return np.frombuffer(memory, np.float32).reshape(shape)
+    return memory
+
+
+def _release_pages(mapping: mmap.mmap, rows: np.ndarray, slot: int, position: int) -> None:
+    """Give back whole pages of a slot from a position on, for each head of each cache.
+
+    Args:
+        mapping: the memory of `rows`.
+        rows: [caches, max_slots, num_kv_heads, max_seq_len, head_dim].
+    """
+    if not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    caches, slots, heads, length, _ = rows.shape
+    stride = rows.strides[3]  # bytes of a position
+    for cache in range(caches):
+        start = (cache * slots + slot) * heads * length * stride
+        stop = start + heads * length * stride
+        spans = [(start, stop)] if position == 0 else [
+            (start + (head * length + position) * stride, start + (head + 1) * length * stride)
+            for head in range(heads)]
+        for low, high in spans:
+            low, high = -(-low // mmap.PAGESIZE) * mmap.PAGESIZE, high // mmap.PAGESIZE * \
+                mmap.PAGESIZE
+            if low < high:
+                mapping.madvise(mmap.MADV_DONTNEED, low, high - low)

@@ -477,6 +477,18 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
     ])
 
 
+def held_scores(fields: Fields) -> int:
+    """Of bodies like `_attend`: products, masked scores and weights are there at once."""
+    return 3 * int(fields["num_heads"])
+
+
+def _cpu_held_scores(fields: Fields, present: frozenset[str]) -> int:
+    """GroupQueryAttention has a tiled kernel, but not with softcap or sinks."""
+    if _cpu(fields, present) is None:
+        return held_scores(fields)
+    return int(fields["num_heads"]) if fields["softcap"] or "sinks" in present else 0
+
+
 def _chunk_bias(fields: Fields) -> list[str]:
     """Return lines for `chunk_bias` [B, 1, S, L], which masks positions before a query's chunk."""
     return [_ints("c2", 2), "past_column = Unsqueeze(past, c1)",
@@ -688,6 +700,7 @@ OP = rounds_output(Op(
     body=_body,
     bodies={"cpu": _cpu, "tensorrt": _tensorrt, "tensorrt_rtx": _uniform},
     serves={"cpu": _group_query_lengths, "tensorrt_rtx": _uniform_lengths},
+    held_scores={"cpu": _cpu_held_scores},
     float32_inputs=frozenset({"cos", "sin", "q_norm", "k_norm", "v_norm", "distance_bias", "sinks",
                               "key_bias", "query_scale"}),
     integer_inputs=frozenset({"cu_seqlens", "past_lens", "block_table"}),

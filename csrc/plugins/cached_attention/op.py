@@ -32,6 +32,7 @@ from llmc.plugins.attention.op import (
     _prepared,
     _scale,
     check_heads,
+    held_scores,
     rotated,
     rounds,
 )
@@ -159,6 +160,7 @@ OP = rounds_output(Op(
     float32_inputs=frozenset({"cos", "sin", "q_norm", "query_scale"}),
     integer_inputs=frozenset({"cu_seqlens", "past_lens", "block_table"}),
     cache_inputs=frozenset({"key_cache", "value_cache"}),
+    held_scores={"cpu": lambda fields, present: held_scores(fields)},
     core_most={"head_dim": 512},
     core_multiple={"head_dim": 8},
     reference=_reference,

@@ -38,6 +38,7 @@ from llmc.plugins.attention.op import (
     _TOKENS,
     _ints,
     check_heads,
+    held_scores,
     rotated,
 )
 from llmc.plugins.roles import Attention, ByHeads
@@ -333,6 +334,7 @@ OP = Op(
     float32_inputs=frozenset({"cos", "sin", "sinks"}),
     integer_inputs=frozenset({"cu_seqlens", "past_lens", "block_table"}),
     cache_inputs=frozenset({"latent_cache"}),
+    held_scores={"cpu": lambda fields, present: held_scores(fields)},
     core_most={"head_dim": 2048, "query_dim": 2048},
     reference=_reference,
     samples=_samples,
