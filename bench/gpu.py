@@ -38,9 +38,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 import llmc
 from llmc.artifacts.program import read_program
 from llmc.runtime.benchmark import measure
-from llmc.runtime.decoding.sampling import Sampler, SamplingParams
-from llmc.runtime.scheduler import Scheduler
-from llmc.runtime.step import LAST, Engine, SamplingState, Step
+from llmc.runtime.core.scheduler import Scheduler
+from llmc.runtime.core.step import LAST, Engine, SamplingState, Step
+from llmc.runtime.sampling.sampler import Sampler, SamplingParams
 
 LENGTH = 1024
 BYTES_PER_MS, FLOPS_PER_MS = 4.30e9, 799e9  # one H200: device copy, bfloat16 GEMM

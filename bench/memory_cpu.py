@@ -109,7 +109,8 @@ def main() -> None:
     columns = ["MB after loading", *(f"{part} of 8" for part in range(1, 9))] if args.aborts else \
         ["prompts", "MB after loading", "seconds", "peak MB", "MB after", "seconds of 512 tokens",
          "peak MB of 512 tokens"]
-    print("\n| case directory | " + " | ".join(columns) + " |\n" + "| --- " * (len(columns) + 1) + "|")
+    print("\n| case directory | " + " | ".join(columns) + " |\n"
+          + "| --- " * (len(columns) + 1) + "|")
     for case_dir in args.case_dir:
         name = Path(case_dir).name
         if args.aborts:

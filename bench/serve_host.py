@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 import llmc
-from llmc.runtime import llm as loading
-from llmc.runtime.step import Limits, Sampled, Step
+from llmc.runtime.core import llm as loading
+from llmc.runtime.core.step import EngineLimits, Step, StepOutput
 
 PROMPT, OUTPUT, PER_STREAM = 64, 128, 3
 _OF_A_PROMPT_TOKEN = 22e-6  # seconds
@@ -37,7 +37,7 @@ class Idle:
     """An `Engine` that takes a fixed time and returns random tokens."""
 
     def __init__(self, seconds: float, sequences: int) -> None:
-        self.limits = Limits(num_blocks=2**15, block_size=16, max_tokens=2048,
+        self.limits = EngineLimits(num_blocks=2**15, block_size=16, max_tokens=2048,
                              max_slots=sequences, max_logits=512, ahead=3)
         self._seconds, self._end, self._tickets = seconds, 0.0, 0
         self._made: dict[int, tuple[float, np.ndarray]] = {}
@@ -50,10 +50,10 @@ class Idle:
         self._made[self._tickets] = self._end, self._rng.integers(300, 40000, len(step.sample))
         return self._tickets
 
-    def collect(self, ticket: int) -> Sampled:
+    def collect(self, ticket: int) -> StepOutput:
         end, tokens = self._made.pop(ticket)
         time.sleep(max(end - time.perf_counter(), 0))
-        return Sampled(tokens, [None] * len(tokens))
+        return StepOutput(tokens, [None] * len(tokens))
 
     def close(self) -> None:
         pass

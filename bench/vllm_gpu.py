@@ -99,7 +99,7 @@ def compiled(work: Path) -> Path:
 
 def run_llmc(arguments: argparse.Namespace) -> None:
     import llmc
-    from llmc.runtime.traffic import Traffic, measure_traffic
+    from llmc.runtime.serving_workload import ServingWorkload, measure_workload
 
     case = compiled(arguments.work)
     options: dict[str, Any] = dict(max_batch_size=AT_ONCE, verify=False,
@@ -127,7 +127,7 @@ def run_llmc(arguments: argparse.Namespace) -> None:
             llm.close()
     for rate in arguments.rates:
         gaps = np.random.default_rng(1).exponential(1 / rate, len(prompts))
-        report = measure_traffic(llm, Traffic(prompts, [params(count) for count in outputs],
+        report = measure_workload(llm, ServingWorkload(prompts, list(map(params, outputs)),
                                               np.cumsum(gaps).tolist()))
         first, between = report.time_to_first_token, report.inter_token_latency
         print(f"| {rate:g} requests/s | first token p50 {first.p50 * 1e3:.1f} p99 "

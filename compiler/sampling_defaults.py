@@ -8,7 +8,7 @@ from typing import Any
 
 from llmc.artifacts.manifest import SamplingDefaults
 from llmc.errors import LlmcError, shown
-from llmc.runtime.decoding.params import SamplingParams
+from llmc.runtime.sampling.params import SamplingParams
 
 _SUPPRESSED = "suppress_tokens"
 _TAKEN = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", _SUPPRESSED)

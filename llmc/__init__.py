@@ -8,8 +8,8 @@ from llmc.errors import CheckFailed, LlmcError
 
 if TYPE_CHECKING:
     from llmc.compiler.api import compile
-    from llmc.runtime.decoding.params import SamplingParams
-    from llmc.runtime.llm import LLM, AsyncLLM
+    from llmc.runtime.core.llm import LLM, AsyncLLM
+    from llmc.runtime.sampling.params import SamplingParams
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "AsyncLLM", "CheckFailed", "LlmcError", "SamplingParams", "compile"]
@@ -18,10 +18,10 @@ __all__ = ["LLM", "AsyncLLM", "CheckFailed", "LlmcError", "SamplingParams", "com
 def __getattr__(name: str) -> Any:
     """Import the compiler and the runtime only when they are asked for."""
     if name in ("LLM", "AsyncLLM"):
-        from llmc.runtime import llm
+        from llmc.runtime.core import llm
         return getattr(llm, name)
     if name == "SamplingParams":
-        from llmc.runtime.decoding.params import SamplingParams
+        from llmc.runtime.sampling.params import SamplingParams
         return SamplingParams
     if name == "compile":
         from llmc.compiler.api import compile

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmc.errors import LlmcError
-from llmc.runtime.decoding.params import SamplingParams
-from llmc.runtime.llm import LLM
+from llmc.runtime.core.llm import LLM
+from llmc.runtime.sampling.params import SamplingParams
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 
 from llmc.errors import LlmcError
-from llmc.runtime.decoding.params import SamplingParams
-from llmc.runtime.llm import LLM
-from llmc.runtime.request import Piece
+from llmc.runtime.core.llm import LLM
+from llmc.runtime.core.request import CompletionChunk
+from llmc.runtime.sampling.params import SamplingParams
 
 
 class Chat:
@@ -27,7 +27,7 @@ class Chat:
         self._llm, self._params = llm, params
         self.messages: list[dict[str, str]] = []
 
-    def say(self, message: str) -> Generator[Piece, None, None]:
+    def say(self, message: str) -> Generator[CompletionChunk, None, None]:
         """Pieces of the answer. Closing the iterator ends it; the message and as much of the
         answer as was taken are history then.
 
@@ -44,8 +44,8 @@ class Chat:
                             f"--max_seq_len")
         return self._answer(messages, self._llm.stream([prompt], self._params))
 
-    def _answer(self, messages: list[dict[str, str]], pieces: Iterator[Piece]) -> \
-            Generator[Piece, None, None]:
+    def _answer(self, messages: list[dict[str, str]], pieces: Iterator[CompletionChunk]) -> \
+            Generator[CompletionChunk, None, None]:
         text = ""
         try:
             for piece in pieces:

@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from llmc.artifacts.manifest import Manifest
+from llmc.runtime.core.step import EngineLimits, Step, StepOutput
 from llmc.runtime.devices import Placement
 from llmc.runtime.engines.cuda import CudaEngine
 from llmc.runtime.engines.remote import RemoteEngine, load_engine
-from llmc.runtime.replica import Room
-from llmc.runtime.step import Limits, Sampled, Step
+from llmc.runtime.replica import EngineConfig
 
 _LOOK = 0.5  # seconds between two looks at the own GPU while others are waited for
 _Rank = CudaEngine | RemoteEngine
@@ -32,7 +32,7 @@ class GpuReplica:
     """
 
     def __init__(self, manifest: Manifest, case_dir: Path, placements: list[Placement],
-                 room: Room) -> None:
+                 room: EngineConfig) -> None:
         options: dict[str, Any] = dict(
             max_batch_size=room.max_batch_size, max_tokens=room.max_num_batched_tokens,
             block_size=room.block_size, kv_cache_tokens=room.kv_cache_tokens,
@@ -66,7 +66,7 @@ class GpuReplica:
             raise
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> EngineLimits:
         return self._first.limits
 
     def submit(self, step: Step) -> int:
@@ -80,7 +80,7 @@ class GpuReplica:
                 self._end()
             raise
 
-    def collect(self, ticket: int) -> Sampled:
+    def collect(self, ticket: int) -> StepOutput:
         """See `Engine`."""
         try:
             waiting = {rank.connection: rank for rank in self._others}

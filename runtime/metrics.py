@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from llmc.runtime.decoding.sampling import NonFiniteLogits
-from llmc.runtime.request import Token
-from llmc.runtime.scheduler import Scheduler
+from llmc.runtime.core.request import Token
+from llmc.runtime.core.scheduler import Scheduler
+from llmc.runtime.sampling.sampler import NonFiniteLogits
 
 _KEPT = 4096  # of the newest times
 _RECENT = 10.0  # seconds, of throughput

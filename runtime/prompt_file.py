@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from llmc.errors import LlmcError, shown
-from llmc.runtime.decoding.params import FIELDS, SamplingParams
-from llmc.runtime.llm import LLM
+from llmc.runtime.core.llm import LLM
+from llmc.runtime.core.request import Completion, CompletionChunk
 from llmc.runtime.prompts import Prompt, read_token_ids
-from llmc.runtime.request import Completion, Piece
+from llmc.runtime.sampling.params import FIELDS, SamplingParams
 
 _PROMPTS = ("prompt", "token_ids", "messages")
 _FIELDS = tuple(field.name for field in FIELDS)
@@ -82,7 +82,7 @@ def read_requests(llm: LLM, lines: Sequence[bytes], defaults: SamplingParams, *,
 
 
 def run_requests(llm: LLM, requests: Sequence[Request],
-                 progress: Callable[[Piece], object] = lambda piece: None) -> \
+                 progress: Callable[[CompletionChunk], object] = lambda piece: None) -> \
         Iterator[dict[str, Any]]:
     """Yield each request's result, in their order, as soon as it is there.
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from numbers import Number
 
 from llmc.errors import LlmcError, shown
-from llmc.runtime.decoding.params import listed, whole
+from llmc.runtime.sampling.params import listed, whole
 
 Prompt = str | Sequence[int]
 Messages = str | Sequence[Mapping[str, object]]

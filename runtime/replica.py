@@ -14,11 +14,11 @@ import numpy as np
 from llmc.artifacts.manifest import Manifest
 from llmc.errors import LlmcError
 from llmc.runtime.collectives import Communicator
+from llmc.runtime.core.step import Engine, EngineLimits, Step
 from llmc.runtime.devices import Placement, pin, place
 from llmc.runtime.engines import BLOCK_SIZE, MAX_LOGITS, MAX_SCORED
 from llmc.runtime.engines.cpu import MAX_CHUNK, SCORE_BYTES, CpuEngine, check_ops
 from llmc.runtime.engines.host import HostSampling
-from llmc.runtime.step import Engine, Limits, Step
 
 _SCORED_BYTES = 2**26  # of logits of prompt tokens in a step; ranks may hold them twice
 _SHARE = 4  # of a CPU's free memory, one part in so many is for blocks
@@ -29,7 +29,7 @@ _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
-class Room:
+class EngineConfig:
     """What an engine is to have room for; see `LLM`."""
 
     max_batch_size: int
@@ -54,8 +54,8 @@ def find_devices(manifest: Manifest, wish: Sequence[int] | None) -> list[list[Pl
     return place(manifest, wish, device_count())
 
 
-def load_replica(manifest: Manifest, case_dir: Path, placements: list[Placement], room: Room) -> \
-        Engine:
+def load_replica(manifest: Manifest, case_dir: Path, placements: list[Placement],
+                 room: EngineConfig) -> Engine:
     """A copy of a model on these devices.
 
     Raises:
@@ -77,7 +77,7 @@ def token_bytes(manifest: Manifest) -> int:
     return sum(4 * layer.token_size for chip in manifest.chips for layer in chip.cache)
 
 
-def step_bytes(manifest: Manifest, room: Room) -> int:
+def step_bytes(manifest: Manifest, room: EngineConfig) -> int:
     """Bytes that a step takes at most on all chips of a CPU together, beside the KV cache: the
     activations and attention scores of a chunk, and logits.
     """
@@ -92,7 +92,7 @@ def _max_scored(manifest: Manifest) -> int:
     return max(MAX_SCORED, min(MAX_LOGITS, _SCORED_BYTES // (4 * manifest.dims.padded_vocab_size)))
 
 
-def cpu_limits(manifest: Manifest, room: Room) -> Limits:
+def cpu_limits(manifest: Manifest, room: EngineConfig) -> EngineLimits:
     """What a replica on a CPU has room for; blocks as many as are asked for, or as a quarter of
     what steps leave of the free memory holds. What they hold lies once more in its sequences' rows.
 
@@ -110,7 +110,7 @@ def cpu_limits(manifest: Manifest, room: Room) -> Limits:
                         f"sequences are computed in, and a step up to {taken / 1e9:.1f} GB; this "
                         f"machine has {(free + taken) / 1e9:.1f} GB free of "
                         f"{memory('MemTotal') / 1e9:.1f} GB; lower kv_cache_tokens")
-    return Limits(num_blocks=-(-tokens // room.block_size), block_size=room.block_size,
+    return EngineLimits(num_blocks=-(-tokens // room.block_size), block_size=room.block_size,
                   max_tokens=room.max_num_batched_tokens, max_slots=room.max_batch_size,
                   max_logits=MAX_LOGITS, ahead=1,
                   max_scored=_max_scored(manifest),
@@ -132,7 +132,7 @@ class CpuReplica:
     """
 
     def __init__(self, manifest: Manifest, case_dir: Path, placements: list[Placement],
-                 limits: Limits) -> None:
+                 limits: EngineLimits) -> None:
         self._vocab = manifest.dims.vocab_size
         self._communicator = Communicator(manifest.tp_size)
         self._failure: BaseException | None = None

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llmc.errors import LlmcError, shortened
 from llmc.server.errors import ApiError, error_response
-from llmc.server.limits import Limits
+from llmc.server.limits import ServerLimits
 from llmc.server.log import note
 
 _ANY = "*"
@@ -119,7 +119,7 @@ class Guarded:
 class Authenticated:
     """Answers 401 to requests that lack the API key."""
 
-    def __init__(self, app: ASGIApp, limits: Limits) -> None:
+    def __init__(self, app: ASGIApp, limits: ServerLimits) -> None:
         self._app, self._limits = app, limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -12,9 +12,9 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
-from llmc.runtime.request import Piece
+from llmc.runtime.core.request import CompletionChunk
 from llmc.server.errors import error_body
-from llmc.server.model import Job, Model
+from llmc.server.model import GenerationJob, Model
 from llmc.server.output_parser import OutputParser
 from llmc.server.protocol import Generation
 from llmc.server.text_reader import Delta
@@ -53,18 +53,19 @@ def finite(logprob: float) -> float:
 class Answer(ABC):
     """One request's answer, in the making."""
 
-    def __init__(self, model: Model, job: Job) -> None:
+    def __init__(self, model: Model, job: GenerationJob) -> None:
         self.model, self.job = model, job
         self.created = int(time.time())
         self.completion_tokens = self.reasoning_tokens = 0
         self._cached: dict[int, int] = {}  # tokens of each prompt that were in the cache
 
     @abstractmethod
-    async def json(self, batches: AsyncGenerator[list[Piece], None]) -> bytes:
+    async def json(self, batches: AsyncGenerator[list[CompletionChunk], None]) -> bytes:
         """The whole answer as JSON."""
 
     @abstractmethod
-    def stream(self, batches: AsyncGenerator[list[Piece], None]) -> AsyncGenerator[bytes, None]:
+    def stream(self, batches: AsyncGenerator[list[CompletionChunk], None]) -> \
+            AsyncGenerator[bytes, None]:
         """Server-sent events, those of a batch of pieces together."""
 
     def encoded(self, content: Object) -> bytes:
@@ -83,13 +84,13 @@ class Answer(ABC):
             values += self.job.prompt_tokens * (1 + params.prompt_logprobs)
         return values > _LARGE
 
-    def count(self, piece: Piece) -> None:
+    def count(self, piece: CompletionChunk) -> None:
         """One more token; n completions read their prompt once."""
         self.completion_tokens += piece.token_id is not None
         if piece.sample == 0:
             self._cached[piece.index] = piece.num_cached_tokens
 
-    def parsed(self, parser: OutputParser, piece: Piece) -> Iterator[Delta]:
+    def parsed(self, parser: OutputParser, piece: CompletionChunk) -> Iterator[Delta]:
         """Deltas of a piece, which is counted where it is reasoning."""
         self.reasoning_tokens += parser.is_reasoning
         yield from parser.push(piece.text, piece.finish_reason is not None)
@@ -115,24 +116,24 @@ class Choices(Answer):
     WHOLE: ClassVar[str]  # the name of the object
     CHUNK: ClassVar[str]
 
-    def __init__(self, model: Model, body: Generation, job: Job) -> None:
+    def __init__(self, model: Model, body: Generation, job: GenerationJob) -> None:
         super().__init__(model, job)
         self._id = f"{self.PREFIX}-{secrets.token_hex(12)}"
         self._include_usage, self._continuous = body.include_usage, body.continuous_usage
 
     @abstractmethod
-    def choice(self, index: int, pieces: list[Piece]) -> Object:
+    def choice(self, index: int, pieces: list[CompletionChunk]) -> Object:
         """A choice, of all its pieces."""
 
     @abstractmethod
-    def deltas(self, index: int, piece: Piece) -> Iterator[Object]:
+    def deltas(self, index: int, piece: CompletionChunk) -> Iterator[Object]:
         """What a stream tells of a piece of a choice."""
 
-    async def json(self, batches: AsyncGenerator[list[Piece], None]) -> bytes:
+    async def json(self, batches: AsyncGenerator[list[CompletionChunk], None]) -> bytes:
         """The whole answer as JSON. Choices are encoded one by one, so that the objects of one at a
         time are in memory.
         """
-        made: dict[int, list[Piece]] = {}
+        made: dict[int, list[CompletionChunk]] = {}
         async for pieces in batches:
             for piece in pieces:
                 self.count(piece)
@@ -148,11 +149,11 @@ class Choices(Answer):
 
         return await self.made(encode)
 
-    def extra(self, pieces: list[Piece]) -> Object:
+    def extra(self, pieces: list[CompletionChunk]) -> Object:
         """Further fields of the whole answer, of the first choice's pieces."""
         return {}
 
-    async def stream(self, batches: AsyncGenerator[list[Piece], None]) -> \
+    async def stream(self, batches: AsyncGenerator[list[CompletionChunk], None]) -> \
             AsyncGenerator[bytes, None]:
         head = self._head(self.CHUNK)
         async with aclosing(batches):
@@ -167,10 +168,10 @@ class Choices(Answer):
             yield event({**head, "choices": [], "usage": self.usage()})
         yield DONE
 
-    def _events(self, head: Object, pieces: list[Piece]) -> bytes:
+    def _events(self, head: Object, pieces: list[CompletionChunk]) -> bytes:
         return b"".join(event(chunk) for piece in pieces for chunk in self._chunks(head, piece))
 
-    def _chunks(self, head: Object, piece: Piece) -> Iterator[Object]:
+    def _chunks(self, head: Object, piece: CompletionChunk) -> Iterator[Object]:
         self.count(piece)
         for choice in self.deltas(self.job.choice(piece), piece):
             chunk = {**head, "choices": [choice]}

@@ -22,13 +22,13 @@ from starlette.types import Receive, Scope, Send
 
 from llmc import __version__
 from llmc.errors import LlmcError, shortened
-from llmc.runtime.decoding.sampling import NonFiniteLogits
+from llmc.runtime.sampling.sampler import NonFiniteLogits
 from llmc.server.access import Access, Authenticated, Guarded
 from llmc.server.answer import Answer, error_event
 from llmc.server.chat import ChatAnswer, read_chat
 from llmc.server.completions import CompletionAnswer, read_completion
 from llmc.server.errors import ApiError, context_error, error_body, prompt_too_long
-from llmc.server.limits import OPEN, Gate, Limits
+from llmc.server.limits import OPEN, AdmissionGate, ServerLimits
 from llmc.server.log import ENDING, LOGGER, Logged, note
 from llmc.server.messages import (
     CountTokensRequest,
@@ -38,7 +38,7 @@ from llmc.server.messages import (
     read_message,
 )
 from llmc.server.metrics import Metrics
-from llmc.server.model import Job, Model
+from llmc.server.model import GenerationJob, Model
 from llmc.server.offload import MAX_TOKENS
 from llmc.server.openapi import (
     DOWN,
@@ -140,13 +140,13 @@ class Api:
         model: that new requests get.
     """
 
-    def __init__(self, model: Model, limits: Limits, access: Access | None = None,
+    def __init__(self, model: Model, limits: ServerLimits, access: Access | None = None,
                  responses: ResponseStore | None = None, tokenizer_info: bool = False) -> None:
         self.model, self._limits = model, limits
         self._operations = (*OPERATIONS, *((TOKENIZER_INFO,) if tokenizer_info else ()))
         self._access = access or Access()
         self._responses = responses or ResponseStore(0, 1)
-        self._gate = Gate.of(limits, model.llm.max_num_seqs)
+        self._gate = AdmissionGate.of(limits, model.llm.max_num_seqs)
         self._metrics = Metrics(lambda: self.model.llm.metrics(), self._gate, model.name)
 
     async def swap(self, model: Model) -> None:
@@ -276,8 +276,8 @@ class Api:
     # How it is answered.
 
     async def _generate(self, request: Request, kind: type[_Generating],
-                        read: Callable[[Model, _Generating], Coroutine[Any, Any, Job]],
-                        answered: Callable[[Model, _Generating, Job], Answer],
+                        read: Callable[[Model, _Generating], Coroutine[Any, Any, GenerationJob]],
+                        answered: Callable[[Model, _Generating, GenerationJob], Answer],
                         param: str = "messages") -> Response:
         """Answer a request that generates text; its prompt is the field `param`."""
         body = await self._read(request, kind)
@@ -397,7 +397,7 @@ def _page() -> tuple[str, str]:
     return text, _PAGE_POLICY.format(script=source("script"), style=source("style"))
 
 
-def _check_length(model: Model, job: Job, param: str) -> None:
+def _check_length(model: Model, job: GenerationJob, param: str) -> None:
     """Refuse prompts beyond the model's length, in words by which OpenAI's clients know it.
 
     Raises:

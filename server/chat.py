@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from llmc.runtime.request import Piece
+from llmc.runtime.core.request import CompletionChunk
 from llmc.server.answer import Choices, Object, finite
 from llmc.server.errors import ApiError
-from llmc.server.model import Job, Model
+from llmc.server.model import GenerationJob, Model
 from llmc.server.output_parser import OutputParser, output_parser, with_marks
 from llmc.server.prompt_logprobs import by_token_id, check_values
 from llmc.server.protocol import ChatRequest, Conversation, Message
 from llmc.server.tool_parsers import merged
 
 
-async def read_chat(model: Model, body: ChatRequest) -> Job:
+async def read_chat(model: Model, body: ChatRequest) -> GenerationJob:
     """The work that a request asks for.
 
     Raises:
@@ -34,7 +34,7 @@ async def read_chat(model: Model, body: ChatRequest) -> Job:
 
 async def read_conversation(model: Model, body: Conversation, messages: Sequence[Message],
                             max_tokens: int | None, logprobs: int | None = None,
-                            prompt_logprobs: int | None = None) -> Job:
+                            prompt_logprobs: int | None = None) -> GenerationJob:
     """The work that goes on with a conversation.
 
     Args:
@@ -49,7 +49,7 @@ async def read_conversation(model: Model, body: Conversation, messages: Sequence
     check_values([prompt], prompt_logprobs)
     params = with_marks(model, body, body.sampling(max_tokens, logprobs, model.sampling_defaults,
                                                    prompt_logprobs))
-    return Job([prompt], params, body.priority)
+    return GenerationJob([prompt], params, body.priority)
 
 
 async def read_prompt(model: Model, body: Conversation, messages: Sequence[Message]) -> list[int]:
@@ -80,18 +80,18 @@ def _check_callable(model: Model) -> None:
 class ChatAnswer(Choices):
     PREFIX, WHOLE, CHUNK = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, model: Model, body: ChatRequest, job: Job) -> None:
+    def __init__(self, model: Model, body: ChatRequest, job: GenerationJob) -> None:
         super().__init__(model, body, job)
         self._body = body
         self._parsers: dict[int, OutputParser] = {}  # of the choices that have begun
 
-    def extra(self, pieces: list[Piece]) -> Object:
+    def extra(self, pieces: list[CompletionChunk]) -> Object:
         found = pieces[0].prompt_logprobs
         if found is None:
             return {}
         return {"prompt_logprobs": by_token_id(self.model, self.job.prompts[0], found)}
 
-    def choice(self, index: int, pieces: list[Piece]) -> Object:
+    def choice(self, index: int, pieces: list[CompletionChunk]) -> Object:
         parser = output_parser(self.model, self._body, self.job)
         content, calls, reasoning = merged(
             delta for piece in pieces for delta in self.parsed(parser, piece))
@@ -105,7 +105,7 @@ class ChatAnswer(Choices):
         return {"index": index, "message": message, "logprobs": self._logprobs(pieces),
                 "finish_reason": reason, "stop_reason": self.job.stop_reason(pieces[-1])}
 
-    def deltas(self, index: int, piece: Piece) -> Iterator[Object]:
+    def deltas(self, index: int, piece: CompletionChunk) -> Iterator[Object]:
         if index not in self._parsers:
             self._parsers[index] = output_parser(self.model, self._body, self.job)
             yield _delta(index, {"role": "assistant", "content": ""})
@@ -122,7 +122,7 @@ class ChatAnswer(Choices):
                 chunk["stop_reason"] = self.job.stop_reason(piece)
             yield chunk
 
-    def _logprobs(self, pieces: Sequence[Piece]) -> Object | None:
+    def _logprobs(self, pieces: Sequence[CompletionChunk]) -> Object | None:
         if not pieces[-1].logprobs:
             return None
         return {"content": [{**self._token(piece.token_id, piece.logprobs.chosen),

@@ -6,10 +6,10 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from llmc.runtime.request import Piece
+from llmc.runtime.core.request import CompletionChunk
 from llmc.server.answer import Choices, Object, finite
 from llmc.server.errors import ApiError
-from llmc.server.model import Job, Model, check_choices
+from llmc.server.model import GenerationJob, Model, check_choices
 from llmc.server.prompt_logprobs import by_token_id, check_values, echoed
 from llmc.server.protocol import CompletionRequest
 from llmc.server.token_names import token_names
@@ -17,7 +17,7 @@ from llmc.server.token_names import token_names
 _MAX_TOKENS = 16  # where a client does not say, as OpenAI has it
 
 
-async def read_completion(model: Model, body: CompletionRequest) -> Job:
+async def read_completion(model: Model, body: CompletionRequest) -> GenerationJob:
     """What is to be generated.
 
     Raises:
@@ -34,7 +34,7 @@ async def read_completion(model: Model, body: CompletionRequest) -> Job:
     max_tokens = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
     params = body.sampling(max_tokens, body.logprobs, model.sampling_defaults, body.scored)
     echo = await asyncio.to_thread(_texts, model, body, prompts) if body.echo else None
-    return Job(prompts, params, body.priority, echo)
+    return GenerationJob(prompts, params, body.priority, echo)
 
 
 def _texts(model: Model, body: CompletionRequest, prompts: Sequence[Sequence[int]]) -> list[str]:
@@ -51,21 +51,21 @@ def _texts(model: Model, body: CompletionRequest, prompts: Sequence[Sequence[int
 class CompletionAnswer(Choices):
     PREFIX, WHOLE, CHUNK = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, model: Model, body: CompletionRequest, job: Job) -> None:
+    def __init__(self, model: Model, body: CompletionRequest, job: GenerationJob) -> None:
         super().__init__(model, body, job)
         self._body = body
         self._echoed: set[int] = set()  # choices that have begun
         self._lengths: defaultdict[int, int] = defaultdict(int)  # of each choice's text so far
 
-    def choice(self, index: int, pieces: list[Piece]) -> Object:
+    def choice(self, index: int, pieces: list[CompletionChunk]) -> Object:
         return self._choice(index, pieces)
 
-    def deltas(self, index: int, piece: Piece) -> Iterator[Object]:
+    def deltas(self, index: int, piece: CompletionChunk) -> Iterator[Object]:
         begins = self.job.echo is not None and index not in self._echoed
         if piece.text or piece.finish_reason or piece.logprobs or begins:
             yield self._choice(index, [piece])
 
-    def _choice(self, index: int, pieces: Sequence[Piece]) -> Object:
+    def _choice(self, index: int, pieces: Sequence[CompletionChunk]) -> Object:
         first, last = pieces[0], pieces[-1]
         text, echo = "".join(piece.text for piece in pieces), None
         if self.job.echo is not None and index not in self._echoed:
@@ -82,7 +82,7 @@ class CompletionAnswer(Choices):
                 self.model, self.job.prompts[first.index], first.prompt_logprobs)
         return choice
 
-    def _echo(self, index: int, first: Piece) -> Object | None:
+    def _echo(self, index: int, first: CompletionChunk) -> Object | None:
         """Log-probabilities of the prompt, where those of the choice are wanted."""
         assert self.job.echo is not None
         text = self.job.echo[first.index]
@@ -92,7 +92,7 @@ class CompletionAnswer(Choices):
         return echoed(self.model, self.job.prompts[first.index], first.prompt_logprobs, text,
                       self.job.params.show_special_tokens)
 
-    def _logprobs(self, index: int, pieces: Sequence[Piece]) -> Object:
+    def _logprobs(self, index: int, pieces: Sequence[CompletionChunk]) -> Object:
         made: Object = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for piece in pieces:
             assert piece.logprobs is not None and piece.token_id is not None

@@ -25,7 +25,7 @@ _KEY_LINE = re.compile(r"(?:(\S+):\s+)?(\S+)")
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     """Of a server.
 
     Args:
@@ -167,7 +167,7 @@ def read_api_keys(keys: Iterable[str], path: Path | None) -> dict[str, str]:
     return found
 
 
-class Gate:
+class AdmissionGate:
     """Counts requests that generate, and their sequences.
 
     Args:
@@ -181,11 +181,11 @@ class Gate:
         self.inside = self.refused = 0  # requests
 
     @staticmethod
-    def of(limits: Limits, max_num_seqs: int) -> Gate:
+    def of(limits: ServerLimits, max_num_seqs: int) -> AdmissionGate:
         """The gate of a server that decodes up to `max_num_seqs` sequences at once."""
         most = max_num_seqs + limits.max_waiting
         part = max(most // max(len(limits.api_keys), 1), max_num_seqs)
-        return Gate(most, limits.max_seqs_per_key or part)
+        return AdmissionGate(most, limits.max_seqs_per_key or part)
 
     @property
     def sequences(self) -> int:

@@ -11,12 +11,12 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from llmc.runtime.decoding.params import SamplingParams
-from llmc.runtime.request import Piece
+from llmc.runtime.core.request import CompletionChunk
+from llmc.runtime.sampling.params import SamplingParams
 from llmc.server.answer import Answer, Object, event
 from llmc.server.chat import read_conversation, read_prompt
 from llmc.server.errors import ApiError
-from llmc.server.model import Job, Model
+from llmc.server.model import GenerationJob, Model
 from llmc.server.output_parser import output_parser
 from llmc.server.protocol import (
     Conversation,
@@ -179,7 +179,7 @@ def _parts(blocks: list[Block]) -> list[dict[str, Any]]:
     return [{"type": block.type, "text": block.text} for block in blocks]
 
 
-async def read_message(model: Model, body: MessagesRequest) -> Job:
+async def read_message(model: Model, body: MessagesRequest) -> GenerationJob:
     """The work that a request asks for.
 
     Raises:
@@ -203,7 +203,7 @@ async def count_tokens(model: Model, body: CountTokensRequest) -> int:
 class MessageAnswer(Answer):
     """A message: blocks of thinking, text and calls, in the order in which the model wrote them."""
 
-    def __init__(self, model: Model, body: MessagesRequest, job: Job) -> None:
+    def __init__(self, model: Model, body: MessagesRequest, job: GenerationJob) -> None:
         super().__init__(model, job)
         self._body = body
         self._id = f"msg_{secrets.token_hex(12)}"
@@ -213,7 +213,7 @@ class MessageAnswer(Answer):
         self._tokens: list[int] = []
         self._parser = output_parser(model, body, job)
 
-    async def json(self, batches: AsyncGenerator[list[Piece], None]) -> bytes:
+    async def json(self, batches: AsyncGenerator[list[CompletionChunk], None]) -> bytes:
         async for pieces in batches:
             for piece in pieces:
                 self._take(piece)
@@ -224,11 +224,11 @@ class MessageAnswer(Answer):
         answer = {**self._message(self._blocks), **self._stopped(), "usage": self._usage()}
         return await self.made(lambda: self.encoded(answer))
 
-    async def stream(self, batches: AsyncGenerator[list[Piece], None]) -> \
+    async def stream(self, batches: AsyncGenerator[list[CompletionChunk], None]) -> \
             AsyncGenerator[bytes, None]:
         async with aclosing(batches):
             # Before the first, something may be wrong with the request.
-            pieces: list[Piece] | None = await anext(batches)
+            pieces: list[CompletionChunk] | None = await anext(batches)
             first = [event for piece in pieces or () for event in self._take(piece)]
             yield _event("message_start", {"message": {
                 **self._message([]), "stop_reason": None, "stop_sequence": None,
@@ -241,7 +241,7 @@ class MessageAnswer(Answer):
         yield _event("message_delta", {"delta": self._stopped(), "usage": self._usage()})
         yield _event("message_stop", {})
 
-    def _take(self, piece: Piece) -> list[bytes]:
+    def _take(self, piece: CompletionChunk) -> list[bytes]:
         """The events of a piece."""
         self.count(piece)
         if piece.token_id is not None:

@@ -12,9 +12,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from llmc.runtime.request import Piece
-from llmc.server.limits import Gate
-from llmc.server.model import Job
+from llmc.runtime.core.request import CompletionChunk
+from llmc.server.limits import AdmissionGate
+from llmc.server.model import GenerationJob
 
 _LABELS = ("model_name", "engine")
 # Seconds, as vLLM's.
@@ -28,7 +28,7 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 5
 class _Now(Collector):
     """What the runtime and the gate say of themselves when they are asked."""
 
-    def __init__(self, read: Callable[[], Mapping[str, Any]], gate: Gate,
+    def __init__(self, read: Callable[[], Mapping[str, Any]], gate: AdmissionGate,
                  labels: tuple[str, str]) -> None:
         self._read, self._gate, self._labels = read, gate, labels
 
@@ -71,7 +71,8 @@ class Metrics:
         read: the runtime's own metrics, as `AsyncLLM.metrics` gives them.
     """
 
-    def __init__(self, read: Callable[[], Mapping[str, Any]], gate: Gate, model_name: str) -> None:
+    def __init__(self, read: Callable[[], Mapping[str, Any]], gate: AdmissionGate,
+                 model_name: str) -> None:
         self._registry = CollectorRegistry()
         labels = (model_name, "0")
         self._registry.register(_Now(read, gate, labels))
@@ -98,8 +99,9 @@ class Metrics:
         """In Prometheus' format."""
         return generate_latest(self._registry)
 
-    async def measured(self, job: Job, batches: AsyncGenerator[list[Piece], None]) -> \
-            AsyncGenerator[list[Piece], None]:
+    async def measured(self, job: GenerationJob,
+                       batches: AsyncGenerator[list[CompletionChunk], None]) -> \
+            AsyncGenerator[list[CompletionChunk], None]:
         """The pieces of a request, of which each is measured as it passes."""
         watch = _Watch(self)
         async with aclosing(batches):
@@ -121,7 +123,7 @@ class _Watch:
         self._latest: dict[tuple[int, int], tuple[float, int]] = {}  # of each completion
         self.tokens = 0
 
-    def see(self, piece: Piece) -> None:
+    def see(self, piece: CompletionChunk) -> None:
         """A token has come."""
         now, key, own = time.monotonic(), (piece.index, piece.sample), self._metrics
         before, number = self._latest.get(key, (self._started, 0))

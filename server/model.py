@@ -12,11 +12,11 @@ import jinja2
 
 from llmc.errors import LlmcError, shortened
 from llmc.runtime.chat_template import DEFAULT, TOOL_USE
-from llmc.runtime.decoding.params import SamplingParams
-from llmc.runtime.decoding.token_text import token_bytes, token_text
-from llmc.runtime.llm import AsyncLLM
+from llmc.runtime.core.llm import AsyncLLM
+from llmc.runtime.core.request import CompletionChunk
 from llmc.runtime.message_forms import ContentFormat
-from llmc.runtime.request import Piece
+from llmc.runtime.sampling.params import SamplingParams
+from llmc.runtime.sampling.token_text import token_bytes, token_text
 from llmc.runtime.tokenizer import read_config
 from llmc.server.errors import ApiError, prompt_too_long
 from llmc.server.offload import Offload
@@ -31,7 +31,7 @@ _PATHS = ("name_or_path", "vocab_file", "merges_file", "tokenizer_file", "specia
 
 
 @dataclass(frozen=True)
-class Job:
+class GenerationJob:
     """What a request has generated: `n` choices of each prompt.
 
     Args:
@@ -54,12 +54,12 @@ class Job:
     def prompt_tokens(self) -> int:
         return sum(map(len, self.prompts))
 
-    def stop_reason(self, piece: Piece) -> int | None:
+    def stop_reason(self, piece: CompletionChunk) -> int | None:
         """Which of `stop_token_ids` ended a completion, as vLLM tells it."""
         return piece.token_id if piece.finish_reason == "stop" and \
             piece.token_id in self.params.stop_token_ids else None
 
-    def choice(self, piece: Piece) -> int:
+    def choice(self, piece: CompletionChunk) -> int:
         """The index of the choice that a piece belongs to."""
         return piece.index * self.n + piece.sample
 
@@ -194,8 +194,8 @@ class Model:
         """One token's bytes, also where they are no whole characters; empty without a tokenizer."""
         return b"" if self.llm.tokenizer is None else token_bytes(self.llm.tokenizer, token_id)
 
-    def pieces(self, job: Job, tenant: str | None, cache_salt: str | None) -> \
-            AsyncGenerator[list[Piece], None]:
+    def pieces(self, job: GenerationJob, tenant: str | None, cache_salt: str | None) -> \
+            AsyncGenerator[list[CompletionChunk], None]:
         """What is generated, each time all that is there; closing this stops the work."""
         return self.llm.stream_batches(job.prompts, job.params, priority=job.priority,
                                        tenant=tenant, cache_salt=cache_salt, all_beams=True)

@@ -6,7 +6,7 @@
 | a longer text | one child process at a time, at low priority, refused by its size where possible |
 | a chat template | two child processes |
 | a body of many JSON values | counted by a child process, before pydantic reads it |
-| a grammar | see `llmc.runtime.decoding.guide` |
+| a grammar | see `llmc.runtime.sampling.structured_output` |
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from llmc.runtime.llm import AsyncLLM
+from llmc.runtime.core.llm import AsyncLLM
 from llmc.runtime.message_forms import ContentFormat
 from llmc.runtime.sandbox import JobLimits, Lane
 from llmc.runtime.tokenizer import load_for_texts, tokenize_long

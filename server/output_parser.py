@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from llmc.runtime.decoding.params import GUIDES, SamplingParams
-from llmc.server.model import Job, Model
+from llmc.runtime.sampling.params import STRUCTURED_OUTPUT_FIELDS, SamplingParams
+from llmc.server.model import GenerationJob, Model
 from llmc.server.protocol import Conversation
 from llmc.server.reasoning import REASONING_MARKS, ReasoningParser
 from llmc.server.text_reader import Delta
@@ -67,7 +67,7 @@ class OutputParser:
                 yield delta
 
 
-def output_parser(model: Model, body: Conversation, job: Job) -> OutputParser:
+def output_parser(model: Model, body: Conversation, job: GenerationJob) -> OutputParser:
     """The parser of one answer to a request."""
     use = body.tool_use
     tools = {tool.function.name: tool.function.parameters for tool in use.tools}
@@ -101,4 +101,4 @@ def with_marks(model: Model, body: Conversation, params: SamplingParams) -> Samp
 
 def _is_guided(params: SamplingParams) -> bool:
     """Whether a grammar makes the text. It knows no channels and no reasoning."""
-    return any(getattr(params, own) for own in GUIDES)
+    return any(getattr(params, own) for own in STRUCTURED_OUTPUT_FIELDS)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from llmc.runtime.decoding.sampling import Logprobs
-from llmc.runtime.decoding.stopping import TextStream
+from llmc.runtime.sampling.detokenizer import IncrementalDetokenizer
+from llmc.runtime.sampling.sampler import Logprobs
 from llmc.server.answer import finite
 from llmc.server.errors import ApiError
 from llmc.server.model import Model
@@ -66,7 +66,7 @@ def echoed(model: Model, prompt: Sequence[int], made: PromptLogprobs, text: str,
 
 def _offsets(model: Model, prompt: Sequence[int], show_special_tokens: bool) -> Iterator[int]:
     """Where each token begins in the prompt's text."""
-    stream, offset = TextStream(model.llm.tokenizer, (), (), show_special_tokens), 0
+    stream, offset = IncrementalDetokenizer(model.llm.tokenizer, (), (), show_special_tokens), 0
     for token in prompt:
         yield offset
         offset += len(stream.push(token))

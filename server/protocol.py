@@ -24,8 +24,8 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 
 from llmc.errors import LlmcError, shortened
-from llmc.runtime.decoding.params import GUIDES, SamplingParams, with_defaults
-from llmc.runtime.scheduler import MOST_PRIORITY
+from llmc.runtime.core.scheduler import MOST_PRIORITY
+from llmc.runtime.sampling.params import STRUCTURED_OUTPUT_FIELDS, SamplingParams, with_defaults
 from llmc.server.errors import ApiError
 from llmc.server.tool_schema import calls_schema
 
@@ -485,7 +485,7 @@ class Conversation(Generation):
         given = super()._guides()
         if not self.tool_use.is_forced:
             return given
-        if given or any(getattr(self, own) is not None for own in GUIDES):
+        if given or any(getattr(self, own) is not None for own in STRUCTURED_OUTPUT_FIELDS):
             raise ApiError("response_format and the like do not go with a tool_choice that forces "
                            "a call", param="tool_choice")
         return {"guided_json": self.tool_use.schema}

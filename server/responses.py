@@ -8,11 +8,11 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from llmc.runtime.request import Piece
+from llmc.runtime.core.request import CompletionChunk
 from llmc.server.answer import Answer, Object, event
 from llmc.server.chat import read_conversation
 from llmc.server.errors import ApiError
-from llmc.server.model import Job, Model
+from llmc.server.model import GenerationJob, Model
 from llmc.server.output_parser import output_parser
 from llmc.server.protocol import Item, Message, ResponsesRequest, messages_of
 from llmc.server.response_store import ResponseStore
@@ -25,7 +25,7 @@ _LOGPROBS: dict[str, Object] = {"message": {"logprobs": []}, "reasoning": {}}  #
 
 
 @dataclass(frozen=True)
-class ResponseJob(Job):
+class ResponseJob(GenerationJob):
     """The work for a response, with the items of its conversation."""
 
     items: Sequence[Item] = ()
@@ -54,8 +54,8 @@ class ResponseAnswer(Answer):
         store: keeps the response.
     """
 
-    def __init__(self, store: ResponseStore, model: Model, body: ResponsesRequest, job: Job) -> \
-            None:
+    def __init__(self, store: ResponseStore, model: Model, body: ResponsesRequest,
+                 job: GenerationJob) -> None:
         super().__init__(model, job)
         self._store, self._body = store, body
         self._id = _new_id("resp")
@@ -65,7 +65,7 @@ class ResponseAnswer(Answer):
         self._parser = output_parser(model, body, job)
         self._numbers = itertools.count()
 
-    async def json(self, batches: AsyncGenerator[list[Piece], None]) -> bytes:
+    async def json(self, batches: AsyncGenerator[list[CompletionChunk], None]) -> bytes:
         async for pieces in batches:
             for piece in pieces:
                 self._take(piece)
@@ -73,11 +73,11 @@ class ResponseAnswer(Answer):
         answer = self._finished()
         return await self.made(lambda: self.encoded(answer))
 
-    async def stream(self, batches: AsyncGenerator[list[Piece], None]) -> \
+    async def stream(self, batches: AsyncGenerator[list[CompletionChunk], None]) -> \
             AsyncGenerator[bytes, None]:
         async with aclosing(batches):
             # Before the first, something may be wrong with the request.
-            pieces: list[Piece] | None = await anext(batches)
+            pieces: list[CompletionChunk] | None = await anext(batches)
             for kind in ("created", "in_progress"):
                 yield self._event(kind, {"response": self._response("in_progress")})
             while pieces is not None:
@@ -88,7 +88,7 @@ class ResponseAnswer(Answer):
         yield b"".join(self._end())
         yield self._event(self._status, {"response": self._finished()})
 
-    def _take(self, piece: Piece) -> list[bytes]:
+    def _take(self, piece: CompletionChunk) -> list[bytes]:
         """The events of a piece."""
         self.count(piece)
         self._reason = piece.finish_reason or self._reason

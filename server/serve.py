@@ -18,12 +18,12 @@ import uvicorn
 
 from llmc.artifacts.manifest import MANIFEST_NAME
 from llmc.errors import LlmcError
-from llmc.runtime.llm import AsyncLLM
+from llmc.runtime.core.llm import AsyncLLM
 from llmc.runtime.message_forms import ContentFormat
 from llmc.server.access import Access
 from llmc.server.app import Api
 from llmc.server.connection import Acceptor, HttpProtocol, close_silent_peers
-from llmc.server.limits import Limits
+from llmc.server.limits import ServerLimits
 from llmc.server.log import LOGGER, log_to_stderr
 from llmc.server.model import GenerationConfig, Model, check_parsers
 from llmc.server.response_store import ResponseStore
@@ -35,7 +35,7 @@ _Stamp = tuple[int, int, int]
 
 
 def serve(case_dir: str | Path, *, host: str = "127.0.0.1", port: int = 8000,
-          served_model_name: str | None = None, limits: Limits | None = None,
+          served_model_name: str | None = None, limits: ServerLimits | None = None,
           access: Access | None = None, tls: ssl.SSLContext | None = None,
           tool_call_parser: str | None = None, reasoning_parser: str = "auto",
           chat_template_content_format: ContentFormat = "auto",
@@ -74,7 +74,8 @@ def serve(case_dir: str | Path, *, host: str = "127.0.0.1", port: int = 8000,
         log_to_stderr()
         _allow_connections()
         asyncio.run(_serve(
-            bound, limits or Limits(), _for_address(access or Access(), bound), tls, responses,
+            bound, limits or ServerLimits(), _for_address(access or Access(), bound), tls,
+            responses,
             lambda: Model(AsyncLLM(case_dir, **loading), name, tool_call_parser, reasoning_parser,
                           chat_template_content_format, generation_config),
             case_dir if watch else None, enable_tokenizer_info_endpoint))
@@ -107,7 +108,7 @@ def _bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-async def _serve(bound: socket.socket, limits: Limits, access: Access,
+async def _serve(bound: socket.socket, limits: ServerLimits, access: Access,
                  tls: ssl.SSLContext | None, responses: ResponseStore,
                  load: Callable[[], Model], watched: Path | None, tokenizer_info: bool) -> None:
     before = None if watched is None else _stamp(watched)
@@ -175,7 +176,7 @@ class _Server(uvicorn.Server):
 
     ready: Callable[[], object]
 
-    def __init__(self, config: uvicorn.Config, bound: socket.socket, limits: Limits,
+    def __init__(self, config: uvicorn.Config, bound: socket.socket, limits: ServerLimits,
                  tls: ssl.SSLContext | None) -> None:
         super().__init__(config)
         self._bound, self._limits, self._tls = bound, limits, tls

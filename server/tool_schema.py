@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from llmc.runtime.decoding.json_schema import Schema, map_subschemas
+from llmc.runtime.sampling.json_schema import Schema, map_subschemas
 
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 

@@ -15,7 +15,7 @@ import torch
 from transformers import LogitsProcessor
 
 import llmc
-from llmc.runtime.decoding.beam_search import BeamSearch
+from llmc.runtime.sampling.beam_search import BeamSearch
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [50, 51], [100, 3, 3, 3, 88]]
 
@@ -130,7 +130,7 @@ def assert_equal(llm, model, prompts, params, ends=(), tolerance=2e-5, **options
         searches.append(RecordedSearch(*arguments, **settings))
         return searches[-1]
 
-    with mock.patch("llmc.runtime.request.BeamSearch", recorded):
+    with mock.patch("llmc.runtime.core.request.BeamSearch", recorded):
         beams = llm.beam_search(prompts, params)
     pairs = ties = 0
     for b, (prompt, given) in enumerate(zip(

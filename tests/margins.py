@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from llmc.runtime.decoding.beam_search import BeamSearch, Candidates, expand
-from llmc.runtime.decoding.sampling import Sampler, _candidates, _random_numbers
+from llmc.runtime.sampling.beam_search import BeamSearch, Candidates, expand
+from llmc.runtime.sampling.sampler import Sampler, _candidates, _random_numbers
 
 # Rounding moves logits by some 1e-6 of their range, and the probability below a token by as much.
 GREEDY = 1e-4  # of the logits' range, between the token and the next best

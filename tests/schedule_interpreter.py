@@ -20,11 +20,11 @@ from llmc import plugins
 from llmc.artifacts.manifest import read_manifest, verify_files
 from llmc.artifacts.program import Program, ProgramTensor, read_chip_programs
 from llmc.plugins.activations import REFERENCE as ACTIVATIONS
-from llmc.runtime import llm as llm_module
 from llmc.runtime.collectives import Communicator
+from llmc.runtime.core import llm as llm_module
+from llmc.runtime.core.step import EncoderOutputs, EngineLimits, Step
 from llmc.runtime.engines.host import HostSampling
-from llmc.runtime.engines.states import StateSlots
-from llmc.runtime.step import Limits, Memory, Step
+from llmc.runtime.engines.state_slots import StateSlots
 
 _DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16,
            "float8_e4m3fn": ml_dtypes.float8_e4m3fn, "int64": np.int64}
@@ -39,7 +39,7 @@ _ELEMENTWISE = {"Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Div": np
                 "Where": lambda chosen, x, y: np.where(chosen != 0, x, y)}
 _GUARD, _POISON = 64, 0xA5
 # Blocks are small, so that few tokens take several, and in an order that no mistake would make.
-LIMITS = Limits(num_blocks=512, block_size=4, max_tokens=4096, max_slots=64, max_logits=512,
+LIMITS = EngineLimits(num_blocks=512, block_size=4, max_tokens=4096, max_slots=64, max_logits=512,
                 ahead=1)
 _TABLE = [block * 37 % LIMITS.num_blocks for block in range(LIMITS.num_blocks)]
 
@@ -90,7 +90,7 @@ class Interpreter:
     """
 
     def __init__(self, case: Path, rank: int = 0, communicator: Communicator | None = None,
-                 limits: Limits = LIMITS) -> None:
+                 limits: EngineLimits = LIMITS) -> None:
         self.rank, self.communicator = rank, communicator
         self.manifest = read_manifest(case)
         verify_files(self.manifest, case, hashes=False)
@@ -110,14 +110,15 @@ class Interpreter:
         self.memory = {t.name: np.zeros((64, t.shape[1]), self.dtype)
                        for t in self.schedule.tensors if t.kind == "memory"}
 
-    def encode(self, source: Sequence[int], start: int) -> Memory:
+    def encode(self, source: Sequence[int], start: int) -> EncoderOutputs:
         """Run the encoder; what it makes is in rows of the memory from `start` on."""
         assert self.encoder is not None
         self._run(self.encoder, _one(source, 0),
                   {"memory_rows": np.arange(start, start + len(source))})
-        return Memory.of([start], [len(source)])
+        return EncoderOutputs.of([start], [len(source)])
 
-    def run(self, tokens: Sequence[int], past: int, memory: Memory | None = None) -> np.ndarray:
+    def run(self, tokens: Sequence[int], past: int,
+            memory: EncoderOutputs | None = None) -> np.ndarray:
         """Logits [num_tokens, vocab_size] of tokens that follow `past` others."""
         return self.compute(_one(tokens, past, memory=memory))
 
@@ -218,7 +219,7 @@ class Interpreter:
 class Interpreters:
     """The ranks of a case, as `Replica`."""
 
-    def __init__(self, case: Path, limits: Limits = LIMITS) -> None:
+    def __init__(self, case: Path, limits: EngineLimits = LIMITS) -> None:
         count = read_manifest(case).tp_size
         communicator = Communicator(count)
         self.limits = limits
@@ -242,7 +243,7 @@ class Interpreters:
 
 
 @contextmanager
-def interpreted(case: Path, limits: Limits) -> Iterator[llmc.LLM]:
+def interpreted(case: Path, limits: EngineLimits) -> Iterator[llmc.LLM]:
     """The LLM of a case that is compiled for GPUs, with interpreters in their place."""
     engine = HostSampling(Interpreters(case, limits), limits)
     with pytest.MonkeyPatch.context() as patch:

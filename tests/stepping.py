@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from llmc.artifacts.manifest import read_manifest
-from llmc.runtime.decoding.params import SamplingParams
-from llmc.runtime.decoding.sampling import Logprobs, Sampler
+from llmc.runtime.core.step import LAST, SamplingState, Step
 from llmc.runtime.engines.cuda import CudaEngine
-from llmc.runtime.step import LAST, SamplingState, Step
+from llmc.runtime.sampling.params import SamplingParams
+from llmc.runtime.sampling.sampler import Logprobs, Sampler
 
 # What sequences of one batch ask for, greedily and with something drawn.
 MIXED = [

@@ -29,8 +29,8 @@ from llmc.cli.options import LOADING_OPTIONS
 from llmc.cli.progress import Meter, Phases
 from llmc.compiler.options import OPTIONS
 from llmc.runtime.benchmark import Row
-from llmc.runtime.decoding.params import FIELDS, GUIDES
-from llmc.runtime.request import Piece
+from llmc.runtime.core.request import Piece
+from llmc.runtime.sampling.params import FIELDS, STRUCTURED_OUTPUT_FIELDS
 
 pytestmark = pytest.mark.usefixtures("decisive")
 
@@ -120,7 +120,7 @@ def test_sampling_options_are_the_fields_of_sampling_params(case_tp2):
     assert [c["cumulative_logprob"] for c in completions] == \
         [e.cumulative_logprob for e in expected]
     assert {f.name for f in dataclasses.fields(SamplingParams)} == \
-        {*settings, *GUIDES, "bad_words", "logit_bias", "stop", "stop_token_ids",
+        {*settings, *STRUCTURED_OUTPUT_FIELDS, "bad_words", "logit_bias", "stop", "stop_token_ids",
          "show_special_tokens", "ignore_eos"}
     help_text = run("run", "--help").stdout
     shown = " ".join(help_text.split("\nSampling:\n")[1].replace("-\n", "-").split())
@@ -579,7 +579,7 @@ ANSWER = """
 import readline, select, sys
 from llmc.cli.conversation import print_answer
 from llmc.cli.progress import Meter
-from llmc.runtime.request import Piece
+from llmc.runtime.core.request import Piece
 
 def pieces():
     yield Piece(0, 0, 0, "answer", None)

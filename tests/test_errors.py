@@ -4,8 +4,8 @@ import pytest
 
 from llmc import LlmcError, SamplingParams
 from llmc.errors import reason_of, shortened
-from llmc.runtime.decoding.guide import _unreadable
 from llmc.runtime.prompts import read_prompts
+from llmc.runtime.sampling.structured_output import _unreadable
 
 LONG = "the quick brown fox jumps over the lazy dog, " * 20
 

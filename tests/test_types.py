@@ -11,11 +11,11 @@ ROOT = Path(__file__).parents[1]
 # The file that calls, whose name it imports, and a call with a wrong argument.
 PLANTS = [
     ("llmc/cli/compile.py", "llmc.compiler.api", "compile(3, None)"),
-    ("llmc/cli/run.py", "llmc.runtime.llm", "LLM(3)"),
+    ("llmc/cli/run.py", "llmc.runtime.core.llm", "LLM(3)"),
     ("llmc/compiler/api.py", "llmc.artifacts.manifest", "read_manifest(3)"),
-    ("llmc/compiler/check/diff.py", "llmc.runtime.step", "Step.of(3, [0], [], [])"),
+    ("llmc/compiler/check/diff.py", "llmc.runtime.core.step", "Step.of(3, [0], [], [])"),
     ("llmc/compiler/check/diff.py", "llmc.runtime.gpus", "GpuReplica.trace(3, None)"),
-    ("llmc/runtime/loop.py", "llmc.runtime.scheduler", "Scheduler(3, 4)"),
+    ("llmc/runtime/core/loop.py", "llmc.runtime.core.scheduler", "Scheduler(3, 4)"),
     ("llmc/runtime/gpus.py", "llmc.runtime.engines.cuda", "CudaEngine.submit(3, None)"),
     ("llmc/compiler/frontend/bind.py", "llmc.compiler.graph.weights", "Weight.of([1.0])"),
     ("llmc/compiler/passes/gemm.py", "llmc.compiler.graph.rewrite", "NoMatch(3)"),
@@ -26,9 +26,9 @@ PLANTS = [
     ("llmc/compiler/targets/cuda.py", "llmc.artifacts.program", "read_program(3)"),
     ("llmc/plugins/rms_norm/op.py", "llmc.plugins.normalization",
      "normalize(1.0, {}, {}, centred=False)"),
-    ("llmc/runtime/llm.py", "llmc.runtime.decoding.params", "SamplingParams(max_tokens='4')"),
+    ("llmc/runtime/core/llm.py", "llmc.runtime.sampling.params", "SamplingParams(max_tokens='4')"),
     ("llmc/cli/serve.py", "llmc.server.serve", "serve(3)"),
-    ("llmc/server/app.py", "llmc.runtime.llm", "AsyncLLM(3)"),
+    ("llmc/server/app.py", "llmc.runtime.core.llm", "AsyncLLM(3)"),
     ("llmc/runtime/engines/cpu.py", "llmc.runtime.collectives", "Communicator('two')"),
 ]
 

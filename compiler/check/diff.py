@@ -96,14 +96,14 @@ from llmc.compiler.quant.scheme import Scheme
 from llmc.errors import LlmcError
 from llmc.plugins.code_types import CODE_TYPES, LINEAR_CODE_TYPES
 from llmc.plugins.quantization import dequantized
-from llmc.runtime.decoding.params import SamplingParams
+from llmc.runtime.core.llm import LLM
+from llmc.runtime.core.step import Step
 from llmc.runtime.devices import place
 from llmc.runtime.engines import BLOCK_SIZE, MAX_LOGITS
 from llmc.runtime.engines.cuda import device_count
 from llmc.runtime.gpus import GpuReplica
-from llmc.runtime.llm import LLM
-from llmc.runtime.replica import Room
-from llmc.runtime.step import Step
+from llmc.runtime.replica import EngineConfig
+from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.tokenizer import load_tokenizer
 
 TOLERANCE = 1e-5
@@ -509,7 +509,8 @@ def _trace(manifest: Manifest, root: Path, ids: list[int], wanted: set[str]) -> 
     """Prefill on GPUs: per chip, the wanted tensors in the program's order."""
     most = min(len(ids), MAX_LOGITS)
     replica = GpuReplica(manifest, root, place(manifest, None, device_count())[0],
-                         Room(1, most, kv_cache_tokens=-(-len(ids) // BLOCK_SIZE) * BLOCK_SIZE))
+                         EngineConfig(1, most,
+                                      kv_cache_tokens=-(-len(ids) // BLOCK_SIZE) * BLOCK_SIZE))
     table = range(replica.limits.num_blocks)
     try:
         steps = [replica.trace(Step.of([ids[start:start + most]], [start], [table], [0],

@@ -20,8 +20,8 @@ from llmc.artifacts.manifest import Manifest, read_manifest, refuse_encoder
 from llmc.errors import LlmcError
 from llmc.installation import install_command
 from llmc.plugins.code_types import CODE_TYPES
-from llmc.runtime.decoding.params import SamplingParams
-from llmc.runtime.llm import LLM
+from llmc.runtime.core.llm import LLM
+from llmc.runtime.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from llmc.compiler.check.reference import Model

@@ -18,7 +18,7 @@ from llmc.compiler.artifact import Placed, to_onnx
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError, reason_of
 from llmc.plugins.quantization import cpu_activation_block, rounded
-from llmc.runtime.step import Step
+from llmc.runtime.core.step import Step
 
 _FLOAT, _TYPES = onnx.TensorProto.FLOAT, {"float16": onnx.TensorProto.FLOAT16,
                                           "bfloat16": onnx.TensorProto.BFLOAT16}

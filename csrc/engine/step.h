@@ -70,7 +70,7 @@ struct Admissions {
   HostArray<int32_t> tokens, lists;
 };
 
-// A step, as in runtime/step.py.
+// A step, as in runtime/core/step.py.
 struct StepInputs {
   HostArray<int64_t> token_ids;              // [num_tokens]; -1: the slot's last sampled token
   HostArray<int32_t> cu_seqlens, past_lens;  // [batch + 1], [batch]

@@ -44,7 +44,7 @@ def bench_command(directory: Path | None, case_dir: Path | None, batch_size: str
     from rich.table import Table
 
     from llmc.runtime.benchmark import check_grid, measure, parse_grid
-    from llmc.runtime.llm import LLM
+    from llmc.runtime.core.llm import LLM
 
     case_dir = require_case_dir(directory, case_dir)
     if runs < 1:
@@ -78,17 +78,17 @@ def _bench_traffic(case_dir: Path, device: list[int] | None, loading: dict[str, 
     from rich.console import Console
     from rich.table import Table
 
-    from llmc.runtime.llm import LLM
-    from llmc.runtime.traffic import measure_traffic, read_traffic
+    from llmc.runtime.core.llm import LLM
+    from llmc.runtime.serving_workload import measure_workload, read_workload
 
     if not rate > 0:
         raise LlmcError(f"--request_rate {rate} is not above 0")
     if shared_prefix < 0:
         raise LlmcError(f"--shared_prefix {shared_prefix} is below 0")
     with sigterm_as_interrupt(), LLM(case_dir, device=device, **loading) as llm:
-        traffic = read_traffic(llm, source, rate, shared_prefix)
+        traffic = read_workload(llm, source, rate, shared_prefix)
         with ProgressBar() as bar:
-            report = measure_traffic(llm, traffic, bar.tokens(
+            report = measure_workload(llm, traffic, bar.tokens(
                 Meter(), sum(params.n for params in traffic.params)))
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(report)))

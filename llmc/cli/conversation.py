@@ -15,9 +15,9 @@ from llmc.cli.progress import Meter
 from llmc.errors import LlmcError
 
 if TYPE_CHECKING:
-    from llmc.runtime.decoding.params import SamplingParams
-    from llmc.runtime.llm import LLM
-    from llmc.runtime.request import Piece
+    from llmc.runtime.core.llm import LLM
+    from llmc.runtime.core.request import CompletionChunk
+    from llmc.runtime.sampling.params import SamplingParams
 
 
 def converse(llm: LLM, params: SamplingParams, meter: Meter) -> None:
@@ -45,7 +45,7 @@ def converse(llm: LLM, params: SamplingParams, meter: Meter) -> None:
             click.echo(f"error: {error}", err=True)
 
 
-def print_answer(pieces: Generator[Piece, None, None], meter: Meter) -> None:
+def print_answer(pieces: Generator[CompletionChunk, None, None], meter: Meter) -> None:
     """Print an answer to its end, or to the end of the running step on Ctrl-C."""
     interrupted = threading.Event()
     before = signal.signal(signal.SIGINT, lambda *_: interrupted.set())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from llmc.runtime.request import Piece
+    from llmc.runtime.core.request import CompletionChunk
 
 
 class Phases:
@@ -126,11 +126,11 @@ class ProgressBar:
         """Update the bar."""
         self._bar.update(self._task, description=text, completed=done, total=total)
 
-    def tokens(self, meter: Meter, total: int) -> Callable[[Piece], None]:
+    def tokens(self, meter: Meter, total: int) -> Callable[[CompletionChunk], None]:
         """A callback for pieces that shows the rate and the completions done, of `total`."""
         done = 0
 
-        def progress(piece: Piece) -> None:
+        def progress(piece: CompletionChunk) -> None:
             nonlocal done
             if not meter.tokens:  # begin() may print on the same terminal
                 self._bar.stop()

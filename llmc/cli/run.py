@@ -34,9 +34,9 @@ from llmc.cli.signals import sigterm_as_interrupt
 from llmc.errors import CheckFailed, LlmcError
 
 if TYPE_CHECKING:
-    from llmc.runtime.decoding.params import SamplingParams
-    from llmc.runtime.llm import LLM
-    from llmc.runtime.request import Completion
+    from llmc.runtime.core.llm import LLM
+    from llmc.runtime.core.request import Completion
+    from llmc.runtime.sampling.params import SamplingParams
 
 
 @click.command("run", cls=SamplingCommand)
@@ -64,7 +64,7 @@ def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | No
                 log_file: str, as_json: bool, **options: Any) -> None:
     """Complete prompts with the model in DIR, a case directory, streaming the text."""
     from llmc.artifacts.manifest import read_manifest
-    from llmc.runtime.llm import LLM
+    from llmc.runtime.core.llm import LLM
     from llmc.runtime.prompt_file import read_lines
 
     loading = pop_loading_options(options)

@@ -10,7 +10,7 @@ from click.core import ParameterSource
 
 from llmc.cli.options import Command
 from llmc.errors import LlmcError
-from llmc.runtime.decoding.params import FIELDS, SamplingParams, with_defaults
+from llmc.runtime.sampling.params import FIELDS, SamplingParams, with_defaults
 
 if TYPE_CHECKING:
     from llmc.artifacts.manifest import Manifest

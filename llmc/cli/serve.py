@@ -119,14 +119,14 @@ def serve_command(case_dir: Path, api_keys: tuple[str, ...], api_key_file: Path 
     """Serve the model in CASE_DIR by OpenAI's HTTP interface."""
     try:
         from llmc.server.access import Access
-        from llmc.server.limits import Limits, read_api_keys
+        from llmc.server.limits import ServerLimits, read_api_keys
         from llmc.server.serve import serve
         from llmc.server.tls import tls_context
     except ModuleNotFoundError as error:
         raise LlmcError(f"the server needs {error.name}; install it with: "
                         f"{install_command('serve')}") from error
 
-    serve(case_dir, limits=Limits(
+    serve(case_dir, limits=ServerLimits(
         api_keys=read_api_keys(api_keys, api_key_file), max_waiting=max_waiting,
         max_seqs_per_key=max_seqs_per_key, allow_priority=allow_priority,
         max_request_bytes=max_request_bytes, request_timeout=request_timeout,

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmc.runtime.decoding.params import SamplingParams
-from llmc.runtime.decoding.processing import PROCESSING
-from llmc.runtime.decoding.sampling import Sampler
-from llmc.runtime.step import SamplingState
+from llmc.runtime.core.step import SamplingState
+from llmc.runtime.sampling.params import SamplingParams
+from llmc.runtime.sampling.sampler import Sampler
+from llmc.runtime.sampling.slot_params import SLOT_PARAMS
 
 SLOT_STATE = np.dtype([
     ("seed", np.uint64), ("drawn", np.int64), ("temperature", np.float32), ("top_p", np.float32),
     ("min_p", np.float32), ("typical_p", np.float32), ("top_k", np.int32), ("logprobs", np.int32),
-    ("processing", PROCESSING)], align=True)
+    ("processing", SLOT_PARAMS)], align=True)
 
-_NOTHING = np.zeros((), PROCESSING)
+_NOTHING = np.zeros((), SLOT_PARAMS)
 _NOTHING["repetition"] = 1
 _NO_TOKENS = np.empty(0, np.int32)
 _GREEDY = Sampler(SamplingParams())  # of a slot whose choice nobody looks at

@@ -1,10 +1,10 @@
 """ONNX Runtime on CPU cores.
 
-A sequence's keys and values lie in one row for each slot, which GroupQueryAttention extends in
-place; see `Rows` for how blocks are made of that. A step is run in parts: all sequences with one
-new token in rows that follow one another, where rows between them are passed over; then prompts.
-Rows that are not used yet take no memory: the operating system gives pages when they are written.
-So is the memory of an encoder-decoder model, whose rows a decoder only reads.
+The KV cache of a sequence is one contiguous row per slot, which GroupQueryAttention extends in
+place; `RowCache` maps blocks to these rows. A step runs in parts: first all decoding sequences, in
+adjacent rows (rows between them are computed and discarded), then prompt chunks. Rows that have
+never been used take no memory, since the operating system allocates pages on their first write. The
+same holds for the encoder outputs of an encoder-decoder model, which the decoder only reads.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from llmc.artifacts.onnx_graph import check_graph
 from llmc.errors import LlmcError
 from llmc.memory import is_out_of_memory
 from llmc.runtime.collectives import Communicator
+from llmc.runtime.core.step import EncoderOutputs, EngineLimits, Step, positions
 from llmc.runtime.devices import Placement
-from llmc.runtime.engines.rows import Rows
-from llmc.runtime.step import Limits, Memory, Step, positions
+from llmc.runtime.engines.row_cache import RowCache
 
 _SIZES = {"num_tokens", "num_logits"}
 _DTYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(int32)": "int32"}
@@ -56,7 +56,7 @@ class _Part:
     past_lens: np.ndarray
     logits_indices: np.ndarray
     first_row: int = 0
-    memory: Memory | None = None
+    memory: EncoderOutputs | None = None
 
     @property
     def position_ids(self) -> np.ndarray:
@@ -85,7 +85,7 @@ class CpuEngine:
     """
 
     def __init__(self, manifest: Manifest, chip: Chip, case_dir: Path, placement: Placement,
-                 communicator: Communicator, threads: int, limits: Limits) -> None:
+                 communicator: Communicator, threads: int, limits: EngineLimits) -> None:
         self._chip = chip
         self._communicator = communicator
         self._max_tokens = min(limits.max_tokens, MAX_CHUNK)
@@ -98,7 +98,7 @@ class CpuEngine:
         self._check(manifest)
         self._outputs = {step.path: self._made(step) for step in segments}
         with _no_memory(limits, manifest):
-            self._rows = Rows(chip, limits, manifest.dims.max_seq_len)
+            self._rows = RowCache(chip, limits, manifest.dims.max_seq_len)
             self._memory = _allocate(manifest, chip, limits.max_slots)
         self._caches = self._rows.caches
         self._inputs = {step.path: [name for name in step.inputs
@@ -419,7 +419,7 @@ def _facts(path: str, session: ort.InferenceSession) -> dict[str, Any]:
 
 
 @contextmanager
-def _no_memory(limits: Limits, manifest: Manifest) -> Iterator[None]:
+def _no_memory(limits: EngineLimits, manifest: Manifest) -> Iterator[None]:
     try:
         yield
     except (MemoryError, OSError, OverflowError, ValueError) as error:

@@ -23,14 +23,14 @@ from llmc.artifacts.program import Program, ProgramTensor, read_chip_programs
 from llmc.artifacts.weight_file import WEIGHTS_NAME, StoredWeight
 from llmc.errors import LlmcError
 from llmc.installation import CUDA_INSTALL_COMMAND
-from llmc.runtime.decoding.beam_search import Candidates
-from llmc.runtime.decoding.processing import LOGPROBS
-from llmc.runtime.decoding.sampling import Logprobs
+from llmc.runtime.core.step import EngineLimits, Step, StepOutput
 from llmc.runtime.engines import BLOCK_SIZE, MAX_LOGITS, MAX_SCORED
 from llmc.runtime.engines.admission import Admissions
-from llmc.runtime.engines.states import StateSlots
+from llmc.runtime.engines.state_slots import StateSlots
 from llmc.runtime.engines.tuning import read_choices, tuning_file, write_choices
-from llmc.runtime.step import Limits, Sampled, Step
+from llmc.runtime.sampling.beam_search import Candidates
+from llmc.runtime.sampling.sampler import Logprobs
+from llmc.runtime.sampling.slot_params import LOGPROBS
 
 SIZES: dict[int | str, int] = {"num_tokens": -1, "num_logits": -2, "batch": -3, "batch_plus_1": -4}
 # Who computes attention: a plain kernel for comparison, our own ones, or cuDNN the prompts'.
@@ -129,7 +129,7 @@ class CudaEngine:
         self._max_seq_len = manifest.dims.max_seq_len
         max_logits = max(max_batch_size, min(max_tokens, max(MAX_LOGITS,
                                                              max_batch_size + MAX_SCORED)))
-        self._limits = Limits(
+        self._limits = EngineLimits(
             num_blocks=0, block_size=block_size, max_tokens=max_tokens, max_slots=max_batch_size,
             max_logits=max_logits, max_scored=max(max_logits - max_batch_size, 1), ahead=AHEAD,
             longest_first=True,  # then multiprocessors end together
@@ -175,7 +175,7 @@ class CudaEngine:
             raise LlmcError(f"the CUDA engine: {error}") from error
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> EngineLimits:
         return self._limits
 
     def measure(self) -> int:
@@ -253,7 +253,7 @@ class CudaEngine:
                                     step.slots[step.sample].tolist()], step.scored.counts.tolist())
         return ticket
 
-    def collect(self, ticket: int) -> Sampled:
+    def collect(self, ticket: int) -> StepOutput:
         """See `Engine`."""
         with self._telling():
             tokens, records, candidates, log_probs, logits, scored = self._engine.collect(ticket)
@@ -263,7 +263,7 @@ class CudaEngine:
             logprobs = [None if wish is None or token < 0 else told(record, wish)
                         for wish, token, record in zip(wishes, tokens, records.view(LOGPROBS),
                                                        strict=True)]
-        return Sampled(tokens, logprobs,
+        return StepOutput(tokens, logprobs,
                        None if candidates is None else Candidates(candidates, log_probs), logits,
                        () if scored is None else [
                            replace(told(record, count), rank=int(record["rank"]))
@@ -366,7 +366,7 @@ def check_attention_backend(wish: str | None, manifest: Manifest) -> None:
                         f"{manifest.target.kind} leave it out")
 
 
-def prompt_steps(limits: Limits, max_seq_len: int) -> list[list[int]]:
+def prompt_steps(limits: EngineLimits, max_seq_len: int) -> list[list[int]]:
     """New tokens of the sequences of steps that are run while loading, the largest first: any step
     has about as many tokens as one of them, and one whose longest chunk and number of chunks,
     rounded up to powers of two, are another's.

@@ -7,19 +7,19 @@ from typing import Protocol
 import numpy as np
 
 from llmc.errors import LlmcError
-from llmc.runtime.decoding import processors
-from llmc.runtime.decoding.beam_search import Candidates, log_softmax
-from llmc.runtime.decoding.sampling import (
+from llmc.runtime.core.step import LAST, EngineLimits, Step, StepOutput
+from llmc.runtime.sampling import logits_processors
+from llmc.runtime.sampling.beam_search import Candidates, log_softmax
+from llmc.runtime.sampling.sampler import (
     NONE_ALLOWED,
     NOT_FINITE,
     Logprobs,
     NonFiniteLogits,
     Sampler,
 )
-from llmc.runtime.step import LAST, Limits, Sampled, Step
 
 
-class Ranks(Protocol):
+class RankGroup(Protocol):
     """What makes logits of a step in which no token is LAST, float32 [num_logits, vocab_size]."""
 
     def compute(self, step: Step) -> np.ndarray:
@@ -32,11 +32,11 @@ class Ranks(Protocol):
 class HostSampling:
     """See `Engine`: a step is done when `submit` returns."""
 
-    def __init__(self, ranks: Ranks, limits: Limits) -> None:
+    def __init__(self, ranks: RankGroup, limits: EngineLimits) -> None:
         self._ranks, self.limits = ranks, limits
         self._samplers: dict[int, Sampler | None] = {}  # by slot
         self._tokens: dict[int, list[int]] = {}
-        self._made: dict[int, Sampled] = {}
+        self._made: dict[int, StepOutput] = {}
         self._tickets = 0
 
     def submit(self, step: Step) -> int:
@@ -50,9 +50,9 @@ class HostSampling:
         self._made[self._tickets] = self._choose(step, logits)
         return self._tickets
 
-    def _choose(self, step: Step, logits: np.ndarray) -> Sampled:
+    def _choose(self, step: Step, logits: np.ndarray) -> StepOutput:
         if step.logits == "all":
-            return Sampled(np.empty(0, np.int64), [], None, logits)
+            return StepOutput(np.empty(0, np.int64), [], None, logits)
         scored: list[Logprobs] = []
         if len(step.scored):
             logits, scored = self._score(step, logits)
@@ -66,14 +66,15 @@ class HostSampling:
             if sampler is not None and not finite[row]:
                 token = NOT_FINITE
             elif sampler is not None:
-                allowed = processors.allow(own, step.masks[slot]) if slot in step.masks else own
+                allowed = logits_processors.allow(own, step.masks[slot]) \
+                    if slot in step.masks else own
                 token, count = self._token(sampler, allowed, slot), sampler.params.logprobs
             tokens.append(token)
             logprobs.append(None if count is None or token < 0
                             else Logprobs.of(own, token, count))
         candidates = Candidates.of(log_softmax(logits), step.candidates) if step.candidates \
             else None
-        return Sampled(np.array(tokens, np.int64), logprobs, candidates,
+        return StepOutput(np.array(tokens, np.int64), logprobs, candidates,
                        logits if step.logits == "sampled" else None, scored)
 
     def _score(self, step: Step, logits: np.ndarray) -> tuple[np.ndarray, list[Logprobs]]:
@@ -95,7 +96,7 @@ class HostSampling:
             return NONE_ALLOWED
         return tokens[-1]
 
-    def collect(self, ticket: int) -> Sampled:
+    def collect(self, ticket: int) -> StepOutput:
         return self._made.pop(ticket)
 
     def close(self) -> None:

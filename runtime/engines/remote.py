@@ -17,11 +17,11 @@ import numpy as np
 
 from llmc.artifacts.manifest import Manifest, read_manifest
 from llmc.errors import LlmcError
+from llmc.runtime.core.step import EngineLimits, Step, StepOutput
 from llmc.runtime.engines.cuda import CudaEngine
-from llmc.runtime.step import Limits, Sampled, Step
 
 _PATIENCE = 3.0  # seconds for a process to end by itself
-_NOBODY = Sampled(np.empty(0, np.int64), ())
+_NOBODY = StepOutput(np.empty(0, np.int64), ())
 
 
 def load_engine(manifest: Manifest, rank: int, case_dir: Path, device: int,
@@ -64,10 +64,10 @@ class RemoteEngine:
         return blocks
 
     def allocate(self, num_blocks: int, *, show_progress: bool = False) -> None:
-        self._limits: Limits = self._call("allocate", num_blocks)
+        self._limits: EngineLimits = self._call("allocate", num_blocks)
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> EngineLimits:
         return self._limits
 
     @property
@@ -81,7 +81,7 @@ class RemoteEngine:
         self._tickets += 1
         return self._tickets - 1
 
-    def collect(self, ticket: int) -> Sampled:
+    def collect(self, ticket: int) -> StepOutput:
         """Wait for a step, of which nothing comes back."""
         self._receive()
         return _NOBODY

@@ -21,8 +21,8 @@ import numpy as np
 from llmc.artifacts.manifest import Chip, GraphStep, Manifest, Target, TensorInfo
 from llmc.errors import LlmcError
 from llmc.installation import CUDA_INSTALL_COMMAND
+from llmc.runtime.core.step import Step
 from llmc.runtime.engines.cuda import SIZES, CudaEngine, extension
-from llmc.runtime.step import Step
 
 LIBRARY = "LLMC_TENSORRT_LIBRARY"
 _PLUGINS = "libllmc_plugins.so"

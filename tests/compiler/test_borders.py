@@ -30,7 +30,7 @@ FORBIDDEN = {
 }
 # What the compiler, but for its check, takes of the runtime: the tokenizer, the sampling parameters
 # that a model's defaults are checked by, and where TensorRT's builder finds the engine's libraries.
-FROM_RUNTIME = ("llmc.runtime.decoding.params", "llmc.runtime.engines", "llmc.runtime.tokenizer")
+FROM_RUNTIME = ("llmc.runtime.sampling.params", "llmc.runtime.engines", "llmc.runtime.tokenizer")
 
 
 def sources(room):

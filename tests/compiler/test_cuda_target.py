@@ -18,9 +18,9 @@ import llmc
 from llmc.artifacts.manifest import read_manifest
 from llmc.artifacts.program import ELEMENTWISE, read_program
 from llmc.runtime.collectives import Communicator
+from llmc.runtime.core.step import Step
 from llmc.runtime.engines import cuda
 from llmc.runtime.inspection import summarize
-from llmc.runtime.step import Step
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "gpt_neox", "gemma2", "granite",

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 import llmc
 from llmc.artifacts.manifest import read_manifest
 from llmc.compiler.targets import cpu
-from llmc.runtime.step import Step
+from llmc.runtime.core.step import Step
 
 TOKENS = np.random.default_rng(3).integers(3, families.VOCAB, 20).tolist()
 GROUP = 32

@@ -40,7 +40,7 @@ from llmc.compiler.quant.channel_scales import find_pair, scale_channels
 from llmc.compiler.quant.scheme import Scheme
 from llmc.compiler.targets import cpu
 from llmc.errors import LlmcError
-from llmc.runtime.step import Step
+from llmc.runtime.core.step import Step
 from llmc.runtime.tokenizer import read_tokenizer
 
 TOKENS = np.random.default_rng(3).integers(3, families.VOCAB, 20).tolist()

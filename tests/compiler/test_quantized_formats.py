@@ -23,7 +23,7 @@ from llmc.compiler.frontend.checkpoint import open_checkpoint
 from llmc.compiler.quant.checkpoint import read_quantized
 from llmc.compiler.targets import cpu, tensorrt
 from llmc.errors import LlmcError
-from llmc.runtime.step import Step
+from llmc.runtime.core.step import Step
 
 TOKENS = np.random.default_rng(3).integers(3, 100, 20).tolist()
 STEP = Step.of([TOKENS], [0], [list(range(8))], [0], logits="all")

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from llmc.compiler.sampling_defaults import read_sampling
-from llmc.runtime.decoding.params import with_defaults
+from llmc.runtime.sampling.params import with_defaults
 
 
 @pytest.mark.parametrize(("generation", "fields"), [

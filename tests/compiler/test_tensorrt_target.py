@@ -21,8 +21,8 @@ from llmc.compiler.options import CompileOptions
 from llmc.compiler.targets import tensorrt
 from llmc.plugins.code_types import CODE_TYPES
 from llmc.plugins.quantization import dequantized, pack, unpack
+from llmc.runtime.core.step import Step
 from llmc.runtime.engines.tensorrt import check_plugins, check_version, tensorrt_library
-from llmc.runtime.step import Step
 
 FOUND = {"version": "8.6.0", "gpu": "NVIDIA H200", "compute_capability": "9.0"}
 

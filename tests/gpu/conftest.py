@@ -3,7 +3,7 @@
 import pytest
 
 from llmc.errors import LlmcError
-from llmc.runtime import llm
+from llmc.runtime.core import llm
 from llmc.runtime.engines import cuda
 
 

@@ -10,7 +10,7 @@ from beams import PROMPTS, assert_equal, search
 from families import end_with
 
 import llmc
-from llmc.runtime.decoding.beam_search import log_softmax
+from llmc.runtime.sampling.beam_search import log_softmax
 
 KINDS = ["llama", "gpt2", "gemma2", "qwen3", "gpt_neox"]
 LENGTH = 700

@@ -8,7 +8,7 @@ from stepping import load
 
 import llmc
 from llmc.compiler.check.diff import diff
-from llmc.runtime.step import Step
+from llmc.runtime.core.step import Step
 
 # Of a tensor's range, after all layers of a tiny model.
 TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 6e-2}

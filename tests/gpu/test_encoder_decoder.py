@@ -13,7 +13,7 @@ import llmc
 from llmc import SamplingParams
 from llmc.artifacts.manifest import Target
 from llmc.compiler.options import CompileOptions
-from llmc.runtime.step import Memory, Step
+from llmc.runtime.core.step import EncoderOutputs, Step
 
 NAMES = [*families.ENCODER_DECODERS, *families.UNPLANNED_ENCODER_DECODERS]
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -118,7 +118,7 @@ def test_steps_that_encode_and_decode_together_give_transformers_logits(
         made = engine.collect(engine.submit(Step.of(
             [rows[b][past[b]:past[b] + n] for b, n in zip(order, counts, strict=True)],
             [past[b] for b in order], [tables[b] for b in order], order, logits="all", encode=fresh,
-            memory=Memory.of([where[b] for b in order], [lens[b] for b in order]))))
+            memory=EncoderOutputs.of([where[b] for b in order], [lens[b] for b in order]))))
         start = 0
         for b, n in zip(order, counts, strict=True):
             error = max(error, np.abs(made.logits[start:start + n]

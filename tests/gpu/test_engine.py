@@ -11,7 +11,7 @@ import two_models
 from stepping import MIXED, SAMPLED
 
 import llmc
-from llmc.runtime.step import Step
+from llmc.runtime.core.step import Step
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 LENGTH = 700

@@ -12,7 +12,7 @@ from stepping import load
 
 import llmc
 from llmc.artifacts.program import read_program
-from llmc.runtime.step import Step
+from llmc.runtime.core.step import Step
 
 ROWS = (1, 4, 9, 16, 17, 40, 100, 300)  # few, many, and so many that a weight becomes numbers
 FAMILIES = {"llama": {"intermediate_size": 192}, "gpt2": {"n_inner": 192},

@@ -1,4 +1,4 @@
-"""How tokens are chosen on the device: every kernel against runtime/decoding on the same logits."""
+"""How tokens are chosen on the device: every kernel against runtime/sampling on the same logits."""
 
 import dataclasses
 
@@ -7,17 +7,17 @@ import pytest
 import torch
 from on_device import DTYPES, describe
 
-from llmc.runtime.decoding import processors
-from llmc.runtime.decoding.processing import LOGPROBS, MAX_LOGPROBS
-from llmc.runtime.decoding.sampling import (
+from llmc.runtime.core.step import SamplingState
+from llmc.runtime.engines.admission import SLOT_STATE, Admissions, slot_state
+from llmc.runtime.sampling import logits_processors
+from llmc.runtime.sampling.sampler import (
     NOT_FINITE,
     Logprobs,
     Sampler,
     SamplingParams,
     probabilities,
 )
-from llmc.runtime.engines.admission import SLOT_STATE, Admissions, slot_state
-from llmc.runtime.step import SamplingState
+from llmc.runtime.sampling.slot_params import LOGPROBS, MAX_LOGPROBS
 
 # (vocabulary, stride of the logits in elements)
 SIZES = [(1, 64), (37, 37), (101, 104), (1000, 1024), (32000, 32000), (50257, 50304),
@@ -295,7 +295,7 @@ def test_logits_are_processed_as_on_the_host(extension, kinds, vocab, stride, dt
     for row, sampler in enumerate(made):
         expected = sampler.process(seen[row], generated[row])
         if row in masks:
-            expected = processors.allow(expected, masks[row])
+            expected = logits_processors.allow(expected, masks[row])
         wrong = np.flatnonzero(scores[row] != expected)
         assert len(wrong) == 0, \
             f"row {row}: token {wrong[0]}, logit {seen[row, wrong[0]]}, is " \

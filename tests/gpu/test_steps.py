@@ -16,9 +16,9 @@ from stepping import MIXED, SAMPLED, Stepper, load, sampler_of
 
 import llmc
 from llmc import SamplingParams
-from llmc.runtime.decoding.sampling import Logprobs
+from llmc.runtime.core.step import LAST, SamplingState, Step
 from llmc.runtime.engines.tuning import tuning_file
-from llmc.runtime.step import LAST, SamplingState, Step
+from llmc.runtime.sampling.sampler import Logprobs
 
 LENGTH = 700
 DTYPES = ("float32", "float16", "bfloat16")

@@ -15,9 +15,9 @@ from stepping import Stepper, load
 import llmc
 from llmc import SamplingParams
 from llmc.artifacts.manifest import read_manifest
+from llmc.runtime.core.step import Step
 from llmc.runtime.devices import place
 from llmc.runtime.gpus import GpuReplica
-from llmc.runtime.step import Step
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs")
 ROOM = SimpleNamespace(max_batch_size=4, max_num_batched_tokens=128, block_size=16,

@@ -15,9 +15,9 @@ from llmc import plugins
 from llmc.artifacts.manifest import Target, read_manifest
 from llmc.artifacts.program import Program, read_program
 from llmc.compiler.options import CompileOptions
-from llmc.runtime.decoding.sampling import Sampler, SamplingParams
+from llmc.runtime.core.step import LAST, EncoderOutputs, SamplingState, ScoredRows, Step
 from llmc.runtime.engines.cuda import build_program, step_arrays
-from llmc.runtime.step import LAST, Memory, SamplingState, ScoredRows, Step
+from llmc.runtime.sampling.sampler import Sampler, SamplingParams
 
 T, L, B = -1, -2, -3  # num_tokens, num_logits, batch
 LIMITS = dict(max_batch=4, max_tokens=128, max_logits=8, max_seq_len=32, block_size=8)
@@ -460,7 +460,7 @@ def test_nodes_that_can_be(program):
     program.set_logits(logits, 15)
 
 
-NOWHERE = Memory(np.array([0, 1], np.int32), np.array([16, 3], np.int32))
+NOWHERE = EncoderOutputs(np.array([0, 1], np.int32), np.array([16, 3], np.int32))
 
 
 def ints(*values):
@@ -549,10 +549,12 @@ def test_steps_that_can_be(program, changes):
     ({"scored": ScoredRows(ints(1), np.array([7]), ints(0)), "logits": "all"}, "scores no rows"),
     ({"scored": ScoredRows(ints(*[1] * 7), np.array([7] * 7), ints(*[0] * 7))}, "and 9 logits"),
     ({"memory": None}, "the rows of the encoder's memory has 0 elements, expected 2"),
-    ({"memory": Memory(ints(0, 3), ints(16, 17))}, "17 rows from 48 on exceed the encoder's"),
-    ({"memory": Memory(ints(0, -1), ints(1, 1))}, "1 rows from -16 on"),
-    ({"memory": Memory(ints(0, 0), ints(1, -1))}, "-1 rows from 0 on"),
-    ({"memory": Memory(ints(0, 0), ints(1))}, "encoder_sequence_length has 1 elements, expected 2"),
+    ({"memory": EncoderOutputs(ints(0, 3), ints(16, 17))},
+     "17 rows from 48 on exceed the encoder's"),
+    ({"memory": EncoderOutputs(ints(0, -1), ints(1, 1))}, "1 rows from -16 on"),
+    ({"memory": EncoderOutputs(ints(0, 0), ints(1, -1))}, "-1 rows from 0 on"),
+    ({"memory": EncoderOutputs(ints(0, 0), ints(1))},
+     "encoder_sequence_length has 1 elements, expected 2"),
 ])
 def test_steps_that_cannot_be(extension, program, changes, match):
     program.set_logits(program.add_value("float32", [L, 16], 0, True), 8)

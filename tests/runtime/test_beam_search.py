@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import llmc
 from llmc.compiler.check.diff import diff
-from llmc.runtime.decoding.beam_search import (
+from llmc.runtime.sampling.beam_search import (
     BeamSearch,
     Candidates,
     expand,

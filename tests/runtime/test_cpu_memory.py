@@ -10,10 +10,10 @@ import pytest
 import llmc
 from llmc.errors import LlmcError
 from llmc.runtime import replica
+from llmc.runtime.core.step import EngineLimits, Step
 from llmc.runtime.engines import cpu
-from llmc.runtime.engines.rows import Rows
+from llmc.runtime.engines.row_cache import RowCache
 from llmc.runtime.manifest import Chip, LayerCache, read_manifest
-from llmc.runtime.step import Limits, Step
 
 PROMPT = [3 + 7 * index % 90 for index in range(40)]
 # Loads a case directory, runs a prompt, and prints by how many megabytes the process has grown.
@@ -119,9 +119,9 @@ HEADS, DIM, LENGTH, SIZE, SLOTS = 2, 64, 128, 16, 4
 def rows_of(blocks):
     chip = Chip.model_construct(cache=(LayerCache(num_kv_heads=HEADS, head_dim=DIM),), states=(),
                                 num_heads=(HEADS,))
-    limits = Limits(num_blocks=blocks, block_size=SIZE, max_tokens=LENGTH, max_slots=SLOTS,
+    limits = EngineLimits(num_blocks=blocks, block_size=SIZE, max_tokens=LENGTH, max_slots=SLOTS,
                     max_logits=1, ahead=1, max_scored=1, keeps_states=False)
-    return Rows(chip, limits, LENGTH)
+    return RowCache(chip, limits, LENGTH)
 
 
 def write(rows, slot, past, count, table, value):

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import llmc
-from llmc.runtime import llm as llm_module
-from llmc.runtime import loop as loop_module
-from llmc.runtime.decoding.stopping import TextStream
-from llmc.runtime.pace import Pace
+from llmc.runtime.core import llm as llm_module
+from llmc.runtime.core import loop as loop_module
+from llmc.runtime.core.pacing import StepPacer
+from llmc.runtime.sampling.detokenizer import IncrementalDetokenizer
 
 pytestmark = pytest.mark.usefixtures("decisive")
 # Which lead to tokens far from ties.
@@ -299,7 +299,7 @@ def test_a_running_model_imports_neither_torch_nor_transformers_nor_onnx(case_tp
 
 
 def stream_text(tokenizer, text, stop):
-    stream = TextStream(tokenizer, [], stop)
+    stream = IncrementalDetokenizer(tokenizer, [], stop)
     pieces = []
     for token in tokenizer.encode(text).ids:
         pieces.append(stream.push(token))
@@ -324,7 +324,7 @@ def test_a_stop_string_counts_where_it_ends_once_it_may_stop(llm):
     """Its beginning may lie before; one that lies before altogether is shown."""
     ids = llm.tokenizer.encode("END and END").ids
     for least, shown in ((0, ""), (len(ids) - 1, "END and "), (len(ids), "END and END")):
-        stream = TextStream(llm.tokenizer, [], ["END"])
+        stream = IncrementalDetokenizer(llm.tokenizer, [], ["END"])
         text = "".join(stream.push(token, may_stop=count >= least)
                        for count, token in enumerate(ids))
         assert text + stream.finish() == shown
@@ -392,7 +392,7 @@ def test_who_comes_while_a_step_runs_is_in_the_next(case_tp1, far_ahead, monkeyp
     at_work = threading.Event()
     came_at = []
 
-    class Waits(Pace):
+    class Waits(StepPacer):
         """Has the third step's successor wait until somebody comes."""
 
         def came(self):

@@ -9,9 +9,9 @@ import torch
 import llmc
 from llmc.artifacts.manifest import read_manifest
 from llmc.errors import LlmcError
-from llmc.runtime.decoding.sampling import Logprobs
-from llmc.runtime.prompt_scores import PromptScores
-from llmc.runtime.replica import Room, cpu_limits
+from llmc.runtime.core.prompt_scores import PromptScores
+from llmc.runtime.replica import EngineConfig, cpu_limits
+from llmc.runtime.sampling.sampler import Logprobs
 
 LONG = [3 + 7 * index % 290 for index in range(60)]
 SHORT = [9, 4, 200, 17]
@@ -157,5 +157,5 @@ def test_the_logits_of_a_step_are_bounded(case_tp1, vocab_size, rows):
     manifest = read_manifest(case_tp1)
     manifest = manifest.model_copy(update={"dims": manifest.dims.model_copy(
         update={"padded_vocab_size": vocab_size})})
-    limits = cpu_limits(manifest, Room(4, 2048, kv_cache_tokens=64))
+    limits = cpu_limits(manifest, EngineConfig(4, 2048, kv_cache_tokens=64))
     assert limits.max_scored == rows

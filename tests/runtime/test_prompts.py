@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import llmc
 from llmc import LlmcError, SamplingParams
-from llmc.runtime.decoding.sampling import Sampler
+from llmc.runtime.sampling.sampler import Sampler
 
 
 @pytest.fixture(scope="module")
@@ -236,9 +236,9 @@ def test_sequences_are_made_when_there_is_a_row_for_them(llm, monkeypatch):
     where the caller does not read.
     """
     made = []
-    monkeypatch.setattr("llmc.runtime.request.Sampler",
+    monkeypatch.setattr("llmc.runtime.core.request.Sampler",
                         lambda *arguments: made.append(1) or Sampler(*arguments))
-    monkeypatch.setattr("llmc.runtime.loop._UNREAD_IN_ALL", 3)
+    monkeypatch.setattr("llmc.runtime.core.loop._UNREAD_IN_ALL", 3)
     for prompts, count in (([[5]], 2**16), ([[5]] * 200, 1)):
         made.clear()
         stream = llm.stream(prompts, tokens(1, n=count, temperature=1.0))

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import llmc
+from llmc.runtime.core.step import Step
 from llmc.runtime.engines.remote import RemoteEngine
-from llmc.runtime.step import Step
 
 STEP = Step.of([[1]], [0], [[0]], [0])
 

@@ -17,10 +17,10 @@ from scipy.stats import chisquare
 from transformers.generation import logits_process as hf
 
 import llmc
-from llmc.runtime.decoding import processors
-from llmc.runtime.decoding.beam_search import Candidates
-from llmc.runtime.decoding.beam_search import log_softmax as log_softmax_rows
-from llmc.runtime.decoding.sampling import (
+from llmc.runtime.sampling import logits_processors
+from llmc.runtime.sampling.beam_search import Candidates
+from llmc.runtime.sampling.beam_search import log_softmax as log_softmax_rows
+from llmc.runtime.sampling.sampler import (
     Logprobs,
     NonFiniteLogits,
     Sampler,
@@ -66,7 +66,7 @@ def no_edge(sums, mass):
 @given(row=FLOATS, context=TOKENS, penalty=st.floats(0.1, 5))
 def test_repetition_penalty(dtype, row, context, penalty):
     scores = row.astype(dtype)
-    processors.repetition_penalty(scores, np.array(context, np.int64), penalty)
+    logits_processors.repetition_penalty(scores, np.array(context, np.int64), penalty)
     expected = theirs(hf.RepetitionPenaltyLogitsProcessor(penalty), row.astype(dtype), context)
     np.testing.assert_array_equal(scores, expected)
 
@@ -76,7 +76,7 @@ def test_repetition_penalty(dtype, row, context, penalty):
                                           min_size=1))
 def test_logit_bias(dtype, row, biases):
     scores = row.astype(dtype)
-    processors.logit_bias(scores, np.array(list(biases)),
+    logits_processors.logit_bias(scores, np.array(list(biases)),
                           np.array(list(biases.values()), np.float32))
     expected = theirs(hf.SequenceBiasLogitsProcessor({(t,): b for t, b in biases.items()}),
                       row.astype(dtype))
@@ -91,7 +91,7 @@ def test_bad_words(row, context, data):
     for size in data.draw(st.lists(st.integers(0, 4), max_size=3)):
         words.append([*context[max(0, len(context) - size):], data.draw(st.integers(0, VOCAB - 1))])
     scores = row.copy()
-    processors.BadWords(words)(scores, np.array(context, np.int64))
+    logits_processors.BadWords(words)(scores, np.array(context, np.int64))
     np.testing.assert_array_equal(scores, theirs(hf.NoBadWordsLogitsProcessor(words), row, context))
 
 
@@ -99,7 +99,7 @@ def test_bad_words(row, context, data):
        ends=st.lists(st.integers(0, VOCAB - 1), min_size=1))
 def test_min_tokens(row, generated, least, ends):
     scores = row.copy()
-    processors.min_tokens(scores, len(generated), least, np.array(ends))
+    logits_processors.min_tokens(scores, len(generated), least, np.array(ends))
     processor = hf.MinNewTokensLengthLogitsProcessor(3, least, torch.tensor(ends))
     np.testing.assert_array_equal(scores, theirs(processor, row, [1, 2, 3, *generated]))
 
@@ -108,7 +108,7 @@ def test_min_tokens(row, generated, least, ends):
 def test_presence_and_frequency_penalty(row, generated, presence, frequency):
     """OpenAI's: logit - count · frequency - (count > 0) · presence."""
     scores = row.astype(np.float64)
-    processors.presence_and_frequency_penalty(scores, generated, presence, frequency)
+    logits_processors.presence_and_frequency_penalty(scores, generated, presence, frequency)
     counts = Counter(generated)
     expected = [float(x) - counts[token] * frequency - (counts[token] > 0) * presence
                 for token, x in enumerate(row)]
@@ -118,7 +118,7 @@ def test_presence_and_frequency_penalty(row, generated, presence, frequency):
 @DTYPES
 @given(row=ROWS, value=st.floats(0.01, 100))
 def test_temperature(dtype, row, value):
-    weights = processors.weights(row.astype(dtype), value)
+    weights = logits_processors.weights(row.astype(dtype), value)
     expected = torch.from_numpy(theirs(hf.TemperatureLogitsWarper(value), row.astype(np.float64)))
     np.testing.assert_allclose(weights / weights.sum(), expected.softmax(-1), rtol=1e-9)
 
@@ -127,14 +127,14 @@ def test_temperature(dtype, row, value):
 @given(row=ROWS, count=st.integers(1, VOCAB + 5))
 def test_top_k(dtype, row, count):
     scores = row.astype(dtype)
-    np.testing.assert_array_equal(cut(scores, processors.top_k(scores, count)),
+    np.testing.assert_array_equal(cut(scores, logits_processors.top_k(scores, count)),
                                   theirs(hf.TopKLogitsWarper(count), scores))
 
 
 @pytest.mark.parametrize("count", [1, 7, 50, 400, 3000, 5000])
 def test_top_k_of_a_large_vocabulary(count):
     row = np.random.default_rng(0).standard_normal(4999).astype(np.float32).round(2)
-    np.testing.assert_array_equal(cut(row, processors.top_k(row, count)),
+    np.testing.assert_array_equal(cut(row, logits_processors.top_k(row, count)),
                                   theirs(hf.TopKLogitsWarper(count), row))
 
 
@@ -142,7 +142,8 @@ def test_top_k_of_a_large_vocabulary(count):
 def test_min_p(row, share):
     scores = row.astype(np.float64)
     assume(np.abs(np.exp(scores - scores.max()) - share).min() > 1e-9)
-    np.testing.assert_array_equal(cut(scores, processors.min_p(processors.weights(scores), share)),
+    kept = logits_processors.min_p(logits_processors.weights(scores), share)
+    np.testing.assert_array_equal(cut(scores, kept),
                                   theirs(hf.MinPLogitsWarper(share), scores))
 
 
@@ -154,7 +155,7 @@ def test_top_p(row, mass):
     scores = row.astype(np.float64)
     chances = np.exp(log_softmax(scores))
     no_edge(np.sort(chances)[::-1], mass)
-    ours = cut(scores, processors.top_p(processors.weights(scores), mass))
+    ours = cut(scores, logits_processors.top_p(logits_processors.weights(scores), mass))
     expected = theirs(hf.TopPLogitsWarper(mass), scores)
     np.testing.assert_array_equal(np.sort(ours), np.sort(expected))
     edge = ours[ours > -np.inf].min()
@@ -170,7 +171,7 @@ def test_typical_p(row, mass):
     chances = np.exp(logs)
     distance = np.abs(logs + chances @ np.maximum(logs, -1e3))
     no_edge(chances[np.argsort(distance)], mass)
-    ours = cut(scores, processors.typical_p(processors.weights(scores), mass))
+    ours = cut(scores, logits_processors.typical_p(logits_processors.weights(scores), mass))
     np.testing.assert_array_equal(ours, theirs(hf.TypicalLogitsWarper(mass), scores))
 
 
@@ -215,12 +216,12 @@ def test_transformers_in_float32_cuts_a_model_s_logits_alike(tiny_model):
     with torch.no_grad():
         rows = tiny_model(input_ids=torch.arange(5, 65)[None]).logits[0]
     for row in rows.numpy():
-        weights = processors.weights(row)
+        weights = logits_processors.weights(row)
         for kept, expected in (
-                (processors.top_k(row, 20), hf.TopKLogitsWarper(20)),
-                (processors.top_p(weights, 0.9), hf.TopPLogitsWarper(0.9)),
-                (processors.min_p(weights, 0.05), hf.MinPLogitsWarper(0.05)),
-                (processors.typical_p(weights, 0.8), hf.TypicalLogitsWarper(0.8))):
+                (logits_processors.top_k(row, 20), hf.TopKLogitsWarper(20)),
+                (logits_processors.top_p(weights, 0.9), hf.TopPLogitsWarper(0.9)),
+                (logits_processors.min_p(weights, 0.05), hf.MinPLogitsWarper(0.05)),
+                (logits_processors.typical_p(weights, 0.8), hf.TypicalLogitsWarper(0.8))):
             np.testing.assert_array_equal(cut(row, kept), theirs(expected, row))
 
 

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmc.runtime.decoding.beam_search import Candidates
-from llmc.runtime.decoding.sampling import Logprobs
-from llmc.runtime.prompt_scores import PromptScores
-from llmc.runtime.scheduler import HEAD_START, Scheduler, Sequence
-from llmc.runtime.step import LAST, Limits, Sampled, SamplingState
-from llmc.runtime.step_times import StepTimes
+from llmc.runtime.core.prompt_scores import PromptScores
+from llmc.runtime.core.scheduler import HEAD_START, Scheduler, Sequence
+from llmc.runtime.core.step import LAST, EngineLimits, SamplingState, StepOutput
+from llmc.runtime.core.step_times import StepTimes
+from llmc.runtime.sampling.beam_search import Candidates
+from llmc.runtime.sampling.sampler import Logprobs
 
 VOCAB = 50
 
@@ -86,7 +86,7 @@ class Histories:
         self.tickets += 1
         scored = [score(histories[row], target) for row, target in zip(
             step.scored.rows.tolist(), step.scored.targets.tolist(), strict=True)]
-        self.made[self.tickets] = Sampled(np.array(tokens), [None] * len(tokens), candidates,
+        self.made[self.tickets] = StepOutput(np.array(tokens), [None] * len(tokens), candidates,
                                           scored=scored)
         return self.tickets
 
@@ -256,7 +256,8 @@ WISHES = st.lists(st.builds(
        turns=st.booleans())
 def test_tokens_do_not_depend_on_company(wishes, scored, max_scored, blocks, size, slots, budget,
                                          depth, reuse, longest_first, together, turns):
-    limits = Limits(blocks, size, max(budget, slots), slots, 512, depth, max_scored, longest_first)
+    limits = EngineLimits(blocks, size, max(budget, slots), slots, 512, depth, max_scored,
+                          longest_first)
     for wish, wants in zip(wishes, scored, strict=False):
         if wants and wish.width == 1:
             wish.scores = PromptScores(wish.prompt, 0)
@@ -279,7 +280,7 @@ def test_nobody_starves():
     poor = wish([0] * 8, 4, priority=1, arrives=1)
     seen = []
     poor.got = Watched(poor.got, lambda: seen.append(sum(len(own.got) == 6 for own in crowd)))
-    run([poor, *crowd], Limits(12, 4, 8, 2, 512, 1), 8, 1)
+    run([poor, *crowd], EngineLimits(12, 4, 8, 2, 512, 1), 8, 1)
     assert seen[0] < len(crowd) - HEAD_START
 
 
@@ -290,7 +291,7 @@ def test_callers_that_wait_for_their_reader_keep_nobody_out():
     when = []
     later.got = Watched([], lambda: when.append(sum(len(own.got) for own in lazy)))
     expected = [own.alone() for own in lazy]
-    run([*lazy, later], Limits(60, 4, 16, 4, 512, 1), 16, 1)
+    run([*lazy, later], EngineLimits(60, 4, 16, 4, 512, 1), 16, 1)
     assert when[-1] < 1000 and [own.got for own in lazy] == expected
 
 
@@ -298,13 +299,13 @@ def test_nobody_waits_for_blocks_of_one_who_waits_for_its_reader():
     lazy, other = wish([3] * 40, 2, stalls=range(3, 800)), wish([3] * 40, 2, arrives=6)
     when = []
     other.got = Watched([], lambda: when.append(len(lazy.got)))
-    run([lazy, other], Limits(40, 4, 8, 4, 512, 1), 8, 1)
+    run([lazy, other], EngineLimits(40, 4, 8, 4, 512, 1), 8, 1)
     assert when == [0, 0] and len(lazy.got) == 2
 
 
 def test_a_prompt_that_is_computed_again_is_looked_up_once():
     wishes = [wish([n] * 8, 12) for n in range(4)]
-    scheduler, _ = run(wishes, Limits(12, 4, 16, 4, 512, 1), 16, 1)
+    scheduler, _ = run(wishes, EngineLimits(12, 4, 16, 4, 512, 1), 16, 1)
     assert scheduler.preemptions and scheduler.queries == 4 * 8
 
 
@@ -322,7 +323,7 @@ def test_prompts_of_one_call_give_way_to_one_another():
     """All of them run, and no block is left."""
     wishes = [wish([n] * 4, 30) for n in range(6)]
     expected = [own.alone() for own in wishes]
-    scheduler, _ = run(wishes, Limits(18, 2, 16, 6, 512, 2), 16, 2, together=True)
+    scheduler, _ = run(wishes, EngineLimits(18, 2, 16, 6, 512, 2), 16, 2, together=True)
     assert [own.got for own in wishes] == expected and scheduler.preemptions
 
 
@@ -331,7 +332,7 @@ def test_a_higher_priority_takes_the_slot_of_a_lower_one():
     when = []
     fast.got = Watched([], lambda: when.append(len(slow.got)))
     expected = slow.alone()
-    scheduler, _ = run([slow, fast], Limits(40, 4, 8, 1, 512, 1), 8, 1)
+    scheduler, _ = run([slow, fast], EngineLimits(40, 4, 8, 1, 512, 1), 8, 1)
     assert when[-1] < 20 and slow.got == expected and scheduler.preemptions == 1
 
 
@@ -340,7 +341,7 @@ def test_who_comes_first_is_served_first():
     wishes = [wish([n] * 4, 3) for n in range(6)]
     for own in wishes:
         own.got = Watched([], lambda own=own: order.append(own))
-    run(wishes, Limits(40, 4, 8, 2, 512, 1), 8, 1)
+    run(wishes, EngineLimits(40, 4, 8, 2, 512, 1), 8, 1)
     assert list(dict.fromkeys(order)) == wishes
 
 
@@ -348,14 +349,14 @@ def test_a_long_prompt_is_read_in_chunks_while_others_decode():
     long, short = wish(list(range(40)), 2, arrives=3), wish([1], 30)
     gaps = []
     long.got = Watched([], lambda: gaps.append(len(short.got)))
-    _, engine = run([short, long], Limits(40, 4, 6, 4, 512, 1), 6, 1)
+    _, engine = run([short, long], EngineLimits(40, 4, 6, 4, 512, 1), 6, 1)
     assert engine.longest == 6 and gaps[0] >= 8  # 40 tokens, 5 beside each of the other's
 
 
 def test_a_prompt_is_read_in_small_steps_while_others_decode_unless_prompts_wait():
     def longest(prompts):
         long = [wish([7] * 750, 2, arrives=9) for _ in range(prompts)]
-        _, engine = run([wish([1], 60), *long], Limits(2000, 16, 2048, 40, 1024, 1), 2048, 2,
+        _, engine = run([wish([1], 60), *long], EngineLimits(2000, 16, 2048, 40, 1024, 1), 2048, 2,
                         reuse=False)
         return engine.longest
 
@@ -366,15 +367,15 @@ def test_a_prompt_is_read_in_small_steps_while_others_decode_unless_prompts_wait
 def test_completions_of_a_prompt_and_later_turns_share_its_blocks():
     first = wish(list(range(12)), 4)
     later = wish([*range(12), *first.alone(), 7, 8], 3, arrives=20)
-    scheduler, _ = run([first, later], Limits(40, 4, 32, 4, 512, 1), 32, 1)
+    scheduler, _ = run([first, later], EngineLimits(40, 4, 32, 4, 512, 1), 32, 1)
     assert (scheduler.queries, scheduler.hits) == (12 + 18, 12)  # 3 of the 15 computed fill none
     same = [wish(list(range(30)), 2) for _ in range(5)]
-    scheduler, engine = run(same, Limits(60, 4, 64, 8, 512, 1), 64, 1)
+    scheduler, engine = run(same, EngineLimits(60, 4, 64, 8, 512, 1), 64, 1)
     assert scheduler.hits == 4 * 28 and engine.longest <= 30
 
 
 def test_what_can_never_fit_is_refused_with_the_numbers():
-    scheduler = Scheduler(Limits(10, 16, 64, 4, 512, 1), 64)
+    scheduler = Scheduler(EngineLimits(10, 16, 64, 4, 512, 1), 64)
     assert scheduler.problem(100, 61) is None
     assert scheduler.problem(100, 62) == (
         "100 tokens and 62 to generate take 11 blocks of 16, the KV cache has 10; ask for fewer, "
@@ -383,7 +384,7 @@ def test_what_can_never_fit_is_refused_with_the_numbers():
 
 
 def test_a_session_s_blocks_go_to_those_who_lack_them():
-    scheduler = Scheduler(Limits(4, 4, 64, 2, 512, 1), 64)
+    scheduler = Scheduler(EngineLimits(4, 4, 64, 2, 512, 1), 64)
     lease = scheduler.lease(2)
     assert scheduler.extend(lease, [8, 8]) and not scheduler.extend(lease, [9, 8])
     newer = scheduler.lease(2)
@@ -403,7 +404,7 @@ def test_an_arrival_gets_a_slot_from_a_request_that_holds_all():
     when = []
     late.got = Watched([], lambda: when.append(max(len(own.got) for own in many)))
     seen = []
-    scheduler, _ = run([*many, late], Limits(400, 4, 64, 4, 512, 2), 64, 2, together=True,
+    scheduler, _ = run([*many, late], EngineLimits(400, 4, 64, 4, 512, 2), 64, 2, together=True,
                        watch=lambda running, left: seen.append(len(running)))
     assert when[-1] < 20 and scheduler.preemptions == 1
     assert [own.got for own in many] == expected
@@ -415,7 +416,7 @@ def test_a_request_finishes_while_others_arrive_all_the_time():
     crowd = [wish([20 + n % 20] * 4, 3, arrives=1 + n // 2) for n in range(1000)]
     seen = []
     many[-1].got = Watched([], lambda: seen.append(sum(map(finished, crowd))))
-    run([*many, *crowd], Limits(400, 4, 64, 3, 512, 1), 64, 1, together=True)
+    run([*many, *crowd], EngineLimits(400, 4, 64, 3, 512, 1), 64, 1, together=True)
     assert len(seen) == 20 and seen[-1] < 900
 
 
@@ -428,7 +429,7 @@ def test_tenants_have_equal_shares_of_the_slots_however_many_requests_they_have(
         if any(map(finished, second)) and sum(own.tenant == "b" for own in left) > 4:
             shares.append(sum(own.tenant == "b" for own in running))
 
-    run([*first, *second], Limits(400, 4, 64, 6, 512, 1), 64, 1, watch=watch)
+    run([*first, *second], EngineLimits(400, 4, 64, 6, 512, 1), 64, 1, watch=watch)
     assert len(shares) > 40 and 2.4 < np.mean(shares) <= 3
 
 
@@ -437,20 +438,20 @@ def test_a_request_gets_a_slot_from_another_of_its_tenant():
     late = wish([20] * 4, 2, arrives=8, tenant="a")
     when = []
     late.got = Watched([], lambda: when.append(max(len(own.got) for own in many)))
-    run([*many, late], Limits(400, 4, 64, 4, 512, 1), 64, 1, together=True)
+    run([*many, late], EngineLimits(400, 4, 64, 4, 512, 1), 64, 1, together=True)
     assert when[-1] < 20
 
 
 def test_no_tenant_loses_its_last_slot_to_another():
     """Nobody preempts a last sequence, so what waits takes turns as sequences end."""
     wishes = [wish([n] * 4, 10, tenant=str(n)) for n in range(20)]
-    scheduler, _ = run(wishes, Limits(400, 4, 64, 4, 512, 1), 64, 1)
+    scheduler, _ = run(wishes, EngineLimits(400, 4, 64, 4, 512, 1), 64, 1)
     assert not scheduler.preemptions
 
 
 def test_a_beam_search_is_not_preempted_for_its_share():
     beams, late = wish([1] * 4, 30, width=4), wish([0] * 4, 2, arrives=5)
-    scheduler, _ = run([beams, late], Limits(400, 4, 64, 4, 512, 1), 64, 1)
+    scheduler, _ = run([beams, late], EngineLimits(400, 4, 64, 4, 512, 1), 64, 1)
     assert not scheduler.preemptions
 
 
@@ -462,7 +463,7 @@ def test_a_beam_search_gets_slots_from_a_request_that_holds_all():
         when = []
         beams.got = Watched([], lambda many=many, when=when: when.append(
             sum(map(finished, many))))
-        run([*many, beams], Limits(400, 4, 64, 6, 512, 1), 64, 1, together=True)
+        run([*many, beams], EngineLimits(400, 4, 64, 6, 512, 1), 64, 1, together=True)
         assert (when[0] == 0) == soon and when[0] <= 6
 
 
@@ -478,7 +479,7 @@ def test_an_arrival_keeps_its_blocks_while_those_of_a_larger_share_grow():
         if 0 < len(late.got) < late.count and late not in running:
             left_out.append(len(late.got))
 
-    scheduler, _ = run([*many, late], Limits(40, 4, 32, 6, 512, 1), 32, 1, together=True,
+    scheduler, _ = run([*many, late], EngineLimits(40, 4, 32, 6, 512, 1), 32, 1, together=True,
                        watch=watch)
     assert scheduler.preemptions > 1 and not left_out
     assert [own.got for own in many] == expected
@@ -489,7 +490,7 @@ def test_an_arrival_gets_blocks_from_a_request_that_holds_them_all():
     late = wish([20] * 12, 2, arrives=24)
     when = []
     late.got = Watched([], lambda: when.append(sum(map(finished, many))))
-    run([*many, late], Limits(33, 4, 32, 8, 512, 1), 32, 1, together=True)
+    run([*many, late], EngineLimits(33, 4, 32, 8, 512, 1), 32, 1, together=True)
     assert when[0] == 0
 
 
@@ -498,7 +499,7 @@ def test_a_lower_priority_waits_no_longer_than_it_is_worth_behind_one_large_requ
     poor = wish([30] * 4, 2, priority=1, arrives=10)
     when = []
     poor.got = Watched([], lambda: when.append(sum(map(finished, many))))
-    scheduler, _ = run([*many, poor], Limits(400, 4, 64, 2, 512, 1), 64, 1, together=True)
+    scheduler, _ = run([*many, poor], EngineLimits(400, 4, 64, 2, 512, 1), 64, 1, together=True)
     steps = when[0] * 40 / 2
     assert HEAD_START - 80 < steps < HEAD_START + 160 and scheduler.preemptions == 1
 
@@ -516,8 +517,8 @@ def test_rows_of_a_large_request_take_turns_beside_a_small_one(depth, tenants):
             own = [len(own.got) for own in many]
             gaps.append(max(own) - min(own))
 
-    run([*many, small], Limits(400, 4, 64, 12, 512, depth), 64, depth, together=tenants is None,
-        watch=watch, step_times=Linear())
+    run([*many, small], EngineLimits(400, 4, 64, 12, 512, depth), 64, depth,
+        together=tenants is None, watch=watch, step_times=Linear())
     assert len(sizes) > 20 and max(np.diff(sizes)) <= 3  # 2.25: 3 rows take 2
     assert max(gaps) <= 12
 
@@ -525,7 +526,7 @@ def test_rows_of_a_large_request_take_turns_beside_a_small_one(depth, tenants):
 def test_all_rows_run_where_further_rows_take_no_longer():
     many, small = [wish([n] * 4, 60) for n in range(11)], wish([20] * 4, 9, arrives=8)
     sizes = []
-    run([*many, small], Limits(400, 4, 64, 12, 512, 1), 64, 1, together=True,
+    run([*many, small], EngineLimits(400, 4, 64, 12, 512, 1), 64, 1, together=True,
         watch=lambda *_: 2 < len(small.got) < 8 and sizes.append(
             sum(len(own.got) for own in [*many, small])))
     assert set(np.diff(sizes)) == {12}

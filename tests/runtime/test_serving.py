@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from schedule_interpreter import interpreted
 
 import llmc
-from llmc.runtime import loop as loop_module
-from llmc.runtime.step import Limits
+from llmc.runtime.core import loop as loop_module
+from llmc.runtime.core.step import EngineLimits
 
 pytestmark = pytest.mark.usefixtures("decisive")
 RNG = np.random.default_rng(5)
@@ -423,7 +423,8 @@ def test_tokens_of_a_schedule_do_not_depend_on_company(
     """NumPy does what the kernels do, over the blocks that a step names, which hold no numbers
     before they are written.
     """
-    limits = Limits(-(-64 * room // block_size), block_size, max(budget, slots), slots, 512, 3)
+    limits = EngineLimits(-(-64 * room // block_size), block_size, max(budget, slots), slots, 512,
+                          3)
     with interpreted(scheduled, limits) as llm:
         come_and_go(llm, arrivals, alone)
 

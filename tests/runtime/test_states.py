@@ -11,8 +11,8 @@ from schedule_interpreter import interpreted
 
 import llmc
 from llmc.artifacts.manifest import read_manifest
-from llmc.runtime.engines.states import StateSlots
-from llmc.runtime.step import Limits, Step
+from llmc.runtime.core.step import EngineLimits, Step
+from llmc.runtime.engines.state_slots import StateSlots
 
 # Of the first each layer attends and keeps two states, of the second a layer attends or keeps two.
 FAMILIES = ("falcon_h1", pytest.param("kimi_linear", marks=pytest.mark.thorough))
@@ -141,7 +141,7 @@ def test_a_schedule_keeps_states_by_slot(scheduled, model, expected, blocks, blo
     """NumPy does what the kernels do, over states that hold no numbers before they are written: who
     has to leave, completions, beams.
     """
-    limits = Limits(blocks, block_size, 16, slots, 512, 2, keeps_states=True)
+    limits = EngineLimits(blocks, block_size, 16, slots, 512, 2, keeps_states=True)
     with interpreted(scheduled, limits) as llm:
         got = families.ask_at_once(llm, PROMPTS, lambda index: tokens())
         assert [got[n][0].token_ids for n in range(len(PROMPTS))] == expected
@@ -154,7 +154,7 @@ def test_a_schedule_keeps_states_by_slot(scheduled, model, expected, blocks, blo
 @given(st.lists(st.lists(st.integers(0, 3), min_size=4, max_size=4), min_size=1, max_size=6))
 def test_a_state_goes_where_its_sequence_goes(steps):
     """Each step, slot i goes on from where slot `parents[i]` was, as beams do."""
-    slots = StateSlots(Limits(64, 2, 64, 4, 64, 1, keeps_states=True))
+    slots = StateSlots(EngineLimits(64, 2, 64, 4, 64, 1, keeps_states=True))
     states = np.full((4, 2), -1)  # of each: the slot and the step that wrote it
     tables = [[4 * slot + place for place in range(4)] for slot in range(4)]
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from llmc.runtime.step import Step
+from llmc.runtime.core.step import Step
 
 
 def test_a_step_has_the_fields_that_attention_backends_know():

@@ -13,14 +13,14 @@ from server_process import ask
 
 import llmc
 from llmc.server.app import Api
-from llmc.server.limits import Limits
+from llmc.server.limits import ServerLimits
 from llmc.server.model import Model
 
 
 def test_nan_logits_are_the_server_s_error_and_are_counted(nan_case):
     async def main():
         async with llmc.AsyncLLM(nan_case) as llm:
-            app = Api(Model(llm, "tiny"), Limits()).app()
+            app = Api(Model(llm, "tiny"), ServerLimits()).app()
             body = {"prompt": [5, 7], "max_tokens": 2, "logprobs": 1}
             status, text = await ask(app, "/v1/completions", body)
             error = json.loads(text)["error"]
@@ -43,7 +43,7 @@ def test_a_step_that_fails_ends_what_runs_and_the_server_says_so(case_tp1, monke
 
     async def main():
         async with llmc.AsyncLLM(case_tp1) as llm:
-            app = Api(Model(llm, "tiny"), Limits()).app()
+            app = Api(Model(llm, "tiny"), ServerLimits()).app()
             rank, = families.ranks(llm)
             compute, left, answered = rank.compute, iter(range(5)), threading.Event()
 
@@ -70,7 +70,7 @@ def test_a_step_that_fails_ends_what_runs_and_the_server_says_so(case_tp1, monke
 def test_what_fails_in_the_server_is_its_log_s_matter(case_tp1, monkeypatch):
     async def main():
         async with llmc.AsyncLLM(case_tp1) as llm:
-            app = Api(Model(llm, "tiny"), Limits()).app()
+            app = Api(Model(llm, "tiny"), ServerLimits()).app()
             monkeypatch.setattr(llm, "tokenize", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):  # for uvicorn, which logs it
                 await ask(app, "/tokenize", {"prompt": "the"})

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmc.runtime.request import Piece
+from llmc.runtime.core.request import CompletionChunk
 from llmc.server.chat import ChatAnswer
-from llmc.server.model import Job
+from llmc.server.model import GenerationJob
 from llmc.server.output_parser import with_marks
 from llmc.server.protocol import ChatRequest
 from llmc.server.tool_parsers import Harmony, merged
@@ -64,10 +64,11 @@ def test_an_answer_tells_reasoning_and_calls_whole_and_in_a_stream():
     body = ChatRequest.model_validate({
         "messages": [{"role": "user", "content": "a"}],
         "tools": [{"type": "function", "function": {"name": "add"}}]})
-    job = Job([[1]], with_marks(model, body, body.sampling(9, None)))
+    job = GenerationJob([[1]], with_marks(model, body, body.sampling(9, None)))
     assert job.params.show_special_tokens
     texts = [*(THINK + START + CALL).removesuffix("<|call|>"), ""]
-    pieces = [Piece(0, 0, 5, text, None) for text in texts[:-1]] + [Piece(0, 0, 6, "", "stop")]
+    pieces = [*(CompletionChunk(0, 0, 5, text, None) for text in texts[:-1]),
+              CompletionChunk(0, 0, 6, "", "stop")]
     choice = ChatAnswer(model, body, job).choice(0, pieces)
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
     assert choice["message"]["reasoning_content"] == REASON

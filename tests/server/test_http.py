@@ -26,7 +26,7 @@ from llmc.cli import main
 from llmc.server import connection, serve
 from llmc.server.access import Access
 from llmc.server.app import Api
-from llmc.server.limits import Limits
+from llmc.server.limits import ServerLimits
 from llmc.server.model import Model
 from llmc.server.tls import tls_context
 
@@ -493,7 +493,7 @@ def test_a_trace_is_in_the_log_and_in_the_answer(server):
 def test_health_says_when_no_step_completes(case_tp1, monkeypatch):
     async def run():
         async with llmc.AsyncLLM(case_tp1) as llm:
-            app = Api(Model(llm, "tiny"), Limits(stall_timeout=0.3)).app()
+            app = Api(Model(llm, "tiny"), ServerLimits(stall_timeout=0.3)).app()
             rank, = families.ranks(llm)
             compute, running, go_on = rank.compute, threading.Event(), threading.Event()
 

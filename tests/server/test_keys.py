@@ -11,7 +11,7 @@ from server_process import serving, until
 import llmc
 from llmc.cli import serve_command
 from llmc.server.errors import ApiError
-from llmc.server.limits import Gate, Limits, read_api_keys
+from llmc.server.limits import AdmissionGate, ServerLimits, read_api_keys
 from llmc.server.protocol import ChatRequest, CompletionRequest
 
 PROMPT = [*range(5, 45)]
@@ -139,9 +139,9 @@ def test_keys_are_read_with_their_names(tmp_path):
     for keys, said in (({"x": " "}, "API key 'x' is empty"),
                        ({"x": "1", "y": "1"}, "are the same")):
         with pytest.raises(llmc.LlmcError, match=said):
-            Limits(api_keys=keys)
+            ServerLimits(api_keys=keys)
     with pytest.raises(llmc.LlmcError, match="max_seqs_per_key 0 is below 1"):
-        Limits(max_seqs_per_key=0)
+        ServerLimits(max_seqs_per_key=0)
 
 
 def test_a_variable_has_one_key_a_line():
@@ -158,7 +158,8 @@ def test_all_sequences_of_a_request_count():
 
 
 def test_a_gate_lets_each_key_have_one_request_and_then_counts_sequences():
-    gate = Gate.of(Limits(api_keys={"a": "1", "b": "2"}, max_waiting=16, max_seqs_per_key=14), 4)
+    gate = AdmissionGate.of(ServerLimits(api_keys={"a": "1", "b": "2"}, max_waiting=16,
+                                         max_seqs_per_key=14), 4)
     with gate.entered(12, "a"), gate.entered(2, "a"):
         with pytest.raises(ApiError, match="those of this API key have 14 of at most 14"), \
                 gate.entered(1, "a"):

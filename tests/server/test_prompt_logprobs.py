@@ -8,7 +8,7 @@ import pytest
 from server_process import serving
 
 import llmc
-from llmc.runtime.decoding.token_text import token_bytes
+from llmc.runtime.sampling.token_text import token_bytes
 from llmc.server import prompt_logprobs
 from llmc.server.token_names import token_names
 

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from llmc.runtime.request import Piece
+from llmc.runtime.core.request import CompletionChunk
 from llmc.server.chat import ChatAnswer
 from llmc.server.messages import MessageAnswer, MessagesRequest
-from llmc.server.model import Job
+from llmc.server.model import GenerationJob
 from llmc.server.output_parser import with_marks
 from llmc.server.protocol import ChatRequest, ResponsesRequest
 from llmc.server.reasoning import ReasoningParser, recognized_reasoning
@@ -65,7 +65,8 @@ def events(answer, pieces):
 
 
 def pieces_of(text):
-    return [*(Piece(0, 0, 5, own, None) for own in text), Piece(0, 0, 6, "", "stop")]
+    return [*(CompletionChunk(0, 0, 5, own, None) for own in text),
+            CompletionChunk(0, 0, 6, "", "stop")]
 
 
 PIECES = pieces_of(f"I add.\n</think>\n\nWait.\n{CALL}")
@@ -74,7 +75,7 @@ MESSAGES = [{"role": "user", "content": "a"}]
 
 def test_a_chat_completion_tells_reasoning_content_and_calls():
     body = ChatRequest.model_validate({"messages": MESSAGES, "tools": [TOOL]})
-    job = Job([[1]], body.sampling(99, None))
+    job = GenerationJob([[1]], body.sampling(99, None))
     whole = json.loads(asyncio.run(ChatAnswer(model(), body, job).json(batches(PIECES))))
     message = whole["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("I add.", "Wait.")
@@ -109,7 +110,7 @@ def test_a_response_has_reasoning_text_and_calls_as_items():
 def test_a_message_has_thinking_text_and_calls_as_blocks():
     body = MessagesRequest.model_validate({
         "messages": MESSAGES, "max_tokens": 99, "tools": [{"name": "add", "input_schema": {}}]})
-    job = Job([[1]], body.sampling(99, None))
+    job = GenerationJob([[1]], body.sampling(99, None))
     whole = json.loads(asyncio.run(MessageAnswer(model(), body, job).json(batches(PIECES))))
     assert [own["type"] for own in whole["content"]] == ["thinking", "text", "tool_use"]
     assert whole["content"][0]["thinking"] == "I add." and whole["stop_reason"] == "tool_use"
@@ -131,6 +132,6 @@ def test_marks_are_shown_where_the_tokenizer_has_them_as_special_tokens():
 
 def test_what_a_grammar_makes_is_content():
     body = ChatRequest.model_validate({"messages": MESSAGES, "guided_regex": "a"})
-    job = Job([[1]], body.sampling(9, None))
+    job = GenerationJob([[1]], body.sampling(9, None))
     whole = json.loads(asyncio.run(ChatAnswer(model(), body, job).json(batches(pieces_of("a")))))
     assert whole["choices"][0]["message"]["content"] == "a"

@@ -15,7 +15,7 @@ from server_process import serving
 
 from llmc.artifacts.manifest import read_manifest
 from llmc.server.errors import ApiError
-from llmc.server.limits import Limits
+from llmc.server.limits import ServerLimits
 
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "{{ 7 * 7 }}{% include '/etc/passwd' %}"}],
@@ -128,7 +128,7 @@ def test_what_a_client_writes_is_no_template(secret, templated):
 def test_a_comparison_in_constant_time_alone_decides_about_a_key(monkeypatch, key, given, verdict):
     compared = []
     monkeypatch.setattr(hmac, "compare_digest", lambda *both: compared.append(both) or verdict)
-    check = Limits(api_keys={"1": key}).check_key
+    check = ServerLimits(api_keys={"1": key}).check_key
     if verdict:
         check("/tokenize", b"Bearer " + given.encode())
     else:
@@ -139,7 +139,7 @@ def test_a_comparison_in_constant_time_alone_decides_about_a_key(monkeypatch, ke
 
 def test_a_key_of_any_bytes_opens():
     for key in ("key-1", "kéy-1", os.fsdecode(b"key-\xff")):
-        check = Limits(api_keys={"1": key}).check_key
+        check = ServerLimits(api_keys={"1": key}).check_key
         check("/tokenize", b"Bearer " + os.fsencode(key))
         for wrong in (b"", b"Bearer", b"Bearer key", b"Bearer \xff", b"Basic " + os.fsencode(key)):
             with pytest.raises(ApiError):

@@ -13,9 +13,9 @@ from vllm_cases import case
 import llmc
 import llmc_vllm
 from llmc.artifacts.manifest import read_manifest
-from llmc.runtime.decoding.params import SamplingParams
-from llmc.runtime.decoding.sampling import Sampler
-from llmc.runtime.step import Limits
+from llmc.runtime.core.step import EngineLimits
+from llmc.runtime.sampling.params import SamplingParams
+from llmc.runtime.sampling.sampler import Sampler
 from llmc_vllm import options
 from llmc_vllm.sequences import Sequences
 
@@ -88,7 +88,7 @@ def test_a_broken_case_directory_is_told_as_llmc_tells_it(tmp_path):
 
 def sequences(**limits):
     return Sequences(
-        Limits(**{"num_blocks": 64, "block_size": 4, "max_tokens": 64, "max_slots": 4,
+        EngineLimits(**{"num_blocks": 64, "block_size": 4, "max_tokens": 64, "max_slots": 4,
                   "max_logits": 8, "ahead": 1, **limits}), 40,
         lambda params, prompt, request_id: Sampler(SamplingParams(), prompt=prompt))
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from llmc.errors import LlmcError
-from llmc.runtime.decoding.params import SamplingParams
-from llmc.runtime.decoding.sampling import Sampler
+from llmc.runtime.sampling.params import SamplingParams
+from llmc.runtime.sampling.sampler import Sampler
 
 # What vLLM's own worker does, and llmc's does not.
 _REFUSED = ("prompt_logprobs", "prompt_logprob_token_ids", "logprob_token_ids",

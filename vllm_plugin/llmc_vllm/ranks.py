@@ -12,18 +12,18 @@ import torch.distributed
 
 from llmc.artifacts.manifest import DTYPE_BYTES, Manifest
 from llmc.runtime.collectives import Communicator
+from llmc.runtime.core.step import EngineLimits, Step, StepOutput
 from llmc.runtime.devices import place
 from llmc.runtime.engines.cpu import CpuEngine
 from llmc.runtime.engines.host import HostSampling
-from llmc.runtime.replica import Room, cpu_limits
-from llmc.runtime.step import Limits, Sampled, Step
+from llmc.runtime.replica import EngineConfig, cpu_limits
 
 
 class Rank(Protocol):
     """An engine (see `Engine`) whose KV cache is made once vLLM has said how large it is."""
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> EngineLimits:
         ...
 
     def measure(self) -> int:
@@ -36,7 +36,7 @@ class Rank(Protocol):
     def submit(self, step: Step) -> int:
         ...
 
-    def collect(self, ticket: int) -> Sampled:
+    def collect(self, ticket: int) -> StepOutput:
         ...
 
     def close(self) -> None:
@@ -49,7 +49,7 @@ def block_bytes(manifest: Manifest, block_size: int) -> int:
     return widest * DTYPE_BYTES[manifest.kv_dtype] * block_size
 
 
-def load_rank(manifest: Manifest, case_dir: Path, rank: int, device: int, room: Room,
+def load_rank(manifest: Manifest, case_dir: Path, rank: int, device: int, room: EngineConfig,
               group: torch.distributed.ProcessGroup) -> Rank:
     """The engine of a rank, on its share of the cores, or on this GPU.
 
@@ -85,7 +85,7 @@ def _ranks_on_this_host(group: torch.distributed.ProcessGroup) -> list[int]:
 class CpuRank:
     """See `Rank`. Its ONNX Runtime is loaded with the KV cache."""
 
-    def __init__(self, manifest: Manifest, case_dir: Path, rank: int, room: Room,
+    def __init__(self, manifest: Manifest, case_dir: Path, rank: int, room: EngineConfig,
                  group: torch.distributed.ProcessGroup) -> None:
         self._manifest, self._case_dir, self._rank = manifest, case_dir, rank
         here = _ranks_on_this_host(group)
@@ -108,7 +108,7 @@ class CpuRank:
         assert self._engine is not None, "allocate comes first"
         return self._engine.submit(step)
 
-    def collect(self, ticket: int) -> Sampled:
+    def collect(self, ticket: int) -> StepOutput:
         assert self._engine is not None, "allocate comes first"
         return self._engine.collect(ticket)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from llmc.runtime.decoding.sampling import NOT_FINITE, Logprobs, Sampler
-from llmc.runtime.step import LAST, Limits, Sampled, SamplingState, Step
+from llmc.runtime.core.step import LAST, EngineLimits, SamplingState, Step, StepOutput
+from llmc.runtime.sampling.sampler import NOT_FINITE, Logprobs, Sampler
 from llmc_vllm.parameters import allowed_mask
 
 _LOGGER = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class Sequences:
         limits: of the engine.
     """
 
-    def __init__(self, limits: Limits, vocab_size: int,
+    def __init__(self, limits: EngineLimits, vocab_size: int,
                  sampler: Callable[[Any, list[int], str], Sampler]) -> None:
         self._slots = list(range(limits.max_slots))
         self._block_size, self._longest_first = limits.block_size, limits.longest_first
@@ -172,7 +172,7 @@ class Pending:
         for tokens, _ in self._places:
             tokens.append(LAST)
 
-    def settle(self, sampled: Sampled) -> dict[str, int]:
+    def settle(self, sampled: StepOutput) -> dict[str, int]:
         """They are what the step chose; by request."""
         made = {}
         for own, (tokens, place), token in zip(self.part.chosen, self._places,
@@ -202,7 +202,7 @@ class TokenLogprobs:
         self._vocab_size = vocab_size
         self._all: dict[str, _Ranked] = {}
 
-    def add(self, part: Part, sampled: Sampled) -> None:
+    def add(self, part: Part, sampled: StepOutput) -> None:
         if sampled.logits is None:
             return
         for own, token, logits in zip(part.chosen, sampled.tokens.tolist(), sampled.logits,

@@ -27,8 +27,8 @@ from vllm.v1.outputs import (
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from llmc.artifacts.manifest import verify_files
-from llmc.runtime.replica import Room
-from llmc.runtime.step import Step
+from llmc.runtime.core.step import Step
+from llmc.runtime.replica import EngineConfig
 from llmc_vllm.model import read_copy, view
 from llmc_vllm.options import spans_hosts
 from llmc_vllm.parameters import sampler
@@ -96,7 +96,7 @@ class LlmcWorker(WorkerBase):
         if cache.num_gpu_blocks_override:
             wish = cache.num_gpu_blocks_override * self._block_bytes
         self._rank = load_rank(
-            self._manifest, case_dir, self.rank, device, Room(
+            self._manifest, case_dir, self.rank, device, EngineConfig(
                 scheduling.max_num_seqs,
                 max(scheduling.max_num_batched_tokens, scheduling.max_num_seqs), cache.block_size,
                 wish and wish // self._block_bytes * cache.block_size,

@@ -67,7 +67,7 @@ struct CacheBlocks {
 cudaError_t copy_blocks(const CacheBlocks* caches, int num_caches, const int32_t* pairs,
                         int num_pairs, cudaStream_t stream);
 
-// Logits processors, as runtime/decoding/processors.py: scores[r, :vocab] from logits[r, :vocab].
+// Logits processors, as runtime/sampling/logits_processors.py: scores[r, :vocab] from logits[r, :vocab].
 // logits is T [rows, stride]; scores is float32 [rows, scores_stride], a multiple of 4. Row r
 // belongs to slot slots[r].
 struct ProcessLogitsParams {

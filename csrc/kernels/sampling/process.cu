@@ -1,4 +1,4 @@
-// Logits processors, in the order and arithmetic of runtime/decoding/sampling.py: logit bias,
+// Logits processors, in the order and arithmetic of runtime/sampling/sampler.py: logit bias,
 // repetition penalty, presence and frequency penalty, bad words, min_tokens, forced tokens, then
 // token masks.
 //

@@ -15,7 +15,7 @@ struct TokenHistory {
   int vocab, room;
 };
 
-// Logits processors of a slot, in the layout that runtime/decoding/processing.py writes. The slot's
+// Logits processors of a slot, in the layout that runtime/sampling/slot_params.py writes. The slot's
 // lists are contiguous from `lists` on: biased tokens, their biases (float32 bits), EOS tokens,
 // forced tokens, the number of generated tokens before each forced one, the offset of each bad word
 // and the end of the last (from the slot's first list), the bad words' tokens.
@@ -26,7 +26,7 @@ struct LogitsProcessing {
   int32_t keeps_history;  // whether the slot's TokenHistory is kept
 };
 
-// Sampling parameters of a slot, in the layout that runtime/decoding/processing.py writes. Greedy
+// Sampling parameters of a slot, in the layout that runtime/sampling/slot_params.py writes. Greedy
 // where temperature is 0. Otherwise samples from softmax(logits / temperature) after, in this
 // order: top_k (0: all; ties are kept), top_p, min_p relative to the most likely token, and
 // typical_p. The random number is number `num_generated` of the seed.

@@ -18,21 +18,28 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections import Counter
+from collections import Counter, abc
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 import numpy as np
 
-from llmc.runtime.blocks import Blocks, Chain, Table
-from llmc.runtime.decoding.beam_search import Candidates
-from llmc.runtime.decoding.sampling import Logprobs
-from llmc.runtime.fair_queue import HEAD_START, Order, Share, WaitingGroup, has_waited_for
-from llmc.runtime.prompt_scores import PromptScores
-from llmc.runtime.step import LAST, Limits, Memory, Sampled, SamplingState, ScoredRows, Step
-from llmc.runtime.step_times import StepTimes
+from llmc.runtime.core.fair_queue import HEAD_START, Order, Share, WaitingGroup, has_waited_for
+from llmc.runtime.core.kv_cache import BlockHashes, BlockPool, BlockTable
+from llmc.runtime.core.prompt_scores import PromptScores
+from llmc.runtime.core.step import (
+    LAST,
+    EncoderOutputs,
+    EngineLimits,
+    SamplingState,
+    ScoredRows,
+    Step,
+    StepOutput,
+)
+from llmc.runtime.core.step_times import StepTimes
+from llmc.runtime.sampling.beam_search import Candidates
+from llmc.runtime.sampling.sampler import Logprobs
 
 MOST_PRIORITY = 100  # and the least is as far below 0
 _LOOKED_AT = 64  # waiting groups, for one whose prompt is not being computed
@@ -75,11 +82,11 @@ class Sequence:
     request: int
     prompt: list[int]
     limit: int
-    state: Callable[[Listed[int]], SamplingState]
+    state: Callable[[abc.Sequence[int]], SamplingState]
     width: int = 1
     candidates: int = 0
     key: bytes = b""
-    source: Listed[int] | None = None
+    source: abc.Sequence[int] | None = None
     stalled: Callable[[], bool] = lambda: False
     aborted: Callable[[], bool] = lambda: False
     mask: Callable[[], np.ndarray] | None = None
@@ -87,9 +94,9 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     order: Order = ()
     priority: int = 0
-    chain: Chain | None = None
+    chain: BlockHashes | None = None
     slots: list[int] = field(default_factory=list)
-    tables: list[Table] = field(default_factory=list)
+    tables: list[BlockTable] = field(default_factory=list)
     computed: int = 0
     cached: int = 0
     ahead: int = 0
@@ -133,7 +140,7 @@ class Sequence:
 
 
 @dataclass(frozen=True)
-class Scheduled:
+class ScheduledStep:
     """A step, and for each of its `sample` the sequence, and its epoch.
 
     Args:
@@ -144,7 +151,7 @@ class Scheduled:
     chosen: list[tuple[Sequence, int]]
     scored: list[tuple[PromptScores, int]] = field(default_factory=list)
 
-    def read(self, sampled: Sampled) -> Iterator[tuple[Sequence, Chosen]]:
+    def read(self, sampled: StepOutput) -> Iterator[tuple[Sequence, SequenceOutput]]:
         """What the step led to for each sequence that it still concerns."""
         start = 0
         for scores, count in self.scored:  # also of a prompt that has been preempted since
@@ -156,7 +163,7 @@ class Scheduled:
                 rows.setdefault(sequence, []).append(index)
         for sequence, own in rows.items():
             sequence.ahead -= 1
-            yield sequence, Chosen.of(sampled, own)
+            yield sequence, SequenceOutput.of(sampled, own)
 
 
 _Row = tuple[Sequence, int]  # and how many new tokens of each of its rows
@@ -168,7 +175,7 @@ class _Part:
 
     sequence: Sequence
     slot: int
-    table: Table
+    table: BlockTable
     tokens: list[int]
     past: int
     samples: bool
@@ -176,19 +183,19 @@ class _Part:
 
 
 @dataclass(eq=False)
-class Lease:
+class SlotLease:
     """Slots, rows of an encoder's memory and blocks that a session holds, until a sequence lacks
     them; then `slots` is empty.
     """
 
     slots: list[int]
     memory: list[int]
-    tables: list[Table]
+    tables: list[BlockTable]
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """What one sequence got: `Sampled` of its rows."""
+class SequenceOutput:
+    """What one sequence got: `StepOutput` of its rows."""
 
     token: int
     logprobs: Logprobs | None
@@ -196,9 +203,9 @@ class Chosen:
     logits: np.ndarray | None
 
     @staticmethod
-    def of(sampled: Sampled, rows: list[int]) -> Chosen:
+    def of(sampled: StepOutput, rows: list[int]) -> SequenceOutput:
         found = sampled.candidates
-        return Chosen(int(sampled.tokens[rows[0]]), sampled.logprobs[rows[0]],
+        return SequenceOutput(int(sampled.tokens[rows[0]]), sampled.logprobs[rows[0]],
                       found and Candidates(found.tokens[rows], found.log_probs[rows]),
                       None if sampled.logits is None else sampled.logits[rows])
 
@@ -217,11 +224,12 @@ class Scheduler:
         step_times: of decode steps.
     """
 
-    def __init__(self, limits: Limits, max_num_batched_tokens: int, *, reuse: bool = True) -> None:
+    def __init__(self, limits: EngineLimits, max_num_batched_tokens: int, *,
+                 reuse: bool = True) -> None:
         self.limits = limits
         self.budget = max(max_num_batched_tokens, limits.max_slots)
         self._reuse = reuse and not limits.keeps_states
-        self.blocks = Blocks(limits.num_blocks, limits.block_size, reuse=self._reuse)
+        self.blocks = BlockPool(limits.num_blocks, limits.block_size, reuse=self._reuse)
         self.running: list[Sequence] = []  # in order
         self.preemptions = self.queries = self.hits = 0
         self.step_times = StepTimes()
@@ -235,7 +243,7 @@ class Scheduler:
         self._memory_rows = list(range(limits.max_slots))
         self._coming: Counter[bytes] = Counter()  # names that running sequences will compute
         self._first: dict[int, Sequence] = {}  # by request, of those that run
-        self._leases: list[Lease] = []
+        self._leases: list[SlotLease] = []
         self._steps = self._arrivals = 0
 
     # Who is there.
@@ -313,7 +321,7 @@ class Scheduler:
 
     # The next step.
 
-    def schedule(self) -> Scheduled | None:
+    def schedule(self) -> ScheduledStep | None:
         """The next step; None where nothing can run until something is read, or at all."""
         self._steps += 1
         self._score_room = self.limits.max_scored
@@ -322,7 +330,7 @@ class Scheduler:
         rows: list[_Row] = []  # and how many tokens of each row
         copies: list[tuple[int, int]] = []
         admitted: dict[int, SamplingState] = {}
-        encode: dict[int, Listed[int]] = {}
+        encode: dict[int, abc.Sequence[int]] = {}
         wanted = {sequence: sequence.wanted() for sequence in self.running}
         self._limit_rows(wanted)
         decoding = sum(sequence.width if sequence.searches else 1
@@ -433,7 +441,7 @@ class Scheduler:
             if not self._leave_for(sequence, {id(own) for own, _ in rows}):
                 return False
 
-    def _tables(self, sequence: Sequence) -> list[Table]:
+    def _tables(self, sequence: Sequence) -> list[BlockTable]:
         return sequence.tables if sequence.searches else sequence.tables[:1]
 
     def _own(self, sequence: Sequence) -> list[tuple[int, int]]:
@@ -526,7 +534,7 @@ class Scheduler:
     def _names(self, sequence: Sequence) -> list[bytes]:
         """The names of its blocks, as far as its tokens are known."""
         if sequence.chain is None:
-            sequence.chain = Chain(self.blocks.block_size, sequence.key)
+            sequence.chain = BlockHashes(self.blocks.block_size, sequence.key)
         chain = sequence.chain
         if (len(chain.names) + 1) * self.blocks.block_size <= sequence.known:
             chain.extend(sequence.prompt + sequence.tokens)
@@ -598,7 +606,7 @@ class Scheduler:
         insort(self.running, sequence, key=lambda own: own.order)
         return True
 
-    def _open(self, sequence: Sequence) -> Table:
+    def _open(self, sequence: Sequence) -> BlockTable:
         """The blocks that are there of a sequence. Of a prompt that another completion of it has
         read, that are all but the last token's; a last block that is not full is to be copied. A
         state is that of the place where the other is.
@@ -706,7 +714,8 @@ class Scheduler:
         sequence.epoch += 1
 
     def _step(self, rows: list[_Row], copies: list[tuple[int, int]],
-              admitted: dict[int, SamplingState], encode: dict[int, Listed[int]]) -> Scheduled:
+              admitted: dict[int, SamplingState],
+              encode: dict[int, abc.Sequence[int]]) -> ScheduledStep:
         """Put a step together; from now on what it computes counts as computed."""
         parts = [part for sequence, count in rows for part in self._parts(sequence, count)]
         longest = self.limits.longest_first
@@ -716,7 +725,7 @@ class Scheduler:
         scored, prompts = _scored(parts)
         memory = None
         if parts[0].sequence.source is not None:
-            memory = Memory.of([self._memory[part.sequence.request][0] for part in parts],
+            memory = EncoderOutputs.of([self._memory[part.sequence.request][0] for part in parts],
                                [len(part.sequence.source or ()) for part in parts])
         step = Step.of(
             [part.tokens for part in parts], [part.past for part in parts],
@@ -730,8 +739,8 @@ class Scheduler:
                    if part.sequence.mask is not None},
             request_ids=tuple(part.sequence.request for part in parts),
             prompt_lens=tuple(len(part.sequence.prompt) for part in parts))
-        scheduled = Scheduled(step, [(part.sequence, part.sequence.epoch) for _, part in chosen],
-                              prompts)
+        scheduled = ScheduledStep(
+            step, [(part.sequence, part.sequence.epoch) for _, part in chosen], prompts)
         for sequence, count in rows:
             self._count(sequence, count)
         return scheduled
@@ -755,7 +764,7 @@ class Scheduler:
         if not searched:
             self._name(sequence)
 
-    def _has_come(self, names: Listed[bytes]) -> None:
+    def _has_come(self, names: abc.Sequence[bytes]) -> None:
         """One sequence fewer will compute these."""
         for name in names:
             self._coming[name] -= 1
@@ -783,7 +792,8 @@ class Scheduler:
         sequence.known += 1
         self._name(sequence)
 
-    def go_on(self, sequence: Sequence, tokens: Listed[int], parents: Listed[int]) -> None:
+    def go_on(self, sequence: Sequence, tokens: abc.Sequence[int],
+              parents: abc.Sequence[int]) -> None:
         """Beams go on with these tokens, each from where one of them was."""
         before = sequence.tables
         alike = len(before) == 1  # they have the prompt in common
@@ -794,7 +804,7 @@ class Scheduler:
 
     # Sessions.
 
-    def lease(self, count: int) -> Lease | None:
+    def lease(self, count: int) -> SlotLease | None:
         """Slots for a session, older sessions' too; None where there are not so many."""
         held = sum(len(lease.slots) for lease in self._leases)
         while len(self._slots) < count <= len(self._slots) + held and self._leases:
@@ -802,13 +812,13 @@ class Scheduler:
             self.end(self._leases[0])
         if count > len(self._slots):
             return None
-        lease = Lease([heapq.heappop(self._slots) for _ in range(count)],
+        lease = SlotLease([heapq.heappop(self._slots) for _ in range(count)],
                       [heapq.heappop(self._memory_rows) for _ in range(count)],
-                      [Table() for _ in range(count)])
+                      [BlockTable() for _ in range(count)])
         self._leases.append(lease)
         return lease
 
-    def extend(self, lease: Lease, lengths: Listed[int]) -> bool:
+    def extend(self, lease: SlotLease, lengths: abc.Sequence[int]) -> bool:
         """Room for so many positions of each sequence of a session, other sessions' too; False, and
         nothing taken, where there is too little.
         """
@@ -817,7 +827,7 @@ class Scheduler:
             self.end(next(own for own in self._leases if own is not lease))
         return lacks <= self.blocks.free and all(map(self.blocks.grow, lease.tables, lengths))
 
-    def end(self, lease: Lease) -> None:
+    def end(self, lease: SlotLease) -> None:
         """A session ends, or has to."""
         if lease in self._leases:
             self._leases.remove(lease)
@@ -829,7 +839,7 @@ class Scheduler:
             lease.slots = []
 
 
-def _scored(parts: Listed[_Part]) -> tuple[ScoredRows, list[tuple[PromptScores, int]]]:
+def _scored(parts: abc.Sequence[_Part]) -> tuple[ScoredRows, list[tuple[PromptScores, int]]]:
     """The rows of a step that are scored; and whose they are, and how many each has."""
     rows, targets, owners = list[np.ndarray](), list[int](), list[tuple[PromptScores, int]]()
     start = 0

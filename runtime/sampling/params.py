@@ -30,7 +30,7 @@ _MAX_BIAS = 3.4e38  # of float32
 _MIN_TEMPERATURE = 1e-6  # logits that differ by 1e-4 are e^-100 apart: as good as greedy
 # What beam search leaves no place for.
 _NOT_WITH_BEAMS = ("temperature", "n", "stop", "stop_token_ids", "logprobs", "prompt_logprobs")
-GUIDES = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+STRUCTURED_OUTPUT_FIELDS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 # A guide itself says when a completion may end.
 _NOT_WITH_GUIDES = ("min_tokens", "ignore_eos", "end_id", "beam_width")
 
@@ -256,7 +256,7 @@ class SamplingParams:
                        f"tokens; leave {name} out, or beam_width at 1")
         if not all(self.stop):
             yield "a stop string is empty"
-        guides = [name for name in GUIDES if getattr(self, name)]
+        guides = [name for name in STRUCTURED_OUTPUT_FIELDS if getattr(self, name)]
         if len(guides) > 1:
             yield f"{guides[0]} and {guides[1]} are given; a completion has one guide"
         for name in _NOT_WITH_GUIDES if guides else ():

@@ -17,24 +17,24 @@ from tokenizers import Tokenizer
 from llmc.artifacts.manifest import MANIFEST_NAME, Manifest
 from llmc.errors import LlmcError, shown
 from llmc.runtime.chat_template import ChatTemplate
-from llmc.runtime.decoding.beam_search import Beams, BeamSearch, Candidates, log_softmax
-from llmc.runtime.decoding.guide import Guide, Guides
-from llmc.runtime.decoding.params import GUIDES, SamplingParams, is_unicode
-from llmc.runtime.decoding.processing import MAX_LOGPROBS
-from llmc.runtime.decoding.sampling import (
+from llmc.runtime.core.prompt_scores import PromptScores
+from llmc.runtime.core.scheduler import SequenceOutput
+from llmc.runtime.core.step import SamplingState
+from llmc.runtime.message_forms import ContentFormat
+from llmc.runtime.prompts import Prompt, read_messages, read_prompts, read_token_ids
+from llmc.runtime.sampling.beam_search import Beams, BeamSearch, Candidates, log_softmax
+from llmc.runtime.sampling.detokenizer import IncrementalDetokenizer
+from llmc.runtime.sampling.params import STRUCTURED_OUTPUT_FIELDS, SamplingParams, is_unicode
+from llmc.runtime.sampling.sampler import (
     NOT_FINITE,
     Logprobs,
     NonFiniteLogits,
     Sampler,
     nothing_allowed,
 )
-from llmc.runtime.decoding.stopping import TextStream
-from llmc.runtime.message_forms import ContentFormat
-from llmc.runtime.prompt_scores import PromptScores
-from llmc.runtime.prompts import Prompt, read_messages, read_prompts, read_token_ids
+from llmc.runtime.sampling.slot_params import MAX_LOGPROBS
+from llmc.runtime.sampling.structured_output import GrammarCompiler, GrammarState
 from llmc.runtime.sandbox import Sandbox
-from llmc.runtime.scheduler import Chosen
-from llmc.runtime.step import SamplingState
 from llmc.runtime.tokenizer import encode, load_tokenizer
 
 
@@ -63,7 +63,7 @@ class Completion:
     prompt_logprobs: tuple[Logprobs | None, ...] | None = None
 
     @staticmethod
-    def of(prompt: Sequence[int], pieces: Sequence[Piece]) -> Completion:
+    def of(prompt: Sequence[int], pieces: Sequence[CompletionChunk]) -> Completion:
         """All pieces of one completion, put together."""
         last = pieces[-1]
         logprobs = tuple(piece.logprobs for piece in pieces if piece.logprobs)
@@ -75,7 +75,7 @@ class Completion:
 
 
 @dataclass(frozen=True)
-class Piece:
+class CompletionChunk:
     """One step of a streamed completion: a token and the text that it completes, perhaps none.
 
     `finish_reason` is set on a completion's last piece; `index`, `sample` and `logprobs` are as in
@@ -95,7 +95,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Decoding:
+class PreparedParams:
     """What parameters come to with this model: `bad_words` are token ids, and `guide` is at a
     completion's start.
     """
@@ -103,7 +103,7 @@ class Decoding:
     params: SamplingParams
     end_tokens: frozenset[int]
     bad_words: list[tuple[int, ...]]
-    guide: Guide | None = None
+    guide: GrammarState | None = None
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Request:
     index: int
     prompt: Sequence[int]
     source: Sequence[int]
-    decoding: Decoding
+    decoding: PreparedParams
     limit: int
     forced: Mapping[int, tuple[int, ...]]
 
@@ -140,7 +140,7 @@ class Request:
             if encoded else b""
 
 
-class Completing:
+class RunningCompletion:
     """One completion on its way.
 
     Where a device works by itself, the loop's thread finds out whether a token ends it, and the
@@ -155,10 +155,10 @@ class Completing:
         self.sampler = request.sampler(sample)
         self.latest = time.monotonic()
         self.guide = request.decoding.guide and request.decoding.guide.copy()
-        self.masked: Callable[[LlmcError | None], object] | None = None  # see Guide.advance
+        self.masked: Callable[[LlmcError | None], object] | None = None  # see GrammarState.advance
         self.generated = self.num_cached_tokens = 0
         self.scores: PromptScores | None = None
-        self._text = TextStream(tokenizer, shown_before, request.params.stop,
+        self._text = IncrementalDetokenizer(tokenizer, shown_before, request.params.stop,
                                 request.params.show_special_tokens)
 
     def state(self, tokens: Sequence[int]) -> SamplingState:
@@ -195,14 +195,14 @@ class Completing:
             self.guide.advance(token, self.masked)
         return Token(self, token, ends, self.generated, reason, logprobs, text, prompt_logprobs)
 
-    def piece(self, token: Token) -> Piece:
+    def piece(self, token: Token) -> CompletionChunk:
         """A token with its text; each once, in their order."""
         text = token.text
         if text is None and token.token_id is not None:
             text = self._read(token.token_id, token.ends, token.number)
         if token.finish_reason:
             text = (text or "") + self._text.finish()
-        return Piece(self.request.index, self.sample, token.token_id, text or "",
+        return CompletionChunk(self.request.index, self.sample, token.token_id, text or "",
                      token.finish_reason, token.logprobs, self.num_cached_tokens,
                      token.prompt_logprobs)
 
@@ -217,7 +217,7 @@ class Token:
     generated, its end without one.
     """
 
-    owner: Completing
+    owner: RunningCompletion
     token_id: int | None
     ends: bool
     number: int
@@ -228,7 +228,7 @@ class Token:
 
 
 @dataclass(eq=False)
-class Searching:
+class RunningBeamSearch:
     """A beam search for one prompt on its way.
 
     Args:
@@ -267,7 +267,7 @@ class Searching:
         return min(self.request.params.beam_width + len(self.request.decoding.end_tokens),
                    self.vocab_size)
 
-    def take(self, chosen: Chosen) -> tuple[list[int], list[int]] | None:
+    def take(self, chosen: SequenceOutput) -> tuple[list[int], list[int]] | None:
         """What the beams go on with, and from which; None where the search is done.
 
         Raises:
@@ -305,7 +305,7 @@ class Searching:
                 for beam, length in enumerate(found.sequence_length[0].tolist()) if length]
 
 
-class Reader:
+class InputProcessor:
     """Reads what callers want of one model.
 
     Args:
@@ -323,7 +323,7 @@ class Reader:
         self.sandbox = Sandbox()
         self.default_params = _default_params(manifest)
         self._chat_template = _chat_template(manifest, case_dir, self.sandbox)
-        self._guides: Guides | None = None
+        self._guides: GrammarCompiler | None = None
         self._guides_lock = threading.Lock()
 
     @property
@@ -357,7 +357,7 @@ class Reader:
             LlmcError: a prompt or its parameters are not sound, or nothing for this model.
         """
         read = read_prompts(prompts)
-        decodings: dict[int, Decoding] = {}  # by the identity of params, which many may share
+        decodings: dict[int, PreparedParams] = {}  # by the identity of params, which many may share
         requests = []
         encoder = self.manifest.encoder
         each = _one_each(params, len(read), self.default_params)
@@ -397,30 +397,30 @@ class Reader:
         text = self.render_chat(messages, tools, chat_template_kwargs, content_format)
         return self.tokenize(text, add_special_tokens=False)  # the template has them
 
-    def completing(self, request: Request, sample: int) -> Completing:
+    def completing(self, request: Request, sample: int) -> RunningCompletion:
         """One of a request's completions, which begins."""
-        return Completing(request, sample, self.tokenizer,
+        return RunningCompletion(request, sample, self.tokenizer,
                           () if self.manifest.encoder else request.source)
 
-    def searching(self, request: Request, most: int) -> Searching:
+    def searching(self, request: Request, most: int) -> RunningBeamSearch:
         """A beam search that begins, with tables of so many rows."""
-        return Searching(request, most, self.manifest.dims.vocab_size)
+        return RunningBeamSearch(request, most, self.manifest.dims.vocab_size)
 
-    def _decoding(self, params: SamplingParams) -> Decoding:
+    def _decoding(self, params: SamplingParams) -> PreparedParams:
         self._check_params(params)
         ends = self._end_tokens(params)
-        return Decoding(params, ends, self._bad_words(params, ends), self._guide(params))
+        return PreparedParams(params, ends, self._bad_words(params, ends), self._guide(params))
 
-    def _guide(self, params: SamplingParams) -> Guide | None:
+    def _guide(self, params: SamplingParams) -> GrammarState | None:
         """What a completion begins with, where something guides it."""
-        if not any(getattr(params, name) for name in GUIDES):
+        if not any(getattr(params, name) for name in STRUCTURED_OUTPUT_FIELDS):
             return None
         if self.tokenizer is None or not self.manifest.tokenizer.eos_token_ids:
             raise LlmcError("this model was compiled without a tokenizer that has an end token, "
                             "which a guide needs")
         with self._guides_lock:  # to make it takes a second
             if self._guides is None:
-                self._guides = Guides(self.tokenizer, self.tokenizer_file,
+                self._guides = GrammarCompiler(self.tokenizer, self.tokenizer_file,
                                       self.manifest.dims.vocab_size,
                                       self.manifest.tokenizer.eos_token_ids, self.sandbox)
         return self._guides.read(params)

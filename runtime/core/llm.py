@@ -31,24 +31,31 @@ from llmc.artifacts.manifest import Manifest, read_manifest, verify_files
 from llmc.errors import LlmcError, shown
 from llmc.limits import MAX_SEQUENCES
 from llmc.memory import memory_errors
-from llmc.runtime.decoding.beam_search import Beams
-from llmc.runtime.decoding.params import (
-    GUIDES,
+from llmc.runtime.core.loop import ClientCall, Loop, OutputQueue, RequestHandle, Scheduling
+from llmc.runtime.core.request import (
+    Completion,
+    CompletionChunk,
+    InputProcessor,
+    Request,
+    RunningBeamSearch,
+    Token,
+)
+from llmc.runtime.core.scheduler import MOST_PRIORITY, Scheduler
+from llmc.runtime.core.session import Session
+from llmc.runtime.engines import BLOCK_SIZE
+from llmc.runtime.message_forms import ContentFormat
+from llmc.runtime.metrics import together
+from llmc.runtime.prompts import Messages, Prompt, read_conversations, read_token_ids
+from llmc.runtime.replica import EngineConfig, find_devices, load_replica
+from llmc.runtime.sampling.beam_search import Beams
+from llmc.runtime.sampling.params import (
+    STRUCTURED_OUTPUT_FIELDS,
     SamplingParams,
     is_unicode,
     listed,
     whole,
 )
-from llmc.runtime.engines import BLOCK_SIZE
-from llmc.runtime.loop import Call, Loop, Outbox, Scheduling, Work
-from llmc.runtime.message_forms import ContentFormat
-from llmc.runtime.metrics import together
-from llmc.runtime.prompts import Messages, Prompt, read_conversations, read_token_ids
-from llmc.runtime.replica import Room, find_devices, load_replica
-from llmc.runtime.request import Completion, Piece, Reader, Request, Searching, Token
 from llmc.runtime.sandbox import Sandbox
-from llmc.runtime.scheduler import MOST_PRIORITY, Scheduler
-from llmc.runtime.session import Session
 
 _MAX_BATCH_SIZE = 16
 _MAX_TOKENS = 2048  # of a step, in all
@@ -126,7 +133,7 @@ class _Loaded:
         if limit is not None and max_batch_size > limit:
             raise LlmcError(f"max_batch_size {max_batch_size} exceeds {limit}, for which the model "
                             f"was compiled; lower it, or compile with a larger --max_batch_size")
-        room = Room(max_batch_size,
+        room = EngineConfig(max_batch_size,
                     max(_whole("max_num_batched_tokens", max_num_batched_tokens, 1),
                         max_batch_size),
                     _power("block_size", block_size),
@@ -137,9 +144,10 @@ class _Loaded:
         with memory_errors("load the model"):
             self._load(devices, room, prefix_reuse, check_step, skip_step)
 
-    def _load(self, devices: list[int] | None, room: Room, prefix_reuse: bool, check_step: int,
+    def _load(self, devices: list[int] | None, room: EngineConfig, prefix_reuse: bool,
+              check_step: int,
               skip_step: int) -> None:
-        self._reader = Reader(self.manifest, self.case_dir, self._max_batch_size)
+        self._reader = InputProcessor(self.manifest, self.case_dir, self._max_batch_size)
         self.tokenizer = self._reader.tokenizer
         try:
             for placements in find_devices(self.manifest, devices):
@@ -262,7 +270,8 @@ class _Loaded:
         self._loops[0].check_process()
         return self._loops[0]
 
-    def _pieces(self, made: Token | Searching, all_beams: bool = False) -> Iterator[Piece]:
+    def _pieces(self, made: Token | RunningBeamSearch,
+                all_beams: bool = False) -> Iterator[CompletionChunk]:
         """What a caller is told; of a beam search its best sequence, or all."""
         if isinstance(made, Token):
             yield made.owner.piece(made)
@@ -276,8 +285,8 @@ class _Loaded:
                 if taken.finish_reason:
                     break
 
-    def _calls(self, requests: list[Request], outbox: Outbox, scheduling: Scheduling) -> \
-            list[tuple[Loop, Call]]:
+    def _calls(self, requests: list[Request], outbox: OutputQueue, scheduling: Scheduling) -> \
+            list[tuple[Loop, ClientCall]]:
         """What each replica is to do: as many completions as the others."""
         self._first()
         count = len(self._loops)
@@ -289,7 +298,7 @@ class _Loaded:
             return lambda request: range((of - starts[request.index]) % count, request.params.n,
                                          count)
 
-        return [(loop, Call(requests, share(index), outbox, scheduling))
+        return [(loop, ClientCall(requests, share(index), outbox, scheduling))
                 for index, loop in enumerate(self._loops)]
 
 
@@ -342,7 +351,8 @@ class LLM(_Loaded):
     def complete(self, prompts: Prompt | Sequence[Prompt],
                  params: SamplingParams | Sequence[SamplingParams] | None = None, *,
                  priority: int = 0, tenant: str | None = None, cache_salt: str | None = None,
-                 progress: Callable[[Piece], object] = lambda piece: None) -> Iterator[Completion]:
+                 progress: Callable[[CompletionChunk], object] = lambda piece: None) -> \
+            Iterator[Completion]:
         """Yield each completion as soon as it is whole; `progress` is called with each piece. See
         `stream`.
         """
@@ -353,7 +363,7 @@ class LLM(_Loaded):
     def stream(self, prompts: Prompt | Sequence[Prompt],
                params: SamplingParams | Sequence[SamplingParams] | None = None, *,
                priority: int = 0, tenant: str | None = None, cache_salt: str | None = None,
-               arrivals: Sequence[float] | None = None) -> Iterator[Piece]:
+               arrivals: Sequence[float] | None = None) -> Iterator[CompletionChunk]:
         """Yield each token as it is made, those of a beam search when it is done. Closing the
         iterator stops the work; where nobody reads it, its completions wait.
 
@@ -424,14 +434,14 @@ class LLM(_Loaded):
             raise LlmcError("beam_width 1 is no beam search; give SamplingParams(beam_width=2) or "
                             "more, or use generate")
         found = {made.request.index: made.beams() for made in self._made(requests, Scheduling())
-                 if isinstance(made, Searching)}
+                 if isinstance(made, RunningBeamSearch)}
         return Beams.join([found[request.index] for request in requests])
 
     def _made(self, requests: list[Request], scheduling: Scheduling,
-              arrivals: Sequence[float] | None = None) -> Iterator[Token | Searching]:
+              arrivals: Sequence[float] | None = None) -> Iterator[Token | RunningBeamSearch]:
         """What comes of requests, until all of it has come."""
         ready = threading.Event()
-        work = Work(ready.set)
+        work = RequestHandle(ready.set)
         start, coming = time.monotonic(), deque(_by_arrival(requests, arrivals))
         try:
             while coming or work.left:
@@ -450,7 +460,7 @@ class LLM(_Loaded):
             work.abort()
 
     def _stream(self, requests: list[Request], scheduling: Scheduling,
-                arrivals: Sequence[float] | None = None) -> Iterator[Piece]:
+                arrivals: Sequence[float] | None = None) -> Iterator[CompletionChunk]:
         for made in self._made(requests, scheduling, arrivals):
             yield from self._pieces(made)
 
@@ -470,7 +480,7 @@ class AsyncLLM(_Loaded):
 
     async def generate(self, prompt: Prompt, params: SamplingParams | None = None, *,
                        priority: int = 0, tenant: str | None = None,
-                       cache_salt: str | None = None) -> AsyncIterator[Piece]:
+                       cache_salt: str | None = None) -> AsyncIterator[CompletionChunk]:
         """`stream` of one prompt."""
         async with aclosing(self.stream([prompt], params, priority=priority, tenant=tenant,
                                         cache_salt=cache_salt)) as pieces:
@@ -480,7 +490,7 @@ class AsyncLLM(_Loaded):
     async def chat(self, messages: Messages, params: SamplingParams | None = None, *,
                    tools: Sequence[Mapping[str, object]] | None = None,
                    chat_template_kwargs: Mapping[str, object] | None = None,
-                   priority: int = 0) -> AsyncIterator[Piece]:
+                   priority: int = 0) -> AsyncIterator[CompletionChunk]:
         """`generate` of a conversation, written by the model's chat template; see `LLM.chat`."""
         prompt = await asyncio.to_thread(self.chat_prompt, messages, tools=tools,
                                          chat_template_kwargs=chat_template_kwargs)
@@ -491,7 +501,7 @@ class AsyncLLM(_Loaded):
     async def stream(self, prompts: Prompt | Sequence[Prompt],
                      params: SamplingParams | Sequence[SamplingParams] | None = None, *,
                      priority: int = 0, tenant: str | None = None, cache_salt: str | None = None,
-                     all_beams: bool = False) -> AsyncGenerator[Piece, None]:
+                     all_beams: bool = False) -> AsyncGenerator[CompletionChunk, None]:
         """Yield each token of all completions as it is made; see `LLM.stream`. Closing the
         iterator, or cancelling the task that reads it, stops the work; where nobody reads it, it
         waits.
@@ -510,7 +520,7 @@ class AsyncLLM(_Loaded):
                              params: SamplingParams | Sequence[SamplingParams] | None = None, *,
                              priority: int = 0, tenant: str | None = None,
                              cache_salt: str | None = None, all_beams: bool = False) -> \
-            AsyncGenerator[list[Piece], None]:
+            AsyncGenerator[list[CompletionChunk], None]:
         """`stream`, but each time all tokens that are there: who is slower than they come has less
         to do for each.
         """
@@ -523,10 +533,10 @@ class AsyncLLM(_Loaded):
                 yield [piece for own in made for piece in self._pieces(own, all_beams)]
 
     async def _made(self, requests: list[Request], scheduling: Scheduling) -> \
-            AsyncGenerator[list[Token | Searching], None]:
+            AsyncGenerator[list[Token | RunningBeamSearch], None]:
         """What comes of requests, until all of it has come; each time all that is there."""
         ready, alarm = asyncio.Event(), _Alarm.of_running_loop()
-        work = Work(lambda: alarm.ring(ready))
+        work = RequestHandle(lambda: alarm.ring(ready))
         try:
             work.begin(self._calls(requests, work.outbox, scheduling))
             while work.left:
@@ -576,7 +586,7 @@ class _Alarm:
 
 def _has_grammar(params: SamplingParams | Sequence[SamplingParams] | None) -> bool:
     each = [params] if isinstance(params, SamplingParams) else params or ()
-    return any(getattr(own, name) for own in each for name in GUIDES)
+    return any(getattr(own, name) for own in each for name in STRUCTURED_OUTPUT_FIELDS)
 
 
 def _close(loops: list[Loop]) -> None:
@@ -608,10 +618,10 @@ def _arrivals(value: object, count: int) -> list[float] | None:
     return read
 
 
-def _completions(requests: Sequence[Request], pieces: Iterator[Piece],
-                 progress: Callable[[Piece], object]) -> Iterator[Completion]:
+def _completions(requests: Sequence[Request], pieces: Iterator[CompletionChunk],
+                 progress: Callable[[CompletionChunk], object]) -> Iterator[Completion]:
     """Each as soon as it is whole."""
-    made: dict[tuple[int, int], list[Piece]] = defaultdict(list)
+    made: dict[tuple[int, int], list[CompletionChunk]] = defaultdict(list)
     for piece in pieces:
         progress(piece)
         made[piece.index, piece.sample].append(piece)

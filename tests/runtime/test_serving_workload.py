@@ -2,13 +2,13 @@
 
 from types import SimpleNamespace
 
-from llmc.runtime import traffic
-from llmc.runtime.traffic import Traffic, measure_traffic
+from llmc.runtime import serving_workload
+from llmc.runtime.serving_workload import ServingWorkload, measure_workload
 
 
 def test_waits_count_from_the_arrival_and_not_from_what_is_prepared_before(monkeypatch):
     clock = SimpleNamespace(now=100.0, perf_counter=lambda: clock.now)
-    monkeypatch.setattr(traffic, "time", clock)
+    monkeypatch.setattr(serving_workload, "time", clock)
 
     class Served:
         def metrics(self):
@@ -25,7 +25,7 @@ def test_waits_count_from_the_arrival_and_not_from_what_is_prepared_before(monke
                     clock.now = max(clock.now, begun + arrival) + wait
                     yield SimpleNamespace(index=index, sample=0)
 
-    report = measure_traffic(Served(), Traffic([[1], [2]], [None, None], [0.0, 10.0]))
+    report = measure_workload(Served(), ServingWorkload([[1], [2]], [None, None], [0.0, 10.0]))
     assert report.time_to_first_token.p50 == 0.25
     assert report.inter_token_latency.p50 == 0.5
     assert (report.output_tokens, report.seconds) == (4, 10.75)

@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer
 
 import llmc
-from llmc.runtime.decoding.stopping import TextStream, _StopString
-from llmc.runtime.decoding.token_text import token_bytes, token_text
+from llmc.runtime.sampling.detokenizer import IncrementalDetokenizer, _StopString
+from llmc.runtime.sampling.token_text import token_bytes, token_text
 
 
 def smollm2():
@@ -25,7 +25,7 @@ def tokenizer(request):
 
 
 def pieces(tokenizer, tokens, stop=(), prompt=()):
-    stream = TextStream(tokenizer, prompt, stop)
+    stream = IncrementalDetokenizer(tokenizer, prompt, stop)
     made = []
     for token in tokens:
         made.append(stream.push(token))

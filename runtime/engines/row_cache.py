@@ -23,8 +23,8 @@ from typing import NamedTuple
 import numpy as np
 
 from llmc.artifacts.manifest import Chip
-from llmc.runtime.engines.states import Reached
-from llmc.runtime.step import Limits, Step
+from llmc.runtime.core.step import EngineLimits, Step
+from llmc.runtime.engines.state_slots import StatePositions
 
 _STEPS = 16  # within about as many a block is kept
 # Linux's MAP_NORESERVE, as most positions of most rows are never used.
@@ -39,7 +39,7 @@ class _Waiting(NamedTuple):
     version: int
 
 
-class Rows:
+class RowCache:
     """The KV cache of one rank.
 
     Attributes:
@@ -47,7 +47,7 @@ class Rows:
             [max_slots, *shape].
     """
 
-    def __init__(self, chip: Chip, limits: Limits, max_seq_len: int) -> None:
+    def __init__(self, chip: Chip, limits: EngineLimits, max_seq_len: int) -> None:
         self._size, self._max_seq_len = limits.block_size, max_seq_len
         self.caches: dict[str, np.ndarray] = {}
         # Layers of equal shape lie in one array, so that a block is copied at once.
@@ -65,7 +65,7 @@ class Rows:
             self.caches.update(zip(names, self._rows[-1], strict=True))
         self._states = [_zeros((limits.max_slots, *state.shape)) for state in chip.states]
         self.caches.update(zip(chip.state_caches, self._states, strict=True))
-        self._reached = Reached(limits)
+        self._reached = StatePositions(limits)
         # Whatever is written to a block makes it another version. What a row holds of a block is
         # all of it only where it has the newest; version 0 is nobody's.
         places = -(-max_seq_len // self._size)

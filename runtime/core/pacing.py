@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from llmc.runtime.step import Step
-from llmc.runtime.step_times import StepTimes
+from llmc.runtime.core.step import Step
+from llmc.runtime.core.step_times import StepTimes
 
 _KEPT, _FEWEST = 64, 16  # steps that are learned from; fewer than that say nothing
 _RECENT = 10.0  # seconds for which somebody who came lets others be expected
@@ -19,7 +19,7 @@ _FIRST = 1e-3  # seconds from where a submission begins to its first kernel, and
 _THERE = 3e-4  # seconds that it takes at most to collect a step that has ended before
 
 
-class Pace:
+class StepPacer:
     """Learns how long steps take, and how long the host takes to make one.
 
     A device that has a step to go on with is never idle, but a request that comes while the first

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from llmc.runtime.pace import Pace
+from llmc.runtime.core.pacing import StepPacer
 
 FIRST = 6e-4  # seconds from where a submission begins to its first kernel
 
@@ -15,7 +15,7 @@ class Device:
 
     def __init__(self, seconds):
         self.now = self.end = self.paused = 0.0
-        self.seconds, self.pace = seconds, Pace(lambda: self.now)
+        self.seconds, self.pace = seconds, StepPacer(lambda: self.now)
 
     def submit(self, batch, prompts, host=2e-4):
         self.now += host  # makes it

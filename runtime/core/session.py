@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from llmc.errors import LlmcError, shown
-from llmc.runtime.decoding.params import listed
-from llmc.runtime.loop import Loop
+from llmc.runtime.core.loop import Loop
+from llmc.runtime.core.request import InputProcessor
+from llmc.runtime.core.scheduler import Scheduler, SlotLease
+from llmc.runtime.core.step import EncoderOutputs, Engine, Step
 from llmc.runtime.prompts import read_token_ids
-from llmc.runtime.request import Reader
-from llmc.runtime.scheduler import Lease, Scheduler
-from llmc.runtime.step import Engine, Memory, Step
+from llmc.runtime.sampling.params import listed
 
 
 class Session:
@@ -20,9 +20,9 @@ class Session:
     it is closed, or others lack them.
     """
 
-    def __init__(self, loop: Loop, reader: Reader, batch_size: int,
+    def __init__(self, loop: Loop, reader: InputProcessor, batch_size: int,
                  sources: Sequence[Sequence[int]] | None = None) -> None:
-        self._lease: Lease | None = None
+        self._lease: SlotLease | None = None
         self._loop, self._reader = loop, reader
         self._past = [0] * batch_size
         self._sources = None if sources is None else _rows(sources, "source", batch_size)
@@ -101,7 +101,7 @@ class Session:
         counts = dict(sorted(counts.items(), key=lambda pair: (pair[1] > 1, pair[0])))
         memory = None
         if self._sources is not None:
-            memory = Memory.of([self._lease.memory[row] for row in counts],
+            memory = EncoderOutputs.of([self._lease.memory[row] for row in counts],
                                [len(self._sources[row]) for row in counts])
         return Step.of(
             [rows[row][done[row]:done[row] + count] for row, count in counts.items()],

@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
-from llmc.runtime.decoding.sampling import Sampler, SamplingParams
+from llmc.runtime.core.step import SamplingState
 from llmc.runtime.engines.admission import Admissions
-from llmc.runtime.step import SamplingState
+from llmc.runtime.sampling.sampler import Sampler, SamplingParams
 
 PROMPTS = [[5, 6, 7, 5], [8] * 9, [3], [1, 2, 3]]
 PARAMS = [dict(repetition_penalty=1.3, logit_bias={3: 2.5, 5: -np.inf}, min_tokens=3),

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 
-class Chain:
+class BlockHashes:
     """The names of a sequence's blocks, as far as its tokens go.
 
     Args:
@@ -37,14 +37,14 @@ class Chain:
 
 
 @dataclass(eq=False)
-class Table:
+class BlockTable:
     """The blocks of one sequence, in order; `named` of them, the first, have names."""
 
     blocks: list[int] = field(default_factory=list)
     named: int = 0
 
 
-class Blocks:
+class BlockPool:
     """A pool of blocks. Nothing here is a copy of keys and values: those are the engine's.
 
     Args:
@@ -81,26 +81,26 @@ class Blocks:
             found.append(self._block_of[name])
         return found
 
-    def open(self, found: Sequence[int]) -> Table:
+    def open(self, found: Sequence[int]) -> BlockTable:
         """Begin a sequence with what `match` found."""
         for block in found:
             self._use(block)
-        return Table(list(found), len(found))
+        return BlockTable(list(found), len(found))
 
-    def lacks(self, table: Table, length: int) -> int:
+    def lacks(self, table: BlockTable, length: int) -> int:
         """Blocks that a table needs to have room for so many positions."""
         return max(0, self.spans(length) - len(table.blocks))
 
-    def alone(self, table: Table) -> int:
+    def alone(self, table: BlockTable) -> int:
         """Number of a table's blocks that no other table has."""
         return sum(self._users[block] == 1 for block in table.blocks)
 
-    def has(self, table: Table, position: int, count: int) -> bool:
+    def has(self, table: BlockTable, position: int, count: int) -> bool:
         """Whether a table has room for so many positions from one on, in blocks of its own."""
         blocks, size = table.blocks, self.block_size
         return position + count <= len(blocks) * size and not self._held(blocks[position // size])
 
-    def grow(self, table: Table, length: int) -> bool:
+    def grow(self, table: BlockTable, length: int) -> bool:
         """Make room for so many positions; False, and nothing taken, where there is too little."""
         count = self.lacks(table, length)
         if count > self.free:
@@ -108,7 +108,7 @@ class Blocks:
         table.blocks += sorted(self._take() for _ in range(count))  # runs are read faster
         return True
 
-    def name(self, table: Table, names: Sequence[bytes], length: int) -> None:
+    def name(self, table: BlockTable, names: Sequence[bytes], length: int) -> None:
         """So many positions are computed, or will be before whatever is computed next; `names` are
         those of the sequence's blocks.
         """
@@ -118,28 +118,28 @@ class Blocks:
                 self._name_of[block], self._block_of[name] = name, block
             table.named = index + 1
 
-    def fork(self, table: Table, length: int | None = None) -> Table:
+    def fork(self, table: BlockTable, length: int | None = None) -> BlockTable:
         """Another sequence that goes on from the same blocks, or those of so many positions."""
         blocks = table.blocks[:None if length is None else self.spans(length)]
         for block in blocks:
             self._use(block)
-        return Table(blocks, min(table.named, len(blocks)))
+        return BlockTable(blocks, min(table.named, len(blocks)))
 
-    def shared(self, table: Table, position: int) -> bool:
+    def shared(self, table: BlockTable, position: int) -> bool:
         """Whether the block of a position, where there is one, is to stay as it is: it has other
         users too, or a name, as it has in a sequence that goes on from within it.
         """
         index = position // self.block_size
         return index < len(table.blocks) and self._held(table.blocks[index])
 
-    def copies(self, tables: Sequence[Table], position: int) -> int:
+    def copies(self, tables: Sequence[BlockTable], position: int) -> int:
         """Blocks that sequences need so that each has one of its own at a position."""
         own = Counter(table.blocks[position // self.block_size] for table in tables
                       if position // self.block_size < len(table.blocks))
         return sum(count if self._held(block, count) else count - 1
                    for block, count in own.items())
 
-    def own(self, table: Table, position: int) -> tuple[int, int]:
+    def own(self, table: BlockTable, position: int) -> tuple[int, int]:
         """Have a block of one's own in the place of a shared one, of which there must be a free
         one. Returns both: the content is to be copied, and until `copied` nobody gets the first.
         """
@@ -158,7 +158,7 @@ class Blocks:
             if self._users[block] == 0:
                 self._give_back(block)
 
-    def close(self, table: Table) -> None:
+    def close(self, table: BlockTable) -> None:
         """A sequence ends; its last blocks are forgotten before its first."""
         for block in reversed(table.blocks):
             self._leave(block)

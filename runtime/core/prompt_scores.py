@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from llmc.errors import LlmcError
-from llmc.runtime.decoding.sampling import Logprobs
+from llmc.runtime.sampling.sampler import Logprobs
 
 
 class PromptScores:

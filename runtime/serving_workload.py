@@ -10,18 +10,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmc.errors import LlmcError
-from llmc.runtime.decoding.params import SamplingParams
-from llmc.runtime.llm import LLM
+from llmc.runtime.core.llm import LLM
+from llmc.runtime.core.request import CompletionChunk
 from llmc.runtime.metrics import Percentiles
 from llmc.runtime.prompt_file import read_lines, read_requests
 from llmc.runtime.prompts import Prompt
-from llmc.runtime.request import Piece
+from llmc.runtime.sampling.params import SamplingParams
 
 _INPUTS, _OUTPUTS = (32, 512), (16, 256)  # tokens of random requests, from and to
 
 
 @dataclass(frozen=True)
-class Traffic:
+class ServingWorkload:
     """Requests, and the seconds at which each comes."""
 
     prompts: Sequence[Prompt]
@@ -52,7 +52,7 @@ class Report:
     preemptions: int
 
 
-def read_traffic(llm: LLM, source: str, rate: float, shared_prefix: int = 0) -> Traffic:
+def read_workload(llm: LLM, source: str, rate: float, shared_prefix: int = 0) -> ServingWorkload:
     """`random:N` requests of 32 to 512 tokens in and 16 to 256 out, as far as the model goes, or
     those of a prompt file; each after the one before as a Poisson process of so many a second has
     it.
@@ -89,11 +89,11 @@ def read_traffic(llm: LLM, source: str, rate: float, shared_prefix: int = 0) -> 
             raise LlmcError(f"'{source}', {problem}")
         prompts, params = [own.prompt for own in requests], [own.params for own in requests]
     gaps = rng.exponential(1 / rate, len(prompts))
-    return Traffic(prompts, params, (np.cumsum(gaps) - gaps[0]).tolist())
+    return ServingWorkload(prompts, params, (np.cumsum(gaps) - gaps[0]).tolist())
 
 
-def measure_traffic(llm: LLM, traffic: Traffic,
-                    progress: Callable[[Piece], object] = lambda piece: None) -> Report:
+def measure_workload(llm: LLM, traffic: ServingWorkload,
+                    progress: Callable[[CompletionChunk], object] = lambda piece: None) -> Report:
     """Let the requests come, and wait for all that they lead to."""
     before = llm.metrics()
     latest: dict[tuple[int, int], float] = defaultdict(lambda: -1.0)

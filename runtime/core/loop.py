@@ -6,28 +6,33 @@ import itertools
 import os
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, abc, deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from llmc.errors import LlmcError
-from llmc.runtime.fair_queue import WaitingGroup
+from llmc.runtime.core.fair_queue import WaitingGroup
+from llmc.runtime.core.pacing import StepPacer
+from llmc.runtime.core.prompt_scores import PromptScores
+from llmc.runtime.core.request import Request, RunningBeamSearch, RunningCompletion, Token
+from llmc.runtime.core.scheduler import (
+    ScheduledStep,
+    Scheduler,
+    Sequence,
+    SequenceOutput,
+    SlotLease,
+)
+from llmc.runtime.core.step import Engine, StepOutput
 from llmc.runtime.metrics import Metrics
-from llmc.runtime.pace import Pace
-from llmc.runtime.prompt_scores import PromptScores
-from llmc.runtime.request import Completing, Request, Searching, Token
-from llmc.runtime.scheduler import Chosen, Lease, Scheduled, Scheduler
-from llmc.runtime.scheduler import Sequence as Running
-from llmc.runtime.step import Engine, Sampled
 
 # Tokens that nobody has read: of a completion, and of all of a caller's, before they wait.
 _UNREAD, _UNREAD_IN_ALL = 256, 8192
 _Result = TypeVar("_Result")
 
 
-class Outbox:
+class OutputQueue:
     """What has come of one caller's requests, on its way from the loops' threads to the caller's.
 
     Args:
@@ -36,12 +41,12 @@ class Outbox:
 
     def __init__(self, wake: Callable[[], object]) -> None:
         self._wake = wake
-        self._ready: list[Token | Searching] = []
-        self._unread: Counter[Completing] = Counter()
+        self._ready: list[Token | RunningBeamSearch] = []
+        self._unread: Counter[RunningCompletion] = Counter()
         self._error: BaseException | None = None
         self._lock = threading.Lock()
 
-    def take(self) -> tuple[list[Token | Searching], bool]:
+    def take(self) -> tuple[list[Token | RunningBeamSearch], bool]:
         """All that is there, perhaps nothing yet; and whether somebody may have waited for that.
 
         Raises:
@@ -55,7 +60,7 @@ class Outbox:
             self._unread.clear()
             return made, waited
 
-    def put(self, made: list[Token | Searching]) -> None:
+    def put(self, made: list[Token | RunningBeamSearch]) -> None:
         with self._lock:
             self._ready.extend(made)
             for own in made:
@@ -68,7 +73,7 @@ class Outbox:
             self._error = self._error or error
         self._wake()
 
-    def is_behind(self, owner: Completing) -> bool:
+    def is_behind(self, owner: RunningCompletion) -> bool:
         """Whether a completion has as many unread tokens as are kept, or all have."""
         return self._unread[owner] >= _UNREAD or len(self._ready) >= _UNREAD_IN_ALL
 
@@ -90,25 +95,25 @@ class Scheduling:
 
 
 @dataclass(eq=False)
-class Call:
+class ClientCall:
     """What one caller wants of one loop: some samples of its requests."""
 
-    requests: Sequence[Request]
-    samples: Callable[[Request], Sequence[int]]
-    outbox: Outbox
+    requests: abc.Sequence[Request]
+    samples: Callable[[Request], abc.Sequence[int]]
+    outbox: OutputQueue
     scheduling: Scheduling = Scheduling()
     begun: float = field(default_factory=time.monotonic)
     aborted: bool = False
     left: int = field(init=False)  # completions
     longest: int = field(init=False)  # the most new tokens that one may have
-    sequences: set[Running] = field(init=False, default_factory=set)  # that exist now
+    sequences: set[Sequence] = field(init=False, default_factory=set)  # that exist now
 
     def __post_init__(self) -> None:
         self.left = sum(len(self.samples(request)) for request in self.requests)
         self.longest = max((request.limit for request in self.requests), default=0)
 
 
-class _Errand(Generic[_Result]):
+class _LoopTask(Generic[_Result]):
     """Work for the loop's thread between two steps."""
 
     def __init__(self, work: Callable[[Scheduler, Engine], _Result]) -> None:
@@ -132,21 +137,21 @@ class Loop:
     """
 
     def __init__(self, engine: Engine, scheduler: Scheduler,
-                 completing: Callable[[Request, int], Completing],
-                 searching: Callable[[Request, int], Searching], *, encodes: bool,
+                 completing: Callable[[Request, int], RunningCompletion],
+                 searching: Callable[[Request, int], RunningBeamSearch], *, encodes: bool,
                  check_step: int, skip_step: int) -> None:
         self._engine, self._scheduler = engine, scheduler
         self._completing, self._searching, self._encodes = completing, searching, encodes
         self._check_step, self._skip_step = check_step, skip_step
         # A caller's thread would take cores from a step that runs on them.
         self._reads = engine.limits.ahead == 1
-        self._calls: dict[Call, WaitingGroup] = {}
-        self._owners: dict[Running, tuple[Call, Completing | Searching]] = {}
+        self._calls: dict[ClientCall, WaitingGroup] = {}
+        self._owners: dict[Sequence, tuple[ClientCall, RunningCompletion | RunningBeamSearch]] = {}
         self._numbers = itertools.count()
         self._condition = threading.Condition()
         self._orders: deque[Callable[[], None]] = deque()  # for the thread, from callers
-        self._errands: deque[_Errand[Any]] = deque()
-        self._pace = Pace()
+        self._errands: deque[_LoopTask[Any]] = deque()
+        self._pace = StepPacer()
         scheduler.step_times = self._pace.step_times
         self._error: BaseException | None = None
         self._closing = False
@@ -158,7 +163,7 @@ class Loop:
 
     # What callers do, each in a thread of its own.
 
-    def add(self, call: Call) -> None:
+    def add(self, call: ClientCall) -> None:
         """Complete what a call wants.
 
         Raises:
@@ -181,7 +186,7 @@ class Loop:
         if call.left:
             self._tell(order)
 
-    def abort(self, call: Call) -> None:
+    def abort(self, call: ClientCall) -> None:
         """Nobody wants it any more: its blocks are free once the step that runs has ended."""
         call.aborted = True
         self._mention(lambda: self._forget(call))
@@ -190,7 +195,7 @@ class Loop:
         """A stalled sequence may go on, as its caller has read."""
         self._mention(lambda: None)
 
-    def end(self, lease: Lease) -> None:
+    def end(self, lease: SlotLease) -> None:
         """A session is over."""
         self._mention(lambda: self._scheduler.end(lease))
 
@@ -222,7 +227,7 @@ class Loop:
 
     def run(self, work: Callable[[Scheduler, Engine], _Result]) -> _Result:
         """Have the thread do some work between two steps, and wait for what it returns."""
-        errand = _Errand(work)
+        errand = _LoopTask(work)
         self._tell(lambda: self._errands.append(errand))
         return errand.result.result()
 
@@ -264,7 +269,7 @@ class Loop:
     # What the thread does.
 
     def _serve(self) -> None:
-        under_way: deque[tuple[int, Scheduled]] = deque()
+        under_way: deque[tuple[int, ScheduledStep]] = deque()
         idle = True
         try:
             while True:
@@ -291,16 +296,17 @@ class Loop:
         finally:
             self._engine.close()
 
-    def _postprocess(self, scheduled: Scheduled, sampled: Sampled) -> None:
+    def _postprocess(self, scheduled: ScheduledStep, sampled: StepOutput) -> None:
         """Hand out what a step led to; who is done makes room."""
-        made: dict[Outbox, list[Token | Searching]] = {}
+        made: dict[OutputQueue, list[Token | RunningBeamSearch]] = {}
         for sequence, chosen in scheduled.read(sampled):
             if sequence not in self._owners:
                 continue  # its call has failed just now
             call, owner = self._owners[sequence]
             owner.num_cached_tokens = sequence.cached
             try:
-                own = self._search(sequence, owner, chosen) if isinstance(owner, Searching) \
+                own = self._search(sequence, owner, chosen) \
+                    if isinstance(owner, RunningBeamSearch) \
                     else self._decode(sequence, owner, chosen)
             except LlmcError as error:  # this call's own
                 self.metrics.failed(error)
@@ -314,7 +320,8 @@ class Loop:
         for outbox, each in made.items():
             outbox.put(each)
 
-    def _decode(self, sequence: Running, owner: Completing, chosen: Chosen) -> Token:
+    def _decode(self, sequence: Sequence, owner: RunningCompletion,
+                chosen: SequenceOutput) -> Token:
         token = owner.take(chosen.token, chosen.logprobs, self._reads)
         if token.finish_reason:
             self._leave(sequence)
@@ -322,7 +329,8 @@ class Loop:
             self._scheduler.append(sequence, chosen.token)
         return token
 
-    def _go_on_masked(self, sequence: Running, owner: Completing, error: LlmcError | None) -> None:
+    def _go_on_masked(self, sequence: Sequence, owner: RunningCompletion,
+                      error: LlmcError | None) -> None:
         """The token mask of a sequence is there, or cannot be had."""
         assert owner.guide is not None
         owner.guide.pending = False
@@ -331,7 +339,8 @@ class Loop:
             self._forget(call)
             call.outbox.fail(error)
 
-    def _search(self, sequence: Running, owner: Searching, chosen: Chosen) -> Searching | None:
+    def _search(self, sequence: Sequence, owner: RunningBeamSearch,
+                chosen: SequenceOutput) -> RunningBeamSearch | None:
         going_on = owner.take(chosen)
         if going_on is not None:
             self._scheduler.go_on(sequence, *going_on)
@@ -361,7 +370,7 @@ class Loop:
         for order in orders:
             order()
 
-    def _sequences(self, call: Call) -> Iterator[Running]:
+    def _sequences(self, call: ClientCall) -> Iterator[Sequence]:
         """A call's sequences, each made when it is the next to enter."""
         for request in call.requests:
             number = next(self._numbers)
@@ -372,20 +381,21 @@ class Loop:
             for sample in call.samples(request):
                 yield self._sequence(call, request, number, sample, prompt, key, source, scores)
 
-    def _sequence(self, call: Call, request: Request, number: int, sample: int, prompt: list[int],
-                  key: bytes, source: Sequence[int] | None,
-                  scores: PromptScores | None) -> Running:
-        owner: Completing | Searching
+    def _sequence(self, call: ClientCall, request: Request, number: int, sample: int,
+                  prompt: list[int],
+                  key: bytes, source: abc.Sequence[int] | None,
+                  scores: PromptScores | None) -> Sequence:
+        owner: RunningCompletion | RunningBeamSearch
         if request.params.beam_width > 1:
             owner = searching = self._searching(request, call.longest)
-            sequence = Running(number, prompt, request.limit, owner.state,
+            sequence = Sequence(number, prompt, request.limit, owner.state,
                                width=request.params.beam_width, candidates=searching.candidates,
                                key=key, source=source, aborted=lambda: call.aborted)
         else:
             owner = completing = self._completing(request, sample)
             completing.latest, completing.scores = call.begun, scores
             guide = completing.guide
-            sequence = Running(number, prompt, request.limit, owner.state, key=key, source=source,
+            sequence = Sequence(number, prompt, request.limit, owner.state, key=key, source=source,
                                stalled=lambda: call.outbox.is_behind(completing) or
                                (guide is not None and guide.pending),
                                aborted=lambda: call.aborted,
@@ -396,7 +406,7 @@ class Loop:
         call.sequences.add(sequence)
         return sequence
 
-    def _leave(self, sequence: Running) -> None:
+    def _leave(self, sequence: Sequence) -> None:
         call, _ = self._owners.pop(sequence)
         call.sequences.discard(sequence)
         self._scheduler.remove(sequence)
@@ -404,7 +414,7 @@ class Loop:
         if not call.left:
             del self._calls[call]
 
-    def _forget(self, call: Call) -> None:
+    def _forget(self, call: ClientCall) -> None:
         group = self._calls.pop(call, None)
         if group is None:
             return
@@ -429,7 +439,7 @@ class Loop:
             errand.result.set_exception(error)
 
 
-class Work:
+class RequestHandle:
     """One caller's requests on all replicas.
 
     Attributes:
@@ -437,11 +447,11 @@ class Work:
     """
 
     def __init__(self, wake: Callable[[], object]) -> None:
-        self.outbox = Outbox(wake)
-        self._calls: list[tuple[Loop, Call]] = []
+        self.outbox = OutputQueue(wake)
+        self._calls: list[tuple[Loop, ClientCall]] = []
         self.left = 0
 
-    def begin(self, calls: list[tuple[Loop, Call]]) -> None:
+    def begin(self, calls: list[tuple[Loop, ClientCall]]) -> None:
         """Have replicas begin with calls whose outbox is this one's.
 
         Raises:
@@ -456,7 +466,7 @@ class Work:
             self.abort()
             raise
 
-    def take(self) -> list[Token | Searching]:
+    def take(self) -> list[Token | RunningBeamSearch]:
         """All that is there; perhaps nothing yet.
 
         Raises:
@@ -467,7 +477,7 @@ class Work:
         if stalled:
             for loop in {loop for loop, _ in self._calls}:
                 loop.go_on()
-        self.left -= sum(isinstance(own, Searching) or own.finish_reason is not None
+        self.left -= sum(isinstance(own, RunningBeamSearch) or own.finish_reason is not None
                          for own in made)
         return made
 

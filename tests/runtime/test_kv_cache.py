@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from llmc.runtime.blocks import Blocks, Chain
+from llmc.runtime.core.kv_cache import BlockHashes, BlockPool
 
 SIZE, COUNT = 4, 12
 
@@ -15,7 +15,7 @@ class Histories(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.blocks = Blocks(COUNT, SIZE)
+        self.blocks = BlockPool(COUNT, SIZE)
         self.sequences = []  # [table, chain, tokens, computed]
         self.content = {}  # (block, row): all tokens up to there
 
@@ -32,7 +32,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=3 * SIZE + 1))
     def open(self, tokens):
-        chain = Chain(SIZE)
+        chain = BlockHashes(SIZE)
         chain.extend(tokens)
         table = self.blocks.open(self.blocks.match(chain.names, len(tokens)))
         found = len(table.blocks) * SIZE
@@ -69,7 +69,7 @@ class Histories(RuleBasedStateMachine):
         table, _, tokens, computed = data.draw(st.sampled_from(self.sequences))
         length = data.draw(st.integers(0, computed)) if part else computed
         made = self.blocks.fork(table, length)
-        self.sequences.append([made, Chain(SIZE), tokens[:length], length])
+        self.sequences.append([made, BlockHashes(SIZE), tokens[:length], length])
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
@@ -106,7 +106,7 @@ test_any_history = Histories.TestCase
 
 def test_a_named_block_is_not_written_by_who_goes_on_from_within_it():
     """Even where nobody else is left: its name says what is in it."""
-    blocks, chain = Blocks(4, 2), Chain(2)
+    blocks, chain = BlockPool(4, 2), BlockHashes(2)
     chain.extend([1, 2])
     table = blocks.open([])
     assert blocks.grow(table, 2)
@@ -117,10 +117,10 @@ def test_a_named_block_is_not_written_by_who_goes_on_from_within_it():
 
 
 def test_the_least_recently_used_go_first_and_a_sequence_s_end_before_its_beginning():
-    blocks = Blocks(4, 2)
+    blocks = BlockPool(4, 2)
     chains = []
     for tokens in ([1, 2, 3, 4], [5, 6, 7, 8]):
-        chain = Chain(2)
+        chain = BlockHashes(2)
         chain.extend(tokens)
         table = blocks.open(blocks.match(chain.names, 4))
         assert blocks.grow(table, 4)
@@ -135,7 +135,7 @@ def test_the_least_recently_used_go_first_and_a_sequence_s_end_before_its_beginn
 
 
 def test_what_else_changes_a_block_is_in_its_name():
-    plain, other = Chain(2), Chain(2, b"another prompt of an encoder")
+    plain, other = BlockHashes(2), BlockHashes(2, b"another prompt of an encoder")
     for chain in (plain, other):
         chain.extend([1, 2, 3])
     assert len(plain.names) == len(other.names) == 1 and plain.names != other.names

@@ -24,8 +24,8 @@ from tokenizers import Tokenizer
 
 from llmc.errors import MAX_REASON, LlmcError, shortened
 from llmc.installation import install_command
-from llmc.runtime.decoding.json_schema import exact_schema
-from llmc.runtime.decoding.params import GUIDES, SamplingParams
+from llmc.runtime.sampling.json_schema import exact_schema
+from llmc.runtime.sampling.params import STRUCTURED_OUTPUT_FIELDS, SamplingParams
 from llmc.runtime.sandbox import JobLimits, Lane, Sandbox
 
 # One way to write a value: where any blanks may stand, a model can write them for ever.
@@ -44,7 +44,7 @@ _SLOW = 0.001  # seconds; a mask that takes longer is computed beside the step l
 _masks = ThreadPoolExecutor(1, "llmc-masks")
 
 
-class Guide:
+class GrammarState:
     """The state of one completion in its grammar, and the mask of its next token.
 
     Attributes:
@@ -58,9 +58,9 @@ class Guide:
         self.pending = False
         self._find()
 
-    def copy(self) -> Guide:
+    def copy(self) -> GrammarState:
         """Another completion in the same state."""
-        other = object.__new__(Guide)
+        other = object.__new__(GrammarState)
         other._matcher, other._mask = self._matcher.deep_copy(), self._mask.copy()
         other._seconds, other.pending = self._seconds, False
         return other
@@ -109,7 +109,7 @@ class Guide:
         self._seconds = time.perf_counter() - started
 
 
-class Guides:
+class GrammarCompiler:
     """Compiles grammars for one model, and keeps the compiled ones that were used last.
 
     Args:
@@ -128,10 +128,10 @@ class Guides:
         self._sandbox = sandbox
         self._lane = Lane(_CHECK, prepare=partial(_load, tokenizer_file, vocab_size, ends))
         self._check = partial(_check, tokenizer_file, vocab_size, ends)
-        self._compiled: OrderedDict[tuple[str, str], Guide] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, str], GrammarState] = OrderedDict()
         self._lock = threading.Lock()
 
-    def read(self, params: SamplingParams) -> Guide:
+    def read(self, params: SamplingParams) -> GrammarState:
         """A completion's state at its start.
 
         Raises:
@@ -152,24 +152,24 @@ class Guides:
                     self._compiled.popitem(last=False)
         return found.copy()
 
-    def _compile(self, kind: str, source: str) -> Guide:
+    def _compile(self, kind: str, source: str) -> GrammarState:
         size = len(source.encode())
         if size > _MAX_GRAMMAR_BYTES:
             raise LlmcError(f"{kind} has {size} bytes, at most {_MAX_GRAMMAR_BYTES} are compiled; "
                             f"simplify it")
         try:
             grammar = self._sandbox.run(self._lane, self._check, kind, source)
-            return _on_large_stack(lambda: Guide(
+            return _on_large_stack(lambda: GrammarState(
                 _matcher(self._library, self._tokenizer, grammar), self._vocab_size))
         except LlmcError as error:
             raise _unreadable(str(error)) from error
 
 
 def _source(params: SamplingParams) -> tuple[str, str]:
-    """Which of `GUIDES` is given, and its text."""
+    """Which of `STRUCTURED_OUTPUT_FIELDS` is given, and its text."""
     if params.guided_choice:
         return "guided_choice", json.dumps(params.guided_choice)
-    kind = next(name for name in GUIDES if getattr(params, name))
+    kind = next(name for name in STRUCTURED_OUTPUT_FIELDS if getattr(params, name))
     return kind, getattr(params, kind)
 
 
@@ -187,9 +187,9 @@ def _matcher(library: ModuleType, tokenizer: Any, grammar: str) -> Any:
     return matcher
 
 
-def _on_large_stack(work: Callable[[], Guide]) -> Guide:
+def _on_large_stack(work: Callable[[], GrammarState]) -> GrammarState:
     """Run work on a separate thread with a large stack."""
-    outcome: list[Guide | BaseException] = []
+    outcome: list[GrammarState | BaseException] = []
 
     def run() -> None:
         try:
@@ -258,7 +258,7 @@ def _check(tokenizer_file: Path, vocab_size: int, end_tokens: tuple[int, ...], k
     except Exception as error:  # whatever a converter raises
         raise LlmcError(str(error)) from error
     matcher = _matcher(library, _load(tokenizer_file, vocab_size, end_tokens), grammar)
-    Guide(matcher, vocab_size).copy()
+    GrammarState(matcher, vocab_size).copy()
     return grammar
 
 

@@ -11,7 +11,7 @@ from itertools import accumulate
 import numpy as np
 
 MAX_LOGPROBS = 20  # likeliest tokens whose log-probabilities such an engine tells
-PROCESSING = np.dtype([
+SLOT_PARAMS = np.dtype([
     ("presence", np.float64), ("frequency", np.float64), ("repetition", np.float32),
     ("min_tokens", np.int32), ("lists", np.int32), ("num_biases", np.int32), ("num_ends", np.int32),
     ("num_forced", np.int32), ("num_words", np.int32), ("keeps_history", np.int32)], align=True)
@@ -20,8 +20,8 @@ LOGPROBS = np.dtype([("chosen", np.float32), ("top", np.float32, MAX_LOGPROBS),
 
 
 @dataclass(frozen=True)
-class Processing:
-    """One sequence's: a record of PROCESSING, and its lists, int32. Where these will lie, `lists`
+class SlotParams:
+    """One sequence's: a record of SLOT_PARAMS, and its lists, int32. Where these will lie, `lists`
     in the record, is not known yet.
     """
 
@@ -31,7 +31,7 @@ class Processing:
     @staticmethod
     def of(*, repetition: float, presence: float, frequency: float, biased: np.ndarray,
            biases: np.ndarray, bad_words: Sequence[Sequence[int]], min_tokens: int,
-           end_tokens: np.ndarray, forced: Mapping[int, Sequence[int]]) -> Processing | None:
+           end_tokens: np.ndarray, forced: Mapping[int, Sequence[int]]) -> SlotParams | None:
         """None where nothing is done to the logits."""
         if not min_tokens:
             end_tokens = end_tokens[:0]
@@ -48,5 +48,5 @@ class Processing:
                  [token for tokens in forced.values() for token in tokens], turns, [*starts],
                  *bad_words]
         record = np.array((presence, frequency, repetition, min_tokens, 0, len(biased),
-                           len(end_tokens), len(turns), len(bad_words), keeps_history), PROCESSING)
-        return Processing(record, np.concatenate([np.asarray(part, np.int32) for part in lists]))
+                           len(end_tokens), len(turns), len(bad_words), keeps_history), SLOT_PARAMS)
+        return SlotParams(record, np.concatenate([np.asarray(part, np.int32) for part in lists]))

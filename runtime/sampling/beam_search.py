@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmc.runtime.decoding.sampling import nothing_allowed
+from llmc.runtime.sampling.sampler import nothing_allowed
 
 _NEVER = np.float32(-1e9)  # the score of what is not there; transformers' number
 
@@ -199,7 +199,7 @@ def expand(candidates: Candidates, cum_log_probs: np.ndarray, diversity_rate: fl
         candidates: [batch, beam, count].
         cum_log_probs: float32 [batch, beam].
         diversity_rate: taken from a continuation, for this choice only, once for each better one
-            of the same beam (Li et al. 2016, "A Simple, Fast Diverse Decoding Algorithm").
+            of the same beam (Li et al. 2016, "A Simple, Fast Diverse PreparedParams Algorithm").
 
     Returns tokens, int32, the beams that they continue, int64, and the sums of log-probabilities,
     float32; each [batch, beam * count].

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from llmc.runtime.scheduler import Sequence
+    from llmc.runtime.core.scheduler import Sequence
 
 HEAD_START = 256  # steps of waiting that one level of priority is worth
 

@@ -15,9 +15,9 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from llmc.runtime.decoding.beam_search import Candidates
-from llmc.runtime.decoding.sampling import Logprobs, Sampler
 from llmc.runtime.engines import MAX_SCORED
+from llmc.runtime.sampling.beam_search import Candidates
+from llmc.runtime.sampling.sampler import Logprobs, Sampler
 
 LAST = -1  # in the place of a token: what the sequence's slot chose last
 
@@ -43,7 +43,7 @@ class SamplingState:
 
 
 @dataclass(frozen=True)
-class Memory:
+class EncoderOutputs:
     """Where a decoder finds what its encoder made of each sequence's prompt; sequences may have the
     same.
 
@@ -56,12 +56,12 @@ class Memory:
     encoder_sequence_length: np.ndarray
 
     @staticmethod
-    def of(rows: Sequence[int], lengths: Sequence[int]) -> Memory:
-        return Memory(np.asarray(rows, np.int32), np.asarray(lengths, np.int32))
+    def of(rows: Sequence[int], lengths: Sequence[int]) -> EncoderOutputs:
+        return EncoderOutputs(np.asarray(rows, np.int32), np.asarray(lengths, np.int32))
 
-    def take(self, sequences: Sequence[int] | slice | np.ndarray) -> Memory:
+    def take(self, sequences: Sequence[int] | slice | np.ndarray) -> EncoderOutputs:
         """Of these sequences of the batch."""
-        return Memory(self.rows[sequences], self.encoder_sequence_length[sequences])
+        return EncoderOutputs(self.rows[sequences], self.encoder_sequence_length[sequences])
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Step:
     scored: ScoredRows = field(default_factory=ScoredRows.none)
     masks: Mapping[int, np.ndarray] = field(default_factory=dict)
     encode: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    memory: Memory | None = None
+    memory: EncoderOutputs | None = None
     request_ids: tuple[int, ...] = ()
     prompt_lens: tuple[int, ...] = ()
 
@@ -218,7 +218,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Sampled:
+class StepOutput:
     """What a step leads to, for each of `Step.sample`.
 
     Args:
@@ -238,7 +238,7 @@ class Sampled:
 
 
 @dataclass(frozen=True)
-class Limits:
+class EngineLimits:
     """What an engine has room for.
 
     Args:
@@ -270,7 +270,7 @@ class Engine(Protocol):
     """
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> EngineLimits:
         ...
 
     def submit(self, step: Step) -> int:
@@ -282,7 +282,7 @@ class Engine(Protocol):
         """
         ...
 
-    def collect(self, ticket: int) -> Sampled:
+    def collect(self, ticket: int) -> StepOutput:
         """Wait for what a step leads to. Tickets are collected in order, each once.
 
         Raises:

@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import llmc
-from llmc.runtime.decoding import guide, processors
+from llmc.runtime.core.step import EngineLimits, Step
 from llmc.runtime.engines.cuda import mask_arrays
-from llmc.runtime.step import Limits, Step
+from llmc.runtime.sampling import logits_processors, structured_output
 
 SHORT = [
     {"type": "integer", "minimum": 3, "maximum": 250}, {"type": "boolean"},
@@ -137,7 +137,7 @@ def test_a_device_that_works_ahead_gets_a_mask_once_the_last_token_is_known(tiny
     with llmc.LLM(case_tp1, max_batch_size=2) as llm:
         engine = llm._loops[0]._engine
         limits = engine.limits
-        monkeypatch.setattr(engine, "limits", Limits(**{**vars(limits), "ahead": 3}))
+        monkeypatch.setattr(engine, "limits", EngineLimits(**{**vars(limits), "ahead": 3}))
         steps = []
         submit = engine.submit
         monkeypatch.setattr(engine, "submit", lambda step: steps.append(step) or submit(step))
@@ -152,7 +152,7 @@ def test_a_device_that_works_ahead_gets_a_mask_once_the_last_token_is_known(tiny
 def test_bits_of_a_mask_are_tokens():
     mask = np.zeros(2, np.uint32)
     mask[0], mask[1] = 1 << 31 | 1 << 3, 1
-    allowed = processors.allow(np.arange(40, dtype=np.float32), mask)
+    allowed = logits_processors.allow(np.arange(40, dtype=np.float32), mask)
     assert np.flatnonzero(np.isfinite(allowed)).tolist() == [3, 31, 32]
 
 
@@ -265,7 +265,7 @@ def test_a_grammar_that_is_too_large_is_refused(llm, params, said):
 def test_a_grammar_that_was_compiled_is_not_compiled_again(llm, monkeypatch):
     schema = {"type": "integer", "minimum": 17, "maximum": 99}
     before = guided(llm, 1, guided_json=schema)
-    monkeypatch.setattr(guide, "_matcher", None)  # which nothing can call
+    monkeypatch.setattr(structured_output, "_matcher", None)  # which nothing can call
     assert guided(llm, 1, guided_json=schema) == before
 
 
@@ -273,10 +273,11 @@ def test_masks_that_are_slow_are_found_beside_the_steps(llm, monkeypatch):
     """A completion gets the same tokens, and an error is its own."""
     params = llmc.SamplingParams(max_tokens=60, temperature=1.0, seed=4, guided_json=SHORT[6])
     expected = llm.generate([[5, 6]] * 3, params)
-    monkeypatch.setattr(guide, "_SLOW", 0.0)
+    monkeypatch.setattr(structured_output, "_SLOW", 0.0)
     assert llm.generate([[5, 6]] * 3, params) == expected
-    monkeypatch.setattr(guide.Guide, "_consume", lambda self, token: self._refuse())
-    monkeypatch.setattr(guide.Guide, "_refuse", refuse, raising=False)
+    state = structured_output.GrammarState
+    monkeypatch.setattr(state, "_consume", lambda self, token: self._refuse())
+    monkeypatch.setattr(state, "_refuse", refuse, raising=False)
     free = llm.stream([5, 6], llmc.SamplingParams(max_tokens=20, ignore_eos=True))
     next(free)
     with pytest.raises(llmc.LlmcError, match="no way on"):

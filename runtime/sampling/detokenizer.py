@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-from llmc.runtime.decoding.token_text import REPLACEMENT, token_bytes
+from llmc.runtime.sampling.token_text import REPLACEMENT, token_bytes
 
 _CONTEXT = 5  # tokens of the prompt that decide how the first new one reads: with a space or not
 _PARTS = 3  # tokens, at most, that an unfinished character has: UTF-8 takes four bytes
 _MAX_PENDING = 8  # tokens, which only those of several bytes that start inside characters exceed
 
 
-class TextStream:
+class IncrementalDetokenizer:
     """Turns one sequence's tokens into text pieces.
 
     A piece never splits a character, and what may be the beginning of a stop string is held back

@@ -11,9 +11,9 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from llmc.errors import LlmcError
-from llmc.runtime.decoding import processors
-from llmc.runtime.decoding.params import SamplingParams
-from llmc.runtime.decoding.processing import Processing
+from llmc.runtime.sampling import logits_processors
+from llmc.runtime.sampling.params import SamplingParams
+from llmc.runtime.sampling.slot_params import SlotParams
 
 _BLOCK = 256  # random numbers made, and probabilities added up, at once
 # What an engine returns in place of a token.
@@ -54,7 +54,7 @@ class Sampler:
         self.prompt = np.array(prompt, np.int64)
         self._end_tokens = np.array(end_tokens, np.int64)
         self._words = bad_words
-        self._bad_words = processors.BadWords(bad_words) if bad_words else None
+        self._bad_words = logits_processors.BadWords(bad_words) if bad_words else None
         self._biased = np.array(list(params.logit_bias), np.int64)
         self._biases = np.array(list(params.logit_bias.values()), np.float32)
 
@@ -80,26 +80,26 @@ class Sampler:
         """Logits as they are before temperature, in a new array."""
         params, scores = self.params, logits.copy()
         if len(self._biased):
-            processors.logit_bias(scores, self._biased, self._biases)
+            logits_processors.logit_bias(scores, self._biased, self._biases)
         if params.repetition_penalty != 1 or self._bad_words:
             context = np.concatenate([self.prompt, np.array(tokens, np.int64)])
         if params.repetition_penalty != 1:
-            processors.repetition_penalty(scores, context, params.repetition_penalty)
+            logits_processors.repetition_penalty(scores, context, params.repetition_penalty)
         if params.presence_penalty != 0 or params.frequency_penalty != 0:
-            processors.presence_and_frequency_penalty(scores, tokens, params.presence_penalty,
-                                                      params.frequency_penalty)
+            logits_processors.presence_and_frequency_penalty(
+                scores, tokens, params.presence_penalty, params.frequency_penalty)
         if self._bad_words:
             self._bad_words(scores, context)
-        processors.min_tokens(scores, len(tokens), params.min_tokens, self._end_tokens)
+        logits_processors.min_tokens(scores, len(tokens), params.min_tokens, self._end_tokens)
         if len(tokens) in self._forced:
-            processors.force(scores, self._forced[len(tokens)])
+            logits_processors.force(scores, self._forced[len(tokens)])
         return scores
 
     @cached_property
-    def processing(self) -> Processing | None:
+    def processing(self) -> SlotParams | None:
         """What `process` does, for an engine that does it itself; None: nothing."""
         params = self.params
-        return Processing.of(
+        return SlotParams.of(
             repetition=params.repetition_penalty, presence=params.presence_penalty,
             frequency=params.frequency_penalty, biased=self._biased, biases=self._biases,
             bad_words=self._words, min_tokens=min(params.min_tokens, 2**31 - 1),
@@ -127,14 +127,14 @@ def _candidates(scores: np.ndarray, params: SamplingParams) -> tuple[np.ndarray,
     float64 [kept].
     """
     if params.top_k:  # before temperature, which changes no order, to leave few to work on
-        token_ids = processors.top_k(scores, params.top_k)
+        token_ids = logits_processors.top_k(scores, params.top_k)
         scores = scores[token_ids]
     else:
         token_ids = _all_tokens(len(scores))
-    weights = processors.weights(scores, params.temperature)
-    for cut, value, none in ((processors.top_p, params.top_p, 1),
-                             (processors.min_p, params.min_p, 0),
-                             (processors.typical_p, params.typical_p, 1)):
+    weights = logits_processors.weights(scores, params.temperature)
+    for cut, value, none in ((logits_processors.top_p, params.top_p, 1),
+                             (logits_processors.min_p, params.min_p, 0),
+                             (logits_processors.typical_p, params.typical_p, 1)):
         if value != none:
             kept = cut(weights, value)
             token_ids, weights = token_ids[kept], weights[kept]
@@ -191,7 +191,7 @@ class Logprobs:
     def of(logits: np.ndarray, token: int, count: int) -> Logprobs:
         """From logits [vocab_size], for a chosen token and the `count` likeliest."""
         peak = float(logits.max())
-        shift = peak + math.log(processors.weights(logits).sum())
+        shift = peak + math.log(logits_processors.weights(logits).sum())
         top = _most_likely(logits, count)
         return Logprobs(float(logits[token]) - shift,
                         tuple((other, float(logits[other]) - shift) for other in top))
@@ -211,6 +211,6 @@ def _most_likely(logits: np.ndarray, count: int) -> list[int]:
     """Token ids, most likely first; of equal ones the lower."""
     if not count:
         return []
-    near = processors.top_k(logits, count)
+    near = logits_processors.top_k(logits, count)
     found: list[int] = near[np.argsort(-logits[near], kind="stable")][:count].tolist()
     return found

@@ -10,13 +10,13 @@ from __future__ import annotations
 import numpy as np
 
 from llmc.errors import LlmcError
-from llmc.runtime.step import Limits, Step
+from llmc.runtime.core.step import EngineLimits, Step
 
 
-class Reached:
+class StatePositions:
     """What the steps so far have left each slot's state at."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: EngineLimits) -> None:
         self._size = limits.block_size
         # Whatever is written to a block makes it another version; version 0 is nobody's.
         self._versions = np.ones(limits.num_blocks, np.int64)
@@ -62,8 +62,8 @@ class StateSlots:
     without being copied, but where several go on from it.
     """
 
-    def __init__(self, limits: Limits) -> None:
-        self._reached = Reached(limits)
+    def __init__(self, limits: EngineLimits) -> None:
+        self._reached = StatePositions(limits)
         self._rows = np.arange(limits.max_slots, dtype=np.int32)  # by slot
 
     def place(self, step: Step) -> tuple[np.ndarray, np.ndarray]:
@@ -71,7 +71,7 @@ class StateSlots:
         copied before, int32 [num_copies, 2], none of them to one that is copied.
 
         Raises:
-            LlmcError: see `Reached.enter`.
+            LlmcError: see `StatePositions.enter`.
         """
         moves = self._reached.enter(step)
         takers: dict[int, list[int]] = {}

@@ -1,0 +1,1 @@
+"""Requests, scheduling, the KV cache's blocks, and the loop that runs steps."""
