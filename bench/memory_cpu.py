@@ -112,8 +112,9 @@ def main() -> None:
     for case_dir in args.case_dir:
         name = Path(case_dir).name
         if args.aborts:
-            rows[name] = in_process(case_dir, "--aborts", args.aborts)
-            print(f"| {name} | {rows[name]} |", flush=True)
+            row = rows[f"{name}, {args.aborts} aborts"] = in_process(case_dir, "--aborts",
+                                                                     args.aborts)
+            print(f"| {name} | {args.aborts} aborts | {row} |", flush=True)
             continue
         for length, count in args.prompts or PROMPTS:
             row = in_process(case_dir, "--prompts", length, count)
