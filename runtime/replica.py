@@ -22,9 +22,10 @@ from llmc.runtime.engines.host import HostSampling
 
 _SCORED_BYTES = 2**26  # of logits of prompt tokens in a step; ranks may hold them twice
 _SHARE = 4  # of a CPU's free memory, one part in so many is for blocks
-# Activations of a token that ranks hold at once, in float32 values, relative to hidden_size; with
-# what allocators keep. bench/memory_cpu.py measures 100 to 130 for SmolLM2-135M.
-_ACTIVATIONS = 128
+# Activations of a token that all ranks hold at once, in float32 values, relative to hidden_size;
+# with what allocators keep. bench/memory_cpu.py gives 47 to 56 for SmolLM2-135M on one rank and 127
+# to 239 on three: peak less loaded and less the KV cache, over a chunk.
+_ACTIVATIONS = 256
 _Result = TypeVar("_Result")
 
 
