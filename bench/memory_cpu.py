@@ -2,7 +2,7 @@
 
     python bench/memory_cpu.py CASE_DIR ...
 
-Each row is a process of its own that loads the case directory with a KV cache of 8,192 tokens,
+Each row is a separate process that loads the case directory with a KV cache of 8,192 tokens,
 runs its prompts of random token ids together, each with two tokens to generate, and then prompts of
 512 tokens three times. The columns are megabytes after loading, at the peak and afterwards, seconds
 of the prompts, and the median seconds of 512 tokens. `--aborts N` instead cancels N requests of 16
@@ -84,7 +84,7 @@ async def abort(case_dir: str, count: int) -> list[int]:
 
 
 def in_process(*arguments: object) -> object:
-    """What this script prints with these arguments, in a process of its own."""
+    """Output of this script with these arguments, run in a separate process."""
     done = subprocess.run([sys.executable, __file__, *map(str, arguments), "--child"], check=True,
                           stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout)

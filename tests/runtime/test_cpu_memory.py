@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 import llmc
+from llmc.artifacts.manifest import Chip, LayerCache, read_manifest
 from llmc.errors import LlmcError
 from llmc.runtime import replica
 from llmc.runtime.core.step import EngineLimits, Step
 from llmc.runtime.engines import cpu
 from llmc.runtime.engines.row_cache import RowCache
-from llmc.runtime.manifest import Chip, LayerCache, read_manifest
 
 PROMPT = [3 + 7 * index % 90 for index in range(40)]
 # Loads a case directory, runs a prompt, and prints by how many megabytes the process has grown.
@@ -170,11 +170,11 @@ def test_what_is_behind_a_shorter_sequence_is_given_back():
 
 
 def test_what_a_step_takes_is_counted_with_the_cache(case_tp1, monkeypatch):
-    manifest, room = read_manifest(case_tp1), replica.Room(16, 2048)
+    manifest, room = read_manifest(case_tp1), replica.EngineConfig(16, 2048)
     taken = replica.step_bytes(manifest, room)
     each = replica.token_bytes(manifest)
     monkeypatch.setattr(replica, "memory", lambda name: taken + 1000 * each)
     assert replica.cpu_limits(manifest, room).num_blocks * room.block_size <= 500
     with pytest.raises(LlmcError, match=r"600 tokens takes .* and a step up to .* GB"):
-        replica.cpu_limits(manifest, replica.Room(16, 2048, kv_cache_tokens=600))
-    assert replica.step_bytes(manifest, replica.Room(16, 64)) < taken
+        replica.cpu_limits(manifest, replica.EngineConfig(16, 2048, kv_cache_tokens=600))
+    assert replica.step_bytes(manifest, replica.EngineConfig(16, 64)) < taken
