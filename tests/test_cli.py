@@ -261,7 +261,7 @@ def test_bench_tells_how_a_crowd_fares(case_tp1, tmp_path):
     (["--requests", "nowhere"], "'nowhere' cannot be read"),
     (["--requests", "random:3", "--request_rate", "0"], "--request_rate 0.0 is not above 0"),
     (["--requests", "random:3", "--shared_prefix", "64"], "shared_prefix 64 leaves no room in 64"),
-    (["--requests", "random:3", "--block_size", "5"], "block_size 5 is no power of two"),
+    (["--requests", "random:3", "--block_size", "5"], "block_size 5 is not a power of two"),
 ])
 def test_a_crowd_that_cannot_be_is_one_sentence(case_tp1, arguments, message):
     result = run("bench", "--case_dir", case_tp1, *arguments)

@@ -94,7 +94,7 @@ def test_whatever_a_template_raises_is_one_sentence(templated, template, reason)
                                              "used") as error:
         llm.chat_prompt("the")
     assert reason in str(error.value) and "\n" not in str(error.value)
-    assert str(error.value).endswith("in the form that the model expects")
+    assert str(error.value).endswith("in the format that the model expects")
 
 
 def test_a_broken_tokenizer_config_is_one_sentence(templated):

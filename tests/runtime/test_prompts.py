@@ -150,7 +150,7 @@ def test_help_describes_every_field():
     (dict(max_batch_size=2.0), "max_batch_size is 2.0; give a whole number"),
     (dict(max_batch_size=0), "max_batch_size 0 is below 1"),
     (dict(max_batch_size=10**7),
-     "max_batch_size 10000000 is above 65536; more sequences than decode at once wait"),
+     "max_batch_size 10000000 is above 65536; give at most that, further sequences wait"),
     (dict(check_step=None), "check_step is None; give a whole number"),
     (dict(check_step=0), "check_step 0 is below 1"),
     (dict(skip_step=-1), "skip_step -1 is below 0"),

@@ -308,5 +308,5 @@ def test_an_encoder_decoder_model_completes_what_its_encoder_reads(encoder_decod
         answer = server.client.completions.create(prompt=["w5 w9 w7", "w3"], max_tokens=8, **GREEDY)
         assert [own.text for own in answer.choices] == [own.text for own in expected]
         assert answer.usage.prompt_tokens == sum(len(own.prompt_token_ids) for own in expected)
-        with pytest.raises(openai.BadRequestError, match="which does not chat"):
+        with pytest.raises(openai.BadRequestError, match="without chat"):
             server.client.chat.completions.create(messages=MESSAGES, **GREEDY)
