@@ -293,7 +293,7 @@ def test_answers_follow_other_guides(client):
     assert text(structured_outputs={"choice": ["one", "two"]}) in ("one", "two")
     assert text(guided_grammar='start: "q" "r"') == "qr"
     assert text(structured_outputs={"json_object": True}, logit_bias={"96": 50}).startswith("{")
-    with pytest.raises(openai.BadRequestError, match="the guide cannot be read"):
+    with pytest.raises(openai.BadRequestError, match="the grammar cannot be compiled"):
         text(guided_regex="(")
     with pytest.raises(openai.BadRequestError, match="response_format has no json_schema"):
         text(response_format={"type": "json_schema"})
