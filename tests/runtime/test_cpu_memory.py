@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 import llmc
+from llmc.artifacts.manifest import Chip, LayerCache, read_manifest
 from llmc.errors import LlmcError
 from llmc.runtime import replica
 from llmc.runtime.core.step import EngineLimits, Step
 from llmc.runtime.engines import cpu
 from llmc.runtime.engines.row_cache import RowCache
-from llmc.runtime.manifest import Chip, LayerCache, read_manifest
 
 PROMPT = [3 + 7 * index % 90 for index in range(40)]
 # Loads a case directory, runs a prompt, and prints by how many megabytes the process has grown.
