@@ -277,12 +277,12 @@ class CpuEngine:
             for name, version in fact["ops"].items():
                 if manifest.ops.get(name, version) != version:
                     raise LlmcError(f"the graphs of chip {chip.rank} have version {version} of "
-                                    f"{name}, {MANIFEST_NAME} has {manifest.ops[name]}; compile "
+                                    f"{name}, {MANIFEST_NAME} says {manifest.ops[name]}; compile "
                                     f"the model again")
         heads = tuple(count for fact in facts for count in fact["num_heads"])
         if chip.num_heads != heads:
             raise LlmcError(f"the graphs of chip {chip.rank} have num_heads {list(heads)}, "
-                            f"{MANIFEST_NAME} has {list(chip.num_heads)}; compile the model again")
+                            f"{MANIFEST_NAME} says {list(chip.num_heads)}; compile the model again")
         for program in (chip, chip.encoder) if chip.encoder else (chip,):
             self._check_steps(program, manifest.tp_size)
 
@@ -310,8 +310,8 @@ class CpuEngine:
                     dtype, shape = known[name]
                     raise LlmcError(
                         f"{name!r} is {tensor_type[0]} {list(tensor_type[1])} in "
-                        f"'{self._chip.path}', but {dtype} {list(shape)} in {MANIFEST_NAME} or "
-                        f"another graph; compile the model again")
+                        f"'{self._chip.path}', which should be {dtype} {list(shape)} as in "
+                        f"{MANIFEST_NAME} or another graph; compile the model again")
 
     def _run_graph(self, step: GraphStep, batch: _Part,
                    values: dict[str, np.ndarray]) -> None:

@@ -125,7 +125,7 @@ def test_replicas_share_the_prompts(encoder_decoder):
 def test_what_an_encoder_reads_has_no_log_probabilities(encoder_decoder):
     _, _, cases = encoder_decoder("bart")
     with llmc.LLM(cases["tp1"]) as llm, \
-            pytest.raises(llmc.LlmcError, match="encoder-decoder model, which gives its prompt no"):
+            pytest.raises(llmc.LlmcError, match="model, for which prompt_logprobs is unsupported"):
         llm.generate(prompts(0), SamplingParams(prompt_logprobs=1))
 
 

@@ -126,7 +126,7 @@ def test_a_session_goes_on_while_others_generate(case, alone):
             assert chosen == [alone[1][step], alone[2][step]]
             rows = session.extend([[token] for token in chosen])
         llm.generate(PROMPTS, tokens(30))  # needs all slots
-        with pytest.raises(llmc.LlmcError, match="KV cache of this session is gone"):
+        with pytest.raises(llmc.LlmcError, match="KV cache of this session was freed"):
             session.extend([[5], [5]])
         session.close()
         assert_empty(llm)
