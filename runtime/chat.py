@@ -42,8 +42,8 @@ class Chat:
         room = self._llm.manifest.dims.max_seq_len
         if len(prompt) > room:
             raise LlmcError(f"the conversation has {len(prompt)} tokens, the KV cache has room "
-                            f"for {room}; say less, begin another, or compile with a larger "
-                            f"--max_seq_len")
+                            f"for {room}; shorten the message, start another conversation, or "
+                            f"compile with a larger --max_seq_len")
         return self._answer(messages, self._llm.stream([prompt], self._params))
 
     def _answer(self, messages: list[dict[str, str]], pieces: Iterator[CompletionChunk]) -> \

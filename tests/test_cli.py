@@ -380,7 +380,7 @@ def talk(case_tp1):
 def test_a_conversation_in_a_terminal(talk):
     shown = talk(b"the\n", b"\x03", b"\n", b"fox " * 99 + b"\n", b"\x04")
     assert "Ctrl-C ends an answer, Ctrl-D the conversation." in shown
-    assert "the KV cache has room for 64; say less" in shown and "Traceback" not in shown
+    assert "the KV cache has room for 64; shorten the message" in shown and "Traceback" not in shown
     assert shown.count("> |") == 5 and "tokens/s" in shown
 
 

@@ -467,7 +467,7 @@ class LLM(_Loaded):
                     ready.clear()
                 for output in outputs:
                     yield output
-                    work.check_process()  # the generator may go on in a forked child
+                    work.check_process()  # the generator may continue in a forked child
         finally:
             work.abort()
 

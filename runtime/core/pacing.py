@@ -28,7 +28,7 @@ class StepPacer:
 
     The duration of a step is fitted linearly to recent steps, by number of sequences, presence of
     prefill and number of prefill tokens. An underestimate costs queueing time; an overestimate
-    leaves the device idle, so the fit lies below 95% of the measured durations. If a step had ended
+    leaves the device idle, so 95% of the measured durations are above the fit. If a step had ended
     before the host collected it, the next one is submitted at once.
 
     Args:

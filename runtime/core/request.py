@@ -144,7 +144,7 @@ class Request:
                        self.decoding.bad_words, self.forced)
 
     def key(self, encoded: bool) -> bytes:
-        """Bytes that determine the KV cache's contents beside the decoder's tokens."""
+        """Bytes that determine the KV cache's contents, in addition to the decoder's tokens."""
         return hashlib.sha256(np.asarray(self.source, np.int64).tobytes()).digest() \
             if encoded else b""
 

@@ -40,7 +40,7 @@ _COMPILE_STACK = 64 * 2**20  # bytes; many times _CHECK's stack
 _CACHED = 64  # compiled grammars
 _CACHED_BYTES = 16 * 1024  # of a grammar's text; it takes about 100 times as much when compiled
 _MAX_REASON = 2000  # characters of an error
-_SLOW = 0.001  # seconds; a mask that takes longer is computed beside the step loop
+_SLOW = 0.001  # seconds; slower masks are computed in another thread than the loop's
 
 _masks = ThreadPoolExecutor(1, "llmc-masks")
 
@@ -236,7 +236,7 @@ def _import_llguidance() -> ModuleType:
 def _ll_tokenizer(text: str, vocab_size: int, end_tokens: tuple[int, ...]) -> Any:
     try:
         return _import_llguidance().LLTokenizer(text, n_vocab=vocab_size, eos_token=[*end_tokens])
-    except Exception as error:  # whatever it raises
+    except Exception as error:  # llguidance documents no exception class
         raise LlmcError(f"structured output is unsupported: llguidance cannot use this model's "
                         f"tokenizer ({error}); leave it out") from error
 
@@ -259,7 +259,7 @@ def _check(tokenizer_file: Path, vocab_size: int, end_tokens: tuple[int, ...], k
     library = _import_llguidance()
     try:
         grammar = _converted(library.LLMatcher, kind, source)
-    except Exception as error:  # whatever a converter raises
+    except Exception as error:  # converters have no common exception class
         raise LlmcError(str(error)) from error
     matcher = _matcher(library, _load(tokenizer_file, vocab_size, end_tokens), grammar)
     GrammarState(matcher, vocab_size).copy()

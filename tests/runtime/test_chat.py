@@ -44,7 +44,7 @@ def test_a_conversation_that_outgrew_the_kv_cache_says_so_and_forgets_the_messag
     list(chat.say("the"))
     before = list(chat.messages)
     with pytest.raises(llmc.LlmcError, match=r"the conversation has \d+ tokens, the KV cache has "
-                                             r"room for 64; say less, begin another, or compile"):
+                                             r"room for 64; shorten the message, start another"):
         chat.say("quick brown 123456789 " * 9)
     assert chat.messages == before
     assert list(chat.say("fox"))
