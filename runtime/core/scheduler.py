@@ -688,7 +688,7 @@ class Scheduler:
             return []
         missing = self._missing_blocks(first)
         if self._has_room(first, missing) or self._leases or \
-                any(own.stalled() for own in self.running):  # `_begin` preempts these
+                any(own.stalled() for own in self.running):  # `_admit` preempts these
             return []
 
         def share(own: Sequence) -> Share:

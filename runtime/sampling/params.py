@@ -19,9 +19,9 @@ from typing import Annotated, Any, Literal, get_type_hints
 from llmc.errors import LlmcError, shown
 
 MAX_N = 2**16  # completions of a prompt
-MAX_STOP = 64  # every token is searched for each of them
+MAX_STOP = 64  # the text is searched for each after every token
 MAX_STOP_CHARACTERS = 4096  # of one stop string
-# Chosen so that each costs a sequence at most 1 ms of a step, measured with 152,000 tokens.
+# At these limits each costs a sequence at most 1 ms of a step, measured with 152,000 tokens.
 MAX_BIASES = 16_384
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORDS_SIZE = 16_384  # of all together

@@ -236,7 +236,7 @@ def _import_llguidance() -> ModuleType:
 def _ll_tokenizer(text: str, vocab_size: int, end_tokens: tuple[int, ...]) -> Any:
     try:
         return _import_llguidance().LLTokenizer(text, n_vocab=vocab_size, eos_token=[*end_tokens])
-    except Exception as error:  # llguidance documents no exception class
+    except Exception as error:  # any exception of llguidance
         raise LlmcError(f"structured output is unsupported: llguidance cannot use this model's "
                         f"tokenizer ({error}); leave it out") from error
 
@@ -259,7 +259,7 @@ def _check(tokenizer_file: Path, vocab_size: int, end_tokens: tuple[int, ...], k
     library = _import_llguidance()
     try:
         grammar = _converted(library.LLMatcher, kind, source)
-    except Exception as error:  # converters have no common exception class
+    except Exception as error:  # any exception of a converter
         raise LlmcError(str(error)) from error
     matcher = _matcher(library, _load(tokenizer_file, vocab_size, end_tokens), grammar)
     GrammarState(matcher, vocab_size).copy()
