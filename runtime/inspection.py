@@ -36,7 +36,7 @@ def summarize(manifest: Manifest, batch_size: int = 1) -> dict[str, Any]:
 
     Returns:
         The manifest's contents; per chip, sizes in bytes of weights, caches and files; and in
-            `cache_tokens`, the approximate KV-cache capacity in tokens, by GPU.
+        `cache_tokens`, the approximate KV-cache capacity in tokens, by GPU.
     """
     length = manifest.dims.max_seq_len
     width, kv_width = DTYPE_BYTES[manifest.dtype], DTYPE_BYTES[manifest.kv_dtype]

@@ -254,12 +254,12 @@ class _Loaded:
 
         Returns:
             `running` sequences and `waiting` callers; `generated_tokens`, `tokens_per_second` of
-                the last ten seconds, `finished` completions, requests that failed on NaN or
-                infinite logits (`nan_logits`), `preemptions`; prompt tokens looked up and found in
-                the prefix cache on first admission (`cache_queries`, `cache_hits`); `cache_usage`
-                from 0 to 1 of `num_blocks` of `block_size` positions; and p50, p90 and p99 over the
-                newest few thousand values of `time_to_first_token` and `inter_token_latency` in
-                seconds.
+            the last ten seconds, `finished` completions, requests that failed on NaN or
+            infinite logits (`nan_logits`), `preemptions`; prompt tokens looked up and found in
+            the prefix cache on first admission (`cache_queries`, `cache_hits`); `cache_usage`
+            from 0 to 1 of `num_blocks` of `block_size` positions; and p50, p90 and p99 over the
+            newest few thousand values of `time_to_first_token` and `inter_token_latency` in
+            seconds.
 
         Raises:
             LlmcError: this is closed.

@@ -185,7 +185,7 @@ class CpuEngine:
 
         Returns:
             `past_lens`, `cu_seqlens`, and the index of the sequence whose encoder output each row
-                uses.
+            uses.
         """
         past = np.full(rows[-1] + 1, -1, np.int32)
         past[rows] = past_lens
@@ -419,7 +419,7 @@ def _facts(path: str, session: ort.InferenceSession) -> dict[str, Any]:
 
     Returns:
         Versions of its ops by name, heads of each self-attention, and the number of attention
-            scores per query and key that it materializes at once.
+        scores per query and key that it materializes at once.
     """
     try:
         facts = json.loads(session.get_modelmeta().custom_metadata_map[FACTS])

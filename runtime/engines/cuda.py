@@ -295,8 +295,8 @@ class CudaEngine:
 
         Returns:
             float32 [num_tokens or num_logits, width] outputs of every node, in order, by tensor
-                name, including the logits of all tokens. FP8 codes are omitted, since only the
-                kernels know their layout.
+            name, including the logits of all tokens. FP8 codes are omitted, since only the
+            kernels know their layout.
         """
         numbers = [number for node in self._program.nodes for number in node.outputs
                    if number >= 0 and self._program.tensors[number].dtype != "float8_e4m3fn"]

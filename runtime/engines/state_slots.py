@@ -72,7 +72,7 @@ class StateSlots:
 
         Returns:
             Each sequence's row, int32 [batch]; and rows (from, to) to copy before, int32
-                [num_copies, 2]. No destination is also a source.
+            [num_copies, 2]. No destination is also a source.
 
         Raises:
             LlmcError: see `StatePositions.enter`.

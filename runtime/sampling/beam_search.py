@@ -202,7 +202,7 @@ def expand(candidates: Candidates, cum_log_probs: np.ndarray, diversity_rate: fl
 
     Returns:
         Tokens, int32, the beams that they continue, int64, and the sums of log-probabilities,
-            float32; each [batch, beam * count].
+        float32; each [batch, beam * count].
     """
     batch, _, count = candidates.tokens.shape
     sums = candidates.log_probs + cum_log_probs[:, :, None]
