@@ -12,7 +12,7 @@ from typing import Any, cast
 from prometheus_client.parser import text_string_to_metric_families
 
 from llmc import plugins
-from llmc.server.limits import OPEN, Gate
+from llmc.server.limits import OPEN, AdmissionGate
 from llmc.server.metrics import Metrics
 from llmc.server.openapi import OPERATIONS, TOKENIZER_INFO, Operation
 from llmc.server.reasoning import REASONING_MARKS
@@ -53,7 +53,7 @@ def bodies() -> str:
 
 def metrics() -> str:
     """Return a table of the metrics that /metrics exposes."""
-    unused = cast(Gate, SimpleNamespace(inside=0, sequences=0, refused=0))
+    unused = cast(AdmissionGate, SimpleNamespace(inside=0, sequences=0, refused=0))
     values: defaultdict[str, Any] = defaultdict(int)
     text = Metrics(lambda: values, unused, "model").text().decode()
     return table(("name", "type", "meaning"), (
