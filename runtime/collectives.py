@@ -60,7 +60,7 @@ class Communicator:
             raise Aborted from None
         parts = list(slots)
         mismatch = next((part.shape for part in parts if part.shape[:len(alike)] != alike
-                    or part.ndim != array.ndim), None)
+                         or part.ndim != array.ndim), None)
         if mismatch is not None:
             raise LlmcError(f"chips combine {list(array.shape)} and {list(mismatch)}, which are "
                             f"not of one model; compile the model again")

@@ -92,4 +92,4 @@ def together(loops: list[Metrics]) -> dict[str, Any]:
             "cache_usage": 1 - sum(part["free_blocks"] for part in parts) / blocks,
             **{name: asdict(Percentiles.of([time for part in parts for time in part[times]]))
                for name, times in (("time_to_first_token", "first"),
-                                  ("inter_token_latency", "between"))}}
+                                   ("inter_token_latency", "between"))}}

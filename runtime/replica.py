@@ -113,11 +113,11 @@ def cpu_limits(manifest: Manifest, config: EngineConfig) -> EngineLimits:
                         f"its sequences, and a step up to {taken / 1e9:.1f} GB; this "
                         f"machine has {(free + taken) / 1e9:.1f} GB free of "
                         f"{memory('MemTotal') / 1e9:.1f} GB; lower kv_cache_tokens")
-    return EngineLimits(num_blocks=-(-tokens // config.block_size), block_size=config.block_size,
-                  max_tokens=config.max_num_batched_tokens, max_slots=config.max_batch_size,
-                  max_logits=MAX_LOGITS, ahead=1,
-                  max_scored=_max_scored(manifest),
-                  keeps_states=any(chip.states for chip in manifest.chips))
+    return EngineLimits(
+        num_blocks=-(-tokens // config.block_size), block_size=config.block_size,
+        max_tokens=config.max_num_batched_tokens, max_slots=config.max_batch_size,
+        max_logits=MAX_LOGITS, ahead=1, max_scored=_max_scored(manifest),
+        keeps_states=any(chip.states for chip in manifest.chips))
 
 
 def memory(name: str) -> int:

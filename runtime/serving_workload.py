@@ -93,7 +93,7 @@ def read_workload(llm: LLM, source: str, rate: float, shared_prefix: int = 0) ->
 
 
 def measure_workload(llm: LLM, traffic: ServingWorkload,
-                    progress: Callable[[CompletionChunk], object] = lambda chunk: None) -> Report:
+                     progress: Callable[[CompletionChunk], object] = lambda chunk: None) -> Report:
     """Run a workload and measure it."""
     before = llm.metrics()
     latest: dict[tuple[int, int], float] = defaultdict(lambda: -1.0)

@@ -148,7 +148,7 @@ class BlockPool:
     def copies(self, tables: Sequence[BlockTable], position: int) -> int:
         """Number of blocks that copy-on-write of these tables at a position takes."""
         counts = Counter(table.blocks[position // self.block_size] for table in tables
-                      if position // self.block_size < len(table.blocks))
+                         if position // self.block_size < len(table.blocks))
         return sum(count if self._held(block, count) else count - 1
                    for block, count in counts.items())
 

@@ -133,13 +133,12 @@ class _Loaded:
         if limit is not None and max_batch_size > limit:
             raise LlmcError(f"max_batch_size {max_batch_size} exceeds {limit}, for which the model "
                             f"was compiled; lower it, or compile with a larger --max_batch_size")
-        config = EngineConfig(max_batch_size,
-                    max(_integer("max_num_batched_tokens", max_num_batched_tokens, 1),
-                        max_batch_size),
-                    _power_of_two("block_size", block_size),
-                    None if kv_cache_tokens is None else
-                    _integer("kv_cache_tokens", kv_cache_tokens, 1),
-                    _fraction("gpu_memory_utilization", gpu_memory_utilization), attention_backend)
+        config = EngineConfig(
+            max_batch_size,
+            max(_integer("max_num_batched_tokens", max_num_batched_tokens, 1), max_batch_size),
+            _power_of_two("block_size", block_size),
+            None if kv_cache_tokens is None else _integer("kv_cache_tokens", kv_cache_tokens, 1),
+            _fraction("gpu_memory_utilization", gpu_memory_utilization), attention_backend)
         self._max_batch_size = max_batch_size
         with memory_errors("load the model"):
             self._load(devices, config, prefix_reuse, check_step, skip_step)
@@ -450,7 +449,7 @@ class LLM(_Loaded):
         return Beams.join([found[request.index] for request in requests])
 
     def _outputs(self, requests: list[Request], scheduling: Scheduling,
-              arrivals: Sequence[float] | None = None) -> Iterator[Token | RunningBeamSearch]:
+                 arrivals: Sequence[float] | None = None) -> Iterator[Token | RunningBeamSearch]:
         """Yield the outputs of requests until all have finished."""
         ready = threading.Event()
         work = RequestHandle(ready.set)

@@ -335,7 +335,7 @@ class Loop:
         return token
 
     def _resume_masked(self, sequence: Sequence, owner: RunningCompletion,
-                      error: LlmcError | None) -> None:
+                       error: LlmcError | None) -> None:
         """Resume a sequence whose token mask was computed in another thread."""
         assert owner.guide is not None
         owner.guide.pending = False

@@ -308,7 +308,7 @@ class RunningBeamSearch:
                                 candidates.log_probs[:, :self._count])
         if len(candidates.tokens) < width:  # all beams continue the prompt
             candidates = Candidates(np.repeat(candidates.tokens, width, axis=0),
-                               np.repeat(candidates.log_probs, width, axis=0))
+                                    np.repeat(candidates.log_probs, width, axis=0))
         tokens, parents = self._search.step(candidates.reshape(1, width))
         if not self._search.running.any():
             return None

@@ -738,7 +738,7 @@ class Scheduler:
         memory = None
         if step_rows[0].sequence.source is not None:
             memory = EncoderOutputs.of([self._memory[row.sequence.request][0] for row in step_rows],
-                               [len(row.sequence.source or ()) for row in step_rows])
+                                       [len(row.sequence.source or ()) for row in step_rows])
         step = Step.of(
             [row.tokens for row in step_rows], [row.past for row in step_rows],
             [row.table.blocks for row in step_rows], [row.slot for row in step_rows],
@@ -765,7 +765,7 @@ class Scheduler:
         scored = range(0) if sequence.scores is None else \
             sequence.scores.schedule(past, past + count)
         return [_StepRow(sequence, sequence.slots[0], sequence.tables[0], tokens, past,
-                      past + count >= sequence.known, scored)]
+                         past + count >= sequence.known, scored)]
 
     def _count(self, sequence: Sequence, count: int) -> None:
         searched, sequence.beams = sequence.searches, []

@@ -87,4 +87,4 @@ def slot_state(sampler: Sampler, drawn: int) -> np.ndarray:
 
 
 NO_ADMISSIONS = Admissions(_NO_TOKENS, np.empty(0, SLOT_STATE), _NO_TOKENS, _NO_TOKENS, _NO_TOKENS,
-                    _NO_TOKENS)
+                           _NO_TOKENS)

@@ -289,7 +289,7 @@ class CpuEngine:
     def _check_steps(self, program: Chip | EncoderProgram, tp_size: int) -> None:
         """Compare each graph's inputs and outputs with the manifest and with preceding graphs."""
         known: dict[str, _TensorType] = {tensor.name: (tensor.dtype, tensor.shape)
-                                        for tensor in (*program.inputs, *program.outputs)}
+                                         for tensor in (*program.inputs, *program.outputs)}
         for step in program.steps:
             if isinstance(step, CollectiveStep):
                 dtype, shape = known[step.input]
@@ -323,7 +323,7 @@ class CpuEngine:
             binding.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
         for name, shape in self._outputs[step.path]:
             output = np.empty([size if isinstance(size, int) else sizes[size] for size in shape],
-                            np.float32)
+                              np.float32)
             binding.bind_output(name, "cpu", 0, output.dtype, output.shape, output.ctypes.data)
             values[name] = output
         self._sessions[step.path].run_with_iobinding(binding)

@@ -61,7 +61,7 @@ class HostSampling:
         logprobs: list[Logprobs | None] = []
         finite = np.isfinite(logits.max(axis=1)).tolist()  # the maximum is NaN if any logit is
         for row, (slot, row_logits) in enumerate(zip(step.slots[step.sample].tolist(), logits,
-                                              strict=True)):
+                                                     strict=True)):
             sampler = self._samplers.get(slot)
             token, count = NONE_ALLOWED, None
             if sampler is not None and not finite[row]:

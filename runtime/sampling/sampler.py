@@ -134,8 +134,8 @@ def _candidates(scores: np.ndarray, params: SamplingParams) -> tuple[np.ndarray,
         token_ids = _all_tokens(len(scores))
     weights = logits_processors.weights(scores, params.temperature)
     for warper, value, neutral in ((logits_processors.top_p, params.top_p, 1),
-                             (logits_processors.min_p, params.min_p, 0),
-                             (logits_processors.typical_p, params.typical_p, 1)):
+                                   (logits_processors.min_p, params.min_p, 0),
+                                   (logits_processors.typical_p, params.typical_p, 1)):
         if value != neutral:
             kept = warper(weights, value)
             token_ids, weights = token_ids[kept], weights[kept]
