@@ -45,7 +45,7 @@ class Idle:
 
     def submit(self, step: Step) -> int:
         self._end = max(self._end, time.perf_counter()) + self._seconds + \
-            _OF_A_PROMPT_TOKEN * step.num_ctx_tokens
+            _OF_A_PROMPT_TOKEN * step.num_prefill_tokens
         self._tickets += 1
         self._made[self._tickets] = self._end, self._rng.integers(300, 40000, len(step.sample))
         return self._tickets

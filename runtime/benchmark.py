@@ -1,4 +1,4 @@
-"""Throughput and latency over a grid of batch sizes and lengths."""
+"""Throughput and latency over a grid of batch sizes and sequence lengths."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ from llmc.runtime.sampling.params import SamplingParams
 
 @dataclass(frozen=True)
 class Row:
-    """Medians over runs of one cell of the grid.
+    """Medians over the runs of one cell of the grid.
 
-    `latency_ms` is the whole generation, `tctx_ms` the time to the first token of every sequence,
-    `tgen_ms` one later step; `tokens_per_sec` counts generated tokens of all sequences.
+    Args:
+        tokens_per_sec: generated tokens of all sequences.
+        latency_ms: time of the whole generation.
+        tctx_ms: prefill time: until every sequence has its first token.
+        tgen_ms: TPOT: time per later token.
     """
 
     batch: int
@@ -33,10 +36,10 @@ class Row:
 
 
 def parse_grid(batch_size: str, input_output_len: str) -> list[tuple[int, int, int]]:
-    """`"1;4"`, `"64,64;128,20"` → (batch, input, output) in the table's order.
+    """Parse `"1;4"`, `"64,64;128,20"` to (batch, input, output) in the table's order.
 
     Raises:
-        LlmcError: a part is not a number above 0.
+        LlmcError: a part is not a positive integer.
     """
     try:
         batches = [int(part) for part in batch_size.split(";")]
@@ -52,8 +55,11 @@ def parse_grid(batch_size: str, input_output_len: str) -> list[tuple[int, int, i
 
 def measure(llm: LLM, batch: int, input_length: int, output_length: int, *, runs: int = 3,
             warmup: int = 1, params: SamplingParams | None = None) -> Row:
-    """Generate `output_length` tokens for `batch` random prompts, `runs` times after `warmup`,
-    greedily or as `params` choose them.
+    """Generate `output_length` tokens for `batch` random prompts, `runs` times.
+
+    Args:
+        warmup: number of runs before these.
+        params: sampling parameters; None: greedy.
     """
     rng = np.random.default_rng(0)
     vocab_size = (llm.manifest.encoder or llm.manifest.dims).vocab_size
@@ -80,10 +86,10 @@ def measure(llm: LLM, batch: int, input_length: int, output_length: int, *, runs
 
 
 def check_grid(llm: LLM, grid: Sequence[tuple[int, int, int]]) -> None:
-    """Refuse a grid that the KV cache, or the encoder, has no room for.
+    """Check that the grid fits the KV cache and the encoder.
 
     Raises:
-        LlmcError: naming the cell.
+        LlmcError: a cell does not fit.
     """
     room, encoder = llm.manifest.dims.max_seq_len, llm.manifest.encoder
     for _, inputs, outputs in grid:

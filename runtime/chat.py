@@ -1,4 +1,4 @@
-"""A conversation with a model."""
+"""An interactive conversation with a model."""
 
 from __future__ import annotations
 
@@ -11,37 +11,39 @@ from llmc.runtime.sampling.params import SamplingParams
 
 
 class Chat:
-    """Messages so far, which the model sees through its chat template at each answer.
+    """A conversation, rendered by the model's chat template for each answer.
 
     Args:
-        params: of every answer.
+        params: sampling parameters of every answer.
 
     Raises:
-        LlmcError: params ask for more than one.
+        LlmcError: params.n is not 1.
     """
 
     def __init__(self, llm: LLM, params: SamplingParams) -> None:
         if params.n != 1:
-            raise LlmcError(f"n {params.n} answers cannot all be part of a conversation; leave n "
+            raise LlmcError(f"n is {params.n}, a conversation has one answer per message; leave n "
                             f"out")
         self._llm, self._params = llm, params
         self.messages: list[dict[str, str]] = []
 
     def say(self, message: str) -> Generator[CompletionChunk, None, None]:
-        """Pieces of the answer. Closing the iterator ends it; the message and as much of the
-        answer as was taken are history then.
+        """Yield chunks of the answer to a message.
+
+        Closing the iterator ends the answer. The message and the chunks that were read become
+        history.
 
         Raises:
-            LlmcError: the model has no chat template, or the conversation has outgrown the KV
-                cache; the message is forgotten.
+            LlmcError: the model has no chat template, or the conversation exceeds the KV cache. The
+                message is then discarded.
         """
         messages = [*self.messages, {"role": "user", "content": message}]
         prompt = self._llm.chat_prompt(messages)
         room = self._llm.manifest.dims.max_seq_len
         if len(prompt) > room:
             raise LlmcError(f"the conversation has {len(prompt)} tokens, the KV cache has room "
-                            f"for {room}; say less, begin another, or compile with a larger "
-                            f"--max_seq_len")
+                            f"for {room}; shorten the message, start another conversation, or "
+                            f"compile with a larger --max_seq_len")
         return self._answer(messages, self._llm.stream([prompt], self._params))
 
     def _answer(self, messages: list[dict[str, str]], pieces: Iterator[CompletionChunk]) -> \

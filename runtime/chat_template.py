@@ -1,9 +1,10 @@
-"""The chat templates of a case directory: Jinja programs, rendered in a sandboxed child process.
+"""Chat templates of a case directory, rendered in a sandboxed child process.
 
-Jinja's sandbox keeps a template from Python's internals, but bounds neither time nor memory
-(`'a' * 10**10`, macros that call each other, string products). The child process does.
+A template is a Jinja program. Jinja's sandbox keeps it from Python's internals, but bounds neither
+time nor memory (`'a' * 10**10`, macros that call each other, string products). The child process
+does.
 
-Globals, filters, tags and the choice of a template are those of transformers'
+Globals, filters, tags and the selection of a template are those of transformers'
 `apply_chat_template`.
 """
 
@@ -28,8 +29,8 @@ from llmc.errors import LlmcError, shortened
 from llmc.runtime.message_forms import ContentFormat, MessageForms
 from llmc.runtime.sandbox import JobLimits, Lane, Sandbox
 
-DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates, as transformers has them
-_MAX_CHARACTERS = 2**24  # of a rendered prompt: more than any model reads
+DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates, as in transformers
+_MAX_CHARACTERS = 2**24  # of a rendered prompt: longer than any context
 _MAX_PROBE_CHARACTERS = 2**20
 _LIMITS = JobLimits(cpu_seconds=2, memory_mib=256)  # real templates take milliseconds
 _WORKERS = 2
@@ -39,7 +40,7 @@ class ChatTemplate:
     """The chat templates of a model, and the workers that render them.
 
     Args:
-        paths: template files by name. `tool_use` is for conversations with tools, `default` for
+        paths: template files by name: `tool_use` for conversations with tools, `default` for
             others.
         config: tokenizer_config.json, which names the special tokens.
     """
@@ -52,10 +53,10 @@ class ChatTemplate:
                tools: Sequence[Mapping[str, object]] | None = None,
                variables: Mapping[str, object] | None = None,
                content_format: ContentFormat = "auto") -> str:
-        """Render a conversation into a prompt that ends where the model's answer begins.
+        """Render a conversation to a prompt for the next answer.
 
         Args:
-            messages: in any form of OpenAI's API; see `MessageForms`.
+            messages: in any format of OpenAI's API; see `MessageForms`.
             tools: schemas of functions that the model may call.
             variables: further variables of the template (chat_template_kwargs).
             content_format: `auto`, `string` or `openai`; see `MessageForms.fit`.
@@ -63,7 +64,7 @@ class ChatTemplate:
         Raises:
             LlmcError: the template cannot render the messages, or exceeds a limit.
         """
-        path = self._choose(tools is not None)
+        path = self._select(tools is not None)
         try:
             rendered: dict[str, str] = self._sandbox.run(
                 self._lane, _render, path, self._config, list(messages), content_format, {
@@ -72,12 +73,12 @@ class ChatTemplate:
         except LlmcError as error:
             raise LlmcError(f"the chat template '{path}' cannot be used "
                             f"({shortened(str(error), 300)}); give the prompt as plain text, in "
-                            f"the form that the model expects") from error
+                            f"the format that the model expects") from error
         if "refused" in rendered:
             raise LlmcError(rendered["refused"])
         return rendered["text"]
 
-    def _choose(self, with_tools: bool) -> Path:
+    def _select(self, with_tools: bool) -> Path:
         if with_tools and TOOL_USE in self._paths:
             return self._paths[TOOL_USE]
         if DEFAULT not in self._paths:
@@ -88,13 +89,13 @@ class ChatTemplate:
 
 def _render(path: Path, config: Path, messages: Sequence[Mapping[str, object]],
             content_format: ContentFormat, variables: Mapping[str, object]) -> dict[str, str]:
-    """Render in this process, which a template may end.
+    """Render in this process, which is a child process.
 
     Returns:
         `text`, or `refused`: why the messages cannot be rendered.
 
     Raises:
-        LlmcError: the template is broken, or refuses the messages.
+        LlmcError: the template is invalid, or refuses the messages.
     """
     try:
         tokens = tuple(sorted(_special_tokens(config).items()))
@@ -114,7 +115,7 @@ def _render(path: Path, config: Path, messages: Sequence[Mapping[str, object]],
 
 
 class _Template:
-    """A compiled template, and the forms of messages that it reads."""
+    """A compiled template, and the formats of messages that it reads."""
 
     def __init__(self, text: str, tokens: Mapping[str, str]) -> None:
         self._compiled, self._tokens = _environment().from_string(text), tokens
@@ -141,7 +142,7 @@ class _Template:
 
 @lru_cache(maxsize=4)
 def _template(text: str, tokens: tuple[tuple[str, str], ...]) -> _Template:
-    """Compile once: a long template takes 20 ms."""
+    """Compile once per template: a long one takes 20 ms."""
     return _Template(text, dict(tokens))
 
 
@@ -155,7 +156,7 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's tokens for training. Its body is a scope."""
+    """The tag `{% generation %}`, which marks the assistant's tokens for training; a scope."""
 
     tags = {"generation"}  # noqa: RUF012  Jinja declares it so
 
@@ -169,7 +170,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Dict:
-    """`dict`, without the class's attributes."""
+    """The function `dict` without the class's attributes."""
 
     def __call__(self, *args: Any, **given: Any) -> dict[Any, Any]:
         return dict(*args, **given)
@@ -179,9 +180,9 @@ class _Dict:
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """`namespace`, without names that could reach Python's internals."""
+    """The function `namespace` without names that could reach Python's internals."""
 
-    def __init__(*args: Any, **given: Any) -> None:  # `self` may be a name of a template
+    def __init__(*args: Any, **given: Any) -> None:  # a template may set the name `self`
         self, *positional = args
         attributes = dict(*positional, **given)
         for name in attributes:
@@ -204,13 +205,13 @@ def _refuse(message: object) -> None:
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | str | None = None,
              separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
-    """Unlike Jinja's own filter, without escapes for HTML."""
+    """Jinja's `tojson` without its HTML escapes."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
                       sort_keys=sort_keys)
 
 
 def _special_tokens(path: Path) -> dict[str, str]:
-    """`bos_token`, `eos_token` and so on as texts, from tokenizer_config.json."""
+    """Read `bos_token`, `eos_token` and so on as texts from tokenizer_config.json."""
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     texts = {name: value["content"] if isinstance(value, dict) else value
              for name, value in config.items() if name.endswith("_token") and value}

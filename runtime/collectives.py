@@ -10,16 +10,17 @@ from llmc.errors import LlmcError
 
 
 class Aborted(Exception):
-    """Another rank failed; this one stops."""
+    """Raised in a rank that stops because another one failed."""
 
 
 _NOTHING = np.empty(0)
 
 
 class Communicator:
-    """Combines arrays of `size` threads, in rank order, so that results do not depend on timing.
+    """Collectives of `size` threads. They combine in rank order, so results are deterministic.
 
-    One barrier a call: ranks write to two sets of slots in turn, and nobody can be two calls ahead.
+    Each call has one barrier. Ranks alternate between two sets of slots, since a rank can be at
+    most one call ahead.
     """
 
     def __init__(self, size: int) -> None:
@@ -30,7 +31,7 @@ class Communicator:
         self._calls = [0] * size
 
     def all_reduce(self, rank: int, array: np.ndarray) -> np.ndarray:
-        """The sum over ranks; every rank gets an array of its own."""
+        """Return the sum over ranks, as a separate array for each rank."""
         parts = self.exchange(rank, array, array.shape)
         total = parts[0] + parts[1] if self.size > 1 else parts[0].copy()
         for part in parts[2:]:
@@ -38,14 +39,17 @@ class Communicator:
         return total
 
     def all_gather(self, rank: int, array: np.ndarray) -> np.ndarray:
-        """The arrays of all ranks joined along the last axis."""
+        """Concatenate the arrays of all ranks along the last axis."""
         return np.concatenate(self.exchange(rank, array, array.shape[:-1]), axis=-1)
 
     def exchange(self, rank: int, array: np.ndarray, alike: tuple[int, ...]) -> list[np.ndarray]:
-        """What every rank brought; the shapes of all begin like this.
+        """Return the arrays of all ranks.
+
+        Args:
+            alike: leading dimensions that all arrays share.
 
         Raises:
-            LlmcError: one does not.
+            LlmcError: an array has another shape.
         """
         slots = self._slots[self._calls[rank] % 2]
         self._calls[rank] += 1
@@ -55,18 +59,18 @@ class Communicator:
         except threading.BrokenBarrierError:
             raise Aborted from None
         parts = list(slots)
-        odd = next((part.shape for part in parts if part.shape[:len(alike)] != alike
-                    or part.ndim != array.ndim), None)
-        if odd is not None:
-            raise LlmcError(f"chips combine {list(array.shape)} and {list(odd)}, which are not "
-                            f"of one model; compile the model again")
+        mismatch = next((part.shape for part in parts if part.shape[:len(alike)] != alike
+                         or part.ndim != array.ndim), None)
+        if mismatch is not None:
+            raise LlmcError(f"chips combine {list(array.shape)} and {list(mismatch)}, which are "
+                            f"not of one model; compile the model again")
         return parts
 
     def abort(self) -> None:
-        """Wake all ranks that wait; their calls raise `Aborted`."""
+        """Wake all waiting ranks; their calls raise `Aborted`."""
         self._barrier.abort()
 
     def reset(self) -> None:
-        """Make an aborted communicator usable again, when no rank is inside."""
+        """Make an aborted communicator usable again, when no rank is in a call."""
         self._barrier.reset()
         self._calls = [0] * self.size

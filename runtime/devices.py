@@ -1,8 +1,8 @@
-"""Which CPU cores run which rank.
+"""Placement of ranks on CPU cores or GPUs.
 
-The host counts as 8 CPU devices (`LLMC_CPU_DEVICES` says otherwise, and a model of more chips gets
-as many). Device d owns a contiguous share of the cores that the process may use; with fewer cores
-than devices, devices share cores. `LLMC_VISIBLE_DEVICES` restricts and renumbers, as
+The host counts as 8 CPU devices, or as LLMC_CPU_DEVICES, but at least as the model's number of
+chips. Each device owns a contiguous share of the cores that the process may use; with fewer cores
+than devices, devices share cores. LLMC_VISIBLE_DEVICES restricts and renumbers, as
 CUDA_VISIBLE_DEVICES does.
 """
 
@@ -20,7 +20,7 @@ _DEFAULT_DEVICES = 8
 
 @dataclass(frozen=True)
 class Placement:
-    """One rank's cores; `pinned` if the rank's threads must stay on them."""
+    """Cores of one rank; `pinned` if its threads must stay on them."""
 
     device: int
     cores: tuple[int, ...]
@@ -29,17 +29,17 @@ class Placement:
 
 def place(manifest: Manifest, wish: Sequence[int] | None, gpus: int | None = None,
           num_ranks: int | None = None) -> list[list[Placement]]:
-    """For each replica, where each rank runs.
+    """Place each rank of each replica.
 
     Args:
-        wish: devices as the user lists them, a multiple of tp_size. None for one replica on all
-            cores, or on those of the visible devices.
-        gpus: how many there are, where devices are GPUs; their ranks may use all cores.
-        num_ranks: ranks of the replica on this host, where `wish` is None; None: all.
+        wish: devices given by the user, a multiple of tp_size. None: one replica on all cores, or
+            on those of the visible devices.
+        gpus: number of GPUs, if devices are GPUs; their ranks may use all cores.
+        num_ranks: ranks of the replica on this host if `wish` is None; None: all.
 
     Raises:
-        LlmcError: a device is listed twice or does not exist, the list does not make whole allowed
-            groups, or an environment variable is not what it should be.
+        LlmcError: a device is listed twice or does not exist, the list is not made of allowed
+            groups, or an environment variable is invalid.
     """
     count = _device_count(manifest.tp_size) if gpus is None else gpus
     visible = _visible_devices(count)
@@ -62,7 +62,7 @@ def place(manifest: Manifest, wish: Sequence[int] | None, gpus: int | None = Non
 
 
 def pin(placement: Placement) -> None:
-    """Keep the calling thread on its rank's cores."""
+    """Pin the calling thread to its rank's cores."""
     if placement.pinned:
         os.sched_setaffinity(0, placement.cores)
 
@@ -70,32 +70,32 @@ def pin(placement: Placement) -> None:
 def _device_count(tp_size: int) -> int:
     text = os.environ.get("LLMC_CPU_DEVICES", str(_DEFAULT_DEVICES))
     if not text.isdecimal() or int(text) < 1:
-        raise LlmcError(f"LLMC_CPU_DEVICES is '{text}'; it must be a number of devices above 0")
+        raise LlmcError(f"LLMC_CPU_DEVICES is '{text}'; set it to a number of devices above 0")
     return max(int(text), tp_size)
 
 
 def _visible_devices(count: int) -> list[int]:
-    """The devices that may be used, in the order in which they are numbered."""
+    """Physical devices by visible number."""
     text = os.environ.get("LLMC_VISIBLE_DEVICES")
     if text is None:
         return list(range(count))
     parts = [part.strip() for part in text.split(",") if part.strip()]
     visible = [int(part) for part in parts if part.isdecimal() and int(part) < count]
     if len(visible) < len(parts) or len(set(visible)) < len(visible):
-        raise LlmcError(f"LLMC_VISIBLE_DEVICES is '{text}'; it must list different devices from "
-                        f"0 to {count - 1}, such as 0,1")
+        raise LlmcError(f"LLMC_VISIBLE_DEVICES is '{text}'; list different devices from 0 to "
+                        f"{count - 1}, such as 0,1")
     return visible
 
 
 def _share(cores: Sequence[int], index: int, parts: int) -> tuple[int, ...]:
-    """Part `index` of the cores cut into `parts`; with too few cores, they are dealt in turn."""
+    """Part `index` of the cores divided into `parts`; with too few cores, round-robin."""
     if len(cores) < parts:
         return (cores[index % len(cores)],)
     return tuple(cores[len(cores) * index // parts:len(cores) * (index + 1) // parts])
 
 
 def _groups(manifest: Manifest, wish: list[int], devices: int) -> list[list[int]]:
-    """The wish as replicas' groups of devices."""
+    """Split the given devices into groups of replicas."""
     tp_size = manifest.tp_size
     groups = [list(group) for group in manifest.device_groups if max(group) < devices]
     hint = f"allowed groups: {', '.join(str(group) for group in groups) or 'none'}"

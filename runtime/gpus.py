@@ -1,4 +1,4 @@
-"""The ranks of one model on GPUs, which together are an `Engine`."""
+"""A replica on GPUs: the ranks of one model, which together are an `Engine`."""
 
 from __future__ import annotations
 
@@ -18,26 +18,28 @@ from llmc.runtime.engines.cuda import CudaEngine
 from llmc.runtime.engines.remote import RemoteEngine, load_engine
 from llmc.runtime.replica import EngineConfig
 
-_LOOK = 0.5  # seconds between two looks at the own GPU while others are waited for
+_POLL = 0.5  # seconds between checks of the first rank while waiting for others
 _Rank = CudaEngine | RemoteEngine
 _Result = TypeVar("_Result")
 
 
 class GpuReplica:
-    """See `Engine`. The first rank is in this process, each other has one of its own; all are given
-    the same steps, and choose the same tokens. Where one fails, all are ended.
+    """An `Engine` of one or several GPUs.
+
+    The first rank is in this process, each other in a separate one. All run the same steps and
+    sample the same tokens. If one fails, all are ended.
 
     Raises:
         LlmcError: see `CudaEngine`.
     """
 
     def __init__(self, manifest: Manifest, case_dir: Path, placements: list[Placement],
-                 room: EngineConfig) -> None:
+                 config: EngineConfig) -> None:
         options: dict[str, Any] = dict(
-            max_batch_size=room.max_batch_size, max_tokens=room.max_num_batched_tokens,
-            block_size=room.block_size, kv_cache_tokens=room.kv_cache_tokens,
-            gpu_memory_utilization=room.gpu_memory_utilization,
-            attention_backend=room.attention_backend)
+            max_batch_size=config.max_batch_size, max_tokens=config.max_num_batched_tokens,
+            block_size=config.block_size, kv_cache_tokens=config.kv_cache_tokens,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            attention_backend=config.attention_backend)
         self._ranks: list[_Rank] = []
         self._first: CudaEngine
         size = manifest.tp_size
@@ -45,20 +47,20 @@ class GpuReplica:
 
         def load(rank: int) -> _Rank:
             device = placements[rank].device
-            made: _Rank
+            loaded: _Rank
             if rank:
-                made = others[rank] = RemoteEngine(case_dir, rank, device, **options)
+                loaded = others[rank] = RemoteEngine(case_dir, rank, device, **options)
             else:
-                made = self._first = load_engine(manifest, rank, case_dir, device, **options)
-            self._ranks.append(made)  # so that it is ended where another one fails
-            return made
+                loaded = self._first = load_engine(manifest, rank, case_dir, device, **options)
+            self._ranks.append(loaded)  # `_end` ends it if another rank fails
+            return loaded
 
         try:
             self._ranks = ranks = self._on_all(load, size)
             self._others = [others[rank] for rank in range(1, size)]
             if size > 1:
-                name = self._first.unique_id()
-                self._on_all(lambda rank: ranks[rank].join(name, rank, size), size)
+                communicator = self._first.unique_id()
+                self._on_all(lambda rank: ranks[rank].join(communicator, rank, size), size)
             blocks = min(self._on_all(lambda rank: ranks[rank].measure(), size))
             self._on_all(lambda rank: ranks[rank].allocate(blocks, show_progress=not rank), size)
         except BaseException:
@@ -85,7 +87,7 @@ class GpuReplica:
         try:
             waiting = {rank.connection: rank for rank in self._others}
             while waiting:
-                ready = {*wait([*waiting], _LOOK)}
+                ready = {*wait([*waiting], _POLL)}
                 for connection in [own for own in waiting if own in ready]:
                     waiting.pop(connection).collect(ticket)
                 self._first.check()
@@ -95,7 +97,7 @@ class GpuReplica:
             raise
 
     def trace(self, step: Step) -> list[dict[str, np.ndarray]]:
-        """A step, and every value that each rank makes in it, by name."""
+        """Execute a step and return the outputs of every node of each rank, by tensor name."""
         return self._on_all(lambda rank: self._ranks[rank].trace(step), len(self._ranks))
 
     def close(self) -> None:
@@ -104,12 +106,12 @@ class GpuReplica:
             rank.close()
 
     def _end(self) -> None:
-        """End what waits for a rank that failed, and all that have a process."""
+        """Abort all ranks, including those that wait for a failed one."""
         for rank in [*self._ranks]:
             rank.abort()
 
     def _on_all(self, work: Callable[[int], _Result], size: int) -> list[_Result]:
-        """Do `work(rank)` for all ranks at once; where one fails, end those that wait for it."""
+        """Run `work(rank)` for all ranks at once; if one fails, abort all."""
         if size == 1:
             return [work(0)]
         with ThreadPoolExecutor(size) as threads:

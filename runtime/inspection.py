@@ -1,4 +1,4 @@
-"""What is in a case directory, in numbers. Needs only the manifest."""
+"""Sizes of a case directory, from its manifest alone."""
 
 from __future__ import annotations
 
@@ -6,31 +6,37 @@ from typing import Any
 
 from llmc.artifacts.manifest import DTYPE_BYTES, Chip, Manifest
 
-# Bytes of memory of GPUs that there are, of which this part is used, less what a step takes.
+# Memory of common GPUs in bytes, the fraction to use, and what a step takes of it.
 _GPUS = {"L4, RTX 4090 (24 GB)": 24e9, "A100 (40 GB)": 40e9, "L40S (48 GB)": 48e9,
          "A100, H100 (80 GB)": 80e9, "H200 (141 GB)": 141e9}
 _USED, _STEP_BYTES = 0.9, 1e9
 
 
-def _count_forms(chip: Chip) -> dict[str, int]:
-    """How many weights there are in each form of fewer bits."""
+def _count_schemes(chip: Chip) -> dict[str, int]:
+    """Number of weights of each quantization scheme."""
     counts: dict[str, int] = {}
-    for form in chip.quantization.values():
-        name = f"{form.dtype}, groups of {form.group_size}"
-        if form.activation_dtype:
-            name += f", activations {form.activation_dtype}"
-        if form.activation_scale:
+    for scheme in chip.quantization.values():
+        name = f"{scheme.dtype}, groups of {scheme.group_size}"
+        if scheme.activation_dtype:
+            name += f", activations {scheme.activation_dtype}"
+        if scheme.activation_scale:
             name += " by a fixed scale"
-        if form.activation_group_size:
-            name += f" in groups of {form.activation_group_size}"
+        if scheme.activation_group_size:
+            name += f" in groups of {scheme.activation_group_size}"
         counts[name] = counts.get(name, 0) + 1
     return dict(sorted(counts.items()))
 
 
 def summarize(manifest: Manifest, batch_size: int = 1) -> dict[str, Any]:
-    """Per chip: weights, KV cache of `batch_size` full sequences and what an encoder makes of as
-    many prompts, heads and files, in bytes; and for a GPU, about how many tokens its cache holds
-    beside the weights, by kind of GPU.
+    """Summarize a manifest.
+
+    Args:
+        batch_size: sequences of maximum length, for sizes of the KV cache, encoder outputs and
+            recurrent states.
+
+    Returns:
+        The manifest's contents; per chip, sizes in bytes of weights, caches and files; and in
+        `cache_tokens`, the approximate KV-cache capacity in tokens, by GPU.
     """
     length = manifest.dims.max_seq_len
     width, kv_width = DTYPE_BYTES[manifest.dtype], DTYPE_BYTES[manifest.kv_dtype]
@@ -49,7 +55,7 @@ def summarize(manifest: Manifest, batch_size: int = 1) -> dict[str, Any]:
             "num_heads": chip.num_heads[0] if chip.num_heads else 0,
             "num_kv_heads": chip.cache[0].num_kv_heads if chip.cache else 0,
             "steps": len(chip.all_steps),
-            "quantization": _count_forms(chip),
+            "quantization": _count_schemes(chip),
             "file_bytes": sum(f.size for f in manifest.files if f.path.startswith(f"{chip.path}/")),
         })
     tokens = {}

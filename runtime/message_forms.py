@@ -1,19 +1,19 @@
-"""The forms in which a chat template can read messages, found by rendering probes.
+"""The formats of messages that a chat template can read, determined with rendered probes.
 
-OpenAI's API leaves a message several forms. A template reads some of them. Others make it raise,
-write Python's representation of a value, or lose the text without a word.
+OpenAI's API allows several formats of a message. A template reads some of them. Others make it
+raise, write Python's representation of a value, or omit the text silently.
 
-| part of a message | forms |
+| part of a message | formats |
 | --- | --- |
 | content | a text; a list of parts `{"type": "text", "text": …}` |
-| content beside tool_calls | a text; absent; None |
+| content with tool_calls | a text; absent; None |
 | arguments of a tool call | JSON text; an object |
 | role of instructions | `developer`; `system` |
 
-`MessageForms` keeps the form that a message has, as transformers does. Where the template cannot
-read that form, it changes to one that the template can. vLLM decides about content by the
-template's syntax tree, which does not see through macros, and writes all arguments as objects.
-A rendered probe shows what the template does.
+`MessageForms` keeps a message's format if the template can read it, as transformers does, and
+converts it otherwise. vLLM determines the format of contents from the template's syntax tree, which
+does not see through macros, and writes all arguments as objects. A rendered probe shows what the
+template does.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ ContentFormat = Literal["auto", "string", "openai"]
 CONTENT_FORMATS: tuple[ContentFormat, ...] = get_args(ContentFormat)
 
 Message = dict[str, Any]
-_MARK, _KEY = "llmcprobe", "llmckey"  # values that a template would not write by itself
-_MAX_PROBES = 64  # kept of one kind: clients choose the names of roles
+_MARK, _KEY = "llmcprobe", "llmckey"  # texts that no template contains
+_MAX_PROBES = 64  # cache size: clients choose the names of roles
 _ARGUMENTS = {_KEY: _MARK}
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one thing; see transformers
-# A value in Python's or JSON's representation of what holds it, perhaps escaped.
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # synonyms, as in transformers
+# The mark inside a container's representation in Python or JSON, possibly escaped.
 _PART_SHOWN = re.compile(rf"""text\\?['"]: *\\?['"]{_MARK}""")
 _REPR_SHOWN = re.compile(rf"'{_KEY}': *'{_MARK}'")
 
 
 class MessageForms:
-    """What one chat template can read.
+    """The formats that one chat template can read.
 
     Args:
-        render: the template, called with messages. Returns "" where the template raises.
+        render: renders messages with the template; returns "" if the template raises.
     """
 
     def __init__(self, render: Callable[[Sequence[Message]], str]) -> None:
@@ -51,10 +51,10 @@ class MessageForms:
 
     def fit(self, messages: Sequence[Mapping[str, Any]], content_format: ContentFormat) -> \
             list[Message]:
-        """Messages in forms that the template can read.
+        """Convert messages to formats that the template can read.
 
         Args:
-            content_format: `auto`, or the form of all contents: `string` (a text) or `openai` (a
+            content_format: `auto`, or the format of all contents: `string` (a text) or `openai` (a
                 list of parts).
 
         Raises:
@@ -95,7 +95,7 @@ class MessageForms:
         return "\n".join(part["text"] for part in content) if to_text else content
 
     def _fit_calls(self, index: int, message: Message) -> None:
-        """Choose the forms of empty content and of arguments, the given ones first."""
+        """Select the formats of empty content and of arguments, preferring the given ones."""
         calls = message["tool_calls"]
         given = "text" if all(isinstance(_function(call).get("arguments"), str)
                               for call in calls) else "object"
@@ -118,7 +118,7 @@ class MessageForms:
         return self._reads(role, "text") or self._reads(role, "parts")
 
     def _probe_content(self, role: str, form: str) -> bool:
-        """Whether the template shows the content of a role in a form."""
+        """Whether the template renders the content of a role in a format."""
         content = _MARK if form == "text" else [{"type": "text", "text": _MARK}]
         message = {"role": role, "content": content}
         if role == "user":
@@ -132,10 +132,10 @@ class MessageForms:
             {"role": "assistant", "content": "", "tool_calls": [_call({})]},
             {"role": "assistant", "content": "", "tool_calls": [_call("{}")]},
             {"role": "assistant", "content": self._fit_content("assistant", "a", "auto")}]
-        return any(_shows_content(self._render([user, own, message])) for own in before)
+        return any(_shows_content(self._render([user, previous, message])) for previous in before)
 
     def _probe_call(self, content: str, form: str) -> bool:
-        """Whether the template shows a tool call beside content, with arguments, in forms."""
+        """Whether the template renders a tool call with content and arguments in these formats."""
         user = {"role": "user", "content": self._fit_content("user", "a", "auto")}
         message: Message = {"role": "assistant", "tool_calls": [
             _call(json.dumps(_ARGUMENTS) if form == "text" else _ARGUMENTS)]}
@@ -152,22 +152,22 @@ def _shows_content(text: str) -> bool:
 
 
 def _call(arguments: object) -> Message:
-    # Mistral's templates want an id of nine characters.
+    # Mistral's templates require an id of nine characters.
     return {"id": "call00000", "type": "function",
             "function": {"name": "probe", "arguments": arguments}}
 
 
 def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The name and arguments of a tool call; transformers takes calls without `function` too."""
+    """Name and arguments of a tool call; transformers accepts calls without `function`."""
     function: Mapping[str, Any] = call.get("function", call)
     return function
 
 
 def _with_arguments(index: int, call: Mapping[str, Any], form: str) -> Message:
-    """A tool call with its arguments in a form.
+    """Convert a tool call's arguments to a format.
 
     Raises:
-        ValueError: they are not JSON, and an object is wanted.
+        ValueError: they are not JSON, and an object is required.
     """
     arguments = _function(call).get("arguments")
     if arguments is None or arguments == "":

@@ -1,4 +1,4 @@
-"""What a loop has done, in numbers."""
+"""Statistics of a loop."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from llmc.runtime.core.request import Token
 from llmc.runtime.core.scheduler import Scheduler
 from llmc.runtime.sampling.sampler import NonFiniteLogits
 
-_KEPT = 4096  # of the newest times
-_RECENT = 10.0  # seconds, of throughput
+_WINDOW = 4096  # number of latest times to keep
+_RECENT = 10.0  # seconds over which throughput is measured
 
 
 @dataclass(frozen=True)
 class Percentiles:
-    """Of times in seconds; None where there are none."""
+    """Percentiles of times in seconds; None without times."""
 
     p50: float | None
     p90: float | None
@@ -34,18 +34,18 @@ class Percentiles:
 
 
 class Metrics:
-    """Counts, and the newest times, of one loop; written by its thread, read by any."""
+    """Counters and latest times of one loop, written by its thread, readable from any."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._lock = threading.Lock()
         self.generated = self.finished = self.nan_logits = 0
-        self.first: deque[float] = deque(maxlen=_KEPT)
-        self.between: deque[float] = deque(maxlen=_KEPT)
-        self._recent: deque[tuple[float, int]] = deque()  # when so many tokens came
+        self.first: deque[float] = deque(maxlen=_WINDOW)
+        self.between: deque[float] = deque(maxlen=_WINDOW)
+        self._recent: deque[tuple[float, int]] = deque()  # time and number of tokens
 
     def count(self, tokens: list[Token]) -> None:
-        """Completions got these."""
+        """Count generated tokens."""
         now = time.monotonic()
         with self._lock:
             generated = sum(token.token_id is not None for token in tokens)
@@ -60,13 +60,13 @@ class Metrics:
                 self.finished += token.finish_reason is not None
 
     def failed(self, error: Exception) -> None:
-        """A completion ended with an error."""
+        """Count a completion that ended with an error."""
         if isinstance(error, NonFiniteLogits):
             with self._lock:
                 self.nan_logits += 1
 
     def read(self) -> dict[str, Any]:
-        """Numbers by name, and two lists of times."""
+        """Counters by name, and the two lists of times."""
         scheduler = self._scheduler
         blocks = scheduler.blocks
         running, waiting, free_blocks = scheduler.load()
@@ -83,13 +83,13 @@ class Metrics:
 
 
 def together(loops: list[Metrics]) -> dict[str, Any]:
-    """What several loops have done, as `LLM.metrics` gives it."""
+    """Aggregate the statistics of several loops; see `LLM.metrics`."""
     parts = [loop.read() for loop in loops]
     counts = {name: sum(part[name] for part in parts) for name in parts[0]
               if name not in ("first", "between", "blocks", "block_size", "free_blocks")}
     blocks = sum(part["blocks"] for part in parts)
     return {**counts, "num_blocks": blocks, "block_size": parts[0]["block_size"],
             "cache_usage": 1 - sum(part["free_blocks"] for part in parts) / blocks,
-            **{name: asdict(Percentiles.of([time for part in parts for time in part[kept]]))
-               for name, kept in (("time_to_first_token", "first"),
-                                  ("inter_token_latency", "between"))}}
+            **{name: asdict(Percentiles.of([time for part in parts for time in part[times]]))
+               for name, times in (("time_to_first_token", "first"),
+                                   ("inter_token_latency", "between"))}}

@@ -1,4 +1,4 @@
-"""A prompt file: one JSON request a line in, one JSON result a line out."""
+"""Prompt files: JSON Lines of requests in, JSON Lines of results out."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ _KEYS = (*_PROMPTS, "id", *_FIELDS)
 class Request:
     """A line of a prompt file.
 
-    `answer` is what its result begins with: `index`, counted from 0 without blank lines, `id` where
-    the line has one, and `error` where it cannot be run.
+    Args:
+        answer: start of its result: `index`, counted from 0 without blank lines; `id`, if given;
+            `error`, if the request is invalid.
     """
 
     answer: dict[str, Any]
@@ -35,10 +36,10 @@ class Request:
 
 
 def read_lines(path: str | Path) -> list[bytes]:
-    """The lines of a prompt file; `-` is standard input.
+    """Read the lines of a prompt file; `-` is standard input.
 
     Raises:
-        LlmcError: it cannot be read, or all its lines are blank.
+        LlmcError: it cannot be read, or all lines are blank.
     """
     name = "standard input" if str(path) == "-" else f"'{path}'"
     try:
@@ -54,13 +55,13 @@ def read_lines(path: str | Path) -> list[bytes]:
 
 def read_requests(llm: LLM, lines: Sequence[bytes], defaults: SamplingParams, *,
                   chat: bool = False) -> list[Request]:
-    """The requests in lines that are not blank.
+    """Parse and validate the lines that are not blank.
 
     A request has one of `prompt` (text), `token_ids` and `messages` (each with role and content,
-    for the chat template), any fields of `SamplingParams`, and perhaps an `id`.
+    for the chat template), any fields of `SamplingParams`, and an optional `id`.
 
     Args:
-        defaults: for fields that a request leaves out.
+        defaults: for fields that a request omits.
         chat: put each `prompt` into the model's chat template.
     """
     requests: list[Request] = []
@@ -74,7 +75,7 @@ def read_requests(llm: LLM, lines: Sequence[bytes], defaults: SamplingParams, *,
             request = _parse(line)
             if "id" in request:
                 answer["id"] = request["id"]
-            prompt, params = _understand(llm, request, defaults, chat)
+            prompt, params = _read_request(llm, request, defaults, chat)
         except LlmcError as error:
             answer["error"] = f"line {number}: {error}"
         requests.append(Request(answer, prompt, params))
@@ -84,35 +85,38 @@ def read_requests(llm: LLM, lines: Sequence[bytes], defaults: SamplingParams, *,
 def run_requests(llm: LLM, requests: Sequence[Request],
                  progress: Callable[[CompletionChunk], object] = lambda piece: None) -> \
         Iterator[dict[str, Any]]:
-    """Yield each request's result, in their order, as soon as it is there.
+    """Yield each request's result, in their order, as soon as it is complete.
 
-    A result is the request's `answer` and, where that is no error, its n `completions` with the
-    fields of `Completion`. `progress` is called with each piece.
+    A result is the request's `answer` and, without an error, its n `completions` with the fields of
+    `Completion`.
+
+    Args:
+        progress: called with each chunk.
     """
-    sound = [request for request in requests if "error" not in request.answer]
-    made: dict[int, list[Completion]] = {}  # of requests whose result is not given yet
-    given = 0
+    valid = [request for request in requests if "error" not in request.answer]
+    finished: dict[int, list[Completion]] = {}  # by index of the request
+    next_index = 0
 
     def ready() -> Iterator[dict[str, Any]]:
-        nonlocal given
-        while given < len(requests):
-            answer, count = requests[given].answer, requests[given].params.n
+        nonlocal next_index
+        while next_index < len(requests):
+            answer, count = requests[next_index].answer, requests[next_index].params.n
             if "error" in answer:
                 yield answer
-            elif len(made.get(given, ())) == count:
-                completions = sorted(made.pop(given), key=lambda completion: completion.sample)
+            elif len(finished.get(next_index, ())) == count:
+                completions = sorted(finished.pop(next_index), key=lambda each: each.sample)
                 yield {**answer, "completions": [
-                    dataclasses.asdict(dataclasses.replace(completion, index=given))
+                    dataclasses.asdict(dataclasses.replace(completion, index=next_index))
                     for completion in completions]}
             else:
                 return
-            given += 1
+            next_index += 1
 
     yield from ready()
-    for completion in llm.complete([request.prompt for request in sound],
-                                   [request.params for request in sound],
-                                   progress=progress) if sound else ():
-        made.setdefault(sound[completion.index].answer["index"], []).append(completion)
+    for completion in llm.complete([request.prompt for request in valid],
+                                   [request.params for request in valid],
+                                   progress=progress) if valid else ():
+        finished.setdefault(valid[completion.index].answer["index"], []).append(completion)
         yield from ready()
 
 
@@ -126,12 +130,12 @@ def _parse(line: bytes) -> dict[str, Any]:
     return request
 
 
-def _understand(llm: LLM, request: dict[str, Any], defaults: SamplingParams, chat: bool) -> \
+def _read_request(llm: LLM, request: dict[str, Any], defaults: SamplingParams, chat: bool) -> \
         tuple[Prompt, SamplingParams]:
-    """The prompt and parameters of a request.
+    """Read a request's prompt and parameters.
 
     Raises:
-        LlmcError: a key is missing, unknown or of the wrong kind, or the model refuses them.
+        LlmcError: a key is missing, unknown or of the wrong type, or unsupported by the model.
     """
     unknown = next((key for key in request if key not in _KEYS), None)
     if unknown is not None:
@@ -146,14 +150,14 @@ def _understand(llm: LLM, request: dict[str, Any], defaults: SamplingParams, cha
                                 for key, bias in fields["logit_bias"].items()}
     params = dataclasses.replace(defaults, **fields)
     prompt = _prompt(llm, kinds[0], request[kinds[0]], chat)
-    llm.stream([prompt], params)  # which would raise here what it raises for all
+    llm.stream([prompt], params)  # validates the request without running it
     return prompt, params
 
 
 def _token_id(key: str) -> int:
-    """A key of JSON, which is always a text."""
+    """Read a token id from a JSON key, which is always a text."""
     if not key.isdecimal() or len(key) > 20 or str(int(key)) != key:
-        raise LlmcError(f"{shown(key)} is no token id; write logit_bias like {{\"42\": -1.5}}")
+        raise LlmcError(f"{shown(key)} is not a token id; write logit_bias like {{\"42\": -1.5}}")
     return int(key)
 
 

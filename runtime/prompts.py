@@ -1,4 +1,4 @@
-"""What a caller gives to be completed, read: texts and token ids."""
+"""Readers of prompts and conversations."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ Messages = str | Sequence[Mapping[str, object]]
 
 
 def read_prompts(prompts: object) -> list[str | list[int]]:
-    """One prompt or several: each a text, or token ids in a list, tuple, numpy array or the like.
+    """Read one prompt or several, each a text or token ids.
+
+    Token ids are in a list, tuple, numpy array or similar.
 
     Raises:
-        LlmcError: it is something else.
+        LlmcError: the value is of another type.
     """
     if isinstance(prompts, str):
         return [prompts]
@@ -32,28 +34,28 @@ def read_prompts(prompts: object) -> list[str | list[int]]:
 
 
 def read_token_ids(value: object, name: str) -> list[int]:
-    """Whole numbers; of which vocabulary, is not looked at.
+    """Read token ids, without checking the vocabulary.
 
     Raises:
-        LlmcError: it is something else, which `name` names.
+        LlmcError: the value is of another type; `name` is its name in the message.
     """
     try:
         ids = listed(value)
     except TypeError:
         raise LlmcError(f"{name} is {shown(value)}; give a list of token ids") from None
-    if all(type(token) is int for token in ids):  # as nearly always
+    if all(type(token) is int for token in ids):  # the common case, fast
         return ids
     for token in ids:
         try:
             whole(token)
         except (TypeError, ValueError):
-            raise LlmcError(f"{name} has {shown(token)} in the place of a token id; give whole "
+            raise LlmcError(f"{name} has {shown(token)} in place of a token id; give whole "
                             f"numbers") from None
     return [int(token) for token in ids]
 
 
 def read_conversations(messages: object) -> list[Messages]:
-    """One conversation or several; each is still to be read by `read_messages`."""
+    """Split a list of conversations; `read_messages` validates each."""
     if isinstance(messages, str):
         return [messages]
     try:
@@ -65,14 +67,14 @@ def read_conversations(messages: object) -> list[Messages]:
 
 
 def read_messages(messages: object) -> list[Mapping[str, object]]:
-    """A conversation for a chat template, or one text of the user.
+    """Validate a conversation, or convert a user's text to one.
 
-    Each message has a text `role`, and a `content` that is a text or a list of parts
-    `{"type": "text", "text": …}`. An assistant's may be None or absent. A template may read more
-    keys, such as `tool_calls`.
+    Each message has a text `role`, and a `content` that is a text or a list of parts `{"type":
+    "text", "text": …}`. An assistant's may be None or absent. Templates may read further keys, such
+    as `tool_calls`.
 
     Raises:
-        LlmcError: it is something else.
+        LlmcError: the value is not such a list.
     """
     if isinstance(messages, str):
         return [{"role": "user", "content": messages}]
@@ -92,15 +94,15 @@ def read_messages(messages: object) -> list[Mapping[str, object]]:
 
 
 def _check_message(index: int, message: Mapping[str, object]) -> None:
-    for key, wanted, fits in (
+    for key, expected, fits in (
             ("role", "a text", isinstance(message.get("role"), str)),
             ("content", 'a text, or parts like [{"type": "text", "text": "…"}]',
              _is_content(message.get("content"), message.get("role") == "assistant")),
             ("tool_calls", 'calls like [{"function": {"name": "…", "arguments": {}}}]',
              _are_calls(message.get("tool_calls")))):
         if not fits:
-            value = f"is {shown(message[key])}" if key in message else "is not there"
-            raise LlmcError(f"the {key} of message {index} {value}; give {wanted}")
+            value = f"is {shown(message[key])}" if key in message else "is missing"
+            raise LlmcError(f"the {key} of message {index} {value}; give {expected}")
 
 
 def _is_content(content: object, may_be_none: bool) -> bool:

@@ -1,4 +1,4 @@
-"""One running copy of a model: its ranks, each on a device, which together are an `Engine`."""
+"""A replica of a model: its ranks, each on a device, which together are an `Engine`."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from llmc.runtime.engines.cpu import MAX_CHUNK, SCORE_BYTES, CpuEngine, check_op
 from llmc.runtime.engines.host import HostSampling
 
 _SCORED_BYTES = 2**26  # of logits of prompt tokens in a step; ranks may hold them twice
-_SHARE = 4  # of a CPU's free memory, one part in so many is for blocks
-# Activations of a token that all ranks hold at once, in float32 values, relative to hidden_size;
-# with what allocators keep. bench/memory_cpu.py gives 47 to 56 for SmolLM2-135M on one rank and 127
-# to 239 on three: peak less loaded and less the KV cache, over a chunk.
+_SHARE = 4  # a CPU's free memory is divided by this to get the memory for blocks
+# Peak activations per token of all ranks, in float32 values per hidden_size, including memory that
+# allocators retain. bench/memory_cpu.py gives 47 to 56 for SmolLM2-135M on one rank, and 127 to 239
+# on three: peak less loaded and less the KV cache, over a chunk.
 _ACTIVATIONS = 256
 _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What an engine is to have room for; see `LLM`."""
+    """Capacity and backend of an engine; see `LLM`."""
 
     max_batch_size: int
     max_num_batched_tokens: int
@@ -42,10 +42,10 @@ class EngineConfig:
 
 
 def find_devices(manifest: Manifest, wish: Sequence[int] | None) -> list[list[Placement]]:
-    """The devices of each replica; see `LLM`.
+    """Devices of each replica; see `LLM`.
 
     Raises:
-        LlmcError: there are not such devices, or the model runs on none.
+        LlmcError: a device does not exist, or the target has no engine.
     """
     manifest.target.spec.require_engine()
     if not manifest.target.spec.gpu:
@@ -56,35 +56,36 @@ def find_devices(manifest: Manifest, wish: Sequence[int] | None) -> list[list[Pl
 
 
 def load_replica(manifest: Manifest, case_dir: Path, placements: list[Placement],
-                 room: EngineConfig) -> Engine:
-    """A copy of a model on these devices.
+                 config: EngineConfig) -> Engine:
+    """Load a replica on these devices.
 
     Raises:
         LlmcError: see `LLM`.
     """
     if not manifest.target.spec.gpu:
-        if room.attention_backend is not None:
-            raise LlmcError(f"attention_backend '{room.attention_backend}' is for target cuda; on "
-                            f"target {manifest.target.kind} leave it out")
-        limits = cpu_limits(manifest, room)
+        if config.attention_backend is not None:
+            raise LlmcError(f"attention_backend '{config.attention_backend}' is for target cuda; "
+                            f"on target {manifest.target.kind} leave it out")
+        limits = cpu_limits(manifest, config)
         return HostSampling(CpuReplica(manifest, case_dir, placements, limits), limits)
     from llmc.runtime.gpus import GpuReplica
 
-    return GpuReplica(manifest, case_dir, placements, room)
+    return GpuReplica(manifest, case_dir, placements, config)
 
 
 def token_bytes(manifest: Manifest) -> int:
-    """Bytes of the KV cache that a token takes, on all chips of a CPU together."""
+    """Bytes of KV cache per token, on all chips of a CPU together."""
     return sum(4 * layer.token_size for chip in manifest.chips for layer in chip.cache)
 
 
-def step_bytes(manifest: Manifest, room: EngineConfig) -> int:
-    """Bytes that a step takes at most on all chips of a CPU together, beside the KV cache: the
-    activations and attention scores of a chunk, and logits.
+def step_bytes(manifest: Manifest, config: EngineConfig) -> int:
+    """Upper bound of a step's bytes on all chips of a CPU together, without the KV cache.
+
+    It is the sum of a chunk's activations and attention scores, and of logits.
     """
     dims = manifest.dims
-    chunk = max(min(room.max_num_batched_tokens, MAX_CHUNK), room.max_batch_size)
-    logits = max(_max_scored(manifest), room.max_batch_size) * dims.padded_vocab_size
+    chunk = max(min(config.max_num_batched_tokens, MAX_CHUNK), config.max_batch_size)
+    logits = max(_max_scored(manifest), config.max_batch_size) * dims.padded_vocab_size
     scores = 4 * 3 * (dims.num_heads or 0) * chunk * dims.max_seq_len
     return 4 * (_ACTIVATIONS * dims.hidden_size * chunk + 2 * logits) + min(scores, SCORE_BYTES)
 
@@ -93,33 +94,35 @@ def _max_scored(manifest: Manifest) -> int:
     return max(MAX_SCORED, min(MAX_LOGITS, _SCORED_BYTES // (4 * manifest.dims.padded_vocab_size)))
 
 
-def cpu_limits(manifest: Manifest, room: EngineConfig) -> EngineLimits:
-    """What a replica on a CPU has room for; blocks as many as are asked for, or as a quarter of
-    what steps leave of the free memory holds. What they hold lies once more in its sequences' rows.
+def cpu_limits(manifest: Manifest, config: EngineConfig) -> EngineLimits:
+    """Capacities of a replica on a CPU.
+
+    Without kv_cache_tokens, blocks get a quarter of the free memory that steps leave. Sequences'
+    rows hold another copy of the blocks.
 
     Raises:
-        LlmcError: more are asked for than there is memory for.
+        LlmcError: kv_cache_tokens does not fit in memory.
     """
     longest, each = manifest.dims.max_seq_len, max(token_bytes(manifest), 1)
-    rows, taken = room.max_batch_size * longest, step_bytes(manifest, room)
+    rows, taken = config.max_batch_size * longest, step_bytes(manifest, config)
     free = max(memory("MemAvailable") - taken, 0)
-    tokens = room.kv_cache_tokens
+    tokens = config.kv_cache_tokens
     if tokens is None:
         tokens = max(min(rows, max(free // (_SHARE * each), longest), free // (2 * each)), 1)
     elif (size := (tokens + min(tokens, rows)) * each) > free:
-        raise LlmcError(f"a KV cache of {tokens} tokens takes {size / 1e9:.1f} GB with what its "
-                        f"sequences are computed in, and a step up to {taken / 1e9:.1f} GB; this "
+        raise LlmcError(f"a KV cache of {tokens} tokens takes {size / 1e9:.1f} GB with the rows of "
+                        f"its sequences, and a step up to {taken / 1e9:.1f} GB; this "
                         f"machine has {(free + taken) / 1e9:.1f} GB free of "
                         f"{memory('MemTotal') / 1e9:.1f} GB; lower kv_cache_tokens")
-    return EngineLimits(num_blocks=-(-tokens // room.block_size), block_size=room.block_size,
-                  max_tokens=room.max_num_batched_tokens, max_slots=room.max_batch_size,
-                  max_logits=MAX_LOGITS, ahead=1,
-                  max_scored=_max_scored(manifest),
-                  keeps_states=any(chip.states for chip in manifest.chips))
+    return EngineLimits(
+        num_blocks=-(-tokens // config.block_size), block_size=config.block_size,
+        max_tokens=config.max_num_batched_tokens, max_slots=config.max_batch_size,
+        max_logits=MAX_LOGITS, ahead=1, max_scored=_max_scored(manifest),
+        keeps_states=any(chip.states for chip in manifest.chips))
 
 
 def memory(name: str) -> int:
-    """A line of /proc/meminfo in bytes; where there is none, all memory."""
+    """A value of /proc/meminfo in bytes; the installed memory if it is absent."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
@@ -128,8 +131,9 @@ def memory(name: str) -> int:
 
 
 class CpuReplica:
-    """The ranks of one model on CPU cores: threads of this process, a single unpinned one the
-    caller's.
+    """The ranks of one model on CPU cores.
+
+    Each rank has a thread of this process; a single unpinned rank runs in the caller's.
     """
 
     def __init__(self, manifest: Manifest, case_dir: Path, placements: list[Placement],
@@ -141,7 +145,7 @@ class CpuReplica:
                          for rank, placement in enumerate(placements)
                          if manifest.tp_size > 1 or placement.pinned]
 
-        # Each rank's own thread works too.
+        # Each rank's calling thread computes as well.
         threads = sum(len(placement.cores) for placement in placements) - manifest.tp_size + 1
 
         engine: type[CpuEngine] = manifest.target.spec.load_engine_class()
@@ -159,7 +163,7 @@ class CpuReplica:
             raise
 
     def compute(self, step: Step) -> np.ndarray:
-        """Execute a step on all ranks: logits float32 [num_logits, vocab_size]."""
+        """Execute a step on all ranks; returns logits, float32 [num_logits, vocab_size]."""
         return self._on_each(lambda engine: engine.compute(step))[0][:, :self._vocab]
 
     def close(self) -> None:
@@ -168,17 +172,17 @@ class CpuReplica:
             thread.shutdown()
 
     def _on_each(self, work: Callable[[CpuEngine], _Result]) -> list[_Result]:
-        """Do this with every rank's engine; where one fails, wake the ranks that wait for it."""
+        """Run `work(engine)` on every rank; if one fails, wake the ranks that wait for it."""
         if not self._threads:
             return [work(self._engines[0])]
         return self._on_all_ranks(lambda rank: self._guard(work, self._engines[rank]))
 
     def _guard(self, work: Callable[[CpuEngine], _Result], engine: CpuEngine) -> _Result:
-        """Do one rank's work; where it fails, wake the ranks that wait for it."""
+        """Run one rank's work; if it fails, wake the ranks that wait for it."""
         try:
             return work(engine)
         except BaseException as error:
-            if self._failure is None:  # what the others then say is a consequence
+            if self._failure is None:  # errors of other ranks are consequences
                 self._failure = error
             self._communicator.abort()
             raise
@@ -194,7 +198,7 @@ class CpuReplica:
             errors = [error for error in (future.exception() for future in futures) if error]
             if errors:
                 raise self._failure or errors[0]
-        except BaseException:  # an interrupt too: ranks must not wait for one another for ever
+        except BaseException:  # interrupts included: no rank may wait forever
             self._communicator.abort()
             wait(futures)
             self._communicator.reset()

@@ -1,15 +1,15 @@
 """Jobs on untrusted input, in child processes with limits on CPU time, memory and stack.
 
-Some of what a request or a case directory brings is a program: a chat template, a grammar, a
-regular expression of a tokenizer. It may not end, may allocate without bound, or may overflow the
-stack of the native library that reads it, which ends the process. So it runs here first.
+Requests and case directories contain programs: chat templates, grammars, regular expressions of
+tokenizers. Such a program may not end, may allocate without bound, or may overflow the stack of the
+native library that reads it, which ends the process. It therefore runs here first.
 
     caller ── pickled job ──▶ worker (forked for one lane) ──▶ JSON result, or end of file
                                 ▲ fork
     caller ── socket, limits ─▶ fork server (single-threaded, holds the imports)
 
 The fork server forks a worker in about 2 ms. A worker that exceeds a limit is killed by the
-kernel. Its caller then gets an `LlmcError`, and nobody else notices.
+kernel. Its caller then gets an `LlmcError`; other callers are not affected.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from typing import Any
 from llmc.errors import LlmcError
 
 _MIB = 2**20
-_NICENESS = 10  # engines that share the cores go first
-_PREPARATION_SECONDS = 60  # of the fork server, once for each kind of job
-_WALL = 10  # times the limit of CPU time, and a minute: a backstop for a worker that gets no core
+_NICENESS = 10  # below engines on the same cores
+_PREPARATION_SECONDS = 60  # of the fork server, once per lane
+_WALL = 10  # wall time limit: 10 times the CPU time plus a minute, for workers without a core
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class JobLimits:
 
     Args:
         cpu_seconds: user and system time.
-        memory_mib: address space beside what the fork server has.
-        stack_kib: of the native stack.
+        memory_mib: address space in addition to the fork server's.
+        stack_kib: native stack.
     """
 
     cpu_seconds: float
@@ -56,11 +56,11 @@ class JobLimits:
 
 @dataclass(eq=False)
 class Lane:
-    """Jobs of one kind: their limits, and how many run at once.
+    """A kind of jobs: their limits and concurrency.
 
     Args:
-        workers: processes that may work at once; further callers wait.
-        reuse: keep a worker for the next job, where jobs return the memory that they take.
+        workers: maximum number of concurrent worker processes; further callers wait.
+        reuse: keep a worker for the next job; for jobs that free their memory.
         prepare: a picklable callable that the fork server runs once, before it forks.
     """
 
@@ -75,7 +75,7 @@ class Lane:
 
 
 class Sandbox:
-    """The fork server and its workers. Starts with the first job; any thread may call."""
+    """The fork server and its workers, for any thread. It starts with the first job."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -87,18 +87,18 @@ class Sandbox:
         """Run a job in a worker of a lane.
 
         Args:
-            job: a picklable callable. It returns what JSON can hold.
+            job: a picklable callable whose result is JSON.
 
         Returns:
-            The job's result, through JSON.
+            The job's result, converted by JSON.
 
         Raises:
-            LlmcError: what the job raised, or which limit it exceeded; for the caller to complete.
+            LlmcError: the error that the job raised, or the exceeded limit, as a part of a message.
         """
         try:
             payload = pickle.dumps((job, args))
         except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
-            raise LlmcError(f"it has values that are no JSON: {error}") from error
+            raise LlmcError(f"it has values that are not JSON: {error}") from error
         with lane.gate:
             try:
                 worker = lane.idle.pop()
@@ -116,43 +116,43 @@ class Sandbox:
         return result["value"]
 
     def start(self) -> None:
-        """Start the fork server now, so that the first job does not wait for it."""
+        """Start the fork server before the first job."""
         with self._lock:
             self._connect()
 
     def close(self) -> None:
-        """End the fork server. Workers end with their jobs."""
+        """End the fork server. Workers end after their jobs."""
         self._finalizer()
 
     def _fork(self, lane: Lane, job: Callable[..., Any]) -> Connection:
-        ours, theirs = socket.socketpair()
+        parent_end, child_end = socket.socketpair()
         message = pickle.dumps((lane.limits, lane.prepare, job))
-        with self._lock, theirs:
-            for attempt in (1, 2):  # a fork server that a preparation ended is started anew
+        with self._lock, child_end:
+            for attempt in (1, 2):  # restart a fork server that a preparation ended
                 try:
-                    socket.send_fds(self._connect(), [message], [theirs.fileno()])
+                    socket.send_fds(self._connect(), [message], [child_end.fileno()])
                     break
                 except OSError as error:
                     self._finalizer()
                     if attempt == 2:
-                        ours.close()
+                        parent_end.close()
                         raise LlmcError(f"no child process can be started ({error})") from error
-        return Connection(ours.detach())
+        return Connection(parent_end.detach())
 
     def _connect(self) -> socket.socket:
         if self._control is not None and self._process is not None and self._process.poll() is None:
             return self._control
         self._finalizer()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        parent_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with child_end:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                [sys.executable, "-P", "-m", __name__, str(child_end.fileno())],
+                pass_fds=[child_end.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
                                   "TOKENIZERS_PARALLELISM": "false"})
-        self._control = ours
-        self._finalizer = weakref.finalize(self, _end, self._process, ours)
-        return ours
+        self._control = parent_end
+        self._finalizer = weakref.finalize(self, _end, self._process, parent_end)
+        return parent_end
 
 
 def _nothing() -> None:
@@ -166,7 +166,7 @@ def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
 
 
 def _exchange(worker: Connection, payload: bytes, seconds: float) -> bytes:
-    """The reply to a job: its result, or by which signal its worker ended."""
+    """The response to a job: its result, or the signal that ended its worker."""
     try:
         worker.send_bytes(payload)
         return worker.recv_bytes() if worker.poll(seconds) else _ended(signal.SIGALRM)
@@ -188,17 +188,16 @@ def _wall_seconds(limits: JobLimits) -> float:
     return _WALL * limits.cpu_seconds + 60
 
 
-# What the child processes do.
-
+# Run in child processes.
 
 def _serve_forks(control: socket.socket) -> None:
-    """Fork a worker for each socket that arrives, until the parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; the parent's to handle
+    """Fork a worker for each socket that arrives, until the parent has ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal; the parent handles it
     signal.signal(signal.SIGCHLD, lambda *_: None)
     woken, wake = os.pipe()
     os.set_blocking(woken, False)
     os.set_blocking(wake, False)
-    signal.set_wakeup_fd(wake)  # of SIGCHLD
+    signal.set_wakeup_fd(wake)  # for SIGCHLD
     os.nice(_NICENESS)
     workers: dict[int, Connection] = {}
     while True:
@@ -211,7 +210,7 @@ def _serve_forks(control: socket.socket) -> None:
         message, sockets, _, _ = socket.recv_fds(control, 65536, 1)
         if not message:
             return
-        limits, prepare, _ = pickle.loads(message)  # imports the job's module, once for all
+        limits, prepare, _ = pickle.loads(message)  # imports the job's module, once
         if prepare is not None:
             _prepare(prepare)
         caller = Connection(sockets[0])
@@ -230,32 +229,32 @@ def _serve_forks(control: socket.socket) -> None:
 
 
 def _reap(workers: dict[int, Connection]) -> None:
-    """Tell the callers of workers that a signal ended."""
+    """Notify the callers of workers that a signal ended."""
     while workers:
         worker, status = os.waitpid(-1, os.WNOHANG)
         if not worker:
             return
         caller = workers.pop(worker)
         if os.WIFSIGNALED(status):
-            with suppress(OSError):  # the caller is gone
+            with suppress(OSError):  # the caller has ended
                 caller.send_bytes(_ended(os.WTERMSIG(status)))
         caller.close()
 
 
 def _prepare(prepare: Callable[[], object]) -> None:
-    signal.alarm(_PREPARATION_SECONDS)  # whose default action ends this process
+    signal.alarm(_PREPARATION_SECONDS)  # SIGALRM ends this process
     try:
         prepare()
     except Exception:
-        pass  # the job meets it again, and says so
+        pass  # the job raises it again
     finally:
         signal.alarm(0)
 
 
 def _work(caller: Connection, limits: JobLimits) -> None:
-    """Do one job after the other."""
+    """Execute jobs one after the other."""
     quiet = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):  # a native library that aborts writes there
+    for stream in (1, 2):  # silences native libraries that abort
         os.dup2(quiet, stream)
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_STACK, limits.stack_kib * 1024)
@@ -270,8 +269,8 @@ def _work(caller: Connection, limits: JobLimits) -> None:
         try:
             result = {"value": job(*args)}
         except MemoryError:
-            return  # as where the native allocator aborts
-        except BaseException as error:  # pyo3's panics are no Exceptions
+            return  # as if the native allocator had aborted
+        except BaseException as error:  # a panic of pyo3 is not an Exception
             result = {"error": " ".join(str(error).split()) or type(error).__name__}
         caller.send_bytes(json.dumps(result).encode())
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -284,7 +283,7 @@ def _limit(kind: int, value: int) -> None:
 
 
 def _address_space() -> int:
-    """Bytes that this process has mapped."""
+    """Bytes of address space of this process."""
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
 

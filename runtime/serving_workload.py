@@ -1,4 +1,4 @@
-"""A crowd of requests: how many tokens a second come out, and how long each has to wait."""
+"""Serving benchmark: throughput and latency of many concurrent requests."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from llmc.runtime.prompt_file import read_lines, read_requests
 from llmc.runtime.prompts import Prompt
 from llmc.runtime.sampling.params import SamplingParams
 
-_INPUTS, _OUTPUTS = (32, 512), (16, 256)  # tokens of random requests, from and to
+_INPUTS, _OUTPUTS = (32, 512), (16, 256)  # ranges of lengths of random requests, in tokens
 
 
 @dataclass(frozen=True)
 class ServingWorkload:
-    """Requests, and the seconds at which each comes."""
+    """Requests, and the arrival time of each in seconds."""
 
     prompts: Sequence[Prompt]
     params: Sequence[SamplingParams]
@@ -31,13 +31,13 @@ class ServingWorkload:
 
 @dataclass(frozen=True)
 class Report:
-    """What came of it.
+    """Measurements of a workload.
 
     Args:
         seconds: from the first arrival to the last token.
-        time_to_first_token: of completions, from the arrival of their request.
-        inter_token_latency: between tokens of a completion.
-        cache_hits, cache_queries: prompt tokens found in the cache, and looked up.
+        time_to_first_token: TTFT of completions, from the arrival of their request.
+        inter_token_latency: ITL of completions.
+        cache_hits, cache_queries: prompt tokens found in the prefix cache, and looked up.
     """
 
     requests: int
@@ -53,16 +53,16 @@ class Report:
 
 
 def read_workload(llm: LLM, source: str, rate: float, shared_prefix: int = 0) -> ServingWorkload:
-    """`random:N` requests of 32 to 512 tokens in and 16 to 256 out, as far as the model goes, or
-    those of a prompt file; each after the one before as a Poisson process of so many a second has
-    it.
+    """Create a workload of random requests or of a prompt file, with Poisson arrivals.
 
     Args:
-        rate: infinite: all at once.
-        shared_prefix: random tokens that all random requests begin with.
+        source: `random:N` for N requests with 32 to 512 input and 16 to 256 output tokens, limited
+            by the model; or the path of a prompt file.
+        rate: requests per second; infinite: all at once.
+        shared_prefix: number of random tokens that all random requests share as prefix.
 
     Raises:
-        LlmcError: the source is neither, or one of its requests is not sound.
+        LlmcError: the source is invalid, or one of its requests is.
     """
     rng = np.random.default_rng(0)
     kind, _, number = source.partition(":")
@@ -75,13 +75,13 @@ def read_workload(llm: LLM, source: str, rate: float, shared_prefix: int = 0) ->
         inputs = np.minimum(inputs, room - outputs - shared_prefix + 1)
         if min(inputs) < 1:
             raise LlmcError(f"shared_prefix {shared_prefix} leaves no room in {room} positions; "
-                            f"give a shorter one")
+                            f"give a smaller one")
         vocab_size = (llm.manifest.encoder or llm.manifest.dims).vocab_size
         prefix = rng.integers(0, vocab_size, shared_prefix).tolist()
         prompts += [prefix + rng.integers(0, vocab_size, size).tolist() for size in inputs]
         params = [SamplingParams(max_tokens=int(size), ignore_eos=True) for size in outputs]
     elif kind == "random":
-        raise LlmcError(f"'{source}' does not say how many requests; write it like random:512")
+        raise LlmcError(f"'{source}' has no number of requests; write it like random:512")
     else:
         requests = read_requests(llm, read_lines(source), SamplingParams())
         problem = next((own.answer["error"] for own in requests if "error" in own.answer), None)
@@ -93,22 +93,22 @@ def read_workload(llm: LLM, source: str, rate: float, shared_prefix: int = 0) ->
 
 
 def measure_workload(llm: LLM, traffic: ServingWorkload,
-                    progress: Callable[[CompletionChunk], object] = lambda piece: None) -> Report:
-    """Let the requests come, and wait for all that they lead to."""
+                     progress: Callable[[CompletionChunk], object] = lambda chunk: None) -> Report:
+    """Run a workload and measure it."""
     before = llm.metrics()
     latest: dict[tuple[int, int], float] = defaultdict(lambda: -1.0)
     first, between = [], []
-    pieces = llm.stream(traffic.prompts, traffic.params, arrivals=traffic.arrivals)
-    start = now = time.perf_counter()  # arrivals count from the first piece that is asked for
-    for piece in pieces:
+    chunks = llm.stream(traffic.prompts, traffic.params, arrivals=traffic.arrivals)
+    start = now = time.perf_counter()  # arrivals count from the first request for a chunk
+    for chunk in chunks:
         now = time.perf_counter() - start
-        key = piece.index, piece.sample
+        key = chunk.index, chunk.sample
         if latest[key] < 0:
-            first.append(now - traffic.arrivals[piece.index])
+            first.append(now - traffic.arrivals[chunk.index])
         else:
             between.append(now - latest[key])
         latest[key] = now
-        progress(piece)
+        progress(chunk)
     after = llm.metrics()
     count = len(first) + len(between)
     return Report(len(traffic.prompts), count, now, count / now, len(traffic.prompts) / now,

@@ -16,18 +16,18 @@ from llmc.artifacts.case_files import read_bounded
 from llmc.artifacts.manifest import MANIFEST_NAME, Manifest
 from llmc.errors import LlmcError
 
-_MAX_BYTES = 64 << 20  # Gemma's, with 262,144 tokens, has 33 MB
+_MAX_BYTES = 64 << 20  # Gemma's tokenizer of 262,144 tokens has 33 MB
 _MAX_TOKEN_ID = 2**24
-_MAX_ADDED = 1024  # tokens beside a text's own
-_MAX_EXPANSION = 4096  # of a text by replacements; SentencePiece's is 3
+_MAX_ADDED = 1024  # special tokens added to a text
+_MAX_EXPANSION = 4096  # factor by which replacements lengthen a text; SentencePiece's is 3
 _SEQUENCES = ("normalizers", "pretokenizers", "decoders")
 
 
 def load_tokenizer(manifest: Manifest, case_dir: Path) -> Tokenizer | None:
-    """The tokenizer; None where the model came without one.
+    """Load the tokenizer; None if the model has none.
 
     Raises:
-        LlmcError: tokenizer.json is broken, or names an end token and the manifest none.
+        LlmcError: tokenizer.json is invalid, or names an EOS token and the manifest lists none.
     """
     if manifest.tokenizer.path is None:
         return None
@@ -35,16 +35,16 @@ def load_tokenizer(manifest: Manifest, case_dir: Path) -> Tokenizer | None:
     tokenizer = read_tokenizer(directory)
     end = named_end(directory, tokenizer, manifest.dims.vocab_size)
     if end is not None and not manifest.tokenizer.eos_token_ids:
-        raise LlmcError(f"the tokenizer in '{directory}' ends texts with token {end}, "
+        raise LlmcError(f"the tokenizer in '{directory}' has the EOS token {end}, "
                         f"{MANIFEST_NAME} lists no eos_token_ids; compile the model again")
     return tokenizer
 
 
 def read_tokenizer(directory: Path) -> Tokenizer:
-    """The tokenizer of a tokenizer.json, without its truncation and padding.
+    """Read a tokenizer.json, without its truncation and padding.
 
     Raises:
-        LlmcError: it is broken, or larger or more expansive than a model's tokenizer is.
+        LlmcError: it is invalid, or exceeds a limit of size or expansion.
     """
     path = directory / "tokenizer.json"
     try:
@@ -53,10 +53,10 @@ def read_tokenizer(directory: Path) -> Tokenizer:
         raise LlmcError(f"'{path}' cannot be read ({error}); compile the model again") from error
     try:
         tokenizer = Tokenizer.from_buffer(data)
-        tokenizer.no_truncation()  # as transformers does, unless a caller asks for it
+        tokenizer.no_truncation()  # transformers' default
         tokenizer.no_padding()
         _check_size(tokenizer)
-    except BaseException as error:  # tokenizers raises Exception, and a panic is not even that
+    except BaseException as error:  # a panic of tokenizers is not an Exception
         if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
             raise
         raise LlmcError(f"'{path}' is not a tokenizer ({error}); compile the model again") \
@@ -65,11 +65,11 @@ def read_tokenizer(directory: Path) -> Tokenizer:
 
 
 def _check_size(tokenizer: Tokenizer) -> None:
-    """Refuse a tokenizer of which a short text takes more memory than there may be.
+    """Refuse a tokenizer for which a short text may exhaust memory.
 
     Raises:
-        ValueError: it has no tokens or a huge token id, adds many tokens to every text, or replaces
-            characters by long texts.
+        ValueError: it has no tokens, a huge token id, many special tokens per text, or long
+            replacements of characters.
         LlmcError: it cannot encode an empty text.
     """
     ids = tokenizer.get_vocab(with_added_tokens=True).values()
@@ -90,9 +90,7 @@ def _check_size(tokenizer: Tokenizer) -> None:
 
 
 def named_end(directory: Path, tokenizer: Tokenizer, vocab_size: int) -> int | None:
-    """The token that tokenizer_config.json beside the tokenizer names as the end of a text, if
-    there is one, and a model of this vocabulary has it.
-    """
+    """The EOS token that tokenizer_config.json names; None if absent or not in the vocabulary."""
     named = read_config(directory).get("eos_token")
     text = named.get("content") if isinstance(named, dict) else named
     token = tokenizer.token_to_id(text) if isinstance(text, str) else None
@@ -100,7 +98,7 @@ def named_end(directory: Path, tokenizer: Tokenizer, vocab_size: int) -> int | N
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """tokenizer_config.json; empty if it is absent or not an object.
+    """Read tokenizer_config.json; empty if it is absent or not an object.
 
     Raises:
         LlmcError: it cannot be read.
@@ -117,35 +115,35 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str], add_special_tokens: bool)
     """Tokenize without the GIL, which `Tokenizer.encode` holds.
 
     Raises:
-        LlmcError: the tokenizer fails, as where its regular expression exceeds a limit.
+        LlmcError: the tokenizer fails, for example because its regular expression exceeds a limit.
     """
     try:
-        found = tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
-    except BaseException as error:  # tokenizers raises Exception, and a panic is not even that
+        encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+    except BaseException as error:  # a panic of tokenizers is not an Exception
         if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
             raise
-        raise LlmcError(f"the tokenizer cannot read the text ({error})") from error
-    return [own.ids for own in found]
+        raise LlmcError(f"the tokenizer cannot encode the text ({error})") from error
+    return [encoding.ids for encoding in encodings]
 
 
 def min_tokens(tokenizer: Tokenizer) -> Callable[[str], int]:
-    """A lower bound of a text's number of tokens, from its size alone; 0 if unknown.
+    """Return a function that computes a lower bound of a text's tokens from its size.
 
-    There is one for BPE over bytes. Each byte of a text is then part of some token, but for those
-    bytes that the vocabulary lacks, which are dropped.
+    The bound is 0 if unknown. It exists for BPE over bytes: each byte of a text is part of a token,
+    except bytes that the vocabulary lacks, which are dropped.
     """
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     dropped = _dropped_bytes(tokenizer, vocab)
-    most = max(len(token.encode()) for token in vocab) * _shortening(tokenizer)
-    if dropped is None or not most:
+    longest = max(len(token.encode()) for token in vocab) * _shortening(tokenizer)
+    if dropped is None or not longest:
         return lambda text: 0
-    return lambda text: int(len(text.encode().translate(None, dropped)) // most)
+    return lambda text: int(len(text.encode().translate(None, dropped)) // longest)
 
 
 def _dropped_bytes(tokenizer: Tokenizer, vocab: Container[str]) -> bytes | None:
-    """Bytes that the vocabulary lacks; None where others may be dropped, too."""
+    """Bytes that the vocabulary lacks; None if others may be dropped as well."""
     if not isinstance(tokenizer.model, BPE) or tokenizer.truncation is not None or any(
-            own.lstrip or own.rstrip  # such a token takes any number of blanks
+            own.lstrip or own.rstrip  # such a token consumes any number of spaces
             for own in tokenizer.get_added_tokens_decoder().values()):
         return None
     if any(own["type"] == "ByteLevel" for own in _components(tokenizer.pre_tokenizer)):
@@ -155,7 +153,7 @@ def _dropped_bytes(tokenizer: Tokenizer, vocab: Container[str]) -> bytes | None:
 
 
 def _shortening(tokenizer: Tokenizer) -> int:
-    """How many times shorter a text may become by normalization; 0: there is no bound."""
+    """Factor by which normalization may shorten a text; 0 if unbounded."""
     times = 1
     for own in _components(tokenizer.normalizer):
         if own["type"] in ("NFC", "NFKC"):
@@ -168,16 +166,17 @@ def _shortening(tokenizer: Tokenizer) -> int:
 
 
 def bytes_to_unicode() -> dict[int, str]:
-    """The characters that stand for bytes in GPT-2's vocabulary and all byte-level ones."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return {**{byte: chr(byte) for byte in shown},
-            **{byte: chr(256 + place) for place, byte in enumerate(hidden)}}
+    """Characters that represent bytes in GPT-2's and all byte-level vocabularies."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {**{byte: chr(byte) for byte in printable},
+            **{byte: chr(256 + index) for index, byte in enumerate(others)}}
 
 
 def _components(component: Any) -> Iterator[dict[str, Any]]:
-    """A normalizer, pre-tokenizer or decoder as tokenizer.json has it, or each one of a sequence,
-    which may hold further ones.
+    """The components of a normalizer, pre-tokenizer or decoder, with sequences flattened.
+
+    Each is an object as in tokenizer.json.
     """
     states = [] if component is None else [json.loads(component.__getstate__())]
     while states:
@@ -194,20 +193,20 @@ def _components(component: Any) -> Iterator[dict[str, Any]]:
 
 @cache
 def load_for_texts(path: Path) -> tuple[Tokenizer, Callable[[str], int]]:
-    """A tokenizer, and its `min_tokens`."""
+    """Load a tokenizer and its `min_tokens`."""
     tokenizer = read_tokenizer(path.parent)
     return tokenizer, min_tokens(tokenizer)
 
 
 def tokenize_long(path: Path, text: str, add_special_tokens: bool, limit: int) -> \
         tuple[int, list[int]]:
-    """Tokenize a text, unless its size alone shows that it has more than `limit` tokens.
+    """Tokenize a text, unless its size implies more than `limit` tokens.
 
     Returns:
-        The number of tokens, or a lower bound of it, and the tokens where they are at most `limit`.
+        The number of tokens or a lower bound of it, and the tokens if they are at most `limit`.
     """
-    tokenizer, least = load_for_texts(path)
-    if least(text) > limit:
-        return least(text), []
+    tokenizer, lower_bound = load_for_texts(path)
+    if lower_bound(text) > limit:
+        return lower_bound(text), []
     ids, = encode(tokenizer, [text], add_special_tokens)
     return len(ids), ids if len(ids) <= limit else []

@@ -519,7 +519,7 @@ def ask_at_once(llm: llmc.LLM, prompts: Sequence[Sequence[int]],
         pool.submit(loop.run, hold)
         held.wait()
         asking = [pool.submit(ask, index) for index in range(len(prompts))]
-        while len(loop._orders) + sum(each.done() for each in asking) < len(prompts):
+        while len(loop._inbox) + sum(each.done() for each in asking) < len(prompts):
             time.sleep(0.001)
         all_asked.set()
         for each in asking:

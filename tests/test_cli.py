@@ -257,11 +257,11 @@ def test_bench_tells_how_a_crowd_fares(case_tp1, tmp_path):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["--requests", "random:none"], "'random:none' does not say how many requests"),
+    (["--requests", "random:none"], "'random:none' has no number of requests"),
     (["--requests", "nowhere"], "'nowhere' cannot be read"),
     (["--requests", "random:3", "--request_rate", "0"], "--request_rate 0.0 is not above 0"),
     (["--requests", "random:3", "--shared_prefix", "64"], "shared_prefix 64 leaves no room in 64"),
-    (["--requests", "random:3", "--block_size", "5"], "block_size 5 is no power of two"),
+    (["--requests", "random:3", "--block_size", "5"], "block_size 5 is not a power of two"),
 ])
 def test_a_crowd_that_cannot_be_is_one_sentence(case_tp1, arguments, message):
     result = run("bench", "--case_dir", case_tp1, *arguments)
@@ -380,7 +380,7 @@ def talk(case_tp1):
 def test_a_conversation_in_a_terminal(talk):
     shown = talk(b"the\n", b"\x03", b"\n", b"fox " * 99 + b"\n", b"\x04")
     assert "Ctrl-C ends an answer, Ctrl-D the conversation." in shown
-    assert "the KV cache has room for 64; say less" in shown and "Traceback" not in shown
+    assert "the KV cache has room for 64; shorten the message" in shown and "Traceback" not in shown
     assert shown.count("> |") == 5 and "tokens/s" in shown
 
 

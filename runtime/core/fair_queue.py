@@ -4,12 +4,11 @@ A tree of three levels counts slots and orders what waits:
 
     root → tenants → requests → waiting groups
 
-1. A child without a slot goes before its siblings that hold slots, the oldest first.
-2. Children that hold slots go by priority, then by number of slots, then by age.
-3. A lower priority delays a child without a slot by HEAD_START steps per level, not longer.
+1. Children without a slot precede siblings that hold slots, the oldest first.
+2. Children that hold slots are ordered by priority, then number of slots, then age.
+3. A lower priority delays a child without a slot by at most HEAD_START steps per level.
 
-Nobody starves: a share that others overtake runs out of slots, and rule 1 then puts it in front of
-all later arrivals.
+No share starves: once its slots are released, rule 1 puts it before all later arrivals.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from llmc.runtime.core.scheduler import Sequence
 
-HEAD_START = 256  # steps of waiting that one level of priority is worth
+HEAD_START = 256  # steps of waiting equivalent to one level of priority
 
 Order = tuple[int, ...]  # arrival step + priority · HEAD_START, arrival number, index in its group
 _Entry = tuple[Order, "_Node"]
@@ -38,14 +37,14 @@ class _Node:
         raise NotImplementedError
 
     def moved(self, step: int) -> None:
-        """Sort this node among its siblings again, and each ancestor among its own."""
+        """Re-sort this node among its siblings, then each ancestor among its siblings."""
         if self.parent is not None:
             self.parent.place(self, step)
             self.parent.moved(step)
 
 
 class Share(_Node):
-    """The slots of a tenant or of one request, and what waits below it.
+    """The slots of a tenant or of one request, and the waiting groups below it.
 
     Attributes:
         slots: number of slots that its running sequences hold.
@@ -67,19 +66,19 @@ class Share(_Node):
         return first if has_waited_for(first.order, other.priority, step) else other
 
     def place(self, child: _Node, step: int) -> None:
-        """Sort a child by what it holds and what of it waits now."""
+        """Sort a child by its slots and its next waiting group."""
         if child in self._places:
             entries, entry = self._places.pop(child)
-            del entries[bisect_left(entries, entry[0], key=lambda own: own[0])]
+            del entries[bisect_left(entries, entry[0], key=lambda placed: placed[0])]
         head = child.head(step)
         if head is not None:
             key = (head.priority, child.slots, *head.order) if child.slots else head.order
             entries = self._with if child.slots else self._without
             self._places[child] = entries, (key, child)
-            insort(entries, (key, child), key=lambda own: own[0])
+            insort(entries, (key, child), key=lambda placed: placed[0])
 
     def hold(self, slots: int) -> None:
-        """Count slots that a sequence takes, or gives back if negative; call `moved` after."""
+        """Count slots that a sequence takes, or frees if negative; call `moved` after."""
         held, self.slots = self.slots, self.slots + slots
         if self.parent is not None:
             self.parent.holders += bool(self.slots) - bool(held)
@@ -87,16 +86,19 @@ class Share(_Node):
 
 
 class WaitingGroup(_Node):
-    """The waiting sequences of one request, of which only the first is made.
+    """The waiting sequences of one request; only the first exists yet.
 
-    A preempted sequence waits in a group of its own, below the share of its request.
+    A preempted sequence waits in a separate group, below the share of its request.
 
     Args:
-        share: of the request.
+        sequences: in the order of admission.
+        order: sort key of the request.
+        priority: lower ones go first.
+        share: the request's share.
 
     Attributes:
         first: the next sequence to admit; None if nothing waits.
-        hidden: not to be admitted for now.
+        hidden: whether the group is skipped in this step.
     """
 
     def __init__(self, sequences: Iterator[Sequence], order: Order, priority: int,
@@ -117,7 +119,7 @@ class WaitingGroup(_Node):
         return None if self.first is None or self.hidden else self
 
     def take(self) -> None:
-        """Make the next sequence the first; call `moved` after."""
+        """Create the next sequence and make it the first; call `moved` after."""
         self.first = next(self._sequences, None)
         if self.first is not None and self.first.epoch == 0:
             self.first.order = (*self._order, self._taken)

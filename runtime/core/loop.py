@@ -1,4 +1,4 @@
-"""The loop: schedule, submit, collect, postprocess. Many callers, one thread."""
+"""The engine loop: schedule, submit, collect, postprocess. Many callers, one thread."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from llmc.runtime.core.scheduler import (
 from llmc.runtime.core.step import Engine, StepOutput
 from llmc.runtime.metrics import Metrics
 
-# Tokens that nobody has read: of a completion, and of all of a caller's, before they wait.
+# Unread tokens of one completion, and of all of a caller's, at which generation pauses.
 _UNREAD, _UNREAD_IN_ALL = 256, 8192
 _Result = TypeVar("_Result")
 
 
 class OutputQueue:
-    """What has come of one caller's requests, on its way from the loops' threads to the caller's.
+    """Outputs of one caller's requests, passed from the loops' threads to the caller's.
 
     Args:
-        wake: is told, from a loop's thread, that there is something to take.
+        wake: called from a loop's thread when there is output to take.
     """
 
     def __init__(self, wake: Callable[[], object]) -> None:
@@ -47,25 +47,25 @@ class OutputQueue:
         self._lock = threading.Lock()
 
     def take(self) -> tuple[list[Token | RunningBeamSearch], bool]:
-        """All that is there, perhaps nothing yet; and whether somebody may have waited for that.
+        """Take all outputs, without waiting; and whether a completion may have been paused.
 
         Raises:
-            LlmcError: what ended the requests.
+            LlmcError: the requests failed.
         """
         with self._lock:
             if not self._ready and self._error is not None:
                 raise self._error
-            waited = any(map(self.is_behind, self._unread))
-            made, self._ready = self._ready, []
+            was_full = any(map(self.is_behind, self._unread))
+            outputs, self._ready = self._ready, []
             self._unread.clear()
-            return made, waited
+            return outputs, was_full
 
-    def put(self, made: list[Token | RunningBeamSearch]) -> None:
+    def put(self, outputs: list[Token | RunningBeamSearch]) -> None:
         with self._lock:
-            self._ready.extend(made)
-            for own in made:
-                if isinstance(own, Token):
-                    self._unread[own.owner] += 1
+            self._ready.extend(outputs)
+            for output in outputs:
+                if isinstance(output, Token):
+                    self._unread[output.owner] += 1
         self._wake()
 
     def fail(self, error: BaseException) -> None:
@@ -74,19 +74,18 @@ class OutputQueue:
         self._wake()
 
     def is_behind(self, owner: RunningCompletion) -> bool:
-        """Whether a completion has as many unread tokens as are kept, or all have."""
+        """Whether the caller must read before this completion continues."""
         return self._unread[owner] >= _UNREAD or len(self._ready) >= _UNREAD_IN_ALL
 
 
 @dataclass(frozen=True)
 class Scheduling:
-    """How the requests of a call are scheduled, and which prefixes they share.
+    """Scheduling parameters of a call.
 
     Args:
         priority: lower ones go first.
-        tenant: whose share of the slots they are a part of. None: each call has its own.
-        salt: is hashed into the names of their blocks, so that only calls with the same one share
-            prefixes.
+        tenant: its share of the slots includes the call's. None: a separate share.
+        salt: hashed into block names: only calls with the same salt share prefixes.
     """
 
     priority: int = 0
@@ -96,7 +95,7 @@ class Scheduling:
 
 @dataclass(eq=False)
 class ClientCall:
-    """What one caller wants of one loop: some samples of its requests."""
+    """The samples of a caller's requests that one loop generates."""
 
     requests: abc.Sequence[Request]
     samples: Callable[[Request], abc.Sequence[int]]
@@ -104,9 +103,9 @@ class ClientCall:
     scheduling: Scheduling = Scheduling()
     begun: float = field(default_factory=time.monotonic)
     aborted: bool = False
-    left: int = field(init=False)  # completions
-    longest: int = field(init=False)  # the most new tokens that one may have
-    sequences: set[Sequence] = field(init=False, default_factory=set)  # that exist now
+    left: int = field(init=False)  # unfinished completions
+    longest: int = field(init=False)  # largest limit of its requests
+    sequences: set[Sequence] = field(init=False, default_factory=set)  # unfinished
 
     def __post_init__(self) -> None:
         self.left = sum(len(self.samples(request)) for request in self.requests)
@@ -114,7 +113,7 @@ class ClientCall:
 
 
 class _LoopTask(Generic[_Result]):
-    """Work for the loop's thread between two steps."""
+    """A task for the loop's thread between two steps."""
 
     def __init__(self, work: Callable[[Scheduler, Engine], _Result]) -> None:
         self._work, self.result = work, Future[_Result]()
@@ -122,18 +121,18 @@ class _LoopTask(Generic[_Result]):
     def run(self, scheduler: Scheduler, engine: Engine) -> None:
         try:
             self.result.set_result(self._work(scheduler, engine))
-        except BaseException as error:  # its caller's to know
+        except BaseException as error:  # raised in its caller
             self.result.set_exception(error)
 
 
 class Loop:
-    """Runs what callers want on one engine.
+    """Runs callers' requests on one engine.
 
     Args:
-        completing, searching: make what owns a sequence.
-        check_step: steps that are under way before the first is looked at, as far as the engine
-            goes.
-        skip_step: tokens of each sequence that are made before the first is looked at.
+        completing, searching: create the owner of a sequence.
+        encodes: whether the model has an encoder.
+        check_step: maximum number of in-flight steps, up to the engine's limit.
+        skip_step: tokens of each sequence to generate before the first is read.
     """
 
     def __init__(self, engine: Engine, scheduler: Scheduler,
@@ -143,31 +142,30 @@ class Loop:
         self._engine, self._scheduler = engine, scheduler
         self._completing, self._searching, self._encodes = completing, searching, encodes
         self._check_step, self._skip_step = check_step, skip_step
-        # A caller's thread would take cores from a step that runs on them.
+        # On CPU, detokenize in this thread: a caller's thread would take cores from the next step.
         self._reads = engine.limits.ahead == 1
         self._calls: dict[ClientCall, WaitingGroup] = {}
         self._owners: dict[Sequence, tuple[ClientCall, RunningCompletion | RunningBeamSearch]] = {}
         self._numbers = itertools.count()
         self._condition = threading.Condition()
-        self._orders: deque[Callable[[], None]] = deque()  # for the thread, from callers
-        self._errands: deque[_LoopTask[Any]] = deque()
+        self._inbox: deque[Callable[[], None]] = deque()  # callers' requests to the thread
+        self._tasks: deque[_LoopTask[Any]] = deque()
         self._pace = StepPacer()
         scheduler.step_times = self._pace.step_times
         self._error: BaseException | None = None
         self._closing = False
-        self._busy_since: float | None = None  # start of this turn of the loop; None while idle
+        self._busy_since: float | None = None  # start of this iteration; None while idle
         self.metrics = Metrics(scheduler)
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._serve, name="llmc-loop", daemon=True)
         self._thread.start()
 
-    # What callers do, each in a thread of its own.
-
+    # Called from callers' threads.
     def add(self, call: ClientCall) -> None:
-        """Complete what a call wants.
+        """Start a call.
 
         Raises:
-            LlmcError: one can never run, or nothing can any more.
+            LlmcError: a request can never run, or the loop has ended.
         """
         for request in call.requests:
             problem = self._scheduler.problem(len(request.prompt), request.limit,
@@ -175,48 +173,56 @@ class Loop:
             if problem:
                 raise LlmcError(problem)
 
-        def order() -> None:
+        def message() -> None:
             self._pace.came()
             try:
                 self._calls[call] = self._scheduler.add(
                     self._sequences(call), call.scheduling.priority, call.scheduling.tenant)
-            except Exception as error:  # this call's own
+            except Exception as error:  # fails only this call
                 call.outbox.fail(error)
 
         if call.left:
-            self._tell(order)
+            self._post(message)
 
     def abort(self, call: ClientCall) -> None:
-        """Nobody wants it any more: its blocks are free once the step that runs has ended."""
+        """Cancel a call. Its blocks are freed after the running step."""
         call.aborted = True
-        self._mention(lambda: self._forget(call))
+        self._post_if_running(lambda: self._forget(call))
 
     def go_on(self) -> None:
-        """A stalled sequence may go on, as its caller has read."""
-        self._mention(lambda: None)
+        """Wake the loop after a caller has read its outputs."""
+        self._post_if_running(lambda: None)
 
     def end(self, lease: SlotLease) -> None:
-        """A session is over."""
-        self._mention(lambda: self._scheduler.end(lease))
+        """End a session."""
+        self._post_if_running(lambda: self._scheduler.end(lease))
 
     @property
     def cache_tokens(self) -> int:
-        """Positions of all blocks."""
+        """Positions of all blocks of the KV cache."""
         return self._engine.limits.num_blocks * self._engine.limits.block_size
 
     def check_health(self) -> None:
-        """Raises LlmcError where nothing can run any more."""
+        """Check that the loop still runs.
+
+        Raises:
+            LlmcError: a step failed, the loop was closed, or this is a forked child.
+        """
         self.check_process()
         with self._condition:
             self._check()
 
     def stalled_seconds(self) -> float:
-        """Seconds since a step completed or orders were taken; 0 without work."""
+        """Seconds since a step completed or calls were read; 0 while idle."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
     def check_process(self) -> None:
-        """Raises LlmcError in a forked child, which has no threads of its parent."""
+        """Check that this is the process that loaded the model.
+
+        Raises:
+            LlmcError: this is a forked child, which has no threads of its parent.
+        """
         if self._forked():
             raise LlmcError(f"this LLM was loaded in process {self._pid}, and cannot be used in "
                             f"its forked child {os.getpid()}; load it in the child, or start the "
@@ -226,14 +232,14 @@ class Loop:
         return os.getpid() != self._pid
 
     def run(self, work: Callable[[Scheduler, Engine], _Result]) -> _Result:
-        """Have the thread do some work between two steps, and wait for what it returns."""
-        errand = _LoopTask(work)
-        self._tell(lambda: self._errands.append(errand))
-        return errand.result.result()
+        """Run a task in the loop's thread between two steps, and return its result."""
+        task = _LoopTask(work)
+        self._post(lambda: self._tasks.append(task))
+        return task.result.result()
 
     def close(self) -> None:
-        """End what runs, and the thread."""
-        if self._forked():  # it is the parent's
+        """End running requests and the thread."""
+        if self._forked():  # the parent closes it
             return
         with self._condition:
             self._closing = True
@@ -241,21 +247,21 @@ class Loop:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _mention(self, order: Callable[[], None]) -> None:
-        """`_tell` what does not matter where the loop has ended."""
+    def _post_if_running(self, message: Callable[[], None]) -> None:
+        """`_post`, or do nothing if the loop has ended."""
         if self._forked():
             return
         with self._condition:
-            self._order(order)
+            self._enqueue(message)
 
-    def _tell(self, order: Callable[[], None]) -> None:
+    def _post(self, message: Callable[[], None]) -> None:
         self.check_process()
         with self._condition:
             self._check()
-            self._order(order)
+            self._enqueue(message)
 
-    def _order(self, order: Callable[[], None]) -> None:
-        self._orders.append(order)
+    def _enqueue(self, message: Callable[[], None]) -> None:
+        self._inbox.append(message)
         if self._busy_since is None:
             self._busy_since = time.monotonic()
         self._condition.notify()
@@ -266,72 +272,71 @@ class Loop:
         if self._closing:
             raise LlmcError("this LLM is closed")
 
-    # What the thread does.
-
+    # Run by the loop's thread.
     def _serve(self) -> None:
-        under_way: deque[tuple[int, ScheduledStep]] = deque()
+        in_flight: deque[tuple[int, ScheduledStep]] = deque()
         idle = True
         try:
             while True:
-                self._take_orders(None if idle else 0)
-                while self._may_wait(len(under_way)) and (left := self._pace.left()):
-                    self._take_orders(left)
-                while self._errands and not under_way:
-                    self._errands.popleft().run(self._scheduler, self._engine)
+                self._read_inbox(None if idle else 0)
+                while self._may_wait(len(in_flight)) and (left := self._pace.left()):
+                    self._read_inbox(left)
+                while self._tasks and not in_flight:
+                    self._tasks.popleft().run(self._scheduler, self._engine)
                 scheduled = None
-                if not self._errands and len(under_way) < self._depth():
+                if not self._tasks and len(in_flight) < self._depth():
                     scheduled = self._scheduler.schedule()
-                idle = scheduled is None and not under_way
+                idle = scheduled is None and not in_flight
                 if scheduled is not None:
                     self._pace.submitting(scheduled.step)
-                    under_way.append((self._engine.submit(scheduled.step), scheduled))
-                if under_way and (scheduled is None or len(under_way) >= self._depth()):
-                    ticket, oldest = under_way.popleft()
+                    in_flight.append((self._engine.submit(scheduled.step), scheduled))
+                if in_flight and (scheduled is None or len(in_flight) >= self._depth()):
+                    ticket, oldest = in_flight.popleft()
                     self._pace.collecting()
-                    sampled = self._engine.collect(ticket)
+                    output = self._engine.collect(ticket)
                     self._pace.collected()
-                    self._postprocess(oldest, sampled)
-        except BaseException as error:  # every caller's to know
+                    self._postprocess(oldest, output)
+        except BaseException as error:  # fails every caller
             self._end(error)
         finally:
             self._engine.close()
 
     def _postprocess(self, scheduled: ScheduledStep, sampled: StepOutput) -> None:
-        """Hand out what a step led to; who is done makes room."""
-        made: dict[OutputQueue, list[Token | RunningBeamSearch]] = {}
-        for sequence, chosen in scheduled.read(sampled):
+        """Pass a step's outputs to their callers, and end finished sequences."""
+        outputs: dict[OutputQueue, list[Token | RunningBeamSearch]] = {}
+        for sequence, output in scheduled.read(sampled):
             if sequence not in self._owners:
-                continue  # its call has failed just now
+                continue  # its call failed in this step
             call, owner = self._owners[sequence]
             owner.num_cached_tokens = sequence.cached
             try:
-                own = self._search(sequence, owner, chosen) \
+                result = self._search(sequence, owner, output) \
                     if isinstance(owner, RunningBeamSearch) \
-                    else self._decode(sequence, owner, chosen)
-            except LlmcError as error:  # this call's own
+                    else self._decode(sequence, owner, output)
+            except LlmcError as error:  # fails only this call
                 self.metrics.failed(error)
                 self._forget(call)
                 call.outbox.fail(error)
             else:
-                if own is not None:
-                    made.setdefault(call.outbox, []).append(own)
-        self.metrics.count([own for each in made.values() for own in each
-                            if isinstance(own, Token)])
-        for outbox, each in made.items():
-            outbox.put(each)
+                if result is not None:
+                    outputs.setdefault(call.outbox, []).append(result)
+        self.metrics.count([result for results in outputs.values() for result in results
+                            if isinstance(result, Token)])
+        for outbox, results in outputs.items():
+            outbox.put(results)
 
     def _decode(self, sequence: Sequence, owner: RunningCompletion,
-                chosen: SequenceOutput) -> Token:
-        token = owner.take(chosen.token, chosen.logprobs, self._reads)
+                output: SequenceOutput) -> Token:
+        token = owner.take(output.token, output.logprobs, self._reads)
         if token.finish_reason:
             self._leave(sequence)
         else:
-            self._scheduler.append(sequence, chosen.token)
+            self._scheduler.append(sequence, output.token)
         return token
 
-    def _go_on_masked(self, sequence: Sequence, owner: RunningCompletion,
-                      error: LlmcError | None) -> None:
-        """The token mask of a sequence is there, or cannot be had."""
+    def _resume_masked(self, sequence: Sequence, owner: RunningCompletion,
+                       error: LlmcError | None) -> None:
+        """Resume a sequence whose token mask was computed in another thread."""
         assert owner.guide is not None
         owner.guide.pending = False
         if error is not None and sequence in self._owners:
@@ -340,38 +345,42 @@ class Loop:
             call.outbox.fail(error)
 
     def _search(self, sequence: Sequence, owner: RunningBeamSearch,
-                chosen: SequenceOutput) -> RunningBeamSearch | None:
-        going_on = owner.take(chosen)
-        if going_on is not None:
-            self._scheduler.go_on(sequence, *going_on)
+                output: SequenceOutput) -> RunningBeamSearch | None:
+        continuation = owner.take(output)
+        if continuation is not None:
+            self._scheduler.go_on(sequence, *continuation)
             return None
         self._leave(sequence)
         return owner
 
     def _depth(self) -> int:
-        """Steps that may be under way at once."""
+        """Number of steps that may be in flight."""
         fewest = min((len(own.tokens) for own in self._scheduler.running), default=0)
         return min(self._engine.limits.ahead, max(self._check_step, self._skip_step - fewest, 1))
 
-    def _may_wait(self, under_way: int) -> bool:
-        """Whether the next step may come later, for those who are not there yet."""
-        return (under_way == self._depth() - 1 and not self._errands
+    def _may_wait(self, in_flight: int) -> bool:
+        """Whether the next step may be delayed for requests that have not arrived."""
+        return (in_flight == self._depth() - 1 and not self._tasks
                 and not self._scheduler.waiting)
 
-    def _take_orders(self, wait: float | None) -> None:
-        """Do what callers said since; wait until they say something, so many seconds at most."""
+    def _read_inbox(self, wait: float | None) -> None:
+        """Run callers' messages.
+
+        Args:
+            wait: seconds to wait for one. None: without limit.
+        """
         with self._condition:
-            idle = wait is None and not self._orders
+            idle = wait is None and not self._inbox
             self._busy_since = None if idle else time.monotonic()
-            self._condition.wait_for(lambda: self._orders or self._closing, wait)
-            if self._closing:  # what was said is for `_end`
+            self._condition.wait_for(lambda: self._inbox or self._closing, wait)
+            if self._closing:  # `_end` runs the remaining messages
                 raise LlmcError("this LLM was closed")
-            orders, self._orders = self._orders, deque()
-        for order in orders:
-            order()
+            messages, self._inbox = self._inbox, deque()
+        for message in messages:
+            message()
 
     def _sequences(self, call: ClientCall) -> Iterator[Sequence]:
-        """A call's sequences, each made when it is the next to enter."""
+        """Yield a call's sequences; each is created when it is the next to be admitted."""
         for request in call.requests:
             number = next(self._numbers)
             source = request.source if self._encodes else None
@@ -400,8 +409,8 @@ class Loop:
                                (guide is not None and guide.pending),
                                aborted=lambda: call.aborted,
                                mask=None if guide is None else guide.mask, scores=scores)
-            completing.masked = lambda error: self._mention(
-                lambda: self._go_on_masked(sequence, completing, error))
+            completing.masked = lambda error: self._post_if_running(
+                lambda: self._resume_masked(sequence, completing, error))
         self._owners[sequence] = call, owner
         call.sequences.add(sequence)
         return sequence
@@ -425,25 +434,25 @@ class Loop:
         call.sequences.clear()
 
     def _end(self, error: BaseException) -> None:
-        """Tell all callers, and take no more."""
+        """Fail all callers and accept no further ones."""
         with self._condition:
             if not self._closing:
                 self._error = error
             self._closing = True
-            orders, self._orders = self._orders, deque()
-        for order in orders:
-            order()
+            messages, self._inbox = self._inbox, deque()
+        for message in messages:
+            message()
         for call in self._calls:
             call.outbox.fail(error)
-        for errand in self._errands:
-            errand.result.set_exception(error)
+        for task in self._tasks:
+            task.result.set_exception(error)
 
 
 class RequestHandle:
     """One caller's requests on all replicas.
 
     Attributes:
-        left: completions that have not come whole.
+        left: number of unfinished completions.
     """
 
     def __init__(self, wake: Callable[[], object]) -> None:
@@ -452,10 +461,10 @@ class RequestHandle:
         self.left = 0
 
     def begin(self, calls: list[tuple[Loop, ClientCall]]) -> None:
-        """Have replicas begin with calls whose outbox is this one's.
+        """Start calls whose outbox is this one's.
 
         Raises:
-            LlmcError: one can never run, or nothing can any more; then all has ended.
+            LlmcError: a request can never run, or a loop has ended; all calls are then aborted.
         """
         self._calls += calls
         self.left += sum(call.left for _, call in calls)
@@ -467,19 +476,19 @@ class RequestHandle:
             raise
 
     def take(self) -> list[Token | RunningBeamSearch]:
-        """All that is there; perhaps nothing yet.
+        """Take all outputs, without waiting.
 
         Raises:
-            LlmcError: what ended it; or this is a forked child.
+            LlmcError: the requests failed, or this is a forked child.
         """
         self.check_process()
-        made, stalled = self.outbox.take()
-        if stalled:
+        outputs, was_full = self.outbox.take()
+        if was_full:
             for loop in {loop for loop, _ in self._calls}:
                 loop.go_on()
-        self.left -= sum(isinstance(own, RunningBeamSearch) or own.finish_reason is not None
-                         for own in made)
-        return made
+        self.left -= sum(isinstance(output, RunningBeamSearch) or output.finish_reason is not None
+                         for output in outputs)
+        return outputs
 
     def check_process(self) -> None:
         """See `Loop.check_process`."""
@@ -487,7 +496,7 @@ class RequestHandle:
             loop.check_process()
 
     def abort(self) -> None:
-        """Nobody wants the rest."""
+        """Cancel the unfinished completions."""
         if self.left:
             for loop, call in self._calls:
                 loop.abort(call)

@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's tokens, as its chunks are computed."""
+"""Log-probabilities of a prompt's tokens, collected chunk by chunk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llmc.runtime.sampling.sampler import Logprobs
 
 
 class PromptScores:
-    """Log-probabilities of one prompt, which all its completions on a replica share.
+    """Log-probabilities of one prompt, shared by its completions on a replica.
 
     The logits of position p score the token at p + 1, so the last position scores none.
 
@@ -18,32 +18,32 @@ class PromptScores:
         count: most likely tokens to return at each position.
 
     Attributes:
-        scheduled: positions, from the first on, whose logits a step has been asked for. What the
-            prefix cache has of later ones is not reused.
+        scheduled: number of leading positions whose logits a step has computed or will compute.
+            Cached blocks of later positions are not reused.
     """
 
     def __init__(self, prompt: Sequence[int], count: int) -> None:
         self.count, self.scheduled = count, 0
         self._prompt = prompt
-        self._made: list[Logprobs] = []
+        self._scores: list[Logprobs] = []
         self._result: tuple[Logprobs | None, ...] | None = None
 
     @property
     def complete(self) -> bool:
-        """Whether steps have been asked for all positions."""
+        """Whether all positions are scheduled."""
         return self.scheduled >= len(self._prompt) - 1
 
     def fit(self, start: int, count: int, room: int) -> int:
-        """Limit `count` tokens from position `start` on so that at most `room` are scored."""
+        """Limit a chunk of `count` tokens from `start` to at most `room` scored positions."""
         positions = self.positions(start, start + count)
         return count if len(positions) <= room else positions.start + room - start
 
     def positions(self, start: int, end: int) -> range:
-        """Positions of a chunk that are to be scored."""
+        """Positions of a chunk that are not yet scheduled for scoring."""
         return range(max(start, self.scheduled), min(end, len(self._prompt) - 1))
 
     def schedule(self, start: int, end: int) -> range:
-        """`positions`, which count as scheduled from now on."""
+        """Mark the chunk's `positions` as scheduled and return them."""
         assert start <= self.scheduled or self.complete
         positions = self.positions(start, end)
         self.scheduled = max(self.scheduled, positions.stop)
@@ -53,22 +53,22 @@ class PromptScores:
         """Token ids that these positions score."""
         return self._prompt[positions.start + 1:positions.stop + 1]
 
-    def extend(self, made: Sequence[Logprobs]) -> None:
-        """Take what a step led to; steps are collected in their order."""
-        self._made.extend(made)
+    def extend(self, scores: Sequence[Logprobs]) -> None:
+        """Append the scores of a step. Steps are collected in order."""
+        self._scores.extend(scores)
 
     def result(self) -> tuple[Logprobs | None, ...]:
-        """Of each token of the prompt; None for the first.
+        """Log-probabilities of each token of the prompt; None for the first.
 
         Raises:
             LlmcError: a logit is NaN or infinite.
         """
         if self._result is not None:
             return self._result
-        assert len(self._made) == len(self._prompt) - 1
-        bad = next((at for at, own in enumerate(self._made) if math.isnan(own.chosen)), None)
+        assert len(self._scores) == len(self._prompt) - 1
+        bad = next((at for at, own in enumerate(self._scores) if math.isnan(own.chosen)), None)
         if bad is not None:
-            raise LlmcError(f"the logits at position {bad} of the prompt have NaN or infinity; the "
+            raise LlmcError(f"the logits at position {bad} of the prompt are NaN or infinite; the "
                             f"weights or activations overflow, compile with --dtype float32")
-        self._result = None, *self._made
+        self._result = None, *self._scores
         return self._result

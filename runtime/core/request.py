@@ -1,4 +1,4 @@
-"""What a caller wants, read and checked; and what comes back: completions, piece by piece."""
+"""Requests, validated against a model, and the state of their completions."""
 
 from __future__ import annotations
 
@@ -40,16 +40,17 @@ from llmc.runtime.tokenizer import encode, load_tokenizer
 
 @dataclass(frozen=True)
 class Completion:
-    """What a prompt led to.
+    """A generated text.
 
     Args:
-        index: which prompt, counted from 0.
-        sample: which of the prompt's n completions.
-        finish_reason: `stop` (end token or stop string) or `length`.
-        logprobs: of each token, where `SamplingParams.logprobs` asks for them.
-        prompt_logprobs: of each token of the prompt, None for the first, where
-            `SamplingParams.prompt_logprobs` asks for them.
-        cumulative_logprob: the sum of the chosen tokens' log-probabilities, likewise.
+        index: number of the prompt, from 0.
+        sample: number of the completion among the prompt's n, from 0.
+        finish_reason: `stop` (EOS token, stop token or stop string) or `length`.
+        logprobs: log-probabilities of each token, with `SamplingParams.logprobs`.
+        cumulative_logprob: sum of the sampled tokens' log-probabilities, with
+            `SamplingParams.logprobs`.
+        prompt_logprobs: log-probabilities of each prompt token, None for the first, with
+            `SamplingParams.prompt_logprobs`.
     """
 
     index: int
@@ -64,7 +65,7 @@ class Completion:
 
     @staticmethod
     def of(prompt: Sequence[int], pieces: Sequence[CompletionChunk]) -> Completion:
-        """All pieces of one completion, put together."""
+        """Join all chunks of one completion."""
         last = pieces[-1]
         logprobs = tuple(piece.logprobs for piece in pieces if piece.logprobs)
         return Completion(last.index, last.sample, tuple(prompt),
@@ -76,12 +77,14 @@ class Completion:
 
 @dataclass(frozen=True)
 class CompletionChunk:
-    """One step of a streamed completion: a token and the text that it completes, perhaps none.
+    """One step of a streamed completion: a token and the text that it completes, if any.
 
-    `finish_reason` is set on a completion's last piece; `index`, `sample` and `logprobs` are as in
-    `Completion`. Of the prompt, `num_cached_tokens` were in the cache when the completion began. A
-    completion's first piece has the `prompt_logprobs`. With `max_tokens` 0 the only piece has no
-    `token_id`.
+    Args:
+        index, sample, logprobs: see `Completion`.
+        token_id: None if `max_tokens` is 0.
+        finish_reason: set on a completion's last chunk.
+        num_cached_tokens: prompt tokens found in the prefix cache.
+        prompt_logprobs: on a completion's first chunk.
     """
 
     index: int
@@ -96,8 +99,13 @@ class CompletionChunk:
 
 @dataclass(frozen=True)
 class PreparedParams:
-    """What parameters come to with this model: `bad_words` are token ids, and `guide` is at a
-    completion's start.
+    """Sampling parameters resolved for a model.
+
+    Args:
+        params: the parameters as given.
+        end_tokens: EOS and stop tokens.
+        bad_words: as token ids.
+        guide: initial grammar state, for structured output.
     """
 
     params: SamplingParams
@@ -108,14 +116,15 @@ class PreparedParams:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to complete, n times, that is known to be sound.
+    """A validated prompt with its sampling parameters.
 
     Args:
-        index: which of its caller's prompts.
-        prompt: what the decoder reads.
-        source: what the encoder of an encoder-decoder model does; else as `prompt`.
-        limit: new tokens, at most; with 0 a token is sampled all the same, and dropped.
-        forced: tokens that must be generated, by the number of those before.
+        index: number of the prompt among its caller's.
+        prompt: token ids that the decoder reads.
+        source: token ids that the encoder reads; without an encoder the same as `prompt`.
+        decoding: resolved sampling parameters.
+        limit: maximum number of new tokens. With 0 one is sampled and dropped.
+        forced: allowed tokens, by number of tokens generated before.
     """
 
     index: int
@@ -130,23 +139,27 @@ class Request:
         return self.decoding.params
 
     def sampler(self, sample: int) -> Sampler:
-        """What chooses the tokens of one of its completions."""
+        """Create the sampler of one of its completions."""
         return Sampler(self.params, sample, self.prompt, sorted(self.decoding.end_tokens),
                        self.decoding.bad_words, self.forced)
 
     def key(self, encoded: bool) -> bytes:
-        """What beside the decoder's tokens makes the keys and values what they are."""
+        """Bytes that determine the KV cache's contents, in addition to the decoder's tokens."""
         return hashlib.sha256(np.asarray(self.source, np.int64).tobytes()).digest() \
             if encoded else b""
 
 
 class RunningCompletion:
-    """One completion on its way.
+    """A completion being generated.
 
-    Where a device works by itself, the loop's thread finds out whether a token ends it, and the
-    caller's makes the text of it, unless there are stop strings to be found. `latest` is when it
-    was begun, or got its latest token; `guide` says what may come next, if something does;
-    `num_cached_tokens` of its prompt were in the cache; `scores` are its prompt's, where wanted.
+    On a GPU, the loop's thread only determines whether a token ends the completion, unless there
+    are stop strings; the caller's thread detokenizes.
+
+    Attributes:
+        latest: time of arrival, then of the latest token, in seconds of `time.monotonic`.
+        guide: grammar state, for structured output.
+        num_cached_tokens: prompt tokens found in the prefix cache.
+        scores: log-probabilities of the prompt, if requested.
     """
 
     def __init__(self, request: Request, sample: int, tokenizer: Tokenizer | None,
@@ -162,14 +175,18 @@ class RunningCompletion:
                                 request.params.show_special_tokens)
 
     def state(self, tokens: Sequence[int]) -> SamplingState:
+        """Sampling state for admission, after these generated tokens."""
         return SamplingState(self.sampler, tuple(tokens))
 
     def take(self, token: int, logprobs: Logprobs | None, read: bool = False) -> Token:
-        """The next token, perhaps with its text.
+        """Process the next sampled token.
+
+        Args:
+            read: detokenize now.
 
         Raises:
-            LlmcError: none was allowed, or the guide finds no way on; or a logit of the prompt is
-                NaN or infinite.
+            LlmcError: no token was allowed, the grammar allows no further token, or a logit of the
+                prompt is NaN or infinite.
             NonFiniteLogits: a logit is NaN or infinite.
         """
         prompt_logprobs = None
@@ -196,7 +213,7 @@ class RunningCompletion:
         return Token(self, token, ends, self.generated, reason, logprobs, text, prompt_logprobs)
 
     def piece(self, token: Token) -> CompletionChunk:
-        """A token with its text; each once, in their order."""
+        """Detokenize a token. Each token once, in order."""
         text = token.text
         if text is None and token.token_id is not None:
             text = self._read(token.token_id, token.ends, token.number)
@@ -213,8 +230,9 @@ class RunningCompletion:
 
 @dataclass(frozen=True)
 class Token:
-    """A token of a completion, whose text may still have to be made; or, where none is to be
-    generated, its end without one.
+    """A sampled token of a completion, possibly not detokenized yet.
+
+    `token_id` is None for the end of a completion with `max_tokens` 0.
     """
 
     owner: RunningCompletion
@@ -229,11 +247,11 @@ class Token:
 
 @dataclass(eq=False)
 class RunningBeamSearch:
-    """A beam search for one prompt on its way.
+    """A beam search for one prompt, in progress.
 
     Args:
-        most: rows of the tables of what is found.
-        vocab_size: of which candidates are.
+        most: rows of the result tables, [most, batch, beam].
+        vocab_size: upper bound of the candidates per beam.
     """
 
     request: Request
@@ -245,7 +263,7 @@ class RunningBeamSearch:
         self.num_cached_tokens = 0
 
     def state(self, tokens: Sequence[int]) -> SamplingState:
-        """Search, perhaps once more, from the prompt on."""
+        """Start or restart the search at the prompt."""
         params = self.request.params
         self._histories: list[list[int]] = [[] for _ in range(params.beam_width)]
         self._search = BeamSearch(
@@ -256,39 +274,42 @@ class RunningBeamSearch:
 
     @property
     def candidates(self) -> int:
-        """Wanted of each beam; 0 where the host chooses them from logits, which the sampler
-        changes.
+        """Candidates per beam to request.
+
+        0 requests logits instead: the host computes candidates from logits that the sampler
+        processed.
         """
         return 0 if self.sampler.processing is not None else self._count
 
     @property
     def _count(self) -> int:
-        """Candidates of each beam, of which enough are no end tokens."""
+        """Candidates per beam, such that beam_width of them are not EOS tokens."""
         return min(self.request.params.beam_width + len(self.request.decoding.end_tokens),
                    self.vocab_size)
 
-    def take(self, chosen: SequenceOutput) -> tuple[list[int], list[int]] | None:
-        """What the beams go on with, and from which; None where the search is done.
+    def take(self, output: SequenceOutput) -> tuple[list[int], list[int]] | None:
+        """Return the next token of each beam and its parent beam; None once the search has ended.
 
         Raises:
             LlmcError: no token is allowed.
             NonFiniteLogits: a log-probability is NaN.
         """
         width = self.request.params.beam_width
-        found = chosen.candidates
+        candidates = output.candidates
         if not self.candidates:
-            assert chosen.logits is not None
-            scores = [self.sampler.process(own, history) for own, history in
-                      zip(log_softmax(chosen.logits), self._histories, strict=False)]
-            found = Candidates.of(np.stack(scores), self._count)
-        assert found is not None
-        if np.isnan(found.log_probs).any():
+            assert output.logits is not None
+            scores = [self.sampler.process(row, history) for row, history in
+                      zip(log_softmax(output.logits), self._histories, strict=False)]
+            candidates = Candidates.of(np.stack(scores), self._count)
+        assert candidates is not None
+        if np.isnan(candidates.log_probs).any():
             raise NonFiniteLogits(len(self._histories[0]))
-        found = Candidates(found.tokens[:, :self._count], found.log_probs[:, :self._count])
-        if len(found.tokens) < width:  # of the prompt, which all beams have in common
-            found = Candidates(np.repeat(found.tokens, width, axis=0),
-                               np.repeat(found.log_probs, width, axis=0))
-        tokens, parents = self._search.step(found.reshape(1, width))
+        candidates = Candidates(candidates.tokens[:, :self._count],
+                                candidates.log_probs[:, :self._count])
+        if len(candidates.tokens) < width:  # all beams continue the prompt
+            candidates = Candidates(np.repeat(candidates.tokens, width, axis=0),
+                                    np.repeat(candidates.log_probs, width, axis=0))
+        tokens, parents = self._search.step(candidates.reshape(1, width))
         if not self._search.running.any():
             return None
         self._histories = [[*self._histories[parent], token] for token, parent in
@@ -299,21 +320,20 @@ class RunningBeamSearch:
         return self._search.beams()
 
     def sequences(self) -> list[list[int]]:
-        """The tokens of what was found, best first."""
+        """Token ids of the finished sequences, best first."""
         found = self.beams()
         return [found.output_ids[:length, 0, beam].tolist()
                 for beam, length in enumerate(found.sequence_length[0].tolist()) if length]
 
 
 class InputProcessor:
-    """Reads what callers want of one model.
+    """Validates and tokenizes requests for one model.
 
     Args:
-        max_slots: sequences that it decodes at once.
+        max_slots: maximum number of concurrent sequences.
 
     Attributes:
-        max_model_len: positions of the longest sequence; the KV cache may have fewer than the
-            model.
+        max_model_len: maximum sequence length, limited by the model and by the KV cache.
     """
 
     def __init__(self, manifest: Manifest, case_dir: Path, max_slots: int) -> None:
@@ -323,12 +343,12 @@ class InputProcessor:
         self.sandbox = Sandbox()
         self.default_params = _default_params(manifest)
         self._chat_template = _chat_template(manifest, case_dir, self.sandbox)
-        self._guides: GrammarCompiler | None = None
-        self._guides_lock = threading.Lock()
+        self._grammars: GrammarCompiler | None = None
+        self._grammars_lock = threading.Lock()
 
     @property
     def tokenizer_file(self) -> Path:
-        """tokenizer.json of the case directory, where it has one."""
+        """Path of tokenizer.json in the case directory."""
         return self._case_dir / (self.manifest.tokenizer.path or "") / "tokenizer.json"
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -342,7 +362,8 @@ class InputProcessor:
     def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """See `LLM.detokenize`."""
         if self.tokenizer is None:
-            raise LlmcError("this model was compiled without a tokenizer, so it makes no text")
+            raise LlmcError("this model was compiled without a tokenizer, so it generates no text; "
+                            "use the token ids")
         ids = read_token_ids(token_ids, "token_ids")
         self._check_tokens(ids)
         text, = self.tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)
@@ -350,29 +371,30 @@ class InputProcessor:
 
     def requests(self, prompts: Prompt | Sequence[Prompt],
                  params: SamplingParams | Sequence[SamplingParams] | None) -> list[Request]:
-        """What is to be completed, checked before anything runs. A request takes little memory;
-        its completions are made when they can begin.
+        """Validate prompts and parameters.
+
+        A request takes little memory; its completions are created on admission.
 
         Raises:
-            LlmcError: a prompt or its parameters are not sound, or nothing for this model.
+            LlmcError: a prompt or its parameters are invalid, or unsupported by this model.
         """
         read = read_prompts(prompts)
-        decodings: dict[int, PreparedParams] = {}  # by the identity of params, which many may share
+        decodings: dict[int, PreparedParams] = {}  # by id of params, which prompts may share
         requests = []
         encoder = self.manifest.encoder
         each = _one_each(params, len(read), self.default_params)
-        for index, (prompt, own) in enumerate(zip(read, each, strict=True)):
-            if id(own) not in decodings:
-                decodings[id(own)] = self._decoding(own)
+        for index, (prompt, given) in enumerate(zip(read, each, strict=True)):
+            if id(given) not in decodings:
+                decodings[id(given)] = self._decoding(given)
             ids = self.tokenize(prompt) if isinstance(prompt, str) else prompt
             self.check_prompt(ids)
             source = array("i", ids)
             decoded = source if encoder is None else (encoder.decoder_start_token_id,)
-            # The last token needs no position. A prompt beyond the cache is refused later.
+            # The last token needs no position. The loop refuses prompts longer than the cache.
             room = max(self.max_model_len - len(decoded) + 1, 1)
-            limit = min(own.max_tokens, room)
-            requests.append(Request(index, decoded, source, decodings[id(own)], limit,
-                                    self._forced_tokens(own, limit)))
+            limit = min(given.max_tokens, room)
+            requests.append(Request(index, decoded, source, decodings[id(given)], limit,
+                                    self._forced_tokens(given, limit)))
         return requests
 
     def render_chat(self, messages: str | Sequence[Mapping[str, object]],
@@ -382,11 +404,11 @@ class InputProcessor:
         """See `LLM.render_chat`."""
         read = read_messages(messages)
         if self.manifest.encoder is not None:
-            raise LlmcError(f"'{self.manifest.source.architecture}' is an encoder-decoder model, "
-                            f"which does not chat; give what its encoder is to read as the prompt")
+            raise LlmcError(f"'{self.manifest.source.architecture}' is an encoder-decoder model "
+                            f"without chat; give the encoder's input as the prompt")
         if not self._chat_template:
             raise LlmcError(f"'{self.manifest.source.architecture}' has no chat template; give the "
-                            f"prompt as plain text, in the form that the model expects")
+                            f"prompt as plain text, in the format that the model expects")
         return self._chat_template.render(read, tools, chat_template_kwargs, content_format)
 
     def chat_prompt(self, messages: str | Sequence[Mapping[str, object]],
@@ -395,38 +417,38 @@ class InputProcessor:
                     content_format: ContentFormat) -> list[int]:
         """See `LLM.chat_prompt`."""
         text = self.render_chat(messages, tools, chat_template_kwargs, content_format)
-        return self.tokenize(text, add_special_tokens=False)  # the template has them
+        return self.tokenize(text, add_special_tokens=False)  # the template writes them
 
     def completing(self, request: Request, sample: int) -> RunningCompletion:
-        """One of a request's completions, which begins."""
+        """Start one of a request's completions."""
         return RunningCompletion(request, sample, self.tokenizer,
                           () if self.manifest.encoder else request.source)
 
     def searching(self, request: Request, most: int) -> RunningBeamSearch:
-        """A beam search that begins, with tables of so many rows."""
+        """Start a beam search with result tables of `most` rows."""
         return RunningBeamSearch(request, most, self.manifest.dims.vocab_size)
 
     def _decoding(self, params: SamplingParams) -> PreparedParams:
         self._check_params(params)
         ends = self._end_tokens(params)
-        return PreparedParams(params, ends, self._bad_words(params, ends), self._guide(params))
+        return PreparedParams(params, ends, self._bad_words(params, ends), self._grammar(params))
 
-    def _guide(self, params: SamplingParams) -> GrammarState | None:
-        """What a completion begins with, where something guides it."""
+    def _grammar(self, params: SamplingParams) -> GrammarState | None:
+        """Initial grammar state for structured output; None without."""
         if not any(getattr(params, name) for name in STRUCTURED_OUTPUT_FIELDS):
             return None
         if self.tokenizer is None or not self.manifest.tokenizer.eos_token_ids:
-            raise LlmcError("this model was compiled without a tokenizer that has an end token, "
-                            "which a guide needs")
-        with self._guides_lock:  # to make it takes a second
-            if self._guides is None:
-                self._guides = GrammarCompiler(self.tokenizer, self.tokenizer_file,
+            raise LlmcError("structured output needs an EOS token, and this model was compiled "
+                            "without a tokenizer that has one; compile it again with a tokenizer")
+        with self._grammars_lock:  # creating the compiler takes a second
+            if self._grammars is None:
+                self._grammars = GrammarCompiler(self.tokenizer, self.tokenizer_file,
                                       self.manifest.dims.vocab_size,
                                       self.manifest.tokenizer.eos_token_ids, self.sandbox)
-        return self._guides.read(params)
+        return self._grammars.read(params)
 
     def _forced_tokens(self, params: SamplingParams, limit: int) -> dict[int, tuple[int, ...]]:
-        """Tokens that an encoder-decoder model must generate, by the number of those before."""
+        """Tokens that an encoder-decoder model must generate, by number of tokens before."""
         encoder = self.manifest.encoder
         forced: dict[int, tuple[int, ...]] = {}
         if encoder is not None and encoder.forced_bos_token_ids:
@@ -436,19 +458,18 @@ class InputProcessor:
         return forced
 
     def _check_params(self, params: SamplingParams) -> None:
-        """Refuse what this model, or what it runs on, cannot do."""
+        """Check that the model and its target support the parameters."""
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(params, name) or 0
             if self.manifest.target.spec.samples_on_device and count > MAX_LOGPROBS:
-                raise LlmcError(f"{name} {count} exceeds {MAX_LOGPROBS}, the most where GPUs "
-                                f"choose the tokens; ask for fewer, or compile with --target cpu")
+                raise LlmcError(f"{name} {count} exceeds {MAX_LOGPROBS}, the maximum for sampling "
+                                f"on GPUs; ask for fewer, or compile with --target cpu")
         if self.manifest.encoder is not None and params.prompt_logprobs is not None:
             raise LlmcError(f"'{self.manifest.source.architecture}' is an encoder-decoder model, "
-                            f"which gives its prompt no log-probabilities; leave prompt_logprobs "
-                            f"out")
+                            f"for which prompt_logprobs is unsupported; leave it out")
         if params.stop and self.tokenizer is None:
-            raise LlmcError("this model was compiled without a tokenizer, so it makes no text in "
-                            "which to find a stop string")
+            raise LlmcError("stop strings need text, and this model was compiled without a "
+                            "tokenizer; give stop_token_ids instead")
         if params.beam_width > self._max_slots:
             raise LlmcError(f"beam_width {params.beam_width} exceeds max_batch_size "
                             f"{self._max_slots}; load the model with a larger one")
@@ -462,27 +483,28 @@ class InputProcessor:
                                 f"{vocab_size}")
 
     def _end_tokens(self, params: SamplingParams) -> frozenset[int]:
-        own = self.manifest.tokenizer.eos_token_ids if params.end_id is None else (params.end_id,)
-        return frozenset(() if params.ignore_eos else own) | {*params.stop_token_ids}
+        ends = self.manifest.tokenizer.eos_token_ids if params.end_id is None else (params.end_id,)
+        return frozenset(() if params.ignore_eos else ends) | {*params.stop_token_ids}
 
     def _bad_words(self, params: SamplingParams, ends: frozenset[int]) -> list[tuple[int, ...]]:
-        """The bad words as token ids; a text with and without a space before it."""
+        """The bad words as token ids; each text with and without a leading space."""
         words: list[tuple[int, ...]] = []
         texts = [word for word in params.bad_words if isinstance(word, str)]
         if texts and self.tokenizer is None:
             raise _no_tokenizer()
         plain, spaced = (
-            encode(self.tokenizer, own, add_special_tokens=False) if self.tokenizer else []
-            for own in (texts, [f" {word}" for word in texts]))
+            encode(self.tokenizer, each, add_special_tokens=False) if self.tokenizer else []
+            for each in (texts, [f" {word}" for word in texts]))
         read = dict(zip(texts, zip(plain, spaced, strict=True), strict=True))
         for word in params.bad_words:
-            ways = [*map(tuple, read[word])] if isinstance(word, str) else [tuple(word)]
-            for ids in ways:
+            variants = [*map(tuple, read[word])] if isinstance(word, str) else [tuple(word)]
+            for ids in variants:
                 self._check_tokens(ids)
                 if not ids or (len(ids) == 1 and ids[0] in ends):
-                    problem = "the end token; give min_tokens or ignore_eos" if ids else "no token"
-                    raise LlmcError(f"bad word {shown(word)} is {problem}")
-            words += ways
+                    problem = "is the EOS token; use min_tokens or ignore_eos instead" if ids \
+                        else "has no tokens; leave it out"
+                    raise LlmcError(f"bad word {shown(word)} {problem}")
+            words += variants
         if self.manifest.encoder is not None:
             words += [word for word in self.manifest.encoder.bad_words
                       if len(word) != 1 or word[0] not in ends]
@@ -495,7 +517,11 @@ class InputProcessor:
             raise LlmcError(f"token id {shown(bad)} is not in the vocabulary of {vocab_size}")
 
     def check_prompt(self, ids: Sequence[int]) -> None:
-        """Refuse a prompt that is empty, too long, or has tokens that there are not."""
+        """Check a prompt's length and token ids.
+
+        Raises:
+            LlmcError: it is empty, too long, or has ids outside the vocabulary.
+        """
         encoder = self.manifest.encoder
         if encoder is None:
             self.check_tokens(ids)
@@ -503,13 +529,17 @@ class InputProcessor:
         if not len(ids):
             raise LlmcError("the prompt is empty; give at least one token")
         if len(ids) > encoder.max_seq_len:
-            raise LlmcError(f"the prompt has {len(ids)} tokens, the encoder takes "
+            raise LlmcError(f"the prompt has {len(ids)} tokens, the encoder takes at most "
                             f"{encoder.max_seq_len}; shorten it, or compile with a larger "
                             f"--mem_max_seq_len")
         self._check_tokens(ids, encoder.vocab_size)
 
     def check_tokens(self, ids: Sequence[int], past: int = 0) -> None:
-        """Refuse what a decoder cannot read after so many positions."""
+        """Check new tokens of a decoder after `past` cached ones.
+
+        Raises:
+            LlmcError: there are no tokens, too many, or ids outside the vocabulary.
+        """
         dims = self.manifest.dims
         if past and past + len(ids) > dims.max_seq_len:
             raise LlmcError(f"{past} cached and {len(ids)} new tokens exceed the KV cache of "
@@ -528,10 +558,10 @@ def _no_tokenizer() -> LlmcError:
 
 
 def _default_params(manifest: Manifest) -> SamplingParams:
-    """Parameters of requests that give none.
+    """Sampling parameters of requests without any.
 
     Raises:
-        LlmcError: the manifest has a value that is out of range.
+        LlmcError: a value of the manifest is out of range.
     """
     try:
         return SamplingParams(**(manifest.sampling.fields() if manifest.sampling else {}))
@@ -541,16 +571,16 @@ def _default_params(manifest: Manifest) -> SamplingParams:
 
 
 def _chat_template(manifest: Manifest, case_dir: Path, sandbox: Sandbox) -> ChatTemplate | None:
-    own = manifest.tokenizer
-    if not own.chat_templates:
+    config = manifest.tokenizer
+    if not config.chat_templates:
         return None
-    return ChatTemplate({name: case_dir / path for name, path in own.chat_templates.items()},
-                        case_dir / (own.path or "") / "tokenizer_config.json", sandbox)
+    return ChatTemplate({name: case_dir / path for name, path in config.chat_templates.items()},
+                        case_dir / (config.path or "") / "tokenizer_config.json", sandbox)
 
 
 def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int,
               default: SamplingParams) -> list[SamplingParams]:
-    """Parameters for each of `count` prompts."""
+    """Sampling parameters of each of `count` prompts."""
     if params is None or isinstance(params, SamplingParams):
         return [params or default] * count
     if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):

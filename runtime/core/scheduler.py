@@ -1,17 +1,17 @@
-"""Which sequences run in the next step, and how many tokens of each.
+"""The scheduler: which sequences run in the next step, and with how many tokens each.
 
-Running sequences are in one order, by priority and arrival. A sequence that lacks blocks preempts
-later ones, which are recomputed; the first in order gets all blocks if it needs them, so that it
-always goes on. A priority is worth a fixed number of steps of waiting, so nobody waits for ever.
+Running sequences are ordered by priority and arrival. A sequence that lacks blocks preempts later
+ones, which are recomputed. The first in order gets all blocks if it needs them, so it always makes
+progress. A priority level is worth a fixed number of steps of waiting, so no sequence starves.
 
 Waiting sequences are admitted by fair shares of the slots (fair_queue.py). No request and no tenant
-holds all slots while another waits: one that has no slot preempts the youngest sequence of the one
-that holds the most. This costs one recomputation of few tokens, most of which the prefix cache
-still has; to wait for a completion costs up to its whole length. Only a share without any slot
-preempts, so each arrival preempts once, and what was preempted cannot preempt back.
+holds all slots while another waits: a share without a slot preempts the youngest sequence of the
+share with the most. Such a preemption recomputes few tokens, most of them found in the prefix
+cache, while waiting for a completion takes up to its whole length. Only a share without any slot
+preempts, so each arrival preempts at most once, and a preempted sequence cannot preempt in turn.
 
-Tenants with many running sequences take turns with them where a step of all would delay the others:
-see `_limit_rows`.
+Tenants with many running sequences run them in turns if a step with all of them would delay other
+tenants: see `_limit_rows`.
 """
 
 from __future__ import annotations
@@ -41,42 +41,42 @@ from llmc.runtime.core.step_times import StepTimes
 from llmc.runtime.sampling.beam_search import Candidates
 from llmc.runtime.sampling.sampler import Logprobs
 
-MOST_PRIORITY = 100  # and the least is as far below 0
-_LOOKED_AT = 64  # waiting groups, for one whose prompt is not being computed
-_MIXED = 512  # tokens of a step that some wait for, where no prompt has waited long
+MOST_PRIORITY = 100  # priorities range from -100 to 100
+_LOOKED_AT = 64  # maximum number of waiting groups to examine for admission in a step
+_MIXED = 512  # tokens of a step with decoding sequences, unless a prompt has waited _LONG
 _LONG = 4  # steps
-_MAX_SLOWDOWN = 1.5  # of a step of equal shares, by the further rows of large tenants
+_MAX_SLOWDOWN = 1.5  # of a step by rows of large tenants, relative to equal shares
 
 
 @dataclass(eq=False)
 class Sequence:
-    """A prompt that is being completed: once, or by `width` beams.
+    """A sequence to generate, by sampling or by `width` beams.
 
     Args:
-        request: whose it is.
-        prompt: what the decoder reads.
-        limit: tokens to generate, at most.
-        state: what its slot begins with, after these tokens.
-        width: beams. Each has a slot and a table; the prompt is read by the first alone.
-        candidates: of each beam; 0: their logits are wanted.
-        key: what else changes the content of its blocks.
-        source: what an encoder reads.
-        stalled: whether it is not to go on for now.
-        aborted: whether nobody wants it any more; it is removed before the next step.
-        mask: which tokens it may choose next, as in `Step.masks`; it waits for its last token then.
-        scores: log-probabilities of the prompt, where they are wanted.
+        request: number of its request.
+        prompt: token ids that the decoder reads.
+        limit: maximum number of tokens to generate.
+        state: returns the slot's sampling state, given the tokens so far.
+        width: number of beams. Each has a slot and a table; only the first prefills the prompt.
+        candidates: number per beam; 0: return logits instead.
+        key: anything but tokens that determines the contents of its blocks.
+        source: the encoder's prompt.
+        stalled: whether to pause it.
+        aborted: whether it is canceled; it is removed before the next step.
+        mask: returns the token mask, as in `Step.masks`. Each token then awaits the one before it.
+        scores: log-probabilities of the prompt, if requested.
 
     Attributes:
-        tokens: generated and known. Those of beams are their search's.
-        computed: positions that are in the cache once all that was submitted has run.
-        cached: of its prompt, when it first began.
-        ahead: tokens that were asked for and are not known yet.
-        beams: what each beam goes on with, once known.
+        tokens: generated tokens that the host has read. A beam search keeps its own.
+        computed: positions that are in the cache after all submitted steps.
+        cached: prompt positions found in the prefix cache at its first admission.
+        ahead: number of in-flight tokens.
+        beams: next token of each beam, once known.
         coming: names of blocks that it is about to compute.
-        epoch: how often it has ended, or had to leave.
-        share: of its request.
-        group: in which it waits since it was preempted.
-        last_step: the last step that it was a part of.
+        epoch: number of times that it ended or was preempted.
+        share: share of its request.
+        group: waiting group since its preemption.
+        last_step: the last step that included it.
     """
 
     request: int
@@ -108,26 +108,26 @@ class Sequence:
     last_step: int = 0
 
     def __post_init__(self) -> None:
-        self.known = len(self.prompt)  # tokens whose keys and values can be computed
+        self.known = len(self.prompt)  # prompt tokens and generated tokens
 
     @property
     def tenant(self) -> Share:
-        """The share that the request's is a part of."""
+        """Share of its tenant."""
         assert self.share.parent is not None
         return self.share.parent
 
     @property
     def searches(self) -> bool:
-        """It has read its prompt, and goes on by beams."""
+        """Whether beam search is past the prompt."""
         return self.width > 1 and self.computed >= len(self.prompt)
 
     def between(self, start: int, end: int) -> list[int]:
-        """Tokens that are known."""
+        """Known tokens from `start` to `end`."""
         count = len(self.prompt)
         return self.prompt[start:end] + self.tokens[max(start - count, 0):max(end - count, 0)]
 
     def wanted(self) -> int:
-        """New tokens of each row that can be computed now."""
+        """Number of new tokens per row that can be computed now."""
         if self.stalled():
             return 0
         if self.searches:
@@ -141,10 +141,10 @@ class Sequence:
 
 @dataclass(frozen=True)
 class ScheduledStep:
-    """A step, and for each of its `sample` the sequence, and its epoch.
+    """A step with the sequence and epoch of each of its `sample`.
 
     Args:
-        scored: prompts and how many of `Step.scored` are each one's, in their order.
+        scored: prompts, each with its number of `Step.scored`, in their order.
     """
 
     step: Step
@@ -152,9 +152,9 @@ class ScheduledStep:
     scored: list[tuple[PromptScores, int]] = field(default_factory=list)
 
     def read(self, sampled: StepOutput) -> Iterator[tuple[Sequence, SequenceOutput]]:
-        """What the step led to for each sequence that it still concerns."""
+        """Yield the output of each sequence that has neither ended nor been preempted since."""
         start = 0
-        for scores, count in self.scored:  # also of a prompt that has been preempted since
+        for scores, count in self.scored:  # also if its sequence has been preempted
             scores.extend(sampled.scored[start:start + count])
             start += count
         rows: dict[Sequence, list[int]] = {}
@@ -166,12 +166,12 @@ class ScheduledStep:
             yield sequence, SequenceOutput.of(sampled, own)
 
 
-_Row = tuple[Sequence, int]  # and how many new tokens of each of its rows
+_Row = tuple[Sequence, int]  # a sequence and the number of new tokens of each of its rows
 
 
 @dataclass(frozen=True)
-class _Part:
-    """A row of a step."""
+class _StepRow:
+    """A row of a step: one sequence, or one beam."""
 
     sequence: Sequence
     slot: int
@@ -184,8 +184,9 @@ class _Part:
 
 @dataclass(eq=False)
 class SlotLease:
-    """Slots, rows of an encoder's memory and blocks that a session holds, until a sequence lacks
-    them; then `slots` is empty.
+    """Slots, encoder-output rows and blocks that a session holds.
+
+    `slots` is empty once a sequence has needed them.
     """
 
     slots: list[int]
@@ -195,7 +196,7 @@ class SlotLease:
 
 @dataclass(frozen=True)
 class SequenceOutput:
-    """What one sequence got: `StepOutput` of its rows."""
+    """The rows of a `StepOutput` that belong to one sequence."""
 
     token: int
     logprobs: Logprobs | None
@@ -211,17 +212,16 @@ class SequenceOutput:
 
 
 class Scheduler:
-    """See above. Nothing here waits, and nothing here knows a device.
+    """Continuous batching over slots and blocks. It never waits and accesses no device.
 
     Args:
-        max_num_batched_tokens: of a step; every sequence that decodes has one.
-        reuse: share blocks between sequences that begin alike; not those of a model that keeps
-            states, which would be missing.
+        max_num_batched_tokens: maximum number of tokens of a step; at least one per slot.
+        reuse: prefix caching. Off for models with recurrent state, which blocks do not contain.
 
     Attributes:
-        preemptions: sequences that gave their blocks back.
-        queries, hits: prompt tokens of sequences that entered, and those that were there already.
-        step_times: of decode steps.
+        preemptions: number of preemptions.
+        queries, hits: prompt tokens of admitted sequences, and those found in the prefix cache.
+        step_times: durations of decode steps.
     """
 
     def __init__(self, limits: EngineLimits, max_num_batched_tokens: int, *,
@@ -235,25 +235,25 @@ class Scheduler:
         self.step_times = StepTimes()
         self._shares = Share()  # of all tenants
         self._tenants: WeakValueDictionary[str, Share] = WeakValueDictionary()
-        self._groups: dict[WaitingGroup, None] = {}  # that wait
-        self._hidden: list[WaitingGroup] = []  # of these, not to be admitted in this step
-        self._score_room = limits.max_scored  # tokens of this step that can still be scored
-        self._slots = list(range(limits.max_slots))  # a heap: the lowest are used first
+        self._groups: dict[WaitingGroup, None] = {}  # waiting
+        self._hidden: list[WaitingGroup] = []  # skipped in this step
+        self._score_room = limits.max_scored  # tokens that this step can still score
+        self._slots = list(range(limits.max_slots))  # a heap: lowest first
         self._memory: dict[int, list[int]] = {}  # request: row and users
         self._memory_rows = list(range(limits.max_slots))
         self._coming: Counter[bytes] = Counter()  # names that running sequences will compute
-        self._first: dict[int, Sequence] = {}  # by request, of those that run
+        self._first: dict[int, Sequence] = {}  # running, by request
         self._leases: list[SlotLease] = []
         self._steps = self._arrivals = 0
 
-    # Who is there.
-
+    # Queue.
     def add(self, sequences: Iterable[Sequence], priority: int = 0,
             tenant: str | None = None) -> WaitingGroup:
         """Queue the sequences of a request.
 
         Args:
-            tenant: whose share of the slots the request has a part of. None: its own.
+            priority: lower ones go first.
+            tenant: its share of the slots includes the request's. None: a separate share.
         """
         self._arrivals += 1
         group = WaitingGroup(iter(sequences), (self._steps + priority * HEAD_START, self._arrivals),
@@ -267,46 +267,47 @@ class Scheduler:
         return self._tenants.setdefault(name, Share(self._shares))
 
     def drop(self, group: WaitingGroup) -> None:
-        """Forget what waits in a group."""
+        """Remove a waiting group."""
         group.first = None
         self._wait(group)
 
     def remove(self, sequence: Sequence) -> None:
-        """A sequence ends, wherever it is."""
+        """End a sequence, running or waiting."""
         if sequence.group is not None:
             self.drop(sequence.group)
         elif sequence.slots:
-            self._give_back(sequence)
+            self._free(sequence)
             self.running.remove(sequence)
             sequence.share.hold(-sequence.width)
             sequence.share.moved(self._steps)
 
     @property
     def waiting(self) -> int:
-        """Number of requests and preempted sequences that wait. Any thread may ask."""
+        """Number of waiting requests and preempted sequences; callable from any thread."""
         return len(self._firsts())
 
     def load(self) -> tuple[int, int, int]:
-        """Running sequences, waiting callers and free blocks, for any thread to read. Aborted
-        sequences count as gone, though a step that runs holds their blocks until it ends.
+        """Running sequences, waiting callers and free blocks; callable from any thread.
+
+        Aborted sequences are not counted, though a running step holds their blocks until it ends.
         """
         present = list(self.running)
-        wanted = [own for own in present if not own.aborted()]
+        active = [own for own in present if not own.aborted()]
         waiting = sum(not own.aborted() for own in self._firsts())
         free = self.blocks.free
-        if len(wanted) < len(present):
-            tables = [table for own in wanted for table in list(own.tables)]
+        if len(active) < len(present):
+            tables = [table for own in active for table in list(own.tables)]
             tables += [table for lease in list(self._leases) for table in lease.tables]
             used = {block for table in tables for block in list(table.blocks)}
             free = max(free, self.blocks.num_blocks - len(used))
-        return len(wanted), waiting, free
+        return len(active), waiting, free
 
     def _firsts(self) -> list[Sequence]:
         """The first sequence of each waiting group."""
         return [group.first for group in list(self._groups) if group.first is not None]
 
     def problem(self, prompt: int, limit: int, width: int = 1) -> str | None:
-        """Why a sequence could never run."""
+        """Return why a sequence can never run; None if it can."""
         length = prompt + max(limit - 1, 0)
         need = self.blocks.spans(length)
         if width > 1:
@@ -322,12 +323,12 @@ class Scheduler:
     # The next step.
 
     def schedule(self) -> ScheduledStep | None:
-        """The next step; None where nothing can run until something is read, or at all."""
+        """Return the next step; None if no sequence can run before a pending step is read."""
         self._steps += 1
         self._score_room = self.limits.max_scored
-        self._bring_back()
-        self._make_way()
-        rows: list[_Row] = []  # and how many tokens of each row
+        self._unhide()
+        self._preempt_for_next()
+        rows: list[_Row] = []
         copies: list[tuple[int, int]] = []
         admitted: dict[int, SamplingState] = {}
         encode: dict[int, abc.Sequence[int]] = {}
@@ -342,25 +343,25 @@ class Scheduler:
                 count = self._fit(sequence, count, max(budget, 0))
                 budget -= count
             if count > 0 and sequence.slots and self._make_room(sequence, count, rows):
-                copies += self._own(sequence)
+                copies += self._copy_on_write(sequence)
                 self._append(rows, sequence, count)
-        while budget > 0 and (entering := self._enter(rows)):
-            count = self._fit(entering, entering.known - entering.computed, budget)
+        while budget > 0 and (new := self._admit_next(rows)):
+            count = self._fit(new, new.known - new.computed, budget)
             budget -= count
-            copies += self._own(entering)
-            self._append(rows, entering, count)
-            admitted.update(dict.fromkeys(entering.slots, entering.state(entering.tokens)))
-            if entering.source is not None and self._memory[entering.request][1] == 1:
-                encode[self._memory[entering.request][0]] = entering.source
+            copies += self._copy_on_write(new)
+            self._append(rows, new, count)
+            admitted.update(dict.fromkeys(new.slots, new.state(new.tokens)))
+            if new.source is not None and self._memory[new.request][1] == 1:
+                encode[self._memory[new.request][0]] = new.source
         self.blocks.copied()
         return self._step(rows, copies, admitted, encode) if rows else None
 
     def _limit_rows(self, wanted: dict[Sequence, int]) -> None:
-        """Leave out sequences of tenants with many rows, so that the step takes at most
-        _MAX_SLOWDOWN times as long as one in which all tenants have as many rows as the smallest.
+        """Leave out rows of large tenants, which would slow the step down for small ones.
 
-        The sequences that had a row last are left out, so they take turns. Beams are never left
-        out. A tenant that waits for its first slot counts as one row.
+        The step takes at most _MAX_SLOWDOWN times as long as one in which all tenants have as many
+        rows as the smallest. Rows take turns: those that ran last are left out. Beams are never
+        left out. A tenant that waits for its first slot counts as one row.
 
         Args:
             wanted: new tokens of each running sequence; set to 0 for those left out.
@@ -391,35 +392,38 @@ class Scheduler:
                 wanted[sequence] = 0
 
     def _room(self, wanted: Mapping[Sequence, int], decoding: int) -> int:
-        """Tokens of a step: while some decode, no more than they hardly notice, unless a prompt has
-        waited for steps. So a prompt that comes alone stalls nobody, and of many none has to wait.
+        """Token budget of a step.
+
+        While sequences decode, prefill gets a small budget, which keeps ITL low, unless a prompt
+        has waited for more than _LONG steps.
         """
         prompts = [(own.order[0], own.priority) for own, count in wanted.items() if count > 1]
         if group := self._next():
             prompts.append((group.order[0], group.priority))
-        waited = max((self._steps - came + priority * HEAD_START for came, priority in prompts),
+        waited = max((self._steps - at + priority * HEAD_START for at, priority in prompts),
                      default=0)
         if not decoding or waited > _LONG:
             return self.budget
         return min(self.budget, max(_MIXED, 2 * decoding))
 
     def _fit(self, sequence: Sequence, count: int, budget: int) -> int:
-        """How many of so many tokens to read now."""
+        """Limit `count` new tokens to the budget and to what can be scored."""
         count = min(self._before_branching(sequence, count), budget)
         if sequence.scores is None:
             return count
         return sequence.scores.fit(sequence.computed, count, self._score_room)
 
     def _append(self, rows: list[_Row], sequence: Sequence, count: int) -> None:
-        """Give a sequence its part of this step."""
+        """Add a sequence to the step."""
         rows.append((sequence, count))
         if sequence.scores is not None:
             self._score_room -= len(sequence.scores.positions(
                 sequence.computed, sequence.computed + count))
 
     def _before_branching(self, sequence: Sequence, count: int) -> int:
-        """How many of so many tokens to read now: of a prompt that other completions are to go on
-        from, and that keeps a state, not the last one with others. They begin with that.
+        """Limit `count` so that a prompt with recurrent state pauses before its last token.
+
+        Further completions of the same prompt start from the state at that position.
         """
         left = len(sequence.prompt) - 1 - sequence.computed
         if not self.limits.keeps_states or not 0 < left < count or not any(
@@ -428,50 +432,53 @@ class Scheduler:
         return left
 
     def _make_room(self, sequence: Sequence, count: int, rows: list[_Row]) -> bool:
-        """Blocks for so many more tokens of each row; from those behind, if need be."""
+        """Allocate `count` positions for each row, preempting later sequences if necessary."""
         if sequence.width == 1 and self.blocks.has(sequence.tables[0], sequence.computed, count):
             return True
         while True:
             length, tables = sequence.computed + count, self._tables(sequence)
-            lacks = sum(self.blocks.lacks(table, length) for table in tables)
-            if lacks + self.blocks.copies(tables, sequence.computed) <= self.blocks.free:
+            missing = sum(self.blocks.lacks(table, length) for table in tables)
+            if missing + self.blocks.copies(tables, sequence.computed) <= self.blocks.free:
                 for table in tables:
                     self.blocks.grow(table, length)
                 return True
-            if not self._leave_for(sequence, {id(own) for own, _ in rows}):
+            if not self._preempt_for_running(sequence, {id(own) for own, _ in rows}):
                 return False
 
     def _tables(self, sequence: Sequence) -> list[BlockTable]:
         return sequence.tables if sequence.searches else sequence.tables[:1]
 
-    def _own(self, sequence: Sequence) -> list[tuple[int, int]]:
+    def _copy_on_write(self, sequence: Sequence) -> list[tuple[int, int]]:
         return [self.blocks.own(table, sequence.computed) for table in self._tables(sequence)
                 if self.blocks.shared(table, sequence.computed)]
 
-    def _leave_for(self, wants: Sequence, kept: set[int]) -> bool:
-        """Free blocks for a running sequence: end a session, or else preempt a stalled or a later
-        sequence. Of later ones, first those of the lowest priority, then of the largest share.
+    def _preempt_for_running(self, growing: Sequence, kept: set[int]) -> bool:
+        """Free blocks for a running sequence: end a session, or else preempt another sequence.
+
+        Stalled ones go first, then later ones: those of the lowest priority, then of the largest
+        share.
         """
         if self._leases:
             self.end(self._leases[-1])
             return True
-        later = [own for own in self.running if id(own) not in kept and own is not wants
-                 and (own.stalled() or self._may_lose_blocks(own, wants))]
+        later = [own for own in self.running if id(own) not in kept and own is not growing
+                 and (own.stalled() or self._may_lose_blocks(own, growing))]
         if not later:
             return False
         self._preempt(max(later, key=lambda own: (own.stalled(), own.priority, *_held(own),
                                                   own.order)))
         return True
 
-    def _may_lose_blocks(self, own: Sequence, wants: Sequence) -> bool:
-        """Whether a sequence may be preempted for another's growth. Those of a smaller share only
-        for the first in order, which always goes on.
+    def _may_lose_blocks(self, own: Sequence, growing: Sequence) -> bool:
+        """Whether a sequence may be preempted for another's growth.
+
+        A sequence of a smaller share is preempted only for the first in order, which always runs.
         """
-        if own.order < wants.order:
+        if own.order < growing.order:
             return False
-        theirs, its = _rivals(own, wants)
-        return own.priority > wants.priority or theirs.slots >= its.slots \
-            or wants is self.running[0]
+        losing_share, growing_share = _rivals(own, growing)
+        return own.priority > growing.priority or losing_share.slots >= growing_share.slots \
+            or growing is self.running[0]
 
     def _preempt(self, sequence: Sequence) -> None:
         self.preemptions += 1
@@ -481,7 +488,7 @@ class Scheduler:
         self._wait(sequence.group)
 
     def _wait(self, group: WaitingGroup) -> None:
-        """Sort a group by what of it waits now."""
+        """Sort a group by its next sequence."""
         if group.first is None:
             self._groups.pop(group, None)
         else:
@@ -493,8 +500,8 @@ class Scheduler:
         self._hidden.append(group)
         group.moved(self._steps)
 
-    def _bring_back(self) -> None:
-        """Hidden groups may be admitted again, except stalled ones."""
+    def _unhide(self) -> None:
+        """Unhide groups, except stalled ones."""
         hidden, self._hidden = self._hidden, []
         for group in hidden:
             if group.first is not None and group.first.stalled():
@@ -521,10 +528,10 @@ class Scheduler:
             self._hide(group)
         return None
 
-    def _enter(self, rows: list[_Row]) -> Sequence | None:
+    def _admit_next(self, rows: list[_Row]) -> Sequence | None:
         """Admit the next sequence; None if none can be."""
         group = self._ready()
-        if group is None or (first := group.first) is None or not self._begin(first, rows):
+        if group is None or (first := group.first) is None or not self._admit(first, rows):
             return None
         first.share.hold(first.width)
         group.take()
@@ -532,7 +539,7 @@ class Scheduler:
         return first
 
     def _names(self, sequence: Sequence) -> list[bytes]:
-        """The names of its blocks, as far as its tokens are known."""
+        """Names of its blocks, as far as its tokens are known."""
         if sequence.chain is None:
             sequence.chain = BlockHashes(self.blocks.block_size, sequence.key)
         chain = sequence.chain
@@ -541,22 +548,20 @@ class Scheduler:
         return chain.names
 
     def _reusable(self, sequence: Sequence) -> list[bytes]:
-        """The names of blocks that it may take as they are: not those whose logits it needs."""
+        """Names of the blocks that it may share: not those whose logits it needs."""
         names, scores = self._names(sequence), sequence.scores
         if scores is None or scores.complete:
             return names
         return names[:scores.scheduled // self.blocks.block_size]
 
     def _waits_for_scoring(self, group: WaitingGroup) -> bool:
-        """Whether its first sequence is to be scored, for which this step has no room left."""
+        """Whether its first sequence needs scores, and this step can score no more tokens."""
         sequence = group.first
         return not self._score_room and sequence is not None and \
             sequence.scores is not None and not sequence.scores.complete
 
     def _is_coming(self, group: WaitingGroup) -> bool:
-        """Whether the prompt of its first sequence, or at least half of what that would compute, is
-        being computed for another.
-        """
+        """Whether others compute at least half of its first sequence's uncached prompt."""
         sequence = group.first
         assert sequence is not None
         first = self._first.get(sequence.request)
@@ -566,23 +571,23 @@ class Scheduler:
         if not self._coming:
             return False
         stalled = Counter(name for own in self.running if own.coming and own.stalled()
-                          for name in own.coming)  # nobody knows when these come
+                          for name in own.coming)  # may never be computed
         names = self._reusable(sequence)
-        coming = found = len(self.blocks.match(names, sequence.known))
+        coming = cached = len(self.blocks.match(names, sequence.known))
         while coming < len(names) and self._coming[names[coming]] > stalled[names[coming]]:
             coming += 1
         size = self.blocks.block_size
-        return 2 * (coming - found) * size >= max(sequence.known - found * size, 1)
+        return 2 * (coming - cached) * size >= max(sequence.known - cached * size, 1)
 
-    def _begin(self, sequence: Sequence, rows: list[_Row]) -> bool:
-        """Give a sequence its slots and blocks, if there are enough for all that is known of it."""
+    def _admit(self, sequence: Sequence, rows: list[_Row]) -> bool:
+        """Allocate a sequence's slots and blocks; return False if they are short."""
         names = self._names(sequence)
         table = self._open(sequence)
-        spare = len(self.running)  # a block for each that runs already
-        lacks = self.blocks.lacks(table, sequence.known) + \
+        spare = len(self.running)  # a block for each running sequence
+        missing = self.blocks.lacks(table, sequence.known) + \
             self.blocks.copies([table], sequence.known - 1)
-        while len(self._slots) < sequence.width or lacks > self.blocks.free - spare:
-            if not self._leave_for_new(sequence, {id(own) for own, _ in rows}):
+        while len(self._slots) < sequence.width or missing > self.blocks.free - spare:
+            if not self._preempt_for_new(sequence, {id(own) for own, _ in rows}):
                 self.blocks.close(table)
                 return False
             spare = len(self.running)
@@ -598,18 +603,20 @@ class Scheduler:
         sequence.coming = names[table.named:] if self._reuse else []
         self._coming.update(sequence.coming)
         if sequence.source is not None:
-            own = self._memory.get(sequence.request)
-            if own is None:
-                own = self._memory[sequence.request] = [heapq.heappop(self._memory_rows), 0]
-            own[1] += 1
+            users = self._memory.get(sequence.request)
+            if users is None:
+                users = self._memory[sequence.request] = [heapq.heappop(self._memory_rows), 0]
+            users[1] += 1
         self._first.setdefault(sequence.request, sequence)
         insort(self.running, sequence, key=lambda own: own.order)
         return True
 
     def _open(self, sequence: Sequence) -> BlockTable:
-        """The blocks that are there of a sequence. Of a prompt that another completion of it has
-        read, that are all but the last token's; a last block that is not full is to be copied. A
-        state is that of the place where the other is.
+        """Create a sequence's table from cached blocks.
+
+        A completion of a prompt that another one has prefilled shares all blocks up to the last
+        token; the last block, if not full, is copied before it is written. Recurrent state is
+        shared only if the other is at that position.
         """
         last = len(sequence.prompt) - 1
         first = self._first.get(sequence.request)
@@ -619,64 +626,69 @@ class Scheduler:
             return self.blocks.fork(first.tables[0], last)
         return self.blocks.open(self.blocks.match(self._reusable(sequence), sequence.known))
 
-    def _make_way(self) -> None:
-        """Preempt for the sequence to admit next, before the running ones get a step: by priority,
-        or if its share holds nothing.
+    def _preempt_for_next(self) -> None:
+        """Preempt for the next sequence to admit, before the running ones are scheduled.
+
+        It preempts by priority, or if its share holds no slot.
         """
         group = self._ready()
         if group is None or (first := group.first) is None:
             return
         if any(own.priority > first.priority for own in self.running):
-            lacks = self._lacks(first)
-            while not self._has_room(first, lacks):
-                if not self._leave_for_new(first, set()):
+            missing = self._missing_blocks(first)
+            while not self._has_room(first, missing):
+                if not self._preempt_for_new(first, set()):
                     break
-        for own in self._beyond_share(first):
+        for own in self._over_share(first):
             self._preempt(own)
 
-    def _lacks(self, first: Sequence) -> int:
-        """Blocks that a waiting sequence needs and does not find."""
-        found = len(self.blocks.match(self._reusable(first), first.known))
-        return self.blocks.spans(first.known) - found
+    def _missing_blocks(self, first: Sequence) -> int:
+        """Number of uncached blocks that a waiting sequence needs."""
+        cached = len(self.blocks.match(self._reusable(first), first.known))
+        return self.blocks.spans(first.known) - cached
 
-    def _has_room(self, first: Sequence, lacks: int) -> bool:
-        return len(self._slots) >= first.width and lacks <= self.blocks.free - len(self.running)
+    def _has_room(self, first: Sequence, missing: int) -> bool:
+        return len(self._slots) >= first.width and missing <= self.blocks.free - len(self.running)
 
-    def _leave_for_new(self, sequence: Sequence, kept: set[int]) -> bool:
-        """Free a slot and blocks for a waiting sequence: end a session, or else preempt a stalled
-        sequence, or one of lower priority.
+    def _preempt_for_new(self, sequence: Sequence, kept: set[int]) -> bool:
+        """Free a slot and blocks for a waiting sequence: end a session, or else preempt another.
+
+        Stalled sequences go first, then those of lower priority.
         """
         if self._leases:
             self.end(self._leases[-1])
             return True
-        after = [own for own in self.running if id(own) not in kept
+        later = [own for own in self.running if id(own) not in kept
                  and (own.stalled() or self._goes_before(sequence, own))]
-        if not after:
+        if not later:
             return False
-        self._preempt(max(after, key=lambda own: (own.stalled(), own.order)))
+        self._preempt(max(later, key=lambda own: (own.stalled(), own.order)))
         return True
 
     def _goes_before(self, first: Sequence, own: Sequence) -> bool:
-        """Whether a waiting sequence has priority over a running one, also once that waits: it
-        would be admitted first if it had lost the last slot of its share.
+        """Whether a waiting sequence may preempt a running one of lower priority.
+
+        It may not if the preempted sequence would be admitted before it.
         """
         if own.priority <= first.priority or own.order < first.order:
             return False
-        its, theirs = _rivals(first, own)
-        return not its.slots or theirs.slots > own.width or \
+        waiting_share, running_share = _rivals(first, own)
+        return not waiting_share.slots or running_share.slots > own.width or \
             not has_waited_for(own.order, first.priority, self._steps)
 
-    def _beyond_share(self, first: Sequence) -> list[Sequence]:
-        """Running sequences to preempt for a waiting one whose request or tenant has no slot: of
-        the rival with the most slots the youngest, at most half of them. None if that is not
-        enough, or there is room. A beam search is not preempted, which would begin again.
+    def _over_share(self, first: Sequence) -> list[Sequence]:
+        """Running sequences to preempt for a waiting one whose request or tenant has no slot.
+
+        They are the youngest of the rival share with the most slots, at most half of its slots.
+        Empty if that is not enough, or if nothing needs to be preempted. Beam searches are not
+        preempted, since they would start over.
         """
         parent = first.tenant if first.tenant.slots else self._shares
         if first.share.slots or parent.slots == parent.holders:
             return []
-        lacks = self._lacks(first)
-        if self._has_room(first, lacks) or self._leases or \
-                any(own.stalled() for own in self.running):  # which `_begin` takes
+        missing = self._missing_blocks(first)
+        if self._has_room(first, missing) or self._leases or \
+                any(own.stalled() for own in self.running):  # `_admit` preempts these
             return []
 
         def share(own: Sequence) -> Share:
@@ -692,11 +704,11 @@ class Scheduler:
                 break
             victims.append(own)
             free += self.blocks.alone(own.tables[0]) + 1
-            if lacks <= free and len(self._slots) + len(victims) >= first.width:
+            if missing <= free and len(self._slots) + len(victims) >= first.width:
                 return victims
         return []
 
-    def _give_back(self, sequence: Sequence) -> None:
+    def _free(self, sequence: Sequence) -> None:
         for table in sequence.tables:
             self.blocks.close(table)
         for slot in sequence.slots:
@@ -708,7 +720,7 @@ class Scheduler:
                 heapq.heappush(self._memory_rows, self._memory.pop(sequence.request)[0])
         if self._first.get(sequence.request) is sequence:
             del self._first[sequence.request]
-        self._has_come(sequence.coming)
+        self._no_longer_coming(sequence.coming)
         sequence.tables, sequence.slots, sequence.beams, sequence.coming = [], [], [], []
         sequence.computed = sequence.ahead = 0
         sequence.epoch += 1
@@ -716,46 +728,44 @@ class Scheduler:
     def _step(self, rows: list[_Row], copies: list[tuple[int, int]],
               admitted: dict[int, SamplingState],
               encode: dict[int, abc.Sequence[int]]) -> ScheduledStep:
-        """Put a step together; from now on what it computes counts as computed."""
-        parts = [part for sequence, count in rows for part in self._parts(sequence, count)]
+        """Build a step and advance its sequences."""
+        step_rows = [row for sequence, count in rows for row in self._step_rows(sequence, count)]
         longest = self.limits.longest_first
-        parts.sort(key=lambda part: (len(part.tokens) > 1, -part.past if longest else part.slot))
-        chosen = [(index, part) for index, part in enumerate(parts) if part.samples]
-        searching = [part.sequence for _, part in chosen if part.sequence.width > 1]
-        scored, prompts = _scored(parts)
+        step_rows.sort(key=lambda row: (len(row.tokens) > 1, -row.past if longest else row.slot))
+        sampled = [(index, row) for index, row in enumerate(step_rows) if row.samples]
+        searching = [row.sequence for _, row in sampled if row.sequence.width > 1]
+        scored, prompts = _scored(step_rows)
         memory = None
-        if parts[0].sequence.source is not None:
-            memory = EncoderOutputs.of([self._memory[part.sequence.request][0] for part in parts],
-                               [len(part.sequence.source or ()) for part in parts])
+        if step_rows[0].sequence.source is not None:
+            memory = EncoderOutputs.of([self._memory[row.sequence.request][0] for row in step_rows],
+                                       [len(row.sequence.source or ()) for row in step_rows])
         step = Step.of(
-            [part.tokens for part in parts], [part.past for part in parts],
-            [part.table.blocks for part in parts], [part.slot for part in parts],
-            sample=[index for index, _ in chosen], admit=admitted,
+            [row.tokens for row in step_rows], [row.past for row in step_rows],
+            [row.table.blocks for row in step_rows], [row.slot for row in step_rows],
+            sample=[index for index, _ in sampled], admit=admitted,
             copies=np.array(copies, np.int32).reshape(-1, 2), encode=encode, memory=memory,
             candidates=max((own.candidates for own in searching), default=0),
             logits="sampled" if any(not own.candidates for own in searching) else "none",
             scored=scored,
-            masks={part.slot: part.sequence.mask() for _, part in chosen
-                   if part.sequence.mask is not None},
-            request_ids=tuple(part.sequence.request for part in parts),
-            prompt_lens=tuple(len(part.sequence.prompt) for part in parts))
+            masks={row.slot: row.sequence.mask() for _, row in sampled
+                   if row.sequence.mask is not None})
         scheduled = ScheduledStep(
-            step, [(part.sequence, part.sequence.epoch) for _, part in chosen], prompts)
+            step, [(row.sequence, row.sequence.epoch) for _, row in sampled], prompts)
         for sequence, count in rows:
             self._count(sequence, count)
         return scheduled
 
-    def _parts(self, sequence: Sequence, count: int) -> list[_Part]:
+    def _step_rows(self, sequence: Sequence, count: int) -> list[_StepRow]:
         past = sequence.computed
         sequence.last_step = self._steps
         if sequence.searches:
-            return [_Part(sequence, slot, table, [token], past, True) for slot, table, token in
+            return [_StepRow(sequence, slot, table, [token], past, True) for slot, table, token in
                     zip(sequence.slots, sequence.tables, sequence.beams, strict=True)]
         tokens = sequence.between(past, past + count) if past < sequence.known else [LAST]
         scored = range(0) if sequence.scores is None else \
             sequence.scores.schedule(past, past + count)
-        return [_Part(sequence, sequence.slots[0], sequence.tables[0], tokens, past,
-                      past + count >= sequence.known, scored)]
+        return [_StepRow(sequence, sequence.slots[0], sequence.tables[0], tokens, past,
+                         past + count >= sequence.known, scored)]
 
     def _count(self, sequence: Sequence, count: int) -> None:
         searched, sequence.beams = sequence.searches, []
@@ -764,15 +774,15 @@ class Scheduler:
         if not searched:
             self._name(sequence)
 
-    def _has_come(self, names: abc.Sequence[bytes]) -> None:
-        """One sequence fewer will compute these."""
+    def _no_longer_coming(self, names: abc.Sequence[bytes]) -> None:
+        """Remove names from the blocks that running sequences will compute."""
         for name in names:
             self._coming[name] -= 1
             if self._coming[name] <= 0:
                 del self._coming[name]
 
     def _name(self, sequence: Sequence) -> None:
-        """Others may begin with what is computed of it."""
+        """Name the computed blocks, so that other sequences can share them."""
         table, length = sequence.tables[0], min(sequence.computed, sequence.known)
         before = table.named
         if length < (before + 1) * self.blocks.block_size:
@@ -781,23 +791,22 @@ class Scheduler:
         self.blocks.name(table, names, length)
         done = names[before:table.named]
         if sequence.coming and done:
-            self._has_come(sequence.coming[:len(done)])
+            self._no_longer_coming(sequence.coming[:len(done)])
             sequence.coming = sequence.coming[len(done):]
 
-    # What became of it.
-
+    # Results of a step.
     def append(self, sequence: Sequence, token: int) -> None:
-        """A sequence that goes on has this token."""
+        """Append a sampled token to a sequence."""
         sequence.tokens.append(token)
         sequence.known += 1
         self._name(sequence)
 
     def go_on(self, sequence: Sequence, tokens: abc.Sequence[int],
               parents: abc.Sequence[int]) -> None:
-        """Beams go on with these tokens, each from where one of them was."""
+        """Continue a beam search with these tokens, each after the beam of its parent."""
         before = sequence.tables
-        alike = len(before) == 1  # they have the prompt in common
-        sequence.tables = [self.blocks.fork(before[0 if alike else parent]) for parent in parents]
+        initial = len(before) == 1  # all beams continue the prompt
+        sequence.tables = [self.blocks.fork(before[0 if initial else parent]) for parent in parents]
         for table in before:
             self.blocks.close(table)
         sequence.beams = list(tokens)
@@ -805,7 +814,7 @@ class Scheduler:
     # Sessions.
 
     def lease(self, count: int) -> SlotLease | None:
-        """Slots for a session, older sessions' too; None where there are not so many."""
+        """Reserve slots for a session, ending older ones if necessary; None if they are too few."""
         held = sum(len(lease.slots) for lease in self._leases)
         while len(self._slots) < count <= len(self._slots) + held and self._leases:
             held -= len(self._leases[0].slots)
@@ -819,8 +828,12 @@ class Scheduler:
         return lease
 
     def extend(self, lease: SlotLease, lengths: abc.Sequence[int]) -> bool:
-        """Room for so many positions of each sequence of a session, other sessions' too; False, and
-        nothing taken, where there is too little.
+        """Allocate positions for a session's sequences, ending other sessions if necessary.
+
+        Returns False, and takes nothing, if blocks are short.
+
+        Args:
+            lengths: positions of each sequence.
         """
         lacks = sum(map(self.blocks.lacks, lease.tables, lengths))
         while lacks > self.blocks.free and len(self._leases) > 1:
@@ -828,7 +841,7 @@ class Scheduler:
         return lacks <= self.blocks.free and all(map(self.blocks.grow, lease.tables, lengths))
 
     def end(self, lease: SlotLease) -> None:
-        """A session ends, or has to."""
+        """End a session and free its slots and blocks."""
         if lease in self._leases:
             self._leases.remove(lease)
             for table in lease.tables:
@@ -839,17 +852,18 @@ class Scheduler:
             lease.slots = []
 
 
-def _scored(parts: abc.Sequence[_Part]) -> tuple[ScoredRows, list[tuple[PromptScores, int]]]:
-    """The rows of a step that are scored; and whose they are, and how many each has."""
+def _scored(step_rows: abc.Sequence[_StepRow]) -> \
+        tuple[ScoredRows, list[tuple[PromptScores, int]]]:
+    """The scored rows of a step, and each prompt with its number of them."""
     rows, targets, owners = list[np.ndarray](), list[int](), list[tuple[PromptScores, int]]()
     start = 0
-    for part in parts:
-        scores, scored = part.sequence.scores, part.scored
+    for row in step_rows:
+        scores, scored = row.sequence.scores, row.scored
         if scores is not None and scored:
-            rows.append(np.arange(scored.start, scored.stop) + (start - part.past))
+            rows.append(np.arange(scored.start, scored.stop) + (start - row.past))
             targets += scores.targets(scored)
             owners.append((scores, len(scored)))
-        start += len(part.tokens)
+        start += len(row.tokens)
     if not owners:
         return ScoredRows.none(), owners
     counts = np.repeat([scores.count for scores, _ in owners], [count for _, count in owners])
@@ -858,7 +872,7 @@ def _scored(parts: abc.Sequence[_Part]) -> tuple[ScoredRows, list[tuple[PromptSc
 
 
 def _rivals(one: Sequence, other: Sequence) -> tuple[Share, Share]:
-    """The shares of two sequences on the level where they differ: of tenants or of requests."""
+    """The shares of two sequences on the level where they differ: tenants or requests."""
     if one.tenant is other.tenant:
         return one.share, other.share
     return one.tenant, other.tenant

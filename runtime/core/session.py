@@ -16,8 +16,13 @@ from llmc.runtime.sampling.params import listed
 
 
 class Session:
-    """A batch of sequences that the caller extends. It holds slots and blocks of the KV cache until
-    it is closed, or others lack them.
+    """A batch of sequences that the caller extends.
+
+    It holds slots and KV-cache blocks until it is closed, or until other sequences need them.
+
+    Args:
+        batch_size: number of sequences.
+        sources: encoder prompts, token ids of each sequence; encoder-decoder models only.
     """
 
     def __init__(self, loop: Loop, reader: InputProcessor, batch_size: int,
@@ -32,12 +37,16 @@ class Session:
     def extend(self, tokens: Sequence[Sequence[int]], all_logits: bool = False) -> np.ndarray:
         """Append tokens to every sequence.
 
-        Returns float32 logits: of each sequence's last token [batch, vocab_size], or with
-        `all_logits` of every new token [num_tokens, vocab_size].
+        Args:
+            tokens: new token ids of each sequence.
+            all_logits: return logits of every new token, not only of each sequence's last.
+
+        Returns:
+            float32 logits, [batch, vocab_size] or, with `all_logits`, [num_tokens, vocab_size].
 
         Raises:
-            LlmcError: there are not tokens for every sequence; one would outgrow the KV cache; or
-                its blocks went to others since.
+            LlmcError: the number of rows is not the batch size; a sequence would exceed the KV
+                cache; or the session's blocks were taken by other sequences.
         """
         rows = _rows(tokens, "row", len(self._past))
         for new, past in zip(rows, self._past, strict=True):
@@ -46,7 +55,7 @@ class Session:
                               self._extend(scheduler, engine, rows, all_logits))
 
     def close(self) -> None:
-        """Give its slots and blocks back."""
+        """Free its slots and blocks."""
         if self._lease is not None:
             self._loop.end(self._lease)
 
@@ -59,19 +68,18 @@ class Session:
         if fresh and self._lease is None:
             self._lease = scheduler.lease(len(rows))
         if self._lease is None or not self._lease.slots:
-            raise LlmcError("the KV cache of this session is gone, as the LLM was used otherwise "
-                            "since; begin another session" if not fresh else
-                            f"there are not slots for {len(rows)} sequences beside those that run "
-                            f"and other sessions; close those, or load the model with a larger "
-                            f"max_batch_size")
+            raise LlmcError("the KV cache of this session was freed for other requests; open "
+                            "another session" if not fresh else
+                            f"{len(rows)} slots for this session exceed the free ones; close "
+                            f"other sessions, or load the model with a larger max_batch_size")
         if not scheduler.extend(self._lease, [past + len(new) for past, new in
                                               zip(self._past, rows, strict=True)]):
-            raise LlmcError("there are not blocks for what the session is to hold beside what "
-                            "runs; load the model with a larger kv_cache_tokens")
+            raise LlmcError("the tokens of this session exceed the free blocks of the KV cache; "
+                            "load the model with a larger kv_cache_tokens")
         encode = dict(zip(self._lease.memory, self._sources, strict=True)) \
             if self._sources is not None and fresh else {}
         done = [0] * len(rows)
-        made: list[list[np.ndarray]] = [[] for _ in rows]
+        collected: list[list[np.ndarray]] = [[] for _ in rows]
         while any(count < len(new) for count, new in zip(done, rows, strict=True)):
             step, counts = self._step(engine, rows, done, all_logits, encode)
             logits = engine.collect(engine.submit(step)).logits
@@ -80,15 +88,15 @@ class Session:
             start = 0
             for row, count in counts.items():
                 done[row] += count
-                wanted = count if all_logits else int(done[row] == len(rows[row]))
-                made[row].append(logits[start:start + wanted])
-                start += wanted
+                num_logits = count if all_logits else int(done[row] == len(rows[row]))
+                collected[row].append(logits[start:start + num_logits])
+                start += num_logits
         self._past = [past + len(new) for past, new in zip(self._past, rows, strict=True)]
-        return np.concatenate([part for parts in made for part in parts if len(part)])
+        return np.concatenate([part for parts in collected for part in parts if len(part)])
 
     def _step(self, engine: Engine, rows: list[list[int]], done: list[int], all_logits: bool,
               encode: dict[int, list[int]]) -> tuple[Step, dict[int, int]]:
-        """As much of what is left as a step takes; how many tokens of each row, in its order."""
+        """The largest possible next step, and its number of tokens by row, in its order."""
         assert self._lease is not None
         limits = engine.limits
         budget = min(limits.max_tokens, limits.max_logits) if all_logits else limits.max_tokens
@@ -114,12 +122,12 @@ class Session:
 
 
 def _rows(value: object, name: str, count: int) -> list[list[int]]:
-    """Token ids for each of so many sequences."""
+    """Read the token ids of `count` sequences."""
     try:
         rows = listed(value)
     except TypeError:
-        raise LlmcError(f"{name}s is {shown(value)}; give a list of token ids for each sequence") \
-            from None
+        raise LlmcError(f"{name}s is {shown(value)}; give a list of token ids for each "
+                        f"sequence") from None
     if len(rows) != count:
         raise LlmcError(f"there are {len(rows)} {name}s for batch_size {count}; give one for each "
                         f"sequence")

@@ -1,9 +1,9 @@
-"""A step: the one thing that engines are given, what they give back, and what an engine is.
+"""The interface of engines: `Step` is their input, `StepOutput` their output.
 
-Sequences that have one new token come first, `num_decode` of them, then those with longer chunks of
-a prompt. Each has a slot for its life, which owns how it chooses tokens, and a table of the blocks
-that hold its keys and values: position p is row p % block_size of block `block_tables[b, p //
-block_size]`.
+The `num_decode` sequences with one new token come first, followed by those with longer chunks of a
+prompt. From admission to its end, a sequence has a slot, which holds its sampling state, and a
+table of the blocks that hold its keys and values: position p is row p % block_size of block
+`block_tables[b, p // block_size]`.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from llmc.runtime.engines import MAX_SCORED
 from llmc.runtime.sampling.beam_search import Candidates
 from llmc.runtime.sampling.sampler import Logprobs, Sampler
 
-LAST = -1  # in the place of a token: what the sequence's slot chose last
+LAST = -1  # placeholder of a token id: the token that the slot sampled last
 
 
 def positions(past_lens: np.ndarray, cu_seqlens: np.ndarray) -> np.ndarray:
-    """Of packed tokens, int64 [num_tokens]; see `Step`."""
+    """Position ids of packed tokens, int64 [num_tokens]; see `Step`."""
     starts = past_lens.astype(np.int64) - cu_seqlens[:-1]
-    own: np.ndarray = np.arange(cu_seqlens[-1]) + np.repeat(starts, np.diff(cu_seqlens))
-    return own
+    position_ids: np.ndarray = np.arange(cu_seqlens[-1]) + np.repeat(starts, np.diff(cu_seqlens))
+    return position_ids
 
 
 @dataclass(frozen=True)
 class SamplingState:
-    """What a slot is told when a sequence enters it.
+    """Per-sequence sampling state, installed on admission.
 
     Args:
-        sampler: how it chooses; None: it does not, as its candidates or logits are wanted.
-        tokens: what it has generated so far; some, where it is computed again.
+        sampler: samples the sequence's tokens. None: the step returns candidates or logits instead.
+        tokens: tokens generated before a preemption.
     """
 
     sampler: Sampler | None
@@ -44,12 +44,11 @@ class SamplingState:
 
 @dataclass(frozen=True)
 class EncoderOutputs:
-    """Where a decoder finds what its encoder made of each sequence's prompt; sequences may have the
-    same.
+    """Encoder outputs for a decoder's sequences; several sequences may share one.
 
     Args:
-        rows: int32 [batch], rows of the memory.
-        encoder_sequence_length: int32 [batch], the prompts' tokens.
+        rows: int32 [batch], rows of the encoder-output buffer.
+        encoder_sequence_length: int32 [batch], tokens of the encoder prompts.
     """
 
     rows: np.ndarray
@@ -60,13 +59,13 @@ class EncoderOutputs:
         return EncoderOutputs(np.asarray(rows, np.int32), np.asarray(lengths, np.int32))
 
     def take(self, sequences: Sequence[int] | slice | np.ndarray) -> EncoderOutputs:
-        """Of these sequences of the batch."""
+        """Select sequences of the batch."""
         return EncoderOutputs(self.rows[sequences], self.encoder_sequence_length[sequences])
 
 
 @dataclass(frozen=True)
 class ScoredRows:
-    """Tokens of a step after each of which the next token, known already, is scored.
+    """Prompt tokens of a step whose successor, already known, is scored.
 
     Args:
         rows: int64 [num_scored], tokens of the step, ascending; none is the last token of a
@@ -88,44 +87,28 @@ class ScoredRows:
 
 
 @dataclass(frozen=True)
-class KVCacheParams:
-    """Where a step's past is.
-
-    Args:
-        num_cached_tokens_per_seq: int32 [batch].
-        block_ids_per_seq: int32 [batch, max_blocks].
-    """
-
-    use_cache: bool
-    num_cached_tokens_per_seq: np.ndarray
-    block_ids_per_seq: np.ndarray
-
-
-@dataclass(frozen=True)
 class Step:
     """Engine inputs of one step.
 
     Args:
-        token_ids: int64 [num_tokens], the new tokens of all sequences one after the other; LAST
-            stands for what the sequence's slot chose last, which may still be under way.
-        cu_seqlens: int32 [batch + 1], where each sequence's tokens begin and end.
+        token_ids: int64 [num_tokens], the packed new tokens of all sequences; LAST stands for the
+            token that the sequence's slot sampled last, which may still be in flight.
+        cu_seqlens: int32 [batch + 1], start and end of each sequence's tokens.
         past_lens: int32 [batch], positions already in the cache.
-        block_tables: int32 [batch, max_blocks]; what is behind a sequence's last block means
-            nothing.
+        block_tables: int32 [batch, max_blocks]; entries after a sequence's last block are ignored.
         slots: int32 [batch].
-        num_decode: so many sequences, the first, have one new token each.
-        sample: int32 [num_sampled], sequences, ascending, that choose a token.
-        admit: slots whose sequence is new, with what they begin with.
-        copies: int32 [num_copies, 2], blocks (from, to) to be copied before all else.
-        candidates: above 0, also give so many likeliest tokens of each of `sample`.
-        logits: also give logits, of each of `sample`, or of all tokens.
-        scored: prompt tokens whose log-probabilities are wanted; not with `logits` of all tokens.
-        masks: by slot, where only some tokens may be chosen, uint32 [ceil(vocab_size / 32)]: token
-            t may where bit t % 32 of word t // 32 is 1. The loop makes such a sequence's step once
-            its last token is known, so a device takes the masks with the step.
-        encode: prompts for an encoder, token ids by the row of its memory; before all else.
-        memory: where the sequences' prompts are in it.
-        request_ids, prompt_lens: [batch], for whoever looks at a step.
+        num_decode: number of leading sequences, each with one new token.
+        sample: int32 [num_sampled], ascending indices of the sequences to sample.
+        admit: sampling state of each slot whose sequence is new.
+        copies: int32 [num_copies, 2], blocks (from, to) to copy before all else.
+        candidates: if positive, return this number of most likely tokens for each of `sample`.
+        logits: return logits of each of `sample`, of all tokens, or none.
+        scored: prompt tokens whose log-probabilities to return; not with `logits` of all tokens.
+        masks: token masks by slot, uint32 [ceil(vocab_size / 32)]: token t is allowed if bit t % 32
+            of word t // 32 is 1. The mask of a token needs the token before it, so such a sequence
+            has no more than one token in flight.
+        encode: encoder prompts, token ids by row of the encoder-output buffer; before all else.
+        memory: encoder outputs of the sequences.
     """
 
     token_ids: np.ndarray
@@ -143,22 +126,20 @@ class Step:
     masks: Mapping[int, np.ndarray] = field(default_factory=dict)
     encode: Mapping[int, Sequence[int]] = field(default_factory=dict)
     memory: EncoderOutputs | None = None
-    request_ids: tuple[int, ...] = ()
-    prompt_lens: tuple[int, ...] = ()
 
     @staticmethod
     def of(tokens: Sequence[Sequence[int]], past_lens: Sequence[int],
            tables: Sequence[Sequence[int]], slots: Sequence[int], *,
            sample: Sequence[int] | None = None, **others: object) -> Step:
-        """Pack sequences, those with one new token first; by default all of them choose."""
-        lengths = [len(own) for own in tokens]
+        """Pack sequences, those with one new token first; by default all of them are sampled."""
+        lengths = [len(new) for new in tokens]
         rows = np.zeros((len(tables), max(map(len, tables))), np.int32)
         for row, table in zip(rows, tables, strict=True):
             row[:len(table)] = table
         num_decode = next((i for i, n in enumerate(lengths) if n != 1), len(lengths))
         assert all(n > 1 for n in lengths[num_decode:]), "sequences with one token come first"
         return Step(
-            np.array([token for own in tokens for token in own], np.int64),
+            np.array([token for new in tokens for token in new], np.int64),
             np.array([0, *accumulate(lengths)], np.int32), np.array(past_lens, np.int32), rows,
             np.array(slots, np.int32), num_decode,
             np.array(range(len(tokens)) if sample is None else sample, np.int32),
@@ -173,6 +154,10 @@ class Step:
         return len(self.token_ids)
 
     @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens of the sequences after the first `num_decode`."""
+        return self.num_tokens - self.num_decode
+    @property
     def seq_lens(self) -> np.ndarray:
         """New tokens of each sequence, int32 [batch]."""
         lengths: np.ndarray = self.cu_seqlens[1:] - self.cu_seqlens[:-1]
@@ -185,7 +170,7 @@ class Step:
 
     @property
     def logits_indices(self) -> np.ndarray:
-        """int64 [num_logits], tokens whose logits are needed, ascending."""
+        """int64 [num_logits], ascending tokens whose logits are needed."""
         if self.logits == "all":
             return np.arange(self.num_tokens)
         if len(self.scored):
@@ -198,36 +183,18 @@ class Step:
         last: np.ndarray = self.cu_seqlens[self.sample + 1].astype(np.int64) - 1
         return last
 
-    # The names that attention backends know.
-
-    @property
-    def num_contexts(self) -> int:
-        return self.batch_size - self.num_decode
-
-    @property
-    def num_generations(self) -> int:
-        return self.num_decode
-
-    @property
-    def num_ctx_tokens(self) -> int:
-        return self.num_tokens - self.num_decode
-
-    @property
-    def kv_cache_params(self) -> KVCacheParams:
-        return KVCacheParams(True, self.past_lens, self.block_tables)
-
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a step leads to, for each of `Step.sample`.
+    """Results of a step, one for each of `Step.sample`.
 
     Args:
         tokens: int64 [num_sampled]; NONE_ALLOWED where no token was allowed, NOT_FINITE where a
             logit was NaN or positive infinity.
-        logprobs: [num_sampled], where the slot's parameters ask for them.
-        candidates: [num_sampled, count], where the step asks for them.
-        logits: float32 [num_logits, vocab_size], likewise.
-        scored: [num_scored], of `Step.scored`.
+        logprobs: [num_sampled], if the slot's parameters ask for them.
+        candidates: [num_sampled, count], if the step asks for them.
+        logits: float32 [num_logits, vocab_size], if the step asks for them.
+        scored: [num_scored], log-probabilities of `Step.scored`.
     """
 
     tokens: np.ndarray
@@ -239,18 +206,18 @@ class StepOutput:
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """What an engine has room for.
+    """Capacities of an engine.
 
     Args:
-        num_blocks, block_size: of the KV cache.
+        num_blocks, block_size: size of the KV cache.
         max_tokens: packed tokens of a step.
-        max_slots: sequences at once.
+        max_slots: concurrent sequences.
         max_logits: rows of logits of a step.
-        max_scored: tokens of a step that are scored, at least 1.
-        ahead: steps that may be submitted before the first of them is collected.
-        longest_first: sequences of one new token are to come by falling length; else by slot.
-        keeps_states: blocks are not all that a sequence has: some layers keep a state, of the place
-            where it is. It can go on from there alone, not from earlier blocks.
+        ahead: maximum number of in-flight steps.
+        max_scored: scored tokens of a step, at least 1.
+        longest_first: order decoding sequences by descending length; else by slot.
+        keeps_states: layers have a recurrent state (Mamba, gated delta rule, short convolution).
+            Such a sequence can be continued only at its end, not from earlier blocks.
     """
 
     num_blocks: int
@@ -265,25 +232,24 @@ class EngineLimits:
 
 
 class Engine(Protocol):
-    """One copy of a model, on as many devices as it was compiled for. It is given steps by one
-    thread.
-    """
+    """One replica of a model on its devices. One thread submits steps."""
 
     @property
     def limits(self) -> EngineLimits:
         ...
 
     def submit(self, step: Step) -> int:
-        """Start a step; returns a ticket, at once where a device works by itself. Steps take effect
-        in the order in which they are submitted.
+        """Start a step and return a ticket, without waiting for the device.
+
+        Steps take effect in the order of submission.
 
         Raises:
-            LlmcError: the step, or one before it, failed; the engine is of no use afterwards.
+            LlmcError: this step or one before it failed. The engine cannot be used afterwards.
         """
         ...
 
     def collect(self, ticket: int) -> StepOutput:
-        """Wait for what a step leads to. Tickets are collected in order, each once.
+        """Wait for the output of a step. Tickets are collected in order, each once.
 
         Raises:
             LlmcError: see `submit`.
@@ -291,5 +257,5 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Free what it holds, and end its threads and processes; from any thread, at any time."""
+        """Free its memory and end its threads and processes; from any thread, at any time."""
         ...

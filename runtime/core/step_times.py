@@ -12,7 +12,7 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
-        self._rows: list[int] = []  # measured ones, sorted
+        self._rows: list[int] = []  # measured sizes, sorted
 
     def add(self, rows: int, seconds: float) -> None:
         """Record a step of `rows` sequences without prompt tokens."""
@@ -22,10 +22,10 @@ class StepTimes:
         self._seconds[rows] += _WEIGHT * (seconds - self._seconds[rows])
 
     def of(self, rows: int) -> float:
-        """The expected seconds of a step; of unmeasured sizes those of the next smaller one.
+        """Return the expected seconds of a step.
 
-        This is optimistic, so a scheduler that asks tries sizes that it has no time of. 0 if
-        nothing as small has been measured.
+        An unmeasured size has the time of the next smaller measured one, or 0. This is optimistic,
+        so that the scheduler tries sizes without a measurement.
         """
         index = bisect_right(self._rows, rows)
         return self._seconds[self._rows[index - 1]] if index else 0.0

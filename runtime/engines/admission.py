@@ -1,5 +1,6 @@
-"""Sequences that enter slots, as an engine that chooses tokens itself, on a GPU, reads them:
-records as csrc/kernels/sampling/state.h declares them.
+"""Admitted sequences in the binary format of engines that sample on a GPU.
+
+The records are those of csrc/kernels/sampling/state.h.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ SLOT_STATE = np.dtype([
     ("min_p", np.float32), ("typical_p", np.float32), ("top_k", np.int32), ("logprobs", np.int32),
     ("processing", SLOT_PARAMS)], align=True)
 
-_NOTHING = np.zeros((), SLOT_PARAMS)
-_NOTHING["repetition"] = 1
+_NO_PROCESSING = np.zeros((), SLOT_PARAMS)
+_NO_PROCESSING["repetition"] = 1
 _NO_TOKENS = np.empty(0, np.int32)
-_GREEDY = Sampler(SamplingParams())  # of a slot whose choice nobody looks at
+_GREEDY = Sampler(SamplingParams())  # of slots whose sampled token is not used
 
 
 @dataclass(frozen=True)
 class Admissions:
-    """Of n sequences.
+    """Admissions of n sequences to slots.
 
     Args:
         slots: int32 [n].
-        states: SLOT_STATE [n]; `lists` in their `processing` is where theirs begin.
-        prompts, lengths: int32 [n], tokens of the prompt and in all of those whose tokens matter, 0
-            of the others.
-        tokens: int32, these one sequence after the other.
-        lists: int32, likewise.
+        states: SLOT_STATE [n]; `lists` in their `processing` is the offset of their lists.
+        prompts, lengths: int32 [n], prompt tokens and all tokens of sequences whose processing
+            needs their history, 0 of others.
+        tokens: int32, the histories of these sequences, concatenated.
+        lists: int32, the lists of all sequences, concatenated.
     """
 
     slots: np.ndarray
@@ -48,21 +49,21 @@ class Admissions:
     @staticmethod
     def of(admit: Mapping[int, SamplingState]) -> Admissions:
         if not admit:
-            return NOBODY
+            return NO_ADMISSIONS
         states = np.empty(len(admit), SLOT_STATE)
         lists: list[np.ndarray] = []
         histories: list[np.ndarray] = []
         prompts = np.zeros(len(admit), np.int32)
-        place = 0
+        offset = 0
         for i, state in enumerate(admit.values()):
             sampler = state.sampler or _GREEDY
-            own = sampler.processing
+            processing = sampler.processing
             states[i] = slot_state(sampler, len(state.tokens))
-            states[i]["processing"]["lists"] = place
-            lists.append(_NO_TOKENS if own is None else own.lists)
-            place += len(lists[-1])
+            states[i]["processing"]["lists"] = offset
+            lists.append(_NO_TOKENS if processing is None else processing.lists)
+            offset += len(lists[-1])
             histories.append(_NO_TOKENS)
-            if own is not None and own.record["keeps_history"]:
+            if processing is not None and processing.record["keeps_history"]:
                 prompts[i] = len(sampler.prompt)
                 histories[i] = np.concatenate([sampler.prompt, state.tokens]) \
                     .astype(np.int32)
@@ -71,19 +72,19 @@ class Admissions:
                           np.concatenate(lists))
 
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """As the engine takes them, records as bytes."""
+        """The engine's arguments; records are bytes."""
         return (self.slots, self.states.view(np.uint8), self.prompts, self.lengths, self.tokens,
                 self.lists)
 
 
 def slot_state(sampler: Sampler, drawn: int) -> np.ndarray:
-    """A record of SLOT_STATE for a sequence that has generated so many tokens."""
-    params, own = sampler.params, sampler.processing
+    """A record of SLOT_STATE for a sequence that has generated `drawn` tokens."""
+    params, processing = sampler.params, sampler.processing
     return np.array((sampler.seed, drawn, params.temperature, params.top_p, params.min_p,
                      params.typical_p, min(params.top_k, 2**31 - 1),
                      -1 if params.logprobs is None else params.logprobs,
-                     _NOTHING if own is None else own.record), SLOT_STATE)
+                     _NO_PROCESSING if processing is None else processing.record), SLOT_STATE)
 
 
-NOBODY = Admissions(_NO_TOKENS, np.empty(0, SLOT_STATE), _NO_TOKENS, _NO_TOKENS, _NO_TOKENS,
-                    _NO_TOKENS)
+NO_ADMISSIONS = Admissions(_NO_TOKENS, np.empty(0, SLOT_STATE), _NO_TOKENS, _NO_TOKENS, _NO_TOKENS,
+                           _NO_TOKENS)

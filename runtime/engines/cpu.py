@@ -1,7 +1,7 @@
 """ONNX Runtime on CPU cores.
 
-The KV cache of a sequence is one contiguous row per slot, which GroupQueryAttention extends in
-place; `RowCache` maps blocks to these rows. A step runs in parts: first all decoding sequences, in
+Each slot has a contiguous row of the KV cache, which GroupQueryAttention extends in place;
+`RowCache` maps blocks to these rows. A step runs in parts: first all decoding sequences, in
 adjacent rows (rows between them are computed and discarded), then prompt chunks. Rows that have
 never been used take no memory, since the operating system allocates pages on their first write. The
 same holds for the encoder outputs of an encoder-decoder model, which the decoder only reads.
@@ -41,15 +41,15 @@ from llmc.runtime.engines.row_cache import RowCache
 _SIZES = {"num_tokens", "num_logits"}
 _DTYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(int32)": "int32"}
 _COLLECTIVES = {"all_reduce": "AllReduce", "all_gather": "AllGather"}
-MAX_CHUNK = 512  # tokens of prompts in one run of the graphs; see `CpuEngine._chunk_size`
-MIN_CHUNK = 16  # also where their attention scores take more than SCORE_BYTES
-SCORE_BYTES = 2**28  # of the attention scores of all ranks
-_Described = tuple[str, tuple[int | str, ...]]  # dtype and shape
+MAX_CHUNK = 512  # prompt tokens in one run of the graphs; see `CpuEngine._chunk_size`
+MIN_CHUNK = 16  # even if its attention scores exceed SCORE_BYTES
+SCORE_BYTES = 2**28  # limit of the attention scores of all ranks
+_TensorType = tuple[str, tuple[int | str, ...]]  # dtype and shape
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Sequences of a step whose rows follow one another, those from `first_row` on."""
+    """Sequences of a step in adjacent rows, from `first_row` on."""
 
     input_ids: np.ndarray
     cu_seqlens: np.ndarray
@@ -65,7 +65,7 @@ class _Part:
 
     @staticmethod
     def of(prompts: Sequence[Sequence[int]]) -> _Part:
-        """What an encoder reads."""
+        """Pack encoder prompts."""
         lengths = [len(prompt) for prompt in prompts]
         return _Part(np.concatenate([np.asarray(prompt, np.int64) for prompt in prompts]),
                      np.cumsum([0, *lengths], dtype=np.int32),
@@ -73,15 +73,18 @@ class _Part:
 
 
 class CpuEngine:
-    """One rank on ONNX Runtime. `ops` are the names of those that it runs.
+    """One rank on ONNX Runtime.
 
     Args:
-        threads: for a pool that the ranks of the replica share.
+        threads: size of the pool that the ranks of the replica share.
         limits: of the KV cache, and of a step.
 
+    Attributes:
+        ops: names of the ops in the rank's graphs.
+
     Raises:
-        LlmcError: a graph cannot be loaded or is not what the manifest says, or there is no memory
-            for the KV cache.
+        LlmcError: a graph cannot be loaded or does not match the manifest, or memory for the KV
+            cache is insufficient.
     """
 
     def __init__(self, manifest: Manifest, chip: Chip, case_dir: Path, placement: Placement,
@@ -96,7 +99,7 @@ class CpuEngine:
         options = _session_options(placement, len(chip.steps), threads)
         self._sessions = {step.path: _load(case_dir, step, options) for step in segments}
         self._check(manifest)
-        self._outputs = {step.path: self._made(step) for step in segments}
+        self._outputs = {step.path: self._output_shapes(step) for step in segments}
         with _no_memory(limits, manifest):
             self._rows = RowCache(chip, limits, manifest.dims.max_seq_len)
             self._memory = _allocate(manifest, chip, limits.max_slots)
@@ -112,21 +115,21 @@ class CpuEngine:
         self._bound_rows: dict[str, tuple[int, int]] = {}  # by path: first row and batch size
 
     def compute(self, step: Step) -> np.ndarray:
-        """Execute a step, in which no token is LAST: logits float32 [num_logits, padded_vocab]."""
+        """Execute a step without LAST; returns logits, float32 [num_logits, padded_vocab]."""
         self._encode(step.encode)
         self._rows.enter(step)
         logits = []
         for part, kept in self._parts(step):
-            made = self._decode(part)
+            part_logits = self._decode(part)
             if kept:
-                logits.append(made)
+                logits.append(part_logits)
         self._rows.leave(step)
         if len(logits) == 1:
             return logits[0]
         return np.concatenate(logits) if logits else np.empty((0, self._width), np.float32)
 
     def _parts(self, step: Step) -> Iterator[tuple[_Part, bool]]:
-        """What is run at once, and whether its logits are wanted."""
+        """Parts to run separately, and whether their logits are needed."""
         for start, end in self._groups(step):
             if start >= step.num_decode and end - start == 1:
                 yield from self._chunks(step, start)
@@ -134,41 +137,41 @@ class CpuEngine:
             first, past = int(step.slots[start]), step.past_lens[start:end]
             cu_seqlens = step.cu_seqlens[start:end + 1]
             tokens = step.token_ids[cu_seqlens[0]:cu_seqlens[-1]]
-            wanted = step.logits_indices
+            indices = step.logits_indices
             if start or end < step.batch_size:
-                wanted = wanted[(wanted >= cu_seqlens[0]) & (wanted < cu_seqlens[-1])]
-                wanted, cu_seqlens = wanted - cu_seqlens[0], cu_seqlens - cu_seqlens[0]
+                indices = indices[(indices >= cu_seqlens[0]) & (indices < cu_seqlens[-1])]
+                indices, cu_seqlens = indices - cu_seqlens[0], cu_seqlens - cu_seqlens[0]
             sequences: slice | np.ndarray = slice(start, end)
             if step.slots[end - 1] - first >= end - start:
                 rows = step.slots[start:end] - first
                 past, cu_seqlens, next_ones = self._pass_over(rows, first, past, cu_seqlens)
                 sequences = start + next_ones
             yield _Part(tokens, cu_seqlens, past,
-                        wanted if len(wanted) else np.array([len(tokens) - 1]), first,
-                        step.memory and step.memory.take(sequences)), len(wanted) > 0
+                        indices if len(indices) else np.array([len(tokens) - 1]), first,
+                        step.memory and step.memory.take(sequences)), len(indices) > 0
 
     def _chunks(self, step: Step, index: int) -> Iterator[tuple[_Part, bool]]:
-        """A sequence's new tokens, in chunks that bound what the graphs allocate."""
+        """A sequence's new tokens, in chunks that bound the memory of the graphs."""
         first, stop = step.cu_seqlens[index:index + 2].tolist()
         start, past = first, int(step.past_lens[index])
         while start < stop:
             end = start + self._chunk_size(past + start - first, stop - start)
-            wanted = step.logits_indices
-            wanted = wanted[(wanted >= start) & (wanted < end)] - start
+            indices = step.logits_indices
+            indices = indices[(indices >= start) & (indices < end)] - start
             yield _Part(step.token_ids[start:end], np.array([0, end - start], np.int32),
                         np.array([past + start - first], np.int32),
-                        wanted if len(wanted) else np.array([end - start - 1]),
+                        indices if len(indices) else np.array([end - start - 1]),
                         int(step.slots[index]),
-                        step.memory and step.memory.take([index])), len(wanted) > 0
+                        step.memory and step.memory.take([index])), len(indices) > 0
             start = end
 
     def _chunk_size(self, past: int, new: int) -> int:
-        """Number of tokens to run at once of `new` ones behind `past`.
+        """Number of tokens to run at once of `new` ones after `past`.
 
-        At most MAX_CHUNK: what the graphs allocate grows with it, and speed does not. SmolLM2-135M
-        on 3 ranks and 2 cores read 2,000 tokens in 3.6 to 3.9 s by chunks of 2,048 and in 3.8 s by
-        chunks of 512, with a peak of 886 and 748 MB. Fewer where attention holds its scores, which
-        grow with the number of positions too.
+        At most MAX_CHUNK: memory grows with it, and speed does not. SmolLM2-135M on 3 ranks and 2
+        cores prefilled 2,000 tokens in 3.6 to 3.9 s by chunks of 2,048 and in 3.8 s by chunks of
+        512, with a peak of 886 and 748 MB. Fewer if attention materializes its scores, which also
+        grow with the number of positions.
         """
         size = min(new, self._max_tokens)
         each = 4 * self._held_scores * (past + size)
@@ -176,8 +179,13 @@ class CpuEngine:
 
     def _pass_over(self, rows: np.ndarray, first: int, past_lens: np.ndarray,
                    cu_seqlens: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """`past_lens`, `cu_seqlens` and whose memory is read where there are rows between, which
-        have no new token. Each gets something behind its last position all the same.
+        """Insert the rows between those of the sequences, which have no new token.
+
+        A run writes to such a row all the same, after its last position.
+
+        Returns:
+            `past_lens`, `cu_seqlens`, and the index of the sequence whose encoder output each row
+            uses.
         """
         past = np.full(rows[-1] + 1, -1, np.int32)
         past[rows] = past_lens
@@ -187,9 +195,10 @@ class CpuEngine:
         return past, cu_seqlens[np.append(next_ones, len(rows))], next_ones
 
     def _groups(self, step: Step) -> Iterator[tuple[int, int]]:
-        """Sequences of a step that are run at once, from one to before another: all that have one
-        new token; prompts from their start whose rows follow one another, as many as padded have
-        at most MAX_CHUNK tokens; or one that goes on, or is longer.
+        """Ranges [start, end) of sequences to run at once.
+
+        A group is all sequences with one new token; or initial chunks of prompts in adjacent rows,
+        with at most MAX_CHUNK tokens when padded; or a single later or longer chunk.
         """
         if step.num_decode:
             yield 0, step.num_decode
@@ -204,7 +213,7 @@ class CpuEngine:
                 start = index
 
     def _decode(self, part: _Part) -> np.ndarray:
-        """Run the model."""
+        """Run the model's graphs."""
         values = {"input_ids": part.input_ids, "cu_seqlens": part.cu_seqlens,
                   "past_lens": part.past_lens, "logits_indices": part.logits_indices}
         if self._wants_positions:
@@ -218,7 +227,7 @@ class CpuEngine:
         return values["logits"]
 
     def _encode(self, prompts: Mapping[int, Sequence[int]]) -> None:
-        """Fill rows of the memory, from as many prompts at once as padding leaves room for."""
+        """Fill rows of the encoder-output buffer, in batches limited by their padded tokens."""
         waiting = list(prompts.items())
         while waiting:
             count = 1
@@ -241,12 +250,12 @@ class CpuEngine:
 
     def _run_steps(self, steps: Steps, last_uses: list[list[str]], batch: _Part,
                    values: dict[str, np.ndarray]) -> None:
-        """Run a program; what it makes is added to `values`."""
+        """Run a program; its outputs are added to `values`."""
         rank = self._chip.rank
         for step, finished in zip(steps, last_uses, strict=True):
             if isinstance(step, GraphStep):
-                with _telling(f"ONNX Runtime failed in '{step.path}'", "give fewer or shorter "
-                              "prompts at once, or lower max_batch_size"):
+                with _translate_errors(f"ONNX Runtime failed in '{step.path}'", "give fewer or "
+                                       "shorter prompts at once, or lower max_batch_size"):
                     self._run_graph(step, batch, values)
             elif step.kind == "all_reduce":
                 values[step.output] = self._communicator.all_reduce(rank, values[step.input])
@@ -256,7 +265,7 @@ class CpuEngine:
                 del values[name]
 
     def _check(self, manifest: Manifest) -> None:
-        """Hold what the graphs say of themselves against the manifest, and one against the next."""
+        """Compare the graphs with the manifest and with each other."""
         chip = self._chip
         facts = [_facts(step.path, self._sessions[step.path]) for step in chip.all_steps
                  if isinstance(step, GraphStep)]
@@ -278,17 +287,15 @@ class CpuEngine:
             self._check_steps(program, manifest.tp_size)
 
     def _check_steps(self, program: Chip | EncoderProgram, tp_size: int) -> None:
-        """Hold each tensor that a graph reads or makes against what is known of it: what the
-        manifest lists, and what graphs before it made.
-        """
-        known: dict[str, _Described] = {tensor.name: (tensor.dtype, tensor.shape)
-                                        for tensor in (*program.inputs, *program.outputs)}
+        """Compare each graph's inputs and outputs with the manifest and with preceding graphs."""
+        known: dict[str, _TensorType] = {tensor.name: (tensor.dtype, tensor.shape)
+                                         for tensor in (*program.inputs, *program.outputs)}
         for step in program.steps:
             if isinstance(step, CollectiveStep):
                 dtype, shape = known[step.input]
                 if step.kind == "all_gather" and isinstance(shape[-1], int):
                     shape = (*shape[:-1], shape[-1] * tp_size)
-                found: dict[str, _Described] = {step.output: (dtype, shape)}
+                tensor_types: dict[str, _TensorType] = {step.output: (dtype, shape)}
             else:
                 session = self._sessions[step.path]
                 inputs, outputs = ({tensor.name: (_DTYPES.get(tensor.type, tensor.type),
@@ -296,35 +303,37 @@ class CpuEngine:
                                    for tensors in (session.get_inputs(), session.get_outputs()))
                 if inputs.keys() != {*step.inputs} or outputs.keys() != {*step.outputs}:
                     raise LlmcError(f"'{step.path}' has other inputs or outputs than "
-                                    f"{MANIFEST_NAME} says; compile the model again")
-                found = inputs | outputs
-            for name, described in found.items():
-                if known.setdefault(name, described) != described:
+                                    f"{MANIFEST_NAME} lists; compile the model again")
+                tensor_types = inputs | outputs
+            for name, tensor_type in tensor_types.items():
+                if known.setdefault(name, tensor_type) != tensor_type:
                     dtype, shape = known[name]
                     raise LlmcError(
-                        f"{name!r} is {described[0]} {list(described[1])} in "
-                        f"'{self._chip.path}', which should be {dtype} {list(shape)} after what "
-                        f"{MANIFEST_NAME} and the other graphs say; compile the model again")
+                        f"{name!r} is {tensor_type[0]} {list(tensor_type[1])} in "
+                        f"'{self._chip.path}', which should be {dtype} {list(shape)} as in "
+                        f"{MANIFEST_NAME} or another graph; compile the model again")
 
     def _run_graph(self, step: GraphStep, batch: _Part,
                    values: dict[str, np.ndarray]) -> None:
-        """Run one ONNX file; its outputs, but for the caches, are added to `values`."""
+        """Run one ONNX file; its outputs, except caches, are added to `values`."""
         binding = self._binding(step, batch.first_row, len(batch.past_lens))
         sizes = {"num_tokens": len(batch.input_ids), "num_logits": len(batch.logits_indices)}
         for name in self._inputs[step.path]:
             array = values[name]
             binding.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
         for name, shape in self._outputs[step.path]:
-            made = np.empty([size if isinstance(size, int) else sizes[size] for size in shape],
-                            np.float32)
-            binding.bind_output(name, "cpu", 0, made.dtype, made.shape, made.ctypes.data)
-            values[name] = made
+            output = np.empty([size if isinstance(size, int) else sizes[size] for size in shape],
+                              np.float32)
+            binding.bind_output(name, "cpu", 0, output.dtype, output.shape, output.ctypes.data)
+            values[name] = output
         self._sessions[step.path].run_with_iobinding(binding)
 
     def _binding(self, step: GraphStep, first_row: int, batch_size: int) -> ort.IOBinding:
-        """The step's binding, with these rows of the caches bound in place: those that it
-        continues, and those that it reads after another step has. There is one binding a graph, as
-        one for each first row and batch size would be kept for ever.
+        """The step's binding, with rows of the caches bound in place.
+
+        Bound are the caches that the graph updates, and those that it reads after another graph's
+        update. Each graph has one binding, since one for each first row and batch size would never
+        be freed.
         """
         binding = self._bindings[step.path]
         if self._bound_rows.get(step.path) != (first_row, batch_size):
@@ -339,27 +348,27 @@ class CpuEngine:
                         binding.bind_output(f"{name}_out", *place)
         return binding
 
-    def _made(self, step: GraphStep) -> list[tuple[str, list[int | str]]]:
-        """Name and shape of what a graph makes besides caches.
+    def _output_shapes(self, step: GraphStep) -> list[tuple[str, list[int | str]]]:
+        """Name and shape of each output of a graph, except caches.
 
         Raises:
-            LlmcError: it is of no size that a step has.
+            LlmcError: an output has an unsupported dtype or dimension.
         """
-        made = []
+        shapes = []
         for tensor in self._sessions[step.path].get_outputs():
             if tensor.name.removesuffix("_out") in self._chip.kept:
                 continue
             if tensor.type != "tensor(float)" or not all(
                     isinstance(size, int) or size in _SIZES for size in tensor.shape):
-                raise LlmcError(f"'{step.path}' makes {tensor.name!r}, {tensor.type} "
-                                f"{tensor.shape}, whose size no step tells; compile the model "
-                                f"again")
-            made.append((tensor.name, tensor.shape))
-        return made
+                raise LlmcError(f"the output {tensor.name!r} of '{step.path}' is {tensor.type} "
+                                f"{tensor.shape}, expected float with dimensions num_tokens or "
+                                f"num_logits; compile the model again")
+            shapes.append((tensor.name, tensor.shape))
+        return shapes
 
-    def _find_last_uses(self, steps: Steps, wanted: set[str]) -> list[list[str]]:
-        """For each step, the tensors that nothing needs after it."""
-        seen = set(wanted)
+    def _find_last_uses(self, steps: Steps, outputs: set[str]) -> list[list[str]]:
+        """For each step, the tensors that no later step needs."""
+        seen = set(outputs)
         uses = []
         for step in reversed(steps):
             names = {*step.inputs, *step.outputs}
@@ -370,51 +379,56 @@ class CpuEngine:
 
 
 def check_ops(manifest: Manifest, engines: Sequence[CpuEngine]) -> None:
-    """Hold the ops of all ranks against those that the manifest lists.
+    """Compare the ops of all ranks with those that the manifest lists.
 
     Raises:
-        LlmcError: naming one that only one of them has.
+        LlmcError: an op is only in one of them.
     """
     used = {name for engine in engines for name in engine.ops}
-    odd = used ^ manifest.ops.keys()
-    if odd:
-        where = "a graph has and the ops of" if min(odd) in used else "no graph has, but the ops of"
-        raise LlmcError(f"there is {min(odd)}, which {where} {MANIFEST_NAME} "
-                        f"{'lack' if min(odd) in used else 'list'}; compile the model again")
+    unmatched = used ^ manifest.ops.keys()
+    if unmatched:
+        name = min(unmatched)
+        where = f"in a graph and not in the ops of {MANIFEST_NAME}" if name in used else \
+            f"in the ops of {MANIFEST_NAME} and in no graph"
+        raise LlmcError(f"the op {name} is {where}; compile the model again")
 
 
 def _load(case_dir: Path, step: GraphStep, options: ort.SessionOptions) -> ort.InferenceSession:
     path = case_dir / step.path
     check_graph(path)
-    with _telling(f"ONNX Runtime cannot load '{path}'"):
+    with _translate_errors(f"ONNX Runtime cannot load '{path}'"):
         return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
 @contextmanager
-def _telling(what: str, way_out: str = "free some, or raise the limit of this process") -> \
+def _translate_errors(
+        action: str, remedy: str = "free some, or raise the limit of this process") -> \
         Iterator[None]:
-    """What ONNX Runtime says, as one sentence, with a way out where there is too little memory."""
+    """Convert ONNX Runtime's exceptions to LlmcError, with a remedy for insufficient memory."""
     try:
         yield
     except Exception as error:  # onnxruntime's exceptions share no base class
         text = (str(error).splitlines() or [""])[0] or type(error).__name__
         if is_out_of_memory(error):
-            text += f"; there is too little memory: {way_out}"
-        raise LlmcError(f"{what}: {text}") from error
+            text += f"; there is too little memory: {remedy}"
+        raise LlmcError(f"{action}: {text}") from error
 
 
 def _facts(path: str, session: ort.InferenceSession) -> dict[str, Any]:
-    """What a graph says of itself: the versions of its `ops` by name, the `num_heads` of each
-    self-attention, and the attention scores that it holds for a query and a key.
+    """Metadata of a graph: `ops`, `num_heads` and `held_scores`.
+
+    Returns:
+        Versions of its ops by name, heads of each self-attention, and the number of attention
+        scores per query and key that it materializes at once.
     """
     try:
         facts = json.loads(session.get_modelmeta().custom_metadata_map[FACTS])
         heads = list(facts["num_heads"])
-        # Graphs that were compiled before it was written: at least that of one tensor of scores.
+        # Graphs of earlier releases lack held_scores; they hold at least one tensor of scores.
         held = int(facts.get("held_scores", max(heads, default=0)))
         return {"ops": dict(facts["ops"]), "num_heads": heads, "held_scores": held}
     except (KeyError, TypeError, ValueError) as error:
-        raise LlmcError(f"'{path}' does not say which ops it has; compile the model again") \
+        raise LlmcError(f"'{path}' has no valid metadata of its ops; compile the model again") \
             from error
 
 
@@ -423,16 +437,14 @@ def _no_memory(limits: EngineLimits, manifest: Manifest) -> Iterator[None]:
     try:
         yield
     except (MemoryError, OSError, OverflowError, ValueError) as error:
-        raise LlmcError(f"there is no memory for the KV cache of {limits.max_slots} sequences of "
+        raise LlmcError(f"there is too little memory for the KV cache: {limits.max_slots} rows of "
                         f"{manifest.dims.max_seq_len} positions and {limits.num_blocks} blocks of "
                         f"{limits.block_size}; lower max_batch_size or kv_cache_tokens, or compile "
                         f"with a smaller --max_seq_len") from error
 
 
 def _allocate(manifest: Manifest, chip: Chip, max_slots: int) -> dict[str, np.ndarray]:
-    """The encoder's memory by name, float32 [max_slots, mem_max_seq_len, num_kv_heads *
-    head_dim].
-    """
+    """Encoder-output buffers, float32 [max_slots, mem_max_seq_len, num_kv_heads * head_dim]."""
     if manifest.encoder is None or chip.encoder is None:
         return {}
     return {tensor.name: np.zeros((max_slots, manifest.encoder.max_seq_len,
@@ -441,14 +453,12 @@ def _allocate(manifest: Manifest, chip: Chip, max_slots: int) -> dict[str, np.nd
 
 
 def _session_options(placement: Placement, steps: int, threads: int) -> ort.SessionOptions:
-    """Threads for one rank: a pool of its own, or where many graphs would each have one, the pool
-    of the process.
-    """
+    """Thread options of one rank: a separate pool, or the process's pool for many graphs."""
     _make_shared_arena()
     options = ort.SessionOptions()
-    options.log_severity_level = 4  # what goes wrong is raised
+    options.log_severity_level = 4  # errors are raised
     options.add_session_config_entry("session.use_env_allocators", "1")
-    options.add_session_config_entry("session.load_model_format", "ONNX")  # what is checked
+    options.add_session_config_entry("session.load_model_format", "ONNX")  # as check_graph does
     if steps > 1 and len(placement.cores) > 1 and not placement.pinned:
         _make_shared_pool(threads)
         options.use_per_session_threads = False
@@ -459,15 +469,15 @@ def _session_options(placement: Placement, steps: int, threads: int) -> ort.Sess
         options.add_session_config_entry(
             "session.intra_op_thread_affinities",
             ";".join(str(core + 1) for core in placement.cores[1:]))
-    if steps > 1:  # those that wait must not keep cores busy
+    if steps > 1:  # waiting sessions must not occupy cores
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return options
 
 
 def _make_shared_pool(threads: int) -> None:
-    """Make the process's pool; the first model's size stays, as ONNX Runtime cannot change it."""
+    """Create the process's pool; ONNX Runtime keeps the size of the first model."""
     try:
-        with _telling(f"ONNX Runtime cannot make {threads} threads"):
+        with _translate_errors(f"ONNX Runtime cannot create {threads} threads"):
             ort.set_global_thread_pool_sizes(threads, 1)
     except LlmcError as error:
         if "already been created" not in str(error):
@@ -476,13 +486,13 @@ def _make_shared_pool(threads: int) -> None:
 
 @cache
 def _make_shared_arena() -> None:
-    """Make the process's arena, in which all sessions allocate.
+    """Create the process's arena, in which all sessions allocate.
 
-    A session's own arena keeps what its largest run took, and a rank has a session for each graph
-    between two collectives: SmolLM2-135M on 3 ranks took 8.5 GB for a prompt of 8,000 tokens, and
-    takes 1.0 GB (bench/memory_cpu.py).
+    A session's own arena keeps its largest run's memory, and a rank has a session for each graph
+    between two collectives. SmolLM2-135M on 3 ranks took 8.5 GB for a prompt of 8,000 tokens; with
+    one arena it takes 1.0 GB (bench/memory_cpu.py).
     """
     memory = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0,
                                ort.OrtMemType.DEFAULT)
-    with _telling("ONNX Runtime cannot make an arena"):
+    with _translate_errors("ONNX Runtime cannot create an arena"):
         ort.create_and_register_allocator(memory, ort.OrtArenaCfg({}))

@@ -1,4 +1,4 @@
-"""llmc's own engine on an NVIDIA GPU: a thin shell over `llmc_cuda._cuda`."""
+"""llmc's engine on an NVIDIA GPU: a thin wrapper of `llmc_cuda._cuda`."""
 
 from __future__ import annotations
 
@@ -33,23 +33,22 @@ from llmc.runtime.sampling.sampler import Logprobs
 from llmc.runtime.sampling.slot_params import LOGPROBS
 
 SIZES: dict[int | str, int] = {"num_tokens": -1, "num_logits": -2, "batch": -3, "batch_plus_1": -4}
-# Who computes attention: a plain kernel for comparison, our own ones, or cuDNN the prompts'.
-AHEAD = 2  # steps: while one runs, the next is waiting on the device and the one before is read
-_ALIGNED = 128  # max_tokens is a multiple, so that every value of the arena is aligned
+AHEAD = 2  # in-flight steps: one runs, the next is queued on the device
+_ALIGNED = 128  # max_tokens is rounded up to a multiple, which aligns every value of the arena
 _NONE = np.empty(0, np.int32)
 _NO_MASKS = np.empty(0, np.uint32)
 
 
 def extension() -> ModuleType:
-    """The compiled extension.
+    """Import the compiled extension.
 
     Raises:
-        LlmcError: it was not installed, is of another version, or cuBLASLt or NCCL is missing.
+        LlmcError: it is not installed or of another version, or cuBLASLt or NCCL is missing.
     """
     if find_spec("llmc_cuda") is None:
         raise LlmcError(f"this installation of llmc has no CUDA engine; install it from a checkout "
                         f"where nvcc 13 is: {CUDA_INSTALL_COMMAND}")
-    for path in _libraries():  # wherever on sys.path they are, the loader is to know them
+    for path in _libraries():  # the dynamic loader does not search sys.path
         ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
     try:
         cuda = import_module("llmc_cuda._cuda")
@@ -64,7 +63,7 @@ def extension() -> ModuleType:
 
 
 def _libraries() -> Iterator[Path]:
-    """The libraries of NVIDIA's packages that the extension is linked with."""
+    """Paths of the libraries of NVIDIA's packages that the extension links."""
     spec = find_spec("nvidia")
     for root in (spec.submodule_search_locations or []) if spec else []:
         for library in ("cu13/lib/libcublasLt.so.13", "nccl/lib/libnccl.so.2",
@@ -74,41 +73,41 @@ def _libraries() -> Iterator[Path]:
 
 
 def library_directories() -> list[str]:
-    """Where those libraries are, for the library path of another process."""
+    """Directories of those libraries, for the library path of another process."""
     return [str(path.parent) for path in _libraries()]
 
 
 def device_count() -> int:
-    """How many GPUs there are.
+    """Number of GPUs.
 
     Raises:
-        LlmcError: there is none, or no driver, or no extension.
+        LlmcError: there is no GPU, driver or extension.
     """
     count: int
     count, reason = extension().devices()
     if not count:
         raise LlmcError(f"there is no NVIDIA GPU here ({reason or 'none was found'}); run this "
-                        f"model where one is, or compile it with --target cpu")
+                        f"model on a machine with one, or compile it with --target cpu")
     return count
 
 
 class CudaEngine:
-    """One rank on one GPU. See `Engine`; tokens are chosen on the device.
+    """One rank on one GPU. See `Engine`; sampling runs on the device.
 
-    Made, it has its weights. Steps can be given once all ranks have joined and `allocate` was
-    called on each with the least that `measure` says.
+    The constructor loads the weights. Before the first step, all ranks join, and `allocate` is
+    called on each with the minimum of `measure`.
 
     Args:
-        device: the GPU's number.
-        max_batch_size: slots, and sequences of a step.
-        max_tokens: packed tokens of one step, at most.
+        device: index of the GPU.
+        max_batch_size: number of slots, and maximum number of sequences of a step.
+        max_tokens: maximum number of packed tokens of a step.
         block_size: positions of a block of the KV cache, a power of two.
-        kv_cache_tokens: positions of the whole KV cache; None: as many as there is memory for.
-        gpu_memory_utilization: the part of the GPU's memory that may then be in use.
+        kv_cache_tokens: positions of the whole KV cache; None: as many as fit in memory.
+        gpu_memory_utilization: fraction of the GPU's memory to use.
         attention_backend: one of the extension's attention_backends(); None: fastest.
 
     Raises:
-        LlmcError: there is no extension, or too little memory, or a size is none.
+        LlmcError: the extension is missing, memory is insufficient, or an argument is out of range.
     """
 
     def __init__(self, manifest: Manifest, chip: Chip, case_dir: Path, device: int, *,
@@ -122,7 +121,7 @@ class CudaEngine:
         self._errors = cuda.CudaError
         self._device = device
         self._tuning, self._made_on = tuning_file(case_dir), cuda.timed_on(device)
-        self._first = chip.rank == 0  # ranks time alike
+        self._first = chip.rank == 0  # ranks have equal shapes, so one stores the tuning
         self._kv_cache_tokens, self._utilization = kv_cache_tokens, gpu_memory_utilization
         self._mem_max_seq_len = manifest.encoder.max_seq_len if manifest.encoder else 0
         check_fit(cuda, manifest, device)
@@ -132,12 +131,12 @@ class CudaEngine:
         self._limits = EngineLimits(
             num_blocks=0, block_size=block_size, max_tokens=max_tokens, max_slots=max_batch_size,
             max_logits=max_logits, max_scored=max(max_logits - max_batch_size, 1), ahead=AHEAD,
-            longest_first=True,  # then multiprocessors end together
+            longest_first=True,  # balances multiprocessors
             keeps_states=bool(chip.states))
-        self._states: StateSlots | None = None  # once the blocks are there
-        self._wishes: dict[int, int | None] = {}  # of log-probabilities, by slot
-        # By ticket: those of the slots that it samples, and of the rows that it scores.
-        self._under_way: dict[int, tuple[list[int | None], list[int]]] = {}
+        self._states: StateSlots | None = None  # created by `allocate`
+        self._num_logprobs: dict[int, int | None] = {}  # number of log-probabilities, by slot
+        # By ticket: numbers of log-probabilities of sampled slots and of scored rows.
+        self._in_flight: dict[int, tuple[list[int | None], list[int]]] = {}
         limits = dict(dtype=manifest.dtype, max_batch=max_batch_size,
                       max_tokens=-(-max_tokens // _ALIGNED) * _ALIGNED,
                       max_logits=-(-self._limits.max_logits // 8) * 8,
@@ -150,10 +149,10 @@ class CudaEngine:
 
     def _load(self, cuda: ModuleType, manifest: Manifest, chip: Chip, case_dir: Path,
               limits: Mapping[str, Any]) -> Any:
-        """The extension's engine, with its program and its weights."""
-        read = read_chip_programs(manifest, chip, case_dir)
-        self._program = program = read.model
-        programs = [program, *([read.encoder] if read.encoder else [])]
+        """Create the extension's engine with its program and weights."""
+        programs_of_chip = read_chip_programs(manifest, chip, case_dir)
+        self._program = program = programs_of_chip.model
+        programs = [program, *([programs_of_chip.encoder] if programs_of_chip.encoder else [])]
         declared = cuda.Program(**limits, token_bytes=max(s.token_bytes for s in programs),
                                 logit_bytes=program.logit_bytes)
         weights = build_program(declared, programs, manifest.dims.vocab_size)
@@ -161,14 +160,14 @@ class CudaEngine:
         refusal = engine.attention_refusal(manifest.dtype, manifest.kv_dtype)
         if refusal:
             raise LlmcError(
-                f"attention_backend '{self._backend}' {refusal}, the model is of {manifest.dtype} "
-                f"with {manifest.kv_dtype}; leave it out, or choose llmc")
-        load_weights(engine, weights, case_dir / chip.path / WEIGHTS_NAME, read.weights)
+                f"attention_backend '{self._backend}' {refusal}, the model has dtype "
+                f"{manifest.dtype} and kv_dtype {manifest.kv_dtype}; leave it out, or use llmc")
+        load_weights(engine, weights, case_dir / chip.path / WEIGHTS_NAME, programs_of_chip.weights)
         return engine
 
     @contextmanager
-    def _telling(self) -> Iterator[None]:
-        """What goes wrong in the extension is the user's to know."""
+    def _translate_errors(self) -> Iterator[None]:
+        """Convert the extension's errors to LlmcError."""
         try:
             yield
         except self._errors as error:
@@ -179,38 +178,38 @@ class CudaEngine:
         return self._limits
 
     def measure(self) -> int:
-        """Blocks of the KV cache that this rank has room for, or all that are asked for.
+        """Number of KV-cache blocks that fit on this rank, or that kv_cache_tokens takes.
 
         Raises:
-            LlmcError: there is no room for one sequence, or for what is asked for.
+            LlmcError: they do not fit, or not even one does.
         """
         size, block = self._limits.block_size, self._engine.block_bytes
-        with self._telling():
-            room: int = self._engine.measure(self._utilization)
+        with self._translate_errors():
+            available: int = self._engine.measure(self._utilization)
         if self._kv_cache_tokens is not None:
-            wanted = -(-self._kv_cache_tokens // size)
-            if wanted > room:
+            requested = -(-self._kv_cache_tokens // size)
+            if requested > available:
                 raise LlmcError(
                     f"a KV cache of {self._kv_cache_tokens} tokens takes "
-                    f"{wanted * block / 2**30:.2f} GiB of GPU {self._device}, which has room for "
-                    f"{room * size} tokens, {room * block / 2**30:.2f} GiB, at "
+                    f"{requested * block / 2**30:.2f} GiB of GPU {self._device}, which has "
+                    f"room for {available * size} tokens, {available * block / 2**30:.2f} GiB, at "
                     f"gpu_memory_utilization {self._utilization}; lower kv_cache_tokens")
-            return wanted
-        if room == 0:
+            return requested
+        if available == 0:
             raise LlmcError(
                 f"the weights leave GPU {self._device} no memory for a KV cache at "
                 f"gpu_memory_utilization {self._utilization}; raise it, or lower max_batch_size or "
                 f"max_num_batched_tokens")
-        # More than all slots can fill twice serves nobody.
-        return min(room, 2 * self._limits.max_slots * -(-self._max_seq_len // size))
+        # Twice the blocks of all slots at full length is enough, prefix caching included.
+        return min(available, 2 * self._limits.max_slots * -(-self._max_seq_len // size))
 
     def allocate(self, num_blocks: int, *, show_progress: bool = False) -> None:
-        """Make the KV cache, and all that steps of any size need; all ranks at once.
+        """Allocate the KV cache and prepare steps of all sizes; on all ranks at once.
 
         Raises:
-            LlmcError: there is too little memory.
+            LlmcError: memory is insufficient.
         """
-        with self._telling():
+        with self._translate_errors():
             self._engine.allocate(num_blocks)
             self._warm(show_progress)
         self._limits = replace(self._limits, num_blocks=num_blocks)
@@ -218,8 +217,9 @@ class CudaEngine:
             self._states = StateSlots(self._limits)
 
     def _warm(self, show_progress: bool) -> None:
-        """Time and plan what steps with prompts need, and capture decode steps; of what was timed
-        before, on this kind of GPU, nothing again.
+        """Tune and plan steps with prefill, and capture decode steps.
+
+        Algorithms tuned before on this kind of GPU are not tuned again.
         """
         with suppress(self._errors):
             self._engine.know(read_choices(self._tuning, self._made_on))
@@ -237,40 +237,42 @@ class CudaEngine:
             write_choices(self._tuning, self._made_on, chosen)
 
     def submit(self, step: Step) -> int:
-        """See `Engine`. Where the logits of all tokens are asked for nothing is chosen; a slot that
-        no sequence has entered chooses the likeliest token.
+        """See `Engine`.
+
+        With logits of all tokens, nothing is sampled. A slot without an admitted sequence samples
+        greedily.
         """
         if step.logits == "all":
             step = replace(step, sample=_NONE)
-        with self._telling():
+        with self._translate_errors():
             if step.encode:
                 self._encode(step.encode)
             ticket: int = self._engine.submit(
                 *step_arrays(step, self._mem_max_seq_len, self._states))
         for slot, state in step.admit.items():
-            self._wishes[slot] = state.sampler.params.logprobs if state.sampler else None
-        self._under_way[ticket] = ([self._wishes.get(slot) for slot in
+            self._num_logprobs[slot] = state.sampler.params.logprobs if state.sampler else None
+        self._in_flight[ticket] = ([self._num_logprobs.get(slot) for slot in
                                     step.slots[step.sample].tolist()], step.scored.counts.tolist())
         return ticket
 
     def collect(self, ticket: int) -> StepOutput:
         """See `Engine`."""
-        with self._telling():
+        with self._translate_errors():
             tokens, records, candidates, log_probs, logits, scored = self._engine.collect(ticket)
-        wishes, counts = self._under_way.pop(ticket)
-        logprobs: list[Logprobs | None] = [None] * len(wishes)
+        num_logprobs, counts = self._in_flight.pop(ticket)
+        logprobs: list[Logprobs | None] = [None] * len(num_logprobs)
         if records is not None:
-            logprobs = [None if wish is None or token < 0 else told(record, wish)
-                        for wish, token, record in zip(wishes, tokens, records.view(LOGPROBS),
-                                                       strict=True)]
+            logprobs = [None if count is None or token < 0 else logprobs_of(record, count)
+                        for count, token, record in zip(
+                            num_logprobs, tokens, records.view(LOGPROBS), strict=True)]
         return StepOutput(tokens, logprobs,
                        None if candidates is None else Candidates(candidates, log_probs), logits,
                        () if scored is None else [
-                           replace(told(record, count), rank=int(record["rank"]))
+                           replace(logprobs_of(record, count), rank=int(record["rank"]))
                            for record, count in zip(scored.view(LOGPROBS), counts, strict=True)])
 
     def _encode(self, prompts: Mapping[int, Sequence[int]]) -> None:
-        """Run the encoder, on as many prompts at once as a step has room for."""
+        """Run the encoder, in batches limited by max_batch_size and max_tokens."""
         waiting = [*prompts.items()]
         while waiting:
             count = packed = 0
@@ -280,18 +282,21 @@ class CudaEngine:
                 count, packed = count + 1, packed + len(tokens)
             part, waiting = waiting[:count], waiting[count:]
             lengths = [len(tokens) for _, tokens in part]
-            places = np.concatenate([np.arange(length) for length in lengths])
+            offsets = np.concatenate([np.arange(length) for length in lengths])
             starts = np.array([row for row, _ in part], np.int64) * self._mem_max_seq_len
             self._engine.encode(
-                np.concatenate([np.asarray(tokens, np.int64) for _, tokens in part]), places,
-                np.cumsum([0, *lengths], dtype=np.int32), np.repeat(starts, lengths) + places)
+                np.concatenate([np.asarray(tokens, np.int64) for _, tokens in part]), offsets,
+                np.cumsum([0, *lengths], dtype=np.int32), np.repeat(starts, lengths) + offsets)
 
     def trace(self, step: Step) -> dict[str, np.ndarray]:
-        """Execute a step that chooses nothing and return every value that it makes, in order, by
-        its tensor's name, with the logits of all tokens; but for codes, of which only the kernels
-        know the order.
+        """Execute a step without sampling.
 
-        float32 [num_tokens or num_logits, width] each. The host waits after every node.
+        The host waits after every node.
+
+        Returns:
+            float32 [num_tokens or num_logits, width] outputs of every node, in order, by tensor
+            name, including the logits of all tokens. FP8 codes are omitted, since only the
+            kernels know their layout.
         """
         numbers = [number for node in self._program.nodes for number in node.outputs
                    if number >= 0 and self._program.tensors[number].dtype != "float8_e4m3fn"]
@@ -310,66 +315,71 @@ class CudaEngine:
         return values
 
     def _execute(self, step: Step) -> np.ndarray:
-        """The logits of all tokens of a step that chooses nothing."""
-        made = self.collect(self.submit(replace(step, candidates=0, logits="all")))
-        assert made.logits is not None
-        return made.logits
+        """Execute a step without sampling and return the logits of all tokens."""
+        output = self.collect(self.submit(replace(step, candidates=0, logits="all")))
+        assert output.logits is not None
+        return output.logits
 
     def check(self) -> None:
-        """Raises LlmcError where a step has failed on the device."""
-        with self._telling():
+        """Raise LlmcError if a step has failed on the device."""
+        with self._translate_errors():
             self._engine.check()
 
     def close(self) -> None:
-        """Wait for what is under way."""
+        """Wait for in-flight steps."""
         with suppress(self._errors):
             self._engine.synchronize()
 
     def join(self, communicator: bytes, rank: int, size: int) -> None:
-        """Meet the other ranks; `communicator` is `unique_id()` of one of them."""
+        """Join the other ranks' communicator.
+
+        Args:
+            communicator: `unique_id()` of one of the ranks.
+        """
         try:
             self._engine.join(communicator, rank, size)
         except self._errors as error:
             raise LlmcError(f"GPU {self._device} cannot join the other ranks: {error}") from error
 
     def abort(self) -> None:
-        """Give up waiting for the other ranks; the engine is of no use afterwards."""
+        """Stop waiting for the other ranks. The engine cannot be used afterwards."""
         self._engine.abort()
 
     def unique_id(self) -> bytes:
-        made: bytes = self._engine.unique_id()
-        return made
+        identifier: bytes = self._engine.unique_id()
+        return identifier
 
 
 def check_memory_options(block_size: int, kv_cache_tokens: int | None,
                          gpu_memory_utilization: float) -> None:
-    """Raises LlmcError where one is out of range."""
+    """Raise LlmcError if an option is out of range."""
     if block_size < 1 or block_size & (block_size - 1):
-        raise LlmcError(f"block_size {block_size} is not a power of two; {BLOCK_SIZE} is usual")
+        raise LlmcError(f"block_size {block_size} is not a power of two; {BLOCK_SIZE} is common")
     if kv_cache_tokens is not None and kv_cache_tokens < 1:
         raise LlmcError(f"kv_cache_tokens {kv_cache_tokens} is below 1")
     if not 0 < gpu_memory_utilization <= 1:
-        raise LlmcError(f"gpu_memory_utilization {gpu_memory_utilization} is not above 0 and up to "
-                        f"1")
+        raise LlmcError(f"gpu_memory_utilization {gpu_memory_utilization} is not above 0 and at "
+                        f"most 1")
 
 
-def check_attention_backend(wish: str | None, manifest: Manifest) -> None:
-    """Raises LlmcError where there is no such backend, or the target has a choice of none."""
-    if wish is None:
+def check_attention_backend(name: str | None, manifest: Manifest) -> None:
+    """Raise LlmcError if the backend is unknown, or the target does not support backends."""
+    if name is None:
         return
     cuda = extension()
     names = cuda.attention_backends()
-    if wish not in names:
-        raise LlmcError(f"there is no attention_backend '{wish}'; there are {', '.join(names)}")
+    if name not in names:
+        raise LlmcError(f"there is no attention_backend '{name}'; there are {', '.join(names)}")
     if not manifest.target.spec.runs_program:
-        raise LlmcError(f"attention_backend '{wish}' is for target cuda; on target "
+        raise LlmcError(f"attention_backend '{name}' is for target cuda; on target "
                         f"{manifest.target.kind} leave it out")
 
 
 def prompt_steps(limits: EngineLimits, max_seq_len: int) -> list[list[int]]:
-    """New tokens of the sequences of steps that are run while loading, the largest first: any step
-    has about as many tokens as one of them, and one whose longest chunk and number of chunks,
-    rounded up to powers of two, are another's.
+    """Steps to run while loading, as new tokens of each sequence, the largest first.
+
+    For any step, one of them has about as many tokens, and one has the same longest chunk and
+    number of chunks, rounded up to powers of two.
     """
     most = limits.max_tokens
     powers = [size for power in range(5, 31) for size in (2**power, 3 * 2**(power - 1))]
@@ -388,7 +398,11 @@ def prompt_steps(limits: EngineLimits, max_seq_len: int) -> list[list[int]]:
 
 def step_arrays(step: Step, mem_max_seq_len: int = 0,
                 states: StateSlots | None = None) -> tuple[Any, ...]:
-    """A step as the extension takes it; `states` where the model keeps any."""
+    """The extension's arguments for a step.
+
+    Args:
+        states: recurrent states, if the model has any.
+    """
     memory = step.memory
     state_slots, state_copies = (_NONE, _NONE) if states is None else states.place(step)
     starts = _NONE if memory is None else memory.rows * np.int32(mem_max_seq_len)
@@ -402,35 +416,39 @@ def step_arrays(step: Step, mem_max_seq_len: int = 0,
 
 
 def mask_arrays(step: Step) -> tuple[np.ndarray, np.ndarray]:
-    """Of each of `Step.sample` the row of its mask, -1 where it has none, and the masks."""
+    """The mask's row of each of `Step.sample`, -1 without a mask; and the masks."""
     if not step.masks:
         return _NONE, _NO_MASKS
-    places = {slot: place for place, slot in enumerate(step.masks)}
-    rows = [places.get(slot, -1) for slot in step.slots[step.sample].tolist()]
+    row_of = {slot: row for row, slot in enumerate(step.masks)}
+    rows = [row_of.get(slot, -1) for slot in step.slots[step.sample].tolist()]
     return (np.array(rows, np.int32),
             np.stack([*step.masks.values()]).astype(np.uint32, copy=False))
 
 
-def told(record: np.void, wish: int) -> Logprobs:
-    """A record of LOGPROBS with so many of the likeliest."""
+def logprobs_of(record: np.void, count: int) -> Logprobs:
+    """Convert a record of LOGPROBS.
+
+    Args:
+        count: number of most likely tokens.
+    """
     return Logprobs(float(record["chosen"]),
-                    tuple(zip(record["tokens"][:wish].tolist(), record["top"][:wish].tolist(),
+                    tuple(zip(record["tokens"][:count].tolist(), record["top"][:count].tolist(),
                               strict=True)))
 
 
 def check_fit(cuda: Any, manifest: Manifest, device: int) -> None:
-    """Compare what the model was compiled for with the GPU and the extension.
+    """Compare the model's compilation target with the GPU and the extension.
 
-    Code for a compute capability runs on later ones of the same major number.
+    Code for a compute capability runs on later ones with the same major number.
 
     Raises:
-        LlmcError: naming what does not fit.
+        LlmcError: they do not match.
     """
     major, minor = cuda.compute_capability(device)
-    wanted = manifest.target.compute_capability
-    if wanted not in (None, f"{major}.{minor}"):
-        raise LlmcError(f"the model was compiled for compute capability {wanted}, GPU {device} has "
-                        f"{major}.{minor}; compile it again for this one")
+    expected = manifest.target.compute_capability
+    if expected not in (None, f"{major}.{minor}"):
+        raise LlmcError(f"the model was compiled for compute capability {expected}, GPU {device} "
+                        f"has {major}.{minor}; compile it again for this one")
     built = [int(number) for number in re.findall(r"\d+", cuda.architectures)]
     if not any(number // 10 == major and number % 10 <= minor for number in built):
         raise LlmcError(f"the CUDA engine was built for compute capabilities "
@@ -446,13 +464,17 @@ def check_fit(cuda: Any, manifest: Manifest, device: int) -> None:
 
 
 def build_program(declared: Any, programs: Sequence[Program], vocab_size: int) -> dict[str, int]:
-    """Declare the tensors and nodes of the model and perhaps its encoder, which know weights,
-    inputs and the memory by the same names; the model's numbers are its program's own. Returns the
-    weights' numbers.
+    """Declare the tensors and nodes of the model and, if it has one, of its encoder.
+
+    Both use the same names for weights, inputs and encoder outputs. The declared indices of the
+    model's tensors are those of its program.
+
+    Returns:
+        Indices of the weights by name.
 
     Raises:
         CudaError: a node would read or write beyond a tensor.
-        LlmcError: a program has a size that is none, or one name for several tensors.
+        LlmcError: a program has an invalid size, or one name for several tensors.
     """
     shared: dict[str, int] = {}
     weights: dict[str, int] = {}
@@ -460,14 +482,14 @@ def build_program(declared: Any, programs: Sequence[Program], vocab_size: int) -
         try:
             numbers = _declare_all(declared, program, shared, weights)
             of_encoder = program is not programs[0]
-            if not of_encoder and any(number != made for number, made in numbers.items()):
-                raise LlmcError("the schedule has a name of several tensors; compile the model "
-                                "again")
+            if not of_encoder and any(index != number for number, index in numbers.items()):
+                raise LlmcError("the schedule has one name for several tensors; compile the "
+                                "model again")
             for node in program.nodes:
                 declared.add_node(node.op, node.fields, [numbers[n] for n in node.inputs],
                                  [numbers[n] for n in node.outputs], of_encoder)
         except (TypeError, LookupError) as error:
-            raise LlmcError(f"the schedule has a size or a field that is none ({error}); compile "
+            raise LlmcError(f"the schedule has an invalid size or attribute ({error}); compile "
                             f"the model again") from error
     declared.set_logits(programs[0].logits, vocab_size)
     return weights
@@ -475,8 +497,14 @@ def build_program(declared: Any, programs: Sequence[Program], vocab_size: int) -
 
 def _declare_all(declared: Any, program: Program, shared: dict[str, int],
                  weights: dict[str, int]) -> dict[int, int]:
-    """The declared numbers by the program's; adds the names of what is no value to `shared`, and
-    those of weights to `weights`.
+    """Declare a program's tensors.
+
+    Args:
+        shared: indices of inputs, weights, caches and states by name; extended.
+        weights: indices of weights by name; extended.
+
+    Returns:
+        Declared indices by the program's.
     """
     numbers = {-1: -1}
     for number, tensor in enumerate(program.tensors):
@@ -497,7 +525,7 @@ def _declare_all(declared: Any, program: Program, shared: dict[str, int],
 
 
 def _declare(declared: Any, tensor: ProgramTensor) -> int:
-    """A tensor that is not a value; its number."""
+    """Declare a tensor that is not a value, and return its index."""
     number: int
     if tensor.kind == "input":
         number = declared.add_input(tensor.name, tensor.dtype)
@@ -514,19 +542,19 @@ def _declare(declared: Any, tensor: ProgramTensor) -> int:
 
 def load_weights(engine: Any, weights: Mapping[str, int], path: Path,
                  stored: Mapping[str, StoredWeight]) -> None:
-    """Copy each weight from where it is stored in the mapped file to the device.
+    """Copy each weight from the mapped weight file to the device.
 
     Raises:
-        LlmcError: a weight is not stored, or not as large as the engine declares it.
+        LlmcError: a weight is missing, or its size differs from the declared one.
     """
     data = np.memmap(path, np.uint8, "r")
     for name, number in weights.items():
         if name not in stored:
             raise LlmcError(f"'{path}' has no weight '{name}'; compile the model again")
         low, high = stored[name].start, stored[name].stop
-        wanted = engine.bytes_of(number)
-        if high - low != wanted:
+        expected = engine.bytes_of(number)
+        if high - low != expected:
             raise LlmcError(f"'{path}' has {high - low} bytes of the weight '{name}', the schedule "
-                            f"says {wanted}; compile the model again")
+                            f"has {expected}; compile the model again")
         engine.load_weight(number, data[low:high])
     engine.synchronize()

@@ -1,4 +1,4 @@
-"""A rank on a GPU in a process of its own, which this module also is the program of."""
+"""A rank on a GPU in a separate process, which runs this module as its program."""
 
 from __future__ import annotations
 
@@ -20,36 +20,40 @@ from llmc.errors import LlmcError
 from llmc.runtime.core.step import EngineLimits, Step, StepOutput
 from llmc.runtime.engines.cuda import CudaEngine
 
-_PATIENCE = 3.0  # seconds for a process to end by itself
-_NOBODY = StepOutput(np.empty(0, np.int64), ())
+_PATIENCE = 3.0  # seconds to wait for a process to end
+_NO_OUTPUT = StepOutput(np.empty(0, np.int64), ())
 
 
 def load_engine(manifest: Manifest, rank: int, case_dir: Path, device: int,
                 **options: Any) -> CudaEngine:
-    """A rank's engine on a GPU, of the class that the target names; `options` are `CudaEngine`'s.
+    """Create a rank's engine on a GPU, of the target's class.
+
+    Args:
+        options: keyword arguments of `CudaEngine`.
     """
     engine: type[CudaEngine] = manifest.target.spec.load_engine_class()
     return engine(manifest, manifest.chips[rank], case_dir, device, **options)
 
 
 class RemoteEngine:
-    """One rank on one GPU, behind a pipe. See `CudaEngine`; what steps lead to stays in its
-    process. Steps are written to the pipe and not waited for: what goes wrong in one is told when
-    it is collected.
+    """One rank on one GPU in a separate process. See `CudaEngine`.
+
+    Steps are written to a pipe without waiting. Their outputs stay in the process; their errors are
+    raised by `collect`.
 
     Raises:
-        LlmcError: what the process said, or that it ended.
+        LlmcError: an error in the process, or its end.
     """
 
     def __init__(self, case_dir: Path, rank: int, device: int, **options: Any) -> None:
         self._rank = rank
         self._tickets = 0
-        self._pipe, theirs = Pipe()
+        self._pipe, server_end = Pipe()
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__, str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
+            [sys.executable, "-P", "-m", __name__, str(server_end.fileno())],
+            pass_fds=[server_end.fileno()],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
-        theirs.close()
+        server_end.close()
         try:
             self._call("load", case_dir, rank, device, options)
         except LlmcError:
@@ -76,15 +80,15 @@ class RemoteEngine:
         return self._pipe
 
     def submit(self, step: Step) -> int:
-        """See `Engine`; returns when the step is on its way."""
+        """Send a step. See `Engine`."""
         self._send("submit", step)
         self._tickets += 1
         return self._tickets - 1
 
     def collect(self, ticket: int) -> StepOutput:
-        """Wait for a step, of which nothing comes back."""
+        """Wait for the end of a step; its output is empty."""
         self._receive()
-        return _NOBODY
+        return _NO_OUTPUT
 
     def trace(self, step: Step) -> dict[str, np.ndarray]:
         values: dict[str, np.ndarray] = self._call("trace", step)
@@ -125,18 +129,20 @@ class RemoteEngine:
 
 
 class _Server:
-    """Does as the pipe says, and answers in order. Steps are started as they come, by the thread
-    that reads, and their ends are told by another, so that no step waits for one before it.
+    """Executes the requests of the pipe and responds in order.
+
+    The reading thread submits steps as they arrive. Another thread collects them and responds, so
+    that no step waits for the one before it.
     """
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe, self._sending = pipe, Lock()
         self._engine: Any = None
-        self._under_way: SimpleQueue[tuple[int, str | None]] = SimpleQueue()
+        self._in_flight: SimpleQueue[tuple[int, str | None]] = SimpleQueue()
 
     def serve(self) -> None:
-        """Until the pipe is closed, or the process at its other end has ended."""
-        Thread(target=self._tell_ends, daemon=True).start()
+        """Run until the pipe is closed or the parent process has ended."""
+        Thread(target=self._collect_steps, daemon=True).start()
         while True:
             try:
                 method, arguments = self._pipe.recv()
@@ -144,17 +150,17 @@ class _Server:
                 return
             if method == "submit":
                 problem, ticket = self._try(lambda own=arguments: self._engine.submit(*own))
-                self._under_way.put((ticket, problem))
+                self._in_flight.put((ticket, problem))
             else:
-                self._answer(*self._try(
+                self._respond(*self._try(
                     lambda method=method, own=arguments: self._call(method, *own)))
 
-    def _tell_ends(self) -> None:
+    def _collect_steps(self) -> None:
         while True:
-            ticket, problem = self._under_way.get()
+            ticket, problem = self._in_flight.get()
             if problem is None:
                 problem, _ = self._try(lambda own=ticket: self._engine.collect(own))
-            self._answer(problem, None)
+            self._respond(problem, None)
 
     def _call(self, method: str, *arguments: Any) -> Any:
         if method == "load":
@@ -168,7 +174,7 @@ class _Server:
         self._engine = load_engine(read_manifest(case_dir), rank, case_dir, device, **options)
 
     def _try(self, work: Any) -> tuple[str | None, Any]:
-        """What went wrong, and what came out."""
+        """Run `work`; returns its error, or None, and its result."""
         try:
             return None, work()
         except LlmcError as error:
@@ -176,7 +182,7 @@ class _Server:
         except Exception as error:
             return repr(error), None
 
-    def _answer(self, problem: str | None, result: Any) -> None:
+    def _respond(self, problem: str | None, result: Any) -> None:
         with self._sending:
             self._pipe.send((problem, result))
 

@@ -1,8 +1,8 @@
-"""Which slot has the state that a sequence goes on from.
+"""Recurrent states by slot, and which slot's state a sequence continues.
 
-A state, which some layers keep instead of keys and values, is of one place in its sequence. It is
-known by the block of the last position, as that was when it was written, and the length: who has
-the same blocks, a completion of a prompt, a beam, goes on from a copy.
+A recurrent state belongs to one position of its sequence. It is identified by the block of the last
+position, that block's version when the state was written, and the length. A sequence that shares
+these blocks, such as another completion of a prompt or a beam, continues with a copy.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from llmc.runtime.core.step import EngineLimits, Step
 
 
 class StatePositions:
-    """What the steps so far have left each slot's state at."""
+    """The sequence position of each slot's state, after the submitted steps."""
 
     def __init__(self, limits: EngineLimits) -> None:
         self._size = limits.block_size
-        # Whatever is written to a block makes it another version; version 0 is nobody's.
+        # Every write to a block increments its version; no block has version 0.
         self._versions = np.ones(limits.num_blocks, np.int64)
-        self._places = np.zeros((limits.max_slots, 3), np.int64)  # block, its version, length
+        self._positions = np.zeros((limits.max_slots, 3), np.int64)  # block, its version, length
 
     def enter(self, step: Step) -> list[tuple[int, int]]:
-        """Slots of the step whose sequences go on from where another slot's is, and that slot.
+        """Return the slots whose sequences continue another slot's state, each with that slot.
 
         Raises:
-            LlmcError: no slot's is there.
+            LlmcError: no slot has the state.
         """
         source_of = {int(new): int(old) for old, new in step.copies}
         self._versions[list(source_of)] += 1
@@ -37,38 +37,42 @@ class StatePositions:
                 continue
             block = int(step.block_tables[index, (past - 1) // self._size])
             block = source_of.get(block, block)
-            wanted = (block, self._versions[block], past)
-            if tuple(self._places[slot]) == wanted:
+            position = (block, self._versions[block], past)
+            if tuple(self._positions[slot]) == position:
                 continue
-            found = np.flatnonzero((self._places == wanted).all(1))
-            if not len(found):
-                raise LlmcError(f"no sequence has the state at position {past} of slot {slot}; "
-                                f"begin it anew")
-            moves.append((slot, int(found[0])))
+            sources = np.flatnonzero((self._positions == position).all(1))
+            if not len(sources):
+                raise LlmcError(f"no slot has the recurrent state of slot {slot}'s sequence at "
+                                f"position {past}; recompute the sequence from its start")
+            moves.append((slot, int(sources[0])))
         return moves
 
     def leave(self, step: Step) -> None:
-        """Take note of where the step brings its sequences."""
+        """Record the positions after a step."""
         lengths = step.past_lens + step.seq_lens
         for index, slot in enumerate(step.slots.tolist()):
             past, length = int(step.past_lens[index]), int(lengths[index])
-            own = step.block_tables[index, past // self._size:-(-length // self._size)]
-            self._versions[own] += 1
-            self._places[slot] = own[-1], self._versions[own[-1]], length
+            written = step.block_tables[index, past // self._size:-(-length // self._size)]
+            self._versions[written] += 1
+            self._positions[slot] = written[-1], self._versions[written[-1]], length
 
 
 class StateSlots:
-    """Where each slot's state lies among as many as there are slots: it goes from slot to slot
-    without being copied, but where several go on from it.
+    """Rows of recurrent state by slot.
+
+    A state moves between slots without a copy, unless several sequences continue it.
     """
 
     def __init__(self, limits: EngineLimits) -> None:
         self._reached = StatePositions(limits)
-        self._rows = np.arange(limits.max_slots, dtype=np.int32)  # by slot
+        self._rows = np.arange(limits.max_slots, dtype=np.int32)  # row of each slot
 
     def place(self, step: Step) -> tuple[np.ndarray, np.ndarray]:
-        """Of each of the step's sequences the state, int32 [batch]; and which states are to be
-        copied before, int32 [num_copies, 2], none of them to one that is copied.
+        """Assign state rows to the step's sequences.
+
+        Returns:
+            Each sequence's row, int32 [batch]; and rows (from, to) to copy before, int32
+            [num_copies, 2]. No destination is also a source.
 
         Raises:
             LlmcError: see `StatePositions.enter`.
@@ -82,7 +86,7 @@ class StateSlots:
         given, copies = {}, []
         for source, slots in takers.items():
             row = int(self._rows[source])
-            if source in leaving:  # its own sequence goes elsewhere
+            if source in leaving:  # the slot's sequence continues another state
                 given[slots.pop()] = row
             for slot in slots:
                 given[slot] = free.pop()

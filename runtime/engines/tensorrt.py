@@ -1,10 +1,10 @@
-"""TensorRT on an NVIDIA GPU: a plan as the one node of llmc's own engine.
+"""TensorRT on an NVIDIA GPU: a plan as the single node of llmc's engine.
 
-The engine keeps the inputs, the KV caches and the logits at fixed addresses, chooses tokens on the
-device and captures decoding in CUDA graphs, as for its own kernels; TensorRT runs the step between.
-A plan has a profile and an execution context for prompts and one for decoding, and an input of its
-own, `llmc_step`, by which its plugins know of the step. An encoder's plan is the one node of the
-engine's encoder, but for those that scatter what it makes to the memory.
+The engine keeps inputs, KV caches and logits at fixed addresses, samples on the device and captures
+decode steps as CUDA graphs, as with its own kernels; TensorRT runs the forward pass. A plan has one
+profile and execution context for prefill and one for decode. Its additional input `llmc_step` gives
+its plugins access to the step. An encoder's plan is the first node of the engine's encoder; scatter
+nodes store its outputs in the encoder-output buffer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PLUGINS = "libllmc_plugins.so"
 
 
 def plugin_library() -> Path:
-    """The library of llmc's TensorRT plugins.
+    """Path of llmc's TensorRT plugin library.
 
     Raises:
         LlmcError: it was not built.
@@ -42,11 +42,11 @@ def plugin_library() -> Path:
 
 
 def tensorrt_library(major: str) -> str:
-    """TensorRT's own library: as LLMC_TENSORRT_LIBRARY says, from its package, or the system's."""
+    """TensorRT's library: of LLMC_TENSORRT_LIBRARY, of its package, or of the system."""
     name = f"libnvinfer.so.{major}"
-    wish = os.environ.get(LIBRARY)
-    if wish:
-        return os.path.join(wish, name) if os.path.isdir(wish) else wish
+    configured = os.environ.get(LIBRARY)
+    if configured:
+        return os.path.join(configured, name) if os.path.isdir(configured) else configured
     for package in ("tensorrt_libs", "tensorrt"):
         spec = find_spec(package)
         for root in (spec.submodule_search_locations or []) if spec else []:
@@ -56,11 +56,11 @@ def tensorrt_library(major: str) -> str:
 
 
 class TensorRTEngine(CudaEngine):
-    """One rank on one GPU, as an engine that TensorRT built. See `CudaEngine`.
+    """One rank on one GPU, executed by TensorRT. See `CudaEngine`.
 
     Raises:
-        LlmcError: there is no extension, plugin library or TensorRT, or they are not those that the
-            model was compiled with, or there is too little memory.
+        LlmcError: the extension, plugin library or TensorRT is missing or differs from the versions
+            that the model was compiled with, or memory is insufficient.
     """
 
     def _load(self, cuda: ModuleType, manifest: Manifest, chip: Chip, case_dir: Path,
@@ -71,9 +71,9 @@ class TensorRTEngine(CudaEngine):
         major = cuda.tensorrt.version.split(".")[0]
         check_version(manifest.target, cuda.tensorrt.load(tensorrt_library(major)))
         width = 4 if manifest.dtype == "float32" else 2
-        made = chip.encoder.outputs if chip.encoder else ()
+        encoded = chip.encoder.outputs if chip.encoder else ()
         program = cuda.Program(**limits,
-                               token_bytes=sum(_columns(tensor) for tensor in made) * width,
+                               token_bytes=sum(_columns(tensor) for tensor in encoded) * width,
                                logit_bytes=manifest.dims.padded_vocab_size * width)
         tensors: dict[str, int] = {}
         for tensor in (*chip.inputs, *(chip.encoder.inputs if chip.encoder else ())):
@@ -85,7 +85,7 @@ class TensorRTEngine(CudaEngine):
         tensors["logits"] = program.add_value(
             logits.dtype, [SIZES.get(dim, dim) for dim in logits.shape], 0, True)
         values, offset = {}, 0
-        for tensor in made:
+        for tensor in encoded:
             values[tensor.name] = program.add_value(
                 tensor.dtype, [SIZES.get(dim, dim) for dim in tensor.shape], offset, False)
             offset += _columns(tensor) * width
@@ -97,7 +97,7 @@ class TensorRTEngine(CudaEngine):
                                        [(name, tensors[name]) for name in step.inputs],
                                        [(name, outputs[name]) for name in step.outputs],
                                        part is chip.encoder)
-        if made:
+        if encoded:
             rows = program.add_input("memory_rows", "int64")
             for name, number in values.items():
                 program.add_node("Scatter", {}, [number, rows, tensors[name]], [], True)
@@ -105,11 +105,13 @@ class TensorRTEngine(CudaEngine):
         return cuda.Engine(program, self._device, self._backend)
 
     def trace(self, step: Step) -> dict[str, np.ndarray]:
-        """Execute a step that chooses nothing and return what every plugin makes, in order, by the
-        tensor's name, and the logits of all tokens.
+        """Execute a step without sampling.
 
-        float32 each. The host waits after every plugin. What TensorRT's own layers make is not
-        seen, but for the logits.
+        The host waits after every plugin. Outputs of TensorRT's layers are not visible, except the
+        logits.
+
+        Returns:
+            float32 outputs of every plugin, in order, by tensor name; and the logits of all tokens.
         """
         tensorrt = extension().tensorrt
         watch = tensorrt.Watch()
@@ -125,7 +127,7 @@ class TensorRTEngine(CudaEngine):
 
 
 def _declare(program: Any, tensor: TensorInfo) -> int:
-    """An input of a plan among the program's tensors, which have 64 bits where plans have 32."""
+    """Declare an input of a plan. The program has int64 where plans have int32."""
     number: int
     if "_cache_" in tensor.name:
         number = program.add_cache(tensor.dtype, tensor.shape[1], tensor.shape[3])
@@ -144,10 +146,10 @@ def _columns(tensor: TensorInfo) -> int:
 
 
 def check_plugins(manifest: Manifest, known: Mapping[str, int]) -> None:
-    """Compare the ops that the model uses with those of the plugin library.
+    """Compare the model's ops with those of the plugin library.
 
     Raises:
-        LlmcError: naming one that the library lacks or has in another version.
+        LlmcError: the library lacks an op, or has another version of it.
     """
     for name, version in manifest.ops.items():
         if known.get(name) != version:
@@ -158,12 +160,12 @@ def check_plugins(manifest: Manifest, known: Mapping[str, int]) -> None:
 
 
 def check_version(target: Target, version: str) -> None:
-    """Compare the TensorRT that built the plan with the one here: a plan runs on no other.
+    """Compare the TensorRT that built the plan with the installed one.
 
     Raises:
-        LlmcError: they differ.
+        LlmcError: they differ; a plan runs only on the version that built it.
     """
     built = target.versions.get("tensorrt", "")
     if built.split(".")[:3] != version.split(".")[:3]:
-        raise LlmcError(f"the model was built by TensorRT {built}, here is TensorRT {version}; "
-                        f"install tensorrt=={built}, or compile the model again")
+        raise LlmcError(f"the model was built by TensorRT {built}, TensorRT {version} is "
+                        f"installed; install tensorrt=={built}, or compile the model again")

@@ -1,5 +1,6 @@
-"""What was timed while a model was loaded, kept beside its case directory: by GPU, library version
-and kernels, since it is worth nothing on others.
+"""Persistent results of algorithm tuning, stored next to the case directory.
+
+They are keyed by GPU, library version and kernels, since they are invalid for others.
 """
 
 from __future__ import annotations
@@ -15,26 +16,31 @@ from llmc.artifacts.case_files import read_bounded
 from llmc.errors import LlmcError
 
 _MAX_BYTES = 16 << 20
-Choices = list[tuple[list[int], list[int]]]  # a shape, and what the library calls its algorithm
+Choices = list[tuple[list[int], list[int]]]  # a shape, and the library's algorithm for it
 
 
 def tuning_file(case_dir: Path) -> Path:
-    whole = case_dir.resolve()
-    return whole.with_name(f"{whole.name}.tuning.json")
+    """Path of the tuning file of a case directory."""
+    resolved = case_dir.resolve()
+    return resolved.with_name(f"{resolved.name}.tuning.json")
 
 
 def read_choices(path: Path, made_on: str) -> Choices:
-    """What was kept for this GPU, library and kernels; nothing where the file is none of ours."""
-    found = _read(path).get(made_on, [])
-    if not isinstance(found, list):
+    """Read the results of a GPU, library and kernels; empty if absent or invalid."""
+    choices = _read(path).get(made_on, [])
+    if not isinstance(choices, list):
         return []
-    return [(entry[0], entry[1]) for entry in found
+    return [(entry[0], entry[1]) for entry in choices
             if isinstance(entry, list) and len(entry) == 2 and all(map(_numbers, entry))]
 
 
 def write_choices(path: Path, made_on: str, choices: Choices) -> None:
-    """Keep them beside those of other GPUs and libraries, and in place of those of other kernels,
-    which `made_on` names last; where nothing can be written, do not.
+    """Store results, replacing those of the same GPU and library with other kernels.
+
+    Does nothing if the file cannot be written.
+
+    Args:
+        made_on: GPU, library version and kernels, in this order.
     """
     same, _, _ = made_on.rpartition(", ")
     others = {name: kept for name, kept in _read(path).items() if name.rpartition(", ")[0] != same}

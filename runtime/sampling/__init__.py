@@ -1,1 +1,1 @@
-"""From logits to text."""
+"""Sampling, structured output and detokenization."""

@@ -1,4 +1,4 @@
-"""Beam search: which beams to go on with, and which sequences are done, as transformers does it."""
+"""Beam search with the semantics of transformers."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import numpy as np
 
 from llmc.runtime.sampling.sampler import nothing_allowed
 
-_NEVER = np.float32(-1e9)  # the score of what is not there; transformers' number
+_NEVER = np.float32(-1e9)  # score of an absent sequence, as in transformers
 
 
 @dataclass(frozen=True)
 class Beams:
-    """What a beam search found: each prompt's finished sequences of new tokens, best first.
+    """Result of a beam search: each prompt's finished sequences of new tokens, best first.
 
-    A search may end with fewer sequences than beams; those missing have sequence_length 0.
+    A search may end with fewer sequences than beams; absent ones have sequence_length 0.
 
     Args:
-        output_ids: int32 [max_seq_len, batch, beam]; the end token, or where there is none -1,
-            behind a sequence's end. max_seq_len is the most that a prompt could get.
-        parent_ids: int32 [max_seq_len, batch, beam], the beam that each token continued; -1 behind
-            a sequence's end.
-        cum_log_probs: float32 [batch, beam], the sum of the tokens' log-probabilities.
+        output_ids: int32 [max_seq_len, batch, beam]; after a sequence's end the EOS token, or -1
+            for prompts without one. max_seq_len is the largest limit.
+        parent_ids: int32 [max_seq_len, batch, beam], the beam that each token continued; -1 after a
+            sequence's end.
+        cum_log_probs: float32 [batch, beam], sums of the tokens' log-probabilities.
         scores: float32 [batch, beam], `cum_log_probs / sequence_length ** length_penalty`.
-        sequence_length: int32 [batch, beam], tokens, the end token among them.
+        sequence_length: int32 [batch, beam], number of tokens, including EOS.
     """
 
     output_ids: np.ndarray
@@ -36,7 +36,7 @@ class Beams:
 
     @staticmethod
     def join(parts: Sequence[Beams]) -> Beams:
-        """The same of several batches with equal max_seq_len and beam."""
+        """Concatenate batches with equal max_seq_len and beam."""
         return Beams(
             *(np.concatenate([getattr(part, name) for part in parts], axis=1)
               for name in ("output_ids", "parent_ids")),
@@ -46,8 +46,7 @@ class Beams:
 
 @dataclass(frozen=True)
 class Candidates:
-    """What beams may go on with: their likeliest next tokens, the likeliest first and equally
-    likely ones in the order of tokens.
+    """The most likely next tokens of each beam, in descending order; ties by token id.
 
     Args:
         tokens: int32 [..., count].
@@ -59,40 +58,41 @@ class Candidates:
 
     @staticmethod
     def of(scores: np.ndarray, count: int) -> Candidates:
-        """From all log-probabilities, float32 [..., vocab]; `count` of each, or all there are. A
-        row of NaN has candidates of NaN.
+        """Select the `count` most likely tokens, at most all.
+
+        Args:
+            scores: log-probabilities, float32 [..., vocab]. A row with NaN gives candidates of NaN.
         """
         *shape, vocab = scores.shape
         kept = min(count, vocab)
         rows = scores.reshape(-1, vocab)
         tokens = np.empty((len(rows), kept), np.int32)
-        for row, own, edge in zip(tokens, rows, np.partition(rows, vocab - kept)[:, vocab - kept],
-                                  strict=True):
-            near = np.flatnonzero(~(own < edge))
-            row[:] = near[np.argsort(-own[near], kind="stable")[:kept]]
+        edges = np.partition(rows, vocab - kept)[:, vocab - kept]
+        for row, row_scores, edge in zip(tokens, rows, edges, strict=True):
+            near = np.flatnonzero(~(row_scores < edge))
+            row[:] = near[np.argsort(-row_scores[near], kind="stable")[:kept]]
         log_probs = np.take_along_axis(rows, tokens, axis=1)
         return Candidates(tokens, log_probs).reshape(*shape)
 
     def reshape(self, *shape: int) -> Candidates:
-        """The same of rows that are counted otherwise."""
+        """Reshape all dimensions but the last."""
         return Candidates(self.tokens.reshape(*shape, -1), self.log_probs.reshape(*shape, -1))
 
 
 class BeamSearch:
-    """The state of a search for several prompts at once.
+    """State of a beam search for a batch of prompts.
 
     Args:
         beam_width: beams of each prompt.
         max_seq_len: rows of the tables, at least the largest limit.
-        limits: new tokens of each prompt, at most.
-        end_ids: each prompt's end tokens.
+        limits: maximum number of new tokens of each prompt.
+        end_ids: EOS tokens of each prompt.
         length_penalty, diversity_rate, early_stopping: see `SamplingParams`.
 
     Attributes:
-        candidates: what a step needs of each beam: so many of its likeliest tokens that beam_width
-            of them are no end tokens.
-        cum_log_probs: float32 [batch, beam] of the beams to go on with.
-        running: bool [batch], prompts whose search goes on.
+        candidates: candidates per beam that a step needs, such that beam_width of them are not EOS.
+        cum_log_probs: float32 [batch, beam] of the live beams.
+        running: bool [batch], prompts whose search has not ended.
     """
 
     def __init__(self, beam_width: int, max_seq_len: int, limits: Sequence[int],
@@ -100,7 +100,7 @@ class BeamSearch:
                  diversity_rate: float = 0.0, early_stopping: bool | str = False) -> None:
         batch, shape = len(limits), (len(limits), beam_width)
         self.cum_log_probs = np.full(shape, _NEVER)
-        self.cum_log_probs[:, 0] = 0  # all begin alike, so only one may be chosen from
+        self.cum_log_probs[:, 0] = 0  # all beams are equal at first, so only one is expanded
         self.running = np.ones(batch, bool)
         self._prompts = np.arange(batch)[:, None]
         self._limits = np.array(limits)
@@ -114,19 +114,20 @@ class BeamSearch:
         self._steps = 0
         self._output_ids = np.zeros((max_seq_len, *shape), np.int32)
         self._parent_ids = np.zeros((max_seq_len, *shape), np.int32)
-        # The finished sequences: the beam that each ends in, and the token that ends it.
+        # The finished sequences: parent beam and last token of each.
         self._scores = np.full(shape, _NEVER)
         self._sums = np.full(shape, _NEVER)
         self._lengths, self._parents, self._tokens = (np.zeros(shape, np.int64) for _ in range(3))
 
     def step(self, candidates: Candidates) -> tuple[np.ndarray, np.ndarray]:
-        """Choose what to go on with.
+        """Advance all beams by one token.
 
         Args:
-            candidates: [batch, beam, count] with a count of `candidates`, or of the vocabulary
-                where that is less.
+            candidates: [batch, beam, count] with `self.candidates` of each beam, at most the
+                vocabulary.
 
-        Returns the next tokens, int32, and the beams that they continue, int64; [batch, beam] each.
+        Returns:
+            The next tokens, int32, and the beams that they continue, int64; [batch, beam] each.
 
         Raises:
             LlmcError: no token is allowed.
@@ -142,21 +143,21 @@ class BeamSearch:
         if ending.any():
             self._finish(tokens[:, :beam_width], parents[:, :beam_width], sums[:, :beam_width],
                          ending)
-        going_on = self._prompts, np.argsort(ended, axis=1, kind="stable")[:, :beam_width]
-        tokens, parents, self.cum_log_probs = tokens[going_on], parents[going_on], sums[going_on]
+        live = self._prompts, np.argsort(ended, axis=1, kind="stable")[:, :beam_width]
+        tokens, parents, self.cum_log_probs = tokens[live], parents[live], sums[live]
         self._output_ids[self._steps - 1] = tokens
         self._parent_ids[self._steps - 1] = parents
         self.running = self.running & self._may_improve()
         return tokens, parents
 
     def beams(self) -> Beams:
-        """What was found."""
-        whole = self._scores > _NEVER
-        lengths = np.where(whole, self._lengths, 0)
+        """The finished sequences."""
+        finished = self._scores > _NEVER
+        lengths = np.where(finished, self._lengths, 0)
 
         def paths(table: np.ndarray, last: np.ndarray, end_id: int | np.ndarray) -> np.ndarray:
             path = gather_tree(table, self._parent_ids, lengths - 1, end_id, self._parents)
-            path[lengths[whole] - 1, *np.nonzero(whole)] = last[whole]
+            path[lengths[finished] - 1, *np.nonzero(finished)] = last[finished]
             return path
 
         return Beams(paths(self._output_ids, self._tokens, self._end_ids[:, :1]),
@@ -166,8 +167,8 @@ class BeamSearch:
     def _finish(self, tokens: np.ndarray, parents: np.ndarray, sums: np.ndarray,
                 ended: np.ndarray) -> None:
         """Keep the best of the finished sequences and of those that end now, [batch, beam] each."""
-        own = np.where(ended, sums / np.float32(self._steps ** self._length_penalty), _NEVER)
-        scores = np.concatenate([self._scores, own], axis=1)
+        new_scores = np.where(ended, sums / np.float32(self._steps ** self._length_penalty), _NEVER)
+        scores = np.concatenate([self._scores, new_scores], axis=1)
         best = self._prompts, np.argsort(-scores, axis=1, kind="stable")[:, :tokens.shape[1]]
         lengths = np.full(tokens.shape, self._steps)
         self._scores = scores[best]
@@ -177,32 +178,31 @@ class BeamSearch:
                          (self._lengths, lengths)))
 
     def _may_improve(self) -> np.ndarray:
-        """Prompts whose beams could still end better than their worst finished sequence, or which
-        lack some; bool [batch].
-        """
+        """Prompts whose search may find a better sequence, or lacks some; bool [batch]."""
         full = self._scores[:, -1] > _NEVER
         if self._early_stopping is True:
             return ~full & (self._steps < self._limits)
         longest = self._limits if self._early_stopping == "never" and self._length_penalty > 0 \
             else np.full(len(full), self._steps)
-        hope = self.cum_log_probs.max(axis=1) / \
+        bound = self.cum_log_probs.max(axis=1) / \
             (longest.astype(np.float64) ** self._length_penalty).astype(np.float32)
-        may: np.ndarray = (~full | (hope > self._scores[:, -1])) & (self._steps < self._limits)
+        may: np.ndarray = (~full | (bound > self._scores[:, -1])) & (self._steps < self._limits)
         return may
 
 
 def expand(candidates: Candidates, cum_log_probs: np.ndarray, diversity_rate: float = 0.0) -> \
         tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """All candidates of each prompt's beams, best first.
+    """Sort the candidates of each prompt's beams, best first.
 
     Args:
         candidates: [batch, beam, count].
         cum_log_probs: float32 [batch, beam].
-        diversity_rate: taken from a continuation, for this choice only, once for each better one
-            of the same beam (Li et al. 2016, "A Simple, Fast Diverse PreparedParams Algorithm").
+        diversity_rate: subtracted from a candidate's rank key once for each better one of its beam
+            (Li et al. 2016, "A Simple, Fast Diverse Decoding Algorithm for Neural Generation").
 
-    Returns tokens, int32, the beams that they continue, int64, and the sums of log-probabilities,
-    float32; each [batch, beam * count].
+    Returns:
+        Tokens, int32, the beams that they continue, int64, and the sums of log-probabilities,
+        float32; each [batch, beam * count].
     """
     batch, _, count = candidates.tokens.shape
     sums = candidates.log_probs + cum_log_probs[:, :, None]
@@ -215,16 +215,17 @@ def expand(candidates: Candidates, cum_log_probs: np.ndarray, diversity_rate: fl
 
 def gather_tree(output_ids: np.ndarray, parent_ids: np.ndarray, sequence_length: np.ndarray,
                 end_id: int | np.ndarray, last_beams: np.ndarray | None = None) -> np.ndarray:
-    """Follow beams from their last token back to their first.
+    """Trace beams from their last token back to their first.
 
     Args:
-        output_ids: int32 [max_seq_len, batch, beam], what each step chose for each beam.
-        parent_ids: int32 [max_seq_len, batch, beam], the beam before the step that it continued.
+        output_ids: int32 [max_seq_len, batch, beam], the token of each beam and step.
+        parent_ids: int32 [max_seq_len, batch, beam], the beam of the step before that it continued.
         sequence_length: [batch, beam], tokens of each result.
-        end_id: what comes behind them: a number, or [batch, 1].
+        end_id: padding after each result: a number, or [batch, 1].
         last_beams: [batch, beam], the beam in which each result ends; None: result k in beam k.
 
-    Returns int32 [max_seq_len, batch, beam].
+    Returns:
+        int32 [max_seq_len, batch, beam].
     """
     _, batch, beam = output_ids.shape
     prompts = np.arange(batch)[:, None]
@@ -238,7 +239,7 @@ def gather_tree(output_ids: np.ndarray, parent_ids: np.ndarray, sequence_length:
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """float32 along the last axis; NaN where a logit is NaN or positive infinity."""
+    """float32 log-softmax along the last axis; NaN where a logit is NaN or positive infinity."""
     with np.errstate(invalid="ignore"):
         shifted: np.ndarray = logits - logits.max(axis=-1, keepdims=True)
     sums = np.exp(shifted).sum(axis=-1, keepdims=True, dtype=np.float64)

@@ -1,4 +1,4 @@
-"""Text as it may be shown: whole characters, and nothing of a stop string."""
+"""Incremental detokenization with stop strings."""
 
 from __future__ import annotations
 
@@ -9,33 +9,45 @@ from tokenizers import Tokenizer
 
 from llmc.runtime.sampling.token_text import REPLACEMENT, token_bytes
 
-_CONTEXT = 5  # tokens of the prompt that decide how the first new one reads: with a space or not
-_PARTS = 3  # tokens, at most, that an unfinished character has: UTF-8 takes four bytes
-_MAX_PENDING = 8  # tokens, which only those of several bytes that start inside characters exceed
+_CONTEXT = 5  # prompt tokens that determine the first text: with or without leading space
+_PARTS = 3  # maximum tokens of an unfinished character: UTF-8 takes up to four bytes
+_MAX_PENDING = 8  # tokens; exceeded only by multi-byte tokens that start inside characters
 
 
 class IncrementalDetokenizer:
-    """Turns one sequence's tokens into text pieces.
+    """Converts one sequence's tokens to chunks of text.
 
-    A piece never splits a character, and what may be the beginning of a stop string is held back
-    until it is known not to be. The pieces and `finish`, joined, are what decoding all tokens at
-    once gives, up to the first stop string.
+    A chunk never splits a character. Text that may begin a stop string is held back. All chunks and
+    `finish`, joined, are equal to decoding all tokens at once, up to the first stop string.
+
+    Args:
+        tokenizer: None: the text stays empty.
+        prompt: token ids before the first.
+        stop: stop strings.
+        show_special_tokens: include special tokens in the text.
+
+    Attributes:
+        stopped: a stop string was found.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int],
                  stop: Sequence[str], show_special_tokens: bool = False) -> None:
         self._tokenizer, self._skip = tokenizer, not show_special_tokens
-        # Tokens whose text is out, and those after them.
+        # Tokens whose text was returned, and those after them.
         self._context = _context(tokenizer, prompt) if tokenizer is not None else []
         self._pending: list[int] = []
-        self._out = 0  # characters of the pending tokens' text that are out
-        self._stop = [_StopString(own) for own in stop]
+        self._out = 0  # returned characters of the pending tokens' text
+        self._stop = [_StopString(text) for text in stop]
         self._held = ""
         self.stopped = False
 
     def push(self, token: int, may_stop: bool = True) -> str:
-        """Add a token; the text that can be shown now. Sets `stopped` where a stop string ends in
-        the token's text, unless it may not.
+        """Add a token and return the text to emit.
+
+        Sets `stopped` if a stop string ends in it.
+
+        Args:
+            may_stop: whether stop strings count.
         """
         if self._tokenizer is None or self.stopped:
             return ""
@@ -48,12 +60,12 @@ class IncrementalDetokenizer:
             if self._is_unfinished(self._tokenizer):  # the next token may complete the character
                 return self._release(self._settle(self._tokenizer, text), may_stop)
         new = text[self._out:]
-        if text:  # a token without text tells nothing to the next
+        if text:  # a token without text gives no context
             self._advance(self._tokenizer, text)
         return self._release(new, may_stop)
 
     def _is_skipped(self, tokenizer: Tokenizer, token: int) -> bool:
-        """Whether a token is a special token that the text leaves out."""
+        """Whether a token is a special token that is omitted from the text."""
         return self._skip and not tokenizer.decode([token]) and \
             bool(tokenizer.decode([token], skip_special_tokens=False))
 
@@ -65,7 +77,7 @@ class IncrementalDetokenizer:
         return bool(decoder.getstate()[0])
 
     def _settle(self, tokenizer: Tokenizer, text: str) -> str:
-        """The pending text before an unfinished character, once too many tokens are pending."""
+        """Text before an unfinished character, once more than _MAX_PENDING tokens are pending."""
         if len(self._pending) <= _MAX_PENDING:
             return ""
         new = text[self._out:-1]
@@ -74,7 +86,7 @@ class IncrementalDetokenizer:
         return new
 
     def _advance(self, tokenizer: Tokenizer, text: str) -> None:
-        """The pending tokens' text is out: they are the context of the next."""
+        """Make the pending tokens, whose text is returned, the context of the next."""
         # With byte fallback an invalid byte makes all of its run invalid, so the context keeps it.
         if not (text.endswith(REPLACEMENT) and
                 not tokenizer.decode(self._pending, self._skip).endswith(REPLACEMENT)):
@@ -82,7 +94,7 @@ class IncrementalDetokenizer:
         self._pending, self._out = [], 0
 
     def _release(self, text: str, may_stop: bool) -> str:
-        """What can be shown of the text so far and this."""
+        """Append text, and return what cannot belong to a stop string."""
         old = len(self._held)
         self._held += text
         starts = [old + end - len(stop.text) for stop in self._stop
@@ -97,15 +109,15 @@ class IncrementalDetokenizer:
         return text
 
     def _decode(self, tokenizer: Tokenizer) -> str:
-        """The text of the pending tokens, as it reads behind the context."""
+        """Text of the pending tokens after the context."""
         before = tokenizer.decode(self._context, self._skip)
         text = tokenizer.decode(self._context + self._pending, self._skip)
-        # A decoder may read a run of bytes as no text because its end is none.
+        # A decoder may drop a whole run of bytes because its end is invalid.
         return text.removeprefix(before) if text.startswith(before) \
             else tokenizer.decode(self._pending, self._skip)
 
     def finish(self) -> str:
-        """What was held back and turned out to be no stop string, nor a whole character."""
+        """Return the held-back text, at the end of the sequence."""
         text = ""
         if self._tokenizer is not None and self._pending and not self.stopped:
             text = self._release(self._decode(self._tokenizer)[self._out:], may_stop=True)
@@ -115,33 +127,33 @@ class IncrementalDetokenizer:
 
 
 class _StopString:
-    """Finds a stop string in a text that comes in pieces, by Knuth, Morris and Pratt.
+    """Finds a stop string in a streamed text (Knuth, Morris and Pratt).
 
     The failure table grows with the longest match so far, so the work is proportional to the text,
-    however long the stop string is.
+    for any length of the stop string.
 
     Attributes:
-        matched: characters at the text's end that begin the stop string, all of it excluded.
+        matched: length of the text's longest suffix that is a proper prefix of the stop string.
     """
 
     def __init__(self, text: str) -> None:
         self.text, self.matched = text, 0
-        self._shorter = [0, 0]  # by characters matched: the next shorter match that ends there
+        self._shorter = [0, 0]  # failure table, by number of matched characters
 
     def push(self, text: str) -> list[int]:
-        """Read on. Returns where matches end, in characters of this piece."""
+        """Consume text and return the positions in it where matches end."""
         ends: list[int] = []
         if not self.matched and self.text[0] not in text:
             return ends
-        for place, own in enumerate(text, 1):
-            self.matched = self._extended(self.matched, own)
+        for position, char in enumerate(text, 1):
+            self.matched = self._extended(self.matched, char)
             if self.matched == len(self.text):
-                ends.append(place)
+                ends.append(position)
                 self.matched = self._after(self.matched)
         return ends
 
-    def _extended(self, matched: int, own: str) -> int:
-        while self.text[matched] != own:
+    def _extended(self, matched: int, char: str) -> int:
+        while self.text[matched] != char:
             if not matched:
                 return 0
             matched = self._after(matched)
@@ -155,7 +167,7 @@ class _StopString:
 
 
 def _context(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
-    """The last tokens of a prompt, without any that begin inside a character."""
+    """The last tokens of a prompt, except any that begin inside a character."""
     for size in range(min(_CONTEXT, len(prompt)), 0, -1):
         if REPLACEMENT not in tokenizer.decode(list(prompt[-size:])):
             return list(prompt[-size:])

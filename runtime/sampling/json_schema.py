@@ -24,7 +24,7 @@ _MAX_INT = 2**63 - 2**10  # the largest float64 that is an int64
 def map_subschemas(schema: Any, rewrite: Callable[[Schema], Schema]) -> Any:
     """Apply `rewrite` to a schema and to each of its subschemas, innermost first."""
     if isinstance(schema, list):
-        return [map_subschemas(own, rewrite) for own in schema]
+        return [map_subschemas(subschema, rewrite) for subschema in schema]
     if not isinstance(schema, dict):
         return schema
     return rewrite({key: _map_keyword(key, value, rewrite) for key, value in schema.items()})
@@ -34,14 +34,14 @@ def _map_keyword(key: str, value: Any, rewrite: Callable[[Schema], Schema]) -> A
     if key in _DATA:
         return value
     if key in _MAPS and isinstance(value, dict):
-        return {name: map_subschemas(own, rewrite) for name, own in value.items()}
+        return {name: map_subschemas(subschema, rewrite) for name, subschema in value.items()}
     return map_subschemas(value, rewrite)
 
 
 def exact_schema(text: str) -> str:
-    """A schema that llguidance enforces exactly, as JSON.
+    """Rewrite a schema, as JSON, to one that llguidance enforces exactly.
 
-    Unknown formats are dropped. Integer bounds that float64 cannot hold move inward.
+    Unknown formats are dropped. Integer bounds that float64 cannot represent move inward.
 
     Raises:
         LlmcError: an integer of the schema cannot be represented.
@@ -81,7 +81,7 @@ def _bound(value: int, is_lower: bool, integers: bool) -> int:
     """The float64 nearest to a bound that lies within the range.
 
     Args:
-        integers: the values are integers, which llguidance holds in 64 bits.
+        integers: the values are integers, which llguidance stores in 64 bits.
     """
     if not is_lower:
         return -_bound(-value, True, integers)
@@ -100,17 +100,17 @@ def _bound(value: int, is_lower: bool, integers: bool) -> int:
 
 
 def _check_value(value: Any) -> None:
-    """Raises LlmcError where `enum` or `const` has an integer that would be written otherwise."""
+    """Raise LlmcError if `enum` or `const` has an integer that llguidance cannot represent."""
     if _is_large(value) and _written(value) != value:
         raise LlmcError(f"the integer {value} cannot be represented; structured output holds "
                         f"integers up to 2^53 exactly, use a string instead")
-    for own in value.values() if isinstance(value, dict) else \
+    for element in value.values() if isinstance(value, dict) else \
             value if isinstance(value, list) else ():
-        _check_value(own)
+        _check_value(element)
 
 
 def _written(value: int) -> int | None:
-    """The integer that llguidance writes for one of a schema."""
+    """The integer that llguidance writes for an integer of a schema."""
     try:
         rounded = float(value)
     except OverflowError:

@@ -1,9 +1,9 @@
-"""What is done to logits before a token is chosen: transformers' definitions, in its order.
+"""Logits processors and warpers: transformers' definitions, in its order.
 
-The processors change one row of scores [vocab_size], float32 or float64, in place; a token with
-the score -inf cannot be chosen. The cuts return the tokens that stay, int64 [kept], ascending; all
-but top_k work on weights, probabilities up to a factor. The presence and frequency penalties,
-which transformers lacks, are OpenAI's.
+The processors change one row of scores [vocab_size], float32 or float64, in place; a token with the
+score -inf cannot be sampled. The warpers return the tokens to keep, int64 [kept], ascending; all
+but top_k work on weights, which are probabilities up to a factor. The presence and frequency
+penalties, which transformers lacks, are OpenAI's.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import numpy as np
 
 
 def logit_bias(scores: np.ndarray, token_ids: np.ndarray, biases: np.ndarray) -> None:
-    """Add to each of the distinct tokens its bias."""
+    """Add biases to the scores of distinct tokens."""
     scores[token_ids] += biases
 
 
 def repetition_penalty(scores: np.ndarray, context: np.ndarray, penalty: float) -> None:
-    """Divide positive scores of tokens in the context (prompt and generated) by the penalty, and
-    multiply negative ones by it.
+    """Penalize tokens in the context (prompt and generated).
+
+    Positive scores are divided by the penalty, negative ones multiplied.
     """
     seen = scores[context]
     scores[context] = np.where(seen < 0, seen * penalty, seen / penalty)
@@ -37,7 +38,7 @@ def presence_and_frequency_penalty(scores: np.ndarray, generated: Sequence[int],
 
 
 class BadWords:
-    """Forbids the last token of each sequence whose other tokens the context ends with."""
+    """Forbids the last token of each bad word whose other tokens end the context."""
 
     def __init__(self, words: Sequence[Sequence[int]]) -> None:
         self._last: dict[tuple[int, ...], list[int]] = {}
@@ -53,13 +54,13 @@ class BadWords:
 
 
 def min_tokens(scores: np.ndarray, generated: int, least: int, end_tokens: np.ndarray) -> None:
-    """Forbid the end tokens until so many tokens are generated."""
+    """Forbid EOS tokens until `least` tokens are generated."""
     if generated < least:
         scores[end_tokens] = -np.inf
 
 
 def allow(scores: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Forbid, in a copy, tokens whose bit in a mask, as in `Step.masks`, is 0."""
+    """Forbid, in a copy, tokens whose bit is 0 in a mask, as in `Step.masks`."""
     bits = np.unpackbits(mask.astype("<u4", copy=False).view(np.uint8), count=len(scores),
                          bitorder="little")
     allowed: np.ndarray = np.where(bits, scores, scores.dtype.type(-np.inf))
@@ -67,13 +68,13 @@ def allow(scores: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
 
 def force(scores: np.ndarray, token_ids: Sequence[int]) -> None:
-    """Allow these tokens alone, all alike."""
+    """Allow only these tokens, with equal scores."""
     scores[:] = -np.inf
     scores[list(token_ids)] = 0
 
 
 def top_k(scores: np.ndarray, count: int) -> np.ndarray:
-    """Keep this many tokens, and those that are as likely as the last of them."""
+    """Keep the `count` most likely tokens, and those that tie with the last."""
     count = min(count, len(scores))
     near = _upper(scores, count)
     kept: np.ndarray = near[scores[near] >= np.partition(scores[near], -count)[-count]]
@@ -81,7 +82,7 @@ def top_k(scores: np.ndarray, count: int) -> np.ndarray:
 
 
 def weights(scores: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-    """Probabilities up to a factor, float64: 1 for the likeliest token."""
+    """Probabilities up to a factor, float64: 1 for the most likely token."""
     shifted: np.ndarray = np.subtract(scores, scores.max(), dtype=np.float64)
     if temperature != 1:
         shifted /= temperature
@@ -90,8 +91,10 @@ def weights(scores: np.ndarray, temperature: float = 1.0) -> np.ndarray:
 
 
 def top_p(weight: np.ndarray, mass: float) -> np.ndarray:
-    """Keep the fewest likeliest tokens that together have this probability. Of tokens equally
-    likely at the edge those with the lowest ids stay; transformers leaves that open.
+    """Keep the fewest most likely tokens whose probabilities add up to `mass`.
+
+    Of equally likely tokens at the edge, those with the lowest ids stay; transformers does not
+    define this.
     """
     kept, spare = _reach(weight, weight, mass)
     if spare:
@@ -101,13 +104,15 @@ def top_p(weight: np.ndarray, mass: float) -> np.ndarray:
 
 
 def min_p(weight: np.ndarray, share: float) -> np.ndarray:
-    """Keep tokens that have at least this share of the likeliest one's probability."""
+    """Keep tokens with at least this fraction of the greatest probability."""
     return np.flatnonzero(weight >= share * weight.max())
 
 
 def typical_p(weight: np.ndarray, mass: float) -> np.ndarray:
-    """Keep the fewest tokens that together have this probability, beginning with those whose
-    information is nearest to the entropy (Meister et al., 2022); ties stay.
+    """Keep the fewest locally typical tokens whose probabilities add up to `mass`.
+
+    The tokens whose information is nearest to the entropy go first (Meister et al., 2022); ties
+    stay.
     """
     # Information is the negative logarithm of a probability and entropy its mean, so the factor
     # of the weights cancels. Where the weight is 0 the logarithm matters only in being finite.
@@ -116,9 +121,9 @@ def typical_p(weight: np.ndarray, mass: float) -> np.ndarray:
 
 
 def _upper(scores: np.ndarray, count: int) -> np.ndarray:
-    """All tokens with at least some score that at least so many have, ascending.
+    """A superset of the `count` tokens with the highest scores, ascending.
 
-    The greatest scores of groups of 64 give one in less time than np.partition of all takes.
+    A bound from the maxima of groups of 64 is faster than np.partition of all scores.
     """
     greatest = scores[:len(scores) // 64 * 64].reshape(64, -1).max(axis=0)
     if 2 * count > len(greatest):
@@ -127,8 +132,9 @@ def _upper(scores: np.ndarray, count: int) -> np.ndarray:
 
 
 def _reach(keys: np.ndarray, weight: np.ndarray, mass: float) -> tuple[np.ndarray, int]:
-    """The fewest tokens, from the greatest key down, that have this part of all weight, with all
-    that tie with the last; how many of these are too many.
+    """The fewest tokens, by descending key, whose weights reach `mass` of the total.
+
+    Includes all ties with the last token; the second result is the number of surplus ties.
     """
     goal, size = mass * weight.sum(), 32
     while True:

@@ -1,8 +1,8 @@
-"""What a request may ask for: `SamplingParams`.
+"""Sampling parameters of a request: `SamplingParams`.
 
-Each field is described here once: its type, its default, its text, and the numbers that it may be.
-`help(SamplingParams)`, the options of `llmc run` and the keys of a prompt file's requests are made
-from it. Imports nothing heavy, as `llmc --help` needs it.
+Each field has its type, default, description and range here only. `help(SamplingParams)`, the
+options of `llmc run` and the keys of a prompt file's requests are generated from it. Imports
+nothing heavy, as `llmc --help` needs it.
 """
 
 from __future__ import annotations
@@ -18,29 +18,31 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from llmc.errors import LlmcError, shown
 
-MAX_N = 2**16  # completions of a prompt, which a result holds together
-MAX_STOP = 64  # each is looked for after every token
+MAX_N = 2**16  # completions of a prompt
+MAX_STOP = 64  # the text is searched for each after every token
 MAX_STOP_CHARACTERS = 4096  # of one stop string
-# Chosen so that each costs a sequence at most 1 ms of a step, measured with 152,000 tokens.
+# At these limits each costs a sequence at most 1 ms of a step, measured with 152,000 tokens.
 MAX_BIASES = 16_384
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORDS_SIZE = 16_384  # of all together
 MAX_TOP_LOGPROBS = 1000
 _MAX_BIAS = 3.4e38  # of float32
 _MIN_TEMPERATURE = 1e-6  # logits that differ by 1e-4 are e^-100 apart: as good as greedy
-# What beam search leaves no place for.
+# Parameters that beam search does not support.
 _NOT_WITH_BEAMS = ("temperature", "n", "stop", "stop_token_ids", "logprobs", "prompt_logprobs")
 STRUCTURED_OUTPUT_FIELDS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
-# A guide itself says when a completion may end.
-_NOT_WITH_GUIDES = ("min_tokens", "ignore_eos", "end_id", "beam_width")
+# Parameters that structured output does not support: the grammar determines the end.
+_NOT_WITH_GRAMMARS = ("min_tokens", "ignore_eos", "end_id", "beam_width")
 
 
 @dataclass(frozen=True)
 class Within:
-    """The numbers that a field may be, and which of them does nothing.
+    """The range of a field.
 
     Args:
-        above: `least` is not one of them.
+        least, most: bounds, inclusive.
+        neutral: text about the value without effect.
+        above: exclude `least`.
     """
 
     least: float
@@ -49,7 +51,7 @@ class Within:
     above: bool = False
 
     def problem(self, value: float) -> str | None:
-        """Why the value is not one of them."""
+        """Why a value is out of range; None if it is not."""
         if self.least <= value <= self.most and not (self.above and value == self.least):
             return None
         range_ = f"below {self.least}" if self.most == math.inf and value < self.least else \
@@ -60,7 +62,12 @@ class Within:
 
 @dataclass(frozen=True)
 class Described:
-    """A field of `SamplingParams`: `kind` is its type, `text` says what it does."""
+    """A field of `SamplingParams` with its documentation.
+
+    Args:
+        kind: its type.
+        text: its description.
+    """
 
     name: str
     kind: Any
@@ -70,52 +77,52 @@ class Described:
 
 
 def _document(cls: type, described: Sequence[Described]) -> None:
-    """Add the fields' texts to a class's docstring, and their types to its signature."""
-    lines = [textwrap.fill(f"{own.name}: {own.text}", 96, initial_indent=" " * 8,
+    """Add the fields' descriptions to a class's docstring, and their types to its signature."""
+    lines = [textwrap.fill(f"{each_field.name}: {each_field.text}", 96, initial_indent=" " * 8,
                            subsequent_indent=" " * 12, break_on_hyphens=False)
-             for own in described]
-    if cls.__doc__ is not None:  # as it is with python -OO
+             for each_field in described]
+    if cls.__doc__ is not None:  # None with python -OO
         cls.__doc__ = cls.__doc__.replace("        …", "\n".join(lines))
-    each = [Parameter(own.name, Parameter.KEYWORD_ONLY, default=own.default, annotation=own.kind)
-            for own in described]
+    parameters = [Parameter(each_field.name, Parameter.KEYWORD_ONLY, default=each_field.default,
+                            annotation=each_field.kind) for each_field in described]
     own_self = Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)
-    setattr(cls, "__signature__", Signature(each))  # noqa: B010  which mypy does not know
+    setattr(cls, "__signature__", Signature(parameters))  # noqa: B010  which mypy does not know
     constructor: Any = vars(cls)["__init__"]
-    constructor.__signature__ = Signature([own_self, *each])
-    constructor.__annotations__ = {own.name: own.kind for own in described}
+    constructor.__signature__ = Signature([own_self, *parameters])
+    constructor.__annotations__ = {each_field.name: each_field.kind for each_field in described}
 
 
 def described(cls: type) -> list[Described]:
-    """The fields of `SamplingParams`."""
+    """The documented fields of `SamplingParams`."""
     kinds, annotated = get_type_hints(cls), get_type_hints(cls, include_extras=True)
-    found = []
+    result = []
     for own in fields(cls):
         text, *within = annotated[own.name].__metadata__
         default = own.default_factory() if own.default is MISSING and \
             own.default_factory is not MISSING else own.default
-        found.append(Described(own.name, kinds[own.name], default, text, *(within or [None])))
-    return found
+        result.append(Described(own.name, kinds[own.name], default, text, *(within or [None])))
+    return result
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How a prompt is completed.
+    """Sampling parameters of a prompt's completions.
 
     Logits are processed in the order of transformers: logit_bias, repetition_penalty, presence and
-    frequency penalty, bad_words, min_tokens; then, where temperature is above 0, temperature,
-    top_k, top_p, min_p, typical_p.
+    frequency penalty, bad_words, min_tokens; then, if temperature is above 0, temperature, top_k,
+    top_p, min_p, typical_p.
 
     Args:
         …
 
     Raises:
-        LlmcError: an argument is of another type or out of range, or does not go with beam search.
+        LlmcError: an argument has a wrong type, is out of range, or is unsupported by beam search.
     """
 
     max_tokens: Annotated[
         int, "Maximum number of new tokens. A completion also ends, with finish_reason `length`, "
-             "where the model's maximum length or the KV cache ends. 0 reads the prompt alone, as "
-             "for prompt_logprobs.",
+             "at the model's maximum length or the size of the KV cache. 0 computes only the "
+             "prompt, as for prompt_logprobs.",
         Within(0)] = 64
     min_tokens: Annotated[
         int, "Minimum number of new tokens: until then EOS and stop tokens are masked, and stop "
@@ -177,7 +184,7 @@ class SamplingParams:
         Within(0, neutral="0 is the sampled token's alone")] = None
     prompt_logprobs: Annotated[
         int | None, "Return the log-probability of each prompt token but the first, and those of "
-                    "this many most likely tokens in its place (at most 20 on GPUs).",
+                    "this many most likely tokens at its position (at most 20 on GPUs).",
         Within(0, neutral="0 is the prompt token's alone")] = None
     guided_json: Annotated[
         str | Mapping[str, object] | None,
@@ -186,7 +193,7 @@ class SamplingParams:
     guided_regex: Annotated[
         str | None, "Regular expression that the whole completion matches."] = None
     guided_choice: Annotated[
-        Sequence[str], "Texts, of which the completion is one."] = ()
+        Sequence[str], "Texts; the completion is one of them."] = ()
     guided_grammar: Annotated[
         str | None, "Context-free grammar of the completion, in Lark or GBNF syntax."] = None
     beam_width: Annotated[
@@ -203,8 +210,8 @@ class SamplingParams:
         Within(0, 10**6, "0 is none")] = 0.0
     early_stopping: Annotated[
         bool | Literal["never"],
-        "Beam search: True ends it as soon as beam_width sequences are finished; False, where no "
-        "beam's current score is better than the worst of these; never, where no beam can become "
+        "Beam search: True ends it as soon as beam_width sequences are finished; False, when no "
+        "beam's current score is better than the worst of these; never, when no beam can become "
         "better."] = False
 
     def __post_init__(self) -> None:
@@ -225,7 +232,7 @@ class SamplingParams:
             raise LlmcError(problem)
 
     def _problems(self) -> Iterator[str]:
-        """What no field's own range says."""
+        """Errors of combinations of fields, and of sizes."""
         if self.min_tokens > self.max_tokens:
             yield f"min_tokens {self.min_tokens} is not from 0 to max_tokens {self.max_tokens}"
         if not all(self.bad_words):
@@ -252,17 +259,17 @@ class SamplingParams:
         for name in _NOT_WITH_BEAMS if self.beam_width > 1 else ():
             if getattr(self, name) != getattr(type(self), name):
                 yield (f"{name} {shown(getattr(self, name))} does not go with beam_width "
-                       f"{self.beam_width}, as beam search makes one completion of the likeliest "
-                       f"tokens; leave {name} out, or beam_width at 1")
+                       f"{self.beam_width}, as beam search returns one completion and does not "
+                       f"sample; leave {name} out, or beam_width at 1")
         if not all(self.stop):
             yield "a stop string is empty"
-        guides = [name for name in STRUCTURED_OUTPUT_FIELDS if getattr(self, name)]
-        if len(guides) > 1:
-            yield f"{guides[0]} and {guides[1]} are given; a completion has one guide"
-        for name in _NOT_WITH_GUIDES if guides else ():
+        grammars = [name for name in STRUCTURED_OUTPUT_FIELDS if getattr(self, name)]
+        if len(grammars) > 1:
+            yield f"{grammars[0]} and {grammars[1]} are given; give only one of them"
+        for name in _NOT_WITH_GRAMMARS if grammars else ():
             if getattr(self, name) != getattr(type(self), name):
-                yield (f"{name} {getattr(self, name)!r} does not go with {guides[0]}, which says "
-                       f"when a completion ends; leave {name} out")
+                yield (f"{name} {getattr(self, name)!r} does not go with {grammars[0]}, which "
+                       f"determines when a completion ends; leave {name} out")
         if not all(self.guided_choice):
             yield "a text of guided_choice is empty"
         if len(self.stop) > MAX_STOP:
@@ -275,9 +282,9 @@ class SamplingParams:
 
 
 def with_defaults(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a request, over those that a model recommends.
+    """Merge a request's fields over those that a model recommends.
 
-    Biases of tokens are merged. With beam search, defaults that do not go with it are left out.
+    Biases of tokens are merged. With beam search, unsupported defaults are left out.
     """
     searches = given.get("beam_width", 1) > 1
     fields = {name: value for name, value in defaults.items()
@@ -287,11 +294,11 @@ def with_defaults(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
     return fields
 
 
-# What reads a value of each type of field; a TypeError or ValueError says what to give.
+# Readers of each type of field. The text of a TypeError or ValueError is the expected value.
 
 
 def whole(value: object) -> int:
-    """A whole number, Python's or numpy's, which a bool is not."""
+    """Read an integer of Python or numpy; a bool is refused."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError("a whole number")
     if abs(int(value)) >= 2**64:
@@ -300,14 +307,14 @@ def whole(value: object) -> int:
 
 
 def flag(value: object) -> bool:
-    """True or False, Python's or numpy's."""
+    """Read a bool of Python or numpy."""
     if type(value).__name__ not in ("bool", "bool_"):  # numpy is not imported here
         raise TypeError("True or False")
     return bool(value)
 
 
 def text(value: object) -> str:
-    """A text that UTF-8 can hold."""
+    """Read a text that can be encoded as UTF-8."""
     if not isinstance(value, str):
         raise TypeError("a text")
     if not is_unicode(value):
@@ -316,14 +323,14 @@ def text(value: object) -> str:
 
 
 def is_unicode(value: str) -> bool:
-    """Whether UTF-8 can hold a text."""
+    """Whether a text can be encoded as UTF-8."""
     return value.isascii() or not any("\ud800" <= own <= "\udfff" for own in value)
 
 
 def listed(value: object) -> list[Any]:
-    """The elements of a list, tuple, numpy array or the like, which a text is not, nor bytes."""
+    """Read the elements of a list, tuple, numpy array or similar; text and bytes are refused."""
     if hasattr(value, "tolist") and not isinstance(value, memoryview):
-        value = value.tolist()  # of numbers of Python
+        value = value.tolist()  # of Python's types
     if isinstance(value, str | bytes | bytearray | memoryview) or not isinstance(value, Sequence):
         raise TypeError("a list")
     return list(value)
@@ -353,7 +360,7 @@ def _text_or_none(value: object) -> str | None:
 
 
 def _schema(value: object) -> str | None:
-    """A JSON schema, as a text."""
+    """Read a JSON schema as text."""
     try:
         if value is None or isinstance(value, str):
             return None if value is None else json.dumps(json.loads(text(value)))

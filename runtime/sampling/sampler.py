@@ -1,4 +1,4 @@
-"""Choose the next token from logits."""
+"""Sampling of the next token from logits, and log-probabilities."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from llmc.runtime.sampling import logits_processors
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sampling.slot_params import SlotParams
 
-_BLOCK = 256  # random numbers made, and probabilities added up, at once
+_BLOCK = 256  # random numbers to generate, and probabilities to sum, at once
 # What an engine returns in place of a token.
 NONE_ALLOWED, NOT_FINITE = -1, -2
 
 
 class NonFiniteLogits(LlmcError):
-    """The model computed NaN or infinity for a sequence: no fault of the caller."""
+    """The model computed NaN or infinite logits: not the caller's fault."""
 
     def __init__(self, generated: int) -> None:
         super().__init__(f"the logits after {generated} generated tokens are NaN or infinite; "
@@ -30,18 +30,18 @@ class NonFiniteLogits(LlmcError):
 
 
 class Sampler:
-    """Chooses the tokens of one sequence.
+    """Samples the tokens of one sequence.
 
-    A token is the first whose cumulative probability, in the order of tokens, exceeds a random
-    number; number n of a sequence is numpy's Philox(key=seed, counter=n), on every target.
+    A token is the first whose cumulative probability, in order of token ids, exceeds a random
+    number. Random number n of a sequence is numpy's Philox(key=seed, counter=n), on every target.
 
     Args:
-        params: `bad_words` in it are not looked at.
-        sample: which of the prompt's n completions this is.
+        params: sampling parameters; their `bad_words` are ignored.
+        sample: number of the completion among the prompt's n.
         prompt: token ids.
-        end_tokens: what `min_tokens` keeps away.
+        end_tokens: EOS and stop tokens that `min_tokens` masks.
         bad_words: as token ids.
-        forced: tokens of which one must be generated, by the number of those before it.
+        forced: allowed tokens, by number of tokens generated before.
     """
 
     def __init__(self, params: SamplingParams, sample: int = 0, prompt: Sequence[int] = (),
@@ -59,7 +59,7 @@ class Sampler:
         self._biases = np.array(list(params.logit_bias.values()), np.float32)
 
     def __call__(self, logits: np.ndarray, tokens: Sequence[int]) -> int:
-        """The next token from logits [vocab_size] of a sequence that has generated `tokens`.
+        """Sample the next token from logits [vocab_size], after these generated tokens.
 
         Raises:
             LlmcError: no token is allowed.
@@ -73,11 +73,11 @@ class Sampler:
         if self.params.temperature == 0:
             return best
         token_ids, weights = _candidates(scores, self.params)
-        block, place = divmod(len(tokens), _BLOCK)
-        return int(token_ids[_draw(weights, _random_numbers(self.seed, block)[place])])
+        block, index = divmod(len(tokens), _BLOCK)
+        return int(token_ids[_draw(weights, _random_numbers(self.seed, block)[index])])
 
     def process(self, logits: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
-        """Logits as they are before temperature, in a new array."""
+        """Apply all processors before temperature; returns a new array."""
         params, scores = self.params, logits.copy()
         if len(self._biased):
             logits_processors.logit_bias(scores, self._biased, self._biases)
@@ -97,7 +97,7 @@ class Sampler:
 
     @cached_property
     def processing(self) -> SlotParams | None:
-        """What `process` does, for an engine that does it itself; None: nothing."""
+        """The parameters of `process` for an engine that samples; None if no logits change."""
         params = self.params
         return SlotParams.of(
             repetition=params.repetition_penalty, presence=params.presence_penalty,
@@ -107,14 +107,17 @@ class Sampler:
 
 
 def nothing_allowed(generated: int) -> LlmcError:
-    """The error where every token after so many generated ones is forbidden."""
+    """The error if every token is forbidden after `generated` ones."""
     return LlmcError(f"no token is allowed after {generated} generated ones; forbid fewer in "
                      f"bad_words and logit_bias")
 
 
 def probabilities(scores: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """The distribution that is sampled, float64 [vocab_size], for temperature above 0 and scores
-    that are processed up to there.
+    """The distribution to sample from, float64 [vocab_size].
+
+    Args:
+        scores: processed logits [vocab_size].
+        params: with a temperature above 0.
     """
     chances = np.zeros(len(scores))
     token_ids, weights = _candidates(scores, params)
@@ -123,20 +126,18 @@ def probabilities(scores: np.ndarray, params: SamplingParams) -> np.ndarray:
 
 
 def _candidates(scores: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids [kept], ascending, that may be drawn, and their probabilities up to a factor,
-    float64 [kept].
-    """
-    if params.top_k:  # before temperature, which changes no order, to leave few to work on
+    """Tokens that may be sampled: ids, int64 [kept], ascending, and weights, float64 [kept]."""
+    if params.top_k:  # before temperature, which preserves the order: fewer tokens to process
         token_ids = logits_processors.top_k(scores, params.top_k)
         scores = scores[token_ids]
     else:
         token_ids = _all_tokens(len(scores))
     weights = logits_processors.weights(scores, params.temperature)
-    for cut, value, none in ((logits_processors.top_p, params.top_p, 1),
-                             (logits_processors.min_p, params.min_p, 0),
-                             (logits_processors.typical_p, params.typical_p, 1)):
-        if value != none:
-            kept = cut(weights, value)
+    for warper, value, neutral in ((logits_processors.top_p, params.top_p, 1),
+                                   (logits_processors.min_p, params.min_p, 0),
+                                   (logits_processors.typical_p, params.typical_p, 1)):
+        if value != neutral:
+            kept = warper(weights, value)
             token_ids, weights = token_ids[kept], weights[kept]
     return token_ids, weights
 
@@ -150,37 +151,40 @@ def _all_tokens(vocab_size: int) -> np.ndarray:
 
 @lru_cache(maxsize=1024)
 def _random_numbers(seed: int, block: int) -> np.ndarray:
-    """The random numbers from 0 to 1 of a sequence's tokens `block * _BLOCK` and after, float64
-    [_BLOCK]. Philox makes four words of a counter, of which the first is taken.
+    """Random numbers from 0 to 1 of tokens from `block * _BLOCK` on, float64 [_BLOCK].
+
+    Philox generates four words per counter; the first is used.
     """
     generator = np.random.Philox(key=seed, counter=block * _BLOCK)
     return generator.random_raw(4 * _BLOCK)[::4] * 2.0**-64
 
 
 def _draw(weights: np.ndarray, number: float) -> int:
-    """The first place whose cumulative weight exceeds this part of all weight."""
+    """The first index whose cumulative weight exceeds `number` times the total."""
     ends = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK)))
-    goal = number * ends[-1]
-    block = _first_above(ends, goal)
+    target = number * ends[-1]
+    block = _first_above(ends, target)
     start = block * _BLOCK
-    inside = np.cumsum(weights[start:start + _BLOCK])
-    return start + _first_above(inside, goal - (ends[block - 1] if block else 0))
+    sums = np.cumsum(weights[start:start + _BLOCK])
+    return start + _first_above(sums, target - (ends[block - 1] if block else 0))
 
 
-def _first_above(sums: np.ndarray, goal: float) -> int:
-    """Rounding may put the goal at or behind the last sum; the last place that adds is meant."""
-    return int(min(np.searchsorted(sums, goal, side="right"), np.searchsorted(sums, sums[-1])))
+def _first_above(sums: np.ndarray, target: float) -> int:
+    """The first index whose sum exceeds the target.
+
+    Rounding may put the target at or after the last sum; then it is the last index with a weight.
+    """
+    return int(min(np.searchsorted(sums, target, side="right"), np.searchsorted(sums, sums[-1])))
 
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Log-probabilities at one place of a completion, in the model's own distribution: the
-    log-softmax, in float64, of its logits before anything is done to them.
+    """Log-probabilities at one position: the float64 log-softmax of the unprocessed logits.
 
     Args:
-        chosen: of the token that was chosen.
-        top: the likeliest tokens as (token id, log-probability), likeliest first.
-        rank: of a prompt's token among all tokens, from 1; of equal ones the least.
+        chosen: log-probability of the sampled token.
+        top: the most likely tokens as (token id, log-probability), in descending order.
+        rank: rank of a prompt token among all tokens, from 1; the lowest of equal ones.
     """
 
     chosen: float
@@ -189,7 +193,11 @@ class Logprobs:
 
     @staticmethod
     def of(logits: np.ndarray, token: int, count: int) -> Logprobs:
-        """From logits [vocab_size], for a chosen token and the `count` likeliest."""
+        """Log-probabilities of a sampled token and of the `count` most likely.
+
+        Args:
+            logits: [vocab_size].
+        """
         peak = float(logits.max())
         shift = peak + math.log(logits_processors.weights(logits).sum())
         top = _most_likely(logits, count)
@@ -198,19 +206,21 @@ class Logprobs:
 
     @staticmethod
     def of_prompt(logits: np.ndarray, token: int, count: int) -> Logprobs:
-        """From logits [vocab_size] of the position before, for a token of a prompt, with its rank.
-        Logits that are NaN or infinite lead to NaN.
+        """Log-probabilities of a prompt token, with its rank.
+
+        Args:
+            logits: [vocab_size] of the position before. NaN or infinite logits give NaN.
         """
         if not math.isfinite(logits.max()):
             return Logprobs(math.nan, ())
-        found = Logprobs.of(logits, token, count)
-        return replace(found, rank=int((logits > logits[token]).sum()) + 1)
+        result = Logprobs.of(logits, token, count)
+        return replace(result, rank=int((logits > logits[token]).sum()) + 1)
 
 
 def _most_likely(logits: np.ndarray, count: int) -> list[int]:
-    """Token ids, most likely first; of equal ones the lower."""
+    """Token ids, most likely first; of equal ones the lowest id."""
     if not count:
         return []
     near = logits_processors.top_k(logits, count)
-    found: list[int] = near[np.argsort(-logits[near], kind="stable")][:count].tolist()
-    return found
+    ids: list[int] = near[np.argsort(-logits[near], kind="stable")][:count].tolist()
+    return ids

@@ -1,9 +1,10 @@
-"""Structured output by llguidance: a completion follows a JSON schema, a regular expression, a list
-of choices or a grammar. Before each token, a mask says which tokens may come.
+"""Structured output by llguidance: JSON schemas, regular expressions, choices, grammars.
+
+Before each token, the grammar's token mask is the set of tokens that may follow.
 
 A grammar is a program that a client wrote. Deep nesting overflows llguidance's native stack, and a
-small text may take minutes to compile. So a child process with limits on CPU time, memory and stack
-compiles it first. Only then does this process, on a thread with a larger stack.
+small text may take minutes to compile. A child process with limits on CPU time, memory and stack
+therefore compiles it first. Only then does this process, on a thread with a larger stack.
 """
 
 from __future__ import annotations
@@ -28,57 +29,57 @@ from llmc.runtime.sampling.json_schema import exact_schema
 from llmc.runtime.sampling.params import STRUCTURED_OUTPUT_FIELDS, SamplingParams
 from llmc.runtime.sandbox import JobLimits, Lane, Sandbox
 
-# One way to write a value: where any blanks may stand, a model can write them for ever.
+# One way to write a value: with flexible whitespace, a model may generate it endlessly.
 _JSON = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
-# Of llguidance: about 5,000 object properties, as OpenAI's API allows. A mask takes 50 ms there.
+# llguidance's limit. About 5,000 object properties fit, as in OpenAI's API, with 50 ms per mask.
 _MAX_GRAMMAR_SIZE = 50_000
 _MAX_LEXER_STATES = 50_000  # of up to 2 kB each
 _MAX_GRAMMAR_BYTES = 512 * 1024
 _CHECK = JobLimits(cpu_seconds=5, memory_mib=512, stack_kib=2048)
-_COMPILE_STACK = 64 * 2**20  # bytes; what compiled on _CHECK's stack fits many times
+_COMPILE_STACK = 64 * 2**20  # bytes; many times _CHECK's stack
 _CACHED = 64  # compiled grammars
-_CACHED_BYTES = 16 * 1024  # of a grammar's text; a compiled one takes some hundred times as much
+_CACHED_BYTES = 16 * 1024  # of a grammar's text; it takes about 100 times as much when compiled
 _MAX_REASON = 2000  # characters of an error
-_SLOW = 0.001  # seconds; a mask that takes longer is computed beside the step loop
+_SLOW = 0.001  # seconds; slower masks are computed in another thread than the loop's
 
 _masks = ThreadPoolExecutor(1, "llmc-masks")
 
 
 class GrammarState:
-    """The state of one completion in its grammar, and the mask of its next token.
+    """State of one completion in its grammar, and the mask of its next token.
 
     Attributes:
-        pending: the mask is being computed by another thread.
+        pending: the mask is being computed in another thread.
     """
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
         self._matcher = matcher
         self._mask = np.zeros(-(-vocab_size // 32), np.int32)
-        self._seconds = 0.0  # that the last mask took
+        self._seconds = 0.0  # time to compute the last mask
         self.pending = False
-        self._find()
+        self._compute_mask()
 
     def copy(self) -> GrammarState:
-        """Another completion in the same state."""
+        """Copy the state for another completion."""
         other = object.__new__(GrammarState)
         other._matcher, other._mask = self._matcher.deep_copy(), self._mask.copy()
         other._seconds, other.pending = self._seconds, False
         return other
 
     def mask(self) -> np.ndarray:
-        """The tokens that may come, as in `Step.masks`."""
+        """Mask of the next token, as in `Step.masks`."""
         return self._mask.view(np.uint32)
 
     def advance(self, token: int,
                 done: Callable[[LlmcError | None], object] | None = None) -> None:
-        """Consume a token and find the next mask.
+        """Consume a token and compute the next mask.
 
         Args:
-            done: where the mask is slow to compute, another thread does, and calls this with what
-                went wrong. `pending` is set meanwhile, until the caller clears it.
+            done: if masks are slow, another thread computes it, and calls this with its error or
+                None. `pending` is set until the caller clears it.
 
         Raises:
-            LlmcError: no token may follow, or to find one exceeds llguidance's limits.
+            LlmcError: the grammar allows no further token, or exceeds llguidance's limits.
         """
         if done is None or self._seconds < _SLOW:
             self._consume(token)
@@ -96,25 +97,28 @@ class GrammarState:
 
     def _consume(self, token: int) -> None:
         self._matcher.consume_token(token)
-        self._find()
+        self._compute_mask()
 
-    def _find(self) -> None:
+    def _compute_mask(self) -> None:
         started = time.perf_counter()
         if not self._matcher.is_error():
             self._mask[:] = 0
             self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
         if self._matcher.is_error():
             reason = shortened(self._matcher.get_error(), MAX_REASON)
-            raise LlmcError(f"the guide cannot be followed ({reason})")
+            raise LlmcError(f"the grammar allows no further token ({reason})")
         self._seconds = time.perf_counter() - started
 
 
 class GrammarCompiler:
-    """Compiles grammars for one model, and keeps the compiled ones that were used last.
+    """Compiles grammars for one model and caches the most recently used ones.
 
     Args:
-        tokenizer_file: that child processes read; `tokenizer` is the same one, loaded.
-        end_tokens: EOS tokens, of which one ends a completion.
+        tokenizer: the tokenizer of `tokenizer_file`.
+        tokenizer_file: read by child processes.
+        vocab_size: size of the logits.
+        end_tokens: EOS tokens.
+        sandbox: child processes.
 
     Raises:
         LlmcError: llguidance is not installed, or cannot use the tokenizer.
@@ -132,25 +136,25 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def read(self, params: SamplingParams) -> GrammarState:
-        """A completion's state at its start.
+        """Return a completion's initial state.
 
         Raises:
-            LlmcError: the grammar is broken, or too large.
+            LlmcError: the grammar is invalid or too large.
         """
         key = _source(params)
         with self._lock:
-            found = self._compiled.get(key)
-            if found is not None:
+            state = self._compiled.get(key)
+            if state is not None:
                 self._compiled.move_to_end(key)
-        if found is None:
-            found = self._compile(*key)
+        if state is None:
+            state = self._compile(*key)
             if len(key[1]) > _CACHED_BYTES:
-                return found
+                return state
             with self._lock:
-                self._compiled[key] = found
+                self._compiled[key] = state
                 if len(self._compiled) > _CACHED:
                     self._compiled.popitem(last=False)
-        return found.copy()
+        return state.copy()
 
     def _compile(self, kind: str, source: str) -> GrammarState:
         size = len(source.encode())
@@ -166,7 +170,7 @@ class GrammarCompiler:
 
 
 def _source(params: SamplingParams) -> tuple[str, str]:
-    """Which of `STRUCTURED_OUTPUT_FIELDS` is given, and its text."""
+    """The name and text of the parameter in `STRUCTURED_OUTPUT_FIELDS`."""
     if params.guided_choice:
         return "guided_choice", json.dumps(params.guided_choice)
     kind = next(name for name in STRUCTURED_OUTPUT_FIELDS if getattr(params, name))
@@ -174,10 +178,10 @@ def _source(params: SamplingParams) -> tuple[str, str]:
 
 
 def _matcher(library: ModuleType, tokenizer: Any, grammar: str) -> Any:
-    """A compiled grammar.
+    """Compile a grammar.
 
     Raises:
-        LlmcError: it is broken, or exceeds llguidance's limits.
+        LlmcError: it is invalid, or exceeds llguidance's limits.
     """
     limits = library.LLParserLimits(max_grammar_size=_MAX_GRAMMAR_SIZE,
                                     max_lexer_states=_MAX_LEXER_STATES)
@@ -194,7 +198,7 @@ def _on_large_stack(work: Callable[[], GrammarState]) -> GrammarState:
     def run() -> None:
         try:
             outcome.append(work())
-        except BaseException as error:  # the caller's to know
+        except BaseException as error:  # raised in the caller
             outcome.append(error)
 
     before = threading.stack_size(_COMPILE_STACK)
@@ -217,14 +221,14 @@ def _unreadable(reason: str) -> LlmcError:
     if reason.startswith("Unimplemented keys: "):
         keys = reason.removeprefix("Unimplemented keys: ").strip("[]").replace('"', "")
         reason = f"unsupported keywords of JSON Schema: {keys}; leave them out"
-    return LlmcError(f"the guide cannot be read ({shortened(reason, _MAX_REASON)})")
+    return LlmcError(f"the grammar cannot be compiled ({shortened(reason, _MAX_REASON)})")
 
 
 def _import_llguidance() -> ModuleType:
     try:
         import llguidance
     except ModuleNotFoundError as error:
-        raise LlmcError(f"a guide needs {error.name}; install it with: "
+        raise LlmcError(f"structured output needs {error.name}; install it with: "
                         f"{install_command('serve')}") from error
     return llguidance
 
@@ -232,9 +236,9 @@ def _import_llguidance() -> ModuleType:
 def _ll_tokenizer(text: str, vocab_size: int, end_tokens: tuple[int, ...]) -> Any:
     try:
         return _import_llguidance().LLTokenizer(text, n_vocab=vocab_size, eos_token=[*end_tokens])
-    except Exception as error:  # whatever it raises
-        raise LlmcError(f"llguidance cannot use this model's tokenizer ({error}); leave the guide "
-                        f"out") from error
+    except Exception as error:  # any exception of llguidance
+        raise LlmcError(f"structured output is unsupported: llguidance cannot use this model's "
+                        f"tokenizer ({error}); leave it out") from error
 
 
 # In a child process.
@@ -247,15 +251,15 @@ def _load(tokenizer_file: Path, vocab_size: int, end_tokens: tuple[int, ...]) ->
 
 def _check(tokenizer_file: Path, vocab_size: int, end_tokens: tuple[int, ...], kind: str,
            source: str) -> str:
-    """Convert a grammar into llguidance's form, and do with it what the caller's process will.
+    """Convert a grammar for llguidance, and compile it as the caller's process will.
 
     Raises:
-        LlmcError: it is broken, or exceeds llguidance's limits.
+        LlmcError: it is invalid, or exceeds llguidance's limits.
     """
     library = _import_llguidance()
     try:
         grammar = _converted(library.LLMatcher, kind, source)
-    except Exception as error:  # whatever a converter raises
+    except Exception as error:  # any exception of a converter
         raise LlmcError(str(error)) from error
     matcher = _matcher(library, _load(tokenizer_file, vocab_size, end_tokens), grammar)
     GrammarState(matcher, vocab_size).copy()
@@ -268,7 +272,7 @@ def _converted(matcher: Any, kind: str, source: str) -> str:
     if kind == "guided_regex":
         return str(matcher.grammar_from_regex(source))
     if kind == "guided_choice":
-        texts = " | ".join(json.dumps(own) for own in json.loads(source))
+        texts = " | ".join(json.dumps(choice) for choice in json.loads(source))
         return str(matcher.grammar_from_lark(f"start: {texts}"))
     from llguidance.gbnf_to_lark import any_to_lark
     return str(matcher.grammar_from_lark(any_to_lark(source)))

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from tokenizers import Tokenizer
 
-REPLACEMENT = "\ufffd"  # what a decoder writes in place of bytes that are no character
+REPLACEMENT = "\ufffd"  # a decoder's text for bytes that are not valid UTF-8
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -25,7 +25,7 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
 
 
 def token_bytes(tokenizer: Tokenizer, token: int) -> bytes:
-    """A token's bytes, also where they are only a part of a character."""
+    """A token's bytes, even if they are only part of a character."""
     text = token_text(tokenizer, token)
     if REPLACEMENT not in text:
         return text.encode()

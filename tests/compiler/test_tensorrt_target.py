@@ -581,7 +581,7 @@ def test_a_python_that_is_not_there(monkeypatch):
 def test_what_is_loaded_must_be_what_was_compiled_with(builder, tmp_path):
     manifest = compile("llama", tmp_path, max_batch_size=2)
     check_version(manifest.target, "8.6.0")
-    with pytest.raises(llmc.LlmcError, match="built by TensorRT 8.6.0, here is TensorRT 8.6.1; "):
+    with pytest.raises(llmc.LlmcError, match="built by TensorRT 8.6.0, TensorRT 8.6.1 is"):
         check_version(manifest.target, "8.6.1")
     check_plugins(manifest, manifest.ops)
     newer = manifest.model_copy(update={"ops": {**manifest.ops, "CausalAttention": 9}})

@@ -122,7 +122,7 @@ def test_a_sequence_without_an_allowed_token_is_one_sentence(extension, compiled
 
 def test_more_log_probabilities_than_the_device_finds_are_refused(extension, compiled):
     with llmc.LLM(compiled / "float32") as llm, \
-            pytest.raises(llmc.LlmcError, match="logprobs 21 exceeds 20, the most where GPUs"):
+            pytest.raises(llmc.LlmcError, match="logprobs 21 exceeds 20, the maximum"):
         llm.generate([[5]], llmc.SamplingParams(logprobs=21))
 
 

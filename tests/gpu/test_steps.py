@@ -379,7 +379,7 @@ def test_every_attention_backend_gives_these_logits(extension, compiled, backend
 
 @pytest.mark.parametrize(("backend", "match"), [
     ("flash", "there is no attention_backend 'flash'; there are cudnn, fastest, llmc, vanilla"),
-    ("cudnn", "serves float16 and bfloat16 .* the model is of float32")])
+    ("cudnn", "serves float16 and bfloat16 .* the model has dtype float32")])
 def test_an_attention_backend_that_does_not_serve_is_refused(extension, compiled, backend, match):
     with pytest.raises(llmc.LlmcError, match=match):
         load(compiled[0] / "float32", attention_backend=backend)

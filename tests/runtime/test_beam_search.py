@@ -284,7 +284,7 @@ def test_what_beam_search_cannot_do_is_one_sentence(params, match):
     ([[5]], search(13), "beam_width 13 exceeds max_batch_size 12; load the model with a larger"),
     ([[5]], search(2, end_id=101), "token id 101 is not in the vocabulary of 101"),
     ([], search(2), "there is no prompt"),
-    ([[5]], llmc.SamplingParams(), "beam_width 1 is no beam search; give SamplingParams"),
+    ([[5]], llmc.SamplingParams(), "beam_width 1 is not a beam search; give SamplingParams"),
     ([[5], [6]], [search(2), search(4)], "one beam search has one beam_width for all prompts, not "
                                          "2 and 4; use generate"),
     ([[5]], search(4, logit_bias=dict.fromkeys(range(101), float("-inf"))),

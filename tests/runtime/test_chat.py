@@ -44,14 +44,14 @@ def test_a_conversation_that_outgrew_the_kv_cache_says_so_and_forgets_the_messag
     list(chat.say("the"))
     before = list(chat.messages)
     with pytest.raises(llmc.LlmcError, match=r"the conversation has \d+ tokens, the KV cache has "
-                                             r"room for 64; say less, begin another, or compile"):
+                                             r"room for 64; shorten the message, start another"):
         chat.say("quick brown 123456789 " * 9)
     assert chat.messages == before
     assert list(chat.say("fox"))
 
 
 def test_a_conversation_has_one_answer_at_a_time(llm):
-    with pytest.raises(llmc.LlmcError, match="n 2 answers cannot all be part of a conversation"):
+    with pytest.raises(llmc.LlmcError, match="n is 2, a conversation has one answer per message"):
         Chat(llm, SamplingParams(n=2, temperature=1.0))
 
 
@@ -94,7 +94,7 @@ def test_whatever_a_template_raises_is_one_sentence(templated, template, reason)
                                              "used") as error:
         llm.chat_prompt("the")
     assert reason in str(error.value) and "\n" not in str(error.value)
-    assert str(error.value).endswith("in the form that the model expects")
+    assert str(error.value).endswith("in the format that the model expects")
 
 
 def test_a_broken_tokenizer_config_is_one_sentence(templated):
@@ -113,7 +113,7 @@ def test_a_broken_tokenizer_config_is_one_sentence(templated):
     ([], "messages is []; give a list like"),
     ({"role": "user", "content": "a"}, "messages is {'content': 'a', 'role': 'user'}; give a list"),
     (["the"], "message 0 is 'the'; give one like"),
-    ([{"content": "a"}], "the role of message 0 is not there; give a text"),
+    ([{"content": "a"}], "the role of message 0 is missing; give a text"),
     ([{"role": 3, "content": "a"}], "the role of message 0 is 3; give a text"),
     ([{"role": "user", "content": None}], "the content of message 0 is None; give a text"),
     ([{"role": "user", "content": "a"}, {"role": "user", "content": ["a"]}],

@@ -125,7 +125,7 @@ def test_replicas_share_the_prompts(encoder_decoder):
 def test_what_an_encoder_reads_has_no_log_probabilities(encoder_decoder):
     _, _, cases = encoder_decoder("bart")
     with llmc.LLM(cases["tp1"]) as llm, \
-            pytest.raises(llmc.LlmcError, match="encoder-decoder model, which gives its prompt no"):
+            pytest.raises(llmc.LlmcError, match="model, for which prompt_logprobs is unsupported"):
         llm.generate(prompts(0), SamplingParams(prompt_logprobs=1))
 
 
@@ -218,12 +218,12 @@ def test_text_goes_to_the_encoder_and_comes_from_the_decoder(loaded):
 
 @pytest.mark.parametrize(("work", "match"), [
     (lambda llm: llm.generate([[]]), "the prompt is empty"),
-    (lambda llm: llm.generate([[5] * 65]), "the prompt has 65 tokens, the encoder takes 64; "
-                                           "shorten it, or compile with a larger --mem_max"),
+    (lambda llm: llm.generate([[5] * 65]), "the prompt has 65 tokens, the encoder takes at most "
+                                           "64; shorten it, or compile with a larger --mem_max"),
     (lambda llm: llm.generate([[101]]), "token id 101 is not in the vocabulary of 101"),
     (lambda llm: llm.chat_prompt("hello"), "'BartForConditionalGeneration' is an encoder-decoder "
-                                           "model, which does not chat"),
-    (lambda llm: llm.logits([2]), "has an encoder: give what it is to read"),
+                                           "model without chat"),
+    (lambda llm: llm.logits([2]), "has an encoder: give sources"),
     (lambda llm: llm.session(2, [[5]]), "there are 1 sources for batch_size 2"),
     (lambda llm: llm.logits([2] * 65, [5]), "the prompt has 65 tokens, the KV cache has room"),
 ])
@@ -258,7 +258,7 @@ def test_the_commands(encoder_decoder, tmp_path):
     first, second = map(json.loads, result.stdout.splitlines())
     assert list(first["completions"][0]["token_ids"]) == truth(model, [prompts(0)[1]],
                                                                max_new_tokens=4)[0]
-    assert "does not chat" in second["error"]
+    assert "without chat" in second["error"]
     summary = json.loads(run("inspect", case, "--json").stdout)
     assert summary["encoder"]["num_layers"] == 4
     assert summary["chips"][0]["memory_bytes"] == 4 * 2 * 64 * 4 * summary["encoder"]["max_seq_len"]

@@ -235,7 +235,7 @@ def test_sampling_is_seeded_and_does_not_depend_on_the_batch(llm):
     ([[5]], tokens(3, logprobs=301), "logprobs 301 exceeds the vocabulary of 300"),
     ([[5]], tokens(3, logit_bias={300: 1.0}), "token id 300 is not in the vocabulary"),
     ([[5]], tokens(3, bad_words=[[5, -1]]), "token id -1 is not in the vocabulary"),
-    ([[5]], llmc.SamplingParams(bad_words=[[2]]), r"bad word \(2,\) is the end token"),
+    ([[5]], llmc.SamplingParams(bad_words=[[2]]), r"bad word \(2,\) is the EOS token"),
 ])
 def test_bad_requests_are_refused(llm, prompts, params, match):
     with pytest.raises(llmc.LlmcError, match=match):
@@ -247,7 +247,7 @@ def test_gpus_tell_only_so_many_log_probabilities(llm, kind, monkeypatch):
     target = llm.manifest.target.model_copy(update={"kind": kind})
     monkeypatch.setattr(llm._reader, "manifest",
                         llm.manifest.model_copy(update={"target": target}))
-    with pytest.raises(llmc.LlmcError, match="^logprobs 21 exceeds 20, the most where GPUs"):
+    with pytest.raises(llmc.LlmcError, match="^logprobs 21 exceeds 20, the maximum"):
         llm.generate([[5]], tokens(3, logprobs=21))
 
 
@@ -421,7 +421,7 @@ def test_who_comes_while_a_step_runs_is_in_the_next(case_tp1, far_ahead, monkeyp
         second.join()
         alone = [llm.generate([prompt], params)[0].token_ids for prompt in ([3, 5, 7], [11, 13])]
     step = far_ahead[3]
-    assert came_at[:2] == [0, 3] and (step.batch_size, step.num_ctx_tokens) == (2, 2)
+    assert came_at[:2] == [0, 3] and (step.batch_size, step.num_prefill_tokens) == (2, 2)
     assert [wanted["first"], wanted["second"]] == alone
 
 

@@ -183,11 +183,11 @@ CONTRADICTIONS = {
                         "uses version 0 of Embedding, this llmc has version 1"),
     "an unknown op": (lambda d: d["ops"].update(Sine=1), "version 1 of Sine, this llmc has none"),
     "no ops": (lambda d: d["ops"].clear(), "ops lacks"),
-    "an op gone": (lambda d: d["ops"].pop("GatedMLP"), "there is GatedMLP, which a graph has"),
+    "an op gone": (lambda d: d["ops"].pop("GatedMLP"), "the op GatedMLP is in a graph"),
     "an op too many": (lambda d: d["ops"].update(LayerNorm=1),
-                       "there is LayerNorm, which no graph has"),
+                       "the op LayerNorm is in the ops of"),
     "no end tokens": (lambda d: d["tokenizer"].update(eos_token_ids=[]),
-                      "ends texts with token 2, model_info.json lists no eos_token_ids"),
+                      "has the EOS token 2, model_info.json lists no eos_token_ids"),
     "an end token": (lambda d: d["tokenizer"].update(eos_token_ids=[2, 300]),
                      "eos_token_ids has token 300, the vocabulary 300"),
     "a negative token": (lambda d: d["tokenizer"].update(bos_token_id=-1), "greater than or equal"),
@@ -292,8 +292,8 @@ def first_initializer(graph, **entries):
 
 
 @pytest.mark.parametrize(("change", "match"), [
-    (lambda g: g.ClearField("metadata_props"), "does not say which ops it has"),
-    (lambda g: setattr(g.metadata_props[0], "value", "[]"), "does not say which ops it has"),
+    (lambda g: g.ClearField("metadata_props"), "has no valid metadata of its ops"),
+    (lambda g: setattr(g.metadata_props[0], "value", "[]"), "has no valid metadata of its ops"),
     (lambda g: setattr(g.metadata_props[0], "value", '{"ops": {"Embedding": 2}, "num_heads": []}'),
      "have version 2 of Embedding, model_info.json says 1"),
     (lambda g: setattr(g.graph.output[0], "name", "other"), "ONNX Runtime cannot load|has other"),

@@ -20,7 +20,7 @@ class Device:
     def submit(self, batch, prompts, host=2e-4):
         self.now += host  # makes it
         self.begun = self.now
-        self.pace.submitting(SimpleNamespace(batch_size=batch, num_ctx_tokens=prompts))
+        self.pace.submitting(SimpleNamespace(batch_size=batch, num_prefill_tokens=prompts))
         if self.end:
             self.paused += max(0, self.now + FIRST - self.end)
         self.end = max(self.end, self.now + FIRST) + self.seconds(batch, prompts)

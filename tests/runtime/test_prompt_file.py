@@ -61,13 +61,13 @@ def test_each_request_has_its_own_parameters(llm):
     ({"prompt": "\ud800"}, "not valid Unicode"),
     ({"prompt": "x" * 99}, "the KV cache has room for 64"),
     ({"token_ids": "12"}, "token_ids is '12'; give a list of token ids"),
-    ({"token_ids": [1.5]}, "token_ids has 1.5 in the place of a token id"),
-    ({"token_ids": [True]}, "token_ids has True in the place of a token id"),
+    ({"token_ids": [1.5]}, "token_ids has 1.5 in place of a token id"),
+    ({"token_ids": [True]}, "token_ids has True in place of a token id"),
     ({"token_ids": []}, "the prompt is empty"),
     ({"token_ids": [999]}, "token id 999 is not in the vocabulary"),
     ({"messages": []}, "messages is []; give a list like"),
     ({"messages": "the"}, "messages is not a list like"),
-    ({"messages": [{"role": "user"}]}, "the content of message 0 is not there; give a text"),
+    ({"messages": [{"role": "user"}]}, "the content of message 0 is missing; give a text"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "text": "a"}]}]},
      "the content of message 0 is [{"),
     ({"messages": [{"role": "user", "content": "a"}, "b"]}, "message 1 is 'b'; give one like"),
@@ -82,9 +82,9 @@ def test_each_request_has_its_own_parameters(llm):
     ({"prompt": "a", "stop": [""]}, "a stop string is empty"),
     ({"prompt": "a", "stop": [3]}, "stop is [3]; give a text"),
     ({"prompt": "a", "logit_bias": {"999": 1}}, "token id 999 is not in the vocabulary"),
-    ({"prompt": "a", "logit_bias": {"05": 1}}, "'05' is no token id"),
+    ({"prompt": "a", "logit_bias": {"05": 1}}, "'05' is not a token id"),
     ({"prompt": "a", "n": 10**6}, "n 1000000 is not from 1 to 65536"),
-    ({"prompt": "a", "logit_bias": {"x": 1}}, "'x' is no token id; write logit_bias like"),
+    ({"prompt": "a", "logit_bias": {"x": 1}}, "'x' is not a token id; write logit_bias like"),
 ])
 def test_a_broken_line_gets_an_error_and_the_others_run(llm, line, message):
     first, broken, last = run(llm, {"prompt": "the", "id": "a"}, line, {"prompt": "fox"})

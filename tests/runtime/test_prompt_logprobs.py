@@ -127,7 +127,7 @@ def test_logits_that_are_not_finite_fail_their_request():
     rows = np.array([[0.0, 1.0, 2.0, 3.0], [0.0, np.nan, 1.0, 2.0]], np.float32)
     scores.extend([Logprobs.of_prompt(row, token, 1) for row, token in zip(rows, (2, 3),
                                                                            strict=True)])
-    with pytest.raises(LlmcError, match="the logits at position 1 of the prompt have NaN"):
+    with pytest.raises(LlmcError, match="the logits at position 1 of the prompt are NaN"):
         scores.result()
 
 

@@ -46,12 +46,12 @@ def test_prompts_come_in_any_sequence(llm):
 
 
 @pytest.mark.parametrize(("prompts", "message"), [
-    ([[1.5, 2.0]], "prompt 0 has 1.5 in the place of a token id; give whole numbers"),
-    ([1.5, 2.0], "the prompt has 1.5 in the place of a token id; give whole numbers"),
-    ([[1, True]], "prompt 0 has True in the place of a token id; give whole numbers"),
-    ([[5], np.array([1.0])], "prompt 1 has 1.0 in the place of a token id; give whole numbers"),
-    ([[[5]]], "prompt 0 has [5] in the place of a token id; give whole numbers"),
-    ([["the"]], "prompt 0 has 'the' in the place of a token id; give whole numbers"),
+    ([[1.5, 2.0]], "prompt 0 has 1.5 in place of a token id; give whole numbers"),
+    ([1.5, 2.0], "the prompt has 1.5 in place of a token id; give whole numbers"),
+    ([[1, True]], "prompt 0 has True in place of a token id; give whole numbers"),
+    ([[5], np.array([1.0])], "prompt 1 has 1.0 in place of a token id; give whole numbers"),
+    ([[[5]]], "prompt 0 has [5] in place of a token id; give whole numbers"),
+    ([["the"]], "prompt 0 has 'the' in place of a token id; give whole numbers"),
     ([b"abc"], "prompt 0 is b'abc'; give a list of token ids"),
     (b"abc", "prompts is b'abc'; give a text, a list of token ids, or a list of such prompts"),
     (["the", None], "prompt 1 is None; give a list of token ids"),
@@ -150,7 +150,7 @@ def test_help_describes_every_field():
     (dict(max_batch_size=2.0), "max_batch_size is 2.0; give a whole number"),
     (dict(max_batch_size=0), "max_batch_size 0 is below 1"),
     (dict(max_batch_size=10**7),
-     "max_batch_size 10000000 is above 65536; more sequences than decode at once wait"),
+     "max_batch_size 10000000 is above 65536; give at most that, further sequences wait"),
     (dict(check_step=None), "check_step is None; give a whole number"),
     (dict(check_step=0), "check_step 0 is below 1"),
     (dict(skip_step=-1), "skip_step -1 is below 0"),
@@ -163,14 +163,14 @@ def test_what_is_no_argument_of_a_model_is_one_sentence(case_tp1, arguments, mes
 
 @pytest.mark.parametrize("case_dir", [None, 3, b"case", ["case"]])
 def test_what_is_no_path_is_no_case_directory(case_dir):
-    with pytest.raises(LlmcError, match="^case_dir is .*; give the directory that `llmc compile`"):
+    with pytest.raises(LlmcError, match="^case_dir is .*; give the output directory of `llmc"):
         llmc.LLM(case_dir)
 
 
 @pytest.mark.parametrize(("work", "message"), [
     (lambda llm: llm.logits("text"), "token_ids is 'text'; give a list of token ids"),
     (lambda llm: llm.logits([5.0]),
-     "token_ids has 5.0 in the place of a token id; give whole numbers"),
+     "token_ids has 5.0 in place of a token id; give whole numbers"),
     (lambda llm: llm.logits([]), "the prompt is empty; give at least one token"),
     (lambda llm: llm.session("2"), "batch_size is '2'; give a whole number"),
     (lambda llm: llm.session(9), "batch_size 9 is not from 1 to max_batch_size 4"),

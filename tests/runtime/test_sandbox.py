@@ -32,7 +32,7 @@ def test_a_job_returns_its_value_or_its_error(sandbox):
     assert sandbox.run(lane, double, "é" * 100_000) == ["é" * 100_000] * 2
     with pytest.raises(LlmcError, match="^a reason, on two lines$"):
         sandbox.run(lane, fail)
-    with pytest.raises(LlmcError, match="values that are no JSON"):
+    with pytest.raises(LlmcError, match="values that are not JSON"):
         sandbox.run(lane, double, threading.Lock())
 
 

@@ -126,7 +126,7 @@ def test_a_session_goes_on_while_others_generate(case, alone):
             assert chosen == [alone[1][step], alone[2][step]]
             rows = session.extend([[token] for token in chosen])
         llm.generate(PROMPTS, tokens(30))  # needs all slots
-        with pytest.raises(llmc.LlmcError, match="KV cache of this session is gone"):
+        with pytest.raises(llmc.LlmcError, match="KV cache of this session was freed"):
             session.extend([[5], [5]])
         session.close()
         assert_empty(llm)
@@ -263,7 +263,7 @@ def test_closing_ends_who_came_while_a_step_ran(case_tp1, monkeypatch):
         runs.wait(60)
         late = [pool.submit(llm.generate, [PROMPTS[1]], tokens(3)),
                 pool.submit(llm.logits, PROMPTS[2])]
-        while len(llm._loops[0]._orders) < len(late):
+        while len(llm._loops[0]._inbox) < len(late):
             time.sleep(0.01)
         closing = pool.submit(llm.close)
         while not llm._loops[0]._closing:
@@ -346,7 +346,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers(case_tp1):
             made, = llm.generate([[5] * 20], tokens(wanted))
             assert (len(made.token_ids), made.finish_reason) == (13, "length")
     for options, match in (
-            (dict(block_size=12), "block_size 12 is no power of two"),
+            (dict(block_size=12), "block_size 12 is not a power of two"),
             (dict(kv_cache_tokens=10**12), r"1000000000000 tokens takes .* GB with .* machine has"),
             (dict(max_num_batched_tokens=0), "max_num_batched_tokens 0 is below 1"),
             (dict(gpu_memory_utilization=1.5), "1.5 is not above 0 and at most 1")):

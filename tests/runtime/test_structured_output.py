@@ -171,7 +171,7 @@ def test_guides_that_make_no_sense_are_refused(params, said):
     dict(guided_json={"type": "nonsense"}), dict(guided_json={"not": {"const": 3}}),
     dict(guided_regex="("), dict(guided_grammar="start: ("), dict(guided_grammar="root ::= (")])
 def test_guides_that_cannot_be_read_are_refused(llm, params):
-    with pytest.raises(llmc.LlmcError, match="the guide cannot be read"):
+    with pytest.raises(llmc.LlmcError, match="the grammar cannot be compiled"):
         llm.generate([[5]], llmc.SamplingParams(**params))
 
 

@@ -60,7 +60,7 @@ def test_a_long_text_is_tokenized_or_counted(tmp_path):
 def test_a_regular_expression_that_gives_up_is_an_error():
     tokenizer = Tokenizer(models.WordLevel({"a": 0}, "a"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"(a+a+)+b"), "isolated")
-    with pytest.raises(LlmcError, match="the tokenizer cannot read the text"):
+    with pytest.raises(LlmcError, match="the tokenizer cannot encode the text"):
         encode(tokenizer, ["a" * 40], True)
 
 

@@ -114,8 +114,7 @@ class Sequences:
             sample=[index for index, own in enumerate(sequences) if own in chosen], admit=admit,
             copies=np.array(copies, np.int32).reshape(-1, 2),
             logits="sampled" if any(own.params.logprobs is not None for own in chosen) else "none",
-            masks={own.slot: own.mask for own in chosen if own.mask is not None},
-            prompt_lens=tuple(own.prompt_len for own in sequences)), sequences)
+            masks={own.slot: own.mask for own in chosen if own.mask is not None}), sequences)
 
     def _follow(self, scheduled: Any) -> None:
         """Do as a SchedulerOutput says of sequences that begin, go on, wait and end."""
