@@ -240,7 +240,7 @@ def test_a_convolution_that_is_computed_is_named(tmp_path, monkeypatch):
 def test_a_convolution_of_one_token_is_refused(family, key, tmp_path):
     hf = families.save(families.tiny_model(family, **{key: 1}), tmp_path / "hf")
     with pytest.raises(llmc.LlmcError, match=f"'{family}' cannot be exported: a causal convolution "
-                                             "has a kernel of 1, expected 2 or more"):
+                                             "has kernel size 1, expected 2 or more"):
         llmc.compile(hf, tmp_path / "case")
 
 
