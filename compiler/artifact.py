@@ -233,17 +233,17 @@ def describe_chip(graph: gs.Graph, rank: int, steps: tuple[GraphStep | Collectiv
 
 def weight_forms(graphs: Sequence[gs.Graph]) -> dict[str, WeightForm]:
     """Return the storage format of each quantized weight of a chip, by name."""
-    found: dict[str, WeightForm] = {}
+    forms: dict[str, WeightForm] = {}
     for node in (node for graph in graphs for node in graph.nodes):
         op = op_of(node)
         if op is not None and op.packed(fields := fields_of(node)):
-            found.update((operands(node)[role.weight].name, WeightForm(
+            forms.update((operands(node)[role.weight].name, WeightForm(
                 dtype=fields["weight_dtype"], group_size=fields["group_size"],
                 activation_dtype=fields.get("activation_dtype", ""),
                 activation_scale=fields.get("activation_scale", 0.0),
                 activation_group_size=fields.get("activation_group_size", 0)))
                 for role in op.quantized)
-    return dict(sorted(found.items()))
+    return dict(sorted(forms.items()))
 
 
 def describe_encoder(graph: gs.Graph, steps: tuple[GraphStep | CollectiveStep, ...]) -> \

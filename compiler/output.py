@@ -68,13 +68,13 @@ def new_directory(output: str | Path) -> Iterator[Path]:
         LlmcError: it cannot be written, or `check_output` rejects the present output.
     """
     target = _resolve(output)
-    made: list[Path] = []
+    new_parents: list[Path] = []
     try:
-        _make_parents(target.parent, made)
+        _make_parents(target.parent, new_parents)
         _clear_dead(target.parent)
         work, lock = _new_work(target.parent)
     except OSError as error:
-        _remove_empty(made)
+        _remove_empty(new_parents)
         raise _not_written(output, error) from error
     new, done = work / "new", False
     try:
@@ -95,7 +95,7 @@ def new_directory(output: str | Path) -> Iterator[Path]:
         else:  # the only copy of the old output, which the error of `_rename_both` names
             os.close(lock)
         if not done:
-            _remove_empty(made)
+            _remove_empty(new_parents)
 
 
 @contextmanager
@@ -190,26 +190,26 @@ def _unlisted(case_dir: Path) -> list[str] | None:
         listed = {str(PurePosixPath(entry["path"])) for entry in entries} | {MANIFEST_NAME}
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    found = []
+    present = []
     for folder, folders, files in os.walk(case_dir, onerror=_raise):
         here = Path(folder).relative_to(case_dir)
         links = [name for name in folders if Path(folder, name).is_symlink()]
-        found += [(here / name).as_posix() for name in (*files, *links)]
+        present += [(here / name).as_posix() for name in (*files, *links)]
         if not folders and not files:
-            found.append(f"{here.as_posix()}/")
-    return sorted(set(found) - listed)
+            present.append(f"{here.as_posix()}/")
+    return sorted(set(present) - listed)
 
 
 def _raise(error: OSError) -> None:
     raise error
 
 
-def _make_parents(parent: Path, made: list[Path]) -> None:
-    """Create the folder and its parents; append the created ones to `made`, top first."""
+def _make_parents(parent: Path, created: list[Path]) -> None:
+    """Create the folder and its parents; append new ones to `created`, top first."""
     for folder in (*reversed(parent.parents), parent):
         with suppress(FileExistsError):
             os.mkdir(folder)
-            made.append(folder)
+            created.append(folder)
 
 
 def _new_work(parent: Path) -> tuple[Path, int]:
@@ -286,8 +286,8 @@ def _remove(work: Path, lock: int) -> None:
         os.close(lock)
 
 
-def _remove_empty(made: list[Path]) -> None:
-    for folder in reversed(made):
+def _remove_empty(folders: list[Path]) -> None:
+    for folder in reversed(folders):
         with suppress(OSError):
             os.rmdir(folder)
 

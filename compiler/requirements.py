@@ -27,11 +27,12 @@ def require_routes(graphs: Sequence[gs.Graph], reports: Sequence[Report]) -> Non
     """Reject a model with experts or a router that were not fused."""
     nodes = [node for graph in graphs for node in graph.nodes]
     for report in (report for report in reports if not report.encoder):
-        odd = [node for node in nodes if (report.run is experts and is_op(node, EXPERTS_DOWN))
-               or report.run is dense_experts
-               or (report.run is route and is_op(node, EXPERTS)
-                   and not is_op(producer(operands(node)["experts"]), ROUTE))]
-        if odd and report.refusals:
+        unfused = [node for node in nodes
+                   if (report.run is experts and is_op(node, EXPERTS_DOWN))
+                   or report.run is dense_experts
+                   or (report.run is route and is_op(node, EXPERTS)
+                       and not is_op(producer(operands(node)["experts"]), ROUTE))]
+        if unfused and report.refusals:
             where, _, why = report.refusals[0].partition(": ")
             raise LlmcError(f"{'a router was' if report.run is route else 'experts were'} not "
                             f"recognized: {why} ({where}); use a model whose MoE layers "

@@ -37,7 +37,7 @@ def read_sampling(generation: Mapping[str, Any], vocab_size: int, has_encoder: b
     Returns:
         The defaults, or None; and notes about values that are applied or ignored.
     """
-    taken: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     notes = []
     for name in _APPLIED:
         value = generation.get(name)
@@ -45,20 +45,20 @@ def read_sampling(generation: Mapping[str, Any], vocab_size: int, has_encoder: b
         if problem is not None:
             notes.append(f"sampling defaults: {problem}; ignored")
         elif value is not None:
-            taken[name] = value if name != _SUPPRESSED else \
+            defaults[name] = value if name != _SUPPRESSED else \
                 tuple(token for token in value if token < vocab_size)
     if generation.get("do_sample") is False:  # greedy, as in transformers
-        taken["temperature"] = 0.0
+        defaults["temperature"] = 0.0
     elif generation.get("do_sample") is True:
-        taken.setdefault("temperature", 1.0)
+        defaults.setdefault("temperature", 1.0)
     for name in (*_NOT_APPLIED, *(() if has_encoder else _OF_ENCODERS)):
         value = generation.get(name)
         if value is not None and value not in _NOT_APPLIED.get(name, ()):
             notes.append(f"sampling defaults: {name} {shown(value)} is not applied")
-    if not taken:
+    if not defaults:
         return None, notes
-    shown_values = ", ".join(f"{name} {shown(value)}" for name, value in taken.items())
-    return SamplingDefaults(**taken), [f"sampling defaults: {shown_values}", *notes]
+    shown_values = ", ".join(f"{name} {shown(value)}" for name, value in defaults.items())
+    return SamplingDefaults(**defaults), [f"sampling defaults: {shown_values}", *notes]
 
 
 def _problem(name: str, value: Any) -> str | None:

@@ -243,7 +243,7 @@ class _Original:
 
 def _run_reference(raw: RawModel, reference: str | Path, manifest: Manifest, ids: list[int],
                    tokens: int, stored: Sequence[str], names: Sequence[str],
-                   own: OwnWeights | None) -> _Original:
+                   weights: OwnWeights | None) -> _Original:
     """Run the export and transformers, and both again with the compiled model's rounding.
 
     A quantized model's dequantized weights are substituted if possible.
@@ -254,12 +254,12 @@ def _run_reference(raw: RawModel, reference: str | Path, manifest: Manifest, ids
     model, forms = None, None
     if raw.kind != "onnx":
         model = load_reference(reference)
-        forms = put_into_model(model, own) if own is not None else None
-        own = own if forms is not None else None
+        forms = put_into_model(model, weights) if weights is not None else None
+        weights = weights if forms is not None else None
     graph = raw.graph
-    if own is not None:
+    if weights is not None:
         graph = raw.graph.copy()
-        own.put_into(graph)
+        weights.put_into(graph)
     export = run_graph(graph, feeds, names)
     transformers: Values = {}
     allowed: dict[str, float] = {}
@@ -272,18 +272,18 @@ def _run_reference(raw: RawModel, reference: str | Path, manifest: Manifest, ids
             if dtype != "float32":
                 del model  # two models may not fit in memory
                 model = load_reference(reference, dtype)
-                forms = put_into_model(model, own) if own is not None else None
+                forms = put_into_model(model, weights) if weights is not None else None
             with rounded_activations(forms or {}):
                 allowed = _losses(reference_values(model, ids, kv_dtype), transformers,
                                   _times(_TRANSFORMERS_LOSSES, manifest))
     missing = [name for name in names if name not in allowed]
-    activations = own.forms if own is not None else {}
+    activations = weights.forms if weights is not None else {}
     if (narrow or activations) and missing and _can_round(graph, kv_dtype):
         rounded = run_graph(graph, feeds, missing, Rounding(dtype, kv_dtype, frozenset(stored),
                                                             activations))
         allowed |= _losses(rounded, export, _times(_EXPORT_LOSSES, manifest))
     return _Original({name: _flat(array) for name, array in export.items()}, transformers, allowed,
-                     greedy, own is not None, bool(activations))
+                     greedy, weights is not None, bool(activations))
 
 
 def _times(losses: float, manifest: Manifest) -> float:
@@ -516,8 +516,8 @@ def _token_ids(manifest: Manifest, root: Path, prompt: str | None) -> list[int]:
     return ids
 
 
-def _trace(manifest: Manifest, root: Path, ids: list[int], wanted: set[str]) -> list[Values]:
-    """Prefill on GPUs; return for each chip the wanted tensors in the program's order."""
+def _trace(manifest: Manifest, root: Path, ids: list[int], requested: set[str]) -> list[Values]:
+    """Prefill on GPUs; return for each chip the requested tensors in the program's order."""
     most = min(len(ids), MAX_LOGITS)
     replica = GpuReplica(manifest, root, place(manifest, None, device_count())[0],
                          EngineConfig(1, most,
@@ -530,7 +530,7 @@ def _trace(manifest: Manifest, root: Path, ids: list[int], wanted: set[str]) -> 
     finally:
         replica.close()
     return [{name: np.concatenate([step[rank][name] for step in steps])
-             for name in steps[0][rank] if name in wanted} for rank in range(manifest.tp_size)]
+             for name in steps[0][rank] if name in requested} for rank in range(manifest.tp_size)]
 
 
 def _joined(parts: Sequence[np.ndarray], expected: np.ndarray) -> np.ndarray:
@@ -631,19 +631,19 @@ def _compare_weights(raw: RawModel, manifest: Manifest, root: Path) -> tuple[Bad
                         or f"{tensor.name}{SCALED}" in names:
                     continue
                 name, values = tensor.name, tensor._values
-                found = None
+                difference = None
                 if name not in rounded:
                     have = file.get_slice(name) if name in names else None
-                    found = _compare_weight(rank, name, have, values)
+                    difference = _compare_weight(rank, name, have, values)
                 elif name in chip.quantization and in_order:
                     have = {part: file.get_slice(name + part) for part in STORED
                             if name + part in names}
-                    found = _compare_rounded(rank, name, have, chip.quantization[name], values)
-                    if found is None:
+                    difference = _compare_rounded(rank, name, have, chip.quantization[name], values)
+                    if difference is None:
                         nearest.append(_compare_nearest(rank, name, have, chip.quantization[name],
                                                         values))
-                if found is not None:
-                    bad.append(found)
+                if difference is not None:
+                    bad.append(difference)
     others = [weight for weight in nearest if weight.elements]
     # Otherwise they were quantized by calibration or another tool.
     return tuple(bad + others if 2 * len(others) < len(nearest) else bad)
@@ -660,17 +660,17 @@ def _rounded(graph: gs.Graph, chip: Chip) -> set[str]:
         op = op_of(node)
         if op is None:
             continue
-        given = operands(node)
-        names |= {tensor.name for tensor in given.values() if isinstance(tensor, gs.Constant)
+        inputs = operands(node)
+        names |= {tensor.name for tensor in inputs.values() if isinstance(tensor, gs.Constant)
                   and isinstance(tensor._values, HeadMatrices)
                   and tensor.name in chip.quantization}
         for role in op.quantized:
-            weight = given[role.weight]
+            weight = inputs[role.weight]
             unfolded = weight.name.endswith(NORMED) \
                 and weight.name.removesuffix(NORMED) in chip.quantization
             if values_of(weight).dtype != np.uint8 \
                     and (weight.name in chip.quantization or unfolded):
-                names |= {tensor.name for name, tensor in given.items()
+                names |= {tensor.name for name, tensor in inputs.items()
                           if unfolded or name in (role.weight, role.row_sums)}
     return names
 

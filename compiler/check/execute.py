@@ -135,24 +135,24 @@ def _round_activations(model: onnx.ModelProto, forms: Mapping[str, WeightForm]) 
 def _rounding_function(form: WeightForm) -> onnx.FunctionProto:
     """Return a function that rounds activations x as the kernel of this format does."""
     if form.activation_dtype:
-        lines, made = rounded({"activation_dtype": form.activation_dtype,
-                               "activation_scale": form.activation_scale,
-                               "activation_group_size": form.activation_group_size}, "x")
+        lines, result = rounded({"activation_dtype": form.activation_dtype,
+                                 "activation_scale": form.activation_scale,
+                                 "activation_group_size": form.activation_group_size}, "x")
     else:
         block = cpu_activation_block(form.dtype, form.group_size)
-        lines, made = [
+        lines, result = [
             "shape = Shape(x)", f"each = Constant<value_ints=[-1, {block}]>()",
             "groups = Reshape(x, each)", "last = Constant<value_ints=[-1]>()",
             "sizes = Abs(groups)", "most = ReduceMax<keepdims=1>(sizes, last)",
             "codes = Constant<value_float=127.0>()", "least = Constant<value_float=1e-30>()",
             "steps = Div(most, codes)", "scale = Max(steps, least)", "scaled = Div(groups, scale)",
-            "whole = Round(scaled)", "numbers = Mul(whole, scale)",
-            "made = Reshape(numbers, shape)"], "made"
+            "whole = Round(scaled)", "values = Mul(whole, scale)",
+            "result = Reshape(values, shape)"], "result"
     overload = f"{form.activation_dtype}.{form.activation_scale}.{form.activation_group_size}." \
         f"{form.dtype}.{form.group_size}"
     return onnx.parser.parse_function(
         f'<domain: "llmc", overload: "{overload}", opset_import: ["": {plugins.OPSET}]>\n'
-        f"QuantizeActivations (x) => (y) {{\n" + "\n".join([*lines, f"y = Identity({made})"])
+        f"QuantizeActivations (x) => (y) {{\n" + "\n".join([*lines, f"y = Identity({result})"])
         + "\n}")
 
 
@@ -190,7 +190,8 @@ def _sdpa_function(attrs: Mapping[str, float], overload: str, kv_dtype: str,
         mask = "m1"
     if attrs["chunk"]:
         lines += [f"chunk = Constant<value_int={int(attrs['chunk'])}>()",
-                  "own = Div(i, chunk)", "its = Div(r, chunk)", "same = Equal(own, its)",
+                  "query_chunk = Div(i, chunk)", "key_chunk = Div(r, chunk)",
+                  "same = Equal(query_chunk, key_chunk)",
                   f"m2 = And({mask}, same)"]
         mask = "m2"
     lines += ["low = Constant<value_float=-1e30>()", f"s4 = Where({mask}, {scores}, low)"]
@@ -213,12 +214,12 @@ def _sdpa_function(attrs: Mapping[str, float], overload: str, kv_dtype: str,
         + "\n".join(lines) + "\n}")
 
 
-def run_chips(manifest: Manifest, case_dir: Path, ids: Sequence[int], wanted: Collection[str]) -> \
-        list[Values]:
+def run_chips(manifest: Manifest, case_dir: Path, ids: Sequence[int],
+              requested: Collection[str]) -> list[Values]:
     """Prefill a model compiled for CPUs, all chips in lockstep.
 
     Returns:
-        For each chip, the wanted tensors in the graph's order.
+        For each chip, the requested tensors in the graph's order.
 
     Raises:
         LlmcError: a file cannot be run.
@@ -246,20 +247,20 @@ def run_chips(manifest: Manifest, case_dir: Path, ids: Sequence[int], wanted: Co
             continue
         for step, state, keep in zip(steps, states, kept, strict=True):
             assert not isinstance(step, CollectiveStep)  # all chips have the same steps
-            results = _run_file(case_dir / step.path, state, wanted)
+            results = _run_file(case_dir / step.path, state, requested)
             state.update(results)
-            keep.update((name, array) for name, array in results.items() if name in wanted)
+            keep.update((name, array) for name, array in results.items() if name in requested)
     return kept
 
 
-def _run_file(path: Path, state: Mapping[str, np.ndarray], wanted: Collection[str]) -> \
+def _run_file(path: Path, state: Mapping[str, np.ndarray], requested: Collection[str]) -> \
         Values:
-    """Run an ONNX file; return its outputs and the wanted inner tensors, in graph order."""
+    """Run an ONNX file; return its outputs and the requested inner tensors, in graph order."""
     check_graph(path)
     model = read_onnx(path)
     outputs = [value.name for value in model.graph.output]
     inside = [name for node in model.graph.node for name in node.output
-              if name in wanted and name not in outputs]
+              if name in requested and name not in outputs]
     model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in inside)
     options = ort.SessionOptions()
     options.log_severity_level = 4

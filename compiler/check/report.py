@@ -260,16 +260,16 @@ def _plot(report: DiffReport) -> str:
     parts.append(f"<text x='{(left + width) / 2:.0f}' y='{height - 12}' text-anchor='middle'>"
                  f"hidden state after layer, then the logits</text>")
     for pair, color in _PAIRS.items():
-        found = [d for d in report.layers if d.pair == pair]
-        if found:
+        differences = [d for d in report.layers if d.pair == pair]
+        if differences:
             thick = 5 if pair == "compiled vs export" else 1.5  # visible under the next line
-            parts.append(line({d.name: d.relative for d in found}, color, thick=thick))
+            parts.append(line({d.name: d.relative for d in differences}, color, thick=thick))
             legend.append((pair, color, ""))
     limits: dict[tuple[float, ...], list[str]] = {}
     for pair in _PAIRS:
-        found = [d for d in report.layers if d.pair == pair]
-        if found:
-            limits.setdefault(tuple(round(d.allowed, 12) for d in found), []).append(pair)
+        differences = [d for d in report.layers if d.pair == pair]
+        if differences:
+            limits.setdefault(tuple(round(d.allowed, 12) for d in differences), []).append(pair)
     for (limit, pairs), dash in zip(limits.items(), ("6 4", "2 3", "9 3 2 3"), strict=False):
         values = dict(zip((d.name for d in report.layers if d.pair == pairs[0]), limit,
                           strict=True))

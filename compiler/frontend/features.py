@@ -98,12 +98,12 @@ def check_features(model: Any, part: Part) -> None:
     """
     config = text_config(model.config)
     prefix = text_prefix(model).removesuffix(".")
-    found = dict(_found(model.get_submodule(prefix), config.to_dict()))
+    detected = dict(_found(model.get_submodule(prefix), config.to_dict()))
     bidirectional = _bidirectional(model)
     if part is CAUSAL_LM and bidirectional and not getattr(config, "is_decoder", False):
-        found["bidirectional attention"] = bidirectional
-    if found:
-        features = " and ".join(f"{words} ({where})" for words, where in found.items())
+        detected["bidirectional attention"] = bidirectional
+    if detected:
+        features = " and ".join(f"{words} ({where})" for words, where in detected.items())
         raise LlmcError(f"'{config.model_type}' has {features}, which llmc does not support; use "
                         f"another model")
 

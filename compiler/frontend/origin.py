@@ -42,10 +42,10 @@ def directory_origin(directory: Path, repo_id: str | None = None) -> Origin:
 
 
 def _model_files(directory: Path) -> tuple[Path, ...]:
-    found = [path for pattern in PATTERNS for path in directory.glob(pattern) if path.is_file()]
-    if not any(path.suffix == ".safetensors" for path in found):
-        found += directory.glob(_PICKLED)
-    return tuple(found)
+    files = [path for pattern in PATTERNS for path in directory.glob(pattern) if path.is_file()]
+    if not any(path.suffix == ".safetensors" for path in files):
+        files += directory.glob(_PICKLED)
+    return tuple(files)
 
 
 def _sha256(path: Path) -> str | None:

@@ -45,10 +45,10 @@ def named_file(source: Path, name: str) -> Path:
                         f"refer to files in '{source.parent}'")
     path = source.parent / name
     try:
-        found = path.is_file()
+        exists = path.is_file()
     except (OSError, ValueError):  # a name that the file system rejects
-        found = False
-    if not found:
+        exists = False
+    if not exists:
         raise LlmcError(f"'{source}' lists {name!r}, which is missing; copy or download it to "
                         f"'{source.parent}'")
     refuse_pointer(path)

@@ -44,13 +44,13 @@ def in_kernel_order(graph: gs.Graph) -> dict[str, Weight]:
         op = op_of(node)
         if op is None or not op.packed(fields_of(node)):
             continue
-        given = operands(node)
+        inputs = operands(node)
         for role in op.quantized:
-            codes, groups = _orders(fields_of(node), values_of(given[role.weight]).shape)
+            codes, groups = _orders(fields_of(node), values_of(inputs[role.weight]).shape)
             for name, order in ((role.weight, codes), (role.scale, groups), (role.zero, _as_it_is),
                                 (role.minimum, groups)):
-                if name in given:
-                    reordered[given[name].name] = _as_words(order(values_of(given[name])))
+                if name in inputs:
+                    reordered[inputs[name].name] = _as_words(order(values_of(inputs[name])))
     return reordered
 
 

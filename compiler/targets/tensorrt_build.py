@@ -36,10 +36,10 @@ def gpu() -> tuple[str, str]:
     name = ctypes.create_string_buffer(256)
     try:
         driver = ctypes.CDLL("libcuda.so.1")
-        found = not driver.cuInit(0) and not driver.cuDeviceGet(ctypes.byref(device), 0)
+        has_gpu = not driver.cuInit(0) and not driver.cuDeviceGet(ctypes.byref(device), 0)
     except OSError:  # no driver
-        found = False
-    if not found:
+        has_gpu = False
+    if not has_gpu:
         raise RuntimeError("no NVIDIA GPU was found, which the build needs; build on a machine "
                            "with a GPU")
     driver.cuDeviceGetName(name, len(name), device)

@@ -369,7 +369,7 @@ def test_what_transformers_leaves_out_is_refused(file, match, tmp_path):
     (File("deepseek2", layer={}), "architecture 'deepseek2', which transformers does not read"),
     (File(layer={**LAYER, "attn_k.weight": (30, 64)}),
      r"'blk.0.attn_k.weight' \[30, 64\] in '.*' does not match the number of heads"),
-    (File(fields={**LLAMA, "attention.head_count": 0}), "cannot be read as GGUF|build a model from 'Llama"),
+    (File(fields={**LLAMA, "attention.head_count": 0}), "cannot be read as GGUF|build a model"),
     (File("phi3"), "build a model from 'Phi3Config' of '.*' .Padding_idx must be"),
     (File(fields={**LLAMA, "context_length": "x"}), "field 'max_position_embeddings': .* expected"),
 ])
