@@ -163,7 +163,7 @@ def _used_ops(graphs: list[gs.Graph]) -> dict[str, int]:
 
 
 def _check_activations(lowered: Lowered, options: CompileOptions) -> None:
-    """Reject quantize_activations where it had no effect."""
+    """Reject quantize_activations without effect."""
     if options.quantize_activations and options.scheme is None \
             and not any(report.noted(ActivationGroupsQuantized) for report in lowered.reports):
         raise LlmcError("quantize_activations is given without quantize fp8, and the checkpoint "

@@ -126,9 +126,9 @@ def to_onnx(graph: gs.Graph, places: dict[str, Placed], target: str,
 
 def _types(tensors: Sequence[gs.Tensor], declared: Sequence[gs.Tensor]) -> \
         Iterator[onnx.ValueInfoProto]:
-    """Yield element types that ONNX cannot infer: outputs of collectives and com.microsoft ops.
+    """Yield the element types of tensors, except graph outputs, which are declared already.
 
-    Graph outputs are declared already.
+    ONNX cannot infer those of collectives and com.microsoft ops.
     """
     for tensor in tensors:
         if tensor.dtype is not None and all(tensor is not output for output in declared):

@@ -144,7 +144,7 @@ class Partition:
 
 @dataclass(frozen=True)
 class Requirement:
-    """A check that the passes before it fused what they must; raises LlmcError otherwise."""
+    """A check of the preceding passes' result; raises LlmcError."""
 
     check: Callable[[Sequence[gs.Graph], Sequence[Report]], None]
 

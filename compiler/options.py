@@ -197,7 +197,7 @@ class CompileOptions:
 
     @property
     def calibrated(self) -> bool:
-        """Whether quantization is calibrated, which runs before partition."""
+        """Whether quantization is calibrated, before partition."""
         return self.calibrate is not None
 
 

@@ -227,7 +227,7 @@ def _new_work(parent: Path) -> tuple[Path, int]:
 
 
 def _lock(work: Path, wait: bool) -> int | None:
-    """Lock a work folder; return the descriptor, or None where another process holds the lock."""
+    """Lock a work folder; return the descriptor, or None if another process holds the lock."""
     descriptor = os.open(work / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

@@ -1,4 +1,4 @@
-"""Checks before export: of the options alone, then of the options against the model's config.
+"""Checks before export: options alone, then options against the model's config.
 
 The passes verify the exported graph again.
 """
@@ -94,7 +94,7 @@ class About:
 
     @property
     def switches_at(self) -> int | None:
-        """Length up to which longrope uses its short factors; None without longrope."""
+        """Maximum length for longrope's short factors; None without longrope."""
         key = "original_max_position_embeddings"
         rope = self.text.get("rope_scaling") or self.text.get("rope_parameters") or {}
         return (rope.get(key) or self.number(key)) if "long_factor" in rope else None

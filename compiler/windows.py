@@ -42,7 +42,7 @@ def _effective(window: int, max_seq_len: int) -> int:
 
 
 def _configured(text: Mapping[str, Any], count: int) -> Sequence[int | None]:
-    """Return each layer's window: 0 for full attention, None where the config leaves it open."""
+    """Return each layer's window: 0 for full attention, None if unspecified."""
     from transformers import AutoConfig
     try:  # the class has the defaults, and shows whether it uses sliding_window
         config = AutoConfig.for_model(**text)

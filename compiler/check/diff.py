@@ -321,7 +321,7 @@ def _flat(array: np.ndarray) -> np.ndarray:
 
 
 def _greedy_of(graph: gs.Graph, ids: list[int], count: int) -> Greedy:
-    """Generate greedy tokens with the raw export, which has no KV cache."""
+    """Generate greedy tokens with the raw export, without a KV cache."""
     run, known, rows = load_graph(graph, ["logits"]), list(ids), []
     for _ in range(count):
         logits = run({"input_ids": np.array([known]),
@@ -575,7 +575,7 @@ def _suspects(names: list[str], layers: Sequence[str], first: str | None) -> lis
 
 def _bisect(names: Iterable[str], ours: Values, export: Values, compiled: Sequence[Values],
             manifest: Manifest, root: Path, allowed: _Allowed) -> str | None:
-    """Describe the first tensor in which the compiled graph differs from the export, or None.
+    """Describe the first tensor over tolerance against the export, or return None.
 
     Integers are skipped with rounding, as a router may select other experts with similar scores.
     """

@@ -1,4 +1,4 @@
-"""Quality of a compiled model: perplexity of a text and ROUGE of summaries, and transformers'.
+"""Quality of a compiled model and of transformers: perplexity, and ROUGE of summaries.
 
 Both get the same token ids, and transformers runs in float32. The default data is `ARTICLES`: short
 articles, each with a summary.
@@ -168,10 +168,11 @@ def summarize(case_dir: str | Path, *, data: str | Path | None = None,
               hf_dir: str | Path | None = None, tolerance: float | None = None,
               max_tokens: int | None = None, device: Sequence[int] | None = None,
               progress: Progress = _quiet) -> EvalReport:
-    """Compute ROUGE-1, -2, -L and -Lsum of greedy summaries: mean F1 of stemmed words, 0 to 100.
+    """Compute ROUGE-1, -2, -L and -Lsum of greedy summaries.
 
-    A model with a chat template is prompted for two sentences; any other continues the article and
-    "TL;DR:". For ROUGE-Lsum, sentences end in . ! or ?
+    Scores are mean F1 of stemmed words, from 0 to 100. A model with a chat template is prompted for
+    two sentences; any other continues the article and "TL;DR:". For ROUGE-Lsum, sentences end in
+    . ! or ?
 
     Args:
         case_dir: the case directory.
@@ -357,7 +358,7 @@ def _summary_prompt(llm: LLM, article: str) -> list[int]:
 
 
 class _Scorer(Protocol):
-    """The interface of rouge_score's scorer, which has no type hints."""
+    """The interface of rouge_score's scorer, without type hints there."""
 
     def score(self, target: str, prediction: str) -> Mapping[str, Any]: ...
 

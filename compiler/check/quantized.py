@@ -1,4 +1,4 @@
-"""The reference of a quantized model: the original with the compiled model's dequantized weights.
+"""The reference of a quantized model: the original with dequantized compiled weights.
 
 A compiled weight has elements of the reference's weights in another order: concatenated rows of
 queries, keys and values, a rank's columns, stacked experts. To trace them, the reference is lowered

@@ -58,10 +58,11 @@ def reference_logits(model: Model, ids: Sequence[int]) -> np.ndarray:
 
 def reference_values(model: Model, ids: Sequence[int], kv_dtype: str = "") -> \
         dict[str, np.ndarray]:
-    """Compute the hidden state after each layer, float32 [num_tokens, hidden_size], and logits.
+    """Compute the hidden state after each layer, and the logits.
 
-    With `kv_dtype` float8_e4m3fn, keys and values are rounded to it before attention reads them,
-    as in a compiled model's KV cache.
+    Hidden states are float32 [num_tokens, hidden_size], logits [num_tokens, vocab_size]. With
+    `kv_dtype` float8_e4m3fn, keys and values are rounded to it before attention reads them, as in a
+    compiled model's KV cache.
     """
     import torch
 

@@ -147,7 +147,7 @@ class Checkpoint:
                 if converter in stacking else merged
 
     def spellings(self, name: str) -> tuple[str, ...]:
-        """Return a name with and without the base model's prefix, which checkpoints may omit."""
+        """Return a name with and without the base model's prefix, optional in checkpoints."""
         return name, name.removeprefix(self._prefix), self._prefix + name
 
     @property
@@ -193,7 +193,7 @@ _CONCATENATE_ROWS = [(Concatenate, 0)]
 
 
 def _merges(converter: WeightConverter) -> bool:
-    """Whether it concatenates rows, or stacks experts (perhaps concatenating their rows first)."""
+    """Whether it concatenates rows, or stacks experts, with or without concatenation."""
     kinds = [(type(operation), operation.dim) for operation in converter.operations
              if isinstance(operation, MergeModulelist | Concatenate)]
     return len(kinds) == len(converter.operations) and kinds in (
@@ -263,7 +263,7 @@ def _split(name: str, tensor: Weight, converter: WeightConverter) -> dict[str, W
 
 
 def check_made(model: torch.nn.Module, checkpoint: Checkpoint, origin: str) -> None:
-    """Reject a checkpoint whose tensors need an unsupported conversion of transformers.
+    """Reject tensors with an unsupported conversion of transformers.
 
     Raises:
         LlmcError: names a tensor and the conversion.
@@ -310,7 +310,7 @@ def _aliases(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def ties_hold(model: torch.nn.Module, checkpoint: Checkpoint) -> bool:
-    """Whether tied tensors are equal where the checkpoint has both.
+    """Whether the checkpoint's copies of tied tensors are equal.
 
     If they differ, transformers does not tie them, whatever tie_word_embeddings is.
     """

@@ -121,7 +121,7 @@ def _bounded(dynamic_shapes: tuple[Mapping[int, Any], ...], message: str, longes
 
 
 def _unsqueeze(self: TReal, dim: int) -> TReal:
-    """Unsqueeze a complex tensor, whose last axis has the real and imaginary parts."""
+    """Unsqueeze a complex tensor: its last axis has the real and imaginary parts."""
     return opset18.Unsqueeze(self, opset18.Constant(value_ints=[dim if dim >= 0 else dim - 1]))
 
 
@@ -154,7 +154,7 @@ def _torch_functions() -> tuple[_registration.OnnxDecompMeta, ...]:
 
 
 def _registry_of(names: Set[str]) -> _registration.ONNXRegistry:
-    """Build a registry for these ops only, as parsing all functions takes longer than an export."""
+    """Build a registry for these ops only: parsing all takes longer than an export."""
     registry = _registration.ONNXRegistry()
     registry._opset_version = OPSET
     for meta in _torch_functions():

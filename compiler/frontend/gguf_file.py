@@ -1,4 +1,4 @@
-"""GGUF files: config and tokenizer by transformers, weights in blocks or dequantized lazily."""
+"""GGUF files: config and tokenizer by transformers, lazy weights."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def _line(error: Exception) -> str:
 
 
 def _tokenizer_class(path: Path, config: Any) -> Any:
-    """Return the tokenizer class, without AutoTokenizer's second read of the config if possible."""
+    """Return the tokenizer class; AutoTokenizer, which reads the config again, as fallback."""
     from transformers import AutoTokenizer
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING, TokenizersBackend
 
@@ -195,7 +195,7 @@ def _tensors(path: Path, header: GgufHeader, config: Any) -> dict[str, Weight]:
 
 
 def _scale_rope(path: Path, header: GgufHeader, config: Any) -> None:
-    """Set the config's RoPE scaling from the file, which transformers does not read.
+    """Set the config's RoPE scaling from the file, as transformers does not read it.
 
     Raises:
         LlmcError: the scaling is not Llama 3's.
@@ -251,7 +251,7 @@ def _weight(path: Path, tensor: GgufTensor) -> Weight:
 
 def _dequantized(path: Path, tensor: GgufTensor, start: int = 0, stop: int | None = None) -> \
         np.ndarray:
-    """Dequantize rows of axis 0, which are whole blocks, to float32."""
+    """Dequantize rows of axis 0 to float32. A row consists of whole blocks."""
     rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
     stop = rows if stop is None else stop
     data = read_rows(path, tensor.offset, (rows, tensor.nbytes // rows), np.dtype(np.uint8), start,

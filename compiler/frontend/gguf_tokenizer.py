@@ -55,7 +55,7 @@ def sampling(header: GgufHeader) -> dict[str, Any]:
 
 
 def complete_tokenizer(header: GgufHeader, target: Path) -> None:
-    """Add chat templates and the space prefix, which transformers does not read from GGUF.
+    """Add chat templates and the space prefix, as transformers does not read them from GGUF.
 
     Raises:
         LlmcError: a chat template is not UTF-8, or its name is not valid for a file.

@@ -86,7 +86,7 @@ def find_directory(model: str | Path, revision: str | None = None) -> Path:
 
 
 def _refuse_odd_files(directory: Path) -> None:
-    """Reject FIFOs, devices and sockets, which would block, and directories named like files."""
+    """Reject FIFOs, devices and sockets (reads would block), and folders named like files."""
     for path in directory.iterdir():
         if path.exists() and not path.is_file() and (
                 not path.is_dir() or path.name in ("config.json", "generation_config.json",

@@ -108,7 +108,7 @@ def _check_rows(function: MaskFunction, queries: torch.Tensor, keys: torch.Tenso
 
 
 def _seen(function: MaskFunction, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Return the mask, bool [queries, keys], which must be equal for all heads."""
+    """Return the mask, bool [queries, keys]. It must be equal for all heads."""
     first, other = (function(torch.tensor(0), torch.tensor(head), queries[:, None], keys[None])
                     .expand(len(queries), len(keys)) for head in (0, 1))
     if not torch.equal(first, other):

@@ -134,7 +134,7 @@ def _check_inputs(model: onnx.ModelProto, path: Path) -> None:
 
 
 def _check_shape(value: onnx.ValueInfoProto, path: Path) -> None:
-    """Reject an input of fixed shape, whose sizes are constants throughout the graph."""
+    """Reject an input of fixed shape: its sizes are constants throughout the graph."""
     shape = value.type.tensor_type.shape
     dims = [dim.dim_value if dim.HasField("dim_value") else dim.dim_param or "?"
             for dim in shape.dim]

@@ -52,6 +52,7 @@ DECODER = Part("decoder", ("decoder_layers", "num_decoder_layers"), 2)
 
 
 def text_config(config: Any) -> Any:
+    """Return the text config of a multimodal config, else the config."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
@@ -83,6 +84,11 @@ def _is_causal_lms(config: Any) -> bool:
 
 
 def build(config: Any, part: Part, trust_remote_code: bool) -> torch.nn.Module:
+    """Build a model from its config.
+
+    Raises:
+        LlmcError: transformers cannot build it.
+    """
     kind, auto = ("causal LM", causal_lm_class(config)) if part is CAUSAL_LM else \
         ("encoder-decoder LM", AutoModelForSeq2SeqLM)
     try:

@@ -10,7 +10,7 @@ _LFS = b"version https://git-lfs.github.com/spec/"
 
 
 def refuse_pointer(path: Path) -> None:
-    """Reject a Git LFS pointer, which a clone without git-lfs has in place of a large file.
+    """Reject a Git LFS pointer, a placeholder for a large file in clones without git-lfs.
 
     Raises:
         LlmcError: the file is a pointer.

@@ -34,7 +34,7 @@ from llmc.errors import LlmcError
 
 
 class CannotRepeat(Exception):
-    """Raised where layers cannot be cloned; the message is the reason."""
+    """Layers cannot be cloned; the message is the reason."""
 
 
 @dataclass
@@ -136,7 +136,7 @@ def _other_shapes(model: torch.nn.Module, layers_name: str) -> dict[str, tuple[i
 
 
 def _check_places(text: Any, count: int, picked: Sequence[int]) -> None:
-    """Check that per-layer properties of a config are the same for the picked and the first layers.
+    """Check that per-layer properties of a config agree for the picked and the first layers.
 
     After a cut, the model indexes these properties by the layers' new positions.
 
@@ -152,7 +152,7 @@ def _check_places(text: Any, count: int, picked: Sequence[int]) -> None:
 
 
 def _shorten(text: Any, key: str, picked: Sequence[int], renumber: bool = False) -> None:
-    """Reduce a config to the picked layers: their number, per-layer lists, and lists of indices.
+    """Reduce a config to the picked layers: number, per-layer lists, and lists of indices.
 
     Lists of indices are changed only with `renumber`.
 
@@ -347,9 +347,9 @@ def _tag_selecting(graph: gs.Graph, tag: dict[int, str]) -> set[int]:
 
 
 def _untag_shared(graph: gs.Graph, tag: dict[int, str]) -> None:
-    """Move out of a layer what it computes for others from lengths and positions only.
+    """Move nodes that compute a tensor for other layers out of their layer.
 
-    Such as the attention bias that T5's first layer computes for all layers.
+    They depend on lengths and positions only, such as T5's attention bias for all layers.
     """
     data = data_tensors(graph)
     computed = {id(t) for node in graph.nodes for t in node.outputs if id(t) in data}

@@ -1,4 +1,4 @@
-"""Conversion of a tokenizer with two SentencePiece models, such as Marian's, to tokenizer.json.
+"""Conversion of a pair of SentencePiece models, such as Marian's, to tokenizer.json.
 
 One model is for the source, one for the target language; they share a vocabulary.
 """

@@ -43,7 +43,7 @@ def _gated_delta_rule(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
                       initial_state: torch.Tensor | None = None, output_final_state: bool = False,
                       use_qk_l2norm_in_kernel: bool = False, **others: object) -> \
         tuple[torch.Tensor, None]:
-    """Replace torch_chunk_gated_delta_rule; query, key, value are [batch, seq, heads, head_dim]."""
+    """Replace torch_chunk_gated_delta_rule; q, k, v are [batch, seq, heads, head_dim]."""
     _refuse("the gated delta rule", {**others, "initial_state": initial_state})
     return _recurrence(query, key, value, g, beta, None, update_rule="gated_delta",
                        scale=float(query.shape[-1]**-0.5),

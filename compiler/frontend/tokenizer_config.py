@@ -27,7 +27,9 @@ _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def read_chat_templates(directory: Path) -> dict[str, str]:
-    """Read the chat templates of a Hugging Face directory by name; the unnamed one is `default`.
+    """Read the chat templates of a Hugging Face directory by name.
+
+    The unnamed template is `default`.
 
     Raises:
         LlmcError: a template is not a string.
@@ -112,6 +114,6 @@ def _special_tokens(directory: Path, config: Mapping[str, Any]) -> dict[str, str
 
 
 def _content(token: Any) -> str | None:
-    """Return the text of a special token, which may be a serialized AddedToken."""
+    """Return the text of a special token, a string or a serialized AddedToken."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None

@@ -66,11 +66,11 @@ _EXPORTERS = (
 
 
 class Contradiction(LlmcError):
-    """Raised where a model's attention arguments contradict its mask."""
+    """A model's attention arguments contradict its mask."""
 
 
 class DoesNotRun(LlmcError):
-    """Raised where the model's code fails during the export."""
+    """The model's code fails during the export."""
 
 
 def trace(config: Any, part: Part, layers_name: str | None, trust_remote_code: bool,
@@ -173,7 +173,7 @@ def _run_exporter(config: Any, part: Part, trust_remote_code: bool, layers_name:
 
 
 def _disable_extra_outputs(config: Any) -> None:
-    """Disable outputs for training: with output_router_logits, Mixtral's first output is a loss."""
+    """Disable outputs for training: Mixtral's first output would be the router loss."""
     for each in (config, text_config(config)):
         for name in ("output_router_logits", "output_attentions", "output_hidden_states"):
             if getattr(each, name, None):

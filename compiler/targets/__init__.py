@@ -1,4 +1,4 @@
-"""Targets: one module per target, which writes each rank's engine.
+"""Targets: one module per target, writing each rank's engine.
 
 `llmc.targets` lists the targets' capabilities; a `TargetSpec` names its module.
 """

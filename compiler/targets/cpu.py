@@ -35,6 +35,7 @@ BODIES = CPU.name  # target of the graphs' function bodies
 
 
 def describe(options: CompileOptions) -> Target:
+    """Return the target's entry of model_info.json."""
     return Target(kind=CPU.name)
 
 
@@ -64,7 +65,7 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
 
 
 def _check_expert_scales(graph: gs.Graph) -> None:
-    """Reject expert scales of both signs, where ONNX Runtime's MoE kernel runs the experts.
+    """Reject expert scales of both signs, for experts on ONNX Runtime's MoE kernel.
 
     The kernel needs a token's scores to have one sign.
     """

@@ -58,6 +58,7 @@ _MEMORY_ROWS = ProgramTensor(name="memory_rows", kind="input", dtype="int64",
 
 
 def describe(options: CompileOptions) -> Target:
+    """Return the target's entry of model_info.json."""
     return Target(kind=CUDA.name, compute_capability=options.compute_capability)
 
 
@@ -146,7 +147,7 @@ def program_of(graph: gs.Graph, dtype: str) -> Program:
 
 
 def _columns(graph: gs.Graph, dtypes: Mapping[int, str]) -> dict[int, tuple[gs.Tensor, int]]:
-    """Find column slices whose consumers all support a strided input.
+    """Find column slices with consumers that all support a strided input.
 
     Returns:
         By id of the slice: the sliced tensor and the first column.

@@ -108,7 +108,7 @@ def _even_first(codes: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _in_tiles(codes: np.ndarray, bits: int, scattered: bool) -> np.ndarray:
-    """Tile packed codes [experts, out, bytes per row] by rows, and each tile by steps of columns.
+    """Tile packed codes [experts, out, bytes per row] by rows, and tiles by column steps.
 
     In a step, thread 4 g + t has rows g and g + 8, and 8 columns from 8 t; of 4 bits also 8 from
     32 + 8 t.
@@ -131,7 +131,7 @@ def _scattered(units: np.ndarray) -> np.ndarray:
 
 
 def _scales_in_tiles(scales: np.ndarray) -> np.ndarray:
-    """Reorder scales [experts, out, groups] of each tile from [rows, groups] to [groups, rows]."""
+    """Reorder each tile of scales [experts, out, groups] to [groups, rows]."""
     experts, height, groups = scales.shape
     return scales.reshape(experts, height // _TILE, _TILE, groups).swapaxes(2, 3)
 

@@ -61,7 +61,7 @@ _STEP = gs.Variable("llmc_step", np.int32, (16,))
 
 
 def describe(options: CompileOptions) -> Target:
-    """Return the builder's version and GPU, which the runtime must match.
+    """Return the builder's version and GPU, to be matched by the runtime.
 
     Raises:
         LlmcError: TensorRT, a GPU or the plugin library is missing, or TensorRT does not support

@@ -22,6 +22,7 @@ Answer = Callable[..., None]
 
 
 def main(work: dict[str, str], answer: Answer) -> None:
+    """Load the plugins, build if requested, and answer with versions."""
     import tensorrt as trt
     name, capability = gpu()
     load_plugins(work["plugins"])
@@ -49,6 +50,11 @@ def gpu() -> tuple[str, str]:
 
 
 def load_plugins(path: str) -> None:
+    """Register the library's plugins with TensorRT.
+
+    Raises:
+        RuntimeError: the library rejects this TensorRT or GPU.
+    """
     library = ctypes.CDLL(path)
     library.initLlmcPlugins.restype = ctypes.c_bool
     library.llmcPluginError.restype = ctypes.c_char_p
@@ -57,6 +63,7 @@ def load_plugins(path: str) -> None:
 
 
 def build(trt: Any, work: dict[str, str], answer: Answer) -> None:
+    """Build the plan and write it, with the timing cache."""
     from polygraphy.backend.trt import engine_bytes_from_network, network_from_onnx_path
     strongly_typed = int(trt.__version__.split(".")[0]) >= 10
     builder, network, parser = network_from_onnx_path(work["onnx"], strongly_typed=strongly_typed)
@@ -81,6 +88,7 @@ def build(trt: Any, work: dict[str, str], answer: Answer) -> None:
 
 
 def make_monitor(trt: Any, answer: Answer) -> Any:
+    """Create a progress monitor for the builder."""
     class Monitor(trt.IProgressMonitor):
         """Reports the builder's top-level phases, at each tenth of their steps."""
 

@@ -37,7 +37,7 @@ _BATCH, _TOKENS = 16, 4096  # limits of a step; a single prompt may be longer
 
 
 def describe(options: CompileOptions) -> Target:
-    """Return the builder's version, which the runtime must match."""
+    """Return the builder's version, to be matched by the runtime."""
     _library()
     return Target(kind=TENSORRT_RTX.name,
                   versions={"tensorrt_rtx": importlib.metadata.version("tensorrt-rtx")})
