@@ -71,12 +71,12 @@ class Option:
         """Return why the value has the wrong type or range; None if it is valid."""
         accepts, expected = _KINDS[self.kind]
         if not accepts(value):
-            return f"{self.name} is {shortened(repr(value))}, expected {expected}; give that"
+            return f"{self.name} is {shortened(repr(value))}, expected {expected}"
         least, most = self.declared.least, self.declared.most
         if _is_whole(value) and least is not None and value < least:
-            return f"{self.name} {value} is below {least}"
+            return f"{self.name} {value} is below {least}; give {least} or more"
         if _is_whole(value) and most is not None and value > most:
-            return f"{self.name} {value} is above {most}"
+            return f"{self.name} {value} is above {most}; give {most} or less"
         return None
 
     def help(self) -> str:
@@ -125,7 +125,7 @@ class CompileOptions:
     tp_size: Annotated[int, Declared(
         "Tensor parallel size: chips that share the model.", least=1, most=MAX_CHIPS)] = 1
     expert_parallel: Annotated[bool, Declared(
-        "Give each chip whole experts of an MoE, not some columns of each.")] = False
+        "Expert parallelism: each chip has whole experts of MoE layers, not slices.")] = False
     dtype: Annotated[str, Declared(
         "Dtype of weights and activations; auto: the checkpoint's, where the target has it, else "
         "the target's 16-bit dtype. half and float, and torch's dtypes, are accepted too.",
@@ -139,30 +139,30 @@ class CompileOptions:
         "quantized checkpoint to `dtype`.",
         choices=_QUANTIZE, default="as in the checkpoint")] = ""
     group_size: Annotated[int, Declared(
-        "Weights along a row that share a scale.",
+        "Consecutive weights of a row that share a scale.",
         default="the largest of 128, 64, 32 and 16 that divides the row; with fp8 the row")] = 0
     quantize_lm_head: Annotated[str, Declared(
         "Quantize the LM head, and the embedding where they are tied.",
         choices=_QUANTIZE, default="as `quantize`, but int8 in place of 4 bits")] = ""
     quantize_activations: Annotated[bool, Declared(
-        "With `quantize` fp8: also quantize activations to FP8, with a scale for each token. With "
-        "an FP8 checkpoint in blocks that asks for it: for each group of a token.")] = False
+        "With `quantize` fp8: also quantize activations to FP8, with a scale per token. With a "
+        "block-wise FP8 checkpoint that asks for it: with a scale per group of a token.")] = False
     requantize: Annotated[bool, Declared(
-        "Dequantize a quantized checkpoint, then quantize it as `quantize` says.")] = False
+        "Dequantize a quantized checkpoint, then quantize it to `quantize`.")] = False
     calibrate: Annotated[str | Path | None, Declared(
         "Text file to calibrate `quantize` on: UTF-8, at least 1024 tokens. Experts and the "
         "up-projections of latent attention are not calibrated.", metavar="TEXT")] = None
     target: Annotated[str, Declared(
         "Engine that runs the compiled model.", choices=tuple(TARGETS))] = "cpu"
     compute_capability: Annotated[str | None, Declared(
-        "Compute capability of the only GPUs that may run it.",
+        "Run only on GPUs of this compute capability.",
         metavar="9.0", default="any")] = None
     max_seq_len: Annotated[int | None, Declared(
         "Maximum number of positions of a sequence.",
         default="the model's; for `target` tensorrt at most 4096",
         least=2, most=MAX_POSITIONS)] = None
     mem_max_seq_len: Annotated[int | None, Declared(
-        "Maximum number of tokens that an encoder reads.", default="the model's, at most 4096",
+        "Maximum number of input tokens of an encoder.", default="the model's, at most 4096",
         least=2, most=MAX_POSITIONS)] = None
     max_batch_size: Annotated[int, Declared(
         "Maximum number of sequences of a step, for `target` tensorrt.",
@@ -170,11 +170,11 @@ class CompileOptions:
     hf_dir: Annotated[str | Path | None, Declared(
         "For an .onnx MODEL: directory with its config.json and tokenizer.")] = None
     revision: Annotated[str | None, Declared(
-        "Of a hub id MODEL: branch, tag or commit.", metavar="COMMIT", default="main")] = None
+        "Branch, tag or commit of a hub id MODEL.", metavar="COMMIT", default="main")] = None
     trust_remote_code: Annotated[bool, Declared("Run code that comes with the model.")] = False
     allow_pickle: Annotated[bool, Declared("Read .bin weights with torch.load.")] = False
     allow_nan: Annotated[bool, Declared(
-        "Compile weights that have NaN or infinities; quantized ones never have.")] = False
+        "Accept NaN and infinities in weights that are not quantized.")] = False
     # Internal: not set by a flag.
     progress: Callable[[str], None] = lambda text: None
     timing_cache: Path | None = None

@@ -17,8 +17,8 @@ float32: `TOLERANCE` of the reference's range. The tiny models of all tested fam
 most 1e-6 on 1, 2 and 3 chips (bench/rounding.py prints it), SmolLM2-135M by 3.7e-6.
 
 16 bits: twice the error of transformers in that dtype on the same tokens. For a hidden state, it is
-the largest error, relative to the range, up to that layer. Multiplied by the square root of the
-number of chips, as each rounds its part of a sum.
+the largest error, relative to the range, up to that layer. It is multiplied by the square root of
+the number of chips, as each rounds its part of a sum.
 
 float8 caches: the same, measured with keys and values rounded to float8, so that the format's
 inherent error is allowed. Activation quantization is measured in the same way; ONNX Runtime's CPU
@@ -144,7 +144,7 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
     G_LOGGER.module_severity = G_LOGGER.CRITICAL
     for name, value in (("tolerance", tolerance), ("tokens", tokens)):
         if value is not None and not value >= 0:
-            raise LlmcError(f"{name} {value} is negative; give 0 or more")
+            raise LlmcError(f"{name} {value} is below 0; give 0 or more")
     manifest = read_manifest(case_dir)
     refuse_encoder(manifest, "diff")
     root = Path(case_dir)

@@ -160,7 +160,7 @@ def _unpickled(path: Path) -> Iterator[tuple[str, Weight]]:
     refuse_pointer(path)
     try:
         data = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
-    except Exception as error:  # torch and pickle raise many kinds for a bad file
+    except Exception as error:  # torch and pickle raise errors of many types
         raise LlmcError(f"'{path}' cannot be read as a pickled checkpoint "
                         f"({reason_of(error)}); download it again") from error
     if not isinstance(data, dict):

@@ -17,7 +17,7 @@ from llmc.targets import target_spec
 
 
 class Backend(Protocol):
-    """The module of a target."""
+    """The interface of a target's module."""
 
     def describe(self, options: CompileOptions) -> Target:
         """Return the target's entry of model_info.json.
