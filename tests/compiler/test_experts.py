@@ -527,7 +527,7 @@ def test_what_cores_do_not_take_yet_is_refused_by_name(op, changes, what, tmp_pa
     known = plugins.registry()
     monkeypatch.setattr(plugins, "registry", lambda: {**known, op: replace(known[op], **changes)})
     hf = families.save(families.tiny_model("gpt_oss"), tmp_path / "hf")
-    with pytest.raises(llmc.LlmcError, match=f"target 'cuda' has no kernel for llmc::{what} yet"):
+    with pytest.raises(llmc.LlmcError, match=f"target 'cuda' has no kernel for llmc::{what} "):
         llmc.compile(hf, tmp_path / "case", target="cuda")
 
 

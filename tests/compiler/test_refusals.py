@@ -200,7 +200,7 @@ def test_sparse_attention_is_refused_beyond_what_it_chooses(no_export, tmp_path)
 def test_a_head_dim_of_some_layers_that_kernels_lack_is_refused(tmp_path):
     hf = families.save(families.tiny_model("gemma4_text", global_head_dim=520), tmp_path / "hf")
     with pytest.raises(llmc.LlmcError, match="no kernel for llmc::CausalAttention with head_dim "
-                                             "520 yet"):
+                                             "520 "):
         llmc.compile(hf, tmp_path / "case", target="cuda")
 
 
