@@ -1,1 +1,1 @@
-"""Hugging Face model to case directory."""
+"""The compiler: a Hugging Face model to a case directory."""

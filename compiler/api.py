@@ -1,4 +1,4 @@
-"""`compile`: from a model to a case directory."""
+"""`compile`: a model to a case directory."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ Progress = Callable[[str], None]
 
 
 class Note(str):
-    """A remark among what `progress` is called with; other texts name the phase that begins."""
+    """A remark passed to `progress`. A plain string there names the phase that begins."""
 
 
 @takes_options
@@ -65,24 +65,24 @@ def compile(model: str | Path, output: str | Path, *, progress: Progress = lambd
             **options: Any) -> Manifest:
     """Compile a causal LM or an encoder-decoder model into a case directory.
 
-    The directory appears whole or not at all; one that is there already is replaced only then.
+    The output is written atomically: an existing case directory is replaced only on success.
 
     Args:
         model: a Hugging Face directory, a hub id, a .gguf file, or an .onnx file with `hf_dir`.
-        output: the case directory to make; of a symbolic link, its target is. One that holds what
-            llmc did not put there is not replaced.
+        output: the case directory to write. A symbolic link is followed. A directory with files
+            that llmc did not write is not replaced.
         …
         progress: called with the name of each phase as it begins, and with remarks (`Note`).
 
     Raises:
-        LlmcError: the input is bad, the model cannot be compiled, or the disk is full.
-        TypeError: an argument has no such name.
+        LlmcError: the input is invalid, the model is unsupported, or the disk is full.
+        TypeError: an option is unknown.
     """
     output = Path(output)
-    chosen = CompileOptions(**options, progress=progress,
-                            timing_cache=output.parent / f"{output.name}.timing_cache")
-    chosen = replace(chosen, dtype=read_dtype(chosen.dtype, chosen.target, model))
-    return _compile(model, output, chosen)
+    given = CompileOptions(**options, progress=progress,
+                           timing_cache=output.parent / f"{output.name}.timing_cache")
+    given = replace(given, dtype=read_dtype(given.dtype, given.target, model))
+    return _compile(model, output, given)
 
 
 def _compile(model: str | Path, output: Path, options: CompileOptions) -> Manifest:
@@ -109,19 +109,20 @@ def _compile(model: str | Path, output: Path, options: CompileOptions) -> Manife
         lowered = _calibrated(raw, options)
     else:
         lowered = lower(raw, options)
-    _check_rounded(lowered, options)
-    _say_notes(lowered, options, lambda text: progress(Note(text)))
+    _check_activations(lowered, options)
+    _report_notes(lowered, options, lambda text: progress(Note(text)))
     check_windows(lowered.graphs[0], raw.config, raw.architecture, lowered.settings.max_seq_len)
     progress("write")
     with new_directory(output) as directory:
         manifest = write(raw, lowered, described, options, directory)
-        check_interrupted()  # before the directory takes its place
+        check_interrupted()  # before the output is replaced
         return manifest
 
 
 def _require_finite(raw: RawModel) -> None:
-    """Have NaN and infinities in the model's weights refused when they are read. What may be a
-    weight in an ONNX file may as well be a mask.
+    """Reject NaN and infinities when weights are read.
+
+    A constant of an ONNX file may be a mask, so -inf is allowed there.
     """
     weights = {id(tensor._values): tensor._values
                for graph in (raw.graph, raw.encoder) if graph is not None
@@ -133,7 +134,7 @@ def _require_finite(raw: RawModel) -> None:
 
 
 def _calibrated(raw: RawModel, options: CompileOptions) -> Lowered:
-    """`lower`, with weights quantized by calibration between fusing and partition."""
+    """`lower`, with calibrated quantization between fusion and partition."""
     from llmc.compiler.quant.calibrate import calibrate, read_text
 
     assert options.scheme is not None
@@ -145,33 +146,33 @@ def _calibrated(raw: RawModel, options: CompileOptions) -> Lowered:
 
 
 def _dequantize(raw: RawModel) -> None:
-    """Forget how the checkpoint stores its weights. Changes the graphs; shared weights stay so."""
-    made: dict[Weight, Weight] = {}
+    """Replace quantized weights by dequantized ones, in place. Shared weights stay shared."""
+    dequantized: dict[Weight, Weight] = {}
     for graph in filter(None, (raw.graph, raw.encoder)):
         for tensor in graph.tensors().values():
             if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight):
                 values = tensor._values
-                tensor._values = made.setdefault(values, values.as_unquantized())
+                tensor._values = dequantized.setdefault(values, values.as_unquantized())
 
 
 def _used_ops(graphs: list[gs.Graph]) -> dict[str, int]:
-    """The llmc ops of emitted graphs, with their versions."""
+    """Return the llmc ops of emitted graphs and their versions."""
     used = {op.name: op.version for graph in graphs for node in graph.nodes
             if (op := op_of(node)) is not None}
     return dict(sorted(used.items()))
 
 
-def _check_rounded(lowered: Lowered, options: CompileOptions) -> None:
-    """Refuse an option that has changed nothing."""
+def _check_activations(lowered: Lowered, options: CompileOptions) -> None:
+    """Reject quantize_activations without effect."""
     if options.quantize_activations and options.scheme is None \
             and not any(report.noted(ActivationGroupsQuantized) for report in lowered.reports):
         raise LlmcError("quantize_activations is given without quantize fp8, and the checkpoint "
-                        "has no weights in blocks of FP8 by which it multiplies rounded groups; "
-                        "leave it out")
+                        "has no block-wise FP8 weights that ask for quantized activations; add "
+                        "--quantize fp8, or leave out quantize_activations")
 
 
-def _say_notes(lowered: Lowered, options: CompileOptions, progress: Progress) -> None:
-    """Report the notes of passes: weights that are not stored or multiplied as asked for."""
+def _report_notes(lowered: Lowered, options: CompileOptions, progress: Progress) -> None:
+    """Report the passes' notes: weights that are not quantized or multiplied as requested."""
     context = Context(options.dtype, options.target, lowered.settings.target.gpu)
     for report in lowered.reports:
         for text in report.texts(context):
@@ -179,7 +180,7 @@ def _say_notes(lowered: Lowered, options: CompileOptions, progress: Progress) ->
 
 
 def _weight_dtypes(chips: Sequence[Chip]) -> tuple[WeightDType, ...] | None:
-    """Those of weights in fewer bits."""
+    """Return the dtypes of quantized weights."""
     return tuple(sorted({form.dtype for chip in chips
                          for form in chip.quantization.values()})) or None
 
@@ -211,7 +212,7 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: CompileOptio
                       config_sha256=raw.config_sha256, repo_id=raw.origin.repo_id,
                       commit=raw.origin.commit, files=raw.origin.files()),
         dims=lowered.dims,
-        dtype=cast(DTypeName, options.dtype),  # check_options has seen it
+        dtype=cast(DTypeName, options.dtype),  # validated by check_options
         quantization=_weight_dtypes(chips), tp_size=tp_size,
         device_groups=tuple(tuple(range(start, start + tp_size))
                             for start in range(0, max(_DEVICES, tp_size) - tp_size + 1, tp_size)),
@@ -248,9 +249,10 @@ def _write_tokenizer(raw: RawModel, directory: Path, vocab_size: int) -> Tokeniz
     templates = _chat_templates(target)
     if present:
         tokenizer = read_tokenizer(target)
-        own = named_end(target, tokenizer, vocab_size)
-        if own is not None and (templates or not ends):  # it ends a turn, whatever configs say
-            ends += (own,)
+        named = named_end(target, tokenizer, vocab_size)
+        # The tokenizer's EOS token ends a turn, also where the configs list others only.
+        if named is not None and (templates or not ends):
+            ends += (named,)
         ends += tuple(token for token in raw.end_tokens(tokenizer) if token in range(vocab_size))
     return TokenizerInfo(path="tokenizer" if present else None,
                          bos_token_id=bos[0] if bos else None,
@@ -260,7 +262,7 @@ def _write_tokenizer(raw: RawModel, directory: Path, vocab_size: int) -> Tokeniz
 
 
 def _chat_templates(tokenizer: Path) -> dict[str, str]:
-    """Chat templates in a tokenizer's folder: their paths in the case directory by name."""
+    """Return the chat templates of a tokenizer's folder: names to paths in the case directory."""
     files = {"default": tokenizer / TEMPLATE,
              **{path.stem: path for path in sorted((tokenizer / FOLDER).glob("*.jinja"))}}
     return {name: path.relative_to(tokenizer.parent).as_posix()

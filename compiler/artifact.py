@@ -1,5 +1,6 @@
-"""Write a rank's graph and weights: one ONNX file, and one weight file that is both its external
-data and safetensors. The same graph gives the same bytes.
+"""Write a rank's graph and weights.
+
+The graph is an ONNX file. Its external data is a valid safetensors file. Output is deterministic.
 """
 
 from __future__ import annotations
@@ -40,16 +41,17 @@ _SAFETENSORS_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "
 
 @dataclass(frozen=True)
 class Placed:
-    """Where a weight's bytes lie in the weight file."""
+    """The position of a weight in the weight file, in bytes."""
 
     offset: int
     length: int
 
 
 def write_weights(graphs: Sequence[gs.Graph], path: Path) -> tuple[dict[str, Placed], FileEntry]:
-    """Stream every weight of a chip's graphs into a safetensors file, a block of rows at a time.
+    """Stream the weights of a chip's graphs into a safetensors file, by blocks of rows.
 
-    Returns where each lies, and the file's size and hash under the name `path.name`.
+    Returns:
+        Each weight's position by name, and the file's size and hash under the name `path.name`.
     """
     weights: dict[str, Weight] = {}
     for node in (node for graph in graphs for node in graph.nodes):
@@ -66,7 +68,7 @@ def write_weights(graphs: Sequence[gs.Graph], path: Path) -> tuple[dict[str, Pla
                         "shape": list(weight.shape), "data_offsets": list(spans[name])}
         end += weight.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % _ALIGNMENT)  # so that the data begins on a page
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)  # page-aligned data
     start = 8 + len(text)
     digest = hashlib.sha256()
     with open(path, "wb") as file, ThreadPoolExecutor(1) as other:
@@ -88,8 +90,13 @@ def _blocks(header: bytes, weights: Iterable[Weight]) -> Iterator[bytes | memory
 
 def to_onnx(graph: gs.Graph, places: dict[str, Placed], target: str,
             dtype: str = "float32") -> onnx.ModelProto:
-    """The graph as ONNX: weights by reference into the weight file, and the body of every llmc op
-    as a model-local function, in the form that suits `target` and the activations' `dtype`.
+    """Export the graph as ONNX, with external weights and llmc ops as model-local functions.
+
+    Args:
+        graph: the graph of a rank.
+        places: positions in the weight file, by weight.
+        target: the target whose function bodies are used.
+        dtype: dtype of activations.
     """
     proto: onnx.ModelProto = gs.export_onnx(graph, do_type_check=False)
     del proto.graph.value_info[:]
@@ -119,8 +126,9 @@ def to_onnx(graph: gs.Graph, places: dict[str, Placed], target: str,
 
 def _types(tensors: Sequence[gs.Tensor], declared: Sequence[gs.Tensor]) -> \
         Iterator[onnx.ValueInfoProto]:
-    """Element types of tensors that ONNX's type inference cannot give: a collective makes them, or
-    an op of com.microsoft. Graph outputs are declared already.
+    """Yield the element types of tensors, except graph outputs, which are declared already.
+
+    ONNX cannot infer those of collectives and com.microsoft ops.
     """
     for tensor in tensors:
         if tensor.dtype is not None and all(tensor is not output for output in declared):
@@ -129,7 +137,7 @@ def _types(tensors: Sequence[gs.Tensor], declared: Sequence[gs.Tensor]) -> \
 
 
 def refer(tensor: onnx.TensorProto, location: str, place: Placed) -> None:
-    """Have a tensor of external data lie at this place of the file `location`."""
+    """Point a tensor's external data to a position in the file `location`."""
     del tensor.external_data[:]
     for key, value in (("location", location), ("offset", str(place.offset)),
                        ("length", str(place.length))):
@@ -137,9 +145,10 @@ def refer(tensor: onnx.TensorProto, location: str, place: Placed) -> None:
 
 
 def _facts(graph: gs.Graph, target: str) -> str:
-    """What a loader holds against the manifest, as JSON: ops with their versions, and the heads of
-    each attention that has caches. For the size of its chunks also `held_scores`, the most that
-    any attention has; see `Op`.
+    """Return the facts that a loader compares with the manifest, as JSON.
+
+    They are op versions, num_heads of each attention layer with a cache, and `held_scores` (see
+    `Op`): the maximum over attention layers, which limits the prefill chunk.
     """
     ops = {op.name: op.version for node in graph.nodes if (op := op_of(node)) is not None}
     held = [op.held_scores[target](fields_of(node), frozenset(operands(node)))
@@ -159,18 +168,18 @@ def write_onnx(proto: onnx.ModelProto, path: Path) -> FileEntry:
 
 
 def graph_step(path: str, graph: gs.Graph) -> GraphStep:
-    """To run what was made of a graph."""
+    """Return the step that runs a graph's file."""
     return GraphStep(path=path, inputs=tuple(tensor.name for tensor in graph.inputs),
                      outputs=tuple(tensor.name for tensor in graph.outputs))
 
 
 def file_entry(path: Path) -> FileEntry:
-    """Size and hash of a file, under its own name."""
+    """Return size and hash of a file, under its base name."""
     return FileEntry(path=path.name, size=path.stat().st_size, sha256=hash_file(path))
 
 
 def split_at_collectives(graph: gs.Graph) -> list[gs.Graph | gs.Node]:
-    """The graph as consecutive pieces: graphs to run, and collective nodes between them."""
+    """Split a graph at its collectives: segments, with collective nodes between them."""
     pieces: list[gs.Graph | gs.Node] = []
     pending: list[gs.Node] = []
     needed_later: list[set[int]] = []
@@ -198,9 +207,9 @@ def split_at_collectives(graph: gs.Graph) -> list[gs.Graph | gs.Node]:
 
 
 def _segment(nodes: Sequence[gs.Node], later: set[int]) -> gs.Graph:
-    made = {id(tensor) for node in nodes for tensor in node.outputs}
+    inner = {id(tensor) for node in nodes for tensor in node.outputs}
     inputs = {id(t): t for node in nodes for t in node.inputs
-              if id(t) not in made and not isinstance(t, gs.Constant) and not t.is_empty()}
+              if id(t) not in inner and not isinstance(t, gs.Constant) and not t.is_empty()}
     outputs = [t for node in nodes for t in node.outputs if id(t) in later]
     return gs.Graph(nodes=list(nodes), inputs=list(inputs.values()), outputs=outputs,
                     opset=plugins.OPSET)
@@ -208,7 +217,7 @@ def _segment(nodes: Sequence[gs.Node], later: set[int]) -> gs.Graph:
 
 def describe_chip(graph: gs.Graph, rank: int, steps: tuple[GraphStep | CollectiveStep, ...],
                   weight_bytes: int, encoder: EncoderProgram | None = None) -> Chip:
-    """What the manifest says of a rank, whatever the target."""
+    """Return a rank's entry of the manifest, for any target."""
     attention = [node for node in graph.nodes if caches(node)]
     return Chip(
         rank=rank, path=f"chip{rank}", steps=steps,
@@ -223,23 +232,23 @@ def describe_chip(graph: gs.Graph, rank: int, steps: tuple[GraphStep | Collectiv
 
 
 def weight_forms(graphs: Sequence[gs.Graph]) -> dict[str, WeightForm]:
-    """The weights of a chip that are in fewer bits, by name."""
-    found: dict[str, WeightForm] = {}
+    """Return the storage format of each quantized weight of a chip, by name."""
+    forms: dict[str, WeightForm] = {}
     for node in (node for graph in graphs for node in graph.nodes):
         op = op_of(node)
         if op is not None and op.packed(fields := fields_of(node)):
-            found.update((operands(node)[role.weight].name, WeightForm(
+            forms.update((operands(node)[role.weight].name, WeightForm(
                 dtype=fields["weight_dtype"], group_size=fields["group_size"],
                 activation_dtype=fields.get("activation_dtype", ""),
                 activation_scale=fields.get("activation_scale", 0.0),
                 activation_group_size=fields.get("activation_group_size", 0)))
                 for role in op.quantized)
-    return dict(sorted(found.items()))
+    return dict(sorted(forms.items()))
 
 
 def describe_encoder(graph: gs.Graph, steps: tuple[GraphStep | CollectiveStep, ...]) -> \
         EncoderProgram:
-    """What the manifest says of a rank's encoder."""
+    """Return a rank's encoder entry of the manifest."""
     return EncoderProgram(inputs=_describe(graph.inputs), outputs=_describe(graph.outputs),
                           steps=steps)
 

@@ -1,4 +1,4 @@
-"""What is known of a whole model: its sizes, and how its encoder is used."""
+"""Dimensions of a model, and the encoder's entry of the manifest."""
 
 from __future__ import annotations
 
@@ -16,18 +16,25 @@ from llmc.errors import LlmcError
 
 
 def describe_model(graph: gs.Graph, architecture: str, vocab_size: int, max_seq_len: int) -> Dims:
-    """The sizes of a fused graph that is not divided yet; `vocab_size` is that before padding.
+    """Return the dimensions of a fused, unpartitioned graph.
+
+    Args:
+        graph: the decoder's graph.
+        architecture: its name in errors.
+        vocab_size: vocabulary size before padding.
+        max_seq_len: maximum number of positions of a sequence.
 
     Raises:
-        LlmcError: it neither attends causally nor keeps a state.
+        LlmcError: the graph has neither causal self-attention nor a recurrent state.
     """
     attention = [node for node in graph.nodes if caches(node)]
     states = sum(state_of(node) is not None for node in graph.nodes)
     if not attention and not states:
-        raise LlmcError(f"the decoder of '{architecture}' has no causal self-attention")
+        raise LlmcError(f"the decoder of '{architecture}' has neither causal self-attention nor a "
+                        f"recurrent state; give a causal LM or an encoder-decoder model")
     fields = attention[0].attrs if attention else {}
     attending = sum(map(attends_causally, graph.nodes))
-    # A hybrid's layers have a cache, one or two states, or both.
+    # A layer of a hybrid has a KV cache, one or two recurrent states, or both.
     layers = sum(re.fullmatch(HIDDEN_STATE.format(r"\d+"), tensor.name) is not None
                  for tensor in graph.tensors().values()) if states else 0
     head = head_weight(graph)
@@ -40,20 +47,26 @@ def describe_model(graph: gs.Graph, architecture: str, vocab_size: int, max_seq_
 
 def describe_encoder(raw: RawModel, encoder: gs.Graph, vocab_size: int, max_seq_len: int,
                      decoder_vocab_size: int) -> EncoderInfo:
-    """What the runtime must know of an encoder-decoder model, of whose encoder this is the fused
-    graph; `vocab_size` is that before padding.
+    """Return the manifest's entry of an encoder, from its fused graph.
+
+    Args:
+        raw: the model.
+        encoder: the encoder's graph.
+        vocab_size: the encoder's vocabulary size before padding.
+        max_seq_len: maximum number of tokens that the encoder reads.
+        decoder_vocab_size: the decoder's vocabulary size before padding.
 
     Raises:
-        LlmcError: nothing says which token the decoder begins with.
+        LlmcError: the model names no decoder start token.
     """
-    def ids(key: str) -> tuple[int, ...]:  # the config's own are not for generation
+    def ids(key: str) -> tuple[int, ...]:  # generation_config.json only, as in transformers
         return replace(raw, config={}).token_ids(key, decoder_vocab_size)
 
     start = raw.token_ids("decoder_start_token_id", decoder_vocab_size) or \
         raw.token_ids("bos_token_id", decoder_vocab_size)
     if not start:
-        raise LlmcError(f"'{raw.architecture}' does not say which token its decoder begins with; "
-                        f"put decoder_start_token_id into generation_config.json")
+        raise LlmcError(f"'{raw.architecture}' has no decoder_start_token_id; add it to "
+                        f"generation_config.json")
     return EncoderInfo(
         num_layers=sum(attends(node) for node in encoder.nodes), max_seq_len=max_seq_len,
         vocab_size=vocab_size,

@@ -1,12 +1,12 @@
-"""From the exported graphs of a model to what a target's engine runs: one list of passes, in order.
+"""Lowering: the ordered list of passes from exported graphs to a target's graphs.
 
-    fuse         exported nodes become llmc's ops; [batch, seq, …] becomes packed tokens
-    partition    one graph becomes one for each rank
-    quantise     weights of linear layers go into fewer bits, where a GPU's have taken norms in
-    the engine   what only some targets want: other dtypes, caches in blocks
+    fuse         exported nodes to llmc ops; [batch, seq, …] to packed tokens
+    partition    one graph to one graph per rank
+    quantize     fusions for GPUs within a rank; then quantization of linear layers
+    engine       target-specific passes: dtypes, paged KV cache
 
-Each graph is verified after every pass, shapes and all, and what the pass did and refused is
-reported: `llmc inspect` shows it.
+Every pass is followed by a verification of each graph, including shapes. Its matches and refusals
+are reported, and `llmc inspect` prints them.
 """
 
 from __future__ import annotations
@@ -104,9 +104,9 @@ def _narrow(target: TargetSpec) -> bool:
 
 @dataclass(frozen=True)
 class GraphPass:
-    """A pass over each graph, for the targets that fulfil `when`.
+    """A pass over each graph, for targets that satisfy `when`.
 
-    Skips the encoder's graph where it needs logits.
+    The encoder's graph is skipped if the pass needs logits.
     """
 
     name: str
@@ -117,7 +117,7 @@ class GraphPass:
 
 @dataclass(frozen=True)
 class EncoderPass:
-    """A pass over the two graphs of a rank, the decoder's and the encoder's."""
+    """A pass over both graphs of a rank, decoder and encoder."""
 
     name: str
     run: Callable[[Sequence[gs.Graph], Settings, Report], None]
@@ -126,7 +126,7 @@ class EncoderPass:
 
 @dataclass(frozen=True)
 class RankPass:
-    """A pass over what one rank has, be it one graph or two."""
+    """A pass over all graphs of a rank, one or two."""
 
     name: str
     run: Callable[[Sequence[gs.Graph], Settings, Report], None]
@@ -135,7 +135,7 @@ class RankPass:
 
 @dataclass(frozen=True)
 class Partition:
-    """The pass that makes the graphs of all ranks from those of the whole model."""
+    """The pass that partitions the model's graphs into those of each rank."""
 
     name: str
     run: Callable[[Sequence[gs.Graph], Settings, Report], list[list[gs.Graph]]]
@@ -144,7 +144,7 @@ class Partition:
 
 @dataclass(frozen=True)
 class Requirement:
-    """What the passes before it must have fused; it refuses the model otherwise."""
+    """A check of the preceding passes' result; raises LlmcError."""
 
     check: Callable[[Sequence[gs.Graph], Sequence[Report]], None]
 
@@ -157,45 +157,46 @@ PASSES: tuple[Step, ...] = (
     GraphPass("fold", fold),
     GraphPass("norm", norm),            # before attention, which looks for per-head norms
     GraphPass("embedding", embedding),  # before add_norm, which would take the positions' Add
-    GraphPass("groups", groups),        # after both, of whose results it takes some columns
-    GraphPass("experts", experts),      # before route, which looks for them
+    GraphPass("groups", groups),        # after both: it slices columns of their results
+    GraphPass("experts", experts),      # before route, which starts from experts
     GraphPass("dense_experts", dense_experts),  # likewise
     GraphPass("route", route),          # before gemm: the router's linear layer is its border
     Requirement(require_routes),
     GraphPass("gemm", gemm),            # before attention and MLP: their borders are GEMMs
-    GraphPass("streams", streams),      # its borders are GEMMs, and norms
-    GraphPass("states", states),        # its borders are GEMMs, whose columns it chooses
+    GraphPass("streams", streams),      # its borders are GEMMs and norms
+    GraphPass("states", states),        # its borders are GEMMs, whose columns it slices
     GraphPass("sdpa", sdpa),
-    GraphPass("adapters", adapters),    # after both, as it makes one GEMM of three for attention
+    GraphPass("adapters", adapters),    # after both: it merges three GEMMs into one for attention
     GraphPass("attention", attention),
     Requirement(require_attention),
     Requirement(require_embedding),
-    GraphPass("gates", gates),          # after attention, which looks for its own layout
-    GraphPass("gated_mlp", gated_mlp),  # before activation, which would take the gate's
+    GraphPass("gates", gates),          # after attention, which expects the original layout
+    GraphPass("gated_mlp", gated_mlp),  # before activation, which would fuse the gate's
     GraphPass("activation", activation),
-    GraphPass("residual", residual),    # before add_norm: a GEMM adds for free
+    GraphPass("residual", residual),    # before add_norm: free in a GEMM's epilogue
     GraphPass("add_norm", add_norm),
-    GraphPass("pack", pack),            # after all that needs the batch axis to be run in pieces
+    GraphPass("pack", pack),            # after all passes that probe with a batch axis
     GraphPass("select_tokens", select_tokens, needs_logits=True),
     GraphPass("pad_vocabulary", pad_vocabulary, needs_logits=True),
-    EncoderPass("share_weights", share_weights),  # after padding, so that a shared table stays one
+    EncoderPass("share_weights", share_weights),  # after padding, so that tied tables stay tied
     # Partition.
     Partition("tensor_parallel", tensor_parallel),
-    EncoderPass("memory", move_memory),  # what moves has been cut where it was used
-    # Quantise: behind partition, so that a group is never cut, and gains, so that none is rounded.
+    EncoderPass("memory", move_memory),  # after its weights were partitioned by their uses
+    # Quantize after partition, so that no group is cut, and after the fusion of norms, so that
+    # their gains are folded into the unquantized weights.
     GraphPass("norm_gate", norm_gate, _program),
-    GraphPass("gate", gate, _program),  # of the gates that norm_gate has left
-    GraphPass("projections", projections, _program),  # after both, whose ops take columns
-    GraphPass("experts_residual", experts_residual, _kernels),  # after projections, as the next one
-    GraphPass("norm_gemm", norm_gemm, _kernels),  # after projections: one GEMM that reads a norm
+    GraphPass("gate", gate, _program),  # gates that norm_gate did not fuse
+    GraphPass("projections", projections, _program),  # after both, whose ops read columns
+    GraphPass("experts_residual", experts_residual, _kernels),  # after projections
+    GraphPass("norm_gemm", norm_gemm, _kernels),  # after projections: one GEMM per norm
     RankPass("quantize", quantize_weights, _quantized),
-    GraphPass("rounded_outputs", rounded_outputs, _program),  # as quantize says who rounds
-    # What the engine of a target wants.
+    GraphPass("rounded_outputs", rounded_outputs, _program),  # after quantize sets activations
+    # Target-specific.
     GraphPass("elements", elements, _kernels),
     GraphPass("columns", columns, _program),
     RankPass("cast", cast, _several_dtypes),
-    GraphPass("cache_dtype", cache_dtype, _kv_dtypes),  # after cast, which gives caches the model's
-    EncoderPass("name_weights", name_weights, _kernels),  # after all that makes weights anew
+    GraphPass("cache_dtype", cache_dtype, _kv_dtypes),  # after cast, which sets the model's dtype
+    EncoderPass("name_weights", name_weights, _kernels),  # after all passes that create weights
     GraphPass("blocks", blocks, _paged, needs_logits=True),
     GraphPass("narrow_indices", narrow_indices, _narrow),
 )
@@ -204,7 +205,7 @@ _FUSE = PASSES[:next(i for i, step in enumerate(PASSES) if isinstance(step, Part
 
 @dataclass(frozen=True)
 class Fused:
-    """A model whose graphs, the encoder's last, are fused and not divided yet."""
+    """A fused, unpartitioned model; the encoder's graph is the last."""
 
     graphs: list[gs.Graph]
     reports: list[Report]
@@ -215,8 +216,9 @@ class Fused:
 
 @dataclass(frozen=True)
 class Lowered:
-    """The graphs that a target writes, one for each rank, and what is known of the whole.
-    `encoders` is empty where the model has none.
+    """The graphs that a target writes, one per rank, and the model's dimensions.
+
+    `encoders` is empty for a model without an encoder.
     """
 
     graphs: list[gs.Graph]
@@ -231,7 +233,7 @@ def lower(raw: RawModel, options: CompileOptions) -> Lowered:
     """Run all passes. Consumes `raw`'s graphs.
 
     Raises:
-        LlmcError: the model cannot be compiled; the message says what did not match.
+        LlmcError: the model cannot be compiled; the message names what did not match.
     """
     return divide(fuse(raw, options), options)
 
@@ -240,7 +242,9 @@ def fuse(raw: RawModel, options: CompileOptions, vocab_multiple: int | None = No
     """Run the passes before partition. Consumes `raw`'s graphs.
 
     Args:
-        vocab_multiple: the padded vocabulary is a multiple of this; None: of 64 and tp_size.
+        raw: the exported model.
+        options: the options of the compilation.
+        vocab_multiple: pad the vocabulary to a multiple of this; None: of 64 and tp_size.
 
     Raises:
         LlmcError: see `lower`.
@@ -258,8 +262,8 @@ def fuse(raw: RawModel, options: CompileOptions, vocab_multiple: int | None = No
         tidy(graph)
     for step in _FUSE:
         run_pass(step, [graphs], settings, reports)
-    _require_cores(graphs, settings.target)
-    # The decoder's is padded first, then the encoder's.
+    _require_kernels(graphs, settings.target)
+    # The decoder's vocabulary is padded first, then the encoder's.
     vocab_size, *encoder_vocab_size = (
         note.rows for report in reports if (note := report.noted(VocabularySize)) is not None)
     dims = describe_model(raw.graph, raw.architecture, vocab_size, settings.max_seq_len)
@@ -269,10 +273,12 @@ def fuse(raw: RawModel, options: CompileOptions, vocab_multiple: int | None = No
 
 
 def divide(fused: Fused, options: CompileOptions, columns_together: int = 0) -> Lowered:
-    """Run the passes from partition on. Consumes the graphs where tp_size is 1.
+    """Run the passes from partition on. Consumes the graphs if tp_size is 1.
 
     Args:
-        columns_together: columns of a weight that stay on one rank; 0: the groups of its scheme.
+        fused: the result of `fuse`.
+        options: the options of the compilation.
+        columns_together: columns of a weight that stay on one rank; 0: the scheme's group size.
 
     Raises:
         LlmcError: see `lower`.
@@ -287,8 +293,16 @@ def divide(fused: Fused, options: CompileOptions, columns_together: int = 0) -> 
 
 def run_pass(step: Step, ranks: list[list[gs.Graph]], settings: Settings,
              reports: list[Report]) -> list[list[gs.Graph]]:
-    """Run a pass on the graphs of every rank and verify them; what there is then. Ranks differ in
-    sizes only, so the report is the first one's.
+    """Run a pass on the graphs of every rank and verify them.
+
+    Args:
+        step: the pass or requirement.
+        ranks: for each rank, its graphs.
+        settings: settings of the passes.
+        reports: rank 0's reports are appended, as ranks differ in sizes only.
+
+    Returns:
+        For each rank, its graphs after the pass.
 
     Raises:
         AssertionError: the pass broke a graph; the message names it and the node.
@@ -303,14 +317,14 @@ def run_pass(step: Step, ranks: list[list[gs.Graph]], settings: Settings,
         reports.append(Report(step.name, step.run))
         ranks = step.run(ranks[0], settings, reports[-1])
     for rank, graphs in enumerate(ranks):
-        made: list[Report] = []
+        new: list[Report] = []
         if isinstance(step, GraphPass):
-            made = _apply_to_each(step, graphs, settings)
+            new = _apply_to_each(step, graphs, settings)
         elif isinstance(step, RankPass) or (isinstance(step, EncoderPass) and len(graphs) > 1):
-            made = [Report(step.name, step.run)]
-            step.run(graphs, settings, made[0])
+            new = [Report(step.name, step.run)]
+            step.run(graphs, settings, new[0])
         if rank == 0:
-            reports.extend(made)
+            reports.extend(new)
         for graph in graphs:
             tidy(graph)
             verify(graph, step.name)
@@ -318,25 +332,25 @@ def run_pass(step: Step, ranks: list[list[gs.Graph]], settings: Settings,
 
 
 def _apply_to_each(step: GraphPass, graphs: Sequence[gs.Graph], settings: Settings) -> list[Report]:
-    made = [Report(step.name, step.run)]
-    step.run(graphs[0], settings, made[0])
+    reports = [Report(step.name, step.run)]
+    step.run(graphs[0], settings, reports[0])
     for encoder in graphs[1:] if not step.needs_logits else ():
-        made.append(Report(f"encoder.{step.name}", step.run, encoder=True))
-        step.run(encoder, replace(settings, max_seq_len=settings.mem_max_seq_len), made[1])
-    return made
+        reports.append(Report(f"encoder.{step.name}", step.run, encoder=True))
+        step.run(encoder, replace(settings, max_seq_len=settings.mem_max_seq_len), reports[1])
+    return reports
 
 
-def _require_cores(graphs: Sequence[gs.Graph], target: TargetSpec) -> None:
-    """Refuse a model with ops that the target's engine does not have."""
+def _require_kernels(graphs: Sequence[gs.Graph], target: TargetSpec) -> None:
+    """Reject a model with ops that the target's engine has no kernel for."""
     for node in (node for graph in graphs for node in graph.nodes):
         op = op_of(node)
         if op is None or target.runs_any_op:
             continue
-        odd = sorted(op.lacking(fields_of(node), operands(node))) if target.kernels else []
+        missing = sorted(op.lacking(fields_of(node), operands(node))) if target.kernels else []
         lacks_cache = (op.state and not target.recurrent_state) or (op.attention is not None and (
             (op.attention.reads and not target.shared_caches)
             or (len(op.attention.caches) == 1 and not target.latent_caches)))
-        if odd or not op.has_core or lacks_cache:
+        if missing or not op.has_core or lacks_cache:
             raise LlmcError(f"target '{target.name}' has no kernel for llmc::{op.name}"
-                            f"{' with ' + ' and '.join(odd) if odd else ''} yet, which "
-                            f"{describe(node)} is; compile for --target cpu")
+                            f"{' with ' + ' and '.join(missing) if missing else ''} "
+                            f"({describe(node)}); compile for --target cpu")

@@ -1,8 +1,8 @@
 """The options of a compilation: `CompileOptions`.
 
-Each option is declared here once: its type, its default, its text, its range and its choices. The
-options of `llmc compile`, the signature and the docstring of `llmc.compile` and the checks of types
-and ranges are made from it. Imports nothing heavy, as `llmc --help` needs it.
+Each option is declared here once: type, default, help, range and choices. The flags of
+`llmc compile`, the signature and docstring of `llmc.compile`, and the checks of types and ranges
+are derived from it. `llmc --help` imports this module, so it imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
-_DTYPES = {"fp8": "float8_e4m3fn"}  # names of --quantize that are not the dtype's
+_DTYPES = {"fp8": "float8_e4m3fn"}  # values of --quantize that differ from the dtype's name
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _HEADS = {"int4": "int8", "uint4": "int8"}  # SmolLM2 in int4: perplexity 39.1, not 43.4
 
 
 @dataclass(frozen=True)
 class Declared:
-    """What an option's annotation declares.
+    """The annotation of an option.
 
     Args:
-        text: what the option does; other options' names are in backquotes.
-        choices: values that help lists and a shell completes; targets may know others.
-        metavar: the value in help, where there are no choices.
-        default: what the default means, where its value does not say so.
-        least: the smallest number allowed.
-        most: the largest number allowed.
+        text: help text, with other options' names in backquotes.
+        choices: values for help and shell completion; a target may accept others.
+        metavar: placeholder of the value in help, for options without choices.
+        default: meaning of the default, where its value is not self-explanatory.
+        least: minimum, inclusive.
+        most: maximum, inclusive.
     """
 
     text: str
@@ -56,10 +56,10 @@ class Option:
     """An option of a compilation.
 
     Args:
-        name: the field of `CompileOptions`, and without dashes the flag.
-        kind: its type.
-        default: its default value.
-        declared: what its annotation declares.
+        name: field of `CompileOptions`, and name of the flag without dashes.
+        kind: type.
+        default: default value.
+        declared: its annotation.
     """
 
     name: str
@@ -68,19 +68,19 @@ class Option:
     declared: Declared
 
     def problem(self, value: Any) -> str | None:
-        """Why the option cannot have this value; None where its type and range allow it."""
+        """Return why the value has the wrong type or range; None if it is valid."""
         accepts, expected = _KINDS[self.kind]
         if not accepts(value):
-            return f"{self.name} is {shortened(repr(value))}, expected {expected}; give that"
+            return f"{self.name} is {shortened(repr(value))}, expected {expected}"
         least, most = self.declared.least, self.declared.most
         if _is_whole(value) and least is not None and value < least:
-            return f"{self.name} {value} is below {least}"
+            return f"{self.name} {value} is below {least}; give {least} or more"
         if _is_whole(value) and most is not None and value > most:
-            return f"{self.name} {value} is above {most}"
+            return f"{self.name} {value} is above {most}; give {most} or less"
         return None
 
     def help(self) -> str:
-        """The text and what the default means, with other options as flags."""
+        """Return the help text and the default's meaning, with other options as flags."""
         default = f"  [default: {self.declared.default}]" if self.declared.default else ""
         return re.sub(r"`(\w+)`", r"--\1", self.declared.text + default)
 
@@ -93,7 +93,7 @@ def _is_path(value: object) -> bool:
     return value is None or isinstance(value, str | Path)
 
 
-# By an option's type: whether a value is of it, and its name in an error.
+# For each type of options: a predicate, and the type's name in errors.
 _KINDS: dict[Any, tuple[Callable[[object], bool], str]] = {
     int: (_is_whole, "a whole number"),
     int | None: (lambda value: value is None or _is_whole(value), "a whole number or None"),
@@ -104,7 +104,7 @@ _KINDS: dict[Any, tuple[Callable[[object], bool], str]] = {
 
 
 def _of_targets(dtypes: Callable[[TargetSpec], tuple[str, ...]]) -> tuple[str, ...]:
-    """Dtypes of all targets, each once."""
+    """Return the union of the targets' dtypes, in order."""
     return tuple(dict.fromkeys(_NAMES.get(dtype, dtype) for target in TARGETS.values()
                                for dtype in dtypes(target)))
 
@@ -119,13 +119,13 @@ class CompileOptions:
     Args:
         …
         progress: called with the name of each phase as it begins, and with remarks.
-        timing_cache: file in which a builder keeps its timings; None: nowhere.
+        timing_cache: file of TensorRT's timing cache; None: not stored.
     """
 
     tp_size: Annotated[int, Declared(
         "Tensor parallel size: chips that share the model.", least=1, most=MAX_CHIPS)] = 1
     expert_parallel: Annotated[bool, Declared(
-        "Give each chip whole experts of an MoE, not some columns of each.")] = False
+        "Expert parallelism: each chip has whole experts of MoE layers, not slices.")] = False
     dtype: Annotated[str, Declared(
         "Dtype of weights and activations; auto: the checkpoint's, where the target has it, else "
         "the target's 16-bit dtype. half and float, and torch's dtypes, are accepted too.",
@@ -139,30 +139,30 @@ class CompileOptions:
         "quantized checkpoint to `dtype`.",
         choices=_QUANTIZE, default="as in the checkpoint")] = ""
     group_size: Annotated[int, Declared(
-        "Weights along a row that share a scale.",
+        "Consecutive weights of a row that share a scale.",
         default="the largest of 128, 64, 32 and 16 that divides the row; with fp8 the row")] = 0
     quantize_lm_head: Annotated[str, Declared(
         "Quantize the LM head, and the embedding where they are tied.",
         choices=_QUANTIZE, default="as `quantize`, but int8 in place of 4 bits")] = ""
     quantize_activations: Annotated[bool, Declared(
-        "With `quantize` fp8: also quantize activations to FP8, with a scale for each token. With "
-        "an FP8 checkpoint in blocks that asks for it: for each group of a token.")] = False
+        "With `quantize` fp8: also quantize activations to FP8, with a scale per token. With a "
+        "block-wise FP8 checkpoint that asks for it: with a scale per group of a token.")] = False
     requantize: Annotated[bool, Declared(
-        "Dequantize a quantized checkpoint, then quantize it as `quantize` says.")] = False
+        "Dequantize a quantized checkpoint, then quantize it to `quantize`.")] = False
     calibrate: Annotated[str | Path | None, Declared(
         "Text file to calibrate `quantize` on: UTF-8, at least 1024 tokens. Experts and the "
         "up-projections of latent attention are not calibrated.", metavar="TEXT")] = None
     target: Annotated[str, Declared(
         "Engine that runs the compiled model.", choices=tuple(TARGETS))] = "cpu"
     compute_capability: Annotated[str | None, Declared(
-        "Compute capability of the only GPUs that may run it.",
+        "Run only on GPUs of this compute capability.",
         metavar="9.0", default="any")] = None
     max_seq_len: Annotated[int | None, Declared(
         "Maximum number of positions of a sequence.",
         default="the model's; for `target` tensorrt at most 4096",
         least=2, most=MAX_POSITIONS)] = None
     mem_max_seq_len: Annotated[int | None, Declared(
-        "Maximum number of tokens that an encoder reads.", default="the model's, at most 4096",
+        "Maximum number of input tokens of an encoder.", default="the model's, at most 4096",
         least=2, most=MAX_POSITIONS)] = None
     max_batch_size: Annotated[int, Declared(
         "Maximum number of sequences of a step, for `target` tensorrt.",
@@ -170,12 +170,12 @@ class CompileOptions:
     hf_dir: Annotated[str | Path | None, Declared(
         "For an .onnx MODEL: directory with its config.json and tokenizer.")] = None
     revision: Annotated[str | None, Declared(
-        "Of a hub id MODEL: branch, tag or commit.", metavar="COMMIT", default="main")] = None
+        "Branch, tag or commit of a hub id MODEL.", metavar="COMMIT", default="main")] = None
     trust_remote_code: Annotated[bool, Declared("Run code that comes with the model.")] = False
     allow_pickle: Annotated[bool, Declared("Read .bin weights with torch.load.")] = False
     allow_nan: Annotated[bool, Declared(
-        "Compile weights that have NaN or infinities; quantized ones never have.")] = False
-    # What a builder uses, which no flag sets.
+        "Accept NaN and infinities in weights that are not quantized.")] = False
+    # Internal: not set by a flag.
     progress: Callable[[str], None] = lambda text: None
     timing_cache: Path | None = None
 
@@ -186,7 +186,7 @@ class CompileOptions:
 
     @property
     def head_scheme(self) -> Scheme | None:
-        """Quantization scheme of the LM head, and of an embedding that is tied to it."""
+        """Quantization scheme of the LM head, and of a tied embedding."""
         return _scheme(self.quantize_lm_head or _HEADS.get(self.quantize, self.quantize),
                        self.group_size)
 
@@ -197,7 +197,7 @@ class CompileOptions:
 
     @property
     def calibrated(self) -> bool:
-        """Whether weights are quantized by calibration, before the graph is partitioned."""
+        """Whether quantization is calibrated, before partition."""
         return self.calibrate is not None
 
 
@@ -212,17 +212,17 @@ def _scheme(name: str, group_size: int, activations: bool = False) -> Scheme | N
 def _declared_options() -> Iterator[Option]:
     kinds = get_type_hints(CompileOptions)
     annotated = get_type_hints(CompileOptions, include_extras=True)
-    for own in fields(CompileOptions):
-        declared = next(iter(getattr(annotated[own.name], "__metadata__", ())), None)
+    for field in fields(CompileOptions):
+        declared = next(iter(getattr(annotated[field.name], "__metadata__", ())), None)
         if declared is not None:
-            yield Option(own.name, kinds[own.name], own.default, declared)
+            yield Option(field.name, kinds[field.name], field.default, declared)
 
 
 OPTIONS = tuple(_declared_options())
 
 
 def _texts() -> str:
-    """The options as lines of a docstring's Args."""
+    """Format the options as the Args of a docstring."""
     def line(option: Option) -> str:
         declared = option.declared
         default = f" Default: {declared.default}." if declared.default else ""
@@ -234,18 +234,18 @@ def _texts() -> str:
 
 
 def takes_options(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
-    """Put the options into a function's signature and docstring, in place of `**options`."""
-    if function.__doc__ is not None:  # as it is with python -OO
+    """Replace `**options` by the options in a function's signature and docstring."""
+    if function.__doc__ is not None:  # python -OO removes docstrings
         function.__doc__ = function.__doc__.replace("        …", _texts())
-    own = signature(function)
-    kept = [parameter for parameter in own.parameters.values()
+    original = signature(function)
+    kept = [parameter for parameter in original.parameters.values()
             if parameter.kind is not Parameter.VAR_KEYWORD]
     first = [parameter for parameter in kept if parameter.kind is not Parameter.KEYWORD_ONLY]
     options = [Parameter(option.name, Parameter.KEYWORD_ONLY, default=option.default,
                          annotation=option.kind) for option in OPTIONS]
-    setattr(function, "__signature__",  # noqa: B010  which mypy does not know
+    setattr(function, "__signature__",  # noqa: B010  mypy does not know the attribute
             Signature([*first, *options, *kept[len(first):]],
-                      return_annotation=own.return_annotation))
+                      return_annotation=original.return_annotation))
     return function
 
 

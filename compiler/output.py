@@ -1,18 +1,18 @@
-"""Put a new directory in the place of an old one, whole or not at all.
+"""Atomic replacement of an output directory.
 
-What is written goes to a hidden folder beside the output, `.llmc-compile-XXXXXXXX`:
+Output is written to a hidden work folder next to the output, `.llmc-compile-XXXXXXXX`:
 
-    lock    flocked by the process that writes, for as long as it lives
-    new/    what is being written; after the exchange, what was there before
-    old/    where the two cannot be exchanged: what was there before, under its name
+    lock    locked (flock) by the writing process until it exits
+    new/    the new output while it is written; after the exchange, the old output
+    old/    where an exchange is unsupported: the old output, under its name
 
-At the end `new` and the output change places in one step (renameat2), so that who reads the output
-finds the old one or the new one and never none. A file system that cannot do that gets two
-renames, and the first is undone where the second fails.
+At the end, renameat2 exchanges `new` and the output atomically: a concurrent reader finds the old
+or the new output. On a file system without renameat2, two renames replace it, and the first is
+undone if the second fails.
 
-A process that is killed leaves its folder behind. The kernel drops the lock with it, so the next
-compile to the same parent takes the lock and clears the folder; that of a living process it cannot
-take. Where the death came between the two renames, it first puts the old output back.
+A killed process leaves its work folder, but the kernel releases its lock. The next compile to the
+same parent takes the lock and removes the folder. If the process was killed between the two
+renames, the old output is restored first.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from llmc.artifacts.manifest import MANIFEST_NAME
 from llmc.errors import LlmcError
 
 _PREFIX = ".llmc-compile-"
-_WORK_NAME = re.compile(rf"{re.escape(_PREFIX)}[a-z0-9_]{{8}}")  # as tempfile makes them
+_WORK_NAME = re.compile(rf"{re.escape(_PREFIX)}[a-z0-9_]{{8}}")  # tempfile's random suffix
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
 
 def check_output(output: str | Path) -> None:
-    """Refuse what `new_directory` could not make or should not replace.
+    """Check that `new_directory` can create or replace the output.
 
-    An output that is there must be a case directory, with the files that its manifest lists and no
-    others, or an empty folder. Of a symbolic link the target is meant; it must be there.
+    An existing output must be an empty folder, or a case directory with only the files that its
+    manifest lists. A symbolic link is followed; its target must exist.
 
     Raises:
-        LlmcError: one sentence.
+        LlmcError: it cannot be created, or must not be replaced.
     """
     target = _resolve(output)
     with _turn(target.parent):
@@ -54,27 +54,27 @@ def check_output(output: str | Path) -> None:
     try:
         os.rmdir(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
     except OSError as error:
-        raise LlmcError(f"'{output}' cannot be written: '{parent}' takes no new folder "
+        raise LlmcError(f"'{output}' cannot be written: no folder can be created in '{parent}' "
                         f"({error.strerror}); choose another output") from error
 
 
 @contextmanager
 def new_directory(output: str | Path) -> Iterator[Path]:
-    """An empty folder that takes the place of `output` when the block succeeds.
+    """Yield an empty folder that replaces `output` when the block succeeds.
 
-    When it fails, or is interrupted, nothing is left of it, nor of parents that were made for it.
+    On an error or interrupt, the folder and the parents created for it are removed.
 
     Raises:
-        LlmcError: it cannot be written, or `check_output` refuses what is there by now.
+        LlmcError: it cannot be written, or `check_output` rejects the present output.
     """
     target = _resolve(output)
-    made: list[Path] = []
+    new_parents: list[Path] = []
     try:
-        _make_parents(target.parent, made)
+        _make_parents(target.parent, new_parents)
         _clear_dead(target.parent)
         work, lock = _new_work(target.parent)
     except OSError as error:
-        _remove_empty(made)
+        _remove_empty(new_parents)
         raise _not_written(output, error) from error
     new, done = work / "new", False
     try:
@@ -92,20 +92,21 @@ def new_directory(output: str | Path) -> Iterator[Path]:
     finally:
         if os.path.lexists(target) or not (work / "old" / target.name).exists():
             _remove(work, lock)
-        else:  # the only copy of the old output: `_rename_both` has said so
+        else:  # the only copy of the old output, which the error of `_rename_both` names
             os.close(lock)
         if not done:
-            _remove_empty(made)
+            _remove_empty(new_parents)
 
 
 @contextmanager
 def _turn(parent: Path) -> Iterator[None]:
-    """One after the other, where several put something into a folder: between two renames there is
-    nothing to be looked at. Where a folder cannot be locked, as it comes.
+    """Serialize replacements in a folder, as the output is absent between two renames.
+
+    Without effect on a folder that cannot be locked.
     """
     try:
         descriptor = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:  # it is not there, or not readable: others will say so
+    except OSError:  # absent or unreadable: reported by later checks
         yield
         return
     try:
@@ -117,19 +118,19 @@ def _turn(parent: Path) -> Iterator[None]:
 
 
 def _resolve(output: str | Path) -> Path:
-    """The absolute path that is meant, free of symbolic links."""
+    """Return the absolute path without symbolic links."""
     try:
         target, here = Path(os.path.realpath(output)), Path.cwd()
         with suppress(FileNotFoundError, NotADirectoryError):
             os.lstat(target)
         for path in (Path(output), *Path(output).parents):
             if path.is_symlink() and not path.exists():
-                raise LlmcError(f"'{path}' is a symbolic link to '{os.readlink(path)}', which is "
-                                f"not there; make that folder, or remove the link")
+                raise LlmcError(f"'{path}' is a symbolic link to '{os.readlink(path)}', which does "
+                                f"not exist; create that folder, or remove the link")
     except (OSError, ValueError) as error:  # a name that is too long; a null byte
         reason = getattr(error, "strerror", None) or error
-        raise LlmcError(f"output {str(output)!r} is no path that can be used ({reason}); choose "
-                        f"another one") from error
+        raise LlmcError(f"output {str(output)!r} is not a valid path ({reason}); choose another "
+                        f"output") from error
     if target == here or target == target.parent:
         raise LlmcError(f"output '{output}' is the {'current' if target == here else 'root'} "
                         f"folder, which cannot be replaced; name a folder in it, such as "
@@ -138,84 +139,84 @@ def _resolve(output: str | Path) -> Path:
 
 
 def _check_replaceable(target: Path, output: str | Path) -> None:
-    """Refuse to replace what is not a case directory, or holds more than one."""
+    """Reject an existing output that is not a case directory, or that has other files."""
     try:
         if not os.path.lexists(target):
             _check_parents(target, output)
             return
         if not target.is_dir():
-            raise LlmcError(f"'{output}' is there and is not a case directory but a file; choose "
+            raise LlmcError(f"'{output}' exists and is a file, not a case directory; choose "
                             f"another output")
         if os.path.ismount(target):
-            raise LlmcError(f"'{output}' is where a file system is mounted, which cannot be "
-                            f"replaced; name a folder in it, such as '{Path(output, 'case')}'")
+            raise LlmcError(f"'{output}' is a mount point, which cannot be replaced; name a "
+                            f"folder in it, such as '{Path(output, 'case')}'")
         if not os.access(target, os.W_OK | os.X_OK):
-            raise LlmcError(f"'{output}' is there and is write-protected; choose another output")
+            raise LlmcError(f"'{output}' exists and is write-protected; choose another output")
         if not os.listdir(target):
             return
         if not (target / MANIFEST_NAME).is_file():
-            raise LlmcError(f"'{output}' is there and is not a case directory; choose another "
+            raise LlmcError(f"'{output}' exists and is not a case directory; choose another "
                             f"output")
         others = _unlisted(target)
     except OSError as error:
-        raise LlmcError(f"'{output}' is there but cannot be read ({error.strerror}); choose "
+        raise LlmcError(f"'{output}' exists but cannot be read ({error.strerror}); choose "
                         f"another output") from error
     if others is None:
-        raise LlmcError(f"'{output}' has a {MANIFEST_NAME} that lists no files, so what else is "
-                        f"there may be yours; remove '{output}', or choose another output")
+        raise LlmcError(f"'{output}' has a {MANIFEST_NAME} without a list of files, so llmc cannot "
+                        f"tell its files from yours; remove '{output}', or choose another output")
     if others:
         names = ", ".join(f"'{name}'" for name in others[:3])
         more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-        raise LlmcError(f"'{output}' holds what llmc did not put there and would be lost: {names}"
-                        f"{more}; move it elsewhere, or choose another output")
+        raise LlmcError(f"'{output}' contains files that llmc did not write and would delete: "
+                        f"{names}{more}; move them elsewhere, or choose another output")
 
 
 def _check_parents(target: Path, output: str | Path) -> None:
     for parent in target.parents:
         if os.path.lexists(parent):
             if not parent.is_dir():
-                raise LlmcError(f"'{output}' cannot be made: '{parent}' is not a folder; choose "
+                raise LlmcError(f"'{output}' cannot be created: '{parent}' is not a folder; choose "
                                 f"another output")
             return
 
 
 def _unlisted(case_dir: Path) -> list[str] | None:
-    """Files and empty folders, relative, that the manifest does not list; None if it is not one.
+    """Return relative paths of files and empty folders that the manifest does not list.
 
-    It is read leniently: an older llmc's is as good, and one that no llmc loads.
+    None if the manifest has no list of files. Manifests of any version are accepted.
     """
     try:
         entries = json.loads((case_dir / MANIFEST_NAME).read_bytes())["files"]
         listed = {str(PurePosixPath(entry["path"])) for entry in entries} | {MANIFEST_NAME}
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    found = []
+    present = []
     for folder, folders, files in os.walk(case_dir, onerror=_raise):
         here = Path(folder).relative_to(case_dir)
         links = [name for name in folders if Path(folder, name).is_symlink()]
-        found += [(here / name).as_posix() for name in (*files, *links)]
+        present += [(here / name).as_posix() for name in (*files, *links)]
         if not folders and not files:
-            found.append(f"{here.as_posix()}/")
-    return sorted(set(found) - listed)
+            present.append(f"{here.as_posix()}/")
+    return sorted(set(present) - listed)
 
 
 def _raise(error: OSError) -> None:
     raise error
 
 
-def _make_parents(parent: Path, made: list[Path]) -> None:
-    """Make the folder and those above it; `made` gets each that was not there, top first."""
+def _make_parents(parent: Path, created: list[Path]) -> None:
+    """Create the folder and its parents; append new ones to `created`, top first."""
     for folder in (*reversed(parent.parents), parent):
         with suppress(FileExistsError):
             os.mkdir(folder)
-            made.append(folder)
+            created.append(folder)
 
 
 def _new_work(parent: Path) -> tuple[Path, int]:
-    """A hidden folder in `parent`, and the descriptor of its lock, taken."""
+    """Create a work folder in `parent`; return it and the descriptor of its lock, held."""
     while True:
         work = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        # Until the lock is taken, who clears may take the folder for a dead one's.
+        # Until the lock is held, another compile may take the folder for abandoned and remove it.
         with suppress(FileNotFoundError):
             lock = _lock(work, wait=True)
             assert lock is not None
@@ -226,7 +227,7 @@ def _new_work(parent: Path) -> tuple[Path, int]:
 
 
 def _lock(work: Path, wait: bool) -> int | None:
-    """Take the lock of a folder: a descriptor that holds it; None where another process does."""
+    """Lock a work folder; return the descriptor, or None if another process holds the lock."""
     descriptor = os.open(work / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -236,7 +237,7 @@ def _lock(work: Path, wait: bool) -> int | None:
             if isinstance(error, BlockingIOError):
                 return None
             raise
-        # A file system without locks: none can be taken there to clear the folder either.
+        # Without locks in the file system, no other process can lock and remove the folder either.
     except BaseException:
         os.close(descriptor)
         raise
@@ -244,7 +245,7 @@ def _lock(work: Path, wait: bool) -> int | None:
 
 
 def _clear_dead(parent: Path) -> None:
-    """Remove what killed processes left in `parent`; what cannot be removed stays."""
+    """Remove the work folders of killed processes in `parent`, as far as possible."""
     for name in os.listdir(parent):
         if not _WORK_NAME.fullmatch(name):
             continue
@@ -262,7 +263,7 @@ def _clear_dead(parent: Path) -> None:
 
 
 def _restore(work: Path) -> None:
-    """Put back what was moved away by a process that could not put anything in its place."""
+    """Restore an old output that a killed process had moved away and not replaced."""
     if (work / "new").exists() and (work / "old").exists():
         for old in (work / "old").iterdir():
             if not os.path.lexists(work.parent / old.name):
@@ -270,38 +271,40 @@ def _restore(work: Path) -> None:
 
 
 def _remove(work: Path, lock: int) -> None:
-    """Remove a folder whose lock is held, the lock's file last and before it is let go: whoever
-    waits for it must not find it again.
+    """Remove a locked work folder.
+
+    The lock file is removed last, before the lock is released, so that a waiting process detects
+    the removal.
     """
     try:
         for name in ("new", "old"):
             shutil.rmtree(work / name, ignore_errors=True)
         with suppress(OSError):
             os.unlink(work / "lock")
-            os.rmdir(work)  # in which another may have made a lock of its own just now
+            os.rmdir(work)  # fails where another process has just created a lock file in it
     finally:
         os.close(lock)
 
 
-def _remove_empty(made: list[Path]) -> None:
-    for folder in reversed(made):
+def _remove_empty(folders: list[Path]) -> None:
+    for folder in reversed(folders):
         with suppress(OSError):
             os.rmdir(folder)
 
 
 def _put(new: Path, target: Path, work: Path) -> None:
-    """Let `new` take the place of `target`, and what was there that of `new`, or go to `work/old`.
+    """Replace `target` by `new`; the old output goes to `new` or `work/old`.
 
     Raises:
-        OSError: it cannot; the target is what it was.
-        LlmcError: nor can the old one be put back.
+        OSError: it cannot be replaced; the target is unchanged.
+        LlmcError: the old output could not be restored either.
     """
     old = work / "old" / target.name
     while True:
         try:
             _exchange(new, target)
             return
-        except FileNotFoundError:  # there is none yet
+        except FileNotFoundError:  # no output yet
             pass
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
@@ -313,11 +316,11 @@ def _put(new: Path, target: Path, work: Path) -> None:
             return
         except OSError as error:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                raise  # else another compile made one just now, which is to be replaced too
+                raise  # otherwise another compile has just created the target: replace it too
 
 
 def _rename_both(new: Path, target: Path, old: Path) -> None:
-    """Rename `target`, if there is one, to `old`, if there is room, and `new` to `target`."""
+    """Rename `target`, if it exists, to `old`, and `new` to `target`."""
     try:
         with suppress(FileNotFoundError):
             os.rename(target, old)
@@ -327,18 +330,18 @@ def _rename_both(new: Path, target: Path, old: Path) -> None:
             try:
                 os.rename(old, target)
             except OSError as second:
-                raise LlmcError(f"'{target}' could not be replaced ({error}), nor could what was "
-                                f"there be put back ({second}); it is now '{old}': move it to "
+                raise LlmcError(f"'{target}' could not be replaced ({error}), and the old output "
+                                f"could not be restored ({second}); it is now '{old}': move it to "
                                 f"'{target}'") from error
         raise
 
 
 def _exchange(one: Path, other: Path) -> None:
-    """Let two paths change places in one step.
+    """Exchange two paths atomically.
 
     Raises:
-        OSError: they cannot; ENOSYS, EINVAL or EOPNOTSUPP where the system or the file system has
-            no such step.
+        OSError: the exchange failed; with ENOSYS, EINVAL or EOPNOTSUPP where the system or the
+            file system does not support it.
     """
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
@@ -350,7 +353,7 @@ def _exchange(one: Path, other: Path) -> None:
 
 
 def _sync(directory: Path) -> None:
-    """Have all bytes of a tree on the disk, before it takes the place of what is there."""
+    """Flush all files and folders of a tree to disk."""
     for folder, _, files in os.walk(directory):
         for name in files:
             descriptor = os.open(Path(folder, name), os.O_RDONLY)
@@ -362,7 +365,7 @@ def _sync(directory: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    with suppress(OSError):  # not every file system can, and the files are there
+    with suppress(OSError):  # unsupported by some file systems; the files are flushed already
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)
@@ -371,11 +374,11 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _not_written(output: str | Path, error: OSError, work: Path | None = None) -> LlmcError:
-    """What to tell of an error; of a file elsewhere, such as a model's, that it is that file."""
+    """Convert an OSError; a file outside the work folder, such as the model's, is named."""
     reason, path = error.strerror or str(error), error.filename
     if work is not None and isinstance(path, str) and error.filename2 is None \
             and not Path(path).is_relative_to(work):
         return LlmcError(f"'{path}': {reason}; '{output}' was not changed")
-    # Such as what lies in a lower layer of a container's image.
-    way = "; remove it first, or choose another output" if error.errno == errno.EXDEV else ""
-    return LlmcError(f"'{output}' cannot be written ({reason}); nothing was changed{way}")
+    # EXDEV: such as a folder in a lower layer of a container image.
+    advice = "; remove it first, or choose another output" if error.errno == errno.EXDEV else ""
+    return LlmcError(f"'{output}' cannot be written ({reason}); nothing was changed{advice}")

@@ -1,5 +1,6 @@
-"""What can be known of a compile before the model is exported, in tables: the options first, then
-what the model's config says of them. What lies behind is proved again by the passes.
+"""Checks before export: options alone, then options against the model's config.
+
+The passes verify the exported graph again.
 """
 
 from __future__ import annotations
@@ -22,30 +23,32 @@ from llmc.targets import TARGETS, target_spec
 
 TESTED_TRANSFORMERS = ("5.23", "5.24")  # the first and last minor release of `make test-bounds`
 _DEFAULT_MAX_SEQ_LEN = 4096
-# What configs call the experts of a token, and all of a layer.
-_CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk",
-                   "top_k_experts")
+# Names in configs of the experts per token, and of all experts of a layer.
+_TOP_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk",
+                "top_k_experts")
 _ALL_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
-_ROUNDED_ALONE = "quantize_activations is given without quantize fp8; give both, as rounded " \
-    "activations are multiplied by FP8 weights only"
+_ACTIVATIONS_ALONE = "quantize_activations is given without quantize fp8; give both, as " \
+    "quantized activations need FP8 weights"
 
 
-# transformers' and vLLM's names of dtypes; and short ones, which an error explains.
+# Aliases of transformers and vLLM; and short names, which are rejected with a suggestion.
 _ALIASES = {"half": "float16", "float": "float32"}
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32",
                  "f32": "float32"}
 
 
 def read_dtype(dtype: object, target: object, model: str | Path) -> str:
-    """A dtype as the options have it, from torch's or transformers' words.
+    """Resolve a dtype to the options' name for it.
 
     Args:
-        dtype: its name, torch's dtype, or `auto`: the checkpoint's own where the target has it,
-            else the target's 16-bit dtype, or its only one.
+        dtype: a name or alias, a torch dtype, or `auto`: the checkpoint's dtype if the target
+            supports it, else the target's last: 16-bit, or its only one.
+        target: name of the target.
+        model: the model, which `auto` reads.
 
     Raises:
-        LlmcError: `auto` is given, and there is no such model.
+        LlmcError: `auto` is given and the model does not exist.
     """
     name = str(dtype).removeprefix("torch.")
     if name != "auto":
@@ -57,18 +60,18 @@ def read_dtype(dtype: object, target: object, model: str | Path) -> str:
         config = read_json(find_directory(model) / "config.json")
     text = config.get("text_config") or config
     named = (part.get(key) for key in ("dtype", "torch_dtype") for part in (config, text))
-    return str(next((own for own in named if own in dtypes), dtypes[-1]))
+    return str(next((known for known in named if known in dtypes), dtypes[-1]))
 
 
 @dataclass(frozen=True)
 class About:
-    """What is known of a model without its graph.
+    """Facts about a model that need no graph.
 
     Args:
-        config: its config.json.
-        generation: its generation_config.json.
-        has_encoder: whether it is an encoder-decoder model.
-        quantized: how its weights are quantized, where the config does not say it.
+        config: contents of config.json.
+        generation: contents of generation_config.json.
+        has_encoder: whether the model is an encoder-decoder model.
+        quantized: quantization method, where the config does not name it.
     """
 
     config: Mapping[str, Any]
@@ -82,33 +85,31 @@ class About:
 
     @property
     def text(self) -> Mapping[str, Any]:
-        """The config, or its part about text."""
+        """The text config, or the whole config if it has none."""
         return self.config.get("text_config") or self.config
 
     def number(self, *keys: str) -> int | None:
-        """The first of these keys that it has."""
+        """Return the value of the first key that is an integer in the text config."""
         return next((self.text[key] for key in keys if isinstance(self.text.get(key), int)), None)
 
     @property
     def switches_at(self) -> int | None:
-        """Up to which length a rotary embedding is one, where it is another for longer sequences
-        (longrope).
-        """
+        """Maximum length for longrope's short factors; None without longrope."""
         key = "original_max_position_embeddings"
         rope = self.text.get("rope_scaling") or self.text.get("rope_parameters") or {}
         return (rope.get(key) or self.number(key)) if "long_factor" in rope else None
 
     @property
     def num_heads(self) -> int | None:
-        """The fewest that an attention has."""
-        found = [heads for key in ("num_attention_heads", "n_head", "n_heads", "num_heads",
-                                   "encoder_attention_heads", "decoder_attention_heads")
-                 if (heads := self.number(key))]
-        return min(found, default=None)
+        """Minimum number of attention heads of encoder and decoder."""
+        counts = [heads for key in ("num_attention_heads", "n_head", "n_heads", "num_heads",
+                                    "encoder_attention_heads", "decoder_attention_heads")
+                  if (heads := self.number(key))]
+        return min(counts, default=None)
 
     @property
     def head_dim(self) -> int | None:
-        """What attention has by the config; None where that does not tell, as of latents."""
+        """Head size by the config; None if unknown, as with latent attention."""
         if self.number("kv_lora_rank", "state_size"):
             return None
         dim, hidden = self.number("head_dim", "d_kv"), self.number("hidden_size", "n_embd",
@@ -119,10 +120,10 @@ class About:
 
 
 def check_options(options: CompileOptions) -> None:
-    """Refuse options that are impossible for every model.
+    """Reject options that are invalid for every model.
 
     Raises:
-        LlmcError: it names the option, its value and what is possible.
+        LlmcError: names the option, its value and what is allowed.
     """
     for check in OPTION_CHECKS.values():
         problem = check(options)
@@ -131,10 +132,10 @@ def check_options(options: CompileOptions) -> None:
 
 
 def check_model(options: CompileOptions, about: About) -> None:
-    """Refuse options that are impossible for this model.
+    """Reject options that are invalid for this model.
 
     Raises:
-        LlmcError: it names the option, its value and what is possible.
+        LlmcError: names the option, its value and what is allowed.
     """
     for check in MODEL_CHECKS.values():
         problem = check(options, about)
@@ -143,10 +144,10 @@ def check_model(options: CompileOptions, about: About) -> None:
 
 
 def warn_untested_transformers(version: str) -> str | None:
-    """Warning for a transformers release outside `TESTED_TRANSFORMERS`; None within it.
+    """Return a warning for a release outside `TESTED_TRANSFORMERS`; None within it.
 
     Args:
-        version: the installed one, such as `5.24.1`.
+        version: the installed version of transformers, such as `5.24.1`.
     """
     minor, *tested = (tuple(map(int, re.findall(r"\d+", text)[:2]))
                       for text in (version, *TESTED_TRANSFORMERS))
@@ -158,29 +159,35 @@ def warn_untested_transformers(version: str) -> str | None:
 
 
 def limit_seq_len(about: About, wish: int | None, target: str, prefix: str = "") -> int:
-    """How many positions a sequence may use, `wish` or as many as is sensible: all that the model
-    has where they cost nothing, which is in blocks of a GPU, and one rotary embedding has.
+    """Return the maximum number of positions of a sequence.
+
+    Args:
+        about: the model.
+        wish: the requested maximum; None: the target's default, or all positions of the model
+            where the KV cache is paged.
+        target: name of the target.
+        prefix: prefix of the option's name in errors.
 
     Raises:
-        LlmcError: the model has not so many.
+        LlmcError: the model does not support `wish` positions.
     """
     keys = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length",
             "max_target_positions")
     limit = about.number(*keys)
     if limit is not None and limit < 2:
-        raise LlmcError(f"'{about.name}' has max_position_embeddings {limit}, where a sequence has "
-                        f"two positions at least; correct its config")
+        raise LlmcError(f"'{about.name}' has max_position_embeddings {limit}, expected at least 2; "
+                        f"correct its config")
     if wish is not None and about.switches_at is not None and wish > about.switches_at:
-        raise LlmcError(f"{prefix}max_seq_len {wish} is not possible: '{about.name}' has another "
-                        f"rotary embedding for sequences of more than {about.switches_at} tokens; "
+        raise LlmcError(f"{prefix}max_seq_len {wish} is not supported: '{about.name}' has a "
+                        f"different rotary embedding (longrope) beyond {about.switches_at} tokens; "
                         f"compile with --max_seq_len of at most {about.switches_at}")
-    chosen = about.number("index_topk")  # keys that sparse attention chooses, up to there all
-    if chosen is not None and wish is not None and wish > chosen:
-        raise LlmcError(f"{prefix}max_seq_len {wish} is not possible: beyond index_topk {chosen} "
-                        f"'{about.name}' chooses among the keys, which llmc does not; allowed: 2 "
-                        f"to {chosen}")
-    if chosen is not None:
-        limit = min(limit or chosen, chosen)
+    top_keys = about.number("index_topk")  # sparse attention is dense up to this length
+    if top_keys is not None and wish is not None and wish > top_keys:
+        raise LlmcError(f"{prefix}max_seq_len {wish} is not supported: beyond index_topk "
+                        f"{top_keys} the attention of '{about.name}' is sparse; allowed: 2 to "
+                        f"{top_keys}")
+    if top_keys is not None:
+        limit = min(limit or top_keys, top_keys)
     if wish is None:
         default = target_spec(target).default_max_seq_len
         if default is None and limit and not about.has_encoder:
@@ -190,14 +197,14 @@ def limit_seq_len(about: About, wish: int | None, target: str, prefix: str = "")
             most = min(limit or default, default)
         return min(most, about.switches_at or most)
     if about.has_encoder and about.number(keys[0]) is None:
-        limit = None  # T5's n_positions, whose positions are relative: what it was trained with
+        limit = None  # T5's n_positions is its training length; relative positions have no limit
     if wish < 2 or (limit is not None and wish > limit):
-        raise LlmcError(f"{prefix}max_seq_len {wish} is not possible: '{about.name}' has "
+        raise LlmcError(f"{prefix}max_seq_len {wish} is not supported: '{about.name}' has "
                         f"max_position_embeddings {limit}; allowed: 2 to {limit or 'any'}")
     return wish
 
 
-# Each says what is wrong, or nothing.
+# Checks: each returns a problem, or None.
 
 def _declared(options: CompileOptions) -> str | None:
     return next((problem for option in OPTIONS
@@ -216,9 +223,9 @@ def _dtype(options: CompileOptions) -> str | None:
     dtypes = target_spec(options.target).dtypes
     if options.dtype in dtypes:
         return None
-    meant = _SHORT_DTYPES.get(options.dtype, "")
-    asked = f"did you mean '{meant}'? It has" if meant in dtypes else "it has"
-    return f"target '{options.target}' has no dtype '{options.dtype}'; {asked}: {', '.join(dtypes)}"
+    full = _SHORT_DTYPES.get(options.dtype, "")
+    hint = f"did you mean '{full}'? Supported" if full in dtypes else "supported"
+    return f"target '{options.target}' has no dtype '{options.dtype}'; {hint}: {', '.join(dtypes)}"
 
 
 def _kv_dtype(options: CompileOptions) -> str | None:
@@ -235,22 +242,22 @@ def _schemes(options: CompileOptions) -> str | None:
         if scheme is None:
             continue
         if not dtypes:
-            return (f"target '{options.target}' has no kernels for weights in fewer bits yet, so "
-                    f"it takes no --quantize; compile for --target cpu, or leave it out")
+            return (f"target '{options.target}' has no kernels for quantized weights, so it does "
+                    f"not support --quantize; compile for --target cpu, or leave it out")
         if scheme.dtype not in dtypes:
-            return (f"weights cannot be quantised to '{scheme.dtype}'; there are: int8, int4, "
+            return (f"weights cannot be quantized to '{scheme.dtype}'; allowed: int8, int4, "
                     f"uint4, fp8")
         if scheme.group_size < 0 or scheme.group_size % 2 or \
                 0 < scheme.group_size < SMALLEST_GROUP:
-            return (f"group_size {scheme.group_size} is not an even number from {SMALLEST_GROUP} "
-                    f"on; most kernels have 32, 64 and 128")
+            return (f"group_size {scheme.group_size} is not an even number of at least "
+                    f"{SMALLEST_GROUP}; give 32, 64 or 128, which most kernels support")
         multiple = target_spec(options.target).group_multiple
         if scheme.group_size % multiple:
-            return (f"group_size {scheme.group_size} is no multiple of {multiple}, which the "
-                    f"kernels of target '{options.target}' take; give 32, 64 or 128")
+            return (f"group_size {scheme.group_size} is not a multiple of {multiple}, as kernels "
+                    f"of target '{options.target}' need; give 32, 64 or 128")
     if options.quantize_activations and (
             options.dequantize if options.scheme is None else options.scheme.dtype != FLOAT8):
-        return _ROUNDED_ALONE
+        return _ACTIVATIONS_ALONE
     if options.head_scheme is not None and options.scheme is None:
         return "quantize_lm_head is given without quantize; give both"
     if options.group_size and options.scheme is None:
@@ -268,8 +275,8 @@ def _compute_capability(options: CompileOptions) -> str | None:
             "compute_capability" in spec.optional_fields
             and re.fullmatch(r"[1-9]\d*\.\d", options.compute_capability)):
         return None
-    return (f"compute_capability '{options.compute_capability}' is not one of a GPU's for target "
-            f"{options.target}; write it like 9.0")
+    return (f"compute_capability '{options.compute_capability}' is not valid for target "
+            f"{options.target}; write it like 9.0, for a target with GPUs")
 
 
 def _tp_size(options: CompileOptions) -> str | None:
@@ -287,17 +294,17 @@ def _expert_parallel(options: CompileOptions) -> str | None:
 def _quantized_already(options: CompileOptions, about: About) -> str | None:
     method = method_of(about.config)
     if method is None and options.quantize_activations and options.scheme is None:
-        return _ROUNDED_ALONE
+        return _ACTIVATIONS_ALONE
     method = method or about.quantized
     if not method or options.scheme is None or options.requantize:
         return None
-    return f"'{about.name}' is quantised by {method} already; {QUANTIZED_WAYS_OUT}"
+    return f"'{about.name}' is quantized by {method} already; {QUANTIZED_WAYS_OUT}"
 
 
 def _encoder(options: CompileOptions, about: About) -> str | None:
     if about.has_encoder and not target_spec(options.target).encoders:
-        return (f"'{about.name}' is an encoder-decoder model, which is not there yet for target "
-                f"'{options.target}'; compile it with --target cpu, cuda or tensorrt")
+        return (f"'{about.name}' is an encoder-decoder model, which target '{options.target}' does "
+                f"not support; compile it with --target cpu, cuda or tensorrt")
     if not about.has_encoder and options.mem_max_seq_len is not None:
         return (f"mem_max_seq_len {options.mem_max_seq_len} is given, but '{about.name}' has no "
                 f"encoder; leave it out")
@@ -307,25 +314,24 @@ def _encoder(options: CompileOptions, about: About) -> str | None:
 def _calibrated(options: CompileOptions, about: About) -> str | None:
     if not about.has_encoder or not options.calibrated:
         return None
-    return (f"'{about.name}' is an encoder-decoder model, which --calibrate does not know: a text "
-            f"is no pair of a prompt and its answer; leave it out")
+    return (f"'{about.name}' is an encoder-decoder model, which --calibrate does not support, as "
+            f"it would need pairs of prompt and answer; leave it out")
 
 
 def _decoder_start(options: CompileOptions, about: About) -> str | None:
     if not about.has_encoder or any(token_ids(key, about.config, about.generation)
                                     for key in ("decoder_start_token_id", "bos_token_id")):
         return None
-    return (f"'{about.name}' does not say which token its decoder begins with; put "
-            f"decoder_start_token_id into generation_config.json")
+    return (f"'{about.name}' has no decoder_start_token_id; add it to generation_config.json")
 
 
 def _experts(options: CompileOptions, about: About) -> str | None:
-    chosen, count = (next(((key, number) for key in keys if (number := about.number(key))), None)
-                     for keys in (_CHOSEN_EXPERTS, _ALL_EXPERTS))
-    if chosen is None or count is None or chosen[1] <= count[1]:
+    top, count = (next(((key, number) for key in keys if (number := about.number(key))), None)
+                  for keys in (_TOP_EXPERTS, _ALL_EXPERTS))
+    if top is None or count is None or top[1] <= count[1]:
         return None
-    return (f"'{about.name}' chooses {chosen[0]} {chosen[1]} of {count[0]} {count[1]}; the first "
-            f"can be at most {count[1]}")
+    return (f"'{about.name}' selects {top[0]} {top[1]} of {count[0]} {count[1]}; correct its "
+            f"config: {top[0]} must be at most {count[1]}")
 
 
 def _heads(options: CompileOptions, about: About) -> str | None:
@@ -350,13 +356,13 @@ def _head_dim(options: CompileOptions, about: About) -> str | None:
     dim, most = about.head_dim, target_spec(options.target).max_head_dim
     if most is None or dim is None or (dim % 8 == 0 and dim <= most):
         return None
-    return (f"head_dim {dim} of '{about.name}' is not a multiple of 8 up to {most}, which "
+    return (f"head_dim {dim} of '{about.name}' is not a multiple of 8 of at most {most}, as "
             f"attention kernels need; compile for --target cpu")
 
 
 OPTION_CHECKS: dict[str, Callable[[CompileOptions], str | None]] = {
-    "types and ranges": _declared,  # first: the others rely on them
-    "target": _target,  # before those that ask it what it has
+    "types and ranges": _declared,  # first: the others rely on it
+    "target": _target,  # before checks against the target's capabilities
     "dtype": _dtype,
     "kv_dtype": _kv_dtype,
     "schemes": _schemes,

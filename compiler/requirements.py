@@ -1,6 +1,6 @@
-"""Requirements: a model is refused whose experts, attention or token embedding are not fused.
+"""Requirements: experts, attention and token embedding of a model must be fused.
 
-The message says what did not match, by the refusals of the passes that look for it.
+Errors quote the refusals of the passes that should have fused them.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ from llmc.plugins.route.op import OP as ROUTE
 
 
 def require_routes(graphs: Sequence[gs.Graph], reports: Sequence[Report]) -> None:
-    """Refuse a model whose experts, or what chooses them, were not fused."""
+    """Reject a model with experts or a router that were not fused."""
     nodes = [node for graph in graphs for node in graph.nodes]
     for report in (report for report in reports if not report.encoder):
-        odd = [node for node in nodes if (report.run is experts and is_op(node, EXPERTS_DOWN))
-               or report.run is dense_experts
-               or (report.run is route and is_op(node, EXPERTS)
-                   and not is_op(producer(operands(node)["experts"]), ROUTE))]
-        if odd and report.refusals:
+        unfused = [node for node in nodes
+                   if (report.run is experts and is_op(node, EXPERTS_DOWN))
+                   or report.run is dense_experts
+                   or (report.run is route and is_op(node, EXPERTS)
+                       and not is_op(producer(operands(node)["experts"]), ROUTE))]
+        if unfused and report.refusals:
             where, _, why = report.refusals[0].partition(": ")
             raise LlmcError(f"{'a router was' if report.run is route else 'experts were'} not "
-                            f"recognised: {why} ({where}); llmc compiles the mixtures of experts "
-                            f"that llmc::Route and llmc::Experts describe")
+                            f"recognized: {why} ({where}); use a model whose MoE layers "
+                            f"llmc::Route and llmc::Experts can express")
 
 
 def require_attention(graphs: Sequence[gs.Graph], reports: Sequence[Report]) -> None:
-    """Refuse a model whose attention was not fused."""
+    """Reject a model with attention that was not fused."""
     for graph, of_encoder in zip(graphs, (False, True), strict=False):
         if any(map(knows_sequences, graph.nodes)) and not any(
                 is_op(node, SDPA) or node.op == "Softmax" for node in graph.nodes):
@@ -50,13 +51,14 @@ def require_attention(graphs: Sequence[gs.Graph], reports: Sequence[Report]) -> 
                          )[0].partition(": ")
         more = f", and {len(refusals) - 1} more" if len(refusals) > 1 else ""
         raise LlmcError(
-            f"attention was not recognised: {why} ({where}{more}); llmc compiles causal self-"
+            f"attention was not recognized: {why} ({where}{more}); llmc supports causal self-"
             f"attention with optional rotary embedding, GQA, sliding window and soft-cap, and "
-            f"plain attention in and to an encoder, both with biases by distance")
+            f"bidirectional and cross-attention of encoder-decoder models, all with optional "
+            f"relative position bias")
 
 
 def require_embedding(graphs: Sequence[gs.Graph], reports: Sequence[Report]) -> None:
-    """Refuse a model in which what looks tokens up was found and not fused."""
+    """Reject a model with a token embedding that was found but not fused."""
     refusals = [text for report in reports for text in report.refusals
                 if report.run is embedding]
     reasons = dict(text.split(": ", 1) for text in reversed(refusals))  # a node's first one
@@ -64,6 +66,6 @@ def require_embedding(graphs: Sequence[gs.Graph], reports: Sequence[Report]) -> 
         where = describe(node)
         if node.op == "Gather" and where in reasons \
                 and any(tensor.name == "input_ids" for tensor in node.inputs):
-            raise LlmcError(f"the token embedding was not recognised: {reasons[where]} ({where}); "
-                            f"llmc adds learned positions to it, or what is the same for every "
-                            f"token")
+            raise LlmcError(f"the token embedding was not recognized: {reasons[where]} ({where}); "
+                            f"llmc supports adding learned position embeddings, or a constant "
+                            f"that is the same for every token")

@@ -1,4 +1,4 @@
-"""Temporary files, whose errors say where they were to be."""
+"""Temporary files with errors that name their folder."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 from llmc.errors import LlmcError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-# As tokenizers, which is Rust, and tempfile, which finds no folder at all, say it.
-_SAID = (*(f"(os error {number})" for number in _FULL), "No usable temporary directory")
+# Texts of errors without errno: tokenizers (Rust), and tempfile without a usable folder.
+_FULL_TEXTS = (*(f"(os error {number})" for number in _FULL), "No usable temporary directory")
 
 
 @contextmanager
@@ -21,7 +21,7 @@ def scratch_folder() -> Iterator[Path]:
     """A temporary folder, removed at the end of the block.
 
     Raises:
-        LlmcError: it cannot be made, or is full.
+        LlmcError: the folder cannot be created, or the disk is full.
     """
     with temporary_files(), tempfile.TemporaryDirectory() as folder:
         yield Path(folder)
@@ -29,14 +29,14 @@ def scratch_folder() -> Iterator[Path]:
 
 @contextmanager
 def temporary_files() -> Iterator[None]:
-    """Errors of a full disk, in a block that writes temporary files, as errors for users.
+    """Convert a full disk's errors to `LlmcError` in a block that writes temporary files.
 
     Raises:
         LlmcError: the disk is full or read-only.
     """
     try:
         yield
-    except Exception as error:  # other libraries wrap the system's error
+    except Exception as error:  # libraries wrap the OSError
         if not _is_full(error):
             raise
         where = tempfile.tempdir or os.environ.get("TMPDIR", "/tmp")
@@ -48,7 +48,7 @@ def temporary_files() -> Iterator[None]:
 def _is_full(error: BaseException | None) -> bool:
     while error is not None:
         if (isinstance(error, OSError) and error.errno in _FULL) \
-                or any(text in str(error) for text in _SAID):
+                or any(text in str(error) for text in _FULL_TEXTS):
             return True
         error = error.__cause__
     return False

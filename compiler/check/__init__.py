@@ -1,1 +1,1 @@
-"""Whether a compiled model is right, and how good it is."""
+"""Correctness and quality of compiled models: `diff` and `eval`."""

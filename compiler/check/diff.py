@@ -1,36 +1,37 @@
-"""Where, and by how much, a compiled model differs from the original.
+"""Comparison of a compiled model with the original.
 
-Three things are run on the same tokens: transformers, the raw export, and the compiled graphs of
-all chips, in lockstep. They are compared, on Polygraphy's comparator, layer by layer and at the
-logits, and then by their greedy tokens. A compiled graph keeps the names of the tensors it still
-computes, so every one of them can be held against the raw export: that is how `bisect` finds the
-first op over tolerance. Weights are compared too, bit by bit, with what the reference gives for
-each chip, which names a damaged one, and files with their hashes; of a weight in fewer bits than
-the reference's, whether that is what rounding makes of it. The verdict is made of all that.
+transformers, the raw export and the compiled graphs of all chips (in lockstep) run on the same
+tokens. Hidden states and logits are compared by Polygraphy's comparator, then greedy tokens. A
+compiled graph keeps the names of tensors, so `bisect` can compare each with the raw export and find
+the first op over tolerance. Weights of each chip are compared with the reference's bit by bit, and
+files with their hashes. A quantized weight must be within the rounding error of the reference's.
+The verdict combines all of these.
 
-What is compiled for the cuda target runs on its engine, which hands out every value as it is made.
-Of the tensorrt target the plan itself runs, and its plugins hand out theirs: whatever llmc's ops
-make, and the logits.
+For target cuda, the engine returns every intermediate tensor. For target tensorrt, the plan runs,
+and its plugins return theirs: the outputs of llmc's ops, and the logits.
 
-What is allowed (`llmc diff --help` has a table). The reference is float32 whatever the model's
-dtype, and of a quantized model it has the dequantized weights of the case directory, see
-`quantized`. In float32 a tensor may be off by `TOLERANCE` of the reference's range: the tiny models
-of all tested families are off by at most 1e-6 on 1, 2 and 3 chips (bench/rounding.py prints it),
-SmolLM2-135M by 3.7e-6. In 16 bits, by twice
-what transformers itself loses in that dtype on the same tokens, at the same place or, of the range
-of a hidden state, after a layer before it; times the root of the number of chips, each of which
-rounds its part of a sum. Where caches are of float8, that is measured with keys and values rounded
-to it, so what float8 costs by design is not held against the model, and what goes beyond is. The
-same holds of activations that kernels quantize: ONNX Runtime's on a CPU do so to 8 bits, a scale
-for each block of a row.
-Tensors between layers, which transformers does not show, and all where the reference is an .onnx
-file, are allowed three times what the export loses where its matrices, what they and attention
-make, and all that the compiled model stores are rounded to the dtype; `bisect` then looks only
-where a layer is over tolerance.
+Tolerances (`llmc diff --help` has a table). The reference is float32, whatever the model's dtype.
+For a quantized model it has the dequantized weights of the case directory, see `quantized`.
 
-A greedy token that is not the reference's is an error where the reference's logits of the two are
-further apart than the error allowed at the logits. Where they are not, the choice between them is
-a matter of rounding; what follows is then compared after the reference's token.
+float32: `TOLERANCE` of the reference's range. The tiny models of all tested families differ by at
+most 1e-6 on 1, 2 and 3 chips (bench/rounding.py prints it), SmolLM2-135M by 3.7e-6.
+
+16 bits: twice the error of transformers in that dtype on the same tokens. For a hidden state, it is
+the largest error, relative to the range, up to that layer. It is multiplied by the square root of
+the number of chips, as each rounds its part of a sum.
+
+float8 caches: the same, measured with keys and values rounded to float8, so that the format's
+inherent error is allowed. Activation quantization is measured in the same way; ONNX Runtime's CPU
+kernels quantize activations to 8 bits, with a scale per block of a row.
+
+Tensors within layers, which transformers does not return, and all tensors if the reference is an
+.onnx file: three times the error of the export with its matrices, the outputs of GEMMs and
+attention, and all tensors that the compiled model stores rounded to the dtype. `bisect` then
+examines only the layer that is over tolerance.
+
+A greedy token that differs from the reference's is an error if the reference's logits of the two
+differ by more than the tolerance of the logits. Otherwise they are equal within rounding, and the
+comparison continues after the reference's token.
 """
 
 from __future__ import annotations
@@ -107,16 +108,15 @@ from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.tokenizer import load_tokenizer
 
 TOLERANCE = 1e-5
-# How often what is lost in fewer bits is allowed, where it is measured by transformers, and by the
-# export, which does not round all that an engine rounds.
+# Allowed multiples of the rounding error, as measured with transformers, and with the export, which
+# rounds fewer tensors than an engine.
 _TRANSFORMERS_LOSSES, _EXPORT_LOSSES = 2.0, 3.0
-_FLOAT8_TOLERANCE = 0.1  # where what float8 caches cost cannot be measured
-# Of quantized weights, by their bits, where they cannot be put into the reference: of a tensor's
-# range.
+_FLOAT8_TOLERANCE = 0.1  # where the error of float8 caches cannot be measured
+# By bits of quantized weights that cannot be put into the reference; relative to a tensor's range.
 _UNTRACED_TOLERANCES = {8: 0.1, 4: 0.5}
-# How far such a weight may be from the original's, of its root mean square. Of random weights four
-# bits in groups take 0.09 and FP8 0.03, calibration 0.5 where a text says little; what has
-# nothing to do with it is 1 away or more.
+# Allowed RMS error of a quantized weight, relative to the original's RMS. With random weights,
+# 4-bit groups have 0.09 and FP8 0.03; calibration on a short text 0.5; an unrelated weight 1 or
+# more.
 _ROUNDED_WEIGHT = 0.9
 _TOKENS = 24
 
@@ -125,30 +125,31 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
          prompt: str | None = None, tolerance: float | None = None, tokens: int = 16,
          bisect: bool = False, progress: Callable[[str], object] = lambda text: None) -> \
         DiffReport:
-    """Compare a case directory with what it was compiled from.
+    """Compare a case directory with the model that it was compiled from.
 
     Args:
+        case_dir: the case directory.
         reference: Hugging Face directory, .gguf or .onnx file.
+        hf_dir: for an .onnx file, the directory with its config.json and tokenizer.
         prompt: text to run; random tokens by default.
-        tolerance: largest difference relative to the reference tensor's range, for all tensors; by
-            default what is allowed is as told above.
-        tokens: greedy tokens to compare, as far as the KV cache has room.
+        tolerance: largest difference relative to the reference tensor's range, for all tensors;
+            by default see the module's docstring.
+        tokens: greedy tokens to compare, limited by the KV cache.
         bisect: compare every tensor that both graphs have, and name the first over tolerance.
         progress: called with the name of each phase as it begins.
 
     Raises:
-        LlmcError: either side cannot be read or run, or there is no GPU for what is compiled for
-            one.
+        LlmcError: either model cannot be read or run, or its GPU is missing.
     """
     G_LOGGER.module_severity = G_LOGGER.CRITICAL
     for name, value in (("tolerance", tolerance), ("tokens", tokens)):
         if value is not None and not value >= 0:
-            raise LlmcError(f"{name} {value} is below 0")
+            raise LlmcError(f"{name} {value} is below 0; give 0 or more")
     manifest = read_manifest(case_dir)
     refuse_encoder(manifest, "diff")
     root = Path(case_dir)
     if not manifest.target.spec.engine:
-        raise LlmcError(f"diff cannot run what is compiled for target {manifest.target.kind}; "
+        raise LlmcError(f"diff does not support target {manifest.target.kind} of '{case_dir}'; "
                         f"compile for cpu or cuda to compare")
     check_files(manifest, root)
     progress("hash files")
@@ -160,7 +161,7 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
     raw = load(reference, hf_dir=hf_dir)
     size = raw.graph.outputs[0].shape[-1]
     if isinstance(size, int) and size != manifest.dims.vocab_size:
-        raise LlmcError(f"'{reference}' has a vocabulary of {size}, '{case_dir}' one of "
+        raise LlmcError(f"'{reference}' has vocabulary size {size}, '{case_dir}' has "
                         f"{manifest.dims.vocab_size}; give the model that it was compiled from")
     kinds = {t.name: numpy_dtype(t.dtype or np.float32) for node in raw.graph.nodes
              for t in node.outputs if not t.is_empty()}
@@ -168,22 +169,23 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
     trace = _trace if manifest.target.spec.gpu else run_chips
     progress("run the compiled model")
     compiled = trace(manifest, root, ids, known | {"logits"})
-    # Whether a number near zero is above it may be either; what comes of it is compared.
+    # Booleans are excluded: a comparison near zero may round to either; its result is compared.
     shared = [name for name, value in compiled[0].items()
               if name in known and bool not in (value.dtype, kinds[name])]
     layers = [name for name in map(HIDDEN_STATE.format, range(manifest.dims.num_layers))
               if name in shared]
-    wanted = shared if bisect else [*layers, "logits"]
+    compared = shared if bisect else [*layers, "logits"]
     rounded = [name for name in shared if kinds[name] == np.float32]
     progress("run the reference")
     own = own_weights(raw, manifest, root) if manifest.quantization else None
-    original = _run_reference(raw, reference, manifest, ids, tokens, rounded, wanted, own)
+    original = _run_reference(raw, reference, manifest, ids, tokens, rounded, compared,
+                              own)
     ours = {name: _joined([chip[name] for chip in compiled if name in chip], original.export[name])
-            for name in wanted if name != "logits"}
+            for name in compared if name != "logits"}
     ours["logits"] = compiled[0]["logits"][:, :manifest.dims.vocab_size]
     for name in (*layers, "logits"):
         if ours[name].shape != original.best(name).shape:
-            raise LlmcError(f"'{case_dir}' makes {name} of shape {list(ours[name].shape)}, "
+            raise LlmcError(f"'{case_dir}' has {name} of shape {list(ours[name].shape)}, "
                             f"'{reference}' of {list(original.best(name).shape)}; give the model "
                             f"that it was compiled from")
     allowed = _Allowed(tolerance, original, manifest)
@@ -199,8 +201,8 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
     judged: tuple[GreedyToken, ...] = ()
     if tokens:
         progress("compare greedy tokens")
-        with _greedy(root) as choose:
-            judged = judge_tokens(choose, ids, original.greedy, error)
+        with _greedy(root) as generate:
+            judged = judge_tokens(generate, ids, original.greedy, error)
     progress("compare weights")
     report = DiffReport(
         case_dir=str(case_dir), reference=str(reference), target=manifest.target.kind,
@@ -208,7 +210,7 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
         date=datetime.now().astimezone().isoformat(timespec="seconds"),
         versions={"llmc": __version__,
                   **{name: version(name) for name in ("transformers", "torch", "onnxruntime")}},
-        allowed=allowed.told, layers=differences, first_layer=first, first_op=first_op,
+        allowed=allowed.description, layers=differences, first_layer=first, first_op=first_op,
         weights=_compare_weights(raw, manifest, root), changed_files=changed,
         tokens=_decoded(judged, manifest, root), token_error=error, verdict=None)
     return replace(report, verdict=_verdict(report, allowed.unknown))
@@ -216,15 +218,15 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
 
 @dataclass(frozen=True)
 class _Original:
-    """What the original gives: float32 [num_tokens, …] by name, and by how much each may be off in
-    fewer bits.
+    """Tensors of the original model, float32 [num_tokens, …] by name.
 
     Args:
-        export: of the raw export.
-        transformers: of transformers; empty where the reference is an .onnx file.
-        allowed: absolutely; empty where all is float32.
-        substituted: whether it has a quantized model's own weights.
-        quantizes_activations: whether `allowed` is what that loses.
+        export: tensors of the raw export.
+        transformers: tensors of transformers; empty if the reference is an .onnx file.
+        allowed: allowed absolute errors by rounding; empty if all is float32.
+        greedy: greedy tokens with their logits.
+        substituted: whether the original has a quantized model's dequantized weights.
+        quantizes_activations: whether `allowed` includes quantized activations.
     """
 
     export: Values
@@ -235,15 +237,16 @@ class _Original:
     quantizes_activations: bool = False
 
     def best(self, name: str) -> np.ndarray:
-        """Of transformers, or else of the export."""
+        """Return a tensor of transformers, or else of the export."""
         return self.transformers.get(name, self.export[name])
 
 
 def _run_reference(raw: RawModel, reference: str | Path, manifest: Manifest, ids: list[int],
-                   tokens: int, stored: Sequence[str], wanted: Sequence[str],
-                   own: OwnWeights | None) -> _Original:
-    """Run the export and transformers, with a quantized model's own weights where it has such, and
-    both again with fewer bits where the model has them.
+                   tokens: int, stored: Sequence[str], names: Sequence[str],
+                   weights: OwnWeights | None) -> _Original:
+    """Run the export and transformers, and both again with the compiled model's rounding.
+
+    A quantized model's dequantized weights are substituted if possible.
     """
     dtype, kv_dtype = manifest.dtype, _float8(manifest)
     narrow = dtype != "float32" or bool(kv_dtype)
@@ -251,13 +254,13 @@ def _run_reference(raw: RawModel, reference: str | Path, manifest: Manifest, ids
     model, forms = None, None
     if raw.kind != "onnx":
         model = load_reference(reference)
-        forms = put_into_model(model, own) if own is not None else None
-        own = own if forms is not None else None
+        forms = put_into_model(model, weights) if weights is not None else None
+        weights = weights if forms is not None else None
     graph = raw.graph
-    if own is not None:
+    if weights is not None:
         graph = raw.graph.copy()
-        own.put_into(graph)
-    export = run_graph(graph, feeds, wanted)
+        weights.put_into(graph)
+    export = run_graph(graph, feeds, names)
     transformers: Values = {}
     allowed: dict[str, float] = {}
     if model is None:
@@ -267,29 +270,29 @@ def _run_reference(raw: RawModel, reference: str | Path, manifest: Manifest, ids
         greedy = reference_greedy(model, ids, tokens) if tokens else Greedy((), np.zeros((0, 0)))
         if narrow or forms:
             if dtype != "float32":
-                del model  # two at once may not fit
+                del model  # two models may not fit in memory
                 model = load_reference(reference, dtype)
-                forms = put_into_model(model, own) if own is not None else None
+                forms = put_into_model(model, weights) if weights is not None else None
             with rounded_activations(forms or {}):
                 allowed = _losses(reference_values(model, ids, kv_dtype), transformers,
                                   _times(_TRANSFORMERS_LOSSES, manifest))
-    missing = [name for name in wanted if name not in allowed]
-    activations = own.forms if own is not None else {}
+    missing = [name for name in names if name not in allowed]
+    activations = weights.forms if weights is not None else {}
     if (narrow or activations) and missing and _can_round(graph, kv_dtype):
         rounded = run_graph(graph, feeds, missing, Rounding(dtype, kv_dtype, frozenset(stored),
                                                             activations))
         allowed |= _losses(rounded, export, _times(_EXPORT_LOSSES, manifest))
     return _Original({name: _flat(array) for name, array in export.items()}, transformers, allowed,
-                     greedy, own is not None, bool(activations))
+                     greedy, weights is not None, bool(activations))
 
 
 def _times(losses: float, manifest: Manifest) -> float:
-    """So often, and more where chips round their parts of a sum, whose variances add up."""
+    """Scale a multiple by the chips, as each rounds its part of a sum and variances add up."""
     return losses * math.sqrt(manifest.tp_size)
 
 
 def _float8(manifest: Manifest) -> str:
-    """The dtype of caches where it is not that of all else."""
+    """Return the KV cache's dtype if it differs from the model's."""
     return manifest.kv_dtype if manifest.kv_dtype != manifest.dtype else ""
 
 
@@ -298,17 +301,19 @@ def _can_round(graph: gs.Graph, kv_dtype: str) -> bool:
 
 
 def _losses(narrow: Values, exact: Values, times: float) -> dict[str, float]:
-    """So many times the largest difference of each tensor; of a hidden state, of its range at least
-    what it is of one before it, as one large number in it decides, and may be rounded well by luck.
+    """Return `times` the largest difference of each tensor.
+
+    For a hidden state, the error relative to its range is at least that of earlier ones, as a
+    single large element determines it and may be rounded accurately by chance.
     """
-    found = {name: times * float(np.abs(array.astype(np.float64) - exact[name]).max())
-             for name, array in narrow.items() if name in exact}
+    losses = {name: times * float(np.abs(array.astype(np.float64) - exact[name]).max())
+              for name, array in narrow.items() if name in exact}
     most = 0.0
-    for name in map(HIDDEN_STATE.format, range(len(found))):
-        if name in found:
-            most = float(np.maximum(most, found[name] / _span(exact[name])))  # NaN stays
-            found[name] = most * _span(exact[name])
-    return found
+    for name in map(HIDDEN_STATE.format, range(len(losses))):
+        if name in losses:
+            most = float(np.maximum(most, losses[name] / _span(exact[name])))  # propagates NaN
+            losses[name] = most * _span(exact[name])
+    return losses
 
 
 def _flat(array: np.ndarray) -> np.ndarray:
@@ -316,7 +321,7 @@ def _flat(array: np.ndarray) -> np.ndarray:
 
 
 def _greedy_of(graph: gs.Graph, ids: list[int], count: int) -> Greedy:
-    """Greedy tokens of the raw export, which has no cache."""
+    """Generate greedy tokens with the raw export, without a KV cache."""
     run, known, rows = load_graph(graph, ["logits"]), list(ids), []
     for _ in range(count):
         logits = run({"input_ids": np.array([known]),
@@ -327,8 +332,11 @@ def _greedy_of(graph: gs.Graph, ids: list[int], count: int) -> Greedy:
 
 
 class _Allowed:
-    """By how much a tensor of the compiled model may be off; `told` says it to a user, `unknown`
-    names tensors for which the reference cannot say it.
+    """Allowed errors of the compiled model's tensors.
+
+    Attributes:
+        description: the tolerance for the user.
+        unknown: tensors for which the reference has no finite error.
     """
 
     def __init__(self, tolerance: float | None, original: _Original, manifest: Manifest) -> None:
@@ -337,53 +345,52 @@ class _Allowed:
         kv_dtype = _float8(manifest)
         quantized = tolerance is None and bool(manifest.quantization)
         self._untraced = quantized and not original.substituted
-        weights = ", with the compiled model's own weights" if original.substituted else ""
+        weights = ", with the compiled model's dequantized weights" if original.substituted else ""
         narrow = manifest.dtype != "float32" or bool(kv_dtype)
         if self._untraced:
             dtypes = manifest.quantization or ()
             bits = min(CODE_TYPES[dtype].precision for dtype in dtypes)
             self._tolerance = _UNTRACED_TOLERANCES[bits]
-            self.told = (f"{self._tolerance:g} of a tensor's range, as weights are in "
-                         f"{', '.join(dtypes)} and cannot be put into the "
-                         f"reference")
+            self.description = (f"{self._tolerance:g} of a tensor's range, as weights in "
+                                f"{', '.join(dtypes)} cannot be put into the reference")
         elif tolerance is None and (narrow or original.allowed):
-            named = manifest.dtype + "".join(f" with {what}" for what, there in (
-                (f"caches of {kv_dtype}", kv_dtype),
-                ("quantized activations", original.quantizes_activations)) if there)
-            whose, losses = ("transformers", _TRANSFORMERS_LOSSES) if original.transformers \
+            formats = manifest.dtype + "".join(f" with {text}" for text, applies in (
+                (f"a KV cache in {kv_dtype}", kv_dtype),
+                ("quantized activations", original.quantizes_activations)) if applies)
+            source, losses = ("transformers", _TRANSFORMERS_LOSSES) if original.transformers \
                 else ("the export", _EXPORT_LOSSES)
-            self.told = (f"{_times(losses, manifest):.2g} times what {whose} loses in {named}"
-                         f"{weights}")
+            self.description = (f"{_times(losses, manifest):.2g} times the error of {source} in "
+                                f"{formats}{weights}")
             if not original.allowed:
                 self._tolerance = _FLOAT8_TOLERANCE
-                self.told = (f"{_FLOAT8_TOLERANCE:g} of a tensor's range, as the export cannot be "
-                             f"run in {named}")
+                self.description = (f"{_FLOAT8_TOLERANCE:g} of a tensor's range, as the export "
+                                    f"cannot run in {formats}")
             else:
                 self.unknown = tuple(name for name, value in original.allowed.items()
                                      if not np.isfinite(value))
         else:
             self._tolerance = TOLERANCE if tolerance is None else tolerance
-            self.told = f"{self._tolerance:g} of a tensor's range{weights}"
+            self.description = f"{self._tolerance:g} of a tensor's range{weights}"
 
     def absolute(self, name: str, expected: np.ndarray) -> float:
-        """Of a tensor of the compiled model; 0 where it is unknown."""
+        """Return a tensor's allowed absolute error; 0 if unknown."""
         if self._tolerance is not None:
             return self._tolerance * _span(expected)
         value = self._allowed.get(name, 0.0)
         return max(value, TOLERANCE * _span(expected)) if np.isfinite(value) else 0.0
 
     def relative(self, name: str, expected: np.ndarray) -> float:
-        """The same, of the reference's range."""
+        """Return a tensor's allowed error relative to the reference's range."""
         return self.absolute(name, expected) / _span(expected)
 
     @property
     def measured(self) -> bool:
-        """Whether each tensor has its own, by what is lost in fewer bits."""
+        """Whether each tensor has a separate tolerance, from measured rounding errors."""
         return self._tolerance is None
 
     @property
     def between_references(self) -> float:
-        """Of the export from transformers, which both are float32: of the range."""
+        """Tolerance between export and transformers, both float32, relative to the range."""
         return TOLERANCE if self._tolerance is None or self._untraced else self._tolerance
 
 
@@ -393,7 +400,7 @@ def _span(expected: np.ndarray) -> float:
 
 def _compare_layers(ours: Values, original: _Original, names: Sequence[str],
                     allowed: _Allowed) -> Iterator[Difference]:
-    """Each pair of runs at each layer and at the logits."""
+    """Yield the differences of each pair of runs at each layer and at the logits."""
     runs: dict[str, Values] = {"compiled": ours, "export": original.export,
                                "transformers": original.transformers}
     for name in names:
@@ -408,7 +415,7 @@ def _compare_layers(ours: Values, original: _Original, names: Sequence[str],
 
 def compare(name: str, pair: str, actual: np.ndarray, expected: np.ndarray, allowed: float) -> \
         Difference:
-    """Compare two arrays on Polygraphy's comparator, absolutely, by `allowed` of the range."""
+    """Compare two arrays by Polygraphy's comparator, with `allowed` relative to the range."""
     span = _span(expected)
     runs = RunResults()
     runs.append(("actual", [IterationResult({name: actual.astype(np.float32)})]))
@@ -422,21 +429,23 @@ def compare(name: str, pair: str, actual: np.ndarray, expected: np.ndarray, allo
                       allowed, float(a @ b) / norms if norms else 1.0, bool(outcome))
 
 
-def judge_tokens(choose: Callable[[list[int], int], Sequence[int]], prompt: Sequence[int],
+def judge_tokens(generate: Callable[[list[int], int], Sequence[int]], prompt: Sequence[int],
                  reference: Greedy, error: float) -> tuple[GreedyToken, ...]:
-    """Hold greedy tokens against the reference's.
+    """Compare greedy tokens with the reference's.
+
+    After a difference, generation continues from the reference's tokens.
 
     Args:
-        choose: greedy tokens of the compiled model that follow a prompt, so many.
-        error: what is allowed at the logits. A token whose logit the reference has further below
-            that of its own did not come about by rounding.
-
-    Where the two differ, the rest is chosen after the reference's tokens.
+        generate: returns greedy tokens of the compiled model, given a prompt and a count.
+        prompt: token ids.
+        reference: the reference's tokens and logits.
+        error: tolerance of the logits. A differing token passes if its logit in the reference is
+            at most this below the maximum.
     """
     judged: list[GreedyToken] = []
     while len(judged) < len(reference.tokens):
         known = [*prompt, *reference.tokens[:len(judged)]]
-        for token in choose(known, len(reference.tokens) - len(judged)):
+        for token in generate(known, len(reference.tokens) - len(judged)):
             step, expected = len(judged), reference.tokens[len(judged)]
             logits = reference.logits[step].astype(np.float64)
             other = int(np.argsort(logits)[-2]) if token == expected else token
@@ -450,7 +459,7 @@ def judge_tokens(choose: Callable[[list[int], int], Sequence[int]], prompt: Sequ
 
 def _decoded(tokens: Sequence[GreedyToken], manifest: Manifest, root: Path) -> \
         tuple[GreedyToken, ...]:
-    """With their texts, where there is a tokenizer."""
+    """Add the tokens' texts if the model has a tokenizer."""
     tokenizer = load_tokenizer(manifest, root)
     if tokenizer is None:
         return tuple(tokens)
@@ -460,31 +469,31 @@ def _decoded(tokens: Sequence[GreedyToken], manifest: Manifest, root: Path) -> \
 
 
 def _verdict(report: DiffReport, unknown: Sequence[str]) -> str | None:
-    """One sentence for all that is wrong, or None."""
+    """Summarize everything over tolerance; None if all is within it."""
     parts = []
     if unknown:
-        parts.append(f"the reference itself is not finite in {report.dtype} at {unknown[0]}, so "
-                     f"nothing there can be judged; give a tolerance")
+        parts.append(f"the reference is not finite in {report.dtype} at {unknown[0]}, so no error "
+                     f"can be measured there; give --tolerance")
     if report.first_layer:
         first = next(d for d in report.layers if d.name == report.first_layer and not d.passed)
-        parts.append(f"first over tolerance: {first.name}, {first.relative:.2g} of the range where "
-                     f"{first.allowed:.2g} is allowed")
+        parts.append(f"first over tolerance: {first.name}, {first.relative:.2g} of the range "
+                     f"(allowed: {first.allowed:.2g})")
     if report.first_op:
         parts.append(f"first op over tolerance: {report.first_op}")
     parts += map(str, report.weights[:3])
     if len(report.weights) > 3:
-        parts.append(f"so do {len(report.weights) - 3} weights more")
+        parts.append(f"{len(report.weights) - 3} more weights differ")
     if report.changed_files:
-        parts.append(f"{', '.join(report.changed_files)} changed since compiled")
+        parts.append(f"{', '.join(report.changed_files)} changed since the compile")
     other = next((d for d in report.layers if not d.passed and not d.pair.startswith("compiled")),
                  None)
     if other is not None:
         parts.append(f"{other.pair} differ at {other.name}, by {other.relative:.2g} of the range")
     wrong = next((token for token in report.tokens if not token.passed), None)
     if wrong is not None:
-        parts.append(f"greedy token {wrong.step} is {wrong.token} and not {wrong.reference_token}, "
-                     f"whose logit is {wrong.margin:.3g} higher where {report.token_error:.3g} is "
-                     f"allowed")
+        parts.append(f"greedy token {wrong.step} is {wrong.token}, expected "
+                     f"{wrong.reference_token}, whose logit is {wrong.margin:.3g} higher (allowed: "
+                     f"{report.token_error:.3g})")
     return "; ".join(parts) or None
 
 
@@ -495,18 +504,20 @@ def _token_ids(manifest: Manifest, root: Path, prompt: str | None) -> list[int]:
                 np.random.default_rng(0).integers(0, manifest.dims.vocab_size, count)]
     tokenizer = load_tokenizer(manifest, root)
     if tokenizer is None:
-        raise LlmcError("this model was compiled without a tokenizer; leave --prompt out")
+        raise LlmcError("--prompt is given, but the model was compiled without a tokenizer; leave "
+                        "--prompt out")
     ids: list[int] = tokenizer.encode(prompt).ids
     if not ids:
-        raise LlmcError("the prompt has no tokens; give a longer one, or leave it out")
+        raise LlmcError("the prompt has no tokens, expected at least 1; give a longer one, or "
+                        "leave it out")
     if len(ids) > manifest.dims.max_seq_len:
-        raise LlmcError(f"the prompt has {len(ids)} tokens, more than max_seq_len "
+        raise LlmcError(f"the prompt has {len(ids)} tokens, expected at most max_seq_len "
                         f"{manifest.dims.max_seq_len}; shorten it")
     return ids
 
 
-def _trace(manifest: Manifest, root: Path, ids: list[int], wanted: set[str]) -> list[Values]:
-    """Prefill on GPUs: per chip, the wanted tensors in the program's order."""
+def _trace(manifest: Manifest, root: Path, ids: list[int], requested: set[str]) -> list[Values]:
+    """Prefill on GPUs; return for each chip the requested tensors in the program's order."""
     most = min(len(ids), MAX_LOGITS)
     replica = GpuReplica(manifest, root, place(manifest, None, device_count())[0],
                          EngineConfig(1, most,
@@ -519,13 +530,14 @@ def _trace(manifest: Manifest, root: Path, ids: list[int], wanted: set[str]) -> 
     finally:
         replica.close()
     return [{name: np.concatenate([step[rank][name] for step in steps])
-             for name in steps[0][rank] if name in wanted} for rank in range(manifest.tp_size)]
+             for name in steps[0][rank] if name in requested} for rank in range(manifest.tp_size)]
 
 
 def _joined(parts: Sequence[np.ndarray], expected: np.ndarray) -> np.ndarray:
-    """A tensor of all chips: cut along the last axis, or the same on each, or parts of a sum. Of
-    the latter two, which look alike, the one that is closer to what is expected. Hidden states that
-    it has side by side are in a row each, as they are expected.
+    """Combine a tensor of all chips: slices of the last axis, equal copies, or partial sums.
+
+    Copies and partial sums have the same shape; the result closer to the expected one is taken.
+    Parallel hidden states, which are columns, are reshaped to the expected rows.
     """
     if parts[0].size == expected.size and parts[0].ndim == expected.ndim == 2:
         parts = [part.reshape(expected.shape) for part in parts]
@@ -543,17 +555,17 @@ def _joined(parts: Sequence[np.ndarray], expected: np.ndarray) -> np.ndarray:
 
 @contextmanager
 def _greedy(root: Path) -> Iterator[Callable[[list[int], int], Sequence[int]]]:
-    """A function from a prompt and a count to so many greedy tokens that follow it."""
+    """Yield a function that returns greedy tokens, given a prompt and a count."""
     with LLM(root, verify=False, max_batch_size=1) as llm:
         yield lambda prompt, count: llm.generate(
             [prompt], SamplingParams(max_tokens=count, ignore_eos=True))[0].token_ids
 
 
 def _suspects(names: list[str], layers: Sequence[str], first: str | None) -> list[str]:
-    """Of the names in graph order, those behind the last good layer up to the first over tolerance.
+    """Return the tensors after the last good layer, up to the first layer over tolerance.
 
-    With fewer bits a tensor between layers can by chance be further off than was measured, such as
-    where attention has two scores that are almost the same; what no layer shows is no error.
+    With rounding, a tensor within a layer may exceed its measured error by chance, such as where
+    two attention scores are almost equal. It is an error only if a layer's output shows it.
     """
     if first is None:
         return []
@@ -563,8 +575,9 @@ def _suspects(names: list[str], layers: Sequence[str], first: str | None) -> lis
 
 def _bisect(names: Iterable[str], ours: Values, export: Values, compiled: Sequence[Values],
             manifest: Manifest, root: Path, allowed: _Allowed) -> str | None:
-    """The first of these tensors in which the compiled graph leaves the export. Where numbers are
-    rounded, a choice of experts may fall on others, which are nearly as good.
+    """Describe the first tensor over tolerance against the export, or return None.
+
+    Integers are skipped with rounding, as a router may select other experts with similar scores.
     """
     ops = _ops(manifest, root)
     rounds = manifest.dtype != "float32" or manifest.quantization
@@ -573,9 +586,9 @@ def _bisect(names: Iterable[str], ours: Values, export: Values, compiled: Sequen
         if expected is None or actual.shape != expected.shape \
                 or (rounds and np.issubdtype(expected.dtype, np.integer)):
             continue
-        found = compare(name, "compiled vs export", actual, expected,
-                        allowed.relative(name, expected))
-        if found.passed:
+        difference = compare(name, "compiled vs export", actual, expected,
+                             allowed.relative(name, expected))
+        if difference.passed:
             continue
         chips = ""
         if len(compiled) > 1 and compiled[0][name].shape[-1] != expected.shape[-1]:
@@ -583,13 +596,13 @@ def _bisect(names: Iterable[str], ours: Values, export: Values, compiled: Sequen
             worst = [float(np.abs(a - b).max()) for a, b in zip(
                 np.split(actual, ends, axis=-1), np.split(expected, ends, axis=-1), strict=True)]
             chips = f" on chip {int(np.argmax(worst))}"
-        return (f"{ops.get(name, '?')} '{name}'{chips}: max abs {found.max_abs:.3g}, relative "
-                f"{found.relative:.3g}")
+        return (f"{ops.get(name, '?')} '{name}'{chips}: max abs {difference.max_abs:.3g}, relative "
+                f"{difference.relative:.3g}")
     return None
 
 
 def _ops(manifest: Manifest, root: Path) -> Mapping[str, str]:
-    """Which op makes each tensor."""
+    """Map each tensor to the op that computes it."""
     directory = root / manifest.chips[0].path
     if manifest.target.spec.runs_program:
         program = read_program(directory / manifest.target.spec.engine_file)
@@ -600,17 +613,17 @@ def _ops(manifest: Manifest, root: Path) -> Mapping[str, str]:
 
 
 def _compare_weights(raw: RawModel, manifest: Manifest, root: Path) -> tuple[BadWeight, ...]:
-    """Hold every weight of every chip against what the reference gives. Consumes `raw.graph`."""
+    """Compare every weight of every chip with the reference's. Consumes `raw.graph`."""
     options = CompileOptions(dtype=manifest.dtype, quantize="" if manifest.quantization else "none")
     lowered = lower_alike(raw, manifest, root, options)
     bad: list[BadWeight] = []
-    nearest: list[BadWeight] = []  # how each quantized weight differs from rounding to nearest
+    nearest: list[BadWeight] = []  # differences of quantized weights from round-to-nearest
     for rank, graph in enumerate(lowered.graphs):
         chip = manifest.chips[rank]
         with weight_file(root, rank) as file:
             names = set(file.keys())
             rounded = _rounded(graph, chip)
-            # Columns in an order of their own are not known by their weight.
+            # Reordered columns cannot be compared by position.
             in_order = not any(name.endswith(".columns.order") for name in names)
             for tensor in graph.tensors().values():
                 if not isinstance(tensor, gs.Constant) \
@@ -618,53 +631,55 @@ def _compare_weights(raw: RawModel, manifest: Manifest, root: Path) -> tuple[Bad
                         or f"{tensor.name}{SCALED}" in names:
                     continue
                 name, values = tensor.name, tensor._values
-                found = None
+                difference = None
                 if name not in rounded:
                     have = file.get_slice(name) if name in names else None
-                    found = _compare_weight(rank, name, have, values)
+                    difference = _compare_weight(rank, name, have, values)
                 elif name in chip.quantization and in_order:
                     have = {part: file.get_slice(name + part) for part in STORED
                             if name + part in names}
-                    found = _compare_rounded(rank, name, have, chip.quantization[name], values)
-                    if found is None:
+                    difference = _compare_rounded(rank, name, have, chip.quantization[name], values)
+                    if difference is None:
                         nearest.append(_compare_nearest(rank, name, have, chip.quantization[name],
                                                         values))
-                if found is not None:
-                    bad.append(found)
+                if difference is not None:
+                    bad.append(difference)
     others = [weight for weight in nearest if weight.elements]
-    # Else they are calibrated, or another tool's.
+    # Otherwise they were quantized by calibration or another tool.
     return tuple(bad + others if 2 * len(others) < len(nearest) else bad)
 
 
 def _rounded(graph: gs.Graph, chip: Chip) -> set[str]:
-    """The constants that a chip cannot have as they are, since llmc has rounded the weight of their
-    node: it, the sums of its rows, and what only is there because a norm is in it, which what is
-    calibrated has not.
+    """Return the constants that differ from the reference's because a weight is quantized.
+
+    They are the weight, its row sums, and constants of a folded norm, which calibrated weights do
+    not have.
     """
     names = set()
     for node in graph.nodes:
         op = op_of(node)
         if op is None:
             continue
-        given = operands(node)
-        names |= {tensor.name for tensor in given.values() if isinstance(tensor, gs.Constant)
+        inputs = operands(node)
+        names |= {tensor.name for tensor in inputs.values() if isinstance(tensor, gs.Constant)
                   and isinstance(tensor._values, HeadMatrices)
                   and tensor.name in chip.quantization}
         for role in op.quantized:
-            weight = given[role.weight]
+            weight = inputs[role.weight]
             unfolded = weight.name.endswith(NORMED) \
                 and weight.name.removesuffix(NORMED) in chip.quantization
             if values_of(weight).dtype != np.uint8 \
                     and (weight.name in chip.quantization or unfolded):
-                names |= {tensor.name for name, tensor in given.items()
+                names |= {tensor.name for name, tensor in inputs.items()
                           if unfolded or name in (role.weight, role.row_sums)}
     return names
 
 
 def _compare_rounded(rank: int, name: str, have: Mapping[str, Any], form: WeightForm,
                      expected: Weight) -> BadWeight | None:
-    """One weight that is rounded, here or before: whether it is no further from what the reference
-    gives than that takes it. `have`: slices of the file, by what their names end in.
+    """Check that a quantized weight is within the rounding error of the reference's.
+
+    `have` has slices of the file by suffixes of their names.
     """
     if not {"", "_scale"} <= have.keys() \
             or tuple(have[""].get_shape()[:-1]) != expected.shape[:-1]:
@@ -676,11 +691,11 @@ def _compare_rounded(rank: int, name: str, have: Mapping[str, Any], form: Weight
         parts = {part: rows[start:stop].reshape(-1, rows.get_shape()[-1])
                  for part, rows in have.items()}
         start = stop
-        wanted = block.reshape(-1, block.shape[-1]).astype(np.float64)
+        exact = block.reshape(-1, block.shape[-1]).astype(np.float64)
         gap = np.abs(dequantized(fields, parts[""], parts["_scale"], parts.get("_zero"),
-                                 parts.get("_min"))[:, :wanted.shape[1]] - wanted)
+                                 parts.get("_min"))[:, :exact.shape[1]] - exact)
         worst, count = max(worst, float(gap.max())), count + gap.size
-        error, whole = error + float((gap**2).sum()), whole + float((wanted**2).sum())
+        error, whole = error + float((gap**2).sum()), whole + float((exact**2).sum())
     if error <= _ROUNDED_WEIGHT**2 * whole:
         return None
     return _bad_weight(rank, name, count, worst, math.sqrt(error / whole) if whole else math.inf)
@@ -688,23 +703,23 @@ def _compare_rounded(rank: int, name: str, have: Mapping[str, Any], form: Weight
 
 def _compare_nearest(rank: int, name: str, have: Mapping[str, Any], form: WeightForm,
                      expected: Weight) -> BadWeight:
-    """The elements of a quantized weight that are not the reference's rounded to nearest."""
+    """Compare a quantized weight with the reference's, rounded to nearest."""
     size = math.prod(expected.shape)
     matrix = expected.reshape((size // expected.shape[-1], expected.shape[-1]))
     if form.dtype not in LINEAR_CODE_TYPES or "_min" in have:
         return _bad_weight(rank, name, size, math.inf)
     try:
         rounded = quantize(matrix, Scheme(form.dtype, form.group_size), name).weight(name)
-    except LlmcError:  # its rows are not whole groups
+    except LlmcError:  # rows are not divisible into groups
         return _bad_weight(rank, name, size, math.inf)
     fields = {"weight_dtype": form.dtype, "group_size": form.group_size}
     flat = {part: rows[:].reshape(-1, rows.get_shape()[-1]) for part, rows in have.items()}
     start, count, worst = 0, 0, 0.0
     for block in rounded.blocks():
         stop = start + len(block)
-        own = dequantized(fields, flat[""][start:stop], flat["_scale"][start:stop],
-                          flat["_zero"][start:stop] if "_zero" in flat else None)
-        start, gap = stop, np.abs(own[:, :block.shape[1]] - block)
+        actual = dequantized(fields, flat[""][start:stop], flat["_scale"][start:stop],
+                             flat["_zero"][start:stop] if "_zero" in flat else None)
+        start, gap = stop, np.abs(actual[:, :block.shape[1]] - block)
         count += int((gap > 1e-5 * np.abs(block).max()).sum())
         worst = max(worst, float(gap.max()))
     return _bad_weight(rank, name, count, worst)
@@ -716,16 +731,16 @@ def _bad_weight(rank: int, name: str, count: int, worst: float, off: float = 0.0
 
 
 def _compare_weight(rank: int, name: str, have: Any, expected: Weight) -> BadWeight | None:
-    """One weight; `have` is its slice of the file, None where the file has it not."""
+    """Compare a weight bit by bit; `have` is its slice of the file, None if absent."""
     if have is None or tuple(have.get_shape()) != expected.shape:
         return _bad_weight(rank, name, math.prod(expected.shape), math.inf)
     start, count, worst = 0, 0, 0.0
     for block in expected.blocks():
-        there = have[start:start + len(block)]
+        actual = have[start:start + len(block)]
         start += len(block)
-        wrong = ~((there == block) | (np.isnan(there) & np.isnan(block)))
+        wrong = ~((actual == block) | (np.isnan(actual) & np.isnan(block)))
         if wrong.any():
             count += int(wrong.sum())
-            gap = there[wrong].astype(np.float64) - block[wrong].astype(np.float64)
+            gap = actual[wrong].astype(np.float64) - block[wrong].astype(np.float64)
             worst = max(worst, float(np.abs(gap).max()))
     return _bad_weight(rank, name, count, worst) if count else None

@@ -1,7 +1,7 @@
-"""How good a compiled model is: the perplexity of a text, ROUGE of summaries; beside transformers.
+"""Quality of a compiled model and of transformers: perplexity, and ROUGE of summaries.
 
-Both sides get the same token ids and transformers runs in float32, so nothing but the models can
-differ. The text that ships with llmc is `ARTICLES`: short articles with a summary each.
+Both get the same token ids, and transformers runs in float32. The default data is `ARTICLES`: short
+articles, each with a summary.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ if TYPE_CHECKING:
     from llmc.compiler.check.reference import Model
 
 ARTICLES = Path(__file__).with_name("articles.jsonl")
-# By dtype: of perplexity relative to transformers', of ROUGE in points of 100. In 16 bits,
-# transformers' own SmolLM2-135M is off by 8e-5 and 2e-3, and by up to 0.8 and 1.5 points.
+# Tolerances by dtype: of perplexity relative to transformers', of ROUGE in points of 100. In
+# float16 and bfloat16, SmolLM2-135M in transformers differs by 8e-5 and 2e-3, and by up to 0.8 and
+# 1.5 points.
 PERPLEXITY_TOLERANCES = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 0.02}
-# The same by the bits of weights in fewer: SmolLM2-135M is off by 0.01 and, in groups of 32, 0.27.
+# By bits of quantized weights: SmolLM2-135M differs by 0.01 and, in groups of 32, 0.27.
 _QUANTIZED_TOLERANCES = {8: 0.05, 4: 0.5}
-_CHOICES = 1000  # tokens of a text that are compared
+_CHOICES = 1000  # tokens whose top-1 prediction is compared
 ROUGE_TOLERANCES = {"float32": 1.0, "float16": 5.0, "bfloat16": 5.0}
 _MAX_LENGTH = 1024
 _MAX_TOKENS = 64
 _ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 _FORM = '{"article": "…", "summary": "…"}'
 
-Progress = Callable[[str, int, int], None]  # whose work it is, how much is done, of how much
+Progress = Callable[[str, int, int], None]  # phase, steps done, total steps
 
 
 @dataclass(frozen=True)
 class Score:
-    """One measure. Without a reference, `transformers` and `difference` are None.
+    """A metric. Without a reference, `transformers` and `difference` are None.
 
-    `difference` is llmc's minus transformers': of perplexity relative to the latter, of ROUGE in
-    points.
+    `difference` is llmc's minus transformers': relative for perplexity, in points for ROUGE.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Summary:
-    """What each side made of an article; `transformers` is None without a reference."""
+    """The generated summaries of an article; `transformers` is None without a reference."""
 
     article: str
     reference: str
@@ -68,11 +68,13 @@ class Summary:
 
 @dataclass(frozen=True)
 class EvalReport:
-    """All that was measured. `verdict` is None when every difference is within tolerance.
+    """The result of an evaluation.
 
-    `count` is the number of tokens that were scored, or of articles; `summaries` belongs to the
-    latter. `kept` says of how many tokens, the text's first, the likeliest is the reference's too,
-    and of how many that was asked.
+    Attributes:
+        count: number of scored tokens, or of articles.
+        summaries: the summaries of articles.
+        verdict: None if every difference is within tolerance.
+        kept: number of tokens with the reference's top-1 prediction, and number compared.
     """
 
     task: str
@@ -87,7 +89,7 @@ class EvalReport:
     kept: tuple[int, int] | None = None
 
 
-def _quiet(what: str, done: int, total: int) -> None:
+def _quiet(phase: str, done: int, total: int) -> None:
     pass
 
 
@@ -95,24 +97,24 @@ def perplexity(case_dir: str | Path, *, data: str | Path | None = None,
                hf_dir: str | Path | None = None, tolerance: float | None = None,
                max_length: int | None = None, stride: int | None = None,
                device: Sequence[int] | None = None, progress: Progress = _quiet) -> EvalReport:
-    """The perplexity of a text: e to the mean negative log-likelihood of its tokens.
+    """Compute the perplexity of a text: exp of the mean negative log-likelihood of its tokens.
 
-    The text is read in windows of `max_length` tokens, each beginning `stride` tokens after the one
-    before it. A window scores the tokens that none before it did, so every token but the first of
-    the text is scored once, and sees at least the `max_length - stride` tokens before it, or all.
-    The last window ends where the text does, and may be shorter. Where `stride` is `max_length`
-    windows do not overlap, and the first token of each is not scored. The tokenizer's special
-    tokens are added once, to the whole text.
+    The text is scored in windows of `max_length` tokens, at intervals of `stride` tokens. A window
+    scores the tokens that no earlier window scored. So every token except the text's first is
+    scored once, with a context of at least `max_length - stride` tokens (or all). The last window
+    may be shorter. If `stride` is `max_length`, windows do not overlap, and the first token of each
+    is not scored. The tokenizer's special tokens are added once, to the whole text.
 
     Args:
-        data: a UTF-8 text file, or articles as JSON lines; by default those of `ARTICLES`.
-        hf_dir: the original, for transformers to score the same tokens.
-        tolerance: largest relative difference from transformers; by default what
-            `PERPLEXITY_TOLERANCES` has for the model's dtype.
-        max_length: at most the KV cache's; by default that, at most 1024.
-        stride: by default half of `max_length`.
+        case_dir: the case directory.
+        data: a UTF-8 text file, or articles as JSON lines; default: `ARTICLES`.
+        hf_dir: the original, to be scored by transformers.
+        tolerance: largest relative difference from transformers; default: by the model's dtype,
+            see `PERPLEXITY_TOLERANCES`.
+        max_length: at most the model's max_seq_len; default: that, at most 1024.
+        stride: default: half of `max_length`.
         device: see `LLM`.
-        progress: called with a phase, and how many of its windows are done, of how many.
+        progress: called with a phase, the windows done, and their total.
 
     Raises:
         LlmcError: a file cannot be read, the text is too short, or an argument is out of range.
@@ -126,16 +128,17 @@ def perplexity(case_dir: str | Path, *, data: str | Path | None = None,
         if max_length is None:
             max_length = min(_MAX_LENGTH, dims.max_seq_len)
         if not 2 <= max_length <= dims.max_seq_len:
-            raise LlmcError(f"max_length {max_length} is not from 2 to the KV cache's "
-                            f"{dims.max_seq_len}")
+            raise LlmcError(f"max_length {max_length} is not in the range from 2 to max_seq_len "
+                            f"{dims.max_seq_len}; give a value in it")
         if stride is None:
             stride = max_length // 2
         if not 1 <= stride <= max_length:
-            raise LlmcError(f"stride {stride} is not from 1 to max_length {max_length}")
+            raise LlmcError(f"stride {stride} is not in the range from 1 to max_length "
+                            f"{max_length}; give a value in it")
         ids = _tokenizer(llm).encode(text).ids
         if len(ids) < 2:
-            raise LlmcError(f"'{data}' is {len(ids)} token(s) long, and perplexity needs 2; give "
-                            f"a longer text")
+            raise LlmcError(f"'{data}' has {len(ids)} token(s), expected at least 2; give a longer "
+                            f"text")
         windows = list(_windows(len(ids), max_length, stride))
         ours, choices = _perplexity(llm.logits, ids, windows, lambda done: progress(
             "llmc", done, len(windows)))
@@ -145,10 +148,10 @@ def perplexity(case_dir: str | Path, *, data: str | Path | None = None,
 
         progress("load transformers", 0, 1)
         model = _load_reference(hf_dir, dims.vocab_size, case_dir)
-        theirs, wanted = _perplexity(lambda tokens: reference_logits(model, tokens), ids, windows,
-                                     lambda done: progress("transformers", done, len(windows)))
-        asked = min(_CHOICES, len(wanted))
-        kept = int((choices[:asked] == wanted[:asked]).sum()), asked
+        theirs, expected = _perplexity(lambda tokens: reference_logits(model, tokens), ids, windows,
+                                       lambda done: progress("transformers", done, len(windows)))
+        total = min(_CHOICES, len(expected))
+        kept = int((choices[:total] == expected[:total]).sum()), total
     score = Score("perplexity", ours, theirs, None if theirs is None else ours / theirs - 1)
     return EvalReport("perplexity", str(case_dir), str(data or ARTICLES), _text(hf_dir), allowed,
                       sum(end - first for _, first, end in windows), (score,), (),
@@ -165,34 +168,36 @@ def summarize(case_dir: str | Path, *, data: str | Path | None = None,
               hf_dir: str | Path | None = None, tolerance: float | None = None,
               max_tokens: int | None = None, device: Sequence[int] | None = None,
               progress: Progress = _quiet) -> EvalReport:
-    """ROUGE-1, -2, -L and -Lsum of greedy summaries: mean F1 of stemmed words, from 0 to 100.
+    """Compute ROUGE-1, -2, -L and -Lsum of greedy summaries.
 
-    A model with a chat template is asked for two sentences; any other continues the article and
-    "TL;DR:". ROUGE-Lsum takes what ends in . ! or ? for a sentence.
+    Scores are mean F1 of stemmed words, from 0 to 100. A model with a chat template is prompted for
+    two sentences; any other continues the article and "TL;DR:". For ROUGE-Lsum, sentences end in
+    . ! or ?
 
     Args:
-        data: JSON lines with the texts `article` and `summary`; by default `ARTICLES`.
-        hf_dir: the original, for transformers to complete the same prompts.
-        tolerance: largest difference from transformers in points; by default what
-            `ROUGE_TOLERANCES` has for the model's dtype.
-        max_tokens: of a summary, 64 by default.
+        case_dir: the case directory.
+        data: JSON lines with strings `article` and `summary`; default: `ARTICLES`.
+        hf_dir: the original, to complete the same prompts by transformers.
+        tolerance: largest difference from transformers in points; default: by the model's dtype,
+            see `ROUGE_TOLERANCES`.
+        max_tokens: maximum tokens of a summary; default: 64.
         device: see `LLM`.
-        progress: called with a phase, and how many of its summaries are done, of how many.
+        progress: called with a phase, the summaries done, and their total.
 
     Raises:
-        LlmcError: a file cannot be read, an article is too long, rouge_score is not installed.
+        LlmcError: a file cannot be read, an article is too long, or rouge_score is not installed.
     """
     refuse_encoder(read_manifest(case_dir), "eval")
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ModuleNotFoundError as error:
-        raise LlmcError(f"ROUGE is computed by the package rouge_score; install it with: "
+        raise LlmcError(f"ROUGE needs the package rouge_score; install it with: "
                         f"{install_command('eval')}") from error
     articles = read_articles(data or ARTICLES)
     if max_tokens is None:
         max_tokens = _MAX_TOKENS
     if max_tokens < 1:
-        raise LlmcError(f"max_tokens {max_tokens} is below 1; a summary has at least one token")
+        raise LlmcError(f"max_tokens {max_tokens} is below 1; give 1 or more")
     progress("load llmc", 0, 1)
     with LLM(case_dir, device=device) as llm:
         manifest, tokenizer = llm.manifest, _tokenizer(llm)
@@ -201,9 +206,10 @@ def summarize(case_dir: str | Path, *, data: str | Path | None = None,
         longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
         if len(prompts[longest]) + max_tokens > manifest.dims.max_seq_len:
             raise LlmcError(f"article {longest + 1} of '{data or ARTICLES}' has "
-                            f"{len(prompts[longest])} tokens with its prompt, which with max_tokens"
-                            f" {max_tokens} exceed the KV cache of {manifest.dims.max_seq_len}; "
-                            f"shorten it, or compile with a larger --max_seq_len")
+                            f"{len(prompts[longest])} tokens with its prompt, which with "
+                            f"max_tokens {max_tokens} exceed max_seq_len "
+                            f"{manifest.dims.max_seq_len}; shorten it, or compile with a larger "
+                            f"--max_seq_len")
         ours, done = [""] * len(prompts), 0
         for piece in llm.stream(prompts, SamplingParams(max_tokens=max_tokens)):
             ours[piece.index] += piece.text
@@ -218,8 +224,8 @@ def summarize(case_dir: str | Path, *, data: str | Path | None = None,
         model = _load_reference(hf_dir, manifest.dims.vocab_size, case_dir)
         theirs = []
         for prompt in prompts:
-            made = reference_greedy(model, prompt, max_tokens, manifest.tokenizer.eos_token_ids)
-            theirs.append(tokenizer.decode(made.tokens))
+            greedy = reference_greedy(model, prompt, max_tokens, manifest.tokenizer.eos_token_ids)
+            theirs.append(tokenizer.decode(greedy.tokens))
             progress("transformers", len(theirs), len(prompts))
     scorer = RougeScorer(_ROUGE, use_stemmer=True)
     expected = [summary for _, summary in articles]
@@ -232,16 +238,17 @@ def summarize(case_dir: str | Path, *, data: str | Path | None = None,
 
 
 def read_articles(path: str | Path) -> list[tuple[str, str]]:
-    """Articles with their summaries from a file of JSON lines.
+    """Read articles with their summaries from a file of JSON lines.
 
     Raises:
-        LlmcError: the file cannot be read or has no articles, or a line has not the texts
-            `article` and `summary`; the message has its number.
+        LlmcError: the file cannot be read or has no articles, or a line lacks the strings
+            `article` and `summary`; the message has the line's number.
     """
     try:
         lines = Path(path).read_bytes().splitlines()
     except OSError as error:
-        raise LlmcError(f"'{path}' cannot be read ({error.strerror})") from error
+        raise LlmcError(f"'{path}' cannot be read ({error.strerror}); give a readable file") \
+            from error
     articles = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -254,7 +261,7 @@ def read_articles(path: str | Path) -> list[tuple[str, str]]:
         for key in ("article", "summary"):
             value = entry.get(key) if isinstance(entry, dict) else None
             if not isinstance(value, str) or not value.strip():
-                raise LlmcError(f"'{path}', line {number}, has no text '{key}'; write it like "
+                raise LlmcError(f"'{path}', line {number}, has no string '{key}'; write it like "
                                 f"{_FORM}")
         articles.append((entry["article"], entry["summary"]))
     if not articles:
@@ -268,9 +275,10 @@ def _read_text(path: str | Path | None) -> str:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise LlmcError(f"'{path}' cannot be read ({error.strerror})") from error
+        raise LlmcError(f"'{path}' cannot be read ({error.strerror}); give a readable file") \
+            from error
     except UnicodeDecodeError as error:
-        raise LlmcError(f"'{path}' is not UTF-8 text (byte {error.start}); convert it") from error
+        raise LlmcError(f"'{path}' is not UTF-8 (byte {error.start}); convert it") from error
     if not text.strip():
         raise LlmcError(f"'{path}' is empty; give a text to score")
     return text
@@ -279,16 +287,15 @@ def _read_text(path: str | Path | None) -> str:
 def _tokenizer(llm: LLM) -> Tokenizer:
     if llm.tokenizer is None:
         raise LlmcError(f"'{llm.case_dir}' was compiled without a tokenizer, which eval needs; "
-                        f"compile from a model directory that has one")
+                        f"compile a model directory that has one")
     return llm.tokenizer
 
 
 def _tolerance(given: float | None, hf_dir: str | Path | None, default: float) -> float | None:
-    """The tolerance; None where there is nothing to compare with."""
+    """Return the tolerance; None without a reference."""
     if given is not None and (hf_dir is None or not given >= 0):
-        raise LlmcError(f"tolerance {given} is negative" if hf_dir else
-                        f"tolerance {given} is of the difference from transformers; give hf_dir "
-                        f"too")
+        raise LlmcError(f"tolerance {given} is negative; give 0 or more" if hf_dir else
+                        f"tolerance {given} is given without hf_dir, the reference; give both")
     if hf_dir is None:
         return None
     return default if given is None else given
@@ -299,7 +306,7 @@ def _text(path: str | Path | None) -> str | None:
 
 
 def _verdict(scores: Sequence[Score], tolerance: float | None) -> str | None:
-    """One sentence for what is over tolerance or no number, or None."""
+    """Describe a score that is over tolerance or not finite; None if all are good."""
     for score in scores:
         if not np.isfinite(score.llmc):
             return f"llmc's {score.name} is {score.llmc}"
@@ -311,7 +318,7 @@ def _verdict(scores: Sequence[Score], tolerance: float | None) -> str | None:
 
 
 def _windows(count: int, max_length: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """Begin, first scored token and end of each window over `count` tokens."""
+    """Yield begin, first scored token and end of each window over `count` tokens."""
     scored = 1
     for begin in range(0, count, stride):
         end = min(begin + max_length, count)
@@ -326,8 +333,9 @@ def _windows(count: int, max_length: int, stride: int) -> Iterator[tuple[int, in
 def _perplexity(logits_of: Callable[[list[int]], np.ndarray], ids: list[int],
                 windows: Sequence[tuple[int, int, int]], progress: Callable[[int], None]) -> \
         tuple[float, np.ndarray]:
-    """Perplexity from logits float32 [num_tokens, vocab_size] of a window's tokens; and the
-    likeliest token at each place.
+    """Return the perplexity and the top-1 token at each position.
+
+    `logits_of` returns logits float32 [num_tokens, vocab_size] of a window's tokens.
     """
     losses, choices = [], []
     for number, (begin, first, end) in enumerate(windows, 1):
@@ -350,7 +358,7 @@ def _summary_prompt(llm: LLM, article: str) -> list[int]:
 
 
 class _Scorer(Protocol):
-    """rouge_score's, which has no types."""
+    """The interface of rouge_score's scorer, without type hints there."""
 
     def score(self, target: str, prediction: str) -> Mapping[str, Any]: ...
 
@@ -370,7 +378,7 @@ def _rouge(scorer: _Scorer, expected: Sequence[str], ours: Sequence[str],
 
 
 def _sentences(text: str) -> str:
-    """One sentence a line, as ROUGE-Lsum wants them."""
+    """Put each sentence on a line, as ROUGE-Lsum expects."""
     return re.sub(r"(?<=[.!?])\s+", "\n", text.strip())
 
 
@@ -380,13 +388,13 @@ def _load_reference(hf_dir: str | Path, vocab_size: int, case_dir: str | Path) -
     model = load_reference(hf_dir)
     size = model.config.get_text_config().vocab_size
     if size != vocab_size:
-        raise LlmcError(f"'{hf_dir}' has a vocabulary of {size}, '{case_dir}' one of {vocab_size}; "
+        raise LlmcError(f"'{hf_dir}' has vocabulary size {size}, '{case_dir}' has {vocab_size}; "
                         f"give the model that it was compiled from")
     return model
 
 
 def print_report(report: EvalReport) -> None:
-    """The report as a table."""
+    """Print the report as a table."""
     from rich.console import Console
     from rich.table import Table
 
@@ -402,8 +410,8 @@ def print_report(report: EvalReport) -> None:
     unit = "tokens" if report.task == "perplexity" else "articles"
     console.print(f"{report.count} {unit} of {Path(report.data).name}")
     if report.kept is not None:
-        console.print(f"{report.kept[0]} of the first {report.kept[1]} tokens are transformers' "
-                      f"choice")
+        console.print(f"{report.kept[0]} of the first {report.kept[1]} tokens have transformers' "
+                      f"top-1 prediction")
     if compared and report.summaries:
         equal = sum(summary.llmc == summary.transformers for summary in report.summaries)
         console.print(f"{equal} of {report.count} summaries are equal")

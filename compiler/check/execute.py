@@ -1,4 +1,4 @@
-"""Run graphs on ONNX Runtime: one between two passes, weights and all, and what was compiled."""
+"""Execution of graphs on ONNX Runtime: graphs between passes, and compiled chips."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _FLOAT, _TYPES = onnx.TensorProto.FLOAT, {"float16": onnx.TensorProto.FLOAT16,
 
 @dataclass(frozen=True)
 class Rounding:
-    """What to round to fewer bits in a float32 graph, as an engine that stores them so does.
+    """Tensors to round in a float32 graph, as an engine that stores them in other dtypes does.
 
     Args:
-        dtype: of matrices, of what they and attention make, and of `stored`.
-        kv_dtype: of keys and values, where attention is an Sdpa; "" is dtype.
-        stored: other tensors.
-        forms: of weights, by name, whose activations are quantized.
+        dtype: dtype of matrices, of outputs of GEMMs and attention, and of `stored`.
+        kv_dtype: dtype of keys and values of Sdpa nodes; "": `dtype`.
+        stored: names of other tensors to round.
+        forms: storage formats, by weight name, that quantize activations.
     """
 
     dtype: str
@@ -46,13 +46,13 @@ Values = dict[str, np.ndarray]
 
 def run_graph(graph: gs.Graph, feeds: Mapping[str, np.ndarray], outputs: Collection[str],
               rounding: Rounding | None = None) -> Values:
-    """The named tensors for these inputs. Reads every weight into memory."""
+    """Compute the named tensors. Reads every weight into memory."""
     return load_graph(graph, outputs, rounding)(feeds)
 
 
 def load_graph(graph: gs.Graph, outputs: Collection[str], rounding: Rounding | None = None) -> \
         Callable[[Mapping[str, np.ndarray]], Values]:
-    """A function from inputs to the named tensors. Reads every weight into memory."""
+    """Return a function from inputs to the named tensors. Reads every weight into memory."""
     weights = {tensor.name: tensor._values.load() for tensor in graph.tensors().values()
                if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight)}
     model = to_onnx(graph, dict.fromkeys(weights, Placed(0, 0)), target="")
@@ -65,9 +65,9 @@ def load_graph(graph: gs.Graph, outputs: Collection[str], rounding: Rounding | N
             node.input[:] = [name for name in node.input if name]
             node.overload = function.overload
             model.functions.append(function)
-    taken = set(outputs)
+    names = sorted(set(outputs))
     del model.graph.output[:]
-    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in sorted(taken))
+    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
     options = ort.SessionOptions()
     options.log_severity_level = 4
     if rounding is not None and rounding.dtype in _TYPES:
@@ -83,17 +83,17 @@ def load_graph(graph: gs.Graph, outputs: Collection[str], rounding: Rounding | N
         list(weights), [ort.OrtValue.ortvalue_from_numpy(array) for array in weights.values()])
     session = ort.InferenceSession(model.SerializeToString(), options,
                                    providers=["CPUExecutionProvider"])
-    wanted = {tensor.name for tensor in session.get_inputs()}
+    inputs = {tensor.name for tensor in session.get_inputs()}
 
     def run(feeds: Mapping[str, np.ndarray]) -> Values:
-        results = session.run(sorted(taken), {k: v for k, v in feeds.items() if k in wanted})
-        return dict(zip(sorted(taken), results, strict=True))
+        results = session.run(names, {k: v for k, v in feeds.items() if k in inputs})
+        return dict(zip(names, results, strict=True))
 
     return run
 
 
 def _round(graph: onnx.GraphProto, rounding: Rounding) -> None:
-    """Send each tensor that is to be rounded through its dtype and back."""
+    """Cast each tensor to round to its dtype and back."""
     nodes = []
     for node in graph.node:
         nodes.append(node)
@@ -109,14 +109,14 @@ def _round(graph: onnx.GraphProto, rounding: Rounding) -> None:
 
 
 def _round_activations(model: onnx.ModelProto, forms: Mapping[str, WeightForm]) -> None:
-    """Quantize what is multiplied by weights of these forms, as the kernels that read them do."""
-    makers = {name: node for node in model.graph.node for name in node.output}
+    """Quantize the activations of weights in these formats, as their kernels do."""
+    producers = {name: node for node in model.graph.node for name in node.output}
     functions: dict[str, onnx.FunctionProto] = {}
     nodes = []
     for node in model.graph.node:
         weight = node.input[1] if node.op_type in ("MatMul", "Gemm") else ""
-        while weight in makers and makers[weight].op_type == "Transpose":
-            weight = makers[weight].input[0]
+        while weight in producers and producers[weight].op_type == "Transpose":
+            weight = producers[weight].input[0]
         if weight in forms:
             function = _rounding_function(forms[weight])
             functions[function.overload] = function
@@ -133,33 +133,34 @@ def _round_activations(model: onnx.ModelProto, forms: Mapping[str, WeightForm]) 
 
 
 def _rounding_function(form: WeightForm) -> onnx.FunctionProto:
-    """Activations x as the kernel that reads a weight of this form has them."""
+    """Return a function that rounds activations x as the kernel of this format does."""
     if form.activation_dtype:
-        lines, made = rounded({"activation_dtype": form.activation_dtype,
-                               "activation_scale": form.activation_scale,
-                               "activation_group_size": form.activation_group_size}, "x")
+        lines, result = rounded({"activation_dtype": form.activation_dtype,
+                                 "activation_scale": form.activation_scale,
+                                 "activation_group_size": form.activation_group_size}, "x")
     else:
         block = cpu_activation_block(form.dtype, form.group_size)
-        lines, made = [
+        lines, result = [
             "shape = Shape(x)", f"each = Constant<value_ints=[-1, {block}]>()",
             "groups = Reshape(x, each)", "last = Constant<value_ints=[-1]>()",
             "sizes = Abs(groups)", "most = ReduceMax<keepdims=1>(sizes, last)",
             "codes = Constant<value_float=127.0>()", "least = Constant<value_float=1e-30>()",
             "steps = Div(most, codes)", "scale = Max(steps, least)", "scaled = Div(groups, scale)",
-            "whole = Round(scaled)", "numbers = Mul(whole, scale)",
-            "made = Reshape(numbers, shape)"], "made"
+            "whole = Round(scaled)", "values = Mul(whole, scale)",
+            "result = Reshape(values, shape)"], "result"
     overload = f"{form.activation_dtype}.{form.activation_scale}.{form.activation_group_size}." \
         f"{form.dtype}.{form.group_size}"
     return onnx.parser.parse_function(
         f'<domain: "llmc", overload: "{overload}", opset_import: ["": {plugins.OPSET}]>\n'
-        f"QuantizeActivations (x) => (y) {{\n" + "\n".join([*lines, f"y = Identity({made})"])
+        f"QuantizeActivations (x) => (y) {{\n" + "\n".join([*lines, f"y = Identity({result})"])
         + "\n}")
 
 
 def _sdpa_function(attrs: Mapping[str, float], overload: str, kv_dtype: str,
                    has_sinks: bool) -> onnx.FunctionProto:
-    """Causal attention on q `[batch, heads, seq, dim]`, k and v with their own heads, perhaps with
-    sinks `[heads]`.
+    """Return a function of causal attention.
+
+    q is `[batch, heads, seq, dim]`; k and v may have fewer heads (GQA); sinks are `[heads]`.
     """
     lines = [f"{name} = Identity(given_{name})" for name in "kv"]
     if kv_dtype:
@@ -189,7 +190,8 @@ def _sdpa_function(attrs: Mapping[str, float], overload: str, kv_dtype: str,
         mask = "m1"
     if attrs["chunk"]:
         lines += [f"chunk = Constant<value_int={int(attrs['chunk'])}>()",
-                  "own = Div(i, chunk)", "its = Div(r, chunk)", "same = Equal(own, its)",
+                  "query_chunk = Div(i, chunk)", "key_chunk = Div(r, chunk)",
+                  "same = Equal(query_chunk, key_chunk)",
                   f"m2 = And({mask}, same)"]
         mask = "m2"
     lines += ["low = Constant<value_float=-1e30>()", f"s4 = Where({mask}, {scores}, low)"]
@@ -212,10 +214,12 @@ def _sdpa_function(attrs: Mapping[str, float], overload: str, kv_dtype: str,
         + "\n".join(lines) + "\n}")
 
 
-def run_chips(manifest: Manifest, case_dir: Path, ids: Sequence[int], wanted: Collection[str]) -> \
-        list[Values]:
-    """Prefill what is compiled for CPUs on all chips in lockstep: per chip, the wanted tensors in
-    the graph's order.
+def run_chips(manifest: Manifest, case_dir: Path, ids: Sequence[int],
+              requested: Collection[str]) -> list[Values]:
+    """Prefill a model compiled for CPUs, all chips in lockstep.
+
+    Returns:
+        For each chip, the requested tensors in the graph's order.
 
     Raises:
         LlmcError: a file cannot be run.
@@ -242,48 +246,49 @@ def run_chips(manifest: Manifest, case_dir: Path, ids: Sequence[int], wanted: Co
                 state[steps[0].output] = keep[steps[0].output] = whole
             continue
         for step, state, keep in zip(steps, states, kept, strict=True):
-            assert not isinstance(step, CollectiveStep)  # a manifest's chips have the same
-            results = _run_file(case_dir / step.path, state, wanted)
+            assert not isinstance(step, CollectiveStep)  # all chips have the same steps
+            results = _run_file(case_dir / step.path, state, requested)
             state.update(results)
-            keep.update((name, array) for name, array in results.items() if name in wanted)
+            keep.update((name, array) for name, array in results.items() if name in requested)
     return kept
 
 
-def _run_file(path: Path, state: Mapping[str, np.ndarray], wanted: Collection[str]) -> \
+def _run_file(path: Path, state: Mapping[str, np.ndarray], requested: Collection[str]) -> \
         Values:
-    """Run one ONNX file; its own outputs, and the wanted tensors inside it, in graph order."""
+    """Run an ONNX file; return its outputs and the requested inner tensors, in graph order."""
     check_graph(path)
     model = read_onnx(path)
-    own = [value.name for value in model.graph.output]
+    outputs = [value.name for value in model.graph.output]
     inside = [name for node in model.graph.node for name in node.output
-              if name in wanted and name not in own]
+              if name in requested and name not in outputs]
     model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in inside)
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.add_session_config_entry("session.model_external_initializers_file_folder_path",
                                      str(path.parent))
-    names = [name for node in model.graph.node for name in node.output if name in {*own, *inside}]
+    names = [name for node in model.graph.node for name in node.output
+             if name in {*outputs, *inside}]
     try:
         session = ort.InferenceSession(model.SerializeToString(), options,
                                        providers=["CPUExecutionProvider"])
         results = session.run(names, {t.name: state[t.name] for t in session.get_inputs()})
-    except Exception as error:  # ONNX Runtime has many kinds, without a common one
+    except Exception as error:  # ONNX Runtime's errors share no base class
         raise LlmcError(f"'{path}' cannot be run ({reason_of(error)}); compile the model again") \
             from error
     return dict(zip(names, results, strict=True))
 
 
 def read_onnx(path: Path) -> onnx.ModelProto:
-    """An ONNX file without its weights.
+    """Read an ONNX file without external data.
 
     Raises:
-        LlmcError: it is missing or not ONNX.
+        LlmcError: the file is missing or not ONNX.
     """
     try:
         return onnx.load(path, load_external_data=False)
     except OSError as error:
         raise LlmcError(f"'{path}' cannot be read ({error.strerror}); compile the model again") \
             from error
-    except Exception as error:  # protobuf's DecodeError, of one of two packages
+    except Exception as error:  # protobuf's DecodeError, whose package varies
         raise LlmcError(f"'{path}' is not ONNX ({reason_of(error)}); compile the model again") \
             from error

@@ -1,4 +1,4 @@
-"""The reference, lowered and divided among ranks as a case directory is."""
+"""Lowering and partition of a reference in the same way as a case directory."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ from llmc.plugins.code_types import CODE_TYPES
 def lower_alike(raw: RawModel, manifest: Manifest, root: Path, options: CompileOptions) -> Lowered:
     """Lower the reference so that its weights have the shapes of the case directory's.
 
-    A manifest does not say by what columns were kept together on a rank, nor whether experts were
-    divided whole; of the ways that there are, the one whose shapes agree is taken. Consumes
-    `raw.graph`.
+    The manifest does not record the column granularity of the partition or expert parallelism.
+    The first combination whose shapes match is used. Consumes `raw.graph`.
 
     Raises:
-        LlmcError: it cannot be lowered, or a weight file cannot be read.
+        LlmcError: the reference cannot be lowered, or a weight file cannot be read.
     """
     options = replace(options, target=manifest.target.kind, tp_size=manifest.tp_size,
                       max_seq_len=manifest.dims.max_seq_len)
@@ -36,7 +35,7 @@ def lower_alike(raw: RawModel, manifest: Manifest, root: Path, options: CompileO
     if manifest.tp_size == 1:
         return divide(fused, options)
     first = None
-    for together, whole_experts in _ways(manifest):
+    for together, whole_experts in _partitions(manifest):
         try:
             lowered = divide(fused, replace(options, expert_parallel=whole_experts), together)
         except LlmcError:  # the model has no experts
@@ -52,7 +51,7 @@ def lower_alike(raw: RawModel, manifest: Manifest, root: Path, options: CompileO
 
 
 def weight_file(root: Path, rank: int) -> Any:
-    """A rank's weights, open.
+    """Open a rank's weight file.
 
     Raises:
         LlmcError: the file cannot be read.
@@ -66,7 +65,7 @@ def weight_file(root: Path, rank: int) -> Any:
         raise LlmcError(f"'{path}' cannot be read ({error}); compile the model again") from error
 
 
-def _ways(manifest: Manifest) -> Iterator[tuple[int, bool]]:
+def _partitions(manifest: Manifest) -> Iterator[tuple[int, bool]]:
     sizes = {form.group_size for chip in manifest.chips for form in chip.quantization.values()}
     least = max(SMALLEST_GROUP, manifest.target.spec.group_multiple)
     together = [0, *([least, *sorted(sizes)] if sizes else [])]
@@ -74,23 +73,23 @@ def _ways(manifest: Manifest) -> Iterator[tuple[int, bool]]:
 
 
 def _shapes_agree(graph: gs.Graph, manifest: Manifest, rank: int, root: Path) -> bool:
-    """Whether a rank's weights that are there have the shapes that its graph says."""
+    """Whether a rank's stored weights have the shapes of its graph."""
     forms = manifest.chips[rank].quantization
     with weight_file(root, rank) as file:
         names = set(file.keys())
         return all(_shape(file.get_slice(tensor.name).get_shape(), forms.get(tensor.name))
-                   == _own_shape(tensor._values)
+                   == _graph_shape(tensor._values)
                    for tensor in graph.tensors().values()
                    if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight)
                    and tensor.name in names)
 
 
-def _own_shape(weight: Weight) -> tuple[int, ...]:
+def _graph_shape(weight: Weight) -> tuple[int, ...]:
     return weight.matrix.shape if isinstance(weight, HeadMatrices) else weight.shape
 
 
 def _shape(stored: list[int], form: WeightForm | None) -> tuple[int, ...]:
-    """The shape of a weight that lies so in a file."""
+    """Return the unpacked shape of a stored weight."""
     if form is None:
         return tuple(stored)
     return (*stored[:-1], stored[-1] * CODE_TYPES[form.dtype].per_byte)

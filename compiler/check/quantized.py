@@ -1,9 +1,9 @@
-"""What a quantized model is held against: the original with the compiled model's own weights.
+"""The reference of a quantized model: the original with dequantized compiled weights.
 
-A compiled weight is some elements of the reference's weights in another order: rows of queries,
-keys and values one below the other, a rank's columns, experts in a stack. To find which, the
-reference is lowered once more with the number of each element in the place of its value. Each
-dequantized value then goes to the element whose number stands where it does.
+A compiled weight has elements of the reference's weights in another order: concatenated rows of
+queries, keys and values, a rank's columns, stacked experts. To trace them, the reference is lowered
+again with each element's index as its value. Each dequantized value is then scattered to the
+element whose index is at its position.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from llmc.compiler.options import CompileOptions
 from llmc.errors import LlmcError
 from llmc.plugins.quantization import activations, cpu_activation_block, dequantized
 
-STORED = ("", "_scale", "_zero", "_min")  # what the names of a quantized weight's parts end in
-# The number of element e of tensor t is t · 2^40 + 8 · e + 3, exact in float64. Whatever is no
-# element any more, as one that is scaled or shifted, is not 3 modulo 8.
+STORED = ("", "_scale", "_zero", "_min")  # suffixes of a quantized weight's tensors
+# The index of element e of tensor t is t · 2^40 + 8 · e + 3, exact in float64. A value that was
+# scaled or shifted is not 3 modulo 8.
 _TENSOR, _STEP, _MARK = 1 << 40, 8, 3
 
 Rows = Callable[[int, int], np.ndarray]
@@ -36,36 +36,35 @@ Rows = Callable[[int, int], np.ndarray]
 
 @dataclass(frozen=True)
 class OwnWeights:
-    """The reference's weights as a compiled model has them.
+    """A compiled model's dequantized weights, in the layout of the reference.
 
     Args:
-        arrays: float32, by the names of the raw graph's constants.
-        forms: of those that are multiplied by quantized activations.
+        arrays: float32 arrays by name of the raw graph's constant.
+        forms: storage formats of those that are multiplied by quantized activations.
     """
 
     arrays: Mapping[str, np.ndarray]
     forms: Mapping[str, WeightForm]
 
     def put_into(self, graph: gs.Graph) -> None:
-        """Give a raw graph these weights."""
+        """Replace the weights of a raw graph."""
         for tensor in graph.tensors().values():
             if isinstance(tensor, gs.Constant) and tensor.name in self.arrays:
                 tensor._values = Weight.of(self.arrays[tensor.name], tensor.name)
 
 
 def own_weights(raw: RawModel, manifest: Manifest, root: Path) -> OwnWeights | None:
-    """The reference's weights as the case directory has them.
+    """Return a case directory's dequantized weights in the layout of the reference.
 
-    Returns None where a weight of the case directory is not made of elements of the reference's.
+    None if a weight of the case directory does not consist of elements of the reference's.
     """
     graph = raw.graph.copy()
-    # Norms and biases are not quantized, and a pass may have to know the values of those inside
-    # attention and routers.
+    # Norms and biases are not quantized, and passes may read their values in attention and routers.
     sources = _number(graph, matrices=not _has_scaled(root))
     try:
         lowered = lower_alike(replace(raw, graph=graph), manifest, root,
                               CompileOptions(quantize="none"))
-    except (LlmcError, AssertionError):  # a pass wants to know the values
+    except (LlmcError, AssertionError):  # a pass depends on values
         return None
     arrays: dict[str, np.ndarray] = {}
     forms: dict[str, WeightForm] = {}
@@ -78,14 +77,14 @@ def own_weights(raw: RawModel, manifest: Manifest, root: Path) -> OwnWeights | N
             if not {name.removesuffix(SCALED) for name in chip.quantization} <= known.keys() \
                     or any(name.endswith(".order") for name in names):
                 return None
-            for name, numbers in known.items():
+            for name, indices in known.items():
                 stored = f"{name}{SCALED}" if f"{name}{SCALED}" in names else name
                 form = chip.quantization.get(stored)
                 if form is None and stored == name:
                     continue
                 parts = {part: file.get_slice(stored + part) for part in STORED
                          if stored + part in names}
-                touched = _scatter(numbers, _values(parts, form), sources, arrays)
+                touched = _scatter(indices, _values(parts, form), sources, arrays)
                 if touched is None:
                     return None
                 if form is not None and _rounds(form, manifest):
@@ -94,39 +93,40 @@ def own_weights(raw: RawModel, manifest: Manifest, root: Path) -> OwnWeights | N
 
 
 def _has_scaled(root: Path) -> bool:
-    """Whether calibration has scaled weights, vectors among them."""
+    """Whether calibration has scaled weights, including vectors."""
     with weight_file(root, 0) as file:
         return any(name.endswith(SCALED) for name in [*file.keys()])
 
 
 def _is_vector(tensor: gs.Constant) -> bool:
-    """Whether a weight is a norm's or a bias. Routers have biases of two dimensions."""
+    """Whether a weight is of a norm or a bias. Biases of routers have two dimensions."""
     return len(tensor._values.shape) < 2 or tensor.name.endswith("bias")
 
 
 def _number(graph: gs.Graph, matrices: bool) -> list[tuple[str, Weight]]:
-    """Replace every weight by the numbers of its elements.
+    """Replace every weight by the indices of its elements.
 
     Args:
-        matrices: leave norms and biases as they are.
+        graph: the raw graph.
+        matrices: only matrices, not norms and biases.
 
     Returns:
-        The weights, by name.
+        Names and weights, by number of the tensor.
     """
     sources: list[tuple[str, Weight]] = []
-    made: dict[str, Weight] = {}
+    indexed: dict[str, Weight] = {}
     for tensor in graph.tensors().values():
         if not (isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight)) \
                 or (matrices and _is_vector(tensor)):
             continue
-        if tensor.name not in made:
+        if tensor.name not in indexed:
             sources.append((tensor.name, tensor._values))
-            made[tensor.name] = _numbers(tensor._values, len(sources))
-        tensor._values = made[tensor.name]
+            indexed[tensor.name] = _indices(tensor._values, len(sources))
+        tensor._values = indexed[tensor.name]
     return sources
 
 
-def _numbers(weight: Weight, tensor: int) -> Weight:
+def _indices(weight: Weight, tensor: int) -> Weight:
     width = int(np.prod(weight.shape[1:], dtype=np.int64))
 
     def rows(start: int, stop: int) -> np.ndarray:
@@ -139,7 +139,7 @@ def _numbers(weight: Weight, tensor: int) -> Weight:
 
 
 def _values(parts: Mapping[str, Any], form: WeightForm | None) -> Rows:
-    """A function from rows of a weight to their values in its file, dequantized."""
+    """Return a function that reads rows of a weight from its file, dequantized."""
     def rows(start: int, stop: int) -> np.ndarray:
         block = {part: values[start:stop] for part, values in parts.items()}
         if form is None:
@@ -152,20 +152,22 @@ def _values(parts: Mapping[str, Any], form: WeightForm | None) -> Rows:
     return rows
 
 
-def _scatter(numbers: Weight, values: Rows, sources: Sequence[tuple[str, Weight]],
+def _scatter(indices: Weight, values: Rows, sources: Sequence[tuple[str, Weight]],
              arrays: dict[str, np.ndarray]) -> set[str] | None:
-    """Put the values of a compiled weight where its elements come from; the names of the weights
-    that have changed, or None where a number is not an element's.
+    """Scatter the values of a compiled weight to the elements that they come from.
+
+    Returns:
+        The names of changed weights, or None if an index is invalid.
     """
-    matrix = numbers.matrix if isinstance(numbers, HeadMatrices) else numbers
+    matrix = indices.matrix if isinstance(indices, HeadMatrices) else indices
     touched: set[str] = set()
     start = 0
     for block in matrix.blocks():
         stop = start + len(block)
-        found = np.asarray(values(start, stop)).reshape(-1, *block.shape[-1:])
-        block = block.reshape(found.shape[0], -1)
-        found, start = found[:, :block.shape[1]], stop
-        is_element = block != 0  # all else is padding
+        dense = np.asarray(values(start, stop)).reshape(-1, *block.shape[-1:])
+        block = block.reshape(dense.shape[0], -1)
+        dense, start = dense[:, :block.shape[1]], stop
+        is_element = block != 0  # 0 is padding
         tensors, elements = np.divmod(block[is_element], _TENSOR)
         elements, marks = np.divmod(elements, _STEP)
         if (marks != _MARK).any() or (tensors < 1).any() or (tensors > len(sources)).any():
@@ -174,21 +176,22 @@ def _scatter(numbers: Weight, values: Rows, sources: Sequence[tuple[str, Weight]
             name, weight = sources[tensor - 1]
             if name not in arrays:
                 arrays[name] = weight.load().astype(np.float32).copy()
-            own = tensors == tensor
-            arrays[name].reshape(-1)[elements[own].astype(np.int64)] = found[is_element][own]
+            selected = tensors == tensor
+            arrays[name].reshape(-1)[elements[selected].astype(np.int64)] = \
+                dense[is_element][selected]
             touched.add(name)
     return touched
 
 
 def _rounds(form: WeightForm, manifest: Manifest) -> bool:
-    """Whether the target quantizes what a weight of this form multiplies."""
+    """Whether the target quantizes the activations of a weight in this format."""
     return bool(form.activation_dtype) or (
         manifest.target.spec.quantizes_activations
         and cpu_activation_block(form.dtype, form.group_size) > 0)
 
 
 def round_activations(x: np.ndarray, form: WeightForm) -> np.ndarray:
-    """Activations [..., in_features] as the kernel that reads a weight of this form has them."""
+    """Round activations [..., in_features] as the kernel of this format does."""
     if form.activation_dtype:
         fields = {"activation_dtype": form.activation_dtype,
                   "activation_scale": form.activation_scale,
@@ -201,48 +204,51 @@ def round_activations(x: np.ndarray, form: WeightForm) -> np.ndarray:
 
 
 def put_into_model(model: Any, weights: OwnWeights) -> dict[int, WeightForm] | None:
-    """Give a model of transformers these weights; the forms that quantize activations, by storage.
+    """Replace the weights of a transformers model.
 
-    Returns None where the model has no parameter of a weight's name and shape.
+    Returns:
+        Storage formats that quantize activations, by address of the storage. None if the model has
+        no parameter of a weight's name and shape.
     """
     import torch
 
     parameters = dict(model.named_parameters(remove_duplicate=False))
     forms: dict[int, WeightForm] = {}
     for name, array in weights.arrays.items():
-        found = parameters.get(name)
-        if found is None:  # the language model alone is compiled
-            found = next((parameter for own, parameter in parameters.items()
-                          if own.endswith(f".{name}") or own.replace(".language_model", "") == name
-                          or name.endswith(f".{own}")), None)
-        if found is None or tuple(found.shape) != array.shape:
+        target = parameters.get(name)
+        if target is None:  # of a multimodal model, only the language model is compiled
+            target = next((parameter for path, parameter in parameters.items()
+                           if path.endswith(f".{name}")
+                           or path.replace(".language_model", "") == name
+                           or name.endswith(f".{path}")), None)
+        if target is None or tuple(target.shape) != array.shape:
             return None
         with torch.no_grad():
-            found.copy_(torch.from_numpy(array))
+            target.copy_(torch.from_numpy(array))
         if name in weights.forms:
-            forms[found.untyped_storage().data_ptr()] = weights.forms[name]
+            forms[target.untyped_storage().data_ptr()] = weights.forms[name]
     return forms
 
 
 @contextmanager
 def rounded_activations(forms: Mapping[int, WeightForm]) -> Iterator[None]:
-    """Quantize whatever torch multiplies by weights in these storages."""
+    """Quantize the activations that torch multiplies by weights in these storages."""
     import torch
     from torch.overrides import TorchFunctionMode
 
-    products = {torch.nn.functional.linear: (0, 1), torch.addmm: (1, 2), torch.matmul: (0, 1),
-                torch.bmm: (0, 1), torch.mm: (0, 1), torch.baddbmm: (1, 2),
-                torch.Tensor.matmul: (0, 1), torch.Tensor.__matmul__: (0, 1)}
+    gemms = {torch.nn.functional.linear: (0, 1), torch.addmm: (1, 2), torch.matmul: (0, 1),
+             torch.bmm: (0, 1), torch.mm: (0, 1), torch.baddbmm: (1, 2),
+             torch.Tensor.matmul: (0, 1), torch.Tensor.__matmul__: (0, 1)}
 
     class Rounding(TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (),
                                kwargs: Any = None) -> Any:
-            if function in products and len(args) > max(products[function]):
-                x, weight = products[function]
+            if function in gemms and len(args) > max(gemms[function]):
+                x, weight = gemms[function]
                 form = forms.get(args[weight].untyped_storage().data_ptr())
                 if form is not None:
-                    made = round_activations(args[x].detach().float().numpy(), form)
-                    args = [*args[:x], torch.from_numpy(made).to(args[x].dtype), *args[x + 1:]]
+                    rounded = round_activations(args[x].detach().float().numpy(), form)
+                    args = [*args[:x], torch.from_numpy(rounded).to(args[x].dtype), *args[x + 1:]]
             return function(*args, **(kwargs or {}))
 
     with Rounding():

@@ -1,4 +1,4 @@
-"""The original of a compiled model in transformers: what `diff` and `eval` hold it against."""
+"""The original of a compiled model in transformers, the reference of `diff` and `eval`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from llmc.compiler.frontend.huggingface import find_directory
 from llmc.compiler.graph.names import HIDDEN_STATE
 from llmc.errors import LlmcError, reason_of
 
-Model = Any  # a torch module of transformers, which has no types
+Model = Any  # a torch module of transformers
 
 
 def load_reference(model: str | Path, dtype: str = "float32") -> Model:
-    """The torch module of a Hugging Face directory, hub id or .gguf file, computing in `dtype`.
+    """Load a Hugging Face directory, hub id or .gguf file as a torch module in `dtype`.
 
     Raises:
-        LlmcError: there is none, or transformers cannot load it.
+        LlmcError: the model does not exist, or transformers cannot load it.
     """
     import torch
     from transformers import AutoConfig
@@ -40,15 +40,15 @@ def load_reference(model: str | Path, dtype: str = "float32") -> Model:
         return causal_lm_class(config).from_pretrained(
             **source, dtype=getattr(torch, dtype),
             attn_implementation="sdpa" if getattr(config, "alibi", False) else "eager").eval()
-    except Exception as error:  # transformers raises many kinds for a bad model
+    except Exception as error:  # transformers raises errors of many types
         method = None if is_gguf else method_of(read_json(directory / "config.json"))
         raise LlmcError(f"transformers cannot load '{model}' ({reason_of(error)})" + (
-            f"; it is quantised by {method}: give the model that it was made from"
+            f"; it is quantized by {method}: give the original, unquantized model"
             if method else "")) from error
 
 
 def reference_logits(model: Model, ids: Sequence[int]) -> np.ndarray:
-    """Logits float32 [num_tokens, vocab_size] in one uncached pass."""
+    """Compute logits float32 [num_tokens, vocab_size] in one pass without a KV cache."""
     import torch
 
     with torch.no_grad():
@@ -58,10 +58,11 @@ def reference_logits(model: Model, ids: Sequence[int]) -> np.ndarray:
 
 def reference_values(model: Model, ids: Sequence[int], kv_dtype: str = "") -> \
         dict[str, np.ndarray]:
-    """The hidden state after each layer, float32 [num_tokens, hidden_size], and the logits.
+    """Compute the hidden state after each layer, and the logits.
 
-    With `kv_dtype` float8_e4m3fn, keys and values are rounded to it before attention reads them,
-    as a compiled model's caches have them.
+    Hidden states are float32 [num_tokens, hidden_size], logits [num_tokens, vocab_size]. With
+    `kv_dtype` float8_e4m3fn, keys and values are rounded to it before attention reads them, as in a
+    compiled model's KV cache.
     """
     import torch
 
@@ -94,7 +95,7 @@ def reference_values(model: Model, ids: Sequence[int], kv_dtype: str = "") -> \
 
 
 def _float8_cache() -> Any:
-    """An empty KV cache that hands out what float8_e4m3fn keeps of keys and values."""
+    """Create an empty KV cache that rounds keys and values to float8_e4m3fn."""
     import torch
     from transformers import DynamicCache
 
@@ -108,7 +109,7 @@ def _float8_cache() -> Any:
 
 @dataclass(frozen=True)
 class Greedy:
-    """Greedy tokens, and the logits float32 [num_tokens, vocab_size] that each was chosen from."""
+    """Greedy tokens, and their logits float32 [num_tokens, vocab_size]."""
 
     tokens: tuple[int, ...]
     logits: np.ndarray
@@ -116,7 +117,7 @@ class Greedy:
 
 def reference_greedy(model: Model, prompt: Sequence[int], max_tokens: int,
                      eos_token_ids: Sequence[int] = ()) -> Greedy:
-    """Greedy tokens, without what the model's generation_config adds, such as penalties."""
+    """Generate greedy tokens, ignoring the model's generation_config, such as penalties."""
     import torch
     from transformers import GenerationConfig
 

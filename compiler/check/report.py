@@ -1,4 +1,4 @@
-"""What `diff` found, as values, as text and as one HTML file."""
+"""The report of `diff`: as dataclasses, as text, and as an HTML file."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from pathlib import Path
 from llmc.errors import LlmcError
 
 _PAIRS = {"compiled vs export": "#0072b2", "compiled vs transformers": "#d55e00",
-          "export vs transformers": "#009e73"}  # colours that the colour-blind tell apart
+          "export vs transformers": "#009e73"}  # distinguishable with color blindness
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor of two runs. `relative` is max_abs over the reference's range, and `allowed` of
-    that range.
+    """The difference of a tensor between two runs.
+
+    `relative` and `allowed` are relative to the reference's range.
     """
 
     name: str
@@ -31,9 +32,10 @@ class Difference:
 
 @dataclass(frozen=True)
 class BadWeight:
-    """A weight of a chip that is not what the reference gives; max_abs is infinite where it is
-    missing or has another shape. `off`: of one that is rounded, the root mean square of the
-    difference, of the reference's, which is beyond what rounding takes.
+    """A weight of a chip that differs from the reference's.
+
+    `max_abs` is infinite if the weight is missing or has another shape. `off` is the RMS error of a
+    quantized weight, relative to the reference's RMS, if it exceeds rounding.
     """
 
     chip: int
@@ -48,16 +50,16 @@ class BadWeight:
         how = f"differs in {self.elements} element(s), by up to {self.max_abs:.3g}" \
             if math.isfinite(self.max_abs) else "is missing, not finite or of another shape"
         if self.off:
-            how = f"is {self.off:.2g} of its size away, which no rounding makes of the reference's"
+            how = f"has a relative RMS error of {self.off:.2g}, more than rounding causes"
         return f"chip {self.chip}'s weight '{self.name}'{layer} {how}"
 
 
 @dataclass(frozen=True)
 class GreedyToken:
-    """What the compiled model chose after the reference's tokens.
+    """A greedy token of the compiled model after the reference's tokens.
 
-    `margin` is the reference's logit of its own token less that of the other, or where they are the
-    same, of the next likeliest.
+    `margin` is the reference's logit of its token minus that of the compiled model's token, or of
+    the second most likely token if both are the same.
     """
 
     step: int
@@ -71,10 +73,13 @@ class GreedyToken:
 
 @dataclass(frozen=True)
 class DiffReport:
-    """All that was compared. `verdict` is None when nothing is wrong.
+    """The result of `diff`.
 
-    `allowed` says how what is allowed was found. `first_op` (with `bisect`) is the first tensor
-    over tolerance, with its op and chip. `token_error` is what is allowed at the logits.
+    Attributes:
+        allowed: description of the tolerance.
+        first_op: with `bisect`, the first tensor over tolerance, with its op and chip.
+        token_error: allowed absolute error of the logits.
+        verdict: None if everything is within tolerance.
     """
 
     case_dir: str
@@ -97,8 +102,8 @@ class DiffReport:
 
     @property
     def title(self) -> str:
-        """What was compared, in one line."""
-        caches = f", caches of {self.kv_dtype}" if self.kv_dtype != self.dtype else ""
+        """The compared configuration, in one line."""
+        caches = f", KV cache in {self.kv_dtype}" if self.kv_dtype != self.dtype else ""
         return (f"target {self.target}, {self.dtype}{caches}, tp_size {self.tp_size}; allowed: "
                 f"{self.allowed}")
 
@@ -110,15 +115,15 @@ class DiffReport:
 
     @property
     def equal_tokens(self) -> str:
-        """How the greedy tokens compare, in one line."""
+        """Summary of the greedy tokens, in one line."""
         same = sum(token.token == token.reference_token for token in self.tokens)
-        ties = sum(token.token != token.reference_token and token.passed for token in self.tokens)
-        tied = f", {ties} within rounding" if ties else ""
-        return f"greedy tokens: {same} of {len(self.tokens)} equal{tied}"
+        close = sum(token.token != token.reference_token and token.passed for token in self.tokens)
+        rounding = f", {close} within rounding" if close else ""
+        return f"greedy tokens: {same} of {len(self.tokens)} equal{rounding}"
 
 
 def print_report(report: DiffReport) -> None:
-    """The report as a table, in 80 columns."""
+    """Print the report as a table of 80 columns."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -140,7 +145,7 @@ def print_report(report: DiffReport) -> None:
              *map(str, report.weights)]
     if report.tokens:
         lines.append(report.equal_tokens)
-    lines += [f"step {token.step}: {token.token} instead of {token.reference_token}, whose logit "
+    lines += [f"step {token.step}: {token.token}, expected {token.reference_token}, whose logit "
               f"is {token.margin:.3g} higher (allowed: {report.token_error:.3g})"
               for token in report.tokens if token.token != token.reference_token]
     if report.first_op:
@@ -164,7 +169,7 @@ pre { display: inline; white-space: pre-wrap }
 
 
 def write_html(report: DiffReport, path: str | Path) -> None:
-    """The report as one HTML file with a plot of the relative error by layer.
+    """Write the report as an HTML file with a plot of the relative error by layer.
 
     Raises:
         LlmcError: the file cannot be written.
@@ -179,16 +184,16 @@ def write_html(report: DiffReport, path: str | Path) -> None:
         _list([*(f"{name} has changed since it was compiled" for name in report.changed_files),
                *map(str, report.weights),
                *([f"first op over tolerance: {report.first_op}"] if report.first_op else [])]),
-        "<h2>Largest difference, of the reference's range</h2>", _plot(report),
+        "<h2>Largest difference, relative to the reference's range</h2>", _plot(report),
         _table(("tensor", "pair", "max abs", "relative", "allowed", "cosine"), [
             (d.passed, (d.name, d.pair, f"{d.max_abs:.3e}", f"{d.relative:.3e}",
                         f"{d.allowed:.3e}", f"{d.cosine:.8f}")) for d in report.layers])]
     if report.tokens:
         sections += [
-            f"<h2>Greedy tokens</h2><p>{escape(report.equal_tokens)}. The margin is how far the "
-            f"reference's logit of its token is above that of the compiled model's, or of the next "
-            f"likeliest where the two are the same; a token may differ where it is at most "
-            f"{report.token_error:.3g}.</p>",
+            f"<h2>Greedy tokens</h2><p>{escape(report.equal_tokens)}. The margin is the "
+            f"reference's logit of its token minus that of the compiled model's token, or of the "
+            f"second most likely token if both are the same. A token may differ if the margin is "
+            f"at most {report.token_error:.3g}.</p>",
             _table(("step", "compiled", "reference", "margin"), [
                 (token.passed, (str(token.step), _token(token.token, token.text),
                                 _token(token.reference_token, token.reference_text),
@@ -197,7 +202,8 @@ def write_html(report: DiffReport, path: str | Path) -> None:
     try:
         Path(path).write_text("\n".join(sections), encoding="utf-8")
     except OSError as error:
-        raise LlmcError(f"'{path}' cannot be written ({error.strerror})") from error
+        raise LlmcError(f"'{path}' cannot be written ({error.strerror}); give another path") \
+            from error
 
 
 def _token(number: int, text: str | None) -> str:
@@ -209,7 +215,7 @@ def _list(lines: Sequence[str]) -> str:
 
 
 def _table(heads: Sequence[str], rows: Sequence[tuple[bool, Sequence[str]]]) -> str:
-    """A table of texts; a row that did not pass is marked."""
+    """Format a table of texts; rows that did not pass are marked."""
     head = "".join(f"<th>{escape(text)}</th>" for text in heads)
     body = "\n".join(
         f"<tr{'' if passed else ' class=over'}>{''.join(f'<td>{escape(t)}</td>' for t in texts)}"
@@ -218,8 +224,9 @@ def _table(heads: Sequence[str], rows: Sequence[tuple[bool, Sequence[str]]]) -> 
 
 
 def _plot(report: DiffReport) -> str:
-    """Relative error by layer, logarithmic, as inline SVG: a line for each pair, dashed ones for
-    what is allowed, and a legend.
+    """Plot the relative error by layer as inline SVG, on a logarithmic scale.
+
+    A line per pair, dashed lines for tolerances, and a legend.
     """
     names = list(dict.fromkeys(d.name for d in report.layers))
     width, height, left, top, low, high = 760, 300, 60, 10, -9.0, 1.0
@@ -230,12 +237,12 @@ def _plot(report: DiffReport) -> str:
         scaled = high if math.isnan(scaled) else min(high, max(low, scaled))
         return top + (high - scaled) / (high - low) * (height - 60)
 
-    def line(values: dict[str, float], colour: str, dash: str = "", thick: float = 1.5) -> str:
+    def line(values: dict[str, float], color: str, dash: str = "", thick: float = 1.5) -> str:
         points = " ".join(f"{left + names.index(name) * step:.1f},{y(value):.1f}"
                           for name, value in values.items())
         dots = "".join(f"<circle cx='{point.split(',')[0]}' cy='{point.split(',')[1]}' r='2.5' "
-                       f"fill='{colour}'/>" for point in points.split()) if not dash else ""
-        return (f"<polyline fill='none' stroke='{colour}' stroke-width='{thick}' "
+                       f"fill='{color}'/>" for point in points.split()) if not dash else ""
+        return (f"<polyline fill='none' stroke='{color}' stroke-width='{thick}' "
                 f"stroke-dasharray='{dash}' points='{points}'/>{dots}")
 
     parts, legend = [], []
@@ -252,27 +259,27 @@ def _plot(report: DiffReport) -> str:
                          f"text-anchor='middle'>{escape(short)}</text>")
     parts.append(f"<text x='{(left + width) / 2:.0f}' y='{height - 12}' text-anchor='middle'>"
                  f"hidden state after layer, then the logits</text>")
-    for pair, colour in _PAIRS.items():
-        found = [d for d in report.layers if d.pair == pair]
-        if found:
-            thick = 5 if pair == "compiled vs export" else 1.5  # seen behind the next one
-            parts.append(line({d.name: d.relative for d in found}, colour, thick=thick))
-            legend.append((pair, colour, ""))
+    for pair, color in _PAIRS.items():
+        differences = [d for d in report.layers if d.pair == pair]
+        if differences:
+            thick = 5 if pair == "compiled vs export" else 1.5  # visible under the next line
+            parts.append(line({d.name: d.relative for d in differences}, color, thick=thick))
+            legend.append((pair, color, ""))
     limits: dict[tuple[float, ...], list[str]] = {}
     for pair in _PAIRS:
-        found = [d for d in report.layers if d.pair == pair]
-        if found:
-            limits.setdefault(tuple(round(d.allowed, 12) for d in found), []).append(pair)
+        differences = [d for d in report.layers if d.pair == pair]
+        if differences:
+            limits.setdefault(tuple(round(d.allowed, 12) for d in differences), []).append(pair)
     for (limit, pairs), dash in zip(limits.items(), ("6 4", "2 3", "9 3 2 3"), strict=False):
         values = dict(zip((d.name for d in report.layers if d.pair == pairs[0]), limit,
                           strict=True))
         parts.append(line(values, "#b00", dash))
         legend.append((f"allowed: {', '.join(pairs)}" if len(limits) > 1 else "allowed", "#b00",
                        dash))
-    for index, (text, colour, dash) in enumerate(legend):
+    for index, (text, color, dash) in enumerate(legend):
         at = height + 16 + 18 * index
         parts.append(f"<line x1='{left}' x2='{left + 40}' y1='{at - 4}' y2='{at - 4}' "
-                     f"stroke='{colour}' stroke-width='2' stroke-dasharray='{dash}'/>"
+                     f"stroke='{color}' stroke-width='2' stroke-dasharray='{dash}'/>"
                      f"<text x='{left + 50}' y='{at}'>{escape(text)}</text>")
     return (f"<svg width='{width}' height='{height + 24 + 18 * len(legend)}' font-size='12' "
             f"role='img' aria-label='relative error by layer'>{''.join(parts)}</svg>")

@@ -1,4 +1,4 @@
-"""From a model in whatever form to a raw graph with lazy weights."""
+"""Frontend: a Hugging Face, GGUF or ONNX model to a raw graph with lazy weights."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def load(model: str | Path, *, hf_dir: str | Path | None = None, trust_remote_co
         hf_dir: for an .onnx file, the directory with its config.json and tokenizer.
         trust_remote_code: run code that comes with the model.
         allow_pickle: read .bin checkpoints with torch.load.
-        revision: of a hub id: a branch, tag or commit.
+        revision: branch, tag or commit of a hub id.
         check: called before the export, see `Check`.
 
     Raises:
-        LlmcError: the model is missing, incomplete, or of an unknown architecture.
+        LlmcError: the model is missing, incomplete, or its architecture is unknown.
     """
     path = Path(model)
     if revision is not None and (path.exists() or path.suffix in (".gguf", ".onnx")):
@@ -36,8 +36,8 @@ def load(model: str | Path, *, hf_dir: str | Path | None = None, trust_remote_co
     if path.suffix == ".onnx":
         from llmc.compiler.frontend.onnx_file import load_onnx
         if hf_dir is None:
-            raise LlmcError(f"'{path}' needs --hf_dir, the Hugging Face directory with its "
-                            f"config.json and tokenizer")
+            raise LlmcError(f"'{path}' is given without --hf_dir; give the Hugging Face directory "
+                            f"with its config.json and tokenizer")
         return load_onnx(_existing(path), Path(hf_dir), check)
     from llmc.compiler.frontend.huggingface import load_huggingface
     return load_huggingface(model, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
@@ -46,5 +46,5 @@ def load(model: str | Path, *, hf_dir: str | Path | None = None, trust_remote_co
 
 def _existing(path: Path) -> Path:
     if not path.is_file():
-        raise LlmcError(f"'{path}' does not exist")
+        raise LlmcError(f"'{path}' does not exist; give the path of a file")
     return path

@@ -1,4 +1,4 @@
-"""Give an exported graph the checkpoint's tensors, by name, and see that every tensor is used."""
+"""Bind a checkpoint's tensors to an exported graph by name, and check that all are used."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from llmc.compiler.frontend.parts import ROOT, text_config, text_prefix
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
 
-# Tensors that old checkpoints carry and today's models compute, with what they must look like.
+# Tensors of old checkpoints that models now compute, each with a check of shape or dtype.
 _COMPUTED: tuple[tuple[str, Callable[[Weight], bool]], ...] = (
-    # a causal mask of 1 or 0, and what masked scores became
+    # a causal mask of 1 or 0, and the value of masked scores
     (r"(attn|attention)\.(attention\.)?(bias|causal_mask)",
      lambda w: len(w.shape) == 4 and w.shape[:2] == (1, 1)),
     (r"(attn|attention)\.(attention\.)?masked_bias", lambda w: w.shape in ((), (1,))),
-    # rotary frequencies and tables; sines by position
+    # rotary frequencies and tables; sinusoidal positions
     (r"(rotary_emb|rotary)\.(inv_freq|cos_cached|sin_cached)", lambda w: True),
     (r"embed_positions\.weights", lambda w: len(w.shape) == 2),
     (r"position_ids", lambda w: not w.is_floating),
@@ -41,63 +41,69 @@ _COMPUTED: tuple[tuple[str, Callable[[Weight], bool]], ...] = (
 
 def attach_weights(graph: gs.Graph, model: torch.nn.Module, checkpoint: Checkpoint,
                    origin: str, names: dict[int, str]) -> None:
-    """Give each parameter its `Weight`, as float32, and its own name; one that is in `names` has it
-    from there.
+    """Set each parameter's `Weight`, as float32, and its name.
+
+    Args:
+        graph: the graph, with placeholders for weights.
+        model: the exported model.
+        checkpoint: its tensors.
+        origin: name of the checkpoint in errors.
+        names: names of weights by identity, shared between graphs; new ones are added.
 
     Raises:
-        LlmcError: a tensor is missing, or its shape or dtype is none that the model takes.
+        LlmcError: a tensor is missing, or its shape or dtype differs from the model's.
     """
     aliases = _aliases(model)
-    made: dict[str, Weight] = {}
+    bound: dict[str, Weight] = {}
     for tensor in graph.tensors().values():
         if not (isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight)):
             continue
         name, shape = tensor.name.removeprefix(ROOT), tensor._values.shape
-        if name not in made:
-            found = next((found for own in (name, *aliases.get(name, ()))
-                          if (found := checkpoint.get(own)) is not None), None)
-            if found is None:
+        if name not in bound:
+            weight = next((weight for alias in (name, *aliases.get(name, ()))
+                           if (weight := checkpoint.get(alias)) is not None), None)
+            if weight is None:
                 raise LlmcError(f"'{origin}' has no tensor '{name}' {list(shape)}, which its "
-                                f"config asks for; weights and config do not belong together")
-            if found.shape != shape:
-                raise LlmcError(f"tensor '{name}' in '{origin}' has shape {list(found.shape)}, "
-                                f"its config asks for {list(shape)}")
-            made[name] = _as_float32(found, f"tensor '{name}' in '{origin}'")
-        tensor.name = names.setdefault(id(made[name]), name)
-        tensor._values = made[name]
+                                f"config requires; give the config that belongs to the weights")
+            if weight.shape != shape:
+                raise LlmcError(f"tensor '{name}' in '{origin}' has shape {list(weight.shape)}, "
+                                f"its config expects {list(shape)}; give the config that belongs "
+                                f"to the weights")
+            bound[name] = _as_float32(weight, f"tensor '{name}' in '{origin}'")
+        tensor.name = names.setdefault(id(bound[name]), name)
+        tensor._values = bound[name]
 
 
 def _as_float32(weight: Weight, what: str) -> Weight:
     if not weight.is_floating:
-        raise LlmcError(f"{what} is {weight.dtype}, where the model has floating-point weights, so "
-                        f"it is quantised or no weight at all; give the checkpoint in float32, "
-                        f"float16 or bfloat16")
+        raise LlmcError(f"{what} is {weight.dtype}, expected floating point: it is quantized, or "
+                        f"not a weight; give the checkpoint in float32, float16 or bfloat16")
     return weight.cast(np.float32)
 
 
 def as_modules_have(model: torch.nn.Module, tensors: Mapping[str, Weight],
                     linear: Set[str]) -> Mapping[str, Weight]:
-    """The tensors, of which those that lie as linear layers' weights do, [out, in], are transposed
-    where the model has a Conv1D, [in, out]: tools that quantise put linear layers in its place.
+    """Transpose weights of linear layers, [out, in], for a model's Conv1D modules, [in, out].
+
+    Quantization tools replace Conv1D modules by linear layers.
     """
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    turned = {spelling for name, module in model.named_modules() if isinstance(module, Conv1D)
-              for spelling in (f"{name}.weight", f"{name}.weight".removeprefix(prefix))} & linear
-    return {name: tensor.transpose() if name in turned else tensor
-            for name, tensor in tensors.items()} if turned else tensors
+    transposed = linear & {
+        spelling for name, module in model.named_modules() if isinstance(module, Conv1D)
+        for spelling in (f"{name}.weight", f"{name}.weight".removeprefix(prefix))}
+    return {name: tensor.transpose() if name in transposed else tensor
+            for name, tensor in tensors.items()} if transposed else tensors
 
 
 class Checkpoint:
-    """A checkpoint's tensors by the names that a model has for them today.
+    """A checkpoint's tensors by the model's names, after transformers' renamings.
 
     Attributes:
-        names: in the checkpoint, by those of today.
-        tensors: the checkpoint's, by its own names.
-        merged: tensors of today that are made of several, or of some rows of one, by name; read
-            when they are.
-        parts: what each of these is made of, by the checkpoint's names.
-        unmade: tensors of today that are made in a way that llmc does not know, by name: of which
-            of the checkpoint's, and how.
+        names: checkpoint names by model names.
+        tensors: tensors by checkpoint names.
+        merged: tensors that are merged of several, or split from one, by model names; lazy.
+        parts: for each merged tensor, the checkpoint names of its sources.
+        unmade: by model name, the source and the operations of an unsupported conversion.
     """
 
     def __init__(self, model: torch.nn.Module, tensors: Mapping[str, Weight]) -> None:
@@ -118,40 +124,40 @@ class Checkpoint:
         unknown = {pattern: t for t in others for pattern in t.source_patterns}
         sources: dict[str, dict[str, list[Weight]]] = {}
         for name in sorted(tensors, key=dot_natural_key) if mergers else tensors:
-            own, pattern = rename_source_key(name, renamings, mergers)
+            renamed, pattern = rename_source_key(name, renamings, mergers)
             if pattern is None:
-                self.names[own] = name
-                made, pattern = rename_source_key(name, renamings, others) if others \
-                    else (own, None)
+                self.names[renamed] = name
+                target, pattern = rename_source_key(name, renamings, others) if others \
+                    else (renamed, None)
                 if pattern is not None:
-                    self.unmade[made] = name, " and ".join(
+                    self.unmade[target] = name, " and ".join(
                         type(each).__name__ for each in unknown[pattern].operations)
                 continue
             if _splits(converters[pattern]):
-                for part, rows in _split(own, tensors[name], converters[pattern]).items():
+                for part, rows in _split(renamed, tensors[name], converters[pattern]).items():
                     self.merged[part], self.parts[part] = rows, [name]
                 continue
-            self.parts.setdefault(own, []).append(name)
-            sources.setdefault(own, {}).setdefault(pattern, []).append(tensors[name])
+            self.parts.setdefault(renamed, []).append(name)
+            sources.setdefault(renamed, {}).setdefault(pattern, []).append(tensors[name])
         modules = dict(model.named_modules()) if stacking else {}
-        for own, found in sources.items():
-            converter = converters[next(iter(found))]
-            made = _merge(own, found, converter)
-            self.merged[own] = _as_stacks_lie(made, self.spellings(own), modules) \
-                if converter in stacking else made
+        for target, by_pattern in sources.items():
+            converter = converters[next(iter(by_pattern))]
+            merged = _merge(target, by_pattern, converter)
+            self.merged[target] = _in_module_order(merged, self.spellings(target), modules) \
+                if converter in stacking else merged
 
     def spellings(self, name: str) -> tuple[str, ...]:
-        """A name with and without the base model's prefix, which checkpoints may leave out."""
+        """Return a name with and without the base model's prefix, optional in checkpoints."""
         return name, name.removeprefix(self._prefix), self._prefix + name
 
     @property
     def spelled(self) -> Set[str]:
-        """The names of today, with prefixes and without."""
+        """The model's names, with and without the base model's prefix."""
         return {spelling for name in (*self.names, *self.merged)
                 for spelling in self.spellings(name)}
 
     def get(self, name: str) -> Weight | None:
-        """The tensor of a parameter or buffer."""
+        """Return the tensor of a parameter or buffer, or None."""
         for spelling in self.spellings(name):
             if spelling in self.names:
                 return self.tensors[self.names[spelling]]
@@ -161,40 +167,41 @@ class Checkpoint:
 
 
 def of_part(checkpoint: Checkpoint, whole: Any, model: Any) -> dict[str, Weight]:
-    """The tensors of the language model in `whole`, by the names that they have in `model`, which
-    is that alone; and those that `whole` does not have, by their own.
+    """Select the tensors of the language model `model` in a multimodal model `whole`.
+
+    Returns:
+        By their names in `model`; tensors that `whole` does not have, by their names.
     """
     prefix = text_prefix(whole)
     same = type(whole.get_submodule(prefix[:-1])) is type(model)
     inside = "" if same else f"{model.base_model_prefix}."
-    known, wanted = whole.state_dict().keys(), model.state_dict().keys()
+    known, expected = whole.state_dict().keys(), model.state_dict().keys()
     tensors = {}
     for name in (*checkpoint.names, *checkpoint.merged):
-        own = next((spelling for spelling in checkpoint.spellings(name) if spelling in known), name)
+        full = next((spelling for spelling in checkpoint.spellings(name) if spelling in known),
+                    name)
         tensor = checkpoint.get(name)
         assert tensor is not None
-        if own.startswith(prefix):
-            tensors[inside + own.removeprefix(prefix)] = tensor
-        elif own in wanted or own not in known:
-            tensors[own] = tensor
+        if full.startswith(prefix):
+            tensors[inside + full.removeprefix(prefix)] = tensor
+        elif full in expected or full not in known:
+            tensors[full] = tensor
     return tensors
 
 
-_ABOVE = [(Concatenate, 0)]
+_CONCATENATE_ROWS = [(Concatenate, 0)]
 
 
 def _merges(converter: WeightConverter) -> bool:
-    """Whether it stacks tensors of one expert each, perhaps one above the other first; or lays
-    tensors one above the other.
-    """
+    """Whether it concatenates rows, or stacks experts, with or without concatenation."""
     kinds = [(type(operation), operation.dim) for operation in converter.operations
              if isinstance(operation, MergeModulelist | Concatenate)]
     return len(kinds) == len(converter.operations) and kinds in (
-        _ABOVE, [(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
+        _CONCATENATE_ROWS, [(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
 
 
 def _splits(converter: WeightConverter) -> bool:
-    """Whether it makes several tensors of one, of as many rows each."""
+    """Whether it splits a tensor into parts with equal numbers of rows."""
     return len(converter.source_patterns) == 1 and len(converter.target_patterns) > 1 and [
         (type(operation), operation.dim, operation.num_shards_attribute)
         for operation in converter.operations if isinstance(operation, Chunk)] == [(Chunk, 0, None)]
@@ -202,33 +209,35 @@ def _splits(converter: WeightConverter) -> bool:
 
 def _of_single_experts(model: torch.nn.Module, known: Sequence[WeightConverter]) -> \
         list[WeightConverter]:
-    """Converters of experts that are linear layers of their own to the stacks that a model has,
-    where transformers has none: tools that quantise put linear layers in the stacks' place.
+    """Return converters from single experts' linear layers to the model's stacked experts.
+
+    For models without one in transformers: quantization tools replace stacks by linear layers.
     """
     leaves = {name.rpartition(".")[2] for name, module in model.named_modules()
               if {"gate_up_proj", "down_proj"} <= module._parameters.keys()}
-    made = []
+    converters = []
     for leaf in sorted(leaves):
         if any(target.endswith(f"{leaf}.gate_up_proj") for converter in known
                for target in converter.target_patterns):
             continue
         for kind, end in (("weight", ""), ("bias", "_bias")):
-            made += [
+            converters += [
                 WeightConverter([f"{leaf}.*.gate_proj.{kind}", f"{leaf}.*.up_proj.{kind}"],
                                 f"{leaf}.gate_up_proj{end}",
                                 operations=[MergeModulelist(0), Concatenate(1)]),
                 WeightConverter(f"{leaf}.*.down_proj.{kind}", f"{leaf}.down_proj{end}",
                                 operations=[MergeModulelist(0)])]
-    return made
+    return converters
 
 
-def _as_stacks_lie(stack: Weight, names: Sequence[str], modules: Mapping[str, Any]) -> Weight:
-    """A stack of linear layers' weights [num_experts, out, in], or of their biases, as a model has
-    it: rows of gate and up in turns, matrices transposed.
+def _in_module_order(stack: Weight, names: Sequence[str], modules: Mapping[str, Any]) -> Weight:
+    """Reorder stacked weights [num_experts, out, in] or biases as the model's module expects.
+
+    The module may interleave rows of gate and up, or have transposed matrices.
     """
-    owner, kind = next(((modules[own], kind) for own, _, kind in (name.rpartition(".")
-                                                                  for name in names)
-                        if own in modules), (None, ""))
+    owner, kind = next(((modules[path], kind) for path, _, kind in (name.rpartition(".")
+                                                                    for name in names)
+                        if path in modules), (None, ""))
     if owner is None:
         return stack
     if kind.startswith("gate_up") and not getattr(owner, "is_concatenated", True):
@@ -238,62 +247,62 @@ def _as_stacks_lie(stack: Weight, names: Sequence[str], modules: Mapping[str, An
 
 
 def _split(name: str, tensor: Weight, converter: WeightConverter) -> dict[str, Weight]:
-    """The tensors that a converter makes of one, the first of which is called `name`.
+    """Split a tensor by a converter; `name` is the name of the first part.
 
     Raises:
-        LlmcError: its rows cannot be dealt out.
+        LlmcError: the number of rows is not divisible.
     """
     first, *_ = targets = converter.target_patterns
     rows, rest = divmod(tensor.shape[0] if tensor.shape else 0, len(targets))
     if rest or not rows or first not in name:
-        raise LlmcError(f"tensor '{tensor.name}' is {list(tensor.shape)}, of which {len(targets)} "
-                        f"tensors of as many rows each are expected ({', '.join(targets)})")
+        raise LlmcError(f"tensor '{tensor.name}' is {list(tensor.shape)}, whose rows cannot be "
+                        f"split evenly into {len(targets)} tensors ({', '.join(targets)}); give "
+                        f"a complete checkpoint")
     return {name.replace(first, target): tensor.take_rows(np.arange(i * rows, (i + 1) * rows))
             for i, target in enumerate(targets)}
 
 
 def check_made(model: torch.nn.Module, checkpoint: Checkpoint, origin: str) -> None:
-    """Refuse a checkpoint with tensors that transformers makes the model's of in a way that llmc
-    does not know.
+    """Reject tensors with an unsupported conversion of transformers.
 
     Raises:
-        LlmcError: it names one of them, and the way.
+        LlmcError: names a tensor and the conversion.
     """
     known = model.state_dict()
-    for own, (name, how) in checkpoint.unmade.items():
-        if own in known and checkpoint.get(own) is None:
-            raise LlmcError(f"'{origin}' has a tensor '{name}', of which transformers makes "
-                            f"'{own}' by {how}, which llmc does not do")
+    for target, (name, operations) in checkpoint.unmade.items():
+        if target in known and checkpoint.get(target) is None:
+            raise LlmcError(f"'{origin}' has a tensor '{name}', which transformers converts to "
+                            f"'{target}' by {operations}; llmc does not support that: load the "
+                            f"checkpoint with transformers and save it again")
 
 
 def _merge(name: str, sources: Mapping[str, Sequence[Weight]], converter: WeightConverter) -> \
         Weight:
-    """The stack [num_experts, rows, columns] of experts' tensors, or tensors one above the other,
-    of which a block is read when a block of it is.
+    """Merge tensors lazily: a stack [num_experts, rows, columns], or concatenated rows.
 
     Raises:
-        LlmcError: experts differ in shape or dtype, or some have not all tensors.
+        LlmcError: experts differ in shape or dtype, or a tensor of an expert is missing.
     """
     lists = [sources.get(pattern, ()) for pattern in converter.source_patterns]
     if len({len(weights) for weights in lists}) > 1:
         counts = " and ".join(str(len(weights)) for weights in lists)
-        raise LlmcError(f"'{name}' is made of {counts} tensors "
-                        f"({', '.join(converter.source_patterns)}), as many of each are expected; "
-                        f"the checkpoint is not whole")
+        raise LlmcError(f"'{name}' is merged from {counts} tensors "
+                        f"({', '.join(converter.source_patterns)}), expected equal numbers; give "
+                        f"a complete checkpoint")
     for weights in lists:
-        odd = next((weight for weight in weights
-                    if (weight.shape, weight.dtype) != (weights[0].shape, weights[0].dtype)), None)
-        if odd is not None:
-            raise LlmcError(f"tensor '{odd.name}' is {odd.dtype} {list(odd.shape)}, but "
-                            f"'{weights[0].name}' of the first expert {weights[0].dtype} "
-                            f"{list(weights[0].shape)}")
+        other = next((weight for weight in weights if (weight.shape, weight.dtype) !=
+                      (weights[0].shape, weights[0].dtype)), None)
+        if other is not None:
+            raise LlmcError(f"tensor '{other.name}' is {other.dtype} {list(other.shape)}, expected "
+                            f"{weights[0].dtype} {list(weights[0].shape)} as of the first expert's "
+                            f"'{weights[0].name}'; give experts of one shape and dtype")
     if not any(isinstance(operation, MergeModulelist) for operation in converter.operations):
         return Weight.concat([weights[0] for weights in lists])
-    return Weight.stack([Weight.concat(own) for own in zip(*lists, strict=True)])
+    return Weight.stack([Weight.concat(expert) for expert in zip(*lists, strict=True)])
 
 
 def _aliases(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
-    """All names that each parameter has in the model: tied ones have several."""
+    """Map each parameter's name to all of its names: tied parameters have several."""
     by_id: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         by_id.setdefault(id(parameter), []).append(name)
@@ -301,8 +310,9 @@ def _aliases(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def ties_hold(model: torch.nn.Module, checkpoint: Checkpoint) -> bool:
-    """Whether tensors that the config ties are equal where the checkpoint has both. Where they are
-    not, transformers does not tie them, whatever tie_word_embeddings says.
+    """Whether the checkpoint's copies of tied tensors are equal.
+
+    If they differ, transformers does not tie them, whatever tie_word_embeddings is.
     """
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     pairs = ((checkpoint.get(target), checkpoint.get(source)) for target, source in tied.items())
@@ -316,85 +326,89 @@ def _equal(left: Weight, right: Weight) -> bool:
 
 def check_all_used(model: torch.nn.Module, checkpoint: Checkpoint, names: Mapping[int, str],
                    origin: str, with_buffers: Callable[[], torch.nn.Module]) -> None:
-    """See that every tensor of a checkpoint went into a graph, or why it does not have to.
+    """Check that every tensor of a checkpoint is used, or known to be unnecessary.
 
     Args:
-        model: of all layers, empty.
-        names: those of the weights that the model's graphs have, by identity.
-        with_buffers: makes the same model with values in its buffers, where they are needed.
+        model: the model with all layers, without values.
+        checkpoint: its tensors.
+        names: names of the graphs' weights by identity.
+        origin: name of the checkpoint in errors.
+        with_buffers: builds the model with values in its buffers, called where needed.
 
     Raises:
-        LlmcError: there is one that neither is used nor has a reason not to be.
+        LlmcError: a tensor is unused.
     """
     tensors = checkpoint.tensors
-    merged = {part for own, parts in checkpoint.parts.items() for part in parts
-              if id(checkpoint.merged[own].cast(np.float32)) in names}
+    merged = {part for known, parts in checkpoint.parts.items() for part in parts
+              if id(checkpoint.merged[known].cast(np.float32)) in names}
     left = [name for name, tensor in tensors.items() if name not in merged
             and not (tensor.is_floating and id(tensor.cast(np.float32)) in names)]
     if not left:
         return
-    own_names = {name: own for own, name in checkpoint.names.items()}
-    own_names |= {part: own for own, parts in checkpoint.parts.items() for part in parts}
+    model_names = {name: known for known, name in checkpoint.names.items()}
+    model_names |= {part: known for known, parts in checkpoint.parts.items() for part in parts}
     used = {names[id(tensor.cast(np.float32))]: tensor for name, tensor in tensors.items()
             if name not in left and name not in merged}
     unknown = [name for name in left
-               if not _is_model_s(own_names[name], tensors[name], model, checkpoint, used,
-                                  with_buffers)
-               and not _is_superfluous(own_names[name], tensors[name], model)
-               and not _adds_nothing(name, tensors, own_names[name], model, checkpoint)]
+               if not _is_duplicate(model_names[name], tensors[name], model, checkpoint, used,
+                                    with_buffers)
+               and not _is_superfluous(model_names[name], tensors[name], model)
+               and not _is_zero_bias(name, tensors, model_names[name], model, checkpoint)]
     if unknown:
         name = unknown[0]
         more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
         raise LlmcError(
             f"'{origin}' has a tensor '{name}' {list(tensors[name].shape)} {tensors[name].dtype}"
-            f"{more} that '{type(model).__name__}', as its config describes it, does not take; "
-            f"give the config that belongs to the weights, or remove what the model does without")
+            f"{more}, which '{type(model).__name__}' with its config does not use; give the config "
+            f"that belongs to the weights, or remove the tensor")
 
 
-def _is_model_s(name: str, tensor: Weight, model: torch.nn.Module, checkpoint: Checkpoint,
-                used: Mapping[str, Weight], with_buffers: Callable[[], torch.nn.Module]) -> bool:
-    """Whether the model has the tensor, and takes from it nothing that its graphs have not: it is
-    tied to one that they have, or the logits do not depend on it.
+def _is_duplicate(name: str, tensor: Weight, model: torch.nn.Module, checkpoint: Checkpoint,
+                  used: Mapping[str, Weight], with_buffers: Callable[[], torch.nn.Module]) -> bool:
+    """Whether the model's graphs do not need the tensor.
+
+    It equals a used weight that it is tied to, or a buffer's value, or does not affect the logits.
     """
     buffers = dict(model.named_buffers())
     aliases = _aliases(model)
-    own = next((spelling for spelling in checkpoint.spellings(name)
-                if spelling in aliases or spelling in model.state_dict()), None)
-    if own in buffers:
-        buffer = buffers[own]
+    known = next((spelling for spelling in checkpoint.spellings(name)
+                  if spelling in aliases or spelling in model.state_dict()), None)
+    if known in buffers:
+        buffer = buffers[known]
         if tuple(buffer.shape) != tensor.shape:
             return False
         if buffer.dim() and buffer.is_floating_point():
             return True  # the logits do not depend on it
-        value = with_buffers().get_buffer(own).double().numpy()  # the config's
+        value = with_buffers().get_buffer(known).double().numpy()  # computed from the config
         return bool(np.allclose(tensor.load().astype(np.float64), value, rtol=1e-2, atol=0))
-    if own is None:
+    if known is None:
         return False
-    twins = [used[alias] for alias in aliases[own] if alias in used]
+    twins = [used[alias] for alias in aliases[known] if alias in used]
     return all(_equal(tensor, twin) for twin in twins)
 
 
-def _adds_nothing(name: str, tensors: Mapping[str, Weight], own: str, model: torch.nn.Module,
+def _is_zero_bias(name: str, tensors: Mapping[str, Weight], renamed: str, model: torch.nn.Module,
                   checkpoint: Checkpoint) -> bool:
-    """Whether it is a bias of zeros of a layer in fewer bits that the model has without: older
-    tools that quantise gave every layer one.
+    """Whether it is a zero bias of a quantized layer that has no bias in the model.
+
+    Older quantization tools add a bias to every layer.
     """
     stem, _, kind = name.rpartition(".")
     weight, known = tensors.get(f"{stem}.weight"), model.state_dict()
     return kind == "bias" and weight is not None \
         and (weight.stored is not None or weight.dequantized) \
-        and not any(spelling in known for spelling in checkpoint.spellings(own)) \
+        and not any(spelling in known for spelling in checkpoint.spellings(renamed)) \
         and not tensors[name].load().any()
 
 
 def _is_superfluous(name: str, tensor: Weight, model: torch.nn.Module) -> bool:
-    """Whether transformers leaves the tensor out as well, or it is one that models compute now."""
+    """Whether transformers ignores the tensor too, or models now compute it."""
     ignored: Any = getattr(model, "_keys_to_ignore_on_load_unexpected", None)
     if any(re.search(pattern, name) for pattern in ignored or ()):
         return True
     if any(re.search(rf"(^|\.){pattern}$", name) and fits(tensor) for pattern, fits in _COMPUTED):
         return True
-    # Layers behind the last that predict one more token each.
+    # Layers for multi-token prediction, after the last decoder layer.
     config = text_config(model.config)
     count, more = (getattr(config, key, None) or 0
                    for key in ("num_hidden_layers", "num_nextn_predict_layers"))

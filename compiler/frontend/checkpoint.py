@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint by name, with the dtypes that they have on disk, unread."""
+"""Tensors of a checkpoint by name, in their dtypes on disk, read lazily."""
 
 from __future__ import annotations
 
@@ -28,53 +28,55 @@ _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_d
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
+    """Read a JSON object from a file.
 
     Raises:
-        LlmcError: it is none.
+        LlmcError: the file is not a JSON object.
     """
     refuse_pointer(path)
     try:
         size = path.stat().st_size
         if size > _MAX_JSON_BYTES:
-            raise ValueError(f"it has {size} bytes, the limit is {_MAX_JSON_BYTES}")
+            raise ValueError(f"{size} bytes exceed the limit of {_MAX_JSON_BYTES}")
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise LlmcError(f"'{path}' cannot be read as JSON ({error})") from error
+        raise LlmcError(f"'{path}' cannot be read as JSON ({error}); download it again, or "
+                        f"correct it") from error
     if not isinstance(data, dict):
-        raise LlmcError(f"'{path}' is not a JSON object")
+        raise LlmcError(f"'{path}' is {type(data).__name__}, expected a JSON object; download it "
+                        f"again, or correct it")
     return data
 
 
 def open_checkpoint(directory: Path, allow_pickle: bool) -> dict[str, Weight]:
-    """Every tensor of a checkpoint: of the shards that an index lists, or of one file.
+    """Open a checkpoint: the shards that an index lists, or a single file.
 
     Raises:
-        LlmcError: there are no weights, a shard is missing or broken, two shards have the same
-            tensor, or the weights are pickled and that is not allowed.
+        LlmcError: weights are missing, a shard is missing or broken, two shards have the same
+            tensor, or the weights are pickled and `allow_pickle` is not set.
     """
     if (directory / "adapter_config.json").is_file():
-        raise LlmcError(f"'{directory}' holds an adapter ('adapter_config.json'), which llmc does "
-                        f"not compile; merge it into its model and give that")
+        raise LlmcError(f"'{directory}' contains an adapter ('adapter_config.json'), which llmc "
+                        f"does not compile; merge it into its base model and give the result")
     tensors: dict[str, Weight] = {}
     owner: dict[str, Path] = {}
-    for path, wanted in _shards(directory):
-        found = _open_safetensors(path)
-        for name in found:
+    for path, listed in _shards(directory):
+        shard = _open_safetensors(path)
+        for name in shard:
             if name in owner:
                 raise LlmcError(f"tensor '{name}' is in both '{owner[name]}' and '{path}'; remove "
                                 f"one of them")
             owner[name] = path
-        for name in wanted:
-            if name not in found:
-                raise LlmcError(f"'{directory / INDEX}' says that '{path.name}' has tensor "
-                                f"'{name}', which it has not")
-        tensors.update(found)
+        for name in listed:
+            if name not in shard:
+                raise LlmcError(f"'{directory / INDEX}' lists tensor '{name}' in '{path.name}', "
+                                f"which does not contain it; download both again")
+        tensors.update(shard)
     return tensors or _open_pickled(directory, allow_pickle)
 
 
 def _shards(directory: Path) -> list[tuple[Path, list[str]]]:
-    """The safetensors files, each with the tensors that the index says it has."""
+    """Return the safetensors files, each with the tensors that the index lists for it."""
     index, single = directory / INDEX, directory / SINGLE
     if not index.is_file():
         files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
@@ -82,11 +84,12 @@ def _shards(directory: Path) -> list[tuple[Path, list[str]]]:
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names \
             or not all(isinstance(file, str) for file in names.values()):
-        raise LlmcError(f"'{index}' has no weight_map from tensors' names to files' names")
+        raise LlmcError(f"'{index}' has no weight_map from tensor names to file names; download "
+                        f"it again")
     shards = [(named_file(index, file), [name for name in names if names[name] == file])
               for file in sorted(set(names.values()))]
     if single.is_file() and single not in [path for path, _ in shards]:
-        raise LlmcError(f"'{single}' is there and not listed in '{INDEX}'; remove one of them")
+        raise LlmcError(f"'{single}' exists but is not listed in '{INDEX}'; remove one of them")
     return shards
 
 
@@ -101,43 +104,46 @@ def _open_safetensors(path: Path) -> dict[str, Weight]:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
     except (SafetensorError, OSError, ValueError) as error:
-        raise LlmcError(f"'{path}' is not a readable safetensors file ({error})") from error
-    found: dict[str, Weight] = {}
+        raise LlmcError(f"'{path}' is not a readable safetensors file ({error}); download it "
+                        f"again") from error
+    tensors: dict[str, Weight] = {}
     for name, entry in header.items():
         if name == "__metadata__":
             continue
         if entry["dtype"] not in _DTYPES:
-            raise LlmcError(f"tensor '{name}' in '{path}' has dtype {entry['dtype']}, of which "
-                            f"llmc knows no weights; give the checkpoint in float32, float16 or "
+            raise LlmcError(f"tensor '{name}' in '{path}' has dtype {entry['dtype']}, which llmc "
+                            f"does not support; give the checkpoint in float32, float16 or "
                             f"bfloat16")
         shape, dtype = tuple(entry["shape"]), np.dtype(_DTYPES[entry["dtype"]])
         start = 8 + length + entry["data_offsets"][0]
-        found[name] = Weight(shape, dtype, partial(read_rows, path, start, shape, dtype), name)
-    return found
+        tensors[name] = Weight(shape, dtype, partial(read_rows, path, start, shape, dtype), name)
+    return tensors
 
 
 def read_rows(path: Path, offset: int, shape: tuple[int, ...], dtype: np.dtype, start: int,
               stop: int) -> np.ndarray:
-    """Rows of an array of `shape` that lies at `offset` bytes in a file.
+    """Read rows of an array of `shape` at `offset` bytes in a file.
 
-    Read and not mapped: what has been read of a mapped file counts as memory in use.
+    The file is not mapped, as pages of a mapped file count as memory in use.
     """
     row = int(np.prod(shape[1:], dtype=np.int64))
     flat = np.fromfile(path, dtype, (stop - start) * row, offset=offset + start * row *
                        dtype.itemsize)
     if flat.size != (stop - start) * row:
-        raise LlmcError(f"'{path}' has become shorter while it was read")
+        raise LlmcError(f"'{path}' was truncated while it was read; do not change it during a "
+                        f"compile")
     return flat.reshape((stop - start, *shape[1:]) if shape else ())
 
 
 def _open_pickled(directory: Path, allow_pickle: bool) -> dict[str, Weight]:
     pickled = sorted(directory.glob("pytorch_model*.bin"))
     if not pickled:
-        raise LlmcError(f"'{directory}' has a config but no *.safetensors weights")
+        raise LlmcError(f"'{directory}' has a config but no *.safetensors weights; download the "
+                        f"model again")
     if not allow_pickle:
         raise LlmcError(f"'{directory}' has only pickled weights ('{pickled[0].name}'), which can "
-                        f"run code when read; convert them to safetensors, or trust them with "
-                        f"--allow_pickle")
+                        f"run code when they are read; convert them to safetensors, or trust them "
+                        f"with --allow_pickle")
     tensors: dict[str, Weight] = {}
     for path in pickled:
         for name, weight in _unpickled(path):
@@ -153,13 +159,14 @@ def _unpickled(path: Path) -> Iterator[tuple[str, Weight]]:
 
     refuse_pointer(path)
     try:
-        found = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
-    except Exception as error:  # torch and pickle raise many kinds for a bad file
+        data = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+    except Exception as error:  # torch and pickle raise errors of many types
         raise LlmcError(f"'{path}' cannot be read as a pickled checkpoint "
-                        f"({reason_of(error)})") from error
-    if not isinstance(found, dict):
-        raise LlmcError(f"'{path}' holds no tensors by name but a {type(found).__name__}")
-    for name, tensor in found.items():
+                        f"({reason_of(error)}); download it again") from error
+    if not isinstance(data, dict):
+        raise LlmcError(f"'{path}' contains a {type(data).__name__}, expected a dict of tensors; "
+                        f"give a state dict, or convert it to safetensors")
+    for name, tensor in data.items():
         if not isinstance(tensor, torch.Tensor):
             raise LlmcError(f"'{path}' has a {type(tensor).__name__} under '{name}', not a tensor; "
                             f"give a checkpoint of the model's tensors alone")

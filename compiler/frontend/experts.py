@@ -1,5 +1,7 @@
-"""Experts go through transformers' own interface, as attention does: what chooses them, and what
-lies between their two products, is exported as the model computes it, for the passes to recognise.
+"""Export of experts through transformers' experts interface.
+
+The two GEMMs become nodes. The router and the activation between the GEMMs are exported as the
+model computes them, and recognized by passes.
 """
 
 from __future__ import annotations
@@ -14,36 +16,36 @@ from llmc.errors import LlmcError
 
 
 def use_experts(model: torch.nn.Module) -> None:
-    """Have the experts of a model exported as nodes.
+    """Select llmc's experts function in all MoE modules of a model.
 
     Raises:
-        LlmcError: some do more than llmc::Experts.
+        LlmcError: a module computes something that llmc::Experts cannot express.
     """
     for module in model.modules():
         if is_experts(module):
             module.config._experts_implementation = EXPERTS
             if getattr(module, "has_post_expert_norm", False):
-                raise LlmcError(f"{type(module).__name__} norms what each expert makes, which "
-                                f"llmc::Experts does not have")
+                raise LlmcError(f"{type(module).__name__} normalizes each expert's output, which "
+                                f"llmc::Experts does not support; use another model")
 
 
 def is_experts(module: Any) -> bool:
-    """Whether a module's forward is chosen by transformers' experts interface."""
+    """Whether a module uses transformers' experts interface."""
     return all(hasattr(module, name) for name in ("has_gate", "is_transposed", "_apply_gate"))
 
 
 def _experts(module: Any, x: torch.Tensor, *routing: torch.Tensor, **named: torch.Tensor) -> \
         torch.Tensor:
-    """transformers' experts function: the products as symbolic nodes, their activation as it is."""
-    given = [*routing, *named.values()]
-    experts = next(tensor for tensor in given if not tensor.is_floating_point())
-    scores = next(tensor for tensor in given if tensor.is_floating_point())
+    """Experts function for transformers: GEMMs as symbolic nodes, the activation unchanged."""
+    tensors = [*routing, *named.values()]
+    experts = next(tensor for tensor in tensors if not tensor.is_floating_point())
+    scores = next(tensor for tensor in tensors if tensor.is_floating_point())
     name = "gate_up_proj" if module.has_gate else "up_proj"
     transposed = {"transposed": int(module.is_transposed)}
     weight, down = getattr(module, name), module.down_proj
     width = weight.shape[2 if module.is_transposed else 1]
-    up_bias, down_bias = ((getattr(module, f"{own}_bias"),) if module.has_bias else ()
-                          for own in (name, "down_proj"))
+    up_bias, down_bias = ((getattr(module, f"{weight_name}_bias"),) if module.has_bias else ()
+                          for weight_name in (name, "down_proj"))
     both = torch.onnx.ops.symbolic(
         "llmc::ExpertsUp", (x, experts, weight, *up_bias), transposed, dtype=x.dtype,
         shape=(*experts.shape, width), version=1)

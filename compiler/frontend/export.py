@@ -1,7 +1,7 @@
-"""Export a transformers causal LM without its weights, a few layers of it, and repeat them.
+"""Export of a transformers model: trace a few layers without weights, and repeat them.
 
-An encoder-decoder model is exported as two graphs: its encoder, and its decoder, which takes what
-the encoder makes as an input.
+An encoder-decoder model is exported as two graphs: the encoder, and the decoder with the encoder
+output as an input.
 """
 
 from __future__ import annotations
@@ -53,9 +53,7 @@ from llmc.compiler.graph.weights import Weight
 
 @dataclass
 class Exported:
-    """The raw graph, of an encoder-decoder model the decoder's and the encoder's, and what is known
-    about how they were made.
-    """
+    """An exported model: the raw graph, notes for the user, and an encoder-decoder's encoder."""
 
     graph: gs.Graph
     notes: list[str] = field(default_factory=list)
@@ -64,18 +62,19 @@ class Exported:
 
 def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
            linear: Set[str] = frozenset(), trust_remote_code: bool = False) -> Exported:
-    """Export the causal LM or the encoder-decoder model that `config` describes.
+    """Export a causal LM or an encoder-decoder model.
 
     Args:
         config: a transformers config.
         tensors: the checkpoint's tensors by name.
-        origin: where they come from, for messages.
-        linear: names of matrices that lie as linear layers' do, [out, in], where the model's
-            module may be a Conv1D, whose lie otherwise.
+        origin: name of the checkpoint in errors.
+        linear: names of matrices that are stored as [out, in] even where the model's module is
+            a Conv1D, [in, out].
+        trust_remote_code: run code that comes with the model.
 
     Raises:
-        LlmcError: the architecture is unknown, its export fails, a tensor is missing or has
-            another shape or dtype than the config asks for, or one is left over.
+        LlmcError: the architecture is unknown, the export fails, a tensor is missing or unused,
+            or its shape or dtype differs from the config's.
     """
     config = copy.deepcopy(config)
     config._attn_implementation = ATTENTION
@@ -83,15 +82,15 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     notes: list[str] = []
-    names: dict[int, str] = {}
+    names: dict[int, str] = {}  # of weights by identity, shared between the parts
     parts = (DECODER, ENCODER) if config.is_encoder_decoder else (CAUSAL_LM,)
     with alone():
-        notes += _not_taken(config)
+        notes += _text_only_note(config)
         model = _empty_model(config, parts[0], trust_remote_code)
         tensors = as_modules_have(model, tensors, linear)
         checkpoint = Checkpoint(model, tensors)
         if text_prefix(model) and type(text_config(config)) in MODEL_FOR_CAUSAL_LM_MAPPING:
-            whole, config = model, _alone(config, model)
+            whole, config = model, _language_config(config, model)
             model = _empty_model(config, parts[0], trust_remote_code)
             checkpoint = Checkpoint(model, of_part(checkpoint, whole, model))
         if not ties_hold(model, checkpoint):
@@ -115,16 +114,16 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
     return Exported(graphs[0], notes, graphs[1] if len(graphs) > 1 else None)
 
 
-def _not_taken(config: Any) -> list[str]:
-    """A sentence where the model takes more than text."""
-    kinds = [words for key, words in (("vision_config", "images"), ("audio_config", "sounds"))
+def _text_only_note(config: Any) -> list[str]:
+    """Return a note if the model is multimodal."""
+    kinds = [kind for key, kind in (("vision_config", "images"), ("audio_config", "audio"))
              if getattr(config, key, None) is not None]
-    return [f"{' and '.join(kinds)} are not taken: of '{config.model_type}' the language model is "
-            f"compiled, which reads text alone"] if kinds else []
+    return [f"input of {' and '.join(kinds)} is not supported: only the language model of "
+            f"'{config.model_type}' is compiled"] if kinds else []
 
 
-def _alone(config: Any, whole: Any) -> Any:
-    """The config of the language model that `whole` has beside others."""
+def _language_config(config: Any, whole: Any) -> Any:
+    """Return the config of the language model of the multimodal model `whole`."""
     text = copy.deepcopy(text_config(config))
     text._attn_implementation, text.dtype = config._attn_implementation, config.dtype
     text.tie_word_embeddings = bool(whole.all_tied_weights_keys)
@@ -139,7 +138,7 @@ def _empty_model(config: Any, part: Part, trust_remote_code: bool) -> torch.nn.M
 def _export_part(config: Any, part: Part, model: torch.nn.Module, checkpoint: Checkpoint,
                  origin: str, trust_remote_code: bool, names: dict[int, str],
                  notes: list[str]) -> gs.Graph:
-    """One graph. `names` holds what the parts call the tensors that they share; adds to `notes`."""
+    """Export a part as a graph. Adds to `names`, see `attach_weights`, and to `notes`."""
     bound = checkpoint.spelled & model.state_dict().keys()
     try:
         plan = plan_layers(config, part, model, trust_remote_code)
@@ -153,36 +152,35 @@ def _export_part(config: Any, part: Part, model: torch.nn.Module, checkpoint: Ch
 
 
 def _trace_some(plan: LayerPlan, part: Part, trust_remote_code: bool) -> onnx.ModelProto:
-    """The layers that a plan picks, exported.
+    """Export the layers that a plan picks.
 
     Raises:
         CannotRepeat: the model does not run without its other layers.
-        LlmcError: they cannot be exported.
+        LlmcError: the layers cannot be exported.
     """
     try:
         return trace(plan.config, part, plan.layers_name, trust_remote_code,
                      plan.picked if plan.cut else ())
     except DoesNotRun as error:
-        raise CannotRepeat(f"a few alone do not run ({error})") from error
+        raise CannotRepeat(f"the model does not run with a few of them ({error})") from error
 
 
 def _completed(model: Any, tensors: Mapping[str, Weight]) -> dict[str, Weight]:
-    """The tensors, with those that checkpoints leave out because the model computes them itself,
-    such as sinusoidal positions.
-    """
-    made = dict(tensors)
+    """Add tensors that the model computes and checkpoints omit, such as sinusoidal positions."""
+    completed = dict(tensors)
     for name in sorted(model._keys_to_ignore_on_save or ()):
         owner, _, leaf = name.rpartition(".")
         if name in tensors or getattr(model.get_submodule(owner), leaf, None) is None:
             continue
         module = model.get_submodule(owner).to_empty(device="cpu", recurse=False)
         model._init_weights(module)
-        made[name] = Weight.of(_reproducible(getattr(module, leaf).detach().float().numpy()), name)
-    return made
+        table = getattr(module, leaf).detach().float().numpy()
+        completed[name] = Weight.of(_reproducible(table), name)
+    return completed
 
 
 def _reproducible(table: np.ndarray) -> np.ndarray:
-    """What a model has computed itself, as every processor computes it where it is sines."""
+    """Recompute a table of sinusoidal positions so that it is the same on every processor."""
     if table.ndim != 2:
         return table
     sines = sinusoidal_positions(*table.shape).astype(np.float32)

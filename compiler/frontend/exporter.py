@@ -1,11 +1,10 @@
-"""torch's ONNX exporter, without the parts of it that most models do not need.
+"""A faster path through torch's ONNX exporter.
 
-torch.onnx.export captures a model, rewrites it by running it twice more (once to decompose ops that
-ONNX has no function for, once to make promotions of dtypes explicit) and translates it, with a
-registry of functions that it builds anew each time. Here only the functions that a model needs are
-looked up, and what is captured is translated as it is where each op has one, but for what
-`_simplify` can rewrite: copies, casts, mixed dtypes, sums made in place that nothing else looks
-into. Any other model goes torch's way.
+torch.onnx.export captures a model, runs it twice more (to decompose ops without an ONNX function,
+and to make type promotion explicit), and translates it with a registry of functions that it
+rebuilds each time. Here only the functions that a model needs are looked up. The captured graph is
+translated directly if each op has a function, or is rewritten by `_simplify`: copies, casts, mixed
+dtypes, in-place ops on memory that no other value shares. Any other model takes torch's path.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _SYNONYMS = {"aten::max.other": torch.ops.aten.maximum.default,
 _IN_PLACE = {f"aten::{name}_.Tensor": getattr(torch.ops.aten, name).Tensor
              for name in ("add", "sub", "mul", "div")} \
     | {"aten::scatter_.value": torch.ops.aten.scatter.value}
-# Another op, and its arguments.
+# Ops by their replacement and its arguments.
 _REWRITTEN: Mapping[str, tuple[Any, Callable[[torch.fx.Node], tuple[Any, ...]]]] = {
     "aten::square": (torch.ops.aten.pow.Tensor_Scalar, lambda source: (source, 2)),
     "aten::numpy_T": (torch.ops.aten.permute.default,
@@ -50,19 +49,20 @@ _REWRITTEN: Mapping[str, tuple[Any, Callable[[torch.fx.Node], tuple[Any, ...]]]]
 def export_onnx(module: torch.nn.Module, inputs: Mapping[str, torch.Tensor],
                 dynamic_shapes: Sequence[Mapping[int, Any]], outputs: Sequence[str],
                 longest: int = 0) -> ir.Model:
-    """The module as an ONNX model of opset `OPSET`, not optimised.
+    """Export a module as an unoptimized ONNX model of opset `OPSET`.
 
     Args:
-        inputs: by name, in order of the module's arguments; values to capture it with.
-        dynamic_shapes: for each input, the axes that are not of one size.
+        module: the module.
+        inputs: example inputs by name, in order of the module's arguments.
+        dynamic_shapes: for each input, its dynamic axes.
         outputs: names.
-        longest: what each of these axes must be able to be.
+        longest: size up to which dynamic axes must work.
 
     Raises:
-        LlmcError: the module's code does something else from 1 to `longest` of an axis.
-        Exception: whatever the module's code or the exporter raises.
+        LlmcError: a dynamic axis does not work from 1 to `longest`.
+        Exception: any error of the module's code or the exporter.
     """
-    with torch.no_grad():  # else what switches gradients off inside becomes a submodule
+    with torch.no_grad():  # otherwise a no_grad block inside becomes a submodule
         program = _capture(module, tuple(inputs.values()), tuple(dynamic_shapes), longest)
     if _is_plain(program.graph_module.graph):
         _simplify(program.graph_module)
@@ -70,12 +70,12 @@ def export_onnx(module: torch.nn.Module, inputs: Mapping[str, torch.Tensor],
     else:
         registry = _whole_registry()
         program = _core._prepare_exported_program_for_export(program, registry=registry)
-    made = _core._exported_program_to_onnx_program(program, registry=registry)
-    model: ir.Model = made.model
-    version_converter.convert_version(model, OPSET)  # which also puts functions inline
+    converted = _core._exported_program_to_onnx_program(program, registry=registry)
+    model: ir.Model = converted.model
+    version_converter.convert_version(model, OPSET)  # also inlines functions
     _ir_passes.rename_inputs(model, list(inputs))
     _ir_passes.rename_outputs(model, list(outputs))
-    made._rename_dynamic_axes(tuple(dynamic_shapes))
+    converted._rename_dynamic_axes(tuple(dynamic_shapes))
     return model
 
 
@@ -97,8 +97,10 @@ def _capture(module: torch.nn.Module, args: tuple[torch.Tensor, ...],
 
 def _bounded(dynamic_shapes: tuple[Mapping[int, Any], ...], message: str, longest: int) -> \
         tuple[Mapping[int, Any], ...] | None:
-    """With the bounds that a model's own code sets its axes, as where it compares a length with the
-    rows of a table; None where torch proposes something else, such as one fixed size.
+    """Apply the bounds that torch suggests for dynamic axes, such as the rows of a table.
+
+    Returns:
+        The bounded shapes; None if torch suggests something else, such as a fixed size.
     """
     try:
         refined = refine_dynamic_shapes_from_suggested_fixes(message, dynamic_shapes)
@@ -110,19 +112,20 @@ def _bounded(dynamic_shapes: tuple[Mapping[int, Any], ...], message: str, longes
         return None
     for dim in dims:
         if dim.max < longest:
-            raise LlmcError(f"its code takes at most {dim.max} in axis '{dim.__name__}', its "
-                            f"config says {longest}")
+            raise LlmcError(f"its code supports at most {dim.max} in axis '{dim.__name__}', its "
+                            f"config requires {longest}; correct the config")
         if dim.min > 1:
-            raise LlmcError(f"its code takes at least {dim.min} in axis '{dim.__name__}'")
+            raise LlmcError(f"its code needs at least {dim.min} in axis '{dim.__name__}', "
+                            f"expected 1")
     return tuple(refined)
 
 
 def _unsqueeze(self: TReal, dim: int) -> TReal:
-    """The last axis has the two parts of a complex number."""
+    """Unsqueeze a complex tensor: its last axis has the real and imaginary parts."""
     return opset18.Unsqueeze(self, opset18.Constant(value_ints=[dim if dim >= 0 else dim - 1]))
 
 
-# Of complex numbers, what torch has no function for.
+# Functions on complex tensors that torch's library lacks.
 _COMPLEX = {torch.ops.aten.unsqueeze.default: _unsqueeze}
 
 
@@ -138,25 +141,23 @@ def _whole_registry() -> _registration.ONNXRegistry:
 
 @functools.cache
 def _library() -> Mapping[str, Any]:
-    """The functions for torch's ops by the ops' names, none of them read yet."""
+    """Return onnxscript's functions by names of torch ops, unparsed."""
     from onnxscript.function_libs.torch_lib import ops, registration
-    del ops  # importing it has filled the registry
+    del ops  # its import fills the registry
     return dict(registration.default_registry.items())
 
 
 @functools.cache
-def _own_functions() -> tuple[_registration.OnnxDecompMeta, ...]:
-    """Those that come with torch itself."""
+def _torch_functions() -> tuple[_registration.OnnxDecompMeta, ...]:
+    """Return the functions that torch itself brings."""
     return tuple(_torchlib_registry.get_torchlib_ops())
 
 
 def _registry_of(names: Set[str]) -> _registration.ONNXRegistry:
-    """The functions for these ops only: to read all of them takes longer than to translate a
-    model.
-    """
+    """Build a registry for these ops only: parsing all takes longer than an export."""
     registry = _registration.ONNXRegistry()
     registry._opset_version = OPSET
-    for meta in _own_functions():
+    for meta in _torch_functions():
         registry._register(meta.fx_target, meta)
     for name in names & _library().keys():
         target = _registration._get_overload(name)
@@ -173,7 +174,7 @@ def _promotions() -> type_promotion.TypePromotionTable:
 
 
 def _calls(graph: torch.fx.Graph) -> Iterator[tuple[torch.fx.Node, str]]:
-    """The nodes that call something, and its name in the library."""
+    """Yield the nodes that call a function, and its name in the library."""
     for node in graph.nodes:
         if node.op == "call_function":
             yield node, _name(node.target)
@@ -186,8 +187,8 @@ def _name(target: Any) -> str:
 
 
 def _is_plain(graph: torch.fx.Graph) -> bool:
-    """Whether `_simplify` is all that the graph needs before it is translated."""
-    known = _library().keys() | {_name(meta.fx_target) for meta in _own_functions()}
+    """Whether the graph can be translated after `_simplify`."""
+    known = _library().keys() | {_name(meta.fx_target) for meta in _torch_functions()}
     return not any(node.op == "get_attr" for node in graph.nodes) and all(
         name in _CASTS or name in _ASSERTIONS or name in _SYNONYMS or name in _REWRITTEN
         or _is_copy(node, name) or _is_written_alone(node, name)
@@ -196,7 +197,7 @@ def _is_plain(graph: torch.fx.Graph) -> bool:
 
 
 def _is_copy(node: torch.fx.Node, name: str) -> bool:
-    """Whether the result is the first argument, element by element."""
+    """Whether the result equals the first argument."""
     if name in _CASTS:
         source: Any = node.args[0]
         return bool(source.meta["val"].dtype == node.meta["val"].dtype)
@@ -205,7 +206,7 @@ def _is_copy(node: torch.fx.Node, name: str) -> bool:
 
 
 def _takes_all(start: object = None, end: object = None, step: object = 1) -> bool:
-    """Whether a slice leaves nothing out, whatever the axis' size."""
+    """Whether a slice selects the whole axis, for any size."""
     return start in (None, 0) and end in (None, sys.maxsize) and step == 1
 
 
@@ -214,8 +215,9 @@ def _writes(node: torch.fx.Node) -> bool:
 
 
 def _is_written_alone(node: torch.fx.Node, name: str) -> bool:
-    """Whether the op writes its result, of its operands' dtype, over the first of them, and no
-    other value is, or is taken for, that memory.
+    """Whether the op overwrites its first operand, and no other value shares that memory.
+
+    All operands must have the result's dtype.
     """
     if name not in _IN_PLACE:
         return False
@@ -227,8 +229,9 @@ def _is_written_alone(node: torch.fx.Node, name: str) -> bool:
 
 
 def _shares(node: torch.fx.Node) -> bool:
-    """Whether the result may be memory of another value or, once copies are dropped, is one. What
-    writes over its argument is known by another name from then on.
+    """Whether the result may share memory with another value, also after copies are removed.
+
+    The result of an in-place op is excluded, as it replaces its argument in later uses.
     """
     name = _name(node.target)
     if name in _IN_PLACE or node.op == "output":
@@ -240,25 +243,24 @@ def _shares(node: torch.fx.Node) -> bool:
 
 
 def _promoted(node: torch.fx.Node) -> dict[int, torch.dtype] | None:
-    """The dtype in which the op takes each argument that has another; None if more than tensors
-    among the arguments have another.
-    """
+    """Return the target dtype of each argument that is promoted; None if one is not a tensor."""
     rule = type_promotion.get_type_promotion_rule(node, _promotions())
     if rule is None:
         return {}
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
-    wanted = rule.preview_type_promotion(args, kwargs)
+    promoted = rule.preview_type_promotion(args, kwargs)
     if not all(dtype is None or _has_dtype(kwargs[name], dtype)
-               for name, dtype in wanted.kwargs_dtypes.items()):
+               for name, dtype in promoted.kwargs_dtypes.items()):
         return None
-    others = {index: dtype for index, dtype in wanted.args_dtypes.items()
+    others = {index: dtype for index, dtype in promoted.args_dtypes.items()
               if dtype is not None and not _has_dtype(args[index], dtype)}
     return others if all(isinstance(args[index], torch.Tensor) for index in others) else None
 
 
 def _has_dtype(arg: object, dtype: torch.dtype) -> bool:
-    """Whether a tensor, or each of a list, has it. A number becomes a constant of the other input's
-    dtype, if that can hold it.
+    """Whether a tensor, or each of a list, has the dtype.
+
+    A Python scalar has it if the dtype can represent it.
     """
     if isinstance(arg, list | tuple):
         return all(_has_dtype(each, dtype) for each in arg)
@@ -268,14 +270,13 @@ def _has_dtype(arg: object, dtype: torch.dtype) -> bool:
 
 
 def _simplify(module: torch.fx.GraphModule) -> None:
-    """Drop assertions and copies; write the rest as the passes know it and as ONNX's registry does.
-    """
+    """Remove assertions and copies, and rewrite ops to those that the library and passes know."""
     for node, name in list(_calls(module.graph)):
         source: Any = node.args[0] if node.args else None
         if name in _ASSERTIONS:
             module.graph.erase_node(node)
         elif _is_copy(node, name):
-            if any(user.op == "output" for user in node.users):  # which knows it by name
+            if any(user.op == "output" for user in node.users):  # the output needs a node
                 node.target, node.args, node.kwargs = torch.ops.aten.clone.default, (source,), {}
             else:
                 node.replace_all_uses_with(source)
@@ -291,7 +292,7 @@ def _simplify(module: torch.fx.GraphModule) -> None:
             node.target, arguments = _REWRITTEN[name]
             node.args = arguments(source)
         elif name in _IN_PLACE:
-            _write_anew(module.graph, node)
+            _make_functional(module.graph, node)
             node.target = _IN_PLACE[name]
         else:
             for index, dtype in (_promoted(node) or {}).items():
@@ -300,8 +301,8 @@ def _simplify(module: torch.fx.GraphModule) -> None:
     module.recompile()
 
 
-def _write_anew(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    """Make a value of what an op writes, for those that come after it."""
+def _make_functional(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    """Use the result of an in-place op instead of its argument in all later nodes."""
     written: Any = node.args[0]
     later = itertools.takewhile(lambda other: other is not node, reversed(graph.nodes))
     for user in list(later):
@@ -309,18 +310,18 @@ def _write_anew(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
 
 
 def _cast(graph: torch.fx.Graph, node: torch.fx.Node, index: int, dtype: torch.dtype) -> None:
-    """Give an op one of its arguments in another dtype."""
+    """Cast an argument of an op."""
     argument: Any = node.args[index]
     with graph.inserting_before(node):
-        made = graph.call_function(torch.ops.aten._to_copy.default, (argument,), {"dtype": dtype})
-    made.meta = {**node.meta, "val": argument.meta["val"].to(dtype)}
-    node.update_arg(index, made)
+        cast = graph.call_function(torch.ops.aten._to_copy.default, (argument,), {"dtype": dtype})
+    cast.meta = {**node.meta, "val": argument.meta["val"].to(dtype)}
+    node.update_arg(index, cast)
 
 
 def _view(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    """Make a view of a flattening; its sizes are those of the graph's inputs."""
-    given = list(node.args)
-    source, start, end = given + [0, -1][len(given) - 1:]
+    """Rewrite flatten to view, with dynamic sizes of the graph's inputs."""
+    arguments = list(node.args)
+    source, start, end = arguments + [0, -1][len(arguments) - 1:]
     shape = source.meta["val"].shape
     start, end = start % len(shape), end % len(shape)
     known = {other.meta["val"].node.expr: other for other, name in _calls(graph)

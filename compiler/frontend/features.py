@@ -1,6 +1,6 @@
-"""What llmc does not compile, seen in a model's modules and config before anything is exported.
+"""Detection of unsupported features in a model's modules and config, before the export.
 
-This spares the wait; the passes refuse by themselves what is not here.
+It makes errors early; the passes reject unsupported graphs anyway.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from llmc.errors import LlmcError
 
 @dataclass(frozen=True)
 class Feature:
-    """Something that a model has, in the words of the field.
+    """An unsupported feature.
 
     Args:
-        words: what it is.
-        classes: a pattern of names of module classes that do it.
-        parameters: names of parameters that only modules have that do it.
-        modules: names of modules inside that only those have.
-        keys: what the config calls its number or switch; named where it is set. Where there is
-            neither a class nor a parameter to know it by, these alone tell.
+        words: its name in errors.
+        classes: regular expression for class names of modules that implement it.
+        parameters: names of parameters that only these modules have.
+        modules: names of submodules that only these modules have.
+        keys: config keys of its size or switch, named in errors. Without classes, parameters and
+            modules, a set key alone detects the feature.
     """
 
     words: str
@@ -38,13 +38,13 @@ class Feature:
     keys: tuple[str, ...] = ()
 
     def is_in(self, module: torch.nn.Module) -> bool:
-        """Whether this very module does it."""
+        """Whether this module implements it, disregarding its submodules."""
         return bool((self.classes and re.search(self.classes, type(module).__name__))
                     or self.parameters & module._parameters.keys()
                     or self.modules & module._modules.keys())
 
     def setting(self, config: dict[str, Any]) -> str | None:
-        """The config's key and value, where it sets one."""
+        """Return the first key that the config sets, with its value."""
         for key in self.keys:
             value: Any = config
             for name in key.split("."):
@@ -54,72 +54,71 @@ class Feature:
         return None
 
 
-# Experts that transformers' own interface runs are exported, and those that run for every token.
-_EXPERTS = Feature("a mixture of experts of its own kind",
+# Experts of transformers' experts interface, and stacked experts that run for every token, are
+# supported.
+_EXPERTS = Feature("an unsupported implementation of MoE",
                    r"Experts$|M[oO][eE]$|M[oO][eE](Block|Layer)$",
                    keys=("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"))
-_LINEAR = Feature("linear attention, which keeps a state instead of keys and values",
+_LINEAR = Feature("linear attention with a recurrent state",
                   r"DeltaNet$|DeltaAttention$|LightningAttention$|LinearAttention$")
 FEATURES = (
-    Feature("experts that pass a token on as it is (zero experts)",  # before other experts
+    Feature("identity experts (zero experts)",  # before other experts
             modules=frozenset({"identity_expert"})),
     _EXPERTS,
     _LINEAR,
     Feature("state-space layers (Mamba)", r"Mamba\w*Mixer$|^(Bamba|FalconH1)Mixer$",
             frozenset({"A_log"})),
-    Feature("xLSTM layers, which keep a state instead of keys and values", r"^xLSTMLayer$"),
-    Feature("RWKV layers, which keep a state instead of keys and values", r"^Rwkv\w*Attention$"),
+    Feature("xLSTM layers", r"^xLSTMLayer$"),
+    Feature("RWKV layers", r"^Rwkv\w*Attention$"),
     Feature("gated linear recurrences", r"Rglru$"),
-    Feature("keys and values that are compressed along the sequence", r"Compressor$"),
-    Feature("differential attention (one softmax less another)",
-            parameters=frozenset({"lambda_q1"})),
+    Feature("KV compression along the sequence", r"Compressor$"),
+    Feature("differential attention", parameters=frozenset({"lambda_q1"})),
     Feature("block-sparse attention", r"BlockSparseAttention$"),
-    Feature("attention to blocks of keys that an indexer chooses", r"QSAIndexer$"),
-    Feature("attention among tokens of like hashes (LSH)", r"^LSHSelfAttention$"),
-    Feature("attention in chunks that see the one before", r"^LocalSelfAttention$"),
-    Feature("n-gram attention (a stream for each further token that is predicted)",
-            r"NgramSelfAttention$"),
-    Feature("lengths that are counted from the tokens (none sees those that are pad_index)",
-            r"^(XLM|Flaubert)Model$"),
-    Feature("biases of attention by segments", r"SegmentPositionEmbedding$"),
-    Feature("biases of attention that are computed from queries", r"RelativeLogits$"),
-    Feature("attention to the outputs of earlier layers", r"AttentionResidual$"),
-    Feature("patches of tokens, as long as what the tokens are decides", r"Patcher$"),
-    Feature("a norm of the rotated part of keys alone",
+    Feature("sparse attention to blocks of keys that an indexer selects", r"QSAIndexer$"),
+    Feature("LSH attention", r"^LSHSelfAttention$"),
+    Feature("local attention in chunks that see the previous chunk", r"^LocalSelfAttention$"),
+    Feature("n-gram attention (a stream per predicted token)", r"NgramSelfAttention$"),
+    Feature("padding masks computed from token ids (pad_index)", r"^(XLM|Flaubert)Model$"),
+    Feature("attention biases by segment", r"SegmentPositionEmbedding$"),
+    Feature("attention biases computed from queries", r"RelativeLogits$"),
+    Feature("attention to outputs of earlier layers", r"AttentionResidual$"),
+    Feature("patches of data-dependent length", r"Patcher$"),
+    Feature("a norm on only the rotary part of keys",
             modules=frozenset({"k_rope_only_layernorm"})),
-    Feature("AltUp (several hidden states side by side)", r"AltUp$"),
-    Feature("short convolutions", r"^Conv1d$"),  # last: what is above has some too
+    Feature("AltUp (parallel hidden states)", r"AltUp$"),
+    Feature("short convolutions", r"^Conv1d$"),  # last: features above contain some too
 )
 
 
 def check_features(model: Any, part: Part) -> None:
-    """Refuse a model for what its modules or its config say.
+    """Reject a model with unsupported features.
 
     Raises:
-        LlmcError: it names every such feature, and where each is.
+        LlmcError: names every such feature and where it was found.
     """
     config = text_config(model.config)
     prefix = text_prefix(model).removesuffix(".")
-    found = dict(_found(model.get_submodule(prefix), config.to_dict()))
-    both_ways = _both_ways(model)
-    if part is CAUSAL_LM and both_ways and not getattr(config, "is_decoder", False):
-        found["attention both ways (a token sees those after it)"] = both_ways
-    if found:
-        features = " and ".join(f"{words} ({where})" for words, where in found.items())
-        raise LlmcError(f"'{config.model_type}' has {features}, which llmc does not compile")
+    detected = dict(_found(model.get_submodule(prefix), config.to_dict()))
+    bidirectional = _bidirectional(model)
+    if part is CAUSAL_LM and bidirectional and not getattr(config, "is_decoder", False):
+        detected["bidirectional attention"] = bidirectional
+    if detected:
+        features = " and ".join(f"{words} ({where})" for words, where in detected.items())
+        raise LlmcError(f"'{config.model_type}' has {features}, which llmc does not support; use "
+                        f"another model")
 
 
 def _found(model: torch.nn.Module, config: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """The words of each feature, and where it is; of parts that read no text, none."""
+    """Yield name and place of each feature, without modules for images and audio."""
     seen: dict[Feature, str] = {}
     claimed: list[str] = []
     for name, module in model.named_modules():
         if any(name.startswith(prefix) for prefix in claimed):
             continue
-        if name and _reads_no_text(module, model):
+        if name and _is_modality_encoder(module, model):
             claimed.append(f"{name}.")
             continue
-        if keeps_state(module):  # which is exported
+        if keeps_state(module):  # supported
             claimed.append(f"{name}.")
             continue
         feature = next((feature for feature in FEATURES if feature.is_in(module)), None)
@@ -137,24 +136,25 @@ def _found(model: torch.nn.Module, config: dict[str, Any]) -> Iterator[tuple[str
             yield feature.words, "; ".join(filter(None, (setting, seen.get(feature))))
 
 
-def _reads_no_text(module: torch.nn.Module, model: torch.nn.Module) -> bool:
-    """Whether it is what reads images or sounds for the model."""
+def _is_modality_encoder(module: torch.nn.Module, model: torch.nn.Module) -> bool:
+    """Whether a module is the model's encoder of images or audio."""
     others = [getattr(getattr(model, "config", None), key, None)
               for key in ("vision_config", "audio_config")]
-    own = getattr(module, "config", None)
-    return own is not None and any(type(own) is type(other) for other in others)
+    config = getattr(module, "config", None)
+    return config is not None and any(type(config) is type(other) for other in others)
 
 
 def _is_stacked(module: torch.nn.Module) -> bool:
-    """Whether a module has two stacks of matrices."""
+    """Whether a module has two stacks of matrices, as stacked experts have."""
     return len([parameter for parameter in module._parameters.values()
                 if parameter is not None and parameter.dim() == 3]) == 2
 
 
-def _both_ways(model: torch.nn.Module) -> str | None:
-    """An attention that says that it is not causal, where none says that it is."""
+def _bidirectional(model: torch.nn.Module) -> str | None:
+    """Return the first attention with is_causal False, if none has True."""
     attentions = [(name, module) for name, module in model.named_modules()
-                  if "Attention" in type(module).__name__ and not _reads_no_text(module, model)
+                  if "Attention" in type(module).__name__
+                  and not _is_modality_encoder(module, model)
                   and isinstance(getattr(module, "is_causal", None), bool)]
     if not attentions or any(module.is_causal for _, module in attentions):
         return None

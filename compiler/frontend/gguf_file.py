@@ -1,6 +1,4 @@
-"""A .gguf file: config and tokenizer through transformers; weights as their blocks store them, or
-dequantised as they are read.
-"""
+"""GGUF files: config and tokenizer by transformers, lazy weights."""
 
 from __future__ import annotations
 
@@ -24,21 +22,22 @@ from llmc.compiler.quant.readers.gguf import form_of
 from llmc.compiler.scratch import scratch_folder
 from llmc.errors import MAX_REASON, LlmcError, shortened
 
-# What is not quantised.
+# Types that are not quantized.
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
            "I8": np.int8, "I16": np.int16, "I32": np.int32, "I64": np.int64}
 _ROPE_FACTORS = "rope_freqs.weight"
 _TABLE = "token_embd.weight"
 _TOKENIZER, _NO_TOKENIZER = "tokenizer.ggml.model", ("", "none", "no_vocab")
 _LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-           "original_max_position_embeddings": 8192}  # all that GGUF converters know
+           "original_max_position_embeddings": 8192}  # the only values that GGUF converters write
 
 
 def load_gguf(path: Path, check: Check = unchecked) -> RawModel:
     """Export the model in a GGUF file.
 
     Raises:
-        LlmcError: the file is broken, or transformers does not know its architecture or tokenizer.
+        LlmcError: the file is broken, or transformers does not support its architecture or
+            tokenizer.
     """
     header = read_header(path)
     check_sizes(header.numbers(), path)
@@ -49,20 +48,20 @@ def load_gguf(path: Path, check: Check = unchecked) -> RawModel:
     kinds = sorted({tensor.kind.name for tensor in header.tensors if len(tensor.shape) > 1
                     and tensor.kind.name not in _DTYPES and tensor.name != _TABLE})
     quantized = f"GGUF ({', '.join(kinds)})" if kinds else ""
-    # First by what the header says: importing transformers takes seconds.
+    # Check the header first, as importing transformers takes seconds.
     check({"model_type": header.text("general.architecture")}, {}, False, quantized)
     from llmc.compiler.frontend.export import export
 
     config = _read_config(path, header)
     if config.is_encoder_decoder:
-        raise LlmcError(f"'{path}' holds an encoder-decoder model, which llmc reads from a Hugging "
-                        f"Face directory only; give that")
+        raise LlmcError(f"'{path}' contains an encoder-decoder model, which llmc reads only from a "
+                        f"Hugging Face directory; give that")
     _scale_rope(path, header, config)
     plain = config.to_dict()
     if not plain.get("architectures"):
         plain["architectures"] = [type(config).__name__.replace("Config", "ForCausalLM")]
     check(plain, {}, False, quantized)
-    tokenizer = _tokenizer_files(path, header, config)  # rather now than after the export
+    tokenizer = _tokenizer_files(path, header, config)  # errors before the slow export
     tensors = _tensors(path, header, config)
     exported = export(config, tensors, str(path))
 
@@ -79,24 +78,24 @@ def _write_files(files: Mapping[str, bytes], folder: Path) -> None:
 
 
 def _notes(header: GgufHeader, tensors: Mapping[str, Weight], has_tokenizer: bool) -> list[str]:
-    """What the user may not expect: weights read as float32, no tokenizer."""
+    """Return notes about weights read as float32, and a missing tokenizer."""
     notes = []
     count = sum(tensor.dequantized for tensor in tensors.values())
     kinds = sorted({tensor.kind.name for tensor in header.tensors if len(tensor.shape) > 1
                     and tensor.kind.name not in _DTYPES})
     if count:
-        notes.append(f"{count} weights among those in {', '.join(kinds)} have no form that kernels "
-                     f"read: they are read as float32, with its memory and speed")
+        notes.append(f"{count} weights among those in {', '.join(kinds)} have a format without "
+                     f"kernels: they are dequantized to float32, with its memory use and speed")
     if not has_tokenizer:
-        notes.append("the file names no tokenizer: the model takes and returns token ids")
+        notes.append("the file has no tokenizer: the model takes and returns token ids")
     return notes
 
 
 def _tokenizer_files(path: Path, header: GgufHeader, config: Any) -> dict[str, bytes]:
-    """The files of the tokenizer by name; empty where the GGUF file names none.
+    """Return the tokenizer's files by name; empty if the GGUF file has no tokenizer.
 
     Raises:
-        LlmcError: transformers cannot convert it.
+        LlmcError: transformers cannot convert the tokenizer.
     """
     kind = header.text(_TOKENIZER)
     if kind in _NO_TOKENIZER:
@@ -106,7 +105,7 @@ def _tokenizer_files(path: Path, header: GgufHeader, config: Any) -> dict[str, b
             _tokenizer_class(path, config).from_pretrained(path.parent, gguf_file=path.name) \
                 .save_pretrained(folder)
             complete_tokenizer(header, folder)
-        except Exception as error:  # transformers raises many kinds for what it does not know
+        except Exception as error:  # transformers raises errors of many types
             raise LlmcError(f"transformers cannot convert the tokenizer of '{path}' "
                             f"('{_TOKENIZER}' is '{kind}'; {_line(error)}); give the model's "
                             f"Hugging Face directory") from error
@@ -115,8 +114,10 @@ def _tokenizer_files(path: Path, header: GgufHeader, config: Any) -> dict[str, b
 
 
 def _read_config(path: Path, header: GgufHeader) -> Any:
-    """The transformers config, from a copy of the file without vocabulary and tensors where the
-    size of the vocabulary is all that a config takes of it.
+    """Read the transformers config.
+
+    Where the config needs only the vocabulary's size, from a copy of the file without vocabulary
+    and tensors, which is faster.
     """
     from transformers import AutoConfig
     from transformers.integrations import GGUF_CONFIG_MAPPING
@@ -132,12 +133,13 @@ def _read_config(path: Path, header: GgufHeader) -> Any:
             return AutoConfig.from_pretrained(folder, gguf_file=path.name)
     except LlmcError:
         raise
-    except Exception as error:  # gguf and transformers raise many kinds for a bad file
+    except Exception as error:  # gguf and transformers raise errors of many types
         if f"architecture {architecture} is not supported" in str(error):
             raise LlmcError(f"'{path}' has a model of architecture '{architecture}', which "
                             f"transformers does not read from GGUF files; give the model's Hugging "
                             f"Face directory") from error
-        raise LlmcError(f"'{path}' cannot be read as GGUF ({_line(error)})") from error
+        raise LlmcError(f"'{path}' cannot be read as GGUF ({_line(error)}); download it again, or "
+                        f"give the model's Hugging Face directory") from error
 
 
 def _line(error: Exception) -> str:
@@ -145,23 +147,23 @@ def _line(error: Exception) -> str:
 
 
 def _tokenizer_class(path: Path, config: Any) -> Any:
-    """The class that AutoTokenizer chooses after it has read the whole config once more."""
+    """Return the tokenizer class; AutoTokenizer, which reads the config again, as fallback."""
     from transformers import AutoTokenizer
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING, TokenizersBackend
 
-    chosen = TOKENIZER_MAPPING.get(type(config), TokenizersBackend)
-    said = getattr(config, "tokenizer_class", None) \
+    mapped = TOKENIZER_MAPPING.get(type(config), TokenizersBackend)
+    configured = getattr(config, "tokenizer_class", None) \
         or (path.parent / "tokenizer_config.json").is_file()
-    if said or chosen is None or chosen.__name__ == "MistralCommonBackend":
+    if configured or mapped is None or mapped.__name__ == "MistralCommonBackend":
         return AutoTokenizer
-    return chosen
+    return mapped
 
 
 def _tensors(path: Path, header: GgufHeader, config: Any) -> dict[str, Weight]:
-    """Every tensor by its Hugging Face name, unread.
+    """Return lazy tensors by their Hugging Face names.
 
     Raises:
-        LlmcError: one has none, or is laid out in a way that is not known.
+        LlmcError: a tensor has no such name, or an unsupported layout.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -176,27 +178,27 @@ def _tensors(path: Path, header: GgufHeader, config: Any) -> dict[str, Weight]:
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # of sizes or tokens that contradict one another
-        raise LlmcError(f"transformers makes no '{type(config).__name__}' of what '{path}' says of "
-                        f"itself ({_line(error)}); give another file") from error
+    except Exception as error:  # inconsistent sizes or tokens raise errors of many types
+        raise LlmcError(f"transformers cannot build a model from '{type(config).__name__}' of "
+                        f"'{path}' ({_line(error)}); give another file") from error
     names = get_gguf_hf_weights_map(model, processor)
-    found: dict[str, Weight] = {}
+    weights: dict[str, Weight] = {}
     for tensor in header.tensors:
         weight = _weight(path, tensor)
         if tensor.name in names:
-            found[names[tensor.name]] = _processed(weight, tensor.name, processor, names, path)
-        elif tensor.name != _ROPE_FACTORS:  # which _scale_rope has read
+            weights[names[tensor.name]] = _processed(weight, tensor.name, processor, names, path)
+        elif tensor.name != _ROPE_FACTORS:  # read by _scale_rope
             raise LlmcError(f"'{path}' has a tensor '{tensor.name}' {list(tensor.shape)} "
-                            f"{tensor.kind.name}, for which '{type(config).__name__}' has no "
-                            f"place; give the model's Hugging Face directory")
-    return found
+                            f"{tensor.kind.name}, which the model of '{type(config).__name__}' "
+                            f"does not have; give the model's Hugging Face directory")
+    return weights
 
 
 def _scale_rope(path: Path, header: GgufHeader, config: Any) -> None:
-    """Tell the config of what the file says of a scaled rope and transformers does not read.
+    """Set the config's RoPE scaling from the file, as transformers does not read it.
 
     Raises:
-        LlmcError: it is scaled otherwise than Llama 3's.
+        LlmcError: the scaling is not Llama 3's.
     """
     scaling = header.text(f"{header.text('general.architecture')}.rope.scaling.type")
     rope = getattr(config, "rope_parameters", None) or {}
@@ -216,8 +218,9 @@ def _scale_rope(path: Path, header: GgufHeader, config: Any) -> None:
 
 
 def _llama3_factors(rope: Mapping[str, Any], dim: int) -> np.ndarray:
-    """By what Llama 3 divides its frequencies, `[dim / 2]`: one for short wavelengths, `factor` for
-    long ones, and something between the two.
+    """Return Llama 3's divisors of rotary frequencies, `[dim / 2]`.
+
+    1 for short wavelengths, `factor` for long ones, interpolated in between.
     """
     wavelengths = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, dim, 2) / dim)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
@@ -232,7 +235,7 @@ def _weight(path: Path, tensor: GgufTensor) -> Weight:
     if dtype is not None:
         return Weight(tensor.shape, dtype, partial(read_rows, path, tensor.offset, tensor.shape,
                                                    np.dtype(dtype)), tensor.name)
-    if len(tensor.shape) == 1:  # blocks run across rows of one element
+    if len(tensor.shape) == 1:  # blocks span several rows, which have one element
         return Weight(tensor.shape, np.float32,
                       lambda start, stop: _dequantized(path, tensor)[start:stop], tensor.name)
     stored = None
@@ -248,7 +251,7 @@ def _weight(path: Path, tensor: GgufTensor) -> Weight:
 
 def _dequantized(path: Path, tensor: GgufTensor, start: int = 0, stop: int | None = None) -> \
         np.ndarray:
-    """Rows of axis 0, float32: whole runs of blocks."""
+    """Dequantize rows of axis 0 to float32. A row consists of whole blocks."""
     rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
     stop = rows if stop is None else stop
     data = read_rows(path, tensor.offset, (rows, tensor.nbytes // rows), np.dtype(np.uint8), start,
@@ -256,17 +259,17 @@ def _dequantized(path: Path, tensor: GgufTensor, start: int = 0, stop: int | Non
     try:
         values = dequantize(data, GGMLQuantizationType(tensor.kind))
     except NotImplementedError as error:
-        raise LlmcError(f"tensor '{tensor.name}' in '{path}' is quantised as {tensor.kind.name}, "
-                        f"which gguf cannot read; give another quantisation") from error
+        raise LlmcError(f"tensor '{tensor.name}' in '{path}' is quantized as {tensor.kind.name}, "
+                        f"which gguf cannot dequantize; give another quantization") from error
     return values.reshape((-1, *tensor.shape[1:]))
 
 
 def _processed(weight: Weight, name: str, processor: Any, names: Mapping[str, str], path: Path) -> \
         Weight:
-    """What transformers makes of a tensor when it reads it, row by row.
+    """Apply transformers' processing of a tensor lazily.
 
     Raises:
-        LlmcError: it makes of several tensors one, or the like.
+        LlmcError: the architecture's processing is unsupported, such as merging tensors.
     """
     def process(values: np.ndarray) -> np.ndarray:
         result = processor.process(weights=values, name=name, tensor_key_mapping=names,
@@ -278,21 +281,22 @@ def _processed(weight: Weight, name: str, processor: Any, names: Mapping[str, st
         return weight
     weight = weight.cast(np.float32)
     if kind in ("TensorProcessor", "Gemma2TensorProcessor", "NemotronTensorProcessor"):
-        if len(weight.shape) > 1:  # norms are what they change
+        if len(weight.shape) > 1:  # only norms are changed
             probe = np.arange(weight.shape[1], dtype=np.float32)[None]
             if np.array_equal(process(probe), probe):
                 return weight
         return Weight(weight.shape, np.float32,
                       lambda start, stop: process(weight.rows(start, stop)), name)
-    if kind == "LlamaTensorProcessor":  # queries and keys have their rows in another order
+    if kind == "LlamaTensorProcessor":  # rows of q_proj and k_proj are permuted
         try:
             rows = process(np.arange(weight.shape[0]))
         except ValueError as error:
-            raise LlmcError(f"tensor '{name}' {list(weight.shape)} in '{path}' has rows for other "
-                            f"heads than its metadata says; the file is damaged") from error
+            raise LlmcError(f"tensor '{name}' {list(weight.shape)} in '{path}' does not match the "
+                            f"number of heads in the metadata; download the file again") from error
         return weight.take_rows(rows)
     if kind == "GPT2TensorProcessor":
-        turned = len(weight.shape) == 2 and process(np.zeros((1, 2), np.float32)).shape == (2, 1)
-        return weight.transpose() if turned else weight
-    raise LlmcError(f"'{path}': llmc does not read how GGUF files lay out weights of this "
-                    f"architecture ({kind}); give its Hugging Face directory")
+        transposed = len(weight.shape) == 2 \
+            and process(np.zeros((1, 2), np.float32)).shape == (2, 1)
+        return weight.transpose() if transposed else weight
+    raise LlmcError(f"'{path}' has an architecture ({kind}) whose GGUF weight layout llmc does not "
+                    f"support; give its Hugging Face directory")

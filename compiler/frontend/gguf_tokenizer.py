@@ -1,11 +1,11 @@
-"""What a GGUF file says of text beside its vocabulary: chat templates, ends, sampling defaults.
+"""Chat templates, EOS tokens and sampling defaults from a GGUF file's metadata.
 
-| key | becomes |
+| key | result |
 | --- | --- |
 | tokenizer.chat_template, tokenizer.chat_template.NAME | chat templates by name |
 | tokenizer.ggml.eot_token_id, .eom_token_id | EOS tokens |
-| tokenizer.ggml.add_space_prefix false | a tokenizer that puts no space before a text |
-| general.sampling.* | generation_config.json's keys |
+| tokenizer.ggml.add_space_prefix false | a tokenizer without a space prefix |
+| general.sampling.* | keys of generation_config.json |
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from llmc.errors import LlmcError
 
 _TEMPLATE = "tokenizer.chat_template"
 _END_KEYS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-# Tokens that end a turn in some chat format, by which llama.cpp ends it too, whatever ids a file
-# names. `</s>` is not among them: in Gemma's vocabulary it is HTML.
+# Tokens that end a turn in some chat format. llama.cpp treats them as EOS tokens in every file.
+# `</s>` is not among them: in Gemma's vocabulary it is HTML.
 _END_TEXTS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>",
               "<|flush|>", "<|calls|>", "<end_of_turn>", "<turn|>", "<|tool_response>",
               "<|endoftext|>", "<|end_of_text|>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
               "<end_of_utterance>")
-# Where a vocabulary has both, `<|end|>` ends a message of a turn that goes on.
+# In a vocabulary with both tokens of a pair, `<|end|>` ends a message, not the turn.
 _MESSAGE_END, _CHANNELS = "<|end|>", (("<|return|>", "<|call|>"), ("<|calls|>", "<|flush|>"))
 _SENTENCEPIECE = "llama"  # a tokenizer.ggml.model; others have no space prefix
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
@@ -37,7 +37,7 @@ _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p":
 
 
 def end_tokens(header: GgufHeader, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """EOS tokens beside `eos_token_id`."""
+    """Return the EOS tokens other than `eos_token_id`."""
     named = [int(token) for key in _END_KEYS
              if (token := header.optional_number(key)) is not None]
     texts = {text: token for text in _END_TEXTS
@@ -48,23 +48,24 @@ def end_tokens(header: GgufHeader, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def sampling(header: GgufHeader) -> dict[str, Any]:
-    """Sampling parameters, as generation_config.json has them."""
-    return {name: float(f"{value:.7g}") if isinstance(value, float) else value  # was a float32
+    """Return sampling parameters by their keys in generation_config.json."""
+    return {name: float(f"{value:.7g}") if isinstance(value, float) else value  # stored as float32
             for key, name in _SAMPLING.items()
             if (value := header.optional_number(f"general.sampling.{key}")) is not None}
 
 
 def complete_tokenizer(header: GgufHeader, target: Path) -> None:
-    """Add to a tokenizer's folder what transformers does not read from a GGUF file.
+    """Add chat templates and the space prefix, as transformers does not read them from GGUF.
 
     Raises:
-        LlmcError: a chat template is not UTF-8, or its name is no file's.
+        LlmcError: a chat template is not UTF-8, or its name is not valid for a file.
     """
     try:
         templates = {key.removeprefix(f"{_TEMPLATE}."): header.text(key)
                      for key in sorted(header.fields) if key.startswith(f"{_TEMPLATE}.")}
     except UnicodeDecodeError as error:
-        raise LlmcError(f"a chat template of the GGUF file is not UTF-8 ({error})") from error
+        raise LlmcError(f"a chat template of the GGUF file is not UTF-8 ({error}); give another "
+                        f"file") from error
     write_chat_templates(templates, target)
     if header.text("tokenizer.ggml.model") == _SENTENCEPIECE \
             and header.optional_number("tokenizer.ggml.add_space_prefix") is False:
@@ -72,7 +73,7 @@ def complete_tokenizer(header: GgufHeader, target: Path) -> None:
 
 
 def _drop_space_prefix(target: Path) -> None:
-    """Let a SentencePiece tokenizer put no space before a text, nor take one from an answer."""
+    """Remove the space prefix of a SentencePiece tokenizer, in encoding and decoding."""
     config = read_json(target / "tokenizer_config.json")
     _write_json(target / "tokenizer_config.json", {**config, "add_prefix_space": False})
     data = read_json(target / "tokenizer.json")
@@ -86,13 +87,13 @@ def _write_json(path: Path, data: dict[str, Any]) -> None:
 
 
 def _without_prefix(component: Any) -> Any:
-    """A normalizer, pre-tokenizer or decoder of tokenizer.json without the space prefix."""
+    """Remove the space prefix from a normalizer, pre-tokenizer or decoder of tokenizer.json."""
     if not component:
         return component
     for parts in ("normalizers", "pretokenizers", "decoders"):
         if parts in component:
-            kept = [own for part in component[parts]
-                    if (own := _without_prefix(part)) is not None]
+            kept = [cleaned for part in component[parts]
+                    if (cleaned := _without_prefix(part)) is not None]
             return {**component, parts: kept} if kept else None
     if component["type"] == "Metaspace":
         return {**component, "prepend_scheme": "never"}

@@ -1,4 +1,4 @@
-"""A Hugging Face directory, or a hub id, with safetensors weights."""
+"""Hugging Face directories and hub ids with safetensors weights."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.ji
 def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
                      allow_pickle: bool = False, revision: str | None = None,
                      check: Check = unchecked) -> RawModel:
-    """Export the model in a directory, or fetch it by hub id first.
+    """Export the model in a directory, or download it by hub id first.
 
     Raises:
-        LlmcError: the directory, its config or its weights are missing, broken or do not match,
-            or quantised in a way that llmc does not read.
+        LlmcError: the directory, its config or its weights are missing, broken or inconsistent,
+            or the quantization method is unsupported.
     """
     directory = find_directory(model, revision)
     decoded = read_quantized(directory, _plain_config(directory),
                              lambda: open_checkpoint(directory, allow_pickle))
-    config = read_config(directory, trust_remote_code)  # imports transformers, which takes seconds
+    config = read_config(directory, trust_remote_code)  # imports transformers: seconds
     generation = _generation(directory)
     if config.is_encoder_decoder and not generation:  # as transformers does
         from transformers import GenerationConfig
         generation = GenerationConfig.from_model_config(config).to_dict()
     check(_plain_config(directory), generation, config.is_encoder_decoder, "")
     with scratch_folder() as scratch:
-        copy_tokenizer(directory, scratch)  # rather now than after the export
+        copy_tokenizer(directory, scratch)  # errors before the slow export
     read_chat_templates(directory)
     from llmc.compiler.frontend.export import export
 
@@ -57,34 +57,36 @@ def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
 
 
 def find_directory(model: str | Path, revision: str | None = None) -> Path:
-    """The local directory of a model; `revision` is of a hub id.
+    """Return the local directory of a model, downloaded if it is a hub id.
+
+    Args:
+        model: a directory or a hub id.
+        revision: branch, tag or commit of a hub id.
 
     Raises:
-        LlmcError: there is none.
+        LlmcError: the model does not exist or cannot be downloaded.
     """
     directory = Path(model)
     if directory.is_dir():
         _refuse_odd_files(directory)
         if not (directory / "config.json").is_file():
             raise LlmcError(f"'{directory}' has no config.json, so it is not a Hugging Face model "
-                            f"directory")
+                            f"directory; give one")
         return directory
     name = str(model)
     if name.count("/") != 1 or name.startswith((".", "/")) or directory.exists():
         raise LlmcError(f"'{model}' is neither a directory, nor a .gguf or .onnx file, nor a hub "
-                        f"id like 'org/name'")
+                        f"id like 'org/name'; give one of these")
     try:
         from huggingface_hub import snapshot_download
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(PATTERNS)))
-    except Exception as error:  # whatever the network or the hub says
-        raise LlmcError(f"'{name}' is no directory here and could not be fetched from the hub "
-                        f"({reason_of(error)}); download it and give its directory") from error
+    except Exception as error:  # network and hub raise errors of many types
+        raise LlmcError(f"'{name}' is not a local directory and could not be downloaded from the "
+                        f"hub ({reason_of(error)}); download it and give its directory") from error
 
 
 def _refuse_odd_files(directory: Path) -> None:
-    """Refuse FIFOs, devices and sockets, which transformers would open and wait for, and
-    directories in place of the files that are read here.
-    """
+    """Reject FIFOs, devices and sockets (reads would block), and folders named like files."""
     for path in directory.iterdir():
         if path.exists() and not path.is_file() and (
                 not path.is_dir() or path.name in ("config.json", "generation_config.json",
@@ -94,26 +96,28 @@ def _refuse_odd_files(directory: Path) -> None:
 
 
 def read_config(directory: Path, trust_remote_code: bool = False) -> Any:
-    """The transformers config of a directory.
+    """Read the transformers config of a directory.
 
     Raises:
-        LlmcError: it is not JSON, or its model_type is unknown.
+        LlmcError: the config is not JSON, or its model_type is unknown.
     """
     plain = _plain_config(directory)
     if "model_type" not in plain:
-        raise LlmcError(f"'{directory / 'config.json'}' names no model_type")
+        raise LlmcError(f"'{directory / 'config.json'}' has no model_type; download it again, or "
+                        f"add the model's")
     if plain.get("auto_map") and not trust_remote_code:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
         if plain["model_type"] not in CONFIG_MAPPING:
-            raise LlmcError(f"'{directory}' brings its own code for '{plain['model_type']}'; "
-                            f"read it, and compile with --trust_remote_code to run it")
+            raise LlmcError(f"'{directory}' contains code for '{plain['model_type']}'; review it, "
+                            f"and compile with --trust_remote_code to run it")
     from transformers import AutoConfig
     try:
         return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
-    except Exception as error:  # transformers raises many kinds for a bad config
-        raise LlmcError(f"'{directory / 'config.json'}': transformers does not know architecture "
-                        f"'{plain['model_type']}' or refuses its config "
-                        f"({reason_of(error)})") from error
+    except Exception as error:  # transformers raises errors of many types
+        raise LlmcError(f"'{directory / 'config.json'}': transformers does not support "
+                        f"architecture '{plain['model_type']}' or rejects its config "
+                        f"({reason_of(error)}); correct the config, or use another model") \
+            from error
 
 
 def _plain_config(directory: Path) -> dict[str, Any]:
@@ -128,7 +132,7 @@ def _generation(directory: Path) -> dict[str, Any]:
 
 
 def save_tokenizer(directory: Path, target: Path) -> None:
-    """Write all that a runtime needs of a tokenizer."""
+    """Write the files of a tokenizer that the runtime needs."""
     copy_tokenizer(directory, target)
     if (target / "tokenizer.json").is_file():
         write_chat_templates(read_chat_templates(directory), target)
@@ -136,14 +140,15 @@ def save_tokenizer(directory: Path, target: Path) -> None:
 
 
 def copy_tokenizer(directory: Path, target: Path) -> None:
-    """Copy tokenizer files; make tokenizer.json where the directory has only a slow tokenizer."""
+    """Copy tokenizer files, and convert a slow tokenizer to tokenizer.json."""
     for name in _TOKENIZER_FILES:
         if (directory / name).is_file():
             refuse_pointer(directory / name)
             try:
                 shutil.copyfile(directory / name, target / name)
             except PermissionError as error:
-                raise LlmcError(f"'{directory / name}' may not be read") from error
+                raise LlmcError(f"'{directory / name}' cannot be read: permission denied; allow "
+                                f"reading it") from error
     if (target / "tokenizer.json").is_file():
         return
     from llmc.compiler.frontend import sentencepiece_pair
@@ -154,7 +159,7 @@ def copy_tokenizer(directory: Path, target: Path) -> None:
         from transformers import AutoTokenizer
         try:
             AutoTokenizer.from_pretrained(directory, trust_remote_code=False) \
-                .save_pretrained(target)  # None would ask on the terminal
-        except Exception as error:  # transformers raises many kinds for a bad tokenizer
+                .save_pretrained(target)  # None would prompt on the terminal
+        except Exception as error:  # transformers raises errors of many types
             raise LlmcError(f"the tokenizer of '{directory}' cannot be converted to "
                             f"tokenizer.json ({reason_of(error)}); put one there") from error

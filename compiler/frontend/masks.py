@@ -1,8 +1,8 @@
-"""What a model lets each query see: the mask functions that it makes, evaluated.
+"""Classification of a model's attention masks by evaluating its mask functions.
 
-A model asks transformers for a mask of each kind that it needs, by a function of batch, head, query
-and key, and gets a `Mask` node from us, which it hands to its layers. So the graph tells which
-layer has which mask, and the function tells what that mask is: nothing is read from a config.
+A model requests each kind of mask from transformers by a function of batch, head, query and key.
+llmc returns a `Mask` node, which the model passes to its layers. The graph then shows each layer's
+mask, and evaluating the function shows its kind; the config is not consulted.
 """
 
 from __future__ import annotations
@@ -20,20 +20,24 @@ from llmc.errors import LlmcError
 
 MaskFunction = Callable[[Any, Any, torch.Tensor, torch.Tensor], torch.Tensor]
 
-_POSITIONS = 1 << 16  # that are looked at, at least, where a model names no limit
-_BLOCK = 1 << 22  # pairs of query and key that are looked at together
-# What makes parts of mask functions in transformers, and what they are to a user.
+_POSITIONS = 1 << 16  # minimum number of positions to evaluate
+_BLOCK = 1 << 22  # pairs of query and key per evaluation
+# Factories of mask functions in transformers, with their meaning for errors.
 _KINDS = {
-    "blockwise_overlay": "attention both ways inside of blocks of tokens, as for images",
-    "sliding_window_bidirectional_overlay": "a window that looks ahead",
+    "blockwise_overlay": "bidirectional attention within blocks of tokens, as for images",
+    "sliding_window_bidirectional_overlay": "a bidirectional sliding window",
 }
 
 
 @dataclass(frozen=True)
 class Visible:
-    """What queries see: the keys up to their own where `causal`, else all; of those the last
-    `window`, or all where that is 0, or those of the query's own chunk of `chunk` positions. Up to
-    `positions` this was looked at.
+    """The keys that a mask shows to queries.
+
+    Args:
+        causal: only keys up to the query's position; else all keys.
+        window: only the last `window` of these; 0: no window.
+        positions: number of positions that were evaluated.
+        chunk: only keys of the query's chunk of `chunk` positions; 0: no chunks.
     """
 
     causal: bool
@@ -49,17 +53,21 @@ class Visible:
         return f"a window of {self.window}" if self.window else "all keys up to the query's"
 
     def has_window(self, claimed: int) -> bool:
-        """Whether a window of `claimed` keys (0: none) is the same."""
+        """Whether a window of `claimed` keys (0: none) is equivalent."""
         return claimed == self.window or (
             not self.window and not self.chunk and claimed >= self.positions)
 
 
 def evaluate(function: MaskFunction, max_positions: int | None = None) -> Visible:
-    """What a mask function is, by running it around every number in it and far beyond.
+    """Classify a mask function, by evaluating it around and beyond every number in it.
+
+    Args:
+        function: the mask function.
+        max_positions: the model's maximum; None: unknown.
 
     Raises:
-        LlmcError: it is neither causal, perhaps with a window or in chunks, nor full, or it cannot
-            be run.
+        LlmcError: it is neither full nor causal (optionally with a window or chunks), or it cannot
+            be evaluated.
     """
     last = max(max_positions or 0, _POSITIONS) - 1
     sizes = sorted({n for n in _numbers(function, set()) if 1 < n <= last})
@@ -70,7 +78,7 @@ def evaluate(function: MaskFunction, max_positions: int | None = None) -> Visibl
     keys = torch.arange(last + 2)
     try:
         visible = _check_rows(function, queries, keys)
-    except Exception as error:  # whatever a model's own function raises
+    except Exception as error:  # any error of the model's function
         raise _unknown(function) from error
     if visible is None:
         raise _unknown(function)
@@ -79,7 +87,7 @@ def evaluate(function: MaskFunction, max_positions: int | None = None) -> Visibl
 
 def _check_rows(function: MaskFunction, queries: torch.Tensor, keys: torch.Tensor) -> \
         Visible | None:
-    """What these queries see; None where it is nothing that `Visible` says."""
+    """Classify the mask of these queries; None if `Visible` cannot express it."""
     rows = list(queries.split(max(1, _BLOCK // len(keys))))
     seen = [_seen(function, block, keys) for block in rows]
     positions = len(keys) - 1
@@ -88,7 +96,7 @@ def _check_rows(function: MaskFunction, queries: torch.Tensor, keys: torch.Tenso
     span = max(int(block.sum(1).max()) for block in seen)
 
     def shows(first: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-        """Whether each query sees the keys from `first` of it up to its own."""
+        """Whether each query sees exactly the keys from `first(query)` to its own position."""
         return all(torch.equal(visible, (keys <= block[:, None]) & (keys >= first(block)[:, None]))
                    for block, visible in zip(rows, seen, strict=True))
 
@@ -100,7 +108,7 @@ def _check_rows(function: MaskFunction, queries: torch.Tensor, keys: torch.Tenso
 
 
 def _seen(function: MaskFunction, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """bool [queries, keys], which must be the same for every head."""
+    """Return the mask, bool [queries, keys]. It must be equal for all heads."""
     first, other = (function(torch.tensor(0), torch.tensor(head), queries[:, None], keys[None])
                     .expand(len(queries), len(keys)) for head in (0, 1))
     if not torch.equal(first, other):
@@ -109,14 +117,15 @@ def _seen(function: MaskFunction, queries: torch.Tensor, keys: torch.Tensor) -> 
 
 
 def _unknown(function: MaskFunction) -> LlmcError:
-    made_by = {name.split(".")[0] for name in _names(function, set())}
-    kinds = [text for name, text in _KINDS.items() if name in made_by]
-    return LlmcError(f"the model asks for a mask that is neither causal nor a window nor chunks"
-                     f"{''.join(f' ({kind})' for kind in kinds[:1])}")
+    factories = {name.split(".")[0] for name in _names(function, set())}
+    kinds = [text for name, text in _KINDS.items() if name in factories]
+    return LlmcError(f"the model uses an attention mask that is neither full nor causal, with an "
+                     f"optional window or chunks{''.join(f' ({kind})' for kind in kinds[:1])}; use "
+                     f"another model")
 
 
 def _parts(value: object) -> Iterator[object]:
-    """What a function has closed over, and what it is called with."""
+    """Yield a function's closure, defaults, bound arguments and constants."""
     if isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, types.MethodType):

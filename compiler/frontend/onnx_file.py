@@ -1,4 +1,4 @@
-"""A user's own ONNX export of a causal LM, opset 18 or later, without a KV cache."""
+"""ONNX files: a user's export of a causal LM, opset 18 or later, without a KV cache."""
 
 from __future__ import annotations
 
@@ -27,25 +27,26 @@ from llmc.errors import LlmcError, reason_of
 
 _MIN_OPSET = 18
 _INPUTS = frozenset({"input_ids", "position_ids", "attention_mask"})
-_TABLE_ELEMENTS = 256  # floats of rank 1 with no more elements are tables such as inv_freq
+_TABLE_ELEMENTS = 256  # float vectors up to this size are tables such as inv_freq
 
 
 def load_onnx(path: Path, hf_dir: Path, check: Check = unchecked) -> RawModel:
-    """Read the graph; weights stay in the file until they are needed.
+    """Read the graph, with lazy weights.
 
     Raises:
-        LlmcError: it is not ONNX, has an older opset, a KV cache, other inputs than token ids,
-            positions and an attention mask, or inputs of fixed shapes; or it names data that are
-            not in its folder.
+        LlmcError: the file is not ONNX, has an older opset, a KV cache, inputs other than
+            input_ids, position_ids and attention_mask, inputs of fixed shape, or external data
+            outside its folder.
     """
     directory = find_directory(hf_dir)
     check(_plain_config(directory), _generation(directory), False, "")
     refuse_pointer(path)
-    read_chat_templates(directory)  # rather now than after the passes
+    read_chat_templates(directory)  # errors before the slow passes
     try:
         model = onnx.load(path, load_external_data=False)
     except Exception as error:  # protobuf's errors share no base class
-        raise LlmcError(f"'{path}' is not an ONNX file ({type(error).__name__})") from error
+        raise LlmcError(f"'{path}' is not an ONNX file ({type(error).__name__}); export it again") \
+            from error
     opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0)
     if opset < _MIN_OPSET:
         raise LlmcError(f"'{path}' has opset {opset}; export it with opset {_MIN_OPSET} or later")
@@ -55,8 +56,9 @@ def load_onnx(path: Path, hf_dir: Path, check: Check = unchecked) -> RawModel:
         if model.functions:
             model = onnx.inliner.inline_local_functions(model)
         graph = gs.import_onnx(_with_shapes(model))
-    except Exception as error:  # onnx and graph-surgeon raise many kinds
-        raise LlmcError(f"'{path}' is no valid ONNX model ({reason_of(error)})") from error
+    except Exception as error:  # onnx and graph-surgeon raise errors of many types
+        raise LlmcError(f"'{path}' is not a valid ONNX model ({reason_of(error)}); check it with "
+                        f"onnx.checker, and export it again") from error
     _broadcast_rotary_caches(graph)
     for tensor in graph.tensors().values():
         if isinstance(tensor, gs.Constant):
@@ -64,7 +66,7 @@ def load_onnx(path: Path, hf_dir: Path, check: Check = unchecked) -> RawModel:
     _name_dimensions(graph)
     _drop_mask_input(graph)
     logits = _logits(graph, path)
-    notes = [f"the output '{tensor.name}' is left out" for tensor in graph.outputs
+    notes = [f"the output '{tensor.name}' is removed" for tensor in graph.outputs
              if tensor is not logits]
     graph.outputs = [logits]
     logits.name = "logits"
@@ -75,44 +77,44 @@ def load_onnx(path: Path, hf_dir: Path, check: Check = unchecked) -> RawModel:
 
 
 def _origin(path: Path, external: Mapping[str, ExternalArray], directory: Path) -> Origin:
-    """The ONNX file, its external data, and the Hugging Face directory's files but for weights."""
+    """Return the ONNX file, its external data, and the Hugging Face directory without weights."""
     data = dict.fromkeys(array.path for array in external.values())
     return Origin((path, *data, *(file for file in directory_origin(directory).paths
                                   if file.suffix not in (".safetensors", ".bin"))))
 
 
 def _broadcast_rotary_caches(graph: gs.Graph) -> None:
-    """Let cos and sin of every RotaryEmbedding have a row for each sequence.
+    """Expand cos and sin of every RotaryEmbedding to the batch size.
 
     Given:   RotaryEmbedding(x [batch, ...], cos [1, seq, dim / 2], sin [1, seq, dim / 2])
     Result:  RotaryEmbedding(x, Expand(cos, [batch, 1, 1]), Expand(sin, [batch, 1, 1]))
 
-    torch writes the former where positions are no input; the operator's contract is the latter.
+    torch writes the former if positions are not an input; the ONNX operator requires the latter.
     """
     for node in [node for node in graph.nodes if node.op == "RotaryEmbedding" and not node.domain]:
         if len(node.inputs) > 3 and not node.inputs[3].is_empty():
-            continue  # rows of the caches are chosen by position_ids
+            continue  # position_ids select rows of the caches
         name = node.outputs[0].name
         batch, ones = gs.Variable(f"{name}.batch", np.int64, (1,)), np.ones(2, np.int64)
         shape = gs.Variable(f"{name}.cache_shape", np.int64, (3,))
-        made = [gs.Node("Shape", batch.name, {"start": 0, "end": 1}, [node.inputs[0]], [batch]),
-                gs.Node("Concat", shape.name, {"axis": 0}, [
-                    batch, gs.Constant(f"{name}.ones", ones)], [shape])]
+        nodes = [gs.Node("Shape", batch.name, {"start": 0, "end": 1}, [node.inputs[0]], [batch]),
+                 gs.Node("Concat", shape.name, {"axis": 0}, [
+                     batch, gs.Constant(f"{name}.ones", ones)], [shape])]
         for index in (1, 2):
             cache = node.inputs[index]
             wide = gs.Variable(f"{name}.cache_{index}", cache.dtype,
                                None if cache.shape is None else (None, *cache.shape[1:]))
-            made.append(gs.Node("Expand", wide.name, {}, [cache, shape], [wide]))
+            nodes.append(gs.Node("Expand", wide.name, {}, [cache, shape], [wide]))
             node.inputs[index] = wide
         at = next(index for index, other in enumerate(graph.nodes) if other is node)
-        for offset, extra in enumerate(made):
+        for offset, extra in enumerate(nodes):
             graph.nodes.insert(at + offset, extra)
 
 
 def _logits(graph: gs.Graph, path: Path) -> gs.Tensor:
-    """The output of that name, or else the first."""
+    """Return the output named logits, or else the first."""
     if not graph.outputs:
-        raise LlmcError(f"'{path}' has no output; export it with one, the logits")
+        raise LlmcError(f"'{path}' has no output, expected logits; export it with that output")
     return next((tensor for tensor in graph.outputs if tensor.name == "logits"), graph.outputs[0])
 
 
@@ -121,31 +123,30 @@ def _check_inputs(model: onnx.ModelProto, path: Path) -> None:
     names = [value.name for value in model.graph.input if value.name not in initializers]
     cache = next((name for name in names if "past" in name or "cache" in name), None)
     if cache:
-        raise LlmcError(f"'{path}' takes a KV cache ('{cache}'); export it without one "
-                        f"(use_cache=False): llmc adds its own")
+        raise LlmcError(f"'{path}' has a KV cache as input ('{cache}'), which llmc adds itself; "
+                        f"export it without one (use_cache=False)")
     unknown = set(names) - _INPUTS
     if unknown or "input_ids" not in names:
-        raise LlmcError(f"'{path}' takes inputs {names}; llmc knows input_ids, position_ids and "
-                        f"attention_mask")
+        raise LlmcError(f"'{path}' has inputs {names}; export it with input_ids and, optionally, "
+                        f"position_ids and attention_mask")
     for value in model.graph.input:
         _check_shape(value, path)
 
 
 def _check_shape(value: onnx.ValueInfoProto, path: Path) -> None:
-    """Refuse an input of a fixed shape: the sizes that it was exported with are all over the graph.
-    """
+    """Reject an input of fixed shape: its sizes are constants throughout the graph."""
     shape = value.type.tensor_type.shape
     dims = [dim.dim_value if dim.HasField("dim_value") else dim.dim_param or "?"
             for dim in shape.dim]
     if value.name in _INPUTS and value.type.tensor_type.HasField("shape") and (
             len(dims) != 2 or any(isinstance(dim, int) for dim in dims)):
-        raise LlmcError(f"'{path}' takes {value.name} of shape {dims}, expected [batch, seq] with "
+        raise LlmcError(f"'{path}' has {value.name} of shape {dims}, expected [batch, seq] with "
                         f"both axes dynamic; export it with dynamic_shapes={{'{value.name}': "
                         f"{{0: 'batch', 1: 'seq'}}}} and example inputs of 2 or more rows")
 
 
 def _with_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with shapes inferred where the file has none."""
+    """Infer shapes if the file has few."""
     known = {value.name for value in model.graph.value_info}
     missing = sum(name not in known for node in model.graph.node for name in node.output if name)
     if missing > len(model.graph.node) // 2:
@@ -160,17 +161,17 @@ def _may_be_weight(dtype: np.dtype, shape: Sequence[int]) -> bool:
 
 
 def _external_weights(model: onnx.ModelProto, path: Path) -> dict[str, ExternalArray]:
-    """Where the graph's weights lie that are in other files. All else that is there is read."""
+    """Find external weights; read all other external data into the model."""
     initializers = list(model.graph.initializer)
     weights = {id(tensor) for tensor in initializers
                if _may_be_weight(_dtype(tensor), tensor.dims)}
-    found: dict[str, ExternalArray] = {}
+    external: dict[str, ExternalArray] = {}
     for tensor, array in find_external_data(model, path):
         if id(tensor) in weights:
-            found[tensor.name] = array
+            external[tensor.name] = array
         else:
             embed(tensor, array)
-    return found
+    return external
 
 
 def _dtype(tensor: onnx.TensorProto) -> np.dtype:
@@ -181,7 +182,7 @@ def _dtype(tensor: onnx.TensorProto) -> np.dtype:
 
 
 def _make_lazy(tensor: gs.Constant, external: Mapping[str, ExternalArray]) -> None:
-    """Turn what may be a weight into one that is read when needed."""
+    """Convert a constant that may be a weight to a lazy `Weight`."""
     values = tensor._values
     if isinstance(values, np.ndarray) or isinstance(values.dtype, int) \
             or not _may_be_weight(np.dtype(values.dtype), values.shape):
@@ -193,7 +194,7 @@ def _make_lazy(tensor: gs.Constant, external: Mapping[str, ExternalArray]) -> No
 
 
 def _name_dimensions(graph: gs.Graph) -> None:
-    """Call the dimensions of input_ids batch and seq, wherever they occur."""
+    """Rename the dimensions of input_ids to batch and seq in all tensors."""
     ids = next(tensor for tensor in graph.inputs if tensor.name == "input_ids")
     names = dict(zip(ids.shape, ("batch", "seq"), strict=True)) if ids.shape else {}
     for tensor in graph.tensors().values():

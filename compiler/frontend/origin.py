@@ -1,4 +1,4 @@
-"""The files that a model was read from, so that a compile can be repeated."""
+"""Provenance: the files that a model was read from, for reproducible compiles."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _MOST_HASHED = 64 << 20
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a model came from.
+    """The origin of a model.
 
     Args:
-        paths: the files.
-        repo_id: on the Hugging Face hub; None of local files.
-        commit: of that repository.
+        paths: its files.
+        repo_id: repository on the Hugging Face hub; None for local files.
+        commit: commit of that repository.
     """
 
     paths: Sequence[Path] = ()
@@ -30,26 +30,26 @@ class Origin:
     commit: str | None = None
 
     def files(self) -> tuple[SourceFile, ...]:
-        """Size and digest of each file, by name."""
+        """Return name, size and digest of each file, sorted by name."""
         return tuple(SourceFile(name=path.name, size=path.stat().st_size, sha256=_sha256(path))
                      for path in sorted(self.paths, key=lambda path: path.name))
 
 
 def directory_origin(directory: Path, repo_id: str | None = None) -> Origin:
-    """Of a Hugging Face directory, or a snapshot in the hub's cache."""
+    """Return the origin of a Hugging Face directory, or of a snapshot in the hub's cache."""
     commit = directory.name if repo_id and re.fullmatch("[0-9a-f]{40}", directory.name) else None
     return Origin(_model_files(directory), repo_id, commit)
 
 
 def _model_files(directory: Path) -> tuple[Path, ...]:
-    found = [path for pattern in PATTERNS for path in directory.glob(pattern) if path.is_file()]
-    if not any(path.suffix == ".safetensors" for path in found):
-        found += directory.glob(_PICKLED)
-    return tuple(found)
+    files = [path for pattern in PATTERNS for path in directory.glob(pattern) if path.is_file()]
+    if not any(path.suffix == ".safetensors" for path in files):
+        files += directory.glob(_PICKLED)
+    return tuple(files)
 
 
 def _sha256(path: Path) -> str | None:
-    """Of a large file only where the hub's cache names it so, as it does files of Git LFS."""
+    """Return a file's digest; of a large file only if the hub's cache uses it as its name."""
     named = path.resolve().name
     if path.is_symlink() and re.fullmatch("[0-9a-f]{64}", named):
         return named

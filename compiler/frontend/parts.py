@@ -1,4 +1,4 @@
-"""What is exported of a model, and the model built from its config."""
+"""The parts of a model that are exported, and building a model from its config."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from transformers import (
 
 from llmc.errors import LlmcError
 
-ATTENTION = "llmc"  # our entry in transformers' attention interface
-EXPERTS = "llmc"  # and in its experts interface
-ROOT = "model."  # the wrapper's name for the model, in front of every parameter's own name
+ATTENTION = "llmc"  # llmc's entry in transformers' attention interface
+EXPERTS = "llmc"  # llmc's entry in transformers' experts interface
+ROOT = "model."  # prefix of parameter names in the exported wrapper
 
 
 @dataclass(frozen=True)
 class Part:
-    """What is exported: a causal LM, or the encoder or the decoder of an encoder-decoder model.
+    """An exported part: a causal LM, or the encoder or decoder of an encoder-decoder model.
 
     Args:
-        layers: what configs call the number of its layers.
-        attentions: of each layer.
+        name: its name in errors.
+        layers: config keys of its number of layers.
+        attentions: attention modules per layer.
     """
 
     name: str
@@ -36,11 +37,11 @@ class Part:
 
     @property
     def causal(self) -> bool:
-        """Whether its self-attention is."""
+        """Whether its self-attention is causal."""
         return self.name != "encoder"
 
     def layers_key(self, config: Any) -> str | None:
-        """What this config calls the number of its layers."""
+        """Return this config's key of its number of layers, or None."""
         return next((key for key in self.layers if isinstance(getattr(config, key, None), int)),
                     None)
 
@@ -51,13 +52,12 @@ DECODER = Part("decoder", ("decoder_layers", "num_decoder_layers"), 2)
 
 
 def text_config(config: Any) -> Any:
+    """Return the text config of a multimodal config, else the config."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def text_prefix(model: Any) -> str:
-    """What names of a model's modules begin with where it has a language model beside others, such
-    as one that reads images.
-    """
+    """Return the prefix of the language model's modules in a multimodal model, else ''."""
     text = text_config(model.config)
     if type(text) is type(model.config):
         return ""
@@ -66,15 +66,16 @@ def text_prefix(model: Any) -> str:
 
 
 def causal_lm_class(config: Any) -> Any:
-    """transformers' automatic class for a model that makes text, perhaps of images too."""
+    """Return transformers' auto class for a causal LM or an image-text-to-text model."""
     takes_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return AutoModelForImageTextToText if takes_images and not _is_causal_lms(config) \
         else AutoModelForCausalLM
 
 
 def _is_causal_lms(config: Any) -> bool:
-    """Whether a causal LM's class takes the checkpoint that a config describes, or says what it
-    leaves of one that is for more.
+    """Whether a causal LM's class supports the config's checkpoint.
+
+    It has this config class, or ignores the other tensors of a multimodal checkpoint.
     """
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return False
@@ -83,6 +84,11 @@ def _is_causal_lms(config: Any) -> bool:
 
 
 def build(config: Any, part: Part, trust_remote_code: bool) -> torch.nn.Module:
+    """Build a model from its config.
+
+    Raises:
+        LlmcError: transformers cannot build it.
+    """
     kind, auto = ("causal LM", causal_lm_class(config)) if part is CAUSAL_LM else \
         ("encoder-decoder LM", AutoModelForSeq2SeqLM)
     try:
@@ -91,8 +97,8 @@ def build(config: Any, part: Part, trust_remote_code: bool) -> torch.nn.Module:
         except KeyError as error:
             if error.args != (ATTENTION,):
                 raise
-            # The model looks its attention up in a table of its own. What transformers takes there
-            # comes first: Falcon's eager attention adds ALiBi twice.
+            # The model selects attention from its own table of classes. sdpa comes first, as
+            # Falcon's eager attention adds ALiBi twice.
             try:
                 config._attn_implementation = "sdpa"
                 model = auto.from_config(config, trust_remote_code=trust_remote_code)
@@ -104,4 +110,5 @@ def build(config: Any, part: Part, trust_remote_code: bool) -> torch.nn.Module:
             AttributeError, RuntimeError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise LlmcError(f"transformers cannot build '{getattr(config, 'model_type', '?')}' as "
-                        f"{'an' if kind[0] == 'e' else 'a'} {kind}: {first}") from error
+                        f"{'an' if kind[0] == 'e' else 'a'} {kind}: {first}; correct its config, "
+                        f"or use another model") from error

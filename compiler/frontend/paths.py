@@ -1,4 +1,4 @@
-"""Files that an input names: an index its shards, an ONNX file its external data."""
+"""Files that an input refers to: shards of an index, external data of an ONNX file."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ _LFS = b"version https://git-lfs.github.com/spec/"
 
 
 def refuse_pointer(path: Path) -> None:
-    """Refuse a Git LFS pointer, which a clone without git-lfs has in place of a large file.
+    """Reject a Git LFS pointer, a placeholder for a large file in clones without git-lfs.
 
     Raises:
-        LlmcError: it is one.
+        LlmcError: the file is a pointer.
     """
     try:
         with open(path, "rb") as file:
             start = file.read(len(_LFS))
-    except OSError:  # the reader of the file says so
+    except OSError:  # reported by the reader of the file
         return
     if start == _LFS:
         raise LlmcError(f"'{path}' is a Git LFS pointer, not the file itself; run 'git lfs pull' "
@@ -26,29 +26,30 @@ def refuse_pointer(path: Path) -> None:
 
 
 def named_file(source: Path, name: str) -> Path:
-    """The file that `source` calls `name`, which is relative to the folder of `source`.
+    """Resolve a file name in `source`, relative to the folder of `source`.
 
-    A name never leads out of that folder. A symbolic link in it may: who made the folder made the
-    link, as the Hugging Face cache does for every file.
+    A name never leads outside of that folder. A symbolic link in the folder may, as in the Hugging
+    Face cache: it is trusted like the folder.
 
     Raises:
-        LlmcError: the name is empty, absolute, has `..` or a backslash in it, or no file is
-            there, or a Git LFS pointer.
+        LlmcError: the name is empty or absolute, contains `..` or a backslash, or the file is
+            missing or a Git LFS pointer.
     """
     parts = PurePosixPath(name).parts
     problem = "is empty" if not parts \
         else "is an absolute path" if name.startswith("/") or PureWindowsPath(name).drive \
-        else "leads out of its folder" if ".." in parts \
-        else "has a character that no such name may have" if "\\" in name or "\0" in name else None
+        else "leads outside of its folder" if ".." in parts \
+        else "contains a backslash or a null byte" if "\\" in name or "\0" in name else None
     if problem is not None:
-        raise LlmcError(f"'{source}' names the file {name!r}, which {problem}; it may only name "
-                        f"files in '{source.parent}'")
+        raise LlmcError(f"'{source}' refers to the file {name!r}, which {problem}; it may only "
+                        f"refer to files in '{source.parent}'")
     path = source.parent / name
     try:
-        found = path.is_file()
-    except (OSError, ValueError):  # a name that no file system takes
-        found = False
-    if not found:
-        raise LlmcError(f"'{source}' lists {name!r}, which is missing")
+        exists = path.is_file()
+    except (OSError, ValueError):  # a name that the file system rejects
+        exists = False
+    if not exists:
+        raise LlmcError(f"'{source}' lists {name!r}, which is missing; copy or download it to "
+                        f"'{source.parent}'")
     refuse_pointer(path)
     return path

@@ -1,4 +1,4 @@
-"""What every frontend returns."""
+"""The result of every frontend: `RawModel`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tokenizers import Tokenizer
 
 from llmc.compiler.frontend.origin import Origin
 
-# Called with a model's config, its generation config, whether it has an encoder, and how it is
-# quantized where the config does not say it, before anything slow is done with it; raises LlmcError
-# where that cannot be compiled.
+# Called before the slow export with the config, the generation config, whether the model has an
+# encoder, and the quantization method if the config does not name it. Raises LlmcError if the model
+# cannot be compiled.
 Check = Callable[[Mapping[str, Any], Mapping[str, Any], bool, str], None]
 
 
@@ -36,19 +36,19 @@ class RawModel:
     Args:
         graph: inputs `input_ids` and perhaps `position_ids`, int64 [batch, seq]; output `logits`
             float32 [batch, seq, vocab_size]; parameters are constants that hold a `Weight`.
-            Attention is a node `Sdpa` (domain llmc; q, k, v as [batch, heads, seq, head_dim],
-            perhaps a bias of the scores; scale, window, softcap, causal, layer) where the model let
-            the exporter say so. The hidden state after layer i is named `hidden_states.i` where the
-            frontend knows it. Of an encoder-decoder model, the decoder: it also has an input
-            `encoder_output` float32 [batch, mem_seq, hidden_size].
+            Attention is a node `Sdpa` (domain llmc; q, k, v as [batch, heads, seq, head_dim], and
+            optionally a bias of the scores; scale, window, softcap, causal, layer) if the model
+            uses transformers' attention interface. The hidden state after layer i is named
+            `hidden_states.i` if the frontend knows it. For an encoder-decoder model this is the
+            decoder, which also has an input `encoder_output` float32 [batch, mem_seq, hidden_size].
         config: the Hugging Face config as plain data.
         kind: huggingface, gguf or onnx.
         save_tokenizer: writes tokenizer files into a directory.
         generation: generation_config.json as plain data.
-        notes: what the user may want to know, such as why all layers were exported.
-        encoder: of an encoder-decoder model, the graph from `input_ids` to `encoder_output`.
-        origin: the files that it was read from.
-        end_tokens: called with the tokenizer, gives further EOS tokens.
+        notes: remarks for the user, such as why all layers were exported.
+        encoder: an encoder-decoder's graph from `input_ids` to `encoder_output`.
+        origin: the files that the model was read from.
+        end_tokens: returns further EOS tokens, given the tokenizer.
     """
 
     graph: gs.Graph
@@ -67,7 +67,7 @@ class RawModel:
 
     @property
     def config_sha256(self) -> str:
-        """Digest of the config, keys sorted, without where it was loaded from."""
+        """Digest of the config with sorted keys, without its location and version."""
         kept = {key: value for key, value in self.config.items()
                 if key not in ("_name_or_path", "transformers_version", "param_dir",
                                "tensor_parallel")}
@@ -75,21 +75,22 @@ class RawModel:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
-        """`eos_token_id` or `bos_token_id`, from the generation config or else the config; without
-        those that the vocabulary lacks, as where a small model has its family's config.
+        """Return `eos_token_id` or the like, from the generation config or else the config.
+
+        Ids outside of the vocabulary are dropped: a small model may have its family's config.
         """
         return tuple(token for token in token_ids(key, self.config, self.generation)
                      if 0 <= token < vocab_size)
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
-    """What a Hugging Face config calls its model."""
+    """Return the first architecture of a Hugging Face config, or its model type."""
     return str((config.get("architectures") or [config.get("model_type", "unknown")])[0])
 
 
 def token_ids(key: str, config: Mapping[str, Any], generation: Mapping[str, Any]) -> \
         tuple[int, ...]:
-    """`eos_token_id` or the like, from the generation config or else the config."""
+    """Return `eos_token_id` or the like, from the generation config or else the config."""
     value = generation.get(key, config.get(key))
     if value is None:
         return ()

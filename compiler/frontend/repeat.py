@@ -1,8 +1,8 @@
-"""Which layers of a model to export, and the whole model's graph from theirs.
+"""Selection of layers to export, and cloning of their graphs for the whole model.
 
-Layers are compared as modules first (classes, shapes, settings) and again as exported graphs; each
-kind is exported once or twice and cloned for the rest. Where anything differs from what that needs,
-all layers are exported.
+Layers are compared as modules (classes, shapes, settings) and again as exported graphs. Of each
+kind, one or two layers are exported and cloned for the others. If cloning is not possible, all
+layers are exported.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from llmc.errors import LlmcError
 
 
 class CannotRepeat(Exception):
-    """Why the layers cannot be cloned."""
+    """Layers cannot be cloned; the message is the reason."""
 
 
 @dataclass
 class LayerPlan:
-    """Layers to export and what each layer of the model is a copy of.
+    """The layers to export, and the kind of each layer of the model.
 
     Args:
-        config: of the layers to export alone, or where `cut` of the whole model.
-        part: what is exported.
-        layers_name: the layers' place in the model, such as `model.layers`.
-        picked: for each exported layer, the layer of the model that it is.
+        config: config of the exported layers only; with `cut`, of the whole model.
+        part: the exported part.
+        layers_name: name of the layers' module list, such as `model.layers`.
+        picked: for each exported layer, its index in the model.
         group: for each layer of the model, its kind.
-        cut: whether the other layers are taken out of the model, as no config describes one of
-            these alone.
+        cut: whether the other layers are removed from the built model, as no config describes a
+            model with only the picked ones.
     """
 
     config: Any
@@ -64,17 +64,17 @@ def _find_layers(model: Any, part: Part, count: int) -> tuple[str, torch.nn.Modu
     if part is not CAUSAL_LM:
         inner = model.get_encoder() if part is ENCODER else model.get_decoder()
         prefix = next(f"{name}." for name, module in model.named_modules() if module is inner)
-    found = [(name, module) for name, module in model.named_modules()
+    lists = [(name, module) for name, module in model.named_modules()
              if name.startswith(prefix) and isinstance(module, torch.nn.ModuleList)
              and len(module) == count
              and all(any(True for _ in layer.parameters()) for layer in module)]
-    if not found:
+    if not lists:
         raise CannotRepeat(f"the model has no list of {count} layers")
-    return found[0]
+    return lists[0]
 
 
 def _signature(module: torch.nn.Module) -> tuple[object, ...]:
-    """All that distinguishes one layer from another, but for its index and its weights' values."""
+    """Return a layer's classes, settings and shapes, without its index and weights' values."""
     settings = tuple(sorted(
         (name, repr(value)) for name, value in vars(module).items()
         if name not in ("layer_idx", "layer_id", "layer_number", "training")
@@ -88,10 +88,16 @@ def _signature(module: torch.nn.Module) -> tuple[object, ...]:
 
 def plan_layers(config: Any, part: Part, model: torch.nn.Module, trust_remote_code: bool) -> \
         LayerPlan:
-    """Which layers of `model`, which `config` describes, to export.
+    """Select the layers of a model to export.
+
+    Args:
+        config: config of the model.
+        part: the exported part.
+        model: the model, without values.
+        trust_remote_code: run code that comes with the model.
 
     Raises:
-        CannotRepeat: all of them.
+        CannotRepeat: all layers must be exported.
     """
     text = text_config(config)
     key = part.layers_key(text)
@@ -111,44 +117,47 @@ def plan_layers(config: Any, part: Part, model: torch.nn.Module, trust_remote_co
             with torch.device("meta"):
                 fewer = build(short, part, trust_remote_code)
                 inside, few = _find_layers(fewer, part, len(picked))
-        except (CannotRepeat, LlmcError):  # such as a list of layers that are not there any more
+        except (CannotRepeat, LlmcError):  # such as a list with indices of removed layers
             continue
         if [_signature(layer) for layer in few] == [signatures[i] for i in picked] \
-                and _shapes_beside(fewer, inside) == _shapes_beside(model, name):
+                and _other_shapes(fewer, inside) == _other_shapes(model, name):
             return LayerPlan(short, part, name, picked, group)
     _check_places(text, count, picked)
     return LayerPlan(copy.deepcopy(config), part, name, picked, group, cut=True)
 
 
-def _shapes_beside(model: torch.nn.Module, layers_name: str) -> dict[str, tuple[int, ...]]:
-    """The shapes of the parameters that are not of these layers, by name: a table for all layers,
-    such as of Gemma 4's inputs for each, is of another size where there are fewer.
+def _other_shapes(model: torch.nn.Module, layers_name: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of parameters outside of the layers, by name.
+
+    Some depend on the number of layers, such as Gemma 4's table of per-layer inputs.
     """
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()
             if not name.startswith(f"{layers_name}.")}
 
 
 def _check_places(text: Any, count: int, picked: Sequence[int]) -> None:
-    """That the kinds of layers that a config makes by itself are for these the same as for the
-    first so many, which the model takes them for where the others are cut out.
+    """Check that per-layer properties of a config agree for the picked and the first layers.
+
+    After a cut, the model indexes these properties by the layers' new positions.
 
     Raises:
-        CannotRepeat: it is not.
+        CannotRepeat: a property differs.
     """
     for name in dir(type(text)):
         if "layer" in name and isinstance(getattr(type(text), name, None), property):
-            made = getattr(text, name, None)
-            if isinstance(made, list | tuple) and len(made) == count \
-                    and [made[i] for i in picked] != list(made[:len(picked)]):
-                raise CannotRepeat(f"the config's {name} cannot be told of a few layers")
+            values = getattr(text, name, None)
+            if isinstance(values, list | tuple) and len(values) == count \
+                    and [values[i] for i in picked] != list(values[:len(picked)]):
+                raise CannotRepeat(f"the config's {name} cannot be set for a few layers")
 
 
 def _shorten(text: Any, key: str, picked: Sequence[int], renumber: bool = False) -> None:
-    """Leave these layers in a config: in its lists with an entry for each, in their number, and
-    with `renumber` in its lists of layers.
+    """Reduce a config to the picked layers: number, per-layer lists, and lists of indices.
+
+    Lists of indices are changed only with `renumber`.
 
     Raises:
-        CannotRepeat: it does not let their number be set, as ProphetNet's.
+        CannotRepeat: the number of layers cannot be set, as in ProphetNet's config.
     """
     count = getattr(text, key)
     _shorten_lists(text, count, picked)
@@ -158,11 +167,11 @@ def _shorten(text: Any, key: str, picked: Sequence[int], renumber: bool = False)
     try:
         setattr(text, key, len(picked))
     except NotImplementedError as error:
-        raise CannotRepeat(f"the config does not let {key} be set") from error
+        raise CannotRepeat(f"the config's {key} cannot be set") from error
 
 
 def _are_layers(value: object, count: int) -> bool:
-    """Whether these are the numbers of some of so many layers, in order."""
+    """Whether these are ascending indices of some of `count` layers."""
     return isinstance(value, list | tuple) and 0 < len(value) < count and all(
         isinstance(i, int) and 0 <= i < count for i in value) and list(value) == sorted(set(value))
 
@@ -174,8 +183,9 @@ def _shorten_lists(text: Any, count: int, picked: Sequence[int]) -> None:
 
 
 def cut_layers(model: Any, part: Part, layers_name: str, picked: Sequence[int]) -> None:
-    """Take all layers but these out of a model, and out of its config's lists. Their number stays,
-    as tables for all layers are of that size.
+    """Remove all other layers from a model and its config's per-layer lists.
+
+    The config's number of layers stays, as tables for all layers have that size.
     """
     text = text_config(model.config)
     key = part.layers_key(text)
@@ -187,29 +197,29 @@ def cut_layers(model: Any, part: Part, layers_name: str, picked: Sequence[int]) 
 
 
 def exported_names(names: Set[str], plan: LayerPlan) -> set[str]:
-    """Names of a model's tensors as the exported layers call them."""
+    """Return the names of a model's tensors in the graph of the exported layers."""
     known = {f"{plan.layers_name}.{layer}.": f"{plan.layers_name}.{index}."
              for index, layer in enumerate(plan.picked)}
-    made = set()
+    exported = set()
     for name in names:
         layer = re.match(rf"{re.escape(plan.layers_name)}\.\d+\.", name)
         if layer is None:
-            made.add(name)
+            exported.add(name)
         elif layer[0] in known:
-            made.add(known[layer[0]] + name[layer.end():])
-    return made
+            exported.add(known[layer[0]] + name[layer.end():])
+    return exported
 
 
 @dataclass
 class _Layer:
-    """One exported layer.
+    """An exported layer.
 
     Args:
-        nodes: its own.
-        carried_in: what it reads from the layer before.
-        carried_out: what it hands on to the next.
-        kept: what later layers read of it besides, such as keys and values that they share.
-        selecting: ids of nodes that choose, by the layer's index, of what is made for all layers.
+        nodes: its nodes.
+        carried_in: hidden state from the previous layer.
+        carried_out: hidden state for the next layer.
+        kept: other tensors that later layers read, such as shared keys and values.
+        selecting: ids of nodes that select, by the layer's index, from a tensor for all layers.
     """
 
     nodes: list[gs.Node]
@@ -220,7 +230,11 @@ class _Layer:
 
 
 def repeat(graph: gs.Graph, plan: LayerPlan) -> gs.Graph:
-    """The graph of the whole model, from the graph of a few of its layers."""
+    """Build the graph of the whole model from the graph of the exported layers.
+
+    Raises:
+        CannotRepeat: the layers' graphs cannot be cloned.
+    """
     layers = _cut_layers(graph, len(plan.picked))
     prefix = f"{ROOT}{plan.layers_name}."
     forms = [_canonical(layer, prefix, index) for index, layer in enumerate(layers)]
@@ -228,14 +242,14 @@ def repeat(graph: gs.Graph, plan: LayerPlan) -> gs.Graph:
     for index, layer in enumerate(plan.picked):
         kind = plan.group[layer]
         if kind in template and forms[index] != forms[template[kind]]:
-            raise CannotRepeat(f"layers {plan.picked[template[kind]]} and {layer} are alike in "
+            raise CannotRepeat(f"layers {plan.picked[template[kind]]} and {layer} are equal in "
                                 f"the config but not in the graph")
         if index > 0 or kind not in template:
-            template[kind] = index  # a later copy shows what it takes from the layer before
+            template[kind] = index  # not layer 0, which has no input from a previous layer
     for exported, number in zip(layers, plan.picked, strict=True):
         if exported.kept and plan.group.count(plan.group[number]) > 1:
             raise CannotRepeat(f"later layers read {len(exported.kept)} tensors of layer {number}, "
-                               f"of whose kind there are others")
+                               f"which is not the only one of its kind")
     first, names = layers[0], [output.name for output in graph.outputs]
     first.carried_out.name = HIDDEN_STATE.format(0)
     last_exported = layers[-1].carried_out
@@ -249,7 +263,7 @@ def repeat(graph: gs.Graph, plan: LayerPlan) -> gs.Graph:
     for number in range(1, len(plan.group)):
         source = layers[template[plan.group[number]]]
         if source is first:
-            raise CannotRepeat(f"layer {number} is like the first, which has no layer before it")
+            raise CannotRepeat(f"layer {number} equals the first, which has no previous layer")
         nodes, hidden = _clone(source, hidden, prefix, template[plan.group[number]], number, kept)
         clones.extend(nodes)
     for reader in readers:
@@ -266,7 +280,7 @@ def repeat(graph: gs.Graph, plan: LayerPlan) -> gs.Graph:
     graph.nodes.clear()
     graph.nodes.extend([*outside, *clones])
     tidy(graph)
-    # Eager attention has no such nodes, nor has a hybrid one in every layer.
+    # Absent with eager attention, and in recurrent layers of a hybrid.
     order = [node.attrs["layer"] for node in graph.nodes if node.op == "Sdpa"]
     if plan.part.causal and order != sorted(order):
         raise CannotRepeat("attention layers are not in the order of the layers")
@@ -274,7 +288,7 @@ def repeat(graph: gs.Graph, plan: LayerPlan) -> gs.Graph:
 
 
 def _cut_layers(graph: gs.Graph, count: int) -> list[_Layer]:
-    """The nodes of each layer, by the tags that their names carry."""
+    """Group nodes by layer, by the tags in their names."""
     tag = {id(node): node.name.split("|")[0] for node in graph.nodes}
     _untag_shared(graph, tag)
     selecting = _tag_selecting(graph, tag)
@@ -289,34 +303,38 @@ def _cut_layers(graph: gs.Graph, count: int) -> list[_Layer]:
         if not nodes:
             raise CannotRepeat(f"no node belongs to layer {index}")
         inside = {id(node) for node in nodes}
-        made = {id(t) for node in nodes for t in node.outputs}
+        inner = {id(t) for node in nodes for t in node.outputs}
         before = {id(t) for node in groups[index - 1] for t in node.outputs} if index else set()
-        taken = {id(t): t for node in nodes for t in node.inputs
-                 if id(t) in before and id(t) not in kept}
-        handed = {id(t): t for node in nodes for t in node.outputs
+        received = {id(t): t for node in nodes for t in node.inputs
+                    if id(t) in before and id(t) not in kept}
+        passed = {id(t): t for node in nodes for t in node.outputs
                   if any(id(reader) not in inside for reader in t.outputs)
                   or any(t is output for output in graph.outputs)}
-        out = [t for t in handed.values() if len(handed) == 1 or (
+        out = [t for t in passed.values() if len(passed) == 1 or (
             layers and list(t.shape or ()) == list(layers[0].carried_out.shape or ()))]
-        if len(out) != 1 or (index and len(taken) != 1):
-            raise CannotRepeat(f"layer {index} takes {len(taken)} tensors from the layer before "
-                                f"and hands on {len(handed)}")
-        kept.update(id(t) for t in handed.values() if t is not out[0])
+        if len(out) != 1 or (index and len(received) != 1):
+            raise CannotRepeat(f"layer {index} reads {len(received)} tensors of the previous layer "
+                                f"and passes on {len(passed)}")
+        kept.update(id(t) for t in passed.values() if t is not out[0])
         other = [describe(node) for node in nodes for t in node.inputs if t.inputs
-                 and id(t) not in made and id(t) not in before and id(t) not in kept
+                 and id(t) not in inner and id(t) not in before and id(t) not in kept
                  and tag[id(t.inputs[0])]]
         if other:
-            raise CannotRepeat(f"{other[0]} reads from a layer that is not the one before")
+            raise CannotRepeat(f"{other[0]} reads from a layer other than the previous one")
         layers.append(_Layer(sorted(nodes, key=lambda node: position[id(node)]),
-                             next(iter(taken.values()), None), out[0],
-                             [t for t in handed.values() if t is not out[0]],
+                             next(iter(received.values()), None), out[0],
+                             [t for t in passed.values() if t is not out[0]],
                              {id(node) for node in nodes} & selecting))
     return layers
 
 
 def _tag_selecting(graph: gs.Graph, tag: dict[int, str]) -> set[int]:
-    """Put into each layer what chooses for it, outside of it, from what is made for all layers: the
-    entry of its index, as of Gemma 4's inputs for each layer. The ids of such nodes.
+    """Move into each layer the Gather that selects its entry from a tensor for all layers.
+
+    Such as of Gemma 4's per-layer inputs.
+
+    Returns:
+        The ids of these nodes.
     """
     selecting = set()
     for node in graph.nodes:
@@ -329,12 +347,13 @@ def _tag_selecting(graph: gs.Graph, tag: dict[int, str]) -> set[int]:
 
 
 def _untag_shared(graph: gs.Graph, tag: dict[int, str]) -> None:
-    """Take out of the layers what one computes for others from nothing but the tokens' number and
-    places, such as the bias of scores that T5's first layer makes for all.
+    """Move nodes that compute a tensor for other layers out of their layer.
+
+    They depend on lengths and positions only, such as T5's attention bias for all layers.
     """
     data = data_tensors(graph)
     computed = {id(t) for node in graph.nodes for t in node.outputs if id(t) in data}
-    for node in graph.nodes:  # and what is computed from their shapes
+    for node in graph.nodes:  # also what is computed from their shapes
         if any(id(t) in computed for t in node.inputs):
             computed.update(id(t) for t in node.outputs)
     stack = [node for node in graph.nodes if tag[id(node)] and any(
@@ -348,8 +367,11 @@ def _untag_shared(graph: gs.Graph, tag: dict[int, str]) -> None:
 
 
 def _canonical(layer: _Layer, prefix: str, index: int) -> list[tuple[object, ...]]:
-    """A form that equal layers share. The first layer's carried input stands for any tensor that
-    the model computes from the tokens, so that it compares equal to later layers."""
+    """Return a canonical form, equal for equal layers.
+
+    For the first layer, any tensor that is computed from the tokens and has the hidden state's
+    shape counts as the carried input, so that it compares equal to later layers.
+    """
     number: dict[int, int] = {}
     form: list[tuple[object, ...]] = []
     for node in layer.nodes:
@@ -385,22 +407,32 @@ def _looks_carried(tensor: gs.Tensor, layer: _Layer) -> bool:
 
 def _clone(layer: _Layer, hidden: gs.Tensor, prefix: str, old: int, new: int,
            kept: dict[int, gs.Tensor]) -> tuple[list[gs.Node], gs.Tensor]:
-    """The layer's nodes for another index, reading `hidden`; and what they hand on. `kept` has the
-    clones of what earlier layers keep for later ones, and gets this one's.
+    """Clone a layer for another index.
+
+    Args:
+        layer: the exported layer.
+        hidden: hidden state from the previous layer.
+        prefix: prefix of the layers' parameter names.
+        old: index of the exported layer.
+        new: index of the clone.
+        kept: clones of earlier layers' `kept` tensors by id; this layer's are added.
+
+    Returns:
+        The nodes, and the hidden state for the next layer.
     """
-    made: dict[int, gs.Tensor] = {}
+    clones: dict[int, gs.Tensor] = {}
 
     def tensor(original: gs.Tensor) -> gs.Tensor:
         if original is layer.carried_in:
             return hidden
         if isinstance(original, gs.Constant) and original.name.startswith(f"{prefix}{old}."):
             name = original.name.replace(f"{prefix}{old}.", f"{prefix}{new}.", 1)
-            if id(original) not in made:
+            if id(original) not in clones:
                 values = original._values
-                made[id(original)] = gs.Constant(
+                clones[id(original)] = gs.Constant(
                     name, Weight(values.shape, values.dtype, unread, name)
                     if isinstance(values, Weight) else values)
-        return made.get(id(original), kept.get(id(original), original))
+        return clones.get(id(original), kept.get(id(original), original))
 
     nodes = []
     for node in layer.nodes:
@@ -415,12 +447,12 @@ def _clone(layer: _Layer, hidden: gs.Tensor, prefix: str, old: int, new: int,
                 continue
             name = HIDDEN_STATE.format(new) if result is layer.carried_out \
                 else f"layers.{new}.{result.name}"
-            made[id(result)] = gs.Variable(name, result.dtype, result.shape)
-            outputs.append(made[id(result)])
+            clones[id(result)] = gs.Variable(name, result.dtype, result.shape)
+            outputs.append(clones[id(result)])
         attrs = dict(node.attrs)
         if node.op == "Sdpa" and attrs["layer"] >= 0:
             attrs["layer"] = new
         nodes.append(gs.Node(op=node.op, name=f"layers.{new}.{node.name}", domain=node.domain,
                              attrs=attrs, inputs=inputs, outputs=outputs))
-    kept.update((id(t), made[id(t)]) for t in layer.kept)
-    return nodes, made[id(layer.carried_out)]
+    kept.update((id(t), clones[id(t)]) for t in layer.kept)
+    return nodes, clones[id(layer.carried_out)]

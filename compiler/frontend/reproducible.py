@@ -1,5 +1,4 @@
-"""What a model computes when it is built, such as rotary frequencies, the same on every processor.
-"""
+"""Reproducible elementary functions for constants that a model computes when it is built."""
 
 from __future__ import annotations
 
@@ -13,19 +12,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from llmc.compiler.graph import elementary
 
 _aten = torch.ops.aten
-# Of one tensor, with the arguments that they are good for.
+# Functions of one tensor, with the range of arguments that they support.
 _FUNCTIONS: dict[Any, tuple[Callable[..., np.ndarray], float, float]] = {
     _aten.exp.default: (elementary.exp, -700, 700),
     _aten.log.default: (elementary.log, 1e-300, 1e300),
     _aten.sin.default: (elementary.sin, -elementary.MAX_ANGLE, elementary.MAX_ANGLE),
     _aten.cos.default: (elementary.cos, -elementary.MAX_ANGLE, elementary.MAX_ANGLE)}
 _POWERS = {_aten.pow.Scalar, _aten.pow.Tensor_Scalar, _aten.pow.Tensor_Tensor}
-_EXACT_POWERS = (0, 1, 2, 3, -1, -2, 0.5)  # products, quotients and roots, everywhere the same
+_EXACT_POWERS = (0, 1, 2, 3, -1, -2, 0.5)  # exact products, quotients and roots
 
 
 class Reproducible(TorchDispatchMode):
-    """While it is entered, elementary functions of real tensors are those of `graph.elementary`.
-    torch's own differ in the last bit between a processor's vectors and another's.
+    """Compute elementary functions of real tensors by `graph.elementary` while active.
+
+    torch's functions differ in the last bit between processors' vector instructions.
     """
 
     def __torch_dispatch__(self, function: Any, types: Sequence[type], args: tuple[Any, ...] = (),

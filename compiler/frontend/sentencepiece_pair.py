@@ -1,5 +1,6 @@
-"""The tokenizer of a model with one SentencePiece model for what it reads, another for what it
-writes, and a vocabulary that numbers the pieces of both, such as Marian's: as one tokenizer.json.
+"""Conversion of a pair of SentencePiece models, such as Marian's, to tokenizer.json.
+
+One model is for the source, one for the target language; they share a vocabulary.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from llmc.errors import LlmcError
 SOURCE, VOCABULARY = "source.spm", "vocab.json"
 _END, _PAD, _UNKNOWN = "</s>", "<pad>", "<unk>"
 _UNIGRAM = 1
-# What the pieces that are only written score, per character, below the worst that is read: never
-# better than any way to read the text.
+# Score per character of target-only pieces, below the worst source piece, so that encoding never
+# prefers them.
 _PENALTY = 20.0
 
 
@@ -33,7 +34,8 @@ def write_tokenizer(directory: Path, target: Path) -> None:
     """Write tokenizer.json into `target`.
 
     Raises:
-        LlmcError: a file is broken or missing, or it is none of unigrams with one vocabulary.
+        LlmcError: a file is broken or missing, or the tokenizer is not a unigram model with a
+            shared vocabulary.
     """
     pieces = import_protobuf().ModelProto()
     try:
@@ -44,16 +46,16 @@ def write_tokenizer(directory: Path, target: Path) -> None:
                         f"tokenizer.json there") from error
     tokens = sorted(ids, key=ids.get)
     problem = "has no </s> or no <unk>" if not {_END, _UNKNOWN} <= ids.keys() else \
-        "does not number its pieces from 0 on" if sorted(ids.values()) != list(range(len(ids))) \
-        else "writes with a vocabulary of its own" if (directory / "target_vocab.json").is_file() \
-        else "is not one of unigrams" if pieces.trainer_spec.model_type != _UNIGRAM else None
+        "does not number its pieces from 0" if sorted(ids.values()) != list(range(len(ids))) \
+        else "has a separate target vocabulary" if (directory / "target_vocab.json").is_file() \
+        else "is not a unigram model" if pieces.trainer_spec.model_type != _UNIGRAM else None
     if problem is not None:
         raise LlmcError(f"the tokenizer of '{directory}' {problem}, which llmc cannot convert; put "
                         f"a tokenizer.json there")
-    read = {piece.piece: piece.score for piece in pieces.pieces if piece.piece in ids}
-    worst = min(read.values(), default=0.0) - _PENALTY
+    scores = {piece.piece: piece.score for piece in pieces.pieces if piece.piece in ids}
+    worst = min(scores.values(), default=0.0) - _PENALTY
     tokenizer = Tokenizer(models.Unigram(
-        [(token, read.get(token, worst * max(1, len(token)))) for token in tokens],
+        [(token, scores.get(token, worst * max(1, len(token)))) for token in tokens],
         ids[_UNKNOWN]))
     charsmap = pieces.normalizer_spec.precompiled_charsmap
     tokenizer.normalizer = normalizers.Sequence([

@@ -1,7 +1,7 @@
-"""Limits of the sizes that a model's config or GGUF metadata may state.
+"""Upper limits of sizes in a model's config or GGUF metadata.
 
-Configs are read before the weights are, and transformers makes lists and modules of what they say:
-a config of 10^9 layers would take all memory before a tensor is found missing.
+transformers allocates lists and modules by the config before weights are read, so a config of 10^9
+layers would exhaust memory before a missing tensor is noticed.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ _LIMITS = {key: limit for limit, keys in _KEYS.items() for key in keys}
 
 
 def check_sizes(config: Mapping[str, Any], path: Path) -> None:
-    """Refuse a config, or metadata, with a size beyond what a model has.
+    """Reject a config or metadata with an excessive size.
 
     Args:
-        config: numbers by key, also inside further mappings such as `text_config`.
-        path: of its file.
+        config: values by key, also in nested mappings such as `text_config`.
+        path: its file, for errors.
 
     Raises:
-        LlmcError: naming the key, its value and the limit.
+        LlmcError: names the key, its value and the limit.
     """
     for key, value in _numbers(config):
         limit = _LIMITS.get(key, value)
         if value > limit:
-            raise LlmcError(f"'{path}' has {key} {value}, the limit is {limit}; correct it, or "
+            raise LlmcError(f"'{path}' has {key} {value}, expected at most {limit}; correct it, or "
                             f"give another model")
 
 
 def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    waiting = [config]
-    while waiting:
-        for key, value in waiting.pop().items():
+    pending = [config]
+    while pending:
+        for key, value in pending.pop().items():
             if isinstance(value, Mapping):
-                waiting.append(value)
+                pending.append(value)
             elif isinstance(value, int):
                 yield key, value

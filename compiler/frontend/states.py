@@ -1,5 +1,7 @@
-"""Layers that keep a state go by the functions that transformers' models call for them, each of
-which takes a whole prompt: they become nodes, and their loops are not exported.
+"""Export of layers with recurrent state as nodes.
+
+transformers' models call functions for them that process a whole prompt. These functions are
+replaced, so that their loops are not exported.
 """
 
 from __future__ import annotations
@@ -19,14 +21,14 @@ from llmc.errors import LlmcError
 def _convolution(hidden_states: torch.Tensor, weight: torch.Tensor,
                  bias: torch.Tensor | None = None, activation: str | None = None,
                  **others: object) -> torch.Tensor:
-    """causal_conv1d_fn: hidden states and result are [batch, channels, seq]."""
+    """Replace causal_conv1d_fn; hidden states and result are [batch, channels, seq]."""
     known = {None: "none", "silu": "silu", "swish": "silu"}
     if activation not in known:
         raise LlmcError(f"a causal convolution has the activation {activation!r}, which "
-                        f"llmc::CausalConv1d does not have")
+                        f"llmc::CausalConv1d does not support; use another model")
     if weight.shape[-1] < 2:
-        raise LlmcError(f"a causal convolution has a kernel of {weight.shape[-1]}, expected 2 or "
-                        f"more: it keeps no state")
+        raise LlmcError(f"a causal convolution has kernel size {weight.shape[-1]}, expected 2 or "
+                        f"more; use another model")
     _refuse("a causal convolution", others)
     rows = hidden_states.transpose(1, 2)
     out = torch.onnx.ops.symbolic(
@@ -41,7 +43,7 @@ def _gated_delta_rule(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
                       initial_state: torch.Tensor | None = None, output_final_state: bool = False,
                       use_qk_l2norm_in_kernel: bool = False, **others: object) -> \
         tuple[torch.Tensor, None]:
-    """torch_chunk_gated_delta_rule: of each head a row [batch, seq, heads, head_dim]."""
+    """Replace torch_chunk_gated_delta_rule; q, k, v are [batch, seq, heads, head_dim]."""
     _refuse("the gated delta rule", {**others, "initial_state": initial_state})
     return _recurrence(query, key, value, g, beta, None, update_rule="gated_delta",
                        scale=float(query.shape[-1]**-0.5),
@@ -51,7 +53,7 @@ def _gated_delta_rule(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
 def _kimi_delta_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
                           g: torch.Tensor, beta: torch.Tensor, **others: Any) -> \
         tuple[torch.Tensor, None]:
-    """chunk_kimi_delta_attention: the gated delta rule, with g [batch, seq, heads, k_head_dim]."""
+    """Replace chunk_kimi_delta_attention; g is [batch, seq, heads, k_head_dim]."""
     return _gated_delta_rule(query, key, value, g.flatten(2), beta, **others)
 
 
@@ -61,8 +63,9 @@ def _chunk_scan(hidden_states: torch.Tensor, dt: torch.Tensor, A: torch.Tensor,
                 initial_states: torch.Tensor | None = None, dt_softplus: bool = False,
                 dt_limit: tuple[float, float] = (0.0, float("inf")),
                 return_final_states: bool = False, **others: object) -> Any:
-    """mamba2_chunk_scan: hidden states [batch, seq, heads, head_dim], B and C [batch, seq, groups,
-    state].
+    """Replace mamba2_chunk_scan.
+
+    Hidden states are [batch, seq, heads, head_dim], B and C [batch, seq, groups, state].
     """
     _refuse("a state-space layer", {**others, "initial_states": initial_states})
     if dt_bias is not None:
@@ -93,23 +96,24 @@ def _recurrence(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dec
 def _refuse(what: str, others: dict[str, object]) -> None:
     for name, value in others.items():
         if isinstance(value, torch.Tensor):
-            raise LlmcError(f"{what} is given {name!r}, which llmc does not export")
+            raise LlmcError(f"{what} has the argument {name!r}, which llmc does not support; use "
+                            f"another model")
 
 
 _FUNCTIONS = {"causal_conv1d_fn": _convolution, "torch_chunk_gated_delta_rule": _gated_delta_rule,
               "chunk_kimi_delta_attention": _kimi_delta_attention,
               "mamba2_chunk_scan": _chunk_scan}
-_LOOPS = re.compile(r"_scan$|chunk_\w+(rule|attention)$")  # functions that go through a sequence
+_LOOPS = re.compile(r"_scan$|chunk_\w+(rule|attention)$")  # functions that loop over a sequence
 
 
 def called_in(module: torch.nn.Module) -> set[str]:
-    """The names that a module's forward calls or reads."""
+    """Return the names that a module's forward calls or reads."""
     forward = inspect.unwrap(type(module).forward)
     return {*getattr(getattr(forward, "__code__", None), "co_names", ())}
 
 
 def keeps_state(module: torch.nn.Module) -> bool:
-    """Whether a module has a state only by functions that are exported as nodes."""
+    """Whether a module's recurrent state is only in functions that are exported as nodes."""
     called = called_in(module)
     return bool(called & _FUNCTIONS.keys()) \
         and all(name in _FUNCTIONS for name in called if _LOOPS.search(name))
@@ -117,9 +121,7 @@ def keeps_state(module: torch.nn.Module) -> bool:
 
 @contextlib.contextmanager
 def states_as_nodes(model: torch.nn.Module) -> Iterator[None]:
-    """While it is entered, these functions are ours in the modules that define the model's
-    layers.
-    """
+    """Replace these functions in the Python modules that define the model's layers."""
     files = {type(module).__module__ for module in model.modules() if keeps_state(module)}
     saved = [(sys.modules[file], name, getattr(sys.modules[file], name)) for file in sorted(files)
              for name in _FUNCTIONS if hasattr(sys.modules[file], name)]

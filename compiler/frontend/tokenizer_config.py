@@ -1,11 +1,10 @@
-"""Chat templates and special tokens of a checkpoint, written so that a runtime needs neither
-transformers nor its tokenizer classes.
+"""Chat templates and special tokens of a checkpoint, for a runtime without transformers.
 
     tokenizer/chat_template.jinja                        the default template
-    tokenizer/additional_chat_templates/tool_use.jinja   a template by name
-    tokenizer/tokenizer_config.json                      bos_token, eos_token, …, all of them
+    tokenizer/additional_chat_templates/tool_use.jinja   a named template
+    tokenizer/tokenizer_config.json                      all special tokens: bos_token, …
 
-This is the layout that transformers writes since 2025, so it reads the folder too.
+transformers has used this layout since 2025, so it can also read the folder.
 """
 
 from __future__ import annotations
@@ -21,17 +20,19 @@ from llmc.errors import LlmcError, shown
 
 TEMPLATE, FOLDER = "chat_template.jinja", "additional_chat_templates"
 _CONFIG, _MAP = "tokenizer_config.json", "special_tokens_map.json"
-# Files with a key `chat_template`. Those of processors come last, as transformers' tokenizers do
+# Files with a key `chat_template`. Processors' files are the last, as transformers' tokenizers do
 # not read them.
 _SOURCES = (_CONFIG, "chat_template.json", "processor_config.json")
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def read_chat_templates(directory: Path) -> dict[str, str]:
-    """The chat templates of a Hugging Face directory by name; the unnamed one is `default`.
+    """Read the chat templates of a Hugging Face directory by name.
+
+    The unnamed template is `default`.
 
     Raises:
-        LlmcError: one is not a text.
+        LlmcError: a template is not a string.
     """
     files = {path.stem: path for path in sorted((directory / FOLDER).glob("*.jinja"))}
     if (directory / TEMPLATE).is_file():
@@ -50,7 +51,7 @@ def write_chat_templates(templates: Mapping[str, str], target: Path) -> None:
     """Write chat templates into a tokenizer's folder.
 
     Raises:
-        LlmcError: a name is no file's.
+        LlmcError: a name is not valid for a file.
     """
     for name, text in templates.items():
         if not _NAME.fullmatch(name):
@@ -62,10 +63,10 @@ def write_chat_templates(templates: Mapping[str, str], target: Path) -> None:
 
 
 def write_special_tokens(directory: Path, target: Path) -> None:
-    """Name all special tokens in `target`'s tokenizer_config.json, without a chat template.
+    """Write all special tokens to `target`'s tokenizer_config.json, without a chat template.
 
-    Special tokens may be named in tokenizer_config.json, in special_tokens_map.json, or by the
-    tokenizer's class alone.
+    A checkpoint has them in tokenizer_config.json, in special_tokens_map.json, or only in its
+    tokenizer class.
     """
     path = target / _CONFIG
     before = read_json(path) if path.is_file() else {}
@@ -81,31 +82,31 @@ def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise LlmcError(f"the chat template '{path}' cannot be read ({error}); give a UTF-8 text") \
+        raise LlmcError(f"the chat template '{path}' cannot be read ({error}); give a UTF-8 file") \
             from error
 
 
 def _named(value: Any, path: Path) -> dict[str, str]:
-    """Templates by name, from a text, a list of `{"name": …, "template": …}`, or an object."""
+    """Return templates by name, from a string, a list of `{"name", "template"}`, or an object."""
     templates = {"default": value} if isinstance(value, str) else value
-    if isinstance(templates, list) and all(isinstance(own, dict) for own in templates):
-        templates = {own.get("name"): own.get("template") for own in templates}
+    if isinstance(templates, list) and all(isinstance(entry, dict) for entry in templates):
+        templates = {entry.get("name"): entry.get("template") for entry in templates}
     if not isinstance(templates, dict) or not all(
             isinstance(name, str) and isinstance(text, str)
             for name, text in templates.items()):
-        raise LlmcError(f"chat_template in '{path}' is neither a text nor a list of texts by name; "
+        raise LlmcError(f"chat_template in '{path}' is neither a string nor named strings; "
                         f'write it like [{{"name": "default", "template": "…"}}]')
     return templates
 
 
 def _special_tokens(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens by name, as transformers' tokenizer has them."""
+    """Return the special tokens of transformers' tokenizer by name."""
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
         return dict(tokenizer.special_tokens_map)
-    except Exception:  # of a class that transformers does not have; the files remain
+    except Exception:  # an unknown tokenizer class: fall back to the files
         path = directory / _MAP
         named = read_json(path) if path.is_file() else {}
         return {name: text for name, value in named.items()
@@ -113,6 +114,6 @@ def _special_tokens(directory: Path, config: Mapping[str, Any]) -> dict[str, str
 
 
 def _content(token: Any) -> str | None:
-    """The text of a special token, which may be an AddedToken's fields."""
+    """Return the text of a special token, a string or a serialized AddedToken."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None

@@ -1,8 +1,8 @@
-"""Export a model without its weights: a module to a graph whose parameters are empty.
+"""Tracing of a model without weights: a module to a graph with empty parameters.
 
-Attention goes through transformers' own interface: a null mask and a function that becomes one
-`Sdpa` node, so nothing about masks, windows or scale is left to guess. Models that bypass the
-interface are exported with eager attention, for the passes to recognise.
+Attention uses transformers' attention interface: each call becomes an `Sdpa` node with explicit
+mask, window and scale. Models that bypass the interface are exported with eager attention, which
+passes recognize.
 """
 
 from __future__ import annotations
@@ -58,34 +58,39 @@ from llmc.interrupts import check_interrupted
 _FLOAT, _BFLOAT16 = onnx.TensorProto.FLOAT, onnx.TensorProto.BFLOAT16
 
 
-# What the exporter says where a model's code is not one graph for all inputs, and what that means.
+# The exporter's errors for code that is not one graph for all inputs, with explanations.
 _EXPORTERS = (
-    (r"Could not guard on data-dependent expression", "its code branches by what it has computed"),
+    (r"Could not guard on data-dependent expression", "its code branches on computed values"),
     (r"(Constraints violated|Specializations unexpectedly required) \(",
-     "its code takes some lengths of its input alone"))
+     "its code supports only some input lengths"))
 
 
 class Contradiction(LlmcError):
-    """A model says one thing of its attention and computes another."""
+    """A model's attention arguments contradict its mask."""
 
 
 class DoesNotRun(LlmcError):
-    """What the exporter called of a model raised an error of its own."""
+    """The model's code fails during the export."""
 
 
 def trace(config: Any, part: Part, layers_name: str | None, trust_remote_code: bool,
           kept: Sequence[int] = ()) -> onnx.ModelProto:
-    """The model that `config` describes, exported; where there are some `kept`, of its layers only
-    these.
+    """Export a model from its config.
 
-    Nothing but the arguments goes in, no tensor of a checkpoint does: so the result may be kept by
-    config, part, `layers_name`, `kept` and the versions of what runs here. Parameters are
-    external tensors without a file, named `ROOT` and their name in the model; buffers have the
-    values that the model gives them. Nodes are named `layer|index|op`, with nothing for layer
+    The result depends only on the arguments and the versions of libraries, not on a checkpoint.
+    Parameters are external tensors without a file, named `ROOT` + their name in the model; buffers
+    have the values that the model computes. Nodes are named `layer|index|op`; `layer` is empty
     outside of `layers_name`.
 
+    Args:
+        config: a transformers config.
+        part: the exported part.
+        layers_name: name of the layers' module list, whose nodes are tagged.
+        trust_remote_code: run code that comes with the model.
+        kept: indices of the layers to export; empty: all.
+
     Raises:
-        DoesNotRun: the model's own code raises an error.
+        DoesNotRun: the model's code raises an error.
         LlmcError: transformers cannot build the model, or it cannot be exported.
     """
     reasons, kind = [], LlmcError
@@ -100,7 +105,7 @@ def trace(config: Any, part: Part, layers_name: str | None, trust_remote_code: b
                 raise
             reasons.append(str(error))
             continue
-        except Exception as error:  # the exporter raises whatever the model's code raises
+        except Exception as error:  # any error of the model's code
             check_interrupted()
             reasons.append(_root_cause(error))
             kind = DoesNotRun
@@ -108,11 +113,11 @@ def trace(config: Any, part: Part, layers_name: str | None, trust_remote_code: b
         model = _to_proto(exported, layers_name)
         text = text_config(config)
         layers = len(kept) or getattr(text, part.layers_key(text) or "num_hidden_layers")
-        made = Counter(node.op_type for node in model.graph.node)
-        # Of a hybrid not every layer attends.
-        keeps_states = made[CONVOLUTION.name] + made[RECURRENCE.name] > 0
-        if config._attn_implementation == ATTENTION and not keeps_states and \
-                made["Sdpa"] < layers * part.attentions:
+        counts = Counter(node.op_type for node in model.graph.node)
+        # In a hybrid, not every layer has attention.
+        is_recurrent = counts[CONVOLUTION.name] + counts[RECURRENCE.name] > 0
+        if config._attn_implementation == ATTENTION and not is_recurrent and \
+                counts["Sdpa"] < layers * part.attentions:
             reasons.append("the model bypasses transformers' attention interface")
             continue
         return model
@@ -123,19 +128,19 @@ def _root_cause(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line for line in str(error).splitlines() if line.strip()]
-    if not lines or isinstance(error, KeyError):  # which says the key and no more
+    if not lines or isinstance(error, KeyError):  # its text is only the key
         return shortened(" ".join([f"its code raises {type(error).__name__}", *lines]),
                          MAX_REASON)
-    said = next((f"{words} (" for pattern, words in _EXPORTERS if re.match(pattern, lines[0])), "")
+    known = next((f"{words} (" for pattern, words in _EXPORTERS if re.match(pattern, lines[0])), "")
     first = shortened(lines[0].split(". Failure message:")[0], MAX_REASON)
-    return f"{said}{first}{')' if said else ''}"
+    return f"{known}{first}{')' if known else ''}"
 
 
 def _run_exporter(config: Any, part: Part, trust_remote_code: bool, layers_name: str | None = None,
                   kept: Sequence[int] = ()) -> ir.Model:
     AttentionInterface.register(ATTENTION, functools.partial(_sdpa, part))
-    _want_logits_alone(config)
-    # Rotary tables and scales keep their values.
+    _disable_extra_outputs(config)
+    # Buffers, such as rotary tables and scales, keep their values.
     with init_empty_weights(include_buffers=False), Reproducible():
         model: Any = build(config, part, trust_remote_code)
     if kept and layers_name:
@@ -144,11 +149,11 @@ def _run_exporter(config: Any, part: Part, trust_remote_code: bool, layers_name:
     AttentionMaskInterface.register(ATTENTION, functools.partial(_mask, functions))
     _freeze_rotary(model)
     use_experts(model)
-    _choose_all_keys(model)
-    model.tie_weights()  # making parameters empty has untied them
+    _select_all_keys(model)
+    model.tie_weights()  # init_empty_weights has untied them
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     replaced: dict[int, torch.nn.Parameter] = {}
-    with fake, _one_sequence_per_row(), _sdpa_spelled_out(), states_as_nodes(model):
+    with fake, _one_sequence_per_row(), _decomposed_sdpa(), states_as_nodes(model):
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
@@ -163,43 +168,41 @@ def _run_exporter(config: Any, part: Part, trust_remote_code: bool, layers_name:
             wrapped.eval(), {name: value for name, (value, _) in inputs.items()},
             [{0: dims["batch"], 1: dims[length]} for _, length in inputs.values()], [output],
             longest or 0)
-    _see(exported.graph, functions, part, longest)
+    _resolve_masks(exported.graph, functions, part, longest)
     return exported
 
 
-def _want_logits_alone(config: Any) -> None:
-    """Turn off what training asks of a model besides, in its config: with a loss of the routers,
-    Mixtral's first output is that.
-    """
-    for own in (config, text_config(config)):
+def _disable_extra_outputs(config: Any) -> None:
+    """Disable outputs for training: Mixtral's first output would be the router loss."""
+    for each in (config, text_config(config)):
         for name in ("output_router_logits", "output_attentions", "output_hidden_states"):
-            if getattr(own, name, None):
-                setattr(own, name, False)
+            if getattr(each, name, None):
+                setattr(each, name, False)
 
 
-def _choose_all_keys(model: torch.nn.Module) -> None:
-    """Indexers choose `index_topk` keys, all of them where there are no more: `limit_seq_len` sees
-    to that.
+def _select_all_keys(model: torch.nn.Module) -> None:
+    """Replace indexers of sparse attention, so that they select all keys.
+
+    `limit_seq_len` limits sequences to `index_topk` tokens, so that they would do so anyway.
     """
-    def chosen(hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+    def select(hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         batch, seq, _hidden = hidden_states.shape
         return torch.arange(seq, dtype=torch.int32).expand(batch, seq, seq)
 
     for module in model.modules():
         if type(module).__name__.endswith("Indexer"):
-            module.forward = chosen
+            module.forward = select
 
 
 def _wrap(model: Any, part: Part) -> \
         tuple[torch.nn.Module, dict[str, tuple[torch.Tensor, str]], str]:
-    """What to export: a module, its inputs by name, each with the name of axis 1, and its output.
-    """
+    """Return the module to export, its inputs with the name of axis 1, and its output's name."""
     ids = torch.zeros((2, 5), dtype=torch.int64), "seq"
     if part is ENCODER:
         return _Encoder(model), {"input_ids": ids}, ENCODER_OUTPUT
     if part is DECODER:
-        memory = torch.zeros((2, 7, model.config.hidden_size)), "mem_seq"
-        return _Decoder(model), {"input_ids": ids, ENCODER_OUTPUT: memory}, "logits"
+        encoder_output = torch.zeros((2, 7, model.config.hidden_size)), "mem_seq"
+        return _Decoder(model), {"input_ids": ids, ENCODER_OUTPUT: encoder_output}, "logits"
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     positions = torch.arange(5)[None].expand(2, 5).clone(), "seq"
     return _Stateless(model, takes_positions), \
@@ -211,17 +214,17 @@ def _sdpa(part: Part, module: Any, query: torch.Tensor, key: torch.Tensor, value
           sliding_window: int | None = None, softcap: float | None = None,
           is_causal: bool | None = None, position_bias: torch.Tensor | None = None,
           s_aux: torch.Tensor | None = None, **others: object) -> tuple[torch.Tensor, None]:
-    """transformers' attention function: one symbolic node, heads as they are. Its scale and
-    soft-cap are what the model multiplies by, its window and whether it is causal are of its mask,
-    once `_see` has been there.
+    """Attention function for transformers: a symbolic `Sdpa` node.
+
+    Scale and soft-cap are the model's arguments; `_resolve_masks` sets window and causal.
     """
     neutral = {"position_ids", "output_attentions", "use_cache", "cache_position", "head_mask",
                "output_router_logits", "logits_to_keep", "return_dict", "num_items_in_batch",
-               "position_embeddings", "indices"}  # of all keys: see _choose_all_keys
+               "position_embeddings", "indices"}  # see _select_all_keys
     for name, argument in others.items():
         if name not in neutral and argument is not None and argument is not False:
             raise LlmcError(f"{type(module).__name__} passes {name!r} to its attention, which "
-                            f"llmc::CausalAttention does not have")
+                            f"llmc::CausalAttention does not support")
     batch, heads, seq, head_dim = query.shape
     scale = float(head_dim**-0.5 if scaling is None else scaling)
     causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
@@ -237,20 +240,20 @@ def _sdpa(part: Part, module: Any, query: torch.Tensor, key: torch.Tensor, value
 def _mask(functions: list[MaskFunction], batch_size: int, q_length: int, kv_length: int,
           mask_function: MaskFunction, dtype: torch.dtype = torch.float32, **others: object) -> \
         torch.Tensor:
-    """transformers' mask function: a symbolic node that tells one mask from another."""
+    """Mask function for transformers: a symbolic `Mask` node with an index into `functions`."""
     functions.append(mask_function)
     return torch.onnx.ops.symbolic(
         "llmc::Mask", (), {"kind": len(functions) - 1}, dtype=dtype,
         shape=(batch_size, 1, q_length, kv_length), version=1)
 
 
-def _see(graph: ir.Graph, functions: Sequence[MaskFunction], part: Part,
-         max_positions: int | None) -> None:
-    """Say in each Sdpa node what its mask lets it see, instead of what its module says.
+def _resolve_masks(graph: ir.Graph, functions: Sequence[MaskFunction], part: Part,
+                   max_positions: int | None) -> None:
+    """Set causal, window and chunk of each Sdpa node from its mask.
 
     Raises:
-        Contradiction: the mask and the module say different things.
-        LlmcError: a mask cannot be followed to where it was made, or is of an unknown kind.
+        Contradiction: the mask and the module's arguments differ.
+        LlmcError: the mask's origin cannot be determined, or its kind is unsupported.
     """
     kinds = [evaluate(function, max_positions) for function in functions]
     for node in graph:
@@ -262,19 +265,20 @@ def _see(graph: ir.Graph, functions: Sequence[MaskFunction], part: Part,
         if mask is None:
             if claimed["window"]:
                 raise LlmcError(f"{claimed['module']} passes sliding_window {claimed['window']} "
-                                f"to its attention, and no mask")
+                                f"to its attention without a mask")
             visible = Visible(claimed["causal"] == 1, 0, 0)
         else:
             visible = kinds[_kind(mask, claimed["module"])]
             if claimed["window"] and not visible.has_window(claimed["window"]):
                 raise Contradiction(f"{claimed['module']} passes sliding_window "
-                                    f"{claimed['window']} to its attention, but its mask shows "
+                                    f"{claimed['window']} to its attention, but its mask allows "
                                     f"{visible}")
             if part is CAUSAL_LM and claimed["causal"] == 0 and visible.causal:
-                raise Contradiction(f"{claimed['module']} says that it is not causal, but its "
-                                    f"mask shows {visible}")
+                raise Contradiction(f"{claimed['module']} has is_causal False, but its mask "
+                                    f"allows {visible}")
         if visible.causal != (part.causal and not _is_cross(node)):
-            raise LlmcError(f"{claimed['module']} in the {part.name} sees {visible}")
+            raise LlmcError(f"{claimed['module']} in the {part.name} sees {visible}, expected "
+                            f"{'causal' if part.causal and not _is_cross(node) else 'all'} keys")
         node.attributes["causal"] = ir.AttrInt64("causal", int(visible.causal))
         node.attributes["window"] = ir.AttrInt64("window", visible.window)
         node.attributes["chunk"] = ir.AttrInt64("chunk", visible.chunk)
@@ -285,7 +289,7 @@ def _see(graph: ir.Graph, functions: Sequence[MaskFunction], part: Part,
 
 
 def _is_cross(node: ir.Node) -> bool:
-    """Whether the keys are of other tokens than the queries."""
+    """Whether it is cross-attention."""
     query, key = node.inputs[:2]
     assert query is not None and query.shape is not None
     assert key is not None and key.shape is not None
@@ -293,7 +297,7 @@ def _is_cross(node: ir.Node) -> bool:
 
 
 def _kind(mask: ir.Value, module: str) -> int:
-    """Which Mask node a mask comes from, past what leaves it as it is."""
+    """Return the kind of the Mask node that a mask comes from."""
     value: ir.Value | None = mask
     while value is not None and (node := value.producer()) is not None:
         if node.op_type == "Mask":
@@ -301,17 +305,18 @@ def _kind(mask: ir.Value, module: str) -> int:
         starts = node.inputs[1].const_value if node.op_type == "Slice" and node.inputs[1] else None
         if node.op_type not in ("Identity", "Cast", "Expand") and (
                 starts is None or starts.numpy().any()):
-            raise LlmcError(f"{module} passes a mask to its attention that is changed by "
+            raise LlmcError(f"{module} passes a mask to its attention that is modified by "
                             f"{node.op_type} '{node.name}'")
         value = node.inputs[0]
-    raise LlmcError(f"{module} passes a mask of its own to its attention")
+    raise LlmcError(f"{module} passes a mask to its attention that is not from transformers' mask "
+                    f"interface")
 
 
 AttentionInterface.register(ATTENTION, functools.partial(_sdpa, CAUSAL_LM))
 
 
 class _Stateless(torch.nn.Module):
-    """input_ids (and position_ids, where the model takes them) to logits."""
+    """input_ids, and position_ids if the model takes them, to logits."""
 
     def __init__(self, model: torch.nn.Module, takes_positions: bool) -> None:
         super().__init__()
@@ -327,7 +332,7 @@ class _Stateless(torch.nn.Module):
 
 
 class _Encoder(torch.nn.Module):
-    """input_ids to what the decoder sees of them."""
+    """input_ids to the encoder output."""
 
     model: Any
 
@@ -336,12 +341,12 @@ class _Encoder(torch.nn.Module):
         self.model = model
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        memory: torch.Tensor = self.model.get_encoder()(input_ids=input_ids)[0]
-        return memory
+        encoder_output: torch.Tensor = self.model.get_encoder()(input_ids=input_ids)[0]
+        return encoder_output
 
 
 class _Decoder(torch.nn.Module):
-    """input_ids of the decoder and what the encoder made to logits."""
+    """The decoder's input_ids and the encoder output to logits."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -355,9 +360,10 @@ class _Decoder(torch.nn.Module):
 
 
 def _freeze_rotary(model: torch.nn.Module) -> None:
-    """Keep dynamic rotary embeddings at their first frequencies, which they leave only beyond
-    max_position_embeddings, and longrope's whose code branches by the length at what they are for
-    short sequences. No sequence is longer: `limit_seq_len` sees to that.
+    """Fix dynamic and longrope rotary embeddings to their frequencies for short sequences.
+
+    They change only beyond max_position_embeddings or original_max_position_embeddings, up to
+    which `limit_seq_len` limits sequences.
     """
     module: Any
     for module in model.modules():
@@ -372,11 +378,10 @@ def _freeze_rotary(model: torch.nn.Module) -> None:
 
 
 def _of_short_sequences(forward: Callable[..., Any], *args: Any, **others: Any) -> Any:
-    """What a rotary embedding's forward makes where the last position that it finds is the first.
-    """
+    """Run a rotary embedding's forward so that it finds 0 as the maximum position."""
     original, thread = torch.max, threading.get_ident()
-    torch.max = lambda *given, **named: torch.tensor(0) if threading.get_ident() == thread \
-        else original(*given, **named)
+    torch.max = lambda *values, **named: torch.tensor(0) if threading.get_ident() == thread \
+        else original(*values, **named)
     try:
         return forward(*args, **others)
     finally:
@@ -385,9 +390,9 @@ def _of_short_sequences(forward: Callable[..., Any], *args: Any, **others: Any) 
 
 @contextlib.contextmanager
 def _one_sequence_per_row() -> Iterator[None]:
-    """Without transformers' search for several sequences in a row of position_ids, and for padding
-    at its left, which would make masks depend on them. llmc packs behind the mask, in the attention
-    node.
+    """Disable transformers' detection of packed sequences and left padding in masks.
+
+    Masks would depend on position_ids. llmc packs sequences in the attention node instead.
     """
     packed, chunked = (masking_utils.find_packed_sequence_indices,
                        masking_utils.chunked_causal_mask_function)
@@ -404,16 +409,17 @@ def _one_sequence_per_row() -> Iterator[None]:
 
 
 class _NoPadding:
-    """How many tokens of padding each sequence of a batch begins with."""
+    """Left padding of each sequence of a batch: none."""
 
     def __getitem__(self, batch: object) -> int:
         return 0
 
 
 @contextlib.contextmanager
-def _sdpa_spelled_out() -> Iterator[None]:
-    """With torch's own attention, for models that call it by themselves, in products and a softmax:
-    the exporter takes none whose heads share keys.
+def _decomposed_sdpa() -> Iterator[None]:
+    """Decompose torch's attention into MatMul and Softmax, for models that call it directly.
+
+    The exporter does not support it with broadcast heads (multi-query attention).
     """
     functional, thread = torch.nn.functional, threading.get_ident()
     original = functional.scaled_dot_product_attention
@@ -435,7 +441,7 @@ def _sdpa_spelled_out() -> Iterator[None]:
 
 
 def _to_proto(ir_model: ir.Model, layers_name: str | None) -> onnx.ModelProto:
-    """The exported model with its parameters empty and its nodes tagged by layer."""
+    """Serialize an exported model, with empty parameters and nodes tagged by layer."""
     pattern = re.compile(re.escape(ROOT + layers_name) + r"\.(\d+)") if layers_name else None
     for index, node in enumerate(ir_model.graph):
         scopes = node.metadata_props.get("pkg.torch.onnx.name_scopes", "")
@@ -449,13 +455,14 @@ def _to_proto(ir_model: ir.Model, layers_name: str | None) -> onnx.ModelProto:
             shape = ir.Shape(tuple(int(dim) for dim in value.shape))
             value.const_value = ir.ExternalTensor("weights", 0, 0, ir.DataType.FLOAT, shape=shape,
                                                   name=name)
-    made: onnx.ModelProto = ir.to_proto(ir_model)
-    return made
+    proto: onnx.ModelProto = ir.to_proto(ir_model)
+    return proto
 
 
 def to_graph(model: onnx.ModelProto, bound: Set[str]) -> gs.Graph:
-    """What `trace` made as a graph, constants folded. Parameters, and the buffers of floats that
-    `bound` names, are placeholders for weights.
+    """Convert the result of `trace` to a graph, with folded constants.
+
+    Parameters, and the float32 buffers that `bound` names, become placeholders for weights.
     """
     graph = gs.import_onnx(model)
     shapes = {tensor.name: tuple(tensor.dims) for tensor in model.graph.initializer
@@ -466,7 +473,7 @@ def to_graph(model: onnx.ModelProto, bound: Set[str]) -> gs.Graph:
         if isinstance(tensor, gs.Constant) and tensor.name in shapes:
             tensor._values = Weight(shapes[tensor.name], np.float32, unread, tensor.name)
     for node in graph.nodes:
-        if node.op == "TopK":  # where any order will do, the one that llmc::Route gives
+        if node.op == "TopK":  # llmc::Route's order; unsorted models accept any
             node.attrs["sorted"] = 1
     _widen(graph)
     tidy(graph)
@@ -475,14 +482,15 @@ def to_graph(model: onnx.ModelProto, bound: Set[str]) -> gs.Graph:
 
 
 def _widen(graph: gs.Graph) -> None:
-    """Compute in float32 what is computed in bfloat16, for which ONNX Runtime has few kernels on
-    CPUs, and round the results to bfloat16, which gives the same.
+    """Compute bfloat16 ops in float32 and round their results to bfloat16.
+
+    The results are the same, and ONNX Runtime has few bfloat16 kernels on CPUs.
     """
     narrow: set[int] = set()
 
-    def cast(node: gs.Node, source: gs.Tensor, made: gs.Tensor, to: int) -> gs.Node:
-        return gs.Node(op="Cast", name=f"{node.name}.{made.name}", attrs={"to": to},
-                       inputs=[source], outputs=[made])
+    def cast(node: gs.Node, source: gs.Tensor, result: gs.Tensor, to: int) -> gs.Node:
+        return gs.Node(op="Cast", name=f"{node.name}.{result.name}", attrs={"to": to},
+                       inputs=[source], outputs=[result])
 
     nodes: list[gs.Node] = []
     for node in graph.nodes:
@@ -495,10 +503,10 @@ def _widen(graph: gs.Graph) -> None:
                     for t in inputs}
             nodes[-1:] = [cast(node, t, wide[id(t)], _FLOAT) for t in inputs] + [node]
             node.inputs = [wide.get(id(t), t) for t in node.inputs]
-            (made,) = node.outputs
-            node.outputs = [gs.Variable(f"{made.name}.wide", np.float32, made.shape)]
-            nodes.append(cast(node, node.outputs[0], made, _BFLOAT16))
-            narrow.add(id(made))
+            (result,) = node.outputs
+            node.outputs = [gs.Variable(f"{result.name}.wide", np.float32, result.shape)]
+            nodes.append(cast(node, node.outputs[0], result, _BFLOAT16))
+            narrow.add(id(result))
         elif inputs and node.op in LAYOUT:
             narrow.update(id(t) for t in node.outputs)
     graph.nodes[:] = nodes
@@ -513,8 +521,9 @@ _ALONE = threading.RLock()
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """While no other thread exports, since that registers functions with transformers and patches
-    torch; and without the exporter's warnings, logs and prints.
+    """Hold the export lock, and silence the exporter's warnings, logs and prints.
+
+    An export registers functions with transformers and patches torch, so threads take turns.
     """
     with _ALONE, _quiet():
         yield

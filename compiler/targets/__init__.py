@@ -1,6 +1,6 @@
-"""Targets: one module per target, which writes the engine of each rank.
+"""Targets: one module per target, writing each rank's engine.
 
-`llmc.targets` says what a target can do; a `TargetSpec` names its module.
+`llmc.targets` lists the targets' capabilities; a `TargetSpec` names its module.
 """
 
 from __future__ import annotations
@@ -17,18 +17,21 @@ from llmc.targets import target_spec
 
 
 class Backend(Protocol):
-    """The module of a target."""
+    """The interface of a target's module."""
 
     def describe(self, options: CompileOptions) -> Target:
-        """What model_info.json says of the target.
+        """Return the target's entry of model_info.json.
 
         Raises:
-            LlmcError: the target's builder is not installed, or cannot do what is asked for.
+            LlmcError: the target's builder is not installed, or does not support the options.
         """
 
     def emit(self, graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
              encoder: gs.Graph | None = None) -> tuple[Chip, list[FileEntry]]:
-        """Write `chip<rank>/`; its description, and its files by their names in that directory.
+        """Write `chip<rank>/`.
+
+        Returns:
+            The chip's entry of the manifest, and its files by their names in that directory.
 
         Raises:
             LlmcError: the target cannot run the graph.
@@ -36,7 +39,7 @@ class Backend(Protocol):
 
 
 def backend(target: str) -> Backend:
-    """The module of a target.
+    """Import the module of a target.
 
     Raises:
         LlmcError: the target is unknown.

@@ -1,7 +1,7 @@
 """The CPU target: ONNX files for ONNX Runtime.
 
-At tp_size 1 the engine is `graph.onnx` itself. Beyond, `graph.onnx` is cut at its collectives into
-`segment_*.onnx`, and the runtime's communicator works between them.
+At tp_size 1 the engine runs `graph.onnx`. Above, the graph is also split at its collectives into
+`segment_*.onnx`, and the runtime's communicator runs the collectives between them.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from llmc.plugins.experts.op import OP as EXPERTS
 from llmc.plugins.route.op import OP as ROUTE
 from llmc.targets import CPU
 
-BODIES = CPU.name  # whose bodies of ops the graphs have
+BODIES = CPU.name  # target of the graphs' function bodies
 
 
 def describe(options: CompileOptions) -> Target:
+    """Return the target's entry of model_info.json."""
     return Target(kind=CPU.name)
 
 
@@ -43,9 +44,9 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
     """Write `chip<rank>/` and describe it.
 
     Raises:
-        LlmcError: experts have scores that their kernel does not take.
+        LlmcError: the kernel of the experts does not support their scales.
     """
-    _check_scores(graph)
+    _check_expert_scales(graph)
     name = f"chip{rank}"
     directory = case_dir / name
     directory.mkdir()
@@ -63,24 +64,25 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
     return chip, [weights, *files]
 
 
-def _check_scores(graph: gs.Graph) -> None:
-    """ONNX Runtime's kernel of experts takes a token's scores of one sign, and llmc has a body of
-    its own where there is none.
+def _check_expert_scales(graph: gs.Graph) -> None:
+    """Reject expert scales of both signs, for experts on ONNX Runtime's MoE kernel.
+
+    The kernel needs a token's scores to have one sign.
     """
     for node in graph.nodes:
         body = EXPERTS.bodies[CPU.name](fields_of(node), frozenset(operands(node))) \
             if is_op(node, EXPERTS) else None
         route = producer(operands(node)["scores"]) if body is not None else None
-        own = operands(route).get("expert_scale") if is_op(route, ROUTE) else None
-        if own is not None and np.ptp(np.sign(values_of(own).load())) > 1:
-            raise LlmcError(f"'{node.outputs[0].name}' has experts whose own scales "
-                            f"('{own.name}') are of both signs, which ONNX Runtime's kernel of "
-                            f"such experts does not take; compile with --target cuda")
+        scales = operands(route).get("expert_scale") if is_op(route, ROUTE) else None
+        if scales is not None and np.ptp(np.sign(values_of(scales).load())) > 1:
+            raise LlmcError(f"'{node.outputs[0].name}' has expert scales ('{scales.name}') of "
+                            f"both signs, which ONNX Runtime's MoE kernel does not support; "
+                            f"compile with --target cuda")
 
 
 def _write_steps(graph: gs.Graph, places: dict[str, Placed], directory: Path, whole: str,
                  segment: str) -> tuple[tuple[GraphStep | CollectiveStep, ...], list[FileEntry]]:
-    """Write a graph, and where it has collectives also the pieces between them; what to run."""
+    """Write a graph, and its segments if it has collectives; return the steps to run."""
     files = [write_onnx(to_onnx(graph, places, BODIES), directory / whole)]
     pieces = split_at_collectives(graph)
     steps: list[GraphStep | CollectiveStep] = []
@@ -100,10 +102,10 @@ def _write_steps(graph: gs.Graph, places: dict[str, Placed], directory: Path, wh
 
 
 def _check_loadable(path: Path) -> None:
-    """Refuse a graph that the runtime would not load."""
+    """Reject a graph that the runtime would not load."""
     try:
         check_model(path.read_bytes(), path.with_name(WEIGHTS_NAME).stat().st_size)
     except ValueError as error:
         raise LlmcError(f"the model's graph cannot be loaded on target {CPU.name}: {error}; "
-                        f"compile with --target cuda, or have llmc's list of operators "
-                        f"extended") from error
+                        f"compile with --target cuda, or report the operator to llmc, whose "
+                        f"list lacks it") from error

@@ -1,10 +1,10 @@
-"""The CUDA target: a program for llmc's own engine, and the same graph as ONNX.
+"""The CUDA target: a program for llmc's CUDA engine, and the same graph as ONNX.
 
-`schedule.json` lists a rank's tensors, each with its place, and its ops in order. Activations lie
-in one arena, where values whose lifetimes do not meet share memory; offsets are in bytes per token
-(for logits, per wanted logit), so that one plan serves every limit of the engine. An encoder has a
-program of its own, `encoder.json`: what it makes for the decoder is scattered, as soon as it is
-made, to a memory that both programs name.
+`schedule.json` lists a rank's tensors with their offsets, and its ops in order. Activations share
+an arena: tensors with disjoint lifetimes share memory. Offsets are in bytes per token (for logits,
+per computed row of logits), so that one memory plan serves all limits of the engine. An encoder
+has a separate program, `encoder.json`. Its outputs are scattered, as soon as they are computed, to
+the encoder-output buffer (kind `memory`) that both programs name.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from llmc.compiler.targets.typed_onnx import typed_onnx
 from llmc.errors import LlmcError
 from llmc.targets import CUDA
 
-# What the engine reads and what ONNX Runtime does; of a model, and of an encoder.
+# (program of the engine, graph for ONNX Runtime), of the decoder and of the encoder.
 _FILES = ((CUDA.engine_file, "graph.onnx"), (CUDA.encoder_file, "encoder.onnx"))
 _ALIGNMENT = 16
 _MEMORY_ROWS = ProgramTensor(name="memory_rows", kind="input", dtype="int64",
@@ -58,6 +58,7 @@ _MEMORY_ROWS = ProgramTensor(name="memory_rows", kind="input", dtype="int64",
 
 
 def describe(options: CompileOptions) -> Target:
+    """Return the target's entry of model_info.json."""
     return Target(kind=CUDA.name, compute_capability=options.compute_capability)
 
 
@@ -66,7 +67,7 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
     """Write `chip<rank>/` and describe it.
 
     Raises:
-        LlmcError: the graph has an op that the engine has not.
+        LlmcError: the engine has no kernel for an op of the graph.
     """
     name, dtype = f"chip{rank}", options.dtype
     directory = case_dir / name
@@ -88,19 +89,19 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
 
 
 def program_of(graph: gs.Graph, dtype: str) -> Program:
-    """The graph as tensors with places and ops in order.
+    """Convert a graph to a program: tensors with offsets, and ops in order.
 
     Raises:
         LlmcError: see `emit`.
     """
-    fields = [_fields(node) for node in graph.nodes]  # before anything asks for a shape
+    fields = [_fields(node) for node in graph.nodes]  # first: rejects unsupported ops
     kept: dict[int, Literal["cache", "state"]] = {
         id(tensor): "cache" for node in graph.nodes for pair in caches(node) for tensor in pair}
     kept |= {id(tensor): "state" for node in graph.nodes for tensor in state_of(node) or ()}
-    # What a layer has put into its cache is in the cache.
-    filled = {id(made): given for node in graph.nodes for given, made in caches(node)}
+    # Caches are updated in place: a layer's present cache is the past cache.
+    in_place = {id(present): past for node in graph.nodes for past, present in caches(node)}
     outputs = [tensor for tensor in graph.outputs if id(tensor) not in kept]
-    memory = outputs if all(t.name != "logits" for t in outputs) else []  # an encoder's
+    memory = outputs if all(t.name != "logits" for t in outputs) else []  # encoder outputs
     numbers: dict[int, int] = {}
     tensors: list[ProgramTensor] = []
     dtypes = {id(tensor): _name(tensor.dtype) for node in graph.nodes
@@ -129,37 +130,39 @@ def program_of(graph: gs.Graph, dtype: str) -> Program:
 
     rows = add(_MEMORY_ROWS) if memory else -1
     nodes = []
-    for node, own in zip(graph.nodes, fields, strict=True):
+    for node, attributes in zip(graph.nodes, fields, strict=True):
         if id(node.outputs[0]) in columns:
-            continue  # its readers take them where they lie
-        nodes.append(ProgramNode(op=_op(node), fields=own,
-                                   inputs=tuple(number(filled.get(id(t), t))
+            continue  # a view: consumers read the columns in place
+        nodes.append(ProgramNode(op=_op(node), fields=attributes,
+                                   inputs=tuple(number(in_place.get(id(t), t))
                                                 for t in node.inputs),
                                    outputs=tuple(number(t) for t in node.outputs)))
-        for made in (t for t in node.outputs if any(t is other for other in memory)):
-            target = add(_describe_memory(made, dtype))
+        for output in (t for t in node.outputs if any(t is other for other in memory)):
+            target = add(_describe_memory(output, dtype))
             nodes.append(ProgramNode(op="Scatter", fields={},
-                                       inputs=(number(made), rows, target), outputs=()))
+                                       inputs=(number(output), rows, target), outputs=()))
     logits = next((number(t) for t in outputs if t.name == "logits"), -1)
     return Program(tensors=tuple(tensors), nodes=tuple(nodes), token_bytes=sizes[False],
                     logit_bytes=sizes[True], logits=logits)
 
 
 def _columns(graph: gs.Graph, dtypes: Mapping[int, str]) -> dict[int, tuple[gs.Tensor, int]]:
-    """Columns that all their readers take from among the others: the value that has them, and where
-    they begin, by tensor.
+    """Find column slices with consumers that all support a strided input.
+
+    Returns:
+        By id of the slice: the sliced tensor and the first column.
     """
-    found: dict[int, tuple[gs.Tensor, int]] = {}
+    views: dict[int, tuple[gs.Tensor, int]] = {}
     for node in graph.nodes:
-        value, made = node.inputs[0], node.outputs[0]
+        value, output = node.inputs[0], node.outputs[0]
         if _op(node) != "Columns" or id(value) in dtypes or not value.inputs \
                 or value.shape[0] != "num_tokens" or not all(
-                    takes_columns(user, made) for user in consumers(graph, made)):
+                    takes_columns(user, output) for user in consumers(graph, output)):
             continue
         index = values_of(node.inputs[1]).load()
         if np.array_equal(index, np.arange(index[0], index[0] + len(index))):
-            found[id(made)] = (value, int(index[0]))
-    return found
+            views[id(output)] = (value, int(index[0]))
+    return views
 
 
 def _describe_memory(tensor: gs.Tensor, dtype: str) -> ProgramTensor:
@@ -168,7 +171,7 @@ def _describe_memory(tensor: gs.Tensor, dtype: str) -> ProgramTensor:
 
 
 def _op(node: gs.Node) -> str:
-    """What the engine calls a node's op."""
+    """Return the engine's name of a node's op."""
     if node.op == "Gather" and isinstance(node.inputs[1], gs.Constant):
         return "Columns"
     return "GeluTanh" if node.op == "Gelu" and node.attrs.get("approximate") == "tanh" else node.op
@@ -218,11 +221,13 @@ def _name(dtype: np.dtype | type | str) -> ProgramDType:
 def _plan(graph: gs.Graph, kept: Collection[int], memory: Sequence[gs.Tensor], dtype: str,
           dtypes: Mapping[int, str], columns: Mapping[int, tuple[gs.Tensor, int]]) -> \
         tuple[dict[int, int], dict[bool, int]]:
-    """Place each value where no value that lives at the same time is, the largest first. What goes
-    to the memory lives until then, and what has `columns` as long as these are read. Values are of
-    `dtype`, but for those in `dtypes`.
+    """Plan the arena: place tensors, the largest first, so that live tensors do not overlap.
 
-    Returns offsets by tensor, and the arena's size for tokens' values (False) and logits' (True).
+    An encoder output lives until it is scattered, a tensor with `columns` until they are read.
+    Tensors have `dtype` except those in `dtypes`.
+
+    Returns:
+        Offsets by tensor, and the arena's size for per-token (False) and per-logit (True) tensors.
     """
     last_use: dict[int, int] = {}
     for step, node in enumerate(graph.nodes):
@@ -233,7 +238,7 @@ def _plan(graph: gs.Graph, kept: Collection[int], memory: Sequence[gs.Tensor], d
     for tensor in () if memory else graph.outputs:
         last_use[id(tensor)] = len(graph.nodes)
     for node in graph.nodes:
-        if _op(node) == "Gather":  # where all rows are wanted, the engine reads them where they are
+        if _op(node) == "Gather":  # if all rows are selected, the engine reads its input in place
             rows, selected = id(node.inputs[0]), id(node.outputs[0])
             last_use[rows] = max(last_use[rows], last_use[selected])
     values = [(step, tensor) for step, node in enumerate(graph.nodes) for tensor in node.outputs

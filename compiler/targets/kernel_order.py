@@ -1,8 +1,8 @@
-"""Weights in fewer bits as kernels of GPUs read them, where nothing rearranges them at load.
+"""Reordering of quantized weights at compile time, to the memory layout of GPU kernels.
 
-llmc's own engine brings codes, scales and minima into that order in place when it has loaded them
-(Plugin::prepare). A TensorRT engine keeps its constants, so these come in it already. TensorRT has
-no constants of bytes either: four rows of them are one of int32, the same memory.
+llmc's CUDA engine reorders codes, scales and minima in place at load (Plugin::prepare). A TensorRT
+engine cannot change its constants, so they are reordered before the build. TensorRT has no uint8
+constants: four rows of bytes become one row of int32, with the same memory.
 """
 
 from __future__ import annotations
@@ -21,38 +21,41 @@ from llmc.compiler.graph.weights import Weight
 from llmc.plugins.code_types import CODE_TYPES
 from llmc.targets import TENSORRT
 
-ROW_MULTIPLE = TENSORRT.row_multiple  # rows in one of int32
-_UNIT = 8  # codes that lie together, csrc/kernels/common/dequantize.cuh
-_TILE = 16  # rows of experts that lie together, csrc/kernels/moe/experts.cuh
-# Where the bits of the first four codes of MXFP4 in a word are; of others 16 further: likewise
+ROW_MULTIPLE = TENSORRT.row_multiple  # rows of bytes in a row of int32
+_UNIT = 8  # codes of a unit, csrc/kernels/common/dequantize.cuh
+_TILE = 16  # rows of a tile of experts, csrc/kernels/moe/experts.cuh
+# Bit positions of the first four MXFP4 codes of a word (dequantize.cuh); the others: 16 higher
 _MXFP4_BITS = (6, 7, 8, 15), (12, 13, 14, 21), (2, 3, 4, 11), (0, 1, 10, 9)
 
 _Order = Callable[[Weight], Weight]
 
 
 def in_kernel_order(graph: gs.Graph) -> dict[str, Weight]:
-    """What takes the place of weights in fewer bits, of their scales, zeros and minima, by name:
-    codes and zeros int32 [out / 4, bytes of a row], scales and minima float32 [out, groups] in
-    whose memory the rows of a group lie side by side. Of experts these are stacks, [experts, ..],
-    in tiles where kernels read such; scales of MXFP4 are int32 [experts, out / 4, groups].
+    """Reorder quantized weights with their scales, zeros and minima.
+
+    Returns:
+        By name: codes and zeros int32 [out / 4, bytes per row]; scales and minima float32
+        [out, groups] in the memory order [groups, out]. Experts have a leading dimension
+        [experts, …] and are tiled if their kernel reads tiles. MXFP4 scales are int32
+        [experts, out / 4, groups].
     """
-    made: dict[str, Weight] = {}
+    reordered: dict[str, Weight] = {}
     for node in graph.nodes:
         op = op_of(node)
         if op is None or not op.packed(fields_of(node)):
             continue
-        given = operands(node)
+        inputs = operands(node)
         for role in op.quantized:
-            codes, groups = _orders(fields_of(node), values_of(given[role.weight]).shape)
+            codes, groups = _orders(fields_of(node), values_of(inputs[role.weight]).shape)
             for name, order in ((role.weight, codes), (role.scale, groups), (role.zero, _as_it_is),
                                 (role.minimum, groups)):
-                if name in given:
-                    made[given[name].name] = _as_words(order(values_of(given[name])))
-    return made
+                if name in inputs:
+                    reordered[inputs[name].name] = _as_words(order(values_of(inputs[name])))
+    return reordered
 
 
 def _orders(fields: Mapping[str, Any], shape: Sequence[int]) -> tuple[_Order, _Order]:
-    """What brings the codes, and the scales, of a weight of this shape into the order."""
+    """Return the reorderings of a weight's codes and of its scales."""
     bits = CODE_TYPES[fields["weight_dtype"]].bits
     *stack, height, row_bytes = shape
     width = row_bytes * 8 // bits
@@ -67,13 +70,13 @@ def _orders(fields: Mapping[str, Any], shape: Sequence[int]) -> tuple[_Order, _O
 
 
 def _is_tiled(bits: int, group_size: int, height: int, width: int) -> bool:
-    """experts_tiled() of csrc/kernels/moe/experts_pack.cu."""
+    """Mirror experts_tiled() of csrc/kernels/moe/experts_pack.cu."""
     return group_size >= 32 and group_size & (group_size - 1) == 0 and width % group_size == 0 \
         and width % _step(bits) == 0 and height % _TILE == 0
 
 
 def _step(bits: int) -> int:
-    """Columns of a tile that lie together."""
+    """Return the columns of a step of a tile."""
     return 64 if bits == 4 else 32
 
 
@@ -82,19 +85,19 @@ def _as_it_is(weight: Weight) -> Weight:
 
 
 def _each(weight: Weight, order: Callable[[np.ndarray], np.ndarray]) -> Weight:
-    """The same bytes, of each row in another order; of a stack, of each matrix."""
+    """Apply a reordering to each block of rows; of a stack, to each matrix."""
     return Weight(weight.shape, weight.dtype, lambda start, stop: order(
         weight.rows(start, stop)).reshape(stop - start, *weight.shape[1:]), weight.name)
 
 
 def _turned(weight: Weight) -> Weight:
-    """[out, groups] whose memory is that of [groups, out]."""
+    """Reorder the memory of [out, groups] to that of [groups, out]; the shape stays."""
     return Weight(weight.shape, weight.dtype, lambda start, stop: np.ascontiguousarray(
         weight.load().T).reshape(weight.shape)[start:stop], weight.name)
 
 
 def _even_first(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Rows of packed codes, of every eight the even ones first."""
+    """Reorder each eight packed codes of a row: even ones first."""
     if bits == 8:
         units = codes.reshape(len(codes), -1, 4, 2)
         return units.swapaxes(2, 3).reshape(codes.shape)
@@ -105,8 +108,10 @@ def _even_first(codes: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _in_tiles(codes: np.ndarray, bits: int, scattered: bool) -> np.ndarray:
-    """Packed codes [experts, out, bytes of a row] in tiles of rows, a tile in steps of columns; in
-    a step thread 4 g + t has rows g and g + 8, columns from 8 t and, of 4 bits, from 32 + 8 t on.
+    """Tile packed codes [experts, out, bytes per row] by rows, and tiles by column steps.
+
+    In a step, thread 4 g + t has rows g and g + 8, and 8 columns from 8 t; of 4 bits also 8 from
+    32 + 8 t.
     """
     units = _even_first(codes, bits).view(f"<u{_UNIT * bits // 8}")
     if scattered:
@@ -117,22 +122,22 @@ def _in_tiles(codes: np.ndarray, bits: int, scattered: bool) -> np.ndarray:
 
 
 def _scattered(units: np.ndarray) -> np.ndarray:
-    """Words of 8 codes of MXFP4 with their bits where kernels look for them."""
-    made = np.zeros_like(units)
+    """Move the bits of words of 8 MXFP4 codes to the positions that kernels read."""
+    words = np.zeros_like(units)
     for place in range(_UNIT):
         for bit, at in enumerate(_MXFP4_BITS[place % 4]):
-            made |= (units >> 4 * place + bit & 1) << (at + place // 4 * 16) % 32
-    return made
+            words |= (units >> 4 * place + bit & 1) << (at + place // 4 * 16) % 32
+    return words
 
 
 def _scales_in_tiles(scales: np.ndarray) -> np.ndarray:
-    """[experts, out, groups], of each tile group by group, those of its rows side by side."""
+    """Reorder each tile of scales [experts, out, groups] to [groups, rows]."""
     experts, height, groups = scales.shape
     return scales.reshape(experts, height // _TILE, _TILE, groups).swapaxes(2, 3)
 
 
 def _as_words(weight: Weight) -> Weight:
-    """Bytes [.., out, width] as int32 [.., out / 4, width]; numbers as they are."""
+    """View bytes [.., out, width] as int32 [.., out / 4, width]; other dtypes are unchanged."""
     if weight.dtype != np.uint8:
         return weight
     *stack, height, width = weight.shape
@@ -148,8 +153,13 @@ def _as_words(weight: Weight) -> Weight:
 
 def replace_initializers(model: onnx.ModelProto, weights: Mapping[str, Weight], location: str,
                          write: Callable[[np.ndarray], object]) -> None:
-    """Let the model's initializers of these names be these weights, external data of the file
-    `location`, to which they are written one after the other.
+    """Replace initializers by these weights, as external data in the file `location`.
+
+    Args:
+        model: the model to change.
+        weights: by name of the initializer.
+        location: name of the file.
+        write: appends a block to the file.
     """
     end = 0
     for tensor in model.graph.initializer:

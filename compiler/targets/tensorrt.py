@@ -1,13 +1,14 @@
 """The TensorRT target: an engine per rank, with llmc's ops as plugins.
 
-`graph.onnx` is what TensorRT's parser reads, and of an encoder `encoder.onnx`. A node of ours names
-its plugin in its attributes (`plugin_namespace`, `plugin_version`), has every field, its dtype, and
-in `present` the inputs that it has: TensorRT knows no absent ones, so they are left out. Its body
-travels in the file as for every target, so ONNX Runtime runs the file too. `polygraphy_inputs.py`
-(of an encoder `polygraphy_encoder_inputs.py`) beside it lets Polygraphy compare both. Weights in
-fewer bits are in `graph.onnx` as its bodies read them; the parser is given them as kernels do.
+TensorRT's parser reads `graph.onnx`, and `encoder.onnx` of an encoder. An llmc node names its
+plugin by attributes (`plugin_namespace`, `plugin_version`). It has all of its op's attributes, its
+dtype, and in `present` the names of its inputs, as TensorRT does not support absent ones. The file
+also contains the function bodies, so that ONNX Runtime can run it. `polygraphy_inputs.py` (for an
+encoder `polygraphy_encoder_inputs.py`) lets Polygraphy compare TensorRT and ONNX Runtime. Quantized
+weights are stored in `graph.onnx` as the function bodies read them, and passed to the parser as the
+kernels read them.
 
-The builder runs in a process of its own, with this Python or one that has TensorRT: the newest
+The builder runs in a separate process, with this Python or with one that has TensorRT: the newest
 TensorRT 8.6 on PyPI is for Python 3.10 only.
 """
 
@@ -49,31 +50,33 @@ from llmc.runtime.engines.cuda import library_directories
 from llmc.runtime.engines.tensorrt import plugin_library
 from llmc.targets import TENSORRT
 
-# What the parser reads, what Polygraphy does, and what is built; of a model, and of an encoder.
+# (graph, Polygraphy script, plan), of the decoder and of the encoder.
 _FILES = (("graph.onnx", "polygraphy_inputs.py", TENSORRT.engine_file),
           ("encoder.onnx", "polygraphy_encoder_inputs.py", TENSORRT.encoder_file))
 PYTHON = "LLMC_TENSORRT_PYTHON"
-_MOST_ELEMENTS = 2**31 - 1  # of a tensor of TensorRT's
-# What plugins are told of a step; see csrc/tensorrt/library.h. It is the plan's own: no runtime
-# binds it.
+_MOST_ELEMENTS = 2**31 - 1  # TensorRT's limit per tensor
+# An input that describes a step to plugins (csrc/tensorrt/library.h). Internal to the plan: no
+# runtime binds it.
 _STEP = gs.Variable("llmc_step", np.int32, (16,))
 
 
 def describe(options: CompileOptions) -> Target:
-    """The builder's version and GPU, which must be the runtime's.
+    """Return the builder's version and GPU, to be matched by the runtime.
 
     Raises:
-        LlmcError: there is no TensorRT, no GPU or no plugin library, or TensorRT lacks the dtype.
+        LlmcError: TensorRT, a GPU or the plugin library is missing, or TensorRT does not support
+            the dtype.
     """
-    found = _build({"plugins": str(plugin_library())}, options)
-    if options.dtype == "bfloat16" and found["version"].startswith("8."):
-        raise LlmcError(f"TensorRT {found['version']} has no bfloat16; compile with --dtype "
+    builder = _build({"plugins": str(plugin_library())}, options)
+    if options.dtype == "bfloat16" and builder["version"].startswith("8."):
+        raise LlmcError(f"TensorRT {builder['version']} has no bfloat16; compile with --dtype "
                         f"float16")
-    if options.compute_capability not in (None, found["compute_capability"]):
-        raise LlmcError(f"TensorRT builds for the GPU that is here, of compute capability "
-                        f"{found['compute_capability']}, not {options.compute_capability}")
-    return Target(kind=TENSORRT.name, versions={"tensorrt": found["version"]}, gpu=found["gpu"],
-                  compute_capability=found["compute_capability"],
+    if options.compute_capability not in (None, builder["compute_capability"]):
+        raise LlmcError(f"compute_capability {options.compute_capability} is given, but TensorRT "
+                        f"builds for this machine's GPU, which has "
+                        f"{builder['compute_capability']}; leave it out, or compile on such a GPU")
+    return Target(kind=TENSORRT.name, versions={"tensorrt": builder["version"]},
+                  gpu=builder["gpu"], compute_capability=builder["compute_capability"],
                   max_batch_size=options.max_batch_size)
 
 
@@ -82,7 +85,7 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
     """Write `chip<rank>/` and describe it.
 
     Raises:
-        LlmcError: TensorRT cannot do what the model asks, or the builder fails.
+        LlmcError: TensorRT does not support the graph, or the builder fails.
     """
     name = f"chip{rank}"
     directory = case_dir / name
@@ -110,9 +113,9 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
 
 @contextmanager
 def _as_parsed(model: onnx.ModelProto, program: gs.Graph, directory: Path) -> Iterator[Path]:
-    """The file that TensorRT's parser reads, while it is needed: without the functions, which that
-    of TensorRT 10 would take in place of plugins, and with weights in fewer bits as kernels read
-    them.
+    """Yield a temporary file for TensorRT's parser, with weights in the order of kernels.
+
+    Function bodies are removed, as TensorRT 10 would inline them in place of plugins.
     """
     parsed, data = directory / "parsed.onnx", directory / "parsed.data"
     del model.functions[:]
@@ -126,12 +129,11 @@ def _as_parsed(model: onnx.ModelProto, program: gs.Graph, directory: Path) -> It
 
 
 def with_plugins(model: onnx.ModelProto, dtype: str) -> onnx.ModelProto:
-    """The model with llmc nodes as TensorRT's parser needs them, in place.
+    """Convert llmc nodes to plugin nodes for TensorRT's parser, in place.
 
-    Every one takes the input `llmc_step` too, which no body reads.
-
-    Each function gets a domain of its own instead of an overload: ONNX Runtime 1.23, the last for
-    TensorRT 8.6's Python, knows none. TensorRT looks at neither.
+    Each gets the input `llmc_step`, which its body does not read. Each function gets a separate
+    domain instead of an overload, as ONNX Runtime 1.23, the last for TensorRT 8.6's Python, does
+    not support overloads. TensorRT ignores both.
     """
     functions = {(function.name, function.overload): function for function in model.functions}
     for node in model.graph.node:
@@ -168,7 +170,7 @@ def with_plugins(model: onnx.ModelProto, dtype: str) -> onnx.ModelProto:
 
 def _profiles(inputs: Sequence[gs.Tensor], options: CompileOptions) -> \
         list[dict[str, list[list[int]]]]:
-    """Least, usual and most of each input's shape, for prompts and for decoding."""
+    """Return min, opt and max shape of each input, for prefill and decode."""
     assert options.max_seq_len is not None
     length, table = options.max_seq_len, -(-options.max_seq_len // 128) * 128 // BLOCK_SIZE
     positions = max((tensor.shape[1] * tensor.shape[3] * BLOCK_SIZE for tensor in inputs
@@ -192,7 +194,7 @@ def _profiles(inputs: Sequence[gs.Tensor], options: CompileOptions) -> \
 
 
 _SCRIPT = '''\
-"""For Polygraphy: the inputs of one step, and how TensorRT builds. With LLMC_LOAD_PLUGINS=1,
+"""Inputs of a step and TensorRT's build configuration, for Polygraphy. With LLMC_LOAD_PLUGINS=1:
 
     polygraphy run graph.onnx --onnxrt --trt --plugins libllmc_plugins.so \\
         --data-loader-script polygraphy_inputs.py --trt-config-script polygraphy_inputs.py
@@ -207,26 +209,26 @@ DTYPES = {dtypes}
 
 
 def load_data():
-    """A prompt of four tokens."""
+    """Yield a prompt of four tokens."""
     tokens = 4
-    given = {{"input_ids": np.arange(1, tokens + 1), "position_ids": np.arange(tokens),
-             "cu_seqlens": [0, tokens], "past_lens": [0], "logits_indices": [tokens - 1],
-             "encoder_sequence_length": [1]}}
-    yield {{name: np.asarray(given[name], dtype) if name in given
+    values = {{"input_ids": np.arange(1, tokens + 1), "position_ids": np.arange(tokens),
+              "cu_seqlens": [0, tokens], "past_lens": [0], "logits_indices": [tokens - 1],
+              "encoder_sequence_length": [1]}}
+    yield {{name: np.asarray(values[name], dtype) if name in values
            else np.zeros(PROFILES[0][name][0], dtype) for name, dtype in DTYPES.items()}}
 
 
 def load_config(builder, network):
-    """A profile for prompts and one for decoding. No tactics but TensorRT's own."""
+    """Create the prefill and decode profiles. Without tactics of external libraries."""
     from polygraphy.backend.trt import CreateConfig, Profile
     profiles = [Profile() for _ in PROFILES]
     for profile, shapes in zip(profiles, PROFILES):
         for name, (least, usual, most) in shapes.items():
             profile.add(name, least, usual, most)
     import tensorrt
-    old = int(tensorrt.__version__.split(".")[0]) < 10  # newer ones read dtypes off the network
-    caches = "int8" in DTYPES.values()  # of float8, which only plugins know
-    if old and caches and network is not None:  # there is none yet when a parser wants to know
+    old = int(tensorrt.__version__.split(".")[0]) < 10  # newer ones are strongly typed
+    caches = "int8" in DTYPES.values()  # float8 caches, which only plugins interpret
+    if old and caches and network is not None:  # None before the network is parsed
         for port in ([network.get_input(i) for i in range(network.num_inputs)] +
                      [network.get_output(i) for i in range(network.num_outputs)]):
             if port.dtype == tensorrt.int8:
@@ -249,21 +251,21 @@ def _script(inputs: Sequence[gs.Tensor], options: CompileOptions) -> str:
 
 
 def _build(work: dict[str, str], options: CompileOptions) -> dict[str, Any]:
-    """Have tensorrt_build.py do this work in a process of its own; what it answers.
+    """Run tensorrt_build.py on `work` in a separate process, and return its answer.
 
     Raises:
-        LlmcError: what it says went wrong, or that it ended.
+        LlmcError: the builder reported an error or crashed.
     """
     python = os.environ.get(PYTHON) or sys.executable
     if python == sys.executable and find_spec("tensorrt") is None:
         raise LlmcError(f"target {TENSORRT.name} needs the package tensorrt; install it with: "
-                        f"pip install tensorrt, or name a Python that has it and polygraphy in "
-                        f"{PYTHON}")
+                        f"pip install tensorrt, or set {PYTHON} to a Python that has it and "
+                        f"polygraphy")
     paths = [*library_directories(), *os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)]
     environment = {**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(filter(None, paths)),
                    "CUDA_MODULE_LOADING": "LAZY"}
     if python != sys.executable:
-        environment.pop("PYTHONPATH", None)  # its packages are this Python's
+        environment.pop("PYTHONPATH", None)  # it lists packages of this Python
     environment.pop("LLMC_LOAD_PLUGINS", None)
     read, write = os.pipe()
     answer: dict[str, Any] = {}
@@ -275,7 +277,8 @@ def _build(work: dict[str, str], options: CompileOptions) -> dict[str, Any]:
                 stdin=subprocess.PIPE, stdout=log, stderr=log, text=True, pass_fds=[write],
                 env=environment)
         except OSError as error:
-            raise LlmcError(f"'{python}', named in {PYTHON}, cannot be run ({error})") from error
+            raise LlmcError(f"'{python}', the value of {PYTHON}, cannot be run ({error}); set it "
+                            f"to a Python interpreter") from error
         finally:
             os.close(write)
         try:
@@ -283,19 +286,19 @@ def _build(work: dict[str, str], options: CompileOptions) -> dict[str, Any]:
             process.stdin.write(json.dumps(work))
             process.stdin.close()
         except BrokenPipeError:
-            pass  # it has ended, and the log says why
+            pass  # the builder has exited; its log has the reason
         for line in answers:
             answer = json.loads(line)
             if "progress" in answer:
                 options.progress(answer["progress"])
         code = process.wait()
         log.seek(0)
-        said = [line for line in log.read().splitlines() if line.strip()]
+        lines = [line for line in log.read().splitlines() if line.strip()]
     if "error" in answer:
-        reasons = [line.removeprefix("[E]").strip() for line in said if line.startswith("[E]")]
+        reasons = [line.removeprefix("[E]").strip() for line in lines if line.startswith("[E]")]
         raise LlmcError(f"TensorRT cannot build the engine: {answer['error']}"
                         f"{f' ({reasons[-1]})' if reasons else ''}")
     if code or "version" not in answer:
         raise LlmcError(f"TensorRT's builder ended with exit code {code}"
-                        f"{': ' + said[-1] if said else ''}")
+                        f"{': ' + lines[-1] if lines else ''}")
     return answer

@@ -1,9 +1,11 @@
-"""The program that builds an engine with TensorRT. It runs in a Python that has `tensorrt` and
-`polygraphy`, perhaps an older one than llmc's, and imports nothing of llmc.
+"""A program that builds an engine with TensorRT.
 
-Work comes as JSON on standard input: `plugins`, and to build `onnx`, `script`, `plan` and
-`timing_cache`, all paths. Answers go as lines of JSON to the file descriptor that is its argument:
-`progress` any number of times, then `error`, or `version`, `gpu` and `compute_capability`.
+It runs in a Python with `tensorrt` and `polygraphy`, which may be older than llmc's, and imports
+nothing of llmc.
+
+Input is JSON on stdin with paths: `plugins`; to build also `onnx`, `script`, `plan` and
+`timing_cache`. Output is lines of JSON to the file descriptor given as argument: any number of
+`progress`, then either `error`, or `version`, `gpu` and `compute_capability`.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ Answer = Callable[..., None]
 
 
 def main(work: dict[str, str], answer: Answer) -> None:
+    """Load the plugins, build if requested, and answer with versions."""
     import tensorrt as trt
     name, capability = gpu()
     load_plugins(work["plugins"])
@@ -29,16 +32,17 @@ def main(work: dict[str, str], answer: Answer) -> None:
 
 
 def gpu() -> tuple[str, str]:
-    """Name and compute capability of the first GPU, from the driver."""
+    """Return name and compute capability of the first GPU, from the driver."""
     device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
     name = ctypes.create_string_buffer(256)
     try:
         driver = ctypes.CDLL("libcuda.so.1")
-        found = not driver.cuInit(0) and not driver.cuDeviceGet(ctypes.byref(device), 0)
+        has_gpu = not driver.cuInit(0) and not driver.cuDeviceGet(ctypes.byref(device), 0)
     except OSError:  # no driver
-        found = False
-    if not found:
-        raise RuntimeError("there is no NVIDIA GPU here, and it builds only where one is")
+        has_gpu = False
+    if not has_gpu:
+        raise RuntimeError("no NVIDIA GPU was found, which the build needs; build on a machine "
+                           "with a GPU")
     driver.cuDeviceGetName(name, len(name), device)
     driver.cuDeviceGetAttribute(ctypes.byref(major), 75, device)
     driver.cuDeviceGetAttribute(ctypes.byref(minor), 76, device)
@@ -46,6 +50,11 @@ def gpu() -> tuple[str, str]:
 
 
 def load_plugins(path: str) -> None:
+    """Register the library's plugins with TensorRT.
+
+    Raises:
+        RuntimeError: the library rejects this TensorRT or GPU.
+    """
     library = ctypes.CDLL(path)
     library.initLlmcPlugins.restype = ctypes.c_bool
     library.llmcPluginError.restype = ctypes.c_char_p
@@ -54,6 +63,7 @@ def load_plugins(path: str) -> None:
 
 
 def build(trt: Any, work: dict[str, str], answer: Answer) -> None:
+    """Build the plan and write it, with the timing cache."""
     from polygraphy.backend.trt import engine_bytes_from_network, network_from_onnx_path
     strongly_typed = int(trt.__version__.split(".")[0]) >= 10
     builder, network, parser = network_from_onnx_path(work["onnx"], strongly_typed=strongly_typed)
@@ -68,7 +78,7 @@ def build(trt: Any, work: dict[str, str], answer: Answer) -> None:
             kept = file.read()
     timing = config.create_timing_cache(kept)
     if timing is None or not config.set_timing_cache(timing, ignore_mismatch=False):
-        timing = config.create_timing_cache(b"")  # the old one is of another TensorRT or GPU
+        timing = config.create_timing_cache(b"")  # the cache is of another TensorRT or GPU
         config.set_timing_cache(timing, ignore_mismatch=False)
     answer(progress="TensorRT builds")
     plan = engine_bytes_from_network((builder, network, parser), config=config)
@@ -78,8 +88,9 @@ def build(trt: Any, work: dict[str, str], answer: Answer) -> None:
 
 
 def make_monitor(trt: Any, answer: Answer) -> Any:
+    """Create a progress monitor for the builder."""
     class Monitor(trt.IProgressMonitor):
-        """Tells of the builder's outermost phases, each tenth of them."""
+        """Reports the builder's top-level phases, at each tenth of their steps."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -102,10 +113,10 @@ def make_monitor(trt: Any, answer: Answer) -> Any:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # this folder, which has a tensorrt.py too
+    del sys.path[0]  # this folder, whose tensorrt.py would shadow the package
     with open(int(sys.argv[1]), "w", encoding="utf-8") as pipe:
-        def answer(**said: str) -> None:
-            pipe.write(json.dumps(said) + "\n")
+        def answer(**fields: str) -> None:
+            pipe.write(json.dumps(fields) + "\n")
             pipe.flush()
 
         try:

@@ -1,8 +1,7 @@
-"""The TensorRT-RTX target: an engine that its builder makes without a GPU.
+"""The TensorRT-RTX target: an engine that is built without a GPU.
 
-There are no plugins there: `graph.onnx` is standard ONNX, every op's body inlined, and TensorRT's
-own parser reads it. All sequences of a step have equally many new tokens (padded), as its shapes
-must not depend on data.
+It has no plugins: `graph.onnx` is standard ONNX with all function bodies inlined. The sequences of
+a step are padded to the same number of new tokens, as shapes must not depend on data.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ from llmc.installation import install_command
 from llmc.plugins.experts.op import OP as EXPERTS
 from llmc.targets import TENSORRT_RTX
 
-_BATCH, _TOKENS = 16, 4096  # at most in a step; one prompt may be longer
+_BATCH, _TOKENS = 16, 4096  # limits of a step; a single prompt may be longer
 
 
 def describe(options: CompileOptions) -> Target:
-    """The builder's version, which must be the runtime's."""
+    """Return the builder's version, to be matched by the runtime."""
     _library()
     return Target(kind=TENSORRT_RTX.name,
                   versions={"tensorrt_rtx": importlib.metadata.version("tensorrt-rtx")})
@@ -49,14 +48,14 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions) ->
     """Write `chip<rank>/` and describe it.
 
     Raises:
-        LlmcError: the model has several chips or experts, or TensorRT refuses the graph.
+        LlmcError: the model has several chips or experts, or TensorRT rejects the graph.
     """
     if any((op := op_of(node)) is not None and op.collective for node in graph.nodes):
         raise LlmcError("TensorRT-RTX has no collectives; compile with --tp_size 1")
     experts = next((node for node in graph.nodes if is_op(node, EXPERTS)), None)
     if experts is not None:
-        raise LlmcError(f"TensorRT-RTX has no kernel for llmc::Experts, which "
-                        f"{rewrite.describe(experts)} is; compile for --target cpu")
+        raise LlmcError(f"TensorRT-RTX has no kernel for llmc::Experts "
+                        f"({rewrite.describe(experts)}); compile for --target cpu")
     name = f"chip{rank}"
     directory = case_dir / name
     directory.mkdir()
@@ -76,9 +75,9 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions) ->
 
 
 def _profiles(max_seq_len: int) -> list[dict[str, tuple[int, int, int]]]:
-    """Least, usual and most of each size, for prompts and for decoding.
+    """Return min, opt and max of each size, for prefill and for decode.
 
-    The most of all sizes must go together: every sequence has num_tokens / batch.
+    The maxima must be consistent: every sequence has num_tokens / batch tokens.
     """
     most = max(min(_BATCH * max_seq_len, _TOKENS), -(-max_seq_len // _BATCH) * _BATCH)
     return [{"batch": (1, 1, _BATCH), "num_tokens": (1, min(128, max_seq_len), most)},
@@ -93,7 +92,7 @@ def _size(dim: int | str, sizes: dict[str, tuple[int, int, int]], which: int) ->
 
 
 def _inlined(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model without functions, of standard ops only."""
+    """Inline all functions, so that only standard ops remain."""
     flat = onnx.inliner.inline_local_functions(model)
     foreign = [entry for entry in flat.opset_import if entry.domain]
     for entry in foreign:
@@ -112,14 +111,14 @@ def _library() -> ModuleType:
 
 
 def _build(path: Path, profiles: list[dict[str, list[tuple[int, ...]]]]) -> memoryview:
-    """The serialized engine of an ONNX file.
+    """Build the serialized engine of an ONNX file.
 
     Raises:
-        LlmcError: with what TensorRT said.
+        LlmcError: TensorRT cannot parse or build it; the message has TensorRT's reason.
     """
     trt: Any = _library()
 
-    class Logger(trt.ILogger):  # keeps what explains a failure
+    class Logger(trt.ILogger):  # collects errors
         def __init__(self) -> None:
             super().__init__()
             self.errors: list[str] = []
@@ -144,5 +143,5 @@ def _build(path: Path, profiles: list[dict[str, list[tuple[int, ...]]]]) -> memo
     plan = builder.build_serialized_network(network, config)
     if plan is None:
         raise LlmcError(f"TensorRT cannot build '{path.name}': "
-                        f"{logger.errors[-1] if logger.errors else 'it does not say why'}")
+                        f"{logger.errors[-1] if logger.errors else 'without a reason'}")
     return memoryview(plan)

@@ -1,4 +1,4 @@
-"""A graph of 16 bits as ONNX, for the targets of GPUs."""
+"""Export of 16-bit graphs as ONNX, for GPU targets."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from llmc.artifacts.program import ELEMENTWISE  # which the engine computes in float32 always
+from llmc.artifacts.program import ELEMENTWISE  # always computed in float32 by the engine
 from llmc.compiler.artifact import Placed, to_onnx
 
 
 def typed_onnx(graph: gs.Graph, places: dict[str, Placed], target: str, dtype: str) -> \
         onnx.ModelProto:
-    """`to_onnx`, with ONNX's own ops on elements in float32 whatever the dtype. Changes the graph.
-    """
+    """Export with `to_onnx`, elementwise ONNX ops in float32. Changes the graph."""
     if dtype != "float32":
         _widen_elementwise(graph)
     return to_onnx(graph, places, target, dtype)
 
 
 def _widen_elementwise(graph: gs.Graph) -> None:
-    """Let ONNX ops on elements compute in float32, as the engine does with its float32 numbers.
+    """Compute elementwise ONNX ops in float32, as the engine does.
 
-    Given:   Mul(x, 2.0) in 16 bits, of which 2.0 is float32
+    Given:   Mul(x, 2.0) with 16-bit x and float32 2.0
     Result:  Cast(Mul(Cast(x), 2.0))
     """
     nodes: list[gs.Node] = []

@@ -141,6 +141,6 @@ def test_a_directory_that_is_no_case_directory_is_not_replaced(tiny_hf, tmp_path
 def test_an_output_that_holds_a_user_s_file_is_refused_before_the_export(case_tp1, tmp_path):
     target = shutil.copytree(case_tp1, tmp_path / "case")
     (target / "notes.txt").write_text("mine")
-    with pytest.raises(llmc.LlmcError, match="would be lost: 'notes.txt'"):
+    with pytest.raises(llmc.LlmcError, match="would delete: 'notes.txt'"):
         llmc.compile(tmp_path / "no such model", target)
     assert (target / "notes.txt").read_text() == "mine"

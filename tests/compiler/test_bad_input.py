@@ -50,7 +50,7 @@ def test_a_config_that_is_not_json(hf, tmp_path):
 
 def test_an_unknown_architecture(hf, tmp_path):
     (hf / "config.json").write_text('{"model_type": "quantum_llm"}')
-    refused(hf, tmp_path, "does not know architecture 'quantum_llm'")
+    refused(hf, tmp_path, "does not support architecture 'quantum_llm'")
 
 
 @pytest.mark.parametrize("number", [-1, 0, 1])
@@ -69,13 +69,13 @@ def test_a_config_of_a_size_that_no_model_has(hf, tmp_path, monkeypatch, key, va
     config.update({"text_config": {key: value}} if inside else {key: value})
     (hf / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr(huggingface, "read_config", None)  # nothing is made of it
-    refused(hf, tmp_path, f"config.json' has {key} {value}, the limit is")
+    refused(hf, tmp_path, f"config.json' has {key} {value}, expected at most")
 
 
 def test_a_config_larger_than_any(hf, tmp_path):
     with open(hf / "config.json", "r+b") as file:
         file.truncate(10**9)  # sparse
-    refused(hf, tmp_path, "it has 1000000000 bytes, the limit is")
+    refused(hf, tmp_path, "1000000000 bytes exceed the limit of")
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
@@ -110,7 +110,7 @@ def test_a_tensor_of_the_wrong_shape(hf, tmp_path):
     tensors = load_file(hf / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"] = np.zeros((3, 5), np.float32)
     save_file(tensors, hf / "model.safetensors")
-    refused(hf, tmp_path, r"has shape \[3, 5\], its config asks for \[100, 64\]")
+    refused(hf, tmp_path, r"has shape \[3, 5\], its config expects \[100, 64\]")
 
 
 def test_truncated_safetensors(hf, tmp_path):
@@ -189,7 +189,7 @@ def test_remote_code_needs_a_flag(hf, tmp_path):
 
 def test_a_hub_id_that_cannot_be_fetched(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    refused("nobody/no-such-model", tmp_path, "could not be fetched from the hub")
+    refused("nobody/no-such-model", tmp_path, "could not be downloaded from the hub")
 
 
 def test_a_gguf_file_that_is_none(tmp_path):

@@ -310,7 +310,7 @@ def test_what_has_no_kernel_is_refused_in_one_sentence(tmp_path, monkeypatch):
 def test_sizes_that_no_kernel_takes_are_refused_wherever_they_are_from(family, changes, what,
                                                                        tmp_path):
     hf_dir = families.save(families.tiny_model(family, **changes), tmp_path / "hf")
-    with pytest.raises(llmc.LlmcError, match=f"'cuda' has no kernel for llmc::{what} yet, which"):
+    with pytest.raises(llmc.LlmcError, match=f"'cuda' has no kernel for llmc::{what} "):
         llmc.compile(hf_dir, tmp_path / "case", target="cuda")
 
 

@@ -185,15 +185,15 @@ def test_tensorrt_rtx_refuses_in_one_sentence(encoder_decoder, tmp_path, monkeyp
     _, _, cases = encoder_decoder("t5")
     monkeypatch.setattr("llmc.compiler.targets.tensorrt_rtx.describe", lambda options: None)
     with pytest.raises(llmc.LlmcError, match="'T5ForConditionalGeneration' is an encoder-decoder "
-                                             "model, which is not there yet for target "
-                                             "'tensorrt_rtx'; compile it with --target cpu, cuda "
+                                             "model, which target 'tensorrt_rtx' does not "
+                                             "support; compile it with --target cpu, cuda "
                                              "or tensorrt"):
         llmc.compile(cases["tp1"].parent / "hf", tmp_path / "case", target="tensorrt_rtx")
 
 
 @pytest.mark.parametrize(("name", "options", "match"), [
-    ("bart", {"mem_max_seq_len": 65}, "mem_max_seq_len 65 is not possible: .* allowed: 2 to 64"),
-    ("bart", {"max_seq_len": 65}, "max_seq_len 65 is not possible: .* allowed: 2 to 64"),
+    ("bart", {"mem_max_seq_len": 65}, "mem_max_seq_len 65 is not supported: .* allowed: 2 to 64"),
+    ("bart", {"max_seq_len": 65}, "max_seq_len 65 is not supported: .* allowed: 2 to 64"),
     ("t5", {"tp_size": 5}, "tp_size 5 exceeds num_attention_heads 4"),
 ])
 def test_a_limit_of_the_model_is_named(name, options, match, encoder_decoder):
@@ -210,8 +210,8 @@ def test_a_causal_lm_has_no_encoder_to_limit(tiny_hf, tmp_path):
 def test_a_model_that_does_not_say_where_its_decoder_begins(encoder_decoder):
     _, raw, _ = encoder_decoder("t5")
     silent = replace(families.copy_raw(raw), config={"architectures": ["X"]}, generation={})
-    with pytest.raises(llmc.LlmcError, match="'X' does not say which token its decoder begins "
-                                             "with; put decoder_start_token_id into generation_c"):
+    with pytest.raises(llmc.LlmcError, match="'X' has no decoder_start_token_id; add it to "
+                                             "generation_c"):
         lower(silent, CompileOptions())
 
 

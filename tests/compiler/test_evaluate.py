@@ -174,9 +174,9 @@ def test_the_articles_that_come_with_llmc():
     (b"\n \n", "has no articles"),
     (b'{"article": "a", "summary": "b"}\n\n{"article": \n', "line 3, is not JSON"),
     (b'{"article": "a", "summary": "\xff"}\n', "line 1, is not JSON"),
-    (b'["article", "summary"]\n', "line 1, has no text 'article'"),
-    (b'{"article": "a", "summary": "b"}\n{"article": "a"}\n', "line 2, has no text 'summary'"),
-    (b'{"article": 3, "summary": "b"}\n', "line 1, has no text 'article'"),
+    (b'["article", "summary"]\n', "line 1, has no string 'article'"),
+    (b'{"article": "a", "summary": "b"}\n{"article": "a"}\n', "line 2, has no string 'summary'"),
+    (b'{"article": 3, "summary": "b"}\n', "line 1, has no string 'article'"),
 ])
 def test_a_bad_articles_file_is_one_sentence_with_the_line(case_tp1, tmp_path, content, message):
     path = tmp_path / "bad.jsonl"
@@ -189,8 +189,8 @@ def test_a_bad_articles_file_is_one_sentence_with_the_line(case_tp1, tmp_path, c
 
 
 @pytest.mark.parametrize(("content", "message"), [
-    (b"", "is empty; give a text"), (b" \n", "is empty"), (b"\xff\xfe", "is not UTF-8 text"),
-    (b"t", "perplexity needs 2"), (None, "cannot be read (No such file or directory)")])
+    (b"", "is empty; give a text"), (b" \n", "is empty"), (b"\xff\xfe", "is not UTF-8"),
+    (b"t", "expected at least 2"), (None, "cannot be read (No such file or directory)")])
 def test_a_bad_text_file_is_one_sentence(case_tp1, tmp_path, content, message):
     path = tmp_path / "bad.txt"
     if content is not None:
@@ -201,16 +201,16 @@ def test_a_bad_text_file_is_one_sentence(case_tp1, tmp_path, content, message):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["--task", "perplexity", "--max_length", "65"], "max_length 65 is not from 2 to the KV"),
-    (["--task", "perplexity", "--max_length", "1"], "max_length 1 is not from 2"),
-    (["--task", "perplexity", "--stride", "0"], "stride 0 is not from 1 to max_length 64"),
-    (["--task", "perplexity", "--max_length", "8", "--stride", "9"], "stride 9 is not from 1"),
+    (["--task", "perplexity", "--max_length", "65"], "max_length 65 is not in the range from 2 to"),
+    (["--task", "perplexity", "--max_length", "1"], "max_length 1 is not in the range"),
+    (["--task", "perplexity", "--stride", "0"], "stride 0 is not in the range from 1"),
+    (["--task", "perplexity", "--max_length", "8", "--stride", "9"], "stride 9 is not in"),
     (["--task", "perplexity", "--max_tokens", "9"], "--max_tokens is not for --task perplexity"),
     (["--task", "summarize", "--stride", "9"], "--stride is not for --task summarize"),
     (["--task", "summarize", "--max_tokens", "0"], "max_tokens 0"),
-    (["--task", "perplexity", "--tolerance", "1"], "give hf_dir too"),
+    (["--task", "perplexity", "--tolerance", "1"], "is given without hf_dir"),
     (["--task", "perplexity", "--hf_dir", "/nonexistent"], "'/nonexistent' is neither"),
-    (["--task", "summarize"], "exceed the KV cache of 64; shorten it"),
+    (["--task", "summarize"], "exceed max_seq_len 64; shorten it"),
     (["--task", "translate"], "'translate' is not one of"),
 ])
 def test_bad_usage_exits_with_2(case_tp1, arguments, message):
@@ -223,7 +223,7 @@ def test_another_model_as_reference_is_refused(case_tp1, text_file, tmp_path):
     hf = families.save(families.tiny_model("llama"), tmp_path / "hf")
     result = run("--case_dir", case_tp1, "--task", "perplexity", "--data", text_file, "--hf_dir",
                  hf)
-    assert result.exit_code == 2 and "has a vocabulary of 101" in result.stderr
+    assert result.exit_code == 2 and "has vocabulary size 101" in result.stderr
 
 
 def test_json_and_the_table(case_tp1, tiny_hf, articles_file):

@@ -109,8 +109,8 @@ def test_any_way_of_writing_gives_torch_s_numbers(function, monkeypatch):
 
 @pytest.mark.parametrize(("function", "longest", "match"), [
     (lambda x: x * 3 if x.size(1) > 7 else x * 2, 8,
-     "takes at most 7 in axis 'seq', its config says 8"),
-    (lambda x: x * 3 if x.size(1) > 2 else x * 2, 8, "takes at least 3 in axis 'seq'"),
+     "supports at most 7 in axis 'seq', its config requires 8"),
+    (lambda x: x * 3 if x.size(1) > 2 else x * 2, 8, "needs at least 3 in axis 'seq'"),
 ])
 def test_a_bound_that_sequences_go_beyond_is_an_error(function, longest, match):
     with pytest.raises(llmc.LlmcError, match=match):

@@ -170,7 +170,7 @@ def test_inputs_for_each_layer_of_more_layers_than_are_exported(tmp_path, monkey
 def test_another_layers_cache_is_refused_where_a_plan_would_read_it(target, tmp_path):
     hf_dir = families.save(families.tiny_model("gemma4_text"), tmp_path / "hf")
     with pytest.raises(llmc.LlmcError, match=rf"target '{target}' has no kernel for "
-                                             r"llmc::CachedAttention yet"):
+                                             r"llmc::CachedAttention "):
         fuse(load(hf_dir), CompileOptions(target=target))
 
 

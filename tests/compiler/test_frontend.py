@@ -75,7 +75,7 @@ def test_layers_are_not_cut_out_where_a_config_makes_something_of_their_numbers(
             return ["conv", "conv", "attention", "conv"]
 
     _check_places(Config(), 4, [0, 1, 2])
-    with pytest.raises(CannotRepeat, match="config's layer_kinds cannot be told of a few layers"):
+    with pytest.raises(CannotRepeat, match="config's layer_kinds cannot be set for a few layers"):
         _check_places(Config(), 4, [0, 2])
 
 
@@ -146,7 +146,7 @@ def test_gguf_gives_what_transformers_reads(tmp_path):
 def test_a_config_whose_number_of_layers_cannot_be_set_is_exported_whole():
     """ProphetNet's raises NotImplementedError, which is nobody's to see."""
     config = transformers.ProphetNetConfig()
-    with pytest.raises(CannotRepeat, match="does not let num_hidden_layers be set"):
+    with pytest.raises(CannotRepeat, match="num_hidden_layers cannot be set"):
         _shorten(config, "num_hidden_layers", [0])
 
 

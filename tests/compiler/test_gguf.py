@@ -226,15 +226,15 @@ def test_kinds_that_kernels_do_not_read_are_read_as_numbers_and_that_is_said(kin
             found = np.concatenate(list(tensors[name].blocks(nbytes)))
             assert found.tobytes() == truth.astype(np.float32).tobytes(), name
     note, = gguf_file._notes(read_header(path), tensors, True)
-    assert note == (f"15 weights among those in {kind} have no form that kernels read: they are "
-                    f"read as float32, with its memory and speed")
+    assert note == (f"15 weights among those in {kind} have a format without kernels: they are "
+                    f"dequantized to float32, with its memory use and speed")
 
 
 def test_a_file_in_such_a_kind_compiles_as_numbers_and_says_so(tmp_path):
     path = write(tmp_path / "m.gguf", File(fields=WIDE, layer=WIDE_LAYER, kind="Q3_K",
                                            blocks=True))
     raw = replace(gguf_file.load_gguf(path), save_tokenizer=lambda target: None)
-    assert [note for note in raw.notes if "15 weights among those in Q3_K have no form" in note]
+    assert [note for note in raw.notes if "15 weights among those in Q3_K have a format" in note]
     check_logits(path, "cpu", tmp_path / "case")
     assert read_manifest(tmp_path / "case").quantization is None
 
@@ -243,8 +243,8 @@ def test_a_file_in_such_a_kind_compiles_as_numbers_and_says_so(tmp_path):
 def test_kinds_that_gguf_cannot_read_are_refused_by_name(kind, tmp_path):
     path = write(tmp_path / "m.gguf", File(fields=WIDE, layer=WIDE_LAYER, kind=kind, blocks=True))
     _, tensors = read(path)
-    with pytest.raises(llmc.LlmcError, match=f"'token_embd.weight' in '.*' is quantised as {kind},"
-                                             f" which gguf cannot read; give another"):
+    with pytest.raises(llmc.LlmcError, match=f"'token_embd.weight' in '.*' is quantized as {kind},"
+                                             f" which gguf cannot dequantize; give another"):
         tensors["model.embed_tokens.weight"].load()
 
 
@@ -256,7 +256,7 @@ def q4_1(tmp_path_factory):
 def test_a_quantized_file_is_not_quantized_again_and_that_is_said_before_the_export(
         q4_1, tmp_path, monkeypatch):
     monkeypatch.setattr(gguf_file, "_read_config", None)  # which imports transformers
-    with pytest.raises(llmc.LlmcError, match=r"quantised by GGUF \(Q4_1\) already; leave out "
+    with pytest.raises(llmc.LlmcError, match=r"quantized by GGUF \(Q4_1\) already; leave out "
                                              r"--quantize .* --quantize none .* --requantize"):
         llmc.compile(q4_1, tmp_path / "case", quantize="int8")
     with pytest.raises(llmc.LlmcError, match="requantize is given without quantize"):
@@ -269,7 +269,7 @@ def test_a_quantized_file_is_requantized_where_that_is_asked_for(q4_1, tmp_path)
                             requantize=True, progress=said.append)
     assert manifest.quantization == ("int8",) and manifest.tokenizer.path is None
     assert {form.group_size for form in manifest.chips[0].quantization.values()} == {32}
-    assert "the file names no tokenizer: the model takes and returns token ids" in said
+    assert "the file has no tokenizer: the model takes and returns token ids" in said
     llmc.compile(q4_1, tmp_path / "plain", quantize="none")
     again, plain = (load_file(tmp_path / name / "chip0" / "weights.safetensors")
                     for name in ("again", "plain"))
@@ -358,7 +358,7 @@ def test_llama_3_s_rope_is_read_from_its_factors(tmp_path):
      "scales its rotary embedding .by 'rope_freqs.weight'"),
     (File(fields={**LLAMA, "rope.scaling.type": "yarn"}), r"scales its rotary embedding \(yarn\)"),
     (File(more={"blk.0.attn_magic.weight": np.ones((4, 4), np.float32)}),
-     r"has a tensor 'blk.0.attn_magic.weight' \[4, 4\] F32, for which 'LlamaConfig' has no place"),
+     r"has a tensor 'blk.0.attn_magic.weight' \[4, 4\] F32, which the model of 'Llama"),
 ])
 def test_what_transformers_leaves_out_is_refused(file, match, tmp_path):
     with pytest.raises(llmc.LlmcError, match=match):
@@ -368,9 +368,9 @@ def test_what_transformers_leaves_out_is_refused(file, match, tmp_path):
 @pytest.mark.parametrize(("file", "match"), [
     (File("deepseek2", layer={}), "architecture 'deepseek2', which transformers does not read"),
     (File(layer={**LAYER, "attn_k.weight": (30, 64)}),
-     r"'blk.0.attn_k.weight' \[30, 64\] in '.*' has rows for other heads than its metadata says"),
-    (File(fields={**LLAMA, "attention.head_count": 0}), "cannot be read as GGUF|makes no 'Llama"),
-    (File("phi3"), "makes no 'Phi3Config' of what '.*' says of itself .Padding_idx must be within"),
+     r"'blk.0.attn_k.weight' \[30, 64\] in '.*' does not match the number of heads"),
+    (File(fields={**LLAMA, "attention.head_count": 0}), "cannot be read as GGUF|build a model"),
+    (File("phi3"), "build a model from 'Phi3Config' of '.*' .Padding_idx must be"),
     (File(fields={**LLAMA, "context_length": "x"}), "field 'max_position_embeddings': .* expected"),
 ])
 def test_what_contradicts_itself_or_is_not_known_is_one_sentence(file, match, tmp_path):
@@ -384,7 +384,7 @@ def test_a_size_that_no_model_has_is_refused_before_anything_is_made_of_it(key, 
                                                                           monkeypatch):
     monkeypatch.setattr(gguf_file, "_read_config", None)
     path = write(tmp_path / "m.gguf", File(fields={**LLAMA, key: value}))
-    with pytest.raises(llmc.LlmcError, match=f"m.gguf' has {key} {value}, the limit is"):
+    with pytest.raises(llmc.LlmcError, match=f"m.gguf' has {key} {value}, expected at most"):
         gguf_file.load_gguf(path)
 
 

@@ -80,8 +80,8 @@ def test_diff_compares_the_language_model(family, tmp_path):
 
 def test_that_images_are_not_taken_is_told(tmp_path):
     hf_dir = families.save(tiny_model("mistral3"), tmp_path / "hf")
-    sentence = ("images are not taken: of 'mistral3' the language model is compiled, which reads "
-                "text alone")
+    sentence = ("input of images is not supported: only the language model of 'mistral3' is "
+                "compiled")
     assert sentence in load(hf_dir).notes
     told = []
     llmc.compile(hf_dir, tmp_path / "case", progress=told.append)

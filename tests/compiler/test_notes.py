@@ -72,5 +72,5 @@ def test_attention_is_required_of_the_pass_that_looks_for_it(encoder, reason):
                    outputs=[gs.Variable("weights", np.float32)])
     report = Report("step 7", attention, encoder)
     report.refuse(node, NoMatch("its mask is odd"))
-    with pytest.raises(llmc.LlmcError, match=rf"attention was not recognised: .*{reason}"):
+    with pytest.raises(llmc.LlmcError, match=rf"attention was not recognized: .*{reason}"):
         require_attention([gs.Graph([node])], [report])

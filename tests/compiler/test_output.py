@@ -187,7 +187,7 @@ def test_what_cannot_be_put_back_is_kept_and_named_and_put_back_by_the_next(tmp_
     case = write_case(tmp_path / "case")
     monkeypatch.setattr(output_module, "_exchange", lambda *paths: fail(errno.EINVAL))
     fail_renames(monkeypatch, lambda source, target: target == case)
-    with pytest.raises(llmc.LlmcError, match="nor could what was there be put back") as caught:
+    with pytest.raises(llmc.LlmcError, match="the old output could not be restored") as caught:
         replace(case)
     kept, = tmp_path.glob(".llmc-compile-*/old/case")
     assert f"it is now '{kept}'" in str(caught.value) and read(kept) == "old"
@@ -284,7 +284,7 @@ def test_of_a_symbolic_link_the_target_is_replaced(way, tmp_path):
 def test_a_link_to_nowhere_is_refused(output, tmp_path):
     (tmp_path / "link").symlink_to("gone")
     (tmp_path / "loop").symlink_to("loop")
-    with pytest.raises(llmc.LlmcError, match=r"is a symbolic link to '\w+', which is not there"):
+    with pytest.raises(llmc.LlmcError, match=r"is a symbolic link to '\w+', which does not exist"):
         check_output(tmp_path / output)
     assert names(tmp_path) == ["link", "loop"]
 
@@ -294,9 +294,9 @@ def test_a_user_s_own_file_in_a_case_directory_is_refused_by_name(theirs, tmp_pa
     case = write_case(tmp_path / "case", files=("weights", "chip0/a"))
     check_output(case)
     (case / theirs).mkdir() if theirs.endswith("/") else (case / theirs).write_text("mine")
-    with pytest.raises(llmc.LlmcError, match=f"would be lost: '{theirs}'; move it elsewhere"):
+    with pytest.raises(llmc.LlmcError, match=f"would delete: '{theirs}'; move them elsewhere"):
         check_output(case)
-    with pytest.raises(llmc.LlmcError, match="would be lost"):  # one that came during a compile
+    with pytest.raises(llmc.LlmcError, match="would delete"):  # one that came during a compile
         replace(case)
     assert (case / theirs).exists() and read(case) == "old" and names(tmp_path) == ["case"]
 
@@ -313,7 +313,7 @@ def test_of_many_files_some_are_named(tmp_path):
 def test_a_directory_whose_manifest_lists_nothing_is_refused(manifest, tmp_path):
     case = write_case(tmp_path / "case")
     (case / "model_info.json").write_text(manifest)
-    with pytest.raises(llmc.LlmcError, match=r"lists no files, so .* may be yours; remove"):
+    with pytest.raises(llmc.LlmcError, match=r"without a list of files, so .* from yours; remove"):
         check_output(case)
 
 
@@ -323,17 +323,17 @@ def test_what_is_no_case_directory_is_refused(tmp_path, monkeypatch):
     (tmp_path / "folder" / "notes").write_text("mine")
     monkeypatch.chdir(tmp_path)
     for output, message in [
-            ("file", "is there and is not a case directory but a file"),
-            ("folder", "is there and is not a case directory; choose"),
+            ("file", "exists and is a file, not a case directory"),
+            ("folder", "exists and is not a case directory; choose"),
             ("file/case", "'.*file' is not a folder"),
             ("file/deep/case", "'.*file' is not a folder"),
             (".", "is the current folder.*name a folder in it, such as 'case'"),
             ("folder/..", "is the current folder"),
             ("/", "is the root folder"),
-            ("/proc", "is where a file system is mounted"),
-            ("/proc/llmc/case", "'/proc' takes no new folder"),
+            ("/proc", "is a mount point"),
+            ("/proc/llmc/case", "no folder can be created in '/proc'"),
             ("n" * 300, "File name too long"),
-            ("a\0b", "is no path that can be used"),
+            ("a\0b", "is not a valid path"),
             (tmp_path.parent, "is not a case directory")]:
         with pytest.raises(llmc.LlmcError, match=message) as caught:
             check_output(output)
@@ -345,14 +345,14 @@ def test_what_is_no_case_directory_is_refused(tmp_path, monkeypatch):
 
 def test_a_parent_that_takes_no_folders_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(output_module.tempfile, "mkdtemp", lambda **given: fail(errno.EROFS))
-    with pytest.raises(llmc.LlmcError, match=r"takes no new folder \(Read-only file system\)"):
+    with pytest.raises(llmc.LlmcError, match=r"can be created in .* \(Read-only file system\)"):
         check_output(tmp_path / "deep" / "case")
 
 
 def test_a_write_protected_directory_is_refused(tmp_path, monkeypatch):
     case = write_case(tmp_path / "case")
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # chmod does not stop root
-    with pytest.raises(llmc.LlmcError, match="is there and is write-protected"):
+    with pytest.raises(llmc.LlmcError, match="exists and is write-protected"):
         check_output(case)
 
 

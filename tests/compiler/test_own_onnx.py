@@ -206,7 +206,7 @@ def test_a_causal_mask_is_proved_and_a_window_or_chunks_are_read_off(visible, wi
     ("v0 = Less(j, i)\nvisible = Identity(v0)", "not causal"),
 ])
 def test_a_mask_that_is_not_causal_is_refused_with_the_node(mask, reason, tmp_path):
-    with pytest.raises(llmc.LlmcError, match=f"attention was not recognised.*{reason}"):
+    with pytest.raises(llmc.LlmcError, match=f"attention was not recognized.*{reason}"):
         compile_mask(mask, tmp_path)
     assert not (tmp_path / "case").exists()
 
@@ -217,7 +217,7 @@ def test_a_graph_with_a_kv_cache_is_refused(tmp_path):
     model.graph.input.append(onnx.helper.make_tensor_value_info("past_key_0", 1, [1]))
     onnx.save(model, tmp_path / "m.onnx")
     (tmp_path / "config.json").write_text('{"model_type": "tiny"}')
-    with pytest.raises(llmc.LlmcError, match="takes a KV cache"):
+    with pytest.raises(llmc.LlmcError, match="has a KV cache as input"):
         llmc.compile(tmp_path / "m.onnx", tmp_path / "case", hf_dir=tmp_path)
 
 
@@ -269,16 +269,16 @@ def test_data_are_read_beside_the_model_from_any_working_directory(external, tmp
 
 @pytest.mark.parametrize("tensor", ["wq", "half_value"])
 @pytest.mark.parametrize(("entries", "match"), [
-    ({"location": "../weights.bin"}, "'../weights.bin', which leads out of its folder"),
+    ({"location": "../weights.bin"}, "'../weights.bin', which leads outside of its folder"),
     ({"location": "/etc/passwd"}, "which is an absolute path"),
-    ({"location": "..\\weights.bin"}, "has a character that no such name may have"),
+    ({"location": "..\\weights.bin"}, "contains a backslash or a null byte"),
     ({"location": ""}, "which is empty"),
     ({"location": "gone.bin"}, "lists 'gone.bin', which is missing"),
-    ({"offset": "1000000"}, r"takes bytes 1000000 to 1000\d+ of 'weights.bin', which has 1284"),
-    ({"offset": "-8"}, "has the offset '-8', which is no number of bytes"),
-    ({"length": "3"}, r"takes \d+ bytes, but its length in 'weights.bin' is 3"),
-    ({"length": "many"}, "has the length 'many'"),
-    ({"where": "here"}, r"a key that ONNX has not, .*\['where'\]"),
+    ({"offset": "1000000"}, r"is at bytes 1000000 to 1000\d+ of 'weights.bin', which has 1284"),
+    ({"offset": "-8"}, "has offset '-8', expected a number of bytes"),
+    ({"length": "3"}, r"has length 3 in 'weights.bin', expected \d+ bytes"),
+    ({"length": "many"}, "has length 'many'"),
+    ({"where": "here"}, r"unknown keys in external_data: \['where'\]"),
 ])
 def test_data_that_are_not_where_they_should_be(external, tensor, entries, match):
     located(external, tensor, **entries)
@@ -302,8 +302,8 @@ def test_a_weight_that_is_not_finite_is_named(external, value):
 def test_data_that_were_cut_off(external):
     data = (external / "weights.bin").read_bytes()
     (external / "weights.bin").write_bytes(data[:600])
-    with pytest.raises(llmc.LlmcError, match=r"\[8, 8\] takes bytes 512 to 768 of 'weights.bin', "
-                                             r"which has 600; it was cut off"):
+    with pytest.raises(llmc.LlmcError, match=r"\[8, 8\] is at bytes 512 to 768 of 'weights.bin', "
+                                             r"which has 600 bytes; the file is truncated"):
         load(external / "m.onnx", hf_dir=external)
 
 
@@ -315,7 +315,7 @@ def test_logits_are_the_output_of_that_name(tmp_path):
     onnx.save(model, tmp_path / "m.onnx")
     raw = load(tmp_path / "m.onnx", hf_dir=tmp_path)
     assert raw.graph.outputs[0].inputs[0].op == "MatMul"
-    assert raw.notes == ("the output 'x' is left out",)
+    assert raw.notes == ("the output 'x' is removed",)
 
 
 def test_no_more_than_a_block_of_a_large_vocabulary_is_held(tmp_path, monkeypatch):

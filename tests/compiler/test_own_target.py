@@ -50,11 +50,11 @@ def test_a_registered_target_compiles_and_runs_a_model(abacus, tiny_hf, case_tp1
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    (dict(dtype="bfloat16"), "target 'abacus' has no dtype 'bfloat16'; it has: float32"),
+    (dict(dtype="bfloat16"), "target 'abacus' has no dtype 'bfloat16'; supported: float32"),
     (dict(tp_size=2), "target 'abacus' has no collectives; compile with --tp_size 1"),
-    (dict(quantize="int8", group_size=32), "group_size 32 is no multiple of 64"),
+    (dict(quantize="int8", group_size=32), "group_size 32 is not a multiple of 64"),
     (dict(kv_dtype="float8_e4m3fn"), "leave it out, or give float16"),
-    (dict(compute_capability="9.0"), "is not one of a GPU's for target abacus")])
+    (dict(compute_capability="9.0"), "is not valid for target abacus")])
 def test_options_are_held_against_its_spec(abacus, tiny_hf, tmp_path, options, message):
     with pytest.raises(llmc.LlmcError, match=message):
         llmc.compile(tiny_hf, tmp_path / "case", target=abacus, **options)

@@ -845,10 +845,10 @@ def test_groups_are_rounded_where_a_checkpoint_says_so_and_it_is_asked_for(
 
 
 @pytest.mark.parametrize(("kind", "said"), [
-    (float8("block", side=32), "no weights in blocks of FP8"),
-    (float8("block", side=32, activations={**GROUPED, "group_size": 64}), "no weights in blocks"),
-    (float8("block", side=32, activations={**GROUPED, "dynamic": False}), "no weights in blocks"),
-    ("w4a16", "no weights in blocks"), ("fp8-channel", "no weights in blocks")])
+    (float8("block", side=32), "no block-wise FP8 weights"),
+    (float8("block", side=32, activations={**GROUPED, "group_size": 64}), "no block-wise FP8"),
+    (float8("block", side=32, activations={**GROUPED, "dynamic": False}), "no block-wise FP8"),
+    ("w4a16", "no block-wise FP8"), ("fp8-channel", "no block-wise FP8")])
 def test_activations_that_a_checkpoint_does_not_round_are_not(kind, said, plain_hf, tmp_path):
     directory, _ = write(plain_hf, tmp_path / "hf", kind)
     with pytest.raises(llmc.LlmcError, match=said):
@@ -1377,7 +1377,7 @@ def test_a_bias_of_zeros_that_the_model_is_without_adds_nothing(value, plain_hf,
 
     directory, truth = write(plain_hf, tmp_path / "hf", "gptq", change)
     if value:
-        with pytest.raises(LlmcError, match=f"has a tensor '{Q}.bias' .* does not take"):
+        with pytest.raises(LlmcError, match=f"has a tensor '{Q}.bias' .* does not use"):
             llmc.compile(directory, tmp_path / "case", quantize="none")
         return
     llmc.compile(directory, tmp_path / "case", quantize="none")
@@ -1668,7 +1668,7 @@ def test_four_bits_of_an_odd_number_of_columns_lie_in_bytes(width, tp_size, zero
 
 def test_what_is_quantised_is_not_rounded_again(plain_hf, tmp_path):
     directory, _ = write(plain_hf, tmp_path / "hf", "w4a16")
-    with pytest.raises(LlmcError, match="is quantised by compressed-tensors.*; leave out --quant"):
+    with pytest.raises(LlmcError, match="is quantized by compressed-tensors.*; leave out --quant"):
         llmc.compile(directory, tmp_path / "case", quantize="int8")
 
 
@@ -1689,6 +1689,6 @@ def test_groups_of_nvfp4_whose_scale_has_vanished_are_zeros(kind, plain_hf, tmp_
 def test_a_reference_that_transformers_does_not_load_is_told_by_its_method(plain_hf, tmp_path):
     directory, _ = write(plain_hf, tmp_path / "hf", "modelopt-nvfp4")
     llmc.compile(directory, tmp_path / "case")
-    with pytest.raises(LlmcError, match=r"cannot load .* quantised by NVIDIA ModelOpt \(NVFP4\): "
-                                        "give the model that it was made from"):
+    with pytest.raises(LlmcError, match=r"cannot load .* quantized by NVIDIA ModelOpt \(NVFP4\): "
+                                        "give the original, unquantized model"):
         diff(tmp_path / "case", directory, tokens=4)

@@ -25,8 +25,8 @@ def test_sampling_parameters_are_kept(generation, fields):
 
 @pytest.mark.parametrize(("generation", "note"), [
     ({"temperature": -1}, "temperature -1.0 is not from 0"), ({"top_p": "x"}, "top_p is 'x'; give"),
-    ({"suppress_tokens": [-1]}, "suppress_tokens [-1] is no list of token ids; it is left out"),
-    ({"suppress_tokens": 3}, "suppress_tokens 3 is no list of token ids; it is left out"),
+    ({"suppress_tokens": [-1]}, "suppress_tokens [-1] is not a list of token ids; ignored"),
+    ({"suppress_tokens": 3}, "suppress_tokens 3 is not a list of token ids; ignored"),
     ({"no_repeat_ngram_size": 3}, "no_repeat_ngram_size 3 is not applied"),
     ({"num_beams": 4}, "num_beams 4 is not applied"),
     ({"bad_words_ids": [[1]]}, "bad_words_ids [[1]] is not applied"),

@@ -60,7 +60,7 @@ def test_the_ids_are_the_vocabulary_s_and_all_pieces_can_be_written(directory):
 @pytest.mark.parametrize(("damage", "match"), [
     (lambda d: (d / "vocab.json").write_text('{"a": 0}'), "has no </s> or no <unk>"),
     (lambda d: (d / "vocab.json").write_text('{"</s>": 0, "<unk>": 5}'), "does not number its pi"),
-    (lambda d: shutil.copy(d / "vocab.json", d / "target_vocab.json"), "a vocabulary of its own"),
+    (lambda d: shutil.copy(d / "vocab.json", d / "target_vocab.json"), "a separate target vo"),
     (lambda d: (d / "source.spm").write_bytes(b"\xff"), "cannot be read"),
     (lambda d: (d / "vocab.json").unlink(), "cannot be read"),
 ])

@@ -70,7 +70,7 @@ def test_running_it_is_refused(tiny_hf, tmp_path):
     llmc.compile(tiny_hf, tmp_path / "case", target="tensorrt_rtx")
     with pytest.raises(llmc.LlmcError, match="builds TensorRT-RTX engines and does not run them"):
         llmc.LLM(tmp_path / "case")
-    with pytest.raises(llmc.LlmcError, match="diff cannot run what is compiled for"):
+    with pytest.raises(llmc.LlmcError, match="diff does not support target tensorrt_rtx"):
         diff(tmp_path / "case", tiny_hf)
 
 
@@ -78,7 +78,7 @@ def test_what_it_cannot_build_is_one_sentence(tiny_hf, tmp_path, monkeypatch):
     with pytest.raises(llmc.LlmcError, match="has no collectives"):
         llmc.compile(tiny_hf, tmp_path / "case", target="tensorrt_rtx", tp_size=2)
     experts = families.save(families.tiny_model("mixtral"), tmp_path / "hf")
-    with pytest.raises(llmc.LlmcError, match="no kernel for llmc::Experts, which Experts '.*' is"):
+    with pytest.raises(llmc.LlmcError, match="no kernel for llmc::Experts .Experts '.*'"):
         llmc.compile(experts, tmp_path / "case", target="tensorrt_rtx")
     with pytest.raises(llmc.LlmcError, match=r"cannot parse 'broken.onnx'"):
         (tmp_path / "broken.onnx").write_bytes(b"no model")

@@ -107,7 +107,7 @@ def test_a_name_that_leaves_the_folder_is_refused(tmp_path):
 @pytest.mark.parametrize("value", [3, ["a"], [{"name": "default"}], {"default": None}])
 def test_a_template_that_is_none_is_refused(tmp_path, value):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
-    with pytest.raises(llmc.LlmcError, match="is neither a text nor a list of texts by name"):
+    with pytest.raises(llmc.LlmcError, match="is neither a string nor named strings"):
         read_chat_templates(tmp_path)
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(llmc.LlmcError, match="chat_template.jinja' cannot be read"):

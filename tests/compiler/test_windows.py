@@ -80,7 +80,7 @@ def test_a_window_that_the_mask_and_the_attention_have_differently_is_an_error(
         forgetful, tmp_path):
     directory = families.save(forgetful(5), tmp_path)
     with pytest.raises(llmc.LlmcError, match="passes sliding_window 5 to its attention, but its "
-                                             "mask shows a window of 8"):
+                                             "mask allows a window of 8"):
         load(directory)
 
 
@@ -89,10 +89,10 @@ def test_a_window_that_the_config_and_the_model_have_differently_is_an_error(tmp
     graph = lower(raw, CompileOptions()).graphs[0]
     check_windows(graph, raw.config, raw.architecture, 64)
     for change, match in (
-            ({"sliding_window": 16}, "layer 0 of 'Gemma3ForCausalLM' attends in a window of 8, but "
-                                     "its config says sliding_window 16"),
-            ({"layer_types": ["full_attention"] * 8}, "layer 0 .* config says that it has none"),
-            ({"layer_types": ["sliding_attention"] * 8}, "layer 5 .* attends without a window")):
+            ({"sliding_window": 16}, "layer 0 of 'Gemma3ForCausalLM' has sliding window 8, but "
+                                     "its config expects sliding_window 16"),
+            ({"layer_types": ["full_attention"] * 8}, "layer 0 .* config expects full attention"),
+            ({"layer_types": ["sliding_attention"] * 8}, "layer 5 .* has full attention")):
         with pytest.raises(llmc.LlmcError, match=match):
             check_windows(graph, {**raw.config, **change}, raw.architecture, 64)
         check_windows(graph, {**raw.config, **change}, raw.architecture, 8)  # nobody would notice
@@ -128,9 +128,9 @@ def test_other_mask_functions_are_refused_by_name():
     image = torch.where(torch.arange(1 << 17) < 100, 0, -1)[None]
     blocks = masking_utils.or_masks(causal, masking_utils.blockwise_overlay(image))
     hole = masking_utils.and_masks(causal, lambda batch, head, q, k: (q - k) % 40000 != 39000)
-    for function, match in ((late, "neither causal nor a window nor chunks"),
-                            (blocks, "attention both ways"),
-                            (hole, "neither causal nor a window")):
+    for function, match in ((late, "neither full nor causal"),
+                            (blocks, "bidirectional attention within blocks"),
+                            (hole, "neither full nor causal")):
         with pytest.raises(llmc.LlmcError, match=match):
             evaluate(function)
 
