@@ -18,7 +18,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from llmc.compiler.graph.activations import activation_rows, bounds, is_activation
-from llmc.compiler.graph.experts import EXPERTS_DOWN, EXPERTS_UP
+from llmc.compiler.graph.expert_products import EXPERTS_DOWN, EXPERTS_UP
 from llmc.compiler.graph.probe import ELEMENTWISE, LAYOUT, Piece, cone, data_tensors
 from llmc.compiler.graph.rewrite import (
     NoMatch,

@@ -35,7 +35,7 @@ from llmc.compiler.graph.rewrite import (
     values_of,
 )
 from llmc.compiler.graph.weights import Weight
-from llmc.compiler.passes.rows import selected
+from llmc.compiler.passes.row_layout import selected
 from llmc.plugins.gemm_bias_act.op import OP as GEMM
 from llmc.plugins.roles import Columns
 

@@ -13,7 +13,7 @@ import onnx_graphsurgeon as gs
 
 from llmc.compiler.graph.probe import LAYOUT, data_tensors
 from llmc.compiler.graph.rewrite import Report, Settings, is_llmc, is_op, producer
-from llmc.compiler.passes.rows import bring_into_rows
+from llmc.compiler.passes.row_layout import bring_into_rows
 from llmc.plugins.rms_norm.op import OP as RMS_NORM
 
 

@@ -505,7 +505,7 @@ def test_experts_in_mxfp4_are_read_as_the_numbers_that_they_are(tp_size, expert_
     said = []
     ranks = dict(tp_size=tp_size, expert_parallel=expert_parallel)
     llmc.compile(tmp_path / "mxfp4", tmp_path / "case", progress=said.append, **ranks)
-    assert any("numbers of MXFP4 are kept exactly as int8" in text for text in said)
+    assert any("MXFP4 weights are stored losslessly as int8" in text for text in said)
     assert kinds_of(tmp_path / "case")["mlp.experts.gate_up_proj"] == "uint8"
     expected = families.reference_logits(model, TOKENS)
     with llmc.LLM(tmp_path / "case") as llm:

@@ -94,8 +94,8 @@ KINDS = {
     nf4: (None, "", "by bitsandbytes in 4 bits"),
     w4a16: (dict(quant_method="compressed-tensors", format="pack-quantized"),
             r"by compressed-tensors \(pack-quantized\)", "by compressed-tensors, packed"),
-    plain_float8: (None, "", r"to FP8, as its tensor .* \(float8_e5m2\)"),
-    plain_integers: (None, "", r"is quantised, as its weight '.*_proj.weight' \(int8\)"),
+    plain_float8: (None, "", r"to FP8 \(tensor .* is float8_e5m2\)"),
+    plain_integers: (None, "", r"is quantized \(weight '.*_proj.weight' is int8\)"),
 }
 
 

@@ -1,7 +1,7 @@
 """AWQ.
 
-    qweight  int32 [in, out / 8]; columns 0 2 4 6 1 3 5 7 of eight lie in this order
-    qzeros   int32 [groups, out / 8] likewise
+    qweight  int32 [in, out / 8]; eight columns are packed in the order 0 2 4 6 1 3 5 7
+    qzeros   int32 [groups, out / 8], packed likewise
     scales   [groups, out]
 """
 
@@ -19,7 +19,7 @@ from llmc.compiler.quant.readers.gptq import own_config, refuse_changed
 from llmc.compiler.quant.readers.groups import with_zeros
 from llmc.compiler.quant.readers.words import map_rows, unpack_words
 
-_AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # where columns 0 to 7 lie
+_AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # packed positions of columns 0 to 7
 
 
 def read_awq(decoder: Decoder, config: Mapping[str, Any]) -> bool:

@@ -14,6 +14,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from llmc.compiler.graph.probe import LAYOUT, data_tensors
+from llmc.compiler.graph.recurrence import CONVOLUTION, RECURRENCE
 from llmc.compiler.graph.rewrite import (
     Report,
     Settings,
@@ -28,8 +29,7 @@ from llmc.compiler.graph.rewrite import (
     tidy,
     weight,
 )
-from llmc.compiler.graph.states import CONVOLUTION, RECURRENCE
-from llmc.compiler.passes.rows import bring_into_rows
+from llmc.compiler.passes.row_layout import bring_into_rows
 from llmc.errors import LlmcError
 from llmc.plugins.causal_conv1d.op import OP as CAUSAL_CONV1D
 from llmc.plugins.linear_attention.op import OP as LINEAR_ATTENTION

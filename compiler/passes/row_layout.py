@@ -16,6 +16,7 @@ import onnx_graphsurgeon as gs
 
 from llmc.compiler.graph.columns import Columns, Joined, Layout, Placed, join, layout_of
 from llmc.compiler.graph.probe import ELEMENTWISE, LAYOUT, data_tensors
+from llmc.compiler.graph.recurrence import CONVOLUTION
 from llmc.compiler.graph.rewrite import (
     NoMatch,
     Report,
@@ -34,7 +35,6 @@ from llmc.compiler.graph.rewrite import (
     values_of,
     weight,
 )
-from llmc.compiler.graph.states import CONVOLUTION
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
 from llmc.plugins.group_rms_norm.op import OP as GROUP_RMS_NORM
