@@ -1,4 +1,4 @@
-"""Columns that are chosen, as the one node that the engine has for that.
+"""Column selection as Gather, the only form that the engine has.
 
 Given:   Slice, Split or Gather along the last axis, by constants
 Result:  Gather(x, index) along the last axis for each output, index an int32 constant
@@ -34,7 +34,7 @@ def _index(name: str, index: np.ndarray) -> gs.Constant:
 
 
 def _chosen(node: gs.Node) -> list[np.ndarray] | None:
-    """The columns that each output of a node has; None where it chooses none."""
+    """The columns of each output of a node; None if the node does not select columns."""
     shape = node.inputs[0].shape if node.op in ("Slice", "Split", "Gather") else None
     if not shape or not isinstance(shape[-1], int):
         return None

@@ -1,10 +1,10 @@
-"""Let experts add the residual before a norm that a GEMM can do.
+"""Move the residual addition from a norm into the experts.
 
 Given:   y, sum = AddRMSNorm(Experts(...), x, g); GemmBiasAct(y, w), or with AddLayerNorm, GatedMLP
 Result:  sum = Experts(..., residual=x); GemmBiasAct(RMSNorm(sum, g), w)
 
-Nothing is saved by that alone, and sums over ranks want their terms without it: it is for the pass
-norm_gemm, which has the norm vanish.
+Alone this saves nothing, and an AllReduce needs its terms without the residual. It enables the pass
+norm_gemm to remove the norm.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ def _check(graph: gs.Graph, node: gs.Node) -> _ExpertsResidual | NoMatch | None:
         if operand(experts, "residual") is not None:
             return NoMatch("the experts have a residual already", experts)
         if len(consumers(graph, made)) > 1 or made is other:
-            return NoMatch("the experts' result is read without what is added too", experts)
+            return NoMatch("the experts' result is also read without the residual", experts)
         user = gemm_behind(graph, node)
         if isinstance(user, NoMatch):
             return user
         return _ExpertsResidual(experts, other, node, _NORMS[node.op])
-    return None  # no experts' result is added
+    return None  # not a sum with experts' results
 
 
 def _rewrite(graph: gs.Graph, match: _ExpertsResidual, settings: Settings) -> None:

@@ -1,4 +1,4 @@
-"""Give a fused graph the dtypes of the engine that runs it."""
+"""Convert a fused graph to the dtypes of its engine."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ from llmc.errors import LlmcError
 
 
 def cast(graphs: Sequence[gs.Graph], settings: Settings, report: Report) -> None:
-    """Give weights, activations and caches the model's dtype; what an op wants exact, states, and
-    numbers of ONNX's own ops, stay float32. What the graphs share, they go on to share.
+    """Cast weights, activations and caches to the model's dtype.
+
+    Inputs that an op requires in float32, recurrent states, and constants of ONNX ops stay float32.
+    Weights shared by the graphs stay shared.
     """
     done: dict[tuple[int, str], tuple[Weight, Weight]] = {}
     for graph in graphs:
@@ -45,8 +47,9 @@ def cast(graphs: Sequence[gs.Graph], settings: Settings, report: Report) -> None
 
 def _cast_weights(graph: gs.Graph, dtype: np.dtype,
                   done: dict[tuple[int, str], tuple[Weight, Weight]]) -> int:
-    """Cast a graph's constants; returns how many there are now. `done` has what weights became, by
-    identity and dtype; and the weights themselves, so that no identity is used again.
+    """Cast a graph's constants and return their number.
+
+    `done` has cast weights by identity and dtype, with the originals, so that no id is reused.
     """
     made: dict[tuple[int, str], gs.Constant] = {}
     for node in graph.nodes:
@@ -74,10 +77,10 @@ def _cast_weights(graph: gs.Graph, dtype: np.dtype,
 
 
 def cache_dtype(graph: gs.Graph, settings: Settings, report: Report) -> None:
-    """Keep keys and values in a dtype of their own, if one is asked for.
+    """Set the dtype of KV caches, if an option gives one.
 
     Raises:
-        LlmcError: an op has no caches of that dtype.
+        LlmcError: an op does not support caches of that dtype.
     """
     kv_dtype = settings.options.kv_dtype
     for node in graph.nodes if kv_dtype else ():
@@ -85,8 +88,8 @@ def cache_dtype(graph: gs.Graph, settings: Settings, report: Report) -> None:
         op = op_of(node)
         if op is not None and attends_causally(node):
             if kv_dtype not in op.choices["kv_dtype"]:
-                raise LlmcError(f"llmc::{op.name} has no caches of {kv_dtype} yet, which "
-                                f"'{node.name}' is to keep; leave out --kv_dtype")
+                raise LlmcError(f"kv_dtype {kv_dtype} of '{node.name}' is unsupported by "
+                                f"llmc::{op.name}; leave out --kv_dtype")
             node.attrs["kv_dtype"] = kv_dtype
             report.count("caches", len(pairs))
         for tensor in (tensor for pair in pairs for tensor in pair):
@@ -94,9 +97,10 @@ def cache_dtype(graph: gs.Graph, settings: Settings, report: Report) -> None:
 
 
 def elements(graph: gs.Graph, settings: Settings, report: Report) -> None:
-    """Clip as Max and Min, which the engine has, and exp(x) - 1 of an x that is at most 0 as Elu,
-    which in 16 bits keeps what is left of a small x; and of what ONNX's ops on elements make the
-    shapes and dtypes, which exporters leave out or have for tokens that lie otherwise.
+    """Rewrite elementwise ops for the engine, and set their shapes and dtypes.
+
+    Clip becomes Max and Min. exp(x) - 1 of an x of at most 0 becomes Elu, which is accurate for a
+    small x in 16 bits. Exporters leave shapes and dtypes out, or have those before packing.
     """
     for node in [node for node in graph.nodes if node.op == "Clip"]:
         bounds = [(op, limit) for op, limit in zip(("Max", "Min"), node.inputs[1:], strict=False)
@@ -132,7 +136,7 @@ def elements(graph: gs.Graph, settings: Settings, report: Report) -> None:
 
 
 def narrow_indices(graph: gs.Graph, settings: Settings, report: Report) -> None:
-    """Give token ids, positions and indices 32 bits: TensorRT 8 has no others."""
+    """Convert token ids, positions and indices to int32, as TensorRT 8 has no int64."""
     for tensor in graph.inputs:
         if np.dtype(tensor.dtype) == np.int64:
             tensor.dtype = np.int32

@@ -1,19 +1,18 @@
-"""Store the weights of linear layers in fewer bits.
+"""Quantize the weights of linear layers, or keep them as the checkpoint stores them.
 
-Given:   GemmBiasAct(x, W), W float32 [out, in], with the form that its checkpoint stores it in, or
-         a scheme to round it to
+Given:   GemmBiasAct(x, W), W float32 [out, in] with its checkpoint's storage format, or a scheme to
+         quantize it by
 Result:  GemmBiasAct(x, codes, weight_scale, weight_zero; weight_dtype, group_size, in_features,
          out_features, activation_dtype, activation_scale, activation_group_size)
 
-Given:   an op of matrices for each head, [heads, out, in], of the rows of one weight
+Given:   an op of one matrix per head, [heads, out, in], of the rows of one weight
 Result:  HeadMatrices(codes, weight_scale, weight_zero; …) in their place
 
-Where a checkpoint has columns in another order, x is brought in it by a Gather. What it stores is
-never rounded again; MXFP4 becomes int8, which has its numbers, where it has no kernel, and 4 bits
-become 8 where rows have an odd number of columns. Of our own
-rounding, tables of embeddings take part where the LM head is the same table, and routers do not.
-Groups that no kernel of the target reads stay numbers, and so do experts whose two weights are
-stored in different ways.
+For act-order weights a Gather permutes the columns of x. A checkpoint's quantized weights are never
+rounded again: MXFP4 becomes int8 without loss if it has no kernel, and 4-bit codes become 8-bit if
+rows have an odd number of columns. `--quantize` includes an embedding table tied to the LM head,
+and excludes routers. Weights in groups that no kernel of the target reads are dequantized, and so
+are experts whose two weights have different storage formats.
 """
 
 from __future__ import annotations
@@ -65,15 +64,15 @@ from llmc.plugins.quantization import BLOCK, FLOAT8
 from llmc.plugins.roles import ByVocabulary
 from llmc.plugins.route.op import OP as ROUTE
 
-_MOST_GROUPED = 256  # of those with zeros or minima in MatMulNBits
-_MOST_OF_EXPERTS = 128  # of QMoE's groups, and of those that have been run on GPUs
+_MOST_GROUPED = 256  # largest group with zeros or minima in MatMulNBits
+_MOST_OF_EXPERTS = 128  # largest group of QMoE, and the largest tested on GPUs
 
 
 def quantize_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Report) -> None:
-    """Run the pass. What the graphs share, they go on to share.
+    """Run the pass. Weights shared by the graphs stay shared.
 
     Raises:
-        LlmcError: a weight cannot be rounded as asked for.
+        LlmcError: a weight cannot be quantized as requested.
     """
     if settings.options.dequantize:
         return
@@ -98,7 +97,7 @@ def quantize_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Rep
 
 def _forms(node: gs.Node, weights: Sequence[Weight], scheme: Scheme | None, settings: Settings,
            report: Report, made: dict[int, _Made]) -> list[_Made] | None:
-    """How each of a node's weights is stored, all in one way; None where they stay numbers."""
+    """The storage of each of a node's weights; None if they are not quantized."""
     op = op_of(node)
     assert op is not None
     if id(weights[0]) in made:
@@ -139,13 +138,13 @@ def _forms(node: gs.Node, weights: Sequence[Weight], scheme: Scheme | None, sett
 
 def _rounds_to_nearest(weights: Sequence[Weight], scheme: Scheme | None,
                        settings: Settings) -> bool:
-    """Whether a calibration has left weights to be rounded that are to be so."""
+    """Whether weights of a calibrated model are rounded to nearest, as calibration missed them."""
     return settings.options.calibrated and scheme is not None and any(
         values.stored is None for values in weights)
 
 
 def _loses_rounding(values: Weight, stored: Stored | NoMatch | None, settings: Settings) -> bool:
-    """Whether what a weight multiplies is not rounded as its checkpoint says, in this form."""
+    """Whether the checkpoint's activation quantization is lost in this storage format."""
     if isinstance(stored, Stored) and stored.activation_dtype:
         return False
     return any(form is not None and bool(form.activation_dtype) and settings.rounds(form)
@@ -154,7 +153,7 @@ def _loses_rounding(values: Weight, stored: Stored | NoMatch | None, settings: S
 
 def _experts_forms(forms: Sequence[Stored | NoMatch | None], settings: Settings,
                    report: Report) -> list[Stored | NoMatch | None]:
-    """Those of both weights of experts, in groups of one size."""
+    """The storage of both weights of experts, in a common group size."""
     found = [stored for stored in forms if isinstance(stored, Stored)]
     if len(found) < len(forms):
         return [None if isinstance(stored, Stored) else stored for stored in forms]
@@ -167,14 +166,14 @@ def _experts_forms(forms: Sequence[Stored | NoMatch | None], settings: Settings,
     size = math.gcd(*(stored.group_size for stored in found))
     size = min(size & -size, _MOST_OF_EXPERTS)  # a power of two
     dtypes = settings.target.expert_dtypes
-    why = "" if dtypes else "a form that no kernel of the target has for experts"
+    why = "" if dtypes else "a storage format without a kernel for experts on the target"
     if len({stored.dtype for stored in found}) > 1 or found[0].dtype not in dtypes \
             or size < SMALLEST_GROUP or size % max(settings.target.group_multiple, 1):
-        why = why or f"the forms {' and '.join(f'{s.dtype} in {s.group_size}' for s in found)}"
+        why = why or f"the formats {' and '.join(f'{s.dtype} in {s.group_size}' for s in found)}"
     if any(stored.minima is not None or stored.order is not None for stored in found):
-        why = why or "minima of groups, or columns in an order of their own"
+        why = why or "minima of groups, or act-order columns"
     if why:
-        return [NoMatch(f"experts have {why}, so they are read as numbers", stored.codes.name)
+        return [NoMatch(f"experts have {why}, so they are dequantized", stored.codes.name)
                 for stored in found]
     said = {(s.activation_dtype, s.activation_scale, s.rounds_groups) for s in found}
     if len(said) > 1 or any(s.activation_scale or (s.rounds_groups and s.group_size != size)
@@ -186,7 +185,7 @@ def _experts_forms(forms: Sequence[Stored | NoMatch | None], settings: Settings,
 
 def _store(owner: gs.Graph, node: gs.Node, known: Sequence[_Made], settings: Settings,
            report: Report) -> None:
-    """Give a node its weights as they are stored."""
+    """Replace a node's weights with their stored form."""
     op, given = op_of(node), operands(node)
     assert op is not None
     stored = known[0].stored
@@ -215,16 +214,16 @@ def _store(owner: gs.Graph, node: gs.Node, known: Sequence[_Made], settings: Set
 
 
 def _round(node: gs.Node, known: Sequence[_Made], settings: Settings, report: Report) -> None:
-    """Have a node round what it multiplies, as its weights' form says."""
+    """Set a node's activation quantization as its weights' storage format declares it."""
     stored, of_experts = known[0].stored, len(known) > 1
     if not settings.rounds(stored):
         report.note(ActivationGroupsNotQuantized())
         return
     sizes = settings.target.activation_group_sizes
     if stored.rounds_groups and sizes and stored.group_size not in sizes:
-        raise LlmcError(f"'{stored.codes.name}' is multiplied by groups of {stored.group_size} "
-                        f"numbers, and the target's kernels round groups of "
-                        f"{', '.join(map(str, sizes))}; leave out --quantize_activations")
+        raise LlmcError(f"activations of '{stored.codes.name}' are quantized in groups of "
+                        f"{stored.group_size}; the target's kernels support groups of "
+                        f"{', '.join(map(str, sizes))}: leave out --quantize_activations")
     node.attrs.update(activation_dtype=stored.activation_dtype,
                       activation_group_size=stored.group_size if stored.rounds_groups else 0)
     if not of_experts:
@@ -238,14 +237,14 @@ def _round(node: gs.Node, known: Sequence[_Made], settings: Settings, report: Re
 
 
 def _is_multiplied_as_codes(own: _Made, of_experts: bool) -> bool:
-    """Whether kernels multiply what is rounded, and a weight in this form, as they are."""
+    """Whether kernels multiply FP8 by FP8 for a weight in this storage format."""
     if of_experts:
         return own.stored.group_size == BLOCK
     return own.blocks is not None if own.stored.rounds_groups else own.stored.scales.shape[1] == 1
 
 
 def _quantize_heads(graph: gs.Graph, node: gs.Node, settings: Settings, report: Report) -> None:
-    """Matrices for each head that a node has among its inputs, in fewer bits."""
+    """Quantize the per-head matrices among a node's inputs."""
     for place, tensor in enumerate(node.inputs):
         values = tensor._values if isinstance(tensor, gs.Constant) else None
         if not isinstance(values, HeadMatrices):
@@ -260,8 +259,8 @@ def _quantize_heads(graph: gs.Graph, node: gs.Node, settings: Settings, report: 
             refuse_rounded(values.matrix)
         stored = _form(values.matrix, settings.options.scheme, tensor.name, settings)
         if isinstance(stored, Stored) and stored.order is not None:
-            stored = NoMatch("its weight has columns in the order of activations, which are in "
-                             "none here, so it is read as numbers", values.name)
+            stored = NoMatch("its weight has act-order columns, which are unsupported for "
+                             "MLA up-projections, so it is dequantized", values.name)
         if isinstance(stored, NoMatch):
             report.refuse(node, stored)
             report.note(Dequantized())
@@ -287,9 +286,10 @@ def _quantize_heads(graph: gs.Graph, node: gs.Node, settings: Settings, report: 
 
 
 def is_rounded(node: gs.Node) -> bool:
-    """Whether a quantizable op's weight is rounded where linear layers are: no table's, none that
-    chooses experts, where a rounding changes who computes, and no single row, by which all of what
-    a shared expert makes is multiplied, and which is too little to save.
+    """Whether `--quantize` quantizes a node's weight, as that of a linear layer.
+
+    Exceptions: embedding tables; routers, as rounding would change the selected experts; and single
+    rows, as of a shared expert's gate, which scale a whole result and save nothing.
     """
     op = op_of(node)
     assert op is not None
@@ -300,22 +300,22 @@ def is_rounded(node: gs.Node) -> bool:
 
 
 def refuse_rounded(weight: Weight) -> None:
-    """Refuse to round a weight that its checkpoint has in fewer bits.
+    """Refuse to quantize a weight that the checkpoint stores quantized.
 
     Raises:
-        LlmcError: it is one.
+        LlmcError: it does.
     """
     if weight.stored is not None or weight.dequantized:
-        raise LlmcError(f"'{weight.name}' is quantised in its checkpoint already; "
+        raise LlmcError(f"'{weight.name}' is quantized in its checkpoint already; "
                         f"{QUANTIZED_WAYS_OUT}")
 
 
 def refuse_group_size(graphs: Sequence[gs.Graph], scheme: Scheme | None,
                       head_scheme: Scheme | None, multiple: int) -> None:
-    """Refuse groups that a row is no whole number of, and say which sizes all of them are of.
+    """Refuse a group size that does not divide a row, and list sizes that divide all.
 
     Raises:
-        LlmcError: there is such a row among what is to be rounded.
+        LlmcError: a row to be quantized is not divisible.
     """
     if scheme is None or not scheme.group_size:
         return
@@ -338,23 +338,24 @@ def refuse_group_size(graphs: Sequence[gs.Graph], scheme: Scheme | None,
     common = math.gcd(*widths)
     sizes = [str(size) for size in range(SMALLEST_GROUP, min(common, _MOST_OF_EXPERTS) + 1, 2)
              if common % size == 0 and size % max(multiple, 1) == 0]
-    way_out = f"rows of all that is rounded are whole groups of {' or '.join(sizes)}" if sizes \
-        else "no group_size divides the rows of all that is rounded, so leave it out: each then " \
-             "has groups of its own"
+    way_out = f"use {' or '.join(sizes)}, which divide all rows to be quantized" if sizes \
+        else "no group_size divides all rows to be quantized: leave it out to select one for " \
+             "each weight"
     raise LlmcError(f"group_size {scheme.group_size} does not divide the rows of '{widths[odd]}', "
-                    f"of which a chip has {odd} numbers; {way_out}")
+                    f"which have {odd} columns on a chip; {way_out}")
 
 
 def said(values: Weight, name: str) -> str:
-    """What messages call a weight, which a graph has by this name: the tensors of the checkpoint
-    that it is made of, but of a stack, which has many.
+    """The name of a weight in messages: the checkpoint's tensors that it consists of.
+
+    For a stack of many tensors, its name in the graph.
     """
     return name if len(values.shape) == 3 else "' or '".join(dict.fromkeys(values.name.split("+")))
 
 
 @dataclass(frozen=True)
 class _Made:
-    """A weight and what has become of it. Kept, so that no identity is used again."""
+    """A weight and its stored form. It keeps the weight, so that no id is reused."""
 
     values: Weight
     stored: Stored
@@ -367,44 +368,43 @@ class _Made:
 
 def _form(values: Weight, scheme: Scheme | None, name: str, settings: Settings,
           stacked: bool = False) -> Stored | NoMatch | None:
-    """How a weight, or a stack of them, is to be stored; None, or why not: as it is."""
+    """The storage of a weight or stack; None, or the reason, if it is not quantized."""
     if values.dequantized:
-        return NoMatch("the parts of its weight are stored in different ways, or in one that no "
-                       "kernel has, so it is read as numbers", values.name)
+        return NoMatch("the parts of its weight have different storage formats, or one without a "
+                       "kernel, so it is dequantized", values.name)
     stored = values.stored
     if stored is None:
         if scheme is None:
             return None
         if values.shape[-1] % 2:
-            return NoMatch(f"its weight has rows of {values.shape[-1]} numbers, where kernels read "
-                           f"even ones, so it is read as numbers", values.name)
+            return NoMatch(f"its weight has rows of {values.shape[-1]} columns; kernels need an "
+                           f"even number, so it is not quantized", values.name)
         stored = quantize(values.reshape((math.prod(values.shape[:-1]), values.shape[-1])), scheme,
                           said(values, name))
     if not stored.code_type.linear_layers and not stacked:
         stored = stored.as_int8()
     if stored.bits == 4 and stored.codes.shape[1] % 2:
-        stored = stored.in_bytes()  # two codes in a byte are of one row
+        stored = stored.in_bytes()  # two 4-bit codes of a byte belong to one row
     if not settings.reads(stored):
         rows = stored.codes.shape[0]
-        why = "columns in the order of activations, which the target does not bring in it" \
+        why = "act-order columns, which are unsupported by the target" \
             if stored.order is not None else \
-            f"{rows} rows, where the target reads multiples of {settings.target.row_multiple}" \
+            f"{rows} rows; the target reads multiples of {settings.target.row_multiple}" \
             if rows % settings.target.row_multiple else \
-            f"groups of {stored.group_size}, where the target's kernels read multiples of " \
+            f"groups of {stored.group_size}; the target's kernels read multiples of " \
             f"{settings.target.group_multiple}"
-        return NoMatch(f"its weight has {why}, so it is read as numbers", values.name)
+        return NoMatch(f"its weight has {why}, so it is dequantized", values.name)
     if stored.code_type.zero_point is None and stored.group_size > _MOST_GROUPED:
         size = math.gcd(stored.group_size, 128)
-        if size == 1:  # scales and zeros of more bytes than numbers have
-            return NoMatch(f"its weight has groups of {stored.group_size} with zeros, which no "
-                           f"kernel has, nor any that divide it, so it is read as numbers",
-                           values.name)
+        if size == 1:  # scales and zeros would need more memory than dequantized weights
+            return NoMatch(f"its weight has groups of {stored.group_size} with zeros; kernels "
+                           f"support up to {_MOST_GROUPED}, so it is dequantized", values.name)
         return stored.regrouped(size)
     return stored
 
 
 def _ordered(graph: gs.Graph, node: gs.Node, x: gs.Tensor, order: np.ndarray) -> gs.Tensor:
-    """The columns of x in the order in which a weight has its."""
+    """The columns of x permuted to a weight's column order."""
     made = gs.Variable(f"{node.outputs[0].name}.columns", x.dtype, x.shape)
     index = gs.Constant(f"{made.name}.order", order)
     place = next(place for place, other in enumerate(graph.nodes) if other is node)
@@ -413,13 +413,13 @@ def _ordered(graph: gs.Graph, node: gs.Node, x: gs.Tensor, order: np.ndarray) ->
 
 
 def _row_sums(stored: Stored, name: str) -> gs.Constant:
-    """Of the numbers that codes stand for."""
+    """Row sums of the dequantized weight."""
     ones = np.ones(stored.codes.shape[1], np.float32)
     return gs.Constant(name, Weight.of(stored.weight(name).dot(ones), name))
 
 
 def _blocks(stored: Stored, name: str) -> gs.Constant | None:
-    """The scales of a weight's blocks, if it is in such."""
+    """The scales of a weight in blocks, or None."""
     scales = stored.block_scales()
     return None if scales is None else gs.Constant(f"{name}_blocks",
                                                    Weight.of(scales, f"{name}_blocks"))
@@ -427,7 +427,7 @@ def _blocks(stored: Stored, name: str) -> gs.Constant | None:
 
 def _constants(stored: Stored, name: str, shape: Sequence[int]) -> \
         tuple[gs.Constant, gs.Constant, gs.Constant | None, gs.Constant | None]:
-    """Of a weight of this shape the weight, scales, zeros and minima."""
+    """Weight, scales, zeros and minima of a weight of this shape."""
     weight, zeros = stored.packed()
 
     def constant(own: str, part: Weight | None) -> gs.Constant | None:

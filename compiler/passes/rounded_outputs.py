@@ -1,11 +1,11 @@
-"""Let what makes activations round them to FP8, where all that read them take them so.
+"""Fuse the FP8 quantization of activations into their producer, if all readers quantize alike.
 
 Given:   x = CausalAttention(…), or GatedMLP(…), or a gated NormGemm(…); y = GemmBiasRes(x, W, …;
          activation_dtype, activation_scale)
 Result:  x = CausalAttention(…; out_scale), in float8_e4m3fn; y = GemmBiasRes(x, W, …;
          activation_dtype, activation_scale, x_dtype)
 
-Only scales that are the same for all tokens are known where x is made.
+This needs static scales: dynamic ones are unknown to the producer.
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ def rounded_outputs(graph: gs.Graph, settings: Settings, report: Report) -> None
 
 
 def _scale(graph: gs.Graph, node: gs.Node) -> float:
-    """That of what a node makes, as all of its readers round it; 0 where they do not all, or the
-    node does not.
-    """
+    """The scale by which all readers quantize a node's result; 0 if they differ or do not."""
     op, made = op_of(node), node.outputs[0]
     if op is None or not op.rounds(fields_of(node), frozenset(operands(node))) \
             or made.shape[-1] % ROUNDED_UNIT:
@@ -44,9 +42,7 @@ def _scale(graph: gs.Graph, node: gs.Node) -> float:
 
 
 def _taken(user: gs.Node | None, tensor: gs.Tensor) -> float:
-    """The scale by which a node rounds a tensor before it multiplies it; 0 where it does not, or
-    does something else with it, too.
-    """
+    """The scale by which a node quantizes a tensor; 0 if it does not, or reads it otherwise too."""
     op = None if user is None else op_of(user)
     if user is None or op is None or "x_dtype" not in op.fields:
         return 0.0
