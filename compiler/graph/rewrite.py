@@ -30,7 +30,7 @@ from llmc.targets import TargetSpec, target_spec
 _Shard = TypeVar("_Shard", bound=Shard)
 _Note = TypeVar("_Note", bound=PassNote)
 # Intermediate ops, which passes replace before a graph is written.
-_PASSING = {op.name: op for op in (
+_INTERMEDIATE = {op.name: op for op in (
     SDPA, EXPERTS_UP, EXPERTS_DOWN, CONVOLUTION, RECURRENCE)}
 
 
@@ -258,7 +258,7 @@ def op_of(node: gs.Node | None) -> Op | None:
     """The op of a node; None for ops of ONNX's domain."""
     if not is_llmc(node):
         return None
-    return _PASSING.get(node.op) or plugins.registry().get(node.op)
+    return _INTERMEDIATE.get(node.op) or plugins.registry().get(node.op)
 
 
 def is_op(node: gs.Node | None, *ops: Op) -> TypeGuard[gs.Node]:

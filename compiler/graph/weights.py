@@ -62,10 +62,10 @@ class Weight(LazyValues):
                  rows: Callable[[int, int], np.ndarray], stored: Stored | None = None) -> Weight:
         """A weight computed from this one."""
         made = Weight(shape, dtype, rows, self.name, stored)
-        made._leave([self])
+        made._inherit([self])
         return made
 
-    def _leave(self, sources: Sequence[Weight]) -> None:
+    def _inherit(self, sources: Sequence[Weight]) -> None:
         """Record what this weight has lost of its sources' storage formats."""
         self.dequantized = self.stored is None and any(
             source.dequantized or source.stored is not None for source in sources)
@@ -118,13 +118,13 @@ class Weight(LazyValues):
             block = read(start, stop)
             if not checked[start:stop].all():
                 if not _is_finite(block):
-                    self._refuse_odd_values(read, allow_minus_inf)
+                    self._refuse_nonfinite(read, allow_minus_inf)
                 checked[start:stop] = True
             return block
 
         self._rows = rows
 
-    def _refuse_odd_values(self, read: Callable[[int, int], np.ndarray],
+    def _refuse_nonfinite(self, read: Callable[[int, int], np.ndarray],
                            allow_minus_inf: bool) -> None:
         counts = np.zeros(3, np.int64)
         for start, stop in self._steps() if self.shape else [(0, 1)]:
@@ -221,13 +221,13 @@ class Weight(LazyValues):
             return self
 
         def rows(start: int, stop: int) -> np.ndarray:
-            wanted = index[start:stop]
-            breaks = np.flatnonzero(np.diff(wanted) != 1) + 1
-            if len(breaks) + 1 > len(wanted) // 4:
-                low = int(wanted.min())
-                taken: np.ndarray = self.rows(low, int(wanted.max()) + 1)[wanted - low]
+            requested = index[start:stop]
+            breaks = np.flatnonzero(np.diff(requested) != 1) + 1
+            if len(breaks) + 1 > len(requested) // 4:
+                low = int(requested.min())
+                taken: np.ndarray = self.rows(low, int(requested.max()) + 1)[requested - low]
                 return taken
-            runs = np.split(wanted, breaks)
+            runs = np.split(requested, breaks)
             return np.concatenate([self.rows(int(r[0]), int(r[-1]) + 1) for r in runs])
 
         own = _rows_of(index, self.shape[1]) if len(self.shape) == 3 else index
@@ -306,7 +306,7 @@ class Weight(LazyValues):
             return np.asarray(block + thin @ wide).astype(self.dtype)
 
         made = self._derived(self.shape, self.dtype, rows)
-        made._leave([self, left, right])
+        made._inherit([self, left, right])
         return made
 
     def dot(self, vector: np.ndarray) -> np.ndarray:
@@ -338,7 +338,7 @@ class Weight(LazyValues):
             [weight.load() for weight in weights[start:stop]]), first.name,
             forms[0].above(forms[1:]) if len(forms) == len(weights) and len(first.shape) == 2
             else None)
-        made._leave(weights)
+        made._inherit(weights)
         return made
 
     @staticmethod
@@ -362,7 +362,7 @@ class Weight(LazyValues):
         made = Weight((int(offsets[-1]), *first.shape[1:]), first.dtype, rows,
                       "+".join(w.name for w in weights),
                       forms[0].above(forms[1:]) if len(forms) == len(weights) else None)
-        made._leave(weights)
+        made._inherit(weights)
         return made
 
 

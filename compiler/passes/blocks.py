@@ -39,16 +39,17 @@ def blocks(graph: gs.Graph, settings: Settings, report: Report) -> None:
         for cache in (cache for pair in caches(node) for cache in pair):
             cache.shape = ("num_blocks", cache.shape[1], "block_size", cache.shape[3])
             report.count("caches")
-    _tell(graph, attention, gs.Variable("block_table", np.int32, ("batch", "max_blocks")))
-    keeping = [(node, kept) for node in graph.nodes if (kept := state_of(node)) is not None]
-    for _, kept in keeping:
+    _add_input(graph, attention, gs.Variable("block_table", np.int32, ("batch", "max_blocks")))
+    recurrent = [(node, kept) for node in graph.nodes if (kept := state_of(node)) is not None]
+    for _, kept in recurrent:
         for state in kept:
             state.shape = ("num_states", *state.shape[1:])
         report.count("states")
-    _tell(graph, [node for node, _ in keeping], gs.Variable("state_slots", np.int32, ("batch",)))
+    _add_input(graph, [node for node, _ in recurrent],
+               gs.Variable("state_slots", np.int32, ("batch",)))
 
 
-def _tell(graph: gs.Graph, nodes: list[gs.Node], given: gs.Variable) -> None:
+def _add_input(graph: gs.Graph, nodes: list[gs.Node], given: gs.Variable) -> None:
     """Add a graph input, before caches and states, and pass it to these nodes."""
     if not nodes:
         return

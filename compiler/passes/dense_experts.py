@@ -92,7 +92,7 @@ def _check(graph: gs.Graph, node: gs.Node, data: set[int]) -> _Dense | NoMatch |
     if isinstance(rows, NoMatch):
         return rows
     x, dense = rows
-    chosen = _chosen(graph, dense, num_experts)
+    chosen = _selected_experts(graph, dense, num_experts)
     if isinstance(chosen, NoMatch):
         return chosen
     fields, order = found
@@ -182,7 +182,7 @@ def _rows(rows: gs.Tensor, data: set[int], num_tokens: int | str, num_experts: i
     return NoMatch("the experts' input is not a token times its score", rows)
 
 
-def _chosen(graph: gs.Graph, dense: gs.Tensor, num_experts: int) -> gs.Tensor | NoMatch:
+def _selected_experts(graph: gs.Graph, dense: gs.Tensor, num_experts: int) -> gs.Tensor | NoMatch:
     """The experts `[num_tokens, top_k]` with nonzero scores."""
     above = routing(graph, dense)
     if isinstance(above, NoMatch):

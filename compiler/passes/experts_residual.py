@@ -27,7 +27,7 @@ from llmc.compiler.graph.rewrite import (
     producer,
     replace,
 )
-from llmc.compiler.passes.norm_gemm import gemm_behind
+from llmc.compiler.passes.norm_gemm import gemm_after
 from llmc.plugins import Op
 from llmc.plugins.add_layer_norm.op import OP as ADD_LAYER_NORM
 from llmc.plugins.add_rms_norm.op import OP as ADD_RMS_NORM
@@ -63,7 +63,7 @@ def _check(graph: gs.Graph, node: gs.Node) -> _ExpertsResidual | NoMatch | None:
             return NoMatch("the experts have a residual already", experts)
         if len(consumers(graph, made)) > 1 or made is other:
             return NoMatch("the experts' result is also read without the residual", experts)
-        user = gemm_behind(graph, node)
+        user = gemm_after(graph, node)
         if isinstance(user, NoMatch):
             return user
         return _ExpertsResidual(experts, other, node, _NORMS[node.op])

@@ -96,7 +96,7 @@ def numpy_dtype(dtype: object) -> np.dtype:
     return numpy
 
 
-def _does_nothing(node: gs.Node, settings: Settings) -> gs.Node | None:
+def _is_noop(node: gs.Node, settings: Settings) -> gs.Node | None:
     """The node if it is a no-op between two nodes, else None."""
     if isinstance(node.inputs[0], gs.Constant) or not node.inputs[0].inputs:
         return None
@@ -105,7 +105,7 @@ def _does_nothing(node: gs.Node, settings: Settings) -> gs.Node | None:
     if node.op == "Add":
         number = constant(node.inputs[1])
         is_zero = number is not None and number.ndim == 0 and number == 0
-        return node if is_zero or _sums_nothing(node.inputs[1]) else None
+        return node if is_zero or _is_empty_product(node.inputs[1]) else None
     if node.op == "Transpose":
         perm = list(node.attrs.get("perm", ()))
         return node if perm and perm == sorted(perm) else None
@@ -123,7 +123,7 @@ def _does_nothing(node: gs.Node, settings: Settings) -> gs.Node | None:
     return None
 
 
-def _sums_nothing(tensor: gs.Tensor) -> bool:
+def _is_empty_product(tensor: gs.Tensor) -> bool:
     """Whether it is a product over zero columns, as of a shared expert without features.
 
     Such a tensor is zero for any input, also after a gate.
@@ -134,11 +134,11 @@ def _sums_nothing(tensor: gs.Tensor) -> bool:
     if node.op == "MatMul" or (node.op == "Gemm" and len(node.inputs) == 2):
         rows = node.inputs[0].shape
         return bool(rows) and rows[-1] == 0
-    return node.op in ("Mul", "Reshape") and any(map(_sums_nothing, node.inputs))
+    return node.op in ("Mul", "Reshape") and any(map(_is_empty_product, node.inputs))
 
 
 DROP = Rule("no-op", frozenset({"Add", "Cast", "Concat", "Dropout", "Identity", "Slice",
-                                "Transpose"}), _does_nothing,
+                                "Transpose"}), _is_noop,
             lambda graph, node, settings: forward(node, graph))
 
 
@@ -310,7 +310,7 @@ WEIGHT = Rule("weight", frozenset({"Transpose", "Identity", "Cast", "Slice", "Sp
               _weight_expression, _fold_weight)
 
 
-def _expands_for_nothing(node: gs.Node, settings: Settings) -> gs.Node | None:
+def _is_redundant_expand(node: gs.Node, settings: Settings) -> gs.Node | None:
     """An Expand of a constant row whose readers all broadcast it to the same shape."""
     row, made = node.inputs[0], node.outputs[0]
     shape = list(made.shape or ())
@@ -324,7 +324,7 @@ def _expands_for_nothing(node: gs.Node, settings: Settings) -> gs.Node | None:
     return node if made.outputs and all(map(broadcasts, made.outputs)) else None
 
 
-EXPAND = Rule("expand", frozenset({"Expand"}), _expands_for_nothing,
+EXPAND = Rule("expand", frozenset({"Expand"}), _is_redundant_expand,
               lambda graph, node, settings: forward(node, graph))
 
 

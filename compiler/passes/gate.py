@@ -50,8 +50,8 @@ def _check(node: gs.Node, settings: Settings) -> _Gate | NoMatch | None:
         return NoMatch(f"the factors have different shapes: {shapes}", node)
     order = [0 if not is_op(maker, GEMM) else 1 if fields_of(maker)["activation"] == "none" else 2
              for maker in makers]  # the one with an activation is the gate
-    x, chosen = node.inputs if order[0] <= order[1] else node.inputs[::-1]
-    return _Gate(x, chosen, node.outputs[0])
+    x, gate_input = node.inputs if order[0] <= order[1] else node.inputs[::-1]
+    return _Gate(x, gate_input, node.outputs[0])
 
 
 def _rewrite(graph: gs.Graph, match: _Gate, settings: Settings) -> None:

@@ -77,18 +77,18 @@ def gemm(graph: gs.Graph, settings: Settings, report: Report) -> None:
                if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight)}
     linear = Rule("linear", frozenset({"MatMul", "Gemm"}),
                   lambda node, settings: _check_linear(node, present), _rewrite_linear)
-    nothing = Rule("nothing", frozenset({"Add"}), lambda node, settings: _check_nothing(node),
-                   _rewrite_nothing)
+    nothing = Rule("nothing", frozenset({"Add"}), lambda node, settings: _check_zero_addend(node),
+                   _rewrite_zero_addend)
     apply_rules(graph, [nothing, linear, _bias_rule(graph)], settings, report)
 
 
 @dataclass(frozen=True)
-class _Nothing:
+class _ZeroAddend:
     add: gs.Node
     other: gs.Tensor
 
 
-def _check_nothing(node: gs.Node) -> _Nothing | None:
+def _check_zero_addend(node: gs.Node) -> _ZeroAddend | None:
     """An Add of a linear layer without features (shared experts of size 0), whose result is 0."""
     for tensor, other in (node.inputs, node.inputs[::-1]):
         source = producer(tensor)
@@ -96,11 +96,11 @@ def _check_nothing(node: gs.Node) -> _Nothing | None:
         if values is not None and 0 in values.shape and tensor.shape is not None \
                 and other.shape is not None and list(tensor.shape) == list(other.shape) \
                 and not isinstance(other, gs.Constant):
-            return _Nothing(node, other)
+            return _ZeroAddend(node, other)
     return None
 
 
-def _rewrite_nothing(graph: gs.Graph, match: _Nothing, settings: Settings) -> None:
+def _rewrite_zero_addend(graph: gs.Graph, match: _ZeroAddend, settings: Settings) -> None:
     match.add.inputs = [match.other]
     forward(match.add, graph)
 

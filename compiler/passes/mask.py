@@ -31,8 +31,8 @@ _MASK_OPS = ELEMENTWISE | LAYOUT | frozenset({
     "GatherElements", "ScatterElements", "OneHot", "EyeLike", "NonZero", "Xor", "BitwiseAnd",
 })
 _WHOLE = 2048  # maximum positions of an unchanged mask: 4 million pairs
-_HIDDEN = -1e4  # keys with lower scores are masked
-_FEW = 7  # tokens; too few for a bias by distance to come near _HIDDEN
+_MASKED = -1e4  # keys with lower scores are masked
+_FEW = 7  # tokens; too few for a bias by distance to come near _MASKED
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ class MaskProver:
         if key not in self._known:
             try:
                 self._known[key] = _reach(_Mask(pieces, causal, multiplied), self._max_seq_len)
-            except _Unclear as unclear:
-                self._known[key] = unclear.reason
+            except _NoProof as unsupported:
+                self._known[key] = unsupported.reason
         return self._known[key]
 
     def bias(self, part: gs.Tensor) -> gs.Tensor | None:
@@ -112,8 +112,8 @@ class MaskProver:
         if id(part) in self._data:
             return None
         if id(part) not in self._biases:
-            beside = _beside_hidden(part)
-            if beside is None and _hides_nothing(part, self._data):
+            beside = _bias_beside_mask(part)
+            if beside is None and _masks_nothing(part, self._data):
                 beside = part
             self._biases[id(part)] = part, beside
         return self._biases[id(part)][1]
@@ -128,7 +128,7 @@ class MaskProver:
         return _where_piece(part, self._data, added)
 
 
-class _Unclear(Exception):
+class _NoProof(Exception):
     """A mask is not causal with a window or chunks."""
 
     def __init__(self, reason: str, value: object) -> None:
@@ -136,20 +136,20 @@ class _Unclear(Exception):
         self.reason = NoMatch(reason, value)
 
 
-def _beside_hidden(part: gs.Tensor) -> gs.Tensor | None:
+def _bias_beside_mask(part: gs.Tensor) -> gs.Tensor | None:
     """x in Where(condition, x, number), if the number masks a key."""
     where = producer(part)
     if where is None or where.op != "Where":
         return None
     numbers = [scalar(tensor) for tensor in where.inputs[1:]]
     if sum(number is None for number in numbers) != 1 or \
-            not all(number is None or number <= _HIDDEN for number in numbers):
+            not all(number is None or number <= _MASKED for number in numbers):
         return None
     return next(tensor for tensor, number in zip(where.inputs[1:], numbers, strict=True)
                 if number is None)
 
 
-def _hides_nothing(part: gs.Tensor, data: set[int]) -> bool:
+def _masks_nothing(part: gs.Tensor, data: set[int]) -> bool:
     """Whether a part adds values to the scores of a few tokens and masks none."""
     piece = cone(part, data, _MASK_OPS)
     if isinstance(piece, NoMatch):
@@ -158,7 +158,7 @@ def _hides_nothing(part: gs.Tensor, data: set[int]) -> bool:
         added = piece.run(_feeds(piece, np.arange(_FEW)))
     except CannotEvaluate:
         return False
-    return bool(added.dtype != bool and added.any() and (added > _HIDDEN).all())
+    return bool(added.dtype != bool and added.any() and (added > _MASKED).all())
 
 
 def _where_piece(part: gs.Tensor, data: set[int], beside: gs.Tensor | None) -> Piece | NoMatch:
@@ -220,7 +220,7 @@ class _Mask:
         for piece, factor in zip(self._factors, masks[len(self.pieces):], strict=True):
             if (np.broadcast_to(factor, np.broadcast_shapes(factor.shape, seen.shape))[..., seen]
                     != 1).any():
-                raise _Unclear("the scores of visible keys are multiplied by a value that is not "
+                raise _NoProof("the scores of visible keys are multiplied by a value that is not "
                                "constant", piece.output)
         return seen
 
@@ -244,7 +244,7 @@ def _reach(mask: _Mask, max_seq_len: int) -> Reach:
         elif max_seq_len <= 2 * _WHOLE:
             found, lengths = set(), [*lengths, max_seq_len]
         else:
-            raise _Unclear(f"the mask cannot be evaluated at more than {2 * _WHOLE} positions; "
+            raise _NoProof(f"the mask cannot be evaluated at more than {2 * _WHOLE} positions; "
                            f"compile with --max_seq_len of at most {2 * _WHOLE}", mask.output)
         for length in lengths:
             if length <= min(max_seq_len, 2 * _WHOLE):
@@ -252,11 +252,11 @@ def _reach(mask: _Mask, max_seq_len: int) -> Reach:
                 size = 0 if seen[:, 0].all() else int(seen[:, 0].argmin())
                 found.add(_form(mask, seen, np.arange(length), size))
     except CannotEvaluate as error:
-        raise _Unclear(f"the mask: {error.reason.reason}", error.output) from error
+        raise _NoProof(f"the mask: {error.reason.reason}", error.output) from error
     found.discard(Reach())
     if len(found) > 1:
         sizes = sorted({reach.window or reach.chunk for reach in found})
-        raise _Unclear(f"the mask's window changes with the length: {sizes}", mask.output)
+        raise _NoProof(f"the mask's window changes with the length: {sizes}", mask.output)
     return found.pop() if found else Reach()
 
 
@@ -280,7 +280,7 @@ def _form(mask: _Mask, seen: np.ndarray, positions: np.ndarray, size: int) -> Re
     for reach in (Reach(window=size), Reach(chunk=size)) if size else (Reach(),):
         if np.array_equal(seen, reach.shows(positions)):
             return reach
-    raise _Unclear(f"the mask is not causal at length {positions[-1] + 1}", mask.output)
+    raise _NoProof(f"the mask is not causal at length {positions[-1] + 1}", mask.output)
 
 
 def _visible(piece: Piece, mask: np.ndarray, length: int) -> np.ndarray:
@@ -288,13 +288,13 @@ def _visible(piece: Piece, mask: np.ndarray, length: int) -> np.ndarray:
     try:
         mask = np.broadcast_to(mask, (1, mask.shape[1] if mask.ndim == 4 else 1, length, length))[0]
     except ValueError:
-        raise _Unclear(f"the mask has shape {list(mask.shape)}, not [1, 1, {length}, {length}]",
+        raise _NoProof(f"the mask has shape {list(mask.shape)}, not [1, 1, {length}, {length}]",
                        piece.output) from None
-    seen = mask if mask.dtype == bool else mask > _HIDDEN
+    seen = mask if mask.dtype == bool else mask > _MASKED
     if mask.dtype != bool and np.abs(mask[seen]).max(initial=0) > 0:
-        raise _Unclear("the mask contains a bias of the scores", piece.output)
+        raise _NoProof("the mask contains a bias of the scores", piece.output)
     if (seen != seen[:1]).any():
-        raise _Unclear("the mask differs between heads", piece.output)
+        raise _NoProof("the mask differs between heads", piece.output)
     shown: np.ndarray = seen[0]
     return shown
 

@@ -66,20 +66,20 @@ def norm(graph: gs.Graph, settings: Settings, report: Report) -> None:
                                           "SimplifiedLayerNormalization"}), _standard, _rewrite)
     decomposed = Rule("norm-decomposed", frozenset({"ReduceMean"}),
                       lambda node, settings: _decomposed(graph, node), _rewrite)
-    behind = Rule("norm-behind-product", frozenset({"ReduceMean"}),
-                  lambda node, settings: _behind_product(graph, node), _put_before)
-    apply_rules(graph, [standard, behind, decomposed], settings, report)
+    scaled = Rule("norm-behind-product", frozenset({"ReduceMean"}),
+                  lambda node, settings: _check_scaled(graph, node), _rewrite_scaled)
+    apply_rules(graph, [standard, scaled, decomposed], settings, report)
 
 
 @dataclass(frozen=True)
-class _Behind:
+class _ScaledProduct:
     source: gs.Tensor
     product: gs.Node
     scaled: gs.Node
     epsilon: float
 
 
-def _behind_product(graph: gs.Graph, node: gs.Node) -> _Behind | NoMatch | None:
+def _check_scaled(graph: gs.Graph, node: gs.Node) -> _ScaledProduct | NoMatch | None:
     """x · W / sqrt(mean(x²) + eps): a factor per token commutes with the product."""
     for source, seeds in _sources(node):
         for piece in closed_regions(graph, source, seeds, _ALLOWED):
@@ -104,11 +104,11 @@ def _behind_product(graph: gs.Graph, node: gs.Node) -> _Behind | NoMatch | None:
             for epsilon in [value for value in scalars(piece) if 0 < value < 1e-2] or [0.0]:
                 expected = ((x**2).mean(-1, keepdims=True) + epsilon)**power
                 if _near(actual, expected, expected):
-                    return _Behind(source, product, scaled, epsilon)
+                    return _ScaledProduct(source, product, scaled, epsilon)
     return None
 
 
-def _put_before(graph: gs.Graph, match: _Behind, settings: Settings) -> None:
+def _rewrite_scaled(graph: gs.Graph, match: _ScaledProduct, settings: Settings) -> None:
     result, width = match.scaled.outputs[0], match.source.shape[-1]
     normed = gs.Variable(f"{result.name}.normed", match.source.dtype, match.source.shape)
     gain = gs.Constant(f"ones.{width}.{result.name}", Weight.of(np.ones(width, np.float32)))

@@ -61,7 +61,7 @@ def _check(graph: gs.Graph, node: gs.Node, settings: Settings) -> _NormGemm | No
     op = op_of(node)
     if op is None or op.norm is None:
         return None  # an ONNX op of that name
-    user = gemm_behind(graph, node)
+    user = gemm_after(graph, node)
     if isinstance(user, NoMatch):
         return user
     if len(operands(user)["weight"].outputs) > 1:  # e.g. the embedding table tied to the LM head
@@ -70,7 +70,7 @@ def _check(graph: gs.Graph, node: gs.Node, settings: Settings) -> _NormGemm | No
     return _NormGemm(node, op.norm, user, stored is None or not settings.reads(stored))
 
 
-def gemm_behind(graph: gs.Graph, norm: gs.Node) -> gs.Node | NoMatch:
+def gemm_after(graph: gs.Graph, norm: gs.Node) -> gs.Node | NoMatch:
     """The GEMM that is the only reader of a norm's result and can be fused with it."""
     users = consumers(graph, norm.outputs[0])
     if len(users) != 1:

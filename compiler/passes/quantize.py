@@ -80,7 +80,7 @@ def quantize_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Rep
         refuse_group_size(graphs, settings.options.scheme, settings.options.head_scheme,
                           settings.target.group_multiple)
     head = id(values_of(head_weight(graphs[0])))
-    made: dict[int, _Made] = {}
+    made: dict[int, _QuantizedWeight] = {}
     for owner, node in [(graph, node) for graph in graphs for node in graph.nodes]:
         op = op_of(node)
         if op is not None:
@@ -96,7 +96,7 @@ def quantize_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Rep
 
 
 def _forms(node: gs.Node, weights: Sequence[Weight], scheme: Scheme | None, settings: Settings,
-           report: Report, made: dict[int, _Made]) -> list[_Made] | None:
+           report: Report, made: dict[int, _QuantizedWeight]) -> list[_QuantizedWeight] | None:
     """The storage of each of a node's weights; None if they are not quantized."""
     op = op_of(node)
     assert op is not None
@@ -117,7 +117,7 @@ def _forms(node: gs.Node, weights: Sequence[Weight], scheme: Scheme | None, sett
                 report.note(LayersNotQuantized())
             elif values.dequantized or values.stored is not None:
                 report.note(Dequantized())
-    if any(_loses_rounding(values, stored, settings)
+    if any(_loses_activation_quantization(values, stored, settings)
            for values, stored in zip(weights, found, strict=True)):
         report.note(ExpertActivationsNotQuantized() if len(weights) > 1
                     else LayerActivationsNotQuantized())
@@ -132,7 +132,8 @@ def _forms(node: gs.Node, weights: Sequence[Weight], scheme: Scheme | None, sett
     for values, stored, name in zip(weights, kept, names, strict=True):
         blocks = _blocks(stored, name) \
             if settings.target.block_scales and len(weights) == 1 else None
-        made[id(values)] = _Made(values, stored, *_constants(stored, name, values.shape), blocks)
+        made[id(values)] = _QuantizedWeight(
+            values, stored, *_constants(stored, name, values.shape), blocks)
     return [made[id(values)] for values in weights]
 
 
@@ -143,7 +144,8 @@ def _rounds_to_nearest(weights: Sequence[Weight], scheme: Scheme | None,
         values.stored is None for values in weights)
 
 
-def _loses_rounding(values: Weight, stored: Stored | NoMatch | None, settings: Settings) -> bool:
+def _loses_activation_quantization(values: Weight, stored: Stored | NoMatch | None,
+                                   settings: Settings) -> bool:
     """Whether the checkpoint's activation quantization is lost in this storage format."""
     if isinstance(stored, Stored) and stored.activation_dtype:
         return False
@@ -183,7 +185,7 @@ def _experts_forms(forms: Sequence[Stored | NoMatch | None], settings: Settings,
     return [stored.regrouped(size) for stored in found]
 
 
-def _store(owner: gs.Graph, node: gs.Node, known: Sequence[_Made], settings: Settings,
+def _store(owner: gs.Graph, node: gs.Node, known: Sequence[_QuantizedWeight], settings: Settings,
            report: Report) -> None:
     """Replace a node's weights with their stored form."""
     op, given = op_of(node), operands(node)
@@ -208,12 +210,13 @@ def _store(owner: gs.Graph, node: gs.Node, known: Sequence[_Made], settings: Set
     else:
         node.attrs["out_features"] = shape[0]
     if op.quantized[0].rounds and stored.activation_dtype:
-        _round(node, known, settings, report)
+        _quantize_activations(node, known, settings, report)
     if stored.dtype == FLOAT8 and not node.attrs.get("activation_dtype"):
         report.note(Float8Dequantized(len(known)))
 
 
-def _round(node: gs.Node, known: Sequence[_Made], settings: Settings, report: Report) -> None:
+def _quantize_activations(node: gs.Node, known: Sequence[_QuantizedWeight], settings: Settings,
+                          report: Report) -> None:
     """Set a node's activation quantization as its weights' storage format declares it."""
     stored, of_experts = known[0].stored, len(known) > 1
     if not settings.rounds(stored):
@@ -236,7 +239,7 @@ def _round(node: gs.Node, known: Sequence[_Made], settings: Settings, report: Re
                     else ActivationsDequantized())
 
 
-def _is_multiplied_as_codes(own: _Made, of_experts: bool) -> bool:
+def _is_multiplied_as_codes(own: _QuantizedWeight, of_experts: bool) -> bool:
     """Whether kernels multiply FP8 by FP8 for a weight in this storage format."""
     if of_experts:
         return own.stored.group_size == BLOCK
@@ -354,7 +357,7 @@ def said(values: Weight, name: str) -> str:
 
 
 @dataclass(frozen=True)
-class _Made:
+class _QuantizedWeight:
     """A weight and its stored form. It keeps the weight, so that no id is reused."""
 
     values: Weight

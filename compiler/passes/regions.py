@@ -69,7 +69,7 @@ def find_regions(graph: gs.Graph, tp_size: int, head: gs.Node | None,
         if id(seed) in seen or not (state_of(seed) or _is_gated(graph, seed)
                                     or _is_bounded(seed)):
             continue
-        region = _Spread(graph, head)
+        region = _RegionGrowth(graph, head)
         divides = region.spread(seed)
         seen |= region.nodes.keys()
         made = region.divide(tp_size, group_size) if divides else None
@@ -100,7 +100,7 @@ def _is_bounded(node: gs.Node) -> bool:
                for maker in makers)
 
 
-class _Spread:
+class _RegionGrowth:
     """A region that grows from one node."""
 
     def __init__(self, graph: gs.Graph, head: gs.Node | None) -> None:
@@ -113,8 +113,8 @@ class _Spread:
         """Add all nodes to be partitioned with `seed`; False if one cannot be."""
         stack: list[tuple[gs.Node, str]] = [(seed, _HEADS)]
         if state_of(seed) and shard_of(seed, ByStateHeads) is None:  # heads are the consumer's
-            behind = _behind(self._graph, seed)
-            stack = [(behind, _HEADS)] if behind is not None else stack
+            consumer = _consumer_with_heads(self._graph, seed)
+            stack = [(consumer, _HEADS)] if consumer is not None else stack
         divides = True
         while stack:
             node, kind = stack.pop()
@@ -184,7 +184,7 @@ class _Spread:
         return [np.arange(share.start * each, share.stop * each) for share in shares]
 
 
-def _behind(graph: gs.Graph, node: gs.Node) -> gs.Node | None:
+def _consumer_with_heads(graph: gs.Graph, node: gs.Node) -> gs.Node | None:
     """The op with heads that reads a convolution's result."""
     return next((user for user in consumers(graph, node.outputs[0])
                  if shard_of(user, ByStateHeads) is not None), None)

@@ -37,11 +37,11 @@ def _scale(graph: gs.Graph, node: gs.Node) -> float:
     if op is None or not op.rounds(fields_of(node), frozenset(operands(node))) \
             or made.shape[-1] % ROUNDED_UNIT:
         return 0.0
-    scales = {_taken(user, made) for user in consumers(graph, made)}
+    scales = {_reader_scale(user, made) for user in consumers(graph, made)}
     return scales.pop() if len(scales) == 1 else 0.0
 
 
-def _taken(user: gs.Node | None, tensor: gs.Tensor) -> float:
+def _reader_scale(user: gs.Node | None, tensor: gs.Tensor) -> float:
     """The scale by which a node quantizes a tensor; 0 if it does not, or reads it otherwise too."""
     op = None if user is None else op_of(user)
     if user is None or op is None or "x_dtype" not in op.fields:

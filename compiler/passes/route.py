@@ -163,9 +163,9 @@ def _recognize(piece: Piece, logits: gs.Tensor, own: gs.Tensor | None) -> \
     if chosen.shape != scores.shape or chosen.shape[1] > num_experts:
         return NoMatch(f"{chosen.shape[1]} of {num_experts} experts are selected, but "
                        f"{scores.shape[1]} have scores")
-    made = _Made(rows, len(near), chosen, scores)
-    for fields, role in _choices(made, drawn, num_experts):
-        for way in _ways(fields, scalars(piece)):
+    made = _RouterOutputs(rows, len(near), chosen, scores)
+    for fields, role in _selections(made, drawn, num_experts):
+        for way in _score_attributes(fields, scalars(piece)):
             for given in ("expert_scale", "") if own is not None and not role else (role,):
                 weights = {given: drawn} if given else {}
                 found = _compare({**fields, **way}, weights, made, magnitudes(piece))
@@ -175,7 +175,7 @@ def _recognize(piece: Piece, logits: gs.Tensor, own: gs.Tensor | None) -> \
 
 
 @dataclass(frozen=True)
-class _Made:
+class _RouterOutputs:
     """A router's results.
 
     Args:
@@ -224,7 +224,7 @@ def _far_rows(rng: np.random.Generator, num_experts: int, bounds: list[float]) -
     return np.asarray(centres[:, None, None] + around, np.float32).reshape(-1, num_experts)
 
 
-def _choices(made: _Made, drawn: np.ndarray, num_experts: int) -> \
+def _selections(made: _RouterOutputs, drawn: np.ndarray, num_experts: int) -> \
         Iterator[tuple[dict[str, Any], str]]:
     """Attributes that reproduce the selection of experts, with the role "bias" or "".
 
@@ -236,7 +236,7 @@ def _choices(made: _Made, drawn: np.ndarray, num_experts: int) -> \
         for limit, score in itertools.product(limits, _SCORES):
             for role in ("bias", "") if len(drawn) else ("",):
                 fields = {"top_k": made.top_k, "score": score, **limit}
-                if all(_chooses(fields, {role: drawn} if role else {}, made, count)
+                if all(_selects(fields, {role: drawn} if role else {}, made, count)
                        for count in (_FEW, made.near)):
                     free = True
                     yield fields, role
@@ -255,8 +255,8 @@ def _limits(top_k: int, num_experts: int) -> list[dict[str, Any]]:
             if score == "top2" or top < top_k]
 
 
-def _chooses(fields: dict[str, Any], weights: dict[str, np.ndarray], made: _Made, count: int) -> \
-        bool:
+def _selects(fields: dict[str, Any], weights: dict[str, np.ndarray], made: _RouterOutputs,
+             count: int) -> bool:
     """Whether a Route selects the same experts for the first tokens; False if it is invalid."""
     try:
         experts, _ = _run(fields, {"logits": made.rows[:count], **weights})
@@ -276,7 +276,7 @@ def _run(fields: dict[str, Any], inputs: dict[str, np.ndarray]) -> Sequence[np.n
     return ROUTE.reference(ROUTE.complete(fields), inputs)
 
 
-def _ways(fields: dict[str, Any], numbers: set[float]) -> Iterator[dict[str, Any]]:
+def _score_attributes(fields: dict[str, Any], numbers: set[float]) -> Iterator[dict[str, Any]]:
     """Attributes that affect only scores, common ones first."""
     if fields["score"] == "sparsemixer":
         for number in sorted(number for number in numbers if 0 < number < 1):
@@ -288,11 +288,11 @@ def _ways(fields: dict[str, Any], numbers: set[float]) -> Iterator[dict[str, Any
     yield from ({"normalize": 1, "epsilon": epsilon} for epsilon in epsilons)
 
 
-def _compare(fields: dict[str, Any], weights: dict[str, np.ndarray], made: _Made,
+def _compare(fields: dict[str, Any], weights: dict[str, np.ndarray], made: _RouterOutputs,
              numbers: list[float]) -> dict[str, Any] | None:
     """The attributes with the scale for which a Route reproduces the scores, or None."""
     far = np.zeros(len(made.rows), bool)
-    far[made.near:] = _tells(fields["score"], np.median(made.rows[made.near:], -1))
+    far[made.near:] = _distinguishes(fields["score"], np.median(made.rows[made.near:], -1))
     order = np.argsort(made.chosen, -1)
     scores = np.where(far[:, None], np.sort(made.scores, -1),
                       np.take_along_axis(made.scores, order, -1))
@@ -315,7 +315,7 @@ def _compare(fields: dict[str, Any], weights: dict[str, np.ndarray], made: _Made
     return {**fields, "scale": scale} if close(scores[known], expected[known], _TOLERANCE) else None
 
 
-def _tells(score: str, centres: np.ndarray) -> np.ndarray:
+def _distinguishes(score: str, centres: np.ndarray) -> np.ndarray:
     """Whether scores of logits around each center differ, bool per row."""
     if score == "softmax":
         return np.full(centres.shape, True)

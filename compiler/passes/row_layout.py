@@ -47,7 +47,7 @@ def gates(graph: gs.Graph, settings: Settings, report: Report) -> None:
     An example is the output gate of attention that its query projection computes too.
     """
     rows = Rows(graph)
-    for node in _behind_layouts(graph):
+    for node in _after_layouts(graph):
         reason = rows.rewrite(node, in_place=True)
         if reason is None:
             report.count("gate")
@@ -73,7 +73,7 @@ def bring_into_rows(graph: gs.Graph, nodes: Sequence[gs.Node], what: str) -> Non
     tidy(graph)
 
 
-def _behind_layouts(graph: gs.Graph) -> list[gs.Node]:
+def _after_layouts(graph: gs.Graph) -> list[gs.Node]:
     """Elementwise nodes after a layout op, and elementwise nodes above these."""
     data = data_tensors(graph)
 

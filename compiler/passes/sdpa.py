@@ -163,7 +163,7 @@ def _check_softmax(graph: gs.Graph, node: gs.Node, data: set[int], masks: MaskPr
             else:
                 return NoMatch("this op on the scores is unsupported", above)
             scores = computed[0]
-        elif above.op in ("Cast", "Identity") or _clamps_what_is_hidden(above):
+        elif above.op in ("Cast", "Identity") or _clamps_masked_scores(above):
             scores = above.inputs[0]
         elif above.op == "Reshape" and id(above.inputs[1]) not in data:
             reshaped.append(above)
@@ -192,7 +192,7 @@ def _is_zero(tensor: gs.Tensor) -> bool:
     return scalar(tensor if above is None or above.op != "Expand" else above.inputs[0]) == 0
 
 
-def _clamps_what_is_hidden(node: gs.Node) -> bool:
+def _clamps_masked_scores(node: gs.Node) -> bool:
     """Whether a node only clamps masked scores to the lowest value of a dtype."""
     number = scalar(node.inputs[1]) if node.op == "Max" and len(node.inputs) == 2 else None
     return number is not None and number <= float(np.finfo(np.float16).min)

@@ -216,12 +216,12 @@ def _choose(graph: gs.Graph, node: gs.Node, plan: Plan) -> Shard | None:
     if selects_columns(node) and id(result) in plan.region.columns:
         plan.columns[id(result)] = plan.region.columns[id(result)]
         return ByElements()
-    for way in _ways(node):
+    for way in _shardings(node):
         if isinstance(way, ByVocabulary):
             plan.partial.add(id(result))
             return way
         if isinstance(way, ByExperts if plan.expert_parallel else ByInner):
-            plan.own[id(node)] = _deal_out(node, way, plan)
+            plan.own[id(node)] = _distribute_experts(node, way, plan)
             plan.partial.add(id(result))
             return way
         if isinstance(way, ByColumns) and plan.is_cut(operand(node, way.x)):
@@ -255,7 +255,7 @@ def _choose(graph: gs.Graph, node: gs.Node, plan: Plan) -> Shard | None:
     return None
 
 
-def _ways(node: gs.Node) -> Sequence[Shard]:
+def _shardings(node: gs.Node) -> Sequence[Shard]:
     """The possible shardings of a node."""
     op = op_of(node)
     if op is not None:
@@ -263,7 +263,7 @@ def _ways(node: gs.Node) -> Sequence[Shard]:
     return (ByElements(),) if node.op in ELEMENTWISE or selects_rows(node) else ()
 
 
-def _deal_out(node: gs.Node, way: ByExperts | ByInner, plan: Plan) -> list[np.ndarray]:
+def _distribute_experts(node: gs.Node, way: ByExperts | ByInner, plan: Plan) -> list[np.ndarray]:
     """Each rank's experts, or its columns between their GEMMs.
 
     Raises:
@@ -347,7 +347,7 @@ def _can_be_cut(graph: gs.Graph, tensor: gs.Tensor, plan: Plan) -> bool:
 def _takes_cut(graph: gs.Graph, user: gs.Node, tensor: gs.Tensor, plan: Plan) -> bool:
     if user is plan.head or id(user.outputs[0]) in plan.region.columns:
         return False  # a low-rank layer: its second GEMM is cut by rows, or by tokens
-    for way in _ways(user):
+    for way in _shardings(user):
         if isinstance(way, ByColumns):
             if operand(user, way.x) is tensor and is_linear(user, way) \
                     and sum(t is tensor for t in user.inputs) == 1:

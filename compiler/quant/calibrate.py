@@ -99,7 +99,7 @@ def calibrate(graph: gs.Graph, tokens: Sequence[int], scheme: Scheme, head_schem
     values: dict[str, np.ndarray] = _feeds(graph, tokens, max_seq_len)
     last_use = {id(tensor): step for step, node in enumerate(graph.nodes)
                 for tensor in node.inputs}
-    space = _Space()
+    file = _WeightFile()
     for step, node in enumerate(graph.nodes):
         pair = find_pair(graph, node)
         if pair is not None:
@@ -114,7 +114,7 @@ def calibrate(graph: gs.Graph, tokens: Sequence[int], scheme: Scheme, head_schem
             if own is not None:
                 refuse_rounded(weight)
                 progress(f"calibrate {tensor.name}")
-                stored = space.keep(_round(weight, values[operands(node)["x"].name], own,
+                stored = file.keep(_round(weight, values[operands(node)["x"].name], own,
                                            said(weight, tensor.name)))
                 for constant in constants:
                     if constant._values is weight:
@@ -169,7 +169,7 @@ def _run(node: gs.Node, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return run_graph(gs.Graph(nodes=[copy], inputs=inputs, outputs=made), values, wanted)
 
 
-class _Space:
+class _WeightFile:
     """A temporary file of quantized weights, deleted with the last of them."""
 
     def __init__(self) -> None:

@@ -355,7 +355,7 @@ def test_what_the_cuda_target_s_kernels_do_not_read_stays_numbers(root, tmp_path
     case = compiled("qwen2", root, tmp_path / "case", quantize="int8", target="cuda")
     refused = [text for report in read_manifest(case).passes if report.name == "quantize"
                for text in report.refusals]
-    assert len(refused) == 1 and "groups of 100, where the target's kernels read multiples of 32" \
+    assert len(refused) == 1 and "groups of 100; the target's kernels read multiples of 32" \
         in refused[0]
     stored = load_file(case / "chip0" / "weights.safetensors")
     assert stored["model.layers.0.mlp.down_proj.weight"].dtype == np.float32
@@ -539,13 +539,13 @@ def test_what_cannot_be_rounded_is_one_sentence(options, said, tiny_hf, tmp_path
 
 
 @pytest.mark.parametrize(("changes", "options", "said"), [
-    ({}, {"group_size": 32}, "'model.layers.0.self_attn.q_b_proj.weight', of which a chip has 24 "
-                             "numbers; no group_size divides the rows of all that is rounded"),
+    ({}, {"group_size": 32}, "'model.layers.0.self_attn.q_b_proj.weight', which have 24 columns "
+                             "on a chip; no group_size divides all rows to be quantized"),
     ({"q_lora_rank": 32, "kv_lora_rank": 32}, {"group_size": 64},
-     "'model.layers.0.self_attn.q_b_proj.weight', of which a chip has 32 numbers; rows of all that "
-     "is rounded are whole groups of 16 or 32"),
+     "'model.layers.0.self_attn.q_b_proj.weight', which have 32 columns on a chip; use 16 or "
+     "32, which divide all rows to be quantized"),
     ({"q_lora_rank": 32, "kv_lora_rank": 32}, {"group_size": 64, "target": "cuda"},
-     "of which a chip has 32 numbers; rows of all that is rounded are whole groups of 32")])
+     "which have 32 columns on a chip; use 32, which divide all rows to be quantized")])
 def test_a_group_size_that_does_not_fit_is_told_with_those_that_do(changes, options, said,
                                                                    tmp_path):
     hf = families.save(families.tiny_model("minicpm3", intermediate_size=96, num_hidden_layers=2,

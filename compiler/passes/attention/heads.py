@@ -149,10 +149,10 @@ def trace(tensor: gs.Tensor, data: set[int], settings: Settings, rows: Container
     if heads.order:
         return NoMatch("a per-head norm together with a rotary embedding of a head's last "
                        "elements", norms[0])
-    behind = replace(norm, after_rotary=True)
+    after = replace(norm, after_rotary=True)
     # A factor of cos and sin, as in YaRN, is normalized away, except for its effect on epsilon.
-    scaled = replace(behind, epsilon=norm.epsilon / heads.gain**2), replace(heads, gain=1.0)
-    for own, inner in ((norm, heads), (behind, heads), scaled):
+    scaled = replace(after, epsilon=norm.epsilon / heads.gain**2), replace(heads, gain=1.0)
+    for own, inner in ((norm, heads), (after, heads), scaled):
         if _norm_is_inside(piece, sources[0], widths[0], own, inner):
             return Branch(tuple(sources), inner, own)
     return NoMatch("it is not a per-head norm before or after a rotary embedding", norms[0])
@@ -226,7 +226,7 @@ class _Linear:
     def width(self) -> int:
         return sum(self.widths)
 
-    def told(self, max_seq_len: int) -> _Linear:
+    def with_given_positions(self, max_seq_len: int) -> _Linear:
         """The same with positions as inputs, if positions matter and that is equivalent."""
         if not self.computes_with_positions:
             return self
@@ -276,7 +276,7 @@ def _identify(linear: _Linear, max_seq_len: int) -> Heads | NoMatch:
     rng = np.random.default_rng(0)
     # Without a position input, positions are 0, 1, …: far ones need a long sequence.
     last = max_seq_len - 1
-    linear = linear.told(max_seq_len)
+    linear = linear.with_given_positions(max_seq_len)
     sample = np.array([0, 1, last // 2, last]) if linear.far is not None \
         else np.arange(min(max_seq_len, 64))
     at_zero = linear(np.ones((1, len(sample), linear.width)), sample)[0, :, 0]

@@ -75,12 +75,12 @@ def find_latent(query: Branch, key: Branch, value: Branch, value_dim: int) -> La
     if len(query.sources) != 1 or len(value.sources) != 1 or len(key.sources) != 2 \
             or query.norm or key.norm or value.norm or value.heads.gain != 1.0:
         return None
-    latent, value_weight = _made_of(value.projected)
+    latent, value_weight = _input_and_matrix(value.projected)
     own = [index for index, source in enumerate(key.sources)
-           if latent is not None and _made_of(source)[0] is latent]
+           if latent is not None and _input_and_matrix(source)[0] is latent]
     if latent is None or value_weight is None or len(own) != 1:
         return None
-    _, key_weight = _made_of(key.sources[own[0]])
+    _, key_weight = _input_and_matrix(key.sources[own[0]])
     widths = [int(source.shape[-1]) for source in key.sources]
     first = sum(widths[:own[0]])
     columns = key.heads.columns
@@ -142,7 +142,7 @@ def rewrite_latent(graph: gs.Graph, latent: Latent, output: gs.Tensor, attrs: Ma
              "query_dim": query_columns.shape[1], "shared_dim": len(columns)})
 
 
-def _made_of(source: gs.Tensor) -> tuple[gs.Tensor | None, Weight | None]:
+def _input_and_matrix(source: gs.Tensor) -> tuple[gs.Tensor | None, Weight | None]:
     """Input `[batch, seq, in]` and matrix of a projection without bias and activation."""
     gemm = producer(source)
     if not is_op(gemm, GEMM_BIAS_ACT) or fields_of(gemm)["activation"] != "none" \

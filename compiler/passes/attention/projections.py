@@ -98,9 +98,9 @@ def merged_projection(graph: gs.Graph, branches: Sequence[Branch], output: gs.Te
     name = f"{output.name}.qkv"
     shape = [*output.shape[:-1], width] if output.shape else None
     qkv = gs.Variable(name, dtype=np.float32, shape=shape)
-    behind = _same_behind(branches)
+    common = _common_elementwise(branches)
     gemms = [gemm for branch in branches if len(branch.sources) == 1
-             and row_weights(gemm := _maker(branch, behind)) and gemm is not None]
+             and row_weights(gemm := _linear_layer(branch, common)) and gemm is not None]
     if len(gemms) < len(branches) or not all(_can_merge(gemm, gemms[0]) for gemm in gemms):
         parts: list[gs.Tensor] = []
         flat = {id(source): without_head_axis(graph, source)
@@ -123,21 +123,21 @@ def merged_projection(graph: gs.Graph, branches: Sequence[Branch], output: gs.Te
         gemms, given, Weight.concat([values_of(operands(gemm)[given]).take_rows(index)
                                      for gemm, index in zip(gemms, rows, strict=True)]),
         "qkv_proj", output) for given in row_weights(gemms[0])}
-    made = qkv if behind is None else gs.Variable(f"{name}.before", np.float32, shape)
+    made = qkv if common is None else gs.Variable(f"{name}.before", np.float32, shape)
     replace(graph, op, {**operands(gemms[0]), **stacked}, [made], gemms[0].attrs)
-    if behind is not None:
-        graph.nodes.append(gs.Node(op=behind.op, name=name, attrs=dict(behind.attrs),
-                                   inputs=[made, *behind.inputs[1:]], outputs=[qkv]))
+    if common is not None:
+        graph.nodes.append(gs.Node(op=common.op, name=name, attrs=dict(common.attrs),
+                                   inputs=[made, *common.inputs[1:]], outputs=[qkv]))
     return qkv
 
 
-def _maker(branch: Branch, behind: gs.Node | None) -> gs.Node | None:
+def _linear_layer(branch: Branch, common: gs.Node | None) -> gs.Node | None:
     """The linear layer of a branch's source, also through the common elementwise op."""
     maker = producer(branch.projected)
-    return maker if behind is None or maker is None else producer(maker.inputs[0])
+    return maker if common is None or maker is None else producer(maker.inputs[0])
 
 
-def _same_behind(branches: Sequence[Branch]) -> gs.Node | None:
+def _common_elementwise(branches: Sequence[Branch]) -> gs.Node | None:
     """The elementwise op with equal constants that computes every branch's source, or None."""
     nodes = [producer(branch.projected) for branch in branches if len(branch.sources) == 1]
     forms = {None if node is None or is_llmc(node) or node.op not in ELEMENTWISE else

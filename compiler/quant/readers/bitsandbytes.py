@@ -48,18 +48,18 @@ def read(decoder: Decoder, config: Mapping[str, Any]) -> bool:
     return True
 
 
-def _read_4_bits(decoder: Decoder, module: str, told: Weight) -> None:
+def _read_4_bits(decoder: Decoder, module: str, state_tensor: Weight) -> None:
     """Make a weight in NF4 or FP4: blocks of the flat weight, with a table of 16 values."""
     name = f"{module}.weight"
     try:
-        state = json.loads(told.load().tobytes())
+        state = json.loads(state_tensor.load().tobytes())
         rows, width = map(int, state["shape"])
         size, nested = int(state["blocksize"]), int(state.get("nested_blocksize", 0))
         offset, kind = np.float32(state.get("nested_offset", 0)), str(state["quant_type"]).upper()
         if min(rows, width, size) < 1 or nested < 0:
             raise ValueError(f"its sizes are {[rows, width, size, nested]}")
     except (ValueError, KeyError, TypeError) as error:
-        raise LlmcError(f"'{told.name}' in '{decoder.origin}' is no state of bitsandbytes: "
+        raise LlmcError(f"'{state_tensor.name}' in '{decoder.origin}' is no state of bitsandbytes: "
                         f"{error}; the checkpoint is damaged") from error
     blocks = -(-rows * width // size)
     packed = decoder.left.pop(name, None)

@@ -74,11 +74,11 @@ def read(decoder: Decoder, config: Mapping[str, Any]) -> bool:
             if rounding == ALL and f"{module}.input_scale" not in decoder.left:
                 decoder.take(f"{module}.input_scale", (1,), "fV")  # raises: it is missing
             read_float8(decoder, module, "weight_scale", block, rounding)
-        _say_unrounded(decoder, module, group, rounding)
+        _note_unapplied_quantization(decoder, module, group, rounding)
     return True
 
 
-def _say_unrounded(decoder: Decoder, module: str, group: Mapping[str, Any],
+def _note_unapplied_quantization(decoder: Decoder, module: str, group: Mapping[str, Any],
                    rounding: str) -> None:
     """Note activation quantization of the config that is not applied.
 

@@ -79,16 +79,16 @@ def read_gptq(decoder: Decoder, config: Mapping[str, Any], zeros_less: int) -> N
         order = decoder.left.pop(f"{module}.g_idx", None)
         if order is None and groups > 1 and own.get("desc_act") and not own.get("static_groups"):
             decoder.refuse_unordered(f"{module}.g_idx", "desc_act")
-        belongs = _in_order(decoder, f"{module}.scales", width, groups, own.get("group_size")) \
+        group_index = _in_order(decoder, f"{module}.scales", width, groups, own.get("group_size")) \
             if order is None else order.load().astype(np.int64)
-        if belongs.shape != (width,) or belongs.min() < 0 or belongs.max() >= groups:
+        if group_index.shape != (width,) or group_index.min() < 0 or group_index.max() >= groups:
             raise LlmcError(f"'{module}.g_idx' in '{decoder.origin}' does not assign each of "
                             f"{width} columns to one of {groups} groups; the checkpoint is damaged")
         stored = with_zeros(bits, codes, scales, zeros.T)
-        if width % groups == 0 and (belongs == np.arange(width) // (width // groups)).all():
+        if width % groups == 0 and (group_index == np.arange(width) // (width // groups)).all():
             decoder.keep(module, stored)
         else:
-            keep_ordered(decoder, module, stored, belongs)
+            keep_ordered(decoder, module, stored, group_index)
 
 
 def _in_order(decoder: Decoder, name: str, width: int, groups: int, size: Any) -> np.ndarray:
