@@ -82,9 +82,9 @@ def layout_of(tensor: gs.Tensor, data: set[int], known: Mapping[int, Placed]) ->
         starts.append(end)
         end += own.place.size
     if end > _EXACT:
-            return NoMatch(f"{end // TOKENS} columns are too many to trace", tensor)
+        return NoMatch(f"{end // TOKENS} columns are too many to trace", tensor)
     if not rows:
-            return NoMatch("this tensor depends on no tokens' activations", tensor)
+        return NoMatch("this tensor depends on no tokens' activations", tensor)
     return _decoded(rows, starts, piece.run(feeds).astype(np.int64))
 
 

@@ -69,7 +69,7 @@ def bring_into_rows(graph: gs.Graph, nodes: Sequence[gs.Node], what: str) -> Non
     for node in nodes:
         reason = rows.rewrite(node)
         if reason is not None:
-                raise LlmcError(f"{what} not recognized: {reason} ({describe(node)})")
+            raise LlmcError(f"{what} not recognized: {reason} ({describe(node)})")
     tidy(graph)
 
 

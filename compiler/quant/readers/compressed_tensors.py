@@ -50,8 +50,8 @@ def read(decoder: Decoder, config: Mapping[str, Any]) -> bool:
         return False  # rotations of activations are not in the graph
     sparse = next((name for name in decoder.left if name.endswith(".bitmask")), None)
     if sparse is not None:
-            raise LlmcError(f"'{decoder.origin}' has sparse weights (tensor '{sparse}'), which "
-                            f"llmc does not read; give a checkpoint with dense weights")
+        raise LlmcError(f"'{decoder.origin}' has sparse weights (tensor '{sparse}'), which "
+                        f"llmc does not read; give a checkpoint with dense weights")
     for module in decoder.modules("weight_scale"):
         _check_whole(decoder, module, _groups_of(module, groups))
         group, rounding = _group_of(decoder, module, groups), ""
