@@ -50,14 +50,14 @@ def activation_rows(numbers: list[float], width: int) -> np.ndarray:
         np.resize(values, rows * width)).reshape(rows, 1, width)
 
 
-def is_activation(actual: np.ndarray, x: np.ndarray, made: np.ndarray,
+def is_activation(actual: np.ndarray, x: np.ndarray, expected: np.ndarray,
                   factor: np.ndarray | float = 1.0, offset: float = 0.0) -> bool:
-    """Whether `actual` equals `made * (factor + offset)`, where `made` is an activation of `x`.
+    """Whether `actual` equals `expected * (factor + offset)`, `expected` being that of `x`.
 
     The tolerance is per element, relative to its operands.
     """
     if actual.shape != x.shape or not np.isfinite(actual).all():
         return False
-    scale = np.maximum(np.maximum(np.abs(x), np.abs(made)), 1) * (np.abs(factor) + abs(offset))
-    error = np.abs(actual - made * (factor + offset))
+    scale = np.maximum(np.maximum(np.abs(x), np.abs(expected)), 1) * (np.abs(factor) + abs(offset))
+    error = np.abs(actual - expected * (factor + offset))
     return bool((error <= _TOLERANCE * scale).all())

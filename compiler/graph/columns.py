@@ -64,8 +64,8 @@ def layout_of(tensor: gs.Tensor, data: set[int], known: Mapping[int, Placed]) ->
         known: tensors with an equivalent tensor of rows, by id; tracing stops at these.
     """
     if id(tensor) in known:
-        own = known[id(tensor)]
-        return _decoded([own.rows], [0], own.place)
+        placed = known[id(tensor)]
+        return _decoded([placed.rows], [0], placed.place)
     piece = cone(tensor, data, LAYOUT, borders_at=known)
     if isinstance(piece, NoMatch):
         return piece
@@ -76,11 +76,11 @@ def layout_of(tensor: gs.Tensor, data: set[int], known: Mapping[int, Placed]) ->
         if id(border) not in known and (len(border.shape or ()) != 3
                                         or not isinstance(border.shape[-1], int)):
             return NoMatch("this tensor is not [batch, seq, width] with a fixed width", border)
-        own = known.get(id(border)) or Placed.of(border)
-        feeds[border.name] = (own.place + end).astype(np.float32)
-        rows.append(own.rows)
+        placed = known.get(id(border)) or Placed.of(border)
+        feeds[border.name] = (placed.place + end).astype(np.float32)
+        rows.append(placed.rows)
         starts.append(end)
-        end += own.place.size
+        end += placed.place.size
     if end > _EXACT:
         return NoMatch(f"{end // TOKENS} columns are too many to trace", tensor)
     if not rows:
@@ -91,8 +91,8 @@ def layout_of(tensor: gs.Tensor, data: set[int], known: Mapping[int, Placed]) ->
 def _decoded(rows: Sequence[gs.Tensor], starts: Sequence[int], numbers: np.ndarray) -> Layout:
     source = np.searchsorted(starts, numbers, side="right") - 1
     widths = np.array([tensor.shape[-1] for tensor in rows])[source]
-    own = numbers - np.array(starts)[source]
-    return Layout(tuple(rows), own // widths, source, own % widths)
+    local = numbers - np.array(starts)[source]
+    return Layout(tuple(rows), local // widths, source, local % widths)
 
 
 @dataclass(frozen=True)
@@ -147,22 +147,22 @@ def join(layouts: Sequence[Layout], *constants: Sequence[int]) -> Joined | NoMat
         The operands with each token's elements in layout order.
     """
     try:
-        shape = np.broadcast_shapes(*(own.token.shape for own in layouts), *constants)
+        shape = np.broadcast_shapes(*(layout.token.shape for layout in layouts), *constants)
     except ValueError:
         return NoMatch("these shapes do not broadcast")
-    tokens = [np.broadcast_to(own.token, shape).reshape(-1) for own in layouts]
+    tokens = [np.broadcast_to(layout.token, shape).reshape(-1) for layout in layouts]
     counts = np.bincount(tokens[0], minlength=TOKENS)
     if any(not np.array_equal(token, tokens[0]) for token in tokens) or \
             len(counts) != TOKENS or (counts != counts[0]).any():
         return NoMatch("the node combines elements of different tokens")
     order = np.argsort(tokens[0], kind="stable").reshape(TOKENS, -1)
     operands = []
-    for own in layouts:
+    for layout in layouts:
         source, column = (np.broadcast_to(part, shape).reshape(-1)[order]
-                          for part in (own.source, own.column))
+                          for part in (layout.source, layout.column))
         if (source != source[0]).any() or (column != column[0]).any():
             return NoMatch("the columns differ between tokens")
-        operands.append(Columns(own.rows, source[0], column[0]))
+        operands.append(Columns(layout.rows, source[0], column[0]))
     place = np.empty(order.size, np.int64)
     place[order.reshape(-1)] = np.arange(order.size)
     return Joined(operands, place.reshape(shape), order)

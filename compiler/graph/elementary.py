@@ -25,13 +25,13 @@ MAX_ANGLE = 2.0**20
 
 def _one_by_factorials(signs: int, start: int, step: int, count: int) -> tuple[float, ...]:
     """1 / start!, signs / (start + step)!, …"""
-    made, factorial, number = [], 1, 0
+    terms, factorial, number = [], 1, 0
     for index in range(count):
         while number < start + step * index:
             number += 1
             factorial *= number
-        made.append(signs**index / factorial)
-    return tuple(made)
+        terms.append(signs**index / factorial)
+    return tuple(terms)
 
 
 _EXP = _one_by_factorials(1, 0, 1, 15)

@@ -259,11 +259,11 @@ def with_positions(piece: Piece, feeds: Callable[[int], Mapping[str, np.ndarray]
         piece: the subgraph.
         feeds: its other inputs, for a sequence length.
     """
-    made = [tensor for node in piece.nodes for tensor in node.outputs if not tensor.is_empty()]
-    probe = Piece(piece.nodes, piece.inputs, tuple(made), piece.bypass)
+    inner = [tensor for node in piece.nodes for tensor in node.outputs if not tensor.is_empty()]
+    probe = Piece(piece.nodes, piece.inputs, tuple(inner), piece.bypass)
     try:
         short, long = ({id(tensor): values for tensor, values in
-                        zip(made, probe.run_all(feeds(length)), strict=True)} for length in (5, 7))
+                        zip(inner, probe.run_all(feeds(length)), strict=True)} for length in (5, 7))
     except CannotEvaluate:
         return WithPositions(piece, ())
 

@@ -34,7 +34,7 @@ def verify(graph: gs.Graph, after: str) -> None:
         for tensor in node.inputs:
             if not tensor.is_empty() and not isinstance(tensor, gs.Constant) \
                     and id(tensor) not in known:
-                fail(f"{describe(node)} reads '{tensor.name}', which nothing before it computes")
+                fail(f"{describe(node)} reads '{tensor.name}', which no earlier node computes")
             if not tensor.is_empty() and names.setdefault(tensor.name, id(tensor)) != id(tensor):
                 fail(f"two tensors are named '{tensor.name}'")
         for tensor in node.outputs:
@@ -68,16 +68,16 @@ def _check_contract(node: gs.Node, op: Op) -> None:
             if tensor.shape is None or None in tensor.shape:
                 return  # the shape rule needs all of them
             shapes[name] = tuple(tensor.shape)
-    made = op.shapes(shapes, fields)
+    expected = op.shapes(shapes, fields)
     if op.dims is not None and _is_packed(shapes, op.dims(fields, present)):
-        made = op.fit(shapes, fields)
-    for tensor, shape in zip(node.outputs, made, strict=False):
+        expected = op.fit(shapes, fields)
+    for tensor, shape in zip(node.outputs, expected, strict=False):
         if tensor.is_empty():
             continue
         declared = tensor.shape
         if declared is not None and not _fits(declared, shape):
             raise ValueError(f"'{tensor.name}' is declared {list(declared)}, its inputs "
-                             f"{ {name: list(s) for name, s in shapes.items()} } make it "
+                             f"{ {name: list(s) for name, s in shapes.items()} } require "
                              f"{list(shape)}")
         if declared is None or any(_is_unknown(dim) for dim in declared):
             tensor.shape = shape

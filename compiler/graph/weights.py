@@ -61,9 +61,9 @@ class Weight(LazyValues):
     def _derived(self, shape: Sequence[int], dtype: np.dtype | type,
                  rows: Callable[[int, int], np.ndarray], stored: Stored | None = None) -> Weight:
         """A weight computed from this one."""
-        made = Weight(shape, dtype, rows, self.name, stored)
-        made._inherit([self])
-        return made
+        result = Weight(shape, dtype, rows, self.name, stored)
+        result._inherit([self])
+        return result
 
     def _inherit(self, sources: Sequence[Weight]) -> None:
         """Record what this weight has lost of its sources' storage formats."""
@@ -230,9 +230,9 @@ class Weight(LazyValues):
             runs = np.split(requested, breaks)
             return np.concatenate([self.rows(int(r[0]), int(r[-1]) + 1) for r in runs])
 
-        own = _rows_of(index, self.shape[1]) if len(self.shape) == 3 else index
+        stored_rows = _rows_of(index, self.shape[1]) if len(self.shape) == 3 else index
         return self._derived((len(index), *self.shape[1:]), self.dtype, rows,
-                             self.stored and self.stored.take_rows(own))
+                             self.stored and self.stored.take_rows(stored_rows))
 
     def take_columns(self, index: Sequence[int] | np.ndarray) -> Weight:
         """Columns `index` of a matrix, in that order; whole groups keep the storage format."""
@@ -305,9 +305,9 @@ class Weight(LazyValues):
                 self.rows(start, stop), left.rows(start, stop), right.load()))
             return np.asarray(block + thin @ wide).astype(self.dtype)
 
-        made = self._derived(self.shape, self.dtype, rows)
-        made._inherit([self, left, right])
-        return made
+        result = self._derived(self.shape, self.dtype, rows)
+        result._inherit([self, left, right])
+        return result
 
     def dot(self, vector: np.ndarray) -> np.ndarray:
         """A matrix times a vector, float32. Reads the matrix once, a block at a time.
@@ -334,12 +334,12 @@ class Weight(LazyValues):
         first = weights[0]
         assert all(w.shape == first.shape and w.dtype == first.dtype for w in weights)
         forms = [w.stored for w in weights if w.stored is not None]
-        made = Weight((len(weights), *first.shape), first.dtype, lambda start, stop: np.stack(
+        result = Weight((len(weights), *first.shape), first.dtype, lambda start, stop: np.stack(
             [weight.load() for weight in weights[start:stop]]), first.name,
             forms[0].above(forms[1:]) if len(forms) == len(weights) and len(first.shape) == 2
             else None)
-        made._inherit(weights)
-        return made
+        result._inherit(weights)
+        return result
 
     @staticmethod
     def concat(weights: Sequence[Weight]) -> Weight:
@@ -359,11 +359,11 @@ class Weight(LazyValues):
             return np.concatenate(parts)
 
         forms = [w.stored for w in weights if w.stored is not None]
-        made = Weight((int(offsets[-1]), *first.shape[1:]), first.dtype, rows,
-                      "+".join(w.name for w in weights),
-                      forms[0].above(forms[1:]) if len(forms) == len(weights) else None)
-        made._inherit(weights)
-        return made
+        result = Weight((int(offsets[-1]), *first.shape[1:]), first.dtype, rows,
+                        "+".join(w.name for w in weights),
+                        forms[0].above(forms[1:]) if len(forms) == len(weights) else None)
+        result._inherit(weights)
+        return result
 
 
 class HeadMatrices(Weight):
@@ -387,8 +387,8 @@ class HeadMatrices(Weight):
     def take_rows(self, index: Sequence[int] | np.ndarray) -> Weight:
         """Heads `index`, in that order."""
         each = self.matrix.shape[0] // self.shape[0]
-        own = _rows_of(np.asarray(index), each)
-        return HeadMatrices(self.matrix.take_rows(own), len(index), self.transposed)
+        rows = _rows_of(np.asarray(index), each)
+        return HeadMatrices(self.matrix.take_rows(rows), len(index), self.transposed)
 
 
 def _is_finite(block: np.ndarray) -> bool:

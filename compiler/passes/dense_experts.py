@@ -111,7 +111,7 @@ def _product_above(down: gs.Node, data: set[int]) -> gs.Node | None:
     """The MatMul with as many matrices that this one reads, through elementwise and layout ops."""
     node: gs.Node | None = down if _is_stacked(down) else None
     while node is not None:
-        tensor = next((own for own in node.inputs if id(own) in data), None)
+        tensor = next((t for t in node.inputs if id(t) in data), None)
         node = None if tensor is None else producer(tensor)
         if node is not None and _is_stacked(node):
             same = values_of(node.inputs[1]).shape[0] == values_of(down.inputs[1]).shape[0]
@@ -135,8 +135,8 @@ def _summed(graph: gs.Graph, down: gs.Node) -> gs.Tensor | None:
 
 def _is_sum(piece: Piece, source: gs.Tensor) -> bool:
     experts, _, width = source.shape
-    made = np.random.default_rng(0).standard_normal((experts, _TOKENS, width)).astype(np.float32)
-    return close(piece.run({**token_feeds(1, _TOKENS), source.name: made}), made.sum(0), 1e-5)
+    x = np.random.default_rng(0).standard_normal((experts, _TOKENS, width)).astype(np.float32)
+    return close(piece.run({**token_feeds(1, _TOKENS), source.name: x}), x.sum(0), 1e-5)
 
 
 def _rows(rows: gs.Tensor, data: set[int], num_tokens: int | str, num_experts: int,
@@ -163,7 +163,7 @@ def _rows(rows: gs.Tensor, data: set[int], num_tokens: int | str, num_experts: i
         elif node is None or node.op not in _SPREAD:
             return NoMatch("the experts' input is not a token times its score", rows)
         else:
-            stack.extend(own for own in node.inputs if id(own) in data)
+            stack.extend(t for t in node.inputs if id(t) in data)
     if len(found) != 2:
         return NoMatch("the experts' input is not a token times its score", rows)
     piece = cone(rows, data, _SPREAD, borders_at=found.keys())
@@ -174,10 +174,10 @@ def _rows(rows: gs.Tensor, data: set[int], num_tokens: int | str, num_experts: i
     for x, dense in ((first, second), (second, first)):
         if (x.shape[-1], dense.shape[-1]) != (hidden, num_experts):
             continue
-        tokens, scores = (rng.standard_normal((_TOKENS, own.shape[-1])).astype(np.float32)
-                          for own in (x, dense))
-        made = piece.run({**token_feeds(1, _TOKENS), x.name: tokens, dense.name: scores})
-        if close(made, tokens * scores.T[..., None], 1e-5):
+        tokens, scores = (rng.standard_normal((_TOKENS, t.shape[-1])).astype(np.float32)
+                          for t in (x, dense))
+        result = piece.run({**token_feeds(1, _TOKENS), x.name: tokens, dense.name: scores})
+        if close(result, tokens * scores.T[..., None], 1e-5):
             return x, dense
     return NoMatch("the experts' input is not a token times its score", rows)
 

@@ -134,9 +134,9 @@ def _counted_positions(tensor: gs.Tensor, data: set[int], settings: Settings) ->
     piece = cone(tensor, data, _INDEX_OPS)
     if isinstance(piece, NoMatch):
         return piece
-    made = next((t for t in piece.inputs if t.inputs), None)
-    if made is not None:
-        return NoMatch("the addend of the embedding is computed by a layer", made)
+    computed = next((t for t in piece.inputs if t.inputs), None)
+    if computed is not None:
+        return NoMatch("the addend of the embedding is computed by a layer", computed)
     readers = [node for node in piece.nodes if any(t.name == "input_ids" for t in node.inputs)]
     padding = {number for node in readers if node.op == "Equal" for t in node.inputs
                if (number := scalar(t)) is not None}

@@ -66,7 +66,7 @@ def move_memory(graphs: Sequence[gs.Graph], settings: Settings, report: Report) 
     moving = [node for node in decoder.nodes if any(id(t) in memory for t in node.inputs)
               and not any(id(t) in tokens for t in node.inputs)]
     staying = [node for node in decoder.nodes if not any(node is other for other in moving)]
-    made: dict[int, gs.Variable] = {}
+    memory_inputs: dict[int, gs.Variable] = {}
     for node in staying:
         for position, tensor in enumerate(node.inputs):
             if id(tensor) not in memory:
@@ -75,11 +75,11 @@ def move_memory(graphs: Sequence[gs.Graph], settings: Settings, report: Report) 
             if not kind or not tensor.inputs:
                 raise LlmcError(f"{describe(node)} reads {describe(tensor)}, which depends on the "
                                 f"encoder output; supported only as attention's keys and values")
-            if id(tensor) not in made:
-                number = sum(kind in other.name for other in made.values())
-                made[id(tensor)] = gs.Variable(f"memory_{kind}_{number}", tensor.dtype,
-                                               ("num_memory_tokens", tensor.shape[-1]))
-            node.inputs[position] = made[id(tensor)]
+            if id(tensor) not in memory_inputs:
+                number = sum(kind in other.name for other in memory_inputs.values())
+                memory_inputs[id(tensor)] = gs.Variable(f"memory_{kind}_{number}", tensor.dtype,
+                                                        ("num_memory_tokens", tensor.shape[-1]))
+            node.inputs[position] = memory_inputs[id(tensor)]
     outputs = []
     for node in moving:
         node.name = f"memory.{node.name}"
@@ -90,15 +90,15 @@ def move_memory(graphs: Sequence[gs.Graph], settings: Settings, report: Report) 
                 node.inputs[position] = gs.Constant(f"{node.name}.{position}", tensor.values)
         for tensor in node.outputs:
             tensor.name = f"memory.{tensor.name}"
-            if id(tensor) in made:
-                tensor.name = made[id(tensor)].name
+            if id(tensor) in memory_inputs:
+                tensor.name = memory_inputs[id(tensor)].name
                 outputs.append(tensor)
     encoder.nodes.extend(moving)
     encoder.outputs = outputs
     decoder.nodes.clear()
     decoder.nodes.extend(staying)
     decoder.inputs = [tensor for tensor in decoder.inputs if tensor.name != ENCODER_OUTPUT]
-    decoder.inputs.extend(made.values())
+    decoder.inputs.extend(memory_inputs.values())
     tidy(encoder)
     tidy(decoder)
     report.count("memory", len(outputs))

@@ -134,9 +134,9 @@ def _computes(candidate: tuple[str, float, float, float], actual: np.ndarray, ga
     if limit:
         gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
     with np.errstate(over="ignore"):
-        made = gate / (1 + np.exp(-alpha * gate)) if name == "silu" else ACTIVATIONS[name](gate)
-    return is_activation(actual, gate, made, up, offset) if up.size else \
-        is_activation(actual, gate, made)
+        expected = gate / (1 + np.exp(-alpha * gate)) if name == "silu" else ACTIVATIONS[name](gate)
+    return is_activation(actual, gate, expected, up, offset) if up.size else \
+        is_activation(actual, gate, expected)
 
 
 def _candidates(numbers: Sequence[float], gated: bool) -> Iterator[tuple[str, float, float, float]]:

@@ -55,13 +55,13 @@ class _ExpertsResidual:
 
 def _check(graph: gs.Graph, node: gs.Node) -> _ExpertsResidual | NoMatch | None:
     x, residual = operands(node)["x"], operands(node)["residual"]
-    for made, other in ((x, residual), (residual, x)):
-        experts = producer(made)
+    for result, other in ((x, residual), (residual, x)):
+        experts = producer(result)
         if not is_op(experts, EXPERTS):
             continue
         if operand(experts, "residual") is not None:
             return NoMatch("the experts have a residual already", experts)
-        if len(consumers(graph, made)) > 1 or made is other:
+        if len(consumers(graph, result)) > 1 or result is other:
             return NoMatch("the experts' result is also read without the residual", experts)
         user = gemm_after(graph, node)
         if isinstance(user, NoMatch):

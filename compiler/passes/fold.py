@@ -288,8 +288,8 @@ def _fold_weight(graph: gs.Graph, match: _FoldedWeight, settings: Settings) -> N
     assert node is not None
     source = next(t for t in node.inputs if isinstance(t, gs.Constant)
                   and isinstance(t._values, Weight))
-    for own in (match, *match.others):
-        _put(own, source, node)
+    for part in (match, *match.others):
+        _put(part, source, node)
     node.outputs.clear()
 
 
@@ -312,16 +312,16 @@ WEIGHT = Rule("weight", frozenset({"Transpose", "Identity", "Cast", "Slice", "Sp
 
 def _is_redundant_expand(node: gs.Node, settings: Settings) -> gs.Node | None:
     """An Expand of a constant row whose readers all broadcast it to the same shape."""
-    row, made = node.inputs[0], node.outputs[0]
-    shape = list(made.shape or ())
+    row, wide = node.inputs[0], node.outputs[0]
+    shape = list(wide.shape or ())
     if not isinstance(row, gs.Constant) or len(row.shape) != 1 or shape[-1:] != list(row.shape):
         return None
 
     def broadcasts(reader: gs.Node) -> bool:
         return reader.op in _ARITHMETIC and any(
-            tensor is not made and list(tensor.shape or ()) == shape for tensor in reader.inputs)
+            tensor is not wide and list(tensor.shape or ()) == shape for tensor in reader.inputs)
 
-    return node if made.outputs and all(map(broadcasts, made.outputs)) else None
+    return node if wide.outputs and all(map(broadcasts, wide.outputs)) else None
 
 
 EXPAND = Rule("expand", frozenset({"Expand"}), _is_redundant_expand,

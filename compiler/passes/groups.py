@@ -103,21 +103,21 @@ def _collect(tensor: gs.Tensor, shape: list[int | str], inside: dict[int, gs.Nod
 
 
 def _flattened(graph: gs.Graph, node: gs.Node, flat: dict[int, gs.Tensor]) -> gs.Tensor:
-    """The result of a node on groups, as [batch, seq, groups * width]."""
+    """The wide of a node on groups, as [batch, seq, groups * width]."""
     if node.op == "Reshape":
         return node.inputs[0]
     batch, seq, count, width = node.outputs[0].shape
-    made = gs.Variable(f"{node.outputs[0].name}.flat", np.float32, [batch, seq, count * width])
+    wide = gs.Variable(f"{node.outputs[0].name}.flat", np.float32, [batch, seq, count * width])
     if is_op(node, RMS_NORM):
         given = operands(node)
         gain = gs.Constant(f"{given['weight'].name}.{count}", Weight.of(
             np.tile(values_of(given["weight"]).load(), count)))
-        replace(graph, GROUP_RMS_NORM, {"x": flat[id(given["x"])], "weight": gain}, [made],
+        replace(graph, GROUP_RMS_NORM, {"x": flat[id(given["x"])], "weight": gain}, [wide],
                 {"groups": count, "epsilon": fields_of(node)["epsilon"]})
-        return made
-    graph.nodes.append(gs.Node(op=node.op, name=made.name, attrs=dict(node.attrs), outputs=[made],
+        return wide
+    graph.nodes.append(gs.Node(op=node.op, name=wide.name, attrs=dict(node.attrs), outputs=[wide],
                                inputs=[flat.get(id(tensor), tensor) for tensor in node.inputs]))
-    return made
+    return wide
 
 
 def _slice(graph: gs.Graph, match: _Group, source: gs.Tensor) -> None:

@@ -71,13 +71,13 @@ def _check_understood(graph: gs.Graph) -> None:
 
     Of several, it names one that reads activations before one that computes shapes.
     """
-    odd = [node for node in graph.nodes if node.op not in _LAST_AXIS and node.op not in ELEMENTWISE
-           and (not is_llmc(node) or is_op(node, SDPA))]
-    if not odd:
+    unsupported = [node for node in graph.nodes if node.op not in _LAST_AXIS | ELEMENTWISE
+                   and (not is_llmc(node) or is_op(node, SDPA))]
+    if not unsupported:
         return
     data = data_tensors(graph)
-    node = next((node for node in odd if node.op != "Shape"
-                 and any(id(tensor) in data for tensor in node.inputs)), odd[0])
+    node = next((node for node in unsupported if node.op != "Shape"
+                 and any(id(tensor) in data for tensor in node.inputs)), unsupported[0])
     raise LlmcError(
         f"{describe(node)} is unsupported: after all passes only llmc ops and row-wise ops may "
         f"be left; `llmc compile --verbose` prints what each pass refused, and why")
@@ -119,8 +119,8 @@ def select_tokens(graph: gs.Graph, settings: Settings, report: Report) -> None:
             nodes.append(node)
             after.update(id(tensor) for tensor in node.outputs)
     inside = {id(tensor) for node in nodes for tensor in node.outputs}
-    wanted = gs.Variable("logits_indices", np.int64, ("num_logits",))
-    graph.inputs.append(wanted)
+    indices = gs.Variable("logits_indices", np.int64, ("num_logits",))
+    graph.inputs.append(indices)
     selected: dict[int, gs.Variable] = {}
     for node in nodes:
         for index, tensor in enumerate(node.inputs):
@@ -130,7 +130,7 @@ def select_tokens(graph: gs.Graph, settings: Settings, report: Report) -> None:
                 shape = None if tensor.shape is None else ("num_logits", *tensor.shape[1:])
                 rows = gs.Variable(f"{tensor.name}.selected", tensor.dtype, shape)
                 graph.nodes.append(gs.Node(op="Gather", name=rows.name, attrs={"axis": 0},
-                                           inputs=[tensor, wanted], outputs=[rows]))
+                                           inputs=[tensor, indices], outputs=[rows]))
                 selected[id(tensor)] = rows
             node.inputs[index] = selected[id(tensor)]
         for tensor in node.outputs:
@@ -201,4 +201,4 @@ def pad_vocabulary(graph: gs.Graph, settings: Settings, report: Report) -> None:
         tensor = padding.pop()
         if tensor.shape is not None:
             tensor.shape = (*tensor.shape[:-1], padded)
-        padding.extend(made for node in tensor.outputs for made in node.outputs)
+        padding.extend(result for node in tensor.outputs for result in node.outputs)

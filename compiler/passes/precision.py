@@ -51,7 +51,7 @@ def _cast_weights(graph: gs.Graph, dtype: np.dtype,
 
     `done` has cast weights by identity and dtype, with the originals, so that no id is reused.
     """
-    made: dict[tuple[int, str], gs.Constant] = {}
+    casts: dict[tuple[int, str], gs.Constant] = {}
     for node in graph.nodes:
         op = op_of(node)
         for index, tensor in enumerate(node.inputs):
@@ -62,18 +62,18 @@ def _cast_weights(graph: gs.Graph, dtype: np.dtype,
                 continue
             if op is None and np.issubdtype(tensor.dtype, np.integer):
                 continue  # bounds and indices
-            wanted = np.dtype(np.float32) if exact else dtype
-            key = (id(tensor), wanted.name)
-            if key not in made:
+            target = np.dtype(np.float32) if exact else dtype
+            key = (id(tensor), target.name)
+            if key not in casts:
                 values = values_of(tensor)
                 if not values.shape:
                     values = Weight.of(np.reshape(tensor.values, 1), tensor.name)
-                suffix = "" if not any(k[0] == id(tensor) for k in made) else f".{wanted.name}"
-                _, values = done.setdefault((id(values), wanted.name),
-                                            (values, values.cast(wanted)))
-                made[key] = gs.Constant(tensor.name + suffix, values)
-            node.inputs[index] = made[key]
-    return len(made)
+                suffix = "" if not any(k[0] == id(tensor) for k in casts) else f".{target.name}"
+                _, values = done.setdefault((id(values), target.name),
+                                            (values, values.cast(target)))
+                casts[key] = gs.Constant(tensor.name + suffix, values)
+            node.inputs[index] = casts[key]
+    return len(casts)
 
 
 def cache_dtype(graph: gs.Graph, settings: Settings, report: Report) -> None:
@@ -112,9 +112,10 @@ def elements(graph: gs.Graph, settings: Settings, report: Report) -> None:
         graph.nodes.remove(node)
         for op, limit in bounds:
             last = (op, limit) == bounds[-1]
-            made = output if last else gs.Variable(f"{output.name}.{op}", x.dtype, x.shape)
-            graph.nodes.append(gs.Node(op=op, name=made.name, inputs=[x, limit], outputs=[made]))
-            x = made
+            result = output if last else gs.Variable(f"{output.name}.{op}", x.dtype, x.shape)
+            graph.nodes.append(
+                gs.Node(op=op, name=result.name, inputs=[x, limit], outputs=[result]))
+            x = result
         report.count("clip")
     for node in graph.nodes:
         exponential = producer(node.inputs[0]) if node.op == "Sub" else None
@@ -130,9 +131,10 @@ def elements(graph: gs.Graph, settings: Settings, report: Report) -> None:
         given = [tensor for tensor in node.inputs if isinstance(tensor, gs.Variable)
                  and tensor.shape]
         if node.op in ELEMENTWISE and node.outputs and given:
-            made = node.outputs[0]
-            made.dtype = made.dtype or (bool if node.op in ("Greater", "Less") else given[-1].dtype)
-            made.shape = max((tensor.shape for tensor in given), key=lambda shape: shape[-1])
+            result = node.outputs[0]
+            result.dtype = result.dtype or (
+                bool if node.op in ("Greater", "Less") else given[-1].dtype)
+            result.shape = max((tensor.shape for tensor in given), key=lambda shape: shape[-1])
 
 
 def narrow_indices(graph: gs.Graph, settings: Settings, report: Report) -> None:

@@ -65,15 +65,15 @@ def projections(graph: gs.Graph, settings: Settings, report: Report) -> None:
 
 
 def _check(graph: gs.Graph, node: gs.Node) -> _Merged | NoMatch | None:
-    own = _part(graph, node)
+    anchor = _part(graph, node)
     gemms = [user for user in consumers(graph, node.inputs[0])
              if is_op(user, GEMM) and operand(user, "x") is node.inputs[0]]
-    if own is None or len(gemms) < 2:
+    if anchor is None or len(gemms) < 2:
         return None  # a reader needs all of its output, or no other layer reads its x
-    if isinstance(own, NoMatch):
-        return own
+    if isinstance(anchor, NoMatch):
+        return anchor
     parts = [part for gemm in gemms if isinstance(part := _part(graph, gemm), _Part)
-             and _form(part) == _form(own)]
+             and _form(part) == _form(anchor)]
     if len(parts) < 2:
         return NoMatch("no other linear layer of its x can be merged with it", node)
     return _Merged(tuple(sorted(parts, key=lambda part: -_width(part))))
@@ -93,13 +93,13 @@ def _part(graph: gs.Graph, gemm: gs.Node) -> _Part | NoMatch | None:
     activation = fields["activation"]
     takes = [(fields_of(user), operands(user), role) for user, role in readers]
     if activation != "none" and not all(
-            _is_free(own, role) and role.activation and own[role.activation] == "none"
+            _is_free(attrs, role) and role.activation and attrs[role.activation] == "none"
             and activation in _choices(user, role)
-            for (user, _), (own, _, role) in zip(readers, takes, strict=True)):
+            for (user, _), (attrs, _, role) in zip(readers, takes, strict=True)):
         return NoMatch(f"not all of its readers support the activation {activation}", gemm)
     moves_bias = "bias" in given and all(
-        _is_free(own, role) and role.bias and role.bias not in inputs
-        for own, inputs, role in takes)
+        _is_free(attrs, role) and role.bias and role.bias not in inputs
+        for attrs, inputs, role in takes)
     return _Part(gemm, tuple(readers), activation != "none", moves_bias)
 
 
@@ -131,11 +131,11 @@ def _rewrite(graph: gs.Graph, match: _Merged, settings: Settings) -> None:
     x = gemms[0].inputs[0]
     widths = [_width(part) for part in parts]
     padding = 0 if _form(parts[0]) else -sum(widths) % _VECTOR
-    made = gs.Variable(f"{x.name}.projections", x.dtype, [*x.shape[:-1], sum(widths) + padding])
+    merged = gs.Variable(f"{x.name}.projections", x.dtype, [*x.shape[:-1], sum(widths) + padding])
     matrices = [values_of(operands(gemm)["weight"]) for gemm in gemms]
     if padding:
         matrices.append(Weight.of(np.zeros((padding, matrices[0].shape[1]), np.float32)))
-    weight = merge_constants(gemms, "weight", Weight.concat(matrices), "projections", made)
+    weight = merge_constants(gemms, "weight", Weight.concat(matrices), "projections", merged)
     biases = [None if part.moves_bias else operand(part.gemm, "bias") for part in parts]
     bias = None
     if any(biases):
@@ -159,6 +159,6 @@ def _rewrite(graph: gs.Graph, match: _Merged, settings: Settings) -> None:
             if part.moves_activation:
                 user.attrs[role.activation] = activation
         part.gemm.outputs.clear()
-        graph.nodes.append(selected(made, np.arange(first, first + width), columns))
+        graph.nodes.append(selected(merged, np.arange(first, first + width), columns))
         first += width
-    replace(graph, GEMM, {"x": x, "weight": weight, "bias": bias}, [made])
+    replace(graph, GEMM, {"x": x, "weight": weight, "bias": bias}, [merged])

@@ -80,7 +80,7 @@ def quantize_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Rep
         refuse_group_size(graphs, settings.options.scheme, settings.options.head_scheme,
                           settings.target.group_multiple)
     head = id(values_of(head_weight(graphs[0])))
-    made: dict[int, _QuantizedWeight] = {}
+    done: dict[int, _QuantizedWeight] = {}
     for owner, node in [(graph, node) for graph in graphs for node in graph.nodes]:
         op = op_of(node)
         if op is not None:
@@ -90,18 +90,18 @@ def quantize_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Rep
         weights = [values_of(operands(node)[role.weight]) for role in op.quantized]
         scheme = settings.options.head_scheme if id(weights[0]) == head else \
             settings.options.scheme if is_rounded(node) else None
-        known = _forms(node, weights, scheme, settings, report, made)
+        known = _forms(node, weights, scheme, settings, report, done)
         if known is not None:
             _store(owner, node, known, settings, report)
 
 
 def _forms(node: gs.Node, weights: Sequence[Weight], scheme: Scheme | None, settings: Settings,
-           report: Report, made: dict[int, _QuantizedWeight]) -> list[_QuantizedWeight] | None:
+           report: Report, done: dict[int, _QuantizedWeight]) -> list[_QuantizedWeight] | None:
     """The storage of each of a node's weights; None if they are not quantized."""
     op = op_of(node)
     assert op is not None
-    if id(weights[0]) in made:
-        return [made[id(values)] for values in weights]
+    if id(weights[0]) in done:
+        return [done[id(values)] for values in weights]
     if scheme is not None and not settings.options.calibrated:
         for values in weights:
             refuse_rounded(values)
@@ -132,9 +132,9 @@ def _forms(node: gs.Node, weights: Sequence[Weight], scheme: Scheme | None, sett
     for values, stored, name in zip(weights, kept, names, strict=True):
         blocks = _blocks(stored, name) \
             if settings.target.block_scales and len(weights) == 1 else None
-        made[id(values)] = _QuantizedWeight(
+        done[id(values)] = _QuantizedWeight(
             values, stored, *_constants(stored, name, values.shape), blocks)
-    return [made[id(values)] for values in weights]
+    return [done[id(values)] for values in weights]
 
 
 def _rounds_to_nearest(weights: Sequence[Weight], scheme: Scheme | None,
@@ -168,18 +168,19 @@ def _experts_forms(forms: Sequence[Stored | NoMatch | None], settings: Settings,
     size = math.gcd(*(stored.group_size for stored in found))
     size = min(size & -size, _MOST_OF_EXPERTS)  # a power of two
     dtypes = settings.target.expert_dtypes
-    why = "" if dtypes else "a storage format without a kernel for experts on the target"
+    reason = "" if dtypes else "a storage format without a kernel for experts on the target"
     if len({stored.dtype for stored in found}) > 1 or found[0].dtype not in dtypes \
             or size < SMALLEST_GROUP or size % max(settings.target.group_multiple, 1):
-        why = why or f"the formats {' and '.join(f'{s.dtype} in {s.group_size}' for s in found)}"
+        formats = " and ".join(f"{stored.dtype} in {stored.group_size}" for stored in found)
+        reason = reason or f"the formats {formats}"
     if any(stored.minima is not None or stored.order is not None for stored in found):
-        why = why or "minima of groups, or act-order columns"
-    if why:
-        return [NoMatch(f"experts have {why}, so they are dequantized", stored.codes.name)
+        reason = reason or "minima of groups, or act-order columns"
+    if reason:
+        return [NoMatch(f"experts have {reason}, so they are dequantized", stored.codes.name)
                 for stored in found]
-    said = {(s.activation_dtype, s.activation_scale, s.rounds_groups) for s in found}
-    if len(said) > 1 or any(s.activation_scale or (s.rounds_groups and s.group_size != size)
-                            for s in found):
+    rounding = {(s.activation_dtype, s.activation_scale, s.rounds_groups) for s in found}
+    if len(rounding) > 1 or any(s.activation_scale or (s.rounds_groups and s.group_size != size)
+                                for s in found):
         found = [replace(stored, activation_dtype="", activation_scale=0.0, rounds_groups=False)
                  for stored in found]
     return [stored.regrouped(size) for stored in found]
@@ -191,16 +192,17 @@ def _store(owner: gs.Graph, node: gs.Node, known: Sequence[_QuantizedWeight], se
     op, given = op_of(node), operands(node)
     assert op is not None
     stored = known[0].stored
-    for role, own in zip(op.quantized, known, strict=True):
-        if own.stored.order is not None:
-            given["x"] = _ordered(owner, node, given["x"], own.stored.order)
+    for role, weight in zip(op.quantized, known, strict=True):
+        if weight.stored.order is not None:
+            given["x"] = _ordered(owner, node, given["x"], weight.stored.order)
         if role.row_sums in given:
-            given[role.row_sums] = _row_sums(own.stored, given[role.row_sums].name)
-        given |= {role.weight: own.weight, role.scale: own.scale}
-        given |= {name: tensor for name, tensor in ((role.zero, own.zero),
-                                                    (role.minimum, own.minimum),
-                                                    (role.blocks, own.blocks)) if name and tensor}
-        report.count(f"{own.stored.dtype}, groups of {own.stored.group_size}")
+            given[role.row_sums] = _row_sums(weight.stored, given[role.row_sums].name)
+        given |= {role.weight: weight.weight, role.scale: weight.scale}
+        given |= {name: tensor for name, tensor in ((role.zero, weight.zero),
+                                                    (role.minimum, weight.minimum),
+                                                    (role.blocks, weight.blocks))
+                  if name and tensor}
+        report.count(f"{weight.stored.dtype}, groups of {weight.stored.group_size}")
     node.inputs = arranged(op, given)
     shape = known[0].values.shape
     node.attrs.update(weight_dtype=stored.dtype, group_size=stored.group_size,
@@ -231,19 +233,20 @@ def _quantize_activations(node: gs.Node, known: Sequence[_QuantizedWeight], sett
                       activation_group_size=stored.group_size if stored.rounds_groups else 0)
     if not of_experts:
         node.attrs["activation_scale"] = stored.activation_scale
-    for own in known:
+    for weight in known:
         report.note(ActivationsQuantized())
         if stored.rounds_groups:
             report.note(ActivationGroupsQuantized())
-        report.note(Float8Multiplied() if _is_multiplied_as_codes(own, of_experts)
+        report.note(Float8Multiplied() if _is_multiplied_as_codes(weight, of_experts)
                     else ActivationsDequantized())
 
 
-def _is_multiplied_as_codes(own: _QuantizedWeight, of_experts: bool) -> bool:
+def _is_multiplied_as_codes(weight: _QuantizedWeight, of_experts: bool) -> bool:
     """Whether kernels multiply FP8 by FP8 for a weight in this storage format."""
     if of_experts:
-        return own.stored.group_size == BLOCK
-    return own.blocks is not None if own.stored.rounds_groups else own.stored.scales.shape[1] == 1
+        return weight.stored.group_size == BLOCK
+    return weight.blocks is not None if weight.stored.rounds_groups else \
+        weight.stored.scales.shape[1] == 1
 
 
 def _quantize_heads(graph: gs.Graph, node: gs.Node, settings: Settings, report: Report) -> None:
@@ -252,8 +255,8 @@ def _quantize_heads(graph: gs.Graph, node: gs.Node, settings: Settings, report: 
         values = tensor._values if isinstance(tensor, gs.Constant) else None
         if not isinstance(values, HeadMatrices):
             continue
-        said = values.matrix.stored
-        if said is not None and said.activation_dtype and settings.rounds(said):
+        original = values.matrix.stored
+        if original is not None and original.activation_dtype and settings.rounds(original):
             report.note(HeadActivationsNotQuantized())
         if not settings.target.mla_projections:
             report.note(HeadsNotQuantized())
@@ -272,17 +275,17 @@ def _quantize_heads(graph: gs.Graph, node: gs.Node, settings: Settings, report: 
         if _rounds_to_nearest([values.matrix], settings.options.scheme, settings):
             report.note(HeadsRoundedToNearest())
         weight, scale, zero, minimum = _constants(stored, tensor.name, values.matrix.shape)
-        made = gs.Variable(f"{tensor.name}.matrices", np.float32, values.shape)
+        matrices = gs.Variable(f"{tensor.name}.matrices", np.float32, values.shape)
         rows, width = values.matrix.shape
         graph.nodes.insert(
             next(index for index, other in enumerate(graph.nodes) if other is node),
-            gs.Node(HEAD_MATRICES.name, made.name, domain="llmc", outputs=[made], attrs={
+            gs.Node(HEAD_MATRICES.name, matrices.name, domain="llmc", outputs=[matrices], attrs={
                 "heads": values.shape[0], "transposed": int(values.transposed),
                 "weight_dtype": stored.dtype, "group_size": stored.group_size,
                 "in_features": width, "out_features": rows}, inputs=arranged(HEAD_MATRICES, {
                     "weight": weight, "weight_scale": scale, "weight_zero": zero,
                     "weight_min": minimum})))
-        node.inputs[place] = made
+        node.inputs[place] = matrices
         report.count(f"{stored.dtype}, groups of {stored.group_size}")
         if stored.dtype == FLOAT8:
             report.note(Float8Dequantized())
@@ -390,13 +393,13 @@ def _form(values: Weight, scheme: Scheme | None, name: str, settings: Settings,
         stored = stored.in_bytes()  # two 4-bit codes of a byte belong to one row
     if not settings.reads(stored):
         rows = stored.codes.shape[0]
-        why = "act-order columns, which are unsupported by the target" \
+        reason = "act-order columns, which are unsupported by the target" \
             if stored.order is not None else \
             f"{rows} rows; the target reads multiples of {settings.target.row_multiple}" \
             if rows % settings.target.row_multiple else \
             f"groups of {stored.group_size}; the target's kernels read multiples of " \
             f"{settings.target.group_multiple}"
-        return NoMatch(f"its weight has {why}, so it is dequantized", values.name)
+        return NoMatch(f"its weight has {reason}, so it is dequantized", values.name)
     if stored.code_type.zero_point is None and stored.group_size > _MOST_GROUPED:
         size = math.gcd(stored.group_size, 128)
         if size == 1:  # scales and zeros would need more memory than dequantized weights
@@ -408,11 +411,11 @@ def _form(values: Weight, scheme: Scheme | None, name: str, settings: Settings,
 
 def _ordered(graph: gs.Graph, node: gs.Node, x: gs.Tensor, order: np.ndarray) -> gs.Tensor:
     """The columns of x permuted to a weight's column order."""
-    made = gs.Variable(f"{node.outputs[0].name}.columns", x.dtype, x.shape)
-    index = gs.Constant(f"{made.name}.order", order)
+    result = gs.Variable(f"{node.outputs[0].name}.columns", x.dtype, x.shape)
+    index = gs.Constant(f"{result.name}.order", order)
     place = next(place for place, other in enumerate(graph.nodes) if other is node)
-    graph.nodes.insert(place, gs.Node("Gather", made.name, {"axis": 1}, [x, index], [made]))
-    return made
+    graph.nodes.insert(place, gs.Node("Gather", result.name, {"axis": 1}, [x, index], [result]))
+    return result
 
 
 def _row_sums(stored: Stored, name: str) -> gs.Constant:

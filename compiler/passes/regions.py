@@ -72,10 +72,10 @@ def find_regions(graph: gs.Graph, tp_size: int, head: gs.Node | None,
         region = _RegionGrowth(graph, head)
         divides = region.spread(seed)
         seen |= region.nodes.keys()
-        made = region.divide(tp_size, group_size) if divides else None
-        if made is not None:
-            found.columns.update(made.columns)
-            found.shares.update(made.shares)
+        divided = region.divide(tp_size, group_size) if divides else None
+        if divided is not None:
+            found.columns.update(divided.columns)
+            found.shares.update(divided.shares)
     return found
 
 
@@ -148,21 +148,21 @@ class _RegionGrowth:
         """Each rank's share; None if heads cannot be distributed, or groups would be cut."""
         keyed = [node for node in self.nodes.values()
                  if shard_of(node, ByStateHeads) or shard_of(node, ByHeads)]
-        made = Region()
+        region = Region()
         if len(keyed) > 1:
             return None
         if keyed:
             counts = _counts(keyed[0])
             if tp_size > counts[0]:
                 return None
-            made.shares[id(keyed[0])] = share_heads(*counts, tp_size)
+            region.shares[id(keyed[0])] = share_heads(*counts, tp_size)
         for key, tensor in self._tensors.items():
-            columns = self._divided(tensor, self._kind[key], keyed, made, tp_size, group_size)
+            columns = self._divided(tensor, self._kind[key], keyed, region, tp_size, group_size)
             if columns is None:
                 return None
-            made.columns[key] = columns
-        return made if all(_keeps_groups(node, made) and _keeps_selected(node, made)
-                           for node in self.nodes.values()) else None
+            region.columns[key] = columns
+        return region if all(_keeps_groups(node, region) and _keeps_selected(node, region)
+                             for node in self.nodes.values()) else None
 
     def _divided(self, tensor: gs.Tensor, kind: str, keyed: Sequence[gs.Node], region: Region,
                  tp_size: int, group_size: int) -> list[np.ndarray] | None:
@@ -244,7 +244,8 @@ def _keeps_groups(node: gs.Node, region: Region) -> bool:
         return True
     result = node.outputs[0]
     each = result.shape[-1] // fields_of(node)[way.groups]
-    return all(len(own) % each == 0 and own[0] % each == 0 for own in region.columns[id(result)])
+    return all(len(columns) % each == 0 and columns[0] % each == 0
+               for columns in region.columns[id(result)])
 
 
 def _keeps_selected(node: gs.Node, region: Region) -> bool:

@@ -23,21 +23,21 @@ def rounded_outputs(graph: gs.Graph, settings: Settings, report: Report) -> None
         scale = _scale(graph, node)
         if not scale:
             continue
-        made = node.outputs[0]
+        result = node.outputs[0]
         node.attrs["out_scale"] = scale
-        made.dtype = numpy_dtype(FLOAT8)
-        for user in made.outputs:
+        result.dtype = numpy_dtype(FLOAT8)
+        for user in result.outputs:
             user.attrs["x_dtype"] = FLOAT8
         report.count("rounded")
 
 
 def _scale(graph: gs.Graph, node: gs.Node) -> float:
     """The scale by which all readers quantize a node's result; 0 if they differ or do not."""
-    op, made = op_of(node), node.outputs[0]
+    op, result = op_of(node), node.outputs[0]
     if op is None or not op.rounds(fields_of(node), frozenset(operands(node))) \
-            or made.shape[-1] % ROUNDED_UNIT:
+            or result.shape[-1] % ROUNDED_UNIT:
         return 0.0
-    scales = {_reader_scale(user, made) for user in consumers(graph, made)}
+    scales = {_reader_scale(user, result) for user in consumers(graph, result)}
     return scales.pop() if len(scales) == 1 else 0.0
 
 

@@ -137,24 +137,24 @@ def routing(graph: gs.Graph, *outputs: gs.Tensor) -> Piece | NoMatch:
     return Piece(nodes, tuple(borders.values()), outputs)
 
 
-def _recognize(piece: Piece, logits: gs.Tensor, own: gs.Tensor | None) -> \
+def _recognize(piece: Piece, logits: gs.Tensor, bias: gs.Tensor | None) -> \
         tuple[dict[str, Any], str] | NoMatch:
     """Attributes of the Route that a subgraph computes, and the role of its weight."""
     num_experts = logits.shape[-1] if logits.shape else None
     if not isinstance(num_experts, int):
         return NoMatch("the number of experts is unknown")
-    if own is not None and tuple(own.shape) not in ((num_experts,), (1, num_experts)):
-        return NoMatch(f"the routing's weight is {list(own.shape)}, not [{num_experts}]")
+    if bias is not None and tuple(bias.shape) not in ((num_experts,), (1, num_experts)):
+        return NoMatch(f"the routing's weight is {list(bias.shape)}, not [{num_experts}]")
     rng = np.random.default_rng(0)
     near, far = _near_rows(rng, num_experts), _far_rows(rng, num_experts, _bounds(piece))
     rows = np.concatenate([near, far])
     drawn = np.zeros(0, np.float32)
     feeds = {**token_feeds(1, len(rows)),
              logits.name: rows if len(logits.shape) == 2 else rows[None]}
-    if own is not None:
+    if bias is not None:
         # Small, so that it does not determine the selection alone.
         drawn = (rng.standard_normal(num_experts) * 0.2).astype(np.float32)
-        feeds[own.name] = drawn.reshape(own.shape)
+        feeds[bias.name] = drawn.reshape(bias.shape)
     try:
         chosen, scores = piece.run_all(feeds)
     except CannotEvaluate as error:
@@ -166,7 +166,7 @@ def _recognize(piece: Piece, logits: gs.Tensor, own: gs.Tensor | None) -> \
     made = _RouterOutputs(rows, len(near), chosen, scores)
     for fields, role in _selections(made, drawn, num_experts):
         for way in _score_attributes(fields, scalars(piece)):
-            for given in ("expert_scale", "") if own is not None and not role else (role,):
+            for given in ("expert_scale", "") if bias is not None and not role else (role,):
                 weights = {given: drawn} if given else {}
                 found = _compare({**fields, **way}, weights, made, magnitudes(piece))
                 if found is not None:
@@ -224,20 +224,20 @@ def _far_rows(rng: np.random.Generator, num_experts: int, bounds: list[float]) -
     return np.asarray(centres[:, None, None] + around, np.float32).reshape(-1, num_experts)
 
 
-def _selections(made: _RouterOutputs, drawn: np.ndarray, num_experts: int) -> \
+def _selections(outputs: _RouterOutputs, drawn: np.ndarray, num_experts: int) -> \
         Iterator[tuple[dict[str, Any], str]]:
     """Attributes that reproduce the selection of experts, with the role "bias" or "".
 
     Limits by groups are tried only if no selection without them fits.
     """
     unlimited: list[dict[str, Any]] = [{}]
-    for limits in (unlimited, _limits(made.top_k, num_experts)):
+    for limits in (unlimited, _limits(outputs.top_k, num_experts)):
         free = False
         for limit, score in itertools.product(limits, _SCORES):
             for role in ("bias", "") if len(drawn) else ("",):
-                fields = {"top_k": made.top_k, "score": score, **limit}
-                if all(_selects(fields, {role: drawn} if role else {}, made, count)
-                       for count in (_FEW, made.near)):
+                fields = {"top_k": outputs.top_k, "score": score, **limit}
+                if all(_selects(fields, {role: drawn} if role else {}, outputs, count)
+                       for count in (_FEW, outputs.near)):
                     free = True
                     yield fields, role
         if free:
@@ -255,14 +255,14 @@ def _limits(top_k: int, num_experts: int) -> list[dict[str, Any]]:
             if score == "top2" or top < top_k]
 
 
-def _selects(fields: dict[str, Any], weights: dict[str, np.ndarray], made: _RouterOutputs,
+def _selects(fields: dict[str, Any], weights: dict[str, np.ndarray], outputs: _RouterOutputs,
              count: int) -> bool:
     """Whether a Route selects the same experts for the first tokens; False if it is invalid."""
     try:
-        experts, _ = _run(fields, {"logits": made.rows[:count], **weights})
+        experts, _ = _run(fields, {"logits": outputs.rows[:count], **weights})
     except ValueError:
         return False
-    return np.array_equal(np.sort(experts, -1), np.sort(made.chosen[:count], -1))
+    return np.array_equal(np.sort(experts, -1), np.sort(outputs.chosen[:count], -1))
 
 
 def _run(fields: dict[str, Any], inputs: dict[str, np.ndarray]) -> Sequence[np.ndarray]:
@@ -288,28 +288,28 @@ def _score_attributes(fields: dict[str, Any], numbers: set[float]) -> Iterator[d
     yield from ({"normalize": 1, "epsilon": epsilon} for epsilon in epsilons)
 
 
-def _compare(fields: dict[str, Any], weights: dict[str, np.ndarray], made: _RouterOutputs,
+def _compare(fields: dict[str, Any], weights: dict[str, np.ndarray], outputs: _RouterOutputs,
              numbers: list[float]) -> dict[str, Any] | None:
     """The attributes with the scale for which a Route reproduces the scores, or None."""
-    far = np.zeros(len(made.rows), bool)
-    far[made.near:] = _distinguishes(fields["score"], np.median(made.rows[made.near:], -1))
-    order = np.argsort(made.chosen, -1)
-    scores = np.where(far[:, None], np.sort(made.scores, -1),
-                      np.take_along_axis(made.scores, order, -1))
-    experts, own = _run(fields, {"logits": made.rows, **weights})
+    far = np.zeros(len(outputs.rows), bool)
+    far[outputs.near:] = _distinguishes(fields["score"], np.median(outputs.rows[outputs.near:], -1))
+    order = np.argsort(outputs.chosen, -1)
+    scores = np.where(far[:, None], np.sort(outputs.scores, -1),
+                      np.take_along_axis(outputs.scores, order, -1))
+    experts, reference = _run(fields, {"logits": outputs.rows, **weights})
     order = np.argsort(experts, -1)
-    near = slice(0, made.near)
+    near = slice(0, outputs.near)
     if not np.array_equal(np.take_along_axis(experts, order, -1)[near],
-                          np.sort(made.chosen[near], -1)):
+                          np.sort(outputs.chosen[near], -1)):
         return None
-    own_scores = np.take_along_axis(own, order, -1)
+    own_scores = np.take_along_axis(reference, order, -1)
     with np.errstate(divide="ignore", invalid="ignore"):
         measured = float(np.median(scores[near] / own_scores[near]))
     if not np.isfinite(measured):
         return None
     scale = _stored(measured, numbers)
     # In far rows some experts are equally good.
-    expected = np.where(far[:, None], np.sort(own * scale, -1), own_scores * scale)
+    expected = np.where(far[:, None], np.sort(reference * scale, -1), own_scores * scale)
     known = far.copy()
     known[near] = True
     return {**fields, "scale": scale} if close(scores[known], expected[known], _TOLERANCE) else None

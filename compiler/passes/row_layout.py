@@ -152,10 +152,10 @@ class Rows:
         inputs = []
         for tensor in node.inputs:
             if isinstance(tensor, gs.Constant):
-                made = self._constant(tensor, joined)
-                if isinstance(made, NoMatch):
-                    return NoMatch(made.reason, tensor)
-                inputs.append(made)
+                part = self._constant(tensor, joined)
+                if isinstance(part, NoMatch):
+                    return NoMatch(part.reason, tensor)
+                inputs.append(part)
             else:
                 inputs.append(tensor if tensor.is_empty() else self._columns(next(rows)))
         result = self._result(node, joined)
@@ -220,19 +220,19 @@ class Rows:
             self._graph.nodes.append(gs.Node(op="Identity", name=result.name, inputs=[total],
                                              outputs=[result]))
         for index, other in enumerate(others):
-            made = result if other is others[-1] else self._variable(total, total.shape[-1])
+            partial = result if other is others[-1] else self._variable(total, total.shape[-1])
             self._graph.nodes.append(gs.Node(op="Add", name=f"{result.name}.{index}",
-                                             inputs=[total, other], outputs=[made]))
-            total = made
+                                             inputs=[total, other], outputs=[partial]))
+            total = partial
         return None
 
-    def _picked(self, wanted: Columns) -> gs.Tensor:
+    def _picked(self, columns: Columns) -> gs.Tensor:
         """These columns, selected from an existing tensor if they are of only one."""
-        if len({*wanted.source.tolist()}) > 1:
-            return self._columns(wanted)
-        rows = wanted.rows[int(wanted.source[0])]
-        result = self._variable(rows, len(wanted.column))
-        self._graph.nodes.append(selected(rows, wanted.column, result))
+        if len({*columns.source.tolist()}) > 1:
+            return self._columns(columns)
+        rows = columns.rows[int(columns.source[0])]
+        result = self._variable(rows, len(columns.column))
+        self._graph.nodes.append(selected(rows, columns.column, result))
         return result
 
     def _result(self, node: gs.Node, joined: Joined) -> gs.Tensor:
@@ -243,20 +243,20 @@ class Rows:
             before.shape = ["batch", "seq", joined.order.shape[1]]
             self._known[id(before)] = Placed.of(before)
             return before
-        made = gs.Variable(f"{before.name}.rows", before.dtype,
-                           ["batch", "seq", joined.order.shape[1]])
+        result = gs.Variable(f"{before.name}.rows", before.dtype,
+                             ["batch", "seq", joined.order.shape[1]])
         before.inputs.clear()
         if joined.in_order:  # equal values; the original tensor is about to be removed
-            before.name, made.name = made.name, before.name
-        self._data.add(id(made))
-        self._known[id(before)] = Placed(made, joined.place)
-        return made
+            before.name, result.name = result.name, before.name
+        self._data.add(id(result))
+        self._known[id(before)] = Placed(result, joined.place)
+        return result
 
-    def _columns(self, wanted: Columns) -> gs.Tensor:
+    def _columns(self, columns: Columns) -> gs.Tensor:
         """The tensor of these columns."""
-        borders = np.flatnonzero(np.diff(wanted.source)) + 1
-        parts = [(wanted.rows[int(source[0])], column) for source, column in zip(
-            np.split(wanted.source, borders), np.split(wanted.column, borders), strict=True)]
+        borders = np.flatnonzero(np.diff(columns.source)) + 1
+        parts = [(columns.rows[int(source[0])], column) for source, column in zip(
+            np.split(columns.source, borders), np.split(columns.column, borders), strict=True)]
         if len(parts) == 1:
             return self._take(*parts[0])
         key = tuple((id(rows), column.tobytes()) for rows, column in parts)
@@ -352,9 +352,10 @@ class Rows:
             if values.shape and values.shape != (1,) else tensor
 
     def _variable(self, like: gs.Tensor, width: int) -> gs.Variable:
-        made = gs.Variable(f"{like.name}.{next(self._names)}", like.dtype, ["batch", "seq", width])
-        self._data.add(id(made))
-        return made
+        result = gs.Variable(f"{like.name}.{next(self._names)}", like.dtype,
+                             ["batch", "seq", width])
+        self._data.add(id(result))
+        return result
 
 
 def selected(rows: gs.Tensor, columns: np.ndarray, result: gs.Tensor) -> gs.Node:

@@ -235,12 +235,12 @@ def _joins_heads(node: gs.Node, data: set[int]) -> bool:
     batch, seq = 2, 3
     rows, columns = (dim if isinstance(dim, int) else seq for dim in four[2:])
     split, joined = (batch, four[1], rows, columns), (batch * four[1], rows, columns)
-    given, made = (split, joined) if len(shapes[0]) == 4 else (joined, split)
+    given, expected = (split, joined) if len(shapes[0]) == 4 else (joined, split)
     piece = cone(node.outputs[0], data, LAYOUT, borders_at={id(node.inputs[0])})
     if isinstance(piece, NoMatch):
         return False
     feeds = {**token_feeds(batch, seq), node.inputs[0].name: np.zeros(given, np.float32)}
-    return piece.run(feeds).shape == made
+    return piece.run(feeds).shape == expected
 
 
 def _weighted_sum(graph: gs.Graph, node: gs.Node) -> tuple[gs.Node | None, gs.Tensor | None]:

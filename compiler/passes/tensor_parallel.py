@@ -420,7 +420,7 @@ class _Shards:
 
 def _rank_graph(graph: gs.Graph, plan: Plan, rank: int, shards: _Shards) -> gs.Graph:
     """The graph of one rank."""
-    made: dict[int, gs.Tensor] = {}
+    tensors: dict[int, gs.Tensor] = {}
     nodes: list[gs.Node] = []
 
     def tensor(original: gs.Tensor) -> gs.Tensor:
@@ -428,12 +428,12 @@ def _rank_graph(graph: gs.Graph, plan: Plan, rank: int, shards: _Shards) -> gs.G
             return gs.Variable.empty()
         if isinstance(original, gs.Constant):
             return shards.whole(original)
-        if id(original) not in made:
+        if id(original) not in tensors:
             shape = list(original.shape) if original.shape is not None else None
             if id(original) in plan.columns and shape:
                 shape[-1] = len(plan.columns[id(original)][rank])
-            made[id(original)] = gs.Variable(original.name, original.dtype, shape)
-        return made[id(original)]
+            tensors[id(original)] = gs.Variable(original.name, original.dtype, shape)
+        return tensors[id(original)]
 
     for node in graph.nodes:
         inputs = [tensor(t) for t in node.inputs]
@@ -458,7 +458,7 @@ def _rank_graph(graph: gs.Graph, plan: Plan, rank: int, shards: _Shards) -> gs.G
             part = gs.Variable(f"{result.name}.part", result.dtype, outputs[0].shape)
             copy.outputs[0] = part
             whole = gs.Variable(result.name, result.dtype, result.shape)
-            made[id(result)] = whole
+            tensors[id(result)] = whole
             nodes.append(gs.Node(op=collective.name, name=f"{node.name}.{collective.name}",
                                  domain="llmc", attrs={"tp_size": plan.tp_size}, inputs=[part],
                                  outputs=[whole]))
@@ -467,7 +467,7 @@ def _rank_graph(graph: gs.Graph, plan: Plan, rank: int, shards: _Shards) -> gs.G
     for node in ranked.nodes:
         for cache in (cache for pair in caches(node) for cache in pair):
             cache.shape = (cache.shape[0], node.attrs["num_kv_heads"], *cache.shape[2:])
-    for whole, node in ((whole, made[id(whole.outputs[0])].inputs[0]) for whole in graph.nodes
+    for whole, node in ((whole, tensors[id(whole.outputs[0])].inputs[0]) for whole in graph.nodes
                         if state_of(whole) is not None and id(whole) in plan.ways):
         _cut_state(node, whole.outputs[0].shape[-1])
     return ranked
@@ -483,11 +483,11 @@ def _cut_state(node: gs.Node, width: int) -> None:
         tensor.shape = shape
 
 
-def _cut_vector(whole: gs.Tensor, own: gs.Tensor, node: gs.Node, plan: Plan, rank: int,
+def _cut_vector(whole: gs.Tensor, replicated: gs.Tensor, node: gs.Node, plan: Plan, rank: int,
                 shards: _Shards) -> gs.Tensor:
     """A rank's part of a constant with an element per column of a node's result."""
     if not isinstance(whole, gs.Constant) or whole.shape[-1:] != node.outputs[0].shape[-1:]:
-        return own
+        return replicated
     if selects_columns(node):  # indices relative to the rank's columns of the input
         given, made = (plan.columns[id(t)][rank] for t in (node.inputs[0], node.outputs[0]))
         return gs.Constant(whole.name, np.argmax(whole.values[made, None] == given, axis=1))

@@ -82,7 +82,7 @@ def calibrate(graph: gs.Graph, tokens: Sequence[int], scheme: Scheme, head_schem
         graph: fused, of the whole model, before partitioning.
         tokens: of the calibration text.
         scheme: of linear layers.
-        head_scheme: of the output head; None: not quantized.
+        head_scheme: of the LM head; None: not quantized.
         max_seq_len: positions of a sequence.
         progress: called with the name of each layer.
 
@@ -103,19 +103,19 @@ def calibrate(graph: gs.Graph, tokens: Sequence[int], scheme: Scheme, head_schem
     for step, node in enumerate(graph.nodes):
         pair = find_pair(graph, node)
         if pair is not None:
-            own = wanted(pair.weight)
-            if own is not None:
-                scale_channels(pair, _run(node, values)[pair.made.name], own)
+            weight_scheme = wanted(pair.weight)
+            if weight_scheme is not None:
+                scale_channels(pair, _run(node, values)[pair.made.name], weight_scheme)
         op = op_of(node)
         if op is not None and len(op.quantized) == 1 and is_rounded(node):
             tensor = operands(node)[op.quantized[0].weight]
             weight = values_of(tensor)
-            own = wanted(tensor)
-            if own is not None:
+            weight_scheme = wanted(tensor)
+            if weight_scheme is not None:
                 refuse_rounded(weight)
                 progress(f"calibrate {tensor.name}")
-                stored = file.keep(_round(weight, values[operands(node)["x"].name], own,
-                                           said(weight, tensor.name)))
+                stored = file.keep(_round(weight, values[operands(node)["x"].name], weight_scheme,
+                                          said(weight, tensor.name)))
                 for constant in constants:
                     if constant._values is weight:
                         constant._values = stored.weight(weight.name)
@@ -159,14 +159,14 @@ def _run(node: gs.Node, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             known = values[t.name]  # exported tensors may lack dtype and shape
             given[id(t)] = gs.Variable(t.name, known.dtype, [f"{t.name}.{axis}" for axis in
                                                              range(known.ndim)])
-    made = [t if t.is_empty() else gs.Variable(t.name, t.dtype) for t in node.outputs]
-    wanted = [t.name for t, own in zip(node.outputs, made, strict=True)
-              if (id(t) not in kept or t.outputs) and not own.is_empty()]
+    outputs = [t if t.is_empty() else gs.Variable(t.name, t.dtype) for t in node.outputs]
+    names = [t.name for t, own in zip(node.outputs, outputs, strict=True)
+             if (id(t) not in kept or t.outputs) and not own.is_empty()]
     copy = gs.Node(op=node.op, name=node.name, domain=node.domain, attrs=dict(node.attrs),
                    inputs=[given.get(id(t), gs.Variable.empty()) for t in node.inputs],
-                   outputs=made)
+                   outputs=outputs)
     inputs = [tensor for tensor in given.values() if isinstance(tensor, gs.Variable)]
-    return run_graph(gs.Graph(nodes=[copy], inputs=inputs, outputs=made), values, wanted)
+    return run_graph(gs.Graph(nodes=[copy], inputs=inputs, outputs=outputs), values, names)
 
 
 class _WeightFile:

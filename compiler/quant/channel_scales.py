@@ -47,12 +47,12 @@ class Pair:
 
 def find_pair(graph: gs.Graph, node: gs.Node) -> Pair | None:
     """The pair whose producer is `node`, or None."""
-    op, made = op_of(node), node.outputs[0]
-    users = consumers(graph, made)
+    op, result = op_of(node), node.outputs[0]
+    users = consumers(graph, result)
     user = users[0] if len(users) == 1 else None
     way, user_op = shard_of(node, ByRows), op_of(user)
     if op is None or user is None or user_op is None or len(user_op.quantized) != 1 \
-            or operand(user, "x") is not made:
+            or operand(user, "x") is not result:
         return None
     gated = way is not None and way.stacked == 2
     names = way.inputs if way is not None and gated else \
@@ -61,7 +61,7 @@ def find_pair(graph: gs.Graph, node: gs.Node) -> Pair | None:
     weight = operands(user)[user_op.quantized[0].weight]
     if not divided or any(len(tensor.outputs) > 1 for tensor in (*divided, weight)):
         return None
-    return Pair(divided, made, weight, gated)
+    return Pair(divided, result, weight, gated)
 
 
 def scale_channels(pair: Pair, x: np.ndarray, scheme: Scheme) -> None:
@@ -99,17 +99,17 @@ def _search(weight: Weight, x: np.ndarray, scheme: Scheme) -> np.ndarray | None:
     sizes = np.maximum(sizes / sizes.max(), 1e-4)
     sample = x[np.linspace(0, len(x) - 1, min(_TOKENS, len(x))).astype(np.int64)]
     matrix = weight.load().astype(np.float32)
-    candidates = [_centred(sizes ** power) for power in _POWERS]
+    candidates = [_centered(sizes ** power) for power in _POWERS]
     losses = [_loss(matrix, scales, sample, size, scheme.dtype) for scales in candidates]
     best = int(np.argmin(losses))
     return candidates[best] if best else None
 
 
-def _centred(scales: np.ndarray) -> np.ndarray:
+def _centered(scales: np.ndarray) -> np.ndarray:
     """Scales with a geometric center of 1."""
     middle = np.sqrt(scales.max() * scales.min())
-    centred: np.ndarray = (scales / middle).astype(np.float32)
-    return centred
+    centered: np.ndarray = (scales / middle).astype(np.float32)
+    return centered
 
 
 def _loss(matrix: np.ndarray, scales: np.ndarray, x: np.ndarray, size: int, dtype: str) -> float:

@@ -26,8 +26,8 @@ def scales_of(groups: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     Returns:
         Both float32 [...].
     """
-    own = CODE_TYPES[dtype]
-    bits, fixed = own.bits, own.zero_point
+    code_type = CODE_TYPES[dtype]
+    bits, fixed = code_type.bits, code_type.zero_point
     low, high = groups.min(-1), groups.max(-1)
     if fixed is None:
         low, high = np.minimum(low, 0), np.maximum(high, 0)

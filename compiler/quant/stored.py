@@ -100,9 +100,9 @@ class Stored:
         firsts = scales[::BLOCK]
         if not np.array_equal(firsts.repeat(BLOCK, 0)[:len(scales)], scales):
             return None
-        made = np.zeros(blocks_shape(*scales.shape), np.float32)
-        made[:, :scales.shape[1]] = firsts
-        return made
+        result = np.zeros(blocks_shape(*scales.shape), np.float32)
+        result[:, :scales.shape[1]] = firsts
+        return result
 
     def take_rows(self, index: np.ndarray) -> Stored:
         """Rows `index`, in that order."""
@@ -118,10 +118,10 @@ class Stored:
                 (stop - start, weight.shape[1]), value, weight.dtype), "padding")
             return Weight.concat([weight, rows])
 
-        made = self._each(lambda codes: padded(codes, self.code_type.zero_point or 0),
-                          lambda groups: padded(groups, 0))
+        result = self._each(lambda codes: padded(codes, self.code_type.zero_point or 0),
+                            lambda groups: padded(groups, 0))
         one = 1 if self.code_type.scale_dtype == "float32" else _ONE
-        return replace(made, scales=padded(self.scales, one))
+        return replace(result, scales=padded(self.scales, one))
 
     def take_columns(self, index: np.ndarray) -> Stored | None:
         """Columns `index`, in that order, in the largest groups that this leaves whole.
@@ -218,11 +218,11 @@ class Stored:
         if fixed is not None:
             zeros = Weight(self.scales.shape, np.uint8, lambda start, stop: np.full(
                 (stop - start, self.scales.shape[1]), fixed, np.uint8), "zeros")
-        made = replace(self, dtype=f"uint{bits}", zeros=zeros)
+        result = replace(self, dtype=f"uint{bits}", zeros=zeros)
         if not minima or zeros is None:
-            return made
+            return result
         known = zeros
-        return replace(made, zeros=None, minima=Weight(
+        return replace(result, zeros=None, minima=Weight(
             self.scales.shape, np.float32, lambda start, stop: -self.scales.rows(
                 start, stop) * known.rows(start, stop).astype(np.float32), "minima"))
 

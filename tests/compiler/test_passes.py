@@ -567,7 +567,7 @@ def test_a_pass_that_declares_a_wrong_shape_is_named_with_the_node():
             ["batch", "seq", 7]
 
     with pytest.raises(AssertionError, match=r"pass 'clumsy' broke the graph: GemmBiasAct 'm': 'm' "
-                       r"is declared \['batch', 'seq', 7\], its inputs .* make it \['batch', "
+                       r"is declared \['batch', 'seq', 7\], its inputs .* require \['batch', "
                        r"'seq', 6\]"):
         run_pass(GraphPass("clumsy", clumsy), [[graph]], SETTINGS, [])
 

@@ -66,9 +66,9 @@ def _gate_above(graph: gs.Graph, joint: gs.Node) -> gs.Node | None:
 
 def _lies_in(shape: Sequence[int], heads: Sequence[int]) -> bool:
     """Whether a constant's shape broadcasts to these heads, equally for every token."""
-    own = [1] * (4 - len(shape)) + [*shape]
-    return len(own) == 4 and own[:2] == [1, 1] and all(
-        size in (1, whole) for size, whole in zip(own[2:], heads, strict=True))
+    padded = [1] * (4 - len(shape)) + [*shape]
+    return len(padded) == 4 and padded[:2] == [1, 1] and all(
+        size in (1, whole) for size, whole in zip(padded[2:], heads, strict=True))
 
 
 def _for_each_number(constant: gs.Constant, heads: Sequence[int], name: str) -> gs.Constant:
@@ -93,8 +93,8 @@ def _expanded(graph: gs.Graph, tensor: gs.Tensor, heads: list[int], name: str) -
     """The tensor broadcast to these heads."""
     if [*tensor.shape[2:]] == [*heads]:
         return tensor
-    made = gs.Variable(f"{name}.expanded", tensor.dtype, [*tensor.shape[:2], *heads])
+    result = gs.Variable(f"{name}.expanded", tensor.dtype, [*tensor.shape[:2], *heads])
     graph.nodes.append(gs.Node(
-        op="Expand", name=made.name, outputs=[made],
-        inputs=[tensor, gs.Constant(f"{made.name}.shape", np.array([1, 1, *heads]))]))
-    return made
+        op="Expand", name=result.name, outputs=[result],
+        inputs=[tensor, gs.Constant(f"{result.name}.shape", np.array([1, 1, *heads]))]))
+    return result

@@ -152,9 +152,9 @@ def trace(tensor: gs.Tensor, data: set[int], settings: Settings, rows: Container
     after = replace(norm, after_rotary=True)
     # A factor of cos and sin, as in YaRN, is normalized away, except for its effect on epsilon.
     scaled = replace(after, epsilon=norm.epsilon / heads.gain**2), replace(heads, gain=1.0)
-    for own, inner in ((norm, heads), (after, heads), scaled):
-        if _norm_is_inside(piece, sources[0], widths[0], own, inner):
-            return Branch(tuple(sources), inner, own)
+    for head_norm, inner in ((norm, heads), (after, heads), scaled):
+        if _norm_is_inside(piece, sources[0], widths[0], head_norm, inner):
+            return Branch(tuple(sources), inner, head_norm)
     return NoMatch("it is not a per-head norm before or after a rotary embedding", norms[0])
 
 

@@ -76,15 +76,15 @@ def find_latent(query: Branch, key: Branch, value: Branch, value_dim: int) -> La
             or query.norm or key.norm or value.norm or value.heads.gain != 1.0:
         return None
     latent, value_weight = _input_and_matrix(value.projected)
-    own = [index for index, source in enumerate(key.sources)
-           if latent is not None and _input_and_matrix(source)[0] is latent]
-    if latent is None or value_weight is None or len(own) != 1:
+    latents = [index for index, source in enumerate(key.sources)
+               if latent is not None and _input_and_matrix(source)[0] is latent]
+    if latent is None or value_weight is None or len(latents) != 1:
         return None
-    _, key_weight = _input_and_matrix(key.sources[own[0]])
+    _, key_weight = _input_and_matrix(key.sources[latents[0]])
     widths = [int(source.shape[-1]) for source in key.sources]
-    first = sum(widths[:own[0]])
+    first = sum(widths[:latents[0]])
     columns = key.heads.columns
-    is_own = (columns >= first) & (columns < first + widths[own[0]])
+    is_own = (columns >= first) & (columns < first + widths[latents[0]])
     turned, rotary = query.heads.rotary.turned() if query.heads.rotary else (np.arange(0), None)
     common = np.concatenate([turned, np.setdiff1d(np.flatnonzero(~is_own[0]), turned)])
     rest = np.flatnonzero(is_own[0])
@@ -98,11 +98,12 @@ def find_latent(query: Branch, key: Branch, value: Branch, value_dim: int) -> La
             (value_weight, value.heads.columns[:, :value_dim], True)))
     heads = dataclasses.replace(query.heads, rotary=rotary,
                                 columns=query.heads.columns[:, np.concatenate([common, rest])])
-    made = Latent(dataclasses.replace(query, heads=heads),
-                  (key.sources[1 - own[0]], columns[0, common] - (widths[0] if own[0] == 0 else 0)),
-                  latent, key_up, value_up)
+    result = Latent(dataclasses.replace(query, heads=heads),
+                    (key.sources[1 - latents[0]],
+                     columns[0, common] - (widths[0] if latents[0] == 0 else 0)),
+                    latent, key_up, value_up)
     whole = columns.shape[1] * (len(key.heads.distinct) + len(value.heads.distinct))
-    return made if made.row_dim < whole else None
+    return result if result.row_dim < whole else None
 
 
 def rewrite_latent(graph: gs.Graph, latent: Latent, output: gs.Tensor, attrs: Mapping[str, Any],

@@ -123,11 +123,11 @@ def merged_projection(graph: gs.Graph, branches: Sequence[Branch], output: gs.Te
         gemms, given, Weight.concat([values_of(operands(gemm)[given]).take_rows(index)
                                      for gemm, index in zip(gemms, rows, strict=True)]),
         "qkv_proj", output) for given in row_weights(gemms[0])}
-    made = qkv if common is None else gs.Variable(f"{name}.before", np.float32, shape)
-    replace(graph, op, {**operands(gemms[0]), **stacked}, [made], gemms[0].attrs)
+    product = qkv if common is None else gs.Variable(f"{name}.before", np.float32, shape)
+    replace(graph, op, {**operands(gemms[0]), **stacked}, [product], gemms[0].attrs)
     if common is not None:
         graph.nodes.append(gs.Node(op=common.op, name=name, attrs=dict(common.attrs),
-                                   inputs=[made, *common.inputs[1:]], outputs=[qkv]))
+                                   inputs=[product, *common.inputs[1:]], outputs=[qkv]))
     return qkv
 
 

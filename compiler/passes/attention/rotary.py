@@ -53,7 +53,7 @@ class Rotary:
             Their indices in the layout's order, and a rotation of these alone, or None.
         """
         turns = (np.abs(self.cos - 1.0) > 1e-6).any(0) | (np.abs(self.sin) > 1e-6).any(0)
-        pairs = np.stack([own[turns] for own in _pairs(self.dim, self.interleaved)])
+        pairs = np.stack([half[turns] for half in _pairs(self.dim, self.interleaved)])
         elements = pairs.T if self.interleaved else pairs
         return elements.reshape(-1), Rotary(
             elements.size, self.interleaved, np.ascontiguousarray(self.cos[:, turns]),

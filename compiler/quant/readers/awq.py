@@ -26,9 +26,9 @@ def read_awq(decoder: Decoder, config: Mapping[str, Any]) -> bool:
     """Make the quantized weights; False: not in this format."""
     refuse_changed(decoder, config)
     bits = bits_of(config, "bits", "w_bit")
-    forms = {str(config.get(key) or "gemm").lower()
-             for key in ("version", "format", "checkpoint_format")}
-    if bits != 4 or forms != {"gemm"}:
+    formats = {str(config.get(key) or "gemm").lower()
+               for key in ("version", "format", "checkpoint_format")}
+    if bits != 4 or formats != {"gemm"}:
         return False
 
     def natural(words: np.ndarray) -> np.ndarray:
@@ -36,7 +36,7 @@ def read_awq(decoder: Decoder, config: Mapping[str, Any]) -> bool:
         return codes[:, :, _AWQ_ORDER].reshape(len(words), -1)
 
     for module in decoder.modules("qweight"):
-        own = own_config(decoder, config, module)
+        scheme = own_config(decoder, config, module)
         width, words = decoder.matrix(f"{module}.qweight")
         out_features = words * 8
         groups = (*decoder.shape_of(f"{module}.scales"), 1)[0]
@@ -44,7 +44,7 @@ def read_awq(decoder: Decoder, config: Mapping[str, Any]) -> bool:
         codes = map_rows(packed, (width, out_features), np.uint8, natural).transpose()
         scales = decoder.scales(f"{module}.scales", (groups, out_features)).transpose()
         zeros = natural(decoder.words(f"{module}.qzeros", (groups, words)).load())
-        if own.get("zero_point") is False:
+        if scheme.get("zero_point") is False:
             decoder.check_middle(f"{module}.qzeros", zeros, bits, "zero_point false")
         decoder.check_groups(f"{module}.scales", width, groups)
         decoder.keep(module, with_zeros(4, codes, scales, zeros.T))

@@ -38,10 +38,10 @@ from llmc.errors import LlmcError
 def read(decoder: Decoder, config: Mapping[str, Any]) -> bool:
     """Make the quantized weights, each by its tensors; False: a scheme is unsupported."""
     groups = [group for group in config_groups(config) if group.get("weights")]
-    forms = {str(group.get("format") or config.get("format")) for group in groups}
-    if not groups or not forms <= {"pack-quantized", "float-quantized", "int-quantized",
-                                   "naive-quantized", "nvfp4-pack-quantized",
-                                   "mxfp4-pack-quantized"}:
+    formats = {str(group.get("format") or config.get("format")) for group in groups}
+    if not groups or not formats <= {"pack-quantized", "float-quantized", "int-quantized",
+                                     "naive-quantized", "nvfp4-pack-quantized",
+                                     "mxfp4-pack-quantized"}:
         return False
     if any(weights_of(group).get("num_bits") not in (4, 8) for group in groups):
         return False
@@ -106,12 +106,12 @@ def _check_whole(decoder: Decoder, module: str, groups: Sequence[Mapping[str, An
         LlmcError: zero points or the column order (g_idx) are missing.
     """
     schemes = [weights_of(group) for group in groups]
-    if all(own.get("symmetric") is False for own in schemes):
+    if all(scheme.get("symmetric") is False for scheme in schemes):
         zeros = f"{module}.weight_zero_point"
         if zeros not in decoder.left:
             raise LlmcError(f"'{decoder.origin}' has no tensor '{zeros}', which '{module}' needs "
                             f"as its config has symmetric false; the checkpoint is incomplete")
-    ordered = all(own.get("actorder") in (True, "group", "dynamic") for own in schemes)
+    ordered = all(scheme.get("actorder") in (True, "group", "dynamic") for scheme in schemes)
     count = (1, *decoder.shape_of(f"{module}.weight_scale"))[-1]
     if ordered and count > 1 and f"{module}.weight_g_idx" not in decoder.left:
         decoder.refuse_unordered(f"{module}.weight_g_idx", "actorder group")
@@ -177,7 +177,7 @@ def _packed(decoder: Decoder, module: str, schemes: Sequence[Mapping[str, Any]])
         module: its name.
         schemes: config groups that match the module; one of them has to have its bits.
     """
-    own = [weights_of(group) for group in schemes]
+    weights = [weights_of(group) for group in schemes]
     shape = decoder.take(f"{module}.weight_shape", (2,), "i").load()
     rows, width = int(shape[0]), int(shape[1])
     given = decoder.left[f"{module}.weight_packed"].shape
@@ -186,17 +186,17 @@ def _packed(decoder: Decoder, module: str, schemes: Sequence[Mapping[str, Any]])
         raise LlmcError(f"tensor '{module}.weight_packed' in '{decoder.origin}' has shape "
                         f"{list(given)}, its weight_shape is {[rows, width]}; the checkpoint is "
                         f"damaged")
-    if bits not in [of_group.get("num_bits") for of_group in own]:
+    if bits not in [of_group.get("num_bits") for of_group in weights]:
         raise LlmcError(f"tensor '{module}.weight_packed' in '{decoder.origin}' has codes of "
-                        f"{bits} bits, its config has num_bits {own[0].get('num_bits')}; give the "
-                        f"config.json that belongs to the weights")
+                        f"{bits} bits, its config has num_bits {weights[0].get('num_bits')}; give "
+                        f"the config.json that belongs to the weights")
     packed = decoder.words(f"{module}.weight_packed", given)
     codes = map_rows(packed, (rows, width), np.uint8,
                      lambda block: np.ascontiguousarray(unpack_words(block, bits)[:, :width]))
     groups = (1, *decoder.shape_of(f"{module}.weight_scale"))[-1]
     scales = decoder.scales(f"{module}.weight_scale", (rows, groups))
     sizes = [of_group.get("group_size") if of_group.get("strategy") == "group" else None
-             for of_group in own]
+             for of_group in weights]
     if groups == 1 and all(isinstance(size, int) and 0 < size < width for size in sizes):
         raise LlmcError(f"tensor '{module}.weight_scale' in '{decoder.origin}' has 1 group for "
                         f"{width} columns, but its config has group_size {sizes[0]}")
@@ -231,10 +231,10 @@ def _int8(decoder: Decoder, module: str, block: tuple[int, int] | None) -> None:
     if zero is None or not zero.load().any():
         keep_scaled(decoder, module, f"{module}.weight_scale", "int8", codes, block)
         return
-    wanted = decoder.left[f"{module}.weight_scale"].shape
-    if block or zero.shape != wanted or len(wanted) != 2 or wanted[0] != tensor.shape[0]:
+    expected = decoder.left[f"{module}.weight_scale"].shape
+    if block or zero.shape != expected or len(expected) != 2 or expected[0] != tensor.shape[0]:
         raise LlmcError(f"tensor '{module}.weight_zero_point' in '{decoder.origin}' has shape "
-                        f"{list(zero.shape)}, its scales {list(wanted)}; expected the same")
+                        f"{list(zero.shape)}, its scales {list(expected)}; expected the same")
     keep_scaled(decoder, module, f"{module}.weight_scale", "uint8", codes, None,
                 int8_codes(zero))
 

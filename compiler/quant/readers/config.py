@@ -35,7 +35,7 @@ def weights_of(group: Mapping[str, Any]) -> Mapping[str, Any]:
 def layers_of(config: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """AutoRound's extra_config: the schemes of single layers."""
     layers = config.get("extra_config")
-    return [own for own in layers.values() if isinstance(own, Mapping)] \
+    return [layer for layer in layers.values() if isinstance(layer, Mapping)] \
         if isinstance(layers, Mapping) else []
 
 

@@ -163,11 +163,11 @@ class Decoder:
         Raises:
             LlmcError: one is not in the middle of the codes; libraries disagree about its meaning.
         """
-        odd = zeros[zeros != 2 ** (bits - 1)]
-        if odd.size:
-            raise LlmcError(f"tensor '{name}' in '{self.origin}' has a zero point of {odd[0]}, but "
-                            f"its config has {setting}, which implies {2 ** (bits - 1)}; correct "
-                            f"that setting, or the format's version")
+        wrong = zeros[zeros != 2 ** (bits - 1)]
+        if wrong.size:
+            raise LlmcError(f"tensor '{name}' in '{self.origin}' has a zero point of {wrong[0]}, "
+                            f"but its config has {setting}, which implies {2 ** (bits - 1)}; "
+                            f"correct that setting, or the format's version")
 
     def check_groups(self, name: str, width: int, groups: int) -> None:
         """Check the number of groups of a row.

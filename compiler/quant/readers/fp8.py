@@ -67,7 +67,7 @@ def _read_experts(decoder: Decoder, name: str, block: tuple[int, int] | None,
     scales = decoder.take(f"{name}_scale_inv", (count, *scaled[1:]), "fV") \
         .reshape((count * scaled[1], scaled[2]))
     fixed = decoder.left.pop(f"{name}_activation_scale", None)
-    made = []
+    weights = []
     for part in range(count * halves):
         module = f"{name}.{part // halves}"
         for own, source, height in (("weight", weight, rows // halves),
@@ -78,9 +78,9 @@ def _read_experts(decoder: Decoder, name: str, block: tuple[int, int] | None,
             decoder.left[f"{module}.activation_scale"] = Weight.of(
                 fixed.load().reshape(-1)[part // halves])
         read_float8(decoder, module, "weight_scale_inv", block, rounding)
-        made.append(decoder.made.pop(f"{module}.weight"))
+        weights.append(decoder.made.pop(f"{module}.weight"))
     decoder.made[name] = Weight.stack([
-        Weight.concat(made[first:first + halves]) for first in range(0, len(made), halves)])
+        Weight.concat(weights[first:first + halves]) for first in range(0, len(weights), halves)])
 
 
 READER = Reader(methods={"fp8": "FP8", "fbgemm_fp8": "FBGEMM FP8"}, read=read,

@@ -35,13 +35,13 @@ def read(decoder: Decoder, config: Mapping[str, Any]) -> bool:
         LlmcError: the config contradicts itself, or asks for more than quantized weights.
     """
     refuse_changed(decoder, config)
-    forms = {key: str(config[key]).lower() for key in ("checkpoint_format", "format")
-             if config.get(key)}
-    if len(set(forms.values())) > 1:
-        both = " and ".join(f"{key} {form}" for key, form in forms.items())
+    formats = {key: str(config[key]).lower() for key in ("checkpoint_format", "format")
+               if config.get(key)}
+    if len(set(formats.values())) > 1:
+        both = " and ".join(f"{key} {form}" for key, form in formats.items())
         raise LlmcError(f"'{decoder.origin}' has {both} in its config, which contradict each "
                         f"other; remove the wrong one")
-    form = next(iter(forms.values()), "gptq")
+    form = next(iter(formats.values()), "gptq")
     if bits_of(config, "bits") is None or form not in ("gptq", "gptq_v2"):
         return False
     read_gptq(decoder, config, zeros_less=int(form == "gptq"))
@@ -59,7 +59,7 @@ def read_gptq(decoder: Decoder, config: Mapping[str, Any], zeros_less: int) -> N
         zeros_less: subtrahend of stored zero points: 1 in version 1.
     """
     for module in decoder.modules("qweight"):
-        own = own_config(decoder, config, module)
+        scheme = own_config(decoder, config, module)
         words, out_features = decoder.matrix(f"{module}.qweight")
         packed = decoder.words(f"{module}.qweight", (words, out_features)).transpose()
         groups = (*decoder.shape_of(f"{module}.scales"), 1)[0]
@@ -74,12 +74,14 @@ def read_gptq(decoder: Decoder, config: Mapping[str, Any], zeros_less: int) -> N
         scales = decoder.scales(f"{module}.scales", (groups, out_features)).transpose()
         zeros = unpack_words(decoder.words(f"{module}.qzeros", (groups, out_features // per_word))
                              .load(), bits).astype(np.int32) + zeros_less
-        if own.get("sym") is True:
+        if scheme.get("sym") is True:
             decoder.check_middle(f"{module}.qzeros", zeros, bits, "sym true")
         order = decoder.left.pop(f"{module}.g_idx", None)
-        if order is None and groups > 1 and own.get("desc_act") and not own.get("static_groups"):
+        if order is None and groups > 1 and scheme.get("desc_act") \
+                and not scheme.get("static_groups"):
             decoder.refuse_unordered(f"{module}.g_idx", "desc_act")
-        group_index = _in_order(decoder, f"{module}.scales", width, groups, own.get("group_size")) \
+        size = scheme.get("group_size")
+        group_index = _in_order(decoder, f"{module}.scales", width, groups, size) \
             if order is None else order.load().astype(np.int64)
         if group_index.shape != (width,) or group_index.min() < 0 or group_index.max() >= groups:
             raise LlmcError(f"'{module}.g_idx' in '{decoder.origin}' does not assign each of "
@@ -152,7 +154,7 @@ def refuse_changed(decoder: Decoder, config: Mapping[str, Any]) -> None:
     Raises:
         LlmcError: the config has such changes.
     """
-    for key, what in (("rotation", "rotated"), ("adapter", "to be corrected by an adapter")):
+    for key, what in (("rotation", "rotated"), ("adapter", "corrected by an adapter")):
         if config.get(key):
             raise LlmcError(f"'{decoder.origin}' is {what} ({key} {config[key]!r} in its config), "
                             f"which llmc does not read; give a checkpoint without")
