@@ -46,7 +46,7 @@ def gates(graph: gs.Graph, settings: Settings, report: Report) -> None:
 
     An example is the output gate of attention that its query projection computes too.
     """
-    rows = Rows(graph)
+    rows = RowConverter(graph)
     for node in _after_layouts(graph):
         reason = rows.rewrite(node, in_place=True)
         if reason is None:
@@ -65,7 +65,7 @@ def bring_into_rows(graph: gs.Graph, nodes: Sequence[gs.Node], what: str) -> Non
     Raises:
         LlmcError: a node cannot be converted.
     """
-    rows = Rows(graph)
+    rows = RowConverter(graph)
     for node in nodes:
         reason = rows.rewrite(node)
         if reason is not None:
@@ -93,7 +93,7 @@ def _after_layouts(graph: gs.Graph) -> list[gs.Node]:
     return [node for node in graph.nodes if id(node) in found and node.op in ELEMENTWISE]
 
 
-class Rows:
+class RowConverter:
     """Converts nodes to rows, one after the other in graph order."""
 
     def __init__(self, graph: gs.Graph) -> None:
