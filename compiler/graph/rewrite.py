@@ -101,7 +101,9 @@ class Rule:
 
 
 class CannotEvaluate(LlmcError):
-    """A subgraph cannot be run. The driver refuses the rule's node if the check does not catch it.
+    """A subgraph cannot be run.
+
+    The driver refuses the rule's node if the check does not catch it.
     """
 
     def __init__(self, output: gs.Tensor, error: str) -> None:
@@ -434,9 +436,10 @@ def arranged(op: Op, inputs: Mapping[str, gs.Tensor | None]) -> list[gs.Tensor]:
 
 def merge_constants(gemms: Sequence[gs.Node], given: str, values: Weight, role: str,
                     output: gs.Tensor) -> gs.Constant:
-    """A constant for the merged weights of GEMMs: `a.q.weight`, `a.k.weight` → `a.<role>.weight`.
+    """A constant for the merged weights of GEMMs.
 
-    The name gets a suffix if nodes outside `gemms` read the parts too.
+    It is named like them: `a.q.weight`, `a.k.weight` → `a.<role>.weight`. The name gets a suffix if
+    nodes outside `gemms` read the parts too.
 
     Args:
         gemms: the nodes.

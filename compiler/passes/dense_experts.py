@@ -1,4 +1,4 @@
-"""Recognize MoE layers that compute all experts for every token, most of them with score zero.
+"""Recognize MoE layers that compute all experts for every token, most with score zero.
 
 Given:   rows = x, repeated for each expert, times the token's score for it; inner = act(gate) · up
          of the halves of rows·W; y = Σ over experts of inner·D; scores are zero except a TopK's
@@ -108,7 +108,7 @@ def _is_stacked(node: gs.Node) -> bool:
 
 
 def _product_above(down: gs.Node, data: set[int]) -> gs.Node | None:
-    """The MatMul with as many matrices that this one reads, through elementwise and layout ops."""
+    """The MatMul with as many matrices above this one, past elementwise and layout ops."""
     node: gs.Node | None = down if _is_stacked(down) else None
     while node is not None:
         tensor = next((t for t in node.inputs if id(t) in data), None)

@@ -59,7 +59,7 @@ def embedding(graph: gs.Graph, settings: Settings, report: Report) -> None:
 
 def _check(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings, report: Report) -> \
         _Embedding | NoMatch | None:
-    """Match from the lookup on. `report` gets the reason if an addend is left out of the match."""
+    """Match from the lookup on. `report` gets the reason if an addend is left out."""
     table, ids = node.inputs
     while (above := producer(ids)) is not None and above.op in ("Reshape", "Cast", "Identity"):
         ids = above.inputs[0]

@@ -1,9 +1,10 @@
-"""Fuse the product of a value and a linear layer's result into an op that can read columns.
+"""Fuse the product of a value and a linear layer's result into an op.
 
 Given:   Mul(x, act(GEMM(…)))
 Result:  Gate(x, act(GEMM(…)))
 
-The linear layer can then be merged with others, see projections.py.
+The op can read columns of wider rows, so the linear layer can be merged with others, see
+projections.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Convert [batch, seq] to packed tokens, and logits of all tokens to logits of selected ones.
+"""Convert [batch, seq] to packed tokens, and compute logits of selected tokens only.
 
 Given:   [batch, seq, hidden] activations, logits of every token
 Result:  [num_tokens, hidden] activations, the new tokens of all sequences concatenated; logits of

@@ -139,7 +139,7 @@ def _forms(node: gs.Node, weights: Sequence[Weight], scheme: Scheme | None, sett
 
 def _rounds_to_nearest(weights: Sequence[Weight], scheme: Scheme | None,
                        settings: Settings) -> bool:
-    """Whether weights of a calibrated model are rounded to nearest, as calibration missed them."""
+    """Whether calibration has left some of these weights to be rounded to nearest."""
     return settings.options.calibrated and scheme is not None and any(
         values.stored is None for values in weights)
 

@@ -227,8 +227,7 @@ def _counts(node: gs.Node) -> tuple[int, int]:
 
 
 def _groups(node: gs.Node) -> list[tuple[int, int, bool]]:
-    """For each of queries, keys and values: number of heads, their size, whether they are Q heads.
-    """
+    """For queries, keys and values: number of heads, their size, whether they are Q heads."""
     fields, way = fields_of(node), shard_of(node, ByStateHeads)
     heads, groups = _counts(node)
     if way is None:

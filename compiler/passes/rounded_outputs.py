@@ -1,11 +1,11 @@
-"""Fuse the FP8 quantization of activations into their producer, if all readers quantize alike.
+"""Fuse the FP8 quantization of activations into their producer.
 
 Given:   x = CausalAttention(…), or GatedMLP(…), or a gated NormGemm(…); y = GemmBiasRes(x, W, …;
          activation_dtype, activation_scale)
 Result:  x = CausalAttention(…; out_scale), in float8_e4m3fn; y = GemmBiasRes(x, W, …;
          activation_dtype, activation_scale, x_dtype)
 
-This needs static scales: dynamic ones are unknown to the producer.
+All readers must quantize alike, with static scales: dynamic ones are unknown to the producer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _scale(graph: gs.Graph, node: gs.Node) -> float:
 
 
 def _reader_scale(user: gs.Node | None, tensor: gs.Tensor) -> float:
-    """The scale by which a node quantizes a tensor; 0 if it does not, or reads it otherwise too."""
+    """The scale by which a node quantizes a tensor; 0 if it also reads it otherwise."""
     op = None if user is None else op_of(user)
     if user is None or op is None or "x_dtype" not in op.fields:
         return 0.0

@@ -210,8 +210,7 @@ def make_plan(graph: gs.Graph, tp_size: int, group_size: int = 1,
 
 
 def _choose(graph: gs.Graph, node: gs.Node, plan: Plan) -> Shard | None:
-    """The sharding of a node, recorded with its result in `plan`; None: ranks replicate the node.
-    """
+    """The sharding of a node, recorded with its result in `plan`; None: replicated."""
     result = node.outputs[0]
     if selects_columns(node) and id(result) in plan.region.columns:
         plan.columns[id(result)] = plan.region.columns[id(result)]

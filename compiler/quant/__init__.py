@@ -1,1 +1,1 @@
-"""Quantized weights: schemes, code types, calibration, and readers of quantized checkpoints."""
+"""Quantized weights: schemes, code types, calibration, readers of checkpoints."""

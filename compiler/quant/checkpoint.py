@@ -75,7 +75,7 @@ def _decode(open_tensors: Callable[[], Mapping[str, Weight]], quantization: Mapp
 
 
 def _separate_config(directory: Path) -> tuple[Mapping[str, Any] | None, str | None]:
-    """The quantization config in a file beside config.json, as older tools write it; its method."""
+    """The quantization config beside config.json, as older tools write it, and its method."""
     for quant_method, reader in registry().items():
         path = directory / reader.config_file
         if reader.config_file and path.is_file():

@@ -205,7 +205,7 @@ def _norm_is_inside(piece: Piece, source: gs.Tensor, width: int, norm: HeadNorm,
 
 @dataclass(frozen=True)
 class _Linear:
-    """A subgraph that is linear in its data inputs `[batch, seq, width]`, which are concatenated.
+    """A subgraph that is linear in its concatenated data inputs `[batch, seq, width]`.
 
     Instances are equal if they compute the same function, so that results are shared by layers.
     """
@@ -272,7 +272,7 @@ class _Linear:
 
 @lru_cache(maxsize=256)
 def _identify(linear: _Linear, max_seq_len: int) -> Heads | NoMatch:
-    """Determine columns, gain, rotary embedding and scale by position of a subgraph, by probing."""
+    """Determine columns, gain, rotary embedding and scale by position, by probing."""
     rng = np.random.default_rng(0)
     # Without a position input, positions are 0, 1, …: far ones need a long sequence.
     last = max_seq_len - 1

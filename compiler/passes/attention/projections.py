@@ -64,7 +64,7 @@ def _joined(graph: gs.Graph, sources: Sequence[gs.Tensor]) -> gs.Tensor:
 
 
 def without_head_axis(graph: gs.Graph, source: gs.Tensor) -> gs.Tensor:
-    """The result of a linear layer on `[batch, 1, seq, width]` (a latent) without the head axis."""
+    """The result of a linear layer on `[batch, 1, seq, width]` without the head axis."""
     gemm = producer(source)
     op = op_of(gemm)
     if gemm is None or op is None or not row_weights(gemm) or len(source.shape or ()) != 4:

@@ -110,7 +110,7 @@ def attention(graph: gs.Graph, settings: Settings, report: Report) -> None:
 
 
 def _bounded_rows(graph: gs.Graph, data: set[int]) -> set[int]:
-    """Ids of elementwise results [batch, seq, width], such as clipped queries, keys and values.
+    """Ids of elementwise results [batch, seq, width], such as clipped queries and keys.
 
     These count as projections: attention ignores how they are computed.
     """
@@ -263,7 +263,9 @@ def _rewrite(graph: gs.Graph, match: _Attention, settings: Settings,
 
 
 def _whole_heads(graph: gs.Graph, match: _Attention) -> gs.Tensor:
-    """Attention's output with padded heads; match.output becomes its unpadded part times the gain.
+    """Attention's output with padded heads.
+
+    match.output becomes its unpadded part times the gain.
     """
     (num_heads, dim), gain = match.query.heads.columns.shape, match.value.heads.gain
     output, name = match.output, match.output.name

@@ -1,4 +1,4 @@
-"""The registry of quantized checkpoint formats: modules of this package that define `READER`.
+"""The registry of checkpoint formats: modules of this package that define `READER`.
 
 A format stores a quantized weight as several tensors. Its reader combines them into one `Weight`
 under the model's name for it. `Weight.stored` reads codes, scales and zero points unchanged when
