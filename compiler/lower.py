@@ -52,11 +52,11 @@ from llmc.compiler.passes.packing import pack, pad_vocabulary, select_tokens
 from llmc.compiler.passes.precision import cache_dtype, cast, elements, narrow_indices
 from llmc.compiler.passes.projections import projections
 from llmc.compiler.passes.quantize import quantize_weights
+from llmc.compiler.passes.recurrent_state import states
 from llmc.compiler.passes.rounded_outputs import rounded_outputs
 from llmc.compiler.passes.route import route
-from llmc.compiler.passes.rows import gates
+from llmc.compiler.passes.row_layout import gates
 from llmc.compiler.passes.sdpa import sdpa
-from llmc.compiler.passes.states import states
 from llmc.compiler.passes.streams import streams
 from llmc.compiler.passes.tensor_parallel import tensor_parallel
 from llmc.compiler.preflight import About, limit_seq_len

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import onnx_graphsurgeon as gs
 
-from llmc.compiler.graph.experts import EXPERTS_DOWN
+from llmc.compiler.graph.expert_products import EXPERTS_DOWN
 from llmc.compiler.graph.rewrite import Report, describe, is_op, knows_sequences, operands, producer
 from llmc.compiler.graph.sdpa import SDPA
 from llmc.compiler.passes.attention import attention

@@ -49,8 +49,8 @@ from llmc.compiler.frontend.states import states_as_nodes
 from llmc.compiler.graph.constants import fold_constants
 from llmc.compiler.graph.names import ENCODER_OUTPUT
 from llmc.compiler.graph.probe import ELEMENTWISE, LAYOUT
+from llmc.compiler.graph.recurrence import CONVOLUTION, RECURRENCE
 from llmc.compiler.graph.rewrite import tidy
-from llmc.compiler.graph.states import CONVOLUTION, RECURRENCE
 from llmc.compiler.graph.weights import Weight, unread
 from llmc.errors import MAX_REASON, LlmcError, shortened
 from llmc.interrupts import check_interrupted

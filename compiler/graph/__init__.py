@@ -1,1 +1,1 @@
-"""What all passes stand on."""
+"""Shared machinery of the compiler's passes: rules, probing, lazy weights."""

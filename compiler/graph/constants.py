@@ -1,4 +1,4 @@
-"""Evaluate what depends on small constants alone."""
+"""Constant folding."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import onnx_graphsurgeon as gs
 from llmc.compiler.graph.probe import Piece
 from llmc.compiler.graph.rewrite import constant, tidy
 
-MAX_ELEMENTS = 1 << 20  # of a constant that is held in memory
+MAX_ELEMENTS = 1 << 20  # of a constant in memory
 
 
 def _is_small(values: np.ndarray | None) -> bool:
@@ -16,7 +16,11 @@ def _is_small(values: np.ndarray | None) -> bool:
 
 
 def fold_constants(graph: gs.Graph) -> int:
-    """Run all nodes that have only small constants as inputs, in one go; return how many."""
+    """Evaluate all nodes with only small constant inputs, in one run.
+
+    Returns:
+        The number of folded nodes.
+    """
     _constant_nodes(graph)
     foldable: list[gs.Node] = []
     known: set[int] = set()
@@ -42,7 +46,7 @@ def fold_constants(graph: gs.Graph) -> int:
 
 
 def _constant_nodes(graph: gs.Graph) -> None:
-    """Turn Constant nodes into constants."""
+    """Convert Constant nodes to constants."""
     for node in graph.nodes:
         if node.op != "Constant":
             continue

@@ -1,4 +1,4 @@
-"""dtypes by the names that options and manifests have for them."""
+"""dtypes by their names in options and manifests."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import numpy as np
 
 
 def numpy_dtype(name: str) -> np.dtype:
-    """NumPy's dtype of a name, such as bfloat16, which only ml_dtypes has."""
+    """NumPy's dtype of a name, including those of ml_dtypes such as bfloat16."""
     import ml_dtypes
     return np.dtype(getattr(ml_dtypes, name, name))

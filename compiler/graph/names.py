@@ -1,5 +1,5 @@
-"""Names of tensors that the frontend gives and passes know."""
+"""Tensor names that the frontend assigns and passes rely on."""
 
 HIDDEN_STATE = "hidden_states.{}"  # after that layer
 ENCODER_OUTPUT = "encoder_output"
-SCALED = ".scaled"  # what the name ends in of what calibration has divided, to multiply it later
+SCALED = ".scaled"  # suffix of a tensor that calibration divides by channel scales

@@ -1,4 +1,4 @@
-"""Notes: what a pass has to say beside the counts of its rewrites, as typed values."""
+"""Typed notes of passes, reported beside the counts of their rewrites."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar
 
 @dataclass(frozen=True)
 class Context:
-    """The compilation that messages speak of.
+    """The compilation that messages refer to.
 
     Args:
         dtype: of weights and activations.
@@ -23,23 +23,23 @@ class Context:
 
 @dataclass(frozen=True)
 class PassNote:
-    """A fact that a pass has found, at most one of each class in a report."""
+    """A fact reported by a pass; a report has at most one of each class."""
 
 
 @dataclass(frozen=True)
 class CountedNote(PassNote):
-    """A fact about some weights or layers; notes of one class are added up.
+    """A fact about several weights or layers; notes of one class are added up.
 
     Args:
         count: of weights or layers.
     """
 
     count: int = 1
-    # Among the counts in model_info.json; "": it is not there.
+    # The name of the count in model_info.json; "": not written there.
     key: ClassVar[str] = ""
 
     def text(self, context: Context) -> str:
-        """The message to who compiles; "" where the fact needs none."""
+        """The message to the user; "" if the fact needs none."""
         return ""
 
 

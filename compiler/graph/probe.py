@@ -1,8 +1,8 @@
-"""Prove what a piece of a graph computes by running it.
+"""Probing: determine what a subgraph computes by running it.
 
-Exporters write one function in many ways, so rules do not compare nodes with a drawing: they find
-the borders of a piece, run the piece in ONNX Runtime on chosen inputs, and compare the results with
-the function that would replace it. Equal pieces (as in every layer of a model) are run once.
+Exporters write one function in many ways, so rules do not match node patterns. They find the
+borders of a subgraph, run it in ONNX Runtime on selected inputs, and compare the results with the
+function that would replace it. Equal subgraphs (as in every layer of a model) share a session.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from llmc.compiler.graph.rewrite import (
 )
 from llmc.compiler.graph.weights import Weight
 
-# Row-wise functions of one element, and of several tensors element by element.
+# Elementwise functions of one or several tensors.
 ELEMENTWISE = frozenset({
     "Abs", "Add", "Cast", "Clip", "Div", "Elu", "Erf", "Exp", "Gelu", "HardSigmoid", "HardSwish",
     "Identity", "LeakyRelu", "Log", "Max", "Min", "Mish", "Mul", "Neg", "Pow", "Reciprocal", "Relu",
     "Selu", "Sigmoid", "Softplus", "Sqrt", "Sub", "Swish", "Tanh", "Where", "Sign", "Greater",
     "Less", "GreaterOrEqual", "LessOrEqual", "Equal", "Not", "And", "Or", "IsNaN", "QuickGelu",
 })
-# What moves elements about, and what rotary embeddings are written with.
+# Layout changes, and the ops that rotary embeddings are exported as.
 LAYOUT = frozenset({
     "Reshape", "Transpose", "Slice", "Split", "Concat", "Unsqueeze", "Squeeze", "Expand", "Gather",
     "Identity", "Cast", "Flatten", "GatherND",
@@ -48,7 +48,7 @@ ROTARY = LAYOUT | {"Mul", "Add", "Sub", "Neg", "Div", "RotaryEmbedding", "Scatte
 
 def data_tensors(graph: gs.Graph, sources: Sequence[str] = ("input_ids", ENCODER_OUTPUT)) -> \
         set[int]:
-    """The ids of tensors that depend on what the tokens are, not just on how many and where."""
+    """Ids of tensors that depend on token values, not only on lengths and positions."""
     data = {id(tensor) for tensor in graph.inputs if tensor.name in sources}
     for node in graph.nodes:
         if node.op in ("Shape", "Size"):
@@ -60,7 +60,13 @@ def data_tensors(graph: gs.Graph, sources: Sequence[str] = ("input_ids", ENCODER
 
 def token_feeds(batch: int, seq: int, positions: np.ndarray | None = None) -> \
         dict[str, np.ndarray]:
-    """The graph's inputs for tokens that are all alike, at positions [seq], 0 on by default."""
+    """Graph inputs for identical tokens.
+
+    Args:
+        batch: number of sequences.
+        seq: tokens of each.
+        positions: int [seq]; from 0 by default.
+    """
     positions = np.arange(seq) if positions is None else positions
     return {"input_ids": np.zeros((batch, seq), np.int64),
             "position_ids": np.tile(positions.astype(np.int64), (batch, 1)),
@@ -69,10 +75,13 @@ def token_feeds(batch: int, seq: int, positions: np.ndarray | None = None) -> \
 
 @dataclass(frozen=True)
 class Piece:
-    """Some nodes of a graph, in topological order, that compute `output` from `inputs`.
+    """A subgraph: nodes in topological order that compute `outputs` from `inputs`.
 
-    `inputs` are the borders: computed tensors, weights and graph inputs. `bypass` holds nodes that
-    are run as the identity on their first input.
+    Args:
+        nodes: in topological order.
+        inputs: its borders: computed tensors, weights and graph inputs.
+        outputs: computed tensors.
+        bypass: ids of nodes that are run as the identity on their first input.
     """
 
     nodes: tuple[gs.Node, ...]
@@ -82,14 +91,17 @@ class Piece:
 
     @property
     def output(self) -> gs.Tensor:
-        """The first, mostly the only, output."""
+        """The first output."""
         return self.outputs[0]
 
     def run_all(self, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-        """The outputs for these inputs, by tensor name.
+        """Run the subgraph.
+
+        Args:
+            feeds: inputs by tensor name.
 
         Raises:
-            CannotEvaluate: ONNX Runtime cannot run the piece, or not on these inputs.
+            CannotEvaluate: ONNX Runtime cannot run the subgraph on these inputs.
         """
         model, names = self._model
         renamed = {names[name]: value for name, value in feeds.items() if name in names}
@@ -100,12 +112,13 @@ class Piece:
             raise CannotEvaluate(self.output, str(error)) from error
 
     def run(self, feeds: Mapping[str, np.ndarray]) -> np.ndarray:
-        """The first output for these inputs."""
+        """Run the subgraph and return its first output."""
         return self.run_all(feeds)[0]
 
     @cached_property
     def key(self) -> bytes:
-        """Equal for pieces that compute the same function, whatever their tensors are called."""
+        """A hash that is equal for subgraphs of the same function, whatever their tensors' names.
+        """
         return hashlib.sha256(self._model[0]).digest()
 
     @cached_property
@@ -113,12 +126,12 @@ class Piece:
         return _as_model(self)
 
     def without(self, nodes: Sequence[gs.Node]) -> Piece:
-        """The same piece with some nodes run as the identity."""
+        """The same subgraph with some nodes run as the identity."""
         return Piece(self.nodes, self.inputs, self.outputs, frozenset(id(node) for node in nodes))
 
 
 def _as_model(piece: Piece) -> tuple[bytes, dict[str, str]]:
-    """The piece as a serialised model with canonical names, and what each input is called there."""
+    """The piece as a serialized model with canonical names, and the name of each input there."""
     names: dict[int, str] = {}
     inputs, initializers, nodes, functions = [], [], [], {}
     feeds: dict[str, str] = {}
@@ -173,9 +186,16 @@ def _session(model: bytes) -> ort.InferenceSession:
 def cone(output: gs.Tensor, data: set[int], allowed: frozenset[str],
          through: Callable[[gs.Node], bool] = lambda node: False,
          borders_at: Container[int] = ()) -> Piece | NoMatch:
-    """The piece above `output`: up to llmc:: nodes' outputs along data, up to the graph's inputs
-    along positions and shapes. `through` names llmc:: nodes that belong inside, `borders_at` has
-    the ids of other tensors to go up to.
+    """The subgraph above `output`.
+
+    It ends at outputs of llmc:: nodes along data, and at graph inputs along positions and shapes.
+
+    Args:
+        output: its output.
+        data: ids of tensors that depend on token values, see `data_tensors`.
+        allowed: op types along data.
+        through: whether an llmc:: node belongs inside.
+        borders_at: ids of further tensors to end at.
     """
     order: list[gs.Node] = []
     seen: set[int] = set()
@@ -204,11 +224,11 @@ def cone(output: gs.Tensor, data: set[int], allowed: frozenset[str],
             borders[id(item)] = item
         elif node.op == "Shape" and id(node.inputs[0]) in data and \
                 producer(node.inputs[0]) is not None:
-            return NoMatch("a shape is read from a computed tensor", node)
+            return NoMatch("the shape of a computed tensor is read", node)
         elif id(item) in data and is_llmc(node) and not through(node):
             borders[id(item)] = item
         elif id(item) in data and not is_llmc(node) and node.op not in allowed:
-            return NoMatch("this op is neither layout nor rotary", node)
+            return NoMatch("this op is neither a layout op nor part of a rotary embedding", node)
         else:
             stack.append((node, False))
     return Piece(tuple(order), tuple(borders.values()), (output,))
@@ -216,29 +236,34 @@ def cone(output: gs.Tensor, data: set[int], allowed: frozenset[str],
 
 @dataclass(frozen=True)
 class WithPositions:
-    """A piece that computed the positions 0, 1, 2, … by itself, with them as inputs.
+    """A subgraph that computed positions 0, 1, 2, … from lengths, with them as inputs instead.
 
-    `places` are these inputs, each with its shape: -1 for the axis of positions.
+    Args:
+        piece: the subgraph.
+        places: the new inputs, each with its shape; -1 marks the axis of positions.
     """
 
     piece: Piece
     places: tuple[tuple[gs.Tensor, tuple[int, ...]], ...]
 
     def feeds(self, positions: np.ndarray) -> dict[str, np.ndarray]:
-        """What these inputs are for positions [seq]."""
+        """Values of the new inputs for positions [seq]."""
         return {tensor.name: positions.reshape(shape).astype(tensor.dtype)
                 for tensor, shape in self.places}
 
 
 def with_positions(piece: Piece, feeds: Callable[[int], Mapping[str, np.ndarray]]) -> WithPositions:
-    """The piece with the positions that it computes of nothing but lengths as inputs; `feeds` are
-    others of a length.
+    """Replace positions that the subgraph computes from lengths alone with inputs.
+
+    Args:
+        piece: the subgraph.
+        feeds: its other inputs, for a sequence length.
     """
-    made = [tensor for node in piece.nodes for tensor in node.outputs if not tensor.is_empty()]
-    probe = Piece(piece.nodes, piece.inputs, tuple(made), piece.bypass)
+    inner = [tensor for node in piece.nodes for tensor in node.outputs if not tensor.is_empty()]
+    probe = Piece(piece.nodes, piece.inputs, tuple(inner), piece.bypass)
     try:
         short, long = ({id(tensor): values for tensor, values in
-                        zip(made, probe.run_all(feeds(length)), strict=True)} for length in (5, 7))
+                        zip(inner, probe.run_all(feeds(length)), strict=True)} for length in (5, 7))
     except CannotEvaluate:
         return WithPositions(piece, ())
 
@@ -268,9 +293,12 @@ def with_positions(piece: Piece, feeds: Callable[[int], Mapping[str, np.ndarray]
 
 def closed_regions(graph: gs.Graph, source: gs.Tensor, seeds: Sequence[gs.Node],
                    allowed: frozenset[str]) -> Iterator[Piece]:
-    """Pieces that grow downwards from `seeds` (consumers of `source`), each with one output.
+    """Grow subgraphs downwards from `seeds` (consumers of `source`).
 
-    A node joins when all that it reads is `source`, constants, or computed inside.
+    A node joins when it reads only `source`, constants and tensors computed inside.
+
+    Yields:
+        Each subgraph with exactly one output.
     """
     inside: dict[int, gs.Node] = {}
     available = {id(source)}
@@ -298,13 +326,13 @@ def closed_regions(graph: gs.Graph, source: gs.Tensor, seeds: Sequence[gs.Node],
 
 
 def scalars(piece: Piece) -> set[float]:
-    """The numbers that the piece's nodes have as constants of one element."""
+    """Values of the one-element constants that the subgraph's nodes read."""
     return {value for node in piece.nodes for tensor in node.inputs
             if (value := scalar(tensor)) is not None}
 
 
 def magnitudes(piece: Piece) -> list[float]:
-    """How large the numbers are that a piece computes with, in order: no shapes, axes or zeros."""
+    """Sorted absolute values of the floating-point scalar constants, without zero."""
     found = {abs(value) for node in piece.nodes for tensor in node.inputs
              if (value := scalar(tensor)) is not None and tensor.dtype is not None
              and np.dtype(tensor.dtype).kind not in "iub"}
@@ -312,7 +340,7 @@ def magnitudes(piece: Piece) -> list[float]:
 
 
 def close(actual: np.ndarray, expected: np.ndarray, tolerance: float = 1e-4) -> bool:
-    """Whether two arrays agree within `tolerance` of the expected range."""
+    """Whether two arrays agree within `tolerance` times the largest expected magnitude."""
     if actual.shape != expected.shape or not np.isfinite(actual).all():
         return False
     span = float(np.max(np.abs(expected))) or 1.0

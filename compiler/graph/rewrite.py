@@ -1,8 +1,8 @@
 """Rules, passes and the driver that applies them to an onnx-graphsurgeon graph.
 
-A rule anchors at a node, checks what is around it, and either returns a match (a value that holds
-all that the rewrite needs) or a `NoMatch` with a reason. A rewrite keeps the name of the tensor it
-produces, so that every tensor of a compiled graph can be compared with the raw graph's by name.
+A rule anchors at a node, checks its neighborhood, and returns either a match (a value with all that
+the rewrite needs) or a `NoMatch` with a reason. A rewrite keeps the names of the tensors that it
+produces, so that tensors of a compiled graph can be compared with the exported graph's by name.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from llmc import plugins
-from llmc.compiler.graph.experts import EXPERTS_DOWN, EXPERTS_UP
+from llmc.compiler.graph.expert_products import EXPERTS_DOWN, EXPERTS_UP
 from llmc.compiler.graph.notes import Context, CountedNote, PassNote
+from llmc.compiler.graph.recurrence import CONVOLUTION, RECURRENCE
 from llmc.compiler.graph.sdpa import SDPA
-from llmc.compiler.graph.states import CONVOLUTION, RECURRENCE
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.options import CompileOptions
 from llmc.compiler.quant.stored import Stored
@@ -29,14 +29,14 @@ from llmc.targets import TargetSpec, target_spec
 
 _Shard = TypeVar("_Shard", bound=Shard)
 _Note = TypeVar("_Note", bound=PassNote)
-# Ops that passes make of others before anything is written.
-_PASSING = {op.name: op for op in (
+# Intermediate ops, which passes replace before a graph is written.
+_INTERMEDIATE = {op.name: op for op in (
     SDPA, EXPERTS_UP, EXPERTS_DOWN, CONVOLUTION, RECURRENCE)}
 
 
 @dataclass(frozen=True)
 class NoMatch:
-    """Why a rule left a node alone: `reason` says what did not match, `value` on which thing."""
+    """Why a rule did not match: the unmet condition, and the node or value that violates it."""
 
     reason: str
     value: Any = None
@@ -47,15 +47,16 @@ class NoMatch:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the passes may ask about the compilation.
+    """The compilation's parameters that passes read.
 
     Args:
-        max_seq_len: positions that a sequence may use; rotary tables have that many rows.
-        vocab_multiple: the padded vocabulary is a multiple of this.
-        mem_max_seq_len: tokens of a prompt that an encoder takes; 0: the model has none.
+        max_seq_len: positions of a sequence, the rows of rotary tables.
+        vocab_multiple: the vocabulary is padded to a multiple of this.
+        mem_max_seq_len: maximum tokens of an encoder's input; 0: the model has no encoder.
         model: the model's name in messages.
-        columns_together: columns of a weight that stay on one rank; 0: the groups of its scheme.
-        options: as the user gave them.
+        columns_together: consecutive columns of a weight that stay on one rank; 0: the group size
+            of its scheme.
+        options: of `llmc compile`.
     """
 
     max_seq_len: int
@@ -67,29 +68,29 @@ class Settings:
 
     @property
     def target(self) -> TargetSpec:
-        """Capabilities and limits of what runs the graphs."""
+        """Capabilities and limits of the target."""
         return target_spec(self.options.target)
 
     def reads(self, stored: Stored) -> bool:
-        """Whether a form is one that the target's kernels read."""
+        """Whether the target's kernels read a storage format."""
         return not self.options.dequantize and self.target.group_multiple > 0 \
             and stored.group_size % self.target.group_multiple == 0 \
             and stored.codes.shape[0] % self.target.row_multiple == 0 \
             and (self.target.permutes_columns or stored.order is None)
 
     def rounds(self, stored: Stored) -> bool:
-        """Whether what a form multiplies is rounded where its checkpoint says so."""
+        """Whether the activation quantization that a checkpoint declares is applied."""
         return self.options.quantize_activations or not stored.rounds_groups
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One rewrite.
+    """A rewrite.
 
     Args:
         name: for reports.
-        anchors: op types where a match can start.
-        check: (node, settings) to a match, or NoMatch; None where the node is none of its business.
+        anchors: op types at which a match can start.
+        check: (node, settings) to a match or NoMatch; None: the rule does not concern the node.
         rewrite: (graph, match, settings), changes the graph.
     """
 
@@ -100,7 +101,10 @@ class Rule:
 
 
 class CannotEvaluate(LlmcError):
-    """A piece of a graph cannot be run. Where a check does not catch it, its node is refused."""
+    """A subgraph cannot be run.
+
+    The driver refuses the rule's node if the check does not catch it.
+    """
 
     def __init__(self, output: gs.Tensor, error: str) -> None:
         reason = shortened(error, MAX_REASON)
@@ -112,11 +116,11 @@ class CannotEvaluate(LlmcError):
 
 @dataclass
 class Report:
-    """What a pass did: rewrites per rule, notes, and which nodes it refused.
+    """Result of a pass: rewrites per rule, notes, and refused nodes.
 
     Args:
         name: in model_info.json.
-        run: the pass; None: something else.
+        run: the pass; None: the entry is not of a pass.
         encoder: whether it ran on an encoder's graph alone.
     """
 
@@ -131,7 +135,7 @@ class Report:
         self.matches[rule] = self.matches.get(rule, 0) + number
 
     def note(self, note: PassNote) -> None:
-        """Add a note, to one of its class if that is counted."""
+        """Add a note; counted notes of one class are summed."""
         if isinstance(note, CountedNote):
             if note.key:
                 self.count(note.key, note.count)
@@ -140,24 +144,25 @@ class Report:
         self.notes[type(note)] = note
 
     def noted(self, kind: type[_Note]) -> _Note | None:
-        """The note of a class; None where there is none."""
+        """The note of a class, or None."""
         found = self.notes.get(kind)
         return found if isinstance(found, kind) else None
 
     def texts(self, context: Context) -> list[str]:
-        """The messages of notes, in the order in which the pass made the first of each class."""
+        """Messages of the counted notes, in the order of their first occurrence."""
         return [text for note in self.notes.values() if isinstance(note, CountedNote)
                 and (text := note.text(context))]
 
     def refuse(self, node: gs.Node, reason: NoMatch) -> None:
-        if reason.value is node:  # named once
+        if reason.value is node:  # the text names the node already
             reason = NoMatch(reason.reason)
         self._refused.setdefault(reason.reason, {}).setdefault(describe(node), reason)
 
     @property
     def refusals(self) -> list[str]:
-        """Each reason once, with the first node that it kept from matching, and how many more: a
-        model repeats its layers.
+        """Each reason once, with its first node and the number of further ones.
+
+        Layers repeat, so one node stands for all.
         """
         texts = []
         for nodes in self._refused.values():
@@ -169,7 +174,7 @@ class Report:
 
 def apply_rules(graph: gs.Graph, rules: Sequence[Rule], settings: Settings,
                 report: Report) -> None:
-    """Apply each rule in order to every node that it anchors at, in topological order."""
+    """Apply each rule in order to all of its anchors, in topological order."""
     for rule in rules:
         report.matches.setdefault(rule.name, 0)
         refused: list[tuple[gs.Node, NoMatch]] = []
@@ -189,15 +194,14 @@ def apply_rules(graph: gs.Graph, rules: Sequence[Rule], settings: Settings,
             report.count(rule.name)
         tidy(graph)
         for node, reason in refused:
-            if node.outputs:  # no rewrite has made it needless
+            if node.outputs:  # not removed by a rewrite
                 report.refuse(node, reason)
 
 
 def tidy(graph: gs.Graph) -> None:
-    """Drop nodes that nothing uses and put the rest in topological order, keeping it stable.
+    """Remove unused nodes and sort the rest topologically (a stable sort).
 
-    Collectives stay, in the order that they have: a rank that does not need the result must take
-    part for those that do.
+    Collectives stay, in their order: a rank that does not use the result still has to take part.
     """
     needed: set[int] = set()
     order: list[gs.Node] = []
@@ -223,10 +227,10 @@ def tidy(graph: gs.Graph) -> None:
     graph.nodes.extend(order)
 
 
-# What rules are written with.
+# Building blocks of rules.
 
 def describe(value: Any) -> str:
-    """A node, tensor or anything else, as messages name it."""
+    """The text that names a node, tensor or other value in messages."""
     if isinstance(value, gs.Node):
         return f"{value.op} '{value.name or value.outputs[0].name}'"
     if isinstance(value, gs.Tensor):
@@ -235,12 +239,12 @@ def describe(value: Any) -> str:
 
 
 def producer(tensor: gs.Tensor) -> gs.Node | None:
-    """The node that computes a tensor; None for inputs and constants."""
+    """The node that computes a tensor; None for graph inputs and constants."""
     return tensor.inputs[0] if tensor.inputs else None
 
 
 def consumers(graph: gs.Graph, tensor: gs.Tensor) -> list[gs.Node | None]:
-    """The nodes that read a tensor, each once; None stands for the graph's output."""
+    """The nodes that read a tensor, each once; None stands for a graph output."""
     nodes: list[gs.Node | None] = list({id(node): node for node in tensor.outputs}.values())
     if any(tensor is output for output in graph.outputs):
         nodes.append(None)
@@ -248,25 +252,26 @@ def consumers(graph: gs.Graph, tensor: gs.Tensor) -> list[gs.Node | None]:
 
 
 def is_llmc(node: gs.Node | None) -> TypeGuard[gs.Node]:
-    """Whether a node is an op of llmc's domain."""
+    """Whether a node's op is in llmc's domain."""
     return node is not None and node.domain == plugins.DOMAIN
 
 
 def op_of(node: gs.Node | None) -> Op | None:
-    """The op that a node is; None for ONNX's own."""
+    """The op of a node; None for ops of ONNX's domain."""
     if not is_llmc(node):
         return None
-    return _PASSING.get(node.op) or plugins.registry().get(node.op)
+    return _INTERMEDIATE.get(node.op) or plugins.registry().get(node.op)
 
 
 def is_op(node: gs.Node | None, *ops: Op) -> TypeGuard[gs.Node]:
-    """Whether a node is one of these ops."""
+    """Whether a node's op is one of these."""
     return is_llmc(node) and any(node.op == op.name for op in ops)
 
 
 def column_roles(node: gs.Node | None, tensor: gs.Tensor) -> list[Columns]:
-    """As which of its inputs a node reads a tensor, if its op takes columns of wider rows for all
-    of them; none where it does not.
+    """Roles of the inputs through which a node reads a tensor as columns of wider rows.
+
+    Empty if the op does not support it for all of these inputs.
     """
     op = op_of(node)
     if node is None or op is None:
@@ -277,12 +282,12 @@ def column_roles(node: gs.Node | None, tensor: gs.Tensor) -> list[Columns]:
 
 
 def takes_columns(node: gs.Node | None, tensor: gs.Tensor) -> bool:
-    """Whether a node reads a tensor where it lies among the columns of wider rows."""
+    """Whether a node can read a tensor as columns of wider rows."""
     return bool(column_roles(node, tensor))
 
 
 def shard_of(node: gs.Node | None, kind: type[_Shard]) -> _Shard | None:
-    """How a node's op can be divided in this way; None if it cannot."""
+    """The op's sharding of this kind, or None."""
     op = op_of(node)
     return next((way for way in op.shard if isinstance(way, kind)), None) if op else None
 
@@ -294,20 +299,20 @@ def attends(node: gs.Node | None) -> TypeGuard[gs.Node]:
 
 
 def attends_causally(node: gs.Node) -> TypeGuard[gs.Node]:
-    """Whether a node's op is attention to a cache, its own or another layer's."""
+    """Whether a node's op is attention to a KV cache, of its layer or of another."""
     op = op_of(node)
     return op is not None and op.attention is not None and bool(
         op.attention.caches or op.attention.reads)
 
 
 def knows_sequences(node: gs.Node | None) -> TypeGuard[gs.Node]:
-    """Whether a token's result depends on those before it: the op attends or keeps a state."""
+    """Whether a token's result depends on earlier tokens (attention or recurrent state)."""
     op = op_of(node)
     return op is not None and (op.attention is not None or op.state is not None)
 
 
 def caches(node: gs.Node) -> list[tuple[gs.Tensor, gs.Tensor]]:
-    """What a node keeps from step to step: each cache, with the output that continues it."""
+    """A node's KV caches: each input, with the output that updates it."""
     op = op_of(node)
     if op is None or op.attention is None:
         return []
@@ -316,7 +321,7 @@ def caches(node: gs.Node) -> list[tuple[gs.Tensor, gs.Tensor]]:
 
 
 def state_of(node: gs.Node) -> tuple[gs.Tensor, gs.Tensor] | None:
-    """The state that a node keeps from step to step, and the output that continues it."""
+    """A node's recurrent state: the input, and the output that updates it; None without one."""
     op = op_of(node)
     if op is None or op.state is None:
         return None
@@ -325,7 +330,7 @@ def state_of(node: gs.Node) -> tuple[gs.Tensor, gs.Tensor] | None:
 
 
 def exact_outputs(node: gs.Node) -> list[gs.Tensor]:
-    """The outputs of a node of ours that have a dtype of their own."""
+    """Outputs of an llmc node with a dtype that the op prescribes."""
     op = op_of(node)
     return [] if op is None else [
         tensor for name, tensor in zip(op.outputs, node.outputs, strict=False)
@@ -333,14 +338,14 @@ def exact_outputs(node: gs.Node) -> list[gs.Tensor]:
 
 
 def fields_of(node: gs.Node) -> dict[str, Any]:
-    """Every field of a node of ours, with defaults filled in."""
+    """All attributes of an llmc node, defaults included."""
     op = op_of(node)
     assert op is not None, node.op
     return op.complete(node.attrs)
 
 
 def operand(node: gs.Node, name: str) -> gs.Tensor | None:
-    """The input of this name of a node of ours; None where it has none."""
+    """An llmc node's input by name, or None if absent."""
     op = op_of(node)
     assert op is not None, node.op
     if name not in op.input_names:
@@ -352,7 +357,7 @@ def operand(node: gs.Node, name: str) -> gs.Tensor | None:
 
 
 def operands(node: gs.Node) -> dict[str, gs.Tensor]:
-    """The inputs of a node of ours that are there, by name."""
+    """The present inputs of an llmc node, by name."""
     op = op_of(node)
     assert op is not None, node.op
     return {name: tensor for name, tensor in zip(op.input_names, node.inputs, strict=False)
@@ -360,8 +365,9 @@ def operands(node: gs.Node) -> dict[str, gs.Tensor]:
 
 
 def row_weights(node: gs.Node | None) -> dict[str, gs.Tensor]:
-    """Of a linear layer, the inputs with a row for each column of its output, by name, the matrix
-    first; nothing for any other node.
+    """Inputs of a linear layer with one row per output column, by name, the matrix first.
+
+    Empty for other nodes.
     """
     way = shard_of(node, ByRows)
     if node is None or way is None or way.stacked > 1:
@@ -370,7 +376,7 @@ def row_weights(node: gs.Node | None) -> dict[str, gs.Tensor]:
 
 
 def graph_input(graph: gs.Graph, name: str, shape: tuple[str | int, ...]) -> gs.Variable:
-    """The graph's int32 input of this name, made on first use."""
+    """The graph's int32 input of this name, added on first use."""
     found = next((tensor for tensor in graph.inputs if tensor.name == name), None)
     if found is None:
         found = gs.Variable(name, np.int32, shape)
@@ -387,7 +393,7 @@ def constant(tensor: gs.Tensor) -> np.ndarray | None:
 
 
 def scalar(tensor: gs.Tensor) -> float | None:
-    """The value of a one-element constant."""
+    """The value of a one-element constant, or None."""
     array = constant(tensor)
     return float(array.reshape(-1)[0]) if array is not None and array.size == 1 else None
 
@@ -401,7 +407,7 @@ def weight(tensor: gs.Tensor) -> Weight | None:
 
 
 def values_of(tensor: gs.Tensor) -> Weight:
-    """The values of a tensor that is known to be a constant."""
+    """The values of a tensor that must be a constant."""
     values = weight(tensor)
     assert values is not None, tensor.name
     return values
@@ -409,7 +415,7 @@ def values_of(tensor: gs.Tensor) -> Weight:
 
 def replace(graph: gs.Graph, op: Op, inputs: Mapping[str, gs.Tensor | None],
             outputs: Sequence[gs.Tensor], attrs: Mapping[str, Any] | None = None) -> gs.Node:
-    """Add a node of ours that computes `outputs` in place of their present producers."""
+    """Add an llmc node that computes `outputs` in place of their present producers."""
     for tensor in outputs:
         tensor.inputs.clear()
     node = gs.Node(op=op.name, name=outputs[0].name, domain=plugins.DOMAIN, attrs=dict(attrs or {}),
@@ -419,7 +425,7 @@ def replace(graph: gs.Graph, op: Op, inputs: Mapping[str, gs.Tensor | None],
 
 
 def arranged(op: Op, inputs: Mapping[str, gs.Tensor | None]) -> list[gs.Tensor]:
-    """The inputs of a node in order, with empty tensors for absent ones but the last."""
+    """Inputs of a node in order: empty tensors for absent ones, trailing ones omitted."""
     unknown = set(inputs) - set(op.input_names)
     assert not unknown, f"{op.name} has no inputs {unknown}"
     given = [inputs.get(name) or gs.Variable.empty() for name in op.input_names]
@@ -430,8 +436,17 @@ def arranged(op: Op, inputs: Mapping[str, gs.Tensor | None]) -> list[gs.Tensor]:
 
 def merge_constants(gemms: Sequence[gs.Node], given: str, values: Weight, role: str,
                     output: gs.Tensor) -> gs.Constant:
-    """A constant for what GEMMs have at the input `given`, merged: `a.q.weight`, `a.k.weight` →
-    `a.<role>.weight`. Where others read the parts too, the name gets a suffix to stay unique.
+    """A constant for the merged weights of GEMMs.
+
+    It is named like them: `a.q.weight`, `a.k.weight` → `a.<role>.weight`. The name gets a suffix if
+    nodes outside `gemms` read the parts too.
+
+    Args:
+        gemms: the nodes.
+        given: name of the input.
+        values: the merged weight.
+        role: last part of the layer's new name.
+        output: tensor whose name is the suffix.
     """
     tensors = [operands(gemm)[given] for gemm in gemms]
     parts = list({tensor.name: tensor for tensor in tensors}.values())

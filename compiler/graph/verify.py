@@ -1,7 +1,7 @@
-"""Check a graph after a pass: its structure, every llmc node's contract, and every shape.
+"""Verify a graph after a pass: structure, contracts of llmc nodes, shapes.
 
-An op's shape rule says which shapes fit together as its inputs and what comes out of them, so a
-pass that declares another one is named, with the node. What is not known yet is filled in.
+An op's shape rule defines which input shapes fit together and the shapes of the outputs. A pass
+that declares other shapes is reported with the node. Unknown shapes are filled in.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import onnx_graphsurgeon as gs
 from llmc.compiler.graph.rewrite import describe, op_of
 from llmc.plugins import Op, Shape
 
-# Names that llmc gives dimensions. An exporter's own may stand for any of these.
+# Dimension names that llmc assigns. An exporter's names may stand for any of these.
 _DIMENSIONS = frozenset({"batch", "seq", "mem_seq", "num_tokens", "num_logits", "num_memory_tokens",
                          "batch_plus_1", "num_blocks", "block_size", "max_blocks"})
 
 
 def verify(graph: gs.Graph, after: str) -> None:
-    """Check `graph`, and fill in the shapes that ops' rules give.
+    """Check `graph`, and fill in output shapes by the ops' rules.
 
     Raises:
         AssertionError: a pass broke the graph; the message names the pass and the node.
@@ -34,7 +34,7 @@ def verify(graph: gs.Graph, after: str) -> None:
         for tensor in node.inputs:
             if not tensor.is_empty() and not isinstance(tensor, gs.Constant) \
                     and id(tensor) not in known:
-                fail(f"{describe(node)} reads '{tensor.name}', which nothing before it computes")
+                fail(f"{describe(node)} reads '{tensor.name}', which no earlier node computes")
             if not tensor.is_empty() and names.setdefault(tensor.name, id(tensor)) != id(tensor):
                 fail(f"two tensors are named '{tensor.name}'")
         for tensor in node.outputs:
@@ -55,10 +55,10 @@ def verify(graph: gs.Graph, after: str) -> None:
 
 
 def _check_contract(node: gs.Node, op: Op) -> None:
-    """Check fields, inputs and output shapes of a node.
+    """Check a node's attributes, inputs and output shapes.
 
     Raises:
-        ValueError: something is not as the op declares it.
+        ValueError: the node violates its op's contract.
     """
     fields = op.complete(node.attrs)
     present = op.present([tensor.name for tensor in node.inputs])
@@ -66,27 +66,25 @@ def _check_contract(node: gs.Node, op: Op) -> None:
     for name, tensor in zip(op.input_names, node.inputs, strict=False):
         if name in present:
             if tensor.shape is None or None in tensor.shape:
-                return  # nothing follows from it
+                return  # the shape rule needs all of them
             shapes[name] = tuple(tensor.shape)
-    made = op.shapes(shapes, fields)
+    expected = op.shapes(shapes, fields)
     if op.dims is not None and _is_packed(shapes, op.dims(fields, present)):
-        made = op.fit(shapes, fields)
-    for tensor, shape in zip(node.outputs, made, strict=False):
+        expected = op.fit(shapes, fields)
+    for tensor, shape in zip(node.outputs, expected, strict=False):
         if tensor.is_empty():
             continue
         declared = tensor.shape
         if declared is not None and not _fits(declared, shape):
             raise ValueError(f"'{tensor.name}' is declared {list(declared)}, its inputs "
-                             f"{ {name: list(s) for name, s in shapes.items()} } make it "
+                             f"{ {name: list(s) for name, s in shapes.items()} } require "
                              f"{list(shape)}")
         if declared is None or any(_is_unknown(dim) for dim in declared):
             tensor.shape = shape
 
 
 def _is_packed(shapes: Mapping[str, Shape], dims: Mapping[str, Shape]) -> bool:
-    """Whether inputs can be held against what the op says of them, which is of packed tokens, with
-    dimensions that llmc has named.
-    """
+    """Whether inputs are packed tokens with llmc's dimension names, as the op declares them."""
     return all(len(shape) == len(dims[name]) and not any(map(_is_unknown, shape))
                for name, shape in shapes.items())
 

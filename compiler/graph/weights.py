@@ -1,7 +1,7 @@
-"""Weights that are named now and read later, a block of rows at a time.
+"""Lazy weights, read a block of rows at a time.
 
 A graph constant holds a `Weight` instead of an array, so a model of any size can be rewritten and
-partitioned without loading it: each rewrite wraps the weight in what is to be done to it.
+partitioned without loading it: each rewrite wraps the weight in a further transformation.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from llmc.errors import LlmcError
 if TYPE_CHECKING:
     from llmc.compiler.quant.stored import Stored
 
-BLOCK_BYTES = 16 << 20  # of a weight that is held at once
+BLOCK_BYTES = 16 << 20  # of a weight in memory at once
 _FLOATING = frozenset(map(np.dtype, (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)))
 
 
 class Weight(LazyValues):
-    """A lazy array that onnx-graphsurgeon takes as a constant's values.
+    """A lazy array that onnx-graphsurgeon accepts as a constant's values.
 
     Args:
         shape: dimensions.
-        dtype: NumPy dtype (ml_dtypes' included): in a checkpoint the one on disk, in a graph that
-            of the constant.
+        dtype: NumPy dtype (or ml_dtypes'): that on disk for a checkpoint's weight, the constant's
+            in a graph.
         rows: reads rows `start` to `stop` of axis 0 as an array of `dtype`.
-        name: where it comes from, for messages.
-        stored: the fewer bits of which its numbers are made, where it has come in such; of a stack
-            of matrices those of all, one below the other. Cuts, stacks and casts carry it along;
-            whatever makes other numbers leaves it behind.
+        name: its origin, for messages.
+        stored: the quantized values as stored, if any; for a stack of matrices, those of all,
+            concatenated by rows. Slices, stacks and casts keep it; operations that change values
+            drop it.
 
     Attributes:
-        dequantized: whether its checkpoint had it in fewer bits, and `stored` was left behind.
-        divided: whether it has some of the rows, of which other ranks have the rest.
-        unrounded: a form that was left behind, its own or a part's, and says that what is
-            multiplied is rounded.
+        dequantized: whether its checkpoint has it quantized and `stored` was dropped.
+        divided: whether it is one rank's share of the rows.
+        unrounded: a dropped storage format, its own or a part's, that declares activation
+            quantization.
     """
 
     def __init__(self, shape: Sequence[int], dtype: np.dtype | type,
@@ -60,13 +60,13 @@ class Weight(LazyValues):
 
     def _derived(self, shape: Sequence[int], dtype: np.dtype | type,
                  rows: Callable[[int, int], np.ndarray], stored: Stored | None = None) -> Weight:
-        """A weight that is made of this one."""
-        made = Weight(shape, dtype, rows, self.name, stored)
-        made._leave([self])
-        return made
+        """A weight computed from this one."""
+        result = Weight(shape, dtype, rows, self.name, stored)
+        result._inherit([self])
+        return result
 
-    def _leave(self, sources: Sequence[Weight]) -> None:
-        """See what this weight has left behind of those that it is made of."""
+    def _inherit(self, sources: Sequence[Weight]) -> None:
+        """Record what this weight has lost of its sources' storage formats."""
         self.dequantized = self.stored is None and any(
             source.dequantized or source.stored is not None for source in sources)
         self.divided = any(source.divided for source in sources)
@@ -76,11 +76,11 @@ class Weight(LazyValues):
                                    if form is not None and form.activation_dtype), None)
 
     def without_form(self) -> Weight:
-        """The same numbers, whatever they are stored as."""
+        """The same values without the storage format."""
         return self._derived(self.shape, self.dtype, self._rows)
 
     def as_unquantized(self) -> Weight:
-        """The same numbers, with nothing that tells that they were quantized."""
+        """The same values without any record of quantization."""
         return Weight(self.shape, self.dtype, self._rows, self.name)
 
     @property
@@ -89,7 +89,7 @@ class Weight(LazyValues):
 
     @property
     def tensor(self) -> onnx.TensorProto:
-        """The TensorProto that stands for it in an exported graph; the writer adds the offset."""
+        """The TensorProto of the weight in an exported graph; the writer adds the offset."""
         proto = onnx.TensorProto(dims=self.shape,
                                  data_type=onnx.helper.np_dtype_to_tensor_dtype(self.dtype))
         proto.data_location = onnx.TensorProto.EXTERNAL
@@ -104,14 +104,13 @@ class Weight(LazyValues):
         return np.asarray(block, dtype=self.dtype, order="C")  # ascontiguousarray makes () a (1,)
 
     def require_finite(self, allow_minus_inf: bool = False) -> None:
-        """Check rows when they are first read, this weight's and those of weights made of it.
+        """Check rows on their first read, through this weight or one derived from it.
 
         Args:
-            allow_minus_inf: it may be a mask.
+            allow_minus_inf: the weight may be a mask.
 
         Raises:
-            LlmcError: when rows are read, where they have NaN or infinities; it counts those of
-                the whole weight.
+            LlmcError: on reading rows with NaN or infinities; the counts are the whole weight's.
         """
         read, checked = self._rows, np.zeros(max(1, *self.shape[:1]), np.bool_)
 
@@ -119,13 +118,13 @@ class Weight(LazyValues):
             block = read(start, stop)
             if not checked[start:stop].all():
                 if not _is_finite(block):
-                    self._refuse_odd_values(read, allow_minus_inf)
+                    self._refuse_nonfinite(read, allow_minus_inf)
                 checked[start:stop] = True
             return block
 
         self._rows = rows
 
-    def _refuse_odd_values(self, read: Callable[[int, int], np.ndarray],
+    def _refuse_nonfinite(self, read: Callable[[int, int], np.ndarray],
                            allow_minus_inf: bool) -> None:
         counts = np.zeros(3, np.int64)
         for start, stop in self._steps() if self.shape else [(0, 1)]:
@@ -142,7 +141,7 @@ class Weight(LazyValues):
         return self.rows(0, self.shape[0] if self.shape else 1)
 
     def blocks(self, max_bytes: int = BLOCK_BYTES) -> Iterator[np.ndarray]:
-        """The array as consecutive blocks of rows of at most `max_bytes` (at least one row)."""
+        """Consecutive blocks of rows of at most `max_bytes` (at least one row)."""
         for start, stop in self._steps(max_bytes):
             yield self.rows(start, stop)
 
@@ -154,20 +153,20 @@ class Weight(LazyValues):
 
     @property
     def is_floating(self) -> bool:
-        """Whether its numbers are a model's weights as they are, whatever their width."""
+        """Whether it has a floating-point dtype of at least 16 bits."""
         return self.dtype in _FLOATING
 
     @staticmethod
     def of(array: np.ndarray, name: str = "constant") -> Weight:
-        """A weight that is already in memory."""
+        """A weight of an array in memory."""
         return Weight(array.shape, array.dtype,
                       lambda start, stop: array[start:stop] if array.ndim else array, name)
 
     def transpose(self) -> Weight:
-        """The transpose of a matrix, or of each of a stack of them; of a transposed one, the
-        original.
+        """The transpose of a matrix, or of each matrix of a stack.
 
-        Reads a whole matrix for each block of its rows, but holds no more than a block of it.
+        The transpose of a transpose is the original. Reads a whole matrix for each block of its
+        rows, but holds only one block of it.
         """
         if self._transposed is None and len(self.shape) == 3:
             count, height, width = self.shape
@@ -189,8 +188,10 @@ class Weight(LazyValues):
         return self._transposed
 
     def reshape(self, shape: Sequence[int]) -> Weight:
-        """The same numbers in another shape. Reads all of it for each block unless rows stay, or
-        matrices become one, one below the other, or one becomes several.
+        """The same values in another shape.
+
+        Each block reads the whole weight, unless axis 0 stays, or a stack of matrices is joined
+        or split by rows.
         """
         shape = tuple(int(dim) for dim in shape)
         if shape == self.shape:
@@ -220,21 +221,21 @@ class Weight(LazyValues):
             return self
 
         def rows(start: int, stop: int) -> np.ndarray:
-            wanted = index[start:stop]
-            breaks = np.flatnonzero(np.diff(wanted) != 1) + 1
-            if len(breaks) + 1 > len(wanted) // 4:
-                low = int(wanted.min())
-                taken: np.ndarray = self.rows(low, int(wanted.max()) + 1)[wanted - low]
+            requested = index[start:stop]
+            breaks = np.flatnonzero(np.diff(requested) != 1) + 1
+            if len(breaks) + 1 > len(requested) // 4:
+                low = int(requested.min())
+                taken: np.ndarray = self.rows(low, int(requested.max()) + 1)[requested - low]
                 return taken
-            runs = np.split(wanted, breaks)
+            runs = np.split(requested, breaks)
             return np.concatenate([self.rows(int(r[0]), int(r[-1]) + 1) for r in runs])
 
-        own = _rows_of(index, self.shape[1]) if len(self.shape) == 3 else index
+        stored_rows = _rows_of(index, self.shape[1]) if len(self.shape) == 3 else index
         return self._derived((len(index), *self.shape[1:]), self.dtype, rows,
-                             self.stored and self.stored.take_rows(own))
+                             self.stored and self.stored.take_rows(stored_rows))
 
     def take_columns(self, index: Sequence[int] | np.ndarray) -> Weight:
-        """Columns `index` of a matrix, in that order. A stored form stays where they are groups."""
+        """Columns `index` of a matrix, in that order; whole groups keep the storage format."""
         index = np.asarray(index, dtype=np.int64)
         if np.array_equal(index, np.arange(self.shape[1])):
             return self
@@ -243,7 +244,7 @@ class Weight(LazyValues):
                              self.stored and self.stored.take_columns(index))
 
     def take(self, index: Sequence[int] | np.ndarray, axis: int) -> Weight:
-        """What is at `index` of an axis, in that order."""
+        """Slices `index` of an axis, in that order."""
         if axis == 0:
             return self.take_rows(index)
         if len(self.shape) == 2:
@@ -261,7 +262,7 @@ class Weight(LazyValues):
                              lambda start, stop: self.rows(start, stop).take(index, axis), stored)
 
     def pad_rows(self, count: int) -> Weight:
-        """The weight with zero rows appended up to `count` rows; the same each time."""
+        """The weight padded with zero rows to `count` rows; cached."""
         have = self.shape[0]
         if count == have:
             return self
@@ -280,7 +281,7 @@ class Weight(LazyValues):
         return self._padded[count]
 
     def map(self, function: Callable[[np.ndarray], np.ndarray]) -> Weight:
-        """An elementwise function of the weight, computed in float32 where it is narrower."""
+        """An elementwise function of the weight, computed in float32 for narrower dtypes."""
 
         def rows(start: int, stop: int) -> np.ndarray:
             block = self.rows(start, stop)
@@ -295,29 +296,29 @@ class Weight(LazyValues):
             lambda start, stop: self.rows(start, stop).astype(np.float32) * factors)
 
     def plus_product(self, left: Weight, right: Weight) -> Weight:
-        """A matrix with `left` · `right` added, in float64; `right` is read whole with every block
-        of rows.
+        """The matrix plus `left` · `right`, in float64.
+
+        `right` is read whole with every block of rows.
         """
         def rows(start: int, stop: int) -> np.ndarray:
             block, thin, wide = (array.astype(np.float64) for array in (
                 self.rows(start, stop), left.rows(start, stop), right.load()))
             return np.asarray(block + thin @ wide).astype(self.dtype)
 
-        made = self._derived(self.shape, self.dtype, rows)
-        made._leave([self, left, right])
-        return made
+        result = self._derived(self.shape, self.dtype, rows)
+        result._inherit([self, left, right])
+        return result
 
     def dot(self, vector: np.ndarray) -> np.ndarray:
         """A matrix times a vector, float32. Reads the matrix once, a block at a time.
 
-        Summed in float64, in an order that no processor chooses: the same input gives the same
-        bytes.
+        Summed in float64 in a fixed order, so the result is bit-identical on every processor.
         """
         return np.concatenate([_sum_rows(block.astype(np.float64) * vector).astype(np.float32)
                                for block in self.blocks()])
 
     def cast(self, dtype: np.dtype | type) -> Weight:
-        """The weight in another dtype; the same each time."""
+        """The weight in another dtype; cached."""
         dtype = np.dtype(dtype)
         if dtype == self.dtype:
             return self
@@ -329,20 +330,20 @@ class Weight(LazyValues):
 
     @staticmethod
     def stack(weights: Sequence[Weight]) -> Weight:
-        """The weights, all alike, along a new axis 0. Reads one at a time."""
+        """Weights of equal shape and dtype along a new axis 0. Reads one at a time."""
         first = weights[0]
         assert all(w.shape == first.shape and w.dtype == first.dtype for w in weights)
         forms = [w.stored for w in weights if w.stored is not None]
-        made = Weight((len(weights), *first.shape), first.dtype, lambda start, stop: np.stack(
+        result = Weight((len(weights), *first.shape), first.dtype, lambda start, stop: np.stack(
             [weight.load() for weight in weights[start:stop]]), first.name,
             forms[0].above(forms[1:]) if len(forms) == len(weights) and len(first.shape) == 2
             else None)
-        made._leave(weights)
-        return made
+        result._inherit(weights)
+        return result
 
     @staticmethod
     def concat(weights: Sequence[Weight]) -> Weight:
-        """The weights one below the other along axis 0."""
+        """Weights concatenated along axis 0."""
         if len(weights) == 1:
             return weights[0]
         first = weights[0]
@@ -358,16 +359,17 @@ class Weight(LazyValues):
             return np.concatenate(parts)
 
         forms = [w.stored for w in weights if w.stored is not None]
-        made = Weight((int(offsets[-1]), *first.shape[1:]), first.dtype, rows,
-                      "+".join(w.name for w in weights),
-                      forms[0].above(forms[1:]) if len(forms) == len(weights) else None)
-        made._leave(weights)
-        return made
+        result = Weight((int(offsets[-1]), *first.shape[1:]), first.dtype, rows,
+                        "+".join(w.name for w in weights),
+                        forms[0].above(forms[1:]) if len(forms) == len(weights) else None)
+        result._inherit(weights)
+        return result
 
 
 class HeadMatrices(Weight):
-    """A matrix for each head, [heads, rows, columns], or each transposed, of the rows of one, which
-    it keeps in the form that it is stored in.
+    """One matrix per head of a quantized or floating-point matrix, which is kept as stored.
+
+    [heads, rows, columns], or each transposed.
     """
 
     def __init__(self, matrix: Weight, heads: int, transposed: bool = False) -> None:
@@ -385,12 +387,12 @@ class HeadMatrices(Weight):
     def take_rows(self, index: Sequence[int] | np.ndarray) -> Weight:
         """Heads `index`, in that order."""
         each = self.matrix.shape[0] // self.shape[0]
-        own = _rows_of(np.asarray(index), each)
-        return HeadMatrices(self.matrix.take_rows(own), len(index), self.transposed)
+        rows = _rows_of(np.asarray(index), each)
+        return HeadMatrices(self.matrix.take_rows(rows), len(index), self.transposed)
 
 
 def _is_finite(block: np.ndarray) -> bool:
-    """Whether there is neither NaN nor infinity; of 16 bits by their exponent, which is faster."""
+    """Whether all are finite; 16-bit values are tested by their exponent, which is faster."""
     if block.dtype.itemsize != 2:
         return bool(np.isfinite(block).all())
     exponent = np.uint16(0x7F80 if block.dtype == ml_dtypes.bfloat16 else 0x7C00)
@@ -399,16 +401,16 @@ def _is_finite(block: np.ndarray) -> bool:
 
 
 def _rows_of(matrices: np.ndarray, height: int) -> np.ndarray:
-    """The rows of these matrices of `height`, where they lie one below the other."""
+    """Row indices of these matrices of `height` in their concatenation."""
     rows: np.ndarray = (matrices[:, None] * height + np.arange(height)).reshape(-1)
     return rows
 
 
 def _sum_rows(matrix: np.ndarray) -> np.ndarray:
-    """The sum of each row, by adding the row's halves to each other until one column is left.
+    """The sum of each row, by adding the row's halves until one column is left.
 
-    NumPy's own sum adds in an order that depends on its version and may on the processor; an
-    element plus an element is the same everywhere.
+    The order of NumPy's sum depends on its version and possibly on the processor; an elementwise
+    sum does not.
     """
     while matrix.shape[1] > 1:
         half = matrix.shape[1] // 2
@@ -419,5 +421,5 @@ def _sum_rows(matrix: np.ndarray) -> np.ndarray:
 
 
 def unread(start: int, stop: int) -> np.ndarray:
-    """The rows of a weight that is a placeholder."""
+    """The reader of a placeholder weight."""
     raise AssertionError("a placeholder weight was read")

@@ -1,1 +1,1 @@
-"""The compiler's rewrites, one file each; `llmc.compiler.pipeline` holds their order."""
+"""The compiler's rewrites, one per file; `llmc.compiler.pipeline` defines their order."""

@@ -1,10 +1,11 @@
-"""Fold what adapters add to the projections of attention into these.
+"""Merge LoRA adapters into the projections of attention.
 
-Given:   q = Gemm(x, W) + Gemm(Gemm(x, A), B), which goes into attention, perhaps turned
+Given:   q = Gemm(x, W) + Gemm(Gemm(x, A), B), read by attention, optionally through a rotary
+         embedding
 Result:  q = Gemm(x, W + B·A)
 
-Layers that share W have one each then, as attention takes the columns of one matrix. Adapters of an
-MLP stay: there the sum costs nothing.
+Layers that share W get a separate one each, as attention takes the columns of one matrix. Adapters
+of an MLP stay: there the sum costs nothing.
 """
 
 from __future__ import annotations
@@ -61,13 +62,13 @@ def _check(graph: gs.Graph, node: gs.Node) -> _Adapted | NoMatch | None:
                 or any(operand(gemm, "bias") is not None for gemm in (down, up)):
             return NoMatch("an adapter of a projection has an activation or a bias", up)
         if any(len(consumers(graph, gemm.outputs[0])) > 1 for gemm in (base, up)):
-            return NoMatch("a projection is read without its adapter too", base)
+            return NoMatch("a projection is also read without its adapter", base)
         return _Adapted(base, down, up, node.outputs[0])
     return None
 
 
 def _goes_into_attention(graph: gs.Graph, tensor: gs.Tensor) -> bool:
-    """Whether attention reads it, through what lays out and turns heads."""
+    """Whether attention reads the tensor, through layout ops and rotary embeddings."""
     seen: set[int] = set()
     stack = [tensor]
     while stack:
@@ -84,6 +85,6 @@ def _rewrite(graph: gs.Graph, match: _Adapted, settings: Settings) -> None:
     given = operands(match.base)
     left, right = (operands(gemm)["weight"] for gemm in (match.up, match.down))
     merged = values_of(given["weight"]).plus_product(values_of(left), values_of(right))
-    # W may have several adapters; of a name, a merge with others keeps the last word.
+    # W may have several adapters. A merge with others keeps the last part of a name.
     name = f"{given['weight'].name}.{match.output.name.replace('.', '_')}"
     replace(graph, GEMM, {**given, "weight": gs.Constant(name, merged)}, [match.output])

@@ -1,5 +1,4 @@
-"""Keep the KV cache in blocks, which sequences share and have as many of as they are long; and
-states where a sequence's is any of those that there are.
+"""Paged KV cache and pooled recurrent state.
 
 Given:   CausalAttention(qkv, key_cache, value_cache, …), caches [batch, num_kv_heads, max_seq_len,
          head_dim]
@@ -12,8 +11,7 @@ Given:   CausalConv1d(hidden, weight, state, …), state [batch, …]
 Result:  CausalConv1d(hidden, weight, state, …, state_slots), state [num_states, …], state_slots an
          input [batch]
 
-How many blocks and states there are, and how large blocks are, the engine decides when it loads the
-model.
+The engine sets num_blocks, block_size and num_states when it loads the model.
 """
 
 from __future__ import annotations
@@ -41,17 +39,18 @@ def blocks(graph: gs.Graph, settings: Settings, report: Report) -> None:
         for cache in (cache for pair in caches(node) for cache in pair):
             cache.shape = ("num_blocks", cache.shape[1], "block_size", cache.shape[3])
             report.count("caches")
-    _tell(graph, attention, gs.Variable("block_table", np.int32, ("batch", "max_blocks")))
-    keeping = [(node, kept) for node in graph.nodes if (kept := state_of(node)) is not None]
-    for _, kept in keeping:
+    _add_input(graph, attention, gs.Variable("block_table", np.int32, ("batch", "max_blocks")))
+    recurrent = [(node, kept) for node in graph.nodes if (kept := state_of(node)) is not None]
+    for _, kept in recurrent:
         for state in kept:
             state.shape = ("num_states", *state.shape[1:])
         report.count("states")
-    _tell(graph, [node for node, _ in keeping], gs.Variable("state_slots", np.int32, ("batch",)))
+    _add_input(graph, [node for node, _ in recurrent],
+               gs.Variable("state_slots", np.int32, ("batch",)))
 
 
-def _tell(graph: gs.Graph, nodes: list[gs.Node], given: gs.Variable) -> None:
-    """Give these nodes another input of the graph, which stands before what is kept."""
+def _add_input(graph: gs.Graph, nodes: list[gs.Node], given: gs.Variable) -> None:
+    """Add a graph input, before caches and states, and pass it to these nodes."""
     if not nodes:
         return
     kept = {id(tensor) for node in graph.nodes

@@ -1,4 +1,4 @@
-"""Columns that are chosen, as the one node that the engine has for that.
+"""Column selection as Gather, the only form that the engine has.
 
 Given:   Slice, Split or Gather along the last axis, by constants
 Result:  Gather(x, index) along the last axis for each output, index an int32 constant
@@ -16,8 +16,8 @@ from llmc.compiler.graph.weights import Weight
 def columns(graph: gs.Graph, settings: Settings, report: Report) -> None:
     """Run the pass."""
     for node in list(graph.nodes):
-        chosen = _chosen(node)
-        if chosen is None:
+        selections = _selected_columns(node)
+        if selections is None:
             continue
         outputs = list(node.outputs)
         node.outputs.clear()
@@ -25,7 +25,7 @@ def columns(graph: gs.Graph, settings: Settings, report: Report) -> None:
         graph.nodes[place:place + 1] = [
             gs.Node(op="Gather", name=output.name, attrs={"axis": -1}, outputs=[output],
                     inputs=[node.inputs[0], _index(f"{output.name}.columns", index)])
-            for output, index in zip(outputs, chosen, strict=True)]
+            for output, index in zip(outputs, selections, strict=True)]
         report.count("columns", len(outputs))
 
 
@@ -33,8 +33,8 @@ def _index(name: str, index: np.ndarray) -> gs.Constant:
     return gs.Constant(name, Weight.of(index.astype(np.int32), name))
 
 
-def _chosen(node: gs.Node) -> list[np.ndarray] | None:
-    """The columns that each output of a node has; None where it chooses none."""
+def _selected_columns(node: gs.Node) -> list[np.ndarray] | None:
+    """The columns of each output of a node; None if the node does not select columns."""
     shape = node.inputs[0].shape if node.op in ("Slice", "Split", "Gather") else None
     if not shape or not isinstance(shape[-1], int):
         return None

@@ -1,11 +1,11 @@
-"""Recognise experts that are all computed for every token, of which most scores are zero.
+"""Recognize MoE layers that compute all experts for every token, most with score zero.
 
-Given:   rows = x, once for each expert, times the token's score for it; inner = act(gate) · up of
-         the halves of rows·W; y = Σ over experts of inner·D; scores are zero but for a TopK's
+Given:   rows = x, repeated for each expert, times the token's score for it; inner = act(gate) · up
+         of the halves of rows·W; y = Σ over experts of inner·D; scores are zero except a TopK's
 Result:  y = Experts(x, experts, scores at experts, W, D, scale_input=1), experts the TopK's
 
-Rows, inner and the sum are each recognised by running them, and so is that an expert makes nothing
-of zeros, so that those with a score of zero need not run.
+Rows, inner and the sum are each probed. So is that an expert maps zeros to zeros, which allows to
+skip experts with score zero.
 """
 
 from __future__ import annotations
@@ -74,25 +74,25 @@ def _check(graph: gs.Graph, node: gs.Node, data: set[int]) -> _Dense | NoMatch |
     num_experts, hidden, width = values_of(up.inputs[1]).shape
     output = _summed(graph, node)
     if output is None or len(output.shape or ()) != 2:
-        return NoMatch("the products of experts are not added up, token by token", node)
+        return NoMatch("the experts' second GEMM is not summed token by token", node)
     piece = cone(inner, data, ELEMENTWISE | LAYOUT, borders_at={id(both)})
     if isinstance(piece, NoMatch):
-        return NoMatch(f"between the products of experts {piece.reason}", piece.value)
+        return NoMatch(f"between the experts' GEMMs: {piece.reason}", piece.value)
     if len(piece.inputs) > 1:
-        return NoMatch("the second product of experts is not of the first alone", inner)
+        return NoMatch("the experts' second GEMM does not read the first alone", inner)
     found = find_activation(piece, both, width, values_of(node.inputs[1]).shape[1])
     if isinstance(found, NoMatch):
         return found
     if piece.run({both.name: np.zeros((num_experts, 1, width), np.float32)}).any():
-        return NoMatch("experts make something of zeros", inner)
+        return NoMatch("experts do not map zeros to zeros", inner)
     summed = cone(output, data, _SUM, borders_at={id(node.outputs[0])})
     if isinstance(summed, NoMatch) or not _is_sum(summed, node.outputs[0]):
-        return NoMatch("what experts make is not added up, token by token", output)
+        return NoMatch("the experts' results are not summed token by token", output)
     rows = _rows(up.inputs[0], data, output.shape[0], num_experts, hidden)
     if isinstance(rows, NoMatch):
         return rows
     x, dense = rows
-    chosen = _chosen(graph, dense, num_experts)
+    chosen = _selected_experts(graph, dense, num_experts)
     if isinstance(chosen, NoMatch):
         return chosen
     fields, order = found
@@ -102,16 +102,16 @@ def _check(graph: gs.Graph, node: gs.Node, data: set[int]) -> _Dense | NoMatch |
 
 
 def _is_stacked(node: gs.Node) -> bool:
-    """Whether a product is with a matrix for each expert."""
+    """Whether a node is a MatMul with one matrix per expert."""
     values = weight(node.inputs[1]) if node.op == "MatMul" else None
     return values is not None and len(values.shape) == 3
 
 
 def _product_above(down: gs.Node, data: set[int]) -> gs.Node | None:
-    """The product with as many matrices that this one reads, through functions of one element."""
+    """The MatMul with as many matrices above this one, past elementwise and layout ops."""
     node: gs.Node | None = down if _is_stacked(down) else None
     while node is not None:
-        tensor = next((own for own in node.inputs if id(own) in data), None)
+        tensor = next((t for t in node.inputs if id(t) in data), None)
         node = None if tensor is None else producer(tensor)
         if node is not None and _is_stacked(node):
             same = values_of(node.inputs[1]).shape[0] == values_of(down.inputs[1]).shape[0]
@@ -122,7 +122,7 @@ def _product_above(down: gs.Node, data: set[int]) -> gs.Node | None:
 
 
 def _summed(graph: gs.Graph, down: gs.Node) -> gs.Tensor | None:
-    """The sum that a product's result goes into, alone."""
+    """The sum that alone reads a MatMul's result, or None."""
     tensor = down.outputs[0]
     while True:
         users = consumers(graph, tensor)
@@ -135,14 +135,23 @@ def _summed(graph: gs.Graph, down: gs.Node) -> gs.Tensor | None:
 
 def _is_sum(piece: Piece, source: gs.Tensor) -> bool:
     experts, _, width = source.shape
-    made = np.random.default_rng(0).standard_normal((experts, _TOKENS, width)).astype(np.float32)
-    return close(piece.run({**token_feeds(1, _TOKENS), source.name: made}), made.sum(0), 1e-5)
+    x = np.random.default_rng(0).standard_normal((experts, _TOKENS, width)).astype(np.float32)
+    return close(piece.run({**token_feeds(1, _TOKENS), source.name: x}), x.sum(0), 1e-5)
 
 
 def _rows(rows: gs.Tensor, data: set[int], num_tokens: int | str, num_experts: int,
           hidden: int) -> tuple[gs.Tensor, gs.Tensor] | NoMatch:
-    """Tokens `[num_tokens, hidden]` and scores `[num_tokens, num_experts]`, whose products rows
-    `[num_experts, num_tokens, hidden]` are.
+    """The tokens and scores whose products are the experts' inputs.
+
+    Args:
+        rows: `[num_experts, num_tokens, hidden]`.
+        data: ids of tensors that depend on token values.
+        num_tokens: first dimension of the result.
+        num_experts: of the layer.
+        hidden: size of a token.
+
+    Returns:
+        Tokens `[num_tokens, hidden]` and scores `[num_tokens, num_experts]`.
     """
     found: dict[int, gs.Tensor] = {}
     stack = [rows]
@@ -152,11 +161,11 @@ def _rows(rows: gs.Tensor, data: set[int], num_tokens: int | str, num_experts: i
         if tuple(tensor.shape or ()) in ((num_tokens, hidden), (num_tokens, num_experts)):
             found[id(tensor)] = tensor
         elif node is None or node.op not in _SPREAD:
-            return NoMatch("what experts read is not a token times its score", rows)
+            return NoMatch("the experts' input is not a token times its score", rows)
         else:
-            stack.extend(own for own in node.inputs if id(own) in data)
+            stack.extend(t for t in node.inputs if id(t) in data)
     if len(found) != 2:
-        return NoMatch("what experts read is not a token times its score", rows)
+        return NoMatch("the experts' input is not a token times its score", rows)
     piece = cone(rows, data, _SPREAD, borders_at=found.keys())
     if isinstance(piece, NoMatch):
         return piece
@@ -165,16 +174,16 @@ def _rows(rows: gs.Tensor, data: set[int], num_tokens: int | str, num_experts: i
     for x, dense in ((first, second), (second, first)):
         if (x.shape[-1], dense.shape[-1]) != (hidden, num_experts):
             continue
-        tokens, scores = (rng.standard_normal((_TOKENS, own.shape[-1])).astype(np.float32)
-                          for own in (x, dense))
-        made = piece.run({**token_feeds(1, _TOKENS), x.name: tokens, dense.name: scores})
-        if close(made, tokens * scores.T[..., None], 1e-5):
+        tokens, scores = (rng.standard_normal((_TOKENS, t.shape[-1])).astype(np.float32)
+                          for t in (x, dense))
+        result = piece.run({**token_feeds(1, _TOKENS), x.name: tokens, dense.name: scores})
+        if close(result, tokens * scores.T[..., None], 1e-5):
             return x, dense
-    return NoMatch("what experts read is not a token times its score", rows)
+    return NoMatch("the experts' input is not a token times its score", rows)
 
 
-def _chosen(graph: gs.Graph, dense: gs.Tensor, num_experts: int) -> gs.Tensor | NoMatch:
-    """The experts `[num_tokens, top_k]` that have other scores than zero."""
+def _selected_experts(graph: gs.Graph, dense: gs.Tensor, num_experts: int) -> gs.Tensor | NoMatch:
+    """The experts `[num_tokens, top_k]` with nonzero scores."""
     above = routing(graph, dense)
     if isinstance(above, NoMatch):
         return above
@@ -190,7 +199,7 @@ def _chosen(graph: gs.Graph, dense: gs.Tensor, num_experts: int) -> gs.Tensor | 
     kept = np.zeros_like(scores)
     np.put_along_axis(kept, chosen, np.take_along_axis(scores, chosen, -1), -1)
     if scores.shape != rows.shape or not np.array_equal(scores, kept):
-        return NoMatch("experts that are not chosen have scores", dense)
+        return NoMatch("experts outside the TopK have nonzero scores", dense)
     return choices[0]
 
 

@@ -1,4 +1,4 @@
-"""Fuse the token embedding with its scale and with positions.
+"""Fuse the token embedding with its scale and with position embeddings.
 
 Given:   Gather(W, input_ids) → Mul(scale) → Add(Gather(P, position_ids + offset))
 Result:  Embedding(input_ids, W, position_ids, P[offset:]) {scale}
@@ -6,8 +6,8 @@ Result:  Embedding(input_ids, W, position_ids, P[offset:]) {scale}
 Given:   Gather(P, position_ids + offset), added later
 Result:  Embedding(position_ids, P[offset:])
 
-Positions that are counted from the tokens that are not padding, of which packed tokens have none,
-are evaluated into a table.
+Positions that count only non-padding tokens are evaluated into a table: packed tokens have no
+padding.
 """
 
 from __future__ import annotations
@@ -59,15 +59,14 @@ def embedding(graph: gs.Graph, settings: Settings, report: Report) -> None:
 
 def _check(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings, report: Report) -> \
         _Embedding | NoMatch | None:
-    """`report` gets why something that is added is not taken in: the embedding is one without it.
-    """
+    """Match from the lookup on. `report` gets the reason if an addend is left out."""
     table, ids = node.inputs
     while (above := producer(ids)) is not None and above.op in ("Reshape", "Cast", "Identity"):
         ids = above.inputs[0]
     if weight(table) is None or ids.name != "input_ids":
-        return None  # it does not look tokens up
+        return None  # not a token embedding
     if node.attrs.get("axis", 0) != 0:
-        return NoMatch("the embedding gathers along another axis than 0", node)
+        return NoMatch("the embedding is gathered along an axis other than 0", node)
     output, scale = node.outputs[0], 1.0
     positions: gs.Constant | None = None
     while True:
@@ -103,7 +102,7 @@ def _position_table(tensor: gs.Tensor, data: set[int], settings: Settings) -> \
             and _width(node.inputs[0]) == _width(tensor):  # whole rows, in order
         node = producer(node.inputs[0])
     if node is None or node.op != "Gather" or weight(node.inputs[0]) is None:
-        return NoMatch("what is added to the embedding is not a learned position table", tensor)
+        return NoMatch("the addend of the embedding is not a learned position table", tensor)
     table, index = node.inputs
     piece = cone(index, data, _INDEX_OPS)
     if isinstance(piece, NoMatch):
@@ -118,30 +117,31 @@ def _position_table(tensor: gs.Tensor, data: set[int], settings: Settings) -> \
     available = values.shape[0] - offset
     if available < settings.max_seq_len:
         return NoMatch(f"the position table has {available} positions, --max_seq_len is "
-                       f"{settings.max_seq_len}; compile with at most the former", table)
+                       f"{settings.max_seq_len}; compile with --max_seq_len of at most "
+                       f"{available}", table)
     return gs.Constant(table.name, values.take_rows(np.arange(offset, values.shape[0])))
 
 
 def _width(tensor: gs.Tensor) -> int | None:
-    """The size of the last axis, where it is known."""
+    """The size of the last axis, if known."""
     last = (tensor.shape or (None,))[-1]
     return last if isinstance(last, int) else None
 
 
 def _counted_positions(tensor: gs.Tensor, data: set[int], settings: Settings) -> \
         gs.Constant | NoMatch:
-    """What is added at each position, where tokens matter only in being the padding or not."""
+    """The addend at each position, if tokens matter only as padding or not."""
     piece = cone(tensor, data, _INDEX_OPS)
     if isinstance(piece, NoMatch):
         return piece
-    made = next((t for t in piece.inputs if t.inputs), None)
-    if made is not None:
-        return NoMatch("what is added to the embedding comes out of a layer", made)
+    computed = next((t for t in piece.inputs if t.inputs), None)
+    if computed is not None:
+        return NoMatch("the addend of the embedding is computed by a layer", computed)
     readers = [node for node in piece.nodes if any(t.name == "input_ids" for t in node.inputs)]
     padding = {number for node in readers if node.op == "Equal" for t in node.inputs
                if (number := scalar(t)) is not None}
     if len(padding) != 1 or any(node.op not in ("Shape", "Equal") for node in readers):
-        return NoMatch("what is added to the embedding depends on which tokens there are", tensor)
+        return NoMatch("the addend of the embedding depends on token ids", tensor)
     weights = {t.name: values_of(t).load() for t in piece.inputs if isinstance(t, gs.Constant)}
 
     def at(length: int) -> np.ndarray:
@@ -154,7 +154,7 @@ def _counted_positions(tensor: gs.Tensor, data: set[int], settings: Settings) ->
     except CannotEvaluate as error:
         return error.reason
     if table.ndim != 3 or not np.array_equal(table[:, :3], few[:, :settings.max_seq_len]):
-        return NoMatch("what is added to the embedding at a position changes with the length",
+        return NoMatch("the addend of the embedding at a position depends on the sequence length",
                        tensor)
     return gs.Constant(f"positions.{tensor.name}", Weight.of(table[0]))
 
@@ -167,12 +167,12 @@ class _Positions:
 
 def _check_positions(node: gs.Node, data: set[int], settings: Settings) -> \
         _Positions | NoMatch | None:
-    """A position table that was not added to the token embedding at once."""
+    """A position table that is not added to the token embedding directly."""
     output = node.outputs[0]
     rows = list(output.shape or ())[:-1]  # [seq] or [batch, seq]; a bias of scores has [seq, seq]
     if weight(node.inputs[0]) is None or id(output) in data or rows[-1:] != ["seq"] \
             or rows.count("seq") > 1 or len(rows) > 2:
-        return None  # it is not a table that is looked up once for each position
+        return None  # not a table with one lookup per position
     table = _position_table(output, data, settings)
     return table if isinstance(table, NoMatch) else _Positions(table, output)
 
@@ -191,7 +191,7 @@ def _rewrite(graph: gs.Graph, match: _Embedding, settings: Settings) -> None:
 
 
 def _position_ids(graph: gs.Graph) -> gs.Variable:
-    """The graph's input of this name, made on first use."""
+    """The graph's input of this name, added on first use."""
     found = next((t for t in graph.inputs if t.name == "position_ids"), None)
     if found is None:
         found = gs.Variable("position_ids", np.int64, ["batch", "seq"])

@@ -1,13 +1,12 @@
-"""What the two graphs of an encoder-decoder model have to do with each other: weights, and what the
-decoder sees of the encoder, which is computed behind the encoder, once for each prompt.
+"""Encoder-decoder models: shared weights, and cross-attention KV computed once per prompt.
 
 Given:   encoder: … → encoder_output
          decoder: encoder_output → GemmBiasAct(Wk) → k; BidirectionalAttention(q, k, v, …)
 Result:  encoder: … → encoder_output → GemmBiasAct(Wk) → memory_key_<layer>
          decoder: BidirectionalAttention(q, memory_key_<layer>, memory_value_<layer>, …)
 
-Whatever depends on the encoder's output and not on the decoder's tokens moves. It is an error where
-anything but attention's keys and values reads it.
+Nodes that depend on the encoder output and not on the decoder's tokens move to the encoder. It is
+an error if anything but attention's keys and values reads their results.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from llmc.errors import LlmcError
 
 
 def share_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Report) -> None:
-    """Pad what the encoder shares with the decoder as it is padded there."""
+    """Pad weights that the encoder shares with the decoder as they are padded there."""
     decoder, encoder = graphs
     report.note(VocabularySize(values_of(token_table(encoder)).shape[0]))
     theirs = _weights(decoder)
@@ -40,7 +39,7 @@ def share_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Report
 
 
 def name_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Report) -> None:
-    """Rename what has the name of another weight: a chip's weights lie in one file."""
+    """Rename weights that differ under one name: a chip's weights are in one file."""
     decoder, encoder = graphs
     theirs = _weights(decoder)
     for name, tensor in _weights(encoder).items():
@@ -55,10 +54,10 @@ def _weights(graph: gs.Graph) -> dict[str, gs.Constant]:
 
 
 def move_memory(graphs: Sequence[gs.Graph], settings: Settings, report: Report) -> None:
-    """Move from the decoder of one rank to its encoder what depends on the encoder's output alone.
+    """Move nodes that depend on the encoder output alone from a rank's decoder to its encoder.
 
     Raises:
-        LlmcError: the decoder uses the encoder's output otherwise than as keys and values.
+        LlmcError: the decoder uses the encoder output other than as keys and values.
     """
     decoder, encoder = graphs
     source, = encoder.outputs
@@ -67,20 +66,20 @@ def move_memory(graphs: Sequence[gs.Graph], settings: Settings, report: Report) 
     moving = [node for node in decoder.nodes if any(id(t) in memory for t in node.inputs)
               and not any(id(t) in tokens for t in node.inputs)]
     staying = [node for node in decoder.nodes if not any(node is other for other in moving)]
-    made: dict[int, gs.Variable] = {}
+    memory_inputs: dict[int, gs.Variable] = {}
     for node in staying:
         for position, tensor in enumerate(node.inputs):
             if id(tensor) not in memory:
                 continue
             kind = _kind(node, position)
             if not kind or not tensor.inputs:
-                raise LlmcError(f"{describe(node)} reads {describe(tensor)}, which comes from the "
-                                f"encoder, otherwise than as attention's keys and values")
-            if id(tensor) not in made:
-                number = sum(kind in other.name for other in made.values())
-                made[id(tensor)] = gs.Variable(f"memory_{kind}_{number}", tensor.dtype,
-                                               ("num_memory_tokens", tensor.shape[-1]))
-            node.inputs[position] = made[id(tensor)]
+                raise LlmcError(f"{describe(node)} reads {describe(tensor)}, which depends on the "
+                                f"encoder output; supported only as attention's keys and values")
+            if id(tensor) not in memory_inputs:
+                number = sum(kind in other.name for other in memory_inputs.values())
+                memory_inputs[id(tensor)] = gs.Variable(f"memory_{kind}_{number}", tensor.dtype,
+                                                        ("num_memory_tokens", tensor.shape[-1]))
+            node.inputs[position] = memory_inputs[id(tensor)]
     outputs = []
     for node in moving:
         node.name = f"memory.{node.name}"
@@ -91,22 +90,22 @@ def move_memory(graphs: Sequence[gs.Graph], settings: Settings, report: Report) 
                 node.inputs[position] = gs.Constant(f"{node.name}.{position}", tensor.values)
         for tensor in node.outputs:
             tensor.name = f"memory.{tensor.name}"
-            if id(tensor) in made:
-                tensor.name = made[id(tensor)].name
+            if id(tensor) in memory_inputs:
+                tensor.name = memory_inputs[id(tensor)].name
                 outputs.append(tensor)
     encoder.nodes.extend(moving)
     encoder.outputs = outputs
     decoder.nodes.clear()
     decoder.nodes.extend(staying)
     decoder.inputs = [tensor for tensor in decoder.inputs if tensor.name != ENCODER_OUTPUT]
-    decoder.inputs.extend(made.values())
+    decoder.inputs.extend(memory_inputs.values())
     tidy(encoder)
     tidy(decoder)
     report.count("memory", len(outputs))
 
 
 def _kind(node: gs.Node, position: int) -> str:
-    """What an input of attention is called that may come from an encoder; "" for any other."""
+    """The name of an attention input that may come from an encoder; "" for other inputs."""
     op = op_of(node)
     if op is None or op.attention is None or op.input_names[position] not in op.attention.memory:
         return ""

@@ -1,10 +1,10 @@
-"""Recognise experts: two products of each token with its own matrices, and an activation between.
+"""Fuse MoE experts: two GEMMs per token and expert, with an activation between.
 
-Given:   both = ExpertsUp(x, experts, W); inner = act(gate) · up, of halves or every other column;
+Given:   both = ExpertsUp(x, experts, W); inner = act(gate) · up, of halves or alternate columns;
          y = ExpertsDown(inner, experts, scores, D)
 Result:  y = Experts(x, experts, scores, W, D, activation=act)
 
-What lies between is recognised by running it. Rows of W come to lie as llmc::Experts wants them.
+The subgraph between the GEMMs is probed. Rows of W are reordered for llmc::Experts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from llmc.compiler.graph.activations import activation_rows, bounds, is_activation
-from llmc.compiler.graph.experts import EXPERTS_DOWN, EXPERTS_UP
+from llmc.compiler.graph.expert_products import EXPERTS_DOWN, EXPERTS_UP
 from llmc.compiler.graph.probe import ELEMENTWISE, LAYOUT, Piece, cone, data_tensors
 from llmc.compiler.graph.rewrite import (
     NoMatch,
@@ -38,7 +38,7 @@ from llmc.compiler.graph.weights import Weight
 from llmc.plugins.activations import REFERENCE as ACTIVATIONS
 from llmc.plugins.experts.op import OP as EXPERTS
 
-_FEW = 256  # results that rule out most candidates
+_FEW = 256  # results that already exclude most candidates
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,13 @@ def _check(node: gs.Node, data: set[int],
     inner = operands(node)["x"]
     piece = cone(inner, data, ELEMENTWISE | LAYOUT)
     if isinstance(piece, NoMatch):
-        return NoMatch(f"between the products of experts {piece.reason}", piece.value)
+        return NoMatch(f"between the experts' GEMMs: {piece.reason}", piece.value)
     sources = [tensor for tensor in piece.inputs if id(tensor) in data]
     up = producer(sources[0]) if len(sources) == 1 else None
     if not is_op(up, EXPERTS_UP) or len(piece.inputs) > 1:
-        return NoMatch("the second product of experts is not of the first alone", inner)
+        return NoMatch("the experts' second GEMM does not read the first alone", inner)
     if operands(up)["experts"] is not operands(node)["experts"]:
-        return NoMatch("the two products are of different experts", node)
+        return NoMatch("the two GEMMs are of different experts", node)
     both, width = _width(up), _width(node, of_input=True)
     if piece.key not in known:
         known[piece.key] = find_activation(piece, sources[0], both, width)
@@ -82,19 +82,26 @@ def _check(node: gs.Node, data: set[int],
 
 
 def _width(node: gs.Node, of_input: bool = False) -> int:
-    """The columns of a product, or those of what it multiplies."""
+    """The output width of an experts' GEMM, or its input width."""
     axis = 1 + (bool(fields_of(node)["transposed"]) != of_input)
     return values_of(operands(node)["weight"]).shape[axis]
 
 
 def find_activation(piece: Piece, source: gs.Tensor, both: int, width: int) -> \
         tuple[dict[str, Any], np.ndarray] | NoMatch:
-    """The fields of llmc::Experts that the piece between two products is, and the first product's
-    columns in order; `source` is that product, `both` columns wide, of which the piece makes
-    `width`.
+    """The activation between two GEMMs of experts.
+
+    Args:
+        piece: the subgraph between the GEMMs.
+        source: output of the first GEMM.
+        both: its width.
+        width: of the second GEMM's input.
+
+    Returns:
+        Attributes of llmc::Experts, and the first GEMM's columns in its order.
     """
     if both not in (width, 2 * width):
-        return NoMatch(f"the products of experts are {both} and {width} wide", piece.output)
+        return NoMatch(f"the experts' GEMMs are {both} and {width} wide", piece.output)
     numbers = bounds(piece)
     x = activation_rows(numbers, both)
     actual = piece.run({source.name: x}).reshape(-1)
@@ -113,26 +120,27 @@ def find_activation(piece: Piece, source: gs.Tensor, both: int, width: int) -> \
             pairs = order.reshape(-1, width).T.reshape(-1)
             return {"activation": name, "gated": int(both > width), "alpha": alpha, "limit": limit,
                     "up_offset": offset}, pairs
-    return NoMatch("what lies between the products of experts is no activation of one half times "
-                   "the other", piece.output)
+    return NoMatch("the subgraph between the experts' GEMMs is not a known activation of one half "
+                   "times the other", piece.output)
 
 
 def _computes(candidate: tuple[str, float, float, float], actual: np.ndarray, gate: np.ndarray,
               up: np.ndarray) -> bool:
-    """Whether this activation, with its alpha, limit and offset, gives `actual`; of `gate` alone
-    where there is no `up`.
+    """Whether an activation with its alpha, limit and offset gives `actual`.
+
+    Of `gate` alone if `up` is empty.
     """
     name, alpha, limit, offset = candidate
     if limit:
         gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
     with np.errstate(over="ignore"):
-        made = gate / (1 + np.exp(-alpha * gate)) if name == "silu" else ACTIVATIONS[name](gate)
-    return is_activation(actual, gate, made, up, offset) if up.size else \
-        is_activation(actual, gate, made)
+        expected = gate / (1 + np.exp(-alpha * gate)) if name == "silu" else ACTIVATIONS[name](gate)
+    return is_activation(actual, gate, expected, up, offset) if up.size else \
+        is_activation(actual, gate, expected)
 
 
 def _candidates(numbers: Sequence[float], gated: bool) -> Iterator[tuple[str, float, float, float]]:
-    """Activations with alpha, limit and offset, the plain ones first."""
+    """Activations with alpha, limit and offset, those without parameters first."""
     plain = [name for name in ACTIVATIONS if name != "none"]
     for name in plain:
         yield name, 1.0, 0.0, 0.0
@@ -157,7 +165,7 @@ def _rewrite(graph: gs.Graph, match: _Experts, settings: Settings) -> None:
 
 
 def _arranged(node: gs.Node, rows: np.ndarray | None = None) -> gs.Constant:
-    """A product's weight [num_experts, out, in], with its rows in this order."""
+    """A GEMM's weight [num_experts, out, in], with its rows in this order."""
     tensor = operands(node)["weight"]
     values: Weight = values_of(tensor)
     if fields_of(node)["transposed"]:

@@ -1,10 +1,10 @@
-"""Let experts add the residual before a norm that a GEMM can do.
+"""Move the residual addition from a norm into the experts.
 
 Given:   y, sum = AddRMSNorm(Experts(...), x, g); GemmBiasAct(y, w), or with AddLayerNorm, GatedMLP
 Result:  sum = Experts(..., residual=x); GemmBiasAct(RMSNorm(sum, g), w)
 
-Nothing is saved by that alone, and sums over ranks want their terms without it: it is for the pass
-norm_gemm, which has the norm vanish.
+Alone this saves nothing, and an AllReduce needs its terms without the residual. It enables the pass
+norm_gemm to remove the norm.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from llmc.compiler.graph.rewrite import (
     producer,
     replace,
 )
-from llmc.compiler.passes.norm_gemm import gemm_behind
+from llmc.compiler.passes.norm_gemm import gemm_after
 from llmc.plugins import Op
 from llmc.plugins.add_layer_norm.op import OP as ADD_LAYER_NORM
 from llmc.plugins.add_rms_norm.op import OP as ADD_RMS_NORM
@@ -55,19 +55,19 @@ class _ExpertsResidual:
 
 def _check(graph: gs.Graph, node: gs.Node) -> _ExpertsResidual | NoMatch | None:
     x, residual = operands(node)["x"], operands(node)["residual"]
-    for made, other in ((x, residual), (residual, x)):
-        experts = producer(made)
+    for result, other in ((x, residual), (residual, x)):
+        experts = producer(result)
         if not is_op(experts, EXPERTS):
             continue
         if operand(experts, "residual") is not None:
             return NoMatch("the experts have a residual already", experts)
-        if len(consumers(graph, made)) > 1 or made is other:
-            return NoMatch("the experts' result is read without what is added too", experts)
-        user = gemm_behind(graph, node)
+        if len(consumers(graph, result)) > 1 or result is other:
+            return NoMatch("the experts' result is also read without the residual", experts)
+        user = gemm_after(graph, node)
         if isinstance(user, NoMatch):
             return user
         return _ExpertsResidual(experts, other, node, _NORMS[node.op])
-    return None  # no experts' result is added
+    return None  # not a sum with experts' results
 
 
 def _rewrite(graph: gs.Graph, match: _ExpertsResidual, settings: Settings) -> None:

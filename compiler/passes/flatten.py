@@ -3,7 +3,7 @@
 Given:   Reshape(x, [batch · seq, n]) → row-wise nodes → Reshape(y, [batch, seq, m])
 Result:  the row-wise nodes on [batch, seq, n]
 
-A Gemm then has three dimensions, which ONNX does not allow: the GEMM pass, which calls this,
+A Gemm then has three dimensions, which ONNX does not allow. The GEMM pass, which calls this one,
 replaces it at once.
 """
 
@@ -29,27 +29,27 @@ from llmc.compiler.passes.fold import forward
 
 
 def flatten(graph: gs.Graph, settings: Settings, report: Report) -> None:
-    """Drop flattening reshapes and their counterparts."""
+    """Remove flattening reshapes and their inverses."""
     apply_rules(graph, [FLATTEN], settings, report)
     _restore_batch_axis(graph)
     apply_rules(graph, [UNFLATTEN], settings, report)
 
 
 def _flattens(node: gs.Node, settings: Settings) -> gs.Node | NoMatch | None:
-    """[batch, seq, …] → [batch · seq, n]: GEMMs are row-wise, so the batch axis can stay."""
+    """A Reshape of [batch, seq, …] to [batch · seq, n], which row-wise GEMMs do not need."""
     before, after = node.inputs[0].shape, node.outputs[0].shape
     shape = constant(node.inputs[1])
     rank = len(after) if after is not None else None if shape is None else shape.size
     if not node.inputs[0].inputs or rank != 2:
-        return None  # it works on an input or a constant, or does not flatten
+        return None  # on an input or a constant, or not to two dimensions
     if before is None or after is None:
-        return NoMatch("the shapes around what may be a flattening are not known", node)
+        return NoMatch("the shapes around a possible flattening are unknown", node)
     if len(before) < 3 or list(before[:2]) != ["batch", "seq"]:
-        return None  # it does not flatten tokens
+        return None  # not of tokens
     inner = before[2:]
     if not all(isinstance(dim, int) for dim in inner) or np.prod(inner) != after[-1]:
-        return NoMatch(f"{list(before)} is flattened to {list(after)}, of which the first is not "
-                       f"batch · seq", node)
+        return NoMatch(f"{list(before)} is flattened to {list(after)}; expected [batch · seq, n]",
+                       node)
     return node
 
 
@@ -64,7 +64,7 @@ def _keep_batch_axis(graph: gs.Graph, node: gs.Node, settings: Settings) -> None
 
 
 def _unflattens(node: gs.Node, settings: Settings) -> gs.Node | None:
-    """A Reshape that has nothing left to do; any other is none of this rule's business."""
+    """A Reshape that is now the identity, else None."""
     before, after = node.inputs[0].shape, node.outputs[0].shape
     if not node.inputs[0].inputs or before is None or after is None:
         return None
@@ -73,8 +73,9 @@ def _unflattens(node: gs.Node, settings: Settings) -> gs.Node | None:
 
 
 def _restore_batch_axis(graph: gs.Graph) -> None:
-    """Give what follows a dropped flattening, or an axis that the exporter did not know to be the
-    batch, its three dimensions.
+    """Set three-dimensional shapes after removed reshapes.
+
+    Also where the exporter did not recognize an axis as the batch.
     """
     for node in graph.nodes:
         if not any(t.inputs and t.shape is not None and len(t.shape) == 3
@@ -87,7 +88,7 @@ def _restore_batch_axis(graph: gs.Graph) -> None:
 
 
 def _is_row_wise(node: gs.Node) -> bool:
-    """Whether a node of ours works on each token by itself."""
+    """Whether an llmc node works on each token separately."""
     return is_llmc(node) and not is_op(node, SDPA) and not attends(node)
 
 

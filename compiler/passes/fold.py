@@ -1,12 +1,11 @@
-"""Evaluate what is constant, keep weights lazy, and drop what does nothing.
+"""Constant folding, lazy transformations of weights, and removal of no-ops.
 
 Given:   Transpose(W), Add(w, 1), Cast(x) to its own dtype, Slice(x) of everything, Shape(hidden),
          Expand(w) that is added to x, GatherND(W, [[i]])
-Result:  the weight with the work noted on it; nothing; nothing; Concat(Shape(input_ids)[0:1], …);
+Result:  the lazily transformed weight; nothing; nothing; Concat(Shape(input_ids)[0:1], …);
          w, Gather(W, i)
 
-What a causal mask was computed with loses its last reader in the attention pass and is dropped
-there as dead code.
+The nodes of a causal mask lose their last reader in the attention pass and are removed there.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from llmc.compiler.graph.weights import Weight
 _SAME_DTYPE = {"Add", "Div", "Exp", "Log", "Mul", "Neg", "Pow", "Sigmoid", "Softplus", "Sqrt",
                "Sub", "Tanh"}
 _INT_MAX = 2**31 - 1
-# The input and its axis that a dimension is known from.
+# The input, and its axis, from which a dimension is known.
 _DIMENSIONS = {"batch": ("input_ids", 0), "seq": ("input_ids", 1), "mem_seq": (ENCODER_OUTPUT, 1)}
 
 
@@ -53,24 +52,24 @@ def fold(graph: gs.Graph, settings: Settings, report: Report) -> None:
 def _fold_constants(graph: gs.Graph, report: Report) -> None:
     try:
         report.count("constant", fold_constants(graph))
-    except CannotEvaluate as error:  # it stays as it is, for a target to run
+    except CannotEvaluate as error:  # left to the target
         report.refuse(error.output.inputs[0], error.reason)
 
 
 def _read_scalars(graph: gs.Graph) -> None:
-    """Turn parameters of one element, such as an activation's, into plain constants."""
+    """Load one-element weights, such as an activation's parameter, as plain constants."""
     for tensor in graph.tensors().values():
         if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight) \
                 and int(np.prod(tensor.shape)) == 1:
             tensor.values = tensor._values.load()
-            tensor.data_location = None  # it is in no file any more
+            tensor.data_location = None  # no longer in a file
 
 
 def forward(node: gs.Node, graph: gs.Graph) -> None:
-    """Let the readers of a node's output read its first input."""
+    """Redirect the readers of a node's output to its first input."""
     source, result = node.inputs[0], node.outputs[0]
     for index, output in enumerate(graph.outputs):
-        if output is result:  # the graph's output keeps its name and becomes the producer's
+        if output is result:  # the graph output keeps its name and becomes the producer's
             maker = producer(source)
             assert maker is not None
             position = next(i for i, t in enumerate(maker.outputs) if t is source)
@@ -90,15 +89,15 @@ def forward(node: gs.Node, graph: gs.Graph) -> None:
 
 
 def numpy_dtype(dtype: object) -> np.dtype:
-    """A tensor's dtype: graphsurgeon has ONNX's number for one that numpy has not."""
+    """A tensor's dtype; graphsurgeon has ONNX's number for dtypes that NumPy lacks."""
     numpy: np.dtype = np.dtype(
         onnx.helper.tensor_dtype_to_np_dtype(dtype) if isinstance(dtype, int)
         else dtype)  # type: ignore[call-overload]
     return numpy
 
 
-def _does_nothing(node: gs.Node, settings: Settings) -> gs.Node | None:
-    """None where the node does something, or is not between two nodes."""
+def _is_noop(node: gs.Node, settings: Settings) -> gs.Node | None:
+    """The node if it is a no-op between two nodes, else None."""
     if isinstance(node.inputs[0], gs.Constant) or not node.inputs[0].inputs:
         return None
     if node.op in ("Identity", "Dropout") or (node.op == "Concat" and len(node.inputs) == 1):
@@ -106,7 +105,7 @@ def _does_nothing(node: gs.Node, settings: Settings) -> gs.Node | None:
     if node.op == "Add":
         number = constant(node.inputs[1])
         is_zero = number is not None and number.ndim == 0 and number == 0
-        return node if is_zero or _sums_nothing(node.inputs[1]) else None
+        return node if is_zero or _is_empty_product(node.inputs[1]) else None
     if node.op == "Transpose":
         perm = list(node.attrs.get("perm", ()))
         return node if perm and perm == sorted(perm) else None
@@ -124,26 +123,27 @@ def _does_nothing(node: gs.Node, settings: Settings) -> gs.Node | None:
     return None
 
 
-def _sums_nothing(tensor: gs.Tensor) -> bool:
-    """Whether it is a product of no columns, such as a shared expert's of no features, be it gated:
-    zeros, whatever the model reads.
+def _is_empty_product(tensor: gs.Tensor) -> bool:
+    """Whether it is a product over zero columns, as of a shared expert without features.
+
+    Such a tensor is zero for any input, also after a gate.
     """
     node = producer(tensor)
-    if node is None or not tensor.shape or tensor.shape[-1] == 1:  # which adding might expand
+    if node is None or not tensor.shape or tensor.shape[-1] == 1:  # adding might broadcast
         return False
     if node.op == "MatMul" or (node.op == "Gemm" and len(node.inputs) == 2):
         rows = node.inputs[0].shape
         return bool(rows) and rows[-1] == 0
-    return node.op in ("Mul", "Reshape") and any(map(_sums_nothing, node.inputs))
+    return node.op in ("Mul", "Reshape") and any(map(_is_empty_product, node.inputs))
 
 
 DROP = Rule("no-op", frozenset({"Add", "Cast", "Concat", "Dropout", "Identity", "Slice",
-                                "Transpose"}), _does_nothing,
+                                "Transpose"}), _is_noop,
             lambda graph, node, settings: forward(node, graph))
 
 
 def _dtype(tensor: gs.Tensor) -> np.dtype | None:
-    """A tensor's dtype; where the exporter left it out, that of what it is computed from."""
+    """A tensor's dtype; if the exporter left it out, that of its input."""
     while tensor.dtype is None and tensor.inputs and tensor.inputs[0].op in _SAME_DTYPE:
         tensor = tensor.inputs[0].inputs[0]
     return None if tensor.dtype is None else numpy_dtype(tensor.dtype)
@@ -158,7 +158,7 @@ class _CastLike:
 def _cast_like(node: gs.Node, settings: Settings) -> _CastLike | NoMatch:
     dtype = _dtype(node.inputs[1])
     if dtype is None:
-        return NoMatch("the dtype that is cast to is not known", node.inputs[1])
+        return NoMatch("the target dtype of CastLike is unknown", node.inputs[1])
     return _CastLike(node, dtype)
 
 
@@ -175,23 +175,23 @@ CAST_LIKE = Rule("cast-like", frozenset({"CastLike"}), _cast_like, _as_cast)
 class _Sequence:
     node: gs.Node
     sizes: np.ndarray
-    readers: list[tuple[gs.Node, int]]  # each SequenceAt, and which element it reads
+    readers: list[tuple[gs.Node, int]]  # each SequenceAt and its index
 
 
 def _split_sequence(node: gs.Node, settings: Settings) -> _Sequence | NoMatch:
-    """A SplitToSequence of which only single elements are read."""
+    """A SplitToSequence that is only indexed."""
     readers = [(user, int(index)) for user in node.outputs[0].outputs if user.op == "SequenceAt"
                and (index := scalar(user.inputs[1])) is not None]
     if len(readers) < len(node.outputs[0].outputs) or not node.attrs.get("keepdims", 1):
-        return NoMatch("a sequence that is not only indexed", node)
+        return NoMatch("the sequence is not only indexed", node)
     source = node.inputs[0]
     sizes = constant(node.inputs[1]) if len(node.inputs) > 1 else None
     if sizes is None:
-        return NoMatch("a sequence of pieces whose sizes are not known", node)
+        return NoMatch("the sizes of a sequence's elements are unknown", node)
     if sizes.ndim == 0:
         whole = source.shape[node.attrs.get("axis", 0)] if source.shape else None
         if not isinstance(whole, int):
-            return NoMatch("the length of what is split into a sequence is not known", source)
+            return NoMatch("the length of the axis split into a sequence is unknown", source)
         full, rest = divmod(whole, int(sizes))
         sizes = np.array([int(sizes)] * full + ([rest] if rest else []))
     return _Sequence(node, sizes, readers)
@@ -228,7 +228,7 @@ SEQUENCE = Rule("sequence", frozenset({"SplitToSequence"}), _split_sequence, _as
 class _FoldedWeight:
     output: gs.Tensor
     weight: Weight
-    others: tuple[_FoldedWeight, ...] = ()  # of the same node
+    others: tuple[_FoldedWeight, ...] = ()  # further outputs of the node
 
 
 _FUNCTIONS = {"Exp": np.exp, "Neg": np.negative}
@@ -241,7 +241,7 @@ def _weight_expression(node: gs.Node, settings: Settings) -> _FoldedWeight | NoM
                     and isinstance(t._values, Weight)), None)
     shape = node.outputs[0].shape
     if operand is None or not all(isinstance(t, gs.Constant) or t.is_empty() for t in node.inputs):
-        return None  # no weight, or activations too
+        return None  # no weight, or activations as well
     source = values_of(operand)
     if node.op == "Transpose" and len(source.shape) == 2:
         turned = list(node.attrs.get("perm", [1, 0])) == [1, 0]
@@ -263,11 +263,11 @@ def _weight_expression(node: gs.Node, settings: Settings) -> _FoldedWeight | NoM
             return _FoldedWeight(node.outputs[0], source.map(
                 (lambda w: function(w, value)) if operand is left
                 else (lambda w: function(value, w))))
-    return NoMatch("this op on a weight is not folded", node)
+    return NoMatch("this op on a weight cannot be folded", node)
 
 
 def _parts(node: gs.Node, source: Weight) -> _FoldedWeight | NoMatch:
-    """Rows of a weight, some by a Slice or all by a Split."""
+    """Rows of a weight, by a Slice or a Split."""
     given = [own.tolist() for tensor in node.inputs[1:]
              if (own := constant(tensor)) is not None and own.ndim]
     rows, axis, index = np.arange(source.shape[0]), node.attrs.get("axis", 0), list[np.ndarray]()
@@ -277,7 +277,7 @@ def _parts(node: gs.Node, source: Weight) -> _FoldedWeight | NoMatch:
         start, stop, axis, step = [bound[0] for bound in given] + [0, 1][len(given) - 2:]
         index = [rows[start:stop:step]]
     if not index or axis % len(source.shape):
-        return NoMatch("parts of a weight that are no rows of it", node)
+        return NoMatch("the parts of a weight are not rows", node)
     first, *others = (_FoldedWeight(output, source.take_rows(own))
                       for output, own in zip(node.outputs, index, strict=True))
     return _FoldedWeight(first.output, first.weight, tuple(others))
@@ -288,13 +288,13 @@ def _fold_weight(graph: gs.Graph, match: _FoldedWeight, settings: Settings) -> N
     assert node is not None
     source = next(t for t in node.inputs if isinstance(t, gs.Constant)
                   and isinstance(t._values, Weight))
-    for own in (match, *match.others):
-        _put(own, source, node)
+    for part in (match, *match.others):
+        _put(part, source, node)
     node.outputs.clear()
 
 
 def _put(match: _FoldedWeight, source: gs.Constant, node: gs.Node) -> None:
-    """A constant in place of what a node makes of a weight."""
+    """Replace a node's output with a constant."""
     result = gs.Constant(match.output.name, match.weight)
     if match.weight is not source._values:
         result.name = f"{source.name}/{match.output.name}" if node.op != "Transpose" \
@@ -310,37 +310,37 @@ WEIGHT = Rule("weight", frozenset({"Transpose", "Identity", "Cast", "Slice", "Sp
               _weight_expression, _fold_weight)
 
 
-def _expands_for_nothing(node: gs.Node, settings: Settings) -> gs.Node | None:
-    """An Expand of a constant row, all of whose readers broadcast it to the same shape anyway."""
-    row, made = node.inputs[0], node.outputs[0]
-    shape = list(made.shape or ())
+def _is_redundant_expand(node: gs.Node, settings: Settings) -> gs.Node | None:
+    """An Expand of a constant row whose readers all broadcast it to the same shape."""
+    row, wide = node.inputs[0], node.outputs[0]
+    shape = list(wide.shape or ())
     if not isinstance(row, gs.Constant) or len(row.shape) != 1 or shape[-1:] != list(row.shape):
         return None
 
     def broadcasts(reader: gs.Node) -> bool:
         return reader.op in _ARITHMETIC and any(
-            tensor is not made and list(tensor.shape or ()) == shape for tensor in reader.inputs)
+            tensor is not wide and list(tensor.shape or ()) == shape for tensor in reader.inputs)
 
-    return node if made.outputs and all(map(broadcasts, made.outputs)) else None
+    return node if wide.outputs and all(map(broadcasts, wide.outputs)) else None
 
 
-EXPAND = Rule("expand", frozenset({"Expand"}), _expands_for_nothing,
+EXPAND = Rule("expand", frozenset({"Expand"}), _is_redundant_expand,
               lambda graph, node, settings: forward(node, graph))
 
 
 def _known_shape(node: gs.Node, settings: Settings) -> gs.Node | NoMatch | None:
-    """A Shape of a computed tensor, of dimensions that are all numbers or an input's own."""
+    """A Shape of a computed tensor whose dimensions are integers or an input's."""
     tensor = node.inputs[0]
     if not tensor.inputs:
-        return None  # an input's own shape
+        return None  # of an input
     if tensor.shape is None or not all(isinstance(dim, int) or dim in _DIMENSIONS
                                        for dim in _dimensions(node)):
-        return NoMatch("the shape of a computed tensor is not known", tensor)
+        return NoMatch("the shape of a computed tensor is unknown", tensor)
     return node
 
 
 def _dimensions(node: gs.Node) -> list[int | str]:
-    """Of the tensor's dimensions those that a Shape node tells."""
+    """The tensor's dimensions that a Shape node returns."""
     return list(node.inputs[0].shape)[node.attrs.get("start", 0):node.attrs.get("end", None)]
 
 
@@ -374,11 +374,11 @@ SHAPE = Rule("shape", frozenset({"Shape"}), _known_shape, _rewrite_shape)
 @dataclass(frozen=True)
 class _Rows:
     node: gs.Node
-    index: gs.Tensor  # of rows, without the last axis that GatherND wants
+    index: gs.Tensor  # of rows, without GatherND's last axis
 
 
 def _looks_up_rows(node: gs.Node, settings: Settings) -> _Rows | None:
-    """A GatherND whose indices have one part each, given a last axis for that; else None."""
+    """A GatherND by row indices with an added last axis, else None."""
     given = node.inputs[1]
     while (above := producer(given)) is not None and above.op in ("Concat", "Identity") \
             and len(above.inputs) == 1:

@@ -1,9 +1,10 @@
-"""Make the product of a value and what a linear layer makes one op, which takes columns of both.
+"""Fuse the product of a value and a linear layer's result into an op.
 
 Given:   Mul(x, act(GEMM(…)))
 Result:  Gate(x, act(GEMM(…)))
 
-So the linear layer can be one with others, see projections.py.
+The op can read columns of wider rows, so the linear layer can be merged with others, see
+projections.py.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ def _check(node: gs.Node, settings: Settings) -> _Gate | NoMatch | None:
     makers = [producer(tensor) for tensor in node.inputs]
     if any(isinstance(tensor, gs.Constant) for tensor in node.inputs) \
             or not any(is_op(maker, GEMM) for maker in makers):
-        return None  # a scale, or no linear layer makes any of it
+        return None  # a scale, or no linear layer involved
     shapes = [[*(tensor.shape or ())] for tensor in node.inputs]
     if shapes[0] != shapes[1]:
-        return NoMatch(f"what a linear layer makes meets another shape: {shapes}", node)
+        return NoMatch(f"the factors have different shapes: {shapes}", node)
     order = [0 if not is_op(maker, GEMM) else 1 if fields_of(maker)["activation"] == "none" else 2
              for maker in makers]  # the one with an activation is the gate
-    x, chosen = node.inputs if order[0] <= order[1] else node.inputs[::-1]
-    return _Gate(x, chosen, node.outputs[0])
+    x, gate_input = node.inputs if order[0] <= order[1] else node.inputs[::-1]
+    return _Gate(x, gate_input, node.outputs[0])
 
 
 def _rewrite(graph: gs.Graph, match: _Gate, settings: Settings) -> None:

@@ -1,4 +1,4 @@
-"""Make every linear layer one node, with what follows it as its epilogue.
+"""Fuse every linear layer into one node, with its epilogue.
 
 Given:   MatMul(x, Wᵀ) (+ b), or Gemm(x, W, b)
 Result:  GemmBiasAct(x, W, b), W as [out, in]
@@ -12,10 +12,10 @@ Result:  z = GemmBiasRes(x, W, b, residual)
 Given:   g = x·Wgᵀ; u = x·Wuᵀ (or both halves of one GEMM); y = act(g) · u
 Result:  y = GatedMLP(x, [Wg; Wu], activation=act)
 
-Given:   y = Where(x > 20, x, log(1 + exp(x))), which nothing above has taken
+Given:   y = Where(x > 20, x, log(1 + exp(x))), not part of a GEMM
 Result:  y = Softplus(x)
 
-Activations are recognised by running them.
+Activations are recognized by probing.
 """
 
 from __future__ import annotations
@@ -71,36 +71,36 @@ _MAX_GATED_NODES = 24
 
 
 def gemm(graph: gs.Graph, settings: Settings, report: Report) -> None:
-    """Make linear layers GemmBiasAct nodes without activation."""
+    """Replace linear layers with GemmBiasAct nodes without activation."""
     flatten(graph, settings, report)
     present = {id(tensor._values): tensor for node in graph.nodes for tensor in node.inputs
                if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight)}
     linear = Rule("linear", frozenset({"MatMul", "Gemm"}),
                   lambda node, settings: _check_linear(node, present), _rewrite_linear)
-    nothing = Rule("nothing", frozenset({"Add"}), lambda node, settings: _check_nothing(node),
-                   _rewrite_nothing)
+    nothing = Rule("nothing", frozenset({"Add"}), lambda node, settings: _check_zero_addend(node),
+                   _rewrite_zero_addend)
     apply_rules(graph, [nothing, linear, _bias_rule(graph)], settings, report)
 
 
 @dataclass(frozen=True)
-class _Nothing:
+class _ZeroAddend:
     add: gs.Node
     other: gs.Tensor
 
 
-def _check_nothing(node: gs.Node) -> _Nothing | None:
-    """A linear layer of no features, such as shared experts of which there are none, adds zeros."""
+def _check_zero_addend(node: gs.Node) -> _ZeroAddend | None:
+    """An Add of a linear layer without features (shared experts of size 0), whose result is 0."""
     for tensor, other in (node.inputs, node.inputs[::-1]):
         source = producer(tensor)
         values = weight(source.inputs[1]) if source is not None and source.op == "MatMul" else None
         if values is not None and 0 in values.shape and tensor.shape is not None \
                 and other.shape is not None and list(tensor.shape) == list(other.shape) \
                 and not isinstance(other, gs.Constant):
-            return _Nothing(node, other)
+            return _ZeroAddend(node, other)
     return None
 
 
-def _rewrite_nothing(graph: gs.Graph, match: _Nothing, settings: Settings) -> None:
+def _rewrite_zero_addend(graph: gs.Graph, match: _ZeroAddend, settings: Settings) -> None:
     match.add.inputs = [match.other]
     forward(match.add, graph)
 
@@ -113,13 +113,13 @@ class _Linear:
 
 
 def _check_linear(node: gs.Node, present: dict[int, gs.Constant]) -> _Linear | NoMatch | None:
-    """`present` holds the graph's constants by their values: a tied weight stays one constant."""
+    """`present` holds the graph's constants by their values, so that a tied weight stays one."""
     source, matrix = node.inputs[:2]
     values = weight(matrix)
     if values is None or isinstance(source, gs.Constant):
-        return None  # a product of activations, as of queries and keys, or of tables
+        return None  # a product of activations (queries and keys) or of tables
     if node.domain == "com.microsoft":
-        return NoMatch("this op is ONNX Runtime's own", node)
+        return NoMatch("this op is ONNX Runtime's contrib op", node)
     if len(values.shape) != 2:
         return NoMatch("the weight is not a matrix", matrix)
     if node.op == "MatMul" or not node.attrs.get("transB", 0):
@@ -137,7 +137,7 @@ def _check_linear(node: gs.Node, present: dict[int, gs.Constant]) -> _Linear | N
 
 
 def _plain(name: str) -> str:
-    """A weight's own name, without the notes that folding put behind it."""
+    """A weight's name without the suffixes of folding."""
     return name.split("/")[0].removesuffix(".T")
 
 
@@ -167,14 +167,14 @@ def _check_bias(graph: gs.Graph, node: gs.Node) -> _Bias | NoMatch | None:
         if operand(source, "bias") is not None:
             return NoMatch("the GEMM has a bias already", source)
         if fields_of(source)["activation"] != "none":
-            return NoMatch("the GEMM has an activation before what is added", source)
+            return NoMatch("the GEMM has an activation before the bias", source)
         if len(consumers(graph, linear)) > 1:
-            return NoMatch("the GEMM's result is read without the bias too", source)
+            return NoMatch("the GEMM's result is also read without the bias", source)
         if tuple(bias.shape) not in ((width,), (1, width), (1, 1, width)):
-            return NoMatch(f"what is added to the GEMM has shape {list(bias.shape)}, not "
+            return NoMatch(f"the constant added to the GEMM has shape {list(bias.shape)}, not "
                            f"[{width}]", source)
         return _Bias(source, bias, node.outputs[0])
-    return None  # it does not add a constant to a GEMM's result
+    return None  # not a constant added to a GEMM's result
 
 
 def _rewrite_bias(graph: gs.Graph, match: _Bias, settings: Settings) -> None:
@@ -192,9 +192,7 @@ class _Activated:
 
 
 def activation(graph: gs.Graph, settings: Settings, report: Report) -> None:
-    """Give GEMMs the activation that follows them, and a bias before that which is added to columns
-    of a larger GEMM.
-    """
+    """Fuse GEMMs with their activations, and with a bias of some columns of a larger GEMM."""
     rule = Rule("activation", frozenset({GEMM.name}),
                 lambda node, settings: _check_activation(graph, node), _rewrite_activation)
     softplus = Rule("softplus", frozenset({"Where"}),
@@ -207,8 +205,8 @@ def _check_activation(graph: gs.Graph, node: gs.Node) -> _Activated | NoMatch | 
     users = consumers(graph, result)
     if fields_of(node)["activation"] != "none" \
             or any(user is None or is_llmc(user) for user in users):
-        return None  # it has one, or its result is wanted as it is
-    found: _Activated | NoMatch | None = None  # None: it is combined with something else
+        return None  # it has one, or its plain result is read
+    found: _Activated | NoMatch | None = None  # None: combined with other values
     for piece in closed_regions(graph, result, users, ELEMENTWISE):
         if len(piece.nodes) > _MAX_NODES:
             break
@@ -216,14 +214,14 @@ def _check_activation(graph: gs.Graph, node: gs.Node) -> _Activated | NoMatch | 
         if not all(id(user) in inside for user in users) or len(piece.inputs) > 1:
             continue
         try:
-            name = recognise_activation(piece, result)
+            name = recognize_activation(piece, result)
         except CannotEvaluate as error:
             found = found or error.reason
             continue
-        if name is not None:  # the largest wins: relu may be the beginning of relu²
+        if name is not None:  # the largest wins: relu may be the first part of relu²
             found = _Activated(node, piece.output, name)
         elif found is None:
-            found = NoMatch("what follows the GEMM computes none of its activations", piece.output)
+            found = NoMatch("the ops after the GEMM compute no known activation", piece.output)
     return found
 
 
@@ -237,7 +235,7 @@ def _check_softplus(graph: gs.Graph, node: gs.Node) -> _Softplus | None:
     x = node.inputs[1]
     for piece in closed_regions(graph, x, consumers(graph, x), ELEMENTWISE):
         if piece.output is node.outputs[0]:
-            return _Softplus(x, piece.output) if recognise_activation(piece, x) == "softplus" \
+            return _Softplus(x, piece.output) if recognize_activation(piece, x) == "softplus" \
                 else None
     return None
 
@@ -248,8 +246,8 @@ def _rewrite_softplus(graph: gs.Graph, match: _Softplus, settings: Settings) -> 
                                outputs=[match.output]))
 
 
-def recognise_activation(piece: Piece, source: gs.Tensor) -> str | None:
-    """The name of the activation that the piece computes, found by running it.
+def recognize_activation(piece: Piece, source: gs.Tensor) -> str | None:
+    """The name of the activation that a subgraph computes, determined by probing, or None.
 
     Raises:
         CannotEvaluate: ONNX Runtime cannot run it.
@@ -273,7 +271,7 @@ class _Residual:
 
 
 def residual(graph: gs.Graph, settings: Settings, report: Report) -> None:
-    """Give GEMMs the residual that is added to their result."""
+    """Fuse GEMMs with the residual that is added to their result."""
     rule = Rule("residual", frozenset({"Add"}),
                 lambda node, settings: _check_residual(graph, node), _rewrite_residual)
     apply_rules(graph, [rule], settings, report)
@@ -281,22 +279,22 @@ def residual(graph: gs.Graph, settings: Settings, report: Report) -> None:
 
 def _check_residual(graph: gs.Graph, node: gs.Node) -> _Residual | NoMatch | None:
     found: list[_Residual] = []
-    reason: NoMatch | None = None  # None: it does not add an activation to a GEMM's result
+    reason: NoMatch | None = None  # None: not an activation added to a GEMM's result
     for linear, other in (node.inputs, node.inputs[::-1]):
         source = producer(linear)
         if not is_op(source, GEMM) or isinstance(other, gs.Constant):
             continue
         if fields_of(source)["activation"] != "none":
-            reason = NoMatch("the GEMM has an activation before what is added", source)
+            reason = NoMatch("the GEMM has an activation before the residual", source)
         elif len(consumers(graph, linear)) > 1 or linear is other:
-            reason = NoMatch("the GEMM's result is read without what is added too", source)
+            reason = NoMatch("the GEMM's result is also read without the residual", source)
         elif other.shape is None or linear.shape is None \
                 or len(other.shape) != len(linear.shape) or other.shape[-1] != linear.shape[-1]:
-            reason = NoMatch(f"to {_shape(linear)} of the GEMM something of {_shape(other)} is "
-                             f"added", source)
+            reason = NoMatch(f"the GEMM's result is {_shape(linear)}, the residual "
+                             f"{_shape(other)}", source)
         else:
             found.append(_Residual(source, other, node.outputs[0]))
-    if len(found) == 2:  # the later GEMM adds
+    if len(found) == 2:  # the later GEMM takes the residual
         order = {id(member): index for index, member in enumerate(graph.nodes)}
         found.sort(key=lambda residual: order[id(residual.gemm)])
     return found[-1] if found else reason
@@ -336,7 +334,8 @@ def _check_gated(node: gs.Node, data: set[int]) -> _Gated | NoMatch | None:
     if isinstance(piece, NoMatch):
         return piece
     if len(piece.nodes) > _MAX_GATED_NODES:
-        return NoMatch(f"the product comes from {len(piece.nodes)} nodes", node)
+        return NoMatch(f"the product depends on {len(piece.nodes)} nodes, more than "
+                       f"{_MAX_GATED_NODES}", node)
     sources = [tensor for tensor in piece.inputs if id(tensor) in data]
     gemms = [gemm for tensor in sources if is_op(gemm := producer(tensor), GEMM)]
     if len(gemms) < len(sources) or len(gemms) not in (1, 2):
@@ -345,8 +344,8 @@ def _check_gated(node: gs.Node, data: set[int]) -> _Gated | NoMatch | None:
     if any(fields_of(gemm)["activation"] != "none" for gemm in gemms) \
             or len({id(gemm.inputs[0]) for gemm in gemms}) > 1 \
             or len({tuple(operands(gemm)) for gemm in gemms}) > 1:
-        return NoMatch("the GEMMs of a product differ in what they read, in having a bias, or in "
-                       "an activation", node)
+        return NoMatch("the GEMMs of a product differ in input or bias, or have an activation",
+                       node)
     width = output.shape[-1] if output.shape else None
     widths = [values_of(operands(gemm)["weight"]).shape[0] for gemm in gemms]
     if not isinstance(width, int) or not width or sum(widths) != 2 * width:

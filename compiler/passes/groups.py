@@ -1,9 +1,9 @@
-"""Flatten groups of columns, of which each layer takes one.
+"""Flatten grouped columns when each layer reads one group.
 
 Given:   x, y → Reshape([batch, seq, groups, width]) → RMSNorm, Add, Mul, … → Gather(group i)
 Result:  GroupRMSNorm(x), Add, Mul, … on [batch, seq, groups * width] → Slice(columns of group i)
 
-Such are the inputs that each layer of Gemma 4 has beside the hidden state.
+Gemma 4's per-layer inputs have this form.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ from llmc.plugins.rms_norm.op import OP as RMS_NORM
 
 @dataclass(frozen=True)
 class _Group:
-    """Group `index` of `source`, [batch, seq, groups, width]; `inside` is what is to be flattened,
-    in order.
+    """Group `index` of `source` [batch, seq, groups, width].
+
+    `inside` are the nodes to flatten, in order.
     """
 
     node: gs.Node
@@ -47,7 +48,7 @@ class _Group:
 
 def groups(graph: gs.Graph, settings: Settings, report: Report) -> None:
     """Run the pass."""
-    flat: dict[int, gs.Tensor] = {}  # what groups of several layers come from, flattened once
+    flat: dict[int, gs.Tensor] = {}  # flattened sources, shared by several layers' groups
 
     def rewrite(graph: gs.Graph, match: _Group, settings: Settings) -> None:
         for node in match.inside:
@@ -63,9 +64,9 @@ def _check(node: gs.Node, settings: Settings) -> _Group | NoMatch | None:
     shape = list(source.shape or ())
     if len(shape) != 4 or shape[:2] != ["batch", "seq"] or index is None \
             or node.attrs.get("axis", 0) not in (2, -2) or node.inputs[1].shape not in ((), []):
-        return None  # it takes no group of columns
+        return None  # not a selection of a group of columns
     if not all(isinstance(size, int) for size in shape[2:]) or not 0 <= index < shape[2]:
-        return NoMatch(f"a group of {shape}", node)
+        return NoMatch(f"group {index} of unsupported shape {shape}", node)
     inside: dict[int, gs.Node] = {}
     reason = _collect(source, shape, inside)
     if reason is not None:
@@ -75,16 +76,16 @@ def _check(node: gs.Node, settings: Settings) -> _Group | NoMatch | None:
 
 def _collect(tensor: gs.Tensor, shape: list[int | str], inside: dict[int, gs.Node]) -> \
         NoMatch | None:
-    """Add the nodes between a tensor of groups and what is reshaped to groups."""
+    """Add the nodes between a grouped tensor and the Reshape to groups."""
     node = producer(tensor)
     if node is None or list(tensor.shape or ()) != shape:
-        return NoMatch(f"it has not the groups {shape}", tensor)
+        return NoMatch(f"this tensor is not grouped as {shape}", tensor)
     if id(node) in inside:
         return None
     if node.op == "Reshape":
         flat = list(node.inputs[0].shape or ())
         if flat != [*shape[:2], int(shape[2]) * int(shape[3])]:
-            return NoMatch(f"groups {shape} of {flat}", node)
+            return NoMatch(f"groups {shape} are reshaped from {flat}", node)
         inside[id(node)] = node
         return None
     if is_op(node, RMS_NORM):
@@ -92,7 +93,7 @@ def _collect(tensor: gs.Tensor, shape: list[int | str], inside: dict[int, gs.Nod
     elif node.op in ELEMENTWISE:
         grouped = [operand for operand in node.inputs if scalar(operand) is None]
     else:
-        return NoMatch("this op on groups of columns is not known", node)
+        return NoMatch("this op on grouped columns is unsupported", node)
     for operand in grouped:
         reason = _collect(operand, shape, inside)
         if reason is not None:
@@ -102,21 +103,21 @@ def _collect(tensor: gs.Tensor, shape: list[int | str], inside: dict[int, gs.Nod
 
 
 def _flattened(graph: gs.Graph, node: gs.Node, flat: dict[int, gs.Tensor]) -> gs.Tensor:
-    """What a node on groups makes, as [batch, seq, groups * width]."""
+    """The wide of a node on groups, as [batch, seq, groups * width]."""
     if node.op == "Reshape":
         return node.inputs[0]
     batch, seq, count, width = node.outputs[0].shape
-    made = gs.Variable(f"{node.outputs[0].name}.flat", np.float32, [batch, seq, count * width])
+    wide = gs.Variable(f"{node.outputs[0].name}.flat", np.float32, [batch, seq, count * width])
     if is_op(node, RMS_NORM):
         given = operands(node)
         gain = gs.Constant(f"{given['weight'].name}.{count}", Weight.of(
             np.tile(values_of(given["weight"]).load(), count)))
-        replace(graph, GROUP_RMS_NORM, {"x": flat[id(given["x"])], "weight": gain}, [made],
+        replace(graph, GROUP_RMS_NORM, {"x": flat[id(given["x"])], "weight": gain}, [wide],
                 {"groups": count, "epsilon": fields_of(node)["epsilon"]})
-        return made
-    graph.nodes.append(gs.Node(op=node.op, name=made.name, attrs=dict(node.attrs), outputs=[made],
+        return wide
+    graph.nodes.append(gs.Node(op=node.op, name=wide.name, attrs=dict(node.attrs), outputs=[wide],
                                inputs=[flat.get(id(tensor), tensor) for tensor in node.inputs]))
-    return made
+    return wide
 
 
 def _slice(graph: gs.Graph, match: _Group, source: gs.Tensor) -> None:

@@ -1,8 +1,8 @@
-"""What the mask of attention in an exported graph lets a query see, by running it.
+"""Determine which keys an exported attention mask shows to a query, by probing.
 
-At small lengths the mask is run as it is. Far positions are put into it: where it computes the
-positions 0, 1, 2, … others take their place, a few of up to max_seq_len, so that no window is too
-wide to be seen; on near positions this is held against the mask as it is.
+At small lengths the mask is run as it is. For far positions, the positions 0, 1, 2, … that it
+computes are replaced with a few up to max_seq_len, so that windows of any width are found. On near
+positions this is compared with the unchanged mask.
 """
 
 from __future__ import annotations
@@ -30,22 +30,25 @@ _MASK_OPS = ELEMENTWISE | LAYOUT | frozenset({
     "ReduceAll", "ReduceMax", "ReduceMin", "ReduceSum", "Size", "Mod", "Floor", "Ceil", "Pad",
     "GatherElements", "ScatterElements", "OneHot", "EyeLike", "NonZero", "Xor", "BitwiseAnd",
 })
-_WHOLE = 2048  # positions at which a mask is run as it is, at most: 4 million pairs
-_HIDDEN = -1e4  # scores below are of keys that are not seen
-_FEW = 7  # tokens, of which no bias by distance comes near that
+_WHOLE = 2048  # maximum positions of an unchanged mask: 4 million pairs
+_MASKED = -1e4  # keys with lower scores are masked
+_FEW = 7  # tokens; too few for a bias by distance to come near _MASKED
 
 
 @dataclass(frozen=True)
 class Reach:
-    """What a causal mask shows of the keys up to the query's: the last `window`, or those in the
-    same `chunk` of so many positions; 0 for all.
+    """The keys that a causal mask shows: the last `window`, or those in the query's `chunk`.
+
+    Args:
+        window: keys up to the query's; 0: all.
+        chunk: positions in a chunk; 0: all are one.
     """
 
     window: int = 0
     chunk: int = 0
 
     def shows(self, positions: np.ndarray) -> np.ndarray:
-        """bool [n, n]: which key (axis 1) each query sees, both at these positions."""
+        """bool [n, n]: whether a query (axis 0) sees a key (axis 1), at these positions."""
         query, key = positions[:, None].astype(np.int32), positions[None].astype(np.int32)
         seen: np.ndarray = key <= query
         if self.window:
@@ -56,20 +59,27 @@ class Reach:
 
 
 class MaskProver:
-    """Remembers what it has found out: the layers of a model mostly share their masks."""
+    """Evaluates masks, with a cache: most layers of a model share theirs."""
 
     def __init__(self, data: set[int], settings: Settings) -> None:
         self._data = data
         self._max_seq_len = settings.max_seq_len
         self._known: dict[bytes, Reach | NoMatch] = {}
-        # By a part's id: the part, which so stays what has this id, and its bias.
+        # By a part's id: the part (which keeps the id in use) and its bias.
         self._biases: dict[int, tuple[gs.Tensor, gs.Tensor | None]] = {}
 
     def reach(self, parts: Sequence[gs.Tensor], causal: bool,
               factors: Sequence[gs.Tensor] = ()) -> Reach | NoMatch:
-        """The sliding window or chunks, 0 for none that max_seq_len tokens would notice, if the
-        parts together (with the causal mask too where `causal`) mask causally, and the factors are
-        one where these show a key.
+        """Evaluate a mask.
+
+        Args:
+            parts: combined, with the causal mask too if `causal`.
+            causal: whether the op masks causally itself.
+            factors: of the scores; must be 1 for visible keys.
+
+        Returns:
+            The sliding window or chunk size, 0 if max_seq_len tokens do not reach it; or the
+            reason why the mask is not causal.
         """
         pieces: list[Piece] = []
         multiplied: list[Piece] = []
@@ -90,25 +100,26 @@ class MaskProver:
         if key not in self._known:
             try:
                 self._known[key] = _reach(_Mask(pieces, causal, multiplied), self._max_seq_len)
-            except _Unclear as unclear:
-                self._known[key] = unclear.reason
+            except _NoProof as unsupported:
+                self._known[key] = unsupported.reason
         return self._known[key]
 
     def bias(self, part: gs.Tensor) -> gs.Tensor | None:
-        """What a part adds to the scores of keys that it shows: all of it where it hides none, or
-        what stands in it beside a number that hides. None for nothing.
+        """The bias that a part of the mask adds to the scores of visible keys, or None.
+
+        All of the part if it masks nothing, else the other operand of a masking value.
         """
         if id(part) in self._data:
             return None
         if id(part) not in self._biases:
-            beside = _beside_hidden(part)
-            if beside is None and _hides_nothing(part, self._data):
+            beside = _bias_beside_mask(part)
+            if beside is None and _masks_nothing(part, self._data):
                 beside = part
             self._biases[id(part)] = part, beside
         return self._biases[id(part)][1]
 
     def _piece(self, part: gs.Tensor) -> Piece | NoMatch | None:
-        """What computes one part of the mask, None where it is none."""
+        """The subgraph of one part of the mask, None if the part masks nothing."""
         added = self.bias(part)
         if added is part:
             return None
@@ -117,29 +128,29 @@ class MaskProver:
         return _where_piece(part, self._data, added)
 
 
-class _Unclear(Exception):
-    """A mask is not what `_reach` looks for."""
+class _NoProof(Exception):
+    """A mask is not causal with a window or chunks."""
 
     def __init__(self, reason: str, value: object) -> None:
         super().__init__(reason)
         self.reason = NoMatch(reason, value)
 
 
-def _beside_hidden(part: gs.Tensor) -> gs.Tensor | None:
-    """In Where(condition, x, number), whose number hides a key, x."""
+def _bias_beside_mask(part: gs.Tensor) -> gs.Tensor | None:
+    """x in Where(condition, x, number), if the number masks a key."""
     where = producer(part)
     if where is None or where.op != "Where":
         return None
     numbers = [scalar(tensor) for tensor in where.inputs[1:]]
     if sum(number is None for number in numbers) != 1 or \
-            not all(number is None or number <= _HIDDEN for number in numbers):
+            not all(number is None or number <= _MASKED for number in numbers):
         return None
     return next(tensor for tensor, number in zip(where.inputs[1:], numbers, strict=True)
                 if number is None)
 
 
-def _hides_nothing(part: gs.Tensor, data: set[int]) -> bool:
-    """Whether a part adds numbers to the scores and none that hides, of few tokens."""
+def _masks_nothing(part: gs.Tensor, data: set[int]) -> bool:
+    """Whether a part adds values to the scores of a few tokens and masks none."""
     piece = cone(part, data, _MASK_OPS)
     if isinstance(piece, NoMatch):
         return False
@@ -147,12 +158,11 @@ def _hides_nothing(part: gs.Tensor, data: set[int]) -> bool:
         added = piece.run(_feeds(piece, np.arange(_FEW)))
     except CannotEvaluate:
         return False
-    return bool(added.dtype != bool and added.any() and (added > _HIDDEN).all())
+    return bool(added.dtype != bool and added.any() and (added > _MASKED).all())
 
 
 def _where_piece(part: gs.Tensor, data: set[int], beside: gs.Tensor | None) -> Piece | NoMatch:
-    """What computes a Where of scores, or of `beside`, which it adds to them: with zeros for these.
-    """
+    """The subgraph of a Where of scores, or of a bias `beside`, with zeros in their place."""
     where = producer(part)
     assert where is not None
     scores = [t for t in where.inputs if id(t) in data or t is beside]
@@ -169,7 +179,7 @@ def _where_piece(part: gs.Tensor, data: set[int], beside: gs.Tensor | None) -> P
 
 
 class _Mask:
-    """The parts of a mask, which all must let a key be seen, and factors, which then are one."""
+    """The parts of a mask, which must all show a key, and factors of its score."""
 
     def __init__(self, pieces: Sequence[Piece], causal: bool, factors: Sequence[Piece]) -> None:
         self.pieces = pieces
@@ -180,8 +190,9 @@ class _Mask:
                      for piece in (*pieces, *factors)]
 
     def takes_positions(self) -> bool:
-        """Whether `far` says of near positions what `near` does, in whatever order: what goes by
-        their places, such as a table, does not.
+        """Whether `far` agrees with `near` at near positions in any order.
+
+        It does not if values depend on the index instead of the position, as in a table.
         """
         sample = np.array([30, 1, 62, 5, 12, 0, 11, 63, 47, 2, 61])
         try:
@@ -190,12 +201,12 @@ class _Mask:
             return False
 
     def near(self, length: int) -> np.ndarray:
-        """bool [length, length]: which key (axis 1) each query sees, of the first positions."""
+        """bool [length, length]: whether a query (axis 0) sees a key (axis 1), from position 0."""
         return self._all(np.arange(length), [piece.run(_feeds(piece, np.arange(length)))
                                              for piece in (*self.pieces, *self._factors)])
 
     def far(self, positions: np.ndarray) -> np.ndarray:
-        """bool [n, n]: the same of any n positions."""
+        """bool [n, n]: the same for any n positions."""
         return self._all(positions, [
             far.piece.run(_feeds(far.piece, positions) | far.feeds(positions))
             for far in self._far])
@@ -209,12 +220,12 @@ class _Mask:
         for piece, factor in zip(self._factors, masks[len(self.pieces):], strict=True):
             if (np.broadcast_to(factor, np.broadcast_shapes(factor.shape, seen.shape))[..., seen]
                     != 1).any():
-                raise _Unclear("the scores of keys that are seen are multiplied by something that "
-                               "is not a number", piece.output)
+                raise _NoProof("the scores of visible keys are multiplied by a value that is not "
+                               "constant", piece.output)
         return seen
 
     def numbers(self) -> Iterator[int]:
-        """Every single number in it."""
+        """All scalar constants of the mask."""
         for piece in self.pieces:
             for tensor in (t for node in piece.nodes for t in node.inputs):
                 array = constant(tensor)
@@ -233,7 +244,7 @@ def _reach(mask: _Mask, max_seq_len: int) -> Reach:
         elif max_seq_len <= 2 * _WHOLE:
             found, lengths = set(), [*lengths, max_seq_len]
         else:
-            raise _Unclear(f"the mask cannot be evaluated at more than {2 * _WHOLE} positions; "
+            raise _NoProof(f"the mask cannot be evaluated at more than {2 * _WHOLE} positions; "
                            f"compile with --max_seq_len of at most {2 * _WHOLE}", mask.output)
         for length in lengths:
             if length <= min(max_seq_len, 2 * _WHOLE):
@@ -241,16 +252,16 @@ def _reach(mask: _Mask, max_seq_len: int) -> Reach:
                 size = 0 if seen[:, 0].all() else int(seen[:, 0].argmin())
                 found.add(_form(mask, seen, np.arange(length), size))
     except CannotEvaluate as error:
-        raise _Unclear(f"the mask: {error.reason.reason}", error.output) from error
+        raise _NoProof(f"the mask: {error.reason.reason}", error.output) from error
     found.discard(Reach())
     if len(found) > 1:
         sizes = sorted({reach.window or reach.chunk for reach in found})
-        raise _Unclear(f"the mask's window changes with the length: {sizes}", mask.output)
+        raise _NoProof(f"the mask's window changes with the length: {sizes}", mask.output)
     return found.pop() if found else Reach()
 
 
 def _far_reach(mask: _Mask, numbers: set[int], max_seq_len: int) -> Reach:
-    """From chosen positions of up to max_seq_len."""
+    """Window or chunks by sampled positions up to max_seq_len."""
     last = max_seq_len - 1
     some = np.random.default_rng(0).integers(0, max_seq_len, 64)
     positions = np.unique([p for p in (
@@ -260,30 +271,30 @@ def _far_reach(mask: _Mask, numbers: set[int], max_seq_len: int) -> Reach:
     seen, size = mask.far(positions), 0
     if not seen[:, 0].all():
         size = bisect_left(range(max_seq_len), True, lo=1, key=lambda position: not mask.far(
-            np.array([0, position]))[1, 0])  # the first that does not see the first key
+            np.array([0, position]))[1, 0])  # the first query that does not see the first key
     return _form(mask, seen, positions, size)
 
 
 def _form(mask: _Mask, seen: np.ndarray, positions: np.ndarray, size: int) -> Reach:
-    """Whether a mask that shows the first key to so many queries has a window or chunks."""
+    """The window or chunks of a mask that shows the first key to `size` queries."""
     for reach in (Reach(window=size), Reach(chunk=size)) if size else (Reach(),):
         if np.array_equal(seen, reach.shows(positions)):
             return reach
-    raise _Unclear(f"the mask is not causal at length {positions[-1] + 1}", mask.output)
+    raise _NoProof(f"the mask is not causal at length {positions[-1] + 1}", mask.output)
 
 
 def _visible(piece: Piece, mask: np.ndarray, length: int) -> np.ndarray:
-    """bool [length, length] of a mask of booleans or of what is added to scores."""
+    """bool [length, length] of a boolean or additive mask."""
     try:
         mask = np.broadcast_to(mask, (1, mask.shape[1] if mask.ndim == 4 else 1, length, length))[0]
     except ValueError:
-        raise _Unclear(f"the mask has shape {list(mask.shape)}, not [1, 1, {length}, {length}]",
+        raise _NoProof(f"the mask has shape {list(mask.shape)}, not [1, 1, {length}, {length}]",
                        piece.output) from None
-    seen = mask if mask.dtype == bool else mask > _HIDDEN
+    seen = mask if mask.dtype == bool else mask > _MASKED
     if mask.dtype != bool and np.abs(mask[seen]).max(initial=0) > 0:
-        raise _Unclear("a bias of the scores is in the mask", piece.output)
+        raise _NoProof("the mask contains a bias of the scores", piece.output)
     if (seen != seen[:1]).any():
-        raise _Unclear("the mask differs between heads", piece.output)
+        raise _NoProof("the mask differs between heads", piece.output)
     shown: np.ndarray = seen[0]
     return shown
 

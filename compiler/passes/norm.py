@@ -1,14 +1,14 @@
-"""Recognise RMSNorm and LayerNorm in whatever form they come.
+"""Recognize RMSNorm and LayerNorm in any form.
 
 Given:   x → Pow → ReduceMean → Add(eps) → Sqrt → Reciprocal → Mul(x) → Mul(w), or
          RMSNormalization(x, w), or LayerNormalization(x, w, b), or ReduceMean, Sub, …
 Result:  RMSNorm(x, w) or LayerNorm(x, w, b)
 
-Given:   MatMul(x, W) · r, r what the first of these multiplies x by
+Given:   MatMul(x, W) · r, r the factor of x in the first form
 Result:  MatMul(RMSNorm(x, ones), W)
 
-The nodes between x and the result are run on random x, w and b: only what computes the norm is
-replaced by it. A norm without weights gets a weight of ones.
+The nodes between x and the result are run on random x, w and b; a match has to compute the norm. A
+norm without weights gets a weight of ones.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from llmc.plugins.rms_norm.op import OP as RMS_NORM
 
 _ALLOWED = ELEMENTWISE | {"ReduceMean"}
 _MAX_NODES = 16
-_WIDEST = 1e9  # of bounds: the square of twice as much is nothing to float32
-# What a norm becomes where it takes in the Add before it.
+_WIDEST = 1e9  # of bounds: the square of twice this value fits in float32
+# The op of a norm fused with the Add before it.
 _ADDED = {RMS_NORM.name: ADD_RMS_NORM, LAYER_NORM.name: ADD_LAYER_NORM}
 
 
@@ -66,21 +66,21 @@ def norm(graph: gs.Graph, settings: Settings, report: Report) -> None:
                                           "SimplifiedLayerNormalization"}), _standard, _rewrite)
     decomposed = Rule("norm-decomposed", frozenset({"ReduceMean"}),
                       lambda node, settings: _decomposed(graph, node), _rewrite)
-    behind = Rule("norm-behind-product", frozenset({"ReduceMean"}),
-                  lambda node, settings: _behind_product(graph, node), _put_before)
-    apply_rules(graph, [standard, behind, decomposed], settings, report)
+    scaled = Rule("norm-behind-product", frozenset({"ReduceMean"}),
+                  lambda node, settings: _check_scaled(graph, node), _rewrite_scaled)
+    apply_rules(graph, [standard, scaled, decomposed], settings, report)
 
 
 @dataclass(frozen=True)
-class _Behind:
+class _ScaledProduct:
     source: gs.Tensor
     product: gs.Node
     scaled: gs.Node
     epsilon: float
 
 
-def _behind_product(graph: gs.Graph, node: gs.Node) -> _Behind | NoMatch | None:
-    """x · W / sqrt(mean(x²) + eps): a number for each token may come before a product."""
+def _check_scaled(graph: gs.Graph, node: gs.Node) -> _ScaledProduct | NoMatch | None:
+    """x · W / sqrt(mean(x²) + eps): a factor per token commutes with the product."""
     for source, seeds in _sources(node):
         for piece in closed_regions(graph, source, seeds, _ALLOWED):
             if len(piece.nodes) > _MAX_NODES:
@@ -97,18 +97,18 @@ def _behind_product(graph: gs.Graph, node: gs.Node) -> _Behind | NoMatch | None:
                     or (scaled.op == "Div" and scaled.inputs[0] is not other):
                 continue
             if not isinstance(source.shape[-1], int) or len(piece.inputs) > 1:
-                return NoMatch("what a product is divided by is not of the same rows", node)
+                return NoMatch("the divisor of a product is not computed from the same rows", node)
             x = _rows(piece, source.shape[-1]).astype(np.float64)
             actual = piece.run({source.name: x.astype(np.float32)})
             power = -0.5 if scaled.op == "Mul" else 0.5
             for epsilon in [value for value in scalars(piece) if 0 < value < 1e-2] or [0.0]:
                 expected = ((x**2).mean(-1, keepdims=True) + epsilon)**power
                 if _near(actual, expected, expected):
-                    return _Behind(source, product, scaled, epsilon)
+                    return _ScaledProduct(source, product, scaled, epsilon)
     return None
 
 
-def _put_before(graph: gs.Graph, match: _Behind, settings: Settings) -> None:
+def _rewrite_scaled(graph: gs.Graph, match: _ScaledProduct, settings: Settings) -> None:
     result, width = match.scaled.outputs[0], match.source.shape[-1]
     normed = gs.Variable(f"{result.name}.normed", match.source.dtype, match.source.shape)
     gain = gs.Constant(f"ones.{width}.{result.name}", Weight.of(np.ones(width, np.float32)))
@@ -124,7 +124,7 @@ def _standard(node: gs.Node, settings: Settings) -> _Norm | NoMatch:
     gain = node.inputs[1]
     shape = gain.shape
     if axis not in (-1, rank - 1) or shape is None or len(shape) != 1:
-        return NoMatch("the norm is not over the last axis alone", node)
+        return NoMatch("the norm is not over the last axis only", node)
     op = LAYER_NORM if node.op == "LayerNormalization" else RMS_NORM
     bias = node.inputs[2] if len(node.inputs) > 2 and not node.inputs[2].is_empty() else None
     if bias is not None and _is_zero(bias):
@@ -139,12 +139,12 @@ def _is_zero(tensor: gs.Tensor) -> bool:
 
 
 def _decomposed(graph: gs.Graph, node: gs.Node) -> _Norm | NoMatch:
-    """Start at a mean: of x (LayerNorm) or of x² (RMSNorm)."""
+    """Match from a mean: of x (LayerNorm) or of x² (RMSNorm)."""
     reason = NoMatch("the nodes around this mean compute neither RMSNorm nor LayerNorm", node)
     for source, seeds in _sources(node):
         width = source.shape[-1] if source.shape else None
         if not isinstance(width, int):
-            return NoMatch("the last dimension of the norm's input is not known", source)
+            return NoMatch("the last dimension of the norm's input is unknown", source)
         best: _Norm | None = None
         for piece in closed_regions(graph, source, seeds, _ALLOWED):
             if len(piece.nodes) > _MAX_NODES:
@@ -159,7 +159,7 @@ def _decomposed(graph: gs.Graph, node: gs.Node) -> _Norm | NoMatch:
 
 
 def _sources(mean: gs.Node) -> Iterator[tuple[gs.Tensor, list[gs.Node]]]:
-    """Candidates for x, with the first node below each that belongs to the norm."""
+    """Candidates for x, each with the norm's first nodes below it."""
     inner = mean.inputs[0]
     square = inner.inputs[0] if inner.inputs else None
     if square is not None and ((square.op == "Pow" and scalar(square.inputs[1]) == 2.0) or
@@ -175,7 +175,7 @@ def _sources(mean: gs.Node) -> Iterator[tuple[gs.Tensor, list[gs.Node]]]:
 
 
 def _prove(piece: Piece, source: gs.Tensor, width: int) -> _Norm | None:
-    """Which norm the piece is, if it is one.
+    """The norm that a subgraph computes, or None.
 
     Raises:
         CannotEvaluate: ONNX Runtime cannot run it.
@@ -190,7 +190,7 @@ def _prove(piece: Piece, source: gs.Tensor, width: int) -> _Norm | None:
     epsilons = [value for value in small if value is not None and 0 < value < 1e-2] or [0.0]
     rng = np.random.default_rng(0)
     x = _rows(piece, width)
-    # Results lie beyond the piece's numbers too.
+    # Results have to exceed the subgraph's constants too.
     spread = np.resize([1.0, *(2 * number for number in _beyond(piece))], width)
     drawn = {w.name: (rng.standard_normal(width) * spread).astype(np.float32)
              for w in weights if isinstance(w._values, Weight)}
@@ -212,19 +212,19 @@ def _prove(piece: Piece, source: gs.Tensor, width: int) -> _Norm | None:
 
 
 def _rows(piece: Piece, width: int) -> np.ndarray:
-    """float32 `[rows, 3, width]`: small, plain, and larger than each of the piece's numbers."""
+    """float32 `[rows, 3, width]`: small, ordinary, and larger than each of the constants."""
     scales = np.array([1e-2, 1.0, *(2 * number for number in _beyond(piece))])
     rows = np.random.default_rng(0).standard_normal((len(scales), 3, width))
     return np.asarray(rows * scales[:, None, None], np.float32)
 
 
 def _beyond(piece: Piece) -> list[float]:
-    """The piece's numbers that plain rows do not reach, as bounds may be."""
+    """Constants of the subgraph that ordinary rows do not exceed, such as bounds."""
     return [number for number in magnitudes(piece) if 1 < number < _WIDEST]
 
 
 def _near(actual: np.ndarray, expected: np.ndarray, scale: np.ndarray) -> bool:
-    """Whether all numbers agree, each within a hundred thousandth of what it is made of."""
+    """Whether all elements agree within 1e-5 of the magnitude of their operands."""
     return actual.shape == expected.shape and bool(
         (np.abs(actual - expected) <= 1e-5 * scale).all())
 
@@ -255,7 +255,7 @@ class _AddNorm:
 
 
 def add_norm(graph: gs.Graph, settings: Settings, report: Report) -> None:
-    """Fuse a residual Add that no GEMM took with the norm that follows it.
+    """Fuse a residual Add, unless a GEMM has taken it, with the norm that follows.
 
     Given:   sum = Add(x, residual); y = RMSNorm(sum, w)
     Result:  y, sum = AddRMSNorm(x, residual, w)
@@ -268,11 +268,11 @@ def add_norm(graph: gs.Graph, settings: Settings, report: Report) -> None:
 def _check_add(graph: gs.Graph, node: gs.Node) -> _AddNorm | NoMatch | None:
     add = producer(node.inputs[0])
     if is_op(add, *_ADDED.values()) and node.inputs[0] is add.outputs[1]:
-        return NoMatch("another norm of the same sum has taken the Add", add)
+        return NoMatch("the Add is fused with another norm of the same sum", add)
     if add is None or add.op != "Add":
-        return None  # nothing is added before it
+        return None  # no Add before it
     if any(isinstance(t, gs.Constant) for t in add.inputs):
-        return NoMatch("what is added before the norm is a constant", add)
+        return NoMatch("a constant is added before the norm", add)
     left, right = add.inputs
     if left.shape is not None and right.shape is not None and (
             len(left.shape) != len(right.shape) or left.shape[-1] != right.shape[-1]):
@@ -281,7 +281,7 @@ def _check_add(graph: gs.Graph, node: gs.Node) -> _AddNorm | NoMatch | None:
     first = next(user for user in consumers(graph, add.outputs[0])
                  if is_op(user, RMS_NORM, LAYER_NORM))
     if first is not node:
-        return NoMatch("another norm of the same sum takes the Add", first)
+        return NoMatch("the Add is fused with another norm of the same sum", first)
     return _AddNorm(add, node)
 
 

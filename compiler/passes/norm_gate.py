@@ -1,4 +1,4 @@
-"""Fuse a norm of groups with the gate and the weights that are multiplied in around it.
+"""Fuse a group norm with gates and weights that are multiplied before or after it.
 
 Given:   Mul(GroupRMSNorm(x, w), g), or GroupRMSNorm(Mul(x, g), w), or either with RMSNorm
 Result:  GroupRMSNorm(x, w, g), with gate_first in the second case
@@ -49,14 +49,14 @@ def norm_gate(graph: gs.Graph, settings: Settings, report: Report) -> None:
 
 
 def _norm_alone(graph: gs.Graph, tensor: gs.Tensor) -> gs.Node | NoMatch | None:
-    """The norm without a gate that makes a tensor for one node alone."""
+    """The norm without a gate whose result is read by one node only."""
     norm = producer(tensor)
     if not is_op(norm, GROUP_RMS_NORM, RMS_NORM):
         return None
     if operand(norm, "gate") is not None:
         return NoMatch("the norm has a gate already", norm)
     if len(consumers(graph, tensor)) > 1:
-        return NoMatch("the norm's result is read without what it is multiplied by too", norm)
+        return NoMatch("the norm's result is also read without the factor", norm)
     return norm
 
 
@@ -73,10 +73,10 @@ def _check_gain(graph: gs.Graph, node: gs.Node) -> _Gain | NoMatch | None:
         if not isinstance(norm, gs.Node) or weight(factor) is None:
             continue
         if tuple(factor.shape) != tuple(operands(norm)["weight"].shape):
-            return NoMatch(f"the norm's result is multiplied by a constant "
+            return NoMatch(f"the norm's result is multiplied by a constant of shape "
                            f"{list(factor.shape)}", norm)
         return _Gain(norm, factor, node.outputs[0])
-    return None  # it does not multiply a norm's result by weights
+    return None  # not a norm's result times weights
 
 
 def _rewrite_gain(graph: gs.Graph, match: _Gain, settings: Settings) -> None:
@@ -98,7 +98,7 @@ class _Gate:
 
 
 def _check_after(graph: gs.Graph, node: gs.Node) -> _Gate | NoMatch | None:
-    reason: NoMatch | None = None  # None: it multiplies no norm's result by another value
+    reason: NoMatch | None = None  # None: not a norm's result times another value
     for normed, gate in (node.inputs, node.inputs[::-1]):
         norm = _norm_alone(graph, normed)
         if isinstance(norm, NoMatch):
@@ -106,7 +106,8 @@ def _check_after(graph: gs.Graph, node: gs.Node) -> _Gate | NoMatch | None:
         if not isinstance(norm, gs.Node) or isinstance(gate, gs.Constant) or gate is normed:
             continue
         if _shape(gate) != _shape(normed):
-            reason = NoMatch(f"the norm's result is multiplied by {_shape(gate)}", norm)
+            reason = NoMatch(f"the norm's result is multiplied by a value of shape "
+                             f"{_shape(gate)}", norm)
             continue
         return _Gate(norm, operands(norm)["x"], gate, node.outputs[0], first=False)
     return reason
@@ -117,17 +118,18 @@ def _check_before(graph: gs.Graph, node: gs.Node) -> _Gate | NoMatch | None:
     product = producer(given["x"])
     if product is None or product.op != "Mul" or any(
             isinstance(tensor, gs.Constant) for tensor in product.inputs):
-        return None  # what it norms is no product
+        return None  # not a norm of a product
     if "gate" in given:
         return NoMatch("the norm has a gate already", node)
     if len(consumers(graph, given["x"])) > 1:
-        return NoMatch("the product before the norm is read without it too", node)
+        return NoMatch("the product before the norm is also read without it", node)
     if is_op(node, RMS_NORM) and any(is_op(user, GEMM, GATED_MLP)
                                      for user in consumers(graph, node.outputs[0])):
-        return NoMatch("a GEMM takes this norm in", node)
+        return NoMatch("a GEMM is fused with this norm", node)
     x, gate = sorted(product.inputs, key=lambda tensor: is_op(producer(tensor), GEMM))
     if _shape(x) != _shape(gate):
-        return NoMatch(f"before the norm {_shape(x)} is multiplied by {_shape(gate)}", node)
+        return NoMatch(f"shapes {_shape(x)} and {_shape(gate)} are multiplied before the norm",
+                       node)
     return _Gate(node, x, gate, node.outputs[0], first=True)
 
 

@@ -1,9 +1,9 @@
-"""Let a GEMM that alone reads a norm's result do the norm itself.
+"""Fuse a norm into the GEMM that is its only reader.
 
 Given:   GemmBiasAct(RMSNorm(x, g), w, b), or with LayerNorm, GatedMLP
 Result:  NormGemm(x, w · g, b, row sums of w · g), with the norm's bias in b
 
-Where w is stored in fewer bits, which take no gain; kernels that read whole rows of x do it too:
+If w is quantized, the gain cannot be folded into it. Kernels that read whole rows of x apply it:
 
 Result:  NormGemm(x, w, b, norm_weight=g, norm_bias)
 """
@@ -39,7 +39,7 @@ from llmc.plugins.gemm_bias_act.op import OP as GEMM
 from llmc.plugins.norm_gemm.op import OP as NORM_GEMM
 from llmc.plugins.roles import Norm
 
-NORMED = ".normed"  # what the name of such a weight ends in
+NORMED = ".normed"  # suffix of a weight with a folded gain
 
 
 def norm_gemm(graph: gs.Graph, settings: Settings, report: Report) -> None:
@@ -60,24 +60,24 @@ class _NormGemm:
 def _check(graph: gs.Graph, node: gs.Node, settings: Settings) -> _NormGemm | NoMatch | None:
     op = op_of(node)
     if op is None or op.norm is None:
-        return None  # an op of ONNX with that name
-    user = gemm_behind(graph, node)
+        return None  # an ONNX op of that name
+    user = gemm_after(graph, node)
     if isinstance(user, NoMatch):
         return user
-    if len(operands(user)["weight"].outputs) > 1:  # a table that is the LM head too stays whole
-        return NoMatch("the GEMM's weight is another node's too", user)
+    if len(operands(user)["weight"].outputs) > 1:  # e.g. the embedding table tied to the LM head
+        return NoMatch("the GEMM's weight is shared with another node", user)
     stored = values_of(operands(user)["weight"]).stored
     return _NormGemm(node, op.norm, user, stored is None or not settings.reads(stored))
 
 
-def gemm_behind(graph: gs.Graph, norm: gs.Node) -> gs.Node | NoMatch:
-    """The GEMM that alone reads the result of a norm and can do it, or why there is none."""
+def gemm_after(graph: gs.Graph, norm: gs.Node) -> gs.Node | NoMatch:
+    """The GEMM that is the only reader of a norm's result and can be fused with it."""
     users = consumers(graph, norm.outputs[0])
     if len(users) != 1:
         return NoMatch("more than one node reads the norm's result", norm)
     user, = users
     if not is_op(user, GEMM, GATED_MLP) or operand(user, "x") is not norm.outputs[0]:
-        return NoMatch("what reads the norm's result is not a GEMM that can do it",
+        return NoMatch("the reader of the norm's result is not a GEMM that can apply it",
                        norm if user is None else user)
     return user
 
@@ -95,7 +95,7 @@ def _rewrite(graph: gs.Graph, match: _NormGemm, settings: Settings) -> None:
 
 def _folded(norm: Mapping[str, gs.Tensor], gemm: gs.Node, role: Norm, settings: Settings) -> \
         dict[str, gs.Tensor | None]:
-    """The weight that has the norm's gain, its row sums, and the bias that has the norm's."""
+    """The weight with the norm's gain, its row sums, and the bias with the norm's bias."""
     gain = values_of(norm[role.gain]).load().astype(np.float32)
     weight, bias = operands(gemm)["weight"], operand(gemm, "bias")
     matrix = values_of(weight)

@@ -1,10 +1,10 @@
-"""From [batch, seq] to packed tokens, and from logits everywhere to logits where they are wanted.
+"""Convert [batch, seq] to packed tokens, and compute logits of selected tokens only.
 
 Given:   [batch, seq, hidden] activations, logits of every token
-Result:  [num_tokens, hidden] activations, the new tokens of all sequences one after the other;
-         logits of the tokens in `logits_indices`; the vocabulary padded
+Result:  [num_tokens, hidden] activations, the new tokens of all sequences concatenated; logits of
+         the tokens in `logits_indices`; the vocabulary padded
 
-Everything but attention is row-wise, which this pass checks: what is not is an error naming it.
+This requires all ops except attention and recurrence to be row-wise; an error names any other.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LAST_AXIS = frozenset({"Gather", "Concat", "Slice", "Split", "Softmax"})
 
 
 def pack(graph: gs.Graph, settings: Settings, report: Report) -> None:
-    """Check that every node is row-wise, then drop the batch axis.
+    """Check that every node is row-wise, then remove the batch axis.
 
     Raises:
         LlmcError: a node is not row-wise, or attention was not fused; with the reasons.
@@ -67,18 +67,19 @@ def pack(graph: gs.Graph, settings: Settings, report: Report) -> None:
 
 
 def _check_understood(graph: gs.Graph) -> None:
-    """Name what is left that no pass knew; of several, one that works on the tokens themselves
-    before what computes its shapes.
+    """Raise on ops that no pass has replaced.
+
+    Of several, it names one that reads activations before one that computes shapes.
     """
-    odd = [node for node in graph.nodes if node.op not in _LAST_AXIS and node.op not in ELEMENTWISE
-           and (not is_llmc(node) or is_op(node, SDPA))]
-    if not odd:
+    unsupported = [node for node in graph.nodes if node.op not in _LAST_AXIS | ELEMENTWISE
+                   and (not is_llmc(node) or is_op(node, SDPA))]
+    if not unsupported:
         return
     data = data_tensors(graph)
-    node = next((node for node in odd if node.op != "Shape"
-                 and any(id(tensor) in data for tensor in node.inputs)), odd[0])
+    node = next((node for node in unsupported if node.op != "Shape"
+                 and any(id(tensor) in data for tensor in node.inputs)), unsupported[0])
     raise LlmcError(
-        f"{describe(node)} is not understood: after all passes only llmc ops and row-wise ops may "
+        f"{describe(node)} is unsupported: after all passes only llmc ops and row-wise ops may "
         f"be left; `llmc compile --verbose` prints what each pass refused, and why")
 
 
@@ -92,7 +93,7 @@ def _check_row_wise(node: gs.Node) -> None:
 
 
 def _from_the_end(node: gs.Node) -> None:
-    """Name the last axis as -1, since it moves."""
+    """Write the last axis as -1, since the rank changes."""
     if node.op == "Slice":
         axes = constant(node.inputs[3]) if len(node.inputs) > 3 else None
         if axes is None or axes.size != 1 or int(axes.reshape(-1)[0]) not in (2, -1):
@@ -105,10 +106,10 @@ def _from_the_end(node: gs.Node) -> None:
 
 
 def select_tokens(graph: gs.Graph, settings: Settings, report: Report) -> None:
-    """Keep only the rows whose logits are wanted, from the last op on that knows of sequences.
+    """Select the rows whose logits are requested, after the last op that mixes tokens.
 
-    Given:   attention or a state → row-wise nodes → logits
-    Result:  attention or a state → Gather(rows of logits_indices) → row-wise nodes → logits
+    Given:   attention or recurrence → row-wise nodes → logits
+    Result:  attention or recurrence → Gather(rows of logits_indices) → row-wise nodes → logits
     """
     last = [node for node in graph.nodes if knows_sequences(node)][-1]
     after: set[int] = {id(last.outputs[0])}
@@ -118,8 +119,8 @@ def select_tokens(graph: gs.Graph, settings: Settings, report: Report) -> None:
             nodes.append(node)
             after.update(id(tensor) for tensor in node.outputs)
     inside = {id(tensor) for node in nodes for tensor in node.outputs}
-    wanted = gs.Variable("logits_indices", np.int64, ("num_logits",))
-    graph.inputs.append(wanted)
+    indices = gs.Variable("logits_indices", np.int64, ("num_logits",))
+    graph.inputs.append(indices)
     selected: dict[int, gs.Variable] = {}
     for node in nodes:
         for index, tensor in enumerate(node.inputs):
@@ -129,7 +130,7 @@ def select_tokens(graph: gs.Graph, settings: Settings, report: Report) -> None:
                 shape = None if tensor.shape is None else ("num_logits", *tensor.shape[1:])
                 rows = gs.Variable(f"{tensor.name}.selected", tensor.dtype, shape)
                 graph.nodes.append(gs.Node(op="Gather", name=rows.name, attrs={"axis": 0},
-                                           inputs=[tensor, wanted], outputs=[rows]))
+                                           inputs=[tensor, indices], outputs=[rows]))
                 selected[id(tensor)] = rows
             node.inputs[index] = selected[id(tensor)]
         for tensor in node.outputs:
@@ -151,11 +152,12 @@ def head_weight(graph: gs.Graph) -> gs.Constant:
 
 
 def lm_head(graph: gs.Graph) -> gs.Node:
-    """The linear layer that makes the logits, perhaps with the norm before it: above the output,
-    past row-wise nodes and the ranks' AllGather.
+    """The linear layer that computes the logits, possibly fused with the norm before it.
+
+    It is found from the output, past row-wise nodes and the ranks' AllGather.
 
     Raises:
-        LlmcError: there is none.
+        LlmcError: the logits do not come from a linear layer.
     """
     tensor = graph.outputs[0]
     while True:
@@ -172,7 +174,7 @@ def lm_head(graph: gs.Graph) -> gs.Node:
 
 
 def token_table(graph: gs.Graph) -> gs.Constant:
-    """The table that tokens are looked up in, [vocabulary, hidden size]."""
+    """The token embedding table, [vocabulary, hidden size]."""
     return next(operands(node)[way.table] for node in graph.nodes
                 if (way := shard_of(node, ByVocabulary)) is not None
                 and operands(node)[way.ids].name == "input_ids")
@@ -182,7 +184,7 @@ def pad_vocabulary(graph: gs.Graph, settings: Settings, report: Report) -> None:
     """Pad the rows of the LM head, and of an embedding tied to it, with zeros.
 
     Given:   logits [num_logits, vocab_size]
-    Result:  logits [num_logits, padded_vocab_size]; the runtime cuts the padding off
+    Result:  logits [num_logits, padded_vocab_size]; the runtime removes the padding
     """
     head = lm_head(graph)
     weights = list(row_weights(head).values())
@@ -194,9 +196,9 @@ def pad_vocabulary(graph: gs.Graph, settings: Settings, report: Report) -> None:
     for tensor in weights:  # a tied embedding reads the same constant
         tensor._values = values_of(tensor).pad_rows(padded)
     report.count("padded", padded - rows)
-    padding = list(head.outputs)  # and what is made of them, element by element
+    padding = list(head.outputs)  # and elementwise results of these
     while padding:
         tensor = padding.pop()
         if tensor.shape is not None:
             tensor.shape = (*tensor.shape[:-1], padded)
-        padding.extend(made for node in tensor.outputs for made in node.outputs)
+        padding.extend(result for node in tensor.outputs for result in node.outputs)

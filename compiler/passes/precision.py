@@ -1,4 +1,4 @@
-"""Give a fused graph the dtypes of the engine that runs it."""
+"""Convert a fused graph to the dtypes of its engine."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ from llmc.errors import LlmcError
 
 
 def cast(graphs: Sequence[gs.Graph], settings: Settings, report: Report) -> None:
-    """Give weights, activations and caches the model's dtype; what an op wants exact, states, and
-    numbers of ONNX's own ops, stay float32. What the graphs share, they go on to share.
+    """Cast weights, activations and caches to the model's dtype.
+
+    Inputs that an op requires in float32, recurrent states, and constants of ONNX ops stay float32.
+    Weights shared by the graphs stay shared.
     """
     done: dict[tuple[int, str], tuple[Weight, Weight]] = {}
     for graph in graphs:
@@ -45,10 +47,11 @@ def cast(graphs: Sequence[gs.Graph], settings: Settings, report: Report) -> None
 
 def _cast_weights(graph: gs.Graph, dtype: np.dtype,
                   done: dict[tuple[int, str], tuple[Weight, Weight]]) -> int:
-    """Cast a graph's constants; returns how many there are now. `done` has what weights became, by
-    identity and dtype; and the weights themselves, so that no identity is used again.
+    """Cast a graph's constants and return their number.
+
+    `done` has cast weights by identity and dtype, with the originals, so that no id is reused.
     """
-    made: dict[tuple[int, str], gs.Constant] = {}
+    casts: dict[tuple[int, str], gs.Constant] = {}
     for node in graph.nodes:
         op = op_of(node)
         for index, tensor in enumerate(node.inputs):
@@ -59,25 +62,25 @@ def _cast_weights(graph: gs.Graph, dtype: np.dtype,
                 continue
             if op is None and np.issubdtype(tensor.dtype, np.integer):
                 continue  # bounds and indices
-            wanted = np.dtype(np.float32) if exact else dtype
-            key = (id(tensor), wanted.name)
-            if key not in made:
+            target = np.dtype(np.float32) if exact else dtype
+            key = (id(tensor), target.name)
+            if key not in casts:
                 values = values_of(tensor)
                 if not values.shape:
                     values = Weight.of(np.reshape(tensor.values, 1), tensor.name)
-                suffix = "" if not any(k[0] == id(tensor) for k in made) else f".{wanted.name}"
-                _, values = done.setdefault((id(values), wanted.name),
-                                            (values, values.cast(wanted)))
-                made[key] = gs.Constant(tensor.name + suffix, values)
-            node.inputs[index] = made[key]
-    return len(made)
+                suffix = "" if not any(k[0] == id(tensor) for k in casts) else f".{target.name}"
+                _, values = done.setdefault((id(values), target.name),
+                                            (values, values.cast(target)))
+                casts[key] = gs.Constant(tensor.name + suffix, values)
+            node.inputs[index] = casts[key]
+    return len(casts)
 
 
 def cache_dtype(graph: gs.Graph, settings: Settings, report: Report) -> None:
-    """Keep keys and values in a dtype of their own, if one is asked for.
+    """Set the dtype of KV caches, if an option gives one.
 
     Raises:
-        LlmcError: an op has no caches of that dtype.
+        LlmcError: an op does not support caches of that dtype.
     """
     kv_dtype = settings.options.kv_dtype
     for node in graph.nodes if kv_dtype else ():
@@ -85,8 +88,8 @@ def cache_dtype(graph: gs.Graph, settings: Settings, report: Report) -> None:
         op = op_of(node)
         if op is not None and attends_causally(node):
             if kv_dtype not in op.choices["kv_dtype"]:
-                raise LlmcError(f"llmc::{op.name} has no caches of {kv_dtype} yet, which "
-                                f"'{node.name}' is to keep; leave out --kv_dtype")
+                raise LlmcError(f"kv_dtype {kv_dtype} of '{node.name}' is unsupported by "
+                                f"llmc::{op.name}; leave out --kv_dtype")
             node.attrs["kv_dtype"] = kv_dtype
             report.count("caches", len(pairs))
         for tensor in (tensor for pair in pairs for tensor in pair):
@@ -94,9 +97,10 @@ def cache_dtype(graph: gs.Graph, settings: Settings, report: Report) -> None:
 
 
 def elements(graph: gs.Graph, settings: Settings, report: Report) -> None:
-    """Clip as Max and Min, which the engine has, and exp(x) - 1 of an x that is at most 0 as Elu,
-    which in 16 bits keeps what is left of a small x; and of what ONNX's ops on elements make the
-    shapes and dtypes, which exporters leave out or have for tokens that lie otherwise.
+    """Rewrite elementwise ops for the engine, and set their shapes and dtypes.
+
+    Clip becomes Max and Min. exp(x) - 1 of an x of at most 0 becomes Elu, which is accurate for a
+    small x in 16 bits. Exporters leave shapes and dtypes out, or have those before packing.
     """
     for node in [node for node in graph.nodes if node.op == "Clip"]:
         bounds = [(op, limit) for op, limit in zip(("Max", "Min"), node.inputs[1:], strict=False)
@@ -108,9 +112,10 @@ def elements(graph: gs.Graph, settings: Settings, report: Report) -> None:
         graph.nodes.remove(node)
         for op, limit in bounds:
             last = (op, limit) == bounds[-1]
-            made = output if last else gs.Variable(f"{output.name}.{op}", x.dtype, x.shape)
-            graph.nodes.append(gs.Node(op=op, name=made.name, inputs=[x, limit], outputs=[made]))
-            x = made
+            result = output if last else gs.Variable(f"{output.name}.{op}", x.dtype, x.shape)
+            graph.nodes.append(
+                gs.Node(op=op, name=result.name, inputs=[x, limit], outputs=[result]))
+            x = result
         report.count("clip")
     for node in graph.nodes:
         exponential = producer(node.inputs[0]) if node.op == "Sub" else None
@@ -126,13 +131,14 @@ def elements(graph: gs.Graph, settings: Settings, report: Report) -> None:
         given = [tensor for tensor in node.inputs if isinstance(tensor, gs.Variable)
                  and tensor.shape]
         if node.op in ELEMENTWISE and node.outputs and given:
-            made = node.outputs[0]
-            made.dtype = made.dtype or (bool if node.op in ("Greater", "Less") else given[-1].dtype)
-            made.shape = max((tensor.shape for tensor in given), key=lambda shape: shape[-1])
+            result = node.outputs[0]
+            result.dtype = result.dtype or (
+                bool if node.op in ("Greater", "Less") else given[-1].dtype)
+            result.shape = max((tensor.shape for tensor in given), key=lambda shape: shape[-1])
 
 
 def narrow_indices(graph: gs.Graph, settings: Settings, report: Report) -> None:
-    """Give token ids, positions and indices 32 bits: TensorRT 8 has no others."""
+    """Convert token ids, positions and indices to int32, as TensorRT 8 has no int64."""
     for tensor in graph.inputs:
         if np.dtype(tensor.dtype) == np.int64:
             tensor.dtype = np.int32

@@ -1,11 +1,11 @@
-"""Make the linear layers of one x one, where what reads them takes columns of wider rows.
+"""Merge linear layers of one input if their readers accept columns of wider rows.
 
 Given:   a = act(x · Waᵀ + ba), b = x · Wbᵀ, …; Op(a), Other(b), …
 Result:  y = x · [Wb; Wa; …]ᵀ; Op(columns of y, activation=act, bias=ba), Other(columns of y), …
 
-An op tells which of its inputs these may be, and whether it has an activation and a bias for them
-(`Op.columns`). The widest come first, so that those behind begin where vectors do; rows of zeros
-bring the width of y to whole vectors, where weights are not stored in fewer bits.
+`Op.columns` declares the inputs that accept columns, and whether the op applies an activation and a
+bias to them. The widest layers come first, so that the others start at vector boundaries. Zero rows
+pad the width of y to whole vectors, unless weights are quantized.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from llmc.compiler.graph.rewrite import (
     values_of,
 )
 from llmc.compiler.graph.weights import Weight
-from llmc.compiler.passes.rows import selected
+from llmc.compiler.passes.row_layout import selected
 from llmc.plugins.gemm_bias_act.op import OP as GEMM
 from llmc.plugins.roles import Columns
 
@@ -44,7 +44,7 @@ _VECTOR = 8  # elements of 16 bits
 
 @dataclass(frozen=True)
 class _Part:
-    """A linear layer, and whether its readers take its activation, and its bias."""
+    """A linear layer, and whether its activation and its bias move to its readers."""
 
     gemm: gs.Node
     readers: tuple[tuple[gs.Node, Columns], ...]
@@ -65,22 +65,22 @@ def projections(graph: gs.Graph, settings: Settings, report: Report) -> None:
 
 
 def _check(graph: gs.Graph, node: gs.Node) -> _Merged | NoMatch | None:
-    own = _part(graph, node)
+    anchor = _part(graph, node)
     gemms = [user for user in consumers(graph, node.inputs[0])
              if is_op(user, GEMM) and operand(user, "x") is node.inputs[0]]
-    if own is None or len(gemms) < 2:
-        return None  # something else reads it, or nothing else reads its x
-    if isinstance(own, NoMatch):
-        return own
+    if anchor is None or len(gemms) < 2:
+        return None  # a reader needs all of its output, or no other layer reads its x
+    if isinstance(anchor, NoMatch):
+        return anchor
     parts = [part for gemm in gemms if isinstance(part := _part(graph, gemm), _Part)
-             and _form(part) == _form(own)]
+             and _form(part) == _form(anchor)]
     if len(parts) < 2:
-        return NoMatch("no other linear layer of its x can be one with it", node)
+        return NoMatch("no other linear layer of its x can be merged with it", node)
     return _Merged(tuple(sorted(parts, key=lambda part: -_width(part))))
 
 
 def _part(graph: gs.Graph, gemm: gs.Node) -> _Part | NoMatch | None:
-    """A linear layer all of whose readers take columns; None where one does not."""
+    """A linear layer all of whose readers accept columns; None if one does not."""
     result, fields, given = gemm.outputs[0], fields_of(gemm), operands(gemm)
     readers: list[tuple[gs.Node, Columns]] = []
     for user in consumers(graph, result):
@@ -89,17 +89,17 @@ def _part(graph: gs.Graph, gemm: gs.Node) -> _Part | NoMatch | None:
             return None
         readers.extend((user, role) for role in roles)
     if len(given["weight"].outputs) > 1:
-        return NoMatch("the weight is another node's too", gemm)
+        return NoMatch("the weight is shared with another node", gemm)
     activation = fields["activation"]
     takes = [(fields_of(user), operands(user), role) for user, role in readers]
     if activation != "none" and not all(
-            _is_free(own, role) and role.activation and own[role.activation] == "none"
+            _is_free(attrs, role) and role.activation and attrs[role.activation] == "none"
             and activation in _choices(user, role)
-            for (user, _), (own, _, role) in zip(readers, takes, strict=True)):
-        return NoMatch(f"not all that reads it has a {activation}", gemm)
+            for (user, _), (attrs, _, role) in zip(readers, takes, strict=True)):
+        return NoMatch(f"not all of its readers support the activation {activation}", gemm)
     moves_bias = "bias" in given and all(
-        _is_free(own, role) and role.bias and role.bias not in inputs
-        for own, inputs, role in takes)
+        _is_free(attrs, role) and role.bias and role.bias not in inputs
+        for attrs, inputs, role in takes)
     return _Part(gemm, tuple(readers), activation != "none", moves_bias)
 
 
@@ -114,7 +114,7 @@ def _choices(user: gs.Node, role: Columns) -> Sequence[int | str]:
 
 
 def _form(part: _Part) -> tuple[object, ...]:
-    """How the weight is stored, if it is in fewer bits: what is one is stored in one way."""
+    """The weight's storage format, () if not quantized; merged layers have the same."""
     stored = values_of(operands(part.gemm)["weight"]).stored
     return () if stored is None else (
         stored.dtype, stored.group_size, stored.zeros is None, stored.minima is None,
@@ -131,11 +131,11 @@ def _rewrite(graph: gs.Graph, match: _Merged, settings: Settings) -> None:
     x = gemms[0].inputs[0]
     widths = [_width(part) for part in parts]
     padding = 0 if _form(parts[0]) else -sum(widths) % _VECTOR
-    made = gs.Variable(f"{x.name}.projections", x.dtype, [*x.shape[:-1], sum(widths) + padding])
+    merged = gs.Variable(f"{x.name}.projections", x.dtype, [*x.shape[:-1], sum(widths) + padding])
     matrices = [values_of(operands(gemm)["weight"]) for gemm in gemms]
     if padding:
         matrices.append(Weight.of(np.zeros((padding, matrices[0].shape[1]), np.float32)))
-    weight = merge_constants(gemms, "weight", Weight.concat(matrices), "projections", made)
+    weight = merge_constants(gemms, "weight", Weight.concat(matrices), "projections", merged)
     biases = [None if part.moves_bias else operand(part.gemm, "bias") for part in parts]
     bias = None
     if any(biases):
@@ -149,7 +149,7 @@ def _rewrite(graph: gs.Graph, match: _Merged, settings: Settings) -> None:
         own = operand(part.gemm, "bias") if part.moves_bias else None
         activation = fields_of(part.gemm)["activation"]
         columns = result
-        if part.moves_bias or part.moves_activation:  # nobody makes what had this name
+        if part.moves_bias or part.moves_activation:  # the original tensor no longer exists
             columns = gs.Variable(f"{result.name}.product", result.dtype, result.shape)
         for user, role in part.readers:
             moved = {role.bias: own} if own is not None else {}
@@ -159,6 +159,6 @@ def _rewrite(graph: gs.Graph, match: _Merged, settings: Settings) -> None:
             if part.moves_activation:
                 user.attrs[role.activation] = activation
         part.gemm.outputs.clear()
-        graph.nodes.append(selected(made, np.arange(first, first + width), columns))
+        graph.nodes.append(selected(merged, np.arange(first, first + width), columns))
         first += width
-    replace(graph, GEMM, {"x": x, "weight": weight, "bias": bias}, [made])
+    replace(graph, GEMM, {"x": x, "weight": weight, "bias": bias}, [merged])

@@ -1,11 +1,10 @@
-"""Layers that are divided among ranks as one: attention with a gate or of bounded queries, keys and
-values, and layers that keep a state.
+"""Layers that are partitioned as a unit: gated or clipped attention, and recurrent layers.
 
-Given:   linear layers → convolution, gates, norms of groups, attention or a state → linear layers
-Result:  for each tensor between the linear layers, which of its columns each rank has: those of its
-         heads, or where there are none as many as any other
+Given:   linear layers → convolution, gates, group norms, attention or recurrence → linear layers
+Result:  each rank's columns of every tensor between the linear layers: those of its heads, or an
+         equal share if there are no heads
 
-Where anything between is no such op, each rank computes all of it.
+If any other op lies between, every rank computes all of the layer.
 """
 
 from __future__ import annotations
@@ -39,16 +38,16 @@ from llmc.compiler.passes.shares import (
 )
 from llmc.plugins.roles import ByColumns, ByElements, ByGroups, ByHeads, ByStateHeads
 
-_HEADS, _PACKED = "heads", "packed"  # a tensor has all heads' columns; queries, keys and values
+_HEADS, _PACKED = "heads", "packed"  # contents of a tensor: all heads; packed Q, K and V
 
 
 @dataclass
 class Region:
-    """What is divided together.
+    """Tensors and nodes that are partitioned as a unit.
 
     Args:
-        columns: for each tensor, by its id, per rank the columns of the whole that it has.
-        shares: for each node with heads, by its id, which of them each rank has.
+        columns: for each tensor, by id, each rank's columns of the whole.
+        shares: for each node with heads, by id, each rank's heads.
     """
 
     columns: dict[int, list[np.ndarray]] = field(default_factory=dict)
@@ -57,26 +56,31 @@ class Region:
 
 def find_regions(graph: gs.Graph, tp_size: int, head: gs.Node | None,
                  group_size: int = 1) -> Region:
-    """All regions of a graph whose parts can be divided; `group_size` columns share a scale of what
-    is to be rounded.
+    """All regions of a graph that can be partitioned.
+
+    Args:
+        graph: of the whole model.
+        tp_size: number of ranks.
+        head: the LM head, which no region includes.
+        group_size: columns that share a scale of a weight to be quantized.
     """
     found, seen = Region(), set[int]()
     for seed in graph.nodes:
         if id(seed) in seen or not (state_of(seed) or _is_gated(graph, seed)
                                     or _is_bounded(seed)):
             continue
-        region = _Spread(graph, head)
+        region = _RegionGrowth(graph, head)
         divides = region.spread(seed)
         seen |= region.nodes.keys()
-        made = region.divide(tp_size, group_size) if divides else None
-        if made is not None:
-            found.columns.update(made.columns)
-            found.shares.update(made.shares)
+        divided = region.divide(tp_size, group_size) if divides else None
+        if divided is not None:
+            found.columns.update(divided.columns)
+            found.shares.update(divided.shares)
     return found
 
 
 def _is_gated(graph: gs.Graph, node: gs.Node) -> bool:
-    """Whether attention's result is multiplied by something that is computed too."""
+    """Whether attention's result is multiplied by another computed value."""
     if shard_of(node, ByHeads) is None:
         return False
     users = consumers(graph, node.outputs[0])
@@ -88,7 +92,7 @@ def _is_gated(graph: gs.Graph, node: gs.Node) -> bool:
 
 
 def _is_bounded(node: gs.Node) -> bool:
-    """Whether attention reads what an op makes element by element of a linear layer's result."""
+    """Whether attention reads an elementwise function of a linear layer's result."""
     way = shard_of(node, ByHeads)
     makers = [producer(tensor) for name in way.heads if (tensor := operand(node, name)) is not None
               ] if way is not None else []
@@ -96,8 +100,8 @@ def _is_bounded(node: gs.Node) -> bool:
                for maker in makers)
 
 
-class _Spread:
-    """A region as it grows from one node."""
+class _RegionGrowth:
+    """A region that grows from one node."""
 
     def __init__(self, graph: gs.Graph, head: gs.Node | None) -> None:
         self._graph, self._head = graph, head
@@ -106,11 +110,11 @@ class _Spread:
         self._tensors: dict[int, gs.Tensor] = {}
 
     def spread(self, seed: gs.Node) -> bool:
-        """Take in all that is divided with a node; False where something cannot be."""
+        """Add all nodes to be partitioned with `seed`; False if one cannot be."""
         stack: list[tuple[gs.Node, str]] = [(seed, _HEADS)]
-        if state_of(seed) and shard_of(seed, ByStateHeads) is None:  # what is behind tells
-            behind = _behind(self._graph, seed)
-            stack = [(behind, _HEADS)] if behind is not None else stack
+        if state_of(seed) and shard_of(seed, ByStateHeads) is None:  # heads are the consumer's
+            consumer = _consumer_with_heads(self._graph, seed)
+            stack = [(consumer, _HEADS)] if consumer is not None else stack
         divides = True
         while stack:
             node, kind = stack.pop()
@@ -131,7 +135,7 @@ class _Spread:
         return divides
 
     def _is_border(self, node: gs.Node | None, tensor: gs.Tensor) -> bool:
-        """Whether a node is a linear layer that makes the tensor, or one that sums it up."""
+        """Whether a node is a linear layer that computes the tensor, or one that reduces it."""
         if node is None or node is self._head:
             return False
         if any(tensor is made for made in node.outputs):
@@ -141,29 +145,29 @@ class _Spread:
             and sum(t is tensor for t in node.inputs) == 1
 
     def divide(self, tp_size: int, group_size: int) -> Region | None:
-        """What each rank has; None where its heads cannot be dealt out, or cut groups."""
+        """Each rank's share; None if heads cannot be distributed, or groups would be cut."""
         keyed = [node for node in self.nodes.values()
                  if shard_of(node, ByStateHeads) or shard_of(node, ByHeads)]
-        made = Region()
+        region = Region()
         if len(keyed) > 1:
             return None
         if keyed:
             counts = _counts(keyed[0])
             if tp_size > counts[0]:
                 return None
-            made.shares[id(keyed[0])] = share_heads(*counts, tp_size)
+            region.shares[id(keyed[0])] = share_heads(*counts, tp_size)
         for key, tensor in self._tensors.items():
-            columns = self._divided(tensor, self._kind[key], keyed, made, tp_size, group_size)
+            columns = self._divided(tensor, self._kind[key], keyed, region, tp_size, group_size)
             if columns is None:
                 return None
-            made.columns[key] = columns
-        return made if all(_keeps_groups(node, made) and _keeps_selected(node, made)
-                           for node in self.nodes.values()) else None
+            region.columns[key] = columns
+        return region if all(_keeps_groups(node, region) and _keeps_selected(node, region)
+                             for node in self.nodes.values()) else None
 
     def _divided(self, tensor: gs.Tensor, kind: str, keyed: Sequence[gs.Node], region: Region,
                  tp_size: int, group_size: int) -> list[np.ndarray] | None:
         width = tensor.shape[-1]
-        if not keyed:  # channels that know nothing of one another
+        if not keyed:  # independent channels
             if any(other.shape[-1] != width for other in self._tensors.values()) \
                     or width < tp_size:
                 return None
@@ -180,8 +184,8 @@ class _Spread:
         return [np.arange(share.start * each, share.stop * each) for share in shares]
 
 
-def _behind(graph: gs.Graph, node: gs.Node) -> gs.Node | None:
-    """The op with heads that reads what a convolution makes."""
+def _consumer_with_heads(graph: gs.Graph, node: gs.Node) -> gs.Node | None:
+    """The op with heads that reads a convolution's result."""
     return next((user for user in consumers(graph, node.outputs[0])
                  if shard_of(user, ByStateHeads) is not None), None)
 
@@ -194,7 +198,7 @@ def _is_inside(node: gs.Node) -> bool:
 
 
 def _data(node: gs.Node, kind: str) -> list[tuple[gs.Tensor, str]]:
-    """The tensors that are divided where a node is, and what they hold; `kind` is what one does."""
+    """A node's partitioned tensors and their contents; `kind` are those of one of them."""
     heads, states = shard_of(node, ByHeads), shard_of(node, ByStateHeads)
     result = node.outputs[0]
     if states is not None:
@@ -216,16 +220,14 @@ def _data(node: gs.Node, kind: str) -> list[tuple[gs.Tensor, str]]:
 
 
 def _counts(node: gs.Node) -> tuple[int, int]:
-    """Heads, and the groups that they are in."""
+    """The numbers of heads and of their groups."""
     fields, way = fields_of(node), shard_of(node, ByStateHeads)
     names = (way.heads, way.groups) if way is not None else ("num_heads", "num_kv_heads")
     return int(fields[names[0]]), int(fields[names[1]])
 
 
 def _groups(node: gs.Node) -> list[tuple[int, int, bool]]:
-    """Of queries, keys and values: heads, their size, and whether there is one for each head or for
-    each group.
-    """
+    """For queries, keys and values: number of heads, their size, whether they are Q heads."""
     fields, way = fields_of(node), shard_of(node, ByStateHeads)
     heads, groups = _counts(node)
     if way is None:
@@ -235,17 +237,18 @@ def _groups(node: gs.Node) -> list[tuple[int, int, bool]]:
 
 
 def _keeps_groups(node: gs.Node, region: Region) -> bool:
-    """Whether each rank has whole groups of what is normed by groups."""
+    """Whether each rank has whole groups of a group norm."""
     way = shard_of(node, ByGroups)
     if way is None:
         return True
     result = node.outputs[0]
     each = result.shape[-1] // fields_of(node)[way.groups]
-    return all(len(own) % each == 0 and own[0] % each == 0 for own in region.columns[id(result)])
+    return all(len(columns) % each == 0 and columns[0] % each == 0
+               for columns in region.columns[id(result)])
 
 
 def _keeps_selected(node: gs.Node, region: Region) -> bool:
-    """Whether each rank has the columns that it selects."""
+    """Whether each rank has the columns from which it selects."""
     if not selects_columns(node):
         return True
     index = node.inputs[1].values

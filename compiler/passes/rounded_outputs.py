@@ -1,11 +1,11 @@
-"""Let what makes activations round them to FP8, where all that read them take them so.
+"""Fuse the FP8 quantization of activations into their producer.
 
 Given:   x = CausalAttention(…), or GatedMLP(…), or a gated NormGemm(…); y = GemmBiasRes(x, W, …;
          activation_dtype, activation_scale)
 Result:  x = CausalAttention(…; out_scale), in float8_e4m3fn; y = GemmBiasRes(x, W, …;
          activation_dtype, activation_scale, x_dtype)
 
-Only scales that are the same for all tokens are known where x is made.
+All readers must quantize alike, with static scales: dynamic ones are unknown to the producer.
 """
 
 from __future__ import annotations
@@ -23,30 +23,26 @@ def rounded_outputs(graph: gs.Graph, settings: Settings, report: Report) -> None
         scale = _scale(graph, node)
         if not scale:
             continue
-        made = node.outputs[0]
+        result = node.outputs[0]
         node.attrs["out_scale"] = scale
-        made.dtype = numpy_dtype(FLOAT8)
-        for user in made.outputs:
+        result.dtype = numpy_dtype(FLOAT8)
+        for user in result.outputs:
             user.attrs["x_dtype"] = FLOAT8
         report.count("rounded")
 
 
 def _scale(graph: gs.Graph, node: gs.Node) -> float:
-    """That of what a node makes, as all of its readers round it; 0 where they do not all, or the
-    node does not.
-    """
-    op, made = op_of(node), node.outputs[0]
+    """The scale by which all readers quantize a node's result; 0 if they differ or do not."""
+    op, result = op_of(node), node.outputs[0]
     if op is None or not op.rounds(fields_of(node), frozenset(operands(node))) \
-            or made.shape[-1] % ROUNDED_UNIT:
+            or result.shape[-1] % ROUNDED_UNIT:
         return 0.0
-    scales = {_taken(user, made) for user in consumers(graph, made)}
+    scales = {_reader_scale(user, result) for user in consumers(graph, result)}
     return scales.pop() if len(scales) == 1 else 0.0
 
 
-def _taken(user: gs.Node | None, tensor: gs.Tensor) -> float:
-    """The scale by which a node rounds a tensor before it multiplies it; 0 where it does not, or
-    does something else with it, too.
-    """
+def _reader_scale(user: gs.Node | None, tensor: gs.Tensor) -> float:
+    """The scale by which a node quantizes a tensor; 0 if it also reads it otherwise."""
     op = None if user is None else op_of(user)
     if user is None or op is None or "x_dtype" not in op.fields:
         return 0.0

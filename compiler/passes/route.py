@@ -1,10 +1,10 @@
-"""Recognise what chooses the experts of a token.
+"""Recognize MoE routers.
 
-Given:   logits = x·Wᵀ; softmax or sigmoid, TopK, perhaps in groups, GatherElements, a division, …;
-         y = Experts(x, experts, scores, …)
+Given:   logits = x·Wᵀ; softmax or sigmoid, TopK, optionally in groups, GatherElements, a division,
+         …; y = Experts(x, experts, scores, …)
 Result:  experts, scores = Route(logits)
 
-What lies between the router's linear layer and the experts is run on random logits, and compared
+The subgraph between the router's linear layer and the experts is run on random logits, and compared
 with llmc::Route.
 """
 
@@ -40,12 +40,12 @@ from llmc.plugins.experts.op import OP as EXPERTS
 from llmc.plugins.route.op import OP as ROUTE
 
 _TOKENS = 256
-_FEW = 4  # tokens that rule out most choices
-_AROUND = 16  # tokens whose logits are around a number
+_FEW = 4  # tokens that exclude most candidates
+_AROUND = 16  # tokens with logits around each bound
 _TOLERANCE = 1e-5  # of scores
 _SCORES = ROUTE.choices["score"]
-_SATURATED = 15  # beyond this sigmoid is one to float32
-_WIDEST = 1e4  # of bounds: among logits of more, float32 does not tell much
+_SATURATED = 15  # from here on sigmoid is 1 in float32
+_WIDEST = 1e4  # of bounds: float32 hardly distinguishes larger logits
 _MAX_NODES = 96
 _LINEAR = frozenset({"MatMul", "Gemm"})
 
@@ -82,7 +82,7 @@ def _check(graph: gs.Graph, node: gs.Node,
         return NoMatch(f"the routing reads {len(logits)} linear layers and {len(weights)} weights, "
                        f"expected one router and at most a bias or a scale", chosen)
     if piece.key not in known:
-        known[piece.key] = _recognise(piece, logits[0], weights[0] if weights else None)
+        known[piece.key] = _recognize(piece, logits[0], weights[0] if weights else None)
     found = known[piece.key]
     if isinstance(found, NoMatch):
         return NoMatch(f"{found.reason} ({_path(piece)})", logits[0])
@@ -91,12 +91,12 @@ def _check(graph: gs.Graph, node: gs.Node,
 
 
 def _path(piece: Piece) -> str:
-    """The piece's ops in order, as messages show them."""
+    """The subgraph's ops in order, for messages."""
     return " → ".join(node.op for node in piece.nodes)
 
 
 def _is_linear(node: gs.Node | None) -> bool:
-    """Whether a node is a product with a weight, or such a product plus a bias."""
+    """Whether a node is a GEMM with a weight, with or without a bias."""
     if node is None or is_llmc(node):
         return False
     if node.op == "Add":
@@ -108,12 +108,12 @@ def _is_linear(node: gs.Node | None) -> bool:
 
 
 def linear_layers(piece: Piece) -> list[gs.Tensor]:
-    """What a piece reads of linear layers: of a router the logits."""
+    """Inputs of a subgraph that linear layers compute: a router's logits."""
     return [tensor for tensor in piece.inputs if _is_linear(producer(tensor))]
 
 
 def routing(graph: gs.Graph, *outputs: gs.Tensor) -> Piece | NoMatch:
-    """What lies above tensors of a router, up to linear layers, weights and the graph's inputs."""
+    """The subgraph above a router's outputs, up to linear layers, weights and graph inputs."""
     inside: set[int] = set()
     borders: dict[int, gs.Tensor] = {}
     stack = [*outputs]
@@ -126,7 +126,7 @@ def routing(graph: gs.Graph, *outputs: gs.Tensor) -> Piece | NoMatch:
         if node is None or _is_linear(node):
             borders[id(tensor)] = tensor
         elif is_llmc(node):
-            return NoMatch(f"the routing comes from {describe(node)} and not from a linear layer",
+            return NoMatch(f"the routing reads {describe(node)}, expected a linear layer",
                            outputs[0])
         elif id(node) not in inside:
             inside.add(id(node))
@@ -137,47 +137,52 @@ def routing(graph: gs.Graph, *outputs: gs.Tensor) -> Piece | NoMatch:
     return Piece(nodes, tuple(borders.values()), outputs)
 
 
-def _recognise(piece: Piece, logits: gs.Tensor, own: gs.Tensor | None) -> \
+def _recognize(piece: Piece, logits: gs.Tensor, bias: gs.Tensor | None) -> \
         tuple[dict[str, Any], str] | NoMatch:
-    """The fields of llmc::Route that the piece is, and which of its inputs the weight is."""
+    """Attributes of the Route that a subgraph computes, and the role of its weight."""
     num_experts = logits.shape[-1] if logits.shape else None
     if not isinstance(num_experts, int):
-        return NoMatch("the number of experts is not known")
-    if own is not None and tuple(own.shape) not in ((num_experts,), (1, num_experts)):
-        return NoMatch(f"the routing's weight is {list(own.shape)}, not [{num_experts}]")
+        return NoMatch("the number of experts is unknown")
+    if bias is not None and tuple(bias.shape) not in ((num_experts,), (1, num_experts)):
+        return NoMatch(f"the routing's weight is {list(bias.shape)}, not [{num_experts}]")
     rng = np.random.default_rng(0)
     near, far = _near_rows(rng, num_experts), _far_rows(rng, num_experts, _bounds(piece))
     rows = np.concatenate([near, far])
     drawn = np.zeros(0, np.float32)
     feeds = {**token_feeds(1, len(rows)),
              logits.name: rows if len(logits.shape) == 2 else rows[None]}
-    if own is not None:
-        # Small, so that it does not choose alone.
+    if bias is not None:
+        # Small, so that it does not determine the selection alone.
         drawn = (rng.standard_normal(num_experts) * 0.2).astype(np.float32)
-        feeds[own.name] = drawn.reshape(own.shape)
+        feeds[bias.name] = drawn.reshape(bias.shape)
     try:
         chosen, scores = piece.run_all(feeds)
     except CannotEvaluate as error:
         return error.reason
     chosen, scores = (made.reshape(len(rows), -1) for made in (chosen, scores))
     if chosen.shape != scores.shape or chosen.shape[1] > num_experts:
-        return NoMatch(f"of {num_experts} experts, {chosen.shape[1]} are chosen and "
-                       f"{scores.shape[1]} weighed")
-    made = _Made(rows, len(near), chosen, scores)
-    for fields, role in _choices(made, drawn, num_experts):
-        for way in _ways(fields, scalars(piece)):
-            for given in ("expert_scale", "") if own is not None and not role else (role,):
+        return NoMatch(f"{chosen.shape[1]} of {num_experts} experts are selected, but "
+                       f"{scores.shape[1]} have scores")
+    made = _RouterOutputs(rows, len(near), chosen, scores)
+    for fields, role in _selections(made, drawn, num_experts):
+        for way in _score_attributes(fields, scalars(piece)):
+            for given in ("expert_scale", "") if bias is not None and not role else (role,):
                 weights = {given: drawn} if given else {}
                 found = _compare({**fields, **way}, weights, made, magnitudes(piece))
                 if found is not None:
                     return found, given
-    return NoMatch("what chooses experts is nothing that llmc::Route does")
+    return NoMatch("the selection of experts is not supported by llmc::Route")
 
 
 @dataclass(frozen=True)
-class _Made:
-    """What a router makes of logits `rows [num_tokens, num_experts]`, of which `near` are such as
-    no bound is for: experts and scores `[num_tokens, top_k]`.
+class _RouterOutputs:
+    """A router's results.
+
+    Args:
+        rows: logits `[num_tokens, num_experts]`.
+        near: number of leading rows within all bounds of logits.
+        chosen: experts `[num_tokens, top_k]`.
+        scores: `[num_tokens, top_k]`.
     """
 
     rows: np.ndarray
@@ -191,8 +196,9 @@ class _Made:
 
 
 def _near_rows(rng: np.random.Generator, num_experts: int) -> np.ndarray:
-    """Logits `[num_tokens, num_experts]`: plain ones, and some in which the best expert is among
-    bad ones, so that groups are closed that it is in.
+    """Ordinary logits `[num_tokens, num_experts]`.
+
+    In some rows the best expert is in a group of low ones, so that its group is not selected.
     """
     plain = rng.standard_normal((_TOKENS, num_experts)) * 2
     uneven = 1 + 0.3 * rng.standard_normal((_TOKENS // 2, num_experts))
@@ -207,39 +213,41 @@ def _near_rows(rng: np.random.Generator, num_experts: int) -> np.ndarray:
 
 
 def _bounds(piece: Piece) -> list[float]:
-    """The piece's numbers that may bound logits and that plain ones do not reach."""
+    """Constants of the subgraph that may be bounds of logits beyond ordinary ones."""
     return [number for number in magnitudes(piece) if 4 < number < _WIDEST]
 
 
 def _far_rows(rng: np.random.Generator, num_experts: int, bounds: list[float]) -> np.ndarray:
-    """Logits `[num_tokens, num_experts]` on both sides of what may bound them."""
+    """Logits `[num_tokens, num_experts]` on both sides of possible bounds."""
     centres = np.array([sign * number for number in bounds for sign in (1, -1)])
     around = rng.standard_normal((len(centres), _AROUND, num_experts)) * 2
     return np.asarray(centres[:, None, None] + around, np.float32).reshape(-1, num_experts)
 
 
-def _choices(made: _Made, drawn: np.ndarray, num_experts: int) -> \
+def _selections(outputs: _RouterOutputs, drawn: np.ndarray, num_experts: int) -> \
         Iterator[tuple[dict[str, Any], str]]:
-    """The fields on which the choice of experts depends that choose these, and "bias" where a
-    weight does too. Where any expert may be chosen, no limit by groups is tried.
+    """Attributes that reproduce the selection of experts, with the role "bias" or "".
+
+    Limits by groups are tried only if no selection without them fits.
     """
     unlimited: list[dict[str, Any]] = [{}]
-    for limits in (unlimited, _limits(made.top_k, num_experts)):
+    for limits in (unlimited, _limits(outputs.top_k, num_experts)):
         free = False
         for limit, score in itertools.product(limits, _SCORES):
             for role in ("bias", "") if len(drawn) else ("",):
-                fields = {"top_k": made.top_k, "score": score, **limit}
-                if all(_chooses(fields, {role: drawn} if role else {}, made, count)
-                       for count in (_FEW, made.near)):
+                fields = {"top_k": outputs.top_k, "score": score, **limit}
+                if all(_selects(fields, {role: drawn} if role else {}, outputs, count)
+                       for count in (_FEW, outputs.near)):
                     free = True
                     yield fields, role
         if free:
-            return  # also of limits, which this would then be
+            return  # it would fit with some limits too
 
 
 def _limits(top_k: int, num_experts: int) -> list[dict[str, Any]]:
-    """The fields of all limits by groups that keep some expert from being chosen: in as many groups
-    as experts are chosen, the best of each, all of these are.
+    """Attributes of all effective limits by groups.
+
+    A limit to top_k or more groups by their best expert excludes none of the top_k experts.
     """
     return [{"groups": groups, "top_groups": top, "group_score": score}
             for groups in range(2, num_experts) if num_experts % groups == 0
@@ -247,75 +255,75 @@ def _limits(top_k: int, num_experts: int) -> list[dict[str, Any]]:
             if score == "top2" or top < top_k]
 
 
-def _chooses(fields: dict[str, Any], weights: dict[str, np.ndarray], made: _Made, count: int) -> \
-        bool:
-    """Whether a Route chooses these experts of the first tokens; no such Route does not."""
+def _selects(fields: dict[str, Any], weights: dict[str, np.ndarray], outputs: _RouterOutputs,
+             count: int) -> bool:
+    """Whether a Route selects the same experts for the first tokens; False if it is invalid."""
     try:
-        experts, _ = _run(fields, {"logits": made.rows[:count], **weights})
+        experts, _ = _run(fields, {"logits": outputs.rows[:count], **weights})
     except ValueError:
         return False
-    return np.array_equal(np.sort(experts, -1), np.sort(made.chosen[:count], -1))
+    return np.array_equal(np.sort(experts, -1), np.sort(outputs.chosen[:count], -1))
 
 
 def _run(fields: dict[str, Any], inputs: dict[str, np.ndarray]) -> Sequence[np.ndarray]:
-    """What a Route gives for these inputs.
+    """Outputs of a Route.
 
     Raises:
-        ValueError: there is no such Route.
+        ValueError: its attributes are invalid.
     """
     ROUTE.fit({name: array.shape for name, array in inputs.items()}, fields)
     assert ROUTE.reference is not None
     return ROUTE.reference(ROUTE.complete(fields), inputs)
 
 
-def _ways(fields: dict[str, Any], numbers: set[float]) -> Iterator[dict[str, Any]]:
-    """The fields that change scores alone, what is common first."""
+def _score_attributes(fields: dict[str, Any], numbers: set[float]) -> Iterator[dict[str, Any]]:
+    """Attributes that affect only scores, common ones first."""
     if fields["score"] == "sparsemixer":
         for number in sorted(number for number in numbers if 0 < number < 1):
             yield from ({"jitter": jitter} for jitter in (number, number / 2))
         return
     yield {"normalize": 0}
-    # Those that are there before none: too small to show, they are still what the model adds.
+    # Before 0: an epsilon may be too small to matter here, but it is the model's.
     epsilons = [*sorted(value for value in numbers if 0 < value <= 1e-2), 0.0]
     yield from ({"normalize": 1, "epsilon": epsilon} for epsilon in epsilons)
 
 
-def _compare(fields: dict[str, Any], weights: dict[str, np.ndarray], made: _Made,
+def _compare(fields: dict[str, Any], weights: dict[str, np.ndarray], outputs: _RouterOutputs,
              numbers: list[float]) -> dict[str, Any] | None:
-    """The fields with the scale that makes a Route of them give these scores; None if none does."""
-    far = np.zeros(len(made.rows), bool)
-    far[made.near:] = _tells(fields["score"], np.median(made.rows[made.near:], -1))
-    order = np.argsort(made.chosen, -1)
-    scores = np.where(far[:, None], np.sort(made.scores, -1),
-                      np.take_along_axis(made.scores, order, -1))
-    experts, own = _run(fields, {"logits": made.rows, **weights})
+    """The attributes with the scale for which a Route reproduces the scores, or None."""
+    far = np.zeros(len(outputs.rows), bool)
+    far[outputs.near:] = _distinguishes(fields["score"], np.median(outputs.rows[outputs.near:], -1))
+    order = np.argsort(outputs.chosen, -1)
+    scores = np.where(far[:, None], np.sort(outputs.scores, -1),
+                      np.take_along_axis(outputs.scores, order, -1))
+    experts, reference = _run(fields, {"logits": outputs.rows, **weights})
     order = np.argsort(experts, -1)
-    near = slice(0, made.near)
+    near = slice(0, outputs.near)
     if not np.array_equal(np.take_along_axis(experts, order, -1)[near],
-                          np.sort(made.chosen[near], -1)):
+                          np.sort(outputs.chosen[near], -1)):
         return None
-    own_scores = np.take_along_axis(own, order, -1)
+    own_scores = np.take_along_axis(reference, order, -1)
     with np.errstate(divide="ignore", invalid="ignore"):
         measured = float(np.median(scores[near] / own_scores[near]))
     if not np.isfinite(measured):
         return None
     scale = _stored(measured, numbers)
-    # Of far rows some experts are as good as others.
-    expected = np.where(far[:, None], np.sort(own * scale, -1), own_scores * scale)
+    # In far rows some experts are equally good.
+    expected = np.where(far[:, None], np.sort(reference * scale, -1), own_scores * scale)
     known = far.copy()
     known[near] = True
     return {**fields, "scale": scale} if close(scores[known], expected[known], _TOLERANCE) else None
 
 
-def _tells(score: str, centres: np.ndarray) -> np.ndarray:
-    """bool, of each row of logits around a number, whether scores of them are not all alike."""
+def _distinguishes(score: str, centres: np.ndarray) -> np.ndarray:
+    """Whether scores of logits around each center differ, bool per row."""
     if score == "softmax":
         return np.full(centres.shape, True)
     return (centres > 0) & ((centres < _SATURATED) | (score != "sigmoid"))
 
 
 def _stored(measured: float, numbers: list[float]) -> float:
-    """The scale that is meant: one, or the model's number, where it is that but for rounding."""
+    """The scale as the model has it: 1 or one of its constants, if equal within rounding."""
     return next((sign * number for number in (1.0, *numbers) for sign in (1, -1)
                  if abs(measured - sign * number) <= 1e-6 * number), float(np.float32(measured)))
 

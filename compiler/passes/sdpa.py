@@ -1,13 +1,13 @@
-"""Find scaled dot-product attention and prove its mask causal.
+"""Fuse scaled dot-product attention, and prove its mask causal.
 
 Given:   Softmax(Q·Kᵀ · scale (softcap) + bias + mask) · V, from eager or sdpa attention, or
          Attention(Q, K, V, bias + mask) of ONNX
 Result:  Sdpa(Q, K, V, bias) {scale, window, chunk, softcap, causal, layer}; Q, K, V are [batch,
          heads, seq, head_dim]
 
-The frontend emits Sdpa itself where a model lets it. Elsewhere the mask is evaluated, see mask.py,
-and must be causal, perhaps with a sliding window or in chunks; anything else is refused. What is
-added to the scores beside it, such as ALiBi, is the bias, which the attention pass looks at.
+The frontend emits Sdpa itself if a model allows it. Otherwise the mask is evaluated, see mask.py.
+It must be causal, optionally with a sliding window or chunks; anything else is refused. Other
+addends of the scores, such as ALiBi, are the bias, which the attention pass checks.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class _Sdpa:
 
 @dataclass(frozen=True)
 class _Bias:
-    """What is added to the scores, and then scaled."""
+    """A term that is added to the scores before they are scaled by `factor`."""
 
     tensor: gs.Tensor
     factor: float
 
 
 def sdpa(graph: gs.Graph, settings: Settings, report: Report) -> None:
-    """Run the pass, and number the layers that attend, in graph order."""
+    """Run the pass, and number the attention layers in graph order."""
     data = data_tensors(graph)
     masks = MaskProver(data, settings)
     standard = Rule("attention-op", frozenset({"Attention"}),
@@ -73,7 +73,7 @@ def sdpa(graph: gs.Graph, settings: Settings, report: Report) -> None:
     if any(node.attrs["layer"] < 0 for node in found) or len({*layers}) < len(layers):
         for layer, node in enumerate(found):
             node.attrs["layer"] = layer
-    else:  # those of a hybrid that attend
+    else:  # a hybrid model: number only its attention layers
         number = {layer: index for index, layer in enumerate(sorted({*layers}))}
         for node in found:
             node.attrs["layer"] = number.get(node.attrs["layer"], node.attrs["layer"])
@@ -84,7 +84,7 @@ def _check_attention(node: gs.Node, masks: MaskProver) -> _Sdpa | NoMatch:
     if query.shape is None or len(query.shape) != 4:
         return NoMatch("Attention on 3-D inputs", node)
     if len(node.inputs) > 4 and any(not tensor.is_empty() for tensor in node.inputs[4:]):
-        return NoMatch("Attention with a KV cache of its own; export without a cache", node)
+        return NoMatch("Attention with a built-in KV cache; export without a cache", node)
     if len(node.outputs) > 1 and any(t.outputs for t in node.outputs[1:]):
         return NoMatch("Attention whose second output is used", node)
     mask = node.inputs[3] if len(node.inputs) > 3 and not node.inputs[3].is_empty() else None
@@ -106,15 +106,15 @@ def _check_attention(node: gs.Node, masks: MaskProver) -> _Sdpa | NoMatch:
 
 def _check_softmax(graph: gs.Graph, node: gs.Node, data: set[int], masks: MaskProver) -> \
         _Sdpa | NoMatch | None:
-    """Walk up from the softmax to Q·Kᵀ, and down to the product with V."""
+    """Match from the softmax up to Q·Kᵀ, and down to the product with V."""
     scores = node.inputs[0]
     if id(scores) not in data:
         return None
     rank = len(scores.shape or ())
     if node.attrs.get("axis", -1) not in (-1, rank - 1):
-        return NoMatch("a softmax that is not over the last axis", node)
+        return NoMatch("the softmax is not over the last axis", node)
     parts: list[gs.Tensor] = []
-    factors: list[gs.Tensor] = []  # which leave alone what is seen
+    factors: list[gs.Tensor] = []  # must be 1 for visible keys
     biases: list[_Bias] = []
     reshaped: list[gs.Node] = []
     scale, softcap = 1.0, 0.0
@@ -129,10 +129,10 @@ def _check_softmax(graph: gs.Graph, node: gs.Node, data: set[int], masks: MaskPr
             computed = [t for t in operands if id(t) in data]
             rest = [t for t in operands if id(t) not in data]
             if len(computed) != 1:
-                return NoMatch("the scores are combined with other data", above)
+                return NoMatch("the scores are combined with other activations", above)
             number = scalar(rest[0]) if len(rest) == 1 else None
             if above.op == "Add" and _is_zero(rest[0]):
-                pass  # what torch.baddbmm adds to
+                pass  # the zero operand of torch.baddbmm
             elif above.op == "Add":
                 parts.append(rest[0])
                 bias = masks.bias(rest[0])
@@ -144,7 +144,7 @@ def _check_softmax(graph: gs.Graph, node: gs.Node, data: set[int], masks: MaskPr
             elif number is None and above.op == "Mul":
                 factors.append(rest[0])
             elif number is None:
-                return NoMatch("the scores are scaled by something that is not a number", above)
+                return NoMatch("the scores are scaled by a value that is not constant", above)
             elif above.op == "Mul" and (tanh := producer(computed[0])) is not None \
                     and tanh.op == "Tanh":
                 inner = producer(tanh.inputs[0])
@@ -152,27 +152,27 @@ def _check_softmax(graph: gs.Graph, node: gs.Node, data: set[int], masks: MaskPr
                     scalar(inner.inputs[1])
                 if inner is None or divisor is None or not np.isclose(
                         divisor if inner.op == "Div" else 1 / divisor, number):
-                    return NoMatch("a tanh that is not a soft-cap", above)
+                    return NoMatch("the tanh is not a soft-cap", above)
                 if scale != 1.0 or softcap:
-                    return NoMatch("scores are scaled after their soft-cap", above)
+                    return NoMatch("the scores are scaled after their soft-cap", above)
                 softcap, computed = number, [inner.inputs[0]]
             elif above.op == "Mul":
                 scale *= number
             elif above.op == "Div" and operands[0] is computed[0]:
                 scale /= number
             else:
-                return NoMatch("this op on the scores is not known", above)
+                return NoMatch("this op on the scores is unsupported", above)
             scores = computed[0]
-        elif above.op in ("Cast", "Identity") or _clamps_what_is_hidden(above):
+        elif above.op in ("Cast", "Identity") or _clamps_masked_scores(above):
             scores = above.inputs[0]
         elif above.op == "Reshape" and id(above.inputs[1]) not in data:
             reshaped.append(above)
             scores = above.inputs[0]
         else:
-            return NoMatch("this op on the scores is not known", above)
+            return NoMatch("this op on the scores is unsupported", above)
     product, value = _weighted_sum(graph, node)
     if product is None:
-        return NoMatch("the softmax is not multiplied with V", node)
+        return NoMatch("the softmax is not multiplied by V", node)
     if not parts:
         return NoMatch("attention without a mask is not causal", node)
     reach = masks.reach(parts, False, factors)
@@ -183,27 +183,26 @@ def _check_softmax(graph: gs.Graph, node: gs.Node, data: set[int], masks: MaskPr
                   tuple(biases))
     if len(query.shape or ()) == 3:
         return _split_heads(graph, found, reshaped, data)
-    return NoMatch("this op on the scores is not known", reshaped[0]) if reshaped else found
+    return NoMatch("this op on the scores is unsupported", reshaped[0]) if reshaped else found
 
 
 def _is_zero(tensor: gs.Tensor) -> bool:
-    """Whether all of a tensor is zero, whatever its size."""
+    """Whether a tensor of any size is all zero."""
     above = producer(tensor)
     return scalar(tensor if above is None or above.op != "Expand" else above.inputs[0]) == 0
 
 
-def _clamps_what_is_hidden(node: gs.Node) -> bool:
-    """Whether a node does no more than to raise the lowest scores, which are of hidden keys, to the
-    lowest number that a dtype has.
-    """
+def _clamps_masked_scores(node: gs.Node) -> bool:
+    """Whether a node only clamps masked scores to the lowest value of a dtype."""
     number = scalar(node.inputs[1]) if node.op == "Max" and len(node.inputs) == 2 else None
     return number is not None and number <= float(np.finfo(np.float16).min)
 
 
 def _split_heads(graph: gs.Graph, found: _Sdpa, reshaped: Sequence[gs.Node], data: set[int]) -> \
         _Sdpa | NoMatch:
-    """Attention on [batch * heads, seq, head_dim] as one on what was reshaped to that; the values
-    may be as they are, and then the output is.
+    """Convert attention on [batch * heads, seq, head_dim] to the tensors before the reshape.
+
+    Values may have four dimensions already; then the output has too.
     """
     transpose = producer(found.key)
     if transpose is None or transpose.op != "Transpose":
@@ -218,8 +217,8 @@ def _split_heads(graph: gs.Graph, found: _Sdpa, reshaped: Sequence[gs.Node], dat
     between = [*above, *users, *reshaped]
     for node in between:
         if node is None or node.op != "Reshape" or not _joins_heads(node, data):
-            return NoMatch("heads are joined with the batch in another way than [batch * heads, "
-                           "…]", node or found.output)
+            return NoMatch("heads and batch are not merged as [batch * heads, …]",
+                           node or found.output)
     query, key, *values = (node.inputs[0] for node in above if node is not None)
     value, output = (values[0], users[0].outputs[0]) if values and users[0] is not None else \
         (found.value, found.output)
@@ -236,16 +235,16 @@ def _joins_heads(node: gs.Node, data: set[int]) -> bool:
     batch, seq = 2, 3
     rows, columns = (dim if isinstance(dim, int) else seq for dim in four[2:])
     split, joined = (batch, four[1], rows, columns), (batch * four[1], rows, columns)
-    given, made = (split, joined) if len(shapes[0]) == 4 else (joined, split)
+    given, expected = (split, joined) if len(shapes[0]) == 4 else (joined, split)
     piece = cone(node.outputs[0], data, LAYOUT, borders_at={id(node.inputs[0])})
     if isinstance(piece, NoMatch):
         return False
     feeds = {**token_feeds(batch, seq), node.inputs[0].name: np.zeros(given, np.float32)}
-    return piece.run(feeds).shape == made
+    return piece.run(feeds).shape == expected
 
 
 def _weighted_sum(graph: gs.Graph, node: gs.Node) -> tuple[gs.Node | None, gs.Tensor | None]:
-    """The MatMul with V below a softmax, past casts and guards against rows that see nothing."""
+    """The MatMul with V after a softmax, past casts and guards against fully masked rows."""
     tensor = node.outputs[0]
     for _ in range(4):
         users = [user for user in consumers(graph, tensor) if user is not None
@@ -278,7 +277,7 @@ def _rewrite(graph: gs.Graph, match: _Sdpa, settings: Settings) -> None:
 
 
 def _sum(graph: gs.Graph, match: _Sdpa) -> gs.Tensor | None:
-    """The biases, each times its factor, added up."""
+    """The sum of the biases, each times its factor."""
     total: gs.Tensor | None = None
     for index, bias in enumerate(match.biases):
         name, term = f"{match.output.name}.bias.{index}", bias.tensor

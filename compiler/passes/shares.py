@@ -1,4 +1,4 @@
-"""How heads and columns are dealt out among ranks."""
+"""Distribution of heads and columns among ranks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from llmc.compiler.graph.rewrite import (
 from llmc.compiler.quant.scheme import SMALLEST_GROUP
 from llmc.plugins.roles import ByColumns, ByElements
 
-_UNITS = (32, 16, 8, 4, 2)  # columns that chips may share in place of those that share a scale
+_UNITS = (32, 16, 8, 4, 2)  # columns that stay together if whole groups cannot
 
 
 @dataclass(frozen=True)
 class HeadShare:
-    """One rank's heads: query heads `[start, stop)`, and for its KV heads their indices."""
+    """One rank's heads: query heads `[start, stop)` and the indices of its KV heads."""
 
     start: int
     stop: int
@@ -35,7 +35,7 @@ class HeadShare:
 
 
 def share_heads(num_heads: int, num_kv_heads: int, tp_size: int) -> list[HeadShare]:
-    """Divide query and KV heads among ranks, each rank's queries in whole groups of equal size."""
+    """Divide query and KV heads among ranks, with whole query groups of equal size per rank."""
     group = num_heads // num_kv_heads
     if tp_size <= num_kv_heads:
         counts = balanced(num_kv_heads, tp_size)
@@ -53,13 +53,21 @@ def share_heads(num_heads: int, num_kv_heads: int, tp_size: int) -> list[HeadSha
 
 
 def balanced(total: int, parts: int) -> list[int]:
-    """`total` in `parts` that differ by at most one, the larger first."""
+    """Divide `total` into `parts` that differ by at most one, larger ones first."""
     return [total // parts + (index < total % parts) for index in range(parts)]
 
 
 def deal_columns(width: int, parts: int, together: int) -> list[np.ndarray]:
-    """The columns of each part, where so many share a scale: in whole groups, else as many each, if
-    that leaves parts of groups that kernels have, else in such parts, else in even numbers.
+    """Divide columns among ranks.
+
+    Args:
+        width: number of columns.
+        parts: number of ranks.
+        together: columns that share a scale.
+
+    Returns:
+        Each part's columns: whole groups if possible, else equal parts, if they consist of groups
+        that kernels support, else other parts that do, else even numbers of columns.
     """
     units = [unit for unit in (together, 1, *_UNITS) if unit <= together and width % unit == 0
              and width // unit >= parts]
@@ -73,8 +81,10 @@ def deal_columns(width: int, parts: int, together: int) -> list[np.ndarray]:
 
 
 def columns_together(graph: gs.Graph, tensor: gs.Tensor, group_size: int) -> int:
-    """How many columns of a tensor share a scale of the weight that multiplies it, or what is made
-    of it element by element; a weight has groups of `group_size` if it is not stored in others.
+    """The number of columns of a tensor that share a scale of its reader's weight.
+
+    Readers are followed through elementwise ops. A weight without a storage format has groups of
+    `group_size`.
     """
     found = [1]
     for user in consumers(graph, tensor):
@@ -89,8 +99,11 @@ def columns_together(graph: gs.Graph, tensor: gs.Tensor, group_size: int) -> int
 
 
 def head_columns(share: HeadShare, kinds: Sequence[tuple[int, int, bool]]) -> np.ndarray:
-    """What a rank has of a tensor that holds heads one behind the other: of each kind how many
-    there are, their size, and whether queries choose them, or KV heads.
+    """A rank's columns of a tensor of concatenated heads.
+
+    Args:
+        share: the rank's heads.
+        kinds: for each kind: number of heads, their size, whether they are query heads.
     """
     first, parts = 0, []
     for count, dim, by_query in kinds:
@@ -106,12 +119,12 @@ def is_linear(node: gs.Node, way: ByColumns) -> bool:
 
 
 def selects_columns(node: gs.Node) -> bool:
-    """A Gather of columns that are known, some perhaps often."""
+    """Whether a node is a Gather of constant columns, possibly repeated."""
     return node.op == "Gather" and node.attrs.get("axis", 0) == -1 \
         and isinstance(node.inputs[1], gs.Constant)
 
 
 def selects_rows(node: gs.Node) -> bool:
-    """The Gather of the tokens whose logits are wanted."""
+    """Whether a node is the Gather of tokens whose logits are requested."""
     return node.op == "Gather" and node.attrs.get("axis", 0) == 0 \
         and not isinstance(node.inputs[0], gs.Constant)

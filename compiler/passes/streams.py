@@ -1,10 +1,10 @@
-"""Lay the hidden states that a model keeps side by side, as hyper-connections do, into one row.
+"""Flatten parallel hidden states, as of hyper-connections, into one row.
 
 Given:   h [batch, seq, streams, hidden]; x = ReduceSum(Mul(weights, h)) over streams → a layer →
          h' = Add(Mul(weights', y), h)
 Result:  h [batch, seq, streams * hidden] and row-wise nodes; x a sum of slices, y repeated
 
-What lays out is recognised by running it, see graph/columns.py.
+Layouts are determined by probing, see graph/columns.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import onnx_graphsurgeon as gs
 
 from llmc.compiler.graph.probe import LAYOUT, data_tensors
 from llmc.compiler.graph.rewrite import Report, Settings, is_llmc, is_op, producer
-from llmc.compiler.passes.rows import bring_into_rows
+from llmc.compiler.passes.row_layout import bring_into_rows
 from llmc.plugins.rms_norm.op import OP as RMS_NORM
 
 
@@ -21,7 +21,7 @@ def streams(graph: gs.Graph, settings: Settings, report: Report) -> None:
     """Run the pass.
 
     Raises:
-        LlmcError: what is between the layers is not row-wise.
+        LlmcError: an op between the layers is not row-wise.
     """
     sums = [node for node in graph.nodes if node.op == "ReduceSum"
             and [*(node.inputs[0].shape or ())][:2] == ["batch", "seq"]
@@ -30,13 +30,11 @@ def streams(graph: gs.Graph, settings: Settings, report: Report) -> None:
     report.count("sum", len(sums))
     if not sums:
         return
-    bring_into_rows(graph, _region(graph, sums), "hidden states side by side were")
+    bring_into_rows(graph, _region(graph, sums), "parallel hidden states were")
 
 
 def _region(graph: gs.Graph, sums: list[gs.Node]) -> list[gs.Node]:
-    """All that is connected with these, as far as the next ops of ours that are no norms; but for
-    what only lays out.
-    """
+    """All nodes connected with these, up to llmc ops other than norms, without layout ops."""
     data = data_tensors(graph)
     inside = {id(node): node for node in sums}
     stack = list(sums)

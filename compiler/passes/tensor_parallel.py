@@ -1,13 +1,12 @@
-"""Partition a fused graph into one graph per rank, as Megatron does.
+"""Partition a fused graph into one graph per rank (Megatron).
 
-A plan says how each tensor lies over the ranks: the same on all (replicated), cut along its last
-axis (sharded), or as a sum over ranks still to be taken (partial). Attention's projection and the
-first GEMM of an MLP are cut by rows, the GEMM behind them by columns, the vocabulary by tokens;
-experts by what lies between their two products, or whole experts are dealt out. An
-AllReduce goes in where a partial tensor meets something that needs its value, an AllGather behind
-the LM head, and nothing anywhere else.
+A plan determines each tensor's distribution over ranks: replicated, sharded along its last axis, or
+partial (a sum over ranks yet to be taken). Attention's projection and the first GEMM of an MLP are
+cut by rows, the GEMM after them by columns, the vocabulary by tokens; experts by the columns
+between their two GEMMs, or whole experts are distributed. An AllReduce is inserted where the value
+of a partial tensor is needed, an AllGather after the LM head, and no other collectives.
 
-Heads are cut by KV group, unevenly where tp does not divide the groups. Where there are more ranks
+Heads are cut by KV group, unevenly if tp_size does not divide the groups. If there are more ranks
 than KV heads, ranks share a group: its queries are divided, its KV head is replicated.
 """
 
@@ -74,20 +73,21 @@ _EXPERTS_STEP = 64  # columns
 
 @dataclass
 class Plan:
-    """How every node is divided.
+    """The partitioning of every node.
 
     Args:
-        ways: how each node that is cut is, by its id.
-        columns: for a tensor that is cut, per rank the columns of the whole that it holds.
-        own: for experts, per rank those of them, or of their inner columns, that it has.
-        shares: for a tensor of heads, and for attention, which heads each rank has.
+        tp_size: number of ranks.
+        group_size: columns that stay together, as weights will be quantized in such groups.
+        expert_parallel: whether ranks have whole experts.
+        head: the LM head, which is always cut by tokens.
+        region: tensors and nodes partitioned as a unit, determined first.
+        ways: the sharding of each node that is cut, by id.
+        columns: for a sharded tensor, each rank's columns of the whole.
+        own: for experts, each rank's experts, or its columns between their GEMMs.
+        shares: for a tensor of heads, and for attention, each rank's heads.
         partial: ids of tensors that are sums over ranks.
         reduce: ids of partial tensors that an AllReduce must complete.
-        gather: ids of the tensors that an AllGather must complete, with their columns in order.
-        region: what is divided together, which was decided first.
-        group_size: columns that stay together, as weights will be stored in groups of so many.
-        expert_parallel: whether ranks have whole experts.
-        head: the LM head, which is always divided by tokens.
+        gather: ids of tensors that an AllGather must complete, with their columns in order.
     """
 
     tp_size: int
@@ -109,7 +109,10 @@ class Plan:
 
 def tensor_parallel(graphs: Sequence[gs.Graph], settings: Settings, report: Report) -> \
         list[list[gs.Graph]]:
-    """Run the pass: for each rank its graphs. For tp_size 1 they are the graphs themselves.
+    """Run the pass.
+
+    Returns:
+        Each rank's graphs. For tp_size 1 they are the graphs themselves.
 
     Raises:
         LlmcError: tp_size is below 1 or above the number of heads.
@@ -124,7 +127,7 @@ def tensor_parallel(graphs: Sequence[gs.Graph], settings: Settings, report: Repo
 
 
 def _group_size(graphs: Sequence[gs.Graph], settings: Settings) -> int:
-    """Columns that stay on one rank, so that what is in groups stays in such as kernels read."""
+    """Columns that stay on one rank, so that groups keep a size that kernels support."""
     if settings.columns_together:
         return settings.columns_together
     if settings.options.scheme is not None and settings.options.scheme.group_size:
@@ -137,8 +140,9 @@ def _group_size(graphs: Sequence[gs.Graph], settings: Settings) -> int:
 
 
 def max_tp_size(graph: gs.Graph) -> int:
-    """The largest tp_size that gives every rank a head of every layer that attends; without one, of
-    every layer that keeps a state.
+    """The largest tp_size that gives every rank a head of every attention layer.
+
+    Of a model without attention, a head or channel of every recurrent layer.
     """
     heads = [int(node.attrs["num_heads"]) for node in graph.nodes
              if shard_of(node, ByHeads) is not None]
@@ -157,7 +161,10 @@ def partition(graph: gs.Graph, tp_size: int, model: str) -> list[gs.Graph]:
 
 def partition_all(graphs: Sequence[gs.Graph], tp_size: int, model: str,
                   group_size: int = 1, expert_parallel: bool = False) -> list[list[gs.Graph]]:
-    """For each of a model's graphs, one per rank. What a rank has of a weight, its graphs share.
+    """Partition each of a model's graphs. A rank's graphs share its parts of common weights.
+
+    Returns:
+        For each graph, one per rank.
 
     Raises:
         LlmcError: see `partition`.
@@ -181,7 +188,7 @@ def partition_all(graphs: Sequence[gs.Graph], tp_size: int, model: str,
 
 def make_plan(graph: gs.Graph, tp_size: int, group_size: int = 1,
               expert_parallel: bool = False) -> Plan:
-    """Decide how each node is divided. See the module's docstring for the rules.
+    """Plan the partitioning of each node, by the rules in the module's docstring.
 
     Raises:
         LlmcError: there are fewer experts, or columns of them, than ranks.
@@ -203,23 +210,22 @@ def make_plan(graph: gs.Graph, tp_size: int, group_size: int = 1,
 
 
 def _choose(graph: gs.Graph, node: gs.Node, plan: Plan) -> Shard | None:
-    """How to divide a node, and in `plan` what becomes of its result; None: each rank does it all.
-    """
+    """The sharding of a node, recorded with its result in `plan`; None: replicated."""
     result = node.outputs[0]
     if selects_columns(node) and id(result) in plan.region.columns:
         plan.columns[id(result)] = plan.region.columns[id(result)]
         return ByElements()
-    for way in _ways(node):
+    for way in _shardings(node):
         if isinstance(way, ByVocabulary):
             plan.partial.add(id(result))
             return way
         if isinstance(way, ByExperts if plan.expert_parallel else ByInner):
-            plan.own[id(node)] = _deal_out(node, way, plan)
+            plan.own[id(node)] = _distribute_experts(node, way, plan)
             plan.partial.add(id(result))
             return way
         if isinstance(way, ByColumns) and plan.is_cut(operand(node, way.x)):
             if not is_linear(node, way):
-                raise AssertionError(f"{describe(node)} is not linear behind a cut tensor")
+                raise AssertionError(f"{describe(node)} reads a cut tensor but is not linear")
             plan.partial.add(id(result))
             return way
         if isinstance(way, ByRows):
@@ -248,19 +254,19 @@ def _choose(graph: gs.Graph, node: gs.Node, plan: Plan) -> Shard | None:
     return None
 
 
-def _ways(node: gs.Node) -> Sequence[Shard]:
-    """How a node could be divided, an op of ours or of ONNX."""
+def _shardings(node: gs.Node) -> Sequence[Shard]:
+    """The possible shardings of a node."""
     op = op_of(node)
     if op is not None:
         return op.shard
     return (ByElements(),) if node.op in ELEMENTWISE or selects_rows(node) else ()
 
 
-def _deal_out(node: gs.Node, way: ByExperts | ByInner, plan: Plan) -> list[np.ndarray]:
-    """The experts, or the columns between their products, that each rank has.
+def _distribute_experts(node: gs.Node, way: ByExperts | ByInner, plan: Plan) -> list[np.ndarray]:
+    """Each rank's experts, or its columns between their GEMMs.
 
     Raises:
-        LlmcError: there are not as many as ranks.
+        LlmcError: there are fewer than ranks.
     """
     what, name, axis = ("experts", way.inputs[0], 0) if isinstance(way, ByExperts) else \
         ("columns in each of its experts", way.down, 2)
@@ -274,8 +280,10 @@ def _deal_out(node: gs.Node, way: ByExperts | ByInner, plan: Plan) -> list[np.nd
 
 
 def _inner_units(node: gs.Node, way: ByInner, plan: Plan) -> list[int]:
-    """How many columns between two products stay together, best first: those that share a scale of
-    the second's weight, in such numbers as kernels of packed experts have in a step; else pairs.
+    """Candidates for the number of columns between two GEMMs that stay together, best first.
+
+    These share a scale of the second weight, in multiples of the step of packed experts' kernels;
+    else pairs.
     """
     stored = values_of(operands(node)[way.down]).stored
     size = stored.group_size if stored is not None else plan.group_size
@@ -285,7 +293,7 @@ def _inner_units(node: gs.Node, way: ByInner, plan: Plan) -> list[int]:
 
 
 def _takes_heads(node: gs.Node, way: ByHeads, plan: Plan) -> bool:
-    """Whether attention's inputs are cut, and then by which heads."""
+    """Whether attention's inputs are cut; its heads' shares are recorded in `plan`."""
     tensors = [operands(node)[name] for name in way.heads]
     divided = [plan.is_cut(tensor) for tensor in tensors]
     if any(divided) and not all(divided):
@@ -297,7 +305,7 @@ def _takes_heads(node: gs.Node, way: ByHeads, plan: Plan) -> bool:
 
 
 def _columns(graph: gs.Graph, node: gs.Node, way: ByRows, plan: Plan) -> list[np.ndarray] | None:
-    """The columns of its result that each rank makes; None where all must make all."""
+    """Each rank's columns of a node's result; None if the node is replicated."""
     result, tp_size = node.outputs[0], plan.tp_size
     width = values_of(operands(node)[way.inputs[0]]).shape[0] // way.stacked
     if node is plan.head:
@@ -322,7 +330,7 @@ def _columns(graph: gs.Graph, node: gs.Node, way: ByRows, plan: Plan) -> list[np
 
 
 def _head_columns(kinds: str, share: HeadShare, fields: dict[str, int], width: int) -> np.ndarray:
-    """What a rank has of a tensor so wide that holds these kinds of heads, one behind the other."""
+    """A rank's columns of a tensor of these kinds of heads, concatenated, of this width."""
     counts = [fields["num_heads" if kind == "q" else "num_kv_heads"] for kind in kinds]
     dim = width // sum(counts)
     return head_columns(share, [(count, dim, kind == "q")
@@ -330,15 +338,15 @@ def _head_columns(kinds: str, share: HeadShare, fields: dict[str, int], width: i
 
 
 def _can_be_cut(graph: gs.Graph, tensor: gs.Tensor, plan: Plan) -> bool:
-    """Whether a cut tensor only reaches what sums it up, through attention or row-wise ops."""
+    """Whether a cut tensor reaches only reducing GEMMs, through attention or row-wise ops."""
     return all(user is not None and _takes_cut(graph, user, tensor, plan)
                for user in consumers(graph, tensor))
 
 
 def _takes_cut(graph: gs.Graph, user: gs.Node, tensor: gs.Tensor, plan: Plan) -> bool:
     if user is plan.head or id(user.outputs[0]) in plan.region.columns:
-        return False  # a layer of low rank: the second product is cut by rows, or by tokens
-    for way in _ways(user):
+        return False  # a low-rank layer: its second GEMM is cut by rows, or by tokens
+    for way in _shardings(user):
         if isinstance(way, ByColumns):
             if operand(user, way.x) is tensor and is_linear(user, way) \
                     and sum(t is tensor for t in user.inputs) == 1:
@@ -352,7 +360,7 @@ def _takes_cut(graph: gs.Graph, user: gs.Node, tensor: gs.Tensor, plan: Plan) ->
 
 
 def _follows(user: gs.Node, way: ByElements, tensor: gs.Tensor) -> bool:
-    """Whether elements of a node's result depend on those of one tensor alone."""
+    """Whether elements of a node's result depend only on those of one tensor."""
     if is_llmc(user):
         return operand(user, way.x) is tensor and sum(t is tensor for t in user.inputs) == 1
     return selects_rows(user) or all(
@@ -360,8 +368,10 @@ def _follows(user: gs.Node, way: ByElements, tensor: gs.Tensor) -> bool:
 
 
 def _stays_partial(graph: gs.Graph, node: gs.Node, plan: Plan) -> bool:
-    """Whether a node is linear in sums that nobody else needs, so that its result is such a sum: it
-    selects rows, adds nothing but sums, or multiplies one with what every rank has.
+    """Whether a node is linear in partial sums that no other node reads.
+
+    Its result is then partial too: it selects rows, adds only partial sums, or multiplies one by a
+    replicated tensor.
     """
     sums = [tensor for tensor in node.inputs if id(tensor) in plan.partial]
     if not sums or any(len(consumers(graph, tensor)) > 1 for tensor in sums):
@@ -374,14 +384,14 @@ def _stays_partial(graph: gs.Graph, node: gs.Node, plan: Plan) -> bool:
 
 
 def _adds_partial(graph: gs.Graph, node: gs.Node, tensor: gs.Tensor, plan: Plan) -> bool:
-    """Whether a partial tensor joins another sum, which is completed instead."""
+    """Whether a partial tensor is added to another sum, which is reduced instead."""
     way = plan.ways.get(id(node))
     return isinstance(way, ByColumns) and any(operand(node, name) is tensor for name in way.added) \
         and len(consumers(graph, tensor)) == 1
 
 
 class _Shards:
-    """A rank's constants: equal cuts of one constant are one constant."""
+    """A rank's constants; equal cuts of one constant are shared."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, str, bytes], gs.Constant] = {}
@@ -394,10 +404,9 @@ class _Shards:
             if shard is not values:
                 shard.divided = shard.divided or axis == 0
             if values.stored is not None and values.stored.order is None and shard.stored is None:
-                raise LlmcError(f"'{tensor.name}' is in groups of {values.stored.group_size} along "
-                                f"its rows of {values.shape[1]}, as its checkpoint or a "
-                                f"calibration has them, which this tp_size would cut; give "
-                                f"another, such as 1")
+                raise LlmcError(f"'{tensor.name}' is quantized in groups of "
+                                f"{values.stored.group_size} along its {values.shape[1]} columns, "
+                                f"which this tp_size would cut; give another, such as 1")
             self._made[key] = gs.Constant(tensor.name, shard)
         return self._made[key]
 
@@ -410,7 +419,7 @@ class _Shards:
 
 def _rank_graph(graph: gs.Graph, plan: Plan, rank: int, shards: _Shards) -> gs.Graph:
     """The graph of one rank."""
-    made: dict[int, gs.Tensor] = {}
+    tensors: dict[int, gs.Tensor] = {}
     nodes: list[gs.Node] = []
 
     def tensor(original: gs.Tensor) -> gs.Tensor:
@@ -418,12 +427,12 @@ def _rank_graph(graph: gs.Graph, plan: Plan, rank: int, shards: _Shards) -> gs.G
             return gs.Variable.empty()
         if isinstance(original, gs.Constant):
             return shards.whole(original)
-        if id(original) not in made:
+        if id(original) not in tensors:
             shape = list(original.shape) if original.shape is not None else None
             if id(original) in plan.columns and shape:
                 shape[-1] = len(plan.columns[id(original)][rank])
-            made[id(original)] = gs.Variable(original.name, original.dtype, shape)
-        return made[id(original)]
+            tensors[id(original)] = gs.Variable(original.name, original.dtype, shape)
+        return tensors[id(original)]
 
     for node in graph.nodes:
         inputs = [tensor(t) for t in node.inputs]
@@ -448,7 +457,7 @@ def _rank_graph(graph: gs.Graph, plan: Plan, rank: int, shards: _Shards) -> gs.G
             part = gs.Variable(f"{result.name}.part", result.dtype, outputs[0].shape)
             copy.outputs[0] = part
             whole = gs.Variable(result.name, result.dtype, result.shape)
-            made[id(result)] = whole
+            tensors[id(result)] = whole
             nodes.append(gs.Node(op=collective.name, name=f"{node.name}.{collective.name}",
                                  domain="llmc", attrs={"tp_size": plan.tp_size}, inputs=[part],
                                  outputs=[whole]))
@@ -457,14 +466,14 @@ def _rank_graph(graph: gs.Graph, plan: Plan, rank: int, shards: _Shards) -> gs.G
     for node in ranked.nodes:
         for cache in (cache for pair in caches(node) for cache in pair):
             cache.shape = (cache.shape[0], node.attrs["num_kv_heads"], *cache.shape[2:])
-    for whole, node in ((whole, made[id(whole.outputs[0])].inputs[0]) for whole in graph.nodes
+    for whole, node in ((whole, tensors[id(whole.outputs[0])].inputs[0]) for whole in graph.nodes
                         if state_of(whole) is not None and id(whole) in plan.ways):
         _cut_state(node, whole.outputs[0].shape[-1])
     return ranked
 
 
 def _cut_state(node: gs.Node, width: int) -> None:
-    """Give a rank's node, of so many columns in all, a state of its part of them."""
+    """Reduce the state of a rank's node to its share of `width` columns."""
     op, state = op_of(node), state_of(node)
     assert op is not None and op.state is not None and state is not None
     for tensor in state:
@@ -473,12 +482,12 @@ def _cut_state(node: gs.Node, width: int) -> None:
         tensor.shape = shape
 
 
-def _cut_vector(whole: gs.Tensor, own: gs.Tensor, node: gs.Node, plan: Plan, rank: int,
+def _cut_vector(whole: gs.Tensor, replicated: gs.Tensor, node: gs.Node, plan: Plan, rank: int,
                 shards: _Shards) -> gs.Tensor:
-    """Of a constant with an element for each column of a node's result, the rank's."""
+    """A rank's part of a constant with an element per column of a node's result."""
     if not isinstance(whole, gs.Constant) or whole.shape[-1:] != node.outputs[0].shape[-1:]:
-        return own
-    if selects_columns(node):  # among those that the rank has of what they are selected from
+        return replicated
+    if selects_columns(node):  # indices relative to the rank's columns of the input
         given, made = (plan.columns[id(t)][rank] for t in (node.inputs[0], node.outputs[0]))
         return gs.Constant(whole.name, np.argmax(whole.values[made, None] == given, axis=1))
     return shards.cut(whole, len(whole.shape) - 1, plan.columns[id(node.outputs[0])][rank])
@@ -486,7 +495,7 @@ def _cut_vector(whole: gs.Tensor, own: gs.Tensor, node: gs.Node, plan: Plan, ran
 
 def _cut(node: gs.Node, way: Shard, plan: Plan, rank: int, shards: _Shards) -> \
         tuple[dict[str, gs.Tensor | None], dict[str, int]]:
-    """A rank's inputs and fields of a node, where they are not those of the whole."""
+    """A rank's inputs and attributes of a node that differ from the whole node's."""
     inputs: dict[str, gs.Tensor | None] = {}
     fields: dict[str, int] = {}
 
@@ -531,7 +540,7 @@ def _cut(node: gs.Node, way: Shard, plan: Plan, rank: int, shards: _Shards) -> \
         cut([way.table], 0, np.arange(start, start + counts[rank]))
     else:
         cut(way.vectors, 0, plan.columns[id(node.outputs[0])][rank])
-    if rank and isinstance(way, ByColumns | ByVocabulary | ByInner):  # rank 0 adds what comes once
+    if rank and isinstance(way, ByColumns | ByVocabulary | ByInner):  # only rank 0 adds these
         for name in way.added:
             tensor = operand(node, name)
             if id(tensor) not in plan.partial or id(tensor) in plan.reduce:

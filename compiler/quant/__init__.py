@@ -1,1 +1,1 @@
-"""Quantized weights: schemes, code types, calibration, and the checkpoints that have them."""
+"""Quantized weights: schemes, code types, calibration, readers of checkpoints."""

@@ -1,16 +1,14 @@
-"""Round weights so that what layers make of a text changes least: AWQ's scales, then GPTQ's
-correction.
+"""Calibrated weight quantization: AWQ's channel scales, then GPTQ's error correction.
 
-The fused graph of the whole model is run on the text, a node at a time. Before a node is run that
-makes what one linear layer alone reads, the two are scaled (compiler/quant/channel_scales.py).
-Before a linear layer is run its weight is rounded column by column; what a column loses is taken
-back by the columns behind it, as far as the layer's inputs say that they can (Frantar et al., 2022,
-without the reordering of columns). Then the layer is run with what it has become, so that later
-layers see, and correct, what earlier ones have lost. In memory are the text's activations and one
-weight.
+The fused graph of the whole model is run on a text, node by node. Before a node runs whose output
+is read by a single linear layer, the two are scaled (compiler/quant/channel_scales.py). Before a
+linear layer runs, its weight is rounded column by column; the error of a column is compensated by
+the columns that follow, according to the layer's inputs (Frantar et al., 2022, without act-order).
+Then the layer runs with its quantized weight, so that later layers see, and correct, earlier
+errors. Memory holds the text's activations and one weight.
 
-The inputs' products are summed as the processor's libraries do it, so unlike rounding to nearest
-this gives the same bytes on the same machine only.
+The Hessian (xᵀx) is summed by the processor's BLAS, so unlike round-to-nearest the result is
+reproducible on the same machine only.
 """
 
 from __future__ import annotations
@@ -43,19 +41,22 @@ from llmc.runtime.tokenizer import read_tokenizer
 
 LEAST_TOKENS = 1024
 _SEQUENCE, _MOST_TOKENS = 512, 8192
-_DAMPING = 0.01  # of the mean of the diagonal, as GPTQ has it
-_BLOCK = 128  # columns whose corrections are added to the rest at once
-# A smaller range than a group's largest number loses little where few numbers are that large.
+_DAMPING = 0.01  # relative to the mean of the diagonal, as in GPTQ
+_BLOCK = 128  # columns whose corrections are applied to the remaining columns at once
+# Clipping a group to less than its maximum loses little if few of its values are that large.
 _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 
 Progress = Callable[[str], None]
 
 
 def read_text(path: str | Path, raw: RawModel) -> list[int]:
-    """The tokens of a text.
+    """Tokenize a calibration text.
+
+    Returns:
+        At least `LEAST_TOKENS` token ids.
 
     Raises:
-        LlmcError: it cannot be read, is too short, or the model has no tokenizer.
+        LlmcError: the file cannot be read or is too short, or the model has no tokenizer.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -75,14 +76,18 @@ def read_text(path: str | Path, raw: RawModel) -> list[int]:
 
 def calibrate(graph: gs.Graph, tokens: Sequence[int], scheme: Scheme, head_scheme: Scheme | None,
               max_seq_len: int, progress: Progress = lambda text: None) -> None:
-    """Give the weights of linear layers their stored form.
+    """Quantize the weights of linear layers.
 
     Args:
-        graph: fused, of the whole model, before partition.
-        max_seq_len: positions that the model has.
+        graph: fused, of the whole model, before partitioning.
+        tokens: of the calibration text.
+        scheme: of linear layers.
+        head_scheme: of the LM head; None: not quantized.
+        max_seq_len: positions of a sequence.
+        progress: called with the name of each layer.
 
     Raises:
-        LlmcError: a weight cannot be rounded as asked for.
+        LlmcError: a weight cannot be quantized by its scheme.
     """
     head = head_weight(graph)
     constants = [tensor for tensor in graph.tensors().values() if isinstance(tensor, gs.Constant)]
@@ -94,28 +99,28 @@ def calibrate(graph: gs.Graph, tokens: Sequence[int], scheme: Scheme, head_schem
     values: dict[str, np.ndarray] = _feeds(graph, tokens, max_seq_len)
     last_use = {id(tensor): step for step, node in enumerate(graph.nodes)
                 for tensor in node.inputs}
-    space = _Space()
+    file = _WeightFile()
     for step, node in enumerate(graph.nodes):
         pair = find_pair(graph, node)
         if pair is not None:
-            own = wanted(pair.weight)
-            if own is not None:
-                scale_channels(pair, _run(node, values)[pair.made.name], own)
+            weight_scheme = wanted(pair.weight)
+            if weight_scheme is not None:
+                scale_channels(pair, _run(node, values)[pair.made.name], weight_scheme)
         op = op_of(node)
         if op is not None and len(op.quantized) == 1 and is_rounded(node):
             tensor = operands(node)[op.quantized[0].weight]
             weight = values_of(tensor)
-            own = wanted(tensor)
-            if own is not None:
+            weight_scheme = wanted(tensor)
+            if weight_scheme is not None:
                 refuse_rounded(weight)
                 progress(f"calibrate {tensor.name}")
-                stored = space.keep(_round(weight, values[operands(node)["x"].name], own,
-                                           said(weight, tensor.name)))
+                stored = file.keep(_round(weight, values[operands(node)["x"].name], weight_scheme,
+                                          said(weight, tensor.name)))
                 for constant in constants:
                     if constant._values is weight:
                         constant._values = stored.weight(weight.name)
         if any(t.name == "logits" for t in node.outputs):
-            return  # nothing comes behind the head
+            return  # only the head computes logits; nothing follows it
         values.update(_run(node, values))
         for tensor in (*node.inputs, *node.outputs):
             if last_use.get(id(tensor), -1) <= step:
@@ -123,7 +128,7 @@ def calibrate(graph: gs.Graph, tokens: Sequence[int], scheme: Scheme, head_schem
 
 
 def _feeds(graph: gs.Graph, tokens: Sequence[int], max_seq_len: int) -> dict[str, np.ndarray]:
-    """The graph's inputs for all of the text, in sequences."""
+    """Graph inputs for the text, cut into sequences."""
     length = min(_SEQUENCE, max_seq_len)
     count = len(tokens) // length
     total = count * length
@@ -144,28 +149,28 @@ def _feeds(graph: gs.Graph, tokens: Sequence[int], max_seq_len: int) -> dict[str
 
 
 def _run(node: gs.Node, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What a node makes, but for caches that no other node reads."""
+    """Outputs of a node, without caches and states that no other node reads."""
     kept = {id(cache) for pair in [*caches(node), state_of(node) or ()] for cache in pair}
     given: dict[int, gs.Tensor] = {}
     for t in node.inputs:
         if isinstance(t, gs.Constant):
             given[id(t)] = gs.Constant(t.name, t._values)
         elif not t.is_empty():
-            known = values[t.name]  # an export does not say of all tensors what they are
+            known = values[t.name]  # exported tensors may lack dtype and shape
             given[id(t)] = gs.Variable(t.name, known.dtype, [f"{t.name}.{axis}" for axis in
                                                              range(known.ndim)])
-    made = [t if t.is_empty() else gs.Variable(t.name, t.dtype) for t in node.outputs]
-    wanted = [t.name for t, own in zip(node.outputs, made, strict=True)
-              if (id(t) not in kept or t.outputs) and not own.is_empty()]
+    outputs = [t if t.is_empty() else gs.Variable(t.name, t.dtype) for t in node.outputs]
+    names = [t.name for t, own in zip(node.outputs, outputs, strict=True)
+             if (id(t) not in kept or t.outputs) and not own.is_empty()]
     copy = gs.Node(op=node.op, name=node.name, domain=node.domain, attrs=dict(node.attrs),
                    inputs=[given.get(id(t), gs.Variable.empty()) for t in node.inputs],
-                   outputs=made)
+                   outputs=outputs)
     inputs = [tensor for tensor in given.values() if isinstance(tensor, gs.Variable)]
-    return run_graph(gs.Graph(nodes=[copy], inputs=inputs, outputs=made), values, wanted)
+    return run_graph(gs.Graph(nodes=[copy], inputs=inputs, outputs=outputs), values, names)
 
 
-class _Space:
-    """A file for what weights have become, which goes with the last of them."""
+class _WeightFile:
+    """A temporary file of quantized weights, deleted with the last of them."""
 
     def __init__(self) -> None:
         with temporary_files():
@@ -173,7 +178,7 @@ class _Space:
         self._end = 0
 
     def keep(self, stored: Stored) -> Stored:
-        """The same form, read from the file."""
+        """The same weight, read from the file."""
         return replace(stored, codes=self._kept(stored.codes), scales=self._kept(stored.scales),
                        zeros=stored.zeros and self._kept(stored.zeros))
 
@@ -187,7 +192,7 @@ class _Space:
         self._end += weight.nbytes
 
         def rows(first: int, stop: int) -> np.ndarray:
-            # Nothing of `weight` itself, which would stay in memory with this function.
+            # Refers to nothing of `weight`, which this function would keep in memory.
             data = os.pread(self._file.fileno(), (stop - first) * width, start + first * width)
             return np.frombuffer(data, dtype).reshape(stop - first, -1)
 
@@ -195,8 +200,8 @@ class _Space:
 
 
 def _round(weight: Weight, x: np.ndarray, scheme: Scheme, name: str) -> Stored:
-    """A weight [out, in] rounded for inputs x [num_tokens, in]."""
-    size = quantize(weight, scheme, name).group_size  # which refuses what does not divide
+    """Quantize a weight [out, in] for inputs x [num_tokens, in]."""
+    size = quantize(weight, scheme, name).group_size  # raises if it does not divide the row
     matrix = weight.load().astype(np.float32)
     check_finite(matrix.reshape(len(matrix), -1, size), scheme.dtype, name)
     importance = _products(x)
@@ -229,7 +234,7 @@ def _round(weight: Weight, x: np.ndarray, scheme: Scheme, name: str) -> Stored:
 
 
 def _products(x: np.ndarray) -> np.ndarray:
-    """xᵀx float64 [in, in], damped; columns that are always 0 count as damping alone."""
+    """The damped Hessian xᵀx, float64 [in, in]; columns that are always 0 have damping alone."""
     flat = x.reshape(-1, x.shape[-1]).astype(np.float64)
     products: np.ndarray = flat.T @ flat
     products[np.diag_indices_from(products)] += _DAMPING * max(np.diag(products).mean(), 1e-8)
@@ -237,14 +242,15 @@ def _products(x: np.ndarray) -> np.ndarray:
 
 
 def _corrections(products: np.ndarray) -> np.ndarray:
-    """The upper Cholesky factor of the inverse: row i says what columns behind i take back."""
+    """The upper Cholesky factor of the inverse: row i corrects the columns after i."""
     factors: np.ndarray = np.linalg.cholesky(np.linalg.inv(products)).T
     return factors.astype(np.float32)
 
 
 def _search(groups: np.ndarray, weights: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """Scales and zeros of groups [rows, size] whose rounding loses least, a column's loss counting
-    as `weights` [size] says.
+    """Scales and zero points of groups [rows, size] with the least weighted rounding error.
+
+    `weights` [size] are those of a column's squared error.
     """
     best = np.full(len(groups), np.inf, np.float32)
     chosen = scales_of(groups, dtype)

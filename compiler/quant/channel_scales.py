@@ -1,11 +1,12 @@
-"""Before a weight is rounded, scale up its columns whose inputs are large, and what makes these
-inputs down by as much: an activation-aware search of scales (AWQ; Lin et al., 2023).
+"""Activation-aware channel scaling before a weight is rounded (AWQ; Lin et al., 2023).
 
 Given:   x = Norm(h, gain); y = GEMM(x, W)
 Result:  x.scaled = Norm(h, gain / s); y = GEMM(x.scaled, W · s)
 
-The same where a gated MLP makes x, of the rows of its ups. s is the mean of an input's sizes to a
-power, that of a grid at which rounding to nearest changes y least.
+Columns of W with large inputs are scaled up, the producer of these inputs down by the same factor.
+If a gated MLP produces x, the rows of its up projection are divided instead. s is the mean absolute
+value of each input to a power; the power is that of a grid with the least round-to-nearest error
+of y.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from llmc.plugins.code_types import CODE_TYPES
 from llmc.plugins.roles import ByRows
 
 _POWERS = np.arange(0, 1, 0.1)
-_TOKENS = 512  # that a search looks at
+_TOKENS = 512  # sampled for the search
 
 
 @dataclass(frozen=True)
 class Pair:
-    """What makes activations, and what alone reads them.
+    """A producer of activations and their single consumer.
 
     Args:
-        divided: constants [width, …] of what makes them, each number or row of which is divided.
+        divided: the producer's constants [width, …] whose elements or rows are divided.
         made: the activations.
         weight: of the linear layer that reads them.
-        ups: whether only the second half of `divided`'s rows is meant.
+        ups: whether only the second half of the rows of `divided` (the up projection) is scaled.
     """
 
     divided: tuple[gs.Constant, ...]
@@ -45,13 +46,13 @@ class Pair:
 
 
 def find_pair(graph: gs.Graph, node: gs.Node) -> Pair | None:
-    """The pair that a node is the first part of, if it is."""
-    op, made = op_of(node), node.outputs[0]
-    users = consumers(graph, made)
+    """The pair whose producer is `node`, or None."""
+    op, result = op_of(node), node.outputs[0]
+    users = consumers(graph, result)
     user = users[0] if len(users) == 1 else None
     way, user_op = shard_of(node, ByRows), op_of(user)
     if op is None or user is None or user_op is None or len(user_op.quantized) != 1 \
-            or operand(user, "x") is not made:
+            or operand(user, "x") is not result:
         return None
     gated = way is not None and way.stacked == 2
     names = way.inputs if way is not None and gated else \
@@ -60,11 +61,11 @@ def find_pair(graph: gs.Graph, node: gs.Node) -> Pair | None:
     weight = operands(user)[user_op.quantized[0].weight]
     if not divided or any(len(tensor.outputs) > 1 for tensor in (*divided, weight)):
         return None
-    return Pair(divided, made, weight, gated)
+    return Pair(divided, result, weight, gated)
 
 
 def scale_channels(pair: Pair, x: np.ndarray, scheme: Scheme) -> None:
-    """Scale a pair of a graph for what its activations x [num_tokens, in] are before."""
+    """Scale a pair of a graph for its activations x [num_tokens, in], given before scaling."""
     scales = _search(values_of(pair.weight), x, scheme)
     if scales is None:
         return
@@ -74,7 +75,7 @@ def scale_channels(pair: Pair, x: np.ndarray, scheme: Scheme) -> None:
         if pair.ups:
             factors = np.concatenate([np.ones_like(factors), factors])
         tensor._values = _times_rows(values, factors)
-        if len(values.shape) == 1:  # a matrix is rounded, and known by that
+        if len(values.shape) == 1:  # a matrix keeps its name: it is quantized under it
             tensor.name += SCALED
     pair.weight._values = values_of(pair.weight).scale_columns(scales)
     pair.made.name += SCALED
@@ -90,7 +91,7 @@ def _times_rows(weight: Weight, factors: np.ndarray) -> Weight:
 
 
 def _search(weight: Weight, x: np.ndarray, scheme: Scheme) -> np.ndarray | None:
-    """Scales float32 [in]; None where 1 is the best for all, or rounding to 8 bits loses little."""
+    """Scales float32 [in]; None if 1 is best, or for 8-bit codes, whose rounding loses little."""
     size = scheme.group_size_for(weight.shape[1])
     if CODE_TYPES[scheme.dtype].bits == 8 or size is None:
         return None
@@ -98,21 +99,21 @@ def _search(weight: Weight, x: np.ndarray, scheme: Scheme) -> np.ndarray | None:
     sizes = np.maximum(sizes / sizes.max(), 1e-4)
     sample = x[np.linspace(0, len(x) - 1, min(_TOKENS, len(x))).astype(np.int64)]
     matrix = weight.load().astype(np.float32)
-    candidates = [_centred(sizes ** power) for power in _POWERS]
+    candidates = [_centered(sizes ** power) for power in _POWERS]
     losses = [_loss(matrix, scales, sample, size, scheme.dtype) for scales in candidates]
     best = int(np.argmin(losses))
     return candidates[best] if best else None
 
 
-def _centred(scales: np.ndarray) -> np.ndarray:
-    """Around 1."""
+def _centered(scales: np.ndarray) -> np.ndarray:
+    """Scales with a geometric center of 1."""
     middle = np.sqrt(scales.max() * scales.min())
-    centred: np.ndarray = (scales / middle).astype(np.float32)
-    return centred
+    centered: np.ndarray = (scales / middle).astype(np.float32)
+    return centered
 
 
 def _loss(matrix: np.ndarray, scales: np.ndarray, x: np.ndarray, size: int, dtype: str) -> float:
-    """How much of x · matrixᵀ is lost where the scaled matrix is rounded to nearest."""
+    """Squared error of x · matrixᵀ if the scaled matrix is rounded to nearest."""
     groups = (matrix * scales).reshape(len(matrix), -1, size)
     found = scales_of(groups, dtype)
     lost = decode(encode(groups, *found, dtype), *found, dtype).reshape(matrix.shape) / scales

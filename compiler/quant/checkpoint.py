@@ -1,9 +1,9 @@
-"""The quantization method of a checkpoint, by its JSON files or its tensors.
+"""Detection of a checkpoint's quantization method, by its JSON files or its tensors.
 
-A checkpoint is read where llmc has a reader for its format, else refused by the method's name.
-Some methods keep every tensor's name and shape (block FP8, int8 of bitsandbytes and of
-compressed-tensors): without their scales such weights would make another model, so what gives a
-method away is looked for before anything is read.
+A checkpoint is read if llmc has a reader for its format, else refused by the method's name. Some
+methods keep every tensor's name and shape (block FP8, int8 of bitsandbytes and
+compressed-tensors). Without their scales such weights would be wrong, so the marks of a method are
+checked before anything is read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from llmc.compiler.quant.readers.config import group_sizes
 from llmc.compiler.quant.readers.decoder import Decoded, Decoder
 from llmc.errors import LlmcError
 
-# Methods without a reader, as users know them.
+# Methods without a reader, by their usual names.
 _UNREAD = {"hqq": "HQQ", "aqlm": "AQLM", "nvfp4": "NVFP4", "quark": "AMD Quark",
            "bitnet": "BitNet"}
 _WAY_OUT = "which llmc does not read; give the checkpoint that it was made from, in " \
@@ -32,13 +32,15 @@ _NOT_NAMED = "but its config does not name the method; give the config.json that
 
 def read_quantized(directory: Path, config: Mapping[str, Any],
                    open_tensors: Callable[[], Mapping[str, Weight]]) -> Decoded:
-    """The tensors of a checkpoint, quantized or not.
+    """Read the tensors of a checkpoint, quantized or not.
 
     Args:
-        open_tensors: opens them as they are on disk.
+        directory: of the checkpoint.
+        config: of the model.
+        open_tensors: opens the tensors as they are on disk.
 
     Raises:
-        LlmcError: it is quantised in a way that llmc does not read, or not whole.
+        LlmcError: the quantization format is unsupported, or tensors are missing.
     """
     quantization, method = _quantization_config(config), method_of(config)
     if quantization is None:
@@ -51,8 +53,8 @@ def read_quantized(directory: Path, config: Mapping[str, Any],
     else:
         read = _decode(open_tensors, quantization, str(directory))
         if read is None:
-            raise LlmcError(f"'{directory}' is quantised by {method}, {_WAY_OUT}; if its weights "
-                            f"are not quantised, take that out of its config")
+            raise LlmcError(f"'{directory}' is quantized by {method}, {_WAY_OUT}; if its weights "
+                            f"are not quantized, remove the method from its config")
         decoded = read
     refuse_quantized_tensors(decoded.tensors, str(directory), method is not None)
     return decoded
@@ -60,7 +62,7 @@ def read_quantized(directory: Path, config: Mapping[str, Any],
 
 def _decode(open_tensors: Callable[[], Mapping[str, Weight]], quantization: Mapping[str, Any],
             origin: str) -> Decoded | None:
-    """The tensors of a quantized checkpoint; None where no reader reads it.
+    """The tensors of a quantized checkpoint; None if no reader supports it.
 
     Raises:
         LlmcError: a tensor is missing, or has another shape or dtype than the format's.
@@ -73,7 +75,7 @@ def _decode(open_tensors: Callable[[], Mapping[str, Weight]], quantization: Mapp
 
 
 def _separate_config(directory: Path) -> tuple[Mapping[str, Any] | None, str | None]:
-    """The quantization config that older tools write beside config.json, and its method."""
+    """The quantization config beside config.json, as older tools write it, and its method."""
     for quant_method, reader in registry().items():
         path = directory / reader.config_file
         if reader.config_file and path.is_file():
@@ -94,10 +96,10 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def method_of(config: Mapping[str, Any]) -> str | None:
-    """The quantization method of a config, as users know it: `GPTQ (4 bits, groups of 128)`.
+    """The quantization method of a config, by its usual name: `GPTQ (4 bits, groups of 128)`.
 
     Returns:
-        None where the weights are not quantized.
+        None if the weights are not quantized.
     """
     quantization = _quantization_config(config)
     if quantization is None or _caches_alone(quantization):
@@ -111,7 +113,7 @@ def method_of(config: Mapping[str, Any]) -> str | None:
 
 
 def _quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The quantization config in a model's config, with a `quant_method`; None: there is none."""
+    """The quantization config in a model's config, with a `quant_method`, or None."""
     for owner in (config, *(config.get(key) for key in ("text_config", "llm_config"))):
         for key in ("quantization_config", "compression_config"):
             quantization = owner.get(key) if isinstance(owner, Mapping) else None
@@ -169,7 +171,7 @@ def _numbers(quantization: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
 
 
 def _marks() -> list[Mark]:
-    """Those of all formats, shared ones last."""
+    """Marks of all formats, shared ones last."""
     readers = {id(reader): reader for reader in registry().values()}
     return sorted((mark for reader in readers.values() for mark in reader.marks),
                   key=lambda mark: mark.shared)
@@ -177,10 +179,12 @@ def _marks() -> list[Mark]:
 
 def refuse_quantized_tensors(tensors: Mapping[str, Weight], origin: str,
                              named: bool = False) -> None:
-    """Look at names and dtypes.
+    """Refuse quantized tensors that no reader has consumed, by their names and dtypes.
 
     Args:
-        named: whether the config names a method, by which these are left over.
+        tensors: by name.
+        origin: the checkpoint, as errors name it.
+        named: whether the config names a method.
 
     Raises:
         LlmcError: there are scales or packed weights, or weights of 8 bits or fewer.
@@ -190,15 +194,15 @@ def refuse_quantized_tensors(tensors: Mapping[str, Weight], origin: str,
         name = next((name for name in tensors if pattern.search(name)), None)
         if name is not None:
             if named:
-                raise LlmcError(f"'{origin}' has a tensor '{name}' ({tensors[name].dtype}) as "
-                                f"{method} has it, and not what belongs to it as its config says; "
-                                f"the checkpoint is not whole, or has another one's config")
-            raise LlmcError(f"'{origin}' is quantised by {method}, as its tensor '{name}' "
-                            f"({tensors[name].dtype}) says, {_NOT_NAMED}")
+                raise LlmcError(f"'{origin}' has a tensor '{name}' ({tensors[name].dtype}) of "
+                                f"{method}, without the other tensors that its config asks for; "
+                                f"the checkpoint is incomplete or has another one's config")
+            raise LlmcError(f"'{origin}' is quantized by {method} (it has a tensor '{name}', "
+                            f"{tensors[name].dtype}), {_NOT_NAMED}")
     for name, tensor in tensors.items():
         if tensor.dtype.name.startswith("float8"):
-            raise LlmcError(f"'{origin}' is quantised to FP8, as its tensor '{name}' "
-                            f"({tensor.dtype}) says, {_WAY_OUT}")
+            raise LlmcError(f"'{origin}' is quantized to FP8 (tensor '{name}' is "
+                            f"{tensor.dtype}), {_WAY_OUT}")
         if tensor.dtype.kind in "iu" and len(tensor.shape) > 1 and name.endswith(".weight"):
-            raise LlmcError(f"'{origin}' is quantised, as its weight '{name}' ({tensor.dtype}) "
-                            f"says, {_WAY_OUT}")
+            raise LlmcError(f"'{origin}' is quantized (weight '{name}' is {tensor.dtype}), "
+                            f"{_WAY_OUT}")

@@ -1,4 +1,4 @@
-"""Codes, scales and zero points of arrays: computed, encoded and decoded."""
+"""Quantization of arrays: scales and zero points, encoding, decoding."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from llmc.errors import LlmcError
 from llmc.plugins.code_types import CODE_TYPES
 from llmc.plugins.quantization import FLOAT8, FLOAT8_MOST
 
-_PIECE = 1 << 20  # numbers that are computed with at once
+_PIECE = 1 << 20  # elements computed at once
 NUMBERS = {name: np.array(own.numbers, np.float32)
            for name, own in CODE_TYPES.items() if own.numbers}
 
 
 def scales_of(groups: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """Scales and zero points of groups, by which codes take their whole range.
+    """Scales and zero points of groups, for which codes use their whole range.
 
     Args:
         groups: float32 [..., group_size].
+        dtype: a code type.
 
     Returns:
         Both float32 [...].
     """
-    own = CODE_TYPES[dtype]
-    bits, fixed = own.bits, own.zero_point
+    code_type = CODE_TYPES[dtype]
+    bits, fixed = code_type.bits, code_type.zero_point
     low, high = groups.min(-1), groups.max(-1)
     if fixed is None:
         low, high = np.minimum(low, 0), np.maximum(high, 0)
@@ -38,11 +39,11 @@ def scales_of(groups: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
         return _nonzero(np.abs(extreme) / np.float32(FLOAT8_MOST)), zeros
     if bits == 8:
         return _nonzero(np.abs(extreme) / np.float32(127)), zeros
-    return _nonzero(extreme / np.float32(-8)), zeros  # code 0, -8, has no opposite: the extreme's
+    return _nonzero(extreme / np.float32(-8)), zeros  # -8 has no positive counterpart: the extreme
 
 
 def _nonzero(scales: np.ndarray) -> np.ndarray:
-    """Scales with 1 in place of 0, which groups of zeros have."""
+    """Scales with 1 in place of 0, the scale of all-zero groups."""
     return np.where(scales == 0, np.float32(1), scales)
 
 
@@ -69,21 +70,21 @@ def check_finite(groups: np.ndarray, dtype: str, name: str) -> None:
     """Check that groups [..., group_size] of a weight have scales in float32.
 
     Raises:
-        LlmcError: there are NaN or infinities, or numbers too far apart.
+        LlmcError: there are NaN or infinities, or the range of a group exceeds float32.
     """
     if not np.isfinite(groups).all():
-        raise LlmcError(f"'{name}' has NaN or infinities, which cannot be quantised")
+        raise LlmcError(f"'{name}' has NaN or infinities, which cannot be quantized")
     if CODE_TYPES[dtype].zero_point is None:
         low, high = np.minimum(groups.min(-1), 0), np.maximum(groups.max(-1), 0)
         wide = high.astype(np.float64) - low > np.finfo(np.float32).max
         if wide.any():
-            raise LlmcError(f"'{name}' has numbers in one group from {low[wide][0]:.2g} to "
+            raise LlmcError(f"'{name}' has values in one group from {low[wide][0]:.2g} to "
                             f"{high[wide][0]:.2g}, too far apart for zeros; give int4 or int8")
 
 
 def in_pieces(rows: Callable[[int, int], np.ndarray], width: int) -> \
         Callable[[int, int], np.ndarray]:
-    """Call `rows` for a few rows of a matrix at a time, which bounds the memory it computes in.
+    """Call `rows` for a few rows of a matrix at a time, to bound its memory.
 
     Args:
         rows: computes rows from start to stop.

@@ -13,24 +13,26 @@ from llmc.plugins.code_types import CODE_TYPES
 
 
 def quantize(weight: Weight, scheme: Scheme, name: str) -> Stored:
-    """Round a matrix to nearest.
+    """Quantize a matrix by rounding to nearest.
 
-    Every block is read once for its codes, once for its scales and once for its zero points. The
-    same input gives the same bytes on any processor.
+    Every block is read once for codes, once for scales and once for zero points. The result is
+    bit-identical on every processor.
 
     Args:
+        weight: [out, in].
+        scheme: to quantize by.
         name: of the matrix in errors.
 
     Raises:
-        LlmcError: the group size does not divide its rows; when it is read, see `check_finite`.
+        LlmcError: the group size does not divide the row; on reading, see `check_finite`.
     """
     rows, width = weight.shape
     size = scheme.group_size_for(width)
     if size is None:
-        raise LlmcError(f"group_size {scheme.group_size} does not divide the rows of '{name}', of "
-                        f"which a chip has {width} numbers; give another --group_size")
+        raise LlmcError(f"group_size {scheme.group_size} does not divide the rows of '{name}', "
+                        f"which have {width} columns on a chip; give another --group_size")
     if width % 2:
-        raise LlmcError(f"'{name}' has rows of {width} numbers, and llmc quantises even ones only")
+        raise LlmcError(f"'{name}' has rows of {width} columns; quantization needs an even number")
     shape = (rows, width // size)
 
     def grouped(start: int, stop: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Notes of the pass that quantizes: which weights are stored how, and what is not as asked for."""
+"""Notes of the quantize pass: storage of weights, and deviations from what was requested."""
 
 from __future__ import annotations
 
@@ -10,31 +10,30 @@ from llmc.compiler.graph.notes import Context, CountedNote
 
 @dataclass(frozen=True)
 class ExpertsNotQuantized(CountedNote):
-    """Layers whose experts `--quantize` leaves as they are."""
+    """MoE layers whose experts `--quantize` does not quantize."""
 
     key: ClassVar[str] = "experts left as they are"
 
     def text(self, context: Context) -> str:
         return (f"{self.count} layers' experts stay in {context.dtype}, as target "
-                f"{context.target} has no kernel for them in the groups that they would have; "
-                f"--quantize rounds the other linear layers")
+                f"{context.target} has no kernel for their group size; --quantize quantizes the "
+                f"other linear layers")
 
 
 @dataclass(frozen=True)
 class LayersNotQuantized(CountedNote):
-    """Linear layers that `--quantize` leaves as they are."""
+    """Linear layers that `--quantize` does not quantize."""
 
     key: ClassVar[str] = "linear layers left as they are"
 
     def text(self, context: Context) -> str:
         return (f"{self.count} linear layers stay in {context.dtype}, as target {context.target} "
-                f"has no kernel for them in the groups that they would have; --quantize rounds "
-                f"the others")
+                f"has no kernel for their group size; --quantize quantizes the others")
 
 
 @dataclass(frozen=True)
 class ExpertsRoundedToNearest(CountedNote):
-    """Layers whose experts a calibration does not reach."""
+    """MoE layers whose experts are not calibrated."""
 
     key: ClassVar[str] = "experts rounded to nearest beside a calibration"
 
@@ -44,23 +43,23 @@ class ExpertsRoundedToNearest(CountedNote):
 
 @dataclass(frozen=True)
 class HeadsRoundedToNearest(CountedNote):
-    """MLA up-projections that a calibration does not reach."""
+    """MLA up-projections that are not calibrated."""
 
-    key: ClassVar[str] = "matrices of heads rounded to nearest beside a calibration"
+    key: ClassVar[str] = "matrices of heads rounded to nearest beside a calibration"  # words: ok
 
     def text(self, context: Context) -> str:
-        return _nearest(f"{self.count} matrices of heads, latent attention's,")
+        return _nearest(f"{self.count} MLA up-projections")
 
 
 @dataclass(frozen=True)
 class ExpertsAsInt8(CountedNote):
-    """Layers whose experts become int8 exactly, as no kernel reads their code type."""
+    """MoE layers whose MXFP4 experts are stored as int8, without loss, for lack of a kernel."""
 
     key: ClassVar[str] = "MXFP4 as int8"
 
     def text(self, context: Context) -> str:
-        return (f"numbers of MXFP4 are kept exactly as int8, twice their memory: the experts of "
-                f"{self.count} layers")
+        return (f"MXFP4 weights are stored losslessly as int8, with twice the memory: the experts "
+                f"of {self.count} layers")
 
 
 @dataclass(frozen=True)
@@ -68,8 +67,8 @@ class Float8Dequantized(CountedNote):
     """Weights in FP8 whose activations are not quantized."""
 
     def text(self, context: Context) -> str:
-        return (f"weights in FP8 are converted to {context.dtype} as they are read, on GPUs that "
-                f"multiply FP8 too") if context.gpu else ""
+        return (f"FP8 weights are converted to {context.dtype} when they are read, also on GPUs "
+                f"with FP8 tensor cores") if context.gpu else ""
 
 
 @dataclass(frozen=True)
@@ -81,14 +80,14 @@ class ActivationsQuantized(CountedNote):
 
 @dataclass(frozen=True)
 class ActivationGroupsQuantized(CountedNote):
-    """Those of them whose activations have a scale for each group of columns."""
+    """Weights whose activations are quantized to FP8 with a scale for each group of columns."""
 
     key: ClassVar[str] = "activations rounded in groups"
 
 
 @dataclass(frozen=True)
 class Float8Multiplied(CountedNote):
-    """Weights in FP8 that kernels multiply by FP8."""
+    """FP8 weights that kernels multiply by FP8 activations."""
 
     key: ClassVar[str] = "codes of FP8 multiplied by such"
 
@@ -100,76 +99,78 @@ class Float8Multiplied(CountedNote):
 
 @dataclass(frozen=True)
 class ActivationsDequantized(CountedNote):
-    """Weights whose activations are quantized to FP8, and multiplied in another dtype."""
+    """Weights whose activations are quantized to FP8 but multiplied in another dtype."""
 
     def text(self, context: Context) -> str:
-        return (f"what {self.count} linear layers multiply is rounded to FP8, and multiplied in "
-                f"{context.dtype}: their weights' scales are neither of rows nor of blocks that "
-                f"the target's kernels take") if context.gpu else ""
+        return (f"activations of {self.count} linear layers are quantized to FP8 but "
+                f"multiplied in {context.dtype}: the target's kernels need weight scales per row "
+                f"or per block") \
+            if context.gpu else ""
 
 
 @dataclass(frozen=True)
 class ActivationGroupsNotQuantized(CountedNote):
-    """Layers whose activations only `--quantize_activations` quantizes, in groups."""
+    """Layers whose activations are quantized, in groups, only with `--quantize_activations`."""
 
     key: ClassVar[str] = "activations not rounded"
 
     def text(self, context: Context) -> str:
-        return (f"what {self.count} layers multiply stays in {context.dtype}, though the "
-                f"checkpoint rounds each group of it to FP8: --quantize_activations has it so, "
-                f"and is faster on GPUs of compute capability 9.0")
+        return (f"activations of {self.count} layers stay in {context.dtype}, though the "
+                f"checkpoint quantizes them to FP8 in groups; give --quantize_activations to do "
+                f"so, which is faster on GPUs of compute capability 9.0")
 
 
 @dataclass(frozen=True)
 class ExpertActivationsNotQuantized(CountedNote):
-    """Layers whose experts do not quantize activations as the checkpoint says."""
+    """MoE layers whose experts lack the activation quantization that the checkpoint declares."""
 
     key: ClassVar[str] = "activations of experts not rounded"
 
     def text(self, context: Context) -> str:
-        return (f"what the experts of {self.count} layers multiply stays in {context.dtype}, "
-                f"though it is said to be rounded to FP8")
+        return (f"activations of the experts of {self.count} layers stay in {context.dtype}, "
+                f"though the checkpoint quantizes them to FP8: unsupported by the target's kernels")
 
 
 @dataclass(frozen=True)
 class HeadActivationsNotQuantized(CountedNote):
-    """MLA up-projections that do not quantize activations as the checkpoint says."""
+    """MLA up-projections without the activation quantization that the checkpoint declares."""
 
-    key: ClassVar[str] = "what matrices of heads multiply not rounded"
+    key: ClassVar[str] = "what matrices of heads multiply not rounded"  # words: ok
 
     def text(self, context: Context) -> str:
-        return (f"what {self.count} matrices of heads multiply, latent attention's, stays in "
-                f"{context.dtype}, though it is said to be rounded to FP8")
+        return (f"activations of {self.count} MLA up-projections stay in {context.dtype}, though "
+                f"the checkpoint quantizes them to FP8: unsupported")
 
 
 @dataclass(frozen=True)
 class LayerActivationsNotQuantized(CountedNote):
-    """Linear layers that do not quantize activations as the checkpoint says."""
+    """Linear layers without the activation quantization that the checkpoint declares."""
 
     key: ClassVar[str] = "what weights that have no form for it multiply not rounded"
 
     def text(self, context: Context) -> str:
-        return (f"what {self.count} linear layers multiply stays in {context.dtype}, though it is "
-                f"said to be rounded to FP8: their weights become {context.dtype}, or have parts "
-                f"that say it differently")
+        return (f"activations of {self.count} linear layers stay in {context.dtype}, though the "
+                f"checkpoint quantizes them to FP8: their weights are dequantized to "
+                f"{context.dtype}, or merged from parts that differ in activation quantization")
 
 
 @dataclass(frozen=True)
 class HeadsNotQuantized(CountedNote):
-    """MLA up-projections that the target reads dequantized."""
+    """MLA up-projections that are dequantized for the target."""
 
-    key: ClassVar[str] = "matrices of heads read as numbers"
+    key: ClassVar[str] = "matrices of heads read as numbers"  # words: ok
 
 
 @dataclass(frozen=True)
 class Dequantized(CountedNote):
-    """Quantized weights of the checkpoint that no kernel of the target reads."""
+    """Quantized weights of the checkpoint without a kernel on the target."""
 
-    key: ClassVar[str] = "dequantised"
+    key: ClassVar[str] = "dequantised"  # words: ok
 
     def text(self, context: Context) -> str:
         return (f"the {context.target} target has no kernels for {self.count} of the checkpoint's "
-                f"weights in fewer bits: they become {context.dtype}, with its memory and speed")
+                f"quantized weights: they are dequantized to {context.dtype}, with its memory and "
+                f"speed")
 
 
 def _nearest(what: str) -> str:

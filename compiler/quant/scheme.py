@@ -1,4 +1,4 @@
-"""Quantization schemes: what `--quantize` makes of weights."""
+"""Quantization schemes of `--quantize`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from llmc.plugins.code_types import CODE_TYPES
 
-# Where --quantize is given for weights that are quantized already.
+# For errors about --quantize with weights that are quantized already.
 QUANTIZED_WAYS_OUT = "leave out --quantize to keep its quantized weights, give --quantize none " \
     "to dequantize them, or add --requantize to dequantize and quantize them again, which loses " \
     "more than quantizing the original model"
-SMALLEST_GROUP = 16  # of kernels
+SMALLEST_GROUP = 16  # that kernels support
 _GROUP_SIZES = (128, 64, 32, 16)
 
 
@@ -20,9 +20,9 @@ class Scheme:
 
     Args:
         dtype: a code type.
-        group_size: columns that share a scale; 0: the largest of 128, 64, 32 and 16 that divides
-            the row, or the row; in FP8 the row.
-        activation_dtype: activations are quantized to; "": they are not quantized.
+        group_size: columns with a common scale; 0: for FP8 the row; for others the largest of 128,
+            64, 32 and 16 that divides the row, else the row.
+        activation_dtype: dtype that activations are quantized to; "": they are not quantized.
     """
 
     dtype: str
@@ -30,7 +30,7 @@ class Scheme:
     activation_dtype: str = ""
 
     def group_size_for(self, width: int) -> int | None:
-        """The group size for rows of `width` columns; None where it does not divide them."""
+        """The group size for rows of `width` columns; None if it does not divide them."""
         if self.group_size:
             return self.group_size if width % self.group_size == 0 else None
         if CODE_TYPES[self.dtype].numbers:

@@ -1,7 +1,7 @@
-"""Quantized weights as the compiler handles them: quantized by llmc, or stored in a checkpoint.
+"""Storage formats of quantized weights: quantized by llmc, or from a checkpoint.
 
-Codes stay one to a byte, and everything is read when it is written, a block of rows at a time, as
-all weights are. `llmc.plugins.quantization` says what codes, scales and zeros mean.
+Codes are one to a byte. As with all weights, everything is read when it is written, a block of rows
+at a time. `llmc.plugins.quantization` defines codes, scales and zeros.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from llmc.plugins.code_types import CODE_TYPES, E8M0_NUMBERS, CodeType
 from llmc.plugins.quantization import BLOCK, FLOAT8, blocks_shape, pack
 
 _POWERS = np.array([*E8M0_NUMBERS, np.nan], np.float32)
-_ONE = 127  # as the bits of an exponent
+_ONE = 127  # 1.0 in e8m0
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A matrix [out, in] as groups of codes.
+    """A matrix [out, in] quantized in groups.
 
     Args:
         dtype: a `weight_dtype`.
-        codes: uint8 [out, in], one to a byte; of FP8 none is NaN, which whoever reads them sees to.
-        scales: float32 [out, in / group_size]; of MXFP4 uint8, exponents.
-        zeros: uint8 [out, in / group_size] where the dtype has them.
-        minima: float32 [out, in / group_size] in place of zeros. Only GGUF has them, whose codes
-            and scales have at most 24 bits together, so that a zero times a scale is exact.
-        order: int64 [in], which column of the matrix each column of `codes` is; None: the same.
-        activation_dtype: what the activations that it multiplies are rounded to, if that is said.
-        activation_scale: of all of these; 0: of each token its own.
-        rounds_groups: whether each group of a token has one instead, and only whoever asks for it
-            has activations rounded.
+        codes: uint8 [out, in], one to a byte; the creator ensures that FP8 codes are not NaN.
+        scales: float32 [out, in / group_size]; for MXFP4 uint8, exponents.
+        zeros: uint8 [out, in / group_size] if the dtype has zero points.
+        minima: float32 [out, in / group_size] in place of zeros. Only GGUF has them. Its codes and
+            scales have at most 24 bits together, so that a zero times a scale is exact.
+        order: int64 [in], the matrix's column of each column of `codes` (act-order); None: the
+            same.
+        activation_dtype: dtype that activations are quantized to; "": not quantized.
+        activation_scale: static scale of all activations; 0: dynamic scales per token.
+        rounds_groups: whether scales are per group of a token, applied only with
+            `--quantize_activations`.
     """
 
     dtype: str
@@ -70,7 +71,7 @@ class Stored:
                        minima=self.minima and change_groups(self.minima))
 
     def weight(self, name: str) -> Weight:
-        """The numbers, float32 [out, in], that carry this form along."""
+        """The dequantized weight, float32 [out, in], with this storage format attached."""
         return Weight(self.codes.shape, np.float32, self._numbers, name, self)
 
     def _numbers(self, start: int, stop: int) -> np.ndarray:
@@ -89,8 +90,9 @@ class Stored:
         return numbers
 
     def block_scales(self) -> np.ndarray | None:
-        """The scales of blocks of BLOCK × BLOCK, as llmc.plugins.quantization has weight_blocks;
-        None where there are none.
+        """The scales as `weight_blocks` of `llmc.plugins.quantization`, one per BLOCK × BLOCK.
+
+        None if the scales are not of such blocks.
         """
         if self.dtype != FLOAT8 or self.group_size != BLOCK:
             return None
@@ -98,9 +100,9 @@ class Stored:
         firsts = scales[::BLOCK]
         if not np.array_equal(firsts.repeat(BLOCK, 0)[:len(scales)], scales):
             return None
-        made = np.zeros(blocks_shape(*scales.shape), np.float32)
-        made[:, :scales.shape[1]] = firsts
-        return made
+        result = np.zeros(blocks_shape(*scales.shape), np.float32)
+        result[:, :scales.shape[1]] = firsts
+        return result
 
     def take_rows(self, index: np.ndarray) -> Stored:
         """Rows `index`, in that order."""
@@ -108,7 +110,7 @@ class Stored:
                           lambda groups: groups.take_rows(index))
 
     def pad_rows(self, count: int) -> Stored:
-        """With rows of zero appended up to `count`."""
+        """The matrix padded with zero rows to `count`."""
         missing = count - self.codes.shape[0]
 
         def padded(weight: Weight, value: float) -> Weight:
@@ -116,14 +118,15 @@ class Stored:
                 (stop - start, weight.shape[1]), value, weight.dtype), "padding")
             return Weight.concat([weight, rows])
 
-        made = self._each(lambda codes: padded(codes, self.code_type.zero_point or 0),
-                          lambda groups: padded(groups, 0))
+        result = self._each(lambda codes: padded(codes, self.code_type.zero_point or 0),
+                            lambda groups: padded(groups, 0))
         one = 1 if self.code_type.scale_dtype == "float32" else _ONE
-        return replace(made, scales=padded(self.scales, one))
+        return replace(result, scales=padded(self.scales, one))
 
     def take_columns(self, index: np.ndarray) -> Stored | None:
-        """Columns `index`, in that order, in groups as large as that leaves; None where they are
-        no groups of a size that kernels have.
+        """Columns `index`, in that order, in the largest groups that this leaves whole.
+
+        None if these are smaller than kernels support.
         """
         if self.order is not None:
             return None
@@ -138,9 +141,9 @@ class Stored:
         return None
 
     def regrouped(self, group_size: int) -> Stored:
-        """The same numbers in smaller groups, each scale and zero repeated."""
+        """The same values in smaller groups, with repeated scales and zeros."""
         times, rest = divmod(self.group_size, group_size)
-        assert rest == 0, f"groups of {self.group_size} are no groups of {group_size}"
+        assert rest == 0, f"group_size {self.group_size} is not divisible by {group_size}"
         if times == 1:
             return self
 
@@ -152,8 +155,10 @@ class Stored:
         return self._each(lambda codes: codes, repeated)
 
     def as_int8(self) -> Stored:
-        """The same numbers in int8, of a code type that has an int8_factor: that times a number is
-        an integer, whose scale is as much smaller.
+        """The same values in int8.
+
+        The code type must have an int8_factor, which makes its values integers; scales are divided
+        by it.
         """
         factor = self.code_type.int8_factor
         integers = (factor * NUMBERS[self.dtype] + 128).astype(np.uint8)
@@ -167,7 +172,7 @@ class Stored:
                           scales.name))
 
     def in_bytes(self) -> Stored:
-        """The same numbers of int4 and uint4 in codes of 8 bits."""
+        """The same values of int4 or uint4 in 8-bit codes."""
         if self.zeros is not None or self.minima is not None:
             return replace(self, dtype="uint8")
         codes, zero_points = self.codes, (CODE_TYPES["int8"].zero_point, self.code_type.zero_point)
@@ -176,8 +181,10 @@ class Stored:
             codes.shape, np.uint8, lambda start, stop: codes.rows(start, stop) + more, codes.name))
 
     def above(self, others: Sequence[Stored]) -> Stored | None:
-        """This matrix with `others` below it: in the smallest of their groups, in 8 bits if one is,
-        with zeros or minima if one has them; None where that is no form.
+        """This matrix concatenated with `others` by rows, in a common format.
+
+        The group size is the smallest. Codes have 8 bits if a part's have, and zeros or minima if
+        a part has them. None if the parts have no common format.
         """
         parts = [self, *others]
         if len({part.dtype if part.code_type.int8_factor else "" for part in parts}) > 1:
@@ -206,21 +213,21 @@ class Stored:
                       *(rounded.pop() if len(rounded) == 1 else ()))
 
     def _widened(self, bits: int, minima: bool) -> Stored:
-        """The same numbers in codes of so many bits without a fixed zero."""
+        """The same values in codes of `bits` bits without a fixed zero point."""
         fixed, zeros = self.code_type.zero_point, self.zeros
         if fixed is not None:
             zeros = Weight(self.scales.shape, np.uint8, lambda start, stop: np.full(
                 (stop - start, self.scales.shape[1]), fixed, np.uint8), "zeros")
-        made = replace(self, dtype=f"uint{bits}", zeros=zeros)
+        result = replace(self, dtype=f"uint{bits}", zeros=zeros)
         if not minima or zeros is None:
-            return made
+            return result
         known = zeros
-        return replace(made, zeros=None, minima=Weight(
+        return replace(result, zeros=None, minima=Weight(
             self.scales.shape, np.float32, lambda start, stop: -self.scales.rows(
                 start, stop) * known.rows(start, stop).astype(np.float32), "minima"))
 
     def packed(self) -> tuple[Weight, Weight | None]:
-        """Weight and zeros as they lie in memory; scales and minima lie as they are."""
+        """Packed weight and zeros; scales and minima need no packing."""
         return self._packed(self.codes), self.zeros and self._packed(self.zeros)
 
     def _packed(self, codes: Weight) -> Weight:

@@ -226,6 +226,6 @@ def test_what_else_reads_the_encoder_is_an_error(encoder_decoder):
         reader.inputs = [total if tensor is norm.outputs[0] else tensor
                          for tensor in reader.inputs]
     graph.nodes.append(gs.Node("Add", "total", inputs=[norm.outputs[0], source], outputs=[total]))
-    with pytest.raises(llmc.LlmcError, match="Add 'total' reads 'encoder_output', which comes from "
-                                             "the encoder, otherwise than as attention's keys"):
+    with pytest.raises(llmc.LlmcError, match="Add 'total' reads 'encoder_output', which depends on "
+                                             "the encoder output; supported only as attention's"):
         lower(copied, CompileOptions())

@@ -344,8 +344,8 @@ def noisy(self, gate_up):
 def test_a_router_that_is_none_of_ours_is_named(forward, path, olmoe, tmp_path, monkeypatch):
     monkeypatch.setattr(modeling_olmoe.OlmoeTopKRouter, "forward", forward)
     check_refused(olmoe, tmp_path, monkeypatch,
-                  rf"a router was not recognized: what chooses experts is nothing that llmc::Route "
-                  rf"does \({path}\): 'linear_4' .*\(Experts ")
+                  rf"a router was not recognized: the selection of experts is not supported by "
+                  rf"llmc::Route \({path}\): 'linear_4' .*\(Experts ")
 
 
 def test_a_router_of_many_experts_is_refused_soon(tmp_path, monkeypatch):
@@ -360,7 +360,7 @@ def test_a_router_of_many_experts_is_refused_soon(tmp_path, monkeypatch):
 def test_an_activation_that_is_none_of_ours_is_named(olmoe, tmp_path, monkeypatch):
     monkeypatch.setattr(modeling_olmoe.OlmoeExperts, "_apply_gate", noisy)
     check_refused(olmoe, tmp_path, monkeypatch,
-                  r"experts were not recognized: between the products of experts .*Sin ")
+                  r"experts were not recognized: between the experts' GEMMs: .*Sin ")
 
 
 def all_of_them(self, hidden_states):
@@ -383,8 +383,8 @@ def forgetting(self, hidden_states):
 @pytest.mark.parametrize(("module", "forward", "why"), [
     ("Llama4Router", all_of_them, "the scores of experts do not come from one linear layer and "
                                   "one TopK"),
-    ("Llama4Router", leaky, "experts that are not chosen have scores"),
-    ("Llama4TextExperts", forgetting, "what lies between the products of experts is no act")])
+    ("Llama4Router", leaky, "experts outside the TopK have nonzero scores"),
+    ("Llama4TextExperts", forgetting, "the subgraph between the experts' GEMMs is not")])
 def test_dense_experts_that_are_none_of_ours_are_named(module, forward, why, tmp_path, monkeypatch):
     hf = families.save(families.tiny_model("llama4_text", num_hidden_layers=1,
                                            no_rope_layers=[1]), tmp_path / "hf")
@@ -505,7 +505,7 @@ def test_experts_in_mxfp4_are_read_as_the_numbers_that_they_are(tp_size, expert_
     said = []
     ranks = dict(tp_size=tp_size, expert_parallel=expert_parallel)
     llmc.compile(tmp_path / "mxfp4", tmp_path / "case", progress=said.append, **ranks)
-    assert any("numbers of MXFP4 are kept exactly as int8" in text for text in said)
+    assert any("MXFP4 weights are stored losslessly as int8" in text for text in said)
     assert kinds_of(tmp_path / "case")["mlp.experts.gate_up_proj"] == "uint8"
     expected = families.reference_logits(model, TOKENS)
     with llmc.LLM(tmp_path / "case") as llm:

@@ -391,28 +391,29 @@ def test_embedding_takes_scale_and_positions_with_their_offset():
 REFUSALS = {
     "fold, a sequence": (
         "two = Constant<value_int=2>() s = SplitToSequence<axis=-1>(x, two) "
-        "logits = ConcatFromSequence<axis=-1>(s)", [fold], "a sequence that is not only indexed"),
+        "logits = ConcatFromSequence<axis=-1>(s)", [fold], "the sequence is not only indexed"),
     "fold, a weight": (
-        "d = Sub(w, b) logits = Mul(x, d)", [fold], "this op on a weight is not folded"),
+        "d = Sub(w, b) logits = Mul(x, d)", [fold], "this op on a weight cannot be folded"),
     "norm, an axis": (
         "logits = LayerNormalization<axis=1>(x, w)", [norm],
-        "the norm is not over the last axis alone"),
+        "the norm is not over the last axis only"),
     "norm, no norm": (RMS + "logits = Mul(x, s)", [fold, norm], "neither RMSNorm nor LayerNorm"),
     "add_norm, a constant": (
         "t = Add(x, b) logits = RMSNormalization(t, w)", [norm, add_norm],
-        "what is added before the norm is a constant"),
+        "a constant is added before the norm"),
     "add_norm, another norm": (
         "r = Mul(x, x) t = Add(x, r) n = RMSNormalization(t, w) m = RMSNormalization(t, b) "
         "logits = Add(n, m)", [norm, add_norm],
-        "another norm of the same sum has taken the Add: AddRMSNorm"),
+        "the Add is fused with another norm of the same sum: AddRMSNorm"),
     "embedding, an axis": (
-        "logits = Gather<axis=1>(square, input_ids)", [embedding], "gathers along another axis"),
+        "logits = Gather<axis=1>(square, input_ids)", [embedding],
+        "gathered along an axis other than 0"),
     "embedding, other data": (
         "more = Gather(square, input_ids) logits = Add(x, more)", [embedding],
-        "what is added to the embedding depends on which tokens there are"),
+        "the addend of the embedding depends on token ids"),
     "embedding, computed": (
         "more = Gather(square, input_ids) m = MatMul(more, other) logits = Add(x, m)",
-        [gemm, embedding], "what is added to the embedding comes out of a layer"),
+        [gemm, embedding], "the addend of the embedding is computed by a layer"),
     "linear, a Gemm": (
         "rows = Constant<value_ints=[-1, 6]>() f = Reshape(x, rows) "
         "g = Gemm<alpha=2.0>(f, square) there = Shape(x) logits = Reshape(g, there)", [gemm],
@@ -424,19 +425,19 @@ REFUSALS = {
         "the GEMM has a bias already"),
     "bias, read before": (
         "m = MatMul(x, square) y = Add(m, b) logits = Mul(y, m)", [gemm],
-        "the GEMM's result is read without the bias too"),
+        "the GEMM's result is also read without the bias"),
     "activation, unknown": (
         "m = MatMul(x, square) logits = Exp(m)", [gemm, activation],
-        "what follows the GEMM computes none of its activations: 'logits'"),
+        "the ops after the GEMM compute no known activation: 'logits'"),
     "activation, cannot be run": (
         "m = MatMul(x, square) k = Constant<value_floats=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]>() "
         "logits = Max(m, k)", [fold, gemm, activation], "it cannot be evaluated"),
     "residual, read before": (
         "m = MatMul(x, square) y = Add(x, m) logits = Mul(y, m)", [gemm, residual],
-        "the GEMM's result is read without what is added too"),
+        "the GEMM's result is also read without the residual"),
     "residual, an activation": (
         "m = MatMul(x, square) a = Relu(m) logits = Add(x, a)", [gemm, activation, residual],
-        "the GEMM has an activation before what is added"),
+        "the GEMM has an activation before the residual"),
     "gated_mlp, no activation": (
         "g = MatMul(x, square) u = MatMul(x, other) logits = Mul(g, u)", [gemm, gated_mlp],
         "the product is not an activation of one half times the other"),
@@ -445,61 +446,62 @@ REFUSALS = {
         "the product comes from 1 GEMMs and 1 other values"),
     "gated_mlp, what cannot be inside": (
         "g = MatMul(x, square) s = Sin(g) logits = Mul(s, g)", [gemm, gated_mlp],
-        "this op is neither layout nor rotary: Sin"),
+        "this op is neither a layout op nor part of a rotary embedding: Sin"),
     "sdpa, no mask": (
         "t = Transpose<perm=[0, 2, 1]>(x) p = MatMul(x, t) s = Softmax(p) logits = MatMul(s, x)",
         [sdpa], "attention without a mask is not causal"),
     "sdpa, an axis": (
         "t = Transpose<perm=[0, 2, 1]>(x) p = MatMul(x, t) s = Softmax<axis=1>(p) "
-        "logits = MatMul(s, x)", [sdpa], "a softmax that is not over the last axis"),
+        "logits = MatMul(s, x)", [sdpa], "the softmax is not over the last axis"),
     "sdpa, a clamp": (
         "t = Transpose<perm=[0, 2, 1]>(x) p = MatMul(x, t) low = Constant<value_float=-1000.0>() "
         "c = Max(p, low) s = Softmax(c) logits = MatMul(s, x)", [fold, sdpa],
-        "this op on the scores is not known: Max"),
+        "this op on the scores is unsupported: Max"),
     "sdpa, a factor": (
         "t = Transpose<perm=[0, 2, 1]>(x) p = MatMul(x, t) n = Shape<start=1, end=2>(input_ids) "
         "square_shape = Concat<axis=0>(n, n) one = Constant<value_float=1.0>() "
         "ones = Expand(one, square_shape) seen = Trilu<upper=0>(ones) hidden = Sub(one, seen) "
         "far = Constant<value_float=-10000.0>() mask = Mul(hidden, far) two = Add(seen, seen) "
         "f = Mul(p, two) m = Add(f, mask) s = Softmax(m) logits = MatMul(s, x)", [fold, sdpa],
-        "the scores of keys that are seen are multiplied by something that is not a number"),
+        "the scores of visible keys are multiplied by a value that is not constant"),
     "attention, what cannot be inside": (
         "m = MatMul(x, square) s = Sin(m) one = Constant<value_ints=[1]>() h = Unsqueeze(s, one) "
         "a = llmc.Sdpa<layer=0>(h, h, h) logits = Squeeze(a, one)", [fold, gemm, attention],
-        "this op is neither layout nor rotary: Sin"),
+        "this op is neither a layout op nor part of a rotary embedding: Sin"),
     "norm_gate, read before": (
         "n = RMSNormalization(x, w) p = Mul(n, x) logits = Add(p, n)", [norm, norm_gate],
-        "the norm's result is read without what it is multiplied by too"),
+        "the norm's result is also read without the factor"),
     "norm_gate, a number": (
         "n = RMSNormalization(x, w) logits = Mul(n, k)", [norm, norm_gate],
-        "the norm's result is multiplied by a constant [1]"),
+        "the norm's result is multiplied by a constant of shape [1]"),
     "norm_gate, two gates": (
         "n = RMSNormalization(x, w) p = Mul(n, x) logits = Mul(p, x)", [norm, norm_gate],
         "the norm has a gate already"),
     "norm_gate, a GEMM": (
         "p = Mul(x, x) n = RMSNormalization(p, w) logits = MatMul(n, square)",
-        [norm, gemm, norm_gate], "a GEMM takes this norm in"),
+        [norm, gemm, norm_gate], "a GEMM is fused with this norm"),
     "gate, another shape": (
         "g = MatMul(x, square) l = ReduceMean(x, last) logits = Mul(g, l)",
-        [gemm, gate], "what a linear layer makes meets another shape"),
+        [gemm, gate], "the factors have different shapes"),
     "projections, an activation": (
         "g = MatMul(x, square) t = Tanh(g) n = RMSNormalization(x, w) l = Mul(n, t) "
         "h = MatMul(x, other) m = RMSNormalization(x, b) r = Mul(m, h) logits = Add(l, r)",
-        [norm, gemm, activation, norm_gate, projections], "not all that reads it has a tanh"),
+        [norm, gemm, activation, norm_gate, projections],
+        "not all of its readers support the activation tanh"),
     "projections, alone": (
         "g = MatMul(x, square) n = RMSNormalization(x, w) l = Mul(n, g) h = MatMul(x, other) "
         "logits = Add(l, h)", [norm, gemm, norm_gate, projections],
-        "no other linear layer of its x can be one with it"),
+        "no other linear layer of its x can be merged with it"),
     "norm_gemm, several readers": (
         "n = RMSNormalization(x, w) g = MatMul(n, square) logits = Add(n, g)",
         [norm, gemm, norm_gemm], "more than one node reads the norm's result"),
     "norm_gemm, no GEMM": (
         "n = RMSNormalization(x, w) logits = Exp(n)", [norm, norm_gemm],
-        "what reads the norm's result is not a GEMM that can do it: Exp"),
+        "the reader of the norm's result is not a GEMM that can apply it: Exp"),
     "experts_residual, no GEMM": (
         EXPERTS + "t = Add(y, x) logits = RMSNormalization(t, w)",
         [norm, gemm, add_norm, experts_residual],
-        "what reads the norm's result is not a GEMM that can do it"),
+        "the reader of the norm's result is not a GEMM that can apply it"),
     "experts_residual, several readers": (
         EXPERTS + "t = Add(y, x) n = RMSNormalization(t, w) g = MatMul(n, square) "
         "logits = Add(n, g)", [norm, gemm, add_norm, experts_residual],
@@ -507,7 +509,7 @@ REFUSALS = {
     "experts_residual, read before": (
         EXPERTS + "t = Add(y, x) n = RMSNormalization(t, w) g = MatMul(n, square) "
         "logits = Add(y, g)", [norm, gemm, add_norm, experts_residual],
-        "the experts' result is read without what is added too"),
+        "the experts' result is also read without the residual"),
     "experts_residual, another": (
         EXPERTS.replace("down)", "down, , , , , , , x)") + "t = Add(y, x) "
         "n = RMSNormalization(t, w) logits = MatMul(n, square)",
@@ -526,9 +528,9 @@ def test_what_does_not_match_is_refused_with_its_reason(name):
 
 
 @pytest.mark.parametrize(("text", "forgotten", "reason"), [
-    ("logits = CastLike(x, x)", "x", "the dtype that is cast to is not known: 'x'"),
+    ("logits = CastLike(x, x)", "x", "the target dtype of CastLike is unknown: 'x'"),
     ("e = Exp(x) s = Shape(e) logits = Expand(x, s)", "e",
-     "the shape of a computed tensor is not known: 'e'"),
+     "the shape of a computed tensor is unknown: 'e'"),
 ])
 def test_what_an_exporter_did_not_say_is_a_reason(text, forgotten, reason):
     graph = small_graph(text, {})
@@ -545,7 +547,7 @@ def test_a_reason_that_every_layer_has_is_reported_once_with_their_number():
     run(graph, gemm)
     report = run(graph, activation)
     refusal, = report.refusals
-    assert refusal == "GemmBiasAct 'm0': what follows the GEMM computes none of its activations: " \
+    assert refusal == "GemmBiasAct 'm0': the ops after the GEMM compute no known activation: " \
         "'y1' (and 4 more)"
 
 
@@ -565,7 +567,7 @@ def test_a_pass_that_declares_a_wrong_shape_is_named_with_the_node():
             ["batch", "seq", 7]
 
     with pytest.raises(AssertionError, match=r"pass 'clumsy' broke the graph: GemmBiasAct 'm': 'm' "
-                       r"is declared \['batch', 'seq', 7\], its inputs .* make it \['batch', "
+                       r"is declared \['batch', 'seq', 7\], its inputs .* require \['batch', "
                        r"'seq', 6\]"):
         run_pass(GraphPass("clumsy", clumsy), [[graph]], SETTINGS, [])
 

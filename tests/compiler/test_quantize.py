@@ -355,7 +355,7 @@ def test_what_the_cuda_target_s_kernels_do_not_read_stays_numbers(root, tmp_path
     case = compiled("qwen2", root, tmp_path / "case", quantize="int8", target="cuda")
     refused = [text for report in read_manifest(case).passes if report.name == "quantize"
                for text in report.refusals]
-    assert len(refused) == 1 and "groups of 100, where the target's kernels read multiples of 32" \
+    assert len(refused) == 1 and "groups of 100; the target's kernels read multiples of 32" \
         in refused[0]
     stored = load_file(case / "chip0" / "weights.safetensors")
     assert stored["model.layers.0.mlp.down_proj.weight"].dtype == np.float32
@@ -493,7 +493,7 @@ def test_that_no_gpu_multiplies_fp8_is_said(tiny_hf, tmp_path):
     said = []
     llmc.compile(tiny_hf, tmp_path / "case", target="cuda", dtype="bfloat16", quantize="fp8",
                  compute_capability="8.0", progress=said.append)
-    assert any("weights in FP8 are converted to bfloat16 as they are read" in text for text in said)
+    assert any("FP8 weights are converted to bfloat16 when they are read" in text for text in said)
     assert not any("FP8 by FP8" in text for text in said)
 
 
@@ -513,7 +513,7 @@ def test_what_a_gpu_does_with_rounded_activations_is_said_and_in_the_manifest(ti
     whole = families.save(families.tiny_model("llama", intermediate_size=96), tmp_path / "whole")
     llmc.compile(whole, tmp_path / "groups", target="cuda", dtype="bfloat16", quantize="fp8",
                  quantize_activations=True, group_size=32, progress=said.append)
-    assert any("linear layers multiply is rounded to FP8, and multiplied in bfloat16" in text
+    assert any("linear layers are quantized to FP8 but multiplied in bfloat16" in text
                for text in said) and not any("multiply FP8 by FP8" in text for text in said)
 
 
@@ -539,13 +539,13 @@ def test_what_cannot_be_rounded_is_one_sentence(options, said, tiny_hf, tmp_path
 
 
 @pytest.mark.parametrize(("changes", "options", "said"), [
-    ({}, {"group_size": 32}, "'model.layers.0.self_attn.q_b_proj.weight', of which a chip has 24 "
-                             "numbers; no group_size divides the rows of all that is rounded"),
+    ({}, {"group_size": 32}, "'model.layers.0.self_attn.q_b_proj.weight', which have 24 columns "
+                             "on a chip; no group_size divides all rows to be quantized"),
     ({"q_lora_rank": 32, "kv_lora_rank": 32}, {"group_size": 64},
-     "'model.layers.0.self_attn.q_b_proj.weight', of which a chip has 32 numbers; rows of all that "
-     "is rounded are whole groups of 16 or 32"),
+     "'model.layers.0.self_attn.q_b_proj.weight', which have 32 columns on a chip; use 16 or "
+     "32, which divide all rows to be quantized"),
     ({"q_lora_rank": 32, "kv_lora_rank": 32}, {"group_size": 64, "target": "cuda"},
-     "of which a chip has 32 numbers; rows of all that is rounded are whole groups of 32")])
+     "which have 32 columns on a chip; use 32, which divide all rows to be quantized")])
 def test_a_group_size_that_does_not_fit_is_told_with_those_that_do(changes, options, said,
                                                                    tmp_path):
     hf = families.save(families.tiny_model("minicpm3", intermediate_size=96, num_hidden_layers=2,
@@ -705,7 +705,7 @@ def test_layers_whose_export_does_not_say_of_all_tensors_what_they_are_are_calib
 @pytest.mark.parametrize(("family", "sizes", "text"), [
     ("qwen3_moe", {"moe_intermediate_size": 64}, "the experts of 2 layers are rounded to nearest"),
     ("minicpm3", {"hidden_size": 64, "intermediate_size": 96, "kv_lora_rank": 32},
-     "4 matrices of heads, latent attention's, are rounded to nearest"), ("llama", {}, "")])
+     "4 MLA up-projections are rounded to nearest"), ("llama", {}, "")])
 def test_that_a_calibration_leaves_weights_rounded_to_nearest_is_said(family, sizes, text,
                                                                       talkative, tmp_path):
     hf = families.save(families.tiny_model(family, vocab_size=VOCAB, num_hidden_layers=2, **sizes),
@@ -850,7 +850,7 @@ def with_numbers(tiny_hf, hf, numbers):
 
 @pytest.mark.parametrize(("scheme", "numbers", "said"), [
     ("int4", [np.nan], r"\[64, 64\] has 1 NaN"),
-    ("uint4", [3e38, -3e38], "has numbers in one group from -3e")])
+    ("uint4", [3e38, -3e38], "has values in one group from -3e")])
 def test_weights_that_are_no_numbers_or_too_far_apart_are_named(scheme, numbers, said, tiny_hf,
                                                                 tmp_path):
     hf = with_numbers(tiny_hf, tmp_path / "hf", numbers)

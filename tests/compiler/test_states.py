@@ -218,7 +218,7 @@ def test_what_is_not_row_wise_around_a_state_is_named(tmp_path, monkeypatch):
         modeling_qwen3_5.Qwen3_5RMSNormGated, "forward",
         lambda self, x, gate=None: real(self, x, gate) * torch.softmax(gate, dim=0))
     check_refused("qwen3_5_text", tmp_path, monkeypatch,
-                  r"a layer that keeps a state was not recognised: this op is not row-wise: "
+                  r"a layer with recurrent state was not recognized: this op is not row-wise: "
                   r"Softmax .*\(Softmax ")
 
 
@@ -231,7 +231,8 @@ def test_a_convolution_that_is_computed_is_named(tmp_path, monkeypatch):
             made.transpose(1, 2), made[0, :3].transpose(0, 1)).transpose(1, 2)
 
     monkeypatch.setattr(modeling_lfm2.Lfm2ShortConv, "forward", forward)
-    check_refused("lfm2", tmp_path, monkeypatch, r"a layer that keeps a state was not recognised: ")
+    check_refused("lfm2", tmp_path, monkeypatch,
+                  "a layer with recurrent state was not recognized: ")
 
 
 @pytest.mark.parametrize(("family", "key"), [

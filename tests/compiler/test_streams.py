@@ -43,7 +43,7 @@ def test_what_mixes_tokens_between_streams_is_refused_by_name(tmp_path, monkeypa
     exporter = trace._run_exporter
     monkeypatch.setattr(trace, "_run_exporter", lambda *args: exporter(*args))  # not a kept one
     hf = families.save(families.tiny_model("hy_v4"), tmp_path / "hf")
-    with pytest.raises(llmc.LlmcError, match=r"hidden states side by side were not recognised: "
+    with pytest.raises(llmc.LlmcError, match=r"parallel hidden states were not recognized: "
                                              r"this op is not row-wise: Softmax ") as caught:
         llmc.compile(hf, tmp_path / "case")
     assert "\n" not in str(caught.value)

@@ -374,7 +374,7 @@ def test_rows_that_are_no_whole_words_stay_numbers(builder, tmp_path):
     compile("gpt2", tmp_path, {"n_inner": 98}, quantize="fp8")
     report, = [report for report in read_manifest(tmp_path / "case").passes
                if report.name == "quantize"]
-    assert any("98 rows, where the target reads multiples of 4, so it is read as numbers" in text
+    assert any("98 rows; the target reads multiples of 4, so it is dequantized" in text
                for text in report.refusals)
 
 

@@ -1,4 +1,4 @@
-"""What is added to the scores, as a table by the distance of key and query, or by the key."""
+"""The bias of attention scores as a table by the distance of key and query, or by the key."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from llmc.compiler.graph.rewrite import NoMatch, Settings, values_of
 from llmc.compiler.graph.weights import Weight
 
 _LENGTH = 512  # at which a bias is evaluated
-_ROUNDING = 1e-6  # of the largest: of a product in float32
+_ROUNDING = 1e-6  # relative to the largest value, of a product in float32
 
 
 @dataclass(frozen=True)
 class Bias:
-    """The attention ops' input for a bias, and the table that it takes."""
+    """The name of the attention op's bias input, and its table."""
 
     name: str
     table: gs.Constant
@@ -26,14 +26,14 @@ class Bias:
 
 def score_bias(tensor: gs.Tensor, num_heads: int, data: set[int], settings: Settings,
                causal: bool, cross: bool) -> Bias | NoMatch | None:
-    """The table that the attention ops take, see there; None for zeros.
+    """The table of a bias, for the attention ops' inputs; None for zeros.
 
-    One that is the same for every query, as ALiBi may be written, is one by distance too where it
-    grows evenly: they differ in a number for each query, which softmax does not see. Any other by
-    distance is evaluated at one length. Beyond, it must have stopped changing by half of that.
+    A bias that is equal for all queries, as in some forms of ALiBi, is one by distance too if it
+    is linear in the key's position: they differ by a constant per query, which softmax ignores. Any
+    other bias by distance is evaluated at one length; it must be constant from half that distance.
 
     Raises:
-        CannotEvaluate: ONNX Runtime cannot run what computes it.
+        CannotEvaluate: ONNX Runtime cannot run the bias's subgraph.
     """
     piece = cone(tensor, data, frozenset()) if id(tensor) not in data else \
         NoMatch("the bias of the scores depends on the tokens", tensor)
@@ -58,7 +58,8 @@ def score_bias(tensor: gs.Tensor, num_heads: int, data: set[int], settings: Sett
     distance = np.arange(length) - np.arange(length)[:, None]
     seen = distance <= 0 if causal else np.full(distance.shape, True)
     if not np.array_equal(bias[0, :, seen], table[:, last + distance[seen]].T):
-        return NoMatch("the bias of the scores is not one by the distance of key and query", tensor)
+        return NoMatch("the bias of the scores does not depend on the distance of key and query "
+                       "alone", tensor)
     reach = max((d for d in range(1, length) for edge, sign in ((0, -1), (-1, 1))
                  if (sign < 0 or not causal)
                  and (table[:, last + sign * (d - 1)] != table[:, edge]).any()), default=0)
@@ -73,24 +74,25 @@ def score_bias(tensor: gs.Tensor, num_heads: int, data: set[int], settings: Sett
 
 def _by_key(tensor: gs.Tensor, piece: Piece, weights: Mapping[str, np.ndarray], num_heads: int,
             max_seq_len: int, causal: bool) -> Bias | NoMatch:
-    """The table of a bias `[num_heads, 1, keys]`, evaluated at all lengths that are a power of 2,
-    and at the last: by distance where it grows evenly, else by key.
+    """The table of a bias `[num_heads, 1, keys]`: by distance if it is linear, else by key.
+
+    It is evaluated at max_seq_len and at all lengths that are powers of 2.
     """
     def relative(length: int) -> np.ndarray:
-        """`[heads, length]`, float64, to the first key's."""
+        """Bias relative to the first key's, float64 `[heads, length]`."""
         bias = piece.run({**token_feeds(1, length), **weights}).reshape(-1, length)
         return np.asarray(bias.astype(np.float64) - bias[:, :1])
 
     by_key, keys = relative(max_seq_len), np.arange(max_seq_len)
     for length in (1 << n for n in range(1, max_seq_len.bit_length())):
         if not close(relative(length), by_key[:, :length], _ROUNDING):
-            return NoMatch(f"the bias of the scores is another one in sequences of {length} tokens",
+            return NoMatch(f"the bias of the scores differs in sequences of {length} tokens",
                            tensor)
     slopes = by_key[:, -1:] / keys[-1]
     if not close(by_key, slopes * keys, _ROUNDING):
         if not causal:
-            return NoMatch("the bias of the scores is not one by the distance of key and query",
-                           tensor)
+            return NoMatch("the bias of the scores does not depend on the distance of key and "
+                           "query alone", tensor)
         return _table("key_bias", tensor, np.broadcast_to(by_key, (num_heads, max_seq_len)))
     distances = np.arange(0 if causal else 1 - max_seq_len, max_seq_len)
     table = slopes * (-distances if causal else distances)

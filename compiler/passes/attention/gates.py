@@ -1,9 +1,8 @@
-"""Join heads before they are multiplied by a gate, for attention to end where they are joined.
+"""Move gates of attention heads after the point where heads are joined.
 
 Given:   Sdpa → Transpose → Mul(·, Sigmoid(gate)) → Reshape, on [batch, seq, heads, head_dim]
 Result:  Sdpa → Transpose → Reshape → Mul(·, Sigmoid(Reshape(gate))), on [batch, seq, heads *
-         head_dim]; a gate for each head is expanded first, and so are numbers
-         of heads that it is made with
+         head_dim]; a gate with one value per head, and constants per head, are expanded first
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from llmc.compiler.graph.sdpa import SDPA
 
 
 def join_before_gates(graph: gs.Graph) -> None:
-    """Rewrite each gate behind attention."""
+    """Rewrite each gate of attention's output."""
     stack = [node for node in graph.nodes if node.op == "Reshape"
              and (above := _gate_above(graph, node)) is not None
              and any(_is_attention(tensor) for tensor in above.inputs)]
@@ -52,7 +51,7 @@ def join_before_gates(graph: gs.Graph) -> None:
 
 
 def _gate_above(graph: gs.Graph, joint: gs.Node) -> gs.Node | None:
-    """What works element by element on what a node joins, and on nothing but that and numbers."""
+    """The elementwise node of the joined tensor, if its other inputs are like it or constants."""
     before, after = joint.inputs[0], joint.outputs[0].shape
     node, shape = producer(before), before.shape
     if node is None or node.op not in ELEMENTWISE or shape is None or len(shape) != 4 \
@@ -66,14 +65,14 @@ def _gate_above(graph: gs.Graph, joint: gs.Node) -> gs.Node | None:
 
 
 def _lies_in(shape: Sequence[int], heads: Sequence[int]) -> bool:
-    """Whether there are numbers of these heads, the same for every token."""
-    own = [1] * (4 - len(shape)) + [*shape]
-    return len(own) == 4 and own[:2] == [1, 1] and all(
-        size in (1, whole) for size, whole in zip(own[2:], heads, strict=True))
+    """Whether a constant's shape broadcasts to these heads, equally for every token."""
+    padded = [1] * (4 - len(shape)) + [*shape]
+    return len(padded) == 4 and padded[:2] == [1, 1] and all(
+        size in (1, whole) for size, whole in zip(padded[2:], heads, strict=True))
 
 
 def _for_each_number(constant: gs.Constant, heads: Sequence[int], name: str) -> gs.Constant:
-    """One that has a number for all, as it is; else one for each number of these heads."""
+    """The constant with one element per element of these heads; unchanged if it is a scalar."""
     size = math.prod(constant.shape)
     if size == 1:
         return constant
@@ -83,7 +82,7 @@ def _for_each_number(constant: gs.Constant, heads: Sequence[int], name: str) -> 
 
 
 def _is_attention(tensor: gs.Tensor) -> bool:
-    """Whether it is attention's result, in any layout."""
+    """Whether a tensor is attention's output, in any layout."""
     node = producer(tensor)
     while node is not None and node.op in LAYOUT:
         node = producer(node.inputs[0])
@@ -91,11 +90,11 @@ def _is_attention(tensor: gs.Tensor) -> bool:
 
 
 def _expanded(graph: gs.Graph, tensor: gs.Tensor, heads: list[int], name: str) -> gs.Tensor:
-    """The tensor with as many numbers for each token as these heads have."""
+    """The tensor broadcast to these heads."""
     if [*tensor.shape[2:]] == [*heads]:
         return tensor
-    made = gs.Variable(f"{name}.expanded", tensor.dtype, [*tensor.shape[:2], *heads])
+    result = gs.Variable(f"{name}.expanded", tensor.dtype, [*tensor.shape[:2], *heads])
     graph.nodes.append(gs.Node(
-        op="Expand", name=made.name, outputs=[made],
-        inputs=[tensor, gs.Constant(f"{made.name}.shape", np.array([1, 1, *heads]))]))
-    return made
+        op="Expand", name=result.name, outputs=[result],
+        inputs=[tensor, gs.Constant(f"{result.name}.shape", np.array([1, 1, *heads]))]))
+    return result

@@ -1,7 +1,7 @@
-"""From one input of Sdpa up to the projection that it comes from.
+"""Trace an input of Sdpa to its projection.
 
-Running what lies between on ones and on column numbers tells which column of the projection each
-element of each head comes from. Random inputs then prove the whole: columns, gain, norm, rotation.
+Probing with ones and with column numbers determines the projection's column of each element of each
+head. Random inputs then verify the whole: columns, gain, norm, rotation.
 """
 
 from __future__ import annotations
@@ -36,17 +36,20 @@ from llmc.compiler.graph.rewrite import (
 )
 from llmc.compiler.passes.attention.rotary import Rotary, find_layout, read_table
 
-_NEAR = (64, 2048)  # where a piece that counts positions is held against one that is told them
+_NEAR = (64, 2048)  # lengths at which explicit positions are compared with computed ones
 
 
 @dataclass(frozen=True)
 class Heads:
-    """What lies between a projection and one input of Sdpa.
+    """The mapping from a projection to one input of Sdpa.
 
-    `columns [heads, head_dim]` are the projection's columns; `gain` a constant factor, and `scale
-    [max_seq_len]` one by position. Where a rotary embedding turns other elements than the first
-    ones, a head's elements are in `order`, those that it turns first: scores are the same if
-    queries and keys have one order.
+    Args:
+        columns: int [heads, head_dim], columns of the projection.
+        gain: a constant factor.
+        rotary: the rotary embedding, if any.
+        order: the order of a head's elements, rotated ones first, if others than the first are
+            rotated. Scores do not change if queries and keys have the same order.
+        scale: a factor by position, [max_seq_len].
     """
 
     columns: np.ndarray
@@ -57,13 +60,15 @@ class Heads:
 
     @property
     def distinct(self) -> np.ndarray:
-        """`columns` without the repetitions of a head, in order of first use."""
+        """`columns` without repeated heads, in order of first use."""
         _, first = np.unique(self.columns, axis=0, return_index=True)
         return self.columns[np.sort(first)]
 
     def apply(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """`[batch, heads, seq, head_dim]` of a projection x `[batch, seq, width]`, in float64, a
-        head's elements in `order`.
+        """Heads of a projection x `[batch, seq, width]`.
+
+        Returns:
+            float64 `[batch, heads, seq, head_dim]`, a head's elements in `order`.
         """
         result = x[..., self.columns].transpose(0, 2, 1, 3).astype(np.float64)
         if self.rotary is not None:
@@ -75,7 +80,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """RMSNorm over each head, before its rotary embedding or behind it: `gain [head_dim]`."""
+    """RMSNorm over each head, before or after its rotary embedding: `gain [head_dim]`."""
 
     gain: gs.Tensor
     epsilon: float
@@ -84,7 +89,7 @@ class HeadNorm:
 
 @dataclass(frozen=True)
 class Branch:
-    """One input of Sdpa: the projection, or several side by side, and what is done to it."""
+    """One input of Sdpa: its projection (or several, concatenated) and the ops applied to it."""
 
     sources: tuple[gs.Tensor, ...]
     heads: Heads
@@ -99,11 +104,16 @@ class Branch:
 
 def trace(tensor: gs.Tensor, data: set[int], settings: Settings, rows: Container[int] = ()) -> \
         Branch | NoMatch:
-    """What one input of Sdpa is; `rows` has the ids of tensors that are taken as they are, whatever
-    makes them.
+    """Trace one input of Sdpa.
+
+    Args:
+        tensor: the input.
+        data: ids of tensors that depend on token values, see `data_tensors`.
+        settings: of the compilation.
+        rows: ids of tensors that are treated as projections, whatever computes them.
 
     Raises:
-        CannotEvaluate: ONNX Runtime cannot run what lies above it.
+        CannotEvaluate: ONNX Runtime cannot run the subgraph above it.
     """
     piece = cone(tensor, data, ROTARY, _per_head_norm, rows)
     if isinstance(piece, NoMatch):
@@ -114,8 +124,8 @@ def trace(tensor: gs.Tensor, data: set[int], settings: Settings, rows: Container
         op = op_of(producer(source))
         if op is not None and op.norm is not None and op.norm.centred \
                 and len(source.shape or ()) == 4:
-            return NoMatch("its heads are normed about their mean (LayerNorm), where llmc norms "
-                           "heads by their root mean square", source)
+            return NoMatch("heads are normalized by LayerNorm; only RMSNorm of heads is supported",
+                           source)
     if not sources or len(norms) > (len(sources) == 1):
         return NoMatch(f"it comes from {len(sources)} projections through {len(norms)} norms",
                        tensor)
@@ -123,7 +133,7 @@ def trace(tensor: gs.Tensor, data: set[int], settings: Settings, rows: Container
     for source in sources:
         width = source.shape[-1] if source.shape else None
         if not isinstance(width, int):
-            return NoMatch("the projection's width is not known", source)
+            return NoMatch("the projection's width is unknown", source)
         widths.append(width)
     linear = Piece(piece.nodes, tuple(t for t in piece.inputs if not isinstance(t, gs.Constant)),
                    piece.outputs).without(norms)
@@ -137,14 +147,15 @@ def trace(tensor: gs.Tensor, data: set[int], settings: Settings, rows: Container
     if isinstance(norm, NoMatch):
         return norm
     if heads.order:
-        return NoMatch("a norm of heads whose last elements are rotated", norms[0])
-    behind = replace(norm, after_rotary=True)
-    # A factor of cos and sin, as yarn has one, is normed away, but for what epsilon is beside it.
-    scaled = replace(behind, epsilon=norm.epsilon / heads.gain**2), replace(heads, gain=1.0)
-    for own, inner in ((norm, heads), (behind, heads), scaled):
-        if _norm_is_inside(piece, sources[0], widths[0], own, inner):
-            return Branch(tuple(sources), inner, own)
-    return NoMatch("it is not a per-head norm before or behind a rotary embedding", norms[0])
+        return NoMatch("a per-head norm together with a rotary embedding of a head's last "
+                       "elements", norms[0])
+    after = replace(norm, after_rotary=True)
+    # A factor of cos and sin, as in YaRN, is normalized away, except for its effect on epsilon.
+    scaled = replace(after, epsilon=norm.epsilon / heads.gain**2), replace(heads, gain=1.0)
+    for head_norm, inner in ((norm, heads), (after, heads), scaled):
+        if _norm_is_inside(piece, sources[0], widths[0], head_norm, inner):
+            return Branch(tuple(sources), inner, head_norm)
+    return NoMatch("it is not a per-head norm before or after a rotary embedding", norms[0])
 
 
 def _per_head_norm(node: gs.Node) -> bool:
@@ -158,17 +169,18 @@ def _head_norm(node: gs.Node, heads: Heads) -> HeadNorm | NoMatch:
     assert op is not None and op.norm is not None
     inputs, dim = operands(node), heads.columns.shape[1]
     if values_of(inputs[op.norm.gain]).shape != (dim,) or inputs[op.norm.x].shape[-1] != dim:
-        return NoMatch("the norm is not over one head", node)
+        return NoMatch("the norm is not over a single head", node)
     return HeadNorm(inputs[op.norm.gain], fields_of(node)[op.norm.epsilon])
 
 
 def _norm_is_inside(piece: Piece, source: gs.Tensor, width: int, norm: HeadNorm, heads: Heads) -> \
         bool:
-    """Whether the piece, norm and all, is: choose columns, norm each head, rotate and scale; or
-    rotate, norm and scale.
+    """Whether the subgraph is: select columns, normalize heads, rotate and scale.
+
+    Or, for `norm.after_rotary`: select, rotate, normalize and scale.
     """
     rng = np.random.default_rng(1)
-    # A scale by position may begin to be one far away.
+    # A scale by position may differ from 1 only at far positions.
     changes = np.abs((1.0 if heads.scale is None else heads.scale) - np.ones(1))
     seq = max(4, int((changes >= changes.max() / 2).argmax()) + 1)
     positions, dim = np.arange(seq), heads.columns.shape[1]
@@ -193,14 +205,15 @@ def _norm_is_inside(piece: Piece, source: gs.Tensor, width: int, norm: HeadNorm,
 
 @dataclass(frozen=True)
 class _Linear:
-    """A piece that is linear in its data inputs `[batch, seq, width]`, here side by side as one.
-    Equal when it computes the same function, so that what was found out for one layer serves all.
+    """A subgraph that is linear in its concatenated data inputs `[batch, seq, width]`.
+
+    Instances are equal if they compute the same function, so that results are shared by layers.
     """
 
     piece: Piece
     sources: tuple[str, ...]
     widths: tuple[int, ...]
-    far: WithPositions | None = None  # where it takes positions
+    far: WithPositions | None = None  # with positions as inputs
 
     def __hash__(self) -> int:
         return hash(self.piece.key)
@@ -213,8 +226,8 @@ class _Linear:
     def width(self) -> int:
         return sum(self.widths)
 
-    def told(self, max_seq_len: int) -> _Linear:
-        """The same where far positions can be given to a short sequence, if they can, and count."""
+    def with_given_positions(self, max_seq_len: int) -> _Linear:
+        """The same with positions as inputs, if positions matter and that is equivalent."""
         if not self.computes_with_positions:
             return self
         far = with_positions(self.piece, lambda length: {
@@ -241,9 +254,7 @@ class _Linear:
 
     @property
     def computes_with_positions(self) -> bool:
-        """Whether it may do more than move elements about, with what is neither data nor the same
-        at every position.
-        """
+        """Whether data is combined with position-dependent values, not only moved."""
         data = {tensor.name for tensor in self.piece.inputs if tensor.name in self.sources}
         for node in self.piece.nodes:
             if any(tensor.name in data for tensor in node.inputs):
@@ -255,19 +266,17 @@ class _Linear:
         return False
 
     def __call__(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """`[batch, heads, seq, head_dim]` for x `[batch, seq, width]`, positions `[seq]`."""
+        """Run on x `[batch, seq, width]`, positions `[seq]`: `[batch, heads, seq, head_dim]`."""
         return self._run(x, positions, self.far)
 
 
 @lru_cache(maxsize=256)
 def _identify(linear: _Linear, max_seq_len: int) -> Heads | NoMatch:
-    """Find out which columns, gain, rotary embedding and scale by position a piece is, by running
-    it.
-    """
+    """Determine columns, gain, rotary embedding and scale by position, by probing."""
     rng = np.random.default_rng(0)
-    # Without a position input positions are 0, 1, …: far ones need a long sequence.
+    # Without a position input, positions are 0, 1, …: far ones need a long sequence.
     last = max_seq_len - 1
-    linear = linear.told(max_seq_len)
+    linear = linear.with_given_positions(max_seq_len)
     sample = np.array([0, 1, last // 2, last]) if linear.far is not None \
         else np.arange(min(max_seq_len, 64))
     at_zero = linear(np.ones((1, len(sample), linear.width)), sample)[0, :, 0]
@@ -275,7 +284,7 @@ def _identify(linear: _Linear, max_seq_len: int) -> Heads | NoMatch:
     columns = linear(numbers, sample)[0, :, 0] / np.where(at_zero, at_zero, np.nan) - 1
     if columns.ndim != 2 or not np.isfinite(columns).all() or \
             np.abs(columns - np.rint(columns)).max() > 0.05:
-        return NoMatch("it is not a choice of the projection's columns at position 0")
+        return NoMatch("it is not a selection of the projection's columns at position 0")
     columns = np.rint(columns).astype(np.int64)
     head_dim = columns.shape[1]
     basis = np.zeros((head_dim, len(sample), linear.width), np.float32)
@@ -309,13 +318,14 @@ def _identify(linear: _Linear, max_seq_len: int) -> Heads | NoMatch:
     heads = Heads(columns, 1.0 if abs(gain - 1.0) < 1e-6 else gain, rotary, changed, scale)
     x = rng.standard_normal((2, len(sample), linear.width)).astype(np.float32)
     if not close(linear(x, sample)[..., order], heads.apply(x, sample), 1e-4):
-        return NoMatch("it is not the same rotary embedding for every head")
+        return NoMatch("the rotary embedding differs between heads")
     return heads
 
 
 def _lengths(rotation: np.ndarray) -> np.ndarray:
-    """How much longer vectors become at each position than at the first one, `[position, 1, 1]`;
-    ones where that differs between elements. rotation `[position, out, in]`.
+    """Lengths of rotated vectors relative to the first position, `[position, 1, 1]`.
+
+    Ones if they differ between elements. rotation `[position, out, in]`.
     """
     squares = (rotation.astype(np.float64)**2).sum(1)
     lengths = np.sqrt(squares / np.where(squares[:1], squares[:1], np.nan))
@@ -325,7 +335,8 @@ def _lengths(rotation: np.ndarray) -> np.ndarray:
 
 
 def _turning_first(rotation: np.ndarray) -> np.ndarray:
-    """A head's elements `[head_dim]`, those first of which something depends on the position;
+    """Indices of a head's elements `[head_dim]`, position-dependent ones first.
+
     rotation `[position, out, in]`.
     """
     differs = np.abs(rotation - rotation[:1]) > 1e-6 * np.abs(rotation).max()

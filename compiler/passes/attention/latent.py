@@ -1,9 +1,9 @@
-"""Latent attention: heads whose keys and values linear layers make of one row for each token.
+"""Multi-head latent attention (MLA): keys and values projected from one row per token.
 
-Given:   keys from GemmBiasAct(latent, Wk) and, for what is rotated, from columns that all heads
-         share; values from GemmBiasAct(latent, Wv), perhaps the same one
-Result:  LatentAttention(query, [shared columns | latent], Wk, Wv, latent_cache, …), if what it
-         caches is less than whole keys and values
+Given:   keys from GemmBiasAct(latent, Wk) and, for their rotary part, from columns that all heads
+         share; values from GemmBiasAct(latent, Wv), possibly the same GEMM
+Result:  LatentAttention(query, [shared columns | latent], Wk, Wv, latent_cache, …), if its cache is
+         smaller than that of keys and values
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from llmc.plugins.latent_attention.op import OP as LATENT_ATTENTION
 
 @dataclass(frozen=True)
 class Latent:
-    """What queries, keys and values are made of.
+    """The origin of queries, keys and values in latent attention.
 
     Args:
-        query: of a head those elements first that meet the shared ones, and of these those that
-            are rotated.
+        query: heads with the elements that meet shared columns first, and rotated ones first among
+            these.
         shared: a projection, and its columns that are in the keys of all heads.
         tensor: the latent, `[batch, seq, latent]`.
-        key_up: `[num_heads, own, latent]`.
-        value_up: `[num_heads, latent, value]`.
+        key_up: up-projection of keys, `[num_heads, own, latent]`.
+        value_up: up-projection of values, `[num_heads, latent, value]`.
     """
 
     query: Branch
@@ -63,22 +63,28 @@ class Latent:
 
 
 def find_latent(query: Branch, key: Branch, value: Branch, value_dim: int) -> Latent | None:
-    """What a layer's heads have in common; None where they have not, or it is no smaller than their
-    keys and values. `value_dim` elements of a value are made, others only fill it up.
+    """The latent attention of a layer.
+
+    Args:
+        query, key, value: inputs of Sdpa.
+        value_dim: elements of a value head, without padding.
+
+    Returns:
+        None if there is no common latent, or its cache is no smaller than keys and values.
     """
     if len(query.sources) != 1 or len(value.sources) != 1 or len(key.sources) != 2 \
             or query.norm or key.norm or value.norm or value.heads.gain != 1.0:
         return None
-    latent, value_weight = _made_of(value.projected)
-    own = [index for index, source in enumerate(key.sources)
-           if latent is not None and _made_of(source)[0] is latent]
-    if latent is None or value_weight is None or len(own) != 1:
+    latent, value_weight = _input_and_matrix(value.projected)
+    latents = [index for index, source in enumerate(key.sources)
+               if latent is not None and _input_and_matrix(source)[0] is latent]
+    if latent is None or value_weight is None or len(latents) != 1:
         return None
-    _, key_weight = _made_of(key.sources[own[0]])
+    _, key_weight = _input_and_matrix(key.sources[latents[0]])
     widths = [int(source.shape[-1]) for source in key.sources]
-    first = sum(widths[:own[0]])
+    first = sum(widths[:latents[0]])
     columns = key.heads.columns
-    is_own = (columns >= first) & (columns < first + widths[own[0]])
+    is_own = (columns >= first) & (columns < first + widths[latents[0]])
     turned, rotary = query.heads.rotary.turned() if query.heads.rotary else (np.arange(0), None)
     common = np.concatenate([turned, np.setdiff1d(np.flatnonzero(~is_own[0]), turned)])
     rest = np.flatnonzero(is_own[0])
@@ -92,17 +98,25 @@ def find_latent(query: Branch, key: Branch, value: Branch, value_dim: int) -> La
             (value_weight, value.heads.columns[:, :value_dim], True)))
     heads = dataclasses.replace(query.heads, rotary=rotary,
                                 columns=query.heads.columns[:, np.concatenate([common, rest])])
-    made = Latent(dataclasses.replace(query, heads=heads),
-                  (key.sources[1 - own[0]], columns[0, common] - (widths[0] if own[0] == 0 else 0)),
-                  latent, key_up, value_up)
+    result = Latent(dataclasses.replace(query, heads=heads),
+                    (key.sources[1 - latents[0]],
+                     columns[0, common] - (widths[0] if latents[0] == 0 else 0)),
+                    latent, key_up, value_up)
     whole = columns.shape[1] * (len(key.heads.distinct) + len(value.heads.distinct))
-    return made if made.row_dim < whole else None
+    return result if result.row_dim < whole else None
 
 
 def rewrite_latent(graph: gs.Graph, latent: Latent, output: gs.Tensor, attrs: Mapping[str, Any],
                    inputs: Mapping[str, gs.Tensor | None], layer: int, settings: Settings) -> None:
-    """Put LatentAttention in place of what makes `output`; `attrs` and `inputs` are what other
-    causal attention of such queries would have.
+    """Replace the producer of `output` with LatentAttention.
+
+    Args:
+        graph: to change.
+        latent: of the layer.
+        output: of attention.
+        attrs, inputs: those that CausalAttention of these queries would have.
+        layer: number of the cache.
+        settings: of the compilation.
     """
     query_columns = latent.query.heads.columns
     name, batch_and_seq = output.name, output.shape[:-1]
@@ -129,9 +143,8 @@ def rewrite_latent(graph: gs.Graph, latent: Latent, output: gs.Tensor, attrs: Ma
              "query_dim": query_columns.shape[1], "shared_dim": len(columns)})
 
 
-def _made_of(source: gs.Tensor) -> tuple[gs.Tensor | None, Weight | None]:
-    """What a plain matrix is multiplied with for a projection, `[batch, seq, in]`, and the matrix.
-    """
+def _input_and_matrix(source: gs.Tensor) -> tuple[gs.Tensor | None, Weight | None]:
+    """Input `[batch, seq, in]` and matrix of a projection without bias and activation."""
     gemm = producer(source)
     if not is_op(gemm, GEMM_BIAS_ACT) or fields_of(gemm)["activation"] != "none" \
             or "bias" in operands(gemm):

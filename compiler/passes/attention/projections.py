@@ -1,4 +1,4 @@
-"""What attention reads, from the linear layers that make it."""
+"""Inputs of attention, as GEMMs of the linear layers that compute them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from llmc.compiler.passes.attention.heads import Branch
 
 def projection(graph: gs.Graph, branch: Branch, columns: np.ndarray, output: gs.Tensor) -> \
         gs.Tensor:
-    """Columns of a projection, by another GEMM where they are not all of one, in order."""
+    """The given columns of a projection, in order; by a separate GEMM unless they are all."""
     rows, gemm = columns.reshape(-1), producer(branch.projected)
     if np.array_equal(rows, np.arange(branch.projected.shape[-1])):
         return branch.projected
@@ -43,7 +43,7 @@ def projection(graph: gs.Graph, branch: Branch, columns: np.ndarray, output: gs.
 
 def gathered(graph: gs.Graph, of: gs.Tensor, columns: np.ndarray, part: gs.Variable) -> \
         gs.Variable:
-    """`part` as columns of what does not come from a linear layer."""
+    """`part` as a Gather of columns, for sources other than linear layers."""
     part.inputs.clear()
     graph.nodes.append(gs.Node(
         op="Gather", name=part.name, attrs={"axis": -1}, outputs=[part],
@@ -52,7 +52,7 @@ def gathered(graph: gs.Graph, of: gs.Tensor, columns: np.ndarray, part: gs.Varia
 
 
 def _joined(graph: gs.Graph, sources: Sequence[gs.Tensor]) -> gs.Tensor:
-    """Tensors side by side."""
+    """Tensors concatenated along the last axis."""
     if len(sources) == 1:
         return sources[0]
     shape = [*sources[0].shape[:-1], sum(int(source.shape[-1]) for source in sources)] \
@@ -64,9 +64,7 @@ def _joined(graph: gs.Graph, sources: Sequence[gs.Tensor]) -> gs.Tensor:
 
 
 def without_head_axis(graph: gs.Graph, source: gs.Tensor) -> gs.Tensor:
-    """A linear layer's `[batch, 1, seq, width]`, as of a latent that caches see as one head's,
-    without that axis.
-    """
+    """The result of a linear layer on `[batch, 1, seq, width]` without the head axis."""
     gemm = producer(source)
     op = op_of(gemm)
     if gemm is None or op is None or not row_weights(gemm) or len(source.shape or ()) != 4:
@@ -83,15 +81,16 @@ def without_head_axis(graph: gs.Graph, source: gs.Tensor) -> gs.Tensor:
 
 
 def under_head_axis(x: gs.Tensor) -> gs.Tensor | None:
-    """The `[batch, seq, width]` that was given a head's axis, [batch, 1, seq, width]."""
+    """The `[batch, seq, width]` under a view as [batch, 1, seq, width], or None."""
     view = producer(x)
     return view.inputs[0] if len(x.shape or ()) == 4 and x.shape[1] == 1 and view is not None \
         and view.op in ("Reshape", "Unsqueeze") and len(view.inputs[0].shape or ()) == 3 else None
 
 
 def merged_projection(graph: gs.Graph, branches: Sequence[Branch], output: gs.Tensor) -> gs.Tensor:
-    """One GEMM for queries, keys and values, and what is done to each number of all of them; where
-    that cannot be, their concatenation.
+    """One GEMM for queries, keys and values, with their common elementwise op.
+
+    Else a concatenation of them.
     """
     rows = [branches[0].heads.columns.reshape(-1),
             *(branch.heads.distinct.reshape(-1) for branch in branches[1:])]
@@ -99,9 +98,9 @@ def merged_projection(graph: gs.Graph, branches: Sequence[Branch], output: gs.Te
     name = f"{output.name}.qkv"
     shape = [*output.shape[:-1], width] if output.shape else None
     qkv = gs.Variable(name, dtype=np.float32, shape=shape)
-    behind = _same_behind(branches)
+    common = _common_elementwise(branches)
     gemms = [gemm for branch in branches if len(branch.sources) == 1
-             and row_weights(gemm := _maker(branch, behind)) and gemm is not None]
+             and row_weights(gemm := _linear_layer(branch, common)) and gemm is not None]
     if len(gemms) < len(branches) or not all(_can_merge(gemm, gemms[0]) for gemm in gemms):
         parts: list[gs.Tensor] = []
         flat = {id(source): without_head_axis(graph, source)
@@ -124,22 +123,22 @@ def merged_projection(graph: gs.Graph, branches: Sequence[Branch], output: gs.Te
         gemms, given, Weight.concat([values_of(operands(gemm)[given]).take_rows(index)
                                      for gemm, index in zip(gemms, rows, strict=True)]),
         "qkv_proj", output) for given in row_weights(gemms[0])}
-    made = qkv if behind is None else gs.Variable(f"{name}.before", np.float32, shape)
-    replace(graph, op, {**operands(gemms[0]), **stacked}, [made], gemms[0].attrs)
-    if behind is not None:
-        graph.nodes.append(gs.Node(op=behind.op, name=name, attrs=dict(behind.attrs),
-                                   inputs=[made, *behind.inputs[1:]], outputs=[qkv]))
+    product = qkv if common is None else gs.Variable(f"{name}.before", np.float32, shape)
+    replace(graph, op, {**operands(gemms[0]), **stacked}, [product], gemms[0].attrs)
+    if common is not None:
+        graph.nodes.append(gs.Node(op=common.op, name=name, attrs=dict(common.attrs),
+                                   inputs=[product, *common.inputs[1:]], outputs=[qkv]))
     return qkv
 
 
-def _maker(branch: Branch, behind: gs.Node | None) -> gs.Node | None:
-    """What makes a branch's source, or what is done to each of its numbers."""
+def _linear_layer(branch: Branch, common: gs.Node | None) -> gs.Node | None:
+    """The linear layer of a branch's source, also through the common elementwise op."""
     maker = producer(branch.projected)
-    return maker if behind is None or maker is None else producer(maker.inputs[0])
+    return maker if common is None or maker is None else producer(maker.inputs[0])
 
 
-def _same_behind(branches: Sequence[Branch]) -> gs.Node | None:
-    """What is done with numbers alone, the same ones, to each element of every branch's source."""
+def _common_elementwise(branches: Sequence[Branch]) -> gs.Node | None:
+    """The elementwise op with equal constants that computes every branch's source, or None."""
     nodes = [producer(branch.projected) for branch in branches if len(branch.sources) == 1]
     forms = {None if node is None or is_llmc(node) or node.op not in ELEMENTWISE else
              (node.op, repr(sorted(node.attrs.items())),
@@ -150,7 +149,7 @@ def _same_behind(branches: Sequence[Branch]) -> gs.Node | None:
 
 
 def _can_merge(gemm: gs.Node, first: gs.Node) -> bool:
-    """Whether linear layers differ in nothing but their rows."""
+    """Whether linear layers differ only in their rows."""
     weights, others = row_weights(gemm), row_weights(first)
     return gemm.op == first.op and fields_of(gemm) == fields_of(first) \
         and list(weights) == list(others) \

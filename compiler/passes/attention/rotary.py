@@ -1,7 +1,7 @@
-"""Find the rotary embedding that a piece of a graph applies, by running it.
+"""Determine the rotary embedding of a subgraph by probing.
 
-Unit vectors give the rotation at a position. Its pattern of zeros tells the layout, and cos and sin
-are read from it at every position.
+Unit vectors give the rotation at a position. Its pattern of zeros determines the layout; cos and
+sin are read from it at every position.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ _CHUNK = 512
 class Rotary:
     """A rotation of the first `dim` elements of each head.
 
-    `cos` and `sin` are `[max_seq_len, dim / 2]` float32; `interleaved` pairs elements 2i and 2i + 1
-    instead of i and i + dim / 2.
+    Args:
+        dim: rotated elements.
+        interleaved: pairs are elements 2i and 2i + 1 instead of i and i + dim / 2.
+        cos, sin: float32 `[max_seq_len, dim / 2]`.
     """
 
     dim: int
@@ -36,7 +38,7 @@ class Rotary:
             and close(self.cos, other.cos, 1e-6) and close(self.sin, other.sin, 1e-6)
 
     def rotate(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """x `[batch, heads, seq, head_dim]` at positions `[seq]`, rotated."""
+        """Rotate x `[batch, heads, seq, head_dim]` at positions `[seq]`."""
         first, second = _pairs(self.dim, self.interleaved)
         cos, sin = self.cos[positions], self.sin[positions]
         result = x.copy()
@@ -45,11 +47,13 @@ class Rotary:
         return result
 
     def turned(self) -> tuple[np.ndarray, Rotary | None]:
-        """The elements that are turned at some position, in the order that the layout wants, and
-        the rotation of these alone; None where there are none.
+        """The elements that are rotated at some position, and their rotation.
+
+        Returns:
+            Their indices in the layout's order, and a rotation of these alone, or None.
         """
         turns = (np.abs(self.cos - 1.0) > 1e-6).any(0) | (np.abs(self.sin) > 1e-6).any(0)
-        pairs = np.stack([own[turns] for own in _pairs(self.dim, self.interleaved)])
+        pairs = np.stack([half[turns] for half in _pairs(self.dim, self.interleaved)])
         elements = pairs.T if self.interleaved else pairs
         return elements.reshape(-1), Rotary(
             elements.size, self.interleaved, np.ascontiguousarray(self.cos[:, turns]),
@@ -57,13 +61,13 @@ class Rotary:
 
 
 def _pairs(dim: int, interleaved: bool) -> tuple[np.ndarray, np.ndarray]:
-    """The elements that are turned together, `[dim / 2]` each."""
+    """The two elements of each pair, `[dim / 2]` each."""
     first = np.arange(0, dim, 2) if interleaved else np.arange(dim // 2)
     return first, first + (1 if interleaved else dim // 2)
 
 
 def find_layout(rotation: np.ndarray) -> tuple[int, bool] | None:
-    """`(dim, interleaved)` from rotation matrices `[position, out, in]`; None if they are none."""
+    """`(dim, interleaved)` of rotation matrices `[position, out, in]`, or None."""
     head_dim = rotation.shape[-1]
     for dim in range(2, head_dim + 1, 2):
         for interleaved in (False, True):
@@ -82,12 +86,19 @@ def find_layout(rotation: np.ndarray) -> tuple[int, bool] | None:
 def read_table(rotated: Callable[[np.ndarray, np.ndarray], np.ndarray], takes_positions: bool,
                dim: int, interleaved: bool, head_dim: int, max_seq_len: int) -> \
         tuple[Rotary | None, np.ndarray | None] | NoMatch:
-    """cos and sin at every position, read from the rotation of the first of each pair, None where
-    `dim` is 0; and, where there is one, the factor `[max_seq_len]` that all elements have besides.
+    """Read cos and sin at every position from the rotation of the first element of each pair.
 
     Args:
         rotated: (elements of a head that are 1, positions [seq]) to the head, [seq, head_dim].
-        takes_positions: whether positions can be given; else they are 0, 1, … whatever is given.
+        takes_positions: whether `rotated` uses given positions; else they are 0, 1, ….
+        dim: rotated elements; 0: none.
+        interleaved: see `Rotary`.
+        head_dim: elements of a head.
+        max_seq_len: positions to read.
+
+    Returns:
+        The rotary embedding (None if `dim` is 0), and a factor `[max_seq_len]` of all elements, or
+        None.
     """
     first, second = _pairs(dim, interleaved)
     rest = np.arange(dim, head_dim)
@@ -105,15 +116,15 @@ def read_table(rotated: Callable[[np.ndarray, np.ndarray], np.ndarray], takes_po
 
         if changes(max_seq_len):
             limit = bisect_left(range(max_seq_len), True, lo=3, key=changes) - 1
-            return NoMatch(f"the rotary embedding is another one in sequences of more than {limit} "
+            return NoMatch(f"the rotary embedding changes in sequences of more than {limit} "
                            f"tokens; compile with --max_seq_len of at most {limit}")
     factors = np.concatenate([np.hypot(table[:, first], table[:, second]), table[:, rest]], axis=1)
     factors = factors.astype(np.float64) / factors[0]
     scale = factors[:, -1]
     if not close(factors, scale[:, None] + 0 * factors, 1e-5):
-        scale = np.ones(max_seq_len)  # such as pairs that are scaled each by itself
+        scale = np.ones(max_seq_len)  # e.g. pairs with separate scales
     if len(rest) and not close(factors[:, len(first):], scale[:, None] + np.zeros(len(rest)), 1e-5):
-        return NoMatch("some elements of a head are scaled by position")
+        return NoMatch("only some elements of a head are scaled by position")
     is_scaled = not close(scale, np.ones(max_seq_len), 1e-6)
     if is_scaled:
         table = table / scale[:, None]

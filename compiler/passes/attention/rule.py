@@ -1,4 +1,4 @@
-"""What heads, rotary embedding and bias must be together, and the rewrite of Sdpa."""
+"""The conditions on heads, rotary embedding and bias, and the rewrite of Sdpa."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _Attention:
     key: Branch
     value: Branch
     num_kv_heads: int
-    value_dim: int  # of a head's output, the first of head_dim
+    value_dim: int  # of a head's output; the rest of head_dim is padding
     output: gs.Tensor
     bias: Bias | None
     latent: Latent | None = None
@@ -62,7 +62,7 @@ class _Attention:
 
 @dataclass(frozen=True)
 class _CrossAttention(_Attention):
-    """Keys and values come from the encoder."""
+    """Cross-attention: keys and values come from the encoder."""
 
 
 def attention(graph: gs.Graph, settings: Settings, report: Report) -> None:
@@ -74,7 +74,7 @@ def attention(graph: gs.Graph, settings: Settings, report: Report) -> None:
     shared: dict[bytes, tuple[gs.Constant, ...]] = {}
     written: dict[tuple[int, int], _Cached] = {}
     biases: dict[int, Bias | NoMatch | None] = {}
-    tables: dict[bytes, Bias] = {}  # that layers share
+    tables: dict[bytes, Bias] = {}  # shared by layers
 
     def check(node: gs.Node, settings: Settings) -> _Attention | NoMatch:
         cross = not {id(tensor) for tensor in node.inputs[1:3]} & tokens
@@ -82,7 +82,7 @@ def attention(graph: gs.Graph, settings: Settings, report: Report) -> None:
         if isinstance(match, NoMatch):
             return match
         if _cache_of(node) in written and {"sinks", "bias"} & operands(node).keys():
-            return NoMatch("a bias or sinks in attention to another layer's keys", node)
+            return NoMatch("a bias or sinks in attention to another layer's KV cache", node)
         if match.bias is not None:
             table = values_of(match.bias.table).load().tobytes()
             match = dataclasses.replace(match, bias=tables.setdefault(table, match.bias))
@@ -110,8 +110,9 @@ def attention(graph: gs.Graph, settings: Settings, report: Report) -> None:
 
 
 def _bounded_rows(graph: gs.Graph, data: set[int]) -> set[int]:
-    """The ids of tensors [batch, seq, width] that an op makes element by element, as where queries,
-    keys and values are bounded: what it does is no business of attention.
+    """Ids of elementwise results [batch, seq, width], such as clipped queries and keys.
+
+    These count as projections: attention ignores how they are computed.
     """
     return {id(node.outputs[0]) for node in graph.nodes
             if node.op in ELEMENTWISE - ROTARY and id(node.outputs[0]) in data
@@ -120,7 +121,7 @@ def _bounded_rows(graph: gs.Graph, data: set[int]) -> set[int]:
 
 
 def _cache_of(node: gs.Node) -> tuple[int, int]:
-    """Which keys and values a node reads, as layers that share a cache read the same."""
+    """The keys and values that a node reads; equal for layers that share a cache."""
     return id(node.inputs[1]), id(node.inputs[2])
 
 
@@ -146,9 +147,10 @@ def _check(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings,
         return NoMatch("the norms of queries, keys and values have different epsilons", node)
     if query.norm is not None and key.norm is not None \
             and query.norm.after_rotary != key.norm.after_rotary:
-        return NoMatch("of queries and keys, one is normed behind the rotary embedding", node)
+        return NoMatch("only one of queries and keys is normalized after the rotary embedding",
+                       node)
     if query.heads.order != key.heads.order:
-        return NoMatch("of queries and keys, other elements are rotated", node)
+        return NoMatch("different elements of queries and keys are rotated", node)
     num_heads, head_dim = len(query.heads.columns), key.heads.columns.shape[1]
     value_dim = value.heads.columns.shape[1]
     if value_dim < head_dim and value.norm is None and not cross and node.attrs["causal"]:
@@ -170,7 +172,7 @@ def _check(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings,
     bias: Bias | NoMatch | None = None
     given = operands(node)
     if "sinks" in given and weight(given["sinks"]) is None:
-        return NoMatch("the sinks are no weight", given["sinks"])
+        return NoMatch("the sinks are not a weight", given["sinks"])
     if "bias" in given:
         tensor = given["bias"]
         if id(tensor) not in biases:
@@ -181,7 +183,7 @@ def _check(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings,
         return bias
     if cross:
         return _CrossAttention(node, query, key, value, num_kv_heads, value_dim, output, bias)
-    # Others that read the same keys would find them in no cache.
+    # Other readers of the same keys would miss them in a latent cache.
     plain = node.attrs["causal"] and query.heads.scale is None \
         and not any(node.attrs[field] for field in ("window", "chunk", "softcap")) \
         and not given.keys() - {"query", "key", "value", "sinks"} \
@@ -191,13 +193,13 @@ def _check(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings,
 
 
 def _padded(heads: Heads, dim: int) -> Heads:
-    """Heads of `dim` elements; what the further ones are does not matter, they are not read."""
+    """Heads padded to `dim` elements with columns whose results are not read."""
     more = np.repeat(heads.columns[:, :1], dim - heads.columns.shape[1], axis=1)
     return dataclasses.replace(heads, columns=np.concatenate([heads.columns, more], axis=1))
 
 
 def _check_bidirectional(match: _Attention) -> _Attention | NoMatch:
-    """Refuse what llmc::BidirectionalAttention does not have."""
+    """Refuse features that llmc::BidirectionalAttention lacks."""
     attrs = match.node.attrs
     for what, there in (("a rotary embedding", match.query.heads.rotary is not None),
                         ("norms of its heads", any(branch.norm for branch in match.branches)),
@@ -205,14 +207,14 @@ def _check_bidirectional(match: _Attention) -> _Attention | NoMatch:
                         ("sinks", "sinks" in operands(match.node)), ("chunks", attrs["chunk"]),
                         ("a sliding window", attrs["window"]), ("a soft-cap", attrs["softcap"])):
         if there:
-            return NoMatch(f"attention in or to an encoder with {what}, which "
-                           f"llmc::BidirectionalAttention does not have", match.node)
+            return NoMatch(f"attention in or to an encoder with {what}: unsupported by "
+                           f"llmc::BidirectionalAttention", match.node)
     return match
 
 
 def _output(graph: gs.Graph, node: gs.Node, num_heads: int, head_dim: int, data: set[int]) -> \
         gs.Tensor | NoMatch:
-    """The `[batch, seq, num_heads * head_dim]` tensor below Sdpa, past layout nodes."""
+    """The `[batch, seq, num_heads * head_dim]` tensor after Sdpa, past layout nodes."""
     result = node.outputs[0]
     while True:
         users = consumers(graph, result)
@@ -220,7 +222,7 @@ def _output(graph: gs.Graph, node: gs.Node, num_heads: int, head_dim: int, data:
             break
         result = users[0].outputs[0]
     if result is node.outputs[0]:
-        return NoMatch("nothing joins the heads after attention", node)
+        return NoMatch("the heads are not joined after attention", node)
     piece = cone(result, data, LAYOUT)
     if isinstance(piece, NoMatch):
         return piece
@@ -236,7 +238,7 @@ def _output(graph: gs.Graph, node: gs.Node, num_heads: int, head_dim: int, data:
 
 @dataclass(frozen=True)
 class _Cached:
-    """The caches that a layer leaves."""
+    """The caches that a layer writes."""
 
     key: gs.Variable
     value: gs.Variable
@@ -261,8 +263,9 @@ def _rewrite(graph: gs.Graph, match: _Attention, settings: Settings,
 
 
 def _whole_heads(graph: gs.Graph, match: _Attention) -> gs.Tensor:
-    """Attention's output, of which match.output is what there is of values in each head, times
-    their factor.
+    """Attention's output with padded heads.
+
+    match.output becomes its unpadded part times the gain.
     """
     (num_heads, dim), gain = match.query.heads.columns.shape, match.value.heads.gain
     output, name = match.output, match.output.name
@@ -295,7 +298,7 @@ def _rewrite_cached(graph: gs.Graph, match: _Attention,
 def _common(graph: gs.Graph, match: _Attention,
             shared: dict[bytes, tuple[gs.Constant, ...]], norms: Sequence[str],
             settings: Settings) -> tuple[dict[str, Any], dict[str, gs.Tensor | None]]:
-    """Fields and inputs that causal attention has in either form, with these norms."""
+    """Attributes and inputs common to the causal attention ops, with these norms."""
     sdpa, heads = match.node, match.query.heads
     attrs = dict(num_heads=len(heads.columns), num_kv_heads=match.num_kv_heads,
                  head_dim=heads.columns.shape[1],

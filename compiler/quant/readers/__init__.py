@@ -1,8 +1,8 @@
-"""The registry of checkpoint formats. Each module beside this file that defines `READER` is one.
+"""The registry of checkpoint formats: modules of this package that define `READER`.
 
-A format stores a quantized weight as several tensors. Its reader makes them one `Weight` under the
-name that the model has for it, whose `stored` is read from them when it is written: codes, scales
-and zero points, exactly as the checkpoint has them.
+A format stores a quantized weight as several tensors. Its reader combines them into one `Weight`
+under the model's name for it. `Weight.stored` reads codes, scales and zero points unchanged when
+the weight is written.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Mark:
-    """An ending of tensors' names, a regular expression, by which a format is recognized.
+    """A suffix of tensor names (a regular expression) that identifies a format.
 
     Args:
-        method: the format, as users know it.
-        shared: another format has such tensors too, so marks that are not shared count first.
+        ending: the regular expression.
+        method: the format's usual name.
+        shared: whether other formats have such tensors too; such marks are tested last.
     """
 
     ending: str
@@ -37,10 +38,10 @@ class Reader:
     """A checkpoint format.
 
     Args:
-        methods: the values of quant_method, each with what users call it.
-        read: makes quantized weights of a decoder's tensors, by a quantization config; False
-            where the config asks for something that is not supported.
-        marks: of tensors, by which a checkpoint is refused whose config does not name the method.
+        methods: values of quant_method, each with its usual name.
+        read: makes quantized weights from a decoder's tensors, by a quantization config; False if
+            the config is unsupported.
+        marks: of tensors that are refused if the config does not name the method.
         config_file: the file beside config.json that older tools write.
         describe: the method with its variant; None: its name, bits and group size.
     """
@@ -57,7 +58,7 @@ def registry() -> Mapping[str, Reader]:
     """Every reader by quant_method, found by importing the modules on this package's path.
 
     Raises:
-        ValueError: two readers have one method.
+        ValueError: two readers have the same method.
     """
     readers: dict[str, Reader] = {}
     for path in sorted(path for root in __path__ for path in Path(root).glob("[a-z]*.py")):

@@ -1,6 +1,6 @@
-"""AutoRound: GPTQ's tensors, of the version that its packing_format says, or AWQ's.
+"""AutoRound: tensors of GPTQ, in the version of its packing_format, or of AWQ.
 
-Layers of its extra_config may have other bits and groups.
+Its extra_config may give layers other bits and group sizes.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from llmc.compiler.quant.readers.gptq import read_gptq
 
 
 def read(decoder: Decoder, config: Mapping[str, Any]) -> bool:
-    """Make the quantized weights; False: a scheme is not supported.
+    """Make the quantized weights; False: a scheme is unsupported.
 
-    The second part of packing_format (`auto_round:auto_gptq`) says whose tensors they are; GPTQ's
-    version 1 where it is absent and the scheme is symmetric.
+    The second part of packing_format (`auto_round:auto_gptq`) names the tensors' format. It is
+    GPTQ's version 1 if absent and the scheme is symmetric.
     """
     for place in (config, *layers_of(config)):
         of_activations, bits = (

@@ -1,9 +1,9 @@
 """bitsandbytes.
 
     LLM.int8  weight int8 [out, in] with SCB [out], 127 times the scales
-    NF4, FP4  weight uint8 [out · in / 2, 1], the first code in the highest bits, of a quant_map
-              [16] of numbers, times the absmax of each block of the weight as one row; this may be
-              codes of a nested_quant_map likewise, and an offset
+    NF4, FP4  weight uint8 [out · in / 2, 1]: codes of 4 bits, the first in the high bits, that
+              index a quant_map [16]; each block of the flat weight has an absmax. With double
+              quantization absmax has codes of a nested_quant_map, scales and an offset.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ def read(decoder: Decoder, config: Mapping[str, Any]) -> bool:
     for name in states:
         _read_4_bits(decoder, _QUANT_STATE.sub("", name), decoder.left.pop(name))
     eight = any(name.endswith(".SCB") for name in decoder.left)
-    if not states and not eight:  # says that there are none
+    if not states and not eight:  # raises: no quantized tensors
         decoder.modules("SCB" if config.get("load_in_8bit") else "quant_state.bitsandbytes__nf4")
     for module in decoder.modules("SCB") if eight else ():
         rows, width = (*decoder.shape_of(f"{module}.weight"), 0, 0)[:2]
         tensor = decoder.take(f"{module}.weight", (rows, width), "i")
         form = decoder.left.pop(f"{module}.weight_format", None)
         if form is not None and form.load().any():
-            raise LlmcError(f"'{module}' in '{decoder.origin}' lies as a GPU before Hopper wants "
-                            f"it; llmc reads rows: save it again with a newer bitsandbytes")
+            raise LlmcError(f"'{module}' in '{decoder.origin}' is stored in a layout for GPUs "
+                            f"before Hopper; llmc reads the row-major one: save the checkpoint "
+                            f"again with a newer bitsandbytes")
         largest = decoder.take(f"{module}.SCB", (rows,), "fV").load().astype(np.float32)
         _check_finite(decoder, f"{module}.SCB", largest)
         scales = np.where(largest == 0, 1, largest) * np.float32(1 / 127)
@@ -47,25 +48,25 @@ def read(decoder: Decoder, config: Mapping[str, Any]) -> bool:
     return True
 
 
-def _read_4_bits(decoder: Decoder, module: str, told: Weight) -> None:
-    """Make a weight in NF4 or FP4: blocks of one long row, with a table of 16 numbers."""
+def _read_4_bits(decoder: Decoder, module: str, state_tensor: Weight) -> None:
+    """Make a weight in NF4 or FP4: blocks of the flat weight, with a table of 16 values."""
     name = f"{module}.weight"
     try:
-        state = json.loads(told.load().tobytes())
+        state = json.loads(state_tensor.load().tobytes())
         rows, width = map(int, state["shape"])
         size, nested = int(state["blocksize"]), int(state.get("nested_blocksize", 0))
         offset, kind = np.float32(state.get("nested_offset", 0)), str(state["quant_type"]).upper()
         if min(rows, width, size) < 1 or nested < 0:
             raise ValueError(f"its sizes are {[rows, width, size, nested]}")
     except (ValueError, KeyError, TypeError) as error:
-        raise LlmcError(f"'{told.name}' in '{decoder.origin}' is no state of bitsandbytes: "
+        raise LlmcError(f"'{state_tensor.name}' in '{decoder.origin}' is no state of bitsandbytes: "
                         f"{error}; the checkpoint is damaged") from error
     blocks = -(-rows * width // size)
     packed = decoder.left.pop(name, None)
     if packed is None or packed.nbytes != -(-rows * width // 2):
         raise LlmcError(f"tensor '{name}' in '{decoder.origin}' is "
                         f"{None if packed is None else list(packed.shape)}, its state is of "
-                        f"{[rows, width]} numbers in 4 bits")
+                        f"{[rows, width]} values of 4 bits; the checkpoint is damaged")
     table = decoder.take(f"{name}.quant_map", (16,), "f").load().astype(np.float32)
     _check_finite(decoder, f"{name}.quant_map", table, "number")
     absmax = decoder.take(f"{name}.absmax", (blocks,), "u" if nested else "f").load()
@@ -104,7 +105,7 @@ def _describe(config: Mapping[str, Any]) -> str:
 
 
 def load_bits(config: Mapping[str, Any]) -> list[int]:
-    """The bits that a config asks for: 8, 4, both or none."""
+    """The bits that a config asks for: 8, 4, both or neither."""
     return [number for number in (8, 4) if config.get(f"load_in_{number}bit")
             or config.get(f"_load_in_{number}bit")]
 

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, of which readers make quantized weights."""
+"""The decoder: tensors of a checkpoint, which readers combine into quantized weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmc.compiler.quant.readers.config import arguments_of, config_groups
 from llmc.compiler.quant.stored import Stored
 from llmc.errors import LlmcError
 
-# Of activations and caches, where llmc does not round as these say.
+# Scales of activations and caches that llmc does not apply.
 _UNUSED = re.compile(r"\.(input_scale|input_zero_point|input_global_scale|(k|v|q|kv)_scale|"
                      r"(prob_)?output_scale|activation_scale|input_scale_ub)$")
 _OF_CACHES = re.compile(r"\.(k|v|kv)_scale$|\.(k|v)_proj\.output_scale$")
@@ -22,11 +22,12 @@ _OF_CACHES = re.compile(r"\.(k|v|kv)_scale$|\.(k|v)_proj\.output_scale$")
 
 @dataclass(frozen=True)
 class Decoded:
-    """A checkpoint's tensors, each quantized weight as one.
+    """A checkpoint's tensors, with each quantized weight as one.
 
     Attributes:
+        tensors: by name.
         notes: messages to the user.
-        linear: names of quantized weights, which are [out, in] whatever the model's layout is.
+        linear: names of quantized weights, which are [out, in] whatever the model's layout.
     """
 
     tensors: dict[str, Weight]
@@ -38,7 +39,8 @@ class Decoder:
     """Tensors by name: readers take them from `left` and put quantized weights into `made`.
 
     Args:
-        group_sizes: those of the config; empty where it leaves them to the tensors.
+        tensors: of the checkpoint.
+        group_sizes: of the config; empty: determined by the tensors.
         origin: the checkpoint, as errors name it.
     """
 
@@ -54,29 +56,31 @@ class Decoder:
         """Names of the modules that have such a tensor.
 
         Raises:
-            LlmcError: there are none.
+            LlmcError: no module has one.
         """
         found = [name.removesuffix(f".{suffix}") for name in self.left
                  if name.endswith(f".{suffix}")]
         if not found:
-            raise LlmcError(f"'{self.origin}' is quantised, says its config, but has no tensor "
-                            f"that ends in '.{suffix}'; config and weights do not belong together")
+            raise LlmcError(f"'{self.origin}' is quantized according to its config, but has no "
+                            f"tensor named '*.{suffix}'; give the config.json that belongs to the "
+                            f"weights")
         return found
 
     def take(self, name: str, shape: Sequence[int], kinds: str) -> Weight:
         """Take a tensor.
 
         Args:
-            kinds: allowed kinds of its dtype, as NumPy has them; V is an ml_dtype.
+            name: of the tensor.
+            shape: expected.
+            kinds: allowed kinds of its dtype, in NumPy's letters; V is an ml_dtype.
 
         Raises:
             LlmcError: it is missing, or has another shape or dtype.
         """
         tensor = self.left.pop(name, None)
         if tensor is None:
-            raise LlmcError(f"'{self.origin}' has no tensor '{name}', without which '"
-                            f"{name.rpartition('.')[0]}' cannot be read; the checkpoint is not "
-                            f"whole")
+            raise LlmcError(f"'{self.origin}' has no tensor '{name}', which '"
+                            f"{name.rpartition('.')[0]}' needs; the checkpoint is incomplete")
         if tensor.shape != tuple(shape) or tensor.dtype.kind not in kinds:
             raise LlmcError(f"tensor '{name}' in '{self.origin}' is {tensor.dtype} "
                             f"{list(tensor.shape)}, expected {list(shape)}"
@@ -96,7 +100,7 @@ class Decoder:
         return tensor.shape[0], tensor.shape[1]
 
     def words(self, name: str, shape: Sequence[int]) -> Weight:
-        """Take codes packed in words of 32 bits.
+        """Take codes packed in 32-bit words.
 
         Raises:
             LlmcError: see `take`; or its dtype is not int32.
@@ -108,14 +112,16 @@ class Decoder:
         return tensor
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor; () where it is absent."""
+        """The shape of a tensor; () if absent."""
         return self.left[name].shape if name in self.left else ()
 
     def scales(self, name: str, shape: Sequence[int], may_vanish: bool = False) -> Weight:
-        """Take scales, as float32; NaN and infinities are refused when they are read.
+        """Take scales, as float32; reading NaN or infinities raises `LlmcError`.
 
         Args:
-            may_vanish: 0 is allowed, as the format rounds small scales to it.
+            name: of the tensor.
+            shape: expected.
+            may_vanish: allow 0, if the format rounds small scales to it.
         """
         tensor = self.take(name, shape, "fV")
 
@@ -130,7 +136,7 @@ class Decoder:
         return Weight(tensor.shape, np.float32, rows, name)
 
     def powers(self, name: str, shape: Sequence[int]) -> Weight:
-        """Take scales in e8m0, as uint8; NaN is refused when they are read."""
+        """Take e8m0 scales, as uint8; reading NaN raises `LlmcError`."""
         tensor = self.take(name, shape, "u")
 
         def rows(start: int, stop: int) -> np.ndarray:
@@ -143,40 +149,38 @@ class Decoder:
         return Weight(tensor.shape, np.uint8, rows, name)
 
     def refuse_unordered(self, name: str, setting: str) -> None:
-        """Refuse a column order without the tensor that says it.
+        """Refuse act-order without the tensor of the column order.
 
         Raises:
             LlmcError: always.
         """
-        raise LlmcError(f"'{self.origin}' has no tensor '{name}', without which nothing says to "
-                        f"which group a column belongs, as its config has {setting}; the "
-                        f"checkpoint is not whole")
+        raise LlmcError(f"'{self.origin}' has no tensor '{name}', the group of each column, which "
+                        f"is needed as its config has {setting}; the checkpoint is incomplete")
 
     def check_middle(self, name: str, zeros: np.ndarray, bits: int, setting: str) -> None:
-        """Check the zero points of a config that is symmetric.
+        """Check the zero points of a symmetric scheme.
 
         Raises:
-            LlmcError: one is not in the middle; libraries differ in what they read then.
+            LlmcError: one is not in the middle of the codes; libraries disagree about its meaning.
         """
-        odd = zeros[zeros != 2 ** (bits - 1)]
-        if odd.size:
-            raise LlmcError(f"tensor '{name}' in '{self.origin}' has a zero point of {odd[0]}, but "
-                            f"its config has {setting}, of which {2 ** (bits - 1)} is the only "
-                            f"one; change that if the zero points are meant, or the format's "
-                            f"version")
+        wrong = zeros[zeros != 2 ** (bits - 1)]
+        if wrong.size:
+            raise LlmcError(f"tensor '{name}' in '{self.origin}' has a zero point of {wrong[0]}, "
+                            f"but its config has {setting}, which implies {2 ** (bits - 1)}; "
+                            f"correct that setting, or the format's version")
 
     def check_groups(self, name: str, width: int, groups: int) -> None:
         """Check the number of groups of a row.
 
         Raises:
-            LlmcError: it does not divide the columns, or the config names other group sizes.
+            LlmcError: it does not divide the columns, or contradicts the config's group sizes.
         """
         if groups < 1 or width % groups:
-            raise LlmcError(f"tensor '{name}' in '{self.origin}' has {groups} groups, of which "
-                            f"{width} columns are no whole ones")
+            raise LlmcError(f"tensor '{name}' in '{self.origin}' has {groups} groups, which do "
+                            f"not divide {width} columns; the checkpoint is damaged")
         if groups > 1 and self.group_sizes and width // groups not in self.group_sizes:
             raise LlmcError(f"tensor '{name}' in '{self.origin}' has {groups} groups for {width} "
-                            f"columns, but its config speaks of groups of "
+                            f"columns, but its config has group_size "
                             f"{' or '.join(map(str, sorted(self.group_sizes)))}")
 
     def whole_groups(self, name: str, width: int, size: int) -> int:
@@ -186,14 +190,16 @@ class Decoder:
             LlmcError: the group size does not divide the row.
         """
         if width % size:
-            raise LlmcError(f"tensor '{name}' in '{self.origin}' has rows of {width} numbers, "
-                            f"which are no whole groups of {size}")
+            raise LlmcError(f"tensor '{name}' in '{self.origin}' has rows of {width} columns, "
+                            f"which groups of {size} do not divide; the checkpoint is damaged")
         return width // size
 
     def keep(self, module: str, stored: Stored, dequantized: str = "") -> None:
         """Make a module's quantized weight.
 
         Args:
+            module: its name.
+            stored: the weight.
             dequantized: why it is read dequantized instead; "": it is not.
         """
         weight = stored.weight(f"{module}.weight")
@@ -207,6 +213,8 @@ class Decoder:
         """Make a module's weight of dequantized rows.
 
         Args:
+            module: its name.
+            shape: of the weight.
             rows: reads float32 rows from start to stop.
             reason: why no kernel reads the storage format.
         """
@@ -220,7 +228,7 @@ class Decoder:
         self._notes.setdefault(text, []).append(module)
 
     def decoded(self, config: Mapping[str, Any]) -> Decoded:
-        """The made weights, and the tensors that are not quantized.
+        """The quantized weights, and the tensors that are not quantized.
 
         Raises:
             LlmcError: a weight is among both.
@@ -228,23 +236,23 @@ class Decoder:
         of_caches = next((config[key] for key in ("kv_cache_scheme", "kv_cache_quant_algo")
                           if config.get(key)), None)
         if of_caches and not any(_OF_CACHES.search(name) for name in self.left):
-            self._notes[f"KV caches are not rounded as the checkpoint's config says "
+            self._notes[f"KV caches are not quantized as the checkpoint's config asks "
                         f"({arguments_of(of_caches)}): --kv_dtype alone decides"] = []
         for group in config_groups(config):
             activations = group.get("input_activations")
             if activations and not group.get("weights"):
                 targets = group.get("targets")
-                self.note(f"activations are not rounded as the checkpoint's config says "
+                self.note(f"activations are not quantized as the checkpoint's config asks "
                           f"({arguments_of(activations)})",
                           str(targets[0] if isinstance(targets, list) and targets else targets))
         for name in [name for name in self.left if _UNUSED.search(name)]:
             del self.left[name]
-            self.note("scales of activations and caches are left out, which llmc does not round",
-                      name)
+            self.note("scales of activations and caches, which llmc does not quantize by these, "
+                      "are ignored", name)
         twice = next((name for name in self.made if name in self.left), None)
         if twice is not None:
-            raise LlmcError(f"'{self.origin}' has '{twice}' both as numbers and in fewer bits; "
-                            f"remove what its config does not mean")
+            raise LlmcError(f"'{self.origin}' has '{twice}' both quantized and not quantized; "
+                            f"remove the tensors that do not match its config")
         notes = tuple(text + (f": '{names[0]}'" if names else "")
                       + (f" and {len(names) - 1} more" if names[1:] else "")
                       for text, names in self._notes.items())

@@ -1,4 +1,4 @@
-"""Weights of 8 bits with one scale, one a row, one a group of a row, or one a block."""
+"""8-bit weights with scales per tensor, row, group or block."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llmc.compiler.quant.stored import Stored
 from llmc.errors import LlmcError
 from llmc.plugins.quantization import FLOAT8
 
-TOKEN, ALL = "token", "all"  # what has a scale of activations
+TOKEN, ALL = "token", "all"  # granularity of activation scales
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
@@ -31,8 +31,8 @@ def block_shape(decoder: Decoder, block: Any) -> tuple[int, int]:
     except (TypeError, ValueError):
         rows = columns = 0
     if min(rows, columns) < 1:
-        raise LlmcError(f"'{decoder.origin}' has weights in blocks of {block!r}, says its config, "
-                        f"where a number of rows and one of columns are expected")
+        raise LlmcError(f"'{decoder.origin}' has weights in blocks of {block!r} according to its "
+                        f"config; expected a number of rows and one of columns")
     return rows, columns
 
 
@@ -41,22 +41,24 @@ def read_float8(decoder: Decoder, module: str, suffix: str, block: tuple[int, in
     """Make a weight in FP8.
 
     Args:
-        suffix: of the tensor that has its scales.
-        block: rows and columns that share a scale, where scales are of blocks.
+        decoder: of the checkpoint.
+        module: its name.
+        suffix: of the tensor of its scales.
+        block: rows and columns with a common scale; None: scales are not of blocks.
         rounding: TOKEN: activations are quantized to FP8 with a scale per token, or per group of
-            a token where the weight is in blocks; ALL: with one scale, if the module has one;
+            a token if the weight is in blocks; ALL: with a static scale, if the module has one;
             "": they are not quantized.
 
     Raises:
-        LlmcError: it is not in FP8, or a tensor of it is missing or damaged.
+        LlmcError: it is not in FP8, or one of its tensors is missing or damaged.
     """
     name = f"{module}.weight"
     if name not in decoder.left:
-        raise LlmcError(f"'{decoder.origin}' has no tensor '{name}' nor '{name}_packed', of which "
-                        f"'{module}.{suffix}' has the scales; the checkpoint is not whole")
+        raise LlmcError(f"'{decoder.origin}' has neither '{name}' nor '{name}_packed' for the "
+                        f"scales '{module}.{suffix}'; the checkpoint is incomplete")
     if decoder.left[name].dtype != FP8:
-        raise LlmcError(f"'{name}' in '{decoder.origin}' is no FP8 (e4m3) weight, though it has "
-                        f"scales")
+        raise LlmcError(f"'{name}' in '{decoder.origin}' is {decoder.left[name].dtype} and has "
+                        f"scales; expected FP8 (e4m3)")
     decoder.matrix(name)
     tensor = decoder.left.pop(name)
 
@@ -76,11 +78,11 @@ def read_float8(decoder: Decoder, module: str, suffix: str, block: tuple[int, in
         scale = float(decoder.scales(fixed[0], given if math.prod(given) == 1 else ())
                       .load().flat[0])
         if scale < 0:
-            raise LlmcError(f"'{fixed[0]}' in '{decoder.origin}' is {scale}, which no scale of "
-                            f"activations is; the checkpoint is damaged")
+            raise LlmcError(f"'{fixed[0]}' in '{decoder.origin}' is {scale}; a scale of "
+                            f"activations is positive: the checkpoint is damaged")
     elif rounding == ALL:
-        decoder.note("activations are not rounded as the checkpoint's config says, as it has no "
-                     "scale of theirs", module)
+        decoder.note("activations are not quantized as the checkpoint's config asks, as it has "
+                     "no scale for them", module)
     keep_scaled(decoder, module, f"{module}.{suffix}", FLOAT8, codes, block,
                 activation_dtype=FLOAT8 if fixed or rounding == TOKEN else "",
                 activation_scale=scale)
@@ -89,11 +91,17 @@ def read_float8(decoder: Decoder, module: str, suffix: str, block: tuple[int, in
 def keep_scaled(decoder: Decoder, module: str, name: str, dtype: str, codes: Weight,
                 block: tuple[int, int] | None, zeros: Weight | None = None,
                 **activations: Any) -> None:
-    """Make a weight of 8 bits with scales per tensor, row, group or block.
+    """Make an 8-bit weight with scales per tensor, row, group or block.
 
     Args:
-        block: rows and columns of a block, where scales are of blocks.
-        activations: fields of `Stored` about activations; of blocks, they are per group.
+        decoder: of the checkpoint.
+        module: its name.
+        name: of the tensor of scales.
+        dtype: a code type.
+        codes: uint8 [out, in].
+        block: rows and columns of a block; None: scales are not of blocks.
+        zeros: zero points.
+        activations: fields of `Stored` about activations; for blocks, they are per group.
     """
     rows, width = codes.shape
     shape = decoder.shape_of(name)
@@ -104,15 +112,16 @@ def keep_scaled(decoder: Decoder, module: str, name: str, dtype: str, codes: Wei
         table = scales.load().repeat(size // group, 1)[:, :width // group]
         rounded = activations.get("activation_dtype", "")
         if activations.get("activation_scale"):
-            decoder.note("activations are not rounded by one scale, as the checkpoint's config "
-                         "says, where weights are in blocks", name)
+            decoder.note("activations are not quantized by a static scale as the checkpoint's "
+                         "config asks: unsupported for weights in blocks", name)
             rounded = ""
         stored = Stored(dtype, codes, Weight(
             (rows, width // group), np.float32,
             lambda start, stop: table[np.arange(start, stop) // height], name),
             activation_dtype=rounded, rounds_groups=bool(rounded))
         decoder.keep(module, stored, "" if group >= SMALLEST_GROUP else
-                     "rows are no whole groups that a kernel reads: they are read as float32")
+                     "rows are not divisible into groups that a kernel reads: they are read as "
+                     "float32")
         return
     if shape in ((), (1,)) or (shape == (1, 1) and rows > 1):
         value = decoder.scales(name, shape).load().reshape(-1)[0]

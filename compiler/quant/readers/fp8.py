@@ -1,10 +1,10 @@
-"""FP8: in blocks, or with one scale for each row or for all.
+"""FP8 with scales per block, row or tensor.
 
     blocks   weight [out, in], weight_scale_inv [out / 128, in / 128]
-    all      as Mistral and AutoFP8 have it, with the scale of activations in activation_scale or
-             input_scale, or none: tokens have their own
-    rows     as FBGEMM has it, whose input_scale_ub, a bound of tokens' scales, is left out
-    experts  stacks have an axis more in front; their scales are called <stack>_scale_inv
+    tensor   Mistral's and AutoFP8's: the scale of activations is in activation_scale or
+             input_scale; if absent, scales are dynamic per token
+    rows     FBGEMM's: input_scale_ub, an upper bound of dynamic scales, is ignored
+    experts  stacks have a leading axis; their scales are <stack>_scale_inv
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from llmc.errors import LlmcError
 def read(decoder: Decoder, config: Mapping[str, Any]) -> bool:
     """Make the quantized weights.
 
-    Activations are quantized dynamically where no scale of theirs is stored: per token, or per
-    group of a token where the weight is in blocks.
+    Activations without a stored scale are quantized dynamically: per token, or per group of a token
+    if the weight is in blocks.
     """
     block = config.get("weight_block_size", (128, 128))
     block = block and block_shape(decoder, block)
@@ -41,16 +41,16 @@ def read(decoder: Decoder, config: Mapping[str, Any]) -> bool:
     for module in decoder.modules(suffix) if linear or not stacks else ():
         read_float8(decoder, module, suffix, block, rounding)
         if config.get("scale_fmt") == "ue8m0" and rounding == TOKEN:
-            decoder.note("where activations are rounded their scales are what they are, not powers "
-                         "of two as the checkpoint's config says (scale_fmt ue8m0)", module)
+            decoder.note("scales of quantized activations are not rounded to powers of two as the "
+                         "checkpoint's config asks (scale_fmt ue8m0)", module)
     return True
 
 
 def _read_experts(decoder: Decoder, name: str, block: tuple[int, int] | None,
                   rounding: str) -> None:
-    """Make a stack [num_experts, out, in] as transformers has it, expert by expert.
+    """Make a stack [num_experts, out, in] in transformers' layout, expert by expert.
 
-    An expert has two halves, each with its scale, where a block is at least as high as both.
+    An expert has two halves with separate scales if a block is at least as high as both.
 
     Raises:
         LlmcError: the tensors are not a stack and its scales.
@@ -59,14 +59,15 @@ def _read_experts(decoder: Decoder, name: str, block: tuple[int, int] | None,
     scaled = decoder.shape_of(f"{name}_scale_inv")
     if len(shape) != 3 or len(scaled) != 3:
         raise LlmcError(f"tensor '{name}' in '{decoder.origin}' is {list(shape)} and its scales "
-                        f"{list(scaled)}, expected a stack of experts' matrices and of theirs")
+                        f"{list(scaled)}; expected [num_experts, out, in] and one scale matrix per "
+                        f"expert")
     count, rows, width = shape
     halves = 2 if scaled[1] == 2 and (block is None or block[0] >= rows) and rows % 2 == 0 else 1
     weight = decoder.take(name, shape, "V").reshape((count * rows, width))
     scales = decoder.take(f"{name}_scale_inv", (count, *scaled[1:]), "fV") \
         .reshape((count * scaled[1], scaled[2]))
     fixed = decoder.left.pop(f"{name}_activation_scale", None)
-    made = []
+    weights = []
     for part in range(count * halves):
         module = f"{name}.{part // halves}"
         for own, source, height in (("weight", weight, rows // halves),
@@ -77,9 +78,9 @@ def _read_experts(decoder: Decoder, name: str, block: tuple[int, int] | None,
             decoder.left[f"{module}.activation_scale"] = Weight.of(
                 fixed.load().reshape(-1)[part // halves])
         read_float8(decoder, module, "weight_scale_inv", block, rounding)
-        made.append(decoder.made.pop(f"{module}.weight"))
+        weights.append(decoder.made.pop(f"{module}.weight"))
     decoder.made[name] = Weight.stack([
-        Weight.concat(made[first:first + halves]) for first in range(0, len(made), halves)])
+        Weight.concat(weights[first:first + halves]) for first in range(0, len(weights), halves)])
 
 
 READER = Reader(methods={"fp8": "FP8", "fbgemm_fp8": "FBGEMM FP8"}, read=read,

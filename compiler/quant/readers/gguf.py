@@ -1,10 +1,9 @@
-"""What GGUF's blocks hold, as codes, scales and zeros or minima: the numbers are those of
-gguf.quants, bit for bit.
+"""GGUF's blocks as codes, scales and zeros or minima, bit-identical to gguf.quants.
 
-    Q4_0 Q5_0 Q8_0   32 numbers: a scale of 16 bits, codes whose zero is 8, 16, 0
-    Q4_1 Q5_1        32 numbers: a scale and a minimum of 16 bits, codes from 0
-    Q4_K Q5_K        256 numbers, eight groups: a scale and a minimum of 16 bits, each times 6 bits
-    Q6_K             256 numbers, sixteen groups: a scale of 16 bits, each times 8 bits; zero 32
+    Q4_0 Q5_0 Q8_0   32 values: a float16 scale, codes with zero point 8, 16, 0
+    Q4_1 Q5_1        32 values: a float16 scale and minimum, unsigned codes
+    Q4_K Q5_K        256 values, eight groups: a float16 scale and minimum, each times 6 bits
+    Q6_K             256 values, sixteen groups: a float16 scale times 8 bits; zero point 32
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from llmc.compiler.quant.codes import in_pieces
 from llmc.compiler.quant.stored import Stored
 from llmc.errors import LlmcError
 
-Rows = Callable[[int, int], np.ndarray]  # the bytes uint8 [rows, nbytes] of rows
+Rows = Callable[[int, int], np.ndarray]  # reads rows start to stop as uint8 [rows, nbytes]
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """Of blocks [n, nbytes]: codes [n, numbers], and scales and minima [n, groups]."""
+    """Decoded blocks [n, nbytes]: codes [n, numbers], scales and minima [n, groups]."""
 
     codes: np.ndarray
     scales: np.ndarray
@@ -33,14 +32,15 @@ class _Parts:
 
 @dataclass(frozen=True)
 class _Form:
-    """A kind of block.
+    """A block type.
 
     Args:
-        dtype: of the codes that `parts` gives.
-        numbers: in a block.
-        nbytes: of a block.
+        dtype: of the codes that `parts` returns.
+        numbers: values in a block.
+        nbytes: bytes of a block.
         groups: in a block.
-        zero: of all codes, where the dtype has no fixed one.
+        parts: decodes blocks.
+        zero: zero point of all codes, if the dtype has no fixed one.
     """
 
     dtype: str
@@ -52,18 +52,18 @@ class _Form:
 
 
 def _halves(blocks: np.ndarray, at: int) -> np.ndarray:
-    """A number of 16 bits in each block, float32 [n, 1]."""
+    """The float16 at an offset of each block, float32 [n, 1]."""
     return np.ascontiguousarray(blocks[:, at:at + 2]).view(np.float16).astype(np.float32)
 
 
 def _nibbles(packed: np.ndarray, run: int) -> np.ndarray:
-    """Codes [n, 2 · bytes]: of each run of bytes the low nibbles, then the high ones."""
+    """Codes [n, 2 · bytes]: the low nibbles of each run of bytes, then the high ones."""
     runs = packed.reshape(len(packed), -1, run)
     return np.concatenate([runs & 15, runs >> 4], -1).reshape(len(packed), -1)
 
 
 def _fifth(bits: np.ndarray) -> np.ndarray:
-    """16 for each bit of 4 bytes that is set, uint8 [n, 32]."""
+    """The fifth bits of codes, from 4 bytes: 16 or 0, uint8 [n, 32]."""
     return np.unpackbits(bits, axis=1, bitorder="little") << 4
 
 
@@ -123,10 +123,10 @@ _FORMS: Mapping[str, _Form] = {
 
 
 def form_of(kind: str, shape: tuple[int, int], name: str, rows: Rows) -> Stored | None:
-    """A matrix that is stored as blocks of a kind; None where llmc knows no form for it.
+    """A matrix stored in blocks of a type; None if llmc has no storage format for the type.
 
     Raises:
-        LlmcError: when it is read, where a scale or a minimum is NaN or infinite.
+        LlmcError: on reading a scale or minimum that is NaN or infinite.
     """
     form = _FORMS.get(kind)
     if form is None:

@@ -1,12 +1,12 @@
 """GPTQ, as AutoGPTQ and GPTQModel write it.
 
-    qweight  int32 [in / 8, out]; of 8 bits [in / 4, out]
-    qzeros   int32 [groups, out / 8]; in version 1 a zero point is stored less one
+    qweight  int32 [in / 8, out]; for 8 bits [in / 4, out]
+    qzeros   int32 [groups, out / 8]; version 1 stores a zero point minus 1
     scales   [groups, out]
-    g_idx    [in], whose group a column is
+    g_idx    [in], the group of each column
 
-GPTQModel's rules, `dynamic` in its config, name modules that have other bits and groups, or are not
-quantized; the first that fits counts.
+GPTQModel's rules (`dynamic` in its config) give modules other bits and group sizes, or exclude them
+from quantization; the first rule that matches applies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from llmc.compiler.quant.readers.groups import keep_ordered, with_zeros
 from llmc.compiler.quant.readers.words import map_rows, unpack_words
 from llmc.errors import LlmcError
 
-_FORMS = "method", "quant_method", "format", "checkpoint_format"  # where GPTQModel says a format
+_FORMS = "method", "quant_method", "format", "checkpoint_format"  # keys of a format in GPTQModel
 
 
 def read(decoder: Decoder, config: Mapping[str, Any]) -> bool:
@@ -35,13 +35,13 @@ def read(decoder: Decoder, config: Mapping[str, Any]) -> bool:
         LlmcError: the config contradicts itself, or asks for more than quantized weights.
     """
     refuse_changed(decoder, config)
-    forms = {key: str(config[key]).lower() for key in ("checkpoint_format", "format")
-             if config.get(key)}
-    if len(set(forms.values())) > 1:
-        both = " and ".join(f"{key} {form}" for key, form in forms.items())
-        raise LlmcError(f"'{decoder.origin}' has {both} in its config, of which one is wrong; "
-                        f"remove that")
-    form = next(iter(forms.values()), "gptq")
+    formats = {key: str(config[key]).lower() for key in ("checkpoint_format", "format")
+               if config.get(key)}
+    if len(set(formats.values())) > 1:
+        both = " and ".join(f"{key} {form}" for key, form in formats.items())
+        raise LlmcError(f"'{decoder.origin}' has {both} in its config, which contradict each "
+                        f"other; remove the wrong one")
+    form = next(iter(formats.values()), "gptq")
     if bits_of(config, "bits") is None or form not in ("gptq", "gptq_v2"):
         return False
     read_gptq(decoder, config, zeros_less=int(form == "gptq"))
@@ -51,13 +51,15 @@ def read(decoder: Decoder, config: Mapping[str, Any]) -> bool:
 def read_gptq(decoder: Decoder, config: Mapping[str, Any], zeros_less: int) -> None:
     """Make the quantized weights of GPTQ's tensors.
 
-    The tensors' shapes say the bits of each layer, and zero points whether it is symmetric.
+    The tensors' shapes determine the bits of each layer, the zero points whether it is symmetric.
 
     Args:
-        zeros_less: how much is subtracted from stored zero points: 1 in version 1.
+        decoder: of the checkpoint.
+        config: its quantization config.
+        zeros_less: subtrahend of stored zero points: 1 in version 1.
     """
     for module in decoder.modules("qweight"):
-        own = own_config(decoder, config, module)
+        scheme = own_config(decoder, config, module)
         words, out_features = decoder.matrix(f"{module}.qweight")
         packed = decoder.words(f"{module}.qweight", (words, out_features)).transpose()
         groups = (*decoder.shape_of(f"{module}.scales"), 1)[0]
@@ -72,58 +74,64 @@ def read_gptq(decoder: Decoder, config: Mapping[str, Any], zeros_less: int) -> N
         scales = decoder.scales(f"{module}.scales", (groups, out_features)).transpose()
         zeros = unpack_words(decoder.words(f"{module}.qzeros", (groups, out_features // per_word))
                              .load(), bits).astype(np.int32) + zeros_less
-        if own.get("sym") is True:
+        if scheme.get("sym") is True:
             decoder.check_middle(f"{module}.qzeros", zeros, bits, "sym true")
         order = decoder.left.pop(f"{module}.g_idx", None)
-        if order is None and groups > 1 and own.get("desc_act") and not own.get("static_groups"):
+        if order is None and groups > 1 and scheme.get("desc_act") \
+                and not scheme.get("static_groups"):
             decoder.refuse_unordered(f"{module}.g_idx", "desc_act")
-        belongs = _in_order(decoder, f"{module}.scales", width, groups, own.get("group_size")) \
+        size = scheme.get("group_size")
+        group_index = _in_order(decoder, f"{module}.scales", width, groups, size) \
             if order is None else order.load().astype(np.int64)
-        if belongs.shape != (width,) or belongs.min() < 0 or belongs.max() >= groups:
-            raise LlmcError(f"'{module}.g_idx' in '{decoder.origin}' does not say for each of "
-                            f"{width} columns which of {groups} groups it belongs to")
+        if group_index.shape != (width,) or group_index.min() < 0 or group_index.max() >= groups:
+            raise LlmcError(f"'{module}.g_idx' in '{decoder.origin}' does not assign each of "
+                            f"{width} columns to one of {groups} groups; the checkpoint is damaged")
         stored = with_zeros(bits, codes, scales, zeros.T)
-        if width % groups == 0 and (belongs == np.arange(width) // (width // groups)).all():
+        if width % groups == 0 and (group_index == np.arange(width) // (width // groups)).all():
             decoder.keep(module, stored)
         else:
-            keep_ordered(decoder, module, stored, belongs)
+            keep_ordered(decoder, module, stored, group_index)
 
 
 def _in_order(decoder: Decoder, name: str, width: int, groups: int, size: Any) -> np.ndarray:
-    """The group of each column, where columns are in order; the last group may be smaller.
+    """The group of each column without act-order; the last group may be smaller.
 
     Args:
+        decoder: of the checkpoint.
+        name: of the tensor of scales.
+        width: columns of a row.
+        groups: of a row.
         size: the config's group size; -1: a row is one group.
 
     Raises:
-        LlmcError: the number of groups is another.
+        LlmcError: the number of groups contradicts the group size.
     """
     if not isinstance(size, int):
         decoder.check_groups(name, width, groups)
         size = width // groups
     if groups != (-(-width // size) if size > 0 else 1):
         raise LlmcError(f"tensor '{name}' in '{decoder.origin}' has {groups} groups for {width} "
-                        f"columns, but its config speaks of groups of {size}")
+                        f"columns, but its config has group_size {size}")
     return np.arange(width) // (size if size > 0 else width)
 
 
 def own_config(decoder: Decoder, config: Mapping[str, Any], module: str) -> Mapping[str, Any]:
-    """The config of a module: that of all modules, overridden by its own.
+    """The config of a module: the defaults, overridden by its rule.
 
-    GPTQModel's `dynamic` has the first rule that matches; AutoRound's extra_config has the module's
-    name, else a pattern.
+    GPTQModel's `dynamic` applies the first rule that matches, AutoRound's extra_config the entry
+    with the module's name, else a pattern.
 
     Raises:
-        LlmcError: a rule says that the module is not quantized, or asks for something unsupported.
+        LlmcError: a rule excludes the module from quantization, or is unsupported.
     """
     rules, layers = config.get("dynamic"), config.get("extra_config")
     own: Any = None
     for rule, changes in rules.items() if isinstance(rules, Mapping) else ():
         if fits(rule.removeprefix("-:").removeprefix("+:"), module, "rules"):
             if rule.startswith("-:"):
-                raise LlmcError(f"'{decoder.origin}' has '{module}' in fewer bits, which its "
-                                f"config's rule '{rule}' says is not; config and weights do not "
-                                f"belong together")
+                raise LlmcError(f"'{decoder.origin}' has '{module}' quantized, which its config's "
+                                f"rule '{rule}' excludes; give the config.json that belongs to "
+                                f"the weights")
             own = changes
             break
     if own is None and isinstance(layers, Mapping):
@@ -135,21 +143,21 @@ def own_config(decoder: Decoder, config: Mapping[str, Any], module: str) -> Mapp
     known = {str(config.get(key)).lower() for key in _FORMS}
     for key in ("adapter", "rotation", *_FORMS):
         if own.get(key) and str(own[key]).lower() not in known:
-            raise LlmcError(f"'{module}' in '{decoder.origin}' has {key} {own[key]!r} of its own, "
-                            f"says its config, which llmc does not read; give a checkpoint without")
+            raise LlmcError(f"'{module}' in '{decoder.origin}' has a separate {key} {own[key]!r} "
+                            f"in its config, which llmc does not read; give a checkpoint without")
     return {**config, **own}
 
 
 def refuse_changed(decoder: Decoder, config: Mapping[str, Any]) -> None:
-    """Refuse what GPTQModel does to a model beside quantizing its weights.
+    """Refuse GPTQModel's changes of a model beyond quantized weights.
 
     Raises:
-        LlmcError: the config says that it did.
+        LlmcError: the config has such changes.
     """
-    for key, what in (("rotation", "rotated"), ("adapter", "to be corrected by an adapter")):
+    for key, what in (("rotation", "rotated"), ("adapter", "corrected by an adapter")):
         if config.get(key):
-            raise LlmcError(f"'{decoder.origin}' is {what}, as {key} {config[key]!r} in its config "
-                            f"says, which llmc does not read; give a checkpoint without")
+            raise LlmcError(f"'{decoder.origin}' is {what} ({key} {config[key]!r} in its config), "
+                            f"which llmc does not read; give a checkpoint without")
 
 
 READER = Reader(

@@ -1,4 +1,4 @@
-"""Quantized weights with zero points, and with columns whose groups are in no order."""
+"""Quantized weights with zero points or with act-order."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ from llmc.errors import LlmcError
 def with_zeros(bits: int, codes: Weight, scales: Weight, zeros: np.ndarray) -> Stored:
     """A quantized weight with zero points.
 
-    Symmetric where all zero points are in the middle; in 8 bits where one exceeds the codes of 4.
+    Symmetric if all zero points are in the middle; 8-bit if one exceeds the codes of 4 bits.
 
     Args:
+        bits: of a code.
+        codes: uint8 [out, in].
+        scales: [out, groups].
         zeros: [out, groups].
 
     Raises:
@@ -28,30 +31,35 @@ def with_zeros(bits: int, codes: Weight, scales: Weight, zeros: np.ndarray) -> S
         return Stored(f"int{bits}", codes, scales)
     wide = 8 if zeros.max() >= 2 ** bits else bits
     if zeros.max() > 255:
-        raise LlmcError(f"'{codes.name}' has a zero point of {zeros.max()}, which no code has")
+        raise LlmcError(f"'{codes.name}' has a zero point of {zeros.max()}; the largest is 255: "
+                        f"the checkpoint is damaged")
     return Stored(f"uint{wide}", codes, scales, Weight.of(zeros.astype(np.uint8)))
 
 
-def keep_ordered(decoder: Decoder, module: str, stored: Stored, belongs: np.ndarray) -> None:
+def keep_ordered(decoder: Decoder, module: str, stored: Stored, group_index: np.ndarray) -> None:
     """Make a weight whose columns are in activation order (act-order).
 
-    Its columns are sorted by group where all groups have one size; else it is dequantized.
+    Its columns are sorted by group if all groups have one size; else it is dequantized.
 
     Args:
-        belongs: [in], the group of each column.
+        decoder: of the checkpoint.
+        module: its name.
+        stored: the weight, with columns in the checkpoint's order.
+        group_index: [in], the group of each column.
     """
-    counts = np.bincount(belongs, minlength=stored.scales.shape[1])
+    counts = np.bincount(group_index, minlength=stored.scales.shape[1])
     if (counts == counts[0]).all() and counts[0] >= SMALLEST_GROUP:
-        order = np.argsort(belongs, kind="stable")
+        order = np.argsort(group_index, kind="stable")
         decoder.keep(module, replace(stored, codes=stored.codes.take_columns(order), order=order))
         return
     codes, scales, zeros = stored.codes, stored.scales, stored.zeros
     fixed = np.float32(2 ** (stored.bits - 1))
 
     def rows(start: int, stop: int) -> np.ndarray:
-        zero = fixed if zeros is None else zeros.rows(start, stop)[:, belongs].astype(np.float32)
+        zero = fixed if zeros is None else \
+            zeros.rows(start, stop)[:, group_index].astype(np.float32)
         numbers: np.ndarray = (codes.rows(start, stop).astype(np.float32) - zero) \
-            * scales.rows(start, stop)[:, belongs]
+            * scales.rows(start, stop)[:, group_index]
         return numbers
 
     decoder.keep_numbers(module, codes.shape, rows, "columns are in groups of several sizes, which "

@@ -1,7 +1,7 @@
 """NVIDIA ModelOpt.
 
-    FP8    weight in FP8, weight_scale of all or of a row, input_scale
-    NVFP4  weight uint8 [out, in / 2], weight_scale, weight_scale_2, which multiplies
+    FP8    weight in FP8, weight_scale per tensor or row, input_scale
+    NVFP4  weight uint8 [out, in / 2], weight_scale; weight_scale_2 is a factor
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from llmc.compiler.quant.readers.fp4 import read_nvfp4
 
 
 def read(decoder: Decoder, config: Mapping[str, Any]) -> bool:
-    """Make the quantized weights; False: the config has an algorithm that is not supported."""
+    """Make the quantized weights; False: the config's algorithm is unsupported."""
     layers = config.get("quantized_layers")
     each = layers if isinstance(layers, Mapping) and layers else {"": config}
     named = {name: str(one.get("quant_algo") if isinstance(one, Mapping) else one)

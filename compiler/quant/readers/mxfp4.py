@@ -1,7 +1,7 @@
-"""MXFP4, as gpt-oss has it, of linear layers or of stacks of experts.
+"""MXFP4 of gpt-oss, for linear layers and stacks of experts.
 
-    weight_blocks   uint8 [out, in / 32, 16]; of stacks with an axis more in front
-    weight_scales   the bits of an exponent, 127 for 1
+    weight_blocks   uint8 [out, in / 32, 16]; stacks have a leading axis
+    weight_scales   e8m0: an exponent plus 127
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def read(decoder: Decoder, config: Mapping[str, Any]) -> bool:
 
 
 def _read_experts(decoder: Decoder, name: str) -> None:
-    """Make a stack [experts, in, out], which is stored as [experts, out, in]."""
+    """Make a stack [experts, in, out] from one stored as [experts, out, in]."""
     count, rows, groups, _ = decoder.left[f"{name}_blocks"].shape
     blocks = decoder.take(f"{name}_blocks", (count, rows, groups, 16), "u")
     scales = decoder.powers(f"{name}_scales", (count, rows, groups))

@@ -1,4 +1,4 @@
-"""Codes in words of 32 bits, the first code in the lowest bits, and signed codes."""
+"""Codes packed in 32-bit words, the first in the lowest bits, and signed codes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llmc.compiler.graph.weights import Weight
 
 def map_rows(weight: Weight, shape: Sequence[int], dtype: np.dtype | type,
              function: Callable[[np.ndarray], np.ndarray]) -> Weight:
-    """A weight whose blocks of rows go through a function when they are read."""
+    """A weight with a function applied to each block of rows when it is read."""
     return Weight(shape, dtype, lambda start, stop: function(weight.rows(start, stop)), weight.name)
 
 
@@ -23,6 +23,6 @@ def unpack_words(words: np.ndarray, bits: int) -> np.ndarray:
 
 
 def int8_codes(signed: Weight) -> Weight:
-    """Codes uint8 of signed int8 values: 128 more."""
+    """Codes uint8 of signed int8 values, offset by 128."""
     return map_rows(signed, signed.shape, np.uint8,
                     lambda values: (values.astype(np.int16) + 128).astype(np.uint8))

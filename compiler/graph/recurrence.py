@@ -1,6 +1,8 @@
-"""Layers with a state between the frontend, which makes them, and the states pass, which gives them
-their state. Neither op reaches an artifact, so they have no place in the registry; their bodies,
-of sequences that all begin with no state, are for running the exported graph.
+"""Intermediate ops for layers with recurrent state.
+
+The frontend emits them; the states pass replaces them with ops that take the state as input.
+Neither reaches an artifact, so they are not in the registry. Their function bodies, in which every
+sequence begins with a zero state, serve to run the exported graph.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ from llmc.plugins.linear_attention.op import OP as LINEAR_ATTENTION
 
 def _from_the_start(op: Op, rows: str, others: list[str], state: list[int], fields: Fields,
                     present: frozenset[str]) -> str:
-    """The body of an op of packed tokens, for inputs [batch, seq, …] that are called
-    `<name>_sequences`, and a state of which these are the sizes, -1 that of a token's row.
+    """The body of an op of packed tokens, for inputs [batch, seq, …] and a zero state.
+
+    The inputs are named `<name>_sequences`. `state` has the sizes of the state, -1 for a row's.
     """
     assert op.body is not None
     lines = [f"row = Shape<start=2>({rows}_sequences)",

@@ -1,11 +1,11 @@
-"""Give layers that keep a state their rows and their state.
+"""Add recurrent state to layers, and convert their surroundings to rows.
 
-Given:   Convolution and Recurrence, and around them, between linear layers, whatever lays numbers
-         out by heads or by channels: transposes, reshapes, splits; norms of each head; gates
+Given:   Convolution and Recurrence; around them, up to linear layers, ops in layouts by heads or
+         channels: transposes, reshapes, splits; per-head norms; gates
 Result:  CausalConv1d and GatedLinearAttention, each with its state, and row-wise nodes on
-         [batch, seq, width]; a linear layer makes the columns that one of them wants, in its order
+         [batch, seq, width]; linear layers compute the columns that these read, in their order
 
-What lays out is recognised by running it, see graph/columns.py.
+Layouts are determined by probing, see graph/columns.py.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from llmc.compiler.graph.probe import LAYOUT, data_tensors
+from llmc.compiler.graph.recurrence import CONVOLUTION, RECURRENCE
 from llmc.compiler.graph.rewrite import (
     Report,
     Settings,
@@ -28,27 +29,26 @@ from llmc.compiler.graph.rewrite import (
     tidy,
     weight,
 )
-from llmc.compiler.graph.states import CONVOLUTION, RECURRENCE
-from llmc.compiler.passes.rows import bring_into_rows
+from llmc.compiler.passes.row_layout import bring_into_rows
 from llmc.errors import LlmcError
 from llmc.plugins.causal_conv1d.op import OP as CAUSAL_CONV1D
 from llmc.plugins.linear_attention.op import OP as LINEAR_ATTENTION
 from llmc.plugins.rms_norm.op import OP as RMS_NORM
 
-_OTHERS = ("Shape", "Size")  # of computed tensors, for reshapes
+_OTHERS = ("Shape", "Size")  # of computed tensors, read by reshapes
 
 
 def states(graph: gs.Graph, settings: Settings, report: Report) -> None:
     """Run the pass.
 
     Raises:
-        LlmcError: what is around a layer with a state is not row-wise.
+        LlmcError: an op around a layer with recurrent state is not row-wise.
     """
     found = [node for node in graph.nodes if is_op(node, CONVOLUTION, RECURRENCE)]
     report.matches.update({"convolution": 0, "recurrence": 0})
     if not found:
         return
-    bring_into_rows(graph, _region(graph, found), "a layer that keeps a state was")
+    bring_into_rows(graph, _region(graph, found), "a layer with recurrent state was")
     found = [node for node in graph.nodes if is_op(node, CONVOLUTION, RECURRENCE)]
     for number, node in enumerate(found):
         _with_state(graph, node, number)
@@ -57,8 +57,9 @@ def states(graph: gs.Graph, settings: Settings, report: Report) -> None:
 
 
 def _region(graph: gs.Graph, found: list[gs.Node]) -> list[gs.Node]:
-    """The nodes behind these as far as the next ops of ours that are no norms, and the nodes above
-    all of them as far as the last such ops; but for those that only lay out.
+    """The nodes around these, below and above, up to llmc ops other than norms.
+
+    Layout ops are left out.
     """
     inside = {id(node): node for node in found}
     stack = list(found)
@@ -84,16 +85,16 @@ def _region(graph: gs.Graph, found: list[gs.Node]) -> list[gs.Node]:
 
 
 def _with_state(graph: gs.Graph, node: gs.Node, number: int) -> None:
-    """The op that keeps a state in place of one that begins anew.
+    """Replace a marker node with the op that takes and returns its recurrent state.
 
     Raises:
-        LlmcError: what it multiplies by is no weight.
+        LlmcError: a weight of the layer is computed.
     """
     fields, given = fields_of(node), operands(node)
     for name in ("weight", "bias", "skip"):
         if name in given and weight(given[name]) is None:
-            raise LlmcError(f"a layer that keeps a state was not recognised: its {name} is "
-                            f"computed ({describe(node)})")
+            raise LlmcError(f"a layer with recurrent state was not recognized: its {name} is "
+                            f"computed, expected a weight ({describe(node)})")
     op, shape = CAUSAL_CONV1D, [fields.get("kernel_size", 1) - 1, node.outputs[0].shape[-1]]
     if is_op(node, RECURRENCE):
         op, shape = LINEAR_ATTENTION, [fields[name] for name in (
@@ -115,7 +116,7 @@ def _with_state(graph: gs.Graph, node: gs.Node, number: int) -> None:
 
 
 def _decay(decay: gs.Tensor, heads: int) -> dict[str, gs.Tensor]:
-    """Logarithms that are something times a number for each head: what, and these numbers."""
+    """Split logarithmic decays that are a value times a weight per head into these two."""
     node = producer(decay)
     for rate, rest in (node.inputs, node.inputs[::-1]) if node is not None and node.op == "Mul" \
             else ():
@@ -126,8 +127,9 @@ def _decay(decay: gs.Tensor, heads: int) -> dict[str, gs.Tensor]:
 
 
 def _name_packed(tensor: gs.Tensor) -> None:
-    """Name queries, keys and values as what they are. Ranks have parts of each of them, so that
-    nothing in the exported graph compares with it.
+    """Rename packed queries, keys and values.
+
+    Ranks have a share of each of them, so the tensor is not comparable with the exported graph's.
     """
     while not tensor.name.endswith(".qkv"):
         tensor.name += ".qkv"

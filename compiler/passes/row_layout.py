@@ -1,9 +1,9 @@
-"""Bring nodes that work on numbers laid out by heads or channels into rows [batch, seq, width].
+"""Convert nodes in layouts by heads or channels to rows [batch, seq, width].
 
-Given:   y = Sigmoid(Reshape(Split(Reshape(GEMM(x))))), element by element in any layout
-Result:  y = Sigmoid(GEMM'(x)), where the GEMM makes just these columns, in this order
+Given:   y = Sigmoid(Reshape(Split(Reshape(GEMM(x))))), elementwise in any layout
+Result:  y = Sigmoid(GEMM'(x)); the GEMM computes exactly these columns, in this order
 
-What lays out is recognised by running it, see graph/columns.py.
+Layouts are determined by probing, see graph/columns.py.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import onnx_graphsurgeon as gs
 
 from llmc.compiler.graph.columns import Columns, Joined, Layout, Placed, join, layout_of
 from llmc.compiler.graph.probe import ELEMENTWISE, LAYOUT, data_tensors
+from llmc.compiler.graph.recurrence import CONVOLUTION
 from llmc.compiler.graph.rewrite import (
     NoMatch,
     Report,
@@ -34,7 +35,6 @@ from llmc.compiler.graph.rewrite import (
     values_of,
     weight,
 )
-from llmc.compiler.graph.states import CONVOLUTION
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
 from llmc.plugins.group_rms_norm.op import OP as GROUP_RMS_NORM
@@ -42,11 +42,12 @@ from llmc.plugins.rms_norm.op import OP as RMS_NORM
 
 
 def gates(graph: gs.Graph, settings: Settings, report: Report) -> None:
-    """Bring into rows what is element by element of some columns of a linear layer, such as the
-    gate of an attention that its query projection makes too.
+    """Convert elementwise functions of some columns of a linear layer to rows.
+
+    An example is the output gate of attention that its query projection computes too.
     """
-    rows = Rows(graph)
-    for node in _behind_layouts(graph):
+    rows = RowConverter(graph)
+    for node in _after_layouts(graph):
         reason = rows.rewrite(node, in_place=True)
         if reason is None:
             report.count("gate")
@@ -54,21 +55,26 @@ def gates(graph: gs.Graph, settings: Settings, report: Report) -> None:
 
 
 def bring_into_rows(graph: gs.Graph, nodes: Sequence[gs.Node], what: str) -> None:
-    """Have nodes work on rows, in their order.
+    """Convert nodes to rows, in their order.
+
+    Args:
+        graph: to change.
+        nodes: in topological order.
+        what: subject of the error, such as "a layer was".
 
     Raises:
-        LlmcError: one cannot; `what` was not recognised.
+        LlmcError: a node cannot be converted.
     """
-    rows = Rows(graph)
+    rows = RowConverter(graph)
     for node in nodes:
         reason = rows.rewrite(node)
         if reason is not None:
-            raise LlmcError(f"{what} not recognised: {reason} ({describe(node)})")
+            raise LlmcError(f"{what} not recognized: {reason} ({describe(node)})")
     tidy(graph)
 
 
-def _behind_layouts(graph: gs.Graph) -> list[gs.Node]:
-    """What works element by element on what a layout has been given, and what makes that."""
+def _after_layouts(graph: gs.Graph) -> list[gs.Node]:
+    """Elementwise nodes after a layout op, and elementwise nodes above these."""
     data = data_tensors(graph)
 
     def above(node: gs.Node) -> list[gs.Node]:
@@ -87,18 +93,18 @@ def _behind_layouts(graph: gs.Graph) -> list[gs.Node]:
     return [node for node in graph.nodes if id(node) in found and node.op in ELEMENTWISE]
 
 
-class Rows:
-    """Brings nodes into rows, one after the other as they come in the graph."""
+class RowConverter:
+    """Converts nodes to rows, one after the other in graph order."""
 
     def __init__(self, graph: gs.Graph) -> None:
         self._graph = graph
         self._data = data_tensors(graph)
-        self._known: dict[int, Placed] = {}  # tensors that are made in rows
+        self._known: dict[int, Placed] = {}  # tensors that are computed as rows
         self._taken: dict[tuple[object, ...], gs.Tensor] = {}
         self._names = itertools.count()
 
     def rewrite(self, node: gs.Node, in_place: bool = False) -> NoMatch | None:
-        """Have a node work on rows; or why it cannot. `in_place` wants a result that is rows."""
+        """Convert a node, or return why not. `in_place` requires a result that is rows."""
         if is_op(node, RMS_NORM):
             return self._norm(node)
         if is_llmc(node):
@@ -113,7 +119,7 @@ class Rows:
         return layout_of(tensor, self._data, self._known)
 
     def _end(self, node: gs.Node) -> NoMatch | None:
-        """An op of ours, which takes rows."""
+        """Convert the inputs of an llmc op, which reads rows."""
         for index, tensor in enumerate(node.inputs):
             if id(tensor) not in self._data or (is_llmc(producer(tensor))
                                                 and len(tensor.shape or ()) == 3):
@@ -123,7 +129,7 @@ class Rows:
             if isinstance(joined, NoMatch):
                 return joined
             if not joined.in_order:
-                return NoMatch("tokens are not one after the other", tensor)
+                return NoMatch("the tokens are not in order", tensor)
             node.inputs[index] = self._columns(joined.operands[0])
         return None
 
@@ -141,15 +147,15 @@ class Rows:
         if isinstance(joined, NoMatch):
             return NoMatch(joined.reason, node)
         if in_place and not joined.is_rows:
-            return NoMatch("its result is laid out otherwise", node)
+            return NoMatch("its result is not in rows", node)
         rows = iter(joined.operands)
         inputs = []
         for tensor in node.inputs:
             if isinstance(tensor, gs.Constant):
-                made = self._constant(tensor, joined)
-                if isinstance(made, NoMatch):
-                    return NoMatch(made.reason, tensor)
-                inputs.append(made)
+                part = self._constant(tensor, joined)
+                if isinstance(part, NoMatch):
+                    return NoMatch(part.reason, tensor)
+                inputs.append(part)
             else:
                 inputs.append(tensor if tensor.is_empty() else self._columns(next(rows)))
         result = self._result(node, joined)
@@ -158,7 +164,7 @@ class Rows:
         return None
 
     def _constant(self, tensor: gs.Constant, joined: Joined) -> gs.Constant | NoMatch:
-        """What of a constant meets each column, [width]; a number stays one."""
+        """The element of a constant for each column, [width]; a scalar stays one."""
         shape = tuple(tensor.shape)
         if np.prod(shape, dtype=int) == 1:
             return gs.Constant(f"{tensor.name}.{next(self._names)}", tensor.values.reshape(())) \
@@ -171,14 +177,14 @@ class Rows:
         return tensor if flat is values else gs.Constant(f"{tensor.name}.{next(self._names)}", flat)
 
     def _norm(self, node: gs.Node) -> NoMatch | None:
-        """RMSNorm over the last axis of a layout: over all of a row, or each of its groups."""
+        """Convert an RMSNorm over the last axis of a layout: of whole rows or of their groups."""
         given = operands(node)
         layout = self._layout(given["x"])
         joined = layout if isinstance(layout, NoMatch) else join([layout])
         if isinstance(joined, NoMatch) or isinstance(layout, NoMatch):
             return joined if isinstance(joined, NoMatch) else None
         if (layout.token != layout.token[..., :1]).any():
-            return NoMatch("a norm over several tokens", node)
+            return NoMatch("the norm spans several tokens", node)
         width, total = layout.token.shape[-1], joined.order.shape[1]
         attrs, x = dict(node.attrs), self._columns(joined.operands[0])
         result, gain, op = self._result(node, joined), given["weight"], RMS_NORM
@@ -190,13 +196,13 @@ class Rows:
         return None
 
     def _sum(self, node: gs.Node) -> NoMatch | None:
-        """The sum over an axis of a layout: of as many parts of a row."""
+        """Convert a sum over an axis of a layout to a sum of slices of rows."""
         layout = self._layout(node.inputs[0])
         axes = constant(node.inputs[1]) if len(node.inputs) > 1 else None
         if isinstance(layout, NoMatch):
             return layout
         if axes is None or axes.size != 1:
-            return NoMatch("it is not known to be a sum over one axis", node)
+            return NoMatch("the sum is not over one constant axis", node)
         axis = int(axes.reshape(()))
         kept = [slice(None)] * axis if axis >= 0 else [...]
 
@@ -214,43 +220,43 @@ class Rows:
             self._graph.nodes.append(gs.Node(op="Identity", name=result.name, inputs=[total],
                                              outputs=[result]))
         for index, other in enumerate(others):
-            made = result if other is others[-1] else self._variable(total, total.shape[-1])
+            partial = result if other is others[-1] else self._variable(total, total.shape[-1])
             self._graph.nodes.append(gs.Node(op="Add", name=f"{result.name}.{index}",
-                                             inputs=[total, other], outputs=[made]))
-            total = made
+                                             inputs=[total, other], outputs=[partial]))
+            total = partial
         return None
 
-    def _picked(self, wanted: Columns) -> gs.Tensor:
-        """Rows of these columns of a tensor that is there, with all others, in any case."""
-        if len({*wanted.source.tolist()}) > 1:
-            return self._columns(wanted)
-        rows = wanted.rows[int(wanted.source[0])]
-        result = self._variable(rows, len(wanted.column))
-        self._graph.nodes.append(selected(rows, wanted.column, result))
+    def _picked(self, columns: Columns) -> gs.Tensor:
+        """These columns, selected from an existing tensor if they are of only one."""
+        if len({*columns.source.tolist()}) > 1:
+            return self._columns(columns)
+        rows = columns.rows[int(columns.source[0])]
+        result = self._variable(rows, len(columns.column))
+        self._graph.nodes.append(selected(rows, columns.column, result))
         return result
 
     def _result(self, node: gs.Node, joined: Joined) -> gs.Tensor:
-        """In place of what a node makes, the same in rows."""
+        """The node's result as rows, in its place."""
         before = node.outputs[0]
         if joined.is_rows:
             before.inputs.clear()
             before.shape = ["batch", "seq", joined.order.shape[1]]
             self._known[id(before)] = Placed.of(before)
             return before
-        made = gs.Variable(f"{before.name}.rows", before.dtype,
-                           ["batch", "seq", joined.order.shape[1]])
+        result = gs.Variable(f"{before.name}.rows", before.dtype,
+                             ["batch", "seq", joined.order.shape[1]])
         before.inputs.clear()
-        if joined.in_order:  # the same numbers, and soon nobody else's name
-            before.name, made.name = made.name, before.name
-        self._data.add(id(made))
-        self._known[id(before)] = Placed(made, joined.place)
-        return made
+        if joined.in_order:  # equal values; the original tensor is about to be removed
+            before.name, result.name = result.name, before.name
+        self._data.add(id(result))
+        self._known[id(before)] = Placed(result, joined.place)
+        return result
 
-    def _columns(self, wanted: Columns) -> gs.Tensor:
-        """Rows of these columns."""
-        borders = np.flatnonzero(np.diff(wanted.source)) + 1
-        parts = [(wanted.rows[int(source[0])], column) for source, column in zip(
-            np.split(wanted.source, borders), np.split(wanted.column, borders), strict=True)]
+    def _columns(self, columns: Columns) -> gs.Tensor:
+        """The tensor of these columns."""
+        borders = np.flatnonzero(np.diff(columns.source)) + 1
+        parts = [(columns.rows[int(source[0])], column) for source, column in zip(
+            np.split(columns.source, borders), np.split(columns.column, borders), strict=True)]
         if len(parts) == 1:
             return self._take(*parts[0])
         key = tuple((id(rows), column.tobytes()) for rows, column in parts)
@@ -260,7 +266,7 @@ class Rows:
         return self._taken[key]
 
     def _merged(self, parts: list[tuple[gs.Tensor, np.ndarray]]) -> gs.Tensor | None:
-        """Columns of several linear layers as those of one, where they differ in rows alone."""
+        """Columns of several linear layers as those of one, if they differ only in rows."""
         gemms = [producer(rows) for rows, _ in parts]
         first, op = gemms[0], op_of(gemms[0])
         weights = [row_weights(gemm) for gemm in gemms]
@@ -279,7 +285,7 @@ class Rows:
         return result
 
     def _convolved(self, parts: list[tuple[gs.Tensor, np.ndarray]]) -> gs.Tensor | None:
-        """Channels of several convolutions as those of one, which keeps one state."""
+        """Channels of several convolutions as those of one, with a common state."""
         nodes = [node for node in (producer(rows) for rows, _ in parts) if is_op(node, CONVOLUTION)]
         given = [operands(node) for node in nodes]
         if len(nodes) < len(parts) or any(fields_of(node) != fields_of(nodes[0])
@@ -310,7 +316,7 @@ class Rows:
         return result
 
     def _take(self, rows: gs.Tensor, columns: np.ndarray) -> gs.Tensor:
-        """Columns of a tensor, made as such where its producer can."""
+        """Columns of a tensor, computed as such if its producer can."""
         if np.array_equal(columns, np.arange(rows.shape[-1])):
             return rows
         key = (id(rows), columns.tobytes())
@@ -319,7 +325,7 @@ class Rows:
         result = self._taken[key] = self._variable(rows, len(columns))
         node = producer(rows)
         op, cut = op_of(node), row_weights(node)
-        if len(columns) > rows.shape[-1]:  # some of them often: cheaper than to be made so often
+        if len(columns) > rows.shape[-1]:  # repeated columns: cheaper to copy than to compute
             self._graph.nodes.append(selected(rows, columns, result))
         elif node is not None and is_op(node, CONVOLUTION):
             inputs = {name: self._take(tensor, columns) if name == "hidden_sequences" else
@@ -340,19 +346,20 @@ class Rows:
         return result
 
     def _cut(self, tensor: gs.Tensor, columns: np.ndarray, result: gs.Tensor) -> gs.Tensor:
-        """Of a constant for each column those for these; a number is for all."""
+        """The elements of a per-column constant for these columns; a scalar stays."""
         values = values_of(tensor)
         return gs.Constant(f"{tensor.name}.{result.name}", values.take_rows(columns)) \
             if values.shape and values.shape != (1,) else tensor
 
     def _variable(self, like: gs.Tensor, width: int) -> gs.Variable:
-        made = gs.Variable(f"{like.name}.{next(self._names)}", like.dtype, ["batch", "seq", width])
-        self._data.add(id(made))
-        return made
+        result = gs.Variable(f"{like.name}.{next(self._names)}", like.dtype,
+                             ["batch", "seq", width])
+        self._data.add(id(result))
+        return result
 
 
 def selected(rows: gs.Tensor, columns: np.ndarray, result: gs.Tensor) -> gs.Node:
-    """A node that selects columns: a Slice where they follow one another."""
+    """A node that selects columns: a Slice if they are consecutive, else a Gather."""
     if np.array_equal(columns, np.arange(columns[0], columns[0] + len(columns))):
         bounds = [gs.Constant(f"{result.name}.{name}", np.array([value], np.int64))
                   for name, value in (("start", columns[0]), ("end", columns[-1] + 1),

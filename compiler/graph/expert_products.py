@@ -1,6 +1,8 @@
-"""Experts between the frontend, which makes their two products, and the experts pass, which joins
-them with what lies between. Neither reaches an artifact, so they have no place in the registry;
-their bodies, one token after the other, are for running the exported graph.
+"""Intermediate ops for the two GEMMs of MoE experts.
+
+The frontend emits them; the experts pass replaces both, and the activation between them, with one
+op. Neither reaches an artifact, so they are not in the registry. Their function bodies, which loop
+over tokens, serve to run the exported graph.
 """
 
 from __future__ import annotations
@@ -9,8 +11,9 @@ from llmc.plugins import Fields, Op
 
 
 def _product(fields: Fields, present: frozenset[str]) -> list[str]:
-    """Lines for `product` [top_k, out] of the rows `x_own`, [in] or [top_k, in], and the weights of
-    the experts `own`.
+    """Lines that compute `product` [top_k, out] for one token.
+
+    `x_own` is [in] or [top_k, in], `own` the indices of its experts.
     """
     weights = "Gather<axis=0>(weight, own)" if not fields["transposed"] else \
         "Transpose<perm=[0, 2, 1]>(stored)"
@@ -37,7 +40,7 @@ def _down(fields: Fields, present: frozenset[str]) -> str:
         "score_column = Unsqueeze(score, last)", "weighted = Mul(product, score_column)",
         "sum = ReduceSum<keepdims=0>(weighted, first)", "}>"])
 
-# Of each token, the first product of each of its experts.
+# The first GEMM of each selected expert, for each token.
 EXPERTS_UP = Op(
     name="ExpertsUp",
     version=1,
@@ -50,7 +53,7 @@ EXPERTS_UP = Op(
         (*shapes["experts"], shapes["weight"][2 if fields["transposed"] else 1])],
     body=_up,
 )
-# The second product of each, times its score; and their sum.
+# The second GEMM of each selected expert; their sum weighted by the scores.
 EXPERTS_DOWN = Op(
     name="ExpertsDown",
     version=1,
