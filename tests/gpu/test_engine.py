@@ -127,7 +127,7 @@ def test_more_log_probabilities_than_the_device_finds_are_refused(extension, com
 
 
 def test_too_little_memory_is_said_in_numbers(extension, compiled):
-    with pytest.raises(llmc.LlmcError, match=r"no device memory for .*: \d+ MiB are needed"):
+    with pytest.raises(llmc.LlmcError, match=r"not enough device memory for .*: \d+ MiB"):
         llmc.LLM(compiled / "float32", max_num_batched_tokens=10**8)
 
 
@@ -142,17 +142,17 @@ def engine(extension, compiled):
 
 
 @pytest.mark.parametrize(("call", "match"), [
-    (lambda e: e.load_weight(10**6, np.zeros(4, np.uint8)), "there is no tensor 1000000"),
-    (lambda e: e.load_weight(0, np.zeros(4, np.uint8)), "tensor 0 is no weight"),
-    (lambda e: e.watch([10**6]), "there is no tensor"), (lambda e: e.watch([0]), "is no value"),
+    (lambda e: e.load_weight(10**6, np.zeros(4, np.uint8)), "tensor 1000000 does not exist"),
+    (lambda e: e.load_weight(0, np.zeros(4, np.uint8)), "tensor 0 is not a weight"),
+    (lambda e: e.watch([10**6]), "does not exist"), (lambda e: e.watch([0]), "is not a value"),
     (lambda e: e.read_watched(0, np.empty(1, np.float32)), "was not watched"),
-    (lambda e: e.allocate(4), "the KV cache is there already"),
-    (lambda e: e.warm([10**6], False), "is beyond the engine's limits"),
-    (lambda e: e.collect(3), "step 3 is not under way"),
+    (lambda e: e.allocate(4), "the KV cache is already allocated"),
+    (lambda e: e.warm([10**6], False), "exceeds the engine's limits"),
+    (lambda e: e.collect(3), "step 3 is not in flight"),
     (lambda e: e.encode(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([0, 1], np.int32),
                         np.zeros(1, np.int64)), "has no encoder"),
-    (lambda e: e.join(b"short", 0, 1), "id is broken"),
-    (lambda e: e.join(bytes(128), 1, 1), "there is no rank 1 of 1"),
+    (lambda e: e.join(b"short", 0, 1), "id has the wrong size"),
+    (lambda e: e.join(bytes(128), 1, 1), "rank 1 is not below"),
 ])
 def test_what_an_engine_is_asked_wrongly(extension, engine, call, match):
     """And it goes on as before."""

@@ -756,7 +756,7 @@ def test_of_equal_experts_the_first_are_chosen(extension, score, dtype):
 
 @pytest.mark.parametrize(("fields", "shape", "match"), [
     ({"top_k": 33}, (2, 64), "top_k 33 is not from 1 to 32"),
-    ({"top_k": 2}, (2, 1025), "1025 experts: at most 1024 are served"),
+    ({"top_k": 2}, (2, 1025), "1025 experts: at most 1024 are supported"),
     ({"top_k": 5, "groups": 4, "top_groups": 2}, (2, 8), "too few for top_k 5 of 2 groups")])
 def test_routes_that_cannot_be_are_one_sentence(extension, fields, shape, match):
     with pytest.raises(extension.CudaError, match=match):

@@ -282,18 +282,18 @@ def ready(compiled, **options):
     (dict(block_tables=np.array([[1], [10**6]], np.int32)), r"block_tables\[0\] is 1000000"),
     (dict(block_tables=np.array([[1], [-1]], np.int32)), r"block_tables\[0\] is -1"),
     (dict(slots=np.array([1, 4], np.int32)), r"slots\[1\] is 4"),
-    (dict(slots=np.array([1, 1], np.int32)), "slots names 1 twice"),
-    (dict(past_lens=np.array([16, 0], np.int32)), "17 positions of sequence 0 are not in the 1"),
+    (dict(slots=np.array([1, 1], np.int32)), "slots has 1 twice"),
+    (dict(past_lens=np.array([16, 0], np.int32)), "17 positions of sequence 0 exceed the 1"),
     (dict(past_lens=np.array([3, LENGTH - 1], np.int32)), f"exceed max_seq_len {LENGTH}"),
     (dict(token_ids=np.array([LAST, 6, 7]), slots=np.array([3, 0], np.int32)),
-     "slot 3 chose last, which has chosen none"),
-    (dict(num_decode=2), "sequence 1 of 2 that decode has 2 new tokens"),
+     "last one of slot 3, which has not sampled any"),
+    (dict(num_decode=2), "sequence 1 of 2 decoding ones has 2 new tokens"),
     (dict(sample=np.array([1, 0], np.int32)), "sample is not ascending"),
     (dict(sample=np.array([2], np.int32)), r"sample\[0\] is 2"),
-    (dict(copies=np.array([[1, 2], [3, 2]], np.int32)), "block 2 is copied to twice"),
-    (dict(copies=np.array([[1, 2], [2, 3]], np.int32)), "block 2 is copied from and to"),
-    (dict(candidates=102), "102 candidates are not from 0"),
-    (dict(masks={1: np.zeros(5, np.uint32)}), "masks of 5 words are not of 4 each"),
+    (dict(copies=np.array([[1, 2], [3, 2]], np.int32)), "block 2 is a destination of two copies"),
+    (dict(copies=np.array([[1, 2], [2, 3]], np.int32)), "block 2 is both source and destination"),
+    (dict(candidates=102), "candidates is 102, expected 0"),
+    (dict(masks={1: np.zeros(5, np.uint32)}), "masks of 5 words are not rows of 4"),
 ])
 def test_a_step_that_points_out_of_what_there_is_is_refused(extension, compiled, changes, match):
     """And the engine goes on as before."""
@@ -308,11 +308,11 @@ def test_a_step_that_points_out_of_what_there_is_is_refused(extension, compiled,
 def test_too_many_steps_ahead_are_refused(extension, compiled):
     engine, step = ready(compiled)
     tickets = [engine.submit(step) for _ in range(8)]
-    with pytest.raises(llmc.LlmcError, match="step 8 is to be submitted while step 0 is not"):
+    with pytest.raises(llmc.LlmcError, match="step 8 cannot be submitted while step 0 is not"):
         engine.submit(step)
     for ticket in tickets:
         engine.collect(ticket)
-    with pytest.raises(llmc.LlmcError, match="step 3 is not under way"):
+    with pytest.raises(llmc.LlmcError, match="step 3 is not in flight"):
         engine.collect(3)
 
 
@@ -323,7 +323,7 @@ def test_too_many_steps_ahead_are_refused(extension, compiled):
     (dict(kv_cache_tokens=10**12), r"1000000000000 tokens takes [\d.]+ GiB of GPU 0, which has "
                                    r"room for \d+ tokens"),
     (dict(gpu_memory_utilization=1e-6), "the weights leave GPU 0 no memory"),
-    (dict(max_batch_size=10**9), r"no device memory for .*: \d+ MiB are needed"),
+    (dict(max_batch_size=10**9), r"not enough device memory for .*: \d+ MiB are needed"),
 ])
 def test_memory_that_is_not_there_is_said_in_numbers(extension, compiled, options, match):
     with pytest.raises(llmc.LlmcError, match=match):
@@ -379,7 +379,7 @@ def test_every_attention_backend_gives_these_logits(extension, compiled, backend
 
 @pytest.mark.parametrize(("backend", "match"), [
     ("flash", "there is no attention_backend 'flash'; there are cudnn, fastest, llmc, vanilla"),
-    ("cudnn", "serves float16 and bfloat16 .* the model is of float32")])
+    ("cudnn", "supports float16 and bfloat16 .* the model is of float32")])
 def test_an_attention_backend_that_does_not_serve_is_refused(extension, compiled, backend, match):
     with pytest.raises(llmc.LlmcError, match=match):
         load(compiled[0] / "float32", attention_backend=backend)

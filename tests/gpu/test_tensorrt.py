@@ -204,8 +204,8 @@ def test_a_plan_with_other_sizes_than_the_engine_s_is_one_sentence(compiled):
         if tensor.name == "logits" else tensor for tensor in chip.outputs)})
     engine = TensorRTEngine(manifest.model_copy(update={"dims": dims}), wide, compiled / "case", 0,
                             max_batch_size=4, max_tokens=4096)
-    with pytest.raises(llmc.LlmcError, match=r"the plan makes logits as \[1, \d+\], the engine has "
-                                             r"room for \[1, \d+\]; compile the model again"):
+    with pytest.raises(llmc.LlmcError, match=r"the plan's output logits is \[1, \d+\], the engine "
+                                             r"expects \[1, \d+\]; compile the model again"):
         engine.allocate(engine.measure())
 
 
@@ -225,7 +225,7 @@ def test_a_plan_that_tensorrt_does_not_take_is_one_sentence(extension, compiled,
     extension.tensorrt.load(tensorrt_library(extension.tensorrt.version.split(".")[0]))
     program = extension.Program(dtype="float16", max_batch=1, max_tokens=128, max_logits=8,
                                 max_seq_len=16, block_size=16, token_bytes=0, logit_bytes=64)
-    with pytest.raises(extension.CudaError, match="TensorRT does not take the plan: "):
+    with pytest.raises(extension.CudaError, match="TensorRT cannot deserialize the plan: "):
         extension.tensorrt.add_plan(program, 0, str(plugin_library()), plan, [], [])
 
 

@@ -109,5 +109,5 @@ def test_a_rank_that_ends_ends_all_requests_soon(cases):
 
 
 def test_what_is_wrong_with_a_step_is_said(replica):
-    with pytest.raises(llmc.LlmcError, match="is not from 0 to"):
+    with pytest.raises(llmc.LlmcError, match="expected 0 to"):
         replica.collect(replica.submit(Step.of([[5]], [0], [[10**6]], [0])))

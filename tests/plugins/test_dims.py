@@ -61,12 +61,12 @@ def test_what_fits_the_reference_can_compute(op, sample, name):
 
 
 @pytest.mark.parametrize(("name", "fields", "match"), [
-    ("GemmBiasAct", {"activation": "sine"}, "field 'activation' is 'sine', expected one of"),
+    ("GemmBiasAct", {"activation": "sine"}, "attribute 'activation' is 'sine', expected one of"),
     ("Embedding", {"vocab_sharded": 2}, r"'vocab_sharded' is 2, expected one of \[0, 1\]"),
-    ("CausalAttention", {"num_heads": 3, "num_kv_heads": 2, "head_dim": 8}, "no groups of heads"),
-    ("CausalAttention", {"num_heads": 2, "num_kv_heads": 0, "head_dim": 8}, "no groups of heads"),
+    ("CausalAttention", {"num_heads": 3, "num_kv_heads": 2, "head_dim": 8}, "positive numbers"),
+    ("CausalAttention", {"num_heads": 2, "num_kv_heads": 0, "head_dim": 8}, "positive numbers"),
     ("CausalAttention", {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "rotary_dim": 8},
-     "rotary_dim 8 goes with both cos and sin"),
+     "rotary_dim 8 needs both cos and sin"),
     ("NormGemm", {"centred": 1}, "a centred NormGemm needs row_sums"),
 ])
 def test_fields_that_contradict_are_refused(name, fields, match):

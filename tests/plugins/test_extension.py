@@ -26,11 +26,11 @@ def test_the_extension_s_ops_are_the_declared_ones(extension):
 
 
 @pytest.mark.parametrize(("name", "fields", "match"), [
-    ("CausalAttentoin", {}, "there is no op 'CausalAttentoin'"),
-    ("RMSNorm", {"epsilom": 1.0}, "has no field 'epsilom'"),
-    ("RMSNorm", {"epsilon": "small"}, "field 'epsilon' is a str, expected a float"),
-    ("CausalAttention", {"num_heads": 4}, "needs the field"),
-    ("GatedMLP", {"activation": "swoosh"}, "no activation 'swoosh'"),
+    ("CausalAttentoin", {}, "unknown op 'CausalAttentoin'"),
+    ("RMSNorm", {"epsilom": 1.0}, "has no attribute 'epsilom'"),
+    ("RMSNorm", {"epsilon": "small"}, "attribute 'epsilon' is a str, expected a float"),
+    ("CausalAttention", {"num_heads": 4}, "needs the attribute"),
+    ("GatedMLP", {"activation": "swoosh"}, "unknown activation 'swoosh'"),
 ])
 def test_bad_fields_are_named(extension, name, fields, match):
     with pytest.raises(extension.CudaError, match=match):

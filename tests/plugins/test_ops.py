@@ -132,10 +132,10 @@ def test_shape_rule_gives_the_shapes_that_come_out(op, sample, name):
 
 @pytest.mark.parametrize("op", plugins.registry().values(), ids=lambda op: op.name)
 def test_unknown_missing_and_ill_typed_fields_are_errors(op):
-    with pytest.raises(ValueError, match="no field 'nonsense'"):
+    with pytest.raises(ValueError, match="no attribute 'nonsense'"):
         op.complete({"nonsense": 1})
     for name in op.required:
-        with pytest.raises(ValueError, match="needs the field"):
+        with pytest.raises(ValueError, match="needs the attribute"):
             op.complete({other: op.fields[other] for other in op.required if other != name})
     for name in op.fields:
         with pytest.raises(ValueError, match="expected a"):
@@ -193,7 +193,7 @@ def test_reference_bodies_of_row_wise_ops_take_any_leading_dimensions(op, sample
 
 
 def test_an_activation_that_does_not_exist_is_an_error():
-    with pytest.raises(ValueError, match="field 'activation' is 'gelu_new', expected one of"):
+    with pytest.raises(ValueError, match="attribute 'activation' is 'gelu_new', expected one of"):
         plugins.registry()["GemmBiasAct"].function({"activation": "gelu_new"}, ["x", "w"])
 
 
@@ -287,10 +287,10 @@ def nodes_after_optimisation(sample, target, layers, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "chosen", "scale", "match"), [
-    ("CausalAttention", lambda sample: "key_bias" in sample.inputs, 0.1, "where it rounds"),
-    ("NormGemm", lambda sample: not sample.fields["gated"], 0.1, "where it rounds"),
+    ("CausalAttention", lambda sample: "key_bias" in sample.inputs, 0.1, "may be quantized"),
+    ("NormGemm", lambda sample: not sample.fields["gated"], 0.1, "may be quantized"),
     ("GatedMLP", lambda sample: True, -0.1, "an out_scale above 0"),
-    ("GatedMLP", lambda sample: len(sample.inputs["weight"]) == 14, 0.1, "whole units of 8"),
+    ("GatedMLP", lambda sample: len(sample.inputs["weight"]) == 14, 0.1, "multiples of 8"),
 ])
 def test_what_is_not_rounded_takes_no_scale(name, chosen, scale, match):
     op = plugins.registry()[name]

@@ -277,16 +277,16 @@ def test_a_core_takes_the_shapes_that_its_contract_takes(extension, op, sample):
 
 
 @pytest.mark.parametrize(("declare", "match"), [
-    (lambda p: p.add_input("tokens", "int64"), "there is no engine input 'tokens'"),
+    (lambda p: p.add_input("tokens", "int64"), "unknown engine input 'tokens'"),
     (lambda p: p.add_input("position_ids", "int32"), "position_ids is of int64, not int32"),
     (lambda p: p.add_input("past_lens", "int32"), "declared twice"),
     (lambda p: p.add_weight("float32", [8, 0]), "dimension 0 is out of range"),
     (lambda p: p.add_weight("float32", [2**31, 2**31]), "dimension 2147483648 is out of range"),
-    (lambda p: p.add_weight("float4", [8]), "there is no dtype 'float4'"),
+    (lambda p: p.add_weight("float4", [8]), "unknown dtype 'float4'"),
     (lambda p: p.add_cache("float32", 2, 0), "dimension 0 is out of range"),
-    (lambda p: p.add_cache("float8_e4m3fn", 1, 7), "a block of 56 bytes is not of whole 16 bytes"),
-    (lambda p: p.add_cache("float16", 2, 8), "float16 is neither of float32 nor of float8"),
-    (lambda p: p.add_state("float16", [8]), "a state is of float32, not of float16"),
+    (lambda p: p.add_cache("float8_e4m3fn", 1, 7), "block of 56 bytes is not a multiple of 16"),
+    (lambda p: p.add_cache("float16", 2, 8), "float16, expected float32 or float8"),
+    (lambda p: p.add_state("float16", [8]), "a state of float16, expected float32"),
     (lambda p: p.add_state("float32", [8, 0]), "dimension 0 is out of range"),
     (lambda p: p.add_memory(-8), "dimension -8 is out of range"),
     (lambda p: p.add_value("float16", [T, 8], 0, False), "computes in float32"),
@@ -297,17 +297,17 @@ def test_a_core_takes_the_shapes_that_its_contract_takes(extension, op, sample):
     (lambda p: p.add_value("float32", [T, 8], -16, False), "32 bytes at -16"),
     (lambda p: p.add_value("float32", [T, 8], 8, False), "not at a multiple of 16"),
     (lambda p: p.add_value("float32", [L, 20], 0, True), "80 bytes at 0 .* arena's 64"),
-    (lambda p: p.add_columns(0, 0, 8), "tensor 0 is not a value of rows of tokens"),
-    (lambda p: p.add_columns(99, 0, 8), "there is no tensor 99"),
-    (lambda p: p.add_columns(p.add_value("float32", [L, 8], 0, True), 0, 4), "rows of tokens"),
+    (lambda p: p.add_columns(0, 0, 8), "tensor 0 is not a value with num_tokens rows"),
+    (lambda p: p.add_columns(99, 0, 8), "tensor 99 does not exist"),
+    (lambda p: p.add_columns(p.add_value("float32", [L, 8], 0, True), 0, 4), "num_tokens rows"),
     (lambda p: p.add_columns(p.add_value("float32", [T, 8], 0, False), 4, 5),
-     "5 columns from 4 on are not in a value's 8"),
+     "5 columns from 4 on exceed the value's 8"),
     (lambda p: p.add_columns(p.add_value("float32", [T, 8], 0, False), -1, 5), "from -1 on"),
     (lambda p: p.add_columns(p.add_value("float32", [T, 8], 0, False), 2**63 - 1, 5), "columns"),
     (lambda p: p.add_columns(p.add_value("float32", [T, 8], 0, False), 0, 0), "dimension 0"),
-    (lambda p: p.set_logits(p.add_value("float32", [T, 8], 0, False), 8), "no.* rows of logits"),
-    (lambda p: p.set_logits(p.add_value("float32", [L, 8], 0, True), 9), "not in the logits' 8"),
-    (lambda p: p.set_logits(99, 8), "there is no tensor 99"),
+    (lambda p: p.set_logits(p.add_value("float32", [T, 8], 0, False), 8), "not .* num_logits rows"),
+    (lambda p: p.set_logits(p.add_value("float32", [L, 8], 0, True), 9), "not fit the logits' 8"),
+    (lambda p: p.set_logits(99, 8), "tensor 99 does not exist"),
 ])
 def test_what_cannot_be_declared(extension, program, declare, match):
     with pytest.raises(extension.CudaError, match=match):
@@ -315,10 +315,10 @@ def test_what_cannot_be_declared(extension, program, declare, match):
 
 
 @pytest.mark.parametrize(("limits", "match"), [
-    (dict(max_batch=0), "max_batch is 0, which is not from 1"),
+    (dict(max_batch=0), "max_batch is 0, expected 1 to"),
     (dict(max_seq_len=2**31 - 1), "max_seq_len is 2147483647"),
     (dict(block_size=24), "block_size 24 is not a power of two"),
-    (dict(token_bytes=-1), "-1 bytes are no size"), (dict(dtype="int64"), "not compute in int64")])
+    (dict(token_bytes=-1), "-1 bytes are not"), (dict(dtype="int64"), "not compute in int64")])
 def test_limits_that_cannot_be(extension, limits, match):
     whole = {"dtype": "float32", **LIMITS, "token_bytes": 256, "logit_bytes": 64, **limits}
     with pytest.raises(extension.CudaError, match=match):
@@ -358,14 +358,14 @@ HEADS = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
 
 
 @pytest.mark.parametrize(("add", "match"), [
-    (lambda p, x, y, w: p.add_node("Erf", {}, [x], [y]), "there is no op 'Erf'"),
-    (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, 99], [y]), "there is no tensor 99"),
-    (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, -2], [y]), "there is no tensor -2"),
+    (lambda p, x, y, w: p.add_node("Erf", {}, [x], [y]), "unknown op 'Erf'"),
+    (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, 99], [y]), "tensor 99 does not exist"),
+    (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, -2], [y]), "tensor -2 does not exist"),
     (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x], [y]), "needs the input 'weight'"),
     (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, w, -1, w, w, w, w, w], [y]), "8 inputs"),
     (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, w], []), "0 outputs"),
     (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, w], [-1]), "needs the output 'y'"),
-    (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, w], [w]), "'y', is no value"),
+    (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, w], [w]), "'y', is not a value"),
     (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [w, w], [y]), r"makes is \[16, 16\]"),
     (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, w], [p.add_value(
         "float32", [L, 16], 0, True)]), "its output is"),
@@ -374,34 +374,34 @@ HEADS = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
     (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, p.add_weight("float16", [16, 8])], [y]),
      "'weight', is of float16, expected float32"),
     (lambda p, x, y, w: p.add_node("Add", {}, [p.add_weight("float32", [1])] * 2, [y]),
-     "nothing but weights"),
+     "only weights as inputs"),
     (lambda p, x, y, w: p.add_node("Add", {}, [x, p.add_weight("float32", [7])], [x]),
      r"operand is \[7\], expected \[8\]"),
     (lambda p, x, y, w: p.add_node("RMSNorm", {}, [p.add_columns(y, 0, 8),
                                                    p.add_weight("float32", [8])], [x]),
-     "'x', is columns of wider rows"),
+     "'x', is a column slice"),
     (lambda p, x, y, w: p.add_node("GroupRMSNorm", {"groups": 1}, [
         x, p.add_weight("float32", [8]), p.add_columns(y, 3, 7)], [x]), "GroupRMSNorm's gate is"),
-    (lambda p, x, y, w: p.add_node("Tanh", {}, [x], [p.add_columns(y, 0, 8)]), "is no value"),
-    (lambda p, x, y, w: p.add_node("Concat", {}, [x, w], [y]), "what Concat joins is"),
+    (lambda p, x, y, w: p.add_node("Tanh", {}, [x], [p.add_columns(y, 0, 8)]), "is not a value"),
+    (lambda p, x, y, w: p.add_node("Concat", {}, [x, w], [y]), "Concat's input is"),
     (lambda p, x, y, w: p.add_node("Add", {}, [x, w], [x]), "operand is"),
     (lambda p, x, y, w: p.add_node("Add", {}, [x], [x]), "needs the input 'b'"),
     (lambda p, x, y, w: p.add_node("Gather", {}, [p.add_value("float32", [L, 8], 0, True),
-     INPUTS["logits_indices"]], [p.add_value("float32", [L, 8], 32, True)]), "rows of logits"),
+     INPUTS["logits_indices"]], [p.add_value("float32", [L, 8], 32, True)]), "has num_logits rows"),
     (lambda p, x, y, w: p.add_node("Gather", {}, [w, INPUTS["logits_indices"]],
-                                   [p.add_value("float32", [L, 8], 0, True)]), "which is no value"),
+                                   [p.add_value("float32", [L, 8], 0, True)]), "is not a value"),
     (lambda p, x, y, w: p.add_node("Gather", {}, [x, INPUTS["input_ids"]], [y]),
      "is not the step's logits_indices"),
     (lambda p, x, y, w: p.add_node("Scatter", {}, [x, INPUTS["memory_rows"], p.add_memory(8)],
-                                   []), "not told to a model"),
+                                   []), "not an input of a model"),
     (lambda p, x, y, w: p.add_node("Scatter", {}, [x, INPUTS["memory_rows"], p.add_memory(16)],
                                    [], True), r"memory is \[64, 16\], expected \[64, 8\]"),
     (lambda p, x, y, w: p.add_node("CausalAttention", HEADS, attention(p), [y, -1, 0]),
-     "is in an input's memory"),
+     "is in place"),
     (lambda p, x, y, w: p.add_node("CausalAttention", HEADS, attention(p), [x, -1, -1]),
      "its output is"),
     (lambda p, x, y, w: p.add_node("CausalAttention", HEADS, attention(p, key=p.add_weight(
-        "float32", [4, 1, 32, 8])), [y, -1, -1]), "is written, and nothing that is kept"),
+        "float32", [4, 1, 32, 8])), [y, -1, -1]), "is written, expected a cache"),
     (lambda p, x, y, w: p.add_node("CausalAttention", HEADS, attention(
         p, past_lens=INPUTS["memory_starts"]), [y, -1, -1]), "is not the step's past_lens"),
     (lambda p, x, y, w: p.add_node("CausalAttention", HEADS | {"rotary_dim": 4}, attention(
@@ -410,7 +410,7 @@ HEADS = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
     (lambda p, x, y, w: p.add_node("CausalAttention", HEADS | {"kv_dtype": "float8_e4m3fn"},
                                    attention(p), [y, -1, -1]), "float32, expected float8_e4m3fn"),
     (lambda p, x, y, w: p.add_node("CausalAttention", HEADS, attention(p), [y, -1, -1], True),
-     "past_lens.* not told to an encoder"),
+     "past_lens.* not an input of an encoder"),
     (lambda p, x, y, w: p.add_node("CausalAttention", HEADS | {"num_heads": 2**33}, attention(p),
                                    [y, -1, -1]), "no 32-bit number"),
     (lambda p, x, y, w: p.add_node("RMSNorm", {}, [attention(p)[1], w], [y]), "is kept"),
@@ -428,7 +428,7 @@ HEADS = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
     (lambda p, x, y, w: p.add_node("Columns", {}, [x, p.add_weight("int32", [8])], [y]),
      "its output is"),
     (lambda p, x, y, w: p.add_node("CausalAttention", HEADS, attention(p, key=p.add_state(
-        "float32", [1, 32, 8])), [y, -1, -1]), "is no cache"),
+        "float32", [1, 32, 8])), [y, -1, -1]), "is not a cache"),
     (lambda p, x, y, w: p.add_node("Experts", packed("mxfp4"), experts(p, x, "float32"), [y]),
      "'gate_up_scale', is of float32, expected uint8"),
     (lambda p, x, y, w: p.add_node("Experts", packed("int4"), experts(p, x, "uint8"), [y]),
@@ -491,7 +491,7 @@ def test_steps_of_a_model_that_keeps_states(extension, program):
             (ints(4, 0), ints(), r"state_slots\[0\] is 4"),
             (ints(1, 1), ints(), "state_slots names 1 twice"),
             (ints(1, 0), ints(4, 0), r"copies of states\[0\] is 4"),
-            (ints(1, 0), ints(0, 1, 1, 2), "state 1 is copied from and to")):
+            (ints(1, 0), ints(0, 1, 1, 2), "state 1 is both source and destination")):
         changed = (*arrays[:14], slots, copies.reshape(-1, 2), *arrays[16:])
         if match is None:
             program.check_step(8, *changed)
@@ -514,43 +514,43 @@ def test_steps_that_can_be(program, changes):
 
 @pytest.mark.parametrize(("changes", "match"), [
     ({"cu_seqlens": ints(0, 4)}, "cu_seqlens has 2 elements, expected 3"),
-    ({"cu_seqlens": ints(0, 1, 5)}, "cu_seqlens are from 0 to 5, the tokens from 0 to 4"),
-    ({"cu_seqlens": ints(1, 3, 4)}, "cu_seqlens are from 1 to 4"),
+    ({"cu_seqlens": ints(0, 1, 5)}, "cu_seqlens go from 0 to 5, expected 0 to num_tokens 4"),
+    ({"cu_seqlens": ints(1, 3, 4)}, "cu_seqlens go from 1 to 4"),
     ({"cu_seqlens": ints(0, 4, 4)}, r"cu_seqlens\[2\] is 4 after 4; every sequence"),
     ({"cu_seqlens": ints(0, -3, 4)}, r"cu_seqlens\[1\] is -3 after 0"),
     ({"past_lens": ints(32, 0)}, "1 tokens after 32 of sequence 0 exceed max_seq_len 32"),
     ({"past_lens": ints(0, -1)}, "3 tokens after -1 of sequence 1"),
-    ({"past_lens": ints(16, 0)}, "17 positions of sequence 0 are not in the 2 blocks of its table"),
-    ({"past_lens": ints()}, "a batch of 0 has no sequence"),
+    ({"past_lens": ints(16, 0)}, "17 positions of sequence 0 exceed the 2 blocks of its table"),
+    ({"past_lens": ints()}, "a batch of 0 has no sequences"),
     ({"past_lens": ints(8, 0)}, r"block_tables\[1\] is 9, .* from 0 to 7"),
     ({"block_tables": ints(3, 9, 4)}, "block_tables of 3 elements are not rows of 2 sequences"),
     ({"block_tables": ints(-1, 4).reshape(2, 1)}, r"block_tables\[0\] is -1"),
     ({"token_ids": np.array([-2, 6, 7, 8])}, r"token_ids\[0\] is -2"),
-    ({"token_ids": np.array([LAST, 6, 7, 8])}, "token 0 is what slot 2 chose last"),
+    ({"token_ids": np.array([LAST, 6, 7, 8])}, "token 0 is the last one of slot 2"),
     ({"slots": ints(0, 0)}, "slots names 0 twice"), ({"slots": ints(0)}, "slots has 1 elements"),
     ({"slots": ints(0, 4)}, r"slots\[1\] is 4, .* from 0 to 3"),
-    ({"num_decode": 2}, "sequence 1 of 2 that decode has 3 new tokens"),
-    ({"num_decode": 3}, "num_decode 3 is not from 0 to the batch of 2"),
+    ({"num_decode": 2}, "sequence 1 of 2 decoding ones has 3 new tokens"),
+    ({"num_decode": 3}, "num_decode 3, expected 0 to the batch size 2"),
     ({"num_decode": -1}, "num_decode -1 is not"),
     ({"sample": ints(1, 0)}, "sample is not ascending"), ({"sample": ints(2)}, r"sample\[0\] is 2"),
     ({"copies": ints(0, 8).reshape(1, 2)}, r"copies of blocks\[1\] is 8"),
     ({"copies": ints(0, 1, 2)}, "are not pairs"),
-    ({"copies": ints(0, 1, 2, 1).reshape(2, 2)}, "block 1 is copied to twice"),
-    ({"copies": ints(0, 1, 1, 2).reshape(2, 2)}, "block 1 is copied from and to"),
-    ({"candidates": 9}, "9 candidates are not from 0 to the vocabulary's 8"),
-    ({"admit": {4: STATE}}, r"slots that sequences enter\[0\] is 4"),
+    ({"copies": ints(0, 1, 2, 1).reshape(2, 2)}, "block 1 is a destination of two copies"),
+    ({"copies": ints(0, 1, 1, 2).reshape(2, 2)}, "block 1 is both source and destination"),
+    ({"candidates": 9}, "candidates is 9, expected 0 to vocab_size 8"),
+    ({"admit": {4: STATE}}, r"slots of admitted sequences\[0\] is 4"),
     ({"admit": {0: replace(STATE, tokens=(9,))}}, r"enter slots\[2\] is 9, .* from 0 to 7"),
-    ({"admit": {0: replace(STATE, tokens=(5,) * 32)}}, "a sequence of 34 tokens, 2 of them its pr"),
+    ({"admit": {0: replace(STATE, tokens=(5,) * 32)}}, "a sequence of 34 tokens, 2 of them in its"),
     ({"scored": ScoredRows(ints(4), np.array([7]), ints(0))}, r"scored_rows\[0\] is 4, .* to 3"),
     ({"scored": ScoredRows(ints(1), np.array([8]), ints(0))}, r"scored_targets\[0\] is 8"),
     ({"scored": ScoredRows(ints(1), np.array([7]), ints(21))}, r"scored_counts\[0\] is 21"),
     ({"scored": ScoredRows(ints(1, 2), np.array([7]), ints(0, 0))}, "targets of scored rows has 1"),
     ({"scored": ScoredRows(ints(1), np.array([7]), ints(0, 0))}, "counts of scored rows has 2"),
-    ({"scored": ScoredRows(ints(1), np.array([7]), ints(0)), "logits": "all"}, "scores no rows"),
+    ({"scored": ScoredRows(ints(1), np.array([7]), ints(0)), "logits": "all"}, "cannot have"),
     ({"scored": ScoredRows(ints(*[1] * 7), np.array([7] * 7), ints(*[0] * 7))}, "and 9 logits"),
-    ({"memory": None}, "the rows of the encoder's memory has 0 elements, expected 2"),
+    ({"memory": None}, "memory_starts has 0 elements, expected 2"),
     ({"memory": EncoderOutputs(ints(0, 3), ints(16, 17))},
-     "17 rows from 48 on exceed the encoder's"),
+     "17 rows of encoder output at 48 exceed"),
     ({"memory": EncoderOutputs(ints(0, -1), ints(1, 1))}, "1 rows from -16 on"),
     ({"memory": EncoderOutputs(ints(0, 0), ints(1, -1))}, "-1 rows from 0 on"),
     ({"memory": EncoderOutputs(ints(0, 0), ints(1))},
@@ -599,9 +599,9 @@ def test_more_than_the_limits_is_refused(extension, program):
 @pytest.mark.parametrize(("rows", "starts", "match"), [
     (np.array([0, 1, 2, 64]), ints(0, 4), r"memory_rows\[3\] is 64, .* from 0 to 63"),
     (np.array([0, 1, 2]), ints(0, 4), "memory_rows has 3 elements, expected 4"),
-    (np.arange(4), ints(0, 2), "cu_seqlens are from 0 to 2, the tokens from 0 to 4"),
+    (np.arange(4), ints(0, 2), "cu_seqlens go from 0 to 2, expected 0 to num_tokens 4"),
     (np.arange(4), ints(0, 1, 2, 3, 4, 5), "5 prompts of 4 tokens exceed"),
-    (np.arange(4), ints(), "a batch of -1 has no sequence"),
+    (np.arange(4), ints(), "a batch of -1 has no sequences"),
 ])
 def test_prompts_that_an_encoder_cannot_take(extension, program, rows, starts, match):
     program.check_encode(np.arange(4), np.arange(4), ints(0, 4), np.arange(4))

@@ -5,8 +5,8 @@
 // the tensor cores the other computes its softmax, and within a warpgroup the PV of a tile overlaps
 // the softmax of the next. Reads the visible keys and values once per block.
 //
-// A prefix shared by decoding sequences is handled the same way: whole tokens of any sequences, all
-// of which see all of it. decode_kernel merges the partial results. The host does not know the
+// A prefix shared by decoding sequences is handled the same way: whole tokens of any sequences; all
+// see all of it. decode_kernel merges the partial results. The host does not know the
 // prefix, so there are blocks for all sequences of a step and for the maximum number of splits.
 #include <algorithm>
 
@@ -124,7 +124,7 @@ __device__ __forceinline__ void produce(const SharedStorage<kDim, kKeys>& smem,
   }
 }
 
-// One consumer warpgroup: 64 rows of queries, of which a thread has rows row[0] and row[1].
+// One consumer warpgroup: 64 rows of queries. A thread has rows row[0] and row[1].
 template <typename T, bool kPrefix, int kDim, int kKeys>
 struct Consumer {
   const SharedStorage<kDim, kKeys>& smem;
