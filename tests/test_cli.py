@@ -39,7 +39,7 @@ def run(*arguments, stdin=""):
     return CliRunner().invoke(main, [str(a) for a in arguments], input=stdin)
 
 
-def test_version_says_which_engines_there_are_and_how_to_get_the_other(monkeypatch, tmp_path):
+def test_version_lists_engines_and_how_to_install_others(monkeypatch, tmp_path):
     assert run("--version").stdout == f"llmc {__version__} (engines: {_engines()})\n"
     monkeypatch.setattr("llmc.cli.find_spec", lambda name: None)
     assert _engines() == "cpu; for NVIDIA GPUs, from a checkout: pip install -v ./csrc"
@@ -89,7 +89,7 @@ def test_json_is_all_that_is_on_stdout(case_tp2):
     assert "Inference info" in result.stderr
 
 
-def test_prompts_come_from_standard_input_where_none_is_given(case_tp2):
+def test_prompts_are_read_from_standard_input_by_default(case_tp2):
     one = run("run", "--case_dir", case_tp2, "--max_tokens", 4, "--json",
               stdin="the\n\nquick fox\n")
     two = run("run", "--case_dir", case_tp2, "--prompt", "the", "--prompt", "quick fox",
@@ -237,7 +237,7 @@ def test_compile_errors_are_one_line(tmp_path):
     assert result.stderr.strip().splitlines()[-1].startswith("error: ")
 
 
-def test_bench_tells_how_a_crowd_fares(case_tp1, tmp_path):
+def test_bench_reports_a_serving_workload(case_tp1, tmp_path):
     crowd = run("bench", "--case_dir", case_tp1, "--requests", "random:12", "--shared_prefix", 16,
                 "--request_rate", 50,
                 "--json")
@@ -263,12 +263,12 @@ def test_bench_tells_how_a_crowd_fares(case_tp1, tmp_path):
     (["--requests", "random:3", "--shared_prefix", "64"], "shared_prefix 64 leaves no room in 64"),
     (["--requests", "random:3", "--block_size", "5"], "block_size 5 is no power of two"),
 ])
-def test_a_crowd_that_cannot_be_is_one_sentence(case_tp1, arguments, message):
+def test_an_invalid_serving_workload_is_refused(case_tp1, arguments, message):
     result = run("bench", "--case_dir", case_tp1, *arguments)
     assert result.exit_code == 2 and message in result.stderr
 
 
-def test_sigterm_ends_what_runs(case_tp1):
+def test_sigterm_ends_running_commands(case_tp1):
     for seconds in (4, 8, 16, 32):
         running = subprocess.Popen(
             [sys.executable, "-m", "llmc.cli", "bench", "--case_dir", str(case_tp1), "--requests",
@@ -308,7 +308,7 @@ def test_an_impossible_grid_is_refused(case_tp1, grid):
     assert result.exit_code == 2 and result.stderr.startswith("error: ")
 
 
-def test_a_prompt_file_gives_a_result_a_line_and_a_broken_line_exits_with_1(case_tp2, tmp_path):
+def test_a_prompt_file_gives_one_result_per_line(case_tp2, tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "the", "max_tokens": 3, "id": 7}\n{"prompt": "fox"}\n')
     result = run("run", "--case_dir", case_tp2, "--prompt_file", path, "--max_tokens", 2)
@@ -424,7 +424,7 @@ def test_a_batch_has_a_bar_with_the_rate_on_a_terminal_s_stderr_alone(case_tp1, 
     assert results == without.stdout and without.stderr.count("tokens/s") == 1
 
 
-def test_inspect_says_how_many_tokens_a_gpu_s_cache_holds(tiny_hf, tmp_path):
+def test_inspect_reports_the_kv_cache_capacity(tiny_hf, tmp_path):
     llmc.compile(tiny_hf, tmp_path / "case", target="cuda", dtype="bfloat16")
     summary = json.loads(run("inspect", tmp_path / "case", "--json").stdout)
     chip, = summary["chips"]
@@ -449,7 +449,7 @@ def compared(compiled, tiny_hf):
             run("eval", case, "--task", "perplexity", "--max_length", 32))
 
 
-def test_phases_are_told_with_their_durations(compiled, compared):
+def test_phases_are_reported_with_their_durations(compiled, compared):
     """Of plain stderr a line for each that has ended; nothing of them is on stdout."""
     for result, code, names in ((compiled[1], 0, ["import", "export", "passes", "write"]),
                           (compared[0], 1, ["import", "hash files", "export the reference",

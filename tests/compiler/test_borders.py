@@ -48,7 +48,7 @@ def imported(path):
 
 
 @pytest.mark.parametrize("room", FORBIDDEN)
-def test_a_room_imports_nothing_from_above_it(room):
+def test_a_package_imports_only_from_lower_packages(room):
     files = sources(room)
     assert files
     crossing = [f"{path.relative_to(ROOT)} imports {name}" for path in files
@@ -57,7 +57,7 @@ def test_a_room_imports_nothing_from_above_it(room):
     assert not crossing
 
 
-def test_the_compiler_imports_the_runtime_only_to_ask_an_engine():
+def test_the_compiler_imports_only_the_engine_protocol_of_the_runtime():
     crossing = [f"{path.relative_to(ROOT)} imports {name}" for path in sources("compiler")
                 for name in imported(path) if f"{name}.".startswith("llmc.runtime.")
                 and path.parent.name != "check"
@@ -65,7 +65,7 @@ def test_the_compiler_imports_the_runtime_only_to_ask_an_engine():
     assert not crossing
 
 
-def test_no_op_is_named_by_a_string_outside_of_its_folder():
+def test_op_names_appear_as_strings_only_in_their_folders():
     """Passes ask an op what it is, and make one by its value: a new op edits none of them."""
     quoted = [f"{path.relative_to(ROOT)}:{node.lineno} {node.value!r}"
               for path in sources("compiler") for node in ast.walk(ast.parse(path.read_text()))

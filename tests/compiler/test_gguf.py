@@ -122,7 +122,7 @@ def read(path):
     File("qwen2"),
     File("nemotron", layer={name: LAYER[name] for name in LAYER if name != "ffn_gate.weight"}),
 ], ids=lambda file: f"{file.architecture}-{file.kind}")
-def test_rows_are_bit_for_bit_what_transformers_reads_whole(file, tmp_path):
+def test_gguf_rows_are_bitwise_equal_to_transformers(file, tmp_path):
     path = write(tmp_path / "m.gguf", file)
     config, tensors = read(path)
     with torch.device("meta"):
@@ -139,7 +139,7 @@ def test_rows_are_bit_for_bit_what_transformers_reads_whole(file, tmp_path):
 @pytest.mark.parametrize(("kind", "dtype", "size"), [
     ("Q4_0", "int4", 32), ("Q4_1", "uint4", 32), ("Q5_0", "int8", 32), ("Q5_1", "uint8", 32),
     ("Q8_0", "int8", 32), ("Q4_K", "uint4", 32), ("Q5_K", "uint8", 32), ("Q6_K", "uint8", 16)])
-def test_blocks_of_every_kind_hold_the_numbers_that_gguf_reads(kind, dtype, size):
+def test_blocks_of_every_type_dequantize_as_gguf_py(kind, dtype, size):
     """Merged with another kind too."""
     rng = np.random.default_rng(1)
 
@@ -202,7 +202,7 @@ MIXED = {
 
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
 @pytest.mark.parametrize("mixed", MIXED)
-def test_kinds_are_mixed_in_one_layer(mixed, target, tmp_path, monkeypatch):
+def test_a_layer_may_mix_gguf_types(mixed, target, tmp_path, monkeypatch):
     """Also among queries, keys and values, which become one weight."""
     path = write(tmp_path / "m.gguf", MIXED[mixed])
     monkeypatch.setattr(cpu, "BODIES", "")  # bodies of standard ONNX, which are exact
@@ -214,7 +214,7 @@ UNSERVED = ["Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "IQ2_XXS", "IQ2_XS", "IQ2_S", "I
 
 
 @pytest.mark.parametrize("kind", UNSERVED)
-def test_kinds_that_kernels_do_not_read_are_read_as_numbers_and_that_is_said(kind, tmp_path):
+def test_gguf_types_without_a_kernel_are_dequantized_with_a_note(kind, tmp_path):
     path = write(tmp_path / "m.gguf", File(fields=WIDE, layer=WIDE_LAYER, kind=kind, blocks=True))
     _, tensors = read(path)
     raw = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
@@ -230,7 +230,7 @@ def test_kinds_that_kernels_do_not_read_are_read_as_numbers_and_that_is_said(kin
                     f"read as float32, with its memory and speed")
 
 
-def test_a_file_in_such_a_kind_compiles_as_numbers_and_says_so(tmp_path):
+def test_a_file_of_such_a_type_is_dequantized_with_a_note(tmp_path):
     path = write(tmp_path / "m.gguf", File(fields=WIDE, layer=WIDE_LAYER, kind="Q3_K",
                                            blocks=True))
     raw = replace(gguf_file.load_gguf(path), save_tokenizer=lambda target: None)
@@ -240,7 +240,7 @@ def test_a_file_in_such_a_kind_compiles_as_numbers_and_says_so(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["Q8_K", "Q1_0"])
-def test_kinds_that_gguf_cannot_read_are_refused_by_name(kind, tmp_path):
+def test_unknown_gguf_types_are_refused_by_name(kind, tmp_path):
     path = write(tmp_path / "m.gguf", File(fields=WIDE, layer=WIDE_LAYER, kind=kind, blocks=True))
     _, tensors = read(path)
     with pytest.raises(llmc.LlmcError, match=f"'token_embd.weight' in '.*' is quantised as {kind},"
@@ -253,8 +253,7 @@ def q4_1(tmp_path_factory):
     return write(tmp_path_factory.mktemp("q4_1") / "m.gguf", File(kind="Q4_1"))
 
 
-def test_a_quantized_file_is_not_quantized_again_and_that_is_said_before_the_export(
-        q4_1, tmp_path, monkeypatch):
+def test_quantizing_a_quantized_file_is_refused_before_the_export(q4_1, tmp_path, monkeypatch):
     monkeypatch.setattr(gguf_file, "_read_config", None)  # which imports transformers
     with pytest.raises(llmc.LlmcError, match=r"quantised by GGUF \(Q4_1\) already; leave out "
                                              r"--quantize .* --quantize none .* --requantize"):
@@ -263,7 +262,7 @@ def test_a_quantized_file_is_not_quantized_again_and_that_is_said_before_the_exp
         llmc.compile(q4_1, tmp_path / "case", requantize=True)
 
 
-def test_a_quantized_file_is_requantized_where_that_is_asked_for(q4_1, tmp_path):
+def test_a_quantized_file_is_requantized_with_an_option(q4_1, tmp_path):
     said = []
     manifest = llmc.compile(q4_1, tmp_path / "again", quantize="int8", group_size=32,
                             requantize=True, progress=said.append)
@@ -298,7 +297,7 @@ def test_the_manifest_has_the_digest_of_the_file(q4_1, tmp_path):
 @pytest.mark.parametrize("file", [File(), File(vocab_size=False), File("gemma2"),
                                   File("gpt2", GPT2, GPT2_LAYER, vocab_size=False)],
                          ids=lambda file: f"{file.architecture}-{file.vocab_size}")
-def test_the_config_is_the_one_that_transformers_reads_with_the_vocabulary(file, tmp_path):
+def test_the_gguf_config_equals_that_of_transformers(file, tmp_path):
     path = write(tmp_path / "m.gguf", file)
     config = gguf_file._read_config(path, read_header(path)).to_dict()
     whole = AutoConfig.from_pretrained(tmp_path, gguf_file=path.name).to_dict()
@@ -306,7 +305,7 @@ def test_the_config_is_the_one_that_transformers_reads_with_the_vocabulary(file,
     assert {**config, "_name_or_path": ""} == {**whole, "_name_or_path": ""}
 
 
-def test_no_array_of_the_vocabulary_reaches_gguf_s_reader(tmp_path, monkeypatch):
+def test_vocabulary_arrays_are_not_parsed_by_the_gguf_reader(tmp_path, monkeypatch):
     """It would make several objects of each token."""
     sizes = []
     real = gguf.GGUFReader.__init__
@@ -320,7 +319,7 @@ def test_no_array_of_the_vocabulary_reaches_gguf_s_reader(tmp_path, monkeypatch)
     assert sizes and max(sizes) < 100
 
 
-def test_only_the_rows_that_are_asked_for_are_read(tmp_path, monkeypatch):
+def test_only_requested_rows_are_read(tmp_path, monkeypatch):
     path = write(tmp_path / "m.gguf", File())
     _, tensors = read(path)
     counts = []
@@ -360,7 +359,7 @@ def test_llama_3_s_rope_is_read_from_its_factors(tmp_path):
     (File(more={"blk.0.attn_magic.weight": np.ones((4, 4), np.float32)}),
      r"has a tensor 'blk.0.attn_magic.weight' \[4, 4\] F32, for which 'LlamaConfig' has no place"),
 ])
-def test_what_transformers_leaves_out_is_refused(file, match, tmp_path):
+def test_gguf_features_without_transformers_support_are_refused(file, match, tmp_path):
     with pytest.raises(llmc.LlmcError, match=match):
         read(write(tmp_path / "m.gguf", file))
 
@@ -373,15 +372,14 @@ def test_what_transformers_leaves_out_is_refused(file, match, tmp_path):
     (File("phi3"), "makes no 'Phi3Config' of what '.*' says of itself .Padding_idx must be within"),
     (File(fields={**LLAMA, "context_length": "x"}), "field 'max_position_embeddings': .* expected"),
 ])
-def test_what_contradicts_itself_or_is_not_known_is_one_sentence(file, match, tmp_path):
+def test_contradictory_or_unknown_gguf_metadata_is_refused(file, match, tmp_path):
     with pytest.raises(llmc.LlmcError, match=match):
         read(write(tmp_path / "m.gguf", file))
 
 
 @pytest.mark.parametrize(("key", "value"), [
     ("block_count", 2**31), ("context_length", 2**31), ("attention.head_count", 2**31)])
-def test_a_size_that_no_model_has_is_refused_before_anything_is_made_of_it(key, value, tmp_path,
-                                                                          monkeypatch):
+def test_an_implausible_size_is_refused_before_allocation(key, value, tmp_path, monkeypatch):
     monkeypatch.setattr(gguf_file, "_read_config", None)
     path = write(tmp_path / "m.gguf", File(fields={**LLAMA, key: value}))
     with pytest.raises(llmc.LlmcError, match=f"m.gguf' has {key} {value}, the limit is"):

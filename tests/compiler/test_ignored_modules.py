@@ -118,8 +118,8 @@ def write(plain, directory, case):
 
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
 @pytest.mark.parametrize("case", CASES)
-def test_what_a_config_leaves_out_stays_the_numbers_that_it_is(case, target, plain, tmp_path,
-                                                               monkeypatch):
+def test_modules_excluded_from_quantization_stay_floating_point(case, target, plain, tmp_path,
+                                                                monkeypatch):
     truth = write(plain, tmp_path / "hf", case)
     monkeypatch.setattr(cpu, "BODIES", "")  # bodies of standard ONNX, which are exact
     llmc.compile(tmp_path / "hf", tmp_path / "case", target=target)

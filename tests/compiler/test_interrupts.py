@@ -70,8 +70,8 @@ def run_compile(model, output):
 
 @pytest.mark.parametrize(("moment", "way"), MOMENTS,
                          ids=[f"{moment}-{way.__name__}" for moment, way in MOMENTS])
-def test_an_interrupt_ends_a_compile_whatever_a_library_makes_of_it(
-        tiny_hf, tmp_path, monkeypatch, capfd, moment, way):
+def test_an_interrupt_ends_a_compile_even_if_a_library_swallows_it(tiny_hf, tmp_path, monkeypatch,
+                                                                   capfd, moment, way):
     module, name = moment.rsplit(".", 1)
     real = getattr(import_module(module), name)
 
@@ -106,7 +106,7 @@ def test_an_interrupt_ends_an_export(tiny_hf, tmp_path, monkeypatch, seconds):
     assert not (tmp_path / "out").exists()
 
 
-def test_other_errors_and_other_handlers_stay_as_they_are():
+def test_other_errors_and_signal_handlers_are_unchanged():
     with pytest.raises(ValueError, match="mine"), interruptible():
         raise ValueError("mine")
     seen = []

@@ -78,7 +78,7 @@ def test_diff_compares_the_language_model(family, tmp_path):
     assert compared.verdict is None, compared
 
 
-def test_that_images_are_not_taken_is_told(tmp_path):
+def test_a_note_reports_that_images_are_unsupported(tmp_path):
     hf_dir = families.save(tiny_model("mistral3"), tmp_path / "hf")
     sentence = ("images are not taken: of 'mistral3' the language model is compiled, which reads "
                 "text alone")
@@ -88,7 +88,7 @@ def test_that_images_are_not_taken_is_told(tmp_path):
     assert sentence in told
 
 
-def test_a_tensor_of_no_part_is_named(tmp_path):
+def test_an_unassigned_tensor_is_named(tmp_path):
     hf_dir = families.save(tiny_model("mistral3"), tmp_path / "hf")
     tensors = load_file(hf_dir / "model.safetensors")
     save_file({**tensors, "model.language_model.layers.0.mlp.more.weight": torch.ones(2, 2)},

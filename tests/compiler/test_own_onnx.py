@@ -50,8 +50,8 @@ FORMS = [("eager", 18, True), ("sdpa", 18, True), ("eager", 23, True), ("sdpa", 
     pytest.param(family, *form, marks=[pytest.mark.thorough] * (family != once))
     for form, once in zip(FORMS, ("gpt2", "gpt2", "llama", "gemma3_text", "llama"), strict=True)
     for family in ("llama", "gpt2", "qwen3", "gemma3_text")])
-def test_every_form_fuses_to_the_graph_of_the_hugging_face_route(family, attention, opset, optimize,
-                                                                 tmp_path):
+def test_every_onnx_form_fuses_to_the_hugging_face_graph(family, attention, opset, optimize,
+                                                         tmp_path):
     changes = {"n_layer": 2} if family == "gpt2" else {"num_hidden_layers": 2}
     if family == "gemma3_text":
         changes["layer_types"] = ["sliding_attention", "full_attention"]
@@ -92,7 +92,7 @@ def two_layers(tmp_path_factory):
     return model, families.save(model, tmp_path_factory.mktemp("llama") / "hf")
 
 
-def test_positions_may_be_left_out_in_opset_23(two_layers, tmp_path):
+def test_position_ids_are_optional_in_opset_23(two_layers, tmp_path):
     """torch then writes RotaryEmbedding nodes with one row of cos and sin for all sequences."""
     model, directory = two_layers
     export_without_positions(model, tmp_path / "model.onnx", 23)
@@ -109,8 +109,7 @@ def test_positions_may_be_left_out_in_opset_23(two_layers, tmp_path):
 @pytest.mark.parametrize(("shape", "found"), [((1, 7), r"\[1, 7\]"), ((1, "seq"), r"\[1, 'seq'\]"),
                                               (("batch", 7), r"\['batch', 7\]"),
                                               (("seq",), r"\['seq'\]")])
-def test_inputs_of_a_fixed_shape_are_refused_before_anything_is_read(shape, found, two_layers,
-                                                                     tmp_path):
+def test_fixed_input_shapes_are_refused_before_weights_are_read(shape, found, two_layers, tmp_path):
     """As torch exports them where it is given no dynamic_shapes."""
     value = onnx.helper.make_tensor_value_info("input_ids", onnx.TensorProto.INT64, shape)
     out = onnx.helper.make_tensor_value_info("logits", onnx.TensorProto.INT64, shape)
@@ -190,8 +189,7 @@ def compile_mask(mask, tmp_path):
     ("visible = Identity(b)", 0, 0),
     ("d = Sub(i, j)\na = Less(d, w)\nvisible = And(a, b)", 6, 0),
     ("c = Div(i, w)\nd = Div(j, w)\na = Equal(c, d)\nvisible = And(a, b)", 0, 6)])
-def test_a_causal_mask_is_proved_and_a_window_or_chunks_are_read_off(visible, window, chunk,
-                                                                     tmp_path):
+def test_causal_windowed_and_chunked_masks_are_recognized(visible, window, chunk, tmp_path):
     compile_mask(f"w = Constant<value_int=6>()\nb = LessOrEqual(j, i)\n{visible}", tmp_path)
     model = onnx.load(tmp_path / "case" / "chip0" / "graph.onnx", load_external_data=False)
     node, = [n for n in model.graph.node if n.op_type == "CausalAttention"]
@@ -255,7 +253,7 @@ def located(folder, tensor, **entries):
     (folder / "m.onnx").write_bytes(model.SerializeToString())
 
 
-def test_data_are_read_beside_the_model_from_any_working_directory(external, tmp_path, monkeypatch):
+def test_external_data_is_relative_to_the_model(external, tmp_path, monkeypatch):
     """`tmp_path` has a file of the same name, with other bytes."""
     monkeypatch.chdir(tmp_path)
     graph = lower(load(external / "m.onnx", hf_dir=external), CompileOptions()).graphs[0]
@@ -280,7 +278,7 @@ def test_data_are_read_beside_the_model_from_any_working_directory(external, tmp
     ({"length": "many"}, "has the length 'many'"),
     ({"where": "here"}, r"a key that ONNX has not, .*\['where'\]"),
 ])
-def test_data_that_are_not_where_they_should_be(external, tensor, entries, match):
+def test_missing_external_data_is_refused(external, tensor, entries, match):
     located(external, tensor, **entries)
     with pytest.raises(llmc.LlmcError, match=match) as caught:
         load(external / "m.onnx", hf_dir=external)
@@ -299,7 +297,7 @@ def test_a_weight_that_is_not_finite_is_named(external, value):
         llmc.compile(external / "m.onnx", external / "case", hf_dir=external)
 
 
-def test_data_that_were_cut_off(external):
+def test_truncated_external_data_is_refused(external):
     data = (external / "weights.bin").read_bytes()
     (external / "weights.bin").write_bytes(data[:600])
     with pytest.raises(llmc.LlmcError, match=r"\[8, 8\] takes bytes 512 to 768 of 'weights.bin', "
@@ -307,7 +305,7 @@ def test_data_that_were_cut_off(external):
         load(external / "m.onnx", hf_dir=external)
 
 
-def test_logits_are_the_output_of_that_name(tmp_path):
+def test_logits_are_selected_by_output_name(tmp_path):
     one_layer("visible = LessOrEqual(j, i)", tmp_path / "m.onnx")
     (tmp_path / "config.json").write_text('{"model_type": "tiny"}')
     model = onnx.load(tmp_path / "m.onnx")
@@ -318,7 +316,7 @@ def test_logits_are_the_output_of_that_name(tmp_path):
     assert raw.notes == ("the output 'x' is left out",)
 
 
-def test_no_more_than_a_block_of_a_large_vocabulary_is_held(tmp_path, monkeypatch):
+def test_a_large_vocabulary_is_processed_in_blocks(tmp_path, monkeypatch):
     """From an ONNX file, whose LM head is read transposed, to the case directory."""
     vocab, width = 262144, 32
     weights = one_layer("visible = LessOrEqual(j, i)", tmp_path / "m.onnx", vocab, width,

@@ -127,8 +127,8 @@ def expected_logits(tiny_model):
             hook.remove()
 
 
-def test_ops_of_a_folder_elsewhere_are_compiled_divided_and_run(own_ops, tiny_hf, tiny_model,
-                                                               tmp_path, monkeypatch):
+def test_ops_of_an_external_folder_are_compiled_sharded_and_run(own_ops, tiny_hf, tiny_model,
+                                                                tmp_path, monkeypatch):
     exported = load(tiny_hf)
     expected = expected_logits(tiny_model)
     assert np.abs(expected - families.reference_logits(tiny_model, TOKENS)).max() > 0.1

@@ -55,7 +55,8 @@ def test_a_registered_target_compiles_and_runs_a_model(abacus, tiny_hf, case_tp1
     (dict(quantize="int8", group_size=32), "group_size 32 is no multiple of 64"),
     (dict(kv_dtype="float8_e4m3fn"), "leave it out, or give float16"),
     (dict(compute_capability="9.0"), "is not one of a GPU's for target abacus")])
-def test_options_are_held_against_its_spec(abacus, tiny_hf, tmp_path, options, message):
+def test_options_are_validated_against_the_target_s_spec(abacus, tiny_hf, tmp_path, options,
+                                                         message):
     with pytest.raises(llmc.LlmcError, match=message):
         llmc.compile(tiny_hf, tmp_path / "case", target=abacus, **options)
 

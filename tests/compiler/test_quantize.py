@@ -139,15 +139,15 @@ def logits(case):
 
 @pytest.mark.parametrize(("scheme", "size"), [("int4", 32), ("uint4", 16), ("int8", 32),
                                               ("fp8", 0), ("fp8", 16)])
-def test_standard_onnx_computes_what_transformers_does_with_the_rounded_weights(
-        scheme, size, root, tmp_path, reference_bodies):
+def test_standard_onnx_equals_transformers_with_quantized_weights(scheme, size, root, tmp_path,
+                                                                  reference_bodies):
     case = compiled("llama", root, tmp_path / "case", quantize=scheme, group_size=size)
     families.assert_close(logits(case), truth("llama", root, scheme, size), EXACT)
 
 
 @pytest.mark.parametrize("tp_size", [1, 3])
 @pytest.mark.parametrize("scheme", ["int4", "uint4", "int8", "fp8"])
-def test_what_latent_attention_makes_of_its_latent_is_rounded_too(scheme, tp_size, root, tmp_path):
+def test_mla_up_projections_are_quantized(scheme, tp_size, root, tmp_path):
     case = compiled("minicpm3", root, tmp_path / "case", tp_size, quantize=scheme, group_size=8)
     families.assert_close(logits(case), truth("minicpm3", root, scheme, 8),
                           EXACT if scheme == "fp8" else EIGHT_BITS)
@@ -157,7 +157,8 @@ def test_what_latent_attention_makes_of_its_latent_is_rounded_too(scheme, tp_siz
 
 @pytest.mark.parametrize("body", ["", "cpu"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_tokens_are_rounded_to_fp8_as_they_come(family, body, root, tmp_path, monkeypatch):
+def test_activations_are_quantized_to_fp8_dynamically_per_token(family, body, root, tmp_path,
+                                                                monkeypatch):
     monkeypatch.setattr(cpu, "BODIES", body)
     case = compiled(family, root, tmp_path / "case", quantize="fp8", activations=True)
     expected = truth(family, root, "fp8", 0, activations=True)
@@ -168,7 +169,7 @@ def test_tokens_are_rounded_to_fp8_as_they_come(family, body, root, tmp_path, mo
 
 @pytest.mark.parametrize("tp_size", [1, 2, 3])
 @pytest.mark.parametrize("scheme", ["int4", "uint4", "int8", "fp8"])
-def test_the_cpu_target_is_off_by_what_activations_lose_in_8_bits(scheme, tp_size, root, tmp_path):
+def test_the_cpu_target_differs_by_8_bit_activation_error(scheme, tp_size, root, tmp_path):
     # A row in FP8 has a scale on each chip, so on several it is compared in groups.
     size = 0 if scheme == "fp8" and tp_size == 1 else 16
     case = compiled("llama", root, tmp_path / "case", tp_size, quantize=scheme, group_size=size)
@@ -255,8 +256,7 @@ SHORT = {("gpt2", "int8"), ("gpt_neox", "int8"), ("llama", "int4"), ("gemma2", "
 @pytest.mark.parametrize(("family", "scheme"), [
     pytest.param(*pair, marks=[pytest.mark.thorough] * (pair not in SHORT))
     for pair in itertools.product(families.FAMILIES, ("int8", "int4"))])
-def test_every_family_is_the_model_that_its_codes_stand_for(family, scheme, root, tmp_path,
-                                                            monkeypatch):
+def test_every_family_equals_its_dequantized_weights(family, scheme, root, tmp_path, monkeypatch):
     numbers = itertools.count()
 
     def compile_for(target, dtype):
@@ -268,7 +268,7 @@ def test_every_family_is_the_model_that_its_codes_stand_for(family, scheme, root
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
-def test_smollm2_is_the_model_that_its_codes_stand_for(scheme, tmp_path, monkeypatch):
+def test_smollm2_equals_its_dequantized_weights(scheme, tmp_path, monkeypatch):
     hf = bench_model.smollm2(tmp_path / "hf")
     model = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32,
                                                  attn_implementation="eager").eval()
@@ -311,19 +311,18 @@ def check_schedule(family, root, tmp_path, schemes, tp_size=1, size=0):
 
 @pytest.mark.parametrize("family", families.once(sorted(
     {*families.FAMILIES, *families.UNPLANNED})))
-def test_every_family_s_schedule_computes_with_codes_what_it_does_with_their_numbers(
-        family, root, tmp_path):
+def test_every_family_s_program_equals_its_dequantized_weights(family, root, tmp_path):
     check_schedule(family, root, tmp_path, ["int8", "int4"])
 
 
 @pytest.mark.parametrize(("family", "tp_size"), [
     ("llama", 2), ("llama", 3), ("gpt2", 2), ("gpt2", 3), ("gemma3_text", 2)])
-def test_schedules_of_several_chips_do_so_too(family, tp_size, root, tmp_path):
+def test_programs_of_several_ranks_equal_dequantized_weights(family, tp_size, root, tmp_path):
     check_schedule(family, root, tmp_path, ["int8", "int4", "uint4"], tp_size)
 
 
 @pytest.mark.parametrize(("scheme", "size"), [("uint4", 32), ("int8", 64), ("fp8", 0)])
-def test_gains_of_norms_are_in_what_a_schedule_has_rounded(scheme, size, root, tmp_path):
+def test_norm_weights_are_folded_before_quantization(scheme, size, root, tmp_path):
     chip, = check_schedule("llama", root, tmp_path, [scheme], size=size)
     assert sum(name.endswith(".normed") for name in chip.quantization) == 7
     model, _ = model_and_raw("llama", root)
@@ -332,7 +331,7 @@ def test_gains_of_norms_are_in_what_a_schedule_has_rounded(scheme, size, root, t
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_schedule_rounds_tokens_behind_their_norms(family, tmp_path):
+def test_a_program_quantizes_activations_after_norms(family, tmp_path):
     model = families.tiny_model(family, **WIDER[family])
     state = {name: torch.full_like(tensor, name.endswith("weight"))
              if "norm" in name or ".ln_" in name else tensor
@@ -351,7 +350,7 @@ def test_a_schedule_rounds_tokens_behind_their_norms(family, tmp_path):
     families.assert_close(found, families.reference_logits(model, TOKENS), FLIPPED)
 
 
-def test_what_the_cuda_target_s_kernels_do_not_read_stays_numbers(root, tmp_path):
+def test_weights_without_a_cuda_kernel_are_not_quantized(root, tmp_path):
     case = compiled("qwen2", root, tmp_path / "case", quantize="int8", target="cuda")
     refused = [text for report in read_manifest(case).passes if report.name == "quantize"
                for text in report.refusals]
@@ -361,7 +360,7 @@ def test_what_the_cuda_target_s_kernels_do_not_read_stays_numbers(root, tmp_path
     assert stored["model.layers.0.mlp.down_proj.weight"].dtype == np.float32
 
 
-def test_a_tied_embedding_is_the_lm_head_s_table(root, tmp_path, reference_bodies):
+def test_a_tied_embedding_shares_the_quantized_lm_head(root, tmp_path, reference_bodies):
     case = compiled("gpt2", root, tmp_path / "case", quantize="int8", group_size=32)
     families.assert_close(logits(case), truth("gpt2", root, "int8", 32), EXACT)
     tables = [name for name in load_file(case / "chip0" / "weights.safetensors")
@@ -382,7 +381,7 @@ def products(proto):
 
 @pytest.mark.parametrize(("scheme", "bits"), [("int4", 4), ("uint4", 4), ("int8", 8)])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_the_cpu_target_multiplies_all_by_int8_dot_products(family, scheme, bits, root, tmp_path):
+def test_the_cpu_target_uses_int8_dot_products(family, scheme, bits, root, tmp_path):
     """Every linear layer, the LM head too, is one MatMulNBits of accuracy level 4."""
     case = compiled(family, root, tmp_path / "case", quantize=scheme)
     found = products(onnx.load(case / "chip0" / "graph.onnx", load_external_data=False))
@@ -429,7 +428,7 @@ np.save(output, session.run(["logits"], feed)[0])
     families.assert_close(found, logits(case), EXACT)
 
 
-def test_the_lm_head_has_a_dtype_of_its_own_or_none(root, tmp_path, reference_bodies):
+def test_the_lm_head_dtype_is_separate(root, tmp_path, reference_bodies):
     forms = {}
     for head in ("int8", ""):
         case = compiled("llama", root, tmp_path / f"head{head}", quantize="int4", head=head)
@@ -441,7 +440,7 @@ def test_the_lm_head_has_a_dtype_of_its_own_or_none(root, tmp_path, reference_bo
                           0.2)  # 64 and 32 in groups
 
 
-def test_the_manifest_says_what_each_weight_is_and_inspect_counts_them(root, tmp_path):
+def test_the_manifest_lists_weight_dtypes_and_inspect_counts_them(root, tmp_path):
     from llmc.runtime.inspection import summarize
 
     case = compiled("llama", root, tmp_path / "case", quantize="uint4")
@@ -472,14 +471,14 @@ def test_the_same_model_and_options_give_the_same_bytes(scheme, target, root, tm
     assert one == other and "chip0/weights.safetensors" in one
 
 
-def test_so_does_a_text_to_calibrate_on(talkative, tmp_path):
+def test_calibration_is_reproducible(talkative, tmp_path):
     _, hf, text = talkative
     for name in ("one", "other"):
         llmc.compile(hf, tmp_path / name, quantize="int4", group_size=32, calibrate=text)
     assert digests(tmp_path / "one") == digests(tmp_path / "other")
 
 
-def test_so_does_a_checkpoint_in_fewer_bits(tmp_path):
+def test_a_quantized_checkpoint_is_reproducible(tmp_path):
     hf = families.save(families.tiny_model("llama", intermediate_size=96, num_hidden_layers=2),
                        tmp_path / "hf")
     made = families.to_static_fp8(hf, tmp_path / "fp8", {"_proj": 0.01})
@@ -489,7 +488,7 @@ def test_so_does_a_checkpoint_in_fewer_bits(tmp_path):
     assert digests(tmp_path / "one") == digests(tmp_path / "other")
 
 
-def test_that_no_gpu_multiplies_fp8_is_said(tiny_hf, tmp_path):
+def test_gpus_without_fp8_tensor_cores_are_reported(tiny_hf, tmp_path):
     said = []
     llmc.compile(tiny_hf, tmp_path / "case", target="cuda", dtype="bfloat16", quantize="fp8",
                  compute_capability="8.0", progress=said.append)
@@ -497,7 +496,7 @@ def test_that_no_gpu_multiplies_fp8_is_said(tiny_hf, tmp_path):
     assert not any("FP8 by FP8" in text for text in said)
 
 
-def test_what_a_gpu_does_with_rounded_activations_is_said_and_in_the_manifest(tiny_hf, tmp_path):
+def test_activation_quantization_is_reported_and_in_the_manifest(tiny_hf, tmp_path):
     from llmc.runtime.inspection import summarize
 
     said = []
@@ -532,7 +531,7 @@ def test_what_a_gpu_does_with_rounded_activations_is_said_and_in_the_manifest(ti
      "quantize_activations is given without quantize fp8"),
     ({"quantize": "int4", "group_size": 48}, "group_size 48 does not divide the rows of 'model"),
 ])
-def test_what_cannot_be_rounded_is_one_sentence(options, said, tiny_hf, tmp_path):
+def test_unquantizable_models_raise_an_llmc_error(options, said, tiny_hf, tmp_path):
     with pytest.raises(LlmcError, match=said):
         llmc.compile(tiny_hf, tmp_path / "case", **options)
     assert not (tmp_path / "case").exists()
@@ -546,15 +545,14 @@ def test_what_cannot_be_rounded_is_one_sentence(options, said, tiny_hf, tmp_path
      "is rounded are whole groups of 16 or 32"),
     ({"q_lora_rank": 32, "kv_lora_rank": 32}, {"group_size": 64, "target": "cuda"},
      "of which a chip has 32 numbers; rows of all that is rounded are whole groups of 32")])
-def test_a_group_size_that_does_not_fit_is_told_with_those_that_do(changes, options, said,
-                                                                   tmp_path):
+def test_an_invalid_group_size_is_refused_with_valid_ones(changes, options, said, tmp_path):
     hf = families.save(families.tiny_model("minicpm3", intermediate_size=96, num_hidden_layers=2,
                                            **changes), tmp_path / "hf")
     with pytest.raises(LlmcError, match=f"does not divide the rows of .*{said}"):
         llmc.compile(hf, tmp_path / "case", quantize="int4", **options)
 
 
-def test_neither_what_chooses_experts_nor_what_weighs_a_shared_one_is_rounded(tmp_path):
+def test_routers_and_shared_expert_gates_are_not_quantized(tmp_path):
     hf = families.save(families.tiny_model("qwen2_moe", moe_intermediate_size=64,
                                            num_hidden_layers=2), tmp_path / "hf")
     llmc.compile(hf, tmp_path / "case", quantize="int4")
@@ -564,7 +562,7 @@ def test_neither_what_chooses_experts_nor_what_weighs_a_shared_one_is_rounded(tm
     assert kept == {f"model.layers.1.mlp.{name}.weight" for name in ("gate", "shared_expert_gate")}
 
 
-def test_a_single_row_that_a_chip_has_of_several_is_rounded_as_the_others_are(tmp_path):
+def test_a_rank_with_a_single_row_quantizes_as_the_others(tmp_path):
     """Of the four heads of a delta rule three chips have 2, 1 and 1."""
     hf = families.save(families.tiny_model(
         "qwen3_next", intermediate_size=96, moe_intermediate_size=96,
@@ -575,7 +573,7 @@ def test_a_single_row_that_a_chip_has_of_several_is_rounded_as_the_others_are(tm
 
 
 @pytest.mark.parametrize("family", ["codegen", "llama"])
-def test_chips_share_columns_in_even_numbers_that_are_groups_if_they_can_be(family, tmp_path):
+def test_ranks_split_columns_in_whole_groups_if_possible(family, tmp_path):
     """256 behind an activation of its own, and 100, by 3 chips: 85 and 33 would be refused."""
     hf = families.save(families.tiny_model(family), tmp_path / "hf")
     llmc.compile(hf, tmp_path / "case", quantize="int8", tp_size=3)
@@ -586,7 +584,7 @@ def test_chips_share_columns_in_even_numbers_that_are_groups_if_they_can_be(fami
     assert widths == {"codegen": [96, 80, 80], "llama": [36, 32, 32]}[family]
 
 
-def test_so_do_they_share_the_columns_between_experts_products(tmp_path):
+def test_ranks_split_inner_columns_of_experts_in_whole_groups(tmp_path):
     """40 by 3 chips; groups that no kernel has leave them numbers."""
     said = []
     hf = families.save(families.tiny_model("qwen3_moe", num_hidden_layers=2, intermediate_size=96),
@@ -595,7 +593,7 @@ def test_so_do_they_share_the_columns_between_experts_products(tmp_path):
     assert any("2 layers' experts stay in float32" in text for text in said)
 
 
-def test_channels_of_a_short_convolution_are_divided_in_whole_groups(tmp_path):
+def test_short_convolution_channels_are_split_in_whole_groups(tmp_path):
     """64 channels on 3 chips: 32, 16 and 16; what has no whole groups is in even rows."""
     model = families.tiny_model("lfm2", block_auto_adjust_ff_dim=False, intermediate_size=100)
     hf = families.save(model, tmp_path / "hf")
@@ -624,8 +622,9 @@ def talkative(tmp_path_factory):
 
 
 @pytest.mark.parametrize("scheme", ["int4", "uint4"])
-def test_calibration_changes_what_the_model_makes_less_than_rounding(scheme, talkative, tmp_path,
-                                                                     reference_bodies):
+def test_calibration_has_a_smaller_output_error_than_rounding_to_nearest(scheme, talkative,
+                                                                         tmp_path,
+                                                                         reference_bodies):
     model, hf, text = talkative
     options = dict(quantize=scheme, group_size=32, quantize_lm_head="none")
     llmc.compile(hf, tmp_path / "nearest", **options)
@@ -645,7 +644,7 @@ def test_calibration_changes_what_the_model_makes_less_than_rounding(scheme, tal
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "phi3", "gemma2", "starcoder2"])
-def test_scaled_channels_make_the_same_model(family, root, tmp_path):
+def test_channel_scaling_preserves_the_model(family, root, tmp_path):
     model, raw = model_and_raw(family, root)
     raw, options, rng = families.copy_raw(raw), CompileOptions(), np.random.default_rng(5)
     fused = fuse(raw, options)
@@ -661,7 +660,7 @@ def test_scaled_channels_make_the_same_model(family, root, tmp_path):
     families.assert_close(logits(tmp_path / "case"), families.reference_logits(model, TOKENS))
 
 
-def test_calibration_has_one_layer_at_a_time_in_memory(tmp_path):
+def test_calibration_holds_one_layer_in_memory(tmp_path):
     """Of six layers it takes no more than of two, to within the codes of two."""
     peaks, tokens = [], np.random.default_rng(4).integers(3, families.VOCAB, 1024).tolist()
     for depth in (2, 6):
@@ -678,7 +677,7 @@ def test_calibration_has_one_layer_at_a_time_in_memory(tmp_path):
     assert peaks[1] - peaks[0] < 2 * codes
 
 
-def test_layers_that_read_another_ones_cache_are_calibrated(talkative, tmp_path):
+def test_layers_with_shared_kv_are_calibrated(talkative, tmp_path):
     """They stand behind it, and see what it has cached."""
     hf = families.save(families.tiny_model("gemma4_text", vocab_size=VOCAB, intermediate_size=96,
                                            vocab_size_per_layer_input=VOCAB,
@@ -693,8 +692,7 @@ def test_layers_that_read_another_ones_cache_are_calibrated(talkative, tmp_path)
     families.assert_close(*found, 0.05)
 
 
-def test_layers_whose_export_does_not_say_of_all_tensors_what_they_are_are_calibrated(talkative,
-                                                                                      tmp_path):
+def test_layers_with_unannotated_tensors_are_calibrated(talkative, tmp_path):
     hf = families.save(families.tiny_model("falcon_h1", vocab_size=VOCAB, num_hidden_layers=2),
                        tmp_path / "hf")
     write_tokenizer(hf)
@@ -706,8 +704,7 @@ def test_layers_whose_export_does_not_say_of_all_tensors_what_they_are_are_calib
     ("qwen3_moe", {"moe_intermediate_size": 64}, "the experts of 2 layers are rounded to nearest"),
     ("minicpm3", {"hidden_size": 64, "intermediate_size": 96, "kv_lora_rank": 32},
      "4 matrices of heads, latent attention's, are rounded to nearest"), ("llama", {}, "")])
-def test_that_a_calibration_leaves_weights_rounded_to_nearest_is_said(family, sizes, text,
-                                                                      talkative, tmp_path):
+def test_uncalibrated_weights_are_reported(family, sizes, text, talkative, tmp_path):
     hf = families.save(families.tiny_model(family, vocab_size=VOCAB, num_hidden_layers=2, **sizes),
                        tmp_path / "hf")
     write_tokenizer(hf)
@@ -718,7 +715,7 @@ def test_that_a_calibration_leaves_weights_rounded_to_nearest_is_said(family, si
         assert len(found) == bool(text and options) and all(text in note for note in found), found
 
 
-def test_calibrated_weights_are_divided_with_their_groups(talkative, tmp_path, reference_bodies):
+def test_calibrated_weights_are_sharded_with_their_groups(talkative, tmp_path, reference_bodies):
     _, hf, text = talkative
     found = []
     for tp_size in (1, 2):
@@ -732,7 +729,7 @@ def test_calibrated_weights_are_divided_with_their_groups(talkative, tmp_path, r
 @pytest.mark.parametrize(("content", "said"), [
     ("the quick brown fox", "tokens, and calibration needs 1024; give a longer text"),
     (None, "cannot be read as UTF-8 text")])
-def test_a_text_that_is_too_short_is_told(content, said, talkative, tmp_path):
+def test_a_calibration_text_that_is_too_short_is_refused(content, said, talkative, tmp_path):
     if content is not None:
         (tmp_path / "text").write_text(content)
     with pytest.raises(LlmcError, match=said):
@@ -741,7 +738,7 @@ def test_a_text_that_is_too_short_is_told(content, said, talkative, tmp_path):
         llmc.compile(talkative[1], tmp_path / "case", calibrate=tmp_path / "text")
 
 
-def test_an_encoder_decoder_is_not_calibrated_and_that_is_told_before_its_export(tmp_path):
+def test_calibrating_an_encoder_decoder_is_refused_before_the_export(tmp_path):
     hf = families.save(families.tiny_encoder_decoder("t5"), tmp_path / "hf")
     said = []
     with pytest.raises(LlmcError, match="is an encoder-decoder model, which --calibrate does not"):
@@ -750,7 +747,7 @@ def test_an_encoder_decoder_is_not_calibrated_and_that_is_told_before_its_export
     assert "passes" not in said
 
 
-def test_eval_and_diff_speak_of_the_original(talkative, tmp_path):
+def test_eval_and_diff_compare_with_the_original(talkative, tmp_path):
     _, hf, text = talkative
     llmc.compile(hf, tmp_path / "case", quantize="int8", group_size=32)
     report = perplexity(tmp_path / "case", data=text, hf_dir=hf)
@@ -765,7 +762,7 @@ def test_eval_and_diff_speak_of_the_original(talkative, tmp_path):
 
 
 @pytest.mark.thorough
-def test_diff_says_how_many_of_1000_greedy_tokens_keep_the_original_s_choice(tmp_path):
+def test_diff_reports_how_many_of_1000_greedy_tokens_agree(tmp_path):
     hf = families.save(families.tiny_model("llama", vocab_size=VOCAB, intermediate_size=96,
                                            max_position_embeddings=1088), tmp_path / "hf")
     write_tokenizer(hf)
@@ -778,8 +775,7 @@ def test_diff_says_how_many_of_1000_greedy_tokens_keep_the_original_s_choice(tmp
 
 
 @pytest.mark.parametrize(("family", "scheme"), [("gpt2", "int8"), ("llama", "int4")])
-def test_diff_holds_the_weights_of_a_schedule_that_llmc_has_not_rounded(family, scheme, root,
-                                                                        tmp_path):
+def test_diff_compares_unquantized_weights_of_a_program(family, scheme, root, tmp_path):
     case = compiled(family, root, tmp_path / "case", quantize=scheme, target="cuda", head="")
     _, raw = model_and_raw(family, root)
     manifest = read_manifest(case)
@@ -794,8 +790,8 @@ def test_diff_holds_the_weights_of_a_schedule_that_llmc_has_not_rounded(family, 
 @pytest.mark.parametrize(("family", "scheme", "tp_size", "target"), [
     ("llama", "int4", 2, "cpu"), ("qwen3_moe", "fp8", 1, "cuda"), ("gpt2", "uint4", 1, "cuda"),
     ("gemma3_text", "int8", 1, "cpu")])
-def test_diff_tells_rounded_weights_from_those_of_another_model(family, scheme, tp_size, target,
-                                                                root, tmp_path):
+def test_diff_distinguishes_quantized_weights_from_another_model(family, scheme, tp_size, target,
+                                                                 root, tmp_path):
     """Which has the same norms and the same embedding."""
     case = compiled(family, root, tmp_path / "case", tp_size, quantize=scheme, target=target)
     model, raw = model_and_raw(family, root)
@@ -814,7 +810,7 @@ def test_diff_tells_rounded_weights_from_those_of_another_model(family, scheme, 
     assert "of its size away, which no rounding makes of the reference's" in str(found[0])
 
 
-def test_diff_knows_a_weight_of_zeros_and_one_whose_scales_are_gone(tmp_path):
+def test_diff_finds_zeroed_weights_and_zeroed_scales(tmp_path):
     model = families.tiny_model("llama", intermediate_size=96)
     torch.nn.init.zeros_(model.model.layers[1].self_attn.o_proj.weight)
     hf = families.save(model, tmp_path / "hf")
@@ -829,7 +825,7 @@ def test_diff_knows_a_weight_of_zeros_and_one_whose_scales_are_gone(tmp_path):
     assert found.name == name and "is missing" in str(found)
 
 
-def test_diff_knows_what_calibration_has_scaled_and_left_unfolded(talkative, tmp_path):
+def test_diff_accounts_for_unfolded_calibration_scales(talkative, tmp_path):
     _, hf, text = talkative
     llmc.compile(hf, tmp_path / "case", quantize="int4", calibrate=text, target="cuda")
     manifest = read_manifest(tmp_path / "case")
@@ -851,8 +847,7 @@ def with_numbers(tiny_hf, hf, numbers):
 @pytest.mark.parametrize(("scheme", "numbers", "said"), [
     ("int4", [np.nan], r"\[64, 64\] has 1 NaN"),
     ("uint4", [3e38, -3e38], "has numbers in one group from -3e")])
-def test_weights_that_are_no_numbers_or_too_far_apart_are_named(scheme, numbers, said, tiny_hf,
-                                                                tmp_path):
+def test_nonfinite_or_too_large_weights_are_named(scheme, numbers, said, tiny_hf, tmp_path):
     hf = with_numbers(tiny_hf, tmp_path / "hf", numbers)
     with pytest.raises(LlmcError, match=f"layers.1.self_attn.o_proj.weight' {said}"):
         llmc.compile(hf, tmp_path / "case", quantize=scheme)
@@ -862,7 +857,7 @@ def test_weights_that_are_no_numbers_or_too_far_apart_are_named(scheme, numbers,
 @pytest.mark.parametrize(("scheme", "numbers"), [
     ("uint4", [3.3e38, -5e36]), ("int4", [3e38, -3e38]), ("int8", [3e38, -3e38]),
     ("fp8", [3e38, -3e38])])
-def test_scales_of_the_largest_numbers_are_finite(scheme, numbers, tiny_hf, tmp_path):
+def test_scales_of_the_largest_values_are_finite(scheme, numbers, tiny_hf, tmp_path):
     hf = with_numbers(tiny_hf, tmp_path / "hf", numbers)
     llmc.compile(hf, tmp_path / "case", quantize=scheme)
     weights = load_file(tmp_path / "case" / "chip0" / "weights.safetensors")
@@ -871,7 +866,7 @@ def test_scales_of_the_largest_numbers_are_finite(scheme, numbers, tiny_hf, tmp_
 
 
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
-def test_rows_of_an_odd_number_are_left_as_they_are_and_that_is_said(target, tmp_path):
+def test_odd_rows_are_not_quantized_with_a_note(target, tmp_path):
     hf_dir = families.save(families.tiny_model("llama", intermediate_size=37), tmp_path / "hf")
     said = []
     llmc.compile(hf_dir, tmp_path / "case", quantize="int8", target=target, progress=said.append)
@@ -890,8 +885,7 @@ def in_groups(tmp_path_factory):
 
 @pytest.mark.parametrize(("scheme", "tp_size", "most"), [
     ("int4", 1, 0.02), ("uint4", 2, 0.03), ("int8", 1, 0.02), ("fp8", 2, 1e-5)])
-def test_diff_allows_a_quantized_model_what_its_activations_lose(scheme, tp_size, most, in_groups,
-                                                                 tmp_path):
+def test_diff_allows_for_activation_quantization_error(scheme, tp_size, most, in_groups, tmp_path):
     """And nothing for its weights, which the reference has too."""
     llmc.compile(in_groups, tmp_path / "case", quantize=scheme, tp_size=tp_size,
                  group_size=0 if scheme == "fp8" else 32)
@@ -905,7 +899,7 @@ def test_diff_allows_a_quantized_model_what_its_activations_lose(scheme, tp_size
 
 
 @pytest.mark.parametrize(("family", "tp_size"), [("olmoe", 2), ("ernie4_5_moe", 1)])
-def test_diff_traces_weights_past_norms_and_biases_inside_patterns(family, tp_size, tmp_path):
+def test_diff_traces_weights_through_fused_norms_and_biases(family, tp_size, tmp_path):
     """Passes evaluate attention with norms of queries and keys, and routers with a bias."""
     hf = families.save(families.tiny_model(family), tmp_path / "hf")
     llmc.compile(hf, tmp_path / "case", quantize="fp8", tp_size=tp_size)

@@ -127,8 +127,8 @@ def refusal(directory, monkeypatch, way_out="which llmc does not read; give the 
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_a_quantised_checkpoint_is_refused_by_name_from_its_tensors_and_from_its_config(
-        kind, tiny_hf, tmp_path, monkeypatch):
+def test_an_unsupported_quantized_checkpoint_is_refused_by_method(kind, tiny_hf, tmp_path,
+                                                                  monkeypatch):
     said, by_config, by_tensors = KINDS[kind]
     directory = quantise(tiny_hf, tmp_path / "hf", kind)
     way_out = {} if kind in (plain_float8, plain_integers) else {
@@ -150,13 +150,14 @@ def test_a_quantised_checkpoint_is_refused_by_name_from_its_tensors_and_from_its
     ("hf_quant_config.json", {"quantization": {"quant_algo": "W4A8_AWQ"}},
      r"NVIDIA ModelOpt \(W4A8_AWQ\)"),
 ])
-def test_a_file_of_an_older_tool_says_it_too(file, said, expected, tiny_hf, tmp_path, monkeypatch):
+def test_an_older_quantization_file_is_detected(file, said, expected, tiny_hf, tmp_path,
+                                                monkeypatch):
     directory = shutil.copytree(tiny_hf, tmp_path / "hf")
     (directory / file).write_text(json.dumps(said))
     assert re.search(expected, refusal(directory, monkeypatch))
 
 
-def test_packed_experts_of_mxfp4_are_known():
+def test_packed_mxfp4_experts_are_detected():
     tensors = {"model.layers.0.mlp.experts.gate_up_proj_blocks":
                Weight.of(np.zeros((1, 2, 16), np.uint8))}
     with pytest.raises(LlmcError, match="by MXFP4"):
@@ -169,11 +170,11 @@ def test_packed_experts_of_mxfp4_are_known():
                                  load_in_4bit=False)},
     {"quantization_config": "none"},
 ])
-def test_a_config_that_asks_for_nothing_is_none_of_a_quantised_model(config):
+def test_an_empty_quantization_config_is_not_quantized(config):
     assert checkpoint.method_of(config) is None
 
 
-def test_it_is_known_before_torch_and_transformers_are_imported(tiny_hf, tmp_path):
+def test_quantization_is_detected_before_torch_is_imported(tiny_hf, tmp_path):
     directory = shutil.copytree(tiny_hf, tmp_path / "hf")
     edit(directory, quantization_config=dict(quant_method="some-new-method", bits=3))
     for model, expected in ((directory, "some-new-method (3 bits)"),

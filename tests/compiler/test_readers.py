@@ -46,7 +46,7 @@ def tensors():
             "layer.size": Weight.of(np.array([[0.5], [2.0]], np.float32))}
 
 
-def test_a_reader_is_registered_by_being_there(folder):
+def test_a_reader_file_registers_itself(folder):
     (folder / "ternary.py").write_text(TERNARY)
     config = {"quantization_config": {"quant_method": "ternary", "bits": 2}}
     assert checkpoint.method_of(config) == "Ternary (2 bits)"

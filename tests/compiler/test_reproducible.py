@@ -88,7 +88,7 @@ def test_a_matrix_times_a_vector_is_the_exact_sum_whatever_the_order():
     np.testing.assert_array_equal(got, np.array(truth, np.float32))
 
 
-def test_a_sum_adds_halves_of_a_row():
+def test_sums_are_pairwise():
     """In this order: ((a + c) + (b + d)) + e."""
     row = np.array([[1e20, 3.0, -1e20, 5.0, 7.0]], np.float32)
     assert Weight.of(row).dot(np.ones(5, np.float32)) == 15
@@ -131,7 +131,7 @@ print(json.dumps(test_reproducible.torch_s_sines()))
 """
 
 
-def test_a_lesser_processor_compiles_the_same_bytes(tmp_path):
+def test_an_older_cpu_compiles_the_same_bytes(tmp_path):
     """Of a model whose rotary frequencies torch computes otherwise there, with LayerNorms, which
     the cuda target folds into what follows.
     """

@@ -51,7 +51,7 @@ def compile(family, tmp_path, changes=None, **options):
     return llmc.compile(hf, tmp_path / "case", target="tensorrt", **options)
 
 
-def test_the_manifest_says_what_the_plan_needs(builder, tmp_path):
+def test_the_manifest_describes_the_plan_s_inputs(builder, tmp_path):
     said = []
     compile("llama", tmp_path, dtype="float16", max_batch_size=4, progress=said.append)
     manifest = read_manifest(tmp_path / "case")
@@ -74,7 +74,7 @@ def test_every_rank_gets_an_engine(builder, tmp_path):
     assert manifest.ops.keys() >= {"AllReduce", "AllGather", "CausalAttention"}
 
 
-def test_the_graph_suits_an_old_onnx_runtime_and_a_new_parser(builder, tmp_path):
+def test_the_graph_is_valid_for_onnx_runtime_and_the_parser(builder, tmp_path):
     """ONNX Runtime 1.23 knows no overloads; TensorRT 10's parser would take functions, not plugins.
     """
     compile("llama", tmp_path)
@@ -166,14 +166,14 @@ def save_mixture(family, tmp_path):
 
 @QUANTIZED
 @pytest.mark.parametrize("family", IN_GROUPS)
-def test_weights_in_fewer_bits_are_kept(builder, family, wish, tmp_path):
+def test_quantized_weights_are_kept(builder, family, wish, tmp_path):
     compile(family, tmp_path, IN_GROUPS[family], **wish)
     assert read_manifest(tmp_path / "case").quantization
     check_kept(tmp_path, wish)
 
 
 @MIXTURES
-def test_experts_in_fewer_bits_are_kept(builder, family, wish, tmp_path):
+def test_quantized_experts_are_kept(builder, family, wish, tmp_path):
     said = []
     llmc.compile(save_mixture(family, tmp_path), tmp_path / "case", target="tensorrt",
                  progress=said.append, **wish)
@@ -270,7 +270,7 @@ def scales_in_tiles(scales):
     ("int4", 32, 64, 32, (True, False)), ("mxfp4", 32, 96, 32, (False, False)),
     ("uint4", 48, 96, 48, (False, False)), ("uint8", 12, 24, 36, (False, False)),
     ("int8", 16, 32, 64, (False, False)), ("float8_e4m3fn", 96, 96, 96, (False, False))])
-def test_experts_lie_as_their_kernels_read_them(dtype, size, hidden, inner, tiled):
+def test_experts_have_the_kernel_layout(dtype, size, hidden, inner, tiled):
     """What Experts::prepare makes of them on a GPU, as words of int32."""
     rng = np.random.default_rng(size)
     bits, fixed = CODE_TYPES[dtype].bits, CODE_TYPES[dtype].zero_point
@@ -304,7 +304,7 @@ def test_experts_lie_as_their_kernels_read_them(dtype, size, hidden, inner, tile
 
 
 @QUANTIZED
-def test_the_parser_is_given_weights_as_kernels_read_them(builder, wish, tmp_path):
+def test_the_parser_gets_weights_in_kernel_layout(builder, wish, tmp_path):
     compile("llama", tmp_path, IN_GROUPS["llama"], **wish)
     carried, stored = parsed_weights(builder[-1], tmp_path / "case" / "chip0")
     count = 0
@@ -325,7 +325,7 @@ def test_the_parser_is_given_weights_as_kernels_read_them(builder, wish, tmp_pat
 
 
 @MIXTURES
-def test_the_parser_is_given_experts_as_kernels_read_them(builder, family, wish, tmp_path):
+def test_the_parser_gets_experts_in_kernel_layout(builder, family, wish, tmp_path):
     """Of constants of int32 and float32 alone, which TensorRT 8.6 has."""
     llmc.compile(save_mixture(family, tmp_path), tmp_path / "case", target="tensorrt", **wish)
     graph = builder[-1]["parsed"].graph
@@ -370,7 +370,7 @@ def parsed_weights(work, chip):
     return carried, stored
 
 
-def test_rows_that_are_no_whole_words_stay_numbers(builder, tmp_path):
+def test_rows_of_partial_words_are_not_quantized(builder, tmp_path):
     compile("gpt2", tmp_path, {"n_inner": 98}, quantize="fp8")
     report, = [report for report in read_manifest(tmp_path / "case").passes
                if report.name == "quantize"]
@@ -378,7 +378,7 @@ def test_rows_that_are_no_whole_words_stay_numbers(builder, tmp_path):
                for text in report.refusals)
 
 
-def test_experts_in_groups_that_no_kernel_reads_stay_numbers_and_that_is_said(builder, tmp_path):
+def test_experts_with_unsupported_groups_are_dequantized_with_a_note(builder, tmp_path):
     said = []
     compile("qwen3_moe", tmp_path, {"num_hidden_layers": 2}, quantize="int8", progress=said.append)
     assert any("2 layers' experts stay in float32, as target tensorrt has no kernel" in text
@@ -457,15 +457,14 @@ def test_every_node_of_an_encoder_and_its_decoder_is_a_plugin(harness, builder, 
 
 
 @QUANTIZED
-def test_every_node_with_weights_in_fewer_bits_is_a_plugin(harness, builder, wish, tmp_path):
+def test_every_node_with_quantized_weights_is_a_plugin(harness, builder, wish, tmp_path):
     compile("llama", tmp_path, IN_GROUPS["llama"], dtype="float16", **wish)
     check_nodes(tmp_path / "case" / "chip0" / "graph.onnx", harness,
                 builder[-1]["parsed"].graph.initializer)
 
 
 @MIXTURES
-def test_every_node_with_experts_in_fewer_bits_is_a_plugin(harness, builder, family, wish,
-                                                           tmp_path):
+def test_every_node_with_quantized_experts_is_a_plugin(harness, builder, family, wish, tmp_path):
     llmc.compile(save_mixture(family, tmp_path), tmp_path / "case", target="tensorrt",
                  dtype="float16", **wish)
     check_nodes(tmp_path / "case" / "chip0" / "graph.onnx", harness,
@@ -531,7 +530,7 @@ def test_profiles_for_prompts_and_for_decoding(builder, tmp_path):
     (dict(compute_capability="8.0"), "of compute capability 9.0, not 8.0"),
     (dict(max_batch_size=0), "max_batch_size 0 is below 1"),
 ])
-def test_what_cannot_be_is_refused(builder, options, match, tmp_path):
+def test_unsupported_options_are_refused(builder, options, match, tmp_path):
     with pytest.raises(llmc.LlmcError, match=match):
         compile("llama", tmp_path, **options)
     assert not (tmp_path / "case").exists()
@@ -543,7 +542,7 @@ def test_a_head_dim_without_a_kernel_is_refused(builder, tmp_path):
         llmc.compile(hf, tmp_path / "case", target="tensorrt")
 
 
-def test_without_tensorrt_it_says_what_to_install(monkeypatch, tmp_path):
+def test_a_missing_tensorrt_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(tensorrt, "plugin_library", lambda: tmp_path / "none.so")
     monkeypatch.delenv("LLMC_TENSORRT_PYTHON", raising=False)
     monkeypatch.setattr(tensorrt, "find_spec", lambda name: None)
@@ -566,19 +565,19 @@ def stub(directory, text):
      "builder ended with exit code 139: segment lost"),
     ("import os; os._exit(0)", "builder ended with exit code 0"),
 ])
-def test_what_the_builder_s_process_says(monkeypatch, tmp_path, text, match):
+def test_builder_process_messages_are_reported(monkeypatch, tmp_path, text, match):
     monkeypatch.setenv("LLMC_TENSORRT_PYTHON", stub(tmp_path, text))
     with pytest.raises(llmc.LlmcError, match=match):
         tensorrt._build({"plugins": "none.so"}, CompileOptions())
 
 
-def test_a_python_that_is_not_there(monkeypatch):
+def test_a_missing_python_is_an_error(monkeypatch):
     monkeypatch.setenv("LLMC_TENSORRT_PYTHON", "/none/python")
     with pytest.raises(llmc.LlmcError, match=r"'/none/python', named in LLMC_TENSORRT_PYTHON"):
         tensorrt._build({"plugins": "none.so"}, CompileOptions())
 
 
-def test_what_is_loaded_must_be_what_was_compiled_with(builder, tmp_path):
+def test_the_tensorrt_version_must_match_the_compiled_one(builder, tmp_path):
     manifest = compile("llama", tmp_path, max_batch_size=2)
     check_version(manifest.target, "8.6.0")
     with pytest.raises(llmc.LlmcError, match="built by TensorRT 8.6.0, here is TensorRT 8.6.1; "):
@@ -598,7 +597,7 @@ def test_what_is_loaded_must_be_what_was_compiled_with(builder, tmp_path):
         llmc.LLM(tmp_path / "case")
 
 
-def test_where_tensorrt_s_library_is(monkeypatch, tmp_path):
+def test_the_tensorrt_library_is_located(monkeypatch, tmp_path):
     monkeypatch.setenv("LLMC_TENSORRT_LIBRARY", str(tmp_path))
     assert tensorrt_library("8") == str(tmp_path / "libnvinfer.so.8")
     monkeypatch.setenv("LLMC_TENSORRT_LIBRARY", "/opt/libnvinfer.so.8")
@@ -607,7 +606,7 @@ def test_where_tensorrt_s_library_is(monkeypatch, tmp_path):
     assert tensorrt_library("7") == "libnvinfer.so.7"
 
 
-def test_a_tensorrt_that_cannot_be_loaded_is_one_sentence(extension, harness, tmp_path):
+def test_a_tensorrt_that_cannot_be_loaded_is_an_llmc_error(extension, harness, tmp_path):
     with pytest.raises(extension.CudaError,
                        match=r"TensorRT cannot be loaded \(.*none.*\); install it, or name"):
         extension.tensorrt.load(str(tmp_path / "none.so"))

@@ -61,13 +61,13 @@ def test_families_find_transformers_beams(extension, kind, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("beam_width", [2, 4, 8])
-def test_long_prompts_of_unequal_lengths(long, llm, beam_width):
+def test_long_prompts_of_different_lengths(long, llm, beam_width):
     rng = np.random.default_rng(1)
     prompts = [rng.integers(3, 101, length).tolist() for length in (330, 3, 150)]
     assert_equal(llm, long[1], prompts, search(beam_width, 40, ignore_eos=True), (), TOLERANCE)
 
 
-def test_searches_of_other_sizes_may_come_in_turn(long, llm, monkeypatch):
+def test_consecutive_searches_may_differ_in_size(long, llm, monkeypatch):
     """Each has a graph of its own; with many end tokens there is no room yet for the candidates."""
     for ends, width, prompts in (((), 2, 3), ((), 4, 1), (range(40, 60), 8, 2), ((), 2, 3),
                                  ((7,), 4, 1), (range(40, 60), 8, 3)):
@@ -96,7 +96,7 @@ def test_a_search_may_fill_the_cache(long, llm):
         np.testing.assert_allclose(beams.scores[b], alone.scores[0], rtol=TOLERANCE)
 
 
-def test_scores_that_are_changed_come_from_the_host(long, llm):
+def test_processed_scores_are_computed_on_the_host(long, llm):
     params = search(4, 12, repetition_penalty=1.3, bad_words=[[7], [41, 36]], logit_bias={9: 1.5},
                     ignore_eos=True)
     assert_equal(llm, long[1], PROMPTS, params, (), TOLERANCE, repetition_penalty=1.3,

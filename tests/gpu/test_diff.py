@@ -16,7 +16,7 @@ TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 6e-2}
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
-def test_a_faithful_model_is_within_tolerance(extension, family, dtype, tmp_path):
+def test_an_unmodified_model_is_within_tolerance(extension, family, dtype, tmp_path):
     hf = families.save(families.tiny_model(family), tmp_path / "hf")
     llmc.compile(hf, tmp_path / "case", target="cuda", dtype=dtype)
     report = diff(tmp_path / "case", hf, bisect=True)

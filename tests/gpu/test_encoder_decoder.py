@@ -60,7 +60,7 @@ def assert_same(cases, requests, batch, **options):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("check_step", [1, 8])
-def test_tokens_are_the_cpu_target_s(extension, name, check_step, cases):
+def test_tokens_equal_those_of_the_cpu_target(extension, name, check_step, cases):
     requests = [SamplingParams(max_tokens=16), SamplingParams(max_tokens=10, beam_width=3),
                 SamplingParams(max_tokens=12, beam_width=4, length_penalty=2.0),
                 SamplingParams(max_tokens=16, ignore_eos=True)]
@@ -69,7 +69,7 @@ def test_tokens_are_the_cpu_target_s(extension, name, check_step, cases):
 
 
 @pytest.mark.parametrize("name", ["t5", "bart"])
-def test_prompts_that_wait_and_rows_that_are_freed(extension, name, cases):
+def test_waiting_prompts_reuse_freed_rows(extension, name, cases):
     """More prompts than rows, that end at different times, with completions that share one."""
     batch = [row for seed in range(3) for row in prompts(seed)]
     requests = [[SamplingParams(max_tokens=10 - i) for i in range(9)],
@@ -81,7 +81,7 @@ def test_prompts_that_wait_and_rows_that_are_freed(extension, name, cases):
 
 
 @pytest.mark.parametrize("check_step", [1, 8])
-def test_tokens_that_the_generation_config_forces(extension, check_step, encoder_decoder, tmp_path):
+def test_forced_tokens_of_the_generation_config(extension, check_step, encoder_decoder, tmp_path):
     _, raw, _ = encoder_decoder("bart")
     forcing = replace(raw, generation={**raw.generation, **FORCED})
     both = [compile_for(forcing, target, tmp_path / target) for target in ("cpu", "cuda")]
@@ -97,8 +97,8 @@ def test_tokens_that_the_generation_config_forces(extension, check_step, encoder
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NAMES)
-def test_steps_that_encode_and_decode_together_give_transformers_logits(
-        extension, name, dtype, encoder_decoder, tmp_path):
+def test_steps_that_encode_and_decode_together_give_transformers_logits(extension, name, dtype,
+                                                                        encoder_decoder, tmp_path):
     """Prompts are encoded as their sequences begin; two sequences share the last one."""
     model, raw, _ = encoder_decoder(name)
     sources = prompts(3, (60, 7, 23))
@@ -178,8 +178,8 @@ def test_logits_are_transformers(extension, name, dtype, encoder_decoder, tmp_pa
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs")
 @pytest.mark.parametrize("name", ["t5", "marian"])
-def test_two_ranks_generate_what_the_cpu_target_does(extension, name, encoder_decoder, cases,
-                                                     tmp_path):
+def test_two_ranks_generate_the_cpu_target_s_tokens(extension, name, encoder_decoder, cases,
+                                                    tmp_path):
     _, raw, _ = encoder_decoder(name)
     two = compile_for(raw, "cuda", tmp_path / "tp2", tp_size=2)
     assert_same((cases(name)[0], two), [SamplingParams(max_tokens=12),

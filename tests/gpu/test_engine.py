@@ -30,7 +30,7 @@ def compiled(tmp_path_factory):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_decoding_continues_what_a_prompt_began(extension, compiled, dtype):
+def test_decoding_continues_a_prefill(extension, compiled, dtype):
     """Long enough that attention divides a sequence among blocks."""
     tokens = np.random.default_rng(0).integers(3, families.VOCAB, LENGTH).tolist()
     with llmc.LLM(compiled / dtype) as llm:
@@ -84,7 +84,7 @@ def same_completions(actual, expected):
 
 @pytest.mark.parametrize("check_step", [1, 3, 8])
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_every_parameter_does_what_it_does_on_the_cpu(extension, compiled, check_step, sampled):
+def test_every_sampling_parameter_matches_the_cpu(extension, compiled, check_step, sampled):
     """One parameter set per prompt, all in one batch, whose rows move as others end; prompts of one
     token, and lengths that end at different steps."""
     prompts = [[5, 6, 7, 5, 6], [8] * 40, [9, 10, 6], [12], [10, 6, 7, 8, 20, 30, 3], [30, 31],
@@ -109,7 +109,7 @@ def test_every_parameter_does_what_it_does_on_the_cpu(extension, compiled, check
 
 
 @pytest.mark.parametrize("check_step", [1, 8])
-def test_a_sequence_without_an_allowed_token_is_one_sentence(extension, compiled, check_step):
+def test_a_sequence_without_an_allowed_token_raises_an_llmc_error(extension, compiled, check_step):
     everything = [[token] for token in range(families.VOCAB) if token != 50]
     params = llmc.SamplingParams(max_tokens=20, bad_words=[*everything, [50, 50, 50, 50]],
                                  ignore_eos=True)
@@ -120,19 +120,19 @@ def test_a_sequence_without_an_allowed_token_is_one_sentence(extension, compiled
         assert llm.generate([[5, 6]], ended)[0].token_ids == (50, 50, 50)
 
 
-def test_more_log_probabilities_than_the_device_finds_are_refused(extension, compiled):
+def test_logprobs_beyond_the_device_limit_are_refused(extension, compiled):
     with llmc.LLM(compiled / "float32") as llm, \
             pytest.raises(llmc.LlmcError, match="logprobs 21 exceeds 20, the most where GPUs"):
         llm.generate([[5]], llmc.SamplingParams(logprobs=21))
 
 
-def test_too_little_memory_is_said_in_numbers(extension, compiled):
+def test_out_of_memory_reports_the_sizes(extension, compiled):
     with pytest.raises(llmc.LlmcError, match=r"not enough device memory for .*: \d+ MiB"):
         llmc.LLM(compiled / "float32", max_num_batched_tokens=10**8)
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["at once", "in turn"])
-def test_two_models_do_what_each_does_alone(extension, compiled, at_once):
+def test_two_models_give_the_same_tokens_as_each_alone(extension, compiled, at_once):
     two_models.check(compiled / "float16", compiled / "bfloat16", at_once=at_once)
 
 
@@ -154,7 +154,7 @@ def engine(extension, compiled):
     (lambda e: e.join(b"short", 0, 1), "id has the wrong size"),
     (lambda e: e.join(bytes(128), 1, 1), "rank 1 is not below"),
 ])
-def test_what_an_engine_is_asked_wrongly(extension, engine, call, match):
+def test_invalid_engine_calls_are_refused(extension, engine, call, match):
     """And it goes on as before."""
     step = Step.of([[5, 6, 7]], [0], [[2]], [0], logits="all")
     expected = engine.collect(engine.submit(step)).logits

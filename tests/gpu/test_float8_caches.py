@@ -18,7 +18,7 @@ def compile(family, tmp_path, **options):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "qwen3"])
-def test_tokens_and_logits_are_the_schedule_s(extension, family, tmp_path):
+def test_tokens_and_logits_equal_the_program_interpreter(extension, family, tmp_path):
     """Prompts, decoding in graphs, and logits of prompts that continue."""
     case = compile(family, tmp_path)
     with llmc.LLM(case) as llm:
@@ -30,7 +30,7 @@ def test_tokens_and_logits_are_the_schedule_s(extension, family, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_logits_are_the_schedule_s_in_16_bits(extension, dtype, tmp_path):
+def test_16_bit_logits_are_near_the_program_interpreter(extension, dtype, tmp_path):
     case = compile("llama", tmp_path, dtype=dtype)
     with llmc.LLM(case) as llm:
         logits = llm.logits(PROMPTS[1])

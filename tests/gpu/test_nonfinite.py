@@ -16,7 +16,7 @@ def case(request, extension, nan_hf, tmp_path_factory):
     dict(), dict(logprobs=1), dict(temperature=1, seed=1), dict(temperature=1, top_k=3, top_p=0.5),
     dict(repetition_penalty=1.2), dict(guided_choice=["fox"]), dict(beam_width=2),
     dict(prompt_logprobs=1)])
-def test_nan_logits_end_their_own_request_alone(case, params):
+def test_nan_logits_fail_only_their_request(case, params):
     others = llmc.SamplingParams(max_tokens=20, ignore_eos=True)
     with llmc.LLM(case, kv_cache_tokens=512, block_size=16) as llm:
         expected = llm.generate([[5, 6]], others)[0].token_ids

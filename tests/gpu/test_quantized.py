@@ -74,13 +74,13 @@ def test_logits(extension, family, scheme, tmp_path):
 
 
 @pytest.mark.parametrize("scheme", ["int4", "uint4", "int8", "fp8"])
-def test_mixtures_of_experts(extension, scheme, tmp_path):
+def test_moe_logits(extension, scheme, tmp_path):
     hf = families.save(families.tiny_model("qwen3_moe", moe_intermediate_size=64,
                                            max_position_embeddings=512), tmp_path / "hf")
     check_mixture(lambda dtype: compile_to(tmp_path, hf, dtype, scheme, group_size=32))
 
 
-def test_experts_in_mxfp4(extension, tmp_path):
+def test_mxfp4_experts(extension, tmp_path):
     hf = families.save(families.tiny_model("gpt_oss", intermediate_size=128,
                                            max_position_embeddings=512), tmp_path / "hf")
     families.to_mxfp4(hf, tmp_path / "mxfp4", np.random.default_rng(6))
@@ -104,8 +104,7 @@ def far(actual, expected):
 
 @pytest.mark.parametrize("backend", [None, "cudnn", "vanilla"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_logits_of_activations_in_fp8_by_fixed_scales(extension, family, backend, tmp_path,
-                                                      monkeypatch):
+def test_logits_with_static_fp8_activations(extension, family, backend, tmp_path, monkeypatch):
     """Attention and gates round what they make, for the projection behind them."""
     model = families.tiny_model(family, max_position_embeddings=512, **FAMILIES[family])
     hf = families.save(model, tmp_path / "hf")
@@ -129,7 +128,7 @@ def test_logits_of_activations_in_fp8_by_fixed_scales(extension, family, backend
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
-def test_logits_of_blocks_of_fp8(extension, family, tmp_path):
+def test_logits_of_block_fp8_weights(extension, family, tmp_path):
     """Activations as they are, or in groups that are rounded."""
     model = families.tiny_model(family, max_position_embeddings=512, hidden_size=256, head_dim=64,
                                 num_attention_heads=4, num_key_value_heads=2, intermediate_size=384)
@@ -152,7 +151,7 @@ def test_logits_of_blocks_of_fp8(extension, family, tmp_path):
 
 @pytest.mark.parametrize("form", ["blocks", "tokens"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
-def test_mixtures_that_round_what_they_multiply(extension, family, form, tmp_path):
+def test_moe_logits_with_quantized_activations(extension, family, form, tmp_path):
     """In groups, and by tokens' own scales."""
     model = families.tiny_model(
         family, max_position_embeddings=512, hidden_size=256, head_dim=64, num_attention_heads=4,
@@ -175,7 +174,7 @@ def test_mixtures_that_round_what_they_multiply(extension, family, form, tmp_pat
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_of_activations_in_fp8(extension, family, tmp_path):
+def test_logits_with_fp8_activations(extension, family, tmp_path):
     """An activation between two numbers of FP8 may go to either, and then others of its token in
     later layers do: in float32 those of some tokens, in 16 bits of all, which are off by as much as
     rounding itself changes, and no more.

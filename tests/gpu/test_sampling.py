@@ -90,7 +90,7 @@ CUTS = [dict(), dict(temperature=0.7, top_k=5), dict(temperature=1.5, top_p=0.9)
 @pytest.mark.parametrize(("vocab", "stride"), SIZES)
 @pytest.mark.parametrize("cuts", CUTS, ids=lambda cuts: " ".join(f"{k}={v}" for k, v in
                                                                   cuts.items()) or "none")
-def test_draws_are_the_host_s(extension, vocab, stride, cuts, dtype):
+def test_sampled_tokens_equal_the_host_s(extension, vocab, stride, cuts, dtype):
     rows = 4
     logits = random_logits(rows, stride, dtype)
     listed = [SamplingParams(**{"temperature": 1.0, **cuts}, seed=row) for row in range(rows)]
@@ -106,7 +106,7 @@ def test_draws_are_the_host_s(extension, vocab, stride, cuts, dtype):
 @pytest.mark.parametrize("cuts", CUTS, ids=lambda cuts: " ".join(f"{k}={v}" for k, v in
                                                                   cuts.items()) or "none")
 @pytest.mark.parametrize("shape", ["flat", "two values", "sorted", "half forbidden"])
-def test_draws_from_odd_logits_are_the_host_s(extension, shape, cuts, dtype):
+def test_sampled_tokens_of_unusual_logits_equal_the_host_s(extension, shape, cuts, dtype):
     """Where everything ties, or the likely tokens are neighbours or few."""
     vocab, rows = 20000, 2
     logits = {"flat": np.zeros(vocab), "two values": np.arange(vocab) % 2 * 2.0,
@@ -125,7 +125,7 @@ def test_draws_from_odd_logits_are_the_host_s(extension, shape, cuts, dtype):
 @pytest.mark.parametrize("draws", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("vocab", "stride"), SIZES)
-def test_greedy_is_the_first_of_the_likeliest(extension, vocab, stride, dtype, draws):
+def test_greedy_takes_the_first_of_equal_maxima(extension, vocab, stride, dtype, draws):
     logits = random_logits(64, stride, dtype)
     logits[:, vocab:] = 100
     tokens = draw(extension, logits, vocab, SamplingParams(), draws=draws)
@@ -133,7 +133,7 @@ def test_greedy_is_the_first_of_the_likeliest(extension, vocab, stride, dtype, d
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_without_an_allowed_token_gets_none(extension, temperature):
+def test_a_row_without_an_allowed_token_samples_nothing(extension, temperature):
     logits = torch.full((2, 1024), -torch.inf, device="cuda")
     logits[1, 77] = -5
     tokens = draw(extension, logits, 1000, SamplingParams(temperature=temperature))
@@ -156,7 +156,7 @@ def test_a_row_with_a_nan_or_infinite_logit_is_reported(extension, dtype, params
     assert tokens[[0, 5]].tolist() == expected[[0, 5]].tolist() and tokens[4] >= 0
 
 
-def test_rows_of_a_batch_have_their_own_parameters(extension):
+def test_rows_of_a_batch_have_separate_parameters(extension):
     vocab = 5000
     listed = [SamplingParams(**{"temperature": 1.0, **cuts}, seed=row)
               for row, cuts in enumerate(CUTS)] + [SamplingParams()]
@@ -172,7 +172,7 @@ def test_rows_of_a_batch_have_their_own_parameters(extension):
     dict(temperature=0.9, top_k=40, top_p=0.95), dict(temperature=1.3), dict(min_p=0.05),
     dict(typical_p=0.8), dict(top_k=100, top_p=0.97, min_p=0.01, typical_p=0.9)],
     ids=lambda cuts: " ".join(f"{k}={v}" for k, v in cuts.items()))
-def test_the_drawn_distribution_is_the_exact_one(extension, cuts):
+def test_the_sampled_distribution_is_exact(extension, cuts):
     from scipy.stats import chisquare
     torch.manual_seed(1)
     rows, vocab = 100_000, 300

@@ -19,7 +19,7 @@ def tokens(count=COUNT, **params):
 
 
 @pytest.mark.parametrize("family", ["falcon_h1", "qwen3_5_text", "lfm2", "mamba2"])
-def test_a_crowd_completions_and_beams(extension, family, tmp_path):
+def test_concurrent_completions_and_beams(extension, family, tmp_path):
     """In float32; some have to leave, and begin anew."""
     model = families.tiny_model(family)
     case = tmp_path / "case"

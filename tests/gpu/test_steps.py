@@ -58,7 +58,7 @@ def assert_told(ours, wanted):
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
-def test_logits_of_chunks_and_decoding_together_are_transformers(extension, family, tmp_path):
+def test_logits_of_mixed_chunked_prefill_and_decode_equal_transformers(extension, family, tmp_path):
     """In 16 bits no further from the float32 truth than twice what transformers is."""
     try:
         hf = families.save(families.tiny_model(family), tmp_path / "hf")
@@ -84,7 +84,7 @@ def test_logits_of_chunks_and_decoding_together_are_transformers(extension, fami
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_size", [8, 16, 64, 1024])
-def test_decoding_continues_what_a_prompt_began(extension, compiled, dtype, block_size):
+def test_decoding_continues_a_prefill(extension, compiled, dtype, block_size):
     """Long enough that attention divides a sequence among blocks of threads."""
     tokens = np.random.default_rng(0).integers(3, families.VOCAB, LENGTH).tolist()
     stepper = Stepper(load(compiled[0] / dtype, max_tokens=LENGTH, block_size=block_size,
@@ -98,8 +98,7 @@ def test_decoding_continues_what_a_prompt_began(extension, compiled, dtype, bloc
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 5])
 @pytest.mark.parametrize("chunk", [10**6, 16, 3])
-def test_tokens_do_not_depend_on_company_chunks_or_how_far_the_device_is_ahead(
-        extension, compiled, ahead, chunk):
+def test_tokens_do_not_depend_on_batch_chunks_or_in_flight_steps(extension, compiled, ahead, chunk):
     case, model = compiled
     params = [SamplingParams(max_tokens=9 + 5 * i) for i in range(len(PROMPTS))]
     engine = load(case / "float32", max_batch_size=3, max_tokens=64)
@@ -110,7 +109,7 @@ def test_tokens_do_not_depend_on_company_chunks_or_how_far_the_device_is_ahead(
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_every_slot_chooses_as_its_sequence_asks(extension, compiled, sampled, ahead):
+def test_every_slot_samples_with_its_parameters(extension, compiled, sampled, ahead):
     """And so does the next sequence in the slot."""
     case, model = compiled
     params = [SamplingParams(**rule, **(cuts if sampled else {}), max_tokens=14 + 5 * row, seed=row)
@@ -125,7 +124,7 @@ def test_every_slot_chooses_as_its_sequence_asks(extension, compiled, sampled, a
                 assert_told(ours, wanted)
 
 
-def test_a_sequence_that_is_computed_again_goes_on_as_it_would_have(extension, compiled):
+def test_a_recomputed_sequence_continues_identically(extension, compiled):
     """Its penalties count what it has generated, its draws go on where they were."""
     case, model = compiled
     params = [SamplingParams(max_tokens=20, temperature=0.9, seed=4, repetition_penalty=1.3,
@@ -163,7 +162,7 @@ def test_blocks_are_shared_and_copied_on_write(extension, compiled):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_prefix_that_many_sequences_share_is_read_once(extension, tmp_path, dtype):
+def test_a_prefix_shared_by_many_sequences_is_read_once(extension, tmp_path, dtype):
     """By all of a step, by some, and by none; of one length and of another."""
     model = families.tiny_model("llama", max_position_embeddings=1024, head_dim=64)
     llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", target="cuda",
@@ -193,7 +192,7 @@ def test_a_prefix_that_many_sequences_share_is_read_once(extension, tmp_path, dt
             assert np.abs(logits[i] - expected).max() <= allowed * np.ptp(expected)
 
 
-def test_some_of_a_decode_step_choose(extension, compiled):
+def test_a_decode_step_may_sample_some_rows(extension, compiled):
     """The others are prompts that go on in the next step."""
     case, model = compiled
     engine = load(case / "float32")
@@ -210,14 +209,14 @@ def test_some_of_a_decode_step_choose(extension, compiled):
     assert chosen[1] == int(families.reference_logits(model, [6, 8])[-1].argmax())
 
 
-def test_a_step_of_unfinished_prompts_gives_nothing(extension, compiled):
+def test_a_step_of_partial_prefills_samples_nothing(extension, compiled):
     engine = load(compiled[0] / "float32")
     sampled = engine.collect(engine.submit(Step.of([[5, 6], [7, 8]], [0, 0], [[1], [2]], [0, 1],
                                                    sample=[])))
     assert not len(sampled.tokens) and not sampled.logprobs and sampled.logits is None
 
 
-def test_a_slot_without_an_allowed_token_says_so_and_others_go_on(extension, compiled):
+def test_a_slot_without_an_allowed_token_does_not_affect_others(extension, compiled):
     everything = [[token] for token in range(families.VOCAB) if token != 50]
     params = [SamplingParams(max_tokens=6, bad_words=[*everything, [50, 50, 50, 50]]),
               SamplingParams(max_tokens=6)]
@@ -233,7 +232,7 @@ def mask_of(tokens):
     return np.packbits(bits, bitorder="little").view(np.uint32)
 
 
-def test_masks_say_what_may_be_chosen(extension, compiled):
+def test_token_masks_restrict_sampling(extension, compiled):
     """In this step alone, also where the slot's own rules forbid all of it."""
     case, model = compiled
     engine = load(case / "float32")
@@ -249,7 +248,7 @@ def test_masks_say_what_may_be_chosen(extension, compiled):
     assert again[2] == int(logits[2].argmax())
 
 
-def test_lists_of_any_length_come_and_go(extension, compiled):
+def test_slot_lists_of_any_length_are_replaced(extension, compiled):
     case, model = compiled
     rng = np.random.default_rng(0)
     few = SamplingParams(max_tokens=9, bad_words=[[5]])
@@ -295,7 +294,7 @@ def ready(compiled, **options):
     (dict(candidates=102), "candidates is 102, expected 0"),
     (dict(masks={1: np.zeros(5, np.uint32)}), "masks of 5 words are not rows of 4"),
 ])
-def test_a_step_that_points_out_of_what_there_is_is_refused(extension, compiled, changes, match):
+def test_a_step_with_indices_out_of_range_is_refused(extension, compiled, changes, match):
     """And the engine goes on as before."""
     engine, step = ready(compiled)
     expected = engine.collect(engine.submit(replace(step, logits="sampled"))).logits
@@ -305,7 +304,7 @@ def test_a_step_that_points_out_of_what_there_is_is_refused(extension, compiled,
                           expected)
 
 
-def test_too_many_steps_ahead_are_refused(extension, compiled):
+def test_too_many_in_flight_steps_are_refused(extension, compiled):
     engine, step = ready(compiled)
     tickets = [engine.submit(step) for _ in range(8)]
     with pytest.raises(llmc.LlmcError, match="step 8 cannot be submitted while step 0 is not"):
@@ -325,7 +324,7 @@ def test_too_many_steps_ahead_are_refused(extension, compiled):
     (dict(gpu_memory_utilization=1e-6), "the weights leave GPU 0 no memory"),
     (dict(max_batch_size=10**9), r"not enough device memory for .*: \d+ MiB are needed"),
 ])
-def test_memory_that_is_not_there_is_said_in_numbers(extension, compiled, options, match):
+def test_insufficient_memory_reports_the_sizes(extension, compiled, options, match):
     with pytest.raises(llmc.LlmcError, match=match):
         load(compiled[0] / "float32", **options)
 
@@ -337,7 +336,7 @@ def test_a_longer_model_takes_no_more_memory(extension, compiled):
     assert short._engine.bytes_allocated < 2**26
 
 
-def test_what_was_timed_is_kept_beside_the_case_and_not_timed_again(extension, compiled, tmp_path):
+def test_kernel_timings_are_stored_with_the_case_and_reused(extension, compiled, tmp_path):
     """Nor is a directory that cannot be written to a failure, or a file that is none of ours."""
     case = tmp_path / "case"
     shutil.copytree(compiled[0] / "float16", case)
@@ -360,13 +359,13 @@ ATTENTION_BACKENDS = sorted(path.stem for path in Path(__file__).parents[2].glob
     "csrc/plugins/common/attention_backends/*.cpp"))
 
 
-def test_a_file_is_an_attention_backend(extension):
+def test_every_attention_backend_file_is_registered(extension):
     assert extension.attention_backends() == ATTENTION_BACKENDS != []
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
-def test_every_attention_backend_gives_these_logits(extension, compiled, backend, dtype):
+def test_every_attention_backend_gives_the_same_logits(extension, compiled, backend, dtype):
     """Long chunks together with decoding."""
     tokens = np.random.default_rng(0).integers(3, families.VOCAB, (3, 400)).tolist()
     reads = [(300, 1, 50), (1, 200, 1), (1, 1, 130)]
@@ -380,6 +379,6 @@ def test_every_attention_backend_gives_these_logits(extension, compiled, backend
 @pytest.mark.parametrize(("backend", "match"), [
     ("flash", "there is no attention_backend 'flash'; there are cudnn, fastest, llmc, vanilla"),
     ("cudnn", "supports float16 and bfloat16 .* the model is of float32")])
-def test_an_attention_backend_that_does_not_serve_is_refused(extension, compiled, backend, match):
+def test_an_unsupported_attention_backend_is_refused(extension, compiled, backend, match):
     with pytest.raises(llmc.LlmcError, match=match):
         load(compiled[0] / "float32", attention_backend=backend)

@@ -37,7 +37,7 @@ def test_the_text_is_the_cpu_target_s(llm, case_tp1, guide):
             assert got == wanted
 
 
-def test_guided_and_free_callers_share_steps(llm):
+def test_constrained_and_free_requests_share_steps(llm):
     made = {}
     given = [llmc.SamplingParams(max_tokens=60, temperature=1.0, seed=seed, **guide)
              for seed in range(8)

@@ -84,7 +84,7 @@ def test_float8_caches_give_the_cuda_target_s_tokens(compiled, tmp_path):
     dict(quantize="fp8", quantize_activations=True)],
     ids=lambda wish: "-".join(map(str, wish.values())))
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_weights_in_fewer_bits_give_the_cuda_target_s_logits(found, family, wish, tmp_path):
+def test_quantized_weights_give_the_cuda_target_s_logits(found, family, wish, tmp_path):
     """Of one sequence, of few and of many rows, each by another kernel. Where activations are
     rounded to FP8 a last bit may choose the next code, which is a sixteenth further: there the
     schedule interpreted in float16 and in float32 differs by 0.6 to 1.7 % of the range (0.02 to
@@ -100,7 +100,7 @@ def test_weights_in_fewer_bits_give_the_cuda_target_s_logits(found, family, wish
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("scheme", ["int4", "uint4", "int8", "fp8", "mxfp4"])
-def test_experts_in_fewer_bits_give_the_cuda_target_s_logits(found, scheme, dtype, tmp_path):
+def test_quantized_experts_give_the_cuda_target_s_logits(found, scheme, dtype, tmp_path):
     """Of one token, of few and of many. In 16 bits a last bit may choose another expert, so there
     most positions are to be near.
     """
@@ -133,7 +133,7 @@ def beside_the_cuda_target(hf, tmp_path, dtype, **wish):
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
-def test_a_mixture_s_logits_are_transformers(found, family, tmp_path):
+def test_moe_logits_equal_transformers(found, family, tmp_path):
     families.check_logits_on_gpu(family, tmp_path, compile, ("float16",))
 
 
@@ -166,17 +166,16 @@ def searching(compiled):
     return compiled / "beams"
 
 
-def test_two_models_at_once_do_what_each_does_alone(compiled, searching):
+def test_two_concurrent_models_give_the_same_tokens_as_each_alone(compiled, searching):
     two_models.check(compiled / "case", searching)
 
 
-def test_two_models_in_turn_do_what_each_does_alone(compiled, searching):
+def test_two_alternating_models_give_the_same_tokens_as_each_alone(compiled, searching):
     two_models.check(compiled / "case", searching, at_once=False)
 
 
 @pytest.mark.parametrize("name", ["t5", "bart", "marian"])
-def test_an_encoder_decoder_generates_what_the_cpu_target_does(found, name, encoder_decoder,
-                                                               tmp_path):
+def test_an_encoder_decoder_gives_the_cpu_target_s_tokens(found, name, encoder_decoder, tmp_path):
     """Greedy and with beams; prompts that wait, so that rows of the memory are used again."""
     _, raw, cases = encoder_decoder(name)
     options = CompileOptions(dtype="float32", max_batch_size=4)
@@ -195,7 +194,7 @@ def test_an_encoder_decoder_generates_what_the_cpu_target_does(found, name, enco
     np.testing.assert_allclose(our_beams.scores, beams.scores, rtol=1e-4)
 
 
-def test_a_plan_with_other_sizes_than_the_engine_s_is_one_sentence(compiled):
+def test_a_plan_with_wrong_output_sizes_is_refused(compiled):
     manifest = llmc.LLM(compiled / "case").manifest
     dims = manifest.dims.model_copy(update={"padded_vocab_size": 2 * families.VOCAB})
     chip = manifest.chips[0]
@@ -209,7 +208,7 @@ def test_a_plan_with_other_sizes_than_the_engine_s_is_one_sentence(compiled):
         engine.allocate(engine.measure())
 
 
-def test_more_sequences_than_the_profile_has_are_one_sentence(compiled):
+def test_more_sequences_than_the_profile_allows_are_refused(compiled):
     manifest = llmc.LLM(compiled / "case").manifest
     engine = TensorRTEngine(manifest, manifest.chips[0], compiled / "case", 0, max_batch_size=8,
                             max_tokens=4096)
@@ -219,7 +218,7 @@ def test_more_sequences_than_the_profile_has_are_one_sentence(compiled):
 
 
 @pytest.mark.parametrize("damage", ["truncated", "nonsense"])
-def test_a_plan_that_tensorrt_does_not_take_is_one_sentence(extension, compiled, damage):
+def test_an_invalid_plan_is_refused(extension, compiled, damage):
     plan = (compiled / "case" / "chip0" / "engine.plan").read_bytes()
     plan = {"truncated": plan[:len(plan) // 2], "nonsense": b"plan" * 100}[damage]
     extension.tensorrt.load(tensorrt_library(extension.tensorrt.version.split(".")[0]))
@@ -273,7 +272,7 @@ def test_polygraphy_runs_the_graph_on_both(polygraphy, compiled):
                "--atol", "0.02")
 
 
-def test_polygraphy_holds_the_plan_against_onnx_runtime(polygraphy, tmp_path):
+def test_polygraphy_compares_the_plan_with_onnx_runtime(polygraphy, tmp_path):
     polygraphy("graph.onnx", "--onnxrt", "--save-outputs", str(tmp_path / "outputs.json"))
     polygraphy("engine.plan", "--trt", "--model-type", "engine", "--plugins",
                str(plugin_library()), "--load-outputs", str(tmp_path / "outputs.json"),

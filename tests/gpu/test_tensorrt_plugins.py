@@ -113,7 +113,7 @@ def test_a_plugin_runs_again_and_again(harness):
 
 @pytest.mark.parametrize("new", [(130, 3, 64), (1, 1, 64), (1, 1, 1)],
                          ids=["prompts", "mixed", "decoding"])
-def test_facts_of_a_step_come_with_its_own_input(harness, new, dtype):
+def test_step_facts_are_passed_in_a_separate_input(harness, new, dtype):
     """Lengths for cuDNN, and how many sequences decode. Of a step that is not the host's, as while
     Polygraphy runs a plan, nothing is known.
     """
@@ -127,7 +127,7 @@ def test_facts_of_a_step_come_with_its_own_input(harness, new, dtype):
     check(harness, op, sample, dtype, more=device)
 
 
-def test_what_a_plugin_makes_is_watched(harness, extension):
+def test_plugin_outputs_can_be_watched(harness, extension):
     """By the step that it is told of, and by no other."""
     x, weight = torch.randn(3, 8, device="cuda").half(), torch.ones(8, device="cuda")
     out = torch.empty_like(x)
@@ -142,7 +142,7 @@ def test_what_a_plugin_makes_is_watched(harness, extension):
     assert np.array_equal(np.frombuffer(data, np.float32).reshape(shape), out.float().cpu().numpy())
 
 
-def test_ids_of_64_bits(harness, extension):
+def test_64_bit_ids(harness, extension):
     if float(extension.tensorrt.version) < 9:
         pytest.skip("TensorRT 8 has no int64")
     op = plugins.registry()["Embedding"]
@@ -152,7 +152,7 @@ def test_ids_of_64_bits(harness, extension):
         check(harness, op, sample, "float16", narrow=False)
 
 
-def test_a_collective_without_a_communicator_says_so(harness, extension):
+def test_a_collective_without_a_communicator_is_refused(harness, extension):
     x = torch.zeros(2, 8, dtype=torch.float16, device="cuda")
     with pytest.raises(extension.CudaError, match="a collective needs a communicator"):
         harness.run("AllReduce", {"tp_size": 2}, [describe(x)], [describe(x.clone())])

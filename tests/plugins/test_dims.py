@@ -18,7 +18,7 @@ def shapes_of(sample):
 
 
 @pytest.mark.parametrize("op", plugins.registry().values(), ids=lambda op: op.name)
-def test_every_op_says_what_each_input_is(op):
+def test_every_op_declares_its_input_dims(op):
     fields = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8} if "num_heads" in op.fields else {}
     assert {*op.dims(op.complete({**dict.fromkeys(op.required, 2), **fields}), frozenset())} \
         >= {*op.input_names}
@@ -38,7 +38,7 @@ def resized(array, axis, change):
 
 
 @pytest.mark.parametrize(("op", "sample", "name"), CASES, ids=IDS)
-def test_what_fits_the_reference_can_compute(op, sample, name):
+def test_the_reference_computes_every_accepted_shape(op, sample, name):
     """One axis of one input at a time, one longer and one shorter."""
     refused = 0
     for changed, array in sample.inputs.items():
@@ -69,7 +69,7 @@ def test_what_fits_the_reference_can_compute(op, sample, name):
      "rotary_dim 8 needs both cos and sin"),
     ("NormGemm", {"centred": 1}, "a centred NormGemm needs row_sums"),
 ])
-def test_fields_that_contradict_are_refused(name, fields, match):
+def test_contradictory_attributes_are_refused(name, fields, match):
     with pytest.raises(ValueError, match=match):
         plugins.registry()[name].fit({}, fields)
 

@@ -77,14 +77,14 @@ def scheduled(tmp_path_factory):
     ("falcon_h1", {"dtype": "bfloat16", "tp_size": 2}), ("llama4_text", {"dtype": "float16"}),
     ("apertus", {"dtype": "bfloat16"}), ("gemma4_text", {"tp_size": 2}),
     ("gemma4_text", {"kv_dtype": "float8_e4m3fn"})])
-def test_what_is_compiled_is_taken(extension, family, options, tmp_path):
+def test_compiled_programs_are_accepted(extension, family, options, tmp_path):
     hf = families.save(families.tiny_model(family), tmp_path / "hf")
     manifest = llmc.compile(hf, tmp_path / "case", target="cuda", **options)
     for rank in range(manifest.tp_size):
         build(extension, manifest, schedules_of(tmp_path / "case", rank))
 
 
-def test_codes_are_taken_where_who_makes_and_who_reads_them_say_so(extension, tmp_path):
+def test_fp8_values_need_a_matching_producer_and_consumer(extension, tmp_path):
     hf = families.save(families.tiny_model("llama", intermediate_size=192), tmp_path / "hf")
     static = families.to_static_fp8(hf, tmp_path / "static", {"_proj": 0.003})
     manifest = llmc.compile(static, tmp_path / "case", target="cuda", dtype="float16")
@@ -108,7 +108,7 @@ def test_codes_are_taken_where_who_makes_and_who_reads_them_say_so(extension, tm
             refused(extension, manifest, schedule.model_copy(update={"nodes": tuple(nodes)}))
 
 
-def test_blocks_of_fp8_are_taken_where_what_they_multiply_is_rounded_alike(extension, tmp_path):
+def test_fp8_block_weights_need_group_quantized_activations(extension, tmp_path):
     hf = families.save(families.tiny_model(
         "llama", hidden_size=256, intermediate_size=384, num_hidden_layers=1), tmp_path / "hf")
     blocks = bench_model.in_blocks(hf, tmp_path / "blocks")
@@ -128,7 +128,7 @@ def test_blocks_of_fp8_are_taken_where_what_they_multiply_is_rounded_alike(exten
         refused(extension, manifest, schedule.model_copy(update={"nodes": tuple(nodes)}))
 
 
-def test_experts_round_what_they_multiply_as_their_weights_are(extension, tmp_path):
+def test_expert_activations_have_the_weights_quantization(extension, tmp_path):
     hf = families.save(families.tiny_model(
         "qwen3_moe", hidden_size=256, moe_intermediate_size=128, num_hidden_layers=1),
         tmp_path / "hf")
@@ -156,14 +156,14 @@ def refused(extension, manifest, schedule):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["t5", "bart", "marian"])
-def test_an_encoder_and_its_decoder_are_taken(extension, encoder_decoder, name, tmp_path):
+def test_an_encoder_decoder_program_is_accepted(extension, encoder_decoder, name, tmp_path):
     _, raw, _ = encoder_decoder(name)
     families.write_encoder_decoder(raw, tmp_path / "case", Target(kind="cuda"),
                                    CompileOptions(dtype="float16"))
     build(extension, read_manifest(tmp_path / "case"), schedules_of(tmp_path / "case"))
 
 
-def test_what_is_made_by_hand_is_taken(extension, scheduled):
+def test_a_handwritten_program_is_accepted(extension, scheduled):
     build(extension, *scheduled)
 
 
@@ -228,7 +228,7 @@ def changed(schedule, kind, known=()):
 
 @pytest.mark.parametrize("of_encoder", [False, True], ids=["decoder", "encoder"])
 @pytest.mark.parametrize("kind", ["a dimension", "a dtype", "a place", "a number"])
-def test_another_number_anywhere_is_refused(extension, scheduled, kind, of_encoder):
+def test_a_changed_number_anywhere_is_refused(extension, scheduled, kind, of_encoder):
     manifest, schedules = scheduled
     count = 0
     known = schedules[0].named("input", "weight", "memory") if of_encoder else ()
@@ -256,7 +256,7 @@ CASES = [pytest.param(op, sample, id=f"{op.name}-{index}")
 
 
 @pytest.mark.parametrize(("op", "sample"), CASES)
-def test_a_core_takes_the_shapes_that_its_contract_takes(extension, op, sample):
+def test_a_core_accepts_the_shapes_of_its_contract(extension, op, sample):
     """Those of a sample, and with one dimension at a time larger or smaller; of the step's numbers,
     whose size an engine knows, it may take fewer.
     """
@@ -309,7 +309,7 @@ def test_a_core_takes_the_shapes_that_its_contract_takes(extension, op, sample):
     (lambda p: p.set_logits(p.add_value("float32", [L, 8], 0, True), 9), "not fit the logits' 8"),
     (lambda p: p.set_logits(99, 8), "tensor 99 does not exist"),
 ])
-def test_what_cannot_be_declared(extension, program, declare, match):
+def test_invalid_declarations_are_refused(extension, program, declare, match):
     with pytest.raises(extension.CudaError, match=match):
         declare(program)
 
@@ -319,7 +319,7 @@ def test_what_cannot_be_declared(extension, program, declare, match):
     (dict(max_seq_len=2**31 - 1), "max_seq_len is 2147483647"),
     (dict(block_size=24), "block_size 24 is not a power of two"),
     (dict(token_bytes=-1), "-1 bytes are not"), (dict(dtype="int64"), "not compute in int64")])
-def test_limits_that_cannot_be(extension, limits, match):
+def test_invalid_limits_are_refused(extension, limits, match):
     whole = {"dtype": "float32", **LIMITS, "token_bytes": 256, "logit_bytes": 64, **limits}
     with pytest.raises(extension.CudaError, match=match):
         extension.Program(**whole)
@@ -434,13 +434,13 @@ HEADS = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
     (lambda p, x, y, w: p.add_node("Experts", packed("int4"), experts(p, x, "uint8"), [y]),
      "'gate_up_scale', is of uint8, expected float32"),
 ])
-def test_nodes_that_cannot_be(extension, program, add, match):
+def test_invalid_nodes_are_refused(extension, program, add, match):
     x, y = (program.add_value("float32", [T, width], 0, False) for width in (8, 16))
     with pytest.raises(extension.CudaError, match=match):
         add(program, x, y, program.add_weight("float32", [16, 8]))
 
 
-def test_nodes_that_can_be(program):
+def test_valid_nodes_are_accepted(program):
     x, y = (program.add_value("float32", [T, width], 0, False) for width in (8, 16))
     weight = program.add_weight("float32", [16, 8])
     program.add_node("GemmBiasAct", {}, [x, weight, program.add_weight("float32", [16])], [y])
@@ -482,7 +482,7 @@ STATE = SamplingState(Sampler(SamplingParams(repetition_penalty=1.2, bad_words=[
                               [[5, 6], [7]]), (4, 5))
 
 
-def test_steps_of_a_model_that_keeps_states(extension, program):
+def test_steps_of_a_model_with_recurrent_states(extension, program):
     program.add_state("float32", [3, 8])
     program.set_logits(program.add_value("float32", [L, 16], 0, True), 8)
     arrays = step_arrays(step(), 16)
@@ -505,7 +505,7 @@ def test_steps_of_a_model_that_keeps_states(extension, program):
                                    "past_lens": ints(12, 0), "copies": ints(3, 4).reshape(1, 2)},
     {"sample": ints()}, {"logits": "all"}, {"candidates": 8}, {"admit": {2: STATE, 1: STATE}},
     {"num_decode": 0}, {"scored": ScoredRows(ints(1, 2), np.array([7, 0]), ints(0, 20))}])
-def test_steps_that_can_be(program, changes):
+def test_valid_steps_are_accepted(program, changes):
     program.set_logits(program.add_value("float32", [L, 16], 0, True), 8)
     if "block_tables" in changes:
         changes = changes | {"block_tables": ints(7, 7, 4, 99).reshape(2, 2)}
@@ -556,7 +556,7 @@ def test_steps_that_can_be(program, changes):
     ({"memory": EncoderOutputs(ints(0, 0), ints(1))},
      "encoder_sequence_length has 1 elements, expected 2"),
 ])
-def test_steps_that_cannot_be(extension, program, changes, match):
+def test_invalid_steps_are_refused(extension, program, changes, match):
     program.set_logits(program.add_value("float32", [L, 16], 0, True), 8)
     with pytest.raises(extension.CudaError, match=match):
         check_step(program, step(**changes))
@@ -571,7 +571,7 @@ def test_steps_that_cannot_be(extension, program, changes, match):
     ((35000,) * 6, ([5, 6], [5, 6], [5, 2], [5, 3], [1, 3], [1, 4]), (16384,) * 4 + (0, 0)),
     ((16384, 16384), ([1, 2], [3, 4]), ()),
 ])
-def test_the_prefix_that_sequences_share(extension, past, tables, own_from):
+def test_the_shared_prefix_of_a_step_is_found(extension, past, tables, own_from):
     program = extension.Program(dtype="float32", max_batch=8, max_tokens=16, max_logits=8,
                                 max_seq_len=65536, block_size=16384, token_bytes=256,
                                 logit_bytes=64)
@@ -603,7 +603,7 @@ def test_more_than_the_limits_is_refused(extension, program):
     (np.arange(4), ints(0, 1, 2, 3, 4, 5), "5 prompts of 4 tokens exceed"),
     (np.arange(4), ints(), "a batch of -1 has no sequences"),
 ])
-def test_prompts_that_an_encoder_cannot_take(extension, program, rows, starts, match):
+def test_invalid_encoder_prompts_are_refused(extension, program, rows, starts, match):
     program.check_encode(np.arange(4), np.arange(4), ints(0, 4), np.arange(4))
     with pytest.raises(extension.CudaError, match=match):
         program.check_encode(np.arange(4), np.arange(4), starts, rows)

@@ -104,7 +104,7 @@ def experts(scale, rows):
 
 
 @pytest.mark.parametrize("op", COLLECTIVES, ids=lambda op: op.name)
-def test_a_collective_s_outputs(harness, op):
+def test_outputs_of_collectives_are_as_declared(harness, op):
     for more, inputs in (({}, [X]), ({"present": "x llmc_step"}, [X, STEP])):
         answers = harness.ask(op.name, {"tp_size": 2, **more}, inputs)
         assert answers.outputs == [("float16", [3, 16 if op.name == "AllGather" else 8])]
@@ -140,27 +140,27 @@ def test_a_collective_s_outputs(harness, op):
      "does not accept tensor 5 as int32"),
     ("Gelu", {}, [X], "unknown plugin 'Gelu'"),
 ])
-def test_what_is_wrong_is_one_sentence(harness, op, fields, inputs, match):
+def test_invalid_plugins_raise_a_cuda_error(harness, op, fields, inputs, match):
     with pytest.raises(cuda.extension().CudaError, match=match):
         harness.ask(op, fields, inputs)
 
 
-def test_the_step_that_a_compiler_declares_is_the_plugins(tensorrt):
+def test_the_compiler_s_step_input_matches_the_plugins(tensorrt):
     assert tuple(target._STEP.shape) == (tensorrt.step_ints,) == tuple(STEP[2])
 
 
-def test_without_tensorrt_there_is_nothing_to_register_with(harness):
+def test_registration_without_tensorrt_is_refused(harness):
     with pytest.raises(cuda.extension().CudaError,
                        match=r"TensorRT is not loaded: load libnvinfer.so.\d+ before"):
         harness.init()
 
 
-def test_a_library_that_is_not_there(tensorrt, tmp_path):
+def test_a_missing_plugin_library_is_refused(tensorrt, tmp_path):
     with pytest.raises(cuda.extension().CudaError, match=r"plugins cannot be loaded \(.*none.so"):
         tensorrt.Harness(str(tmp_path / "none.so"))
 
 
-def test_on_load_only_where_it_is_asked_for(tensorrt):
+def test_plugins_register_on_load_only_if_requested(tensorrt):
     """In a process of its own, which has no TensorRT."""
     def load(wish):
         code = f"from llmc.runtime.engines import cuda\ncuda.extension()\n" \
@@ -233,7 +233,7 @@ def test_a_real_registry_creates_collectives(registry, op):
     ("CausalAttention", {"num_heads": 4}),
     ("CausalAttention", ATTENTION | {"head_dim": [16, 16]}),
 ])
-def test_a_real_registry_gets_no_plugin_from_bad_fields(registry, op, fields):
+def test_a_real_registry_refuses_invalid_attributes(registry, op, fields):
     assert create(registry, op, fields) is None
 
 

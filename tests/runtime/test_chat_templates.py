@@ -127,7 +127,7 @@ def other_forms(messages):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["plain", "tools"])
-def test_messages_are_rendered_as_transformers_renders_them_in_a_form_that_can_be_read(name, tools):
+def test_messages_are_rendered_as_by_transformers(name, tools):
     template = TEMPLATES[name]
     for conversation, messages in CONVERSATIONS.items():
         rendered = llmc_renders(template, messages, tools)
@@ -152,7 +152,7 @@ def test_templates_read_globals_filters_and_tags_of_transformers():
         assert llmc_renders(refused, [USER], None) is None
 
 
-def test_a_content_format_that_is_asked_for_is_used(tmp_path):
+def test_a_requested_content_format_is_used(tmp_path):
     path = tmp_path / "t.jinja"
     path.write_text("{% for m in messages %}{{ m.content is string }}{% endfor %}")
     own = ChatTemplate({"default": path}, tmp_path / "none.json", SANDBOX)
@@ -161,7 +161,7 @@ def test_a_content_format_that_is_asked_for_is_used(tmp_path):
     assert own.render(both, content_format="openai") == "FalseFalse"
 
 
-def test_a_template_for_tools_is_used_where_there_are_tools(tmp_path):
+def test_a_tool_template_is_used_with_tools(tmp_path):
     for name in ("default", "tool_use"):
         (tmp_path / name).write_text(name)
     paths = {name: tmp_path / name for name in ("default", "tool_use")}

@@ -37,7 +37,7 @@ def greedy(model, prompt):
 
 
 @pytest.mark.parametrize("family", ["bloom", "gemma4_text"])
-def test_a_crowd_gets_transformers_tokens_though_some_have_to_leave(family, tmp_path):
+def test_concurrent_requests_with_preemption_get_transformers_tokens(family, tmp_path):
     model = talkative(family)
     cases = families.compile_sizes(families.save(model, tmp_path / "hf"), tmp_path, [1, 2])
     expected = [greedy(model, prompt) for prompt in PROMPTS]

@@ -65,7 +65,7 @@ def chunks_of(llm, monkeypatch):
     return chunks
 
 
-def test_graphs_of_all_ranks_allocate_in_one_arena(wide_case):
+def test_all_ranks_share_one_memory_arena(wide_case):
     """Of their own, 34 graphs would each keep 16 MB or more."""
     done = subprocess.run([sys.executable, "-c", GROWTH, wide_case], check=True, timeout=300,
                           stdout=subprocess.PIPE, text=True)
@@ -104,7 +104,7 @@ def test_chunks_are_shorter_where_attention_holds_its_scores(family_case, family
     assert chunks == expected
 
 
-def test_bindings_are_not_kept_for_each_batch_size(family_case):
+def test_bindings_are_not_cached_per_batch_size(family_case):
     with llmc.LLM(family_case("llama"), max_batch_size=8) as llm:
         prompts = [PROMPT[index:index + 5] for index in range(8)]
         llm.generate(prompts, [llmc.SamplingParams(max_tokens=count, ignore_eos=True)
@@ -138,7 +138,7 @@ def held(rows, slot):
     return int(np.count_nonzero(rows.caches["key_cache_0"][slot, 0, :, 0]))
 
 
-def test_rows_that_sequences_left_are_given_back_beyond_the_size_of_the_cache():
+def test_freed_rows_beyond_the_cache_size_are_released():
     """The least recently used first, whose blocks another sequence still finds."""
     rows = rows_of(8)  # of 16 positions
     write(rows, 0, 0, 40, [0, 1, 2], 10.0)
@@ -156,7 +156,7 @@ def test_rows_that_sequences_left_are_given_back_beyond_the_size_of_the_cache():
         assert (cache[0, :, :32] == 10.0).all() and (cache[0, :, 40] == 15.0).all()
 
 
-def test_what_is_behind_a_shorter_sequence_is_given_back():
+def test_memory_after_a_shorter_sequence_is_released():
     rows = rows_of(8)
     write(rows, 0, 0, 120, [*range(8)], 10.0)
     assert held(rows, 0) == 120
@@ -169,7 +169,7 @@ def test_what_is_behind_a_shorter_sequence_is_given_back():
         assert not cache[0, :, 32:].any()
 
 
-def test_what_a_step_takes_is_counted_with_the_cache(case_tp1, monkeypatch):
+def test_step_memory_is_counted_with_the_cache(case_tp1, monkeypatch):
     manifest, room = read_manifest(case_tp1), replica.Room(16, 2048)
     taken = replica.step_bytes(manifest, room)
     each = replica.token_bytes(manifest)

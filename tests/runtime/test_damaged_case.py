@@ -121,7 +121,7 @@ def run(case):
         assert interpreter.run(tokens, past, memory).shape == (len(tokens), vocab_size)
 
 
-def test_the_whole_case_runs(case):
+def test_an_undamaged_case_runs(case):
     run(case)
 
 
@@ -129,7 +129,7 @@ def test_the_whole_case_runs(case):
           suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 @pytest.mark.parametrize("file", FILES)
-def test_what_is_damaged_is_refused_or_runs_inside_its_memory(case, damaged, file, data):
+def test_a_damaged_case_is_refused_or_stays_within_its_memory(case, damaged, file, data):
     content = load(case, file)
     for _ in range(data.draw(st.integers(1, 3))):
         damage(data.draw, content)
@@ -191,7 +191,7 @@ def number_of(content, name):
     (node("RMSNorm"), {"inputs": [999, 0]}, "'RMSNorm' uses tensor 999 of"),
     (node("RMSNorm"), {"outputs": []}, "it makes 1 tensors, not 0"),
 ])
-def test_a_schedule_that_would_leave_its_memory_is_refused(case, tmp_path, where, changes, match):
+def test_a_program_with_out_of_bounds_access_is_refused(case, tmp_path, where, changes, match):
     content = load(case, "chip0/schedule.json")
     where(content).update(changes)
     path = tmp_path / "schedule.json"
@@ -258,7 +258,7 @@ def larger(content):
     (larger, "are not the .* that values take"),
     (lose("normed"), "over 'normed', which is still needed"),
 ])
-def test_an_order_in_which_something_is_lost_is_refused(case, tmp_path, change, match):
+def test_an_order_that_overwrites_a_live_value_is_refused(case, tmp_path, change, match):
     content = load(case, "chip0/schedule.json")
     change(content)
     path = tmp_path / "schedule.json"
@@ -307,7 +307,7 @@ def other_heads(content):
     (FILES[2], in_header("norm", data_offsets=[0, 64]), "not a whole weight file"),
     (FILES[2], lambda c: c.update(norms=c.pop("norm")), "weights.safetensors has no 'norm'"),
 ])
-def test_what_one_file_says_of_another_must_be_so(case, tmp_path, file, change, match):
+def test_references_between_files_must_agree(case, tmp_path, file, change, match):
     damaged = shutil.copytree(case, tmp_path / "case")
     content = load(damaged, file)
     change(content)
@@ -344,7 +344,7 @@ def as_plans(content):
     (set_to(0, "target", "max_batch_size"), "greater than or equal to 1"),
     (set_to(2**40, "target", "max_batch_size"), "less than or equal to"),
 ])
-def test_what_a_plan_is_given_and_makes_is_what_the_manifest_says(tmp_path, change, match):
+def test_plan_inputs_and_outputs_must_match_the_manifest(tmp_path, change, match):
     case = small_case.write_case(tmp_path / "small", states=False)
     content = load(case, "model_info.json")
     as_plans(content)
@@ -366,14 +366,14 @@ def test_what_a_plan_is_given_and_makes_is_what_the_manifest_says(tmp_path, chan
     (b"\x0f" + b"\0" * 7 + b'{"a":1,"a":2}  ', "a name stands twice"),
     (b"\x08" + b"\0" * 7 + b'{"a": 1}', "'a' has not dtype, shape and data_offsets alone"),
 ])
-def test_a_weight_file_is_read_or_is_one_sentence(tmp_path, data, match):
+def test_a_weight_file_is_read_or_refused(tmp_path, data, match):
     path = tmp_path / "weights.safetensors"
     path.write_bytes(data)
     with pytest.raises(llmc.LlmcError, match=match):
         read_weight_header(path)
 
 
-def test_the_header_says_what_safetensors_says(case):
+def test_the_header_equals_that_of_safetensors(case):
     from safetensors.numpy import load_file
     path = case / FILES[2]
     arrays, data = load_file(path), path.read_bytes()

@@ -130,7 +130,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_llmc_does_not_write_is_refused(name):
+def test_graphs_not_written_by_llmc_are_refused(name):
     make, match = HOSTILE[name]
     with pytest.raises(ValueError, match=match):
         check(make())
@@ -140,12 +140,12 @@ def test_what_llmc_does_not_write_is_refused(name):
     initializer, lambda: inline([4], b"\0" * 16), lambda: inline([], b"\0" * 4),
     lambda: inline([0], b""), lambda: call(f"m = Size(x)\n{LOOP}"),
 ])
-def test_what_llmc_writes_passes(make):
+def test_graphs_written_by_llmc_are_accepted(make):
     check(make())
 
 
 @pytest.mark.parametrize("name", [name for name, op in registry().items() if op.body])
-def test_the_cpu_body_of_every_op_passes(name):
+def test_the_cpu_body_of_every_op_is_accepted(name):
     op = registry()[name]
     for sample in op.samples(np.random.default_rng(0)):
         inputs = [own if own in sample.inputs else "" for own in op.input_names]
@@ -170,6 +170,6 @@ def test_calls_of_a_large_function_are_counted():
 
 @pytest.mark.parametrize("data", [b"\x0a", b"\xff" * 20, b"\x3a\xff\xff\xff\x7f", b"\x3b\x3c",
                                   b"no graph"])
-def test_bytes_that_are_no_model_are_refused(data):
+def test_invalid_model_bytes_are_refused(data):
     with pytest.raises(ValueError, match=r"ends inside|wire type|has field"):
         check_model(data, 0)

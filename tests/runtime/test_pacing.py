@@ -65,7 +65,7 @@ def test_a_step_is_submitted_when_the_one_before_is_about_to_end():
     assert device.paused < 3e-3 * device.now
 
 
-def test_where_nobody_comes_or_little_is_known_nothing_waits():
+def test_submission_is_not_delayed_without_arrivals_or_measurements():
     rng = np.random.default_rng(0)
     device = Device(line(rng))
     assert (run(device, rng, 200, arrivals=False) > 2e-3).all()
@@ -98,7 +98,7 @@ def test_a_host_that_takes_longer_than_the_device_never_waits():
     lambda rng: lambda batch, prompts: 1e-4,  # shorter than the host's work
     lambda rng: lambda batch, prompts: 5e-3,
 ])
-def test_a_device_that_is_no_line_pauses_little(seconds):
+def test_pacing_is_short_for_irregular_devices(seconds):
     rng = np.random.default_rng(1)
     device, at_once = Device(seconds(rng)), Device(seconds(rng))
     run(device, rng, 1000)
@@ -107,7 +107,7 @@ def test_a_device_that_is_no_line_pauses_little(seconds):
     assert device.paused - at_once.paused < 0.02 * device.now
 
 
-def test_steps_that_become_shorter_are_learned():
+def test_pacing_adapts_to_shorter_steps():
     rng = np.random.default_rng(2)
     device = Device(line(rng))
     run(device, rng, 300)

@@ -27,12 +27,12 @@ def engine(tmp_path, monkeypatch):
     assert made._process.poll() is not None
 
 
-def test_what_a_rank_cannot_load_is_said_by_the_caller(tmp_path):
+def test_load_errors_of_a_rank_reach_the_caller(tmp_path):
     with pytest.raises(llmc.LlmcError, match=r"rank 1: case directory .* does not exist"):
         RemoteEngine(tmp_path / "nothing", 1, 0, max_batch_size=1, max_tokens=128)
 
 
-def test_a_rank_s_end_is_an_error_and_no_wait(engine):
+def test_the_end_of_a_rank_is_an_error_without_a_hang(engine):
     ticket = engine.submit(STEP)
     engine.abort()
     start = time.monotonic()
@@ -43,7 +43,7 @@ def test_a_rank_s_end_is_an_error_and_no_wait(engine):
     assert time.monotonic() - start < 5
 
 
-def test_what_goes_wrong_in_a_step_is_told_when_it_is_collected(engine):
+def test_errors_of_a_step_are_raised_on_collect(engine):
     """Steps are not waited for, and told of in their order."""
     tickets = [engine.submit(STEP) for _ in range(3)]
     for ticket in tickets:

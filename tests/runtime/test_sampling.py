@@ -211,7 +211,7 @@ def test_all_together_in_transformers_order(seed, size, width, temperature, top_
     np.testing.assert_allclose(chances, expected, rtol=1e-9, atol=0)
 
 
-def test_transformers_in_float32_cuts_a_model_s_logits_alike(tiny_model):
+def test_float32_transformers_filters_model_logits_identically(tiny_model):
     """On the logits of 60 places."""
     with torch.no_grad():
         rows = tiny_model(input_ids=torch.arange(5, 65)[None]).logits[0]
@@ -232,7 +232,7 @@ PARAMS = SamplingParams(temperature=0.9, top_k=30, top_p=0.97, min_p=0.004, typi
 
 @pytest.mark.parametrize("count", [10_000, pytest.param(100_000, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("by", ["token", "sample"])
-def test_draws_follow_the_exact_distribution(by, count):
+def test_samples_follow_the_exact_distribution(by, count):
     """Draws by the number of the token in its sequence, and by the sequence's seed."""
     prompt = [4, 9, 9]
     if by == "token":
@@ -275,7 +275,7 @@ def test_logprobs(row, token, count):
     np.testing.assert_allclose([x for _, x in logprobs.top], expected[top], atol=1e-12)
 
 
-def test_without_temperature_the_likeliest_allowed_token_is_taken():
+def test_temperature_0_takes_the_most_likely_allowed_token():
     logits = np.array([1, 5, 4, 3], np.float32)
     assert Sampler(SamplingParams())(logits, []) == 1
     assert Sampler(SamplingParams(), bad_words=[[1]])(logits, []) == 2
@@ -304,7 +304,7 @@ def test_temperatures_next_to_0_and_n_without_sampling_are_allowed():
         assert Sampler(params)(np.array([1, 5, 4.9, 3], np.float32), []) == 1
 
 
-def test_the_signature_has_plain_types_and_help_the_fields():
+def test_the_signature_has_plain_types_and_help_lists_the_fields():
     signature = inspect.signature(SamplingParams)
     assert [*signature.parameters] == [field.name for field in dataclasses.fields(SamplingParams)]
     assert signature.parameters["max_tokens"].annotation is int
@@ -355,7 +355,7 @@ def test_params_are_equal_and_hash_by_value():
     (dict(prompt_logprobs=1, beam_width=2), "prompt_logprobs 1 does not go with beam_width 2"),
     (dict(max_tokens=0, beam_width=2), "max_tokens 0 does not go with beam_width 2"),
 ])
-def test_values_out_of_range_are_refused_in_one_sentence(arguments, match):
+def test_out_of_range_values_are_refused(arguments, match):
     with pytest.raises(llmc.LlmcError, match=match) as refusal:
         SamplingParams(**arguments)
     assert "\n" not in str(refusal.value)

@@ -72,7 +72,8 @@ CROWD = dict(
 
 @settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
 @given(**CROWD)
-def test_tokens_do_not_depend_on_company(case, alone, arrivals, block_size, room, budget, slots):
+def test_tokens_do_not_depend_on_concurrent_requests(case, alone, arrivals, block_size, room,
+                                                     budget, slots):
     """Any arrivals and lengths, chunks, sizes of blocks, too little room, callers that leave."""
     with llmc.LLM(case, max_batch_size=slots, block_size=block_size, verify=False,
                   kv_cache_tokens=64 * room, max_num_batched_tokens=budget) as llm:
@@ -115,7 +116,7 @@ def test_two_threads_generate_at_once(case, alone):
     assert len(steps) < 8 * 30 / 2  # they shared steps
 
 
-def test_a_session_goes_on_while_others_generate(case, alone):
+def test_a_session_continues_while_others_generate(case, alone):
     with llmc.LLM(case, max_batch_size=4, kv_cache_tokens=64 * 4) as llm:
         session = llm.session(2)
         tokens_of = [list(PROMPTS[1]), list(PROMPTS[2])]
@@ -132,7 +133,7 @@ def test_a_session_goes_on_while_others_generate(case, alone):
         assert_empty(llm)
 
 
-def test_a_session_s_prompts_are_read_in_chunks(case_tp1):
+def test_a_session_s_prompts_are_chunked(case_tp1):
     with llmc.LLM(case_tp1, max_num_batched_tokens=16) as llm, llmc.LLM(case_tp1) as whole:
         ids = list(range(3, 60))
         np.testing.assert_allclose(llm.logits(ids), whole.logits(ids), atol=1e-4)
@@ -140,7 +141,7 @@ def test_a_session_s_prompts_are_read_in_chunks(case_tp1):
         np.testing.assert_allclose(one, other, atol=1e-4)
 
 
-def test_prompts_that_begin_alike_are_computed_once(case_tp1):
+def test_shared_prefixes_are_computed_once(case_tp1):
     with llmc.LLM(case_tp1, block_size=4) as llm:
         system = list(range(10, 34))
         llm.generate([[*system, 5, 6]], tokens(2))
@@ -184,7 +185,7 @@ def test_a_tenant_does_not_wait_for_all_completions_of_another(case_tp1, alone, 
         assert_empty(llm)
 
 
-def test_a_row_no_longer_has_what_the_padding_of_a_short_prompt_has_overwritten(case_tp1, alone):
+def test_padding_of_a_short_prompt_does_not_corrupt_cached_rows(case_tp1, alone):
     """Two prompts are run at once, the shorter in the row of one that is asked again."""
     again, longer = PROMPTS[4], max(PROMPTS, key=len)
     with llmc.LLM(case_tp1, max_batch_size=2, block_size=4) as llm:
@@ -193,7 +194,7 @@ def test_a_row_no_longer_has_what_the_padding_of_a_short_prompt_has_overwritten(
             families.ask_at_once(llm, [[3, 4], [5, *longer]], lambda index: tokens(2))
 
 
-def test_a_caller_that_never_reads_waits_and_others_go_on(case_tp1, alone, monkeypatch):
+def test_a_client_that_never_reads_does_not_block_others(case_tp1, alone, monkeypatch):
     monkeypatch.setattr(loop_module, "_UNREAD", 5)
     with llmc.LLM(case_tp1, max_batch_size=2, kv_cache_tokens=128) as llm:
         lazy = [llm.stream([PROMPTS[index]], tokens(30)) for index in range(2)]
@@ -207,7 +208,7 @@ def test_a_caller_that_never_reads_waits_and_others_go_on(case_tp1, alone, monke
             assert got == alone[index]
 
 
-def test_a_failed_step_ends_all_and_the_next_are_refused(case_tp1, monkeypatch):
+def test_a_failed_step_ends_all_requests_and_later_ones_are_refused(case_tp1, monkeypatch):
     monkeypatch.setattr(loop_module, "_UNREAD", 2)  # so that they still run
     llm = llmc.LLM(case_tp1)
     started, broken = threading.Barrier(3, timeout=60), threading.Event()
@@ -235,7 +236,7 @@ def test_a_failed_step_ends_all_and_the_next_are_refused(case_tp1, monkeypatch):
     llm.close()
 
 
-def test_closing_ends_whoever_waits(case_tp1, monkeypatch):
+def test_closing_ends_waiting_requests(case_tp1, monkeypatch):
     monkeypatch.setattr(loop_module, "_UNREAD", 2)  # so that it still runs
     llm = llmc.LLM(case_tp1)
     stream = llm.stream([PROMPTS[0]], tokens(60))
@@ -247,7 +248,7 @@ def test_closing_ends_whoever_waits(case_tp1, monkeypatch):
             time.sleep(0)
 
 
-def test_closing_ends_who_came_while_a_step_ran(case_tp1, monkeypatch):
+def test_closing_ends_requests_that_arrived_during_a_step(case_tp1, monkeypatch):
     llm = llmc.LLM(case_tp1)
     engine, runs, may_end = families.ranks(llm)[0], threading.Event(), threading.Event()
     compute = engine.compute
@@ -275,7 +276,7 @@ def test_closing_ends_who_came_while_a_step_ran(case_tp1, monkeypatch):
         closing.result(60)
 
 
-def test_what_cannot_begin_is_its_own_caller_s_to_know(case_tp1, alone, monkeypatch):
+def test_admission_errors_reach_only_their_caller(case_tp1, alone, monkeypatch):
     with llmc.LLM(case_tp1) as llm:
         for priority, match in (("1", "priority is '1'; give a whole number"),
                                 (None, "priority is None"), (101, "priority 101 is above 100"),
@@ -293,7 +294,7 @@ def test_what_cannot_begin_is_its_own_caller_s_to_know(case_tp1, alone, monkeypa
         assert llm.generate([PROMPTS[1]], tokens(30), priority=-100)[0].token_ids == alone[1]
 
 
-def test_an_event_loop_that_was_closed_stops_no_other(case_tp1, alone):
+def test_a_closed_event_loop_does_not_stop_others(case_tp1, alone):
     """Though something comes for it."""
     llm = llmc.AsyncLLM(case_tp1)
     stream = llm.generate(PROMPTS[0], tokens(60))
@@ -337,7 +338,7 @@ def test_tasks_generate_at_once_and_may_be_cancelled(case, alone):
     asyncio.run(main())
 
 
-def test_what_does_not_fit_is_refused_with_the_numbers(case_tp1):
+def test_requests_that_do_not_fit_are_refused_with_the_sizes(case_tp1):
     with llmc.LLM(case_tp1, kv_cache_tokens=32) as llm:
         with pytest.raises(llmc.LlmcError, match="40 tokens and 1 to generate take 3 blocks of 16"
                                                  ", the KV cache has 2; ask for fewer, or load"):
@@ -354,7 +355,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers(case_tp1):
             llmc.LLM(case_tp1, **options)
 
 
-def test_metrics_tell_what_was_done(case_tp1):
+def test_metrics_count_the_work(case_tp1):
     with llmc.LLM(case_tp1) as llm:
         llm.generate(PROMPTS[:3], tokens(4))
         metrics = llm.metrics()
@@ -391,7 +392,7 @@ def test_a_forked_child_is_refused_at_once(case_tp1):
         assert told[-1] == "closed" and len([*pieces]) == 18  # the parent's goes on
 
 
-def test_n_completions_and_beams_in_a_crowd(case, alone):
+def test_n_completions_and_beams_among_concurrent_requests(case, alone):
     """Everything at once, and each as alone, with little room."""
     params = [tokens(12), tokens(9, n=3, temperature=0.7, top_k=5, seed=6),
               llmc.SamplingParams(max_tokens=8, beam_width=3, ignore_eos=True), tokens(20)]
@@ -418,8 +419,8 @@ def scheduled(tiny_hf, tmp_path_factory):
 @given(**{**CROWD, "arrivals": st.lists(st.tuples(
     st.integers(0, 4), st.integers(1, 8), st.integers(0, 3), st.sampled_from([None, None, 2]),
     st.integers(-1, 1)), min_size=2, max_size=4)})
-def test_tokens_of_a_schedule_do_not_depend_on_company(
-        scheduled, alone, arrivals, block_size, room, budget, slots):
+def test_program_tokens_do_not_depend_on_concurrent_requests(scheduled, alone, arrivals, block_size,
+                                                             room, budget, slots):
     """NumPy does what the kernels do, over the blocks that a step names, which hold no numbers
     before they are written.
     """
@@ -429,7 +430,7 @@ def test_tokens_of_a_schedule_do_not_depend_on_company(
         come_and_go(llm, arrivals, alone)
 
 
-def test_a_model_that_nobody_has_any_more_ends(case_tp1):
+def test_an_unreferenced_model_is_released(case_tp1):
     before = threading.active_count()
     llm = llmc.LLM(case_tp1)
     assert llm.generate([PROMPTS[0]], tokens(2)) and threading.active_count() > before

@@ -6,7 +6,7 @@ from llmc.runtime import serving_workload
 from llmc.runtime.serving_workload import ServingWorkload, measure_workload
 
 
-def test_waits_count_from_the_arrival_and_not_from_what_is_prepared_before(monkeypatch):
+def test_latencies_count_from_the_arrival(monkeypatch):
     clock = SimpleNamespace(now=100.0, perf_counter=lambda: clock.now)
     monkeypatch.setattr(serving_workload, "time", clock)
 

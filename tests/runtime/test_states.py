@@ -56,7 +56,7 @@ def tokens(count=COUNT, **params):
 
 
 @pytest.mark.parametrize("block_size", [1, 4])
-def test_a_crowd_gets_transformers_tokens_though_some_have_to_leave(case, expected, block_size):
+def test_concurrent_requests_with_preemption_get_transformers_tokens(case, expected, block_size):
     with llmc.LLM(case, max_batch_size=3, max_num_batched_tokens=7, kv_cache_tokens=48,
                   block_size=block_size) as llm:
         got = families.ask_at_once(llm, PROMPTS, lambda index: tokens())
@@ -64,7 +64,7 @@ def test_a_crowd_gets_transformers_tokens_though_some_have_to_leave(case, expect
         assert block_size > 1 or llm.metrics()["preemptions"] > 0
 
 
-def test_prompts_that_begin_alike_are_computed_each(case, expected):
+def test_shared_prefixes_are_not_cached_for_recurrent_models(case, expected):
     """Blocks of keys and values are not all that was read."""
     with llmc.LLM(case, block_size=4) as llm:
         for _ in range(2):
@@ -73,7 +73,7 @@ def test_prompts_that_begin_alike_are_computed_each(case, expected):
 
 
 @pytest.mark.parametrize("budget", [4, 64])
-def test_completions_of_a_prompt_go_on_from_its_state(case, expected, budget, monkeypatch):
+def test_completions_of_a_prompt_continue_from_its_state(case, expected, budget, monkeypatch):
     with llmc.LLM(case, block_size=4, max_num_batched_tokens=budget, max_batch_size=4) as llm:
         read = families.steps_read(llm, monkeypatch)
         got = llm.generate([PROMPTS[5]], tokens(n=3, temperature=1.0, top_k=1))
@@ -81,7 +81,7 @@ def test_completions_of_a_prompt_go_on_from_its_state(case, expected, budget, mo
     assert sum(read) == len(PROMPTS[5]) + 2 + 3 * (COUNT - 1)
 
 
-def test_completions_are_drawn_as_they_are_alone(case):
+def test_completions_are_sampled_as_alone(case):
     drawn = [tokens(temperature=1.0, seed=seed, n=2) for seed in range(len(PROMPTS))]
     with llmc.LLM(case, max_batch_size=1) as llm:
         alone = [[own.token_ids for own in llm.generate([prompt], params)]
@@ -100,7 +100,7 @@ def test_beams_are_transformers(case, model, beams):
         assert own.token_ids == families.best_of_beams(model, prompt, beams, COUNT)
 
 
-def test_who_leaves_frees_its_place(case, expected):
+def test_a_cancelled_sequence_frees_its_state(case, expected):
     with llmc.LLM(case, max_batch_size=1) as llm:
         stream = llm.stream(PROMPTS[0], tokens(30))
         next(stream)
@@ -109,7 +109,7 @@ def test_who_leaves_frees_its_place(case, expected):
         assert llm.metrics()["running"] == 0
 
 
-def test_a_session_goes_on_beside_others(case, model, expected):
+def test_a_session_continues_beside_others(case, model, expected):
     with llmc.LLM(case, max_batch_size=4) as llm:
         session = llm.session(2)
         session.extend([PROMPTS[4][:10], PROMPTS[6][:3]])
@@ -119,7 +119,7 @@ def test_a_session_goes_on_beside_others(case, model, expected):
     families.assert_close(got, np.stack(wanted))
 
 
-def test_the_manifest_says_what_each_chip_keeps(cases):
+def test_the_manifest_lists_the_states_of_each_chip(cases):
     manifest = read_manifest(cases[2])
     chip = manifest.chips[0]
     falcon = manifest.source.architecture.startswith("FalconH1")
@@ -137,7 +137,7 @@ def scheduled(hf, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("blocks", "block_size", "slots"), [(48, 1, 3), (64, 4, 4)])
-def test_a_schedule_keeps_states_by_slot(scheduled, model, expected, blocks, block_size, slots):
+def test_a_program_stores_states_by_slot(scheduled, model, expected, blocks, block_size, slots):
     """NumPy does what the kernels do, over states that hold no numbers before they are written: who
     has to leave, completions, beams.
     """
@@ -152,7 +152,7 @@ def test_a_schedule_keeps_states_by_slot(scheduled, model, expected, blocks, blo
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=4, max_size=4), min_size=1, max_size=6))
-def test_a_state_goes_where_its_sequence_goes(steps):
+def test_a_state_follows_its_sequence(steps):
     """Each step, slot i goes on from where slot `parents[i]` was, as beams do."""
     slots = StateSlots(EngineLimits(64, 2, 64, 4, 64, 1, keeps_states=True))
     states = np.full((4, 2), -1)  # of each: the slot and the step that wrote it

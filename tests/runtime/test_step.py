@@ -5,7 +5,7 @@ import numpy as np
 from llmc.runtime.core.step import Step
 
 
-def test_a_step_has_the_fields_that_attention_backends_know():
+def test_step_fields_match_the_attention_backends():
     step = Step.of([[7], [8], [1, 2, 3], [4, 5]], [9, 4, 0, 16], [[3, 1], [2], [0], [5, 6]],
                    [2, 0, 1, 3], sample=[0, 1, 3], request_ids=(5, 6, 7, 8),
                    prompt_lens=(4, 4, 9, 18))

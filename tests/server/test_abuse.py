@@ -37,7 +37,7 @@ def requests(draw):
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(requests())
-def test_no_body_is_the_server_s_fault(server, request_):
+def test_no_request_body_causes_a_500(server, request_):
     path, body = request_
     if body.get("stream"):
         body["stream"] = "no, thanks"  # what streams is looked at elsewhere
@@ -48,7 +48,7 @@ def test_no_body_is_the_server_s_fault(server, request_):
         assert "Traceback" not in answer["error"]["message"]
 
 
-def test_clients_that_come_and_go_leave_nothing(server):
+def test_disconnecting_clients_leak_nothing(server):
     became = asyncio.run(come_and_go(server, 2, 1))
     assert {number for number, kind in became if kind == "answered"} == {*range(16)}
     until(lambda: is_empty(server))
@@ -105,7 +105,7 @@ ABUSE = {
 
 
 @pytest.mark.parametrize("kind", ABUSE)
-def test_an_abusive_request_leaves_others_their_answers(server, kind):
+def test_an_abusive_request_does_not_affect_others(server, kind):
     requests, said = ABUSE[kind]
     before = resident(server.process)
     with ThreadPoolExecutor(len(requests)) as threads:
@@ -125,7 +125,7 @@ def test_an_abusive_request_leaves_others_their_answers(server, kind):
 
 
 @pytest.mark.thorough
-def test_memory_stays_as_it_is_while_clients_come_and_go(case_tp1):
+def test_memory_is_stable_while_clients_connect_and_disconnect(case_tp1):
     with serving(case_tp1) as server:
         sizes = []
         for turn in range(8):

@@ -17,7 +17,7 @@ from llmc.server.limits import ServerLimits
 from llmc.server.model import Model
 
 
-def test_nan_logits_are_the_server_s_error_and_are_counted(nan_case):
+def test_nan_logits_are_a_500_and_counted(nan_case):
     async def main():
         async with llmc.AsyncLLM(nan_case) as llm:
             app = Api(Model(llm, "tiny"), ServerLimits()).app()
@@ -36,7 +36,7 @@ def test_nan_logits_are_the_server_s_error_and_are_counted(nan_case):
 
 
 @pytest.mark.parametrize("error", [llmc.LlmcError("/secret is on fire"), RuntimeError("/secret")])
-def test_a_step_that_fails_ends_what_runs_and_the_server_says_so(case_tp1, monkeypatch, error):
+def test_a_failed_step_ends_running_requests_and_health(case_tp1, monkeypatch, error):
     """Why is for the log."""
     # With log-probabilities each token is told; the texts of five in a row may be empty.
     body = {"prompt": [5, 6], "max_tokens": 40, "ignore_eos": True, "logprobs": 1}
@@ -67,7 +67,7 @@ def test_a_step_that_fails_ends_what_runs_and_the_server_says_so(case_tp1, monke
     asyncio.run(main())
 
 
-def test_what_fails_in_the_server_is_its_log_s_matter(case_tp1, monkeypatch):
+def test_internal_errors_are_logged_and_not_exposed(case_tp1, monkeypatch):
     async def main():
         async with llmc.AsyncLLM(case_tp1) as llm:
             app = Api(Model(llm, "tiny"), ServerLimits()).app()
@@ -80,7 +80,7 @@ def test_what_fails_in_the_server_is_its_log_s_matter(case_tp1, monkeypatch):
     asyncio.run(main())
 
 
-def test_without_the_extra_the_command_says_what_to_install(case_tp1):
+def test_a_missing_extra_is_named(case_tp1):
     code = ("import sys; sys.modules['starlette'] = None; from llmc.cli import main; "
             f"main(['serve', {str(case_tp1)!r}])")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

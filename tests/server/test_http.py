@@ -138,7 +138,7 @@ def test_without_allowed_origins_there_is_no_cors(server):
     (("--ssl_certfile", "none.pem"), "'none.pem' cannot be used (No such file or directory)"),
     (("--ssl_certfile", __file__), "give a PEM certificate and its unencrypted key"),
     (("--ssl_certfile", "a", "--ssl_cert_reqs", "2"), "give their authorities by --ssl_ca_certs")])
-def test_an_option_that_cannot_be_is_refused_before_the_model_is_loaded(capsys, options, said):
+def test_invalid_options_are_refused_before_the_model_is_loaded(capsys, options, said):
     with pytest.raises(SystemExit) as caught:
         main(["serve", "nowhere", *options])
     assert caught.value.code == 2
@@ -185,8 +185,7 @@ def head(*lines, method="POST", version="1.1"):
     (["Transfer-Encoding: chunked"], "1.0", "in an HTTP/1.0 request"),
     (["Transfer-Encoding: gzip, chunked"], "1.1", "not valid HTTP/1.1"),
     (["X : a"], "1.1", "not valid HTTP/1.1")])
-def test_a_head_that_two_servers_may_read_differently_is_refused(server, method, lines, version,
-                                                                 said):
+def test_ambiguous_request_heads_are_refused(server, method, lines, version, said):
     told = raw(server, head(*lines, method=method, version=version)
                + b"0\r\n\r\nGET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
     status, _, text = told.partition(b"\r\n\r\n")
@@ -270,7 +269,7 @@ def descriptors(server):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_does_not_read_holds_nothing_for_long(impatient, stream):
+def test_a_client_that_does_not_read_is_disconnected(impatient, stream):
     """More than the system buffers; the limit of a request, half an hour, is not what ends it."""
     before, seen = descriptors(impatient), len(impatient.log)
     body = LONG | {"n": 64, "logprobs": 20, "stream": stream}
@@ -281,7 +280,7 @@ def test_a_client_that_does_not_read_holds_nothing_for_long(impatient, stream):
                           for line in impatient.log[seen:]))
 
 
-def test_256_clients_that_leave_at_once_leave_nothing(impatient):
+def test_256_simultaneous_disconnects_leak_nothing(impatient):
     with ExitStack() as stack:
         for _ in range(256):
             stack.enter_context(stream_without_reading(impatient, LONG | {"stream": True, "n": 2}))
@@ -354,7 +353,7 @@ def test_without_free_descriptors_connections_wait_and_the_log_stays_short(scarc
         assert asked(scarce, "GET", "/version", host=host)[0] == status
 
 
-def test_what_the_system_refuses_to_accept_is_tried_again(monkeypatch):
+def test_failed_accepts_are_retried(monkeypatch):
     monkeypatch.setattr(connection, "_RETRY", 0.01)
     warned = []
     monkeypatch.setattr(connection.LOGGER, "warning", lambda text, *given: warned.append(
@@ -389,7 +388,7 @@ def test_what_the_system_refuses_to_accept_is_tried_again(monkeypatch):
     assert warned == ["a connection cannot be accepted (Too many open files); further ones wait"]
 
 
-def test_what_the_server_ends_is_told_why_and_sighup_ends_nothing(scarce):
+def test_terminated_requests_get_a_reason_and_sighup_is_ignored(scarce):
     """The last of `scarce`: it ends."""
     scarce.process.send_signal(signal.SIGHUP)
     request = urllib.request.Request(f"{scarce.url}/v1/completions",
@@ -427,14 +426,14 @@ NAME = "a" * 5_000_000
     (CHAT, BODY | {"tool_choice": {"function": {"name": NAME}}}, "which is none of tools"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": NAME}]}]}, "models here read text"),
     ("/" + NAME[:10_000], {}, "there is no /aaa")])
-def test_what_a_client_wrote_is_shortened_in_errors(server, path, body, said):
+def test_client_text_is_truncated_in_errors(server, path, body, said):
     _, _, answer = server.post(path, body)
     message = answer["error"]["message"]
     assert said in message and len(message) <= 1001, message
     assert len(answer["error"]["param"] or "") <= 64
 
 
-def test_what_a_client_wrote_is_shortened_in_the_log(server):
+def test_client_text_is_truncated_in_the_log(server):
     before = len(server.log)
     body = {"prompt": [5], "max_tokens": 1, **{f"{NAME[:9000]}{index}": 1 for index in range(99)}}
     status, headers, _ = server.post("/v1/completions", body)
@@ -446,7 +445,7 @@ def test_what_a_client_wrote_is_shortened_in_the_log(server):
     assert len(json.loads(own)["ignored"]) == 21 and json.loads(own)["ignored"][-1] == "…"
 
 
-def test_a_prompt_beyond_the_context_is_told_as_openai_does(server):
+def test_a_prompt_beyond_the_context_has_openai_s_error(server):
     word = "zq" * 200
     for path, body, param, said in (
             (CHAT, {"messages": [{"role": "user", "content": word}]}, "messages",
@@ -463,7 +462,7 @@ def test_a_prompt_beyond_the_context_is_told_as_openai_does(server):
     assert server.post("/v1/completions", {"prompt": [5] * 64})[0] == 200
 
 
-def test_a_completion_beyond_the_kv_cache_is_told_likewise(secure):
+def test_a_completion_beyond_the_kv_cache_has_openai_s_error(secure):
     server, context = secure
     with pytest.raises(urllib.error.HTTPError) as caught:
         over_tls(server, context, "/v1/completions", {"prompt": [5] * 40, "max_tokens": 60})
@@ -474,14 +473,14 @@ def test_a_completion_beyond_the_kv_cache_is_told_likewise(secure):
     over_tls(server, context, "/v1/completions", {"prompt": [5] * 40, "max_tokens": 9})
 
 
-def test_paths_that_vllm_has_are_there(server):
+def test_vllm_s_paths_exist(server):
     listed = json.loads(server.get("/v1/models"))
     assert json.loads(server.get("/v1/models/")) == listed and listed["data"][0]["id"] == "tiny"
     assert [asked(server, method, "/ping")[0] for method in ("GET", "POST")] == [200, 200]
     assert json.loads(server.get("/load")) == {"server_load": 0}
 
 
-def test_a_trace_is_in_the_log_and_in_the_answer(server):
+def test_trace_ids_are_in_the_log_and_the_response(server):
     status, headers, _ = server.post("/tokenize", {"prompt": "a"}, traceparent=TRACE)
     assert status == 200 and headers["traceparent"] == TRACE
     until(lambda: any(f'"traceparent": "{TRACE}"' in line for line in server.log))
@@ -573,7 +572,7 @@ def test_https_is_served_to_clients_with_a_certificate(secure, certificate):
     assert "exception" not in "".join(server.log)
 
 
-def test_a_key_that_is_encrypted_is_refused_without_a_question(certificate, tmp_path):
+def test_an_encrypted_key_is_refused_without_a_prompt(certificate, tmp_path):
     cert, key = certificate
     encrypted = tmp_path / "key.pem"
     subprocess.run(["openssl", "pkey", "-in", key, "-aes256", "-passout", "pass:word", "-out",

@@ -83,7 +83,7 @@ def test_only_the_same_cache_salt_shares_a_prefix(server, path, body):
     assert status == 400 and answer["error"]["param"] == "cache_salt"
 
 
-def test_a_client_is_not_kept_waiting_by_one_request_of_another(shared):
+def test_a_large_request_does_not_delay_another_client(shared):
     """The larger one has all slots, and more completions than the server may hold."""
     with begun(shared, "key-a", 100) as stream:
         assert value(shared, "llmc:requests_inside") == 1
@@ -96,7 +96,7 @@ def test_a_client_is_not_kept_waiting_by_one_request_of_another(shared):
     until(lambda: value(shared, "llmc:sequences_inside") == 0)
 
 
-def test_a_key_has_no_more_sequences_than_its_part(shared):
+def test_a_key_is_limited_to_its_share_of_sequences(shared):
     with begun(shared, "key-b", 12) as stream:
         status, answer = ask(shared, "key-b")
         assert (status, answer["error"]["message"]) == (
@@ -144,7 +144,7 @@ def test_keys_are_read_with_their_names(tmp_path):
         ServerLimits(max_seqs_per_key=0)
 
 
-def test_a_variable_has_one_key_a_line():
+def test_an_environment_variable_has_one_key_per_line():
     option = next(own for own in serve_command.params if own.name == "api_keys")
     with click.Context(serve_command) as context:
         for text, keys in (("my key", ("my key",)), ("a\nb", ("a", "b"))):
@@ -157,7 +157,7 @@ def test_all_sequences_of_a_request_count():
     assert ChatRequest(messages=[{"role": "user"}], n=4, use_beam_search=True).num_sequences == 4
 
 
-def test_a_gate_lets_each_key_have_one_request_and_then_counts_sequences():
+def test_every_key_gets_one_request_before_sequences_count():
     gate = AdmissionGate.of(ServerLimits(api_keys={"a": "1", "b": "2"}, max_waiting=16,
                                          max_seqs_per_key=14), 4)
     with gate.entered(12, "a"), gate.entered(2, "a"):

@@ -41,7 +41,7 @@ def is_idle(server):
         value(server, "vllm:kv_cache_usage_perc") == 0
 
 
-def test_without_the_key_there_is_nothing_but_health(strict):
+def test_only_health_is_served_without_the_key(strict):
     for given in (None, "Bearer key-2", "Bearer kéy", "key-1", "Basic key-1", "Bearer key-1 key-1"):
         headers = {"authorization": given} if given else {}
         for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/v1/nowhere"):
@@ -53,7 +53,7 @@ def test_without_the_key_there_is_nothing_but_health(strict):
     assert strict.post("/tokenize", {"prompt": "the"}, **KEY)[0] == 200
 
 
-def test_one_more_than_fits_is_told_to_come_again(strict):
+def test_requests_beyond_the_queue_get_429_with_retry_after(strict):
     with strict.client.completions.create(stream=True, **LONG) as stream:
         next(iter(stream))
         status, headers, body = strict.post("/v1/completions", {"prompt": [5]}, **KEY)
@@ -105,7 +105,7 @@ def test_a_malformed_body_is_refused(strict, body, status, said):
     assert "Traceback" not in json.dumps(answer) and ".py" not in json.dumps(answer)
 
 
-def test_what_is_no_json_by_its_type_is_refused(strict):
+def test_a_wrong_content_type_is_refused(strict):
     assert strict.post("/tokenize", {"prompt": "a"}, **KEY, **{"content-type": "text/plain"})[0] \
         == 415
 
@@ -141,7 +141,7 @@ def test_the_log_is_json_with_a_request_s_id(case_tp1):
         assert (two["request_id"], two["status"]) == (other, 404)
 
 
-def test_sigterm_lets_requests_end(case_tp1):
+def test_sigterm_drains_requests(case_tp1):
     with serving(case_tp1, "--max_batch_size", 2) as server:
         stream = iter(server.client.completions.create(stream=True, **LONG | {"n": 20}))
         next(stream)
@@ -154,7 +154,7 @@ def test_sigterm_lets_requests_end(case_tp1):
         assert server.process.wait(10) == 0
 
 
-def test_what_does_not_end_in_time_is_ended(case_tp1):
+def test_requests_that_exceed_the_drain_time_are_ended(case_tp1):
     with serving(case_tp1, "--max_batch_size", 1, "--drain_timeout", 1) as server:
         stream = iter(server.client.completions.create(stream=True, **LONG))
         next(stream)
@@ -185,7 +185,7 @@ def test_1000_idle_connections_do_not_stop_others(server):
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_an_address_that_is_taken_is_a_user_s_error(server, case_tp1):
+def test_an_address_in_use_is_a_user_error(server, case_tp1):
     with pytest.raises(AssertionError, match="cannot be had") as caught, \
             serving(case_tp1, "--port", server.port):
         pass

@@ -117,7 +117,7 @@ def test_an_answer_and_its_token_counts_are_shown(page):
     assert page.text_content("#send") == "Send" and page.wrong == []
 
 
-def test_knobs_and_the_conversation_are_sent(page):
+def test_sampling_controls_and_the_conversation_are_sent(page):
     knobs = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.05,
              "repetition_penalty": 1.1, "max_tokens": 5, "seed": 3}
     for name, value in knobs.items():
@@ -306,7 +306,7 @@ HOSTILE = [
 ]
 
 
-def test_a_model_s_text_makes_no_script_no_request_and_no_link_but_to_the_web(page):
+def test_model_text_cannot_inject_scripts_requests_or_links(page):
     echo(page)
     for text in HOSTILE:
         rendered(page, text)

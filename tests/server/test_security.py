@@ -107,7 +107,7 @@ def test_a_chat_template_stays_in_its_sandbox(secret, templated, template, reaso
     assert templated("{{ messages[0].content }}")[0] == 200
 
 
-def test_what_a_client_writes_is_no_template(secret, templated):
+def test_client_text_is_not_evaluated_as_a_template(secret, templated):
     server, _ = secret
     text = BODY["messages"][0]["content"]
     templated("{{ messages[0].content }}")
@@ -125,7 +125,7 @@ def test_what_a_client_writes_is_no_template(secret, templated):
 @pytest.mark.parametrize("verdict", [False, True])
 @pytest.mark.parametrize("given", ["key-1", "key-2", "k", "", "key-1key-1", "kéy-1", "ключ"])
 @pytest.mark.parametrize("key", ["key-1", "kéy-1"])
-def test_a_comparison_in_constant_time_alone_decides_about_a_key(monkeypatch, key, given, verdict):
+def test_keys_are_compared_in_constant_time(monkeypatch, key, given, verdict):
     compared = []
     monkeypatch.setattr(hmac, "compare_digest", lambda *both: compared.append(both) or verdict)
     check = ServerLimits(api_keys={"1": key}).check_key
@@ -137,7 +137,7 @@ def test_a_comparison_in_constant_time_alone_decides_about_a_key(monkeypatch, ke
     assert compared == [(given.encode(), key.encode())]  # bytes, which need not be ASCII
 
 
-def test_a_key_of_any_bytes_opens():
+def test_a_key_may_have_any_bytes():
     for key in ("key-1", "kéy-1", os.fsdecode(b"key-\xff")):
         check = ServerLimits(api_keys={"1": key}).check_key
         check("/tokenize", b"Bearer " + os.fsencode(key))
