@@ -124,13 +124,13 @@ def test_sampling_options_are_the_fields_of_sampling_params(case_tp2):
          "show_special_tokens", "ignore_eos"}
     help_text = run("run", "--help").stdout
     shown = " ".join(help_text.split("\nSampling:\n")[1].replace("-\n", "-").split())
-    for field in FIELDS:  # said once, shown there too
+    for field in FIELDS:  # printed once, shown there too
         assert f"--{field.name}" in shown and " ".join(field.text.split()) in shown
 
 
 @pytest.fixture(scope="module")
 def compiled(tiny_hf, tmp_path_factory):
-    """A case directory for beams on three chips, and what `llmc compile` said."""
+    """A case directory for beam search on three chips, and the output of `llmc compile`."""
     case = tmp_path_factory.mktemp("compiled") / "case"
     return case, run("compile", tiny_hf, "-o", case, "--tp_size", 3, "--dtype", "float32",
                      "--target", "cpu", "--verbose")
@@ -291,7 +291,7 @@ def test_bench_prints_the_grid(case_tp1):
 
 
 def test_the_table_of_a_grid_fits_80_columns(case_tp1, monkeypatch):
-    """Whole, with the greatest numbers that there may be."""
+    """With the largest possible numbers."""
     monkeypatch.setattr("llmc.runtime.benchmark.measure", lambda llm, batch, inputs, outputs, runs:
                         Row(4096, 131072, 131072, 12345678.9, 12345678.9, 1234567.8, 123456.78))
     shown = run("bench", "--case_dir", case_tp1, "--input_output_len", "4,3").stdout.splitlines()
@@ -334,7 +334,7 @@ def test_a_prompt_file_gives_one_result_per_line(case_tp2, tmp_path):
 
 
 def read_all(terminal):
-    """What is shown until the other side closes."""
+    """Read the terminal's output until the other side closes."""
     shown = b""
     with suppress(OSError):
         while True:
@@ -343,12 +343,12 @@ def read_all(terminal):
 
 
 def hold_conversation(process, terminal, *lines):
-    """Type each line when a prompt is there; what the terminal showed."""
+    """Type each line at a prompt; return the terminal's output."""
     shown = ""
     for line in lines:
         while not shown.endswith("> "):
             shown += os.read(terminal, 1000).decode(errors="replace")
-        time.sleep(0.2)  # as a person; Ctrl-C just before input() waits is heard with the next key
+        time.sleep(0.2)  # typing delay: Ctrl-C just before input() is handled at the next key
         os.write(terminal, line)
         shown += "|"
     shown += read_all(terminal)
@@ -442,7 +442,7 @@ def test_options_of_loading_are_those_of_the_llm():
 
 @pytest.fixture(scope="module")
 def compared(compiled, tiny_hf):
-    """What `llmc diff` and `llmc eval` said, called with --case_dir and with DIR."""
+    """Outputs of `llmc diff` and `llmc eval`, called with --case_dir and with DIR."""
     case, _ = compiled
     return (run("diff", "--case_dir", case, "--reference", tiny_hf, "--tokens", 2, "--tolerance",
                 0, "--json"),
@@ -450,7 +450,7 @@ def compared(compiled, tiny_hf):
 
 
 def test_phases_are_reported_with_their_durations(compiled, compared):
-    """Of plain stderr a line for each that has ended; nothing of them is on stdout."""
+    """Plain stderr has a line for each finished phase; stdout has none."""
     for result, code, names in ((compiled[1], 0, ["import", "export", "passes", "write"]),
                           (compared[0], 1, ["import", "hash files", "export the reference",
                                          "run the compiled model", "run the reference",

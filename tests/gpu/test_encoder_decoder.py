@@ -34,7 +34,7 @@ def compile_for(raw, target, case, dtype="float32", tp_size=1):
 
 @pytest.fixture(scope="module")
 def cases(encoder_decoder, tmp_path_factory):
-    """Called with a name in families: its cases for the cpu target and, in float32, for GPUs."""
+    """Factory by family name: cases for the cpu target and, in float32, for GPUs."""
     made = {}
 
     def make(name):
@@ -47,7 +47,7 @@ def cases(encoder_decoder, tmp_path_factory):
 
 
 def assert_same(cases, requests, batch, **options):
-    """Both targets generate the same, whatever is asked for."""
+    """Assert that both targets generate the same for all parameters."""
     host, device = cases
     with llmc.LLM(host) as llm:
         expected = [llm.generate(batch, request) for request in requests]
@@ -70,7 +70,7 @@ def test_tokens_equal_those_of_the_cpu_target(extension, name, check_step, cases
 
 @pytest.mark.parametrize("name", ["t5", "bart"])
 def test_waiting_prompts_reuse_freed_rows(extension, name, cases):
-    """More prompts than rows, that end at different times, with completions that share one."""
+    """More prompts than rows, with different lengths and shared completions."""
     batch = [row for seed in range(3) for row in prompts(seed)]
     requests = [[SamplingParams(max_tokens=10 - i) for i in range(9)],
                 SamplingParams(max_tokens=5, temperature=1.2, top_p=0.9, n=3, seed=1),
@@ -99,7 +99,7 @@ def test_forced_tokens_of_the_generation_config(extension, check_step, encoder_d
 @pytest.mark.parametrize("name", NAMES)
 def test_steps_that_encode_and_decode_together_give_transformers_logits(extension, name, dtype,
                                                                         encoder_decoder, tmp_path):
-    """Prompts are encoded as their sequences begin; two sequences share the last one."""
+    """Prompts are encoded when their sequences start; two sequences share the last one."""
     model, raw, _ = encoder_decoder(name)
     sources = prompts(3, (60, 7, 23))
     rows = prompts(4, (12,) * 4)
@@ -109,7 +109,7 @@ def test_steps_that_encode_and_decode_together_give_transformers_logits(extensio
     engine = load(tmp_path / "case", max_tokens=64, block_size=4)
     where, lens = [2, 0, 3, 3], [60, 7, 23, 23]
     tables = [[b, 4 + b, 8 + b] for b in range(4)]
-    # By step: the sequences, and how many tokens each reads.
+    # By step: the sequences and their numbers of tokens.
     plan = [([0], [5]), ([0, 1], [1, 3]), ([0, 2, 1, 3], [1, 1, 2, 4]),
             ([1, 0, 3, 2], [1, 1, 1, 6])]
     past, error = [0] * 4, 0.0
@@ -153,8 +153,9 @@ def reference(model, sources, rows, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_transformers(extension, name, dtype, encoder_decoder, tmp_path):
-    """In 16 bits no further from the float32 truth than twice what transformers is. T5, which does
-    not scale its scores, makes more of float32's roundings than others.
+    """In 16 bits the error against float32 is at most twice that of transformers.
+
+    T5 does not scale its scores, which amplifies float32 rounding.
     """
     model, raw, _ = encoder_decoder(name)
     sources = prompts(3, (60, 7, 23))

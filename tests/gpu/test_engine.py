@@ -1,4 +1,4 @@
-"""Whole models on the engine: against transformers, itself, and the CPU target."""
+"""Whole models on the CUDA engine, compared with transformers, itself and the CPU target."""
 
 import dataclasses
 
@@ -31,7 +31,7 @@ def compiled(tmp_path_factory):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_decoding_continues_a_prefill(extension, compiled, dtype):
-    """Long enough that attention divides a sequence among blocks."""
+    """Long enough for split-KV attention."""
     tokens = np.random.default_rng(0).integers(3, families.VOCAB, LENGTH).tolist()
     with llmc.LLM(compiled / dtype) as llm:
         expected = llm.logits(tokens)
@@ -66,7 +66,7 @@ def test_tokens_are_the_cpu_target_s_for_every_setting(extension, compiled, chec
 
 
 def same_completions(actual, expected):
-    """The same tokens, texts and reasons, and log-probabilities that differ by rounding."""
+    """Assert equal tokens, texts and finish reasons, and log-probabilities within rounding."""
     for ours, wanted in zip(actual, expected, strict=True):
         what = f"prompt {wanted.index}, completion {wanted.sample}"
         assert ours.token_ids == wanted.token_ids, what
@@ -85,8 +85,9 @@ def same_completions(actual, expected):
 @pytest.mark.parametrize("check_step", [1, 3, 8])
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_every_sampling_parameter_matches_the_cpu(extension, compiled, check_step, sampled):
-    """One parameter set per prompt, all in one batch, whose rows move as others end; prompts of one
-    token, and lengths that end at different steps."""
+    """One parameter set per prompt, all in one batch, whose rows move as others finish.
+
+    Prompts have one token, and completions different lengths."""
     prompts = [[5, 6, 7, 5, 6], [8] * 40, [9, 10, 6], [12], [10, 6, 7, 8, 20, 30, 3], [30, 31],
                list(range(3, 90))]
     params = [llmc.SamplingParams(**rule, **(cuts if sampled else {}), max_tokens=14 + 5 * row,
@@ -155,7 +156,7 @@ def engine(extension, compiled):
     (lambda e: e.join(bytes(128), 1, 1), "rank 1 is not below"),
 ])
 def test_invalid_engine_calls_are_refused(extension, engine, call, match):
-    """And it goes on as before."""
+    """The engine continues unaffected."""
     step = Step.of([[5, 6, 7]], [0], [[2]], [0], logits="all")
     expected = engine.collect(engine.submit(step)).logits
     with pytest.raises(extension.CudaError, match=match):

@@ -24,13 +24,13 @@ from llmc.plugins.cached_attention.op import _reading
 from llmc.plugins.code_types import CODE_TYPES
 from llmc.plugins.quantization import BLOCK, blocks_shape, dequantized, pack
 
-# Of the reference's largest value, for one rounding of inputs and outputs to the dtype.
+# Relative to the reference's largest value, for one rounding of inputs and outputs to the dtype.
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}
 OPS = [op for op in plugins.registry().values() if op.body is not None and op.has_core]
 
 
 def check_codes(codes, expected, tolerance):
-    """Numbers of FP8, each at most the next one to what is expected within a tolerance."""
+    """Assert FP8 values at most one code from the expected values within a tolerance."""
     actual = codes.double().cpu().numpy()
     assert np.isfinite(actual).all()
     error = np.abs(actual - expected)
@@ -40,12 +40,16 @@ def check_codes(codes, expected, tolerance):
 
 
 def check(extension, op, fields, inputs, dtype, firsts=((),), least=0.0, unlike=None):
-    """Run the kernel on what the dtype makes of the inputs, and compare. Attention takes sequences
-    of one token that come first by themselves, and also as prompts; and prompts by the library too,
-    where it serves them. `firsts`: which of two ways each choice falls on, instead of timing. An
-    output of a dtype of its own is exact, or as in float32. `least`: the least tolerance. What an
-    op takes from among the columns of wider rows lies there too, in whole vectors and not.
-    `unlike`: fields whose reference is further away.
+    """Run the kernel on inputs rounded to the dtype, and compare with the reference.
+
+    Attention runs leading sequences of one token as decode and as prefill, and prefill by the
+    library too if it supports it. Column inputs are also slices of wider rows, aligned and not.
+    Outputs with a declared dtype are exact, or as in float32.
+
+    Args:
+        firsts: the choice between two kernels for each decision, instead of timing.
+        least: the minimum tolerance.
+        unlike: attributes with a larger tolerance.
     """
     fields = op.complete(fields)
     tensors = tensors_of(op, fields, inputs, dtype)
@@ -63,12 +67,12 @@ def check(extension, op, fields, inputs, dtype, firsts=((),), least=0.0, unlike=
         lengths = int(new[rest].max()), int(total[rest].max())
         ways = [(0, 0, 0), (ones, 0, 0), (ones, *lengths), (0, int(new.max()), int(total.max()))]
         filled = filled_of(op, inputs)
-        for name in op.cache_inputs:  # what is in a cache behind a sequence does not matter
+        for name in op.cache_inputs:  # cache contents after a sequence are irrelevant
             poisoned = tensors[name].float()
             poisoned[torch.from_numpy(~filled).cuda()] = float("nan")
             tensors[name].copy_(poisoned)
         firsts = [()] * len(ways)
-    if op.state is not None:  # single tokens that come first, by themselves too
+    if op.state is not None:  # leading single tokens, as decode too
         new = np.diff(inputs["cu_seqlens"])
         ones = next((i for i, count in enumerate(new) if count != 1), len(new))
         ways = [(0, 0, 0), *([(ones, 0, 0)] if ones else [])]
@@ -76,7 +80,7 @@ def check(extension, op, fields, inputs, dtype, firsts=((),), least=0.0, unlike=
     beside = [(), (8, 16), (3, 2)] if {role.input for role in op.columns} & {*tensors} else [()]
     for around, ((num_decode, longest, reach), choices) in itertools.product(
             beside, [*zip(ways, firsts, strict=True)]):
-        if choices or op.state:  # a weight in fewer bits is repacked where it lies, a state written
+        if choices or op.state:  # a quantized weight is repacked in place, a state is written
             tensors = tensors_of(op, fields, inputs, dtype)
         among = {role.input: among_columns(tensors[role.input], *around) for role in op.columns
                  if around and role.input in tensors}
@@ -205,7 +209,7 @@ def test_decoding_reads_positions_through_the_block_table(extension, heads, kv_h
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("batch", [1, 24, 80, 200])
 def test_results_are_independent_of_batch_layout(extension, batch, dtype):
-    """How many warps a block has, and into how many parts a sequence is cut, depends on it."""
+    """The number of warps per block and of KV splits depends on the batch."""
     sample = _sample(np.random.default_rng(batch), (1,) * batch, (333,) * batch, 64, heads=8,
                      kv_heads=4, max_seq_len=400, rotary_dim=64, block_size=16, window=200)
     check(extension, plugins.registry()["CausalAttention"], sample.fields, sample.inputs, dtype)
@@ -220,7 +224,7 @@ def test_results_are_independent_of_batch_layout(extension, batch, dtype):
     (8, 2, {}), (4, 1, {"window": 1500}), (24, 2, {"softcap": 5.0})], ids=str)
 def test_kv_is_split_for_sequences_of_different_lengths(extension, heads, kv_heads, more, past,
                                                         dtype):
-    """Long ones into parts, however many others there are."""
+    """Long sequences are split for any number of others."""
     sample = _sample(np.random.default_rng(len(past)), (1,) * len(past), past, 64, heads=heads,
                      kv_heads=kv_heads, max_seq_len=-(-max(past) // 64) * 64 + 64, rotary_dim=64,
                      block_size=64, **more)
@@ -301,7 +305,7 @@ def test_linear_with_a_quantized_weight(extension, name, stored, brings, rows, w
               "out_features": count}
     codes = rng.integers(0, 2 ** bits, (count, width), dtype=np.uint8)
     if stored == "float8_e4m3fn":
-        codes &= 0xBF  # none is a NaN
+        codes &= 0xBF  # excluding NaN
     scale = rng.uniform(0.5, 1, (count, width // group)) / (2 ** bits * width**0.5)
     inputs = {"x": rng.standard_normal((rows, width)) + 0.3, "weight": pack(codes, bits),
               "bias": rng.standard_normal(count), "weight_scale": scale.astype(np.float32)}
@@ -323,8 +327,8 @@ def test_linear_with_a_quantized_weight(extension, name, stored, brings, rows, w
         fields |= {"centred": 1, "epsilon": 1e-5}
         inputs["row_sums"] = dequantized(fields, inputs["weight"], inputs["weight_scale"],
                                          inputs.get("weight_zero"), inputs.get("weight_min")).sum(1)
-    # By a GEMV or Hopper's kernel for few rows; as it is or as numbers. Rows that are normed first
-    # have all of these ways once more.
+    # By a GEMV or Hopper's kernel for few rows; quantized or dequantized. Normalized rows have all
+    # of these variants too.
     firsts = [()]
     if dtype != "float32" and width % 32 == group % 32 == 0:
         firsts = [*itertools.product([True, False], repeat=2)]
@@ -349,7 +353,7 @@ def test_blocks_process_many_tiles_of_a_packed_weight(extension, name, dtype):
     test_linear_with_a_quantized_weight(extension, name, "int4", "", 7, 1024, 130000, 128, dtype)
 
 
-# What the sums of FP8 lose, and what is rounded to the other of two numbers of FP8.
+# Error of FP8 sums, and of values rounded to the other of two adjacent FP8 values.
 FLOAT8 = 2e-2
 
 
@@ -364,14 +368,14 @@ FLOAT8 = 2e-2
 @pytest.mark.parametrize("name", ["GemmBiasAct", "GemmBiasRes", "GatedMLP", "NormGemm",
                                   "NormGemm, gated", "NormGemm, RMS", "NormGemm, RMS, gated"])
 def test_linear_with_fp8_activations(extension, name, rows, width, out, group, dtype):
-    # Rounded by a GEMV, or before; then by a GEMV, Hopper's kernel or cuBLASLt, and scaled by that
-    # or behind it; or by the numbers that codes stand for.
+    # Quantized by a GEMV or before it; then a GEMV, Hopper's kernel or cuBLASLt, scaled by it or
+    # after it; or dequantized.
     firsts = [()] if dtype == "float32" else [*itertools.product([True, False], repeat=4)]
     check(extension, *linear_of_fp8(name, rows, width, out, group), dtype, firsts, FLOAT8)
 
 
 def linear_of_fp8(name, rows, width, out, group, **more):
-    """An op, fields and inputs."""
+    """Return an op, attributes and inputs."""
     rng = np.random.default_rng(5)
     name, *kind = name.split(", ")
     gated = name == "GatedMLP" or "gated" in kind
@@ -390,7 +394,7 @@ def linear_of_fp8(name, rows, width, out, group, **more):
         fields |= {"centred": int(not gated and "RMS" not in kind), "gated": int(gated),
                    "epsilon": 1e-5}
         inputs["norm_weight"] = rng.uniform(0.5, 2, width)
-        if "RMS" not in kind:  # else the kernel of few rows norms and rounds them
+        if "RMS" not in kind:  # otherwise the kernel for few rows normalizes and quantizes them
             inputs["norm_bias"] = rng.uniform(-1, 1, width)
     if fields.get("x_dtype"):
         inputs["x"] = np.clip(inputs["x"] / fields["activation_scale"], -448, 448)
@@ -427,9 +431,7 @@ def test_linear_with_static_fp8_activations(extension, name, more, rows, width, 
 @pytest.mark.parametrize("name", ["GemmBiasAct", "GemmBiasRes", "GatedMLP", "NormGemm",
                                   "NormGemm, gated", "NormGemm, RMS", "NormGemm, RMS, gated"])
 def test_linear_with_grouped_fp8_activations(extension, name, rows, width, out, group, dtype):
-    """Rounded by a GEMV, or before; then by a GEMV, Hopper's kernel or cuBLASLt, of blocks; or by
-    the numbers that codes stand for.
-    """
+    """Quantized by a GEMV or before; then a GEMV, Hopper's kernel or cuBLASLt; or dequantized."""
     op, fields, inputs = linear_of_fp8(name, rows, width, out, group, activation_group_size=group)
     if group == BLOCK:
         in_blocks(fields, inputs)
@@ -453,7 +455,7 @@ def in_blocks(fields, inputs):
 @pytest.mark.parametrize("name", ["GemmBiasAct", "GemmBiasRes", "GatedMLP", "NormGemm, RMS",
                                   "NormGemm, RMS, gated"])
 def test_linear_with_fp8_weights_only(extension, name, rows, width, out, group, size, dtype):
-    """Few rows as float16, none of whose numbers is too large for it."""
+    """Few rows are computed in float16, without overflow."""
     if dtype == "float16" and size != 1:
         pytest.skip("float16 has no such numbers")
     op, fields, inputs = linear_of_fp8(name, rows, width, out, group, activation_dtype="")
@@ -476,7 +478,7 @@ def test_linear_with_fp8_weights_only(extension, name, rows, width, out, group, 
                                                 ("float8_e4m3fn", "")])
 def test_gated_mlp_with_quantized_weights_quantizes_its_output(extension, stored, brings, rows,
                                                                out_scale, dtype):
-    """Most, or few, of what is too large for FP8, of which tolerances are of what is left."""
+    """Most or few values exceed FP8; tolerances are relative to the remaining range."""
     test_linear_with_a_quantized_weight(extension, "GatedMLP", stored, brings, rows, 1024, 1408,
                                           128, dtype, out_scale)
 
@@ -566,8 +568,10 @@ def test_any_linear(extension, rows, width, out, dtype, seed, name, activation):
 
 def experts_of(rng, tokens, hidden, inner, num_experts, top_k, biased=False, favoured=0, others=0,
                residual=False, **fields):
-    """Fields and inputs of Experts: `top_k` of all experts for each token, of which `favoured` ones
-    are every token's first; `others` are another rank's.
+    """Return attributes and inputs of Experts.
+
+    Each token has `top_k` experts. `favoured` ones are every token's first; `others` belong to
+    another rank.
     """
     def normal(*shape):
         return rng.standard_normal(shape).astype(np.float32)
@@ -591,7 +595,7 @@ def experts_of(rng, tokens, hidden, inner, num_experts, top_k, biased=False, fav
 
 
 def check_experts(extension, fields, inputs, dtype, **more):
-    """By the kernels for few tokens and by those for many, where these serve."""
+    """Check the kernels for few tokens, and those for many if supported."""
     ways = dtype != "float32" and not any(size % 8 for size in inputs["down"].shape[1:])
     check(extension, plugins.registry()["Experts"], fields, inputs, dtype,
           ((True,), (False,)) if ways else ((),), **more)
@@ -613,7 +617,7 @@ def check_experts(extension, fields, inputs, dtype, **more):
     (3000, 16, 136, 60, 8, {"others": 20, "biased": True}),
     (400, 328, 72, 2, 1, {"gated": 0, "activation": "gelu", "biased": True}),
     (600, 64, 392, 2, 2, {"scale_input": 1, "limit": 1.5}),
-    # Choices summed up by the second product: of 132 multiprocessors nearly all have as many tiles.
+    # Experts summed by the second GEMM: nearly all of 132 SMs have as many tiles.
     (1, 2048, 72, 9, 8, {"others": 7, "biased": True}), (1, 2104, 40, 3, 1, {"residual": True}),
     (2, 2072, 328, 64, 8, {"biased": True, "residual": True}), (1, 2048, 8, 2, 2, {"others": 90}),
     (4, 2048, 136, 128, 8, {"others": 60, "residual": True, "scale_input": 1}),
@@ -626,7 +630,7 @@ def test_experts(extension, tokens, hidden, inner, num_experts, top_k, more, dty
 
 
 def packed_experts(rng, stored, group_size, fields, inputs):
-    """The same with weights of random codes in their place."""
+    """Replace the weights by random codes."""
     bits, (count, hidden, inner) = CODE_TYPES[stored].bits, inputs["down"].shape
     inputs = dict(inputs)
     for name in ("gate_up", "down"):
@@ -684,7 +688,7 @@ def test_experts_quantize_their_activations(extension, tokens, hidden, inner, nu
     rng = np.random.default_rng(tokens)
     fields, inputs = packed_experts(rng, "float8_e4m3fn", group_size, *experts_of(
         rng, tokens, hidden, inner, num_experts, top_k, **more))
-    # What lies between falls on the other side of two codes' middle now and then.
+    # Values near the middle of two codes may be rounded to the other one.
     check_experts(extension, fields | {"activation_dtype": "float8_e4m3fn",
                                        "activation_group_size": rounded}, inputs, dtype,
                   least=5e-2, unlike=fields)
@@ -785,7 +789,7 @@ def test_attention_with_sinks(extension, new, past, dim, heads, kv_heads, more, 
     ((20, 1), (5, 0), 72, {"rotary_dim": 40, "interleaved": 1}), ((5, 1), (5, 9), 256, {}),
 ])
 def test_attention_with_qk_norm_after_the_rotary_embedding(extension, new, past, dim, more, dtype):
-    """Which is not the same where cos and sin are longer than 1, as YaRN has them."""
+    """The order matters if cos and sin are scaled, as in YaRN."""
     sample = _sample(np.random.default_rng(1), new, past, dim, max_seq_len=2048, norms="qk",
                      norm_after_rotary=1, **more)
     for name in {"cos", "sin"} & {*sample.inputs}:
@@ -834,7 +838,7 @@ def test_prefill_over_contiguous_and_scattered_blocks(extension, new, heads, dim
 
 
 def logits_of(kind, rows, vocab, stride):
-    """What may be hard to order; behind the vocabulary, what would win."""
+    """Logits that are hard to order; padding after the vocabulary has the maximum."""
     rng = np.random.default_rng(vocab)
     logits = rng.standard_normal((rows, stride)) * 4
     if kind == "ties":
@@ -930,8 +934,9 @@ def test_a_shared_prefix_is_read_once(extension, length, past, members, dim, blo
     ([129, 500], 2, 2, 96, 32), ([128], 1, 2, 16, 8)])
 def test_linear_attention_of_long_prompts(extension, new, k_heads, v_heads, k_dim, v_dim, dtype,
                                           rule, raw):
-    """By chunks of tokens, whose edges they cross; with a state from before, and without; with
-    decay and beta as they are, and as a linear layer leaves them (`raw`).
+    """Sequences cross chunk edges, with and without an initial state.
+
+    Decay and beta are activated, or raw outputs of a linear layer (`raw`).
     """
     rng, total, batch = np.random.default_rng(0), sum(new), len(new)
     delta = rule == "gated_delta"
@@ -952,7 +957,7 @@ def test_linear_attention_of_long_prompts(extension, new, k_heads, v_heads, k_di
     check(extension, plugins.registry()["GatedLinearAttention"], fields, inputs, dtype, least=1e-3)
 
 
-# Of one token each, prompts, both; on every kernel there is: of pieces, of prompts, by token.
+# Decode, prefill and both, on every kernel: in pieces, for prompts, by token.
 _STEPS = [
     ((1,) * 4, (300, 0, 63, 1000), 64, {"block_size": 16}),
     ((1,) * 3, (4000, 1, 255), 128, {"block_size": 32, "norms": "qk", "rotary_dim": 128}),

@@ -1,4 +1,4 @@
-"""NaN logits on a GPU end the request that they belong to, and no other."""
+"""NaN logits on a GPU fail only their request."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def test_nan_logits_fail_only_their_request(case, params):
                 llm.generate([[5, 7]], llmc.SamplingParams(max_tokens=20, **params))
         pieces += stream
         assert tuple(piece.token_id for piece in pieces) == expected
-        # NaN keys and values of ended requests stay in their blocks, which others get.
+        # NaN keys and values of failed requests stay in their blocks, which are reused.
         many = llm.generate([[5, 6]] * 16, others)
         assert {completion.token_ids for completion in many} == {expected}
         assert llm.metrics()["nan_logits"] == 3

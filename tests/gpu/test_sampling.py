@@ -1,4 +1,4 @@
-"""How tokens are chosen on the device: every kernel against runtime/sampling on the same logits."""
+"""Sampling kernels, compared with runtime/sampling on the same logits."""
 
 import dataclasses
 
@@ -25,19 +25,19 @@ SIZES = [(1, 64), (37, 37), (101, 104), (1000, 1024), (32000, 32000), (50257, 50
 
 
 def random_logits(rows, stride, dtype, seed=0):
-    """Heavy-tailed, with tokens that tie."""
+    """Return heavy-tailed logits with equal values."""
     rng = np.random.default_rng(seed)
     logits = torch.from_numpy(rng.standard_normal((rows, stride)) * 3)
     return logits.to(DTYPES[dtype]).cuda()
 
 
 def on_device(records):
-    """Records as numbers of 32 bits."""
+    """Return records as 32-bit integers."""
     return torch.from_numpy(records.view(np.int32).reshape(len(records), -1).copy()).cuda()
 
 
 def draw(extension, logits, vocab, params, drawn=0, repeats=1, draws=True):
-    """The sampling kernel's tokens from logits [rows, stride]; params of all rows, or of each."""
+    """Return the kernel's tokens for logits [rows, stride]; params for all rows or each."""
     rows = len(logits)
     listed = params if isinstance(params, list) else [params] * rows
     tokens = torch.full((rows,), -7, device="cuda")
@@ -54,18 +54,18 @@ def draw(extension, logits, vocab, params, drawn=0, repeats=1, draws=True):
 
 
 def as_float32(params):
-    """With the numbers that the kernel is given."""
+    """Round the parameters to the kernel's float32."""
     return dataclasses.replace(params, **{
         name: float(np.float32(getattr(params, name)))
         for name in ("temperature", "top_p", "min_p", "typical_p")})
 
 
 def check_draw(token, scores, params, number, what):
-    """The token is the host's, or where a number falls on an edge, a neighbour."""
+    """Assert the host's token, or an adjacent one if the random number is on an edge."""
     chances = probabilities(scores, as_float32(params))
     below = chances[:token].sum()
     chance = chances[token]
-    if chance == 0:  # of a cut's edge: as likely, or as typical, as one that is kept
+    if chance == 0:  # at a cutoff: as likely, or as typical, as a kept token
         loose = dataclasses.replace(
             as_float32(params), top_p=min(1.0, params.top_p + 1e-5),
             typical_p=min(1.0, params.typical_p + 1e-5), min_p=params.min_p * (1 - 1e-6))
@@ -107,7 +107,7 @@ def test_sampled_tokens_equal_the_host_s(extension, vocab, stride, cuts, dtype):
                                                                   cuts.items()) or "none")
 @pytest.mark.parametrize("shape", ["flat", "two values", "sorted", "half forbidden"])
 def test_sampled_tokens_of_unusual_logits_equal_the_host_s(extension, shape, cuts, dtype):
-    """Where everything ties, or the likely tokens are neighbours or few."""
+    """All logits are equal, or the likely tokens are adjacent or few."""
     vocab, rows = 20000, 2
     logits = {"flat": np.zeros(vocab), "two values": np.arange(vocab) % 2 * 2.0,
               "sorted": np.linspace(-8, 8, vocab),
@@ -190,7 +190,7 @@ def test_records_have_the_size_that_the_kernels_read(extension):
 
 
 class Device:
-    """What an engine keeps of its slots, as the kernels want it; garbage at first."""
+    """The slots of an engine in kernel layout, initially garbage."""
 
     def __init__(self, extension, vocab, room, slots):
         self.extension, self.vocab = extension, vocab
@@ -205,7 +205,7 @@ class Device:
         return [describe(t) for t in (self.counts, self.tokens, self.lengths)]
 
     def admit(self, admit):
-        """As an engine does; the lists stay as they are sent."""
+        """Admit sequences as an engine does; lists keep their layout."""
         made = Admissions.of(admit)
         starts = np.cumsum([0, *made.lengths]).astype(np.int32)
         given = [on_device(made.states), *(torch.from_numpy(array).cuda() for array in (
@@ -250,7 +250,7 @@ def random_mask(rng, vocab):
 
 
 def samplers(kinds, prompts, vocab, seed=0):
-    """One per prompt, with some of the parameters; every third with none."""
+    """Return one sampler per prompt with some parameters; every third has none."""
     rng = np.random.default_rng(seed)
     made = []
     for row, prompt in enumerate(prompts):
@@ -275,15 +275,16 @@ def samplers(kinds, prompts, vocab, seed=0):
                          ids="+".join)
 @pytest.mark.parametrize("masked", [False, True])
 def test_logits_are_processed_as_on_the_host(extension, kinds, vocab, stride, dtype, masked):
-    """To the bit, for prompts and generated tokens of several lengths, in slots that are not the
-    rows of the logits."""
+    """Bitwise, for prompts and generated tokens of several lengths.
+
+    Slots differ from the rows of the logits."""
     rng = np.random.default_rng(4)
     rows, slots = 7, (4, 8, 2, 5, 0, 7, 3)
     prompts = [rng.integers(0, min(vocab, 300), size).tolist() for size in (1, 2, 3, 40, 900, 5, 7)]
     generated = [rng.integers(0, min(vocab, 60), size).tolist() for size in (0, 1, 5, 30, 700, 3,
                                                                             8)]
     generated[5][-1] = prompts[5][-1]
-    generated[1] = [5 % vocab]  # then 6 is a bad word's end
+    generated[1] = [5 % vocab]  # then 6 ends a bad word
     device = Device(extension, vocab, 2000, rows + 2)
     logits = random_logits(rows, stride, dtype)
     made = samplers(kinds, prompts, vocab)

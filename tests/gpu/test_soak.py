@@ -1,4 +1,4 @@
-"""2,000 short requests, some of which are aborted: memory stays as it is, the GPU's too."""
+"""2,000 short requests, some aborted: host and GPU memory are stable."""
 
 import families
 import pytest

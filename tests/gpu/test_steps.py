@@ -1,5 +1,6 @@
-"""Steps on the engine: mixed ones, run ahead, in blocks of any size, chosen by slot; beside
-transformers, and beside the samplers of the host on the engine's own logits.
+"""Engine steps: mixed, in flight, with any block size, sampled by slot.
+
+Results are compared with transformers, and with the host's samplers on the engine's logits.
 """
 
 import json
@@ -38,8 +39,7 @@ def compiled(tmp_path_factory):
 
 
 def continued(model, prompt, params, begun=()):
-    """The tokens, and their log-probabilities, that transformers' logits and the host's sampler
-    lead to."""
+    """Return tokens and log-probabilities from transformers' logits and the host's sampler."""
     sampler, tokens, told = sampler_of(params, prompt), list(begun), []
     while len(tokens) < params.max_tokens + len(begun):
         logits = families.reference_logits(model, [*prompt, *tokens])[-1]
@@ -59,7 +59,7 @@ def assert_told(ours, wanted):
 
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_logits_of_mixed_chunked_prefill_and_decode_equal_transformers(extension, family, tmp_path):
-    """In 16 bits no further from the float32 truth than twice what transformers is."""
+    """In 16 bits the error against float32 is at most twice that of transformers."""
     try:
         hf = families.save(families.tiny_model(family), tmp_path / "hf")
     except (KeyError, ValueError) as error:
@@ -85,7 +85,7 @@ def test_logits_of_mixed_chunked_prefill_and_decode_equal_transformers(extension
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_size", [8, 16, 64, 1024])
 def test_decoding_continues_a_prefill(extension, compiled, dtype, block_size):
-    """Long enough that attention divides a sequence among blocks of threads."""
+    """Long enough for split-KV attention."""
     tokens = np.random.default_rng(0).integers(3, families.VOCAB, LENGTH).tolist()
     stepper = Stepper(load(compiled[0] / dtype, max_tokens=LENGTH, block_size=block_size,
                            kv_cache_tokens=4096))
@@ -110,7 +110,7 @@ def test_tokens_do_not_depend_on_batch_chunks_or_in_flight_steps(extension, comp
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_every_slot_samples_with_its_parameters(extension, compiled, sampled, ahead):
-    """And so does the next sequence in the slot."""
+    """The next sequence in the slot does too."""
     case, model = compiled
     params = [SamplingParams(**rule, **(cuts if sampled else {}), max_tokens=14 + 5 * row, seed=row)
               for row, (rule, cuts) in enumerate(zip(MIXED, SAMPLED, strict=True))]
@@ -125,7 +125,7 @@ def test_every_slot_samples_with_its_parameters(extension, compiled, sampled, ah
 
 
 def test_a_recomputed_sequence_continues_identically(extension, compiled):
-    """Its penalties count what it has generated, its draws go on where they were."""
+    """Penalties count its generated tokens; random numbers continue."""
     case, model = compiled
     params = [SamplingParams(max_tokens=20, temperature=0.9, seed=4, repetition_penalty=1.3,
                              presence_penalty=0.5, frequency_penalty=0.2, min_tokens=11),
@@ -163,7 +163,7 @@ def test_blocks_are_shared_and_copied_on_write(extension, compiled):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_prefix_shared_by_many_sequences_is_read_once(extension, tmp_path, dtype):
-    """By all of a step, by some, and by none; of one length and of another."""
+    """Shared by all, some or no sequences of a step, at different lengths."""
     model = families.tiny_model("llama", max_position_embeddings=1024, head_dim=64)
     llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", target="cuda",
                  dtype=dtype, max_seq_len=LENGTH)
@@ -179,7 +179,7 @@ def test_a_prefix_shared_by_many_sequences_is_read_once(extension, tmp_path, dty
     for whose, past in ((np.zeros(count, int), 656), ((np.arange(count) == 7).astype(int), 640),
                         (np.arange(count) % 2, 480), (np.ones(count, int), 500)):
         blocks = [[*tables[owner][:past // 16], 100 + i] for i, owner in enumerate(whose)]
-        if past % 16:  # the last block is everybody's own
+        if past % 16:  # the last block is not shared
             engine.collect(engine.submit(Step.of(
                 [prompts[owner][past - past % 16:past] for owner in whose],
                 [past - past % 16] * count, blocks, [*range(count)])))
@@ -193,7 +193,7 @@ def test_a_prefix_shared_by_many_sequences_is_read_once(extension, tmp_path, dty
 
 
 def test_a_decode_step_may_sample_some_rows(extension, compiled):
-    """The others are prompts that go on in the next step."""
+    """The other rows are prompts that continue in the next step."""
     case, model = compiled
     engine = load(case / "float32")
     states = {slot: SamplingState(sampler_of(SamplingParams(max_tokens=5), [5]))
@@ -233,7 +233,7 @@ def mask_of(tokens):
 
 
 def test_token_masks_restrict_sampling(extension, compiled):
-    """In this step alone, also where the slot's own rules forbid all of it."""
+    """For this step only, also if the slot's parameters forbid all allowed tokens."""
     case, model = compiled
     engine = load(case / "float32")
     params = [SamplingParams(), SamplingParams(bad_words=[[50]]), SamplingParams()]
@@ -295,7 +295,7 @@ def ready(compiled, **options):
     (dict(masks={1: np.zeros(5, np.uint32)}), "masks of 5 words are not rows of 4"),
 ])
 def test_a_step_with_indices_out_of_range_is_refused(extension, compiled, changes, match):
-    """And the engine goes on as before."""
+    """The engine continues unaffected."""
     engine, step = ready(compiled)
     expected = engine.collect(engine.submit(replace(step, logits="sampled"))).logits
     with pytest.raises(llmc.LlmcError, match=match):
@@ -330,14 +330,14 @@ def test_insufficient_memory_reports_the_sizes(extension, compiled, options, mat
 
 
 def test_a_longer_model_takes_no_more_memory(extension, compiled):
-    """But for its block table."""
+    """Except for its block table."""
     short = load(compiled[0] / "float32", kv_cache_tokens=4096)
     assert short.limits.num_blocks == 256
     assert short._engine.bytes_allocated < 2**26
 
 
 def test_kernel_timings_are_stored_with_the_case_and_reused(extension, compiled, tmp_path):
-    """Nor is a directory that cannot be written to a failure, or a file that is none of ours."""
+    """An unwritable directory and an invalid tuning file are not failures."""
     case = tmp_path / "case"
     shutil.copytree(compiled[0] / "float16", case)
     stepper = Stepper(load(case))
@@ -354,7 +354,7 @@ def test_kernel_timings_are_stored_with_the_case_and_reused(extension, compiled,
         max_tokens=5))]
 
 
-# A file each, and each runs what follows.
+# One file per backend; each runs the following test.
 ATTENTION_BACKENDS = sorted(path.stem for path in Path(__file__).parents[2].glob(
     "csrc/plugins/common/attention_backends/*.cpp"))
 
@@ -366,7 +366,7 @@ def test_every_attention_backend_file_is_registered(extension):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
 def test_every_attention_backend_gives_the_same_logits(extension, compiled, backend, dtype):
-    """Long chunks together with decoding."""
+    """Long prefill chunks mixed with decode."""
     tokens = np.random.default_rng(0).integers(3, families.VOCAB, (3, 400)).tolist()
     reads = [(300, 1, 50), (1, 200, 1), (1, 1, 130)]
     truth = families.logits_on_gpu(compiled[0] / "hf", tokens, torch.float32)

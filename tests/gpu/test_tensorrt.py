@@ -1,5 +1,6 @@
-"""Engines that real TensorRT builds and runs. LLMC_TENSORRT_PYTHON and LLMC_TENSORRT_LIBRARY may
-say where it is."""
+"""Engines built and run by real TensorRT.
+
+LLMC_TENSORRT_PYTHON and LLMC_TENSORRT_LIBRARY may give its location."""
 
 import os
 import subprocess
@@ -24,7 +25,7 @@ SHORT = llmc.SamplingParams(max_tokens=32, ignore_eos=True)
 
 @pytest.fixture(scope="session")
 def found(extension):
-    """The target, as the builder describes it."""
+    """Return the target as described by the builder."""
     try:
         return tensorrt.describe(CompileOptions(dtype="float16"))
     except llmc.LlmcError as error:
@@ -85,10 +86,11 @@ def test_float8_caches_give_the_cuda_target_s_tokens(compiled, tmp_path):
     ids=lambda wish: "-".join(map(str, wish.values())))
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_quantized_weights_give_the_cuda_target_s_logits(found, family, wish, tmp_path):
-    """Of one sequence, of few and of many rows, each by another kernel. Where activations are
-    rounded to FP8 a last bit may choose the next code, which is a sixteenth further: there the
-    schedule interpreted in float16 and in float32 differs by 0.6 to 1.7 % of the range (0.02 to
-    0.04 % where they are not rounded), and rounding itself costs 1.0 to 1.8 %.
+    """One sequence, few and many rows use different kernels.
+
+    With FP8 activations the last bit may select the next code, which is a sixteenth away. There the
+    program interpreted in float16 and in float32 differs by 0.6 to 1.7 % of the range (0.02 to
+    0.04 % without activation quantization), and quantization costs 1.0 to 1.8 %.
     """
     changes = {"llama": {"intermediate_size": 192}, "gpt2": {"n_inner": 192}}[family]
     hf = families.save(families.tiny_model(family, max_position_embeddings=512, **changes),
@@ -101,9 +103,7 @@ def test_quantized_weights_give_the_cuda_target_s_logits(found, family, wish, tm
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("scheme", ["int4", "uint4", "int8", "fp8", "mxfp4"])
 def test_quantized_experts_give_the_cuda_target_s_logits(found, scheme, dtype, tmp_path):
-    """Of one token, of few and of many. In 16 bits a last bit may choose another expert, so there
-    most positions are to be near.
-    """
+    """One, few and many tokens. In 16 bits routing may differ, so most positions must be near."""
     changes = {"hidden_size": 128, "intermediate_size": 128} if scheme == "mxfp4" else \
         {"hidden_size": 128, "moe_intermediate_size": 64}
     hf = families.save(families.tiny_model(
@@ -118,9 +118,7 @@ def test_quantized_experts_give_the_cuda_target_s_logits(found, scheme, dtype, t
 
 
 def beside_the_cuda_target(hf, tmp_path, dtype, **wish):
-    """Of few and of many rows, how far each position's logits are from the cuda target's, of their
-    range.
-    """
+    """Return each position's logits error against the cuda target relative to the range."""
     tokens = np.random.default_rng(0).integers(3, families.VOCAB, 300).tolist()
     logits = []
     for target in ("cuda", "tensorrt"):
@@ -138,7 +136,7 @@ def test_moe_logits_equal_transformers(found, family, tmp_path):
 
 
 def test_beams_are_the_cuda_target_s(compiled, tmp_path):
-    """Found through the indirection, between steps without it; rows that are as many as fit."""
+    """Beams use cache indirection, between steps without it, with the maximum number of rows."""
     prompts = [[5, 6, 7], [8] * 40]
     greedy, searched = (llmc.SamplingParams(max_tokens=30, ignore_eos=True, **more)
                         for more in ({}, {"beam_width": 2}))
@@ -161,7 +159,7 @@ def test_beams_are_the_cuda_target_s(compiled, tmp_path):
 
 @pytest.fixture(scope="module")
 def searching(compiled):
-    """The same Llama for beam search, in a plan whose steps differ in what is known of them."""
+    """The same Llama compiled for beam search, whose steps have other facts."""
     compile(compiled / "hf", compiled / "beams")
     return compiled / "beams"
 
@@ -176,7 +174,7 @@ def test_two_alternating_models_give_the_same_tokens_as_each_alone(compiled, sea
 
 @pytest.mark.parametrize("name", ["t5", "bart", "marian"])
 def test_an_encoder_decoder_gives_the_cpu_target_s_tokens(found, name, encoder_decoder, tmp_path):
-    """Greedy and with beams; prompts that wait, so that rows of the memory are used again."""
+    """Greedy and beams; waiting prompts reuse rows of the encoder output."""
     _, raw, cases = encoder_decoder(name)
     options = CompileOptions(dtype="float32", max_batch_size=4)
     families.write_encoder_decoder(raw, tmp_path / "case", tensorrt.describe(options), options)
@@ -229,7 +227,7 @@ def test_an_invalid_plan_is_refused(extension, compiled, damage):
 
 
 def test_diff_compares_layers_logits_weights_and_tokens(compiled):
-    """Of the plan that runs: its plugins hand out what they make."""
+    """For the running plan, whose plugins copy out their outputs."""
     report = diff(compiled / "case", compiled / "hf", bisect=True)
     assert report.verdict is None and report.first_op is None and not report.weights
     assert {layer.name for layer in report.layers} == {
@@ -247,7 +245,7 @@ def test_a_second_build_uses_the_timing_cache(compiled, tmp_path):
 
 @pytest.fixture
 def polygraphy(compiled):
-    """Run Polygraphy, where TensorRT's Python is, on a file of the compiled chip."""
+    """Run Polygraphy of TensorRT's Python on a file of the compiled chip."""
     python = os.environ.get("LLMC_TENSORRT_PYTHON") or sys.executable
     if subprocess.run([python, "-c", "import onnxruntime"], capture_output=True).returncode:
         pytest.skip(f"{python} has no onnxruntime")

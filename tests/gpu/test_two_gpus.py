@@ -1,4 +1,4 @@
-"""Two ranks on two GPUs: the tokens of one, and no wait for one that has ended."""
+"""Two ranks on two GPUs give the tokens of one; a dead rank causes no hang."""
 
 import os
 import signal
@@ -75,7 +75,7 @@ def test_a_dead_rank_ends_the_replica(replica):
 
 
 def test_a_dead_rank_ends_all_requests(cases):
-    """Those that run, those that wait for a slot, and one that nobody reads."""
+    """Running requests, waiting requests, and one without a reader."""
     llm = llmc.LLM(cases / "tp2", max_batch_size=4, gpu_memory_utilization=0.5)
     process = llm._loops[0]._engine._others[0]._process
     wish, ended, running = SamplingParams(max_tokens=120, ignore_eos=True), [], threading.Barrier(6)

@@ -1,4 +1,4 @@
-"""llmc inside vLLM on a GPU, where vLLM is: its tokens are llmc's own."""
+"""llmc inside vLLM on a GPU gives llmc's tokens, if vLLM is installed."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def greedy(llm, **wishes):
 
 
 def test_tokens_equal_those_of_llmc(llm, wanted):
-    for _ in range(2):  # then from prefixes
+    for _ in range(2):  # then from cached prefixes
         assert greedy(llm) == wanted
 
 
@@ -80,7 +80,7 @@ def test_chunked_prefill_and_preempted_sequences(case, wanted, ahead):
 
 
 def test_structured_and_free_requests_in_one_batch(llm):
-    """Objects that end, which may have any white space in them, are sound."""
+    """Finished objects are valid JSON with any white space."""
     guides = [dict(json=SCHEMA), dict(regex="[ab]{30}"), dict(choice=["yes", "no"]), None] * 2
     made = llm.generate([{"prompt_token_ids": [5, 6]}] * len(guides), [
         vllm.SamplingParams(max_tokens=200, temperature=1.0, seed=i, structured_outputs=guide and

@@ -1,4 +1,4 @@
-"""The table of code types against ml_dtypes, and what is made of it."""
+"""The table of code types, compared with ml_dtypes."""
 
 import ml_dtypes
 import numpy as np

@@ -1,4 +1,4 @@
-"""What an op's inputs must be, one beside the other: `Op.dims`."""
+"""Consistency of input shapes: `Op.dims`."""
 
 import subprocess
 import sys
@@ -42,7 +42,7 @@ def test_the_reference_computes_every_accepted_shape(op, sample, name):
     """One axis of one input at a time, one longer and one shorter."""
     refused = 0
     for changed, array in sample.inputs.items():
-        if changed in op.integer_inputs:  # what an engine makes
+        if changed in op.integer_inputs:  # made by the engine
             continue
         for axis in range(array.ndim):
             for change in (-1, 1):
@@ -53,7 +53,7 @@ def test_the_reference_computes_every_accepted_shape(op, sample, name):
                     assert f"{op.name}'s" in str(error)
                     refused += 1
                     continue
-                # Rows that the integers count are the engine's matter.
+                # The engine checks rows that integer inputs count.
                 if axis or not op.integer_inputs & {*sample.inputs}:
                     results = op.reference(op.complete(sample.fields), inputs)
                     assert [tuple(shape) for shape in shapes] == [r.shape for r in results]

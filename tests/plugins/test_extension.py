@@ -1,4 +1,4 @@
-"""What the CUDA extension says on the host; no GPU is needed, only that it was built."""
+"""Host-side behavior of the CUDA extension; needs the built extension but no GPU."""
 
 import pytest
 

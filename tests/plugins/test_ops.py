@@ -72,8 +72,9 @@ def served(op, target, inputs):
 
 
 def assert_close(op, sample, results, whole_caches=False, tolerance=0.0):
-    """Equal within the op's tolerance, or a larger one. Behind a sequence's end, a cache may hold
-    garbage unless `whole_caches`."""
+    """Assert equality within the op's tolerance or a larger one.
+
+    Cache contents after a sequence are ignored unless `whole_caches`."""
     expected = op.reference(op.complete(sample.fields), sample.inputs)
     for name, actual, truth in zip(op.outputs, results, expected, strict=True):
         if name.endswith("_cache_out") and not whole_caches \
@@ -84,7 +85,7 @@ def assert_close(op, sample, results, whole_caches=False, tolerance=0.0):
         assert actual.shape == truth.shape
         allowed = max(op.tolerance, tolerance) * max(1.0, np.abs(truth).max())
         if name in op.made_dtypes(sample.fields).keys() - op.output_dtypes:
-            # A few may lie between two numbers of FP8.
+            # A few may be between two FP8 values.
             allowed = np.maximum(2.0 ** -9, np.abs(truth) / 8)
             few = truth.size * (0.3 if tolerance else 0.05)
             assert (actual != truth).sum() <= max(1, few), name
@@ -164,7 +165,7 @@ def test_op_declarations_name_existing_inputs_and_attributes(op):
 
 @pytest.mark.parametrize("name", plugins.registry())
 def test_op_names_do_not_collide_with_onnx(name):
-    """TensorRT's importer would take it for that one, whatever its domain."""
+    """TensorRT's importer ignores the domain."""
     assert not onnx.defs.has(name)
 
 
@@ -207,8 +208,10 @@ ATTENTION = plugins.registry()["CausalAttention"]
     {"head_dim": 6, "rotary_dim": 4, "interleaved": 1},
 ], ids=["kernel rotates", "body rotates", "no kernel"])
 def test_attention_appends_to_the_given_cache(fields, target):
-    """A generation with the caches bound as input and output: unequal prompts, then decoding,
-    unequal chunks, a mixture with one idle sequence, decoding. The fourth row belongs to nobody."""
+    """A generation with the caches bound as inputs and outputs.
+
+    It has ragged prompts, decode, ragged chunks, a mixed step with one idle sequence, and decode.
+    The fourth row is unused."""
     fields = {"num_heads": 4, "num_kv_heads": 2, **fields}
     rng = np.random.default_rng(5)
     width, dim, batch, length = 8 * fields["head_dim"], fields["head_dim"], 3, 24
@@ -243,7 +246,7 @@ def test_attention_appends_to_the_given_cache(fields, target):
 
 
 def run_in_place(session, inputs, caches):
-    """`out`, with each cache bound as an input and as the output that continues it."""
+    """Return `out`, with each cache bound as an input and as its output."""
     binding = session.io_binding()
     for name, array in inputs.items():
         binding.bind_cpu_input(name, array)
@@ -257,7 +260,7 @@ def run_in_place(session, inputs, caches):
 
 @pytest.mark.parametrize("target", ["", "cpu"])
 def test_layers_share_the_index_computation(target, tmp_path):
-    """What attention derives from the lengths is computed once, however many layers there are."""
+    """Indices that attention derives from the lengths are computed once for all layers."""
     sample = next(s for op, s, _ in CASES if op is ATTENTION and "cos" in s.inputs)
     counts = [nodes_after_optimisation(sample, target, layers, tmp_path) for layers in (1, 2, 3)]
     shared = counts[0] - (counts[1] - counts[0])

@@ -1,5 +1,7 @@
-"""What the CUDA engine refuses before it has a device: programs whose nodes would read or write
-beyond their tensors, and steps that point out of what there is. No GPU is needed."""
+"""Programs and steps that the CUDA engine refuses, checked on the host without a GPU.
+
+Programs whose nodes would access memory outside their tensors, and steps with indices out of range.
+"""
 
 import itertools
 from dataclasses import replace
@@ -29,7 +31,7 @@ INPUTS = {name: number for number, name in enumerate((
 
 @pytest.fixture
 def program(extension):
-    """Of float32, with the inputs, and room for 64 numbers of a token, 16 of a logit."""
+    """A float32 program with the inputs, and 64 values per token and 16 per logit in the arena."""
     made = extension.Program(dtype="float32", **LIMITS, mem_max_seq_len=16, token_bytes=256,
                              logit_bytes=64)
     for name, number in INPUTS.items():
@@ -59,7 +61,7 @@ def build(extension, manifest, schedules):
 
 @pytest.fixture(scope="module")
 def scheduled(tmp_path_factory):
-    """The manifest and the schedules of a decoder and its encoder, made by hand."""
+    """The handwritten manifest and programs of an encoder and a decoder."""
     case = small_case.write_case(tmp_path_factory.mktemp("small") / "case")
     return read_manifest(case), schedules_of(case)
 
@@ -147,7 +149,7 @@ def test_expert_activations_have_the_weights_quantization(extension, tmp_path):
 
 
 def refused(extension, manifest, schedule):
-    """By the engine, and where it is read."""
+    """Assert that the engine and the reader refuse the program."""
     with pytest.raises(extension.CudaError):
         build(extension, manifest, [schedule])
     with pytest.raises(ValueError):
@@ -168,11 +170,12 @@ def test_a_handwritten_program_is_accepted(extension, scheduled):
 
 
 def changed(schedule, kind, known=()):
-    """What differs in one place, and such a schedule, which nobody has looked at. Left out is what
-    an engine may take: another tensor of the same shape, or one in a number's place; other rows of
-    a table of tokens or positions, and of keys that are looked up, since kernels do not read rows
-    that are not there; positions as an Embedding's tokens; and what it does not ask the schedule
-    for, as it is the engine's own to say, or another schedule's, whose names are `known`.
+    """Yield descriptions of single changes and the changed, unchecked programs.
+
+    Changes that an engine may accept are excluded: another tensor of the same shape, or a tensor in
+    a number's place; other rows of token or position tables and of looked-up keys, since kernels
+    do not read absent rows; positions as an Embedding's tokens; and facts that the engine does not
+    take from the program, or that another program defines (`known`).
     """
     def copied(part, number, **changes):
         values = [*getattr(schedule, part)]
@@ -257,8 +260,9 @@ CASES = [pytest.param(op, sample, id=f"{op.name}-{index}")
 
 @pytest.mark.parametrize(("op", "sample"), CASES)
 def test_a_core_accepts_the_shapes_of_its_contract(extension, op, sample):
-    """Those of a sample, and with one dimension at a time larger or smaller; of the step's numbers,
-    whose size an engine knows, it may take fewer.
+    """Shapes of a sample, and with one dimension changed by one.
+
+    Inputs of the step, whose sizes the engine checks, may be smaller.
     """
     shapes = {name: array.shape for name, array in sample.inputs.items()}
     assert core_shapes(extension, op, sample.fields, shapes) == list(op.fit(shapes, sample.fields))
@@ -326,7 +330,7 @@ def test_invalid_limits_are_refused(extension, limits, match):
 
 
 def attention(p, **changes):
-    """A CausalAttention's inputs, by the names that it has."""
+    """Return a CausalAttention's inputs by name."""
     caches = [p.add_cache("float32", 1, 8) for _ in range(2)]
     return list({"qkv": p.add_value("float32", [T, 32], 0, False), "key": caches[0],
                  "value": caches[1], "cu_seqlens": INPUTS["cu_seqlens"],
@@ -335,7 +339,7 @@ def attention(p, **changes):
 
 
 def reading(p, caches, **changes):
-    """A CachedAttention's inputs, by the names that it has."""
+    """Return a CachedAttention's inputs by name."""
     return list({"query": p.add_value("float32", [T, 16], 0, False), "key": caches[0],
                  "value": caches[1], "cu_seqlens": INPUTS["cu_seqlens"],
                  "past_lens": INPUTS["past_lens"], "cos": -1, "sin": -1, "q_norm": -1,
@@ -343,7 +347,7 @@ def reading(p, caches, **changes):
 
 
 def experts(p, x, scale):
-    """The inputs of an Experts of 4 bits with scales of this dtype."""
+    """Return the inputs of a 4-bit Experts with scales of this dtype."""
     up, down = p.add_weight("uint8", [4, 64, 16]), p.add_weight("uint8", [4, 32, 16])
     scales = [p.add_weight(scale, [4, rows, 1]) for rows in (64, 32)]
     return [x, INPUTS["input_ids"], x, up, down, -1, -1, scales[0], -1, scales[1]]
@@ -565,7 +569,7 @@ def test_invalid_steps_are_refused(extension, program, changes, match):
 @pytest.mark.parametrize(("past", "tables", "own_from"), [
     ((32768, 33000), ([1, 2], [1, 2]), (32768, 32768)),  # blocks of 16,384
     ((32767, 33000), ([1, 2], [1, 2]), ()),              # the second block is still written to
-    ((32768, 33000), ([1, 2], [1, 3]), ()),              # too few to be worth it
+    ((32768, 33000), ([1, 2], [1, 3]), ()),              # too few to be beneficial
     ((35000, 35000, 17000), ([1, 2], [1, 3], [1, 4]), (16384,) * 3),
     ((35000, 35000, 35000, 100), ([5, 2], [1, 3], [1, 3], [1, 3]), (0, 32768, 32768, 0)),
     ((35000,) * 6, ([5, 6], [5, 6], [5, 2], [5, 3], [1, 3], [1, 4]), (16384,) * 4 + (0, 0)),

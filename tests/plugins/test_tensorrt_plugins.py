@@ -1,4 +1,4 @@
-"""The ops as TensorRT plugins. No GPU is needed, only an llmc-cuda with TENSORRT_ROOT."""
+"""TensorRT plugins without a GPU; needs an llmc-cuda built with TENSORRT_ROOT."""
 
 import os
 import subprocess
@@ -22,11 +22,11 @@ KINDS = {int: "int", float: "float", str: "str"}
 COLLECTIVES = [op for op in plugins.registry().values() if op.body is None]
 
 
-STEP = (0, "int32", [16])  # what every plugin of a plan takes after its op's inputs, as llmc_step
+STEP = (0, "int32", [16])  # llmc_step, the input of every plugin of a plan after its op's inputs
 
 
 def given(op, sample, dtype, narrow=False, step=True):
-    """The node's fields and inputs, (address, dtype, shape) each; with a step, as in a plan."""
+    """Return a node's attributes and inputs, (address, dtype, shape) each; optionally a step."""
     inputs = []
     for name in op.input_names:
         if name in sample.inputs:
@@ -62,8 +62,9 @@ def test_every_op_has_a_creator(harness):
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(("op", "sample"), CASES)
 def test_outputs_are_as_declared(tensorrt, harness, op, sample, dtype):
-    """Shapes through an expression builder, dtypes, formats, workspace, serialization; of a node
-    that is told of steps, and of one that is not.
+    """Shapes through an expression builder, dtypes, formats, workspace and serialization.
+
+    For a node with the step input, and for one without it.
     """
     if dtype == "bfloat16" and float(tensorrt.version) < 9:
         pytest.skip("TensorRT 8 has no bfloat16")
@@ -97,7 +98,7 @@ EXPERTS = {"top_k": 2, "group_size": 32, "in_features": 32, "inner_features": 32
 
 
 def experts(scale, rows):
-    """The inputs of an Experts of 4 bits with scales of this dtype."""
+    """Return the inputs of a 4-bit Experts with scales of this dtype."""
     return [(0, kind, shape) for kind, shape in (
         ("float16", [3, 32]), ("int32", [3, 2]), ("float32", [3, 2]), ("int32", [4, 16, 16]),
         ("int32", [4, 8, 16]), (scale, [4, 2 * rows, 1]), (scale, [4, rows, 1]))]
@@ -161,7 +162,7 @@ def test_a_missing_plugin_library_is_refused(tensorrt, tmp_path):
 
 
 def test_plugins_register_on_load_only_if_requested(tensorrt):
-    """In a process of its own, which has no TensorRT."""
+    """In a separate process without TensorRT."""
     def load(wish):
         code = f"from llmc.runtime.engines import cuda\ncuda.extension()\n" \
                f"import ctypes; ctypes.CDLL({tensorrt.library!r})"
@@ -173,7 +174,7 @@ def test_plugins_register_on_load_only_if_requested(tensorrt):
 
 @pytest.fixture(scope="module")
 def registry(tensorrt):
-    """A real registry, TensorRT-RTX's, which has loaded our library."""
+    """TensorRT-RTX's real registry with llmc's library loaded."""
     if tensorrt.plugin_interface != "IPluginV3":
         pytest.skip("llmc was built for TensorRT 8, whose plugins TensorRT-RTX does not know")
     trt = pytest.importorskip("tensorrt_rtx")

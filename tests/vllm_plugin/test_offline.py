@@ -1,4 +1,4 @@
-"""`vllm.LLM(CASE_DIR)`: what vLLM schedules is what llmc computes."""
+"""`vllm.LLM(CASE_DIR)`: llmc computes vLLM's schedules."""
 
 import json
 import math
