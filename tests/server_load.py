@@ -44,7 +44,7 @@ def is_empty(server):
 
 
 async def come_and_go(server, seconds, seed, clients=16):
-    """Run clients, some of which disconnect early or send invalid requests.
+    """Run clients that may disconnect early or send invalid requests.
 
     Returns the outcomes of their requests, by client and kind.
     """

@@ -1,4 +1,4 @@
-"""Bad models: one clear sentence, a way out, and nothing left behind."""
+"""Invalid models: one clear error with a remedy, and no leftover files."""
 
 import errno
 import json
@@ -69,7 +69,7 @@ def test_a_config_with_an_implausible_size_is_refused(hf, tmp_path, monkeypatch,
     config = json.loads((hf / "config.json").read_text())
     config.update({"text_config": {key: value}} if inside else {key: value})
     (hf / "config.json").write_text(json.dumps(config))
-    monkeypatch.setattr(huggingface, "read_config", None)  # nothing is made of it
+    monkeypatch.setattr(huggingface, "read_config", None)  # nothing is written
     refused(hf, tmp_path, f"config.json' has {key} {value}, the limit is")
 
 
@@ -149,7 +149,7 @@ def test_a_git_lfs_pointer_that_an_index_lists(hf, tmp_path):
 
 @pytest.mark.parametrize("error", [
     OSError(errno.ENOSPC, "No space left on device"),
-    Exception("No space left on device (os error 28)")])  # of a library in Rust
+    Exception("No space left on device (os error 28)")])  # raised in a Rust library
 def test_an_unwritable_temporary_file_is_an_error(error, hf, tmp_path, monkeypatch):
     def full(directory, target):
         raise error

@@ -1,4 +1,4 @@
-"""Tensors and files of a checkpoint: each is used or has a reason not to be, and lies where it may.
+"""Tensors and files of a checkpoint: each is used or has a reason not to be.
 """
 
 import json
@@ -23,7 +23,7 @@ from llmc.compiler.graph.weights import Weight
 
 
 def build(family, **changes):
-    """A tiny model, its parameters empty, as the compiler builds it."""
+    """Build a tiny model with empty parameters, as the compiler does."""
     known = {**families.FAMILIES, **families.UNPLANNED}.get(family)
     auto = AutoModelForCausalLM if known else AutoModelForSeq2SeqLM
     known = known or {**families.ENCODER_DECODERS, **families.UNPLANNED_ENCODER_DECODERS}[family][1]
@@ -35,7 +35,7 @@ def build(family, **changes):
 
 
 def check(family, leftover, renamed=lambda name: name, **changes):
-    """Whether a checkpoint of all the model's tensors and these is used up by its graph."""
+    """Check that the graph uses all tensors of the model and these extra ones."""
     model = build(family, **changes)
     saved = {**model.state_dict()}
     tensors = {renamed(name): Weight.of(np.ones(tensor.shape, np.float32), name)
@@ -81,7 +81,7 @@ UNKNOWN = [
     ("llama", "score.weight", zeros(2, 64)),
     ("llama", "model.layers.0.self_attn.q_proj.weight_scale_2", zeros(1)),
     ("llama", "model.mtp.layers.0.mlp.up_proj.weight", zeros(100, 64)),
-    ("gptj", "transformer.h.0.attn.bias", zeros(64)),  # one that is learned, not a mask
+    ("gptj", "transformer.h.0.attn.bias", zeros(64)),  # learned, not a mask
     ("bart", "final_logits_bias", zeros(1, 7)),
 ]
 
@@ -129,7 +129,7 @@ def test_a_tied_tensor_stored_twice_must_be_equal():
 
 
 def test_a_stored_lm_head_overrides_tied_embeddings(tmp_path):
-    """As transformers does: where both are there and differ, it does not tie them."""
+    """Like transformers, which does not tie different stored weights."""
     model = families.tiny_model("llama", num_hidden_layers=1, tie_word_embeddings=False)
     directory = families.save(model, tmp_path / "hf")
     config = json.loads((directory / "config.json").read_text())
@@ -148,7 +148,7 @@ def hf(tiny_hf, tmp_path):
 
 
 def shards(directory, **extra):
-    """The checkpoint in two files with an index."""
+    """Split the checkpoint into two files with an index."""
     tensors = load_file(directory / "model.safetensors")
     (directory / "model.safetensors").unlink()
     names = sorted(tensors)
@@ -188,7 +188,7 @@ def test_pickled_tensors_keep_their_dtypes_too(hf):
 
 
 def test_shards_are_read_through_the_index_and_links(hf, tmp_path):
-    """The Hugging Face cache is a folder of links that lead out of it."""
+    """The Hugging Face cache has links to files outside the folder."""
     tensors = shards(hf)
     blobs = tmp_path / "blobs"
     blobs.mkdir()

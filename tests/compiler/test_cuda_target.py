@@ -1,5 +1,4 @@
-"""The CUDA target: its schedule, run here with the ops' references in the places that it gives, and
-its graph.onnx."""
+"""The CUDA target: its program, run with the ops' references in its arena, and its graph.onnx."""
 
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -51,7 +50,7 @@ def test_custom_attention_of_families_gives_transformers_logits_and_tokens(famil
     assert ranks.greedy(tokens[:5], 3) == families.greedy(model, tokens[:5], 3)
 
 
-# The dtype in ONNX, and the logits' tolerance: a rounding of 16 bits is 2^-11 or 2^-8.
+# The ONNX dtype and the logits' tolerance: 16-bit rounding is 2^-11 or 2^-8.
 ONNX_DTYPES = {"float32": (onnx.TensorProto.FLOAT, 1e-5),
                "float16": (onnx.TensorProto.FLOAT16, 4e-3),
                "bfloat16": (onnx.TensorProto.BFLOAT16, 3e-2)}
@@ -78,7 +77,7 @@ def test_graph_onnx_is_typed_and_gives_transformers_logits(family, dtype, quanti
              for value in (*inferred.value_info, *inferred.output)}
     program = read_program(case / "chip0" / "schedule.json")
     expected = {kind, onnx.TensorProto.BOOL}
-    if family in families.MIXTURES:  # what routers choose, and its scores
+    if family in families.MIXTURES:  # selected experts and their scores
         expected |= {onnx.TensorProto.INT64, onnx.TensorProto.FLOAT}
     assert {kinds[tensor.name] for tensor in program.tensors if tensor.kind == "value"} <= expected
     tokens = np.random.default_rng(0).integers(3, families.VOCAB, 12).tolist()
@@ -91,8 +90,9 @@ def test_graph_onnx_is_typed_and_gives_transformers_logits(family, dtype, quanti
     ("gpt_neox", 1, 2), ("starcoder2", 1, 2), ("gemma4_text", 1, 7), ("cohere", 1, 4),
     ("olmo2", 1, 5), ("bloom", 1, 0), ("qwen3_next", 1, 0)])
 def test_statically_scaled_activations_are_passed_in_fp8(family, tp_size, rounded, tmp_path):
-    """By attention without a bias and by gates, where all that read it round it alike; not by the
-    last attention, of which few rows are wanted.
+    """Attention without a bias and gates output FP8 if all readers have the same scale.
+
+    The last attention does not, as few of its rows are selected.
     """
     model = families.tiny_model(family, **({"intermediate_size": 192} if family in (
         "llama", "gemma2", "qwen3", "phi3", "cohere", "olmo2") else {}))
@@ -122,7 +122,7 @@ def test_statically_scaled_activations_are_passed_in_fp8(family, tp_size, rounde
 
 
 def onnx_logits(graph, directory, tokens):
-    """ONNX Runtime's logits of a prompt, as float32."""
+    """Return ONNX Runtime's logits of a prompt as float32."""
     graph.graph.node.append(onnx.helper.make_node("Cast", ["logits"], ["logits_float32"],
                                                   to=onnx.TensorProto.FLOAT))
     graph.graph.output.append(onnx.ValueInfoProto(name="logits_float32"))
@@ -186,7 +186,7 @@ def test_16_bit_weights_have_float32_rope_tables(tiny_hf, tiny_model, tmp_path):
 
 
 def test_arena_memory_of_dead_values_is_reused(tiny_hf, tmp_path):
-    """The arena is a fraction of what all values together take."""
+    """The arena is a fraction of the size of all values."""
     llmc.compile(tiny_hf, tmp_path / "case", target="cuda")
     schedule = read_program(tmp_path / "case" / "chip0" / "schedule.json")
     together = sum(4 * t.shape[-1] for t in schedule.tensors if t.kind == "value")
@@ -232,7 +232,7 @@ def test_memory_is_counted_in_the_model_s_dtype(tiny_hf, tmp_path):
 
 
 class _Extension:
-    """What the engine asks of the extension before it loads anything."""
+    """A stub of the extension for checks before loading."""
 
     architectures = "80 90"
 
@@ -327,7 +327,7 @@ def test_head_sizes_of_other_ops_are_not_restricted(family, changes, tmp_path):
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_keys_of_several_layers_are_cached_side_by_side(tp_size, tmp_path):
-    """Whole keys and values of a latent, as its rotary embedding has a factor of its own."""
+    """Full keys and values of MLA, as its rotary embedding has a scale."""
     model = families.tiny_model("deepseek_v2", qk_nope_head_dim=16, **families.rope(
         "yarn", factor=4.0, original_max_position_embeddings=16))
     llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", target="cuda",

@@ -1,4 +1,4 @@
-"""`llmc diff`: equal models are equal, and a planted error is found, with its layer and chip."""
+"""`llmc diff`: equal models pass, and a planted error is found with its layer and chip."""
 
 import functools
 import json
@@ -34,19 +34,19 @@ def export(hf):
 
 
 def loads(hf=None, **changes):
-    """In the place of `load`: an export that was made before, of the reference or of `hf`."""
+    """Replacement of `load`: the existing export of the reference or of `hf`."""
     return lambda reference, hf_dir: replace(families.copy_raw(export(hf or reference)), **changes)
 
 
 @pytest.fixture
 def one_export(monkeypatch):
-    """`diff` takes an export that was made before."""
+    """Let `diff` use an existing export."""
     monkeypatch.setattr(diff_module, "load", loads())
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """Called with a family: its Hugging Face directory."""
+    """Factory by family: its Hugging Face directory."""
     @functools.cache
     def make(family):
         return families.save(families.tiny_model(family), tmp_path_factory.mktemp(family) / "hf")
@@ -55,7 +55,7 @@ def tiny(tmp_path_factory):
 
 def compile_export(hf, case, kind="cpu", dtype="float32", tp_size=1, kv_dtype="",
                    plant=lambda graph: None):
-    """A case directory from the export that is there; `plant` changes the last rank's graph."""
+    """Write a case directory from the existing export; `plant` changes the last rank's graph."""
     raw = families.copy_raw(export(hf))
     options = CompileOptions(dtype=dtype, kv_dtype=kv_dtype, target=kind, tp_size=tp_size)
     lowered = lower(raw, options)
@@ -66,7 +66,7 @@ def compile_export(hf, case, kind="cpu", dtype="float32", tp_size=1, kv_dtype=""
 
 
 def field(op, name, change):
-    """Changes a field of the op's second node."""
+    """Return a change of an attribute of the op's second node."""
     def plant(graph):
         node = [node for node in graph.nodes if node.op == op][1]
         node.attrs[name] = change(node.attrs[name])
@@ -74,7 +74,7 @@ def field(op, name, change):
 
 
 def rehash(case):
-    """Have the manifest say what is there, as if it had been compiled so."""
+    """Update the manifest to the present files, as if compiled so."""
     manifest = read_manifest(case)
     files = [entry.model_copy(update={"size": (case / entry.path).stat().st_size,
                                       "sha256": hash_file(case / entry.path)})
@@ -106,14 +106,14 @@ def test_an_unmodified_model_is_within_tolerance(case, tiny_hf, one_export, requ
 
 
 def test_partial_sums_of_ranks_are_not_reported(one_export, tiny, tmp_path):
-    """Attention and the MLP of gpt_neox are summed before the chips' parts are."""
+    """gpt_neox adds attention and MLP before the AllReduce."""
     case = compile_export(tiny("gpt_neox"), tmp_path / "case", tp_size=2)
     assert diff(case, tiny("gpt_neox"), bisect=True, tokens=0).verdict is None
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_boolean_tensors_are_not_compared(tiny, tmp_path, tp_size):
-    """Apertus asks of every activation whether it is above zero."""
+    """Apertus compares every activation with zero."""
     case = compile_export(tiny("apertus"), tmp_path / "case", tp_size=tp_size)
     assert diff(case, tiny("apertus"), bisect=True, tokens=0).verdict is None
 
@@ -164,7 +164,7 @@ def test_a_rope_table_shifted_by_one_position_is_found(broken_case, tiny_hf, one
     report = diff(broken_case, tiny_hf, tokens=0)
     assert [weight.name for weight in report.weights] == ["rotary.cos", "rotary.sin"]
     assert "chip 1's weight 'rotary.cos' differs in" in report.verdict
-    assert report.first_layer is None  # only how far apart two tokens are matters to attention
+    assert report.first_layer is None  # attention depends only on the distance of tokens
 
 
 def test_a_missing_weight_is_found(broken_case, tiny_hf, one_export):
@@ -181,7 +181,7 @@ def test_a_missing_weight_is_found(broken_case, tiny_hf, one_export):
 def test_a_modified_file_is_an_error(file, broken_case, tiny_hf, one_export):
     content = bytearray((broken_case / file).read_bytes())
     content[-1] ^= 1
-    (broken_case / file).write_bytes(content)  # which chips that run their segments do not read
+    (broken_case / file).write_bytes(content)  # not read by chips that run segments
     result = CliRunner().invoke(main, ["diff", "--case_dir", str(broken_case), "--reference",
                                        str(tiny_hf), "--tokens", "0"])
     assert result.exit_code == 1
@@ -204,7 +204,7 @@ def test_a_model_that_cannot_run_raises_an_llmc_error(broken_case, tiny_hf, one_
 
 @pytest.mark.parametrize(("plant", "op", "layer"), [
     (field("RMSNorm", "epsilon", lambda value: 10 * value), "RMSNorm", "hidden_states.0"),
-    # less than any layer shows: its own output does
+    # below any layer's tolerance, but not that of the op's output
     (field("RMSNorm", "epsilon", lambda value: 3 * value), "RMSNorm", None),
     (field("CausalAttention", "scale", lambda value: 1.01 * value), "CausalAttention",
      "hidden_states.1"),
@@ -264,7 +264,7 @@ def test_a_given_tolerance_applies_to_all_tensors(case_tp1, tiny_hf, one_export)
     assert diff(case_tp1, tiny_hf, tolerance=0.5, tokens=2).token_error > 0.1
 
 
-# Greedy tokens. The reference chooses 3, 1, 2; of each step's logits those of 1 and 2 matter.
+# Greedy tokens. The reference has 3, 1, 2; only logits 1 and 2 of each step matter.
 
 LOGITS = np.array([[0.0, 0.1, 0.2, 0.9], [0.0, 1.0, 0.98, 0.5], [0.0, 0.1, 0.8, 0.3]])
 REFERENCE = Greedy((3, 1, 2), LOGITS)
@@ -292,7 +292,7 @@ def test_a_diverging_token_is_judged_by_its_margin(error, passed):
 
 
 def test_a_wrong_token_is_an_error_even_if_logits_agree(case_tp1, tiny_hf, one_export, monkeypatch):
-    """Such as of a cache that only decoding reads."""
+    """For example an error in a cache that only decoding reads."""
     @contextmanager
     def wrong(root):
         yield lambda prompt, count: [17] * count
@@ -360,11 +360,11 @@ def test_an_unwritable_html_report_raises_an_llmc_error(report, tmp_path):
         write_html(report, tmp_path / "no" / "r.html")
 
 
-# What is compiled for GPUs, with NumPy in the place of their engines.
+# Programs for GPUs, with NumPy interpreters as engines.
 
 @pytest.fixture
 def interpreted(monkeypatch, one_export):
-    """Interpreters in the place of CUDA engines."""
+    """Use interpreters instead of CUDA engines."""
     @contextmanager
     def greedy(root):
         yield Interpreters(root).greedy
@@ -376,8 +376,9 @@ def interpreted(monkeypatch, one_export):
 
 
 def losses(hf, dtype, tokens):
-    """What transformers loses in `dtype`: of the range, after each layer but the last or one before
-    it, and at the logits.
+    """Return transformers' error in `dtype`, relative to the range.
+
+    After each layer but the last or one before it, and for the logits.
     """
     runs = []
     for kind in (torch.float32, getattr(torch, dtype)):
@@ -416,7 +417,7 @@ def test_an_unmodified_program_is_within_tolerance(family, dtype, tp_size, inter
     if dtype == "float32":
         assert allowed(report) == {"1e-05"} and equal(report.tokens)
         return
-    times = {1: 2.0, 2: 8 ** 0.5, 4: 4.0}[tp_size]  # chips round their parts of a sum
+    times = {1: 2.0, 2: 8 ** 0.5, 4: 4.0}[tp_size]  # chips round their partial sums
     assert report.allowed == f"{times:.2g} times what transformers loses in {dtype}"
     tokens = np.random.default_rng(0).integers(0, families.VOCAB, 24).tolist()
     found = [d.allowed for d in ours if d.name != f"hidden_states.{depth - 1}"]
@@ -478,7 +479,7 @@ def test_an_onnx_reference_is_measured_by_the_export(dtype, kv_dtype, told, inte
 
 def test_float8_tolerance_defaults_to_a_tenth_of_the_range(interpreted, tiny, tmp_path,
                                                            monkeypatch):
-    """Of an .onnx reference, whose attention is no single op."""
+    """For an .onnx reference, whose attention is not a single op."""
     hf = tiny("llama")
     monkeypatch.setattr(diff_module, "load", loads(kind="onnx"))
     monkeypatch.setattr(diff_module, "_can_round", lambda graph, kv_dtype: False)

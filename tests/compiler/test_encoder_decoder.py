@@ -1,4 +1,4 @@
-"""Encoder-decoder models against transformers: logits of every step, and what the graphs hold."""
+"""Encoder-decoder models: logits of every step equal transformers', and the graphs' contents."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Which tokens end a text, as a model's config, its generation config and its tokenizer say."""
+"""EOS tokens from a model's config, generation config and tokenizer."""
 
 import json
 import shutil
@@ -10,7 +10,7 @@ from llmc.compiler.frontend.raw import RawModel
 
 
 def described(tiny_hf, tmp_path, config, generation=None, tokenizer=None, vocab_size=300):
-    """What the manifest says of a model with these configs."""
+    """Return the manifest's special tokens for these configs."""
     source = shutil.copytree(tiny_hf, tmp_path / "hf")
     (source / "tokenizer_config.json").write_text(json.dumps(tokenizer or {}))
 

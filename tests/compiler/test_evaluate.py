@@ -1,4 +1,4 @@
-"""`llmc eval`: its scores are what transformers and ROUGE's definition give."""
+"""`llmc eval`: scores equal transformers' and ROUGE's definition."""
 
 import json
 import math
@@ -54,7 +54,7 @@ def articles_file(tmp_path):
 
 
 def strided_perplexity(model, ids, max_length, stride):
-    """transformers' own loss over strided windows: labels of -100 are not scored."""
+    """Return transformers' perplexity over strided windows; labels of -100 are not scored."""
     total = count = previous = 0
     for begin in range(0, len(ids), stride):
         end = min(begin + max_length, len(ids))

@@ -1,5 +1,4 @@
-"""Mixtures of experts beyond what each family computes: on the schedule, in a crowd, in ranks, from
-a checkpoint of many tensors, and what is refused.
+"""MoE models: programs, concurrent requests, ranks, checkpoints, and refusals.
 """
 
 import json
@@ -71,7 +70,7 @@ def test_the_program_of_an_unknown_moe_model(family, tmp_path):
 
 
 def greedy(model, tokens, count):
-    """transformers' tokens."""
+    """Return transformers' greedy tokens."""
     known = list(tokens)
     while len(known) < len(tokens) + count:
         known.append(int(families.reference_logits(model, known)[-1].argmax()))
@@ -81,8 +80,9 @@ def greedy(model, tokens, count):
 @pytest.mark.parametrize(("family", "tp_size"), [("glm4_moe", 1), ("glm4_moe", 2), ("gpt_oss", 2)])
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
 def test_concurrent_requests_get_transformers_tokens(family, tp_size, target, tmp_path):
-    """Prompts of unequal lengths in chunks, of which few fit at once; gpt-oss' are longer than its
-    window, and see sinks.
+    """Ragged prompts in chunks; few fit at once.
+
+    gpt-oss has prompts longer than its window, with attention sinks.
     """
     model = families.tiny_model(family)
     llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", target=target,
@@ -101,12 +101,12 @@ def test_concurrent_requests_get_transformers_tokens(family, tp_size, target, tm
 
 @pytest.mark.parametrize("family", ["glm4_moe", "qwen3_moe"])
 def test_one_layer_of_each_kind_is_exported(family, tmp_path, monkeypatch):
-    """Also where dense ones come first or between, which no short config says."""
+    """Also with dense layers first or between, unlike a shortened config."""
     changes = {"first_k_dense_replace": 3} if family == "glm4_moe" else {"mlp_only_layers": [0, 5]}
     model = families.tiny_model(family, num_hidden_layers=9, **changes)
     nodes = families.count_exported(monkeypatch, "Sdpa")
     raw = load(families.save(model, tmp_path / "hf"))
-    assert not raw.notes and nodes in ([4], [])  # [] where another run has left its export
+    assert not raw.notes and nodes in ([4], [])  # [] if the export is cached
     llmc.compile(tmp_path / "hf", tmp_path / "case")
     with llmc.LLM(tmp_path / "case") as llm:
         families.assert_close(llm.logits(TOKENS), families.reference_logits(model, TOKENS))
@@ -179,7 +179,7 @@ def test_the_scale_of_routing_scores_is_kept(scale, tmp_path):
 
 
 def test_signed_scores_do_not_use_the_cpu_moe_kernel(tmp_path):
-    """Of gelu's experts they are right, as llmc's own body computes these."""
+    """gelu experts are correct, as llmc's body computes them."""
     for activation in ("gelu_pytorch_tanh", "silu"):
         model = families.tiny_model("gemma4_text", **families.GEMMA4_MOE,
                                     hidden_activation=activation)
@@ -216,7 +216,7 @@ def test_clamped_activations_are_recognized(family, changes, found, tmp_path):
 
 
 def test_shared_experts_join_the_sum_of_the_ranks(tmp_path):
-    """One AllReduce behind attention, one behind experts and shared experts, gated or not."""
+    """One AllReduce after attention, one after experts and shared experts, gated or not."""
     for family in ("glm4_moe", "qwen2_moe"):
         model = families.tiny_model(family)
         hf = families.save(model, tmp_path / family)
@@ -267,7 +267,7 @@ def olmoe(tmp_path_factory):
 
 
 def changed(olmoe, tmp_path, config=None, tensors=lambda tensors: tensors):
-    """The checkpoint with another config or other tensors."""
+    """Copy the checkpoint with another config or other tensors."""
     known = json.loads((olmoe / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**known, **(config or {})}))
     save_file(tensors(load_file(olmoe / "model.safetensors")), tmp_path / "model.safetensors")
@@ -394,13 +394,13 @@ def test_unknown_dense_experts_are_named(module, forward, why, tmp_path, monkeyp
 
 def check_refused(hf, tmp_path, monkeypatch, match):
     exporter = trace._run_exporter
-    monkeypatch.setattr(trace, "_run_exporter", lambda *args: exporter(*args))  # not a kept one
+    monkeypatch.setattr(trace, "_run_exporter", lambda *args: exporter(*args))  # not a cached one
     with pytest.raises(llmc.LlmcError, match=match) as caught:
         llmc.compile(hf, tmp_path / "case")
     assert "\n" not in str(caught.value)
 
 
-# How many ranks, and whether they have whole experts.
+# Number of ranks, and whether they have whole experts.
 RANKS = pytest.mark.parametrize(("tp_size", "expert_parallel"),
                                 [(1, False), (2, False), (2, True), (3, True)])
 
@@ -409,9 +409,7 @@ RANKS = pytest.mark.parametrize(("tp_size", "expert_parallel"),
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
 def test_experts_are_quantized_and_routers_are_not(tp_size, expert_parallel, scheme, tmp_path,
                                                    monkeypatch):
-    """What ONNX Runtime's kernel makes of them is what the body does, but for activations in 8
-    bits.
-    """
+    """ONNX Runtime's kernel equals the body except for 8-bit activations."""
     model = families.tiny_model("qwen3_moe", moe_intermediate_size=64)
     hf, said = families.save(model, tmp_path / "hf"), []
     options = dict(quantize=scheme, tp_size=tp_size, expert_parallel=expert_parallel)
@@ -429,7 +427,7 @@ def test_experts_are_quantized_and_routers_are_not(tp_size, expert_parallel, sch
     for case in ("case", "plain"):
         with llmc.LLM(tmp_path / case) as llm:
             logits.append(llm.logits(TOKENS))
-    assert np.array_equal(*logits) == expert_parallel  # then there is no kernel of ONNX Runtime's
+    assert np.array_equal(*logits) == expert_parallel  # without a kernel of ONNX Runtime
     families.assert_close(*logits, 0.01)
     families.assert_close(logits[0], families.reference_logits(model, TOKENS),
                           {"int8": 0.05, "int4": 0.15}[scheme])
@@ -453,7 +451,7 @@ def test_gpu_programs_have_quantized_experts(tp_size, expert_parallel, scheme, t
 
 
 def kinds_of(case):
-    """The dtypes of layer 0's weights by their names."""
+    """Return the dtypes of layer 0's weights by name."""
     weights = load_file(case / "chip0" / "weights.safetensors")
     return {name.split(".", 3)[-1]: array.dtype.name for name, array in weights.items()
             if ".layers.0." in name and name.endswith(("weight", "_proj"))}
@@ -463,8 +461,9 @@ def kinds_of(case):
     ("cuda", "qwen3_moe", 1), ("cuda", "qwen3_moe", 3), ("cpu", "mixtral", 1),
     ("cpu", "mixtral", 3)])
 def test_experts_without_a_quantized_kernel_are_reported(target, family, tp_size, tmp_path):
-    """In groups that are no power of two of 16 or more, on GPUs of 32; on three chips some have an
-    odd number of columns.
+    """Groups must be powers of two from 16 on, on GPUs from 32 on.
+
+    On three chips some experts have an odd number of columns.
     """
     hf, said = families.save(families.tiny_model(family), tmp_path / "hf"), []
     llmc.compile(hf, tmp_path / "case", quantize="int8", target=target, tp_size=tp_size,
@@ -473,7 +472,7 @@ def test_experts_without_a_quantized_kernel_are_reported(target, family, tp_size
                for text in said) == 1
     kinds = kinds_of(tmp_path / "case")
     assert kinds["mlp.experts.down_proj"] == "float32"
-    whole = (target, tp_size) == ("cuda", 3)  # a head of 16 is no group of 32
+    whole = (target, tp_size) == ("cuda", 3)  # a head of 16 is smaller than a group of 32
     assert kinds["self_attn.o_proj.weight"] == ("float32" if whole else "uint8")
     assert whole == any("3 linear layers stay in float32, as target cuda has no kernel" in text
                         for text in said)

@@ -1,4 +1,4 @@
-"""What is captured, as ONNX: the same numbers as torch's, whatever a model's code does in place."""
+"""Exported ONNX graphs equal torch, also for in-place model code."""
 
 import warnings
 

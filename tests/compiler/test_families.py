@@ -1,4 +1,4 @@
-"""Every family against transformers: prefill and 16 cached decode steps, at each tp size."""
+"""Every family equals transformers in prefill and 16 decode steps, at each tp size."""
 
 import json
 
@@ -18,7 +18,7 @@ PREFILL, STEPS = 12, 16
 
 
 def limits(family):
-    """tp sizes that make sense: up to 4 heads."""
+    """Return the tp sizes to test: up to 4 heads."""
     config = {**families.FAMILIES, **families.LATENT, **families.OWN_ATTENTION,
               **families.UNPLANNED, **families.MIXTURES, **families.HYBRIDS}[family]
     return [size for size in (1, 2, 3, 4)
@@ -39,7 +39,7 @@ def check_family(family, sizes, tmp_path, expert_parallel=False, **changes):
 
 
 def unequal():
-    """A batch of unequal prompts: tokens of two sequences, and how many are each one's prompt."""
+    """A ragged batch: tokens of two sequences and the lengths of their prompts."""
     rng = np.random.default_rng(3)
     rows = [rng.integers(3, families.VOCAB, PREFILL + STEPS).tolist() for _ in range(2)]
     return rows, [PREFILL, PREFILL - 5]
@@ -98,7 +98,7 @@ def test_the_program_decodes_a_ragged_batch(family, tmp_path):
     {}, {**families.rope("yarn", factor=4.0, attention_factor=3.0,
                          original_max_position_embeddings=16), "rms_norm_eps": 5e-3}])
 def test_qk_norm_after_rotary_embedding(changes, tmp_path):
-    """Where a factor of the embedding is nothing but a smaller epsilon."""
+    """A scale of the embedding is equivalent to a smaller epsilon."""
     check_family("hunyuan_v1_dense", [1, 2], tmp_path, **{**families.FAMILIES["qwen3"], **changes})
 
 
@@ -131,7 +131,7 @@ def test_layers_with_shared_kv_are_repeated(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("before", [True, False])
 def test_an_lm_head_after_a_projection_is_sharded_by_vocabulary(before, tmp_path):
-    """OPT-350m's hidden states are wider than its embeddings, which are its head."""
+    """OPT-350m's hidden states are wider than its embeddings, which are the tied LM head."""
     check_family("opt", [1, 2, 3], tmp_path, word_embed_proj_dim=32, do_layer_norm_before=before)
 
 
@@ -153,12 +153,12 @@ def test_clamped_qkv_is_sharded_by_heads(tmp_path):
 
 
 def test_norms_without_weights(tmp_path):
-    """As Galactica's, which are OPT's."""
+    """As in Galactica, an OPT model."""
     check_family("opt", [1, 2], tmp_path, layer_norm_elementwise_affine=False, enable_bias=False)
 
 
 def test_per_layer_inputs_of_repeated_layers(tmp_path, monkeypatch):
-    """They are made of a weight for all layers, which no config of a few describes."""
+    """They come from one weight for all layers, which a shortened config does not describe."""
     counts = families.count_exported(monkeypatch, "Sdpa")
     model = families.tiny_model("gemma4_text", num_kv_shared_layers=0)
     raw = load(families.save(model, tmp_path))
@@ -176,7 +176,7 @@ def test_shared_kv_is_refused_for_tensorrt(target, tmp_path):
 
 @pytest.fixture(scope="module")
 def falcon_rw(tmp_path_factory):
-    """As transformers runs it by default: its eager attention adds ALiBi twice."""
+    """As run by transformers by default; its eager attention adds ALiBi twice."""
     model = families.tiny_model("falcon", alibi=True, multi_query=False, parallel_attn=False,
                                 bias=True, num_attention_heads=6, hidden_size=96)
     hf_dir = families.save(model, tmp_path_factory.mktemp("falcon") / "hf")
@@ -234,7 +234,7 @@ def test_rope_scalings_are_read_from_the_graph(kind, tmp_path):
 
 
 def test_length_dependent_rope_within_the_original_context(tmp_path):
-    """As Phi-3.5-MoE's, whose factor is another one for long ones."""
+    """As in Phi-3.5-MoE, whose scale differs for long sequences."""
     check_family("phimoe", [1, 2], tmp_path, **families.rope(
         "longrope", short_factor=[1.0 + i / 50 for i in range(8)], long_factor=[3.0] * 8,
         short_mscale=1.2, long_mscale=1.3, original_max_position_embeddings=64))

@@ -54,7 +54,7 @@ def test_per_layer_config_lists_are_truncated_for_the_export(attending, tmp_path
 
 
 def test_unrelated_config_lists_of_num_layers_entries_are_kept(tmp_path):
-    """Falcon-H1 has five factors, whatever the number of its layers."""
+    """Falcon-H1 has five factors for any number of layers."""
     model = families.tiny_model("falcon_h1", num_hidden_layers=5)
     raw = load(families.save(model, tmp_path))
     assert raw.notes == ()
@@ -144,7 +144,7 @@ def test_gguf_weights_equal_those_of_transformers(tmp_path):
 
 
 def test_a_config_without_num_hidden_layers_is_exported_whole():
-    """ProphetNet's raises NotImplementedError, which is nobody's to see."""
+    """ProphetNet's raises NotImplementedError, which users must not see."""
     config = transformers.ProphetNetConfig()
     with pytest.raises(CannotRepeat, match="does not let num_hidden_layers be set"):
         _shorten(config, "num_hidden_layers", [0])
@@ -158,7 +158,7 @@ def test_a_hub_id_is_recorded_with_its_commit_and_the_digests_of_its_files(tiny_
     shutil.copytree(tiny_hf, snapshot)
     weights = snapshot / "model.safetensors"
     digest = hash_file(weights)
-    shutil.move(weights, tmp_path / "cache" / "blobs" / digest)  # as the hub's cache has them
+    shutil.move(weights, tmp_path / "cache" / "blobs" / digest)  # in the layout of the hub's cache
     weights.symlink_to(tmp_path / "cache" / "blobs" / digest)
 
     def download(name, revision=None, allow_patterns=None):
@@ -180,7 +180,7 @@ def test_a_hub_id_is_recorded_with_its_commit_and_the_digests_of_its_files(tiny_
     local = llmc.compile(tiny_hf, tmp_path / "case").source
     files = {file.name: file.sha256 for file in local.files}
     assert local.repo_id is None and local.commit is None
-    assert files["model.safetensors"] is None  # too large to hash in passing
+    assert files["model.safetensors"] is None  # too large to hash
     assert files["config.json"] == hash_file(tiny_hf / "config.json")
 
 

@@ -1,4 +1,4 @@
-"""GGUF files are read by row as transformers reads them whole, and refused where it would not."""
+"""GGUF files: rows equal transformers' tensors, and unsupported files are refused."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +26,7 @@ from llmc.compiler.options import CompileOptions
 from llmc.compiler.quant.readers.gguf import form_of
 from llmc.compiler.targets import cpu
 
-VOCAB, WIDTH, TOKENS = 96, 64, 5000  # TOKENS make the arrays of the vocabulary long ones
+VOCAB, WIDTH, TOKENS = 96, 64, 5000  # TOKENS make the vocabulary arrays long
 LLAMA = {"context_length": 16384, "block_count": 2, "feed_forward_length": 96,
          "embedding_length": WIDTH, "attention.head_count": 4, "attention.head_count_kv": 2,
          "rope.dimension_count": 16, "attention.layer_norm_rms_epsilon": 1e-5}
@@ -43,27 +43,27 @@ GPT2_LAYER = {"attn_qkv.weight": (192, 64), "attn_qkv.bias": (192,), "attn_norm.
 
 @dataclass
 class File:
-    """What a test file has beside its layers."""
+    """Contents of a test file besides its layers."""
 
     architecture: str = "llama"
     fields: dict = None
     layer: dict = None
     more: dict = None
     kind: str = "Q8_0"
-    kinds: dict = None  # those of some tensors, by a part of their names
+    kinds: dict = None  # types of some tensors, by a part of their names
     vocab_size: bool = True
-    blocks: bool = False  # random ones, where gguf only reads a kind
+    blocks: bool = False  # random blocks of types that gguf cannot quantize
 
 
-# As above, in rows of whole blocks of 256 numbers.
+# As above, in rows of whole blocks of 256 values.
 WIDE = {**LLAMA, "embedding_length": 256, "feed_forward_length": 256, "rope.dimension_count": 64}
 WIDE_LAYER = {name: (256,) if len(shape) == 1 else (128 if shape[0] == 32 else 256, 256)
               for name, shape in LAYER.items()}
-SCALES = {"Q2_K": [80, 82], "Q3_K": [108], "Q6_K": [208]}  # where blocks have theirs of 16 bits
+SCALES = {"Q2_K": [80, 82], "Q3_K": [108], "Q6_K": [208]}  # offsets of 16-bit scales in blocks
 
 
 def random_blocks(kind, shape, rng):
-    """Any bytes, uint8 [rows, nbytes], but for scales that are no numbers."""
+    """Return random bytes, uint8 [rows, nbytes], without NaN scales."""
     numbers, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     data = rng.integers(0, 256, (shape[0], shape[1] // numbers, nbytes), dtype=np.uint8)
     for at in SCALES.get(kind, [0] if kind[-1] == "0" or kind[0] == "I" else [0, 2]):
@@ -73,7 +73,7 @@ def random_blocks(kind, shape, rng):
 
 
 def write(path, file):
-    """A GGUF file of random weights."""
+    """Write a GGUF file of random weights."""
     writer = gguf.GGUFWriter(path, file.architecture)
     fields = {**(LLAMA if file.fields is None else file.fields)}
     if file.vocab_size:
@@ -106,7 +106,7 @@ def write(path, file):
 
 
 def read(path):
-    """What load_gguf reads before it exports."""
+    """Return the result of load_gguf without the export."""
     header = read_header(path)
     config = gguf_file._read_config(path, header)
     gguf_file._scale_rope(path, header, config)
@@ -140,7 +140,7 @@ def test_gguf_rows_are_bitwise_equal_to_transformers(file, tmp_path):
     ("Q4_0", "int4", 32), ("Q4_1", "uint4", 32), ("Q5_0", "int8", 32), ("Q5_1", "uint8", 32),
     ("Q8_0", "int8", 32), ("Q4_K", "uint4", 32), ("Q5_K", "uint8", 32), ("Q6_K", "uint8", 16)])
 def test_blocks_of_every_type_dequantize_as_gguf_py(kind, dtype, size):
-    """Merged with another kind too."""
+    """Merged with another type too."""
     rng = np.random.default_rng(1)
 
     def made(kind):
@@ -159,7 +159,7 @@ def test_blocks_of_every_type_dequantize_as_gguf_py(kind, dtype, size):
 
 
 def check_logits(path, target, case):
-    """Compile a file; logits are transformers' of the numbers that it has."""
+    """Compile a file; assert transformers' logits for the dequantized values."""
     raw = replace(gguf_file.load_gguf(path), save_tokenizer=lambda target: None)
     case.mkdir()
     options = CompileOptions(target=target)
@@ -181,9 +181,9 @@ def check_logits(path, target, case):
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
 def test_a_compiled_file_keeps_its_blocks(kind, target, tmp_path, monkeypatch):
-    """The embedding is the LM head's table, in fewer bits too."""
+    """The tied embedding is quantized too."""
     path = write(tmp_path / "m.gguf", File(kind=kind))
-    monkeypatch.setattr(cpu, "BODIES", "")  # bodies of standard ONNX, which are exact
+    monkeypatch.setattr(cpu, "BODIES", "")  # exact bodies of standard ONNX
     check_logits(path, target, tmp_path / "case")
     forms = read_manifest(tmp_path / "case").chips[0].quantization
     assert {(form.dtype, form.group_size) for form in forms.values()} \
@@ -191,7 +191,7 @@ def test_a_compiled_file_keeps_its_blocks(kind, target, tmp_path, monkeypatch):
 
 
 MIXED = {
-    # As Q4_K_M has them: values, and what gates are multiplied by, in more bits than the others.
+    # As in Q4_K_M: V and down projections have more bits than the others.
     "Q4_K_M": File(fields=WIDE, layer=WIDE_LAYER, kind="Q4_K", blocks=True, kinds={
         "attn_v": "Q6_K", "ffn_down": "Q6_K", "token_embd": "Q6_K"}),
     "minima-and-none": File(kind="Q4_0", kinds={"attn_k": "Q4_1", "attn_v": "Q8_0",
@@ -203,9 +203,9 @@ MIXED = {
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
 @pytest.mark.parametrize("mixed", MIXED)
 def test_a_layer_may_mix_gguf_types(mixed, target, tmp_path, monkeypatch):
-    """Also among queries, keys and values, which become one weight."""
+    """Also among queries, keys and values, which are merged into one weight."""
     path = write(tmp_path / "m.gguf", MIXED[mixed])
-    monkeypatch.setattr(cpu, "BODIES", "")  # bodies of standard ONNX, which are exact
+    monkeypatch.setattr(cpu, "BODIES", "")  # exact bodies of standard ONNX
     check_logits(path, target, tmp_path / "case")
 
 
@@ -306,7 +306,7 @@ def test_the_gguf_config_equals_that_of_transformers(file, tmp_path):
 
 
 def test_vocabulary_arrays_are_not_parsed_by_the_gguf_reader(tmp_path, monkeypatch):
-    """It would make several objects of each token."""
+    """It would create several objects per token."""
     sizes = []
     real = gguf.GGUFReader.__init__
 
@@ -332,7 +332,7 @@ def test_only_requested_rows_are_read(tmp_path, monkeypatch):
 
 
 def factors(**changes):
-    """llama.cpp's factors of Llama 3.1's rope: what transformers divides the frequencies by."""
+    """Return llama.cpp's factors of Llama 3.1's rope, the divisors of the frequencies."""
     config = AutoConfig.for_model(
         "llama", hidden_size=64, num_attention_heads=4, max_position_embeddings=131072,
         rope_parameters={"rope_theta": 10000.0, "rope_type": "llama3", "factor": 8.0,
@@ -343,7 +343,7 @@ def factors(**changes):
 
 
 def test_llama_3_s_rope_is_read_from_its_factors(tmp_path):
-    assert len(set(factors())) > 2  # some frequencies as they are, some scaled, some between
+    assert len(set(factors())) > 2  # unscaled, scaled and interpolated frequencies
     config, _ = read(write(tmp_path / "m.gguf", File(more={"rope_freqs.weight": factors()})))
     assert config.rope_parameters["rope_type"] == "llama3"
     assert config.rope_parameters["factor"] == pytest.approx(8, rel=1e-4)
@@ -416,7 +416,7 @@ def whole(tmp_path_factory):
           suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_damaged_header_is_refused_or_read_within_the_file(whole, tmp_path, data):
-    size = 2000  # the header but for tokens
+    size = 2000  # the header without tokens
     at = data.draw(st.integers(0, size))
     change = data.draw(st.sampled_from([
         lambda: whole[:at], lambda: whole[:at] + b"\xff" * 8 + whole[at + 8:],

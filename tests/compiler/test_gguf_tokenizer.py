@@ -1,4 +1,4 @@
-"""What a GGUF file says of text beside its vocabulary."""
+"""Tokenizer settings of GGUF files besides the vocabulary."""
 
 import gguf
 import pytest
@@ -15,7 +15,7 @@ NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6
 
 
 def write(path, fields):
-    """A GGUF file of a SentencePiece vocabulary, without tensors."""
+    """Write a GGUF file of a SentencePiece vocabulary, without tensors."""
     writer = gguf.GGUFWriter(path, "llama")
     for key, value in {"llama.block_count": 1, "llama.embedding_length": 8,
                        "llama.feed_forward_length": 8, "llama.attention.head_count": 1,
@@ -35,7 +35,7 @@ def write(path, fields):
 
 
 def saved(tmp_path, **fields):
-    """The tokenizer's folder that the compiler makes of such a file."""
+    """Return the tokenizer folder that the compiler writes for the file."""
     path = write(tmp_path / "m.gguf", {key.replace("__", "."): value
                                        for key, value in fields.items()})
     target = tmp_path / "tokenizer"

@@ -1,4 +1,4 @@
-"""Latent attention as the compiler finds it: when its cache is of latents, and when of heads."""
+"""Latent attention in the compiler: latent cache, or cache of keys and values."""
 
 import families
 import numpy as np
@@ -33,7 +33,7 @@ def test_the_latent_is_cached_instead_of_keys_and_values(family, row, tmp_path):
 
 
 def test_keys_and_values_smaller_than_the_latent_are_cached(tmp_path):
-    """4 heads of 20 elements, keys and values, are 160; the row would be of 168."""
+    """Keys and values of 4 heads have 160 elements, the latent row 168."""
     manifest = compiled("minicpm3", tmp_path, kv_lora_rank=160)
     assert {(cache.latent, cache.token_size) for cache in manifest.chips[0].cache} == {(False, 160)}
     assert "LatentAttention" not in manifest.ops

@@ -1,4 +1,4 @@
-"""Checkpoints of models that take images too: the language model compiles from the whole of them.
+"""The language model compiles from checkpoints of multimodal models.
 """
 
 import families
@@ -17,8 +17,7 @@ _VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "
            "out_hidden_size": 64, "image_size": 28, "patch_size": 14,
            "deepstack_visual_indexes": [0], "fullatt_block_indexes": [0], "embed_dim": 32}
 _MROPE = families.rope("default", mrope_section=[4, 2, 2])
-# As many layers that read images as there are of the language model, so that one kind cannot be
-# taken for the other.
+# Vision and language models have equal numbers of layers, so that they could be confused.
 TEXTS = {
     "gemma3": {**families.FAMILIES["gemma3_text"], "num_hidden_layers": 3},
     "gemma4": families.OWN_ATTENTION["gemma4_text"],
@@ -33,7 +32,7 @@ TEXTS = {
     "llama4": families.OWN_ATTENTION["llama4_text"],
     "internvl": families.FAMILIES["qwen2"],
 }
-# Those whose language model lies in another one's class.
+# Models whose language model is part of another class.
 WHOLES = {"mistral4": "mistral3"}
 COMMON = ("gemma4", "mistral3", "qwen3_vl")
 ROW = np.random.default_rng(3).integers(3, families.VOCAB - 3, 24).tolist()

@@ -1,4 +1,4 @@
-"""NaN and infinities in weights: a compile finds them, or is told to take them."""
+"""NaN and infinities in weights: a compile refuses them unless --allow_nan is set."""
 
 import shutil
 
@@ -18,7 +18,7 @@ NAME = "model.layers.1.mlp.up_proj.weight"
 
 @pytest.fixture
 def damaged(tiny_hf, tmp_path):
-    """Called with a dtype and what stands in a tensor: a copy of the model with it."""
+    """Factory by dtype and tensor values: a copy of the model with them."""
     def make(name, dtype, values):
         hf = shutil.copytree(tiny_hf, tmp_path / "hf")
         tensors = {key: own.to(dtype) for key, own in load_file(hf / "model.safetensors").items()}
@@ -60,7 +60,7 @@ def test_the_largest_values_are_finite_and_rows_are_checked_once(dtype):
     reads = []
     weight = Weight(array.shape, dtype, lambda start, stop: reads.append(start) or
                     array[start:stop], "w")
-    taken = weight.transpose()  # made before
+    taken = weight.transpose()  # created before
     weight.require_finite()
     assert np.array_equal(weight.rows(0, 2), array[:2])
     for broken in (lambda: weight.rows(2, 3), lambda: weight.rows(3, 4), taken.load):

@@ -1,5 +1,4 @@
-"""Notes of passes: typed, counted, and said; and the list of steps, none of which is found by its
-name.
+"""Notes of passes are typed, counted and printed; passes are not identified by name.
 """
 
 from dataclasses import replace
@@ -67,7 +66,7 @@ def test_compile_phases_are_not_identified_by_name(tiny_hf, tmp_path, monkeypatc
 @pytest.mark.parametrize(("encoder", "reason"),
                          [(False, "its mask is odd"), (True, r"\(the graph")])
 def test_the_attention_pass_must_find_attention(encoder, reason):
-    """By whatever name; of a decoder, not by what an encoder's graph was refused for."""
+    """For any pass name; for decoders, regardless of refusals in an encoder's graph."""
     node = gs.Node("Softmax", "probabilities", inputs=[gs.Variable("scores", np.float32)],
                    outputs=[gs.Variable("weights", np.float32)])
     report = Report("step 7", attention, encoder)

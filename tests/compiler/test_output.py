@@ -1,5 +1,4 @@
-"""A case directory appears whole or not at all, whatever comes between, and takes nothing of the
-user's with it.
+"""Case directories are written atomically, and users' files are never deleted.
 """
 
 import errno
@@ -19,7 +18,7 @@ import llmc
 from llmc.compiler import output as output_module
 from llmc.compiler.output import check_output, new_directory
 
-# Writes a case directory as a compile does, as often as it is killed.
+# Writes a case directory as a compile does, repeatedly until killed.
 WRITE = """
 import json, signal, sys, time
 from llmc.compiler.output import new_directory
@@ -34,7 +33,7 @@ with new_directory(sys.argv[1]) as directory:
 
 
 def write_case(directory, text="old", files=("weights",)):
-    """A case directory as far as its files go."""
+    """Write the files of a case directory."""
     Path(directory).mkdir(exist_ok=True)
     for name in files:
         Path(directory, name).parent.mkdir(exist_ok=True, parents=True)
@@ -59,10 +58,10 @@ def names(directory):
 
 @pytest.fixture(params=["exchange", "two renames"])
 def way(request, monkeypatch):
-    """How a directory is replaced: as here, and as where the file system cannot exchange."""
+    """Replacement of a directory by exchange, and without support for exchange."""
     if request.param == "two renames":
         def exchange(one, other):
-            os.stat(other)  # the kernel looks first whether both are there
+            os.stat(other)  # the kernel checks first whether both exist
             raise OSError(errno.EINVAL, "Invalid argument")
         monkeypatch.setattr(output_module, "_exchange", exchange)
     return request.param
@@ -82,7 +81,7 @@ def test_a_killed_process_leaves_the_old_directory_and_the_next_one_clears_up(tm
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         process.stdout.close()
-        assert read(case) == "old" and len(names(tmp_path)) == 2  # the dead one's before is gone
+        assert read(case) == "old" and len(names(tmp_path)) == 2  # the old directory is gone
     replace(tmp_path / "another")
     assert names(tmp_path) == ["another", "case"]
 
@@ -133,7 +132,7 @@ def test_a_temporary_folder_removed_as_stale_is_recreated(tmp_path, monkeypatch)
     def lock(work, wait):
         calls.append(work)
         if len(calls) == 1:
-            os.rmdir(work)  # another process clears between the folder and its lock
+            os.rmdir(work)  # another process cleans up between the folder and its lock
         return real(work, wait)
 
     monkeypatch.setattr(output_module, "_lock", lock)
@@ -296,7 +295,7 @@ def test_a_user_s_own_file_in_a_case_directory_is_refused_by_name(theirs, tmp_pa
     (case / theirs).mkdir() if theirs.endswith("/") else (case / theirs).write_text("mine")
     with pytest.raises(llmc.LlmcError, match=f"would be lost: '{theirs}'; move it elsewhere"):
         check_output(case)
-    with pytest.raises(llmc.LlmcError, match="would be lost"):  # one that came during a compile
+    with pytest.raises(llmc.LlmcError, match="would be lost"):  # created during a compile
         replace(case)
     assert (case / theirs).exists() and read(case) == "old" and names(tmp_path) == ["case"]
 
@@ -338,7 +337,7 @@ def test_an_output_that_is_not_a_case_directory_is_refused(tmp_path, monkeypatch
         with pytest.raises(llmc.LlmcError, match=message) as caught:
             check_output(output)
         assert "\n" not in str(caught.value)
-        with pytest.raises(llmc.LlmcError, match=message):  # before the model is looked for
+        with pytest.raises(llmc.LlmcError, match=message):  # before the model is located
             llmc.compile("nowhere", output)
     assert names(tmp_path) == ["file", "folder"] and names(tmp_path / "folder") == ["notes"]
 

@@ -1,4 +1,4 @@
-"""A user's own ONNX, in every form that torch's exporter gives it, fuses to the same llmc graph."""
+"""ONNX files of users, in every form of torch's exporter, fuse to the same llmc graph."""
 
 import contextlib
 import io
@@ -19,7 +19,7 @@ from llmc.compiler.options import CompileOptions
 
 
 def export(model, path, attention, opset, optimize=True, mask=False):
-    """What a user would run."""
+    """Export as a user would."""
     model.set_attn_implementation(attention)
 
     class Stateless(torch.nn.Module):
@@ -45,7 +45,7 @@ FORMS = [("eager", 18, True), ("sdpa", 18, True), ("eager", 23, True), ("sdpa", 
          ("sdpa", 23, False)]
 
 
-# Each form once, and each family with a structure of its own; `make test-all` takes all with all.
+# Each form once, and each family with a distinct structure; `make test-all` has all combinations.
 @pytest.mark.parametrize(("family", "attention", "opset", "optimize"), [
     pytest.param(family, *form, marks=[pytest.mark.thorough] * (family != once))
     for form, once in zip(FORMS, ("gpt2", "gpt2", "llama", "gemma3_text", "llama"), strict=True)
@@ -69,7 +69,7 @@ def test_every_onnx_form_fuses_to_the_hugging_face_graph(family, attention, opse
 
 
 def export_without_positions(model, path, opset):
-    """What a user would run for a model that counts its positions itself."""
+    """Export as a user would, for a model that computes its positions."""
     class Stateless(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -93,7 +93,7 @@ def two_layers(tmp_path_factory):
 
 
 def test_position_ids_are_optional_in_opset_23(two_layers, tmp_path):
-    """torch then writes RotaryEmbedding nodes with one row of cos and sin for all sequences."""
+    """torch then emits RotaryEmbedding nodes with one row of cos and sin for all sequences."""
     model, directory = two_layers
     export_without_positions(model, tmp_path / "model.onnx", 23)
     ops = [node.op_type for node in onnx.load(tmp_path / "model.onnx").graph.node]
@@ -110,7 +110,7 @@ def test_position_ids_are_optional_in_opset_23(two_layers, tmp_path):
                                               (("batch", 7), r"\['batch', 7\]"),
                                               (("seq",), r"\['seq'\]")])
 def test_fixed_input_shapes_are_refused_before_weights_are_read(shape, found, two_layers, tmp_path):
-    """As torch exports them where it is given no dynamic_shapes."""
+    """As exported by torch without dynamic_shapes."""
     value = onnx.helper.make_tensor_value_info("input_ids", onnx.TensorProto.INT64, shape)
     out = onnx.helper.make_tensor_value_info("logits", onnx.TensorProto.INT64, shape)
     onnx.save(onnx.helper.make_model(onnx.helper.make_graph(
@@ -122,15 +122,16 @@ def test_fixed_input_shapes_are_refused_before_weights_are_read(shape, found, tw
 
 
 def form(graph):
-    """Ops in order with their fields, numbers rounded."""
+    """Return the ops in order with their attributes, floats rounded."""
     return Counter((node.op, tuple(sorted(
         (key, round(value, 5) if isinstance(value, float) else str(value))
         for key, value in node.attrs.items()))) for node in graph.nodes)
 
 
 def one_layer(mask, path, vocab=8, width=8, **saving):
-    """Attention of two heads written by hand, with the given mask computed from the number of
-    tokens. Returns its weights.
+    """Write handwritten attention of two heads with the given mask; return its weights.
+
+    The mask is computed from the number of tokens.
     """
     text = f"""<ir_version: 10, opset_import: ["": 18]>
     tiny (int64[batch, seq] input_ids) => (float[batch, seq, {vocab}] logits) {{
@@ -221,13 +222,13 @@ def test_a_graph_with_a_kv_cache_is_refused(tmp_path):
 
 @pytest.fixture
 def external(tmp_path):
-    """A folder with a model whose weights lie in `weights.bin`, and a file that is none of it."""
+    """A folder with a model whose weights are in `weights.bin`, and an unrelated file."""
     folder = tmp_path / "model"
     folder.mkdir()
     one_layer("visible = LessOrEqual(j, i)", tmp_path / "whole.onnx")
     (folder / "config.json").write_text('{"model_type": "tiny", "max_position_embeddings": 32}')
     model = onnx.load(tmp_path / "whole.onnx")
-    for tensor in model.graph.initializer:  # a scale in a file, too, small enough to be a constant
+    for tensor in model.graph.initializer:  # an external scale, small enough to be a constant
         onnx.external_data_helper.set_external_data(tensor, "weights.bin")
     scale = onnx.helper.make_tensor("half", 1, [], [0.5])
     next(node for node in model.graph.node if node.output[0] == "half").op_type = "Identity"
@@ -243,7 +244,7 @@ def external(tmp_path):
 
 
 def located(folder, tensor, **entries):
-    """The model with another place for a tensor's data."""
+    """Change the location of a tensor's external data."""
     model = onnx.load(folder / "m.onnx", load_external_data=False)
     found = next(t for t in model.graph.initializer if t.name == tensor)
     entries = {entry.key: entry.value for entry in found.external_data} | entries
@@ -317,7 +318,7 @@ def test_logits_are_selected_by_output_name(tmp_path):
 
 
 def test_a_large_vocabulary_is_processed_in_blocks(tmp_path, monkeypatch):
-    """From an ONNX file, whose LM head is read transposed, to the case directory."""
+    """From an ONNX file with a transposed LM head to the case directory."""
     vocab, width = 262144, 32
     weights = one_layer("visible = LessOrEqual(j, i)", tmp_path / "m.onnx", vocab, width,
                         save_as_external_data=True, location="m.bin")

@@ -1,4 +1,4 @@
-"""A target that is not llmc's: one TargetSpec and one module, registered from any folder."""
+"""An external target: one TargetSpec and one module, registered from any folder."""
 
 import importlib
 import sys
@@ -32,7 +32,7 @@ def emit(graph, rank, case_dir, options, encoder=None):
 
 @pytest.fixture
 def abacus(tmp_path, monkeypatch):
-    """The name of a target whose module lies in a temporary folder."""
+    """The name of a target whose module is in a temporary folder."""
     (tmp_path / "abacus_target.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.import_module("abacus_target")

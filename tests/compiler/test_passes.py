@@ -1,5 +1,7 @@
-"""Each pass: the graph computes the same before and after, the old ops are gone, the counts are
-right, and what must not match does not."""
+"""Each pass preserves the graph's outputs, removes the old ops, and returns correct counts.
+
+Graphs that must not match do not.
+"""
 
 from collections import Counter
 
@@ -31,7 +33,7 @@ from llmc.compiler.passes.sdpa import sdpa
 SETTINGS = Settings(max_seq_len=32, vocab_multiple=64)
 TOKENS = np.random.default_rng(0).integers(3, families.VOCAB, 14)
 BATCHED = {"input_ids": TOKENS[None], "position_ids": np.arange(14)[None]}
-# Passes that leave the batch axis; attention and packing change what the graph takes.
+# Passes that keep the batch axis; attention and packing change the graph's inputs.
 ROW_WISE = [("fold", fold), ("norm", norm), ("embedding", embedding), ("gemm", gemm),
             ("sdpa", sdpa), ("gated_mlp", gated_mlp), ("activation", activation),
             ("residual", residual), ("add_norm", add_norm)]
@@ -121,7 +123,7 @@ def test_fold_removes_constants_and_no_ops_and_keeps_weights_unread(family):
 
 
 def small_graph(text, constants):
-    """A graph from ONNX text, with lazy weights."""
+    """Parse a graph from ONNX text, with lazy weights."""
     model = onnx.parser.parse_model(
         f'<ir_version: 10, opset_import: ["": 23, "llmc": 1]> g (int64[batch, seq] input_ids) => '
         f"(float[batch, seq, 6] logits) {{ x = Gather(table, input_ids)\n{text} }}")
@@ -207,7 +209,7 @@ def test_an_expand_before_a_broadcasting_op_is_removed():
                         {"b": VECTOR})
     feeds = {"input_ids": np.arange(8).reshape(2, 4)}
     expected = run_graph(graph, feeds, ["logits"])["logits"]
-    graph.tensors()["r"].shape = ["batch", "seq", 6]  # as exporters say
+    graph.tensors()["r"].shape = ["batch", "seq", 6]  # as annotated by exporters
     run(graph, fold)
     assert ops(graph) == {"Gather": 1, "Exp": 1, "Add": 1}
     families.assert_close(run_graph(graph, feeds, ["logits"])["logits"], expected, 1e-6)
@@ -235,7 +237,7 @@ def test_add_norm_keeps_the_sum_for_other_readers():
     assert ops(graph) == {"Gather": 1, "Mul": 1, "AddRMSNorm": 1, "Add": 1}
 
 
-# Two experts of four for each token, whose result `y` is.
+# Two of four experts for each token, with result `y`.
 EXPERTS = """r = MatMul(x, router) e, s = llmc.Route<top_k=2>(r)
 y = llmc.Experts<top_k=2>(x, e, s, gate_up, down) """
 STACKS = {"router": SQUARE[:, :4].copy(), "w": VECTOR, "b": VECTOR - 1, "square": SQUARE,
@@ -356,7 +358,7 @@ def test_a_linear_layer_s_output_may_gate_another_value(text):
 
 
 def test_linear_layers_with_column_readers_are_merged():
-    """Their activations go to these; a bias for which they have no place stays."""
+    """Activations are fused into readers; a bias without a place is kept."""
     graph, reports = before_after(
         GATES + "n = RMSNormalization(x, w) left = Mul(n, s) h = MatMul(x, other) d = Add(h, b) "
         "t = Sigmoid(d) f = Mul(d, t) m = RMSNormalization(x, b) right = Mul(m, f) "
@@ -585,7 +587,7 @@ def test_a_vocabulary_of_hidden_size_is_padded_in_the_right_axis():
                         {"w": VECTOR, "w1": SQUARE})
     for function in (embedding, norm, gemm, pack):
         run(graph, function)
-    graph.inputs[0].shape = ("num_logits",)  # as behind the last attention
+    graph.inputs[0].shape = ("num_logits",)  # as after the last attention
     for tensor in (tensor for node in graph.nodes for tensor in node.outputs):
         tensor.shape = ("num_logits", 6)
     run(graph, pad_vocabulary)

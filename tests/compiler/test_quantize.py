@@ -1,5 +1,4 @@
-"""Weights in fewer bits that llmc rounds itself: against transformers with the same weights, which
-a few lines of NumPy round here.
+"""Weights quantized by llmc, compared with transformers on weights quantized in NumPy.
 """
 
 import copy
@@ -46,17 +45,17 @@ from llmc.runtime.tokenizer import read_tokenizer
 TOKENS = np.random.default_rng(3).integers(3, families.VOCAB, 20).tolist()
 WIDER = {"llama": {"intermediate_size": 192}, "gpt2": {"n_inner": 192},
          "minicpm3": {"intermediate_size": 192}}  # whole groups on 3 chips
-EXACT, EIGHT_BITS = 1e-5, 0.03  # of activations, relative to the range of logits
-FLIPPED = 1e-3  # what a few activations change that lie between two numbers of FP8
+EXACT, EIGHT_BITS = 1e-5, 0.03  # of quantized activations, relative to the range of logits
+FLIPPED = 1e-3  # effect of a few activations between two FP8 values
 
 
 def nonzero(scale):
-    """With 1 for rows of padding."""
+    """Replace zero scales of padding rows by 1."""
     return np.where(scale == 0, np.float32(1), scale)
 
 
 def rounded(matrix, scheme, size):
-    """A matrix as its codes stand for it."""
+    """Quantize and dequantize a matrix."""
     groups = matrix.astype(np.float32).reshape(len(matrix), -1, size)
     low, high = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
     extreme = np.where(-low > high, low, high)
@@ -94,12 +93,12 @@ def root(tmp_path_factory):
 
 @pytest.fixture
 def reference_bodies(monkeypatch):
-    """What a case directory is where the cpu target has no bodies of its own."""
+    """Compile with the reference bodies instead of the cpu target's."""
     monkeypatch.setattr(cpu, "BODIES", "")
 
 
 def truth(family, root, scheme, size, head=True, activations=False):
-    """Logits of transformers with rounded weights; size 0: a whole row."""
+    """Return transformers' logits with quantized weights; size 0: a whole row."""
     model, _ = model_and_raw(family, root)
     state = {}
     for name, tensor in model.state_dict().items():
@@ -170,7 +169,7 @@ def test_activations_are_quantized_to_fp8_dynamically_per_token(family, body, ro
 @pytest.mark.parametrize("tp_size", [1, 2, 3])
 @pytest.mark.parametrize("scheme", ["int4", "uint4", "int8", "fp8"])
 def test_the_cpu_target_differs_by_8_bit_activation_error(scheme, tp_size, root, tmp_path):
-    # A row in FP8 has a scale on each chip, so on several it is compared in groups.
+    # An FP8 row has a scale per chip, so several chips are compared in groups.
     size = 0 if scheme == "fp8" and tp_size == 1 else 16
     case = compiled("llama", root, tmp_path / "case", tp_size, quantize=scheme, group_size=size)
     families.assert_close(logits(case), truth("llama", root, scheme, size),
@@ -178,7 +177,7 @@ def test_the_cpu_target_differs_by_8_bit_activation_error(scheme, tp_size, root,
 
 
 def linear_modules(model):
-    """Those with matrices of their own, and the norm whose result each multiplies, if it does."""
+    """Return modules with a separate weight, and the norm before each, if any."""
     made, read, hooks = {}, {}, []
     for name, module in model.named_modules():
         if type(module).__name__ in ("Linear", "Conv1D"):
@@ -194,9 +193,9 @@ def linear_modules(model):
 
 
 def dequantized(model, scheme, forms):
-    """A copy of a transformers model whose matrices are rounded where `forms`, of a manifest, has
-    them: in groups of the size that it says, and times the gains of the norm before them where it
-    says that these are in them.
+    """Copy a transformers model with quantized weights according to a manifest's `forms`.
+
+    Norm weights are folded first where the manifest states it.
     """
     model = copy.deepcopy(model)
     for name, (module, norm) in linear_modules(model).items():
@@ -215,20 +214,21 @@ def dequantized(model, scheme, forms):
             gains = norm.weight.detach().numpy() + ("Gemma" in type(norm).__name__)
             shift = getattr(norm, "bias", None)
         numbers = rounded(weight * gains, scheme, forms[stored].group_size) / gains
-        if shift is not None:  # which is multiplied by what was not rounded
+        if shift is not None:  # its input is not quantized
             bias = torch.tensor((weight - numbers) @ shift.detach().numpy())
             module.bias = torch.nn.Parameter(bias if module.bias is None else module.bias + bias)
         numbers = torch.tensor(np.ascontiguousarray(numbers.T if turned else numbers))
-        module.weight.data = numbers  # of the embedding too, where that is the LM head's table
+        module.weight.data = numbers  # of the embedding too if tied
     return model
 
 
 def check_dequantized(model, scheme, compile_for, monkeypatch, tokens=TOKENS,
                       eight_bits=EIGHT_BITS):
-    """The logits of a model in fewer bits are those that transformers has of the numbers which the
-    codes stand for: to the last bits where activations are in float32, as exact as transformers is
-    in bfloat16 in bfloat16, and by what 8 bits lose of activations in the cpu target's own kernels.
-    `compile_for(target, dtype)` gives a case.
+    """Compare a quantized model's logits with transformers on dequantized weights.
+
+    The tolerance is float32 rounding for float32 activations, transformers' bfloat16 error in
+    bfloat16, and 8-bit activation error in the cpu target's kernels. `compile_for(target, dtype)`
+    returns a case.
     """
     for body, tolerance in (("", EXACT), ("cpu", eight_bits)):
         with monkeypatch.context() as patch:
@@ -249,7 +249,7 @@ def check_dequantized(model, scheme, compile_for, monkeypatch, tokens=TOKENS,
         families.assert_close(schedule_logits(Interpreters(case), tokens), exact, allowed)
 
 
-# What `make test` runs of them.
+# The part that `make test` runs.
 SHORT = {("gpt2", "int8"), ("gpt_neox", "int8"), ("llama", "int4"), ("gemma2", "int4")}
 
 
@@ -290,7 +290,7 @@ def schedule_logits(interpreters, tokens=TOKENS):
 
 
 def check_schedule(family, root, tmp_path, schemes, tp_size=1, size=0):
-    """Schedules with codes have the logits of the one that has the numbers instead; their chips."""
+    """Compare programs with quantized and dequantized weights; return their chips."""
     plain = compiled(family, root, tmp_path / "plain", tp_size, quantize="none", target="cuda")
     found = []
     for scheme in schemes:
@@ -336,7 +336,7 @@ def test_a_program_quantizes_activations_after_norms(family, tmp_path):
     state = {name: torch.full_like(tensor, name.endswith("weight"))
              if "norm" in name or ".ln_" in name else tensor
              for name, tensor in model.state_dict().items()}
-    model.load_state_dict(state)  # no gains and biases, which a schedule has in its weights
+    model.load_state_dict(state)  # no norm weights and biases: a program folds them
     hf = families.save(model, tmp_path / "hf")
     llmc.compile(hf, tmp_path / "case", target="cuda", quantize="fp8", quantize_activations=True,
                  quantize_lm_head="none")
@@ -369,7 +369,7 @@ def test_a_tied_embedding_shares_the_quantized_lm_head(root, tmp_path, reference
 
 
 def products(proto):
-    """The body of each llmc op that has a weight in fewer bits: the MatMulNBits in it."""
+    """Return the MatMulNBits nodes in the body of each op with a quantized weight."""
     bodies = {(f.domain, f.name, f.overload): f for f in proto.functions}
     return {node.input[1]: [{a.name: onnx.helper.get_attribute_value(a) for a in inner.attribute}
                             for inner in bodies[node.domain, node.op_type, node.overload].node
@@ -395,8 +395,9 @@ def test_the_cpu_target_uses_int8_dot_products(family, scheme, bits, root, tmp_p
 @pytest.mark.parametrize("body", ["", "cpu"])
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
 def test_onnx_runtime_runs_the_file_without_llmc(scheme, body, root, tmp_path, monkeypatch):
-    """As docs/artifact-format.md shows it, in a process where llmc cannot be imported. Bodies of
-    standard ONNX have no op of any other domain.
+    """As in docs/artifact-format.md, in a process where llmc cannot be imported.
+
+    Bodies of standard ONNX have no ops of other domains.
     """
     monkeypatch.setattr(cpu, "BODIES", body)
     case = compiled("llama", root, tmp_path / "case", quantize=scheme)
@@ -458,7 +459,7 @@ def test_the_manifest_lists_weight_dtypes_and_inspect_counts_them(root, tmp_path
 
 
 def digests(case):
-    """Of all files of a case."""
+    """Return the hashes of all files of a case."""
     return {path.relative_to(case).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
             for path in sorted(case.rglob("*")) if path.is_file()}
 
@@ -563,7 +564,7 @@ def test_routers_and_shared_expert_gates_are_not_quantized(tmp_path):
 
 
 def test_a_rank_with_a_single_row_quantizes_as_the_others(tmp_path):
-    """Of the four heads of a delta rule three chips have 2, 1 and 1."""
+    """Three chips have 2, 1 and 1 of the four delta-rule heads."""
     hf = families.save(families.tiny_model(
         "qwen3_next", intermediate_size=96, moe_intermediate_size=96,
         shared_expert_intermediate_size=96), tmp_path / "hf")
@@ -574,7 +575,7 @@ def test_a_rank_with_a_single_row_quantizes_as_the_others(tmp_path):
 
 @pytest.mark.parametrize("family", ["codegen", "llama"])
 def test_ranks_split_columns_in_whole_groups_if_possible(family, tmp_path):
-    """256 behind an activation of its own, and 100, by 3 chips: 85 and 33 would be refused."""
+    """256 after an activation, and 100, on 3 chips: 85 and 33 would be refused."""
     hf = families.save(families.tiny_model(family), tmp_path / "hf")
     llmc.compile(hf, tmp_path / "case", quantize="int8", tp_size=3)
     widths = [load_file(tmp_path / f"case/chip{rank}/weights.safetensors")[name].shape[1]
@@ -585,7 +586,7 @@ def test_ranks_split_columns_in_whole_groups_if_possible(family, tmp_path):
 
 
 def test_ranks_split_inner_columns_of_experts_in_whole_groups(tmp_path):
-    """40 by 3 chips; groups that no kernel has leave them numbers."""
+    """40 on 3 chips; weights with unsupported groups are not quantized."""
     said = []
     hf = families.save(families.tiny_model("qwen3_moe", num_hidden_layers=2, intermediate_size=96),
                        tmp_path / "hf")
@@ -594,7 +595,7 @@ def test_ranks_split_inner_columns_of_experts_in_whole_groups(tmp_path):
 
 
 def test_short_convolution_channels_are_split_in_whole_groups(tmp_path):
-    """64 channels on 3 chips: 32, 16 and 16; what has no whole groups is in even rows."""
+    """64 channels on 3 chips: 32, 16 and 16; weights without whole groups have even rows."""
     model = families.tiny_model("lfm2", block_auto_adjust_ff_dim=False, intermediate_size=100)
     hf = families.save(model, tmp_path / "hf")
     llmc.compile(hf, tmp_path / "case", quantize="int8", tp_size=3)
@@ -607,7 +608,7 @@ def test_short_convolution_channels_are_split_in_whole_groups(tmp_path):
 
 @pytest.fixture(scope="module")
 def talkative(tmp_path_factory):
-    """A model whose layers see few directions, as those of real ones do, and a text for it."""
+    """A model with low-rank activations, as in real models, and a text for it."""
     root = tmp_path_factory.mktemp("calibrate")
     model = families.tiny_model("llama", vocab_size=VOCAB, intermediate_size=96,
                                 num_hidden_layers=2, tie_word_embeddings=True)
@@ -661,7 +662,7 @@ def test_channel_scaling_preserves_the_model(family, root, tmp_path):
 
 
 def test_calibration_holds_one_layer_in_memory(tmp_path):
-    """Of six layers it takes no more than of two, to within the codes of two."""
+    """Six layers take no more memory than two, except for the codes of two."""
     peaks, tokens = [], np.random.default_rng(4).integers(3, families.VOCAB, 1024).tolist()
     for depth in (2, 6):
         raw = load(families.save(families.tiny_model(
@@ -678,7 +679,7 @@ def test_calibration_holds_one_layer_in_memory(tmp_path):
 
 
 def test_layers_with_shared_kv_are_calibrated(talkative, tmp_path):
-    """They stand behind it, and see what it has cached."""
+    """They follow the layer and read its cache."""
     hf = families.save(families.tiny_model("gemma4_text", vocab_size=VOCAB, intermediate_size=96,
                                            vocab_size_per_layer_input=VOCAB,
                                            hidden_size_per_layer_input=32), tmp_path / "hf")
@@ -792,7 +793,7 @@ def test_diff_compares_unquantized_weights_of_a_program(family, scheme, root, tm
     ("gemma3_text", "int8", 1, "cpu")])
 def test_diff_distinguishes_quantized_weights_from_another_model(family, scheme, tp_size, target,
                                                                  root, tmp_path):
-    """Which has the same norms and the same embedding."""
+    """The other model has the same norms and embedding."""
     case = compiled(family, root, tmp_path / "case", tp_size, quantize=scheme, target=target)
     model, raw = model_and_raw(family, root)
     manifest = read_manifest(case)
@@ -835,7 +836,7 @@ def test_diff_accounts_for_unfolded_calibration_scales(talkative, tmp_path):
 
 
 def with_numbers(tiny_hf, hf, numbers):
-    """The checkpoint with these at the beginning of a row of a weight."""
+    """Overwrite the first values of a row of a weight in the checkpoint."""
     tensors = load_file(tiny_hf / "model.safetensors")
     tensors["model.layers.1.self_attn.o_proj.weight"][3, :len(numbers)] = numbers
     hf.mkdir()
@@ -874,7 +875,7 @@ def test_odd_rows_are_not_quantized_with_a_note(target, tmp_path):
                for text in said)
 
 
-# What `diff` allows of quantized models.
+# Tolerances of `diff` for quantized models.
 
 @pytest.fixture(scope="module")
 def in_groups(tmp_path_factory):
@@ -886,7 +887,7 @@ def in_groups(tmp_path_factory):
 @pytest.mark.parametrize(("scheme", "tp_size", "most"), [
     ("int4", 1, 0.02), ("uint4", 2, 0.03), ("int8", 1, 0.02), ("fp8", 2, 1e-5)])
 def test_diff_allows_for_activation_quantization_error(scheme, tp_size, most, in_groups, tmp_path):
-    """And nothing for its weights, which the reference has too."""
+    """Weights have no extra tolerance, as the reference is dequantized from them."""
     llmc.compile(in_groups, tmp_path / "case", quantize=scheme, tp_size=tp_size,
                  group_size=0 if scheme == "fp8" else 32)
     report = diff(tmp_path / "case", in_groups, bisect=True)
@@ -900,7 +901,7 @@ def test_diff_allows_for_activation_quantization_error(scheme, tp_size, most, in
 
 @pytest.mark.parametrize(("family", "tp_size"), [("olmoe", 2), ("ernie4_5_moe", 1)])
 def test_diff_traces_weights_through_fused_norms_and_biases(family, tp_size, tmp_path):
-    """Passes evaluate attention with norms of queries and keys, and routers with a bias."""
+    """Passes evaluate attention with QK norm and routers with a bias."""
     hf = families.save(families.tiny_model(family), tmp_path / "hf")
     llmc.compile(hf, tmp_path / "case", quantize="fp8", tp_size=tp_size)
     report = diff(tmp_path / "case", hf, bisect=True)
@@ -920,7 +921,7 @@ def test_diff_finds_an_error_in_a_quantized_model_s_op_and_in_its_weights(in_gro
 
 
 def damage(case, op, field, factor):
-    """Multiply a field of an op's nodes in the body that the case's graph has."""
+    """Multiply an attribute of an op's nodes in the body of the case's graph."""
     path = case / "chip0" / "graph.onnx"
     model = onnx.load(path, load_external_data=False)
     functions = [function for function in model.functions if function.name == op]

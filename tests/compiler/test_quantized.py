@@ -1,5 +1,4 @@
-"""Quantised checkpoints that llmc does not read are refused by their method's name, from the config
-or from the tensors alone, before anything is exported.
+"""Unsupported quantized checkpoints are refused by method, from config or tensors, early.
 """
 
 import json
@@ -100,7 +99,7 @@ KINDS = {
 
 
 def quantise(hf, directory, kind):
-    """The model with its linear layers in another form, as a checkpoint of that kind has them."""
+    """Convert the model's linear layers to a method's checkpoint format."""
     shutil.copytree(hf, directory)
     tensors = {}
     for name, tensor in load_file(hf / "model.safetensors").items():
@@ -115,7 +114,7 @@ def edit(directory, **changes):
 
 
 def refusal(directory, monkeypatch, way_out="which llmc does not read; give the checkpoint that"):
-    """What `llmc compile` says, in one line and without exporting."""
+    """Return the one-line error of `llmc compile`, raised before the export."""
     monkeypatch.setattr("llmc.compiler.frontend.export.export", None)
     result = CliRunner().invoke(main, ["compile", str(directory), "-o", str(directory / "case")])
     assert result.exit_code == 2, result.output
@@ -136,7 +135,7 @@ def test_an_unsupported_quantized_checkpoint_is_refused_by_method(kind, tiny_hf,
     assert re.search(by_tensors, refusal(directory, monkeypatch, **way_out))
     if said is None:
         return
-    shutil.copy(tiny_hf / "model.safetensors", directory)  # weights as they should be
+    shutil.copy(tiny_hf / "model.safetensors", directory)  # floating-point weights
     for place in ({"quantization_config": said}, {"compression_config": said},
                   {"text_config": {"quantization_config": said}}):
         edit(directory, **place)

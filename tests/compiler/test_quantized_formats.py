@@ -1,5 +1,6 @@
-"""Checkpoints in fewer bits: each number is bit for bit what the format's documentation makes of
-the bytes on disk. The decoders here take a number at a time.
+"""Quantized checkpoint formats: values equal the formats' documentation bitwise.
+
+The decoders here process one value at a time.
 """
 
 import json
@@ -29,12 +30,12 @@ TOKENS = np.random.default_rng(3).integers(3, 100, 20).tolist()
 STEP = Step.of([TOKENS], [0], [list(range(8))], [0], logits="all")
 RNG = np.random.default_rng(11)
 _BEGIN = RNG.bit_generator.state
-FLIPPED = 5e-3  # what a few activations change that lie between two numbers of FP8
+FLIPPED = 5e-3  # effect of a few activations between two FP8 values
 FP4 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
 
 def words(codes, bits, order=None):
-    """Codes [rows, n] in words int32 [rows, n · bits / 32]."""
+    """Pack codes [rows, n] into int32 [rows, n · bits / 32]."""
     per_word = 32 // bits
     packed = np.zeros((codes.shape[0], -(-codes.shape[1] // per_word)), np.uint32)
     for row in range(codes.shape[0]):
@@ -69,7 +70,7 @@ def gptq(bits=4, zeros="any", form="gptq", order=False, group=32, listed=True):
         if form == "gptq":
             zero = np.maximum(zero, 1)  # 0 is stored as -1
         belongs = np.arange(width) // group
-        if order:  # of a layer's own, which weights that read the same activations share
+        if order:  # per layer; weights with the same input share it
             belongs = np.random.default_rng([width, *stem[13:15].encode()]).permutation(belongs)
         if order == "odd":
             belongs[belongs == 1] = 0
@@ -84,13 +85,13 @@ def gptq(bits=4, zeros="any", form="gptq", order=False, group=32, listed=True):
 
 
 def auto_round(packing, made, **more):
-    """What AutoRound says of tensors in a format of others'."""
+    """AutoRound's config for tensors in another tool's format."""
     return {"quant_method": "auto-round", "bits": 4, "group_size": 32, "data_type": "int",
             "sym": False, "autoround_version": "0.13.0", "packing_format": packing, **more}, made
 
 
 def by_layer(one, other, chosen):
-    """Weights whose names have `chosen` as the other makes them."""
+    """Write weights with `chosen` in their names with the other writer."""
     return lambda name, weight: (other if chosen in name else one)[1](name, weight)
 
 
@@ -131,14 +132,13 @@ def pack_quantized(bits=4, zeros="middle", group=32, order=False):
                       group_size=group, symmetric=zeros == "middle"), make
 
 
-# How a config says that each token is rounded as it comes, and that all are by a scale that is
-# stored.
+# Config entries for dynamic per-token scales, and for a stored static scale.
 DYNAMIC = dict(num_bits=8, type="float", strategy="token", dynamic=True, symmetric=True)
 STATIC = dict(num_bits=8, type="float", strategy="tensor", dynamic=False, symmetric=True)
 
 
 def input_scale(name):
-    """Of a weight's activations, some of which are beyond 448 of it."""
+    """Return a static scale that saturates some activations."""
     return next((scale for part, scale in (("o_proj", 0.0008), ("down_proj", 0.0002))
                  if part in name), 0.0015)
 
@@ -177,7 +177,7 @@ def int8(zeros=False):
 
 
 def bitsandbytes(kind, nested=False, storage=np.uint8):
-    """Numbers of a table by blocks of 64 of a weight that is one row; or LLM.int8."""
+    """Table values in blocks of 64 of the flattened weight; or LLM.int8."""
     def make(name, weight):
         count, stem = weight.size, name.removesuffix(".weight")
         if kind == "int8":
@@ -222,7 +222,7 @@ def nvfp4():
 
 
 def modelopt(algorithm):
-    """As NVIDIA's tool has them: numbers of NVFP4 with a scale of all that multiplies."""
+    """NVIDIA ModelOpt: NVFP4 values with a multiplicative global scale."""
     def make(name, weight):
         if algorithm != "NVFP4":
             strategy = "channel" if "CHANNEL" in algorithm else "tensor"
@@ -248,7 +248,7 @@ def mxfp4(blocks):
         rows, width = weight.shape
         codes = RNG.integers(0, 16, weight.shape).astype(np.uint8)
         bits = RNG.integers(118, 123, (rows, width // 32)).astype(np.uint8)
-        bits[0] = 0, *bits[0, 1:]  # 2^-127, which is no normal number
+        bits[0] = 0, *bits[0, 1:]  # 2^-127, a subnormal number
         numbers = np.array([*FP4, *(-n for n in FP4)], np.float32)[codes]
         scales = np.array([[2.0 ** (int(b) - 127) for b in row] for row in bits], np.float32)
         packed = codes[:, ::2] | codes[:, 1::2] << 4
@@ -259,7 +259,7 @@ def mxfp4(blocks):
         "mxfp4-pack-quantized", num_bits=4, type="float", group_size=32), make
 
 
-# How a weight is stored afterwards, "" where it is read as numbers.
+# weight_dtype after compiling; "" if dequantized.
 FORMATS = {
     "gptq": (gptq(), "uint4"), "gptq-symmetric": (gptq(zeros="middle"), "int4"),
     "gptq-zero-16": (gptq(zeros="past"), "uint8"), "gptq-8-bits": (gptq(8), "uint8"),
@@ -276,7 +276,7 @@ FORMATS = {
     "w8a16-channel": (pack_quantized(8, "any", 0), "uint8"),
     "w4a16-g-idx": (pack_quantized(order=True), "int4"),
     "gptq-odd-groups": (gptq(order="odd"), ""),
-    # Without g_idx; the last group of a row is a smaller one: 40 of 64 columns and 24.
+    # Without g_idx; the last group of a row is smaller: 40 and 24 of 64 columns.
     "gptq-last-group": (gptq(group=40, listed=False), ""),
     "gptq-no-g-idx": (gptq(listed=False), "uint4"),
     "fp8-tensor": (float8("tensor"), "float8_e4m3fn"),
@@ -286,10 +286,10 @@ FORMATS = {
     "fp8-block-compressed": (float8("block"), "float8_e4m3fn"),
     "fp8-block": (float8("block", "weight_scale_inv",
                          dict(quant_method="fp8", weight_block_size=[48, 48])), "float8_e4m3fn"),
-    # As Mistral has it: one scale, which transformers names as those of blocks.
+    # Mistral: one scale, named like block scales in transformers.
     "fp8-no-block": (float8("tensor", "weight_scale_inv", dict(
         quant_method="fp8", weight_block_size=None, activation_scheme="static")), "float8_e4m3fn"),
-    # As AutoFP8 has it, and transformers.
+    # AutoFP8 and transformers.
     "autofp8": (float8("tensor", said=dict(quant_method="fp8", activation_scheme="static"),
                        fixed="input_scale"), "float8_e4m3fn"),
     "fp8-static-transformers": (float8("tensor", "weight_scale_inv", dict(
@@ -315,7 +315,7 @@ FORMATS = {
 
 @pytest.fixture(autouse=True)
 def same_numbers():
-    """Whichever tests ran before."""
+    """Seed random numbers independently of other tests."""
     RNG.bit_generator.state = _BEGIN
 
 
@@ -336,7 +336,7 @@ def is_matrix_of_a_layer(name, array):
 
 
 def write(plain, directory, kind, change=lambda tensors: None, of=is_projection):
-    """A checkpoint in this format, and its weights as numbers: those `of` a kind."""
+    """Write a checkpoint in this format; return its dequantized weights, those `of` a kind."""
     said, make = FORMATS[kind][0] if isinstance(kind, str) else kind
     shutil.copytree(plain, directory)
     tensors, truth = {}, {}
@@ -396,9 +396,9 @@ def transformers_logits(plain, truth, activations=False, scales=None, group=0):
                                   "llm-int8"])
 def test_merged_and_sharded_weights_keep_their_scales(kind, tp_size, plain_hf, tmp_path,
                                                       monkeypatch):
-    """Queries, keys and values have one weight, as gate and up have."""
+    """Queries, keys and values are merged, as are gate and up."""
     directory, truth = write(plain_hf, tmp_path / "hf", kind)
-    monkeypatch.setattr(cpu, "BODIES", "")  # bodies of standard ONNX, which are exact
+    monkeypatch.setattr(cpu, "BODIES", "")  # exact bodies of standard ONNX
     llmc.compile(directory, tmp_path / "case", tp_size=tp_size)
     expected = transformers_logits(plain_hf, truth)
     with llmc.LLM(tmp_path / "case") as llm:
@@ -422,11 +422,11 @@ def test_quantized_embedding_tables_are_read(target, tp_size, plain_hf, tmp_path
     ("gptq", 1), ("awq", 2), ("w4a16-asymmetric", 2), ("w8a16-channel", 1), ("nvfp4", 2),
     ("w4a16-g-idx", 1), ("fp8-block", 2), ("modelopt-nvfp4", 1)])
 def test_experts_keep_their_scales(kind, tp_size, tmp_path, monkeypatch):
-    """Each tensor of an expert is quantised; a rank has some columns of each."""
+    """Each tensor of an expert is quantized; a rank has some columns of each."""
     plain = families.save(families.tiny_model(
         "qwen3_moe", moe_intermediate_size=96, num_hidden_layers=2), tmp_path / "plain")
     directory, truth = write(plain, tmp_path / "hf", kind)
-    monkeypatch.setattr(cpu, "BODIES", "")  # bodies of standard ONNX, which are exact
+    monkeypatch.setattr(cpu, "BODIES", "")  # exact bodies of standard ONNX
     llmc.compile(directory, tmp_path / "case", tp_size=tp_size)
     expected = transformers_logits(write_numbers(plain, truth, tmp_path / "numbers"), {})
     with llmc.LLM(tmp_path / "case") as llm:
@@ -437,7 +437,7 @@ def test_experts_keep_their_scales(kind, tp_size, tmp_path, monkeypatch):
 
 
 def apart(stacks, transposed, in_turns):
-    """Each expert's tensors of a float checkpoint, as linear layers have them."""
+    """Split stacked expert tensors into one linear weight per expert."""
     tensors = {}
     for name, stack in stacks.items():
         found = re.fullmatch(r"(.*experts)\.(gate_up|down)_proj(_bias)?", name)
@@ -455,7 +455,7 @@ def apart(stacks, transposed, in_turns):
 
 
 def together(parts, transposed, in_turns):
-    """The opposite, of weights alone."""
+    """Stack per-expert weights."""
     stacks, count = {}, 4
     for name, array in parts.items():
         owner, _, rest = name.partition(".experts.")
@@ -480,14 +480,14 @@ def together(parts, transposed, in_turns):
                                                              "full_attention"]}, False, False)])
 def test_experts_stored_as_linear_layers_are_stacked(family, sizes, transposed, in_turns, tmp_path,
                                                      monkeypatch):
-    """Tools that quantise linear layers put such in the place of stacks that a model has."""
+    """Tools that quantize linear layers replace stacked experts by linear layers."""
     plain = families.save(families.tiny_model(family, **sizes), tmp_path / "plain")
     single = tmp_path / "single"
     shutil.copytree(plain, single)
     save_file(apart(load_file(plain / "model.safetensors"), transposed, in_turns),
               single / "model.safetensors")
     directory, truth = write(single, tmp_path / "hf", "w4a16")
-    monkeypatch.setattr(cpu, "BODIES", "")  # bodies of standard ONNX, which are exact
+    monkeypatch.setattr(cpu, "BODIES", "")  # exact bodies of standard ONNX
     llmc.compile(directory, tmp_path / "case", tp_size=2)
     expected = transformers_logits(plain, together(truth, transposed, in_turns))
     with llmc.LLM(tmp_path / "case") as llm:
@@ -499,8 +499,7 @@ def test_experts_stored_as_linear_layers_are_stacked(family, sizes, transposed, 
 @pytest.mark.parametrize(("block", "static"), [(48, False), (128, False), (None, False),
                                                (None, True)])
 def test_stacks_of_experts_in_fp8_have_scales_of_each(block, static, tmp_path, monkeypatch):
-    """As transformers saves them, which has two scales of gate and up where a block is no smaller.
-    """
+    """As saved by transformers, with two scales for gate and up."""
     plain = families.save(families.tiny_model("gemma4_text", **{
         **families.GEMMA4_MOE, "intermediate_size": 96, "moe_intermediate_size": 48,
         "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}),
@@ -529,7 +528,7 @@ def test_stacks_of_experts_in_fp8_have_scales_of_each(block, static, tmp_path, m
     assert sum(array.ndim == 3 for array in truth.values()) == 4
     for name, numbers in truth.items():
         assert read[name].load().tobytes() == numbers.astype(np.float32).tobytes(), name
-    monkeypatch.setattr(cpu, "BODIES", "")  # bodies of standard ONNX, which are exact
+    monkeypatch.setattr(cpu, "BODIES", "")  # exact bodies of standard ONNX
     llmc.compile(directory, tmp_path / "case", quantize="none")
     with llmc.LLM(tmp_path / "case") as llm:
         families.assert_close(llm.logits(TOKENS), transformers_logits(plain, truth), 1e-5)
@@ -563,8 +562,9 @@ def test_a_scale_of_activations_that_is_missing_or_several_is_refused(value, pla
 
 
 def check_rounded(logits_of):
-    """Of one of a few draws of weights, logits are those expected: of another a number may lie
-    between two of FP8, and its token then go to another expert.
+    """Assert expected logits for one of a few random weights.
+
+    For others a value may be between two FP8 values, which may change the routing.
     """
     errors = []
     for draw in range(3):
@@ -584,7 +584,7 @@ IN_BLOCKS = dict(quant_method="fp8", weight_block_size=[32, 32], activation_sche
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
 def test_expert_activations_are_quantized_as_the_checkpoint_asks(family, kind, tp_size, rounds,
                                                                  tmp_path):
-    """Of blocks, where that is asked for."""
+    """Per block if requested."""
     blocks = kind == "blocks"
     if blocks:
         kind = float8("block", "weight_scale_inv", IN_BLOCKS, side=32)
@@ -609,7 +609,7 @@ def test_expert_activations_are_quantized_as_the_checkpoint_asks(family, kind, t
 
 
 def test_unquantized_activations_of_floating_point_weights_are_reported(tmp_path):
-    """A rank's columns of the projection behind attention are no group that a kernel reads."""
+    """A rank's columns of the output projection are not a supported group."""
     plain = families.save(families.tiny_model("llama", num_hidden_layers=2, intermediate_size=128),
                           tmp_path / "plain")
     directory, _ = write(plain, tmp_path / "hf", float8("block", "weight_scale_inv", IN_BLOCKS,
@@ -625,7 +625,7 @@ def test_unquantized_activations_of_floating_point_weights_are_reported(tmp_path
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
 @pytest.mark.parametrize("kind", ["blocks", "fp8-dynamic", "fp8-static"])
 def test_unquantized_activations_of_mixed_merged_weights_are_reported(kind, target, tmp_path):
-    """Queries, keys and values become one weight: of parts that are numbers, or of other scales."""
+    """Queries, keys and values are merged: some unquantized, or with different scales."""
     plain = families.save(families.tiny_model("llama", num_hidden_layers=2, intermediate_size=128),
                           tmp_path / "plain")
 
@@ -647,7 +647,7 @@ def test_unquantized_activations_of_mixed_merged_weights_are_reported(kind, targ
                    for text in said) == (name == "unlike")
 
 
-# Those whose checkpoints have each expert's weights by themselves.
+# Families with per-expert checkpoint tensors.
 SEPARATE = ("qwen2_moe", "mixtral", "olmoe", "minimax_m2", "ernie4_5_moe", "dots1", "phimoe",
             "hunyuan_v1_moe", "afmoe", "cohere2_moe", "exaone_moe", "flex_olmo", "flint", "hy_v3",
             "laguna", "mellum", "solar_open", "lfm2_moe", "nemotron_h")
@@ -680,7 +680,7 @@ def test_every_moe_family_quantizes_activations(family, tmp_path):
     ("fp8-dynamic", "cuda", {}, False), ("fp8-default-block", "cpu", {}, False),
     ("fp8-default-block", "cpu", {"quantize_activations": True}, True)])
 def test_unquantized_expert_activations_are_reported(kind, target, options, says, tmp_path):
-    """By fixed scales, and where their weights are read as numbers."""
+    """Static scales, and dequantized weights."""
     plain = families.save(families.tiny_model(
         "qwen3_moe", moe_intermediate_size=64, num_hidden_layers=2), tmp_path / "plain")
     directory, _ = write(plain, tmp_path / "hf", kind)
@@ -717,7 +717,7 @@ def test_quantized_projections_of_one_norm_are_merged(family, kind, tmp_path):
 
 
 def write_numbers(plain, truth, directory):
-    """The checkpoint with these numbers for its weights, each expert's by itself."""
+    """Write the checkpoint with dequantized weights, one tensor per expert."""
     shutil.copytree(plain, directory)
     tensors = load_file(plain / "model.safetensors")
     tensors.update({name: array.astype(np.float32) for name, array in truth.items()})
@@ -787,7 +787,7 @@ def test_unsupported_activation_quantization_is_reported(kind, said, plain_hf, t
 
 @pytest.mark.parametrize("named", [True, False])
 def test_modelopt_layers_follow_their_quantization_algorithm(named, plain_hf, tmp_path):
-    """Where the config does not name a layer its scales say it: a row's are by token's alone."""
+    """Layers absent from the config are identified by their scales: row scales are per token."""
     by_token, fixed = "FP8_PER_CHANNEL_PER_TOKEN", "FP8"
 
     def of(name):
@@ -881,7 +881,7 @@ def test_a_quantized_conv1d_weight_has_the_linear_layout(kind, square, tmp_path,
 
     directory, truth = write(plain, tmp_path / "hf", (said, turned), of=lambda name, array: (
         name.endswith("attn.c_proj.weight") if square else ".c_" in name and array.ndim == 2))
-    monkeypatch.setattr(cpu, "BODIES", "")  # bodies of standard ONNX, which are exact
+    monkeypatch.setattr(cpu, "BODIES", "")  # exact bodies of standard ONNX
     llmc.compile(directory, tmp_path / "case")
     with llmc.LLM(tmp_path / "case") as llm:
         families.assert_close(llm.logits(TOKENS), transformers_logits(plain, truth), 1e-5)
@@ -1017,7 +1017,7 @@ def test_mla_up_projections_keep_their_quantization(kind, tp_size, tmp_path):
                               1e-5 if "fp8" in kind else 0.03)
     forms = read_manifest(tmp_path / "case").chips[-1].quantization
     kept = {form.dtype for name, form in forms.items() if name.endswith(("key_up", "value_up"))}
-    # Of columns in the order of activations there are none to bring in it.
+    # Act-order formats have no columns to permute.
     assert kept == (set() if kind == "gptq-act-order" else {FORMATS[kind][1]})
 
 
@@ -1074,7 +1074,7 @@ def test_a_checkpoint_is_dequantized_with_an_option(plain_hf, tmp_path):
 
 
 def test_an_unquantized_module_does_not_affect_its_neighbors(plain_hf, tmp_path, monkeypatch):
-    """Where only some of what is merged is in fewer bits, all of it is read as numbers."""
+    """If only some merged weights are quantized, all are dequantized."""
     name = "model.layers.0.self_attn.k_proj.weight"
     plain = load_file(plain_hf / "model.safetensors")[name]
 
@@ -1095,7 +1095,7 @@ def test_an_unquantized_module_does_not_affect_its_neighbors(plain_hf, tmp_path,
 
 
 def test_a_quantize_config_file_is_read(plain_hf, tmp_path):
-    """hf_quant_config.json in place of config.json; NVFP4 and FP8 in one checkpoint."""
+    """hf_quant_config.json instead of config.json; NVFP4 and FP8 in one checkpoint."""
     first, second = FORMATS["modelopt-nvfp4"][0], FORMATS["modelopt-fp8"][0]
 
     def make(name, weight):
@@ -1114,8 +1114,9 @@ def test_a_quantize_config_file_is_read(plain_hf, tmp_path):
 
 
 def test_config_groups_select_quantized_layers(plain_hf, tmp_path):
-    """Attention by tokens, other layers by scales that are stored, but for one named weights alone;
-    as compressed-tensors tells them by targets: names, patterns of names, classes.
+    """Attention has dynamic scales, other layers static ones, and one layer weights only.
+
+    compressed-tensors selects them by targets: names, patterns of names, classes.
     """
     alone = "model.layers.1.mlp.down_proj"
     kinds = {"token": FORMATS["fp8-dynamic"][0], "all": FORMATS["fp8-static"][0],
@@ -1166,7 +1167,7 @@ def test_an_invalid_target_pattern_is_reported(plain_hf, tmp_path):
     "self_attn.k_scale", "self_attn.k_proj.k_scale", "self_attn.kv_scale",
     "self_attn.v_proj.output_scale", "self_attn.prob_output_scale"])
 def test_unused_scales_are_ignored_with_a_note(name, plain_hf, tmp_path):
-    """Of caches in FP8, as several tools spell them."""
+    """KV cache scales, as named by several tools."""
     scales = {f"model.layers.{layer}.{name}": np.array([0.03], np.float32) for layer in range(2)}
     directory, truth = write(plain_hf, tmp_path / "hf", "fp8-static",
                              lambda tensors: tensors.update(scales))
@@ -1207,7 +1208,7 @@ def test_weights_beside_an_fp8_kv_cache_scheme_stay_unquantized(said, stored, pl
     ("autofp8", "kv_cache_scheme", "static", "static"),
     ("modelopt-nvfp4", "kv_cache_quant_algo", "FP8", "FP8")])
 def test_an_unused_kv_cache_scheme_is_reported(kind, key, value, said, plain_hf, tmp_path):
-    """Where it has no scales of theirs, of which llmc speaks anyhow."""
+    """Without cache scales, which llmc reports anyway."""
     own, make = FORMATS[kind][0]
     for more in ({}, {key: value}):
         directory, _ = write(plain_hf, tmp_path / f"hf{len(more)}", ({**own, **more}, make))
@@ -1219,7 +1220,7 @@ def test_an_unused_kv_cache_scheme_is_reported(kind, key, value, said, plain_hf,
 @pytest.mark.parametrize("scheme", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("beside", [True, False])
 def test_weights_beside_an_fp8_kv_cache_scheme_can_be_quantized(beside, scheme, plain_hf, tmp_path):
-    """Whether the config says it of caches, or ModelOpt's own file beside it."""
+    """With the cache scheme in the config or in ModelOpt's separate file."""
     directory = write_caches_alone(CACHES_ALONE[0], plain_hf, tmp_path / "hf", stored=True)
     if beside:
         shutil.copy(plain_hf / "config.json", directory)
@@ -1241,7 +1242,7 @@ def test_quantized_weights_with_a_kv_cache_scheme_alone_are_refused(plain_hf, tm
 
 @pytest.mark.parametrize("method", ["auto-round", "gptq"])
 def test_a_checkpoint_may_mix_4_and_8_bits(method, plain_hf, tmp_path):
-    """And groups of another size."""
+    """With different group sizes."""
     four, eight = gptq(listed=False), gptq(8, group=16, listed=False)
     more = {"bits": 8, "group_size": 16}
     said = auto_round("auto_round:auto_gptq", None, extra_config={"model.layers.1.mlp": more})[0] \
@@ -1255,7 +1256,7 @@ def test_a_checkpoint_may_mix_4_and_8_bits(method, plain_hf, tmp_path):
 
 
 def ruled(rules, one, other, chosen):
-    """Modules whose names fit a pattern as the other makes them, with GPTQModel's rules of them."""
+    """Write modules matching a pattern with the other writer, with GPTQModel's rules."""
     said, _ = one
     return said | {"dynamic": rules}, lambda name, weight: (
         other if re.search(chosen, name) else one)[1](name, weight)
@@ -1265,19 +1266,19 @@ MLP = r".*\.mlp\..*"
 
 
 @pytest.mark.parametrize("kind", [
-    # 64 columns in groups of 40 and 24, where most modules' are of 32; and the other way round.
+    # 64 columns in groups of 40 and 24, other modules in 32; and the reverse.
     ruled({MLP: {"group_size": 40}}, gptq(listed=False), gptq(listed=False, group=40), "mlp"),
     ruled({f"+:{MLP}": {"group_size": 32}}, gptq(listed=False, group=40), gptq(listed=False),
           "mlp"),
     ruled({f"+:{MLP}": {"group_size": -1}}, gptq(listed=False), gptq(listed=False, group=96),
           "mlp"),
-    # The first that fits counts; what it does not say is as of all.
+    # The first match counts; missing keys are the defaults.
     ruled({"+:.*down_proj": {"bits": 8, "sym": False}, MLP: {"group_size": 40}, ".*": {}},
           gptq(listed=False), gptq(listed=False, group=40), "gate_proj|up_proj"),
     ruled({MLP: {"bits": 8, "group_size": 16}}, gptq(order=True), gptq(8, group=16, order=True),
           "mlp"),
     ruled({MLP: {"desc_act": False}}, gptq(order=True), gptq(listed=False), "mlp"),
-    ruled({"mlp": {"group_size": 40}, "+:.*layers.1.mlp": {"sym": True}},  # from a name's beginning
+    ruled({"mlp": {"group_size": 40}, "+:.*layers.1.mlp": {"sym": True}},  # a prefix
           gptq(listed=False), gptq(listed=False, zeros="middle"), "layers.1.mlp"),
     ruled({MLP: {"group_size": 16}}, awq(), awq(16), "mlp"),
     ({"dynamic": None} | gptq()[0], gptq()[1]),
@@ -1330,7 +1331,7 @@ def test_contradictory_or_unsupported_rules_are_refused(kind, said, plain_hf, tm
 
 @pytest.mark.parametrize(("kind", "said"), [
     ((gptq()[0] | {"sym": True}, gptq()[1]), r"zero point of \d+, .* sym true, of which 8 is"),
-    # As version 2 stores 8, which is 9 in version 1.
+    # Version 2 stores 8, which is 9 in version 1.
     ((gptq()[0] | {"sym": True}, gptq(form="gptq_v2", zeros="middle")[1]), "zero point of 9, but"),
     ((gptq(8)[0] | {"sym": True}, gptq(8)[1]), "sym true, of which 128 is"),
     ((gptq()[0] | {"dynamic": {MLP: {"sym": True}}}, gptq()[1]), "mlp.*qzeros' .* sym true"),
@@ -1339,7 +1340,7 @@ def test_contradictory_or_unsupported_rules_are_refused(kind, said, plain_hf, tm
         (gptq(), False), (gptq(zeros="middle"), True), (gptq(8, zeros="middle"), True),
         (gptq(form="gptq_v2", zeros="middle"), True))]])
 def test_symmetric_zero_points_are_verified(kind, said, plain_hf, tmp_path):
-    """Whoever reads such a checkpoint may leave zeros out, so others are of another model."""
+    """Readers may ignore zero points, so other values would be a different model."""
     directory, truth = write(plain_hf, tmp_path / "hf", kind)
     if said:
         with pytest.raises(LlmcError, match=said):
@@ -1361,7 +1362,7 @@ def test_a_weight_stored_quantized_and_unquantized_is_refused(kind, plain_hf, tm
 
 @pytest.mark.parametrize("value", [0, 0.5])
 def test_an_extra_zero_bias_is_ignored(value, plain_hf, tmp_path):
-    """Of every layer, as older tools wrote it; one of other numbers is refused."""
+    """For every layer, as written by older tools; a nonzero one is refused."""
     def change(tensors):
         for name in [name for name in tensors if name.endswith(".scales")]:
             tensors[name.replace("scales", "bias")] = np.zeros(tensors[name].shape[1], np.float16)
@@ -1443,7 +1444,7 @@ def test_block_sizes_follow_their_config_group(plain_hf, tmp_path):
 
 
 def arguing(kind, **arguments):
-    """A kind of compressed-tensors' whose config says more of weights."""
+    """A compressed-tensors format with additional weight settings."""
     said, make = kind
     group = said["config_groups"]["group_0"]
     return said | {"config_groups": {"group_0": group | {
@@ -1457,7 +1458,7 @@ def arguing(kind, **arguments):
     (gptq(listed=False, group=96)[0] | {"desc_act": True, "group_size": -1},
      gptq(listed=False, group=96)[1])])
 def test_columns_in_natural_order_need_no_g_idx(kind, plain_hf, tmp_path):
-    """As those of one group, and where groups were made before columns were ordered."""
+    """With one group, and with static groups."""
     directory, truth = write(plain_hf, tmp_path / "hf", kind)
     tensors = decoded(directory).tensors
     for name, numbers in truth.items():
@@ -1506,7 +1507,7 @@ Q = "model.layers.1.self_attn.q_proj"
      "no tensor that ends in '.weight_scale'"),
     ("w8a8", lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"].astype(np.float32)}),
      "is no FP8"),
-    # Four groups of 16, where the config speaks of 32.
+    # Four groups of 16, but 32 in the config.
     ("w4a16", lambda t: t.update({f"{Q}.weight_scale": np.ones((64, 4), ml_dtypes.bfloat16)}),
      "has 4 groups for 64 columns, but its config speaks of groups of 32"),
     ("awq", lambda t: t.update({f"{Q}.scales": np.ones((1, 64), np.float16)}),
@@ -1546,7 +1547,7 @@ Q = "model.layers.1.self_attn.q_proj"
     ("w4a16", lambda t: t.pop(f"{Q}.weight_packed"),
      "has no tensor '.*q_proj.weight' nor '.*q_proj.weight_packed', of which '.*weight_scale' has"),
     ("gptq", lambda t: t.pop(f"{Q}.qweight"), "q_proj.g_idx'.* as GPTQ has it, and not what"),
-    # One scale for a row, where the config speaks of groups; 4 bits where it speaks of 8.
+    # One scale per row, but groups in the config; 4 bits, but 8 in the config.
     ("w4a16", lambda t: t.update({f"{Q}.weight_scale": np.ones((64, 1), ml_dtypes.bfloat16)}),
      "has 1 group for 64 columns, but its config speaks of groups of 32"),
     ("w8a16", lambda t: t.update({f"{Q}.weight_packed": t[f"{Q}.weight_packed"][:, ::2].copy()}),
@@ -1568,7 +1569,7 @@ Q = "model.layers.1.self_attn.q_proj"
           ("awq", "qweight", np.int64))],
 ])
 def test_missing_or_damaged_tensors_are_named(kind, change, said, plain_hf, tmp_path):
-    """In one sentence, before anything is exported."""
+    """With one error, before the export."""
     directory, _ = write(plain_hf, tmp_path / "hf", kind, change)
     with pytest.raises(LlmcError, match=said):
         llmc.compile(directory, tmp_path / "case")
@@ -1577,8 +1578,9 @@ def test_missing_or_damaged_tensors_are_named(kind, change, said, plain_hf, tmp_
 
 @pytest.mark.parametrize("read", ["as numbers", "merged", "of an expert"])
 def test_fp8_nan_is_named(read, plain_hf, tmp_path):
-    """By its form, or as numbers: where that is asked for, where a neighbour has no such form, and
-    where no kernel has it.
+    """For quantized and for dequantized weights.
+
+    Weights are dequantized by an option, by an unquantized neighbor, or without a kernel.
     """
     name = f"{Q}.weight"
     if read == "of an expert":
@@ -1625,7 +1627,7 @@ def test_an_invalid_quantization_config_is_refused(kind, said, plain_hf, tmp_pat
 
 @pytest.mark.parametrize("beside", [True, False])
 def test_a_config_group_for_attention_alone_is_reported(beside, plain_hf, tmp_path):
-    """As compressed-tensors has it for attention, beside weights in fewer bits or not."""
+    """As in compressed-tensors, with and without quantized weights."""
     said, make = FORMATS["w4a16"][0] if beside else (
         compressed("dense"), lambda name, weight: ({name: weight}, weight))
     attention = {"targets": ["LlamaAttention"], "weights": None, "input_activations": STATIC}
@@ -1643,11 +1645,11 @@ def test_a_config_group_for_attention_alone_is_reported(beside, plain_hf, tmp_pa
     (66, 2, "any", "uint8"), (257, 1, "middle", "int8"), (257, 1, "any", "")])
 def test_4_bit_codes_of_odd_columns_are_packed_in_bytes(width, tp_size, zeros, dtype, tmp_path,
                                                         monkeypatch):
-    """Of a rank as of a whole row; not in groups of one column each."""
+    """For a rank and for a whole row; not for groups of one column."""
     plain = families.save(families.tiny_model("llama", intermediate_size=width,
                                               num_hidden_layers=1), tmp_path / "plain")
     directory, truth = write(plain, tmp_path / "hf", pack_quantized(zeros=zeros, group=0))
-    monkeypatch.setattr(cpu, "BODIES", "")  # bodies of standard ONNX, which are exact
+    monkeypatch.setattr(cpu, "BODIES", "")  # exact bodies of standard ONNX
     llmc.compile(directory, tmp_path / "case", tp_size=tp_size)
     with llmc.LLM(tmp_path / "case") as llm:
         families.assert_close(llm.logits(TOKENS), transformers_logits(plain, truth), 1e-5)
@@ -1664,7 +1666,7 @@ def test_quantized_weights_are_not_requantized(plain_hf, tmp_path):
 
 @pytest.mark.parametrize("kind", ["nvfp4", "modelopt-nvfp4"])
 def test_nvfp4_groups_with_a_zero_scale_are_zeros(kind, plain_hf, tmp_path):
-    """As tools write it of numbers that are small beside a weight's largest."""
+    """Tools write them for values that are small relative to the maximum."""
     name = f"{Q}.weight"
     directory, truth = write(plain_hf, tmp_path / "hf", kind, lambda tensors: tensors[
         f"{name}_scale"].__setitem__((5, 1), 0))

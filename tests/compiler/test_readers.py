@@ -1,4 +1,4 @@
-"""Readers of quantized checkpoints: registered by being there."""
+"""Readers of quantized checkpoints, registered by their files."""
 
 import sys
 
@@ -31,7 +31,7 @@ READER = Reader(methods={"ternary": "Ternary"}, read=read, marks=(Mark(r"[.]sign
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder in which readers are looked for too."""
+    """An additional folder of readers."""
     monkeypatch.setattr(readers, "__path__", [*readers.__path__, str(tmp_path)])
     readers.registry.cache_clear()
     yield tmp_path

@@ -1,4 +1,4 @@
-"""What cannot be compiled is said in the field's words, and before the export where that is known.
+"""Errors for unsupported models, raised before the export if possible.
 """
 
 import json
@@ -55,7 +55,7 @@ FEATURES = {
 
 @pytest.fixture
 def no_export(monkeypatch):
-    """Fails the test that begins an export."""
+    """Fail if an export starts."""
     def begun(*args):
         raise AssertionError("an export was begun")
 
@@ -172,7 +172,7 @@ def test_unusable_files_are_refused_before_the_export(tiny_hf, tmp_path, no_expo
 
 @pytest.mark.parametrize("text", [
     "y = NoSuchOp(x)", "y = MatMul(x, x, x)",
-    "three = Add(one, two)\n  y = Add(x, three)",  # shapes that do not go together
+    "three = Add(one, two)\n  y = Add(x, three)",  # inconsistent shapes
 ])
 def test_onnx_errors_become_llmc_errors(tiny_hf, tmp_path, text):
     model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["" : 18]>

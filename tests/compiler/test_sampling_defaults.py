@@ -1,4 +1,4 @@
-"""Which of a generation_config.json a compiled model keeps, and what is said of the rest."""
+"""Sampling defaults of generation_config.json that a compiled model keeps, and notes on others."""
 
 import math
 

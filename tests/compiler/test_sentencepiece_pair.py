@@ -1,4 +1,4 @@
-"""The tokenizer of Marian models, from files that are written by hand."""
+"""The tokenizer of Marian models, from handwritten files."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ def convert(directory):
 @pytest.mark.parametrize(("text", "tokens"), [
     ("the sea", ["▁the", "▁sea", "</s>"]),
     ("  the   sea ", ["▁the", "▁sea", "</s>"]),
-    ("theseais", ["▁the", "s", "e", "a", "is", "</s>"]),  # and not the `sea` that is only written
+    ("theseais", ["▁the", "s", "e", "a", "is", "</s>"]),  # not the decode-only `sea`
     (">>deu<< the sea", [">>deu<<", "▁the", "▁sea", "</s>"]),
     ("the sea?", ["▁the", "▁sea", "<unk>", "</s>"]),
 ])

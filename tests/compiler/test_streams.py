@@ -1,4 +1,4 @@
-"""Hidden states side by side: laid into one row, whatever the model's depth, or refused by name."""
+"""Models with several residual streams: packed in one row at any depth, or refused by name."""
 
 import families
 import pytest
@@ -41,7 +41,7 @@ def test_ops_that_mix_tokens_between_streams_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(modeling_hy_v4.HYV4HyperHead, "forward",
                         lambda self, x: real(self, x * torch.softmax(x, dim=1)))
     exporter = trace._run_exporter
-    monkeypatch.setattr(trace, "_run_exporter", lambda *args: exporter(*args))  # not a kept one
+    monkeypatch.setattr(trace, "_run_exporter", lambda *args: exporter(*args))  # not a cached one
     hf = families.save(families.tiny_model("hy_v4"), tmp_path / "hf")
     with pytest.raises(llmc.LlmcError, match=r"hidden states side by side were not recognised: "
                                              r"this op is not row-wise: Softmax ") as caught:

@@ -1,4 +1,4 @@
-"""How heads, GEMMs and the vocabulary are divided, and where collectives go."""
+"""Sharding of heads, GEMMs and the vocabulary, and placement of collectives."""
 
 from collections import Counter
 
@@ -78,7 +78,7 @@ def test_uneven_tp_sizes_give_the_same_tokens(tiny_hf, case_tp1, tmp_path):
 
 
 def test_all_reduce_runs_on_the_selected_rows_only(tmp_path):
-    """GPT-NeoX adds attention and MLP to one residual: all ranks meet for both together."""
+    """GPT-NeoX adds attention and MLP to one residual, with one AllReduce for both."""
     model = families.tiny_model("gpt_neox")
     hf = families.save(model, tmp_path / "hf")
     manifest = llmc.compile(hf, tmp_path / "case", tp_size=2)

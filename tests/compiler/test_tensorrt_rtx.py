@@ -1,4 +1,4 @@
-"""TensorRT-RTX's parser and builder accept every artifact, and the graph they get is right."""
+"""TensorRT-RTX's parser and builder accept every artifact, and its graph is correct."""
 
 import families
 import numpy as np
@@ -16,7 +16,7 @@ NEW = 6
 
 
 def run(session, caches, tokens, past):
-    """One step of sequences with equally many new tokens: the logits of their last ones."""
+    """Run one step of sequences with equal lengths; return the logits of the last tokens."""
     batch, count = len(tokens), len(tokens[0])
     feeds = {"input_ids": np.concatenate(tokens),
              "position_ids": np.tile(np.arange(past, past + count), batch),

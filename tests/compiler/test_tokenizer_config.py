@@ -1,4 +1,4 @@
-"""Chat templates and special tokens of a Hugging Face directory, wherever it keeps them."""
+"""Chat templates and special tokens from all files of a Hugging Face directory."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ MAP = json.dumps({"bos_token": "<s>", "eos_token": {"content": "</s>"}, "unk_tok
 
 
 def compiled(tiny_hf, tmp_path, config, files):
-    """The source, and what a compiled case directory says of its tokenizer."""
+    """Return the source's tokenizer and that of the compiled case directory."""
     source, case = shutil.copytree(tiny_hf, tmp_path / "hf"), tmp_path / "case"
     (source / "chat_template.jinja").unlink()
     case.mkdir()
@@ -59,7 +59,7 @@ def rendered(case, info, tools):
 ], ids=["a text", "named", "a file", "a folder", "a map", "a class", "a map that does not count"])
 def test_prompts_equal_those_of_transformers(tiny_hf, tmp_path, config, files):
     source, case, info = compiled(tiny_hf, tmp_path, config, files)
-    for directory in (source, case / "tokenizer"):  # transformers reads the compiled one too
+    for directory in (source, case / "tokenizer"):  # transformers reads the compiled directory too
         tokenizer = AutoTokenizer.from_pretrained(directory)
         for tools in (None, TOOLS):
             assert rendered(case, info, tools) == tokenizer.apply_chat_template(

@@ -1,4 +1,4 @@
-"""Sliding windows: what the masks that reach a layer show, wherever a model says it."""
+"""Sliding windows, recognized from the masks of each layer."""
 
 import copy
 
@@ -32,7 +32,7 @@ WINDOW = {name: "window_size" if name == "gpt_neo" else "sliding_window"
 
 @pytest.mark.parametrize("family", WINDOW)
 def test_contexts_longer_than_the_window_show_whether_it_is_applied(family):
-    """Which test_families.py holds against transformers' at this length, for each of these."""
+    """test_families.py compares each of these with transformers at this length."""
     tokens = np.random.default_rng(3).integers(3, families.VOCAB, 28).tolist()
     logits = [families.reference_logits(families.tiny_model(family, **{WINDOW[family]: size}),
                                         tokens) for size in (8, 9, 28)]
@@ -43,7 +43,7 @@ def test_contexts_longer_than_the_window_show_whether_it_is_applied(family):
 
 
 class ForgetfulConfig(MistralConfig):
-    """Of a model whose masks have `sliding_window`, and whose attention is told `told`."""
+    """Config of a model whose masks use `sliding_window` and whose attention uses `told`."""
 
     model_type = "forgetful"
     told: int | None = None
@@ -62,7 +62,7 @@ class Forgetful(MistralForCausalLM):
 
 @pytest.fixture(scope="module")
 def forgetful():
-    """Called with what the attention is told: a tiny model with a window of 8 in its masks."""
+    """Factory by the attention's window: a tiny model with a window of 8 in its masks."""
     AutoConfig.register("forgetful", ForgetfulConfig)
     AutoModelForCausalLM.register(ForgetfulConfig, Forgetful)
     return lambda told: families.tiny_model("forgetful", **families.FAMILIES["mistral"], told=told)
@@ -94,8 +94,8 @@ def test_different_windows_of_config_and_model_are_refused(tmp_path):
             ({"layer_types": ["sliding_attention"] * 8}, "layer 5 .* attends without a window")):
         with pytest.raises(llmc.LlmcError, match=match):
             check_windows(graph, {**raw.config, **change}, raw.architecture, 64)
-        check_windows(graph, {**raw.config, **change}, raw.architecture, 8)  # nobody would notice
-    stray = {**raw.config, "model_type": "llama"}  # whose class has no such key
+        check_windows(graph, {**raw.config, **change}, raw.architecture, 8)  # no difference
+    stray = {**raw.config, "model_type": "llama"}  # the class lacks this key
     check_windows(graph, {**stray, "sliding_window": 16}, raw.architecture, 64)
 
 

@@ -1,4 +1,4 @@
-"""bench/README.md against the result files, and what `tables.py record` makes of an output."""
+"""bench/README.md equals the result files; `tables.py record` parses outputs."""
 
 import json
 import re

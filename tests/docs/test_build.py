@@ -1,4 +1,4 @@
-"""The documentation builds without warnings, and its links lead to files that exist."""
+"""The documentation builds without warnings, and its links resolve."""
 
 import os
 import re

@@ -1,6 +1,7 @@
-"""Latent attention, whose cache has one row for all heads while ranks have some of the heads, and
-attention in chunks of 8 positions with queries scaled by position: a prompt in parts, a crowd,
-beams and a shared beginning get transformers' tokens all the same.
+"""Latent attention, and chunked attention with queries scaled by position, equal transformers.
+
+The latent cache has one row for all heads, while ranks have some heads; chunks have 8 positions.
+Chunked prefill, concurrent requests, beams and shared prefixes give transformers' tokens.
 """
 
 import families

@@ -1,4 +1,4 @@
-"""Beam search: the sequences, parents and scores of transformers; a cache that is never copied."""
+"""Beam search: transformers' sequences, parents and scores; a cache that is never copied."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ KINDS = ["gpt2", "gemma2", "qwen3", "gpt_neox"]
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """For models so small, torch's threads mostly wait for one another."""
+    """Use one thread, as torch's threads mostly wait for one another in tiny models."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -57,14 +57,14 @@ def llm(case):
 
 @pytest.mark.parametrize("beam_width", [2, 3, 4, 8])
 def test_a_batch_of_unequal_prompts_gives_transformers_beams(llm, model, beam_width):
-    """Also where not all prompts have room in the cache at once."""
+    """Also if not all prompts fit in the cache at once."""
     beams = assert_equal(llm, model, PROMPTS, search(beam_width, ignore_eos=True))
     assert beams.output_ids.shape == beams.parent_ids.shape == (12, 3, beam_width)
     assert (beams.sequence_length == 12).all()
 
 
 def check_settings(llm, model, seeds, monkeypatch):
-    """Random prompts, end tokens and settings; returns the completions that ended by themselves."""
+    """Check random prompts, EOS tokens and settings; return the completions that ended by EOS."""
     ended = 0
     for seed in seeds:
         rng = np.random.default_rng(seed)
@@ -97,7 +97,7 @@ def test_other_families_with_eos_tokens_and_settings(kind, tmp_path, monkeypatch
 
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory):
-    """transformers' model, and ours, with room for three prompts' beams at width 8."""
+    """transformers' model and llmc's, with rows for three prompts at beam width 8."""
     path, case = families.smollm2(), tmp_path_factory.mktemp("smollm2") / "case"
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name,
                                                  dtype=torch.float32)
@@ -234,7 +234,7 @@ def test_a_beam_s_candidates_are_its_top_k_tokens(levels):
 
 
 def searched(rng, more):
-    """A search over random scores, with ties, given `more` candidates than it asks for."""
+    """Search over random scores with ties, with `more` candidates than requested."""
     batch, beam, vocab = int(rng.integers(1, 4)), int(rng.integers(2, 7)), int(rng.integers(5, 60))
     limits = rng.integers(1, 12, batch).tolist()
     ends = [rng.choice(vocab, rng.integers(0, 4), replace=False).tolist() for _ in range(batch)]
@@ -250,7 +250,7 @@ def searched(rng, more):
 
 
 def test_the_requested_number_of_candidates_is_sufficient():
-    """Nothing changes with the whole vocabulary in their place, with any end tokens and ties."""
+    """The whole vocabulary as candidates gives the same result, for any EOS tokens and ties."""
     for seed in range(300):
         few, whole = (searched(np.random.default_rng(seed), more) for more in (0, 10**6))
         for name in ("output_ids", "parent_ids", "cum_log_probs", "scores", "sequence_length"):

@@ -1,4 +1,4 @@
-"""A conversation: what the model sees of it, how an answer ends early, where there is no room."""
+"""Conversations: prompts, closed answers, and the limits of the KV cache."""
 
 import shutil
 
@@ -57,7 +57,7 @@ def test_a_conversation_has_one_answer_at_a_time(llm):
 
 @pytest.fixture(scope="module")
 def templated(case_tp2, tmp_path_factory):
-    """Called with a chat template: a model that has it."""
+    """Factory by chat template: a model with it."""
     case = shutil.copytree(case_tp2, tmp_path_factory.mktemp("chat") / "case")
     with llmc.LLM(case) as llm:
         path = case / llm.manifest.tokenizer.chat_template

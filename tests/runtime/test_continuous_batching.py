@@ -1,5 +1,6 @@
-"""A crowd on models whose attention has more than most: who shares a prompt, leaves or comes late
-gets the tokens that transformers gives.
+"""Concurrent requests on models with unusual attention give transformers' tokens.
+
+Requests share prompts, are preempted, or arrive late.
 """
 
 import families
@@ -17,7 +18,7 @@ COUNT = 10
 
 
 def talkative(family):
-    """A model that says something else about each prompt."""
+    """A model with different output for each prompt."""
     model = families.tiny_model(family, tie_word_embeddings=False)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -29,7 +30,7 @@ def talkative(family):
 
 
 def greedy(model, prompt):
-    """transformers' tokens."""
+    """Return transformers' greedy tokens."""
     known = list(prompt)
     while len(known) < len(prompt) + COUNT:
         known.append(int(families.reference_logits(model, known)[-1].argmax()))

@@ -1,7 +1,8 @@
-"""A case directory for the CUDA engine, damaged and hashed again: it is refused, or it runs inside
-its memory. NumPy takes the engine's place, in arenas that know whose bytes each are.
+"""Fuzzing of CUDA case directories: damaged and rehashed ones are refused, or run in bounds.
 
-LLMC_FUZZ_EXAMPLES says how many damages of each file are tried; 100 where it is not set.
+The NumPy interpreter replaces the engine; its arenas track the owner of each byte.
+
+LLMC_FUZZ_EXAMPLES is the number of damages per file; default 100.
 """
 
 import copy
@@ -38,12 +39,12 @@ def case(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def damaged(case, tmp_path_factory):
-    """A copy of it, to damage and to mend."""
+    """A copy of the case to damage and restore."""
     return shutil.copytree(case, tmp_path_factory.mktemp("damaged") / "case")
 
 
 def load(case, file):
-    """A file as JSON; of the weights the header."""
+    """Load a file as JSON, of the weights the header."""
     if file.endswith(".json"):
         return json.loads((case / file).read_text())
     data = (case / file).read_bytes()
@@ -51,7 +52,7 @@ def load(case, file):
 
 
 def store(case, file, content):
-    """Write a file again, and its size and hash into the manifest, if that is still one."""
+    """Write a file, and its size and hash into the manifest if it is still valid."""
     path = case / file
     if file.endswith(".json"):
         path.write_text(json.dumps(content))
@@ -69,7 +70,7 @@ def store(case, file, content):
 
 
 def places(content, trail=()):
-    """Every place of a JSON document, as the keys that lead there."""
+    """Return the key path of every node of a JSON document."""
     inner = content.items() if isinstance(content, dict) else \
         enumerate(content) if isinstance(content, list) else ()
     for key, value in inner:
@@ -84,7 +85,7 @@ def at(content, trail):
 
 
 def damage(draw, content):
-    """Change one place of a JSON document."""
+    """Change one node of a JSON document."""
     everywhere = list(places(content))
     trail = draw(st.sampled_from(everywhere))
     parent, key = at(content, trail[:-1]), trail[-1]
@@ -113,7 +114,7 @@ def damage(draw, content):
 
 
 def run(case):
-    """What the schedule gives for two steps, each of which all is checked in."""
+    """Run two steps of the program with all checks."""
     interpreter = Interpreter(case)
     vocab_size = interpreter.manifest.dims.vocab_size
     memory = interpreter.encode([3, 5, 7], 8)
@@ -208,7 +209,7 @@ def swap_inputs(op, first, second):
 
 
 def lose(name):
-    """Let every node that reads a value read another of its size."""
+    """Replace every input of nodes by another value of its size."""
     def change(content):
         node("GemmBiasRes", 1)(content)["inputs"][3] = number_of(content, name)
     return change
@@ -320,7 +321,7 @@ def test_references_between_files_must_agree(case, tmp_path, file, change, match
 
 
 def as_plans(content):
-    """The manifest as TensorRT's builder would leave it: plans, whose integers have 32 bits."""
+    """Return the manifest as after TensorRT's builder: plans with 32-bit integers."""
     content["target"] = {"kind": "tensorrt", "versions": {"tensorrt": "8.6.1"}, "gpu": "H200",
                          "compute_capability": "9.0", "max_batch_size": 4}
     chip = content["chips"][0]

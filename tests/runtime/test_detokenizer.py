@@ -1,4 +1,4 @@
-"""Streamed text: whole characters, equal to decoding at once, and nothing of a stop string."""
+"""Streamed text has whole characters, equals decoding at once, and excludes stop strings."""
 
 import families
 import pytest
@@ -48,7 +48,7 @@ def test_a_completion_is_decoded_after_its_prompt(tokenizer, text, data):
     tokens = tokenizer.encode(text, add_special_tokens=False).ids
     cut = data.draw(st.integers(0, len(tokens)))
     before, whole = tokenizer.decode(tokens[:cut]), tokenizer.decode(tokens)
-    assume("\ufffd" not in before + whole)  # which a prompt that ends inside a character has
+    assume("\ufffd" not in before + whole)  # of a prompt that ends inside a character
     assert before + "".join(pieces(tokenizer, tokens[cut:], prompt=tokens[:cut])) == whole
 
 
@@ -61,8 +61,9 @@ def test_bytes_decode_incrementally_as_at_once(tokenizer, data):
 
 @given(data=st.data())
 def test_byte_fallback_runs_decode_incrementally_as_at_once(data):
-    """One invalid byte makes its whole run invalid, which a stream cannot know before it comes: so
-    runs are valid, or invalid from their first character on.
+    """One invalid byte invalidates its whole run, which a stream cannot foresee.
+
+    So runs are valid, or invalid from their first character on.
     """
     tokenizer = byte_fallback()
     valid = st.text(min_size=1, max_size=4).map(str.encode)
@@ -101,7 +102,7 @@ def test_a_long_run_of_special_tokens_is_decoded_in_short_parts(tokenizer):
 
 
 class Watched:
-    """A tokenizer that counts the tokens of its longest decoding."""
+    """A tokenizer that records its longest decode call in tokens."""
 
     def __init__(self, tokenizer):
         self._tokenizer, self.longest = tokenizer, 0

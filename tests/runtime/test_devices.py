@@ -1,4 +1,4 @@
-"""From devices that a user lists to replicas, ranks and cores."""
+"""Assignment of listed devices to replicas, ranks and cores."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Running encoder-decoder models: tokens against transformers' generate, and the encoder's work."""
+"""Encoder-decoder models: tokens equal transformers' generate, and encoder runs are minimal."""
 
 import json
 from collections import Counter
@@ -17,8 +17,8 @@ from llmc.runtime.engines.cpu import CpuEngine
 
 pytestmark = pytest.mark.usefixtures("decisive")
 LENGTHS = (40, 7, 23)
-SEEDS = (8, 1, 11)  # whose prompts lead to tokens far from ties
-TOLERANCE = 1e-4  # T5 does not scale its scores, which makes more of rounding
+SEEDS = (8, 1, 11)  # prompts whose tokens have large margins
+TOLERANCE = 1e-4  # T5 does not scale its scores, which amplifies rounding
 NAMES = ["t5", "bart", "marian"]
 
 
@@ -28,7 +28,7 @@ def prompts(seed, count=3):
 
 
 def truth(model, batch, **options):
-    """What transformers generates, up to and with the end token."""
+    """Return transformers' tokens up to and including the EOS token."""
     longest = max(map(len, batch))
     rows = [row + [0] * (longest - len(row)) for row in batch]
     mask = [[1] * len(row) + [0] * (longest - len(row)) for row in batch]
@@ -43,7 +43,7 @@ def truth(model, batch, **options):
 
 @pytest.fixture(scope="module")
 def loaded(encoder_decoder):
-    """Called with a name in families: the model, and what was compiled from it, loaded."""
+    """Factory by family name: the model and its loaded case directory."""
     llms = {}
 
     def load(name):
@@ -58,7 +58,7 @@ def loaded(encoder_decoder):
 
 @pytest.fixture
 def encoded(monkeypatch):
-    """The tokens of each prompt that an encoder ran on."""
+    """Record the tokens of each encoder run."""
     seen = []
     original = CpuEngine._encode
 
@@ -94,7 +94,7 @@ def test_beam_search_equals_transformers(name, count, beams, loaded):
     model, llm = loaded(name)
     for seed in range(2):
         batch = prompts(seed, count)
-        end = truth(model, batch, max_new_tokens=8)[0][2]  # a token that beams come to
+        end = truth(model, batch, max_new_tokens=8)[0][2]  # a token that beams reach
         for ends, options in (([end], {"end_id": end}),
                               (llm.manifest.tokenizer.eos_token_ids,
                                {"length_penalty": 2.0, "early_stopping": True})):

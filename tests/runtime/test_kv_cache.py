@@ -1,4 +1,4 @@
-"""The pool of blocks, beside one that keeps whole histories and shares nothing."""
+"""The block pool, compared with a model that stores whole histories without sharing."""
 
 import numpy as np
 from hypothesis import settings
@@ -11,7 +11,7 @@ SIZE, COUNT = 4, 12
 
 
 class Histories(RuleBasedStateMachine):
-    """Sequences with the tokens that they have, and for each block what was written there last."""
+    """Model of sequences with their tokens, and of each block's latest contents."""
 
     def __init__(self):
         super().__init__()
@@ -105,7 +105,7 @@ test_any_history = Histories.TestCase
 
 
 def test_a_cached_block_is_not_overwritten_by_a_continuation():
-    """Even where nobody else is left: its name says what is in it."""
+    """Even if no other sequence uses it: its hash identifies its contents."""
     blocks, chain = BlockPool(4, 2), BlockHashes(2)
     chain.extend([1, 2])
     table = blocks.open([])

@@ -1,5 +1,6 @@
-"""Latent attention as GPUs' schedules have it, with interpreters in their place: a crowd that has
-to leave, a shared beginning and beams get transformers' tokens.
+"""GPU programs of latent attention on interpreters give transformers' tokens.
+
+Requests are concurrent and preempted, share prefixes, or use beams.
 """
 
 import dataclasses

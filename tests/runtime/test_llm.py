@@ -21,7 +21,7 @@ from llmc.runtime.core.pacing import StepPacer
 from llmc.runtime.sampling.detokenizer import IncrementalDetokenizer
 
 pytestmark = pytest.mark.usefixtures("decisive")
-# Which lead to tokens far from ties.
+# Prompts whose tokens have large margins.
 PROMPTS = [[42, 41, 239, 151, 178, 181, 214], [11, 147], [46, 122, 278, 165, 23]]
 
 
@@ -40,13 +40,13 @@ def greedy(model, prompt, count, **options):
 
 
 def tokens(count, **params):
-    """So many tokens, whatever they are."""
+    """Return parameters for a fixed number of tokens."""
     return llmc.SamplingParams(max_tokens=count, ignore_eos=True, **params)
 
 
 @pytest.fixture
 def ending(llm, tiny_model, monkeypatch):
-    """The model with the fourth greedy token of the first prompt as its end token; that token."""
+    """The model with the fourth greedy token of the first prompt as EOS; that token."""
     end = greedy(tiny_model, PROMPTS[0], 4)[3]
     families.end_with(llm, monkeypatch, [end])
     return end
@@ -65,7 +65,7 @@ def test_more_prompts_than_rows_wait_and_get_the_same_tokens(llm):
 
 
 def test_a_finished_sequence_frees_its_row_without_affecting_others(llm, tiny_model, ending):
-    """Sequences end at different steps; rows move; nobody's tokens change."""
+    """Sequences end at different steps and rows move, but tokens do not change."""
     results = llm.generate(PROMPTS, llmc.SamplingParams(max_tokens=12))
     assert [r.token_ids for r in results] == \
         [greedy(tiny_model, p, 12, eos_token_id=ending) for p in PROMPTS]
@@ -73,7 +73,7 @@ def test_a_finished_sequence_frees_its_row_without_affecting_others(llm, tiny_mo
 
 
 def test_logits_processors_give_transformers_tokens(llm, tiny_model, ending):
-    """Penalties, bad words, biases and a minimum length, all at once, greedily."""
+    """Penalties, bad words, biases and a minimum length together, greedy."""
     plain = [r.token_ids for r in llm.generate(PROMPTS, tokens(12))]
     words = [list(plain[0][:1]), list(plain[1][1:3]), list(plain[2][4:7])]
     bias = {7: 2.5, 40: -3.0, plain[1][0]: 1.5}
@@ -122,7 +122,7 @@ def test_n_samples_have_consecutive_seeds(llm, count):
 
 
 def test_n_samples_compute_their_prompt_once(llm, monkeypatch):
-    """But for its last token, which leads to what each of them chooses from."""
+    """Except for its last token, whose logits each sample uses."""
     read = families.steps_read(llm, monkeypatch)
     llm.generate([PROMPTS[0]], tokens(2, temperature=1.0, top_k=20, n=4, seed=1))
     assert read == [len(PROMPTS[0]), 4, 3]
@@ -135,7 +135,7 @@ def test_logprobs_are_those_of_transformers(llm, tiny_model):
         logits = torch.from_numpy(families.reference_logits(tiny_model, whole)).double()
         expected = logits.log_softmax(-1)[len(result.prompt_token_ids) - 1:-1]
         top = expected.topk(6)
-        assert (top.values.diff() < -1e-4).all()  # another order would not be rounding
+        assert (top.values.diff() < -1e-4).all()  # another order would exceed rounding
         top = expected.topk(5)
         assert [[t for t, _ in p.top] for p in result.logprobs] == top.indices.tolist()
         np.testing.assert_allclose([[x for _, x in p.top] for p in result.logprobs], top.values,
@@ -148,7 +148,7 @@ def test_logprobs_are_those_of_transformers(llm, tiny_model):
 
 
 def test_a_stop_string_ends_its_own_request(llm):
-    """Not before min_tokens; it and what follows is not shown."""
+    """Not before min_tokens; it and the following text are not returned."""
     whole = llm.generate(PROMPTS, tokens(30))
     stop = whole[0].text[4:7]
     results = llm.generate(PROMPTS, [tokens(30, stop=[stop]), tokens(30), tokens(30)])
@@ -321,7 +321,7 @@ def test_a_stop_string_across_tokens_is_not_emitted(llm):
 
 
 def test_min_tokens_defers_stop_strings(llm):
-    """Its beginning may lie before; one that lies before altogether is shown."""
+    """It may start before min_tokens; one that ends before is returned."""
     ids = llm.tokenizer.encode("END and END").ids
     for least, shown in ((0, ""), (len(ids) - 1, "END and "), (len(ids), "END and END")):
         stream = IncrementalDetokenizer(llm.tokenizer, [], ["END"])
@@ -344,8 +344,7 @@ def test_bad_steps_are_refused(case_tp1, arguments, match):
 
 @pytest.fixture
 def far_ahead(monkeypatch):
-    """An engine that takes any number of steps before the first is collected; how many there were.
-    """
+    """An engine with unlimited in-flight steps; records their maximum."""
     made = []
 
     def load(*arguments):
@@ -367,7 +366,7 @@ def far_ahead(monkeypatch):
 
 @pytest.fixture(scope="module")
 def wholes(tiny_model):
-    """What transformers makes of each prompt."""
+    """Return transformers' completion of each prompt."""
     return [greedy(tiny_model, prompt, 30) for prompt in PROMPTS]
 
 
@@ -375,7 +374,7 @@ def wholes(tiny_model):
 @pytest.mark.parametrize("check_step", [1, 2, 5, 8, 100])
 def test_a_larger_check_step_changes_no_tokens_and_wastes_few_steps(case_tp1, wholes, far_ahead,
                                                                     check_step, skip_step):
-    """At most check_step - 1 of them behind the longest completion, or up to skip_step."""
+    """At most check_step - 1 after the longest completion, or up to skip_step."""
     with llmc.LLM(case_tp1, max_batch_size=4, check_step=check_step, skip_step=skip_step,
                   prefix_reuse=False) as llm:
         for end in {whole[place] for whole in wholes for place in (0, 4, 9, 29)}:
@@ -388,12 +387,12 @@ def test_a_larger_check_step_changes_no_tokens_and_wastes_few_steps(case_tp1, wh
 
 
 def test_a_request_that_arrives_during_a_step_joins_the_next(case_tp1, far_ahead, monkeypatch):
-    """Where the pace has the loop wait; the second caller's prompt is not behind two steps."""
+    """Pacing delays submission, so the second prompt does not wait for two steps."""
     at_work = threading.Event()
     came_at = []
 
     class Waits(StepPacer):
-        """Has the third step's successor wait until somebody comes."""
+        """Pacing that delays the fourth step until a request arrives."""
 
         def came(self):
             came_at.append(len(far_ahead))

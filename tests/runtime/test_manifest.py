@@ -1,4 +1,4 @@
-"""Reading case directories: whatever is wrong with one is one clear sentence."""
+"""Reading case directories: every defect is one clear error."""
 
 import contextlib
 import json
@@ -142,7 +142,7 @@ def tensor(data, name, rank=0, side="inputs"):
     return next(t for t in chip(data, rank)[side] if t["name"] == name)
 
 
-# What one part says and another does not.
+# Contradictions between parts.
 CONTRADICTIONS = {
     "twice the heads": (lambda d: d["dims"].update(num_heads=8), "heads .* are not the model's 8"),
     "other KV heads": (lambda d: d["dims"].update(num_kv_heads=4), "are not the model's 4 and 4"),
@@ -219,7 +219,7 @@ def write_text(case, text):
     (case / MANIFEST).write_text(text)
 
 
-# More than any model has.
+# Implausible sizes.
 SIZES = {
     "a million files": (lambda case: write_text(case, '{"files": [' + f'{"a" * 100!r}, ' * 10**6),
                         "bytes, the limit is 16777216"),
@@ -270,7 +270,7 @@ def test_head_splits_of_ranks_must_add_up(num_kv_heads, group, data):
 
 
 def rehash(case, path):
-    """Let the manifest say that the file is as it should be."""
+    """Update the file's size and hash in the manifest."""
     def say(data):
         entry = next(entry for entry in data["files"] if entry["path"] == path)
         entry.update(size=(case / path).stat().st_size, sha256=hash_file(case / path))
@@ -320,7 +320,7 @@ def test_an_invalid_graph_file_is_refused(broken_case, data):
 
 
 def terabytes(graph):
-    """Let a graph add a tensor of 2^40 zeros to its result."""
+    """Make a graph add a tensor of 2^40 zeros to its result."""
     made = graph.graph.output[0].name
     node = next(node for node in graph.graph.node if made in node.output)
     node.output[[*node.output].index(made)] = "made"
@@ -339,7 +339,7 @@ def test_a_graph_that_needs_terabytes_is_named(broken_case):
     assert "\n" not in str(caught.value)
 
 
-# What stands in place of a file, made at a path.
+# Irregular files, created at a path.
 IN_PLACE_OF_FILES = {
     "is a symbolic link": lambda path: path.symlink_to(path.with_name(f"{path.name}.moved")),
     "is a FIFO, expected a regular file": os.mkfifo,
@@ -403,7 +403,7 @@ def test_a_weight_file_with_a_huge_header_is_not_read(broken_case, length, match
 
 
 def narrower(graph):
-    """Let a segment say that the hidden states that it reads are one element narrower."""
+    """Make a segment declare hidden states that are one element narrower."""
     value = graph.graph.input[0]
     value.type.tensor_type.shape.dim[1].dim_value -= 1
 
@@ -441,7 +441,7 @@ JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st
 
 
 def assert_consistent(manifest):
-    """What loaders compute with, each number told by two parts of the manifest."""
+    """Assert that sizes in two parts of the manifest agree."""
     dims = manifest.dims
     ranks = range(manifest.tp_size)
     assert [c.rank for c in manifest.chips] == [*ranks]

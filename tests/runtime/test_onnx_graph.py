@@ -1,4 +1,4 @@
-"""What is let through to ONNX Runtime: all that llmc writes, and nothing that takes the host."""
+"""Graphs passed to ONNX Runtime: all that llmc writes, and none that harm the host."""
 
 import numpy as np
 import onnx
@@ -25,7 +25,7 @@ def function(lines, name="F"):
 
 
 def call(lines):
-    """A model whose graph calls a function of these lines."""
+    """Return a model whose graph calls a function of these lines."""
     model = parse("y = llmc.F(x)", function(lines))
     model.graph.node[0].overload = model.functions[0].overload = "0"
     return model
@@ -36,7 +36,7 @@ def check(model, weight_bytes=64):
 
 
 def initializer(**entries):
-    """A model of one weight in the weight file, [4] of float32."""
+    """Return a model of one external weight, float32 [4]."""
     model = parse("y = Add(x, w)")
     weight = model.graph.initializer.add(name="w", dims=[4], data_type=onnx.TensorProto.FLOAT)
     weight.data_location = onnx.TensorProto.EXTERNAL

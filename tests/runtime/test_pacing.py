@@ -1,4 +1,4 @@
-"""Steps are submitted late where requests come one by one, and never too late."""
+"""Pacing: steps are submitted late for sparse arrivals, and never too late."""
 
 from types import SimpleNamespace
 
@@ -7,24 +7,24 @@ import pytest
 
 from llmc.runtime.core.pacing import StepPacer
 
-FIRST = 6e-4  # seconds from where a submission begins to its first kernel
+FIRST = 6e-4  # seconds from the start of a submission to its first kernel
 
 
 class Device:
-    """Does one step after the other, in a time of its own, and has a clock."""
+    """A simulated device that runs steps in sequence on a simulated clock."""
 
     def __init__(self, seconds):
         self.now = self.end = self.paused = 0.0
         self.seconds, self.pace = seconds, StepPacer(lambda: self.now)
 
     def submit(self, batch, prompts, host=2e-4):
-        self.now += host  # makes it
+        self.now += host  # prepares it
         self.begun = self.now
         self.pace.submitting(SimpleNamespace(batch_size=batch, num_ctx_tokens=prompts))
         if self.end:
             self.paused += max(0, self.now + FIRST - self.end)
         self.end = max(self.end, self.now + FIRST) + self.seconds(batch, prompts)
-        self.now += host * (2 + 8 * (prompts > 0))  # tells the device all of it
+        self.now += host * (2 + 8 * (prompts > 0))  # submits all of it
         return self.end
 
     def collect(self, end):
@@ -34,7 +34,7 @@ class Device:
 
 
 def run(device, rng, steps, arrivals=True, hands_out=3e-4):
-    """How long before each step's end the submission of the next began."""
+    """Return the lead of each submission before the end of the previous step."""
     early = []
     oldest = device.submit(1, 40)
     for _ in range(steps):
@@ -92,7 +92,7 @@ def test_a_host_that_takes_longer_than_the_device_never_waits():
 
 
 @pytest.mark.parametrize("seconds", [
-    lambda rng: line(rng, 0.1),  # nothing can be foretold well
+    lambda rng: line(rng, 0.1),  # unpredictable
     lambda rng: lambda batch, prompts: line(rng)(batch, prompts) + (rng.random() < 0.02) * 0.2,
     lambda rng: lambda batch, prompts: line(rng)(16 * -(-batch // 16), prompts),  # padded
     lambda rng: lambda batch, prompts: 1e-4,  # shorter than the host's work

@@ -1,4 +1,4 @@
-"""A prompt file: each line runs with its own parameters, and a broken one harms no other."""
+"""Prompt files: each line has separate parameters, and an invalid one affects no other."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts against transformers' log-softmax, however a prompt is computed."""
+"""Prompt log-probabilities equal transformers' log-softmax for every way of computing a prompt."""
 
 import dataclasses
 
@@ -153,7 +153,7 @@ def test_max_tokens_0_computes_only_the_prompt(llm, params):
 @pytest.mark.parametrize(("vocab_size", "rows"), [(300, 512), (49152, 341), (152064, 110),
                                                   (262144, 64)])
 def test_the_number_of_logits_per_step_is_bounded(case_tp1, vocab_size, rows):
-    """64 MB of float32, and never so few rows that a prompt is read by single tokens."""
+    """64 MB of float32, but enough rows to avoid single-token chunks."""
     manifest = read_manifest(case_tp1)
     manifest = manifest.model_copy(update={"dims": manifest.dims.model_copy(
         update={"padded_vocab_size": vocab_size})})

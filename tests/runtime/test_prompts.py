@@ -1,4 +1,4 @@
-"""What a caller may give: each wrong prompt, parameter or argument is one sentence, and no work."""
+"""Input validation: invalid prompts, parameters and arguments are errors before any work."""
 
 import dataclasses
 import itertools
@@ -232,8 +232,9 @@ def test_any_value_gives_a_completion_or_an_llmc_error(llm, prompts, params):
 
 
 def test_sequences_are_created_when_a_row_is_free(llm, monkeypatch):
-    """Of n completions, and of many prompts, as many as there are slots, and the next one; nor more
-    where the caller does not read.
+    """For n completions and many prompts, sequences exist for the slots and one more.
+
+    A caller that does not read gets no more.
     """
     made = []
     monkeypatch.setattr("llmc.runtime.core.request.Sampler",
@@ -244,7 +245,7 @@ def test_sequences_are_created_when_a_row_is_free(llm, monkeypatch):
         stream = llm.stream(prompts, tokens(1, n=count, temperature=1.0))
         next(stream)
         time.sleep(0.1)
-        # A step makes 4 of fewer than 3 unread tokens too many; so many were taken, so many kept,
+        # A step adds 4 tokens to fewer than 3 unread ones; these were taken, these kept,
         # and then those in slots and the next one.
         assert 1 < len(made) <= 2 * (2 + 4) + 4 + 1
         assert next(stream)

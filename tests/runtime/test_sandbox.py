@@ -1,4 +1,4 @@
-"""Jobs in child processes: what they return, which limits end them, and what remains."""
+"""Jobs in child processes: results, limits and cleanup."""
 
 import os
 import signal

@@ -1,5 +1,6 @@
-"""Scheduling, on an engine that computes a history instead of keys and values: whoever is given
-another's blocks, or too few, or a token twice, gets other tokens.
+"""Scheduling on an engine that hashes histories instead of computing keys and values.
+
+Wrong or missing blocks and repeated tokens change the generated tokens.
 """
 
 import hashlib
@@ -35,7 +36,7 @@ def score(history, target):
 
 
 class Histories:
-    """An engine: what is cached of a position is a hash of all tokens up to it."""
+    """An engine whose cache stores for each position a hash of all tokens up to it."""
 
     def __init__(self, limits):
         self.limits = limits
@@ -105,7 +106,7 @@ class Wish:
     got: list = field(default_factory=list)
 
     def prompt_alone(self):
-        """What its prompt's log-probabilities should be."""
+        """Return the expected prompt log-probabilities."""
         history, made = b"", [None]
         for token, target in zip(self.prompt, self.prompt[1:], strict=False):
             history = digest(history, token)
@@ -113,7 +114,7 @@ class Wish:
         return tuple(made)
 
     def alone(self):
-        """What it should get."""
+        """Return the expected tokens."""
         histories = [b""]
         for token in self.prompt:
             histories = [digest(histories[0], token)]
@@ -133,14 +134,14 @@ class Wish:
 
 
 def go_on(found):
-    """What beams go on with: any rule will do."""
+    """Return the continuations of beams by an arbitrary rule."""
     width = len(found.tokens)
     parents = [int(found.log_probs[beam, 0] + beam) % width for beam in range(width)]
     return [int(found.tokens[parent, beam % 2]) for beam, parent in enumerate(parents)], parents
 
 
 def calls_of(wishes, together):
-    """Wishes that one caller has, who leaves with all of them."""
+    """Return requests of one call, which are cancelled together."""
     def key(wish):
         return wish.arrives, wish.priority if together else wishes.index(wish)
 
@@ -153,7 +154,7 @@ def calls_of(wishes, together):
 
 
 class Linear(StepTimes):
-    """A step of one row takes 1, each further row takes half as long."""
+    """Step times: 1 for one row, plus 0.5 per further row."""
 
     def of(self, rows):
         return 0.5 + rows / 2
@@ -161,8 +162,10 @@ class Linear(StepTimes):
 
 def run(wishes, limits, budget, depth, reuse=True, together=False, watch=lambda *_: None,
         step_times=None):
-    """Let them come, go on and leave; what each got, and the scheduler. `watch` is called after
-    each step, with what runs by wish, and the wishes that are left.
+    """Run requests with arrivals and cancellations; return their tokens and the scheduler.
+
+    `watch` is called after each step with the running sequences by request, and the remaining
+    requests.
     """
     scheduler, engine = Scheduler(limits, budget, reuse=reuse), Histories(limits)
     scheduler.step_times = step_times or StepTimes()
@@ -276,7 +279,7 @@ def wish(prompt, count, **options):
 
 
 def test_no_request_starves():
-    """One of low priority, while those of a higher one come all the time."""
+    """A low-priority request under constant arrivals of higher priority."""
     crowd = [wish([1] * 3, 6, priority=0, arrives=1 + n) for n in range(3 * HEAD_START)]
     poor = wish([0] * 8, 4, priority=1, arrives=1)
     seen = []
@@ -286,7 +289,7 @@ def test_no_request_starves():
 
 
 def test_requests_with_slow_readers_do_not_block_others():
-    """However many come first: those who have not begun, and those who had to give way."""
+    """For any number of earlier requests, both waiting and preempted ones."""
     lazy = [wish([2] * 4, 8, arrives=1 + n // 4, stalls=range(4 + n // 4, 800)) for n in range(300)]
     later = wish([1] * 4, 5, priority=1, arrives=100)
     when = []
@@ -321,7 +324,7 @@ class Watched(list):
 
 
 def test_prompts_of_one_call_preempt_one_another():
-    """All of them run, and no block is left."""
+    """All of them run, and all blocks are used."""
     wishes = [wish([n] * 4, 30) for n in range(6)]
     expected = [own.alone() for own in wishes]
     scheduler, _ = run(wishes, EngineLimits(18, 2, 16, 6, 512, 2), 16, 2, together=True)
@@ -444,7 +447,7 @@ def test_a_request_gets_a_slot_from_another_of_its_tenant():
 
 
 def test_no_tenant_loses_its_last_slot_to_another():
-    """Nobody preempts a last sequence, so what waits takes turns as sequences end."""
+    """A last sequence is never preempted, so waiting requests take turns as sequences end."""
     wishes = [wish([n] * 4, 10, tenant=str(n)) for n in range(20)]
     scheduler, _ = run(wishes, EngineLimits(400, 4, 64, 4, 512, 1), 64, 1)
     assert not scheduler.preemptions
@@ -457,7 +460,7 @@ def test_a_beam_search_is_not_preempted_for_its_share():
 
 
 def test_a_beam_search_gets_slots_from_a_request_that_holds_all():
-    """At most half of them, so that a wider one waits for completions."""
+    """At most half of the slots, so that a wider search waits for completions."""
     for width, soon in ((3, True), (4, False)):
         many = [wish([n] * 4, 40) for n in range(12)]
         beams = wish([20] * 4, 3, width=width, arrives=8)
@@ -507,7 +510,7 @@ def test_a_lower_priority_does_not_wait_for_one_large_request():
 
 @pytest.mark.parametrize(("depth", "tenants"), [(1, None), (3, None), (1, "ab"), (2, "ab")])
 def test_rows_of_a_large_request_take_turns_beside_a_small_one(depth, tenants):
-    """Where a step of all would take longer than 1.5 times that of one row each."""
+    """If a step of all rows would exceed 1.5 times that of one row each."""
     many = [wish([n] * 4, 40, tenant=tenants and "a") for n in range(11)]
     small = wish([20] * 4, 30, arrives=20, tenant=tenants and "b")
     gaps, sizes = [], []

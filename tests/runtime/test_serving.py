@@ -1,4 +1,4 @@
-"""Many callers at once, in threads and tasks: everybody's tokens, and nobody in another's way."""
+"""Concurrent requests from threads and tasks: correct tokens and isolation."""
 
 import asyncio
 import gc
@@ -38,13 +38,13 @@ def case(request):
 
 @pytest.fixture(scope="module")
 def alone(case):
-    """What each prompt leads to by itself, 30 tokens."""
+    """Return 30 tokens of each prompt alone."""
     with llmc.LLM(case, max_batch_size=1, prefix_reuse=False) as llm:
         return [llm.generate([prompt], tokens(30))[0].token_ids for prompt in PROMPTS]
 
 
 def in_threads(count, work):
-    """Run work(i) in a thread each; what went wrong is raised."""
+    """Run work(i) in a thread each; raise their errors."""
     errors = []
 
     def guarded(index):
@@ -74,14 +74,14 @@ CROWD = dict(
 @given(**CROWD)
 def test_tokens_do_not_depend_on_concurrent_requests(case, alone, arrivals, block_size, room,
                                                      budget, slots):
-    """Any arrivals and lengths, chunks, sizes of blocks, too little room, callers that leave."""
+    """Any arrivals, lengths, chunks and block sizes, with preemption and cancellation."""
     with llmc.LLM(case, max_batch_size=slots, block_size=block_size, verify=False,
                   kv_cache_tokens=64 * room, max_num_batched_tokens=budget) as llm:
         come_and_go(llm, arrivals, alone)
 
 
 def come_and_go(llm, arrivals, alone):
-    """Let callers come, each in a thread, read what they get, and perhaps leave early."""
+    """Run clients in threads that read their tokens and may cancel early."""
     def call(index):
         prompt, count, wait, leaves, priority = arrivals[index]
         time.sleep(wait / 1000)
@@ -99,7 +99,7 @@ def come_and_go(llm, arrivals, alone):
 
 
 def assert_empty(llm):
-    """Nothing runs, and all blocks and slots are free, once what was aborted is."""
+    """Assert that nothing runs and all blocks and slots are free after aborts."""
     for _ in range(200):
         metrics = llm.metrics()
         if metrics["running"] == metrics["waiting"] == 0 and metrics["cache_usage"] == 0:
@@ -163,7 +163,7 @@ def test_only_calls_with_the_same_salt_share_prefixes(case_tp1):
     with llmc.LLM(case_tp1, block_size=4) as llm:
         salts = (None, "a", "b", None, "a", "b", "ab")
         assert [cached(salt) for salt in salts] == [0, 0, 0, 20, 20, 20, 0]
-        # A salt that is the text of tokens leads to none of their blocks.
+        # A salt equal to the text of tokens does not match their blocks.
         block = np.array(prompt[:4], np.int64).tobytes().decode()
         assert next(llm.stream([prompt[4:]], tokens(2), cache_salt=block)).num_cached_tokens == 0
         both = llm.stream([prompt], tokens(2, n=3, temperature=1.0, seed=1), cache_salt="n")
@@ -186,7 +186,7 @@ def test_a_tenant_does_not_wait_for_all_completions_of_another(case_tp1, alone, 
 
 
 def test_padding_of_a_short_prompt_does_not_corrupt_cached_rows(case_tp1, alone):
-    """Two prompts are run at once, the shorter in the row of one that is asked again."""
+    """Two prompts run together, the shorter in the row of a repeated one."""
     again, longer = PROMPTS[4], max(PROMPTS, key=len)
     with llmc.LLM(case_tp1, max_batch_size=2, block_size=4) as llm:
         for _ in range(2):
@@ -200,7 +200,7 @@ def test_a_client_that_never_reads_does_not_block_others(case_tp1, alone, monkey
         lazy = [llm.stream([PROMPTS[index]], tokens(30)) for index in range(2)]
         first = [next(stream) for stream in lazy]  # hold both slots
         time.sleep(0.1)
-        # Each has taken at most what is kept unread, and one more; then so much was kept again.
+        # Each took at most the unread limit plus one; then the limit was filled again.
         assert llm.metrics()["generated_tokens"] <= 2 * (6 + 6)
         assert llm.generate([PROMPTS[3]], tokens(30))[0].token_ids == alone[3]
         for index, stream in enumerate(lazy):
@@ -295,7 +295,7 @@ def test_admission_errors_reach_only_their_caller(case_tp1, alone, monkeypatch):
 
 
 def test_a_closed_event_loop_does_not_stop_others(case_tp1, alone):
-    """Though something comes for it."""
+    """Although it gets output."""
     llm = llmc.AsyncLLM(case_tp1)
     stream = llm.generate(PROMPTS[0], tokens(60))
     loop = asyncio.new_event_loop()
@@ -318,7 +318,7 @@ def test_tasks_generate_at_once_and_may_be_cancelled(case, alone):
     async def main():
         async with llmc.AsyncLLM(case, max_batch_size=3) as llm:
             slow = asyncio.create_task(read(llm, 0, 50))
-            await asyncio.sleep(0)  # it waits for its first token, however fast those come
+            await asyncio.sleep(0)  # waiting for the first token
             slow.cancel()
             got = await asyncio.gather(*(read(llm, index, 20) for index in range(10)))
             assert [tuple(own) for own in got] == [own[:20] for own in alone[:10]]
@@ -343,7 +343,7 @@ def test_requests_that_do_not_fit_are_refused_with_the_sizes(case_tp1):
         with pytest.raises(llmc.LlmcError, match="40 tokens and 1 to generate take 3 blocks of 16"
                                                  ", the KV cache has 2; ask for fewer, or load"):
             llm.generate([[5] * 40], tokens(1))
-        for wanted in (14, 10**9):  # as many as there is room for
+        for wanted in (14, 10**9):  # as many as fit
             made, = llm.generate([[5] * 20], tokens(wanted))
             assert (len(made.token_ids), made.finish_reason) == (13, "length")
     for options, match in (
@@ -382,18 +382,18 @@ def test_a_forked_child_is_refused_at_once(case_tp1):
     with llmc.LLM(case_tp1) as llm:
         pieces, session, queue = llm.stream([[5, 6]], tokens(20)), llm.session(1), context.Queue()
         next(pieces)
-        time.sleep(0.2)  # so that several tokens are there
+        time.sleep(0.2)  # so that several tokens exist
         next(pieces)
         child = context.Process(target=use, args=(llm, pieces, session, queue))
         child.start()
         told = [queue.get(timeout=60) for _ in range(6)]
         child.join()
         assert all("cannot be used in its forked child" in own for own in told[:-1]), told
-        assert told[-1] == "closed" and len([*pieces]) == 18  # the parent's goes on
+        assert told[-1] == "closed" and len([*pieces]) == 18  # the parent's continues
 
 
 def test_n_completions_and_beams_among_concurrent_requests(case, alone):
-    """Everything at once, and each as alone, with little room."""
+    """All request kinds together equal each alone, with few blocks."""
     params = [tokens(12), tokens(9, n=3, temperature=0.7, top_k=5, seed=6),
               llmc.SamplingParams(max_tokens=8, beam_width=3, ignore_eos=True), tokens(20)]
     with llmc.LLM(case, max_batch_size=4, kv_cache_tokens=256, block_size=4) as llm:
@@ -409,7 +409,7 @@ def test_n_completions_and_beams_among_concurrent_requests(case, alone):
 
 @pytest.fixture(scope="module")
 def scheduled(tiny_hf, tmp_path_factory):
-    """What is compiled for GPUs, in float32."""
+    """Programs for GPUs, in float32."""
     case = tmp_path_factory.mktemp("scheduled") / "case"
     llmc.compile(tiny_hf, case, target="cuda")
     return case
@@ -421,9 +421,7 @@ def scheduled(tiny_hf, tmp_path_factory):
     st.integers(-1, 1)), min_size=2, max_size=4)})
 def test_program_tokens_do_not_depend_on_concurrent_requests(scheduled, alone, arrivals, block_size,
                                                              room, budget, slots):
-    """NumPy does what the kernels do, over the blocks that a step names, which hold no numbers
-    before they are written.
-    """
+    """NumPy interprets the program on the blocks of each step, which are NaN before writing."""
     limits = EngineLimits(-(-64 * room // block_size), block_size, max(budget, slots), slots, 512,
                           3)
     with interpreted(scheduled, limits) as llm:

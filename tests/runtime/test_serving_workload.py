@@ -1,4 +1,4 @@
-"""What `llmc bench --requests` counts, on a clock that only moves where the test says so."""
+"""Metrics of `llmc bench --requests`, on a simulated clock."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ def test_latencies_count_from_the_arrival(monkeypatch):
             return dict.fromkeys(("cache_hits", "cache_queries", "preemptions"), 0)
 
         def stream(self, prompts, params, arrivals):
-            clock.now += 5  # looks at all prompts
+            clock.now += 5  # reads all prompts
             return self._pieces(arrivals)
 
         def _pieces(self, arrivals):

@@ -1,4 +1,4 @@
-"""What an engine that chooses tokens itself is told, as far as no GPU is needed."""
+"""Slot records for engines that sample on the device, without a GPU."""
 
 import itertools
 
@@ -27,7 +27,7 @@ def samplers():
 
 
 def obey(processing, row, scores, prompt, generated):
-    """The kernel's reading of the records, on the host."""
+    """Interpret the records on the host as the kernel does."""
     record = processing.states["processing"][row]
     lists = processing.lists[record["lists"]:]
     scores = scores.copy()
@@ -67,7 +67,7 @@ def test_a_slot_record_encodes_the_sampling_parameters(generated):
 
 
 def test_prompts_are_sent_only_with_penalties():
-    """With what was generated, where a sequence is computed again."""
+    """Generated tokens are included for a recomputed sequence."""
     made = dict(enumerate(SamplingState(sampler, (9, 8)) for sampler in samplers()))
     told = Admissions.of(made)
     assert told.slots.tolist() == [0, 1, 2, 3]

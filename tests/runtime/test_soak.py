@@ -1,4 +1,4 @@
-"""Many short requests, some of which are aborted: memory stays as it is."""
+"""Many short requests, some aborted: memory is stable."""
 
 import pytest
 from soaking import soak

@@ -1,5 +1,6 @@
-"""Models whose layers keep a state: who shares a prompt, leaves, searches or comes late gets the
-tokens that transformers gives.
+"""Models with recurrent states give transformers' tokens.
+
+Requests share prompts, are preempted, use beams, or arrive late.
 """
 
 import families
@@ -14,7 +15,7 @@ from llmc.artifacts.manifest import read_manifest
 from llmc.runtime.core.step import EngineLimits, Step
 from llmc.runtime.engines.state_slots import StateSlots
 
-# Of the first each layer attends and keeps two states, of the second a layer attends or keeps two.
+# First: each layer has attention and two states; second: each has attention or two states.
 FAMILIES = ("falcon_h1", pytest.param("kimi_linear", marks=pytest.mark.thorough))
 RNG = np.random.default_rng(8)
 SYSTEM = RNG.integers(3, families.VOCAB, 18).tolist()
@@ -45,7 +46,7 @@ def case(cases, request):
 
 @pytest.fixture(scope="module")
 def expected(model):
-    """transformers' tokens."""
+    """Return transformers' greedy tokens."""
     made = [families.greedy(model, prompt, COUNT) for prompt in PROMPTS]
     assert len({*made}) == len(made)
     return made
@@ -65,7 +66,7 @@ def test_concurrent_requests_with_preemption_get_transformers_tokens(case, expec
 
 
 def test_shared_prefixes_are_not_cached_for_recurrent_models(case, expected):
-    """Blocks of keys and values are not all that was read."""
+    """KV blocks do not include the recurrent state."""
     with llmc.LLM(case, block_size=4) as llm:
         for _ in range(2):
             assert [own.token_ids for own in llm.generate(PROMPTS, tokens())] == expected
@@ -130,7 +131,7 @@ def test_the_manifest_lists_the_states_of_each_chip(cases):
 
 @pytest.fixture(scope="module")
 def scheduled(hf, tmp_path_factory):
-    """What is compiled for GPUs, in float32."""
+    """Programs for GPUs, in float32."""
     case = tmp_path_factory.mktemp("scheduled") / "case"
     llmc.compile(hf, case, target="cuda")
     return case
@@ -138,8 +139,9 @@ def scheduled(hf, tmp_path_factory):
 
 @pytest.mark.parametrize(("blocks", "block_size", "slots"), [(48, 1, 3), (64, 4, 4)])
 def test_a_program_stores_states_by_slot(scheduled, model, expected, blocks, block_size, slots):
-    """NumPy does what the kernels do, over states that hold no numbers before they are written: who
-    has to leave, completions, beams.
+    """NumPy interprets the program on states that are NaN before writing.
+
+    Requests are preempted, have several completions, or use beams.
     """
     limits = EngineLimits(blocks, block_size, 16, slots, 512, 2, keeps_states=True)
     with interpreted(scheduled, limits) as llm:
@@ -153,7 +155,7 @@ def test_a_program_stores_states_by_slot(scheduled, model, expected, blocks, blo
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=4, max_size=4), min_size=1, max_size=6))
 def test_a_state_follows_its_sequence(steps):
-    """Each step, slot i goes on from where slot `parents[i]` was, as beams do."""
+    """In each step slot i continues from slot `parents[i]`, as beams do."""
     slots = StateSlots(EngineLimits(64, 2, 64, 4, 64, 1, keeps_states=True))
     states = np.full((4, 2), -1)  # of each: the slot and the step that wrote it
     tables = [[4 * slot + place for place in range(4)] for slot in range(4)]

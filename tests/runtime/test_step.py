@@ -1,4 +1,4 @@
-"""A step as attention backends know it."""
+"""The step as seen by attention backends."""
 
 import numpy as np
 

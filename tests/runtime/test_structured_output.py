@@ -1,4 +1,4 @@
-"""What a guide allows is all that comes, and all of it can come."""
+"""Structured output: generated texts match the grammar, and all matching texts are possible."""
 
 import json
 import re
@@ -35,7 +35,7 @@ def llm(case_tp1):
 
 
 def guided(llm, count, **params):
-    """The texts of so many completions, of which none may end for want of room."""
+    """Return the texts of `count` completions; none may end by length."""
     made = llm.generate([[5, 6]], llmc.SamplingParams(max_tokens=60, temperature=1.0, n=count,
                                                       seed=1, **params))
     assert all(own.finish_reason == "stop" for own in made)
@@ -75,7 +75,7 @@ def test_integers_that_cannot_be_represented_are_refused(llm, schema, said):
 
 
 def test_unknown_formats_are_annotations(llm):
-    """A property and a constant named format are no keywords."""
+    """A property and a constant named format are not keywords."""
     own = {"type": "string", "format": "password", "maxLength": 3}
     schema = {"type": "object", "properties": {"format": own, "x": {"const": {"format": "path"}}},
               "required": ["format", "x"], "additionalProperties": False}
@@ -120,7 +120,7 @@ def test_greedy_takes_the_most_likely_allowed_token(llm):
 
 
 def test_constrained_and_free_requests_share_steps_and_few_blocks(case_tp1):
-    """Also where one is computed again from its start."""
+    """Also if one is recomputed from its start."""
     free, schema = llmc.SamplingParams(max_tokens=60, ignore_eos=True), SHORT[6]
     own = llmc.SamplingParams(max_tokens=60, temperature=1.0, seed=4, guided_json=schema)
     with llmc.LLM(case_tp1) as llm:
@@ -132,7 +132,7 @@ def test_constrained_and_free_requests_share_steps_and_few_blocks(case_tp1):
 
 
 def test_masks_wait_for_the_last_sampled_token(tiny_hf, case_tp1, monkeypatch):
-    """An engine that may have three steps under way has at most one of a guided sequence."""
+    """An engine with three in-flight steps has at most one of a constrained sequence."""
     with llmc.LLM(case_tp1, max_batch_size=2) as llm:
         engine = llm._loops[0]._engine
         limits = engine.limits
@@ -231,7 +231,7 @@ def test_1000_completions_of_smollm2_follow_50_schemas(tmp_path):
 
 
 def chain(link, count=3000):
-    """A schema of so many definitions, each of which is a link to the next."""
+    """Return a schema of `length` definitions, each a reference to the next."""
     definitions = {f"a{i}": link({"$ref": f"#/$defs/a{i + 1}"}) for i in range(count)}
     return {"$defs": {**definitions, f"a{count}": {"type": "string"}}, "$ref": "#/$defs/a0"}
 
@@ -264,12 +264,12 @@ def test_a_grammar_that_is_too_large_is_refused(llm, params, said):
 def test_compiled_grammars_are_cached(llm, monkeypatch):
     schema = {"type": "integer", "minimum": 17, "maximum": 99}
     before = guided(llm, 1, guided_json=schema)
-    monkeypatch.setattr(structured_output, "_matcher", None)  # which nothing can call
+    monkeypatch.setattr(structured_output, "_matcher", None)  # unreachable
     assert guided(llm, 1, guided_json=schema) == before
 
 
 def test_slow_masks_are_computed_in_parallel_with_steps(llm, monkeypatch):
-    """A completion gets the same tokens, and an error is its own."""
+    """Completions have the same tokens, and an error affects only its request."""
     params = llmc.SamplingParams(max_tokens=60, temperature=1.0, seed=4, guided_json=SHORT[6])
     expected = llm.generate([[5, 6]] * 3, params)
     monkeypatch.setattr(structured_output, "_SLOW", 0.0)
@@ -316,7 +316,7 @@ EXPRESSIONS = st.lists(st.sampled_from([
                  RULES.map(lambda own: dict(guided_grammar=own)),
                  EXPRESSIONS.map(lambda own: dict(guided_regex=own))))
 def test_no_grammar_crashes_the_process(llm, params):
-    """This process must survive, and so must the model."""
+    """The process and the model must survive."""
     with suppress(llmc.LlmcError):
         llm.generate([[5, 6]], llmc.SamplingParams(max_tokens=3, temperature=1.0, seed=1, **params))
     llm.check_health()

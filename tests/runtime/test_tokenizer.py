@@ -1,4 +1,4 @@
-"""Tokens of a text: how few there can be, and errors of the tokenizer."""
+"""Token counts of texts: lower bounds, and errors of the tokenizer."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What was timed is kept beside a case directory, and is worth nothing where it cannot be read."""
+"""Tuning files next to case directories; unreadable ones are ignored."""
 
 import os
 
