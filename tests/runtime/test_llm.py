@@ -344,7 +344,7 @@ def test_bad_steps_are_refused(case_tp1, arguments, match):
 
 @pytest.fixture
 def far_ahead(monkeypatch):
-    """An engine with unlimited in-flight steps; records their maximum."""
+    """An engine that allows 1000 in-flight steps; records the submitted ones."""
     made = []
 
     def load(*arguments):

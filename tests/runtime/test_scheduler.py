@@ -141,7 +141,7 @@ def go_on(found):
 
 
 def calls_of(wishes, together):
-    """Return requests of one call, which are cancelled together."""
+    """Return requests of one call, which are canceled together."""
     def key(wish):
         return wish.arrives, wish.priority if together else wishes.index(wish)
 

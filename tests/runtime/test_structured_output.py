@@ -231,7 +231,7 @@ def test_1000_completions_of_smollm2_follow_50_schemas(tmp_path):
 
 
 def chain(link, count=3000):
-    """Return a schema of `length` definitions, each a reference to the next."""
+    """Return a schema of `count` definitions, each a reference to the next."""
     definitions = {f"a{i}": link({"$ref": f"#/$defs/a{i + 1}"}) for i in range(count)}
     return {"$defs": {**definitions, f"a{count}": {"type": "string"}}, "$ref": "#/$defs/a0"}
 

@@ -1,5 +1,4 @@
-"""Bodies of every kind, and clients that come and go: no answer is a server's error, and nothing
-remains.
+"""Arbitrary request bodies and disconnecting clients cause no server errors and no leaks.
 """
 
 import asyncio
@@ -27,7 +26,7 @@ KINDS = {"/v1/chat/completions": (ChatRequest, {"messages": [{"role": "user", "c
 
 @st.composite
 def requests(draw):
-    """A path, and a sound body of which some fields are something else."""
+    """Draw a path and a valid body with some fields replaced."""
     path = draw(st.sampled_from([*KINDS]))
     kind, sound = KINDS[path]
     names = st.sampled_from([*kind.model_fields, *kind.REFUSED])
@@ -40,7 +39,7 @@ def requests(draw):
 def test_no_request_body_causes_a_500(server, request_):
     path, body = request_
     if body.get("stream"):
-        body["stream"] = "no, thanks"  # what streams is looked at elsewhere
+        body["stream"] = "no, thanks"  # streams are tested elsewhere
     status, _, answer = server.post(path, body)
     assert status in (200, 400, 404), answer
     if status != 200:
@@ -55,7 +54,7 @@ def test_disconnecting_clients_leak_nothing(server):
 
 
 def definitions(count):
-    """A schema of so many definitions, each of which is a property of the one before."""
+    """Return a schema of `count` definitions, each a property of the previous one."""
     links = {f"a{i}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/a{i + 1}"}}}
              for i in range(count)}
     return {"$defs": {**links, f"a{count}": {"type": "string"}}, "$ref": "#/$defs/a0"}
@@ -80,7 +79,7 @@ def body(text):
 
 
 WORDS = "the quick brown fox " * 150_000  # 3 MB
-# A kind, its requests at once, and what the first is answered.
+# A kind, its concurrent requests, and the response to the first.
 ABUSE = {
     "definitions by guided_json": ([completion(guided_json=definitions(3000))] * 2, "too deeply"),
     "definitions by response_format": ([chat(response_format={

@@ -1,4 +1,4 @@
-"""Messages in all forms of OpenAI's API, and the model's own sampling defaults, over HTTP."""
+"""All message forms of OpenAI's API, and the model's sampling defaults, over HTTP."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ from llmc.cli import main
 from llmc.compiler.output import check_output
 from llmc.server.protocol import ChatRequest
 
-# Reads contents as parts only, arguments as text only, and calls beside null content only.
+# Supports only contents as parts, arguments as text, and calls with null content.
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and m.content is none %}"
     "{% for c in m.tool_calls %}{{ c.function.name + c.function.arguments }}{% endfor %}{% else %}"
@@ -110,7 +110,7 @@ def test_the_command_line_has_the_same_defaults(case, options, params):
 
 
 def test_a_tool_template_is_used_and_selects_the_parser(server, case):
-    """Its file, in a folder of its own, is the case directory's."""
+    """Its file, in a separate folder, belongs to the case directory."""
     tools = [{"type": "function", "function": {"name": "fox"}}]
     status, _, answer = server.post("/v1/chat/completions", {
         "messages": [USER], "tools": tools, "max_tokens": 2})
@@ -146,7 +146,7 @@ def test_server_defaults_apply_with_an_option(case):
     with serving(case, "--generation_config", "none",
                  "--chat_template_content_format", "string") as own, llmc.LLM(case) as llm:
         assert json.loads(own.startup)["sampling_defaults"] == {"temperature": 0.0}
-        assert rendered(own, USER) == "<user>"  # as a text, which this template does not read
+        assert rendered(own, USER) == "<user>"  # as text, which this template does not support
         plain, = llm.generate([llm.chat_prompt("fox")], llmc.SamplingParams(max_tokens=8))
         answer = own.post("/v1/completions", {"prompt": [*plain.prompt_token_ids],
                                               "max_tokens": 8})[2]

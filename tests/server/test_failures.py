@@ -1,4 +1,4 @@
-"""What clients see where the server, or its device, fails."""
+"""Responses to clients if the server or its device fails."""
 
 import asyncio
 import json
@@ -37,8 +37,8 @@ def test_nan_logits_are_a_500_and_counted(nan_case):
 
 @pytest.mark.parametrize("error", [llmc.LlmcError("/secret is on fire"), RuntimeError("/secret")])
 def test_a_failed_step_ends_running_requests_and_health(case_tp1, monkeypatch, error):
-    """Why is for the log."""
-    # With log-probabilities each token is told; the texts of five in a row may be empty.
+    """The reason is only in the log."""
+    # With log-probabilities each token is sent; the texts of five in a row may be empty.
     body = {"prompt": [5, 6], "max_tokens": 40, "ignore_eos": True, "logprobs": 1}
 
     async def main():
@@ -49,7 +49,7 @@ def test_a_failed_step_ends_running_requests_and_health(case_tp1, monkeypatch, e
 
             def fail(step):
                 if next(left, None) is None:
-                    answered.wait(30)  # what is not read by then is gone
+                    answered.wait(30)  # unread output is dropped then
                     raise error
                 return compute(step)
 
@@ -72,7 +72,7 @@ def test_internal_errors_are_logged_and_not_exposed(case_tp1, monkeypatch):
         async with llmc.AsyncLLM(case_tp1) as llm:
             app = Api(Model(llm, "tiny"), ServerLimits()).app()
             monkeypatch.setattr(llm, "tokenize", lambda *_: 1 / 0)
-            with pytest.raises(ZeroDivisionError):  # for uvicorn, which logs it
+            with pytest.raises(ZeroDivisionError):  # re-raised for uvicorn, which logs it
                 await ask(app, "/tokenize", {"prompt": "the"})
             monkeypatch.undo()
             assert (await ask(app, "/tokenize", {"prompt": "the"}))[0] == 200

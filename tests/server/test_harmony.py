@@ -1,4 +1,4 @@
-"""Harmony's channels, as gpt-oss writes them, however its text is cut."""
+"""The Harmony channels of gpt-oss, for every chunking of the text."""
 
 import json
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ REASON, ANSWER = "User asks 2 < 3.", "Yes: <b>2 < 3</b> <|maybe"
     (THINK + START + FINAL + "<|return|>", REASON, ANSWER, []),
     (FINAL, "", ANSWER, []), ("", "", "", []), (THINK, REASON, "", []),
     (THINK + START + CALL, REASON, "", [ADD]),
-    (THINK + START + CALL.removesuffix("<|call|>"), REASON, "", [ADD]),  # the token that ends it
+    (THINK + START + CALL.removesuffix("<|call|>"), REASON, "", [ADD]),  # its end-of-message token
     (START + BEFORE, "", "", [WEATHER]),
     (THINK + START + PREAMBLE + START + CALL + START + BEFORE, REASON, "I look it up.",
      [ADD, WEATHER]),

@@ -1,4 +1,4 @@
-"""Several clients of one server: what one costs another, and what one learns of another."""
+"""Isolation of clients with separate API keys."""
 
 import json
 import urllib.request
@@ -20,7 +20,7 @@ MANY = {"prompt": [5, 6], "max_tokens": 60, "ignore_eos": True, "stream": True}
 
 @pytest.fixture(scope="module")
 def shared(case_tp1, tmp_path_factory):
-    """A server with two API keys, one of a file."""
+    """A server with two API keys, one from a file."""
     path = tmp_path_factory.mktemp("keys") / "keys"
     path.write_text("# of customers\n\nbeta:  key-b\n")
     with serving(case_tp1, "--max_batch_size", 2, "--max_waiting", 22, "--api_key", "key-a",
@@ -29,7 +29,7 @@ def shared(case_tp1, tmp_path_factory):
 
 
 def ask(server, key, **body):
-    """An answer's status, and its JSON."""
+    """Return a response's status and JSON."""
     status, _, answer = server.post("/v1/completions", {
         "prompt": PROMPT, "max_tokens": 2, "ignore_eos": True, **body},
         authorization=f"Bearer {key}")
@@ -45,7 +45,7 @@ def cached(server, key, path="/v1/completions", **body):
 
 
 def begun(server, key, n):
-    """A stream of n completions, whose first event is there."""
+    """Start a stream of n completions and wait for its first event."""
     request = urllib.request.Request(f"{server.url}/v1/completions", json.dumps(
         {**MANY, "n": n, "temperature": 1.0}).encode(),
         {"content-type": "application/json", "authorization": f"Bearer {key}"})
@@ -55,7 +55,7 @@ def begun(server, key, n):
 
 
 def value(server, name):
-    """A gauge of /metrics."""
+    """Return a gauge of /metrics."""
     return next(own.samples[0].value for own in
                 text_string_to_metric_families(server.get("/metrics")) if own.name == name)
 
@@ -67,7 +67,7 @@ def test_keys_share_no_prefix(shared):
     salted = prompt | {"cache_salt": "s"}
     assert cached(shared, "key-a", **salted) == 0 and cached(shared, "key-a", **salted) > 0
     assert cached(shared, "key-b", **salted) == 0
-    # Nor does a client get at another's by what the server makes of keys and salts.
+    # A client cannot reach another's blocks by imitating the server's salts.
     assert cached(shared, "key-b", **prompt | {"cache_salt": json.dumps(["1", "s"])}) == 0
 
 
@@ -84,12 +84,12 @@ def test_only_the_same_cache_salt_shares_a_prefix(server, path, body):
 
 
 def test_a_large_request_does_not_delay_another_client(shared):
-    """The larger one has all slots, and more completions than the server may hold."""
+    """The larger one has all slots, and more completions than the server can hold."""
     with begun(shared, "key-a", 100) as stream:
         assert value(shared, "llmc:requests_inside") == 1
         assert value(shared, "llmc:sequences_inside") == 100
         assert ask(shared, "key-b")[0] == 200
-        assert value(shared, "llmc:sequences_inside") == 100  # the larger one goes on
+        assert value(shared, "llmc:sequences_inside") == 100  # the larger one continues
         status, answer = ask(shared, "key-a")
         assert status == 429 and "have 100 of at most" in answer["error"]["message"]
         stream.close()

@@ -1,4 +1,4 @@
-"""/v1/messages: Anthropic's interface, by plain HTTP and the grammar of its events."""
+"""/v1/messages, Anthropic's API, through plain HTTP with checked event order."""
 
 import json
 import urllib.request
@@ -21,7 +21,7 @@ def ask(server, path="/v1/messages", **given):
 
 
 def events(server, **given):
-    """The events of a stream: names, and data of the same type."""
+    """Return a stream's events: names, and data of the same type."""
     request = urllib.request.Request(
         server.url + "/v1/messages", json.dumps({**ASK, "stream": True, **given}).encode(),
         {"content-type": "application/json"})
@@ -34,7 +34,7 @@ def events(server, **given):
 
 
 def gathered(told):
-    """The content that events build up, checked against their grammar."""
+    """Return the content of events after checking their order."""
     content, is_open = [], False
     assert told[0]["type"] == "message_start" and told[0]["message"]["content"] == []
     for own in told[1:-2]:

@@ -1,4 +1,4 @@
-"""The `openai` client against a real process: what it gets is what LLM gives."""
+"""The `openai` client against a real server process gives LLM's results."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The description of the interface: whole, and what schemathesis makes of it does no harm."""
+"""The OpenAPI schema is complete, and schemathesis finds no undocumented responses."""
 
 import json
 

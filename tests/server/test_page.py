@@ -1,4 +1,4 @@
-"""The page for a person: one file, which needs nothing from elsewhere."""
+"""The chat page: one file without external resources."""
 
 import base64
 import hashlib

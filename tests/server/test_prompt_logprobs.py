@@ -1,5 +1,6 @@
-"""Log-probabilities of prompts by `echo` and `prompt_logprobs`: what LLM gives, in the forms of
-OpenAI's completions and of vLLM.
+"""Prompt log-probabilities by `echo` and `prompt_logprobs` equal LLM's.
+
+The formats are those of OpenAI's completions and of vLLM.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Bodies of requests: null is not given, wherever a field is optional."""
+"""Request bodies: null means unset for every optional field."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Reasoning: split from an answer's text however it is cut, told by each interface."""
+"""Reasoning is split from the answer at any chunking, in every API."""
 
 import asyncio
 import json

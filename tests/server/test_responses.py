@@ -213,7 +213,7 @@ def test_a_store_is_bounded_in_bytes_and_time():
     for number in range(4):
         store.put(answer_of(number, 100), [])
         if number == 2:
-            store.response("resp_0")  # used, so it is not the first to go
+            store.response("resp_0")  # recently used, so it is not evicted first
     assert store.bytes <= 1000
     for number, kept in ((0, True), (1, False), (2, True), (3, True)):
         if kept:

@@ -1,4 +1,4 @@
-"""Tool parsers: each family's texts, cut into pieces of every size, against what they say."""
+"""Tool parsers: the texts of each family, in chunks of every size, give the expected calls."""
 
 import json
 
@@ -49,7 +49,7 @@ def seed(name, **arguments):
 
 
 def dsml(*calls, section="function_calls"):
-    """Calls of (name, arguments), as DeepSeek's encoder writes them."""
+    """Encode calls (name, arguments) as DeepSeek does."""
     def parameter(key, value):
         text = value if (own := isinstance(value, str)) else json.dumps(value)
         return (f'<｜DSML｜parameter name="{key}" string="{json.dumps(own)}">{text}'
@@ -62,7 +62,7 @@ def dsml(*calls, section="function_calls"):
 
 
 def dsml_body(body):
-    """A call of `get_weather` whose arguments are a given text."""
+    """Return a call of `get_weather` with the given argument text."""
     return (f'<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n{body}\n'
             f"</｜DSML｜invoke>\n</｜DSML｜function_calls>")
 
@@ -100,7 +100,7 @@ TEXTS = [
      '<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call>!', []),
     ("hermes", "<tool_call>\nno\n</tool_call>", "<tool_call>\nno\n</tool_call>", []),
     ("hermes", 'Hm \n<tool_call>\n{"name": "ad', 'Hm \n<tool_call>\n{"name": "ad', []),
-    # No arguments, and arguments as a text.
+    # No arguments, and arguments as text.
     ("hermes", '<tool_call>{"name": "now"}</tool_call>', "", [NOW]),
     ("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_call>', "", [NOW]),
     ("hermes", '<tool_call>{"arguments": "", "name": "now"}</tool_call>', "", [NOW]),
@@ -108,7 +108,7 @@ TEXTS = [
                '</tool_call>', "", [OSLO]),
     ("hermes", '<tool_call>{"id": [1, "}"], "name": "now", "arguments": "no"}</tool_call>', "",
      [("now", "no")]),
-    # Calls that do not end as they should.
+    # Malformed calls.
     ("hermes", '<tool_call>{"name": "now", "arguments": {}}<tool_call>{"name": "get_weather", '
                '"arguments": {"city": "Oslo"}}</tool_call>', "", [NOW, OSLO]),
     ("hermes", '<tool_call>{"name": "now", "arguments": {}} And here is it.', " And here is it.",

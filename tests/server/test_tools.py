@@ -1,4 +1,4 @@
-"""Calls of tools: forced by a grammar, found in what a model says, told as OpenAI does."""
+"""Tool calls: forced by a grammar, parsed from the output, returned as in OpenAI's API."""
 
 import json
 import re
@@ -29,7 +29,7 @@ from llmc.server.tool_parsers import TOOL_PARSERS, recognized_parser
     ("<minimax:tool_call><invoke name=", "minimax_m2"), ("[TOOL_CALLS] [", "mistral"),
     ("<|tool_calls_section_begin|><|tool_call_begin|>", "kimi_k2"),
     ("<|header_start|>{{ m.tool_calls }}", "llama4_pythonic"),
-    ("<|python_start|>{{ m }}<|python_end|>", None),  # code, as nanochat's
+    ("<|python_start|>{{ m }}<|python_end|>", None),  # code, as in nanochat
     ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>", "deepseek_v31"),
     ("<｜tool▁calls▁begin｜>function<｜tool▁sep｜>f\n```json\n", "deepseek_v3"),
     ("<|start|>system<|message|>…<|channel|>analysis", "harmony")])
@@ -63,7 +63,7 @@ def caller(tool_server):
 
 
 def ask(client, stream, **given):
-    """The content, the calls and the reason."""
+    """Return the content, the tool calls and the finish reason."""
     answer = client.chat.completions.create(stream=stream, **{**ASK, **given})
     if not stream:
         choice, = answer.choices
