@@ -222,6 +222,8 @@ wheels: | $(BIN)/pip
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/hadolint docker/Dockerfile.cpu docker/Dockerfile.cuda
+	find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu' | \
+	  xargs $(BIN)/clang-format --dry-run -Werror
 	$(BIN)/python docs/lint_words.py
 	$(BIN)/mypy
 

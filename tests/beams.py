@@ -1,9 +1,8 @@
-"""Beam search beside transformers.
+"""Comparison of beam search with transformers.
 
-Which beams a search goes on with may hang on the last bit of a sum, and so on the processor. So
-two things are held apart: the log-probabilities that llmc's search is given are transformers' own
-within a tolerance, and from the very same numbers transformers' search makes the same decisions,
-every one.
+The beams that a search keeps may depend on the last bit of a sum, and so on the processor. So two
+things are checked separately: the log-probabilities of llmc's search equal transformers' within a
+tolerance, and given the same log-probabilities, transformers' search makes the same decisions.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def search(beam_width, max_tokens=12, **params):
 
 
 class RecordedSearch(BeamSearch):
-    """A search that keeps what it is given.
+    """A beam search that records its inputs.
 
     Attributes:
         given: for each prompt, the tokens and log-probabilities of the candidates, by the new
@@ -51,8 +50,9 @@ class RecordedSearch(BeamSearch):
 
 
 class GivenNumbers(LogitsProcessor):
-    """Has transformers search with the log-probabilities that llmc was given for the same tokens,
-    after holding them against transformers' own.
+    """Logits processor that replaces transformers' log-probabilities with llmc's.
+
+    It first compares both within a tolerance.
 
     Args:
         given: as in `RecordedSearch`, of one prompt.
@@ -60,10 +60,10 @@ class GivenNumbers(LogitsProcessor):
         tolerance: of log-probabilities, relative to the range of all.
 
     Attributes:
-        own: transformers' log-probabilities [vocab], by the new tokens before.
-        pairs: candidates that follow one another.
-        ties: such pairs that transformers' own numbers have in the other order.
-        range: from the least to the greatest log-probability of a step.
+        own: transformers' log-probabilities [vocab], by the preceding new tokens.
+        pairs: number of adjacent candidates.
+        ties: adjacent candidates in the opposite order in transformers.
+        range: maximum minus minimum log-probability of a step.
     """
 
     def __init__(self, given, start, tolerance):
@@ -94,13 +94,13 @@ class GivenNumbers(LogitsProcessor):
 
 
 def first_topk(values, k):
-    """torch.topk, which leaves open which of equal values comes first: here the first does."""
+    """Variant of torch.topk that orders equal values by index."""
     found, places = values.sort(dim=-1, descending=True, stable=True)
     return torch.return_types.topk((found[..., :k], places[..., :k]))
 
 
 def transformers_beams(model, prompt, params, ends, numbers, **options):
-    """Per beam: tokens, the beam that each continued, and the score; None where there is none."""
+    """Return per beam its tokens, parents and score; None without a score."""
     ids = torch.tensor([prompt])
     with torch.no_grad(), mock.patch.object(torch, "topk", first_topk):
         out = model.generate(
@@ -121,8 +121,9 @@ def transformers_beams(model, prompt, params, ends, numbers, **options):
 
 
 def assert_equal(llm, model, prompts, params, ends=(), tolerance=2e-5, **options):
-    """All beams of all prompts are those of transformers; each log-probability, relative to the
-    range of all, and each score are within the tolerance.
+    """Assert that all beams equal those of transformers.
+
+    Log-probabilities, relative to their range, and scores are within the tolerance.
     """
     searches = []
 

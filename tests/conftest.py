@@ -1,4 +1,4 @@
-"""A tiny model with a tokenizer, and its case directories; the CUDA engine where it is."""
+"""Shared fixtures: a tiny model with its case directories, and the CUDA engine if installed."""
 
 import functools
 import os
@@ -24,14 +24,14 @@ CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %
 
 @pytest.fixture(scope="session", autouse=True)
 def exports_are_kept():
-    """From test to test and from run to run."""
+    """Cache exports between tests and runs."""
     with export_cache.installed():
         yield
 
 
 @pytest.fixture(scope="session", autouse=True)
 def graphs_are_valid_onnx():
-    """Of every case directory that a test has written; a graph takes 10 ms."""
+    """Check the graphs of every written case directory; one graph takes 10 ms."""
     real = api.write
 
     def checked(*args):
@@ -59,7 +59,7 @@ def write_tokenizer(directory):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """`-m extension` chooses the tests of what llmc-cuda has."""
+    """Mark the tests that need llmc-cuda, for `-m extension`."""
     for item in items:
         if "extension" in item.fixturenames:
             item.add_marker("extension")
@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def extension():
-    """The compiled CUDA engine. What it says on the host needs no GPU."""
+    """The compiled CUDA engine; its host-side checks need no GPU."""
     if find_spec("llmc_cuda") is None:
         pytest.skip("llmc-cuda is not installed")
     return cuda.extension()
@@ -75,7 +75,7 @@ def extension():
 
 @pytest.fixture(scope="session")
 def tensorrt(extension):
-    """Its part for TensorRT, without TensorRT."""
+    """The extension's TensorRT module, which loads without TensorRT."""
     if not hasattr(extension, "tensorrt"):
         pytest.skip("llmc-cuda was built without TENSORRT_ROOT")
     extension.tensorrt.library = os.path.join(os.path.dirname(extension.__file__),
@@ -85,13 +85,13 @@ def tensorrt(extension):
 
 @pytest.fixture(scope="session")
 def harness(tensorrt):
-    """What plays TensorRT's part before the plugins."""
+    """Harness that calls the plugins in TensorRT's place."""
     return tensorrt.Harness(tensorrt.library)
 
 
 @pytest.fixture
 def all_cores():
-    """For this test, the cores that the worker keeps off."""
+    """Let the test use all cores instead of the worker's core."""
     own = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores.ALL)
     yield cores.ALL
@@ -100,13 +100,13 @@ def all_cores():
 
 @pytest.fixture
 def decisive(monkeypatch):
-    """No token of this test is chosen by less than rounding may move; see margins."""
+    """Check that no sampled token of the test depends on rounding; see margins."""
     margins.guard(monkeypatch)
 
 
 @pytest.fixture
 def decisive_beams(monkeypatch):
-    """No beam of this test is chosen by less than rounding may move."""
+    """Check that no beam of the test depends on rounding."""
     margins.guard_beams(monkeypatch)
 
 
@@ -129,7 +129,7 @@ def tiny_model(tiny_hf):
 
 @pytest.fixture(scope="session")
 def encoder_decoder(tmp_path_factory):
-    """Called with a name in families: the tiny model, its export, and its case directories."""
+    """Factory by family name: the tiny model, its export and its case directories."""
     @functools.cache
     def make(name):
         root = tmp_path_factory.mktemp(name)
@@ -143,7 +143,7 @@ def encoder_decoder(tmp_path_factory):
 
 
 def write_word_tokenizer(directory, end_id):
-    """Token i is the word `wi`; a text ends with the end token."""
+    """Token i is the word `wi`; a text ends with the EOS token."""
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(families.VOCAB)}))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -167,7 +167,7 @@ def case_tp2(tiny_hf, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def nan_hf(tmp_path_factory):
-    """A checkpoint whose logits are NaN after token 7, and after no other."""
+    """A checkpoint whose logits are NaN after token 7 only."""
     path = tmp_path_factory.mktemp("nan") / "hf"
     model = families.tiny_model("llama", vocab_size=VOCAB, num_hidden_layers=1)
     with torch.no_grad():

@@ -1,6 +1,6 @@
-"""A worker of pytest-xdist keeps to a core of its own, or its threads would wait for the others'.
+"""Pins a pytest-xdist worker to one core, so that its threads do not contend with others'.
 
-Imported before torch and ONNX Runtime, which count the cores that they may use.
+Imported before torch and ONNX Runtime, which count the available cores.
 """
 
 import os

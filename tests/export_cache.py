@@ -1,9 +1,7 @@
-"""Exports that tests share, on disk: most of their time is torch's exporter, and many ask for the
-same tiny model.
+"""Disk cache of exports that tests share, since torch's exporter dominates their time.
 
-What is kept is named after all that it is made of: the config, what is asked for, the versions of
-the libraries, and the code that exports. An export of a model class that is not one of
-transformers' own is not kept, nor one that a test watches.
+The key covers the config, the request, library versions and the exporting code. Exports of model
+classes outside transformers, and exports that a test observes, are not cached.
 """
 
 from __future__ import annotations
@@ -33,8 +31,7 @@ _LIBRARIES = ("torch", "transformers", "onnx", "onnxscript", "onnx-ir", "acceler
 
 @cache
 def _folder() -> Path:
-    """The folder for this code and these libraries; those that nobody has used for a day are gone.
-    """
+    """Return the folder for this code and these libraries; remove ones unused for a day."""
     digest = hashlib.sha256("".join(map(version, _LIBRARIES)).encode())
     for path in (*sorted((_ROOT / "compiler" / "frontend").glob("*.py")), Path(__file__)):
         digest.update(path.read_bytes())
@@ -48,7 +45,7 @@ def _folder() -> Path:
 
 
 def kept(key: str, make: Callable[[], onnx.ModelProto]) -> onnx.ModelProto:
-    """What `make` gives, or gave another test for this key; processes wait for one another."""
+    """Return the cached result of `make` for the key; a lock serializes processes."""
     path = _folder() / f"{hashlib.sha256(key.encode()).hexdigest()}.onnx"
     with open(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -63,7 +60,7 @@ def kept(key: str, make: Callable[[], onnx.ModelProto]) -> onnx.ModelProto:
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Have the compiler's exports kept."""
+    """Cache the compiler's exports."""
     real, exporter = trace.trace, trace._run_exporter
 
     def cached(config: Any, part: Any, layers_name: str | None, trust_remote_code: bool,

@@ -1,4 +1,4 @@
-"""Tiny random models of each family, and what the tests check them with."""
+"""Tiny random models of each family, and helpers to check them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ _LATENT = {**_LLAMA, "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank"
 _LATENT_EXPERTS = {**_LATENT, "moe_intermediate_size": 40, "n_routed_experts": 8,
                    "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
                    "first_k_dense_replace": 1}
-# Those whose cache has latents.
+# Families with a latent cache.
 LATENT = {
     "deepseek_v2": {**_LATENT_EXPERTS, "q_lora_rank": None},
     "deepseek_v3": {**_LATENT_EXPERTS, "rope_parameters": {
@@ -81,8 +81,8 @@ LATENT = {
     "hy_v4": {**_LATENT_EXPERTS, "index_topk": 64, "index_n_heads": 2, "index_head_dim": 16,
               "n_group": 1, "hc_mult": 3, "swiglu_limit": 0.7},
 }
-# Whose attention is their own: in chunks, of scaled queries, of normed values, of values narrower
-# than keys, to another layer's caches.
+# Families with other attention: chunked, scaled queries, normalized values, values narrower
+# than keys, another layer's caches.
 OWN_ATTENTION = {
     "llama4_text": {**_HEADS, "intermediate_size": 40, "intermediate_size_mlp": 96,
                     "num_hidden_layers": 5, "num_local_experts": 4, "moe_layers": [0, 1, 3],
@@ -100,14 +100,14 @@ OWN_ATTENTION = {
     "gemma4_unified_text": {**_GEMMA4, "num_hidden_layers": 4,
                             "layer_types": ["sliding_attention", "full_attention"] * 2},
 }
-# Gemma 4 without what its small models have, in its larger ones' form.
+# Gemma 4 in the form of its larger models.
 GEMMA4_LARGE = {"num_hidden_layers": 4, "num_kv_shared_layers": 0,
                 "layer_types": ["sliding_attention", "full_attention"] * 2,
                 "hidden_size_per_layer_input": 0, "use_double_wide_mlp": False,
                 "attention_k_eq_v": True, "num_global_key_value_heads": 1}
 GEMMA4_MOE = {**GEMMA4_LARGE, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2,
               "moe_intermediate_size": 40}
-# Families that nobody planned for: the passes must take them as they are.
+# Families without a rule in llmc: the passes must support them unchanged.
 UNPLANNED = {
     "starcoder2": _LLAMA,
     "stablelm": _LLAMA,
@@ -141,17 +141,17 @@ UNPLANNED = {
     "vaultgemma": {**_HEADS, "sliding_window": 8},
     "beam": {**_HEADS, "sliding_window": 8, "num_hidden_layers": 2,
              "layer_types": ["sliding_attention", "full_attention"]},
-    # Scores raised to the lowest number, zeros added to them, a mask that multiplies them.
+    # Scores clamped to the lowest float, zeros added to them, a multiplicative mask.
     "xglm": dict(vocab_size=VOCAB, d_model=64, ffn_dim=100, num_layers=3, attention_heads=4,
                  max_position_embeddings=64),
     "gpt_neox_japanese": {**_LLAMA, "num_hidden_layers": 2},
     "openai-gpt": _GPT2,
-    # Positions that an array of indices chooses, of a table and of a weight.
+    # Positions gathered by an index array, from a table and from a weight.
     "ctrl": {**_GPT2, "dff": 96},
     "whisper": dict(vocab_size=VOCAB, d_model=64, encoder_layers=1, decoder_layers=2,
                     encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=96,
                     decoder_ffn_dim=96, max_target_positions=64, pad_token_id=0),
-    # Layers that come again, whose projections are one tensor of the checkpoint.
+    # Repeated layers, whose projections are one tensor of the checkpoint.
     "hrm_text": {**_HEADS, "num_key_value_heads": 4, "num_hidden_layers": 2,
                  "num_layers_per_stack": 1, "H_cycles": 2, "L_cycles": 2},
 }
@@ -179,7 +179,7 @@ MIXTURES = {
                 "rope_parameters": {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0,
                                     "original_max_position_embeddings": 16}},
 }
-# Mixtures that transformers lists and llmc has no line about, by the sizes that their configs take.
+# MoE models of transformers without a line in llmc, by the sizes that their configs take.
 UNPLANNED_MIXTURES = (
     "afmoe", "aria_text", "cohere2_moe", "exaone_moe", "flex_olmo", "flint", "granitemoe_swa",
     "granitemoeshared", "hy_v3", "laguna", "mellum", "minimax_m3_vl_text", "solar_open")
@@ -189,7 +189,7 @@ SIZES = {**_HEADS, "sliding_window": 8, "num_experts": 4, "num_local_experts": 4
          "shared_intermediate_size": 48, "n_shared_experts": 1, "num_shared_experts": 1,
          "moe_num_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
          "rotary_dim": 8, "index_topk": 64}
-# Layers that keep a state, of which some attend too.
+# Layers with a recurrent state; some models have attention too.
 _LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
            "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "num_hidden_layers": 4,
            "layer_types": ["linear_attention", "linear_attention", "full_attention",
@@ -235,7 +235,7 @@ HYBRIDS = {
     "bailing_hybrid": {**_LATENT_EXPERTS, "num_local_experts": 8, "num_hidden_layers": 4,
                        "head_dim": 16, "layer_group_size": 3},
 }
-# Those that put together, another way, what others consist of: for `make test-all`.
+# Other combinations of the same features, for `make test-all`.
 COMPOSED = frozenset({
     "granite", "phi", "glm", "smollm3", "seed_oss", "codegen", "gpt_bigcode", "biogpt", "gemma",
     "helium", "ernie4_5", "arcee", "olmo3", "ministral", "cohere2", "vaultgemma",
@@ -268,19 +268,19 @@ UNPLANNED_ENCODER_DECODERS = {
 
 
 def once(names: Iterable[str]) -> list:
-    """pytest's parameters; those in `COMPOSED` for `make test-all`."""
+    """Return pytest parameters; those in `COMPOSED` are for `make test-all`."""
     return [pytest.param(name, marks=[pytest.mark.thorough] * (name in COMPOSED))
             for name in names]
 
 
 def tiny_encoder_decoder(name: str, **changes) -> torch.nn.Module:
-    """A random model that says something else about each prompt."""
+    """A random model with different output for each prompt."""
     family, known = {**ENCODER_DECODERS, **UNPLANNED_ENCODER_DECODERS}[name]
     config = AutoConfig.for_model(family, **{**known, **changes})
     torch.manual_seed(0)
     model = AutoModelForSeq2SeqLM.from_config(config, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(1)
-    # T5 does not scale its scores: with more, transformers' own float32 is off by more than 1e-4.
+    # T5 does not scale its scores: larger values exceed 1e-4 even in transformers' float32.
     spread = 0.13 if hasattr(config, "d_kv") else 0.35
     for key, parameter in model.named_parameters():
         gain = parameter.dim() == 1 and key.endswith("weight")
@@ -296,7 +296,7 @@ def tiny_encoder_decoder(name: str, **changes) -> torch.nn.Module:
 
 
 def tiny_model(family: str, **changes) -> torch.nn.Module:
-    """A random model whose every parameter matters: none is zero or one."""
+    """A random model whose every parameter affects the output: none is zero or one."""
     known = {**FAMILIES, **LATENT, **OWN_ATTENTION, **UNPLANNED, **MIXTURES,
              **HYBRIDS}.get(family, {})
     config = AutoConfig.for_model(family, **{**known, **changes})
@@ -304,10 +304,10 @@ def tiny_model(family: str, **changes) -> torch.nn.Module:
 
 
 def randomized(model: torch.nn.Module) -> torch.nn.Module:
-    """The model with every parameter drawn again."""
+    """Redraw every parameter of the model."""
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.eval().named_parameters():
-        # A state that remembers longer than a few tokens.
+        # A state with a memory of more than a few tokens.
         torch.nn.init.normal_(parameter, -3.0 if name.endswith("A_log") else 0.0, 0.15, generator)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
@@ -318,13 +318,13 @@ def randomized(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def sizes_of(family: str) -> dict[str, Any]:
-    """Small sizes, of those that a family's config has."""
+    """Return small sizes for those that the family's config has."""
     known = CONFIG_MAPPING[family]().to_dict()
     return {name: value for name, value in SIZES.items() if name in known}
 
 
 def save(model: torch.nn.Module, directory: Path) -> Path:
-    """The model as a Hugging Face directory."""
+    """Save the model as a Hugging Face directory."""
     model.save_pretrained(directory)
     return directory
 
@@ -337,7 +337,7 @@ def smollm2() -> Path:
 
 
 def count_exported(monkeypatch: pytest.MonkeyPatch, op_type: str) -> list[int]:
-    """How many such nodes each export from now on has; nothing of one that another run has left."""
+    """Count these nodes in each later export; cached exports are not counted."""
     real, counts = trace._to_proto, []
 
     def counted(*args):
@@ -351,7 +351,7 @@ def count_exported(monkeypatch: pytest.MonkeyPatch, op_type: str) -> list[int]:
 
 def compile_sizes(hf_dir: Path, root: Path, sizes: list[int],
                   expert_parallel: bool = False) -> dict[int, Path]:
-    """Case directories for several tp sizes from one export."""
+    """Compile case directories for several tp sizes from one export."""
     raw = load(hf_dir)
     fused = fuse(raw, CompileOptions(), vocab_multiple=192)
     made = {}
@@ -364,7 +364,7 @@ def compile_sizes(hf_dir: Path, root: Path, sizes: list[int],
 
 
 def assert_valid_onnx(case: Path) -> None:
-    """Every graph of a case directory is what the ONNX standard says, types included."""
+    """Assert that every graph of a case directory is valid, typed ONNX."""
     paths = sorted(case.glob("chip*/*.onnx"))
     assert paths
     for path in paths:
@@ -372,13 +372,13 @@ def assert_valid_onnx(case: Path) -> None:
 
 
 def copy_raw(raw: RawModel) -> RawModel:
-    """To consume."""
+    """Copy a raw export, for passes that consume it."""
     return replace(raw, graph=raw.graph.copy(), encoder=raw.encoder and raw.encoder.copy())
 
 
 def write_encoder_decoder(raw: RawModel, case: Path, target: Target, options: CompileOptions,
                           tp_size: int = 1, **limits: int) -> Manifest:
-    """A case directory from an export that others go on to use; `limits` as in `CompileOptions`."""
+    """Write a case directory from a shared export; `limits` as in `CompileOptions`."""
     copied = copy_raw(raw)
     options = replace(options, target=target.kind, tp_size=tp_size, **limits)
     lowered = lower(copied, options)
@@ -387,7 +387,7 @@ def write_encoder_decoder(raw: RawModel, case: Path, target: Target, options: Co
 
 
 def compile_encoder_decoder(raw: RawModel, root: Path) -> dict[str, Path]:
-    """Case directories for one chip and for two, from one export."""
+    """Compile case directories for one chip and for two from one export."""
     made = {}
     for name, tp_size in (("tp1", 1), ("tp2", 2)):
         made[name] = root / name
@@ -405,7 +405,7 @@ def logits_on_gpu(hf: Path, tokens: list[list[int]], dtype: torch.dtype) -> np.n
 
 
 def bring_experts_together(model: torch.nn.Module) -> None:
-    """Each expert to a fiftieth of its distance from their mean."""
+    """Move each expert to a fiftieth of its distance from their mean."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".experts." in name and parameter.dim() > 1:
@@ -414,10 +414,10 @@ def bring_experts_together(model: torch.nn.Module) -> None:
 
 def check_logits_on_gpu(family: str, directory: Path, compile: Callable[[Path, Path, str], object],
                         dtypes: Sequence[str], **changes) -> None:
-    """A tiny model, compiled for each dtype: the logits of an unequal batch, prompts and decoding,
-    beside transformers'. In 16 bits no further from the float32 truth than twice what transformers
-    is at most positions, and than four times at its furthest, of experts that are nearly alike:
-    rounding may choose another.
+    """Compare the logits of a ragged batch with transformers', for each dtype.
+
+    In 16 bits the error against float32 is at most twice that of transformers at most positions,
+    and four times its maximum elsewhere. Experts are similar, as rounding may change the routing.
     """
     try:
         model = tiny_model(family, **changes)
@@ -452,17 +452,17 @@ def check_logits_on_gpu(family: str, directory: Path, compile: Callable[[Path, P
 
 
 def engine_of(llm: llmc.LLM) -> Any:
-    """The first replica's."""
+    """Return the engine of the first replica."""
     return llm._loops[0]._engine
 
 
 def ranks(llm: llmc.LLM) -> Sequence[Any]:
-    """Those of the first replica on CPUs."""
+    """Return the CPU ranks of the first replica."""
     return engine_of(llm)._ranks._engines
 
 
 def steps_read(llm: llmc.LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A list to which each step that the first replica runs adds its number of tokens."""
+    """Return a list to which each step of the first replica appends its token count."""
     read: list[int] = []
     engine = engine_of(llm)
     submit = engine.submit
@@ -476,14 +476,14 @@ def steps_read(llm: llmc.LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def end_with(llm: llmc.LLM, monkeypatch: pytest.MonkeyPatch, ends: Sequence[int]) -> None:
-    """Make these the model's end tokens."""
+    """Set the model's EOS tokens."""
     tokenizer = llm.manifest.tokenizer.model_copy(update={"eos_token_ids": tuple(ends)})
     monkeypatch.setattr(llm._reader, "manifest",
                         llm.manifest.model_copy(update={"tokenizer": tokenizer}))
 
 
 def greedy(model: torch.nn.Module, prompt: Sequence[int], count: int) -> tuple[int, ...]:
-    """The tokens that transformers gives."""
+    """Return transformers' greedy tokens."""
     known = list(prompt)
     while len(known) < len(prompt) + count:
         known.append(int(reference_logits(model, known)[-1].argmax()))
@@ -492,7 +492,7 @@ def greedy(model: torch.nn.Module, prompt: Sequence[int], count: int) -> tuple[i
 
 def best_of_beams(model: torch.nn.Module, prompt: Sequence[int], beams: int, count: int) -> \
         tuple[int, ...]:
-    """What transformers' beam search finds, without a cache."""
+    """Return the result of transformers' beam search without a cache."""
     with torch.no_grad():
         best = model.generate(torch.tensor([prompt]), num_beams=beams, max_new_tokens=count,
                               do_sample=False, eos_token_id=None, pad_token_id=0, use_cache=False)
@@ -501,8 +501,9 @@ def best_of_beams(model: torch.nn.Module, prompt: Sequence[int], beams: int, cou
 
 def ask_at_once(llm: llmc.LLM, prompts: Sequence[Sequence[int]],
                 params: Callable[[int], llmc.SamplingParams]) -> dict[int, list]:
-    """What each prompt, asked by a thread of its own, is answered; `params` by index. Nobody is
-    answered before all have asked.
+    """Generate for all prompts in concurrent threads; `params` by index.
+
+    No request runs before all have arrived.
     """
     got = {}
     loop, = llm._loops
@@ -538,9 +539,10 @@ ROUTERS = r"(^|\.)(router|gate|wg|shared_expert_gate|router\.\w+)$"  # modules
 
 def round_tokens(model: torch.nn.Module, scales: Mapping[str, float] | None = None,
                  group: int = 0) -> None:
-    """From now on round to FP8 what the layers' linear modules and experts multiply, each token by
-    a scale of its own, or each `group` of it, or all by that of the module, and then not what
-    experts do; nor what routers and the LM head do.
+    """Quantize the activations of linear modules and experts to FP8 in transformers.
+
+    Scales are per token, per `group` of a token, or per module (static; experts excluded). Routers
+    and the LM head are excluded.
     """
     def rounded(x: torch.Tensor, fixed: float | None = None) -> torch.Tensor:
         x = x.unflatten(-1, (-1, group or x.shape[-1]))
@@ -572,7 +574,7 @@ def round_tokens(model: torch.nn.Module, scales: Mapping[str, float] | None = No
 
 
 def assert_close(actual: np.ndarray, expected: np.ndarray, tolerance: float = 1e-4) -> None:
-    """Largest difference at most `tolerance` of the expected range."""
+    """Assert a maximum difference of `tolerance` relative to the expected range."""
     assert actual.shape == expected.shape
     span = float(expected.max() - expected.min())
     worst = float(np.abs(actual - expected).max())
@@ -580,7 +582,7 @@ def assert_close(actual: np.ndarray, expected: np.ndarray, tolerance: float = 1e
 
 
 def assert_exports(raw: RawModel, model: torch.nn.Module) -> None:
-    """The raw export gives the model's logits."""
+    """Assert that the raw export gives the model's logits."""
     tokens = np.random.default_rng(0).integers(3, VOCAB, 20)
     got = run_graph(raw.graph, {"input_ids": tokens[None], "position_ids": np.arange(20)[None]},
                     ["logits"])
@@ -599,7 +601,7 @@ def plant(case: Path, chip: int, name: str, scale: float) -> None:
 
 
 def rope(kind: str, **parameters) -> dict:
-    """The config entry of a rope scaling."""
+    """Return the config entry of a rope scaling."""
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **parameters}}
 
 
@@ -619,7 +621,7 @@ _MXFP4 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
 
 
 def to_mxfp4(hf: Path, directory: Path, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """A gpt-oss checkpoint with random experts in MXFP4; and the numbers that they are."""
+    """Write a gpt-oss checkpoint with random MXFP4 experts; return their values too."""
     numbers, tensors = {}, {}
     for name, tensor in load_file(hf / "model.safetensors").items():
         if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
@@ -641,8 +643,9 @@ def to_mxfp4(hf: Path, directory: Path, rng: np.random.Generator) -> dict[str, n
 
 
 def to_static_fp8(hf: Path, directory: Path, scales: Mapping[str, float]) -> Path:
-    """A checkpoint with its linear layers' weights in FP8, and a scale for all activations of each
-    that has a part of `scales` in its name.
+    """Convert a checkpoint to FP8 linear weights.
+
+    Layers with a part of `scales` in their names get a static activation scale.
     """
     tensors = {}
     for name, tensor in load_file(hf / "model.safetensors").items():

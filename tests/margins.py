@@ -1,8 +1,8 @@
-"""By how much a token is chosen.
+"""Margins of sampled tokens.
 
-Logits differ by rounding from processor to processor, and from batch to batch. Where a test
-compares tokens exactly, each is to be chosen by so much that no rounding decides; a test whose
-prompts or seeds are nearer to a tie says so on every processor, instead of failing on some.
+Logits differ by rounding between processors and batches. If a test compares tokens exactly, each
+margin must exceed rounding. A test whose prompts or seeds are nearer to a tie fails on every
+processor instead of on some.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import pytest
 from llmc.runtime.sampling.beam_search import BeamSearch, Candidates, expand
 from llmc.runtime.sampling.sampler import Sampler, _candidates, _random_numbers
 
-# Rounding moves logits by some 1e-6 of their range, and the probability below a token by as much.
+# Rounding moves logits by some 1e-6 of their range, and cumulative probabilities likewise.
 GREEDY = 1e-4  # of the logits' range, between the token and the next best
 DRAWN = 2e-5  # between the random number and the nearest sum of probabilities
 BEAMS = 2e-5  # between one sum of log-probabilities and the next best
 
 
 def guard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refuse tokens that the host chooses by less."""
+    """Refuse tokens that the host samples with a smaller margin."""
     choose = Sampler.__call__
 
     def check(self: Sampler, logits: np.ndarray, tokens: Sequence[int]) -> int:
@@ -39,7 +39,7 @@ def guard(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def margin_of(sampler: Sampler, logits: np.ndarray, tokens: Sequence[int]) -> tuple[float, float]:
-    """By how much the next token is chosen, and by how much it should be."""
+    """Return the margin of the next token and the required one."""
     scores = sampler.process(logits, tokens)
     allowed = np.sort(scores[np.isfinite(scores)])
     if len(allowed) < 2 or len(tokens) in sampler._forced:
@@ -54,12 +54,12 @@ def margin_of(sampler: Sampler, logits: np.ndarray, tokens: Sequence[int]) -> tu
 
 
 def guard_beams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refuse beams that a search goes on with by less."""
+    """Refuse beams that a search keeps with a smaller margin."""
     step = BeamSearch.step
 
     def check(self: BeamSearch, candidates: Candidates) -> tuple[np.ndarray, np.ndarray]:
         _, _, sums = expand(candidates, self.cum_log_probs, self._diversity_rate)
-        # The first that is left out counts too, and a beam that ends makes room for one more.
+        # The first dropped candidate counts too; a finished beam admits one more.
         best = np.sort(sums[self.running])[:, ::-1][:, :self.candidates + 1]
         margin = float((best[:, :-1] - best[:, 1:]).min(where=best[:, 1:] > -1e8, initial=1))
         assert margin >= BEAMS, (

@@ -1,4 +1,4 @@
-"""Tensors on a GPU as llmc's CUDA extension takes them, or a TensorRT plan."""
+"""GPU tensors in the form of llmc's CUDA extension, or of a TensorRT plan."""
 
 import numpy as np
 import onnx_graphsurgeon as gs
@@ -13,7 +13,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 def tensors_of(op, fields, inputs, dtype):
-    """A sample's inputs, floating ones in the dtype that the op takes them in beside `dtype`."""
+    """Return a sample's inputs, floating-point ones in the op's dtypes for `dtype`."""
     kinds = dict.fromkeys(op.float32_inputs, torch.float32)
     kinds |= dict.fromkeys(op.rounded(fields), torch.float8_e4m3fn)
     if fields.get("kv_dtype"):
@@ -25,7 +25,7 @@ def tensors_of(op, fields, inputs, dtype):
 
 
 def in_kernel_order(op, fields, inputs):
-    """Of these inputs the weights in fewer bits, their scales and zeros, as a plan has them."""
+    """Return quantized weights, scales and zero points in a plan's layout."""
     names = {name for role in op.quantized
              for name in (role.weight, role.scale, role.zero, role.minimum)}
     given = {name: gs.Constant(name, Weight.of(array)) if name in names else gs.Variable(name)
@@ -36,7 +36,7 @@ def in_kernel_order(op, fields, inputs):
 
 
 def among_columns(tensor, before, behind):
-    """The same numbers among the columns of wider rows, with none beside them."""
+    """Return the values as columns of wider rows, surrounded by NaN."""
     rows, width = tensor.shape
     wide = torch.full((rows, before + width + behind), float("nan"), dtype=tensor.dtype,
                       device=tensor.device)
@@ -45,7 +45,7 @@ def among_columns(tensor, before, behind):
 
 
 def in_code_order(codes, back=False):
-    """Rows of codes as kernels have them: of eight columns the even ones first; or back."""
+    """Permute codes to the kernels' order, even columns of eight first, or back."""
     order = [0, 4, 1, 5, 2, 6, 3, 7] if back else [0, 2, 4, 6, 1, 3, 5, 7]
     units = codes.view(torch.uint8).reshape(-1, 8)[:, order]
     return units.reshape(codes.shape).contiguous().view(codes.dtype)
@@ -56,7 +56,7 @@ def describe(tensor):
 
 
 def filled_of(op, inputs):
-    """Which places of an op's caches hold a sequence's positions after it, bool of their shape."""
+    """Return which cache elements are filled after the op, bool of the caches' shapes."""
     filled = np.zeros(inputs[min(op.cache_inputs)].shape, bool)
     size = filled.shape[2]
     table = inputs.get("block_table", np.arange(len(filled))[:, None])

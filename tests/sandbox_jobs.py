@@ -1,4 +1,4 @@
-"""Jobs of test_sandbox. A module of its own, as child processes import it."""
+"""Jobs of test_sandbox, in a separate module that child processes import."""
 
 import ctypes
 
@@ -21,5 +21,5 @@ def allocate():
 
 
 def overflow():
-    """As a native library that recurses without end."""
+    """Overflow the stack like a native library with unbounded recursion."""
     ctypes.CDLL(None).memset(0, 0, 1)

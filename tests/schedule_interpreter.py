@@ -1,6 +1,4 @@
-"""The CUDA engine's place taken by NumPy: a schedule run with the ops' references, in an arena that
-knows whose bytes each are.
-"""
+"""NumPy interpreter of CUDA programs, in an arena that tracks the owner of each byte."""
 
 from __future__ import annotations
 
@@ -38,20 +36,21 @@ _ELEMENTWISE = {"Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Div": np
                 "Elu": lambda x: np.where(x > 0, x, np.expm1(np.minimum(x, 0))),
                 "Where": lambda chosen, x, y: np.where(chosen != 0, x, y)}
 _GUARD, _POISON = 64, 0xA5
-# Blocks are small, so that few tokens take several, and in an order that no mistake would make.
+# Blocks are small, so that few tokens take several, and in an unusual order.
 LIMITS = EngineLimits(num_blocks=512, block_size=4, max_tokens=4096, max_slots=64, max_logits=512,
                 ahead=1)
 _TABLE = [block * 37 % LIMITS.num_blocks for block in range(LIMITS.num_blocks)]
 
 
 def _one(tokens: Sequence[int], past: int, **others: object) -> Step:
-    """A step of one sequence whose logits are all wanted."""
+    """Return a step of one sequence with all logits."""
     return Step.of([tokens], [past], [_TABLE], [0], logits="all", **others)
 
 
 class Arena:
-    """Memory for the values of a step of `count` tokens or logits, `row_bytes` each, between two
-    guards.
+    """Memory for the values of a step of `count` tokens or logits, between two guards.
+
+    A token or logit has `row_bytes` bytes.
     """
 
     def __init__(self, row_bytes: int, count: int) -> None:
@@ -82,11 +81,10 @@ class Arena:
 
 
 class Interpreter:
-    """A schedule on NumPy, each value rounded to the model's dtype.
+    """NumPy interpreter of a program; each value is rounded to the model's dtype.
 
-    Values lie in one buffer at the schedule's offsets; one that is outside it, or read when another
-    has been written over it, is an error. What no sequence was ever given of the caches is no
-    number.
+    Values are in one buffer at the program's offsets. Access outside it, or to an overwritten
+    value, is an error. Unused cache entries are NaN.
     """
 
     def __init__(self, case: Path, rank: int = 0, communicator: Communicator | None = None,
@@ -111,7 +109,7 @@ class Interpreter:
                        for t in self.schedule.tensors if t.kind == "memory"}
 
     def encode(self, source: Sequence[int], start: int) -> EncoderOutputs:
-        """Run the encoder; what it makes is in rows of the memory from `start` on."""
+        """Run the encoder; its output is stored in rows from `start` on."""
         assert self.encoder is not None
         self._run(self.encoder, _one(source, 0),
                   {"memory_rows": np.arange(start, start + len(source))})
@@ -119,11 +117,11 @@ class Interpreter:
 
     def run(self, tokens: Sequence[int], past: int,
             memory: EncoderOutputs | None = None) -> np.ndarray:
-        """Logits [num_tokens, vocab_size] of tokens that follow `past` others."""
+        """Return logits [num_tokens, vocab_size] of tokens after `past` others."""
         return self.compute(_one(tokens, past, memory=memory))
 
     def compute(self, step: Step) -> np.ndarray:
-        """Logits [num_logits, vocab_size]; `memory` in the step counts rows of one token."""
+        """Return logits [num_logits, vocab_size]; `memory` in the step counts rows of one token."""
         assert not step.encode, "the encoder is run by itself"
         for cache in self.caches.values():
             for source, target in step.copies:
@@ -132,7 +130,7 @@ class Interpreter:
         return self.trace(step)[name][:, :self.manifest.dims.vocab_size]
 
     def greedy(self, tokens: Sequence[int], count: int) -> tuple[int, ...]:
-        """The tokens that follow a prompt."""
+        """Return the greedy continuation of a prompt."""
         known = list(tokens)
         logits = self.run(known, 0)
         while len(known) < len(tokens) + count:
@@ -148,7 +146,7 @@ class Interpreter:
 
     def _run(self, schedule: Program, step: Step,
              inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Run a program; `inputs` are those that the step has not."""
+        """Run a program; `inputs` are the ones absent from the step."""
         inputs = {"input_ids": step.token_ids, "position_ids": step.position_ids,
                   "cu_seqlens": step.cu_seqlens, "past_lens": step.past_lens,
                   "logits_indices": step.logits_indices, "block_table": step.block_tables, **inputs}
@@ -160,7 +158,7 @@ class Interpreter:
         arenas = {False: Arena(schedule.token_bytes, sizes["num_tokens"]),
                   True: Arena(schedule.logit_bytes, sizes["num_logits"])}
         decode = sizes["num_tokens"] == sizes["num_logits"] == step.batch_size
-        moved: dict[int, int] = {}  # values that the engine reads where another is
+        moved: dict[int, int] = {}  # values that alias another value's memory
         kept: dict[str, np.ndarray] = {}
 
         def read(number):
@@ -217,7 +215,7 @@ class Interpreter:
 
 
 class Interpreters:
-    """The ranks of a case, as `Replica`."""
+    """Interpreters of all ranks, in the place of a `Replica`."""
 
     def __init__(self, case: Path, limits: EngineLimits = LIMITS) -> None:
         count = read_manifest(case).tp_size
@@ -239,12 +237,12 @@ class Interpreters:
         return self._on_all(lambda rank: rank.greedy(tokens, count))[0]
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing."""
 
 
 @contextmanager
 def interpreted(case: Path, limits: EngineLimits) -> Iterator[llmc.LLM]:
-    """The LLM of a case that is compiled for GPUs, with interpreters in their place."""
+    """Return an LLM of a case for GPUs with interpreters as engines."""
     engine = HostSampling(Interpreters(case, limits), limits)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llm_module, "find_devices", lambda *_: [None])

@@ -1,12 +1,12 @@
-"""Clients that come and go, and bodies of every kind, for as long as is asked.
+"""Load test: clients that connect and disconnect, and malformed requests.
 
     pip install '.[test,test-serve]'
     python tests/server_load.py CASE_DIR --minutes 10        prints the table
 
-14 clients of the `openai` package ask for completions, chats and guided texts, and leave in the
-middle or do not; 2 send what schemathesis makes of /openapi.json, sound and not. Each minute has a
-row. The exit code is 1 where an answer had a status or a form that is not documented, where memory
-grew by more than 5 % in the second half, or where anything remains at the end.
+14 clients of the `openai` package request completions, chats and structured output, and may
+disconnect early. 2 clients send valid and invalid requests that schemathesis derives from
+/openapi.json. Each minute has a row. The exit code is 1 if a response is undocumented, if memory
+grew by more than 5 % in the second half, or if resources are leaked at the end.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SOUND = {"/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]
 
 
 def resident(process):
-    """Bytes of memory that it holds."""
+    """Return the resident memory of a process in bytes."""
     with open(f"/proc/{process.pid}/status") as status:
         return int(re.search(r"VmRSS:\s+(\d+) kB", status.read())[1]) * 1024
 
@@ -44,8 +44,9 @@ def is_empty(server):
 
 
 async def come_and_go(server, seconds, seed, clients=16):
-    """Clients, some of which leave in the middle, and some of which ask for nonsense, for so long
-    and until each has been answered; what became of their requests, by client and kind.
+    """Run clients that may disconnect early or send invalid requests.
+
+    Returns the outcomes of their requests, by client and kind.
     """
     end = time.monotonic() + seconds
     became = Counter()
@@ -85,21 +86,20 @@ async def _ask(client, luck):
     except openai.BadRequestError:
         return "refused"
     except openai.APIError as error:
-        if "the request took longer than" not in str(error):  # which the description allows
+        if "the request took longer than" not in str(error):  # allowed by the schema
             raise
         return "late"
     return "answered"
 
 
 def malformed(url, seed, examples, end=float("inf")):
-    """Have schemathesis ask for every path, so often each, with what the description allows and
-    with what it does not.
+    """Request every path repeatedly with schemathesis, with valid and invalid requests.
 
     Returns:
-        How often which status was answered.
+        The number of responses by status.
 
     Raises:
-        FailureGroup: of schemathesis: an answer's status, type or form is not documented.
+        FailureGroup: of schemathesis: a response's status, type or schema is undocumented.
     """
     import schemathesis
 
@@ -127,12 +127,12 @@ def _ask_often(operation, mode, seed, examples, end):
     @seeded(seed)
     @settings(max_examples=examples, deadline=None, database=None, phases=[Phase.generate],
               suppress_health_check=list(HealthCheck))
-    # A seed, drawn at once: what hypothesis draws must not hang on when the time is over.
+    # A seed drawn at once: hypothesis must not depend on when the time is over.
     @given(operation.as_strategy(generation_mode=mode), st.randoms(use_true_random=True))
     def ask(case, luck):
         if time.monotonic() > end:
             return
-        if sound and luck.random() < 0.7:  # few are answered that have all fields by chance
+        if sound and luck.random() < 0.7:  # few random requests have all fields
             others = sorted({*case.body} - {"model", *sound})
             case.body = sound | {name: case.body[name] for name in
                                  luck.sample(others, min(len(others), 2))}
@@ -149,8 +149,8 @@ def main():
     parser.add_argument("case_dir")
     parser.add_argument("--minutes", type=int, default=10)
     arguments = parser.parse_args()
-    # Hypothesis wants a process for each, as Python 3.11 parses in one thread at a time.
-    # Of a small cache all is used soon; what a large one has reserved would grow for long.
+    # Hypothesis needs a process each, as Python 3.11 parses in one thread at a time.
+    # A small cache is filled soon; a large one would grow for long.
     options = "--request_timeout", 20, "--kv_cache_tokens", 4096
     with serving(arguments.case_dir, *options) as server, \
             ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as senders:
@@ -173,14 +173,14 @@ def _send(url, seed, end):
     while time.monotonic() < end:
         try:
             found += malformed(url, seed, 20, end)
-        except BaseException:  # some of which no process can hand to another
+        except BaseException:  # some cannot be pickled
             raise AssertionError(traceback.format_exc()) from None
         seed += 2
     return found
 
 
 def _minute(server, senders, number):
-    """A row of the table; the memory at its end."""
+    """Print a row of the table; return the memory at its end."""
     end = time.monotonic() + 60
     sent = [senders.submit(_send, server.url, 1000 * number + first, end) for first in (0, 1)]
     became = asyncio.run(come_and_go(server, 60, number, clients=14))

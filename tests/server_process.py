@@ -1,6 +1,4 @@
-"""A process of `llmc serve` on a free port, the `openai` package's client of it, and a request to
-the application itself.
-"""
+"""A process of `llmc serve` on a free port, its `openai` client, and direct ASGI requests."""
 
 import asyncio
 import json
@@ -17,7 +15,7 @@ import openai
 
 
 class Server:
-    """A process of `llmc serve`; `descriptors` are the most files that it may have open."""
+    """A process of `llmc serve`; `descriptors` limits its open files."""
 
     def __init__(self, case, *options, cwd=None, descriptors=None):
         limit = (descriptors, descriptors)
@@ -34,8 +32,8 @@ class Server:
                 break
         else:
             raise AssertionError("".join(first))
-        self.startup = first[-1]  # the line that says that it serves
-        self.log = []  # what comes then; a process whose log nobody reads waits
+        self.startup = first[-1]  # the line that reports readiness
+        self.log = []  # later lines; a process with a full log pipe would block
         self._reader = threading.Thread(target=lambda: self.log.extend(self.process.stderr))
         self._reader.start()
         self.port = int(self.url.rsplit(":", 1)[1])
@@ -46,7 +44,7 @@ class Server:
             return response.read().decode()
 
     def post(self, path, body, **headers):
-        """A status, its headers and its JSON."""
+        """Return the status, the headers and the JSON of a response."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {
             "content-type": "application/json", **headers})
@@ -57,7 +55,7 @@ class Server:
             return error.code, error.headers, json.loads(error.read())
 
     def end(self):
-        """Ask it to end; its exit code, and its log from the time on when it was ready."""
+        """Send SIGTERM; return the exit code and the log since readiness."""
         self.process.terminate()
         code = self.process.wait(20)
         self._reader.join()
@@ -75,7 +73,7 @@ def serving(case, *options, **process):
 
 
 def until(condition, seconds=10):
-    """Wait for what must become true."""
+    """Wait until the condition is true."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
@@ -83,12 +81,12 @@ def until(condition, seconds=10):
 
 
 async def ask(app, path, body=None, answered=None):
-    """A status and a body, by the application itself; the event is set as the body begins."""
+    """Request the ASGI application; return status and body. The event is set at the first chunk."""
     sent, asked = [], asyncio.Event()
 
     async def receive():
         if asked.is_set():
-            await asyncio.Event().wait()  # the client stays
+            await asyncio.Event().wait()  # the client stays connected
         asked.set()
         return {"type": "http.request", "body": json.dumps(body).encode()}
 

@@ -1,4 +1,4 @@
-"""A case directory for the CUDA engine made by hand: a decoder with its encoder, and no export."""
+"""A handwritten case directory for the CUDA engine: an encoder and a decoder, without an export."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ATTENTION = {"num_heads": HEADS, "num_kv_heads": 1, "head_dim": DIM}
 
 
 class Draft:
-    """A schedule as it grows: values are placed where none is that is still to be read."""
+    """Builder of a program; values get arena memory that no live value uses."""
 
     def __init__(self, weights: dict[str, np.ndarray]) -> None:
         self.weights = weights
@@ -59,7 +59,7 @@ class Draft:
 
     def node(self, op: str, inputs: Sequence[int], *makes: tuple[str, int], fields=None,
              logits: bool = False, in_place: int = 0) -> int:
-        """Add a node; the first value that it makes."""
+        """Add a node; return its first output."""
         outputs = []
         for name, width in makes:
             self.tensors.append(dict(
@@ -71,7 +71,7 @@ class Draft:
         return outputs[0] if outputs else -1
 
     def finish(self, logits: int = -1) -> dict:
-        """Place the values, in the order in which they are made."""
+        """Assign offsets to the values in the order of their producers."""
         uses: dict[int, int] = {}
         for index, node in enumerate(self.nodes):
             for number in (*node["inputs"], *node["outputs"]):
@@ -100,7 +100,7 @@ class Draft:
 
 
 def encoder(weights: dict[str, np.ndarray]) -> dict:
-    """An embedding, one attention over distances, and what the decoder sees of it."""
+    """An embedding, attention with a distance bias, and the encoder output."""
     d = Draft(weights)
     cu = d.given("cu_seqlens", "batch_plus_1")
     x = d.node("Embedding", [d.given("input_ids", "num_tokens", dtype="int64"),
@@ -125,8 +125,9 @@ def encoder(weights: dict[str, np.ndarray]) -> dict:
 
 
 def decoder(weights: dict[str, np.ndarray], states: bool) -> dict:
-    """Two layers with rotary embedding, of which the first reads the encoder's memory; the second
-    may keep two states.
+    """Two layers with rotary embedding; the first has cross-attention.
+
+    The second may have two recurrent states.
     """
     d = Draft(weights)
     cu, past = d.given("cu_seqlens", "batch_plus_1"), d.given("past_lens", "batch")
@@ -152,7 +153,7 @@ def decoder(weights: dict[str, np.ndarray], states: bool) -> dict:
             decay = d.node("GemmBiasAct", [normed, d.weight("decay", HEADS, HIDDEN)],
                            ("decay", HEADS), fields={"activation": "softplus"})
             rate = d.weight("rate", HEADS)
-            weights["rate"] = -np.abs(weights["rate"])  # states fade
+            weights["rate"] = -np.abs(weights["rate"])  # states decay
             normed = d.node("GatedLinearAttention",
                             [qkv, decay, before, cu, past, -1, d.weight("skip", HEADS), slots,
                              rate],
@@ -196,7 +197,7 @@ def decoder(weights: dict[str, np.ndarray], states: bool) -> dict:
 
 
 def write_case(directory: Path, *, states: bool = True) -> Path:
-    """Write the case directory; perhaps of a model that keeps states."""
+    """Write the case directory, optionally of a model with recurrent states."""
     chip = directory / "chip0"
     chip.mkdir(parents=True)
     weights: dict[str, np.ndarray] = {}

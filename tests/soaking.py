@@ -1,4 +1,4 @@
-"""Many short requests of several callers, some of which are aborted."""
+"""Soak test: many short requests of several clients, some aborted."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ THREADS, AT_ONCE = 4, 25
 
 
 def resident() -> int:
-    """Pages of this process."""
+    """Return the resident pages of this process."""
     with open("/proc/self/statm", encoding="ascii") as statm:
         return int(statm.read().split()[1])
 
 
 def soak(llm: llmc.LLM, requests: int) -> tuple[int, list[int]]:
-    """Ten times so many requests: how many completions ended, and the pages held after each time,
-    when nothing is left behind.
+    """Run ten rounds of requests; check that each leaks nothing.
+
+    Returns the number of finished completions, and the resident pages after each round.
     """
     sizes = []
     for turn in range(10):
@@ -32,7 +33,7 @@ def soak(llm: llmc.LLM, requests: int) -> tuple[int, list[int]]:
 
 
 def _turn(llm: llmc.LLM, turn: int, requests: int) -> dict[str, Any]:
-    """So many requests; the metrics after them."""
+    """Run `requests` requests; return the metrics after them."""
     threads = [threading.Thread(target=_call, args=(llm, THREADS * turn + index,
                                                     requests // THREADS))
                for index in range(THREADS)]
@@ -40,7 +41,7 @@ def _turn(llm: llmc.LLM, turn: int, requests: int) -> dict[str, Any]:
         thread.start()
     for thread in threads:
         thread.join()
-    time.sleep(0.2)  # what was aborted last
+    time.sleep(0.2)  # the last aborted requests
     return llm.metrics()
 
 

@@ -1,5 +1,7 @@
-"""The scheduler's place taken by the simplest one there is: sequences as they are given, blocks in
-no order, chunks of a size, and as many steps ahead as are asked for.
+"""A minimal scheduler for engine tests.
+
+Sequences run in the given order, with scattered blocks, fixed chunks and a fixed number of
+in-flight steps.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from llmc.runtime.engines.cuda import CudaEngine
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sampling.sampler import Logprobs, Sampler
 
-# What sequences of one batch ask for, greedily and with something drawn.
+# Sampling parameters of one batch, greedy and random.
 MIXED = [
     dict(), dict(repetition_penalty=1.4), dict(presence_penalty=0.8, frequency_penalty=0.4),
     dict(logit_bias={7: 3.0, 9: -2.5, 11: float("-inf")}, logprobs=3),
@@ -31,7 +33,7 @@ SAMPLED = [dict(temperature=0.9, min_p=0.02), dict(temperature=1.2, typical_p=0.
 
 
 def load(case, device=0, rank=0, **options: Any) -> CudaEngine:
-    """An engine of one rank that is ready."""
+    """Load the engine of one rank and prepare it."""
     manifest = read_manifest(case)
     given = {"max_batch_size": 4, "max_tokens": 128, **options}
     engine = CudaEngine(manifest, manifest.chips[rank], case, device, **given)
@@ -48,7 +50,7 @@ class Sequence_:
     max_tokens: int
     blocks: list[int] = field(default_factory=list)
     fed: int = 0
-    asked: int = 0  # tokens that steps were submitted for
+    asked: int = 0  # tokens of submitted steps
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Logprobs | None] = field(default_factory=list)
     begun: tuple[int, ...] = ()
@@ -59,7 +61,7 @@ class Sequence_:
 
 
 class Stepper:
-    """Gives steps to an engine."""
+    """Submits steps to an engine."""
 
     def __init__(self, engine: Any, seed: int = 0) -> None:
         self.engine, self.limits = engine, engine.limits
@@ -73,8 +75,9 @@ class Stepper:
     def generate(self, prompts: Sequence[Sequence[int]], params: Any, *, chunk: int = 10**6,
                  ahead: int = 2, begun: Sequence[Sequence[int]] = (), arrive: int = 10**6) -> \
             list[Sequence_]:
-        """Tokens that follow prompts, max_tokens of each, whatever ends there are in them; `arrive`
-        prompts are new in a step at most, of which the first `begun` tokens are told.
+        """Return max_tokens tokens after each prompt, ignoring EOS.
+
+        At most `arrive` prompts are admitted in a step. Their first `begun` tokens are given.
         """
         listed = params if isinstance(params, list) else [params] * len(prompts)
         all_ = [Sequence_(i, list(prompt), sampler_of(own, prompt), own.max_tokens,
@@ -131,7 +134,7 @@ class Stepper:
 
     def logits(self, rows: Sequence[Sequence[int]], reads: Sequence[Sequence[int]]) -> \
             list[np.ndarray]:
-        """Logits [length, vocab] of sequences; step i reads reads[i][b] tokens of sequence b."""
+        """Return logits [length, vocab]; step i has reads[i][b] tokens of sequence b."""
         tables: list[list[int]] = [[] for _ in rows]
         past = [0] * len(rows)
         made: list[list[np.ndarray]] = [[] for _ in rows]

@@ -1,14 +1,13 @@
-"""Every causal LM class of transformers, as a tiny random model: compiled for the cpu target and
-held against transformers, or refused.
+"""Sweep of all causal LM classes of transformers as tiny random models on the cpu target.
 
     python tests/sweep.py [FAMILY …] [--jobs 2] [--output tests/sweep.md]
 
-Of families that are named, the table's rows are written anew and the others kept. A test compares
-README.md's number of classes that match with tests/sweep.md.
+Rows of named families are replaced; other rows are kept. A test compares README.md's number of
+matching classes with tests/sweep.md.
 
-Each family runs in a process of its own, at tp 1 and at tp 2, in float32. It matches where logits
-of a prompt are within 1e-4 of transformers' range and 8 greedy tokens are the same; else llmc has
-to refuse it in a sentence. Anything else is a fault of llmc's. Not part of `make test`.
+Each family runs in a separate process, at tp 1 and at tp 2, in float32. It matches if the logits of
+a prompt are within 1e-4 of transformers' range and 8 greedy tokens are equal; otherwise llmc must
+raise LlmcError. Anything else is a bug of llmc. Not part of `make test`.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from typing import Any
 
 LIMIT = 400  # seconds
 ORDER = ("wrong", "failed", "matches", "refused", "untried")
-MOST = 200_000_000  # parameters: a model of more is not tiny
-# Of the names that configs have; of the rest a config keeps its own.
+MOST = 200_000_000  # parameters: a larger model is not tiny
+# Small values by config field; other fields keep their defaults.
 SIZES: dict[str, Any] = {
     "n_embd": 64, "emb_dim": 64, "n_layer": 3, "n_head": 4, "n_positions": 64, "n_inner": 96,
     "d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 64, "ffn_dim": 96,
@@ -46,7 +45,7 @@ SIZES: dict[str, Any] = {
     "global_head_dim": 16, "num_kv_shared_layers": 0, "attention_hidden_size": 64,
     "attention_chunk_size": 8, "intermediate_size_mlp": 96, "floor_scale": 5,
 }
-# What has to fit together.
+# Fields that must be consistent.
 FITTING: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 4, "head_dim": 32},
     "deepseek_v2": {"num_experts_per_tok": 2},
@@ -61,7 +60,7 @@ FITTING: dict[str, dict[str, Any]] = {
     **{family: {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16,
                 "indexer_budget": 64, "indexer_compress_ratio": 4}
        for family in ("qwen4_exp", "qwen4_exp_text")},
-    "moshi": {"sliding_window": 64},  # all positions, as it has
+    "moshi": {"sliding_window": 64},  # all positions
     "xlm": {"causal": True},
     "zamba": {"num_hidden_layers": 5, "head_dim": 32, "attention_hidden_size": 128,
               "layers_block_type": ["mamba", "mamba", "hybrid", "mamba", "hybrid"]},
@@ -74,7 +73,7 @@ FITTING: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
               "expert_layer_offset": 1},
 }
-# Small parts beside the language model, of configs that have some.
+# Small sizes of other parts of multimodal configs.
 _ENCODER = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
             "num_hidden_layers": 1}
 _BYTES = {**_ENCODER, "vocab_size": 260, "hidden_size_global": 64}
@@ -101,12 +100,10 @@ PARTS: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(family: str) -> Any:
-    """A small config; of a class that reads images too, of its language model, or of the whole
-    where transformers makes no causal LM of that.
+    """Return a small config, of a multimodal class that of its language model if possible.
 
     Raises:
-        KeyError, ValueError, TypeError and others of transformers': it has no such family, or does
-            not take these sizes.
+        KeyError, ValueError, TypeError and others of transformers: unknown family or sizes.
     """
     import families
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
@@ -121,10 +118,10 @@ def tiny_config(family: str) -> Any:
              if name in names and (names[name] is not None or name in ("head_dim", "pad_token_id"))}
     if "vocab_size_per_layer_input" in names:
         sizes["vocab_size_per_layer_input"] = families.VOCAB
-    if "kv_lora_rank" in sizes:  # every head has keys and values of its own
+    if "kv_lora_rank" in sizes:  # no grouped-query attention
         sizes = {**sizes, "num_key_value_heads": 4}
         sizes.pop("head_dim", None)
-    if len(set(names.get("layer_types") or ())) > 1:  # one of each kind, and the first again
+    if len(set(names.get("layer_types") or ())) > 1:  # one layer of each kind, and the first again
         kinds = list(dict.fromkeys(names["layer_types"]))
         sizes |= {"layer_types": [*kinds, kinds[0]], "num_hidden_layers": len(kinds) + 1}
     own = PARTS.get(family, {}) if text is base else {}
@@ -136,7 +133,7 @@ def tiny_config(family: str) -> Any:
 
 
 def tiny_model(family: str) -> Any:
-    """A random model whose every parameter matters."""
+    """Return a random model whose every parameter affects the output."""
     import families
     import torch
 
@@ -155,8 +152,9 @@ def tiny_model(family: str) -> Any:
 
 
 def try_family(family: str, directory: Path) -> dict[str, Any]:
-    """What came of one family: `matches`, `refused`, `wrong`, `failed` or `untried`, why, and the
-    seconds to a refusal.
+    """Return the result of a family: `matches`, `refused`, `wrong`, `failed` or `untried`.
+
+    With it the reason and the seconds to a refusal.
     """
     import numpy as np
     import torch
@@ -199,13 +197,13 @@ def try_family(family: str, directory: Path) -> dict[str, Any]:
 
 
 def _line(error: BaseException) -> str:
-    """What it says, but where the model lies."""
+    """Return the error's first line without the model's path."""
     words = " ".join(str(error).split())
     return re.sub(r"'[^']*/hf'", "'hf'", words)[:300] or type(error).__name__
 
 
 def run_family(family: str) -> dict[str, Any]:
-    """`try_family` in a process of its own."""
+    """Run `try_family` in a separate process."""
     with tempfile.TemporaryDirectory() as directory:
         try:
             done = subprocess.run(
@@ -223,7 +221,7 @@ def run_family(family: str) -> dict[str, Any]:
 
 
 def table(results: dict[str, dict[str, Any]], date: str) -> str:
-    """All of it in Markdown, faults first; `date` is when some of it was last tried."""
+    """Return the Markdown table, failures first; `date` is that of the last run."""
     import transformers
     counts = Counter(result["outcome"] for result in results.values())
     lines = [f"# Causal LM classes of transformers {transformers.__version__} on target cpu",
@@ -238,7 +236,7 @@ def table(results: dict[str, dict[str, Any]], date: str) -> str:
 
 
 def kept(path: Path) -> dict[str, dict[str, Any]]:
-    """The results that a table has, to try some again and keep the others."""
+    """Read the results of an existing table."""
     results: dict[str, dict[str, Any]] = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         row = re.fullmatch(rf"\| (\S+) \| ({'|'.join(ORDER)}) \| (.*) \| ([\d.]*) \|", line)

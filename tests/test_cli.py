@@ -39,7 +39,7 @@ def run(*arguments, stdin=""):
     return CliRunner().invoke(main, [str(a) for a in arguments], input=stdin)
 
 
-def test_version_says_which_engines_there_are_and_how_to_get_the_other(monkeypatch, tmp_path):
+def test_version_lists_engines_and_how_to_install_others(monkeypatch, tmp_path):
     assert run("--version").stdout == f"llmc {__version__} (engines: {_engines()})\n"
     monkeypatch.setattr("llmc.cli.find_spec", lambda name: None)
     assert _engines() == "cpu; for NVIDIA GPUs, from a checkout: pip install -v ./csrc"
@@ -89,7 +89,7 @@ def test_json_is_all_that_is_on_stdout(case_tp2):
     assert "Inference info" in result.stderr
 
 
-def test_prompts_come_from_standard_input_where_none_is_given(case_tp2):
+def test_prompts_are_read_from_standard_input_by_default(case_tp2):
     one = run("run", "--case_dir", case_tp2, "--max_tokens", 4, "--json",
               stdin="the\n\nquick fox\n")
     two = run("run", "--case_dir", case_tp2, "--prompt", "the", "--prompt", "quick fox",
@@ -124,13 +124,13 @@ def test_sampling_options_are_the_fields_of_sampling_params(case_tp2):
          "show_special_tokens", "ignore_eos"}
     help_text = run("run", "--help").stdout
     shown = " ".join(help_text.split("\nSampling:\n")[1].replace("-\n", "-").split())
-    for field in FIELDS:  # said once, shown there too
+    for field in FIELDS:  # printed once, shown there too
         assert f"--{field.name}" in shown and " ".join(field.text.split()) in shown
 
 
 @pytest.fixture(scope="module")
 def compiled(tiny_hf, tmp_path_factory):
-    """A case directory for beams on three chips, and what `llmc compile` said."""
+    """A case directory for beam search on three chips, and the output of `llmc compile`."""
     case = tmp_path_factory.mktemp("compiled") / "case"
     return case, run("compile", tiny_hf, "-o", case, "--tp_size", 3, "--dtype", "float32",
                      "--target", "cpu", "--verbose")
@@ -237,7 +237,7 @@ def test_compile_errors_are_one_line(tmp_path):
     assert result.stderr.strip().splitlines()[-1].startswith("error: ")
 
 
-def test_bench_tells_how_a_crowd_fares(case_tp1, tmp_path):
+def test_bench_reports_a_serving_workload(case_tp1, tmp_path):
     crowd = run("bench", "--case_dir", case_tp1, "--requests", "random:12", "--shared_prefix", 16,
                 "--request_rate", 50,
                 "--json")
@@ -263,12 +263,12 @@ def test_bench_tells_how_a_crowd_fares(case_tp1, tmp_path):
     (["--requests", "random:3", "--shared_prefix", "64"], "shared_prefix 64 leaves no room in 64"),
     (["--requests", "random:3", "--block_size", "5"], "block_size 5 is not a power of two"),
 ])
-def test_a_crowd_that_cannot_be_is_one_sentence(case_tp1, arguments, message):
+def test_an_invalid_serving_workload_is_refused(case_tp1, arguments, message):
     result = run("bench", "--case_dir", case_tp1, *arguments)
     assert result.exit_code == 2 and message in result.stderr
 
 
-def test_sigterm_ends_what_runs(case_tp1):
+def test_sigterm_ends_running_commands(case_tp1):
     for seconds in (4, 8, 16, 32):
         running = subprocess.Popen(
             [sys.executable, "-m", "llmc.cli", "bench", "--case_dir", str(case_tp1), "--requests",
@@ -291,7 +291,7 @@ def test_bench_prints_the_grid(case_tp1):
 
 
 def test_the_table_of_a_grid_fits_80_columns(case_tp1, monkeypatch):
-    """Whole, with the greatest numbers that there may be."""
+    """With the largest possible numbers."""
     monkeypatch.setattr("llmc.runtime.benchmark.measure", lambda llm, batch, inputs, outputs, runs:
                         Row(4096, 131072, 131072, 12345678.9, 12345678.9, 1234567.8, 123456.78))
     shown = run("bench", "--case_dir", case_tp1, "--input_output_len", "4,3").stdout.splitlines()
@@ -308,7 +308,7 @@ def test_an_impossible_grid_is_refused(case_tp1, grid):
     assert result.exit_code == 2 and result.stderr.startswith("error: ")
 
 
-def test_a_prompt_file_gives_a_result_a_line_and_a_broken_line_exits_with_1(case_tp2, tmp_path):
+def test_a_prompt_file_gives_one_result_per_line(case_tp2, tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "the", "max_tokens": 3, "id": 7}\n{"prompt": "fox"}\n')
     result = run("run", "--case_dir", case_tp2, "--prompt_file", path, "--max_tokens", 2)
@@ -334,7 +334,7 @@ def test_a_prompt_file_gives_a_result_a_line_and_a_broken_line_exits_with_1(case
 
 
 def read_all(terminal):
-    """What is shown until the other side closes."""
+    """Read the terminal's output until the other side closes."""
     shown = b""
     with suppress(OSError):
         while True:
@@ -343,12 +343,12 @@ def read_all(terminal):
 
 
 def hold_conversation(process, terminal, *lines):
-    """Type each line when a prompt is there; what the terminal showed."""
+    """Type each line at a prompt; return the terminal's output."""
     shown = ""
     for line in lines:
         while not shown.endswith("> "):
             shown += os.read(terminal, 1000).decode(errors="replace")
-        time.sleep(0.2)  # as a person; Ctrl-C just before input() waits is heard with the next key
+        time.sleep(0.2)  # typing delay: Ctrl-C just before input() is handled at the next key
         os.write(terminal, line)
         shown += "|"
     shown += read_all(terminal)
@@ -424,7 +424,7 @@ def test_a_batch_has_a_bar_with_the_rate_on_a_terminal_s_stderr_alone(case_tp1, 
     assert results == without.stdout and without.stderr.count("tokens/s") == 1
 
 
-def test_inspect_says_how_many_tokens_a_gpu_s_cache_holds(tiny_hf, tmp_path):
+def test_inspect_reports_the_kv_cache_capacity(tiny_hf, tmp_path):
     llmc.compile(tiny_hf, tmp_path / "case", target="cuda", dtype="bfloat16")
     summary = json.loads(run("inspect", tmp_path / "case", "--json").stdout)
     chip, = summary["chips"]
@@ -442,15 +442,15 @@ def test_options_of_loading_are_those_of_the_llm():
 
 @pytest.fixture(scope="module")
 def compared(compiled, tiny_hf):
-    """What `llmc diff` and `llmc eval` said, called with --case_dir and with DIR."""
+    """Outputs of `llmc diff` and `llmc eval`, called with --case_dir and with DIR."""
     case, _ = compiled
     return (run("diff", "--case_dir", case, "--reference", tiny_hf, "--tokens", 2, "--tolerance",
                 0, "--json"),
             run("eval", case, "--task", "perplexity", "--max_length", 32))
 
 
-def test_phases_are_told_with_their_durations(compiled, compared):
-    """Of plain stderr a line for each that has ended; nothing of them is on stdout."""
+def test_phases_are_reported_with_their_durations(compiled, compared):
+    """Plain stderr has a line for each finished phase; stdout has none."""
     for result, code, names in ((compiled[1], 0, ["import", "export", "passes", "write"]),
                           (compared[0], 1, ["import", "hash files", "export the reference",
                                          "run the compiled model", "run the reference",

@@ -1,4 +1,4 @@
-"""What an installation of llmc holds; what its CUDA engine, llmc-cuda, needs and says."""
+"""Contents of the distributions llmc-aot and llmc-cuda, and their requirements."""
 
 import ast
 import fcntl
@@ -27,7 +27,7 @@ from llmc.runtime.engines import cuda
 
 ROOT = Path(__file__).parents[1]
 CMAKE = shutil.which("cmake", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-# Where in llmc a folder of the repository is, and what of it is data.
+# Package and data files of each folder of the repository.
 PLACES = {"llmc": "llmc", "llmc/artifacts": "artifacts", "llmc/compiler": "compiler",
           "llmc/runtime": "runtime", "llmc/server": "server", "llmc/plugins": "csrc/plugins"}
 DATA = {"llmc/artifacts/model_info.schema.json", "llmc/compiler/check/articles.jsonl",
@@ -35,7 +35,7 @@ DATA = {"llmc/artifacts/model_info.schema.json", "llmc/compiler/check/articles.j
 
 
 def contents(path):
-    """A wheel's files, without what describes the wheel."""
+    """Return a wheel's files without its metadata."""
     with ZipFile(path) as wheel:
         names = [name for name in wheel.namelist() if ".dist-info/" not in name]
         assert len(set(names)) == len(names)
@@ -95,7 +95,7 @@ def read_project(folder=""):
 
 
 def name_of(requirement):
-    """The distribution that a requirement names, as PyPI normalizes it."""
+    """Return a requirement's distribution name, normalized as on PyPI."""
     return re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", requirement)[0]).lower()
 
 
@@ -131,10 +131,10 @@ def test_what_an_error_says_to_install_is_there(wheel, extra):
     assert f"Name: {DISTRIBUTION}\n" in metadata and f"Provides-Extra: {extra}\n" in metadata
 
 
-# The distributions whose import name differs, and imports of another Python's packages.
+# Distributions with another import name, and imports of another Python's packages.
 _PROVIDES = {"google": "protobuf"}
-_FOREIGN = {"compiler": {"tensorrt"}}  # of the Python that LLMC_TENSORRT_PYTHON names
-# Where each folder's requirements are: the runtime's, and these extras.
+_FOREIGN = {"compiler": {"tensorrt"}}  # of the Python in LLMC_TENSORRT_PYTHON
+# Each folder's requirements: the runtime's, and these extras.
 _EXTRAS = {"llmc": (), "artifacts": (), "runtime": ("serve",), "server": ("serve",),
            "csrc/plugins": ("export",),
            "compiler": ("export", "eval", "tensorrt-rtx")}
@@ -202,7 +202,7 @@ def test_tested_releases_of_transformers_are_those_that_are_allowed_and_locked()
 
 
 def locked(name):
-    """The versions that a file in requirements/ pins, by distribution."""
+    """Return the versions that a file in requirements/ pins, by distribution."""
     lines = (ROOT / "requirements" / f"{name}.txt").read_text().splitlines()
     pins = [Requirement(line.rstrip("\\")) for line in lines if re.match(r"\w", line)]
     return {name_of(pin.name): str(pin.specifier).removeprefix("==") for pin in pins}
@@ -212,7 +212,7 @@ def locked(name):
     ("demo", ("demo", "export")), ("serve", ("serve",)), ("test-serve", ("test-serve",)),
     ("test", ("demo", "export", "test", "eval", "serve")), ("engine", None)])
 def test_what_is_locked_is_what_is_declared(name, extras):
-    """`make lock` brings the files up to date."""
+    """`make lock` updates the files."""
     project = read_project() if extras is not None else read_project("csrc")
     required = [*project["project"]["dependencies"], *project["build-system"]["requires"]]
     for extra in extras or ():
@@ -244,7 +244,7 @@ def test_an_engine_of_another_version_is_refused(monkeypatch):
 
 
 def cmake(script, environment, terminal=None, **variables):
-    """Run one of csrc's scripts; its exit code and what it prints, on one line."""
+    """Run one of csrc's scripts; return its exit code and its output on one line."""
     ran = subprocess.run([CMAKE, *(f"-D{name}={value}" for name, value in variables.items()),
                           "-P", ROOT / "csrc" / script],
                          env=environment, capture_output=True, text=True, start_new_session=True,
@@ -296,7 +296,7 @@ def test_a_build_says_what_it_compiles_and_how_long_that_takes(tmp_path):
                              r"and 30 C\+\+ files: about (\d+) min on 1 cores", line)
         assert code == 0 and found[1] == architectures.replace(";", ", ")
         minutes.append(int(found[2]))
-        screen, terminal = pty.openpty()  # where pip shows nothing else of what a build prints
+        screen, terminal = pty.openpty()  # pip shows nothing else of a build's output
         assert cmake("announce.cmake", environment, terminal, **files,
                      architectures=architectures) == (0, "")
         assert os.read(screen, 1000).decode().strip() \

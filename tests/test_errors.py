@@ -1,4 +1,4 @@
-"""What errors quote: on one line, cut at a word."""
+"""Quotes in errors: one line, cut at a word."""
 
 import pytest
 

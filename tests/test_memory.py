@@ -1,4 +1,4 @@
-"""Too little memory is a user's error, wherever it shows."""
+"""Out-of-memory conditions are user errors wherever they occur."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""What mypy sees: a wrong argument across each border between packages is an error."""
+"""Types between packages: mypy reports a wrong argument across each border."""
 
 import shutil
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import pytest
 from mypy import api
 
 ROOT = Path(__file__).parents[1]
-# The file that calls, whose name it imports, and a call with a wrong argument.
+# The calling file, the imported name, and a call with a wrong argument.
 PLANTS = [
     ("llmc/cli/compile.py", "llmc.compiler.api", "compile(3, None)"),
     ("llmc/cli/run.py", "llmc.runtime.core.llm", "LLM(3)"),
@@ -35,11 +35,12 @@ PLANTS = [
 
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """mypy's errors with all plants in place, the last of each line, by `file:line`; and nothing of
-    the checkout changed.
+    """Return mypy's errors with all wrong calls added, by `file:line`.
+
+    The checkout is unchanged.
     """
     folder = tmp_path_factory.mktemp("planted")
-    if (ROOT / ".mypy_cache").is_dir():  # make lint's, with which this is faster
+    if (ROOT / ".mypy_cache").is_dir():  # the cache of `make lint`, which speeds this up
         shutil.copytree(ROOT / ".mypy_cache", folder / "cache")
     options = ["--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", str(folder / "cache")]
     for number, path in enumerate(dict.fromkeys(path for path, *_ in PLANTS)):

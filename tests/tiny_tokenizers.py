@@ -1,4 +1,4 @@
-"""Tokenizers over bytes, as the families have them, and texts that are hard for them."""
+"""Byte-level tokenizers in the forms of families, and difficult texts."""
 
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -23,7 +23,7 @@ def byte_level():
 
 
 def byte_fallback():
-    """As Llama 2 has it: words begin with ▁, and what is not in the vocabulary is bytes."""
+    """Byte fallback as in Llama 2: words start with ▁, unknown characters are bytes."""
     vocab = [*BYTES, "▁", *"thequickbrownfx", "th", "the", "▁the"]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(vocab)},
                                      [("t", "h"), ("th", "e"), ("▁", "the")], byte_fallback=True))

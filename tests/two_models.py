@@ -1,4 +1,4 @@
-"""Two models on one GPU: neither sees what the other is doing."""
+"""Isolation of two models on one GPU."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,12 +12,11 @@ ROUNDS = 12
 
 
 def check(case: Path, searching: Path, *, at_once: bool = True) -> None:
-    """Run prompts, short and long, on two models, and beam search on `searching`, which was
-    compiled for it: what each computes is what it computes alone.
+    """Check that two concurrent models give the same results as each alone.
 
-    What is known of one model's step, how long its sequences are and whether a table says where
-    they lie, is wrong for the other's. Nothing is kept from one round to the next: a prompt that is
-    known takes other kernels, whose sums differ in 16 bits.
+    Prompts are short and long; `searching`, compiled for it, runs beam search. Step facts of one
+    model, such as sequence lengths and block tables, are invalid for the other. No prefix is cached
+    between rounds: cached prompts use other kernels, whose sums differ in 16 bits.
     """
     rng = np.random.default_rng(0)
     long, short = rng.integers(3, 100, 400).tolist(), rng.integers(3, 100, 7).tolist()
@@ -25,7 +24,7 @@ def check(case: Path, searching: Path, *, at_once: bool = True) -> None:
     beams = llmc.SamplingParams(max_tokens=24, ignore_eos=True, beam_width=2)
 
     def read(llm: llmc.LLM, first: list[int], then: list[int]) -> list[np.ndarray]:
-        """Logits of prompts of unequal lengths, and of a batch that goes on by a token."""
+        """Return logits of prompts of different lengths, and of a batch continued by a token."""
         made = [llm.logits(first), llm.logits(then)]
         session = llm.session(2)
         made.append(session.extend([first[:300], then]))

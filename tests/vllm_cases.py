@@ -1,4 +1,4 @@
-"""SmolLM2 as `make test-vllm` compiles it, and what llmc itself makes of requests to it."""
+"""SmolLM2 as compiled by `make test-vllm`, and llmc's completions for comparison."""
 
 import json
 import os
@@ -16,7 +16,7 @@ def case(tp_size):
 
 
 def own(tp_size, requests):
-    """What `llmc run` makes of requests, each a line of a prompt file: their first completions."""
+    """Return the first completions of `llmc run` for requests, each a line of a prompt file."""
     ran = subprocess.run([sys.executable, "-m", "llmc.cli", "run", str(case(tp_size)),
                           "--prompt_file", "-"], input="\n".join(map(json.dumps, requests)),
                          capture_output=True, text=True)
@@ -25,8 +25,9 @@ def own(tp_size, requests):
 
 
 def assert_own(tp_size, prompts, made, max_tokens):
-    """Greedy tokens are llmc's own; but two tokens that it holds for equally likely may change
-    places, as sums of other batches round otherwise.
+    """Assert that greedy tokens equal llmc's.
+
+    Two tokens that are equally likely within rounding may be swapped, as batches round differently.
     """
     wanted = own(tp_size, [{"token_ids": prompt, "max_tokens": max_tokens, "ignore_eos": True}
                            for prompt in prompts])

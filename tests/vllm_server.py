@@ -1,4 +1,4 @@
-"""A process of `vllm serve`, and the `openai` package's client of it."""
+"""A process of `vllm serve` and its `openai` client."""
 
 import os
 import re
@@ -20,7 +20,7 @@ def free_port():
 
 
 class Server:
-    """A process of `vllm serve`, ready; `process` are arguments of `Popen`."""
+    """A ready process of `vllm serve`; `process` are arguments of `Popen`."""
 
     def __init__(self, case_dir, log, *options, **process):
         self.port = free_port()
@@ -65,6 +65,6 @@ class Server:
             self.process.wait()
 
     def generated_tokens(self):
-        """Of each replica."""
+        """Return the number of generated tokens of each replica."""
         return [float(line.split()[-1]) for line in self.get("/metrics").splitlines()
                 if line.startswith("vllm:generation_tokens_total")]

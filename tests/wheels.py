@@ -1,12 +1,11 @@
-"""What the wheels hold, and what they are in venvs that have nothing else.
+"""Check the wheels' contents, and installations in empty venvs.
 
     make wheels                                              builds them and runs this
     python tests/wheels.py WHEELS_DIR [PYTHON]…              for each of these Pythons, of 3.12 on
 
-The pure wheel is installed alone: the command answers, and nothing of the compiler is there. The
-CUDA engine's, of the stable ABI, is installed beside it, where no nvcc is on the PATH: what
-it links is what pip brought or what every Linux has, it loads, and it says how many GPUs there are
-or, in one sentence, that there is none.
+The pure wheel is installed alone: the command runs, and the compiler is absent. The stable-ABI
+wheel of the CUDA engine is installed without nvcc on the PATH: it links only to libraries from pip
+or of every Linux, it loads, and it reports the number of GPUs or a clear error.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import tempfile
 from pathlib import Path
 from zipfile import ZipFile
 
-# Of glibc and g++, whose oldest version that the engine asks for is the wheel's tag's matter.
+# Of glibc and g++; the wheel's tag states their minimum versions.
 _OF_THE_SYSTEM = {"libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1",
                   "libgcc_s.so.1", "libstdc++.so.6", "ld-linux-x86-64.so.2", "linux-vdso.so.1"}
 _COUNT = """
@@ -65,7 +64,7 @@ def main(wheels: Path, pythons: list[str]) -> None:
 
 
 def check_licenses(wheel: Path) -> None:
-    """It has the license, the notice and, where foreign code is compiled in, that code's."""
+    """Check the license, the notice and the licenses of compiled-in code."""
     with ZipFile(wheel) as archive:
         held = {name.partition(".dist-info/licenses/")[2] for name in archive.namelist()}
     wanted = {"LICENSE", "NOTICE"}
@@ -76,7 +75,7 @@ def check_licenses(wheel: Path) -> None:
 
 
 def check_sbom(path: Path) -> None:
-    """It names both wheels, what they need, and what is compiled in."""
+    """Check that the SBOM names both wheels, their requirements and compiled-in code."""
     components = {component["name"]: component["version"]
                   for component in json.loads(path.read_text())["components"]}
     assert {"llmc-aot", "llmc-cuda", "onnxruntime", "nvidia-cublas", "nanobind",
@@ -95,7 +94,7 @@ class Venv:
                                  if name.startswith("PIP_")}}
 
     def run(self, *command: object) -> str:
-        """What it writes to stdout."""
+        """Run a command; return its stdout."""
         return subprocess.run([*map(str, command)], check=True, env=self._environment,
                               stdout=subprocess.PIPE, text=True).stdout
 
@@ -104,7 +103,7 @@ class Venv:
                  "--no-compile", wheel)
 
     def check_libraries(self, library: Path) -> None:
-        """What the library links is the venv's or the system's, and all of it is there."""
+        """Check that all linked libraries are found in the venv or the system."""
         assert library.name == "_cuda.abi3.so", library
         for line in self.run("ldd", library).splitlines():
             name, _, where = line.strip().partition(" => ")

@@ -33,7 +33,8 @@ HostArray<T> host(const Array<T>& array) {
 // Records, which NumPy passes as bytes.
 template <typename T>
 HostArray<T> records(const Array<uint8_t>& bytes) {
-  if (bytes.size() % sizeof(T) != 0) throw Error("an array is not of whole records");
+  if (bytes.size() % sizeof(T) != 0)
+    throw Error("the size of an array is not a multiple of its record size");
   return {reinterpret_cast<const T*>(bytes.data()), static_cast<int64_t>(bytes.size() / sizeof(T))};
 }
 
@@ -265,16 +266,16 @@ NB_MODULE(_cuda, m) {
   m.def("compute_capability", [](int device) {
     int major = 0, minor = 0;
     check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
-          "asking a device");
+          "querying a device");
     check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device),
-          "asking a device");
+          "querying a device");
     return std::make_pair(major, minor);
   });
   // What timed choices depend on besides the model: the device's name, cuBLASLt's version and the
   // kernels.
   m.def("timed_on", [](int device) {
     cudaDeviceProp properties{};
-    check(cudaGetDeviceProperties(&properties, device), "asking a device");
+    check(cudaGetDeviceProperties(&properties, device), "querying a device");
     return std::string(properties.name) + ", cuBLASLt " + std::to_string(Gemm::version()) +
            ", kernels " + LLMC_KERNELS;
   });

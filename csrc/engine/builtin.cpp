@@ -70,7 +70,7 @@ class Concat : public Plugin {
     int64_t width = 0;
     for (const Dims& x : in) {
       if (x.empty()) continue;
-      expect("what Concat joins", x, {in[0][0], x[1]});
+      expect("Concat's input", x, {in[0][0], x[1]});
       width += x[1].number();
     }
     return {{in[0][0], width}};
@@ -100,7 +100,7 @@ class ElementwiseOp : public Plugin {
       if (!is_weight(operand) && (found == nullptr || (is_column(*found) && !is_column(operand))))
         found = &operand;
     const Dims& y = found != nullptr ? *found : in[0];
-    if (is_weight(y)) throw Error("an elementwise op has nothing but weights");
+    if (is_weight(y)) throw Error("an elementwise op has only weights as inputs; expected a value");
     for (const Dims& operand : in)
       expect("an elementwise op's operand", operand,
              !is_weight(operand)  ? (is_column(operand) ? Dims{y[0], 1} : y)

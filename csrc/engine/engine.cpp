@@ -72,7 +72,7 @@ void Engine::place_tensors() {
   static const std::map<Kind, const char*> names = {{Kind::kInput, "inputs"},
                                                     {Kind::kWeight, "weights"},
                                                     {Kind::kState, "the states of sequences"},
-                                                    {Kind::kMemory, "the encoder's memory"}};
+                                                    {Kind::kMemory, "the encoder output"}};
   std::vector<kernels::CacheBlocks> states;
   for (size_t i = 0; i < program_.tensors().size(); ++i) {
     const Declared& tensor = program_.tensors()[i];
@@ -157,7 +157,7 @@ void Engine::use_device() const { check(cudaSetDevice(device_), "choosing a devi
 
 void Engine::load_weight(int tensor, const void* data, int64_t bytes) {
   if (program_.tensor(tensor).kind != Kind::kWeight)
-    throw Error("tensor " + std::to_string(tensor) + " is no weight");
+    throw Error("tensor " + std::to_string(tensor) + " is not a weight");
   check_size("a weight, in bytes,", bytes, bytes_of(tensor));
   use_device();
   for (int64_t done = 0; done < bytes; done += kPinned) {
@@ -231,9 +231,9 @@ void Engine::prepare_weights() {
 }
 
 void Engine::allocate(int num_blocks) {
-  if (program_.limits().num_blocks > 0) throw Error("the KV cache is there already");
+  if (program_.limits().num_blocks > 0) throw Error("the KV cache is already allocated");
   if (num_blocks < 1)
-    throw Error("a KV cache of " + std::to_string(num_blocks) + " blocks has none");
+    throw Error("a KV cache of " + std::to_string(num_blocks) + " blocks, expected 1 or more");
   use_device();
   prepare_weights();
   program_.set_num_blocks(num_blocks);
@@ -276,13 +276,13 @@ void Engine::encode(const EncoderInputs& inputs) {
 Engine::Ticket& Engine::next_ticket() {
   Ticket& ticket = tickets_[submitted_ % kMaxInFlight];
   if (ticket.number.load() >= 0)
-    throw Error("step " + std::to_string(submitted_) + " is to be submitted while step " +
+    throw Error("step " + std::to_string(submitted_) + " cannot be submitted while step " +
                 std::to_string(ticket.number.load()) + " is not collected");
   return ticket;
 }
 
-// Stages the host's arrays, and the changed entries of the block table for `rows` sequences, of
-// which those after the batch are padding.
+// Stages the host's arrays, and the changed entries of the block table for `rows` sequences.
+// Those after the batch are padding.
 Engine::Sent Engine::pack(StagingBuffer& into, const StepInputs& inputs, const Prefix& prefix,
                           const std::vector<int32_t>& logits_indices, int rows) {
   const Limits& limits = program_.limits();
@@ -338,7 +338,7 @@ const char* Engine::send(const StagingBuffer& sent) {
     received_ = std::make_unique<DeviceBuffer>(received_room_, "inputs");
   }
   check(kernels::transfer(received_->data, sent.data(), sent.bytes(), stream_.handle),
-        "sending a step");
+        "copying step inputs");
   return static_cast<const char*>(received_->data);
 }
 
@@ -383,15 +383,15 @@ void Engine::prepare(const char* received, const Sent& sent) {
 void Engine::run_model(const Step& step) {
   auto work = [&] { enqueue(program_.nodes(), step); };
   const std::lock_guard<std::mutex> lock(graphs_mutex_);  // see abort()
-  if (aborted_) throw Error("another rank has ended");
+  if (aborted_) throw Error("another rank has exited");
   if (step.decode) graphs_[{step.batch, step.prefix}].run(stream_.handle, work);
   else work();
 }
 
 int64_t Engine::submit(const StepInputs& inputs) {
   const Limits& limits = program_.limits();
-  if (broken_) throw Error("a step before this one failed");
-  if (limits.num_blocks == 0) throw Error("there is no KV cache yet");
+  if (broken_) throw Error("an earlier step failed");
+  if (limits.num_blocks == 0) throw Error("the KV cache is not allocated yet");
   Step step = check_step(inputs, limits, program_.vocab_size(), sampler_->slots());
   use_device();
   Ticket& ticket = next_ticket();
@@ -499,7 +499,7 @@ void Engine::sample(Ticket& ticket, const StepInputs& inputs, const Tensor& logi
     check(kernels::gather_rows(logits.dtype, chosen.data, logits.data, device_rows,
                                results.num_sampled, logits.shape[0],
                                static_cast<int>(logits.shape[1]), stream),
-          "choosing logits");
+          "gathering rows of logits");
   }
   if (!rows.empty()) {
     std::vector<int32_t> known;
@@ -535,7 +535,7 @@ void Engine::score(Ticket& ticket, const Tensor& logits, const std::vector<int64
       gathered_ = std::make_unique<DeviceBuffer>(row_bytes * program_.limits().max_batch, "logits");
     check(kernels::gather_rows(logits.dtype, gathered_->data, logits.data, device_rows, num,
                                logits.shape[0], stride, stream_.handle),
-          "picking scored logits");
+          "gathering scored logits");
     data = gathered_->data;
   }
   constexpr int64_t kBytes = sizeof(kernels::Logprobs);
@@ -547,10 +547,10 @@ void Engine::score(Ticket& ticket, const Tensor& logits, const std::vector<int64
             logits.dtype,
             {made, data, targets, nullptr, nullptr, num, program_.vocab_size(), stride, counts},
             stream_.handle),
-        "finding log-probabilities of a prompt");
+        "computing log-probabilities of a prompt");
   auto* host = static_cast<kernels::Logprobs*>(ticket.scored.at_least(kBytes * num));
   check(kernels::transfer(host, made, kBytes * num, stream_.handle),
-        "reading log-probabilities of a prompt");
+        "copying log-probabilities of a prompt");
   ticket.results.num_scored = num;
   ticket.results.scored = host;
 }
@@ -583,7 +583,7 @@ void Engine::find_candidates(Ticket& ticket, const Tensor& rows, int count) {
 const Engine::Results& Engine::wait(int64_t number) {
   Ticket& ticket = tickets_[std::max<int64_t>(number, 0) % kMaxInFlight];
   if (number < 0 || ticket.number.load() != number)
-    throw Error("step " + std::to_string(number) + " is not under way");
+    throw Error("step " + std::to_string(number) + " is not in flight");
   check(cudaEventSynchronize(ticket.done), "a step");
   return ticket.results;
 }
@@ -605,7 +605,7 @@ void Engine::warm(const std::vector<int>& lengths, bool decode) {
     if (length < 1 || length > limits.max_seq_len || length > limits.max_tokens ||
         (decode && length != 1))
       throw Error("a sequence of " + std::to_string(length) +
-                  " tokens is beyond the engine's limits");
+                  " tokens exceeds the engine's limits");
     starts.push_back(std::min(starts.back() + length, limits.max_tokens + 1));
     longest = std::max(longest, length);
   }
@@ -613,7 +613,7 @@ void Engine::warm(const std::vector<int>& lengths, bool decode) {
   if (batch < 1 || size > limits.max_tokens || batch > limits.max_batch ||
       (decode && batch > limits.decoding()))
     throw Error("a step of " + std::to_string(batch) + " sequences with " + std::to_string(size) +
-                " tokens is beyond the engine's limits");
+                " tokens exceeds the engine's limits");
   const std::vector<int64_t> ids(size);
   StepInputs inputs{};
   inputs.token_ids = {ids.data(), size};
@@ -647,7 +647,7 @@ void Engine::warm(const std::vector<int>& lengths, bool decode) {
 void Engine::watch(const std::vector<int>& tensors) {
   for (int tensor : tensors)
     if (program_.tensor(tensor).kind != Kind::kValue)
-      throw Error("tensor " + std::to_string(tensor) + " is no value to watch");
+      throw Error("tensor " + std::to_string(tensor) + " is not a value and cannot be watched");
   watched_.clear();
   for (int tensor : tensors) watched_[tensor] = {};
 }
@@ -672,10 +672,11 @@ std::string Engine::unique_id() {
 
 void Engine::join(const std::string& id, int rank, int size) {
   ncclUniqueId unique;
-  if (id.size() != sizeof unique.internal) throw Error("the communicator's id is broken");
+  if (id.size() != sizeof unique.internal) throw Error("the communicator's id has the wrong size");
   if (rank < 0 || rank >= size)
-    throw Error("there is no rank " + std::to_string(rank) + " of " + std::to_string(size));
-  if (communicator_ != nullptr) throw Error("the engine has joined its ranks already");
+    throw Error("rank " + std::to_string(rank) + " is not below the number of ranks, " +
+                std::to_string(size));
+  if (communicator_ != nullptr) throw Error("the engine has already joined its ranks");
   std::memcpy(unique.internal, id.data(), id.size());
   use_device();
   ncclComm_t joined = nullptr;

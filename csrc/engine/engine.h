@@ -171,7 +171,7 @@ class Engine {
   std::atomic<bool> aborted_{false};
   std::mutex graphs_mutex_;
   bool selects_ =
-      false;  // whether the model's nodes select the rows of logits, of which there may be none
+      false;  // whether the model's nodes select the rows of logits; there may be 0 rows
 
   std::vector<int> graph_sizes_;
   std::map<std::pair<int, bool>, Graph>

@@ -10,7 +10,7 @@ Graph::~Graph() {
 
 void Graph::run(cudaStream_t stream, const std::function<void()>& work) {
   if (executable_ != nullptr) {
-    check(cudaGraphLaunch(executable_, stream), "a decode step");
+    check(cudaGraphLaunch(executable_, stream), "launching the CUDA graph of a decode step");
     return;
   }
   work();  // selects GEMMs and loads kernels, which is not possible during capture
@@ -26,8 +26,8 @@ void Graph::run(cudaStream_t stream, const std::function<void()>& work) {
   check(cudaStreamEndCapture(stream, &captured), "capturing");
   const cudaError_t status = cudaGraphInstantiate(&executable_, captured, 0);
   cudaGraphDestroy(captured);
-  check(status, "making a CUDA graph");
-  check(cudaGraphUpload(executable_, stream), "making a CUDA graph");
+  check(status, "instantiating a CUDA graph");
+  check(cudaGraphUpload(executable_, stream), "uploading a CUDA graph");
 }
 
 }  // namespace llmc

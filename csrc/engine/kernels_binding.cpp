@@ -80,7 +80,7 @@ class KernelTensors {
     if (tensor.data == nullptr || tensor.shape.size() != 2 || tensor.shape[0] < 1 ||
         tensor.shape[1] < columns)
       throw Error(std::string(kernel_) + "'s tensor " + std::to_string(index) +
-                  " is no matrix of at least " + std::to_string(columns) + " columns");
+                  " is not a matrix of at least " + std::to_string(columns) + " columns");
     return tensor;
   }
 
@@ -125,8 +125,8 @@ float run_op(const std::string& name, const Fields& fields, const std::vector<Fo
   const std::vector<Port>& ports = plugin_types().at(name).inputs;
   for (size_t i = 0; i < pitches.size() && i < in.size(); ++i) {
     if (pitches[i] != 0 && (!ports[i].columns || pitches[i] < in[i].shape.back()))
-      throw Error("rows of " + name + "'s " + ports[i].name + " cannot be " +
-                  std::to_string(pitches[i]) + " apart");
+      throw Error("the row pitch of " + name + "'s " + ports[i].name + " cannot be " +
+                  std::to_string(pitches[i]));
     in[i].pitch = pitches[i];
   }
   const std::vector<Dims> made = plugin->shapes(dims_of(in)), given = dims_of(out);

@@ -8,7 +8,7 @@
 namespace llmc {
 
 Stream::Stream() {
-  check(cudaStreamCreateWithFlags(&handle, cudaStreamNonBlocking), "making a stream");
+  check(cudaStreamCreateWithFlags(&handle, cudaStreamNonBlocking), "creating a stream");
 }
 Stream::~Stream() { cudaStreamDestroy(handle); }
 
@@ -18,7 +18,7 @@ DeviceBuffer::DeviceBuffer(int64_t bytes, const char* what) {
     size_t free = 0, total = 0;
     cudaGetLastError();
     cudaMemGetInfo(&free, &total);
-    throw Error(std::string("there is no device memory for ") + what + ": " +
+    throw Error(std::string("not enough device memory for ") + what + ": " +
                 std::to_string(bytes >> 20) + " MiB are needed, " + std::to_string(free >> 20) +
                 " of " + std::to_string(total >> 20) + " MiB are free");
   }
@@ -50,7 +50,7 @@ void* DeviceMemory::allocate_bytes(int64_t count, int64_t width, const char* wha
   int64_t bytes = 0;
   if (count < 0 || __builtin_mul_overflow(count, width, &bytes))
     throw Error(std::to_string(count) + " elements of " + std::to_string(width) +
-                " bytes are no size of " + what);
+                " bytes do not match the size of " + what);
   owned_.emplace_back(bytes, what);
   bytes_ += bytes;
   check(cudaMemsetAsync(owned_.back().data, 0, bytes, stream_), what);

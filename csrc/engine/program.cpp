@@ -75,7 +75,7 @@ Program::Program(DType dtype, Limits limits, int64_t token_bytes, int64_t logit_
   for (int64_t bytes : {token_bytes, logit_bytes})
     if (bytes < 0 || bytes > int64_t{1} << 32)
       throw Error(std::to_string(bytes) +
-                  " bytes are no size of a token's or logit's part of the arena");
+                  " bytes are not a valid token_bytes or logit_bytes of the arena");
 }
 
 int Program::declare(Declared tensor) {
@@ -85,7 +85,7 @@ int Program::declare(Declared tensor) {
 
 int Program::add_input(const std::string& name, DType dtype) {
   const auto found = input_types().find(name);
-  if (found == input_types().end()) throw Error("there is no engine input '" + name + "'");
+  if (found == input_types().end()) throw Error("unknown engine input '" + name + "'");
   if (found->second.dtype != dtype)
     throw Error("the engine's input " + name + " is of " + name_of(found->second.dtype) + ", not " +
                 name_of(dtype));
@@ -102,18 +102,18 @@ int Program::add_weight(DType dtype, const Shape& shape) {
 
 int Program::add_cache(DType dtype, int64_t num_kv_heads, int64_t head_dim) {
   if (dtype != dtype_ && dtype != DType::kFloat8)
-    throw Error(std::string("a cache of ") + name_of(dtype) + " is neither of " + name_of(dtype_) +
-                " nor of " + name_of(DType::kFloat8));
+    throw Error(std::string("a cache of ") + name_of(dtype) + ", expected " + name_of(dtype_) +
+                " or " + name_of(DType::kFloat8));
   const Shape block{num_kv_heads, limits_.block_size, head_dim};
   if (count_of(block) * width(dtype) % 16 != 0)
     throw Error("a block of " + std::to_string(count_of(block) * width(dtype)) +
-                " bytes is not of whole 16 bytes");
+                " bytes is not a multiple of 16 bytes");
   return declare({Kind::kCache, dtype, {kNumBlocks, num_kv_heads, limits_.block_size, head_dim}});
 }
 
 int Program::add_state(DType dtype, const Shape& shape) {
   if (dtype != DType::kFloat32)
-    throw Error(std::string("a state is of float32, not of ") + name_of(dtype));
+    throw Error(std::string("a state of ") + name_of(dtype) + ", expected float32");
   count_of(shape);
   limits_.num_states = limits_.max_batch;
   Shape all{kNumStates};
@@ -123,7 +123,7 @@ int Program::add_state(DType dtype, const Shape& shape) {
 
 int Program::add_memory(int64_t row_width) {
   if (limits_.mem_max_seq_len == 0)
-    throw Error("the model has no encoder, and so no memory of one");
+    throw Error("the model has no encoder, so it cannot have encoder output");
   const Shape shape{limits_.memory_rows(), row_width};
   count_of(shape);
   return declare({Kind::kMemory, dtype_, shape});
@@ -132,7 +132,7 @@ int Program::add_memory(int64_t row_width) {
 int Program::add_value(DType dtype, const Shape& shape, int64_t offset, bool per_logit) {
   if (dtype != dtype_ && dtype != DType::kFloat32 && dtype != DType::kInt64 &&
       dtype != DType::kFloat8)
-    throw Error(std::string("a value is of ") + name_of(dtype) + ", the engine computes in " +
+    throw Error(std::string("a value of ") + name_of(dtype) + "; the engine computes in " +
                 name_of(dtype_));
   if (shape.size() < 2 || shape[0] != (per_logit ? kNumLogits : kNumTokens))
     throw Error(std::string("a value's shape does not begin with ") +
@@ -148,11 +148,11 @@ int Program::add_value(DType dtype, const Shape& shape, int64_t offset, bool per
 int Program::add_columns(int of, int64_t first, int64_t width) {
   const Declared& value = tensor(of);
   if (value.kind != Kind::kValue || value.per_logit || value.shape.size() != 2)
-    throw Error("tensor " + std::to_string(of) + " is not a value of rows of tokens");
+    throw Error("tensor " + std::to_string(of) + " is not a value with num_tokens rows");
   count_of({width});
   if (first < 0 || first > value.shape[1] - width)
     throw Error(std::to_string(width) + " columns from " + std::to_string(first) +
-                " on are not in a value's " + std::to_string(value.shape[1]));
+                " on exceed the value's " + std::to_string(value.shape[1]) + " columns");
   return declare({Kind::kColumns, value.dtype, {kNumTokens, width}, "", 0, false, of, first});
 }
 
@@ -161,7 +161,7 @@ void Program::add_node(const std::string& op, const Fields& fields, const std::v
   const auto builtin = builtin_types().find(op);
   const auto found = builtin != builtin_types().end() ? builtin : plugin_types().find(op);
   if (builtin == builtin_types().end() && found == plugin_types().end())
-    throw Error("there is no op '" + op + "' in namespace llmc");
+    throw Error("unknown op '" + op + "' in namespace llmc");
   const PluginType& type = found->second;
   Node node{op, make_plugin(type, fields), inputs, outputs};
   Fields complete = fields;
@@ -171,7 +171,7 @@ void Program::add_node(const std::string& op, const Fields& fields, const std::v
     check_shapes(node);
   } catch (const Error& error) {
     const size_t number = (of_encoder ? encoder_nodes_ : nodes_).size();
-    throw Error("node " + std::to_string(number) + ", " + op + ", cannot be: " + error.what());
+    throw Error("node " + std::to_string(number) + " (" + op + ") is invalid: " + error.what());
   }
   (of_encoder ? encoder_nodes_ : nodes_).push_back(std::move(node));
 }
@@ -182,7 +182,8 @@ void Program::add_node(const std::string& op, std::unique_ptr<Plugin> plugin,
   for (int number : inputs) tensor(number);
   for (int number : outputs)
     if (tensor(number).kind != Kind::kValue && tensor(number).kind != Kind::kCache)
-      throw Error(op + " would write to tensor " + std::to_string(number) + ", which is no value");
+      throw Error(op + " would write to tensor " + std::to_string(number) +
+                  ", which is not a value");
   (of_encoder ? encoder_nodes_ : nodes_).push_back({op, std::move(plugin), inputs, outputs});
 }
 
@@ -204,24 +205,24 @@ void Program::check_node(const PluginType& type, const Fields& fields, const Nod
   }
   if (picks &&
       tensor(node.inputs[0]).kind != Kind::kValue)  // a decode step aliases it, with all rows
-    throw Error("it picks rows of tensor " + std::to_string(node.inputs[0]) +
-                ", which is no value");
+    throw Error("it gathers rows of tensor " + std::to_string(node.inputs[0]) +
+                ", which is not a value");
   for (int number : node.inputs)  // step inputs describe its tokens
     if (reads_step && number != -1 && tensor(number).kind == Kind::kValue &&
         tensor(number).shape[0] != kNumTokens)
       throw Error("tensor " + std::to_string(number) +
-                  " has rows of logits, its others rows of tokens");
+                  " has num_logits rows, expected num_tokens as of its other inputs");
   for (size_t i = 0; i < type.outputs.size(); ++i) {
     const int number = node.outputs[i];
     if (!type.outputs[i].in_place.empty()) {
       if (number != -1)
-        throw Error("its output '" + type.outputs[i].name + "' is in an input's memory, and so -1");
+        throw Error("its output '" + type.outputs[i].name + "' is in place, expected -1");
       continue;
     }
     if (number == -1) throw Error("it needs the output '" + type.outputs[i].name + "'");
     const std::string what =
         "tensor " + std::to_string(number) + ", its output '" + type.outputs[i].name + "', is ";
-    if (tensor(number).kind != Kind::kValue) throw Error(what + "no value");
+    if (tensor(number).kind != Kind::kValue) throw Error(what + "not a value");
     const std::vector<DType> own{type.outputs[i].is_rounded(fields) ? DType::kFloat8 : dtype_};
     const std::vector<DType>& made = type.outputs[i].dtypes.empty() ? own : type.outputs[i].dtypes;
     if (!is_among(tensor(number).dtype, made))
@@ -243,7 +244,7 @@ void Program::check_input(const PluginType& type, const Fields& fields, size_t i
       throw Error(what + " is not the step's " + step_input(port.name));
     const InputType& input = input_types().at(given.name);
     if (!(of_encoder ? input.of_encoder : input.of_model))
-      throw Error(what + " is not told to " + (of_encoder ? "an encoder" : "a model"));
+      throw Error(what + " is not an input of " + (of_encoder ? "an encoder" : "a model"));
     return;
   }
   std::vector<DType> allowed = port.dtypes;
@@ -256,7 +257,7 @@ void Program::check_input(const PluginType& type, const Fields& fields, size_t i
   if (port.is_bytes(fields)) allowed = {DType::kUint8};
   if (port.is_rounded(fields)) allowed = {DType::kFloat8};
   if (given.kind == Kind::kColumns && !port.columns)
-    throw Error(what + " is columns of wider rows");
+    throw Error(what + " is a column slice, which the op does not support");
   if (!is_among(given.dtype, allowed))
     throw Error(what + " is of " + name_of(given.dtype) + ", expected " + name_of(allowed[0]));
   // Axis of positions in tables.
@@ -276,11 +277,12 @@ void Program::check_input(const PluginType& type, const Fields& fields, size_t i
   if (read && !is_written(number)) throw Error(what + " is a cache that no node has written yet");
   if (read) return;
   if (written != kept)
-    throw Error(what + (written ? " is written, and nothing that is kept" : " is kept"));
+    throw Error(what + (written ? " is written, expected a cache or a state"
+                                : " is a cache or a state, which the op does not write"));
   if (written && port.cached != (given.kind == Kind::kCache))
-    throw Error(what + (port.cached ? " is no cache" : " is no state"));
+    throw Error(what + (port.cached ? " is not a cache" : " is not a state"));
   if (port.name == "memory" && given.kind != Kind::kMemory)
-    throw Error(what + " is no encoder's memory");
+    throw Error(what + " is not an encoder output");
 }
 
 bool Program::is_written(int number) const {
@@ -311,10 +313,10 @@ void Program::check_shapes(const Node& node) const {
 void Program::set_logits(int number, int vocab_size) {
   const Declared& logits = tensor(number);
   if (logits.kind != Kind::kValue || !logits.per_logit || logits.shape.size() != 2)
-    throw Error("tensor " + std::to_string(number) + " is not a value of rows of logits");
+    throw Error("tensor " + std::to_string(number) + " is not a value with num_logits rows");
   if (logits.dtype != dtype_) throw Error(std::string("logits are of ") + name_of(logits.dtype));
   if (vocab_size < 1 || vocab_size > logits.shape[1])
-    throw Error("a vocabulary of " + std::to_string(vocab_size) + " tokens is not in the logits' " +
+    throw Error("vocab_size " + std::to_string(vocab_size) + " does not fit the logits' " +
                 std::to_string(logits.shape[1]) + " columns");
   logits_ = number;
   vocab_size_ = vocab_size;
@@ -345,7 +347,7 @@ int64_t Program::block_bytes() const {
 
 const Declared& Program::tensor(int number) const {
   if (number < 0 || number >= static_cast<int>(tensors_.size()))
-    throw Error("there is no tensor " + std::to_string(number) + " among " +
+    throw Error("tensor " + std::to_string(number) + " does not exist among " +
                 std::to_string(tensors_.size()));
   return tensors_[number];
 }

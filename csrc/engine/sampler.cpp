@@ -36,7 +36,7 @@ int64_t Sampler::place_lists(int32_t slot, int64_t size) {
     if (lists_room_ > 0)
       check(cudaMemcpyAsync(made->data, lists_->data, 4 * lists_room_, cudaMemcpyDeviceToDevice,
                             stream_),
-            "moving bad words and logit biases");
+            "growing the buffer of bad words and logit biases");
     check(cudaStreamSynchronize(stream_), "the engine");  // nothing reads the old buffer any more
     lists_ = std::move(made);
     lists_room_ = room;
@@ -53,10 +53,10 @@ void Sampler::make_room(const Admissions& admit, std::vector<kernels::SlotState>
     const int64_t begin = wanted.lists, end = i + 1 < states.size()
                                                   ? admit.states[i + 1].processing.lists
                                                   : admit.lists.size;
-    if (end < begin) throw Error("the lists of sequences that enter slots are not in their order");
+    if (end < begin) throw Error("the lists of admitted sequences are not in their order");
     wanted.lists = static_cast<int32_t>(place_lists(admit.slots[i], end - begin));
     if (!wanted.keeps_history || history_.counts != nullptr) continue;
-    constexpr const char* kWhat = "the tokens that penalties are for";
+    constexpr const char* kWhat = "the token counts of penalties";
     const int64_t slots = limits_.max_batch;
     history_.vocab = vocab_size_;
     history_.room = limits_.max_seq_len + 1;
@@ -87,7 +87,7 @@ void Sampler::admit(const Admissions& admit, const AdmittedArrays& given,
   check(kernels::admit({states_, given.states, given.slots, given.prompts, given.starts,
                         given.tokens, history_, static_cast<int>(states.size())},
                        stream_),
-        "entering slots");
+        "admitting sequences to slots");
 }
 
 void Sampler::sample(const Tensor& logits, const int32_t* device_slots,
@@ -108,8 +108,7 @@ void Sampler::sample(const Tensor& logits, const int32_t* device_slots,
   if (processes) {
     const int64_t width = scores_width();
     if (scores_ == nullptr)
-      scores_ = memory_.allocate<float>(limits_.max_batch * width,
-                                        "the logits that sampling parameters change");
+      scores_ = memory_.allocate<float>(limits_.max_batch * width, "the processed logits");
     const kernels::ProcessLogitsParams process{
         scores_,
         logits.data,
@@ -135,7 +134,7 @@ void Sampler::sample(const Tensor& logits, const int32_t* device_slots,
               logits.dtype,
               {logprobs_, logits.data, sampled_, states_, device_slots, rows, vocab_size_, stride},
               stream_),
-          "finding log-probabilities");
+          "computing log-probabilities");
   }
   kernels::TokenHistory history = history_;
   if (!keeps) history.counts = nullptr;

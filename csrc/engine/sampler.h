@@ -10,7 +10,7 @@
 
 namespace llmc {
 
-// Token masks of a step on the device; null if there are none.
+// Token masks of a step on the device; null if absent.
 struct Masks {
   const int32_t* rows;
   const uint32_t* words;
@@ -63,7 +63,7 @@ class Sampler {
   float* scores_ = nullptr;
   kernels::Logprobs* logprobs_ = nullptr;
   kernels::TokenHistory history_{};
-  // Bad words, biases and so on; each slot has a range of its own.
+  // Bad words, biases and so on; each slot has its range.
   std::unique_ptr<DeviceBuffer> lists_;
   int64_t lists_room_ = 0;
   std::map<int32_t, std::pair<int64_t, int64_t>> places_;  // by slot: begin, end

@@ -13,24 +13,24 @@ template <typename T>
 void check_range(const char* what, const HostArray<T>& values, int64_t least, int64_t end) {
   for (int64_t i = 0; i < values.size; ++i)
     if (values[i] < least || values[i] >= end)
-      throw Error(std::string(what) + "[" + text(i) + "] is " + text(values[i]) +
-                  ", which is not from " + text(least) + " to " + text(end - 1));
+      throw Error(std::string(what) + "[" + text(i) + "] is " + text(values[i]) + ", expected " +
+                  text(least) + " to " + text(end - 1));
 }
 
 // Checks that every sequence has a token, and every token a sequence.
 void check_starts(const HostArray<int32_t>& cu_seqlens, int64_t batch, int64_t num_tokens) {
   check_size("cu_seqlens", cu_seqlens.size, batch + 1);
   if (cu_seqlens[0] != 0 || cu_seqlens[batch] != num_tokens)
-    throw Error("cu_seqlens are from " + text(cu_seqlens[0]) + " to " + text(cu_seqlens[batch]) +
-                ", the tokens from 0 to " + text(num_tokens));
+    throw Error("cu_seqlens go from " + text(cu_seqlens[0]) + " to " + text(cu_seqlens[batch]) +
+                ", expected 0 to num_tokens " + text(num_tokens));
   for (int64_t b = 0; b < batch; ++b)
     if (cu_seqlens[b + 1] <= cu_seqlens[b])
       throw Error("cu_seqlens[" + text(b + 1) + "] is " + text(cu_seqlens[b + 1]) + " after " +
-                  text(cu_seqlens[b]) + "; every sequence of a step has a token");
+                  text(cu_seqlens[b]) + "; every sequence of a step needs a token");
 }
 
 void check_rows(int64_t batch, const Limits& limits) {
-  if (batch < 1) throw Error("a batch of " + text(batch) + " has no sequence");
+  if (batch < 1) throw Error("a batch of " + text(batch) + " has no sequences");
   if (batch > limits.max_batch)
     throw Error("a batch of " + text(batch) + " exceeds max_batch_size " + text(limits.max_batch));
 }
@@ -41,20 +41,20 @@ void check_processing(const kernels::LogitsProcessing& wanted, const HostArray<i
   const int64_t counts[] = {wanted.lists, wanted.num_biases, wanted.num_ends, wanted.num_forced,
                             wanted.num_words};
   if (std::any_of(std::begin(counts), std::end(counts), [](int64_t count) { return count < 0; }))
-    throw Error("a sequence's processing has a negative size");
+    throw Error("a sequence's logits processing has a negative size");
   const int64_t room = lists.size - wanted.lists;
   const int64_t ends = 2ll * wanted.num_biases, forced = ends + wanted.num_ends;
   const int64_t words = forced + 2ll * wanted.num_forced;
   const int64_t fixed = words + (wanted.num_words > 0 ? wanted.num_words + 1ll : 0);
   if (fixed > room)
-    throw Error("a sequence's lists of " + text(fixed) + " numbers exceed the " +
+    throw Error("a sequence's lists of " + text(fixed) + " entries exceed the " +
                 text(std::max<int64_t>(room, 0)) + " available");
   const int32_t* own = lists.data + wanted.lists;
   auto check_tokens = [&](int64_t from, int64_t count) {
     for (int64_t i = from; i < from + count; ++i)
       if (own[i] < 0 || own[i] >= vocab)
-        throw Error("a sequence's processing names token " + text(own[i]) +
-                    ", the vocabulary has " + text(vocab));
+        throw Error("a sequence's logits processing has token id " + text(own[i]) +
+                    ", expected 0 to " + text(vocab - 1));
   };
   check_tokens(0, wanted.num_biases);
   check_tokens(ends, wanted.num_ends);
@@ -62,7 +62,7 @@ void check_processing(const kernels::LogitsProcessing& wanted, const HostArray<i
   for (int64_t i = 0; i < wanted.num_words; ++i) {
     const int64_t begin = own[words + i], end = own[words + i + 1];
     if (begin < fixed || end <= begin || end > room)
-      throw Error("a sequence's bad words are not in its lists");
+      throw Error("a sequence's bad words exceed its lists");
     check_tokens(end - 1, 1);
   }
 }
@@ -71,16 +71,16 @@ void check_distinct(const char* what, const HostArray<int32_t>& values, int64_t 
   check_range(what, values, 0, end);
   std::vector<bool> seen(end);
   for (int32_t value : values) {
-    if (seen[value]) throw Error(std::string(what) + " names " + text(value) + " twice");
+    if (seen[value]) throw Error(std::string(what) + " has " + text(value) + " twice");
     seen[value] = true;
   }
 }
 
 void check_admissions(const Admissions& admit, const Limits& limits, int64_t vocab) {
   const int64_t count = admit.slots.size;
-  check_distinct("the slots that sequences enter", admit.slots, limits.max_batch);
+  check_distinct("the slots of admitted sequences", admit.slots, limits.max_batch);
   check_size("their states", admit.states.size, count);
-  check_size("their prompts' lengths", admit.prompts.size, count);
+  check_size("the prompt lengths of admitted sequences", admit.prompts.size, count);
   check_size("their lengths", admit.lengths.size, count);
   int64_t total = 0;
   for (int64_t i = 0; i < count; ++i) {
@@ -91,48 +91,50 @@ void check_admissions(const Admissions& admit, const Limits& limits, int64_t voc
     if (admit.prompts[i] < 0 || admit.lengths[i] < admit.prompts[i] ||
         admit.lengths[i] > limits.max_seq_len + 1)
       throw Error("a sequence of " + text(admit.lengths[i]) + " tokens, " + text(admit.prompts[i]) +
-                  " of them its prompt's, exceeds max_seq_len " + text(limits.max_seq_len));
+                  " of them in its prompt, exceeds max_seq_len " + text(limits.max_seq_len));
     check_processing(state.processing, admit.lists, vocab);
     total += admit.lengths[i];
   }
-  check_size("the tokens of sequences that enter slots", admit.tokens.size, total);
-  check_range("the tokens of sequences that enter slots", admit.tokens, 0, vocab);
+  check_size("the tokens of admitted sequences", admit.tokens.size, total);
+  check_range("the tokens of admitted sequences", admit.tokens, 0, vocab);
 }
 
 // Copies run in parallel: no block, or state, may be both source and target, or target twice.
 void check_copies(const std::string& what, const HostArray<int32_t>& copies, int end) {
-  if (copies.size % 2 != 0) throw Error("copies of " + what + "s are not pairs");
+  if (copies.size % 2 != 0)
+    throw Error("copies of " + what + "s are not pairs of source and destination");
   check_range(("copies of " + what + "s").c_str(), copies, 0, end);
   std::vector<int32_t> to, from;
   for (int64_t i = 0; i < copies.size; ++i) (i % 2 ? to : from).push_back(copies[i]);
   std::sort(to.begin(), to.end());
   for (size_t i = 0; i + 1 < to.size(); ++i)
-    if (to[i] == to[i + 1]) throw Error(what + " " + text(to[i]) + " is copied to twice");
+    if (to[i] == to[i + 1])
+      throw Error(what + " " + text(to[i]) + " is a destination of two copies");
   for (int32_t block : from)
     if (std::binary_search(to.begin(), to.end(), block))
-      throw Error(what + " " + text(block) + " is copied from and to in one step");
+      throw Error(what + " " + text(block) +
+                  " is both source and destination of copies in one step");
 }
 
 void check_memory(const HostArray<int32_t>& starts, const HostArray<int32_t>& lens, int64_t batch,
                   const Limits& limits) {
-  check_size("the rows of the encoder's memory", starts.size,
-             limits.mem_max_seq_len > 0 ? batch : 0);
+  check_size("memory_starts", starts.size, limits.mem_max_seq_len > 0 ? batch : 0);
   check_size("encoder_sequence_length", lens.size, starts.size);
   for (int64_t b = 0; b < starts.size; ++b)
     if (starts[b] < 0 || lens[b] < 0 ||
         static_cast<int64_t>(starts[b]) + lens[b] > limits.memory_rows())
-      throw Error(text(lens[b]) + " rows from " + text(starts[b]) +
-                  " on exceed the encoder's memory of " + text(limits.memory_rows()) + " rows");
+      throw Error(text(lens[b]) + " rows of encoder output at " + text(starts[b]) + " exceed the " +
+                  text(limits.memory_rows()) + " available rows");
 }
 
 void check_masks(const StepInputs& inputs, int vocab_size) {
   if (inputs.mask_rows.size == 0 && inputs.masks.size == 0) return;
   const int64_t words = (vocab_size + 31) / 32;
-  check_size("the rows of masks", inputs.mask_rows.size, inputs.sample.size);
+  check_size("the rows of token masks", inputs.mask_rows.size, inputs.sample.size);
   if (inputs.masks.size % words != 0)
-    throw Error("masks of " + text(inputs.masks.size) + " words are not of " + text(words) +
-                " each");
-  check_range("the rows of masks", inputs.mask_rows, -1, inputs.masks.size / words);
+    throw Error("token masks of " + text(inputs.masks.size) + " words are not rows of " +
+                text(words) + " words");
+  check_range("the rows of token masks", inputs.mask_rows, -1, inputs.masks.size / words);
 }
 
 void check_scored(const StepInputs& inputs, int64_t num_tokens, int vocab_size) {
@@ -142,7 +144,7 @@ void check_scored(const StepInputs& inputs, int64_t num_tokens, int vocab_size) 
   check_range("scored_targets", inputs.scored_targets, 0, vocab_size);
   check_range("scored_counts", inputs.scored_counts, 0, kernels::kTopLogprobs + 1);
   if (inputs.logits == Logits::kAll && inputs.scored_rows.size > 0)
-    throw Error("a step that gives all logits scores no rows");
+    throw Error("a step with logits=all cannot have scored rows");
 }
 
 }  // namespace
@@ -151,8 +153,8 @@ void Limits::check() const {
   auto check = [](const char* name, int limit, int least) {
     constexpr int kMost = 1 << 30;  // so that the sum of two fits an int
     if (limit < least || limit > kMost)
-      throw Error(std::string("the engine's ") + name + " is " + text(limit) +
-                  ", which is not from " + text(least) + " to " + text(kMost));
+      throw Error(std::string("the engine's ") + name + " is " + text(limit) + ", expected " +
+                  text(least) + " to " + text(kMost));
   };
   check("max_batch", max_batch, 1);
   check("max_tokens", max_tokens, 1);
@@ -190,7 +192,7 @@ Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size,
     throw Error("block_tables of " + text(inputs.block_tables.size) + " elements are not rows of " +
                 text(batch) + " sequences");
   if (inputs.num_decode < 0 || inputs.num_decode > batch)
-    throw Error("num_decode " + text(inputs.num_decode) + " is not from 0 to the batch of " +
+    throw Error("num_decode " + text(inputs.num_decode) + ", expected 0 to the batch size " +
                 text(batch));
   check_admissions(inputs.admit, limits, vocab_size);
   check_copies("block", inputs.copies, limits.num_blocks);
@@ -209,19 +211,19 @@ Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size,
       throw Error(text(fresh) + " tokens after " + text(past) + " of sequence " + text(b) +
                   " exceed max_seq_len " + text(limits.max_seq_len));
     if (b < inputs.num_decode && fresh != 1)
-      throw Error("sequence " + text(b) + " of " + text(inputs.num_decode) + " that decode has " +
-                  text(fresh) + " new tokens");
+      throw Error("sequence " + text(b) + " of " + text(inputs.num_decode) + " decoding ones has " +
+                  text(fresh) + " new tokens, expected 1");
     const int64_t blocks = (past + fresh + limits.block_size - 1) / limits.block_size;
     if (blocks > width)
-      throw Error(text(past + fresh) + " positions of sequence " + text(b) + " are not in the " +
+      throw Error(text(past + fresh) + " positions of sequence " + text(b) + " exceed the " +
                   text(width) + " blocks of its table");
     check_range("block_tables", HostArray<int32_t>{inputs.block_tables.data + b * width, blocks}, 0,
                 limits.num_blocks);
     const SlotRecord& slot = slots[inputs.slots[b]];
     for (int64_t i = inputs.cu_seqlens[b]; i < inputs.cu_seqlens[b + 1]; ++i)
       if (inputs.token_ids[i] < 0 && (admitted[inputs.slots[b]] || !slot.has_sampled))
-        throw Error("token " + text(i) + " is what slot " + text(inputs.slots[b]) +
-                    " chose last, which has chosen none");
+        throw Error("token " + text(i) + " is the last one of slot " + text(inputs.slots[b]) +
+                    ", which has not sampled any");
     if (b < inputs.num_decode) continue;  // for attention to prompts
     step.longest = std::max<int>(step.longest, fresh);
     step.reach = std::max<int>(step.reach, past + fresh);
@@ -232,7 +234,7 @@ Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size,
   for (int64_t i = 1; i < sampled; ++i)
     if (inputs.sample[i] <= inputs.sample[i - 1]) throw Error("sample is not ascending");
   if (inputs.candidates < 0 || inputs.candidates > vocab_size)
-    throw Error(text(inputs.candidates) + " candidates are not from 0 to the vocabulary's " +
+    throw Error("candidates is " + text(inputs.candidates) + ", expected 0 to vocab_size " +
                 text(vocab_size));
   return step;
 }

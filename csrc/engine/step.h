@@ -61,8 +61,8 @@ struct Step {
 enum class Logits : int32_t { kNone, kSampled, kAll };
 
 // Sequences that are installed in slots: see kernels::AdmitParams. `tokens` are the prompt and
-// generated tokens of all; `lists` the lists of all, in which a state's processing.lists is the
-// offset of its own.
+// generated tokens of all; `lists` the lists of all; processing.lists of a
+// state is the offset of its lists.
 struct Admissions {
   HostArray<int32_t> slots;
   HostArray<kernels::SlotState> states;

@@ -59,8 +59,8 @@ class Op:
             outputs `<input>_out`.
         shapes: (input shapes by name, attributes) to output shapes, in order. Dimensions may be
             names. The leading dimensions of activations may be [num_tokens] or [batch, seq].
-        dims: (attributes, names of present inputs) to each input's shape: numbers, and names, each
-            of which is one size everywhere. `2 * n + 1` and `>= n` (at least n) are allowed. Raises
+        dims: (attributes, names of present inputs) to each input's shape: numbers and names. A name
+            is one size everywhere. `2 * n + 1` and `>= n` (at least n) are allowed. Raises
             ValueError if attributes and inputs are inconsistent.
         choices: allowed values of attributes, if restricted.
         shard: how it is sharded, in order of preference; empty: every rank computes all of it.
@@ -70,7 +70,7 @@ class Op:
         columns: inputs that its core accepts as columns of wider rows.
         quantized: inputs that may be quantized, according to attribute `weight_dtype`.
         collective: its collective operation, if it is one.
-        output_dtypes: outputs with a dtype of their own. An op with an attribute `out_scale` has
+        output_dtypes: outputs with a declared dtype. An op with an attribute `out_scale` has
             its first output in float8_e4m3fn where that is above 0: values over that scale,
             saturated at 448. One with an attribute `x_dtype` accepts such an x.
         rounds: (attributes, names of present inputs) to whether `out_scale` may be above 0.
@@ -139,16 +139,17 @@ class Op:
         """
         for name, value in fields.items():
             if name not in self.fields:
-                raise ValueError(f"{self.name} has no field {name!r}; it has {list(self.fields)}")
+                raise ValueError(f"{self.name} has no attribute {name!r}; expected one of "
+                                 f"{list(self.fields)}")
             if type(value) is not type(self.fields[name]):
-                raise ValueError(f"{self.name}'s field {name!r} is {value!r}, "
+                raise ValueError(f"{self.name}'s attribute {name!r} is {value!r}, "
                                  f"expected a {type(self.fields[name]).__name__}")
             if value not in self.choices.get(name, (value,)):
-                raise ValueError(f"{self.name}'s field {name!r} is {value!r}, expected one of "
-                                 f"{list(self.choices[name])}")
+                raise ValueError(f"{self.name}'s attribute {name!r} is {value!r}, expected one "
+                                 f"of {list(self.choices[name])}")
         for name in self.required:
             if name not in fields:
-                raise ValueError(f"{self.name} needs the field {name!r}")
+                raise ValueError(f"{self.name} needs the attribute {name!r}")
         return {**self.fields, **fields}
 
     def present(self, inputs: Sequence[str]) -> frozenset[str]:
@@ -184,7 +185,7 @@ class Op:
                                        role.blocks) if name})
 
     def made_dtypes(self, fields: Fields) -> Mapping[str, str]:
-        """Return the outputs with a dtype of their own, given `fields`."""
+        """Return the outputs with a declared dtype, given `fields`."""
         if not fields.get("out_scale"):
             return self.output_dtypes
         return {**self.output_dtypes, self.outputs[0]: "float8_e4m3fn"}
@@ -211,7 +212,7 @@ class Op:
         """
         fields, sizes = self.complete(fields), dict[str, int | str]()
         if self.dims is None:
-            raise ValueError(f"{self.name} does not say which shapes its inputs have")
+            raise ValueError(f"{self.name} declares no input shapes")
         dims = self.dims(fields, frozenset(shapes))
         later: list[tuple[str, int | str, str]] = []
         for name, shape in shapes.items():

@@ -44,5 +44,5 @@ def activation_text(name: str, x: str, y: str) -> str:
         ValueError: the activation is unknown.
     """
     if name not in _TEXT:
-        raise ValueError(f"no activation {name!r}; there are {sorted(_TEXT)}")
+        raise ValueError(f"unknown activation {name!r}; expected one of {sorted(_TEXT)}")
     return _TEXT[name].format(x=x, y=y)

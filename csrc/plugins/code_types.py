@@ -1,9 +1,9 @@
-"""Code types: the one table of what the codes of quantized weights are.
+"""Code types of quantized weights.
 
-A code type says how many bits a code has and which number it stands for. A `weight_dtype` names
-one, in an op's fields and in model_info.json. `llmc.plugins.quantization` says how codes, scales
-and zero points lie in memory; a target's kernels say which code types they read. NVFP4, NF4 and
-GGUF's blocks are no code types: their readers make them ones of these, exactly.
+A code type defines the bits of a code and the value that it stands for. A `weight_dtype` names
+one, in an op's attributes and in model_info.json. `llmc.plugins.quantization` defines the layout
+of codes, scales and zero points; a target's kernels declare the code types that they read. NVFP4,
+NF4 and GGUF's blocks are not code types: their readers convert them to these, exactly.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# Numbers of FP4 (e2m1): sign, 2 bits of exponent, 1 of mantissa.
+# Values of FP4 (e2m1): sign, 2 bits of exponent, 1 of mantissa.
 E2M1_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0,
                 -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-# Numbers of FP8 (e4m3fn): sign, 4 bits of exponent, 3 of mantissa; 0 in place of NaN.
+# Values of FP8 (e4m3fn): sign, 4 bits of exponent, 3 of mantissa; 0 in place of NaN.
 E4M3_NUMBERS = tuple(
     (-1.0) ** (bits >> 7) * ((bits & 7) / 512 if not bits & 0x78 else
                              (8 + (bits & 7)) * 2.0 ** ((bits >> 3 & 15) - 10))
     if bits & 0x7F != 0x7F else 0.0 for bits in range(256))
-# Scales of 8 bits (e8m0): an exponent, 127 for 1; 255 is NaN and not among them.
+# Scales of 8 bits (e8m0): an exponent, 127 for 1; 255 is NaN and excluded.
 E8M0_NUMBERS = tuple(2.0 ** (bits - 127) for bits in range(255))
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodeType:
-    """A type of codes.
+    """Encoding of a quantized weight's values.
 
     Args:
-        bits: of a code, 4 or 8; two codes of 4 share a byte.
-        zero_point: of all codes; None: each group has a zero point, or a minimum, of its own.
-        numbers: the number of each code, before its scale; empty: the code less the zero point.
-        int8_factor: the numbers times this are integers of 8 bits; 0: they are not.
+        bits: of a code, 4 or 8; two 4-bit codes share a byte.
+        zero_point: of all codes; None: each group has a zero point or a minimum.
+        numbers: the value of each code, before its scale; empty: the code less the zero point.
+        int8_factor: the values times this are 8-bit integers; 0: they are not.
         scale_dtype: of scales; a float8_e8m0fnu is stored as uint8.
-        group_size: the only one; None: any.
-        linear_layers: kernels of linear layers read it, not only those of experts.
-        rounding: `--quantize` rounds to it; else checkpoints bring it, and nothing is lost.
+        group_size: the only allowed one; None: any.
+        linear_layers: kernels of linear layers support it, not only those of experts.
+        rounding: `--quantize` produces it; otherwise only checkpoints have it.
     """
 
     bits: int
@@ -54,7 +54,7 @@ class CodeType:
 
     @property
     def precision(self) -> int:
-        """The bits that the loss of quantization goes by: 8 where nothing is rounded."""
+        """Effective bits for quantization loss: 8 for lossless code types."""
         return self.bits if self.rounding else 8
 
 

@@ -165,14 +165,13 @@ def _check(op: Op, fields: Fields, present: frozenset[str]) -> None:
     """Raises ValueError if attributes and inputs are inconsistent."""
     dtype, size, width = (fields[name] for name in ("weight_dtype", "group_size", "in_features"))
     if ("weight_scale" in present) != bool(dtype):
-        raise ValueError(f"{op.name} takes weight_scale and weight_dtype together")
+        raise ValueError(f"{op.name} needs weight_scale exactly with a weight_dtype")
     if ("weight_zero" in present) + ("weight_min" in present) != (
             bool(dtype) and CODE_TYPES[dtype].zero_point is None):
-        raise ValueError(f"{op.name} takes weight_zero or weight_min with weight_dtype uint4 and "
-                         f"uint8, and with no other")
+        raise ValueError(f"{op.name} needs weight_zero or weight_min exactly with weight_dtype "
+                         f"uint4 or uint8")
     if dtype and (size < 1 or width < 1 or width % size or width % _per_byte(fields)):
-        raise ValueError(f"{op.name} has in_features {width}, which are no whole groups of "
-                         f"{size}")
+        raise ValueError(f"{op.name} has in_features {width}, not divisible into groups of {size}")
     check_rounding(op.name, fields)
     scale = fields.get("activation_scale", 0.0)
     if scale < 0 or (scale and not fields["activation_dtype"]):
@@ -192,8 +191,8 @@ def check_rounding(name: str, fields: Fields) -> None:
         raise ValueError(f"{name} takes activation_dtype with weight_dtype {FLOAT8} only, not "
                          f"{fields['weight_dtype']!r}")
     if own and (own != fields["group_size"] or not dtype or fields.get("activation_scale")):
-        raise ValueError(f"{name} takes an activation_group_size that is the weight's, with an "
-                         f"activation_dtype and no activation_scale, not {own}")
+        raise ValueError(f"{name} takes an activation_group_size equal to the weight's group_size, "
+                         f"with an activation_dtype and no activation_scale, not {own}")
 
 
 def activations(fields: Fields, x: np.ndarray) -> np.ndarray:
@@ -243,16 +242,16 @@ def rounds_output(op: Op, rounds: Callable[[Fields, frozenset[str]], bool]) -> O
         assert op.dims is not None
         scale = fields["out_scale"]
         if scale < 0 or (scale and not rounds(fields, present)):
-            raise ValueError(f"{op.name} takes an out_scale above 0 where it rounds what it makes, "
-                             f"not {scale} with {sorted(present)}")
+            raise ValueError(f"{op.name} takes an out_scale above 0 where its output may be "
+                             f"quantized, not {scale} with {sorted(present)}")
         return op.dims(fields, present)
 
     def shapes(given: Mapping[str, Shape], fields: Fields) -> Sequence[Shape]:
         made = op.shapes(given, fields)
         width = made[0][-1]
         if fields.get("out_scale") and isinstance(width, int) and width % ROUNDED_UNIT:
-            raise ValueError(f"{op.name} rounds rows of whole units of {ROUNDED_UNIT} numbers, "
-                             f"not of {width}")
+            raise ValueError(f"{op.name} takes an out_scale for multiples of {ROUNDED_UNIT} "
+                             f"columns, not {width}")
         return made
 
     return dataclasses.replace(op, fields={**op.fields, "out_scale": 0.0}, rounds=rounds,
@@ -481,7 +480,7 @@ def cpu_product(fields: Fields, present: frozenset[str], made: str, x: str = "x"
 
 def _quantized_sample(rng: np.random.Generator, plain: Sample, weight: str, dtype: str,
                       group_size: int, brings: str) -> Sample:
-    """Return a sample with a weight of random codes in place of its own.
+    """Return a sample with its weight replaced by random codes.
 
     x has multiples of 1/64 with a 127 in each block of 16, so that a body may quantize it to int8
     without error.

@@ -15,7 +15,7 @@ class ByRows:
 
     Args:
         inputs: sharded along axis 0, as the output then is along its last; a weight, then vectors.
-        stacked: number of blocks stacked in each of them, of which a rank has the same rows each: 2
+        stacked: number of blocks stacked in each of them; a rank has the same rows of each block: 2
             for a gate above its up.
     """
 

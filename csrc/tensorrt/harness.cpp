@@ -120,9 +120,9 @@ void offer(Build& plugin, std::vector<Desc> descs, const std::vector<Desc>& out)
         const bool taken =
             plugin.supportsFormatCombination(position, descs.data(), inputs, outputs);
         if (format != TensorFormat::kLINEAR && taken)
-          throw Error("the plugin takes a layout that it does not know");
+          throw Error("the plugin accepts a layout that is not linear");
         if (format == TensorFormat::kLINEAR && desc.type == whole.type && !taken)
-          throw Error("the plugin does not take tensor " + std::to_string(position) + " as " +
+          throw Error("the plugin does not accept tensor " + std::to_string(position) + " as " +
                       name_of(from_tensorrt(whole.type)));
       }
     }
@@ -226,7 +226,7 @@ std::vector<Harness::Creator> Harness::creators() const {
 TensorRTCreator& Harness::creator(const std::string& op) const {
   for (TensorRTCreator* creator : library_.creators())
     if (op == creator->getPluginName()) return *creator;
-  throw Error("there is no plugin '" + op + "'");
+  throw Error("unknown plugin '" + op + "'");
 }
 
 float Harness::run(const std::string& op, Fields fields, std::vector<Tensor> inputs,

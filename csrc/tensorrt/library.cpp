@@ -72,8 +72,8 @@ void init(void* logger, const char* name, void* given) {
     creator->setPluginNamespace(plugin_namespace().c_str());  // otherwise a plan does not find it
 #endif
     if (!registry->registerCreator(*creator, plugin_namespace().c_str()))
-      throw Error("TensorRT does not take llmc's plugins into namespace '" + plugin_namespace() +
-                  "': there are plugins of these names already");
+      throw Error("TensorRT does not register llmc's plugins in namespace '" + plugin_namespace() +
+                  "': plugins of these names are already registered");
   }
   done.insert(registry);
 }

@@ -43,7 +43,7 @@ static_assert(sizeof(LlmcStep) <= kLlmcStepInts * sizeof(int32_t));
 // if the names are taken.
 LLMC_EXPORT bool initLlmcPlugins(void* logger, const char* libNamespace, void* registry);
 
-// The last error of this thread, as one sentence; "" if there was none.
+// The last error of this thread; "" without an error.
 LLMC_EXPORT const char* llmcPluginError();
 
 // Symbols that IPluginRegistry::loadLibrary looks up.

@@ -62,7 +62,7 @@ std::string text_of(const nvinfer1::Dims& dims) {
 nvinfer1::Dims dims_of(const Tensor& tensor) {
   nvinfer1::Dims dims{};
   if (tensor.shape.size() > nvinfer1::Dims::MAX_DIMS)
-    throw Error("TensorRT has no tensors of that many dimensions");
+    throw Error("the tensor has more dimensions than TensorRT supports");
   dims.nbDims = static_cast<int>(tensor.shape.size());
   std::copy(tensor.shape.begin(), tensor.shape.end(), dims.d);
   return dims;
@@ -149,10 +149,11 @@ Plan::Plan(const PluginLibrary& plugins, const void* plan, size_t bytes, std::ve
   // The loaded version: headers of another minor version are compatible.
   engine_->runtime.reset(static_cast<IRuntime*>(symbol<void*(void*, int32_t)>(
       "createInferRuntime_INTERNAL")(&logger(), symbol<int32_t()>("getInferLibVersion")())));
-  if (engine_->runtime == nullptr) throw Error("TensorRT does not start: " + logger().take());
+  if (engine_->runtime == nullptr)
+    throw Error("TensorRT failed to create a runtime: " + logger().take());
   engine_->engine.reset(engine_->runtime->deserializeCudaEngine(plan, bytes));
   if (engine_->engine == nullptr)
-    throw Error("TensorRT does not take the plan: " + logger().take());
+    throw Error("TensorRT cannot deserialize the plan: " + logger().take());
   const ICudaEngine& engine = *engine_->engine;
   if (engine.getNbOptimizationProfiles() != 2)
     throw Error("the plan has " + std::to_string(engine.getNbOptimizationProfiles()) +
@@ -161,7 +162,7 @@ Plan::Plan(const PluginLibrary& plugins, const void* plan, size_t bytes, std::ve
   if (engine.getTensorIOMode(kStep) != TensorIOMode::kINPUT || step.nbDims != 1 ||
       step.d[0] != kLlmcStepInts)
     throw Error(std::string("the plan has no input ") + kStep +
-                " as this llmc knows it; compile the model again");
+                " of the expected form; compile the model again");
   check_ports(engine, inputs_, TensorIOMode::kINPUT);
   check_ports(engine, outputs_, TensorIOMode::kOUTPUT);
   for (int profile : {kPrefill, kDecode}) {
@@ -169,7 +170,7 @@ Plan::Plan(const PluginLibrary& plugins, const void* plan, size_t bytes, std::ve
     context.reset(engine_->engine->createExecutionContext());
     if (context == nullptr || !context->setOptimizationProfileAsync(profile, nullptr) ||
         !context->setTensorAddress(kStep, &*engine_->step))
-      throw Error("TensorRT makes no execution context: " + logger().take());
+      throw Error("TensorRT failed to create an execution context: " + logger().take());
   }
   for (const Port& port : inputs_) {
     const char* name = port.name.c_str();
@@ -224,19 +225,19 @@ void Plan::bind_inputs(const std::vector<Tensor>& in, const Context& context) co
     void* data = in[i].data;
     const auto narrow = engine_->narrow.find(inputs_[i].name);
     if (narrow != engine_->narrow.end()) {
-      if (count == kernels::kMaxNarrow) throw Error("the plan has too many inputs of 64 bits");
+      if (count == kernels::kMaxNarrow) throw Error("the plan has too many int64 inputs");
       narrowed.x[count] = static_cast<const int64_t*>(data);
       narrowed.y[count] = narrow->second;
       narrowed.count[count++] = static_cast<int>(in[i].size());
       data = narrow->second;
     }
     if (reinterpret_cast<uintptr_t>(data) % kAlignment != 0)
-      throw Error("TensorRT needs " + inputs_[i].name + " at a multiple of 256 bytes");
+      throw Error("TensorRT needs " + inputs_[i].name + " at an address that is a multiple of 256");
     if (!execution.setInputShape(name, dims) || !execution.setTensorAddress(name, data))
-      throw Error("TensorRT does not take " + inputs_[i].name + " as " + text_of(dims) + ": " +
+      throw Error("TensorRT rejects " + inputs_[i].name + " as " + text_of(dims) + ": " +
                   logger().take());
   }
-  if (count > 0) check(kernels::narrow(narrowed, context.stream), "making 32 bits of 64");
+  if (count > 0) check(kernels::narrow(narrowed, context.stream), "converting int64 to int32");
 }
 
 void Plan::bind_outputs(const std::vector<Tensor>& out, const Context& context) const {
@@ -245,11 +246,10 @@ void Plan::bind_outputs(const std::vector<Tensor>& out, const Context& context) 
     const char* name = outputs_[i].name.c_str();
     const nvinfer1::Dims made = execution.getTensorShape(name), dims = dims_of(out[i]);
     if (!equal(made, dims))
-      throw Error("the plan makes " + outputs_[i].name + " as " + text_of(made) +
-                  ", the engine has room for " + text_of(dims) + "; compile the model again");
+      throw Error("the plan's output " + outputs_[i].name + " is " + text_of(made) +
+                  ", the engine expects " + text_of(dims) + "; compile the model again");
     if (!execution.setTensorAddress(name, out[i].data))
-      throw Error("TensorRT does not take the place of " + outputs_[i].name + ": " +
-                  logger().take());
+      throw Error("TensorRT rejects the address of " + outputs_[i].name + ": " + logger().take());
   }
 }
 

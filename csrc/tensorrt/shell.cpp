@@ -160,7 +160,7 @@ Shell::Shell(const PluginType& type, const Fields& fields, bool building)
   for (const auto* ports : {&type.inputs, &type.outputs})
     for (const Port& port : *ports)
       if (port.is_rounded(fields_))
-        throw Error(type.name + "'s " + port.name + " is rounded, which no plan's tensors are");
+        throw Error(type.name + "'s " + port.name + " is FP8, which plans do not support");
   const std::string& dtype = std::get<std::string>(fields_[kDType]);
   if (!dtype.empty()) to_tensorrt(dtype_of(dtype));
   const std::string& present = std::get<std::string>(fields_[kPresent]);
@@ -219,7 +219,7 @@ DataType Shell::output_type(int output, const DataType* inputs, int count) const
   if (!dtype.empty()) return to_tensorrt(dtype_of(dtype));
   for (int i = 0; i < count; ++i)
     if (computes(inputs_[given[i]])) return inputs[i];
-  throw Error(type_.name + " has no input whose dtype its outputs could have");
+  throw Error(type_.name + " has no input from which to take the dtype of its outputs");
 }
 
 std::vector<nvinfer1::DimsExprs> Shell::output_shapes(const nvinfer1::DimsExprs* inputs, int count,
@@ -314,7 +314,7 @@ size_t Shell::workspace(const std::vector<nvinfer1::PluginTensorDesc>& inputs) c
 void Shell::enqueue(const nvinfer1::PluginTensorDesc* input_descs,
                     const nvinfer1::PluginTensorDesc* output_descs, const void* const* inputs,
                     void* const* outputs, void* workspace, cudaStream_t stream) const {
-  if (given_.empty()) throw Error(type_.name + " was not configured before it was run");
+  if (given_.empty()) throw Error(type_.name + " was run before it was configured");
   if (building_ && core_->collective()) return;
   std::vector<Tensor> in = this->inputs(input_descs, inputs, static_cast<int>(given_.size()));
   const LlmcStep step = read_step(in.back());

@@ -22,7 +22,7 @@ StreamState& state_of(cudaStream_t stream) {
   auto& state = (*all)[{current_device(), stream}];
   if (state == nullptr) {
     if (is_captured(stream))
-      throw Error("a stream is captured before llmc's plugins ran there; run a step first");
+      throw Error("a stream is captured before llmc's plugins ran on it; run a step first");
     auto made = std::make_unique<StreamState>();
     check(cudaMalloc(&made->counters, kCounters * sizeof(int32_t)), "allocating counters");
     check(cudaMemsetAsync(made->counters, 0, kCounters * sizeof(int32_t), stream),

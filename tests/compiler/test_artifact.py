@@ -35,7 +35,7 @@ def test_the_manifest_lists_every_file_with_its_size_and_hash(case_tp2):
     assert listed == found
 
 
-def test_the_published_schema_is_the_manifest_s_own(request):
+def test_the_published_schema_matches_the_manifest_model(request):
     published = request.config.rootpath / "artifacts" / "model_info.schema.json"
     assert json.loads(published.read_text()) == json_schema()
 
@@ -100,14 +100,14 @@ def test_a_rank_s_segment_runs_in_onnxruntime_without_llmc(case_tp2, tiny_model,
     np.testing.assert_array_equal(parts[0] + parts[1], embedding[tokens])
 
 
-def test_every_op_body_travels_in_the_file(case_tp2):
+def test_graph_onnx_contains_every_op_body(case_tp2):
     model = onnx.load(case_tp2 / "chip1" / "graph.onnx", load_external_data=False)
     bodies = {(f.name, f.overload) for f in model.functions}
     used = {(n.op_type, n.overload) for n in model.graph.node if n.domain == "llmc"}
     assert {use for use in used if use[0] not in ("AllReduce", "AllGather")} == bodies
 
 
-def test_a_full_disk_leaves_the_old_case_directory_whole(tiny_hf, case_tp1, tmp_path, monkeypatch):
+def test_a_full_disk_leaves_the_old_case_directory_intact(tiny_hf, case_tp1, tmp_path, monkeypatch):
     target = shutil.copytree(case_tp1, tmp_path / "case")
     before = digests(target)
     real = cpu.emit
@@ -131,14 +131,14 @@ def test_a_new_compile_replaces_the_old_directory(tiny_hf, case_tp2, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["case"]
 
 
-def test_a_directory_that_is_no_case_directory_is_not_replaced(tiny_hf, tmp_path):
+def test_a_directory_without_a_manifest_is_not_replaced(tiny_hf, tmp_path):
     (tmp_path / "precious").write_text("keep me")
     with pytest.raises(llmc.LlmcError, match="is not a case directory"):
         llmc.compile(tiny_hf, tmp_path)
     assert (tmp_path / "precious").read_text() == "keep me"
 
 
-def test_an_output_that_holds_a_user_s_file_is_refused_before_the_export(case_tp1, tmp_path):
+def test_an_output_with_a_user_s_file_is_refused_before_the_export(case_tp1, tmp_path):
     target = shutil.copytree(case_tp1, tmp_path / "case")
     (target / "notes.txt").write_text("mine")
     with pytest.raises(llmc.LlmcError, match="would delete: 'notes.txt'"):

@@ -1,4 +1,4 @@
-"""Bad models: one clear sentence, a way out, and nothing left behind."""
+"""Invalid models: one clear error with a remedy, and no leftover files."""
 
 import errno
 import json
@@ -54,7 +54,7 @@ def test_an_unknown_architecture(hf, tmp_path):
 
 
 @pytest.mark.parametrize("number", [-1, 0, 1])
-def test_a_config_without_positions(hf, tmp_path, number):
+def test_a_config_without_max_position_embeddings_is_refused(hf, tmp_path, number):
     config = json.loads((hf / "config.json").read_text())
     (hf / "config.json").write_text(json.dumps({**config, "max_position_embeddings": number}))
     refused(hf, tmp_path, f"has max_position_embeddings {number}, where")
@@ -64,15 +64,16 @@ def test_a_config_without_positions(hf, tmp_path, number):
     ("num_hidden_layers", 10**9), ("max_position_embeddings", 10**12), ("vocab_size", 10**12),
     ("hidden_size", 10**12), ("num_attention_heads", 10**9), ("intermediate_size", 10**15)])
 @pytest.mark.parametrize("inside", [False, True])
-def test_a_config_of_a_size_that_no_model_has(hf, tmp_path, monkeypatch, key, value, inside):
+def test_a_config_with_an_implausible_size_is_refused(hf, tmp_path, monkeypatch, key, value,
+                                                      inside):
     config = json.loads((hf / "config.json").read_text())
     config.update({"text_config": {key: value}} if inside else {key: value})
     (hf / "config.json").write_text(json.dumps(config))
-    monkeypatch.setattr(huggingface, "read_config", None)  # nothing is made of it
+    monkeypatch.setattr(huggingface, "read_config", None)  # nothing is written
     refused(hf, tmp_path, f"config.json' has {key} {value}, expected at most")
 
 
-def test_a_config_larger_than_any(hf, tmp_path):
+def test_an_oversized_config_file_is_refused(hf, tmp_path):
     with open(hf / "config.json", "r+b") as file:
         file.truncate(10**9)  # sparse
     refused(hf, tmp_path, "1000000000 bytes exceed the limit of")
@@ -81,13 +82,13 @@ def test_a_config_larger_than_any(hf, tmp_path):
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json",
                                   "tokenizer_config.json"])
-def test_what_is_no_file_of_a_model_is_refused_and_never_opened(hf, tmp_path, name, make):
+def test_an_irregular_model_file_is_refused_without_opening_it(hf, tmp_path, name, make):
     (hf / name).unlink(missing_ok=True)
     make(hf / name)
     refused(hf, tmp_path, f"{name}' is not a regular file")
 
 
-def test_weights_that_are_a_fifo_are_refused_and_never_opened(hf, tmp_path):
+def test_a_fifo_as_weights_is_refused_without_opening_it(hf, tmp_path):
     (hf / "model.safetensors").unlink()
     os.mkfifo(hf / "model.safetensors")
     refused(hf, tmp_path, "model.safetensors' is not a regular file")
@@ -95,7 +96,7 @@ def test_weights_that_are_a_fifo_are_refused_and_never_opened(hf, tmp_path):
 
 @pytest.mark.parametrize("options", [{"tp_size": 10**9}, {"max_seq_len": 10**12},
                                      {"max_batch_size": 10**12}])
-def test_options_beyond_what_any_machine_has(hf, tmp_path, options):
+def test_options_beyond_any_machine_s_memory_are_refused(hf, tmp_path, options):
     refused(hf, tmp_path, "is above", **options)
 
 
@@ -148,8 +149,8 @@ def test_a_git_lfs_pointer_that_an_index_lists(hf, tmp_path):
 
 @pytest.mark.parametrize("error", [
     OSError(errno.ENOSPC, "No space left on device"),
-    Exception("No space left on device (os error 28)")])  # of a library in Rust
-def test_temporary_files_that_cannot_be_written(error, hf, tmp_path, monkeypatch):
+    Exception("No space left on device (os error 28)")])  # raised in a Rust library
+def test_an_unwritable_temporary_file_is_an_error(error, hf, tmp_path, monkeypatch):
     def full(directory, target):
         raise error
 
@@ -158,14 +159,14 @@ def test_temporary_files_that_cannot_be_written(error, hf, tmp_path, monkeypatch
     refused(hf, tmp_path, f"cannot be written to '{tmp_path}' .*No space.*; free .* set TMPDIR")
 
 
-def test_no_folder_for_temporary_files(hf, tmp_path, monkeypatch):
+def test_a_missing_temporary_directory_is_an_error(hf, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "none")])
     monkeypatch.setenv("TMPDIR", str(tmp_path / "none"))
     refused(hf, tmp_path, f"cannot be written to '{tmp_path}/none' .No usable temporary dir")
 
 
-def test_an_error_of_another_kind_is_not_blamed_on_temporary_files():
+def test_other_os_errors_are_not_attributed_to_temporary_files():
     with pytest.raises(FileNotFoundError), temporary_files():
         raise FileNotFoundError
 
@@ -192,7 +193,7 @@ def test_a_hub_id_that_cannot_be_fetched(tmp_path, monkeypatch):
     refused("nobody/no-such-model", tmp_path, "could not be downloaded from the hub")
 
 
-def test_a_gguf_file_that_is_none(tmp_path):
+def test_an_invalid_gguf_file_is_refused(tmp_path):
     (tmp_path / "x.gguf").write_bytes(b"GGUF" + b"\0" * 100)
     refused(tmp_path / "x.gguf", tmp_path, "cannot be read as GGUF")
 

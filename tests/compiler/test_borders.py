@@ -1,4 +1,4 @@
-"""Which room may import which, and where an op's name may be written."""
+"""Allowed imports between packages, and allowed uses of op names."""
 
 import ast
 from pathlib import Path
@@ -10,7 +10,7 @@ from llmc import plugins
 ROOT = Path(__file__).resolve().parents[2]
 ABOVE_PASSES = ("llmc.compiler.lower", "llmc.compiler.dims", "llmc.compiler.api",
                 "llmc.compiler.targets", "llmc.compiler.check", "llmc.compiler.frontend")
-# What the files of a room must not import.
+# Forbidden imports of each package.
 FORBIDDEN = {
     "csrc/plugins": ("llmc.compiler", "llmc.runtime", "llmc.cli"),
     "artifacts": ("llmc.compiler", "llmc.runtime", "llmc.server", "llmc.cli"),
@@ -28,8 +28,8 @@ FORBIDDEN = {
                          "llmc.cli"),
     "compiler/check": ("llmc.cli",),
 }
-# What the compiler, but for its check, takes of the runtime: the tokenizer, the sampling parameters
-# that a model's defaults are checked by, and where TensorRT's builder finds the engine's libraries.
+# Imports of the compiler, except compiler/check, from the runtime: the tokenizer, the sampling
+# parameters for a model's defaults, and the location of the engine's libraries for TensorRT.
 FROM_RUNTIME = ("llmc.runtime.sampling.params", "llmc.runtime.engines", "llmc.runtime.tokenizer")
 
 
@@ -38,7 +38,7 @@ def sources(room):
 
 
 def imported(path):
-    """Every module that a file imports, at its top or later."""
+    """Return every module that a file imports, at any level."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -48,7 +48,7 @@ def imported(path):
 
 
 @pytest.mark.parametrize("room", FORBIDDEN)
-def test_a_room_imports_nothing_from_above_it(room):
+def test_a_package_imports_only_from_lower_packages(room):
     files = sources(room)
     assert files
     crossing = [f"{path.relative_to(ROOT)} imports {name}" for path in files
@@ -57,7 +57,7 @@ def test_a_room_imports_nothing_from_above_it(room):
     assert not crossing
 
 
-def test_the_compiler_imports_the_runtime_only_to_ask_an_engine():
+def test_the_compiler_imports_only_the_engine_protocol_of_the_runtime():
     crossing = [f"{path.relative_to(ROOT)} imports {name}" for path in sources("compiler")
                 for name in imported(path) if f"{name}.".startswith("llmc.runtime.")
                 and path.parent.name != "check"
@@ -65,8 +65,8 @@ def test_the_compiler_imports_the_runtime_only_to_ask_an_engine():
     assert not crossing
 
 
-def test_no_op_is_named_by_a_string_outside_of_its_folder():
-    """Passes ask an op what it is, and make one by its value: a new op edits none of them."""
+def test_op_names_appear_as_strings_only_in_their_folders():
+    """Passes query an op's roles and create it from its value: a new op edits none of them."""
     quoted = [f"{path.relative_to(ROOT)}:{node.lineno} {node.value!r}"
               for path in sources("compiler") for node in ast.walk(ast.parse(path.read_text()))
               if isinstance(node, ast.Constant) and node.value in plugins.registry()]

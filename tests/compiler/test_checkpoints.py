@@ -1,4 +1,4 @@
-"""Tensors and files of a checkpoint: each is used or has a reason not to be, and lies where it may.
+"""Tensors and files of a checkpoint: each is used or has a reason not to be.
 """
 
 import json
@@ -23,7 +23,7 @@ from llmc.compiler.graph.weights import Weight
 
 
 def build(family, **changes):
-    """A tiny model, its parameters empty, as the compiler builds it."""
+    """Build a tiny model with empty parameters, as the compiler does."""
     known = {**families.FAMILIES, **families.UNPLANNED}.get(family)
     auto = AutoModelForCausalLM if known else AutoModelForSeq2SeqLM
     known = known or {**families.ENCODER_DECODERS, **families.UNPLANNED_ENCODER_DECODERS}[family][1]
@@ -35,7 +35,7 @@ def build(family, **changes):
 
 
 def check(family, leftover, renamed=lambda name: name, **changes):
-    """Whether a checkpoint of all the model's tensors and these is used up by its graph."""
+    """Check that the graph uses all tensors of the model and these extra ones."""
     model = build(family, **changes)
     saved = {**model.state_dict()}
     tensors = {renamed(name): Weight.of(np.ones(tensor.shape, np.float32), name)
@@ -71,7 +71,7 @@ COMPUTED = [
 
 @pytest.mark.parametrize(("family", "name", "tensor"), COMPUTED,
                          ids=[f"{family}-{name}" for family, name, _ in COMPUTED])
-def test_what_models_compute_themselves_may_be_in_a_checkpoint(family, name, tensor):
+def test_computed_buffers_in_a_checkpoint_are_ignored(family, name, tensor):
     check(family, {name: tensor})
 
 
@@ -81,38 +81,38 @@ UNKNOWN = [
     ("llama", "score.weight", zeros(2, 64)),
     ("llama", "model.layers.0.self_attn.q_proj.weight_scale_2", zeros(1)),
     ("llama", "model.mtp.layers.0.mlp.up_proj.weight", zeros(100, 64)),
-    ("gptj", "transformer.h.0.attn.bias", zeros(64)),  # one that is learned, not a mask
+    ("gptj", "transformer.h.0.attn.bias", zeros(64)),  # learned, not a mask
     ("bart", "final_logits_bias", zeros(1, 7)),
 ]
 
 
 @pytest.mark.parametrize(("family", "name", "tensor"), UNKNOWN,
                          ids=[f"{family}-{name}" for family, name, _ in UNKNOWN])
-def test_any_other_tensor_is_an_error_that_names_it(family, name, tensor):
+def test_an_unexpected_tensor_is_named(family, name, tensor):
     with pytest.raises(llmc.LlmcError, match=rf"'hf' has a tensor '{name}' \[.*\] float32 that"):
         check(family, {name: tensor})
 
 
-def test_layers_that_predict_further_tokens_are_left_out_where_the_config_has_them():
+def test_multi_token_prediction_layers_are_skipped():
     extra = {f"model.layers.{i}.mlp.up_proj.weight": zeros(100, 64) for i in (3, 4)}
     check("llama", extra, num_nextn_predict_layers=2)
     with pytest.raises(llmc.LlmcError, match=r"'model.layers.4.mlp.up_proj.weight'"):
         check("llama", extra, num_nextn_predict_layers=1)
 
 
-def test_numbers_of_the_config_may_be_in_a_checkpoint_if_they_are_the_same():
+def test_config_values_stored_as_tensors_must_agree():
     name = "model.layers.1.mlp.act_fn.beta"
     check("apertus", {name: Weight.of(np.array(0.5), name)})
     with pytest.raises(llmc.LlmcError, match=name):
         check("apertus", {name: Weight.of(np.array(0.7), name)})
 
 
-def test_names_without_the_base_model_s_prefix_are_the_model_s():
+def test_tensor_names_without_the_base_model_prefix_are_found():
     check("gpt2", {}, renamed=lambda name: name.removeprefix("transformer."))
     check("llama", {}, renamed=lambda name: name.removeprefix("model."))
 
 
-def test_a_tied_tensor_may_be_there_twice_if_both_are_equal():
+def test_a_tied_tensor_stored_twice_must_be_equal():
     for values, fits in ((np.ones((families.VOCAB, 64), np.float32), True),
                          (np.zeros((families.VOCAB, 64), np.float32), False)):
         model = build("gemma")
@@ -128,8 +128,8 @@ def test_a_tied_tensor_may_be_there_twice_if_both_are_equal():
                 bind.check_all_used(model, checkpoint, names, "hf", pytest.fail)
 
 
-def test_an_lm_head_of_its_own_is_used_though_the_config_ties_it(tmp_path):
-    """As transformers does: where both are there and differ, it does not tie them."""
+def test_a_stored_lm_head_overrides_tied_embeddings(tmp_path):
+    """Like transformers, which does not tie different stored weights."""
     model = families.tiny_model("llama", num_hidden_layers=1, tie_word_embeddings=False)
     directory = families.save(model, tmp_path / "hf")
     config = json.loads((directory / "config.json").read_text())
@@ -148,7 +148,7 @@ def hf(tiny_hf, tmp_path):
 
 
 def shards(directory, **extra):
-    """The checkpoint in two files with an index."""
+    """Split the checkpoint into two files with an index."""
     tensors = load_file(directory / "model.safetensors")
     (directory / "model.safetensors").unlink()
     names = sorted(tensors)
@@ -161,7 +161,7 @@ def shards(directory, **extra):
     return tensors
 
 
-def test_tensors_have_the_dtypes_that_the_file_says(hf):
+def test_tensors_keep_the_dtypes_of_the_file(hf):
     kept = {name: tensor.astype(dtype) for dtype, (name, tensor) in zip(
         ("float16", "float32", "float64", "int8", "int64", "bool"),
         load_file(hf / "model.safetensors").items(), strict=False)}
@@ -187,8 +187,8 @@ def test_pickled_tensors_keep_their_dtypes_too(hf):
         np.testing.assert_array_equal(found[name].load().astype(np.float32), tensor.float().numpy())
 
 
-def test_shards_are_read_where_the_index_says_through_links_too(hf, tmp_path):
-    """The Hugging Face cache is a folder of links that lead out of it."""
+def test_shards_are_read_through_the_index_and_links(hf, tmp_path):
+    """The Hugging Face cache has links to files outside the folder."""
     tensors = shards(hf)
     blobs = tmp_path / "blobs"
     blobs.mkdir()
@@ -209,7 +209,7 @@ def test_shards_are_read_where_the_index_says_through_links_too(hf, tmp_path):
     (".", "is empty"), ("sub", "which is missing"), ("x" * 300, "which is missing"),
     ("nowhere.safetensors", "lists 'nowhere.safetensors', which is missing"),
 ])
-def test_an_index_names_files_of_its_own_folder_only(hf, tmp_path, name, reason):
+def test_an_index_may_not_name_files_elsewhere(hf, tmp_path, name, reason):
     (tmp_path / "secret.safetensors").write_bytes((hf / "model.safetensors").read_bytes())
     shards(hf, extra=name)
     with pytest.raises(llmc.LlmcError, match=reason) as caught:
@@ -220,7 +220,7 @@ def test_an_index_names_files_of_its_own_folder_only(hf, tmp_path, name, reason)
 @given(st.lists(st.sampled_from(["..", ".", "a", "", "\\", "~", "C:", "sub"]), max_size=5))
 @settings(max_examples=200, deadline=None,
           suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_no_name_leads_out_of_the_folder(tmp_path, parts):
+def test_file_names_cannot_escape_the_folder(tmp_path, parts):
     for place in (tmp_path, tmp_path / "in", tmp_path / "in" / "sub"):
         place.mkdir(exist_ok=True)
         (place / "a").touch()
@@ -241,7 +241,7 @@ def test_an_index_without_a_map_of_names_is_refused(hf, index):
         open_checkpoint(hf, allow_pickle=False)
 
 
-def test_a_tensor_that_its_shard_has_not_and_one_that_two_have(hf):
+def test_tensors_missing_from_or_duplicated_between_shards_are_refused(hf):
     tensors = shards(hf, more="a.safetensors")
     with pytest.raises(llmc.LlmcError, match="lists tensor 'more' in 'a.safetensors', which"):
         open_checkpoint(hf, allow_pickle=False)
@@ -250,7 +250,7 @@ def test_a_tensor_that_its_shard_has_not_and_one_that_two_have(hf):
         open_checkpoint(hf, allow_pickle=False)
 
 
-def test_one_file_beside_the_index_of_others_is_refused(hf):
+def test_a_single_weight_file_beside_an_index_is_refused(hf):
     whole = (hf / "model.safetensors").read_bytes()
     shards(hf)
     (hf / "model.safetensors").write_bytes(whole)
@@ -258,7 +258,7 @@ def test_one_file_beside_the_index_of_others_is_refused(hf):
         open_checkpoint(hf, allow_pickle=False)
 
 
-def test_an_adapter_is_refused_not_left_out(hf):
+def test_an_adapter_checkpoint_is_refused(hf):
     (hf / "adapter_config.json").write_text("{}")
     with pytest.raises(llmc.LlmcError, match="contains an adapter"):
         open_checkpoint(hf, allow_pickle=False)
@@ -282,7 +282,7 @@ def test_a_damaged_safetensors_file_is_refused(hf, damage):
     ([torch.zeros(1)], "contains a list, expected a dict of tensors"),
     ({"model": {"a": torch.zeros(1)}}, "has a dict under 'model', not a tensor"),
 ])
-def test_a_pickled_file_of_something_else_is_refused(hf, content, match):
+def test_a_pickled_file_without_tensors_is_refused(hf, content, match):
     (hf / "model.safetensors").unlink()
     torch.save(content, hf / "pytorch_model.bin")
     with pytest.raises(llmc.LlmcError, match=match):

@@ -1,5 +1,4 @@
-"""The CUDA target: its schedule, run here with the ops' references in the places that it gives, and
-its graph.onnx."""
+"""The CUDA target: its program, run with the ops' references in its arena, and its graph.onnx."""
 
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -38,8 +37,8 @@ def test_the_schedule_gives_transformers_logits(family, tmp_path):
     *((family, {}, tp_size) for family in families.OWN_ATTENTION for tp_size in (1, 2)),
     ("gemma4_text", {}, 4), ("gemma4_text", families.GEMMA4_LARGE, 2),
     ("gemma4_text", families.GEMMA4_MOE, 1), ("gemma4_text", families.GEMMA4_MOE, 4)])
-def test_attention_of_a_familys_own_gives_transformers_logits_and_tokens(family, changes, tp_size,
-                                                                         tmp_path):
+def test_custom_attention_of_families_gives_transformers_logits_and_tokens(family, changes, tp_size,
+                                                                           tmp_path):
     model = families.tiny_model(family, **changes)
     llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", target="cuda",
                  tp_size=tp_size)
@@ -51,7 +50,7 @@ def test_attention_of_a_familys_own_gives_transformers_logits_and_tokens(family,
     assert ranks.greedy(tokens[:5], 3) == families.greedy(model, tokens[:5], 3)
 
 
-# The dtype in ONNX, and the logits' tolerance: a rounding of 16 bits is 2^-11 or 2^-8.
+# The ONNX dtype and the logits' tolerance: 16-bit rounding is 2^-11 or 2^-8.
 ONNX_DTYPES = {"float32": (onnx.TensorProto.FLOAT, 1e-5),
                "float16": (onnx.TensorProto.FLOAT16, 4e-3),
                "bfloat16": (onnx.TensorProto.BFLOAT16, 3e-2)}
@@ -78,7 +77,7 @@ def test_graph_onnx_is_typed_and_gives_transformers_logits(family, dtype, quanti
              for value in (*inferred.value_info, *inferred.output)}
     program = read_program(case / "chip0" / "schedule.json")
     expected = {kind, onnx.TensorProto.BOOL}
-    if family in families.MIXTURES:  # what routers choose, and its scores
+    if family in families.MIXTURES:  # selected experts and their scores
         expected |= {onnx.TensorProto.INT64, onnx.TensorProto.FLOAT}
     assert {kinds[tensor.name] for tensor in program.tensors if tensor.kind == "value"} <= expected
     tokens = np.random.default_rng(0).integers(3, families.VOCAB, 12).tolist()
@@ -90,9 +89,10 @@ def test_graph_onnx_is_typed_and_gives_transformers_logits(family, dtype, quanti
     ("llama", 1, 5), ("llama", 2, 5), ("gemma2", 1, 7), ("qwen3", 1, 5), ("phi3", 1, 5),
     ("gpt_neox", 1, 2), ("starcoder2", 1, 2), ("gemma4_text", 1, 7), ("cohere", 1, 4),
     ("olmo2", 1, 5), ("bloom", 1, 0), ("qwen3_next", 1, 0)])
-def test_what_fixed_scales_round_is_handed_over_in_fp8(family, tp_size, rounded, tmp_path):
-    """By attention without a bias and by gates, where all that read it round it alike; not by the
-    last attention, of which few rows are wanted.
+def test_statically_scaled_activations_are_passed_in_fp8(family, tp_size, rounded, tmp_path):
+    """Attention without a bias and gates output FP8 if all readers have the same scale.
+
+    The last attention does not, as few of its rows are selected.
     """
     model = families.tiny_model(family, **({"intermediate_size": 192} if family in (
         "llama", "gemma2", "qwen3", "phi3", "cohere", "olmo2") else {}))
@@ -122,7 +122,7 @@ def test_what_fixed_scales_round_is_handed_over_in_fp8(family, tp_size, rounded,
 
 
 def onnx_logits(graph, directory, tokens):
-    """ONNX Runtime's logits of a prompt, as float32."""
+    """Return ONNX Runtime's logits of a prompt as float32."""
     graph.graph.node.append(onnx.helper.make_node("Cast", ["logits"], ["logits_float32"],
                                                   to=onnx.TensorProto.FLOAT))
     graph.graph.output.append(onnx.ValueInfoProto(name="logits_float32"))
@@ -160,7 +160,7 @@ def test_every_attention_has_its_cache_in_blocks(tiny_hf, tmp_path):
         == {("num_blocks", manifest.dims.num_kv_heads, "block_size", manifest.dims.head_dim)}
 
 
-def test_sequences_share_blocks_and_copies_are_their_own(tiny_hf, tiny_model, tmp_path):
+def test_sequences_share_blocks_until_they_are_copied(tiny_hf, tiny_model, tmp_path):
     """Two continuations of one prompt, the second in a copy of its last block."""
     llmc.compile(tiny_hf, tmp_path / "case", target="cuda")
     interpreter = Interpreter(tmp_path / "case")
@@ -174,7 +174,7 @@ def test_sequences_share_blocks_and_copies_are_their_own(tiny_hf, tiny_model, tm
         tiny_model, [*tokens[:6], 5, 6, 7])[6:])
 
 
-def test_16_bit_weights_and_exact_tables(tiny_hf, tiny_model, tmp_path):
+def test_16_bit_weights_have_float32_rope_tables(tiny_hf, tiny_model, tmp_path):
     llmc.compile(tiny_hf, tmp_path / "case", target="cuda", dtype="float16")
     weights = load_file(tmp_path / "case" / "chip0" / "weights.safetensors")
     table = tiny_model.model.embed_tokens.weight.detach().to(torch.float16).numpy()
@@ -185,8 +185,8 @@ def test_16_bit_weights_and_exact_tables(tiny_hf, tiny_model, tmp_path):
         == {np.dtype(np.float32)}
 
 
-def test_a_value_s_place_is_used_again(tiny_hf, tmp_path):
-    """The arena is a fraction of what all values together take."""
+def test_arena_memory_of_dead_values_is_reused(tiny_hf, tmp_path):
+    """The arena is a fraction of the size of all values."""
     llmc.compile(tiny_hf, tmp_path / "case", target="cuda")
     schedule = read_program(tmp_path / "case" / "chip0" / "schedule.json")
     together = sum(4 * t.shape[-1] for t in schedule.tensors if t.kind == "value")
@@ -194,7 +194,7 @@ def test_a_value_s_place_is_used_again(tiny_hf, tmp_path):
 
 
 @pytest.mark.parametrize(("family", "tp_size"), [("llama", 2), ("gpt2", 3), ("gemma2", 2)])
-def test_ranks_together_give_transformers_logits(family, tp_size, tmp_path):
+def test_all_ranks_together_give_transformers_logits(family, tp_size, tmp_path):
     model = families.tiny_model(family)
     llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", target="cuda",
                  tp_size=tp_size)
@@ -208,14 +208,14 @@ def test_ranks_together_give_transformers_logits(family, tp_size, tmp_path):
         families.assert_close(rank, families.reference_logits(model, tokens))
 
 
-def test_running_without_the_extension_says_how_to_get_it(tiny_hf, tmp_path, monkeypatch):
+def test_running_without_the_extension_names_the_package(tiny_hf, tmp_path, monkeypatch):
     llmc.compile(tiny_hf, tmp_path / "case", target="cuda")
     monkeypatch.setattr("llmc.runtime.engines.cuda.find_spec", lambda name: None)
     with pytest.raises(llmc.LlmcError, match=r"has no CUDA engine; install it"):
         llmc.LLM(tmp_path / "case")
 
 
-def test_a_broken_schedule_is_one_sentence(tiny_hf, tmp_path):
+def test_a_broken_program_raises_an_llmc_error(tiny_hf, tmp_path):
     llmc.compile(tiny_hf, tmp_path / "case", target="cuda")
     path = tmp_path / "case" / "chip0" / "schedule.json"
     path.write_text(path.read_text().replace('"op": "Embedding"', '"op": 7'))
@@ -232,7 +232,7 @@ def test_memory_is_counted_in_the_model_s_dtype(tiny_hf, tmp_path):
 
 
 class _Extension:
-    """What the engine asks of the extension before it loads anything."""
+    """A stub of the extension for checks before loading."""
 
     architectures = "80 90"
 
@@ -252,8 +252,8 @@ class _Extension:
      "uses version 5 of CausalAttention, this CUDA engine has version 7"),
     ((9, 0), {"NormGemm": None}, "uses version 2 of NormGemm, this CUDA engine has none"),
 ])
-def test_what_does_not_fit_the_gpu_or_the_engine_is_refused(tiny_hf, tmp_path, capability, versions,
-                                                            match):
+def test_models_larger_than_the_gpu_or_engine_limits_are_refused(tiny_hf, tmp_path, capability,
+                                                                 versions, match):
     llmc.compile(tiny_hf, tmp_path / "case", target="cuda", compute_capability="9.0")
     manifest = read_manifest(tmp_path / "case")
     ops = {**manifest.ops, **versions}
@@ -262,7 +262,7 @@ def test_what_does_not_fit_the_gpu_or_the_engine_is_refused(tiny_hf, tmp_path, c
         cuda.check_fit(extension, manifest, 0)
 
 
-def test_a_gpu_that_the_engine_was_not_built_for_is_refused(tiny_hf, tmp_path):
+def test_an_unsupported_gpu_architecture_is_refused(tiny_hf, tmp_path):
     llmc.compile(tiny_hf, tmp_path / "case", target="cuda")
     manifest = read_manifest(tmp_path / "case")
     cuda.check_fit(_Extension((8, 6), manifest.ops), manifest, 0)
@@ -273,12 +273,13 @@ def test_a_gpu_that_the_engine_was_not_built_for_is_refused(tiny_hf, tmp_path):
 @pytest.mark.parametrize(("target", "kv_dtype", "message"), [
     ("cpu", "float8_e4m3fn", "target 'cpu' has no kv_dtype 'float8_e4m3fn'; leave it out$"),
     ("cuda", "int4", "no kv_dtype 'int4'; leave it out, or give float8_e4m3fn$")])
-def test_a_kv_dtype_that_a_target_has_not_is_refused(tiny_hf, tmp_path, target, kv_dtype, message):
+def test_a_kv_dtype_unsupported_by_a_target_is_refused(tiny_hf, tmp_path, target, kv_dtype,
+                                                       message):
     with pytest.raises(llmc.LlmcError, match=message):
         llmc.compile(tiny_hf, tmp_path / "case", target=target, kv_dtype=kv_dtype)
 
 
-def test_float8_caches_are_a_byte_an_element(tiny_hf, tmp_path):
+def test_float8_caches_take_one_byte_per_element(tiny_hf, tmp_path):
     manifests = [llmc.compile(tiny_hf, tmp_path / f"case{kv_dtype}", target="cuda",
                               dtype="bfloat16", kv_dtype=kv_dtype)
                  for kv_dtype in ("", "float8_e4m3fn")]
@@ -296,7 +297,7 @@ def test_compute_capability_is_checked(tiny_hf, tmp_path, target, capability):
         llmc.compile(tiny_hf, tmp_path / "case", target=target, compute_capability=capability)
 
 
-def test_what_has_no_kernel_is_refused_in_one_sentence(tmp_path, monkeypatch):
+def test_unsupported_ops_raise_an_llmc_error(tmp_path, monkeypatch):
     monkeypatch.delitem(ELEMENTWISE, "Where")
     hf_dir = families.save(families.tiny_model("apertus"), tmp_path / "hf")
     with pytest.raises(llmc.LlmcError, match="the cuda target has no kernel for it; compile for"):
@@ -307,8 +308,7 @@ def test_what_has_no_kernel_is_refused_in_one_sentence(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("family", "changes", "what"), [
     ("gemma4_text", {"global_head_dim": 36}, "CausalAttention with head_dim 36"),
     ("mamba2", {"conv_kernel": 9}, "CausalConv1d with kernel_size 9")])
-def test_sizes_that_no_kernel_takes_are_refused_wherever_they_are_from(family, changes, what,
-                                                                       tmp_path):
+def test_sizes_without_a_kernel_are_refused(family, changes, what, tmp_path):
     hf_dir = families.save(families.tiny_model(family, **changes), tmp_path / "hf")
     with pytest.raises(llmc.LlmcError, match=f"'cuda' has no kernel for llmc::{what} "):
         llmc.compile(hf_dir, tmp_path / "case", target="cuda")
@@ -317,7 +317,7 @@ def test_sizes_that_no_kernel_takes_are_refused_wherever_they_are_from(family, c
 @pytest.mark.parametrize(("family", "changes"), [
     ("deepseek_v3", {"qk_rope_head_dim": 4}),
     ("mamba2", {"num_heads": 32, "head_dim": 4})])
-def test_heads_that_are_no_attention_s_may_be_of_any_size(family, changes, tmp_path):
+def test_head_sizes_of_other_ops_are_not_restricted(family, changes, tmp_path):
     model = families.tiny_model(family, **changes)
     llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", target="cuda")
     tokens = np.random.default_rng(0).integers(3, families.VOCAB, 12).tolist()
@@ -326,8 +326,8 @@ def test_heads_that_are_no_attention_s_may_be_of_any_size(family, changes, tmp_p
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_keys_of_several_layers_side_by_side(tp_size, tmp_path):
-    """Whole keys and values of a latent, as its rotary embedding has a factor of its own."""
+def test_keys_of_several_layers_are_cached_side_by_side(tp_size, tmp_path):
+    """Full keys and values of MLA, as its rotary embedding has a scale."""
     model = families.tiny_model("deepseek_v2", qk_nope_head_dim=16, **families.rope(
         "yarn", factor=4.0, original_max_position_embeddings=16))
     llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", target="cuda",
@@ -338,7 +338,7 @@ def test_keys_of_several_layers_side_by_side(tp_size, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_next"])
-def test_a_shared_expert_of_no_features_is_left_out(family, tmp_path):
+def test_a_shared_expert_without_features_is_removed(family, tmp_path):
     model = families.tiny_model(family, shared_expert_intermediate_size=0)
     llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", target="cuda")
     schedule = read_program(tmp_path / "case" / "chip0" / "schedule.json")
@@ -348,7 +348,7 @@ def test_a_shared_expert_of_no_features_is_left_out(family, tmp_path):
                           families.reference_logits(model, tokens))
 
 
-def test_all_positions_of_the_model_are_the_default_where_they_cost_nothing(tmp_path):
+def test_max_seq_len_defaults_to_the_model_s_context_length(tmp_path):
     hf_dir = families.save(families.tiny_model("llama", max_position_embeddings=131072),
                            tmp_path / "hf")
     for target in ("cuda", "cpu"):

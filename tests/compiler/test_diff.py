@@ -1,4 +1,4 @@
-"""`llmc diff`: equal models are equal, and a planted error is found, with its layer and chip."""
+"""`llmc diff`: equal models pass, and a planted error is found with its layer and chip."""
 
 import functools
 import json
@@ -34,19 +34,19 @@ def export(hf):
 
 
 def loads(hf=None, **changes):
-    """In the place of `load`: an export that was made before, of the reference or of `hf`."""
+    """Replacement of `load`: the existing export of the reference or of `hf`."""
     return lambda reference, hf_dir: replace(families.copy_raw(export(hf or reference)), **changes)
 
 
 @pytest.fixture
 def one_export(monkeypatch):
-    """`diff` takes an export that was made before."""
+    """Let `diff` use an existing export."""
     monkeypatch.setattr(diff_module, "load", loads())
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """Called with a family: its Hugging Face directory."""
+    """Factory by family: its Hugging Face directory."""
     @functools.cache
     def make(family):
         return families.save(families.tiny_model(family), tmp_path_factory.mktemp(family) / "hf")
@@ -55,7 +55,7 @@ def tiny(tmp_path_factory):
 
 def compile_export(hf, case, kind="cpu", dtype="float32", tp_size=1, kv_dtype="",
                    plant=lambda graph: None):
-    """A case directory from the export that is there; `plant` changes the last rank's graph."""
+    """Write a case directory from the existing export; `plant` changes the last rank's graph."""
     raw = families.copy_raw(export(hf))
     options = CompileOptions(dtype=dtype, kv_dtype=kv_dtype, target=kind, tp_size=tp_size)
     lowered = lower(raw, options)
@@ -66,7 +66,7 @@ def compile_export(hf, case, kind="cpu", dtype="float32", tp_size=1, kv_dtype=""
 
 
 def field(op, name, change):
-    """Changes a field of the op's second node."""
+    """Return a change of an attribute of the op's second node."""
     def plant(graph):
         node = [node for node in graph.nodes if node.op == op][1]
         node.attrs[name] = change(node.attrs[name])
@@ -74,7 +74,7 @@ def field(op, name, change):
 
 
 def rehash(case):
-    """Have the manifest say what is there, as if it had been compiled so."""
+    """Update the manifest to the present files, as if compiled so."""
     manifest = read_manifest(case)
     files = [entry.model_copy(update={"size": (case / entry.path).stat().st_size,
                                       "sha256": hash_file(case / entry.path)})
@@ -91,7 +91,7 @@ def allowed(report):
 
 
 @pytest.mark.parametrize("case", ["case_tp1", "case_tp2"])
-def test_a_faithful_model_is_within_tolerance(case, tiny_hf, one_export, request):
+def test_an_unmodified_model_is_within_tolerance(case, tiny_hf, one_export, request):
     report = diff(request.getfixturevalue(case), tiny_hf, bisect=True)
     assert report.verdict is None and report.first_op is None
     assert len(report.tokens) == 16 and equal(report.tokens)
@@ -105,15 +105,15 @@ def test_a_faithful_model_is_within_tolerance(case, tiny_hf, one_export, request
     assert report.allowed == "1e-05 of a tensor's range"
 
 
-def test_parts_of_a_sum_are_no_error(one_export, tiny, tmp_path):
-    """Attention and the MLP of gpt_neox are summed before the chips' parts are."""
+def test_partial_sums_of_ranks_are_not_reported(one_export, tiny, tmp_path):
+    """gpt_neox adds attention and MLP before the AllReduce."""
     case = compile_export(tiny("gpt_neox"), tmp_path / "case", tp_size=2)
     assert diff(case, tiny("gpt_neox"), bisect=True, tokens=0).verdict is None
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_what_is_true_or_false_is_no_difference(tiny, tmp_path, tp_size):
-    """Apertus asks of every activation whether it is above zero."""
+def test_boolean_tensors_are_not_compared(tiny, tmp_path, tp_size):
+    """Apertus compares every activation with zero."""
     case = compile_export(tiny("apertus"), tmp_path / "case", tp_size=tp_size)
     assert diff(case, tiny("apertus"), bisect=True, tokens=0).verdict is None
 
@@ -137,7 +137,7 @@ def test_a_planted_error_names_its_layer_and_chip(broken_case, tiny_hf, tmp_path
     assert "<svg" in page.read_text() and "hidden_states.2" in page.read_text()
 
 
-def test_a_weight_that_is_off_by_one_bit_is_found(broken_case, tiny_hf, one_export):
+def test_a_weight_with_a_flipped_bit_is_found(broken_case, tiny_hf, one_export):
     name = "model.layers.3.mlp.down_proj.weight"
     with safe_open(broken_case / "chip0" / "weights.safetensors", framework="np") as file:
         first = file.get_tensor(name).flat[0]
@@ -150,7 +150,7 @@ def test_a_weight_that_is_off_by_one_bit_is_found(broken_case, tiny_hf, one_expo
     assert report.verdict.startswith(f"chip 0's weight '{name}' of layer 3 differs in 1 element")
 
 
-def test_a_table_that_is_off_by_one_position_is_found(broken_case, tiny_hf, one_export):
+def test_a_rope_table_shifted_by_one_position_is_found(broken_case, tiny_hf, one_export):
     path = broken_case / "chip1" / "weights.safetensors"
     data = bytearray(path.read_bytes())
     start = 8 + int.from_bytes(data[:8], "little")
@@ -164,10 +164,10 @@ def test_a_table_that_is_off_by_one_position_is_found(broken_case, tiny_hf, one_
     report = diff(broken_case, tiny_hf, tokens=0)
     assert [weight.name for weight in report.weights] == ["rotary.cos", "rotary.sin"]
     assert "chip 1's weight 'rotary.cos' differs in" in report.verdict
-    assert report.first_layer is None  # only how far apart two tokens are matters to attention
+    assert report.first_layer is None  # attention depends only on the distance of tokens
 
 
-def test_a_weight_that_is_missing_is_found(broken_case, tiny_hf, one_export):
+def test_a_missing_weight_is_found(broken_case, tiny_hf, one_export):
     path = broken_case / "chip0" / "weights.safetensors"
     name, other = b'"model.layers.1.mlp.down_proj.weight"', b'"model.layers.1.mlp.down_prod.weight"'
     path.write_bytes(path.read_bytes().replace(name, other))
@@ -178,10 +178,10 @@ def test_a_weight_that_is_missing_is_found(broken_case, tiny_hf, one_export):
 
 
 @pytest.mark.parametrize("file", ["tokenizer/chat_template.jinja", "chip1/graph.onnx"])
-def test_a_changed_file_alone_is_an_error(file, broken_case, tiny_hf, one_export):
+def test_a_modified_file_is_an_error(file, broken_case, tiny_hf, one_export):
     content = bytearray((broken_case / file).read_bytes())
     content[-1] ^= 1
-    (broken_case / file).write_bytes(content)  # which chips that run their segments do not read
+    (broken_case / file).write_bytes(content)  # not read by chips that run segments
     result = CliRunner().invoke(main, ["diff", "--case_dir", str(broken_case), "--reference",
                                        str(tiny_hf), "--tokens", "0"])
     assert result.exit_code == 1
@@ -189,7 +189,7 @@ def test_a_changed_file_alone_is_an_error(file, broken_case, tiny_hf, one_export
     assert f"{file} has changed since it was compiled" in result.stdout
 
 
-def test_what_cannot_be_run_is_one_sentence(broken_case, tiny_hf, one_export):
+def test_a_model_that_cannot_run_raises_an_llmc_error(broken_case, tiny_hf, one_export):
     segment = read_manifest(broken_case).chips[1].steps[0].path
     content = (broken_case / segment).read_bytes()
     for damaged, message in ((b"nonsense", "is not an ONNX graph"),
@@ -204,13 +204,13 @@ def test_what_cannot_be_run_is_one_sentence(broken_case, tiny_hf, one_export):
 
 @pytest.mark.parametrize(("plant", "op", "layer"), [
     (field("RMSNorm", "epsilon", lambda value: 10 * value), "RMSNorm", "hidden_states.0"),
-    # less than any layer shows: its own output does
+    # below any layer's tolerance, but not that of the op's output
     (field("RMSNorm", "epsilon", lambda value: 3 * value), "RMSNorm", None),
     (field("CausalAttention", "scale", lambda value: 1.01 * value), "CausalAttention",
      "hidden_states.1"),
     (field("CausalAttention", "scale", lambda value: 1.002 * value), "CausalAttention", None),
     (field("CausalAttention", "window", lambda value: 23), "CausalAttention", "hidden_states.1")])
-def test_an_error_in_an_op_s_field_names_the_op(plant, op, layer, one_export, tiny, tmp_path):
+def test_a_wrong_op_attribute_is_traced_to_the_op(plant, op, layer, one_export, tiny, tmp_path):
     report = diff(compile_export(tiny("llama"), tmp_path / "case", plant=plant), tiny("llama"),
                   bisect=True, tokens=0)
     assert report.first_op.startswith(op) and not report.weights and not report.changed_files
@@ -236,7 +236,7 @@ def test_differences_are_measured_against_the_range():
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
-def test_what_is_no_number_is_never_within_tolerance(wrong):
+def test_nan_is_never_within_tolerance(wrong):
     assert not compare("x", "a vs b", np.array([1.0, wrong]), np.array([1.0, 2.0]), 1e9).passed
 
 
@@ -252,33 +252,32 @@ def test_another_model_as_reference_is_refused(case_tp1, tiny, one_export):
 
 @pytest.mark.parametrize("given", [{"tolerance": -1.0}, {"tolerance": float("nan")},
                                    {"tokens": -1}])
-def test_what_is_below_zero_is_refused(given, case_tp1, tiny_hf):
+def test_negative_option_values_are_refused(given, case_tp1, tiny_hf):
     with pytest.raises(llmc.LlmcError, match=r" is below 0"):
         diff(case_tp1, tiny_hf, **given)
 
 
-def test_a_tolerance_that_is_given_is_for_all(case_tp1, tiny_hf, one_export):
+def test_a_given_tolerance_applies_to_all_tensors(case_tp1, tiny_hf, one_export):
     report = diff(case_tp1, tiny_hf, tolerance=1e-9, tokens=2)
     assert allowed(report) == {"1e-09"}
     assert report.verdict.startswith("first over tolerance: hidden_states.0,")
     assert diff(case_tp1, tiny_hf, tolerance=0.5, tokens=2).token_error > 0.1
 
 
-# Greedy tokens. The reference chooses 3, 1, 2; of each step's logits those of 1 and 2 matter.
+# Greedy tokens. The reference has 3, 1, 2; only logits 1 and 2 of each step matter.
 
 LOGITS = np.array([[0.0, 0.1, 0.2, 0.9], [0.0, 1.0, 0.98, 0.5], [0.0, 0.1, 0.8, 0.3]])
 REFERENCE = Greedy((3, 1, 2), LOGITS)
 
 
-def test_equal_tokens_have_the_margin_to_the_next_likeliest():
+def test_equal_tokens_report_their_top_2_margin():
     judged = judge_tokens(lambda prompt, count: [3, 1, 2], [7], REFERENCE, 0.01)
     assert [token.margin for token in judged] == pytest.approx([0.7, 0.02, 0.5])
     assert equal(judged) and all(token.passed for token in judged)
 
 
 @pytest.mark.parametrize(("error", "passed"), [(0.03, True), (0.01, False)])
-def test_a_token_that_differs_is_judged_by_its_margin_and_what_follows_by_the_reference(
-        error, passed):
+def test_a_diverging_token_is_judged_by_its_margin(error, passed):
     asked = []
 
     def choose(prompt, count):
@@ -292,8 +291,8 @@ def test_a_token_that_differs_is_judged_by_its_margin_and_what_follows_by_the_re
     assert judged[1].margin == pytest.approx(0.02)
 
 
-def test_a_wrong_token_alone_is_an_error(case_tp1, tiny_hf, one_export, monkeypatch):
-    """Such as of a cache that only decoding reads."""
+def test_a_wrong_token_is_an_error_even_if_logits_agree(case_tp1, tiny_hf, one_export, monkeypatch):
+    """For example an error in a cache that only decoding reads."""
     @contextmanager
     def wrong(root):
         yield lambda prompt, count: [17] * count
@@ -307,7 +306,7 @@ def test_a_wrong_token_alone_is_an_error(case_tp1, tiny_hf, one_export, monkeypa
         f"{first.margin:.3g} higher (allowed: {report.token_error:.3g})")
 
 
-def test_a_penalty_in_generation_config_does_not_move_the_reference(case_tp1, tiny_hf, one_export,
+def test_penalties_of_generation_config_do_not_change_the_reference(case_tp1, tiny_hf, one_export,
                                                                     tmp_path, monkeypatch):
     hf = shutil.copytree(tiny_hf, tmp_path / "hf")
     (hf / "generation_config.json").write_text('{"repetition_penalty": 9.0, "max_length": 5}')
@@ -315,7 +314,7 @@ def test_a_penalty_in_generation_config_does_not_move_the_reference(case_tp1, ti
     assert equal(diff(case_tp1, hf).tokens)
 
 
-def test_tokens_end_where_the_cache_does(case_tp1, tiny_hf, one_export):
+def test_generation_ends_at_the_end_of_the_cache(case_tp1, tiny_hf, one_export):
     report = diff(case_tp1, tiny_hf, prompt="the quick brown fox jumps " * 12, tokens=400)
     assert report.verdict is None and 0 < len(report.tokens) < 64
 
@@ -339,7 +338,7 @@ def test_the_table_fits_80_columns(report, capsys, monkeypatch):
         assert len(row) == 6 and row[-1] == ("ok" if name[-1] in "01" else "OVER")
 
 
-def test_the_page_has_a_legend_tokens_versions_and_date_and_escapes_all(report, tmp_path):
+def test_the_html_report_is_complete_and_escaped(report, tmp_path):
     token = replace(report.tokens[0], text="<i>", reference_text="&amp;")
     report = replace(report, case_dir="<script>", tokens=(token, *report.tokens[1:]))
     write_html(report, tmp_path / "r.html")
@@ -356,16 +355,16 @@ def test_the_page_has_a_legend_tokens_versions_and_date_and_escapes_all(report, 
         assert text in page
 
 
-def test_a_page_that_cannot_be_written_is_one_sentence(report, tmp_path):
+def test_an_unwritable_html_report_raises_an_llmc_error(report, tmp_path):
     with pytest.raises(llmc.LlmcError, match=r"cannot be written \(No such file or directory\)"):
         write_html(report, tmp_path / "no" / "r.html")
 
 
-# What is compiled for GPUs, with NumPy in the place of their engines.
+# Programs for GPUs, with NumPy interpreters as engines.
 
 @pytest.fixture
 def interpreted(monkeypatch, one_export):
-    """Interpreters in the place of CUDA engines."""
+    """Use interpreters instead of CUDA engines."""
     @contextmanager
     def greedy(root):
         yield Interpreters(root).greedy
@@ -377,8 +376,9 @@ def interpreted(monkeypatch, one_export):
 
 
 def losses(hf, dtype, tokens):
-    """What transformers loses in `dtype`: of the range, after each layer but the last or one before
-    it, and at the logits.
+    """Return transformers' error in `dtype`, relative to the range.
+
+    After each layer but the last or one before it, and for the logits.
     """
     runs = []
     for kind in (torch.float32, getattr(torch, dtype)):
@@ -391,7 +391,7 @@ def losses(hf, dtype, tokens):
     return [*np.maximum.accumulate(hidden), logits]
 
 
-def test_a_hidden_state_that_was_rounded_well_by_luck_is_allowed_what_those_before_it_are():
+def test_tolerances_grow_monotonically_with_depth():
     exact = {"hidden_states.0": np.array([0.0, 1.0]), "hidden_states.1": np.array([0.0, 10.0]),
              "logits": np.array([0.0, 1.0])}
     narrow = {"hidden_states.0": np.array([0.0, 1.1]), "hidden_states.1": np.array([0.0, 10.5]),
@@ -405,8 +405,8 @@ def test_a_hidden_state_that_was_rounded_well_by_luck_is_allowed_what_those_befo
     ("llama", "float32", 1), ("gpt2", "float32", 1), ("gemma2", "float16", 1),
     ("gpt2", "bfloat16", 1), ("llama", "float32", 2), ("llama", "bfloat16", 4),
     ("apertus", "bfloat16", 1), ("ministral3", "float16", 2)])
-def test_a_faithful_schedule_is_within_tolerance(family, dtype, tp_size, interpreted, tiny,
-                                                 tmp_path):
+def test_an_unmodified_program_is_within_tolerance(family, dtype, tp_size, interpreted, tiny,
+                                                   tmp_path):
     hf = tiny(family)
     case = compile_export(hf, tmp_path / "case", "cuda", dtype, tp_size)
     report = diff(case, hf, bisect=True)
@@ -417,7 +417,7 @@ def test_a_faithful_schedule_is_within_tolerance(family, dtype, tp_size, interpr
     if dtype == "float32":
         assert allowed(report) == {"1e-05"} and equal(report.tokens)
         return
-    times = {1: 2.0, 2: 8 ** 0.5, 4: 4.0}[tp_size]  # chips round their parts of a sum
+    times = {1: 2.0, 2: 8 ** 0.5, 4: 4.0}[tp_size]  # chips round their partial sums
     assert report.allowed == f"{times:.2g} times the error of transformers in {dtype}"
     tokens = np.random.default_rng(0).integers(0, families.VOCAB, 24).tolist()
     found = [d.allowed for d in ours if d.name != f"hidden_states.{depth - 1}"]
@@ -438,7 +438,7 @@ def test_in_16_bits_an_error_beyond_rounding_is_found(plant, op, interpreted, ti
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_float8_caches_are_allowed_what_float8_costs(dtype, interpreted, tiny, tmp_path):
+def test_float8_caches_have_a_larger_tolerance(dtype, interpreted, tiny, tmp_path):
     hf = tiny("llama")
     case = compile_export(hf, tmp_path / "case", "cuda", dtype, kv_dtype="float8_e4m3fn")
     assert read_manifest(case).kv_dtype == "float8_e4m3fn"
@@ -477,9 +477,9 @@ def test_an_onnx_reference_is_measured_by_the_export(dtype, kv_dtype, told, inte
     assert diff(broken, hf, tokens=0).first_layer == "hidden_states.1"
 
 
-def test_where_float8_cannot_be_measured_a_tenth_of_the_range_is_allowed(interpreted, tiny,
-                                                                        tmp_path, monkeypatch):
-    """Of an .onnx reference, whose attention is no single op."""
+def test_float8_tolerance_defaults_to_a_tenth_of_the_range(interpreted, tiny, tmp_path,
+                                                           monkeypatch):
+    """For an .onnx reference, whose attention is not a single op."""
     hf = tiny("llama")
     monkeypatch.setattr(diff_module, "load", loads(kind="onnx"))
     monkeypatch.setattr(diff_module, "_can_round", lambda graph, kv_dtype: False)
@@ -489,8 +489,7 @@ def test_where_float8_cannot_be_measured_a_tenth_of_the_range_is_allowed(interpr
     assert report.allowed.startswith("0.1 of a tensor's range, as the export cannot run in")
 
 
-def test_where_the_reference_overflows_nothing_can_be_judged(interpreted, tiny, tmp_path,
-                                                             monkeypatch):
+def test_an_overflowing_reference_cannot_be_compared(interpreted, tiny, tmp_path, monkeypatch):
     hf = tiny("llama")
     real = diff_module.reference_values
 
@@ -530,7 +529,7 @@ def test_a_planted_error_in_a_schedule_s_weights_names_its_node(family, weight, 
     assert "hidden_states.1" in report.verdict and weight in report.verdict
 
 
-def test_what_is_compiled_for_a_gpu_needs_one(tiny_hf, one_export, tmp_path, monkeypatch):
+def test_diff_of_a_gpu_target_needs_a_gpu(tiny_hf, one_export, tmp_path, monkeypatch):
     case = compile_export(tiny_hf, tmp_path / "case", "cuda", "bfloat16")
     monkeypatch.setattr("llmc.runtime.engines.cuda.find_spec", lambda name: None)
     with pytest.raises(llmc.LlmcError, match="has no CUDA engine; install it"):

@@ -1,4 +1,4 @@
-"""Encoder-decoder models against transformers: logits of every step, and what the graphs hold."""
+"""Encoder-decoder models: logits of every step equal transformers', and the graphs' contents."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -53,11 +53,11 @@ def test_logits_of_every_step_equal_transformers_at_one_and_two_chips(name, enco
 
 
 @pytest.mark.parametrize("name", families.once(families.UNPLANNED_ENCODER_DECODERS))
-def test_an_encoder_decoder_that_nobody_planned_for_just_works(name, encoder_decoder):
+def test_an_encoder_decoder_without_a_family_rule_compiles(name, encoder_decoder):
     check(*encoder_decoder(name))
 
 
-def test_the_encoder_makes_the_keys_and_values_that_the_decoder_sees_of_it(encoder_decoder):
+def test_the_encoder_computes_the_cross_attention_kv(encoder_decoder):
     _, _, cases = encoder_decoder("bart")
     for chip in ("chip0", "chip1"):
         encoder, decoder = (onnx.load(cases["tp2"] / chip / f"{name}.onnx",
@@ -99,7 +99,7 @@ def test_the_schedules_for_gpus_give_transformers_logits(name, encoder_decoder, 
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_what_is_compiled_for_gpus_is_typed_onnx(dtype, encoder_decoder, tmp_path):
+def test_gpu_programs_are_typed_onnx(dtype, encoder_decoder, tmp_path):
     _, raw, _ = encoder_decoder("t5")
     manifest = compile_for_gpus(raw, tmp_path / "case", dtype)
     for file in ("graph.onnx", "encoder.onnx"):
@@ -126,7 +126,7 @@ def test_two_ranks_schedules_give_transformers_logits(encoder_decoder, tmp_path)
             families.assert_close(logits, reference_logits(model, source, tokens))
 
 
-def test_what_goes_to_the_memory_of_a_gpu_leaves_its_place_at_once(encoder_decoder, tmp_path):
+def test_encoder_output_frees_its_arena_memory_after_the_copy(encoder_decoder, tmp_path):
     _, raw, _ = encoder_decoder("t5")
     manifest = compile_for_gpus(raw, tmp_path / "case", "float16")
     chip, = manifest.chips
@@ -146,7 +146,7 @@ def test_what_goes_to_the_memory_of_a_gpu_leaves_its_place_at_once(encoder_decod
     assert encoder.tensors[table].name in {t.name for t in decoder.tensors}
 
 
-def test_what_encoder_and_decoder_share_is_stored_once(encoder_decoder):
+def test_weights_shared_by_encoder_and_decoder_are_stored_once(encoder_decoder):
     model, _, cases = encoder_decoder("t5")
     manifest = llmc.LLM(cases["tp1"]).manifest
     tied = model.shared.weight.numel() * 4
@@ -171,8 +171,7 @@ def test_t5_s_biases_are_read_for_every_distance(encoder_decoder):
             np.testing.assert_array_equal(table[:, columns], truth[:, query, keys])
 
 
-def test_a_bias_that_still_changes_far_away_is_refused_with_the_length(encoder_decoder,
-                                                                       monkeypatch):
+def test_a_distance_bias_without_a_limit_is_refused(encoder_decoder, monkeypatch):
     _, raw, _ = encoder_decoder("t5-gated")
     monkeypatch.setattr(bias, "_LENGTH", 32)
     with pytest.raises(llmc.LlmcError, match="the bias of the scores still changes at distance 2.; "
@@ -181,7 +180,7 @@ def test_a_bias_that_still_changes_far_away_is_refused_with_the_length(encoder_d
     lower(families.copy_raw(raw), CompileOptions(max_seq_len=32, mem_max_seq_len=32))
 
 
-def test_tensorrt_rtx_refuses_in_one_sentence(encoder_decoder, tmp_path, monkeypatch):
+def test_tensorrt_rtx_refuses_encoder_decoders(encoder_decoder, tmp_path, monkeypatch):
     _, _, cases = encoder_decoder("t5")
     monkeypatch.setattr("llmc.compiler.targets.tensorrt_rtx.describe", lambda options: None)
     with pytest.raises(llmc.LlmcError, match="'T5ForConditionalGeneration' is an encoder-decoder "
@@ -202,12 +201,12 @@ def test_a_limit_of_the_model_is_named(name, options, match, encoder_decoder):
         lower(families.copy_raw(raw), CompileOptions(**options))
 
 
-def test_a_causal_lm_has_no_encoder_to_limit(tiny_hf, tmp_path):
+def test_an_encoder_limit_is_refused_for_a_causal_lm(tiny_hf, tmp_path):
     with pytest.raises(llmc.LlmcError, match="'LlamaForCausalLM' has no encoder; leave it out"):
         llmc.compile(tiny_hf, tmp_path / "case", mem_max_seq_len=8)
 
 
-def test_a_model_that_does_not_say_where_its_decoder_begins(encoder_decoder):
+def test_a_missing_decoder_start_token_is_refused(encoder_decoder):
     _, raw, _ = encoder_decoder("t5")
     silent = replace(families.copy_raw(raw), config={"architectures": ["X"]}, generation={})
     with pytest.raises(llmc.LlmcError, match="'X' has no decoder_start_token_id; add it to "
@@ -215,7 +214,7 @@ def test_a_model_that_does_not_say_where_its_decoder_begins(encoder_decoder):
         lower(silent, CompileOptions())
 
 
-def test_what_else_reads_the_encoder_is_an_error(encoder_decoder):
+def test_unknown_readers_of_the_encoder_output_are_refused(encoder_decoder):
     _, raw, _ = encoder_decoder("bart")
     copied = families.copy_raw(raw)
     graph = copied.graph

@@ -1,4 +1,4 @@
-"""Which tokens end a text, as a model's config, its generation config and its tokenizer say."""
+"""EOS tokens from a model's config, generation config and tokenizer."""
 
 import json
 import shutil
@@ -10,7 +10,7 @@ from llmc.compiler.frontend.raw import RawModel
 
 
 def described(tiny_hf, tmp_path, config, generation=None, tokenizer=None, vocab_size=300):
-    """What the manifest says of a model with these configs."""
+    """Return the manifest's special tokens for these configs."""
     source = shutil.copytree(tiny_hf, tmp_path / "hf")
     (source / "tokenizer_config.json").write_text(json.dumps(tokenizer or {}))
 
@@ -34,10 +34,10 @@ def described(tiny_hf, tmp_path, config, generation=None, tokenizer=None, vocab_
     ({"eos_token_id": 50256}, {}, {}, ()),  # a small model with its family's config
     ({"eos_token_id": [2, 300, -1]}, {}, {}, (2,)),
 ])
-def test_end_tokens_are_the_vocabulary_s_and_the_tokenizer_s_where_no_config_has_them(
-        tiny_hf, tmp_path, config, generation, tokenizer, ends):
+def test_eos_tokens_come_from_the_tokenizer_if_no_config_has_them(tiny_hf, tmp_path, config,
+                                                                  generation, tokenizer, ends):
     assert described(tiny_hf, tmp_path, config, generation, tokenizer).eos_token_ids == ends
 
 
-def test_a_begin_token_that_the_vocabulary_lacks_is_none(tiny_hf, tmp_path):
+def test_a_bos_token_outside_the_vocabulary_is_ignored(tiny_hf, tmp_path):
     assert described(tiny_hf, tmp_path, {"bos_token_id": 300}).bos_token_id is None

@@ -1,4 +1,4 @@
-"""`llmc eval`: its scores are what transformers and ROUGE's definition give."""
+"""`llmc eval`: scores equal transformers' and ROUGE's definition."""
 
 import json
 import math
@@ -54,7 +54,7 @@ def articles_file(tmp_path):
 
 
 def strided_perplexity(model, ids, max_length, stride):
-    """transformers' own loss over strided windows: labels of -100 are not scored."""
+    """Return transformers' perplexity over strided windows; labels of -100 are not scored."""
     total = count = previous = 0
     for begin in range(0, len(ids), stride):
         end = min(begin + max_length, len(ids))
@@ -155,14 +155,14 @@ def test_summaries_equal_those_of_transformers(roomy, articles_file):
             llm.tokenizer.decode(out[0, len(prompt):].tolist()).strip()
 
 
-def test_a_penalty_in_generation_config_does_not_move_the_reference(roomy, articles_file, tmp_path):
+def test_penalties_of_generation_config_do_not_change_the_reference(roomy, articles_file, tmp_path):
     hf = shutil.copytree(roomy[0], tmp_path / "hf")
     (hf / "generation_config.json").write_text('{"repetition_penalty": 9.0, "max_length": 5}')
     report = summarize(roomy[1], data=articles_file, hf_dir=hf, max_tokens=12)
     assert all(score.difference == 0 for score in report.scores)
 
 
-def test_the_articles_that_come_with_llmc():
+def test_the_bundled_articles_are_valid():
     articles = read_articles(ARTICLES)
     assert len(articles) == 12
     assert all(120 <= len(article.split()) <= 200 and 20 <= len(summary.split()) <= 60
@@ -178,7 +178,7 @@ def test_the_articles_that_come_with_llmc():
     (b'{"article": "a", "summary": "b"}\n{"article": "a"}\n', "line 2, has no string 'summary'"),
     (b'{"article": 3, "summary": "b"}\n', "line 1, has no string 'article'"),
 ])
-def test_a_bad_articles_file_is_one_sentence_with_the_line(case_tp1, tmp_path, content, message):
+def test_an_invalid_articles_file_is_refused_with_the_line(case_tp1, tmp_path, content, message):
     path = tmp_path / "bad.jsonl"
     path.write_bytes(content)
     for task in ("summarize", "perplexity"):
@@ -191,7 +191,7 @@ def test_a_bad_articles_file_is_one_sentence_with_the_line(case_tp1, tmp_path, c
 @pytest.mark.parametrize(("content", "message"), [
     (b"", "is empty; give a text"), (b" \n", "is empty"), (b"\xff\xfe", "is not UTF-8"),
     (b"t", "expected at least 2"), (None, "cannot be read (No such file or directory)")])
-def test_a_bad_text_file_is_one_sentence(case_tp1, tmp_path, content, message):
+def test_an_invalid_text_file_is_refused(case_tp1, tmp_path, content, message):
     path = tmp_path / "bad.txt"
     if content is not None:
         path.write_bytes(content)
@@ -235,14 +235,14 @@ def test_json_and_the_table(case_tp1, tiny_hf, articles_file):
     assert f"{report['scores'][0]['llmc']:.4f}" in shown
 
 
-def test_perplexity_that_is_no_number_fails_without_a_reference(case_tp1, text_file, monkeypatch):
+def test_a_nan_perplexity_fails_without_a_reference(case_tp1, text_file, monkeypatch):
     monkeypatch.setattr(llmc.LLM, "logits",
                         lambda self, ids: np.full((len(ids), 300), np.nan, np.float32))
     result = run("--case_dir", case_tp1, "--task", "perplexity", "--data", text_file)
     assert result.exit_code == 1 and "perplexity is nan" in result.stderr
 
 
-def test_rouge_that_is_not_installed_says_what_to_install(case_tp1, monkeypatch):
+def test_a_missing_rouge_package_is_named(case_tp1, monkeypatch):
     monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
     result = run("--case_dir", case_tp1, "--task", "summarize")
     assert result.exit_code == 2 and "pip install '.[eval]'" in result.stderr

@@ -1,5 +1,4 @@
-"""Mixtures of experts beyond what each family computes: on the schedule, in a crowd, in ranks, from
-a checkpoint of many tensors, and what is refused.
+"""MoE models: programs, concurrent requests, ranks, checkpoints, and refusals.
 """
 
 import json
@@ -52,7 +51,7 @@ def test_the_schedule_gives_transformers_logits_and_tokens(family, tp_size, expe
     assert ranks.greedy(TOKENS, 4) == greedy(model, TOKENS, 4)
 
 
-def test_the_schedule_of_experts_whose_input_is_scaled(tmp_path):
+def test_the_program_of_experts_with_scaled_inputs(tmp_path):
     model = families.tiny_model("llama4_text", attention_chunk_size=64, num_experts_per_tok=2,
                                 attn_temperature_tuning=False)
     llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", target="cuda", tp_size=2)
@@ -63,7 +62,7 @@ def test_the_schedule_of_experts_whose_input_is_scaled(tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", families.UNPLANNED_MIXTURES)
-def test_the_schedule_of_a_mixture_nobody_planned_for(family, tmp_path):
+def test_the_program_of_an_unknown_moe_model(family, tmp_path):
     model = families.tiny_model(family, **families.sizes_of(family))
     llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", target="cuda")
     rank, = Interpreters(tmp_path / "case").ranks
@@ -71,7 +70,7 @@ def test_the_schedule_of_a_mixture_nobody_planned_for(family, tmp_path):
 
 
 def greedy(model, tokens, count):
-    """transformers' tokens."""
+    """Return transformers' greedy tokens."""
     known = list(tokens)
     while len(known) < len(tokens) + count:
         known.append(int(families.reference_logits(model, known)[-1].argmax()))
@@ -80,9 +79,10 @@ def greedy(model, tokens, count):
 
 @pytest.mark.parametrize(("family", "tp_size"), [("glm4_moe", 1), ("glm4_moe", 2), ("gpt_oss", 2)])
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
-def test_a_crowd_gets_transformers_tokens(family, tp_size, target, tmp_path):
-    """Prompts of unequal lengths in chunks, of which few fit at once; gpt-oss' are longer than its
-    window, and see sinks.
+def test_concurrent_requests_get_transformers_tokens(family, tp_size, target, tmp_path):
+    """Ragged prompts in chunks; few fit at once.
+
+    gpt-oss has prompts longer than its window, with attention sinks.
     """
     model = families.tiny_model(family)
     llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", target=target,
@@ -100,13 +100,13 @@ def test_a_crowd_gets_transformers_tokens(family, tp_size, target, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "qwen3_moe"])
-def test_only_layers_of_each_kind_are_exported(family, tmp_path, monkeypatch):
-    """Also where dense ones come first or between, which no short config says."""
+def test_one_layer_of_each_kind_is_exported(family, tmp_path, monkeypatch):
+    """Also with dense layers first or between, unlike a shortened config."""
     changes = {"first_k_dense_replace": 3} if family == "glm4_moe" else {"mlp_only_layers": [0, 5]}
     model = families.tiny_model(family, num_hidden_layers=9, **changes)
     nodes = families.count_exported(monkeypatch, "Sdpa")
     raw = load(families.save(model, tmp_path / "hf"))
-    assert not raw.notes and nodes in ([4], [])  # [] where another run has left its export
+    assert not raw.notes and nodes in ([4], [])  # [] if the export is cached
     llmc.compile(tmp_path / "hf", tmp_path / "case")
     with llmc.LLM(tmp_path / "case") as llm:
         families.assert_close(llm.logits(TOKENS), families.reference_logits(model, TOKENS))
@@ -125,7 +125,7 @@ ROUTES = {
 
 
 @pytest.mark.parametrize("family", ROUTES)
-def test_routing_is_recognised_by_what_it_computes(family, tmp_path):
+def test_routing_is_recognized_by_its_computation(family, tmp_path):
     raw = load(families.save(families.tiny_model(family), tmp_path / "hf"))
     fused = lower.fuse(raw, CompileOptions())
     complete = plugins.registry()["Route"].complete
@@ -142,7 +142,7 @@ def test_routing_is_recognised_by_what_it_computes(family, tmp_path):
     pytest.param("deepseek_v3", {"n_shared_experts": 0}, marks=pytest.mark.thorough),
     pytest.param("deepseek_v2", {"n_shared_experts": 0}, marks=pytest.mark.thorough),
     ("gpt_oss", {"num_local_experts": 1, "num_experts_per_tok": 1})])
-def test_there_may_be_one_expert_or_none_that_is_shared(family, changes, tmp_path):
+def test_moe_layers_may_have_one_or_no_shared_expert(family, changes, tmp_path):
     model = families.tiny_model(family, **changes)
     hf = families.save(model, tmp_path / "hf")
     expected = families.reference_logits(model, TOKENS)
@@ -155,7 +155,7 @@ def test_there_may_be_one_expert_or_none_that_is_shared(family, changes, tmp_pat
 
 
 @pytest.mark.parametrize("top_groups", [1, 5, 7])
-def test_a_limit_by_groups_is_recognised_however_seldom_it_shows(top_groups, tmp_path):
+def test_group_limited_routing_is_recognized(top_groups, tmp_path):
     model = families.tiny_model("glm4_moe", num_hidden_layers=2, n_routed_experts=32, n_group=8,
                                 topk_group=top_groups)
     graph = lower.fuse(load(families.save(model, tmp_path / "hf")), CompileOptions()).graphs[0]
@@ -164,7 +164,7 @@ def test_a_limit_by_groups_is_recognised_however_seldom_it_shows(top_groups, tmp
 
 
 @pytest.mark.parametrize("scale", [1.23456e-4, 1e-7, -1.5])
-def test_a_scale_of_scores_is_kept_as_it_is(scale, tmp_path):
+def test_the_scale_of_routing_scores_is_kept(scale, tmp_path):
     model = families.tiny_model("glm4_moe", num_hidden_layers=2, routed_scaling_factor=scale)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -178,8 +178,8 @@ def test_a_scale_of_scores_is_kept_as_it_is(scale, tmp_path):
         families.assert_close(llm.logits(TOKENS), families.reference_logits(model, TOKENS))
 
 
-def test_scores_of_both_signs_are_no_kernel_s_on_cpu(tmp_path):
-    """Of gelu's experts they are right, as llmc's own body computes these."""
+def test_signed_scores_do_not_use_the_cpu_moe_kernel(tmp_path):
+    """gelu experts are correct, as llmc's body computes them."""
     for activation in ("gelu_pytorch_tanh", "silu"):
         model = families.tiny_model("gemma4_text", **families.GEMMA4_MOE,
                                     hidden_activation=activation)
@@ -204,7 +204,7 @@ def test_scores_of_both_signs_are_no_kernel_s_on_cpu(tmp_path):
       for limit in (1000.0, 9000.0, 1e6)),
     pytest.param("hy_v4", {"swiglu_limit": 3000.0}, dict(activation="silu", limit=3000.0),
                  marks=pytest.mark.thorough)])
-def test_an_activation_is_recognised_however_wide_its_bounds(family, changes, found, tmp_path):
+def test_clamped_activations_are_recognized(family, changes, found, tmp_path):
     model = families.tiny_model(family, num_hidden_layers=2, **changes)
     graph = lower.fuse(load(families.save(model, tmp_path / "hf")), CompileOptions()).graphs[0]
     expected = {"gated": 1, "alpha": 1.0, "limit": 0.0, "up_offset": 0.0, **found}
@@ -216,7 +216,7 @@ def test_an_activation_is_recognised_however_wide_its_bounds(family, changes, fo
 
 
 def test_shared_experts_join_the_sum_of_the_ranks(tmp_path):
-    """One AllReduce behind attention, one behind experts and shared experts, gated or not."""
+    """One AllReduce after attention, one after experts and shared experts, gated or not."""
     for family in ("glm4_moe", "qwen2_moe"):
         model = families.tiny_model(family)
         hf = families.save(model, tmp_path / family)
@@ -227,7 +227,7 @@ def test_shared_experts_join_the_sum_of_the_ranks(tmp_path):
         assert len(collectives) == 1 + 2 * layers  # the embedding's too
 
 
-def test_experts_are_cut_unevenly_and_biases_count_once(tmp_path):
+def test_experts_are_split_unevenly_and_biases_added_once(tmp_path):
     model = families.tiny_model("olmoe", intermediate_size=44)
     hf = families.save(model, tmp_path / "hf")
     for name, options, shapes in (
@@ -267,14 +267,14 @@ def olmoe(tmp_path_factory):
 
 
 def changed(olmoe, tmp_path, config=None, tensors=lambda tensors: tensors):
-    """The checkpoint with another config or other tensors."""
+    """Copy the checkpoint with another config or other tensors."""
     known = json.loads((olmoe / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**known, **(config or {})}))
     save_file(tensors(load_file(olmoe / "model.safetensors")), tmp_path / "model.safetensors")
     return tmp_path
 
 
-def test_checkpoints_store_experts_one_by_one(olmoe):
+def test_per_expert_checkpoint_tensors_are_stacked(olmoe):
     assert "model.layers.0.mlp.experts.3.up_proj.weight" in load_file(olmoe / "model.safetensors")
 
 
@@ -294,7 +294,7 @@ UP, DOWN = (f"model.layers.1.mlp.experts.2.{name}_proj.weight" for name in ("up"
     ({"num_experts": 4}, without(), r"has shape \[5, 64\], its config expects \[4, 64\]"),
     ({"num_experts_per_tok": 6}, without(), r"selects num_experts_per_tok 6 of num_experts 5"),
 ])
-def test_experts_that_are_not_all_there_are_named(olmoe, tmp_path, config, tensors, match):
+def test_missing_experts_are_named(olmoe, tmp_path, config, tensors, match):
     with pytest.raises(llmc.LlmcError, match=match) as caught:
         llmc.compile(changed(olmoe, tmp_path, config, tensors), tmp_path / "case")
     assert "\n" not in str(caught.value)
@@ -303,12 +303,12 @@ def test_experts_that_are_not_all_there_are_named(olmoe, tmp_path, config, tenso
 @pytest.mark.parametrize(("options", "match"), [
     (dict(expert_parallel=True), "expert_parallel is given with tp_size 1"),
 ])
-def test_what_experts_cannot_be_compiled_for_is_said(olmoe, tmp_path, options, match):
+def test_unsupported_targets_of_experts_are_reported(olmoe, tmp_path, options, match):
     with pytest.raises(llmc.LlmcError, match=match):
         llmc.compile(olmoe, tmp_path / "case", **options)
 
 
-def test_ranks_that_cannot_share_experts_are_refused(tmp_path):
+def test_an_impossible_expert_split_is_refused(tmp_path):
     few = families.tiny_model("olmoe", num_experts=2, num_experts_per_tok=2, intermediate_size=2)
     hf = families.save(few, tmp_path / "hf")
     with pytest.raises(llmc.LlmcError, match=r"Experts .* 2 experts, which 3 chips cannot share"):
@@ -341,14 +341,14 @@ def noisy(self, gate_up):
 
 @pytest.mark.parametrize(("forward", "path"), [
     (squared, "Softmax → TopK → Pow"), (bounded, "Clip → Softmax → TopK")])
-def test_a_router_that_is_none_of_ours_is_named(forward, path, olmoe, tmp_path, monkeypatch):
+def test_an_unknown_router_is_named(forward, path, olmoe, tmp_path, monkeypatch):
     monkeypatch.setattr(modeling_olmoe.OlmoeTopKRouter, "forward", forward)
     check_refused(olmoe, tmp_path, monkeypatch,
                   rf"a router was not recognized: the selection of experts is not supported by "
                   rf"llmc::Route \({path}\): 'linear_4' .*\(Experts ")
 
 
-def test_a_router_of_many_experts_is_refused_soon(tmp_path, monkeypatch):
+def test_a_router_with_too_many_experts_is_refused_before_the_export(tmp_path, monkeypatch):
     monkeypatch.setattr(modeling_olmoe.OlmoeTopKRouter, "forward", squared)
     hf = families.save(families.tiny_model("olmoe", num_experts=384, num_experts_per_tok=8,
                                            num_hidden_layers=1), tmp_path / "hf")
@@ -357,7 +357,7 @@ def test_a_router_of_many_experts_is_refused_soon(tmp_path, monkeypatch):
     assert time.process_time() - begun < 10
 
 
-def test_an_activation_that_is_none_of_ours_is_named(olmoe, tmp_path, monkeypatch):
+def test_an_unknown_expert_activation_is_named(olmoe, tmp_path, monkeypatch):
     monkeypatch.setattr(modeling_olmoe.OlmoeExperts, "_apply_gate", noisy)
     check_refused(olmoe, tmp_path, monkeypatch,
                   r"experts were not recognized: between the experts' GEMMs: .*Sin ")
@@ -385,7 +385,7 @@ def forgetting(self, hidden_states):
                                   "one TopK"),
     ("Llama4Router", leaky, "experts outside the TopK have nonzero scores"),
     ("Llama4TextExperts", forgetting, "the subgraph between the experts' GEMMs is not")])
-def test_dense_experts_that_are_none_of_ours_are_named(module, forward, why, tmp_path, monkeypatch):
+def test_unknown_dense_experts_are_named(module, forward, why, tmp_path, monkeypatch):
     hf = families.save(families.tiny_model("llama4_text", num_hidden_layers=1,
                                            no_rope_layers=[1]), tmp_path / "hf")
     monkeypatch.setattr(getattr(modeling_llama4, module), "forward", forward)
@@ -394,24 +394,22 @@ def test_dense_experts_that_are_none_of_ours_are_named(module, forward, why, tmp
 
 def check_refused(hf, tmp_path, monkeypatch, match):
     exporter = trace._run_exporter
-    monkeypatch.setattr(trace, "_run_exporter", lambda *args: exporter(*args))  # not a kept one
+    monkeypatch.setattr(trace, "_run_exporter", lambda *args: exporter(*args))  # not a cached one
     with pytest.raises(llmc.LlmcError, match=match) as caught:
         llmc.compile(hf, tmp_path / "case")
     assert "\n" not in str(caught.value)
 
 
-# How many ranks, and whether they have whole experts.
+# Number of ranks, and whether they have whole experts.
 RANKS = pytest.mark.parametrize(("tp_size", "expert_parallel"),
                                 [(1, False), (2, False), (2, True), (3, True)])
 
 
 @RANKS
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
-def test_experts_are_rounded_and_routers_left_alone(tp_size, expert_parallel, scheme, tmp_path,
-                                                    monkeypatch):
-    """What ONNX Runtime's kernel makes of them is what the body does, but for activations in 8
-    bits.
-    """
+def test_experts_are_quantized_and_routers_are_not(tp_size, expert_parallel, scheme, tmp_path,
+                                                   monkeypatch):
+    """ONNX Runtime's kernel equals the body except for 8-bit activations."""
     model = families.tiny_model("qwen3_moe", moe_intermediate_size=64)
     hf, said = families.save(model, tmp_path / "hf"), []
     options = dict(quantize=scheme, tp_size=tp_size, expert_parallel=expert_parallel)
@@ -429,7 +427,7 @@ def test_experts_are_rounded_and_routers_left_alone(tp_size, expert_parallel, sc
     for case in ("case", "plain"):
         with llmc.LLM(tmp_path / case) as llm:
             logits.append(llm.logits(TOKENS))
-    assert np.array_equal(*logits) == expert_parallel  # then there is no kernel of ONNX Runtime's
+    assert np.array_equal(*logits) == expert_parallel  # without a kernel of ONNX Runtime
     families.assert_close(*logits, 0.01)
     families.assert_close(logits[0], families.reference_logits(model, TOKENS),
                           {"int8": 0.05, "int4": 0.15}[scheme])
@@ -438,7 +436,7 @@ def test_experts_are_rounded_and_routers_left_alone(tp_size, expert_parallel, sc
 @RANKS
 @pytest.mark.parametrize(("scheme", "tolerance"), [("int4", 0.15), ("uint4", 0.15), ("int8", 0.05),
                                                    ("float8_e4m3fn", 0.1)])
-def test_gpus_take_experts_in_fewer_bits(tp_size, expert_parallel, scheme, tolerance, tmp_path):
+def test_gpu_programs_have_quantized_experts(tp_size, expert_parallel, scheme, tolerance, tmp_path):
     model = families.tiny_model("qwen3_moe", moe_intermediate_size=64)
     hf, said = families.save(model, tmp_path / "hf"), []
     llmc.compile(hf, tmp_path / "case", target="cuda", quantize=scheme, tp_size=tp_size,
@@ -453,7 +451,7 @@ def test_gpus_take_experts_in_fewer_bits(tp_size, expert_parallel, scheme, toler
 
 
 def kinds_of(case):
-    """The dtypes of layer 0's weights by their names."""
+    """Return the dtypes of layer 0's weights by name."""
     weights = load_file(case / "chip0" / "weights.safetensors")
     return {name.split(".", 3)[-1]: array.dtype.name for name, array in weights.items()
             if ".layers.0." in name and name.endswith(("weight", "_proj"))}
@@ -462,10 +460,10 @@ def kinds_of(case):
 @pytest.mark.parametrize(("target", "family", "tp_size"), [
     ("cuda", "qwen3_moe", 1), ("cuda", "qwen3_moe", 3), ("cpu", "mixtral", 1),
     ("cpu", "mixtral", 3)])
-def test_experts_that_no_kernel_reads_are_left_alone_and_that_is_said(target, family, tp_size,
-                                                                      tmp_path):
-    """In groups that are no power of two of 16 or more, on GPUs of 32; on three chips some have an
-    odd number of columns.
+def test_experts_without_a_quantized_kernel_are_reported(target, family, tp_size, tmp_path):
+    """Groups must be powers of two from 16 on, on GPUs from 32 on.
+
+    On three chips some experts have an odd number of columns.
     """
     hf, said = families.save(families.tiny_model(family), tmp_path / "hf"), []
     llmc.compile(hf, tmp_path / "case", quantize="int8", target=target, tp_size=tp_size,
@@ -474,7 +472,7 @@ def test_experts_that_no_kernel_reads_are_left_alone_and_that_is_said(target, fa
                for text in said) == 1
     kinds = kinds_of(tmp_path / "case")
     assert kinds["mlp.experts.down_proj"] == "float32"
-    whole = (target, tp_size) == ("cuda", 3)  # a head of 16 is no group of 32
+    whole = (target, tp_size) == ("cuda", 3)  # a head of 16 is smaller than a group of 32
     assert kinds["self_attn.o_proj.weight"] == ("float32" if whole else "uint8")
     assert whole == any("3 linear layers stay in float32, as target cuda has no kernel" in text
                         for text in said)
@@ -488,14 +486,14 @@ def test_diff_compares_experts_with_the_exported_ones(family, tmp_path):
     assert report.verdict is None
 
 
-def test_diff_of_rounded_experts_does_not_blame_what_chooses_them(tmp_path):
+def test_diff_of_quantized_experts_does_not_blame_the_router(tmp_path):
     hf = families.save(families.tiny_model("qwen3_moe", moe_intermediate_size=64), tmp_path / "hf")
     llmc.compile(hf, tmp_path / "case", quantize="int4")
     assert diff(tmp_path / "case", hf, bisect=True, tokens=2).verdict is None
 
 
 @RANKS
-def test_experts_in_mxfp4_are_read_as_the_numbers_that_they_are(tp_size, expert_parallel, tmp_path):
+def test_mxfp4_experts_are_read_exactly(tp_size, expert_parallel, tmp_path):
     model = families.tiny_model("gpt_oss", intermediate_size=96)
     numbers = families.to_mxfp4(families.save(model, tmp_path / "hf"), tmp_path / "mxfp4",
                        np.random.default_rng(6))
@@ -523,7 +521,8 @@ def test_experts_in_mxfp4_are_read_as_the_numbers_that_they_are(tp_size, expert_
 @pytest.mark.parametrize(("op", "changes", "what"), [
     ("CausalAttention", {"coreless": frozenset({"sinks"})}, "CausalAttention with sinks"),
     ("Experts", {"has_core": False}, "Experts")])
-def test_what_cores_do_not_take_yet_is_refused_by_name(op, changes, what, tmp_path, monkeypatch):
+def test_unsupported_attributes_of_cores_are_refused_by_name(op, changes, what, tmp_path,
+                                                             monkeypatch):
     known = plugins.registry()
     monkeypatch.setattr(plugins, "registry", lambda: {**known, op: replace(known[op], **changes)})
     hf = families.save(families.tiny_model("gpt_oss"), tmp_path / "hf")

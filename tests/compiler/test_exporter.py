@@ -1,4 +1,4 @@
-"""What is captured, as ONNX: the same numbers as torch's, whatever a model's code does in place."""
+"""Exported ONNX graphs equal torch, also for in-place model code."""
 
 import warnings
 
@@ -91,7 +91,7 @@ def export(function, longest=0):
 
 
 @pytest.mark.parametrize("function", [*PLAIN, *OTHERS])
-def test_any_way_of_writing_gives_torch_s_numbers(function, monkeypatch):
+def test_equivalent_torch_code_gives_the_same_values(function, monkeypatch):
     ways, real = [], exporter._is_plain
 
     def is_plain(graph):
@@ -112,18 +112,18 @@ def test_any_way_of_writing_gives_torch_s_numbers(function, monkeypatch):
      "supports at most 7 in axis 'seq', its config requires 8"),
     (lambda x: x * 3 if x.size(1) > 2 else x * 2, 8, "needs at least 3 in axis 'seq'"),
 ])
-def test_a_bound_that_sequences_go_beyond_is_an_error(function, longest, match):
+def test_a_dimension_bound_that_sequences_exceed_is_an_error(function, longest, match):
     with pytest.raises(llmc.LlmcError, match=match):
         export(function, longest)
 
 
-def test_a_bound_that_no_sequence_goes_beyond_is_none():
+def test_a_dimension_bound_that_sequences_do_not_exceed_is_removed():
     model = export(lambda x: x * 3 if x.size(1) > 7 else x * 2, longest=7)
     assert [value.name for value in model.graph.outputs] == ["out"]
 
 
 @pytest.mark.parametrize("category", [DeprecationWarning, FutureWarning])
-def test_deprecations_reach_whoever_has_asked_for_them_and_nobody_else(category):
+def test_deprecation_warnings_are_shown_only_if_requested(category):
     with warnings.catch_warnings(record=True) as caught:
         warnings.resetwarnings()
         with alone():

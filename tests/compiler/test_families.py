@@ -1,4 +1,4 @@
-"""Every family against transformers: prefill and 16 cached decode steps, at each tp size."""
+"""Every family equals transformers in prefill and 16 decode steps, at each tp size."""
 
 import json
 
@@ -18,7 +18,7 @@ PREFILL, STEPS = 12, 16
 
 
 def limits(family):
-    """tp sizes that make sense: up to 4 heads."""
+    """Return the tp sizes to test: up to 4 heads."""
     config = {**families.FAMILIES, **families.LATENT, **families.OWN_ATTENTION,
               **families.UNPLANNED, **families.MIXTURES, **families.HYBRIDS}[family]
     return [size for size in (1, 2, 3, 4)
@@ -39,7 +39,7 @@ def check_family(family, sizes, tmp_path, expert_parallel=False, **changes):
 
 
 def unequal():
-    """A batch of unequal prompts: tokens of two sequences, and how many are each one's prompt."""
+    """A ragged batch: tokens of two sequences and the lengths of their prompts."""
     rng = np.random.default_rng(3)
     rows = [rng.integers(3, families.VOCAB, PREFILL + STEPS).tolist() for _ in range(2)]
     return rows, [PREFILL, PREFILL - 5]
@@ -62,18 +62,18 @@ def test_family_equals_transformers_at_every_tp_size(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", families.once(families.UNPLANNED))
-def test_a_family_nobody_planned_for_just_works(family, tmp_path):
+def test_an_unknown_family_compiles(family, tmp_path):
     check_family(family, [1, 2], tmp_path)
 
 
 @pytest.mark.parametrize("family", families.MIXTURES)
-def test_a_mixture_of_experts_equals_transformers_at_every_tp_size(family, tmp_path):
+def test_an_moe_model_equals_transformers_at_every_tp_size(family, tmp_path):
     check_family(family, limits(family), tmp_path)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", families.UNPLANNED_MIXTURES)
-def test_a_mixture_nobody_planned_for_just_works(family, tmp_path):
+def test_an_unknown_moe_family_compiles(family, tmp_path):
     check_family(family, [1, 2], tmp_path, **families.sizes_of(family))
 
 
@@ -86,7 +86,7 @@ def test_a_hybrid_equals_transformers_at_every_tp_size(family, tmp_path):
     pytest.param(family, marks=[pytest.mark.thorough] * (family not in ("gpt_oss", "qwen3_next")))
     for family in {**families.FAMILIES, **families.LATENT, **families.OWN_ATTENTION,
                    **families.MIXTURES, **families.HYBRIDS}])
-def test_the_schedule_decodes_an_unequal_batch(family, tmp_path):
+def test_the_program_decodes_a_ragged_batch(family, tmp_path):
     model = families.tiny_model(family)
     llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", target="cuda")
     rows, cuts = unequal()
@@ -97,21 +97,21 @@ def test_the_schedule_decodes_an_unequal_batch(family, tmp_path):
 @pytest.mark.parametrize("changes", [
     {}, {**families.rope("yarn", factor=4.0, attention_factor=3.0,
                          original_max_position_embeddings=16), "rms_norm_eps": 5e-3}])
-def test_heads_may_be_normed_behind_the_rotary_embedding(changes, tmp_path):
-    """Where a factor of the embedding is nothing but a smaller epsilon."""
+def test_qk_norm_after_rotary_embedding(changes, tmp_path):
+    """A scale of the embedding is equivalent to a smaller epsilon."""
     check_family("hunyuan_v1_dense", [1, 2], tmp_path, **{**families.FAMILIES["qwen3"], **changes})
 
 
 @pytest.mark.parametrize("changes", [families.GEMMA4_LARGE, families.GEMMA4_MOE])
-def test_gemma_4_whose_keys_are_its_values_and_with_experts(changes, tmp_path):
+def test_gemma_4_with_shared_keys_and_values_and_experts(changes, tmp_path):
     check_family("gemma4_text", [1, 2, 3, 4], tmp_path, **changes)
 
 
-def test_gemma_4_deals_out_whole_experts(tmp_path):
+def test_gemma_4_with_expert_parallelism(tmp_path):
     check_family("gemma4_text", [2, 3], tmp_path, expert_parallel=True, **families.GEMMA4_MOE)
 
 
-def test_layers_that_read_an_earlier_ones_cache_are_repeated_like_others(tmp_path, monkeypatch):
+def test_layers_with_shared_kv_are_repeated(tmp_path, monkeypatch):
     kinds = ["sliding_attention", "sliding_attention", "full_attention"]
     counts = families.count_exported(monkeypatch, "Sdpa")
     for depth in (5, 6):
@@ -130,19 +130,19 @@ def test_layers_that_read_an_earlier_ones_cache_are_repeated_like_others(tmp_pat
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_the_head_is_divided_by_tokens_behind_a_projection_too(before, tmp_path):
-    """OPT-350m's hidden states are wider than its embeddings, which are its head."""
+def test_an_lm_head_after_a_projection_is_sharded_by_vocabulary(before, tmp_path):
+    """OPT-350m's hidden states are wider than its embeddings, which are the tied LM head."""
     check_family("opt", [1, 2, 3], tmp_path, word_embed_proj_dim=32, do_layer_norm_before=before)
 
 
 @pytest.mark.parametrize(("family", "changes"), [
     ("olmo", {"clip_qkv": 0.3}), ("mpt", {"attn_config": {"clip_qkv": 0.5}}),
     pytest.param("olmoe", {"clip_qkv": 0.5}, marks=pytest.mark.thorough)])
-def test_queries_keys_and_values_may_be_bounded(family, changes, tmp_path):
+def test_qkv_may_be_clamped(family, changes, tmp_path):
     check_family(family, [1, 2, 3, 4], tmp_path, **changes)
 
 
-def test_bounded_queries_keys_and_values_are_divided_by_heads(tmp_path):
+def test_clamped_qkv_is_sharded_by_heads(tmp_path):
     model = families.tiny_model("olmo", clip_qkv=0.3)
     hf_dir = families.save(model, tmp_path / "hf")
     manifest = llmc.compile(hf_dir, tmp_path / "case", target="cuda", tp_size=2)
@@ -152,13 +152,13 @@ def test_bounded_queries_keys_and_values_are_divided_by_heads(tmp_path):
         families.assert_close(logits, families.reference_logits(model, row))
 
 
-def test_norms_without_weights_of_rows_of_all_tokens(tmp_path):
-    """As Galactica's, which are OPT's."""
+def test_norms_without_weights(tmp_path):
+    """As in Galactica, an OPT model."""
     check_family("opt", [1, 2], tmp_path, layer_norm_elementwise_affine=False, enable_bias=False)
 
 
-def test_inputs_for_each_layer_of_more_layers_than_are_exported(tmp_path, monkeypatch):
-    """They are made of a weight for all layers, which no config of a few describes."""
+def test_per_layer_inputs_of_repeated_layers(tmp_path, monkeypatch):
+    """They come from one weight for all layers, which a shortened config does not describe."""
     counts = families.count_exported(monkeypatch, "Sdpa")
     model = families.tiny_model("gemma4_text", num_kv_shared_layers=0)
     raw = load(families.save(model, tmp_path))
@@ -167,7 +167,7 @@ def test_inputs_for_each_layer_of_more_layers_than_are_exported(tmp_path, monkey
 
 
 @pytest.mark.parametrize("target", ["tensorrt", "tensorrt_rtx"])
-def test_another_layers_cache_is_refused_where_a_plan_would_read_it(target, tmp_path):
+def test_shared_kv_is_refused_for_tensorrt(target, tmp_path):
     hf_dir = families.save(families.tiny_model("gemma4_text"), tmp_path / "hf")
     with pytest.raises(llmc.LlmcError, match=rf"target '{target}' has no kernel for "
                                              r"llmc::CachedAttention "):
@@ -176,14 +176,14 @@ def test_another_layers_cache_is_refused_where_a_plan_would_read_it(target, tmp_
 
 @pytest.fixture(scope="module")
 def falcon_rw(tmp_path_factory):
-    """As transformers runs it by default: its eager attention adds ALiBi twice."""
+    """As run by transformers by default; its eager attention adds ALiBi twice."""
     model = families.tiny_model("falcon", alibi=True, multi_query=False, parallel_attn=False,
                                 bias=True, num_attention_heads=6, hidden_size=96)
     hf_dir = families.save(model, tmp_path_factory.mktemp("falcon") / "hf")
     return AutoModelForCausalLM.from_pretrained(hf_dir, attn_implementation="sdpa"), hf_dir
 
 
-def test_alibi_that_is_rounded_is_a_bias_by_key(falcon_rw, tmp_path):
+def test_bfloat16_alibi_becomes_a_bias_by_key(falcon_rw, tmp_path):
     model, hf_dir = falcon_rw
     row = np.random.default_rng(3).integers(3, families.VOCAB, 400).tolist()
     expected = families.reference_logits(model, row)
@@ -197,13 +197,13 @@ def test_alibi_that_is_rounded_is_a_bias_by_key(falcon_rw, tmp_path):
                 got = session.extend([[row[380 + step]], [row[5 + step]]])
 
 
-def test_diff_runs_the_export_that_rounds_to_bfloat16(falcon_rw, tmp_path):
+def test_diff_runs_the_bfloat16_export(falcon_rw, tmp_path):
     llmc.compile(falcon_rw[1], tmp_path / "case", tp_size=2)
     compared = diff(tmp_path / "case", falcon_rw[1], tokens=16)
     assert compared.verdict is None, compared
 
 
-def test_alibi_of_one_key_head_is_taken_too(tmp_path):
+def test_alibi_with_multi_query_attention(tmp_path):
     hf_dir = families.save(families.tiny_model("falcon", alibi=True), tmp_path / "hf")
     model = AutoModelForCausalLM.from_pretrained(hf_dir, attn_implementation="sdpa")
     row = np.random.default_rng(3).integers(3, families.VOCAB, 30).tolist()
@@ -212,7 +212,7 @@ def test_alibi_of_one_key_head_is_taken_too(tmp_path):
             families.assert_close(llm.logits(row), families.reference_logits(model, row))
 
 
-def test_a_bias_by_key_on_the_schedule(falcon_rw, tmp_path):
+def test_the_program_has_a_bias_by_key(falcon_rw, tmp_path):
     model, hf_dir = falcon_rw
     llmc.compile(hf_dir, tmp_path / "case", target="cuda", max_seq_len=512, tp_size=2)
     row = np.random.default_rng(3).integers(3, families.VOCAB, 40).tolist()
@@ -223,7 +223,7 @@ def test_a_bias_by_key_on_the_schedule(falcon_rw, tmp_path):
 
 @pytest.mark.parametrize(("family", "changes"), [
     ("olmoe", {}), ("glm4_moe", {}), ("llama4_text", {"num_experts_per_tok": 2})])
-def test_whole_experts_are_dealt_out(family, changes, tmp_path):
+def test_expert_parallel_ranks_have_whole_experts(family, changes, tmp_path):
     check_family(family, [2, 3, 4], tmp_path, expert_parallel=True, **changes)
 
 
@@ -233,14 +233,14 @@ def test_rope_scalings_are_read_from_the_graph(kind, tmp_path):
     check_family(family, [1], tmp_path, **changes)
 
 
-def test_a_rope_whose_code_asks_for_the_length_is_that_of_short_sequences(tmp_path):
-    """As Phi-3.5-MoE's, whose factor is another one for long ones."""
+def test_length_dependent_rope_within_the_original_context(tmp_path):
+    """As in Phi-3.5-MoE, whose scale differs for long sequences."""
     check_family("phimoe", [1, 2], tmp_path, **families.rope(
         "longrope", short_factor=[1.0 + i / 50 for i in range(8)], long_factor=[3.0] * 8,
         short_mscale=1.2, long_mscale=1.3, original_max_position_embeddings=64))
 
 
-def test_a_rope_that_changes_with_the_length_is_refused_with_the_length(tmp_path):
+def test_rope_that_depends_on_the_sequence_length_is_refused(tmp_path):
     family, changes = families.ROPES["longrope"]
     changes = {**changes, "max_position_embeddings": 256}
     hf_dir = families.save(families.tiny_model(family, **changes), tmp_path / "hf")

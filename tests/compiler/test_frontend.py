@@ -19,7 +19,7 @@ from llmc.compiler.frontend.repeat import CannotRepeat, _check_places, _shorten
 
 
 @pytest.mark.parametrize(("family", "layers"), [("llama", 6), ("gemma3_text", 14), ("gpt2", 5)])
-def test_repeated_layers_compute_what_all_layers_do(family, layers, tmp_path):
+def test_repeated_layers_equal_a_full_export(family, layers, tmp_path):
     depth = {"n_layer": layers} if family == "gpt2" else {"num_hidden_layers": layers}
     model = families.tiny_model(family, **depth)
     raw = load(families.save(model, tmp_path))
@@ -31,7 +31,7 @@ def test_repeated_layers_compute_what_all_layers_do(family, layers, tmp_path):
     families.assert_close(got["logits"][0], families.reference_logits(model, tokens.tolist()))
 
 
-def test_only_as_many_layers_are_exported_as_prove_the_structure(tmp_path, monkeypatch):
+def test_few_layers_are_exported_to_prove_the_structure(tmp_path, monkeypatch):
     exported = []
     real = trace._run_exporter
 
@@ -46,29 +46,29 @@ def test_only_as_many_layers_are_exported_as_prove_the_structure(tmp_path, monke
 
 
 @pytest.mark.parametrize("attending", [[9], [3, 6, 9]])
-def test_a_config_that_numbers_layers_is_told_of_a_few(attending, tmp_path):
+def test_per_layer_config_lists_are_truncated_for_the_export(attending, tmp_path):
     model = families.tiny_model("bamba", num_hidden_layers=12, attn_layer_indices=attending)
     raw = load(families.save(model, tmp_path / "hf"))
     assert raw.notes == ()
     families.assert_exports(raw, model)
 
 
-def test_a_list_as_long_as_there_are_layers_may_be_of_something_else(tmp_path):
-    """Falcon-H1 has five factors, whatever the number of its layers."""
+def test_unrelated_config_lists_of_num_layers_entries_are_kept(tmp_path):
+    """Falcon-H1 has five factors for any number of layers."""
     model = families.tiny_model("falcon_h1", num_hidden_layers=5)
     raw = load(families.save(model, tmp_path))
     assert raw.notes == ()
     families.assert_exports(raw, model)
 
 
-def test_what_training_asks_for_besides_logits_is_not_exported(tmp_path):
+def test_training_outputs_are_not_exported(tmp_path):
     model = families.tiny_model("mixtral", output_router_logits=True, output_hidden_states=True)
     raw = load(families.save(model, tmp_path))
     assert raw.notes == ()
     families.assert_exports(raw, model)
 
 
-def test_layers_are_not_cut_out_where_a_config_makes_something_of_their_numbers():
+def test_layer_dependent_configs_are_exported_whole():
     class Config:
         @property
         def layer_kinds(self):
@@ -79,7 +79,7 @@ def test_layers_are_not_cut_out_where_a_config_makes_something_of_their_numbers(
         _check_places(Config(), 4, [0, 2])
 
 
-def test_an_error_of_the_models_code_is_named_with_its_kind(tmp_path, monkeypatch):
+def test_an_error_in_model_code_is_reported_with_its_type(tmp_path, monkeypatch):
     def forward(self, hidden_states):
         return {}[2]
 
@@ -90,7 +90,7 @@ def test_an_error_of_the_models_code_is_named_with_its_kind(tmp_path, monkeypatc
         load(hf)
 
 
-def test_layers_with_settings_of_their_own_are_not_taken_for_copies(tmp_path):
+def test_layers_with_different_settings_are_not_deduplicated(tmp_path):
     model = families.tiny_model("gpt2", n_layer=4, scale_attn_by_inverse_layer_idx=True)
     raw = load(families.save(model, tmp_path))
     scales = [node.attrs["scale"] for node in raw.graph.nodes if node.op == "Sdpa"]
@@ -125,7 +125,7 @@ print(before, peak())
 
 
 @pytest.mark.thorough
-def test_gguf_gives_what_transformers_reads(tmp_path):
+def test_gguf_weights_equal_those_of_transformers(tmp_path):
     path = families.smollm2()
     raw = load(path)
     assert raw.architecture == "LlamaForCausalLM"
@@ -143,22 +143,22 @@ def test_gguf_gives_what_transformers_reads(tmp_path):
     assert seen == 40
 
 
-def test_a_config_whose_number_of_layers_cannot_be_set_is_exported_whole():
-    """ProphetNet's raises NotImplementedError, which is nobody's to see."""
+def test_a_config_without_num_hidden_layers_is_exported_whole():
+    """ProphetNet's raises NotImplementedError, which users must not see."""
     config = transformers.ProphetNetConfig()
     with pytest.raises(CannotRepeat, match="num_hidden_layers cannot be set"):
         _shorten(config, "num_hidden_layers", [0])
 
 
 def test_a_hub_id_is_recorded_with_its_commit_and_the_digests_of_its_files(tiny_hf, tmp_path,
-                                                                          monkeypatch):
+                                                                           monkeypatch):
     commit, asked = "0123456789abcdef0123456789abcdef01234567", []
     snapshot = tmp_path / "cache" / "snapshots" / commit
     (tmp_path / "cache" / "blobs").mkdir(parents=True)
     shutil.copytree(tiny_hf, snapshot)
     weights = snapshot / "model.safetensors"
     digest = hash_file(weights)
-    shutil.move(weights, tmp_path / "cache" / "blobs" / digest)  # as the hub's cache has them
+    shutil.move(weights, tmp_path / "cache" / "blobs" / digest)  # in the layout of the hub's cache
     weights.symlink_to(tmp_path / "cache" / "blobs" / digest)
 
     def download(name, revision=None, allow_patterns=None):
@@ -180,7 +180,7 @@ def test_a_hub_id_is_recorded_with_its_commit_and_the_digests_of_its_files(tiny_
     local = llmc.compile(tiny_hf, tmp_path / "case").source
     files = {file.name: file.sha256 for file in local.files}
     assert local.repo_id is None and local.commit is None
-    assert files["model.safetensors"] is None  # too large to hash in passing
+    assert files["model.safetensors"] is None  # too large to hash
     assert files["config.json"] == hash_file(tiny_hf / "config.json")
 
 

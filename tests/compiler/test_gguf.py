@@ -1,4 +1,4 @@
-"""GGUF files are read by row as transformers reads them whole, and refused where it would not."""
+"""GGUF files: rows equal transformers' tensors, and unsupported files are refused."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +26,7 @@ from llmc.compiler.options import CompileOptions
 from llmc.compiler.quant.readers.gguf import form_of
 from llmc.compiler.targets import cpu
 
-VOCAB, WIDTH, TOKENS = 96, 64, 5000  # TOKENS make the arrays of the vocabulary long ones
+VOCAB, WIDTH, TOKENS = 96, 64, 5000  # TOKENS make the vocabulary arrays long
 LLAMA = {"context_length": 16384, "block_count": 2, "feed_forward_length": 96,
          "embedding_length": WIDTH, "attention.head_count": 4, "attention.head_count_kv": 2,
          "rope.dimension_count": 16, "attention.layer_norm_rms_epsilon": 1e-5}
@@ -43,27 +43,27 @@ GPT2_LAYER = {"attn_qkv.weight": (192, 64), "attn_qkv.bias": (192,), "attn_norm.
 
 @dataclass
 class File:
-    """What a test file has beside its layers."""
+    """Contents of a test file besides its layers."""
 
     architecture: str = "llama"
     fields: dict = None
     layer: dict = None
     more: dict = None
     kind: str = "Q8_0"
-    kinds: dict = None  # those of some tensors, by a part of their names
+    kinds: dict = None  # types of some tensors, by a part of their names
     vocab_size: bool = True
-    blocks: bool = False  # random ones, where gguf only reads a kind
+    blocks: bool = False  # random blocks of types that gguf cannot quantize
 
 
-# As above, in rows of whole blocks of 256 numbers.
+# As above, in rows of whole blocks of 256 values.
 WIDE = {**LLAMA, "embedding_length": 256, "feed_forward_length": 256, "rope.dimension_count": 64}
 WIDE_LAYER = {name: (256,) if len(shape) == 1 else (128 if shape[0] == 32 else 256, 256)
               for name, shape in LAYER.items()}
-SCALES = {"Q2_K": [80, 82], "Q3_K": [108], "Q6_K": [208]}  # where blocks have theirs of 16 bits
+SCALES = {"Q2_K": [80, 82], "Q3_K": [108], "Q6_K": [208]}  # offsets of 16-bit scales in blocks
 
 
 def random_blocks(kind, shape, rng):
-    """Any bytes, uint8 [rows, nbytes], but for scales that are no numbers."""
+    """Return random bytes, uint8 [rows, nbytes], without NaN scales."""
     numbers, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     data = rng.integers(0, 256, (shape[0], shape[1] // numbers, nbytes), dtype=np.uint8)
     for at in SCALES.get(kind, [0] if kind[-1] == "0" or kind[0] == "I" else [0, 2]):
@@ -73,7 +73,7 @@ def random_blocks(kind, shape, rng):
 
 
 def write(path, file):
-    """A GGUF file of random weights."""
+    """Write a GGUF file of random weights."""
     writer = gguf.GGUFWriter(path, file.architecture)
     fields = {**(LLAMA if file.fields is None else file.fields)}
     if file.vocab_size:
@@ -106,7 +106,7 @@ def write(path, file):
 
 
 def read(path):
-    """What load_gguf reads before it exports."""
+    """Return the result of load_gguf without the export."""
     header = read_header(path)
     config = gguf_file._read_config(path, header)
     gguf_file._scale_rope(path, header, config)
@@ -122,7 +122,7 @@ def read(path):
     File("qwen2"),
     File("nemotron", layer={name: LAYER[name] for name in LAYER if name != "ffn_gate.weight"}),
 ], ids=lambda file: f"{file.architecture}-{file.kind}")
-def test_rows_are_bit_for_bit_what_transformers_reads_whole(file, tmp_path):
+def test_gguf_rows_are_bitwise_equal_to_transformers(file, tmp_path):
     path = write(tmp_path / "m.gguf", file)
     config, tensors = read(path)
     with torch.device("meta"):
@@ -139,8 +139,8 @@ def test_rows_are_bit_for_bit_what_transformers_reads_whole(file, tmp_path):
 @pytest.mark.parametrize(("kind", "dtype", "size"), [
     ("Q4_0", "int4", 32), ("Q4_1", "uint4", 32), ("Q5_0", "int8", 32), ("Q5_1", "uint8", 32),
     ("Q8_0", "int8", 32), ("Q4_K", "uint4", 32), ("Q5_K", "uint8", 32), ("Q6_K", "uint8", 16)])
-def test_blocks_of_every_kind_hold_the_numbers_that_gguf_reads(kind, dtype, size):
-    """Merged with another kind too."""
+def test_blocks_of_every_type_dequantize_as_gguf_py(kind, dtype, size):
+    """Merged with another type too."""
     rng = np.random.default_rng(1)
 
     def made(kind):
@@ -159,7 +159,7 @@ def test_blocks_of_every_kind_hold_the_numbers_that_gguf_reads(kind, dtype, size
 
 
 def check_logits(path, target, case):
-    """Compile a file; logits are transformers' of the numbers that it has."""
+    """Compile a file; assert transformers' logits for the dequantized values."""
     raw = replace(gguf_file.load_gguf(path), save_tokenizer=lambda target: None)
     case.mkdir()
     options = CompileOptions(target=target)
@@ -181,9 +181,9 @@ def check_logits(path, target, case):
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
 def test_a_compiled_file_keeps_its_blocks(kind, target, tmp_path, monkeypatch):
-    """The embedding is the LM head's table, in fewer bits too."""
+    """The tied embedding is quantized too."""
     path = write(tmp_path / "m.gguf", File(kind=kind))
-    monkeypatch.setattr(cpu, "BODIES", "")  # bodies of standard ONNX, which are exact
+    monkeypatch.setattr(cpu, "BODIES", "")  # exact bodies of standard ONNX
     check_logits(path, target, tmp_path / "case")
     forms = read_manifest(tmp_path / "case").chips[0].quantization
     assert {(form.dtype, form.group_size) for form in forms.values()} \
@@ -191,7 +191,7 @@ def test_a_compiled_file_keeps_its_blocks(kind, target, tmp_path, monkeypatch):
 
 
 MIXED = {
-    # As Q4_K_M has them: values, and what gates are multiplied by, in more bits than the others.
+    # As in Q4_K_M: V and down projections have more bits than the others.
     "Q4_K_M": File(fields=WIDE, layer=WIDE_LAYER, kind="Q4_K", blocks=True, kinds={
         "attn_v": "Q6_K", "ffn_down": "Q6_K", "token_embd": "Q6_K"}),
     "minima-and-none": File(kind="Q4_0", kinds={"attn_k": "Q4_1", "attn_v": "Q8_0",
@@ -202,10 +202,10 @@ MIXED = {
 
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
 @pytest.mark.parametrize("mixed", MIXED)
-def test_kinds_are_mixed_in_one_layer(mixed, target, tmp_path, monkeypatch):
-    """Also among queries, keys and values, which become one weight."""
+def test_a_layer_may_mix_gguf_types(mixed, target, tmp_path, monkeypatch):
+    """Also among queries, keys and values, which are merged into one weight."""
     path = write(tmp_path / "m.gguf", MIXED[mixed])
-    monkeypatch.setattr(cpu, "BODIES", "")  # bodies of standard ONNX, which are exact
+    monkeypatch.setattr(cpu, "BODIES", "")  # exact bodies of standard ONNX
     check_logits(path, target, tmp_path / "case")
 
 
@@ -214,7 +214,7 @@ UNSERVED = ["Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "IQ2_XXS", "IQ2_XS", "IQ2_S", "I
 
 
 @pytest.mark.parametrize("kind", UNSERVED)
-def test_kinds_that_kernels_do_not_read_are_read_as_numbers_and_that_is_said(kind, tmp_path):
+def test_gguf_types_without_a_kernel_are_dequantized_with_a_note(kind, tmp_path):
     path = write(tmp_path / "m.gguf", File(fields=WIDE, layer=WIDE_LAYER, kind=kind, blocks=True))
     _, tensors = read(path)
     raw = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
@@ -230,7 +230,7 @@ def test_kinds_that_kernels_do_not_read_are_read_as_numbers_and_that_is_said(kin
                     f"dequantized to float32, with its memory use and speed")
 
 
-def test_a_file_in_such_a_kind_compiles_as_numbers_and_says_so(tmp_path):
+def test_a_file_of_such_a_type_is_dequantized_with_a_note(tmp_path):
     path = write(tmp_path / "m.gguf", File(fields=WIDE, layer=WIDE_LAYER, kind="Q3_K",
                                            blocks=True))
     raw = replace(gguf_file.load_gguf(path), save_tokenizer=lambda target: None)
@@ -240,7 +240,7 @@ def test_a_file_in_such_a_kind_compiles_as_numbers_and_says_so(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["Q8_K", "Q1_0"])
-def test_kinds_that_gguf_cannot_read_are_refused_by_name(kind, tmp_path):
+def test_unknown_gguf_types_are_refused_by_name(kind, tmp_path):
     path = write(tmp_path / "m.gguf", File(fields=WIDE, layer=WIDE_LAYER, kind=kind, blocks=True))
     _, tensors = read(path)
     with pytest.raises(llmc.LlmcError, match=f"'token_embd.weight' in '.*' is quantized as {kind},"
@@ -253,8 +253,7 @@ def q4_1(tmp_path_factory):
     return write(tmp_path_factory.mktemp("q4_1") / "m.gguf", File(kind="Q4_1"))
 
 
-def test_a_quantized_file_is_not_quantized_again_and_that_is_said_before_the_export(
-        q4_1, tmp_path, monkeypatch):
+def test_quantizing_a_quantized_file_is_refused_before_the_export(q4_1, tmp_path, monkeypatch):
     monkeypatch.setattr(gguf_file, "_read_config", None)  # which imports transformers
     with pytest.raises(llmc.LlmcError, match=r"quantized by GGUF \(Q4_1\) already; leave out "
                                              r"--quantize .* --quantize none .* --requantize"):
@@ -263,7 +262,7 @@ def test_a_quantized_file_is_not_quantized_again_and_that_is_said_before_the_exp
         llmc.compile(q4_1, tmp_path / "case", requantize=True)
 
 
-def test_a_quantized_file_is_requantized_where_that_is_asked_for(q4_1, tmp_path):
+def test_a_quantized_file_is_requantized_with_an_option(q4_1, tmp_path):
     said = []
     manifest = llmc.compile(q4_1, tmp_path / "again", quantize="int8", group_size=32,
                             requantize=True, progress=said.append)
@@ -298,7 +297,7 @@ def test_the_manifest_has_the_digest_of_the_file(q4_1, tmp_path):
 @pytest.mark.parametrize("file", [File(), File(vocab_size=False), File("gemma2"),
                                   File("gpt2", GPT2, GPT2_LAYER, vocab_size=False)],
                          ids=lambda file: f"{file.architecture}-{file.vocab_size}")
-def test_the_config_is_the_one_that_transformers_reads_with_the_vocabulary(file, tmp_path):
+def test_the_gguf_config_equals_that_of_transformers(file, tmp_path):
     path = write(tmp_path / "m.gguf", file)
     config = gguf_file._read_config(path, read_header(path)).to_dict()
     whole = AutoConfig.from_pretrained(tmp_path, gguf_file=path.name).to_dict()
@@ -306,8 +305,8 @@ def test_the_config_is_the_one_that_transformers_reads_with_the_vocabulary(file,
     assert {**config, "_name_or_path": ""} == {**whole, "_name_or_path": ""}
 
 
-def test_no_array_of_the_vocabulary_reaches_gguf_s_reader(tmp_path, monkeypatch):
-    """It would make several objects of each token."""
+def test_vocabulary_arrays_are_not_parsed_by_the_gguf_reader(tmp_path, monkeypatch):
+    """It would create several objects per token."""
     sizes = []
     real = gguf.GGUFReader.__init__
 
@@ -320,7 +319,7 @@ def test_no_array_of_the_vocabulary_reaches_gguf_s_reader(tmp_path, monkeypatch)
     assert sizes and max(sizes) < 100
 
 
-def test_only_the_rows_that_are_asked_for_are_read(tmp_path, monkeypatch):
+def test_only_requested_rows_are_read(tmp_path, monkeypatch):
     path = write(tmp_path / "m.gguf", File())
     _, tensors = read(path)
     counts = []
@@ -333,7 +332,7 @@ def test_only_the_rows_that_are_asked_for_are_read(tmp_path, monkeypatch):
 
 
 def factors(**changes):
-    """llama.cpp's factors of Llama 3.1's rope: what transformers divides the frequencies by."""
+    """Return llama.cpp's factors of Llama 3.1's rope, the divisors of the frequencies."""
     config = AutoConfig.for_model(
         "llama", hidden_size=64, num_attention_heads=4, max_position_embeddings=131072,
         rope_parameters={"rope_theta": 10000.0, "rope_type": "llama3", "factor": 8.0,
@@ -344,7 +343,7 @@ def factors(**changes):
 
 
 def test_llama_3_s_rope_is_read_from_its_factors(tmp_path):
-    assert len(set(factors())) > 2  # some frequencies as they are, some scaled, some between
+    assert len(set(factors())) > 2  # unscaled, scaled and interpolated frequencies
     config, _ = read(write(tmp_path / "m.gguf", File(more={"rope_freqs.weight": factors()})))
     assert config.rope_parameters["rope_type"] == "llama3"
     assert config.rope_parameters["factor"] == pytest.approx(8, rel=1e-4)
@@ -360,7 +359,7 @@ def test_llama_3_s_rope_is_read_from_its_factors(tmp_path):
     (File(more={"blk.0.attn_magic.weight": np.ones((4, 4), np.float32)}),
      r"has a tensor 'blk.0.attn_magic.weight' \[4, 4\] F32, which the model of 'Llama"),
 ])
-def test_what_transformers_leaves_out_is_refused(file, match, tmp_path):
+def test_gguf_features_without_transformers_support_are_refused(file, match, tmp_path):
     with pytest.raises(llmc.LlmcError, match=match):
         read(write(tmp_path / "m.gguf", file))
 
@@ -373,15 +372,14 @@ def test_what_transformers_leaves_out_is_refused(file, match, tmp_path):
     (File("phi3"), "build a model from 'Phi3Config' of '.*' .Padding_idx must be"),
     (File(fields={**LLAMA, "context_length": "x"}), "field 'max_position_embeddings': .* expected"),
 ])
-def test_what_contradicts_itself_or_is_not_known_is_one_sentence(file, match, tmp_path):
+def test_contradictory_or_unknown_gguf_metadata_is_refused(file, match, tmp_path):
     with pytest.raises(llmc.LlmcError, match=match):
         read(write(tmp_path / "m.gguf", file))
 
 
 @pytest.mark.parametrize(("key", "value"), [
     ("block_count", 2**31), ("context_length", 2**31), ("attention.head_count", 2**31)])
-def test_a_size_that_no_model_has_is_refused_before_anything_is_made_of_it(key, value, tmp_path,
-                                                                          monkeypatch):
+def test_an_implausible_size_is_refused_before_allocation(key, value, tmp_path, monkeypatch):
     monkeypatch.setattr(gguf_file, "_read_config", None)
     path = write(tmp_path / "m.gguf", File(fields={**LLAMA, key: value}))
     with pytest.raises(llmc.LlmcError, match=f"m.gguf' has {key} {value}, expected at most"):
@@ -418,7 +416,7 @@ def whole(tmp_path_factory):
           suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_damaged_header_is_refused_or_read_within_the_file(whole, tmp_path, data):
-    size = 2000  # the header but for tokens
+    size = 2000  # the header without tokens
     at = data.draw(st.integers(0, size))
     change = data.draw(st.sampled_from([
         lambda: whole[:at], lambda: whole[:at] + b"\xff" * 8 + whole[at + 8:],

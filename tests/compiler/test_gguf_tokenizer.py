@@ -1,4 +1,4 @@
-"""What a GGUF file says of text beside its vocabulary."""
+"""Tokenizer settings of GGUF files besides the vocabulary."""
 
 import gguf
 import pytest
@@ -15,7 +15,7 @@ NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6
 
 
 def write(path, fields):
-    """A GGUF file of a SentencePiece vocabulary, without tensors."""
+    """Write a GGUF file of a SentencePiece vocabulary, without tensors."""
     writer = gguf.GGUFWriter(path, "llama")
     for key, value in {"llama.block_count": 1, "llama.embedding_length": 8,
                        "llama.feed_forward_length": 8, "llama.attention.head_count": 1,
@@ -35,7 +35,7 @@ def write(path, fields):
 
 
 def saved(tmp_path, **fields):
-    """The tokenizer's folder that the compiler makes of such a file."""
+    """Return the tokenizer folder that the compiler writes for the file."""
     path = write(tmp_path / "m.gguf", {key.replace("__", "."): value
                                        for key, value in fields.items()})
     target = tmp_path / "tokenizer"
@@ -45,7 +45,7 @@ def saved(tmp_path, **fields):
 
 
 @pytest.mark.parametrize("prefix", [None, True, False])
-def test_a_space_prefix_is_put_where_the_file_says_so(tmp_path, prefix):
+def test_add_space_prefix_follows_the_file(tmp_path, prefix):
     fields = {} if prefix is None else {"tokenizer__ggml__add_space_prefix": prefix}
     target = saved(tmp_path, **fields)
     own = Tokenizer.from_file(str(target / "tokenizer.json"))
@@ -56,7 +56,7 @@ def test_a_space_prefix_is_put_where_the_file_says_so(tmp_path, prefix):
     assert again.tokenize("he a") == [first, "▁a"]
 
 
-def test_templates_have_names(tmp_path):
+def test_named_chat_templates_are_read(tmp_path):
     target = saved(tmp_path, tokenizer__chat_template="D", tokenizer__chat_template__tool_use="T")
     assert (target / "chat_template.jinja").read_text() == "D"
     assert (target / "additional_chat_templates" / "tool_use.jinja").read_text() == "T"
@@ -72,7 +72,7 @@ def vocabulary(*texts):
     ({}, ("a", "<|im_end|>", "<|eom_id|>", "<end_of_turn>"), (2, 1, 3)),
     ({}, ("<|end|>", "a"), (0,)), ({}, ("<|end|>", "<|return|>", "<|call|>"), (1, 2)),
 ])
-def test_a_turn_ends_as_llama_cpp_ends_it(tmp_path, fields, texts, ends):
+def test_end_of_turn_tokens_are_those_of_llama_cpp(tmp_path, fields, texts, ends):
     header = read_header(write(tmp_path / "m.gguf", fields))
     assert end_tokens(header, vocabulary(*texts)) == ends
 

@@ -1,5 +1,4 @@
-"""Modules that a quantised checkpoint's config leaves out stay the numbers that they are, and their
-neighbours are in fewer bits.
+"""Modules excluded by a quantization config stay unquantized; their neighbors are quantized.
 """
 
 import json
@@ -24,7 +23,7 @@ GROUP = 32
 
 
 def words(codes, order=range(8)):
-    """Codes [..., n] in words int32 [..., n / 8], those of eight columns in this order."""
+    """Pack codes [..., n] into int32 [..., n / 8], eight columns in this order."""
     eights = codes.reshape(*codes.shape[:-1], -1, 8)[..., list(order)].astype(np.uint32)
     return (eights << np.arange(0, 32, 4, dtype=np.uint32)).sum(-1, dtype=np.uint32).view(np.int32)
 
@@ -45,7 +44,7 @@ def awq(name, codes, zeros, scales):
 
 
 def gptq(name, codes, zeros, scales):
-    scales, zeros = scales.astype(np.float16), np.maximum(zeros, 1)  # which are stored less one
+    scales, zeros = scales.astype(np.float16), np.maximum(zeros, 1)  # stored minus one
     return {f"{name}.qweight": np.ascontiguousarray(words(codes).T),
             f"{name}.qzeros": words(np.ascontiguousarray(zeros.T) - 1),
             f"{name}.scales": np.ascontiguousarray(scales.T),
@@ -53,21 +52,21 @@ def gptq(name, codes, zeros, scales):
 
 
 def groups(ignore):
-    """As compressed-tensors has them: names, and patterns of names behind `re:`."""
+    """compressed-tensors config: names, and patterns prefixed with `re:`."""
     weights = dict(num_bits=4, type="int", strategy="group", group_size=GROUP, symmetric=True)
     return dict(quant_method="compressed-tensors", format="pack-quantized", ignore=ignore,
                 config_groups={"group_0": dict(targets=["Linear"], weights=weights)})
 
 
 def others(method, ignore):
-    """As AWQ and GPTQ have them: parts of names."""
+    """AWQ and GPTQ config: parts of names."""
     more = dict(version="gemm") if method == "awq" else dict(checkpoint_format="gptq",
                                                               desc_act=False)
     return dict(quant_method=method, bits=4, group_size=GROUP, modules_to_not_convert=ignore,
                 **more)
 
 
-# A config, who writes its tensors, which modules it leaves out, and the dtype of the others.
+# A config, its tensor writer, the excluded modules, and the dtype of the others.
 CASES = {
     "compressed-tensors, names": (
         groups(["lm_head", "model.layers.1.self_attn.o_proj", "model.layers.0.mlp.down_proj"]),
@@ -94,7 +93,7 @@ def plain(tmp_path_factory):
 
 
 def write(plain, directory, case):
-    """A checkpoint, and its weights as numbers."""
+    """Write a checkpoint; return its dequantized weights."""
     said, make, ignored, _ = CASES[case]
     rng, tensors, truth = np.random.default_rng(5), {}, {}
     for name, array in load_file(plain / "model.safetensors").items():
@@ -118,10 +117,10 @@ def write(plain, directory, case):
 
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
 @pytest.mark.parametrize("case", CASES)
-def test_what_a_config_leaves_out_stays_the_numbers_that_it_is(case, target, plain, tmp_path,
-                                                               monkeypatch):
+def test_modules_excluded_from_quantization_stay_floating_point(case, target, plain, tmp_path,
+                                                                monkeypatch):
     truth = write(plain, tmp_path / "hf", case)
-    monkeypatch.setattr(cpu, "BODIES", "")  # bodies of standard ONNX, which are exact
+    monkeypatch.setattr(cpu, "BODIES", "")  # exact bodies of standard ONNX
     llmc.compile(tmp_path / "hf", tmp_path / "case", target=target)
     model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
     model.load_state_dict({name: torch.tensor(array) for name, array in truth.items()})

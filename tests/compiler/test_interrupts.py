@@ -20,7 +20,7 @@ from llmc.interrupts import check_interrupted, interruptible
 
 @pytest.fixture(autouse=True)
 def ctrl_c():
-    """Python's own handler, which is not there where pytest was started in the background."""
+    """Install Python's handler, which is absent if pytest was started in the background."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -31,13 +31,13 @@ def interrupt():
 
 
 def swallow():
-    """As a library does that catches everything and goes on."""
+    """Like a library that catches everything and continues."""
     with suppress(BaseException):
         interrupt()
 
 
 def turn():
-    """As a library does that raises an error of its own in its place."""
+    """Like a library that raises a different error instead."""
     try:
         interrupt()
     except BaseException as error:
@@ -45,7 +45,7 @@ def turn():
 
 
 def lose():
-    """As a callback from C or a destructor does, of which Python prints the error."""
+    """Like a C callback or a destructor, whose errors Python only prints."""
     class Last:
         def __del__(self):
             interrupt()
@@ -63,15 +63,15 @@ MOMENTS = [
 
 
 def run_compile(model, output):
-    """The exit code, and what was printed, of `llmc compile`."""
+    """Return the exit code and the output of `llmc compile`."""
     result = CliRunner().invoke(main, ["compile", str(model), "-o", str(output)])
     return result.exit_code, result.output
 
 
 @pytest.mark.parametrize(("moment", "way"), MOMENTS,
                          ids=[f"{moment}-{way.__name__}" for moment, way in MOMENTS])
-def test_an_interrupt_ends_a_compile_whatever_a_library_makes_of_it(
-        tiny_hf, tmp_path, monkeypatch, capfd, moment, way):
+def test_an_interrupt_ends_a_compile_even_if_a_library_swallows_it(tiny_hf, tmp_path, monkeypatch,
+                                                                   capfd, moment, way):
     module, name = moment.rsplit(".", 1)
     real = getattr(import_module(module), name)
 
@@ -93,11 +93,11 @@ def test_an_interrupt_ends_an_export(tiny_hf, tmp_path, monkeypatch, seconds):
     run = trace._run_exporter
     timers = []
 
-    def begin(*args):  # replaced, so that the export is not taken from where exports are kept
+    def begin(*args):  # replaced to bypass the cache of exports
         timers.append(threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)))
         timers[-1].start()
         made = run(*args)
-        timers[-1].join()  # an export may be faster, and the next test is not to be interrupted
+        timers[-1].join()  # an export may finish first; the next test must not be interrupted
         return made
 
     monkeypatch.setattr(trace, "_run_exporter", begin)
@@ -106,7 +106,7 @@ def test_an_interrupt_ends_an_export(tiny_hf, tmp_path, monkeypatch, seconds):
     assert not (tmp_path / "out").exists()
 
 
-def test_other_errors_and_other_handlers_stay_as_they_are():
+def test_other_errors_and_signal_handlers_are_unchanged():
     with pytest.raises(ValueError, match="mine"), interruptible():
         raise ValueError("mine")
     seen = []
@@ -122,7 +122,7 @@ def test_other_errors_and_other_handlers_stay_as_they_are():
 
 def test_two_compiles_in_one_process_do_not_disturb_each_other(tmp_path, monkeypatch):
     run = trace._run_exporter
-    monkeypatch.setattr(trace, "_run_exporter", lambda *args: run(*args))  # exports, not kept ones
+    monkeypatch.setattr(trace, "_run_exporter", lambda *args: run(*args))  # not cached ones
     models = {name: families.tiny_model(name, num_hidden_layers=2)
               for name in ("mistral", "gpt_bigcode")}
     paths = {name: families.save(model, tmp_path / name) for name, model in models.items()}

@@ -1,4 +1,4 @@
-"""Latent attention as the compiler finds it: when its cache is of latents, and when of heads."""
+"""Latent attention in the compiler: latent cache, or cache of keys and values."""
 
 import families
 import numpy as np
@@ -24,7 +24,7 @@ def compiled(family, tmp_path, tp_size=1, **changes):
 @pytest.mark.parametrize(("family", "row"), [
     ("deepseek_v2", 24), ("glm4_moe_lite", 24), ("minicpm3", 24), ("deepseek_v32", 24),
     ("hy_v4", 24), ("bailing_hybrid", 24)])  # with gates, and sinks or beside states
-def test_a_latent_is_cached_in_the_place_of_heads(family, row, tmp_path):
+def test_the_latent_is_cached_instead_of_keys_and_values(family, row, tmp_path):
     manifest = compiled(family, tmp_path, tp_size=2)
     assert {(cache.latent, cache.token_size) for chip in manifest.chips for cache in chip.cache} \
         == {(True, row)}
@@ -32,8 +32,8 @@ def test_a_latent_is_cached_in_the_place_of_heads(family, row, tmp_path):
     assert "CausalAttention" not in manifest.ops
 
 
-def test_heads_that_are_smaller_than_their_latent_are_cached_whole(tmp_path):
-    """4 heads of 20 elements, keys and values, are 160; the row would be of 168."""
+def test_keys_and_values_smaller_than_the_latent_are_cached(tmp_path):
+    """Keys and values of 4 heads have 160 elements, the latent row 168."""
     manifest = compiled("minicpm3", tmp_path, kv_lora_rank=160)
     assert {(cache.latent, cache.token_size) for cache in manifest.chips[0].cache} == {(False, 160)}
     assert "LatentAttention" not in manifest.ops

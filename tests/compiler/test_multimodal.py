@@ -1,4 +1,4 @@
-"""Checkpoints of models that take images too: the language model compiles from the whole of them.
+"""The language model compiles from checkpoints of multimodal models.
 """
 
 import families
@@ -17,8 +17,7 @@ _VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "
            "out_hidden_size": 64, "image_size": 28, "patch_size": 14,
            "deepstack_visual_indexes": [0], "fullatt_block_indexes": [0], "embed_dim": 32}
 _MROPE = families.rope("default", mrope_section=[4, 2, 2])
-# As many layers that read images as there are of the language model, so that one kind cannot be
-# taken for the other.
+# Vision and language models have equal numbers of layers, so that they could be confused.
 TEXTS = {
     "gemma3": {**families.FAMILIES["gemma3_text"], "num_hidden_layers": 3},
     "gemma4": families.OWN_ATTENTION["gemma4_text"],
@@ -33,7 +32,7 @@ TEXTS = {
     "llama4": families.OWN_ATTENTION["llama4_text"],
     "internvl": families.FAMILIES["qwen2"],
 }
-# Those whose language model lies in another one's class.
+# Models whose language model is part of another class.
 WHOLES = {"mistral4": "mistral3"}
 COMMON = ("gemma4", "mistral3", "qwen3_vl")
 ROW = np.random.default_rng(3).integers(3, families.VOCAB - 3, 24).tolist()
@@ -78,7 +77,7 @@ def test_diff_compares_the_language_model(family, tmp_path):
     assert compared.verdict is None, compared
 
 
-def test_that_images_are_not_taken_is_told(tmp_path):
+def test_a_note_reports_that_images_are_unsupported(tmp_path):
     hf_dir = families.save(tiny_model("mistral3"), tmp_path / "hf")
     sentence = ("input of images is not supported: only the language model of 'mistral3' is "
                 "compiled")
@@ -88,7 +87,7 @@ def test_that_images_are_not_taken_is_told(tmp_path):
     assert sentence in told
 
 
-def test_a_tensor_of_no_part_is_named(tmp_path):
+def test_an_unassigned_tensor_is_named(tmp_path):
     hf_dir = families.save(tiny_model("mistral3"), tmp_path / "hf")
     tensors = load_file(hf_dir / "model.safetensors")
     save_file({**tensors, "model.language_model.layers.0.mlp.more.weight": torch.ones(2, 2)},

@@ -1,4 +1,4 @@
-"""NaN and infinities in weights: a compile finds them, or is told to take them."""
+"""NaN and infinities in weights: a compile refuses them unless --allow_nan is set."""
 
 import shutil
 
@@ -18,7 +18,7 @@ NAME = "model.layers.1.mlp.up_proj.weight"
 
 @pytest.fixture
 def damaged(tiny_hf, tmp_path):
-    """Called with a dtype and what stands in a tensor: a copy of the model with it."""
+    """Factory by dtype and tensor values: a copy of the model with them."""
     def make(name, dtype, values):
         hf = shutil.copytree(tiny_hf, tmp_path / "hf")
         tensors = {key: own.to(dtype) for key, own in load_file(hf / "model.safetensors").items()}
@@ -35,8 +35,8 @@ def damaged(tiny_hf, tmp_path):
      r"\[64\] has 1 NaN and 0 infinite"),
     ("model.embed_tokens.weight", torch.float32, [np.nan], {"quantize": "int8"}, "has 1 NaN"),
 ])
-def test_a_compile_names_the_tensor_and_says_how_many(damaged, tmp_path, name, dtype, values,
-                                                      options, match):
+def test_a_compile_names_the_tensor_and_counts_nonfinite_values(damaged, tmp_path, name, dtype,
+                                                                values, options, match):
     hf = damaged(name, dtype, values)
     with pytest.raises(llmc.LlmcError, match=f"^tensor '{name}' .*{match}.*; get the "
                                              "checkpoint again, or compile with --allow_nan$"):
@@ -44,7 +44,7 @@ def test_a_compile_names_the_tensor_and_says_how_many(damaged, tmp_path, name, d
     assert not (tmp_path / "case").exists()
 
 
-def test_allow_nan_compiles_them_as_they_are(damaged, tmp_path):
+def test_allow_nan_keeps_nonfinite_values(damaged, tmp_path):
     hf = damaged(NAME, torch.float32, [np.nan])
     result = CliRunner().invoke(main, ["compile", str(hf), "-o", str(tmp_path / "case"),
                                        "--allow_nan"])
@@ -54,13 +54,13 @@ def test_allow_nan_compiles_them_as_they_are(damaged, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
-def test_the_largest_numbers_are_finite_and_rows_are_checked_once(dtype):
+def test_the_largest_values_are_finite_and_rows_are_checked_once(dtype):
     largest = ml_dtypes.finfo(dtype).max
     array = np.array([[0.0, largest], [-largest, 1.0], [np.nan, 2.0], [-np.inf, 3.0]]).astype(dtype)
     reads = []
     weight = Weight(array.shape, dtype, lambda start, stop: reads.append(start) or
                     array[start:stop], "w")
-    taken = weight.transpose()  # made before
+    taken = weight.transpose()  # created before
     weight.require_finite()
     assert np.array_equal(weight.rows(0, 2), array[:2])
     for broken in (lambda: weight.rows(2, 3), lambda: weight.rows(3, 4), taken.load):

@@ -1,5 +1,4 @@
-"""Notes of passes: typed, counted, and said; and the list of steps, none of which is found by its
-name.
+"""Notes of passes are typed, counted and printed; passes are not identified by name.
 """
 
 from dataclasses import replace
@@ -21,7 +20,7 @@ KINDS = [kind for kind in vars(notes).values()
          if isinstance(kind, type) and issubclass(kind, CountedNote) and kind is not CountedNote]
 
 
-def test_notes_of_one_class_are_added_up_and_are_among_the_counts():
+def test_notes_of_one_class_are_summed_into_the_counts():
     report = Report("quantize")
     report.count("int4, groups of 32")
     for note in (notes.Dequantized(), notes.Dequantized(2), notes.ExpertsAsInt8()):
@@ -31,7 +30,7 @@ def test_notes_of_one_class_are_added_up_and_are_among_the_counts():
     assert report.matches == {"int4, groups of 32": 1, "dequantised": 3, "MXFP4 as int8": 1}
 
 
-def test_a_vocabulary_size_is_no_count():
+def test_a_vocabulary_size_in_a_note_is_not_summed():
     report = Report("pad_vocabulary")
     report.note(VocabularySize(100))
     found = report.noted(VocabularySize)
@@ -40,13 +39,13 @@ def test_a_vocabulary_size_is_no_count():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_note_is_said_in_one_line_that_has_its_count(kind):
+def test_a_note_is_one_line_with_its_count(kind):
     text = kind(7).text(GPU)
     assert "\n" not in text and (not text or "7" in text or kind is notes.Float8Dequantized)
     assert text or kind.key
 
 
-def test_what_concerns_gpus_alone_is_not_said_of_a_cpu():
+def test_gpu_notes_are_omitted_for_the_cpu_target():
     report = Report("quantize")
     for kind in KINDS:
         report.note(kind())
@@ -55,7 +54,7 @@ def test_what_concerns_gpus_alone_is_not_said_of_a_cpu():
     assert len(silent) == 3 and all("FP8" in text for text in silent)
 
 
-def test_steps_are_not_found_by_their_names(tiny_hf, tmp_path, monkeypatch):
+def test_compile_phases_are_not_identified_by_name(tiny_hf, tmp_path, monkeypatch):
     monkeypatch.setattr(lower, "_FUSE", tuple(
         step if isinstance(step, lower.Requirement) else replace(step, name=f"step {number}")
         for number, step in enumerate(lower._FUSE)))
@@ -66,8 +65,8 @@ def test_steps_are_not_found_by_their_names(tiny_hf, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("encoder", "reason"),
                          [(False, "its mask is odd"), (True, r"\(the graph")])
-def test_attention_is_required_of_the_pass_that_looks_for_it(encoder, reason):
-    """By whatever name; of a decoder, not by what an encoder's graph was refused for."""
+def test_the_attention_pass_must_find_attention(encoder, reason):
+    """For any pass name; for decoders, regardless of refusals in an encoder's graph."""
     node = gs.Node("Softmax", "probabilities", inputs=[gs.Variable("scores", np.float32)],
                    outputs=[gs.Variable("weights", np.float32)])
     report = Report("step 7", attention, encoder)

@@ -1,5 +1,4 @@
-"""A case directory appears whole or not at all, whatever comes between, and takes nothing of the
-user's with it.
+"""Case directories are written atomically, and users' files are never deleted.
 """
 
 import errno
@@ -19,7 +18,7 @@ import llmc
 from llmc.compiler import output as output_module
 from llmc.compiler.output import check_output, new_directory
 
-# Writes a case directory as a compile does, as often as it is killed.
+# Writes a case directory as a compile does, repeatedly until killed.
 WRITE = """
 import json, signal, sys, time
 from llmc.compiler.output import new_directory
@@ -34,7 +33,7 @@ with new_directory(sys.argv[1]) as directory:
 
 
 def write_case(directory, text="old", files=("weights",)):
-    """A case directory as far as its files go."""
+    """Write the files of a case directory."""
     Path(directory).mkdir(exist_ok=True)
     for name in files:
         Path(directory, name).parent.mkdir(exist_ok=True, parents=True)
@@ -59,10 +58,10 @@ def names(directory):
 
 @pytest.fixture(params=["exchange", "two renames"])
 def way(request, monkeypatch):
-    """How a directory is replaced: as here, and as where the file system cannot exchange."""
+    """Replacement of a directory by exchange, and without support for exchange."""
     if request.param == "two renames":
         def exchange(one, other):
-            os.stat(other)  # the kernel looks first whether both are there
+            os.stat(other)  # the kernel checks first whether both exist
             raise OSError(errno.EINVAL, "Invalid argument")
         monkeypatch.setattr(output_module, "_exchange", exchange)
     return request.param
@@ -82,12 +81,12 @@ def test_a_killed_process_leaves_the_old_directory_and_the_next_one_clears_up(tm
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         process.stdout.close()
-        assert read(case) == "old" and len(names(tmp_path)) == 2  # the dead one's before is gone
+        assert read(case) == "old" and len(names(tmp_path)) == 2  # the old directory is gone
     replace(tmp_path / "another")
     assert names(tmp_path) == ["another", "case"]
 
 
-def test_what_a_living_process_writes_is_not_cleared(tmp_path):
+def test_the_output_of_a_running_process_is_not_removed(tmp_path):
     case = tmp_path / "case"
     process = start_writer(case, "hang")
     try:
@@ -110,7 +109,7 @@ def test_an_interrupt_leaves_nothing_but_the_old_directory(tmp_path):
     assert names(tmp_path) == ["case"] and read(case) == "old"
 
 
-def test_an_interrupt_before_the_lock_is_cleared_by_the_next(tmp_path, monkeypatch):
+def test_the_next_compile_cleans_up_an_interrupt_before_the_lock(tmp_path, monkeypatch):
     monkeypatch.setattr(output_module, "_lock", lambda work, wait: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         replace(tmp_path / "case")
@@ -119,7 +118,7 @@ def test_an_interrupt_before_the_lock_is_cleared_by_the_next(tmp_path, monkeypat
     assert names(tmp_path) == ["case"]
 
 
-def test_folders_that_only_look_alike_are_the_user_s(tmp_path):
+def test_folders_with_similar_names_are_kept(tmp_path):
     for name in (".case.backup", ".llmc-compile-", ".llmc-compile-notes", ".llmc-compile-ABCDEFGH"):
         write_case(tmp_path / name)
     before = names(tmp_path)
@@ -127,13 +126,13 @@ def test_folders_that_only_look_alike_are_the_user_s(tmp_path):
     assert names(tmp_path) == sorted([*before, "case"])
 
 
-def test_a_folder_is_made_again_where_it_was_taken_for_a_dead_one_s(tmp_path, monkeypatch):
+def test_a_temporary_folder_removed_as_stale_is_recreated(tmp_path, monkeypatch):
     real, calls = output_module._lock, []
 
     def lock(work, wait):
         calls.append(work)
         if len(calls) == 1:
-            os.rmdir(work)  # another process clears between the folder and its lock
+            os.rmdir(work)  # another process cleans up between the folder and its lock
         return real(work, wait)
 
     monkeypatch.setattr(output_module, "_lock", lock)
@@ -141,7 +140,7 @@ def test_a_folder_is_made_again_where_it_was_taken_for_a_dead_one_s(tmp_path, mo
     assert len(calls) == 2 and read(tmp_path / "case") == "new"
 
 
-def test_a_full_disk_leaves_nothing_new(tmp_path):
+def test_a_full_disk_leaves_no_new_files(tmp_path):
     case = write_case(tmp_path / "case")
     for output in (case, tmp_path / "deep" / "deeper" / "case"):
         with pytest.raises(llmc.LlmcError, match=r"No space left.*\); nothing was changed"), \
@@ -157,7 +156,7 @@ def test_an_error_of_a_file_elsewhere_names_that_file(tmp_path):
         (tmp_path / "model.gguf").read_bytes()
 
 
-def test_a_directory_is_replaced_whole(way, tmp_path):
+def test_a_directory_is_replaced_atomically(way, tmp_path):
     case = write_case(tmp_path / "case", files=("weights", "chip0/a", "chip0/deep/b"))
     check_output(case)
     replace(case)
@@ -174,7 +173,7 @@ def test_the_permissions_of_a_new_directory_are_the_user_s(tmp_path):
     assert (tmp_path / "case").stat().st_mode & 0o777 == 0o750
 
 
-def test_where_the_second_rename_fails_the_first_is_undone(tmp_path, monkeypatch):
+def test_a_failed_second_rename_undoes_the_first(tmp_path, monkeypatch):
     case = write_case(tmp_path / "case")
     monkeypatch.setattr(output_module, "_exchange", lambda *paths: fail(errno.EINVAL))
     fail_renames(monkeypatch, lambda source, target: source.name == "new")
@@ -183,7 +182,7 @@ def test_where_the_second_rename_fails_the_first_is_undone(tmp_path, monkeypatch
     assert read(case) == "old" and names(tmp_path) == ["case"]
 
 
-def test_what_cannot_be_put_back_is_kept_and_named_and_put_back_by_the_next(tmp_path, monkeypatch):
+def test_a_directory_that_cannot_be_restored_is_kept_and_named(tmp_path, monkeypatch):
     case = write_case(tmp_path / "case")
     monkeypatch.setattr(output_module, "_exchange", lambda *paths: fail(errno.EINVAL))
     fail_renames(monkeypatch, lambda source, target: target == case)
@@ -211,7 +210,7 @@ def fail_renames(monkeypatch, chosen):
     monkeypatch.setattr(os, "rename", failing)
 
 
-def test_where_the_exchange_fails_the_old_directory_stays(tmp_path, monkeypatch):
+def test_a_failed_exchange_keeps_the_old_directory(tmp_path, monkeypatch):
     case = write_case(tmp_path / "case")
     monkeypatch.setattr(output_module, "_exchange", lambda *paths: fail(errno.EXDEV))
     with pytest.raises(llmc.LlmcError, match="cross-device link.*nothing was changed; remove it"):
@@ -219,7 +218,7 @@ def test_where_the_exchange_fails_the_old_directory_stays(tmp_path, monkeypatch)
     assert read(case) == "old" and names(tmp_path) == ["case"]
 
 
-def test_who_reads_in_a_loop_never_misses_the_directory(tmp_path):
+def test_a_concurrent_reader_always_finds_the_directory(tmp_path):
     case = write_case(tmp_path / "case", "0")
     seen, missed, stop = set(), [], threading.Event()
 
@@ -241,7 +240,7 @@ def test_who_reads_in_a_loop_never_misses_the_directory(tmp_path):
     assert not missed
 
 
-def test_two_that_write_the_same_output_both_succeed_and_the_last_one_stays(way, tmp_path):
+def test_two_compiles_to_one_output_both_succeed_and_the_last_wins(way, tmp_path):
     case = tmp_path / "case"
     with new_directory(case) as one:
         write_case(one, "one")
@@ -251,7 +250,7 @@ def test_two_that_write_the_same_output_both_succeed_and_the_last_one_stays(way,
     assert read(case) == "one" and names(tmp_path) == ["case"]
 
 
-def test_many_that_write_the_same_output_at_once_all_succeed(way, tmp_path):
+def test_many_concurrent_compiles_to_one_output_succeed(way, tmp_path):
     case, errors = tmp_path / "case", []
 
     def write(text):
@@ -269,7 +268,7 @@ def test_many_that_write_the_same_output_at_once_all_succeed(way, tmp_path):
     assert not errors and read(case) in set("abcd") and names(tmp_path) == ["case"]
 
 
-def test_of_a_symbolic_link_the_target_is_replaced(way, tmp_path):
+def test_the_target_of_a_symbolic_link_is_replaced(way, tmp_path):
     (tmp_path / "disk").mkdir()
     case = write_case(tmp_path / "disk" / "v1")
     link = tmp_path / "case"
@@ -281,7 +280,7 @@ def test_of_a_symbolic_link_the_target_is_replaced(way, tmp_path):
 
 
 @pytest.mark.parametrize("output", ["link", "link/case", "loop"])
-def test_a_link_to_nowhere_is_refused(output, tmp_path):
+def test_a_dangling_link_is_refused(output, tmp_path):
     (tmp_path / "link").symlink_to("gone")
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(llmc.LlmcError, match=r"is a symbolic link to '\w+', which does not exist"):
@@ -296,12 +295,12 @@ def test_a_user_s_own_file_in_a_case_directory_is_refused_by_name(theirs, tmp_pa
     (case / theirs).mkdir() if theirs.endswith("/") else (case / theirs).write_text("mine")
     with pytest.raises(llmc.LlmcError, match=f"would delete: '{theirs}'; move them elsewhere"):
         check_output(case)
-    with pytest.raises(llmc.LlmcError, match="would delete"):  # one that came during a compile
+    with pytest.raises(llmc.LlmcError, match="would delete"):  # created during a compile
         replace(case)
     assert (case / theirs).exists() and read(case) == "old" and names(tmp_path) == ["case"]
 
 
-def test_of_many_files_some_are_named(tmp_path):
+def test_an_error_about_many_files_names_the_first_ones(tmp_path):
     case = write_case(tmp_path / "case")
     for name in "abcde":
         (case / name).symlink_to(tmp_path)
@@ -317,7 +316,7 @@ def test_a_directory_whose_manifest_lists_nothing_is_refused(manifest, tmp_path)
         check_output(case)
 
 
-def test_what_is_no_case_directory_is_refused(tmp_path, monkeypatch):
+def test_an_output_that_is_not_a_case_directory_is_refused(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "notes").write_text("mine")
@@ -338,12 +337,12 @@ def test_what_is_no_case_directory_is_refused(tmp_path, monkeypatch):
         with pytest.raises(llmc.LlmcError, match=message) as caught:
             check_output(output)
         assert "\n" not in str(caught.value)
-        with pytest.raises(llmc.LlmcError, match=message):  # before the model is looked for
+        with pytest.raises(llmc.LlmcError, match=message):  # before the model is located
             llmc.compile("nowhere", output)
     assert names(tmp_path) == ["file", "folder"] and names(tmp_path / "folder") == ["notes"]
 
 
-def test_a_parent_that_takes_no_folders_is_refused(tmp_path, monkeypatch):
+def test_an_unwritable_parent_directory_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(output_module.tempfile, "mkdtemp", lambda **given: fail(errno.EROFS))
     with pytest.raises(llmc.LlmcError, match=r"can be created in .* \(Read-only file system\)"):
         check_output(tmp_path / "deep" / "case")
@@ -366,14 +365,14 @@ def test_a_check_leaves_no_trace(tmp_path):
     assert names(tmp_path) == ["deep", "empty"]
 
 
-def test_a_file_system_without_locks_takes_compiles_and_clears_nothing(tmp_path, monkeypatch):
+def test_a_file_system_without_locks_is_supported_without_cleanup(tmp_path, monkeypatch):
     (tmp_path / ".llmc-compile-abcdefgh").mkdir()
     monkeypatch.setattr(fcntl, "flock", lambda descriptor, kind: fail(errno.ENOLCK))
     replace(tmp_path / "case")
     assert names(tmp_path) == [".llmc-compile-abcdefgh", "case"]
 
 
-def test_what_was_moved_away_by_a_process_that_died_is_put_back(tmp_path):
+def test_a_directory_moved_by_a_dead_process_is_restored(tmp_path):
     work = tmp_path / ".llmc-compile-abcdefgh"
     (work / "old").mkdir(parents=True)
     write_case(work / "old" / "case")

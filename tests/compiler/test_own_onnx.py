@@ -1,4 +1,4 @@
-"""A user's own ONNX, in every form that torch's exporter gives it, fuses to the same llmc graph."""
+"""ONNX files of users, in every form of torch's exporter, fuse to the same llmc graph."""
 
 import contextlib
 import io
@@ -19,7 +19,7 @@ from llmc.compiler.options import CompileOptions
 
 
 def export(model, path, attention, opset, optimize=True, mask=False):
-    """What a user would run."""
+    """Export as a user would."""
     model.set_attn_implementation(attention)
 
     class Stateless(torch.nn.Module):
@@ -45,13 +45,13 @@ FORMS = [("eager", 18, True), ("sdpa", 18, True), ("eager", 23, True), ("sdpa", 
          ("sdpa", 23, False)]
 
 
-# Each form once, and each family with a structure of its own; `make test-all` takes all with all.
+# Each form once, and each family with a distinct structure; `make test-all` has all combinations.
 @pytest.mark.parametrize(("family", "attention", "opset", "optimize"), [
     pytest.param(family, *form, marks=[pytest.mark.thorough] * (family != once))
     for form, once in zip(FORMS, ("gpt2", "gpt2", "llama", "gemma3_text", "llama"), strict=True)
     for family in ("llama", "gpt2", "qwen3", "gemma3_text")])
-def test_every_form_fuses_to_the_graph_of_the_hugging_face_route(family, attention, opset, optimize,
-                                                                 tmp_path):
+def test_every_onnx_form_fuses_to_the_hugging_face_graph(family, attention, opset, optimize,
+                                                         tmp_path):
     changes = {"n_layer": 2} if family == "gpt2" else {"num_hidden_layers": 2}
     if family == "gemma3_text":
         changes["layer_types"] = ["sliding_attention", "full_attention"]
@@ -69,7 +69,7 @@ def test_every_form_fuses_to_the_graph_of_the_hugging_face_route(family, attenti
 
 
 def export_without_positions(model, path, opset):
-    """What a user would run for a model that counts its positions itself."""
+    """Export as a user would, for a model that computes its positions."""
     class Stateless(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -92,8 +92,8 @@ def two_layers(tmp_path_factory):
     return model, families.save(model, tmp_path_factory.mktemp("llama") / "hf")
 
 
-def test_positions_may_be_left_out_in_opset_23(two_layers, tmp_path):
-    """torch then writes RotaryEmbedding nodes with one row of cos and sin for all sequences."""
+def test_position_ids_are_optional_in_opset_23(two_layers, tmp_path):
+    """torch then emits RotaryEmbedding nodes with one row of cos and sin for all sequences."""
     model, directory = two_layers
     export_without_positions(model, tmp_path / "model.onnx", 23)
     ops = [node.op_type for node in onnx.load(tmp_path / "model.onnx").graph.node]
@@ -109,9 +109,8 @@ def test_positions_may_be_left_out_in_opset_23(two_layers, tmp_path):
 @pytest.mark.parametrize(("shape", "found"), [((1, 7), r"\[1, 7\]"), ((1, "seq"), r"\[1, 'seq'\]"),
                                               (("batch", 7), r"\['batch', 7\]"),
                                               (("seq",), r"\['seq'\]")])
-def test_inputs_of_a_fixed_shape_are_refused_before_anything_is_read(shape, found, two_layers,
-                                                                     tmp_path):
-    """As torch exports them where it is given no dynamic_shapes."""
+def test_fixed_input_shapes_are_refused_before_weights_are_read(shape, found, two_layers, tmp_path):
+    """As exported by torch without dynamic_shapes."""
     value = onnx.helper.make_tensor_value_info("input_ids", onnx.TensorProto.INT64, shape)
     out = onnx.helper.make_tensor_value_info("logits", onnx.TensorProto.INT64, shape)
     onnx.save(onnx.helper.make_model(onnx.helper.make_graph(
@@ -123,15 +122,16 @@ def test_inputs_of_a_fixed_shape_are_refused_before_anything_is_read(shape, foun
 
 
 def form(graph):
-    """Ops in order with their fields, numbers rounded."""
+    """Return the ops in order with their attributes, floats rounded."""
     return Counter((node.op, tuple(sorted(
         (key, round(value, 5) if isinstance(value, float) else str(value))
         for key, value in node.attrs.items()))) for node in graph.nodes)
 
 
 def one_layer(mask, path, vocab=8, width=8, **saving):
-    """Attention of two heads written by hand, with the given mask computed from the number of
-    tokens. Returns its weights.
+    """Write handwritten attention of two heads with the given mask; return its weights.
+
+    The mask is computed from the number of tokens.
     """
     text = f"""<ir_version: 10, opset_import: ["": 18]>
     tiny (int64[batch, seq] input_ids) => (float[batch, seq, {vocab}] logits) {{
@@ -190,8 +190,7 @@ def compile_mask(mask, tmp_path):
     ("visible = Identity(b)", 0, 0),
     ("d = Sub(i, j)\na = Less(d, w)\nvisible = And(a, b)", 6, 0),
     ("c = Div(i, w)\nd = Div(j, w)\na = Equal(c, d)\nvisible = And(a, b)", 0, 6)])
-def test_a_causal_mask_is_proved_and_a_window_or_chunks_are_read_off(visible, window, chunk,
-                                                                     tmp_path):
+def test_causal_windowed_and_chunked_masks_are_recognized(visible, window, chunk, tmp_path):
     compile_mask(f"w = Constant<value_int=6>()\nb = LessOrEqual(j, i)\n{visible}", tmp_path)
     model = onnx.load(tmp_path / "case" / "chip0" / "graph.onnx", load_external_data=False)
     node, = [n for n in model.graph.node if n.op_type == "CausalAttention"]
@@ -223,13 +222,13 @@ def test_a_graph_with_a_kv_cache_is_refused(tmp_path):
 
 @pytest.fixture
 def external(tmp_path):
-    """A folder with a model whose weights lie in `weights.bin`, and a file that is none of it."""
+    """A folder with a model whose weights are in `weights.bin`, and an unrelated file."""
     folder = tmp_path / "model"
     folder.mkdir()
     one_layer("visible = LessOrEqual(j, i)", tmp_path / "whole.onnx")
     (folder / "config.json").write_text('{"model_type": "tiny", "max_position_embeddings": 32}')
     model = onnx.load(tmp_path / "whole.onnx")
-    for tensor in model.graph.initializer:  # a scale in a file, too, small enough to be a constant
+    for tensor in model.graph.initializer:  # an external scale, small enough to be a constant
         onnx.external_data_helper.set_external_data(tensor, "weights.bin")
     scale = onnx.helper.make_tensor("half", 1, [], [0.5])
     next(node for node in model.graph.node if node.output[0] == "half").op_type = "Identity"
@@ -245,7 +244,7 @@ def external(tmp_path):
 
 
 def located(folder, tensor, **entries):
-    """The model with another place for a tensor's data."""
+    """Change the location of a tensor's external data."""
     model = onnx.load(folder / "m.onnx", load_external_data=False)
     found = next(t for t in model.graph.initializer if t.name == tensor)
     entries = {entry.key: entry.value for entry in found.external_data} | entries
@@ -255,7 +254,7 @@ def located(folder, tensor, **entries):
     (folder / "m.onnx").write_bytes(model.SerializeToString())
 
 
-def test_data_are_read_beside_the_model_from_any_working_directory(external, tmp_path, monkeypatch):
+def test_external_data_is_relative_to_the_model(external, tmp_path, monkeypatch):
     """`tmp_path` has a file of the same name, with other bytes."""
     monkeypatch.chdir(tmp_path)
     graph = lower(load(external / "m.onnx", hf_dir=external), CompileOptions()).graphs[0]
@@ -280,7 +279,7 @@ def test_data_are_read_beside_the_model_from_any_working_directory(external, tmp
     ({"length": "many"}, "has length 'many'"),
     ({"where": "here"}, r"unknown keys in external_data: \['where'\]"),
 ])
-def test_data_that_are_not_where_they_should_be(external, tensor, entries, match):
+def test_missing_external_data_is_refused(external, tensor, entries, match):
     located(external, tensor, **entries)
     with pytest.raises(llmc.LlmcError, match=match) as caught:
         load(external / "m.onnx", hf_dir=external)
@@ -299,7 +298,7 @@ def test_a_weight_that_is_not_finite_is_named(external, value):
         llmc.compile(external / "m.onnx", external / "case", hf_dir=external)
 
 
-def test_data_that_were_cut_off(external):
+def test_truncated_external_data_is_refused(external):
     data = (external / "weights.bin").read_bytes()
     (external / "weights.bin").write_bytes(data[:600])
     with pytest.raises(llmc.LlmcError, match=r"\[8, 8\] is at bytes 512 to 768 of 'weights.bin', "
@@ -307,7 +306,7 @@ def test_data_that_were_cut_off(external):
         load(external / "m.onnx", hf_dir=external)
 
 
-def test_logits_are_the_output_of_that_name(tmp_path):
+def test_logits_are_selected_by_output_name(tmp_path):
     one_layer("visible = LessOrEqual(j, i)", tmp_path / "m.onnx")
     (tmp_path / "config.json").write_text('{"model_type": "tiny"}')
     model = onnx.load(tmp_path / "m.onnx")
@@ -318,8 +317,8 @@ def test_logits_are_the_output_of_that_name(tmp_path):
     assert raw.notes == ("the output 'x' is removed",)
 
 
-def test_no_more_than_a_block_of_a_large_vocabulary_is_held(tmp_path, monkeypatch):
-    """From an ONNX file, whose LM head is read transposed, to the case directory."""
+def test_a_large_vocabulary_is_processed_in_blocks(tmp_path, monkeypatch):
+    """From an ONNX file with a transposed LM head to the case directory."""
     vocab, width = 262144, 32
     weights = one_layer("visible = LessOrEqual(j, i)", tmp_path / "m.onnx", vocab, width,
                         save_as_external_data=True, location="m.bin")

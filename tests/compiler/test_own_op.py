@@ -1,5 +1,4 @@
-"""An op is a folder: one that lies elsewhere is compiled into a model, divided and run, and no file
-of llmc's knows of it."""
+"""Ops in an external folder are compiled, sharded and run without changes to llmc."""
 
 import sys
 
@@ -66,7 +65,7 @@ TOKENS = [5, 6, 7, 8, 11, 12, 3]
 
 @pytest.fixture
 def own_ops(tmp_path, monkeypatch):
-    """A folder with an op in each folder, on the registry's path."""
+    """A folder of op folders on the registry's path."""
     for name, text in OPS.items():
         (tmp_path / "ops" / name).mkdir(parents=True)
         (tmp_path / "ops" / name / "op.py").write_text(text)
@@ -80,7 +79,7 @@ def own_ops(tmp_path, monkeypatch):
 
 
 def linear(graph, name):
-    """The raw node that multiplies with a weight, and the weight."""
+    """Return the raw node that multiplies by a weight, and the weight."""
     weight = next(t for t in graph.tensors().values() if t.name.endswith(name))
     node = weight.outputs[0]
     while node.op not in ("MatMul", "Gemm"):
@@ -93,8 +92,9 @@ def constant(name, array):
 
 
 def with_own_ops(raw):
-    """What an exporter of such a model would emit: before layer 0's down_proj a ChannelClamp, and
-    all projections of layer 1's attention ScaledGemms.
+    """Insert external ops as an exporter would.
+
+    A ChannelClamp before layer 0's down_proj, and ScaledGemms for layer 1's attention projections.
     """
     graph = raw.graph
     down, _ = linear(graph, "layers.0.mlp.down_proj.weight")
@@ -113,7 +113,7 @@ def with_own_ops(raw):
 
 
 def expected_logits(tiny_model):
-    """transformers' logits, with the same done to it by hooks."""
+    """Return transformers' logits with the same changes as hooks."""
     layers = tiny_model.model.layers
     hooks = [layers[0].mlp.down_proj.register_forward_pre_hook(
         lambda module, args: (args[0].clamp(-LIMIT, LIMIT) * torch.from_numpy(GAIN),))]
@@ -127,8 +127,8 @@ def expected_logits(tiny_model):
             hook.remove()
 
 
-def test_ops_of_a_folder_elsewhere_are_compiled_divided_and_run(own_ops, tiny_hf, tiny_model,
-                                                               tmp_path, monkeypatch):
+def test_ops_of_an_external_folder_are_compiled_sharded_and_run(own_ops, tiny_hf, tiny_model,
+                                                                tmp_path, monkeypatch):
     exported = load(tiny_hf)
     expected = expected_logits(tiny_model)
     assert np.abs(expected - families.reference_logits(tiny_model, TOKENS)).max() > 0.1
@@ -140,7 +140,7 @@ def test_ops_of_a_folder_elsewhere_are_compiled_divided_and_run(own_ops, tiny_hf
         assert (manifest.ops["ChannelClamp"], manifest.ops["ScaledGemm"]) == (3, 1)
         with llmc.LLM(case) as llm:
             families.assert_close(llm.logits(TOKENS), expected)
-        for rank in range(tp_size):  # nothing was left whole that can be divided
+        for rank in range(tp_size):  # everything shardable is sharded
             stored = load_file(case / f"chip{rank}" / "weights.safetensors")
             shapes = {name: array.shape for name, array in stored.items()}
             assert shapes["gain"] == (100 // tp_size,)

@@ -1,4 +1,4 @@
-"""A target that is not llmc's: one TargetSpec and one module, registered from any folder."""
+"""An external target: one TargetSpec and one module, registered from any folder."""
 
 import importlib
 import sys
@@ -32,7 +32,7 @@ def emit(graph, rank, case_dir, options, encoder=None):
 
 @pytest.fixture
 def abacus(tmp_path, monkeypatch):
-    """The name of a target whose module lies in a temporary folder."""
+    """The name of a target whose module is in a temporary folder."""
     (tmp_path / "abacus_target.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.import_module("abacus_target")
@@ -55,7 +55,8 @@ def test_a_registered_target_compiles_and_runs_a_model(abacus, tiny_hf, case_tp1
     (dict(quantize="int8", group_size=32), "group_size 32 is not a multiple of 64"),
     (dict(kv_dtype="float8_e4m3fn"), "leave it out, or give float16"),
     (dict(compute_capability="9.0"), "is not valid for target abacus")])
-def test_options_are_held_against_its_spec(abacus, tiny_hf, tmp_path, options, message):
+def test_options_are_validated_against_the_target_s_spec(abacus, tiny_hf, tmp_path, options,
+                                                         message):
     with pytest.raises(llmc.LlmcError, match=message):
         llmc.compile(tiny_hf, tmp_path / "case", target=abacus, **options)
 

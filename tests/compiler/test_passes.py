@@ -1,5 +1,7 @@
-"""Each pass: the graph computes the same before and after, the old ops are gone, the counts are
-right, and what must not match does not."""
+"""Each pass preserves the graph's outputs, removes the old ops, and returns correct counts.
+
+Graphs that must not match do not.
+"""
 
 from collections import Counter
 
@@ -31,7 +33,7 @@ from llmc.compiler.passes.sdpa import sdpa
 SETTINGS = Settings(max_seq_len=32, vocab_multiple=64)
 TOKENS = np.random.default_rng(0).integers(3, families.VOCAB, 14)
 BATCHED = {"input_ids": TOKENS[None], "position_ids": np.arange(14)[None]}
-# Passes that leave the batch axis; attention and packing change what the graph takes.
+# Passes that keep the batch axis; attention and packing change the graph's inputs.
 ROW_WISE = [("fold", fold), ("norm", norm), ("embedding", embedding), ("gemm", gemm),
             ("sdpa", sdpa), ("gated_mlp", gated_mlp), ("activation", activation),
             ("residual", residual), ("add_norm", add_norm)]
@@ -68,7 +70,7 @@ def packed_feeds(graph):
     return feeds
 
 
-def test_every_pass_keeps_what_the_graph_computes(family):
+def test_every_pass_preserves_the_graph_s_outputs(family):
     _, directory, expected = family
     graph = load(directory).graph
     for _, function in ROW_WISE:
@@ -103,7 +105,7 @@ EXPECTED = {  # fused ops of two layers
 }
 
 
-def test_nothing_but_fused_ops_is_left(family):
+def test_only_fused_ops_are_left(family):
     name, directory, _ = family
     graph = load(directory).graph
     for function in [f for _, f in ROW_WISE[:5]] + [attention] + [f for _, f in ROW_WISE[5:]]:
@@ -121,7 +123,7 @@ def test_fold_removes_constants_and_no_ops_and_keeps_weights_unread(family):
 
 
 def small_graph(text, constants):
-    """A graph from ONNX text, with lazy weights."""
+    """Parse a graph from ONNX text, with lazy weights."""
     model = onnx.parser.parse_model(
         f'<ir_version: 10, opset_import: ["": 23, "llmc": 1]> g (int64[batch, seq] input_ids) => '
         f"(float[batch, seq, 6] logits) {{ x = Gather(table, input_ids)\n{text} }}")
@@ -177,7 +179,7 @@ def test_one_plus_w_is_folded_into_the_weight():
     ("y = MatMul(x, square) logits = Mul(y, s)", False),
     ("d = Add(x, x) y = MatMul(d, square) r = Reciprocal(s) logits = Mul(y, r)", False),
     ("y = MatMul(x, square) r = Reciprocal(s) z = Mul(r, y) logits = Add(z, y)", False)])
-def test_rms_norm_behind_a_product_of_the_same(text, normed):
+def test_rms_norm_after_a_multiplication(text, normed):
     graph, _ = before_after(RMS + text, {"square": SQUARE}, fold, norm)
     assert ("RMSNorm" in ops(graph)) == normed
     assert not normed or ops(graph) == {"Gather": 1, "RMSNorm": 1, "MatMul": 1}
@@ -186,7 +188,7 @@ def test_rms_norm_behind_a_product_of_the_same(text, normed):
 @pytest.mark.parametrize("parts", [
     "a, b = Split<axis=0>(square, sizes)",
     "a = Slice(square, zero, three) b = Slice(square, three, six, zero, one)"])
-def test_rows_of_a_weight_are_folded(parts):
+def test_gathered_weight_rows_are_folded(parts):
     numbers = " ".join(f"{name} = Constant<value_ints=[{value}]>()" for name, value in (
         ("zero", 0), ("one", 1), ("three", 3), ("six", 6), ("sizes", "3, 3")))
     graph, _ = before_after(f"""{numbers} {parts} l, r = Split<axis=-1>(x, sizes)
@@ -194,7 +196,7 @@ def test_rows_of_a_weight_are_folded(parts):
     assert ops(graph) == {"Gather": 1, "Split": 1, "MatMul": 2, "Add": 1}
 
 
-def test_what_an_exporter_spells_out_is_folded():
+def test_exporter_decompositions_are_folded():
     text = """zero = Constant<value_float=0.0>() l = Constant<value_ints=[-1]>()
     t = Exp(x) o = Add(t, zero) e = Exp(o) i = Unsqueeze(input_ids, l) j = Concat<axis=-1>(i)
     g = GatherND(rows, j) p = Transpose<perm=[0, 1, 2]>(g) logits = Add(e, p)"""
@@ -202,12 +204,12 @@ def test_what_an_exporter_spells_out_is_folded():
     assert ops(graph) == {"Gather": 2, "Exp": 2, "Add": 1}
 
 
-def test_a_row_is_not_expanded_for_what_broadcasts_it():
+def test_an_expand_before_a_broadcasting_op_is_removed():
     graph = small_graph("e = Exp(x) there = Shape(x) r = Expand(b, there) logits = Add(e, r)",
                         {"b": VECTOR})
     feeds = {"input_ids": np.arange(8).reshape(2, 4)}
     expected = run_graph(graph, feeds, ["logits"])["logits"]
-    graph.tensors()["r"].shape = ["batch", "seq", 6]  # as exporters say
+    graph.tensors()["r"].shape = ["batch", "seq", 6]  # as annotated by exporters
     run(graph, fold)
     assert ops(graph) == {"Gather": 1, "Exp": 1, "Add": 1}
     families.assert_close(run_graph(graph, feeds, ["logits"])["logits"], expected, 1e-6)
@@ -222,20 +224,20 @@ def test_layer_norm_decomposed():
     assert ops(graph) == {"Gather": 1, "LayerNorm": 1}
 
 
-def test_a_mean_that_is_no_norm_stays():
+def test_a_mean_outside_a_norm_is_kept():
     text = RMS + "logits = Mul(x, s)"
     graph, reports = before_after(text, {}, fold, norm)
     assert "RMSNorm" not in ops(graph)
     assert "neither RMSNorm nor LayerNorm" in reports[1].refusals[0]
 
 
-def test_add_norm_keeps_the_sum_for_who_else_reads_it():
+def test_add_norm_keeps_the_sum_for_other_readers():
     text = "r = Mul(x, x) t = Add(x, r) n = RMSNormalization<axis=-1>(t, w) logits = Add(n, t)"
     graph, _ = before_after(text, {"w": VECTOR}, fold, norm, add_norm)
     assert ops(graph) == {"Gather": 1, "Mul": 1, "AddRMSNorm": 1, "Add": 1}
 
 
-# Two experts of four for each token, whose result `y` is.
+# Two of four experts for each token, with result `y`.
 EXPERTS = """r = MatMul(x, router) e, s = llmc.Route<top_k=2>(r)
 y = llmc.Experts<top_k=2>(x, e, s, gate_up, down) """
 STACKS = {"router": SQUARE[:, :4].copy(), "w": VECTOR, "b": VECTOR - 1, "square": SQUARE,
@@ -246,7 +248,7 @@ STACKS = {"router": SQUARE[:, :4].copy(), "w": VECTOR, "b": VECTOR - 1, "square"
 @pytest.mark.parametrize("normed", ["RMSNormalization<axis=-1>(t, w)",
                                     "LayerNormalization<axis=-1>(t, w, b)"])
 @pytest.mark.parametrize("added", ["y, x", "x, y"])
-def test_experts_add_the_residual_of_a_norm_that_a_gemm_does(normed, added):
+def test_experts_fuse_the_residual_of_the_next_norm(normed, added):
     text = f"{EXPERTS} t = Add({added}) n = {normed} g = MatMul(n, square) logits = Add(g, t)"
     graph, _ = before_after(text, STACKS, fold, norm, gemm, add_norm, experts_residual, norm_gemm)
     assert ops(graph) == {"Gather": 1, "GemmBiasAct": 1, "Route": 1, "Experts": 1, "NormGemm": 1,
@@ -266,7 +268,7 @@ ACTIVATIONS = {
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_gemm_takes_its_bias_and_any_form_of_its_activation(name):
+def test_gemm_fuses_its_bias_and_activation(name):
     text = f"m = MatMul(x, w1) y = Add(m, b) {ACTIVATIONS[name]} logits = MatMul(z, w2)"
     graph, _ = before_after(text, {"w1": SQUARE, "b": VECTOR, "w2": SQUARE.T.copy()}, fold, gemm,
                             activation)
@@ -274,7 +276,7 @@ def test_gemm_takes_its_bias_and_any_form_of_its_activation(name):
     assert graph.nodes[1].attrs["activation"] == name
 
 
-def test_an_unknown_activation_stays_as_it_is():
+def test_an_unknown_activation_is_kept():
     text = "y = MatMul(x, w1) c = Sin(y) logits = Mul(c, y)"
     graph, _ = before_after(text, {"w1": SQUARE}, fold, gemm, activation)
     assert ops(graph) == {"Gather": 1, "GemmBiasAct": 1, "Sin": 1, "Mul": 1}
@@ -288,20 +290,20 @@ def test_an_unknown_activation_stays_as_it_is():
      "logits = Mul(a, u)", {"GemmBiasAct": 2, "Min": 1, "Sigmoid": 1, "Mul": 2}),
     ("n = RMSNormalization(x, w) logits = Min(n, bound)", {"RMSNorm": 1, "Min": 1}),
     (RMS + "n = Div(x, s) g = Mul(n, w) logits = Min(g, bound)", {"RMSNorm": 1, "Min": 1})])
-def test_a_bound_is_seen_however_wide(text, left, bound):
+def test_a_wide_clamp_is_recognized(text, left, bound):
     graph, _ = before_after(f"bound = Constant<value_float={bound}>() {text}",
                             {"w": VECTOR, "w1": SQUARE, "w2": SQUARE.T.copy()}, fold, norm, gemm,
                             activation, gated_mlp)
     assert ops(graph) == {"Gather": 1, **left}
 
 
-def test_gemm_takes_its_residual():
+def test_gemm_fuses_its_residual():
     text = "m = MatMul(x, w1) y = Add(m, b) logits = Add(x, y)"
     graph, _ = before_after(text, {"w1": SQUARE, "b": VECTOR}, fold, gemm, residual)
     assert ops(graph) == {"Gather": 1, "GemmBiasRes": 1}
 
 
-def test_a_gemm_that_others_read_too_does_not_take_the_residual():
+def test_a_gemm_with_several_readers_does_not_fuse_the_residual():
     text = "m = MatMul(x, w1) y = Add(x, m) logits = Mul(y, m)"
     graph, _ = before_after(text, {"w1": SQUARE}, fold, gemm, residual)
     assert ops(graph) == {"Gather": 1, "GemmBiasAct": 1, "Add": 1, "Mul": 1}
@@ -320,7 +322,7 @@ def test_gated_mlp_in_every_form(text):
     assert ops(graph) == {"Gather": 1, "GatedMLP": 1}
 
 
-def test_a_product_that_is_not_gated_stays():
+def test_an_ungated_product_is_kept():
     text = "g = MatMul(x, w1) u = MatMul(x, w2) logits = Mul(g, u)"
     graph, _ = before_after(text, {"w1": SQUARE, "w2": SQUARE.T.copy()}, fold, gemm, gated_mlp)
     assert ops(graph) == {"Gather": 1, "GemmBiasAct": 2, "Mul": 1}
@@ -333,7 +335,7 @@ GATES = "g = MatMul(x, square) s = Sigmoid(g) "
     (GATES + "n = RMSNormalization(x, w) logits = Mul(n, s)", (0, 1, 0), 0),
     (GATES + "n = RMSNormalization(x, w) m = Mul(n, b) logits = Mul(s, m)", (1, 1, 0), 0),
     (GATES + "p = Mul(s, x) n = RMSNormalization(p, w) logits = Mul(b, n)", (1, 0, 1), 1)])
-def test_a_norm_takes_the_gate_and_the_weights_around_it(text, counts, gate_first):
+def test_a_norm_fuses_its_gate_and_weights(text, counts, gate_first):
     graph, reports = before_after(text, {"w": VECTOR, "b": VECTOR - 1, "square": SQUARE},
                                   norm, gemm, activation, norm_gate)
     assert ops(graph) == {"Gather": 1, "GemmBiasAct": 1, "GroupRMSNorm": 1}
@@ -345,7 +347,7 @@ def test_a_norm_takes_the_gate_and_the_weights_around_it(text, counts, gate_firs
 
 @pytest.mark.parametrize("text", [GATES + "logits = Mul(s, x)", GATES + "logits = Mul(x, s)",
                                   GATES + "h = MatMul(x, other) logits = Mul(s, h)"])
-def test_what_a_linear_layer_makes_gates_another_value(text):
+def test_a_linear_layer_s_output_may_gate_another_value(text):
     graph, reports = before_after(text, {"square": SQUARE, "other": SQUARE.T.copy()},
                                   gemm, activation, gate)
     assert reports[-1].matches == {"gate": 1}
@@ -355,8 +357,8 @@ def test_what_a_linear_layer_makes_gates_another_value(text):
     assert ops(graph)["GemmBiasAct"] == 1
 
 
-def test_linear_layers_whose_readers_take_columns_are_one():
-    """Their activations go to these; a bias for which they have no place stays."""
+def test_linear_layers_with_column_readers_are_merged():
+    """Activations are fused into readers; a bias without a place is kept."""
     graph, reports = before_after(
         GATES + "n = RMSNormalization(x, w) left = Mul(n, s) h = MatMul(x, other) d = Add(h, b) "
         "t = Sigmoid(d) f = Mul(d, t) m = RMSNormalization(x, b) right = Mul(m, f) "
@@ -371,7 +373,7 @@ def test_linear_layers_whose_readers_take_columns_are_one():
         {"sigmoid", "silu"}
 
 
-def test_embedding_takes_scale_and_positions_with_their_offset():
+def test_embedding_fuses_scale_and_position_offset():
     graph = small_graph("""k = Constant<value_float=3.0>() e = Mul(x, k)
     n1 = Shape<start=1, end=2>(input_ids) n = Squeeze(n1) z = Constant<value_int=0>()
     o = Constant<value_int=1>() r = Range(z, n, o) two = Constant<value_int=2>() i = Add(r, two)
@@ -518,7 +520,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_what_does_not_match_is_refused_with_its_reason(name):
+def test_a_mismatch_is_refused_with_its_reason(name):
     text, functions, reason = REFUSALS[name]
     graph = small_graph(text, {**STACKS, "other": SQUARE.T.copy(), "k": VECTOR[:1],
                                "last": np.array([-1])})
@@ -532,14 +534,14 @@ def test_what_does_not_match_is_refused_with_its_reason(name):
     ("e = Exp(x) s = Shape(e) logits = Expand(x, s)", "e",
      "the shape of a computed tensor is unknown: 'e'"),
 ])
-def test_what_an_exporter_did_not_say_is_a_reason(text, forgotten, reason):
+def test_a_missing_annotation_is_a_reason(text, forgotten, reason):
     graph = small_graph(text, {})
     tensor = graph.tensors()[forgotten]
     tensor.dtype = tensor.shape = None
     assert reason in run(graph, fold).refusals[0]
 
 
-def test_a_reason_that_every_layer_has_is_reported_once_with_their_number():
+def test_a_reason_common_to_all_layers_is_reported_once():
     text = "y0 = Identity(x) " + "".join(
         f"m{i} = MatMul(y{i}, square) y{i + 1} = Exp(m{i}) " for i in range(5)) + "logits = Neg(y5)"
     graph = small_graph(text, {"square": SQUARE})
@@ -574,7 +576,7 @@ def test_a_pass_that_declares_a_wrong_shape_is_named_with_the_node():
 
 @pytest.mark.parametrize("wrong", [["batch", 6], ["num_tokens", "seq", 6], [4, "seq", 6],
                                    ["seq", "batch", 6]])
-def test_a_dimension_of_another_name_or_number_is_a_wrong_shape(wrong):
+def test_a_dimension_with_another_name_or_size_is_refused(wrong):
     graph = small_graph("logits = RMSNormalization(x, w)", {"w": VECTOR})
     run(graph, norm)
     graph.outputs[0].shape = wrong
@@ -582,12 +584,12 @@ def test_a_dimension_of_another_name_or_number_is_a_wrong_shape(wrong):
         verify(graph, "clumsy")
 
 
-def test_a_vocabulary_as_wide_as_the_hidden_state_is_padded_alone():
+def test_a_vocabulary_of_hidden_size_is_padded_in_the_right_axis():
     graph = small_graph("n = RMSNormalization(x, w) m = MatMul(n, w1) logits = Exp(m)",
                         {"w": VECTOR, "w1": SQUARE})
     for function in (embedding, norm, gemm, pack):
         run(graph, function)
-    graph.inputs[0].shape = ("num_logits",)  # as behind the last attention
+    graph.inputs[0].shape = ("num_logits",)  # as after the last attention
     for tensor in (tensor for node in graph.nodes for tensor in node.outputs):
         tensor.shape = ("num_logits", 6)
     run(graph, pad_vocabulary)
@@ -595,7 +597,7 @@ def test_a_vocabulary_as_wide_as_the_hidden_state_is_padded_alone():
         == {"x": 6, "n": 6, "m": 64, "logits": 64}
 
 
-def test_packed_inputs_that_do_not_fit_together_are_named():
+def test_inconsistent_packed_inputs_are_named():
     graph = small_graph("logits = MatMul(x, w1)", {"w1": SQUARE})
     run(graph, embedding)
     run(graph, gemm)
@@ -607,7 +609,7 @@ def test_packed_inputs_that_do_not_fit_together_are_named():
 
 
 @pytest.mark.parametrize("unknown", [None, ["batch", "seq", None], ["batch", "unk__1", 6]])
-def test_a_shape_that_is_not_known_is_filled_in(unknown):
+def test_unknown_shapes_are_inferred(unknown):
     graph = small_graph("logits = RMSNormalization(x, w)", {"w": VECTOR})
     run(graph, norm)
     graph.outputs[0].shape = unknown
@@ -615,7 +617,7 @@ def test_a_shape_that_is_not_known_is_filled_in(unknown):
     assert list(graph.outputs[0].shape) == ["batch", "seq", 6]
 
 
-def test_a_scale_of_queries_by_position_is_read_however_far_it_begins(tmp_path):
+def test_position_dependent_query_scales_are_recognized(tmp_path):
     floor, length = 3000, 7000
     model = families.tiny_model("llama4_text", num_hidden_layers=1, no_rope_layers=[0],
                                 floor_scale=floor, max_position_embeddings=length)

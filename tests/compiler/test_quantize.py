@@ -1,5 +1,4 @@
-"""Weights in fewer bits that llmc rounds itself: against transformers with the same weights, which
-a few lines of NumPy round here.
+"""Weights quantized by llmc, compared with transformers on weights quantized in NumPy.
 """
 
 import copy
@@ -46,17 +45,17 @@ from llmc.runtime.tokenizer import read_tokenizer
 TOKENS = np.random.default_rng(3).integers(3, families.VOCAB, 20).tolist()
 WIDER = {"llama": {"intermediate_size": 192}, "gpt2": {"n_inner": 192},
          "minicpm3": {"intermediate_size": 192}}  # whole groups on 3 chips
-EXACT, EIGHT_BITS = 1e-5, 0.03  # of activations, relative to the range of logits
-FLIPPED = 1e-3  # what a few activations change that lie between two numbers of FP8
+EXACT, EIGHT_BITS = 1e-5, 0.03  # of quantized activations, relative to the range of logits
+FLIPPED = 1e-3  # effect of a few activations between two FP8 values
 
 
 def nonzero(scale):
-    """With 1 for rows of padding."""
+    """Replace zero scales of padding rows by 1."""
     return np.where(scale == 0, np.float32(1), scale)
 
 
 def rounded(matrix, scheme, size):
-    """A matrix as its codes stand for it."""
+    """Quantize and dequantize a matrix."""
     groups = matrix.astype(np.float32).reshape(len(matrix), -1, size)
     low, high = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
     extreme = np.where(-low > high, low, high)
@@ -94,12 +93,12 @@ def root(tmp_path_factory):
 
 @pytest.fixture
 def reference_bodies(monkeypatch):
-    """What a case directory is where the cpu target has no bodies of its own."""
+    """Compile with the reference bodies instead of the cpu target's."""
     monkeypatch.setattr(cpu, "BODIES", "")
 
 
 def truth(family, root, scheme, size, head=True, activations=False):
-    """Logits of transformers with rounded weights; size 0: a whole row."""
+    """Return transformers' logits with quantized weights; size 0: a whole row."""
     model, _ = model_and_raw(family, root)
     state = {}
     for name, tensor in model.state_dict().items():
@@ -139,15 +138,15 @@ def logits(case):
 
 @pytest.mark.parametrize(("scheme", "size"), [("int4", 32), ("uint4", 16), ("int8", 32),
                                               ("fp8", 0), ("fp8", 16)])
-def test_standard_onnx_computes_what_transformers_does_with_the_rounded_weights(
-        scheme, size, root, tmp_path, reference_bodies):
+def test_standard_onnx_equals_transformers_with_quantized_weights(scheme, size, root, tmp_path,
+                                                                  reference_bodies):
     case = compiled("llama", root, tmp_path / "case", quantize=scheme, group_size=size)
     families.assert_close(logits(case), truth("llama", root, scheme, size), EXACT)
 
 
 @pytest.mark.parametrize("tp_size", [1, 3])
 @pytest.mark.parametrize("scheme", ["int4", "uint4", "int8", "fp8"])
-def test_what_latent_attention_makes_of_its_latent_is_rounded_too(scheme, tp_size, root, tmp_path):
+def test_mla_up_projections_are_quantized(scheme, tp_size, root, tmp_path):
     case = compiled("minicpm3", root, tmp_path / "case", tp_size, quantize=scheme, group_size=8)
     families.assert_close(logits(case), truth("minicpm3", root, scheme, 8),
                           EXACT if scheme == "fp8" else EIGHT_BITS)
@@ -157,7 +156,8 @@ def test_what_latent_attention_makes_of_its_latent_is_rounded_too(scheme, tp_siz
 
 @pytest.mark.parametrize("body", ["", "cpu"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_tokens_are_rounded_to_fp8_as_they_come(family, body, root, tmp_path, monkeypatch):
+def test_activations_are_quantized_to_fp8_dynamically_per_token(family, body, root, tmp_path,
+                                                                monkeypatch):
     monkeypatch.setattr(cpu, "BODIES", body)
     case = compiled(family, root, tmp_path / "case", quantize="fp8", activations=True)
     expected = truth(family, root, "fp8", 0, activations=True)
@@ -168,8 +168,8 @@ def test_tokens_are_rounded_to_fp8_as_they_come(family, body, root, tmp_path, mo
 
 @pytest.mark.parametrize("tp_size", [1, 2, 3])
 @pytest.mark.parametrize("scheme", ["int4", "uint4", "int8", "fp8"])
-def test_the_cpu_target_is_off_by_what_activations_lose_in_8_bits(scheme, tp_size, root, tmp_path):
-    # A row in FP8 has a scale on each chip, so on several it is compared in groups.
+def test_the_cpu_target_differs_by_8_bit_activation_error(scheme, tp_size, root, tmp_path):
+    # An FP8 row has a scale per chip, so several chips are compared in groups.
     size = 0 if scheme == "fp8" and tp_size == 1 else 16
     case = compiled("llama", root, tmp_path / "case", tp_size, quantize=scheme, group_size=size)
     families.assert_close(logits(case), truth("llama", root, scheme, size),
@@ -177,7 +177,7 @@ def test_the_cpu_target_is_off_by_what_activations_lose_in_8_bits(scheme, tp_siz
 
 
 def linear_modules(model):
-    """Those with matrices of their own, and the norm whose result each multiplies, if it does."""
+    """Return modules with a separate weight, and the norm before each, if any."""
     made, read, hooks = {}, {}, []
     for name, module in model.named_modules():
         if type(module).__name__ in ("Linear", "Conv1D"):
@@ -193,9 +193,9 @@ def linear_modules(model):
 
 
 def dequantized(model, scheme, forms):
-    """A copy of a transformers model whose matrices are rounded where `forms`, of a manifest, has
-    them: in groups of the size that it says, and times the gains of the norm before them where it
-    says that these are in them.
+    """Copy a transformers model with quantized weights according to a manifest's `forms`.
+
+    Norm weights are folded first where the manifest states it.
     """
     model = copy.deepcopy(model)
     for name, (module, norm) in linear_modules(model).items():
@@ -214,20 +214,21 @@ def dequantized(model, scheme, forms):
             gains = norm.weight.detach().numpy() + ("Gemma" in type(norm).__name__)
             shift = getattr(norm, "bias", None)
         numbers = rounded(weight * gains, scheme, forms[stored].group_size) / gains
-        if shift is not None:  # which is multiplied by what was not rounded
+        if shift is not None:  # its input is not quantized
             bias = torch.tensor((weight - numbers) @ shift.detach().numpy())
             module.bias = torch.nn.Parameter(bias if module.bias is None else module.bias + bias)
         numbers = torch.tensor(np.ascontiguousarray(numbers.T if turned else numbers))
-        module.weight.data = numbers  # of the embedding too, where that is the LM head's table
+        module.weight.data = numbers  # of the embedding too if tied
     return model
 
 
 def check_dequantized(model, scheme, compile_for, monkeypatch, tokens=TOKENS,
                       eight_bits=EIGHT_BITS):
-    """The logits of a model in fewer bits are those that transformers has of the numbers which the
-    codes stand for: to the last bits where activations are in float32, as exact as transformers is
-    in bfloat16 in bfloat16, and by what 8 bits lose of activations in the cpu target's own kernels.
-    `compile_for(target, dtype)` gives a case.
+    """Compare a quantized model's logits with transformers on dequantized weights.
+
+    The tolerance is float32 rounding for float32 activations, transformers' bfloat16 error in
+    bfloat16, and 8-bit activation error in the cpu target's kernels. `compile_for(target, dtype)`
+    returns a case.
     """
     for body, tolerance in (("", EXACT), ("cpu", eight_bits)):
         with monkeypatch.context() as patch:
@@ -248,15 +249,14 @@ def check_dequantized(model, scheme, compile_for, monkeypatch, tokens=TOKENS,
         families.assert_close(schedule_logits(Interpreters(case), tokens), exact, allowed)
 
 
-# What `make test` runs of them.
+# The part that `make test` runs.
 SHORT = {("gpt2", "int8"), ("gpt_neox", "int8"), ("llama", "int4"), ("gemma2", "int4")}
 
 
 @pytest.mark.parametrize(("family", "scheme"), [
     pytest.param(*pair, marks=[pytest.mark.thorough] * (pair not in SHORT))
     for pair in itertools.product(families.FAMILIES, ("int8", "int4"))])
-def test_every_family_is_the_model_that_its_codes_stand_for(family, scheme, root, tmp_path,
-                                                            monkeypatch):
+def test_every_family_equals_its_dequantized_weights(family, scheme, root, tmp_path, monkeypatch):
     numbers = itertools.count()
 
     def compile_for(target, dtype):
@@ -268,7 +268,7 @@ def test_every_family_is_the_model_that_its_codes_stand_for(family, scheme, root
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
-def test_smollm2_is_the_model_that_its_codes_stand_for(scheme, tmp_path, monkeypatch):
+def test_smollm2_equals_its_dequantized_weights(scheme, tmp_path, monkeypatch):
     hf = bench_model.smollm2(tmp_path / "hf")
     model = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32,
                                                  attn_implementation="eager").eval()
@@ -290,7 +290,7 @@ def schedule_logits(interpreters, tokens=TOKENS):
 
 
 def check_schedule(family, root, tmp_path, schemes, tp_size=1, size=0):
-    """Schedules with codes have the logits of the one that has the numbers instead; their chips."""
+    """Compare programs with quantized and dequantized weights; return their chips."""
     plain = compiled(family, root, tmp_path / "plain", tp_size, quantize="none", target="cuda")
     found = []
     for scheme in schemes:
@@ -311,19 +311,18 @@ def check_schedule(family, root, tmp_path, schemes, tp_size=1, size=0):
 
 @pytest.mark.parametrize("family", families.once(sorted(
     {*families.FAMILIES, *families.UNPLANNED})))
-def test_every_family_s_schedule_computes_with_codes_what_it_does_with_their_numbers(
-        family, root, tmp_path):
+def test_every_family_s_program_equals_its_dequantized_weights(family, root, tmp_path):
     check_schedule(family, root, tmp_path, ["int8", "int4"])
 
 
 @pytest.mark.parametrize(("family", "tp_size"), [
     ("llama", 2), ("llama", 3), ("gpt2", 2), ("gpt2", 3), ("gemma3_text", 2)])
-def test_schedules_of_several_chips_do_so_too(family, tp_size, root, tmp_path):
+def test_programs_of_several_ranks_equal_dequantized_weights(family, tp_size, root, tmp_path):
     check_schedule(family, root, tmp_path, ["int8", "int4", "uint4"], tp_size)
 
 
 @pytest.mark.parametrize(("scheme", "size"), [("uint4", 32), ("int8", 64), ("fp8", 0)])
-def test_gains_of_norms_are_in_what_a_schedule_has_rounded(scheme, size, root, tmp_path):
+def test_norm_weights_are_folded_before_quantization(scheme, size, root, tmp_path):
     chip, = check_schedule("llama", root, tmp_path, [scheme], size=size)
     assert sum(name.endswith(".normed") for name in chip.quantization) == 7
     model, _ = model_and_raw("llama", root)
@@ -332,12 +331,12 @@ def test_gains_of_norms_are_in_what_a_schedule_has_rounded(scheme, size, root, t
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_schedule_rounds_tokens_behind_their_norms(family, tmp_path):
+def test_a_program_quantizes_activations_after_norms(family, tmp_path):
     model = families.tiny_model(family, **WIDER[family])
     state = {name: torch.full_like(tensor, name.endswith("weight"))
              if "norm" in name or ".ln_" in name else tensor
              for name, tensor in model.state_dict().items()}
-    model.load_state_dict(state)  # no gains and biases, which a schedule has in its weights
+    model.load_state_dict(state)  # no norm weights and biases: a program folds them
     hf = families.save(model, tmp_path / "hf")
     llmc.compile(hf, tmp_path / "case", target="cuda", quantize="fp8", quantize_activations=True,
                  quantize_lm_head="none")
@@ -351,7 +350,7 @@ def test_a_schedule_rounds_tokens_behind_their_norms(family, tmp_path):
     families.assert_close(found, families.reference_logits(model, TOKENS), FLIPPED)
 
 
-def test_what_the_cuda_target_s_kernels_do_not_read_stays_numbers(root, tmp_path):
+def test_weights_without_a_cuda_kernel_are_not_quantized(root, tmp_path):
     case = compiled("qwen2", root, tmp_path / "case", quantize="int8", target="cuda")
     refused = [text for report in read_manifest(case).passes if report.name == "quantize"
                for text in report.refusals]
@@ -361,7 +360,7 @@ def test_what_the_cuda_target_s_kernels_do_not_read_stays_numbers(root, tmp_path
     assert stored["model.layers.0.mlp.down_proj.weight"].dtype == np.float32
 
 
-def test_a_tied_embedding_is_the_lm_head_s_table(root, tmp_path, reference_bodies):
+def test_a_tied_embedding_shares_the_quantized_lm_head(root, tmp_path, reference_bodies):
     case = compiled("gpt2", root, tmp_path / "case", quantize="int8", group_size=32)
     families.assert_close(logits(case), truth("gpt2", root, "int8", 32), EXACT)
     tables = [name for name in load_file(case / "chip0" / "weights.safetensors")
@@ -370,7 +369,7 @@ def test_a_tied_embedding_is_the_lm_head_s_table(root, tmp_path, reference_bodie
 
 
 def products(proto):
-    """The body of each llmc op that has a weight in fewer bits: the MatMulNBits in it."""
+    """Return the MatMulNBits nodes in the body of each op with a quantized weight."""
     bodies = {(f.domain, f.name, f.overload): f for f in proto.functions}
     return {node.input[1]: [{a.name: onnx.helper.get_attribute_value(a) for a in inner.attribute}
                             for inner in bodies[node.domain, node.op_type, node.overload].node
@@ -382,7 +381,7 @@ def products(proto):
 
 @pytest.mark.parametrize(("scheme", "bits"), [("int4", 4), ("uint4", 4), ("int8", 8)])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_the_cpu_target_multiplies_all_by_int8_dot_products(family, scheme, bits, root, tmp_path):
+def test_the_cpu_target_uses_int8_dot_products(family, scheme, bits, root, tmp_path):
     """Every linear layer, the LM head too, is one MatMulNBits of accuracy level 4."""
     case = compiled(family, root, tmp_path / "case", quantize=scheme)
     found = products(onnx.load(case / "chip0" / "graph.onnx", load_external_data=False))
@@ -396,8 +395,9 @@ def test_the_cpu_target_multiplies_all_by_int8_dot_products(family, scheme, bits
 @pytest.mark.parametrize("body", ["", "cpu"])
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
 def test_onnx_runtime_runs_the_file_without_llmc(scheme, body, root, tmp_path, monkeypatch):
-    """As docs/artifact-format.md shows it, in a process where llmc cannot be imported. Bodies of
-    standard ONNX have no op of any other domain.
+    """As in docs/artifact-format.md, in a process where llmc cannot be imported.
+
+    Bodies of standard ONNX have no ops of other domains.
     """
     monkeypatch.setattr(cpu, "BODIES", body)
     case = compiled("llama", root, tmp_path / "case", quantize=scheme)
@@ -429,7 +429,7 @@ np.save(output, session.run(["logits"], feed)[0])
     families.assert_close(found, logits(case), EXACT)
 
 
-def test_the_lm_head_has_a_dtype_of_its_own_or_none(root, tmp_path, reference_bodies):
+def test_the_lm_head_dtype_is_separate(root, tmp_path, reference_bodies):
     forms = {}
     for head in ("int8", ""):
         case = compiled("llama", root, tmp_path / f"head{head}", quantize="int4", head=head)
@@ -441,7 +441,7 @@ def test_the_lm_head_has_a_dtype_of_its_own_or_none(root, tmp_path, reference_bo
                           0.2)  # 64 and 32 in groups
 
 
-def test_the_manifest_says_what_each_weight_is_and_inspect_counts_them(root, tmp_path):
+def test_the_manifest_lists_weight_dtypes_and_inspect_counts_them(root, tmp_path):
     from llmc.runtime.inspection import summarize
 
     case = compiled("llama", root, tmp_path / "case", quantize="uint4")
@@ -459,7 +459,7 @@ def test_the_manifest_says_what_each_weight_is_and_inspect_counts_them(root, tmp
 
 
 def digests(case):
-    """Of all files of a case."""
+    """Return the hashes of all files of a case."""
     return {path.relative_to(case).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
             for path in sorted(case.rglob("*")) if path.is_file()}
 
@@ -472,14 +472,14 @@ def test_the_same_model_and_options_give_the_same_bytes(scheme, target, root, tm
     assert one == other and "chip0/weights.safetensors" in one
 
 
-def test_so_does_a_text_to_calibrate_on(talkative, tmp_path):
+def test_calibration_is_reproducible(talkative, tmp_path):
     _, hf, text = talkative
     for name in ("one", "other"):
         llmc.compile(hf, tmp_path / name, quantize="int4", group_size=32, calibrate=text)
     assert digests(tmp_path / "one") == digests(tmp_path / "other")
 
 
-def test_so_does_a_checkpoint_in_fewer_bits(tmp_path):
+def test_a_quantized_checkpoint_is_reproducible(tmp_path):
     hf = families.save(families.tiny_model("llama", intermediate_size=96, num_hidden_layers=2),
                        tmp_path / "hf")
     made = families.to_static_fp8(hf, tmp_path / "fp8", {"_proj": 0.01})
@@ -489,7 +489,7 @@ def test_so_does_a_checkpoint_in_fewer_bits(tmp_path):
     assert digests(tmp_path / "one") == digests(tmp_path / "other")
 
 
-def test_that_no_gpu_multiplies_fp8_is_said(tiny_hf, tmp_path):
+def test_gpus_without_fp8_tensor_cores_are_reported(tiny_hf, tmp_path):
     said = []
     llmc.compile(tiny_hf, tmp_path / "case", target="cuda", dtype="bfloat16", quantize="fp8",
                  compute_capability="8.0", progress=said.append)
@@ -497,7 +497,7 @@ def test_that_no_gpu_multiplies_fp8_is_said(tiny_hf, tmp_path):
     assert not any("FP8 by FP8" in text for text in said)
 
 
-def test_what_a_gpu_does_with_rounded_activations_is_said_and_in_the_manifest(tiny_hf, tmp_path):
+def test_activation_quantization_is_reported_and_in_the_manifest(tiny_hf, tmp_path):
     from llmc.runtime.inspection import summarize
 
     said = []
@@ -532,7 +532,7 @@ def test_what_a_gpu_does_with_rounded_activations_is_said_and_in_the_manifest(ti
      "quantize_activations is given without quantize fp8"),
     ({"quantize": "int4", "group_size": 48}, "group_size 48 does not divide the rows of 'model"),
 ])
-def test_what_cannot_be_rounded_is_one_sentence(options, said, tiny_hf, tmp_path):
+def test_unquantizable_models_raise_an_llmc_error(options, said, tiny_hf, tmp_path):
     with pytest.raises(LlmcError, match=said):
         llmc.compile(tiny_hf, tmp_path / "case", **options)
     assert not (tmp_path / "case").exists()
@@ -546,15 +546,14 @@ def test_what_cannot_be_rounded_is_one_sentence(options, said, tiny_hf, tmp_path
      "32, which divide all rows to be quantized"),
     ({"q_lora_rank": 32, "kv_lora_rank": 32}, {"group_size": 64, "target": "cuda"},
      "which have 32 columns on a chip; use 32, which divide all rows to be quantized")])
-def test_a_group_size_that_does_not_fit_is_told_with_those_that_do(changes, options, said,
-                                                                   tmp_path):
+def test_an_invalid_group_size_is_refused_with_valid_ones(changes, options, said, tmp_path):
     hf = families.save(families.tiny_model("minicpm3", intermediate_size=96, num_hidden_layers=2,
                                            **changes), tmp_path / "hf")
     with pytest.raises(LlmcError, match=f"does not divide the rows of .*{said}"):
         llmc.compile(hf, tmp_path / "case", quantize="int4", **options)
 
 
-def test_neither_what_chooses_experts_nor_what_weighs_a_shared_one_is_rounded(tmp_path):
+def test_routers_and_shared_expert_gates_are_not_quantized(tmp_path):
     hf = families.save(families.tiny_model("qwen2_moe", moe_intermediate_size=64,
                                            num_hidden_layers=2), tmp_path / "hf")
     llmc.compile(hf, tmp_path / "case", quantize="int4")
@@ -564,8 +563,8 @@ def test_neither_what_chooses_experts_nor_what_weighs_a_shared_one_is_rounded(tm
     assert kept == {f"model.layers.1.mlp.{name}.weight" for name in ("gate", "shared_expert_gate")}
 
 
-def test_a_single_row_that_a_chip_has_of_several_is_rounded_as_the_others_are(tmp_path):
-    """Of the four heads of a delta rule three chips have 2, 1 and 1."""
+def test_a_rank_with_a_single_row_quantizes_as_the_others(tmp_path):
+    """Three chips have 2, 1 and 1 of the four delta-rule heads."""
     hf = families.save(families.tiny_model(
         "qwen3_next", intermediate_size=96, moe_intermediate_size=96,
         shared_expert_intermediate_size=96), tmp_path / "hf")
@@ -575,8 +574,8 @@ def test_a_single_row_that_a_chip_has_of_several_is_rounded_as_the_others_are(tm
 
 
 @pytest.mark.parametrize("family", ["codegen", "llama"])
-def test_chips_share_columns_in_even_numbers_that_are_groups_if_they_can_be(family, tmp_path):
-    """256 behind an activation of its own, and 100, by 3 chips: 85 and 33 would be refused."""
+def test_ranks_split_columns_in_whole_groups_if_possible(family, tmp_path):
+    """256 after an activation, and 100, on 3 chips: 85 and 33 would be refused."""
     hf = families.save(families.tiny_model(family), tmp_path / "hf")
     llmc.compile(hf, tmp_path / "case", quantize="int8", tp_size=3)
     widths = [load_file(tmp_path / f"case/chip{rank}/weights.safetensors")[name].shape[1]
@@ -586,8 +585,8 @@ def test_chips_share_columns_in_even_numbers_that_are_groups_if_they_can_be(fami
     assert widths == {"codegen": [96, 80, 80], "llama": [36, 32, 32]}[family]
 
 
-def test_so_do_they_share_the_columns_between_experts_products(tmp_path):
-    """40 by 3 chips; groups that no kernel has leave them numbers."""
+def test_ranks_split_inner_columns_of_experts_in_whole_groups(tmp_path):
+    """40 on 3 chips; weights with unsupported groups are not quantized."""
     said = []
     hf = families.save(families.tiny_model("qwen3_moe", num_hidden_layers=2, intermediate_size=96),
                        tmp_path / "hf")
@@ -595,8 +594,8 @@ def test_so_do_they_share_the_columns_between_experts_products(tmp_path):
     assert any("2 layers' experts stay in float32" in text for text in said)
 
 
-def test_channels_of_a_short_convolution_are_divided_in_whole_groups(tmp_path):
-    """64 channels on 3 chips: 32, 16 and 16; what has no whole groups is in even rows."""
+def test_short_convolution_channels_are_split_in_whole_groups(tmp_path):
+    """64 channels on 3 chips: 32, 16 and 16; weights without whole groups have even rows."""
     model = families.tiny_model("lfm2", block_auto_adjust_ff_dim=False, intermediate_size=100)
     hf = families.save(model, tmp_path / "hf")
     llmc.compile(hf, tmp_path / "case", quantize="int8", tp_size=3)
@@ -609,7 +608,7 @@ def test_channels_of_a_short_convolution_are_divided_in_whole_groups(tmp_path):
 
 @pytest.fixture(scope="module")
 def talkative(tmp_path_factory):
-    """A model whose layers see few directions, as those of real ones do, and a text for it."""
+    """A model with low-rank activations, as in real models, and a text for it."""
     root = tmp_path_factory.mktemp("calibrate")
     model = families.tiny_model("llama", vocab_size=VOCAB, intermediate_size=96,
                                 num_hidden_layers=2, tie_word_embeddings=True)
@@ -624,8 +623,9 @@ def talkative(tmp_path_factory):
 
 
 @pytest.mark.parametrize("scheme", ["int4", "uint4"])
-def test_calibration_changes_what_the_model_makes_less_than_rounding(scheme, talkative, tmp_path,
-                                                                     reference_bodies):
+def test_calibration_has_a_smaller_output_error_than_rounding_to_nearest(scheme, talkative,
+                                                                         tmp_path,
+                                                                         reference_bodies):
     model, hf, text = talkative
     options = dict(quantize=scheme, group_size=32, quantize_lm_head="none")
     llmc.compile(hf, tmp_path / "nearest", **options)
@@ -645,7 +645,7 @@ def test_calibration_changes_what_the_model_makes_less_than_rounding(scheme, tal
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "phi3", "gemma2", "starcoder2"])
-def test_scaled_channels_make_the_same_model(family, root, tmp_path):
+def test_channel_scaling_preserves_the_model(family, root, tmp_path):
     model, raw = model_and_raw(family, root)
     raw, options, rng = families.copy_raw(raw), CompileOptions(), np.random.default_rng(5)
     fused = fuse(raw, options)
@@ -661,8 +661,8 @@ def test_scaled_channels_make_the_same_model(family, root, tmp_path):
     families.assert_close(logits(tmp_path / "case"), families.reference_logits(model, TOKENS))
 
 
-def test_calibration_has_one_layer_at_a_time_in_memory(tmp_path):
-    """Of six layers it takes no more than of two, to within the codes of two."""
+def test_calibration_holds_one_layer_in_memory(tmp_path):
+    """Six layers take no more memory than two, except for the codes of two."""
     peaks, tokens = [], np.random.default_rng(4).integers(3, families.VOCAB, 1024).tolist()
     for depth in (2, 6):
         raw = load(families.save(families.tiny_model(
@@ -678,8 +678,8 @@ def test_calibration_has_one_layer_at_a_time_in_memory(tmp_path):
     assert peaks[1] - peaks[0] < 2 * codes
 
 
-def test_layers_that_read_another_ones_cache_are_calibrated(talkative, tmp_path):
-    """They stand behind it, and see what it has cached."""
+def test_layers_with_shared_kv_are_calibrated(talkative, tmp_path):
+    """They follow the layer and read its cache."""
     hf = families.save(families.tiny_model("gemma4_text", vocab_size=VOCAB, intermediate_size=96,
                                            vocab_size_per_layer_input=VOCAB,
                                            hidden_size_per_layer_input=32), tmp_path / "hf")
@@ -693,8 +693,7 @@ def test_layers_that_read_another_ones_cache_are_calibrated(talkative, tmp_path)
     families.assert_close(*found, 0.05)
 
 
-def test_layers_whose_export_does_not_say_of_all_tensors_what_they_are_are_calibrated(talkative,
-                                                                                      tmp_path):
+def test_layers_with_unannotated_tensors_are_calibrated(talkative, tmp_path):
     hf = families.save(families.tiny_model("falcon_h1", vocab_size=VOCAB, num_hidden_layers=2),
                        tmp_path / "hf")
     write_tokenizer(hf)
@@ -706,8 +705,7 @@ def test_layers_whose_export_does_not_say_of_all_tensors_what_they_are_are_calib
     ("qwen3_moe", {"moe_intermediate_size": 64}, "the experts of 2 layers are rounded to nearest"),
     ("minicpm3", {"hidden_size": 64, "intermediate_size": 96, "kv_lora_rank": 32},
      "4 MLA up-projections are rounded to nearest"), ("llama", {}, "")])
-def test_that_a_calibration_leaves_weights_rounded_to_nearest_is_said(family, sizes, text,
-                                                                      talkative, tmp_path):
+def test_uncalibrated_weights_are_reported(family, sizes, text, talkative, tmp_path):
     hf = families.save(families.tiny_model(family, vocab_size=VOCAB, num_hidden_layers=2, **sizes),
                        tmp_path / "hf")
     write_tokenizer(hf)
@@ -718,7 +716,7 @@ def test_that_a_calibration_leaves_weights_rounded_to_nearest_is_said(family, si
         assert len(found) == bool(text and options) and all(text in note for note in found), found
 
 
-def test_calibrated_weights_are_divided_with_their_groups(talkative, tmp_path, reference_bodies):
+def test_calibrated_weights_are_sharded_with_their_groups(talkative, tmp_path, reference_bodies):
     _, hf, text = talkative
     found = []
     for tp_size in (1, 2):
@@ -732,7 +730,7 @@ def test_calibrated_weights_are_divided_with_their_groups(talkative, tmp_path, r
 @pytest.mark.parametrize(("content", "said"), [
     ("the quick brown fox", "tokens, and calibration needs 1024; give a longer text"),
     (None, "cannot be read as UTF-8 text")])
-def test_a_text_that_is_too_short_is_told(content, said, talkative, tmp_path):
+def test_a_calibration_text_that_is_too_short_is_refused(content, said, talkative, tmp_path):
     if content is not None:
         (tmp_path / "text").write_text(content)
     with pytest.raises(LlmcError, match=said):
@@ -741,7 +739,7 @@ def test_a_text_that_is_too_short_is_told(content, said, talkative, tmp_path):
         llmc.compile(talkative[1], tmp_path / "case", calibrate=tmp_path / "text")
 
 
-def test_an_encoder_decoder_is_not_calibrated_and_that_is_told_before_its_export(tmp_path):
+def test_calibrating_an_encoder_decoder_is_refused_before_the_export(tmp_path):
     hf = families.save(families.tiny_encoder_decoder("t5"), tmp_path / "hf")
     said = []
     with pytest.raises(LlmcError, match="is an encoder-decoder model, which --calibrate does not"):
@@ -750,7 +748,7 @@ def test_an_encoder_decoder_is_not_calibrated_and_that_is_told_before_its_export
     assert "passes" not in said
 
 
-def test_eval_and_diff_speak_of_the_original(talkative, tmp_path):
+def test_eval_and_diff_compare_with_the_original(talkative, tmp_path):
     _, hf, text = talkative
     llmc.compile(hf, tmp_path / "case", quantize="int8", group_size=32)
     report = perplexity(tmp_path / "case", data=text, hf_dir=hf)
@@ -765,7 +763,7 @@ def test_eval_and_diff_speak_of_the_original(talkative, tmp_path):
 
 
 @pytest.mark.thorough
-def test_diff_says_how_many_of_1000_greedy_tokens_keep_the_original_s_choice(tmp_path):
+def test_diff_reports_how_many_of_1000_greedy_tokens_agree(tmp_path):
     hf = families.save(families.tiny_model("llama", vocab_size=VOCAB, intermediate_size=96,
                                            max_position_embeddings=1088), tmp_path / "hf")
     write_tokenizer(hf)
@@ -778,8 +776,7 @@ def test_diff_says_how_many_of_1000_greedy_tokens_keep_the_original_s_choice(tmp
 
 
 @pytest.mark.parametrize(("family", "scheme"), [("gpt2", "int8"), ("llama", "int4")])
-def test_diff_holds_the_weights_of_a_schedule_that_llmc_has_not_rounded(family, scheme, root,
-                                                                        tmp_path):
+def test_diff_compares_unquantized_weights_of_a_program(family, scheme, root, tmp_path):
     case = compiled(family, root, tmp_path / "case", quantize=scheme, target="cuda", head="")
     _, raw = model_and_raw(family, root)
     manifest = read_manifest(case)
@@ -794,9 +791,9 @@ def test_diff_holds_the_weights_of_a_schedule_that_llmc_has_not_rounded(family, 
 @pytest.mark.parametrize(("family", "scheme", "tp_size", "target"), [
     ("llama", "int4", 2, "cpu"), ("qwen3_moe", "fp8", 1, "cuda"), ("gpt2", "uint4", 1, "cuda"),
     ("gemma3_text", "int8", 1, "cpu")])
-def test_diff_tells_rounded_weights_from_those_of_another_model(family, scheme, tp_size, target,
-                                                                root, tmp_path):
-    """Which has the same norms and the same embedding."""
+def test_diff_distinguishes_quantized_weights_from_another_model(family, scheme, tp_size, target,
+                                                                 root, tmp_path):
+    """The other model has the same norms and embedding."""
     case = compiled(family, root, tmp_path / "case", tp_size, quantize=scheme, target=target)
     model, raw = model_and_raw(family, root)
     manifest = read_manifest(case)
@@ -814,7 +811,7 @@ def test_diff_tells_rounded_weights_from_those_of_another_model(family, scheme, 
     assert ", more than rounding causes" in str(found[0])
 
 
-def test_diff_knows_a_weight_of_zeros_and_one_whose_scales_are_gone(tmp_path):
+def test_diff_finds_zeroed_weights_and_zeroed_scales(tmp_path):
     model = families.tiny_model("llama", intermediate_size=96)
     torch.nn.init.zeros_(model.model.layers[1].self_attn.o_proj.weight)
     hf = families.save(model, tmp_path / "hf")
@@ -829,7 +826,7 @@ def test_diff_knows_a_weight_of_zeros_and_one_whose_scales_are_gone(tmp_path):
     assert found.name == name and "is missing" in str(found)
 
 
-def test_diff_knows_what_calibration_has_scaled_and_left_unfolded(talkative, tmp_path):
+def test_diff_accounts_for_unfolded_calibration_scales(talkative, tmp_path):
     _, hf, text = talkative
     llmc.compile(hf, tmp_path / "case", quantize="int4", calibrate=text, target="cuda")
     manifest = read_manifest(tmp_path / "case")
@@ -839,7 +836,7 @@ def test_diff_knows_what_calibration_has_scaled_and_left_unfolded(talkative, tmp
 
 
 def with_numbers(tiny_hf, hf, numbers):
-    """The checkpoint with these at the beginning of a row of a weight."""
+    """Overwrite the first values of a row of a weight in the checkpoint."""
     tensors = load_file(tiny_hf / "model.safetensors")
     tensors["model.layers.1.self_attn.o_proj.weight"][3, :len(numbers)] = numbers
     hf.mkdir()
@@ -851,8 +848,7 @@ def with_numbers(tiny_hf, hf, numbers):
 @pytest.mark.parametrize(("scheme", "numbers", "said"), [
     ("int4", [np.nan], r"\[64, 64\] has 1 NaN"),
     ("uint4", [3e38, -3e38], "has values in one group from -3e")])
-def test_weights_that_are_no_numbers_or_too_far_apart_are_named(scheme, numbers, said, tiny_hf,
-                                                                tmp_path):
+def test_nonfinite_or_too_large_weights_are_named(scheme, numbers, said, tiny_hf, tmp_path):
     hf = with_numbers(tiny_hf, tmp_path / "hf", numbers)
     with pytest.raises(LlmcError, match=f"layers.1.self_attn.o_proj.weight' {said}"):
         llmc.compile(hf, tmp_path / "case", quantize=scheme)
@@ -862,7 +858,7 @@ def test_weights_that_are_no_numbers_or_too_far_apart_are_named(scheme, numbers,
 @pytest.mark.parametrize(("scheme", "numbers"), [
     ("uint4", [3.3e38, -5e36]), ("int4", [3e38, -3e38]), ("int8", [3e38, -3e38]),
     ("fp8", [3e38, -3e38])])
-def test_scales_of_the_largest_numbers_are_finite(scheme, numbers, tiny_hf, tmp_path):
+def test_scales_of_the_largest_values_are_finite(scheme, numbers, tiny_hf, tmp_path):
     hf = with_numbers(tiny_hf, tmp_path / "hf", numbers)
     llmc.compile(hf, tmp_path / "case", quantize=scheme)
     weights = load_file(tmp_path / "case" / "chip0" / "weights.safetensors")
@@ -871,7 +867,7 @@ def test_scales_of_the_largest_numbers_are_finite(scheme, numbers, tiny_hf, tmp_
 
 
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
-def test_rows_of_an_odd_number_are_left_as_they_are_and_that_is_said(target, tmp_path):
+def test_odd_rows_are_not_quantized_with_a_note(target, tmp_path):
     hf_dir = families.save(families.tiny_model("llama", intermediate_size=37), tmp_path / "hf")
     said = []
     llmc.compile(hf_dir, tmp_path / "case", quantize="int8", target=target, progress=said.append)
@@ -879,7 +875,7 @@ def test_rows_of_an_odd_number_are_left_as_they_are_and_that_is_said(target, tmp
                for text in said)
 
 
-# What `diff` allows of quantized models.
+# Tolerances of `diff` for quantized models.
 
 @pytest.fixture(scope="module")
 def in_groups(tmp_path_factory):
@@ -890,9 +886,8 @@ def in_groups(tmp_path_factory):
 
 @pytest.mark.parametrize(("scheme", "tp_size", "most"), [
     ("int4", 1, 0.02), ("uint4", 2, 0.03), ("int8", 1, 0.02), ("fp8", 2, 1e-5)])
-def test_diff_allows_a_quantized_model_what_its_activations_lose(scheme, tp_size, most, in_groups,
-                                                                 tmp_path):
-    """And nothing for its weights, which the reference has too."""
+def test_diff_allows_for_activation_quantization_error(scheme, tp_size, most, in_groups, tmp_path):
+    """Weights have no extra tolerance, as the reference is dequantized from them."""
     llmc.compile(in_groups, tmp_path / "case", quantize=scheme, tp_size=tp_size,
                  group_size=0 if scheme == "fp8" else 32)
     report = diff(tmp_path / "case", in_groups, bisect=True)
@@ -905,8 +900,8 @@ def test_diff_allows_a_quantized_model_what_its_activations_lose(scheme, tp_size
 
 
 @pytest.mark.parametrize(("family", "tp_size"), [("olmoe", 2), ("ernie4_5_moe", 1)])
-def test_diff_traces_weights_past_norms_and_biases_inside_patterns(family, tp_size, tmp_path):
-    """Passes evaluate attention with norms of queries and keys, and routers with a bias."""
+def test_diff_traces_weights_through_fused_norms_and_biases(family, tp_size, tmp_path):
+    """Passes evaluate attention with QK norm and routers with a bias."""
     hf = families.save(families.tiny_model(family), tmp_path / "hf")
     llmc.compile(hf, tmp_path / "case", quantize="fp8", tp_size=tp_size)
     report = diff(tmp_path / "case", hf, bisect=True)
@@ -927,7 +922,7 @@ def test_diff_finds_an_error_in_a_quantized_model_s_op_and_in_its_weights(in_gro
 
 
 def damage(case, op, field, factor):
-    """Multiply a field of an op's nodes in the body that the case's graph has."""
+    """Multiply an attribute of an op's nodes in the body of the case's graph."""
     path = case / "chip0" / "graph.onnx"
     model = onnx.load(path, load_external_data=False)
     functions = [function for function in model.functions if function.name == op]

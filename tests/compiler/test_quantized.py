@@ -1,5 +1,4 @@
-"""Quantised checkpoints that llmc does not read are refused by their method's name, from the config
-or from the tensors alone, before anything is exported.
+"""Unsupported quantized checkpoints are refused by method, from config or tensors, early.
 """
 
 import json
@@ -100,7 +99,7 @@ KINDS = {
 
 
 def quantise(hf, directory, kind):
-    """The model with its linear layers in another form, as a checkpoint of that kind has them."""
+    """Convert the model's linear layers to a method's checkpoint format."""
     shutil.copytree(hf, directory)
     tensors = {}
     for name, tensor in load_file(hf / "model.safetensors").items():
@@ -115,7 +114,7 @@ def edit(directory, **changes):
 
 
 def refusal(directory, monkeypatch, way_out="which llmc does not read; give the checkpoint that"):
-    """What `llmc compile` says, in one line and without exporting."""
+    """Return the one-line error of `llmc compile`, raised before the export."""
     monkeypatch.setattr("llmc.compiler.frontend.export.export", None)
     result = CliRunner().invoke(main, ["compile", str(directory), "-o", str(directory / "case")])
     assert result.exit_code == 2, result.output
@@ -127,8 +126,8 @@ def refusal(directory, monkeypatch, way_out="which llmc does not read; give the 
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_a_quantised_checkpoint_is_refused_by_name_from_its_tensors_and_from_its_config(
-        kind, tiny_hf, tmp_path, monkeypatch):
+def test_an_unsupported_quantized_checkpoint_is_refused_by_method(kind, tiny_hf, tmp_path,
+                                                                  monkeypatch):
     said, by_config, by_tensors = KINDS[kind]
     directory = quantise(tiny_hf, tmp_path / "hf", kind)
     way_out = {} if kind in (plain_float8, plain_integers) else {
@@ -136,7 +135,7 @@ def test_a_quantised_checkpoint_is_refused_by_name_from_its_tensors_and_from_its
     assert re.search(by_tensors, refusal(directory, monkeypatch, **way_out))
     if said is None:
         return
-    shutil.copy(tiny_hf / "model.safetensors", directory)  # weights as they should be
+    shutil.copy(tiny_hf / "model.safetensors", directory)  # floating-point weights
     for place in ({"quantization_config": said}, {"compression_config": said},
                   {"text_config": {"quantization_config": said}}):
         edit(directory, **place)
@@ -150,13 +149,14 @@ def test_a_quantised_checkpoint_is_refused_by_name_from_its_tensors_and_from_its
     ("hf_quant_config.json", {"quantization": {"quant_algo": "W4A8_AWQ"}},
      r"NVIDIA ModelOpt \(W4A8_AWQ\)"),
 ])
-def test_a_file_of_an_older_tool_says_it_too(file, said, expected, tiny_hf, tmp_path, monkeypatch):
+def test_an_older_quantization_file_is_detected(file, said, expected, tiny_hf, tmp_path,
+                                                monkeypatch):
     directory = shutil.copytree(tiny_hf, tmp_path / "hf")
     (directory / file).write_text(json.dumps(said))
     assert re.search(expected, refusal(directory, monkeypatch))
 
 
-def test_packed_experts_of_mxfp4_are_known():
+def test_packed_mxfp4_experts_are_detected():
     tensors = {"model.layers.0.mlp.experts.gate_up_proj_blocks":
                Weight.of(np.zeros((1, 2, 16), np.uint8))}
     with pytest.raises(LlmcError, match="by MXFP4"):
@@ -169,11 +169,11 @@ def test_packed_experts_of_mxfp4_are_known():
                                  load_in_4bit=False)},
     {"quantization_config": "none"},
 ])
-def test_a_config_that_asks_for_nothing_is_none_of_a_quantised_model(config):
+def test_an_empty_quantization_config_is_not_quantized(config):
     assert checkpoint.method_of(config) is None
 
 
-def test_it_is_known_before_torch_and_transformers_are_imported(tiny_hf, tmp_path):
+def test_quantization_is_detected_before_torch_is_imported(tiny_hf, tmp_path):
     directory = shutil.copytree(tiny_hf, tmp_path / "hf")
     edit(directory, quantization_config=dict(quant_method="some-new-method", bits=3))
     for model, expected in ((directory, "some-new-method (3 bits)"),

@@ -1,5 +1,6 @@
-"""Checkpoints in fewer bits: each number is bit for bit what the format's documentation makes of
-the bytes on disk. The decoders here take a number at a time.
+"""Quantized checkpoint formats: values equal the formats' documentation bitwise.
+
+The decoders here process one value at a time.
 """
 
 import json
@@ -29,12 +30,12 @@ TOKENS = np.random.default_rng(3).integers(3, 100, 20).tolist()
 STEP = Step.of([TOKENS], [0], [list(range(8))], [0], logits="all")
 RNG = np.random.default_rng(11)
 _BEGIN = RNG.bit_generator.state
-FLIPPED = 5e-3  # what a few activations change that lie between two numbers of FP8
+FLIPPED = 5e-3  # effect of a few activations between two FP8 values
 FP4 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
 
 def words(codes, bits, order=None):
-    """Codes [rows, n] in words int32 [rows, n · bits / 32]."""
+    """Pack codes [rows, n] into int32 [rows, n · bits / 32]."""
     per_word = 32 // bits
     packed = np.zeros((codes.shape[0], -(-codes.shape[1] // per_word)), np.uint32)
     for row in range(codes.shape[0]):
@@ -69,7 +70,7 @@ def gptq(bits=4, zeros="any", form="gptq", order=False, group=32, listed=True):
         if form == "gptq":
             zero = np.maximum(zero, 1)  # 0 is stored as -1
         belongs = np.arange(width) // group
-        if order:  # of a layer's own, which weights that read the same activations share
+        if order:  # per layer; weights with the same input share it
             belongs = np.random.default_rng([width, *stem[13:15].encode()]).permutation(belongs)
         if order == "odd":
             belongs[belongs == 1] = 0
@@ -84,13 +85,13 @@ def gptq(bits=4, zeros="any", form="gptq", order=False, group=32, listed=True):
 
 
 def auto_round(packing, made, **more):
-    """What AutoRound says of tensors in a format of others'."""
+    """AutoRound's config for tensors in another tool's format."""
     return {"quant_method": "auto-round", "bits": 4, "group_size": 32, "data_type": "int",
             "sym": False, "autoround_version": "0.13.0", "packing_format": packing, **more}, made
 
 
 def by_layer(one, other, chosen):
-    """Weights whose names have `chosen` as the other makes them."""
+    """Write weights with `chosen` in their names with the other writer."""
     return lambda name, weight: (other if chosen in name else one)[1](name, weight)
 
 
@@ -131,14 +132,13 @@ def pack_quantized(bits=4, zeros="middle", group=32, order=False):
                       group_size=group, symmetric=zeros == "middle"), make
 
 
-# How a config says that each token is rounded as it comes, and that all are by a scale that is
-# stored.
+# Config entries for dynamic per-token scales, and for a stored static scale.
 DYNAMIC = dict(num_bits=8, type="float", strategy="token", dynamic=True, symmetric=True)
 STATIC = dict(num_bits=8, type="float", strategy="tensor", dynamic=False, symmetric=True)
 
 
 def input_scale(name):
-    """Of a weight's activations, some of which are beyond 448 of it."""
+    """Return a static scale that saturates some activations."""
     return next((scale for part, scale in (("o_proj", 0.0008), ("down_proj", 0.0002))
                  if part in name), 0.0015)
 
@@ -177,7 +177,7 @@ def int8(zeros=False):
 
 
 def bitsandbytes(kind, nested=False, storage=np.uint8):
-    """Numbers of a table by blocks of 64 of a weight that is one row; or LLM.int8."""
+    """Table values in blocks of 64 of the flattened weight; or LLM.int8."""
     def make(name, weight):
         count, stem = weight.size, name.removesuffix(".weight")
         if kind == "int8":
@@ -222,7 +222,7 @@ def nvfp4():
 
 
 def modelopt(algorithm):
-    """As NVIDIA's tool has them: numbers of NVFP4 with a scale of all that multiplies."""
+    """NVIDIA ModelOpt: NVFP4 values with a multiplicative global scale."""
     def make(name, weight):
         if algorithm != "NVFP4":
             strategy = "channel" if "CHANNEL" in algorithm else "tensor"
@@ -248,7 +248,7 @@ def mxfp4(blocks):
         rows, width = weight.shape
         codes = RNG.integers(0, 16, weight.shape).astype(np.uint8)
         bits = RNG.integers(118, 123, (rows, width // 32)).astype(np.uint8)
-        bits[0] = 0, *bits[0, 1:]  # 2^-127, which is no normal number
+        bits[0] = 0, *bits[0, 1:]  # 2^-127, a subnormal number
         numbers = np.array([*FP4, *(-n for n in FP4)], np.float32)[codes]
         scales = np.array([[2.0 ** (int(b) - 127) for b in row] for row in bits], np.float32)
         packed = codes[:, ::2] | codes[:, 1::2] << 4
@@ -259,7 +259,7 @@ def mxfp4(blocks):
         "mxfp4-pack-quantized", num_bits=4, type="float", group_size=32), make
 
 
-# How a weight is stored afterwards, "" where it is read as numbers.
+# weight_dtype after compiling; "" if dequantized.
 FORMATS = {
     "gptq": (gptq(), "uint4"), "gptq-symmetric": (gptq(zeros="middle"), "int4"),
     "gptq-zero-16": (gptq(zeros="past"), "uint8"), "gptq-8-bits": (gptq(8), "uint8"),
@@ -276,7 +276,7 @@ FORMATS = {
     "w8a16-channel": (pack_quantized(8, "any", 0), "uint8"),
     "w4a16-g-idx": (pack_quantized(order=True), "int4"),
     "gptq-odd-groups": (gptq(order="odd"), ""),
-    # Without g_idx; the last group of a row is a smaller one: 40 of 64 columns and 24.
+    # Without g_idx; the last group of a row is smaller: 40 and 24 of 64 columns.
     "gptq-last-group": (gptq(group=40, listed=False), ""),
     "gptq-no-g-idx": (gptq(listed=False), "uint4"),
     "fp8-tensor": (float8("tensor"), "float8_e4m3fn"),
@@ -286,10 +286,10 @@ FORMATS = {
     "fp8-block-compressed": (float8("block"), "float8_e4m3fn"),
     "fp8-block": (float8("block", "weight_scale_inv",
                          dict(quant_method="fp8", weight_block_size=[48, 48])), "float8_e4m3fn"),
-    # As Mistral has it: one scale, which transformers names as those of blocks.
+    # Mistral: one scale, named like block scales in transformers.
     "fp8-no-block": (float8("tensor", "weight_scale_inv", dict(
         quant_method="fp8", weight_block_size=None, activation_scheme="static")), "float8_e4m3fn"),
-    # As AutoFP8 has it, and transformers.
+    # AutoFP8 and transformers.
     "autofp8": (float8("tensor", said=dict(quant_method="fp8", activation_scheme="static"),
                        fixed="input_scale"), "float8_e4m3fn"),
     "fp8-static-transformers": (float8("tensor", "weight_scale_inv", dict(
@@ -315,7 +315,7 @@ FORMATS = {
 
 @pytest.fixture(autouse=True)
 def same_numbers():
-    """Whichever tests ran before."""
+    """Seed random numbers independently of other tests."""
     RNG.bit_generator.state = _BEGIN
 
 
@@ -336,7 +336,7 @@ def is_matrix_of_a_layer(name, array):
 
 
 def write(plain, directory, kind, change=lambda tensors: None, of=is_projection):
-    """A checkpoint in this format, and its weights as numbers: those `of` a kind."""
+    """Write a checkpoint in this format; return its dequantized weights, those `of` a kind."""
     said, make = FORMATS[kind][0] if isinstance(kind, str) else kind
     shutil.copytree(plain, directory)
     tensors, truth = {}, {}
@@ -364,7 +364,7 @@ def decoded(directory):
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_numbers_are_bit_for_bit_the_format_s(kind, plain_hf, tmp_path):
+def test_dequantized_values_are_bitwise_exact(kind, plain_hf, tmp_path):
     directory, truth = write(plain_hf, tmp_path / "hf", kind)
     found = decoded(directory)
     plain = load_file(plain_hf / "model.safetensors")
@@ -394,11 +394,11 @@ def transformers_logits(plain, truth, activations=False, scales=None, group=0):
 @pytest.mark.parametrize("kind", ["gptq", "awq", "auto-round", "w4a16", "fp8-tensor", "fp8-block",
                                   "w8a8", "mxfp4-blocks", "modelopt-nvfp4", "fp8-no-block",
                                   "llm-int8"])
-def test_merged_and_divided_weights_keep_their_own_scales(kind, tp_size, plain_hf, tmp_path,
-                                                          monkeypatch):
-    """Queries, keys and values have one weight, as gate and up have."""
+def test_merged_and_sharded_weights_keep_their_scales(kind, tp_size, plain_hf, tmp_path,
+                                                      monkeypatch):
+    """Queries, keys and values are merged, as are gate and up."""
     directory, truth = write(plain_hf, tmp_path / "hf", kind)
-    monkeypatch.setattr(cpu, "BODIES", "")  # bodies of standard ONNX, which are exact
+    monkeypatch.setattr(cpu, "BODIES", "")  # exact bodies of standard ONNX
     llmc.compile(directory, tmp_path / "case", tp_size=tp_size)
     expected = transformers_logits(plain_hf, truth)
     with llmc.LLM(tmp_path / "case") as llm:
@@ -409,7 +409,7 @@ def test_merged_and_divided_weights_keep_their_own_scales(kind, tp_size, plain_h
 
 
 @pytest.mark.parametrize(("target", "tp_size"), [("cpu", 1), ("cpu", 2), ("cuda", 1)])
-def test_numbers_of_a_table_are_a_model_s_as_others_are(target, tp_size, plain_hf, tmp_path):
+def test_quantized_embedding_tables_are_read(target, tp_size, plain_hf, tmp_path):
     directory, truth = write(plain_hf, tmp_path / "hf", "nf4-nested")
     llmc.compile(directory, tmp_path / "case", tp_size=tp_size, target=target, dtype="float32")
     assert not read_manifest(tmp_path / "case").chips[0].quantization
@@ -421,12 +421,12 @@ def test_numbers_of_a_table_are_a_model_s_as_others_are(target, tp_size, plain_h
 @pytest.mark.parametrize(("kind", "tp_size"), [
     ("gptq", 1), ("awq", 2), ("w4a16-asymmetric", 2), ("w8a16-channel", 1), ("nvfp4", 2),
     ("w4a16-g-idx", 1), ("fp8-block", 2), ("modelopt-nvfp4", 1)])
-def test_experts_keep_their_own_scales(kind, tp_size, tmp_path, monkeypatch):
-    """Each tensor of an expert is quantised; a rank has some columns of each."""
+def test_experts_keep_their_scales(kind, tp_size, tmp_path, monkeypatch):
+    """Each tensor of an expert is quantized; a rank has some columns of each."""
     plain = families.save(families.tiny_model(
         "qwen3_moe", moe_intermediate_size=96, num_hidden_layers=2), tmp_path / "plain")
     directory, truth = write(plain, tmp_path / "hf", kind)
-    monkeypatch.setattr(cpu, "BODIES", "")  # bodies of standard ONNX, which are exact
+    monkeypatch.setattr(cpu, "BODIES", "")  # exact bodies of standard ONNX
     llmc.compile(directory, tmp_path / "case", tp_size=tp_size)
     expected = transformers_logits(write_numbers(plain, truth, tmp_path / "numbers"), {})
     with llmc.LLM(tmp_path / "case") as llm:
@@ -437,7 +437,7 @@ def test_experts_keep_their_own_scales(kind, tp_size, tmp_path, monkeypatch):
 
 
 def apart(stacks, transposed, in_turns):
-    """Each expert's tensors of a float checkpoint, as linear layers have them."""
+    """Split stacked expert tensors into one linear weight per expert."""
     tensors = {}
     for name, stack in stacks.items():
         found = re.fullmatch(r"(.*experts)\.(gate_up|down)_proj(_bias)?", name)
@@ -455,7 +455,7 @@ def apart(stacks, transposed, in_turns):
 
 
 def together(parts, transposed, in_turns):
-    """The opposite, of weights alone."""
+    """Stack per-expert weights."""
     stacks, count = {}, 4
     for name, array in parts.items():
         owner, _, rest = name.partition(".experts.")
@@ -478,16 +478,16 @@ def together(parts, transposed, in_turns):
     ("gemma4_text", {**families.GEMMA4_MOE, "intermediate_size": 96, "moe_intermediate_size": 64,
                      "num_hidden_layers": 2, "layer_types": ["sliding_attention",
                                                              "full_attention"]}, False, False)])
-def test_experts_that_a_tool_made_linear_layers_are_stacks_as_the_model_s(
-        family, sizes, transposed, in_turns, tmp_path, monkeypatch):
-    """Tools that quantise linear layers put such in the place of stacks that a model has."""
+def test_experts_stored_as_linear_layers_are_stacked(family, sizes, transposed, in_turns, tmp_path,
+                                                     monkeypatch):
+    """Tools that quantize linear layers replace stacked experts by linear layers."""
     plain = families.save(families.tiny_model(family, **sizes), tmp_path / "plain")
     single = tmp_path / "single"
     shutil.copytree(plain, single)
     save_file(apart(load_file(plain / "model.safetensors"), transposed, in_turns),
               single / "model.safetensors")
     directory, truth = write(single, tmp_path / "hf", "w4a16")
-    monkeypatch.setattr(cpu, "BODIES", "")  # bodies of standard ONNX, which are exact
+    monkeypatch.setattr(cpu, "BODIES", "")  # exact bodies of standard ONNX
     llmc.compile(directory, tmp_path / "case", tp_size=2)
     expected = transformers_logits(plain, together(truth, transposed, in_turns))
     with llmc.LLM(tmp_path / "case") as llm:
@@ -499,8 +499,7 @@ def test_experts_that_a_tool_made_linear_layers_are_stacks_as_the_model_s(
 @pytest.mark.parametrize(("block", "static"), [(48, False), (128, False), (None, False),
                                                (None, True)])
 def test_stacks_of_experts_in_fp8_have_scales_of_each(block, static, tmp_path, monkeypatch):
-    """As transformers saves them, which has two scales of gate and up where a block is no smaller.
-    """
+    """As saved by transformers, with two scales for gate and up."""
     plain = families.save(families.tiny_model("gemma4_text", **{
         **families.GEMMA4_MOE, "intermediate_size": 96, "moe_intermediate_size": 48,
         "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}),
@@ -529,7 +528,7 @@ def test_stacks_of_experts_in_fp8_have_scales_of_each(block, static, tmp_path, m
     assert sum(array.ndim == 3 for array in truth.values()) == 4
     for name, numbers in truth.items():
         assert read[name].load().tobytes() == numbers.astype(np.float32).tobytes(), name
-    monkeypatch.setattr(cpu, "BODIES", "")  # bodies of standard ONNX, which are exact
+    monkeypatch.setattr(cpu, "BODIES", "")  # exact bodies of standard ONNX
     llmc.compile(directory, tmp_path / "case", quantize="none")
     with llmc.LLM(tmp_path / "case") as llm:
         families.assert_close(llm.logits(TOKENS), transformers_logits(plain, truth), 1e-5)
@@ -563,8 +562,9 @@ def test_a_scale_of_activations_that_is_missing_or_several_is_refused(value, pla
 
 
 def check_rounded(logits_of):
-    """Of one of a few draws of weights, logits are those expected: of another a number may lie
-    between two of FP8, and its token then go to another expert.
+    """Assert expected logits for one of a few random weights.
+
+    For others a value may be between two FP8 values, which may change the routing.
     """
     errors = []
     for draw in range(3):
@@ -582,9 +582,9 @@ IN_BLOCKS = dict(quant_method="fp8", weight_block_size=[32, 32], activation_sche
     ("fp8-dynamic", 1, True), ("blocks", 1, True), ("blocks", 2, True),
     ("blocks", 2, False)])
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
-def test_what_experts_multiply_is_rounded_where_a_checkpoint_says_so(
-        family, kind, tp_size, rounds, tmp_path):
-    """Of blocks, where that is asked for."""
+def test_expert_activations_are_quantized_as_the_checkpoint_asks(family, kind, tp_size, rounds,
+                                                                 tmp_path):
+    """Per block if requested."""
     blocks = kind == "blocks"
     if blocks:
         kind = float8("block", "weight_scale_inv", IN_BLOCKS, side=32)
@@ -608,8 +608,8 @@ def test_what_experts_multiply_is_rounded_where_a_checkpoint_says_so(
     check_rounded(logits)
 
 
-def test_that_what_numbers_multiply_is_not_rounded_is_said(tmp_path):
-    """A rank's columns of the projection behind attention are no group that a kernel reads."""
+def test_unquantized_activations_of_floating_point_weights_are_reported(tmp_path):
+    """A rank's columns of the output projection are not a supported group."""
     plain = families.save(families.tiny_model("llama", num_hidden_layers=2, intermediate_size=128),
                           tmp_path / "plain")
     directory, _ = write(plain, tmp_path / "hf", float8("block", "weight_scale_inv", IN_BLOCKS,
@@ -624,8 +624,8 @@ def test_that_what_numbers_multiply_is_not_rounded_is_said(tmp_path):
 
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
 @pytest.mark.parametrize("kind", ["blocks", "fp8-dynamic", "fp8-static"])
-def test_that_what_unlike_parts_multiply_is_not_rounded_is_said(kind, target, tmp_path):
-    """Queries, keys and values become one weight: of parts that are numbers, or of other scales."""
+def test_unquantized_activations_of_mixed_merged_weights_are_reported(kind, target, tmp_path):
+    """Queries, keys and values are merged: some unquantized, or with different scales."""
     plain = families.save(families.tiny_model("llama", num_hidden_layers=2, intermediate_size=128),
                           tmp_path / "plain")
 
@@ -647,7 +647,7 @@ def test_that_what_unlike_parts_multiply_is_not_rounded_is_said(kind, target, tm
                    for text in said) == (name == "unlike")
 
 
-# Those whose checkpoints have each expert's weights by themselves.
+# Families with per-expert checkpoint tensors.
 SEPARATE = ("qwen2_moe", "mixtral", "olmoe", "minimax_m2", "ernie4_5_moe", "dots1", "phimoe",
             "hunyuan_v1_moe", "afmoe", "cohere2_moe", "exaone_moe", "flex_olmo", "flint", "hy_v3",
             "laguna", "mellum", "solar_open", "lfm2_moe", "nemotron_h")
@@ -655,7 +655,7 @@ SEPARATE = ("qwen2_moe", "mixtral", "olmoe", "minimax_m2", "ernie4_5_moe", "dots
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", SEPARATE)
-def test_every_mixture_rounds_what_it_multiplies(family, tmp_path):
+def test_every_moe_family_quantizes_activations(family, tmp_path):
     planned = {**families.MIXTURES, **families.HYBRIDS}
     sizes = planned.get(family) or families.sizes_of(family)
     sizes = sizes | {name: 64 for name in (*sizes, "moe_intermediate_size")
@@ -679,8 +679,8 @@ def test_every_mixture_rounds_what_it_multiplies(family, tmp_path):
     ("fp8-static", "cuda", {}, True), ("fp8-dynamic", "cpu", {}, True),
     ("fp8-dynamic", "cuda", {}, False), ("fp8-default-block", "cpu", {}, False),
     ("fp8-default-block", "cpu", {"quantize_activations": True}, True)])
-def test_that_what_experts_multiply_is_not_rounded_is_said(kind, target, options, says, tmp_path):
-    """By fixed scales, and where their weights are read as numbers."""
+def test_unquantized_expert_activations_are_reported(kind, target, options, says, tmp_path):
+    """Static scales, and dequantized weights."""
     plain = families.save(families.tiny_model(
         "qwen3_moe", moe_intermediate_size=64, num_hidden_layers=2), tmp_path / "plain")
     directory, _ = write(plain, tmp_path / "hf", kind)
@@ -692,7 +692,7 @@ def test_that_what_experts_multiply_is_not_rounded_is_said(kind, target, options
 @pytest.mark.parametrize(("kind", "options", "says"), [
     ("fp8-dynamic", {}, True), ("fp8-default-block", {}, False),
     ("fp8-default-block", {"quantize_activations": True}, True), ("fp8-channel", {}, False)])
-def test_that_matrices_of_heads_multiply_what_is_not_rounded_is_said(kind, options, says, tmp_path):
+def test_unquantized_activations_of_mla_up_projections_are_reported(kind, options, says, tmp_path):
     plain = families.save(families.tiny_model("deepseek_v3", kv_lora_rank=64, num_hidden_layers=2),
                           tmp_path / "plain")
     directory, _ = write(plain, tmp_path / "hf", kind)
@@ -703,7 +703,7 @@ def test_that_matrices_of_heads_multiply_what_is_not_rounded_is_said(kind, optio
 
 @pytest.mark.parametrize(("family", "kind"), [
     ("mamba2", "gptq"), ("mamba2", "fp8-dynamic"), ("lfm2", "w4a16"), ("lfm2", "fp8-channel")])
-def test_products_of_one_norm_are_one_in_codes_too(family, kind, tmp_path):
+def test_quantized_projections_of_one_norm_are_merged(family, kind, tmp_path):
     changes = {"intermediate_size": 96} if family == "lfm2" else {}
     plain = families.save(families.tiny_model(family, **changes), tmp_path / "plain")
     directory, truth = write(plain, tmp_path / "hf", kind)
@@ -717,7 +717,7 @@ def test_products_of_one_norm_are_one_in_codes_too(family, kind, tmp_path):
 
 
 def write_numbers(plain, truth, directory):
-    """The checkpoint with these numbers for its weights, each expert's by itself."""
+    """Write the checkpoint with dequantized weights, one tensor per expert."""
     shutil.copytree(plain, directory)
     tensors = load_file(plain / "model.safetensors")
     tensors.update({name: array.astype(np.float32) for name, array in truth.items()})
@@ -730,8 +730,8 @@ def write_numbers(plain, truth, directory):
     ("channel", DYNAMIC, True), ("tensor", DYNAMIC, True), ("block", DYNAMIC, False),
     ("channel", {**DYNAMIC, "dynamic": False}, False),
     ("channel", {**DYNAMIC, "strategy": "tensor"}, False), ("channel", {}, False)])
-def test_tokens_are_rounded_where_a_checkpoint_says_that_each_is_as_it_comes(
-        strategy, said, rounds, target, plain_hf, tmp_path):
+def test_activations_are_quantized_dynamically_as_the_checkpoint_asks(strategy, said, rounds,
+                                                                      target, plain_hf, tmp_path):
     directory, truth = write(plain_hf, tmp_path / "hf", float8(strategy, side=32, activations=said))
     llmc.compile(directory, tmp_path / "case", target=target)
     if target == "cuda":
@@ -777,8 +777,7 @@ def rounding(kind, activations):
         quant_method="fp8", weight_block_size=[48, 48], scale_fmt="ue8m0")),
      r"scales of quantized activations are not rounded to powers of two .* \(scale_fmt ue8m0\)"),
     *[(kind, "") for kind in ("fp8-dynamic", "fp8-static", "fp8-channel", "w8a8", "modelopt-fp8")]])
-def test_that_activations_are_not_rounded_as_a_checkpoint_says_is_said(kind, said, plain_hf,
-                                                                       tmp_path):
+def test_unsupported_activation_quantization_is_reported(kind, said, plain_hf, tmp_path):
     notes = decoded(write(plain_hf, tmp_path / "hf", kind)[0]).notes
     if said:
         assert len(notes) == 1 and re.match(said, notes[0]), notes
@@ -787,8 +786,8 @@ def test_that_activations_are_not_rounded_as_a_checkpoint_says_is_said(kind, sai
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_modelopt_s_layers_round_each_as_its_own_algorithm_says(named, plain_hf, tmp_path):
-    """Where the config does not name a layer its scales say it: a row's are by token's alone."""
+def test_modelopt_layers_follow_their_quantization_algorithm(named, plain_hf, tmp_path):
+    """Layers absent from the config are identified by their scales: row scales are per token."""
     by_token, fixed = "FP8_PER_CHANNEL_PER_TOKEN", "FP8"
 
     def of(name):
@@ -818,8 +817,8 @@ GROUPED = dict(num_bits=8, type="float", strategy="group", group_size=32, dynami
     float8("block", "weight_scale_inv", dict(quant_method="fp8", weight_block_size=[32, 32],
                                              activation_scheme="dynamic"), side=32),
     float8("block", side=32, activations=GROUPED)], ids=["transformers", "compressed-tensors"])
-def test_groups_are_rounded_where_a_checkpoint_says_so_and_it_is_asked_for(
-        kind, tp_size, target, tmp_path):
+def test_activation_groups_are_quantized_if_the_checkpoint_and_option_ask(kind, tp_size, target,
+                                                                          tmp_path):
     plain = families.save(families.tiny_model(
         "llama", intermediate_size=192, num_hidden_layers=2), tmp_path / "plain")
     directory, truth = write(plain, tmp_path / "hf", kind)
@@ -849,7 +848,7 @@ def test_groups_are_rounded_where_a_checkpoint_says_so_and_it_is_asked_for(
     (float8("block", side=32, activations={**GROUPED, "group_size": 64}), "no block-wise FP8"),
     (float8("block", side=32, activations={**GROUPED, "dynamic": False}), "no block-wise FP8"),
     ("w4a16", "no block-wise FP8"), ("fp8-channel", "no block-wise FP8")])
-def test_activations_that_a_checkpoint_does_not_round_are_not(kind, said, plain_hf, tmp_path):
+def test_activations_stay_unquantized_without_a_checkpoint_scheme(kind, said, plain_hf, tmp_path):
     directory, _ = write(plain_hf, tmp_path / "hf", kind)
     with pytest.raises(llmc.LlmcError, match=said):
         llmc.compile(directory, tmp_path / "case", quantize_activations=True)
@@ -858,7 +857,7 @@ def test_activations_that_a_checkpoint_does_not_round_are_not(kind, said, plain_
     assert not (tmp_path / "case").exists()
 
 
-def test_layers_that_share_a_weight_share_the_scales_of_its_blocks(tmp_path):
+def test_layers_with_a_shared_weight_share_its_block_scales(tmp_path):
     plain = families.save(families.tiny_model(
         "zamba2", hidden_size=128, attention_head_dim=64, mamba_headdim=32, intermediate_size=256),
         tmp_path / "plain")
@@ -872,8 +871,7 @@ def test_layers_that_share_a_weight_share_the_scales_of_its_blocks(tmp_path):
 
 @pytest.mark.parametrize("square", [True, False])
 @pytest.mark.parametrize("kind", ["gptq", "awq", "llm-int8", "nf4"])
-def test_a_conv1d_s_weight_lies_as_a_linear_layer_s_where_it_is_quantised(kind, square, tmp_path,
-                                                                          monkeypatch):
+def test_a_quantized_conv1d_weight_has_the_linear_layout(kind, square, tmp_path, monkeypatch):
     plain = families.save(families.tiny_model("gpt2", n_layer=2), tmp_path / "plain")
     said, make = FORMATS[kind][0]
 
@@ -883,7 +881,7 @@ def test_a_conv1d_s_weight_lies_as_a_linear_layer_s_where_it_is_quantised(kind, 
 
     directory, truth = write(plain, tmp_path / "hf", (said, turned), of=lambda name, array: (
         name.endswith("attn.c_proj.weight") if square else ".c_" in name and array.ndim == 2))
-    monkeypatch.setattr(cpu, "BODIES", "")  # bodies of standard ONNX, which are exact
+    monkeypatch.setattr(cpu, "BODIES", "")  # exact bodies of standard ONNX
     llmc.compile(directory, tmp_path / "case")
     with llmc.LLM(tmp_path / "case") as llm:
         families.assert_close(llm.logits(TOKENS), transformers_logits(plain, truth), 1e-5)
@@ -891,7 +889,7 @@ def test_a_conv1d_s_weight_lies_as_a_linear_layer_s_where_it_is_quantised(kind, 
     assert len(forms) == (0 if kind == "nf4" else len(truth)) and len(truth) == 2 * (4 - 3 * square)
 
 
-def test_groups_that_kernels_do_not_round_are_refused(tmp_path):
+def test_activation_group_sizes_without_a_kernel_are_refused(tmp_path):
     plain = families.save(families.tiny_model(
         "llama", hidden_size=96, intermediate_size=192, num_hidden_layers=1), tmp_path / "plain")
     directory, _ = write(plain, tmp_path / "hf", float8("block", "weight_scale_inv", dict(
@@ -902,7 +900,7 @@ def test_groups_that_kernels_do_not_round_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
-def test_whole_blocks_have_their_scales_once_more_where_kernels_take_them(target, tmp_path):
+def test_block_scales_are_stored_for_kernels_that_use_them(target, tmp_path):
     plain = families.save(families.tiny_model(
         "llama", hidden_size=256, intermediate_size=384, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, head_dim=64), tmp_path / "plain")
@@ -925,8 +923,7 @@ def test_whole_blocks_have_their_scales_once_more_where_kernels_take_them(target
 @pytest.mark.parametrize(("kind", "tp_size"), [
     ("fp8-static", 1), ("fp8-static", 2), ("autofp8", 1), ("fp8-static-transformers", 1),
     ("modelopt-fp8", 1)])
-def test_activations_are_rounded_by_the_scale_that_a_checkpoint_stores(kind, tp_size, target,
-                                                                       tmp_path):
+def test_static_activation_scales_are_used(kind, tp_size, target, tmp_path):
     plain = families.save(families.tiny_model(
         "llama", intermediate_size=192, num_hidden_layers=2), tmp_path / "plain")
     directory, truth = write(plain, tmp_path / "hf", kind)
@@ -949,8 +946,7 @@ def test_activations_are_rounded_by_the_scale_that_a_checkpoint_stores(kind, tp_
 
 @pytest.mark.parametrize("kind", ["fp8-dynamic-transformers", "autofp8-dynamic", "fbgemm",
                                   "modelopt-fp8-channel"])
-def test_tokens_are_rounded_as_they_come_where_no_scale_of_theirs_is_stored(kind, plain_hf,
-                                                                            tmp_path):
+def test_activations_are_dynamic_without_a_static_scale(kind, plain_hf, tmp_path):
     directory, truth = write(plain_hf, tmp_path / "hf", kind)
     manifest = llmc.compile(directory, tmp_path / "case")
     with llmc.LLM(tmp_path / "case") as llm:
@@ -960,7 +956,7 @@ def test_tokens_are_rounded_as_they_come_where_no_scale_of_theirs_is_stored(kind
             for form in manifest.chips[0].quantization.values()} == {("float8_e4m3fn", 0.0)}
 
 
-def test_what_scales_differ_for_is_not_rounded_as_one(plain_hf, tmp_path):
+def test_layers_with_different_activation_scales_are_not_merged(plain_hf, tmp_path):
     def change(tensors):
         tensors["model.layers.0.self_attn.k_proj.input_scale"] *= 2
 
@@ -971,7 +967,7 @@ def test_what_scales_differ_for_is_not_rounded_as_one(plain_hf, tmp_path):
 
 
 @pytest.mark.parametrize("value", [0.0, -0.5, np.nan, np.inf])
-def test_a_damaged_scale_of_activations_is_refused(value, plain_hf, tmp_path):
+def test_an_invalid_activation_scale_is_refused(value, plain_hf, tmp_path):
     def change(tensors):
         tensors["model.layers.1.mlp.down_proj.input_scale"][()] = value
 
@@ -982,8 +978,8 @@ def test_a_damaged_scale_of_activations_is_refused(value, plain_hf, tmp_path):
 
 @pytest.mark.parametrize(("target", "tp_size", "kept"), [
     ("cpu", 1, 8), ("cpu", 2, 4), ("cuda", 1, 0)])
-def test_columns_in_the_order_of_activations_are_brought_in_it_where_they_are_not_divided(
-        target, tp_size, kept, plain_hf, tmp_path, monkeypatch):
+def test_act_order_columns_are_permuted_unless_sharded(target, tp_size, kept, plain_hf, tmp_path,
+                                                       monkeypatch):
     directory, truth = write(plain_hf, tmp_path / "hf", "gptq-act-order")
     monkeypatch.setattr(cpu, "BODIES", "")
     said = []
@@ -1000,7 +996,7 @@ def test_columns_in_the_order_of_activations_are_brought_in_it_where_they_are_no
     families.assert_close(found, expected, 1e-5)
 
 
-def test_the_cpu_s_own_kernels_read_them(plain_hf, tmp_path):
+def test_the_cpu_target_s_kernels_read_quantized_checkpoints(plain_hf, tmp_path):
     directory, truth = write(plain_hf, tmp_path / "hf", "awq")
     llmc.compile(directory, tmp_path / "case")
     with llmc.LLM(tmp_path / "case") as llm:
@@ -1009,7 +1005,7 @@ def test_the_cpu_s_own_kernels_read_them(plain_hf, tmp_path):
 
 @pytest.mark.parametrize("tp_size", [1, 3])
 @pytest.mark.parametrize("kind", ["awq", "gptq-act-order", "fp8-channel", "fp8-block"])
-def test_what_latent_attention_makes_of_its_latent_stays_as_it_is_stored(kind, tp_size, tmp_path):
+def test_mla_up_projections_keep_their_quantization(kind, tp_size, tmp_path):
     plain = families.save(families.tiny_model(
         "minicpm3", hidden_size=96, intermediate_size=288, num_hidden_layers=2, q_lora_rank=96,
         kv_lora_rank=96, qk_nope_head_dim=88, v_head_dim=96), tmp_path / "plain")
@@ -1021,7 +1017,7 @@ def test_what_latent_attention_makes_of_its_latent_stays_as_it_is_stored(kind, t
                               1e-5 if "fp8" in kind else 0.03)
     forms = read_manifest(tmp_path / "case").chips[-1].quantization
     kept = {form.dtype for name, form in forms.items() if name.endswith(("key_up", "value_up"))}
-    # Of columns in the order of activations there are none to bring in it.
+    # Act-order formats have no columns to permute.
     assert kept == (set() if kind == "gptq-act-order" else {FORMATS[kind][1]})
 
 
@@ -1034,7 +1030,7 @@ BLOCKS = float8("block", "weight_scale_inv", dict(quant_method="fp8", weight_blo
                                   "fp8-tensor", "fp8-no-block", "modelopt-fp8", BLOCKS, "w8a8",
                                   "w8a8-asymmetric", "mxfp4"],
                          ids=lambda kind: kind if isinstance(kind, str) else "fp8-blocks-of-32")
-def test_cuda_s_schedule_keeps_them_too(kind, tp_size, plain_hf, tmp_path):
+def test_the_cuda_program_keeps_quantized_weights(kind, tp_size, plain_hf, tmp_path):
     directory, truth = write(plain_hf, tmp_path / "hf", kind, without_scales_of_activations)
     llmc.compile(directory, tmp_path / "case", target="cuda", tp_size=tp_size)
     families.assert_close(Interpreters(tmp_path / "case").compute(STEP),
@@ -1054,8 +1050,8 @@ def build_nothing(work, options):
 
 @pytest.mark.parametrize(("target", "kind"), [
     ("cuda", "nvfp4"), ("tensorrt", "nvfp4"), ("cuda", "modelopt-nvfp4")])
-def test_what_a_gpu_s_kernels_do_not_read_becomes_numbers_and_that_is_said(
-        target, kind, plain_hf, tmp_path, monkeypatch):
+def test_weights_without_a_gpu_kernel_are_dequantized_with_a_note(target, kind, plain_hf, tmp_path,
+                                                                  monkeypatch):
     monkeypatch.setattr(tensorrt, "_build", build_nothing)
     monkeypatch.setattr(tensorrt, "plugin_library", lambda: "")
     directory, truth = write(plain_hf, tmp_path / "hf", kind)
@@ -1069,7 +1065,7 @@ def test_what_a_gpu_s_kernels_do_not_read_becomes_numbers_and_that_is_said(
                               transformers_logits(plain_hf, truth), 1e-5)
 
 
-def test_numbers_are_read_in_place_of_the_form_where_that_is_asked_for(plain_hf, tmp_path):
+def test_a_checkpoint_is_dequantized_with_an_option(plain_hf, tmp_path):
     directory, truth = write(plain_hf, tmp_path / "hf", "awq")
     llmc.compile(directory, tmp_path / "case", quantize="none")
     assert read_manifest(tmp_path / "case").quantization is None
@@ -1077,8 +1073,8 @@ def test_numbers_are_read_in_place_of_the_form_where_that_is_asked_for(plain_hf,
         families.assert_close(llm.logits(TOKENS), transformers_logits(plain_hf, truth), 1e-5)
 
 
-def test_a_module_that_is_not_quantised_keeps_its_neighbours_exact(plain_hf, tmp_path, monkeypatch):
-    """Where only some of what is merged is in fewer bits, all of it is read as numbers."""
+def test_an_unquantized_module_does_not_affect_its_neighbors(plain_hf, tmp_path, monkeypatch):
+    """If only some merged weights are quantized, all are dequantized."""
     name = "model.layers.0.self_attn.k_proj.weight"
     plain = load_file(plain_hf / "model.safetensors")[name]
 
@@ -1098,8 +1094,8 @@ def test_a_module_that_is_not_quantised_keeps_its_neighbours_exact(plain_hf, tmp
     assert len(refusals) == 1 and "have different storage formats" in refusals[0]
 
 
-def test_an_older_tool_s_file_says_how_each_layer_was_quantised(plain_hf, tmp_path):
-    """hf_quant_config.json in place of config.json; NVFP4 and FP8 in one checkpoint."""
+def test_a_quantize_config_file_is_read(plain_hf, tmp_path):
+    """hf_quant_config.json instead of config.json; NVFP4 and FP8 in one checkpoint."""
     first, second = FORMATS["modelopt-nvfp4"][0], FORMATS["modelopt-fp8"][0]
 
     def make(name, weight):
@@ -1117,9 +1113,10 @@ def test_an_older_tool_s_file_says_how_each_layer_was_quantised(plain_hf, tmp_pa
         assert tensors[name].stored.dtype == ("int8" if "mlp" in name else "float8_e4m3fn")
 
 
-def test_groups_of_a_config_say_which_layers_are_rounded(plain_hf, tmp_path):
-    """Attention by tokens, other layers by scales that are stored, but for one named weights alone;
-    as compressed-tensors tells them by targets: names, patterns of names, classes.
+def test_config_groups_select_quantized_layers(plain_hf, tmp_path):
+    """Attention has dynamic scales, other layers static ones, and one layer weights only.
+
+    compressed-tensors selects them by targets: names, patterns of names, classes.
     """
     alone = "model.layers.1.mlp.down_proj"
     kinds = {"token": FORMATS["fp8-dynamic"][0], "all": FORMATS["fp8-static"][0],
@@ -1143,8 +1140,7 @@ def test_groups_of_a_config_say_which_layers_are_rounded(plain_hf, tmp_path):
             "float8_e4m3fn", np.float32(input_scale(name)))}[kind_of(name)], name
 
 
-def test_a_layer_that_groups_of_a_config_do_not_tell_apart_is_rounded_where_they_are_alike(
-        plain_hf, tmp_path):
+def test_ambiguous_config_groups_must_agree(plain_hf, tmp_path):
     said, make = FORMATS["fp8-dynamic"][0]
     one = said["config_groups"]["group_0"] | {"targets": ["re:.*attn.*"]}
     for alike in (True, False):
@@ -1158,7 +1154,7 @@ def test_a_layer_that_groups_of_a_config_do_not_tell_apart_is_rounded_where_they
         assert [note[-11:] for note in read.notes] == ([] if alike else ["and 13 more"])
 
 
-def test_a_target_that_is_no_pattern_is_said(plain_hf, tmp_path):
+def test_an_invalid_target_pattern_is_reported(plain_hf, tmp_path):
     said, make = FORMATS["fp8-dynamic"][0]
     group = said["config_groups"]["group_0"]
     said = said | {"config_groups": {"a": group, "b": group | {"targets": ["re:*mlp"]}}}
@@ -1170,8 +1166,8 @@ def test_a_target_that_is_no_pattern_is_said(plain_hf, tmp_path):
 @pytest.mark.parametrize("name", [
     "self_attn.k_scale", "self_attn.k_proj.k_scale", "self_attn.kv_scale",
     "self_attn.v_proj.output_scale", "self_attn.prob_output_scale"])
-def test_scales_of_what_llmc_does_not_round_are_left_out_and_that_is_said(name, plain_hf, tmp_path):
-    """Of caches in FP8, as several tools spell them."""
+def test_unused_scales_are_ignored_with_a_note(name, plain_hf, tmp_path):
+    """KV cache scales, as named by several tools."""
     scales = {f"model.layers.{layer}.{name}": np.array([0.03], np.float32) for layer in range(2)}
     directory, truth = write(plain_hf, tmp_path / "hf", "fp8-static",
                              lambda tensors: tensors.update(scales))
@@ -1197,7 +1193,7 @@ def write_caches_alone(said, plain, directory, stored):
 
 @pytest.mark.parametrize("stored", [True, False])
 @pytest.mark.parametrize("said", CACHES_ALONE)
-def test_weights_beside_caches_in_fp8_are_as_they_are(said, stored, plain_hf, tmp_path):
+def test_weights_beside_an_fp8_kv_cache_scheme_stay_unquantized(said, stored, plain_hf, tmp_path):
     directory = write_caches_alone(said, plain_hf, tmp_path / "hf", stored)
     read, plain = decoded(directory), load_file(plain_hf / "model.safetensors")
     assert read.tensors.keys() == plain.keys()
@@ -1211,9 +1207,8 @@ def test_weights_beside_caches_in_fp8_are_as_they_are(said, stored, plain_hf, tm
     ("w4a16", "kv_cache_scheme", {**STATIC, "dynamic": True}, "8 bits, float, tensor, dynamic"),
     ("autofp8", "kv_cache_scheme", "static", "static"),
     ("modelopt-nvfp4", "kv_cache_quant_algo", "FP8", "FP8")])
-def test_that_caches_are_not_rounded_as_a_checkpoint_says_is_said(kind, key, value, said, plain_hf,
-                                                                  tmp_path):
-    """Where it has no scales of theirs, of which llmc speaks anyhow."""
+def test_an_unused_kv_cache_scheme_is_reported(kind, key, value, said, plain_hf, tmp_path):
+    """Without cache scales, which llmc reports anyway."""
     own, make = FORMATS[kind][0]
     for more in ({}, {key: value}):
         directory, _ = write(plain_hf, tmp_path / f"hf{len(more)}", ({**own, **more}, make))
@@ -1224,9 +1219,8 @@ def test_that_caches_are_not_rounded_as_a_checkpoint_says_is_said(kind, key, val
 
 @pytest.mark.parametrize("scheme", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("beside", [True, False])
-def test_weights_beside_caches_in_fp8_are_rounded_as_a_plain_checkpoint_s(beside, scheme, plain_hf,
-                                                                         tmp_path):
-    """Whether the config says it of caches, or ModelOpt's own file beside it."""
+def test_weights_beside_an_fp8_kv_cache_scheme_can_be_quantized(beside, scheme, plain_hf, tmp_path):
+    """With the cache scheme in the config or in ModelOpt's separate file."""
     directory = write_caches_alone(CACHES_ALONE[0], plain_hf, tmp_path / "hf", stored=True)
     if beside:
         shutil.copy(plain_hf / "config.json", directory)
@@ -1240,15 +1234,15 @@ def test_weights_beside_caches_in_fp8_are_rounded_as_a_plain_checkpoint_s(beside
     assert all(np.array_equal(weights[name], plain[name]) for name in plain)
 
 
-def test_weights_in_fewer_bits_beside_a_config_of_caches_alone_are_refused(plain_hf, tmp_path):
+def test_quantized_weights_with_a_kv_cache_scheme_alone_are_refused(plain_hf, tmp_path):
     directory, _ = write(plain_hf, tmp_path / "hf", (CACHES_ALONE[0], FORMATS["w4a16"][0][1]))
     with pytest.raises(LlmcError, match="compressed-tensors, packed.* does not name the method"):
         decoded(directory)
 
 
 @pytest.mark.parametrize("method", ["auto-round", "gptq"])
-def test_layers_have_4_bits_and_8_in_one_checkpoint(method, plain_hf, tmp_path):
-    """And groups of another size."""
+def test_a_checkpoint_may_mix_4_and_8_bits(method, plain_hf, tmp_path):
+    """With different group sizes."""
     four, eight = gptq(listed=False), gptq(8, group=16, listed=False)
     more = {"bits": 8, "group_size": 16}
     said = auto_round("auto_round:auto_gptq", None, extra_config={"model.layers.1.mlp": more})[0] \
@@ -1262,7 +1256,7 @@ def test_layers_have_4_bits_and_8_in_one_checkpoint(method, plain_hf, tmp_path):
 
 
 def ruled(rules, one, other, chosen):
-    """Modules whose names fit a pattern as the other makes them, with GPTQModel's rules of them."""
+    """Write modules matching a pattern with the other writer, with GPTQModel's rules."""
     said, _ = one
     return said | {"dynamic": rules}, lambda name, weight: (
         other if re.search(chosen, name) else one)[1](name, weight)
@@ -1272,19 +1266,19 @@ MLP = r".*\.mlp\..*"
 
 
 @pytest.mark.parametrize("kind", [
-    # 64 columns in groups of 40 and 24, where most modules' are of 32; and the other way round.
+    # 64 columns in groups of 40 and 24, other modules in 32; and the reverse.
     ruled({MLP: {"group_size": 40}}, gptq(listed=False), gptq(listed=False, group=40), "mlp"),
     ruled({f"+:{MLP}": {"group_size": 32}}, gptq(listed=False, group=40), gptq(listed=False),
           "mlp"),
     ruled({f"+:{MLP}": {"group_size": -1}}, gptq(listed=False), gptq(listed=False, group=96),
           "mlp"),
-    # The first that fits counts; what it does not say is as of all.
+    # The first match counts; missing keys are the defaults.
     ruled({"+:.*down_proj": {"bits": 8, "sym": False}, MLP: {"group_size": 40}, ".*": {}},
           gptq(listed=False), gptq(listed=False, group=40), "gate_proj|up_proj"),
     ruled({MLP: {"bits": 8, "group_size": 16}}, gptq(order=True), gptq(8, group=16, order=True),
           "mlp"),
     ruled({MLP: {"desc_act": False}}, gptq(order=True), gptq(listed=False), "mlp"),
-    ruled({"mlp": {"group_size": 40}, "+:.*layers.1.mlp": {"sym": True}},  # from a name's beginning
+    ruled({"mlp": {"group_size": 40}, "+:.*layers.1.mlp": {"sym": True}},  # a prefix
           gptq(listed=False), gptq(listed=False, zeros="middle"), "layers.1.mlp"),
     ruled({MLP: {"group_size": 16}}, awq(), awq(16), "mlp"),
     ({"dynamic": None} | gptq()[0], gptq()[1]),
@@ -1293,7 +1287,7 @@ MLP = r".*\.mlp\..*"
         r"layers\.1\.mlp": {"group_size": 40}})[0],
      ruled({}, gptq(listed=False), gptq(listed=False, group=40), r"0.mlp.up|1\.mlp")[1]),
 ])
-def test_rules_of_a_config_say_how_modules_are_quantised(kind, plain_hf, tmp_path):
+def test_dynamic_config_rules_are_applied(kind, plain_hf, tmp_path):
     directory, truth = write(plain_hf, tmp_path / "hf", kind)
     tensors = decoded(directory).tensors
     for name, numbers in truth.items():
@@ -1301,7 +1295,7 @@ def test_rules_of_a_config_say_how_modules_are_quantised(kind, plain_hf, tmp_pat
 
 
 @pytest.mark.parametrize("rule", ["-:.*down_proj", r"-:model\.layers\.\d+\.mlp\.down_proj$"])
-def test_modules_that_a_rule_leaves_out_are_as_they_are(rule, plain_hf, tmp_path):
+def test_modules_excluded_by_a_rule_stay_unquantized(rule, plain_hf, tmp_path):
     said, make = gptq(8, order=True)
     rules = {rule: {}, "+:.*": {"group_size": 32}}
     directory, truth = write(plain_hf, tmp_path / "hf", (said | {"dynamic": rules}, make),
@@ -1329,8 +1323,7 @@ def test_modules_that_a_rule_leaves_out_are_as_they_are(rule, plain_hf, tmp_path
     (ruled({"+:*mlp": {}}, gptq(), gptq(), "mlp"), r"'\*mlp' in rules of .* is not a regular"),
     (({"format": "gemv", "checkpoint_format": "gemv"} | awq()[0], awq()[1]), "quantized by AWQ"),
 ])
-def test_rules_that_contradict_the_tensors_or_llmc_does_not_read_are_refused(kind, said, plain_hf,
-                                                                            tmp_path):
+def test_contradictory_or_unsupported_rules_are_refused(kind, said, plain_hf, tmp_path):
     directory, _ = write(plain_hf, tmp_path / "hf", kind)
     with pytest.raises(LlmcError, match=said):
         decoded(directory)
@@ -1338,7 +1331,7 @@ def test_rules_that_contradict_the_tensors_or_llmc_does_not_read_are_refused(kin
 
 @pytest.mark.parametrize(("kind", "said"), [
     ((gptq()[0] | {"sym": True}, gptq()[1]), r"zero point of \d+, .* sym true, which implies 8"),
-    # As version 2 stores 8, which is 9 in version 1.
+    # Version 2 stores 8, which is 9 in version 1.
     ((gptq()[0] | {"sym": True}, gptq(form="gptq_v2", zeros="middle")[1]), "zero point of 9, but"),
     ((gptq(8)[0] | {"sym": True}, gptq(8)[1]), "sym true, which implies 128"),
     ((gptq()[0] | {"dynamic": {MLP: {"sym": True}}}, gptq()[1]), "mlp.*qzeros' .* sym true"),
@@ -1346,8 +1339,8 @@ def test_rules_that_contradict_the_tensors_or_llmc_does_not_read_are_refused(kin
     *[((kind[0] | {"sym": value}, kind[1]), "") for kind, value in (
         (gptq(), False), (gptq(zeros="middle"), True), (gptq(8, zeros="middle"), True),
         (gptq(form="gptq_v2", zeros="middle"), True))]])
-def test_zeros_that_a_config_says_are_in_the_middle_are_there(kind, said, plain_hf, tmp_path):
-    """Whoever reads such a checkpoint may leave zeros out, so others are of another model."""
+def test_symmetric_zero_points_are_verified(kind, said, plain_hf, tmp_path):
+    """Readers may ignore zero points, so other values would be a different model."""
     directory, truth = write(plain_hf, tmp_path / "hf", kind)
     if said:
         with pytest.raises(LlmcError, match=said):
@@ -1359,7 +1352,7 @@ def test_zeros_that_a_config_says_are_in_the_middle_are_there(kind, said, plain_
 
 
 @pytest.mark.parametrize("kind", ["gptq", "awq", "w4a16"])
-def test_a_weight_that_is_there_in_both_forms_is_refused(kind, plain_hf, tmp_path):
+def test_a_weight_stored_quantized_and_unquantized_is_refused(kind, plain_hf, tmp_path):
     name = f"{Q}.weight"
     directory, _ = write(plain_hf, tmp_path / "hf", kind, lambda tensors: tensors.update(
         {name: load_file(plain_hf / "model.safetensors")[name]}))
@@ -1368,8 +1361,8 @@ def test_a_weight_that_is_there_in_both_forms_is_refused(kind, plain_hf, tmp_pat
 
 
 @pytest.mark.parametrize("value", [0, 0.5])
-def test_a_bias_of_zeros_that_the_model_is_without_adds_nothing(value, plain_hf, tmp_path):
-    """Of every layer, as older tools wrote it; one of other numbers is refused."""
+def test_an_extra_zero_bias_is_ignored(value, plain_hf, tmp_path):
+    """For every layer, as written by older tools; a nonzero one is refused."""
     def change(tensors):
         for name in [name for name in tensors if name.endswith(".scales")]:
             tensors[name.replace("scales", "bias")] = np.zeros(tensors[name].shape[1], np.float16)
@@ -1389,7 +1382,7 @@ def test_a_bias_of_zeros_that_the_model_is_without_adds_nothing(value, plain_hf,
     {"bits": 2}, {"act_bits": 8}, {"data_type": "nv_fp"}, {"packing_format": "auto_round:mlx"},
     {"packing_format": None}, {"rotation_config": {"block_size": 32}},
     {"extra_config": {"model.layers.0.mlp.up_proj": {"bits": 4, "act_bits": 8}}}])
-def test_what_auto_round_writes_otherwise_is_refused_by_its_name(more, plain_hf, tmp_path):
+def test_unsupported_auto_round_formats_are_refused_by_name(more, plain_hf, tmp_path):
     directory, _ = write(plain_hf, tmp_path / "hf", auto_round(
         "auto_round:auto_gptq", gptq(listed=False)[1], **more))
     with pytest.raises(LlmcError, match="is quantized by AutoRound"):
@@ -1399,7 +1392,7 @@ def test_what_auto_round_writes_otherwise_is_refused_by_its_name(more, plain_hf,
 @pytest.mark.parametrize("more", [
     {"format": "gptq_v2"}, {"format": "gptq_v2", "checkpoint_format": "GPTQ_V2"},
     {"checkpoint_format": "gptq_v2", "rotation": None, "adapter": None}])
-def test_each_key_that_says_gptq_s_version_is_read(more, plain_hf, tmp_path):
+def test_every_gptq_version_key_is_read(more, plain_hf, tmp_path):
     said, make = gptq(form="gptq_v2")
     del said["checkpoint_format"]
     directory, truth = write(plain_hf, tmp_path / "hf", (said | more, make))
@@ -1414,20 +1407,20 @@ def test_each_key_that_says_gptq_s_version_is_read(more, plain_hf, tmp_path):
     (gptq(), {"rotation": "hadamard"}, "is rotated .rotation 'hadamard' in its config"),
     (awq(), {"rotation": "random"}, "is rotated .rotation 'random' in its config"),
     (gptq(), {"adapter": {"name": "lora", "rank": 8}}, "adapter .adapter .*'rank': 8.* in its")])
-def test_what_gptq_s_config_contradicts_or_llmc_does_not_read_is_refused(kind, more, said, plain_hf,
-                                                                         tmp_path):
+def test_contradictory_or_unsupported_gptq_configs_are_refused(kind, more, said, plain_hf,
+                                                               tmp_path):
     directory, _ = write(plain_hf, tmp_path / "hf", (kind[0] | more, kind[1]))
     with pytest.raises(LlmcError, match=said):
         decoded(directory)
 
 
-def test_codes_of_other_bits_are_refused_by_their_layer(plain_hf, tmp_path):
+def test_unsupported_bit_widths_are_refused_with_the_layer(plain_hf, tmp_path):
     directory, _ = write(plain_hf, tmp_path / "hf", (gptq()[0], by_layer(gptq(), gptq(2), "up")))
     with pytest.raises(LlmcError, match="up_proj' in .* has codes of 2 bits; llmc reads 4 and 8"):
         decoded(directory)
 
 
-def test_blocks_and_rows_in_one_checkpoint_are_told_by_their_scales(plain_hf, tmp_path):
+def test_block_and_row_scales_are_distinguished_by_shape(plain_hf, tmp_path):
     block, row = FORMATS["fp8-block-compressed"][0], FORMATS["fp8-channel"][0]
     both = block[0] | dict(config_groups={"a": row[0]["config_groups"]["group_0"],
                                           "b": block[0]["config_groups"]["group_0"]})
@@ -1438,7 +1431,7 @@ def test_blocks_and_rows_in_one_checkpoint_are_told_by_their_scales(plain_hf, tm
         assert tensors[name].load().tobytes() == numbers.astype(np.float32).tobytes(), name
 
 
-def test_blocks_of_several_sizes_are_each_of_its_group_of_a_config(plain_hf, tmp_path):
+def test_block_sizes_follow_their_config_group(plain_hf, tmp_path):
     large, small = float8("block", side=32), float8("block", side=16)
     said = large[0] | {"config_groups": {
         "a": large[0]["config_groups"]["group_0"] | {"targets": ["re:.*self_attn.*"]},
@@ -1451,7 +1444,7 @@ def test_blocks_of_several_sizes_are_each_of_its_group_of_a_config(plain_hf, tmp
 
 
 def arguing(kind, **arguments):
-    """A kind of compressed-tensors' whose config says more of weights."""
+    """A compressed-tensors format with additional weight settings."""
     said, make = kind
     group = said["config_groups"]["group_0"]
     return said | {"config_groups": {"group_0": group | {
@@ -1464,8 +1457,8 @@ def arguing(kind, **arguments):
     (gptq(listed=False)[0] | {"desc_act": True, "static_groups": True}, gptq(listed=False)[1]),
     (gptq(listed=False, group=96)[0] | {"desc_act": True, "group_size": -1},
      gptq(listed=False, group=96)[1])])
-def test_columns_in_their_own_order_need_no_list_of_groups(kind, plain_hf, tmp_path):
-    """As those of one group, and where groups were made before columns were ordered."""
+def test_columns_in_natural_order_need_no_g_idx(kind, plain_hf, tmp_path):
+    """With one group, and with static groups."""
     directory, truth = write(plain_hf, tmp_path / "hf", kind)
     tensors = decoded(directory).tensors
     for name, numbers in truth.items():
@@ -1473,8 +1466,7 @@ def test_columns_in_their_own_order_need_no_list_of_groups(kind, plain_hf, tmp_p
 
 
 @pytest.mark.parametrize("asymmetric", ["Linear", "re:.*(q|k)_proj"])
-def test_the_group_of_a_config_that_a_layer_belongs_to_says_whether_it_has_zeros(
-        asymmetric, plain_hf, tmp_path):
+def test_zero_points_follow_the_config_group(asymmetric, plain_hf, tmp_path):
     some, others = pack_quantized(zeros="any"), pack_quantized()
     own, of_others = (kind[0]["config_groups"]["group_0"] for kind in (some, others))
     said = others[0] | {"config_groups": {
@@ -1515,7 +1507,7 @@ Q = "model.layers.1.self_attn.q_proj"
      "no tensor named '.*.weight_scale'"),
     ("w8a8", lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"].astype(np.float32)}),
      "is float32 and has scales; expected FP8"),
-    # Four groups of 16, where the config speaks of 32.
+    # Four groups of 16, but 32 in the config.
     ("w4a16", lambda t: t.update({f"{Q}.weight_scale": np.ones((64, 4), ml_dtypes.bfloat16)}),
      "has 4 groups for 64 columns, but its config has group_size 32"),
     ("awq", lambda t: t.update({f"{Q}.scales": np.ones((1, 64), np.float16)}),
@@ -1555,7 +1547,7 @@ Q = "model.layers.1.self_attn.q_proj"
     ("w4a16", lambda t: t.pop(f"{Q}.weight_packed"),
      "has neither '.*q_proj.weight' nor '.*q_proj.weight_packed' for the scales '.*weight_scale'"),
     ("gptq", lambda t: t.pop(f"{Q}.qweight"), "q_proj.g_idx'.* of GPTQ, without the other"),
-    # One scale for a row, where the config speaks of groups; 4 bits where it speaks of 8.
+    # One scale per row, but groups in the config; 4 bits, but 8 in the config.
     ("w4a16", lambda t: t.update({f"{Q}.weight_scale": np.ones((64, 1), ml_dtypes.bfloat16)}),
      "has 1 group for 64 columns, but its config has group_size 32"),
     ("w8a16", lambda t: t.update({f"{Q}.weight_packed": t[f"{Q}.weight_packed"][:, ::2].copy()}),
@@ -1576,8 +1568,8 @@ Q = "model.layers.1.self_attn.q_proj"
           ("gptq", "qweight", np.int16), ("gptq", "qweight", np.int8),
           ("awq", "qweight", np.int64))],
 ])
-def test_what_is_missing_or_damaged_is_named(kind, change, said, plain_hf, tmp_path):
-    """In one sentence, before anything is exported."""
+def test_missing_or_damaged_tensors_are_named(kind, change, said, plain_hf, tmp_path):
+    """With one error, before the export."""
     directory, _ = write(plain_hf, tmp_path / "hf", kind, change)
     with pytest.raises(LlmcError, match=said):
         llmc.compile(directory, tmp_path / "case")
@@ -1585,9 +1577,10 @@ def test_what_is_missing_or_damaged_is_named(kind, change, said, plain_hf, tmp_p
 
 
 @pytest.mark.parametrize("read", ["as numbers", "merged", "of an expert"])
-def test_fp8_that_is_no_number_is_named_however_it_is_read(read, plain_hf, tmp_path):
-    """By its form, or as numbers: where that is asked for, where a neighbour has no such form, and
-    where no kernel has it.
+def test_fp8_nan_is_named(read, plain_hf, tmp_path):
+    """For quantized and for dequantized weights.
+
+    Weights are dequantized by an option, by an unquantized neighbor, or without a kernel.
     """
     name = f"{Q}.weight"
     if read == "of an expert":
@@ -1609,7 +1602,7 @@ def test_fp8_that_is_no_number_is_named_however_it_is_read(read, plain_hf, tmp_p
 
 
 @pytest.mark.parametrize("said", ["32x32", [32, 32]])
-def test_blocks_are_read_as_older_configs_say_them_too(said, plain_hf, tmp_path):
+def test_older_block_configs_are_read(said, plain_hf, tmp_path):
     kind = arguing(float8("block", side=32, activations=GROUPED), block_structure=said)
     directory, truth = write(plain_hf, tmp_path / "hf", kind)
     tensors = decoded(directory).tensors
@@ -1626,16 +1619,15 @@ def test_blocks_are_read_as_older_configs_say_them_too(said, plain_hf, tmp_path)
     *[((pack_quantized()[0] | more, pack_quantized()[1]), "is quantized by compressed-tensors")
       for more in ({"config_groups": [1]}, {"config_groups": {"group_0": {"weights": 4}}},
                    {"transform_config": "rotated"})]])
-def test_a_config_that_is_none_is_one_sentence(kind, said, plain_hf, tmp_path):
+def test_an_invalid_quantization_config_is_refused(kind, said, plain_hf, tmp_path):
     directory, _ = write(plain_hf, tmp_path / "hf", kind)
     with pytest.raises(LlmcError, match=said):
         decoded(directory)
 
 
 @pytest.mark.parametrize("beside", [True, False])
-def test_a_group_of_a_config_that_rounds_what_attention_multiplies_alone_is_said(beside, plain_hf,
-                                                                                 tmp_path):
-    """As compressed-tensors has it for attention, beside weights in fewer bits or not."""
+def test_a_config_group_for_attention_alone_is_reported(beside, plain_hf, tmp_path):
+    """As in compressed-tensors, with and without quantized weights."""
     said, make = FORMATS["w4a16"][0] if beside else (
         compressed("dense"), lambda name, weight: ({name: weight}, weight))
     attention = {"targets": ["LlamaAttention"], "weights": None, "input_activations": STATIC}
@@ -1651,13 +1643,13 @@ def test_a_group_of_a_config_that_rounds_what_attention_multiplies_alone_is_said
 @pytest.mark.parametrize(("width", "tp_size", "zeros", "dtype"), [
     (63, 1, "middle", "int8"), (63, 1, "any", "uint8"), (66, 2, "middle", "int8"),
     (66, 2, "any", "uint8"), (257, 1, "middle", "int8"), (257, 1, "any", "")])
-def test_four_bits_of_an_odd_number_of_columns_lie_in_bytes(width, tp_size, zeros, dtype, tmp_path,
-                                                            monkeypatch):
-    """Of a rank as of a whole row; not in groups of one column each."""
+def test_4_bit_codes_of_odd_columns_are_packed_in_bytes(width, tp_size, zeros, dtype, tmp_path,
+                                                        monkeypatch):
+    """For a rank and for a whole row; not for groups of one column."""
     plain = families.save(families.tiny_model("llama", intermediate_size=width,
                                               num_hidden_layers=1), tmp_path / "plain")
     directory, truth = write(plain, tmp_path / "hf", pack_quantized(zeros=zeros, group=0))
-    monkeypatch.setattr(cpu, "BODIES", "")  # bodies of standard ONNX, which are exact
+    monkeypatch.setattr(cpu, "BODIES", "")  # exact bodies of standard ONNX
     llmc.compile(directory, tmp_path / "case", tp_size=tp_size)
     with llmc.LLM(tmp_path / "case") as llm:
         families.assert_close(llm.logits(TOKENS), transformers_logits(plain, truth), 1e-5)
@@ -1666,15 +1658,15 @@ def test_four_bits_of_an_odd_number_of_columns_lie_in_bytes(width, tp_size, zero
         dtype)
 
 
-def test_what_is_quantised_is_not_rounded_again(plain_hf, tmp_path):
+def test_quantized_weights_are_not_requantized(plain_hf, tmp_path):
     directory, _ = write(plain_hf, tmp_path / "hf", "w4a16")
     with pytest.raises(LlmcError, match="is quantized by compressed-tensors.*; leave out --quant"):
         llmc.compile(directory, tmp_path / "case", quantize="int8")
 
 
 @pytest.mark.parametrize("kind", ["nvfp4", "modelopt-nvfp4"])
-def test_groups_of_nvfp4_whose_scale_has_vanished_are_zeros(kind, plain_hf, tmp_path):
-    """As tools write it of numbers that are small beside a weight's largest."""
+def test_nvfp4_groups_with_a_zero_scale_are_zeros(kind, plain_hf, tmp_path):
+    """Tools write them for values that are small relative to the maximum."""
     name = f"{Q}.weight"
     directory, truth = write(plain_hf, tmp_path / "hf", kind, lambda tensors: tensors[
         f"{name}_scale"].__setitem__((5, 1), 0))
@@ -1686,7 +1678,7 @@ def test_groups_of_nvfp4_whose_scale_has_vanished_are_zeros(kind, plain_hf, tmp_
         families.assert_close(llm.logits(TOKENS), transformers_logits(plain_hf, truth), 0.05)
 
 
-def test_a_reference_that_transformers_does_not_load_is_told_by_its_method(plain_hf, tmp_path):
+def test_a_reference_that_transformers_cannot_load_is_named_by_method(plain_hf, tmp_path):
     directory, _ = write(plain_hf, tmp_path / "hf", "modelopt-nvfp4")
     llmc.compile(directory, tmp_path / "case")
     with pytest.raises(LlmcError, match=r"cannot load .* quantized by NVIDIA ModelOpt \(NVFP4\): "

@@ -1,4 +1,4 @@
-"""Readers of quantized checkpoints: registered by being there."""
+"""Readers of quantized checkpoints, registered by their files."""
 
 import sys
 
@@ -31,7 +31,7 @@ READER = Reader(methods={"ternary": "Ternary"}, read=read, marks=(Mark(r"[.]sign
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder in which readers are looked for too."""
+    """An additional folder of readers."""
     monkeypatch.setattr(readers, "__path__", [*readers.__path__, str(tmp_path)])
     readers.registry.cache_clear()
     yield tmp_path
@@ -46,7 +46,7 @@ def tensors():
             "layer.size": Weight.of(np.array([[0.5], [2.0]], np.float32))}
 
 
-def test_a_reader_is_registered_by_being_there(folder):
+def test_a_reader_file_registers_itself(folder):
     (folder / "ternary.py").write_text(TERNARY)
     config = {"quantization_config": {"quant_method": "ternary", "bits": 2}}
     assert checkpoint.method_of(config) == "Ternary (2 bits)"

@@ -1,4 +1,4 @@
-"""What cannot be compiled is said in the field's words, and before the export where that is known.
+"""Errors for unsupported models, raised before the export if possible.
 """
 
 import json
@@ -55,7 +55,7 @@ FEATURES = {
 
 @pytest.fixture
 def no_export(monkeypatch):
-    """Fails the test that begins an export."""
+    """Fail if an export starts."""
     def begun(*args):
         raise AssertionError("an export was begun")
 
@@ -137,7 +137,7 @@ def about(has_encoder=False, generation=None, **config):
     (CompileOptions(mem_max_seq_len=65), about(True, {"bos_token_id": 1}), "mem_max_seq_len 65"),
     (CompileOptions(tp_size=5), about(text_config=dict(n_head=4)), "tp_size 5 exceeds"),
 ])
-def test_what_a_config_rules_out(options, model, match):
+def test_unsupported_config_settings_are_refused(options, model, match):
     with pytest.raises(llmc.LlmcError, match=match):
         preflight.check_model(options, model)
 
@@ -145,11 +145,11 @@ def test_what_a_config_rules_out(options, model, match):
 @pytest.mark.parametrize("options", [
     CompileOptions(target="cuda", dtype="bfloat16", max_seq_len=9), CompileOptions(tp_size=4),
     CompileOptions(target="tensorrt", max_seq_len=64), CompileOptions(max_seq_len=64)])
-def test_what_a_config_allows(options):
+def test_supported_config_settings_are_accepted(options):
     preflight.check_model(options, about())
 
 
-def test_files_that_cannot_be_used_are_refused_before_the_export(tiny_hf, tmp_path, no_export):
+def test_unusable_files_are_refused_before_the_export(tiny_hf, tmp_path, no_export):
     (tmp_path / "file").write_text("mine")
     for output in (tmp_path / "file", tmp_path / "file" / "case"):
         with pytest.raises(llmc.LlmcError, match="file"):
@@ -172,9 +172,9 @@ def test_files_that_cannot_be_used_are_refused_before_the_export(tiny_hf, tmp_pa
 
 @pytest.mark.parametrize("text", [
     "y = NoSuchOp(x)", "y = MatMul(x, x, x)",
-    "three = Add(one, two)\n  y = Add(x, three)",  # shapes that do not go together
+    "three = Add(one, two)\n  y = Add(x, three)",  # inconsistent shapes
 ])
-def test_an_error_of_onnx_or_its_runtime_is_one_sentence(tiny_hf, tmp_path, text):
+def test_onnx_errors_become_llmc_errors(tiny_hf, tmp_path, text):
     model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["" : 18]>
 g (int64[batch, seq] input_ids) => (float[batch, seq, 8] logits)
 <float[3] one = {{1, 2, 3}}, float[2] two = {{1, 2}}> {{
@@ -189,7 +189,7 @@ g (int64[batch, seq] input_ids) => (float[batch, seq, 8] logits)
     assert not (tmp_path / "case").exists()
 
 
-def test_sparse_attention_is_refused_beyond_what_it_chooses(no_export, tmp_path):
+def test_sparse_attention_is_refused_beyond_its_top_k(no_export, tmp_path):
     family = families.LATENT["deepseek_v32"] | {"index_topk": 32}
     hf = families.save(families.tiny_model("deepseek_v32", **family), tmp_path / "hf")
     with pytest.raises(llmc.LlmcError, match="^max_seq_len 33 is not supported: beyond index_topk "
@@ -197,7 +197,7 @@ def test_sparse_attention_is_refused_beyond_what_it_chooses(no_export, tmp_path)
         llmc.compile(hf, tmp_path / "case", max_seq_len=33)
 
 
-def test_a_head_dim_of_some_layers_that_kernels_lack_is_refused(tmp_path):
+def test_an_unsupported_head_dim_of_some_layers_is_refused(tmp_path):
     hf = families.save(families.tiny_model("gemma4_text", global_head_dim=520), tmp_path / "hf")
     with pytest.raises(llmc.LlmcError, match="no kernel for llmc::CausalAttention with head_dim "
                                              "520 "):
@@ -213,14 +213,14 @@ def test_layer_norm_of_heads_is_named(tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_what_reads_images_says_nothing_of_the_language_model():
+def test_vision_settings_do_not_affect_the_language_model():
     vision = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_hidden_layers=1)
     config = AutoConfig.for_model("git", **families.FAMILIES["llama"], vision_config=vision)
     with torch.device("meta"):
         check_features(AutoModelForCausalLM.from_config(config), CAUSAL_LM)
 
 
-def test_tensors_that_are_made_in_an_unknown_way_are_named(tmp_path, no_export, monkeypatch):
+def test_tensors_with_unknown_producers_are_named(tmp_path, no_export, monkeypatch):
     hf = families.save(families.tiny_model("hrm_text"), tmp_path / "hf")
     monkeypatch.setattr("llmc.compiler.frontend.bind._splits", lambda converter: False)
     with pytest.raises(llmc.LlmcError, match=r"has a tensor '[\w.]+', which transformers converts "
@@ -232,5 +232,5 @@ def test_tensors_that_are_made_in_an_unknown_way_are_named(tmp_path, no_export, 
     ("Constraints violated (seq)! For more", "supports only some input lengths ("),
     ("Could not guard on data-dependent expression Eq", "branches on computed values ("),
     ("expected predicate to be bool", "expected predicate to be bool")])
-def test_what_the_exporter_says_of_a_models_code_is_explained(said, words):
+def test_exporter_errors_about_model_code_are_explained(said, words):
     assert words in trace._root_cause(RuntimeError(said))

@@ -1,4 +1,4 @@
-"""No stored value depends on the processor: neither a sum's order nor a library's sine."""
+"""Stored values do not depend on the processor, by sum order or libraries' functions."""
 
 import hashlib
 import json
@@ -22,21 +22,21 @@ from llmc.compiler.frontend.reproducible import Reproducible
 from llmc.compiler.graph import elementary
 from llmc.compiler.graph.weights import Weight
 
-# What a lesser processor would make torch, NumPy, oneDNN and glibc choose.
+# Settings of torch, NumPy, oneDNN and glibc as on an older processor.
 LESSER = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41",
           "NPY_DISABLE_CPU_FEATURES": "AVX2 FMA3 AVX512F AVX512_SKX",
           "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX2,-FMA,-AVX512F"}
 
 
 def exact(function, numbers):
-    """A function of each number in 40 digits, rounded to float32."""
+    """Evaluate a function with 40 digits and round to float32."""
     with localcontext() as context:
         context.prec = 40
         return np.array([np.float32(float(function(Decimal(float(x))))) for x in numbers])
 
 
 def decimal_sine(x):
-    """By its series, after whole turns."""
+    """Return the sine by its series, after reduction."""
     pi = Decimal("3.14159265358979323846264338327950288419716939937510582097494")
     x = x % (2 * pi)
     term, total, n = x, x, 1
@@ -77,7 +77,7 @@ def test_sinusoidal_positions_are_marian_s(width):
 
 
 def test_a_matrix_times_a_vector_is_the_exact_sum_whatever_the_order():
-    """Rows whose sum in float32, or in another order, would be something else."""
+    """Rows whose sum differs in float32 or in another order."""
     rng = np.random.default_rng(0)
     matrix = rng.standard_normal((7, 1001)).astype(np.float32)
     vector = rng.standard_normal(1001).astype(np.float32)
@@ -88,7 +88,7 @@ def test_a_matrix_times_a_vector_is_the_exact_sum_whatever_the_order():
     np.testing.assert_array_equal(got, np.array(truth, np.float32))
 
 
-def test_a_sum_adds_halves_of_a_row():
+def test_sums_are_pairwise():
     """In this order: ((a + c) + (b + d)) + e."""
     row = np.array([[1e20, 3.0, -1e20, 5.0, 7.0]], np.float32)
     assert Weight.of(row).dot(np.ones(5, np.float32)) == 15
@@ -97,7 +97,7 @@ def test_a_sum_adds_halves_of_a_row():
 
 
 def buffers(name, config, auto):
-    """What a model computes when it is built, as a hash."""
+    """Return a hash of the buffers that a model computes at construction."""
     with Reproducible():
         model = auto.from_config(AutoConfig.for_model(name, **config))
     digest = hashlib.sha256()
@@ -107,7 +107,7 @@ def buffers(name, config, auto):
 
 
 def everything(hf, case):
-    """Hashes of a compiled model's files and of what others compute when they are built."""
+    """Return hashes of a compiled model's files and of other models' buffers."""
     llmc.compile(hf, case, target="cuda")
     made = {path.relative_to(case).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
             for path in sorted(case.rglob("*")) if path.is_file()}
@@ -131,9 +131,10 @@ print(json.dumps(test_reproducible.torch_s_sines()))
 """
 
 
-def test_a_lesser_processor_compiles_the_same_bytes(tmp_path):
-    """Of a model whose rotary frequencies torch computes otherwise there, with LayerNorms, which
-    the cuda target folds into what follows.
+def test_an_older_cpu_compiles_the_same_bytes(tmp_path):
+    """For a model whose rotary frequencies torch computes differently there.
+
+    It has LayerNorms, which the cuda target folds into the next op.
     """
     model = families.tiny_model("starcoder2", num_hidden_layers=1, num_attention_heads=2,
                                 **families.rope("default", rope_theta=150000.0))
@@ -145,5 +146,5 @@ def test_a_lesser_processor_compiles_the_same_bytes(tmp_path):
     assert not result.returncode, result.stderr[-2000:]
     theirs, sines = map(json.loads, result.stdout.splitlines()[-2:])
     assert theirs == everything(hf, tmp_path / "case")
-    if torch.backends.cpu.get_cpu_capability() != "DEFAULT":  # the settings do something
+    if torch.backends.cpu.get_cpu_capability() != "DEFAULT":  # the settings have an effect
         assert sines != torch_s_sines()

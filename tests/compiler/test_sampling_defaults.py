@@ -1,4 +1,4 @@
-"""Which of a generation_config.json a compiled model keeps, and what is said of the rest."""
+"""Sampling defaults of generation_config.json that a compiled model keeps, and notes on others."""
 
 import math
 
@@ -31,18 +31,18 @@ def test_sampling_parameters_are_kept(generation, fields):
     ({"num_beams": 4}, "num_beams 4 is not applied"),
     ({"bad_words_ids": [[1]]}, "bad_words_ids [[1]] is not applied"),
 ])
-def test_what_is_left_out_is_said(generation, note):
+def test_ignored_sampling_defaults_are_reported(generation, note):
     sampling, (said,) = read_sampling(generation, 300, has_encoder=False)
     assert sampling is None and note in said and said.startswith("sampling defaults: ")
 
 
-def test_what_is_kept_is_said():
+def test_kept_sampling_defaults_are_reported():
     _, notes = read_sampling({"temperature": 0.6, "num_beams": 1}, 300, has_encoder=False)
     assert notes == ["sampling defaults: temperature 0.6"]
     assert read_sampling({"bad_words_ids": [[1]]}, 300, has_encoder=True) == (None, [])
 
 
-def test_a_request_goes_before_the_defaults_of_a_model():
+def test_request_parameters_override_model_defaults():
     defaults = {"temperature": 0.6, "top_k": 5, "logit_bias": {1: -math.inf, 2: -math.inf}}
     assert with_defaults({"temperature": 0.0, "logit_bias": {2: 1.0}}, defaults) == {
         "temperature": 0.0, "top_k": 5, "logit_bias": {1: -math.inf, 2: 1.0}}

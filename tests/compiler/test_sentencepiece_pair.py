@@ -1,4 +1,4 @@
-"""The tokenizer of Marian models, from files that are written by hand."""
+"""The tokenizer of Marian models, from handwritten files."""
 
 import json
 import shutil
@@ -40,16 +40,16 @@ def convert(directory):
 @pytest.mark.parametrize(("text", "tokens"), [
     ("the sea", ["▁the", "▁sea", "</s>"]),
     ("  the   sea ", ["▁the", "▁sea", "</s>"]),
-    ("theseais", ["▁the", "s", "e", "a", "is", "</s>"]),  # and not the `sea` that is only written
+    ("theseais", ["▁the", "s", "e", "a", "is", "</s>"]),  # not the decode-only `sea`
     (">>deu<< the sea", [">>deu<<", "▁the", "▁sea", "</s>"]),
     ("the sea?", ["▁the", "▁sea", "<unk>", "</s>"]),
 ])
-def test_text_is_read_with_the_source_s_pieces(directory, text, tokens):
+def test_text_is_encoded_with_the_source_pieces(directory, text, tokens):
     tokenizer = convert(directory)
     assert [tokenizer.id_to_token(i) for i in tokenizer.encode(text).ids] == tokens
 
 
-def test_the_ids_are_the_vocabulary_s_and_all_pieces_can_be_written(directory):
+def test_ids_follow_the_vocabulary_and_all_pieces_decode(directory):
     tokenizer = convert(directory)
     ids = json.loads((directory / "vocab.json").read_text())
     assert tokenizer.get_vocab() == ids
@@ -64,7 +64,7 @@ def test_the_ids_are_the_vocabulary_s_and_all_pieces_can_be_written(directory):
     (lambda d: (d / "source.spm").write_bytes(b"\xff"), "cannot be read"),
     (lambda d: (d / "vocab.json").unlink(), "cannot be read"),
 ])
-def test_what_cannot_be_converted_is_one_sentence(directory, damage, match):
+def test_unconvertible_tokenizers_raise_an_llmc_error(directory, damage, match):
     damage(directory)
     with pytest.raises(LlmcError, match=match + ".*; put a tokenizer.json there"):
         convert(directory)

@@ -1,5 +1,4 @@
-"""Layers that keep a state beyond what each family computes: how they are recognised, divided and
-written, and what is refused.
+"""Recurrent layers: recognition, sharding, artifacts and refusals.
 """
 
 import json
@@ -39,9 +38,9 @@ def count(graph, op):
     ("qwen3_next", "gated_delta", 1, 3, 3), ("olmo_hybrid", "gated_delta", 1, 3, 3),
     ("falcon_h1", "gated", 0, 3, 3), ("kimi_linear", "gated_delta", 1, 3, 3),
     ("lfm2", None, None, 3, 0)])
-def test_layers_are_recognised_by_what_they_compute(family, rule, l2norm, convolutions,
-                                                    recurrences, tmp_path):
-    """And nothing is left of what lays out heads and channels."""
+def test_recurrent_layers_are_recognized_by_their_computation(family, rule, l2norm, convolutions,
+                                                              recurrences, tmp_path):
+    """No layout ops of heads and channels are left."""
     graph = fused(family, tmp_path)
     assert count(graph, "CausalConv1d") == convolutions
     found = [node for node in graph.nodes if node.op == "GatedLinearAttention"]
@@ -52,7 +51,7 @@ def test_layers_are_recognised_by_what_they_compute(family, rule, l2norm, convol
 
 
 @pytest.mark.parametrize(("family", "exported"), [
-    ("qwen3_5_text", 2), ("kimi_linear", 3), ("falcon_h1", 2)])  # Kimi's first has no experts
+    ("qwen3_5_text", 2), ("kimi_linear", 3), ("falcon_h1", 2)])  # Kimi's first layer has no experts
 def test_a_deeper_hybrid_exports_no_more_layers(family, exported, tmp_path, monkeypatch):
     changes = {"num_hidden_layers": 9}
     if family != "falcon_h1":
@@ -61,7 +60,7 @@ def test_a_deeper_hybrid_exports_no_more_layers(family, exported, tmp_path, monk
     model = families.tiny_model(family, **changes)
     nodes = families.count_exported(monkeypatch, "Recurrence")
     raw = load(families.save(model, tmp_path / "hf"))
-    assert not raw.notes and nodes in ([exported], [])  # [] where another run has left its export
+    assert not raw.notes and nodes in ([exported], [])  # [] if the export is cached
     llmc.compile(tmp_path / "hf", tmp_path / "case")
     with llmc.LLM(tmp_path / "case") as llm:
         families.assert_close(llm.logits(TOKENS), families.reference_logits(model, TOKENS))
@@ -74,23 +73,23 @@ def test_a_deeper_hybrid_exports_no_more_layers(family, exported, tmp_path, monk
     {"use_shared_attention_adapter": True},
     pytest.param({"use_shared_attention_adapter": True, "num_mem_blocks": 2, "use_mem_rope": False},
                  marks=pytest.mark.thorough)])
-def test_layers_share_blocks_with_adapters_of_their_own(changes, tmp_path):
-    """As Zamba 2's do, of which no config describes a few layers alone."""
+def test_shared_blocks_may_have_separate_adapters(changes, tmp_path):
+    """As in Zamba 2, whose config cannot describe fewer layers."""
     model = families.tiny_model("zamba2", **changes)
     llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", tp_size=2)
     with llmc.LLM(tmp_path / "case") as llm:
         families.assert_close(llm.logits(TOKENS), families.reference_logits(model, TOKENS))
 
 
-def test_convolutions_of_a_layer_are_one(tmp_path, monkeypatch):
-    """Of queries, keys and values; so that ranks divide them with the layer's heads."""
+def test_convolutions_of_a_layer_are_merged(tmp_path, monkeypatch):
+    """Those of queries, keys and values, so that ranks shard them with the heads."""
     def in_thirds(channels, weight, **others):
         return torch.cat([states._convolution(channels, weight, **others)[:, part:part + 32]
                           for part in (0, 32, 64)], 1)
 
     monkeypatch.setitem(states._FUNCTIONS, "causal_conv1d_fn", in_thirds)
     exporter = trace._run_exporter
-    monkeypatch.setattr(trace, "_run_exporter", lambda *args: exporter(*args))  # not a kept one
+    monkeypatch.setattr(trace, "_run_exporter", lambda *args: exporter(*args))  # not a cached one
     counts = families.count_exported(monkeypatch, "Convolution")
     model = families.tiny_model("kimi_linear")
     llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", tp_size=3)
@@ -102,7 +101,7 @@ def test_convolutions_of_a_layer_are_one(tmp_path, monkeypatch):
 
 
 def test_a_prompt_of_many_chunks_equals_transformers(tmp_path):
-    """transformers goes by chunks of 64 tokens, ranks by heads, steps by 48 tokens."""
+    """transformers has chunks of 64 tokens, steps have 48, and ranks are split by heads."""
     for family in ("qwen3_5_text", "kimi_linear", "mamba2"):
         model = families.tiny_model(family, max_position_embeddings=256)
         hf = families.save(model, tmp_path / family)
@@ -132,8 +131,8 @@ def test_the_schedule_gives_transformers_logits_and_tokens(family, tp_size, tmp_
     ("qwen3_5_text", ["NormGemm", "GemmBiasRes"]), ("bamba", ["NormGemm", "GemmBiasRes"]),
     ("mamba2", [])])
 @pytest.mark.parametrize("tp_size", [1, 3])
-def test_what_reads_one_norm_is_one_product_on_gpus(family, others, tp_size, tmp_path):
-    """Also of ranks whose columns are no whole vectors."""
+def test_readers_of_one_norm_are_merged_on_gpus(family, others, tp_size, tmp_path):
+    """Also on ranks whose columns are not whole vectors."""
     hf = families.save(families.tiny_model(family), tmp_path / "hf")
     manifest = llmc.compile(hf, tmp_path / "case", target="cuda", tp_size=tp_size)
     for chip in manifest.chips:
@@ -148,8 +147,8 @@ def test_what_reads_one_norm_is_one_product_on_gpus(family, others, tp_size, tmp
             (4 if family == "qwen3_5_text" else 3)
 
 
-def test_the_language_model_of_a_class_that_reads_images(tmp_path):
-    """From the whole checkpoint, in which it is under a prefix."""
+def test_the_language_model_of_a_multimodal_class(tmp_path):
+    """From the whole checkpoint, which has it under a prefix."""
     text = AutoConfig.for_model("qwen3_5_text", **families.HYBRIDS["qwen3_5_text"])
     config = AutoConfig.for_model("qwen3_5", text_config=text.to_dict(), vision_config=dict(
         hidden_size=32, intermediate_size=48, depth=1, num_heads=2, out_hidden_size=64))
@@ -160,11 +159,11 @@ def test_the_language_model_of_a_class_that_reads_images(tmp_path):
 
 
 @pytest.mark.parametrize(("family", "shares"), [
-    # states of two key heads with two value heads each, by three ranks: the last has a whole group
+    # two key heads with two value heads each, on three ranks: the last has a whole group
     ("qwen3_5_text", [(1, 16, 8), (1, 16, 8), (2, 16, 8)]),
-    # norms of two groups, which three ranks would cut: each has all
+    # norms of two groups, which three ranks cannot split: each has all
     ("nemotron_h", [(8, 8, 16)] * 3)])
-def test_heads_of_a_state_are_divided_as_groups_allow(family, shares, tmp_path):
+def test_state_heads_are_sharded_in_whole_groups(family, shares, tmp_path):
     model = families.tiny_model(family)
     llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", tp_size=3)
     chips = read_manifest(tmp_path / "case").chips
@@ -172,8 +171,8 @@ def test_heads_of_a_state_are_divided_as_groups_allow(family, shares, tmp_path):
     assert sorted(found) == shares
 
 
-def test_a_gate_is_divided_with_its_attention(tmp_path):
-    """Of a query projection that makes gates too."""
+def test_an_attention_gate_is_sharded_with_its_heads(tmp_path):
+    """With a query projection that also computes gates."""
     case = tmp_path / "case"
     hf = families.save(families.tiny_model("qwen3_5_text"), tmp_path / "hf")
     llmc.compile(hf, case, tp_size=2)
@@ -181,7 +180,7 @@ def test_a_gate_is_divided_with_its_attention(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "falcon_h1", "lfm2"])
-def test_diff_compares_states_with_the_exported_layers(family, tmp_path):
+def test_diff_compares_recurrent_states(family, tmp_path):
     hf = families.save(families.tiny_model(family), tmp_path / "hf")
     llmc.compile(hf, tmp_path / "case", tp_size=2)
     assert diff(tmp_path / "case", hf, bisect=True, tokens=2).verdict is None
@@ -196,7 +195,7 @@ def test_a_planted_error_in_a_state_is_found(tmp_path):
 
 
 @pytest.mark.parametrize("target", ["tensorrt", "tensorrt_rtx"])
-def test_a_target_that_keeps_no_states_is_refused(target, tmp_path):
+def test_a_target_without_recurrent_states_is_refused(target, tmp_path):
     hf = families.save(families.tiny_model("lfm2"), tmp_path / "hf")
     with pytest.raises(llmc.LlmcError, match=rf"^target '{target}' has no kernel for "
                                              r"llmc::CausalConv1d \(.*--target cpu$"):
@@ -206,13 +205,13 @@ def test_a_target_that_keeps_no_states_is_refused(target, tmp_path):
 def check_refused(family, tmp_path, monkeypatch, match):
     hf = families.save(families.tiny_model(family), tmp_path / "hf")
     exporter = trace._run_exporter
-    monkeypatch.setattr(trace, "_run_exporter", lambda *args: exporter(*args))  # not a kept one
+    monkeypatch.setattr(trace, "_run_exporter", lambda *args: exporter(*args))  # not a cached one
     with pytest.raises(llmc.LlmcError, match=match) as caught:
         llmc.compile(hf, tmp_path / "case")
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_not_row_wise_around_a_state_is_named(tmp_path, monkeypatch):
+def test_non_row_wise_ops_around_a_state_are_named(tmp_path, monkeypatch):
     real = modeling_qwen3_5.Qwen3_5RMSNormGated.forward
     monkeypatch.setattr(
         modeling_qwen3_5.Qwen3_5RMSNormGated, "forward",
@@ -222,7 +221,7 @@ def test_what_is_not_row_wise_around_a_state_is_named(tmp_path, monkeypatch):
                   r"Softmax .*\(Softmax ")
 
 
-def test_a_convolution_that_is_computed_is_named(tmp_path, monkeypatch):
+def test_a_convolution_with_a_computed_weight_is_named(tmp_path, monkeypatch):
     real = modeling_lfm2.Lfm2ShortConv.forward
 
     def forward(self, hidden_states, **others):
@@ -245,8 +244,8 @@ def test_a_convolution_of_one_token_is_refused(family, key, tmp_path):
         llmc.compile(hf, tmp_path / "case")
 
 
-def test_loops_that_no_node_stands_for_are_not_taken(tmp_path):
-    """A convolution that is exported does not make a layer one that is."""
+def test_unannotated_loops_are_refused(tmp_path):
+    """An annotated convolution does not make its layer annotated."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(
             "mamba", hidden_size=64, num_hidden_layers=1, vocab_size=families.VOCAB))
@@ -259,7 +258,7 @@ def test_loops_that_no_node_stands_for_are_not_taken(tmp_path):
     (lambda chip: chip["states"][1].update(shape=[2**30, 2**30, 4]),
      r"'state_1' takes \d+ bytes for a sequence"),
 ])
-def test_a_manifest_whose_states_are_wrong_is_refused(change, match, tmp_path):
+def test_a_manifest_with_invalid_states_is_refused(change, match, tmp_path):
     hf = families.save(families.tiny_model("falcon_h1"), tmp_path / "hf")
     case = tmp_path / "case"
     llmc.compile(hf, case)

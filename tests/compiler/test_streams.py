@@ -1,4 +1,4 @@
-"""Hidden states side by side: laid into one row, whatever the model's depth, or refused by name."""
+"""Models with several residual streams: packed in one row at any depth, or refused by name."""
 
 import families
 import pytest
@@ -12,7 +12,7 @@ from llmc.compiler.frontend import load, trace
 from llmc.compiler.options import CompileOptions
 
 
-def test_streams_are_in_one_row_at_every_depth(tmp_path, monkeypatch):
+def test_residual_streams_are_packed_in_one_row(tmp_path, monkeypatch):
     counts = families.count_exported(monkeypatch, "Sdpa")
     for depth in (6, 9):
         hf = families.save(families.tiny_model("hy_v4", num_hidden_layers=depth),
@@ -27,7 +27,7 @@ def test_streams_are_in_one_row_at_every_depth(tmp_path, monkeypatch):
     assert len({*counts}) <= 1
 
 
-def test_diff_compares_them(tmp_path):
+def test_diff_compares_residual_streams(tmp_path):
     hf = families.save(families.tiny_model("hy_v4"), tmp_path / "hf")
     llmc.compile(hf, tmp_path / "case", tp_size=2)
     assert diff(tmp_path / "case", hf, bisect=True, tokens=2).verdict is None
@@ -36,12 +36,12 @@ def test_diff_compares_them(tmp_path):
     assert report.first_layer == "hidden_states.1"
 
 
-def test_what_mixes_tokens_between_streams_is_refused_by_name(tmp_path, monkeypatch):
+def test_ops_that_mix_tokens_between_streams_are_refused(tmp_path, monkeypatch):
     real = modeling_hy_v4.HYV4HyperHead.forward
     monkeypatch.setattr(modeling_hy_v4.HYV4HyperHead, "forward",
                         lambda self, x: real(self, x * torch.softmax(x, dim=1)))
     exporter = trace._run_exporter
-    monkeypatch.setattr(trace, "_run_exporter", lambda *args: exporter(*args))  # not a kept one
+    monkeypatch.setattr(trace, "_run_exporter", lambda *args: exporter(*args))  # not a cached one
     hf = families.save(families.tiny_model("hy_v4"), tmp_path / "hf")
     with pytest.raises(llmc.LlmcError, match=r"parallel hidden states were not recognized: "
                                              r"this op is not row-wise: Softmax ") as caught:

@@ -1,4 +1,4 @@
-"""How heads, GEMMs and the vocabulary are divided, and where collectives go."""
+"""Sharding of heads, GEMMs and the vocabulary, and placement of collectives."""
 
 from collections import Counter
 
@@ -18,7 +18,7 @@ from llmc.compiler.passes.tensor_parallel import partition, share_heads
 
 
 @given(st.integers(1, 12), st.integers(1, 8), st.data())
-def test_every_query_head_is_on_one_rank_beside_its_kv_head(num_kv_heads, group, data):
+def test_every_query_head_is_on_one_rank_with_its_kv_head(num_kv_heads, group, data):
     num_heads = num_kv_heads * group
     tp_size = data.draw(st.integers(1, num_heads))
     shares = share_heads(num_heads, num_kv_heads, tp_size)
@@ -36,8 +36,7 @@ def test_every_query_head_is_on_one_rank_beside_its_kv_head(num_kv_heads, group,
     (100, 3, 1, [34, 33, 33]), (384, 2, 128, [256, 128]), (96, 2, 96, [48, 48]),
     (256, 3, 128, [96, 96, 64]), (100, 2, 16, [50, 50]), (100, 3, 16, [36, 32, 32]),
     (85, 3, 16, [29, 28, 28])])
-def test_columns_are_dealt_out_in_what_weights_in_fewer_bits_can_have(width, parts, together,
-                                                                      expected):
+def test_columns_are_split_in_quantization_groups(width, parts, together, expected):
     dealt = deal_columns(width, parts, together)
     assert [len(columns) for columns in dealt] == expected
     assert np.concatenate(dealt).tolist() == list(range(width))
@@ -54,7 +53,7 @@ def test_kv_heads_are_replicated_where_ranks_exceed_them():
     assert [s.kv_heads for s in shares] == [(0,), (0,), (1,), (2,)]
 
 
-def test_collectives_are_where_they_are_needed_and_nowhere_else(tiny_hf):
+def test_collectives_are_only_where_needed(tiny_hf):
     raw = load(tiny_hf)
     whole, = fuse(raw, CompileOptions(), vocab_multiple=192).graphs
     assert not any(node.op.startswith("All") for node in whole.nodes)
@@ -78,8 +77,8 @@ def test_uneven_tp_sizes_give_the_same_tokens(tiny_hf, case_tp1, tmp_path):
             assert [c.token_ids for c in llm.generate(prompts, params)] == expected
 
 
-def test_a_sum_of_which_the_last_rows_alone_are_wanted_is_completed_behind_them(tmp_path):
-    """GPT-NeoX adds attention and MLP to one residual: all ranks meet for both together."""
+def test_all_reduce_runs_on_the_selected_rows_only(tmp_path):
+    """GPT-NeoX adds attention and MLP to one residual, with one AllReduce for both."""
     model = families.tiny_model("gpt_neox")
     hf = families.save(model, tmp_path / "hf")
     manifest = llmc.compile(hf, tmp_path / "case", tp_size=2)
@@ -93,7 +92,7 @@ def test_a_sum_of_which_the_last_rows_alone_are_wanted_is_completed_behind_them(
 
 
 @pytest.mark.parametrize("tp_size", [0, -1, 5])
-def test_an_impossible_tp_size_is_an_error_that_says_what_is_possible(tiny_hf, tmp_path, tp_size):
+def test_an_impossible_tp_size_is_refused_with_possible_ones(tiny_hf, tmp_path, tp_size):
     with pytest.raises(llmc.LlmcError, match="tp_size"):
         llmc.compile(tiny_hf, tmp_path / "x", tp_size=tp_size)
     assert not list(tmp_path.iterdir())

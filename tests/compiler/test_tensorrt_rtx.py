@@ -1,4 +1,4 @@
-"""TensorRT-RTX's parser and builder accept every artifact, and the graph they get is right."""
+"""TensorRT-RTX's parser and builder accept every artifact, and its graph is correct."""
 
 import families
 import numpy as np
@@ -16,7 +16,7 @@ NEW = 6
 
 
 def run(session, caches, tokens, past):
-    """One step of sequences with equally many new tokens: the logits of their last ones."""
+    """Run one step of sequences with equal lengths; return the logits of the last tokens."""
     batch, count = len(tokens), len(tokens[0])
     feeds = {"input_ids": np.concatenate(tokens),
              "position_ids": np.tile(np.arange(past, past + count), batch),
@@ -66,7 +66,7 @@ def test_an_engine_of_smollm2(tmp_path):
     assert sizes["chip0/engine.plan"] > sizes["chip0/weights.safetensors"] > 500e6
 
 
-def test_running_it_is_refused(tiny_hf, tmp_path):
+def test_running_a_tensorrt_rtx_case_is_refused(tiny_hf, tmp_path):
     llmc.compile(tiny_hf, tmp_path / "case", target="tensorrt_rtx")
     with pytest.raises(llmc.LlmcError, match="builds TensorRT-RTX engines and does not run them"):
         llmc.LLM(tmp_path / "case")
@@ -74,7 +74,7 @@ def test_running_it_is_refused(tiny_hf, tmp_path):
         diff(tmp_path / "case", tiny_hf)
 
 
-def test_what_it_cannot_build_is_one_sentence(tiny_hf, tmp_path, monkeypatch):
+def test_unsupported_models_raise_an_llmc_error(tiny_hf, tmp_path, monkeypatch):
     with pytest.raises(llmc.LlmcError, match="has no collectives"):
         llmc.compile(tiny_hf, tmp_path / "case", target="tensorrt_rtx", tp_size=2)
     experts = families.save(families.tiny_model("mixtral"), tmp_path / "hf")

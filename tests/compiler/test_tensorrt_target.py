@@ -1,5 +1,7 @@
-"""The TensorRT target without TensorRT: its graph, its profiles, and what stands in its way. The
-builder is played; tests/gpu has the real one."""
+"""The TensorRT target with a stub builder: graph, profiles and errors.
+
+tests/gpu has the real builder.
+"""
 
 import runpy
 import sys
@@ -29,7 +31,7 @@ FOUND = {"version": "8.6.0", "gpu": "NVIDIA H200", "compute_capability": "9.0"}
 
 @pytest.fixture
 def builder(monkeypatch, tmp_path):
-    """What the builder was asked for; it makes plans of five bytes."""
+    """Record the builder's requests; plans have five bytes."""
     asked = []
 
     def build(work, options):
@@ -51,7 +53,7 @@ def compile(family, tmp_path, changes=None, **options):
     return llmc.compile(hf, tmp_path / "case", target="tensorrt", **options)
 
 
-def test_the_manifest_says_what_the_plan_needs(builder, tmp_path):
+def test_the_manifest_describes_the_plan_s_inputs(builder, tmp_path):
     said = []
     compile("llama", tmp_path, dtype="float16", max_batch_size=4, progress=said.append)
     manifest = read_manifest(tmp_path / "case")
@@ -74,7 +76,7 @@ def test_every_rank_gets_an_engine(builder, tmp_path):
     assert manifest.ops.keys() >= {"AllReduce", "AllGather", "CausalAttention"}
 
 
-def test_the_graph_suits_an_old_onnx_runtime_and_a_new_parser(builder, tmp_path):
+def test_the_graph_is_valid_for_onnx_runtime_and_the_parser(builder, tmp_path):
     """ONNX Runtime 1.23 knows no overloads; TensorRT 10's parser would take functions, not plugins.
     """
     compile("llama", tmp_path)
@@ -112,7 +114,7 @@ def test_onnx_runtime_runs_the_graph_on_polygraphy_s_inputs(builder, family, dty
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_float8_caches_are_bytes_in_the_graph(builder, dtype, tmp_path):
-    """Two steps by ONNX Runtime, the second over what the first left in the caches."""
+    """Two steps in ONNX Runtime; the second reads the caches of the first."""
     manifest = compile("llama", tmp_path, dtype=dtype, kv_dtype="float8_e4m3fn")
     assert manifest.kv_dtype == "float8_e4m3fn"
     chip = tmp_path / "case" / "chip0"
@@ -143,8 +145,8 @@ QUANTIZED = pytest.mark.parametrize("wish", [
 IN_GROUPS = {"llama": {"intermediate_size": 96}, "gpt2": {}}
 
 
-# Mixtures whose experts are in fewer bits: in tiles, but for those of 4 bits whose rows of 96 are
-# no whole 64s.
+# MoE models with quantized experts: in tiles, except 4-bit ones whose rows of 96 are not
+# multiples of 64.
 MIXTURES = pytest.mark.parametrize(("family", "wish"), [
     ("qwen3_moe", dict(quantize="int4")), ("qwen3_moe", dict(quantize="uint4", group_size=32)),
     ("qwen3_moe", dict(quantize="int8")), ("qwen3_moe", dict(quantize="fp8")),
@@ -153,7 +155,7 @@ MIXTURES = pytest.mark.parametrize(("family", "wish"), [
 
 
 def save_mixture(family, tmp_path):
-    """A checkpoint; of gpt-oss in MXFP4."""
+    """Save a checkpoint, gpt-oss in MXFP4."""
     if family == "qwen3_moe":
         return families.save(families.tiny_model(family, moe_intermediate_size=64,
                                                  num_hidden_layers=2), tmp_path / "hf")
@@ -166,14 +168,14 @@ def save_mixture(family, tmp_path):
 
 @QUANTIZED
 @pytest.mark.parametrize("family", IN_GROUPS)
-def test_weights_in_fewer_bits_are_kept(builder, family, wish, tmp_path):
+def test_quantized_weights_are_kept(builder, family, wish, tmp_path):
     compile(family, tmp_path, IN_GROUPS[family], **wish)
     assert read_manifest(tmp_path / "case").quantization
     check_kept(tmp_path, wish)
 
 
 @MIXTURES
-def test_experts_in_fewer_bits_are_kept(builder, family, wish, tmp_path):
+def test_quantized_experts_are_kept(builder, family, wish, tmp_path):
     said = []
     llmc.compile(save_mixture(family, tmp_path), tmp_path / "case", target="tensorrt",
                  progress=said.append, **wish)
@@ -185,7 +187,7 @@ def test_experts_in_fewer_bits_are_kept(builder, family, wish, tmp_path):
 
 
 def check_kept(tmp_path, wish):
-    """ONNX Runtime runs the graph as the cuda target's schedule runs."""
+    """Assert that ONNX Runtime's result equals the cuda target's program."""
     session = ort.InferenceSession(str(tmp_path / "case" / "chip0" / "graph.onnx"),
                                    providers=["CPUExecutionProvider"])
     inputs, = runpy.run_path(
@@ -199,8 +201,10 @@ def check_kept(tmp_path, wish):
 
 
 def numbers_of(fields, given):
-    """Values of codes in the order that csrc/kernels/common/dequantize.cuh reads: of every eight
-    columns the even ones first, a group's scales side by side."""
+    """Dequantize codes in the order of csrc/kernels/common/dequantize.cuh.
+
+    Of every eight columns the even ones are first; a group's scales are adjacent.
+    """
     width, height = fields["in_features"], fields["out_features"]
     own = CODE_TYPES[fields["weight_dtype"]]
     bits, zero = own.bits, own.zero_point
@@ -222,15 +226,13 @@ def numbers_of(fields, given):
     return (numbers * scales[:, :, None]).reshape(height, width)
 
 
-# Where in a word the bits of its codes of MXFP4 are, packed.cuh.
+# Bit positions of MXFP4 codes in a word, packed.cuh.
 MXFP4_BITS = ((6, 7, 8, 15), (12, 13, 14, 21), (2, 3, 4, 11), (0, 1, 10, 9),
               (22, 23, 24, 31), (28, 29, 30, 5), (18, 19, 20, 27), (16, 17, 26, 25))
 
 
 def in_tiles(codes, dtype):
-    """Codes [experts, out, in] as bytes in the order in which number_at() of
-    csrc/kernels/moe/experts.cuh looks for them.
-    """
+    """Return codes [experts, out, in] as bytes in the tile order of experts.cuh."""
     bits = CODE_TYPES[dtype].bits
     experts, height, width = codes.shape
     step = 64 if bits == 4 else 32
@@ -252,7 +254,7 @@ def in_tiles(codes, dtype):
 
 
 def scales_in_tiles(scales):
-    """Likewise [experts, out, groups]."""
+    """Return scales [experts, out, groups] in tile order."""
     experts, height, groups = scales.shape
     placed = np.empty((experts, height * groups), scales.dtype)
     for row in range(height):
@@ -261,8 +263,8 @@ def scales_in_tiles(scales):
     return placed
 
 
-# Sizes hidden and inner, and which of gate_up and down are in tiles: those of a group size that is
-# a power of two from 32 on, and of 4 bits of whole 64s of columns.
+# Sizes hidden and inner, and whether gate_up and down are in tiles: with a group size that is a
+# power of two from 32 on, and for 4 bits columns in multiples of 64.
 @pytest.mark.parametrize(("dtype", "size", "hidden", "inner", "tiled"), [
     *((dtype, size, 128, 256, (True, True)) for dtype in CODE_TYPES for size in (32, 128)
       if (dtype, size) != ("mxfp4", 128)),
@@ -270,8 +272,8 @@ def scales_in_tiles(scales):
     ("int4", 32, 64, 32, (True, False)), ("mxfp4", 32, 96, 32, (False, False)),
     ("uint4", 48, 96, 48, (False, False)), ("uint8", 12, 24, 36, (False, False)),
     ("int8", 16, 32, 64, (False, False)), ("float8_e4m3fn", 96, 96, 96, (False, False))])
-def test_experts_lie_as_their_kernels_read_them(dtype, size, hidden, inner, tiled):
-    """What Experts::prepare makes of them on a GPU, as words of int32."""
+def test_experts_have_the_kernel_layout(dtype, size, hidden, inner, tiled):
+    """The layout of Experts::prepare on a GPU, as int32 words."""
     rng = np.random.default_rng(size)
     bits, fixed = CODE_TYPES[dtype].bits, CODE_TYPES[dtype].zero_point
     given, expected = {}, {}
@@ -300,11 +302,11 @@ def test_experts_lie_as_their_kernels_read_them(dtype, size, hidden, inner, tile
         assert weight.shape == (experts, rows // 4 if words else rows, width)
         assert weight.dtype == (np.int32 if words else np.float32)
         assert weight.load().tobytes() == expected[name].tobytes()
-        assert np.array_equal(weight.rows(1, 3), weight.load()[1:])  # an expert after another
+        assert np.array_equal(weight.rows(1, 3), weight.load()[1:])  # one expert after another
 
 
 @QUANTIZED
-def test_the_parser_is_given_weights_as_kernels_read_them(builder, wish, tmp_path):
+def test_the_parser_gets_weights_in_kernel_layout(builder, wish, tmp_path):
     compile("llama", tmp_path, IN_GROUPS["llama"], **wish)
     carried, stored = parsed_weights(builder[-1], tmp_path / "case" / "chip0")
     count = 0
@@ -325,8 +327,8 @@ def test_the_parser_is_given_weights_as_kernels_read_them(builder, wish, tmp_pat
 
 
 @MIXTURES
-def test_the_parser_is_given_experts_as_kernels_read_them(builder, family, wish, tmp_path):
-    """Of constants of int32 and float32 alone, which TensorRT 8.6 has."""
+def test_the_parser_gets_experts_in_kernel_layout(builder, family, wish, tmp_path):
+    """Constants are int32 and float32, which TensorRT 8.6 supports."""
     llmc.compile(save_mixture(family, tmp_path), tmp_path / "case", target="tensorrt", **wish)
     graph = builder[-1]["parsed"].graph
     assert {tensor.data_type for tensor in graph.initializer} == {
@@ -353,7 +355,7 @@ def test_the_parser_is_given_experts_as_kernels_read_them(builder, family, wish,
 
 
 def parsed_weights(work, chip):
-    """What the parser finds by a weight's name, and what `graph.onnx` has of all."""
+    """Return the parser's weights by name, and those of `graph.onnx`."""
     assert not (chip / "parsed.data").exists()
     parsed = {tensor.name: tensor for tensor in work["parsed"].graph.initializer}
     stored = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in onnx.load(
@@ -370,7 +372,7 @@ def parsed_weights(work, chip):
     return carried, stored
 
 
-def test_rows_that_are_no_whole_words_stay_numbers(builder, tmp_path):
+def test_rows_of_partial_words_are_not_quantized(builder, tmp_path):
     compile("gpt2", tmp_path, {"n_inner": 98}, quantize="fp8")
     report, = [report for report in read_manifest(tmp_path / "case").passes
                if report.name == "quantize"]
@@ -378,7 +380,7 @@ def test_rows_that_are_no_whole_words_stay_numbers(builder, tmp_path):
                for text in report.refusals)
 
 
-def test_experts_in_groups_that_no_kernel_reads_stay_numbers_and_that_is_said(builder, tmp_path):
+def test_experts_with_unsupported_groups_are_dequantized_with_a_note(builder, tmp_path):
     said = []
     compile("qwen3_moe", tmp_path, {"num_hidden_layers": 2}, quantize="int8", progress=said.append)
     assert any("2 layers' experts stay in float32, as target tensorrt has no kernel" in text
@@ -396,7 +398,7 @@ def compile_encoder_decoder(raw, tmp_path, dtype):
 
 @pytest.mark.parametrize("name", ["t5", "bart", "marian"])
 def test_onnx_runtime_runs_an_encoder_and_its_decoder(builder, name, encoder_decoder, tmp_path):
-    """With the memory bound as it was made, and as many rows more as another prompt has."""
+    """With the encoder output bound as written, plus the rows of another prompt."""
     _, raw, cases = encoder_decoder(name)
     compile_encoder_decoder(raw, tmp_path, "float32")
     chip = tmp_path / "case" / "chip0"
@@ -437,7 +439,7 @@ def attributes(node):
     ("llama", 1), ("llama", 4), ("gpt2", 1), ("gemma2", 1), ("phi3", 1), ("gpt_neox", 1)])
 def test_every_node_is_a_plugin_that_gives_the_shapes_of_its_body(harness, builder, family, beams,
                                                                   tmp_path):
-    """With attributes, dtypes and shapes as TensorRT's parser would hand them over."""
+    """With attributes, dtypes and shapes as passed by TensorRT's parser."""
     compile(family, tmp_path, dtype="float16")
     check_nodes(tmp_path / "case" / "chip0" / "graph.onnx", harness)
 
@@ -457,15 +459,14 @@ def test_every_node_of_an_encoder_and_its_decoder_is_a_plugin(harness, builder, 
 
 
 @QUANTIZED
-def test_every_node_with_weights_in_fewer_bits_is_a_plugin(harness, builder, wish, tmp_path):
+def test_every_node_with_quantized_weights_is_a_plugin(harness, builder, wish, tmp_path):
     compile("llama", tmp_path, IN_GROUPS["llama"], dtype="float16", **wish)
     check_nodes(tmp_path / "case" / "chip0" / "graph.onnx", harness,
                 builder[-1]["parsed"].graph.initializer)
 
 
 @MIXTURES
-def test_every_node_with_experts_in_fewer_bits_is_a_plugin(harness, builder, family, wish,
-                                                           tmp_path):
+def test_every_node_with_quantized_experts_is_a_plugin(harness, builder, family, wish, tmp_path):
     llmc.compile(save_mixture(family, tmp_path), tmp_path / "case", target="tensorrt",
                  dtype="float16", **wish)
     check_nodes(tmp_path / "case" / "chip0" / "graph.onnx", harness,
@@ -473,7 +474,7 @@ def test_every_node_with_experts_in_fewer_bits_is_a_plugin(harness, builder, fam
 
 
 def check_nodes(path, harness, parsed=()):
-    """parsed: initializers that the parser is given in place of the graph's."""
+    """Check all nodes; `parsed` has initializers that replace the graph's for the parser."""
     model = onnx.shape_inference.infer_shapes(onnx.load(path, load_external_data=False)).graph
     sizes = {"num_tokens": 5, "batch": 3, "batch_plus_1": 4, "num_logits": 2,
              "num_memory_tokens": 96}
@@ -504,7 +505,7 @@ def check_nodes(path, harness, parsed=()):
                  else op.output_dtypes.get(name, "float16")
                  for name in (output.removesuffix("_out") for output in op.outputs)]
         declared = {name: fields[name] for name in op.fields}
-        if "int64" not in {kind for kind, _ in answers.outputs}:  # which TensorRT 8 has not
+        if "int64" not in {kind for kind, _ in answers.outputs}:  # unsupported by TensorRT 8
             kinds = [kind.replace("int64", "int32") for kind in kinds]
         assert [(kind, tuple(shape)) for kind, shape in answers.outputs] \
             == list(zip(kinds, map(tuple, op.shapes(shapes, declared)), strict=True))
@@ -531,7 +532,7 @@ def test_profiles_for_prompts_and_for_decoding(builder, tmp_path):
     (dict(compute_capability="8.0"), "compute_capability 8.0 is given, .* which has 9.0"),
     (dict(max_batch_size=0), "max_batch_size 0 is below 1"),
 ])
-def test_what_cannot_be_is_refused(builder, options, match, tmp_path):
+def test_unsupported_options_are_refused(builder, options, match, tmp_path):
     with pytest.raises(llmc.LlmcError, match=match):
         compile("llama", tmp_path, **options)
     assert not (tmp_path / "case").exists()
@@ -543,7 +544,7 @@ def test_a_head_dim_without_a_kernel_is_refused(builder, tmp_path):
         llmc.compile(hf, tmp_path / "case", target="tensorrt")
 
 
-def test_without_tensorrt_it_says_what_to_install(monkeypatch, tmp_path):
+def test_a_missing_tensorrt_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(tensorrt, "plugin_library", lambda: tmp_path / "none.so")
     monkeypatch.delenv("LLMC_TENSORRT_PYTHON", raising=False)
     monkeypatch.setattr(tensorrt, "find_spec", lambda name: None)
@@ -552,7 +553,7 @@ def test_without_tensorrt_it_says_what_to_install(monkeypatch, tmp_path):
 
 
 def stub(directory, text):
-    """A Python that imports this as tensorrt."""
+    """Return a Python that imports this as tensorrt."""
     (directory / "tensorrt.py").write_text(text)
     python = directory / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH={directory} exec {sys.executable} "$@"\n')
@@ -566,19 +567,19 @@ def stub(directory, text):
      "builder ended with exit code 139: segment lost"),
     ("import os; os._exit(0)", "builder ended with exit code 0"),
 ])
-def test_what_the_builder_s_process_says(monkeypatch, tmp_path, text, match):
+def test_builder_process_messages_are_reported(monkeypatch, tmp_path, text, match):
     monkeypatch.setenv("LLMC_TENSORRT_PYTHON", stub(tmp_path, text))
     with pytest.raises(llmc.LlmcError, match=match):
         tensorrt._build({"plugins": "none.so"}, CompileOptions())
 
 
-def test_a_python_that_is_not_there(monkeypatch):
+def test_a_missing_python_is_an_error(monkeypatch):
     monkeypatch.setenv("LLMC_TENSORRT_PYTHON", "/none/python")
     with pytest.raises(llmc.LlmcError, match=r"'/none/python', the value of LLMC_TENSORRT_PYTHON"):
         tensorrt._build({"plugins": "none.so"}, CompileOptions())
 
 
-def test_what_is_loaded_must_be_what_was_compiled_with(builder, tmp_path):
+def test_the_tensorrt_version_must_match_the_compiled_one(builder, tmp_path):
     manifest = compile("llama", tmp_path, max_batch_size=2)
     check_version(manifest.target, "8.6.0")
     with pytest.raises(llmc.LlmcError, match="built by TensorRT 8.6.0, TensorRT 8.6.1 is"):
@@ -598,7 +599,7 @@ def test_what_is_loaded_must_be_what_was_compiled_with(builder, tmp_path):
         llmc.LLM(tmp_path / "case")
 
 
-def test_where_tensorrt_s_library_is(monkeypatch, tmp_path):
+def test_the_tensorrt_library_is_located(monkeypatch, tmp_path):
     monkeypatch.setenv("LLMC_TENSORRT_LIBRARY", str(tmp_path))
     assert tensorrt_library("8") == str(tmp_path / "libnvinfer.so.8")
     monkeypatch.setenv("LLMC_TENSORRT_LIBRARY", "/opt/libnvinfer.so.8")
@@ -607,7 +608,7 @@ def test_where_tensorrt_s_library_is(monkeypatch, tmp_path):
     assert tensorrt_library("7") == "libnvinfer.so.7"
 
 
-def test_a_tensorrt_that_cannot_be_loaded_is_one_sentence(extension, harness, tmp_path):
+def test_a_tensorrt_that_cannot_be_loaded_is_an_llmc_error(extension, harness, tmp_path):
     with pytest.raises(extension.CudaError,
                        match=r"TensorRT cannot be loaded \(.*none.*\); install it, or name"):
         extension.tensorrt.load(str(tmp_path / "none.so"))

@@ -1,4 +1,4 @@
-"""Chat templates and special tokens of a Hugging Face directory, wherever it keeps them."""
+"""Chat templates and special tokens from all files of a Hugging Face directory."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ MAP = json.dumps({"bos_token": "<s>", "eos_token": {"content": "</s>"}, "unk_tok
 
 
 def compiled(tiny_hf, tmp_path, config, files):
-    """The source, and what a compiled case directory says of its tokenizer."""
+    """Return the source's tokenizer and that of the compiled case directory."""
     source, case = shutil.copytree(tiny_hf, tmp_path / "hf"), tmp_path / "case"
     (source / "chat_template.jinja").unlink()
     case.mkdir()
@@ -57,9 +57,9 @@ def rendered(case, info, tools):
       "bos_token": {"__type": "AddedToken", "content": "</s>"}, "added_tokens_decoder": {}},
      {"chat_template.jinja": TEMPLATE, "special_tokens_map.json": MAP}),
 ], ids=["a text", "named", "a file", "a folder", "a map", "a class", "a map that does not count"])
-def test_a_prompt_is_what_transformers_makes_of_the_directory(tiny_hf, tmp_path, config, files):
+def test_prompts_equal_those_of_transformers(tiny_hf, tmp_path, config, files):
     source, case, info = compiled(tiny_hf, tmp_path, config, files)
-    for directory in (source, case / "tokenizer"):  # transformers reads the compiled one too
+    for directory in (source, case / "tokenizer"):  # transformers reads the compiled directory too
         tokenizer = AutoTokenizer.from_pretrained(directory)
         for tools in (None, TOOLS):
             assert rendered(case, info, tools) == tokenizer.apply_chat_template(
@@ -68,7 +68,7 @@ def test_a_prompt_is_what_transformers_makes_of_the_directory(tiny_hf, tmp_path,
         (case / "tokenizer" / "tokenizer_config.json").read_text())
 
 
-def test_special_tokens_are_read_from_files_where_transformers_has_no_such_class(tiny_hf, tmp_path):
+def test_special_tokens_of_an_unknown_tokenizer_class_are_read_from_files(tiny_hf, tmp_path):
     config = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
     _, case, info = compiled(tiny_hf, tmp_path, config,
                              {"chat_template.jinja": TEMPLATE, "special_tokens_map.json": MAP})
@@ -76,7 +76,7 @@ def test_special_tokens_are_read_from_files_where_transformers_has_no_such_class
 
 
 @pytest.mark.parametrize("file", ["chat_template.json", "processor_config.json"])
-def test_a_processor_s_template_is_used_where_the_tokenizer_has_none(tiny_hf, tmp_path, file):
+def test_a_processor_s_template_is_the_fallback(tiny_hf, tmp_path, file):
     _, case, info = compiled(tiny_hf, tmp_path, CONFIG,
                              {file: json.dumps({"chat_template": TEMPLATE})})
     assert rendered(case, info, None) == "<s><user>the fox</s>"
@@ -90,7 +90,7 @@ def test_an_eos_token_of_the_tokenizer_ends_a_chat_model_s_turn(tiny_hf, tmp_pat
     assert _write_tokenizer(raw, tmp_path / "case", 300).eos_token_ids == (0, 2)
 
 
-def test_only_a_template_for_tools_says_so_without_tools(tiny_hf, tmp_path):
+def test_a_tool_only_template_is_refused_without_tools(tiny_hf, tmp_path):
     _, case, info = compiled(tiny_hf, tmp_path, {**CONFIG, "chat_template": NAMED[1:]}, {})
     assert info.chat_template is None and rendered(case, info, TOOLS).startswith("TOOLS 1")
     with pytest.raises(llmc.LlmcError, match="has chat templates for tool_use only; give tools"):
@@ -105,7 +105,7 @@ def test_a_name_that_leaves_the_folder_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("value", [3, ["a"], [{"name": "default"}], {"default": None}])
-def test_a_template_that_is_none_is_refused(tmp_path, value):
+def test_an_invalid_template_is_refused(tmp_path, value):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
     with pytest.raises(llmc.LlmcError, match="is neither a string nor named strings"):
         read_chat_templates(tmp_path)

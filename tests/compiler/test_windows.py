@@ -1,4 +1,4 @@
-"""Sliding windows: what the masks that reach a layer show, wherever a model says it."""
+"""Sliding windows, recognized from the masks of each layer."""
 
 import copy
 
@@ -31,8 +31,8 @@ WINDOW = {name: "window_size" if name == "gpt_neo" else "sliding_window"
 
 
 @pytest.mark.parametrize("family", WINDOW)
-def test_a_context_longer_than_the_window_tells_whether_it_is_there(family):
-    """Which test_families.py holds against transformers' at this length, for each of these."""
+def test_contexts_longer_than_the_window_show_whether_it_is_applied(family):
+    """test_families.py compares each of these with transformers at this length."""
     tokens = np.random.default_rng(3).integers(3, families.VOCAB, 28).tolist()
     logits = [families.reference_logits(families.tiny_model(family, **{WINDOW[family]: size}),
                                         tokens) for size in (8, 9, 28)]
@@ -43,7 +43,7 @@ def test_a_context_longer_than_the_window_tells_whether_it_is_there(family):
 
 
 class ForgetfulConfig(MistralConfig):
-    """Of a model whose masks have `sliding_window`, and whose attention is told `told`."""
+    """Config of a model whose masks use `sliding_window` and whose attention uses `told`."""
 
     model_type = "forgetful"
     told: int | None = None
@@ -62,13 +62,13 @@ class Forgetful(MistralForCausalLM):
 
 @pytest.fixture(scope="module")
 def forgetful():
-    """Called with what the attention is told: a tiny model with a window of 8 in its masks."""
+    """Factory by the attention's window: a tiny model with a window of 8 in its masks."""
     AutoConfig.register("forgetful", ForgetfulConfig)
     AutoModelForCausalLM.register(ForgetfulConfig, Forgetful)
     return lambda told: families.tiny_model("forgetful", **families.FAMILIES["mistral"], told=told)
 
 
-def test_a_window_that_only_the_mask_has_is_there(forgetful, tmp_path):
+def test_a_window_in_the_mask_alone_is_used(forgetful, tmp_path):
     model = forgetful(None)
     llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case")
     tokens = np.random.default_rng(0).integers(3, families.VOCAB, 24).tolist()
@@ -76,15 +76,14 @@ def test_a_window_that_only_the_mask_has_is_there(forgetful, tmp_path):
         families.assert_close(llm.logits(tokens), families.reference_logits(model, tokens))
 
 
-def test_a_window_that_the_mask_and_the_attention_have_differently_is_an_error(
-        forgetful, tmp_path):
+def test_different_windows_of_mask_and_attention_are_refused(forgetful, tmp_path):
     directory = families.save(forgetful(5), tmp_path)
     with pytest.raises(llmc.LlmcError, match="passes sliding_window 5 to its attention, but its "
                                              "mask allows a window of 8"):
         load(directory)
 
 
-def test_a_window_that_the_config_and_the_model_have_differently_is_an_error(tmp_path):
+def test_different_windows_of_config_and_model_are_refused(tmp_path):
     raw = load(families.save(families.tiny_model("gemma3_text"), tmp_path))
     graph = lower(raw, CompileOptions()).graphs[0]
     check_windows(graph, raw.config, raw.architecture, 64)
@@ -95,12 +94,12 @@ def test_a_window_that_the_config_and_the_model_have_differently_is_an_error(tmp
             ({"layer_types": ["sliding_attention"] * 8}, "layer 5 .* has full attention")):
         with pytest.raises(llmc.LlmcError, match=match):
             check_windows(graph, {**raw.config, **change}, raw.architecture, 64)
-        check_windows(graph, {**raw.config, **change}, raw.architecture, 8)  # nobody would notice
-    stray = {**raw.config, "model_type": "llama"}  # whose class has no such key
+        check_windows(graph, {**raw.config, **change}, raw.architecture, 8)  # no difference
+    stray = {**raw.config, "model_type": "llama"}  # the class lacks this key
     check_windows(graph, {**stray, "sliding_window": 16}, raw.architecture, 64)
 
 
-def test_mask_functions_are_known_by_what_they_show():
+def test_mask_functions_are_recognized_by_their_values():
     causal = masking_utils.causal_mask_function
     full = masking_utils.bidirectional_mask_function
     assert (evaluate(causal).causal, evaluate(causal).window) == (True, 0)
@@ -135,7 +134,7 @@ def test_other_mask_functions_are_refused_by_name():
             evaluate(function)
 
 
-def test_a_decoder_that_sees_what_comes_is_refused(monkeypatch):
+def test_a_non_causal_decoder_is_refused(monkeypatch):
     config = families.tiny_encoder_decoder("bart").config
     config._attn_implementation = parts.ATTENTION
     monkeypatch.setattr("transformers.models.bart.modeling_bart.create_causal_mask",
@@ -172,7 +171,7 @@ def window_of(body, max_seq_len, numbers="int64 window = {0}"):
 
 
 @pytest.mark.parametrize("size", [8, 100, 3000, 100000])
-def test_a_window_in_an_exported_mask_is_seen_however_large(size):
+def test_a_large_window_in_an_exported_mask_is_recognized(size):
     numbers = f"int64 window = {{{size}}}"
     for max_seq_len in (8, 101, 4096, 131072):
         assert window_of(WINDOWED, max_seq_len, numbers) == (size if size < max_seq_len else 0)
@@ -180,7 +179,7 @@ def test_a_window_in_an_exported_mask_is_seen_however_large(size):
     assert window_of(computed, 4096, "int64 thirty = {30}, int64 hundred = {100}") == 3000
 
 
-def test_a_mask_that_goes_by_place_is_run_as_it_is():
+def test_a_position_dependent_mask_is_kept():
     triangle = """full = Equal(query, query)
   square = Expand(full, both)
   number = Cast<to = 7>(square)
@@ -200,7 +199,7 @@ def test_a_mask_that_goes_by_place_is_run_as_it_is():
 
 
 @pytest.mark.parametrize("size", [8, 3000, 100000])
-def test_chunks_in_an_exported_mask_are_seen_however_large(size):
+def test_large_chunks_in_an_exported_mask_are_recognized(size):
     quotients = """mine = Div(query, size)
   its = Div(key, size)"""
     remainders = """ahead = Mod(query, size)

@@ -1,4 +1,4 @@
-"""bench/README.md against the result files, and what `tables.py record` makes of an output."""
+"""bench/README.md equals the result files; `tables.py record` parses outputs."""
 
 import json
 import re
@@ -21,7 +21,7 @@ def test_the_tables_are_those_of_the_result_files():
     assert len(re.findall("<!-- results: ", README)) == len(re.findall("<!-- end -->", README)) > 30
 
 
-def test_every_result_is_shown_and_says_where_it_is_from():
+def test_every_result_is_shown_with_its_source():
     files = {path.name for path in (tables.BENCH / "results").glob("*.json")}
     assert files == {*re.findall(r"<!-- results: (\S+) -->", README)}
     for name in files:

@@ -1,4 +1,4 @@
-"""The examples, run as a user runs them."""
+"""The examples, run as users run them."""
 
 import os
 import runpy

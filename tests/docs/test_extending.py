@@ -35,7 +35,7 @@ def examples(monkeypatch):
 
 
 def run(graph, target_functions, **feeds):
-    """A graph's outputs in ONNX Runtime, with the bodies of llmc's ops."""
+    """Run a graph in ONNX Runtime with the bodies of llmc's ops; return the outputs."""
     model = gs.export_onnx(graph, do_type_check=False)
     model.functions.extend(target_functions)
     for node in model.graph.node:
@@ -99,7 +99,7 @@ def test_the_pass_refuses_another_factor_with_the_values(examples):
 
 @pytest.fixture(scope="module")
 def rowwise_checkpoint(tmp_path_factory):
-    """A tiny Llama in the example's format, and the model that its codes stand for."""
+    """A tiny Llama in the example's format, and its dequantized model."""
     root = tmp_path_factory.mktemp("rowwise")
     families.save(families.tiny_model("llama", num_hidden_layers=1), root / "plain")
     tensors, exact = {}, {}

@@ -1,4 +1,4 @@
-"""Tables of the documentation against the tests' tables and the code's."""
+"""Tables of the documentation equal those of the tests and the code."""
 
 import re
 from pathlib import Path
@@ -19,7 +19,7 @@ TWO = {**families.UNPLANNED, **dict.fromkeys(families.UNPLANNED_MIXTURES), **{
 
 
 def rows(page, head):
-    """The cells of the table with this first column."""
+    """Return the cells of the table with this first column."""
     lines = (DOCS / page).read_text(encoding="utf-8").splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith(f"| {head} |")) + 2
     for line in lines[start:]:
@@ -30,7 +30,7 @@ def rows(page, head):
 
 @pytest.fixture(scope="module")
 def documented():
-    """Model type to its tp sizes and targets."""
+    """Return tp sizes and targets by model type."""
     found = {}
     for _, types, sizes, targets, _ in rows("models.md", "family"):
         for kind in re.findall(r"`([^`]+)`", types):

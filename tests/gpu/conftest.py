@@ -1,4 +1,4 @@
-"""GPU tests need llmc-cuda and a GPU; they say which is missing."""
+"""GPU tests need llmc-cuda and a GPU; they report which is missing."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from llmc.runtime.engines import cuda
 
 @pytest.fixture(scope="session", autouse=True)
 def many_models_on_a_gpu():
-    """Tests run beside one another: none takes what memory there is."""
+    """Limit GPU memory, as tests run concurrently."""
     with pytest.MonkeyPatch.context() as patch:
         for kind in (llm.LLM, llm.AsyncLLM):
             patch.setitem(kind.__init__.__kwdefaults__, "kv_cache_tokens", 2**15)

@@ -18,7 +18,7 @@ TOLERANCE = 1e-4  # of scores
 
 
 def compile_tiny(kind, directory, targets=("cuda",), **changes):
-    """A tiny model, and its cases in float32."""
+    """Compile a tiny model to float32 case directories."""
     model = families.tiny_model(kind, **changes)
     hf = families.save(model, directory / "hf")
     for target in targets:
@@ -29,7 +29,7 @@ def compile_tiny(kind, directory, targets=("cuda",), **changes):
 
 @pytest.fixture(scope="module")
 def long(tmp_path_factory):
-    """A tiny Llama with room for prompts that attention divides among blocks."""
+    """A tiny Llama for prompts long enough for split-KV attention."""
     directory = tmp_path_factory.mktemp("long")
     model = compile_tiny("llama", directory, ("cpu", "cuda"), max_position_embeddings=LENGTH)
     for dtype in ("float16", "bfloat16"):
@@ -61,14 +61,14 @@ def test_families_find_transformers_beams(extension, kind, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("beam_width", [2, 4, 8])
-def test_long_prompts_of_unequal_lengths(long, llm, beam_width):
+def test_long_prompts_of_different_lengths(long, llm, beam_width):
     rng = np.random.default_rng(1)
     prompts = [rng.integers(3, 101, length).tolist() for length in (330, 3, 150)]
     assert_equal(llm, long[1], prompts, search(beam_width, 40, ignore_eos=True), (), TOLERANCE)
 
 
-def test_searches_of_other_sizes_may_come_in_turn(long, llm, monkeypatch):
-    """Each has a graph of its own; with many end tokens there is no room yet for the candidates."""
+def test_consecutive_searches_may_differ_in_size(long, llm, monkeypatch):
+    """Each has a separate CUDA graph; many EOS tokens need more candidates."""
     for ends, width, prompts in (((), 2, 3), ((), 4, 1), (range(40, 60), 8, 2), ((), 2, 3),
                                  ((7,), 4, 1), (range(40, 60), 8, 3)):
         end_with(llm, monkeypatch, ends)
@@ -77,7 +77,7 @@ def test_searches_of_other_sizes_may_come_in_turn(long, llm, monkeypatch):
 
 
 def test_greedy_and_sampled_requests_between_searches(long, llm):
-    """What decoding left on the device is not what a search goes on with, nor the reverse."""
+    """Device state of decoding does not affect a search, nor the reverse."""
     requests = [search(4, 9, ignore_eos=True), llmc.SamplingParams(max_tokens=20, ignore_eos=True),
                 llmc.SamplingParams(max_tokens=9, temperature=0.8, seed=3, ignore_eos=True)]
     with llmc.LLM(long[0] / "cpu", max_batch_size=24) as host:
@@ -96,7 +96,7 @@ def test_a_search_may_fill_the_cache(long, llm):
         np.testing.assert_allclose(beams.scores[b], alone.scores[0], rtol=TOLERANCE)
 
 
-def test_scores_that_are_changed_come_from_the_host(long, llm):
+def test_processed_scores_are_computed_on_the_host(long, llm):
     params = search(4, 12, repetition_penalty=1.3, bad_words=[[7], [41, 36]], logit_bias={9: 1.5},
                     ignore_eos=True)
     assert_equal(llm, long[1], PROMPTS, params, (), TOLERANCE, repetition_penalty=1.3,
@@ -105,7 +105,7 @@ def test_scores_that_are_changed_come_from_the_host(long, llm):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_in_16_bits_a_beam_s_score_is_that_of_its_tokens(extension, long, dtype):
-    """Read from the start, without beams: another row's past would give other log-probabilities."""
+    """Recomputed without beams: another row's KV cache would give other log-probabilities."""
     rng = np.random.default_rng(2)
     prompts = [rng.integers(3, 101, length).tolist() for length in (300, 40)]
     with llmc.LLM(long[0] / dtype, max_batch_size=8) as llm:

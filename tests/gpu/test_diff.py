@@ -1,4 +1,4 @@
-"""`llmc diff` on the CUDA engine: what it traces is what the reference computes."""
+"""`llmc diff` on the CUDA engine: traced values equal those of the reference."""
 
 import families
 import numpy as np
@@ -10,13 +10,13 @@ import llmc
 from llmc.compiler.check.diff import diff
 from llmc.runtime.core.step import Step
 
-# Of a tensor's range, after all layers of a tiny model.
+# Relative to a tensor's range, after all layers of a tiny model.
 TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 6e-2}
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
-def test_a_faithful_model_is_within_tolerance(extension, family, dtype, tmp_path):
+def test_an_unmodified_model_is_within_tolerance(extension, family, dtype, tmp_path):
     hf = families.save(families.tiny_model(family), tmp_path / "hf")
     llmc.compile(hf, tmp_path / "case", target="cuda", dtype=dtype)
     report = diff(tmp_path / "case", hf, bisect=True)
@@ -27,7 +27,7 @@ def test_a_faithful_model_is_within_tolerance(extension, family, dtype, tmp_path
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_every_value_is_traced_before_its_memory_is_used_again(extension, dtype, tmp_path):
-    """Prompt, continuation and a single token; tracing leaves the engine as it was."""
+    """Prompt, continuation and a single token; tracing does not change the engine."""
     hf = families.save(families.tiny_model("gpt2"), tmp_path / "hf")
     manifest = llmc.compile(hf, tmp_path / "case", target="cuda", dtype=dtype)
     assert manifest.dtype == dtype

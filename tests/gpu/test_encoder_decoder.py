@@ -34,7 +34,7 @@ def compile_for(raw, target, case, dtype="float32", tp_size=1):
 
 @pytest.fixture(scope="module")
 def cases(encoder_decoder, tmp_path_factory):
-    """Called with a name in families: its cases for the cpu target and, in float32, for GPUs."""
+    """Factory by family name: cases for the cpu target and, in float32, for GPUs."""
     made = {}
 
     def make(name):
@@ -47,7 +47,7 @@ def cases(encoder_decoder, tmp_path_factory):
 
 
 def assert_same(cases, requests, batch, **options):
-    """Both targets generate the same, whatever is asked for."""
+    """Assert that both targets generate the same for all parameters."""
     host, device = cases
     with llmc.LLM(host) as llm:
         expected = [llm.generate(batch, request) for request in requests]
@@ -60,7 +60,7 @@ def assert_same(cases, requests, batch, **options):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("check_step", [1, 8])
-def test_tokens_are_the_cpu_target_s(extension, name, check_step, cases):
+def test_tokens_equal_those_of_the_cpu_target(extension, name, check_step, cases):
     requests = [SamplingParams(max_tokens=16), SamplingParams(max_tokens=10, beam_width=3),
                 SamplingParams(max_tokens=12, beam_width=4, length_penalty=2.0),
                 SamplingParams(max_tokens=16, ignore_eos=True)]
@@ -69,8 +69,8 @@ def test_tokens_are_the_cpu_target_s(extension, name, check_step, cases):
 
 
 @pytest.mark.parametrize("name", ["t5", "bart"])
-def test_prompts_that_wait_and_rows_that_are_freed(extension, name, cases):
-    """More prompts than rows, that end at different times, with completions that share one."""
+def test_waiting_prompts_reuse_freed_rows(extension, name, cases):
+    """More prompts than rows, with different lengths and shared completions."""
     batch = [row for seed in range(3) for row in prompts(seed)]
     requests = [[SamplingParams(max_tokens=10 - i) for i in range(9)],
                 SamplingParams(max_tokens=5, temperature=1.2, top_p=0.9, n=3, seed=1),
@@ -81,7 +81,7 @@ def test_prompts_that_wait_and_rows_that_are_freed(extension, name, cases):
 
 
 @pytest.mark.parametrize("check_step", [1, 8])
-def test_tokens_that_the_generation_config_forces(extension, check_step, encoder_decoder, tmp_path):
+def test_forced_tokens_of_the_generation_config(extension, check_step, encoder_decoder, tmp_path):
     _, raw, _ = encoder_decoder("bart")
     forcing = replace(raw, generation={**raw.generation, **FORCED})
     both = [compile_for(forcing, target, tmp_path / target) for target in ("cpu", "cuda")]
@@ -97,9 +97,9 @@ def test_tokens_that_the_generation_config_forces(extension, check_step, encoder
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NAMES)
-def test_steps_that_encode_and_decode_together_give_transformers_logits(
-        extension, name, dtype, encoder_decoder, tmp_path):
-    """Prompts are encoded as their sequences begin; two sequences share the last one."""
+def test_steps_that_encode_and_decode_together_give_transformers_logits(extension, name, dtype,
+                                                                        encoder_decoder, tmp_path):
+    """Prompts are encoded when their sequences start; two sequences share the last one."""
     model, raw, _ = encoder_decoder(name)
     sources = prompts(3, (60, 7, 23))
     rows = prompts(4, (12,) * 4)
@@ -109,7 +109,7 @@ def test_steps_that_encode_and_decode_together_give_transformers_logits(
     engine = load(tmp_path / "case", max_tokens=64, block_size=4)
     where, lens = [2, 0, 3, 3], [60, 7, 23, 23]
     tables = [[b, 4 + b, 8 + b] for b in range(4)]
-    # By step: the sequences, and how many tokens each reads.
+    # By step: the sequences and their numbers of tokens.
     plan = [([0], [5]), ([0, 1], [1, 3]), ([0, 2, 1, 3], [1, 1, 2, 4]),
             ([1, 0, 3, 2], [1, 1, 1, 6])]
     past, error = [0] * 4, 0.0
@@ -153,8 +153,9 @@ def reference(model, sources, rows, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_transformers(extension, name, dtype, encoder_decoder, tmp_path):
-    """In 16 bits no further from the float32 truth than twice what transformers is. T5, which does
-    not scale its scores, makes more of float32's roundings than others.
+    """In 16 bits the error against float32 is at most twice that of transformers.
+
+    T5 does not scale its scores, which amplifies float32 rounding.
     """
     model, raw, _ = encoder_decoder(name)
     sources = prompts(3, (60, 7, 23))
@@ -178,8 +179,8 @@ def test_logits_are_transformers(extension, name, dtype, encoder_decoder, tmp_pa
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs")
 @pytest.mark.parametrize("name", ["t5", "marian"])
-def test_two_ranks_generate_what_the_cpu_target_does(extension, name, encoder_decoder, cases,
-                                                     tmp_path):
+def test_two_ranks_generate_the_cpu_target_s_tokens(extension, name, encoder_decoder, cases,
+                                                    tmp_path):
     _, raw, _ = encoder_decoder(name)
     two = compile_for(raw, "cuda", tmp_path / "tp2", tp_size=2)
     assert_same((cases(name)[0], two), [SamplingParams(max_tokens=12),

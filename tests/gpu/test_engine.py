@@ -1,4 +1,4 @@
-"""Whole models on the engine: against transformers, itself, and the CPU target."""
+"""Whole models on the CUDA engine, compared with transformers, itself and the CPU target."""
 
 import dataclasses
 
@@ -30,8 +30,8 @@ def compiled(tmp_path_factory):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_decoding_continues_what_a_prompt_began(extension, compiled, dtype):
-    """Long enough that attention divides a sequence among blocks."""
+def test_decoding_continues_a_prefill(extension, compiled, dtype):
+    """Long enough for split-KV attention."""
     tokens = np.random.default_rng(0).integers(3, families.VOCAB, LENGTH).tolist()
     with llmc.LLM(compiled / dtype) as llm:
         expected = llm.logits(tokens)
@@ -66,7 +66,7 @@ def test_tokens_are_the_cpu_target_s_for_every_setting(extension, compiled, chec
 
 
 def same_completions(actual, expected):
-    """The same tokens, texts and reasons, and log-probabilities that differ by rounding."""
+    """Assert equal tokens, texts and finish reasons, and log-probabilities within rounding."""
     for ours, wanted in zip(actual, expected, strict=True):
         what = f"prompt {wanted.index}, completion {wanted.sample}"
         assert ours.token_ids == wanted.token_ids, what
@@ -84,9 +84,10 @@ def same_completions(actual, expected):
 
 @pytest.mark.parametrize("check_step", [1, 3, 8])
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_every_parameter_does_what_it_does_on_the_cpu(extension, compiled, check_step, sampled):
-    """One parameter set per prompt, all in one batch, whose rows move as others end; prompts of one
-    token, and lengths that end at different steps."""
+def test_every_sampling_parameter_matches_the_cpu(extension, compiled, check_step, sampled):
+    """One parameter set per prompt, all in one batch, whose rows move as others finish.
+
+    Prompts have one token, and completions different lengths."""
     prompts = [[5, 6, 7, 5, 6], [8] * 40, [9, 10, 6], [12], [10, 6, 7, 8, 20, 30, 3], [30, 31],
                list(range(3, 90))]
     params = [llmc.SamplingParams(**rule, **(cuts if sampled else {}), max_tokens=14 + 5 * row,
@@ -109,7 +110,7 @@ def test_every_parameter_does_what_it_does_on_the_cpu(extension, compiled, check
 
 
 @pytest.mark.parametrize("check_step", [1, 8])
-def test_a_sequence_without_an_allowed_token_is_one_sentence(extension, compiled, check_step):
+def test_a_sequence_without_an_allowed_token_raises_an_llmc_error(extension, compiled, check_step):
     everything = [[token] for token in range(families.VOCAB) if token != 50]
     params = llmc.SamplingParams(max_tokens=20, bad_words=[*everything, [50, 50, 50, 50]],
                                  ignore_eos=True)
@@ -120,19 +121,19 @@ def test_a_sequence_without_an_allowed_token_is_one_sentence(extension, compiled
         assert llm.generate([[5, 6]], ended)[0].token_ids == (50, 50, 50)
 
 
-def test_more_log_probabilities_than_the_device_finds_are_refused(extension, compiled):
+def test_logprobs_beyond_the_device_limit_are_refused(extension, compiled):
     with llmc.LLM(compiled / "float32") as llm, \
             pytest.raises(llmc.LlmcError, match="logprobs 21 exceeds 20, the maximum"):
         llm.generate([[5]], llmc.SamplingParams(logprobs=21))
 
 
-def test_too_little_memory_is_said_in_numbers(extension, compiled):
-    with pytest.raises(llmc.LlmcError, match=r"no device memory for .*: \d+ MiB are needed"):
+def test_out_of_memory_reports_the_sizes(extension, compiled):
+    with pytest.raises(llmc.LlmcError, match=r"not enough device memory for .*: \d+ MiB"):
         llmc.LLM(compiled / "float32", max_num_batched_tokens=10**8)
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["at once", "in turn"])
-def test_two_models_do_what_each_does_alone(extension, compiled, at_once):
+def test_two_models_give_the_same_tokens_as_each_alone(extension, compiled, at_once):
     two_models.check(compiled / "float16", compiled / "bfloat16", at_once=at_once)
 
 
@@ -142,20 +143,20 @@ def engine(extension, compiled):
 
 
 @pytest.mark.parametrize(("call", "match"), [
-    (lambda e: e.load_weight(10**6, np.zeros(4, np.uint8)), "there is no tensor 1000000"),
-    (lambda e: e.load_weight(0, np.zeros(4, np.uint8)), "tensor 0 is no weight"),
-    (lambda e: e.watch([10**6]), "there is no tensor"), (lambda e: e.watch([0]), "is no value"),
+    (lambda e: e.load_weight(10**6, np.zeros(4, np.uint8)), "tensor 1000000 does not exist"),
+    (lambda e: e.load_weight(0, np.zeros(4, np.uint8)), "tensor 0 is not a weight"),
+    (lambda e: e.watch([10**6]), "does not exist"), (lambda e: e.watch([0]), "is not a value"),
     (lambda e: e.read_watched(0, np.empty(1, np.float32)), "was not watched"),
-    (lambda e: e.allocate(4), "the KV cache is there already"),
-    (lambda e: e.warm([10**6], False), "is beyond the engine's limits"),
-    (lambda e: e.collect(3), "step 3 is not under way"),
+    (lambda e: e.allocate(4), "the KV cache is already allocated"),
+    (lambda e: e.warm([10**6], False), "exceeds the engine's limits"),
+    (lambda e: e.collect(3), "step 3 is not in flight"),
     (lambda e: e.encode(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([0, 1], np.int32),
                         np.zeros(1, np.int64)), "has no encoder"),
-    (lambda e: e.join(b"short", 0, 1), "id is broken"),
-    (lambda e: e.join(bytes(128), 1, 1), "there is no rank 1 of 1"),
+    (lambda e: e.join(b"short", 0, 1), "id has the wrong size"),
+    (lambda e: e.join(bytes(128), 1, 1), "rank 1 is not below"),
 ])
-def test_what_an_engine_is_asked_wrongly(extension, engine, call, match):
-    """And it goes on as before."""
+def test_invalid_engine_calls_are_refused(extension, engine, call, match):
+    """The engine continues unaffected."""
     step = Step.of([[5, 6, 7]], [0], [[2]], [0], logits="all")
     expected = engine.collect(engine.submit(step)).logits
     with pytest.raises(extension.CudaError, match=match):

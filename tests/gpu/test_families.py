@@ -1,4 +1,4 @@
-"""The model families: the logits of the engine beside those of transformers, dtype by dtype."""
+"""Logits of all model families on the CUDA engine equal transformers', by dtype."""
 
 import families
 import pytest
@@ -11,7 +11,7 @@ import llmc
                                   *families.MIXTURES, *families.HYBRIDS)),
     ("gemma4_text", families.GEMMA4_LARGE), ("gemma4_text", families.GEMMA4_MOE),
     ("laguna", families.sizes_of("laguna")), ("apertus", families.UNPLANNED["apertus"]),
-    ("hunyuan_v1_dense", families.FAMILIES["qwen3"])])  # norms behind the rotary embedding
+    ("hunyuan_v1_dense", families.FAMILIES["qwen3"])])  # QK norm after the rotary embedding
 def test_logits_are_transformers(extension, family, changes, tmp_path):
     families.check_logits_on_gpu(
         family, tmp_path,

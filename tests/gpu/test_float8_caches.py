@@ -1,4 +1,4 @@
-"""Whole models whose KV caches are of float8, against the schedule on NumPy."""
+"""Whole models with an FP8 KV cache, compared with the NumPy interpreter."""
 
 import families
 import numpy as np
@@ -18,8 +18,8 @@ def compile(family, tmp_path, **options):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "qwen3"])
-def test_tokens_and_logits_are_the_schedule_s(extension, family, tmp_path):
-    """Prompts, decoding in graphs, and logits of prompts that continue."""
+def test_tokens_and_logits_equal_the_program_interpreter(extension, family, tmp_path):
+    """Prompts, decoding in CUDA graphs, and logits of continued prompts."""
     case = compile(family, tmp_path)
     with llmc.LLM(case) as llm:
         made = llm.generate(PROMPTS, GREEDY)
@@ -30,7 +30,7 @@ def test_tokens_and_logits_are_the_schedule_s(extension, family, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_logits_are_the_schedule_s_in_16_bits(extension, dtype, tmp_path):
+def test_16_bit_logits_are_near_the_program_interpreter(extension, dtype, tmp_path):
     case = compile("llama", tmp_path, dtype=dtype)
     with llmc.LLM(case) as llm:
         logits = llm.logits(PROMPTS[1])
@@ -44,7 +44,7 @@ def test_logits_are_the_schedule_s_in_16_bits(extension, dtype, tmp_path):
 
 
 def test_beams_share_float8_caches(extension, tmp_path):
-    """The best of two beams is no likelier than the model finds its tokens one by one."""
+    """The score of the best of two beams equals the sum of its tokens' log-probabilities."""
     case = compile("llama", tmp_path)
     with llmc.LLM(case) as llm:
         beams = llm.beam_search(PROMPTS, llmc.SamplingParams(max_tokens=6, beam_width=2,

@@ -24,13 +24,13 @@ from llmc.plugins.cached_attention.op import _reading
 from llmc.plugins.code_types import CODE_TYPES
 from llmc.plugins.quantization import BLOCK, blocks_shape, dequantized, pack
 
-# Of the reference's largest value, for one rounding of inputs and outputs to the dtype.
+# Relative to the reference's largest value, for one rounding of inputs and outputs to the dtype.
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}
 OPS = [op for op in plugins.registry().values() if op.body is not None and op.has_core]
 
 
 def check_codes(codes, expected, tolerance):
-    """Numbers of FP8, each at most the next one to what is expected within a tolerance."""
+    """Assert FP8 values at most one code from the expected values within a tolerance."""
     actual = codes.double().cpu().numpy()
     assert np.isfinite(actual).all()
     error = np.abs(actual - expected)
@@ -40,12 +40,16 @@ def check_codes(codes, expected, tolerance):
 
 
 def check(extension, op, fields, inputs, dtype, firsts=((),), least=0.0, unlike=None):
-    """Run the kernel on what the dtype makes of the inputs, and compare. Attention takes sequences
-    of one token that come first by themselves, and also as prompts; and prompts by the library too,
-    where it serves them. `firsts`: which of two ways each choice falls on, instead of timing. An
-    output of a dtype of its own is exact, or as in float32. `least`: the least tolerance. What an
-    op takes from among the columns of wider rows lies there too, in whole vectors and not.
-    `unlike`: fields whose reference is further away.
+    """Run the kernel on inputs rounded to the dtype, and compare with the reference.
+
+    Attention runs leading sequences of one token as decode and as prefill, and prefill by the
+    library too if it supports it. Column inputs are also slices of wider rows, aligned and not.
+    Outputs with a declared dtype are exact, or as in float32.
+
+    Args:
+        firsts: the choice between two kernels for each decision, instead of timing.
+        least: the minimum tolerance.
+        unlike: attributes with a larger tolerance.
     """
     fields = op.complete(fields)
     tensors = tensors_of(op, fields, inputs, dtype)
@@ -63,12 +67,12 @@ def check(extension, op, fields, inputs, dtype, firsts=((),), least=0.0, unlike=
         lengths = int(new[rest].max()), int(total[rest].max())
         ways = [(0, 0, 0), (ones, 0, 0), (ones, *lengths), (0, int(new.max()), int(total.max()))]
         filled = filled_of(op, inputs)
-        for name in op.cache_inputs:  # what is in a cache behind a sequence does not matter
+        for name in op.cache_inputs:  # cache contents after a sequence are irrelevant
             poisoned = tensors[name].float()
             poisoned[torch.from_numpy(~filled).cuda()] = float("nan")
             tensors[name].copy_(poisoned)
         firsts = [()] * len(ways)
-    if op.state is not None:  # single tokens that come first, by themselves too
+    if op.state is not None:  # leading single tokens, as decode too
         new = np.diff(inputs["cu_seqlens"])
         ones = next((i for i, count in enumerate(new) if count != 1), len(new))
         ways = [(0, 0, 0), *([(ones, 0, 0)] if ones else [])]
@@ -76,7 +80,7 @@ def check(extension, op, fields, inputs, dtype, firsts=((),), least=0.0, unlike=
     beside = [(), (8, 16), (3, 2)] if {role.input for role in op.columns} & {*tensors} else [()]
     for around, ((num_decode, longest, reach), choices) in itertools.product(
             beside, [*zip(ways, firsts, strict=True)]):
-        if choices or op.state:  # a weight in fewer bits is repacked where it lies, a state written
+        if choices or op.state:  # a quantized weight is repacked in place, a state is written
             tensors = tensors_of(op, fields, inputs, dtype)
         among = {role.input: among_columns(tensors[role.input], *around) for role in op.columns
                  if around and role.input in tensors}
@@ -118,7 +122,7 @@ def test_an_op_s_samples(extension, op, dtype):
 
 
 @pytest.mark.parametrize("op", ["CausalAttention", "BidirectionalAttention"])
-def test_attention_refuses_a_head_dim_that_it_has_no_kernel_for(extension, op):
+def test_attention_refuses_an_unsupported_head_dim(extension, op):
     with pytest.raises(extension.CudaError, match=f"{op}'s head_dim 12 is not a multiple of 8"):
         extension.make_plugin(op, {"num_heads": 4, "num_kv_heads": 4, "head_dim": 12})
 
@@ -152,8 +156,8 @@ def test_attention_in_both_directions(extension, new, dim, heads, kv_heads, more
     ((1, 1, 1), (65, 130, 900), 256, 4, 1, {"window": 100, "softcap": 5.0, "rotary_dim": 256}),
     ((20, 9), (5, 0), 72, 4, 2, {"block_size": 8, "norms": "qk"}),
 ])
-def test_attention_with_a_bias_by_distance(extension, new, past, dim, heads, kv_heads, more,
-                                           biased, dtype):
+def test_attention_with_a_bias_by_distance(extension, new, past, dim, heads, kv_heads, more, biased,
+                                           dtype):
     sample = _sample(np.random.default_rng(1), new, past, dim, heads=heads, kv_heads=kv_heads,
                      max_seq_len=1024, biased=biased, **more)
     check(extension, plugins.registry()["CausalAttention"], sample.fields, sample.inputs, dtype)
@@ -192,8 +196,8 @@ def test_attention(extension, new, past, dim, heads, kv_heads, more, dtype):
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (6, 1)],
                          ids=["MHA", "GQA", "MQA"])
-def test_decoding_reads_each_position_from_the_block_that_the_table_names(
-        extension, heads, kv_heads, dim, length, dtype):
+def test_decoding_reads_positions_through_the_block_table(extension, heads, kv_heads, dim, length,
+                                                          dtype):
     """Sequences of two lengths, their blocks in any order."""
     past = (length - 1,) * 4 + ((length - 1) // 2,) * 2
     sample = _sample(np.random.default_rng(length), (1,) * 6, past, dim, heads=heads,
@@ -204,8 +208,8 @@ def test_decoding_reads_each_position_from_the_block_that_the_table_names(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("batch", [1, 24, 80, 200])
-def test_any_batch_is_read_alike(extension, batch, dtype):
-    """How many warps a block has, and into how many parts a sequence is cut, depends on it."""
+def test_results_are_independent_of_batch_layout(extension, batch, dtype):
+    """The number of warps per block and of KV splits depends on the batch."""
     sample = _sample(np.random.default_rng(batch), (1,) * batch, (333,) * batch, 64, heads=8,
                      kv_heads=4, max_seq_len=400, rotary_dim=64, block_size=16, window=200)
     check(extension, plugins.registry()["CausalAttention"], sample.fields, sample.inputs, dtype)
@@ -218,8 +222,9 @@ def test_any_batch_is_read_alike(extension, batch, dtype):
     ids=lambda past: f"{len(past)}, to {max(past)}")
 @pytest.mark.parametrize(("heads", "kv_heads", "more"), [
     (8, 2, {}), (4, 1, {"window": 1500}), (24, 2, {"softcap": 5.0})], ids=str)
-def test_sequences_of_unlike_lengths_are_divided(extension, heads, kv_heads, more, past, dtype):
-    """Long ones into parts, however many others there are."""
+def test_kv_is_split_for_sequences_of_different_lengths(extension, heads, kv_heads, more, past,
+                                                        dtype):
+    """Long sequences are split for any number of others."""
     sample = _sample(np.random.default_rng(len(past)), (1,) * len(past), past, 64, heads=heads,
                      kv_heads=kv_heads, max_seq_len=-(-max(past) // 64) * 64 + 64, rotary_dim=64,
                      block_size=64, **more)
@@ -289,8 +294,8 @@ def test_linear(extension, name, rows, width, out, dtype):
     ("uint8", "min"), ("float8_e4m3fn", "")])
 @pytest.mark.parametrize("name", ["GemmBiasAct", "GemmBiasAct, plain", "GemmBiasRes", "GatedMLP",
                                   "NormGemm", "NormGemm, weighted", "NormGemm, weighted gated"])
-def test_linear_of_a_weight_in_fewer_bits(extension, name, stored, brings, rows, width, out, group,
-                                          dtype, out_scale=0.0):
+def test_linear_with_a_quantized_weight(extension, name, stored, brings, rows, width, out, group,
+                                        dtype, out_scale=0.0):
     rng = np.random.default_rng(4)
     name, _, more = name.partition(", ")
     weighted, plain = "weighted" in more, more == "plain"
@@ -300,7 +305,7 @@ def test_linear_of_a_weight_in_fewer_bits(extension, name, stored, brings, rows,
               "out_features": count}
     codes = rng.integers(0, 2 ** bits, (count, width), dtype=np.uint8)
     if stored == "float8_e4m3fn":
-        codes &= 0xBF  # none is a NaN
+        codes &= 0xBF  # excluding NaN
     scale = rng.uniform(0.5, 1, (count, width // group)) / (2 ** bits * width**0.5)
     inputs = {"x": rng.standard_normal((rows, width)) + 0.3, "weight": pack(codes, bits),
               "bias": rng.standard_normal(count), "weight_scale": scale.astype(np.float32)}
@@ -322,8 +327,8 @@ def test_linear_of_a_weight_in_fewer_bits(extension, name, stored, brings, rows,
         fields |= {"centred": 1, "epsilon": 1e-5}
         inputs["row_sums"] = dequantized(fields, inputs["weight"], inputs["weight_scale"],
                                          inputs.get("weight_zero"), inputs.get("weight_min")).sum(1)
-    # By a GEMV or Hopper's kernel for few rows; as it is or as numbers. Rows that are normed first
-    # have all of these ways once more.
+    # By a GEMV or Hopper's kernel for few rows; quantized or dequantized. Normalized rows have all
+    # of these variants too.
     firsts = [()]
     if dtype != "float32" and width % 32 == group % 32 == 0:
         firsts = [*itertools.product([True, False], repeat=2)]
@@ -337,18 +342,18 @@ def test_linear_of_a_weight_in_fewer_bits(extension, name, stored, brings, rows,
     (20, 5120, 17924), (6, 5120, 17924), (11, 5120, 17924),  # by all blocks, evenly
     (150, 2048, 17920), (260, 1024, 17920), (450, 8192, 1024)])  # whole, and by clusters
 @pytest.mark.parametrize(("stored", "name"), [("int4", "GatedMLP"), ("int8", "GemmBiasRes")])
-def test_tiles_of_packed_weights_are_shared_out(extension, name, stored, rows, width, out, dtype):
-    test_linear_of_a_weight_in_fewer_bits(extension, name, stored, "", rows, width,
+def test_tiles_of_packed_weights_are_distributed(extension, name, stored, rows, width, out, dtype):
+    test_linear_with_a_quantized_weight(extension, name, stored, "", rows, width,
                                           out // 2 if name == "GatedMLP" else out, 128, dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", ["GemmBiasAct", "NormGemm, weighted"])
-def test_blocks_take_many_tiles_of_a_packed_weight(extension, name, dtype):
-    test_linear_of_a_weight_in_fewer_bits(extension, name, "int4", "", 7, 1024, 130000, 128, dtype)
+def test_blocks_process_many_tiles_of_a_packed_weight(extension, name, dtype):
+    test_linear_with_a_quantized_weight(extension, name, "int4", "", 7, 1024, 130000, 128, dtype)
 
 
-# What the sums of FP8 lose, and what is rounded to the other of two numbers of FP8.
+# Error of FP8 sums, and of values rounded to the other of two adjacent FP8 values.
 FLOAT8 = 2e-2
 
 
@@ -362,15 +367,15 @@ FLOAT8 = 2e-2
     (4, 2048, 4296, 2048), (3, 8192, 200, 8192)])
 @pytest.mark.parametrize("name", ["GemmBiasAct", "GemmBiasRes", "GatedMLP", "NormGemm",
                                   "NormGemm, gated", "NormGemm, RMS", "NormGemm, RMS, gated"])
-def test_linear_of_activations_in_fp8(extension, name, rows, width, out, group, dtype):
-    # Rounded by a GEMV, or before; then by a GEMV, Hopper's kernel or cuBLASLt, and scaled by that
-    # or behind it; or by the numbers that codes stand for.
+def test_linear_with_fp8_activations(extension, name, rows, width, out, group, dtype):
+    # Quantized by a GEMV or before it; then a GEMV, Hopper's kernel or cuBLASLt, scaled by it or
+    # after it; or dequantized.
     firsts = [()] if dtype == "float32" else [*itertools.product([True, False], repeat=4)]
     check(extension, *linear_of_fp8(name, rows, width, out, group), dtype, firsts, FLOAT8)
 
 
 def linear_of_fp8(name, rows, width, out, group, **more):
-    """An op, fields and inputs."""
+    """Return an op, attributes and inputs."""
     rng = np.random.default_rng(5)
     name, *kind = name.split(", ")
     gated = name == "GatedMLP" or "gated" in kind
@@ -389,7 +394,7 @@ def linear_of_fp8(name, rows, width, out, group, **more):
         fields |= {"centred": int(not gated and "RMS" not in kind), "gated": int(gated),
                    "epsilon": 1e-5}
         inputs["norm_weight"] = rng.uniform(0.5, 2, width)
-        if "RMS" not in kind:  # else the kernel of few rows norms and rounds them
+        if "RMS" not in kind:  # otherwise the kernel for few rows normalizes and quantizes them
             inputs["norm_bias"] = rng.uniform(-1, 1, width)
     if fields.get("x_dtype"):
         inputs["x"] = np.clip(inputs["x"] / fields["activation_scale"], -448, 448)
@@ -411,8 +416,7 @@ GIVEN = {**FIXED, "x_dtype": "float8_e4m3fn"}
     ("GemmBiasRes", GIVEN), ("GemmBiasAct", GIVEN), ("GatedMLP", {"out_scale": 0.5}),
     ("NormGemm, RMS, gated", {**FIXED, "out_scale": 0.5}),
     ("NormGemm, gated", {**FIXED, "out_scale": 0.5})])
-def test_linear_of_activations_in_fp8_by_fixed_scales(extension, name, more, rows, width, out,
-                                                      group, dtype):
+def test_linear_with_static_fp8_activations(extension, name, more, rows, width, out, group, dtype):
     firsts = [()] if dtype == "float32" else [*itertools.product([True, False], repeat=4)]
     check(extension, *linear_of_fp8(name, rows, width, out, group, **more), dtype, firsts, FLOAT8)
 
@@ -426,10 +430,8 @@ def test_linear_of_activations_in_fp8_by_fixed_scales(extension, name, more, row
     (2050, 384, 136, 128), (7, 512, 37, 128), (2, 192, 40, 64), (40, 96, 64, 32)])
 @pytest.mark.parametrize("name", ["GemmBiasAct", "GemmBiasRes", "GatedMLP", "NormGemm",
                                   "NormGemm, gated", "NormGemm, RMS", "NormGemm, RMS, gated"])
-def test_linear_of_activations_in_fp8_by_groups(extension, name, rows, width, out, group, dtype):
-    """Rounded by a GEMV, or before; then by a GEMV, Hopper's kernel or cuBLASLt, of blocks; or by
-    the numbers that codes stand for.
-    """
+def test_linear_with_grouped_fp8_activations(extension, name, rows, width, out, group, dtype):
+    """Quantized by a GEMV or before; then a GEMV, Hopper's kernel or cuBLASLt; or dequantized."""
     op, fields, inputs = linear_of_fp8(name, rows, width, out, group, activation_group_size=group)
     if group == BLOCK:
         in_blocks(fields, inputs)
@@ -452,8 +454,8 @@ def in_blocks(fields, inputs):
     (3, 576, 200, 576), (4, 64, 4232, 64), (4, 8256, 200, 8256)])
 @pytest.mark.parametrize("name", ["GemmBiasAct", "GemmBiasRes", "GatedMLP", "NormGemm, RMS",
                                   "NormGemm, RMS, gated"])
-def test_linear_of_a_weight_in_fp8_alone(extension, name, rows, width, out, group, size, dtype):
-    """Few rows as float16, none of whose numbers is too large for it."""
+def test_linear_with_fp8_weights_only(extension, name, rows, width, out, group, size, dtype):
+    """Few rows are computed in float16, without overflow."""
     if dtype == "float16" and size != 1:
         pytest.skip("float16 has no such numbers")
     op, fields, inputs = linear_of_fp8(name, rows, width, out, group, activation_dtype="")
@@ -474,17 +476,17 @@ def test_linear_of_a_weight_in_fp8_alone(extension, name, rows, width, out, grou
     *((rows, 0.001) for rows in (1, 3, 4, 8, 16, 40, 300)), (200, 0.02), (2000, 0.02)])
 @pytest.mark.parametrize(("stored", "brings"), [("int4", ""), ("uint4", "zero"), ("int8", ""),
                                                 ("float8_e4m3fn", "")])
-def test_a_gate_of_a_weight_in_fewer_bits_rounds_what_it_lets_through(extension, stored, brings,
-                                                                      rows, out_scale, dtype):
-    """Most, or few, of what is too large for FP8, of which tolerances are of what is left."""
-    test_linear_of_a_weight_in_fewer_bits(extension, "GatedMLP", stored, brings, rows, 1024, 1408,
+def test_gated_mlp_with_quantized_weights_quantizes_its_output(extension, stored, brings, rows,
+                                                               out_scale, dtype):
+    """Most or few values exceed FP8; tolerances are relative to the remaining range."""
+    test_linear_with_a_quantized_weight(extension, "GatedMLP", stored, brings, rows, 1024, 1408,
                                           128, dtype, out_scale)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 3, 16, 40])
 @pytest.mark.parametrize("name", ["GatedMLP", "NormGemm"])
-def test_a_gate_rounds_what_it_lets_through(extension, name, rows, dtype):
+def test_gated_mlp_quantizes_its_output(extension, name, rows, dtype):
     rng = np.random.default_rng(rows)
     inputs = {"x": rng.standard_normal((rows, 1024)),
               "weight": rng.standard_normal((2816, 1024)) / 32}
@@ -507,7 +509,7 @@ def test_a_gate_rounds_what_it_lets_through(extension, name, rows, dtype):
     ((1, 1, 130, 64), (700, 3, 0, 300), 128, 8, 2, {"block_size": 16}),
     ((30, 1, 9), (50, 300, 300), 256, 8, 2, {"block_size": 16, "kv_dtype": "float8_e4m3fn"}),
 ])
-def test_attention_rounds_what_it_makes(extension, new, past, dim, heads, kv_heads, more, dtype):
+def test_attention_quantizes_its_output(extension, new, past, dim, heads, kv_heads, more, dtype):
     sample = _sample(np.random.default_rng(1), new, past, dim, heads=heads, kv_heads=kv_heads,
                      max_seq_len=2048, rotary_dim=dim, **more)
     check(extension, plugins.registry()["CausalAttention"], {**sample.fields, "out_scale": 0.002},
@@ -542,7 +544,7 @@ def test_norm_of_long_rows(extension, name, width, dtype):
     check(extension, op, {"epsilon": 1e-5}, inputs, dtype)
 
 
-def test_a_row_too_long_to_norm_is_one_sentence(extension):
+def test_a_row_too_long_to_normalize_is_refused(extension):
     inputs = {"x": np.ones((1, 32776)), "weight": np.ones(32776)}
     with pytest.raises(extension.CudaError, match="a norm of rows of 32776 elements: at most"):
         check(extension, plugins.registry()["RMSNorm"], {"epsilon": 1e-5}, inputs, "float16")
@@ -566,8 +568,10 @@ def test_any_linear(extension, rows, width, out, dtype, seed, name, activation):
 
 def experts_of(rng, tokens, hidden, inner, num_experts, top_k, biased=False, favoured=0, others=0,
                residual=False, **fields):
-    """Fields and inputs of Experts: `top_k` of all experts for each token, of which `favoured` ones
-    are every token's first; `others` are another rank's.
+    """Return attributes and inputs of Experts.
+
+    Each token has `top_k` experts. `favoured` ones are every token's first; `others` belong to
+    another rank.
     """
     def normal(*shape):
         return rng.standard_normal(shape).astype(np.float32)
@@ -591,7 +595,7 @@ def experts_of(rng, tokens, hidden, inner, num_experts, top_k, biased=False, fav
 
 
 def check_experts(extension, fields, inputs, dtype, **more):
-    """By the kernels for few tokens and by those for many, where these serve."""
+    """Check the kernels for few tokens, and those for many if supported."""
     ways = dtype != "float32" and not any(size % 8 for size in inputs["down"].shape[1:])
     check(extension, plugins.registry()["Experts"], fields, inputs, dtype,
           ((True,), (False,)) if ways else ((),), **more)
@@ -613,7 +617,7 @@ def check_experts(extension, fields, inputs, dtype, **more):
     (3000, 16, 136, 60, 8, {"others": 20, "biased": True}),
     (400, 328, 72, 2, 1, {"gated": 0, "activation": "gelu", "biased": True}),
     (600, 64, 392, 2, 2, {"scale_input": 1, "limit": 1.5}),
-    # Choices summed up by the second product: of 132 multiprocessors nearly all have as many tiles.
+    # Experts summed by the second GEMM: nearly all of 132 SMs have as many tiles.
     (1, 2048, 72, 9, 8, {"others": 7, "biased": True}), (1, 2104, 40, 3, 1, {"residual": True}),
     (2, 2072, 328, 64, 8, {"biased": True, "residual": True}), (1, 2048, 8, 2, 2, {"others": 90}),
     (4, 2048, 136, 128, 8, {"others": 60, "residual": True, "scale_input": 1}),
@@ -626,7 +630,7 @@ def test_experts(extension, tokens, hidden, inner, num_experts, top_k, more, dty
 
 
 def packed_experts(rng, stored, group_size, fields, inputs):
-    """The same with weights of random codes in their place."""
+    """Replace the weights by random codes."""
     bits, (count, hidden, inner) = CODE_TYPES[stored].bits, inputs["down"].shape
     inputs = dict(inputs)
     for name in ("gate_up", "down"):
@@ -661,8 +665,8 @@ def packed_experts(rng, stored, group_size, fields, inputs):
     (9, 128, 128, 6, 2, {"scale_input": 1, "gated": 0, "activation": "relu2"}),
     (3, 128, 128, 6, 2, {"residual": True, "biased": True}),
 ])
-def test_experts_in_fewer_bits(extension, tokens, hidden, inner, num_experts, top_k, more, stored,
-                               group_size, dtype):
+def test_quantized_experts(extension, tokens, hidden, inner, num_experts, top_k, more, stored,
+                           group_size, dtype):
     rng = np.random.default_rng(tokens)
     fields, inputs = packed_experts(rng, stored, group_size, *experts_of(
         rng, tokens, hidden, inner, num_experts, top_k, **more))
@@ -679,12 +683,12 @@ def test_experts_in_fewer_bits(extension, tokens, hidden, inner, num_experts, to
     (3, 128, 128, 6, 2, {"residual": True, "biased": True}), (2, 1152, 640, 64, 7, {"others": 9}),
     (700, 384, 256, 3, 2, {"favoured": 1, "others": 2}), (60, 640, 128, 8, 4, {}),
 ])
-def test_experts_that_round_what_they_multiply(extension, tokens, hidden, inner, num_experts, top_k,
-                                               more, group_size, rounded, dtype):
+def test_experts_quantize_their_activations(extension, tokens, hidden, inner, num_experts, top_k,
+                                            more, group_size, rounded, dtype):
     rng = np.random.default_rng(tokens)
     fields, inputs = packed_experts(rng, "float8_e4m3fn", group_size, *experts_of(
         rng, tokens, hidden, inner, num_experts, top_k, **more))
-    # What lies between falls on the other side of two codes' middle now and then.
+    # Values near the middle of two codes may be rounded to the other one.
     check_experts(extension, fields | {"activation_dtype": "float8_e4m3fn",
                                        "activation_group_size": rounded}, inputs, dtype,
                   least=5e-2, unlike=fields)
@@ -692,7 +696,7 @@ def test_experts_that_round_what_they_multiply(extension, tokens, hidden, inner,
 
 @pytest.mark.parametrize(("stored", "group_size", "hidden", "inner"), [
     ("int4", 48, 96, 48), ("mxfp4", 32, 96, 32), ("uint8", 32, 40 * 32, 32), ("int8", 12, 24, 36)])
-def test_experts_in_fewer_bits_of_any_size(extension, stored, group_size, hidden, inner):
+def test_quantized_experts_of_any_size(extension, stored, group_size, hidden, inner):
     rng = np.random.default_rng(hidden)
     fields, inputs = packed_experts(rng, stored, group_size,
                                     *experts_of(rng, 11, hidden, inner, 4, 2))
@@ -702,8 +706,7 @@ def test_experts_in_fewer_bits_of_any_size(extension, stored, group_size, hidden
 @pytest.mark.parametrize("stored", ["", "int4", "float8_e4m3fn"])
 @pytest.mark.parametrize(("tokens", "more"), [(1, {}), (6, {"others": 11, "biased": True}),
                                               (40, {"residual": True}), (700, {"favoured": 1})])
-def test_whichever_experts_their_kernels_are_timed_with_those_asked_for_are_taken(
-        extension, tokens, more, stored):
+def test_kernel_choice_does_not_depend_on_the_timed_routing(extension, tokens, more, stored):
     rng = np.random.default_rng(tokens)
     fields, inputs = experts_of(rng, tokens, 384, 256, 9, 3, **more)
     if stored:
@@ -748,7 +751,7 @@ def test_routes(extension, tokens, num_experts, fields, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "sparsemixer"])
-def test_of_equal_experts_the_first_are_chosen(extension, score, dtype):
+def test_equal_routing_scores_select_the_first_experts(extension, score, dtype):
     logits = np.round(np.random.default_rng(3).standard_normal((40, 200)))
     check(extension, plugins.registry()["Route"], {"top_k": 6, "score": score, "jitter": 0.01},
           {"logits": logits}, dtype)
@@ -756,9 +759,9 @@ def test_of_equal_experts_the_first_are_chosen(extension, score, dtype):
 
 @pytest.mark.parametrize(("fields", "shape", "match"), [
     ({"top_k": 33}, (2, 64), "top_k 33 is not from 1 to 32"),
-    ({"top_k": 2}, (2, 1025), "1025 experts: at most 1024 are served"),
+    ({"top_k": 2}, (2, 1025), "1025 experts: at most 1024 are supported"),
     ({"top_k": 5, "groups": 4, "top_groups": 2}, (2, 8), "too few for top_k 5 of 2 groups")])
-def test_routes_that_cannot_be_are_one_sentence(extension, fields, shape, match):
+def test_invalid_routes_are_refused(extension, fields, shape, match):
     with pytest.raises(extension.CudaError, match=match):
         extension.shapes("Route", fields, [shape, ()])
 
@@ -785,8 +788,8 @@ def test_attention_with_sinks(extension, new, past, dim, heads, kv_heads, more, 
     ((1, 1, 70, 5), (300, 9, 0, 200), 128, {"rotary_dim": 128, "block_size": 16}),
     ((20, 1), (5, 0), 72, {"rotary_dim": 40, "interleaved": 1}), ((5, 1), (5, 9), 256, {}),
 ])
-def test_attention_with_norms_behind_the_rotary_embedding(extension, new, past, dim, more, dtype):
-    """Which is not the same where cos and sin are longer than 1, as YaRN has them."""
+def test_attention_with_qk_norm_after_the_rotary_embedding(extension, new, past, dim, more, dtype):
+    """The order matters if cos and sin are scaled, as in YaRN."""
     sample = _sample(np.random.default_rng(1), new, past, dim, max_seq_len=2048, norms="qk",
                      norm_after_rotary=1, **more)
     for name in {"cos", "sin"} & {*sample.inputs}:
@@ -821,8 +824,8 @@ def test_any_attention(extension, data, heads, dim, dtype, decode, window, softc
        block_size=st.sampled_from([16, 32, 64, 128, 512]),
        window=st.sampled_from([0, 0, 1, 40, 300]), sinks=st.booleans(),
        run=st.sampled_from([1, 2, 3, 4, 1000]))
-def test_prompts_over_blocks_that_follow_one_another_or_do_not(
-        extension, new, heads, dim, dtype, block_size, window, sinks, run, seed):
+def test_prefill_over_contiguous_and_scattered_blocks(extension, new, heads, dim, dtype, block_size,
+                                                      window, sinks, run, seed):
     rng = np.random.default_rng(seed)
     past = rng.integers(0, 1000, len(new)).tolist()
     sample = _sample(rng, new, past, dim, *heads, window=window, max_seq_len=1536, sinks=sinks,
@@ -835,7 +838,7 @@ def test_prompts_over_blocks_that_follow_one_another_or_do_not(
 
 
 def logits_of(kind, rows, vocab, stride):
-    """What may be hard to order; behind the vocabulary, what would win."""
+    """Logits that are hard to order; padding after the vocabulary has the maximum."""
     rng = np.random.default_rng(vocab)
     logits = rng.standard_normal((rows, stride)) * 4
     if kind == "ties":
@@ -859,8 +862,8 @@ def logits_of(kind, rows, vocab, stride):
 @pytest.mark.parametrize(("rows", "vocab", "stride", "count"), [
     (4, 101, 128, 6), (1, 1, 64, 1), (2, 101, 101, 101), (3, 4097, 4160, 40), (8, 32000, 32000, 12),
     (4, 128256, 128256, 7), (64, 50257, 50304, 72), (1, 300007, 300007, 5)])
-def test_candidates_are_the_likeliest_tokens_in_order(extension, rows, vocab, stride, count, kind,
-                                                      dtype):
+def test_candidates_are_the_top_k_tokens_in_order(extension, rows, vocab, stride, count, kind,
+                                                  dtype):
     logits = logits_of(kind, rows, vocab, stride).to(DTYPES[dtype]).cuda()
     tokens = torch.full((rows, count), -7, dtype=torch.int32, device="cuda")
     log_probs = torch.full((rows, count), float("nan"), device="cuda")
@@ -880,7 +883,8 @@ def test_candidates_are_the_likeliest_tokens_in_order(extension, rows, vocab, st
     ((1, 1, 70, 5), (300, 9, 0, 200), {}), ((1, 300), (1000, 100), {"window": 90}),
     ((1,) * 5 + (2, 130), (33,) * 5 + (400, 0), {"softcap": 5.0})])
 @pytest.mark.parametrize("block_size", [8, 16, 128])
-def test_a_mixed_step_is_attended_to_in_two_halves(extension, new, past, more, block_size, dtype):
+def test_a_mixed_step_runs_prefill_and_decode_attention(extension, new, past, more, block_size,
+                                                        dtype):
     sample = _sample(np.random.default_rng(3), new, past, 128, heads=8, kv_heads=2,
                      max_seq_len=1024, rotary_dim=128, block_size=block_size, **more)
     check(extension, plugins.registry()["CausalAttention"], sample.fields, sample.inputs, dtype)
@@ -896,8 +900,8 @@ def test_a_mixed_step_is_attended_to_in_two_halves(extension, new, past, more, b
     (256, (300, 255, 700, 256), (1, -1, 0, 2), 128, 32), (1040, (1100,) * 20, range(20), 128, 16),
     (96, (100,) * 300, range(300), 64, 32), (320, (330, 4000), (1, 0), 256, 64),
     (2048, (2048, 2050), (0, 1), 64, 128), (64, (64,) * 7, (-1, 0, 1, 2, -1, 3, -1), 256, 16)])
-def test_a_prefix_that_sequences_share_is_attended_to_once(extension, length, past, members, dim,
-                                                           block_size, more, dtype):
+def test_a_shared_prefix_is_read_once(extension, length, past, members, dim, block_size, more,
+                                      dtype):
     op, rng = plugins.registry()["CausalAttention"], np.random.default_rng(5)
     sample = _sample(rng, (1,) * len(past), past, dim, max_seq_len=-(-max(past) // 128) * 128 + 128,
                      rotary_dim=dim, block_size=block_size,
@@ -930,8 +934,9 @@ def test_a_prefix_that_sequences_share_is_attended_to_once(extension, length, pa
     ([129, 500], 2, 2, 96, 32), ([128], 1, 2, 16, 8)])
 def test_linear_attention_of_long_prompts(extension, new, k_heads, v_heads, k_dim, v_dim, dtype,
                                           rule, raw):
-    """By chunks of tokens, whose edges they cross; with a state from before, and without; with
-    decay and beta as they are, and as a linear layer leaves them (`raw`).
+    """Sequences cross chunk edges, with and without an initial state.
+
+    Decay and beta are activated, or raw outputs of a linear layer (`raw`).
     """
     rng, total, batch = np.random.default_rng(0), sum(new), len(new)
     delta = rule == "gated_delta"
@@ -952,7 +957,7 @@ def test_linear_attention_of_long_prompts(extension, new, k_heads, v_heads, k_di
     check(extension, plugins.registry()["GatedLinearAttention"], fields, inputs, dtype, least=1e-3)
 
 
-# Of one token each, prompts, both; on every kernel there is: of pieces, of prompts, by token.
+# Decode, prefill and both, on every kernel: in pieces, for prompts, by token.
 _STEPS = [
     ((1,) * 4, (300, 0, 63, 1000), 64, {"block_size": 16}),
     ((1,) * 3, (4000, 1, 255), 128, {"block_size": 32, "norms": "qk", "rotary_dim": 128}),
@@ -993,7 +998,7 @@ def test_attention_in_chunks_of_scaled_queries_and_normed_values(extension, new,
 @pytest.mark.parametrize("changes", [
     {}, {"window": 50}, {"chunk": 64, "scaled": True}, {"kv_dtype": "float8_e4m3fn"}], ids=str)
 @pytest.mark.parametrize(("new", "past", "dim", "more"), _STEPS)
-def test_attention_to_another_layers_cache(extension, new, past, dim, more, changes, dtype):
+def test_attention_over_another_layer_s_cache(extension, new, past, dim, more, changes, dtype):
     sample = _reading(_of_step(new, past, dim, more, **changes))
     check(extension, plugins.registry()["CachedAttention"], sample.fields, sample.inputs, dtype)
 
@@ -1003,8 +1008,8 @@ def test_attention_to_another_layers_cache(extension, new, past, dim, more, chan
 @pytest.mark.parametrize(("new", "k_heads", "v_heads", "k_dim", "v_dim"), [
     ([70, 3, 1], 2, 4, 128, 128), ([1, 1, 1], 4, 4, 128, 64), ([300], 2, 2, 128, 32),
     ([40], 1, 2, 256, 40), ([20, 5], 2, 2, 200, 33), ([17, 33], 1, 3, 37, 20)])
-def test_linear_attention_whose_channels_decay_by_themselves(extension, new, k_heads, v_heads,
-                                                             k_dim, v_dim, dtype, rule):
+def test_linear_attention_with_per_channel_decay(extension, new, k_heads, v_heads, k_dim, v_dim,
+                                                 dtype, rule):
     rng, total, batch = np.random.default_rng(0), sum(new), len(new)
     fields = dict(num_k_heads=k_heads, num_v_heads=v_heads, k_head_dim=k_dim, v_head_dim=v_dim,
                   update_rule=rule, scale=k_dim ** -0.5, l2norm=1, decay_per_channel=1)

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts that a GPU finds are transformers' log-softmax."""
+"""Prompt log-probabilities on a GPU equal transformers' log-softmax."""
 
 import numpy as np
 import pytest

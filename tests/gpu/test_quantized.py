@@ -1,4 +1,4 @@
-"""Models with weights in fewer bits: their logits, by every way in which rows are multiplied."""
+"""Logits of quantized models for every GEMM path."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ import llmc
 from llmc.artifacts.program import read_program
 from llmc.runtime.core.step import Step
 
-ROWS = (1, 4, 9, 16, 17, 40, 100, 300)  # few, many, and so many that a weight becomes numbers
+ROWS = (1, 4, 9, 16, 17, 40, 100, 300)  # few, many, and enough rows that a weight is dequantized
 FAMILIES = {"llama": {"intermediate_size": 192}, "gpt2": {"n_inner": 192},
             "qwen3": {"intermediate_size": 192}, "gemma2": {"intermediate_size": 192},
             "gpt_neox": {"intermediate_size": 192}}  # whole groups
@@ -43,7 +43,7 @@ def truth(case):
 
 
 def off(actual, expected):
-    """The largest difference, of the range."""
+    """Return the maximum difference relative to the range."""
     return max(np.abs(own - right).max() / np.ptp(right)
                for own, right in zip(actual, expected, strict=True))
 
@@ -74,13 +74,13 @@ def test_logits(extension, family, scheme, tmp_path):
 
 
 @pytest.mark.parametrize("scheme", ["int4", "uint4", "int8", "fp8"])
-def test_mixtures_of_experts(extension, scheme, tmp_path):
+def test_moe_logits(extension, scheme, tmp_path):
     hf = families.save(families.tiny_model("qwen3_moe", moe_intermediate_size=64,
                                            max_position_embeddings=512), tmp_path / "hf")
     check_mixture(lambda dtype: compile_to(tmp_path, hf, dtype, scheme, group_size=32))
 
 
-def test_experts_in_mxfp4(extension, tmp_path):
+def test_mxfp4_experts(extension, tmp_path):
     hf = families.save(families.tiny_model("gpt_oss", intermediate_size=128,
                                            max_position_embeddings=512), tmp_path / "hf")
     families.to_mxfp4(hf, tmp_path / "mxfp4", np.random.default_rng(6))
@@ -88,7 +88,7 @@ def test_experts_in_mxfp4(extension, tmp_path):
 
 
 def check_mixture(compiled):
-    """In 16 bits a token may go to other experts than in float32, but few do."""
+    """Check logits; in 16 bits a few tokens may be routed to other experts."""
     exact = compiled("float32")
     right = truth(exact)
     assert off(on_gpu(exact), right) < 1e-4
@@ -97,16 +97,15 @@ def check_mixture(compiled):
 
 
 def far(actual, expected):
-    """Of each token the largest difference, of the range."""
+    """Return each token's maximum difference relative to the range."""
     return np.concatenate([np.abs(own - right).max(-1) / np.ptp(right)
                            for own, right in zip(actual, expected, strict=True)])
 
 
 @pytest.mark.parametrize("backend", [None, "cudnn", "vanilla"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_logits_of_activations_in_fp8_by_fixed_scales(extension, family, backend, tmp_path,
-                                                      monkeypatch):
-    """Attention and gates round what they make, for the projection behind them."""
+def test_logits_with_static_fp8_activations(extension, family, backend, tmp_path, monkeypatch):
+    """Attention and gates quantize their outputs for the next projection."""
     model = families.tiny_model(family, max_position_embeddings=512, **FAMILIES[family])
     hf = families.save(model, tmp_path / "hf")
     static = families.to_static_fp8(hf, tmp_path / "static", {
@@ -122,15 +121,15 @@ def test_logits_of_activations_in_fp8_by_fixed_scales(extension, family, backend
         case = compiled(static, dtype)
         rounded = [node.fields["out_scale"] for node in read_program(
             case / "chip0" / "schedule.json").nodes if node.fields.get("out_scale")]
-        assert len(rounded) == 2 * 3 - 1  # but the last attention, of which few rows are wanted
+        assert len(rounded) == 2 * 3 - 1  # except the last attention: few rows are selected
         lost = np.median(far(on_gpu(compiled(hf, dtype)), plain))
         found = far(on_gpu(case), right)
         assert np.median(found) < lost + effect and found.max() < 5 * (lost + effect), dtype
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
-def test_logits_of_blocks_of_fp8(extension, family, tmp_path):
-    """Activations as they are, or in groups that are rounded."""
+def test_logits_of_block_fp8_weights(extension, family, tmp_path):
+    """Activations are unquantized or quantized in groups."""
     model = families.tiny_model(family, max_position_embeddings=512, hidden_size=256, head_dim=64,
                                 num_attention_heads=4, num_key_value_heads=2, intermediate_size=384)
     hf = families.save(model, tmp_path / "hf")
@@ -152,8 +151,8 @@ def test_logits_of_blocks_of_fp8(extension, family, tmp_path):
 
 @pytest.mark.parametrize("form", ["blocks", "tokens"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
-def test_mixtures_that_round_what_they_multiply(extension, family, form, tmp_path):
-    """In groups, and by tokens' own scales."""
+def test_moe_logits_with_quantized_activations(extension, family, form, tmp_path):
+    """Scales per group and per token."""
     model = families.tiny_model(
         family, max_position_embeddings=512, hidden_size=256, head_dim=64, num_attention_heads=4,
         num_key_value_heads=2, intermediate_size=384, moe_intermediate_size=128)
@@ -175,10 +174,10 @@ def test_mixtures_that_round_what_they_multiply(extension, family, form, tmp_pat
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_of_activations_in_fp8(extension, family, tmp_path):
-    """An activation between two numbers of FP8 may go to either, and then others of its token in
-    later layers do: in float32 those of some tokens, in 16 bits of all, which are off by as much as
-    rounding itself changes, and no more.
+def test_logits_with_fp8_activations(extension, family, tmp_path):
+    """An activation between two FP8 values may be rounded to either, also in later layers.
+
+    This affects some tokens in float32 and all in 16 bits, by at most the quantization error.
     """
     model = families.tiny_model(family, max_position_embeddings=512, **FAMILIES[family])
     hf = families.save(model, tmp_path / "hf")

@@ -1,4 +1,4 @@
-"""How tokens are chosen on the device: every kernel against runtime/sampling on the same logits."""
+"""Sampling kernels, compared with runtime/sampling on the same logits."""
 
 import dataclasses
 
@@ -25,19 +25,19 @@ SIZES = [(1, 64), (37, 37), (101, 104), (1000, 1024), (32000, 32000), (50257, 50
 
 
 def random_logits(rows, stride, dtype, seed=0):
-    """Heavy-tailed, with tokens that tie."""
+    """Return heavy-tailed logits with equal values."""
     rng = np.random.default_rng(seed)
     logits = torch.from_numpy(rng.standard_normal((rows, stride)) * 3)
     return logits.to(DTYPES[dtype]).cuda()
 
 
 def on_device(records):
-    """Records as numbers of 32 bits."""
+    """Return records as 32-bit integers."""
     return torch.from_numpy(records.view(np.int32).reshape(len(records), -1).copy()).cuda()
 
 
 def draw(extension, logits, vocab, params, drawn=0, repeats=1, draws=True):
-    """The sampling kernel's tokens from logits [rows, stride]; params of all rows, or of each."""
+    """Return the kernel's tokens for logits [rows, stride]; params for all rows or each."""
     rows = len(logits)
     listed = params if isinstance(params, list) else [params] * rows
     tokens = torch.full((rows,), -7, device="cuda")
@@ -54,18 +54,18 @@ def draw(extension, logits, vocab, params, drawn=0, repeats=1, draws=True):
 
 
 def as_float32(params):
-    """With the numbers that the kernel is given."""
+    """Round the parameters to the kernel's float32."""
     return dataclasses.replace(params, **{
         name: float(np.float32(getattr(params, name)))
         for name in ("temperature", "top_p", "min_p", "typical_p")})
 
 
 def check_draw(token, scores, params, number, what):
-    """The token is the host's, or where a number falls on an edge, a neighbour."""
+    """Assert the host's token, or an adjacent one if the random number is on an edge."""
     chances = probabilities(scores, as_float32(params))
     below = chances[:token].sum()
     chance = chances[token]
-    if chance == 0:  # of a cut's edge: as likely, or as typical, as one that is kept
+    if chance == 0:  # at a cutoff: as likely, or as typical, as a kept token
         loose = dataclasses.replace(
             as_float32(params), top_p=min(1.0, params.top_p + 1e-5),
             typical_p=min(1.0, params.typical_p + 1e-5), min_p=params.min_p * (1 - 1e-6))
@@ -90,7 +90,7 @@ CUTS = [dict(), dict(temperature=0.7, top_k=5), dict(temperature=1.5, top_p=0.9)
 @pytest.mark.parametrize(("vocab", "stride"), SIZES)
 @pytest.mark.parametrize("cuts", CUTS, ids=lambda cuts: " ".join(f"{k}={v}" for k, v in
                                                                   cuts.items()) or "none")
-def test_draws_are_the_host_s(extension, vocab, stride, cuts, dtype):
+def test_sampled_tokens_equal_the_host_s(extension, vocab, stride, cuts, dtype):
     rows = 4
     logits = random_logits(rows, stride, dtype)
     listed = [SamplingParams(**{"temperature": 1.0, **cuts}, seed=row) for row in range(rows)]
@@ -106,8 +106,8 @@ def test_draws_are_the_host_s(extension, vocab, stride, cuts, dtype):
 @pytest.mark.parametrize("cuts", CUTS, ids=lambda cuts: " ".join(f"{k}={v}" for k, v in
                                                                   cuts.items()) or "none")
 @pytest.mark.parametrize("shape", ["flat", "two values", "sorted", "half forbidden"])
-def test_draws_from_odd_logits_are_the_host_s(extension, shape, cuts, dtype):
-    """Where everything ties, or the likely tokens are neighbours or few."""
+def test_sampled_tokens_of_unusual_logits_equal_the_host_s(extension, shape, cuts, dtype):
+    """All logits are equal, or the likely tokens are adjacent or few."""
     vocab, rows = 20000, 2
     logits = {"flat": np.zeros(vocab), "two values": np.arange(vocab) % 2 * 2.0,
               "sorted": np.linspace(-8, 8, vocab),
@@ -125,7 +125,7 @@ def test_draws_from_odd_logits_are_the_host_s(extension, shape, cuts, dtype):
 @pytest.mark.parametrize("draws", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("vocab", "stride"), SIZES)
-def test_greedy_is_the_first_of_the_likeliest(extension, vocab, stride, dtype, draws):
+def test_greedy_takes_the_first_of_equal_maxima(extension, vocab, stride, dtype, draws):
     logits = random_logits(64, stride, dtype)
     logits[:, vocab:] = 100
     tokens = draw(extension, logits, vocab, SamplingParams(), draws=draws)
@@ -133,7 +133,7 @@ def test_greedy_is_the_first_of_the_likeliest(extension, vocab, stride, dtype, d
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_without_an_allowed_token_gets_none(extension, temperature):
+def test_a_row_without_an_allowed_token_samples_nothing(extension, temperature):
     logits = torch.full((2, 1024), -torch.inf, device="cuda")
     logits[1, 77] = -5
     tokens = draw(extension, logits, 1000, SamplingParams(temperature=temperature))
@@ -156,7 +156,7 @@ def test_a_row_with_a_nan_or_infinite_logit_is_reported(extension, dtype, params
     assert tokens[[0, 5]].tolist() == expected[[0, 5]].tolist() and tokens[4] >= 0
 
 
-def test_rows_of_a_batch_have_their_own_parameters(extension):
+def test_rows_of_a_batch_have_separate_parameters(extension):
     vocab = 5000
     listed = [SamplingParams(**{"temperature": 1.0, **cuts}, seed=row)
               for row, cuts in enumerate(CUTS)] + [SamplingParams()]
@@ -172,7 +172,7 @@ def test_rows_of_a_batch_have_their_own_parameters(extension):
     dict(temperature=0.9, top_k=40, top_p=0.95), dict(temperature=1.3), dict(min_p=0.05),
     dict(typical_p=0.8), dict(top_k=100, top_p=0.97, min_p=0.01, typical_p=0.9)],
     ids=lambda cuts: " ".join(f"{k}={v}" for k, v in cuts.items()))
-def test_the_drawn_distribution_is_the_exact_one(extension, cuts):
+def test_the_sampled_distribution_is_exact(extension, cuts):
     from scipy.stats import chisquare
     torch.manual_seed(1)
     rows, vocab = 100_000, 300
@@ -190,7 +190,7 @@ def test_records_have_the_size_that_the_kernels_read(extension):
 
 
 class Device:
-    """What an engine keeps of its slots, as the kernels want it; garbage at first."""
+    """The slots of an engine in kernel layout, initially garbage."""
 
     def __init__(self, extension, vocab, room, slots):
         self.extension, self.vocab = extension, vocab
@@ -205,7 +205,7 @@ class Device:
         return [describe(t) for t in (self.counts, self.tokens, self.lengths)]
 
     def admit(self, admit):
-        """As an engine does; the lists stay as they are sent."""
+        """Admit sequences as an engine does; lists keep their layout."""
         made = Admissions.of(admit)
         starts = np.cumsum([0, *made.lengths]).astype(np.int32)
         given = [on_device(made.states), *(torch.from_numpy(array).cuda() for array in (
@@ -250,7 +250,7 @@ def random_mask(rng, vocab):
 
 
 def samplers(kinds, prompts, vocab, seed=0):
-    """One per prompt, with some of the parameters; every third with none."""
+    """Return one sampler per prompt with some parameters; every third has none."""
     rng = np.random.default_rng(seed)
     made = []
     for row, prompt in enumerate(prompts):
@@ -275,15 +275,16 @@ def samplers(kinds, prompts, vocab, seed=0):
                          ids="+".join)
 @pytest.mark.parametrize("masked", [False, True])
 def test_logits_are_processed_as_on_the_host(extension, kinds, vocab, stride, dtype, masked):
-    """To the bit, for prompts and generated tokens of several lengths, in slots that are not the
-    rows of the logits."""
+    """Bitwise, for prompts and generated tokens of several lengths.
+
+    Slots differ from the rows of the logits."""
     rng = np.random.default_rng(4)
     rows, slots = 7, (4, 8, 2, 5, 0, 7, 3)
     prompts = [rng.integers(0, min(vocab, 300), size).tolist() for size in (1, 2, 3, 40, 900, 5, 7)]
     generated = [rng.integers(0, min(vocab, 60), size).tolist() for size in (0, 1, 5, 30, 700, 3,
                                                                             8)]
     generated[5][-1] = prompts[5][-1]
-    generated[1] = [5 % vocab]  # then 6 is a bad word's end
+    generated[1] = [5 % vocab]  # then 6 ends a bad word
     device = Device(extension, vocab, 2000, rows + 2)
     logits = random_logits(rows, stride, dtype)
     made = samplers(kinds, prompts, vocab)

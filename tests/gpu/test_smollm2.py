@@ -1,4 +1,4 @@
-"""The demo's model, SmolLM2-135M-Instruct, on GPUs. It comes with the demo extra."""
+"""The demo's model, SmolLM2-135M-Instruct of the demo extra, on GPUs."""
 
 from importlib.util import find_spec
 

@@ -1,4 +1,4 @@
-"""2,000 short requests, some of which are aborted: memory stays as it is, the GPU's too."""
+"""2,000 short requests, some aborted: host and GPU memory are stable."""
 
 import families
 import pytest
@@ -9,7 +9,7 @@ import llmc
 
 
 @pytest.mark.parametrize("backend", [None, "vanilla"])
-def test_2000_requests_leave_nothing_behind(extension, tmp_path, backend):
+def test_2000_requests_leak_nothing(extension, tmp_path, backend):
     hf = families.save(families.tiny_model("llama", vocab_size=256), tmp_path / "hf")
     llmc.compile(hf, tmp_path / "case", target="cuda", dtype="bfloat16", max_seq_len=64)
     with llmc.LLM(tmp_path / "case", kv_cache_tokens=1024, max_batch_size=32,

@@ -1,5 +1,4 @@
-"""Models whose layers keep a state, on a GPU: who shares a prompt, leaves or searches gets the
-tokens that transformers gives.
+"""Models with a recurrent state on a GPU: completions, preemption and beams equal transformers.
 """
 
 import families
@@ -19,8 +18,8 @@ def tokens(count=COUNT, **params):
 
 
 @pytest.mark.parametrize("family", ["falcon_h1", "qwen3_5_text", "lfm2", "mamba2"])
-def test_a_crowd_completions_and_beams(extension, family, tmp_path):
-    """In float32; some have to leave, and begin anew."""
+def test_concurrent_completions_and_beams(extension, family, tmp_path):
+    """In float32; some requests are preempted and recomputed."""
     model = families.tiny_model(family)
     case = tmp_path / "case"
     llmc.compile(families.save(model, tmp_path / "hf"), case, target="cuda")

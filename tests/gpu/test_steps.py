@@ -1,5 +1,6 @@
-"""Steps on the engine: mixed ones, run ahead, in blocks of any size, chosen by slot; beside
-transformers, and beside the samplers of the host on the engine's own logits.
+"""Engine steps: mixed, in flight, with any block size, sampled by slot.
+
+Results are compared with transformers, and with the host's samplers on the engine's logits.
 """
 
 import json
@@ -38,8 +39,7 @@ def compiled(tmp_path_factory):
 
 
 def continued(model, prompt, params, begun=()):
-    """The tokens, and their log-probabilities, that transformers' logits and the host's sampler
-    lead to."""
+    """Return tokens and log-probabilities from transformers' logits and the host's sampler."""
     sampler, tokens, told = sampler_of(params, prompt), list(begun), []
     while len(tokens) < params.max_tokens + len(begun):
         logits = families.reference_logits(model, [*prompt, *tokens])[-1]
@@ -58,8 +58,8 @@ def assert_told(ours, wanted):
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
-def test_logits_of_chunks_and_decoding_together_are_transformers(extension, family, tmp_path):
-    """In 16 bits no further from the float32 truth than twice what transformers is."""
+def test_logits_of_mixed_chunked_prefill_and_decode_equal_transformers(extension, family, tmp_path):
+    """In 16 bits the error against float32 is at most twice that of transformers."""
     try:
         hf = families.save(families.tiny_model(family), tmp_path / "hf")
     except (KeyError, ValueError) as error:
@@ -84,8 +84,8 @@ def test_logits_of_chunks_and_decoding_together_are_transformers(extension, fami
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_size", [8, 16, 64, 1024])
-def test_decoding_continues_what_a_prompt_began(extension, compiled, dtype, block_size):
-    """Long enough that attention divides a sequence among blocks of threads."""
+def test_decoding_continues_a_prefill(extension, compiled, dtype, block_size):
+    """Long enough for split-KV attention."""
     tokens = np.random.default_rng(0).integers(3, families.VOCAB, LENGTH).tolist()
     stepper = Stepper(load(compiled[0] / dtype, max_tokens=LENGTH, block_size=block_size,
                            kv_cache_tokens=4096))
@@ -98,8 +98,7 @@ def test_decoding_continues_what_a_prompt_began(extension, compiled, dtype, bloc
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 5])
 @pytest.mark.parametrize("chunk", [10**6, 16, 3])
-def test_tokens_do_not_depend_on_company_chunks_or_how_far_the_device_is_ahead(
-        extension, compiled, ahead, chunk):
+def test_tokens_do_not_depend_on_batch_chunks_or_in_flight_steps(extension, compiled, ahead, chunk):
     case, model = compiled
     params = [SamplingParams(max_tokens=9 + 5 * i) for i in range(len(PROMPTS))]
     engine = load(case / "float32", max_batch_size=3, max_tokens=64)
@@ -110,8 +109,8 @@ def test_tokens_do_not_depend_on_company_chunks_or_how_far_the_device_is_ahead(
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_every_slot_chooses_as_its_sequence_asks(extension, compiled, sampled, ahead):
-    """And so does the next sequence in the slot."""
+def test_every_slot_samples_with_its_parameters(extension, compiled, sampled, ahead):
+    """The next sequence in the slot does too."""
     case, model = compiled
     params = [SamplingParams(**rule, **(cuts if sampled else {}), max_tokens=14 + 5 * row, seed=row)
               for row, (rule, cuts) in enumerate(zip(MIXED, SAMPLED, strict=True))]
@@ -125,8 +124,8 @@ def test_every_slot_chooses_as_its_sequence_asks(extension, compiled, sampled, a
                 assert_told(ours, wanted)
 
 
-def test_a_sequence_that_is_computed_again_goes_on_as_it_would_have(extension, compiled):
-    """Its penalties count what it has generated, its draws go on where they were."""
+def test_a_recomputed_sequence_continues_identically(extension, compiled):
+    """Penalties count its generated tokens; random numbers continue."""
     case, model = compiled
     params = [SamplingParams(max_tokens=20, temperature=0.9, seed=4, repetition_penalty=1.3,
                              presence_penalty=0.5, frequency_penalty=0.2, min_tokens=11),
@@ -163,8 +162,8 @@ def test_blocks_are_shared_and_copied_on_write(extension, compiled):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_prefix_that_many_sequences_share_is_read_once(extension, tmp_path, dtype):
-    """By all of a step, by some, and by none; of one length and of another."""
+def test_a_prefix_shared_by_many_sequences_is_read_once(extension, tmp_path, dtype):
+    """Shared by all, some or no sequences of a step, at different lengths."""
     model = families.tiny_model("llama", max_position_embeddings=1024, head_dim=64)
     llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", target="cuda",
                  dtype=dtype, max_seq_len=LENGTH)
@@ -180,7 +179,7 @@ def test_a_prefix_that_many_sequences_share_is_read_once(extension, tmp_path, dt
     for whose, past in ((np.zeros(count, int), 656), ((np.arange(count) == 7).astype(int), 640),
                         (np.arange(count) % 2, 480), (np.ones(count, int), 500)):
         blocks = [[*tables[owner][:past // 16], 100 + i] for i, owner in enumerate(whose)]
-        if past % 16:  # the last block is everybody's own
+        if past % 16:  # the last block is not shared
             engine.collect(engine.submit(Step.of(
                 [prompts[owner][past - past % 16:past] for owner in whose],
                 [past - past % 16] * count, blocks, [*range(count)])))
@@ -193,8 +192,8 @@ def test_a_prefix_that_many_sequences_share_is_read_once(extension, tmp_path, dt
             assert np.abs(logits[i] - expected).max() <= allowed * np.ptp(expected)
 
 
-def test_some_of_a_decode_step_choose(extension, compiled):
-    """The others are prompts that go on in the next step."""
+def test_a_decode_step_may_sample_some_rows(extension, compiled):
+    """The other rows are prompts that continue in the next step."""
     case, model = compiled
     engine = load(case / "float32")
     states = {slot: SamplingState(sampler_of(SamplingParams(max_tokens=5), [5]))
@@ -210,14 +209,14 @@ def test_some_of_a_decode_step_choose(extension, compiled):
     assert chosen[1] == int(families.reference_logits(model, [6, 8])[-1].argmax())
 
 
-def test_a_step_of_unfinished_prompts_gives_nothing(extension, compiled):
+def test_a_step_of_partial_prefills_samples_nothing(extension, compiled):
     engine = load(compiled[0] / "float32")
     sampled = engine.collect(engine.submit(Step.of([[5, 6], [7, 8]], [0, 0], [[1], [2]], [0, 1],
                                                    sample=[])))
     assert not len(sampled.tokens) and not sampled.logprobs and sampled.logits is None
 
 
-def test_a_slot_without_an_allowed_token_says_so_and_others_go_on(extension, compiled):
+def test_a_slot_without_an_allowed_token_does_not_affect_others(extension, compiled):
     everything = [[token] for token in range(families.VOCAB) if token != 50]
     params = [SamplingParams(max_tokens=6, bad_words=[*everything, [50, 50, 50, 50]]),
               SamplingParams(max_tokens=6)]
@@ -233,8 +232,8 @@ def mask_of(tokens):
     return np.packbits(bits, bitorder="little").view(np.uint32)
 
 
-def test_masks_say_what_may_be_chosen(extension, compiled):
-    """In this step alone, also where the slot's own rules forbid all of it."""
+def test_token_masks_restrict_sampling(extension, compiled):
+    """For this step only, also if the slot's parameters forbid all allowed tokens."""
     case, model = compiled
     engine = load(case / "float32")
     params = [SamplingParams(), SamplingParams(bad_words=[[50]]), SamplingParams()]
@@ -249,7 +248,7 @@ def test_masks_say_what_may_be_chosen(extension, compiled):
     assert again[2] == int(logits[2].argmax())
 
 
-def test_lists_of_any_length_come_and_go(extension, compiled):
+def test_slot_lists_of_any_length_are_replaced(extension, compiled):
     case, model = compiled
     rng = np.random.default_rng(0)
     few = SamplingParams(max_tokens=9, bad_words=[[5]])
@@ -282,21 +281,21 @@ def ready(compiled, **options):
     (dict(block_tables=np.array([[1], [10**6]], np.int32)), r"block_tables\[0\] is 1000000"),
     (dict(block_tables=np.array([[1], [-1]], np.int32)), r"block_tables\[0\] is -1"),
     (dict(slots=np.array([1, 4], np.int32)), r"slots\[1\] is 4"),
-    (dict(slots=np.array([1, 1], np.int32)), "slots names 1 twice"),
-    (dict(past_lens=np.array([16, 0], np.int32)), "17 positions of sequence 0 are not in the 1"),
+    (dict(slots=np.array([1, 1], np.int32)), "slots has 1 twice"),
+    (dict(past_lens=np.array([16, 0], np.int32)), "17 positions of sequence 0 exceed the 1"),
     (dict(past_lens=np.array([3, LENGTH - 1], np.int32)), f"exceed max_seq_len {LENGTH}"),
     (dict(token_ids=np.array([LAST, 6, 7]), slots=np.array([3, 0], np.int32)),
-     "slot 3 chose last, which has chosen none"),
-    (dict(num_decode=2), "sequence 1 of 2 that decode has 2 new tokens"),
+     "last one of slot 3, which has not sampled any"),
+    (dict(num_decode=2), "sequence 1 of 2 decoding ones has 2 new tokens"),
     (dict(sample=np.array([1, 0], np.int32)), "sample is not ascending"),
     (dict(sample=np.array([2], np.int32)), r"sample\[0\] is 2"),
-    (dict(copies=np.array([[1, 2], [3, 2]], np.int32)), "block 2 is copied to twice"),
-    (dict(copies=np.array([[1, 2], [2, 3]], np.int32)), "block 2 is copied from and to"),
-    (dict(candidates=102), "102 candidates are not from 0"),
-    (dict(masks={1: np.zeros(5, np.uint32)}), "masks of 5 words are not of 4 each"),
+    (dict(copies=np.array([[1, 2], [3, 2]], np.int32)), "block 2 is a destination of two copies"),
+    (dict(copies=np.array([[1, 2], [2, 3]], np.int32)), "block 2 is both source and destination"),
+    (dict(candidates=102), "candidates is 102, expected 0"),
+    (dict(masks={1: np.zeros(5, np.uint32)}), "masks of 5 words are not rows of 4"),
 ])
-def test_a_step_that_points_out_of_what_there_is_is_refused(extension, compiled, changes, match):
-    """And the engine goes on as before."""
+def test_a_step_with_indices_out_of_range_is_refused(extension, compiled, changes, match):
+    """The engine continues unaffected."""
     engine, step = ready(compiled)
     expected = engine.collect(engine.submit(replace(step, logits="sampled"))).logits
     with pytest.raises(llmc.LlmcError, match=match):
@@ -305,14 +304,14 @@ def test_a_step_that_points_out_of_what_there_is_is_refused(extension, compiled,
                           expected)
 
 
-def test_too_many_steps_ahead_are_refused(extension, compiled):
+def test_too_many_in_flight_steps_are_refused(extension, compiled):
     engine, step = ready(compiled)
     tickets = [engine.submit(step) for _ in range(8)]
-    with pytest.raises(llmc.LlmcError, match="step 8 is to be submitted while step 0 is not"):
+    with pytest.raises(llmc.LlmcError, match="step 8 cannot be submitted while step 0 is not"):
         engine.submit(step)
     for ticket in tickets:
         engine.collect(ticket)
-    with pytest.raises(llmc.LlmcError, match="step 3 is not under way"):
+    with pytest.raises(llmc.LlmcError, match="step 3 is not in flight"):
         engine.collect(3)
 
 
@@ -323,22 +322,22 @@ def test_too_many_steps_ahead_are_refused(extension, compiled):
     (dict(kv_cache_tokens=10**12), r"1000000000000 tokens takes [\d.]+ GiB of GPU 0, which has "
                                    r"room for \d+ tokens"),
     (dict(gpu_memory_utilization=1e-6), "the weights leave GPU 0 no memory"),
-    (dict(max_batch_size=10**9), r"no device memory for .*: \d+ MiB are needed"),
+    (dict(max_batch_size=10**9), r"not enough device memory for .*: \d+ MiB are needed"),
 ])
-def test_memory_that_is_not_there_is_said_in_numbers(extension, compiled, options, match):
+def test_insufficient_memory_reports_the_sizes(extension, compiled, options, match):
     with pytest.raises(llmc.LlmcError, match=match):
         load(compiled[0] / "float32", **options)
 
 
 def test_a_longer_model_takes_no_more_memory(extension, compiled):
-    """But for its block table."""
+    """Except for its block table."""
     short = load(compiled[0] / "float32", kv_cache_tokens=4096)
     assert short.limits.num_blocks == 256
     assert short._engine.bytes_allocated < 2**26
 
 
-def test_what_was_timed_is_kept_beside_the_case_and_not_timed_again(extension, compiled, tmp_path):
-    """Nor is a directory that cannot be written to a failure, or a file that is none of ours."""
+def test_kernel_timings_are_stored_with_the_case_and_reused(extension, compiled, tmp_path):
+    """An unwritable directory and an invalid tuning file are not failures."""
     case = tmp_path / "case"
     shutil.copytree(compiled[0] / "float16", case)
     stepper = Stepper(load(case))
@@ -355,19 +354,19 @@ def test_what_was_timed_is_kept_beside_the_case_and_not_timed_again(extension, c
         max_tokens=5))]
 
 
-# A file each, and each runs what follows.
+# One file per backend; each runs the following test.
 ATTENTION_BACKENDS = sorted(path.stem for path in Path(__file__).parents[2].glob(
     "csrc/plugins/common/attention_backends/*.cpp"))
 
 
-def test_a_file_is_an_attention_backend(extension):
+def test_every_attention_backend_file_is_registered(extension):
     assert extension.attention_backends() == ATTENTION_BACKENDS != []
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
-def test_every_attention_backend_gives_these_logits(extension, compiled, backend, dtype):
-    """Long chunks together with decoding."""
+def test_every_attention_backend_gives_the_same_logits(extension, compiled, backend, dtype):
+    """Long prefill chunks mixed with decode."""
     tokens = np.random.default_rng(0).integers(3, families.VOCAB, (3, 400)).tolist()
     reads = [(300, 1, 50), (1, 200, 1), (1, 1, 130)]
     truth = families.logits_on_gpu(compiled[0] / "hf", tokens, torch.float32)
@@ -379,7 +378,7 @@ def test_every_attention_backend_gives_these_logits(extension, compiled, backend
 
 @pytest.mark.parametrize(("backend", "match"), [
     ("flash", "there is no attention_backend 'flash'; there are cudnn, fastest, llmc, vanilla"),
-    ("cudnn", "serves float16 and bfloat16 .* the model has dtype float32")])
-def test_an_attention_backend_that_does_not_serve_is_refused(extension, compiled, backend, match):
+    ("cudnn", "supports float16 and bfloat16 .* the model has dtype float32")])
+def test_an_unsupported_attention_backend_is_refused(extension, compiled, backend, match):
     with pytest.raises(llmc.LlmcError, match=match):
         load(compiled[0] / "float32", attention_backend=backend)

@@ -1,4 +1,4 @@
-"""Guides on a GPU: what they allow, and the tokens of the cpu target."""
+"""Structured output on a GPU gives valid texts and the tokens of the cpu target."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def llm(extension, tiny_hf, tmp_path_factory):
     dict(guided_choice=["yes", "no, never", "\"maybe\"\n"]),
     dict(guided_grammar='start: "x" /[0-9]{1,3}/ ("," start)?', logit_bias={2: 3.0})])
 def test_the_text_is_the_cpu_target_s(llm, case_tp1, guide):
-    """Greedy and drawn."""
+    """Greedy and random sampling."""
     params = [llmc.SamplingParams(max_tokens=60, seed=3, temperature=t, n=1 + 3 * bool(t), **guide)
               for t in (0.0, 1.0)]
     with llmc.LLM(case_tp1) as on_cpu:
@@ -37,7 +37,7 @@ def test_the_text_is_the_cpu_target_s(llm, case_tp1, guide):
             assert got == wanted
 
 
-def test_guided_and_free_callers_share_steps(llm):
+def test_constrained_and_free_requests_share_steps(llm):
     made = {}
     given = [llmc.SamplingParams(max_tokens=60, temperature=1.0, seed=seed, **guide)
              for seed in range(8)

@@ -1,5 +1,6 @@
-"""Engines that real TensorRT builds and runs. LLMC_TENSORRT_PYTHON and LLMC_TENSORRT_LIBRARY may
-say where it is."""
+"""Engines built and run by real TensorRT.
+
+LLMC_TENSORRT_PYTHON and LLMC_TENSORRT_LIBRARY may give its location."""
 
 import os
 import subprocess
@@ -24,7 +25,7 @@ SHORT = llmc.SamplingParams(max_tokens=32, ignore_eos=True)
 
 @pytest.fixture(scope="session")
 def found(extension):
-    """The target, as the builder describes it."""
+    """Return the target as described by the builder."""
     try:
         return tensorrt.describe(CompileOptions(dtype="float16"))
     except llmc.LlmcError as error:
@@ -84,11 +85,12 @@ def test_float8_caches_give_the_cuda_target_s_tokens(compiled, tmp_path):
     dict(quantize="fp8", quantize_activations=True)],
     ids=lambda wish: "-".join(map(str, wish.values())))
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_weights_in_fewer_bits_give_the_cuda_target_s_logits(found, family, wish, tmp_path):
-    """Of one sequence, of few and of many rows, each by another kernel. Where activations are
-    rounded to FP8 a last bit may choose the next code, which is a sixteenth further: there the
-    schedule interpreted in float16 and in float32 differs by 0.6 to 1.7 % of the range (0.02 to
-    0.04 % where they are not rounded), and rounding itself costs 1.0 to 1.8 %.
+def test_quantized_weights_give_the_cuda_target_s_logits(found, family, wish, tmp_path):
+    """One sequence, few and many rows use different kernels.
+
+    With FP8 activations the last bit may select the next code, which is a sixteenth away. There the
+    program interpreted in float16 and in float32 differs by 0.6 to 1.7 % of the range (0.02 to
+    0.04 % without activation quantization), and quantization costs 1.0 to 1.8 %.
     """
     changes = {"llama": {"intermediate_size": 192}, "gpt2": {"n_inner": 192}}[family]
     hf = families.save(families.tiny_model(family, max_position_embeddings=512, **changes),
@@ -100,10 +102,8 @@ def test_weights_in_fewer_bits_give_the_cuda_target_s_logits(found, family, wish
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("scheme", ["int4", "uint4", "int8", "fp8", "mxfp4"])
-def test_experts_in_fewer_bits_give_the_cuda_target_s_logits(found, scheme, dtype, tmp_path):
-    """Of one token, of few and of many. In 16 bits a last bit may choose another expert, so there
-    most positions are to be near.
-    """
+def test_quantized_experts_give_the_cuda_target_s_logits(found, scheme, dtype, tmp_path):
+    """One, few and many tokens. In 16 bits routing may differ, so most positions must be near."""
     changes = {"hidden_size": 128, "intermediate_size": 128} if scheme == "mxfp4" else \
         {"hidden_size": 128, "moe_intermediate_size": 64}
     hf = families.save(families.tiny_model(
@@ -118,9 +118,7 @@ def test_experts_in_fewer_bits_give_the_cuda_target_s_logits(found, scheme, dtyp
 
 
 def beside_the_cuda_target(hf, tmp_path, dtype, **wish):
-    """Of few and of many rows, how far each position's logits are from the cuda target's, of their
-    range.
-    """
+    """Return each position's logits error against the cuda target relative to the range."""
     tokens = np.random.default_rng(0).integers(3, families.VOCAB, 300).tolist()
     logits = []
     for target in ("cuda", "tensorrt"):
@@ -133,12 +131,12 @@ def beside_the_cuda_target(hf, tmp_path, dtype, **wish):
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
-def test_a_mixture_s_logits_are_transformers(found, family, tmp_path):
+def test_moe_logits_equal_transformers(found, family, tmp_path):
     families.check_logits_on_gpu(family, tmp_path, compile, ("float16",))
 
 
 def test_beams_are_the_cuda_target_s(compiled, tmp_path):
-    """Found through the indirection, between steps without it; rows that are as many as fit."""
+    """Beams use cache indirection, between steps without it, with the maximum number of rows."""
     prompts = [[5, 6, 7], [8] * 40]
     greedy, searched = (llmc.SamplingParams(max_tokens=30, ignore_eos=True, **more)
                         for more in ({}, {"beam_width": 2}))
@@ -161,23 +159,22 @@ def test_beams_are_the_cuda_target_s(compiled, tmp_path):
 
 @pytest.fixture(scope="module")
 def searching(compiled):
-    """The same Llama for beam search, in a plan whose steps differ in what is known of them."""
+    """The same Llama compiled for beam search, whose steps have other facts."""
     compile(compiled / "hf", compiled / "beams")
     return compiled / "beams"
 
 
-def test_two_models_at_once_do_what_each_does_alone(compiled, searching):
+def test_two_concurrent_models_give_the_same_tokens_as_each_alone(compiled, searching):
     two_models.check(compiled / "case", searching)
 
 
-def test_two_models_in_turn_do_what_each_does_alone(compiled, searching):
+def test_two_alternating_models_give_the_same_tokens_as_each_alone(compiled, searching):
     two_models.check(compiled / "case", searching, at_once=False)
 
 
 @pytest.mark.parametrize("name", ["t5", "bart", "marian"])
-def test_an_encoder_decoder_generates_what_the_cpu_target_does(found, name, encoder_decoder,
-                                                               tmp_path):
-    """Greedy and with beams; prompts that wait, so that rows of the memory are used again."""
+def test_an_encoder_decoder_gives_the_cpu_target_s_tokens(found, name, encoder_decoder, tmp_path):
+    """Greedy and beams; waiting prompts reuse rows of the encoder output."""
     _, raw, cases = encoder_decoder(name)
     options = CompileOptions(dtype="float32", max_batch_size=4)
     families.write_encoder_decoder(raw, tmp_path / "case", tensorrt.describe(options), options)
@@ -195,7 +192,7 @@ def test_an_encoder_decoder_generates_what_the_cpu_target_does(found, name, enco
     np.testing.assert_allclose(our_beams.scores, beams.scores, rtol=1e-4)
 
 
-def test_a_plan_with_other_sizes_than_the_engine_s_is_one_sentence(compiled):
+def test_a_plan_with_wrong_output_sizes_is_refused(compiled):
     manifest = llmc.LLM(compiled / "case").manifest
     dims = manifest.dims.model_copy(update={"padded_vocab_size": 2 * families.VOCAB})
     chip = manifest.chips[0]
@@ -204,12 +201,12 @@ def test_a_plan_with_other_sizes_than_the_engine_s_is_one_sentence(compiled):
         if tensor.name == "logits" else tensor for tensor in chip.outputs)})
     engine = TensorRTEngine(manifest.model_copy(update={"dims": dims}), wide, compiled / "case", 0,
                             max_batch_size=4, max_tokens=4096)
-    with pytest.raises(llmc.LlmcError, match=r"the plan makes logits as \[1, \d+\], the engine has "
-                                             r"room for \[1, \d+\]; compile the model again"):
+    with pytest.raises(llmc.LlmcError, match=r"the plan's output logits is \[1, \d+\], the engine "
+                                             r"expects \[1, \d+\]; compile the model again"):
         engine.allocate(engine.measure())
 
 
-def test_more_sequences_than_the_profile_has_are_one_sentence(compiled):
+def test_more_sequences_than_the_profile_allows_are_refused(compiled):
     manifest = llmc.LLM(compiled / "case").manifest
     engine = TensorRTEngine(manifest, manifest.chips[0], compiled / "case", 0, max_batch_size=8,
                             max_tokens=4096)
@@ -219,18 +216,18 @@ def test_more_sequences_than_the_profile_has_are_one_sentence(compiled):
 
 
 @pytest.mark.parametrize("damage", ["truncated", "nonsense"])
-def test_a_plan_that_tensorrt_does_not_take_is_one_sentence(extension, compiled, damage):
+def test_an_invalid_plan_is_refused(extension, compiled, damage):
     plan = (compiled / "case" / "chip0" / "engine.plan").read_bytes()
     plan = {"truncated": plan[:len(plan) // 2], "nonsense": b"plan" * 100}[damage]
     extension.tensorrt.load(tensorrt_library(extension.tensorrt.version.split(".")[0]))
     program = extension.Program(dtype="float16", max_batch=1, max_tokens=128, max_logits=8,
                                 max_seq_len=16, block_size=16, token_bytes=0, logit_bytes=64)
-    with pytest.raises(extension.CudaError, match="TensorRT does not take the plan: "):
+    with pytest.raises(extension.CudaError, match="TensorRT cannot deserialize the plan: "):
         extension.tensorrt.add_plan(program, 0, str(plugin_library()), plan, [], [])
 
 
 def test_diff_compares_layers_logits_weights_and_tokens(compiled):
-    """Of the plan that runs: its plugins hand out what they make."""
+    """For the running plan, whose plugins copy out their outputs."""
     report = diff(compiled / "case", compiled / "hf", bisect=True)
     assert report.verdict is None and report.first_op is None and not report.weights
     assert {layer.name for layer in report.layers} == {
@@ -248,7 +245,7 @@ def test_a_second_build_uses_the_timing_cache(compiled, tmp_path):
 
 @pytest.fixture
 def polygraphy(compiled):
-    """Run Polygraphy, where TensorRT's Python is, on a file of the compiled chip."""
+    """Run Polygraphy of TensorRT's Python on a file of the compiled chip."""
     python = os.environ.get("LLMC_TENSORRT_PYTHON") or sys.executable
     if subprocess.run([python, "-c", "import onnxruntime"], capture_output=True).returncode:
         pytest.skip(f"{python} has no onnxruntime")
@@ -273,7 +270,7 @@ def test_polygraphy_runs_the_graph_on_both(polygraphy, compiled):
                "--atol", "0.02")
 
 
-def test_polygraphy_holds_the_plan_against_onnx_runtime(polygraphy, tmp_path):
+def test_polygraphy_compares_the_plan_with_onnx_runtime(polygraphy, tmp_path):
     polygraphy("graph.onnx", "--onnxrt", "--save-outputs", str(tmp_path / "outputs.json"))
     polygraphy("engine.plan", "--trt", "--model-type", "engine", "--plugins",
                str(plugin_library()), "--load-outputs", str(tmp_path / "outputs.json"),

@@ -1,4 +1,4 @@
-"""The ops as TensorRT plugins, TensorRT's part played, against each op's float64 reference."""
+"""TensorRT plugins under a harness, compared with each op's float64 reference."""
 
 import os
 
@@ -31,11 +31,11 @@ def dtype(request, harness, extension):
 
 
 def check(harness, op, sample, dtype, in_place=True, narrow=True, repeats=1, step=None, more=None):
-    """Run the plugin on what the dtype makes of the inputs; milliseconds.
+    """Run the plugin on inputs rounded to the dtype; return milliseconds.
 
-    `in_place`: the outputs that continue caches are bound to the caches' memory. `step`: longest,
-    reach and indirect, as a plan tells of them. `more`: tensors that the op's reference is not
-    given. What is in a cache behind a sequence does not matter: prompts' kernels clear it.
+    `in_place`: cache outputs are bound to the caches' memory. `step`: longest, reach and indirect,
+    as in a plan. `more`: tensors that the reference does not get. Cache contents after a sequence
+    are ignored: prefill kernels clear them.
     """
     fields = op.complete(sample.fields)
     made = tensors_of(op, fields, sample.inputs, dtype)
@@ -104,7 +104,7 @@ def test_attention_updates_its_caches(harness, new, past, more, in_place, dtype)
 
 
 def test_a_plugin_runs_again_and_again(harness):
-    """On one stream: what ops keep there, GEMM algorithms and counters, is as they need it."""
+    """On one stream: per-stream GEMM algorithms and counters stay valid."""
     sample = _sample(np.random.default_rng(1), (1,), (900,), 64, heads=4, kv_heads=4,
                      max_seq_len=1024, rotary_dim=64)
     assert check(harness, plugins.registry()["CausalAttention"], sample, "float16",
@@ -113,9 +113,10 @@ def test_a_plugin_runs_again_and_again(harness):
 
 @pytest.mark.parametrize("new", [(130, 3, 64), (1, 1, 64), (1, 1, 1)],
                          ids=["prompts", "mixed", "decoding"])
-def test_facts_of_a_step_come_with_its_own_input(harness, new, dtype):
-    """Lengths for cuDNN, and how many sequences decode. Of a step that is not the host's, as while
-    Polygraphy runs a plan, nothing is known.
+def test_step_facts_are_passed_in_a_separate_input(harness, new, dtype):
+    """Lengths for cuDNN, and the number of decoding sequences.
+
+    Under Polygraphy a step has no host facts.
     """
     op = plugins.registry()["CausalAttention"]
     sample = _sample(np.random.default_rng(1), new, (0, 50, 10), 128, heads=8, kv_heads=2,
@@ -127,8 +128,8 @@ def test_facts_of_a_step_come_with_its_own_input(harness, new, dtype):
     check(harness, op, sample, dtype, more=device)
 
 
-def test_what_a_plugin_makes_is_watched(harness, extension):
-    """By the step that it is told of, and by no other."""
+def test_plugin_outputs_can_be_watched(harness, extension):
+    """Only in the requested step."""
     x, weight = torch.randn(3, 8, device="cuda").half(), torch.ones(8, device="cuda")
     out = torch.empty_like(x)
     arguments = ("RMSNorm", {"makes": "hidden_states.3", "present": "x weight"},
@@ -142,17 +143,17 @@ def test_what_a_plugin_makes_is_watched(harness, extension):
     assert np.array_equal(np.frombuffer(data, np.float32).reshape(shape), out.float().cpu().numpy())
 
 
-def test_ids_of_64_bits(harness, extension):
+def test_64_bit_ids(harness, extension):
     if float(extension.tensorrt.version) < 9:
         pytest.skip("TensorRT 8 has no int64")
     op = plugins.registry()["Embedding"]
     for sample in op.samples(np.random.default_rng(0)):
         if sample.fields.get("weight_dtype"):
-            continue  # of rows that are no whole words
+            continue  # of rows of partial words
         check(harness, op, sample, "float16", narrow=False)
 
 
-def test_a_collective_without_a_communicator_says_so(harness, extension):
+def test_a_collective_without_a_communicator_is_refused(harness, extension):
     x = torch.zeros(2, 8, dtype=torch.float16, device="cuda")
     with pytest.raises(extension.CudaError, match="a collective needs a communicator"):
         harness.run("AllReduce", {"tp_size": 2}, [describe(x)], [describe(x.clone())])

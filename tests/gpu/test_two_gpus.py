@@ -1,4 +1,4 @@
-"""Two ranks on two GPUs: the tokens of one, and no wait for one that has ended."""
+"""Two ranks on two GPUs give the tokens of one; a dead rank causes no hang."""
 
 import os
 import signal
@@ -47,7 +47,7 @@ def replica(cases):
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_two_ranks_choose_what_one_does(cases, replica, ahead):
+def test_two_ranks_sample_the_tokens_of_one(cases, replica, ahead):
     params = [SamplingParams(max_tokens=20, seed=i, temperature=0.8 * (i % 2),
                              repetition_penalty=1.0 + 0.2 * (i == 3), logprobs=2 * (i == 0))
               for i in range(len(PROMPTS))]
@@ -56,14 +56,14 @@ def test_two_ranks_choose_what_one_does(cases, replica, ahead):
     assert [own.tokens for own in found] == [own.tokens for own in wanted]
 
 
-def test_every_rank_traces_its_own(replica):
+def test_every_rank_traces_its_values(replica):
     step = Step.of([[5, 6, 7]], [0], [[3]], [0], logits="all")
     first, second = replica.trace(step)
     assert first["logits"].shape[0] == 3 and len(second) > 10
     assert np.array_equal(first["hidden_states.0"], second["hidden_states.0"])
 
 
-def test_a_rank_that_ends_ends_the_replica_soon(replica):
+def test_a_dead_rank_ends_the_replica(replica):
     step = Step.of([[5, 6, 7]], [0], [[3]], [0])
     replica.collect(replica.submit(step))
     os.kill(replica._others[0]._process.pid, signal.SIGKILL)
@@ -74,8 +74,8 @@ def test_a_rank_that_ends_ends_the_replica_soon(replica):
     assert time.monotonic() - start < 5
 
 
-def test_a_rank_that_ends_ends_all_requests_soon(cases):
-    """Those that run, those that wait for a slot, and one that nobody reads."""
+def test_a_dead_rank_ends_all_requests(cases):
+    """Running requests, waiting requests, and one without a reader."""
     llm = llmc.LLM(cases / "tp2", max_batch_size=4, gpu_memory_utilization=0.5)
     process = llm._loops[0]._engine._others[0]._process
     wish, ended, running = SamplingParams(max_tokens=120, ignore_eos=True), [], threading.Barrier(6)
@@ -108,6 +108,6 @@ def test_a_rank_that_ends_ends_all_requests_soon(cases):
     assert process.poll() is not None
 
 
-def test_what_is_wrong_with_a_step_is_said(replica):
-    with pytest.raises(llmc.LlmcError, match="is not from 0 to"):
+def test_errors_of_a_step_are_reported(replica):
+    with pytest.raises(llmc.LlmcError, match="expected 0 to"):
         replica.collect(replica.submit(Step.of([[5]], [0], [[10**6]], [0])))

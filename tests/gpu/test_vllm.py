@@ -1,4 +1,4 @@
-"""llmc inside vLLM on a GPU, where vLLM is: its tokens are llmc's own."""
+"""llmc inside vLLM on a GPU gives llmc's tokens, if vLLM is installed."""
 
 import json
 import os
@@ -62,13 +62,13 @@ def greedy(llm, **wishes):
         use_tqdm=False)]
 
 
-def test_tokens_are_llmc_s_own(llm, wanted):
-    for _ in range(2):  # then from prefixes
+def test_tokens_equal_those_of_llmc(llm, wanted):
+    for _ in range(2):  # then from cached prefixes
         assert greedy(llm) == wanted
 
 
 @pytest.mark.parametrize("ahead", [None, False])
-def test_prompts_in_chunks_and_sequences_that_had_to_leave(case, wanted, ahead):
+def test_chunked_prefill_and_preempted_sequences(case, wanted, ahead):
     own = load(case, max_num_seqs=6, num_gpu_blocks_override=20, max_num_batched_tokens=32,
                enable_prefix_caching=False, async_scheduling=ahead)
     try:
@@ -79,8 +79,8 @@ def test_prompts_in_chunks_and_sequences_that_had_to_leave(case, wanted, ahead):
         own.llm_engine.engine_core.shutdown()
 
 
-def test_structured_output_beside_free_text(llm):
-    """Objects that end, which may have any white space in them, are sound."""
+def test_structured_and_free_requests_in_one_batch(llm):
+    """Finished objects are valid JSON with any white space."""
     guides = [dict(json=SCHEMA), dict(regex="[ab]{30}"), dict(choice=["yes", "no"]), None] * 2
     made = llm.generate([{"prompt_token_ids": [5, 6]}] * len(guides), [
         vllm.SamplingParams(max_tokens=200, temperature=1.0, seed=i, structured_outputs=guide and

@@ -1,4 +1,4 @@
-"""The table of code types against ml_dtypes, and what is made of it."""
+"""The table of code types, compared with ml_dtypes."""
 
 import ml_dtypes
 import numpy as np
@@ -13,18 +13,18 @@ from llmc.plugins.quantization import dequantized, pack
 @pytest.mark.parametrize(("name", "numbers"), [
     ("float8_e4m3fn", np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)),
     ("mxfp4", np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn))])
-def test_numbers_are_those_of_ml_dtypes(name, numbers):
+def test_code_values_equal_ml_dtypes(name, numbers):
     wanted = np.nan_to_num(numbers.astype(np.float64))
     np.testing.assert_array_equal(CODE_TYPES[name].numbers, wanted)
 
 
-def test_exponents_are_those_of_ml_dtypes():
+def test_exponent_values_equal_ml_dtypes():
     bits = np.arange(255, dtype=np.uint8)
     np.testing.assert_array_equal(E8M0_NUMBERS, bits.view(ml_dtypes.float8_e8m0fnu).astype(float))
 
 
 @pytest.mark.parametrize("name", CODE_TYPES)
-def test_a_code_type_says_what_its_codes_are(name):
+def test_a_code_type_defines_its_values(name):
     own = CODE_TYPES[name]
     assert not own.numbers or len(own.numbers) == 2 ** own.bits
     integers = own.int8_factor * np.array(own.numbers or (0.0,))
@@ -40,7 +40,7 @@ def test_a_code_type_says_what_its_codes_are(name):
                                   codes[0].astype(float) - (own.zero_point or 3))
 
 
-def test_the_manifest_takes_code_types_and_no_others():
+def test_the_manifest_accepts_only_code_types():
     for name in CODE_TYPES:
         assert WeightForm(dtype=name, group_size=32).dtype == name
     with pytest.raises(ValidationError, match="'int4', 'uint4', 'int8', 'uint8'"):

@@ -1,4 +1,4 @@
-"""What an op's inputs must be, one beside the other: `Op.dims`."""
+"""Consistency of input shapes: `Op.dims`."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ def shapes_of(sample):
 
 
 @pytest.mark.parametrize("op", plugins.registry().values(), ids=lambda op: op.name)
-def test_every_op_says_what_each_input_is(op):
+def test_every_op_declares_its_input_dims(op):
     fields = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8} if "num_heads" in op.fields else {}
     assert {*op.dims(op.complete({**dict.fromkeys(op.required, 2), **fields}), frozenset())} \
         >= {*op.input_names}
@@ -38,11 +38,11 @@ def resized(array, axis, change):
 
 
 @pytest.mark.parametrize(("op", "sample", "name"), CASES, ids=IDS)
-def test_what_fits_the_reference_can_compute(op, sample, name):
+def test_the_reference_computes_every_accepted_shape(op, sample, name):
     """One axis of one input at a time, one longer and one shorter."""
     refused = 0
     for changed, array in sample.inputs.items():
-        if changed in op.integer_inputs:  # what an engine makes
+        if changed in op.integer_inputs:  # made by the engine
             continue
         for axis in range(array.ndim):
             for change in (-1, 1):
@@ -53,7 +53,7 @@ def test_what_fits_the_reference_can_compute(op, sample, name):
                     assert f"{op.name}'s" in str(error)
                     refused += 1
                     continue
-                # Rows that the integers count are the engine's matter.
+                # The engine checks rows that integer inputs count.
                 if axis or not op.integer_inputs & {*sample.inputs}:
                     results = op.reference(op.complete(sample.fields), inputs)
                     assert [tuple(shape) for shape in shapes] == [r.shape for r in results]
@@ -61,15 +61,15 @@ def test_what_fits_the_reference_can_compute(op, sample, name):
 
 
 @pytest.mark.parametrize(("name", "fields", "match"), [
-    ("GemmBiasAct", {"activation": "sine"}, "field 'activation' is 'sine', expected one of"),
+    ("GemmBiasAct", {"activation": "sine"}, "attribute 'activation' is 'sine', expected one of"),
     ("Embedding", {"vocab_sharded": 2}, r"'vocab_sharded' is 2, expected one of \[0, 1\]"),
-    ("CausalAttention", {"num_heads": 3, "num_kv_heads": 2, "head_dim": 8}, "no groups of heads"),
-    ("CausalAttention", {"num_heads": 2, "num_kv_heads": 0, "head_dim": 8}, "no groups of heads"),
+    ("CausalAttention", {"num_heads": 3, "num_kv_heads": 2, "head_dim": 8}, "positive numbers"),
+    ("CausalAttention", {"num_heads": 2, "num_kv_heads": 0, "head_dim": 8}, "positive numbers"),
     ("CausalAttention", {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "rotary_dim": 8},
-     "rotary_dim 8 goes with both cos and sin"),
+     "rotary_dim 8 needs both cos and sin"),
     ("NormGemm", {"centred": 1}, "a centred NormGemm needs row_sums"),
 ])
-def test_fields_that_contradict_are_refused(name, fields, match):
+def test_contradictory_attributes_are_refused(name, fields, match):
     with pytest.raises(ValueError, match=match):
         plugins.registry()[name].fit({}, fields)
 

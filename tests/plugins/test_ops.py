@@ -72,8 +72,9 @@ def served(op, target, inputs):
 
 
 def assert_close(op, sample, results, whole_caches=False, tolerance=0.0):
-    """Equal within the op's tolerance, or a larger one. Behind a sequence's end, a cache may hold
-    garbage unless `whole_caches`."""
+    """Assert equality within the op's tolerance or a larger one.
+
+    Cache contents after a sequence are ignored unless `whole_caches`."""
     expected = op.reference(op.complete(sample.fields), sample.inputs)
     for name, actual, truth in zip(op.outputs, results, expected, strict=True):
         if name.endswith("_cache_out") and not whole_caches \
@@ -84,7 +85,7 @@ def assert_close(op, sample, results, whole_caches=False, tolerance=0.0):
         assert actual.shape == truth.shape
         allowed = max(op.tolerance, tolerance) * max(1.0, np.abs(truth).max())
         if name in op.made_dtypes(sample.fields).keys() - op.output_dtypes:
-            # A few may lie between two numbers of FP8.
+            # A few may be between two FP8 values.
             allowed = np.maximum(2.0 ** -9, np.abs(truth) / 8)
             few = truth.size * (0.3 if tolerance else 0.05)
             assert (actual != truth).sum() <= max(1, few), name
@@ -101,7 +102,7 @@ TARGET_CASES = [pytest.param(op, sample, target, id=f"{name}-{target}")
 
 
 @pytest.mark.parametrize(("op", "sample", "target"), TARGET_CASES)
-def test_target_body_equals_numpy_or_refuses_what_it_does_not_serve(op, sample, target):
+def test_target_body_equals_numpy_or_refuses_unsupported_inputs(op, sample, target):
     fields, present = op.complete(sample.fields), frozenset(sample.inputs)
     if served(op, target, sample.inputs) or op.bodies[target](fields, present) is None:
         assert_close(op, sample, run(op, sample, target), tolerance=sample.tolerance)
@@ -112,7 +113,7 @@ def test_target_body_equals_numpy_or_refuses_what_it_does_not_serve(op, sample, 
 
 @pytest.mark.parametrize("op", [op for op in plugins.registry().values() if op.samples],
                          ids=lambda op: op.name)
-def test_samples_cover_every_field_and_optional_input(op):
+def test_samples_cover_every_attribute_and_optional_input(op):
     samples = [sample for case, sample, _ in CASES if case is op]
     for name, default in op.fields.items():
         if op.choices.get(name) == (default,):
@@ -124,18 +125,18 @@ def test_samples_cover_every_field_and_optional_input(op):
 
 
 @pytest.mark.parametrize(("op", "sample", "name"), CASES, ids=IDS)
-def test_shape_rule_gives_the_shapes_that_come_out(op, sample, name):
+def test_the_shape_rule_matches_the_output_shapes(op, sample, name):
     shapes = {key: array.shape for key, array in sample.inputs.items()}
     predicted = op.shapes(shapes, op.complete(sample.fields))
     assert [tuple(s) for s in predicted] == [r.shape for r in run(op, sample, "")]
 
 
 @pytest.mark.parametrize("op", plugins.registry().values(), ids=lambda op: op.name)
-def test_unknown_missing_and_ill_typed_fields_are_errors(op):
-    with pytest.raises(ValueError, match="no field 'nonsense'"):
+def test_unknown_missing_and_mistyped_attributes_are_errors(op):
+    with pytest.raises(ValueError, match="no attribute 'nonsense'"):
         op.complete({"nonsense": 1})
     for name in op.required:
-        with pytest.raises(ValueError, match="needs the field"):
+        with pytest.raises(ValueError, match="needs the attribute"):
             op.complete({other: op.fields[other] for other in op.required if other != name})
     for name in op.fields:
         with pytest.raises(ValueError, match="expected a"):
@@ -151,7 +152,7 @@ def test_a_missing_or_surplus_input_is_an_error(op):
 
 
 @pytest.mark.parametrize("op", plugins.registry().values(), ids=lambda op: op.name)
-def test_what_an_op_says_of_itself_names_its_inputs_and_fields(op):
+def test_op_declarations_name_existing_inputs_and_attributes(op):
     roles = [role for role in (*op.shard, op.norm, op.attention) if role is not None]
     names = {name for role in roles for value in dataclasses.asdict(role).values()
              for name in ([value] if isinstance(value, str) else
@@ -163,8 +164,8 @@ def test_what_an_op_says_of_itself_names_its_inputs_and_fields(op):
 
 
 @pytest.mark.parametrize("name", plugins.registry())
-def test_no_op_has_a_name_of_onnx_s_own(name):
-    """TensorRT's importer would take it for that one, whatever its domain."""
+def test_op_names_do_not_collide_with_onnx(name):
+    """TensorRT's importer ignores the domain."""
     assert not onnx.defs.has(name)
 
 
@@ -193,7 +194,7 @@ def test_reference_bodies_of_row_wise_ops_take_any_leading_dimensions(op, sample
 
 
 def test_an_activation_that_does_not_exist_is_an_error():
-    with pytest.raises(ValueError, match="field 'activation' is 'gelu_new', expected one of"):
+    with pytest.raises(ValueError, match="attribute 'activation' is 'gelu_new', expected one of"):
         plugins.registry()["GemmBiasAct"].function({"activation": "gelu_new"}, ["x", "w"])
 
 
@@ -206,9 +207,11 @@ ATTENTION = plugins.registry()["CausalAttention"]
     {"head_dim": 24, "rotary_dim": 12, "window": 4, "softcap": 2.0},
     {"head_dim": 6, "rotary_dim": 4, "interleaved": 1},
 ], ids=["kernel rotates", "body rotates", "no kernel"])
-def test_attention_appends_to_the_cache_it_is_given(fields, target):
-    """A generation with the caches bound as input and output: unequal prompts, then decoding,
-    unequal chunks, a mixture with one idle sequence, decoding. The fourth row belongs to nobody."""
+def test_attention_appends_to_the_given_cache(fields, target):
+    """A generation with the caches bound as inputs and outputs.
+
+    It has ragged prompts, decode, ragged chunks, a mixed step with one idle sequence, and decode.
+    The fourth row is unused."""
     fields = {"num_heads": 4, "num_kv_heads": 2, **fields}
     rng = np.random.default_rng(5)
     width, dim, batch, length = 8 * fields["head_dim"], fields["head_dim"], 3, 24
@@ -243,7 +246,7 @@ def test_attention_appends_to_the_cache_it_is_given(fields, target):
 
 
 def run_in_place(session, inputs, caches):
-    """`out`, with each cache bound as an input and as the output that continues it."""
+    """Return `out`, with each cache bound as an input and as its output."""
     binding = session.io_binding()
     for name, array in inputs.items():
         binding.bind_cpu_input(name, array)
@@ -256,8 +259,8 @@ def run_in_place(session, inputs, caches):
 
 
 @pytest.mark.parametrize("target", ["", "cpu"])
-def test_layers_share_where_their_tokens_belong(target, tmp_path):
-    """What attention derives from the lengths is computed once, however many layers there are."""
+def test_layers_share_the_index_computation(target, tmp_path):
+    """Indices that attention derives from the lengths are computed once for all layers."""
     sample = next(s for op, s, _ in CASES if op is ATTENTION and "cos" in s.inputs)
     counts = [nodes_after_optimisation(sample, target, layers, tmp_path) for layers in (1, 2, 3)]
     shared = counts[0] - (counts[1] - counts[0])
@@ -287,12 +290,12 @@ def nodes_after_optimisation(sample, target, layers, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "chosen", "scale", "match"), [
-    ("CausalAttention", lambda sample: "key_bias" in sample.inputs, 0.1, "where it rounds"),
-    ("NormGemm", lambda sample: not sample.fields["gated"], 0.1, "where it rounds"),
+    ("CausalAttention", lambda sample: "key_bias" in sample.inputs, 0.1, "may be quantized"),
+    ("NormGemm", lambda sample: not sample.fields["gated"], 0.1, "may be quantized"),
     ("GatedMLP", lambda sample: True, -0.1, "an out_scale above 0"),
-    ("GatedMLP", lambda sample: len(sample.inputs["weight"]) == 14, 0.1, "whole units of 8"),
+    ("GatedMLP", lambda sample: len(sample.inputs["weight"]) == 14, 0.1, "multiples of 8"),
 ])
-def test_what_is_not_rounded_takes_no_scale(name, chosen, scale, match):
+def test_out_scale_is_refused_for_unquantized_outputs(name, chosen, scale, match):
     op = plugins.registry()[name]
     sample = next(sample for sample in op.samples(np.random.default_rng(0)) if chosen(sample))
     shapes = {key: array.shape for key, array in sample.inputs.items()}

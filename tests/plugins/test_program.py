@@ -1,5 +1,7 @@
-"""What the CUDA engine refuses before it has a device: programs whose nodes would read or write
-beyond their tensors, and steps that point out of what there is. No GPU is needed."""
+"""Programs and steps that the CUDA engine refuses, checked on the host without a GPU.
+
+Programs whose nodes would access memory outside their tensors, and steps with indices out of range.
+"""
 
 import itertools
 from dataclasses import replace
@@ -29,7 +31,7 @@ INPUTS = {name: number for number, name in enumerate((
 
 @pytest.fixture
 def program(extension):
-    """Of float32, with the inputs, and room for 64 numbers of a token, 16 of a logit."""
+    """A float32 program with the inputs, and 64 values per token and 16 per logit in the arena."""
     made = extension.Program(dtype="float32", **LIMITS, mem_max_seq_len=16, token_bytes=256,
                              logit_bytes=64)
     for name, number in INPUTS.items():
@@ -59,7 +61,7 @@ def build(extension, manifest, schedules):
 
 @pytest.fixture(scope="module")
 def scheduled(tmp_path_factory):
-    """The manifest and the schedules of a decoder and its encoder, made by hand."""
+    """The handwritten manifest and programs of an encoder and a decoder."""
     case = small_case.write_case(tmp_path_factory.mktemp("small") / "case")
     return read_manifest(case), schedules_of(case)
 
@@ -77,14 +79,14 @@ def scheduled(tmp_path_factory):
     ("falcon_h1", {"dtype": "bfloat16", "tp_size": 2}), ("llama4_text", {"dtype": "float16"}),
     ("apertus", {"dtype": "bfloat16"}), ("gemma4_text", {"tp_size": 2}),
     ("gemma4_text", {"kv_dtype": "float8_e4m3fn"})])
-def test_what_is_compiled_is_taken(extension, family, options, tmp_path):
+def test_compiled_programs_are_accepted(extension, family, options, tmp_path):
     hf = families.save(families.tiny_model(family), tmp_path / "hf")
     manifest = llmc.compile(hf, tmp_path / "case", target="cuda", **options)
     for rank in range(manifest.tp_size):
         build(extension, manifest, schedules_of(tmp_path / "case", rank))
 
 
-def test_codes_are_taken_where_who_makes_and_who_reads_them_say_so(extension, tmp_path):
+def test_fp8_values_need_a_matching_producer_and_consumer(extension, tmp_path):
     hf = families.save(families.tiny_model("llama", intermediate_size=192), tmp_path / "hf")
     static = families.to_static_fp8(hf, tmp_path / "static", {"_proj": 0.003})
     manifest = llmc.compile(static, tmp_path / "case", target="cuda", dtype="float16")
@@ -108,7 +110,7 @@ def test_codes_are_taken_where_who_makes_and_who_reads_them_say_so(extension, tm
             refused(extension, manifest, schedule.model_copy(update={"nodes": tuple(nodes)}))
 
 
-def test_blocks_of_fp8_are_taken_where_what_they_multiply_is_rounded_alike(extension, tmp_path):
+def test_fp8_block_weights_need_group_quantized_activations(extension, tmp_path):
     hf = families.save(families.tiny_model(
         "llama", hidden_size=256, intermediate_size=384, num_hidden_layers=1), tmp_path / "hf")
     blocks = bench_model.in_blocks(hf, tmp_path / "blocks")
@@ -128,7 +130,7 @@ def test_blocks_of_fp8_are_taken_where_what_they_multiply_is_rounded_alike(exten
         refused(extension, manifest, schedule.model_copy(update={"nodes": tuple(nodes)}))
 
 
-def test_experts_round_what_they_multiply_as_their_weights_are(extension, tmp_path):
+def test_expert_activations_have_the_weights_quantization(extension, tmp_path):
     hf = families.save(families.tiny_model(
         "qwen3_moe", hidden_size=256, moe_intermediate_size=128, num_hidden_layers=1),
         tmp_path / "hf")
@@ -147,7 +149,7 @@ def test_experts_round_what_they_multiply_as_their_weights_are(extension, tmp_pa
 
 
 def refused(extension, manifest, schedule):
-    """By the engine, and where it is read."""
+    """Assert that the engine and the reader refuse the program."""
     with pytest.raises(extension.CudaError):
         build(extension, manifest, [schedule])
     with pytest.raises(ValueError):
@@ -156,23 +158,24 @@ def refused(extension, manifest, schedule):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["t5", "bart", "marian"])
-def test_an_encoder_and_its_decoder_are_taken(extension, encoder_decoder, name, tmp_path):
+def test_an_encoder_decoder_program_is_accepted(extension, encoder_decoder, name, tmp_path):
     _, raw, _ = encoder_decoder(name)
     families.write_encoder_decoder(raw, tmp_path / "case", Target(kind="cuda"),
                                    CompileOptions(dtype="float16"))
     build(extension, read_manifest(tmp_path / "case"), schedules_of(tmp_path / "case"))
 
 
-def test_what_is_made_by_hand_is_taken(extension, scheduled):
+def test_a_handwritten_program_is_accepted(extension, scheduled):
     build(extension, *scheduled)
 
 
 def changed(schedule, kind, known=()):
-    """What differs in one place, and such a schedule, which nobody has looked at. Left out is what
-    an engine may take: another tensor of the same shape, or one in a number's place; other rows of
-    a table of tokens or positions, and of keys that are looked up, since kernels do not read rows
-    that are not there; positions as an Embedding's tokens; and what it does not ask the schedule
-    for, as it is the engine's own to say, or another schedule's, whose names are `known`.
+    """Yield descriptions of single changes and the changed, unchecked programs.
+
+    Changes that an engine may accept are excluded: another tensor of the same shape, or a tensor in
+    a number's place; other rows of token or position tables and of looked-up keys, since kernels
+    do not read absent rows; positions as an Embedding's tokens; and facts that the engine does not
+    take from the program, or that another program defines (`known`).
     """
     def copied(part, number, **changes):
         values = [*getattr(schedule, part)]
@@ -228,7 +231,7 @@ def changed(schedule, kind, known=()):
 
 @pytest.mark.parametrize("of_encoder", [False, True], ids=["decoder", "encoder"])
 @pytest.mark.parametrize("kind", ["a dimension", "a dtype", "a place", "a number"])
-def test_another_number_anywhere_is_refused(extension, scheduled, kind, of_encoder):
+def test_a_changed_number_anywhere_is_refused(extension, scheduled, kind, of_encoder):
     manifest, schedules = scheduled
     count = 0
     known = schedules[0].named("input", "weight", "memory") if of_encoder else ()
@@ -256,9 +259,10 @@ CASES = [pytest.param(op, sample, id=f"{op.name}-{index}")
 
 
 @pytest.mark.parametrize(("op", "sample"), CASES)
-def test_a_core_takes_the_shapes_that_its_contract_takes(extension, op, sample):
-    """Those of a sample, and with one dimension at a time larger or smaller; of the step's numbers,
-    whose size an engine knows, it may take fewer.
+def test_a_core_accepts_the_shapes_of_its_contract(extension, op, sample):
+    """Shapes of a sample, and with one dimension changed by one.
+
+    Inputs of the step, whose sizes the engine checks, may be smaller.
     """
     shapes = {name: array.shape for name, array in sample.inputs.items()}
     assert core_shapes(extension, op, sample.fields, shapes) == list(op.fit(shapes, sample.fields))
@@ -277,16 +281,16 @@ def test_a_core_takes_the_shapes_that_its_contract_takes(extension, op, sample):
 
 
 @pytest.mark.parametrize(("declare", "match"), [
-    (lambda p: p.add_input("tokens", "int64"), "there is no engine input 'tokens'"),
+    (lambda p: p.add_input("tokens", "int64"), "unknown engine input 'tokens'"),
     (lambda p: p.add_input("position_ids", "int32"), "position_ids is of int64, not int32"),
     (lambda p: p.add_input("past_lens", "int32"), "declared twice"),
     (lambda p: p.add_weight("float32", [8, 0]), "dimension 0 is out of range"),
     (lambda p: p.add_weight("float32", [2**31, 2**31]), "dimension 2147483648 is out of range"),
-    (lambda p: p.add_weight("float4", [8]), "there is no dtype 'float4'"),
+    (lambda p: p.add_weight("float4", [8]), "unknown dtype 'float4'"),
     (lambda p: p.add_cache("float32", 2, 0), "dimension 0 is out of range"),
-    (lambda p: p.add_cache("float8_e4m3fn", 1, 7), "a block of 56 bytes is not of whole 16 bytes"),
-    (lambda p: p.add_cache("float16", 2, 8), "float16 is neither of float32 nor of float8"),
-    (lambda p: p.add_state("float16", [8]), "a state is of float32, not of float16"),
+    (lambda p: p.add_cache("float8_e4m3fn", 1, 7), "block of 56 bytes is not a multiple of 16"),
+    (lambda p: p.add_cache("float16", 2, 8), "float16, expected float32 or float8"),
+    (lambda p: p.add_state("float16", [8]), "a state of float16, expected float32"),
     (lambda p: p.add_state("float32", [8, 0]), "dimension 0 is out of range"),
     (lambda p: p.add_memory(-8), "dimension -8 is out of range"),
     (lambda p: p.add_value("float16", [T, 8], 0, False), "computes in float32"),
@@ -297,36 +301,36 @@ def test_a_core_takes_the_shapes_that_its_contract_takes(extension, op, sample):
     (lambda p: p.add_value("float32", [T, 8], -16, False), "32 bytes at -16"),
     (lambda p: p.add_value("float32", [T, 8], 8, False), "not at a multiple of 16"),
     (lambda p: p.add_value("float32", [L, 20], 0, True), "80 bytes at 0 .* arena's 64"),
-    (lambda p: p.add_columns(0, 0, 8), "tensor 0 is not a value of rows of tokens"),
-    (lambda p: p.add_columns(99, 0, 8), "there is no tensor 99"),
-    (lambda p: p.add_columns(p.add_value("float32", [L, 8], 0, True), 0, 4), "rows of tokens"),
+    (lambda p: p.add_columns(0, 0, 8), "tensor 0 is not a value with num_tokens rows"),
+    (lambda p: p.add_columns(99, 0, 8), "tensor 99 does not exist"),
+    (lambda p: p.add_columns(p.add_value("float32", [L, 8], 0, True), 0, 4), "num_tokens rows"),
     (lambda p: p.add_columns(p.add_value("float32", [T, 8], 0, False), 4, 5),
-     "5 columns from 4 on are not in a value's 8"),
+     "5 columns from 4 on exceed the value's 8"),
     (lambda p: p.add_columns(p.add_value("float32", [T, 8], 0, False), -1, 5), "from -1 on"),
     (lambda p: p.add_columns(p.add_value("float32", [T, 8], 0, False), 2**63 - 1, 5), "columns"),
     (lambda p: p.add_columns(p.add_value("float32", [T, 8], 0, False), 0, 0), "dimension 0"),
-    (lambda p: p.set_logits(p.add_value("float32", [T, 8], 0, False), 8), "no.* rows of logits"),
-    (lambda p: p.set_logits(p.add_value("float32", [L, 8], 0, True), 9), "not in the logits' 8"),
-    (lambda p: p.set_logits(99, 8), "there is no tensor 99"),
+    (lambda p: p.set_logits(p.add_value("float32", [T, 8], 0, False), 8), "not .* num_logits rows"),
+    (lambda p: p.set_logits(p.add_value("float32", [L, 8], 0, True), 9), "not fit the logits' 8"),
+    (lambda p: p.set_logits(99, 8), "tensor 99 does not exist"),
 ])
-def test_what_cannot_be_declared(extension, program, declare, match):
+def test_invalid_declarations_are_refused(extension, program, declare, match):
     with pytest.raises(extension.CudaError, match=match):
         declare(program)
 
 
 @pytest.mark.parametrize(("limits", "match"), [
-    (dict(max_batch=0), "max_batch is 0, which is not from 1"),
+    (dict(max_batch=0), "max_batch is 0, expected 1 to"),
     (dict(max_seq_len=2**31 - 1), "max_seq_len is 2147483647"),
     (dict(block_size=24), "block_size 24 is not a power of two"),
-    (dict(token_bytes=-1), "-1 bytes are no size"), (dict(dtype="int64"), "not compute in int64")])
-def test_limits_that_cannot_be(extension, limits, match):
+    (dict(token_bytes=-1), "-1 bytes are not"), (dict(dtype="int64"), "not compute in int64")])
+def test_invalid_limits_are_refused(extension, limits, match):
     whole = {"dtype": "float32", **LIMITS, "token_bytes": 256, "logit_bytes": 64, **limits}
     with pytest.raises(extension.CudaError, match=match):
         extension.Program(**whole)
 
 
 def attention(p, **changes):
-    """A CausalAttention's inputs, by the names that it has."""
+    """Return a CausalAttention's inputs by name."""
     caches = [p.add_cache("float32", 1, 8) for _ in range(2)]
     return list({"qkv": p.add_value("float32", [T, 32], 0, False), "key": caches[0],
                  "value": caches[1], "cu_seqlens": INPUTS["cu_seqlens"],
@@ -335,7 +339,7 @@ def attention(p, **changes):
 
 
 def reading(p, caches, **changes):
-    """A CachedAttention's inputs, by the names that it has."""
+    """Return a CachedAttention's inputs by name."""
     return list({"query": p.add_value("float32", [T, 16], 0, False), "key": caches[0],
                  "value": caches[1], "cu_seqlens": INPUTS["cu_seqlens"],
                  "past_lens": INPUTS["past_lens"], "cos": -1, "sin": -1, "q_norm": -1,
@@ -343,7 +347,7 @@ def reading(p, caches, **changes):
 
 
 def experts(p, x, scale):
-    """The inputs of an Experts of 4 bits with scales of this dtype."""
+    """Return the inputs of a 4-bit Experts with scales of this dtype."""
     up, down = p.add_weight("uint8", [4, 64, 16]), p.add_weight("uint8", [4, 32, 16])
     scales = [p.add_weight(scale, [4, rows, 1]) for rows in (64, 32)]
     return [x, INPUTS["input_ids"], x, up, down, -1, -1, scales[0], -1, scales[1]]
@@ -358,14 +362,14 @@ HEADS = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
 
 
 @pytest.mark.parametrize(("add", "match"), [
-    (lambda p, x, y, w: p.add_node("Erf", {}, [x], [y]), "there is no op 'Erf'"),
-    (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, 99], [y]), "there is no tensor 99"),
-    (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, -2], [y]), "there is no tensor -2"),
+    (lambda p, x, y, w: p.add_node("Erf", {}, [x], [y]), "unknown op 'Erf'"),
+    (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, 99], [y]), "tensor 99 does not exist"),
+    (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, -2], [y]), "tensor -2 does not exist"),
     (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x], [y]), "needs the input 'weight'"),
     (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, w, -1, w, w, w, w, w], [y]), "8 inputs"),
     (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, w], []), "0 outputs"),
     (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, w], [-1]), "needs the output 'y'"),
-    (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, w], [w]), "'y', is no value"),
+    (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, w], [w]), "'y', is not a value"),
     (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [w, w], [y]), r"makes is \[16, 16\]"),
     (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, w], [p.add_value(
         "float32", [L, 16], 0, True)]), "its output is"),
@@ -374,34 +378,34 @@ HEADS = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
     (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, p.add_weight("float16", [16, 8])], [y]),
      "'weight', is of float16, expected float32"),
     (lambda p, x, y, w: p.add_node("Add", {}, [p.add_weight("float32", [1])] * 2, [y]),
-     "nothing but weights"),
+     "only weights as inputs"),
     (lambda p, x, y, w: p.add_node("Add", {}, [x, p.add_weight("float32", [7])], [x]),
      r"operand is \[7\], expected \[8\]"),
     (lambda p, x, y, w: p.add_node("RMSNorm", {}, [p.add_columns(y, 0, 8),
                                                    p.add_weight("float32", [8])], [x]),
-     "'x', is columns of wider rows"),
+     "'x', is a column slice"),
     (lambda p, x, y, w: p.add_node("GroupRMSNorm", {"groups": 1}, [
         x, p.add_weight("float32", [8]), p.add_columns(y, 3, 7)], [x]), "GroupRMSNorm's gate is"),
-    (lambda p, x, y, w: p.add_node("Tanh", {}, [x], [p.add_columns(y, 0, 8)]), "is no value"),
-    (lambda p, x, y, w: p.add_node("Concat", {}, [x, w], [y]), "what Concat joins is"),
+    (lambda p, x, y, w: p.add_node("Tanh", {}, [x], [p.add_columns(y, 0, 8)]), "is not a value"),
+    (lambda p, x, y, w: p.add_node("Concat", {}, [x, w], [y]), "Concat's input is"),
     (lambda p, x, y, w: p.add_node("Add", {}, [x, w], [x]), "operand is"),
     (lambda p, x, y, w: p.add_node("Add", {}, [x], [x]), "needs the input 'b'"),
     (lambda p, x, y, w: p.add_node("Gather", {}, [p.add_value("float32", [L, 8], 0, True),
-     INPUTS["logits_indices"]], [p.add_value("float32", [L, 8], 32, True)]), "rows of logits"),
+     INPUTS["logits_indices"]], [p.add_value("float32", [L, 8], 32, True)]), "has num_logits rows"),
     (lambda p, x, y, w: p.add_node("Gather", {}, [w, INPUTS["logits_indices"]],
-                                   [p.add_value("float32", [L, 8], 0, True)]), "which is no value"),
+                                   [p.add_value("float32", [L, 8], 0, True)]), "is not a value"),
     (lambda p, x, y, w: p.add_node("Gather", {}, [x, INPUTS["input_ids"]], [y]),
      "is not the step's logits_indices"),
     (lambda p, x, y, w: p.add_node("Scatter", {}, [x, INPUTS["memory_rows"], p.add_memory(8)],
-                                   []), "not told to a model"),
+                                   []), "not an input of a model"),
     (lambda p, x, y, w: p.add_node("Scatter", {}, [x, INPUTS["memory_rows"], p.add_memory(16)],
                                    [], True), r"memory is \[64, 16\], expected \[64, 8\]"),
     (lambda p, x, y, w: p.add_node("CausalAttention", HEADS, attention(p), [y, -1, 0]),
-     "is in an input's memory"),
+     "is in place"),
     (lambda p, x, y, w: p.add_node("CausalAttention", HEADS, attention(p), [x, -1, -1]),
      "its output is"),
     (lambda p, x, y, w: p.add_node("CausalAttention", HEADS, attention(p, key=p.add_weight(
-        "float32", [4, 1, 32, 8])), [y, -1, -1]), "is written, and nothing that is kept"),
+        "float32", [4, 1, 32, 8])), [y, -1, -1]), "is written, expected a cache"),
     (lambda p, x, y, w: p.add_node("CausalAttention", HEADS, attention(
         p, past_lens=INPUTS["memory_starts"]), [y, -1, -1]), "is not the step's past_lens"),
     (lambda p, x, y, w: p.add_node("CausalAttention", HEADS | {"rotary_dim": 4}, attention(
@@ -410,7 +414,7 @@ HEADS = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
     (lambda p, x, y, w: p.add_node("CausalAttention", HEADS | {"kv_dtype": "float8_e4m3fn"},
                                    attention(p), [y, -1, -1]), "float32, expected float8_e4m3fn"),
     (lambda p, x, y, w: p.add_node("CausalAttention", HEADS, attention(p), [y, -1, -1], True),
-     "past_lens.* not told to an encoder"),
+     "past_lens.* not an input of an encoder"),
     (lambda p, x, y, w: p.add_node("CausalAttention", HEADS | {"num_heads": 2**33}, attention(p),
                                    [y, -1, -1]), "no 32-bit number"),
     (lambda p, x, y, w: p.add_node("RMSNorm", {}, [attention(p)[1], w], [y]), "is kept"),
@@ -428,19 +432,19 @@ HEADS = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
     (lambda p, x, y, w: p.add_node("Columns", {}, [x, p.add_weight("int32", [8])], [y]),
      "its output is"),
     (lambda p, x, y, w: p.add_node("CausalAttention", HEADS, attention(p, key=p.add_state(
-        "float32", [1, 32, 8])), [y, -1, -1]), "is no cache"),
+        "float32", [1, 32, 8])), [y, -1, -1]), "is not a cache"),
     (lambda p, x, y, w: p.add_node("Experts", packed("mxfp4"), experts(p, x, "float32"), [y]),
      "'gate_up_scale', is of float32, expected uint8"),
     (lambda p, x, y, w: p.add_node("Experts", packed("int4"), experts(p, x, "uint8"), [y]),
      "'gate_up_scale', is of uint8, expected float32"),
 ])
-def test_nodes_that_cannot_be(extension, program, add, match):
+def test_invalid_nodes_are_refused(extension, program, add, match):
     x, y = (program.add_value("float32", [T, width], 0, False) for width in (8, 16))
     with pytest.raises(extension.CudaError, match=match):
         add(program, x, y, program.add_weight("float32", [16, 8]))
 
 
-def test_nodes_that_can_be(program):
+def test_valid_nodes_are_accepted(program):
     x, y = (program.add_value("float32", [T, width], 0, False) for width in (8, 16))
     weight = program.add_weight("float32", [16, 8])
     program.add_node("GemmBiasAct", {}, [x, weight, program.add_weight("float32", [16])], [y])
@@ -482,7 +486,7 @@ STATE = SamplingState(Sampler(SamplingParams(repetition_penalty=1.2, bad_words=[
                               [[5, 6], [7]]), (4, 5))
 
 
-def test_steps_of_a_model_that_keeps_states(extension, program):
+def test_steps_of_a_model_with_recurrent_states(extension, program):
     program.add_state("float32", [3, 8])
     program.set_logits(program.add_value("float32", [L, 16], 0, True), 8)
     arrays = step_arrays(step(), 16)
@@ -491,7 +495,7 @@ def test_steps_of_a_model_that_keeps_states(extension, program):
             (ints(4, 0), ints(), r"state_slots\[0\] is 4"),
             (ints(1, 1), ints(), "state_slots names 1 twice"),
             (ints(1, 0), ints(4, 0), r"copies of states\[0\] is 4"),
-            (ints(1, 0), ints(0, 1, 1, 2), "state 1 is copied from and to")):
+            (ints(1, 0), ints(0, 1, 1, 2), "state 1 is both source and destination")):
         changed = (*arrays[:14], slots, copies.reshape(-1, 2), *arrays[16:])
         if match is None:
             program.check_step(8, *changed)
@@ -505,7 +509,7 @@ def test_steps_of_a_model_that_keeps_states(extension, program):
                                    "past_lens": ints(12, 0), "copies": ints(3, 4).reshape(1, 2)},
     {"sample": ints()}, {"logits": "all"}, {"candidates": 8}, {"admit": {2: STATE, 1: STATE}},
     {"num_decode": 0}, {"scored": ScoredRows(ints(1, 2), np.array([7, 0]), ints(0, 20))}])
-def test_steps_that_can_be(program, changes):
+def test_valid_steps_are_accepted(program, changes):
     program.set_logits(program.add_value("float32", [L, 16], 0, True), 8)
     if "block_tables" in changes:
         changes = changes | {"block_tables": ints(7, 7, 4, 99).reshape(2, 2)}
@@ -514,49 +518,49 @@ def test_steps_that_can_be(program, changes):
 
 @pytest.mark.parametrize(("changes", "match"), [
     ({"cu_seqlens": ints(0, 4)}, "cu_seqlens has 2 elements, expected 3"),
-    ({"cu_seqlens": ints(0, 1, 5)}, "cu_seqlens are from 0 to 5, the tokens from 0 to 4"),
-    ({"cu_seqlens": ints(1, 3, 4)}, "cu_seqlens are from 1 to 4"),
+    ({"cu_seqlens": ints(0, 1, 5)}, "cu_seqlens go from 0 to 5, expected 0 to num_tokens 4"),
+    ({"cu_seqlens": ints(1, 3, 4)}, "cu_seqlens go from 1 to 4"),
     ({"cu_seqlens": ints(0, 4, 4)}, r"cu_seqlens\[2\] is 4 after 4; every sequence"),
     ({"cu_seqlens": ints(0, -3, 4)}, r"cu_seqlens\[1\] is -3 after 0"),
     ({"past_lens": ints(32, 0)}, "1 tokens after 32 of sequence 0 exceed max_seq_len 32"),
     ({"past_lens": ints(0, -1)}, "3 tokens after -1 of sequence 1"),
-    ({"past_lens": ints(16, 0)}, "17 positions of sequence 0 are not in the 2 blocks of its table"),
-    ({"past_lens": ints()}, "a batch of 0 has no sequence"),
+    ({"past_lens": ints(16, 0)}, "17 positions of sequence 0 exceed the 2 blocks of its table"),
+    ({"past_lens": ints()}, "a batch of 0 has no sequences"),
     ({"past_lens": ints(8, 0)}, r"block_tables\[1\] is 9, .* from 0 to 7"),
     ({"block_tables": ints(3, 9, 4)}, "block_tables of 3 elements are not rows of 2 sequences"),
     ({"block_tables": ints(-1, 4).reshape(2, 1)}, r"block_tables\[0\] is -1"),
     ({"token_ids": np.array([-2, 6, 7, 8])}, r"token_ids\[0\] is -2"),
-    ({"token_ids": np.array([LAST, 6, 7, 8])}, "token 0 is what slot 2 chose last"),
+    ({"token_ids": np.array([LAST, 6, 7, 8])}, "token 0 is the last one of slot 2"),
     ({"slots": ints(0, 0)}, "slots names 0 twice"), ({"slots": ints(0)}, "slots has 1 elements"),
     ({"slots": ints(0, 4)}, r"slots\[1\] is 4, .* from 0 to 3"),
-    ({"num_decode": 2}, "sequence 1 of 2 that decode has 3 new tokens"),
-    ({"num_decode": 3}, "num_decode 3 is not from 0 to the batch of 2"),
+    ({"num_decode": 2}, "sequence 1 of 2 decoding ones has 3 new tokens"),
+    ({"num_decode": 3}, "num_decode 3, expected 0 to the batch size 2"),
     ({"num_decode": -1}, "num_decode -1 is not"),
     ({"sample": ints(1, 0)}, "sample is not ascending"), ({"sample": ints(2)}, r"sample\[0\] is 2"),
     ({"copies": ints(0, 8).reshape(1, 2)}, r"copies of blocks\[1\] is 8"),
     ({"copies": ints(0, 1, 2)}, "are not pairs"),
-    ({"copies": ints(0, 1, 2, 1).reshape(2, 2)}, "block 1 is copied to twice"),
-    ({"copies": ints(0, 1, 1, 2).reshape(2, 2)}, "block 1 is copied from and to"),
-    ({"candidates": 9}, "9 candidates are not from 0 to the vocabulary's 8"),
-    ({"admit": {4: STATE}}, r"slots that sequences enter\[0\] is 4"),
+    ({"copies": ints(0, 1, 2, 1).reshape(2, 2)}, "block 1 is a destination of two copies"),
+    ({"copies": ints(0, 1, 1, 2).reshape(2, 2)}, "block 1 is both source and destination"),
+    ({"candidates": 9}, "candidates is 9, expected 0 to vocab_size 8"),
+    ({"admit": {4: STATE}}, r"slots of admitted sequences\[0\] is 4"),
     ({"admit": {0: replace(STATE, tokens=(9,))}}, r"enter slots\[2\] is 9, .* from 0 to 7"),
-    ({"admit": {0: replace(STATE, tokens=(5,) * 32)}}, "a sequence of 34 tokens, 2 of them its pr"),
+    ({"admit": {0: replace(STATE, tokens=(5,) * 32)}}, "a sequence of 34 tokens, 2 of them in its"),
     ({"scored": ScoredRows(ints(4), np.array([7]), ints(0))}, r"scored_rows\[0\] is 4, .* to 3"),
     ({"scored": ScoredRows(ints(1), np.array([8]), ints(0))}, r"scored_targets\[0\] is 8"),
     ({"scored": ScoredRows(ints(1), np.array([7]), ints(21))}, r"scored_counts\[0\] is 21"),
     ({"scored": ScoredRows(ints(1, 2), np.array([7]), ints(0, 0))}, "targets of scored rows has 1"),
     ({"scored": ScoredRows(ints(1), np.array([7]), ints(0, 0))}, "counts of scored rows has 2"),
-    ({"scored": ScoredRows(ints(1), np.array([7]), ints(0)), "logits": "all"}, "scores no rows"),
+    ({"scored": ScoredRows(ints(1), np.array([7]), ints(0)), "logits": "all"}, "cannot have"),
     ({"scored": ScoredRows(ints(*[1] * 7), np.array([7] * 7), ints(*[0] * 7))}, "and 9 logits"),
-    ({"memory": None}, "the rows of the encoder's memory has 0 elements, expected 2"),
+    ({"memory": None}, "memory_starts has 0 elements, expected 2"),
     ({"memory": EncoderOutputs(ints(0, 3), ints(16, 17))},
-     "17 rows from 48 on exceed the encoder's"),
+     "17 rows of encoder output at 48 exceed"),
     ({"memory": EncoderOutputs(ints(0, -1), ints(1, 1))}, "1 rows from -16 on"),
     ({"memory": EncoderOutputs(ints(0, 0), ints(1, -1))}, "-1 rows from 0 on"),
     ({"memory": EncoderOutputs(ints(0, 0), ints(1))},
      "encoder_sequence_length has 1 elements, expected 2"),
 ])
-def test_steps_that_cannot_be(extension, program, changes, match):
+def test_invalid_steps_are_refused(extension, program, changes, match):
     program.set_logits(program.add_value("float32", [L, 16], 0, True), 8)
     with pytest.raises(extension.CudaError, match=match):
         check_step(program, step(**changes))
@@ -565,13 +569,13 @@ def test_steps_that_cannot_be(extension, program, changes, match):
 @pytest.mark.parametrize(("past", "tables", "own_from"), [
     ((32768, 33000), ([1, 2], [1, 2]), (32768, 32768)),  # blocks of 16,384
     ((32767, 33000), ([1, 2], [1, 2]), ()),              # the second block is still written to
-    ((32768, 33000), ([1, 2], [1, 3]), ()),              # too few to be worth it
+    ((32768, 33000), ([1, 2], [1, 3]), ()),              # too few to be beneficial
     ((35000, 35000, 17000), ([1, 2], [1, 3], [1, 4]), (16384,) * 3),
     ((35000, 35000, 35000, 100), ([5, 2], [1, 3], [1, 3], [1, 3]), (0, 32768, 32768, 0)),
     ((35000,) * 6, ([5, 6], [5, 6], [5, 2], [5, 3], [1, 3], [1, 4]), (16384,) * 4 + (0, 0)),
     ((16384, 16384), ([1, 2], [3, 4]), ()),
 ])
-def test_the_prefix_that_sequences_share(extension, past, tables, own_from):
+def test_the_shared_prefix_of_a_step_is_found(extension, past, tables, own_from):
     program = extension.Program(dtype="float32", max_batch=8, max_tokens=16, max_logits=8,
                                 max_seq_len=65536, block_size=16384, token_bytes=256,
                                 logit_bytes=64)
@@ -599,11 +603,11 @@ def test_more_than_the_limits_is_refused(extension, program):
 @pytest.mark.parametrize(("rows", "starts", "match"), [
     (np.array([0, 1, 2, 64]), ints(0, 4), r"memory_rows\[3\] is 64, .* from 0 to 63"),
     (np.array([0, 1, 2]), ints(0, 4), "memory_rows has 3 elements, expected 4"),
-    (np.arange(4), ints(0, 2), "cu_seqlens are from 0 to 2, the tokens from 0 to 4"),
+    (np.arange(4), ints(0, 2), "cu_seqlens go from 0 to 2, expected 0 to num_tokens 4"),
     (np.arange(4), ints(0, 1, 2, 3, 4, 5), "5 prompts of 4 tokens exceed"),
-    (np.arange(4), ints(), "a batch of -1 has no sequence"),
+    (np.arange(4), ints(), "a batch of -1 has no sequences"),
 ])
-def test_prompts_that_an_encoder_cannot_take(extension, program, rows, starts, match):
+def test_invalid_encoder_prompts_are_refused(extension, program, rows, starts, match):
     program.check_encode(np.arange(4), np.arange(4), ints(0, 4), np.arange(4))
     with pytest.raises(extension.CudaError, match=match):
         program.check_encode(np.arange(4), np.arange(4), starts, rows)

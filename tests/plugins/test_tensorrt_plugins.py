@@ -1,4 +1,4 @@
-"""The ops as TensorRT plugins. No GPU is needed, only an llmc-cuda with TENSORRT_ROOT."""
+"""TensorRT plugins without a GPU; needs an llmc-cuda built with TENSORRT_ROOT."""
 
 import os
 import subprocess
@@ -22,11 +22,11 @@ KINDS = {int: "int", float: "float", str: "str"}
 COLLECTIVES = [op for op in plugins.registry().values() if op.body is None]
 
 
-STEP = (0, "int32", [16])  # what every plugin of a plan takes after its op's inputs, as llmc_step
+STEP = (0, "int32", [16])  # llmc_step, the input of every plugin of a plan after its op's inputs
 
 
 def given(op, sample, dtype, narrow=False, step=True):
-    """The node's fields and inputs, (address, dtype, shape) each; with a step, as in a plan."""
+    """Return a node's attributes and inputs, (address, dtype, shape) each; optionally a step."""
     inputs = []
     for name in op.input_names:
         if name in sample.inputs:
@@ -62,8 +62,9 @@ def test_every_op_has_a_creator(harness):
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(("op", "sample"), CASES)
 def test_outputs_are_as_declared(tensorrt, harness, op, sample, dtype):
-    """Shapes through an expression builder, dtypes, formats, workspace, serialization; of a node
-    that is told of steps, and of one that is not.
+    """Shapes through an expression builder, dtypes, formats, workspace and serialization.
+
+    For a node with the step input, and for one without it.
     """
     if dtype == "bfloat16" and float(tensorrt.version) < 9:
         pytest.skip("TensorRT 8 has no bfloat16")
@@ -97,71 +98,71 @@ EXPERTS = {"top_k": 2, "group_size": 32, "in_features": 32, "inner_features": 32
 
 
 def experts(scale, rows):
-    """The inputs of an Experts of 4 bits with scales of this dtype."""
+    """Return the inputs of a 4-bit Experts with scales of this dtype."""
     return [(0, kind, shape) for kind, shape in (
         ("float16", [3, 32]), ("int32", [3, 2]), ("float32", [3, 2]), ("int32", [4, 16, 16]),
         ("int32", [4, 8, 16]), (scale, [4, 2 * rows, 1]), (scale, [4, rows, 1]))]
 
 
 @pytest.mark.parametrize("op", COLLECTIVES, ids=lambda op: op.name)
-def test_a_collective_s_outputs(harness, op):
+def test_outputs_of_collectives_are_as_declared(harness, op):
     for more, inputs in (({}, [X]), ({"present": "x llmc_step"}, [X, STEP])):
         answers = harness.ask(op.name, {"tp_size": 2, **more}, inputs)
         assert answers.outputs == [("float16", [3, 16 if op.name == "AllGather" else 8])]
 
 
 @pytest.mark.parametrize(("op", "fields", "inputs", "match"), [
-    ("RMSNorm", {"epsilom": 1.0}, [X, WEIGHT], "has no field 'epsilom'"),
-    ("RMSNorm", {"epsilon": "small"}, [X, WEIGHT], "field 'epsilon' is a str, expected a float"),
-    ("RMSNorm", {"epsilon": 1}, [X, WEIGHT], "field 'epsilon' is an int, expected a float"),
+    ("RMSNorm", {"epsilom": 1.0}, [X, WEIGHT], "has no attribute 'epsilom'"),
+    ("RMSNorm", {"epsilon": "small"}, [X, WEIGHT], "'epsilon' is a str, expected a float"),
+    ("RMSNorm", {"epsilon": 1}, [X, WEIGHT], "attribute 'epsilon' is an int, expected a float"),
     ("RMSNorm", {"dtype": 1}, [X, WEIGHT], "field 'dtype' is not a str"),
-    ("RMSNorm", {"dtype": "float8"}, [X, WEIGHT], "no dtype 'float8'"),
-    ("RMSNorm", {"dtype": "float32"}, [X, WEIGHT], "does not take tensor 0 as float16"),
+    ("RMSNorm", {"dtype": "float8"}, [X, WEIGHT], "unknown dtype 'float8'"),
+    ("RMSNorm", {"dtype": "float32"}, [X, WEIGHT], "does not accept tensor 0 as float16"),
     ("RMSNorm", {"present": "x wait"}, [X, WEIGHT], "no input 'wait'"),
     ("RMSNorm", {"present": "weight x"}, [X, WEIGHT], "in another order"),
     ("RMSNorm", {"present": "x"}, [X], "needs the input 'weight'"),
     ("RMSNorm", {"present": "x weight"}, [X], "has 1 inputs, its field 'present' names 2"),
     ("RMSNorm", {}, [X, WEIGHT, WEIGHT], "takes 2 inputs, not 3"),
     ("RMSNorm", {}, [X, WEIGHT, STEP], "takes 2 inputs, not 3"),
-    ("RMSNorm", {"present": "x weight llmc_step"}, [X, WEIGHT, WEIGHT], "take tensor 2 as float32"),
+    ("RMSNorm", {"present": "x weight llmc_step"}, [X, WEIGHT, WEIGHT], "tensor 2 as float32"),
     ("RMSNorm", {"present": "llmc_step x weight"}, [STEP, X, WEIGHT], "in another order"),
     ("RMSNorm", {"present": "x llmc_step"}, [X, STEP], "needs the input 'weight'"),
-    ("RMSNorm", {}, [X, (0, "float16", [8])], "does not take tensor 1 as float16"),
+    ("RMSNorm", {}, [X, (0, "float16", [8])], "does not accept tensor 1 as float16"),
     ("RMSNorm", {}, [X, X], "norm's weight is"),
-    ("CausalAttention", {"num_heads": 4}, [], "needs the field"),
+    ("CausalAttention", {"num_heads": 4}, [], "needs the attribute"),
     ("CausalAttention", ATTENTION | {"head_dim": 12}, [], "head_dim 12 is not a multiple of 8"),
     ("CausalAttention", ATTENTION, [X] * 5, "each cache 4, not 2, 2 and 2"),
-    ("GatedMLP", {"activation": "swoosh"}, [X, X], "no activation 'swoosh'"),
+    ("GatedMLP", {"activation": "swoosh"}, [X, X], "unknown activation 'swoosh'"),
     ("GemmBiasAct", {}, [X, (0, "float16", [8])], "have 2 and 1 dimensions"),
     ("Embedding", {}, [(0, "int32", [3]), (0, "float16", [8])], "has only 1 dimensions"),
     ("Experts", EXPERTS | {"weight_dtype": "mxfp4"}, experts("float32", 32),
-     "does not take tensor 5 as float32"),
+     "does not accept tensor 5 as float32"),
     ("Experts", EXPERTS | {"weight_dtype": "int4"}, experts("int32", 8),
-     "does not take tensor 5 as int32"),
-    ("Gelu", {}, [X], "there is no plugin 'Gelu'"),
+     "does not accept tensor 5 as int32"),
+    ("Gelu", {}, [X], "unknown plugin 'Gelu'"),
 ])
-def test_what_is_wrong_is_one_sentence(harness, op, fields, inputs, match):
+def test_invalid_plugins_raise_a_cuda_error(harness, op, fields, inputs, match):
     with pytest.raises(cuda.extension().CudaError, match=match):
         harness.ask(op, fields, inputs)
 
 
-def test_the_step_that_a_compiler_declares_is_the_plugins(tensorrt):
+def test_the_compiler_s_step_input_matches_the_plugins(tensorrt):
     assert tuple(target._STEP.shape) == (tensorrt.step_ints,) == tuple(STEP[2])
 
 
-def test_without_tensorrt_there_is_nothing_to_register_with(harness):
+def test_registration_without_tensorrt_is_refused(harness):
     with pytest.raises(cuda.extension().CudaError,
                        match=r"TensorRT is not loaded: load libnvinfer.so.\d+ before"):
         harness.init()
 
 
-def test_a_library_that_is_not_there(tensorrt, tmp_path):
+def test_a_missing_plugin_library_is_refused(tensorrt, tmp_path):
     with pytest.raises(cuda.extension().CudaError, match=r"plugins cannot be loaded \(.*none.so"):
         tensorrt.Harness(str(tmp_path / "none.so"))
 
 
-def test_on_load_only_where_it_is_asked_for(tensorrt):
-    """In a process of its own, which has no TensorRT."""
+def test_plugins_register_on_load_only_if_requested(tensorrt):
+    """In a separate process without TensorRT."""
     def load(wish):
         code = f"from llmc.runtime.engines import cuda\ncuda.extension()\n" \
                f"import ctypes; ctypes.CDLL({tensorrt.library!r})"
@@ -173,7 +174,7 @@ def test_on_load_only_where_it_is_asked_for(tensorrt):
 
 @pytest.fixture(scope="module")
 def registry(tensorrt):
-    """A real registry, TensorRT-RTX's, which has loaded our library."""
+    """TensorRT-RTX's real registry with llmc's library loaded."""
     if tensorrt.plugin_interface != "IPluginV3":
         pytest.skip("llmc was built for TensorRT 8, whose plugins TensorRT-RTX does not know")
     trt = pytest.importorskip("tensorrt_rtx")
@@ -233,7 +234,7 @@ def test_a_real_registry_creates_collectives(registry, op):
     ("CausalAttention", {"num_heads": 4}),
     ("CausalAttention", ATTENTION | {"head_dim": [16, 16]}),
 ])
-def test_a_real_registry_gets_no_plugin_from_bad_fields(registry, op, fields):
+def test_a_real_registry_refuses_invalid_attributes(registry, op, fields):
     assert create(registry, op, fields) is None
 
 

@@ -1,6 +1,7 @@
-"""Latent attention, whose cache has one row for all heads while ranks have some of the heads, and
-attention in chunks of 8 positions with queries scaled by position: a prompt in parts, a crowd,
-beams and a shared beginning get transformers' tokens all the same.
+"""Latent attention, and chunked attention with queries scaled by position, equal transformers.
+
+The latent cache has one row for all heads, while ranks have some heads; chunks have 8 positions.
+Chunked prefill, concurrent requests, beams and shared prefixes give transformers' tokens.
 """
 
 import families
@@ -45,7 +46,7 @@ def tokens(**params):
 
 
 @pytest.mark.parametrize("model", [LATENT], indirect=True)
-def test_each_chip_keeps_rows_of_latents_of_16_and_8_rotated_and_has_some_heads(cases):
+def test_each_rank_caches_all_latents_and_has_some_heads(cases):
     manifest = read_manifest(cases[3])
     assert [chip.num_heads[0] for chip in manifest.chips] == [2, 1, 1]
     for chip in manifest.chips:
@@ -57,14 +58,14 @@ def test_each_chip_keeps_rows_of_latents_of_16_and_8_rotated_and_has_some_heads(
 
 
 @pytest.mark.parametrize("block_size", [1, 4])
-def test_a_crowd_gets_transformers_tokens_though_some_have_to_leave(case, expected, block_size):
+def test_concurrent_requests_with_preemption_get_transformers_tokens(case, expected, block_size):
     with llmc.LLM(case, max_batch_size=3, max_num_batched_tokens=7, kv_cache_tokens=48,
                   block_size=block_size) as llm:
         got = families.ask_at_once(llm, PROMPTS, lambda index: tokens())
     assert [got[n][0].token_ids for n in range(len(PROMPTS))] == expected
 
 
-def test_a_shared_beginning_is_read_once(case, expected):
+def test_a_shared_prefix_is_computed_once(case, expected):
     with llmc.LLM(case, block_size=4) as llm:
         for _ in range(2):
             assert [own.token_ids for own in llm.generate(PROMPTS, tokens())] == expected
@@ -78,7 +79,7 @@ def test_beams_are_transformers(case, model):
         families.best_of_beams(model, prompt, 3, COUNT) for prompt in PROMPTS[:3]]
 
 
-def test_a_session_goes_on_by_several_tokens(case, model):
+def test_a_session_continues_by_several_tokens(case, model):
     with llmc.LLM(case) as llm:
         session = llm.session(2)
         session.extend([PROMPTS[2][:10], PROMPTS[3][:3]])

@@ -1,4 +1,4 @@
-"""Beam search: the sequences, parents and scores of transformers; a cache that is never copied."""
+"""Beam search: transformers' sequences, parents and scores; a cache that is never copied."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ KINDS = ["gpt2", "gemma2", "qwen3", "gpt_neox"]
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """For models so small, torch's threads mostly wait for one another."""
+    """Use one thread, as torch's threads mostly wait for one another in tiny models."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -57,14 +57,14 @@ def llm(case):
 
 @pytest.mark.parametrize("beam_width", [2, 3, 4, 8])
 def test_a_batch_of_unequal_prompts_gives_transformers_beams(llm, model, beam_width):
-    """Also where not all prompts have room in the cache at once."""
+    """Also if not all prompts fit in the cache at once."""
     beams = assert_equal(llm, model, PROMPTS, search(beam_width, ignore_eos=True))
     assert beams.output_ids.shape == beams.parent_ids.shape == (12, 3, beam_width)
     assert (beams.sequence_length == 12).all()
 
 
 def check_settings(llm, model, seeds, monkeypatch):
-    """Random prompts, end tokens and settings; returns the completions that ended by themselves."""
+    """Check random prompts, EOS tokens and settings; return the completions that ended by EOS."""
     ended = 0
     for seed in seeds:
         rng = np.random.default_rng(seed)
@@ -80,14 +80,14 @@ def check_settings(llm, model, seeds, monkeypatch):
     return ended
 
 
-def test_many_prompts_end_tokens_and_settings(llm, model, monkeypatch):
+def test_many_prompts_eos_tokens_and_settings(llm, model, monkeypatch):
     """12 seeds on one chip and 12 others on two."""
     first = 12 * (llm.manifest.tp_size - 1)
     assert check_settings(llm, model, range(first, first + 12), monkeypatch) > 30
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_other_families_with_prompts_end_tokens_and_settings(kind, tmp_path, monkeypatch):
+def test_other_families_with_eos_tokens_and_settings(kind, tmp_path, monkeypatch):
     model = families.tiny_model(kind)
     llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case")
     first = 24 + 6 * KINDS.index(kind)
@@ -97,7 +97,7 @@ def test_other_families_with_prompts_end_tokens_and_settings(kind, tmp_path, mon
 
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory):
-    """transformers' model, and ours, with room for three prompts' beams at width 8."""
+    """transformers' model and llmc's, with rows for three prompts at beam width 8."""
     path, case = families.smollm2(), tmp_path_factory.mktemp("smollm2") / "case"
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name,
                                                  dtype=torch.float32)
@@ -134,7 +134,7 @@ def test_processors_are_those_of_transformers(llm, model, monkeypatch):
                  bad_words_ids=[[7], [41, 36]], sequence_bias={(9,): 1.5})
 
 
-def test_the_end_token_may_be_another(llm, model):
+def test_the_eos_token_may_be_overridden(llm, model):
     end = int(llm.beam_search(PROMPTS[:1], search(4, ignore_eos=True)).output_ids[3, 0, 0])
     assert_equal(llm, model, PROMPTS, search(4, end_id=end), [end])
 
@@ -148,7 +148,7 @@ def test_generate_gives_the_best_beam_of_each_prompt(llm):
 
 
 @pytest.mark.usefixtures("decisive_beams")
-def test_each_request_of_a_batch_has_parameters_of_its_own(llm):
+def test_each_request_of_a_batch_has_separate_parameters(llm):
     each = [search(4, 9), llmc.SamplingParams(max_tokens=5), search(3, length_penalty=0.0),
             search(4, early_stopping=True), search(4, 7, min_tokens=3)]
     prompts = [*PROMPTS, PROMPTS[0], PROMPTS[1]]
@@ -164,7 +164,7 @@ def test_beam_search_ends_where_the_kv_cache_ends(llm, model):
     assert (longer.output_ids[:5, 0] == beams.output_ids[:, 0]).all()
 
 
-def test_a_prompt_is_read_once_and_its_beams_share_its_blocks(case, monkeypatch):
+def test_a_prompt_is_computed_once_and_its_beams_share_its_blocks(case, monkeypatch):
     prompt = list(range(5, 45))
     with llmc.LLM(case, max_batch_size=12, block_size=4) as llm:
         read = families.steps_read(llm, monkeypatch)
@@ -180,7 +180,7 @@ def test_a_prompt_is_read_once_and_its_beams_share_its_blocks(case, monkeypatch)
         assert sum(len(step.copies) for step in tables) < 40
 
 
-def test_what_searched_does_all_else_too(llm, model, case, hf_dir):
+def test_an_engine_generates_normally_after_a_beam_search(llm, model, case, hf_dir):
     families.assert_close(llm.logits(PROMPTS[0]), families.reference_logits(model, PROMPTS[0]))
     results = llm.generate(PROMPTS, llmc.SamplingParams(max_tokens=8, ignore_eos=True))
     for result, prompt in zip(results, PROMPTS, strict=True):
@@ -222,7 +222,7 @@ def test_gather_tree_follows_parents():
 
 
 @pytest.mark.parametrize("levels", [7, 40, 10**6], ids=["many ties", "ties", "no ties"])
-def test_a_beam_s_candidates_are_its_likeliest_tokens_and_of_equal_ones_the_first(levels):
+def test_a_beam_s_candidates_are_its_top_k_tokens(levels):
     rng = np.random.default_rng(0)
     for vocab, count in ((101, 5), (101, 101), (3, 8), (32000, 12)):
         scores = np.log(rng.integers(1, levels + 1, (2, 3, vocab)) / levels).astype(np.float32)
@@ -234,7 +234,7 @@ def test_a_beam_s_candidates_are_its_likeliest_tokens_and_of_equal_ones_the_firs
 
 
 def searched(rng, more):
-    """A search over random scores, with ties, given `more` candidates than it asks for."""
+    """Search over random scores with ties, with `more` candidates than requested."""
     batch, beam, vocab = int(rng.integers(1, 4)), int(rng.integers(2, 7)), int(rng.integers(5, 60))
     limits = rng.integers(1, 12, batch).tolist()
     ends = [rng.choice(vocab, rng.integers(0, 4), replace=False).tolist() for _ in range(batch)]
@@ -249,8 +249,8 @@ def searched(rng, more):
     return search.beams(), chosen
 
 
-def test_the_candidates_that_a_search_asks_for_are_enough():
-    """Nothing changes with the whole vocabulary in their place, with any end tokens and ties."""
+def test_the_requested_number_of_candidates_is_sufficient():
+    """The whole vocabulary as candidates gives the same result, for any EOS tokens and ties."""
     for seed in range(300):
         few, whole = (searched(np.random.default_rng(seed), more) for more in (0, 10**6))
         for name in ("output_ids", "parent_ids", "cum_log_probs", "scores", "sequence_length"):
@@ -275,7 +275,7 @@ def test_log_softmax_is_that_of_torch():
     (dict(diversity_rate=-1.0), "diversity_rate -1.0 is not from 0 to 1000000"),
     (dict(early_stopping="soon"), "early_stopping is 'soon'; give False, True or 'never'"),
 ])
-def test_what_beam_search_cannot_do_is_one_sentence(params, match):
+def test_unsupported_beam_search_options_are_refused(params, match):
     with pytest.raises(llmc.LlmcError, match=f"^{match}"):
         llmc.SamplingParams(**{"beam_width": 2, **params})
 

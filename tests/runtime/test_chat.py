@@ -1,4 +1,4 @@
-"""A conversation: what the model sees of it, how an answer ends early, where there is no room."""
+"""Conversations: prompts, closed answers, and the limits of the KV cache."""
 
 import shutil
 
@@ -17,7 +17,7 @@ def llm(case_tp2):
         yield loaded
 
 
-def test_an_answer_is_what_the_whole_conversation_leads_to(llm):
+def test_an_answer_equals_that_of_the_whole_conversation(llm):
     params = SamplingParams(max_tokens=5, ignore_eos=True)
     chat = Chat(llm, params)
     first = "".join(piece.text for piece in chat.say("the"))
@@ -29,7 +29,7 @@ def test_an_answer_is_what_the_whole_conversation_leads_to(llm):
     assert [m["role"] for m in chat.messages] == ["user", "assistant"] * 2
 
 
-def test_a_closed_answer_is_kept_as_far_as_it_came(llm):
+def test_a_closed_answer_is_kept_partially(llm):
     chat = Chat(llm, SamplingParams(max_tokens=20, ignore_eos=True))
     answer = chat.say("the")
     text = next(answer).text + next(answer).text
@@ -39,7 +39,7 @@ def test_a_closed_answer_is_kept_as_far_as_it_came(llm):
     assert list(chat.say("fox"))  # the KV cache is free again
 
 
-def test_a_conversation_that_outgrew_the_kv_cache_says_so_and_forgets_the_message(llm):
+def test_a_message_beyond_the_kv_cache_is_refused_and_dropped(llm):
     chat = Chat(llm, SamplingParams(max_tokens=4, ignore_eos=True))
     list(chat.say("the"))
     before = list(chat.messages)
@@ -57,7 +57,7 @@ def test_a_conversation_has_one_answer_at_a_time(llm):
 
 @pytest.fixture(scope="module")
 def templated(case_tp2, tmp_path_factory):
-    """Called with a chat template: a model that has it."""
+    """Factory by chat template: a model with it."""
     case = shutil.copytree(case_tp2, tmp_path_factory.mktemp("chat") / "case")
     with llmc.LLM(case) as llm:
         path = case / llm.manifest.tokenizer.chat_template
@@ -68,7 +68,7 @@ def templated(case_tp2, tmp_path_factory):
         yield write
 
 
-def test_a_template_sees_all_that_a_message_has(templated):
+def test_a_template_gets_all_fields_of_a_message(templated):
     llm = templated("{% for m in messages %}{{ m.role }}{{ m.name }}{{ m.content }}{% endfor %}")
     assert llm.chat_prompt([{"role": "user", "name": "fox", "content": "the"}]) == \
         llm.tokenizer.encode("userfoxthe", add_special_tokens=False).ids
@@ -88,7 +88,7 @@ def test_a_template_sees_all_that_a_message_has(templated):
     ("{% for i in range(99999) %}{{ 'the fox ' * 999 }}{% endfor %}",
      "it writes more than 16777216 characters"),
 ])
-def test_whatever_a_template_raises_is_one_sentence(templated, template, reason):
+def test_template_errors_become_llmc_errors(templated, template, reason):
     llm = templated(template)
     with pytest.raises(llmc.LlmcError, match="^the chat template '.*chat_template.jinja' cannot be "
                                              "used") as error:
@@ -97,7 +97,7 @@ def test_whatever_a_template_raises_is_one_sentence(templated, template, reason)
     assert str(error.value).endswith("in the format that the model expects")
 
 
-def test_a_broken_tokenizer_config_is_one_sentence(templated):
+def test_an_invalid_tokenizer_config_is_refused(templated):
     llm = templated("{{ eos_token }}")
     path = (llm.case_dir / llm.manifest.tokenizer.chat_template).with_name("tokenizer_config.json")
     before = path.read_text()
@@ -119,7 +119,7 @@ def test_a_broken_tokenizer_config_is_one_sentence(templated):
     ([{"role": "user", "content": "a"}, {"role": "user", "content": ["a"]}],
      "the content of message 1 is ['a']; give a text"),
 ])
-def test_what_is_no_conversation_is_one_sentence(llm, messages, message):
+def test_an_invalid_conversation_is_refused(llm, messages, message):
     with pytest.raises(llmc.LlmcError) as error:
         llm.chat_prompt(messages)
     assert str(error.value).startswith(message)

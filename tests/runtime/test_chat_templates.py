@@ -1,7 +1,7 @@
 """Chat templates of many families, rendered as transformers renders them.
 
-Where a template cannot read a form of a message that OpenAI's API allows, the expected text is what
-transformers renders of the same message in another form.
+If a template does not support a message form of OpenAI's API, the expected text is transformers'
+rendering of the same message in another form.
 """
 
 import itertools
@@ -62,7 +62,7 @@ CONVERSATIONS = {
 
 
 def transformers_renders(template, messages, tools):
-    """What transformers renders; None where the template raises."""
+    """Return transformers' rendering; None if the template raises."""
     try:
         (text,), _ = render_jinja_template([messages], tools=tools, chat_template=template,
                                            add_generation_prompt=True, **TOKENS)
@@ -81,13 +81,13 @@ def llmc_renders(template, messages, tools):
 
 
 def as_given(messages):
-    """As `apply_chat_template` does before it renders."""
+    """Prepare messages as `apply_chat_template` does before rendering."""
     return [{key: value for key, value in message.items() if value is not None}
             for message in messages]
 
 
 def is_whole(text, messages):
-    """Whether a text shows all that messages say, and no value as Python writes it."""
+    """Whether a text has the contents of all messages, and no Python literals."""
     words = [word for word in ("sysword", "userword", "answerword", "lastword", "resultword",
                                "Oslo") if word in json.dumps(messages)]
     return text is not None and all(word in text for word in words) and not any(
@@ -95,7 +95,7 @@ def is_whole(text, messages):
 
 
 def other_forms(messages):
-    """The same conversation in all combinations of forms."""
+    """Return the same conversation in all combinations of message forms."""
     messages = [{key: value for key, value in message.items() if value is not None and value != []}
                 for message in messages]
     found = {}
@@ -127,7 +127,7 @@ def other_forms(messages):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["plain", "tools"])
-def test_messages_are_rendered_as_transformers_renders_them_in_a_form_that_can_be_read(name, tools):
+def test_messages_are_rendered_as_by_transformers(name, tools):
     template = TEMPLATES[name]
     for conversation, messages in CONVERSATIONS.items():
         rendered = llmc_renders(template, messages, tools)
@@ -152,7 +152,7 @@ def test_templates_read_globals_filters_and_tags_of_transformers():
         assert llmc_renders(refused, [USER], None) is None
 
 
-def test_a_content_format_that_is_asked_for_is_used(tmp_path):
+def test_a_requested_content_format_is_used(tmp_path):
     path = tmp_path / "t.jinja"
     path.write_text("{% for m in messages %}{{ m.content is string }}{% endfor %}")
     own = ChatTemplate({"default": path}, tmp_path / "none.json", SANDBOX)
@@ -161,7 +161,7 @@ def test_a_content_format_that_is_asked_for_is_used(tmp_path):
     assert own.render(both, content_format="openai") == "FalseFalse"
 
 
-def test_a_template_for_tools_is_used_where_there_are_tools(tmp_path):
+def test_a_tool_template_is_used_with_tools(tmp_path):
     for name in ("default", "tool_use"):
         (tmp_path / name).write_text(name)
     paths = {name: tmp_path / name for name in ("default", "tool_use")}

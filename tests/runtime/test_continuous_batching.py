@@ -1,5 +1,6 @@
-"""A crowd on models whose attention has more than most: who shares a prompt, leaves or comes late
-gets the tokens that transformers gives.
+"""Concurrent requests on models with unusual attention give transformers' tokens.
+
+Requests share prompts, are preempted, or arrive late.
 """
 
 import families
@@ -17,7 +18,7 @@ COUNT = 10
 
 
 def talkative(family):
-    """A model that says something else about each prompt."""
+    """A model with different output for each prompt."""
     model = families.tiny_model(family, tie_word_embeddings=False)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -29,7 +30,7 @@ def talkative(family):
 
 
 def greedy(model, prompt):
-    """transformers' tokens."""
+    """Return transformers' greedy tokens."""
     known = list(prompt)
     while len(known) < len(prompt) + COUNT:
         known.append(int(families.reference_logits(model, known)[-1].argmax()))
@@ -37,7 +38,7 @@ def greedy(model, prompt):
 
 
 @pytest.mark.parametrize("family", ["bloom", "gemma4_text"])
-def test_a_crowd_gets_transformers_tokens_though_some_have_to_leave(family, tmp_path):
+def test_concurrent_requests_with_preemption_get_transformers_tokens(family, tmp_path):
     model = talkative(family)
     cases = families.compile_sizes(families.save(model, tmp_path / "hf"), tmp_path, [1, 2])
     expected = [greedy(model, prompt) for prompt in PROMPTS]

@@ -1,4 +1,4 @@
-"""Memory of target cpu: what steps allocate, what stays allocated, and what is counted at load."""
+"""Memory of target cpu: allocations of steps, retained memory, and the estimate at load."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ from llmc.runtime.engines import cpu
 from llmc.runtime.engines.row_cache import RowCache
 
 PROMPT = [3 + 7 * index % 90 for index in range(40)]
-# Loads a case directory, runs a prompt, and prints by how many megabytes the process has grown.
+# Loads a case directory, runs a prompt, and prints the growth of the process in megabytes.
 GROWTH = """
 import sys
 from pathlib import Path
@@ -35,7 +35,7 @@ with llmc.LLM(sys.argv[1], kv_cache_tokens=2048, verify=False) as llm:
 
 @pytest.fixture(scope="module")
 def wide_case(tmp_path_factory):
-    """Two ranks of 8 narrow layers with wide MLPs, which are 17 graphs each."""
+    """Two ranks of 8 narrow layers with wide MLPs, with 17 graphs each."""
     root = tmp_path_factory.mktemp("wide")
     model = families.tiny_model("llama", num_hidden_layers=8, intermediate_size=4096,
                                 max_position_embeddings=2048)
@@ -44,7 +44,7 @@ def wide_case(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def family_case(tmp_path_factory):
-    """Makes the case directory of a family's tiny model, once."""
+    """Factory of a family's tiny case directory, cached."""
     made = {}
 
     def case(family):
@@ -57,7 +57,7 @@ def family_case(tmp_path_factory):
 
 
 def chunks_of(llm, monkeypatch):
-    """A list to which each run of the graphs adds its number of tokens."""
+    """Return a list to which each run of the graphs appends its token count."""
     engine, chunks = families.ranks(llm)[0], []
     decode = engine._decode
     monkeypatch.setattr(engine, "_decode",
@@ -65,8 +65,8 @@ def chunks_of(llm, monkeypatch):
     return chunks
 
 
-def test_graphs_of_all_ranks_allocate_in_one_arena(wide_case):
-    """Of their own, 34 graphs would each keep 16 MB or more."""
+def test_all_ranks_share_one_memory_arena(wide_case):
+    """With separate arenas, 34 graphs would each keep 16 MB or more."""
     done = subprocess.run([sys.executable, "-c", GROWTH, wide_case], check=True, timeout=300,
                           stdout=subprocess.PIPE, text=True)
     assert int(done.stdout) < 200
@@ -93,7 +93,7 @@ def test_a_long_prompt_is_run_in_chunks_with_the_same_logits(family_case, family
     ("llama", [16, 16, 8]), ("gemma2", [16, 10, 8, 6])])
 def test_chunks_are_shorter_where_attention_holds_its_scores(family_case, family, expected,
                                                              monkeypatch):
-    """Gemma 2 caps them, for which ONNX Runtime has no tiled kernel."""
+    """Gemma 2 soft-caps scores, for which ONNX Runtime has no tiled kernel."""
     case = family_case(family)
     heads = read_manifest(case).dims.num_heads
     for name, value in ("MAX_CHUNK", 16), ("MIN_CHUNK", 5), ("SCORE_BYTES", 4 * heads * 40 * 8):
@@ -104,7 +104,7 @@ def test_chunks_are_shorter_where_attention_holds_its_scores(family_case, family
     assert chunks == expected
 
 
-def test_bindings_are_not_kept_for_each_batch_size(family_case):
+def test_bindings_are_not_cached_per_batch_size(family_case):
     with llmc.LLM(family_case("llama"), max_batch_size=8) as llm:
         prompts = [PROMPT[index:index + 5] for index in range(8)]
         llm.generate(prompts, [llmc.SamplingParams(max_tokens=count, ignore_eos=True)
@@ -125,7 +125,7 @@ def rows_of(blocks):
 
 
 def write(rows, slot, past, count, table, value):
-    """A step of one sequence, whose new positions hold `value`."""
+    """Run a step of one sequence; its new positions get `value`."""
     step = Step.of([[1] * count], [past], [table], [slot])
     rows.enter(step)
     for cache in rows.caches.values():
@@ -134,12 +134,12 @@ def write(rows, slot, past, count, table, value):
 
 
 def held(rows, slot):
-    """How many positions of a row are not zero, as all of pages that were given back are."""
+    """Return the number of nonzero positions of a row; released pages are zero."""
     return int(np.count_nonzero(rows.caches["key_cache_0"][slot, 0, :, 0]))
 
 
-def test_rows_that_sequences_left_are_given_back_beyond_the_size_of_the_cache():
-    """The least recently used first, whose blocks another sequence still finds."""
+def test_freed_rows_beyond_the_cache_size_are_released():
+    """The least recently used first; its shared blocks can still be found."""
     rows = rows_of(8)  # of 16 positions
     write(rows, 0, 0, 40, [0, 1, 2], 10.0)
     write(rows, 1, 0, 64, [3, 4, 5, 6], 11.0)
@@ -148,15 +148,15 @@ def test_rows_that_sequences_left_are_given_back_beyond_the_size_of_the_cache():
     assert [held(rows, slot) for slot in range(SLOTS)] == [40, 64, 16, 0]
     write(rows, 3, 0, 16, [7], 13.0)
     assert [held(rows, slot) for slot in range(SLOTS)] == [0, 64, 16, 16]
-    write(rows, 3, 32, 8, [0, 1, 2], 14.0)  # shares two blocks of the first, which were kept
+    write(rows, 3, 32, 8, [0, 1, 2], 14.0)  # shares two cached blocks of the first
     for cache in rows.caches.values():
         assert (cache[3, :, :32] == 10.0).all() and (cache[3, :, 32:40] == 14.0).all()
-    write(rows, 0, 40, 1, [0, 1, 2], 15.0)  # the first goes on
+    write(rows, 0, 40, 1, [0, 1, 2], 15.0)  # the first continues
     for cache in rows.caches.values():
         assert (cache[0, :, :32] == 10.0).all() and (cache[0, :, 40] == 15.0).all()
 
 
-def test_what_is_behind_a_shorter_sequence_is_given_back():
+def test_memory_after_a_shorter_sequence_is_released():
     rows = rows_of(8)
     write(rows, 0, 0, 120, [*range(8)], 10.0)
     assert held(rows, 0) == 120
@@ -169,7 +169,7 @@ def test_what_is_behind_a_shorter_sequence_is_given_back():
         assert not cache[0, :, 32:].any()
 
 
-def test_what_a_step_takes_is_counted_with_the_cache(case_tp1, monkeypatch):
+def test_step_memory_is_counted_with_the_cache(case_tp1, monkeypatch):
     manifest, room = read_manifest(case_tp1), replica.EngineConfig(16, 2048)
     taken = replica.step_bytes(manifest, room)
     each = replica.token_bytes(manifest)

@@ -1,7 +1,8 @@
-"""A case directory for the CUDA engine, damaged and hashed again: it is refused, or it runs inside
-its memory. NumPy takes the engine's place, in arenas that know whose bytes each are.
+"""Fuzzing of CUDA case directories: damaged and rehashed ones are refused, or run in bounds.
 
-LLMC_FUZZ_EXAMPLES says how many damages of each file are tried; 100 where it is not set.
+The NumPy interpreter replaces the engine; its arenas track the owner of each byte.
+
+LLMC_FUZZ_EXAMPLES is the number of damages per file; default 100.
 """
 
 import copy
@@ -38,12 +39,12 @@ def case(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def damaged(case, tmp_path_factory):
-    """A copy of it, to damage and to mend."""
+    """A copy of the case to damage and restore."""
     return shutil.copytree(case, tmp_path_factory.mktemp("damaged") / "case")
 
 
 def load(case, file):
-    """A file as JSON; of the weights the header."""
+    """Load a file as JSON, of the weights the header."""
     if file.endswith(".json"):
         return json.loads((case / file).read_text())
     data = (case / file).read_bytes()
@@ -51,7 +52,7 @@ def load(case, file):
 
 
 def store(case, file, content):
-    """Write a file again, and its size and hash into the manifest, if that is still one."""
+    """Write a file, and its size and hash into the manifest if it is still valid."""
     path = case / file
     if file.endswith(".json"):
         path.write_text(json.dumps(content))
@@ -69,7 +70,7 @@ def store(case, file, content):
 
 
 def places(content, trail=()):
-    """Every place of a JSON document, as the keys that lead there."""
+    """Return the key path of every node of a JSON document."""
     inner = content.items() if isinstance(content, dict) else \
         enumerate(content) if isinstance(content, list) else ()
     for key, value in inner:
@@ -84,7 +85,7 @@ def at(content, trail):
 
 
 def damage(draw, content):
-    """Change one place of a JSON document."""
+    """Change one node of a JSON document."""
     everywhere = list(places(content))
     trail = draw(st.sampled_from(everywhere))
     parent, key = at(content, trail[:-1]), trail[-1]
@@ -113,7 +114,7 @@ def damage(draw, content):
 
 
 def run(case):
-    """What the schedule gives for two steps, each of which all is checked in."""
+    """Run two steps of the program with all checks."""
     interpreter = Interpreter(case)
     vocab_size = interpreter.manifest.dims.vocab_size
     memory = interpreter.encode([3, 5, 7], 8)
@@ -121,7 +122,7 @@ def run(case):
         assert interpreter.run(tokens, past, memory).shape == (len(tokens), vocab_size)
 
 
-def test_the_whole_case_runs(case):
+def test_an_undamaged_case_runs(case):
     run(case)
 
 
@@ -129,7 +130,7 @@ def test_the_whole_case_runs(case):
           suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 @pytest.mark.parametrize("file", FILES)
-def test_what_is_damaged_is_refused_or_runs_inside_its_memory(case, damaged, file, data):
+def test_a_damaged_case_is_refused_or_stays_within_its_memory(case, damaged, file, data):
     content = load(case, file)
     for _ in range(data.draw(st.integers(1, 3))):
         damage(data.draw, content)
@@ -180,9 +181,9 @@ def number_of(content, name):
                                           "rotary_dim": 8}},
      r"CausalAttention's qkv is \['num_tokens', 32\], expected \['num_tokens', 48\]"),
     (node("CausalAttention"), {"fields": {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}},
-     "rotary_dim 0 is not even and from 2 to head_dim 8"),
+     "rotary_dim 0 is not an even number from 2"),
     (node("GatedMLP"), {"fields": {"activation": "sine"}}, "'activation' is 'sine', expected one"),
-    (node("GatedMLP"), {"fields": {"shine": 1}}, "GatedMLP has no field 'shine'"),
+    (node("GatedMLP"), {"fields": {"shine": 1}}, "GatedMLP has no attribute 'shine'"),
     (node("RMSNorm"), {"fields": {"epsilon": 1e30}}, "'epsilon' 1e"),
     (node("GatedMLP"), {"op": "Sine"}, "'Sine': there is no such op"),
     (node("Mul"), {"op": "Tanh"}, "takes 1 inputs of one shape"),
@@ -191,7 +192,7 @@ def number_of(content, name):
     (node("RMSNorm"), {"inputs": [999, 0]}, "'RMSNorm' uses tensor 999 of"),
     (node("RMSNorm"), {"outputs": []}, "it makes 1 tensors, not 0"),
 ])
-def test_a_schedule_that_would_leave_its_memory_is_refused(case, tmp_path, where, changes, match):
+def test_a_program_with_out_of_bounds_access_is_refused(case, tmp_path, where, changes, match):
     content = load(case, "chip0/schedule.json")
     where(content).update(changes)
     path = tmp_path / "schedule.json"
@@ -208,7 +209,7 @@ def swap_inputs(op, first, second):
 
 
 def lose(name):
-    """Let every node that reads a value read another of its size."""
+    """Replace every input of nodes by another value of its size."""
     def change(content):
         node("GemmBiasRes", 1)(content)["inputs"][3] = number_of(content, name)
     return change
@@ -258,7 +259,7 @@ def larger(content):
     (larger, "are not the .* that values take"),
     (lose("normed"), "over 'normed', which is still needed"),
 ])
-def test_an_order_in_which_something_is_lost_is_refused(case, tmp_path, change, match):
+def test_an_order_that_overwrites_a_live_value_is_refused(case, tmp_path, change, match):
     content = load(case, "chip0/schedule.json")
     change(content)
     path = tmp_path / "schedule.json"
@@ -307,7 +308,7 @@ def other_heads(content):
     (FILES[2], in_header("norm", data_offsets=[0, 64]), "not a whole weight file"),
     (FILES[2], lambda c: c.update(norms=c.pop("norm")), "weights.safetensors has no 'norm'"),
 ])
-def test_what_one_file_says_of_another_must_be_so(case, tmp_path, file, change, match):
+def test_references_between_files_must_agree(case, tmp_path, file, change, match):
     damaged = shutil.copytree(case, tmp_path / "case")
     content = load(damaged, file)
     change(content)
@@ -320,7 +321,7 @@ def test_what_one_file_says_of_another_must_be_so(case, tmp_path, file, change, 
 
 
 def as_plans(content):
-    """The manifest as TensorRT's builder would leave it: plans, whose integers have 32 bits."""
+    """Return the manifest as after TensorRT's builder: plans with 32-bit integers."""
     content["target"] = {"kind": "tensorrt", "versions": {"tensorrt": "8.6.1"}, "gpu": "H200",
                          "compute_capability": "9.0", "max_batch_size": 4}
     chip = content["chips"][0]
@@ -344,7 +345,7 @@ def as_plans(content):
     (set_to(0, "target", "max_batch_size"), "greater than or equal to 1"),
     (set_to(2**40, "target", "max_batch_size"), "less than or equal to"),
 ])
-def test_what_a_plan_is_given_and_makes_is_what_the_manifest_says(tmp_path, change, match):
+def test_plan_inputs_and_outputs_must_match_the_manifest(tmp_path, change, match):
     case = small_case.write_case(tmp_path / "small", states=False)
     content = load(case, "model_info.json")
     as_plans(content)
@@ -366,14 +367,14 @@ def test_what_a_plan_is_given_and_makes_is_what_the_manifest_says(tmp_path, chan
     (b"\x0f" + b"\0" * 7 + b'{"a":1,"a":2}  ', "a name stands twice"),
     (b"\x08" + b"\0" * 7 + b'{"a": 1}', "'a' has not dtype, shape and data_offsets alone"),
 ])
-def test_a_weight_file_is_read_or_is_one_sentence(tmp_path, data, match):
+def test_a_weight_file_is_read_or_refused(tmp_path, data, match):
     path = tmp_path / "weights.safetensors"
     path.write_bytes(data)
     with pytest.raises(llmc.LlmcError, match=match):
         read_weight_header(path)
 
 
-def test_the_header_says_what_safetensors_says(case):
+def test_the_header_equals_that_of_safetensors(case):
     from safetensors.numpy import load_file
     path = case / FILES[2]
     arrays, data = load_file(path), path.read_bytes()

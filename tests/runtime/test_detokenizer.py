@@ -1,4 +1,4 @@
-"""Streamed text: whole characters, equal to decoding at once, and nothing of a stop string."""
+"""Streamed text has whole characters, equals decoding at once, and excludes stop strings."""
 
 import families
 import pytest
@@ -44,25 +44,26 @@ def test_pieces_joined_are_the_text_and_break_no_character(tokenizer, text):
 
 
 @given(text=TEXTS, data=st.data())
-def test_a_completion_reads_as_behind_its_prompt(tokenizer, text, data):
+def test_a_completion_is_decoded_after_its_prompt(tokenizer, text, data):
     tokens = tokenizer.encode(text, add_special_tokens=False).ids
     cut = data.draw(st.integers(0, len(tokens)))
     before, whole = tokenizer.decode(tokens[:cut]), tokenizer.decode(tokens)
-    assume("\ufffd" not in before + whole)  # which a prompt that ends inside a character has
+    assume("\ufffd" not in before + whole)  # of a prompt that ends inside a character
     assert before + "".join(pieces(tokenizer, tokens[cut:], prompt=tokens[:cut])) == whole
 
 
 @pytest.mark.parametrize("tokenizer", [byte_level], indirect=True)
 @given(data=st.data())
-def test_any_bytes_come_out_as_decoded_at_once(tokenizer, data):
+def test_bytes_decode_incrementally_as_at_once(tokenizer, data):
     tokens = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=60))
     assert "".join(pieces(tokenizer, tokens)) == tokenizer.decode(tokens)
 
 
 @given(data=st.data())
-def test_runs_of_byte_fallback_come_out_as_decoded_at_once(data):
-    """One invalid byte makes its whole run invalid, which a stream cannot know before it comes: so
-    runs are valid, or invalid from their first character on.
+def test_byte_fallback_runs_decode_incrementally_as_at_once(data):
+    """One invalid byte invalidates its whole run, which a stream cannot foresee.
+
+    So runs are valid, or invalid from their first character on.
     """
     tokenizer = byte_fallback()
     valid = st.text(min_size=1, max_size=4).map(str.encode)
@@ -101,7 +102,7 @@ def test_a_long_run_of_special_tokens_is_decoded_in_short_parts(tokenizer):
 
 
 class Watched:
-    """A tokenizer that counts the tokens of its longest decoding."""
+    """A tokenizer that records its longest decode call in tokens."""
 
     def __init__(self, tokenizer):
         self._tokenizer, self.longest = tokenizer, 0
@@ -121,7 +122,7 @@ def check_short_parts(tokenizer, tokens):
 
 
 @given(text=TEXTS, data=st.data())
-def test_nothing_of_a_stop_string_is_shown(tokenizer, text, data):
+def test_stop_strings_are_not_emitted(tokenizer, text, data):
     tokens = tokenizer.encode(text, add_special_tokens=False).ids
     whole = tokenizer.decode(tokens)
     assume(whole)
@@ -137,7 +138,7 @@ def test_nothing_of_a_stop_string_is_shown(tokenizer, text, data):
 
 @given(text=TEXTS, stops=st.lists(st.sampled_from(["END", "EN", "the", "京都", "👩‍👧", "\n\n"]),
                                   min_size=2, unique=True))
-def test_of_several_stop_strings_none_is_shown(tokenizer, text, stops):
+def test_none_of_several_stop_strings_is_emitted(tokenizer, text, stops):
     tokens = tokenizer.encode(text, add_special_tokens=False).ids
     whole = tokenizer.decode(tokens)
     shown = "".join(pieces(tokenizer, tokens, stops))
@@ -145,14 +146,14 @@ def test_of_several_stop_strings_none_is_shown(tokenizer, text, stops):
     assert shown == whole or any(whole.find(stop, len(shown)) == len(shown) for stop in stops)
 
 
-def test_an_unfinished_character_is_shown_at_the_end_only(tokenizer):
+def test_an_incomplete_character_is_emitted_only_at_the_end(tokenizer):
     tokens = tokenizer.encode("the 🙂", add_special_tokens=False).ids[:-1]
     made = pieces(tokenizer, tokens)
     assert "".join(made[:-1]).rstrip() == "the" and made[-1].strip("\ufffd ") == ""
     assert "".join(made) == tokenizer.decode(tokens)
 
 
-def test_a_stop_string_behind_which_a_character_begins_is_not_shown():
+def test_a_stop_string_before_an_incomplete_character_is_not_emitted():
     tokenizer = Tokenizer(models.BPE({"E": 0, "Nð": 1}, []))
     tokenizer.decoder = decoders.ByteLevel()
     assert tokenizer.decode([0, 1]) == "EN\ufffd"
@@ -170,7 +171,7 @@ def test_matches_of_a_stop_string_are_found_across_pieces(stop, texts):
         assert found.matched == max(size for size in range(len(stop)) if text.endswith(stop[:size]))
 
 
-def test_matching_costs_what_was_generated_however_long_the_stop_string():
+def test_stop_string_matching_is_linear_in_the_generated_text():
     found = _StopString("z" * 10**6)
     assert found.push("yz" * 10 + "z" * 10) == [] and found.matched == 11
     assert len(found._shorter) <= 12
@@ -178,7 +179,7 @@ def test_matching_costs_what_was_generated_however_long_the_stop_string():
         llmc.SamplingParams(stop=["z" * 4097])
 
 
-def test_a_token_has_its_own_text_and_bytes(tokenizer):
+def test_every_token_has_its_text_and_bytes(tokenizer):
     text = "the 🙂 the"
     tokens = tokenizer.encode(text, add_special_tokens=False).ids
     made = b"".join(token_bytes(tokenizer, token) for token in tokens)

@@ -1,4 +1,4 @@
-"""From devices that a user lists to replicas, ranks and cores."""
+"""Assignment of listed devices to replicas, ranks and cores."""
 
 import os
 
@@ -27,7 +27,7 @@ def test_four_devices_are_two_replicas_of_a_two_chip_model(manifest):
     assert all(p.pinned and p.cores for replica in placements for p in replica)
 
 
-def test_without_a_wish_one_replica_shares_all_cores_unpinned(manifest):
+def test_by_default_one_replica_shares_all_cores_unpinned(manifest):
     replica, = place(manifest, None)
     assert [p.device for p in replica] == [0, 1]
     assert not any(p.pinned for p in replica)
@@ -48,7 +48,7 @@ def test_a_rank_that_is_alone_on_its_host_has_all_cores(manifest):
     ([1, 2], r"devices \[1, 2\] are not a group.*allowed groups: \[0, 1\]"),
     ([], "0 devices cannot run"),
 ])
-def test_impossible_wishes_are_refused_with_what_is_allowed(manifest, wish, match):
+def test_impossible_device_options_are_refused_with_valid_ones(manifest, wish, match):
     with pytest.raises(llmc.LlmcError, match=match):
         place(manifest, wish)
 
@@ -64,7 +64,7 @@ def test_visible_devices_restrict_and_renumber(manifest, monkeypatch):
 
 
 @pytest.mark.parametrize("value", ["a", "0,0", "99"])
-def test_visible_devices_that_make_no_sense_are_refused(manifest, monkeypatch, value):
+def test_invalid_visible_devices_are_refused(manifest, monkeypatch, value):
     monkeypatch.setenv("LLMC_VISIBLE_DEVICES", value)
     with pytest.raises(llmc.LlmcError, match="LLMC_VISIBLE_DEVICES is"):
         place(manifest, None)
@@ -78,8 +78,7 @@ def test_pinned_ranks_stay_on_their_cores(case_tp2):
     assert affinity == [set(p.cores) for p in wanted]
 
 
-def test_ranks_that_share_several_cores_give_the_tokens_of_one_on_its_own(case_tp1, case_tp2,
-                                                                          all_cores):
+def test_ranks_sharing_cores_give_the_tokens_of_one_rank(case_tp1, case_tp2, all_cores):
     params = llmc.SamplingParams(max_tokens=8, ignore_eos=True)
     with llmc.LLM(case_tp1) as one, llmc.LLM(case_tp2) as two:
         expected, found = (model.generate([[5, 6, 7], [8]], params) for model in (one, two))

@@ -1,4 +1,4 @@
-"""Running encoder-decoder models: tokens against transformers' generate, and the encoder's work."""
+"""Encoder-decoder models: tokens equal transformers' generate, and encoder runs are minimal."""
 
 import json
 from collections import Counter
@@ -17,8 +17,8 @@ from llmc.runtime.engines.cpu import CpuEngine
 
 pytestmark = pytest.mark.usefixtures("decisive")
 LENGTHS = (40, 7, 23)
-SEEDS = (8, 1, 11)  # whose prompts lead to tokens far from ties
-TOLERANCE = 1e-4  # T5 does not scale its scores, which makes more of rounding
+SEEDS = (8, 1, 11)  # prompts whose tokens have large margins
+TOLERANCE = 1e-4  # T5 does not scale its scores, which amplifies rounding
 NAMES = ["t5", "bart", "marian"]
 
 
@@ -28,7 +28,7 @@ def prompts(seed, count=3):
 
 
 def truth(model, batch, **options):
-    """What transformers generates, up to and with the end token."""
+    """Return transformers' tokens up to and including the EOS token."""
     longest = max(map(len, batch))
     rows = [row + [0] * (longest - len(row)) for row in batch]
     mask = [[1] * len(row) + [0] * (longest - len(row)) for row in batch]
@@ -43,7 +43,7 @@ def truth(model, batch, **options):
 
 @pytest.fixture(scope="module")
 def loaded(encoder_decoder):
-    """Called with a name in families: the model, and what was compiled from it, loaded."""
+    """Factory by family name: the model and its loaded case directory."""
     llms = {}
 
     def load(name):
@@ -58,7 +58,7 @@ def loaded(encoder_decoder):
 
 @pytest.fixture
 def encoded(monkeypatch):
-    """The tokens of each prompt that an encoder ran on."""
+    """Record the tokens of each encoder run."""
     seen = []
     original = CpuEngine._encode
 
@@ -90,11 +90,11 @@ def test_different_prompts_lead_to_different_tokens(loaded):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("count", "beams"), [(1, 4), (3, 2), (3, 4)])
-def test_beam_search_finds_what_transformers_finds(name, count, beams, loaded):
+def test_beam_search_equals_transformers(name, count, beams, loaded):
     model, llm = loaded(name)
     for seed in range(2):
         batch = prompts(seed, count)
-        end = truth(model, batch, max_new_tokens=8)[0][2]  # a token that beams come to
+        end = truth(model, batch, max_new_tokens=8)[0][2]  # a token that beams reach
         for ends, options in (([end], {"end_id": end}),
                               (llm.manifest.tokenizer.eos_token_ids,
                                {"length_penalty": 2.0, "early_stopping": True})):
@@ -106,7 +106,7 @@ def test_beam_search_finds_what_transformers_finds(name, count, beams, loaded):
             assert [list(c.token_ids) for c in llm.generate(batch, params)] == best
 
 
-def test_two_chips_generate_what_one_does(encoder_decoder):
+def test_two_chips_give_the_tokens_of_one(encoder_decoder):
     model, _, cases = encoder_decoder("marian")
     with llmc.LLM(cases["tp2"]) as llm:
         got = [list(c.token_ids) for c in llm.generate(prompts(1), SamplingParams(max_tokens=16))]
@@ -122,14 +122,14 @@ def test_replicas_share_the_prompts(encoder_decoder):
                                                              max_new_tokens=9)]
 
 
-def test_what_an_encoder_reads_has_no_log_probabilities(encoder_decoder):
+def test_prompt_logprobs_of_encoder_inputs_are_refused(encoder_decoder):
     _, _, cases = encoder_decoder("bart")
     with llmc.LLM(cases["tp1"]) as llm, \
             pytest.raises(llmc.LlmcError, match="model, for which prompt_logprobs is unsupported"):
         llm.generate(prompts(0), SamplingParams(prompt_logprobs=1))
 
 
-def test_the_encoder_runs_once_for_each_prompt(encoder_decoder, encoded):
+def test_the_encoder_runs_once_per_prompt(encoder_decoder, encoded):
     model, _, cases = encoder_decoder("t5")
     batch = [row for seed in range(3) for row in prompts(seed)]
     with llmc.LLM(cases["tp1"], max_batch_size=4) as llm:  # so that most prompts wait
@@ -146,7 +146,7 @@ def test_the_encoder_runs_once_for_each_prompt(encoder_decoder, encoded):
         assert Counter(encoded) == Counter(map(tuple, batch))
 
 
-def test_sampling_is_the_same_whatever_else_is_in_the_batch(loaded):
+def test_sampling_does_not_depend_on_the_batch(loaded):
     _, llm = loaded("bart")
     params = SamplingParams(max_tokens=8, temperature=1.5, top_p=0.9, n=3, seed=7)
     together = llm.generate(prompts(0), params)
@@ -168,7 +168,7 @@ def test_log_probabilities_are_those_of_transformers(loaded):
     assert completion.prompt_token_ids == tuple(prompt)
 
 
-def test_the_generation_config_says_how_decoding_begins_and_ends(encoder_decoder, tmp_path):
+def test_the_generation_config_sets_start_and_eos_tokens(encoder_decoder, tmp_path):
     model, raw, _ = encoder_decoder("bart")
     settings = {"forced_bos_token_id": 17, "forced_eos_token_id": 2,
                 "bad_words_ids": [[9], [17, 30]]}
@@ -196,14 +196,14 @@ def test_the_generation_config_says_how_decoding_begins_and_ends(encoder_decoder
         assert endless.token_ids[-1] != 2
 
 
-def test_a_repetition_penalty_looks_at_the_decoder_s_tokens_alone(loaded):
+def test_repetition_penalty_applies_to_decoder_tokens_only(loaded):
     model, llm = loaded("t5")
     got = llm.generate(prompts(1), SamplingParams(max_tokens=16, repetition_penalty=1.7))
     assert [list(c.token_ids) for c in got] == truth(model, prompts(1), max_new_tokens=16,
                                                      repetition_penalty=1.7)
 
 
-def test_text_goes_to_the_encoder_and_comes_from_the_decoder(loaded):
+def test_prompts_are_encoded_and_completions_decoded(loaded):
     model, llm = loaded("t5")
     words = [f"w{token}" for token in prompts(0)[0]]
     ids = [*prompts(0)[0], model.config.eos_token_id]  # the tokenizer's template adds it
@@ -227,14 +227,14 @@ def test_text_goes_to_the_encoder_and_comes_from_the_decoder(loaded):
     (lambda llm: llm.session(2, [[5]]), "there are 1 sources for batch_size 2"),
     (lambda llm: llm.logits([2] * 65, [5]), "the prompt has 65 tokens, the KV cache has room"),
 ])
-def test_bad_input_is_one_sentence(work, match, loaded):
+def test_invalid_input_is_refused(work, match, loaded):
     _, llm = loaded("bart")
     with pytest.raises(LlmcError, match=match) as caught:
         work(llm)
     assert "\n" not in str(caught.value)
 
 
-def test_a_causal_lm_has_no_encoder_to_read(case_tp1):
+def test_encoder_prompts_are_refused_for_a_causal_lm(case_tp1):
     with llmc.LLM(case_tp1) as llm, pytest.raises(LlmcError, match="has no encoder: leave out"):
         llm.logits([3], [5])
 

@@ -1,4 +1,4 @@
-"""The pool of blocks, beside one that keeps whole histories and shares nothing."""
+"""The block pool, compared with a model that stores whole histories without sharing."""
 
 import numpy as np
 from hypothesis import settings
@@ -11,7 +11,7 @@ SIZE, COUNT = 4, 12
 
 
 class Histories(RuleBasedStateMachine):
-    """Sequences with the tokens that they have, and for each block what was written there last."""
+    """Model of sequences with their tokens, and of each block's latest contents."""
 
     def __init__(self):
         super().__init__()
@@ -104,8 +104,8 @@ Histories.TestCase.settings = settings(deadline=None, max_examples=100, stateful
 test_any_history = Histories.TestCase
 
 
-def test_a_named_block_is_not_written_by_who_goes_on_from_within_it():
-    """Even where nobody else is left: its name says what is in it."""
+def test_a_cached_block_is_not_overwritten_by_a_continuation():
+    """Even if no other sequence uses it: its hash identifies its contents."""
     blocks, chain = BlockPool(4, 2), BlockHashes(2)
     chain.extend([1, 2])
     table = blocks.open([])
@@ -116,7 +116,7 @@ def test_a_named_block_is_not_written_by_who_goes_on_from_within_it():
     assert blocks.shared(part, 1) and not blocks.has(part, 1, 1) and blocks.copies([part], 1) == 1
 
 
-def test_the_least_recently_used_go_first_and_a_sequence_s_end_before_its_beginning():
+def test_eviction_is_lru_and_from_the_end_of_sequences():
     blocks = BlockPool(4, 2)
     chains = []
     for tokens in ([1, 2, 3, 4], [5, 6, 7, 8]):
@@ -134,7 +134,7 @@ def test_the_least_recently_used_go_first_and_a_sequence_s_end_before_its_beginn
     assert [len(blocks.match(chain.names, 5)) for chain in chains] == [0, 2]
 
 
-def test_what_else_changes_a_block_is_in_its_name():
+def test_block_hashes_include_all_their_inputs():
     plain, other = BlockHashes(2), BlockHashes(2, b"another prompt of an encoder")
     for chain in (plain, other):
         chain.extend([1, 2, 3])

@@ -1,5 +1,6 @@
-"""Latent attention as GPUs' schedules have it, with interpreters in their place: a crowd that has
-to leave, a shared beginning and beams get transformers' tokens.
+"""GPU programs of latent attention on interpreters give transformers' tokens.
+
+Requests are concurrent and preempted, share prefixes, or use beams.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ PROMPTS = [SYSTEM + RNG.integers(3, families.VOCAB, length).tolist() for length 
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_a_crowd_a_shared_beginning_and_beams_are_transformers(tp_size, tmp_path):
+def test_concurrent_requests_shared_prefixes_and_beams_equal_transformers(tp_size, tmp_path):
     model = families.tiny_model("deepseek_v3")
     hf = families.save(model, tmp_path / "hf")
     llmc.compile(hf, tmp_path / "case", target="cuda", tp_size=tp_size)

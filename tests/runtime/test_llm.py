@@ -21,7 +21,7 @@ from llmc.runtime.core.pacing import StepPacer
 from llmc.runtime.sampling.detokenizer import IncrementalDetokenizer
 
 pytestmark = pytest.mark.usefixtures("decisive")
-# Which lead to tokens far from ties.
+# Prompts whose tokens have large margins.
 PROMPTS = [[42, 41, 239, 151, 178, 181, 214], [11, 147], [46, 122, 278, 165, 23]]
 
 
@@ -40,13 +40,13 @@ def greedy(model, prompt, count, **options):
 
 
 def tokens(count, **params):
-    """So many tokens, whatever they are."""
+    """Return parameters for a fixed number of tokens."""
     return llmc.SamplingParams(max_tokens=count, ignore_eos=True, **params)
 
 
 @pytest.fixture
 def ending(llm, tiny_model, monkeypatch):
-    """The model with the fourth greedy token of the first prompt as its end token; that token."""
+    """The model with the fourth greedy token of the first prompt as EOS; that token."""
     end = greedy(tiny_model, PROMPTS[0], 4)[3]
     families.end_with(llm, monkeypatch, [end])
     return end
@@ -64,16 +64,16 @@ def test_more_prompts_than_rows_wait_and_get_the_same_tokens(llm):
     assert [r.token_ids for r in llm.generate(many, tokens(6))] == alone
 
 
-def test_a_finished_sequence_makes_room_and_leaves_the_others_alone(llm, tiny_model, ending):
-    """Sequences end at different steps; rows move; nobody's tokens change."""
+def test_a_finished_sequence_frees_its_row_without_affecting_others(llm, tiny_model, ending):
+    """Sequences end at different steps and rows move, but tokens do not change."""
     results = llm.generate(PROMPTS, llmc.SamplingParams(max_tokens=12))
     assert [r.token_ids for r in results] == \
         [greedy(tiny_model, p, 12, eos_token_id=ending) for p in PROMPTS]
     assert results[0].finish_reason == "stop"
 
 
-def test_processors_lead_to_transformers_tokens(llm, tiny_model, ending):
-    """Penalties, bad words, biases and a minimum length, all at once, greedily."""
+def test_logits_processors_give_transformers_tokens(llm, tiny_model, ending):
+    """Penalties, bad words, biases and a minimum length together, greedy."""
     plain = [r.token_ids for r in llm.generate(PROMPTS, tokens(12))]
     words = [list(plain[0][:1]), list(plain[1][1:3]), list(plain[2][4:7])]
     bias = {7: 2.5, 40: -3.0, plain[1][0]: 1.5}
@@ -86,7 +86,7 @@ def test_processors_lead_to_transformers_tokens(llm, tiny_model, ending):
         assert result.token_ids != before
 
 
-def test_min_tokens_keeps_the_end_token_away(llm, tiny_model, ending):
+def test_min_tokens_suppresses_the_eos_token(llm, tiny_model, ending):
     for least in (0, 3, 4, 9):
         result, = llm.generate([PROMPTS[0]], llmc.SamplingParams(max_tokens=12, min_tokens=least))
         assert result.token_ids == greedy(tiny_model, PROMPTS[0], 12, eos_token_id=ending,
@@ -94,7 +94,7 @@ def test_min_tokens_keeps_the_end_token_away(llm, tiny_model, ending):
         assert ending not in result.token_ids[:least]
 
 
-def test_each_request_of_a_batch_has_parameters_of_its_own(llm):
+def test_each_request_of_a_batch_has_separate_parameters(llm):
     prompts = [*PROMPTS, PROMPTS[0], PROMPTS[1]]
     each = [tokens(9), tokens(4, temperature=0.9, seed=3, typical_p=0.8),
             tokens(12, repetition_penalty=1.5, frequency_penalty=1.0, logprobs=2),
@@ -110,7 +110,7 @@ def test_each_request_of_a_batch_has_parameters_of_its_own(llm):
 
 
 @pytest.mark.parametrize("count", [3, 6])  # the cache has 4 rows
-def test_samples_of_a_prompt_have_seeds_one_after_the_other(llm, count):
+def test_n_samples_have_consecutive_seeds(llm, count):
     params = tokens(8, temperature=1.0, top_k=20, seed=2**64 - 2)
     results = llm.generate(PROMPTS, replace(params, n=count))
     expected = [llm.generate([prompt], replace(params, seed=(2**64 - 2 + i) % 2**64))[0].token_ids
@@ -121,8 +121,8 @@ def test_samples_of_a_prompt_have_seeds_one_after_the_other(llm, count):
     assert len(set(expected)) > 3
 
 
-def test_samples_of_a_prompt_read_it_once(llm, monkeypatch):
-    """But for its last token, which leads to what each of them chooses from."""
+def test_n_samples_compute_their_prompt_once(llm, monkeypatch):
+    """Except for its last token, whose logits each sample uses."""
     read = families.steps_read(llm, monkeypatch)
     llm.generate([PROMPTS[0]], tokens(2, temperature=1.0, top_k=20, n=4, seed=1))
     assert read == [len(PROMPTS[0]), 4, 3]
@@ -135,7 +135,7 @@ def test_logprobs_are_those_of_transformers(llm, tiny_model):
         logits = torch.from_numpy(families.reference_logits(tiny_model, whole)).double()
         expected = logits.log_softmax(-1)[len(result.prompt_token_ids) - 1:-1]
         top = expected.topk(6)
-        assert (top.values.diff() < -1e-4).all()  # another order would not be rounding
+        assert (top.values.diff() < -1e-4).all()  # another order would exceed rounding
         top = expected.topk(5)
         assert [[t for t, _ in p.top] for p in result.logprobs] == top.indices.tolist()
         np.testing.assert_allclose([[x for _, x in p.top] for p in result.logprobs], top.values,
@@ -148,7 +148,7 @@ def test_logprobs_are_those_of_transformers(llm, tiny_model):
 
 
 def test_a_stop_string_ends_its_own_request(llm):
-    """Not before min_tokens; it and what follows is not shown."""
+    """Not before min_tokens; it and the following text are not returned."""
     whole = llm.generate(PROMPTS, tokens(30))
     stop = whole[0].text[4:7]
     results = llm.generate(PROMPTS, [tokens(30, stop=[stop]), tokens(30), tokens(30)])
@@ -243,7 +243,7 @@ def test_bad_requests_are_refused(llm, prompts, params, match):
 
 
 @pytest.mark.parametrize("kind", ["cuda", "tensorrt"])
-def test_gpus_tell_only_so_many_log_probabilities(llm, kind, monkeypatch):
+def test_gpus_limit_the_number_of_logprobs(llm, kind, monkeypatch):
     target = llm.manifest.target.model_copy(update={"kind": kind})
     monkeypatch.setattr(llm._reader, "manifest",
                         llm.manifest.model_copy(update={"target": target}))
@@ -251,7 +251,7 @@ def test_gpus_tell_only_so_many_log_probabilities(llm, kind, monkeypatch):
         llm.generate([[5]], tokens(3, logprobs=21))
 
 
-def test_replicas_give_the_same_as_one(case_tp2):
+def test_replicas_give_the_results_of_one(case_tp2):
     with llmc.LLM(case_tp2) as one, llmc.LLM(case_tp2, device=[0, 1, 2, 3]) as two:
         assert len(two._loops) == 2
         for params in (tokens(8), tokens(8, n=3, temperature=1.0, top_k=20, seed=5)):
@@ -308,20 +308,20 @@ def stream_text(tokenizer, text, stop):
     return "".join(pieces) + stream.finish(), pieces
 
 
-def test_a_character_of_several_tokens_comes_whole(llm):
+def test_a_character_of_several_tokens_is_emitted_whole(llm):
     text, pieces = stream_text(llm.tokenizer, "naïve 東京 🙂", ())
     assert text == "naïve 東京 🙂"
     assert "�" not in "".join(pieces)
 
 
-def test_a_stop_string_across_tokens_is_never_shown(llm):
+def test_a_stop_string_across_tokens_is_not_emitted(llm):
     text, pieces = stream_text(llm.tokenizer, "the quick brown fox END and more", ["END"])
     assert text == "the quick brown fox "
     assert not any("E" in piece for piece in pieces)
 
 
-def test_a_stop_string_counts_where_it_ends_once_it_may_stop(llm):
-    """Its beginning may lie before; one that lies before altogether is shown."""
+def test_min_tokens_defers_stop_strings(llm):
+    """It may start before min_tokens; one that ends before is returned."""
     ids = llm.tokenizer.encode("END and END").ids
     for least, shown in ((0, ""), (len(ids) - 1, "END and "), (len(ids), "END and END")):
         stream = IncrementalDetokenizer(llm.tokenizer, [], ["END"])
@@ -330,7 +330,7 @@ def test_a_stop_string_counts_where_it_ends_once_it_may_stop(llm):
         assert text + stream.finish() == shown
 
 
-def test_what_only_looks_like_a_stop_string_is_shown(llm):
+def test_a_partial_match_of_a_stop_string_is_emitted(llm):
     assert stream_text(llm.tokenizer, "an EN then nothing", ["END"])[0] == "an EN then nothing"
 
 
@@ -344,8 +344,7 @@ def test_bad_steps_are_refused(case_tp1, arguments, match):
 
 @pytest.fixture
 def far_ahead(monkeypatch):
-    """An engine that takes any number of steps before the first is collected; how many there were.
-    """
+    """An engine that allows 1000 in-flight steps; records the submitted ones."""
     made = []
 
     def load(*arguments):
@@ -367,15 +366,15 @@ def far_ahead(monkeypatch):
 
 @pytest.fixture(scope="module")
 def wholes(tiny_model):
-    """What transformers makes of each prompt."""
+    """Return transformers' completion of each prompt."""
     return [greedy(tiny_model, prompt, 30) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("skip_step", [0, 3, 9])
 @pytest.mark.parametrize("check_step", [1, 2, 5, 8, 100])
-def test_looking_seldom_changes_nothing_and_wastes_few_steps(
-        case_tp1, wholes, far_ahead, check_step, skip_step):
-    """At most check_step - 1 of them behind the longest completion, or up to skip_step."""
+def test_a_larger_check_step_changes_no_tokens_and_wastes_few_steps(case_tp1, wholes, far_ahead,
+                                                                    check_step, skip_step):
+    """At most check_step - 1 after the longest completion, or up to skip_step."""
     with llmc.LLM(case_tp1, max_batch_size=4, check_step=check_step, skip_step=skip_step,
                   prefix_reuse=False) as llm:
         for end in {whole[place] for whole in wholes for place in (0, 4, 9, 29)}:
@@ -387,13 +386,13 @@ def test_looking_seldom_changes_nothing_and_wastes_few_steps(
             assert len(far_ahead) <= min(30, max(needed + check_step - 1, 1 + skip_step)), needed
 
 
-def test_who_comes_while_a_step_runs_is_in_the_next(case_tp1, far_ahead, monkeypatch):
-    """Where the pace has the loop wait; the second caller's prompt is not behind two steps."""
+def test_a_request_that_arrives_during_a_step_joins_the_next(case_tp1, far_ahead, monkeypatch):
+    """Pacing delays submission, so the second prompt does not wait for two steps."""
     at_work = threading.Event()
     came_at = []
 
     class Waits(StepPacer):
-        """Has the third step's successor wait until somebody comes."""
+        """Pacing that delays the fourth step until a request arrives."""
 
         def came(self):
             came_at.append(len(far_ahead))
@@ -428,7 +427,7 @@ def test_who_comes_while_a_step_runs_is_in_the_next(case_tp1, far_ahead, monkeyp
 @pytest.mark.parametrize("params", [
     dict(), dict(logprobs=1), dict(temperature=1, seed=1), dict(temperature=1, top_k=3, top_p=0.5),
     dict(guided_choice=["fox"]), dict(beam_width=2), dict(beam_width=2, bad_words=["fox"])])
-def test_nan_logits_end_their_own_request_alone(nan_case, params):
+def test_nan_logits_fail_only_their_request(nan_case, params):
     params = llmc.SamplingParams(max_tokens=20, **params)
     with llmc.LLM(nan_case) as llm:
         expected = llm.generate([[5, 6]], llmc.SamplingParams(max_tokens=20, ignore_eos=True))

@@ -1,4 +1,4 @@
-"""Reading case directories: whatever is wrong with one is one clear sentence."""
+"""Reading case directories: every defect is one clear error."""
 
 import contextlib
 import json
@@ -59,7 +59,7 @@ def test_an_older_format(broken_case):
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "../other/graph.onnx", "chip0/../../x"])
-def test_paths_that_leave_the_directory(broken_case, path):
+def test_paths_outside_the_directory_are_refused(broken_case, path):
     edit(broken_case, lambda data: data["files"][0].update(path=path))
     refused(broken_case, "must be relative and stay inside")
 
@@ -69,12 +69,12 @@ def test_a_missing_chip(broken_case):
     refused(broken_case, "chip1/.* is missing; compile the model again")
 
 
-def test_a_chip_that_is_not_listed(broken_case):
+def test_an_unlisted_chip_is_refused(broken_case):
     edit(broken_case, lambda data: data["chips"].pop())
     refused(broken_case, "tp_size is 2, but the chips are not ranks 0 to 1")
 
 
-def test_more_ranks_than_memory_could_count(broken_case):
+def test_an_implausible_number_of_ranks_is_refused(broken_case):
     edit(broken_case, lambda data: data.update(tp_size=10**15))
     refused(broken_case, "tp_size is 1000000000000000, but the chips are not ranks 0 to")
 
@@ -93,7 +93,7 @@ def test_a_flipped_bit(broken_case):
     refused(broken_case, "chip0/weights.safetensors' has changed since it was compiled")
 
 
-def test_a_host_needs_the_files_of_its_own_ranks_only(broken_case):
+def test_a_host_needs_only_the_files_of_its_ranks(broken_case):
     manifest = read_manifest(broken_case)
     shutil.rmtree(broken_case / "chip1")
     verify_files(manifest, broken_case, ranks=[0])
@@ -105,7 +105,7 @@ def test_a_host_needs_the_files_of_its_own_ranks_only(broken_case):
 
 
 @pytest.mark.parametrize("file", ["chip0/weights.safetensors", "tokenizer/tokenizer.json"])
-def test_a_flipped_bit_in_what_one_rank_reads(broken_case, file):
+def test_a_flipped_bit_in_the_file_of_one_rank(broken_case, file):
     path = broken_case / file
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -115,7 +115,7 @@ def test_a_flipped_bit_in_what_one_rank_reads(broken_case, file):
 
 
 @pytest.mark.parametrize("dim", ["hidden_size", "vocab_size"])
-def test_one_rank_s_weights_that_do_not_fit_the_dims(broken_case, dim):
+def test_weights_of_one_rank_that_do_not_match_the_dims(broken_case, dim):
     def double(data):
         data["dims"][dim] *= 2
         data["dims"]["padded_vocab_size"] *= 2
@@ -142,7 +142,7 @@ def tensor(data, name, rank=0, side="inputs"):
     return next(t for t in chip(data, rank)[side] if t["name"] == name)
 
 
-# What one part says and another does not.
+# Contradictions between parts.
 CONTRADICTIONS = {
     "twice the heads": (lambda d: d["dims"].update(num_heads=8), "heads .* are not the model's 8"),
     "other KV heads": (lambda d: d["dims"].update(num_kv_heads=4), "are not the model's 4 and 4"),
@@ -219,7 +219,7 @@ def write_text(case, text):
     (case / MANIFEST).write_text(text)
 
 
-# More than any model has.
+# Implausible sizes.
 SIZES = {
     "a million files": (lambda case: write_text(case, '{"files": [' + f'{"a" * 100!r}, ' * 10**6),
                         "bytes, the limit is 16777216"),
@@ -242,13 +242,13 @@ SIZES = {
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_a_manifest_of_sizes_that_no_model_has_is_refused(broken_case, name):
+def test_a_manifest_with_implausible_sizes_is_refused(broken_case, name):
     change, match = SIZES[name]
     change(broken_case)
     refused(broken_case, match)
 
 
-def test_a_chat_template_larger_than_any_is_refused(broken_case):
+def test_an_oversized_chat_template_is_refused(broken_case):
     path = "tokenizer/chat_template.jinja"
     (broken_case / path).write_bytes(b" " * 5_000_000)
     rehash(broken_case, path)
@@ -256,8 +256,7 @@ def test_a_chat_template_larger_than_any_is_refused(broken_case):
 
 
 @given(st.integers(1, 12), st.integers(1, 8), st.data())
-def test_heads_as_the_compiler_shares_them_are_a_whole_and_others_are_not(num_kv_heads, group,
-                                                                          data):
+def test_head_splits_of_ranks_must_add_up(num_kv_heads, group, data):
     whole = num_kv_heads * group, num_kv_heads
     ranks = [(share.stop - share.start, len(share.kv_heads))
              for share in share_heads(*whole, data.draw(st.integers(1, whole[0])))]
@@ -271,7 +270,7 @@ def test_heads_as_the_compiler_shares_them_are_a_whole_and_others_are_not(num_kv
 
 
 def rehash(case, path):
-    """Let the manifest say that the file is as it should be."""
+    """Update the file's size and hash in the manifest."""
     def say(data):
         entry = next(entry for entry in data["files"] if entry["path"] == path)
         entry.update(size=(case / path).stat().st_size, sha256=hash_file(case / path))
@@ -308,20 +307,20 @@ def first_initializer(graph, **entries):
     (lambda g: g.graph.node.add(op_type="EPContext", domain="com.microsoft"),
      "the operator 'com.microsoft.EPContext', which is none of llmc's"),
 ])
-def test_a_graph_that_was_changed_and_hashed_again_is_one_sentence(broken_case, change, match):
+def test_a_changed_and_rehashed_graph_is_refused(broken_case, change, match):
     change_graph(broken_case, "chip0/segment_000.onnx", change)
     refused(broken_case, match)
 
 
 @pytest.mark.parametrize("data", [b"", b"no graph", bytes(range(256)) * 40])
-def test_a_file_that_is_no_graph_is_one_sentence(broken_case, data):
+def test_an_invalid_graph_file_is_refused(broken_case, data):
     (broken_case / "chip0" / "segment_000.onnx").write_bytes(data)
     rehash(broken_case, "chip0/segment_000.onnx")
     refused(broken_case, "segment_000.onnx' is not an ONNX graph that llmc wrote")
 
 
 def terabytes(graph):
-    """Let a graph add a tensor of 2^40 zeros to its result."""
+    """Make a graph add a tensor of 2^40 zeros to its result."""
     made = graph.graph.output[0].name
     node = next(node for node in graph.graph.node if made in node.output)
     node.output[[*node.output].index(made)] = "made"
@@ -332,7 +331,7 @@ def terabytes(graph):
     graph.graph.node[-1].output[0] = made
 
 
-def test_a_graph_that_takes_terabytes_names_itself(broken_case):
+def test_a_graph_that_needs_terabytes_is_named(broken_case):
     change_graph(broken_case, "chip0/segment_000.onnx", terabytes)
     with pytest.raises(llmc.LlmcError, match="chip0/segment_000.onnx") as caught, \
             llmc.LLM(broken_case) as model:
@@ -340,7 +339,7 @@ def test_a_graph_that_takes_terabytes_names_itself(broken_case):
     assert "\n" not in str(caught.value)
 
 
-# What stands in place of a file, made at a path.
+# Irregular files, created at a path.
 IN_PLACE_OF_FILES = {
     "is a symbolic link": lambda path: path.symlink_to(path.with_name(f"{path.name}.moved")),
     "is a FIFO, expected a regular file": os.mkfifo,
@@ -358,7 +357,7 @@ def bind(path):
     MANIFEST, "chip0/segment_000.onnx", "chip1/weights.safetensors", "tokenizer/tokenizer.json",
     "tokenizer/tokenizer_config.json", "tokenizer/chat_template.jinja"])
 @pytest.mark.parametrize("what", IN_PLACE_OF_FILES)
-def test_what_is_no_regular_file_is_refused_and_never_opened(broken_case, file, what):
+def test_irregular_files_are_refused_without_opening_them(broken_case, file, what):
     path = broken_case / file
     path.rename(path.with_name(f"{path.name}.moved"))
     IN_PLACE_OF_FILES[what](path)
@@ -379,7 +378,7 @@ def test_a_symbolic_link_to_a_case_directory_and_hard_links_in_it_are_fine(case_
         assert model.logits([1]).shape[0] == 1
 
 
-def test_a_file_that_is_read_and_not_listed_is_refused(broken_case):
+def test_an_unlisted_file_is_refused(broken_case):
     edit(broken_case, lambda data: data.update(files=[
         entry for entry in data["files"] if entry["path"] != "tokenizer/tokenizer_config.json"]))
     refused(broken_case, "tokenizer_config.json' is not among the files of model_info.json")
@@ -404,18 +403,18 @@ def test_a_weight_file_with_a_huge_header_is_not_read(broken_case, length, match
 
 
 def narrower(graph):
-    """Let a segment say that the hidden states that it reads are one element narrower."""
+    """Make a segment declare hidden states that are one element narrower."""
     value = graph.graph.input[0]
     value.type.tensor_type.shape.dim[1].dim_value -= 1
 
 
-def test_segments_that_do_not_fit_together_are_refused(broken_case):
+def test_inconsistent_segments_are_refused(broken_case):
     path = json.loads((broken_case / MANIFEST).read_text())["chips"][0]["steps"][2]["path"]
     change_graph(broken_case, path, narrower)
     refused(broken_case, "which should be float32|ONNX Runtime cannot load")
 
 
-def test_what_onnx_runtime_says_in_a_step_is_one_sentence(case_tp1, monkeypatch):
+def test_onnx_runtime_errors_in_a_step_become_llmc_errors(case_tp1, monkeypatch):
     with llmc.LLM(case_tp1) as model:
         engine = families.ranks(model)[0]
 
@@ -441,7 +440,7 @@ JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st
 
 
 def assert_consistent(manifest):
-    """What loaders compute with, each number told by two parts of the manifest."""
+    """Assert that sizes in two parts of the manifest agree."""
     dims = manifest.dims
     ranks = range(manifest.tp_size)
     assert [c.rank for c in manifest.chips] == [*ranks]
@@ -468,8 +467,8 @@ def assert_consistent(manifest):
 @settings(max_examples=int(os.environ.get("LLMC_FUZZ_EXAMPLES", "300")), deadline=None,
           derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
-def test_any_change_to_the_manifest_is_read_whole_or_refused_never_a_traceback(
-        case_tp2, tmp_path_factory, data):
+def test_a_mutated_manifest_is_read_or_refused_without_a_traceback(case_tp2, tmp_path_factory,
+                                                                   data):
     manifest = json.loads((case_tp2 / MANIFEST).read_text())
     node, trail = manifest, []
     while isinstance(node, dict | list) and node and data.draw(st.integers(0, 3)):

@@ -1,4 +1,4 @@
-"""What is let through to ONNX Runtime: all that llmc writes, and nothing that takes the host."""
+"""Graphs passed to ONNX Runtime: all that llmc writes, and none that harm the host."""
 
 import numpy as np
 import onnx
@@ -25,7 +25,7 @@ def function(lines, name="F"):
 
 
 def call(lines):
-    """A model whose graph calls a function of these lines."""
+    """Return a model whose graph calls a function of these lines."""
     model = parse("y = llmc.F(x)", function(lines))
     model.graph.node[0].overload = model.functions[0].overload = "0"
     return model
@@ -36,7 +36,7 @@ def check(model, weight_bytes=64):
 
 
 def initializer(**entries):
-    """A model of one weight in the weight file, [4] of float32."""
+    """Return a model of one external weight, float32 [4]."""
     model = parse("y = Add(x, w)")
     weight = model.graph.initializer.add(name="w", dims=[4], data_type=onnx.TensorProto.FLOAT)
     weight.data_location = onnx.TensorProto.EXTERNAL
@@ -130,7 +130,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_llmc_does_not_write_is_refused(name):
+def test_graphs_not_written_by_llmc_are_refused(name):
     make, match = HOSTILE[name]
     with pytest.raises(ValueError, match=match):
         check(make())
@@ -140,12 +140,12 @@ def test_what_llmc_does_not_write_is_refused(name):
     initializer, lambda: inline([4], b"\0" * 16), lambda: inline([], b"\0" * 4),
     lambda: inline([0], b""), lambda: call(f"m = Size(x)\n{LOOP}"),
 ])
-def test_what_llmc_writes_passes(make):
+def test_graphs_written_by_llmc_are_accepted(make):
     check(make())
 
 
 @pytest.mark.parametrize("name", [name for name, op in registry().items() if op.body])
-def test_the_cpu_body_of_every_op_passes(name):
+def test_the_cpu_body_of_every_op_is_accepted(name):
     op = registry()[name]
     for sample in op.samples(np.random.default_rng(0)):
         inputs = [own if own in sample.inputs else "" for own in op.input_names]
@@ -170,6 +170,6 @@ def test_calls_of_a_large_function_are_counted():
 
 @pytest.mark.parametrize("data", [b"\x0a", b"\xff" * 20, b"\x3a\xff\xff\xff\x7f", b"\x3b\x3c",
                                   b"no graph"])
-def test_bytes_that_are_no_model_are_refused(data):
+def test_invalid_model_bytes_are_refused(data):
     with pytest.raises(ValueError, match=r"ends inside|wire type|has field"):
         check_model(data, 0)

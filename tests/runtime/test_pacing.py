@@ -1,4 +1,4 @@
-"""Steps are submitted late where requests come one by one, and never too late."""
+"""Pacing: steps are submitted late for sparse arrivals, and never too late."""
 
 from types import SimpleNamespace
 
@@ -7,24 +7,24 @@ import pytest
 
 from llmc.runtime.core.pacing import StepPacer
 
-FIRST = 6e-4  # seconds from where a submission begins to its first kernel
+FIRST = 6e-4  # seconds from the start of a submission to its first kernel
 
 
 class Device:
-    """Does one step after the other, in a time of its own, and has a clock."""
+    """A simulated device that runs steps in sequence on a simulated clock."""
 
     def __init__(self, seconds):
         self.now = self.end = self.paused = 0.0
         self.seconds, self.pace = seconds, StepPacer(lambda: self.now)
 
     def submit(self, batch, prompts, host=2e-4):
-        self.now += host  # makes it
+        self.now += host  # prepares it
         self.begun = self.now
         self.pace.submitting(SimpleNamespace(batch_size=batch, num_prefill_tokens=prompts))
         if self.end:
             self.paused += max(0, self.now + FIRST - self.end)
         self.end = max(self.end, self.now + FIRST) + self.seconds(batch, prompts)
-        self.now += host * (2 + 8 * (prompts > 0))  # tells the device all of it
+        self.now += host * (2 + 8 * (prompts > 0))  # submits all of it
         return self.end
 
     def collect(self, end):
@@ -34,7 +34,7 @@ class Device:
 
 
 def run(device, rng, steps, arrivals=True, hands_out=3e-4):
-    """How long before each step's end the submission of the next began."""
+    """Return the lead of each submission before the end of the previous step."""
     early = []
     oldest = device.submit(1, 40)
     for _ in range(steps):
@@ -65,7 +65,7 @@ def test_a_step_is_submitted_when_the_one_before_is_about_to_end():
     assert device.paused < 3e-3 * device.now
 
 
-def test_where_nobody_comes_or_little_is_known_nothing_waits():
+def test_submission_is_not_delayed_without_arrivals_or_measurements():
     rng = np.random.default_rng(0)
     device = Device(line(rng))
     assert (run(device, rng, 200, arrivals=False) > 2e-3).all()
@@ -92,13 +92,13 @@ def test_a_host_that_takes_longer_than_the_device_never_waits():
 
 
 @pytest.mark.parametrize("seconds", [
-    lambda rng: line(rng, 0.1),  # nothing can be foretold well
+    lambda rng: line(rng, 0.1),  # unpredictable
     lambda rng: lambda batch, prompts: line(rng)(batch, prompts) + (rng.random() < 0.02) * 0.2,
     lambda rng: lambda batch, prompts: line(rng)(16 * -(-batch // 16), prompts),  # padded
     lambda rng: lambda batch, prompts: 1e-4,  # shorter than the host's work
     lambda rng: lambda batch, prompts: 5e-3,
 ])
-def test_a_device_that_is_no_line_pauses_little(seconds):
+def test_pacing_is_short_for_irregular_devices(seconds):
     rng = np.random.default_rng(1)
     device, at_once = Device(seconds(rng)), Device(seconds(rng))
     run(device, rng, 1000)
@@ -107,7 +107,7 @@ def test_a_device_that_is_no_line_pauses_little(seconds):
     assert device.paused - at_once.paused < 0.02 * device.now
 
 
-def test_steps_that_become_shorter_are_learned():
+def test_pacing_adapts_to_shorter_steps():
     rng = np.random.default_rng(2)
     device = Device(line(rng))
     run(device, rng, 300)

@@ -1,4 +1,4 @@
-"""A prompt file: each line runs with its own parameters, and a broken one harms no other."""
+"""Prompt files: each line has separate parameters, and an invalid one affects no other."""
 
 import io
 import json
@@ -28,7 +28,7 @@ def tokens(result):
     return [completion["token_ids"] for completion in result["completions"]]
 
 
-def test_each_request_has_its_own_parameters(llm):
+def test_each_request_has_separate_parameters(llm):
     results = run(
         llm, {"prompt": "the", "max_tokens": 9, "ignore_eos": True}, {"token_ids": [5, 6, 7]},
         {"prompt": "fox", "temperature": 0.9, "seed": 7, "n": 2, "logit_bias": {"5": -1.5}},
@@ -100,7 +100,7 @@ def test_the_id_of_a_refused_request_is_in_its_result(llm):
                       "error": "line 1: top_p 0.0 is not above 0 and at most 1; 1 keeps all tokens"}
 
 
-def test_blank_lines_are_no_requests_and_keep_their_number(llm):
+def test_blank_lines_are_skipped_but_numbered(llm):
     results = run(llm, b"", {"prompt": "the"}, b"  ", b"x")
     assert [result["index"] for result in results] == [0, 1]
     assert results[1]["error"].startswith("line 4: ")
@@ -112,7 +112,7 @@ def test_chat_puts_prompts_into_the_template(llm):
                                            SamplingParams(max_tokens=4))[0].token_ids]
 
 
-def test_results_come_as_soon_as_all_before_them_are_there(llm):
+def test_results_are_written_in_order_as_soon_as_possible(llm):
     lines = [json.dumps({"prompt": "the", "max_tokens": count, "ignore_eos": True}).encode()
              for count in (2, 30, 3)]
     seen = []

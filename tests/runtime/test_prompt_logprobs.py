@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts against transformers' log-softmax, however a prompt is computed."""
+"""Prompt log-probabilities equal transformers' log-softmax for every way of computing a prompt."""
 
 import dataclasses
 
@@ -53,7 +53,7 @@ def test_prompt_logprobs_are_transformers_log_softmax(llm, tiny_model, count):
         assert len(completion.token_ids) == 1 and completion.logprobs is None
 
 
-def test_a_batch_of_mixed_requests_gets_what_each_gets_alone(llm, tiny_model):
+def test_a_mixed_batch_gives_the_results_of_each_request_alone(llm, tiny_model):
     prompts = [LONG, LONG[:31], SHORT, LONG[5:], SHORT[::-1]]
     params = [llmc.SamplingParams(max_tokens=6, logprobs=2, prompt_logprobs=2),
               llmc.SamplingParams(max_tokens=8),
@@ -87,7 +87,7 @@ def test_chunks_preemption_and_several_ranks_give_every_row_once(small_steps, ti
     assert small_steps.metrics()["preemptions"]
 
 
-def test_a_cached_prefix_is_computed_again_where_its_rows_are_wanted(llm, tiny_model):
+def test_a_cached_prefix_is_recomputed_for_prompt_logprobs(llm, tiny_model):
     plain = llmc.SamplingParams(max_tokens=2)
     llm.generate([LONG], plain)
     before = llm.metrics()["cache_hits"]
@@ -109,19 +109,19 @@ def test_n_completions_share_the_rows_of_their_prompt(llm, tiny_model):
     assert llm.metrics()["cache_hits"] - before > 2 * 40  # the second and the third have forked
 
 
-def test_completions_on_all_replicas_have_them(case_tp1, tiny_model):
+def test_prompt_logprobs_on_all_replicas(case_tp1, tiny_model):
     params = llmc.SamplingParams(max_tokens=1, n=4, temperature=1.0, prompt_logprobs=2)
     with llmc.LLM(case_tp1, device=[0, 1], max_batch_size=2) as llm:
         for completion in llm.generate([SHORT], params):
             check(tiny_model, completion, 2)
 
 
-def test_more_than_the_vocabulary_are_refused(llm):
+def test_more_prompt_logprobs_than_the_vocabulary_are_refused(llm):
     with pytest.raises(LlmcError, match="prompt_logprobs 301 exceeds the vocabulary of 300"):
         llm.generate([SHORT], llmc.SamplingParams(prompt_logprobs=301))
 
 
-def test_logits_that_are_not_finite_fail_their_request():
+def test_nonfinite_logits_fail_their_request():
     scores = PromptScores([1, 2, 3], 1)
     scores.schedule(0, 3)
     rows = np.array([[0.0, 1.0, 2.0, 3.0], [0.0, np.nan, 1.0, 2.0]], np.float32)
@@ -131,7 +131,7 @@ def test_logits_that_are_not_finite_fail_their_request():
         scores.result()
 
 
-def test_the_first_piece_carries_them(llm):
+def test_the_first_chunk_has_the_prompt_logprobs(llm):
     first, *others = llm.stream([SHORT], llmc.SamplingParams(max_tokens=4, prompt_logprobs=1))
     assert len(first.prompt_logprobs) == len(SHORT)
     assert all(piece.prompt_logprobs is None for piece in others)
@@ -139,7 +139,7 @@ def test_the_first_piece_carries_them(llm):
 
 @pytest.mark.parametrize("params", [{}, {"n": 2, "temperature": 1.0}, {"stop": ["e"]},
                                     {"prompt_logprobs": 1, "logprobs": 1}])
-def test_without_new_tokens_the_prompt_alone_is_read(llm, params):
+def test_max_tokens_0_computes_only_the_prompt(llm, params):
     before = llm.metrics()["generated_tokens"]
     completions = llm.generate([SHORT], llmc.SamplingParams(max_tokens=0, **params))
     assert len(completions) == params.get("n", 1)
@@ -152,8 +152,8 @@ def test_without_new_tokens_the_prompt_alone_is_read(llm, params):
 
 @pytest.mark.parametrize(("vocab_size", "rows"), [(300, 512), (49152, 341), (152064, 110),
                                                   (262144, 64)])
-def test_the_logits_of_a_step_are_bounded(case_tp1, vocab_size, rows):
-    """64 MB of float32, and never so few rows that a prompt is read by single tokens."""
+def test_the_number_of_logits_per_step_is_bounded(case_tp1, vocab_size, rows):
+    """64 MB of float32, but enough rows to avoid single-token chunks."""
     manifest = read_manifest(case_tp1)
     manifest = manifest.model_copy(update={"dims": manifest.dims.model_copy(
         update={"padded_vocab_size": vocab_size})})

@@ -1,4 +1,4 @@
-"""What a caller may give: each wrong prompt, parameter or argument is one sentence, and no work."""
+"""Input validation: invalid prompts, parameters and arguments are errors before any work."""
 
 import dataclasses
 import itertools
@@ -30,14 +30,14 @@ def tokens(count, **params):
 @pytest.mark.parametrize("prompt", [
     (5, 6, 7), range(5, 8), np.array([5, 6, 7]), np.array([5, 6, 7], np.uint8),
     [np.int32(5), np.int64(6), 7], torch.tensor([5, 6, 7])])
-def test_token_ids_come_in_any_sequence_of_whole_numbers(llm, prompt):
+def test_token_ids_may_be_any_integer_sequence(llm, prompt):
     expected = llm.generate([[5, 6, 7]], tokens(3))
     assert llm.generate(prompt, tokens(3)) == expected
     assert llm.generate([prompt], tokens(3)) == expected
     assert expected[0].prompt_token_ids == (5, 6, 7)
 
 
-def test_prompts_come_in_any_sequence(llm):
+def test_prompts_may_be_any_sequence(llm):
     expected = [c.token_ids for c in llm.generate([[5, 6], [7, 8]], tokens(3))]
     for prompts in (([5, 6], [7, 8]), np.array([[5, 6], [7, 8]]), iter([[5, 6], (7, 8)]),
                     [np.array([5, 6]), [7, 8]]):
@@ -68,7 +68,7 @@ def test_prompts_come_in_any_sequence(llm):
     (["the", ""], "the prompt is empty; give at least one token"),
     ("\ud800", "a prompt is not valid Unicode; write it as UTF-8"),
 ])
-def test_what_is_no_prompt_is_one_sentence(llm, prompts, message):
+def test_an_invalid_prompt_is_refused(llm, prompts, message):
     for work in (llm.generate, llm.stream, llm.complete):  # before the first token
         with pytest.raises(LlmcError) as error:
             work(prompts)
@@ -116,13 +116,13 @@ def test_what_is_no_prompt_is_one_sentence(llm, prompts, message):
     (dict(logit_bias=dict.fromkeys(range(16385), 1.0)),
      "logit_bias has 16385 tokens; give at most 16384, or a guided_grammar of what is allowed"),
 ])
-def test_what_is_no_parameter_is_one_sentence(arguments, message):
+def test_an_invalid_parameter_is_refused(arguments, message):
     with pytest.raises(LlmcError) as error:
         SamplingParams(**arguments)
     assert str(error.value) == message
 
 
-def test_numbers_of_numpy_are_numbers():
+def test_numpy_scalars_are_accepted_as_numbers():
     params = SamplingParams(
         max_tokens=np.int64(4), temperature=np.float32(0.5), top_p=1, ignore_eos=np.bool_(True),
         stop=np.array(["a", "b"]), bad_words=[np.array([1, 2])],
@@ -155,14 +155,14 @@ def test_help_describes_every_field():
     (dict(check_step=0), "check_step 0 is below 1"),
     (dict(skip_step=-1), "skip_step -1 is below 0"),
 ])
-def test_what_is_no_argument_of_a_model_is_one_sentence(case_tp1, arguments, message):
+def test_an_invalid_model_argument_is_refused(case_tp1, arguments, message):
     with pytest.raises(LlmcError) as error:
         llmc.LLM(case_tp1, **arguments)
     assert str(error.value) == message
 
 
 @pytest.mark.parametrize("case_dir", [None, 3, b"case", ["case"]])
-def test_what_is_no_path_is_no_case_directory(case_dir):
+def test_an_invalid_path_is_refused(case_dir):
     with pytest.raises(LlmcError, match="^case_dir is .*; give the output directory of `llmc"):
         llmc.LLM(case_dir)
 
@@ -189,7 +189,7 @@ def test_what_is_no_path_is_no_case_directory(case_dir):
     (lambda llm: llm.chat_prompt(3),
      'messages is 3; give a list like [{"role": "user", "content": "…"}]'),
 ])
-def test_what_is_no_argument_of_a_method_is_one_sentence(llm, work, message):
+def test_an_invalid_method_argument_is_refused(llm, work, message):
     with pytest.raises(LlmcError) as error:
         work(llm)
     assert str(error.value) == message
@@ -223,7 +223,7 @@ PARAMS = st.fixed_dictionaries({}, optional={
           suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(prompts=VALUES | TOKEN_IDS | st.lists(TOKEN_IDS | st.text(max_size=4), max_size=3),
        params=PARAMS | st.just({}))
-def test_any_value_gives_a_completion_or_one_sentence(llm, prompts, params):
+def test_any_value_gives_a_completion_or_an_llmc_error(llm, prompts, params):
     try:
         for piece in itertools.islice(llm.stream(prompts, SamplingParams(**params)), 8):
             assert 0 <= piece.token_id < 300
@@ -231,9 +231,10 @@ def test_any_value_gives_a_completion_or_one_sentence(llm, prompts, params):
         assert "\n" not in str(error)
 
 
-def test_sequences_are_made_when_there_is_a_row_for_them(llm, monkeypatch):
-    """Of n completions, and of many prompts, as many as there are slots, and the next one; nor more
-    where the caller does not read.
+def test_sequences_are_created_when_a_row_is_free(llm, monkeypatch):
+    """For n completions and many prompts, sequences exist for the slots and one more.
+
+    A caller that does not read gets no more.
     """
     made = []
     monkeypatch.setattr("llmc.runtime.core.request.Sampler",
@@ -244,14 +245,14 @@ def test_sequences_are_made_when_there_is_a_row_for_them(llm, monkeypatch):
         stream = llm.stream(prompts, tokens(1, n=count, temperature=1.0))
         next(stream)
         time.sleep(0.1)
-        # A step makes 4 of fewer than 3 unread tokens too many; so many were taken, so many kept,
+        # A step adds 4 tokens to fewer than 3 unread ones; these were taken, these kept,
         # and then those in slots and the next one.
         assert 1 < len(made) <= 2 * (2 + 4) + 4 + 1
         assert next(stream)
         stream.close()
 
 
-def test_a_prompt_that_waits_takes_little_memory(llm):
+def test_a_waiting_prompt_takes_little_memory(llm):
     llm.stream([[5]] * 10, tokens(1))
     tracemalloc.start()
     stream = llm.stream([[5, 6, 7]] * 20_000, tokens(1))

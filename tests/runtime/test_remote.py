@@ -1,4 +1,4 @@
-"""A rank in a process of its own, as far as no GPU is needed."""
+"""Ranks in separate processes, without a GPU."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ STEP = Step.of([[1]], [0], [[0]], [0])
 
 @pytest.fixture
 def engine(tmp_path, monkeypatch):
-    """One whose process has loaded nothing."""
+    """An engine whose process has loaded nothing."""
     call = RemoteEngine._call
     monkeypatch.setattr(RemoteEngine, "_call", lambda self, method, *arguments: None)
     made = RemoteEngine(tmp_path, 1, 0, max_batch_size=1, max_tokens=128)
@@ -27,12 +27,12 @@ def engine(tmp_path, monkeypatch):
     assert made._process.poll() is not None
 
 
-def test_what_a_rank_cannot_load_is_said_by_the_caller(tmp_path):
+def test_load_errors_of_a_rank_reach_the_caller(tmp_path):
     with pytest.raises(llmc.LlmcError, match=r"rank 1: case directory .* does not exist"):
         RemoteEngine(tmp_path / "nothing", 1, 0, max_batch_size=1, max_tokens=128)
 
 
-def test_a_rank_s_end_is_an_error_and_no_wait(engine):
+def test_the_end_of_a_rank_is_an_error_without_a_hang(engine):
     ticket = engine.submit(STEP)
     engine.abort()
     start = time.monotonic()
@@ -43,8 +43,8 @@ def test_a_rank_s_end_is_an_error_and_no_wait(engine):
     assert time.monotonic() - start < 5
 
 
-def test_what_goes_wrong_in_a_step_is_told_when_it_is_collected(engine):
-    """Steps are not waited for, and told of in their order."""
+def test_errors_of_a_step_are_raised_on_collect(engine):
+    """Submission does not wait; errors are raised in the order of steps."""
     tickets = [engine.submit(STEP) for _ in range(3)]
     for ticket in tickets:
         with pytest.raises(llmc.LlmcError, match="rank 1: AttributeError"):
@@ -54,7 +54,7 @@ def test_what_goes_wrong_in_a_step_is_told_when_it_is_collected(engine):
 
 
 def test_a_rank_ends_with_the_process_that_made_it():
-    """However that ends."""
+    """For every way in which the process ends."""
     source = ("from pathlib import Path\n"
               "from llmc.runtime.engines.remote import RemoteEngine\n"
               "RemoteEngine._call = lambda self, method, *arguments: None\n"

@@ -1,4 +1,4 @@
-"""Processors and cuts against transformers' on the same logits; draws against the distribution."""
+"""Logits processors and filters equal transformers'; samples follow the distribution."""
 
 import dataclasses
 import inspect
@@ -29,7 +29,7 @@ from llmc.runtime.sampling.sampler import (
 )
 
 VOCAB = 24
-# A grid, so that logits are often equal and never almost equal.
+# A grid, so that logits are often equal and never nearly equal.
 GRID = st.integers(-320, 320).map(lambda n: n / 16)
 ROWS = hnp.arrays(np.float32, VOCAB, elements=st.one_of(GRID, st.just(-math.inf))) \
     .filter(lambda row: row.max() > -math.inf)
@@ -40,13 +40,13 @@ DTYPES = pytest.mark.parametrize("dtype", [np.float32, np.float64])
 
 
 def theirs(processor, scores, context=()):
-    """A row after a processor of transformers."""
+    """Return a row after a processor of transformers."""
     ids = torch.tensor([context], dtype=torch.int64)
     return processor(ids, torch.from_numpy(scores.copy())[None])[0].numpy()
 
 
 def cut(scores, kept):
-    """The row in which only the kept tokens can be chosen."""
+    """Return the row with all but the kept tokens masked."""
     result = np.full_like(scores, -np.inf)
     result[kept] = scores[kept]
     return result
@@ -58,7 +58,7 @@ def log_softmax(scores):
 
 
 def no_edge(sums, mass):
-    """No cumulative probability is so near to the limit that rounding decides."""
+    """Assume that no cumulative probability is within rounding of the limit."""
     assume(np.abs(np.cumsum(sums) - mass).min() > 1e-9)
 
 
@@ -85,7 +85,7 @@ def test_logit_bias(dtype, row, biases):
 
 @given(row=FLOATS, context=TOKENS, data=st.data())
 def test_bad_words(row, context, data):
-    """Sequences of any length, some of which the context has begun."""
+    """Sequences of any length, some started in the context."""
     words = data.draw(st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4),
                                min_size=1, max_size=6))
     for size in data.draw(st.lists(st.integers(0, 4), max_size=3)):
@@ -149,8 +149,9 @@ def test_min_p(row, share):
 
 @given(row=ROWS, mass=SHARES)
 def test_top_p(row, mass):
-    """Of tokens that tie at the edge transformers keeps as many, but whichever its sort puts last;
-    here those with the lowest ids stay.
+    """Of equal tokens at the cutoff, those with the lowest ids are kept.
+
+    transformers keeps as many, but in sort order.
     """
     scores = row.astype(np.float64)
     chances = np.exp(log_softmax(scores))
@@ -211,8 +212,8 @@ def test_all_together_in_transformers_order(seed, size, width, temperature, top_
     np.testing.assert_allclose(chances, expected, rtol=1e-9, atol=0)
 
 
-def test_transformers_in_float32_cuts_a_model_s_logits_alike(tiny_model):
-    """On the logits of 60 places."""
+def test_float32_transformers_filters_model_logits_identically(tiny_model):
+    """On the logits of 60 positions."""
     with torch.no_grad():
         rows = tiny_model(input_ids=torch.arange(5, 65)[None]).logits[0]
     for row in rows.numpy():
@@ -232,11 +233,11 @@ PARAMS = SamplingParams(temperature=0.9, top_k=30, top_p=0.97, min_p=0.004, typi
 
 @pytest.mark.parametrize("count", [10_000, pytest.param(100_000, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("by", ["token", "sample"])
-def test_draws_follow_the_exact_distribution(by, count):
-    """Draws by the number of the token in its sequence, and by the sequence's seed."""
+def test_samples_follow_the_exact_distribution(by, count):
+    """Random numbers are keyed by token index and sequence seed."""
     prompt = [4, 9, 9]
     if by == "token":
-        # The prompt's penalty is made before, or it would be one for generated tokens too.
+        # The prompt's penalty is applied first, or it would include generated tokens.
         logits = Sampler(PARAMS, 0, prompt).process(LOGITS, [])
         sampler = Sampler(replace(PARAMS, repetition_penalty=1.0))
         drawn = [sampler(logits, range(number)) for number in range(count)]
@@ -255,7 +256,7 @@ def test_draws_follow_the_exact_distribution(by, count):
 
 
 def test_the_random_number_of_a_token_is_philox_of_seed_and_count():
-    """And the token the first whose cumulative probability exceeds it, in a large vocabulary."""
+    """The token is the first whose cumulative probability exceeds it, in a large vocabulary."""
     logits = np.random.default_rng(2).standard_normal(5000).astype(np.float32) * 3
     sampler = Sampler(SamplingParams(temperature=0.7, seed=2**64 - 1), sample=6)
     exact = logits.astype(np.float64) / 0.7
@@ -275,7 +276,7 @@ def test_logprobs(row, token, count):
     np.testing.assert_allclose([x for _, x in logprobs.top], expected[top], atol=1e-12)
 
 
-def test_without_temperature_the_likeliest_allowed_token_is_taken():
+def test_temperature_0_takes_the_most_likely_allowed_token():
     logits = np.array([1, 5, 4, 3], np.float32)
     assert Sampler(SamplingParams())(logits, []) == 1
     assert Sampler(SamplingParams(), bad_words=[[1]])(logits, []) == 2
@@ -304,7 +305,7 @@ def test_temperatures_next_to_0_and_n_without_sampling_are_allowed():
         assert Sampler(params)(np.array([1, 5, 4.9, 3], np.float32), []) == 1
 
 
-def test_the_signature_has_plain_types_and_help_the_fields():
+def test_the_signature_has_plain_types_and_help_lists_the_fields():
     signature = inspect.signature(SamplingParams)
     assert [*signature.parameters] == [field.name for field in dataclasses.fields(SamplingParams)]
     assert signature.parameters["max_tokens"].annotation is int
@@ -355,7 +356,7 @@ def test_params_are_equal_and_hash_by_value():
     (dict(prompt_logprobs=1, beam_width=2), "prompt_logprobs 1 does not go with beam_width 2"),
     (dict(max_tokens=0, beam_width=2), "max_tokens 0 does not go with beam_width 2"),
 ])
-def test_values_out_of_range_are_refused_in_one_sentence(arguments, match):
+def test_out_of_range_values_are_refused(arguments, match):
     with pytest.raises(llmc.LlmcError, match=match) as refusal:
         SamplingParams(**arguments)
     assert "\n" not in str(refusal.value)

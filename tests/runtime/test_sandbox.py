@@ -1,4 +1,4 @@
-"""Jobs in child processes: what they return, which limits end them, and what remains."""
+"""Jobs in child processes: results, limits and cleanup."""
 
 import os
 import signal
@@ -79,7 +79,7 @@ def test_a_fork_server_that_ended_is_started_again():
     assert not os.path.exists(f"/proc/{after}")
 
 
-def test_nothing_remains_of_a_sandbox_that_nobody_has():
+def test_an_unreferenced_sandbox_leaves_no_processes():
     own, lane = Sandbox(), Lane(SMALL, reuse=True)
     server = own.run(lane, os.getppid)
     worker, = children(server)

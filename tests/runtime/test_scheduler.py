@@ -1,5 +1,6 @@
-"""Scheduling, on an engine that computes a history instead of keys and values: whoever is given
-another's blocks, or too few, or a token twice, gets other tokens.
+"""Scheduling on an engine that hashes histories instead of computing keys and values.
+
+Wrong or missing blocks and repeated tokens change the generated tokens.
 """
 
 import hashlib
@@ -35,7 +36,7 @@ def score(history, target):
 
 
 class Histories:
-    """An engine: what is cached of a position is a hash of all tokens up to it."""
+    """An engine whose cache stores for each position a hash of all tokens up to it."""
 
     def __init__(self, limits):
         self.limits = limits
@@ -105,7 +106,7 @@ class Wish:
     got: list = field(default_factory=list)
 
     def prompt_alone(self):
-        """What its prompt's log-probabilities should be."""
+        """Return the expected prompt log-probabilities."""
         history, made = b"", [None]
         for token, target in zip(self.prompt, self.prompt[1:], strict=False):
             history = digest(history, token)
@@ -113,7 +114,7 @@ class Wish:
         return tuple(made)
 
     def alone(self):
-        """What it should get."""
+        """Return the expected tokens."""
         histories = [b""]
         for token in self.prompt:
             histories = [digest(histories[0], token)]
@@ -133,14 +134,14 @@ class Wish:
 
 
 def go_on(found):
-    """What beams go on with: any rule will do."""
+    """Return the continuations of beams by an arbitrary rule."""
     width = len(found.tokens)
     parents = [int(found.log_probs[beam, 0] + beam) % width for beam in range(width)]
     return [int(found.tokens[parent, beam % 2]) for beam, parent in enumerate(parents)], parents
 
 
 def calls_of(wishes, together):
-    """Wishes that one caller has, who leaves with all of them."""
+    """Return requests of one call, which are canceled together."""
     def key(wish):
         return wish.arrives, wish.priority if together else wishes.index(wish)
 
@@ -153,7 +154,7 @@ def calls_of(wishes, together):
 
 
 class Linear(StepTimes):
-    """A step of one row takes 1, each further row takes half as long."""
+    """Step times: 1 for one row, plus 0.5 per further row."""
 
     def of(self, rows):
         return 0.5 + rows / 2
@@ -161,8 +162,10 @@ class Linear(StepTimes):
 
 def run(wishes, limits, budget, depth, reuse=True, together=False, watch=lambda *_: None,
         step_times=None):
-    """Let them come, go on and leave; what each got, and the scheduler. `watch` is called after
-    each step, with what runs by wish, and the wishes that are left.
+    """Run requests with arrivals and cancellations; return their tokens and the scheduler.
+
+    `watch` is called after each step with the running sequences by request, and the remaining
+    requests.
     """
     scheduler, engine = Scheduler(limits, budget, reuse=reuse), Histories(limits)
     scheduler.step_times = step_times or StepTimes()
@@ -254,8 +257,9 @@ WISHES = st.lists(st.builds(
        slots=st.integers(3, 6), budget=st.integers(3, 12), depth=st.integers(1, 4),
        reuse=st.booleans(), longest_first=st.booleans(), together=st.booleans(),
        turns=st.booleans())
-def test_tokens_do_not_depend_on_company(wishes, scored, max_scored, blocks, size, slots, budget,
-                                         depth, reuse, longest_first, together, turns):
+def test_tokens_do_not_depend_on_concurrent_requests(wishes, scored, max_scored, blocks, size,
+                                                     slots, budget, depth, reuse, longest_first,
+                                                     together, turns):
     limits = EngineLimits(blocks, size, max(budget, slots), slots, 512, depth, max_scored,
                           longest_first)
     for wish, wants in zip(wishes, scored, strict=False):
@@ -274,8 +278,8 @@ def wish(prompt, count, **options):
                           stalls=range(0)), **options})
 
 
-def test_nobody_starves():
-    """One of low priority, while those of a higher one come all the time."""
+def test_no_request_starves():
+    """A low-priority request under constant arrivals of higher priority."""
     crowd = [wish([1] * 3, 6, priority=0, arrives=1 + n) for n in range(3 * HEAD_START)]
     poor = wish([0] * 8, 4, priority=1, arrives=1)
     seen = []
@@ -284,8 +288,8 @@ def test_nobody_starves():
     assert seen[0] < len(crowd) - HEAD_START
 
 
-def test_callers_that_wait_for_their_reader_keep_nobody_out():
-    """However many come first: those who have not begun, and those who had to give way."""
+def test_requests_with_slow_readers_do_not_block_others():
+    """For any number of earlier requests, both waiting and preempted ones."""
     lazy = [wish([2] * 4, 8, arrives=1 + n // 4, stalls=range(4 + n // 4, 800)) for n in range(300)]
     later = wish([1] * 4, 5, priority=1, arrives=100)
     when = []
@@ -295,7 +299,7 @@ def test_callers_that_wait_for_their_reader_keep_nobody_out():
     assert when[-1] < 1000 and [own.got for own in lazy] == expected
 
 
-def test_nobody_waits_for_blocks_of_one_who_waits_for_its_reader():
+def test_blocks_of_a_request_with_a_slow_reader_can_be_preempted():
     lazy, other = wish([3] * 40, 2, stalls=range(3, 800)), wish([3] * 40, 2, arrives=6)
     when = []
     other.got = Watched([], lambda: when.append(len(lazy.got)))
@@ -303,7 +307,7 @@ def test_nobody_waits_for_blocks_of_one_who_waits_for_its_reader():
     assert when == [0, 0] and len(lazy.got) == 2
 
 
-def test_a_prompt_that_is_computed_again_is_looked_up_once():
+def test_a_recomputed_prompt_is_looked_up_once_in_the_prefix_cache():
     wishes = [wish([n] * 8, 12) for n in range(4)]
     scheduler, _ = run(wishes, EngineLimits(12, 4, 16, 4, 512, 1), 16, 1)
     assert scheduler.preemptions and scheduler.queries == 4 * 8
@@ -319,8 +323,8 @@ class Watched(list):
         self._told()
 
 
-def test_prompts_of_one_call_give_way_to_one_another():
-    """All of them run, and no block is left."""
+def test_prompts_of_one_call_preempt_one_another():
+    """All of them run, and all blocks are used."""
     wishes = [wish([n] * 4, 30) for n in range(6)]
     expected = [own.alone() for own in wishes]
     scheduler, _ = run(wishes, EngineLimits(18, 2, 16, 6, 512, 2), 16, 2, together=True)
@@ -336,7 +340,7 @@ def test_a_higher_priority_takes_the_slot_of_a_lower_one():
     assert when[-1] < 20 and slow.got == expected and scheduler.preemptions == 1
 
 
-def test_who_comes_first_is_served_first():
+def test_requests_are_served_first_come_first_served():
     order = []
     wishes = [wish([n] * 4, 3) for n in range(6)]
     for own in wishes:
@@ -345,7 +349,7 @@ def test_who_comes_first_is_served_first():
     assert list(dict.fromkeys(order)) == wishes
 
 
-def test_a_long_prompt_is_read_in_chunks_while_others_decode():
+def test_chunked_prefill_runs_while_others_decode():
     long, short = wish(list(range(40)), 2, arrives=3), wish([1], 30)
     gaps = []
     long.got = Watched([], lambda: gaps.append(len(short.got)))
@@ -353,7 +357,7 @@ def test_a_long_prompt_is_read_in_chunks_while_others_decode():
     assert engine.longest == 6 and gaps[0] >= 8  # 40 tokens, 5 beside each of the other's
 
 
-def test_a_prompt_is_read_in_small_steps_while_others_decode_unless_prompts_wait():
+def test_prefill_chunks_are_small_while_others_decode():
     def longest(prompts):
         long = [wish([7] * 750, 2, arrives=9) for _ in range(prompts)]
         _, engine = run([wish([1], 60), *long], EngineLimits(2000, 16, 2048, 40, 1024, 1), 2048, 2,
@@ -364,7 +368,7 @@ def test_a_prompt_is_read_in_small_steps_while_others_decode_unless_prompts_wait
     assert longest(30) == 2048
 
 
-def test_completions_of_a_prompt_and_later_turns_share_its_blocks():
+def test_completions_and_later_turns_share_prompt_blocks():
     first = wish(list(range(12)), 4)
     later = wish([*range(12), *first.alone(), 7, 8], 3, arrives=20)
     scheduler, _ = run([first, later], EngineLimits(40, 4, 32, 4, 512, 1), 32, 1)
@@ -374,7 +378,7 @@ def test_completions_of_a_prompt_and_later_turns_share_its_blocks():
     assert scheduler.hits == 4 * 28 and engine.longest <= 30
 
 
-def test_what_can_never_fit_is_refused_with_the_numbers():
+def test_requests_that_never_fit_are_refused_with_the_sizes():
     scheduler = Scheduler(EngineLimits(10, 16, 64, 4, 512, 1), 64)
     assert scheduler.problem(100, 61) is None
     assert scheduler.problem(100, 62) == (
@@ -383,7 +387,7 @@ def test_what_can_never_fit_is_refused_with_the_numbers():
     assert "by 4 beams take 17 blocks" in scheduler.problem(20, 60, 4)
 
 
-def test_a_session_s_blocks_go_to_those_who_lack_them():
+def test_blocks_of_an_idle_session_can_be_evicted():
     scheduler = Scheduler(EngineLimits(4, 4, 64, 2, 512, 1), 64)
     lease = scheduler.lease(2)
     assert scheduler.extend(lease, [8, 8]) and not scheduler.extend(lease, [9, 8])
@@ -411,7 +415,7 @@ def test_an_arrival_gets_a_slot_from_a_request_that_holds_all():
     assert seen.count(4) > 100  # alone, the request has all slots
 
 
-def test_a_request_finishes_while_others_arrive_all_the_time():
+def test_a_request_finishes_under_constant_arrivals():
     many = [wish([n] * 4, 20) for n in range(8)]
     crowd = [wish([20 + n % 20] * 4, 3, arrives=1 + n // 2) for n in range(1000)]
     seen = []
@@ -420,7 +424,7 @@ def test_a_request_finishes_while_others_arrive_all_the_time():
     assert len(seen) == 20 and seen[-1] < 900
 
 
-def test_tenants_have_equal_shares_of_the_slots_however_many_requests_they_have():
+def test_tenants_get_equal_shares_of_the_slots():
     first = [wish([n] * 4, 12, tenant="a") for n in range(40)]
     second = [wish([n, 1] * 2, 12, arrives=20, tenant="b") for n in range(20)]
     shares = []
@@ -443,7 +447,7 @@ def test_a_request_gets_a_slot_from_another_of_its_tenant():
 
 
 def test_no_tenant_loses_its_last_slot_to_another():
-    """Nobody preempts a last sequence, so what waits takes turns as sequences end."""
+    """A last sequence is never preempted, so waiting requests take turns as sequences end."""
     wishes = [wish([n] * 4, 10, tenant=str(n)) for n in range(20)]
     scheduler, _ = run(wishes, EngineLimits(400, 4, 64, 4, 512, 1), 64, 1)
     assert not scheduler.preemptions
@@ -456,7 +460,7 @@ def test_a_beam_search_is_not_preempted_for_its_share():
 
 
 def test_a_beam_search_gets_slots_from_a_request_that_holds_all():
-    """At most half of them, so that a wider one waits for completions."""
+    """At most half of the slots, so that a wider search waits for completions."""
     for width, soon in ((3, True), (4, False)):
         many = [wish([n] * 4, 40) for n in range(12)]
         beams = wish([20] * 4, 3, width=width, arrives=8)
@@ -494,7 +498,7 @@ def test_an_arrival_gets_blocks_from_a_request_that_holds_them_all():
     assert when[0] == 0
 
 
-def test_a_lower_priority_waits_no_longer_than_it_is_worth_behind_one_large_request():
+def test_a_lower_priority_does_not_wait_for_one_large_request():
     many = [wish([n % 20] * 4, 40) for n in range(100)]
     poor = wish([30] * 4, 2, priority=1, arrives=10)
     when = []
@@ -506,7 +510,7 @@ def test_a_lower_priority_waits_no_longer_than_it_is_worth_behind_one_large_requ
 
 @pytest.mark.parametrize(("depth", "tenants"), [(1, None), (3, None), (1, "ab"), (2, "ab")])
 def test_rows_of_a_large_request_take_turns_beside_a_small_one(depth, tenants):
-    """Where a step of all would take longer than 1.5 times that of one row each."""
+    """If a step of all rows would exceed 1.5 times that of one row each."""
     many = [wish([n] * 4, 40, tenant=tenants and "a") for n in range(11)]
     small = wish([20] * 4, 30, arrives=20, tenant=tenants and "b")
     gaps, sizes = [], []
@@ -523,7 +527,7 @@ def test_rows_of_a_large_request_take_turns_beside_a_small_one(depth, tenants):
     assert max(gaps) <= 12
 
 
-def test_all_rows_run_where_further_rows_take_no_longer():
+def test_all_rows_run_if_larger_batches_cost_nothing():
     many, small = [wish([n] * 4, 60) for n in range(11)], wish([20] * 4, 9, arrives=8)
     sizes = []
     run([*many, small], EngineLimits(400, 4, 64, 12, 512, 1), 64, 1, together=True,

@@ -1,4 +1,4 @@
-"""Many callers at once, in threads and tasks: everybody's tokens, and nobody in another's way."""
+"""Concurrent requests from threads and tasks: correct tokens and isolation."""
 
 import asyncio
 import gc
@@ -38,13 +38,13 @@ def case(request):
 
 @pytest.fixture(scope="module")
 def alone(case):
-    """What each prompt leads to by itself, 30 tokens."""
+    """Return 30 tokens of each prompt alone."""
     with llmc.LLM(case, max_batch_size=1, prefix_reuse=False) as llm:
         return [llm.generate([prompt], tokens(30))[0].token_ids for prompt in PROMPTS]
 
 
 def in_threads(count, work):
-    """Run work(i) in a thread each; what went wrong is raised."""
+    """Run work(i) in a thread each; raise their errors."""
     errors = []
 
     def guarded(index):
@@ -72,15 +72,16 @@ CROWD = dict(
 
 @settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
 @given(**CROWD)
-def test_tokens_do_not_depend_on_company(case, alone, arrivals, block_size, room, budget, slots):
-    """Any arrivals and lengths, chunks, sizes of blocks, too little room, callers that leave."""
+def test_tokens_do_not_depend_on_concurrent_requests(case, alone, arrivals, block_size, room,
+                                                     budget, slots):
+    """Any arrivals, lengths, chunks and block sizes, with preemption and cancellation."""
     with llmc.LLM(case, max_batch_size=slots, block_size=block_size, verify=False,
                   kv_cache_tokens=64 * room, max_num_batched_tokens=budget) as llm:
         come_and_go(llm, arrivals, alone)
 
 
 def come_and_go(llm, arrivals, alone):
-    """Let callers come, each in a thread, read what they get, and perhaps leave early."""
+    """Run clients in threads that read their tokens and may cancel early."""
     def call(index):
         prompt, count, wait, leaves, priority = arrivals[index]
         time.sleep(wait / 1000)
@@ -98,7 +99,7 @@ def come_and_go(llm, arrivals, alone):
 
 
 def assert_empty(llm):
-    """Nothing runs, and all blocks and slots are free, once what was aborted is."""
+    """Assert that nothing runs and all blocks and slots are free after aborts."""
     for _ in range(200):
         metrics = llm.metrics()
         if metrics["running"] == metrics["waiting"] == 0 and metrics["cache_usage"] == 0:
@@ -115,7 +116,7 @@ def test_two_threads_generate_at_once(case, alone):
     assert len(steps) < 8 * 30 / 2  # they shared steps
 
 
-def test_a_session_goes_on_while_others_generate(case, alone):
+def test_a_session_continues_while_others_generate(case, alone):
     with llmc.LLM(case, max_batch_size=4, kv_cache_tokens=64 * 4) as llm:
         session = llm.session(2)
         tokens_of = [list(PROMPTS[1]), list(PROMPTS[2])]
@@ -132,7 +133,7 @@ def test_a_session_goes_on_while_others_generate(case, alone):
         assert_empty(llm)
 
 
-def test_a_session_s_prompts_are_read_in_chunks(case_tp1):
+def test_a_session_s_prompts_are_chunked(case_tp1):
     with llmc.LLM(case_tp1, max_num_batched_tokens=16) as llm, llmc.LLM(case_tp1) as whole:
         ids = list(range(3, 60))
         np.testing.assert_allclose(llm.logits(ids), whole.logits(ids), atol=1e-4)
@@ -140,7 +141,7 @@ def test_a_session_s_prompts_are_read_in_chunks(case_tp1):
         np.testing.assert_allclose(one, other, atol=1e-4)
 
 
-def test_prompts_that_begin_alike_are_computed_once(case_tp1):
+def test_shared_prefixes_are_computed_once(case_tp1):
     with llmc.LLM(case_tp1, block_size=4) as llm:
         system = list(range(10, 34))
         llm.generate([[*system, 5, 6]], tokens(2))
@@ -162,7 +163,7 @@ def test_only_calls_with_the_same_salt_share_prefixes(case_tp1):
     with llmc.LLM(case_tp1, block_size=4) as llm:
         salts = (None, "a", "b", None, "a", "b", "ab")
         assert [cached(salt) for salt in salts] == [0, 0, 0, 20, 20, 20, 0]
-        # A salt that is the text of tokens leads to none of their blocks.
+        # A salt equal to the text of tokens does not match their blocks.
         block = np.array(prompt[:4], np.int64).tobytes().decode()
         assert next(llm.stream([prompt[4:]], tokens(2), cache_salt=block)).num_cached_tokens == 0
         both = llm.stream([prompt], tokens(2, n=3, temperature=1.0, seed=1), cache_salt="n")
@@ -184,8 +185,8 @@ def test_a_tenant_does_not_wait_for_all_completions_of_another(case_tp1, alone, 
         assert_empty(llm)
 
 
-def test_a_row_no_longer_has_what_the_padding_of_a_short_prompt_has_overwritten(case_tp1, alone):
-    """Two prompts are run at once, the shorter in the row of one that is asked again."""
+def test_padding_of_a_short_prompt_does_not_corrupt_cached_rows(case_tp1, alone):
+    """Two prompts run together, the shorter in the row of a repeated one."""
     again, longer = PROMPTS[4], max(PROMPTS, key=len)
     with llmc.LLM(case_tp1, max_batch_size=2, block_size=4) as llm:
         for _ in range(2):
@@ -193,13 +194,13 @@ def test_a_row_no_longer_has_what_the_padding_of_a_short_prompt_has_overwritten(
             families.ask_at_once(llm, [[3, 4], [5, *longer]], lambda index: tokens(2))
 
 
-def test_a_caller_that_never_reads_waits_and_others_go_on(case_tp1, alone, monkeypatch):
+def test_a_client_that_never_reads_does_not_block_others(case_tp1, alone, monkeypatch):
     monkeypatch.setattr(loop_module, "_UNREAD", 5)
     with llmc.LLM(case_tp1, max_batch_size=2, kv_cache_tokens=128) as llm:
         lazy = [llm.stream([PROMPTS[index]], tokens(30)) for index in range(2)]
         first = [next(stream) for stream in lazy]  # hold both slots
         time.sleep(0.1)
-        # Each has taken at most what is kept unread, and one more; then so much was kept again.
+        # Each took at most the unread limit plus one; then the limit was filled again.
         assert llm.metrics()["generated_tokens"] <= 2 * (6 + 6)
         assert llm.generate([PROMPTS[3]], tokens(30))[0].token_ids == alone[3]
         for index, stream in enumerate(lazy):
@@ -207,7 +208,7 @@ def test_a_caller_that_never_reads_waits_and_others_go_on(case_tp1, alone, monke
             assert got == alone[index]
 
 
-def test_a_failed_step_ends_all_and_the_next_are_refused(case_tp1, monkeypatch):
+def test_a_failed_step_ends_all_requests_and_later_ones_are_refused(case_tp1, monkeypatch):
     monkeypatch.setattr(loop_module, "_UNREAD", 2)  # so that they still run
     llm = llmc.LLM(case_tp1)
     started, broken = threading.Barrier(3, timeout=60), threading.Event()
@@ -235,7 +236,7 @@ def test_a_failed_step_ends_all_and_the_next_are_refused(case_tp1, monkeypatch):
     llm.close()
 
 
-def test_closing_ends_whoever_waits(case_tp1, monkeypatch):
+def test_closing_ends_waiting_requests(case_tp1, monkeypatch):
     monkeypatch.setattr(loop_module, "_UNREAD", 2)  # so that it still runs
     llm = llmc.LLM(case_tp1)
     stream = llm.stream([PROMPTS[0]], tokens(60))
@@ -247,7 +248,7 @@ def test_closing_ends_whoever_waits(case_tp1, monkeypatch):
             time.sleep(0)
 
 
-def test_closing_ends_who_came_while_a_step_ran(case_tp1, monkeypatch):
+def test_closing_ends_requests_that_arrived_during_a_step(case_tp1, monkeypatch):
     llm = llmc.LLM(case_tp1)
     engine, runs, may_end = families.ranks(llm)[0], threading.Event(), threading.Event()
     compute = engine.compute
@@ -275,7 +276,7 @@ def test_closing_ends_who_came_while_a_step_ran(case_tp1, monkeypatch):
         closing.result(60)
 
 
-def test_what_cannot_begin_is_its_own_caller_s_to_know(case_tp1, alone, monkeypatch):
+def test_admission_errors_reach_only_their_caller(case_tp1, alone, monkeypatch):
     with llmc.LLM(case_tp1) as llm:
         for priority, match in (("1", "priority is '1'; give a whole number"),
                                 (None, "priority is None"), (101, "priority 101 is above 100"),
@@ -293,8 +294,8 @@ def test_what_cannot_begin_is_its_own_caller_s_to_know(case_tp1, alone, monkeypa
         assert llm.generate([PROMPTS[1]], tokens(30), priority=-100)[0].token_ids == alone[1]
 
 
-def test_an_event_loop_that_was_closed_stops_no_other(case_tp1, alone):
-    """Though something comes for it."""
+def test_a_closed_event_loop_does_not_stop_others(case_tp1, alone):
+    """Although it gets output."""
     llm = llmc.AsyncLLM(case_tp1)
     stream = llm.generate(PROMPTS[0], tokens(60))
     loop = asyncio.new_event_loop()
@@ -317,7 +318,7 @@ def test_tasks_generate_at_once_and_may_be_cancelled(case, alone):
     async def main():
         async with llmc.AsyncLLM(case, max_batch_size=3) as llm:
             slow = asyncio.create_task(read(llm, 0, 50))
-            await asyncio.sleep(0)  # it waits for its first token, however fast those come
+            await asyncio.sleep(0)  # waiting for the first token
             slow.cancel()
             got = await asyncio.gather(*(read(llm, index, 20) for index in range(10)))
             assert [tuple(own) for own in got] == [own[:20] for own in alone[:10]]
@@ -337,12 +338,12 @@ def test_tasks_generate_at_once_and_may_be_cancelled(case, alone):
     asyncio.run(main())
 
 
-def test_what_does_not_fit_is_refused_with_the_numbers(case_tp1):
+def test_requests_that_do_not_fit_are_refused_with_the_sizes(case_tp1):
     with llmc.LLM(case_tp1, kv_cache_tokens=32) as llm:
         with pytest.raises(llmc.LlmcError, match="40 tokens and 1 to generate take 3 blocks of 16"
                                                  ", the KV cache has 2; ask for fewer, or load"):
             llm.generate([[5] * 40], tokens(1))
-        for wanted in (14, 10**9):  # as many as there is room for
+        for wanted in (14, 10**9):  # as many as fit
             made, = llm.generate([[5] * 20], tokens(wanted))
             assert (len(made.token_ids), made.finish_reason) == (13, "length")
     for options, match in (
@@ -354,7 +355,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers(case_tp1):
             llmc.LLM(case_tp1, **options)
 
 
-def test_metrics_tell_what_was_done(case_tp1):
+def test_metrics_count_the_work(case_tp1):
     with llmc.LLM(case_tp1) as llm:
         llm.generate(PROMPTS[:3], tokens(4))
         metrics = llm.metrics()
@@ -381,18 +382,18 @@ def test_a_forked_child_is_refused_at_once(case_tp1):
     with llmc.LLM(case_tp1) as llm:
         pieces, session, queue = llm.stream([[5, 6]], tokens(20)), llm.session(1), context.Queue()
         next(pieces)
-        time.sleep(0.2)  # so that several tokens are there
+        time.sleep(0.2)  # so that several tokens exist
         next(pieces)
         child = context.Process(target=use, args=(llm, pieces, session, queue))
         child.start()
         told = [queue.get(timeout=60) for _ in range(6)]
         child.join()
         assert all("cannot be used in its forked child" in own for own in told[:-1]), told
-        assert told[-1] == "closed" and len([*pieces]) == 18  # the parent's goes on
+        assert told[-1] == "closed" and len([*pieces]) == 18  # the parent's continues
 
 
-def test_n_completions_and_beams_in_a_crowd(case, alone):
-    """Everything at once, and each as alone, with little room."""
+def test_n_completions_and_beams_among_concurrent_requests(case, alone):
+    """All request kinds together equal each alone, with few blocks."""
     params = [tokens(12), tokens(9, n=3, temperature=0.7, top_k=5, seed=6),
               llmc.SamplingParams(max_tokens=8, beam_width=3, ignore_eos=True), tokens(20)]
     with llmc.LLM(case, max_batch_size=4, kv_cache_tokens=256, block_size=4) as llm:
@@ -408,7 +409,7 @@ def test_n_completions_and_beams_in_a_crowd(case, alone):
 
 @pytest.fixture(scope="module")
 def scheduled(tiny_hf, tmp_path_factory):
-    """What is compiled for GPUs, in float32."""
+    """Programs for GPUs, in float32."""
     case = tmp_path_factory.mktemp("scheduled") / "case"
     llmc.compile(tiny_hf, case, target="cuda")
     return case
@@ -418,18 +419,16 @@ def scheduled(tiny_hf, tmp_path_factory):
 @given(**{**CROWD, "arrivals": st.lists(st.tuples(
     st.integers(0, 4), st.integers(1, 8), st.integers(0, 3), st.sampled_from([None, None, 2]),
     st.integers(-1, 1)), min_size=2, max_size=4)})
-def test_tokens_of_a_schedule_do_not_depend_on_company(
-        scheduled, alone, arrivals, block_size, room, budget, slots):
-    """NumPy does what the kernels do, over the blocks that a step names, which hold no numbers
-    before they are written.
-    """
+def test_program_tokens_do_not_depend_on_concurrent_requests(scheduled, alone, arrivals, block_size,
+                                                             room, budget, slots):
+    """NumPy interprets the program on the blocks of each step, which are NaN before writing."""
     limits = EngineLimits(-(-64 * room // block_size), block_size, max(budget, slots), slots, 512,
                           3)
     with interpreted(scheduled, limits) as llm:
         come_and_go(llm, arrivals, alone)
 
 
-def test_a_model_that_nobody_has_any_more_ends(case_tp1):
+def test_an_unreferenced_model_is_released(case_tp1):
     before = threading.active_count()
     llm = llmc.LLM(case_tp1)
     assert llm.generate([PROMPTS[0]], tokens(2)) and threading.active_count() > before

@@ -1,4 +1,4 @@
-"""What `llmc bench --requests` counts, on a clock that only moves where the test says so."""
+"""Metrics of `llmc bench --requests`, on a simulated clock."""
 
 from types import SimpleNamespace
 
@@ -6,7 +6,7 @@ from llmc.runtime import serving_workload
 from llmc.runtime.serving_workload import ServingWorkload, measure_workload
 
 
-def test_waits_count_from_the_arrival_and_not_from_what_is_prepared_before(monkeypatch):
+def test_latencies_count_from_the_arrival(monkeypatch):
     clock = SimpleNamespace(now=100.0, perf_counter=lambda: clock.now)
     monkeypatch.setattr(serving_workload, "time", clock)
 
@@ -15,7 +15,7 @@ def test_waits_count_from_the_arrival_and_not_from_what_is_prepared_before(monke
             return dict.fromkeys(("cache_hits", "cache_queries", "preemptions"), 0)
 
         def stream(self, prompts, params, arrivals):
-            clock.now += 5  # looks at all prompts
+            clock.now += 5  # reads all prompts
             return self._pieces(arrivals)
 
         def _pieces(self, arrivals):

@@ -1,4 +1,4 @@
-"""What an engine that chooses tokens itself is told, as far as no GPU is needed."""
+"""Slot records for engines that sample on the device, without a GPU."""
 
 import itertools
 
@@ -27,7 +27,7 @@ def samplers():
 
 
 def obey(processing, row, scores, prompt, generated):
-    """The kernel's reading of the records, on the host."""
+    """Interpret the records on the host as the kernel does."""
     record = processing.states["processing"][row]
     lists = processing.lists[record["lists"]:]
     scores = scores.copy()
@@ -57,7 +57,7 @@ def obey(processing, row, scores, prompt, generated):
 
 
 @pytest.mark.parametrize("generated", [[], [2], [5, 9, 3], [4, 1, 2, 3, 3], [8, 8, 8, 8]])
-def test_a_record_says_what_the_sampler_does(generated):
+def test_a_slot_record_encodes_the_sampling_parameters(generated):
     logits = np.random.default_rng(0).standard_normal(40).astype(np.float32) * 3
     made = samplers()
     processing = Admissions.of(dict(enumerate(map(SamplingState, made))))
@@ -66,8 +66,8 @@ def test_a_record_says_what_the_sampler_does(generated):
                                       sampler.process(logits, generated), f"row {row}")
 
 
-def test_prompts_go_along_only_where_records_need_them():
-    """With what was generated, where a sequence is computed again."""
+def test_prompts_are_sent_only_with_penalties():
+    """Generated tokens are included for a recomputed sequence."""
     made = dict(enumerate(SamplingState(sampler, (9, 8)) for sampler in samplers()))
     told = Admissions.of(made)
     assert told.slots.tolist() == [0, 1, 2, 3]
@@ -76,13 +76,13 @@ def test_prompts_go_along_only_where_records_need_them():
     assert told.states["drawn"].tolist() == [2] * 4
 
 
-def test_a_slot_whose_choice_nobody_looks_at_is_greedy():
+def test_an_unsampled_slot_is_greedy():
     told = Admissions.of({3: SamplingState(None)})
     assert told.states["temperature"] == 0 and told.states["logprobs"] == -1
     assert not len(told.lists) and Admissions.of({}).slots.size == 0
 
 
-def test_numbers_are_no_greater_than_a_record_holds():
+def test_values_are_clipped_to_the_record():
     many = SamplingParams(max_tokens=2**63, min_tokens=2**62, top_k=2**63, temperature=1.0)
     told = Admissions.of({0: SamplingState(Sampler(many, 0, [5], [2]))})
     assert told.states["processing"]["min_tokens"] == told.states["top_k"] == 2**31 - 1

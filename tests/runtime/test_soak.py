@@ -1,4 +1,4 @@
-"""Many short requests, some of which are aborted: memory stays as it is."""
+"""Many short requests, some aborted: memory is stable."""
 
 import pytest
 from soaking import soak
@@ -7,7 +7,7 @@ import llmc
 
 
 @pytest.mark.thorough
-def test_50000_requests_leave_nothing_behind(case_tp1):
+def test_50000_requests_leak_nothing(case_tp1):
     with llmc.LLM(case_tp1, kv_cache_tokens=1024) as llm:
         finished, sizes = soak(llm, 5000)
     assert finished > 45_000

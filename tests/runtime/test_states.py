@@ -1,5 +1,6 @@
-"""Models whose layers keep a state: who shares a prompt, leaves, searches or comes late gets the
-tokens that transformers gives.
+"""Models with recurrent states give transformers' tokens.
+
+Requests share prompts, are preempted, use beams, or arrive late.
 """
 
 import families
@@ -14,7 +15,7 @@ from llmc.artifacts.manifest import read_manifest
 from llmc.runtime.core.step import EngineLimits, Step
 from llmc.runtime.engines.state_slots import StateSlots
 
-# Of the first each layer attends and keeps two states, of the second a layer attends or keeps two.
+# First: each layer has attention and two states; second: each has attention or two states.
 FAMILIES = ("falcon_h1", pytest.param("kimi_linear", marks=pytest.mark.thorough))
 RNG = np.random.default_rng(8)
 SYSTEM = RNG.integers(3, families.VOCAB, 18).tolist()
@@ -45,7 +46,7 @@ def case(cases, request):
 
 @pytest.fixture(scope="module")
 def expected(model):
-    """transformers' tokens."""
+    """Return transformers' greedy tokens."""
     made = [families.greedy(model, prompt, COUNT) for prompt in PROMPTS]
     assert len({*made}) == len(made)
     return made
@@ -56,7 +57,7 @@ def tokens(count=COUNT, **params):
 
 
 @pytest.mark.parametrize("block_size", [1, 4])
-def test_a_crowd_gets_transformers_tokens_though_some_have_to_leave(case, expected, block_size):
+def test_concurrent_requests_with_preemption_get_transformers_tokens(case, expected, block_size):
     with llmc.LLM(case, max_batch_size=3, max_num_batched_tokens=7, kv_cache_tokens=48,
                   block_size=block_size) as llm:
         got = families.ask_at_once(llm, PROMPTS, lambda index: tokens())
@@ -64,8 +65,8 @@ def test_a_crowd_gets_transformers_tokens_though_some_have_to_leave(case, expect
         assert block_size > 1 or llm.metrics()["preemptions"] > 0
 
 
-def test_prompts_that_begin_alike_are_computed_each(case, expected):
-    """Blocks of keys and values are not all that was read."""
+def test_shared_prefixes_are_not_cached_for_recurrent_models(case, expected):
+    """KV blocks do not include the recurrent state."""
     with llmc.LLM(case, block_size=4) as llm:
         for _ in range(2):
             assert [own.token_ids for own in llm.generate(PROMPTS, tokens())] == expected
@@ -73,7 +74,7 @@ def test_prompts_that_begin_alike_are_computed_each(case, expected):
 
 
 @pytest.mark.parametrize("budget", [4, 64])
-def test_completions_of_a_prompt_go_on_from_its_state(case, expected, budget, monkeypatch):
+def test_completions_of_a_prompt_continue_from_its_state(case, expected, budget, monkeypatch):
     with llmc.LLM(case, block_size=4, max_num_batched_tokens=budget, max_batch_size=4) as llm:
         read = families.steps_read(llm, monkeypatch)
         got = llm.generate([PROMPTS[5]], tokens(n=3, temperature=1.0, top_k=1))
@@ -81,7 +82,7 @@ def test_completions_of_a_prompt_go_on_from_its_state(case, expected, budget, mo
     assert sum(read) == len(PROMPTS[5]) + 2 + 3 * (COUNT - 1)
 
 
-def test_completions_are_drawn_as_they_are_alone(case):
+def test_completions_are_sampled_as_alone(case):
     drawn = [tokens(temperature=1.0, seed=seed, n=2) for seed in range(len(PROMPTS))]
     with llmc.LLM(case, max_batch_size=1) as llm:
         alone = [[own.token_ids for own in llm.generate([prompt], params)]
@@ -100,7 +101,7 @@ def test_beams_are_transformers(case, model, beams):
         assert own.token_ids == families.best_of_beams(model, prompt, beams, COUNT)
 
 
-def test_who_leaves_frees_its_place(case, expected):
+def test_a_cancelled_sequence_frees_its_state(case, expected):
     with llmc.LLM(case, max_batch_size=1) as llm:
         stream = llm.stream(PROMPTS[0], tokens(30))
         next(stream)
@@ -109,7 +110,7 @@ def test_who_leaves_frees_its_place(case, expected):
         assert llm.metrics()["running"] == 0
 
 
-def test_a_session_goes_on_beside_others(case, model, expected):
+def test_a_session_continues_beside_others(case, model, expected):
     with llmc.LLM(case, max_batch_size=4) as llm:
         session = llm.session(2)
         session.extend([PROMPTS[4][:10], PROMPTS[6][:3]])
@@ -119,7 +120,7 @@ def test_a_session_goes_on_beside_others(case, model, expected):
     families.assert_close(got, np.stack(wanted))
 
 
-def test_the_manifest_says_what_each_chip_keeps(cases):
+def test_the_manifest_lists_the_states_of_each_chip(cases):
     manifest = read_manifest(cases[2])
     chip = manifest.chips[0]
     falcon = manifest.source.architecture.startswith("FalconH1")
@@ -130,16 +131,17 @@ def test_the_manifest_says_what_each_chip_keeps(cases):
 
 @pytest.fixture(scope="module")
 def scheduled(hf, tmp_path_factory):
-    """What is compiled for GPUs, in float32."""
+    """Programs for GPUs, in float32."""
     case = tmp_path_factory.mktemp("scheduled") / "case"
     llmc.compile(hf, case, target="cuda")
     return case
 
 
 @pytest.mark.parametrize(("blocks", "block_size", "slots"), [(48, 1, 3), (64, 4, 4)])
-def test_a_schedule_keeps_states_by_slot(scheduled, model, expected, blocks, block_size, slots):
-    """NumPy does what the kernels do, over states that hold no numbers before they are written: who
-    has to leave, completions, beams.
+def test_a_program_stores_states_by_slot(scheduled, model, expected, blocks, block_size, slots):
+    """NumPy interprets the program on states that are NaN before writing.
+
+    Requests are preempted, have several completions, or use beams.
     """
     limits = EngineLimits(blocks, block_size, 16, slots, 512, 2, keeps_states=True)
     with interpreted(scheduled, limits) as llm:
@@ -152,8 +154,8 @@ def test_a_schedule_keeps_states_by_slot(scheduled, model, expected, blocks, blo
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=4, max_size=4), min_size=1, max_size=6))
-def test_a_state_goes_where_its_sequence_goes(steps):
-    """Each step, slot i goes on from where slot `parents[i]` was, as beams do."""
+def test_a_state_follows_its_sequence(steps):
+    """In each step slot i continues from slot `parents[i]`, as beams do."""
     slots = StateSlots(EngineLimits(64, 2, 64, 4, 64, 1, keeps_states=True))
     states = np.full((4, 2), -1)  # of each: the slot and the step that wrote it
     tables = [[4 * slot + place for place in range(4)] for slot in range(4)]

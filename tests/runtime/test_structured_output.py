@@ -1,4 +1,4 @@
-"""What a guide allows is all that comes, and all of it can come."""
+"""Structured output: generated texts match the grammar, and all matching texts are possible."""
 
 import json
 import re
@@ -35,7 +35,7 @@ def llm(case_tp1):
 
 
 def guided(llm, count, **params):
-    """The texts of so many completions, of which none may end for want of room."""
+    """Return the texts of `count` completions; none may end by length."""
     made = llm.generate([[5, 6]], llmc.SamplingParams(max_tokens=60, temperature=1.0, n=count,
                                                       seed=1, **params))
     assert all(own.finish_reason == "stop" for own in made)
@@ -75,7 +75,7 @@ def test_integers_that_cannot_be_represented_are_refused(llm, schema, said):
 
 
 def test_unknown_formats_are_annotations(llm):
-    """A property and a constant named format are no keywords."""
+    """A property and a constant named format are not keywords."""
     own = {"type": "string", "format": "password", "maxLength": 3}
     schema = {"type": "object", "properties": {"format": own, "x": {"const": {"format": "path"}}},
               "required": ["format", "x"], "additionalProperties": False}
@@ -101,7 +101,7 @@ def test_a_refused_schema_is_explained_in_whole_words(llm):
         llm.generate([[5]], llmc.SamplingParams(guided_json=long))
 
 
-def test_expressions_choices_and_grammars_are_followed(llm):
+def test_regexes_choices_and_grammars_are_followed(llm):
     assert all(re.fullmatch("(ab|c)+d{2}", text) for text in
                guided(llm, 8, guided_regex="(ab|c){1,5}d{2}"))
     choices = ["yes", "no, never", "\"maybe\"\n", "né"]
@@ -112,15 +112,15 @@ def test_expressions_choices_and_grammars_are_followed(llm):
                    guided(llm, 4, guided_grammar=grammar, logit_bias={2: 3.0}))
 
 
-def test_greedy_takes_the_likeliest_token_that_is_allowed(llm):
+def test_greedy_takes_the_most_likely_allowed_token(llm):
     text, = (own.text for own in llm.generate(
         [[5, 6]], llmc.SamplingParams(guided_choice=["a", "b", "z"])))
     first = llm.logits([5, 6])[-1]
     assert text == max("abz", key=lambda own: first[llm.tokenize(own)[0]])
 
 
-def test_guided_and_free_callers_share_steps_and_little_room(case_tp1):
-    """Also where one is computed again from its start."""
+def test_constrained_and_free_requests_share_steps_and_few_blocks(case_tp1):
+    """Also if one is recomputed from its start."""
     free, schema = llmc.SamplingParams(max_tokens=60, ignore_eos=True), SHORT[6]
     own = llmc.SamplingParams(max_tokens=60, temperature=1.0, seed=4, guided_json=schema)
     with llmc.LLM(case_tp1) as llm:
@@ -131,9 +131,8 @@ def test_guided_and_free_callers_share_steps_and_little_room(case_tp1):
     assert got[1] == got[2] == [alone]
 
 
-def test_a_device_that_works_ahead_gets_a_mask_once_the_last_token_is_known(tiny_hf, case_tp1,
-                                                                            monkeypatch):
-    """An engine that may have three steps under way has at most one of a guided sequence."""
+def test_masks_wait_for_the_last_sampled_token(tiny_hf, case_tp1, monkeypatch):
+    """An engine with three in-flight steps has at most one of a constrained sequence."""
     with llmc.LLM(case_tp1, max_batch_size=2) as llm:
         engine = llm._loops[0]._engine
         limits = engine.limits
@@ -162,7 +161,7 @@ def test_bits_of_a_mask_are_tokens():
     (dict(guided_regex="a", guided_choice=["b"]), "guided_regex and guided_choice are given"),
     (dict(guided_regex="a", ignore_eos=True), "ignore_eos True does not go with guided_regex"),
     (dict(guided_regex="a", beam_width=2), "beam_width 2 does not go with guided_regex")])
-def test_guides_that_make_no_sense_are_refused(params, said):
+def test_contradictory_guided_options_are_refused(params, said):
     with pytest.raises(llmc.LlmcError, match=re.escape(said)):
         llmc.SamplingParams(**params)
 
@@ -170,12 +169,12 @@ def test_guides_that_make_no_sense_are_refused(params, said):
 @pytest.mark.parametrize("params", [
     dict(guided_json={"type": "nonsense"}), dict(guided_json={"not": {"const": 3}}),
     dict(guided_regex="("), dict(guided_grammar="start: ("), dict(guided_grammar="root ::= (")])
-def test_guides_that_cannot_be_read_are_refused(llm, params):
+def test_invalid_grammars_are_refused(llm, params):
     with pytest.raises(llmc.LlmcError, match="the grammar cannot be compiled"):
         llm.generate([[5]], llmc.SamplingParams(**params))
 
 
-def test_gpus_get_the_rows_of_masks_in_the_order_of_what_is_sampled():
+def test_gpu_mask_rows_follow_the_sampled_rows():
     masks = {7: np.array([1, 2], np.uint32), 4: np.array([3, 4], np.uint32),
              9: np.array([5, 6], np.uint32)}
     step = Step.of([[5], [6], [7], [8]], [0] * 4, [[0], [1], [2], [3]], [4, 5, 7, 9],
@@ -232,7 +231,7 @@ def test_1000_completions_of_smollm2_follow_50_schemas(tmp_path):
 
 
 def chain(link, count=3000):
-    """A schema of so many definitions, each of which is a link to the next."""
+    """Return a schema of `count` definitions, each a reference to the next."""
     definitions = {f"a{i}": link({"$ref": f"#/$defs/a{i + 1}"}) for i in range(count)}
     return {"$defs": {**definitions, f"a{count}": {"type": "string"}}, "$ref": "#/$defs/a0"}
 
@@ -262,15 +261,15 @@ def test_a_grammar_that_is_too_large_is_refused(llm, params, said):
         llm.generate("a", llmc.SamplingParams(**params))
 
 
-def test_a_grammar_that_was_compiled_is_not_compiled_again(llm, monkeypatch):
+def test_compiled_grammars_are_cached(llm, monkeypatch):
     schema = {"type": "integer", "minimum": 17, "maximum": 99}
     before = guided(llm, 1, guided_json=schema)
-    monkeypatch.setattr(structured_output, "_matcher", None)  # which nothing can call
+    monkeypatch.setattr(structured_output, "_matcher", None)  # unreachable
     assert guided(llm, 1, guided_json=schema) == before
 
 
-def test_masks_that_are_slow_are_found_beside_the_steps(llm, monkeypatch):
-    """A completion gets the same tokens, and an error is its own."""
+def test_slow_masks_are_computed_in_parallel_with_steps(llm, monkeypatch):
+    """Completions have the same tokens, and an error affects only its request."""
     params = llmc.SamplingParams(max_tokens=60, temperature=1.0, seed=4, guided_json=SHORT[6])
     expected = llm.generate([[5, 6]] * 3, params)
     monkeypatch.setattr(structured_output, "_SLOW", 0.0)
@@ -316,8 +315,8 @@ EXPRESSIONS = st.lists(st.sampled_from([
 @given(st.one_of(SCHEMAS.map(lambda own: dict(guided_json=own if isinstance(own, dict) else {})),
                  RULES.map(lambda own: dict(guided_grammar=own)),
                  EXPRESSIONS.map(lambda own: dict(guided_regex=own))))
-def test_no_grammar_ends_the_process(llm, params):
-    """This process must survive, and so must the model."""
+def test_no_grammar_crashes_the_process(llm, params):
+    """The process and the model must survive."""
     with suppress(llmc.LlmcError):
         llm.generate([[5, 6]], llmc.SamplingParams(max_tokens=3, temperature=1.0, seed=1, **params))
     llm.check_health()

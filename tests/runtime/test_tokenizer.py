@@ -1,4 +1,4 @@
-"""Tokens of a text: how few there can be, and errors of the tokenizer."""
+"""Token counts of texts: lower bounds, and errors of the tokenizer."""
 
 import json
 
@@ -22,13 +22,13 @@ TOKENIZERS = {"bytes": byte_level(), "fallback": byte_fallback()}
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(text=TEXTS, times=st.integers(1, 50))
-def test_no_text_has_fewer_tokens_than_its_size_says(name, text, times):
+def test_the_token_count_bound_is_a_lower_bound(name, text, times):
     tokenizer = TOKENIZERS[name]
     assert min_tokens(tokenizer)(text * times) <= len(tokenizer.encode(text * times).ids)
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_a_long_text_is_known_by_its_size(name):
+def test_a_long_text_is_refused_by_its_size(name):
     assert min_tokens(TOKENIZERS[name])("the quick brown fox " * 1000) > 500
 
 
@@ -41,7 +41,7 @@ def test_characters_stand_for_bytes_as_in_byte_level_vocabularies():
     lambda own: setattr(own, "normalizer", normalizers.Replace(Regex(" +"), " ")),
     lambda own: setattr(own, "normalizer", normalizers.Replace("the", "")),
     lambda own: own.enable_truncation(8)])
-def test_a_tokenizer_that_may_drop_text_has_no_bound(changed):
+def test_a_lossy_tokenizer_has_no_bound(changed):
     tokenizer = byte_level()
     changed(tokenizer)
     assert min_tokens(tokenizer)("the " * 10_000) == 0
@@ -57,7 +57,7 @@ def test_a_long_text_is_tokenized_or_counted(tmp_path):
     assert tokenize_long(path, text * 9, True, 1)[1] == []
 
 
-def test_a_regular_expression_that_gives_up_is_an_error():
+def test_a_failing_regular_expression_is_an_error():
     tokenizer = Tokenizer(models.WordLevel({"a": 0}, "a"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"(a+a+)+b"), "isolated")
     with pytest.raises(LlmcError, match="the tokenizer cannot encode the text"):
@@ -115,7 +115,7 @@ def write_tokenizer(directory, changes, first_id=0):
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_tokenizer_is_one_sentence(tmp_path, name):
+def test_a_hostile_tokenizer_is_refused(tmp_path, name):
     changes, match, *first_id = HOSTILE[name]
     write_tokenizer(tmp_path, changes, *first_id)
     with pytest.raises(LlmcError, match=f"tokenizer.json' is not a tokenizer .*{match}") as caught:
@@ -133,7 +133,7 @@ def test_truncation_and_padding_of_training_do_not_apply(tmp_path):
     assert encode(read_tokenizer(tmp_path), ["a b a"], True) == [[0, 1, 0]]
 
 
-def test_a_tokenizer_larger_than_any_is_not_read(tmp_path):
+def test_an_oversized_tokenizer_is_not_read(tmp_path):
     with open(tmp_path / "tokenizer.json", "wb") as file:
         file.truncate(10**9)  # sparse
     with pytest.raises(LlmcError, match="has 1000000000 bytes, the limit is 67108864"):

@@ -1,4 +1,4 @@
-"""What was timed is kept beside a case directory, and is worth nothing where it cannot be read."""
+"""Tuning files next to case directories; unreadable ones are ignored."""
 
 import os
 
@@ -9,7 +9,7 @@ from llmc.runtime.engines.tuning import read_choices, tuning_file, write_choices
 CHOICES = [([2, 4096, 16], [1, 2**64 - 1]), ([2, 4096, 32], [3, 0])]
 
 
-def test_choices_come_back_for_the_gpu_and_library_that_they_were_made_on(tmp_path):
+def test_kernel_choices_are_restored_for_the_same_gpu_and_library(tmp_path):
     path = tuning_file(tmp_path / "case")
     assert path == tmp_path / "case.tuning.json" and read_choices(path, "H200, 13.1, a") == []
     write_choices(path, "H200, 13.1, a", CHOICES)
@@ -20,7 +20,7 @@ def test_choices_come_back_for_the_gpu_and_library_that_they_were_made_on(tmp_pa
     assert [entry.name for entry in tmp_path.iterdir()] == ["case.tuning.json"]
 
 
-def test_choices_are_worth_nothing_for_other_kernels_and_make_room_for_theirs(tmp_path):
+def test_kernel_choices_of_other_kernels_are_replaced(tmp_path):
     path = tuning_file(tmp_path / "case")
     write_choices(path, "H200, 13.1, a", CHOICES)
     write_choices(path, "H100, 13.1, a", CHOICES)
@@ -34,7 +34,7 @@ def test_choices_are_worth_nothing_for_other_kernels_and_make_room_for_theirs(tm
 @pytest.mark.parametrize("text", [
     "", "{", "[]", "3", '{"a": 3}', '{"a": [3]}', '{"a": [[[1]]]}', '{"a": [[[1], ["2"]]]}',
     '{"a": [[[-1], [2]]]}', '{"a": [[[true], [2]]]}', "[" * 10**5])
-def test_a_file_that_is_none_of_ours_is_as_if_there_were_none(tmp_path, text):
+def test_an_invalid_tuning_file_is_ignored(tmp_path, text):
     path = tmp_path / "case.tuning.json"
     path.write_text(text)
     assert read_choices(path, "a") == []
@@ -49,6 +49,6 @@ def test_a_directory_that_cannot_be_written_to_is_left_alone(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_directory_that_is_not_there_is_left_alone(tmp_path):
+def test_a_missing_directory_is_not_created(tmp_path):
     write_choices(tmp_path / "nowhere" / "case.tuning.json", "a", CHOICES)
     assert not list(tmp_path.iterdir())

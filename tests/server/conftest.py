@@ -1,4 +1,4 @@
-"""Servers that tests share."""
+"""Servers shared by tests."""
 
 import json
 import shutil
@@ -8,7 +8,7 @@ from server_process import serving
 
 import llmc
 
-# Shows the name of the first tool, reasoning, calls by their arguments, and a variable.
+# Renders the first tool's name, reasoning, arguments of calls, and a variable.
 TOOL_TEMPLATE = (
     "T{{ tools[0].function.name if tools }}{% for m in messages %}{{ m.reasoning_content }}"
     "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments.x + 1 }}"
@@ -28,7 +28,7 @@ def client(server):
 
 @pytest.fixture(scope="session")
 def tool_case(tiny_hf, tmp_path_factory):
-    """The tiny model with a chat template that shows tools, and with room for them."""
+    """The tiny model with a chat template that renders tools, and enough positions for them."""
     root = tmp_path_factory.mktemp("tools")
     shutil.copytree(tiny_hf, root / "hf")
     config = json.loads((root / "hf" / "config.json").read_text())

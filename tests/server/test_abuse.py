@@ -1,5 +1,4 @@
-"""Bodies of every kind, and clients that come and go: no answer is a server's error, and nothing
-remains.
+"""Arbitrary request bodies and disconnecting clients cause no server errors and no leaks.
 """
 
 import asyncio
@@ -27,7 +26,7 @@ KINDS = {"/v1/chat/completions": (ChatRequest, {"messages": [{"role": "user", "c
 
 @st.composite
 def requests(draw):
-    """A path, and a sound body of which some fields are something else."""
+    """Draw a path and a valid body with some fields replaced."""
     path = draw(st.sampled_from([*KINDS]))
     kind, sound = KINDS[path]
     names = st.sampled_from([*kind.model_fields, *kind.REFUSED])
@@ -37,10 +36,10 @@ def requests(draw):
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(requests())
-def test_no_body_is_the_server_s_fault(server, request_):
+def test_no_request_body_causes_a_500(server, request_):
     path, body = request_
     if body.get("stream"):
-        body["stream"] = "no, thanks"  # what streams is looked at elsewhere
+        body["stream"] = "no, thanks"  # streams are tested elsewhere
     status, _, answer = server.post(path, body)
     assert status in (200, 400, 404), answer
     if status != 200:
@@ -48,14 +47,14 @@ def test_no_body_is_the_server_s_fault(server, request_):
         assert "Traceback" not in answer["error"]["message"]
 
 
-def test_clients_that_come_and_go_leave_nothing(server):
+def test_disconnecting_clients_leak_nothing(server):
     became = asyncio.run(come_and_go(server, 2, 1))
     assert {number for number, kind in became if kind == "answered"} == {*range(16)}
     until(lambda: is_empty(server))
 
 
 def definitions(count):
-    """A schema of so many definitions, each of which is a property of the one before."""
+    """Return a schema of `count` definitions, each a property of the previous one."""
     links = {f"a{i}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/a{i + 1}"}}}
              for i in range(count)}
     return {"$defs": {**links, f"a{count}": {"type": "string"}}, "$ref": "#/$defs/a0"}
@@ -80,7 +79,7 @@ def body(text):
 
 
 WORDS = "the quick brown fox " * 150_000  # 3 MB
-# A kind, its requests at once, and what the first is answered.
+# A kind, its concurrent requests, and the response to the first.
 ABUSE = {
     "definitions by guided_json": ([completion(guided_json=definitions(3000))] * 2, "too deeply"),
     "definitions by response_format": ([chat(response_format={
@@ -105,7 +104,7 @@ ABUSE = {
 
 
 @pytest.mark.parametrize("kind", ABUSE)
-def test_an_abusive_request_leaves_others_their_answers(server, kind):
+def test_an_abusive_request_does_not_affect_others(server, kind):
     requests, said = ABUSE[kind]
     before = resident(server.process)
     with ThreadPoolExecutor(len(requests)) as threads:
@@ -125,7 +124,7 @@ def test_an_abusive_request_leaves_others_their_answers(server, kind):
 
 
 @pytest.mark.thorough
-def test_memory_stays_as_it_is_while_clients_come_and_go(case_tp1):
+def test_memory_is_stable_while_clients_connect_and_disconnect(case_tp1):
     with serving(case_tp1) as server:
         sizes = []
         for turn in range(8):

@@ -1,4 +1,4 @@
-"""Messages in all forms of OpenAI's API, and the model's own sampling defaults, over HTTP."""
+"""All message forms of OpenAI's API, and the model's sampling defaults, over HTTP."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ from llmc.cli import main
 from llmc.compiler.output import check_output
 from llmc.server.protocol import ChatRequest
 
-# Reads contents as parts only, arguments as text only, and calls beside null content only.
+# Supports only contents as parts, arguments as text, and calls with null content.
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and m.content is none %}"
     "{% for c in m.tool_calls %}{{ c.function.name + c.function.arguments }}{% endfor %}{% else %}"
@@ -51,7 +51,7 @@ def rendered(server, *messages):
     return server.post("/detokenize", {"tokens": answer["tokens"]})[2]["prompt"]
 
 
-def test_no_form_of_a_message_is_lost(server):
+def test_every_message_form_reaches_the_template(server):
     part = {"type": "text", "text": "fox"}
     assert rendered(server, USER) == rendered(server, {**USER, "content": [part]}) == "<user>fox|"
     assert rendered(server, {**USER, "content": [part, {"type": "input_text", "text": "dog"}]}) == \
@@ -73,7 +73,7 @@ def test_no_form_of_a_message_is_lost(server):
     assert "message 0 has a part of type 'image_url'" in answer["error"]["message"]
 
 
-def test_the_model_s_sampling_defaults_hold_where_a_request_says_nothing(server, case):
+def test_model_sampling_defaults_apply_to_unset_parameters(server, case):
     with llmc.LLM(case) as llm:
         prompt = llm.chat_prompt("fox")
         own = llmc.SamplingParams(repetition_penalty=1.7, logit_bias={168: float("-inf")},
@@ -109,8 +109,8 @@ def test_the_command_line_has_the_same_defaults(case, options, params):
     assert completion["token_ids"] == [*expected.token_ids]
 
 
-def test_a_template_for_tools_is_used_and_says_how_tools_are_called(server, case):
-    """Its file, in a folder of its own, is the case directory's."""
+def test_a_tool_template_is_used_and_selects_the_parser(server, case):
+    """Its file, in a separate folder, belongs to the case directory."""
     tools = [{"type": "function", "function": {"name": "fox"}}]
     status, _, answer = server.post("/v1/chat/completions", {
         "messages": [USER], "tools": tools, "max_tokens": 2})
@@ -121,7 +121,7 @@ def test_a_template_for_tools_is_used_and_says_how_tools_are_called(server, case
     check_output(case)  # a compile may replace it
 
 
-def test_a_case_directory_of_before_these_fields_is_read(case, tmp_path):
+def test_an_older_case_directory_is_read(case, tmp_path):
     copy = shutil.copytree(case, tmp_path / "case")
     data = json.loads((copy / "model_info.json").read_text())
     del data["sampling"], data["tokenizer"]["additional_chat_templates"]
@@ -131,7 +131,7 @@ def test_a_case_directory_of_before_these_fields_is_read(case, tmp_path):
         assert llm.detokenize(llm.chat_prompt("fox")) == "<user>fox|"
 
 
-def test_sampling_defaults_that_are_none_are_refused_when_a_model_is_loaded(case, tmp_path):
+def test_invalid_sampling_defaults_are_refused_at_load(case, tmp_path):
     copy = shutil.copytree(case, tmp_path / "case")
     for change, reason in (({"top_p": 7}, "sampling in model_info.json is not valid .top_p 7"),
                            ({"suppress_tokens": [300]}, "suppress_tokens has token 300")):
@@ -142,11 +142,11 @@ def test_sampling_defaults_that_are_none_are_refused_when_a_model_is_loaded(case
             llmc.LLM(copy)
 
 
-def test_the_server_s_own_defaults_hold_where_that_is_asked_for(case):
+def test_server_defaults_apply_with_an_option(case):
     with serving(case, "--generation_config", "none",
                  "--chat_template_content_format", "string") as own, llmc.LLM(case) as llm:
         assert json.loads(own.startup)["sampling_defaults"] == {"temperature": 0.0}
-        assert rendered(own, USER) == "<user>"  # as a text, which this template does not read
+        assert rendered(own, USER) == "<user>"  # as text, which this template does not support
         plain, = llm.generate([llm.chat_prompt("fox")], llmc.SamplingParams(max_tokens=8))
         answer = own.post("/v1/completions", {"prompt": [*plain.prompt_token_ids],
                                               "max_tokens": 8})[2]
@@ -159,7 +159,6 @@ def test_the_server_s_own_defaults_hold_where_that_is_asked_for(case):
     ({}, {"temperature": 0.6}, 0.6), ({"n": 2}, {"temperature": 0.6}, 0.6),
     ({"temperature": 0}, {"temperature": 0.6}, 0.0), ({"temperature": None}, {}, 0.0),
     ({"n": 2, "use_beam_search": True}, {"temperature": 0.6}, 0.0)])
-def test_an_answer_is_greedy_unless_the_request_or_the_model_asks_for_sampling(
-        given, defaults, temperature):
+def test_answers_are_greedy_by_default(given, defaults, temperature):
     body = ChatRequest.read(json.dumps({"messages": [USER], **given}).encode())
     assert body.sampling(8, None, defaults).temperature == temperature

@@ -1,4 +1,4 @@
-"""examples/openai_client.py, run as a user runs it."""
+"""examples/openai_client.py, run as users run it."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What clients see where the server, or its device, fails."""
+"""Responses to clients if the server or its device fails."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ from llmc.server.limits import ServerLimits
 from llmc.server.model import Model
 
 
-def test_nan_logits_are_the_server_s_error_and_are_counted(nan_case):
+def test_nan_logits_are_a_500_and_counted(nan_case):
     async def main():
         async with llmc.AsyncLLM(nan_case) as llm:
             app = Api(Model(llm, "tiny"), ServerLimits()).app()
@@ -36,9 +36,9 @@ def test_nan_logits_are_the_server_s_error_and_are_counted(nan_case):
 
 
 @pytest.mark.parametrize("error", [llmc.LlmcError("/secret is on fire"), RuntimeError("/secret")])
-def test_a_step_that_fails_ends_what_runs_and_the_server_says_so(case_tp1, monkeypatch, error):
-    """Why is for the log."""
-    # With log-probabilities each token is told; the texts of five in a row may be empty.
+def test_a_failed_step_ends_running_requests_and_health(case_tp1, monkeypatch, error):
+    """The reason is only in the log."""
+    # With log-probabilities each token is sent; the texts of five in a row may be empty.
     body = {"prompt": [5, 6], "max_tokens": 40, "ignore_eos": True, "logprobs": 1}
 
     async def main():
@@ -49,7 +49,7 @@ def test_a_step_that_fails_ends_what_runs_and_the_server_says_so(case_tp1, monke
 
             def fail(step):
                 if next(left, None) is None:
-                    answered.wait(30)  # what is not read by then is gone
+                    answered.wait(30)  # unread output is dropped then
                     raise error
                 return compute(step)
 
@@ -67,12 +67,12 @@ def test_a_step_that_fails_ends_what_runs_and_the_server_says_so(case_tp1, monke
     asyncio.run(main())
 
 
-def test_what_fails_in_the_server_is_its_log_s_matter(case_tp1, monkeypatch):
+def test_internal_errors_are_logged_and_not_exposed(case_tp1, monkeypatch):
     async def main():
         async with llmc.AsyncLLM(case_tp1) as llm:
             app = Api(Model(llm, "tiny"), ServerLimits()).app()
             monkeypatch.setattr(llm, "tokenize", lambda *_: 1 / 0)
-            with pytest.raises(ZeroDivisionError):  # for uvicorn, which logs it
+            with pytest.raises(ZeroDivisionError):  # re-raised for uvicorn, which logs it
                 await ask(app, "/tokenize", {"prompt": "the"})
             monkeypatch.undo()
             assert (await ask(app, "/tokenize", {"prompt": "the"}))[0] == 200
@@ -80,7 +80,7 @@ def test_what_fails_in_the_server_is_its_log_s_matter(case_tp1, monkeypatch):
     asyncio.run(main())
 
 
-def test_without_the_extra_the_command_says_what_to_install(case_tp1):
+def test_a_missing_extra_is_named(case_tp1):
     code = ("import sys; sys.modules['starlette'] = None; from llmc.cli import main; "
             f"main(['serve', {str(case_tp1)!r}])")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Harmony's channels, as gpt-oss writes them, however its text is cut."""
+"""The Harmony channels of gpt-oss, for every chunking of the text."""
 
 import json
 from types import SimpleNamespace
@@ -32,14 +32,14 @@ REASON, ANSWER = "User asks 2 < 3.", "Yes: <b>2 < 3</b> <|maybe"
     (THINK + START + FINAL + "<|return|>", REASON, ANSWER, []),
     (FINAL, "", ANSWER, []), ("", "", "", []), (THINK, REASON, "", []),
     (THINK + START + CALL, REASON, "", [ADD]),
-    (THINK + START + CALL.removesuffix("<|call|>"), REASON, "", [ADD]),  # the token that ends it
+    (THINK + START + CALL.removesuffix("<|call|>"), REASON, "", [ADD]),  # its end-of-message token
     (START + BEFORE, "", "", [WEATHER]),
     (THINK + START + PREAMBLE + START + CALL + START + BEFORE, REASON, "I look it up.",
      [ADD, WEATHER]),
     (THINK + START + OTHER, REASON, "{}", []), ("<|channel|>analysis<|mess", "", "", [])])
 @settings(max_examples=40, deadline=None)
 @given(cuts=st.lists(st.integers(0, 250), max_size=40))
-def test_channels_are_told_apart(text, reasoning, content, calls, cuts):
+def test_harmony_channels_are_separated(text, reasoning, content, calls, cuts):
     own = Harmony({"add": None, "get_weather": None})
     ends = sorted({min(cut, len(text)) for cut in cuts} | {len(text)})
     deltas = [delta for start, end in zip([0, *ends], ends, strict=False)
@@ -51,14 +51,14 @@ def test_channels_are_told_apart(text, reasoning, content, calls, cuts):
     assert len({call["id"] for call in found}) == len(calls) == own.calls
 
 
-def test_what_is_known_is_told_at_once():
+def test_known_content_is_streamed_immediately():
     own = Harmony({"add": None})
     assert [*own.push("<|channel|>analysis<|message|>Hm")] == [{"reasoning_content": "Hm"}]
     assert [*own.push(", so<|en")] == [{"reasoning_content": ", so"}]
     assert [*own.push("d|><|start|>assistant<|channel|>final<|message|>A")] == [{"content": "A"}]
 
 
-def test_an_answer_tells_reasoning_and_calls_whole_and_in_a_stream():
+def test_answers_have_reasoning_and_tool_calls_whole_and_streamed():
     model = SimpleNamespace(name="m", tool_call_parser="harmony", reasoning_parser=None,
                             special_tokens=frozenset())
     body = ChatRequest.model_validate({

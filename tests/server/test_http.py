@@ -1,4 +1,4 @@
-"""The HTTP layer: who may ask, how a request is framed, and which connections end."""
+"""The HTTP layer: access, request framing, and connection timeouts."""
 
 import asyncio
 import errno
@@ -40,14 +40,14 @@ PAGE = "http://app.test:3000"
 
 @pytest.fixture(scope="module")
 def impatient(case_tp1):
-    """A server with a key, short time limits, and pages of another origin."""
+    """A server with a key, short timeouts and an allowed origin."""
     with serving(case_tp1, "--api_key", "key-1", "--header_timeout", 1, "--write_timeout", 1,
                  "--allowed_origins", json.dumps([PAGE]), "--max_waiting", 400) as own:
         yield own
 
 
 def asked(server, method, path, body=None, **headers):
-    """A status, headers and a text; Host and Origin are as given."""
+    """Send a request with the given Host and Origin; return status, headers and text."""
     own = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
     headers = {name.replace("_", "-"): value for name, value in headers.items()}
     own.putrequest(method, path, skip_host="host" in headers)
@@ -114,7 +114,7 @@ def test_pages_of_allowed_origins_are_served_and_their_preflights_need_no_key(im
     assert "POST" in headers["access-control-allow-methods"]
     assert "authorization" in headers["access-control-allow-headers"]
     assert headers["access-control-allow-credentials"] is None
-    for key, expected in ((KEY, 200), ({}, 401)):  # a page reads why it is refused
+    for key, expected in ((KEY, 200), ({}, 401)):  # a page can read the reason
         status, headers, _ = asked(impatient, "POST", CHAT, BODY, origin=PAGE, **key)
         assert status == expected and headers["access-control-allow-origin"] == PAGE
     status, headers, _ = preflight(impatient, "http://evil.test")
@@ -138,7 +138,7 @@ def test_without_allowed_origins_there_is_no_cors(server):
     (("--ssl_certfile", "none.pem"), "'none.pem' cannot be used (No such file or directory)"),
     (("--ssl_certfile", __file__), "give a PEM certificate and its unencrypted key"),
     (("--ssl_certfile", "a", "--ssl_cert_reqs", "2"), "give their authorities by --ssl_ca_certs")])
-def test_an_option_that_cannot_be_is_refused_before_the_model_is_loaded(capsys, options, said):
+def test_invalid_options_are_refused_before_the_model_is_loaded(capsys, options, said):
     with pytest.raises(SystemExit) as caught:
         main(["serve", "nowhere", *options])
     assert caught.value.code == 2
@@ -160,7 +160,7 @@ def test_lists_are_json_or_have_commas(monkeypatch):
 
 
 def raw(server, *parts):
-    """All that is answered to these bytes, until the server closes."""
+    """Send bytes; return the response until the server closes."""
     with socket.create_connection(("127.0.0.1", server.port), 30) as own:
         for part in parts:
             own.sendall(part)
@@ -185,13 +185,12 @@ def head(*lines, method="POST", version="1.1"):
     (["Transfer-Encoding: chunked"], "1.0", "in an HTTP/1.0 request"),
     (["Transfer-Encoding: gzip, chunked"], "1.1", "not valid HTTP/1.1"),
     (["X : a"], "1.1", "not valid HTTP/1.1")])
-def test_a_head_that_two_servers_may_read_differently_is_refused(server, method, lines, version,
-                                                                 said):
+def test_ambiguous_request_heads_are_refused(server, method, lines, version, said):
     told = raw(server, head(*lines, method=method, version=version)
                + b"0\r\n\r\nGET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
     status, _, text = told.partition(b"\r\n\r\n")
     assert status.startswith(b"HTTP/1.1 400 ") and b"connection: close" in status, told
-    assert len(re.findall(rb"HTTP/1.1 \d", told)) == 1  # what follows is no request
+    assert len(re.findall(rb"HTTP/1.1 \d", told)) == 1  # the rest is not a request
     assert said in error_of(text)["message"]
 
 
@@ -216,7 +215,7 @@ def test_a_broken_chunk_in_the_middle_of_a_body_is_refused(server):
 
 
 def test_connections_that_send_no_request_are_closed(impatient):
-    """All of 200, whatever they have sent; another client is answered meanwhile."""
+    """All of 200 connections; another client is served meanwhile."""
     sound = head("Content-Length: 15", "Authorization: Bearer key-1") + b'{"prompt": "a"}'
     half = head("X-Never: ends")[:-2]
     kinds = ((b"",), (half,), (sound, half), (head("Content-Length: 1000000"), b"{"))
@@ -226,14 +225,14 @@ def test_connections_that_send_no_request_are_closed(impatient):
             own = stack.enter_context(socket.create_connection(("127.0.0.1", impatient.port), 30))
             first, *then = kinds[index % 4]
             own.sendall(first)
-            if then:  # what follows an answer, here also one that left a body unread
+            if then:  # keep-alive after a response, also with an unread body
                 assert own.recv(65536).startswith(b"HTTP/1.1 ")
                 own.sendall(then[0])
             idle.append(own)
         ended = threading.Event()
 
         def trickle():
-            """Send some of them a byte each time."""
+            """Send some of them one byte at a time."""
             while not ended.wait(0.3):
                 for index, own in enumerate(idle):
                     try:
@@ -255,7 +254,7 @@ def test_connections_that_send_no_request_are_closed(impatient):
 
 
 def stream_without_reading(server, body):
-    """A connection with a small buffer on which an answer is asked for."""
+    """Open a connection with a small buffer and request a stream."""
     own = socket.socket()
     own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     own.connect(("127.0.0.1", server.port))
@@ -270,8 +269,8 @@ def descriptors(server):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_does_not_read_holds_nothing_for_long(impatient, stream):
-    """More than the system buffers; the limit of a request, half an hour, is not what ends it."""
+def test_a_client_that_does_not_read_is_disconnected(impatient, stream):
+    """The output exceeds the system's buffers; the request limit of half an hour is not reached."""
     before, seen = descriptors(impatient), len(impatient.log)
     body = LONG | {"n": 64, "logprobs": 20, "stream": stream}
     with stream_without_reading(impatient, body):
@@ -281,7 +280,7 @@ def test_a_client_that_does_not_read_holds_nothing_for_long(impatient, stream):
                           for line in impatient.log[seen:]))
 
 
-def test_256_clients_that_leave_at_once_leave_nothing(impatient):
+def test_256_simultaneous_disconnects_leak_nothing(impatient):
     with ExitStack() as stack:
         for _ in range(256):
             stack.enter_context(stream_without_reading(impatient, LONG | {"stream": True, "n": 2}))
@@ -332,7 +331,7 @@ def test_an_abort_shows_in_the_gauges_while_a_step_still_runs(case_tp1, monkeypa
 
 @pytest.fixture(scope="module")
 def scarce(case_tp1):
-    """A server that may open 64 files and ends requests soon after a SIGTERM."""
+    """A server limited to 64 open files, with a short drain time after SIGTERM."""
     with serving(case_tp1, "--max_batch_size", 1, "--drain_timeout", 1, "--allowed_hosts",
                  "chat.test", descriptors=64) as own:
         yield own
@@ -354,7 +353,7 @@ def test_without_free_descriptors_connections_wait_and_the_log_stays_short(scarc
         assert asked(scarce, "GET", "/version", host=host)[0] == status
 
 
-def test_what_the_system_refuses_to_accept_is_tried_again(monkeypatch):
+def test_failed_accepts_are_retried(monkeypatch):
     monkeypatch.setattr(connection, "_RETRY", 0.01)
     warned = []
     monkeypatch.setattr(connection.LOGGER, "warning", lambda text, *given: warned.append(
@@ -389,8 +388,8 @@ def test_what_the_system_refuses_to_accept_is_tried_again(monkeypatch):
     assert warned == ["a connection cannot be accepted (Too many open files); further ones wait"]
 
 
-def test_what_the_server_ends_is_told_why_and_sighup_ends_nothing(scarce):
-    """The last of `scarce`: it ends."""
+def test_terminated_requests_get_a_reason_and_sighup_is_ignored(scarce):
+    """The last test of `scarce`, as it ends the server."""
     scarce.process.send_signal(signal.SIGHUP)
     request = urllib.request.Request(f"{scarce.url}/v1/completions",
                                      json.dumps(LONG | {"stream": True}).encode(),
@@ -412,7 +411,7 @@ def test_what_the_server_ends_is_told_why_and_sighup_ends_nothing(scarce):
     assert "Traceback" not in log and '"exception"' not in log
 
 
-# What is told.
+# Responses and logs.
 
 
 NAME = "a" * 5_000_000
@@ -427,14 +426,14 @@ NAME = "a" * 5_000_000
     (CHAT, BODY | {"tool_choice": {"function": {"name": NAME}}}, "which is none of tools"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": NAME}]}]}, "models here read text"),
     ("/" + NAME[:10_000], {}, "there is no /aaa")])
-def test_what_a_client_wrote_is_shortened_in_errors(server, path, body, said):
+def test_client_text_is_truncated_in_errors(server, path, body, said):
     _, _, answer = server.post(path, body)
     message = answer["error"]["message"]
     assert said in message and len(message) <= 1001, message
     assert len(answer["error"]["param"] or "") <= 64
 
 
-def test_what_a_client_wrote_is_shortened_in_the_log(server):
+def test_client_text_is_truncated_in_the_log(server):
     before = len(server.log)
     body = {"prompt": [5], "max_tokens": 1, **{f"{NAME[:9000]}{index}": 1 for index in range(99)}}
     status, headers, _ = server.post("/v1/completions", body)
@@ -446,7 +445,7 @@ def test_what_a_client_wrote_is_shortened_in_the_log(server):
     assert len(json.loads(own)["ignored"]) == 21 and json.loads(own)["ignored"][-1] == "…"
 
 
-def test_a_prompt_beyond_the_context_is_told_as_openai_does(server):
+def test_a_prompt_beyond_the_context_has_openai_s_error(server):
     word = "zq" * 200
     for path, body, param, said in (
             (CHAT, {"messages": [{"role": "user", "content": word}]}, "messages",
@@ -463,7 +462,7 @@ def test_a_prompt_beyond_the_context_is_told_as_openai_does(server):
     assert server.post("/v1/completions", {"prompt": [5] * 64})[0] == 200
 
 
-def test_a_completion_beyond_the_kv_cache_is_told_likewise(secure):
+def test_a_completion_beyond_the_kv_cache_has_openai_s_error(secure):
     server, context = secure
     with pytest.raises(urllib.error.HTTPError) as caught:
         over_tls(server, context, "/v1/completions", {"prompt": [5] * 40, "max_tokens": 60})
@@ -474,14 +473,14 @@ def test_a_completion_beyond_the_kv_cache_is_told_likewise(secure):
     over_tls(server, context, "/v1/completions", {"prompt": [5] * 40, "max_tokens": 9})
 
 
-def test_paths_that_vllm_has_are_there(server):
+def test_vllm_s_paths_exist(server):
     listed = json.loads(server.get("/v1/models"))
     assert json.loads(server.get("/v1/models/")) == listed and listed["data"][0]["id"] == "tiny"
     assert [asked(server, method, "/ping")[0] for method in ("GET", "POST")] == [200, 200]
     assert json.loads(server.get("/load")) == {"server_load": 0}
 
 
-def test_a_trace_is_in_the_log_and_in_the_answer(server):
+def test_trace_ids_are_in_the_log_and_the_response(server):
     status, headers, _ = server.post("/tokenize", {"prompt": "a"}, traceparent=TRACE)
     assert status == 200 and headers["traceparent"] == TRACE
     until(lambda: any(f'"traceparent": "{TRACE}"' in line for line in server.log))
@@ -503,7 +502,7 @@ def test_health_says_when_no_step_completes(case_tp1, monkeypatch):
                 return compute(step)
 
             monkeypatch.setattr(rank, "compute", stuck)
-            await asyncio.sleep(0.5)  # without work, nothing is missing
+            await asyncio.sleep(0.5)  # an idle server is healthy
             assert (await ask(app, "/health"))[0] == 200
 
             async def client():
@@ -530,7 +529,7 @@ def test_health_says_when_no_step_completes(case_tp1, monkeypatch):
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
-    """A certificate for localhost that signs itself, and its key."""
+    """A self-signed certificate for localhost, and its key."""
     path = tmp_path_factory.mktemp("tls")
     cert, key = path / "cert.pem", path / "key.pem"
     subprocess.run(["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt",
@@ -542,7 +541,7 @@ def certificate(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def secure(case_tp1, certificate):
-    """A server by HTTPS that asks for clients' certificates, and the context of a client."""
+    """An HTTPS server that requires client certificates, and a client's SSL context."""
     cert, key = certificate
     with serving(case_tp1, "--ssl_certfile", cert, "--ssl_keyfile", key, "--ssl_ca_certs", cert,
                  "--ssl_cert_reqs", 2, "--header_timeout", 1, "--kv_cache_tokens", 48) as own:
@@ -573,7 +572,7 @@ def test_https_is_served_to_clients_with_a_certificate(secure, certificate):
     assert "exception" not in "".join(server.log)
 
 
-def test_a_key_that_is_encrypted_is_refused_without_a_question(certificate, tmp_path):
+def test_an_encrypted_key_is_refused_without_a_prompt(certificate, tmp_path):
     cert, key = certificate
     encrypted = tmp_path / "key.pem"
     subprocess.run(["openssl", "pkey", "-in", key, "-aes256", "-passout", "pass:word", "-out",

@@ -1,4 +1,4 @@
-"""Several clients of one server: what one costs another, and what one learns of another."""
+"""Isolation of clients with separate API keys."""
 
 import json
 import urllib.request
@@ -20,7 +20,7 @@ MANY = {"prompt": [5, 6], "max_tokens": 60, "ignore_eos": True, "stream": True}
 
 @pytest.fixture(scope="module")
 def shared(case_tp1, tmp_path_factory):
-    """A server with two API keys, one of a file."""
+    """A server with two API keys, one from a file."""
     path = tmp_path_factory.mktemp("keys") / "keys"
     path.write_text("# of customers\n\nbeta:  key-b\n")
     with serving(case_tp1, "--max_batch_size", 2, "--max_waiting", 22, "--api_key", "key-a",
@@ -29,7 +29,7 @@ def shared(case_tp1, tmp_path_factory):
 
 
 def ask(server, key, **body):
-    """An answer's status, and its JSON."""
+    """Return a response's status and JSON."""
     status, _, answer = server.post("/v1/completions", {
         "prompt": PROMPT, "max_tokens": 2, "ignore_eos": True, **body},
         authorization=f"Bearer {key}")
@@ -45,7 +45,7 @@ def cached(server, key, path="/v1/completions", **body):
 
 
 def begun(server, key, n):
-    """A stream of n completions, whose first event is there."""
+    """Start a stream of n completions and wait for its first event."""
     request = urllib.request.Request(f"{server.url}/v1/completions", json.dumps(
         {**MANY, "n": n, "temperature": 1.0}).encode(),
         {"content-type": "application/json", "authorization": f"Bearer {key}"})
@@ -55,7 +55,7 @@ def begun(server, key, n):
 
 
 def value(server, name):
-    """A gauge of /metrics."""
+    """Return a gauge of /metrics."""
     return next(own.samples[0].value for own in
                 text_string_to_metric_families(server.get("/metrics")) if own.name == name)
 
@@ -67,7 +67,7 @@ def test_keys_share_no_prefix(shared):
     salted = prompt | {"cache_salt": "s"}
     assert cached(shared, "key-a", **salted) == 0 and cached(shared, "key-a", **salted) > 0
     assert cached(shared, "key-b", **salted) == 0
-    # Nor does a client get at another's by what the server makes of keys and salts.
+    # A client cannot reach another's blocks by imitating the server's salts.
     assert cached(shared, "key-b", **prompt | {"cache_salt": json.dumps(["1", "s"])}) == 0
 
 
@@ -83,20 +83,20 @@ def test_only_the_same_cache_salt_shares_a_prefix(server, path, body):
     assert status == 400 and answer["error"]["param"] == "cache_salt"
 
 
-def test_a_client_is_not_kept_waiting_by_one_request_of_another(shared):
-    """The larger one has all slots, and more completions than the server may hold."""
+def test_a_large_request_does_not_delay_another_client(shared):
+    """The larger one has all slots, and more completions than the server can hold."""
     with begun(shared, "key-a", 100) as stream:
         assert value(shared, "llmc:requests_inside") == 1
         assert value(shared, "llmc:sequences_inside") == 100
         assert ask(shared, "key-b")[0] == 200
-        assert value(shared, "llmc:sequences_inside") == 100  # the larger one goes on
+        assert value(shared, "llmc:sequences_inside") == 100  # the larger one continues
         status, answer = ask(shared, "key-a")
         assert status == 429 and "have 100 of at most" in answer["error"]["message"]
         stream.close()
     until(lambda: value(shared, "llmc:sequences_inside") == 0)
 
 
-def test_a_key_has_no_more_sequences_than_its_part(shared):
+def test_a_key_is_limited_to_its_share_of_sequences(shared):
     with begun(shared, "key-b", 12) as stream:
         status, answer = ask(shared, "key-b")
         assert (status, answer["error"]["message"]) == (
@@ -144,7 +144,7 @@ def test_keys_are_read_with_their_names(tmp_path):
         ServerLimits(max_seqs_per_key=0)
 
 
-def test_a_variable_has_one_key_a_line():
+def test_an_environment_variable_has_one_key_per_line():
     option = next(own for own in serve_command.params if own.name == "api_keys")
     with click.Context(serve_command) as context:
         for text, keys in (("my key", ("my key",)), ("a\nb", ("a", "b"))):
@@ -157,7 +157,7 @@ def test_all_sequences_of_a_request_count():
     assert ChatRequest(messages=[{"role": "user"}], n=4, use_beam_search=True).num_sequences == 4
 
 
-def test_a_gate_lets_each_key_have_one_request_and_then_counts_sequences():
+def test_every_key_gets_one_request_before_sequences_count():
     gate = AdmissionGate.of(ServerLimits(api_keys={"a": "1", "b": "2"}, max_waiting=16,
                                          max_seqs_per_key=14), 4)
     with gate.entered(12, "a"), gate.entered(2, "a"):

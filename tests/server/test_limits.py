@@ -1,4 +1,4 @@
-"""What a server does not put up with, and how it behaves meanwhile."""
+"""Limits of the server, and its behavior at them."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ KEY = {"authorization": "Bearer key-1"}
 
 
 def value(server, name):
-    """A number of /metrics; the sum over its labels."""
+    """Return a value of /metrics, summed over its labels."""
     found = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", server.get("/metrics"), re.M)
     return sum(map(float, found))
 
@@ -41,7 +41,7 @@ def is_idle(server):
         value(server, "vllm:kv_cache_usage_perc") == 0
 
 
-def test_without_the_key_there_is_nothing_but_health(strict):
+def test_only_health_is_served_without_the_key(strict):
     for given in (None, "Bearer key-2", "Bearer kéy", "key-1", "Basic key-1", "Bearer key-1 key-1"):
         headers = {"authorization": given} if given else {}
         for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/v1/nowhere"):
@@ -53,7 +53,7 @@ def test_without_the_key_there_is_nothing_but_health(strict):
     assert strict.post("/tokenize", {"prompt": "the"}, **KEY)[0] == 200
 
 
-def test_one_more_than_fits_is_told_to_come_again(strict):
+def test_requests_beyond_the_queue_get_429_with_retry_after(strict):
     with strict.client.completions.create(stream=True, **LONG) as stream:
         next(iter(stream))
         status, headers, body = strict.post("/v1/completions", {"prompt": [5]}, **KEY)
@@ -105,7 +105,7 @@ def test_a_malformed_body_is_refused(strict, body, status, said):
     assert "Traceback" not in json.dumps(answer) and ".py" not in json.dumps(answer)
 
 
-def test_what_is_no_json_by_its_type_is_refused(strict):
+def test_a_wrong_content_type_is_refused(strict):
     assert strict.post("/tokenize", {"prompt": "a"}, **KEY, **{"content-type": "text/plain"})[0] \
         == 415
 
@@ -114,7 +114,7 @@ def test_no_answer_names_a_path_of_this_machine(case_tp1, tmp_path):
     case = tmp_path / "secret" / "case"
     shutil.copytree(case_tp1, case)
     with serving(".", cwd=case) as server:
-        (case / "tokenizer" / "chat_template.jinja").unlink()  # which an error names
+        (case / "tokenizer" / "chat_template.jinja").unlink()  # named in an error
         for path, body in (("/v1/chat/completions", {"messages": [{"role": "a", "content": ""}]}),
                            ("/v1/completions", {"prompt": [9999]})):
             status, _, answer = server.post(path, body)
@@ -131,7 +131,7 @@ def test_the_log_is_json_with_a_request_s_id(case_tp1):
         _, headers, _ = server.post("/nowhere", {}, **{"x-request-id": "a b"})
         other = headers["x-request-id"]
         assert re.fullmatch("[0-9a-f]{32}", other)
-        server.get("/health")  # of which there are too many
+        server.get("/health")  # more than the limit
         code, rest = server.end()
         one, two, last = map(json.loads, rest.splitlines())
         assert code == 0 and last["message"] == "ended"
@@ -141,7 +141,7 @@ def test_the_log_is_json_with_a_request_s_id(case_tp1):
         assert (two["request_id"], two["status"]) == (other, 404)
 
 
-def test_sigterm_lets_requests_end(case_tp1):
+def test_sigterm_drains_requests(case_tp1):
     with serving(case_tp1, "--max_batch_size", 2) as server:
         stream = iter(server.client.completions.create(stream=True, **LONG | {"n": 20}))
         next(stream)
@@ -154,7 +154,7 @@ def test_sigterm_lets_requests_end(case_tp1):
         assert server.process.wait(10) == 0
 
 
-def test_what_does_not_end_in_time_is_ended(case_tp1):
+def test_requests_that_exceed_the_drain_time_are_ended(case_tp1):
     with serving(case_tp1, "--max_batch_size", 1, "--drain_timeout", 1) as server:
         stream = iter(server.client.completions.create(stream=True, **LONG))
         next(stream)
@@ -170,7 +170,7 @@ def test_1000_idle_connections_do_not_stop_others(server):
     try:
         for _ in range(1000):
             idle.append(socket.create_connection(("127.0.0.1", server.port), 5))
-        idle[0].sendall(b"POST /v1/comp")  # and says no more
+        idle[0].sendall(b"POST /v1/comp")  # without details
 
         async def main():
             async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x") as client:
@@ -185,14 +185,14 @@ def test_1000_idle_connections_do_not_stop_others(server):
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_an_address_that_is_taken_is_a_user_s_error(server, case_tp1):
+def test_an_address_in_use_is_a_user_error(server, case_tp1):
     with pytest.raises(AssertionError, match="cannot be had") as caught, \
             serving(case_tp1, "--port", server.port):
         pass
     assert "Traceback" not in str(caught.value)
 
 
-# As vLLM 0.32's loggers.py has them.
+# As in loggers.py of vLLM 0.32.
 VLLM = {"gauge": ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc",
                   "cache_config_info"],
         "counter": ["prefix_cache_queries", "prefix_cache_hits", "num_preemptions",
@@ -211,7 +211,7 @@ def test_metrics_have_vllm_s_names_types_and_labels(server):
     assert {name: own.type for name, own in told.items() if name.startswith("vllm:")
             and not name.endswith("_created")} == \
         {f"vllm:{name}": kind for kind, names in VLLM.items() for name in names}
-    for name, own in told.items():  # those of when each began, prometheus_client's, too
+    for name, own in told.items():  # including prometheus_client's _created series
         ended = {"finished_reason"} if name.startswith("vllm:request_success") else set()
         for sample in own.samples:
             if name != "vllm:cache_config_info":
@@ -241,7 +241,7 @@ def test_another_case_directory_takes_over_without_losing_a_request(case_tp1, ca
             assert client.completions.create(model="tiny", prompt=[5], max_tokens=2).choices
         assert [chunk.choices[0].finish_reason for chunk in stream].count("length") == 30
         assert client.completions.create(model="tiny", prompt=[5], max_tokens=2).choices
-        (case / "model_info.json").write_text("{")  # which is none: what is served stays
+        (case / "model_info.json").write_text("{")  # not a case directory: the served one is kept
         until(lambda: any("cannot be served" in line for line in server.log))
         assert client.completions.create(model="tiny", prompt=[5], max_tokens=2).choices
         assert server.end()[0] == 0

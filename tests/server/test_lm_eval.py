@@ -1,4 +1,4 @@
-"""lm-eval's loglikelihood tasks by the server and by `LLM.generate`, against its own `hf` model."""
+"""lm-eval's loglikelihood tasks on the server and on `LLM.generate` equal its `hf` model."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def smollm2(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
-    """A task of multiple choice, and one of whole passages."""
+    """A multiple-choice task and a rolling log-likelihood task."""
     root = tmp_path_factory.mktemp("tasks")
     os.environ["HF_DATASETS_OFFLINE"] = "1"
     rows = {"choice": [{"text": text, "choices": choices, "label": label}
@@ -57,7 +57,7 @@ def tasks(tmp_path_factory):
 
 
 def evaluate(model, tasks):
-    """The metrics, and each response: a log-probability, and whether it is greedy."""
+    """Return the metrics and responses: log-probabilities, and whether they are greedy."""
     result = lm_eval.simple_evaluate(model=model, tasks=tasks, log_samples=True, batch_size=4,
                                      bootstrap_iters=0)
     responses = [response[0] for name in ("choice", "passages")

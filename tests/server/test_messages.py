@@ -1,4 +1,4 @@
-"""/v1/messages: Anthropic's interface, by plain HTTP and the grammar of its events."""
+"""/v1/messages, Anthropic's API, through plain HTTP with checked event order."""
 
 import json
 import urllib.request
@@ -21,7 +21,7 @@ def ask(server, path="/v1/messages", **given):
 
 
 def events(server, **given):
-    """The events of a stream: names, and data of the same type."""
+    """Return a stream's events: names, and data of the same type."""
     request = urllib.request.Request(
         server.url + "/v1/messages", json.dumps({**ASK, "stream": True, **given}).encode(),
         {"content-type": "application/json"})
@@ -34,7 +34,7 @@ def events(server, **given):
 
 
 def gathered(told):
-    """The content that events build up, checked against their grammar."""
+    """Return the content of events after checking their order."""
     content, is_open = [], False
     assert told[0]["type"] == "message_start" and told[0]["message"]["content"] == []
     for own in told[1:-2]:
@@ -111,7 +111,7 @@ def test_tools_are_called_and_their_results_read(tool_case, tool_server):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_sequence_is_told(tool_server, stream):
+def test_the_stop_sequence_is_returned(tool_server, stream):
     given = dict(stop_sequences=["no", "c"], guided_choice=["abcd"])
     if stream:
         told = events(tool_server, **given)
@@ -133,14 +133,14 @@ def test_a_stop_sequence_is_told(tool_server, stream):
     (dict(tools=TOOLS, tool_choice={"type": "tool", "name": "g"}), 400, "which is none of tools"),
     (dict(n=2), 400, "n is not served"),
     (dict(mcp_servers=[{}]), 400, "mcp_servers is not served")])
-def test_errors_are_as_anthropic_has_them(tool_server, given, status, said):
+def test_errors_have_anthropic_s_format(tool_server, given, status, said):
     found, answer = ask(tool_server, **given)
     assert found == status and answer["type"] == "error"
     assert answer["error"]["type"] in ("invalid_request_error", "not_found_error")
     assert said in answer["error"]["message"]
 
 
-def test_a_key_is_taken_as_x_api_key(case_tp1):
+def test_x_api_key_is_accepted(case_tp1):
     with serving(case_tp1, "--api_key", "key-1", "--response_store_mb", 0) as own:
         for key, expected in (("key-1", 200), ("key-2", 401), ("", 401)):
             status, _, _ = own.post("/v1/messages/count_tokens", ASK, **{"x-api-key": key})

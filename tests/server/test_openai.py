@@ -1,4 +1,4 @@
-"""The `openai` client against a real process: what it gets is what LLM gives."""
+"""The `openai` client against a real server process gives LLM's results."""
 
 import asyncio
 import json
@@ -50,7 +50,7 @@ def test_chat_in_a_stream(client, llm):
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_without_a_limit_an_answer_goes_on_to_the_end_of_the_cache(client, llm):
+def test_without_max_tokens_an_answer_may_fill_the_cache(client, llm):
     answer = client.chat.completions.create(messages=MESSAGES, extra_body={"ignore_eos": True},
                                             **GREEDY)
     assert answer.usage.total_tokens == llm.manifest.dims.max_seq_len
@@ -86,7 +86,7 @@ def test_n_completions_with_a_seed(client, llm):
     dict(ignore_eos=True), dict(stop_token_ids=[40, 41]), dict(priority=3),
     dict(bad_words=["fox"]), dict(top_k=-1),
     dict(seed=9, typical_p=0.5), dict(user="someone", unknown=3)])
-def test_parameters_mean_what_they_mean_to_the_runtime(client, llm, params):
+def test_parameters_match_the_runtime_s(client, llm, params):
     given = dict(params)
     for name in ("priority", "user", "unknown"):
         given.pop(name, None)
@@ -103,7 +103,7 @@ def test_parameters_mean_what_they_mean_to_the_runtime(client, llm, params):
     assert answer.choices[0].finish_reason == expected.finish_reason
 
 
-def test_usage_tells_what_of_a_prompt_was_in_the_cache(client):
+def test_usage_reports_cached_prompt_tokens(client):
     prompt = [7 + index for index in range(40)]
     for again in (False, True):
         whole = client.completions.create(prompt=prompt, max_tokens=2, **GREEDY)
@@ -116,7 +116,7 @@ def test_usage_tells_what_of_a_prompt_was_in_the_cache(client):
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
-def test_a_token_ends_an_answer_and_is_told(client, llm, ignore_eos):
+def test_a_stop_token_is_returned(client, llm, ignore_eos):
     free = greedy(llm, [5, 6, 7], 12, ignore_eos=True)
     ends = free.token_ids[5]
     count = free.token_ids.index(ends) + 1
@@ -200,7 +200,7 @@ def test_beam_search_gives_all_beams_best_first(client, llm):
         assert got == texts
 
 
-def test_what_is_not_served_is_refused_by_name(client):
+def test_unsupported_parameters_are_refused_by_name(client):
     for name, value in (("suffix", "x"), ("best_of", 4), ("truncate_prompt_tokens", 1)):
         with pytest.raises(openai.BadRequestError, match=f"{name} is not served") as caught:
             client.completions.create(model="tiny", prompt="the", extra_body={name: value})
@@ -221,7 +221,7 @@ def test_what_is_not_served_is_refused_by_name(client):
     (dict(logit_bias={"5000": 1}), "token id 5000 is not in the vocabulary"),
     (dict(logit_bias=dict.fromkeys(map(str, range(20_000)), 1)), "give at most 16384"),
     (dict(extra_body={"bad_words": ["a"] * 1025}), "give at most 1024")])
-def test_what_is_wrong_is_a_bad_request(client, given, said):
+def test_invalid_requests_get_400(client, given, said):
     with pytest.raises(openai.BadRequestError, match=said):
         client.completions.create(**{"model": "tiny", "prompt": [5, 6], **given})
 
@@ -251,7 +251,7 @@ def test_paths_of_vllm_s_server(server, llm):
     assert status == 404 and told["error"]["message"] == "there is no /nowhere here"
 
 
-def test_many_at_once_get_what_they_get_alone(server, llm):
+def test_concurrent_requests_get_the_same_answers_as_alone(server, llm):
     prompts = [[5 + index, 9, 40] for index in range(16)]
     expected = [own.text for own in llm.generate(prompts, llmc.SamplingParams(max_tokens=20))]
 
@@ -284,7 +284,7 @@ def test_an_answer_follows_a_schema(client, given):
         assert {*json.loads(text)} == {"x", "y"}
 
 
-def test_answers_follow_other_guides(client):
+def test_answers_follow_regexes_choices_and_grammars(client):
     def text(**given):
         return client.completions.create(model="tiny", prompt=[5, 6], seed=2, max_tokens=40,
                                          extra_body=given).choices[0].text
@@ -299,7 +299,7 @@ def test_answers_follow_other_guides(client):
         text(response_format={"type": "json_schema"})
 
 
-def test_an_encoder_decoder_model_completes_what_its_encoder_reads(encoder_decoder):
+def test_an_encoder_decoder_model_serves_completions(encoder_decoder):
     _, _, cases = encoder_decoder("t5")
     case = cases["tp1"]
     with llmc.LLM(case) as llm:

@@ -1,4 +1,4 @@
-"""The description of the interface: whole, and what schemathesis makes of it does no harm."""
+"""The OpenAPI schema is complete, and schemathesis finds no undocumented responses."""
 
 import json
 
@@ -8,7 +8,7 @@ from server_load import malformed
 from llmc.server.protocol import ChatRequest
 
 
-def test_the_description_has_all_paths_and_fields(server):
+def test_the_openapi_schema_has_all_paths_and_fields(server):
     told = json.loads(server.get("/openapi.json"))
     assert {*told["paths"]} >= {"/v1/chat/completions", "/v1/completions", "/v1/responses",
                                 "/v1/models", "/tokenize", "/detokenize", "/health", "/metrics"}
@@ -23,7 +23,7 @@ def test_the_description_has_all_paths_and_fields(server):
     assert {own.split('"')[0] for own in found} <= {*schemas}
 
 
-def test_the_description_has_both_headers_of_a_key(server):
+def test_the_openapi_schema_has_both_key_headers(server):
     told = json.loads(server.get("/openapi.json"))
     assert told["components"]["securitySchemes"] == {
         "key": {"type": "http", "scheme": "bearer"},
@@ -32,7 +32,7 @@ def test_the_description_has_both_headers_of_a_key(server):
     assert "security" not in told["paths"]["/health"]["get"]
 
 
-def test_what_schemathesis_asks_is_answered_as_described(server):
+def test_schemathesis_requests_get_described_responses(server):
     pytest.importorskip("schemathesis", reason="needs the extra test-serve")
     found = malformed(server.url, seed=1, examples=8)
     assert found[200] >= 20 and found[400] >= 20, found

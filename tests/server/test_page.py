@@ -1,4 +1,4 @@
-"""The page for a person: one file, which needs nothing from elsewhere."""
+"""The chat page: one file without external resources."""
 
 import base64
 import hashlib
@@ -27,7 +27,7 @@ class Read(HTMLParser):
         assert self._open.pop() == tag
 
 
-def test_the_page_is_whole_and_speaks_with_its_server_alone(server):
+def test_the_page_is_self_contained(server):
     with urllib.request.urlopen(server.url) as response:
         policy, text = response.headers["content-security-policy"], response.read().decode()
     assert "default-src 'none'" in policy and "connect-src 'self'" in policy
@@ -64,7 +64,7 @@ def test_each_field_of_the_page_is_labeled_and_in_a_form(server):
         assert "label" in ancestors or attrs.get("aria-label"), attrs
 
 
-def test_what_the_page_asks_is_answered(server):
+def test_the_requests_of_the_page_are_served(server):
     text = server.get("/")
     names = set(re.findall(r'values\["([\w:]+)"\]', text))
     told = server.get("/metrics")

@@ -1,4 +1,4 @@
-"""The page at / in a browser: what a person does with it, and what it asks of whom."""
+"""The page at / in a browser: user interaction and its requests."""
 
 import json
 import re
@@ -23,7 +23,7 @@ def browser():
 
 @pytest.fixture
 def page(browser, server):
-    """The page, of which `asked` has the requests and `wrong` what its console said."""
+    """The page; `asked` has its requests, `wrong` its console messages."""
     own = browser.new_page()
     own.asked, own.wrong = [], []
     own.on("request", lambda request: own.asked.append(request))
@@ -38,7 +38,7 @@ def page(browser, server):
 
 
 def sees(page, place, text):
-    """Wait for a text. What playwright's wait_for_function does the page's policy forbids."""
+    """Wait for a text; the page's policy forbids playwright's wait_for_function."""
     from playwright.sync_api import expect
     expect(page.locator(place)).to_have_text(text)
 
@@ -54,19 +54,19 @@ def bodies(page):
 
 
 def answered(page, count=1):
-    """Wait for so many answers, each with what it took."""
+    """Wait for `count` answers with their token counts."""
     page.locator(".assistant .note").nth(count - 1).wait_for()
 
 
 def events(*deltas):
-    """The server-sent events of a completion."""
+    """Return the server-sent events of a completion."""
     chunks = [{"choices": [{"delta": delta}]} for delta in deltas]
     chunks.append({"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 2}})
     return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
 
 
 def echo(page):
-    """Answer each message with its own text, three characters a delta."""
+    """Echo each message, three characters per delta."""
     def answer(route):
         text = route.request.post_data_json["messages"][-1]["content"]
         pieces = [{"content": text[at:at + 3]} for at in range(0, len(text), 3)]
@@ -75,7 +75,7 @@ def echo(page):
 
 
 def rendered(page, text):
-    """The HTML of an answer after `echo`, without buttons and presentational attributes."""
+    """Return the HTML of an answer after `echo`, without buttons and presentational attributes."""
     page.click("#new")
     say(page, text)
     answered(page)
@@ -117,7 +117,7 @@ def test_an_answer_and_its_token_counts_are_shown(page):
     assert page.text_content("#send") == "Send" and page.wrong == []
 
 
-def test_knobs_and_the_conversation_are_sent(page):
+def test_sampling_controls_and_the_conversation_are_sent(page):
     knobs = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.05,
              "repetition_penalty": 1.1, "max_tokens": 5, "seed": 3}
     for name, value in knobs.items():
@@ -162,14 +162,14 @@ def test_an_error_is_shown_as_text(page):
     page.locator(".error").nth(1).wait_for()
     page.unroute("**/v1/chat/completions")
     page.fill("#max_tokens", "5")
-    page.fill("#temperature", "0")  # drawn tokens may all be without a text
+    page.fill("#temperature", "0")  # sampled tokens may all have empty text
     say(page, "the")
     answered(page)
 
 
 def test_an_answer_is_stopped(page, server):
     page.route("**/metrics", lambda route: route.abort())
-    page.route("**/v1/chat/completions", lambda route: None)  # it takes for ever
+    page.route("**/v1/chat/completions", lambda route: None)  # it never ends
     say(page, "go on")
     sees(page, "#send", "Stop")
     page.click("#new")
@@ -178,7 +178,7 @@ def test_an_answer_is_stopped(page, server):
 
 
 def break_off(page):
-    """Break the connection that `hold` streams over."""
+    """Break the connection of `hold`'s stream."""
     page.evaluate("window.stream.error(new TypeError('connection lost'))")
 
 
@@ -306,7 +306,7 @@ HOSTILE = [
 ]
 
 
-def test_a_model_s_text_makes_no_script_no_request_and_no_link_but_to_the_web(page):
+def test_model_text_cannot_inject_scripts_requests_or_links(page):
     echo(page)
     for text in HOSTILE:
         rendered(page, text)
@@ -381,7 +381,7 @@ def test_code_and_answers_are_copied(page, server):
     page.get_by_role("button", name="Copy answer").click()
     sees(page, ".assistant > button", "Copied")
     assert page.evaluate(read) == text
-    # Without the Clipboard API, as on a page served by plain HTTP from another machine.
+    # Without the Clipboard API, as on a page served by plain HTTP from another host.
     page.evaluate("Object.defineProperty(navigator, 'clipboard', "
                   "{value: undefined, configurable: true})")
     page.locator(".code button").click()

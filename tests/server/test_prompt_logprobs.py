@@ -1,5 +1,6 @@
-"""Log-probabilities of prompts by `echo` and `prompt_logprobs`: what LLM gives, in the forms of
-OpenAI's completions and of vLLM.
+"""Prompt log-probabilities by `echo` and `prompt_logprobs` equal LLM's.
+
+The formats are those of OpenAI's completions and of vLLM.
 """
 
 import json
@@ -118,14 +119,14 @@ def test_prompt_logprobs_in_vllms_form(client, llm):
     ({"prompt_logprobs": -1}, "prompt_logprobs: Input should be greater"),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs does not go with stream"),
     ({"prompt_logprobs": 1, "use_beam_search": True, "n": 2}, "does not go with beam_width 2")])
-def test_what_cannot_be_scored_is_a_bad_request(server, extra, said):
+def test_unscorable_prompts_get_400(server, extra, said):
     for path, body in (("/v1/completions", {"prompt": TEXT}),
                        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]})):
         status, _, told = server.post(path, {**body, "max_tokens": 2, **extra})
         assert status == 400 and said in told["error"]["message"]
 
 
-def test_a_request_has_only_so_many_log_probabilities(monkeypatch):
+def test_the_number_of_logprobs_per_request_is_limited(monkeypatch):
     monkeypatch.setattr(prompt_logprobs, "MAX_VALUES", 12)
     prompt_logprobs.check_values([[1] * 4], 2)
     prompt_logprobs.check_values([[1] * 400], None)
@@ -133,7 +134,7 @@ def test_a_request_has_only_so_many_log_probabilities(monkeypatch):
         prompt_logprobs.check_values([[1] * 4, [1] * 4], 1)
 
 
-def test_tokenizer_info_is_served_where_an_option_says_so(server, case_tp1):
+def test_tokenizer_info_is_served_with_an_option(server, case_tp1):
     assert server.post("/tokenizer_info", {})[0] == 404
     assert "/tokenizer_info" not in json.loads(server.get("/openapi.json"))["paths"]
     with serving(case_tp1, "--enable_tokenizer_info_endpoint") as own:

@@ -1,4 +1,4 @@
-"""Bodies of requests: null is not given, wherever a field is optional."""
+"""Request bodies: null means unset for every optional field."""
 
 import pytest
 
@@ -15,7 +15,7 @@ BODIES = {own.body for own in OPERATIONS if own.body is not None}
 
 
 @pytest.mark.parametrize("kind", sorted(BODIES, key=lambda own: own.__name__))
-def test_null_is_not_given(kind: type[Body]):
+def test_null_means_unset(kind: type[Body]):
     given = REQUIRED[kind.__name__]
     expected = kind.model_validate(given)
     optional = [name for name, field in kind.model_fields.items() if not field.is_required()]
@@ -24,7 +24,7 @@ def test_null_is_not_given(kind: type[Body]):
     assert read == expected and read.ignored == []
 
 
-def test_null_is_not_given_in_nested_fields():
+def test_null_means_unset_in_nested_fields():
     given = {"messages": [{"role": "user", "content": "a", "name": None, "tool_calls": None}],
              "stream_options": {"include_usage": None}, "tools": [
                  {"type": "function", "function": {"name": "f", "parameters": None}}]}
@@ -38,6 +38,6 @@ def test_null_is_allowed_by_the_described_schema():
         assert ({"type": "null"} in own.get("anyOf", ())) == (name != "messages"), name
 
 
-def test_null_is_no_value_of_a_required_field():
+def test_null_is_refused_for_a_required_field():
     with pytest.raises(ValueError, match="messages"):
         ChatRequest.model_validate({"messages": None})

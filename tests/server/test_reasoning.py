@@ -1,4 +1,4 @@
-"""Reasoning: split from an answer's text however it is cut, told by each interface."""
+"""Reasoning is split from the answer at any chunking, in every API."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ TOOL = {"type": "function", "function": {"name": "add"}}
     ("think", "", "<think></think>Yes.", "", "Yes."),
     ("mistral", "[/INST]", "[THINK]Hm.[/THINK]Yes.", "Hm.", "Yes."),
     ("seed_oss", "", "<seed:think>Hm.</seed:think>Yes.", "Hm.", "Yes.")])
-def test_reasoning_is_split_off_in_pieces_of_every_size(name, prompt, text, reasoning, content):
+def test_reasoning_is_split_at_every_chunk_size(name, prompt, text, reasoning, content):
     for size in range(1, len(text) + 2):
         parser = ReasoningParser(name, prompt)
         deltas = [delta for at in range(0, len(text), size)
@@ -40,7 +40,7 @@ def test_reasoning_is_split_off_in_pieces_of_every_size(name, prompt, text, reas
         assert (told, thought) == (content, reasoning), size
 
 
-def test_a_template_says_how_its_model_reasons():
+def test_a_template_selects_the_reasoning_parser():
     assert recognized_reasoning("{{ m.content.split('</think>')[-1] }}") == "think"
     assert recognized_reasoning("[THINK]") == "mistral" and recognized_reasoning("<a>") is None
 
@@ -73,7 +73,7 @@ PIECES = pieces_of(f"I add.\n</think>\n\nWait.\n{CALL}")
 MESSAGES = [{"role": "user", "content": "a"}]
 
 
-def test_a_chat_completion_tells_reasoning_content_and_calls():
+def test_a_chat_completion_has_reasoning_content_and_tool_calls():
     body = ChatRequest.model_validate({"messages": MESSAGES, "tools": [TOOL]})
     job = GenerationJob([[1]], body.sampling(99, None))
     whole = json.loads(asyncio.run(ChatAnswer(model(), body, job).json(batches(PIECES))))
@@ -87,7 +87,7 @@ def test_a_chat_completion_tells_reasoning_content_and_calls():
     assert calls[0]["function"]["arguments"] == '{"x": 1}'
 
 
-def test_a_response_has_reasoning_text_and_calls_as_items():
+def test_a_response_has_reasoning_and_tool_calls_as_items():
     body = ResponsesRequest.model_validate({"input": "a", "tools": [
         {"type": "function", "name": "add"}]})
     job = ResponseJob([[1]], body.sampling(99, None))
@@ -107,7 +107,7 @@ def test_a_response_has_reasoning_text_and_calls_as_items():
     assert [own["sequence_number"] for own in told] == [*range(len(told))]
 
 
-def test_a_message_has_thinking_text_and_calls_as_blocks():
+def test_a_message_has_thinking_and_tool_use_blocks():
     body = MessagesRequest.model_validate({
         "messages": MESSAGES, "max_tokens": 99, "tools": [{"name": "add", "input_schema": {}}]})
     job = GenerationJob([[1]], body.sampling(99, None))
@@ -120,7 +120,7 @@ def test_a_message_has_thinking_text_and_calls_as_blocks():
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 3
 
 
-def test_marks_are_shown_where_the_tokenizer_has_them_as_special_tokens():
+def test_special_reasoning_tokens_are_decoded():
     body = ChatRequest.model_validate({"messages": MESSAGES})
     params = body.sampling(9, None)
     assert not with_marks(model(), body, params).show_special_tokens
@@ -130,7 +130,7 @@ def test_marks_are_shown_where_the_tokenizer_has_them_as_special_tokens():
     assert with_marks(model(special=["<tool_call>"]), body, params).show_special_tokens
 
 
-def test_what_a_grammar_makes_is_content():
+def test_grammar_output_is_content():
     body = ChatRequest.model_validate({"messages": MESSAGES, "guided_regex": "a"})
     job = GenerationJob([[1]], body.sampling(9, None))
     whole = json.loads(asyncio.run(ChatAnswer(model(), body, job).json(batches(pieces_of("a")))))

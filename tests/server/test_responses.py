@@ -61,7 +61,7 @@ def test_a_response_follows_a_schema(client):
         assert isinstance(json.loads(answer.output_text)["x"], bool)
 
 
-def test_what_is_not_served_is_refused(client):
+def test_unsupported_fields_are_refused(client):
     for given in (dict(background=True), dict(extra_body={"n": 2}),
                   dict(tools=[{"type": "web_search"}])):
         with pytest.raises(openai.BadRequestError, match="is not served"):
@@ -99,7 +99,7 @@ def test_a_function_is_called(tool_server):
                                 tool_choice={"type": "function", "name": "g"})
 
 
-def test_a_call_s_events_are_what_the_client_s_stream_helper_takes(tool_server):
+def test_tool_call_events_suit_the_client_s_stream_helper(tool_server):
     text = '{"name": "f", "parameters": {"x": 3}} Done'
     with tool_server.client.responses.stream(input="a", **say(text)) as stream:
         events = [*stream]
@@ -191,7 +191,7 @@ def test_the_input_items_of_a_stored_response_are_listed(tool_server):
     assert client.responses.retrieve(last.id).id == last.id
 
 
-def test_input_items_that_cannot_be_listed_are_refused(tool_server):
+def test_invalid_input_item_queries_are_refused(tool_server):
     client = tool_server.client
     stored = client.responses.create(model="tiny", input="a", max_output_tokens=1)
     for given, wrong in ((dict(limit=0), "limit is '0'; give 1 to 100"),
@@ -213,7 +213,7 @@ def test_a_store_is_bounded_in_bytes_and_time():
     for number in range(4):
         store.put(answer_of(number, 100), [])
         if number == 2:
-            store.response("resp_0")  # used, so it is not the first to go
+            store.response("resp_0")  # recently used, so it is not evicted first
     assert store.bytes <= 1000
     for number, kept in ((0, True), (1, False), (2, True), (3, True)):
         if kept:

@@ -1,4 +1,4 @@
-"""What neither a model's chat template nor a request gets out of a server."""
+"""Chat templates and requests cannot extract secrets or paths from a server."""
 
 import hmac
 import json
@@ -21,13 +21,13 @@ CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "{{ 7 * 7 }}{% include '/etc/passwd' %}"}],
         "max_tokens": 1}
 KEY = {"authorization": "Bearer key-1"}
-# A path that begins in this machine's root; the server's own paths do not.
+# An absolute path of the host; the server's URL paths do not match.
 OF_THE_HOST = re.compile(rf"(?<![\w.<])/(?:{'|'.join(map(re.escape, os.listdir('/')))})(?![\w-])")
 
 
 @pytest.fixture(scope="module")
 def secret(case_tp1, tmp_path_factory):
-    """A server whose case directory is a test's to damage, and the case directory."""
+    """A server with a case directory that tests may damage, and the directory."""
     case = tmp_path_factory.mktemp("hidden") / "secret" / "case"
     shutil.copytree(case_tp1, case)
     with serving(case, "--api_key", "key-1", "--max_request_bytes", 20_000,
@@ -37,7 +37,7 @@ def secret(case_tp1, tmp_path_factory):
 
 @pytest.fixture
 def templated(secret):
-    """Called with a chat template: the answer to a chat."""
+    """Factory by chat template: the response to a chat."""
     server, case = secret
     path = case / read_manifest(case).tokenizer.chat_template
     before = path.read_text()
@@ -51,7 +51,7 @@ def templated(secret):
 
 
 def assert_hides(text, case):
-    """No path of this machine is in it, and nothing of Python's."""
+    """Assert that a text has no paths of the host and no Python internals."""
     for own in (case, case.parent, "secret", Path.home(), *site.getsitepackages(), "Traceback",
                 "root:x:0"):
         assert str(own) not in text, text
@@ -107,7 +107,7 @@ def test_a_chat_template_stays_in_its_sandbox(secret, templated, template, reaso
     assert templated("{{ messages[0].content }}")[0] == 200
 
 
-def test_what_a_client_writes_is_no_template(secret, templated):
+def test_client_text_is_not_evaluated_as_a_template(secret, templated):
     server, _ = secret
     text = BODY["messages"][0]["content"]
     templated("{{ messages[0].content }}")
@@ -116,7 +116,7 @@ def test_what_a_client_writes_is_no_template(secret, templated):
     assert told == plain
     status, _, answer = server.post(CHAT, BODY | {"chat_template": "{{ 1 }}"}, **KEY)
     assert status == 400 and "chat_template is not served" in answer["error"]["message"]
-    # Variables of the template, but none that stand in the way of its own.
+    # Variables of the template, except ones that would shadow built-in ones.
     status, _, answer = server.post("/tokenize", {
         **BODY, "chat_template_kwargs": {"messages": [], "raise_exception": "x"}}, **KEY)
     assert status == 200 and answer["tokens"] == plain
@@ -125,7 +125,7 @@ def test_what_a_client_writes_is_no_template(secret, templated):
 @pytest.mark.parametrize("verdict", [False, True])
 @pytest.mark.parametrize("given", ["key-1", "key-2", "k", "", "key-1key-1", "kéy-1", "ключ"])
 @pytest.mark.parametrize("key", ["key-1", "kéy-1"])
-def test_a_comparison_in_constant_time_alone_decides_about_a_key(monkeypatch, key, given, verdict):
+def test_keys_are_compared_in_constant_time(monkeypatch, key, given, verdict):
     compared = []
     monkeypatch.setattr(hmac, "compare_digest", lambda *both: compared.append(both) or verdict)
     check = ServerLimits(api_keys={"1": key}).check_key
@@ -134,10 +134,10 @@ def test_a_comparison_in_constant_time_alone_decides_about_a_key(monkeypatch, ke
     else:
         with pytest.raises(ApiError, match="the API key is missing or wrong"):
             check("/tokenize", b"Bearer " + given.encode())
-    assert compared == [(given.encode(), key.encode())]  # bytes, which need not be ASCII
+    assert compared == [(given.encode(), key.encode())]  # bytes, not necessarily ASCII
 
 
-def test_a_key_of_any_bytes_opens():
+def test_a_key_may_have_any_bytes():
     for key in ("key-1", "kéy-1", os.fsdecode(b"key-\xff")):
         check = ServerLimits(api_keys={"1": key}).check_key
         check("/tokenize", b"Bearer " + os.fsencode(key))
@@ -147,7 +147,7 @@ def test_a_key_of_any_bytes_opens():
 
 
 def raw(server, request):
-    """What is answered to these bytes."""
+    """Send bytes; return the response."""
     with socket.create_connection(("127.0.0.1", server.port), 10) as own:
         own.sendall(request)
         own.shutdown(socket.SHUT_WR)
@@ -172,7 +172,7 @@ def test_no_answer_names_a_path_of_the_host(secret):
         try:
             told = urllib.request.urlopen(request).read().decode()
         except urllib.error.HTTPError as error:
-            told = error.read().decode().replace(name, "")  # the client's own words
+            told = error.read().decode().replace(name, "")  # text of the client
             seen.setdefault(error.code, []).append(told)
         assert_hides(told, case)
     completion = {"prompt": [5], "max_tokens": 1}

@@ -1,4 +1,4 @@
-"""Tool parsers: each family's texts, cut into pieces of every size, against what they say."""
+"""Tool parsers: the texts of each family, in chunks of every size, give the expected calls."""
 
 import json
 
@@ -49,7 +49,7 @@ def seed(name, **arguments):
 
 
 def dsml(*calls, section="function_calls"):
-    """Calls of (name, arguments), as DeepSeek's encoder writes them."""
+    """Encode calls (name, arguments) as DeepSeek does."""
     def parameter(key, value):
         text = value if (own := isinstance(value, str)) else json.dumps(value)
         return (f'<｜DSML｜parameter name="{key}" string="{json.dumps(own)}">{text}'
@@ -62,7 +62,7 @@ def dsml(*calls, section="function_calls"):
 
 
 def dsml_body(body):
-    """A call of `get_weather` whose arguments are a given text."""
+    """Return a call of `get_weather` with the given argument text."""
     return (f'<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n{body}\n'
             f"</｜DSML｜invoke>\n</｜DSML｜function_calls>")
 
@@ -100,7 +100,7 @@ TEXTS = [
      '<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call>!', []),
     ("hermes", "<tool_call>\nno\n</tool_call>", "<tool_call>\nno\n</tool_call>", []),
     ("hermes", 'Hm \n<tool_call>\n{"name": "ad', 'Hm \n<tool_call>\n{"name": "ad', []),
-    # No arguments, and arguments as a text.
+    # No arguments, and arguments as text.
     ("hermes", '<tool_call>{"name": "now"}</tool_call>', "", [NOW]),
     ("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_call>', "", [NOW]),
     ("hermes", '<tool_call>{"arguments": "", "name": "now"}</tool_call>', "", [NOW]),
@@ -108,7 +108,7 @@ TEXTS = [
                '</tool_call>', "", [OSLO]),
     ("hermes", '<tool_call>{"id": [1, "}"], "name": "now", "arguments": "no"}</tool_call>', "",
      [("now", "no")]),
-    # Calls that do not end as they should.
+    # Malformed calls.
     ("hermes", '<tool_call>{"name": "now", "arguments": {}}<tool_call>{"name": "get_weather", '
                '"arguments": {"city": "Oslo"}}</tool_call>', "", [NOW, OSLO]),
     ("hermes", '<tool_call>{"name": "now", "arguments": {}} And here is it.', " And here is it.",
@@ -199,7 +199,7 @@ def read(parser, pieces):
 
 
 @pytest.mark.parametrize(("parser", "text", "content", "calls"), TEXTS)
-def test_a_text_says_the_same_in_pieces_of_every_size(parser, text, content, calls):
+def test_parsing_is_independent_of_chunk_sizes(parser, text, content, calls):
     parser = TOOL_PARSERS.get(parser, parser)
     for size in range(1, len(text) + 2):
         tools, deltas = read(parser, [text[at:at + size] for at in range(0, len(text), size)])
@@ -228,7 +228,7 @@ STREAMED = [
 
 
 @pytest.mark.parametrize(("parser", "text", "arguments"), STREAMED)
-def test_arguments_are_told_before_a_call_is_whole(parser, text, arguments):
+def test_arguments_are_streamed_before_a_call_is_complete(parser, text, arguments):
     tools = TOOL_PARSERS[parser](TOOLS)
     first, *others = tools.push(text)
     call, = first["tool_calls"]
@@ -237,7 +237,7 @@ def test_arguments_are_told_before_a_call_is_whole(parser, text, arguments):
     assert all(own["tool_calls"][0]["index"] == 0 for own in others)
 
 
-def test_ids_are_those_that_a_family_s_template_takes():
+def test_call_ids_match_the_family_s_template():
     def first_id(parser, text):
         return merged(read(TOOL_PARSERS[parser], [text])[1])[1][0]["id"]
 
@@ -256,7 +256,7 @@ def test_ids_are_those_that_a_family_s_template_takes():
     ('"a"', {"string", "null"}, '"\\"a\\""'), ("NaN", {"number"}, '"NaN"'),
     ("123456789012345678901", {"integer"}, "123456789012345678901"),
     ("[" * 10_000, {"array"}, json.dumps("[" * 10_000)), ("{1: {2}}", {"object"}, '"{1: {2}}"')])
-def test_an_argument_s_text_becomes_the_type_that_the_schema_allows(text, types, expected):
+def test_argument_text_is_converted_to_the_schema_s_type(text, types, expected):
     assert typed(text, types) == expected
 
 

@@ -1,4 +1,4 @@
-"""Calls of tools: forced by a grammar, found in what a model says, told as OpenAI does."""
+"""Tool calls: forced by a grammar, parsed from the output, returned as in OpenAI's API."""
 
 import json
 import re
@@ -29,11 +29,11 @@ from llmc.server.tool_parsers import TOOL_PARSERS, recognized_parser
     ("<minimax:tool_call><invoke name=", "minimax_m2"), ("[TOOL_CALLS] [", "mistral"),
     ("<|tool_calls_section_begin|><|tool_call_begin|>", "kimi_k2"),
     ("<|header_start|>{{ m.tool_calls }}", "llama4_pythonic"),
-    ("<|python_start|>{{ m }}<|python_end|>", None),  # code, as nanochat's
+    ("<|python_start|>{{ m }}<|python_end|>", None),  # code, as in nanochat
     ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>", "deepseek_v31"),
     ("<｜tool▁calls▁begin｜>function<｜tool▁sep｜>f\n```json\n", "deepseek_v3"),
     ("<|start|>system<|message|>…<|channel|>analysis", "harmony")])
-def test_a_template_says_how_its_model_calls_tools(template, parser):
+def test_a_template_selects_the_tool_parser(template, parser):
     assert recognized_parser(template) == parser
 
 
@@ -45,7 +45,7 @@ TEMPLATES = Path(__file__).parents[1] / "chat_templates"
     ("deepseek_v3.2", "deepseek_v32"), ("glm4.5", "glm45"), ("gpt_oss", "harmony"),
     ("mixtral_tools", "mistral"), ("qwen2.5", "hermes"), ("seed_oss", "seed_oss"),
     ("zephyr", None)])
-def test_a_family_s_template_chooses_its_parser(name, parser):
+def test_a_family_s_template_selects_its_parser(name, parser):
     template = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
     assert recognized_parser(template) == parser
 
@@ -63,7 +63,7 @@ def caller(tool_server):
 
 
 def ask(client, stream, **given):
-    """The content, the calls and the reason."""
+    """Return the content, the tool calls and the finish reason."""
     answer = client.chat.completions.create(stream=stream, **{**ASK, **given})
     if not stream:
         choice, = answer.choices
@@ -93,7 +93,7 @@ def test_a_call_is_forced(caller, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_call_is_found_in_what_a_model_says(caller, stream):
+def test_a_tool_call_is_parsed_from_the_output(caller, stream):
     def say(text):
         return dict(extra_body={"guided_choice": [text]})
 
@@ -104,7 +104,7 @@ def test_a_call_is_found_in_what_a_model_says(caller, stream):
         ('{"name": "f"}', [], "stop")
 
 
-def test_tools_that_cannot_be_called_are_refused(caller, client):
+def test_invalid_tools_are_refused(caller, client):
     with pytest.raises(openai.BadRequestError, match="tool_choice names 'g', which is none of"):
         ask(caller, False, tool_choice={"type": "function", "function": {"name": "g"}})
     with pytest.raises(openai.BadRequestError, match="tool_choice is required, but there are no"):
@@ -178,13 +178,13 @@ def test_tools_that_are_not_allowed_are_not_called(caller, mode):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_forced_call_that_is_cut_is_no_content(caller, stream):
+def test_a_truncated_forced_call_is_not_content(caller, stream):
     assert ask(caller, stream, tool_choice="required", max_tokens=3) == (
         None if stream else "", [], "length")
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_one_call_is_told_where_calls_are_not_parallel(caller, stream):
+def test_one_call_is_returned_without_parallel_tool_calls(caller, stream):
     text = '{"name": "f", "parameters": {"x": 3}}; {"name": "f"}'
     for parallel in (False, True):
         _, calls, _ = ask(caller, stream, parallel_tool_calls=parallel, max_tokens=60,

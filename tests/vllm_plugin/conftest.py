@@ -1,4 +1,4 @@
-"""llmc inside vLLM, on SmolLM2; `make test-vllm` compiles it, and has a venv with vLLM."""
+"""Fixtures for llmc inside vLLM, on SmolLM2; run by `make test-vllm`."""
 
 import os
 from importlib.util import find_spec
@@ -12,7 +12,7 @@ os.environ["VLLM_NO_USAGE_STATS"] = "1"
 
 @pytest.fixture(scope="session")
 def prompts():
-    """Token ids: of many lengths, some with beginnings in common."""
+    """Token ids of many lengths, some with a shared prefix."""
     import numpy as np
 
     rng = np.random.default_rng(0)

@@ -1,6 +1,6 @@
 """`vllm serve CASE_DIR` on several hosts: ranks and replicas, over Ray and without.
 
-The hosts are folders: a path below HERE leads the processes of each to files of its own.
+The hosts are folders: a path below HERE gives the processes of each host separate files.
 """
 
 import json
@@ -32,7 +32,7 @@ MAX_TOKENS = 16
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory):
-    """Three hosts with a case directory of tp_size 2: of chip 0, of chip 1, and of neither."""
+    """Three hosts of a case directory of tp_size 2: with chip 0, with chip 1, with neither."""
     root = tmp_path_factory.mktemp("hosts")
     for name, absent in (("0", ["chip1"]), ("1", ["chip0"]), ("none", ["chip0", "chip1"])):
         shutil.copytree(case(2), root / name / "case", ignore=shutil.ignore_patterns(*absent))
@@ -41,7 +41,7 @@ def hosts(tmp_path_factory):
 
 @contextmanager
 def ray_nodes(*nodes):
-    """The address of a Ray cluster of these nodes, each a host and its number of CPUs."""
+    """Start a Ray cluster of these nodes, each a host and its number of CPUs; yield its address."""
     cluster, cwd = Cluster(), os.getcwd()
     try:
         for host, num_cpus in nodes:

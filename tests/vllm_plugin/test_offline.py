@@ -1,4 +1,4 @@
-"""`vllm.LLM(CASE_DIR)`: what vLLM schedules is what llmc computes."""
+"""`vllm.LLM(CASE_DIR)`: llmc computes vLLM's schedules."""
 
 import json
 import math
@@ -39,7 +39,7 @@ def metric(llm, name):
     return next(own.value for own in llm.get_metrics() if own.name == name)
 
 
-def test_tokens_are_llmc_s_own(llm, prompts):
+def test_tokens_equal_those_of_llmc(llm, prompts):
     assert_own(1, prompts, greedy(llm, prompts), MAX_TOKENS)
 
 

@@ -1,4 +1,4 @@
-"""A vLLM that is given another model stays as it is; options that are not for llmc are refused."""
+"""vLLM with other models is unchanged; unsupported options are refused."""
 
 import json
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ from llmc_vllm.sequences import Sequences
 
 @pytest.fixture
 def other_model(tmp_path):
-    """A Llama as vLLM knows them, without weights."""
+    """A Llama config for vLLM, without weights."""
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
               "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
               "intermediate_size": 128, "vocab_size": 300, "max_position_embeddings": 128}
@@ -83,7 +83,7 @@ def test_a_broken_case_directory_is_told_as_llmc_tells_it(tmp_path):
         EngineArgs(str(tmp_path)).create_engine_config()
 
 
-# What scheduling on a CPU does not show: vLLM's other model runner, and engines on GPUs.
+# Cases not covered by scheduling on a CPU: vLLM's other model runner, and GPU engines.
 
 
 def sequences(**limits):
@@ -103,7 +103,7 @@ def new(request_id, prompt, blocks, computed=0, tokens=None):
 
 
 def scheduled(counts, *begin, go_on=(), resumed=(), finished=(), preempted=()):
-    """`go_on`: request, new blocks, computed."""
+    """Return a scheduler output; `go_on` has request, new blocks and computed tokens."""
     ids, blocks, computed = zip(*go_on, strict=True) if go_on else ((), (), ())
     return SimpleNamespace(
         num_scheduled_tokens=counts, scheduled_new_reqs=list(begin), finished_req_ids=set(finished),

@@ -1,4 +1,4 @@
-"""`vllm serve CASE_DIR`: a process, and the `openai` package's client of it."""
+"""`vllm serve CASE_DIR` through the `openai` client."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor

@@ -17,7 +17,7 @@ using namespace device;
 
 constexpr int kWarps = 4;
 constexpr int kMinKeysPerSplit = 64,
-              kEnoughBlocks = 264;  // keys per split; from so many blocks on KV is not split
+              kEnoughBlocks = 264;  // keys per split; from kEnoughBlocks blocks on KV is not split
 
 // Zeros the values between a sequence's last position and the next multiple of kPrefillUnit, for
 // some KV heads: they get weight 0, and 0 * NaN is NaN. Decoding does not read them.

@@ -51,7 +51,7 @@ __device__ __forceinline__ int own_from(const AttentionParams& p, int sequence, 
 }
 
 // The blocks of prefix_attention() have kPrefixRows query rows of one KV head, whole tokens. If
-// these do not fill all SMs, the prefix is split, and each split has blocks of its own.
+// these do not fill all SMs, the prefix is split, and each split has separate blocks.
 constexpr int kPrefixRows = 128, kPrefixBlocks = 132, kMaxPrefixSplits = 16, kPrefixKeys = 64;
 __host__ __device__ __forceinline__ int prefix_blocks(const AttentionParams& p) {
   const int tokens = kPrefixRows / (p.num_heads / p.num_kv_heads);

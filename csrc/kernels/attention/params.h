@@ -77,7 +77,7 @@ cudaError_t prefix_attention(DType dtype, const AttentionParams& params, cudaStr
 // (bench/attention_gpu.py).
 bool has_prefill_sm90(DType dtype, const AttentionParams& params);
 
-// Sequence lengths for a library's kernel, for `rows` rows of which the last may be empty: the
+// Sequence lengths for a library's kernel, for `rows` rows, the last ones possibly empty: the
 // query offset in elements (starts [rows + 1]), the number of new tokens, and the number of all
 // tokens ([rows] each). Also zeroes the cached values between a sequence's last position and the
 // next multiple of 128, in the blocks that the table has there: these values get weight 0, and 0 *

@@ -5,8 +5,8 @@
 // the tensor cores the other computes its softmax, and within a warpgroup the PV of a tile overlaps
 // the softmax of the next. Reads the visible keys and values once per block.
 //
-// A prefix shared by decoding sequences is handled the same way: whole tokens of any sequences, all
-// of which see all of it. decode_kernel merges the partial results. The host does not know the
+// A prefix shared by decoding sequences is handled the same way: whole tokens of any sequences; all
+// see all of it. decode_kernel merges the partial results. The host does not know the
 // prefix, so there are blocks for all sequences of a step and for the maximum number of splits.
 #include <algorithm>
 

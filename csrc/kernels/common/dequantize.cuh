@@ -222,7 +222,7 @@ __device__ __forceinline__ void prefetch_l2(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }
 
-// The zero of groups that have none of their own.
+// The zero point of groups without a stored one.
 template <CodeType kCodeType>
 constexpr int kDefaultZero = kCodeType == CodeType::kInt4   ? 8
                              : kCodeType == CodeType::kInt8 ? 128

@@ -1,10 +1,10 @@
 // y = act(x * weight^T + bias) + residual for few rows of x, both in FP8 with a scale per row:
 // packed_gemv.cu without groups, so only whole sums are scaled.
 //
-// A warp takes kM tiles at once, each 16 weight rows, of which a thread has rows g and g + 8. A
+// A warp takes kM tiles at once, each 16 weight rows. A thread has rows g and g + 8. A
 // vector is 64 bytes of a row, a quarter of them each thread's, and two mma. The mma is float16,
 // which represents FP8 exactly; one instruction converts two codes. x is in the column order of a
-// repacked weight. kVectors vectors are a chunk, of which stages() per warp are always in flight to
+// repacked weight. kVectors vectors are a chunk; stages() of them per warp are in flight to
 // shared memory, past L1. Reads out * in bytes of weights once, and x once per kM tiles; writes y.
 //
 // Up to kQuantizedRows rows of x in T are quantized by each block itself, while its first weights

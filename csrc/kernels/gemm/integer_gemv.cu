@@ -6,7 +6,7 @@
 // two columns of the operand as two bytes, so 8 columns hold four rows of x, and integer sums are
 // exact. Each block quantizes x itself, to shared memory, while its first weights are in flight.
 //
-// A warp takes 16 kM weight rows, of which a thread has rows g, g + 8, .. A vector is 64 bytes of a
+// A warp takes 16 kM weight rows. A thread has rows g, g + 8, ... A vector is 64 bytes of a
 // row, a quarter of them each thread's. The warps of a block take vectors in turn. Vectors and
 // their scales are in flight stages() ahead.
 //

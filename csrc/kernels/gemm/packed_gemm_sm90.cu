@@ -6,9 +6,9 @@
 // operand are from the low half of the tile and the others from the high half, so that a thread has
 // gates and their ups. The producer warpgroup has a warp that copies weights by TMA, one that
 // copies x, and kPermuteWarps that permute x in shared memory to the column order of the codes
-// (common/dequantize.cuh), a stage each. Of a stage's columns thread t has a quarter, of which
-// eight adjacent ones are two wgmma steps, in pairs; wgmma expects one pair of every eight. For
-// more than 128 rows a kernel of its own permutes x once.
+// (common/dequantize.cuh), a stage each. Thread t has a quarter of a stage's columns.
+// Eight adjacent ones are two wgmma steps, in pairs; wgmma expects one pair of every eight. For
+// more than 128 rows a separate kernel permutes x once.
 //
 // A whole tile goes from registers to y. If tiles are few, the blocks of a cluster split K of a
 // tile, and each reduces some of its outputs over distributed shared memory. If neither fills the
@@ -36,13 +36,13 @@ constexpr int kEpilogueStride = kOperandRows + 4;  // floats between rows of x i
 constexpr uint32_t kMaxSmem = 232448;              // bytes
 constexpr int kMaxClusterSize = 8;                 // blocks that split K of a tile
 constexpr int kScaledSumTokens =
-    32;  // up to so many rows of x, sums of a stage are scaled instead of weights
+    32;  // up to this number of rows of x, sums of a stage are scaled instead of weights
 constexpr int kPermuteWarps = 2;  // warps that permute x
 // Costs in stages: of reducing a tile in a cluster, of a stream-K reduction through memory, and for
 // many rows of each wave of clusters.
 constexpr int kClusterReduceCost = 3, kStreamKReduceCost = 16, kClusterWaveCost = 10;
 
-// Whether x is permuted by a kernel of its own: for so many rows it takes too long between wgmma.
+// Whether a separate kernel permutes x: with more rows it takes too long between wgmma.
 template <int kTokens>
 constexpr bool kPermutedInput = kTokens > 128;
 // Weight rows of a tile, consumer warpgroups, and operands of a warpgroup. More accumulators leave

@@ -1,7 +1,7 @@
 // y = act(norm(x) * weight^T + bias) + residual for few rows of x and quantized weights: gemv.cu
 // with less to read and more to compute.
 //
-// A warp takes kM tiles at once, each 16 weight rows, of which a thread has rows g and g + 8. A
+// A warp takes kM tiles at once, each 16 weight rows. A thread has rows g and g + 8. A
 // vector is 64 bytes of a row, a quarter of them each thread's; a step is two mma for 8 columns of
 // each thread. Codes become 16-bit pairs in registers. The tensor core sums a group of columns, and
 // the group's scale multiplies the sum in float32. Integer codes are taken four bits at a time,

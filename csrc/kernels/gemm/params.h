@@ -65,7 +65,7 @@ bool has_float16_gemv(const GemvParams& params);
 cudaError_t float16_gemv(DType dtype, const GemvParams& params, cudaStream_t stream);
 
 // wgmma GEMM for few rows: 16-bit weights, FP8 weights with FP8 x, or 4-bit weights. The last takes
-// a norm_weight but no row_sums. At most so many rows:
+// a norm_weight but no row_sums. Maximum numbers of rows:
 constexpr int kSmallGemmRows = 24, kSmallGemmFloat8Rows = 32, kSmallGemmPackedRows = 16;
 bool has_small_gemm_sm90(DType dtype, const GemvParams& params);
 cudaError_t small_gemm_sm90(DType dtype, const GemvParams& params, cudaStream_t stream);

@@ -17,8 +17,8 @@ using namespace sm90;
 
 constexpr int kWarps = 4, kConsumerThreads = kWarps * 32;
 constexpr int kStepBytes = 32;  // of a row, per wgmma
-constexpr int kExactStages =
-    4;  // FP8 stages between float32 additions: the tensor core accumulates FP8 with fewer bits
+// FP8 stages between float32 additions: the tensor core accumulates FP8 with reduced precision.
+constexpr int kExactStages = 4;
 
 template <typename E, int kTokens, bool kGated>
 struct StageLayout {

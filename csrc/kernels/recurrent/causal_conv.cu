@@ -25,8 +25,8 @@ __device__ __forceinline__ int sequence_of_token(const CausalConvParams& p, int 
   return low;
 }
 
-// Filter coefficients of a channel, that of the current token last; taps beyond kernel_size are
-// zero and come first.
+// Filter coefficients of a channel, that of the current token last. Those beyond kernel_size
+// are zero and come first.
 template <typename T, int kTaps, int kWidth>
 struct FilterTaps {
   float factor[kWidth][kTaps], bias[kWidth];
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kThreads) conv_kernel(CausalConvParams p) {
   }
 }
 
-// The new state of a sequence: its last tokens, some of which may come from the old state. With
+// The new state of a sequence: its last tokens, some possibly from the old state. With
 // kSingle, sequences have one token each, and y is computed too.
 template <typename T, int kTaps, int kWidth, bool kSingle>
 __global__ void __launch_bounds__(kThreads) conv_state_kernel(CausalConvParams p) {

@@ -21,7 +21,7 @@ __host__ __device__ int per_thread(int vocab) {
   return (vocab + kThreads * kVec<T> - 1) / (kThreads * kVec<T>)*kVec<T>;
 }
 
-// kRanked: prompt tokens, with counts of their own, and with ranks.
+// kRanked: prompt tokens, with separate counts, and with ranks.
 template <typename T, bool kRanked>
 __global__ void __launch_bounds__(kThreads) logprobs_kernel(LogprobsParams p) {
   extern __shared__ uint64_t near[];  // [kTopLogprobs * per_thread]

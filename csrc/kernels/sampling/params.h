@@ -12,7 +12,7 @@
 namespace llmc::kernels {
 
 // Installs sequences in slots: states[slots[i]] = given[i]. If the slot keeps a history, it starts
-// with tokens[starts[i]:starts[i + 1]], the first prompts[i] of which are the prompt.
+// with tokens[starts[i]:starts[i + 1]], whose first prompts[i] tokens are the prompt.
 struct AdmitParams {
   SlotState* states;
   const SlotState* given;          // [count]
@@ -67,9 +67,9 @@ struct CacheBlocks {
 cudaError_t copy_blocks(const CacheBlocks* caches, int num_caches, const int32_t* pairs,
                         int num_pairs, cudaStream_t stream);
 
-// Logits processors, as runtime/sampling/logits_processors.py: scores[r, :vocab] from logits[r, :vocab].
-// logits is T [rows, stride]; scores is float32 [rows, scores_stride], a multiple of 4. Row r
-// belongs to slot slots[r].
+// Logits processors, as runtime/sampling/logits_processors.py: scores[r, :vocab] from logits[r,
+// :vocab]. logits is T [rows, stride]; scores is float32 [rows, scores_stride], a multiple of 4.
+// Row r belongs to slot slots[r].
 struct ProcessLogitsParams {
   float* scores;
   const void* logits;

@@ -15,10 +15,10 @@ struct TokenHistory {
   int vocab, room;
 };
 
-// Logits processors of a slot, in the layout that runtime/sampling/slot_params.py writes. The slot's
-// lists are contiguous from `lists` on: biased tokens, their biases (float32 bits), EOS tokens,
-// forced tokens, the number of generated tokens before each forced one, the offset of each bad word
-// and the end of the last (from the slot's first list), the bad words' tokens.
+// Logits processors of a slot, in the layout that runtime/sampling/slot_params.py writes. The
+// slot's lists are contiguous from `lists` on: biased tokens, their biases (float32 bits), EOS
+// tokens, forced tokens, the number of generated tokens before each forced one, the offset of each
+// bad word and the end of the last (from the slot's first list), the bad words' tokens.
 struct LogitsProcessing {
   double presence, frequency;
   float repetition;

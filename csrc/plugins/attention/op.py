@@ -49,8 +49,8 @@ def check_heads(fields: Fields) -> None:
     """Raise ValueError unless num_heads is a multiple of num_kv_heads."""
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
     if min(heads, kv_heads, dim) < 1 or heads % kv_heads:
-        raise ValueError(f"num_heads {heads}, num_kv_heads {kv_heads} and head_dim {dim} are no "
-                         f"groups of heads")
+        raise ValueError(f"num_heads {heads}, num_kv_heads {kv_heads} and head_dim {dim}: expected "
+                         f"positive numbers, and a num_heads that is a multiple of num_kv_heads")
 
 
 def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
@@ -59,9 +59,9 @@ def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
     rotary, paged = fields["rotary_dim"], "block_table" in present
     if {"cos", "sin"} <= present:
         if not 0 < rotary <= dim or rotary % 2:
-            raise ValueError(f"rotary_dim {rotary} is not even and from 2 to head_dim {dim}")
+            raise ValueError(f"rotary_dim {rotary} is not an even number from 2 to head_dim {dim}")
     elif {"cos", "sin"} & present or rotary:
-        raise ValueError(f"rotary_dim {rotary} goes with both cos and sin")
+        raise ValueError(f"rotary_dim {rotary} needs both cos and sin if above 0, neither if 0")
     cache = ("blocks", kv_heads, "block_size", dim) if paged else \
         ("batch", kv_heads, "max_seq_len", dim)
     positions = "positions" if paged else ">= max_seq_len"

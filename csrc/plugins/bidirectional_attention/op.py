@@ -65,8 +65,8 @@ def _bias() -> list[str]:
     """Return lines for `head_bias`, [num_heads, S, L]."""
     return ["step_column = Unsqueeze(step, c1)", "ahead = Sub(j, step_column)",
             _ints("c2", 2), "distances = Shape<start=1, end=2>(distance_bias)",
-            "farthest = Div(distances, c2)", "behind = Neg(farthest)",
-            "not_before = Max(ahead, behind)", "distance = Min(not_before, farthest)",
+            "farthest = Div(distances, c2)", "lowest = Neg(farthest)",
+            "not_before = Max(ahead, lowest)", "distance = Min(not_before, farthest)",
             "column = Add(distance, farthest)", "head_bias = Gather<axis=1>(distance_bias, column)"]
 
 

@@ -34,7 +34,7 @@ class BidirectionalAttention : public Plugin {
       expect(op + "'s distance_bias", *bias, {p_.num_heads, (*bias)[1]});
       if ((*bias)[1].known() && (*bias)[1].number() % 2 == 0)
         throw Error(op + "'s distance_bias has " + std::to_string((*bias)[1].number()) +
-                    " columns, which are not as many for keys before a query as behind it");
+                    " columns, expected an odd number: as many before a query as after it");
     }
     return {out};
   }

@@ -10,14 +10,14 @@ class CausalConv1d : public Plugin {
       : kernel_size_(integer(fields, "kernel_size")), activation_(activation_of(fields)) {
     if (kernel_size_ < 2 || kernel_size_ > kernels::kMaxConvKernel)
       throw Error("CausalConv1d's kernel_size " + std::to_string(kernel_size_) +
-                  " is not from 2 to " + std::to_string(kernels::kMaxConvKernel));
+                  ", expected 2 to " + std::to_string(kernels::kMaxConvKernel));
   }
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
     const Dims& hidden = in[0];
     if (hidden.size() != 2)
       throw Error("CausalConv1d's hidden has " + std::to_string(hidden.size()) +
-                  " dimensions, not 2");
+                  " dimensions, expected 2");
     expect("CausalConv1d's weight", in[1], {hidden[1], kernel_size_});
     expect_states("CausalConv1d", in[2], optional(in, 6), in[4][0], {kernel_size_ - 1, hidden[1]});
     if (const Dims* bias = optional(in, 5)) expect("CausalConv1d's bias", *bias, {hidden[1]});

@@ -40,19 +40,19 @@ class CachedKeysAttention : public Plugin {
     out_scale_ = real(fields, "out_scale");
     if (p_.out_scale_inverse > 0 &&
         (p_.head_dim % 8 != 0 || p_.num_heads * p_.head_dim > kernels::kMaxNormHidden))
-      throw Error(op_ + " has out_scale for multiples of 8 columns only, at most " +
+      throw Error(op_ + " supports out_scale for multiples of 8 columns only, at most " +
                   std::to_string(kernels::kMaxNormHidden) + ", not of heads of " +
                   std::to_string(p_.head_dim));
     const auto& kv_dtype = std::get<std::string>(fields.at("kv_dtype"));
     p_.float8 = kv_dtype == name_of(DType::kFloat8);
     if (!p_.float8 && !kv_dtype.empty())
-      throw Error(op_ + "'s kv_dtype is '' or " + std::string(name_of(DType::kFloat8)) + ", not '" +
-                  kv_dtype + "'");
+      throw Error(op_ + "'s kv_dtype can be '' or " + std::string(name_of(DType::kFloat8)) +
+                  ", not '" + kv_dtype + "'");
   }
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
     if (in[0].size() != 2 || in[1].size() != 4 || in[2].size() != 4)
-      throw Error(op_ + "'s rows have 2 dimensions and each cache 4, not " +
+      throw Error(op_ + "'s rows need 2 dimensions and each cache 4, not " +
                   std::to_string(in[0].size()) + ", " + std::to_string(in[1].size()) + " and " +
                   std::to_string(in[2].size()));
     const std::string& op = op_;
@@ -76,7 +76,7 @@ class CachedKeysAttention : public Plugin {
     }
     for (size_t norm : {size_t{7}, ports_.k_norm, ports_.v_norm})
       if (const Dims* weight = optional(in, norm))
-        expect(op + "'s norm of a head", *weight, {p_.head_dim});
+        expect(op + "'s q_norm, k_norm or v_norm", *weight, {p_.head_dim});
     if (table != nullptr) expect(op + "'s block_table", *table, {batch, (*table)[1]});
     if (const Dims* bias = optional(in, ports_.distance_bias))
       expect(op + "'s distance_bias", *bias, {p_.num_heads, (*bias)[1]});
@@ -86,7 +86,7 @@ class CachedKeysAttention : public Plugin {
     if (bias != nullptr) expect(op + "'s key_bias", *bias, {p_.num_heads, (*bias)[1]});
     if ((bias != nullptr || optional(in, ports_.distance_bias) != nullptr) && p_.head_dim > 256)
       throw Error(op + " with a bias has no kernel for head_dim " + std::to_string(p_.head_dim) +
-                  ", at most for 256");
+                  "; at most 256 is supported");
     if (p_.out_scale_inverse > 0 &&
         (bias != nullptr || optional(in, ports_.distance_bias) != nullptr))
       throw Error(op_ + " with a bias does not support out_scale");
@@ -118,8 +118,8 @@ class CachedKeysAttention : public Plugin {
     p.qkv = in[0].data;
     p.qkv_stride = in[0].row_pitch();
     if ((in[1].dtype == DType::kFloat8) != p.float8 || in[2].dtype != in[1].dtype)
-      throw Error(op_ + "'s caches are of " + name_of(in[1].dtype) + " and " +
-                  name_of(in[2].dtype) + ", which its kv_dtype does not say");
+      throw Error(op_ + "'s caches are " + name_of(in[1].dtype) + " and " + name_of(in[2].dtype) +
+                  ", which does not match its kv_dtype");
     p.key_cache = in[1].data;
     p.value_cache = in[2].data;
     p.cu_seqlens = static_cast<const int32_t*>(in[3].data);

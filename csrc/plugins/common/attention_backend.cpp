@@ -35,7 +35,7 @@ std::vector<std::string> attention_backends() {
 
 std::unique_ptr<AttentionBackend> make_attention_backend(const std::string& name) {
   const auto found = all().find(name);
-  if (found == all().end()) throw Error("there is no attention backend '" + name + "'");
+  if (found == all().end()) throw Error("unknown attention backend '" + name + "'");
   return found->second();
 }
 

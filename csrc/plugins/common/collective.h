@@ -13,14 +13,14 @@ inline ncclDataType_t nccl_type(DType dtype) {
   }
 }
 
-// The communicator of tp_size ranks. Throws Error if there is none, or one of another size.
+// The communicator of tp_size ranks. Throws Error if it is absent or has another size.
 inline ncclComm_t communicator_of(const Context& context, int tp_size) {
   if (context.communicator == nullptr)
     throw Error("a collective needs a communicator; this engine has none");
   int ranks = 0;
-  check(ncclCommCount(context.communicator, &ranks), "asking a communicator");
+  check(ncclCommCount(context.communicator, &ranks), "querying a communicator");
   if (ranks != tp_size)
-    throw Error("a collective of tp_size " + std::to_string(tp_size) + " has a communicator of " +
+    throw Error("a collective with tp_size " + std::to_string(tp_size) + " has a communicator of " +
                 std::to_string(ranks) + " ranks");
   return context.communicator;
 }

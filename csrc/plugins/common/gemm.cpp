@@ -111,7 +111,7 @@ void Gemm::know(const Algorithms& algorithms) {
       continue;
     }
     if (shape.size() != 6 || data.size() != std::size(algorithm.data))
-      throw Error("an algorithm is of another version");
+      throw Error("a stored GEMM algorithm is of another version");
     std::copy(data.begin(), data.end(), std::begin(algorithm.data));
     best_[shape] = algorithm;
   }
@@ -151,7 +151,7 @@ const float* Gemm::repeated(float number, int count, cudaStream_t stream) {
   auto& arrays = repeated_[number];
   if (!arrays.empty() && arrays.back().first >= count) return arrays.back().second;
   if (is_captured(stream))
-    throw Error("a stream is captured before a step of as many rows ran there");
+    throw Error("a stream is captured before a step with as many rows ran on it");
   const std::vector<float> numbers(std::max(count, 1024), number);
   void* made = nullptr;
   check(cudaMalloc(&made, numbers.size() * sizeof(float)), "allocating scales");
@@ -169,7 +169,8 @@ bool Gemm::would_time(const std::vector<int64_t>& shape, cudaStream_t stream) co
 
 void Gemm::choose(const std::vector<int64_t>& shape, cudaStream_t stream, const Way& first,
                   const Way& second, float saved, bool usual) {
-  if (shape.size() != kWayShape) throw Error("a kernel choice has another number of dimensions");
+  if (shape.size() != kWayShape)
+    throw Error("a stored kernel choice has the wrong number of dimensions");
   bool is_first = usual;
   if (!decided_.empty()) {
     is_first = decided_.front();

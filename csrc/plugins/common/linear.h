@@ -63,7 +63,7 @@ inline int64_t group_scales_workspace(const Tensor& x) {
   return aligned(in_fours(x).size() / kernels::kQuantBlock * static_cast<int64_t>(sizeof(float)));
 }
 
-// Up to so many rows, FP8 sums may be scaled by rescale() instead of cuBLASLt.
+// Maximum number of rows whose FP8 sums may be scaled by rescale() instead of cuBLASLt.
 constexpr int kRescaledRows = 256;
 
 // Workspace of a linear layer: gates and ups; a dequantized weight, or the scratch of
@@ -99,11 +99,11 @@ inline Dims linear_shape(const Dims& x, const Dims& weight, bool gated, const Di
                          const Dims* residual = nullptr) {
   if (x.size() != 2 || weight.size() != 2)
     throw Error("a GEMM's x and weight have " + std::to_string(x.size()) + " and " +
-                std::to_string(weight.size()) + " dimensions; each has 2");
+                std::to_string(weight.size()) + " dimensions, expected 2 each");
   expect("a GEMM's weight", weight, {weight[0], x[1]});
   if (gated && weight[0].known() && weight[0].number() % 2 != 0)
     throw Error("a gated GEMM's weight has " + std::to_string(weight[0].number()) +
-                " rows, of which half are gates");
+                " rows, expected an even number: gate rows and up rows");
   const Dims y{x[0], gated ? weight[0] / 2 : weight[0]};
   if (bias != nullptr) expect("a GEMM's bias", *bias, {weight[0]});
   if (residual != nullptr) expect("a GEMM's residual", *residual, y);
@@ -113,7 +113,7 @@ inline Dims linear_shape(const Dims& x, const Dims& weight, bool gated, const Di
 // The shape of a gated y, which may be quantized: rows of whole units of 8 then.
 inline Dims rounded_shape(const Dims& y, float inverse) {
   if (inverse > 0 && y[1].known() && y[1].number() % 8 != 0)
-    throw Error("a gated GEMM has out_scale for multiples of 8 columns only, not for " +
+    throw Error("a gated GEMM supports out_scale for multiples of 8 columns only, not " +
                 std::to_string(y[1].number()));
   return y;
 }
@@ -233,7 +233,7 @@ inline void choose_few(DType dtype, const kernels::GemvParams& p, bool has_gemv,
   const bool on_hopper = kernels::has_small_gemm_sm90(dtype, p);
   const auto gemv = [&] { check(kernel(dtype, p, context.stream), "a GEMV"); };
   const auto gemm = [&] {
-    check(kernels::small_gemm_sm90(dtype, p, context.stream), "a GEMM of few rows");
+    check(kernels::small_gemm_sm90(dtype, p, context.stream), "a GEMM with few rows");
   };
   const auto few = [&] {
     if (!on_hopper) gemv();
@@ -301,9 +301,9 @@ inline void linear_of_made(const Linear& l, const InputTransform& rows, void* wo
 inline bool can_multiply_codes(const Linear& l, bool grouped = false) {
   static const int major = [] {  // all devices of a process are alike
     int device = 0, found = 0;
-    check(cudaGetDevice(&device), "asking for the device");
+    check(cudaGetDevice(&device), "querying the device");
     check(cudaDeviceGetAttribute(&found, cudaDevAttrComputeCapabilityMajor, device),
-          "asking for the compute capability");
+          "querying the compute capability");
     return found;
   }();
   const bool has_scales = grouped ? l.quant.blocks != nullptr
@@ -425,7 +425,7 @@ inline void linear_of_rounded(const Linear& l, const InputTransform& rows, void*
   if (rows.centred || rows.bias != nullptr || !kernels::has_quantizing_gemv(p)) return of_made();
   context.gemm->choose(
       way_shape(l.x.dtype, p, Choice::kQuantizing), context.stream,
-      [&] { check(kernels::float8_gemv(l.x.dtype, p, context.stream), "a GEMV of FP8"); }, of_made);
+      [&] { check(kernels::float8_gemv(l.x.dtype, p, context.stream), "an FP8 GEMV"); }, of_made);
 }
 
 // x quantized by the previous op: as FP8 operand, or dequantized.
@@ -437,7 +437,7 @@ inline void linear_of_given(const Linear& l, float scale, void* workspace, const
     kernels::QuantParams quant{kernels::CodeType::kFloat8, scales};
     quant.group_size = in;
     check(kernels::dequantize(l.x.dtype, workspace, codes, quant, rows, in, context.stream),
-          "numbers of codes");
+          "dequantizing codes");
     Tensor numbers = l.x;
     numbers.data = workspace;
     linear(with_rows(l, numbers), static_cast<char*>(workspace) + rows_workspace(l.x), context);

@@ -10,7 +10,7 @@ namespace llmc {
 inline void check_norm_rows(int64_t hidden, const char* op) {
   if (hidden > kernels::kMaxNormHidden)
     throw Error(std::string(op) + " of rows of " + std::to_string(hidden) + " elements: at most " +
-                std::to_string(kernels::kMaxNormHidden) + " are served");
+                std::to_string(kernels::kMaxNormHidden) + " are supported");
 }
 
 // Launches the kernel. Throws Error if rows exceed its maximum.

@@ -291,7 +291,7 @@ inline float real(const Fields& fields, const char* name) {
 // negative scale.
 inline float inverse_of(const Fields& fields) {
   const float scale = real(fields, "out_scale");
-  if (!(scale >= 0)) throw Error("out_scale is " + std::to_string(scale) + ", which no scale is");
+  if (!(scale >= 0)) throw Error("out_scale is " + std::to_string(scale) + ", expected 0 or more");
   return scale > 0 ? 1 / scale : 0;
 }
 Activation activation_of(const Fields& fields, const char* name = "activation");

@@ -7,12 +7,12 @@ namespace llmc {
 
 void check_rounded(int group, std::initializer_list<int> widths) {
   if (group != 0 && group != 32 && group != 64 && group != kernels::kQuantBlock)
-    throw Error("activations are rounded in groups of 32, 64 or 128, not of " +
+    throw Error("activations are quantized in groups of 32, 64 or 128, not " +
                 std::to_string(group));
   for (int width : widths)
     if (width > kernels::kMaxNormHidden)
-      throw Error("rows of " + std::to_string(width) + " activations are rounded, at most " +
-                  std::to_string(kernels::kMaxNormHidden) + " are served");
+      throw Error("quantized rows of " + std::to_string(width) + " activations: at most " +
+                  std::to_string(kernels::kMaxNormHidden) + " are supported");
 }
 
 Quantized::Quantized(const Fields& fields, size_t first)
@@ -27,7 +27,7 @@ Quantized::Quantized(const Fields& fields, size_t first)
       {"uint8", {CodeType::kInt8, true}}, {"float8_e4m3fn", {CodeType::kFloat8, false}}};
   const auto& dtype = std::get<std::string>(fields.at("weight_dtype"));
   const auto found = kinds.find(dtype);
-  if (found == kinds.end()) throw Error("there is no weight_dtype '" + dtype + "'");
+  if (found == kinds.end()) throw Error("unknown weight_dtype '" + dtype + "'");
   std::tie(quant_.code_type, zeros_) = found->second;
   quant_.group_size = integer(fields, "group_size");
   const auto rounding = fields.find("activation_dtype");
@@ -35,11 +35,11 @@ Quantized::Quantized(const Fields& fields, size_t first)
       rounding == fields.end() ? std::string() : std::get<std::string>(rounding->second);
   if (!rounded.empty() && (rounded != "float8_e4m3fn" || quant_.code_type != CodeType::kFloat8))
     throw Error("activation_dtype '" + rounded + "' with weight_dtype '" + dtype +
-                "': only float8_e4m3fn is multiplied by float8_e4m3fn");
+                "'; float8_e4m3fn needs float8_e4m3fn weights");
   rounds_ = !rounded.empty();
   if (fields.count("activation_scale") != 0) activation_scale_ = real(fields, "activation_scale");
   if (activation_scale_ < 0 || (activation_scale_ > 0 && !rounds_))
-    throw Error("activation_scale is above 0 and with an activation_dtype, or 0");
+    throw Error("activation_scale must be 0, or above 0 with an activation_dtype");
   if (fields.count("activation_group_size") != 0)
     activation_group_ = integer(fields, "activation_group_size");
   if (activation_group_ != 0 &&
@@ -50,13 +50,13 @@ Quantized::Quantized(const Fields& fields, size_t first)
   if (rounds_) check_rounded(activation_group_, {in_});
   if (fields.count("x_dtype") != 0 && !std::get<std::string>(fields.at("x_dtype")).empty() &&
       activation_scale_ == 0)
-    throw Error("x of an x_dtype needs an activation_scale");
+    throw Error("an x_dtype needs an activation_scale above 0");
   if (quant_.code_type == CodeType::kNone) return;
   const int per_byte = quant_.code_type == CodeType::kInt4 ? 2 : 1;
   if (quant_.group_size < 1 || in_ < 1 || out_ < 1 || in_ % quant_.group_size != 0 ||
       in_ % per_byte != 0)
     throw Error("a weight of out_features " + std::to_string(out_) + " and in_features " +
-                std::to_string(in_) + " is not of whole groups of " +
+                std::to_string(in_) + " is not divisible into groups of " +
                 std::to_string(quant_.group_size));
 }
 

@@ -67,7 +67,7 @@ int64_t width(DType dtype) { return kDTypeWidths[static_cast<int>(dtype)]; }
 DType dtype_of(const std::string& name) {
   for (size_t i = 0; i < std::size(kDTypeNames); ++i)
     if (name == kDTypeNames[i]) return static_cast<DType>(i);
-  throw Error("there is no dtype '" + name + "'");
+  throw Error("unknown dtype '" + name + "'");
 }
 
 Port::Port(const char* declared) {
@@ -116,7 +116,7 @@ const std::map<std::string, PluginType>& plugin_types() {
 
 std::unique_ptr<Plugin> make_plugin(const std::string& name, const Fields& fields) {
   const auto found = plugin_types().find(name);
-  if (found == plugin_types().end()) throw Error("there is no op '" + name + "' in namespace llmc");
+  if (found == plugin_types().end()) throw Error("unknown op '" + name + "' in namespace llmc");
   return make_plugin(found->second, fields);
 }
 
@@ -125,22 +125,22 @@ std::unique_ptr<Plugin> make_plugin(const PluginType& type, const Fields& fields
   Fields complete = type.fields;
   for (const auto& [field, value] : fields) {
     const auto declared = complete.find(field);
-    if (declared == complete.end()) throw Error(name + " has no field '" + field + "'");
+    if (declared == complete.end()) throw Error(name + " has no attribute '" + field + "'");
     if (declared->second.index() != value.index())
-      throw Error(name + "'s field '" + field + "' is " + kind(value) + ", expected " +
+      throw Error(name + "'s attribute '" + field + "' is " + kind(value) + ", expected " +
                   kind(declared->second));
     declared->second = value;
   }
   for (const std::string& field : type.required)
-    if (!fields.count(field)) throw Error(name + " needs the field '" + field + "'");
+    if (!fields.count(field)) throw Error(name + " needs the attribute '" + field + "'");
   return type.make(complete);
 }
 
 int integer(const Fields& fields, const char* name) {
   const int64_t value = std::get<int64_t>(fields.at(name));
   if (value < std::numeric_limits<int>::min() || value > std::numeric_limits<int>::max())
-    throw Error(std::string("the field '") + name + "' is " + std::to_string(value) +
-                ", which is no 32-bit number");
+    throw Error(std::string("the attribute '") + name + "' is " + std::to_string(value) +
+                ", which does not fit in 32 bits");
   return static_cast<int>(value);
 }
 
@@ -157,7 +157,7 @@ Activation activation_of(const Fields& fields, const char* field) {
                                                           {"softplus", Activation::kSoftplus}};
   const std::string& name = std::get<std::string>(fields.at(field));
   const auto found = names.find(name);
-  if (found == names.end()) throw Error("there is no activation '" + name + "'");
+  if (found == names.end()) throw Error("unknown activation '" + name + "'");
   return found->second;
 }
 

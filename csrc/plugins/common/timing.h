@@ -11,7 +11,7 @@ namespace llmc {
 // Whether the stream is being captured, so that nothing may synchronize it.
 inline bool is_captured(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  check(cudaStreamIsCapturing(stream, &status), "asking for a stream's state");
+  check(cudaStreamIsCapturing(stream, &status), "querying a stream's capture status");
   return status != cudaStreamCaptureStatusNone;
 }
 
@@ -36,7 +36,7 @@ float time_cold(cudaStream_t stream, int repeats, void* swept, size_t room, Work
   Timer timer;
   std::vector<float> times;
   for (int i = 0; i <= repeats; ++i) {
-    check(cudaMemsetAsync(swept, i, room, stream), "sweeping the cache");
+    check(cudaMemsetAsync(swept, i, room, stream), "flushing the L2 cache");
     check(cudaEventRecord(timer.start, stream), "an event");
     work();
     check(cudaEventRecord(timer.end, stream), "an event");

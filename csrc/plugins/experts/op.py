@@ -252,7 +252,7 @@ def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
                        f"{name}_scale": ("experts", rows, width // size),
                        f"{name}_zero": ("experts", rows, -(-width // size // per_byte))}
     elif any(role.scale in present or role.zero in present for role in _ROLES):
-        raise ValueError("Experts takes scales and zeros with weight_dtype only")
+        raise ValueError("Experts takes scales and zeros with a weight_dtype only")
     check_rounding("Experts", fields)
     return {"x": ("num_tokens", hidden), "experts": ("num_tokens", fields["top_k"]),
             "scores": ("num_tokens", fields["top_k"]), "gate_up": ("experts", both, hidden),
@@ -271,15 +271,15 @@ def _check_packed(fields: Fields, present: frozenset[str]) -> tuple[int, int]:
     size, sizes = fields["group_size"], (fields["in_features"], fields["inner_features"])
     own = CODE_TYPES[fields["weight_dtype"]]
     if own.group_size not in (None, size):
-        raise ValueError(f"Experts in {fields['weight_dtype']} have groups of {own.group_size}, "
-                         f"not of {size}")
+        raise ValueError(f"Experts in {fields['weight_dtype']} need groups of {own.group_size}, "
+                         f"not {size}")
     brings = own.zero_point is None
     for role in _ROLES:
         if role.scale not in present or (role.zero in present) != brings:
             raise ValueError(f"Experts takes scales with weight_dtype, and zeros with uint4 and "
-                             f"uint8; {role.weight} has others")
+                             f"uint8 only; {role.weight} differs")
     if size < 1 or any(width < 1 or width % size or width % 2 for width in sizes):
-        raise ValueError(f"Experts has in_features and inner_features {sizes}, which are no whole "
+        raise ValueError(f"Experts has in_features and inner_features {sizes}, not divisible into "
                          f"groups of {size}")
     return sizes
 

@@ -23,7 +23,7 @@ std::pair<kernels::CodeType, bool> codes_of(const std::string& dtype) {
       {"uint8", {CodeType::kInt8, true}},  {"float8_e4m3fn", {CodeType::kFloat8, false}},
       {"mxfp4", {CodeType::kMxfp4, false}}};
   const auto found = kinds.find(dtype);
-  if (found == kinds.end()) throw Error("Experts has no weight_dtype '" + dtype + "'");
+  if (found == kinds.end()) throw Error("Experts has an unknown weight_dtype '" + dtype + "'");
   return found->second;
 }
 
@@ -43,8 +43,7 @@ class Experts : public Plugin {
     p_.scale_input = integer(fields, "scale_input") != 0;
     sharded_ = integer(fields, "sharded") != 0;
     p_.first_expert = sharded_ ? integer(fields, "first_expert") : 0;
-    if (p_.top_k < 1)
-      throw Error("Experts' top_k " + std::to_string(p_.top_k) + " is not 1 or more");
+    if (p_.top_k < 1) throw Error("Experts' top_k " + std::to_string(p_.top_k) + " is below 1");
     std::tie(quant_.code_type, zeros_) = codes_of(std::get<std::string>(fields.at("weight_dtype")));
     const auto& rounding = std::get<std::string>(fields.at("activation_dtype"));
     p_.rounded = !rounding.empty();
@@ -52,34 +51,33 @@ class Experts : public Plugin {
     if (p_.rounded ? rounding != "float8_e4m3fn" || quant_.code_type != kernels::CodeType::kFloat8
                    : p_.quant_group != 0)
       throw Error(
-          "Experts takes activation_dtype float8_e4m3fn, and an activation_group_size with it, "
-          "where weights are of that");
+          "Experts takes activation_dtype float8_e4m3fn, optionally with activation_group_size, "
+          "with weights of that dtype only");
     if (!packed()) return;
     quant_.group_size = integer(fields, "group_size");
     p_.hidden = integer(fields, "in_features");
     p_.inner = integer(fields, "inner_features");
     for (int width : {p_.hidden, p_.inner})
       if (quant_.group_size < 1 || width < 1 || width % quant_.group_size != 0 || width % 2 != 0)
-        throw Error("Experts' rows of " + std::to_string(width) + " are no whole groups of " +
-                    std::to_string(quant_.group_size));
+        throw Error("Experts' rows of " + std::to_string(width) +
+                    " are not divisible into groups of " + std::to_string(quant_.group_size));
     if (p_.quant_group != 0 && p_.quant_group != quant_.group_size)
-      throw Error("Experts' activations are rounded in groups of " +
+      throw Error("Experts' activations are quantized in groups of " +
                   std::to_string(p_.quant_group) + ", its weights have groups of " +
                   std::to_string(quant_.group_size));
     if (p_.rounded) check_rounded(p_.quant_group, {p_.hidden, p_.inner});
     if (quant_.code_type == kernels::CodeType::kMxfp4 && quant_.group_size != kMxfp4Group)
-      throw Error("Experts in mxfp4 have groups of 32, not of " +
-                  std::to_string(quant_.group_size));
+      throw Error("Experts in mxfp4 need groups of 32, not " + std::to_string(quant_.group_size));
   }
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
     const Dims &x = in[0], &down = in[4];
     if (x.size() != 2 || down.size() != 3)
       throw Error("Experts' x and down have " + std::to_string(x.size()) + " and " +
-                  std::to_string(down.size()) + " dimensions, not 2 and 3");
+                  std::to_string(down.size()) + " dimensions, expected 2 and 3");
     if (down[0].known() && down[0].number() > kernels::kRouteExperts)
       throw Error(std::to_string(down[0].number()) + " experts: at most " +
-                  std::to_string(kernels::kRouteExperts) + " are served");
+                  std::to_string(kernels::kRouteExperts) + " are supported");
     const Dim inner = packed() ? Dim(p_.inner) : down[2], rows = inner * (p_.gated ? 2 : 1);
     expect("Experts' experts", in[1], {x[0], p_.top_k});
     expect("Experts' scores", in[2], {x[0], p_.top_k});
@@ -88,8 +86,9 @@ class Experts : public Plugin {
       const std::string name = stack == kGateUp ? "gate_up" : "down";
       const Dims *scale = optional(in, scale_of(stack)), *zero = optional(in, scale_of(stack) + 1);
       if ((scale != nullptr) != packed() || (zero != nullptr) != zeros_)
-        throw Error("Experts takes scales with weight_dtype, and zeros with uint4 and uint8; " +
-                    name + " has others");
+        throw Error(
+            "Experts takes scales with weight_dtype, and zeros with uint4 and uint8 only; " + name +
+            " differs");
       if (!packed()) {
         expect("Experts' " + name, in[stack], {down[0], out, width});
         continue;
@@ -246,7 +245,7 @@ class Experts : public Plugin {
                                    const Context& context) const {
     int ranks = 1;
     if (sharded_ && context.communicator != nullptr)
-      check(ncclCommCount(context.communicator, &ranks), "asking a communicator");
+      check(ncclCommCount(context.communicator, &ranks), "querying a communicator");
     const int all = p.num_experts * ranks;
     std::mt19937 random;
     std::vector<int32_t> experts;
@@ -262,7 +261,7 @@ class Experts : public Plugin {
     }
     check(cudaMemcpyAsync(at, experts.data(), experts.size() * sizeof(int32_t),
                           cudaMemcpyHostToDevice, context.stream),
-          "experts to time with");
+          "routing for timing");
     return at;
   }
 

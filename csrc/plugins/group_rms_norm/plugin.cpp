@@ -12,7 +12,7 @@ class GroupRMSNorm : public Plugin {
         gate_first_(integer(fields, "gate_first") != 0) {
     if (activation_ != Activation::kNone && activation_ != Activation::kSilu &&
         activation_ != Activation::kSigmoid)
-      throw Error("GroupRMSNorm has no activation '" +
+      throw Error("GroupRMSNorm has an unknown activation '" +
                   std::get<std::string>(fields.at("activation")) + "'");
     if (groups_ < 1)
       throw Error("GroupRMSNorm's groups " + std::to_string(groups_) + " is below 1");
@@ -24,8 +24,8 @@ class GroupRMSNorm : public Plugin {
     const Dim hidden = x[x.size() - 1];
     if (hidden.known()) {
       if (hidden.number() % groups_ != 0)
-        throw Error("GroupRMSNorm's rows of " + std::to_string(hidden.number()) + " are not " +
-                    std::to_string(groups_) + " equal groups");
+        throw Error("GroupRMSNorm's rows of " + std::to_string(hidden.number()) +
+                    " are not divisible into " + std::to_string(groups_) + " groups");
       check_norm_rows(hidden.number() / groups_, "GroupRMSNorm");
     }
     expect("GroupRMSNorm's weight", in[1], {hidden});

@@ -30,7 +30,7 @@ def _text(fields: Fields, present: frozenset[str], folds: bool) -> str:
 def _shape(weight: Shape, fields: Fields) -> Shape:
     heads, (rows, columns) = fields["heads"], map(int, weight)
     if heads < 1 or rows % heads:
-        raise ValueError(f"HeadMatrices's weight has {rows} rows, which are not of {heads} heads")
+        raise ValueError(f"HeadMatrices's weight has {rows} rows, not divisible into {heads} heads")
     each = rows // heads
     return (heads, columns, each) if fields["transposed"] else (heads, each, columns)
 

@@ -17,8 +17,8 @@ times its `value_up`.
     out                     [num_tokens, num_heads * value]
 
 `head_dim` is shared + latent and `num_kv_heads` is 1: after absorbing `key_up` into the queries it
-is multi-query attention of that size. `query_dim` is shared + own, `shared_dim` is shared, of which
-the first `rotary_dim` dimensions are rotated. `scale` 0 means query_dim ** -0.5.
+is multi-query attention of that size. `query_dim` is shared + own, `shared_dim` is shared. Its
+first `rotary_dim` dimensions are rotated. `scale` 0 means query_dim ** -0.5.
 
 Comments below use T new tokens, B sequences, S new tokens of the longest sequence, H heads, L
 positions filled afterwards in the fullest cache row, D head_dim.
@@ -49,12 +49,12 @@ def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
     heads, dim, shared = (fields[key] for key in ("num_heads", "head_dim", "shared_dim"))
     rotary = fields["rotary_dim"]
     if fields["num_kv_heads"] != 1:
-        raise ValueError(f"num_kv_heads {fields['num_kv_heads']}: all heads share one row")
+        raise ValueError(f"num_kv_heads is {fields['num_kv_heads']}, expected 1")
     if not 0 < shared < dim or rotary % 2 or not 0 <= rotary <= shared:
-        raise ValueError(f"rotary_dim {rotary}, shared_dim {shared} and head_dim {dim} are no "
-                         f"parts of a row")
+        raise ValueError(f"rotary_dim {rotary}, shared_dim {shared} and head_dim {dim}: expected "
+                         f"even rotary_dim <= shared_dim < head_dim")
     if bool(rotary) != ({"cos", "sin"} <= present) or len({"cos", "sin"} & present) == 1:
-        raise ValueError(f"rotary_dim {rotary} goes with both cos and sin")
+        raise ValueError(f"rotary_dim {rotary} needs both cos and sin if above 0, neither if 0")
     paged = "block_table" in present
     table = ("max_positions" if paged else ">= max_seq_len", rotary // 2)
     return {"query": ("num_tokens", heads * fields["query_dim"]), "rows": ("num_tokens", dim),

@@ -25,7 +25,7 @@ class LatentAttention : public Plugin {
                   std::to_string(kv_heads) + ", expected one row for all");
     if (p_.shared_dim < 1 || dim <= p_.shared_dim || p_.query_dim <= p_.shared_dim)
       throw Error(kOp + "'s shared_dim " + std::to_string(p_.shared_dim) +
-                  " is no part of a row of " + std::to_string(dim) + " and a query of " +
+                  " does not fit in a row of " + std::to_string(dim) + " and a query of " +
                   std::to_string(p_.query_dim));
     for (auto [name, size] : {std::pair("head_dim", dim), std::pair("query_dim", p_.query_dim)})
       if (size > kernels::kMaxLatentDim)

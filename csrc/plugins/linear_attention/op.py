@@ -52,7 +52,8 @@ def _sizes(fields: Fields) -> tuple[int, int, int, int]:
         "num_k_heads", "num_v_heads", "k_head_dim", "v_head_dim"))
     if min(k_heads, v_heads, k_dim, v_dim) < 1 or v_heads % k_heads:
         raise ValueError(f"num_k_heads {k_heads}, num_v_heads {v_heads}, k_head_dim {k_dim} and "
-                         f"v_head_dim {v_dim} are no groups of heads")
+                         f"v_head_dim {v_dim}: each must be positive, and num_v_heads a multiple "
+                         f"of num_k_heads")
     return k_heads, v_heads, k_dim, v_dim
 
 

@@ -16,11 +16,11 @@ class GatedLinearAttention : public Plugin {
     p_.decay_activation = activation_of(fields, "decay_activation");
     p_.beta_activation = activation_of(fields, "beta_activation");
     if (p_.decay_per_channel && p_.decay_activation != Activation::kNone)
-      throw Error("GatedLinearAttention has no decay_activation with decay_per_channel");
+      throw Error("GatedLinearAttention takes no decay_activation with decay_per_channel");
     p_.l2norm = integer(fields, "l2norm") != 0;
     const auto& rule = std::get<std::string>(fields.at("update_rule"));
     if (rule != "gated" && rule != "gated_delta")
-      throw Error("GatedLinearAttention has no update_rule '" + rule + "'");
+      throw Error("GatedLinearAttention has an unknown update_rule '" + rule + "'");
     p_.delta = rule == "gated_delta";
     if (p_.k_heads < 1 || p_.v_heads < 1 || p_.v_heads % p_.k_heads != 0 || p_.k_dim < 1 ||
         p_.v_dim < 1)
@@ -44,7 +44,7 @@ class GatedLinearAttention : public Plugin {
     if (p_.decay_per_channel && (optional(in, 8) != nullptr || optional(in, 9) != nullptr))
       throw Error("GatedLinearAttention takes no decay_rate and decay_bias with decay_per_channel");
     if (optional(in, 10) != nullptr && optional(in, 5) == nullptr)
-      throw Error("GatedLinearAttention has a beta_bias and no beta");
+      throw Error("GatedLinearAttention has a beta_bias but no beta");
     expect_states("GatedLinearAttention", in[2], optional(in, 7), in[4][0],
                   {p_.v_heads, p_.k_dim, p_.v_dim});
     if (const Dims* beta = optional(in, 5)) expect("GatedLinearAttention's beta", *beta, gates);

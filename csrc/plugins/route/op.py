@@ -114,8 +114,8 @@ def _mixed(fields: Fields) -> str:
 def _check(fields: Fields, present: frozenset[str]) -> None:
     """Raise ValueError if attributes and inputs are inconsistent."""
     if not 1 <= fields["top_groups"] <= fields["groups"]:
-        raise ValueError(f"Route has top_groups {fields['top_groups']} of {fields['groups']} "
-                         f"groups")
+        raise ValueError(f"Route has top_groups {fields['top_groups']}, expected 1 to groups "
+                         f"{fields['groups']}")
     if fields["score"] == "sparsemixer" and ("bias" in present or fields["groups"] > 1):
         raise ValueError("Route with sparsemixer takes neither a bias nor groups")
 
@@ -130,11 +130,11 @@ def _shapes(shapes: Mapping[str, Shape], fields: Fields) -> list[Shape]:
     *leading, experts = shapes["logits"]
     open_ = int(experts) // fields["groups"] * fields["top_groups"]
     if not 1 <= fields["top_k"] <= open_:
-        raise ValueError(f"Route's logits are {list(shapes['logits'])}, of which {open_} experts "
-                         f"can be chosen, and top_k is {fields['top_k']}")
+        raise ValueError(f"Route's top_k is {fields['top_k']}, expected 1 to {open_}, the experts "
+                         f"of top_groups in logits {list(shapes['logits'])}")
     if fields["group_score"] == "top2" and int(experts) < 2 * fields["groups"]:
-        raise ValueError(f"Route's logits are {list(shapes['logits'])}, too few for two in each of "
-                         f"{fields['groups']} groups")
+        raise ValueError(f"Route's logits are {list(shapes['logits'])}, fewer than two experts in "
+                         f"each of {fields['groups']} groups")
     return [(*leading, fields["top_k"])] * 2
 
 

@@ -12,7 +12,7 @@ kernels::RouteScore score_of(const Fields& fields) {
       {"sparsemixer", kernels::RouteScore::kSparseMixer}};
   const auto found = names.find(std::get<std::string>(fields.at("score")));
   if (found == names.end())
-    throw Error("Route has no score '" + std::get<std::string>(fields.at("score")) + "'");
+    throw Error("Route has an unknown score '" + std::get<std::string>(fields.at("score")) + "'");
   return found->second;
 }
 
@@ -32,8 +32,8 @@ class Route : public Plugin {
       throw Error("Route's top_k " + std::to_string(p_.top_k) + " is not from 1 to " +
                   std::to_string(kernels::kRouteTopK));
     if (p_.top_groups < 1 || p_.top_groups > p_.groups)
-      throw Error("Route has top_groups " + std::to_string(p_.top_groups) + " of " +
-                  std::to_string(p_.groups) + " groups");
+      throw Error("Route has top_groups " + std::to_string(p_.top_groups) +
+                  ", expected 1 to groups " + std::to_string(p_.groups) + " groups");
   }
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
@@ -68,14 +68,13 @@ class Route : public Plugin {
   void check_experts(int64_t num_experts) const {
     const std::string what = "Route's logits of " + std::to_string(num_experts) + " experts";
     if (num_experts > kernels::kRouteExperts)
-      throw Error(what + ": at most " + std::to_string(kernels::kRouteExperts) + " are served");
+      throw Error(what + ": at most " + std::to_string(kernels::kRouteExperts) + " are supported");
     if (num_experts % p_.groups != 0)
-      throw Error(what + " are not " + std::to_string(p_.groups) + " equal groups");
+      throw Error(what + " are not divisible into " + std::to_string(p_.groups) + " groups");
     if (num_experts / p_.groups * p_.top_groups < p_.top_k)
       throw Error(what + " are too few for top_k " + std::to_string(p_.top_k) + " of " +
                   std::to_string(p_.top_groups) + " groups");
-    if (p_.top2 && num_experts < 2 * p_.groups)
-      throw Error(what + " are too few for two in each group");
+    if (p_.top2 && num_experts < 2 * p_.groups) throw Error(what + " are fewer than two per group");
   }
 
   kernels::RouteParams p_{};

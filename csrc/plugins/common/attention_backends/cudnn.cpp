@@ -112,7 +112,7 @@ struct State {
     cudaFree(memory);
     memory = nullptr, room = 0;
     llmc::check(cudaMalloc(reinterpret_cast<void**>(&memory), wanted * sizeof(T)),
-                "allocating for cuDNN");
+                "allocating cuDNN's workspace");
     room = wanted;
   }
 
@@ -131,11 +131,11 @@ class Cudnn : public AttentionBackend {
     if (library != nullptr && fe::detail::create_handle(&state_.handle) != CUDNN_STATUS_SUCCESS)
       state_.handle = nullptr;
     if (always && state_.handle == nullptr)
-      throw Error("cuDNN is not there; install nvidia-cudnn-cu13");
+      throw Error("cuDNN is not installed; install nvidia-cudnn-cu13");
   }
   std::string refusal(DType dtype, DType cache) const override {
     return dtype == DType::kFloat32 || cache != dtype
-               ? "serves float16 and bfloat16 with a KV cache of the same"
+               ? "supports float16 and bfloat16 with a KV cache of the same dtype"
                : "";
   }
   void make_plans(bool makes) override { makes_ = makes; }
@@ -181,7 +181,7 @@ bool Cudnn::run(DType dtype, const kernels::AttentionParams& p, int longest, int
   State::grow(s.lengths, s.lengths_room, 3ll * room);
   const kernels::SequenceLengths lengths{s.lengths, s.lengths + room, s.lengths + 2 * room, batch};
   if (fe::detail::set_stream(s.handle, stream) != CUDNN_STATUS_SUCCESS)
-    throw Error("cuDNN refused a stream");
+    throw Error("cuDNN rejected the stream");
   std::unordered_map<int64_t, void*> memory = {
       {kQueries, p.queries}, {kKeys, p.key_cache}, {kValues, p.value_cache}, {kOut, p.out},
       {kNew, lengths.fresh}, {kAll, lengths.all},  {kStarts, lengths.starts}};
