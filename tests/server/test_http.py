@@ -131,8 +131,8 @@ def test_without_allowed_origins_there_is_no_cors(server):
 @pytest.mark.parametrize(("options", "said"), [
     (("--allowed_origins", "http://a.test/"), "allowed_origins has 'http://a.test/'"),
     (("--allowed_origins", "a.test"), "give origins such as http://localhost:3000"),
-    (("--allowed_methods", "[1]"), "--allowed_methods '[1]' is not a list"),
-    (("--allowed_hosts", "[a"), "--allowed_hosts '[a' is not a list"),
+    (("--allowed_methods", "[1]"), "--allowed_methods is '[1]', expected a list"),
+    (("--allowed_hosts", "[a"), "--allowed_hosts is '[a', expected a list"),
     (("--header_timeout", "0"), "header_timeout 0.0 is not above 0"),
     (("--ssl_keyfile", "none.pem"), "without --ssl_certfile"),
     (("--ssl_certfile", "none.pem"), "'none.pem' cannot be used (No such file or directory)"),
