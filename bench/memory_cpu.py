@@ -1,8 +1,8 @@
-"""Memory of long prompts on target cpu: resident set and peak of a process, by prompt length.
+"""Memory of long prompts on target cpu: resident set and peak, by prompt length.
 
     python bench/memory_cpu.py CASE_DIR ...
 
-Each row is a process of its own that loads the case directory with a KV cache of 8,192 tokens,
+Each row is a separate process that loads the case directory with a KV cache of 8,192 tokens,
 runs its prompts of random token ids together, each with two tokens to generate, and then prompts of
 512 tokens three times. The columns are megabytes after loading, at the peak and afterwards, seconds
 of the prompts, and the median seconds of 512 tokens. `--aborts N` instead cancels N requests of 16
@@ -58,7 +58,7 @@ def measure(case_dir: str, length: int, count: int) -> dict[str, float]:
 
 
 async def abort(case_dir: str, count: int) -> list[int]:
-    """Resident megabytes before, and after each eighth of the aborts."""
+    """Return the resident megabytes before the aborts and after each eighth of them."""
     rng, resident = random.Random(0), []
     async with llmc.AsyncLLM(case_dir, kv_cache_tokens=CACHE) as llm:
         left = count
@@ -84,7 +84,7 @@ async def abort(case_dir: str, count: int) -> list[int]:
 
 
 def in_process(*arguments: object) -> object:
-    """What this script prints with these arguments, in a process of its own."""
+    """Run this script with these arguments in a separate process; return its output."""
     done = subprocess.run([sys.executable, __file__, *map(str, arguments), "--child"], check=True,
                           stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout)
