@@ -133,7 +133,7 @@ class ProgramTensor(_Frozen):
 
 
 class ProgramNode(_Frozen):
-    """An op with attributes; tensors are indices, -1 if an input is absent or an output unused."""
+    """An op with attributes; tensors are indices, -1 for an absent input or unused output."""
 
     op: str
     fields: dict[str, int | float | str]

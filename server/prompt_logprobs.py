@@ -1,6 +1,6 @@
-"""Log-probabilities of prompts, as OpenAI's `echo` and vLLM's `prompt_logprobs` have them.
+"""Log-probabilities of prompts: OpenAI's `echo` and vLLM's `prompt_logprobs`.
 
-Everything here is proportional to the prompt, so it is called in a thread.
+The work is proportional to the prompt, so callers use a thread.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from llmc.server.errors import ApiError
 from llmc.server.model import Model
 from llmc.server.token_names import token_names
 
-MAX_VALUES = 2**18  # log-probabilities of a request's prompts, each of which is about 100 bytes
+MAX_VALUES = 2**18  # log-probabilities of a request's prompts, about 100 bytes each
 PromptLogprobs = Sequence[Logprobs | None]
 
 
 def check_values(prompts: Sequence[Sequence[int]], count: int | None) -> None:
-    """Raises ApiError where a request asks for more than `MAX_VALUES`."""
+    """Raise ApiError if a request has more than `MAX_VALUES` prompt log-probabilities."""
     values = 0 if count is None else sum(map(len, prompts)) * (count + 1)
     if values > MAX_VALUES:
-        raise ApiError(f"{values} log-probabilities of prompts are more than {MAX_VALUES}; ask for "
-                       f"fewer most likely tokens, or send several requests",
+        raise ApiError(f"the request has {values} log-probabilities of prompts, expected at most "
+                       f"{MAX_VALUES}; ask for fewer most likely tokens, or send several requests",
                        param="prompt_logprobs")
 
 
-def by_token_id(model: Model, prompt: Sequence[int], made: PromptLogprobs) -> \
+def by_token_id(model: Model, prompt: Sequence[int], scores: PromptLogprobs) -> \
         list[dict[str, Any] | None]:
-    """vLLM's form: for each token of a prompt null, or log-probability, rank and text by id."""
+    """Return vLLM's format: per token None, or log-probability, rank and text by token id."""
     found: list[dict[str, Any] | None] = []
-    for token, own in zip(prompt, made, strict=True):
+    for token, own in zip(prompt, scores, strict=True):
         if own is None:
             found.append(None)
             continue
@@ -44,12 +44,12 @@ def by_token_id(model: Model, prompt: Sequence[int], made: PromptLogprobs) -> \
     return found
 
 
-def echoed(model: Model, prompt: Sequence[int], made: PromptLogprobs, text: str,
+def echoed(model: Model, prompt: Sequence[int], scores: PromptLogprobs, text: str,
            show_special_tokens: bool) -> dict[str, list[Any]]:
-    """The form of OpenAI's completions, of a prompt that is echoed as `text`."""
+    """Return the `logprobs` of OpenAI's completions for a prompt that is echoed as `text`."""
     logprobs: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [],
                                       "text_offset": []}
-    for token, own, offset in zip(prompt, made, _offsets(model, prompt, show_special_tokens),
+    for token, own, offset in zip(prompt, scores, _offsets(model, prompt, show_special_tokens),
                                   strict=True):
         ranked = () if own is None else own.top
         names = token_names([*(other for other, _ in ranked), token], model.token_bytes)
@@ -65,7 +65,7 @@ def echoed(model: Model, prompt: Sequence[int], made: PromptLogprobs, text: str,
 
 
 def _offsets(model: Model, prompt: Sequence[int], show_special_tokens: bool) -> Iterator[int]:
-    """Where each token begins in the prompt's text."""
+    """Yield the offset of each token in the prompt's text."""
     stream, offset = IncrementalDetokenizer(model.llm.tokenizer, (), (), show_special_tokens), 0
     for token in prompt:
         yield offset

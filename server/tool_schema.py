@@ -1,4 +1,4 @@
-"""JSON schemas of several tools in one schema."""
+"""Combination of the JSON schemas of several tools."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 
 
 def calls_schema(parameters: Mapping[str, Schema], max_calls: int) -> Schema:
-    """The schema of a list of calls, `[{"name": …, "parameters": …}]`.
+    """Return the schema of a list of calls, `[{"name": …, "parameters": …}]`.
 
     Args:
-        parameters: the schema of each tool's parameters, by the tool's name.
+        parameters: schema of each tool's parameters, by the tool's name.
+        max_calls: maximum number of calls.
     """
     definitions: Schema = {}
     options: Schema = {}
@@ -32,8 +33,8 @@ def calls_schema(parameters: Mapping[str, Schema], max_calls: int) -> Schema:
 
 
 def _moved(schema: Schema, place: str) -> Schema:
-    """A schema whose root becomes the place that a JSON pointer names."""
-    if "$id" in schema:  # from which its pointers lead
+    """Rewrite a schema's references for a new root, given as a JSON pointer."""
+    if "$id" in schema:  # its pointers are relative to the $id
         return schema
 
     def rewrite(own: Schema) -> Schema:

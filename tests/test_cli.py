@@ -259,7 +259,7 @@ def test_bench_tells_how_a_crowd_fares(case_tp1, tmp_path):
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--requests", "random:none"], "'random:none' does not say how many requests"),
     (["--requests", "nowhere"], "'nowhere' cannot be read"),
-    (["--requests", "random:3", "--request_rate", "0"], "--request_rate 0.0 is not above 0"),
+    (["--requests", "random:3", "--request_rate", "0"], "--request_rate is 0.0, expected more"),
     (["--requests", "random:3", "--shared_prefix", "64"], "shared_prefix 64 leaves no room in 64"),
     (["--requests", "random:3", "--block_size", "5"], "block_size 5 is no power of two"),
 ])

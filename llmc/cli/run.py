@@ -163,7 +163,7 @@ def _read_prompts() -> tuple[str, ...]:
 
 def _resolve_case(directory: Path | None, case_dir: Path | None, hf_dir: Path | None) -> \
         tuple[Path, int | None]:
-    """Return the case directory, and the tensor parallel size of a Hugging Face config, if any."""
+    """Return the case directory, and the tensor parallel size of a config, if any."""
     case_dir = select_case_dir(directory, case_dir)
     if (case_dir is None) == (hf_dir is None):
         raise LlmcError("expected either a case directory or --hf_dir; give one of them")

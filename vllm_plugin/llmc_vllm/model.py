@@ -44,9 +44,10 @@ def read_copy(config: Any) -> tuple[Path, Manifest]:
 
 
 def view(case_dir: Path, manifest: Manifest, root: Path) -> Path:
-    """Write a model directory for vLLM in `root`: tokenizer, config.json, generation_config.json.
+    """Write a model directory for vLLM in `root`.
 
-    Its name is a digest of its contents, and it is created atomically.
+    It has the tokenizer, config.json and generation_config.json. Its name is a digest of its
+    contents, and it is created atomically.
     """
     written = {CONFIG_NAME: json.dumps(describe(case_dir, manifest), indent=2, sort_keys=True)}
     if manifest.sampling is not None:

@@ -26,7 +26,9 @@ _UNSUPPORTED = (
 
 
 def complete(args: Any, case_dir: Path) -> Manifest:
-    """Complete vLLM's `EngineArgs` for a case directory; `check_ranks` checks the chips' files.
+    """Complete vLLM's `EngineArgs` for a case directory.
+
+    `check_ranks` checks the files of the chips.
 
     Raises:
         LlmcError: the case directory is invalid, or an option is not supported.

@@ -1,4 +1,4 @@
-"""A vLLM worker that runs one rank of a case directory with vLLM's scheduler and block tables."""
+"""A vLLM worker that runs one rank of a case directory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _CACHE = "llmc.kv_cache"  # stands for the caches of all layers of a rank
 
 
 def visible_gpu(parallel: Any, local_rank: int) -> int:
-    """Return the index of a rank's GPU among those that its process sees, as vLLM's worker does.
+    """Return the index of a rank's GPU among those that its process sees, as in vLLM.
 
     Args:
         parallel: vLLM's ParallelConfig.
