@@ -226,8 +226,9 @@ class Program(_Frozen):
     def _is_view(self, columns: ProgramTensor) -> bool:
         """Whether the viewed tensor is a value of tokens with these columns."""
         value = self.tensors[columns.of]
-        alike = (value.kind, value.dtype, value.shape[0]) == ("value", columns.dtype, "num_tokens")
-        return alike and columns.of not in self.exact \
+        is_value = (value.kind, value.dtype, value.shape[0]) == (
+            "value", columns.dtype, "num_tokens")
+        return is_value and columns.of not in self.exact \
             and columns.first + columns.width <= value.width
 
     def _base_value(self, number: int) -> int:
@@ -605,8 +606,8 @@ def _check_attributes_and_tables(program: Program, manifest: Manifest, chip: Chi
             layer = [*chip.caches].index(key) // 2
             if (key, value) != (f"key_cache_{layer}", f"value_cache_{layer}"):
                 raise ValueError(f"an attention op has the caches {key!r} and {value!r}")
-            own = op is not None and op.attention is not None and op.attention.caches
-            if own and node.fields["num_heads"] != chip.num_heads[layer]:
+            has_cache = op is not None and op.attention is not None and op.attention.caches
+            if has_cache and node.fields["num_heads"] != chip.num_heads[layer]:
                 raise ValueError(f"layer {layer} has {node.fields['num_heads']} heads, expected "
                                  f"{chip.num_heads[layer]} as in {MANIFEST_NAME}")
         least = {"table": length if "input_ids" in given and

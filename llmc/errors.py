@@ -19,15 +19,15 @@ class CheckFailed(LlmcError):
     """A check that ran and failed; the command line exits with code 1."""
 
 
-def shortened(text: str, most: int = 64) -> str:
-    """Shorten a text to one line of `most` characters, cut at a word, with an ellipsis."""
-    line = " ".join(text[:4 * most + 1].split())
-    if len(line) <= most and len(text) <= 4 * most:
+def shortened(text: str, max_chars: int = 64) -> str:
+    """Shorten a text to one line of `max_chars` characters, cut at a word, with an ellipsis."""
+    line = " ".join(text[:4 * max_chars + 1].split())
+    if len(line) <= max_chars and len(text) <= 4 * max_chars:
         return line
-    words, _, rest = line[:most + 1].rpartition(" ")
-    if words and len(rest) <= most // 2:
+    words, _, rest = line[:max_chars + 1].rpartition(" ")
+    if words and len(rest) <= max_chars // 2:
         return words.rstrip(",;:.(") + " …"
-    return line[:most] + "…"
+    return line[:max_chars] + "…"
 
 
 def reason_of(error: BaseException) -> str:

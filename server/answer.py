@@ -72,7 +72,7 @@ class Answer(ABC):
         """Encode an object as JSON."""
         return _encoded(content, fast=not self._is_large)
 
-    async def made(self, make: Callable[[], _Result]) -> _Result:
+    async def build(self, make: Callable[[], _Result]) -> _Result:
         """Call `make`, in another thread if the answer is large."""
         return await asyncio.to_thread(make) if self._is_large else make()
 
@@ -140,21 +140,21 @@ class Choices(Answer):
 
         Choices are encoded one at a time, so that only one choice's objects are in memory.
         """
-        made: dict[int, list[CompletionChunk]] = {}
+        pieces_by_choice: dict[int, list[CompletionChunk]] = {}
         async for pieces in batches:
             for piece in pieces:
                 self.count(piece)
-                made.setdefault(self.job.choice(piece), []).append(piece)
+                pieces_by_choice.setdefault(self.job.choice(piece), []).append(piece)
 
         def encode() -> bytes:
-            first = made[0]
-            choices = b",".join(self.encoded(self.choice(index, made.pop(index)))
-                                for index in sorted(made))
+            first = pieces_by_choice[0]
+            choices = b",".join(self.encoded(self.choice(index, pieces_by_choice.pop(index)))
+                                for index in sorted(pieces_by_choice))
             head = self.encoded(self._head(self.WHOLE))
             rest = {"usage": self.usage(), **self.extra(first)}
             return head[:-1] + b',"choices":[' + choices + b"]," + self.encoded(rest)[1:]
 
-        return await self.made(encode)
+        return await self.build(encode)
 
     def extra(self, pieces: list[CompletionChunk]) -> Object:
         """Return further fields of the whole answer, from the first choice's chunks."""
@@ -167,7 +167,7 @@ class Choices(Answer):
             async for pieces in batches:
                 for start in range(0, len(pieces), _SLICE):  # many, if the client reads slowly
                     part = pieces[start:start + _SLICE]
-                    events = await self.made(partial(self._events, head, part))
+                    events = await self.build(partial(self._events, head, part))
                     if events:
                         yield events
                     await asyncio.sleep(0)

@@ -97,8 +97,8 @@ class _Events(StreamingResponse):
     async def _all(self) -> AsyncGenerator[bytes, None]:
         yield self._first
         try:
-            async for own in self._others:
-                yield own
+            async for event in self._others:
+                yield event
         except Exception as error:  # the status has been sent, so the stream has the error
             yield self._on_error(error)
 
@@ -159,8 +159,9 @@ class Api:
 
     def app(self) -> Starlette:
         return Starlette(
-            routes=[Route(own.path.replace("{name}", "{name:path}"), getattr(self, own.endpoint),
-                          methods=[own.method]) for own in self._operations],
+            routes=[Route(operation.path.replace("{name}", "{name:path}"),
+                          getattr(self, operation.endpoint), methods=[operation.method])
+                    for operation in self._operations],
             middleware=[Middleware(Logged), Middleware(Guarded, access=self._access),
                         *self._access.cors, Middleware(Authenticated, limits=self._limits)],
             exception_handlers={HTTPException: self._http_error, LlmcError: self._llmc_error,
@@ -365,9 +366,9 @@ class Api:
     async def _llmc_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, LlmcError)
         status, message = self._status_and_message(error)
-        own = error if isinstance(error, ApiError) else ApiError("")
-        return JSONResponse(error_body(status, message, own.param, own.code), status,
-                            headers=own.headers)
+        api_error = error if isinstance(error, ApiError) else ApiError("")
+        return JSONResponse(error_body(status, message, api_error.param, api_error.code), status,
+                            headers=api_error.headers)
 
     async def _http_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -432,10 +433,10 @@ async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, _Resu
             raise ClientDisconnect
         return task.result()
     finally:
-        for own in (task, disconnect):
-            own.cancel()
+        for waiter in (task, disconnect):
+            waiter.cancel()
             with suppress(BaseException):
-                await own
+                await waiter
 
 
 async def _disconnected(receive: Receive) -> None:

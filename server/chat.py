@@ -127,7 +127,7 @@ class ChatAnswer(Choices):
         if not pieces[-1].logprobs:
             return None
         return {"content": [{**self._token(piece.token_id, piece.logprobs.chosen),
-                             "top_logprobs": [self._token(*own) for own in piece.logprobs.top]}
+                             "top_logprobs": [self._token(*pair) for pair in piece.logprobs.top]}
                             for piece in pieces if piece.logprobs and piece.token_id is not None]}
 
     def _token(self, token_id: int, logprob: float) -> Object:

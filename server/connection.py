@@ -152,7 +152,7 @@ class Acceptor:
         self._open: set[HttpProtocol] = set()
         self._opening: set[asyncio.Task[None]] = set()
         self._freed = asyncio.Event()
-        self._most = _max_connections()
+        self._max_open = _max_connections()
         self._warned = -_RETRY
         listening.setblocking(False)
         listening.listen(backlog)
@@ -168,8 +168,8 @@ class Acceptor:
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            while len(self._open) >= self._most:
-                self._warn(f"{self._most} connections are open, the most that file descriptors "
+            while len(self._open) >= self._max_open:
+                self._warn(f"{self._max_open} connections are open, the most that file descriptors "
                            f"allow; further ones wait (raise ulimit -n)")
                 self._freed.clear()
                 await self._freed.wait()

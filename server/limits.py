@@ -178,25 +178,25 @@ class AdmissionGate:
     """Admission control of generation requests.
 
     Args:
-        most: maximum number of admitted sequences.
-        most_per_key: maximum number of admitted sequences of an API key.
+        max_sequences: maximum number of admitted sequences.
+        max_per_key: maximum number of admitted sequences of an API key.
 
     Attributes:
         inside: admitted requests.
         refused: requests that got 429.
     """
 
-    def __init__(self, most: int, most_per_key: int) -> None:
-        self._most, self._most_per_key = most, most_per_key
+    def __init__(self, max_sequences: int, max_per_key: int) -> None:
+        self._max_sequences, self._max_per_key = max_sequences, max_per_key
         self._of_key: Counter[str | None] = Counter()  # sequences
         self.inside = self.refused = 0
 
     @staticmethod
     def of(limits: ServerLimits, max_num_seqs: int) -> AdmissionGate:
         """Return the gate of a server whose batch size is `max_num_seqs`."""
-        most = max_num_seqs + limits.max_waiting
-        share = max(most // max(len(limits.api_keys), 1), max_num_seqs)
-        return AdmissionGate(most, limits.max_seqs_per_key or share)
+        total = max_num_seqs + limits.max_waiting
+        share = max(total // max(len(limits.api_keys), 1), max_num_seqs)
+        return AdmissionGate(total, limits.max_seqs_per_key or share)
 
     @property
     def sequences(self) -> int:
@@ -213,12 +213,12 @@ class AdmissionGate:
             ApiError: a limit would be exceeded.
         """
         of_key, total = self._of_key[key], self.sequences
-        for held, most, scope in ((total, self._most, "those of all clients"),
-                                  (of_key, self._most_per_key, "those of this API key")):
-            if of_key and held + sequences > most:
+        for held, limit, scope in ((total, self._max_sequences, "those of all clients"),
+                                   (of_key, self._max_per_key, "those of this API key")):
+            if of_key and held + sequences > limit:
                 self.refused += 1
                 raise ApiError(f"the request has {sequences} sequences, {scope} have {held} of at "
-                               f"most {most}; retry after Retry-After", 429,
+                               f"most {limit}; retry after Retry-After", 429,
                                code="rate_limit_exceeded", headers={"Retry-After": "1"})
         self.inside += 1
         self._of_key[key] += sequences

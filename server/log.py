@@ -67,14 +67,14 @@ class Logged:
             await self._app(scope, receive, send)
             return
         started, echoed = time.monotonic(), _echoed(Headers(scope=scope))
-        status, whole = 499, False  # 499: the client disconnected
+        status, complete = 499, False  # 499: the client disconnected
 
         async def sending(message: Message) -> None:
-            nonlocal status, whole
+            nonlocal status, complete
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message).update(echoed)
-            whole = message["type"] == "http.response.body" and not message.get("more_body")
+            complete = message["type"] == "http.response.body" and not message.get("more_body")
             await send(message)
 
         fields = scope["llmc.log"] = {}
@@ -84,13 +84,13 @@ class Logged:
             if status == 499:
                 await error_response(ApiError(ENDING, 503))(scope, receive, sending)
         except BaseException:
-            status, whole = 500, True
+            status, complete = 500, True
             raise
         finally:
             level = logging.DEBUG if scope["path"] in _FREQUENT else logging.INFO
             LOGGER.log(level, "request", extra={"fields": {
                 "request_id": echoed["X-Request-Id"], "method": shortened(scope["method"]),
-                "path": shortened(scope["path"], 200), "status": status if whole else 499,
+                "path": shortened(scope["path"], 200), "status": status if complete else 499,
                 "seconds": round(time.monotonic() - started, 4), **fields,
                 **({"traceparent": echoed["traceparent"]} if "traceparent" in echoed else {})}})
 

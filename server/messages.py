@@ -111,8 +111,8 @@ class CountTokensRequest(Conversation):
         system = [Block(type="text", text=self.system)] if isinstance(self.system, str) \
             else self.system or []
         first = [{"role": "system", "content": _parts(system)}] if system else []
-        return [Message.model_validate(own) for own in [
-            *first, *(own for message in self.messages for own in _messages(message))]]
+        return [Message.model_validate(converted) for converted in [
+            *first, *(converted for message in self.messages for converted in _messages(message))]]
 
     @property
     def tool_use(self) -> ToolUse:
@@ -153,7 +153,7 @@ class MessagesRequest(CountTokensRequest):
 
 def _messages(message: InputMessage) -> Iterator[dict[str, Any]]:
     """Convert a message to OpenAI's messages; tool results become separate messages before it."""
-    own: dict[str, Any] = {"role": message.role}
+    converted: dict[str, Any] = {"role": message.role}
     others: list[Block] = []
     for block in message.blocks:
         if block.type == "tool_result":
@@ -163,16 +163,17 @@ def _messages(message: InputMessage) -> Iterator[dict[str, Any]]:
         elif block.type == "tool_use":
             if not block.name:
                 raise ApiError("a block of type 'tool_use' has no name; add it", param="messages")
-            own.setdefault("tool_calls", []).append({"id": block.id, "function": {
+            converted.setdefault("tool_calls", []).append({"id": block.id, "function": {
                 "name": block.name, "arguments": json.dumps(block.input or {})}})
         elif block.type == "thinking":
-            own["reasoning_content"] = own.get("reasoning_content", "") + (block.thinking or "")
+            converted["reasoning_content"] = \
+                converted.get("reasoning_content", "") + (block.thinking or "")
         elif block.type != "redacted_thinking":
             others.append(block)
     if others:
-        own["content"] = _parts(others)
-    if len(own) > 1:
-        yield own
+        converted["content"] = _parts(others)
+    if len(converted) > 1:
+        yield converted
 
 
 def _parts(blocks: list[Block]) -> list[dict[str, Any]]:
@@ -222,7 +223,7 @@ class MessageAnswer(Answer):
             if block["type"] == "tool_use":
                 block["input"] = _parsed(block["input"])
         answer = {**self._message(self._blocks), **self._stopped(), "usage": self._usage()}
-        return await self.made(lambda: self.encoded(answer))
+        return await self.build(lambda: self.encoded(answer))
 
     async def stream(self, batches: AsyncGenerator[list[CompletionChunk], None]) -> \
             AsyncGenerator[bytes, None]:
@@ -308,8 +309,8 @@ class MessageAnswer(Answer):
             return None
         text = self.model.llm.detokenize(
             self._tokens, skip_special_tokens=not self.job.params.show_special_tokens)
-        found = [(place, own) for own in self._body.stop_sequences
-                 if (place := text.find(own)) >= 0]
+        found = [(place, stop) for stop in self._body.stop_sequences
+                 if (place := text.find(stop)) >= 0]
         return min(found)[1] if found else None
 
     def _usage(self) -> Object:

@@ -130,15 +130,15 @@ class _RequestTimer:
 
     def measure(self, piece: CompletionChunk) -> None:
         """Measure a chunk."""
-        now, key, own = time.monotonic(), (piece.index, piece.sample), self._metrics
+        now, key, metrics = time.monotonic(), (piece.index, piece.sample), self._metrics
         before, number = self._latest.get(key, (self._started, 0))
-        (own._itl if number else own._ttft).observe(now - before)
+        (metrics._itl if number else metrics._ttft).observe(now - before)
         generated = piece.token_id is not None
-        own._generated.inc(generated)
+        metrics._generated.inc(generated)
         self.tokens += 1
         self._latest[key] = now, number + generated
         if piece.finish_reason:
-            own._e2e.observe(now - self._started)
-            own._generation.observe(number + generated)
-            own._success.labels(*own._labels, piece.finish_reason).inc()
+            metrics._e2e.observe(now - self._started)
+            metrics._generation.observe(number + generated)
+            metrics._success.labels(*metrics._labels, piece.finish_reason).inc()
             del self._latest[key]

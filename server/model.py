@@ -113,7 +113,7 @@ class Model:
             else None if reasoning_parser == "none" else reasoning_parser
         self.shows_tools = _names_tools(template)
         tokens = () if llm.tokenizer is None else llm.tokenizer.get_added_tokens_decoder().values()
-        self.special_tokens = frozenset(own.content for own in tokens if own.special)
+        self.special_tokens = frozenset(token.content for token in tokens if token.special)
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -158,10 +158,10 @@ class Model:
         return await self._tokenize(text, False, param)
 
     async def _tokenize(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
-        most = self.max_prompt_len
-        count, ids = await self.offload.tokenize(text, add_special_tokens, most)
+        limit = self.max_prompt_len
+        count, ids = await self.offload.tokenize(text, add_special_tokens, limit)
         if count > len(ids):
-            raise prompt_too_long(most, count, param, at_least=True)
+            raise prompt_too_long(limit, count, param, at_least=True)
         return ids
 
     @property
@@ -180,14 +180,15 @@ class Model:
         if self.llm.tokenizer_file is None or self.llm.tokenizer is None:
             raise ApiError("this model was compiled without a tokenizer; give token ids")
         config = read_config(self.llm.tokenizer_file.parent)
-        own = self.llm.manifest.tokenizer
-        for name, tokens in (("bos_token", [own.bos_token_id]), ("eos_token", own.eos_token_ids)):
+        tokenizer = self.llm.manifest.tokenizer
+        for name, tokens in (("bos_token", [tokenizer.bos_token_id]),
+                             ("eos_token", tokenizer.eos_token_ids)):
             if name not in config and tokens and tokens[0] is not None:
                 config[name] = self.llm.tokenizer.id_to_token(tokens[0])
         info = {"tokenizer_class": "PreTrainedTokenizerFast", **{
             name: _plain(value) for name, value in config.items() if name not in _PATHS}}
-        if own.chat_template is not None:
-            info["chat_template"] = (self.llm.case_dir / own.chat_template).read_text("utf-8")
+        if tokenizer.chat_template is not None:
+            info["chat_template"] = (self.llm.case_dir / tokenizer.chat_template).read_text("utf-8")
         return info
 
     def token_text(self, token_id: int) -> str:
@@ -209,7 +210,7 @@ def _plain(value: Any) -> Any:
     """Replace added tokens in a tokenizer's configuration with their texts."""
     if isinstance(value, dict):
         return value["content"] if "content" in value else {
-            name: _plain(own) for name, own in value.items()}
+            name: _plain(part) for name, part in value.items()}
     return [*map(_plain, value)] if isinstance(value, list) else value
 
 

@@ -82,13 +82,13 @@ class Offload:
         Raises:
             ApiError: it has more values than a prompt of token ids can need.
         """
-        most = max(MAX_VALUES, 2 * self._llm.max_model_len)
-        if sum(map(raw.count, (b",", b"[", b"{"))) < most:  # an upper bound of the values
+        limit = max(MAX_VALUES, 2 * self._llm.max_model_len)
+        if sum(map(raw.count, (b",", b"[", b"{"))) < limit:  # an upper bound of the values
             return
         count = await asyncio.get_running_loop().run_in_executor(
             _BODIES, self._llm.sandbox.run, self._bodies, count_values, raw)
         if count < 0:
             raise ApiError("Invalid JSON")
-        if count > most:
-            raise ApiError(f"the body has {count} JSON values, expected at most {most}; send texts "
-                           f"instead of token ids, or several requests", 413)
+        if count > limit:
+            raise ApiError(f"the body has {count} JSON values, expected at most {limit}; send "
+                           f"texts instead of token ids, or several requests", 413)

@@ -118,12 +118,12 @@ def description(operations: Sequence[Operation], open_paths: Sequence[str]) -> _
         operations: the served operations.
         open_paths: paths without authentication.
     """
-    bodies = [own.body for own in operations if own.body is not None]
+    bodies = [operation.body for operation in operations if operation.body is not None]
     _, schemas = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF)
     paths: dict[str, _Object] = {}
-    for own in operations:
-        paths.setdefault(own.path, {})[own.method.lower()] = _described(
-            own, own.path in open_paths)
+    for operation in operations:
+        paths.setdefault(operation.path, {})[operation.method.lower()] = _described(
+            operation, operation.path in open_paths)
     return {
         "openapi": "3.1.0",
         "info": {"title": "llmc", "version": __version__,
@@ -135,37 +135,38 @@ def description(operations: Sequence[Operation], open_paths: Sequence[str]) -> _
                            "x_api_key": {"type": "apiKey", "in": "header", "name": "x-api-key"}}}}
 
 
-def _described(own: Operation, is_open: bool) -> _Object:
-    operation: _Object = {"operationId": own.endpoint, "responses": {
-        "200": {"description": "the answer", **_content(own)},
-        **{str(status): _refusal(text) for status, text in _wrong(own, is_open).items()}}}
+def _described(operation: Operation, is_open: bool) -> _Object:
+    described: _Object = {"operationId": operation.endpoint, "responses": {
+        "200": {"description": "the answer", **_content(operation)},
+        **{str(status): _refusal(text) for status, text in _wrong(operation, is_open).items()}}}
     if not is_open:
         # Authentication is optional in general; Anthropic's clients send x-api-key.
-        operation["security"] = [{}, {"key": []}, {"x_api_key": []}]
-    if own.body is not None:
-        operation["requestBody"] = {"required": True, "content": {"application/json": {
-            "schema": {"$ref": _REF.format(model=own.body.__name__)}}}}
+        described["security"] = [{}, {"key": []}, {"x_api_key": []}]
+    if operation.body is not None:
+        described["requestBody"] = {"required": True, "content": {"application/json": {
+            "schema": {"$ref": _REF.format(model=operation.body.__name__)}}}}
     parameters: list[_Object] = [{"name": name, "in": "query", "schema": schema}
-                                 for name, schema in own.query]
-    if "{name}" in own.path:
+                                 for name, schema in operation.query]
+    if "{name}" in operation.path:
         parameters.append({"name": "name", "in": "path", "required": True,
                            "schema": {"type": "string", "minLength": 1}})
     if parameters:
-        operation["parameters"] = parameters
-    return operation
+        described["parameters"] = parameters
+    return described
 
 
-def _wrong(own: Operation, is_open: bool) -> dict[int, str]:
-    return dict(own.wrong) | {403: "the Host or the Origin is not accepted"} | (
+def _wrong(operation: Operation, is_open: bool) -> dict[int, str]:
+    return dict(operation.wrong) | {403: "the Host or the Origin is not accepted"} | (
         {} if is_open else {401: "the API key is missing or wrong"})
 
 
-def _content(own: Operation) -> _Object:
-    if isinstance(own.answer, str):
-        return {"content": {own.answer: {"schema": {"type": "string"}}}} if own.answer else {}
+def _content(operation: Operation) -> _Object:
+    if isinstance(operation.answer, str):
+        return {"content": {operation.answer: {"schema": {"type": "string"}}}} \
+            if operation.answer else {}
     answer: _Object = {"application/json": {"schema": {"type": "object",
-                                                       "required": [*own.answer]}}}
-    if own.generates:
+                                                       "required": [*operation.answer]}}}
+    if operation.generates:
         answer["text/event-stream"] = {}
     return {"content": answer}
 

@@ -38,7 +38,7 @@ class OutputParser:
     @property
     def is_reasoning(self) -> bool:
         """Whether the latest text is reasoning."""
-        return any(own is not None and own.is_reasoning for own in (
+        return any(parser is not None and parser.is_reasoning for parser in (
             self._reasoning, self._tools if isinstance(self._tools, Harmony) else None))
 
     def push(self, text: str, ended: bool = False) -> Iterator[Delta]:
@@ -103,4 +103,4 @@ def with_marks(model: Model, body: Conversation, params: SamplingParams) -> Samp
 
 def _is_guided(params: SamplingParams) -> bool:
     """Whether structured output constrains the text, which excludes channels and reasoning."""
-    return any(getattr(params, own) for own in STRUCTURED_OUTPUT_FIELDS)
+    return any(getattr(params, name) for name in STRUCTURED_OUTPUT_FIELDS)

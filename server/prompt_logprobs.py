@@ -32,12 +32,12 @@ def by_token_id(model: Model, prompt: Sequence[int], scores: PromptLogprobs) -> 
         list[dict[str, Any] | None]:
     """Return vLLM's format: per token None, or log-probability, rank and text by token id."""
     found: list[dict[str, Any] | None] = []
-    for token, own in zip(prompt, scores, strict=True):
-        if own is None:
+    for token, score in zip(prompt, scores, strict=True):
+        if score is None:
             found.append(None)
             continue
-        ranked = [(token, own.chosen, own.rank),
-                  *((other, value, rank) for rank, (other, value) in enumerate(own.top, 1))]
+        ranked = [(token, score.chosen, score.rank),
+                  *((other, value, rank) for rank, (other, value) in enumerate(score.top, 1))]
         found.append({str(other): {"logprob": finite(value), "rank": rank,
                                    "decoded_token": model.token_text(other)}
                       for other, value, rank in ranked})
@@ -49,16 +49,16 @@ def echoed(model: Model, prompt: Sequence[int], scores: PromptLogprobs, text: st
     """Return the `logprobs` of OpenAI's completions for a prompt that is echoed as `text`."""
     logprobs: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [],
                                       "text_offset": []}
-    for token, own, offset in zip(prompt, scores, _offsets(model, prompt, show_special_tokens),
+    for token, score, offset in zip(prompt, scores, _offsets(model, prompt, show_special_tokens),
                                   strict=True):
-        ranked = () if own is None else own.top
+        ranked = () if score is None else score.top
         names = token_names([*(other for other, _ in ranked), token], model.token_bytes)
         top: dict[str, float] | None = None
-        if own is not None and ranked:
+        if score is not None and ranked:
             top = {names[other]: finite(value) for other, value in ranked}
-            top[names[token]] = finite(own.chosen)
+            top[names[token]] = finite(score.chosen)
         logprobs["tokens"].append(names[token])
-        logprobs["token_logprobs"].append(None if own is None else finite(own.chosen))
+        logprobs["token_logprobs"].append(None if score is None else finite(score.chosen))
         logprobs["top_logprobs"].append(top)
         logprobs["text_offset"].append(min(offset, len(text)))
     return logprobs

@@ -69,10 +69,10 @@ class Fields(BaseModel):
     def __get_pydantic_json_schema__(cls, core_schema: Any,
                                      handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         schema = handler.resolve_ref_schema(handler(core_schema))
-        for name, own in schema.get("properties", {}).items():
-            if name not in schema.get("required", ()) and {"type": "null"} not in own.get(
+        for name, field in schema.get("properties", {}).items():
+            if name not in schema.get("required", ()) and {"type": "null"} not in field.get(
                     "anyOf", ()):
-                schema["properties"][name] = {"anyOf": [own, {"type": "null"}]}
+                schema["properties"][name] = {"anyOf": [field, {"type": "null"}]}
         return schema
 
 
@@ -253,10 +253,10 @@ class Generation(Body):
         """
         given: dict[str, Any] = {}
         if self.structured_outputs is not None:
-            own = self.structured_outputs
-            given = dict(guided_json=_ANY_OBJECT if own.json_object else own.json_,
-                         guided_regex=own.regex, guided_choice=own.choice,
-                         guided_grammar=own.grammar)
+            options = self.structured_outputs
+            given = dict(guided_json=_ANY_OBJECT if options.json_object else options.json_,
+                         guided_regex=options.regex, guided_choice=options.choice,
+                         guided_grammar=options.grammar)
         if self.response_format is not None and self.response_format.type != "text":
             schema = self.response_format.json_schema
             if schema is None and self.response_format.type == "json_schema":
@@ -405,8 +405,8 @@ class ToolUse:
         parameters = {tool.function.name: tool.function.parameters or _ANY_OBJECT
                       for tool in self.tools}
         if self.mode == "named":
-            own, = parameters.values()
-            return own
+            schema, = parameters.values()
+            return schema
         return calls_schema(parameters, _MAX_CALLS if self.parallel else 1)
 
 
@@ -490,7 +490,7 @@ class Conversation(Generation):
         given = super()._structured_output()
         if not self.tool_use.is_forced:
             return given
-        if given or any(getattr(self, own) is not None for own in STRUCTURED_OUTPUT_FIELDS):
+        if given or any(getattr(self, name) is not None for name in STRUCTURED_OUTPUT_FIELDS):
             raise ApiError("structured output cannot be combined with a tool_choice that forces a "
                            "call; leave out one of them", param="tool_choice")
         return {"guided_json": self.tool_use.schema}
@@ -531,8 +531,8 @@ class ChatRequest(Conversation):
         if isinstance(choice, NamedTool):
             return chosen_tools(self.tools, "named", [choice.function.name])
         allowed = choice.allowed_tools
-        return chosen_tools(self.tools, allowed.mode, [own.function.name for own in allowed.tools],
-                            parallel)
+        return chosen_tools(self.tools, allowed.mode,
+                            [tool.function.name for tool in allowed.tools], parallel)
 
     @property
     def template_variables(self) -> Mapping[str, Any] | None:
@@ -647,23 +647,23 @@ class ResponsesRequest(Conversation):
             return chosen_tools(tools, choice, parallel=parallel)
         if isinstance(choice, NamedResponseTool):
             return chosen_tools(tools, "named", [choice.name])
-        return chosen_tools(tools, choice.mode, [own.name for own in choice.tools], parallel)
+        return chosen_tools(tools, choice.mode, [tool.name for tool in choice.tools], parallel)
 
     @property
     def template_variables(self) -> Mapping[str, Any] | None:
         return _with_effort(self.chat_template_kwargs, self.reasoning.effort)
 
     def _structured_output(self) -> dict[str, Any]:
-        given, own = super()._structured_output(), self.text.format
-        if own.type == "text":
+        given, format_ = super()._structured_output(), self.text.format
+        if format_.type == "text":
             return given
         if self.tool_use.is_forced:
             raise ApiError("text.format cannot be combined with a tool_choice that forces a call; "
                            "leave out one of them",
                            param="tool_choice")
-        if own.type == "json_schema" and own.schema_ is None:
+        if format_.type == "json_schema" and format_.schema_ is None:
             raise ApiError("text.format of type 'json_schema' has no schema; add it", param="text")
-        return {"guided_json": own.schema_ if own.type == "json_schema" else _ANY_OBJECT}
+        return {"guided_json": format_.schema_ if format_.type == "json_schema" else _ANY_OBJECT}
 
 
 def _function_tool(tool: ResponseTool) -> Tool:
@@ -683,21 +683,21 @@ def messages_of(items: Sequence[Item]) -> list[Message]:
         ApiError: an item's type is not supported, or a required field is missing.
     """
     messages: list[dict[str, Any]] = []
-    own: dict[str, Any] | None = None  # the current assistant message
+    current: dict[str, Any] | None = None  # the current assistant message
     for index, item in enumerate(items):
         if item.type == "function_call_output":
             messages.append({"role": "tool", "tool_call_id": _required(index, item, "call_id"),
                              "content": item.output or ""})
-            own = None
+            current = None
         elif item.type == "message" and item.role != "assistant":
             messages.append({"role": _required(index, item, "role"), "content": item.content})
-            own = None
+            current = None
         elif item.type in ("message", "function_call", "reasoning"):
-            if own is None or (item.type == "reasoning" and len(own) > 1) or (
-                    item.type == "message" and ("content" in own or "tool_calls" in own)):
-                own = {"role": "assistant"}
-                messages.append(own)
-            _add_to(own, index, item)
+            if current is None or (item.type == "reasoning" and len(current) > 1) or (
+                    item.type == "message" and ("content" in current or "tool_calls" in current)):
+                current = {"role": "assistant"}
+                messages.append(current)
+            _add_to(current, index, item)
         else:
             raise ApiError(f"input {index} has type '{item.type}'; give messages, function_call, "
                            f"function_call_output or reasoning", param="input")

@@ -63,16 +63,16 @@ class ResponseStore:
             inputs: items of the whole conversation before the response, each with an id.
         """
         items = [*inputs, *response["output"]]
-        own = _Stored(_json(response), _json(items), tuple(item["id"] for item in items),
+        stored = _Stored(_json(response), _json(items), tuple(item["id"] for item in items),
                       len(inputs), self._clock() + self._ttl)
-        if own.size > self._max_bytes:
+        if stored.size > self._max_bytes:
             return
         self._drop_expired()
-        while self.bytes + own.size > self._max_bytes:
+        while self.bytes + stored.size > self._max_bytes:
             self._drop(next(iter(self._stored)))
-        self._stored[response["id"]] = own
-        self.bytes += own.size
-        for item_id in own.item_ids:
+        self._stored[response["id"]] = stored
+        self.bytes += stored.size
+        for item_id in stored.item_ids:
             self._owners.setdefault(item_id, response["id"])
 
     def response(self, response_id: str) -> bytes:
@@ -96,9 +96,9 @@ class ResponseStore:
         Raises:
             ApiError: the response is not stored, or has no such item.
         """
-        own = self._get(response_id)
-        items = json.loads(own.items)[:own.num_inputs]
-        ids = [*own.item_ids[:own.num_inputs]]
+        stored = self._get(response_id)
+        items = json.loads(stored.items)[:stored.num_inputs]
+        ids = [*stored.item_ids[:stored.num_inputs]]
         if newest_first:
             items.reverse()
             ids.reverse()
@@ -144,7 +144,7 @@ class ResponseStore:
                        param="input")
 
     def _items(self, response_id: str) -> list[Item]:
-        return [Item.model_validate(own) for own in json.loads(self._get(response_id).items)]
+        return [Item.model_validate(item) for item in json.loads(self._get(response_id).items)]
 
     def _get(self, response_id: str) -> _Stored:
         self._drop_expired()
@@ -158,13 +158,13 @@ class ResponseStore:
 
     def _drop_expired(self) -> None:
         now = self._clock()
-        for response_id in [own for own, stored in self._stored.items() if stored.expires <= now]:
+        for response_id in [key for key, stored in self._stored.items() if stored.expires <= now]:
             self._drop(response_id)
 
     def _drop(self, response_id: str) -> None:
-        own = self._stored.pop(response_id)
-        self.bytes -= own.size
-        for item_id in own.item_ids:
+        dropped = self._stored.pop(response_id)
+        self.bytes -= dropped.size
+        for item_id in dropped.item_ids:
             if self._owners.get(item_id) == response_id:
                 del self._owners[item_id]
 

@@ -74,7 +74,7 @@ class ResponseAnswer(Answer):
                 self._take(piece)
         self._end()
         answer = self._finished()
-        return await self.made(lambda: self.encoded(answer))
+        return await self.build(lambda: self.encoded(answer))
 
     async def stream(self, batches: AsyncGenerator[list[CompletionChunk], None]) -> \
             AsyncGenerator[bytes, None]:
@@ -123,11 +123,11 @@ class ResponseAnswer(Answer):
     def _open_text(self, kind: str) -> Iterator[bytes]:
         part: Object = {"type": _PARTS[kind], "text": ""}
         if kind == "message":
-            own: Object = {"type": kind, "role": "assistant", "content": []}
+            item: Object = {"type": kind, "role": "assistant", "content": []}
             part |= {"annotations": [], "logprobs": []}
         else:
-            own = {"type": kind, "summary": [], "content": []}
-        yield from self._open(own)
+            item = {"type": kind, "summary": [], "content": []}
+        yield from self._open(item)
         self._output[-1]["content"].append(part)
         yield self._event("content_part.added", {**self._place(0), "part": part})
 

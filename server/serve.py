@@ -206,9 +206,9 @@ class _Server(uvicorn.Server):
 
 def _raise_descriptor_limit() -> None:
     """Raise the limit of file descriptors to the hard limit; a usual soft limit is 1,024."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
 def _url(bound: socket.socket, is_tls: bool) -> str:

@@ -18,8 +18,8 @@ def token_names(tokens: Sequence[int], read_bytes: Callable[[int], bytes]) -> di
     return {token: name for name, token in names.items()}
 
 
-def _name(made: bytes) -> str:
+def _name(raw: bytes) -> str:
     try:
-        return made.decode()
+        return raw.decode()
     except UnicodeDecodeError:
-        return f"bytes:{made.decode(errors='backslashreplace')}"
+        return f"bytes:{raw.decode(errors='backslashreplace')}"

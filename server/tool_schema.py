@@ -37,9 +37,9 @@ def _moved(schema: Schema, place: str) -> Schema:
     if "$id" in schema:  # its pointers are relative to the $id
         return schema
 
-    def rewrite(own: Schema) -> Schema:
+    def rewrite(part: Schema) -> Schema:
         return {key: _moved_pointer(value, place) if key in _REFERENCES else value
-                for key, value in own.items()}
+                for key, value in part.items()}
 
     root = {key: value for key, value in schema.items() if key not in ("$schema", "x-guidance")}
     moved: Schema = map_subschemas(root, rewrite)

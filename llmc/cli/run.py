@@ -79,9 +79,9 @@ def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | No
         raise LlmcError(f"--tp_size is {tp_size}, but tensor_parallel in the config of '{hf_dir}' "
                         f"is {configured}; change one of them")
     manifest = read_manifest(case_dir)
-    wanted = tp_size if tp_size is not None else configured
-    if wanted not in (None, manifest.tp_size):
-        raise LlmcError(f"tp_size is {wanted}, but '{case_dir}' was compiled with tp_size "
+    expected = tp_size if tp_size is not None else configured
+    if expected not in (None, manifest.tp_size):
+        raise LlmcError(f"tp_size is {expected}, but '{case_dir}' was compiled with tp_size "
                         f"{manifest.tp_size}; use that, or compile again")
     params = sampling_params(options, manifest if generation_config == "auto" else None)
     if str(prompt_file) == "-" and sys.stdin.isatty():

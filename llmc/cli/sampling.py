@@ -66,11 +66,11 @@ _CLICK_TYPES: dict[Any, dict[str, Any]] = {
 
 def sampling_options(command: Command) -> Command:
     """Add an option for each attribute of SamplingParams."""
-    for own in reversed(FIELDS):
-        given = {"default": own.default, **_CLICK_TYPES[own.kind]}
+    for field in reversed(FIELDS):
+        given = {"default": field.default, **_CLICK_TYPES[field.kind]}
         remark = " May be repeated." if given.get("multiple") else \
-            " Printed with --json." if own.name == "logprobs" else ""
-        command = click.option(f"--{own.name}", cls=_SamplingOption, help=own.text + remark,
+            " Printed with --json." if field.name == "logprobs" else ""
+        command = click.option(f"--{field.name}", cls=_SamplingOption, help=field.text + remark,
                                **given)(command)
     return command
 

@@ -35,4 +35,5 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
 
 def recognized_parser(chat_template: str) -> str | None:
     """Return the name of a chat template's parser; None if its format is unknown."""
-    return next((name for name, own in TOOL_PARSERS.items() if own.recognizes(chat_template)), None)
+    return next((name for name, parser in TOOL_PARSERS.items()
+                 if parser.recognizes(chat_template)), None)

@@ -92,7 +92,7 @@ def _parsed(text: str) -> tuple[str, dict[str, Any]] | None:
         call = ast.parse(f"f({arguments}", mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
             return None
-        return name, {own.arg: _value(own.value) for own in call.keywords if own.arg is not None}
+        return name, {arg.arg: _value(arg.value) for arg in call.keywords if arg.arg is not None}
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         return None
 
@@ -106,7 +106,7 @@ def _value(node: ast.expr) -> Any:
     if isinstance(node, ast.Constant) and isinstance(node.value, str | int | float | None):
         return node.value
     if isinstance(node, ast.List | ast.Tuple):
-        return [_value(own) for own in node.elts]
+        return [_value(item) for item in node.elts]
     if isinstance(node, ast.Dict):
         return {str(_value(key)): _value(value) for key, value in
                 zip(node.keys, node.values, strict=True) if key is not None}

@@ -70,8 +70,8 @@ class XmlParser(ToolParser):
 def argument_types(parameters: Schema, name: str) -> set[str]:
     """Return the JSON types that a tool's schema allows for an argument; empty: any."""
     properties = parameters.get("properties")
-    own = properties.get(name) if isinstance(properties, Mapping) else None
-    return _types(own, parameters, _MAX_REFERENCES)
+    schema = properties.get(name) if isinstance(properties, Mapping) else None
+    return _types(schema, parameters, _MAX_REFERENCES)
 
 
 def _types(schema: Any, root: Schema, references: int) -> set[str]:
@@ -83,15 +83,15 @@ def _types(schema: Any, root: Schema, references: int) -> set[str]:
     if isinstance(kinds, str):
         return {kinds}
     if isinstance(kinds, list):
-        return {own for own in kinds if isinstance(own, str)}
+        return {kind for kind in kinds if isinstance(kind, str)}
     if isinstance(values := schema.get("enum"), list):
         return {_KINDS[type(value)] for value in values}
     if "const" in schema:
         return {_KINDS[type(schema["const"])]}
     for key in ("anyOf", "oneOf", "allOf"):
         if isinstance(alternatives := schema.get(key), list) and alternatives:
-            found = [_types(own, root, references - 1) for own in alternatives]
-            known = [own for own in found if own]
+            found = [_types(option, root, references - 1) for option in alternatives]
+            known = [types for types in found if types]
             return set().union(*known) if len(known) == len(found) or key == "allOf" else set()
     return set()
 
@@ -113,12 +113,12 @@ def typed(text: str, types: set[str]) -> str:
         text: the argument.
         types: allowed JSON types; empty: any.
     """
-    own = text.strip()
+    encoded = text.strip()
     try:
-        value = parsed_json(own)
+        value = parsed_json(encoded)
     except ValueError:
-        value = _python_value(own)
-        own = "" if value is _NO_VALUE else json.dumps(value, ensure_ascii=False)
+        value = _python_value(encoded)
+        encoded = "" if value is _NO_VALUE else json.dumps(value, ensure_ascii=False)
     if value is _NO_VALUE:
         return json_text(text)
     kind = _KINDS[type(value)]
@@ -127,7 +127,7 @@ def typed(text: str, types: set[str]) -> str:
     if kind == "number" and "number" not in types and "integer" in types and value.is_integer():
         return str(int(value))
     fits = not types or kind in types or (kind == "integer" and "number" in types)
-    return own if fits else json_text(text)
+    return encoded if fits else json_text(text)
 
 
 _NO_VALUE = object()

@@ -134,7 +134,7 @@ def test_a_case_directory_of_before_these_fields_is_read(case, tmp_path):
 def test_sampling_defaults_that_are_none_are_refused_when_a_model_is_loaded(case, tmp_path):
     copy = shutil.copytree(case, tmp_path / "case")
     for change, reason in (({"top_p": 7}, "sampling in model_info.json is not valid .top_p 7"),
-                           ({"suppress_tokens": [300]}, "suppress_tokens has token 300")):
+                           ({"suppress_tokens": [300]}, "suppress_tokens has token id 300")):
         data = json.loads((case / "model_info.json").read_text())
         data["sampling"] = change
         (copy / "model_info.json").write_text(json.dumps(data))

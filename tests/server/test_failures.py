@@ -60,7 +60,7 @@ def test_a_step_that_fails_ends_what_runs_and_the_server_says_so(case_tp1, monke
             assert told["type"] == "server_error" and "/secret" not in text
             for path, given in (("/health", None), ("/v1/completions", body)):
                 status, text = await ask(app, path, given)
-                assert status == 503 and "has to be loaded again" in text
+                assert status == 503 and "must be restarted" in text
                 assert "/secret" not in text
 
     logging.getLogger("llmc.server").setLevel(logging.CRITICAL)

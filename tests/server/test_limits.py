@@ -134,7 +134,7 @@ def test_the_log_is_json_with_a_request_s_id(case_tp1):
         server.get("/health")  # of which there are too many
         code, rest = server.end()
         one, two, last = map(json.loads, rest.splitlines())
-        assert code == 0 and last["message"] == "ended"
+        assert code == 0 and last["message"] == "the server has stopped"
         assert (one["request_id"], one["status"], one["path"]) == ("mine-1", 200, "/v1/completions")
         assert (one["prompt_tokens"], one["completion_tokens"]) == (1, 3)
         assert one["ignored"] == ["unheard"] and one["seconds"] > 0

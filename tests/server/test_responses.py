@@ -157,7 +157,7 @@ def test_a_response_is_stored_for_the_next_turn(tool_case, tool_server):
             {"role": "user", "content": "a"}, reference, output]) == expected
         client.responses.delete(first.id)
         for missing in (given, dict(input=[reference])):
-            with pytest.raises(openai.NotFoundError, match="is stored"):
+            with pytest.raises(openai.NotFoundError, match="is not stored"):
                 prompt_tokens(client, **missing)
     unstored = client.responses.create(model="tiny", input="a", max_output_tokens=1, store=False)
     with pytest.raises(openai.NotFoundError, match="response 'resp_.*' is not stored"):

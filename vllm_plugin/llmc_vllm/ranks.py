@@ -49,7 +49,7 @@ def block_bytes(manifest: Manifest, block_size: int) -> int:
     return widest * DTYPE_BYTES[manifest.kv_dtype] * block_size
 
 
-def load_rank(manifest: Manifest, case_dir: Path, rank: int, device: int, room: EngineConfig,
+def load_rank(manifest: Manifest, case_dir: Path, rank: int, device: int, config: EngineConfig,
               group: torch.distributed.ProcessGroup) -> Rank:
     """Load the engine of a rank on its share of the CPU cores, or on a GPU.
 
@@ -60,13 +60,13 @@ def load_rank(manifest: Manifest, case_dir: Path, rank: int, device: int, room: 
         LlmcError: see `LLM`.
     """
     if not manifest.target.spec.gpu:
-        return CpuRank(manifest, case_dir, rank, room, group)
+        return CpuRank(manifest, case_dir, rank, config, group)
     from llmc.runtime.engines.remote import load_engine
 
-    engine = load_engine(manifest, rank, case_dir, device, max_batch_size=room.max_batch_size,
-                         max_tokens=room.max_num_batched_tokens, block_size=room.block_size,
-                         kv_cache_tokens=room.kv_cache_tokens,
-                         gpu_memory_utilization=room.gpu_memory_utilization)
+    engine = load_engine(manifest, rank, case_dir, device, max_batch_size=config.max_batch_size,
+                         max_tokens=config.max_num_batched_tokens, block_size=config.block_size,
+                         kv_cache_tokens=config.kv_cache_tokens,
+                         gpu_memory_utilization=config.gpu_memory_utilization)
     if manifest.tp_size > 1:
         names = [engine.unique_id() if rank == 0 else b""]
         torch.distributed.broadcast_object_list(names, group_src=0, group=group)
@@ -76,22 +76,22 @@ def load_rank(manifest: Manifest, case_dir: Path, rank: int, device: int, room: 
 
 def _ranks_on_this_host(group: torch.distributed.ProcessGroup) -> list[int]:
     """Return the ranks of a gloo group whose processes run on this host, in order."""
-    own = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
     hosts = [""] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(hosts, own, group=group)
-    return [rank for rank, host in enumerate(hosts) if host == own]
+    torch.distributed.all_gather_object(hosts, boot_id, group=group)
+    return [rank for rank, host in enumerate(hosts) if host == boot_id]
 
 
 class CpuRank:
     """A `Rank` on CPU cores; `allocate` loads the ONNX Runtime sessions."""
 
-    def __init__(self, manifest: Manifest, case_dir: Path, rank: int, room: EngineConfig,
+    def __init__(self, manifest: Manifest, case_dir: Path, rank: int, config: EngineConfig,
                  group: torch.distributed.ProcessGroup) -> None:
         self._manifest, self._case_dir, self._rank = manifest, case_dir, rank
         here = _ranks_on_this_host(group)
         self._placement = place(manifest, None, num_ranks=len(here))[0][here.index(rank)]
         self._communicator = ProcessCommunicator(manifest.tp_size, group)
-        self.limits = cpu_limits(manifest, room)
+        self.limits = cpu_limits(manifest, config)
         self._engine: HostSampling | None = None
 
     def measure(self) -> int:
@@ -138,7 +138,7 @@ class ProcessCommunicator(Communicator):
 
     def exchange(self, rank: int, array: np.ndarray, alike: tuple[int, ...]) -> list[np.ndarray]:
         """Return the arrays of all ranks; all have the same shape (heads and vocabulary pad)."""
-        own = torch.from_numpy(np.ascontiguousarray(array))
-        parts = [torch.empty_like(own) for _ in range(self.size)]
-        torch.distributed.all_gather(parts, own, group=self._group)
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        torch.distributed.all_gather(parts, tensor, group=self._group)
         return [part.numpy() for part in parts]

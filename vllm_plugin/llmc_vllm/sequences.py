@@ -93,36 +93,36 @@ class Sequences:
         size, waves = self._block_size, list[list[tuple[Sequence, int]]]()
         wave_by_block: dict[int, int] = {}  # waves by block
         for request_id, count in counts.items():
-            own = self._all[request_id]
-            shared = own.blocks[:own.computed // size]
+            seq = self._all[request_id]
+            shared = seq.blocks[:seq.computed // size]
             wave = max((wave_by_block[block] + 1 for block in shared if block in wave_by_block),
                        default=0)
             wave_by_block.update((block, wave) for block in
-                             own.blocks[own.computed // size:-(-(own.computed + count) // size)])
+                             seq.blocks[seq.computed // size:-(-(seq.computed + count) // size)])
             if wave == len(waves):
                 waves.append([])
-            waves[wave].append((own, count))
+            waves[wave].append((seq, count))
         return waves
 
     def _part(self, wave: list[tuple[Sequence, int]], copies: list[tuple[int, int]]) -> Part:
         admit = {}
-        for own, _ in wave:
-            if own.slot is None:
-                own.slot = heapq.heappop(self._slots)
-                admit[own.slot] = SamplingState(own.sampler, tuple(own.tokens[own.prompt_len:]))
+        for seq, _ in wave:
+            if seq.slot is None:
+                seq.slot = heapq.heappop(self._slots)
+                admit[seq.slot] = SamplingState(seq.sampler, tuple(seq.tokens[seq.prompt_len:]))
         wave.sort(key=lambda part: (part[1] > 1, -part[0].computed if self._longest_first
                                     else part[0].slot))
-        sequences = [own for own, _ in wave]
-        chosen = [own for own, count in wave if own.computed + count >= len(own.tokens)]
+        sequences = [seq for seq, _ in wave]
+        sampled = [seq for seq, count in wave if seq.computed + count >= len(seq.tokens)]
         return Part(Step.of(
-            [own.tokens[own.computed:own.computed + count] for own, count in wave],
-            [own.computed for own in sequences], [own.blocks for own in sequences],
-            [own.slot for own in sequences if own.slot is not None],
-            sample=[index for index, own in enumerate(sequences) if own in chosen], admit=admit,
+            [seq.tokens[seq.computed:seq.computed + count] for seq, count in wave],
+            [seq.computed for seq in sequences], [seq.blocks for seq in sequences],
+            [seq.slot for seq in sequences if seq.slot is not None],
+            sample=[index for index, seq in enumerate(sequences) if seq in sampled], admit=admit,
             copies=np.array(copies, np.int32).reshape(-1, 2),
-            logits="sampled" if any(own.params.logprobs is not None for own in chosen) else "none",
-            masks={own.slot: own.mask for own in chosen if own.mask is not None},
-            prompt_lens=tuple(own.prompt_len for own in sequences)), sequences)
+            logits="sampled" if any(seq.params.logprobs is not None for seq in sampled) else "none",
+            masks={seq.slot: seq.mask for seq in sampled if seq.mask is not None},
+            prompt_lens=tuple(seq.prompt_len for seq in sequences)), sequences)
 
     def _update(self, scheduled: Any) -> None:
         """Update the sequences: preempted, finished, new, running and resumed ones."""
@@ -166,8 +166,8 @@ def with_grammar(part: Part, grammar: Any) -> Step:
         return part.step
     rows = dict(zip(grammar.structured_output_request_ids, grammar.grammar_bitmask, strict=True))
     return replace(part.step, masks={**part.step.masks, **{
-        own.slot: rows[own.request_id].view(np.uint32) for own in part.chosen
-        if own.request_id in rows and own.slot is not None}})
+        seq.slot: rows[seq.request_id].view(np.uint32) for seq in part.chosen
+        if seq.request_id in rows and seq.slot is not None}})
 
 
 class Pending:
@@ -175,21 +175,21 @@ class Pending:
 
     def __init__(self, part: Part) -> None:
         self.part = part
-        self._places = [(own.tokens, len(own.tokens)) for own in part.chosen]
+        self._places = [(seq.tokens, len(seq.tokens)) for seq in part.chosen]
         for tokens, _ in self._places:
             tokens.append(LAST)
 
     def settle(self, sampled: StepOutput) -> dict[str, int]:
         """Replace the placeholders with the sampled tokens; return these by request."""
         tokens_by_request = {}
-        for own, (tokens, place), token in zip(self.part.chosen, self._places,
+        for seq, (tokens, place), token in zip(self.part.chosen, self._places,
                                                sampled.tokens.tolist(), strict=True):
             if token == NOT_FINITE:  # vLLM has no way to fail a request here
                 _LOGGER.error("request %s: the logits are NaN or infinite; check the checkpoint's "
-                              "weights, or compile with another --dtype", own.request_id)
+                              "weights, or compile with another --dtype", seq.request_id)
                 token = 0
-            assert token >= 0, f"the masks of request {own.request_id} allow no token"
-            tokens[place] = tokens_by_request[own.request_id] = token
+            assert token >= 0, f"the masks of request {seq.request_id} allow no token"
+            tokens[place] = tokens_by_request[seq.request_id] = token
         return tokens_by_request
 
 
@@ -212,11 +212,11 @@ class TokenLogprobs:
     def add(self, part: Part, sampled: StepOutput) -> None:
         if sampled.logits is None:
             return
-        for own, token, logits in zip(part.chosen, sampled.tokens.tolist(), sampled.logits,
+        for seq, token, logits in zip(part.chosen, sampled.tokens.tolist(), sampled.logits,
                                       strict=True):
-            count = own.params.logprobs
+            count = seq.params.logprobs
             if count is not None:
-                self._all[own.request_id] = _Ranked(
+                self._all[seq.request_id] = _Ranked(
                     token, Logprobs.of(logits, token, self._vocab_size if count == -1 else count),
                     int(np.count_nonzero(logits > logits[token])))
 
@@ -229,13 +229,13 @@ class TokenLogprobs:
         """
         if not self._all:
             return None
-        width = 1 + max(len(own.found.top) for own in self._all.values())
+        width = 1 + max(len(entry.found.top) for entry in self._all.values())
         tokens = np.zeros((len(request_ids), width), np.int64)
         values = np.full((len(request_ids), width), -np.inf, np.float32)
         ranks = np.zeros(len(request_ids), np.int64)
-        for row, own in enumerate(map(self._all.get, request_ids)):
-            if own is not None:
-                pairs = [(own.token, own.found.chosen), *own.found.top]
+        for row, entry in enumerate(map(self._all.get, request_ids)):
+            if entry is not None:
+                pairs = [(entry.token, entry.found.chosen), *entry.found.top]
                 tokens[row, :len(pairs)], values[row, :len(pairs)] = zip(*pairs, strict=True)
-                ranks[row] = own.num_above + 1
+                ranks[row] = entry.num_above + 1
         return tokens, values, ranks
