@@ -1,1 +1,1 @@
-"""The format of a case directory, on which the compiler and the runtime both stand."""
+"""The format of a case directory, shared by the compiler and the runtime."""

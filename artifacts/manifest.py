@@ -1,4 +1,4 @@
-"""`model_info.json` as typed, validated, frozen data: all that a loader must know.
+"""`model_info.json` as typed, validated, frozen data.
 
 The JSON schema published in `artifacts/model_info.schema.json` is generated from these classes.
 """
@@ -35,7 +35,7 @@ from llmc.targets import TARGETS, TargetSpec
 FORMAT_VERSION = 2
 MANIFEST_NAME = "model_info.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
-FACTS = "llmc"  # the key of what an ONNX file says of itself
+FACTS = "llmc"  # key of llmc's metadata in an ONNX file
 
 DTypeName = Literal["float32", "float16", "bfloat16", "float8_e4m3fn", "int64", "int32"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 else:
     WeightDType = Literal[tuple(CODE_TYPES)]
 
-# Inputs of an engine: dtype and shape. A target with index_dtype int32 has that for int64.
+# Inputs of an engine: dtype and shape. A target with index_dtype int32 has int32 instead of int64.
 ENGINE_INPUTS: dict[str, tuple[DTypeName, tuple[str, ...]]] = {
     "input_ids": ("int64", ("num_tokens",)),
     "position_ids": ("int64", ("num_tokens",)),
@@ -63,27 +63,28 @@ _MAX_MANIFEST_BYTES = 16 << 20  # 128 layers on 8 chips take 3 MB
 _MAX_TEMPLATE_BYTES = 4 << 20
 _MAX_LAYERS = 65536
 _MAX_FILES = 65536
-_MOST = 2**31 - 1  # what a kernel counts with
-_MOST_ROW_BYTES = 2**40  # of a cache; more than any device has
+_MAX_INT32 = 2**31 - 1  # kernels count in int32
+_MAX_ROW_BYTES = 2**40  # of a cache; more than the memory of any device
 
 
-def _inside_case_dir(path: str) -> str:
+def _check_case_path(path: str) -> str:
     parts = PurePosixPath(path).parts
     if not parts or path.startswith("/") or ".." in parts or "\\" in path or ":" in path:
         raise ValueError(f"path {path!r} must be relative and stay inside the case directory")
     if str(PurePosixPath(path)) != path or not path.isprintable():
-        raise ValueError(f"path {path!r} is not written as {str(PurePosixPath(path))!r}")
+        raise ValueError(f"path {path!r} is not normalized; write it as "
+                         f"{str(PurePosixPath(path))!r}")
     return path
 
 
-CasePath = Annotated[str, AfterValidator(_inside_case_dir)]
-Count = Annotated[int, Field(ge=1, le=_MOST)]
-CountOrNone = Annotated[int, Field(ge=0, le=_MOST)]
+CasePath = Annotated[str, AfterValidator(_check_case_path)]
+Count = Annotated[int, Field(ge=1, le=_MAX_INT32)]
+CountOrNone = Annotated[int, Field(ge=0, le=_MAX_INT32)]
 LayerCount = Annotated[int, Field(ge=1, le=_MAX_LAYERS)]
 SizeName = Annotated[str, Field(
     pattern="^(num_tokens|num_logits|batch|batch_plus_1|num_memory_tokens|num_blocks|block_size"
             "|max_blocks|num_states)$")]
-TokenId = Annotated[int, Field(ge=0, le=_MOST)]
+TokenId = Annotated[int, Field(ge=0, le=_MAX_INT32)]
 
 
 class _Frozen(BaseModel):
@@ -91,7 +92,7 @@ class _Frozen(BaseModel):
 
 
 class FileEntry(_Frozen):
-    """One file of the case directory. `size` in bytes, `sha256` as 64 hex digits."""
+    """One file of the case directory: its size in bytes, its SHA-256 as 64 hex digits."""
 
     path: CasePath
     size: Annotated[int, Field(ge=0)]
@@ -99,7 +100,7 @@ class FileEntry(_Frozen):
 
 
 class TensorInfo(_Frozen):
-    """An engine's input or output; a dimension is a number or a step's size."""
+    """Input or output of an engine; a dimension is an integer or the name of a step's size."""
 
     name: str
     dtype: DTypeName
@@ -111,9 +112,9 @@ class TensorInfo(_Frozen):
         return int(self.shape[-1])
 
     def require(self, dtype: str, shape: Sequence[int | str]) -> None:
-        """Raises ValueError where it is something else."""
+        """Raise ValueError unless the tensor has this dtype and shape."""
         if self.dtype != dtype or self.shape != tuple(shape):
-            raise ValueError(f"{self.name!r} is {self.dtype} {list(self.shape)}, which should be "
+            raise ValueError(f"{self.name!r} is {self.dtype} {list(self.shape)}, expected "
                              f"{dtype} {list(shape)}")
 
 
@@ -127,7 +128,7 @@ class GraphStep(_Frozen):
 
 
 class CollectiveStep(_Frozen):
-    """Combine one tensor over all ranks: `all_reduce` sums, `all_gather` joins the last axis."""
+    """Combine a tensor over all ranks: `all_reduce` sums, `all_gather` joins the last axis."""
 
     kind: Literal["all_reduce", "all_gather"]
     input: str
@@ -143,10 +144,11 @@ class CollectiveStep(_Frozen):
 
 
 class LayerCache(_Frozen):
-    """The KV cache of one attention layer on one chip: `key_cache_<layer>`, `value_cache_<layer>`,
-    each `[batch, num_kv_heads, max_seq_len, head_dim]`, where the layout is paged `[num_blocks,
-    num_kv_heads, block_size, head_dim]`. Where it is `latent`, `latent_cache_<layer>` alone, of
-    which all heads make their keys and values.
+    """The KV cache of one attention layer on one chip.
+
+    `key_cache_<layer>` and `value_cache_<layer>` are `[batch, num_kv_heads, max_seq_len,
+    head_dim]`, or `[num_blocks, num_kv_heads, block_size, head_dim]` if the layout is paged. A
+    `latent` layer (MLA) has only `latent_cache_<layer>`.
     """
 
     num_kv_heads: Count
@@ -155,25 +157,26 @@ class LayerCache(_Frozen):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Of what there is a cache."""
+        """Kinds of caches of the layer."""
         return ("latent",) if self.latent else ("key", "value")
 
     @property
     def token_size(self) -> int:
-        """Elements of a token."""
+        """Elements per token."""
         return len(self.kinds) * self.num_kv_heads * self.head_dim
 
 
 class StateCache(_Frozen):
-    """What a sequence keeps in one layer whatever its length, on one chip: float32 `[batch,
-    *shape]`, where the KV cache is paged `[num_states, *shape]`.
+    """Recurrent state of one layer on one chip.
+
+    It is float32 `[batch, *shape]`, or `[num_states, *shape]` if the KV cache is paged.
     """
 
     shape: Annotated[tuple[Count, ...], Field(min_length=1)]
 
     @property
     def size(self) -> int:
-        """Bytes of a sequence."""
+        """Bytes per sequence."""
         return 4 * math.prod(self.shape)
 
 
@@ -182,9 +185,11 @@ Steps = Annotated[tuple[Annotated[GraphStep | CollectiveStep, Field(discriminato
 
 
 class EncoderProgram(_Frozen):
-    """The encoder on one chip: from `input_ids`, `cu_seqlens` and perhaps `position_ids` to what
-    the decoder sees of a prompt, `memory_key_<layer>` and `memory_value_<layer>`, each
-    `[num_tokens, num_kv_heads * head_dim]`. `steps` are as a chip's.
+    """The encoder on one chip.
+
+    Its inputs are `input_ids`, `cu_seqlens` and, for some models, `position_ids`. Its outputs are
+    the cross-attention keys and values `memory_key_<layer>` and `memory_value_<layer>`, each
+    `[num_tokens, num_kv_heads * head_dim]`. `steps` are like those of a `Chip`.
     """
 
     inputs: tuple[TensorInfo, ...]
@@ -193,11 +198,15 @@ class EncoderProgram(_Frozen):
 
 
 class WeightForm(_Frozen):
-    """A weight matrix in fewer bits, as llmc.plugins.quantization has it: its scales are the weight
-    `<name>_scale`, its zeros or minima, where the dtype has such, `<name>_zero` or `<name>_min`,
-    and where kernels take scales of blocks, these are `<name>_blocks`.
-    `activation_dtype`: what it multiplies is rounded to that, by `activation_scale`, or where that
-    is 0 each token by a scale of its own, or each of its groups of `activation_group_size`.
+    """Storage format of a quantized weight matrix; see llmc.plugins.quantization.
+
+    Scales are the weight `<name>_scale`. Zero points or minima, if the dtype has them, are
+    `<name>_zero` or `<name>_min`. Scales of blocks, for kernels that read them, are
+    `<name>_blocks`.
+
+    `activation_dtype` is the dtype that activations are quantized to: with the static scale
+    `activation_scale`, or if that is 0, with a scale per token or per group of
+    `activation_group_size` elements of a token.
     """
 
     dtype: WeightDType
@@ -208,16 +217,18 @@ class WeightForm(_Frozen):
 
 
 class Chip(_Frozen):
-    """What one rank loads and runs.
+    """Files, tensors and steps of one rank.
 
-    `steps` are run in order; a graph step reads and writes named tensors. Engine inputs are
-    `input_ids`, `cu_seqlens`, `past_lens`, `logits_indices`, perhaps `position_ids`, where caches
-    are paged `block_table` for keys and values and `state_slots` for states, and the caches; an
-    updated cache is named `<cache>_out`, and the last step makes `logits`. With an `encoder`, they
-    are its decoder's, whose inputs also are `memory_starts`, `encoder_sequence_length`, and what
-    the encoder made. `num_heads` are the query heads of each layer. `quantization` has the weights
-    in fewer bits, by name. `states` are caches too, named `state_<i>`, of layers that keep a state
-    instead of keys and values.
+    `steps` run in order; a graph step reads and writes named tensors. Engine inputs are
+    `input_ids`, `cu_seqlens`, `past_lens`, `logits_indices`, for some models `position_ids`, and
+    the caches. Paged caches add `block_table` for KV caches and `state_slots` for recurrent state.
+    An updated cache is named `<cache>_out`; the last step writes `logits`.
+
+    With an `encoder`, these are the tensors of the decoder, which also reads `memory_starts`,
+    `encoder_sequence_length` and the outputs of the encoder.
+
+    `num_heads` has the number of query heads of each attention layer. `quantization` has the
+    quantized weights by name. `states` are the recurrent states, named `state_<i>`.
     """
 
     rank: Annotated[int, Field(ge=0)]
@@ -234,74 +245,75 @@ class Chip(_Frozen):
 
     @property
     def all_steps(self) -> Steps:
-        """The encoder's, and then its own."""
+        """Steps of the encoder, if any, then those of the model."""
         return (*(self.encoder.steps if self.encoder else ()), *self.steps)
 
     @property
     def caches(self) -> dict[str, LayerCache]:
-        """By their names."""
+        """KV caches by name."""
         return {f"{kind}_cache_{layer}": cache for layer, cache in enumerate(self.cache)
                 for kind in cache.kinds}
 
     @property
     def state_caches(self) -> dict[str, StateCache]:
-        """By their names."""
+        """Recurrent states by name."""
         return {f"state_{index}": state for index, state in enumerate(self.states)}
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """The names of all that is kept from step to step."""
+        """Names of all KV caches and recurrent states."""
         return *self.caches, *self.state_caches
 
     @model_validator(mode="after")
-    def _steps_follow(self) -> Chip:
+    def _check_steps(self) -> Chip:
         memory = {tensor.name for tensor in self.encoder.outputs} if self.encoder else set()
         if self.encoder:
-            self._follow(self.encoder.steps, {*ENCODER_INPUTS}, memory)
-            self._listed(self.encoder.inputs, self.encoder.outputs, self.encoder.steps)
-        self._follow(self.steps, {*self.kept, *ENGINE_INPUTS, *memory},
+            self._check_dataflow(self.encoder.steps, {*ENCODER_INPUTS}, memory)
+            self._check_listed(self.encoder.inputs, self.encoder.outputs, self.encoder.steps)
+        self._check_dataflow(self.steps, {*self.kept, *ENGINE_INPUTS, *memory},
                      {*(f"{name}_out" for name in self.kept), "logits"})
-        self._listed(self.inputs, self.outputs, self.steps)
+        self._check_listed(self.inputs, self.outputs, self.steps)
         for step in self.all_steps:
             if isinstance(step, GraphStep) and not step.path.startswith(f"{self.path}/"):
                 raise ValueError(f"chip {self.rank} runs {step.path!r}, which is not in "
                                  f"{self.path!r}")
         return self
 
-    def _listed(self, inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo],
+    def _check_listed(self, inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo],
                 steps: Steps) -> None:
-        """Check that what is said to go in and come out is what does."""
-        made = {name for step in steps for name in step.outputs}
-        given = {name for step in steps for name in step.inputs} - made
+        """Check that the listed inputs and outputs are those of the steps."""
+        produced = {name for step in steps for name in step.outputs}
+        given = {name for step in steps for name in step.inputs} - produced
         names = Counter(tensor.name for tensor in (*inputs, *outputs))
-        twice = next((name for name, count in names.items() if count > 1), None)
-        if twice is not None:
-            raise ValueError(f"chip {self.rank} lists {twice!r} twice")
-        # Of positions only the rank that adds them makes use.
-        odd = {tensor.name for tensor in inputs} ^ given
-        if odd - {"position_ids"} or given - {tensor.name for tensor in inputs}:
-            raise ValueError(f"chip {self.rank}'s steps and its inputs differ in {min(odd)!r}")
-        absent = {tensor.name for tensor in outputs} - made
+        duplicate = next((name for name, count in names.items() if count > 1), None)
+        if duplicate is not None:
+            raise ValueError(f"chip {self.rank} lists {duplicate!r} twice")
+        # Only the rank that adds positions reads position_ids.
+        mismatch = {tensor.name for tensor in inputs} ^ given
+        if mismatch - {"position_ids"} or given - {tensor.name for tensor in inputs}:
+            raise ValueError(f"chip {self.rank}: the steps and the listed inputs differ in "
+                             f"{min(mismatch)!r}")
+        absent = {tensor.name for tensor in outputs} - produced
         if absent:
-            raise ValueError(f"chip {self.rank} does not make {min(absent)!r}")
+            raise ValueError(f"chip {self.rank}: no step writes {min(absent)!r}")
 
-    def _follow(self, steps: Steps, known: set[str], wanted: set[str]) -> None:
-        """Check that steps make what is wanted from what is known."""
+    def _check_dataflow(self, steps: Steps, known: set[str], required: set[str]) -> None:
+        """Check that each step's inputs exist, and that the steps write the required outputs."""
         for step in steps:
             missing = set(step.inputs) - known
             if missing:
-                raise ValueError(f"chip {self.rank} needs {min(missing)!r} before it is made")
+                raise ValueError(f"chip {self.rank} reads {min(missing)!r} before it is written")
             for name in step.outputs:
                 if name in known:
-                    raise ValueError(f"chip {self.rank} makes {name!r} twice")
+                    raise ValueError(f"chip {self.rank} writes {name!r} twice")
                 known.add(name)
-        absent = wanted - known
+        absent = required - known
         if absent:
-            raise ValueError(f"chip {self.rank} does not make {min(absent)!r}")
+            raise ValueError(f"chip {self.rank}: no step writes {min(absent)!r}")
 
 
 class SourceFile(_Frozen):
-    """An input file of a compile. `sha256` is absent of large local files."""
+    """An input file of a compilation; large local files have no `sha256`."""
 
     name: str
     size: Annotated[int, Field(ge=0)]
@@ -309,10 +321,10 @@ class SourceFile(_Frozen):
 
 
 class Source(_Frozen):
-    """Where the model came from.
+    """The source of the model.
 
-    `config_sha256` is the digest of its config, keys sorted. `repo_id` and `commit` are those of
-    the Hugging Face hub, for a model that was fetched from it.
+    `config_sha256` is the digest of its config with sorted keys. `repo_id` and `commit` are set
+    for a model from the Hugging Face hub.
     """
 
     kind: Literal["huggingface", "gguf", "onnx"]
@@ -324,7 +336,7 @@ class Source(_Frozen):
 
 
 class Dims(_Frozen):
-    """Sizes of a model. Heads are those of its first layer that attends; 0 where none does."""
+    """Sizes of a model; heads are those of its first attention layer, 0 if it has none."""
 
     num_layers: LayerCount
     hidden_size: Count
@@ -336,25 +348,25 @@ class Dims(_Frozen):
     max_seq_len: Count
 
     @model_validator(mode="after")
-    def _padding_only_grows(self) -> Dims:
+    def _check_sizes(self) -> Dims:
         if self.padded_vocab_size < self.vocab_size:
             raise ValueError(
                 f"padded_vocab_size {self.padded_vocab_size} is below vocab_size {self.vocab_size}"
             )
         heads = self.num_heads, self.num_kv_heads, self.head_dim
         if any(heads) and (not all(heads) or self.num_heads % self.num_kv_heads):
-            raise ValueError(f"num_heads {self.num_heads} is no multiple of num_kv_heads "
+            raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads "
                              f"{self.num_kv_heads}")
         return self
 
 
 class EncoderInfo(_Frozen):
-    """The encoder of an encoder-decoder model, and how its decoder begins and ends.
+    """The encoder of an encoder-decoder model, and special tokens of its decoder.
 
-    A prompt is at most `max_seq_len` tokens of the encoder's `vocab_size`. Decoding begins with
-    `decoder_start_token_id`. Where there are `forced_bos_token_ids`, one of them is the first new
-    token, and of `forced_eos_token_ids` the last that `max_tokens` leaves room for. `bad_words` are
-    never generated.
+    A prompt has at most `max_seq_len` tokens of the encoder's `vocab_size`. The decoder starts with
+    `decoder_start_token_id`. The first new token is one of `forced_bos_token_ids`, and the last
+    that `max_tokens` allows is one of `forced_eos_token_ids`, if these are not empty. `bad_words`
+    are never generated.
     """
 
     num_layers: LayerCount
@@ -366,20 +378,21 @@ class EncoderInfo(_Frozen):
     bad_words: tuple[Annotated[tuple[TokenId, ...], Field(min_length=1)], ...] = ()
 
 
-def _known_target(kind: str) -> str:
+def _check_target(kind: str) -> str:
     if kind not in TARGETS:
-        raise ValueError(f"target '{kind}' is not known; there are: {', '.join(TARGETS)}")
+        raise ValueError(f"unknown target '{kind}'; use one of: {', '.join(TARGETS)}")
     return kind
 
 
 class Target(_Frozen):
-    """What the engines were made for; `versions` names the libraries whose version matters, and
-    `compute_capability` the only GPUs that may run them, such as 9.0, where it was asked for or
-    they were built on one, which `gpu` names. `max_batch_size` is set where they take no more
-    sequences.
+    """Target of the engines, and requirements to run them.
+
+    `versions` has the libraries whose version matters. `compute_capability`, such as 9.0, is that
+    of the only GPUs that may run the engines; `gpu` is the name of the GPU that they were built on.
+    `max_batch_size` is set if the engines have a maximum.
     """
 
-    kind: Annotated[str, AfterValidator(_known_target),
+    kind: Annotated[str, AfterValidator(_check_target),
                     WithJsonSchema({"enum": [*TARGETS], "type": "string"})]
     versions: dict[str, str] = {}
     compute_capability: str | None = None
@@ -392,30 +405,31 @@ class Target(_Frozen):
         return TARGETS[self.kind]
 
     @model_validator(mode="after")
-    def _of_its_kind(self) -> Target:
+    def _check_fields(self) -> Target:
         given = {name for name in ("compute_capability", "gpu", "max_batch_size")
                  if getattr(self, name) is not None}
-        odd = given - self.spec.optional_fields
-        if odd:
-            raise ValueError(f"target {self.kind} has no {min(odd)}, but it is "
-                             f"{getattr(self, min(odd))!r}")
+        unsupported = given - self.spec.optional_fields
+        if unsupported:
+            raise ValueError(f"target {self.kind} does not support {min(unsupported)}, given as "
+                             f"{getattr(self, min(unsupported))!r}")
         return self
 
     def require_versions(self) -> None:
-        """Raises ValueError where an engine that its builder made does not say for what."""
+        """Raise ValueError if a required field of a built engine is absent."""
         absent = [*(f"versions.{name}" for name in self.spec.versions if name not in self.versions),
                   *(name for name in sorted(self.spec.required_fields)
                     if getattr(self, name) is None)]
         if absent:
-            raise ValueError(f"target {self.kind} does not say {absent[0]}")
+            raise ValueError(f"target {self.kind} requires {absent[0]}, which is absent")
 
 
 
 class TokenizerInfo(_Frozen):
-    """`path` is the tokenizer directory, absent when the source had none.
+    """The tokenizer and its chat templates.
 
-    `chat_template` is the file of the default chat template. `additional_chat_templates` are the
-    files of others by name, such as `tool_use` for conversations with tools.
+    `path` is the tokenizer directory, None if the source had no tokenizer. `chat_template` is the
+    file of the default chat template. `additional_chat_templates` has the files of others by name,
+    such as `tool_use`.
     """
 
     path: CasePath | None
@@ -426,15 +440,15 @@ class TokenizerInfo(_Frozen):
 
     @property
     def chat_templates(self) -> dict[str, str]:
-        """The files of all chat templates by name."""
+        """Files of all chat templates by name."""
         default = {} if self.chat_template is None else {"default": self.chat_template}
         return {**self.additional_chat_templates, **default}
 
 
 class SamplingDefaults(_Frozen):
-    """Sampling parameters that the model's authors recommend, as generation_config.json has them.
+    """Sampling parameters of the model's generation_config.json.
 
-    Absent ones are those of `SamplingParams`. `suppress_tokens` are never generated.
+    None: the default of `SamplingParams`. `suppress_tokens` are never generated.
     """
 
     temperature: float | None = None
@@ -446,7 +460,7 @@ class SamplingDefaults(_Frozen):
     suppress_tokens: tuple[TokenId, ...] = ()
 
     def fields(self) -> dict[str, Any]:
-        """The fields of `SamplingParams` that these set."""
+        """Return the attributes of `SamplingParams` that these set."""
         fields = self.model_dump(exclude_none=True, exclude={"suppress_tokens"})
         if self.suppress_tokens:
             fields["logit_bias"] = dict.fromkeys(self.suppress_tokens, -math.inf)
@@ -454,7 +468,7 @@ class SamplingDefaults(_Frozen):
 
 
 class PassReport(_Frozen):
-    """What one compiler pass did: rewrites per rule, and each refusal with its reason."""
+    """Result of a compiler pass: rewrites per rule, and refusals with reasons."""
 
     name: str
     matches: dict[str, int]
@@ -462,8 +476,9 @@ class PassReport(_Frozen):
 
 
 class Manifest(_Frozen):
-    """The whole of `model_info.json`. `quantization` lists the dtypes of weights in fewer bits, if
-    there are any; each chip says which weights those are.
+    """The contents of `model_info.json`.
+
+    `quantization` has the dtypes of quantized weights, None if no weight is quantized.
     """
 
     format_version: Literal[2]
@@ -487,28 +502,28 @@ class Manifest(_Frozen):
 
     @property
     def kv_dtype(self) -> DTypeName:
-        """Of the KV caches."""
+        """Dtype of the KV caches."""
         return next((tensor.dtype for tensor in self.chips[0].inputs
                      if tensor.name == "key_cache_0"), self.dtype)
 
     @model_validator(mode="after")
-    def _consistent(self) -> Manifest:
+    def _check_consistency(self) -> Manifest:
         if len(self.chips) != self.tp_size or \
                 any(chip.rank != rank for rank, chip in enumerate(self.chips)):
-            raise ValueError(f"tp_size is {self.tp_size}, but the chips are not ranks 0 to "
+            raise ValueError(f"tp_size is {self.tp_size}, expected chips of ranks 0 to "
                              f"{self.tp_size - 1}")
         self._check_files()
         self._check_dtypes()
         if (self.kv_cache_layout == "paged") != self.target.spec.paged:
-            raise ValueError(f"kv_cache_layout is {self.kv_cache_layout}, which target "
-                             f"{self.target.kind} does not have")
+            raise ValueError(f"target {self.target.kind} does not support kv_cache_layout "
+                             f"{self.kv_cache_layout}")
         for chip in self.chips:
             if not {form.dtype for form in chip.quantization.values()} <= \
                     {*(self.quantization or ())}:
-                raise ValueError(f"chip {chip.rank} has weights of dtypes that quantization does "
-                                 f"not list")
+                raise ValueError(f"chip {chip.rank} has quantized weights of dtypes that are not "
+                                 f"in `quantization`")
             if _collectives(chip) != _collectives(self.chips[0]):
-                raise ValueError(f"chips 0 and {chip.rank} do not have the same collectives")
+                raise ValueError(f"chips 0 and {chip.rank} have different collectives")
             if (chip.encoder is None) != (self.encoder is None):
                 raise ValueError(f"chip {chip.rank} has {'no' if self.encoder else 'an'} encoder, "
                                  f"unlike the model")
@@ -516,34 +531,34 @@ class Manifest(_Frozen):
             if len(chip.cache) != len(chip.num_heads) or len(chip.cache) > layers or \
                     (len(chip.cache) < layers and not chip.states and not self._shares_caches):
                 raise ValueError(f"chip {chip.rank} has caches for {len(chip.cache)} layers and "
-                                 f"heads for {len(chip.num_heads)}, the model has "
-                                 f"{layers}")
+                                 f"heads for {len(chip.num_heads)}, the model has {layers} layers")
             if [len(state.shape) for state in chip.states] != \
                     [len(state.shape) for state in self.chips[0].states]:
-                raise ValueError(f"chips 0 and {chip.rank} do not have the same states")
+                raise ValueError(f"chips 0 and {chip.rank} have different recurrent states")
             if chip.states and not self.target.spec.recurrent_state:
-                raise ValueError(f"target {self.target.kind} keeps no states, chip {chip.rank} has "
-                                 f"{len(chip.states)}")
+                raise ValueError(f"target {self.target.kind} does not support recurrent state, but "
+                                 f"chip {chip.rank} has {len(chip.states)} states")
             self._check_inputs(chip)
             self._check_outputs(chip)
         self._check_heads()
         self._check_ops()
         for name, token in self._token_ids():
             if token >= self.dims.vocab_size:
-                raise ValueError(f"{name} has token {token}, the vocabulary "
+                raise ValueError(f"{name} has token id {token}, expected less than vocab_size "
                                  f"{self.dims.vocab_size}")
         for group in self.device_groups:
             if len(group) != self.tp_size or len(set(group)) != len(group) or min(group) < 0:
-                raise ValueError(f"device group {list(group)} is not {self.tp_size} devices")
+                raise ValueError(f"device group {list(group)} must be {self.tp_size} distinct "
+                                 f"devices")
         return self
 
     def _check_files(self) -> None:
-        """What the chips and the tokenizer read is listed."""
+        """Check that all files of the chips and the tokenizer are listed."""
         listed = {entry.path: entry.size for entry in self.files}
         if len(listed) != len(self.files):
             raise ValueError("a file is listed twice")
         if len({chip.path for chip in self.chips}) != len(self.chips):
-            raise ValueError("two chips have one path")
+            raise ValueError("two chips have the same path")
         for chip in self.chips:
             for step in chip.all_steps:
                 if isinstance(step, GraphStep) and step.path not in listed:
@@ -552,53 +567,55 @@ class Manifest(_Frozen):
             if weights not in listed:
                 raise ValueError(f"chip {chip.rank}'s {weights!r} is not listed")
             if listed[weights] < chip.weight_bytes:
-                raise ValueError(f"chip {chip.rank} has {chip.weight_bytes} bytes of weights, "
-                                 f"{weights!r} only {listed[weights]}")
-        own = self.tokenizer
-        for path in (own.path and f"{own.path}/tokenizer.json", *own.chat_templates.values()):
+                raise ValueError(f"chip {chip.rank} has {chip.weight_bytes} bytes of weights, but "
+                                 f"{weights!r} has {listed[weights]} bytes")
+        tokenizer = self.tokenizer
+        for path in (tokenizer.path and f"{tokenizer.path}/tokenizer.json",
+                     *tokenizer.chat_templates.values()):
             if path is not None and path not in listed:
                 raise ValueError(f"the tokenizer's {path!r} is not listed")
 
     def _check_dtypes(self) -> None:
         spec = self.target.spec
         if self.dtype not in spec.dtypes:
-            raise ValueError(f"target {self.target.kind} has no dtype {self.dtype}")
+            raise ValueError(f"target {self.target.kind} does not support dtype {self.dtype}")
         if self.kv_dtype not in (self.dtype, *spec.kv_dtypes):
-            raise ValueError(f"the KV caches are of {self.kv_dtype}, the model of {self.dtype}")
+            raise ValueError(f"the KV caches are {self.kv_dtype}, unsupported for a model of "
+                             f"{self.dtype}")
         length = self.dims.max_seq_len
         for chip in self.chips:
             for cache in chip.cache:
                 row = cache.num_kv_heads * cache.head_dim * length * DTYPE_BYTES[self.kv_dtype]
-                if row > _MOST_ROW_BYTES:
-                    raise ValueError(f"max_seq_len {length} makes a cache row of {row} bytes, more "
-                                     f"than any device has")
+                if row > _MAX_ROW_BYTES:
+                    raise ValueError(f"max_seq_len {length} gives a cache row of {row} bytes, more "
+                                     f"than the memory of any device")
             for name, state in chip.state_caches.items():
-                if state.size > _MOST_ROW_BYTES:
-                    raise ValueError(f"{name!r} takes {state.size} bytes for a sequence, more than "
-                                     f"any device has")
+                if state.size > _MAX_ROW_BYTES:
+                    raise ValueError(f"{name!r} takes {state.size} bytes per sequence, more than "
+                                     f"the memory of any device")
 
     @property
     def _shares_caches(self) -> bool:
-        """Whether layers read other layers' caches."""
+        """Whether layers read the caches of other layers."""
         known = plugins.registry()
         return any(op.attention is not None and op.attention.reads
                    for op in map(known.get, self.ops) if op is not None)
 
     def _check_inputs(self, chip: Chip) -> None:
-        """What a chip is given is what an engine gives it, of its dtype and shape."""
+        """Check names, dtypes and shapes of a chip's inputs."""
         dims = self.dims
         paged = self.kv_cache_layout == "paged"
         table = {"block_table"} if paged and chip.cache else set()
         slots = {"state_slots"} if paged and chip.states else set()
         memory = {"memory_starts", "encoder_sequence_length"} if self.encoder else set()
         given = {tensor.name: tensor for tensor in chip.inputs}
-        made = {tensor.name: tensor for tensor in chip.encoder.outputs} if chip.encoder else {}
-        wanted = {"input_ids", "cu_seqlens", "past_lens", "logits_indices", *table, *slots, *memory,
-                  *chip.kept, *made}
-        odd = (given.keys() ^ wanted) - {"position_ids"}
-        if odd:
-            raise ValueError(f"chip {chip.rank} has {'an' if min(odd) in given else 'no'} input "
-                             f"{min(odd)!r}")
+        produced = {tensor.name: tensor for tensor in chip.encoder.outputs} if chip.encoder else {}
+        required = {"input_ids", "cu_seqlens", "past_lens", "logits_indices", *table, *slots,
+                    *memory, *chip.kept, *produced}
+        mismatch = (given.keys() ^ required) - {"position_ids"}
+        if mismatch:
+            article = "an unknown" if min(mismatch) in given else "no"
+            raise ValueError(f"chip {chip.rank} has {article} input {min(mismatch)!r}")
         for name, tensor in given.items():
             if name in chip.caches:
                 cache = chip.caches[name]
@@ -606,8 +623,8 @@ class Manifest(_Frozen):
             elif name in chip.state_caches:
                 tensor.require("float32", ("num_states" if paged else "batch",
                                            *chip.state_caches[name].shape))
-            elif name in made:
-                tensor.require(self.dtype, ("num_memory_tokens", *made[name].shape[1:]))
+            elif name in produced:
+                tensor.require(self.dtype, ("num_memory_tokens", *produced[name].shape[1:]))
             else:
                 self._require_input(tensor)
         for tensor in chip.encoder.inputs if chip.encoder else ():
@@ -618,39 +635,39 @@ class Manifest(_Frozen):
         tensor.require(self.target.spec.index_dtype if dtype == "int64" else dtype, shape)
 
     def _check_outputs(self, chip: Chip) -> None:
-        """What a chip makes is what an engine reads."""
+        """Check names, dtypes and shapes of a chip's outputs."""
         dims = self.dims
         given = {f"{tensor.name}_out": tensor for tensor in chip.inputs
                  if tensor.name in chip.kept}
-        odd = {tensor.name for tensor in chip.outputs} ^ {*given, "logits"}
-        if odd:
-            raise ValueError(f"chip {chip.rank}'s outputs are not its caches and logits: see "
-                             f"{min(odd)!r}")
+        mismatch = {tensor.name for tensor in chip.outputs} ^ {*given, "logits"}
+        if mismatch:
+            raise ValueError(f"chip {chip.rank}: the outputs must be its caches and logits; they "
+                             f"differ in {min(mismatch)!r}")
         for tensor in chip.outputs:
             if tensor.name == "logits":
                 tensor.require(self.dtype, ("num_logits", dims.padded_vocab_size))
             else:
                 cache = given[tensor.name]
                 tensor.require(cache.dtype, cache.shape)
-        made = chip.encoder.outputs if chip.encoder else ()
-        for tensor in made:
+        produced = chip.encoder.outputs if chip.encoder else ()
+        for tensor in produced:
             width = tensor.shape[-1] if len(tensor.shape) == 2 else 0
             if not isinstance(width, int):
-                raise ValueError(f"{tensor.name!r} is {width} wide")
+                raise ValueError(f"{tensor.name!r} has width {width}, expected an integer")
             tensor.require(self.dtype, ("num_tokens", width))
-        names = {tensor.name for tensor in made}
-        layers = len(made) // 2
+        names = {tensor.name for tensor in produced}
+        layers = len(produced) // 2
         if names != {f"memory_{kind}_{i}" for kind in ("key", "value") for i in range(layers)}:
-            raise ValueError(f"chip {chip.rank}'s encoder makes {min(names)!r} and others, which "
-                             f"are not keys and values of as many layers")
+            raise ValueError(f"chip {chip.rank}: the encoder's outputs, such as {min(names)!r}, "
+                             f"must be a key and a value per layer")
 
     def _check_heads(self) -> None:
-        """Each head is on one chip, beside its KV head; or all chips have all."""
+        """Check that each head is on one chip, with its KV head, or that all chips have all."""
         dims = self.dims
         if len({len(chip.cache) for chip in self.chips}) > 1:
-            raise ValueError("the chips do not have caches of as many layers")
+            raise ValueError("the chips have caches for different numbers of layers")
         if bool(dims.num_heads) != bool(self.chips[0].cache):
-            raise ValueError(f"the model has {dims.num_heads} heads, and caches of "
+            raise ValueError(f"the model has {dims.num_heads} heads, but caches for "
                              f"{len(self.chips[0].cache)} layers")
         if not dims.num_heads:
             return
@@ -659,11 +676,11 @@ class Manifest(_Frozen):
         if {*first} != {whole} and not covers(*whole, first):
             raise ValueError(
                 f"the chips have {[heads for heads, _ in first]} heads and "
-                f"{[kv_heads for _, kv_heads in first]} KV heads, which are not the model's "
-                f"{dims.num_heads} and {dims.num_kv_heads}")
+                f"{[kv_heads for _, kv_heads in first]} KV heads, expected a partition of the "
+                f"model's {dims.num_heads} and {dims.num_kv_heads}")
         if self.chips[0].cache[0].head_dim != dims.head_dim:
-            raise ValueError(f"chip 0 has heads of {self.chips[0].cache[0].head_dim}, the model of "
-                             f"head_dim {dims.head_dim}")
+            raise ValueError(f"chip 0 has head_dim {self.chips[0].cache[0].head_dim}, the model "
+                             f"{dims.head_dim}")
         for chip in self.chips:
             for layer, (heads, cache) in enumerate(zip(chip.num_heads, chip.cache, strict=True)):
                 first_chip = self.chips[0].cache[layer]
@@ -671,31 +688,31 @@ class Manifest(_Frozen):
                         (first_chip.head_dim, first_chip.latent):
                     raise ValueError(
                         f"layer {layer} of chip {chip.rank} has {heads} heads, "
-                        f"{cache.num_kv_heads} KV heads and head_dim {cache.head_dim}, which do "
-                        f"not go together")
+                        f"{cache.num_kv_heads} KV heads and head_dim {cache.head_dim}: "
+                        f"inconsistent, or unlike chip 0")
 
     def _check_ops(self) -> None:
-        """The ops are this llmc's, in its versions, and there are those that every model has."""
+        """Check the versions of the ops, and that the required ops are listed."""
         known = plugins.registry()
         for name, version in self.ops.items():
             if name not in known or known[name].version != version:
-                here = f"version {known[name].version}" if name in known else "none"
+                here = f"version {known[name].version}" if name in known else "no such op"
                 raise ValueError(f"the model uses version {version} of {name}, this llmc has "
                                  f"{here}")
-        wanted = {"Embedding"} | {"LatentAttention" if cache.latent else "CausalAttention"
-                                  for cache in self.chips[0].cache}
+        required = {"Embedding"} | {"LatentAttention" if cache.latent else "CausalAttention"
+                                    for cache in self.chips[0].cache}
         if self.chips[0].states and not any(known[name].state for name in self.ops):
-            raise ValueError("the model keeps states, which none of its ops does")
+            raise ValueError("the model has recurrent states, but no op that uses them")
         if self.encoder:
-            wanted.add("BidirectionalAttention")
+            required.add("BidirectionalAttention")
         if self.tp_size > 1:
-            wanted |= {"AllGather", "AllReduce"}
-        absent = wanted - self.ops.keys()
+            required |= {"AllGather", "AllReduce"}
+        absent = required - self.ops.keys()
         if absent:
-            raise ValueError(f"ops lacks {min(absent)}, which every such model uses")
+            raise ValueError(f"ops lacks {min(absent)}, which the model needs")
 
     def _token_ids(self) -> Iterator[tuple[str, int]]:
-        """Every token that is named, and where."""
+        """Yield each special token id with the name of its field."""
         named: dict[str, Sequence[int | None]] = {
             "bos_token_id": [self.tokenizer.bos_token_id],
             "eos_token_ids": self.tokenizer.eos_token_ids}
@@ -711,15 +728,20 @@ class Manifest(_Frozen):
 
 
 def cache_shape(cache: LayerCache, max_seq_len: int, *, paged: bool) -> tuple[int | str, ...]:
-    """Of a layer's cache of keys, of values or of latents."""
+    """Return the shape of a layer's key, value or latent cache."""
     if paged:
         return "num_blocks", cache.num_kv_heads, "block_size", cache.head_dim
     return "batch", cache.num_kv_heads, max_seq_len, cache.head_dim
 
 
 def covers(num_heads: int, num_kv_heads: int, ranks: Sequence[tuple[int, int]]) -> bool:
-    """Whether ranks with so many heads and KV heads have each head once, and the KV head that it
-    reads: ranks that divide a group each have a copy.
+    """Whether ranks partition the heads, each with the KV heads that it reads.
+
+    Args:
+        num_heads: of the model.
+        num_kv_heads: of the model. Ranks that share a group of heads each have a copy of its KV
+            head.
+        ranks: heads and KV heads of each rank.
     """
     group, stop = num_heads // num_kv_heads, 0
     for heads, kv_heads in ranks:
@@ -737,17 +759,17 @@ def read_manifest(case_dir: str | Path) -> Manifest:
     """Parse and validate `CASE_DIR/model_info.json`.
 
     Raises:
-        LlmcError: the directory or the file is missing, is not JSON, has a newer format version,
-            or a field is missing, unknown or of the wrong kind; the message names it.
+        LlmcError: the directory or the file is missing, is not JSON, or has an unsupported format
+            version; or a field is missing, unknown or invalid, and the message names it.
     """
     directory = Path(case_dir)
     path = directory / MANIFEST_NAME
     if not os.path.isdir(directory):
-        raise LlmcError(f"case directory '{directory}' does not exist; make it with: "
+        raise LlmcError(f"case directory '{directory}' does not exist; create it with: "
                         f"llmc compile MODEL -o {directory}")
     if not os.path.lexists(path):
         raise LlmcError(f"'{directory}' has no {MANIFEST_NAME}, so it is not a case directory; "
-                        f"make one with: llmc compile MODEL -o DIR")
+                        f"create one with: llmc compile MODEL -o DIR")
     try:
         text = read_bounded(path, _MAX_MANIFEST_BYTES).decode("utf-8")
         data = json.loads(text)
@@ -776,7 +798,7 @@ def read_manifest(case_dir: str | Path) -> Manifest:
 
 
 def explain(error: ValidationError) -> str:
-    """The first thing that is wrong with a file, on one line."""
+    """Format the first error of a validation on one line."""
     first = error.errors(include_url=False, include_input=False)[0]
     where = "".join(f"{part}: " for part in [".".join(map(str, first["loc"]))] if part)
     text = where + first["msg"].removeprefix("Value error, ")
@@ -784,53 +806,52 @@ def explain(error: ValidationError) -> str:
 
 
 def refuse_encoder(manifest: Manifest, command: str) -> None:
-    """Refuse an encoder-decoder model where a command does not know them.
-
-    Raises:
-        LlmcError: it is one.
-    """
+    """Raise LlmcError for an encoder-decoder model, in a command that does not support them."""
     if manifest.encoder is not None:
-        raise LlmcError(f"llmc {command} is not there yet for encoder-decoder models, such as "
-                        f"'{manifest.source.architecture}'; it takes causal LMs")
+        raise LlmcError(f"llmc {command} does not support encoder-decoder models such as "
+                        f"'{manifest.source.architecture}'; give a causal LM")
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON schema of `model_info.json`; `artifacts/model_info.schema.json` is this."""
+    """Return the JSON schema of `model_info.json`, as in `artifacts/model_info.schema.json`."""
     return Manifest.model_json_schema()
 
 
 def write_manifest(manifest: Manifest, case_dir: str | Path) -> None:
-    """Write `model_info.json`, the same bytes for the same manifest.
+    """Write `model_info.json` deterministically.
 
     Raises:
-        LlmcError: it is larger than what `read_manifest` reads.
+        LlmcError: it is larger than `read_manifest` accepts.
     """
     text = json.dumps(manifest.model_dump(mode="json"), indent=2, ensure_ascii=False) + "\n"
     data = text.encode()
     if len(data) > _MAX_MANIFEST_BYTES:
-        raise LlmcError(f"{MANIFEST_NAME} would have {len(data)} bytes, the limit is "
+        raise LlmcError(f"{MANIFEST_NAME} would have {len(data)} bytes, expected at most "
                         f"{_MAX_MANIFEST_BYTES}; compile for fewer chips")
     (Path(case_dir) / MANIFEST_NAME).write_bytes(data)
 
 
 def hash_file(path: str | Path) -> str:
-    """SHA-256 of a file as hex digits."""
+    """Return the SHA-256 of a file as hex digits."""
     with open_regular(Path(path)) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def verify_files(manifest: Manifest, case_dir: str | Path, *, hashes: bool = True,
                  ranks: Collection[int] | None = None) -> None:
-    """Check that every listed file is there, has its size and, if asked, its SHA-256, that no other
-    file is read, and that the weight files hold what the manifest says of them.
+    """Check the files of a case directory against the manifest.
+
+    Every listed file must exist with its size and, if `hashes`, its SHA-256; no other file may be
+    read; the weight files must match the manifest.
 
     Args:
-        ranks: check only the files that these ranks and the tokenizer read; None: all files. A
-            host needs the chip directories of its own ranks only.
+        hashes: check SHA-256 digests, too.
+        ranks: check only the files of these ranks and of the tokenizer; None: all files. A host
+            needs the chip directories of its ranks only.
 
     Raises:
-        LlmcError: naming the first file that is missing, truncated, changed, not a regular file or
-            not listed, or what its weights do not fit.
+        LlmcError: a file is missing, truncated, changed, not regular or not listed, or its weights
+            do not match; the message names the first such file.
     """
     root = Path(case_dir)
     ranks = range(manifest.tp_size) if ranks is None else sorted(set(ranks))
@@ -844,42 +865,41 @@ def verify_files(manifest: Manifest, case_dir: str | Path, *, hashes: bool = Tru
         except OSError as error:
             raise LlmcError(f"'{path}' cannot be read ({error}){again}") from error
         if size != entry.size:
-            raise LlmcError(f"'{path}' has {size} bytes, {MANIFEST_NAME} says {entry.size}{again}")
+            raise LlmcError(f"'{path}' has {size} bytes, expected {entry.size} as in "
+                            f"{MANIFEST_NAME}{again}")
         if changed:
-            raise LlmcError(f"'{path}' has changed since it was compiled: its SHA-256 is not the "
-                            f"one in {MANIFEST_NAME}{again}")
+            raise LlmcError(f"'{path}' has changed since compilation: its SHA-256 differs from "
+                            f"{MANIFEST_NAME}{again}")
     _check_weights(manifest, root, ranks)
 
 
 def check_files(manifest: Manifest, case_dir: Path, ranks: Collection[int] | None = None) -> None:
-    """Check that every listed file is a regular one inside the case directory, and that the files
-    that are read where they are present are listed.
+    """Check that listed files are regular, and that optional files are listed if present.
 
     Args:
         ranks: see `verify_files`.
 
     Raises:
-        LlmcError: naming the first file that is missing, reached through a symbolic link, not a
-            regular file, or not listed.
+        LlmcError: a file is missing, not regular, below a symbolic link, or not listed; the
+            message names the first such file.
     """
     for entry in _entries(manifest, range(manifest.tp_size) if ranks is None else ranks):
         check_case_file(case_dir, entry.path)
     listed = {entry.path for entry in manifest.files}
-    own = manifest.tokenizer
-    beside = [own.path and f"{own.path}/tokenizer.json", own.chat_template]
-    template = own.chat_template
+    tokenizer = manifest.tokenizer
+    template = tokenizer.chat_template
+    read = [tokenizer.path and f"{tokenizer.path}/tokenizer.json", template]
     if template and (size := (case_dir / template).stat().st_size) > _MAX_TEMPLATE_BYTES:
-        raise LlmcError(f"'{case_dir / template}' has {size} bytes, the limit is "
+        raise LlmcError(f"'{case_dir / template}' has {size} bytes, expected at most "
                         f"{_MAX_TEMPLATE_BYTES}; compile the model again")
-    for path in (str(PurePosixPath(file).with_name(_TOKENIZER_CONFIG)) for file in beside if file):
+    for path in (str(PurePosixPath(file).with_name(_TOKENIZER_CONFIG)) for file in read if file):
         if path not in listed and os.path.lexists(case_dir / path):
-            raise LlmcError(f"'{case_dir / path}' is not among the files of {MANIFEST_NAME}, so "
-                            f"nothing says what it was when the model was compiled; remove it, or "
-                            f"compile the model again")
+            raise LlmcError(f"'{case_dir / path}' is not listed in {MANIFEST_NAME}, so it cannot "
+                            f"be verified; remove it, or compile the model again")
 
 
 def _entries(manifest: Manifest, ranks: Collection[int]) -> list[FileEntry]:
-    """Files outside the directories of other ranks than these."""
+    """Return the files of these ranks, and those of no rank."""
     owners = {chip.path: chip.rank for chip in manifest.chips}
 
     def is_read(entry: FileEntry) -> bool:
@@ -891,8 +911,9 @@ def _entries(manifest: Manifest, ranks: Collection[int]) -> list[FileEntry]:
 
 
 def _check_weights(manifest: Manifest, root: Path, ranks: Collection[int]) -> None:
-    """Check the weight files of these ranks against the dims: an embedding has hidden_size columns,
-    and the ranks together their share of a row for each token.
+    """Check the weight files of these ranks against the manifest's dims.
+
+    An embedding has hidden_size columns, and the ranks together have a row for each token.
     """
     headers = []
     for chip in (manifest.chips[rank] for rank in ranks):
@@ -903,36 +924,35 @@ def _check_weights(manifest: Manifest, root: Path, ranks: Collection[int]) -> No
         held = sum(weight.stop - weight.start for weight in header.values())
         if held != chip.weight_bytes:
             raise LlmcError(f"'{root / chip.path / WEIGHTS_NAME}' has {held} bytes of weights, "
-                            f"{MANIFEST_NAME} says {chip.weight_bytes}; compile the model again")
+                            f"expected {chip.weight_bytes} as in {MANIFEST_NAME}; compile the "
+                            f"model again")
     if not headers:
         return
 
     def rows(vocab_size: int) -> int:
-        """Rows that these ranks have at least: shares of a vocabulary differ by one at most."""
+        """Minimum rows of these ranks; the shares of a vocabulary differ by at most one."""
         some = len(headers) < manifest.tp_size
         return len(headers) * (vocab_size // manifest.tp_size) if some else vocab_size
 
     dims, encoder = manifest.dims, manifest.encoder
     if not _has_table(headers, rows(dims.vocab_size), dims.hidden_size):
-        raise LlmcError(f"no weight under '{root}' has a row of hidden_size {dims.hidden_size} for "
-                        f"each token of vocab_size {dims.vocab_size}, as {MANIFEST_NAME} says; "
-                        f"compile the model again")
+        raise LlmcError(f"no weight in '{root}' has hidden_size {dims.hidden_size} columns and "
+                        f"vocab_size {dims.vocab_size} rows, as {MANIFEST_NAME} requires; compile "
+                        f"the model again")
     if encoder is not None and not _has_table(headers, rows(encoder.vocab_size)):
-        raise LlmcError(f"no weight under '{root}' has a row for each token of the encoder's "
-                        f"vocab_size {encoder.vocab_size}, as {MANIFEST_NAME} says; compile the "
-                        f"model again")
+        raise LlmcError(f"no weight in '{root}' has a row for each token of the encoder's "
+                        f"vocab_size {encoder.vocab_size}, as {MANIFEST_NAME} requires; compile "
+                        f"the model again")
 
 
 def _per_byte(form: WeightForm) -> int:
-    """Numbers in a byte."""
+    """Weights per byte."""
     return CODE_TYPES[form.dtype].per_byte
 
 
 def _has_table(headers: Sequence[Mapping[str, tuple[int, ...]]], rows: int,
                columns: int | None = None) -> bool:
-    """Whether all chips have a matrix of one name and so many columns, if that is said, and so many
-    rows together at least.
-    """
+    """Whether all chips have a matrix of the same name with at least `rows` rows in total."""
     for name in headers[0]:
         shapes = [header[name] for header in headers if name in header]
         if len(shapes) == len(headers) and all(

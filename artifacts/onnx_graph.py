@@ -1,11 +1,11 @@
-"""Check an ONNX file before ONNX Runtime reads it, without the onnx package.
+"""Validate an ONNX file before ONNX Runtime reads it, without the onnx package.
 
-ONNX Runtime runs whatever an ONNX file holds and reads the files that it names. A case directory
-may come from anyone, so only what `llmc compile` writes is let through: the operators below, loops
-that end, tensors as large as their data, and data in the chip's weight file.
+ONNX Runtime runs any operator of an ONNX file and reads the files that it refers to. A case
+directory is untrusted, so only what `llmc compile` writes is accepted: the operators below, loops
+that terminate, tensors as large as their data, and external data in the chip's weight file.
 
-The protobuf wire format is read here, by the field numbers of onnx.proto. Fields that llmc does not
-write are refused, not skipped, so ONNX Runtime sees nothing that is not checked.
+This module parses the protobuf wire format by the field numbers of onnx.proto. It rejects fields
+that llmc does not write instead of skipping them, so ONNX Runtime reads nothing unchecked.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from llmc.artifacts.weight_file import WEIGHTS_NAME
 from llmc.errors import LlmcError
 
 _MAX_BYTES = 256 << 20  # weights are in another file
-_MAX_FIELDS = 2_000_000  # which take 2 s to read; 32 layers have 20,000
-_MAX_NODES = 1_000_000  # with function bodies in place of their calls
+_MAX_FIELDS = 2_000_000  # take 2 s to parse; 32 layers have 20,000
+_MAX_NODES = 1_000_000  # with functions inlined
 _LLMC = "llmc"
 _CONTROL_FLOW = frozenset({"If", "Loop", "Scan"})
 
-# Operators by domain: those of the bodies of llmc's ops, and what exporters write around them.
+# Operators by domain: those in function bodies of llmc's ops, and those of exporters.
 OPERATORS: Mapping[str, frozenset[str]] = {
     "": _CONTROL_FLOW | {
         "Abs", "Add", "And", "Attention", "BitShift", "BitwiseAnd", "Cast", "Ceil", "Clip",
@@ -51,7 +51,7 @@ OPERATORS: Mapping[str, frozenset[str]] = {
 
 
 class _Layout(NamedTuple):
-    """The fields of a protobuf message that llmc writes, by number."""
+    """Fields of a protobuf message that llmc writes, by number."""
 
     message: str
     single: Mapping[int, str]
@@ -76,17 +76,17 @@ _TENSOR = _Layout("tensor", {2: "data_type", 8: "name", 9: "raw_data", 12: "doc_
                    10: "double_data", 11: "uint64_data", 13: "external_data"})
 _ENTRY = _Layout("external_data entry", {1: "key", 2: "value"}, {})
 _DATA = ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data")
-_EXTERNAL = 1  # of data_location
+_EXTERNAL = 1  # value of data_location
 
 _VARINT, _FIXED_64, _BYTES, _FIXED_32 = 0, 1, 2, 5
 _Fields = dict[str, list[int | memoryview]]
 
 
 def check_graph(path: Path) -> None:
-    """Check an ONNX file of a case directory.
+    """Validate an ONNX file of a case directory.
 
     Raises:
-        LlmcError: it cannot be read, or holds what `llmc compile` does not write.
+        LlmcError: the file cannot be read, or has content that `llmc compile` does not write.
     """
     again = "; compile the model again"
     try:
@@ -96,22 +96,26 @@ def check_graph(path: Path) -> None:
     except OSError as error:
         raise LlmcError(f"'{path}' cannot be read ({error}){again}") from error
     except ValueError as error:
-        raise LlmcError(f"'{path}' is not an ONNX graph that llmc wrote: {error}{again}") \
+        raise LlmcError(f"'{path}' is not an ONNX graph of llmc: {error}{again}") \
             from error
 
 
 def check_model(data: bytes, weight_bytes: int) -> None:
-    """Check a serialized ModelProto, whose weight file has `weight_bytes` bytes.
+    """Validate a serialized ModelProto.
+
+    Args:
+        data: the serialized model.
+        weight_bytes: size of its weight file.
 
     Raises:
-        ValueError: it holds what `llmc compile` does not write.
+        ValueError: it has content that `llmc compile` does not write.
     """
     _Check(weight_bytes).model(memoryview(data))
 
 
 @dataclass
 class _Check:
-    """What remains of the limits while a model is read."""
+    """Validator of one model, with the remaining limits."""
 
     weight_bytes: int
     fields_left: int = _MAX_FIELDS
@@ -120,13 +124,13 @@ class _Check:
     def model(self, data: memoryview) -> None:
         model = self.parse(data, _MODEL)
         sizes: dict[tuple[str, str], int] = {}
-        for own in _messages(model, "functions"):
-            function = self.parse(own, _FUNCTION)
+        for data in _messages(model, "functions"):
+            function = self.parse(data, _FUNCTION)
             name, domain = _text(function, "name"), _text(function, "domain")
             key = name, _text(function, "overload")
             if domain != _LLMC or key in sizes:
-                raise ValueError(f"it has a function {_cut(name)} of domain {_cut(domain)}"
-                                 f"{' twice' if key in sizes else ''}")
+                raise ValueError(f"function {_cut(name)} of domain {_cut(domain)} is "
+                                 f"{'defined twice' if key in sizes else 'not of domain llmc'}")
             left = self.nodes_left
             self.nodes(function, sizes={}, function=name)
             sizes[key] = left - self.nodes_left
@@ -134,7 +138,7 @@ class _Check:
         for graph in graphs:
             self.graph(graph, sizes)
         if not graphs:
-            raise ValueError("it has no graph")
+            raise ValueError("the model has no graph")
 
     def graph(self, data: memoryview, sizes: Mapping[tuple[str, str], int], function: str = "",
               external: bool = True) -> None:
@@ -145,16 +149,16 @@ class _Check:
 
     def nodes(self, scope: _Fields, sizes: Mapping[tuple[str, str], int], function: str = "",
               nested: bool = False) -> None:
-        """Check the nodes of a graph, of a function or of a body inside a function.
+        """Validate the nodes of a graph, of a function, or of a subgraph in a function.
 
         Args:
-            sizes: the number of nodes of each function that may be called, by name and overload.
-            function: the name of the function; "" for the graph.
-            nested: whether it is the body of a control flow operator.
+            sizes: number of nodes of each callable function, by name and overload.
+            function: name of the function; "" for the graph.
+            nested: whether this is the subgraph of a control flow operator.
         """
-        counts: set[str] = set()  # numbers of elements, by the tensor's name
-        for own in _messages(scope, "node"):
-            node = self.parse(own, _NODE)
+        counts: set[str] = set()  # tensors whose value is a number of elements
+        for data in _messages(scope, "node"):
+            node = self.parse(data, _NODE)
             op, domain = _text(node, "op_type"), _text(node, "domain")
             inputs = [bytes(name).decode() for name in _messages(node, "input")]
             key = op, _text(node, "overload")
@@ -162,34 +166,35 @@ class _Check:
                 self.nodes_left -= sizes[key]
             elif op not in OPERATORS.get(domain, ()):
                 where = f" in the function {_cut(function)}" if function else ""
-                raise ValueError(f"it has the operator {_cut(f'{domain}.{op}' if domain else op)}"
-                                 f"{where}, which is none of llmc's")
+                raise ValueError(f"unsupported operator "
+                                 f"{_cut(f'{domain}.{op}' if domain else op)}{where}")
             self.nodes_left -= 1
             if self.nodes_left < 0:
-                raise ValueError(f"it has more than {_MAX_NODES} nodes, functions inlined")
+                raise ValueError(f"the model has more than {_MAX_NODES} nodes, functions inlined")
             flow = not domain and op in _CONTROL_FLOW
             if flow and (nested or not function):
-                raise ValueError(f"it has a {op} outside of a function, or in another's body")
+                raise ValueError(f"{op} outside a function, or inside another control flow "
+                                 f"operator")
             if op == "Loop" and (not inputs or inputs[0] not in counts):
-                raise ValueError(f"a Loop in the function {_cut(function)} is not as long as a "
-                                 f"tensor")
+                raise ValueError(f"the trip count of a Loop in the function {_cut(function)} is "
+                                 f"not the Size of a tensor")
             if op == "Size":
                 counts.update(bytes(name).decode() for name in _messages(node, "output"))
             for data in _messages(node, "attribute"):
                 self.attribute(data, function if flow else "")
 
     def attribute(self, data: memoryview, function: str) -> None:
-        """Check an attribute, of a control flow operator in `function` or another one's."""
+        """Validate an attribute; `function` is that of a control flow operator, else ""."""
         attribute = self.parse(data, _ATTRIBUTE)
         for tensor in _messages(attribute, "t"):
             self.tensor(tensor, external=False)
         for graph in _messages(attribute, "g"):
             if not function:
-                raise ValueError(f"an attribute {_cut(_text(attribute, 'name'))} has a graph")
+                raise ValueError(f"attribute {_cut(_text(attribute, 'name'))} has a graph")
             self.graph(graph, {}, function, external=False)
 
     def tensor(self, data: memoryview, external: bool) -> None:
-        """Check that a tensor is as large as its data, and where these are."""
+        """Validate the size and the location of a tensor's data."""
         tensor = self.parse(data, _TENSOR)
         name, dims = _text(tensor, "name"), list(_numbers(tensor, "dims"))
         stored = sum(8 if isinstance(part, int) else len(part)
@@ -204,7 +209,7 @@ class _Check:
                              f"data")
 
     def external(self, name: str, entries: list[_Fields]) -> int:
-        """The number of bytes of external data."""
+        """Validate external data and return its number of bytes."""
         found = {_text(entry, "key"): _text(entry, "value") for entry in entries}
         if found.get("location") != WEIGHTS_NAME:
             raise ValueError(f"tensor {_cut(name)} is in the file "
@@ -212,35 +217,36 @@ class _Check:
         if len(entries) != 3 or not all(
                 text.isascii() and text.isdigit() and len(text) < 20
                 for text in (found.get("offset", ""), found.get("length", ""))):
-            raise ValueError(f"tensor {_cut(name)} has not offset and length, but {_cut(found)}")
+            raise ValueError(f"tensor {_cut(name)} has external data {_cut(found)}, expected "
+                             f"location, offset and length")
         offset, length = int(found["offset"]), int(found["length"])
         if offset + length > self.weight_bytes:
             raise ValueError(f"tensor {_cut(name)} takes bytes {offset} to {offset + length} of "
-                             f"'{WEIGHTS_NAME}', which has {self.weight_bytes}")
+                             f"'{WEIGHTS_NAME}', which has {self.weight_bytes} bytes")
         return length
 
     def parse(self, data: memoryview, layout: _Layout) -> _Fields:
-        """The fields of a message by name: numbers, or bytes of strings and messages."""
+        """Parse the fields of a message by name: integers, or bytes of strings and messages."""
         found: _Fields = {}
         at = 0
         while at < len(data):
             self.fields_left -= 1
             if self.fields_left < 0:
-                raise ValueError(f"it has more than {_MAX_FIELDS} fields")
+                raise ValueError(f"the model has more than {_MAX_FIELDS} fields")
             tag, at = _varint(data, at)
             number, wire = tag >> 3, tag & 7
             value, at = _value(data, at, wire)
             name = layout.single.get(number) or layout.repeated.get(number)
             if name is None:
-                raise ValueError(f"a {layout.message} has field {number}")
+                raise ValueError(f"{layout.message} has the unknown field {number}")
             if number in layout.single and name in found:
-                raise ValueError(f"a {layout.message} has {name} twice")
+                raise ValueError(f"{layout.message} has {name} twice")
             found.setdefault(name, []).append(value)
         return found
 
 
 def _value(data: memoryview, at: int, wire: int) -> tuple[int | memoryview, int]:
-    """A field's value, and where it ends."""
+    """Parse a field's value; return it and the offset of its end."""
     if wire == _VARINT:
         return _varint(data, at)
     if wire == _BYTES:
@@ -248,45 +254,45 @@ def _value(data: memoryview, at: int, wire: int) -> tuple[int | memoryview, int]
     elif wire in (_FIXED_32, _FIXED_64):
         length = 4 if wire == _FIXED_32 else 8
     else:
-        raise ValueError(f"there is no wire type {wire}")
+        raise ValueError(f"unknown wire type {wire}")
     if at + length > len(data):
-        raise ValueError("it ends inside a field")
+        raise ValueError("the data ends inside a field")
     return data[at:at + length], at + length
 
 
 def _varint(data: memoryview, at: int) -> tuple[int, int]:
-    """A number of 7 bits a byte, and where it ends."""
+    """Parse a varint, 7 bits per byte; return it and the offset of its end."""
     value = 0
     for place, byte in enumerate(data[at:at + 10]):
         value |= (byte & 127) << 7 * place
         if byte < 128:
             return value, at + place + 1
-    raise ValueError("it ends inside a number")
+    raise ValueError("the data ends inside a varint")
 
 
 def _messages(fields: _Fields, name: str) -> list[memoryview]:
-    """The values of a field that holds strings or messages."""
+    """Return the values of a field of strings or messages."""
     found = []
     for value in fields.get(name, ()):
         if isinstance(value, int):
-            raise ValueError(f"a field {name} is a number")
+            raise ValueError(f"field {name} is an integer, expected bytes")
         found.append(value)
     return found
 
 
 def _text(fields: _Fields, name: str) -> str:
-    """A string; "" where it is absent."""
+    """Return a string field; "" if it is absent."""
     return next((bytes(value).decode() for value in _messages(fields, name)), "")
 
 
 def _cut(value: object) -> str:
-    """A name or a shape for a message."""
+    """Format a name or a shape for a message, shortened."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def _numbers(fields: _Fields, name: str) -> Iterator[int]:
-    """Integers, packed or not. Negative ones are above 2^63."""
+    """Yield integers, packed or not; negative ones appear as values above 2^63."""
     for value in fields.get(name, ()):
         if isinstance(value, int):
             yield value

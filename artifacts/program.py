@@ -1,8 +1,8 @@
-"""`schedule.json`: what the CUDA engine runs for one rank; `encoder.json`: what of an encoder.
+"""`schedule.json` and `encoder.json`: programs of the CUDA engine for one rank.
 
-The engine hands kernels addresses and sizes and asks no more. So all that keeps them inside its
-memory is checked here, once: what a schedule alone can tell when it is parsed, and what takes the
-manifest and the weight file in `read_chip_programs`.
+The engine passes addresses and sizes to kernels without checking them. All bounds are checked here:
+those of a program alone when it is parsed, those that need the manifest and the weight file in
+`read_chip_programs`.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from llmc.artifacts.manifest import (
 from llmc.artifacts.weight_file import WEIGHTS_NAME, StoredWeight, read_weight_header
 from llmc.errors import LlmcError
 
-ALIGNMENT = 16  # bytes; of every value's place
+ALIGNMENT = 16  # bytes, of the offset of every value
 _MAX_BYTES = 32 << 20  # 128 layers take 1 MB
-MEMORY_ROWS = "memory_rows"  # the input that says where an encoder's tokens go
-# ONNX ops that the engine has for single elements, and how many inputs each takes; true is 1.
+MEMORY_ROWS = "memory_rows"  # input: rows of the encoder output that a step's tokens are written to
+# Elementwise ONNX ops of the engine, and their numbers of inputs. True is 1.
 ELEMENTWISE = {"Add": 2, "Sub": 2, "Mul": 2, "Div": 2, "Min": 2, "Max": 2, "Tanh": 1, "Exp": 1,
                "Sigmoid": 1, "Neg": 1, "Softplus": 1, "Gelu": 1, "GeluTanh": 1,
                "Elu": 1, "Greater": 2, "Less": 2, "Where": 3}
-MOST_JOINED = 4  # values that the engine puts side by side
+MOST_JOINED = 4  # inputs of the engine's Concat
 _FLOATS = ("float32", "float16", "bfloat16")
-# What an op's integers may be among the engine's inputs, where that is not the same name alone: an
-# Embedding of its own may look up positions.
+# Engine inputs that an op's integer inputs may be, if not only the one of the same name. An
+# Embedding may look up positions.
 _INPUTS = {"key_starts": ("memory_starts",), "key_lens": ("encoder_sequence_length",),
            "input_ids": ("input_ids", "position_ids")}
-# What tensors are of; bytes are weights in codes, however wide these are.
+# Dtypes of tensors; quantized weights of any dtype are stored as uint8.
 ProgramDType = DTypeName | Literal["uint8"]
 _COLLECTIVES = ("AllReduce", "AllGather")
 
@@ -61,12 +61,13 @@ class _Frozen(BaseModel):
 class ProgramTensor(_Frozen):
     """A tensor of the program.
 
-    `shape` has names for a step's sizes: `num_tokens`, `num_logits`, `batch`, `batch_plus_1`,
-    and of what an engine has, `num_blocks` of `block_size` positions, `max_blocks` of a sequence,
-    `num_states`, and `num_memory_tokens` for the rows of a `memory`, which an encoder's tokens are
-    scattered to and its decoder reads. A value lies `offset` bytes per token (`per_logit`: per
-    wanted logit) into the arena. `columns` are those of the value `of` from `first` on, where they
-    lie.
+    Dimensions of `shape` are integers or names. Sizes of a step: `num_tokens`, `num_logits`,
+    `batch`, `batch_plus_1`. Sizes of an engine: `num_blocks`, `block_size` (positions),
+    `max_blocks` (of a sequence), `num_states`, `num_memory_tokens` (rows of a `memory`, the
+    cross-attention keys or values that the encoder scatters and the decoder reads).
+
+    A value is at byte `offset` of the arena, multiplied by the number of tokens, or of logits if
+    `per_logit`. A tensor of kind `columns` is a view of the value `of`, from column `first` on.
     """
 
     name: Annotated[str, Field(min_length=1)]
@@ -80,16 +81,16 @@ class ProgramTensor(_Frozen):
 
     @property
     def width(self) -> int:
-        """Elements of a row."""
+        """Elements per row."""
         return int(self.shape[-1])
 
     @property
     def row_bytes(self) -> int:
-        """What a value takes of the arena, per token or wanted logit."""
+        """Bytes of a value in the arena, per token or logit."""
         return -(-self.width * DTYPE_BYTES[self.dtype] // ALIGNMENT) * ALIGNMENT
 
     @model_validator(mode="after")
-    def _of_its_kind(self) -> ProgramTensor:
+    def _check_kind(self) -> ProgramTensor:
         named = [dim for dim in self.shape if isinstance(dim, str)]
         dims = len(self.shape)
         fits = {"value": dims == 2 and named in (["num_tokens"], ["num_logits"]),
@@ -100,22 +101,26 @@ class ProgramTensor(_Frozen):
                 "columns": dims == 2 and named == ["num_tokens"],
                 "input": self._is_input()}[self.kind]
         if not fits or (named and self.shape[0] != named[0]):
-            raise ValueError(f"{self.kind} {self.name!r} is {self.dtype} {list(self.shape)}")
+            raise ValueError(f"{self.kind} {self.name!r} has an invalid shape or dtype: "
+                             f"{self.dtype} {list(self.shape)}")
         allowed = {"input": (self.dtype,), "cache": (*_FLOATS, "float8_e4m3fn"),
                    "state": ("float32",),
                    "weight": (*_FLOATS, "uint8", "int32"),
                    "value": (*_FLOATS, "float8_e4m3fn", "int64")}
         if self.dtype not in allowed.get(self.kind, _FLOATS):
-            raise ValueError(f"{self.kind} {self.name!r} is of dtype {self.dtype}")
+            raise ValueError(f"{self.kind} {self.name!r} has unsupported dtype {self.dtype}")
         if (self.of >= 0 or self.first > 0) != (self.kind == "columns") or (
                 self.kind == "columns" and self.of < 0):
-            raise ValueError(f"{self.kind} {self.name!r} are columns of {self.of}")
+            raise ValueError(f"{self.kind} {self.name!r} has invalid columns: of {self.of}, from "
+                             f"{self.first}")
         if self.kind != "value" and (self.offset or self.per_logit):
-            raise ValueError(f"{self.kind} {self.name!r} has a place in the arena")
+            raise ValueError(f"{self.kind} {self.name!r} has an offset in the arena, which only "
+                             f"values have")
         if self.kind == "value" and (self.offset % ALIGNMENT
                                      or self.per_logit != (named == ["num_logits"])):
-            raise ValueError(f"value {self.name!r} {list(self.shape)} lies at {self.offset}, "
-                             f"per_logit {self.per_logit}")
+            raise ValueError(f"value {self.name!r} {list(self.shape)} has offset {self.offset} and "
+                             f"per_logit {self.per_logit}, expected a multiple of {ALIGNMENT} and "
+                             f"per_logit for num_logits rows")
         return self
 
     def _is_input(self) -> bool:
@@ -124,11 +129,11 @@ class ProgramTensor(_Frozen):
             return False
         dtype, shape = known[self.name]
         return self.dtype == dtype and len(self.shape) == len(shape) and all(
-            dim == wanted for dim, wanted in zip(self.shape, shape, strict=True))
+            dim == expected for dim, expected in zip(self.shape, shape, strict=True))
 
 
 class ProgramNode(_Frozen):
-    """An op and its fields; tensors by number, -1 for an absent input or an unused output."""
+    """An op with attributes; tensors are indices, -1 for an absent input or unused output."""
 
     op: str
     fields: dict[str, int | float | str]
@@ -136,18 +141,20 @@ class ProgramNode(_Frozen):
     outputs: tuple[int, ...]
 
     @model_validator(mode="after")
-    def _numbers_are_finite(self) -> ProgramNode:
+    def _check_attributes(self) -> ProgramNode:
         for name, value in self.fields.items():
             if isinstance(value, float) and not abs(value) < 1e30:
-                raise ValueError(f"{self.op!r} has {name!r} {value}")
+                raise ValueError(f"{self.op!r} has {name!r} {value}, expected a finite number")
             if isinstance(value, int) and not 0 <= value < 2**31:
-                raise ValueError(f"{self.op!r} has {name!r} {value}, which is not from 0 to 2^31")
+                raise ValueError(f"{self.op!r} has {name!r} {value}, expected 0 to 2^31")
         return self
 
 
 class Program(_Frozen):
-    """Tensors, nodes in order, the arena's size per token and per logit, and the logits' tensor,
-    which an encoder has not: -1.
+    """Program of the CUDA engine.
+
+    It has tensors, nodes in execution order, the arena's bytes per token and per logit, and the
+    index of the logits, -1 for an encoder.
     """
 
     tensors: tuple[ProgramTensor, ...]
@@ -162,84 +169,90 @@ class Program(_Frozen):
 
     @cached_property
     def exact(self) -> dict[int, str]:
-        """The values that have a dtype of their own, by number."""
-        made = ((number, op.made_dtypes(node.fields).get(name)) for node in self.nodes
-                if (op := plugins.registry().get(node.op)) is not None
-                for number, name in zip(node.outputs, op.outputs, strict=False))
-        return {number: dtype for number, dtype in made if number >= 0 and dtype}
+        """Dtypes of values that differ from the model's, by index."""
+        dtypes = ((number, op.made_dtypes(node.fields).get(name)) for node in self.nodes
+                  if (op := plugins.registry().get(node.op)) is not None
+                  for number, name in zip(node.outputs, op.outputs, strict=False))
+        return {number: dtype for number, dtype in dtypes if number >= 0 and dtype}
 
     def named(self, *kinds: str) -> dict[str, ProgramTensor]:
-        """The tensors of these kinds by their names."""
+        """Return the tensors of these kinds by name."""
         return {tensor.name: tensor for tensor in self.tensors if tensor.kind in kinds}
 
     @model_validator(mode="after")
-    def _runs(self) -> Program:
+    def _check_program(self) -> Program:
         for node in self.nodes:
             for number in (*node.inputs, *node.outputs):
                 if not -1 <= number < len(self.tensors):
-                    raise ValueError(f"{node.op!r} uses tensor {number} of {len(self.tensors)}")
+                    raise ValueError(f"{node.op!r} uses tensor {number}, the program has "
+                                     f"{len(self.tensors)}")
         if self.logits >= len(self.tensors):
-            raise ValueError(f"the logits are tensor {self.logits} of {len(self.tensors)}")
+            raise ValueError(f"the logits are tensor {self.logits}, the program has "
+                             f"{len(self.tensors)}")
         self._check_tensors()
-        made = self._check_order()
-        self._check_places(made)
+        writers = self._check_order()
+        self._check_arena(writers)
         return self
 
     def _check_tensors(self) -> None:
         names = Counter(tensor.name for tensor in self.tensors
                         if tensor.kind not in ("value", "columns"))
-        twice = next((name for name, count in names.items() if count > 1), None)
-        if twice is not None:
-            raise ValueError(f"two tensors are named {twice!r}")
+        duplicate = next((name for name, count in names.items() if count > 1), None)
+        if duplicate is not None:
+            raise ValueError(f"two tensors have the name {duplicate!r}")
         for number, dtype in self.exact.items():
             if self.tensors[number].dtype != dtype:
-                raise ValueError(f"{self.tensors[number].name!r} is of {self.tensors[number].dtype}"
-                                 f", which should be {dtype}")
+                raise ValueError(f"{self.tensors[number].name!r} is {self.tensors[number].dtype}, "
+                                 f"expected {dtype}")
         dtypes = {tensor.dtype for number, tensor in enumerate(self.tensors)
                   if tensor.kind in ("value", "memory") and number not in self.exact}
         if len(dtypes) > 1:
-            raise ValueError(f"values are of {' and '.join(sorted(dtypes))}")
+            raise ValueError(f"values have different dtypes: {', '.join(sorted(dtypes))}")
         for number, tensor in enumerate(self.tensors):
-            if tensor.kind == "columns" and not (tensor.of < number and self._has(tensor)):
-                raise ValueError(f"{tensor.name!r} {list(tensor.shape)} from {tensor.first} on are "
-                                 f"no columns of tensor {tensor.of}")
+            if tensor.kind == "columns" and not (tensor.of < number and self._is_view(tensor)):
+                raise ValueError(f"{tensor.name!r} {list(tensor.shape)} from column {tensor.first} "
+                                 f"on is not a view of tensor {tensor.of}")
         if not self.of_encoder and self.tensors[self.logits].shape[0] != "num_logits":
-            raise ValueError(f"the logits are {self.tensors[self.logits].name!r}, "
-                             f"{list(self.tensors[self.logits].shape)}")
-        odd = {*self.named("input")} - (
+            raise ValueError(f"the logits are {self.tensors[self.logits].name!r} "
+                             f"{list(self.tensors[self.logits].shape)}, expected num_logits rows")
+        mismatch = {*self.named("input")} - (
             {*ENCODER_INPUTS, MEMORY_ROWS} if self.of_encoder else {*ENGINE_INPUTS})
         if self.of_encoder:
-            odd |= {*self.named("cache", "state")}
-        if odd:
-            raise ValueError(f"{'an encoder' if self.of_encoder else 'a model'} has no tensor "
-                             f"{min(odd)!r}")
+            mismatch |= {*self.named("cache", "state")}
+        if mismatch:
+            raise ValueError(f"{'an encoder' if self.of_encoder else 'a model'} cannot have the "
+                             f"tensor {min(mismatch)!r}")
 
-    def _has(self, columns: ProgramTensor) -> bool:
-        """Whether what they are of is a value of tokens that has them."""
+    def _is_view(self, columns: ProgramTensor) -> bool:
+        """Whether the viewed tensor is a value of tokens with these columns."""
         value = self.tensors[columns.of]
-        alike = (value.kind, value.dtype, value.shape[0]) == ("value", columns.dtype, "num_tokens")
-        return alike and columns.of not in self.exact \
+        is_value = (value.kind, value.dtype, value.shape[0]) == (
+            "value", columns.dtype, "num_tokens")
+        return is_value and columns.of not in self.exact \
             and columns.first + columns.width <= value.width
 
-    def _lies_in(self, number: int) -> int:
-        """The value that a tensor is columns of, or else the tensor."""
+    def _base_value(self, number: int) -> int:
+        """Return the value that a tensor is a view of, or the tensor itself."""
         return self.tensors[number].of if number >= 0 and self.tensors[number].of >= 0 else number
 
     def _check_order(self) -> dict[int, int]:
-        """Check that every node has what it takes, made before it; for each value, who makes it."""
-        made: dict[int, int] = {}
-        written: set[int] = set()  # caches, states and memory
+        """Check that values are written before they are read; return the writer of each value."""
+        writers: dict[int, int] = {}
+        written: set[int] = set()  # caches, recurrent states and encoder outputs
         for index, node in enumerate(self.nodes):
             try:
-                for number in map(self._lies_in, node.inputs):
-                    if number >= 0 and self.tensors[number].kind == "value" and number not in made:
-                        raise ValueError(f"reads {self.tensors[number].name!r} before it is made")
+                for number in map(self._base_value, node.inputs):
+                    if number >= 0 and self.tensors[number].kind == "value" \
+                            and number not in writers:
+                        raise ValueError(f"reads {self.tensors[number].name!r} before it is "
+                                         f"written")
                 given = self._check_node(node)
                 for number in node.outputs:
-                    if number >= 0 and (self.tensors[number].kind != "value" or number in made):
+                    if number >= 0 and (self.tensors[number].kind != "value" or number in writers):
                         raise ValueError(f"writes {self.tensors[number].name!r}, a "
-                                         f"{self.tensors[number].kind} that is not its own")
-                    made[number] = index
+                                         f"{self.tensors[number].kind} that another node writes "
+                                         f"or that is read-only")
+                    writers[number] = index
                 for number in self._caches_read(node):
                     if number not in written:
                         raise ValueError(f"reads {self.tensors[number].name!r} before it is "
@@ -251,94 +264,94 @@ class Program(_Frozen):
             except ValueError as error:
                 raise ValueError(f"node {index}, {node.op!r}: {error}") from error
         for number, tensor in enumerate(self.tensors):
-            known = {"value": made, "cache": written, "state": written}
+            known = {"value": writers, "cache": written, "state": written}
             if number not in known.get(tensor.kind, (number,)):
-                raise ValueError(f"no node makes {tensor.kind} {tensor.name!r}")
-        if not self.of_encoder and self.logits not in made:
-            raise ValueError("no node makes the logits")
-        return made
+                raise ValueError(f"no node writes {tensor.kind} {tensor.name!r}")
+        if not self.of_encoder and self.logits not in writers:
+            raise ValueError("no node writes the logits")
+        return writers
 
     def _check_node(self, node: ProgramNode) -> tuple[int, ...]:
-        """Check one node's inputs and the shapes of its outputs; what it writes among its inputs.
+        """Check a node's inputs and the shapes of its outputs; return the inputs that it writes.
 
         Raises:
-            ValueError: it is no op of the engine, or its tensors or fields do not fit it.
+            ValueError: the engine has no such op, or tensors or attributes are invalid for it.
         """
         tensors = [self.tensors[number] if number >= 0 else None for number in node.inputs]
         if node.op in ELEMENTWISE:
-            shapes: Sequence[plugins.Shape] = [_elementwise(node, tensors)]
+            shapes: Sequence[plugins.Shape] = [_elementwise_shape(node, tensors)]
         elif node.op == "Gather":
             self._require(node, tensors, ("value", "num_tokens"), ("input", "logits_indices"))
             shapes = [("num_logits", _width(tensors[0]))]
         elif node.op == "Columns":
-            shapes = [self._chosen(node, tensors)]
+            shapes = [self._columns_shape(node, tensors)]
         elif node.op == "Concat":
-            shapes = [self._joined(node, tensors)]
+            shapes = [self._concat_shape(node, tensors)]
         elif node.op == "Scatter":
             self._require(node, tensors, ("value", "num_tokens"), ("input", MEMORY_ROWS),
                           ("memory", "num_memory_tokens"))
             if _width(tensors[0]) != _width(tensors[2]):
-                raise ValueError(f"rows are {_width(tensors[0])} wide, the memory's "
+                raise ValueError(f"rows have width {_width(tensors[0])}, the encoder output "
                                  f"{_width(tensors[2])}")
             shapes = []
         else:
             shapes = self._check_op(node, tensors)
         if len(node.outputs) != len(shapes):
-            raise ValueError(f"it makes {len(shapes)} tensors, not {len(node.outputs)}")
+            raise ValueError(f"has {len(node.outputs)} outputs, expected {len(shapes)}")
         in_place = _in_place(node)
         for index, (number, shape) in enumerate(zip(node.outputs, shapes, strict=True)):
-            if index in in_place:  # an input's memory, which has no other name
+            if index in in_place:  # written to an input's memory, so it is no tensor
                 if number != -1:
-                    raise ValueError(f"output {index} is tensor {number}, which should be -1")
+                    raise ValueError(f"output {index} is tensor {number}, expected -1")
             elif number < 0 or self.tensors[number].shape != tuple(shape):
-                there = list(self.tensors[number].shape) if number >= 0 else "none"
-                raise ValueError(f"output {index} is {there}, which should be {list(shape)}")
+                actual = list(self.tensors[number].shape) if number >= 0 else "absent"
+                raise ValueError(f"output {index} is {actual}, expected {list(shape)}")
         return tuple(node.inputs[index] for index in in_place.values()) if in_place else \
             node.inputs[2:3] if node.op == "Scatter" else ()
 
     def _caches_read(self, node: ProgramNode) -> list[int]:
-        """The caches of other layers among its inputs."""
+        """Return the caches of other layers among a node's inputs."""
         op = plugins.registry().get(node.op)
         return [number for name, number in zip(op.input_names, node.inputs, strict=False)
                 if op.attention is not None and name in op.attention.reads] if op else []
 
     def _require(self, node: ProgramNode, tensors: Sequence[ProgramTensor | None],
-                 *wanted: tuple[str, str]) -> None:
-        """Check the inputs of a node that has no fields: of each the kind, and what it is called or
-        how its rows are.
-        """
+                 *expected: tuple[str, str]) -> None:
+        """Check the inputs of a node without attributes: each one's kind, and its name or rows."""
         found = [tensor and (tensor.kind, tensor.name if tensor.kind == "input"
                              else tensor.shape[0]) for tensor in tensors]
-        if node.fields or found != [*wanted]:
-            raise ValueError(f"takes {list(wanted)} and no fields, not {found}")
+        if node.fields or found != [*expected]:
+            raise ValueError(f"has inputs {found}, expected {list(expected)} and no attributes")
 
-    def _chosen(self, node: ProgramNode, tensors: Sequence[ProgramTensor | None]) -> \
+    def _columns_shape(self, node: ProgramNode, tensors: Sequence[ProgramTensor | None]) -> \
             plugins.Shape:
-        """The shape of some columns of a value."""
+        """Return the shape of the output of Columns."""
         x, index = tensors if len(tensors) == 2 else (None, None)
         if node.fields or x is None or index is None or x.kind != "value" \
                 or node.inputs[0] in self.exact or len(index.shape) != 1 \
                 or (index.kind, index.dtype) != ("weight", "int32"):
-            raise ValueError("takes a value, an int32 weight that lists columns, and no fields")
+            raise ValueError("expected a value, an int32 weight of column indices, and no "
+                             "attributes")
         return x.shape[0], index.width
 
-    def _joined(self, node: ProgramNode, tensors: Sequence[ProgramTensor | None]) -> \
+    def _concat_shape(self, node: ProgramNode, tensors: Sequence[ProgramTensor | None]) -> \
             plugins.Shape:
-        """The shape of values side by side."""
+        """Return the shape of the output of Concat."""
         values = [tensor for number, tensor in zip(node.inputs, tensors, strict=True)
                   if tensor is not None and tensor.kind == "value" and number not in self.exact]
         rows = {tensor.shape[0] for tensor in values}
         if node.fields or not 1 < len(tensors) <= MOST_JOINED or len(values) < len(tensors) \
                 or len(rows) > 1:
-            raise ValueError(f"takes 2 to {MOST_JOINED} values of as many rows and no fields")
+            raise ValueError(f"expected 2 to {MOST_JOINED} values with the same rows, and no "
+                             f"attributes")
         return rows.pop(), sum(tensor.width for tensor in values)
 
     def _check_op(self, node: ProgramNode, tensors: Sequence[ProgramTensor | None]) -> \
             Sequence[plugins.Shape]:
-        """Check an llmc op; the shapes of its outputs."""
+        """Check an llmc op; return the shapes of its outputs."""
         op = plugins.registry().get(node.op)
         if op is None:
-            raise ValueError("there is no such op")
+            raise ValueError("unknown op")
         op.present([tensor.name if tensor else "" for tensor in tensors])
         given = {name: tensor for name, tensor in zip(op.input_names, tensors, strict=False)
                  if tensor is not None}
@@ -351,8 +364,8 @@ class Program(_Frozen):
                 fits = (tensor.kind == "input" and tensor.name in _INPUTS.get(name, (name,))) \
                     or (tensor.kind, tensor.dtype) == ("value", "int64")
             elif name in op.cache_inputs:
-                wanted = node.fields.get("kv_dtype") or dtype
-                fits = tensor.kind == "cache" and tensor.dtype == wanted
+                expected = node.fields.get("kv_dtype") or dtype
+                fits = tensor.kind == "cache" and tensor.dtype == expected
             elif op.state is not None and name == op.state.state:
                 fits = tensor.kind == "state"
             elif name in op.packed(fields) - exact:
@@ -366,53 +379,54 @@ class Program(_Frozen):
                     and tensor.dtype == dtype
             if tensor.kind == "columns":
                 fits = fits and name in {role.input for role in op.columns}
-            # Rows that are counted in the memory are the memory's.
+            # With key_starts, rows are indices into the encoder output.
             if name in ("key", "value") and "key_starts" in given:
                 fits = fits and tensor.kind == "memory"
             if not fits:
-                raise ValueError(f"its {name} is {tensor.kind} {tensor.name!r} of {tensor.dtype}")
+                raise ValueError(f"its {name} cannot be {tensor.kind} {tensor.name!r} of "
+                                 f"{tensor.dtype}")
         caches = [tensor.name for name, tensor in given.items() if name in op.cache_inputs]
         if len({*caches}) < len(caches):
-            raise ValueError(f"its caches are all {caches[0]!r}")
+            raise ValueError(f"two of its caches are {caches[0]!r}")
         return op.fit({name: tensor.shape for name, tensor in given.items()}, node.fields)
 
-    def _check_places(self, made: Mapping[int, int]) -> None:
-        """Check that each value is inside the arena, and no other is there while it is needed."""
+    def _check_arena(self, writers: Mapping[int, int]) -> None:
+        """Check that values are inside the arena, and that no two live values overlap."""
         sizes = {False: self.token_bytes, True: self.logit_bytes}
         ends = {False: 0, True: 0}
-        for number in made:
+        for number in writers:
             if number < 0:
                 continue
             tensor = self.tensors[number]
             end = tensor.offset + tensor.row_bytes
             if end > sizes[tensor.per_logit]:
-                raise ValueError(f"value {tensor.name!r} ends at byte {end} of an arena of "
+                raise ValueError(f"value {tensor.name!r} ends at byte {end}, the arena at "
                                  f"{sizes[tensor.per_logit]}")
             ends[tensor.per_logit] = max(ends[tensor.per_logit], end)
         if ends != sizes:
-            raise ValueError(f"the arena's {self.token_bytes} and {self.logit_bytes} bytes are not "
-                             f"the {ends[False]} and {ends[True]} that values take")
+            raise ValueError(f"the arena has {self.token_bytes} and {self.logit_bytes} bytes, "
+                             f"expected {ends[False]} and {ends[True]}, the ends of the values")
         last = self._last_uses()
-        living: list[int] = []
-        for number in sorted((n for n in made if n >= 0), key=lambda n: made[n]):
+        live: list[int] = []
+        for number in sorted((n for n in writers if n >= 0), key=lambda n: writers[n]):
             tensor = self.tensors[number]
-            living = [other for other in living if last[other] >= made[number]]
-            for other in map(self.tensors.__getitem__, living):
+            live = [other for other in live if last[other] >= writers[number]]
+            for other in map(self.tensors.__getitem__, live):
                 if other.per_logit == tensor.per_logit \
                         and other.offset < tensor.offset + tensor.row_bytes \
                         and tensor.offset < other.offset + other.row_bytes:
-                    raise ValueError(f"node {made[number]} writes {tensor.name!r} over "
-                                     f"{other.name!r}, which is still needed")
-            living.append(number)
+                    raise ValueError(f"node {writers[number]} writes {tensor.name!r} over "
+                                     f"{other.name!r}, which is still live")
+            live.append(number)
 
     def _last_uses(self) -> dict[int, int]:
-        """For each value, the last node that reads or writes it; the logits are read behind all."""
+        """Return the last node that uses each value; the logits are used after all nodes."""
         last: dict[int, int] = {}
         for index, node in enumerate(self.nodes):
-            last.update(dict.fromkeys((*map(self._lies_in, node.inputs), *node.outputs), index))
+            last.update(dict.fromkeys((*map(self._base_value, node.inputs), *node.outputs), index))
         last[self.logits] = len(self.nodes)
         for node in self.nodes:
-            # When every row is wanted the engine does not copy them: whoever reads the copy reads
+            # If all rows have logits, the engine skips this copy, and readers of the copy read
             # the rows themselves.
             if node.op == "Gather":
                 last[node.inputs[0]] = max(last[node.inputs[0]], last[node.outputs[0]])
@@ -425,7 +439,7 @@ def _width(tensor: ProgramTensor | None) -> int:
 
 
 def _in_place(node: ProgramNode) -> dict[int, int]:
-    """For each output that is an input's memory, its index and the input's."""
+    """Return the outputs that are written to an input's memory, with the index of the input."""
     op = plugins.registry().get(node.op)
     kept = op.cache_inputs | ({op.state.state} if op.state else set()) if op else set()
     return {index: op.input_names.index(name.removesuffix("_out"))
@@ -433,9 +447,10 @@ def _in_place(node: ProgramNode) -> dict[int, int]:
             if name.removesuffix("_out") in kept} if op else {}
 
 
-def _elementwise(node: ProgramNode, tensors: Sequence[ProgramTensor | None]) -> plugins.Shape:
-    """The shape of values, all alike, among which weights may be a number each, or one for each
-    column, and values a column for all of a row.
+def _elementwise_shape(node: ProgramNode, tensors: Sequence[ProgramTensor | None]) -> plugins.Shape:
+    """Return the shape of an elementwise op's output.
+
+    Values have the same shape, or one column. Weights have one element or one per column.
     """
     shapes = {tensor.shape for tensor in tensors if tensor is not None and tensor.kind == "value"}
     wide = {shape for shape in shapes if shape[-1] != 1} or shapes
@@ -444,17 +459,18 @@ def _elementwise(node: ProgramNode, tensors: Sequence[ProgramTensor | None]) -> 
         if tensor is None or (tensor.kind != "value" and (
                 (tensor.kind, tensor.dtype) != ("weight", "float32") or len(tensor.shape) != 1
                 or tensor.shape[0] not in widths)):
-            raise ValueError(f"takes values and float32 weights of shape [1] or a row's, not "
-                             f"{tensor and tensor.name!r}")
+            raise ValueError(f"has input {tensor and tensor.name!r}, expected values, and float32 "
+                             f"weights of one element or of a row")
     if len(tensors) != ELEMENTWISE[node.op] or len(wide) != 1 or node.fields \
             or len({shape[0] for shape in shapes}) != 1:
-        raise ValueError(f"takes {ELEMENTWISE[node.op]} inputs of one shape and no fields")
+        raise ValueError(f"expected {ELEMENTWISE[node.op]} inputs of the same shape, and no "
+                         f"attributes")
     return wide.pop()
 
 
 @dataclass(frozen=True)
 class ChipPrograms:
-    """The programs of one chip, checked against the manifest, and their weights' places."""
+    """The programs of one chip, checked against the manifest, and their weights."""
 
     model: Program
     encoder: Program | None
@@ -465,35 +481,36 @@ def read_program(path: Path) -> Program:
     """Parse and validate a program file.
 
     Raises:
-        LlmcError: it is missing or invalid, or would leave the engine's memory.
+        LlmcError: the file is missing or invalid, or the program would exceed its memory.
     """
     try:
         return Program.model_validate_json(read_bounded(path, _MAX_BYTES))
     except OSError as error:
         raise LlmcError(f"'{path}' cannot be read ({error}); compile the model again") from error
     except ValidationError as error:
-        raise LlmcError(f"'{path}' is not a valid schedule: {explain(error)}; compile the model "
+        raise LlmcError(f"'{path}' is not a valid program: {explain(error)}; compile the model "
                         f"again") from error
 
 
 def read_chip_programs(manifest: Manifest, chip: Chip, case_dir: Path) -> ChipPrograms:
-    """Read a chip's programs and hold them against the manifest and the weight file; those of chip
-    0 against the others' too, as ranks meet in their collectives.
+    """Read a chip's programs and check them against the manifest and the weight file.
+
+    Those of chip 0 are also checked against other chips', as their collectives must match.
 
     Raises:
-        LlmcError: see `read_program`; or one part says otherwise than another, which is named.
+        LlmcError: see `read_program`; or a program differs from the manifest.
     """
     stored = read_weight_header(case_dir / chip.path / WEIGHTS_NAME)
     programs = _read_steps(chip, case_dir)
     try:
         for program in programs:
-            _hold(program, manifest, chip, stored)
-        _hold_together(programs, chip)
+            _check_manifest(program, manifest, chip, stored)
+        _check_names(programs, chip)
         if chip.rank == 0:
-            _hold_ranks([programs, *(_read_steps(other, case_dir)
+            _check_ranks([programs, *(_read_steps(other, case_dir)
                                       for other in manifest.chips[1:])], manifest)
     except ValueError as error:
-        raise LlmcError(f"the schedules in '{case_dir / chip.path}' do not fit {MANIFEST_NAME}: "
+        raise LlmcError(f"the programs in '{case_dir / chip.path}' differ from {MANIFEST_NAME}: "
                         f"{error}; compile the model again") from error
     names = {name for program in programs for name in program.named("weight")}
     model, *encoder = programs
@@ -502,84 +519,84 @@ def read_chip_programs(manifest: Manifest, chip: Chip, case_dir: Path) -> ChipPr
 
 
 def _read_steps(chip: Chip, case_dir: Path) -> list[Program]:
-    """The programs of a chip's model and perhaps its encoder, each of which is its one step."""
+    """Read the programs of a chip's model and of its encoder, if any."""
     programs = []
     for owner in (chip, chip.encoder) if chip.encoder else (chip,):
         step = owner.steps[0]
         if len(owner.steps) != 1 or not isinstance(step, GraphStep):
             raise LlmcError(f"chip {chip.rank} has {len(owner.steps)} steps in {MANIFEST_NAME}, "
-                            f"where a schedule is one; compile the model again")
+                            f"expected one program; compile the model again")
         programs.append(read_program(case_dir / step.path))
     return programs
 
 
-def _hold(program: Program, manifest: Manifest, chip: Chip,
+def _check_manifest(program: Program, manifest: Manifest, chip: Chip,
           stored: Mapping[str, StoredWeight]) -> None:
-    """Check each tensor and each op's fields against what the manifest says of them."""
+    """Check each tensor and each op's attributes against the manifest."""
     dims, encoder = manifest.dims, chip.encoder
     owner = encoder if program.of_encoder and encoder else chip
     if program.of_encoder != (owner is encoder):
-        raise ValueError(f"a schedule is {'' if program.of_encoder else 'not '}an encoder's")
+        raise ValueError(f"a program is {'' if program.of_encoder else 'not '}an encoder's")
     memory = {tensor.name: tensor.width for tensor in encoder.outputs} if encoder else {}
     for name, tensor in program.named("weight", "cache", "state", "memory", "input").items():
-        wanted: tuple[str, Sequence[int | str]] = (tensor.dtype, tensor.shape)
+        expected: tuple[str, Sequence[int | str]] = (tensor.dtype, tensor.shape)
         if tensor.kind == "weight":
             if name not in stored:
                 raise ValueError(f"{WEIGHTS_NAME} has no {name!r}")
-            wanted = (stored[name].dtype, stored[name].shape)
+            expected = (stored[name].dtype, stored[name].shape)
         elif tensor.kind == "cache":
             if name not in chip.caches:
-                raise ValueError(f"there is no cache {name!r}")
+                raise ValueError(f"unknown cache {name!r}")
             cache = chip.caches[name]
-            wanted = (manifest.kv_dtype, cache_shape(cache, dims.max_seq_len, paged=True))
+            expected = (manifest.kv_dtype, cache_shape(cache, dims.max_seq_len, paged=True))
         elif tensor.kind == "state":
             if name not in chip.state_caches:
-                raise ValueError(f"there is no state {name!r}")
-            wanted = ("float32", ("num_states", *chip.state_caches[name].shape))
+                raise ValueError(f"unknown recurrent state {name!r}")
+            expected = ("float32", ("num_states", *chip.state_caches[name].shape))
         elif tensor.kind == "memory":
             if name not in memory:
-                raise ValueError(f"no encoder makes {name!r}")
-            wanted = (manifest.dtype, ("num_memory_tokens", memory[name]))
-        if (tensor.dtype, tensor.shape) != (wanted[0], tuple(wanted[1])):
-            raise ValueError(f"{name!r} is {tensor.dtype} {list(tensor.shape)}, which should be "
-                             f"{wanted[0]} {list(wanted[1])}")
+                raise ValueError(f"no encoder writes {name!r}")
+            expected = (manifest.dtype, ("num_memory_tokens", memory[name]))
+        if (tensor.dtype, tensor.shape) != (expected[0], tuple(expected[1])):
+            raise ValueError(f"{name!r} is {tensor.dtype} {list(tensor.shape)}, expected "
+                             f"{expected[0]} {list(expected[1])}")
     exact = program.exact
     for number, tensor in enumerate(program.tensors):
         if tensor.kind == "value" and number not in exact and tensor.dtype != manifest.dtype:
-            raise ValueError(f"value {tensor.name!r} is of {tensor.dtype}, the model of "
+            raise ValueError(f"value {tensor.name!r} is {tensor.dtype}, the model "
                              f"{manifest.dtype}")
     if not program.of_encoder and \
             program.tensors[program.logits].width != dims.padded_vocab_size:
-        raise ValueError(f"the logits are {program.tensors[program.logits].width} wide, "
-                         f"padded_vocab_size is {dims.padded_vocab_size}")
-    _hold_names(program, owner, memory)
-    _hold_fields(program, manifest, chip)
+        raise ValueError(f"the logits have width {program.tensors[program.logits].width}, "
+                         f"expected padded_vocab_size {dims.padded_vocab_size}")
+    _check_step_names(program, owner, memory)
+    _check_attributes_and_tables(program, manifest, chip)
 
 
-def _hold_names(program: Program, owner: Chip | EncoderProgram,
+def _check_step_names(program: Program, owner: Chip | EncoderProgram,
                 memory: Mapping[str, int]) -> None:
-    """What goes in and comes out is what the step lists; positions may go unused."""
+    """Check that inputs and outputs are those of the step; position_ids may be unused."""
     listed = {tensor.name for tensor in owner.inputs}
     used = {*program.named("input", "cache", "state", "memory")} - {MEMORY_ROWS}
     if program.of_encoder:
         scattered = {program.tensors[node.inputs[2]].name for node in program.nodes
                      if node.op == "Scatter"}
         if scattered != {*memory}:
-            raise ValueError(f"its encoder does not make {min(scattered ^ {*memory})!r}")
+            raise ValueError(f"its encoder does not write {min(scattered ^ {*memory})!r}")
         used -= {*memory}
-    odd = used ^ listed
-    if odd - {"position_ids"} or used - listed:
-        raise ValueError(f"the inputs of its schedule differ in {min(odd)!r}")
+    mismatch = used ^ listed
+    if mismatch - {"position_ids"} or used - listed:
+        raise ValueError(f"the inputs of its program and of its step differ in {min(mismatch)!r}")
 
 
-def _hold_fields(program: Program, manifest: Manifest, chip: Chip) -> None:
-    """Heads, ranks, and tables that have a row for each token and position."""
+def _check_attributes_and_tables(program: Program, manifest: Manifest, chip: Chip) -> None:
+    """Check heads, tp_size, and that tables have a row for each token and position."""
     limits, encoder = manifest.dims, manifest.encoder
     vocab_size, length = (encoder.vocab_size, encoder.max_seq_len) \
         if program.of_encoder and encoder else (limits.vocab_size, limits.max_seq_len)
     for node in program.nodes:
         if node.op in _COLLECTIVES and node.fields.get("tp_size") != manifest.tp_size:
-            raise ValueError(f"{node.op} is of {node.fields.get('tp_size')} ranks, tp_size is "
+            raise ValueError(f"{node.op} has tp_size {node.fields.get('tp_size')}, expected "
                              f"{manifest.tp_size}")
         op = plugins.registry().get(node.op)
         given = {name: program.tensors[number] for name, number
@@ -588,50 +605,51 @@ def _hold_fields(program: Program, manifest: Manifest, chip: Chip) -> None:
             key, value = given["key_cache"].name, given["value_cache"].name
             layer = [*chip.caches].index(key) // 2
             if (key, value) != (f"key_cache_{layer}", f"value_cache_{layer}"):
-                raise ValueError(f"an attention has the caches {key!r} and {value!r}")
-            own = op is not None and op.attention is not None and op.attention.caches
-            if own and node.fields["num_heads"] != chip.num_heads[layer]:
-                raise ValueError(f"layer {layer} has {node.fields['num_heads']} heads, "
-                                 f"{MANIFEST_NAME} says {chip.num_heads[layer]}")
+                raise ValueError(f"an attention op has the caches {key!r} and {value!r}")
+            has_cache = op is not None and op.attention is not None and op.attention.caches
+            if has_cache and node.fields["num_heads"] != chip.num_heads[layer]:
+                raise ValueError(f"layer {layer} has {node.fields['num_heads']} heads, expected "
+                                 f"{chip.num_heads[layer]} as in {MANIFEST_NAME}")
         least = {"table": length if "input_ids" in given and
                  given["input_ids"].name == "position_ids" else vocab_size,
                  "position_table": length, "cos": length, "sin": length,
                  "query_scale": length, "key_bias": length}
         if node.fields.get("vocab_sharded"):
-            del least["table"]  # ids that others have give zeros
+            del least["table"]  # token ids of other ranks give zeros
         for name, rows in least.items():
             has = int(given[name].shape[name == "key_bias"]) if name in given else rows
             if has < rows:
-                raise ValueError(f"{given[name].name!r} has {has} rows, fewer than {rows}")
+                raise ValueError(f"{given[name].name!r} has {has} rows, expected at least {rows}")
 
 
-def _hold_together(programs: Sequence[Program], chip: Chip) -> None:
-    """A name is the same in both programs, and every cache is used."""
+def _check_names(programs: Sequence[Program], chip: Chip) -> None:
+    """Check that names agree between the programs, and that every cache is used."""
     kinds: dict[str, str] = {}
     for program in programs:
         for tensor in program.named("weight", "cache", "state", "memory", "input").values():
             if kinds.setdefault(tensor.name, tensor.kind) != tensor.kind:
-                raise ValueError(f"{tensor.name!r} is {kinds[tensor.name]} and {tensor.kind}")
+                raise ValueError(f"{tensor.name!r} is both {kinds[tensor.name]} and {tensor.kind}")
     unused = {*chip.kept} - kinds.keys()
     if unused:
         raise ValueError(f"no node uses {min(unused)!r}")
 
 
-def _hold_ranks(ranks: Sequence[Sequence[Program]], manifest: Manifest) -> None:
-    """All ranks have the same collectives, and their ops are those that the manifest lists."""
+def _check_ranks(ranks: Sequence[Sequence[Program]], manifest: Manifest) -> None:
+    """Check that ranks have the same collectives, and that the manifest lists their ops."""
     for rank, programs in enumerate(ranks):
         for first, program in zip(ranks[0], programs, strict=True):
-            if _meetings(program) != _meetings(first):
-                raise ValueError(f"chips 0 and {rank} do not have the same collectives")
+            if _collectives(program) != _collectives(first):
+                raise ValueError(f"chips 0 and {rank} have different collectives")
     used = {node.op for programs in ranks for program in programs
             for node in program.nodes} & {*plugins.registry()}
-    odd = used ^ manifest.ops.keys()
-    if odd:
-        raise ValueError(f"{min(odd)!r} is {'not ' if min(odd) not in used else ''}in the "
-                         f"schedules and {'not ' if min(odd) in used else ''}among ops")
+    mismatch = used ^ manifest.ops.keys()
+    if mismatch:
+        op = min(mismatch)
+        raise ValueError(f"{op!r} is {'not ' if op not in used else ''}in the programs, but "
+                         f"{'not ' if op in used else ''}in `ops`")
 
 
-def _meetings(program: Program) -> list[tuple[str, plugins.Shape]]:
-    """Where ranks meet: each collective and the shape of what they bring."""
+def _collectives(program: Program) -> list[tuple[str, plugins.Shape]]:
+    """Return each collective with the shape of its input."""
     return [(node.op, program.tensors[node.inputs[0]].shape) for node in program.nodes
             if node.op in _COLLECTIVES]

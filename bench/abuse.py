@@ -30,7 +30,7 @@ import llmc
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 OTHER = {"prompt": "Hello", "max_tokens": 2, "ignore_eos": True}
 WORDS, MARKS = "the sea is blue " * 480_000, "e\u0301\u0302\u0303" * 1_000_000  # 7 MB each
-LIMIT = 120  # seconds for one kind
+LIMIT = 120  # seconds for each kind of abuse
 
 
 def definitions(count: int) -> dict:
@@ -142,7 +142,7 @@ def main() -> None:
     rows = {}
     with serving(args.case_dir, "--kv_cache_tokens", 8192) as server:
         pid = server.process.pid
-        measured(server.url, pid, [])  # warms up
+        measured(server.url, pid, [])  # warm-up
         chosen = {"nothing": [], **kinds()}
         for name, requests in chosen.items():
             if args.kind and name not in ("nothing", *args.kind):

@@ -23,7 +23,7 @@ HEADS, KV_HEADS, DIM, BLOCK, POSITIONS = 32, 8, 128, 16, 33024
 DECODING = [(1, 400), (1, 8000), (1, 32000), (2, 8000), (4, 8000), (8, 2000), (8, 8000), (16, 4000),
             (17, 4000), (32, 2000), (64, 400), (64, 1000), (128, 400), (200, 400), (256, 400)]
 UNLIKE = [(1, 32000, 7, 300), (1, 32000, 39, 300), (1, 16000, 127, 300), (1, 8000, 255, 300)]
-# Sequences, positions that they share, and what each has beside.
+# Sequences, positions of their common prefix, and further positions of each.
 SHARED = [(256, 512, 340), (128, 512, 340), (64, 512, 200), (64, 128, 200), (16, 512, 200),
           (16, 2000, 200), (8, 1000, 200), (8, 8000, 200), (4, 2000, 200), (4, 8000, 200),
           (2, 4000, 200), (2, 8000, 200), (2, 32000, 200)]
@@ -37,8 +37,15 @@ FIELDS: dict[str, Any] = dict(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=D
 
 def microseconds(new: Sequence[int], past: Sequence[int], *, repeats: int, library: bool = False,
                  scattered: bool = True, shared: int = 0, once: bool = False) -> float:
-    """Time of sequences with `new` tokens after `past` cached ones, in scattered or consecutive
-    blocks; the first `shared` positions in the same blocks, read `once` or by each sequence.
+    """Time decode or prefill of sequences with cached tokens.
+
+    Args:
+        new: tokens of each sequence in the step.
+        past: cached tokens of each sequence.
+        library: use cuDNN.
+        scattered: use scattered blocks instead of consecutive ones.
+        shared: positions whose blocks all sequences share.
+        once: read the shared blocks once, not by each sequence.
     """
     count = [-(-(own + before) // BLOCK) for own, before in zip(new, past, strict=True)]
     blocks = sum(count)

@@ -1,4 +1,4 @@
-"""A step of beam search next to a greedy step with as many rows, on one GPU with random weights.
+"""Beam search steps next to greedy steps with as many rows, on one GPU, random weights.
 
     python bench/beam_gpu.py WORK_DIR
     python bench/beam_gpu.py WORK_DIR --tp 2
@@ -28,7 +28,7 @@ ROWS = [(1, 4, 128, 64), (1, 4, 512, 256), (1, 2, 128, 64), (4, 4, 128, 64)]
 
 
 def beam_step(llm: llmc.LLM, batch: int, beam: int, inputs: int, outputs: int) -> float:
-    """Milliseconds of a step."""
+    """Measure the milliseconds of a step."""
     prompts = np.random.default_rng(0).integers(5, 50000, (batch, inputs)).tolist()
     times = []
     for count in (1, outputs):
@@ -60,7 +60,7 @@ def main() -> None:
               "| --- | --- | --- | --- |")
         for batch, beam, inputs, outputs in ROWS:
             greedy, searched = [], []
-            for run in range(-2, arguments.runs):  # two to capture and to tune
+            for run in range(-2, arguments.runs):  # the first two capture and tune
                 pair = (measure(llm, batch * beam, inputs, outputs, runs=1, warmup=0).tgen_ms,
                         beam_step(llm, batch, beam, inputs, outputs))
                 if run >= 0:

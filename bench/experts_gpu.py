@@ -1,4 +1,4 @@
-"""One layer's experts on one GPU: microseconds of llmc's kernels and of torch's grouped GEMM.
+"""One layer's experts on one GPU: llmc's kernels next to torch's grouped GEMM, in us.
 
     python bench/experts_gpu.py [--forms "int4,mxfp4,…"] [--shapes Qwen3-30B-A3B,…]
 
@@ -28,7 +28,7 @@ from llmc.runtime.engines.cuda import extension
 SHAPES = {"Qwen3-30B-A3B": (128, 8, 2048, 768), "gpt-oss-20b": (32, 4, 2880, 2880),
           "Mixtral-8x7B": (8, 2, 4096, 14336)}
 TOKENS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256, 1024, 4096)
-COPY, RATE = 4.3e12, 8e14  # of an H200, measured: a copy's bytes, a large product's operations
+COPY, RATE = 4.3e12, 8e14  # measured on an H200: copied bytes/s, FLOPS of a large GEMM
 REPEATS = 20
 
 
@@ -38,7 +38,7 @@ def described(tensor: torch.Tensor) -> tuple[int, str, list[int]]:
 
 def ours(given: list[torch.Tensor], y: torch.Tensor, few: bool,
          scales: Sequence[torch.Tensor] = (), **fields: Any) -> float:
-    """Microseconds; `scales` of both weights where these are packed."""
+    """Measure the microseconds of the experts; `scales` are those of quantized weights."""
     none: tuple[int, str, list[int]] = (0, "float32", [])
     behind = [one for scale in scales for one in (described(scale), none)]
     taken: float = extension().run_op(
@@ -49,7 +49,7 @@ def ours(given: list[torch.Tensor], y: torch.Tensor, few: bool,
 
 
 def packed(form: str, weights: list[torch.Tensor]) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """Random codes in place of weights, their scales, and the fields that say what they are."""
+    """Return random quantized weights, their scales, and the attributes of their format."""
     dtype, _, rounded = form.partition(" ")
     hidden, inner = (weight.shape[-1] for weight in weights)
     size = 32 if dtype == "mxfp4" else math.gcd(hidden, inner, 128)
@@ -57,7 +57,7 @@ def packed(form: str, weights: list[torch.Tensor]) -> tuple[list[torch.Tensor], 
     made = [torch.randint(0, 256, (*weight.shape[:2], weight.shape[2] // per_byte),
                           dtype=torch.uint8, device="cuda") for weight in weights]
     if dtype == "float8_e4m3fn":
-        made = [codes & 0xBF for codes in made]  # none is a NaN
+        made = [codes & 0xBF for codes in made]  # excludes NaN
     for weight in weights:
         shape = (*weight.shape[:2], weight.shape[2] // size)
         made.append(torch.full(shape, 120, dtype=torch.uint8, device="cuda") if dtype == "mxfp4"
@@ -68,7 +68,7 @@ def packed(form: str, weights: list[torch.Tensor]) -> tuple[list[torch.Tensor], 
 
 
 def grouped(given: list[torch.Tensor], y: torch.Tensor) -> None:
-    """The same by torch, with gates and ups concatenated."""
+    """Measure torch's grouped GEMM, with gate and up projections concatenated."""
     x, experts, scores, gate_up, down = given
     flat = experts.flatten()
     order = flat.argsort()
@@ -84,7 +84,7 @@ def grouped(given: list[torch.Tensor], y: torch.Tensor) -> None:
 
 
 def graphed(work: Callable[[], None]) -> float:
-    """Microseconds of a graph of REPEATS times this work."""
+    """Measure the microseconds of a CUDA graph with REPEATS repetitions."""
     for _ in range(3):
         work()
     graph, start, end = torch.cuda.CUDAGraph(), *(torch.cuda.Event(enable_timing=True)

@@ -29,7 +29,7 @@ from starlette.routing import Route
 
 @dataclass
 class Completion:
-    """A prompt, and where its tokens go, from the engine's thread; None ends them."""
+    """A prompt, and the queue of its tokens from the engine's thread; None ends them."""
 
     prompt: np.ndarray
     max_tokens: int
@@ -41,7 +41,7 @@ class Completion:
 
 
 class Loop(threading.Thread):
-    """Runs the engine."""
+    """Thread that runs the engine."""
 
     def __init__(self, directory: Path, max_batch_size: int) -> None:
         super().__init__(daemon=True)

@@ -1,4 +1,4 @@
-"""llmc's CUDA engine next to transformers on one GPU, with the same random weights, alternating.
+"""llmc's CUDA engine next to transformers on one GPU, with random weights, alternating.
 
     python bench/gpu.py WORK_DIR --model gpt2-medium
     python bench/gpu.py WORK_DIR --model llama-8b
@@ -48,7 +48,7 @@ MODELS = {"gpt2-medium": "float16", "llama-8b": "bfloat16"}
 ROWS = {"gpt2-medium": [(1, 64, 120), (64, 128, 120)], "llama-8b": [(1, 128, 64), (64, 128, 64)]}
 GRID = [(batch, *lengths) for lengths in ((64, 20), (128, 20), (64, 120), (128, 120))
         for batch in (1, 8, 64)]
-# What a step is timed with, beside greedy.
+# Sampling parameters that a step is timed with, besides greedy.
 PENALTIES = dict(repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.2,
                  bad_words=[[token, token + 1] for token in range(100, 150)], min_tokens=40,
                  end_id=2, logit_bias=dict.fromkeys(range(200, 300), -1.0))
@@ -73,7 +73,7 @@ KINDS = {"GEMV": "gemv_kernel", "GEMM": "nvjet|gemm|splitK|cublas",
 
 
 def write_model(name: str, directory: Path) -> Path:
-    """The model with random weights as a Hugging Face directory."""
+    """Write the model with random weights as a Hugging Face directory."""
     if directory.is_dir():
         return directory
     if name == "llama-8b":
@@ -97,7 +97,7 @@ class Peer:
         self._caches: dict[tuple[int, int], StaticCache] = {}
 
     def __call__(self, batch: int, inputs: int, outputs: int) -> tuple[float, float]:
-        """Milliseconds to the first token, and of a decode step."""
+        """Return milliseconds of TTFT and of a decode step."""
         if (batch, inputs) not in self._caches:
             config = self._model.config
             made = StaticCache(config=config, max_cache_len=inputs + outputs)
@@ -128,7 +128,7 @@ class Peer:
 
 
 def limits(llm: llmc.LLM, batch: int, inputs: int, outputs: int) -> tuple[float, float]:
-    """Milliseconds that a prefill and a decode step cannot be faster than, on one rank."""
+    """Return lower bounds of prefill and decode step on one rank, in milliseconds."""
     dims, chip = llm.manifest.dims, llm.manifest.chips[0]
     program = read_program(llm.case_dir / chip.steps[0].path)
     sizes = [math.prod(program.tensors[node.inputs[1]].shape) for node in program.nodes
@@ -140,14 +140,14 @@ def limits(llm: llmc.LLM, batch: int, inputs: int, outputs: int) -> tuple[float,
     return max(2 * batch * (inputs * layers + head) / FLOPS_PER_MS, read / BYTES_PER_MS), decode
 
 
-Side = Callable[[int, int, int], tuple[float, float]]  # ms to the first token, and of a step
+Side = Callable[[int, int, int], tuple[float, float]]  # ms of TTFT and of a decode step
 
 
 def in_turn(sides: Mapping[str, Side], row: tuple[int, int, int], repeats: int) -> \
         Iterator[tuple[str, dict[str, float], dict[str, float]]]:
-    """Time each side in turn: what is timed, the median of each, and its ratio to the first."""
+    """Time each side in turn; yield the metric, the medians and the ratios to the first side."""
     times: dict[str, list[tuple[float, float]]] = collections.defaultdict(list)
-    for side in list(sides.values()) * 2:  # compiles, captures, tunes
+    for side in list(sides.values()) * 2:  # warm-up: compilation, capture, tuning
         side(*row)
     for _ in range(repeats):
         for label, side in sides.items():
@@ -170,7 +170,7 @@ def ours(llm: llmc.LLM) -> Side:
 
 def steps_of(llm: llmc.LLM, batch: int, inputs: int, params: SamplingParams | None = None) -> \
         Callable[[int], object]:
-    """Prefill a batch and return a function that runs N decode steps for it, at most 500 in all."""
+    """Prefill a batch; return a function that runs N decode steps, at most 500 in total."""
     loop = llm._loops[0]
     prompts = np.random.default_rng(0).integers(5, 50000, (batch, inputs)).tolist()
     wish = params or SamplingParams()
@@ -215,7 +215,7 @@ def steps_of(llm: llmc.LLM, batch: int, inputs: int, params: SamplingParams | No
 
 def breakdown(llm: llmc.LLM, batch: int, inputs: int, steps: int = 16,
               params: SamplingParams | None = None) -> str:
-    """Microseconds of a decode step by kind of kernel, on the first rank."""
+    """Return the microseconds of a decode step by kind of kernel, on the first rank."""
     decode = steps_of(llm, batch, inputs, params)
     decode(4)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -236,7 +236,7 @@ def breakdown(llm: llmc.LLM, batch: int, inputs: int, steps: int = 16,
 
 
 def pairs(llm: llmc.LLM, hf: Path, name: str, repeats: int) -> None:
-    """The table beside transformers."""
+    """Print the table next to transformers."""
     model = AutoModelForCausalLM.from_pretrained(hf, dtype=getattr(torch, MODELS[name])) \
         .cuda().eval()
     tokens = np.random.default_rng(0).integers(5, 50000, 100).tolist()
@@ -258,7 +258,7 @@ def pairs(llm: llmc.LLM, hf: Path, name: str, repeats: int) -> None:
 
 
 def grid(llm: llmc.LLM) -> None:
-    """Twelve sizes by llmc alone, as `llmc bench` prints them."""
+    """Print twelve sizes of llmc alone, as `llmc bench` does."""
     print("| batch | input_length | output_length | tokens_per_sec | latency(ms) | "
           "prefill time (ms) | TPOT (ms) |\n| --- | --- | --- | --- | --- | --- | --- |")
     for cell in GRID:
@@ -269,12 +269,12 @@ def grid(llm: llmc.LLM) -> None:
 
 
 def sampling(llm: llmc.LLM, name: str, runs: int) -> None:
-    """The cost of sampling in a step at the largest batch, alternating with greedy.
+    """Measure the cost of sampling at the largest batch, alternating with greedy.
 
-    Of steps alone, which the device runs without the host, and of whole generations.
+    It is measured in single steps, which the device runs without the host, and in generations.
     """
     batch, inputs, outputs = ROWS[name][-1]
-    print("| chosen by | step (ms) | more than greedy | of it | generation, a step (ms) | "
+    print("| sampling | step (ms) | more than greedy | ratio | generation, a step (ms) | "
           "more than greedy |\n| --- | --- | --- | --- | --- | --- |")
     kinds = {label: SamplingParams(**given, max_tokens=64, seed=0)
              for label, given in SAMPLING.items()}
@@ -284,14 +284,14 @@ def sampling(llm: llmc.LLM, name: str, runs: int) -> None:
         for run in range(runs + 1):
             for chosen in (False, True):
                 decode = steps_of(llm, batch, inputs, params if chosen else None)
-                decode(4)  # captures
+                decode(4)  # captures graphs
                 start = time.perf_counter()
                 decode(outputs)
                 alone[chosen].append((time.perf_counter() - start) * 1e3 / outputs)
                 row = measure(llm, batch, inputs, outputs, runs=1, warmup=0,
                               params=params if chosen else None)
                 whole[chosen].append(row.tgen_ms)
-            if not run:  # warms up
+            if not run:  # warm-up
                 for times in (*alone.values(), *whole.values()):
                     times.clear()
         more, share, slower = (statistics.median(values) for values in (
@@ -306,7 +306,7 @@ def sampling(llm: llmc.LLM, name: str, runs: int) -> None:
 
 
 def checks(llm: llmc.LLM, name: str, repeats: int) -> None:
-    """A decode step where the host looks at its tokens after every one, or after several."""
+    """Measure a decode step if the host reads tokens after each step, or after several."""
     def looking(check_step: int) -> Side:
         def run(batch: int, inputs: int, outputs: int) -> tuple[float, float]:
             llm._loops[0]._check_step = check_step
@@ -326,7 +326,7 @@ def checks(llm: llmc.LLM, name: str, repeats: int) -> None:
 
 def beside(hf: Path, work: Path, name: str, ways: Mapping[str, Mapping[str, str]],
            repeats: int) -> None:
-    """The model compiled in two ways, in turn."""
+    """Compare two compilations of the model, alternating."""
     sides: dict[str, llmc.LLM] = {}
     for label, options in ways.items():
         case = work / f"{name}-{label.replace(' ', '-')}"

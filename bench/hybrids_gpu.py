@@ -33,7 +33,7 @@ ROWS = [(1, 128, 64), (8, 128, 64), (64, 128, 64), (1, 8000, 16)]
 
 
 class Peer:
-    """transformers with the cache that it makes by itself."""
+    """Run transformers with its default cache."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model

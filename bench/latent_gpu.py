@@ -1,4 +1,4 @@
-"""One layer's latent attention over KV blocks on one GPU, of DeepSeek-V3's shape in bfloat16.
+"""One layer's MLA over KV blocks on one GPU, of DeepSeek-V3's shape in bfloat16.
 
     python bench/latent_gpu.py
 
@@ -24,7 +24,7 @@ STEPS = [(1, 1, 3999), (8, 1, 3999), (64, 1, 999), (1, 1, 31999), (1, 1000, 0), 
 
 
 def microseconds(heads: int, batch: int, new: int, past: int, repeats: int) -> float:
-    """Time of `batch` sequences with `new` tokens each after `past` cached ones."""
+    """Time `batch` sequences with `new` tokens each and `past` cached ones."""
     blocks = -(-(new + past) // BLOCK)
     tokens = batch * new
 

@@ -1,4 +1,4 @@
-"""Memory of long prompts on target cpu: resident set and peak of a process, by prompt length.
+"""Memory of long prompts on target cpu: resident set and peak, by prompt length.
 
     python bench/memory_cpu.py CASE_DIR ...
 
@@ -58,7 +58,7 @@ def measure(case_dir: str, length: int, count: int) -> dict[str, float]:
 
 
 async def abort(case_dir: str, count: int) -> list[int]:
-    """Resident megabytes before, and after each eighth of the aborts."""
+    """Return the resident megabytes before the aborts and after each eighth of them."""
     rng, resident = random.Random(0), []
     async with llmc.AsyncLLM(case_dir, kv_cache_tokens=CACHE) as llm:
         left = count
@@ -84,7 +84,7 @@ async def abort(case_dir: str, count: int) -> list[int]:
 
 
 def in_process(*arguments: object) -> object:
-    """Output of this script with these arguments, run in a separate process."""
+    """Run this script with these arguments in a separate process; return its output."""
     done = subprocess.run([sys.executable, __file__, *map(str, arguments), "--child"], check=True,
                           stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout)

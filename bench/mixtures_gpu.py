@@ -35,13 +35,13 @@ ROWS = [(1, 128, 64), (2, 128, 64), (8, 128, 64), (16, 128, 64), (64, 128, 64)]
 
 
 def limit(name: str, batch: int, stored: str) -> float:
-    """Milliseconds of a decode step by the bytes that it reads."""
+    """Return the milliseconds of a decode step by the bytes that it reads."""
     hidden, layers, vocab, inner, heads, kv_heads, dim, experts, chosen = (
         SHAPES[name][key] for key in ("hidden", "layers", "vocab", "intermediate", "heads",
                                       "kv_heads", "head_dim", "experts", "chosen"))
     touched = experts * (1 - (1 - chosen / experts) ** batch)
-    linear = 2.0 if stored == "bf16" else 1.0 if "fp8" in stored else 0.5  # bytes of a number
-    number = 17 / 32 if name == "gpt-oss-20b" else linear  # four bits, and eight for 32 of them
+    linear = 2.0 if stored == "bf16" else 1.0 if "fp8" in stored else 0.5  # bytes per weight
+    number = 17 / 32 if name == "gpt-oss-20b" else linear  # 4 bits, and 8 for each group of 32
     layer = linear * hidden * dim * (2 * heads + 2 * kv_heads) + 2 * experts * hidden \
         + touched * 3 * hidden * inner * number
     bytes_read: float = layers * layer + 2 * vocab * hidden
@@ -61,7 +61,7 @@ def main() -> None:
     name = arguments.model
     stored = arguments.stored
     if name == "gpt-oss-20b" and stored != "bf16":
-        parser.error("gpt-oss-20b is stored in one way")
+        parser.error("gpt-oss-20b has one storage format only; leave out --stored")
 
     def write(hf: Path, form: str) -> None:
         if name == "gpt-oss-20b":

@@ -56,7 +56,7 @@ CALIBRATED = [("int4, 32", "GPTQ"), ("int4, 32", "AWQ"), ("int4, 32", "both"),
 
 
 def write_text(case: Path, path: Path) -> Path:
-    """A text of the model's own, of some thousands of tokens."""
+    """Return a text of some thousands of tokens that the model generates."""
     if not path.is_file():
         with llmc.LLM(case, max_batch_size=16) as llm:
             params = llmc.SamplingParams(max_tokens=512, temperature=1.0, seed=1, ignore_eos=True)
@@ -67,7 +67,7 @@ def write_text(case: Path, path: Path) -> Path:
 
 
 def compile_all(hf: Path, gguf: Path, work: Path) -> Iterator[tuple[str, Path]]:
-    """Case directories by what a row of the table is called, float32's first."""
+    """Yield case directories by row name, starting with float32."""
     def made(name: str, model: Path, **options: object) -> tuple[str, Path]:
         case = work / name.replace(",", "").replace(" ", "_")
         if not case.is_dir():
@@ -94,7 +94,7 @@ def compile_all(hf: Path, gguf: Path, work: Path) -> Iterator[tuple[str, Path]]:
 
 
 def score(logits: Callable[[list[int]], np.ndarray], ids: list[int]) -> tuple[float, np.ndarray]:
-    """Perplexity, and the most likely token at each position."""
+    """Return the perplexity, and the most likely token at each position."""
     return evaluate._perplexity(logits, ids, list(evaluate._windows(len(ids), 1024, 512)),
                                 lambda done: None)
 
@@ -138,7 +138,7 @@ def main() -> None:
         with llmc.LLM(case, max_batch_size=1) as llm:
             ids = ids or evaluate._tokenizer(llm).encode(evaluate._read_text(None)).ids
             found = score(llm.logits, ids)
-        wanted = wanted if wanted.size else found[1]  # float32 comes first
+        wanted = wanted if wanted.size else found[1]  # float32 is first
         add(name, found, weight_bytes(case), of_llmc(case))
     packages = []
     if find_spec("llama_cpp"):
@@ -152,8 +152,8 @@ def main() -> None:
     rounds = [{name: side[-1](prompts) for name, side in sides.items()}
               for _ in range(arguments.runs)]
     print(bench_model.environment(*packages), "\n")
-    print("| weights, groups of | perplexity | choices kept | weights (MB) | tokens/s |\n"
-          "| --- | --- | --- | --- | --- |")
+    print("| weights, groups of | perplexity | most likely tokens kept | weights (MB) | tokens/s "
+          "|\n| --- | --- | --- | --- | --- |")
     for name, (found, kept, size, _) in sides.items():
         speed = NEW / statistics.median(seconds[name] for seconds in rounds)
         print(f"| {name} | {found:.2f} | {kept:,} | {size / 1e6:.0f} | {speed:.0f} |")

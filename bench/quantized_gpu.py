@@ -35,7 +35,7 @@ LONGEST = 4096
 
 
 def case_of(stored: str, work: Path, layers: int) -> Path:
-    """The case directory of the model in this form, made where it is not there."""
+    """Return the case directory of the model in this storage format; compile it if absent."""
     return bench_model.compiled(work, f"llama-{layers}", stored, LONGEST, lambda hf, form: (
         bench_model.write(hf, layers_per_shard=8, positions=LONGEST, stored=form,
                           **{**vllm_gpu.SHAPE, "layers": layers})))

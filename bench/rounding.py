@@ -35,7 +35,7 @@ FORMS = [("cpu", "float32", 1), ("cpu", "float32", 2), ("cpu", "float32", 3),
 
 @contextmanager
 def interpreted_greedy(root):
-    """Greedy tokens of what is compiled for CUDA."""
+    """Return the greedy tokens of a CUDA case directory."""
     yield Interpreters(root).greedy
 
 
@@ -60,7 +60,7 @@ def measure(family: str, directory: Path, furthest: dict[str, tuple[float, str]]
         case.mkdir()
         try:
             api.write(raw, lower(copied(), options), Target(kind=kind), options, case)
-        except LlmcError as error:  # it has fewer heads, or an op without a kernel
+        except LlmcError as error:  # too few heads, or an op without a kernel
             print(f"{family:12} {kind:4} {dtype:8} tp {tp_size} {error}", flush=True)
             continue
         diff.compare = keep

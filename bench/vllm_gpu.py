@@ -36,7 +36,7 @@ Prompts = list[list[int]]
 
 
 def workload(prefix: int = 0, seed: int = 0) -> tuple[Prompts, list[int]]:
-    """Prompts, and how many tokens each is to lead to; of every seed the same lengths."""
+    """Return prompts and numbers of output tokens; lengths are the same for every seed."""
     rng = np.random.default_rng(0)
     inputs, outputs = rng.integers(32, 513, 512), rng.integers(16, 257, 512)
     first = rng.integers(5, 128000, prefix).tolist()
@@ -52,7 +52,7 @@ def run_workload(name: str, generate: Callable[[Prompts, list[int]], object], pr
 
 
 def waits(name: str, first: list[float], between: list[float]) -> None:
-    """Percentiles of what callers waited, in ms."""
+    """Print percentiles of TTFT and inter-token latency in milliseconds."""
     print(f"| {name} | first token p50 {np.percentile(first, 50) * 1e3:.1f} p99 "
           f"{np.percentile(first, 99) * 1e3:.1f}, between tokens p50 "
           f"{np.percentile(between, 50) * 1e3:.2f} p90 {np.percentile(between, 90) * 1e3:.2f} p99 "
@@ -61,7 +61,7 @@ def waits(name: str, first: list[float], between: list[float]) -> None:
 
 def static(generate: Callable[[Prompts, int], object], rounds: int,
            cases: Sequence[str]) -> None:
-    """First token and step of each case, as many prompts of such lengths: "1x3900+31x200"."""
+    """Measure TTFT and step time of static batches such as "1x3900+31x200"."""
     for case in cases:
         alike = [[int(number) for number in part.split("x")] for part in case.split("+")]
         sizes = [size for batch, size in alike for _ in range(batch)]
@@ -81,7 +81,7 @@ def static(generate: Callable[[Prompts, int], object], rounds: int,
 
 
 def compiled(work: Path) -> Path:
-    """The case directory, made where it is not there."""
+    """Return the case directory; compile it if absent."""
     case = work / CASE
     if not case.is_dir():
         import bench_model
@@ -145,7 +145,7 @@ def _shared_prefix(case: Path, options: dict[str, Any], params: Callable[[int], 
     import llmc
 
     with llmc.LLM(case, **options) as llm:
-        for run, seed in enumerate((0, 1, 2, 2)):  # the last finds all of it
+        for run, seed in enumerate((0, 1, 2, 2)):  # the last finds all prompts in the cache
             run_workload(f"requests with a shared prefix, run {run}",
                          lambda prompts, counts: llm.generate(
                              prompts, [params(count) for count in counts]), *workload(512, seed))
@@ -153,7 +153,7 @@ def _shared_prefix(case: Path, options: dict[str, Any], params: Callable[[int], 
 
 
 def _described(work: Path, quantization: str | None) -> str:
-    """A directory with a config.json of the shape, for vLLM's own model."""
+    """Write a directory with config.json of the shape, for vLLM's model."""
     directory = work / f"llama-8b-config-{quantization}"
     directory.mkdir(parents=True, exist_ok=True)
     stored = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128,
@@ -205,7 +205,7 @@ def run_vllm(arguments: argparse.Namespace) -> None:
     prompts, outputs = workload(512 if arguments.prefix else 0)
     for run in range(0 if arguments.static_alone else 4 if arguments.prefix else 3):
         if arguments.prefix:
-            prompts, outputs = workload(512, min(run, 2))  # the last finds all of it
+            prompts, outputs = workload(512, min(run, 2))  # the last finds all in the cache
         run_workload(f"requests{' with a shared prefix' * arguments.prefix}, run {run}",
                      lambda prompts, counts: llm.generate(
                          inputs(prompts), [params(count) for count in counts], use_tqdm=False),
@@ -222,7 +222,7 @@ async def _vllm_traffic(rates: Sequence[float], options: dict[str, Any]) -> None
 
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(enable_prefix_caching=False, **options))
     prompts, outputs = workload()
-    for rate in (0.0, *rates):  # the first warms up
+    for rate in (0.0, *rates):  # the first is a warm-up
         first: list[float] = []
         between: list[float] = []
 
@@ -262,12 +262,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max_num_batched_tokens", type=int, default=2048)
     parser.add_argument("--static_tokens", type=int, default=8192,
-                        help="llmc: max_num_batched_tokens of the static batches.")
-    parser.add_argument("--prefix", action="store_true", help="The shared prefix alone.")
+                        help="llmc: max_num_batched_tokens of static batches.")
+    parser.add_argument("--prefix", action="store_true", help="Only the shared prefix.")
     parser.add_argument("--quantization",
-                        help="vllm: how it stores weights; fp8: with a scale a tensor; awq: in "
-                             "groups of 128.")
-    parser.add_argument("--static_alone", action="store_true", help="vllm: static batches only.")
+                        help="vllm: quantization of weights; fp8: a scale per tensor; awq: groups "
+                             "of 128.")
+    parser.add_argument("--static_alone", action="store_true", help="vllm: only static batches.")
     parser.add_argument("--compile_only", action="store_true")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""llmc: compile a Hugging Face language model ahead of time, and run what came out."""
+"""llmc: compile Hugging Face language models ahead of time and run the compiled models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["LLM", "AsyncLLM", "CheckFailed", "LlmcError", "SamplingParams", "com
 
 
 def __getattr__(name: str) -> Any:
-    """Import the compiler and the runtime only when they are asked for."""
+    """Import the compiler and the runtime on first access."""
     if name in ("LLM", "AsyncLLM"):
         from llmc.runtime.core import llm
         return getattr(llm, name)

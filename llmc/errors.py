@@ -1,4 +1,4 @@
-"""The errors that a user can cause and mend, and what they quote of others."""
+"""Errors that a user can cause and fix, and the formatting of quoted values."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ _MAX_SHOWN = 60  # characters of a value in an error
 
 
 class LlmcError(Exception):
-    """A user's error: one sentence that names the thing, the value and the way out.
+    """An error in a user's input: the value given, the value expected, and what to do.
 
-    The command line prints it without a traceback and exits with 2 (bad usage or bad input).
+    The command line prints it without a traceback and exits with code 2.
     """
 
 
 class CheckFailed(LlmcError):
-    """The work ran, and what it found fails a check: the command line exits with 1."""
+    """A check that ran and failed; the command line exits with code 1."""
 
 
-def shortened(text: str, most: int = 64) -> str:
-    """A text on one line, cut at a word and with an ellipsis where it has more characters."""
-    line = " ".join(text[:4 * most + 1].split())
-    if len(line) <= most and len(text) <= 4 * most:
+def shortened(text: str, max_chars: int = 64) -> str:
+    """Shorten a text to one line of `max_chars` characters, cut at a word, with an ellipsis."""
+    line = " ".join(text[:4 * max_chars + 1].split())
+    if len(line) <= max_chars and len(text) <= 4 * max_chars:
         return line
-    words, _, rest = line[:most + 1].rpartition(" ")
-    if words and len(rest) <= most // 2:
+    words, _, rest = line[:max_chars + 1].rpartition(" ")
+    if words and len(rest) <= max_chars // 2:
         return words.rstrip(",;:.(") + " …"
-    return line[:most] + "…"
+    return line[:max_chars] + "…"
 
 
 def reason_of(error: BaseException) -> str:
-    """The first line of another library's error, shortened; its repr where it says nothing."""
+    """Return the shortened first line of another library's error, or its repr if it is empty."""
     lines = str(error).strip().splitlines()
     return shortened(lines[0] if lines else repr(error), MAX_REASON)
 
 
 class _Shown(reprlib.Repr):
-    """A value's repr, in which long texts are cut at a word."""
+    """A repr that cuts long strings at a word."""
 
     def repr_str(self, x: str, level: int) -> str:
         return repr(shortened(x, _MAX_SHOWN))
@@ -48,7 +48,7 @@ _SHOWN.maxother = _MAX_SHOWN
 
 
 def shown(value: object) -> str:
-    """A value as an error shows it, shortened."""
+    """Format a value for an error message, shortened."""
     try:
         return _SHOWN.repr(value)
     except ValueError:

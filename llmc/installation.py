@@ -1,4 +1,4 @@
-"""The names that pip knows llmc by, and the commands that install its parts."""
+"""Distribution names, and the commands that install optional parts."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ CUDA_INSTALL_COMMAND = "pip install -v ./csrc"
 
 
 def install_command(extra: str) -> str:
-    """How to install an extra, from a checkout and from a wheel.
+    """Return the command that installs an extra, for a checkout and for a wheel.
 
     Args:
-        extra: a name of `[project.optional-dependencies]`, such as `serve`.
+        extra: a key of `[project.optional-dependencies]`, such as `serve`.
     """
     wheel = f"{DISTRIBUTION.replace('-', '_')}-{__version__}-py3-none-any.whl"
     return f"pip install '.[{extra}]' in a checkout of llmc, or pip install './{wheel}[{extra}]'"

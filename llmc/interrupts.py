@@ -1,4 +1,4 @@
-"""Ctrl-C that stays Ctrl-C, through libraries that make something else of it."""
+"""Ctrl-C handling around libraries that swallow KeyboardInterrupt."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_AGAIN = 0.05  # seconds after which an interrupt that a callback has lost is sent once more
+_AGAIN = 0.05  # seconds before an interrupt that a callback lost is sent again
 
 _received = False
 
 
 def check_interrupted() -> None:
-    """Raise what a library has swallowed.
+    """Raise KeyboardInterrupt if a library swallowed one.
 
     Raises:
-        KeyboardInterrupt: there was a SIGINT since the outermost `interruptible` began.
+        KeyboardInterrupt: a SIGINT arrived inside the outermost `interruptible` block.
     """
     if _received:
         raise KeyboardInterrupt
@@ -27,11 +27,11 @@ def check_interrupted() -> None:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """A block that a SIGINT ends with KeyboardInterrupt, even where a library catches that and goes
-    on, or raises another error in its place.
+    """Context in which a SIGINT always ends the block with KeyboardInterrupt.
 
-    Blocks may be nested. In a thread that is not the main one, and where the program handles SIGINT
-    itself, nothing is changed.
+    This holds also where a library catches the interrupt and continues, or raises another error
+    instead. Blocks may be nested. The context does nothing outside the main thread, and nothing
+    where the program handles SIGINT itself.
     """
     global _received
     if threading.current_thread() is not threading.main_thread() or \
@@ -61,8 +61,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _lost(error: sys.UnraisableHookArgs) -> None:
-    """An interrupt in a destructor or in a callback from C is printed and forgotten; send another.
-    """
+    """Resend an interrupt that Python prints and drops: in a destructor or a callback from C."""
     if isinstance(error.exc_value, KeyboardInterrupt):
         threading.Timer(_AGAIN, _send_again).start()
     else:

@@ -1,4 +1,4 @@
-"""Too little memory, in whatever way a library says so, as a user's error."""
+"""Conversion of out-of-memory errors of any library to LlmcError."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TEXTS = ("bad_alloc", "Failed to allocate memory", "can't allocate memory",
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of Python, NumPy, torch, ONNX Runtime or the loader says so."""
+    """Whether an error of Python, NumPy, torch, ONNX Runtime or the loader is out-of-memory."""
     return isinstance(error, MemoryError) \
         or (isinstance(error, OSError) and error.errno == errno.ENOMEM) \
         or any(text in str(error) for text in _TEXTS)
@@ -22,7 +22,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def memory_errors(work: str) -> Iterator[None]:
-    """A block, or a function, that raises LlmcError where there is too little memory for `work`."""
+    """Context or decorator that raises LlmcError if `work` runs out of memory."""
     try:
         yield
     except LlmcError:
@@ -31,6 +31,6 @@ def memory_errors(work: str) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         reason = " ".join(str(error).split())[:200]
-        raise LlmcError(f"there is too little memory to {work}{f' ({reason})' if reason else ''}; "
-                        f"free some, or raise the limit of this process (ulimit -v, cgroup)") \
+        raise LlmcError(f"too little memory to {work}{f' ({reason})' if reason else ''}; free "
+                        f"memory, or raise the limit of this process (ulimit -v, cgroup)") \
             from error

@@ -1,8 +1,8 @@
-"""Targets: what the compiler, the artifact format and the runtime know of each.
+"""Targets: capabilities that the compiler, the artifact format and the runtime read.
 
-A target is one `TargetSpec`, and a module that writes its engines (`TargetSpec.compiler`). A new
-one is registered by `register`; nothing else lists targets. Imports nothing heavy, as `llmc --help`
-and the runtime need it.
+A target is one `TargetSpec` and one module that writes its engines (`TargetSpec.compiler`).
+`register` adds a target; no other file lists them. This module imports nothing heavy, because
+`llmc --help` and the runtime import it.
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ class TargetSpec:
     """Capabilities and limits of a target.
 
     Args:
-        name: as `--target` and model_info.json have it.
-        compiler: the module with `describe` and `emit`; see llmc.compiler.targets.Backend.
+        name: value of `--target`, and of `target.kind` in model_info.json.
+        compiler: module with `describe` and `emit`; see llmc.compiler.targets.Backend.
         engine: `module:class` of a rank's engine; "": llmc does not run this target.
-        engine_file: what the engine loads, in a chip's directory.
-        encoder_file: the same of an encoder.
-        gpu: ranks run on GPUs, else on cores of the CPU.
-        kernels: llmc's CUDA kernels compute llmc's ops, else the ops' ONNX bodies do.
-        runs_any_op: the engine runs every llmc op, be it by its body.
-        runs_program: llmc's own engine runs the program, so ops may read columns of a value.
-        samples_on_device: the engine samples, and reports a limited number of log-probabilities.
-        paged: KV caches are paged: blocks, named by block tables.
+        engine_file: name of the engine's file in a chip's directory.
+        encoder_file: name of the encoder's file in a chip's directory.
+        gpu: ranks run on GPUs; otherwise on CPU cores.
+        kernels: llmc's CUDA kernels compute llmc's ops; otherwise their ONNX function bodies do.
+        runs_any_op: the engine runs every llmc op, if necessary by its ONNX function body.
+        runs_program: llmc's CUDA engine runs the program; ops may read column slices of a value.
+        samples_on_device: the engine samples, and returns a limited number of log-probabilities.
+        paged: KV caches are paged (blocks and block tables).
         collectives: the engine has collectives, so tp_size may exceed 1.
         encoders: the engine runs encoder-decoder models.
-        recurrent_state: the engine keeps recurrent state.
-        latent_caches: the engine has the caches of latent attention (MLA).
-        shared_caches: layers may read the KV caches of other layers.
-        dtypes: of weights and activations; the last is what `--dtype auto` falls back to.
-        kv_dtypes: of KV caches, beside dtypes.
-        weight_dtypes: of quantized weights, which `--quantize` may produce.
-        expert_dtypes: of quantized weights that the kernels of experts read.
-        group_multiple: the group size of quantized weights is a multiple of this; 0: the target
-            reads no quantized weights.
-        row_multiple: the number of rows of quantized weights is a multiple of this.
+        recurrent_state: the engine supports recurrent state.
+        latent_caches: the engine supports the latent caches of MLA.
+        shared_caches: a layer may read the KV cache of another layer.
+        dtypes: dtypes of weights and activations; the last is the fallback of `--dtype auto`.
+        kv_dtypes: dtypes of KV caches, in addition to `dtypes`.
+        weight_dtypes: dtypes of quantized weights that `--quantize` may produce.
+        expert_dtypes: dtypes of quantized weights that the MoE kernels read.
+        group_multiple: divisor of the group size of quantized weights; 0: quantized weights are
+            not supported.
+        row_multiple: divisor of the number of rows of quantized weights.
         permutes_columns: activations are permuted for weights with a column order (act-order).
-        mla_projections: the up-projections of latent attention may be quantized.
+        mla_projections: the MLA up-projections may be quantized.
         block_scales: kernels read scales of blocks (rows x columns).
-        activation_group_sizes: groups in which kernels quantize activations; empty: any.
-        quantizes_activations: kernels quantize the activations of quantized weights by themselves.
-        max_head_dim: of attention kernels, which need a multiple of 8; None: any.
-        default_max_seq_len: the most that is chosen without `--max_seq_len`; None: the model's.
-        index_dtype: of token ids, positions and indices.
+        activation_group_sizes: group sizes of activation quantization; empty: any.
+        quantizes_activations: kernels always quantize the activations of quantized weights.
+        max_head_dim: maximum head_dim of attention kernels, which need a multiple of 8; None: any.
+        default_max_seq_len: upper bound without `--max_seq_len`; None: the model's length.
+        index_dtype: dtype of token ids, positions and indices.
         opset: ONNX opset of the graphs; None: llmc's default.
-        required_fields: of `Target` in model_info.json, which every case directory states.
-        optional_fields: of `Target`, which a case directory may state.
-        versions: libraries whose version a case directory states.
+        required_fields: fields of `Target` that every case directory has in model_info.json.
+        optional_fields: fields of `Target` that a case directory may have.
+        versions: libraries whose versions a case directory records.
     """
 
     name: str
@@ -92,13 +92,13 @@ class TargetSpec:
     versions: tuple[str, ...] = ()
 
     def require_engine(self) -> None:
-        """Raises LlmcError where llmc does not run this target."""
+        """Raise LlmcError if llmc does not run this target."""
         if not self.engine:
-            raise LlmcError(f"this llmc builds engines for target {self.name} and does not run "
-                            f"them; compile with --target cpu or cuda to run the model here")
+            raise LlmcError(f"llmc builds engines for target {self.name} and does not run them; "
+                            f"compile with --target cpu or cuda to run the model here")
 
     def load_engine_class(self) -> Any:
-        """Import the class of a rank's engine.
+        """Import the engine class of a rank.
 
         Raises:
             LlmcError: llmc does not run this target.
@@ -118,19 +118,19 @@ def register(spec: TargetSpec) -> TargetSpec:
         ValueError: another target has this name.
     """
     if spec.name in TARGETS:
-        raise ValueError(f"target '{spec.name}' is registered already; choose another name")
+        raise ValueError(f"target '{spec.name}' is already registered; use another name")
     TARGETS[spec.name] = spec
     return spec
 
 
 def target_spec(name: str) -> TargetSpec:
-    """The target of this name.
+    """Return the target with this name.
 
     Raises:
         LlmcError: the target is unknown.
     """
     if name not in TARGETS:
-        raise LlmcError(f"target '{name}' is not known; there are: {', '.join(TARGETS)}")
+        raise LlmcError(f"unknown target '{name}'; use one of: {', '.join(TARGETS)}")
     return TARGETS[name]
 
 
@@ -138,15 +138,15 @@ _FLOATS = ("float32", "float16", "bfloat16")
 _WEIGHT_DTYPES = ("int8", "int4", "uint4", "float8_e4m3fn")
 _CUDA_EXPERT_DTYPES = ("int4", "uint4", "int8", "uint8", "float8_e4m3fn", "mxfp4")
 _BUILT = frozenset({"compute_capability", "gpu", "max_batch_size"})
-_MAX_BUILT_SEQ_LEN = 4096  # a builder's memory grows with it
+_MAX_BUILT_SEQ_LEN = 4096  # the builder's memory grows with it
 
 CPU = register(TargetSpec(
     name="cpu", compiler="llmc.compiler.targets.cpu", engine="llmc.runtime.engines.cpu:CpuEngine",
     runs_any_op=True, recurrent_state=True, latent_caches=True, shared_caches=True,
     weight_dtypes=_WEIGHT_DTYPES,
-    expert_dtypes=("int4", "uint4", "int8", "uint8"),  # of QMoE
+    expert_dtypes=("int4", "uint4", "int8", "uint8"),  # those of QMoE
     group_multiple=1, permutes_columns=True, mla_projections=True,
-    quantizes_activations=True))  # MatMulNBits, to int8
+    quantizes_activations=True))  # MatMulNBits quantizes them to int8
 
 CUDA = register(TargetSpec(
     name="cuda", compiler="llmc.compiler.targets.cuda",
@@ -156,7 +156,7 @@ CUDA = register(TargetSpec(
     recurrent_state=True, latent_caches=True, shared_caches=True,
     dtypes=_FLOATS, kv_dtypes=("float8_e4m3fn",), weight_dtypes=_WEIGHT_DTYPES,
     expert_dtypes=_CUDA_EXPERT_DTYPES,
-    group_multiple=32,  # columns that csrc/kernels/gemm/packed_gemv.cu reads at once
+    group_multiple=32,  # columns per load of csrc/kernels/gemm/packed_gemv.cu
     block_scales=True, activation_group_sizes=(32, 64, 128), max_head_dim=512,
     optional_fields=frozenset({"compute_capability"})))
 
@@ -166,17 +166,17 @@ TENSORRT = register(TargetSpec(
     engine_file="engine.plan", encoder_file="encoder.plan",
     gpu=True, kernels=True, samples_on_device=True, paged=True,
     dtypes=_FLOATS, kv_dtypes=CUDA.kv_dtypes, weight_dtypes=CUDA.weight_dtypes,
-    expert_dtypes=CUDA.expert_dtypes,  # of rows in whole words: the other weight has groups of them
+    expert_dtypes=CUDA.expert_dtypes,
     group_multiple=CUDA.group_multiple,
-    row_multiple=4,  # rows in one of int32, of compiler/targets/kernel_order.py
+    row_multiple=4,  # rows per int32 word, see compiler/targets/kernel_order.py
     activation_group_sizes=CUDA.activation_group_sizes,
     max_head_dim=CUDA.max_head_dim, default_max_seq_len=_MAX_BUILT_SEQ_LEN,
     index_dtype="int32",  # TensorRT 8 has no int64
-    opset=23,  # of ONNX Runtime 1.23, the last for TensorRT 8.6's Python
+    opset=23,  # ONNX Runtime 1.23, the last for TensorRT 8.6's Python
     required_fields=_BUILT, optional_fields=_BUILT, versions=("tensorrt",)))
 
 TENSORRT_RTX = register(TargetSpec(
     name="tensorrt_rtx", compiler="llmc.compiler.targets.tensorrt_rtx",
     engine_file="engine.plan", gpu=True, collectives=False, encoders=False,
-    # float32 only: a cache behind a Cast is not one that TensorRT updates in place.
+    # float32 only: TensorRT cannot update a cache in place after a Cast.
     default_max_seq_len=_MAX_BUILT_SEQ_LEN, versions=("tensorrt_rtx",)))

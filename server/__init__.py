@@ -1,1 +1,1 @@
-"""`llmc serve`: OpenAI's HTTP interface over `AsyncLLM`."""
+"""`llmc serve`: the OpenAI HTTP API over `AsyncLLM`."""

@@ -1,4 +1,4 @@
-"""Which hosts, web pages and keys open the server: DNS rebinding, cross-site requests, CORS."""
+"""Access control: host names, origins, CORS and API keys."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
 @dataclass(frozen=True)
 class Access:
-    """What Host and Origin headers are accepted, and what CORS tells browsers.
+    """Accepted Host and Origin headers, and the CORS policy.
 
-    A web page whose name is made to resolve to a loopback address (DNS rebinding) sends its own
-    name as Host. A page of another site sends its own address as Origin.
+    In a DNS rebinding attack, a web page's host name resolves to a loopback address, so its
+    requests have that name as Host. A cross-site request has the other site as Origin.
 
     Args:
-        allowed_hosts: names beside the loopback ones, or `*`. None: `*`, but nothing where the
-            server listens at a loopback address alone.
-        allowed_origins: of pages beside the server's own, as `https://example.com`, or `*`. Without
-            any, CORS is off.
-        allowed_methods, allowed_headers: for pages of `allowed_origins`.
-        allow_credentials: their cookies and the like may be sent.
+        allowed_hosts: host names besides the loopback names, or `*`. None: `*`, or none if the
+            server listens on a loopback address only.
+        allowed_origins: origins besides the server's, such as `https://example.com`, or `*`. Empty:
+            CORS is off.
+        allowed_methods, allowed_headers: CORS policy for `allowed_origins`.
+        allow_credentials: whether those origins may send credentials.
 
     Raises:
-        LlmcError: an origin is not `scheme://host[:port]`.
+        LlmcError: an origin is not of the form `scheme://host[:port]`.
     """
 
     allowed_hosts: Sequence[str] | None = None
@@ -51,12 +51,12 @@ class Access:
     def __post_init__(self) -> None:
         for origin in self.allowed_origins:
             if origin not in (_ANY, "null") and not _ORIGIN.fullmatch(origin):
-                raise LlmcError(f"allowed_origins has '{origin}'; give origins such as "
-                                f"http://localhost:3000 (no path, no final slash), or *")
+                raise LlmcError(f"allowed_origins has '{origin}', expected scheme://host[:port]; "
+                                f"give origins such as http://localhost:3000, or *")
 
     @property
     def cors(self) -> list[Middleware]:
-        """The middleware of CORS, where it is on."""
+        """The CORS middleware; empty if CORS is off."""
         if not self.allowed_origins:
             return []
         return [Middleware(CORSMiddleware, allow_origins=self.allowed_origins,
@@ -64,7 +64,7 @@ class Access:
                            allow_credentials=self.allow_credentials)]
 
     def check(self, method: str, headers: Headers) -> None:
-        """Raises ApiError where Host or Origin is not accepted."""
+        """Raise ApiError if the Host or the Origin is not accepted."""
         host, origin = headers.get("host"), headers.get("origin")
         if host is not None and not self._is_host(host.lower()):
             raise ApiError(f"Host '{shortened(host)}' is not accepted; use localhost, 127.0.0.1 or "
@@ -80,11 +80,11 @@ class Access:
         found = _AUTHORITY.fullmatch(host)
         if found is None:
             return False
-        allowed = [own.lower() for own in self.allowed_hosts]
+        allowed = [name.lower() for name in self.allowed_hosts]
         return host in allowed or found["name"] in allowed or _is_loopback_name(found["name"])
 
     def _is_origin(self, origin: str, host: str | None) -> bool:
-        """The server's own page may come through a proxy that ends TLS: the scheme is open."""
+        """Compare without the scheme: a proxy may terminate TLS in front of the server."""
         if _ANY in self.allowed_origins or origin in self.allowed_origins:
             return True
         scheme, _, authority = origin.partition("://")
@@ -102,7 +102,7 @@ def _is_loopback_name(name: str) -> bool:
 
 
 class Guarded:
-    """Answers 403 to what `Access` does not accept."""
+    """Middleware that answers 403 to requests that `Access` does not accept."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app, self._access = app, access
@@ -117,7 +117,7 @@ class Guarded:
 
 
 class Authenticated:
-    """Answers 401 to requests that lack the API key."""
+    """Middleware that answers 401 to requests without a valid API key."""
 
     def __init__(self, app: ASGIApp, limits: ServerLimits) -> None:
         self._app, self._limits = app, limits
@@ -135,7 +135,7 @@ class Authenticated:
 
 
 def _authorization(headers: Headers) -> bytes:
-    """The authorization of a request; Anthropic's clients give their key as x-api-key."""
+    """Return the Authorization header; Anthropic's clients send the key as x-api-key."""
     key = headers.get("x-api-key")
     given = headers.get("authorization", "" if key is None else f"Bearer {key}")
     return given.encode("latin-1")

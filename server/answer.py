@@ -1,4 +1,4 @@
-"""Answers to requests that generate text: whole, or piece by piece."""
+"""Answers to generation requests, as a whole or as server-sent events."""
 
 from __future__ import annotations
 
@@ -20,60 +20,60 @@ from llmc.server.protocol import Generation
 from llmc.server.text_reader import Delta
 
 DONE = b"data: [DONE]\n\n"
-# Tokens and their alternatives. To make a larger answer takes the event loop for over 20 ms.
+# Tokens and their alternatives; encoding more blocks the event loop for over 20 ms.
 _LARGE = 4096
-_SLICE = 128  # tokens whose events are made before others have their turn
+_SLICE = 128  # tokens whose events are encoded before the event loop runs other tasks
 Object = dict[str, Any]
 _Result = TypeVar("_Result")
-_LEAST_LOGPROB = -9999.0  # OpenAI's for a token that is very unlikely; JSON has no -inf
+_LEAST_LOGPROB = -9999.0  # OpenAI's value of a very unlikely token; JSON has no -inf
 
 
 def _encoded(content: Object, *, fast: bool) -> bytes:
-    """JSON. The fast encoder is native code, which holds the GIL until the end."""
+    """Encode as JSON; the fast encoder is native code, which holds the GIL throughout."""
     encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return (encoder.encode(content) if fast else "".join(encoder.iterencode(content))).encode()
 
 
 def event(content: Object, name: str = "") -> bytes:
-    """One server-sent event, perhaps with a name."""
+    """Encode a server-sent event."""
     data = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
     return (f"event: {name}\n" if name else "").encode() + f"data: {data}\n\n".encode()
 
 
 def error_event(status: int, message: str, code: str | None = None) -> bytes:
-    """The last event of a stream in which something went wrong."""
+    """Encode an error as the last event of a stream."""
     return event(error_body(status, message, code=code), "error")
 
 
 def finite(logprob: float) -> float:
-    """A log-probability that JSON can hold."""
+    """Clip a log-probability to a finite value for JSON."""
     return max(logprob, _LEAST_LOGPROB)
 
 
 class Answer(ABC):
-    """One request's answer, in the making."""
+    """The answer to one request."""
 
     def __init__(self, model: Model, job: GenerationJob) -> None:
         self.model, self.job = model, job
         self.created = int(time.time())
         self.completion_tokens = self.reasoning_tokens = 0
-        self._cached: dict[int, int] = {}  # tokens of each prompt that were in the cache
+        self._cached: dict[int, int] = {}  # tokens of each prompt that were cached
 
     @abstractmethod
     async def json(self, batches: AsyncGenerator[list[CompletionChunk], None]) -> bytes:
-        """The whole answer as JSON."""
+        """Return the whole answer as JSON."""
 
     @abstractmethod
     def stream(self, batches: AsyncGenerator[list[CompletionChunk], None]) -> \
             AsyncGenerator[bytes, None]:
-        """Server-sent events, those of a batch of pieces together."""
+        """Yield server-sent events, one piece of bytes per batch of chunks."""
 
     def encoded(self, content: Object) -> bytes:
-        """An object as JSON."""
+        """Encode an object as JSON."""
         return _encoded(content, fast=not self._is_large)
 
-    async def made(self, make: Callable[[], _Result]) -> _Result:
-        """What `make` returns, from another thread where the answer is large."""
+    async def build(self, make: Callable[[], _Result]) -> _Result:
+        """Call `make`, in another thread if the answer is large."""
         return await asyncio.to_thread(make) if self._is_large else make()
 
     @property
@@ -85,23 +85,23 @@ class Answer(ABC):
         return values > _LARGE
 
     def count(self, piece: CompletionChunk) -> None:
-        """One more token; n completions read their prompt once."""
+        """Count a token; the n completions of a prompt share its cached tokens."""
         self.completion_tokens += piece.token_id is not None
         if piece.sample == 0:
             self._cached[piece.index] = piece.num_cached_tokens
 
     def parsed(self, parser: OutputParser, piece: CompletionChunk) -> Iterator[Delta]:
-        """Deltas of a piece, which is counted where it is reasoning."""
+        """Yield the deltas of a chunk, and count its token if it is reasoning."""
         self.reasoning_tokens += parser.is_reasoning
         yield from parser.push(piece.text, piece.finish_reason is not None)
 
     @property
     def cached_tokens(self) -> int:
-        """Of the prompts, as far as that is known."""
+        """Cached tokens of all prompts, as far as known."""
         return sum(self._cached.values())
 
     def usage(self) -> Object:
-        """Tokens so far."""
+        """Return the token counts so far, as OpenAI's `usage`."""
         prompt = self.job.prompt_tokens
         return {"prompt_tokens": prompt, "completion_tokens": self.completion_tokens,
                 "total_tokens": prompt + self.completion_tokens,
@@ -110,10 +110,16 @@ class Answer(ABC):
 
 
 class Choices(Answer):
-    """An answer of choices."""
+    """An answer with a list of choices.
 
-    PREFIX: ClassVar[str]  # of its id
-    WHOLE: ClassVar[str]  # the name of the object
+    Attributes:
+        PREFIX: of the answer's id.
+        WHOLE: object name of a whole answer.
+        CHUNK: object name of an event.
+    """
+
+    PREFIX: ClassVar[str]
+    WHOLE: ClassVar[str]
     CHUNK: ClassVar[str]
 
     def __init__(self, model: Model, body: Generation, job: GenerationJob) -> None:
@@ -123,34 +129,35 @@ class Choices(Answer):
 
     @abstractmethod
     def choice(self, index: int, pieces: list[CompletionChunk]) -> Object:
-        """A choice, of all its pieces."""
+        """Return a choice from all its chunks."""
 
     @abstractmethod
     def deltas(self, index: int, piece: CompletionChunk) -> Iterator[Object]:
-        """What a stream tells of a piece of a choice."""
+        """Yield the choice deltas of a chunk."""
 
     async def json(self, batches: AsyncGenerator[list[CompletionChunk], None]) -> bytes:
-        """The whole answer as JSON. Choices are encoded one by one, so that the objects of one at a
-        time are in memory.
+        """Return the whole answer as JSON.
+
+        Choices are encoded one at a time, so that only one choice's objects are in memory.
         """
-        made: dict[int, list[CompletionChunk]] = {}
+        pieces_by_choice: dict[int, list[CompletionChunk]] = {}
         async for pieces in batches:
             for piece in pieces:
                 self.count(piece)
-                made.setdefault(self.job.choice(piece), []).append(piece)
+                pieces_by_choice.setdefault(self.job.choice(piece), []).append(piece)
 
         def encode() -> bytes:
-            first = made[0]
-            choices = b",".join(self.encoded(self.choice(index, made.pop(index)))
-                                for index in sorted(made))
+            first = pieces_by_choice[0]
+            choices = b",".join(self.encoded(self.choice(index, pieces_by_choice.pop(index)))
+                                for index in sorted(pieces_by_choice))
             head = self.encoded(self._head(self.WHOLE))
             rest = {"usage": self.usage(), **self.extra(first)}
             return head[:-1] + b',"choices":[' + choices + b"]," + self.encoded(rest)[1:]
 
-        return await self.made(encode)
+        return await self.build(encode)
 
     def extra(self, pieces: list[CompletionChunk]) -> Object:
-        """Further fields of the whole answer, of the first choice's pieces."""
+        """Return further fields of the whole answer, from the first choice's chunks."""
         return {}
 
     async def stream(self, batches: AsyncGenerator[list[CompletionChunk], None]) -> \
@@ -158,9 +165,9 @@ class Choices(Answer):
         head = self._head(self.CHUNK)
         async with aclosing(batches):
             async for pieces in batches:
-                for start in range(0, len(pieces), _SLICE):  # of a client that reads slowly
+                for start in range(0, len(pieces), _SLICE):  # many, if the client reads slowly
                     part = pieces[start:start + _SLICE]
-                    events = await self.made(partial(self._events, head, part))
+                    events = await self.build(partial(self._events, head, part))
                     if events:
                         yield events
                     await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""The application: which path leads where, and what becomes of errors."""
+"""The Starlette application: routes, request handling and error responses."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ from llmc.server.protocol import (
 from llmc.server.response_store import ResponseStore
 from llmc.server.responses import ResponseAnswer, read_response
 
-# Ollama's endpoints, and what to use instead.
+# Ollama's endpoints, and their replacements.
 _OLLAMA = {"/api/chat": "/v1/chat/completions", "/api/generate": "/v1/completions",
            "/api/tags": "/v1/models", "/api/embed": "an embeddings server"}
-_FAILED = "the server failed; its log says why"
+_FAILED = "internal server error; the server's log has the details"
 _PAGE = Path(__file__).with_name("page.html")
-# The page loads nothing and connects to this server alone. Hashes allow its own script and style,
-# and no other. Trusted types forbid HTML made of strings.
+# The page loads no resources and connects only to this server. The hashes allow its inline script
+# and style. Trusted types forbid HTML from strings.
 _PAGE_POLICY = ("default-src 'none'; connect-src 'self'; script-src {script}; style-src {style}; "
                 "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
                 "require-trusted-types-for 'script'; trusted-types 'none'")
@@ -76,35 +76,36 @@ _Generating = TypeVar("_Generating", bound=Generation)
 
 
 class _Events(StreamingResponse):
-    """Server-sent events, whose making ends with the connection.
+    """Server-sent events; the generation ends with the connection.
 
     Args:
-        first, others: the events.
-        deadline: of the event loop's clock.
-        told: the last event, where something goes wrong.
-        done: is called at the end, whatever happened.
+        first: the first event.
+        others: the other events.
+        deadline: time of the event loop's clock.
+        on_error: returns the last event of a stream that failed.
+        done: called at the end in any case.
     """
 
     def __init__(self, first: bytes, others: AsyncGenerator[bytes, None], deadline: float,
-                 told: Callable[[Exception], bytes], done: Callable[[], None]) -> None:
+                 on_error: Callable[[Exception], bytes], done: Callable[[], None]) -> None:
         super().__init__(self._all(), media_type="text/event-stream",
                          headers={"cache-control": "no-cache"})
         self._first, self._others, self._deadline = first, others, deadline
-        self._told, self._done = told, done
+        self._on_error, self._done = on_error, done
         self._begun = False
 
     async def _all(self) -> AsyncGenerator[bytes, None]:
         yield self._first
         try:
-            async for own in self._others:
-                yield own
-        except Exception as error:  # the status is out, so the stream itself tells
-            yield self._told(error)
+            async for event in self._others:
+                yield event
+        except Exception as error:  # the status has been sent, so the stream has the error
+            yield self._on_error(error)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
-        except asyncio.CancelledError:  # the server ends, and drain_timeout has passed
+        except asyncio.CancelledError:  # shutdown, after drain_timeout
             if not self._begun:
                 raise
             await self._end(send, ApiError(ENDING, 503))
@@ -122,22 +123,22 @@ class _Events(StreamingResponse):
             await self._end(send, error)
 
     async def _end(self, send: Send, error: Exception) -> None:
-        """Send an error as the last event, unless the client does not read."""
+        """Send an error as the last event, unless the client does not read for a second."""
         with suppress(TimeoutError):
             async with asyncio.timeout(1):
-                await send({"type": "http.response.body", "body": self._told(error)})
+                await send({"type": "http.response.body", "body": self._on_error(error)})
 
 
 class Api:
-    """OpenAI's interface, and what of vLLM's servers their clients expect.
+    """Handlers of the OpenAI API, and of further endpoints of vLLM and Anthropic.
 
     Args:
-        access: None: any Host, and no page of another origin.
-        responses: the store of /v1/responses. None: nothing is stored.
+        access: None: accept any Host, and no other origin.
+        responses: store of /v1/responses. None: store nothing.
         tokenizer_info: serve /tokenizer_info.
 
     Attributes:
-        model: that new requests get.
+        model: model of new requests.
     """
 
     def __init__(self, model: Model, limits: ServerLimits, access: Access | None = None,
@@ -150,7 +151,7 @@ class Api:
         self._metrics = Metrics(lambda: self.model.llm.metrics(), self._gate, model.name)
 
     async def swap(self, model: Model) -> None:
-        """Give new requests another model; the one before is closed once its last request ends."""
+        """Use another model for new requests; close the old one after its last request."""
         before, self.model = self.model, model
         while before.requests:
             await asyncio.sleep(0.1)
@@ -158,14 +159,16 @@ class Api:
 
     def app(self) -> Starlette:
         return Starlette(
-            routes=[Route(own.path.replace("{name}", "{name:path}"), getattr(self, own.endpoint),
-                          methods=[own.method]) for own in self._operations],
+            routes=[Route(operation.path.replace("{name}", "{name:path}"),
+                          getattr(self, operation.endpoint), methods=[operation.method])
+                    for operation in self._operations],
             middleware=[Middleware(Logged), Middleware(Guarded, access=self._access),
                         *self._access.cors, Middleware(Authenticated, limits=self._limits)],
-            exception_handlers={HTTPException: self._refused, LlmcError: self._wrong,
-                                ClientDisconnect: self._gone, Exception: self._failed})
+            exception_handlers={HTTPException: self._http_error, LlmcError: self._llmc_error,
+                                ClientDisconnect: self._client_disconnect,
+                                Exception: self._internal_error})
 
-    # What is asked.
+    # Endpoints.
 
     async def chat(self, request: Request) -> Response:
         return await self._generate(request, ChatRequest, read_chat, ChatAnswer)
@@ -209,7 +212,7 @@ class Api:
     async def tokenize(self, request: Request) -> Response:
         body = await self._read(request, TokenizeRequest)
         if (body.prompt is None) == (body.messages is None):
-            raise ApiError("give either prompt or messages")
+            raise ApiError("expected either prompt or messages; give one of them")
         if body.messages is not None:
             tokens = await self.model.read_messages(
                 body.messages, chat_template_kwargs=body.chat_template_kwargs)
@@ -217,8 +220,8 @@ class Api:
             count, tokens = await self.model.offload.tokenize(
                 body.prompt or "", body.add_special_tokens, MAX_TOKENS)
             if count > len(tokens):
-                raise ApiError(f"the prompt has at least {count} tokens, /tokenize returns at most "
-                               f"{MAX_TOKENS}; send it in parts", param="prompt")
+                raise ApiError(f"the prompt has at least {count} tokens, expected at most "
+                               f"{MAX_TOKENS} for /tokenize; send it in parts", param="prompt")
         texts = await asyncio.to_thread(lambda: [*map(self.model.token_text, tokens)]) \
             if body.return_token_strs else None
         return JSONResponse({"count": len(tokens), "max_model_len": self.model.llm.max_model_len,
@@ -249,11 +252,11 @@ class Api:
             raise ApiError(DOWN, 503) from None
         stalled = self.model.llm.stalled_seconds()
         if stalled > self._limits.stall_timeout:
-            raise ApiError(f"no step has completed for {stalled:.0f} s, though there is work",
+            raise ApiError(f"no step has completed for {stalled:.0f} s while requests are pending",
                            503, code="stalled")
         return Response()
 
-    ping = post_ping = health  # SageMaker's path, as vLLM has it
+    ping = post_ping = health  # SageMaker's path, as in vLLM
 
     async def load(self, request: Request) -> Response:
         return JSONResponse({"server_load": self._gate.inside})
@@ -273,13 +276,13 @@ class Api:
         return HTMLResponse(text, headers={
             "content-security-policy": policy, "x-content-type-options": "nosniff"})
 
-    # How it is answered.
+    # Answers.
 
     async def _generate(self, request: Request, kind: type[_Generating],
                         read: Callable[[Model, _Generating], Coroutine[Any, Any, GenerationJob]],
                         answered: Callable[[Model, _Generating, GenerationJob], Answer],
                         param: str = "messages") -> Response:
-        """Answer a request that generates text; its prompt is the field `param`."""
+        """Answer a generation request whose prompt is the field `param`."""
         body = await self._read(request, kind)
         self._limits.check_priority(body.priority)
         key = request.scope["llmc.api_key"]
@@ -300,24 +303,24 @@ class Api:
                     pieces = self._metrics.measured(job, model.pieces(
                         job, key, self._limits.cache_salt(key, body.cache_salt)))
                     if not body.stream:
-                        return Response(await _unless_gone(request, answer.json(pieces)),
+                        return Response(await _unless_disconnected(request, answer.json(pieces)),
                                         media_type="application/json")
                     events = answer.stream(pieces)
-                    # What is wrong with a request shows until its first token; then the status is
-                    # still open.
-                    first = await _unless_gone(request, anext(events))
+                    # Most errors of a request occur before its first token, when the status can
+                    # still be set.
+                    first = await _unless_disconnected(request, anext(events))
             except TimeoutError:
-                raise ApiError(self._late(), 408, code="timeout") from None
-            return _Events(first, events, deadline, self._last, stack.pop_all().close)
-        raise AssertionError  # which mypy does not know
+                raise ApiError(self._timeout_message(), 408, code="timeout") from None
+            return _Events(first, events, deadline, self._error_event, stack.pop_all().close)
+        raise AssertionError  # unreachable, but mypy cannot know
 
     async def _read(self, request: Request, kind: type[_Kind]) -> _Kind:
         try:
             async with asyncio.timeout(self._limits.body_timeout):
                 raw = await self._limits.read(request)
         except TimeoutError:
-            raise ApiError(f"the request's body did not come in {self._limits.body_timeout:g} s",
-                           408) from None
+            raise ApiError(f"the request's body did not arrive within "
+                           f"{self._limits.body_timeout:g} s", 408) from None
         await self.model.offload.check_body(raw)
         body = kind.read(raw)
         if body.ignored:
@@ -325,16 +328,16 @@ class Api:
         self.model.check_name(body.model)
         return body
 
-    def _late(self) -> str:
+    def _timeout_message(self) -> str:
         return f"the request took longer than {self._limits.request_timeout:g} s"
 
-    def _last(self, error: Exception) -> bytes:
-        """The event of what went wrong in a stream."""
+    def _error_event(self, error: Exception) -> bytes:
+        """Return the last event of a stream that failed."""
         if isinstance(error, LlmcError):
-            status, message = self._told(error)
+            status, message = self._status_and_message(error)
             return error_event(status, message)
         if isinstance(error, TimeoutError):
-            return error_event(408, self._late(), "timeout")
+            return error_event(408, self._timeout_message(), "timeout")
         LOGGER.error("a stream failed", exc_info=error)
         return error_event(500, _FAILED)
 
@@ -343,11 +346,12 @@ class Api:
         return {"id": model.name, "object": "model", "created": model.created, "owned_by": "llmc",
                 "root": model.name, "parent": None, "max_model_len": model.llm.max_model_len}
 
-    # What went wrong.
+    # Errors.
 
-    def _told(self, error: LlmcError) -> tuple[int, str]:
-        """The status of an error, and its message without a path of this machine. Why a model does
-        not run any more is for the log.
+    def _status_and_message(self, error: LlmcError) -> tuple[int, str]:
+        """Return an error's status, and its message without local paths.
+
+        If the model has failed, the reason is logged and the client gets 503.
         """
         status = error.status if isinstance(error, ApiError) else \
             500 if isinstance(error, NonFiniteLogits) else 400
@@ -359,28 +363,28 @@ class Api:
                 return 503, DOWN
         return status, str(error).replace(str(self.model.llm.case_dir.absolute()), self.model.name)
 
-    async def _wrong(self, request: Request, error: Exception) -> Response:
+    async def _llmc_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, LlmcError)
-        status, message = self._told(error)
-        own = error if isinstance(error, ApiError) else ApiError("")
-        return JSONResponse(error_body(status, message, own.param, own.code), status,
-                            headers=own.headers)
+        status, message = self._status_and_message(error)
+        api_error = error if isinstance(error, ApiError) else ApiError("")
+        return JSONResponse(error_body(status, message, api_error.param, api_error.code), status,
+                            headers=api_error.headers)
 
-    async def _refused(self, request: Request, error: Exception) -> Response:
+    async def _http_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         path = shortened(request.url.path)
-        instead = f"; Ollama's interface is not served, use {_OLLAMA[path]}" \
+        instead = f"; Ollama's API is not supported, use {_OLLAMA[path]}" \
             if path in _OLLAMA else ""
-        message = {404: f"there is no {path} here{instead}",
-                   405: f"{path} does not take {shortened(request.method)}"}.get(
+        message = {404: f"unknown path {path}{instead}",
+                   405: f"{path} does not support {shortened(request.method)}"}.get(
                        error.status_code, error.detail)
         return JSONResponse(error_body(error.status_code, message), error.status_code,
                             headers=error.headers)
 
-    async def _gone(self, request: Request, error: Exception) -> Response:
-        return Response(status_code=499)  # which nobody reads
+    async def _client_disconnect(self, request: Request, error: Exception) -> Response:
+        return Response(status_code=499)  # never read by the client
 
-    async def _failed(self, request: Request, error: Exception) -> Response:
+    async def _internal_error(self, request: Request, error: Exception) -> Response:
         return JSONResponse(error_body(500, _FAILED), 500)
 
 
@@ -398,41 +402,41 @@ def _page() -> tuple[str, str]:
 
 
 def _check_length(model: Model, job: GenerationJob, param: str) -> None:
-    """Refuse prompts beyond the model's length, in words by which OpenAI's clients know it.
+    """Check the prompt's length; OpenAI's clients recognize the error's text.
 
     Raises:
-        ApiError: a prompt, or it and its completion, has more tokens than the model takes.
+        ApiError: the prompt, alone or with the completion, exceeds the maximum length.
     """
     manifest, limit = model.llm.manifest, model.max_prompt_len
     given = max(map(len, job.prompts), default=0)
-    room = limit - given + 1  # the last token of a completion has no position
+    available = limit - given + 1  # the last token of a completion has no position
     completion = min(job.params.max_tokens, manifest.dims.max_seq_len - given + 1)
-    if room < 1:
+    if available < 1:
         raise prompt_too_long(limit, given, param)
-    if manifest.encoder is None and completion > room:
+    if manifest.encoder is None and completion > available:
         raise context_error(limit, f"you requested {given + completion} tokens ({given} in the "
                                    f"{param}, {completion} in the completion). Please reduce the "
                                    f"length of the {param} or max_tokens.", param)
 
 
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """What the work comes to; it is cancelled where the client goes.
+async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:
+    """Return the result of `work`, and cancel it if the client disconnects.
 
     Raises:
-        ClientDisconnect: it did.
+        ClientDisconnect: the client has disconnected.
     """
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request.receive))
+    disconnect = asyncio.ensure_future(_disconnected(request.receive))
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientDisconnect
         return task.result()
     finally:
-        for own in (task, gone):
-            own.cancel()
+        for waiter in (task, disconnect):
+            waiter.cancel()
             with suppress(BaseException):
-                await own
+                await waiter
 
 
 async def _disconnected(receive: Receive) -> None:

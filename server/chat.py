@@ -15,16 +15,17 @@ from llmc.server.tool_parsers import merged
 
 
 async def read_chat(model: Model, body: ChatRequest) -> GenerationJob:
-    """The work that a request asks for.
+    """Build the generation job of a request.
 
     Raises:
-        LlmcError: the messages are not sound, or the model does not chat.
+        LlmcError: the messages are invalid, or the model has no chat template.
     """
     if body.stream and body.prompt_logprobs is not None:
-        raise ApiError("prompt_logprobs does not go with stream; ask for no stream",
+        raise ApiError("prompt_logprobs is not supported with stream; leave out one of them",
                        param="prompt_logprobs")
     if body.top_logprobs and not body.logprobs:
-        raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
+        raise ApiError("top_logprobs requires logprobs; set logprobs to true",
+                       param="top_logprobs")
     max_tokens = body.max_tokens if body.max_completion_tokens is None \
         else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -35,16 +36,16 @@ async def read_chat(model: Model, body: ChatRequest) -> GenerationJob:
 async def read_conversation(model: Model, body: Conversation, messages: Sequence[Message],
                             max_tokens: int | None, logprobs: int | None = None,
                             prompt_logprobs: int | None = None) -> GenerationJob:
-    """The work that goes on with a conversation.
+    """Build the generation job that continues a conversation.
 
     Args:
-        max_tokens: of the answer. None: as many as there is room for.
+        max_tokens: of the answer. None: up to the maximum length.
 
     Raises:
-        LlmcError: the messages or the tools are not sound, or the model does not chat.
+        LlmcError: the messages or the tools are invalid, or the model has no chat template.
     """
     prompt = await read_prompt(model, body, messages)
-    if max_tokens is None:  # an answer ends by itself
+    if max_tokens is None:  # the answer ends at EOS
         max_tokens = max(model.llm.max_model_len - len(prompt), 1)
     check_values([prompt], prompt_logprobs)
     params = with_marks(model, body, body.sampling(max_tokens, logprobs, model.sampling_defaults,
@@ -53,10 +54,10 @@ async def read_conversation(model: Model, body: Conversation, messages: Sequence
 
 
 async def read_prompt(model: Model, body: Conversation, messages: Sequence[Message]) -> list[int]:
-    """A conversation as token ids, with the tools that the model is shown.
+    """Render a conversation, with the tools, and tokenize it.
 
     Raises:
-        LlmcError: the messages or the tools are not sound, or the model does not chat.
+        LlmcError: the messages or the tools are invalid, or the model has no chat template.
     """
     use = body.tool_use
     if use.tools and not use.is_forced:
@@ -66,15 +67,15 @@ async def read_prompt(model: Model, body: Conversation, messages: Sequence[Messa
 
 
 def _check_callable(model: Model) -> None:
-    """Raises ApiError where the model cannot call tools by itself."""
+    """Raise ApiError if the model cannot call tools without a forced call."""
     if model.tool_call_parser is None:
-        raise ApiError("llmc does not know how this model's chat template calls tools; force a "
-                       "call by tool_choice, or start the server with --tool_call_parser",
+        raise ApiError("the format of this model's tool calls is unknown; force a call with "
+                       "tool_choice, or start the server with --tool_call_parser",
                        param="tools")
     if not model.shows_tools:
-        raise ApiError("this model's chat template does not show tools to the model, so it cannot "
-                       "call them; force a call by tool_choice, or compile the model with a chat "
-                       "template that shows tools", param="tools")
+        raise ApiError("this model's chat template does not render tools; force a call with "
+                       "tool_choice, or compile the model with a chat template that renders tools",
+                       param="tools")
 
 
 class ChatAnswer(Choices):
@@ -83,7 +84,7 @@ class ChatAnswer(Choices):
     def __init__(self, model: Model, body: ChatRequest, job: GenerationJob) -> None:
         super().__init__(model, body, job)
         self._body = body
-        self._parsers: dict[int, OutputParser] = {}  # of the choices that have begun
+        self._parsers: dict[int, OutputParser] = {}  # of the choices with a first delta
 
     def extra(self, pieces: list[CompletionChunk]) -> Object:
         found = pieces[0].prompt_logprobs
@@ -110,13 +111,13 @@ class ChatAnswer(Choices):
             self._parsers[index] = output_parser(self.model, self._body, self.job)
             yield _delta(index, {"role": "assistant", "content": ""})
         parser, reason = self._parsers[index], piece.finish_reason
-        told: list[Object] = [*self.parsed(parser, piece)]
+        parsed: list[Object] = [*self.parsed(parser, piece)]
         reason = _called(reason) if parser.calls else reason
         logprobs = self._logprobs([piece])
-        if not told and (reason or logprobs):
-            told = [{}]
-        for place, delta in enumerate(told):
-            last = place == len(told) - 1
+        if not parsed and (reason or logprobs):
+            parsed = [{}]
+        for place, delta in enumerate(parsed):
+            last = place == len(parsed) - 1
             chunk = _delta(index, delta, logprobs if last else None, reason if last else None)
             if last and reason:
                 chunk["stop_reason"] = self.job.stop_reason(piece)
@@ -126,7 +127,7 @@ class ChatAnswer(Choices):
         if not pieces[-1].logprobs:
             return None
         return {"content": [{**self._token(piece.token_id, piece.logprobs.chosen),
-                             "top_logprobs": [self._token(*own) for own in piece.logprobs.top]}
+                             "top_logprobs": [self._token(*pair) for pair in piece.logprobs.top]}
                             for piece in pieces if piece.logprobs and piece.token_id is not None]}
 
     def _token(self, token_id: int, logprob: float) -> Object:
@@ -140,5 +141,5 @@ def _delta(index: int, delta: Object, logprobs: Object | None = None,
 
 
 def _called(reason: str | None) -> str | None:
-    """Why an answer with calls ended."""
+    """Return the finish reason of an answer with tool calls."""
     return "tool_calls" if reason == "stop" else reason

@@ -14,21 +14,21 @@ from llmc.server.prompt_logprobs import by_token_id, check_values, echoed
 from llmc.server.protocol import CompletionRequest
 from llmc.server.token_names import token_names
 
-_MAX_TOKENS = 16  # where a client does not say, as OpenAI has it
+_MAX_TOKENS = 16  # OpenAI's default
 
 
 async def read_completion(model: Model, body: CompletionRequest) -> GenerationJob:
-    """What is to be generated.
+    """Build the generation job of a request.
 
     Raises:
-        LlmcError: the prompts are not sound.
+        LlmcError: the prompts are invalid.
     """
     if not body.prompts:
-        raise ApiError("there is no prompt; give at least one", param="prompt")
+        raise ApiError("the list of prompts is empty; give at least one prompt", param="prompt")
     check_choices(len(body.prompts), body.n or 1)
     if body.stream and body.prompt_logprobs is not None:
-        raise ApiError("prompt_logprobs does not go with stream; ask for echo and logprobs, or for "
-                       "no stream", param="prompt_logprobs")
+        raise ApiError("prompt_logprobs is not supported with stream; leave out stream, or give "
+                       "echo and logprobs instead", param="prompt_logprobs")
     prompts = await model.read_prompts(body.prompts, body.add_special_tokens)
     check_values(prompts, body.scored)
     max_tokens = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
@@ -38,7 +38,7 @@ async def read_completion(model: Model, body: CompletionRequest) -> GenerationJo
 
 
 def _texts(model: Model, body: CompletionRequest, prompts: Sequence[Sequence[int]]) -> list[str]:
-    """What of prompts is echoed: texts as they came.
+    """Return the prompts as texts for echo; texts are unchanged.
 
     Raises:
         LlmcError: see `LLM.detokenize`.
@@ -54,15 +54,15 @@ class CompletionAnswer(Choices):
     def __init__(self, model: Model, body: CompletionRequest, job: GenerationJob) -> None:
         super().__init__(model, body, job)
         self._body = body
-        self._echoed: set[int] = set()  # choices that have begun
-        self._lengths: defaultdict[int, int] = defaultdict(int)  # of each choice's text so far
+        self._echoed: set[int] = set()  # choices whose prompt has been sent
+        self._lengths: defaultdict[int, int] = defaultdict(int)  # characters of each choice so far
 
     def choice(self, index: int, pieces: list[CompletionChunk]) -> Object:
         return self._choice(index, pieces)
 
     def deltas(self, index: int, piece: CompletionChunk) -> Iterator[Object]:
-        begins = self.job.echo is not None and index not in self._echoed
-        if piece.text or piece.finish_reason or piece.logprobs or begins:
+        is_first = self.job.echo is not None and index not in self._echoed
+        if piece.text or piece.finish_reason or piece.logprobs or is_first:
             yield self._choice(index, [piece])
 
     def _choice(self, index: int, pieces: Sequence[CompletionChunk]) -> Object:
@@ -83,7 +83,7 @@ class CompletionAnswer(Choices):
         return choice
 
     def _echo(self, index: int, first: CompletionChunk) -> Object | None:
-        """Log-probabilities of the prompt, where those of the choice are wanted."""
+        """Return the prompt's log-probabilities if those of the choice are requested."""
         assert self.job.echo is not None
         text = self.job.echo[first.index]
         self._lengths[index] = len(text)
@@ -93,17 +93,18 @@ class CompletionAnswer(Choices):
                       self.job.params.show_special_tokens)
 
     def _logprobs(self, index: int, pieces: Sequence[CompletionChunk]) -> Object:
-        made: Object = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        logprobs: Object = {"tokens": [], "token_logprobs": [], "top_logprobs": [],
+                            "text_offset": []}
         for piece in pieces:
             assert piece.logprobs is not None and piece.token_id is not None
-            chosen = finite(piece.logprobs.chosen)
+            logprob = finite(piece.logprobs.chosen)
             names = token_names([*(token for token, _ in piece.logprobs.top), piece.token_id],
                                 self.model.token_bytes)
             name = names[piece.token_id]
             top = {names[token]: finite(value) for token, value in piece.logprobs.top}
-            made["tokens"].append(name)
-            made["token_logprobs"].append(chosen)
-            made["top_logprobs"].append({**top, name: chosen} if top else None)
-            made["text_offset"].append(self._lengths[index])
+            logprobs["tokens"].append(name)
+            logprobs["token_logprobs"].append(logprob)
+            logprobs["top_logprobs"].append({**top, name: logprob} if top else None)
+            logprobs["text_offset"].append(self._lengths[index])
             self._lengths[index] += len(piece.text)
-        return made
+        return logprobs

@@ -1,4 +1,4 @@
-"""HTTP connections: strict framing, time limits, and no more than file descriptors allow."""
+"""HTTP connections: strict framing, timeouts, and a limit by file descriptors."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ from llmc.server.errors import error_body
 from llmc.server.log import LOGGER
 
 _MAX_HEAD = 16 * 1024  # bytes of a request line and its headers, h11's default
-_MAX_SPARE = 64  # descriptors kept free for the server's own files, at most
-_RETRY = 1.0  # seconds between two attempts to accept where the system refuses
+_MAX_SPARE = 64  # maximum number of descriptors reserved for the server's files
+_RETRY = 1.0  # seconds between attempts to accept after an error
 _NEW_LINE = re.compile(rb"\r?\n")
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
 
 
 class StrictParser(h11.Connection):
-    """h11's parser that refuses heads which two servers may read differently.
+    """h11's parser, which also rejects ambiguous request heads.
 
-    A proxy in front and this server must agree where a request ends (request smuggling). h11
-    repairs ambiguous heads; RFC 9112 (sections 5.2, 6.1 and 6.3) lets a server refuse them.
+    A proxy and this server must agree where a request ends; otherwise request smuggling is
+    possible. h11 repairs ambiguous heads; RFC 9112 (sections 5.2, 6.1 and 6.3) allows to reject
+    them.
 
     Attributes:
-        problem: the reason of a refusal, for the client.
+        problem: reason of a rejection, for the client.
     """
 
     problem = "the request is not valid HTTP/1.1"
@@ -54,33 +55,33 @@ class StrictParser(h11.Connection):
 
 
 def _framing_problem(head: bytes, request: h11.Request) -> str | None:
-    """The ambiguity of a head, as an error says it; None for a sound one."""
+    """Return why a head is ambiguous; None if it is not."""
     lines = _NEW_LINE.split(_END_OF_HEAD.split(head, 1)[0])[1:]
     if any(line[:1] in (b" ", b"\t") for line in lines):
-        return "a header is folded over several lines (obs-fold); send it in one line"
+        return "a header is folded over several lines (obs-fold); send it on one line"
     fields = [(name.strip().lower(), value) for name, _, value in
               (line.partition(b":") for line in lines)]
     lengths = [value for name, value in fields if name == b"content-length"]
     chunked = any(name == b"transfer-encoding" for name, _ in fields)
     if len(lengths) > 1 or any(b"," in value for value in lengths):
-        return "there are several Content-Length values; send one"
+        return "the request has several Content-Length values; send one"
     if lengths and chunked:
-        return "both Content-Length and Transfer-Encoding are given; send one of them"
+        return "the request has both Content-Length and Transfer-Encoding; send one of them"
     if chunked and request.http_version < b"1.1":
-        return "Transfer-Encoding is given in an HTTP/1.0 request; send Content-Length"
+        return "an HTTP/1.0 request has Transfer-Encoding; send Content-Length"
     return None
 
 
 class HttpProtocol(H11Protocol):
-    """uvicorn's connection over `StrictParser`, with a time limit for each request's head.
+    """uvicorn's connection with `StrictParser` and a timeout for each request head.
 
-    A connection without a request to answer is closed `header_timeout` seconds after its start, or
-    after the first byte that follows an answer. An idle one is closed by uvicorn's keep-alive
-    timer.
+    A connection is aborted `header_timeout` seconds after its start, or after the first byte that
+    follows an answer, unless a whole head has arrived. uvicorn's keep-alive timer closes idle
+    connections.
 
     Args:
         header_timeout: seconds.
-        closed: called with this object once the connection is lost.
+        closed: called with this object when the connection is lost.
         uvicorn: arguments of `H11Protocol`.
     """
 
@@ -106,7 +107,7 @@ class HttpProtocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         if self._is_answering and self.cycle.response_started:
-            self.transport.close()  # in the middle of an answer, nothing else can be said
+            self.transport.close()  # an error cannot be sent in the middle of an answer
             return
         body = json.dumps(error_body(400, self.conn.problem)).encode()
         self.transport.write(b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
@@ -130,17 +131,17 @@ class HttpProtocol(H11Protocol):
 
 
 class Acceptor:
-    """Accepts connections while file descriptors are free; further ones wait in the backlog.
+    """Accepts connections while file descriptors are free; others wait in the backlog.
 
-    asyncio's own servers accept until the system refuses, and log each refusal with a traceback,
-    thousands a second.
+    asyncio's servers accept until the system refuses, and log each refusal with a traceback,
+    thousands per second.
 
     Args:
-        listening: a bound socket, which this object listens on and closes.
-        protocol: makes the protocol of a connection. Its argument is to be called with the protocol
-            once the connection is lost.
-        tls: None for plain TCP.
-        handshake_timeout: seconds for a TLS handshake.
+        listening: bound socket; this object listens on it and closes it.
+        protocol: makes the protocol of a connection; its argument must be called when the
+            connection is lost.
+        tls: None: plain TCP.
+        handshake_timeout: seconds, of a TLS handshake.
     """
 
     def __init__(self, listening: socket.socket,
@@ -151,14 +152,14 @@ class Acceptor:
         self._open: set[HttpProtocol] = set()
         self._opening: set[asyncio.Task[None]] = set()
         self._freed = asyncio.Event()
-        self._most = _max_connections()
+        self._max_open = _max_connections()
         self._warned = -_RETRY
         listening.setblocking(False)
         listening.listen(backlog)
         self._task = asyncio.create_task(self._accept())
 
     async def close(self) -> None:
-        """Accept no more; open connections stay."""
+        """Stop accepting; open connections continue."""
         self._task.cancel()
         with suppress(asyncio.CancelledError):
             await self._task
@@ -167,17 +168,17 @@ class Acceptor:
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            while len(self._open) >= self._most:
-                self._warn(f"{self._most} connections are open, the most that file descriptors "
+            while len(self._open) >= self._max_open:
+                self._warn(f"{self._max_open} connections are open, the most that file descriptors "
                            f"allow; further ones wait (raise ulimit -n)")
                 self._freed.clear()
                 await self._freed.wait()
             try:
                 accepted, _ = await loop.sock_accept(self._listening)
-            except ConnectionError:  # the client has left already
+            except ConnectionError:  # the client has disconnected
                 continue
             except OSError as error:
-                self._warn(f"a connection cannot be accepted ({error.strerror}); further ones wait")
+                self._warn(f"accepting a connection failed ({error.strerror}); further ones wait")
                 await asyncio.sleep(_RETRY)
                 continue
             protocol = self._protocol(self._lost)
@@ -191,7 +192,7 @@ class Acceptor:
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: protocol, accepted, ssl=self._tls, **tls_only)
-        except OSError:  # of the handshake
+        except OSError:  # the TLS handshake failed
             self._lost(protocol)
 
     def _lost(self, protocol: HttpProtocol) -> None:
@@ -199,7 +200,7 @@ class Acceptor:
         self._freed.set()
 
     def _warn(self, message: str) -> None:
-        """Log at most one line a second."""
+        """Log at most one line per second."""
         now = time.monotonic()
         if now - self._warned >= _RETRY:
             self._warned = now
@@ -207,7 +208,7 @@ class Acceptor:
 
 
 def _max_connections() -> int:
-    """Connections that the process's descriptors allow, beside those for its own files."""
+    """Return the maximum number of connections, with some descriptors reserved for files."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         limit = 2**31
@@ -216,9 +217,9 @@ def _max_connections() -> int:
 
 
 def close_silent_peers(listening: socket.socket, seconds: float) -> None:
-    """Have the system end connections whose peer takes nothing of what is sent for so long.
+    """Have the system close connections whose peer acknowledges nothing for `seconds`.
 
-    Connections that are accepted inherit the option, whether the peer is gone or does not read.
+    Accepted connections inherit the option. It applies if the peer is gone or does not read.
     """
     with suppress(OSError, AttributeError):
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's interface tells them."""
+"""Error responses of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ _MAX_MESSAGE = 1000  # characters
 
 
 class ApiError(LlmcError):
-    """What a client did wrong, or what it cannot have now.
+    """An error response to a client.
 
     Args:
-        status: of the HTTP response.
-        param: the field that it is about.
-        code: a name for programs.
+        status: HTTP status.
+        param: name of the invalid field.
+        code: machine-readable name.
+        headers: further response headers.
     """
 
     def __init__(self, message: str, status: int = 400, *, param: str | None = None,
@@ -29,8 +30,9 @@ class ApiError(LlmcError):
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> \
         dict[str, Any]:
-    """The JSON of an error, as OpenAI has it; `type` beside it is Anthropic's. Its texts are short,
-    whatever of a client's they repeat.
+    """Return the JSON of an error, as OpenAI has it, with Anthropic's `type` next to it.
+
+    Texts are shortened, because they may quote the client.
     """
     kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(
         status, "server_error" if status >= 500 else "invalid_request_error")
@@ -40,19 +42,19 @@ def error_body(status: int, message: str, param: str | None = None, code: str | 
 
 
 def error_response(error: ApiError) -> JSONResponse:
-    """The response to a request that did not reach its route."""
+    """Return the response to a request that does not reach its route."""
     return JSONResponse(error_body(error.status, str(error), error.param, error.code),
                         error.status, headers=error.headers)
 
 
 def prompt_too_long(limit: int, given: int, param: str, at_least: bool = False) -> ApiError:
-    """An error by which OpenAI's clients know that a prompt exceeds the context length."""
+    """Return the error of a prompt beyond the context length; OpenAI's clients recognize it."""
     source = "messages resulted in" if param == "messages" else f"{param} has"
     return context_error(limit, f"your {source} {'at least ' if at_least else ''}{given} tokens. "
                                 f"Please reduce the length of the {param}.", param)
 
 
 def context_error(limit: int, problem: str, param: str) -> ApiError:
-    """`problem` says how many tokens there are, and of what."""
+    """Return OpenAI's context length error; `problem` has the number of tokens."""
     return ApiError(f"This model's maximum context length is {limit} tokens. However, {problem}",
                     param=param, code="context_length_exceeded")

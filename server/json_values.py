@@ -1,4 +1,4 @@
-"""The size of a JSON text in values. A module of its own, as a child process imports it."""
+"""Number of values in a JSON text; a separate module because a child process imports it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 
 def count_values(raw: bytes) -> int:
-    """The number of values in a JSON text; -1 where it is not valid."""
+    """Count the values in a JSON text; -1 if it is invalid."""
     try:
         stack = [json.loads(raw)]
     except (ValueError, RecursionError):

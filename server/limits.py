@@ -1,4 +1,4 @@
-"""How much a server takes on, and for whom."""
+"""Limits of the server: API keys, admission, timeouts and sizes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pathlib import Path
 
 from starlette.requests import Request
 
-from llmc.errors import LlmcError
+from llmc.errors import LlmcError, shortened
 from llmc.server.errors import ApiError
 
-# What may be had without a key: nothing is generated, and nobody's texts are told.
+# Paths without authentication: they generate nothing and expose no client's data.
 OPEN = ("/", "/health", "/load", "/metrics", "/openapi.json", "/ping", "/version")
 
 
@@ -26,26 +26,24 @@ _KEY_LINE = re.compile(r"(?:(\S+):\s+)?(\S+)")
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """Of a server.
+    """Limits of a server.
 
     Args:
-        api_keys: by name. A client gives one as a bearer token. Empty: they need none.
-        max_waiting: sequences beside as many as are decoded at once; a request for more is refused,
-            to come again later.
-        max_seqs_per_key: sequences of one API key that run or wait at once. None: an equal part for
-            each key, at least as many as are decoded at once.
-        allow_priority: requests may have a priority other than 0.
-        max_request_bytes: of a request's body.
-        request_timeout: seconds from a request's coming to its end.
-        body_timeout: seconds for a request's body to come.
-        drain_timeout: seconds that requests have to end once the server is to.
-        header_timeout: seconds for the line and the headers of a request.
-        write_timeout: seconds after which a connection ends whose client takes nothing of an
-            answer.
-        stall_timeout: seconds without a step, while there is work, after which /health is 503.
+        api_keys: API keys by name; clients send one as a bearer token. Empty: no authentication.
+        max_waiting: maximum number of waiting sequences; further requests get 429.
+        max_seqs_per_key: maximum number of running and waiting sequences of an API key. None: an
+            equal share for each key, at least the batch size.
+        allow_priority: accept requests with a priority other than 0.
+        max_request_bytes: maximum size of a request's body.
+        request_timeout: seconds, from a request's arrival to its end.
+        body_timeout: seconds, for a request's body to arrive.
+        drain_timeout: seconds, for requests to finish at shutdown.
+        header_timeout: seconds, for the request line and the headers to arrive.
+        write_timeout: seconds, until a connection is closed if the client reads nothing.
+        stall_timeout: seconds without a completed step of pending work until /health is 503.
 
     Raises:
-        LlmcError: a number is not above 0, or a key is empty or has two names.
+        LlmcError: a value is not above 0, or a key is empty or has two names.
     """
 
     api_keys: Mapping[str, str] = field(default_factory=dict)
@@ -64,22 +62,24 @@ class ServerLimits:
         names: dict[str, str] = {}
         for name, key in self.api_keys.items():
             if not key.strip():
-                raise LlmcError(f"API key '{name}' is empty; give one, or leave it out")
+                raise LlmcError(f"API key '{name}' is empty; give a key, or leave it out")
             if names.setdefault(key, name) != name:
                 raise LlmcError(f"API keys '{names[key]}' and '{name}' are the same; give each "
-                                f"name a key of its own")
+                                f"name a different key")
         if self.max_waiting < 0:
-            raise LlmcError(f"max_waiting {self.max_waiting} is below 0")
+            raise LlmcError(f"max_waiting is {self.max_waiting}, expected at least 0; give a "
+                            f"larger number")
         if self.max_seqs_per_key is not None and self.max_seqs_per_key < 1:
-            raise LlmcError(f"max_seqs_per_key {self.max_seqs_per_key} is below 1; give at least "
-                            f"1, or leave it out")
+            raise LlmcError(f"max_seqs_per_key is {self.max_seqs_per_key}, expected at least 1; "
+                            f"give a larger number, or leave it out")
         for name in ("max_request_bytes", "request_timeout", "body_timeout", "drain_timeout",
                      "header_timeout", "write_timeout", "stall_timeout"):
             if not getattr(self, name) > 0:
-                raise LlmcError(f"{name} {getattr(self, name)} is not above 0")
+                raise LlmcError(f"{name} is {getattr(self, name)}, expected more than 0; give a "
+                                f"larger number")
 
     def check_key(self, path: str, authorization: bytes) -> str | None:
-        """The name of a request's API key; None if the path or the server needs none.
+        """Return the name of a request's API key; None if the path or the server needs none.
 
         Raises:
             ApiError: the key is missing or wrong.
@@ -88,62 +88,68 @@ class ServerLimits:
             return None
         scheme, _, given = authorization.partition(b" ")
         given = given.strip()
-        # Each in constant time, and all of them, so that nobody learns a key letter by letter.
+        # Compare with all keys in constant time, so that timing does not reveal a key.
         found = [name for name, key in self.api_keys.items()
                  if hmac.compare_digest(given, key.encode("utf-8", "surrogateescape"))]
         if not found or scheme.lower() != b"bearer":
-            raise ApiError("the API key is missing or wrong; give it as: Authorization: Bearer …",
+            raise ApiError("the API key is missing or wrong; send it as: Authorization: Bearer …",
                            401, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         return found[0]
 
     def check_priority(self, priority: int) -> None:
-        """Refuse a priority that is not allowed, as vLLM does without priority scheduling."""
+        """Raise ApiError for a priority that is not allowed, as vLLM does."""
         if priority and not self.allow_priority:
-            raise ApiError(f"priority {priority} is not allowed, as this server takes 0 only; "
-                           f"leave priority out, or start the server with --allow_priority",
+            raise ApiError(f"priority is {priority}, expected 0 on this server; leave it out, or "
+                           f"start the server with --allow_priority",
                            param="priority", code="unsupported_parameter")
 
     def cache_salt(self, key: str | None, given: str | None) -> str | None:
-        """The salt of a request's prefixes: its own, and with several API keys that of its key, so
-        that no client finds out what another asked.
+        """Return the salt of a request's prefix cache entries.
+
+        With several API keys the salt depends on the key, so that timing does not reveal the
+        prompts of other clients.
         """
         return json.dumps([key, given]) if len(self.api_keys) > 1 else given
 
     async def read(self, request: Request) -> bytes:
-        """A request's body.
+        """Read a request's body.
 
         Raises:
-            ApiError: it is no JSON by its type, or too large.
+            ApiError: its content type is not JSON, or it is too large.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # a web page of others cannot send that unasked
-            raise ApiError("the content-type must be application/json", 415)
+        if kind != "application/json":  # cross-site pages cannot send this type without CORS
+            raise ApiError(f"the content-type is '{shortened(kind)}', expected application/json",
+                           415)
         parts, size = [], 0
         async for part in request.stream():
             size += len(part)
             if size > self.max_request_bytes:
-                raise ApiError(f"the request has more than {self.max_request_bytes} bytes", 413)
+                raise ApiError(f"the request has more than {self.max_request_bytes} bytes; send a "
+                               f"smaller one", 413)
             parts.append(part)
         return b"".join(parts)
 
 
 def read_api_keys(keys: Iterable[str], path: Path | None) -> dict[str, str]:
-    """API keys by name, those of a file after the others. A key without a name has its number,
-    counted from 1.
+    """Read API keys by name: those of the command line, then those of a file.
+
+    The name of a key without a name is its number, counted from 1.
 
     Args:
-        path: a file with `name: key` or `key` a line. Empty lines and those that begin with # do
-            not count.
+        keys: keys without names.
+        path: file with one `name: key` or `key` per line. Empty lines and lines that start with #
+            are ignored.
 
     Raises:
-        LlmcError: the file cannot be read, a line is neither, or a name comes twice.
+        LlmcError: the file cannot be read, a line is invalid, or a name occurs twice.
     """
     found: dict[str, str] = {}
 
     def add(name: str | None, key: str) -> None:
         name = name or str(len(found) + 1)
         if name in found:
-            raise LlmcError(f"there are two API keys of the name '{name}'; give each its own name")
+            raise LlmcError(f"two API keys have the name '{name}'; give each a different name")
         found[name] = key
 
     for key in keys:
@@ -153,60 +159,66 @@ def read_api_keys(keys: Iterable[str], path: Path | None) -> dict[str, str]:
             lines = path.read_text("utf-8", "surrogateescape").splitlines()
         except OSError as error:
             raise LlmcError(f"api_key_file '{path}' cannot be read ({error.strerror}); give a file "
-                            f"with a key a line") from error
+                            f"with one key per line") from error
         for number, line in enumerate(map(str.strip, lines), 1):
             if not line or line.startswith("#"):
                 continue
             match = _KEY_LINE.fullmatch(line)
             if match is None:
-                raise LlmcError(f"line {number} of '{path}' is no API key; write 'name: key' or "
-                                f"'key', without other spaces")
+                raise LlmcError(f"line {number} of '{path}' is not an API key; write 'name: key' "
+                                f"or 'key', without other spaces")
             add(*match.groups())
         if not found:
-            raise LlmcError(f"'{path}' has no API key; write one a line, or leave api_key_file out")
+            raise LlmcError(f"'{path}' has no API key; write one per line, or leave out "
+                            f"api_key_file")
     return found
 
 
 class AdmissionGate:
-    """Counts requests that generate, and their sequences.
+    """Admission control of generation requests.
 
     Args:
-        most: sequences at once.
-        most_per_key: of one API key.
+        max_sequences: maximum number of admitted sequences.
+        max_per_key: maximum number of admitted sequences of an API key.
+
+    Attributes:
+        inside: admitted requests.
+        refused: requests that got 429.
     """
 
-    def __init__(self, most: int, most_per_key: int) -> None:
-        self._most, self._most_per_key = most, most_per_key
+    def __init__(self, max_sequences: int, max_per_key: int) -> None:
+        self._max_sequences, self._max_per_key = max_sequences, max_per_key
         self._of_key: Counter[str | None] = Counter()  # sequences
-        self.inside = self.refused = 0  # requests
+        self.inside = self.refused = 0
 
     @staticmethod
     def of(limits: ServerLimits, max_num_seqs: int) -> AdmissionGate:
-        """The gate of a server that decodes up to `max_num_seqs` sequences at once."""
-        most = max_num_seqs + limits.max_waiting
-        part = max(most // max(len(limits.api_keys), 1), max_num_seqs)
-        return AdmissionGate(most, limits.max_seqs_per_key or part)
+        """Return the gate of a server whose batch size is `max_num_seqs`."""
+        total = max_num_seqs + limits.max_waiting
+        share = max(total // max(len(limits.api_keys), 1), max_num_seqs)
+        return AdmissionGate(total, limits.max_seqs_per_key or share)
 
     @property
     def sequences(self) -> int:
-        """Of the requests that are inside."""
+        """Number of admitted sequences."""
         return self._of_key.total()
 
     @contextmanager
     def entered(self, sequences: int, key: str | None = None) -> Iterator[None]:
-        """A request for so many sequences is inside. One may always be of each API key, or in all
-        if there are no keys, however large it is.
+        """Context of an admitted request with this number of sequences.
+
+        One request of each API key, or one in total without keys, is always admitted.
 
         Raises:
-            ApiError: it is one too many.
+            ApiError: a limit would be exceeded.
         """
-        own, total = self._of_key[key], self.sequences
-        for held, most, whose in ((total, self._most, "those of all clients"),
-                                  (own, self._most_per_key, "those of this API key")):
-            if own and held + sequences > most:
+        of_key, total = self._of_key[key], self.sequences
+        for held, limit, scope in ((total, self._max_sequences, "those of all clients"),
+                                   (of_key, self._max_per_key, "those of this API key")):
+            if of_key and held + sequences > limit:
                 self.refused += 1
-                raise ApiError(f"the request is for {sequences} sequences, {whose} have {held} of "
-                               f"at most {most}; come again later", 429,
+                raise ApiError(f"the request has {sequences} sequences, {scope} have {held} of at "
+                               f"most {limit}; retry after Retry-After", 429,
                                code="rate_limit_exceeded", headers={"Retry-After": "1"})
         self.inside += 1
         self._of_key[key] += sequences

@@ -1,4 +1,4 @@
-"""The log: a line of JSON on stderr for each request, and for whatever else happens."""
+"""The log: one line of JSON on stderr per request and per event."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from llmc.errors import shortened
 from llmc.server.errors import ApiError, error_response
 
 LOGGER = logging.getLogger("llmc.server")
-ENDING = "the server is shutting down, and its drain_timeout has passed; send the request again"
-_FREQUENT = ("/health", "/load", "/metrics", "/ping")  # logged at level debug
+ENDING = "the server is shutting down and drain_timeout has passed; send the request again"
+_FREQUENT = ("/health", "/load", "/metrics", "/ping")  # logged at level DEBUG
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")  # W3C's
 
 
 class JsonFormatter(logging.Formatter):
-    """A record as one line of JSON; `fields` of it stand beside the message."""
+    """Formats a record as one line of JSON, with its `fields` next to the message."""
 
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
@@ -38,7 +38,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def log_to_stderr() -> None:
-    """From now on; of libraries what is wrong."""
+    """Log to stderr from now on; of libraries, warnings and errors only."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
     for name, level in (("llmc.server", logging.INFO), ("uvicorn", logging.WARNING),
@@ -49,13 +49,14 @@ def log_to_stderr() -> None:
 
 
 def note(scope: Scope, **fields: object) -> None:
-    """Things that a request's line is to tell."""
+    """Add fields to the log line of a request."""
     scope["llmc.log"].update(fields)
 
 
 class Logged:
-    """Gives each request an id and logs its outcome. A client's own X-Request-Id is kept; its
-    `traceparent` is logged, and both are in the answer.
+    """Middleware that gives each request an id and logs its outcome.
+
+    It keeps a client's X-Request-Id, logs its `traceparent`, and returns both in the answer.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -66,36 +67,36 @@ class Logged:
             await self._app(scope, receive, send)
             return
         started, echoed = time.monotonic(), _echoed(Headers(scope=scope))
-        status, whole = 499, False  # 499: the client was gone before
+        status, complete = 499, False  # 499: the client disconnected
 
         async def sending(message: Message) -> None:
-            nonlocal status, whole
+            nonlocal status, complete
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message).update(echoed)
-            whole = message["type"] == "http.response.body" and not message.get("more_body")
+            complete = message["type"] == "http.response.body" and not message.get("more_body")
             await send(message)
 
         fields = scope["llmc.log"] = {}
         try:
             await self._app(scope, receive, sending)
-        except asyncio.CancelledError:  # the server ends, and drain_timeout has passed
+        except asyncio.CancelledError:  # shutdown, after drain_timeout
             if status == 499:
                 await error_response(ApiError(ENDING, 503))(scope, receive, sending)
         except BaseException:
-            status, whole = 500, True
+            status, complete = 500, True
             raise
         finally:
             level = logging.DEBUG if scope["path"] in _FREQUENT else logging.INFO
             LOGGER.log(level, "request", extra={"fields": {
                 "request_id": echoed["X-Request-Id"], "method": shortened(scope["method"]),
-                "path": shortened(scope["path"], 200), "status": status if whole else 499,
+                "path": shortened(scope["path"], 200), "status": status if complete else 499,
                 "seconds": round(time.monotonic() - started, 4), **fields,
                 **({"traceparent": echoed["traceparent"]} if "traceparent" in echoed else {})}})
 
 
 def _echoed(headers: Headers) -> dict[str, str]:
-    """Headers of the answer that tell requests apart."""
+    """Return the headers of the answer that identify the request."""
     given, trace = headers.get("x-request-id", ""), headers.get("traceparent", "")
     echoed = {"X-Request-Id": given if _ID.fullmatch(given) else secrets.token_hex(16)}
     return echoed | ({"traceparent": trace} if _TRACEPARENT.fullmatch(trace) else {})

@@ -1,4 +1,4 @@
-"""/v1/messages: Anthropic's interface, for text and tools."""
+"""/v1/messages: the Anthropic API, for text and tools."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _DELTAS = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "think
 
 
 class Block(Fields):
-    """A block of a message's content."""
+    """A block of a message's content; its attributes depend on `type`."""
 
     model_config = ConfigDict(extra="allow")
 
     type: str
     text: str | None = None
     thinking: str | None = None
-    # Of a call, and of its result.
+    # Of a tool call and of its result.
     id: str | None = None
     name: str | None = None
     input: dict[str, Any] | None = None
@@ -71,7 +71,7 @@ class InputTool(Fields):
 
 
 class ToolChoice(Fields):
-    """Whether and which tools are called."""
+    """The mode of tool calls, and the tool that must be called."""
 
     type: Literal["auto", "any", "tool", "none"] = "auto"
     name: str | None = None
@@ -79,7 +79,7 @@ class ToolChoice(Fields):
 
 
 class Thinking(Fields):
-    """Whether the model reasons, where its chat template has `enable_thinking`."""
+    """Whether the model reasons, if its chat template has `enable_thinking`."""
 
     type: Literal["enabled", "disabled", "adaptive"]
 
@@ -88,7 +88,7 @@ class CountTokensRequest(Conversation):
     """The body of /v1/messages/count_tokens."""
 
     REFUSED: ClassVar[Any] = {
-        "container": ((None,), "nothing is stored; give the conversation as messages"),
+        "container": ((None,), "no state is stored; give the conversation as messages"),
         "mcp_servers": ((None, []), "give tools"),
     }
 
@@ -100,26 +100,26 @@ class CountTokensRequest(Conversation):
 
     @property
     def conversation(self) -> list[Message]:
-        """The messages as OpenAI has them.
+        """The messages in the format of the OpenAI API.
 
         Raises:
-            ApiError: a block lacks what its type needs, or the last message is the assistant's.
+            ApiError: a block lacks a required field, or the last message is the assistant's.
         """
         if self.messages[-1].role == "assistant":
-            raise ApiError("the last message is the assistant's; end with a user's message, as "
-                           "answers are not continued here", param="messages")
+            raise ApiError("the last message is the assistant's, and answers cannot be continued; "
+                           "end with a user's message", param="messages")
         system = [Block(type="text", text=self.system)] if isinstance(self.system, str) \
             else self.system or []
         first = [{"role": "system", "content": _parts(system)}] if system else []
-        return [Message.model_validate(own) for own in [
-            *first, *(own for message in self.messages for own in _messages(message))]]
+        return [Message.model_validate(converted) for converted in [
+            *first, *(converted for message in self.messages for converted in _messages(message))]]
 
     @property
     def tool_use(self) -> ToolUse:
         for tool in self.tools:
             if tool.type != "custom":
-                raise ApiError(f"a tool of type '{tool.type}' is not served; give a tool with an "
-                               f"input_schema", param="tools", code="unsupported_parameter")
+                raise ApiError(f"tools of type '{tool.type}' are not supported; give a tool with "
+                               f"an input_schema", param="tools", code="unsupported_parameter")
         tools = [Tool(type="function", function=Function(
             name=tool.name, description=tool.description, parameters=tool.input_schema))
             for tool in self.tools]
@@ -152,8 +152,8 @@ class MessagesRequest(CountTokensRequest):
 
 
 def _messages(message: InputMessage) -> Iterator[dict[str, Any]]:
-    """A message as OpenAI's: results of tools are messages of their own, before the rest."""
-    own: dict[str, Any] = {"role": message.role}
+    """Convert a message to OpenAI's messages; tool results become separate messages before it."""
+    converted: dict[str, Any] = {"role": message.role}
     others: list[Block] = []
     for block in message.blocks:
         if block.type == "tool_result":
@@ -162,17 +162,18 @@ def _messages(message: InputMessage) -> Iterator[dict[str, Any]]:
                    "content": content if isinstance(content, str) else _parts(content)}
         elif block.type == "tool_use":
             if not block.name:
-                raise ApiError("a block of type 'tool_use' has no name", param="messages")
-            own.setdefault("tool_calls", []).append({"id": block.id, "function": {
+                raise ApiError("a block of type 'tool_use' has no name; add it", param="messages")
+            converted.setdefault("tool_calls", []).append({"id": block.id, "function": {
                 "name": block.name, "arguments": json.dumps(block.input or {})}})
         elif block.type == "thinking":
-            own["reasoning_content"] = own.get("reasoning_content", "") + (block.thinking or "")
+            converted["reasoning_content"] = \
+                converted.get("reasoning_content", "") + (block.thinking or "")
         elif block.type != "redacted_thinking":
             others.append(block)
     if others:
-        own["content"] = _parts(others)
-    if len(own) > 1:
-        yield own
+        converted["content"] = _parts(others)
+    if len(converted) > 1:
+        yield converted
 
 
 def _parts(blocks: list[Block]) -> list[dict[str, Any]]:
@@ -180,35 +181,35 @@ def _parts(blocks: list[Block]) -> list[dict[str, Any]]:
 
 
 async def read_message(model: Model, body: MessagesRequest) -> GenerationJob:
-    """The work that a request asks for.
+    """Build the generation job of a request.
 
     Raises:
-        LlmcError: the messages are not sound, or the model does not chat.
+        LlmcError: the messages are invalid, or the model has no chat template.
     """
     if body.n not in (None, 1):
-        raise ApiError("n is not served; a message is one", param="n",
+        raise ApiError(f"n {body.n} is not supported for a message; leave it out", param="n",
                        code="unsupported_parameter")
     return await read_conversation(model, body, body.conversation, body.max_tokens)
 
 
 async def count_tokens(model: Model, body: CountTokensRequest) -> int:
-    """How many tokens a request's prompt has.
+    """Count the tokens of a request's prompt.
 
     Raises:
-        LlmcError: the messages are not sound, or the model does not chat.
+        LlmcError: the messages are invalid, or the model has no chat template.
     """
     return len(await read_prompt(model, body, body.conversation))
 
 
 class MessageAnswer(Answer):
-    """A message: blocks of thinking, text and calls, in the order in which the model wrote them."""
+    """A message: blocks of thinking, text and tool calls, in the order of generation."""
 
     def __init__(self, model: Model, body: MessagesRequest, job: GenerationJob) -> None:
         super().__init__(model, job)
         self._body = body
         self._id = f"msg_{secrets.token_hex(12)}"
         self._blocks: list[Object] = []
-        self._is_open = False  # the last block
+        self._is_open = False  # whether the last block is unfinished
         self._reason: str | None = None
         self._tokens: list[int] = []
         self._parser = output_parser(model, body, job)
@@ -222,12 +223,12 @@ class MessageAnswer(Answer):
             if block["type"] == "tool_use":
                 block["input"] = _parsed(block["input"])
         answer = {**self._message(self._blocks), **self._stopped(), "usage": self._usage()}
-        return await self.made(lambda: self.encoded(answer))
+        return await self.build(lambda: self.encoded(answer))
 
     async def stream(self, batches: AsyncGenerator[list[CompletionChunk], None]) -> \
             AsyncGenerator[bytes, None]:
         async with aclosing(batches):
-            # Before the first, something may be wrong with the request.
+            # The request may still fail before the first token.
             pieces: list[CompletionChunk] | None = await anext(batches)
             first = [event for piece in pieces or () for event in self._take(piece)]
             yield _event("message_start", {"message": {
@@ -242,7 +243,7 @@ class MessageAnswer(Answer):
         yield _event("message_stop", {})
 
     def _take(self, piece: CompletionChunk) -> list[bytes]:
-        """The events of a piece."""
+        """Return the events of a chunk."""
         self.count(piece)
         if piece.token_id is not None:
             self._tokens.append(piece.token_id)
@@ -271,7 +272,7 @@ class MessageAnswer(Answer):
         yield self._delta({"type": name, key: text})
 
     def _open(self, block: Object) -> Iterator[bytes]:
-        """Events of a block that begins, after those of the one before."""
+        """Yield the events that end the previous block and begin this one."""
         yield from self._close()
         self._blocks.append(block)
         self._is_open = True
@@ -285,7 +286,7 @@ class MessageAnswer(Answer):
             yield _event("content_block_stop", {"index": len(self._blocks) - 1})
 
     def _end(self) -> list[bytes]:
-        """Events of the last block's end."""
+        """Return the events that end the last block."""
         return [*self._close()]
 
     def _delta(self, delta: Object) -> bytes:
@@ -296,20 +297,20 @@ class MessageAnswer(Answer):
                 "content": content}
 
     def _stopped(self) -> Object:
-        """Why the message ended."""
+        """Return the stop reason."""
         stop = self._stop_sequence() if self._reason == "stop" else None
         reason = "max_tokens" if self._reason != "stop" else "tool_use" if self._parser.calls \
             else "end_turn" if stop is None else "stop_sequence"
         return {"stop_reason": reason, "stop_sequence": stop}
 
     def _stop_sequence(self) -> str | None:
-        """The stop sequence that ended the message."""
+        """Return the stop sequence that ended the message, if any."""
         if not self._body.stop_sequences:
             return None
         text = self.model.llm.detokenize(
             self._tokens, skip_special_tokens=not self.job.params.show_special_tokens)
-        found = [(place, own) for own in self._body.stop_sequences
-                 if (place := text.find(own)) >= 0]
+        found = [(place, stop) for stop in self._body.stop_sequences
+                 if (place := text.find(stop)) >= 0]
         return min(found)[1] if found else None
 
     def _usage(self) -> Object:
@@ -323,7 +324,7 @@ def _event(kind: str, content: Object) -> bytes:
 
 
 def _parsed(arguments: str) -> Object:
-    """A call's arguments; empty where the call was cut."""
+    """Parse a call's arguments; empty if the call is incomplete."""
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):

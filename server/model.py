@@ -1,4 +1,4 @@
-"""A model that is served: its name, its texts and tokens, and what it generates."""
+"""A served model: its name, tokenizer, chat template and generation."""
 
 from __future__ import annotations
 
@@ -26,16 +26,19 @@ from llmc.server.tool_parsers import TOOL_PARSERS, recognized_parser
 
 GenerationConfig = Literal["auto", "none"]
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
-# Of a tokenizer's configuration, which name files.
+# Fields of a tokenizer's configuration that are file names.
 _PATHS = ("name_or_path", "vocab_file", "merges_file", "tokenizer_file", "special_tokens_map_file")
 
 
 @dataclass(frozen=True)
 class GenerationJob:
-    """What a request has generated: `n` choices of each prompt.
+    """Prompts of a request, with `n` choices for each.
 
     Args:
-        echo: a text for each prompt, with which its choices begin. None: they do not.
+        prompts: token ids.
+        params: sampling parameters.
+        priority: of its sequences.
+        echo: text for each prompt that its choices begin with. None: no echo.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -55,38 +58,39 @@ class GenerationJob:
         return sum(map(len, self.prompts))
 
     def stop_reason(self, piece: CompletionChunk) -> int | None:
-        """Which of `stop_token_ids` ended a completion, as vLLM tells it."""
+        """Return the id of `stop_token_ids` that ended a completion, as in vLLM."""
         return piece.token_id if piece.finish_reason == "stop" and \
             piece.token_id in self.params.stop_token_ids else None
 
     def choice(self, piece: CompletionChunk) -> int:
-        """The index of the choice that a piece belongs to."""
+        """Return the index of a chunk's choice."""
         return piece.index * self.n + piece.sample
 
 
 def check_choices(prompts: int, n: int) -> None:
-    """Raises ApiError where a request asks for more than `MAX_CHOICES`."""
+    """Raise ApiError if a request has more than `MAX_CHOICES` choices."""
     if prompts * n > MAX_CHOICES:
-        raise ApiError(f"{prompts} prompts with {n} choices each are more than {MAX_CHOICES} "
-                       f"choices; send several requests")
+        raise ApiError(f"{prompts} prompts with {n} choices each exceed the maximum of "
+                       f"{MAX_CHOICES} choices; send several requests")
 
 
 class Model:
     """A loaded case directory under a name.
 
     Args:
-        tool_call_parser: a name of `TOOL_PARSERS`. None: the chat template chooses.
-        reasoning_parser: a name of `REASONING_MARKS`, `auto` to let the chat template choose, or
-            `none`.
-        content_format: form of messages' content; see `LLM.chat_prompt`.
-        generation_config: `auto` uses the model's own sampling defaults, `none` llmc's.
+        llm: the model.
+        name: in requests and answers.
+        tool_call_parser: key of `TOOL_PARSERS`. None: that of the chat template.
+        reasoning_parser: key of `REASONING_MARKS`, `auto` for that of the chat template, or `none`.
+        content_format: format of messages' content; see `LLM.chat_prompt`.
+        generation_config: `auto`: sampling defaults of the model; `none`: those of llmc.
 
     Attributes:
-        requests: that it works on.
-        shows_tools: whether the chat template shows tools to the model.
+        requests: number of running requests.
+        shows_tools: whether the chat template renders tools.
         special_tokens: texts of the tokenizer's special tokens.
-        sampling_defaults: fields of `SamplingParams` for requests that leave them out.
-        logged_defaults: the same, as the log shows them.
+        sampling_defaults: attributes of `SamplingParams` for requests without them.
+        logged_defaults: the same, as logged.
     """
 
     def __init__(self, llm: AsyncLLM, name: str, tool_call_parser: str | None = None,
@@ -109,11 +113,11 @@ class Model:
             else None if reasoning_parser == "none" else reasoning_parser
         self.shows_tools = _names_tools(template)
         tokens = () if llm.tokenizer is None else llm.tokenizer.get_added_tokens_decoder().values()
-        self.special_tokens = frozenset(own.content for own in tokens if own.special)
+        self.special_tokens = frozenset(token.content for token in tokens if token.special)
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """It works on one more request."""
+        """Context of a running request."""
         self.requests += 1
         try:
             yield
@@ -121,17 +125,17 @@ class Model:
             self.requests -= 1
 
     def check_name(self, name: str | None) -> None:
-        """Raises ApiError where a client names another model."""
+        """Raise ApiError if a request names another model."""
         if name is not None and name != self.name:
-            raise ApiError(f"there is no model '{shortened(name)}'; this server has '{self.name}'",
+            raise ApiError(f"unknown model '{shortened(name)}'; this server has '{self.name}'",
                            404, param="model", code="model_not_found")
 
     async def read_prompts(self, prompts: Sequence[str | list[int]],
                            add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of prompts.
+        """Tokenize the prompts that are texts.
 
         Raises:
-            ApiError: a text has more tokens than the model takes.
+            ApiError: a text has more tokens than the maximum length.
             LlmcError: see `LLM.tokenize`.
         """
         return [prompt if not isinstance(prompt, str) else
@@ -141,11 +145,11 @@ class Model:
                             tools: Sequence[Mapping[str, object]] | None = None,
                             chat_template_kwargs: Mapping[str, object] | None = None,
                             param: str = "messages") -> list[int]:
-        """Token ids of a conversation, which is the request's field `param`.
+        """Render and tokenize a conversation, which is the request's field `param`.
 
         Raises:
-            ApiError: a message has content other than text, or all have more tokens than the model
-                takes.
+            ApiError: a message has content other than text, or the prompt exceeds the maximum
+                length.
             LlmcError: see `LLM.render_chat`.
         """
         text = await self.offload.render_chat(
@@ -154,20 +158,20 @@ class Model:
         return await self._tokenize(text, False, param)
 
     async def _tokenize(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
-        most = self.max_prompt_len
-        count, ids = await self.offload.tokenize(text, add_special_tokens, most)
+        limit = self.max_prompt_len
+        count, ids = await self.offload.tokenize(text, add_special_tokens, limit)
         if count > len(ids):
-            raise prompt_too_long(most, count, param, at_least=True)
+            raise prompt_too_long(limit, count, param, at_least=True)
         return ids
 
     @property
     def max_prompt_len(self) -> int:
-        """Tokens of the longest prompt."""
+        """Maximum number of tokens of a prompt."""
         encoder = self.llm.manifest.encoder
         return self.llm.max_model_len if encoder is None else encoder.max_seq_len
 
     def tokenizer_info(self) -> dict[str, Any]:
-        """The tokenizer's configuration and the chat template, as vLLM tells them.
+        """Return the tokenizer's configuration and the chat template, as vLLM does.
 
         Raises:
             ApiError: the model has no tokenizer.
@@ -176,60 +180,63 @@ class Model:
         if self.llm.tokenizer_file is None or self.llm.tokenizer is None:
             raise ApiError("this model was compiled without a tokenizer; give token ids")
         config = read_config(self.llm.tokenizer_file.parent)
-        own = self.llm.manifest.tokenizer
-        for name, tokens in (("bos_token", [own.bos_token_id]), ("eos_token", own.eos_token_ids)):
+        tokenizer = self.llm.manifest.tokenizer
+        for name, tokens in (("bos_token", [tokenizer.bos_token_id]),
+                             ("eos_token", tokenizer.eos_token_ids)):
             if name not in config and tokens and tokens[0] is not None:
                 config[name] = self.llm.tokenizer.id_to_token(tokens[0])
         info = {"tokenizer_class": "PreTrainedTokenizerFast", **{
             name: _plain(value) for name, value in config.items() if name not in _PATHS}}
-        if own.chat_template is not None:
-            info["chat_template"] = (self.llm.case_dir / own.chat_template).read_text("utf-8")
+        if tokenizer.chat_template is not None:
+            info["chat_template"] = (self.llm.case_dir / tokenizer.chat_template).read_text("utf-8")
         return info
 
     def token_text(self, token_id: int) -> str:
-        """One token's text, with U+FFFD for parts of characters; empty without a tokenizer."""
+        """Return a token's text, with U+FFFD for partial characters; "" without a tokenizer."""
         return "" if self.llm.tokenizer is None else token_text(self.llm.tokenizer, token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """One token's bytes, also where they are no whole characters; empty without a tokenizer."""
+        """Return a token's bytes, which may be partial characters; empty without a tokenizer."""
         return b"" if self.llm.tokenizer is None else token_bytes(self.llm.tokenizer, token_id)
 
     def pieces(self, job: GenerationJob, tenant: str | None, cache_salt: str | None) -> \
             AsyncGenerator[list[CompletionChunk], None]:
-        """What is generated, each time all that is there; closing this stops the work."""
+        """Yield batches of all available chunks; closing the generator stops the generation."""
         return self.llm.stream_batches(job.prompts, job.params, priority=job.priority,
                                        tenant=tenant, cache_salt=cache_salt, all_beams=True)
 
 
 def _plain(value: Any) -> Any:
-    """A value of a tokenizer's configuration, in which an added token is its text."""
+    """Replace added tokens in a tokenizer's configuration with their texts."""
     if isinstance(value, dict):
         return value["content"] if "content" in value else {
-            name: _plain(own) for name, own in value.items()}
+            name: _plain(part) for name, part in value.items()}
     return [*map(_plain, value)] if isinstance(value, list) else value
 
 
 def check_parsers(tool_call_parser: str | None, reasoning_parser: str) -> None:
-    """Raises LlmcError where a parser's name is unknown."""
+    """Raise LlmcError if a parser's name is unknown."""
     for option, name, known in (
             ("tool_call_parser", tool_call_parser, [*TOOL_PARSERS]),
             ("reasoning_parser", reasoning_parser, ["auto", "none", *REASONING_MARKS])):
         if name is not None and name not in known:
-            raise LlmcError(f"--{option} '{name}' is unknown; give one of: {', '.join(known)}")
+            raise LlmcError(f"--{option} is '{name}', which is unknown; give one of: "
+                            f"{', '.join(known)}")
 
 
 def _names_tools(template: str) -> bool:
-    """Whether a chat template has the variable `tools`."""
+    """Whether a chat template uses the variable `tools`."""
     try:
         return any(kind == "name" and value == "tools"
                    for _, kind, value in jinja2.Environment().lex(template))
-    except jinja2.TemplateSyntaxError:  # which its first use reports
+    except jinja2.TemplateSyntaxError:  # reported at its first use
         return False
 
 
 def _message(index: int, message: Message) -> dict[str, Any]:
-    """A message as `LLM.render_chat` reads it: its parts are texts, and only an assistant's
-    content may be absent.
+    """Convert a message for `LLM.render_chat`.
+
+    Its parts are texts; only an assistant's content may be absent.
     """
     written: dict[str, Any] = message.model_dump(exclude_none=True, exclude={"content"})
     content = message.content
@@ -243,6 +250,6 @@ def _message(index: int, message: Message) -> dict[str, Any]:
 def _text_part(index: int, part: Part) -> dict[str, str]:
     text = (part.model_extra or {}).get("refusal") if part.type == "refusal" else part.text
     if part.type not in _TEXT_PARTS or not isinstance(text, str):
-        raise ApiError(f"message {index} has a part of type '{shortened(part.type)}'; models here "
-                       f"read text", param="messages")
+        raise ApiError(f"message {index} has a part of type '{shortened(part.type)}'; give text "
+                       f"parts only", param="messages")
     return {"type": "text", "text": text}

@@ -1,12 +1,13 @@
-"""Work that a request brings and that must not hold the event loop, or take a core from others.
+"""Work of a request that must not block the event loop or occupy a core of the model.
 
-| work | where |
+| work | location |
 | --- | --- |
-| a text of up to 32 KiB | a thread; `tokenizers` holds no GIL there |
-| a longer text | one child process at a time, at low priority, refused by its size where possible |
-| a chat template | two child processes |
-| a body of many JSON values | counted by a child process, before pydantic reads it |
-| a grammar | see `llmc.runtime.sampling.structured_output` |
+| tokenizing up to 32 KiB of text | a thread; `tokenizers` releases the GIL |
+| tokenizing a longer text | a child process at low priority, one text at a time |
+| rejecting a text that is too long | by its size, if that decides |
+| rendering a chat template | two child processes |
+| counting the values of a large JSON body | a child process, before pydantic reads the body |
+| compiling a grammar | see `llmc.runtime.sampling.structured_output` |
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from llmc.runtime.tokenizer import load_for_texts, tokenize_long
 from llmc.server.errors import ApiError
 from llmc.server.json_values import count_values
 
-MAX_TOKENS = 2**18  # that /tokenize returns
-MAX_VALUES = 2**15  # of a body's JSON: pydantic takes up to 1 us for each, and holds the GIL
+MAX_TOKENS = 2**18  # maximum that /tokenize returns
+MAX_VALUES = 2**15  # of a JSON body: pydantic takes up to 1 us for each, and holds the GIL
 _SHORT = 32 * 1024  # characters
-# Threads that wait for child processes. Each kind waits for its own only.
+# Threads that wait for child processes; separate, so that no kind of work delays another.
 _TEXTS = ThreadPoolExecutor(1, "llmc-texts")
 _TEMPLATES = ThreadPoolExecutor(2, "llmc-templates")
 _BODIES = ThreadPoolExecutor(1, "llmc-bodies")
 
 
 class Offload:
-    """Tokenizes, renders and counts for the server of one model."""
+    """Tokenizes texts, renders chat templates and counts JSON values for one model."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
@@ -45,10 +46,10 @@ class Offload:
 
     async def tokenize(self, text: str, add_special_tokens: bool, limit: int) -> \
             tuple[int, list[int]]:
-        """A text's token ids.
+        """Tokenize a text.
 
         Returns:
-            The number of tokens, or a lower bound of it, and the tokens where they are at most
+            The number of tokens or a lower bound of it, and the token ids if they are at most
             `limit`.
 
         Raises:
@@ -67,7 +68,7 @@ class Offload:
                           tools: Sequence[Mapping[str, object]] | None,
                           chat_template_kwargs: Mapping[str, object] | None,
                           content_format: ContentFormat) -> str:
-        """See `LLM.render_chat`; `messages` makes them, in another thread."""
+        """Render a conversation as `LLM.render_chat` does; calls `messages` in another thread."""
         def render() -> str:
             return self._llm.render_chat(messages(), tools=tools,
                                          chat_template_kwargs=chat_template_kwargs,
@@ -76,18 +77,18 @@ class Offload:
         return await asyncio.get_running_loop().run_in_executor(_TEMPLATES, render)
 
     async def check_body(self, raw: bytes) -> None:
-        """Refuse a body of so many JSON values that reading it would hold the event loop.
+        """Reject a body whose number of JSON values would block the event loop.
 
         Raises:
-            ApiError: it has more than a prompt of token ids could need.
+            ApiError: it has more values than a prompt of token ids can need.
         """
-        most = max(MAX_VALUES, 2 * self._llm.max_model_len)
-        if sum(map(raw.count, (b",", b"[", b"{"))) < most:  # strings may have some, too
+        limit = max(MAX_VALUES, 2 * self._llm.max_model_len)
+        if sum(map(raw.count, (b",", b"[", b"{"))) < limit:  # an upper bound of the values
             return
         count = await asyncio.get_running_loop().run_in_executor(
             _BODIES, self._llm.sandbox.run, self._bodies, count_values, raw)
         if count < 0:
             raise ApiError("Invalid JSON")
-        if count > most:
-            raise ApiError(f"the body has {count} JSON values, at most {most} are read; send texts "
-                           f"instead of token ids, or several requests", 413)
+        if count > limit:
+            raise ApiError(f"the body has {count} JSON values, expected at most {limit}; send "
+                           f"texts instead of token ids, or several requests", 413)

@@ -1,5 +1,6 @@
-"""What the server takes and answers, once: the application's routes and /openapi.json are made of
-it. Bodies are described by `protocol`'s models.
+"""Operations of the server: source of the application's routes and of /openapi.json.
+
+The models of `protocol` describe the bodies.
 """
 
 from __future__ import annotations
@@ -23,29 +24,29 @@ from llmc.server.protocol import (
 
 _Object = dict[str, Any]
 _REF = "#/components/schemas/{model}"
-# What may become of a request with a body, beside an answer.
-_WRONG = {400: "what is asked cannot be had", 404: "another model is served",
-          408: "the body, or the answer, took too long", 413: "the body is too large",
-          415: "the body is no JSON by its type"}
-_FULL = {429: "come again after Retry-After seconds"}
+# Error statuses of a request with a body.
+_WRONG = {400: "the request is invalid or not supported", 404: "another model is served",
+          408: "the body or the answer took too long", 413: "the body is too large",
+          415: "the content type is not JSON"}
+_FULL = {429: "a limit is reached; retry after Retry-After seconds"}
 _NOT_STORED = "the response is not stored"
 MAX_ITEMS = 100  # of a page of a response's input items
 ITEM_ORDERS = ("desc", "asc")
-DOWN = "a step failed; the model has to be loaded again"
+DOWN = "a step failed; the server must be restarted"
 _UNAVAILABLE = "a step failed, or the server is shutting down"
-_UNHEALTHY = "a step failed, or none has completed for long"
+_UNHEALTHY = "a step failed, or no step has completed for stall_timeout"
 
 
 @dataclass(frozen=True)
 class Operation:
-    """A path with a method.
+    """A path with an HTTP method.
 
     Args:
-        endpoint: the method of `Api` that answers it.
-        body: of a request.
-        answer: keys that an answer's JSON has, or the media type of what is none.
-        wrong: statuses of what can go wrong, and what each means.
-        query: the query's parameters, each a schema by its name.
+        endpoint: method of `Api` that answers it.
+        answer: keys of the answer's JSON, or the media type of another answer.
+        body: model of the request's body.
+        wrong: error statuses with their meanings.
+        query: query parameters with their schemas.
     """
 
     method: str
@@ -58,7 +59,7 @@ class Operation:
 
     @property
     def generates(self) -> bool:
-        """Whether it may answer by server-sent events."""
+        """Whether the operation may answer with server-sent events."""
         return 429 in dict(self.wrong)
 
 
@@ -74,7 +75,7 @@ OPERATIONS = (
     _post("/v1/completions", "completions", CompletionRequest, *_CHOICES, generates=True),
     _post("/v1/responses", "responses", ResponsesRequest, "id", "object", "created_at", "model",
           "output", "status", "usage", generates=True),
-    # Before the next, whose name may have slashes.
+    # First, because the names of the next operations may have slashes.
     Operation("GET", "/v1/responses/{name}/input_items", "input_items",
               ("object", "data", "first_id", "last_id", "has_more"),
               wrong=((400, "a parameter is out of range"), (404, _NOT_STORED)),
@@ -105,28 +106,28 @@ OPERATIONS = (
 )
 
 
-# Served where an option says so, as the chat template may be private.
+# Served only with --enable_tokenizer_info_endpoint, as the chat template may be private.
 TOKENIZER_INFO = Operation("GET", "/tokenizer_info", "tokenizer_info", ("tokenizer_class",),
                            wrong=((400, "the model has no tokenizer"),))
 
 
 def description(operations: Sequence[Operation], open_paths: Sequence[str]) -> _Object:
-    """The server's interface, as OpenAPI 3.1 has it.
+    """Return the OpenAPI 3.1 description of the server.
 
     Args:
-        operations: that it serves.
-        open_paths: that need no API key.
+        operations: the served operations.
+        open_paths: paths without authentication.
     """
-    bodies = [own.body for own in operations if own.body is not None]
+    bodies = [operation.body for operation in operations if operation.body is not None]
     _, schemas = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF)
     paths: dict[str, _Object] = {}
-    for own in operations:
-        paths.setdefault(own.path, {})[own.method.lower()] = _described(
-            own, own.path in open_paths)
+    for operation in operations:
+        paths.setdefault(operation.path, {})[operation.method.lower()] = _described(
+            operation, operation.path in open_paths)
     return {
         "openapi": "3.1.0",
         "info": {"title": "llmc", "version": __version__,
-                 "description": "OpenAI's interface, with vLLM's extra fields."},
+                 "description": "The OpenAI API, with vLLM's extra fields."},
         "paths": paths,
         "components": {"schemas": {**schemas["$defs"], "Error": _ERROR},
                        "securitySchemes": {
@@ -134,37 +135,38 @@ def description(operations: Sequence[Operation], open_paths: Sequence[str]) -> _
                            "x_api_key": {"type": "apiKey", "in": "header", "name": "x-api-key"}}}}
 
 
-def _described(own: Operation, is_open: bool) -> _Object:
-    told: _Object = {"operationId": own.endpoint, "responses": {
-        "200": {"description": "the answer", **_content(own)},
-        **{str(status): _refusal(text) for status, text in _wrong(own, is_open).items()}}}
+def _described(operation: Operation, is_open: bool) -> _Object:
+    described: _Object = {"operationId": operation.endpoint, "responses": {
+        "200": {"description": "the answer", **_content(operation)},
+        **{str(status): _refusal(text) for status, text in _wrong(operation, is_open).items()}}}
     if not is_open:
-        # A key where the server was given one; Anthropic's clients send x-api-key.
-        told["security"] = [{}, {"key": []}, {"x_api_key": []}]
-    if own.body is not None:
-        told["requestBody"] = {"required": True, "content": {"application/json": {
-            "schema": {"$ref": _REF.format(model=own.body.__name__)}}}}
+        # Authentication is optional in general; Anthropic's clients send x-api-key.
+        described["security"] = [{}, {"key": []}, {"x_api_key": []}]
+    if operation.body is not None:
+        described["requestBody"] = {"required": True, "content": {"application/json": {
+            "schema": {"$ref": _REF.format(model=operation.body.__name__)}}}}
     parameters: list[_Object] = [{"name": name, "in": "query", "schema": schema}
-                                 for name, schema in own.query]
-    if "{name}" in own.path:
+                                 for name, schema in operation.query]
+    if "{name}" in operation.path:
         parameters.append({"name": "name", "in": "path", "required": True,
                            "schema": {"type": "string", "minLength": 1}})
     if parameters:
-        told["parameters"] = parameters
-    return told
+        described["parameters"] = parameters
+    return described
 
 
-def _wrong(own: Operation, is_open: bool) -> dict[int, str]:
-    return dict(own.wrong) | {403: "the Host or the Origin is not accepted"} | (
+def _wrong(operation: Operation, is_open: bool) -> dict[int, str]:
+    return dict(operation.wrong) | {403: "the Host or the Origin is not accepted"} | (
         {} if is_open else {401: "the API key is missing or wrong"})
 
 
-def _content(own: Operation) -> _Object:
-    if isinstance(own.answer, str):
-        return {"content": {own.answer: {"schema": {"type": "string"}}}} if own.answer else {}
+def _content(operation: Operation) -> _Object:
+    if isinstance(operation.answer, str):
+        return {"content": {operation.answer: {"schema": {"type": "string"}}}} \
+            if operation.answer else {}
     answer: _Object = {"application/json": {"schema": {"type": "object",
-                                                       "required": [*own.answer]}}}
-    if own.generates:
+                                                       "required": [*operation.answer]}}}
+    if operation.generates:
         answer["text/event-stream"] = {}
     return {"content": answer}
 

@@ -1,4 +1,4 @@
-"""An answer's text as reasoning, content and tool calls."""
+"""Parsing of an answer's text into reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from llmc.server.reasoning import REASONING_MARKS, ReasoningParser
 from llmc.server.text_reader import Delta
 from llmc.server.tool_parsers import TOOL_PARSERS, Harmony, NamedCall, RequiredCalls, ToolParser
 
-_PROMPT_END = 16  # tokens in which a template may open the reasoning
+_PROMPT_END = 16  # last tokens of the prompt, in which a template may open the reasoning
 
 
 class OutputParser:
-    """Reads the text of one answer as it arrives.
+    """Parser of one answer's text as it arrives.
 
     Args:
-        parallel: whether calls after the first are emitted.
+        reasoning: None: the text has no reasoning.
+        tools: None: the text has no tool calls.
+        parallel: whether to emit calls after the first.
 
     Attributes:
-        calls: tool calls so far.
+        calls: number of tool calls so far.
     """
 
     def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None,
@@ -35,12 +37,12 @@ class OutputParser:
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the text read last is reasoning."""
-        return any(own is not None and own.is_reasoning for own in (
+        """Whether the latest text is reasoning."""
+        return any(parser is not None and parser.is_reasoning for parser in (
             self._reasoning, self._tools if isinstance(self._tools, Harmony) else None))
 
     def push(self, text: str, ended: bool = False) -> Iterator[Delta]:
-        """Deltas of more text, and of the rest where it is the last."""
+        """Yield the deltas of a text, and of the pending rest if `ended`."""
         for delta in self._split(text, ended):
             content = delta.get("content")
             if self._tools is None or content is None:
@@ -51,7 +53,7 @@ class OutputParser:
             yield from self._shown(self._tools.finish())
 
     def _split(self, text: str, ended: bool) -> Iterator[Delta]:
-        """Text as reasoning and content."""
+        """Split a text into reasoning and content."""
         if self._reasoning is None:
             yield from [{"content": text}] if text or self._tools is not None else []
             return
@@ -60,7 +62,7 @@ class OutputParser:
             yield from self._reasoning.finish()
 
     def _shown(self, deltas: Iterator[Delta]) -> Iterator[Delta]:
-        """Deltas without those of calls that are too many."""
+        """Drop the deltas of calls that are not allowed."""
         for delta in deltas:
             calls = delta.get("tool_calls")
             if calls is None or self._parallel or calls[0]["index"] == 0:
@@ -68,7 +70,7 @@ class OutputParser:
 
 
 def output_parser(model: Model, body: Conversation, job: GenerationJob) -> OutputParser:
-    """The parser of one answer to a request."""
+    """Build the parser of one answer."""
     use = body.tool_use
     tools = {tool.function.name: tool.function.parameters for tool in use.tools}
     if use.is_forced:
@@ -87,7 +89,7 @@ def output_parser(model: Model, body: Conversation, job: GenerationJob) -> Outpu
 
 
 def with_marks(model: Model, body: Conversation, params: SamplingParams) -> SamplingParams:
-    """Parameters by which the text has the marks that its parser reads."""
+    """Return parameters with special tokens shown if the parser needs them."""
     marks: list[str] = []
     if model.tool_call_parser == "harmony" and not _is_guided(params):
         return replace(params, show_special_tokens=True)
@@ -100,5 +102,5 @@ def with_marks(model: Model, body: Conversation, params: SamplingParams) -> Samp
 
 
 def _is_guided(params: SamplingParams) -> bool:
-    """Whether a grammar makes the text. It knows no channels and no reasoning."""
-    return any(getattr(params, own) for own in STRUCTURED_OUTPUT_FIELDS)
+    """Whether structured output constrains the text, which excludes channels and reasoning."""
+    return any(getattr(params, name) for name in STRUCTURED_OUTPUT_FIELDS)

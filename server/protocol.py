@@ -1,8 +1,8 @@
-"""What comes in: the bodies of requests, as OpenAI and, beyond it, vLLM name their fields.
+"""Request bodies, with the field names of OpenAI and vLLM.
 
-A field that would change the answer and is not served is refused, by `REFUSED`. What changes
-nothing here (`user`, `metadata`, …) and what nobody knows is ignored, as vLLM does, and named in
-the request's line of the log.
+`REFUSED` has fields that would change the answer but are not supported; they get an error. Fields
+without an effect (`user`, `metadata`, …) and unknown fields are ignored, as in vLLM, and named in
+the request's log line.
 """
 
 from __future__ import annotations
@@ -29,37 +29,35 @@ from llmc.runtime.sampling.params import STRUCTURED_OUTPUT_FIELDS, SamplingParam
 from llmc.server.errors import ApiError
 from llmc.server.tool_schema import calls_schema
 
-MAX_LOGPROBS = 20  # of a token, as OpenAI has it
-MAX_CHOICES = 128  # of a request, in all
-_MAX_CALLS = 16  # of an answer that must call tools
-_MAX_IGNORED = 20  # names of a request that its line of the log has
+MAX_LOGPROBS = 20  # per token, OpenAI's limit
+MAX_CHOICES = 128  # per request, over all prompts
+_MAX_CALLS = 16  # of an answer with forced tool calls
+_MAX_IGNORED = 20  # ignored fields that the log line of a request names
 
-# Fields that are not served: the values that ask for nothing, and what to do instead.
+# Unsupported fields: the values without an effect, and the advice for other values.
 _Refused = dict[str, tuple[tuple[Any, ...], str]]
 _REFUSED: _Refused = {
-    "include_stop_str_in_output": ((False, None), "stop strings are not shown"),
-    "prompt_logprobs": ((None,), "ask /v1/completions or /v1/chat/completions"),
+    "include_stop_str_in_output": ((False, None), "stop strings are never part of the text"),
+    "prompt_logprobs": ((None,), "use /v1/completions or /v1/chat/completions"),
     "truncate_prompt_tokens": ((None,), "shorten the prompt"),
     "return_token_ids": ((None, False), "give the text to /tokenize"),
     "return_tokens_as_token_ids": ((None, False), "give the text to /tokenize"),
-    "logits_processors": ((None, []), "there is logit_bias"),
-    "prompt_embeds": ((None,), "give a text, or token ids"),
+    "logits_processors": ((None, []), "use logit_bias"),
+    "prompt_embeds": ((None,), "give a text or token ids"),
 }
 
 _Model = TypeVar("_Model", bound="Body")
-# Of lists, the first thing that is wrong is told. To find all takes 10 us each, and the GIL.
+# Of lists, only the first error is reported: finding all takes 10 us each, and holds the GIL.
 Ints = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 
 
 class Fields(BaseModel):
-    """Fields of a request. One that is null is not given, unless it is required: clients send
-    unset options so.
-    """
+    """Fields of a request; null means absent unless the field is required."""
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
+    def _drop_nulls(cls, given: Any) -> Any:
         if not isinstance(given, dict) or None not in given.values():
             return given
         required = {field.alias or name for name, field in cls.model_fields.items()
@@ -71,10 +69,10 @@ class Fields(BaseModel):
     def __get_pydantic_json_schema__(cls, core_schema: Any,
                                      handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         schema = handler.resolve_ref_schema(handler(core_schema))
-        for name, own in schema.get("properties", {}).items():
-            if name not in schema.get("required", ()) and {"type": "null"} not in own.get(
+        for name, field in schema.get("properties", {}).items():
+            if name not in schema.get("required", ()) and {"type": "null"} not in field.get(
                     "anyOf", ()):
-                schema["properties"][name] = {"anyOf": [own, {"type": "null"}]}
+                schema["properties"][name] = {"anyOf": [field, {"type": "null"}]}
         return schema
 
 
@@ -88,10 +86,10 @@ class Body(Fields):
 
     @classmethod
     def read(cls: type[_Model], raw: bytes) -> _Model:
-        """A body from JSON. Nesting of more than 200 is refused by pydantic's parser.
+        """Parse and validate a body. pydantic's parser rejects more than 200 levels of nesting.
 
         Raises:
-            ApiError: it is not JSON, or not such a body; or asks for what is not served.
+            ApiError: the body is not JSON or invalid, or a field is not supported.
         """
         try:
             body = cls.model_validate_json(raw)
@@ -104,26 +102,26 @@ class Body(Fields):
         for name, value in (body.model_extra or {}).items():
             neutral, instead = cls.REFUSED.get(name, ((value,), ""))
             if value not in neutral:
-                raise ApiError(f"{name} is not served; {instead}", param=name,
+                raise ApiError(f"{name} is not supported; {instead}", param=name,
                                code="unsupported_parameter")
         return body
 
     @property
     def ignored(self) -> list[str]:
-        """Fields that were given and mean nothing here, for the log: few, and short."""
+        """Names of ignored fields for the log, limited in number and length."""
         names = sorted(name for name in self.model_extra or {} if name not in self.REFUSED)
         return [*map(shortened, names[:_MAX_IGNORED]), *(["…"] if names[_MAX_IGNORED:] else [])]
 
 
 class StreamOptions(Fields):
-    """What else a stream tells; `continuous_usage_stats` is vLLM's."""
+    """Options of a stream; `continuous_usage_stats` is vLLM's."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
 class JsonSchema(Fields):
-    """Of a response_format; `strict` is always so."""
+    """The schema of a response_format; `strict` is always on."""
 
     name: str = ""
     description: str | None = None
@@ -132,14 +130,14 @@ class JsonSchema(Fields):
 
 
 class ResponseFormat(Fields):
-    """What an answer is to be."""
+    """The format of an answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
 class StructuredOutputs(Fields):
-    """vLLM's: at most one of them."""
+    """vLLM's structured_outputs; at most one field may be set."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -151,7 +149,7 @@ class StructuredOutputs(Fields):
 
 
 class Generation(Body):
-    """What requests that generate text have in common."""
+    """Common fields of requests that generate text."""
 
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -182,7 +180,7 @@ class Generation(Body):
     guided_grammar: str | None = None
     structured_outputs: StructuredOutputs | None = None
     response_format: ResponseFormat | None = None
-    # llmc's own, as SamplingParams has them.
+    # llmc's; see SamplingParams.
     typical_p: float | None = None
     end_id: int | None = None
     early_stopping: bool | Literal["never"] | None = None
@@ -190,7 +188,7 @@ class Generation(Body):
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that it asks for, beams among them."""
+        """Number of sequences of the request, including beams."""
         return self.n or 1
 
     @property
@@ -205,27 +203,30 @@ class Generation(Body):
     def sampling(self, max_tokens: int, logprobs: int | None,
                  defaults: Mapping[str, Any] = MappingProxyType({}),
                  prompt_logprobs: int | None = None) -> SamplingParams:
-        """As the runtime wants it.
+        """Convert the fields to sampling parameters.
 
         Args:
-            defaults: the model's own, of fields that the request leaves out.
+            max_tokens: maximum number of new tokens.
+            logprobs: number of most likely tokens to return.
+            defaults: the model's defaults of absent fields.
+            prompt_logprobs: number of most likely tokens to return for each prompt token.
 
         Raises:
             ApiError: a value is out of range.
         """
         for name, count in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
             if count is not None and count > MAX_LOGPROBS:
-                raise ApiError(f"log-probabilities of {count} tokens are more than {MAX_LOGPROBS}",
+                raise ApiError(f"{name} is {count}, expected at most {MAX_LOGPROBS}",
                                param=name)
-        given = {name: value for name in _SAME if (value := getattr(self, name)) is not None}
+        given = {name: value for name in _SHARED if (value := getattr(self, name)) is not None}
         given |= dict(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs,
                       ignore_eos=self.ignore_eos,
                       show_special_tokens=not self.skip_special_tokens)
-        given |= self._guides()
+        given |= self._structured_output()
         if self.seed is not None:
             given["seed"] = self.seed % 2**64
         if self.top_k is not None:
-            given["top_k"] = max(self.top_k, 0)  # -1 is vLLM's for all
+            given["top_k"] = max(self.top_k, 0)  # vLLM's -1 means all tokens
         if self.use_beam_search:
             given["beam_width"] = self.n or 1
         else:
@@ -234,7 +235,7 @@ class Generation(Body):
                 given["temperature"] = self.temperature
         fields = with_defaults(given, defaults)
         if "temperature" not in fields and not self.use_beam_search and any(
-                given.get(name, neutral) != neutral for name, neutral in _OF_SAMPLING.items()):
+                given.get(name, neutral) != neutral for name, neutral in _SAMPLING_ONLY.items()):
             fields["temperature"] = _OPENAI_TEMPERATURE
         try:
             return SamplingParams(**fields)
@@ -244,45 +245,46 @@ class Generation(Body):
                 from None
 
 
-    def _guides(self) -> dict[str, Any]:
-        """What the answer is to follow, as SamplingParams has it, from wherever it stands.
+    def _structured_output(self) -> dict[str, Any]:
+        """Return the structured output fields of SamplingParams.
 
         Raises:
             ApiError: a schema is missing.
         """
         given: dict[str, Any] = {}
         if self.structured_outputs is not None:
-            own = self.structured_outputs
-            given = dict(guided_json=_ANY_OBJECT if own.json_object else own.json_,
-                         guided_regex=own.regex, guided_choice=own.choice,
-                         guided_grammar=own.grammar)
+            options = self.structured_outputs
+            given = dict(guided_json=_ANY_OBJECT if options.json_object else options.json_,
+                         guided_regex=options.regex, guided_choice=options.choice,
+                         guided_grammar=options.grammar)
         if self.response_format is not None and self.response_format.type != "text":
             schema = self.response_format.json_schema
             if schema is None and self.response_format.type == "json_schema":
-                raise ApiError("response_format has no json_schema", param="response_format")
+                raise ApiError("response_format of type 'json_schema' has no json_schema; add it",
+                               param="response_format")
             given["guided_json"] = _ANY_OBJECT if schema is None else schema.schema_
         return {name: value for name, value in given.items() if value is not None}
 
 
 _ANY_OBJECT = {"type": "object"}
-# Without a temperature, of the request or the model, an answer is greedy, as elsewhere in llmc;
-# but these mean nothing then, so a request that gives one gets OpenAI's default.
-_OF_SAMPLING = {name: getattr(SamplingParams, name)
+# Without a temperature, decoding is greedy, as elsewhere in llmc. These parameters have no effect
+# then, so a request with one of them gets OpenAI's default temperature.
+_SAMPLING_ONLY = {name: getattr(SamplingParams, name)
                 for name in ("n", "top_k", "top_p", "min_p", "typical_p")}
 _OPENAI_TEMPERATURE = 1.0
-# What SamplingParams has under the same name, with the same meaning.
-_SAME = ("stop", "stop_token_ids", "top_p", "presence_penalty", "frequency_penalty", "logit_bias",
-         "min_p", "repetition_penalty", "min_tokens", "bad_words", "length_penalty", "typical_p",
-         "end_id", "early_stopping", "diversity_rate", "guided_json", "guided_regex",
-         "guided_choice", "guided_grammar")
+# Fields that SamplingParams has with the same name and meaning.
+_SHARED = ("stop", "stop_token_ids", "top_p", "presence_penalty", "frequency_penalty", "logit_bias",
+           "min_p", "repetition_penalty", "min_tokens", "bad_words", "length_penalty", "typical_p",
+           "end_id", "early_stopping", "diversity_rate", "guided_json", "guided_regex",
+           "guided_choice", "guided_grammar")
 
 
 class CompletionRequest(Generation):
-    """Of /v1/completions."""
+    """The body of /v1/completions."""
 
     REFUSED: ClassVar[_Refused] = _REFUSED | {
-        "suffix": ((None, ""), "put it into the prompt, as the model was trained"),
-        "best_of": ((None, 1), "ask for n, and choose by logprobs"),
+        "suffix": ((None, ""), "put it into the prompt in the model's infilling format"),
+        "best_of": ((None, 1), "give n, and select by logprobs"),
     }
 
     prompt: str | Ints | Texts | Annotated[list[Ints], Field(fail_fast=True)]
@@ -295,14 +297,13 @@ class CompletionRequest(Generation):
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
-        """One or several."""
+        """The prompts as a list."""
         several: list[Any] = [self.prompt] if isinstance(self.prompt, str) else [*self.prompt]
         return [several] if several and isinstance(several[0], int) else several
 
     @property
     def scored(self) -> int | None:
-        """Most likely tokens to return in the place of each prompt token; None: no scores at all.
-        """
+        """Number of most likely tokens to return per prompt token; None: no log-probabilities."""
         return self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
 
     @property
@@ -321,21 +322,21 @@ class Part(Fields):
     @model_validator(mode="before")
     @classmethod
     def _refusal(cls, given: Any) -> Any:
-        """An assistant's refusal is its text."""
+        """Convert a refusal part to a text part."""
         if isinstance(given, dict) and given.get("type") == "refusal":
             return {"type": "text", "text": given.get("refusal")}
         return given
 
 
 class FunctionCall(Fields):
-    """The function that an assistant called."""
+    """The function of a tool call."""
 
     name: str
     arguments: str = "{}"
 
 
 class ToolCall(Fields):
-    """A call in a message of an assistant."""
+    """A tool call in an assistant's message."""
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -343,7 +344,7 @@ class ToolCall(Fields):
 
 
 class Message(Fields):
-    """A message of a conversation; templates get other keys as they are."""
+    """A message of a conversation; other keys are passed to the chat template."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -356,7 +357,7 @@ class Message(Fields):
     @model_validator(mode="before")
     @classmethod
     def _refusal(cls, given: Any) -> Any:
-        """A message that holds a refusal instead of content has it as content."""
+        """Use a refusal as content if the content is absent."""
         if isinstance(given, dict) and given.get("content") is None and \
                 isinstance(given.get("refusal"), str):
             return {**given, "content": given["refusal"]}
@@ -373,7 +374,7 @@ class Function(Fields):
 
 
 class Tool(Fields):
-    """A tool that a model may call."""
+    """A tool that the model may call."""
 
     type: Literal["function"]
     function: Function
@@ -381,11 +382,12 @@ class Tool(Fields):
 
 @dataclass(frozen=True)
 class ToolUse:
-    """The tools that a model is shown, and the calls that it must make.
+    """Tools that the prompt shows, and the calls that are forced.
 
     Args:
-        mode: `auto` leaves it to the model; `required` and `named` force a call, the latter of
-            the one tool.
+        tools: the tools.
+        mode: `auto`: the model decides; `required`: one or more calls; `named`: a call of the
+            only tool.
         parallel: whether an answer may have several calls.
     """
 
@@ -399,25 +401,27 @@ class ToolUse:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The schema of an answer that is forced to call."""
+        """JSON schema of an answer with forced calls."""
         parameters = {tool.function.name: tool.function.parameters or _ANY_OBJECT
                       for tool in self.tools}
         if self.mode == "named":
-            own, = parameters.values()
-            return own
+            schema, = parameters.values()
+            return schema
         return calls_schema(parameters, _MAX_CALLS if self.parallel else 1)
 
 
 def chosen_tools(tools: Sequence[Tool], mode: str, names: Sequence[str] | None = None,
                  parallel: bool = True) -> ToolUse:
-    """The tools that a request's tool_choice leaves.
+    """Select tools by a request's tool_choice.
 
     Args:
+        tools: all tools of the request.
         mode: `none`, `auto`, `required` or `named`.
-        names: of the tools that may be called; None: all of them.
+        names: of the allowed tools; None: all.
+        parallel: whether an answer may have several calls.
 
     Raises:
-        ApiError: a name is none of the tools', or a call is required and there is no tool.
+        ApiError: a name is not in tools, or a call is required and tools is empty.
     """
     if mode == "none":
         return ToolUse()
@@ -425,38 +429,39 @@ def chosen_tools(tools: Sequence[Tool], mode: str, names: Sequence[str] | None =
         known = {tool.function.name: tool for tool in tools}
         for name in names:
             if name not in known:
-                raise ApiError(f"tool_choice names '{shortened(name)}', which is none of tools",
+                raise ApiError(f"tool_choice has '{shortened(name)}', which is not in tools",
                                param="tool_choice")
         tools = [known[name] for name in dict.fromkeys(names)]
     if mode == "required" and not tools:
-        raise ApiError("tool_choice is required, but there are no tools", param="tool_choice")
+        raise ApiError("tool_choice is 'required', but tools is empty; give tools",
+                       param="tool_choice")
     forced: Literal["auto", "required", "named"] = "required" if mode == "required" else \
         "named" if mode == "named" else "auto"
     return ToolUse(tuple(tools), forced, parallel)
 
 
 class NamedFunction(Fields):
-    """The function that a tool_choice names."""
+    """The function of a tool_choice."""
 
     name: str
 
 
 class NamedTool(Fields):
-    """A tool_choice of one tool."""
+    """A tool_choice of a single tool."""
 
     type: Literal["function"] = "function"
     function: NamedFunction
 
 
 class AllowedNames(Fields):
-    """Which tools may be called, and whether one must be."""
+    """The allowed tools, and whether a call is required."""
 
     mode: Literal["auto", "required"] = "auto"
     tools: list[NamedTool]
 
 
 class AllowedTools(Fields):
-    """A tool_choice of some of the tools."""
+    """A tool_choice of several tools."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedNames
@@ -470,24 +475,24 @@ class Conversation(Generation):
     @property
     @abstractmethod
     def tool_use(self) -> ToolUse:
-        """The tools that may be called.
+        """The tools and the forced calls.
 
         Raises:
-            ApiError: tool_choice does not fit them.
+            ApiError: tool_choice does not match tools.
         """
 
     @property
     def template_variables(self) -> Mapping[str, Any] | None:
-        """Variables of the chat template, beside those that it always has."""
+        """Further variables of the chat template."""
         return self.chat_template_kwargs
 
-    def _guides(self) -> dict[str, Any]:
-        given = super()._guides()
+    def _structured_output(self) -> dict[str, Any]:
+        given = super()._structured_output()
         if not self.tool_use.is_forced:
             return given
-        if given or any(getattr(self, own) is not None for own in STRUCTURED_OUTPUT_FIELDS):
-            raise ApiError("response_format and the like do not go with a tool_choice that forces "
-                           "a call", param="tool_choice")
+        if given or any(getattr(self, name) is not None for name in STRUCTURED_OUTPUT_FIELDS):
+            raise ApiError("structured output cannot be combined with a tool_choice that forces a "
+                           "call; leave out one of them", param="tool_choice")
         return {"guided_json": self.tool_use.schema}
 
 
@@ -495,15 +500,15 @@ class ChatRequest(Conversation):
     """The body of /v1/chat/completions."""
 
     REFUSED: ClassVar[_Refused] = _REFUSED | {
-        "echo": ((False, None), "the messages are known to you"),
-        "modalities": ((None, ["text"]), "models here read and write text"),
-        "audio": ((None,), "models here read and write text"),
+        "echo": ((False, None), "prepend the messages in the client"),
+        "modalities": ((None, ["text"]), "only text is supported"),
+        "audio": ((None,), "only text is supported"),
         "functions": ((None, []), "give tools"),
         "function_call": ((None, "none"), "give tool_choice"),
-        "web_search_options": ((None,), "there is no search"),
+        "web_search_options": ((None,), "put search results into a message"),
         "add_generation_prompt": ((True, None), "give a prompt to /v1/completions"),
         "continue_final_message": ((False, None), "give a prompt to /v1/completions"),
-        "chat_template": ((None,), "the model's own is used"),
+        "chat_template": ((None,), "the model's chat template is used"),
         "documents": ((None, []), "put them into a message"),
     }
 
@@ -516,7 +521,7 @@ class ChatRequest(Conversation):
     tools: Annotated[list[Tool], Field(fail_fast=True)] = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools = "auto"
     parallel_tool_calls: bool = True
-    reasoning_effort: str | None = None  # a variable of the chat template
+    reasoning_effort: str | None = None  # passed to the chat template
 
     @property
     def tool_use(self) -> ToolUse:
@@ -526,8 +531,8 @@ class ChatRequest(Conversation):
         if isinstance(choice, NamedTool):
             return chosen_tools(self.tools, "named", [choice.function.name])
         allowed = choice.allowed_tools
-        return chosen_tools(self.tools, allowed.mode, [own.function.name for own in allowed.tools],
-                            parallel)
+        return chosen_tools(self.tools, allowed.mode,
+                            [tool.function.name for tool in allowed.tools], parallel)
 
     @property
     def template_variables(self) -> Mapping[str, Any] | None:
@@ -540,7 +545,7 @@ def _with_effort(variables: Mapping[str, Any] | None, effort: str | None) -> \
 
 
 class TextFormat(Fields):
-    """The form of a response's text: response_format, laid flat."""
+    """The format of a response's text, a flat response_format."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str = ""
@@ -568,10 +573,10 @@ class Item(Fields):
 
     type: str = "message"
     id: str | None = None
-    # Of a message, and of reasoning.
+    # Of a message and of reasoning.
     role: str | None = None
     content: str | Annotated[list[Part], Field(fail_fast=True)] | None = None
-    # Of a call, and of its output.
+    # Of a call and of its output.
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
@@ -579,7 +584,7 @@ class Item(Fields):
 
 
 class ResponseTool(Fields):
-    """A tool of a response, laid flat."""
+    """A tool of a response, in the flat format."""
 
     type: str
     name: str = ""
@@ -589,14 +594,14 @@ class ResponseTool(Fields):
 
 
 class NamedResponseTool(Fields):
-    """A tool_choice of one tool, laid flat."""
+    """A tool_choice of a single tool, in the flat format."""
 
     type: Literal["function"]
     name: str
 
 
 class AllowedResponseTools(Fields):
-    """A tool_choice of some of the tools, laid flat."""
+    """A tool_choice of several tools, in the flat format."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"] = "auto"
@@ -604,14 +609,14 @@ class AllowedResponseTools(Fields):
 
 
 class ResponsesRequest(Conversation):
-    """The body of /v1/responses: text in, text and calls of functions out."""
+    """The body of /v1/responses, for text and function calls."""
 
     REFUSED: ClassVar[_Refused] = _REFUSED | {
         "conversation": ((None,), "give previous_response_id, or the conversation as input"),
         "prompt": ((None,), "give instructions and input"),
-        "background": ((None, False), "ask for a stream"),
+        "background": ((None, False), "give stream"),
         "truncation": ((None, "disabled"), "shorten the input"),
-        "top_logprobs": ((None, 0), "ask /v1/chat/completions"),
+        "top_logprobs": ((None, 0), "use /v1/chat/completions"),
     }
 
     input: str | Annotated[list[Item], Field(fail_fast=True)]
@@ -642,82 +647,85 @@ class ResponsesRequest(Conversation):
             return chosen_tools(tools, choice, parallel=parallel)
         if isinstance(choice, NamedResponseTool):
             return chosen_tools(tools, "named", [choice.name])
-        return chosen_tools(tools, choice.mode, [own.name for own in choice.tools], parallel)
+        return chosen_tools(tools, choice.mode, [tool.name for tool in choice.tools], parallel)
 
     @property
     def template_variables(self) -> Mapping[str, Any] | None:
         return _with_effort(self.chat_template_kwargs, self.reasoning.effort)
 
-    def _guides(self) -> dict[str, Any]:
-        given, own = super()._guides(), self.text.format
-        if own.type == "text":
+    def _structured_output(self) -> dict[str, Any]:
+        given, format_ = super()._structured_output(), self.text.format
+        if format_.type == "text":
             return given
         if self.tool_use.is_forced:
-            raise ApiError("text.format does not go with a tool_choice that forces a call",
+            raise ApiError("text.format cannot be combined with a tool_choice that forces a call; "
+                           "leave out one of them",
                            param="tool_choice")
-        if own.type == "json_schema" and own.schema_ is None:
-            raise ApiError("text.format has no schema", param="text")
-        return {"guided_json": own.schema_ if own.type == "json_schema" else _ANY_OBJECT}
+        if format_.type == "json_schema" and format_.schema_ is None:
+            raise ApiError("text.format of type 'json_schema' has no schema; add it", param="text")
+        return {"guided_json": format_.schema_ if format_.type == "json_schema" else _ANY_OBJECT}
 
 
 def _function_tool(tool: ResponseTool) -> Tool:
     if tool.type != "function":
-        raise ApiError(f"a tool of type '{tool.type}' is not served; give tools of type "
+        raise ApiError(f"tools of type '{tool.type}' are not supported; give tools of type "
                        f"'function'", param="tools", code="unsupported_parameter")
     return Tool(type="function", function=Function.model_validate(
         tool.model_dump(include={"name", "description", "parameters", "strict"})))
 
 
 def messages_of(items: Sequence[Item]) -> list[Message]:
-    """Items as messages: reasoning, text and calls that follow each other are one message.
+    """Convert items to messages.
+
+    Consecutive reasoning, text and calls become one assistant message.
 
     Raises:
-        ApiError: an item is of a type that is not served, or lacks what its type needs.
+        ApiError: an item's type is not supported, or a required field is missing.
     """
     messages: list[dict[str, Any]] = []
-    own: dict[str, Any] | None = None  # the assistant's message under way
+    current: dict[str, Any] | None = None  # the current assistant message
     for index, item in enumerate(items):
         if item.type == "function_call_output":
-            messages.append({"role": "tool", "tool_call_id": _needed(index, item, "call_id"),
+            messages.append({"role": "tool", "tool_call_id": _required(index, item, "call_id"),
                              "content": item.output or ""})
-            own = None
+            current = None
         elif item.type == "message" and item.role != "assistant":
-            messages.append({"role": _needed(index, item, "role"), "content": item.content})
-            own = None
+            messages.append({"role": _required(index, item, "role"), "content": item.content})
+            current = None
         elif item.type in ("message", "function_call", "reasoning"):
-            if own is None or (item.type == "reasoning" and len(own) > 1) or (
-                    item.type == "message" and ("content" in own or "tool_calls" in own)):
-                own = {"role": "assistant"}
-                messages.append(own)
-            _add_to(own, index, item)
+            if current is None or (item.type == "reasoning" and len(current) > 1) or (
+                    item.type == "message" and ("content" in current or "tool_calls" in current)):
+                current = {"role": "assistant"}
+                messages.append(current)
+            _add_to(current, index, item)
         else:
-            raise ApiError(f"input {index} is of type '{item.type}'; give messages, "
-                           f"function_call, function_call_output or reasoning", param="input")
+            raise ApiError(f"input {index} has type '{item.type}'; give messages, function_call, "
+                           f"function_call_output or reasoning", param="input")
     return [Message.model_validate(message) for message in messages
             if len(message) > 1 or message["role"] != "assistant"]
 
 
 def _add_to(message: dict[str, Any], index: int, item: Item) -> None:
-    """Put an assistant's item into its message."""
+    """Add an assistant's item to its message."""
     if item.type == "message":
         message["content"] = item.content
     elif item.type == "function_call":
         message.setdefault("tool_calls", []).append({
             "id": item.call_id or item.id, "function": {
-                "name": _needed(index, item, "name"), "arguments": item.arguments or "{}"}})
+                "name": _required(index, item, "name"), "arguments": item.arguments or "{}"}})
     elif isinstance(item.content, list):
         message["reasoning_content"] = "\n".join(part.text or "" for part in item.content)
 
 
-def _needed(index: int, item: Item, name: str) -> str:
+def _required(index: int, item: Item, name: str) -> str:
     value = getattr(item, name)
     if not isinstance(value, str) or not value:
-        raise ApiError(f"input {index} of type '{item.type}' has no {name}", param="input")
+        raise ApiError(f"input {index} of type '{item.type}' has no {name}; add it", param="input")
     return value
 
 
 class TokenizeRequest(Body):
-    """Of /tokenize, as vLLM has it: a prompt, or messages."""
+    """The body of vLLM's /tokenize: a prompt or messages."""
 
     prompt: str | None = None
     messages: Annotated[list[Message], Field(fail_fast=True)] | None = None
@@ -727,6 +735,6 @@ class TokenizeRequest(Body):
 
 
 class DetokenizeRequest(Body):
-    """Of /detokenize, as vLLM has it."""
+    """The body of vLLM's /detokenize."""
 
     tokens: Ints

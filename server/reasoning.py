@@ -1,30 +1,30 @@
-"""Reasoning that a model writes before its answer, between marks."""
+"""Reasoning between markers before an answer."""
 
 from __future__ import annotations
 
 from llmc.server.text_reader import BLANKS, Delta, Reading, TextReader, emitted
 
-# Opening and closing marks, by the families' names.
+# Opening and closing markers by family.
 REASONING_MARKS: dict[str, tuple[str, str]] = {
     "think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]"),
     "seed_oss": ("<seed:think>", "</seed:think>")}
 
 
 def recognized_reasoning(chat_template: str) -> str | None:
-    """The name of the marks that a chat template has; None where it has none."""
+    """Return the key of the markers in a chat template; None if it has none."""
     return next((name for name, marks in REASONING_MARKS.items()
                  if any(mark in chat_template for mark in marks)), None)
 
 
 class ReasoningParser(TextReader):
-    """Splits an answer's text into reasoning and what follows it.
+    """Splits an answer's text into reasoning and content.
 
-    Text after the reasoning is emitted as `content`, which may hold tool calls. Blanks around
-    reasoning belong to neither.
+    Text after the reasoning is emitted as `content`, and may have tool calls. White space around
+    the reasoning is dropped.
 
     Args:
-        name: of the marks.
-        prompt_end: the end of the prompt. A chat template may open the reasoning in it.
+        name: key of `REASONING_MARKS`.
+        prompt_end: end of the prompt, in which a chat template may open the reasoning.
     """
 
     def __init__(self, name: str, prompt_end: str) -> None:
@@ -38,7 +38,7 @@ class ReasoningParser(TextReader):
             self.is_reasoning = (yield from self._skip_mark(self._open)) != ""
         if self.is_reasoning:
             yield from self._skip_blanks()
-            # Models repeat the mark that their template opened.
+            # Models may repeat the opening marker of the prompt.
             if (yield from self._skip_mark(self._open)):
                 yield from self._skip_blanks()
             yield from self._reasoning()
@@ -47,7 +47,7 @@ class ReasoningParser(TextReader):
         yield from emitted(self._pieces_until(), lambda text: {"content": text})
 
     def _reasoning(self) -> Reading[None]:
-        """Emit text up to the closing mark, without the blanks before it."""
+        """Emit text up to the closing marker, without white space before it."""
         blanks = ""
         pieces = self._pieces_until(self._close)
         while True:

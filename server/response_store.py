@@ -1,4 +1,4 @@
-"""Responses of /v1/responses that are kept for the next turn of their conversation."""
+"""In-memory store of responses of /v1/responses, for the next turn of a conversation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Object = dict[str, Any]
 @dataclass(frozen=True)
 class _Stored:
     response: bytes
-    items: bytes  # of the whole conversation, output last
+    items: bytes  # of the whole conversation; the output is last
     item_ids: tuple[str, ...]
     num_inputs: int
     expires: float
@@ -30,25 +30,25 @@ class _Stored:
 
 
 class ResponseStore:
-    """Responses in memory. The least recently used one makes room for a new one.
+    """Responses in memory; the least recently used ones are evicted.
 
     Args:
-        max_bytes: of all responses; 0 stores none.
-        ttl: seconds that a response is kept.
-        clock: seconds.
+        max_bytes: maximum size of all responses; 0: store none.
+        ttl: lifetime of a response in seconds.
+        clock: returns the time in seconds.
 
     Raises:
-        LlmcError: a number is out of range.
+        LlmcError: a value is out of range.
     """
 
     def __init__(self, max_bytes: int, ttl: float,
                  clock: Callable[[], float] = time.monotonic) -> None:
         if max_bytes < 0 or not ttl > 0:
-            raise LlmcError(f"the response store has {max_bytes} bytes and a time to live of "
-                            f"{ttl} s; give at least 0 bytes and more than 0 s")
+            raise LlmcError(f"the response store has {max_bytes} bytes and a lifetime of {ttl} s, "
+                            f"expected at least 0 bytes and more than 0 s; change the two options")
         self._max_bytes, self._ttl, self._clock = max_bytes, ttl, clock
         self._stored: OrderedDict[str, _Stored] = OrderedDict()
-        self._owners: dict[str, str] = {}  # of items: the first responses that have them
+        self._owners: dict[str, str] = {}  # first response of each item, by the item's id
         self.bytes = 0
 
     @property
@@ -56,53 +56,55 @@ class ResponseStore:
         return self._max_bytes > 0
 
     def put(self, response: _Object, inputs: Sequence[_Object]) -> None:
-        """Keep a response, unless it is larger than the store.
+        """Store a response unless it exceeds the maximum size.
 
         Args:
-            inputs: the items of the whole conversation before the response, each with an id.
+            response: the response, as JSON.
+            inputs: items of the whole conversation before the response, each with an id.
         """
         items = [*inputs, *response["output"]]
-        own = _Stored(_json(response), _json(items), tuple(item["id"] for item in items),
+        stored = _Stored(_json(response), _json(items), tuple(item["id"] for item in items),
                       len(inputs), self._clock() + self._ttl)
-        if own.size > self._max_bytes:
+        if stored.size > self._max_bytes:
             return
         self._drop_expired()
-        while self.bytes + own.size > self._max_bytes:
+        while self.bytes + stored.size > self._max_bytes:
             self._drop(next(iter(self._stored)))
-        self._stored[response["id"]] = own
-        self.bytes += own.size
-        for item_id in own.item_ids:
+        self._stored[response["id"]] = stored
+        self.bytes += stored.size
+        for item_id in stored.item_ids:
             self._owners.setdefault(item_id, response["id"])
 
     def response(self, response_id: str) -> bytes:
-        """A response as JSON.
+        """Return a response as JSON.
 
         Raises:
-            ApiError: it is not stored.
+            ApiError: the response is not stored.
         """
         return self._get(response_id).response
 
     def input_items(self, response_id: str, limit: int, newest_first: bool,
                     after: str | None) -> _Object:
-        """A page of the items that a response was generated from, as OpenAI's API lists them.
+        """Return a page of the input items of a response, as in the OpenAI API.
 
         Args:
-            limit: the number of items, at most.
-            newest_first: the order of the list.
-            after: the id of the item before the page. None: the list's first page.
+            response_id: of the response.
+            limit: maximum number of items.
+            newest_first: order of the list.
+            after: id of the item before the page. None: return the first page.
 
         Raises:
             ApiError: the response is not stored, or has no such item.
         """
-        own = self._get(response_id)
-        items = json.loads(own.items)[:own.num_inputs]
-        ids = [*own.item_ids[:own.num_inputs]]
+        stored = self._get(response_id)
+        items = json.loads(stored.items)[:stored.num_inputs]
+        ids = [*stored.item_ids[:stored.num_inputs]]
         if newest_first:
             items.reverse()
             ids.reverse()
         if after is not None and after not in ids:
-            raise ApiError(f"after '{shortened(after)}' is no input item of this response; give "
-                           f"the id of one", param="after")
+            raise ApiError(f"after is '{shortened(after)}', which is not an input item of this "
+                           f"response; give the id of one", param="after")
         first = 0 if after is None else len(ids) - ids[::-1].index(after)
         page = [_listed(item) for item in items[first:first + limit]]
         return {"object": "list", "data": page, "has_more": first + limit < len(items),
@@ -110,25 +112,25 @@ class ResponseStore:
                 "last_id": page[-1]["id"] if page else None}
 
     def delete(self, response_id: str) -> None:
-        """Forget a response.
+        """Delete a response.
 
         Raises:
-            ApiError: it is not stored.
+            ApiError: the response is not stored.
         """
         self._get(response_id)
         self._drop(response_id)
 
     def conversation(self, body: ResponsesRequest) -> list[Item]:
-        """The items before a request's and its own.
+        """Return the items of the previous response and those of the request.
 
         Raises:
-            ApiError: what a request refers to is not stored.
+            ApiError: a referenced response or item is not stored.
         """
         before: list[Item] = []
         if body.previous_response_id is not None:
             if not self.enabled:
-                raise ApiError("previous_response_id needs stored responses, and this server "
-                               "stores none; give the conversation as input",
+                raise ApiError("previous_response_id is given, but this server stores no "
+                               "responses; give the conversation as input",
                                param="previous_response_id")
             before = self._items(body.previous_response_id)
         return [*before, *(self._referenced(item) if item.type == "item_reference" else item
@@ -138,36 +140,37 @@ class ResponseStore:
         owner = self._owners.get(reference.id or "")
         if owner is not None and owner in self._stored:
             return next(item for item in self._items(owner) if item.id == reference.id)
-        raise ApiError(f"no item '{reference.id}' is stored; give the item itself as input", 404,
+        raise ApiError(f"item '{reference.id}' is not stored; give the item itself as input", 404,
                        param="input")
 
     def _items(self, response_id: str) -> list[Item]:
-        return [Item.model_validate(own) for own in json.loads(self._get(response_id).items)]
+        return [Item.model_validate(item) for item in json.loads(self._get(response_id).items)]
 
     def _get(self, response_id: str) -> _Stored:
         self._drop_expired()
         if response_id not in self._stored:
-            raise ApiError(f"no response '{response_id}' is stored; responses are kept for "
-                           f"{self._ttl:g} s and while there is room", 404,
+            raise ApiError(f"response '{response_id}' is not stored; responses expire after "
+                           f"{self._ttl:g} s or are evicted earlier; give the conversation as "
+                           f"input", 404,
                            code="previous_response_not_found")
         self._stored.move_to_end(response_id)
         return self._stored[response_id]
 
     def _drop_expired(self) -> None:
         now = self._clock()
-        for response_id in [own for own, stored in self._stored.items() if stored.expires <= now]:
+        for response_id in [key for key, stored in self._stored.items() if stored.expires <= now]:
             self._drop(response_id)
 
     def _drop(self, response_id: str) -> None:
-        own = self._stored.pop(response_id)
-        self.bytes -= own.size
-        for item_id in own.item_ids:
+        dropped = self._stored.pop(response_id)
+        self.bytes -= dropped.size
+        for item_id in dropped.item_ids:
             if self._owners.get(item_id) == response_id:
                 del self._owners[item_id]
 
 
 def _listed(item: _Object) -> _Object:
-    """An item as OpenAI's API lists it: a message's content in parts, and a status."""
+    """Convert an item to the format of OpenAI's lists: content parts and a status."""
     content = item.get("content")
     if item["type"] == "message" and isinstance(content, str):
         part: _Object = {"type": "output_text", "text": content, "annotations": []} \

@@ -1,4 +1,4 @@
-"""/v1/responses: OpenAI's newer interface, for text and calls of functions."""
+"""/v1/responses: OpenAI's Responses API, for text and function calls."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from llmc.server.response_store import ResponseStore
 from llmc.server.text_reader import Delta
 
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc",
-             "function_call_output": "fco"}  # of items' ids
-_PARTS = {"message": "output_text", "reasoning": "reasoning_text"}  # of items' content
-_LOGPROBS: dict[str, Object] = {"message": {"logprobs": []}, "reasoning": {}}  # of texts' events
+             "function_call_output": "fco"}  # of item ids
+_PARTS = {"message": "output_text", "reasoning": "reasoning_text"}  # types of content parts
+_LOGPROBS: dict[str, Object] = {"message": {"logprobs": []}, "reasoning": {}}  # of text events
 
 
 @dataclass(frozen=True)
 class ResponseJob(GenerationJob):
-    """The work for a response, with the items of its conversation."""
+    """A generation job with the items of its conversation."""
 
     items: Sequence[Item] = ()
 
 
 async def read_response(store: ResponseStore, model: Model, body: ResponsesRequest) -> ResponseJob:
-    """The work that a request asks for.
+    """Build the generation job of a request.
 
     Raises:
-        LlmcError: the input is not sound, or the model does not chat.
+        LlmcError: the input is invalid, or the model has no chat template.
     """
     if body.n not in (None, 1):
-        raise ApiError("n is not served; a response is one", param="n",
+        raise ApiError(f"n {body.n} is not supported for a response; leave it out", param="n",
                        code="unsupported_parameter")
     items = store.conversation(body)
     first = [Message(role="system", content=body.instructions)] if body.instructions else []
@@ -48,10 +48,13 @@ async def read_response(store: ResponseStore, model: Model, body: ResponsesReque
 
 
 class ResponseAnswer(Answer):
-    """A response: items of reasoning, text and calls, in the order in which the model wrote them.
+    """A response: items of reasoning, text and function calls, in the order of generation.
 
     Args:
-        store: keeps the response.
+        store: stores the response.
+        model: the model.
+        body: the request.
+        job: its generation job.
     """
 
     def __init__(self, store: ResponseStore, model: Model, body: ResponsesRequest,
@@ -60,7 +63,7 @@ class ResponseAnswer(Answer):
         self._store, self._body = store, body
         self._id = _new_id("resp")
         self._output: list[Object] = []
-        self._is_open = False  # the last item
+        self._is_open = False  # whether the last item is unfinished
         self._reason = "stop"
         self._parser = output_parser(model, body, job)
         self._numbers = itertools.count()
@@ -71,12 +74,12 @@ class ResponseAnswer(Answer):
                 self._take(piece)
         self._end()
         answer = self._finished()
-        return await self.made(lambda: self.encoded(answer))
+        return await self.build(lambda: self.encoded(answer))
 
     async def stream(self, batches: AsyncGenerator[list[CompletionChunk], None]) -> \
             AsyncGenerator[bytes, None]:
         async with aclosing(batches):
-            # Before the first, something may be wrong with the request.
+            # The request may still fail before the first token.
             pieces: list[CompletionChunk] | None = await anext(batches)
             for kind in ("created", "in_progress"):
                 yield self._event(kind, {"response": self._response("in_progress")})
@@ -89,7 +92,7 @@ class ResponseAnswer(Answer):
         yield self._event(self._status, {"response": self._finished()})
 
     def _take(self, piece: CompletionChunk) -> list[bytes]:
-        """The events of a piece."""
+        """Return the events of a chunk."""
         self.count(piece)
         self._reason = piece.finish_reason or self._reason
         return [event for delta in self.parsed(self._parser, piece) for event in self._emit(delta)]
@@ -120,16 +123,16 @@ class ResponseAnswer(Answer):
     def _open_text(self, kind: str) -> Iterator[bytes]:
         part: Object = {"type": _PARTS[kind], "text": ""}
         if kind == "message":
-            own: Object = {"type": kind, "role": "assistant", "content": []}
+            item: Object = {"type": kind, "role": "assistant", "content": []}
             part |= {"annotations": [], "logprobs": []}
         else:
-            own = {"type": kind, "summary": [], "content": []}
-        yield from self._open(own)
+            item = {"type": kind, "summary": [], "content": []}
+        yield from self._open(item)
         self._output[-1]["content"].append(part)
         yield self._event("content_part.added", {**self._place(0), "part": part})
 
     def _open(self, item: Object) -> Iterator[bytes]:
-        """Events of an item that begins, after those of the one before."""
+        """Yield the events that end the previous item and begin this one."""
         yield from self._close("completed")
         self._output.append({**item, "id": _new_id(_PREFIXES[item["type"]]),
                              "status": "in_progress"})
@@ -154,12 +157,12 @@ class ResponseAnswer(Answer):
                                                "item": item})
 
     def _end(self) -> list[bytes]:
-        """The events of the last item's end. A response without items has an empty message."""
+        """Return the events that end the last item; an empty response gets an empty message."""
         opened = [] if self._output else [*self._open_text("message")]
         return [*opened, *self._close(self._status)]
 
     def _finished(self) -> Object:
-        """The whole response, once it is stored."""
+        """Store the response and return it."""
         response = self._response(self._status)
         if self._body.store:
             assert isinstance(self.job, ResponseJob)

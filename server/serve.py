@@ -1,4 +1,4 @@
-"""Serve a case directory over HTTP."""
+"""Serving of a case directory over HTTP."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from llmc.server.log import LOGGER, log_to_stderr
 from llmc.server.model import GenerationConfig, Model, check_parsers
 from llmc.server.response_store import ResponseStore
 
-_LOOK = 1.0  # seconds between two looks at a case directory
-_KEEP_ALIVE = 5  # seconds that a connection is idle between two requests
-_LAST_WORDS = 2.0  # seconds for the errors of requests that drain_timeout ends
+_WATCH_INTERVAL = 1.0  # seconds between checks for a new case directory
+_KEEP_ALIVE = 5  # seconds until an idle connection is closed
+_ERROR_TIMEOUT = 2.0  # seconds to send errors to requests that drain_timeout ends
 _Stamp = tuple[int, int, int]
 
 
@@ -42,37 +42,40 @@ def serve(case_dir: str | Path, *, host: str = "127.0.0.1", port: int = 8000,
           generation_config: GenerationConfig = "auto", response_store_mb: float = 64,
           response_store_ttl: float = 3600, watch: bool = False,
           enable_tokenizer_info_endpoint: bool = False, **loading: Any) -> None:
-    """Serve the model until SIGTERM or SIGINT, in the main thread; log to stderr. What was asked
-    before the signal is still answered, as long as `drain_timeout` says. SIGHUP is ignored.
+    """Serve a model until SIGTERM or SIGINT, in the main thread, and log to stderr.
+
+    After the signal, running requests have `drain_timeout` seconds to finish. SIGHUP is ignored.
 
     Args:
-        host: an address of this machine; 0.0.0.0 is all of them.
-        port: 0 lets the system choose.
-        served_model_name: None: the name of the directory.
+        case_dir: case directory of the model.
+        host: local address; 0.0.0.0: all addresses.
+        port: 0: any free port.
+        served_model_name: None: name of the directory.
+        limits: limits of the server.
+        access: access control.
         tls: None: plain HTTP.
-        tool_call_parser: how the model calls tools. None: as its chat template does.
-        reasoning_parser: the marks around the model's reasoning; `auto` are those of its chat
-            template.
-        response_store_mb: megabytes of stored responses; 0 stores none.
-        response_store_ttl: seconds that a response is stored.
+        tool_call_parser: format of the model's tool calls. None: that of the chat template.
+        reasoning_parser: markers of the model's reasoning; `auto`: those of the chat template.
         chat_template_content_format: see `LLM.chat_prompt`.
-        generation_config: where sampling defaults come from: `auto`, the model; `none`, llmc.
-        watch: load what replaces the case directory, and let it take over; requests that are under
-            way end with what they began with.
+        generation_config: source of sampling defaults: `auto`, the model; `none`, llmc.
+        response_store_mb: megabytes of stored responses; 0: store none.
+        response_store_ttl: lifetime of a stored response in seconds.
+        watch: when the case directory is replaced, load the new model and switch to it; running
+            requests finish with the old one.
         enable_tokenizer_info_endpoint: serve /tokenizer_info, which has the chat template.
-        loading: of `AsyncLLM`.
+        loading: arguments of `AsyncLLM`.
 
     Raises:
-        LlmcError: the address cannot be had, an option is out of range, or see `LLM`.
+        LlmcError: the address cannot be used, an option is out of range, or see `LLM`.
     """
     check_parsers(tool_call_parser, reasoning_parser)
     responses = ResponseStore(int(response_store_mb * 1e6), response_store_ttl)
-    case_dir = Path(case_dir).absolute()  # as which no error tells it
+    case_dir = Path(case_dir).absolute()  # the server removes this path from its errors
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with _bind(host, port) as bound:
         name = served_model_name or case_dir.resolve().name
         log_to_stderr()
-        _allow_connections()
+        _raise_descriptor_limit()
         asyncio.run(_serve(
             bound, limits or ServerLimits(), _for_address(access or Access(), bound), tls,
             responses,
@@ -82,28 +85,29 @@ def serve(case_dir: str | Path, *, host: str = "127.0.0.1", port: int = 8000,
 
 
 def _for_address(access: Access, bound: socket.socket) -> Access:
-    """The hosts that are accepted where no option says so."""
+    """Set the default of allowed_hosts, which depends on the address."""
     if access.allowed_hosts is not None:
         return access
-    address = str(bound.getsockname()[0]).partition("%")[0]  # an IPv6 zone follows it
+    address = str(bound.getsockname()[0]).partition("%")[0]  # without the IPv6 zone
     is_loopback = ipaddress.ip_address(address).is_loopback
     return replace(access, allowed_hosts=() if is_loopback else ("*",))
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """A socket of this address, before the model is loaded, which takes longer."""
+    """Bind a socket before loading the model, which takes longer, to report errors early."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         bound = socket.socket(family, kind, protocol)
     except (OSError, OverflowError) as error:
-        raise LlmcError(f"--host '{host}' --port {port} is no address ({error})") from error
+        raise LlmcError(f"--host '{host}' --port {port} is not a valid address ({error}); give "
+                        f"another") from error
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind(address)
     except (OSError, OverflowError) as error:
         bound.close()
-        raise LlmcError(f"--host '{host}' --port {port} cannot be had ({error}); give another") \
+        raise LlmcError(f"--host '{host}' --port {port} cannot be used ({error}); give another") \
             from error
     return bound
 
@@ -116,12 +120,12 @@ async def _serve(bound: socket.socket, limits: ServerLimits, access: Access,
     watching = None
     if watched is not None:
         watching = asyncio.create_task(_watch(api, watched, before, load))
-    # h11 is uvicorn's parser in every installation, and the one that is strict here.
+    # h11 is a dependency of uvicorn, so it is always installed; StrictParser extends it.
     server = _Server(uvicorn.Config(
         api.app(), http=HttpProtocol, log_config=None, access_log=False, server_header=False,
         lifespan="off", ws="none", timeout_keep_alive=_KEEP_ALIVE,
         timeout_graceful_shutdown=limits.drain_timeout), bound, limits, tls)
-    # uvicorn ends by these in good order, and then sends them on to what was there before.
+    # uvicorn shuts down on these signals, and then re-raises them for the handlers before its own.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     server.ready = lambda: LOGGER.info("serving", extra={"fields": {
@@ -133,17 +137,18 @@ async def _serve(bound: socket.socket, limits: ServerLimits, access: Access,
         if watching is not None:
             watching.cancel()
         await api.model.llm.close()
-    LOGGER.info("ended")
+    LOGGER.info("the server has stopped")
 
 
 async def _watch(api: Api, case_dir: Path, served: _Stamp | None, load: Callable[[], Model]) -> \
         None:
-    """Whenever there is another case directory under the name, load it and let it take over. A
-    directory appears whole, so what is there can be loaded; where it cannot, all stays as it is.
+    """Load each new case directory and switch to it.
+
+    Case directories are replaced atomically. If loading fails, the current model stays.
     """
     tasks = set()
     while True:
-        await asyncio.sleep(_LOOK)
+        await asyncio.sleep(_WATCH_INTERVAL)
         found = _stamp(case_dir)
         if found is None or found == served:
             continue
@@ -151,15 +156,15 @@ async def _watch(api: Api, case_dir: Path, served: _Stamp | None, load: Callable
         try:
             model = await asyncio.to_thread(load)
         except LlmcError as error:
-            LOGGER.error("a new case directory cannot be served: %s", error)
+            LOGGER.error("the new case directory cannot be loaded: %s", error)
             continue
         tasks.add(asyncio.create_task(api.swap(model)))
         tasks = {task for task in tasks if not task.done()}
-        LOGGER.info("a new case directory is served")
+        LOGGER.info("serving the new case directory")
 
 
 def _stamp(case_dir: Path) -> _Stamp | None:
-    """What tells one case directory from the next; None where there is none."""
+    """Return values that identify a case directory; None if it is absent."""
     try:
         found = (case_dir / MANIFEST_NAME).stat()
     except OSError:
@@ -168,10 +173,10 @@ def _stamp(case_dir: Path) -> _Stamp | None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server behind an `Acceptor`, whose requests are told when it ends them.
+    """uvicorn's server with an `Acceptor`; requests that it cancels get an error.
 
     Attributes:
-        ready: called once it listens.
+        ready: called when it listens.
     """
 
     ready: Callable[[], object]
@@ -191,19 +196,19 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self._acceptor.close()
         await super().shutdown(sockets=[])
-        if self.server_state.tasks:  # which are cancelled now
-            await asyncio.wait({*self.server_state.tasks}, timeout=_LAST_WORDS)
+        if self.server_state.tasks:  # canceled by now
+            await asyncio.wait({*self.server_state.tasks}, timeout=_ERROR_TIMEOUT)
 
     def _protocol(self, closed: Callable[[HttpProtocol], None]) -> HttpProtocol:
         return HttpProtocol(header_timeout=self._limits.header_timeout, closed=closed,
                             config=self.config, server_state=self.server_state, app_state={})
 
 
-def _allow_connections() -> None:
-    """As many as the system lets this process have; what is usual is little more than 1,000."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+def _raise_descriptor_limit() -> None:
+    """Raise the limit of file descriptors to the hard limit; a usual soft limit is 1,024."""
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
 def _url(bound: socket.socket, is_tls: bool) -> str:

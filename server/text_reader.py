@@ -1,4 +1,4 @@
-"""Incremental reading of generated text: a grammar as one generator, fed piece by piece."""
+"""Incremental parsing of generated text: a grammar as a generator that is fed chunks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, TypeVar
 
-Delta = dict[str, Any]  # of a chat completion's message: content, reasoning_content, tool_calls
+Delta = dict[str, Any]  # of a chat message: content, reasoning_content, tool_calls
 _T = TypeVar("_T")
-Reading = Generator[Delta | None, None, _T]  # yields deltas, and None where it needs more text
-Pieces = Generator[str | None, None, _T]  # likewise, of text
+Reading = Generator[Delta | None, None, _T]  # yields deltas, and None if it needs more text
+Pieces = Generator[str | None, None, _T]  # the same with pieces of text
 BLANKS = " \t\r\n"
 
 _STRING_RUN = re.compile(r'(?:[^"\\]|\\.)*', re.DOTALL)
@@ -21,38 +21,38 @@ _CLOSING = {"{": "}", "[": "]"}
 
 
 class EndOfText(Exception):
-    """Raised in a reading generator that needs more text than there is."""
+    """Raised in a reading generator that needs more text after the end."""
 
 
 class TextReader(ABC):
-    """Text read as it arrives, and emitted as deltas.
+    """Parser of text as it arrives, which emits deltas.
 
-    A subclass writes the format's grammar as a generator, `_read`, of the primitives below. The
-    deltas of a text do not depend on how it is cut, but for where they are cut themselves.
+    A subclass implements the format's grammar as a generator, `_read`, from the primitives below.
+    The concatenated deltas do not depend on how the text is divided into chunks.
     """
 
     def __init__(self) -> None:
         self._buffer, self._at = "", 0
         self._ended = False
-        self._raw = ""  # consumed since `_raw` was last emptied
+        self._raw = ""  # text consumed since `_raw` was last cleared
         self._reading = self._run()
 
     def push(self, text: str) -> Iterator[Delta]:
-        """Deltas of more text."""
+        """Yield the deltas of more text."""
         self._buffer, self._at = self._buffer[self._at:] + text, 0
         yield from self._advance()
 
     def finish(self) -> Iterator[Delta]:
-        """Deltas of the rest, at the end of the text."""
+        """Yield the deltas of the rest at the end of the text."""
         self._ended = True
         yield from self._advance()
 
     @abstractmethod
     def _read(self) -> Reading[None]:
-        """The grammar."""
+        """Parse the text: the grammar of the format."""
 
     def _at_end(self) -> Iterator[Delta]:
-        """Deltas of what was pending when the text ended."""
+        """Yield the deltas of pending text at the end."""
         return iter(())
 
     def _run(self) -> Reading[None]:
@@ -73,7 +73,7 @@ class TextReader(ABC):
         """Wait for more text.
 
         Raises:
-            EndOfText: there is none.
+            EndOfText: the text has ended.
         """
         if self._ended:
             raise EndOfText
@@ -83,26 +83,26 @@ class TextReader(ABC):
         return self._buffer[self._at:]
 
     def _take(self, size: int) -> str:
-        """Consume so many characters."""
+        """Consume `size` characters."""
         text = self._buffer[self._at:self._at + size]
         self._at += size
         self._raw += text
         return text
 
     def _peek(self) -> Generator[None, None, str]:
-        """The next character, not consumed."""
+        """Return the next character without consuming it."""
         while self._at == len(self._buffer):
             yield from self._more()
         return self._buffer[self._at]
 
     def _skip_blanks(self, blanks: str = BLANKS) -> Generator[None, None, str]:
-        """Consume blanks; the character after them, not consumed."""
+        """Consume blanks; return the character after them without consuming it."""
         while (character := (yield from self._peek())) in blanks:
             self._take(1)
         return character
 
     def _starts_with(self, *marks: str) -> Generator[None, None, str]:
-        """Consume the mark that comes next; "" where none does."""
+        """Consume one of the marks if it is next; return it, or ""."""
         while True:
             rest = self._rest()
             for mark in marks:
@@ -113,7 +113,7 @@ class TextReader(ABC):
             yield from self._more()
 
     def _skip_mark(self, *marks: str) -> Generator[None, None, str]:
-        """Consume blanks and a mark after them; nothing where no mark follows."""
+        """Consume blanks and a mark if one follows; return it, or "" and consume nothing."""
         while True:
             rest = self._rest()
             after = rest.lstrip(BLANKS)
@@ -126,13 +126,13 @@ class TextReader(ABC):
             yield from self._more()
 
     def _pieces_until(self, *marks: str) -> Pieces[str]:
-        """Text up to the first of some marks, which is consumed; all text without marks.
+        """Yield text up to the first of the marks, which is consumed; all text without marks.
 
         Returns:
             The mark.
 
         Raises:
-            EndOfText: no mark comes. All text has been yielded.
+            EndOfText: the text has no mark; all text has been yielded.
         """
         while True:
             size, mark = self._before(marks)
@@ -143,8 +143,9 @@ class TextReader(ABC):
             yield from self._more()
 
     def _before(self, marks: tuple[str, ...]) -> tuple[int, str | None]:
-        """The number of characters before the first mark, and the mark. Without one, all
-        characters but those at the end that may begin a mark.
+        """Return the number of characters before the first mark, and the mark.
+
+        Without a mark, characters at the end that may begin one are not counted.
         """
         rest = self._rest()
         found = min(((place, -len(mark), mark) for mark in marks
@@ -154,18 +155,18 @@ class TextReader(ABC):
         return len(rest) - (0 if self._ended else overlap(rest, marks)), None
 
     def _until(self, *marks: str) -> Generator[None, None, tuple[str, str]]:
-        """The whole text up to the first of some marks, and the mark, which is consumed."""
+        """Return the text up to the first of the marks, and the mark, which is consumed."""
         text, mark = yield from collected(self._pieces_until(*marks))
         return text, mark
 
     def _json_pieces(self) -> Pieces[bool]:
-        """One JSON value, piece by piece, as it is written.
+        """Yield the pieces of one JSON value as they arrive.
 
         Returns:
-            Whether the value is whole. A character that no JSON has there ends it before that.
+            Whether the value is complete. An invalid character ends it early.
 
         Raises:
-            EndOfText: the text ends in it. All text has been yielded.
+            EndOfText: the text ends inside the value; all text has been yielded.
         """
         open_, quoted, piece = "", False, ""
         scalar = False
@@ -188,7 +189,7 @@ class TextReader(ABC):
                     quoted = False
                     if not open_:
                         break
-                elif self._at < len(self._buffer):  # a backslash, before what it escapes
+                elif self._at < len(self._buffer):  # a backslash before an escaped character
                     if piece:
                         yield piece
                         piece = ""
@@ -226,13 +227,13 @@ class TextReader(ABC):
         return True
 
     def _json_value(self) -> Generator[None, None, tuple[str, bool]]:
-        """The text of one JSON value, and whether it is whole."""
+        """Return the text of one JSON value, and whether it is complete."""
         value = yield from collected(self._json_pieces())
         return value
 
 
 def emitted(pieces: Pieces[_T], emit: Callable[[str], Delta]) -> Reading[_T]:
-    """Pieces of text as deltas."""
+    """Convert pieces of text to deltas."""
     while True:
         try:
             piece = next(pieces)
@@ -242,7 +243,7 @@ def emitted(pieces: Pieces[_T], emit: Callable[[str], Delta]) -> Reading[_T]:
 
 
 def collected(pieces: Pieces[_T]) -> Generator[None, None, tuple[str, _T]]:
-    """Pieces of text as one text, and what their generator returns."""
+    """Join pieces of text; return the text and the generator's result."""
     text = ""
     while True:
         try:
@@ -256,17 +257,17 @@ def collected(pieces: Pieces[_T]) -> Generator[None, None, tuple[str, _T]]:
 
 
 def overlap(text: str, marks: tuple[str, ...]) -> int:
-    """How many characters at a text's end may begin a mark."""
+    """Return the number of characters at the text's end that may begin a mark."""
     longest = min(max(map(len, marks), default=1) - 1, len(text))
     return next((size for size in range(longest, 0, -1)
                  if any(mark.startswith(text[-size:]) for mark in marks)), 0)
 
 
 def parsed_json(text: str) -> Any:
-    """A JSON value.
+    """Parse a JSON value.
 
     Raises:
-        ValueError: the text is no JSON.
+        ValueError: the text is not JSON.
     """
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is not JSON")

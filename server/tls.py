@@ -1,4 +1,4 @@
-"""TLS of the server, under the names of vLLM's options."""
+"""TLS of the server, with vLLM's option names."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from llmc.errors import LlmcError
 
 def tls_context(ssl_keyfile: Path | None, ssl_certfile: Path | None, ssl_ca_certs: Path | None,
                 ssl_cert_reqs: int) -> ssl.SSLContext | None:
-    """The context of a server with this certificate; None without one.
+    """Build the TLS context of the server; None without a certificate.
 
     Args:
-        ssl_keyfile: PEM; None where the key is in `ssl_certfile`.
-        ssl_certfile: PEM, with intermediate certificates after the server's own.
-        ssl_ca_certs: PEM, the authorities of clients' certificates.
-        ssl_cert_reqs: `ssl.VerifyMode` for clients' certificates: 0 none, 1 optional, 2 required.
+        ssl_keyfile: PEM file; None: the key is in `ssl_certfile`.
+        ssl_certfile: PEM file of the server's certificate, then intermediate certificates.
+        ssl_ca_certs: PEM file of the authorities of client certificates.
+        ssl_cert_reqs: `ssl.VerifyMode` of client certificates: 0 none, 1 optional, 2 required.
 
     Raises:
-        LlmcError: the files are not a certificate and its key, or options contradict each other.
+        LlmcError: the files are not a certificate and its key, or an option is missing.
     """
     if ssl_certfile is None:
         if ssl_keyfile or ssl_ca_certs or ssl_cert_reqs:
-            raise LlmcError("TLS options are given without --ssl_certfile; give the server's "
-                            "certificate")
+            raise LlmcError("TLS options are given without --ssl_certfile; add it, or leave them "
+                            "out")
         return None
     if ssl_cert_reqs and ssl_ca_certs is None:
-        raise LlmcError(f"--ssl_cert_reqs {ssl_cert_reqs} checks clients' certificates; give their "
-                        f"authorities by --ssl_ca_certs")
+        raise LlmcError(f"--ssl_cert_reqs {ssl_cert_reqs} requires --ssl_ca_certs; give the "
+                        f"authorities of client certificates")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.set_alpn_protocols(["http/1.1"])
     try:
         context.load_cert_chain(ssl_certfile, ssl_keyfile, password=lambda: "")
-    except OSError as error:  # ssl.SSLError is one
+    except OSError as error:  # includes ssl.SSLError
         key = f" and --ssl_keyfile '{ssl_keyfile}'" if ssl_keyfile else ""
         raise LlmcError(f"--ssl_certfile '{ssl_certfile}'{key} cannot be used ({_reason(error)}); "
                         f"give a PEM certificate and its unencrypted key") from error

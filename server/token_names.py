@@ -1,4 +1,4 @@
-"""Names of tokens in OpenAI's log-probabilities of completions."""
+"""Token strings in the log-probabilities of OpenAI's completions."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 
 
 def token_names(tokens: Sequence[int], read_bytes: Callable[[int], bytes]) -> dict[int, str]:
-    """A distinct name for each token id: its text, or `bytes:…` where its bytes are no whole
-    characters, as OpenAI writes it; or its id where an earlier token has that name.
+    """Return a distinct string for each token id.
+
+    It is the token's text; `bytes:…`, as in OpenAI's API, for partial characters; or the token id
+    if an earlier token has the same text.
     """
     names: dict[str, int] = {}
     for token in dict.fromkeys(tokens):
@@ -16,8 +18,8 @@ def token_names(tokens: Sequence[int], read_bytes: Callable[[int], bytes]) -> di
     return {token: name for name, token in names.items()}
 
 
-def _name(made: bytes) -> str:
+def _name(raw: bytes) -> str:
     try:
-        return made.decode()
+        return raw.decode()
     except UnicodeDecodeError:
-        return f"bytes:{made.decode(errors='backslashreplace')}"
+        return f"bytes:{raw.decode(errors='backslashreplace')}"

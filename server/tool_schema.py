@@ -1,4 +1,4 @@
-"""JSON schemas of several tools in one schema."""
+"""Combination of the JSON schemas of several tools."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 
 
 def calls_schema(parameters: Mapping[str, Schema], max_calls: int) -> Schema:
-    """The schema of a list of calls, `[{"name": …, "parameters": …}]`.
+    """Return the schema of a list of calls, `[{"name": …, "parameters": …}]`.
 
     Args:
-        parameters: the schema of each tool's parameters, by the tool's name.
+        parameters: schema of each tool's parameters, by the tool's name.
+        max_calls: maximum number of calls.
     """
     definitions: Schema = {}
     options: Schema = {}
@@ -32,13 +33,13 @@ def calls_schema(parameters: Mapping[str, Schema], max_calls: int) -> Schema:
 
 
 def _moved(schema: Schema, place: str) -> Schema:
-    """A schema whose root becomes the place that a JSON pointer names."""
-    if "$id" in schema:  # from which its pointers lead
+    """Rewrite a schema's references for a new root, given as a JSON pointer."""
+    if "$id" in schema:  # its pointers are relative to the $id
         return schema
 
-    def rewrite(own: Schema) -> Schema:
+    def rewrite(part: Schema) -> Schema:
         return {key: _moved_pointer(value, place) if key in _REFERENCES else value
-                for key, value in own.items()}
+                for key, value in part.items()}
 
     root = {key: value for key, value in schema.items() if key not in ("$schema", "x-guidance")}
     moved: Schema = map_subschemas(root, rewrite)

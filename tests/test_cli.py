@@ -78,7 +78,7 @@ def test_the_case_directory_is_an_argument_too(case_tp2):
     both = run("run", case_tp2, "--case_dir", case_tp2 / "chip0", *arguments)
     assert both.exit_code == 2 and "DIR is '" in json.loads(both.stderr)["error"]
     none = run("run", *arguments)
-    assert none.exit_code == 2 and "give either a case directory or --hf_dir" in none.stderr
+    assert none.exit_code == 2 and "expected either a case directory or --hf_dir" in none.stderr
 
 
 def test_json_is_all_that_is_on_stdout(case_tp2):
@@ -96,7 +96,7 @@ def test_prompts_are_read_from_standard_input_by_default(case_tp2):
               "--max_tokens", 4, "--json")
     assert json.loads(one.stdout) == json.loads(two.stdout)
     nothing = run("run", "--case_dir", case_tp2)
-    assert nothing.exit_code == 2 and "there is no prompt" in nothing.stderr
+    assert nothing.exit_code == 2 and "no prompt is given" in nothing.stderr
 
 
 def test_sampling_options_are_the_fields_of_sampling_params(case_tp2):
@@ -172,9 +172,9 @@ def test_several_completions_of_a_prompt_are_numbered(case_tp2):
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--top_p", "0"], "top_p 0.0 is not above 0"),
     (["--temperature", "-1"], "temperature -1.0 is not from 0"),
-    (["--logit_bias", "5"], "--logit_bias '5' is not a token id and a number such as 42=-1.5"),
+    (["--logit_bias", "5"], "--logit_bias is '5', expected a token id and a bias"),
     (["--logit_bias", "999=1"], "token id 999 is not in the vocabulary"),
-    (["--logprobs", "2"], "--logprobs are printed with --json only"),
+    (["--logprobs", "2"], "--logprobs needs --json"),
     (["--stop", "x"] * 65, "there are 65 stop strings"),
     (["--prompt", ""], "the prompt is empty"),
 ])
@@ -213,9 +213,9 @@ def test_hf_dir_names_the_case_directory_and_devices_make_replicas(hf_with_case,
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["--tp_size", "4"], "--tp_size is 4, tensor_parallel"),
+    (["--tp_size", "4"], "--tp_size is 4, but tensor_parallel"),
     (["--device", "0,0"], "device 0 is listed twice"),
-    (["--device", "0,x"], "is not a list of numbers"),
+    (["--device", "0,x"], "expected integers"),
     (["--log_file", "/nonexistent/dir/f.log"], "cannot be written"),
 ])
 def test_bad_options_are_one_line_and_exit_code_2(hf_with_case, arguments, message):
@@ -228,7 +228,7 @@ def test_bad_options_are_one_line_and_exit_code_2(hf_with_case, arguments, messa
 
 def test_hf_dir_without_param_dir_says_what_to_add(tiny_hf):
     result = run("run", "--hf_dir", tiny_hf, "--prompt", "x")
-    assert result.exit_code == 2 and "names no param_dir" in result.stderr
+    assert result.exit_code == 2 and "has no string param_dir" in result.stderr
 
 
 def test_compile_errors_are_one_line(tmp_path):
@@ -259,7 +259,7 @@ def test_bench_reports_a_serving_workload(case_tp1, tmp_path):
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--requests", "random:none"], "'random:none' has no number of requests"),
     (["--requests", "nowhere"], "'nowhere' cannot be read"),
-    (["--requests", "random:3", "--request_rate", "0"], "--request_rate 0.0 is not above 0"),
+    (["--requests", "random:3", "--request_rate", "0"], "--request_rate is 0.0, expected more"),
     (["--requests", "random:3", "--shared_prefix", "64"], "shared_prefix 64 leaves no room in 64"),
     (["--requests", "random:3", "--block_size", "5"], "block_size 5 is not a power of two"),
 ])
@@ -322,7 +322,7 @@ def test_a_prompt_file_gives_one_result_per_line(case_tp2, tmp_path):
     assert json.loads(chat.stdout)["completions"][0]["prompt_token_ids"] != \
         rows[0]["completions"][0]["prompt_token_ids"]
     both = run("run", case_tp2, "--prompt_file", "-", "--prompt", "x", stdin="{}")
-    assert both.exit_code == 2 and "give either --prompt or --prompt_file" in both.stderr
+    assert both.exit_code == 2 and "both --prompt and --prompt_file are given" in both.stderr
     empty = run("run", case_tp2, "--prompt_file", "-")
     assert empty.exit_code == 2 and "standard input has no request" in empty.stderr
     path.write_text('{"prompt": "the"}\n{"prompt": \n')
@@ -330,7 +330,7 @@ def test_a_prompt_file_gives_one_result_per_line(case_tp2, tmp_path):
     assert result.exit_code == 1 and len(result.stdout.splitlines()) == 2
     assert "error: 1 request(s) of" in result.stderr
     both = run("run", "--case_dir", case_tp2, "--prompt_file", path, "--prompt", "x")
-    assert both.exit_code == 2 and "give either --prompt or --prompt_file" in both.stderr
+    assert both.exit_code == 2 and "both --prompt and --prompt_file are given" in both.stderr
 
 
 def read_all(terminal):
@@ -430,7 +430,8 @@ def test_inspect_reports_the_kv_cache_capacity(tiny_hf, tmp_path):
     chip, = summary["chips"]
     held = summary["cache_tokens"]["H200 (141 GB)"] * chip["token_bytes"] + chip["weight_bytes"]
     assert 0.85 * 141e9 < held < 0.9 * 141e9
-    assert "tokens that the KV cache holds, about: L4" in run("inspect", tmp_path / "case").stdout
+    assert "KV cache capacity in tokens, approximate: L4" in \
+        run("inspect", tmp_path / "case").stdout
 
 
 def test_options_of_loading_are_those_of_the_llm():
@@ -490,7 +491,7 @@ def test_every_verb_takes_dir_or_case_dir(case_tp1, verb, arguments):
               for own in (one, two)]
     assert errors[0] == errors[1] and (errors[0] or verb == "inspect")
     none = run(verb, *arguments)
-    assert none.exit_code == 2 and "there is no case directory; give DIR" in none.stderr
+    assert none.exit_code == 2 and "no case directory is given; give DIR" in none.stderr
     assert "error: DIR is '" in run(verb, case_tp1, "--case_dir", "other", *arguments).stderr
 
 

@@ -179,8 +179,8 @@ def test_the_vllm_plugin_refuses_another_vllm(monkeypatch):
     for version in ("0.32.0", "0.32.3+cpu"):
         release.check_release(version)
     for version in ("0.24.0", "0.33.0", "0.320.1", "1.0"):
-        with pytest.raises(llmc.LlmcError, match=rf"for vLLM 0.32, and vLLM {version} is "
-                                                 r"installed; .* pip install 'vllm==0.32.\*'"):
+        with pytest.raises(llmc.LlmcError, match=rf"vLLM {version} is installed, .* "
+                                                 r"requires vLLM 0.32; .* 'vllm==0.32.\*'"):
             release.check_release(version)
 
 

@@ -1,4 +1,4 @@
-"""The command line: one file a verb, each a thin command over one public function."""
+"""The command line: one file per command, each a thin wrapper of a public function."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _engines() -> str:
 @click.version_option(__version__, prog_name="llmc",
                       message=f"%(prog)s %(version)s (engines: {_engines()})")
 def main() -> None:
-    """Compile a language model ahead of time, and run what came out."""
+    """Compile language models ahead of time, and run the compiled models."""
 
 
 for _command in (compile_command, run_command, bench_command, serve_command, inspect_command,

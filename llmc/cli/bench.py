@@ -24,22 +24,26 @@ from llmc.errors import LlmcError
 
 @click.command("bench")
 @case_options
-@click.option("--batch_size", default="1;4", help="Batch sizes, separated by semicolons.")
-@click.option("--input_output_len", default="64,64;128,20", help="Pairs of lengths.")
-@click.option("--runs", default=3, help="Runs per cell; medians are printed.")
+@click.option("--batch_size", default="1;4", metavar="N;N;…",
+              help="Batch sizes of the grid, in sequences.")
+@click.option("--input_output_len", default="64,64;128,20", metavar="IN,OUT;…",
+              help="Pairs of input and output lengths of the grid, in tokens.")
+@click.option("--runs", default=3, help="Number of runs per cell; the table has their medians.")
 @device_option
 @click.option("--requests", default=None, metavar="FILE|random:N",
-              help="Instead of the grid, a serving workload: the requests of a prompt file, or N "
-                   "random ones of 32 to 512 input tokens and 16 to 256 output tokens.")
+              help="Run a serving workload instead of the grid: the requests of a prompt file, or "
+                   "N random ones of 32 to 512 input and 16 to 256 output tokens.")
 @click.option("--request_rate", default=math.inf, metavar="R|inf",
-              help="Requests per second of --requests (a Poisson process); inf: all at once.")
-@click.option("--shared_prefix", default=0, help="Tokens of a prefix that random requests share.")
+              help="Rate of a Poisson process at which --requests arrive, in requests/s; inf: all "
+                   "at once.")
+@click.option("--shared_prefix", default=0,
+              help="Length of a prefix that all random requests share, in tokens.")
 @loading_options
 @json_option
 def bench_command(directory: Path | None, case_dir: Path | None, batch_size: str,
                   input_output_len: str, runs: int, device: list[int] | None, requests: str | None,
                   request_rate: float, shared_prefix: int, as_json: bool, **loading: Any) -> None:
-    """Measure throughput and latency: a grid of batch sizes and lengths, or a workload."""
+    """Measure throughput and latency of a grid of lengths or of a serving workload."""
     from rich.console import Console
     from rich.table import Table
 
@@ -48,14 +52,14 @@ def bench_command(directory: Path | None, case_dir: Path | None, batch_size: str
 
     case_dir = require_case_dir(directory, case_dir)
     if runs < 1:
-        raise LlmcError(f"--runs {runs} is below 1")
+        raise LlmcError(f"--runs is {runs}, expected at least 1; give a larger number")
     if requests is not None:
         _bench_traffic(case_dir, device, loading, requests, request_rate, shared_prefix, as_json)
         return
     grid = parse_grid(batch_size, input_output_len)
     if loading["max_batch_size"] is None:
         loading["max_batch_size"] = max(cell[0] for cell in grid)
-    # Each run is to compute its prompts.
+    # Prefix caching would skip the prefill of every run after the first.
     with LLM(case_dir, device=device, **{**loading, "prefix_reuse": False}) as llm:
         check_grid(llm, grid)
         rows = [measure(llm, *cell, runs=runs) for cell in grid]
@@ -74,7 +78,7 @@ def bench_command(directory: Path | None, case_dir: Path | None, batch_size: str
 
 def _bench_traffic(case_dir: Path, device: list[int] | None, loading: dict[str, Any],
                    source: str, rate: float, shared_prefix: int, as_json: bool) -> None:
-    """Run a serving workload, and print its throughput and latency."""
+    """Run a serving workload and print its throughput and latency."""
     from rich.console import Console
     from rich.table import Table
 
@@ -82,9 +86,10 @@ def _bench_traffic(case_dir: Path, device: list[int] | None, loading: dict[str, 
     from llmc.runtime.serving_workload import measure_workload, read_workload
 
     if not rate > 0:
-        raise LlmcError(f"--request_rate {rate} is not above 0")
+        raise LlmcError(f"--request_rate is {rate}, expected more than 0; give a larger number")
     if shared_prefix < 0:
-        raise LlmcError(f"--shared_prefix {shared_prefix} is below 0")
+        raise LlmcError(f"--shared_prefix is {shared_prefix}, expected 0 or more tokens; give a "
+                        f"larger number")
     with sigterm_as_interrupt(), LLM(case_dir, device=device, **loading) as llm:
         traffic = read_workload(llm, source, rate, shared_prefix)
         with ProgressBar() as bar:

@@ -16,7 +16,7 @@ from llmc.cli.progress import Phases
 from llmc.compiler.options import OPTIONS
 from llmc.interrupts import interruptible
 
-# Arguments of click.option by the type of the option.
+# Arguments of click.option for each type of an option.
 _CLICK_TYPES: dict[Any, dict[str, Any]] = {
     int: dict(type=int), int | None: dict(type=int), bool: dict(is_flag=True),
     str: dict(type=str), str | None: dict(type=str),
@@ -24,7 +24,7 @@ _CLICK_TYPES: dict[Any, dict[str, Any]] = {
 
 
 def _compile_options(command: Command) -> Command:
-    """Add an option for each field of CompileOptions."""
+    """Add an option for each attribute of CompileOptions."""
     for option in reversed(OPTIONS):
         declared, given = option.declared, dict(_CLICK_TYPES[option.kind])
         if declared.choices:
@@ -40,14 +40,15 @@ def _compile_options(command: Command) -> Command:
 @click.command("compile")
 @click.argument("model")
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path),
-              help="Case directory to make.")
+              help="Case directory to write.")
 @_compile_options
-@click.option("--verbose", is_flag=True, help="Print what each pass matched and refused.")
+@click.option("--verbose", is_flag=True,
+              help="Print the matches and the refusals of each pass.")
 @json_option
 def compile_command(model: str, output: Path, verbose: bool, as_json: bool, **options: Any) -> None:
     """Compile MODEL: a Hugging Face directory, hub id, .gguf or .onnx file."""
     started = time.perf_counter()
-    with Phases() as phases, interruptible():  # imports too
+    with Phases() as phases, interruptible():  # covers the imports
         phases.begin("import")
         api = import_compiler()
 

@@ -1,4 +1,4 @@
-"""Import of the compiler: an optional part that takes seconds to import."""
+"""Import of the compiler, an optional dependency that takes seconds to import."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from llmc.installation import install_command
 
 
 def import_compiler() -> ModuleType:
-    """Import `llmc.compiler.api`; an error names a missing package and how to install it."""
+    """Import `llmc.compiler.api`.
+
+    Raises:
+        LlmcError: a package is missing; the message has the command that installs it.
+    """
     _freeze_imported_modules()
     try:
         from llmc.compiler import api

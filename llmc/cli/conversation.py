@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 def converse(llm: LLM, params: SamplingParams, meter: Meter) -> None:
-    """Hold a conversation in the terminal until Ctrl-D."""
+    """Run a conversation in the terminal until Ctrl-D."""
     from llmc.runtime.chat import Chat
 
     with suppress(ImportError):
-        import readline  # noqa: F401  input() has arrow keys then
+        import readline  # noqa: F401  enables arrow keys in input()
     meter.begin()
     click.echo("Ctrl-C ends an answer, Ctrl-D the conversation.", err=True)
     chat = Chat(llm, params)
@@ -46,7 +46,7 @@ def converse(llm: LLM, params: SamplingParams, meter: Meter) -> None:
 
 
 def print_answer(pieces: Generator[CompletionChunk, None, None], meter: Meter) -> None:
-    """Print an answer to its end, or to the end of the running step on Ctrl-C."""
+    """Print an answer to its end; Ctrl-C ends it after the running step."""
     interrupted = threading.Event()
     before = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
     try:
@@ -64,9 +64,9 @@ def print_answer(pieces: Generator[CompletionChunk, None, None], meter: Meter) -
 
 @contextmanager
 def _keep_typed_input() -> Iterator[None]:
-    """Keep input typed during an answer, Ctrl-D too, for the next prompt.
+    """Keep input typed during an answer, including Ctrl-D, for the next prompt.
 
-    A terminal in canonical mode discards it when readline takes over.
+    In canonical mode the terminal discards it when readline takes over.
     """
     if not sys.stdin.isatty():
         yield

@@ -15,39 +15,40 @@ from llmc.cli.progress import Phases
 
 @click.command("diff")
 @case_options
-@click.option("--reference", required=True, help="What it was compiled from.")
+@click.option("--reference", required=True,
+              help="Original model: directory, hub id, .gguf or .onnx file.")
 @click.option("--hf_dir", type=click.Path(path_type=Path), default=None,
-              help="For an .onnx reference.")
-@click.option("--prompt", default=None, help="Text to compare on.  [default: random tokens]")
+              help="Directory with config.json and tokenizer of an .onnx reference.")
+@click.option("--prompt", default=None,
+              help="Text to compare the models on.  [default: random tokens]")
 @click.option("--tolerance", type=float, default=None,
-              help="Largest difference of every tensor, relative to its range.  [default: see "
-                   "above]")
-@click.option("--tokens", default=16, help="Greedy tokens to compare.")
-@click.option("--bisect", is_flag=True, help="Find the first op over tolerance.")
-@click.option("--html", type=click.Path(path_type=Path), default=None, help="Report to write.")
+              help="Tolerance of every tensor, relative to its range.  [default: see above]")
+@click.option("--tokens", default=16, help="Number of greedy tokens to compare.")
+@click.option("--bisect", is_flag=True, help="Find the first op beyond the tolerance.")
+@click.option("--html", type=click.Path(path_type=Path), default=None,
+              help="HTML report to write.")
 @json_option
 def diff_command(directory: Path | None, case_dir: Path | None, as_json: bool, html: Path | None,
                  **options: Any) -> None:
-    """Show where, and by how much, a compiled model differs from the original.
+    """Compare a compiled model with the original, tensor by tensor.
 
-    The original is run in float32 with the compiled model's own weights, dequantized. A tensor may
-    differ by:
+    The original runs in float32 with the dequantized weights of the compiled model. Tolerances:
 
     \b
-    model                                   of the tensor's range, or measured
+    model                                   relative to the tensor's range
     float32; weights dequantized in kernels 1e-5
-    float16, bfloat16                       2 x what transformers loses in it
-    float8 KV caches                        2 x what transformers loses with them
-    quantized activations (cpu: int8, int4, 2 x what transformers loses with the
-    uint4; --quantize_activations)          same rounding
-    between layers, or an .onnx reference   3 x what the export loses so
-    weights that cannot be put into the     0.1 in 8 bits, 0.5 in 4 bits
-    reference
+    float16, bfloat16                       2 x error of transformers in it
+    float8 KV caches                        2 x error of transformers with them
+    quantized activations (cpu: int8, int4, 2 x error of transformers with the
+    uint4; --quantize_activations)          same activation quantization
+    between layers, or an .onnx reference   3 x error of the export
+    weights that the reference cannot load  0.1 in 8 bits, 0.5 in 4 bits
 
-    Measured on the same tokens, times the square root of tp_size. Weights that are not quantized
-    must be equal bit by bit, quantized ones what rounding to nearest makes of the reference's;
-    calibrated ones, or another tool's, at most 0.9 of their root mean square away. A greedy token
-    may differ where the reference's logits are no further apart than the difference allowed there.
+    Errors are measured on the same tokens, and multiplied by the square root of tp_size. Weights
+    that are not quantized must be bit-identical. Quantized weights must equal the reference's
+    weights, rounded to nearest; calibrated weights and those of another tool may differ by 0.9 of
+    their root mean square. A greedy token may differ where the reference's two logits differ by
+    at most the tolerance.
     """
     found = require_case_dir(directory, case_dir)
     with Phases() as phases:

@@ -19,25 +19,27 @@ from llmc.errors import LlmcError
 @click.command("eval")
 @case_options
 @click.option("--task", required=True, type=click.Choice(["perplexity", "summarize"]),
-              help="What to measure; summarize needs the eval extra.")
+              help="Metric to measure; summarize needs the eval extra.")
 @click.option("--data", type=click.Path(path_type=Path), default=None,
-              help="A text file; for summarize JSON lines with article and summary.  "
-                   "[default: articles that come with llmc]")
-@click.option("--hf_dir", default=None, help="The original, to measure transformers beside.")
+              help="Text file, or for summarize JSON lines with article and summary.  "
+                   "[default: articles that are part of llmc]")
+@click.option("--hf_dir", default=None, help="Original model, to measure transformers as well.")
 @click.option("--tolerance", type=float, default=None,
-              help="Largest difference between the two: relative for perplexity, points for ROUGE."
+              help="Maximum difference between the two: relative for perplexity, points for ROUGE."
                    "  [default: 0.0001 and 1, in float16 0.002 and 5, in bfloat16 0.02 and 5]")
 @click.option("--max_length", type=int, default=None,
-              help="For perplexity: tokens of a window.  [default: the KV cache's, at most 1024]")
+              help="Length of a window of perplexity, in tokens.  [default: the KV cache's, at "
+                   "most 1024]")
 @click.option("--stride", type=int, default=None,
-              help="For perplexity: tokens from window to window.  [default: half of max_length]")
+              help="Distance between windows of perplexity, in tokens.  [default: half of "
+                   "max_length]")
 @click.option("--max_tokens", type=int, default=None,
-              help="For summarize: tokens of a summary.  [default: 64]")
+              help="Maximum length of a summary, in tokens.  [default: 64]")
 @device_option
 @json_option
 def eval_command(directory: Path | None, case_dir: Path | None, task: str, as_json: bool,
                  **options: Any) -> None:
-    """Measure a compiled model's quality: perplexity of a text, ROUGE of summaries."""
+    """Measure a compiled model's quality: perplexity or ROUGE of summaries."""
     found = require_case_dir(directory, case_dir)
     with Phases() as phases:
         if options["hf_dir"] is not None:
@@ -50,6 +52,6 @@ def eval_command(directory: Path | None, case_dir: Path | None, task: str, as_js
         measure = tasks[task]
         given = {name: value for name, value in options.items() if value is not None}
         for name in given.keys() - inspect.signature(measure).parameters.keys():
-            raise LlmcError(f"--{name} is not for --task {task}; leave it out")
+            raise LlmcError(f"--{name} does not apply to --task {task}; leave it out")
         report = measure(found, progress=phases.show, **given)
     finish_check(report, print_report, as_json)

@@ -1,4 +1,4 @@
-"""The command group: a user's error is one message and an exit code."""
+"""The command group: prints a user's error as one message and sets the exit code."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ CONTEXT_SETTINGS = {"token_normalize_func": lambda token: token.replace("-", "_"
 
 
 class Group(click.Group):
-    """A group of verbs that prints a user's error and exits with 2, or with 1 for a failed check.
+    """A group of commands that prints LlmcError and exits with 2, or 1 for a failed check.
 
-    With --json the error is a JSON object on stderr, and stdout has results only.
+    With --json the error is a JSON object on stderr; stdout has results only.
     """
 
     def invoke(self, ctx: click.Context) -> Any:
         as_json = "--json" in ctx.args
         try:
-            with memory_errors("do this"):  # imports too
+            with memory_errors("run this command"):  # covers the imports
                 return super().invoke(ctx)
         except CheckFailed as error:
             _print_error(str(error), 1, as_json)
@@ -51,6 +51,6 @@ def _print_error(message: str, exit_code: int, as_json: bool) -> None:
         click.echo(json.dumps({"error": message, "exit_code": exit_code}), err=True)
         return
     label = "error:"
-    if not os.environ.get("NO_COLOR"):  # click drops colors where stderr is not a terminal
+    if not os.environ.get("NO_COLOR"):  # click drops colors if stderr is not a terminal
         label = click.style(label, fg="red", bold=True)
     click.echo(f"{label} {message}", err=True)

@@ -13,11 +13,11 @@ from llmc.cli.output import print_passes
 
 @click.command("inspect")
 @case_options
-@click.option("--verify", is_flag=True, help="Check every file's SHA-256 too.")
+@click.option("--verify", is_flag=True, help="Also check the SHA-256 of every file.")
 @json_option
 def inspect_command(directory: Path | None, case_dir: Path | None, verify: bool,
                     as_json: bool) -> None:
-    """Show what is in a case directory: per chip, memory, and what each pass matched."""
+    """Show the contents of a case directory: chips, memory and compiler passes."""
     from rich.console import Console
     from rich.table import Table
 
@@ -42,9 +42,9 @@ def inspect_command(directory: Path | None, case_dir: Path | None, verify: bool,
     if manifest.encoder is not None:
         console.print(f"encoder: {manifest.encoder.num_layers} layers, vocabulary "
                       f"{manifest.encoder.vocab_size}, prompts of at most "
-                      f"{manifest.encoder.max_seq_len} tokens; decoding begins with token "
+                      f"{manifest.encoder.max_seq_len} tokens; the decoder starts with token "
                       f"{manifest.encoder.decoder_start_token_id}")
-    memory = ["memory per prompt (MB)"] if manifest.encoder is not None else []
+    memory = ["encoder output per prompt (MB)"] if manifest.encoder is not None else []
     table = Table("chip", "weights (MB)", "KV cache per token (KB)", *memory, "heads",
                   "KV heads", "steps")
     for chip in summary["chips"]:
@@ -55,10 +55,10 @@ def inspect_command(directory: Path | None, case_dir: Path | None, verify: bool,
     console.print(table)
     for chip in summary["chips"]:
         if chip["quantization"]:
-            console.print(f"chip {chip['rank']}, weights in fewer bits: " + "; ".join(
+            console.print(f"chip {chip['rank']}, quantized weights: " + "; ".join(
                 f"{count} in {form}" for form, count in chip["quantization"].items()))
     if summary["cache_tokens"]:
-        console.print("tokens that the KV cache holds, about: " + "; ".join(
-            f"{name} {count:,}" if count else f"{name} none, as the weights do not fit"
+        console.print("KV cache capacity in tokens, approximate: " + "; ".join(
+            f"{name} {count:,}" if count else f"{name} none: the weights do not fit"
             for name, count in summary["cache_tokens"].items()))
     print_passes(manifest)

@@ -1,4 +1,4 @@
-"""Options that several verbs share."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def completes(*values: str) -> Callable[..., list[CompletionItem]]:
-    """Shell completion of an option's values; the command itself rejects unknown values."""
+    """Shell completion of an option's values; the command checks the value itself."""
     return lambda ctx, param, incomplete: [CompletionItem(value) for value in values
                                            if value.startswith(incomplete)]
 
@@ -24,23 +24,27 @@ def case_options(command: Command) -> Command:
     """Add the argument DIR and its alias --case_dir."""
     path = click.Path(path_type=Path, file_okay=False)
     command = click.option("--case_dir", type=path, default=None,
-                           help="DIR, as an option.")(command)
+                           help="Case directory, as an option instead of DIR.")(command)
     return click.argument("directory", type=path, required=False, metavar="[DIR]")(command)
 
 
 def require_case_dir(directory: Path | None, case_dir: Path | None) -> Path:
-    """The case directory from DIR or --case_dir; an error where both are absent."""
+    """Return the case directory from DIR or --case_dir.
+
+    Raises:
+        LlmcError: neither is given, or they differ.
+    """
     found = select_case_dir(directory, case_dir)
     if found is None:
-        raise LlmcError("there is no case directory; give DIR, which `llmc compile` made")
+        raise LlmcError("no case directory is given; give DIR, the output of `llmc compile`")
     return found
 
 
 def select_case_dir(directory: Path | None, case_dir: Path | None) -> Path | None:
-    """The case directory from DIR or --case_dir; None where both are absent."""
+    """Return the case directory from DIR or --case_dir; None if neither is given."""
     if directory is not None and case_dir is not None and \
             directory.resolve() != case_dir.resolve():
-        raise LlmcError(f"DIR is '{directory}' and --case_dir '{case_dir}'; give one of them")
+        raise LlmcError(f"DIR is '{directory}' and --case_dir is '{case_dir}'; give only one")
     return directory if case_dir is None else case_dir
 
 
@@ -54,32 +58,33 @@ def _devices(ctx: click.Context, param: click.Parameter, value: str | None) -> l
     try:
         return [int(part) for part in value.split(",")]
     except ValueError:
-        raise LlmcError(f"--device '{value}' is not a list of numbers such as 0,1,2,3") from None
+        raise LlmcError(f"--device is '{value}', expected integers; give a list such as "
+                        f"0,1,2,3") from None
 
 
 device_option = click.option("--device", callback=_devices, metavar="0,1,…",
-                             help="Devices to run on; each tp_size of them are a replica.  "
+                             help="Device indices; each tp_size of them form a replica.  "
                                   "[default: one replica on all cores]")
 
 
 # Arguments of `LLM`, by name.
 LOADING_OPTIONS: dict[str, dict[str, Any]] = {
-    "max_batch_size": dict(type=int, help="Maximum number of sequences that a replica decodes at "
-                                          "once.  [default: 16, or what it was compiled for]"),
-    "max_num_batched_tokens": dict(default=2048, help="Maximum number of tokens of a step; longer "
-                                                      "prompts are prefilled in chunks."),
-    "block_size": dict(default=16, help="Positions of a block of the KV cache."),
-    "kv_cache_tokens": dict(type=int, help="Positions of the whole KV cache.  [default: as many "
-                                           "as there is memory for]"),
-    "gpu_memory_utilization": dict(default=0.9, help="Fraction of a GPU's memory to use."),
+    "max_batch_size": dict(type=int, help="Maximum number of sequences per step of a replica.  "
+                                          "[default: 16, or the compiled maximum]"),
+    "max_num_batched_tokens": dict(default=2048, help="Maximum number of tokens per step; longer "
+                                                      "prompts use chunked prefill."),
+    "block_size": dict(default=16, help="Size of a KV-cache block, in tokens."),
+    "kv_cache_tokens": dict(type=int, help="Capacity of the KV cache, in tokens.  [default: what "
+                                           "fits into memory]"),
+    "gpu_memory_utilization": dict(default=0.9, help="Fraction of each GPU's memory to use."),
     "attention_backend": dict(metavar="vanilla|llmc|cudnn|fastest",
                               shell_complete=completes("vanilla", "llmc", "cudnn", "fastest"),
-                              help="Attention kernels, for target cuda.  [default: fastest]"),
+                              help="Attention kernels of target cuda.  [default: fastest]"),
     "prefix_reuse": dict(default=True, is_flag=True,
                          help="Prefix caching: sequences share the blocks of a common prefix."),
-    "check_step": dict(default=2, help="Maximum number of in-flight steps on a GPU."),
-    "skip_step": dict(default=0, help="Tokens of each sequence that a GPU makes before the host "
-                                      "reads the first."),
+    "check_step": dict(default=2, help="Maximum number of in-flight steps per GPU."),
+    "skip_step": dict(default=0, help="Number of tokens per sequence that a GPU samples before "
+                                      "the host reads the first."),
 }
 
 
@@ -93,5 +98,5 @@ def loading_options(command: Command) -> Command:
 
 
 def pop_loading_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Remove the values of LOADING_OPTIONS from `options`, and return them."""
+    """Remove the values of LOADING_OPTIONS from `options` and return them."""
     return {name: options.pop(name) for name in LOADING_OPTIONS}

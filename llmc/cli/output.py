@@ -1,4 +1,4 @@
-"""Results that several verbs print."""
+"""Output that several commands share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def print_passes(manifest: Manifest) -> None:
-    """Print a table of the passes: matches, and refusals with reasons."""
+    """Print a table of the passes with their matches and refusals."""
     from rich.console import Console
     from rich.table import Table
 
@@ -28,7 +28,7 @@ def print_passes(manifest: Manifest) -> None:
 
 
 def finish_check(report: Any, print_report: Callable[[Any], None], as_json: bool) -> None:
-    """Print the report of a check; raise CheckFailed with its verdict, if any."""
+    """Print the report of a check; raise CheckFailed if it has a verdict."""
     if as_json:
         fields = dataclasses.asdict(report)
         verdict = fields.pop("verdict")

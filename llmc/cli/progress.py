@@ -1,4 +1,4 @@
-"""Progress on stderr: phases, bars, and the rate at which tokens are generated."""
+"""Progress on stderr: phases, bars and the generation rate."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 class Phases:
-    """Phases of long work, on stderr.
+    """Phases of a long command, on stderr.
 
-    Prints each phase with its duration when it ends. On a terminal, a live line shows the running
+    Prints each phase with its duration when it ends. On a terminal, a live line shows the current
     phase.
     """
 
@@ -42,19 +42,19 @@ class Phases:
         self._live.stop()
 
     def begin(self, name: str) -> None:
-        """End the running phase and begin another."""
+        """End the current phase and begin another."""
         self._end()
         self._name, self._started = name, time.perf_counter()
         self._live.reset(self._task, description=name, total=None, visible=True)
 
     def show(self, name: str, done: int, total: int) -> None:
-        """Set the progress of a phase; begin it if it is not running."""
+        """Set the progress of a phase; begin it if it is not the current one."""
         if name != self._name:
             self.begin(name)
         self._live.update(self._task, completed=done, total=total)
 
     def note(self, text: str) -> None:
-        """Print a remark."""
+        """Print a note."""
         self._print(text)
 
     def _end(self) -> None:
@@ -63,16 +63,16 @@ class Phases:
         self._name = ""
 
     def _print(self, text: str) -> None:
-        self._live.stop()  # it uses the same terminal
+        self._live.stop()  # it may share the terminal
         click.echo(text, err=True)
         self._live.start()
 
 
 class Meter:
-    """Number of generated tokens, and the seconds that they took.
+    """Counter of generated tokens and of the seconds that they took.
 
     Args:
-        begun: called once, before the first token, when all checks of the requests have passed.
+        begun: called once before the first token, after all checks of the requests.
     """
 
     def __init__(self, begun: Callable[[], object] = lambda: None) -> None:
@@ -81,7 +81,7 @@ class Meter:
         self._begun = begun
 
     def begin(self) -> None:
-        """Call `begun`, the first time."""
+        """Call `begun` on the first call."""
         begun, self._begun = self._begun, lambda: None
         begun()
 
@@ -103,7 +103,7 @@ class Meter:
 
 
 class ProgressBar:
-    """A progress bar on stderr where that is a terminal, and results on stdout above it."""
+    """A progress bar on stderr if it is a terminal, and results on stdout above it."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -127,7 +127,7 @@ class ProgressBar:
         self._bar.update(self._task, description=text, completed=done, total=total)
 
     def tokens(self, meter: Meter, total: int) -> Callable[[CompletionChunk], None]:
-        """A callback for pieces that shows the rate and the completions done, of `total`."""
+        """Return a callback for chunks that shows the rate and the completions done."""
         done = 0
 
         def progress(piece: CompletionChunk) -> None:
@@ -144,7 +144,7 @@ class ProgressBar:
         return progress
 
     def print(self, result: str) -> None:
-        """Print a result. Hides the bar meanwhile, as stdout may be the same terminal."""
+        """Print a result; the bar is hidden meanwhile, as stdout may share the terminal."""
         self._bar.stop()
         click.echo(result)
         self._bar.start()

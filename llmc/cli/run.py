@@ -42,51 +42,53 @@ if TYPE_CHECKING:
 @click.command("run", cls=SamplingCommand)
 @case_options
 @click.option("--hf_dir", type=click.Path(path_type=Path), default=None,
-              help="Hugging Face directory whose config.json names the case directory: param_dir.")
+              help="Hugging Face directory whose config.json has the case directory: param_dir.")
 @click.option("--prompt", "prompts", multiple=True,
-              help="May be repeated.  [default: each line of standard input]")
+              help="Prompt; may be repeated.  [default: each line of standard input]")
 @click.option("--prompt_file", type=click.Path(path_type=Path), default=None,
-              help="One JSON request a line, with prompt, token_ids or messages, and sampling "
-                   "options of its own; one JSON result a line comes out. - is standard input.")
+              help="JSON lines of requests with prompt, token_ids or messages and sampling "
+                   "options, answered by JSON lines; -: standard input.")
 @click.option("--chat", is_flag=True,
-              help="Put each prompt into the model's chat template. Without a prompt, in a "
-                   "terminal: a conversation.")
+              help="Apply the chat template to each prompt; without prompts, in a terminal: hold "
+                   "a conversation.")
 @sampling_options
 @generation_config_option
-@click.option("--tp_size", type=int, default=None, help="Must be what the model was compiled with.")
+@click.option("--tp_size", type=int, default=None,
+              help="Expected tensor parallel size; an error if the model has another.")
 @device_option
 @loading_options
-@click.option("--log_file", default="", help="Append what was run, and how fast, to this file.")
+@click.option("--log_file", default="", show_default=False,
+              help="File to append the settings and the generation rate to.  [default: none]")
 @json_option
 def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | None,
                 prompts: tuple[str, ...], prompt_file: Path | None, chat: bool,
                 generation_config: str, tp_size: int | None, device: list[int] | None,
                 log_file: str, as_json: bool, **options: Any) -> None:
-    """Complete prompts with the model in DIR, a case directory, streaming the text."""
+    """Complete prompts with the model in the case directory DIR, streaming the text."""
     from llmc.artifacts.manifest import read_manifest
     from llmc.runtime.core.llm import LLM
     from llmc.runtime.prompt_file import read_lines
 
     loading = pop_loading_options(options)
     if options["logprobs"] is not None and not as_json and prompt_file is None:
-        raise LlmcError("--logprobs are printed with --json only; add it")
+        raise LlmcError("--logprobs needs --json, which prints them; add --json")
     if prompt_file is not None and prompts:
-        raise LlmcError("give either --prompt or --prompt_file")
+        raise LlmcError("both --prompt and --prompt_file are given; give only one")
     case_dir, configured = _resolve_case(directory, case_dir, hf_dir)
     if tp_size is not None and configured not in (None, tp_size):
-        raise LlmcError(f"--tp_size is {tp_size}, tensor_parallel in the config of '{hf_dir}' "
-                        f"says {configured}; change one of them")
+        raise LlmcError(f"--tp_size is {tp_size}, but tensor_parallel in the config of '{hf_dir}' "
+                        f"is {configured}; change one of them")
     manifest = read_manifest(case_dir)
-    wanted = tp_size if tp_size is not None else configured
-    if wanted not in (None, manifest.tp_size):
-        raise LlmcError(f"tp_size {wanted} is asked for, but '{case_dir}' was compiled with "
-                        f"tp_size {manifest.tp_size}; change the one or compile again")
+    expected = tp_size if tp_size is not None else configured
+    if expected not in (None, manifest.tp_size):
+        raise LlmcError(f"tp_size is {expected}, but '{case_dir}' was compiled with tp_size "
+                        f"{manifest.tp_size}; use that, or compile again")
     params = sampling_params(options, manifest if generation_config == "auto" else None)
     if str(prompt_file) == "-" and sys.stdin.isatty():
         click.echo("JSON requests, one per line; end them with Ctrl-D:", err=True)
     lines = read_lines(prompt_file) if prompt_file is not None else None
     talk = chat and lines is None and not prompts and not as_json and sys.stdin.isatty()
-    if talk and not is_given("max_tokens"):  # an answer ends by itself
+    if talk and not is_given("max_tokens"):  # an answer ends at EOS
         params = dataclasses.replace(params, max_tokens=manifest.dims.max_seq_len)
     info = _inference_info(hf_dir, case_dir, params.max_tokens, manifest.tp_size, device, log_file)
     _log(log_file, f"{time.strftime('%Y-%m-%dT%H:%M:%S')}\n{info}\n")
@@ -106,12 +108,12 @@ def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | No
     _log(log_file, f"{rate}\n")
     if failed:
         name = "standard input" if str(prompt_file) == "-" else f"'{prompt_file}'"
-        raise CheckFailed(f"{failed} request(s) of {name} could not be run; see their results")
+        raise CheckFailed(f"{failed} request(s) of {name} failed; see their results")
 
 
 def _run_prompts(llm: LLM, prompts: Sequence[str], params: SamplingParams, chat: bool,
                  as_json: bool, meter: Meter) -> None:
-    """Stream one completion's text, or print several as blocks when each ends, or as JSON."""
+    """Stream a single completion; print several as blocks when they end, or as JSON."""
     inputs = [llm.chat_prompt(prompt) if chat else prompt for prompt in prompts]
     total = len(prompts) * params.n
     meter.start()
@@ -137,7 +139,7 @@ def _run_prompts(llm: LLM, prompts: Sequence[str], params: SamplingParams, chat:
 
 def _run_requests(llm: LLM, lines: list[bytes], params: SamplingParams, chat: bool,
                   meter: Meter) -> int:
-    """Print one JSON result a line; the number of failed requests."""
+    """Print a JSON result per line and return the number of failed requests."""
     from llmc.runtime.prompt_file import read_requests, run_requests
 
     requests = read_requests(llm, lines, params, chat=chat)
@@ -154,19 +156,17 @@ def _read_prompts() -> tuple[str, ...]:
     lines = sys.stdin.read().splitlines()
     prompts = tuple(line for line in lines if line.strip())
     if not prompts:
-        raise LlmcError("there is no prompt; give --prompt, or a prompt per line on standard input")
+        raise LlmcError("no prompt is given; give --prompt, or one prompt per line on standard "
+                        "input")
     return prompts
 
 
 def _resolve_case(directory: Path | None, case_dir: Path | None, hf_dir: Path | None) -> \
         tuple[Path, int | None]:
-    """The case directory, and the tensor parallel size that a Hugging Face config asks for.
-
-    The config's param_dir names the case directory where only `hf_dir` is given.
-    """
+    """Return the case directory, and the tensor parallel size of a config, if any."""
     case_dir = select_case_dir(directory, case_dir)
     if (case_dir is None) == (hf_dir is None):
-        raise LlmcError("give either a case directory or --hf_dir")
+        raise LlmcError("expected either a case directory or --hf_dir; give one of them")
     if case_dir is not None:
         return case_dir, None
     assert hf_dir is not None
@@ -174,16 +174,17 @@ def _resolve_case(directory: Path | None, case_dir: Path | None, hf_dir: Path | 
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise LlmcError(f"'{path}' cannot be read as JSON ({error})") from error
+        raise LlmcError(f"'{path}' cannot be read as JSON ({error}); repair it, or give the case "
+                        f"directory") from error
     named = config.get("param_dir") if isinstance(config, dict) else None
     if not isinstance(named, str):
-        raise LlmcError(f"'{path}' names no param_dir, the case directory; add it, or give "
-                        f"the directory itself")
+        raise LlmcError(f"'{path}' has no string param_dir, the case directory; add it, or give "
+                        f"the case directory instead of --hf_dir")
     parallel = config.get("tensor_parallel")
     if parallel is None:
         return hf_dir / named, None
     if not isinstance(parallel, dict) or not isinstance(parallel.get("parallel_size", 1), int):
-        raise LlmcError(f"tensor_parallel in '{path}' is not understood; write it like "
+        raise LlmcError(f"tensor_parallel in '{path}' is invalid; write it as "
                         f'{{"use_tp": true, "parallel_size": 2}}')
     return hf_dir / named, parallel.get("parallel_size", 1) if parallel.get("use_tp") else 1
 
@@ -195,7 +196,8 @@ def _log(path: str, text: str) -> None:
             with open(path, "a", encoding="utf-8") as log:
                 log.write(text)
         except OSError as error:
-            raise LlmcError(f"--log_file '{path}' cannot be written ({error})") from error
+            raise LlmcError(f"--log_file '{path}' cannot be written ({error}); give another "
+                            f"file") from error
 
 
 def _inference_info(hf_dir: Path | None, case_dir: Path, max_tokens: int, tp_size: int,

@@ -1,4 +1,4 @@
-"""The sampling options of `llmc run`, from the fields of `SamplingParams`."""
+"""The sampling options of `llmc run`, one for each attribute of `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class _SamplingOption(click.Option):
-    """An option that help lists under "Sampling"."""
+    """An option in the help's section "Sampling"."""
 
 
 class SamplingCommand(click.Command):
-    """A command whose help lists sampling options in a separate section."""
+    """A command whose help has a separate section of sampling options."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {"Options": [], "Sampling": []}
@@ -43,8 +43,8 @@ def _biases(ctx: click.Context, param: click.Parameter, values: tuple[str, ...])
         try:
             biases[int(token)] = float(bias)
         except ValueError:
-            raise LlmcError(f"--logit_bias '{value}' is not a token id and a number such as "
-                            f"42=-1.5") from None
+            raise LlmcError(f"--logit_bias is '{value}', expected a token id and a bias; write "
+                            f"it as 42=-1.5") from None
     return biases
 
 
@@ -52,7 +52,7 @@ def _early_stopping(ctx: click.Context, param: click.Parameter, value: str) -> b
     return {"false": False, "true": True}.get(value, value)
 
 
-# Arguments of click.option by the type of the field.
+# Arguments of click.option for each type of an attribute.
 _CLICK_TYPES: dict[Any, dict[str, Any]] = {
     int: dict(type=int), float: dict(type=float), bool: dict(is_flag=True),
     int | None: dict(type=int), str | None: dict(type=str),
@@ -65,24 +65,24 @@ _CLICK_TYPES: dict[Any, dict[str, Any]] = {
 
 
 def sampling_options(command: Command) -> Command:
-    """Add an option for each field of SamplingParams."""
-    for own in reversed(FIELDS):
-        given = {"default": own.default, **_CLICK_TYPES[own.kind]}
+    """Add an option for each attribute of SamplingParams."""
+    for field in reversed(FIELDS):
+        given = {"default": field.default, **_CLICK_TYPES[field.kind]}
         remark = " May be repeated." if given.get("multiple") else \
-            " Printed with --json." if own.name == "logprobs" else ""
-        command = click.option(f"--{own.name}", cls=_SamplingOption, help=own.text + remark,
+            " Printed with --json." if field.name == "logprobs" else ""
+        command = click.option(f"--{field.name}", cls=_SamplingOption, help=field.text + remark,
                                **given)(command)
     return command
 
 
 generation_config_option = click.option(
     "--generation_config", default="auto", type=click.Choice(["auto", "none"]),
-    help="Sampling defaults.  auto: the model's generation_config.json, then llmc's; none: llmc's "
-         "alone.")
+    help="Source of sampling defaults: the model's generation_config.json before llmc's (auto), "
+         "or only llmc's (none).")
 
 
 def sampling_params(options: Mapping[str, Any], manifest: Manifest | None) -> SamplingParams:
-    """Sampling parameters: the command line's, then the defaults of the model."""
+    """Build sampling parameters from the command line, then from the model's defaults."""
     given = {name: value for name, value in options.items() if is_given(name)}
     sampling = manifest and manifest.sampling
     return SamplingParams(**with_defaults(given, sampling.fields() if sampling else {}))

@@ -15,7 +15,7 @@ from llmc.installation import install_command
 
 
 def _string_list(ctx: click.Context, param: click.Parameter, value: str | None) -> list[str] | None:
-    """Parse a list of strings: JSON, or separated by commas."""
+    """Parse a list of strings, in JSON or separated by commas."""
     if value is None:
         return None
     try:
@@ -24,13 +24,13 @@ def _string_list(ctx: click.Context, param: click.Parameter, value: str | None) 
     except ValueError:
         read = None
     if not isinstance(read, list) or not all(isinstance(part, str) for part in read):
-        raise LlmcError(f"--{param.name} '{value}' is not a list; give one such as a,b or "
-                        f"'[\"a\", \"b\"]'")
+        raise LlmcError(f"--{param.name} is '{value}', expected a list of strings; write it as a,b "
+                        f"or '[\"a\", \"b\"]'")
     return read
 
 
 class _ApiKeys(click.types.StringParamType):
-    """A key that may contain spaces; an environment variable holds one per line."""
+    """A key that may contain spaces; the environment variable has one per line."""
 
     envvar_list_splitter = "\n"
 
@@ -38,75 +38,82 @@ class _ApiKeys(click.types.StringParamType):
 @click.command("serve")
 @click.argument("case_dir", type=click.Path(path_type=Path))
 @device_option
-@click.option("--host", default="127.0.0.1", help="Address to listen at; 0.0.0.0 for all.")
-@click.option("--port", default=8000, help="0 for any that is free.")
+@click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0: all addresses.")
+@click.option("--port", default=8000, help="Port to listen on; 0: any free port.")
 @click.option("--served_model_name", default=None,
-              help="What clients call the model.  [default: the directory's name]")
+              help="Model name in requests and responses.  [default: the directory's name]")
 @click.option("--tool_call_parser", default=None,
-              help="How the model calls tools: hermes, llama3_json, llama4_pythonic, mistral, "
-                   "qwen3_coder, glm45, deepseek_v3, deepseek_v31, deepseek_v32, deepseek_v4, "
-                   "kimi_k2, minimax_m2, seed_oss or harmony.  [default: as its chat template "
-                   "does]")
+              help="Format of the model's tool calls: hermes, llama3_json, llama4_pythonic, "
+                   "mistral, qwen3_coder, glm45, deepseek_v3, deepseek_v31, deepseek_v32, "
+                   "deepseek_v4, kimi_k2, minimax_m2, seed_oss or harmony.  [default: that of the "
+                   "chat template]")
 @click.option("--reasoning_parser", default="auto",
-              help="Marks around the model's reasoning: think, mistral, seed_oss, none, or auto "
-                   "for those of its chat template.")
-@click.option("--response_store_mb", default=64.0, help="Memory for stored responses of "
-                                                        "/v1/responses; 0 stores none.")
-@click.option("--response_store_ttl", default=3600.0, help="Seconds that a response is stored.")
+              help="Markers of the model's reasoning: think, mistral, seed_oss, none, or auto for "
+                   "those of the chat template.")
+@click.option("--response_store_mb", default=64.0,
+              help="Memory for stored responses of /v1/responses, in MB; 0: store none.")
+@click.option("--response_store_ttl", default=3600.0,
+              help="Lifetime of a stored response, in seconds.")
 @click.option("--chat_template_content_format", default="auto",
               type=click.Choice(["auto", "string", "openai"]),
-              help="Form of messages' content: a text (string) or a list of parts (openai).  auto: "
-                   "as in the request, unless the chat template cannot read that.")
+              help="Content of messages as the chat template gets it: a string, a list of parts "
+                   "(openai), or that of the request if the template supports it (auto).")
 @generation_config_option
 @click.option("--enable_tokenizer_info_endpoint", is_flag=True,
               help="Serve /tokenizer_info: the tokenizer's configuration and the chat template.")
-@click.option("--watch", is_flag=True, help="Load what replaces CASE_DIR, and let it take over "
-                                            "without losing a request.")
+@click.option("--watch", is_flag=True,
+              help="When CASE_DIR is replaced, load the new model and switch to it without "
+                   "failing a request.")
 @click.option("--api_key", "api_keys", multiple=True, type=_ApiKeys(), envvar="LLMC_API_KEY",
               show_envvar=True,
-              help="Key that clients must give. Repeat the option for several keys; the variable "
-                   "has one a line. The list of processes shows it.  [default: none]")
+              help="API key that requests must have, visible in the process list; may be "
+                   "repeated, and the variable has one key per line.  [default: none]")
 @click.option("--api_key_file", default=None, type=click.Path(path_type=Path),
-              help="File of further API keys, one a line: `name: key` or `key`. The log shows "
+              help="File of more API keys, one `name: key` or `key` per line; the log has the "
                    "names.")
 @click.option("--max_waiting", default=256,
-              help="Sequences that may wait beside those that are decoded. Further requests get "
-                   "429 with Retry-After.")
+              help="Maximum number of waiting sequences; further requests get 429 with "
+                   "Retry-After.")
 @click.option("--max_seqs_per_key", default=None, type=int,
-              help="Sequences of one API key that may run or wait.  [default: an equal part for "
-                   "each key, at least as many as are decoded at once]")
+              help="Maximum number of running and waiting sequences of an API key.  [default: an "
+                   "equal share for each key, at least the batch size]")
 @click.option("--allow_priority", is_flag=True,
-              help="Allow the field priority in requests. Without it, values other than 0 are "
-                   "refused.")
-@click.option("--max_request_bytes", default=8 * 2**20, help="Of a request's body.")
-@click.option("--request_timeout", default=1800.0, help="Seconds that a request may take.")
-@click.option("--header_timeout", default=10.0, help="Seconds that the headers of a request may "
-                                                     "take.")
+              help="Allow `priority` in requests; without it, values other than 0 get 400.")
+@click.option("--max_request_bytes", default=8 * 2**20,
+              help="Maximum size of a request's body, in bytes.")
+@click.option("--request_timeout", default=1800.0,
+              help="Maximum duration of a request, in seconds.")
+@click.option("--header_timeout", default=10.0,
+              help="Maximum time to receive the headers of a request, in seconds.")
 @click.option("--write_timeout", default=60.0,
-              help="Seconds after which a connection whose client reads nothing is closed.")
+              help="Time after which a connection is closed if its client reads nothing, in "
+                   "seconds.")
 @click.option("--stall_timeout", default=60.0,
-              help="Seconds without a completed step, while there is work, after which /health is "
-                   "503.")
-@click.option("--drain_timeout", default=30, help="Seconds that requests have to end after a "
-                                                  "SIGTERM.")
+              help="Time without a completed step of pending work after which /health is 503, in "
+                   "seconds.")
+@click.option("--drain_timeout", default=30,
+              help="Time for running requests to finish after SIGTERM, in seconds.")
 @click.option("--allowed_hosts", callback=_string_list, metavar="HOST,…",
-              help="Host names that requests may use beside localhost, 127.0.0.1 and [::1]; * for "
-                   "any.  [default: none where --host is a loopback address, else *]")
+              help="Host names that requests may have besides localhost, 127.0.0.1 and [::1]; *: "
+                   "any.  [default: none if --host is a loopback address, else *]")
 @click.option("--allowed_origins", callback=_string_list, default="[]", metavar="ORIGIN,…",
-              help="Origins whose web pages may use the server (CORS), as https://example.com; * "
-                   "for any. Like the next two, a list with commas or in JSON.")
+              show_default=False,
+              help="Origins of web pages that may use the server (CORS), such as "
+                   "https://example.com; *: any.  [default: none]")
 @click.option("--allowed_methods", callback=_string_list, default="*", metavar="METHOD,…",
-              help="HTTP methods that those pages may use.")
+              help="HTTP methods that those origins may use.")
 @click.option("--allowed_headers", callback=_string_list, default="*", metavar="HEADER,…",
-              help="Request headers that those pages may set.")
-@click.option("--allow_credentials", is_flag=True, help="Those pages may send credentials.")
-@click.option("--ssl_keyfile", type=click.Path(path_type=Path), help="Key of the certificate, PEM.")
+              help="Request headers that those origins may set.")
+@click.option("--allow_credentials", is_flag=True,
+              help="Let those origins send credentials.")
+@click.option("--ssl_keyfile", type=click.Path(path_type=Path),
+              help="PEM file of the certificate's private key.")
 @click.option("--ssl_certfile", type=click.Path(path_type=Path),
-              help="Certificate, PEM; serves HTTPS.")
+              help="PEM file of the server's certificate; enables HTTPS.")
 @click.option("--ssl_ca_certs", type=click.Path(path_type=Path),
-              help="Authorities of clients' certificates, PEM.")
+              help="PEM file of the authorities of client certificates.")
 @click.option("--ssl_cert_reqs", type=click.IntRange(0, 2), default=0,
-              help="Clients' certificates: 0 not asked for, 1 optional, 2 required.")
+              help="Client certificates: 0 not requested, 1 optional, 2 required.")
 @loading_options
 def serve_command(case_dir: Path, api_keys: tuple[str, ...], api_key_file: Path | None,
                   max_waiting: int, max_seqs_per_key: int | None, allow_priority: bool,
@@ -116,7 +123,7 @@ def serve_command(case_dir: Path, api_keys: tuple[str, ...], api_key_file: Path 
                   ssl_cert_reqs: int, allowed_hosts: list[str] | None, allowed_origins: list[str],
                   allowed_methods: list[str], allowed_headers: list[str], allow_credentials: bool,
                   **options: Any) -> None:
-    """Serve the model in CASE_DIR by OpenAI's HTTP interface."""
+    """Serve the model in CASE_DIR over the OpenAI HTTP API."""
     try:
         from llmc.server.access import Access
         from llmc.server.limits import ServerLimits, read_api_keys

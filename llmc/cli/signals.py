@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def sigterm_as_interrupt() -> Iterator[None]:
-    """A block in which SIGTERM raises KeyboardInterrupt, as Ctrl-C does."""
+    """Context in which SIGTERM raises KeyboardInterrupt, as Ctrl-C does."""
     def end(*_: object) -> None:
         raise KeyboardInterrupt
 

@@ -1,7 +1,7 @@
-"""Tool calls in a model's text: one parser for each family's format.
+"""Tool call parsers, one for each family's format.
 
-A parser reads an answer's text as it arrives and tells it as deltas of OpenAI's interface. The
-model's chat template chooses the parser, as it shows the model how to write calls.
+A parser reads an answer's text as it arrives and emits deltas of the OpenAI API. By default, the
+chat template determines the parser.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from llmc.server.tool_parsers.qwen3_coder import Qwen3Coder, SeedOss
 __all__ = ["TOOL_PARSERS", "Harmony", "NamedCall", "RequiredCalls", "ToolParser", "merged",
            "recognized_parser"]
 
-# By the names that vLLM has for them. The first that recognizes a chat template reads it.
+# By vLLM's names. The first parser that recognizes a chat template is used.
 TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "harmony": Harmony, "kimi_k2": KimiK2, "minimax_m2": MiniMaxM2,
-    "deepseek_v3": DeepSeekV3,  # before V3.1, whose marks its template has too
+    "deepseek_v3": DeepSeekV3,  # before V3.1, because its template has the marks of V3.1, too
     "deepseek_v31": DeepSeekV31, "deepseek_v32": DeepSeekV32, "deepseek_v4": DeepSeekV4,
     "glm45": Glm45, "seed_oss": SeedOss, "qwen3_coder": Qwen3Coder, "hermes": Hermes,
     "mistral": Mistral,
@@ -34,5 +34,6 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
 
 
 def recognized_parser(chat_template: str) -> str | None:
-    """The name of the parser for a chat template; None where it writes calls in no known format."""
-    return next((name for name, own in TOOL_PARSERS.items() if own.recognizes(chat_template)), None)
+    """Return the name of a chat template's parser; None if its format is unknown."""
+    return next((name for name, parser in TOOL_PARSERS.items()
+                 if parser.recognizes(chat_template)), None)

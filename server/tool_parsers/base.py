@@ -1,4 +1,4 @@
-"""What all tool parsers share: how calls are emitted, and calls that are JSON objects."""
+"""Base class of tool call parsers, and calls that are JSON objects."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ Schema = Mapping[str, Any]
 
 
 class ToolParser(TextReader):
-    """The content and the tool calls of one answer's text.
+    """Parser of the content and the tool calls of one answer.
 
     Args:
-        tools: the JSON schema of each tool's parameters, by the tool's name. A call of another
-            tool is content.
+        tools: JSON schema of each tool's parameters, by the tool's name. A call of an unknown tool
+            is content.
 
     Attributes:
-        SIGNS: texts that the chat templates of the family have, all of them.
-        MARKS: marks of the format that tokenizers may have as special tokens.
-        calls: calls so far.
+        SIGNS: strings that all chat templates of the family contain.
+        MARKS: marks of the format that may be special tokens.
+        calls: number of calls so far.
     """
 
     SIGNS: ClassVar[tuple[str, ...]] = ()
@@ -39,9 +39,9 @@ class ToolParser(TextReader):
         super().__init__()
         self._tools = tools
         self.calls = 0
-        self._in_call = False  # a call has begun and not ended
+        self._in_call = False  # whether a call is unfinished
         self._arguments_emitted = False  # of the latest call
-        self._blanks = ""  # content that is emitted once more content follows
+        self._blanks = ""  # emitted only if more content follows
 
     @classmethod
     def recognizes(cls, chat_template: str) -> bool:
@@ -49,7 +49,7 @@ class ToolParser(TextReader):
         return all(sign in chat_template for sign in cls.SIGNS)
 
     def _at_end(self) -> Iterator[Delta]:
-        """What looked like a call is content. Blanks after calls and the rest of a call are not."""
+        """Emit an invalid call as content, but no blanks after calls and no unfinished call."""
         if self._in_call:
             return
         content = self._raw if self.calls else self._blanks + self._raw
@@ -64,10 +64,10 @@ class ToolParser(TextReader):
     # Content between calls.
 
     def _content_until(self, *marks: str) -> Reading[str]:
-        """Emit content up to a mark, without the blanks before the mark.
+        """Emit content up to a mark, without the blanks before it.
 
         Returns:
-            The mark, which is consumed. `_raw` has it, and the blanks.
+            The mark, which is consumed. `_raw` has the blanks and the mark.
         """
         while True:
             size, mark = self._before(marks)
@@ -82,11 +82,11 @@ class ToolParser(TextReader):
             yield from self._more()
 
     def _is_content(self) -> Reading[None]:
-        """Emit what was consumed since a mark, as it was no call."""
+        """Emit the text since a mark as content, because it is not a call."""
         yield from self._content(self._raw)
 
     def _all_content(self) -> Reading[None]:
-        """Emit what was consumed, and all that follows, as content."""
+        """Emit the consumed text and all further text as content."""
         yield from self._is_content()
         yield from emitted(self._pieces_until(), self._as_content)
 
@@ -100,7 +100,7 @@ class ToolParser(TextReader):
         return f"call_{secrets.token_hex(12)}"
 
     def _opened(self, name: str, id_: str | None = None) -> Delta:
-        """A call begins; what was consumed for it is emitted."""
+        """Begin a call; return its first delta."""
         self.calls += 1
         self._raw, self._in_call, self._arguments_emitted = "", True, False
         return self._delta({"name": name, "arguments": ""}, id=id_ or self._new_id(),
@@ -114,11 +114,12 @@ class ToolParser(TextReader):
         return {"tool_calls": [{"index": self.calls - 1, **others, "function": function}]}
 
     def _json_arguments(self) -> Reading[bool]:
-        """Emit the JSON value that comes as a call's arguments: an object, or a string that holds
-        one. `null` and an empty string are `{}`.
+        """Emit a JSON value as a call's arguments.
+
+        It is an object, or a string that contains one. `null` and an empty string become `{}`.
 
         Returns:
-            Whether the value is whole.
+            Whether the value is complete.
         """
         if (yield from self._skip_blanks()) in "{[":
             return (yield from emitted(self._json_pieces(), self._arguments))
@@ -127,10 +128,10 @@ class ToolParser(TextReader):
         return whole
 
     def _json_call(self) -> Reading[bool]:
-        """Emit the call that comes, `{"name": …, "arguments": …}`.
+        """Emit a call in the format `{"name": …, "arguments": …}`.
 
         Returns:
-            Whether it is a call of a tool. Otherwise nothing was emitted, and `_raw` has it.
+            Whether the text is a call of a tool. Otherwise nothing is emitted, and `_raw` has it.
         """
         name = early = None
         if (yield from self._skip_blanks()) != "{":
@@ -165,19 +166,19 @@ class ToolParser(TextReader):
         return True
 
     def _closed(self) -> Reading[None]:
-        """The call ends. One without arguments has `{}`."""
+        """End the call; the arguments default to `{}`."""
         if not self._arguments_emitted:
             yield self._arguments("{}")
         self._raw, self._in_call = "", False
 
     def _skip_if(self, character: str) -> Reading[None]:
-        """Consume a character if it comes next."""
+        """Consume a character if it is next."""
         if (yield from self._peek()) == character:
             self._take(1)
 
 
 def merged(deltas: Iterable[Delta]) -> tuple[str, list[dict[str, Any]], str]:
-    """All content, all calls, and all reasoning of deltas."""
+    """Merge deltas; return the content, the calls and the reasoning."""
     content = reasoning = ""
     calls: list[dict[str, Any]] = []
     for delta in deltas:
@@ -193,7 +194,7 @@ def merged(deltas: Iterable[Delta]) -> tuple[str, list[dict[str, Any]], str]:
 
 
 def _text(value: str) -> str | None:
-    """A JSON string's text; None where the value is no string."""
+    """Return the value of a JSON string; None for any other JSON."""
     try:
         text = parsed_json(value)
     except ValueError:
@@ -202,7 +203,7 @@ def _text(value: str) -> str | None:
 
 
 def _object_text(value: str) -> str:
-    """Arguments as the text of an object."""
+    """Return arguments as the JSON of an object."""
     if value.startswith('"'):
         text = _text(value)
         if text is None:
@@ -218,5 +219,5 @@ def _object_text(value: str) -> str:
 
 
 def json_text(value: Any) -> str:
-    """A value as JSON."""
+    """Encode a value as JSON."""
     return json.dumps(value, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""DeepSeek V3 and V3.1, whose calls differ in their headers.
+"""DeepSeek V3 and V3.1, with different call headers.
 
     V3    <｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME
           ```json

@@ -1,4 +1,4 @@
-"""DeepSeek V3.2 and V4, whose sections differ in their names.
+"""DeepSeek V3.2 and V4, with different section names.
 
     <｜DSML｜function_calls>           V4: <｜DSML｜tool_calls>
     <｜DSML｜invoke name="NAME">
@@ -7,8 +7,8 @@
     </｜DSML｜invoke>
     </｜DSML｜function_calls>
 
-In place of the parameters, models also write the object of all arguments: bare, or as the one
-parameter `arguments`, in which DeepSeek's encoder writes those that it cannot split.
+Models may write the object of all arguments instead of the parameters: bare, or as the only
+parameter `arguments`, as DeepSeek's encoder does for arguments that it cannot split.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from llmc.server.text_reader import Delta, Reading, parsed_json
 from llmc.server.tool_parsers.invoke import InvokeParser
 from llmc.server.tool_parsers.xml import typed
 
-_WRAPPERS = ("arguments", "input")  # parameters that models write all arguments in
+_WRAPPERS = ("arguments", "input")  # names of a parameter with all arguments
 _TOKEN = "｜DSML｜"
 
 
@@ -49,7 +49,7 @@ class DeepSeekV32(InvokeParser):
             yield from self._argument(tool, name, self.PARAMETER_END, types=types)
 
     def _wrapped(self, tool: str, name: str, text: str) -> Iterator[Delta]:
-        """Emit the object of all arguments; a text that is none is the value of a parameter."""
+        """Emit the object of all arguments, or else the text as a parameter's value."""
         try:
             value = parsed_json(text)
         except ValueError:
@@ -60,7 +60,7 @@ class DeepSeekV32(InvokeParser):
             yield self._members(text.strip()[1:-1].strip())
 
     def _names_of(self, tool: str) -> set[str]:
-        """The arguments in a tool's schema."""
+        """Return the names of the arguments in a tool's schema."""
         properties = (self._tools[tool] or {}).get("properties")
         return set(properties) if isinstance(properties, dict) else set()
 

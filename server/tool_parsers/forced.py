@@ -1,4 +1,4 @@
-"""Calls that a grammar forces: `tool_choice` is "required" or names a tool."""
+"""Calls that structured output forces: `tool_choice` is "required" or names a tool."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llmc.server.tool_parsers.llama3_json import Llama3Json
 
 
 class RequiredCalls(Llama3Json):
-    """A list of `{"name": …, "parameters": …}`, perhaps cut. Nothing of it is content."""
+    """A list of `{"name": …, "parameters": …}`, possibly incomplete, without content."""
 
     def _content(self, text: str) -> Iterator[Delta]:
         return iter(())
@@ -20,7 +20,7 @@ class RequiredCalls(Llama3Json):
 
 
 class NamedCall(ToolParser):
-    """The arguments of the one tool that is offered."""
+    """The arguments of the only tool."""
 
     def _read(self) -> Reading[None]:
         name, = self._tools

@@ -1,10 +1,10 @@
-"""Harmony, in which gpt-oss answers: messages in channels.
+"""Harmony, the format of gpt-oss: messages in channels.
 
     <|channel|>analysis<|message|>…<|end|>                          reasoning
     <|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{…}<|call|>
     <|start|>assistant<|channel|>final<|message|>…<|return|>        the answer
 
-The chat template ends with `<|start|>assistant`, so an answer begins with a header.
+The chat template ends with `<|start|>assistant`, so an answer starts with a header.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ _RECIPIENT = re.compile(r"to=functions\.(\S+)")
 
 
 class Harmony(ToolParser):
-    """Reasoning, content and calls of an answer in channels."""
+    """Parser of the reasoning, the content and the calls of an answer in channels."""
 
     SIGNS = (CHANNEL, MESSAGE)
     MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
 
     def __init__(self, tools: Mapping[str, Schema | None]) -> None:
         super().__init__(tools)
-        self._channel = ""  # of the message under way
+        self._channel = ""  # of the current message
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the text read last is reasoning."""
+        """Whether the latest text is reasoning."""
         return self._channel == "analysis"
 
     def _at_end(self) -> Iterator[Delta]:
-        """A header without its message is nothing of the answer."""
+        """Drop a header without a message."""
         return iter(())
 
     def _read(self) -> Reading[None]:
@@ -48,22 +48,22 @@ class Harmony(ToolParser):
                                       self._arguments if name else self._said)
             if name:
                 yield from self._closed()
-            if mark == CHANNEL:  # a message that does not end before the next header
+            if mark == CHANNEL:  # the message has no end mark before the next header
                 self._at -= len(CHANNEL)
 
     def _header(self) -> Reading[str]:
-        """Consume a message's header; the tool that it calls, or ""."""
+        """Consume a message's header; return the called tool, or ""."""
         header = ""
         while True:
             text, mark = yield from self._until(*self.MARKS)
             if mark == MESSAGE:
                 break
-            # A header goes on after <|channel|> and <|constrain|>.
+            # The header continues after <|channel|> and <|constrain|>.
             header = header + text + mark if mark in (CHANNEL, CONSTRAIN) else ""
         header += text
         kind = header.rpartition(CHANNEL)[2].split()
         self._channel = kind[0] if kind and CHANNEL in header else "final"
-        # The recipient is before the channel or after it.
+        # The recipient may be before or after the channel.
         called = _RECIPIENT.search(header.replace(CONSTRAIN, " ").replace(CHANNEL, " "))
         return called[1] if called is not None and called[1] in self._tools else ""
 

@@ -14,7 +14,7 @@ class Hermes(ToolParser):
 
     @classmethod
     def recognizes(cls, chat_template: str) -> bool:
-        """Calls between these tags are JSON where the template has no other tags in them."""
+        """Whether a chat template has JSON calls: these tags without other formats' tags."""
         others = ("<function=", "<arg_key>", "<parameter", "<invoke")
         return super().recognizes(chat_template) and not any(
             other in chat_template for other in others)

@@ -1,4 +1,4 @@
-"""Formats whose calls are `invoke` elements with `parameter` elements, in a section."""
+"""Formats with `invoke` and `parameter` elements in a section."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _ATTRIBUTE = re.compile(r"""(\w+) *= *(?:"([^"]*)"|'([^']*)'|([^"'\s]+))""")
 
 
 class InvokeParser(XmlParser):
-    """Calls of a format with `invoke` and `parameter` elements.
+    """Parser of calls with `invoke` and `parameter` elements.
 
     Attributes:
-        OPEN, CLOSE: marks of a section's begin and end.
-        INVOKE, INVOKE_END: marks of a call's begin, up to its tag's name, and of its end.
-        PARAMETER, PARAMETER_END: likewise, of an argument.
+        OPEN, CLOSE: marks of the start and the end of a section.
+        INVOKE, INVOKE_END: start of a call's tag, and its end tag.
+        PARAMETER, PARAMETER_END: start of an argument's tag, and its end tag.
     """
 
     OPEN: ClassVar[str]
@@ -44,15 +44,15 @@ class InvokeParser(XmlParser):
                 mark = yield from self._skip_mark(self.INVOKE, self.CLOSE)
 
     def _parameters(self, tool: str) -> Reading[None]:
-        """Emit a call's arguments, and consume its end."""
+        """Emit a call's arguments and consume its end tag."""
         while (yield from self._skip_mark(self.PARAMETER, self.INVOKE_END)) == self.PARAMETER:
             yield from self._parameter(tool, (yield from self._attributes()))
 
     def _parameter(self, tool: str, attributes: dict[str, str]) -> Reading[None]:
-        """Emit an argument whose text comes, and consume its end."""
+        """Emit an argument and consume its end tag."""
         yield from self._argument(tool, attributes.get("name", ""), self.PARAMETER_END)
 
     def _attributes(self) -> Reading[dict[str, str]]:
-        """Consume the rest of a tag; its attributes."""
+        """Consume the rest of a tag; return its attributes."""
         text, _ = yield from self._until(">")
         return {name: "".join(values) for name, *values in _ATTRIBUTE.findall(text)}

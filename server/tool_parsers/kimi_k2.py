@@ -1,5 +1,8 @@
-"""Kimi K2: `<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{…}<|tool_call_end|>`
-in a section. The id that the model writes is the call's: its template shows ids.
+"""Kimi K2: calls in a section, with ids.
+
+    <|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{…}<|tool_call_end|>
+
+A call's id is the one that the model writes, because the chat template renders ids.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Llama 3: an answer that is `{"name": …, "parameters": …}`, several of them, or their list."""
+"""Llama 3: an answer of one or more `{"name": …, "parameters": …}`, or of a list of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _TAG = "<|python_tag|>"
 
 
 class Llama3Json(ToolParser):
-    """An answer that does not begin with a call is content."""
+    """Parser of answers that start with a call; all other answers are content."""
 
     SIGNS = MARKS = (_TAG,)
 
@@ -20,7 +20,7 @@ class Llama3Json(ToolParser):
         yield from self._calls()
 
     def _calls(self) -> Reading[None]:
-        """Calls one after the other, and then content."""
+        """Emit consecutive calls, then content."""
         while (yield from self._peek()) == "{" and (yield from self._json_call()):
             while (yield from self._peek()) in BLANKS + "];,":
                 self._take(1)

@@ -1,5 +1,7 @@
-"""Llama 4: `[NAME(key="value", …), …]`, perhaps between `<|python_start|>` and `<|python_end|>`.
-Its own template asks for JSON instead, so `{"name": …, "parameters": …}` is read too.
+"""Llama 4: `[NAME(key="value", …), …]`.
+
+The list may be between `<|python_start|>` and `<|python_end|>`. The chat template asks for
+JSON instead, so `{"name": …, "parameters": …}` is accepted, too.
 """
 
 from __future__ import annotations
@@ -11,11 +13,11 @@ from llmc.server.text_reader import Reading
 from llmc.server.tool_parsers.base import ToolParser, json_text
 
 _START, _END = "<|python_start|>", "<|python_end|>"
-_NAMES = {"true": True, "false": False, "null": None}  # of JSON, among Python's
+_NAMES = {"true": True, "false": False, "null": None}  # JSON's names in Python literals
 
 
 class Llama4Pythonic(ToolParser):
-    """An answer that neither begins with a call nor has `<|python_start|>` is content."""
+    """Parser of answers with calls at the start or after `<|python_start|>`."""
 
     SIGNS = ("<|header_start|>", "tool_calls")
     MARKS = (_START, _END)
@@ -28,7 +30,7 @@ class Llama4Pythonic(ToolParser):
             yield from self._calls()
 
     def _calls(self) -> Reading[None]:
-        """Emit the calls that come; what is none is content."""
+        """Emit calls; an invalid call is content."""
         in_list = (yield from self._skip_blanks()) == "["
         if in_list:
             self._take(1)
@@ -45,7 +47,7 @@ class Llama4Pythonic(ToolParser):
         yield from self._skip_mark(_END)
 
     def _python_call(self) -> Reading[bool]:
-        """Emit the call that comes, whole. Its arguments are literals with names."""
+        """Emit one complete call with keyword arguments that are literals."""
         text = yield from self._call_text()
         call = _parsed(text)
         if call is None or call[0] not in self._tools:
@@ -56,7 +58,7 @@ class Llama4Pythonic(ToolParser):
         return True
 
     def _call_text(self) -> Reading[str]:
-        """Consume `NAME(…)`; what cannot be one is consumed in part."""
+        """Consume `NAME(…)`, or the start of a text that is not a call."""
         name, mark = yield from self._name()
         if not name or mark != "(":
             return ""
@@ -76,7 +78,7 @@ class Llama4Pythonic(ToolParser):
         return text
 
     def _name(self) -> Reading[tuple[str, str]]:
-        """Consume a name with dots; the character after it, not consumed."""
+        """Consume a dotted name; return it and the character after it, which is not consumed."""
         name = ""
         while (character := (yield from self._peek())).isalnum() or character in "_.-":
             name += self._take(1)
@@ -84,27 +86,27 @@ class Llama4Pythonic(ToolParser):
 
 
 def _parsed(text: str) -> tuple[str, dict[str, Any]] | None:
-    """The name and the arguments of a call; None where it is none."""
+    """Parse a call's name and arguments; None if the text is not a call."""
     name, _, arguments = text.partition("(")
     try:
         call = ast.parse(f"f({arguments}", mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
             return None
-        return name, {own.arg: _value(own.value) for own in call.keywords if own.arg is not None}
+        return name, {arg.arg: _value(arg.value) for arg in call.keywords if arg.arg is not None}
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         return None
 
 
 def _value(node: ast.expr) -> Any:
-    """A literal's value.
+    """Evaluate a literal.
 
     Raises:
-        ValueError: it is none that JSON has.
+        ValueError: it is not a literal, or JSON has no such value.
     """
     if isinstance(node, ast.Constant) and isinstance(node.value, str | int | float | None):
         return node.value
     if isinstance(node, ast.List | ast.Tuple):
-        return [_value(own) for own in node.elts]
+        return [_value(item) for item in node.elts]
     if isinstance(node, ast.Dict):
         return {str(_value(key)): _value(value) for key, value in
                 zip(node.keys, node.values, strict=True) if key is not None}
@@ -114,4 +116,4 @@ def _value(node: ast.expr) -> Any:
             return -value
     if isinstance(node, ast.Name) and node.id in _NAMES:
         return _NAMES[node.id]
-    raise ValueError("no literal")
+    raise ValueError("not a literal")

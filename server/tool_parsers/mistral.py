@@ -1,5 +1,6 @@
-"""Mistral: `[TOOL_CALLS][{"name": …, "arguments": …}]`, or `[TOOL_CALLS]NAME[ARGS]{…}` since
-tokenizer version 11, with `[CALL_ID]ID` between in some.
+"""Mistral: `[TOOL_CALLS][{"name": …, "arguments": …}]`.
+
+Since tokenizer version 11: `[TOOL_CALLS]NAME[ARGS]{…}`, in some with `[CALL_ID]ID` before `[ARGS]`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class Mistral(ToolParser):
     MARKS = (_OPEN, _ID, _ARGUMENTS)
 
     def _new_id(self) -> str:
-        """Mistral's templates take ids of nine letters and digits only."""
+        """Return an id of nine letters and digits, the only ids that Mistral's templates accept."""
         return "".join(secrets.choice(_ALPHABET) for _ in range(9))
 
     def _read(self) -> Reading[None]:
@@ -46,7 +47,7 @@ class Mistral(ToolParser):
             id_, mark = yield from self._until(_ARGUMENTS, "{")
         if name.strip() not in self._tools:
             return False
-        if mark == "{":  # where [ARGS] is not shown
+        if mark == "{":  # the text is decoded without [ARGS]
             self._at -= 1
         yield self._opened(name.strip(), id_)
         yield from self._json_arguments()

@@ -1,4 +1,4 @@
-"""Qwen3-Coder and Qwen3.5, and Seed-OSS, whose outer tags differ.
+"""Qwen3-Coder, Qwen3.5 and Seed-OSS, with different outer tags.
 
     <tool_call>                         Seed-OSS: <seed:tool_call>
     <function=NAME>
@@ -30,7 +30,7 @@ class Qwen3Coder(XmlParser):
 
     def _read(self) -> Reading[None]:
         while True:
-            # Models leave <tool_call> out at times.
+            # Models sometimes omit <tool_call>.
             if (yield from self._content_until(self.OPEN, _FUNCTION)) == self.OPEN:
                 called = yield from self._skip_mark(_FUNCTION)
             else:
@@ -45,8 +45,8 @@ class Qwen3Coder(XmlParser):
             yield from self._skip_mark(self.CLOSE)
 
     def _parameters(self, tool: str) -> Reading[None]:
-        """Emit arguments up to the call's end."""
-        # Models leave </parameter> out at times.
+        """Emit the arguments of a call up to its end."""
+        # Models sometimes omit </parameter>.
         ends = ("\n" + _PARAMETER_END, _PARAMETER_END, "\n" + _PARAMETER, "\n" + _FUNCTION_END,
                 "\n" + self.CLOSE)
         mark = yield from self._skip_mark(_PARAMETER, _FUNCTION_END)

@@ -1,4 +1,4 @@
-"""Formats whose calls stand in a section, each between marks of its own."""
+"""Formats with a section of calls, each between marks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from llmc.server.tool_parsers.base import ToolParser
 
 
 class SectionParser(ToolParser):
-    """Calls with JSON arguments behind a header.
+    """Parser of calls with a header and JSON arguments.
 
     Attributes:
-        SECTION, SECTION_END, CALL: marks of a section's begin and end, and of a call's begin.
-        CALL_END: marks after a call's arguments, in their order.
+        SECTION, SECTION_END: marks of the start and the end of a section.
+        CALL: mark of the start of a call.
+        CALL_END: marks after a call's arguments, in order.
     """
 
     SECTION: ClassVar[str]
@@ -24,7 +25,7 @@ class SectionParser(ToolParser):
 
     @abstractmethod
     def _header(self) -> Reading[tuple[str, str | None]]:
-        """Consume a call's header; its tool's name, and its id where it has one."""
+        """Consume a call's header; return the tool's name, and the call's id, if any."""
 
     def _read(self) -> Reading[None]:
         while True:

@@ -1,4 +1,4 @@
-"""Formats whose arguments are tagged texts, typed by the tool's schema."""
+"""Formats whose arguments are tagged texts, converted to the types of the tool's schema."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from llmc.server.tool_parsers.base import Schema, ToolParser, json_text
 
 _KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array",
           dict: "object", type(None): "null"}
-_MAX_REFERENCES = 16  # that lead from one schema to the next
+_MAX_REFERENCES = 16  # maximum length of a chain of $ref
 
 
 class XmlParser(ToolParser):
-    """Calls whose arguments come one by one as texts."""
+    """Parser of calls whose arguments are separate texts."""
 
     def __init__(self, tools: Mapping[str, Schema | None]) -> None:
         super().__init__(tools)
-        self._in_object = False  # the arguments' object has begun and not ended
+        self._in_object = False  # whether the object of arguments is unfinished
 
     def _argument(self, tool: str, name: str, *ends: str, types: set[str] | None = None) -> \
             Reading[str]:
-        """Emit an argument whose text comes; strings as they come, other types once they are whole.
+        """Emit an argument: strings as they arrive, other types when they are complete.
 
         Args:
+            tool: name of the tool.
+            name: name of the argument.
             ends: marks that end the text.
-            types: the allowed JSON types. None: those of the tool's schema.
+            types: allowed JSON types. None: those of the tool's schema.
 
         Returns:
             The mark, which is consumed.
@@ -47,11 +49,11 @@ class XmlParser(ToolParser):
         return mark
 
     def _member(self, name: str, value: str) -> Delta:
-        """A member of the arguments' object, or its beginning."""
+        """Begin the object of arguments, or continue it, with a member."""
         return self._members(f"{json_text(name)}: {value}")
 
     def _members(self, text: str) -> Delta:
-        """Members of the arguments' object, after those before."""
+        """Begin the object of arguments, or continue it, with several members."""
         separator, self._in_object = ", " if self._in_object else "{", True
         return self._arguments(separator + text)
 
@@ -66,10 +68,10 @@ class XmlParser(ToolParser):
 
 
 def argument_types(parameters: Schema, name: str) -> set[str]:
-    """The JSON types that a tool's schema allows an argument; empty where it does not say."""
+    """Return the JSON types that a tool's schema allows for an argument; empty: any."""
     properties = parameters.get("properties")
-    own = properties.get(name) if isinstance(properties, Mapping) else None
-    return _types(own, parameters, _MAX_REFERENCES)
+    schema = properties.get(name) if isinstance(properties, Mapping) else None
+    return _types(schema, parameters, _MAX_REFERENCES)
 
 
 def _types(schema: Any, root: Schema, references: int) -> set[str]:
@@ -81,21 +83,21 @@ def _types(schema: Any, root: Schema, references: int) -> set[str]:
     if isinstance(kinds, str):
         return {kinds}
     if isinstance(kinds, list):
-        return {own for own in kinds if isinstance(own, str)}
+        return {kind for kind in kinds if isinstance(kind, str)}
     if isinstance(values := schema.get("enum"), list):
         return {_KINDS[type(value)] for value in values}
     if "const" in schema:
         return {_KINDS[type(schema["const"])]}
     for key in ("anyOf", "oneOf", "allOf"):
         if isinstance(alternatives := schema.get(key), list) and alternatives:
-            found = [_types(own, root, references - 1) for own in alternatives]
-            known = [own for own in found if own]
+            found = [_types(option, root, references - 1) for option in alternatives]
+            known = [types for types in found if types]
             return set().union(*known) if len(known) == len(found) or key == "allOf" else set()
     return set()
 
 
 def _target(root: Any, reference: str) -> Any:
-    """What a JSON pointer such as `#/$defs/a` leads to; None where it leads nowhere."""
+    """Resolve a JSON pointer such as `#/$defs/a`; None if it has no target."""
     if not reference.startswith("#"):
         return None
     for part in unquote(reference[1:]).split("/")[1:]:
@@ -105,17 +107,18 @@ def _target(root: Any, reference: str) -> Any:
 
 
 def typed(text: str, types: set[str]) -> str:
-    """An argument's text as JSON of an allowed type; a string where no other type fits.
+    """Convert an argument's text to JSON of an allowed type, or to a string if none fits.
 
     Args:
-        types: the allowed JSON types; empty for any.
+        text: the argument.
+        types: allowed JSON types; empty: any.
     """
-    own = text.strip()
+    encoded = text.strip()
     try:
-        value = parsed_json(own)
+        value = parsed_json(encoded)
     except ValueError:
-        value = _python_value(own)
-        own = "" if value is _NO_VALUE else json.dumps(value, ensure_ascii=False)
+        value = _python_value(encoded)
+        encoded = "" if value is _NO_VALUE else json.dumps(value, ensure_ascii=False)
     if value is _NO_VALUE:
         return json_text(text)
     kind = _KINDS[type(value)]
@@ -124,14 +127,14 @@ def typed(text: str, types: set[str]) -> str:
     if kind == "number" and "number" not in types and "integer" in types and value.is_integer():
         return str(int(value))
     fits = not types or kind in types or (kind == "integer" and "number" in types)
-    return own if fits else json_text(text)
+    return encoded if fits else json_text(text)
 
 
 _NO_VALUE = object()
 
 
 def _python_value(text: str) -> Any:
-    """A Python literal's value, as models write them for JSON; `_NO_VALUE` for other texts."""
+    """Evaluate a Python literal that stands for JSON; `_NO_VALUE` for other texts."""
     named = {"true": True, "false": False, "none": None}
     if text.lower() in named:
         return named[text.lower()]

@@ -219,7 +219,7 @@ def test_a_broken_program_raises_an_llmc_error(tiny_hf, tmp_path):
     llmc.compile(tiny_hf, tmp_path / "case", target="cuda")
     path = tmp_path / "case" / "chip0" / "schedule.json"
     path.write_text(path.read_text().replace('"op": "Embedding"', '"op": 7'))
-    with pytest.raises(llmc.LlmcError, match="is not a valid schedule: nodes.0.op"):
+    with pytest.raises(llmc.LlmcError, match="is not a valid program: nodes.0.op"):
         read_program(path)
 
 

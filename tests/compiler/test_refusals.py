@@ -76,7 +76,7 @@ def test_features_are_named_before_the_export(family, tmp_path, no_export):
 
 
 @pytest.mark.parametrize(("options", "match"), [
-    (dict(target="abacus"), "target 'abacus' is not known; there are: cpu"),
+    (dict(target="abacus"), "unknown target 'abacus'; use one of: cpu"),
     (dict(dtype="float8"), "has no dtype 'float8'; it has: float32"),
     (dict(dtype="bf16", target="cuda"), "has no dtype 'bf16'; did you mean 'bfloat16'\\? It has: "),
     (dict(dtype="fp32"), "has no dtype 'fp32'; did you mean 'float32'\\? It has: float32"),

@@ -253,10 +253,10 @@ def test_unannotated_loops_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("change", "match"), [
-    (lambda chip: chip["states"].pop(), r"chip 0 needs 'state_5' before it is made"),
+    (lambda chip: chip["states"].pop(), r"chip 0 reads 'state_5' before it is written"),
     (lambda chip: chip["states"][0]["shape"].__setitem__(0, 4), r"'state_0' is float32 "),
     (lambda chip: chip["states"][1].update(shape=[2**30, 2**30, 4]),
-     r"'state_1' takes \d+ bytes for a sequence"),
+     r"'state_1' takes \d+ bytes per sequence"),
 ])
 def test_a_manifest_with_invalid_states_is_refused(change, match, tmp_path):
     hf = families.save(families.tiny_model("falcon_h1"), tmp_path / "hf")

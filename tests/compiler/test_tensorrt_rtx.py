@@ -68,7 +68,7 @@ def test_an_engine_of_smollm2(tmp_path):
 
 def test_running_a_tensorrt_rtx_case_is_refused(tiny_hf, tmp_path):
     llmc.compile(tiny_hf, tmp_path / "case", target="tensorrt_rtx")
-    with pytest.raises(llmc.LlmcError, match="builds TensorRT-RTX engines and does not run them"):
+    with pytest.raises(llmc.LlmcError, match="for target tensorrt_rtx and does not run them"):
         llmc.LLM(tmp_path / "case")
     with pytest.raises(llmc.LlmcError, match="diff does not support target tensorrt_rtx"):
         diff(tmp_path / "case", tiny_hf)

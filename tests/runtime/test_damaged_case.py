@@ -158,25 +158,25 @@ def number_of(content, name):
 
 
 @pytest.mark.parametrize(("where", "changes", "match"), [
-    (tensor("0.x"), {"offset": 2**20}, "'0.x' ends at byte 10486.* of an arena of"),
-    (tensor("0.x"), {"offset": 8}, "value '0.x' .* lies at 8"),
+    (tensor("0.x"), {"offset": 2**20}, "'0.x' ends at byte 10486.*, the arena at"),
+    (tensor("0.x"), {"offset": 8}, "value '0.x' .* has offset 8"),
     (tensor("0.x"), {"per_logit": True}, "per_logit True"),
-    (tensor("0.x"), {"kind": "weight"}, "weight '0.x' is float32"),
-    (tensor("0.x"), {"of": 3}, "value '0.x' are columns of 3"),
-    (tensor("0.x"), {"kind": "columns", "offset": 0}, "columns '0.x' are columns of -1"),
-    (tensor("0.x"), {"kind": "columns", "offset": 0, "of": 0}, "are no columns of tensor 0"),
-    (tensor("0.x"), {"kind": "columns", "offset": 0, "of": 2**30}, "no columns of tensor 1073"),
+    (tensor("0.x"), {"kind": "weight"}, "weight '0.x' has an invalid shape or dtype: float32"),
+    (tensor("0.x"), {"of": 3}, "value '0.x' has invalid columns: of 3"),
+    (tensor("0.x"), {"kind": "columns", "offset": 0}, "columns '0.x' has invalid columns: of -1"),
+    (tensor("0.x"), {"kind": "columns", "offset": 0, "of": 0}, "is not a view of tensor 0"),
+    (tensor("0.x"), {"kind": "columns", "offset": 0, "of": 2**30}, "not a view of tensor 1073"),
     (tensor("0.x"), {"shape": ["num_tokens", 2**31]}, "less than or equal to 2147483647"),
     (tensor("0.x"), {"shape": ["num_tokens", 0]}, "greater than or equal to 1"),
     (tensor("0.x"), {"shape": ["batch", 16]}, "value '0.x'"),
     (tensor("0.x"), {"shape": ["num_tokens", 32]}, r"output 0 is \['num_tokens', 32\]"),
-    (tensor("0.x"), {"dtype": "float16"}, "values are of float16 and float32"),
+    (tensor("0.x"), {"dtype": "float16"}, "values have different dtypes: float16, float32"),
     (tensor("0.down"), {"shape": [16, 13]}, r"weight is \[16, 13\], expected \[16, 12\]"),
     (tensor("0.qkv.bias"), {"shape": [31]}, r"bias is \[31\], expected \[32\]"),
     (tensor("cos"), {"shape": [7, 4]}, r"CausalAttention's sin is \[8, 4\], expected \[7, 4\]"),
-    (tensor("cos"), {"dtype": "bfloat16"}, "its cos is weight 'cos' of bfloat16"),
-    (tensor("past_lens"), {"name": "cu_seqlens"}, "input 'cu_seqlens' is int32"),
-    (tensor("half"), {"shape": [2]}, r"float32 weights of shape \[1\] or a row's, not 'half'"),
+    (tensor("cos"), {"dtype": "bfloat16"}, "its cos cannot be weight 'cos' of bfloat16"),
+    (tensor("past_lens"), {"name": "cu_seqlens"}, "'cu_seqlens' has an invalid shape or dtype"),
+    (tensor("half"), {"shape": [2]}, "has input 'half', expected values, and float32 weights"),
     (node("CausalAttention"), {"fields": {"num_heads": 4, "num_kv_heads": 1, "head_dim": 8,
                                           "rotary_dim": 8}},
      r"CausalAttention's qkv is \['num_tokens', 32\], expected \['num_tokens', 48\]"),
@@ -185,19 +185,19 @@ def number_of(content, name):
     (node("GatedMLP"), {"fields": {"activation": "sine"}}, "'activation' is 'sine', expected one"),
     (node("GatedMLP"), {"fields": {"shine": 1}}, "GatedMLP has no attribute 'shine'"),
     (node("RMSNorm"), {"fields": {"epsilon": 1e30}}, "'epsilon' 1e"),
-    (node("GatedMLP"), {"op": "Sine"}, "'Sine': there is no such op"),
-    (node("Mul"), {"op": "Tanh"}, "takes 1 inputs of one shape"),
+    (node("GatedMLP"), {"op": "Sine"}, "'Sine': unknown op"),
+    (node("Mul"), {"op": "Tanh"}, "expected 1 inputs of the same shape"),
     (node("RMSNorm"), {"inputs": [0]}, "RMSNorm needs the input 'weight'"),
-    (node("RMSNorm"), {"inputs": [0, 0]}, "its x is input 'cu_seqlens' of int32"),
-    (node("RMSNorm"), {"inputs": [999, 0]}, "'RMSNorm' uses tensor 999 of"),
-    (node("RMSNorm"), {"outputs": []}, "it makes 1 tensors, not 0"),
+    (node("RMSNorm"), {"inputs": [0, 0]}, "its x cannot be input 'cu_seqlens' of int32"),
+    (node("RMSNorm"), {"inputs": [999, 0]}, "'RMSNorm' uses tensor 999, the program has"),
+    (node("RMSNorm"), {"outputs": []}, "has 0 outputs, expected 1"),
 ])
 def test_a_program_with_out_of_bounds_access_is_refused(case, tmp_path, where, changes, match):
     content = load(case, "chip0/schedule.json")
     where(content).update(changes)
     path = tmp_path / "schedule.json"
     path.write_text(json.dumps(content))
-    with pytest.raises(llmc.LlmcError, match=f"is not a valid schedule: .*{match}"):
+    with pytest.raises(llmc.LlmcError, match=f"is not a valid program: .*{match}"):
         read_program(path)
 
 
@@ -247,24 +247,24 @@ def larger(content):
 
 
 @pytest.mark.parametrize(("change", "match"), [
-    (swap_inputs("CausalAttention", 3, 4), "its cu_seqlens is input 'past_lens'"),
-    (swap_inputs("CausalAttention", 1, 5), "its key_cache is weight 'cos'"),
-    (swap_inputs("Gather", 0, 1), "takes .*'logits_indices'"),
-    (over_its_input, "writes 'logits' over 'halved', which is still needed"),
-    (named_cache, "output 1 is tensor .*, which should be -1"),
+    (swap_inputs("CausalAttention", 3, 4), "its cu_seqlens cannot be input 'past_lens'"),
+    (swap_inputs("CausalAttention", 1, 5), "its key_cache cannot be weight 'cos'"),
+    (swap_inputs("Gather", 0, 1), "expected .*'logits_indices'"),
+    (over_its_input, "writes 'logits' over 'halved', which is still live"),
+    (named_cache, "output 1 is tensor .*, expected -1"),
     (write_a_weight, "'RMSNorm': (output 0 is|writes 'q')"),
-    (late, "reads '0.qkv' before it is made"),
-    (twice, "writes 'normed', a value that is not its own"),
+    (late, "reads '0.qkv' before it is written"),
+    (twice, "writes 'normed', a value that another node writes"),
     (one_cache, "writes 'key_cache_0' again"),
-    (larger, "are not the .* that values take"),
-    (lose("normed"), "over 'normed', which is still needed"),
+    (larger, "expected .* the ends of the values"),
+    (lose("normed"), "over 'normed', which is still live"),
 ])
 def test_an_order_that_overwrites_a_live_value_is_refused(case, tmp_path, change, match):
     content = load(case, "chip0/schedule.json")
     change(content)
     path = tmp_path / "schedule.json"
     path.write_text(json.dumps(content))
-    with pytest.raises(llmc.LlmcError, match=f"is not a valid schedule: .*{match}"):
+    with pytest.raises(llmc.LlmcError, match=f"is not a valid program: .*{match}"):
         read_program(path)
 
 
@@ -289,23 +289,23 @@ def other_heads(content):
 
 @pytest.mark.parametrize(("file", "change", "match"), [
     (FILES[0], lambda c: tensor("key_cache_0")(c).update(shape=["num_blocks", 2, "block_size", 8]),
-     "is not a valid schedule: .*CausalAttention's"),
-    (FILES[1], other_memory, "no encoder makes 'memory_key_1'"),
+     "is not a valid program: .*CausalAttention's"),
+    (FILES[1], other_memory, "no encoder writes 'memory_key_1'"),
     (FILES[3], set_to(9, "encoder", "max_seq_len"), None),
-    (FILES[3], set_to(9, "dims", "max_seq_len"), "has 8 rows, fewer than 9"),
-    (FILES[3], set_to("float16", "dtype"), "should be float16|KV caches are of float32"),
-    (FILES[3], set_to(["logits"], "chips", 0, "steps", 0, "outputs"), "does not make"),
-    (FILES[3], other_heads, r"layer 1 has 2 heads, model_info.json says 4"),
-    (FILES[3], lambda c: c["ops"].pop("GatedMLP"), "'GatedMLP' is in the schedules and not among"),
+    (FILES[3], set_to(9, "dims", "max_seq_len"), "has 8 rows, expected at least 9"),
+    (FILES[3], set_to("float16", "dtype"), "expected float16|KV caches are float32"),
+    (FILES[3], set_to(["logits"], "chips", 0, "steps", 0, "outputs"), "no step writes"),
+    (FILES[3], other_heads, r"layer 1 has 2 heads, expected 4 as in model_info.json"),
+    (FILES[3], lambda c: c["ops"].pop("GatedMLP"), "'GatedMLP' is in the programs, but not in"),
     (FILES[3], lambda c: c["ops"].update(LayerNorm=1, AllReduce=1),
-     "'AllReduce' is not in the schedules and among ops"),
+     "'AllReduce' is not in the programs, but in `ops`"),
     (FILES[3], set_to(33, "dims", "vocab_size"), "padded_vocab_size 32 is below vocab_size 33"),
-    (FILES[3], set_to(17, "dims", "hidden_size"), "has a row of hidden_size 17 for each token"),
+    (FILES[3], set_to(17, "dims", "hidden_size"), "has hidden_size 17 columns"),
     (FILES[3], set_to(33, "encoder", "vocab_size"), "each token of the encoder's vocab_size 33"),
-    (FILES[3], set_to(12, "chips", 0, "weight_bytes"), "bytes of weights, model_info.json says 12"),
-    (FILES[2], in_header("norm", dtype="F16"), "not a whole weight file"),
-    (FILES[2], in_header("norm", shape=[4, 4]), r"'norm' is float32 \[16\], which should be"),
-    (FILES[2], in_header("norm", data_offsets=[0, 64]), "not a whole weight file"),
+    (FILES[3], set_to(12, "chips", 0, "weight_bytes"), "bytes of weights, expected 12 as in"),
+    (FILES[2], in_header("norm", dtype="F16"), "not a valid weight file"),
+    (FILES[2], in_header("norm", shape=[4, 4]), r"'norm' is float32 \[16\], expected"),
+    (FILES[2], in_header("norm", data_offsets=[0, 64]), "not a valid weight file"),
     (FILES[2], lambda c: c.update(norms=c.pop("norm")), "weights.safetensors has no 'norm'"),
 ])
 def test_references_between_files_must_agree(case, tmp_path, file, change, match):
@@ -331,17 +331,17 @@ def as_plans(content):
 
 @pytest.mark.parametrize(("change", "match"), [
     (lambda c: None, None),
-    (lambda c: c["chips"][0]["inputs"][0].update(dtype="int64"), "which should be int32"),
-    (lambda c: c["chips"][0]["encoder"]["inputs"][0].update(dtype="int64"), "should be int32"),
+    (lambda c: c["chips"][0]["inputs"][0].update(dtype="int64"), "expected int32"),
+    (lambda c: c["chips"][0]["encoder"]["inputs"][0].update(dtype="int64"), "expected int32"),
     (lambda c: c["chips"][0]["encoder"]["outputs"][0].update(shape=["num_tokens", 16]),
      "'memory_key_0' is float32"),
     (lambda c: c["chips"][0]["encoder"]["outputs"][0].update(shape=["num_logits", 8]),
      "'memory_key_0' is float32"),
     (lambda c: c["chips"][0]["outputs"][0].update(dtype="float16"), "'logits' is float16"),
-    (lambda c: c["chips"][0]["steps"][0]["inputs"].pop(), "chip 0's steps and its inputs differ"),
-    (set_to(None, "target", "max_batch_size"), "tensorrt does not say max_batch_size"),
-    (set_to(None, "target", "gpu"), "tensorrt does not say gpu"),
-    (set_to({}, "target", "versions"), "does not say versions.tensorrt"),
+    (lambda c: c["chips"][0]["steps"][0]["inputs"].pop(), "the steps and the listed inputs differ"),
+    (set_to(None, "target", "max_batch_size"), "tensorrt requires max_batch_size"),
+    (set_to(None, "target", "gpu"), "tensorrt requires gpu"),
+    (set_to({}, "target", "versions"), "requires versions.tensorrt"),
     (set_to(0, "target", "max_batch_size"), "greater than or equal to 1"),
     (set_to(2**40, "target", "max_batch_size"), "less than or equal to"),
 ])
@@ -359,13 +359,13 @@ def test_plan_inputs_and_outputs_must_match_the_manifest(tmp_path, change, match
 
 
 @pytest.mark.parametrize(("data", "match"), [
-    (b"", "its header has 0 bytes, the file 0"),
-    (b"\xff" * 16, "its header has 18446744073709551615 bytes"),
-    (b"\x02" + b"\0" * 7 + b"[]", "its header is not a JSON object"),
-    (b"\x02" + b"\0" * 7 + b"{}x", "its weights end at byte 10, the file at 11"),
-    (b"\x02" + b"\0" * 7 + b"\xff\xfe", "not a whole weight file"),
-    (b"\x0f" + b"\0" * 7 + b'{"a":1,"a":2}  ', "a name stands twice"),
-    (b"\x08" + b"\0" * 7 + b'{"a": 1}', "'a' has not dtype, shape and data_offsets alone"),
+    (b"", "the header has 0 bytes, the file 0"),
+    (b"\xff" * 16, "the header has 18446744073709551615 bytes"),
+    (b"\x02" + b"\0" * 7 + b"[]", "the header is not a JSON object"),
+    (b"\x02" + b"\0" * 7 + b"{}x", "the weights end at byte 10, the file at 11"),
+    (b"\x02" + b"\0" * 7 + b"\xff\xfe", "not a valid weight file"),
+    (b"\x0f" + b"\0" * 7 + b'{"a":1,"a":2}  ', "the header has a name twice"),
+    (b"\x08" + b"\0" * 7 + b'{"a": 1}', "'a' must have dtype, shape and data_offsets, and"),
 ])
 def test_a_weight_file_is_read_or_refused(tmp_path, data, match):
     path = tmp_path / "weights.safetensors"

@@ -271,4 +271,4 @@ def test_the_commands(encoder_decoder, tmp_path):
                       ("eval", "--case_dir", case, "--task", "summarize")):
         result = run(*arguments)
         assert result.exit_code == 2
-        assert f"llmc {arguments[0]} is not there yet for encoder-decoder models" in result.stderr
+        assert f"llmc {arguments[0]} does not support encoder-decoder models" in result.stderr

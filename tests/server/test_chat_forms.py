@@ -134,7 +134,7 @@ def test_an_older_case_directory_is_read(case, tmp_path):
 def test_invalid_sampling_defaults_are_refused_at_load(case, tmp_path):
     copy = shutil.copytree(case, tmp_path / "case")
     for change, reason in (({"top_p": 7}, "sampling in model_info.json is not valid .top_p 7"),
-                           ({"suppress_tokens": [300]}, "suppress_tokens has token 300")):
+                           ({"suppress_tokens": [300]}, "suppress_tokens has token id 300")):
         data = json.loads((case / "model_info.json").read_text())
         data["sampling"] = change
         (copy / "model_info.json").write_text(json.dumps(data))

@@ -60,7 +60,7 @@ def test_a_failed_step_ends_running_requests_and_health(case_tp1, monkeypatch, e
             assert told["type"] == "server_error" and "/secret" not in text
             for path, given in (("/health", None), ("/v1/completions", body)):
                 status, text = await ask(app, path, given)
-                assert status == 503 and "has to be loaded again" in text
+                assert status == 503 and "must be restarted" in text
                 assert "/secret" not in text
 
     logging.getLogger("llmc.server").setLevel(logging.CRITICAL)

@@ -131,13 +131,13 @@ def test_without_allowed_origins_there_is_no_cors(server):
 @pytest.mark.parametrize(("options", "said"), [
     (("--allowed_origins", "http://a.test/"), "allowed_origins has 'http://a.test/'"),
     (("--allowed_origins", "a.test"), "give origins such as http://localhost:3000"),
-    (("--allowed_methods", "[1]"), "--allowed_methods '[1]' is not a list"),
-    (("--allowed_hosts", "[a"), "--allowed_hosts '[a' is not a list"),
-    (("--header_timeout", "0"), "header_timeout 0.0 is not above 0"),
+    (("--allowed_methods", "[1]"), "--allowed_methods is '[1]', expected a list"),
+    (("--allowed_hosts", "[a"), "--allowed_hosts is '[a', expected a list"),
+    (("--header_timeout", "0"), "header_timeout is 0.0, expected more"),
     (("--ssl_keyfile", "none.pem"), "without --ssl_certfile"),
     (("--ssl_certfile", "none.pem"), "'none.pem' cannot be used (No such file or directory)"),
     (("--ssl_certfile", __file__), "give a PEM certificate and its unencrypted key"),
-    (("--ssl_certfile", "a", "--ssl_cert_reqs", "2"), "give their authorities by --ssl_ca_certs")])
+    (("--ssl_certfile", "a", "--ssl_cert_reqs", "2"), "requires --ssl_ca_certs")])
 def test_invalid_options_are_refused_before_the_model_is_loaded(capsys, options, said):
     with pytest.raises(SystemExit) as caught:
         main(["serve", "nowhere", *options])
@@ -182,7 +182,7 @@ def head(*lines, method="POST", version="1.1"):
     (["Content-Length: +5"], "1.1", "not valid HTTP/1.1"),
     (["X-Folded: a", " b", "Content-Length: 0"], "1.1", "obs-fold"),
     (["X-Folded: a", "\tContent-Length: 0"], "1.1", "obs-fold"),
-    (["Transfer-Encoding: chunked"], "1.0", "in an HTTP/1.0 request"),
+    (["Transfer-Encoding: chunked"], "1.0", "an HTTP/1.0 request has"),
     (["Transfer-Encoding: gzip, chunked"], "1.1", "not valid HTTP/1.1"),
     (["X : a"], "1.1", "not valid HTTP/1.1")])
 def test_ambiguous_request_heads_are_refused(server, method, lines, version, said):
@@ -385,7 +385,7 @@ def test_failed_accepts_are_retried(monkeypatch):
         await acceptor.close()
 
     asyncio.run(run())
-    assert warned == ["a connection cannot be accepted (Too many open files); further ones wait"]
+    assert warned == ["accepting a connection failed (Too many open files); further ones wait"]
 
 
 def test_terminated_requests_get_a_reason_and_sighup_is_ignored(scarce):
@@ -423,9 +423,9 @@ NAME = "a" * 5_000_000
     ("/v1/completions", {"prompt": "a", "guided_regex": "(" + NAME[:1000]}, "cannot be read"),
     ("/v1/completions", {"prompt": "a", "stop": [NAME], "use_beam_search": True, "n": 2},
      "does not go with beam_width"),
-    (CHAT, BODY | {"tool_choice": {"function": {"name": NAME}}}, "which is none of tools"),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": NAME}]}]}, "models here read text"),
-    ("/" + NAME[:10_000], {}, "there is no /aaa")])
+    (CHAT, BODY | {"tool_choice": {"function": {"name": NAME}}}, "which is not in tools"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": NAME}]}]}, "give text parts only"),
+    ("/" + NAME[:10_000], {}, "unknown path /aaa")])
 def test_client_text_is_truncated_in_errors(server, path, body, said):
     _, _, answer = server.post(path, body)
     message = answer["error"]["message"]

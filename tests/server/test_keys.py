@@ -100,8 +100,8 @@ def test_a_key_is_limited_to_its_share_of_sequences(shared):
     with begun(shared, "key-b", 12) as stream:
         status, answer = ask(shared, "key-b")
         assert (status, answer["error"]["message"]) == (
-            429, "the request is for 1 sequences, those of this API key have 12 of at most 12; "
-                 "come again later")
+            429, "the request has 1 sequences, those of this API key have 12 of at most 12; "
+                 "retry after Retry-After")
         assert ask(shared, "key-a", n=2, temperature=1.0)[0] == 200
         stream.close()
     until(lambda: value(shared, "llmc:sequences_inside") == 0)
@@ -129,8 +129,8 @@ def test_keys_are_read_with_their_names(tmp_path):
     path = tmp_path / "keys"
     path.write_text("\n# of customers\n  first:\tsk-1  \nsk:2\n")
     assert read_api_keys(["a", "b"], path) == {"1": "a", "2": "b", "first": "sk-1", "4": "sk:2"}
-    for text, said in (("a b c", "line 1 of .* is no API key; write 'name: key' or 'key'"),
-                       ("x: 1\nx: 2", "two API keys of the name 'x'"), ("#", "has no API key")):
+    for text, said in (("a b c", "line 1 of .* is not an API key; write 'name: key' or 'key'"),
+                       ("x: 1\nx: 2", "two API keys have the name 'x'"), ("#", "has no API key")):
         path.write_text(text)
         with pytest.raises(llmc.LlmcError, match=said):
             read_api_keys((), path)
@@ -140,7 +140,7 @@ def test_keys_are_read_with_their_names(tmp_path):
                        ({"x": "1", "y": "1"}, "are the same")):
         with pytest.raises(llmc.LlmcError, match=said):
             ServerLimits(api_keys=keys)
-    with pytest.raises(llmc.LlmcError, match="max_seqs_per_key 0 is below 1"):
+    with pytest.raises(llmc.LlmcError, match="max_seqs_per_key is 0, expected at least 1"):
         ServerLimits(max_seqs_per_key=0)
 
 

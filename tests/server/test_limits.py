@@ -134,7 +134,7 @@ def test_the_log_is_json_with_a_request_s_id(case_tp1):
         server.get("/health")  # more than the limit
         code, rest = server.end()
         one, two, last = map(json.loads, rest.splitlines())
-        assert code == 0 and last["message"] == "ended"
+        assert code == 0 and last["message"] == "the server has stopped"
         assert (one["request_id"], one["status"], one["path"]) == ("mine-1", 200, "/v1/completions")
         assert (one["prompt_tokens"], one["completion_tokens"]) == (1, 3)
         assert one["ignored"] == ["unheard"] and one["seconds"] > 0
@@ -186,7 +186,7 @@ def test_1000_idle_connections_do_not_stop_others(server):
 
 
 def test_an_address_in_use_is_a_user_error(server, case_tp1):
-    with pytest.raises(AssertionError, match="cannot be had") as caught, \
+    with pytest.raises(AssertionError, match="cannot be used") as caught, \
             serving(case_tp1, "--port", server.port):
         pass
     assert "Traceback" not in str(caught.value)
@@ -237,11 +237,11 @@ def test_another_case_directory_takes_over_without_losing_a_request(case_tp1, ca
         shutil.copytree(case_tp2, tmp_path / "next")
         case.rename(tmp_path / "before")
         (tmp_path / "next").rename(case)
-        while not any("a new case directory is served" in line for line in server.log):
+        while not any("serving the new case directory" in line for line in server.log):
             assert client.completions.create(model="tiny", prompt=[5], max_tokens=2).choices
         assert [chunk.choices[0].finish_reason for chunk in stream].count("length") == 30
         assert client.completions.create(model="tiny", prompt=[5], max_tokens=2).choices
         (case / "model_info.json").write_text("{")  # not a case directory: the served one is kept
-        until(lambda: any("cannot be served" in line for line in server.log))
+        until(lambda: any("cannot be loaded" in line for line in server.log))
         assert client.completions.create(model="tiny", prompt=[5], max_tokens=2).choices
         assert server.end()[0] == 0

@@ -124,15 +124,15 @@ def test_the_stop_sequence_is_returned(tool_server, stream):
 
 
 @pytest.mark.parametrize(("given", "status", "said"), [
-    (dict(model="other"), 404, "there is no model 'other'"),
+    (dict(model="other"), 404, "unknown model 'other'"),
     (dict(max_tokens=None), 400, "max_tokens"),
     (dict(messages=[{"role": "assistant", "content": "a"}]), 400, "end with a user's message"),
     (dict(messages=[{"role": "user", "content": [{"type": "image", "source": {}}]}]), 400,
      "part of type 'image'"),
-    (dict(tools=[{"type": "bash_2025", "name": "bash"}]), 400, "'bash_2025' is not served"),
-    (dict(tools=TOOLS, tool_choice={"type": "tool", "name": "g"}), 400, "which is none of tools"),
-    (dict(n=2), 400, "n is not served"),
-    (dict(mcp_servers=[{}]), 400, "mcp_servers is not served")])
+    (dict(tools=[{"type": "bash_2025", "name": "bash"}]), 400, "'bash_2025' are not supported"),
+    (dict(tools=TOOLS, tool_choice={"type": "tool", "name": "g"}), 400, "which is not in tools"),
+    (dict(n=2), 400, "n 2 is not supported"),
+    (dict(mcp_servers=[{}]), 400, "mcp_servers is not supported")])
 def test_errors_have_anthropic_s_format(tool_server, given, status, said):
     found, answer = ask(tool_server, **given)
     assert found == status and answer["type"] == "error"
@@ -147,7 +147,7 @@ def test_x_api_key_is_accepted(case_tp1):
             assert status == expected
         status, _, answer = own.post("/v1/responses", {
             "input": "a", "previous_response_id": "resp_1"}, authorization="Bearer key-1")
-        assert status == 400 and "this server stores none" in answer["error"]["message"]
+        assert status == 400 and "this server stores no responses" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize(("path", "instead"), [
@@ -156,7 +156,7 @@ def test_x_api_key_is_accepted(case_tp1):
 def test_ollama_s_endpoints_are_refused_by_name(server, path, instead):
     status, _, answer = server.post(path, {})
     assert status == 404 and answer["error"]["message"] == \
-        f"there is no {path} here; Ollama's interface is not served, use {instead}"
+        f"unknown path {path}; Ollama's API is not supported, use {instead}"
 
 
 def test_anthropic_s_own_client_is_served(tool_server):
@@ -172,5 +172,5 @@ def test_anthropic_s_own_client_is_served(tool_server):
         call, text = message.content
         assert call.input == {"x": 3} and text.text == "Done"
         assert message.stop_reason == "tool_use"
-    with pytest.raises(anthropic.NotFoundError, match="there is no model 'other'"):
+    with pytest.raises(anthropic.NotFoundError, match="unknown model 'other'"):
         client.messages.create(max_tokens=1, **{**given, "model": "other"})

@@ -115,9 +115,9 @@ def test_prompt_logprobs_in_vllms_form(client, llm):
 
 
 @pytest.mark.parametrize(("extra", "said"), [
-    ({"prompt_logprobs": 21}, "of 21 tokens are more than 20"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs is 21, expected at most 20"),
     ({"prompt_logprobs": -1}, "prompt_logprobs: Input should be greater"),
-    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs does not go with stream"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs is not supported with stream"),
     ({"prompt_logprobs": 1, "use_beam_search": True, "n": 2}, "does not go with beam_width 2")])
 def test_unscorable_prompts_get_400(server, extra, said):
     for path, body in (("/v1/completions", {"prompt": TEXT}),
@@ -130,7 +130,7 @@ def test_the_number_of_logprobs_per_request_is_limited(monkeypatch):
     monkeypatch.setattr(prompt_logprobs, "MAX_VALUES", 12)
     prompt_logprobs.check_values([[1] * 4], 2)
     prompt_logprobs.check_values([[1] * 400], None)
-    with pytest.raises(llmc.LlmcError, match="16 log-probabilities of prompts are more than 12"):
+    with pytest.raises(llmc.LlmcError, match="has 16 log-probabilities .* at most 12"):
         prompt_logprobs.check_values([[1] * 4, [1] * 4], 1)
 
 

@@ -115,7 +115,7 @@ def test_client_text_is_not_evaluated_as_a_template(secret, templated):
         {"messages": BODY["messages"]}, {"prompt": text, "add_special_tokens": False}))
     assert told == plain
     status, _, answer = server.post(CHAT, BODY | {"chat_template": "{{ 1 }}"}, **KEY)
-    assert status == 400 and "chat_template is not served" in answer["error"]["message"]
+    assert status == 400 and "chat_template is not supported" in answer["error"]["message"]
     # Variables of the template, except ones that would shadow built-in ones.
     status, _, answer = server.post("/tokenize", {
         **BODY, "chat_template_kwargs": {"messages": [], "raise_exception": "x"}}, **KEY)

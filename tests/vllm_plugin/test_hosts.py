@@ -115,8 +115,8 @@ def test_replicas_over_ray_share_the_work_and_have_the_tokenizer_on_their_host(t
 
 def test_a_host_with_another_compilation_is_refused(tmp_path):
     shutil.copy(case(1) / "model_info.json", tmp_path)
-    with pytest.raises(llmc.LlmcError, match="model_info.json' on host '.*' differs from the one "
-                                             "that vLLM was started with; copy the case"):
+    with pytest.raises(llmc.LlmcError, match="model_info.json' on host '.*' differs from that "
+                                             "of the host where vLLM was started; copy the case"):
         read_copy(SimpleNamespace(**{CASE_DIR: str(tmp_path), MANIFEST_SHA256: "0" * 64}))
 
 

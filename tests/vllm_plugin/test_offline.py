@@ -150,12 +150,12 @@ def test_logprobs_are_llmc_s_own_and_ranks_count_what_is_likelier(llm, prompts):
 
 
 @pytest.mark.parametrize(("wish", "said"), [
-    (dict(prompt_logprobs=0), "prompt_logprobs is not for a model that llmc compiled"),
-    (dict(logprob_token_ids=[3]), "logprob_token_ids is not for"),
-    (dict(extra_args={"a": 1}), "extra_args is not for"),
-    (dict(allowed_token_ids=[3], min_tokens=2), "min_tokens does not go with allowed_token_ids"),
+    (dict(prompt_logprobs=0), "prompt_logprobs is not supported for a model compiled by llmc"),
+    (dict(logprob_token_ids=[3]), "logprob_token_ids is not supported"),
+    (dict(extra_args={"a": 1}), "extra_args is not supported"),
+    (dict(allowed_token_ids=[3], min_tokens=2), "min_tokens cannot be combined with allowed"),
     (dict(structured_outputs=StructuredOutputsParams(choice=["a"]), bad_words=["a"]),
-     "bad_words does not go with structured_outputs"),
+     "bad_words cannot be combined with structured_outputs"),
     (dict(repetition_penalty=2000.0), "repetition_penalty 2000.0 is not from 0.001 to 1000"),
 ])
 def test_what_a_request_cannot_have_is_refused_by_name(llm, wish, said):

@@ -42,8 +42,8 @@ def test_the_options_of_another_model_are_not_touched(other_model, monkeypatch):
     before = dict(vars(options))
     monkeypatch.setattr("llmc_vllm.hooks.options.complete",
                         lambda *_: pytest.fail("this is no case directory"))
-    with pytest.raises(llmc.LlmcError, match="vLLM knows no device of this machine that could run "
-                                             rf"'{other_model}'; llmc-vllm runs what"):
+    with pytest.raises(llmc.LlmcError, match=rf"no device of this host can run '{other_model}' "
+                                             r"in vLLM, and llmc-vllm runs case directories"):
         options.create_engine_config()
     assert {name: value for name, value in vars(options).items() if value is not before[name]
             and value != before[name]}.keys().isdisjoint({"worker_cls", "model", "dtype",
@@ -51,16 +51,16 @@ def test_the_options_of_another_model_are_not_touched(other_model, monkeypatch):
 
 
 @pytest.mark.parametrize(("given", "said"), [
-    (dict(tensor_parallel_size=4), "tensor_parallel_size 4 is not 2, for which 'LlamaForCausalLM' "
-                                   "was compiled; leave it out, or compile with --tp_size 4"),
-    (dict(dtype="bfloat16"), "dtype bfloat16 is not float32"),
-    (dict(block_size=48), "block_size 48 is no power of two; give one such as 16"),
-    (dict(pipeline_parallel_size=2), "pipeline_parallel_size 2 is not for a model that llmc"),
-    (dict(enable_lora=True), "enable_lora True is not for"),
-    (dict(kv_cache_dtype="fp8"), "kv_cache_dtype 'fp8' is not for"),
+    (dict(tensor_parallel_size=4), "tensor_parallel_size is 4, but 'LlamaForCausalLM' was "
+                                   "compiled for 2; leave it out, or compile with --tp_size 4"),
+    (dict(dtype="bfloat16"), "dtype is bfloat16, but"),
+    (dict(block_size=48), "block_size is 48, expected a power of two"),
+    (dict(pipeline_parallel_size=2), "pipeline_parallel_size 2 is not supported for"),
+    (dict(enable_lora=True), "enable_lora True is not supported"),
+    (dict(kv_cache_dtype="fp8"), "kv_cache_dtype 'fp8' is not supported"),
     (dict(speculative_config={"method": "ngram", "num_speculative_tokens": 2}),
-     "speculative_config .* is not for"),
-    (dict(logprobs_mode="processed_logprobs"), "logprobs_mode 'processed_logprobs' is not for"),
+     "speculative_config .* is not supported"),
+    (dict(logprobs_mode="processed_logprobs"), "logprobs_mode 'processed_logprobs' is not"),
 ])
 def test_what_a_case_directory_does_not_have_is_refused_by_name(given, said):
     with pytest.raises(llmc.LlmcError, match=said):
@@ -72,8 +72,8 @@ def test_a_model_that_keeps_states_is_refused(monkeypatch):
     keeps = manifest.chips[0].model_copy(update={"states": (SimpleNamespace(),)})
     monkeypatch.setattr(options, "read_manifest",
                         lambda path: manifest.model_copy(update={"chips": (keeps,)}))
-    with pytest.raises(llmc.LlmcError, match="has layers that keep a state beside the KV cache, "
-                                             "which llmc does not run inside vLLM; use llmc serve"):
+    with pytest.raises(llmc.LlmcError, match="has layers with recurrent state, which are not "
+                                             "supported inside vLLM; use llmc serve"):
         EngineArgs(str(case(1))).create_engine_config()
 
 

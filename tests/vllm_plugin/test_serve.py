@@ -57,8 +57,8 @@ def test_a_schema_is_followed(server):
 
 
 def test_what_cannot_be_had_is_the_client_s_error(server):
-    with pytest.raises(openai.BadRequestError, match="prompt_logprobs is not for a model that "
-                                                     "llmc compiled; leave it out"):
+    with pytest.raises(openai.BadRequestError, match="prompt_logprobs is not supported for a "
+                                                     "model compiled by llmc; leave it out"):
         chat(server, extra_body={"prompt_logprobs": 1})
     assert chat(server).choices
 

@@ -1,14 +1,14 @@
 """llmc inside vLLM: `vllm serve CASE_DIR` and `vllm.LLM(CASE_DIR)`.
 
-vLLM finds these two functions by their entry points, in each of its processes. They import vLLM
-only when it calls them.
+vLLM finds these two functions by entry points, in each of its processes. They import vLLM only
+when they are called.
 """
 
 from __future__ import annotations
 
 
 def find_platform() -> str | None:
-    """The platform of a machine on which vLLM knows no device; None where it does."""
+    """Return llmc's platform if vLLM supports no device of this host; else None."""
     from vllm.platforms import builtin_platform_plugins
 
     if any(find() for find in builtin_platform_plugins.values()):
@@ -17,7 +17,7 @@ def find_platform() -> str | None:
 
 
 def register() -> None:
-    """Have vLLM take case directories for models. What it does with others stays as it is."""
+    """Make vLLM accept case directories as models; other models are not affected."""
     from llmc_vllm import hooks
 
     hooks.install()

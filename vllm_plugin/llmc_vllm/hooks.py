@@ -1,4 +1,4 @@
-"""Where vLLM asks llmc: when its options are read, and when a request comes in."""
+"""Hooks in vLLM: one for engine options, one for the parameters of each request."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from llmc_vllm.release import check_release, is_supported
 
 
 def install() -> None:
-    """Have vLLM ask; once a process.
+    """Install the hooks, once per process.
 
-    Another release of vLLM than the supported one refuses case directories, and is left as it is
-    otherwise.
+    With an unsupported release of vLLM, case directories are rejected and nothing else changes.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -28,7 +27,7 @@ def install() -> None:
 
 
 def _register() -> None:
-    """Register llmc's model and the check of its requests."""
+    """Register llmc's model, and the check of its requests."""
     from transformers import AutoConfig, PretrainedConfig
     from vllm import ModelRegistry
     from vllm.v1.engine.input_processor import InputProcessor
@@ -42,7 +41,7 @@ def _register() -> None:
 
 
 def _with_options(create_engine_config: Any) -> Any:
-    """Complete the options of a case directory, before anything is made of them."""
+    """Wrap `create_engine_config` to complete the options of a case directory first."""
     @functools.wraps(create_engine_config)
     def create(self: Any, *arguments: Any, **named: Any) -> Any:
         if not is_case_dir(self.model):
@@ -58,7 +57,7 @@ def _with_options(create_engine_config: Any) -> Any:
 
 
 def _with_check(process_inputs: Any) -> Any:
-    """Refuse what a case directory's engine cannot do, as vLLM refuses: with status 400."""
+    """Wrap `process_inputs` to reject unsupported parameters of llmc's models with status 400."""
     from vllm.exceptions import VLLMValidationError
 
     @functools.wraps(process_inputs)

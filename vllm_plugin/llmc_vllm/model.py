@@ -1,4 +1,4 @@
-"""A case directory as vLLM wants a model: a directory with config.json and a tokenizer."""
+"""A case directory as a model directory for vLLM, with config.json and a tokenizer."""
 
 from __future__ import annotations
 
@@ -18,34 +18,36 @@ MODEL_TYPE = "llmc"
 ARCHITECTURE = "LlmcForCausalLM"
 CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
-# What it says beside what vLLM asks of any model.
+# Keys of config.json that are llmc's.
 CASE_DIR = "llmc_case_dir"
 MANIFEST_SHA256 = "llmc_manifest_sha256"
 
 
 def is_case_dir(path: object) -> bool:
-    """Whether `llmc compile` made this."""
+    """Whether a path is a case directory."""
     return isinstance(path, str | os.PathLike) and Path(path, MANIFEST_NAME).is_file()
 
 
 def read_copy(config: Any) -> tuple[Path, Manifest]:
-    """The case directory that a config.json names, as it is on this host, and its manifest.
+    """Read the manifest of the case directory that config.json names, on this host.
 
     Raises:
-        LlmcError: it is missing or broken, or of another compilation than on vLLM's first host.
+        LlmcError: it is missing or invalid, or differs from that of vLLM's first host.
     """
     case_dir = Path(getattr(config, CASE_DIR))
     manifest = read_manifest(case_dir)
     path = case_dir / MANIFEST_NAME
     if hash_file(path) != getattr(config, MANIFEST_SHA256):
-        raise LlmcError(f"'{path}' on host '{socket.gethostname()}' differs from the one that vLLM "
-                        f"was started with; copy the case directory to this host again")
+        raise LlmcError(f"'{path}' on host '{socket.gethostname()}' differs from that of the host "
+                        f"where vLLM was started; copy the case directory to this host again")
     return case_dir, manifest
 
 
 def view(case_dir: Path, manifest: Manifest, root: Path) -> Path:
-    """The directory in `root` that shows vLLM a case directory: its tokenizer's files, config.json
-    and generation_config.json. It is named after what is in it, and appears whole.
+    """Write a model directory for vLLM in `root`.
+
+    It has the tokenizer, config.json and generation_config.json. Its name is a digest of its
+    contents, and it is created atomically.
     """
     written = {CONFIG_NAME: json.dumps(describe(case_dir, manifest), indent=2, sort_keys=True)}
     if manifest.sampling is not None:
@@ -73,14 +75,15 @@ def view(case_dir: Path, manifest: Manifest, root: Path) -> Path:
         (making / name).write_text(text, encoding="utf-8")
     try:
         making.rename(directory)
-    except OSError:  # another process was first
+    except OSError:  # another process has created it
         shutil.rmtree(making)
     return directory
 
 
 def describe(case_dir: Path, manifest: Manifest) -> dict[str, Any]:
-    """config.json: nothing of it makes vLLM load weights or choose kernels. vLLM wants heads that
-    ranks share evenly, which llmc's need not.
+    """Return config.json; it makes vLLM neither load weights nor select kernels.
+
+    Numbers of heads are rounded up to multiples of tp_size, as vLLM requires. llmc does not.
     """
     dims, tokenizer, size = manifest.dims, manifest.tokenizer, manifest.tp_size
     heads, kv_heads = (-(-count // size) * size for count in (dims.num_heads, dims.num_kv_heads))

@@ -1,4 +1,4 @@
-"""vLLM's sampling parameters, read as llmc's."""
+"""Conversion of vLLM's sampling parameters to llmc's."""
 
 from __future__ import annotations
 
@@ -12,64 +12,66 @@ from llmc.errors import LlmcError
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sampling.sampler import Sampler
 
-# What vLLM's own worker does, and llmc's does not.
-_REFUSED = ("prompt_logprobs", "prompt_logprob_token_ids", "logprob_token_ids",
+# Parameters that vLLM's worker supports and llmc's does not.
+_UNSUPPORTED = ("prompt_logprobs", "prompt_logprob_token_ids", "logprob_token_ids",
             "thinking_token_budget", "trace_decode_token_ids", "watermarking", "extra_args")
-# What lets only some tokens be chosen, and what forbids some: together they might leave none.
+# Parameters that allow only some tokens, and those that forbid some; together they may allow none.
 _MASKS = ("structured_outputs", "allowed_token_ids")
 _BANS = ("bad_words", "min_tokens")
 _ANY_SEED = 2**64
 
 
 def check(params: Any) -> None:
-    """Refuse what a request cannot ask for.
+    """Reject the unsupported parameters of a request.
 
     Args:
-        params: vLLM's SamplingParams, or PoolingParams.
+        params: vLLM's SamplingParams or PoolingParams.
 
     Raises:
-        LlmcError: naming the parameter.
+        LlmcError: a parameter is not supported or out of range.
     """
     if not hasattr(params, "temperature"):
-        raise LlmcError("a model that llmc compiled makes text; pooling is not for it")
-    refused, masks, bans = ([name for name in names if _given(params, name)]
-                            for names in (_REFUSED, _MASKS, _BANS))
-    if refused:
-        raise LlmcError(f"{refused[0]} is not for a model that llmc compiled; leave it out")
+        raise LlmcError("pooling is not supported for a model compiled by llmc; generate text")
+    unsupported, masks, bans = ([name for name in names if _given(params, name)]
+                            for names in (_UNSUPPORTED, _MASKS, _BANS))
+    if unsupported:
+        raise LlmcError(f"{unsupported[0]} is not supported for a model compiled by llmc; leave it "
+                        f"out")
     if masks and len(masks + bans) > 1:
-        raise LlmcError(f"{(masks + bans)[1]} does not go with {masks[0]}, as together they might "
-                        f"allow no token; leave one of them out")
-    _read(params, 0)
+        raise LlmcError(f"{(masks + bans)[1]} cannot be combined with {masks[0]}, as no token "
+                        f"might remain; leave one of them out")
+    _convert(params, 0)
 
 
 def _given(params: Any, name: str) -> bool:
     value = getattr(params, name, None)
     if name in _BANS or isinstance(value, dict | list):
         return bool(value)
-    return value is not None and value is not False  # 0 is a wish too
+    return value is not None and value is not False  # 0 counts as given
 
 
 def sampler(params: Any, prompt: Sequence[int], request_id: str, model_seed: int) -> Sampler:
-    """What chooses the tokens of one request, on every rank the same.
+    """Return the sampler of a request, which is the same on every rank.
 
     Args:
         params: vLLM's SamplingParams.
         prompt: token ids.
-        model_seed: with the request's id the seed of what has none.
+        request_id: of vLLM.
+        model_seed: seed, with the request's id, of requests without a seed.
     """
     seed = params.seed
     if seed is None:
-        named = hashlib.sha256(f"{model_seed} {request_id}".encode()).digest()
-        seed = int.from_bytes(named[:8], "little")
-    return Sampler(_read(params, seed), 0, prompt, sorted(params.all_stop_token_ids),
+        digest = hashlib.sha256(f"{model_seed} {request_id}".encode()).digest()
+        seed = int.from_bytes(digest[:8], "little")
+    return Sampler(_convert(params, seed), 0, prompt, sorted(params.all_stop_token_ids),
                    [tuple(words) for words in params.bad_words_token_ids or ()])
 
 
-def _read(params: Any, seed: int) -> SamplingParams:
-    """As llmc calls them; what ends a completion, and log-probabilities, are not the sampler's.
+def _convert(params: Any, seed: int) -> SamplingParams:
+    """Convert to llmc's parameters, without stop conditions and log-probabilities.
 
     Raises:
-        LlmcError: a number is out of range.
+        LlmcError: a value is out of range.
     """
     return SamplingParams(
         max_tokens=max(params.max_tokens or 1, params.min_tokens), min_tokens=params.min_tokens,
@@ -80,7 +82,7 @@ def _read(params: Any, seed: int) -> SamplingParams:
 
 
 def allowed_mask(params: Any, vocab_size: int) -> np.ndarray | None:
-    """The tokens that `allowed_token_ids` lets be chosen, as `Step.masks` has them; None: all."""
+    """Return the mask of `allowed_token_ids`, in the format of `Step.masks`; None: all tokens."""
     if not params.allowed_token_ids:
         return None
     bits = np.zeros(-(-vocab_size // 32) * 32, bool)

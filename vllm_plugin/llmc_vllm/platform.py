@@ -1,4 +1,4 @@
-"""A machine without a GPU, as vLLM sees it: models run where their worker runs them."""
+"""vLLM's platform for hosts without a GPU; workers decide where models run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm.platforms.interface import Platform, PlatformEnum
 from llmc.errors import LlmcError
 
 if not torch.accelerator.is_available():
-    # vLLM empties these on its way out, whatever the platform.
+    # vLLM calls these at exit on every platform.
     torch.accelerator.empty_cache = torch.accelerator.empty_host_cache = lambda: None
 
 
@@ -32,8 +32,9 @@ class LlmcPlatform(Platform):
     def check_and_update_config(cls, vllm_config: Any) -> None:
         model = vllm_config.model_config
         if model is not None and vllm_config.parallel_config.worker_cls == "auto":
-            raise LlmcError(f"vLLM knows no device of this machine that could run '{model.model}'; "
-                            f"llmc-vllm runs what `llmc compile` made, and nothing else")
+            raise LlmcError(f"no device of this host can run '{model.model}' in vLLM, and "
+                            f"llmc-vllm runs case directories only; give the output of "
+                            f"`llmc compile`")
         parallel = vllm_config.parallel_config
         if parallel.distributed_executor_backend == "ray":
             from llmc_vllm.ray_executor import CpuRayExecutor
@@ -66,7 +67,7 @@ class LlmcPlatform(Platform):
     def support_hybrid_kv_cache(cls) -> bool:
         return False
 
-    # vLLM's kernels are for other devices, and a worker knows of its own.
+    # Not applicable: vLLM's kernels are for other devices, and llmc's workers select theirs.
 
     @classmethod
     def import_kernels(cls) -> None:

@@ -1,4 +1,4 @@
-"""One rank of a case directory, in the process of one of vLLM's workers."""
+"""One rank of a case directory, in the process of a vLLM worker."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from llmc.runtime.replica import EngineConfig, cpu_limits
 
 
 class Rank(Protocol):
-    """An engine (see `Engine`) whose KV cache is made once vLLM has said how large it is."""
+    """An engine (see `Engine`) whose KV cache is allocated after vLLM has determined its size."""
 
     @property
     def limits(self) -> EngineLimits:
         ...
 
     def measure(self) -> int:
-        """Blocks that there is room for."""
+        """Return the number of KV-cache blocks that fit into memory."""
         ...
 
     def allocate(self, num_blocks: int) -> None:
@@ -44,29 +44,29 @@ class Rank(Protocol):
 
 
 def block_bytes(manifest: Manifest, block_size: int) -> int:
-    """Bytes of a block of the KV cache, on the rank that has the most heads."""
+    """Bytes of a KV-cache block on the rank with the most heads."""
     widest = max(sum(layer.token_size for layer in chip.cache) for chip in manifest.chips)
     return widest * DTYPE_BYTES[manifest.kv_dtype] * block_size
 
 
-def load_rank(manifest: Manifest, case_dir: Path, rank: int, device: int, room: EngineConfig,
+def load_rank(manifest: Manifest, case_dir: Path, rank: int, device: int, config: EngineConfig,
               group: torch.distributed.ProcessGroup) -> Rank:
-    """The engine of a rank, on its share of the cores, or on this GPU.
+    """Load the engine of a rank on its share of the CPU cores, or on a GPU.
 
     Args:
-        group: all ranks, on gloo.
+        group: gloo group of all ranks.
 
     Raises:
         LlmcError: see `LLM`.
     """
     if not manifest.target.spec.gpu:
-        return CpuRank(manifest, case_dir, rank, room, group)
+        return CpuRank(manifest, case_dir, rank, config, group)
     from llmc.runtime.engines.remote import load_engine
 
-    engine = load_engine(manifest, rank, case_dir, device, max_batch_size=room.max_batch_size,
-                         max_tokens=room.max_num_batched_tokens, block_size=room.block_size,
-                         kv_cache_tokens=room.kv_cache_tokens,
-                         gpu_memory_utilization=room.gpu_memory_utilization)
+    engine = load_engine(manifest, rank, case_dir, device, max_batch_size=config.max_batch_size,
+                         max_tokens=config.max_num_batched_tokens, block_size=config.block_size,
+                         kv_cache_tokens=config.kv_cache_tokens,
+                         gpu_memory_utilization=config.gpu_memory_utilization)
     if manifest.tp_size > 1:
         names = [engine.unique_id() if rank == 0 else b""]
         torch.distributed.broadcast_object_list(names, group_src=0, group=group)
@@ -75,23 +75,23 @@ def load_rank(manifest: Manifest, case_dir: Path, rank: int, device: int, room: 
 
 
 def _ranks_on_this_host(group: torch.distributed.ProcessGroup) -> list[int]:
-    """Ranks of a gloo group whose processes run on this host, in order."""
-    own = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+    """Return the ranks of a gloo group whose processes run on this host, in order."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
     hosts = [""] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(hosts, own, group=group)
-    return [rank for rank, host in enumerate(hosts) if host == own]
+    torch.distributed.all_gather_object(hosts, boot_id, group=group)
+    return [rank for rank, host in enumerate(hosts) if host == boot_id]
 
 
 class CpuRank:
-    """See `Rank`. Its ONNX Runtime is loaded with the KV cache."""
+    """A `Rank` on CPU cores; `allocate` loads the ONNX Runtime sessions."""
 
-    def __init__(self, manifest: Manifest, case_dir: Path, rank: int, room: EngineConfig,
+    def __init__(self, manifest: Manifest, case_dir: Path, rank: int, config: EngineConfig,
                  group: torch.distributed.ProcessGroup) -> None:
         self._manifest, self._case_dir, self._rank = manifest, case_dir, rank
         here = _ranks_on_this_host(group)
         self._placement = place(manifest, None, num_ranks=len(here))[0][here.index(rank)]
         self._communicator = ProcessCommunicator(manifest.tp_size, group)
-        self.limits = cpu_limits(manifest, room)
+        self.limits = cpu_limits(manifest, config)
         self._engine: HostSampling | None = None
 
     def measure(self) -> int:
@@ -105,11 +105,11 @@ class CpuRank:
         self._engine = HostSampling(_Logits(chip, self._manifest.dims.vocab_size), self.limits)
 
     def submit(self, step: Step) -> int:
-        assert self._engine is not None, "allocate comes first"
+        assert self._engine is not None, "allocate must be called first"
         return self._engine.submit(step)
 
     def collect(self, ticket: int) -> StepOutput:
-        assert self._engine is not None, "allocate comes first"
+        assert self._engine is not None, "allocate must be called first"
         return self._engine.collect(ticket)
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ class CpuRank:
 
 
 class _Logits:
-    """See `Ranks`: of one rank, whose logits are all ranks'."""
+    """`Ranks` with one rank, whose logits include those of all ranks."""
 
     def __init__(self, chip: CpuEngine, vocab_size: int) -> None:
         self._chip, self._vocab_size = chip, vocab_size
@@ -130,17 +130,15 @@ class _Logits:
 
 
 class ProcessCommunicator(Communicator):
-    """Combines arrays of processes as `Communicator` does those of threads, so that what comes out
-    is the same to the last bit.
-    """
+    """Collectives between processes, bit-identical to `Communicator`'s between threads."""
 
     def __init__(self, size: int, group: torch.distributed.ProcessGroup) -> None:
         super().__init__(size)
         self._group = group
 
     def exchange(self, rank: int, array: np.ndarray, alike: tuple[int, ...]) -> list[np.ndarray]:
-        """What every rank brought; all have this shape, as heads and padded vocabularies do."""
-        own = torch.from_numpy(np.ascontiguousarray(array))
-        parts = [torch.empty_like(own) for _ in range(self.size)]
-        torch.distributed.all_gather(parts, own, group=self._group)
+        """Return the arrays of all ranks; all have the same shape (heads and vocabulary pad)."""
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        torch.distributed.all_gather(parts, tensor, group=self._group)
         return [part.numpy() for part in parts]

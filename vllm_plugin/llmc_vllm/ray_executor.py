@@ -1,4 +1,4 @@
-"""vLLM's executor for Ray, on hosts without a GPU: a rank takes one of a node's CPUs."""
+"""vLLM's Ray executor on hosts without a GPU: each rank takes a CPU of a node."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class CpuRayWorkerProc(ray_executor_v2.RayWorkerProc):
     """See `RayWorkerProc`."""
 
     def get_node_and_physical_gpu_ids(self) -> tuple[str, list[int]]:
-        """Ray gives ids to GPUs, and none to CPUs."""
+        """Return no GPU ids; Ray assigns ids to GPUs only."""
         return ray.get_runtime_context().get_node_id(), []
 
 
@@ -26,13 +26,14 @@ class CpuRayExecutor(ray_executor_v2.RayExecutorV2):
         super()._init_executor()
 
     def _rank_bundles(self, placement_group: Any) -> list[tuple[int, str, str]]:
-        """Index, node id and address of each rank's bundle. With data parallelism over Ray a
-        replica's engine has a bundle with a CPU too, after those of its ranks.
+        """Return index, node id and address of each rank's bundle.
+
+        With data parallelism over Ray, the engine of a replica has another bundle after them.
         """
         return [bundle for bundle in get_bundles_sorted_by_node(placement_group)
                 if bundle[0] < self.parallel_config.world_size]
 
     @staticmethod
     def _get_actor_resource_kwargs() -> dict[str, Any]:
-        """No resources beside those of the rank's bundle."""
+        """Request no resources besides those of the rank's bundle."""
         return {"num_gpus": 0}

@@ -1,4 +1,4 @@
-"""The vLLM release that this plugin is written for."""
+"""The supported release of vLLM."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ def is_supported(installed: str | None = None) -> bool:
     """Whether a vLLM release has the internals that the plugin uses.
 
     Args:
-        installed: its version, such as `0.32.1+cpu`; None: the installed one.
+        installed: version of vLLM, such as `0.32.1+cpu`; None: the installed version.
     """
     return f"{installed or version('vllm')}.".startswith(f"{VLLM}.")
 
 
 def check_release(installed: str | None = None) -> None:
-    """Refuse a vLLM release that is not supported.
+    """Reject an unsupported release of vLLM.
 
     Raises:
-        LlmcError: it names the release and the one to install.
+        LlmcError: the message has the installed and the supported release.
     """
     if not is_supported(installed):
-        raise LlmcError(f"llmc-vllm is for vLLM {VLLM}, and vLLM {installed or version('vllm')} is "
-                        f"installed; install it with: pip install 'vllm=={VLLM}.*'")
+        raise LlmcError(f"vLLM {installed or version('vllm')} is installed, but llmc-vllm requires "
+                        f"vLLM {VLLM}; install it with: pip install 'vllm=={VLLM}.*'")

@@ -1,4 +1,4 @@
-"""From what vLLM's scheduler says to llmc's steps, and from what those lead to back."""
+"""Conversion of vLLM's scheduler output to llmc's steps, and of their results to vLLM's."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ class Sequence:
     """A request that vLLM runs.
 
     Args:
+        request_id: vLLM's id.
         params: vLLM's SamplingParams.
-        tokens: the prompt's and those generated; LAST for one that is under way.
-        blocks: of the KV cache, in order.
-        computed: tokens whose keys and values are there.
+        sampler: of the request.
+        tokens: prompt and generated tokens; LAST for a token that is in flight.
+        prompt_len: number of prompt tokens.
+        blocks: KV-cache blocks, in order.
+        computed: number of tokens whose keys and values are in the KV cache.
         mask: see `allowed_mask`.
-        slot: None while it has none.
+        slot: index of its sampling state; None before admission and after preemption.
     """
 
     request_id: str
@@ -43,23 +46,24 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Part:
-    """What an engine runs at once of what vLLM schedules at once: a step and its sequences."""
+    """A step of llmc's engine, as a part of a step of vLLM's scheduler."""
 
     step: Step
     sequences: list[Sequence]
 
     @property
     def chosen(self) -> list[Sequence]:
-        """The sequences of `step.sample`."""
+        """The sampled sequences, in the order of `step.sample`."""
         return [self.sequences[index] for index in self.step.sample.tolist()]
 
 
 class Sequences:
-    """All requests that vLLM has told a worker of, and not yet ended.
+    """All requests of a worker that have not finished.
 
     Args:
-        sampler: makes one from vLLM's SamplingParams, a prompt and a request's id.
         limits: of the engine.
+        vocab_size: of the model.
+        sampler: builds a sampler from vLLM's SamplingParams, a prompt and a request id.
     """
 
     def __init__(self, limits: EngineLimits, vocab_size: int,
@@ -70,8 +74,8 @@ class Sequences:
         self._all: dict[str, Sequence] = {}
 
     def plan(self, scheduled: Any) -> list[Part]:
-        """The steps of a SchedulerOutput, to be run in this order."""
-        self._follow(scheduled)
+        """Convert a SchedulerOutput to steps, which must run in this order."""
+        self._update(scheduled)
         copies = [(copy.src_block_id, copy.dst_block_id)
                   for copy in getattr(scheduled, "kv_cache_block_copies", None) or ()]
         parts = []
@@ -81,64 +85,67 @@ class Sequences:
         return parts
 
     def _waves(self, counts: Mapping[str, int]) -> list[list[tuple[Sequence, int]]]:
-        """Sequences with their numbers of new tokens. vLLM has a sequence share a block that
-        another only fills in the same step; an engine has to have filled it before.
+        """Group sequences, with their numbers of new tokens, into consecutive steps.
+
+        vLLM lets a sequence share a block that another fills in the same step. llmc's engine must
+        have filled it in an earlier step.
         """
         size, waves = self._block_size, list[list[tuple[Sequence, int]]]()
-        filled_in: dict[int, int] = {}  # waves by block
+        wave_by_block: dict[int, int] = {}  # waves by block
         for request_id, count in counts.items():
-            own = self._all[request_id]
-            shared = own.blocks[:own.computed // size]
-            wave = max((filled_in[block] + 1 for block in shared if block in filled_in), default=0)
-            filled_in.update((block, wave) for block in
-                             own.blocks[own.computed // size:-(-(own.computed + count) // size)])
+            seq = self._all[request_id]
+            shared = seq.blocks[:seq.computed // size]
+            wave = max((wave_by_block[block] + 1 for block in shared if block in wave_by_block),
+                       default=0)
+            wave_by_block.update((block, wave) for block in
+                             seq.blocks[seq.computed // size:-(-(seq.computed + count) // size)])
             if wave == len(waves):
                 waves.append([])
-            waves[wave].append((own, count))
+            waves[wave].append((seq, count))
         return waves
 
     def _part(self, wave: list[tuple[Sequence, int]], copies: list[tuple[int, int]]) -> Part:
         admit = {}
-        for own, _ in wave:
-            if own.slot is None:
-                own.slot = heapq.heappop(self._slots)
-                admit[own.slot] = SamplingState(own.sampler, tuple(own.tokens[own.prompt_len:]))
+        for seq, _ in wave:
+            if seq.slot is None:
+                seq.slot = heapq.heappop(self._slots)
+                admit[seq.slot] = SamplingState(seq.sampler, tuple(seq.tokens[seq.prompt_len:]))
         wave.sort(key=lambda part: (part[1] > 1, -part[0].computed if self._longest_first
                                     else part[0].slot))
-        sequences = [own for own, _ in wave]
-        chosen = [own for own, count in wave if own.computed + count >= len(own.tokens)]
+        sequences = [seq for seq, _ in wave]
+        sampled = [seq for seq, count in wave if seq.computed + count >= len(seq.tokens)]
         return Part(Step.of(
-            [own.tokens[own.computed:own.computed + count] for own, count in wave],
-            [own.computed for own in sequences], [own.blocks for own in sequences],
-            [own.slot for own in sequences if own.slot is not None],
-            sample=[index for index, own in enumerate(sequences) if own in chosen], admit=admit,
+            [seq.tokens[seq.computed:seq.computed + count] for seq, count in wave],
+            [seq.computed for seq in sequences], [seq.blocks for seq in sequences],
+            [seq.slot for seq in sequences if seq.slot is not None],
+            sample=[index for index, seq in enumerate(sequences) if seq in sampled], admit=admit,
             copies=np.array(copies, np.int32).reshape(-1, 2),
-            logits="sampled" if any(own.params.logprobs is not None for own in chosen) else "none",
-            masks={own.slot: own.mask for own in chosen if own.mask is not None}), sequences)
+            logits="sampled" if any(seq.params.logprobs is not None for seq in sampled) else "none",
+            masks={seq.slot: seq.mask for seq in sampled if seq.mask is not None}), sequences)
 
-    def _follow(self, scheduled: Any) -> None:
-        """Do as a SchedulerOutput says of sequences that begin, go on, wait and end."""
+    def _update(self, scheduled: Any) -> None:
+        """Update the sequences: preempted, finished, new, running and resumed ones."""
         for request_id in scheduled.preempted_req_ids or ():
-            self._give_back(self._all.get(request_id))
+            self._release_slot(self._all.get(request_id))
         for request_id in scheduled.finished_req_ids:
-            self._give_back(self._all.pop(request_id, None))
+            self._release_slot(self._all.pop(request_id, None))
         for new in scheduled.scheduled_new_reqs:
-            self._begin(new)
+            self._add(new)
         cached = scheduled.scheduled_cached_reqs
         for request_id, blocks, computed in zip(cached.req_ids, cached.new_block_ids,
                                                 cached.num_computed_tokens, strict=True):
             sequence = self._all[request_id]
             if request_id in cached.resumed_req_ids:
-                self._give_back(sequence)
+                self._release_slot(sequence)
                 sequence.blocks = []
-                # Of what was under way when it had to leave, vLLM may have kept nothing.
+                # vLLM may have dropped tokens that were in flight at preemption.
                 sequence.tokens = list(cached.all_token_ids.get(request_id, sequence.tokens))
             sequence.blocks += blocks[0] if blocks else []
             sequence.computed = computed
 
-    def _begin(self, new: Any) -> None:
-        """A request that is new, or, as one of vLLM's two model runners has it, comes back."""
-        self._give_back(self._all.get(new.req_id))
+    def _add(self, new: Any) -> None:
+        """Add a new request, or one that resumes, as one of vLLM's model runners reports it."""
+        self._release_slot(self._all.get(new.req_id))
         prompt = list(new.prompt_token_ids)
         self._all[new.req_id] = Sequence(
             new.req_id, new.sampling_params,
@@ -146,56 +153,56 @@ class Sequences:
             list(new.prefill_token_ids or prompt), len(prompt), list(new.block_ids[0]),
             new.num_computed_tokens, allowed_mask(new.sampling_params, self._vocab_size))
 
-    def _give_back(self, sequence: Sequence | None) -> None:
+    def _release_slot(self, sequence: Sequence | None) -> None:
         if sequence is not None and sequence.slot is not None:
             heapq.heappush(self._slots, sequence.slot)
             sequence.slot = None
 
 
 def with_grammar(part: Part, grammar: Any) -> Step:
-    """Its step, with the masks of vLLM's GrammarOutput, which may be None."""
+    """Return the step of a part with the token masks of vLLM's GrammarOutput, if any."""
     if grammar is None:
         return part.step
     rows = dict(zip(grammar.structured_output_request_ids, grammar.grammar_bitmask, strict=True))
     return replace(part.step, masks={**part.step.masks, **{
-        own.slot: rows[own.request_id].view(np.uint32) for own in part.chosen
-        if own.request_id in rows and own.slot is not None}})
+        seq.slot: rows[seq.request_id].view(np.uint32) for seq in part.chosen
+        if seq.request_id in rows and seq.slot is not None}})
 
 
 class Pending:
-    """The next tokens of a part's sequences, of which nothing is known but their places."""
+    """Placeholders for the next tokens of a part's sequences."""
 
     def __init__(self, part: Part) -> None:
         self.part = part
-        self._places = [(own.tokens, len(own.tokens)) for own in part.chosen]
+        self._places = [(seq.tokens, len(seq.tokens)) for seq in part.chosen]
         for tokens, _ in self._places:
             tokens.append(LAST)
 
     def settle(self, sampled: StepOutput) -> dict[str, int]:
-        """They are what the step chose; by request."""
-        made = {}
-        for own, (tokens, place), token in zip(self.part.chosen, self._places,
+        """Replace the placeholders with the sampled tokens; return these by request."""
+        tokens_by_request = {}
+        for seq, (tokens, place), token in zip(self.part.chosen, self._places,
                                                sampled.tokens.tolist(), strict=True):
-            if token == NOT_FINITE:  # vLLM cannot end a request here
+            if token == NOT_FINITE:  # vLLM has no way to fail a request here
                 _LOGGER.error("request %s: the logits are NaN or infinite; check the checkpoint's "
-                              "weights, or compile with another --dtype", own.request_id)
+                              "weights, or compile with another --dtype", seq.request_id)
                 token = 0
-            assert token >= 0, f"no token was allowed for request {own.request_id}"
-            tokens[place] = made[own.request_id] = token
-        return made
+            assert token >= 0, f"the masks of request {seq.request_id} allow no token"
+            tokens[place] = tokens_by_request[seq.request_id] = token
+        return tokens_by_request
 
 
 @dataclass(frozen=True)
 class _Ranked:
-    """Log-probabilities at one place, and how many tokens are likelier than the chosen one."""
+    """Log-probabilities of a position, and the number of tokens above the sampled one."""
 
     token: int
     found: Logprobs
-    likelier: int
+    num_above: int
 
 
 class TokenLogprobs:
-    """The log-probabilities of vLLM's output, as they come of its parts."""
+    """Log-probabilities of a step of vLLM, collected from its parts."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -204,28 +211,30 @@ class TokenLogprobs:
     def add(self, part: Part, sampled: StepOutput) -> None:
         if sampled.logits is None:
             return
-        for own, token, logits in zip(part.chosen, sampled.tokens.tolist(), sampled.logits,
+        for seq, token, logits in zip(part.chosen, sampled.tokens.tolist(), sampled.logits,
                                       strict=True):
-            wish = own.params.logprobs
-            if wish is not None:
-                self._all[own.request_id] = _Ranked(
-                    token, Logprobs.of(logits, token, self._vocab_size if wish == -1 else wish),
+            count = seq.params.logprobs
+            if count is not None:
+                self._all[seq.request_id] = _Ranked(
+                    token, Logprobs.of(logits, token, self._vocab_size if count == -1 else count),
                     int(np.count_nonzero(logits > logits[token])))
 
     def rows(self, request_ids: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-        """As vLLM's LogprobsLists has them, a row for each request: tokens and log-probabilities
-        [rows, 1 + most that one asks for], the chosen token's first, and its rank from 1 [rows].
-        None where none asks.
+        """Return the contents of vLLM's LogprobsLists; None if no request has logprobs.
+
+        Returns:
+            Tokens and log-probabilities [num_requests, 1 + maximum logprobs], with the sampled
+            token first, and its rank from 1 [num_requests].
         """
         if not self._all:
             return None
-        width = 1 + max(len(own.found.top) for own in self._all.values())
+        width = 1 + max(len(entry.found.top) for entry in self._all.values())
         tokens = np.zeros((len(request_ids), width), np.int64)
         values = np.full((len(request_ids), width), -np.inf, np.float32)
         ranks = np.zeros(len(request_ids), np.int64)
-        for row, own in enumerate(map(self._all.get, request_ids)):
-            if own is not None:
-                pairs = [(own.token, own.found.chosen), *own.found.top]
+        for row, entry in enumerate(map(self._all.get, request_ids)):
+            if entry is not None:
+                pairs = [(entry.token, entry.found.chosen), *entry.found.top]
                 tokens[row, :len(pairs)], values[row, :len(pairs)] = zip(*pairs, strict=True)
-                ranks[row] = own.likelier + 1
+                ranks[row] = entry.num_above + 1
         return tokens, values, ranks

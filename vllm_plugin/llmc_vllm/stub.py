@@ -1,4 +1,4 @@
-"""What vLLM looks at in the place of a model of its own; it is never made."""
+"""Model class for vLLM's registry, which only inspects it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class LlmcForCausalLM(torch.nn.Module):
-    """A decoder, for vLLM's registry, which reads the names of its methods and arguments."""
+    """A decoder; vLLM's registry reads the names of its methods and their arguments."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         raise NotImplementedError

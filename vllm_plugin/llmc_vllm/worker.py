@@ -1,4 +1,4 @@
-"""One of vLLM's workers: a rank of a case directory, on vLLM's schedule and in vLLM's blocks."""
+"""A vLLM worker that runs one rank of a case directory."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from llmc_vllm.parameters import sampler
 from llmc_vllm.ranks import Rank, block_bytes, load_rank
 from llmc_vllm.sequences import Part, Pending, Sequences, TokenLogprobs, with_grammar
 
-_CACHE = "llmc.kv_cache"  # of all layers of a rank, as one
+_CACHE = "llmc.kv_cache"  # stands for the caches of all layers of a rank
 
 
 def visible_gpu(parallel: Any, local_rank: int) -> int:
-    """Index of a rank's GPU among those that its process sees, as in vLLM's own GPU worker.
+    """Return the index of a rank's GPU among those that its process sees, as in vLLM.
 
     Args:
         parallel: vLLM's ParallelConfig.
-        local_rank: the rank among those of its replica on this host.
+        local_rank: index of the rank among those of its replica on this host.
     """
     device = local_rank
     if parallel.distributed_executor_backend != "external_launcher" and \
             parallel.data_parallel_backend != "ray" and not spans_hosts(parallel):
-        replica = parallel.data_parallel_rank_local  # of those on this host
+        replica = parallel.data_parallel_rank_local  # index among those on this host
         if replica is None:
             replica = parallel.data_parallel_index
         device += replica * parallel.world_size
@@ -61,16 +61,16 @@ def visible_gpu(parallel: Any, local_rank: int) -> int:
 class LlmcWorker(WorkerBase):
     """See `vllm.v1.worker.worker_base.WorkerBase`.
 
-    What vLLM schedules is planned by `execute_model` and run by `sample_tokens`, as it makes the
-    masks of structured output between them. With async scheduling a step is planned and submitted
-    while the one before it runs.
+    `execute_model` plans a scheduled step and `sample_tokens` runs it, because vLLM computes the
+    token masks of structured output in between. With async scheduling, a step is planned and
+    submitted while the previous one runs.
     """
 
     _rank: Rank
     _sequences: Sequences
     _parts: list[Part]
     _request_ids: list[str]
-    _under_way: deque[_Output]
+    _in_flight: deque[_Output]
 
     def init_device(self) -> None:
         parallel = self.parallel_config
@@ -88,18 +88,18 @@ class LlmcWorker(WorkerBase):
         if spans_hosts(parallel):
             verify_files(self._manifest, case_dir, ranks=[self.rank])
         if parallel.data_parallel_backend == "ray":
-            # The replica's engine, on this host or that of another rank, reads the tokenizer.
+            # The engine process of the replica, on any of its hosts, reads the tokenizer.
             view(case_dir, self._manifest, Path(self.model_config.model).parent)
         device = visible_gpu(parallel, self.local_rank) if self._manifest.target.spec.gpu else 0
         self._block_bytes = block_bytes(self._manifest, cache.block_size)
-        wish = cache.kv_cache_memory_bytes
+        cache_bytes = cache.kv_cache_memory_bytes
         if cache.num_gpu_blocks_override:
-            wish = cache.num_gpu_blocks_override * self._block_bytes
+            cache_bytes = cache.num_gpu_blocks_override * self._block_bytes
         self._rank = load_rank(
             self._manifest, case_dir, self.rank, device, EngineConfig(
                 scheduling.max_num_seqs,
                 max(scheduling.max_num_batched_tokens, scheduling.max_num_seqs), cache.block_size,
-                wish and wish // self._block_bytes * cache.block_size,
+                cache_bytes and cache_bytes // self._block_bytes * cache.block_size,
                 cache.gpu_memory_utilization),
             get_tp_group().cpu_group)
 
@@ -119,37 +119,38 @@ class LlmcWorker(WorkerBase):
         self._sequences = Sequences(
             self._rank.limits, self._manifest.dims.vocab_size,
             functools.partial(sampler, model_seed=self.model_config.seed))
-        self._under_way = deque()
+        self._in_flight = deque()
 
     def update_max_model_len(self, max_model_len: int) -> None:
         self.model_config.max_model_len = max_model_len
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """All is compiled, and `allocate` has timed what it times."""
+        """Do nothing: the model is compiled, and `allocate` has run the timings."""
         return CompilationTimes(0.0, 0.0)
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         return ("generate",)
 
     def get_model_inspection(self) -> str:
-        made = self._manifest
-        return f"{made.source.architecture} by llmc, {made.tp_size} x {made.target.kind}"
+        manifest = self._manifest
+        return (f"{manifest.source.architecture} by llmc, {manifest.tp_size} x "
+                f"{manifest.target.kind}")
 
     def execute_model(self, scheduler_output: Any) -> ModelRunnerOutput | None:
-        while len(self._under_way) > 1:  # vLLM asks one rank alone for what steps led to
-            self._under_way.popleft().get_output()
+        while len(self._in_flight) > 1:  # vLLM gets the outputs of one rank only
+            self._in_flight.popleft().get_output()
         self._parts = self._sequences.plan(scheduler_output)
         self._request_ids = list(scheduler_output.num_scheduled_tokens)
         return None if self._parts else EMPTY_MODEL_RUNNER_OUTPUT
 
     def sample_tokens(self, grammar_output: Any) -> ModelRunnerOutput | AsyncModelRunnerOutput:
-        made = _Output(self._rank, self._request_ids, self._manifest.dims.vocab_size)
+        output = _Output(self._rank, self._request_ids, self._manifest.dims.vocab_size)
         for part in self._parts:
-            made.submit(part, with_grammar(part, grammar_output))
+            output.submit(part, with_grammar(part, grammar_output))
         if not self.scheduler_config.async_scheduling:
-            return made.get_output()
-        self._under_way.append(made)
-        return made
+            return output.get_output()
+        self._in_flight.append(output)
+        return output
 
     def shutdown(self) -> None:
         if hasattr(self, "_rank"):
@@ -157,7 +158,7 @@ class LlmcWorker(WorkerBase):
 
 
 class _Output(AsyncModelRunnerOutput):
-    """What a step of vLLM's leads to, which waits for whoever asks first."""
+    """Output of a step of vLLM, which `get_output` waits for."""
 
     def __init__(self, rank: Rank, request_ids: list[str], vocab_size: int) -> None:
         self._rank, self._request_ids = rank, request_ids
@@ -167,7 +168,7 @@ class _Output(AsyncModelRunnerOutput):
         self._lock = Lock()
 
     def submit(self, part: Part, step: Step) -> None:
-        """The next part; the one before it has ended then."""
+        """Submit the next part, after the previous part has ended."""
         self._collect()
         ticket = self._rank.submit(step)
         self._last = ticket, Pending(part)
