@@ -158,7 +158,7 @@ __device__ __forceinline__ void store_rows(const AttentionParams& p, const WorkT
   }
 }
 
-// One consumer warpgroup: 64 rows of queries, of which a thread has rows row[0] and row[1]. The
+// One consumer warpgroup: 64 rows of queries. A thread has rows row[0] and row[1]. The
 // steps are lambdas: as members of a struct they took 3 % longer on an H200.
 template <typename T, bool kPrefix, int kDim, int kKeys>
 __device__ __forceinline__ void consume(const SharedStorage<kDim, kKeys>& smem,
