@@ -179,12 +179,12 @@ class Api:
 
     async def responses(self, request: Request) -> Response:
         return await self._generate(
-            request, ResponsesRequest, partial(read_response, self._responses),
+            request, ResponsesRequest, partial(read_response, self._responses, _owner(request)),
             partial(ResponseAnswer, self._responses), "input")
 
     async def stored_response(self, request: Request) -> Response:
-        return Response(self._responses.response(request.path_params["name"]),
-                        media_type="application/json")
+        return Response(self._responses.response(request.path_params["name"],
+                                                 _owner(request)), media_type="application/json")
 
     async def input_items(self, request: Request) -> Response:
         query = request.query_params
@@ -195,11 +195,12 @@ class Api:
             raise ApiError(f"order is '{shortened(order)}'; give one of "
                            f"{', '.join(ITEM_ORDERS)}", param="order")
         return JSONResponse(self._responses.input_items(
-            request.path_params["name"], int(limit), order == "desc", query.get("after")))
+            request.path_params["name"], int(limit), order == "desc", query.get("after"),
+            _owner(request)))
 
     async def delete_response(self, request: Request) -> Response:
         name = request.path_params["name"]
-        self._responses.delete(name)
+        self._responses.delete(name, _owner(request))
         return JSONResponse({"id": name, "object": "response", "deleted": True})
 
     async def messages(self, request: Request) -> Response:
@@ -389,6 +390,12 @@ class Api:
 
 
 @cache
+def _owner(request: Request) -> str | None:
+    """Return the name of the client's API key, or None if there are no keys."""
+    name: str | None = request.scope["llmc.api_key"]
+    return name
+
+
 def _page() -> tuple[str, str]:
     """Return the chat page and its content security policy."""
     text = _PAGE.read_text("utf-8")

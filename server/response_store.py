@@ -14,6 +14,7 @@ from llmc.server.errors import ApiError
 from llmc.server.protocol import Item, ResponsesRequest
 
 _Object = dict[str, Any]
+_Key = tuple[str | None, str]  # name of an API key, id of a response or item
 
 
 @dataclass(frozen=True)
@@ -47,20 +48,21 @@ class ResponseStore:
             raise LlmcError(f"the response store has {max_bytes} bytes and a lifetime of {ttl} s, "
                             f"expected at least 0 bytes and more than 0 s; change the two options")
         self._max_bytes, self._ttl, self._clock = max_bytes, ttl, clock
-        self._stored: OrderedDict[str, _Stored] = OrderedDict()
-        self._owners: dict[str, str] = {}  # first response of each item, by the item's id
+        self._stored: OrderedDict[_Key, _Stored] = OrderedDict()
+        self._first: dict[_Key, _Key] = {}  # first response of each item, by the item's id
         self.bytes = 0
 
     @property
     def enabled(self) -> bool:
         return self._max_bytes > 0
 
-    def put(self, response: _Object, inputs: Sequence[_Object]) -> None:
+    def put(self, response: _Object, inputs: Sequence[_Object], owner: str | None = None) -> None:
         """Store a response unless it exceeds the maximum size.
 
         Args:
             response: the response, as JSON.
             inputs: items of the whole conversation before the response, each with an id.
+            owner: name of the API key whose clients may read it; None if there are no keys.
         """
         items = [*inputs, *response["output"]]
         stored = _Stored(_json(response), _json(items), tuple(item["id"] for item in items),
@@ -70,21 +72,22 @@ class ResponseStore:
         self._drop_expired()
         while self.bytes + stored.size > self._max_bytes:
             self._drop(next(iter(self._stored)))
-        self._stored[response["id"]] = stored
+        key = owner, response["id"]
+        self._stored[key] = stored
         self.bytes += stored.size
         for item_id in stored.item_ids:
-            self._owners.setdefault(item_id, response["id"])
+            self._first.setdefault((owner, item_id), key)
 
-    def response(self, response_id: str) -> bytes:
+    def response(self, response_id: str, owner: str | None = None) -> bytes:
         """Return a response as JSON.
 
         Raises:
             ApiError: the response is not stored.
         """
-        return self._get(response_id).response
+        return self._get((owner, response_id)).response
 
     def input_items(self, response_id: str, limit: int, newest_first: bool,
-                    after: str | None) -> _Object:
+                    after: str | None, owner: str | None = None) -> _Object:
         """Return a page of the input items of a response, as in the OpenAI API.
 
         Args:
@@ -92,11 +95,12 @@ class ResponseStore:
             limit: maximum number of items.
             newest_first: order of the list.
             after: id of the item before the page. None: return the first page.
+            owner: see `put`.
 
         Raises:
             ApiError: the response is not stored, or has no such item.
         """
-        stored = self._get(response_id)
+        stored = self._get((owner, response_id))
         items = json.loads(stored.items)[:stored.num_inputs]
         ids = [*stored.item_ids[:stored.num_inputs]]
         if newest_first:
@@ -111,16 +115,16 @@ class ResponseStore:
                 "first_id": page[0]["id"] if page else None,
                 "last_id": page[-1]["id"] if page else None}
 
-    def delete(self, response_id: str) -> None:
+    def delete(self, response_id: str, owner: str | None = None) -> None:
         """Delete a response.
 
         Raises:
             ApiError: the response is not stored.
         """
-        self._get(response_id)
-        self._drop(response_id)
+        self._get((owner, response_id))
+        self._drop((owner, response_id))
 
-    def conversation(self, body: ResponsesRequest) -> list[Item]:
+    def conversation(self, body: ResponsesRequest, owner: str | None = None) -> list[Item]:
         """Return the items of the previous response and those of the request.
 
         Raises:
@@ -132,41 +136,41 @@ class ResponseStore:
                 raise ApiError("previous_response_id is given, but this server stores no "
                                "responses; give the conversation as input",
                                param="previous_response_id")
-            before = self._items(body.previous_response_id)
-        return [*before, *(self._referenced(item) if item.type == "item_reference" else item
+            before = self._items((owner, body.previous_response_id))
+        return [*before, *(self._referenced(item, owner) if item.type == "item_reference" else item
                            for item in body.items)]
 
-    def _referenced(self, reference: Item) -> Item:
-        owner = self._owners.get(reference.id or "")
-        if owner is not None and owner in self._stored:
-            return next(item for item in self._items(owner) if item.id == reference.id)
+    def _referenced(self, reference: Item, owner: str | None) -> Item:
+        key = self._first.get((owner, reference.id or ""))
+        if key is not None and key in self._stored:
+            return next(item for item in self._items(key) if item.id == reference.id)
         raise ApiError(f"item '{reference.id}' is not stored; give the item itself as input", 404,
                        param="input")
 
-    def _items(self, response_id: str) -> list[Item]:
-        return [Item.model_validate(item) for item in json.loads(self._get(response_id).items)]
+    def _items(self, key: _Key) -> list[Item]:
+        return [Item.model_validate(item) for item in json.loads(self._get(key).items)]
 
-    def _get(self, response_id: str) -> _Stored:
+    def _get(self, key: _Key) -> _Stored:
         self._drop_expired()
-        if response_id not in self._stored:
-            raise ApiError(f"response '{response_id}' is not stored; responses expire after "
+        if key not in self._stored:
+            raise ApiError(f"response '{key[1]}' is not stored; responses expire after "
                            f"{self._ttl:g} s or are evicted earlier; give the conversation as "
                            f"input", 404,
                            code="previous_response_not_found")
-        self._stored.move_to_end(response_id)
-        return self._stored[response_id]
+        self._stored.move_to_end(key)
+        return self._stored[key]
 
     def _drop_expired(self) -> None:
         now = self._clock()
-        for response_id in [key for key, stored in self._stored.items() if stored.expires <= now]:
-            self._drop(response_id)
+        for key in [key for key, stored in self._stored.items() if stored.expires <= now]:
+            self._drop(key)
 
-    def _drop(self, response_id: str) -> None:
-        dropped = self._stored.pop(response_id)
+    def _drop(self, key: _Key) -> None:
+        dropped = self._stored.pop(key)
         self.bytes -= dropped.size
         for item_id in dropped.item_ids:
-            if self._owners.get(item_id) == response_id:
-                del self._owners[item_id]
+            if self._first.get((key[0], item_id)) == key:
+                del self._first[key[0], item_id]
 
 
 def _listed(item: _Object) -> _Object:

@@ -26,13 +26,21 @@ _LOGPROBS: dict[str, Object] = {"message": {"logprobs": []}, "reasoning": {}}  #
 
 @dataclass(frozen=True)
 class ResponseJob(GenerationJob):
-    """A generation job with the items of its conversation."""
+    """A generation job with the items of its conversation, and the name of the client's API key."""
 
     items: Sequence[Item] = ()
+    owner: str | None = None
 
 
-async def read_response(store: ResponseStore, model: Model, body: ResponsesRequest) -> ResponseJob:
+async def read_response(store: ResponseStore, owner: str | None, model: Model,
+                        body: ResponsesRequest) -> ResponseJob:
     """Build the generation job of a request.
+
+    Args:
+        store: where the previous response is.
+        owner: name of the client's API key, if there are keys.
+        model: the model.
+        body: the request.
 
     Raises:
         LlmcError: the input is invalid, or the model has no chat template.
@@ -40,11 +48,11 @@ async def read_response(store: ResponseStore, model: Model, body: ResponsesReque
     if body.n not in (None, 1):
         raise ApiError(f"n {body.n} is not supported for a response; leave it out", param="n",
                        code="unsupported_parameter")
-    items = store.conversation(body)
+    items = store.conversation(body, owner)
     first = [Message(role="system", content=body.instructions)] if body.instructions else []
     job = await read_conversation(model, body, [*first, *messages_of(items)],
                                   body.max_output_tokens)
-    return ResponseJob(job.prompts, job.params, job.priority, items=items)
+    return ResponseJob(job.prompts, job.params, job.priority, items=items, owner=owner)
 
 
 class ResponseAnswer(Answer):
@@ -168,7 +176,7 @@ class ResponseAnswer(Answer):
             assert isinstance(self.job, ResponseJob)
             inputs = [{"id": _new_id(_PREFIXES[item.type]), **item.model_dump(exclude_none=True)}
                       for item in self.job.items]
-            self._store.put(response, inputs)
+            self._store.put(response, inputs, self.job.owner)
         return response
 
     def _place(self, part: int | None = None) -> Object:

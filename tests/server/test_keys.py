@@ -1,6 +1,7 @@
 """Isolation of clients with separate API keys."""
 
 import json
+import urllib.error
 import urllib.request
 
 import click
@@ -94,6 +95,29 @@ def test_a_large_request_does_not_delay_another_client(shared):
         assert status == 429 and "have 100 of at most" in answer["error"]["message"]
         stream.close()
     until(lambda: value(shared, "llmc:sequences_inside") == 0)
+
+
+def test_stored_responses_belong_to_their_key(shared):
+    def respond(key, **body):
+        return shared.post("/v1/responses", {"input": "a", "max_output_tokens": 2, **body},
+                           authorization=f"Bearer {key}")
+
+    def status(key, method, path):
+        request = urllib.request.Request(f"{shared.url}{path}", method=method,
+                                         headers={"authorization": f"Bearer {key}"})
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return answer.status
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    _, _, made = respond("key-a")
+    path, reference = f"/v1/responses/{made['id']}", made["output"][0]["id"]
+    for key, expected in (("key-b", 404), ("key-a", 200)):
+        assert status(key, "GET", path) == status(key, "GET", f"{path}/input_items") == expected
+        assert respond(key, previous_response_id=made["id"])[0] == expected
+        assert respond(key, input=[{"type": "item_reference", "id": reference}])[0] == expected
+        assert status(key, "DELETE", path) == expected
 
 
 def test_a_key_is_limited_to_its_share_of_sequences(shared):
