@@ -170,11 +170,11 @@ def test_what_is_behind_a_shorter_sequence_is_given_back():
 
 
 def test_what_a_step_takes_is_counted_with_the_cache(case_tp1, monkeypatch):
-    manifest, room = read_manifest(case_tp1), replica.Room(16, 2048)
+    manifest, room = read_manifest(case_tp1), replica.EngineConfig(16, 2048)
     taken = replica.step_bytes(manifest, room)
     each = replica.token_bytes(manifest)
     monkeypatch.setattr(replica, "memory", lambda name: taken + 1000 * each)
     assert replica.cpu_limits(manifest, room).num_blocks * room.block_size <= 500
     with pytest.raises(LlmcError, match=r"600 tokens takes .* and a step up to .* GB"):
-        replica.cpu_limits(manifest, replica.Room(16, 2048, kv_cache_tokens=600))
-    assert replica.step_bytes(manifest, replica.Room(16, 64)) < taken
+        replica.cpu_limits(manifest, replica.EngineConfig(16, 2048, kv_cache_tokens=600))
+    assert replica.step_bytes(manifest, replica.EngineConfig(16, 64)) < taken

@@ -404,7 +404,7 @@ def test_who_comes_while_a_step_runs_is_in_the_next(case_tp1, far_ahead, monkeyp
             at_work.set()
             return 60.0
 
-    monkeypatch.setattr(loop_module, "Pace", Waits)
+    monkeypatch.setattr(loop_module, "StepPacer", Waits)
     with llmc.LLM(case_tp1, prefix_reuse=False) as llm:
         params = llmc.SamplingParams(max_tokens=9, ignore_eos=True)
         wanted = {}

@@ -420,11 +420,10 @@ def test_what_onnx_runtime_says_in_a_step_is_one_sentence(case_tp1, monkeypatch)
         engine = families.ranks(model)[0]
 
         class Failing:
-            def io_binding(self):
+            def run_with_iobinding(self, binding):
                 raise RuntimeError("Failed to allocate memory for requested buffer\nat line 3")
 
         monkeypatch.setattr(engine, "_sessions", dict.fromkeys(engine._sessions, Failing()))
-        engine._bindings.clear()
         said = "ONNX Runtime failed in .*buffer; there is too little memory: give fewer or shorter"
         with pytest.raises(llmc.LlmcError, match=said) as caught:
             model.logits([1, 2])
