@@ -29,7 +29,7 @@ from llmc.cli.options import LOADING_OPTIONS
 from llmc.cli.progress import Meter, Phases
 from llmc.compiler.options import OPTIONS
 from llmc.runtime.benchmark import Row
-from llmc.runtime.core.request import Piece
+from llmc.runtime.core.request import CompletionChunk
 from llmc.runtime.sampling.params import FIELDS, STRUCTURED_OUTPUT_FIELDS
 
 pytestmark = pytest.mark.usefixtures("decisive")
@@ -389,7 +389,7 @@ def test_ctrl_c_ends_an_answer_after_the_step_that_runs(capsys):
         for index in range(9):
             if index == 2:
                 os.kill(os.getpid(), signal.SIGINT)
-            yield Piece(0, 0, index, str(index), None)
+            yield CompletionChunk(0, 0, index, str(index), None)
 
     before, meter, answer = signal.getsignal(signal.SIGINT), Meter(), pieces()
     print_answer(answer, meter)
@@ -579,13 +579,13 @@ ANSWER = """
 import readline, select, sys
 from llmc.cli.conversation import print_answer
 from llmc.cli.progress import Meter
-from llmc.runtime.core.request import Piece
+from llmc.runtime.core.request import CompletionChunk
 
 def pieces():
-    yield Piece(0, 0, 0, "answer", None)
+    yield CompletionChunk(0, 0, 0, "answer", None)
     sys.stdout.flush()
     select.select([sys.stdin], [], [], 60)
-    yield Piece(0, 0, 1, "ed", "stop")
+    yield CompletionChunk(0, 0, 1, "ed", "stop")
 
 print_answer(pieces(), Meter())
 try:
