@@ -102,7 +102,7 @@ def parts(llm: llmc.LLM, prompts: list[list[int]], params: llmc.SamplingParams) 
         return run
 
     ranks = SimpleNamespace(compute=timed("engine", engine._ranks.compute))
-    with mock.patch.multiple(engine, _ranks=ranks, _choose=timed("choosing", engine._choose)):
+    with mock.patch.multiple(engine, _ranks=ranks, _sample=timed("choosing", engine._sample)):
         llm.generate(prompts, params)
     return min(times["engine"]) * 1e3, statistics.median(times["choosing"]) * 1e3
 

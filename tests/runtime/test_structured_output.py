@@ -246,7 +246,7 @@ def chain(link, count=3000):
     dict(guided_grammar="start: A0\n" + "".join(f"A{i}: A{i + 1} \"x\"\n" for i in range(9000))
          + 'A9000: "x"\n')], ids=["ref", "properties", "anyOf", "allOf", "rules", "terminals"])
 def test_a_grammar_that_overflows_the_native_stack_is_refused(llm, params):
-    with pytest.raises(llmc.LlmcError, match="cannot be read .it takes more than .*too deeply"):
+    with pytest.raises(llmc.LlmcError, match="be compiled .it takes more than .*too deeply"):
         llm.generate("a", llmc.SamplingParams(**params))
     assert guided(llm, 1, guided_json={"type": "boolean"})
 
@@ -254,7 +254,7 @@ def test_a_grammar_that_overflows_the_native_stack_is_refused(llm, params):
 @pytest.mark.parametrize(("params", "said"), [
     (dict(guided_json={"properties": {f"p{i}": {"maxLength": i} for i in range(9000)}}),
      "too big|too large|takes more than"),
-    (dict(guided_regex="x*" * 90_000), "takes more than|cannot be read"),
+    (dict(guided_regex="x*" * 90_000), "takes more than|cannot be compiled"),
     (dict(guided_choice=["y" * 600_000]), "guided_choice has 600004 bytes, at most 524288")])
 def test_a_grammar_that_is_too_large_is_refused(llm, params, said):
     with pytest.raises(llmc.LlmcError, match=said):

@@ -227,7 +227,7 @@ def test_a_store_is_bounded_in_bytes_and_time():
     now[0] = 60.0
     with pytest.raises(ApiError):
         store.response("resp_3")
-    assert store.bytes == 0 and not store._owners
+    assert store.bytes == 0 and not store._first
     with pytest.raises(ApiError, match="this server stores no responses"):
         ResponseStore(0, 60).conversation(ResponsesRequest.model_validate(
             {"input": "a", "previous_response_id": "resp_1"}))
