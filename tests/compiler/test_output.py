@@ -305,7 +305,7 @@ def test_of_many_files_some_are_named(tmp_path):
     case = write_case(tmp_path / "case")
     for name in "abcde":
         (case / name).symlink_to(tmp_path)
-    with pytest.raises(llmc.LlmcError, match="lost: 'a', 'b', 'c' and 2 more; move it"):
+    with pytest.raises(llmc.LlmcError, match="delete: 'a', 'b', 'c' and 2 more; move them"):
         check_output(case)
 
 

@@ -117,7 +117,7 @@ def test_inputs_of_a_fixed_shape_are_refused_before_anything_is_read(shape, foun
     onnx.save(onnx.helper.make_model(onnx.helper.make_graph(
         [onnx.helper.make_node("Identity", ["input_ids"], ["logits"])], "g", [value], [out])),
         tmp_path / "model.onnx")
-    with pytest.raises(llmc.LlmcError, match=f"takes input_ids of shape {found}, expected "
+    with pytest.raises(llmc.LlmcError, match=f"has input_ids of shape {found}, expected "
                                              r".batch, seq. .* dynamic_shapes="):
         llmc.compile(tmp_path / "model.onnx", tmp_path / "case", hf_dir=two_layers[1])
 
