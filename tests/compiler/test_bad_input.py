@@ -57,7 +57,7 @@ def test_an_unknown_architecture(hf, tmp_path):
 def test_a_config_without_max_position_embeddings_is_refused(hf, tmp_path, number):
     config = json.loads((hf / "config.json").read_text())
     (hf / "config.json").write_text(json.dumps({**config, "max_position_embeddings": number}))
-    refused(hf, tmp_path, f"has max_position_embeddings {number}, where")
+    refused(hf, tmp_path, f"has max_position_embeddings {number}, expected")
 
 
 @pytest.mark.parametrize(("key", "value"), [

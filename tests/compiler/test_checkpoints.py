@@ -89,7 +89,7 @@ UNKNOWN = [
 @pytest.mark.parametrize(("family", "name", "tensor"), UNKNOWN,
                          ids=[f"{family}-{name}" for family, name, _ in UNKNOWN])
 def test_an_unexpected_tensor_is_named(family, name, tensor):
-    with pytest.raises(llmc.LlmcError, match=rf"'hf' has a tensor '{name}' \[.*\] float32 that"):
+    with pytest.raises(llmc.LlmcError, match=rf"'hf' has a tensor '{name}' \[.*\] float32, which"):
         check(family, {name: tensor})
 
 

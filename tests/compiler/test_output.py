@@ -304,7 +304,7 @@ def test_an_error_about_many_files_names_the_first_ones(tmp_path):
     case = write_case(tmp_path / "case")
     for name in "abcde":
         (case / name).symlink_to(tmp_path)
-    with pytest.raises(llmc.LlmcError, match="lost: 'a', 'b', 'c' and 2 more; move it"):
+    with pytest.raises(llmc.LlmcError, match="delete: 'a', 'b', 'c' and 2 more; move them"):
         check_output(case)
 
 

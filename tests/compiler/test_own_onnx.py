@@ -116,7 +116,7 @@ def test_fixed_input_shapes_are_refused_before_weights_are_read(shape, found, tw
     onnx.save(onnx.helper.make_model(onnx.helper.make_graph(
         [onnx.helper.make_node("Identity", ["input_ids"], ["logits"])], "g", [value], [out])),
         tmp_path / "model.onnx")
-    with pytest.raises(llmc.LlmcError, match=f"takes input_ids of shape {found}, expected "
+    with pytest.raises(llmc.LlmcError, match=f"has input_ids of shape {found}, expected "
                                              r".batch, seq. .* dynamic_shapes="):
         llmc.compile(tmp_path / "model.onnx", tmp_path / "case", hf_dir=two_layers[1])
 
