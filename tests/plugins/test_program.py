@@ -416,7 +416,7 @@ HEADS = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
     (lambda p, x, y, w: p.add_node("CausalAttention", HEADS, attention(p), [y, -1, -1], True),
      "past_lens.* not an input of an encoder"),
     (lambda p, x, y, w: p.add_node("CausalAttention", HEADS | {"num_heads": 2**33}, attention(p),
-                                   [y, -1, -1]), "no 32-bit number"),
+                                   [y, -1, -1]), "not fit in 32 bits"),
     (lambda p, x, y, w: p.add_node("RMSNorm", {}, [attention(p)[1], w], [y]), "is kept"),
     (lambda p, x, y, w: p.add_node("CachedAttention", HEADS, reading(
         p, [p.add_cache("float32", 1, 8) for _ in range(2)]), [y]),
@@ -493,7 +493,7 @@ def test_steps_of_a_model_with_recurrent_states(extension, program):
     for slots, copies, match in (
             (ints(3, 0), ints(0, 1, 0, 2), None), (ints(), ints(), "state_slots has 0 elements"),
             (ints(4, 0), ints(), r"state_slots\[0\] is 4"),
-            (ints(1, 1), ints(), "state_slots names 1 twice"),
+            (ints(1, 1), ints(), "state_slots has 1 twice"),
             (ints(1, 0), ints(4, 0), r"copies of states\[0\] is 4"),
             (ints(1, 0), ints(0, 1, 1, 2), "state 1 is both source and destination")):
         changed = (*arrays[:14], slots, copies.reshape(-1, 2), *arrays[16:])
@@ -531,11 +531,11 @@ def test_valid_steps_are_accepted(program, changes):
     ({"block_tables": ints(-1, 4).reshape(2, 1)}, r"block_tables\[0\] is -1"),
     ({"token_ids": np.array([-2, 6, 7, 8])}, r"token_ids\[0\] is -2"),
     ({"token_ids": np.array([LAST, 6, 7, 8])}, "token 0 is the last one of slot 2"),
-    ({"slots": ints(0, 0)}, "slots names 0 twice"), ({"slots": ints(0)}, "slots has 1 elements"),
+    ({"slots": ints(0, 0)}, "slots has 0 twice"), ({"slots": ints(0)}, "slots has 1 elements"),
     ({"slots": ints(0, 4)}, r"slots\[1\] is 4, .* from 0 to 3"),
     ({"num_decode": 2}, "sequence 1 of 2 decoding ones has 3 new tokens"),
     ({"num_decode": 3}, "num_decode 3, expected 0 to the batch size 2"),
-    ({"num_decode": -1}, "num_decode -1 is not"),
+    ({"num_decode": -1}, "num_decode -1, expected"),
     ({"sample": ints(1, 0)}, "sample is not ascending"), ({"sample": ints(2)}, r"sample\[0\] is 2"),
     ({"copies": ints(0, 8).reshape(1, 2)}, r"copies of blocks\[1\] is 8"),
     ({"copies": ints(0, 1, 2)}, "are not pairs"),
@@ -555,7 +555,7 @@ def test_valid_steps_are_accepted(program, changes):
     ({"memory": None}, "memory_starts has 0 elements, expected 2"),
     ({"memory": EncoderOutputs(ints(0, 3), ints(16, 17))},
      "17 rows of encoder output at 48 exceed"),
-    ({"memory": EncoderOutputs(ints(0, -1), ints(1, 1))}, "1 rows from -16 on"),
+    ({"memory": EncoderOutputs(ints(0, -1), ints(1, 1))}, "1 rows of encoder output at -16"),
     ({"memory": EncoderOutputs(ints(0, 0), ints(1, -1))}, "-1 rows from 0 on"),
     ({"memory": EncoderOutputs(ints(0, 0), ints(1))},
      "encoder_sequence_length has 1 elements, expected 2"),
