@@ -280,7 +280,7 @@ class Chip(_Frozen):
         return self
 
     def _check_listed(self, inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo],
-                steps: Steps) -> None:
+                      steps: Steps) -> None:
         """Check that the listed inputs and outputs are those of the steps."""
         produced = {name for step in steps for name in step.outputs}
         given = {name for step in steps for name in step.inputs} - produced

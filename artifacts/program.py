@@ -508,7 +508,7 @@ def read_chip_programs(manifest: Manifest, chip: Chip, case_dir: Path) -> ChipPr
         _check_names(programs, chip)
         if chip.rank == 0:
             _check_ranks([programs, *(_read_steps(other, case_dir)
-                                      for other in manifest.chips[1:])], manifest)
+                                       for other in manifest.chips[1:])], manifest)
     except ValueError as error:
         raise LlmcError(f"the programs in '{case_dir / chip.path}' differ from {MANIFEST_NAME}: "
                         f"{error}; compile the model again") from error
@@ -531,7 +531,7 @@ def _read_steps(chip: Chip, case_dir: Path) -> list[Program]:
 
 
 def _check_manifest(program: Program, manifest: Manifest, chip: Chip,
-          stored: Mapping[str, StoredWeight]) -> None:
+                    stored: Mapping[str, StoredWeight]) -> None:
     """Check each tensor and each op's attributes against the manifest."""
     dims, encoder = manifest.dims, chip.encoder
     owner = encoder if program.of_encoder and encoder else chip
@@ -574,7 +574,7 @@ def _check_manifest(program: Program, manifest: Manifest, chip: Chip,
 
 
 def _check_step_names(program: Program, owner: Chip | EncoderProgram,
-                memory: Mapping[str, int]) -> None:
+                      memory: Mapping[str, int]) -> None:
     """Check that inputs and outputs are those of the step; position_ids may be unused."""
     listed = {tensor.name for tensor in owner.inputs}
     used = {*program.named("input", "cache", "state", "memory")} - {MEMORY_ROWS}
