@@ -116,7 +116,7 @@ def test_a_damaged_case_directory_is_refused(broken_case, tiny_hf, text_file):
     families.plant(broken_case, 1, "model.layers.2.mlp.gate_up_proj.weight", 3.0)
     result = run("--case_dir", broken_case, "--task", "perplexity", "--data", text_file,
                  "--hf_dir", tiny_hf)
-    assert result.exit_code == 2 and "has changed since it was compiled" in result.stderr
+    assert result.exit_code == 2 and "has changed since compilation" in result.stderr
 
 
 def test_a_difference_over_tolerance_exits_with_1(case_tp2, tiny_hf, text_file):
