@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from llmc.compiler.frontend.experts import is_experts
+from llmc.compiler.frontend.expert_export import is_experts
 from llmc.compiler.frontend.parts import CAUSAL_LM, Part, text_config, text_prefix
-from llmc.compiler.frontend.states import called_in, keeps_state
+from llmc.compiler.frontend.recurrence import called_in, keeps_state
 from llmc.errors import LlmcError
 
 

@@ -30,7 +30,7 @@ from transformers import AttentionInterface, masking_utils
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_outputs import BaseModelOutput
 
-from llmc.compiler.frontend.experts import use_experts
+from llmc.compiler.frontend.expert_export import use_experts
 from llmc.compiler.frontend.exporter import export_onnx
 from llmc.compiler.frontend.masks import MaskFunction, Visible, evaluate
 from llmc.compiler.frontend.parts import (
@@ -43,9 +43,9 @@ from llmc.compiler.frontend.parts import (
     build,
     text_config,
 )
+from llmc.compiler.frontend.recurrence import states_as_nodes
 from llmc.compiler.frontend.repeat import cut_layers
 from llmc.compiler.frontend.reproducible import Reproducible
-from llmc.compiler.frontend.states import states_as_nodes
 from llmc.compiler.graph.constants import fold_constants
 from llmc.compiler.graph.names import ENCODER_OUTPUT
 from llmc.compiler.graph.probe import ELEMENTWISE, LAYOUT

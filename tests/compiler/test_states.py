@@ -19,7 +19,7 @@ from llmc.artifacts.program import read_program
 from llmc.compiler import lower
 from llmc.compiler.check.diff import diff
 from llmc.compiler.frontend import load, states, trace
-from llmc.compiler.frontend.states import keeps_state
+from llmc.compiler.frontend.recurrence import keeps_state
 from llmc.compiler.options import CompileOptions
 
 TOKENS = np.random.default_rng(0).integers(3, families.VOCAB, 20).tolist()
