@@ -45,7 +45,8 @@ MOST_PRIORITY = 100  # priorities range from -100 to 100
 _LOOKED_AT = 64  # maximum number of waiting groups to examine for admission in a step
 _MIXED = 512  # tokens of a step with decoding sequences, unless a prompt has waited _LONG
 _LONG = 4  # steps
-_MAX_SLOWDOWN = 1.5  # of a step by rows of large tenants, relative to equal shares
+_HOLD = 2  # steps
+_MAX_SLOWDOWN = 1.1  # of a step by rows of large tenants, relative to equal shares
 
 
 @dataclass(eq=False)
@@ -245,6 +246,8 @@ class Scheduler:
         self._first: dict[int, Sequence] = {}  # running, by request
         self._leases: list[SlotLease] = []
         self._steps = self._arrivals = 0
+        self._row_limit = self._held_until = 0
+        self._yielded = False
 
     # Queue.
     def add(self, sequences: Iterable[Sequence], priority: int = 0,
@@ -361,7 +364,9 @@ class Scheduler:
 
         The step takes at most _MAX_SLOWDOWN times as long as one in which all tenants have as many
         rows as the smallest. Rows take turns: those that ran last are left out. Beams are never
-        left out. A tenant that waits for its first slot counts as one row.
+        left out. A tenant that waits for its first slot counts as one row; its prefill step has no
+        rows of large tenants, but not two steps in succession. The limit stays for _HOLD steps
+        after a small tenant has left, since its next request often follows at once.
 
         Args:
             wanted: new tokens of each running sequence; set to 0 for those left out.
@@ -378,18 +383,33 @@ class Scheduler:
             and not group.share.parent.slots
         sizes = [len(rows) for rows in tenants.values()] + [1] * waits
         if len(sizes) < 2 or max(sizes) == min(sizes):
-            return
+            if self._steps > self._held_until:
+                return
+            limit = self._row_limit
+        else:
+            limit = self._row_limit = self._rows_within(beams, sizes)
+            self._held_until = self._steps + _HOLD
+            if waits and limit < max(sizes) and not self._yielded:
+                limit = 0
+        self._yielded = limit == 0
+        for rows in tenants.values():
+            rows.sort(key=lambda own: own.last_step)
+            for sequence in rows[limit or (1 if len(rows) == 1 else 0):]:
+                wanted[sequence] = 0
 
+    def _rows_within(self, beams: int, sizes: abc.Sequence[int]) -> int:
+        """Return the maximum rows of a tenant with which the step keeps to _MAX_SLOWDOWN.
+
+        Args:
+            beams: rows of beam searches.
+            sizes: rows of each tenant.
+        """
         def seconds(limit: int) -> float:
             return self.step_times.of(beams + sum(min(size, limit) for size in sizes))
 
         allowed = _MAX_SLOWDOWN * seconds(min(sizes))
-        limit = max(size for size in range(min(sizes), max(sizes) + 1)
-                    if size == min(sizes) or seconds(size) <= allowed)
-        for rows in tenants.values():
-            rows.sort(key=lambda own: own.last_step)
-            for sequence in rows[limit:]:
-                wanted[sequence] = 0
+        return max(size for size in range(min(sizes), max(sizes) + 1)
+                   if size == min(sizes) or seconds(size) <= allowed)
 
     def _room(self, wanted: Mapping[Sequence, int], decoding: int) -> int:
         """Token budget of a step.
@@ -514,10 +534,16 @@ class Scheduler:
         """The group to admit next whose first sequence is not stalled."""
         while group := self._shares.head(self._steps):
             assert group.first is not None
-            if not group.first.stalled():
+            if not group.first.stalled() and not self._is_held_back(group):
                 return group
             self._hide(group)
         return None
+
+    def _is_held_back(self, group: WaitingGroup) -> bool:
+        """Whether its tenant runs as many rows as `_limit_rows` lets it, so a slot is of no use."""
+        tenant = group.share.parent
+        return tenant is not None and self._steps <= self._held_until \
+            and tenant.slots > max(self._row_limit, 1)
 
     def _ready(self) -> WaitingGroup | None:
         """`_next`, except groups whose prompt is being computed for another sequence."""

@@ -595,7 +595,7 @@ def test_the_tensorrt_version_must_match_the_compiled_one(builder, tmp_path):
         llmc.LLM(tmp_path / "case", max_batch_size=3)
     plan = tmp_path / "case" / "chip0" / "engine.plan"
     plan.write_bytes(plan.read_bytes()[:-1])
-    with pytest.raises(llmc.LlmcError, match="engine.plan' has 4 bytes, model_info.json says 5"):
+    with pytest.raises(llmc.LlmcError, match="engine.plan' has 4 bytes, expected 5"):
         llmc.LLM(tmp_path / "case")
 
 
