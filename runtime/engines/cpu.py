@@ -495,4 +495,5 @@ def _make_shared_arena() -> None:
     memory = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0,
                                ort.OrtMemType.DEFAULT)
     with _translate_errors("ONNX Runtime cannot create an arena"):
-        ort.create_and_register_allocator(memory, ort.OrtArenaCfg({}))
+        ort.create_and_register_allocator(memory, ort.OrtArenaCfg({
+            "arena_extend_strategy": 1}))  # as requested: doubling reserves address space
