@@ -328,6 +328,13 @@ class Scheduler:
     def schedule(self) -> ScheduledStep | None:
         """Return the next step; None if no sequence can run before a pending step is read."""
         self._steps += 1
+        step = self._schedule()
+        if step is None and self._held_until >= self._steps:  # all that can run was left out
+            self._held_until = 0
+            step = self._schedule(limited=False)
+        return step
+
+    def _schedule(self, limited: bool = True) -> ScheduledStep | None:
         self._score_room = self.limits.max_scored
         self._unhide()
         self._preempt_for_next()
@@ -336,7 +343,8 @@ class Scheduler:
         admitted: dict[int, SamplingState] = {}
         encode: dict[int, abc.Sequence[int]] = {}
         wanted = {sequence: sequence.wanted() for sequence in self.running}
-        self._limit_rows(wanted)
+        if limited:
+            self._limit_rows(wanted)
         decoding = sum(sequence.width if sequence.searches else 1
                        for sequence, count in wanted.items() if count == 1)
         budget = self._room(wanted, decoding) - decoding

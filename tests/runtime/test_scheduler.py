@@ -459,7 +459,8 @@ def test_a_beam_search_is_not_preempted_for_its_share():
     assert not scheduler.preemptions
 
 
-def test_a_beam_search_gets_slots_from_a_request_that_holds_all():
+@pytest.mark.parametrize("step_times", [None, Linear()])
+def test_a_beam_search_gets_slots_from_a_request_that_holds_all(step_times):
     """At most half of the slots, so that a wider search waits for completions."""
     for width, soon in ((3, True), (4, False)):
         many = [wish([n] * 4, 40) for n in range(12)]
@@ -467,7 +468,8 @@ def test_a_beam_search_gets_slots_from_a_request_that_holds_all():
         when = []
         beams.got = Watched([], lambda many=many, when=when: when.append(
             sum(map(finished, many))))
-        run([*many, beams], EngineLimits(400, 4, 64, 6, 512, 1), 64, 1, together=True)
+        run([*many, beams], EngineLimits(400, 4, 64, 6, 512, 1), 64, 1, together=True,
+            step_times=step_times)
         assert (when[0] == 0) == soon and when[0] <= 6
 
 
