@@ -18,7 +18,7 @@ from llmc.artifacts.manifest import read_manifest
 from llmc.artifacts.program import read_program
 from llmc.compiler import lower
 from llmc.compiler.check.diff import diff
-from llmc.compiler.frontend import load, states, trace
+from llmc.compiler.frontend import load, recurrence, trace
 from llmc.compiler.frontend.recurrence import keeps_state
 from llmc.compiler.options import CompileOptions
 
@@ -84,7 +84,7 @@ def test_shared_blocks_may_have_separate_adapters(changes, tmp_path):
 def test_convolutions_of_a_layer_are_merged(tmp_path, monkeypatch):
     """Those of queries, keys and values, so that ranks shard them with the heads."""
     def in_thirds(channels, weight, **others):
-        return torch.cat([states._convolution(channels, weight, **others)[:, part:part + 32]
+        return torch.cat([recurrence._convolution(channels, weight, **others)[:, part:part + 32]
                           for part in (0, 32, 64)], 1)
 
     monkeypatch.setitem(states._FUNCTIONS, "causal_conv1d_fn", in_thirds)
