@@ -87,7 +87,7 @@ def test_convolutions_of_a_layer_are_merged(tmp_path, monkeypatch):
         return torch.cat([recurrence._convolution(channels, weight, **others)[:, part:part + 32]
                           for part in (0, 32, 64)], 1)
 
-    monkeypatch.setitem(states._FUNCTIONS, "causal_conv1d_fn", in_thirds)
+    monkeypatch.setitem(recurrence._FUNCTIONS, "causal_conv1d_fn", in_thirds)
     exporter = trace._run_exporter
     monkeypatch.setattr(trace, "_run_exporter", lambda *args: exporter(*args))  # not a cached one
     counts = families.count_exported(monkeypatch, "Convolution")
