@@ -28,12 +28,6 @@ _Result = TypeVar("_Result")
 _LEAST_LOGPROB = -9999.0  # OpenAI's value of a very unlikely token; JSON has no -inf
 
 
-def _encoded(content: Object, *, fast: bool) -> bytes:
-    """Encode as JSON; the fast encoder is native code, which holds the GIL throughout."""
-    encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return (encoder.encode(content) if fast else "".join(encoder.iterencode(content))).encode()
-
-
 def event(content: Object, name: str = "") -> bytes:
     """Encode a server-sent event."""
     data = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
@@ -69,8 +63,14 @@ class Answer(ABC):
         """Yield server-sent events, one piece of bytes per batch of chunks."""
 
     def encoded(self, content: Object) -> bytes:
-        """Encode an object as JSON."""
-        return _encoded(content, fast=not self._is_large)
+        """Encode an object as JSON.
+
+        The fast encoder is native code that holds the GIL throughout, so large answers do not use
+        it.
+        """
+        encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        text = "".join(encoder.iterencode(content)) if self._is_large else encoder.encode(content)
+        return text.encode()
 
     async def build(self, make: Callable[[], _Result]) -> _Result:
         """Call `make`, in another thread if the answer is large."""

@@ -179,12 +179,12 @@ class Api:
 
     async def responses(self, request: Request) -> Response:
         return await self._generate(
-            request, ResponsesRequest, partial(read_response, self._responses, _owner(request)),
+            request, ResponsesRequest, partial(read_response, self._responses, _api_key(request)),
             partial(ResponseAnswer, self._responses), "input")
 
     async def stored_response(self, request: Request) -> Response:
         return Response(self._responses.response(request.path_params["name"],
-                                                 _owner(request)), media_type="application/json")
+                                                 _api_key(request)), media_type="application/json")
 
     async def input_items(self, request: Request) -> Response:
         query = request.query_params
@@ -196,11 +196,11 @@ class Api:
                            f"{', '.join(ITEM_ORDERS)}", param="order")
         return JSONResponse(self._responses.input_items(
             request.path_params["name"], int(limit), order == "desc", query.get("after"),
-            _owner(request)))
+            _api_key(request)))
 
     async def delete_response(self, request: Request) -> Response:
         name = request.path_params["name"]
-        self._responses.delete(name, _owner(request))
+        self._responses.delete(name, _api_key(request))
         return JSONResponse({"id": name, "object": "response", "deleted": True})
 
     async def messages(self, request: Request) -> Response:
@@ -286,7 +286,7 @@ class Api:
         """Answer a generation request whose prompt is the field `param`."""
         body = await self._read(request, kind)
         self._limits.check_priority(body.priority)
-        key = request.scope["llmc.api_key"]
+        key = _api_key(request)
         deadline = asyncio.get_running_loop().time() + self._limits.request_timeout
         model = self.model
         with ExitStack() as stack:
@@ -390,7 +390,7 @@ class Api:
 
 
 @cache
-def _owner(request: Request) -> str | None:
+def _api_key(request: Request) -> str | None:
     """Return the name of the client's API key, or None if there are no keys."""
     name: str | None = request.scope["llmc.api_key"]
     return name

@@ -58,6 +58,12 @@ class Share(_Node):
         self._with: list[_Entry] = []  # children that hold slots, sorted
         self._places: dict[_Node, tuple[list[_Entry], _Entry]] = {}
 
+    @property
+    def tenant(self) -> Share:
+        """The tenant's share, of a request's."""
+        assert self.parent is not None
+        return self.parent
+
     def head(self, step: int) -> WaitingGroup | None:
         first = self._without[0][1].head(step) if self._without else None
         other = self._with[0][1].head(step) if self._with else None

@@ -114,8 +114,7 @@ class Sequence:
     @property
     def tenant(self) -> Share:
         """Share of its tenant."""
-        assert self.share.parent is not None
-        return self.share.parent
+        return self.share.tenant
 
     @property
     def searches(self) -> bool:
@@ -387,8 +386,7 @@ class Scheduler:
             elif count == 1:
                 tenants.setdefault(sequence.tenant, []).append(sequence)
         group = self._next()
-        waits = group is not None and group.share.parent is not None \
-            and not group.share.parent.slots
+        waits = group is not None and not group.share.tenant.slots
         sizes = [len(rows) for rows in tenants.values()] + [1] * waits
         if len(sizes) < 2 or max(sizes) == min(sizes):
             if self._steps > self._held_until:
@@ -401,9 +399,9 @@ class Scheduler:
                 limit = 0
         self._yielded = limit == 0
         for rows in tenants.values():
-            rows.sort(key=lambda own: own.last_step)
-            for sequence in rows[limit or (1 if len(rows) == 1 else 0):]:
-                wanted[sequence] = 0
+            if len(rows) > max(limit, 1):
+                rows.sort(key=lambda own: own.last_step)
+                wanted.update(dict.fromkeys(rows[limit:], 0))
 
     def _rows_within(self, beams: int, sizes: abc.Sequence[int]) -> int:
         """Return the maximum rows of a tenant with which the step keeps to _MAX_SLOWDOWN.
@@ -416,8 +414,8 @@ class Scheduler:
             return self.step_times.of(beams + sum(min(size, limit) for size in sizes))
 
         allowed = _MAX_SLOWDOWN * seconds(min(sizes))
-        return max(size for size in range(min(sizes), max(sizes) + 1)
-                   if size == min(sizes) or seconds(size) <= allowed)
+        return next((size for size in range(max(sizes), min(sizes), -1)
+                     if seconds(size) <= allowed), min(sizes))
 
     def _room(self, wanted: Mapping[Sequence, int], decoding: int) -> int:
         """Token budget of a step.
@@ -549,9 +547,8 @@ class Scheduler:
 
     def _is_held_back(self, group: WaitingGroup) -> bool:
         """Whether its tenant runs as many rows as `_limit_rows` lets it, so a slot is of no use."""
-        tenant = group.share.parent
-        return tenant is not None and self._steps <= self._held_until \
-            and tenant.slots > max(self._row_limit, 1)
+        return self._steps <= self._held_until \
+            and group.share.tenant.slots > max(self._row_limit, 1)
 
     def _ready(self) -> WaitingGroup | None:
         """`_next`, except groups whose prompt is being computed for another sequence."""
