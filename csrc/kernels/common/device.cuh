@@ -6,6 +6,7 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 #include <cuda_runtime.h>
+#include <algorithm>
 
 #include "dtype.h"
 
@@ -253,6 +254,13 @@ int device_attribute() {
 inline bool supports_pdl() { return device_attribute<cudaDevAttrComputeCapabilityMajor>() >= 9; }
 inline unsigned num_sms() {
   return static_cast<unsigned>(device_attribute<cudaDevAttrMultiProcessorCount>());
+}
+// Maximum number of resident blocks of a kernel on the current device; at least one per SM.
+template <typename Kernel>
+int resident_blocks(Kernel kernel, int threads, size_t shared) {
+  int blocks = 0;
+  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, shared);
+  return std::max(blocks, 1) * static_cast<int>(num_sms());
 }
 
 // Launch configuration with PDL where the device supports it, and with clusters of `cluster`

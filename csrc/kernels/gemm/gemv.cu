@@ -140,11 +140,7 @@ cudaError_t run_norm(const GemvParams& p, cudaStream_t stream) {
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kStages * kStage);
   if (error != cudaSuccess) return error;
-  static const int resident = [kernel] {
-    int blocks = 0;
-    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kWarps * 32, kStages * kStage);
-    return std::max(blocks, 1) * static_cast<int>(num_sms());
-  }();
+  static const int resident = resident_blocks(kernel, kWarps * 32, kStages * kStage);
   const int tiles = static_cast<int>(ceil_div(p.out, kTile == TileShape::kWide ? 16 : 8));
   const int blocks = std::min(tiles, resident);
   const int chunks = chunks_per_warp<kWarps, kChunk>(p.in) * ((tiles + blocks - 1) / blocks);

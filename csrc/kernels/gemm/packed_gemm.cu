@@ -382,11 +382,7 @@ cudaError_t run_tiles(const GemvParams& p, void* scratch, int32_t* counters, cud
   const cudaError_t error = cudaFuncSetAttribute(
       kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kShared));
   if (error != cudaSuccess) return error;
-  static const int resident = [kernel] {
-    int blocks = 0;
-    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, 128 * kSides, kShared);
-    return std::max(blocks, 1) * static_cast<int>(num_sms());
-  }();
+  static const int resident = resident_blocks(kernel, 128 * kSides, kShared);
   const int out_tiles = static_cast<int>(ceil_div(p.out, p.gated ? kOut / 2 : kOut));
   const int tiles = out_tiles * static_cast<int>(ceil_div(p.rows, kTokens));
   const int stages = static_cast<int>(ceil_div(p.in, kStageColumns));

@@ -285,11 +285,7 @@ cudaError_t run_groups(const GemvParams& p, int shift, cudaStream_t stream) {
   const cudaError_t error = cudaFuncSetAttribute(
       kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kShared));
   if (error != cudaSuccess) return error;
-  static const int resident = [kernel] {
-    int blocks = 0;
-    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kWarps * 32, kShared);
-    return std::max(blocks, 1) * static_cast<int>(num_sms());
-  }();
+  static const int resident = resident_blocks(kernel, kWarps * 32, kShared);
   const int tiles = static_cast<int>(ceil_div(p.out, (p.gated ? 8 : 16) * kM));
   return launch(kernel, std::min(tiles, resident), kWarps * 32, kShared, stream, p, shift);
 }

@@ -178,11 +178,7 @@ cudaError_t run_resident(const ExpertsParams& p, const Pairs& pairs, int out, in
       cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                            ring + order_bytes(kExpertsGemvPairs) + most);
   if (error != cudaSuccess) return error;
-  auto resident_at = [](int shared) {
-    int blocks = 0;
-    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kKernel, kThreads, shared);
-    return int64_t{std::max(blocks, 1)} * num_sms();
-  };
+  auto resident_at = [](int shared) { return int64_t{resident_blocks(kKernel, kThreads, shared)}; };
   // Queried once if the size is constant.
   static const int64_t few = resident_at(ring + order_bytes(kSmallOrderPairs));
   static const int64_t many = resident_at(ring + order_bytes(kExpertsGemvPairs));

@@ -163,11 +163,7 @@ cudaError_t run_tiles(const ExpertsParams& p, const Pairs& pairs, cudaStream_t s
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
   if (error != cudaSuccess) return error;
-  static const int resident = [kernel] {
-    int blocks = 0;
-    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, kShared);
-    return std::max(blocks, 1) * static_cast<int>(num_sms());
-  }();
+  static const int resident = resident_blocks(kernel, kThreads, kShared);
   const int64_t tiles = static_cast<int64_t>(p.num_tokens) * p.top_k *
                         ceil_div(ExpertGemm<T>(p, pairs, kDown).out, kExpertTileRows * kWarps);
   return launch(kernel, static_cast<unsigned>(std::min<int64_t>(tiles, resident)), kThreads,
