@@ -13,6 +13,7 @@ import numpy as np
 from llmc.runtime.core.request import Token
 from llmc.runtime.core.scheduler import Scheduler
 from llmc.runtime.sampling.sampler import NonFiniteLogits
+from llmc.runtime.speculation.planner import SpeculationCounts
 
 _WINDOW = 4096  # number of latest times to keep
 _RECENT = 10.0  # seconds over which throughput is measured
@@ -71,6 +72,11 @@ class Metrics:
         blocks = scheduler.blocks
         running, waiting, free_blocks = scheduler.load()
         since = time.monotonic() - _RECENT
+        counts = SpeculationCounts() if scheduler.drafts is None else scheduler.drafts.counts
+        speculation = {f"spec_decode_{name}": value for name, value in (
+            ("drafts", counts.drafts), ("draft_tokens", counts.draft_tokens),
+            ("accepted_tokens", counts.accepted_tokens))}
+        per_position = list(counts.accepted_per_position)
         with self._lock:
             recent = sum(count for when, count in self._recent if when >= since)
             return dict(running=running, waiting=waiting,
@@ -78,7 +84,8 @@ class Metrics:
                         finished=self.finished, nan_logits=self.nan_logits,
                         preemptions=scheduler.preemptions, cache_queries=scheduler.queries,
                         cache_hits=scheduler.hits, blocks=blocks.num_blocks,
-                        block_size=blocks.block_size, free_blocks=free_blocks,
+                        block_size=blocks.block_size, free_blocks=free_blocks, **speculation,
+                        accepted_per_position=per_position,
                         first=list(self.first), between=list(self.between))
 
 
@@ -86,9 +93,13 @@ def together(loops: list[Metrics]) -> dict[str, Any]:
     """Aggregate the statistics of several loops; see `LLM.metrics`."""
     parts = [loop.read() for loop in loops]
     counts = {name: sum(part[name] for part in parts) for name in parts[0]
-              if name not in ("first", "between", "blocks", "block_size", "free_blocks")}
+              if name not in ("first", "between", "blocks", "block_size", "free_blocks",
+                              "accepted_per_position")}
     blocks = sum(part["blocks"] for part in parts)
-    return {**counts, "num_blocks": blocks, "block_size": parts[0]["block_size"],
+    per_position = [sum(each) for each in
+                    zip(*(part["accepted_per_position"] for part in parts), strict=True)]
+    return {**counts, "spec_decode_accepted_tokens_per_pos": per_position,
+            "num_blocks": blocks, "block_size": parts[0]["block_size"],
             "cache_usage": 1 - sum(part["free_blocks"] for part in parts) / blocks,
             **{name: asdict(Percentiles.of([time for part in parts for time in part[times]]))
                for name, times in (("time_to_first_token", "first"),

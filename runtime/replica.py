@@ -19,6 +19,7 @@ from llmc.runtime.devices import Placement, pin, place
 from llmc.runtime.engines import BLOCK_SIZE, MAX_LOGITS, MAX_SCORED
 from llmc.runtime.engines.cpu import MAX_CHUNK, SCORE_BYTES, CpuEngine, check_ops
 from llmc.runtime.engines.host import HostSampling
+from llmc.runtime.speculation.config import MAX_DRAFTS
 
 _SCORED_BYTES = 2**26  # of logits of prompt tokens in a step; ranks may hold them twice
 _SHARE = 4  # a CPU's free memory is divided by this to get the memory for blocks
@@ -118,6 +119,7 @@ def cpu_limits(manifest: Manifest, config: EngineConfig) -> EngineLimits:
         num_blocks=-(-tokens // config.block_size), block_size=config.block_size,
         max_tokens=config.max_num_batched_tokens, max_slots=config.max_batch_size,
         max_logits=MAX_LOGITS, ahead=1, max_scored=_max_scored(manifest),
+        max_drafts=0 if any(chip.states for chip in manifest.chips) else MAX_DRAFTS,
         keeps_states=any(chip.states for chip in manifest.chips))
 
 

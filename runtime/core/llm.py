@@ -23,7 +23,7 @@ from collections.abc import (
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -56,6 +56,8 @@ from llmc.runtime.sampling.params import (
     whole,
 )
 from llmc.runtime.sandbox import Sandbox
+from llmc.runtime.speculation.config import Method, SpeculationConfig
+from llmc.runtime.speculation.costs import plan_drafts
 
 _MAX_BATCH_SIZE = 16
 _MAX_TOKENS = 2048  # default of max_num_batched_tokens
@@ -86,6 +88,10 @@ class _Loaded:
         attention_backend: attention kernels of target cuda: `vanilla` (a plain reference kernel),
             `llmc`, or `cudnn` (cuDNN for prefill, llmc for decode). None or `fastest`: whichever is
             fastest.
+        speculate: drafts that a step verifies: `ngram` drafts what followed the latest tokens
+            earlier in the sequence. `off`: only predicted outputs (`SamplingParams.prediction`).
+        num_speculative_tokens: drafts of a sequence in a step, from 1 to 16. `auto`: as many as
+            pay off, by times of steps measured while loading.
 
     Raises:
         LlmcError: the case directory is missing, broken or of a newer format; the devices do not
@@ -109,7 +115,8 @@ class _Loaded:
                  skip_step: int = 0, max_num_batched_tokens: int = _MAX_TOKENS,
                  block_size: int = BLOCK_SIZE, kv_cache_tokens: int | None = None,
                  gpu_memory_utilization: float = 0.9, prefix_reuse: bool = True,
-                 attention_backend: str | None = None) -> None:
+                 attention_backend: str | None = None, speculate: Method = "off",
+                 num_speculative_tokens: int | Literal["auto"] = "auto") -> None:
         self._loops: list[Loop] = []
         weakref.finalize(self, _close, self._loops)  # also at the end of the process
         self._dealt = 0  # completions distributed to replicas, round-robin
@@ -120,6 +127,7 @@ class _Loaded:
             if max_batch_size > MAX_SEQUENCES:
                 raise LlmcError(f"max_batch_size {max_batch_size} is above {MAX_SEQUENCES}; give "
                                 f"at most that, further sequences wait")
+        speculation = SpeculationConfig.of(speculate, num_speculative_tokens)
         devices = None if device is None else _devices(device)
         if not isinstance(case_dir, str | os.PathLike):
             raise LlmcError(f"case_dir is {shown(case_dir)}; give the output directory of `llmc "
@@ -141,22 +149,23 @@ class _Loaded:
             _fraction("gpu_memory_utilization", gpu_memory_utilization), attention_backend)
         self._max_batch_size = max_batch_size
         with memory_errors("load the model"):
-            self._load(devices, config, prefix_reuse, check_step, skip_step)
+            self._load(devices, config, speculation, prefix_reuse, check_step, skip_step)
 
-    def _load(self, devices: list[int] | None, config: EngineConfig, prefix_reuse: bool,
-              check_step: int,
+    def _load(self, devices: list[int] | None, config: EngineConfig,
+              speculation: SpeculationConfig, prefix_reuse: bool, check_step: int,
               skip_step: int) -> None:
         self._reader = InputProcessor(self.manifest, self.case_dir, self._max_batch_size)
         self.tokenizer = self._reader.tokenizer
         try:
             for placements in find_devices(self.manifest, devices):
                 engine = load_replica(self.manifest, self.case_dir, placements, config)
+                encodes = self.manifest.encoder is not None
+                planner = plan_drafts(engine, speculation, encodes=encodes)
                 self._loops.append(Loop(
                     engine, Scheduler(engine.limits, config.max_num_batched_tokens,
-                                      reuse=prefix_reuse),
-                    self._reader.completing, self._reader.searching,
-                    encodes=self.manifest.encoder is not None,
-                    check_step=check_step, skip_step=skip_step))
+                                      reuse=prefix_reuse, drafts=planner),
+                    self._reader.completing, self._reader.searching, encodes=encodes,
+                    check_step=check_step, skip_step=skip_step, method=speculation.method))
             self._reader.max_model_len = self.max_model_len
         except BaseException:
             _close(self._loops)
@@ -255,7 +264,10 @@ class _Loaded:
             `running` sequences and `waiting` callers; `generated_tokens`, `tokens_per_second` of
             the last ten seconds, `finished` completions, requests that failed on NaN or
             infinite logits (`nan_logits`), `preemptions`; prompt tokens looked up and found in
-            the prefix cache on first admission (`cache_queries`, `cache_hits`); `cache_usage`
+            the prefix cache on first admission (`cache_queries`, `cache_hits`); verifications of
+            drafts, drafts and accepted drafts (`spec_decode_drafts`, `spec_decode_draft_tokens`,
+            `spec_decode_accepted_tokens`, and the last by position in
+            `spec_decode_accepted_tokens_per_pos`); `cache_usage`
             from 0 to 1 of `num_blocks` of `block_size` positions; and p50, p90 and p99 over the
             newest few thousand values of `time_to_first_token` and `inter_token_latency` in
             seconds.

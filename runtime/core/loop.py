@@ -26,6 +26,9 @@ from llmc.runtime.core.scheduler import (
 )
 from llmc.runtime.core.step import Engine, StepOutput
 from llmc.runtime.metrics import Metrics
+from llmc.runtime.speculation.config import Method
+from llmc.runtime.speculation.ngram import NgramDrafter
+from llmc.runtime.speculation.planner import SequenceDrafts
 
 # Unread tokens of one completion, and of all of a caller's, at which generation pauses.
 _UNREAD, _UNREAD_IN_ALL = 256, 8192
@@ -133,13 +136,14 @@ class Loop:
         encodes: whether the model has an encoder.
         check_step: maximum number of in-flight steps, up to the engine's limit.
         skip_step: tokens of each sequence to generate before the first is read.
+        method: drafts of sequences, in addition to predicted outputs.
     """
 
     def __init__(self, engine: Engine, scheduler: Scheduler,
                  completing: Callable[[Request, int], RunningCompletion],
                  searching: Callable[[Request, int], RunningBeamSearch], *, encodes: bool,
-                 check_step: int, skip_step: int) -> None:
-        self._engine, self._scheduler = engine, scheduler
+                 check_step: int, skip_step: int, method: Method = "off") -> None:
+        self._engine, self._scheduler, self._method = engine, scheduler, method
         self._completing, self._searching, self._encodes = completing, searching, encodes
         self._check_step, self._skip_step = check_step, skip_step
         # On CPU, detokenize in this thread: a caller's thread would take cores from the next step.
@@ -152,6 +156,7 @@ class Loop:
         self._tasks: deque[_LoopTask[Any]] = deque()
         self._pace = StepPacer()
         scheduler.step_times = self._pace.step_times
+        self._pace.costs = None if scheduler.drafts is None else scheduler.drafts.costs
         self._error: BaseException | None = None
         self._closing = False
         self._busy_since: float | None = None  # start of this iteration; None while idle
@@ -310,7 +315,8 @@ class Loop:
             call, owner = self._owners[sequence]
             owner.num_cached_tokens = sequence.cached
             try:
-                result = self._search(sequence, owner, output) \
+                results: abc.Sequence[Token | RunningBeamSearch] = \
+                    self._search(sequence, owner, output) \
                     if isinstance(owner, RunningBeamSearch) \
                     else self._decode(sequence, owner, output)
             except LlmcError as error:  # fails only this call
@@ -318,21 +324,24 @@ class Loop:
                 self._forget(call)
                 call.outbox.fail(error)
             else:
-                if result is not None:
-                    outputs.setdefault(call.outbox, []).append(result)
+                if results:
+                    outputs.setdefault(call.outbox, []).extend(results)
         self.metrics.count([result for results in outputs.values() for result in results
                             if isinstance(result, Token)])
-        for outbox, results in outputs.items():
-            outbox.put(results)
+        for outbox, pieces in outputs.items():
+            outbox.put(pieces)
 
     def _decode(self, sequence: Sequence, owner: RunningCompletion,
-                output: SequenceOutput) -> Token:
-        token = owner.take(output.token, output.logprobs, self._reads)
-        if token.finish_reason:
-            self._leave(sequence)
-        else:
-            self._scheduler.append(sequence, output.token)
-        return token
+                output: SequenceOutput) -> abc.Sequence[Token]:
+        tokens = []
+        for index, token_id in enumerate(output.tokens, 1):
+            tokens.append(owner.take(token_id, output.logprobs[index - 1], self._reads,
+                                     more=index < len(output.tokens)))
+            if tokens[-1].finish_reason:
+                self._leave(sequence)
+                return tokens
+        self._scheduler.append(sequence, output.tokens)
+        return tokens
 
     def _resume_masked(self, sequence: Sequence, owner: RunningCompletion,
                        error: LlmcError | None) -> None:
@@ -345,13 +354,13 @@ class Loop:
             call.outbox.fail(error)
 
     def _search(self, sequence: Sequence, owner: RunningBeamSearch,
-                output: SequenceOutput) -> RunningBeamSearch | None:
+                output: SequenceOutput) -> abc.Sequence[RunningBeamSearch]:
         continuation = owner.take(output)
         if continuation is not None:
             self._scheduler.go_on(sequence, *continuation)
-            return None
+            return ()
         self._leave(sequence)
-        return owner
+        return (owner,)
 
     def _depth(self) -> int:
         """Number of steps that may be in flight."""
@@ -408,12 +417,23 @@ class Loop:
                                stalled=lambda: call.outbox.is_behind(completing) or
                                (guide is not None and guide.pending),
                                aborted=lambda: call.aborted,
-                               mask=None if guide is None else guide.mask, scores=scores)
+                               mask=None if guide is None else guide.mask, scores=scores,
+                               drafts=self._drafts(request, source))
+            completing.drafts = sequence.drafts
             completing.masked = lambda error: self._post_if_running(
                 lambda: self._resume_masked(sequence, completing, error))
         self._owners[sequence] = call, owner
         call.sequences.add(sequence)
         return sequence
+
+    def _drafts(self, request: Request, source: abc.Sequence[int] | None) -> SequenceDrafts | None:
+        """Start the drafts of a completion; None without speculative decoding."""
+        planner = self._scheduler.drafts
+        if planner is None or not (self._method == "ngram" or request.prediction):
+            return None
+        return planner.sequence(NgramDrafter(
+            request.prompt, request.prediction,
+            () if source is None or self._method == "off" else source))
 
     def _leave(self, sequence: Sequence) -> None:
         call, _ = self._owners.pop(sequence)

@@ -10,6 +10,7 @@ import numpy as np
 
 from llmc.runtime.core.step import Step
 from llmc.runtime.core.step_times import StepTimes
+from llmc.runtime.speculation.planner import VerificationCosts
 
 _WINDOW, _MIN_STEPS = 64, 16  # steps to fit; no prediction from fewer than the minimum
 _RECENT = 10.0  # seconds after an arrival in which further ones are expected
@@ -36,12 +37,15 @@ class StepPacer:
 
     Attributes:
         step_times: durations of decode steps by number of rows.
+        costs: durations of steps that verify drafts; None if none do.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self.step_times = StepTimes()
-        self._in_flight: deque[tuple[tuple[float, ...], float]] = deque()  # earliest start
+        self.costs: VerificationCosts | None = None
+        # Features and drafts of each step, and its earliest start.
+        self._in_flight: deque[tuple[tuple[float, ...], int, float]] = deque()
         self._steps: deque[tuple[tuple[float, ...], float]] = deque(maxlen=_WINDOW)  # seconds
         self._delays: deque[float] = deque([1e-3], maxlen=_WINDOW)  # seconds
         self._ended = self._arrived = -np.inf
@@ -58,8 +62,10 @@ class StepPacer:
         now = self._clock()
         if self._due is not None:
             self._delays.append(now - self._due)
-        prompts = step.num_prefill_tokens
-        self._in_flight.append(((1, step.batch_size, prompts > 0, prompts), now + _LAUNCH))
+        drafts, prompts = int(step.num_drafts.max(initial=0)), step.num_prefill_tokens
+        if drafts and prompts == step.num_drafts.sum() + np.count_nonzero(step.num_drafts):
+            prompts = 0
+        self._in_flight.append(((1, step.batch_size, prompts > 0, prompts), drafts, now + _LAUNCH))
         self._due = None
 
     def collecting(self) -> None:
@@ -68,15 +74,17 @@ class StepPacer:
 
     def collected(self) -> None:
         """Record the end of the oldest step."""
-        step, earliest = self._in_flight.popleft()
+        step, drafts, earliest = self._in_flight.popleft()
         now = self._clock()
         seconds = now - max(earliest, self._ended)
         self._steps.append((step, seconds))
         _, rows, prompts, _ = step
-        if not prompts:
+        if not prompts and not drafts:
             self.step_times.add(int(rows), seconds)
+        if not prompts and self.costs is not None:
+            self.costs.add(int(rows), drafts, seconds)
         # A step that ended during a slow submission of the next one does not count as late.
-        submitted = self._in_flight[-1][1] if self._in_flight else earliest
+        submitted = self._in_flight[-1][2] if self._in_flight else earliest
         self._was_late = self._collect_start < submitted and now - self._collect_start < _COLLECT
         self._ended, self._due = now, None
 
@@ -86,7 +94,7 @@ class StepPacer:
                 or self._clock() - self._arrived > _RECENT):
             return 0.0
         if self._due is None:
-            step, earliest = self._in_flight[0]
+            step, _, earliest = self._in_flight[0]
             due = max(earliest, self._ended) + float(self._fit() @ step) - self._lead()
             if due <= self._clock():
                 return 0.0

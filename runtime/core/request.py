@@ -35,6 +35,7 @@ from llmc.runtime.sampling.sampler import (
 from llmc.runtime.sampling.slot_params import MAX_LOGPROBS
 from llmc.runtime.sampling.structured_output import GrammarCompiler, GrammarState
 from llmc.runtime.sandbox import Sandbox
+from llmc.runtime.speculation.planner import SequenceDrafts
 from llmc.runtime.tokenizer import encode, load_tokenizer
 
 
@@ -125,6 +126,7 @@ class Request:
         decoding: resolved sampling parameters.
         limit: maximum number of new tokens. With 0 one is sampled and dropped.
         forced: allowed tokens, by number of tokens generated before.
+        prediction: token ids of the expected output.
     """
 
     index: int
@@ -133,6 +135,7 @@ class Request:
     decoding: PreparedParams
     limit: int
     forced: Mapping[int, tuple[int, ...]]
+    prediction: Sequence[int] = ()
 
     @property
     def params(self) -> SamplingParams:
@@ -160,6 +163,7 @@ class RunningCompletion:
         guide: grammar state, for structured output.
         num_cached_tokens: prompt tokens found in the prefix cache.
         scores: log-probabilities of the prompt, if requested.
+        drafts: drafts of its tokens, for speculative decoding.
     """
 
     def __init__(self, request: Request, sample: int, tokenizer: Tokenizer | None,
@@ -171,6 +175,7 @@ class RunningCompletion:
         self.masked: Callable[[LlmcError | None], object] | None = None  # see GrammarState.advance
         self.generated = self.num_cached_tokens = 0
         self.scores: PromptScores | None = None
+        self.drafts: SequenceDrafts | None = None
         self._text = IncrementalDetokenizer(tokenizer, shown_before, request.params.stop,
                                 request.params.show_special_tokens)
 
@@ -178,11 +183,13 @@ class RunningCompletion:
         """Sampling state for admission, after these generated tokens."""
         return SamplingState(self.sampler, tuple(tokens))
 
-    def take(self, token: int, logprobs: Logprobs | None, read: bool = False) -> Token:
+    def take(self, token: int, logprobs: Logprobs | None, read: bool = False,
+             more: bool = False) -> Token:
         """Process the next sampled token.
 
         Args:
             read: detokenize now.
+            more: the same step sampled further tokens.
 
         Raises:
             LlmcError: no token was allowed, the grammar allows no further token, or a logit of the
@@ -209,7 +216,7 @@ class RunningCompletion:
         elif self.generated >= self.request.limit:
             reason = "length"
         if self.guide is not None and reason is None:
-            self.guide.advance(token, self.masked)
+            self.guide.advance(token, None if more else self.masked)
         return Token(self, token, ends, self.generated, reason, logprobs, text, prompt_logprobs)
 
     def piece(self, token: Token) -> CompletionChunk:
@@ -394,7 +401,8 @@ class InputProcessor:
             room = max(self.max_model_len - len(decoded) + 1, 1)
             limit = min(given.max_tokens, room)
             requests.append(Request(index, decoded, source, decodings[id(given)], limit,
-                                    self._forced_tokens(given, limit)))
+                                    self._forced_tokens(given, limit),
+                                    self._prediction(given)))
         return requests
 
     def render_chat(self, messages: str | Sequence[Mapping[str, object]],
@@ -446,6 +454,13 @@ class InputProcessor:
                                       self.manifest.dims.vocab_size,
                                       self.manifest.tokenizer.eos_token_ids, self.sandbox)
         return self._grammars.read(params)
+
+    def _prediction(self, params: SamplingParams) -> list[int]:
+        """Token ids of the expected output."""
+        if not isinstance(params.prediction, str):
+            self._check_tokens(params.prediction or ())
+            return list(params.prediction or ())
+        return self.tokenize(params.prediction, add_special_tokens=False)
 
     def _forced_tokens(self, params: SamplingParams, limit: int) -> dict[int, tuple[int, ...]]:
         """Tokens that an encoder-decoder model must generate, by number of tokens before."""

@@ -21,6 +21,7 @@ from bisect import insort
 from collections import Counter, abc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -40,6 +41,7 @@ from llmc.runtime.core.step import (
 from llmc.runtime.core.step_times import StepTimes
 from llmc.runtime.sampling.beam_search import Candidates
 from llmc.runtime.sampling.sampler import Logprobs
+from llmc.runtime.speculation.planner import DraftPlanner, SequenceDrafts
 
 MOST_PRIORITY = 100  # priorities range from -100 to 100
 _LOOKED_AT = 64  # maximum number of waiting groups to examine for admission in a step
@@ -64,8 +66,10 @@ class Sequence:
         source: the encoder's prompt.
         stalled: whether to pause it.
         aborted: whether it is canceled; it is removed before the next step.
-        mask: returns the token mask, as in `Step.masks`. Each token then awaits the one before it.
+        mask: returns the token masks for the drafts that are allowed, as in `Step.masks`. Each step
+            then awaits the one before it.
         scores: log-probabilities of the prompt, if requested.
+        drafts: drafts of its next tokens, for speculative decoding.
 
     Attributes:
         tokens: generated tokens that the host has read. A beam search keeps its own.
@@ -90,8 +94,9 @@ class Sequence:
     source: abc.Sequence[int] | None = None
     stalled: Callable[[], bool] = lambda: False
     aborted: Callable[[], bool] = lambda: False
-    mask: Callable[[], np.ndarray] | None = None
+    mask: Callable[[abc.Sequence[int]], np.ndarray] | None = None
     scores: PromptScores | None = None
+    drafts: SequenceDrafts | None = None
     tokens: list[int] = field(default_factory=list)
     order: Order = ()
     priority: int = 0
@@ -134,7 +139,7 @@ class Sequence:
             return 1 if self.beams else 0
         if self.computed < self.known:
             return self.known - self.computed
-        if self.mask is not None:
+        if self.mask is not None or self.drafts is not None:  # the next step needs the last token
             return 0
         return 1 if self.ahead and len(self.tokens) + self.ahead < self.limit else 0
 
@@ -161,9 +166,13 @@ class ScheduledStep:
         for index, (sequence, epoch) in enumerate(self.chosen):
             if sequence.epoch == epoch:
                 rows.setdefault(sequence, []).append(index)
+        starts = None if sampled.counts is None else [0, *accumulate(sampled.counts.tolist())]
         for sequence, own in rows.items():
             sequence.ahead -= 1
-            yield sequence, SequenceOutput.of(sampled, own)
+            output = SequenceOutput.of(sampled, own, starts)
+            if sequence.drafts is not None:
+                sequence.computed += sequence.drafts.verified(len(output.tokens))
+            yield sequence, output
 
 
 _Row = tuple[Sequence, int]  # a sequence and the number of new tokens of each of its rows
@@ -180,6 +189,7 @@ class _StepRow:
     past: int
     samples: bool
     scored: range = range(0)  # positions
+    drafts: int = 0  # the last of its tokens
 
 
 @dataclass(eq=False)
@@ -196,17 +206,29 @@ class SlotLease:
 
 @dataclass(frozen=True)
 class SequenceOutput:
-    """The rows of a `StepOutput` that belong to one sequence."""
+    """The rows of a `StepOutput` that belong to one sequence.
 
-    token: int
-    logprobs: Logprobs | None
+    Args:
+        tokens: sampled tokens in order; several if drafts were accepted.
+        logprobs: of each token.
+    """
+
+    tokens: list[int]
+    logprobs: list[Logprobs | None]
     candidates: Candidates | None
     logits: np.ndarray | None
 
     @staticmethod
-    def of(sampled: StepOutput, rows: list[int]) -> SequenceOutput:
+    def of(sampled: StepOutput, rows: list[int], starts: list[int] | None = None) -> SequenceOutput:
+        """Select a sequence's rows.
+
+        Args:
+            starts: first token of each row, with `StepOutput.counts`.
+        """
         found = sampled.candidates
-        return SequenceOutput(int(sampled.tokens[rows[0]]), sampled.logprobs[rows[0]],
+        first = rows[0] if starts is None else starts[rows[0]]
+        end = first + 1 if starts is None else starts[rows[0] + 1]
+        return SequenceOutput(sampled.tokens[first:end].tolist(), list(sampled.logprobs[first:end]),
                       found and Candidates(found.tokens[rows], found.log_probs[rows]),
                       None if sampled.logits is None else sampled.logits[rows])
 
@@ -217,16 +239,19 @@ class Scheduler:
     Args:
         max_num_batched_tokens: maximum number of tokens of a step; at least one per slot.
         reuse: prefix caching. Off for models with recurrent state, which blocks do not contain.
+        drafts: chooses the drafts of sequences that have any.
 
     Attributes:
         preemptions: number of preemptions.
         queries, hits: prompt tokens of admitted sequences, and those found in the prefix cache.
         step_times: durations of decode steps.
+        drafts: see the argument.
     """
 
     def __init__(self, limits: EngineLimits, max_num_batched_tokens: int, *,
-                 reuse: bool = True) -> None:
+                 reuse: bool = True, drafts: DraftPlanner | None = None) -> None:
         self.limits = limits
+        self.drafts = drafts
         self.budget = max(max_num_batched_tokens, limits.max_slots)
         self._reuse = reuse and not limits.keeps_states
         self.blocks = BlockPool(limits.num_blocks, limits.block_size, reuse=self._reuse)
@@ -335,6 +360,7 @@ class Scheduler:
 
     def _schedule(self, limited: bool = True) -> ScheduledStep | None:
         self._score_room = self.limits.max_scored
+        self._draft_masks: dict[Sequence, np.ndarray] = {}
         self._unhide()
         self._preempt_for_next()
         rows: list[_Row] = []
@@ -346,13 +372,14 @@ class Scheduler:
             self._limit_rows(wanted)
         decoding = sum(sequence.width if sequence.searches else 1
                        for sequence, count in wanted.items() if count == 1)
-        budget = self._room(wanted, decoding) - decoding
+        budget = self._room(wanted, decoding) - decoding - self._plan_drafts(wanted, decoding)
         for sequence in list(self.running):
             count = wanted[sequence]
             if count > 1:
                 count = self._fit(sequence, count, max(budget, 0))
                 budget -= count
             if count > 0 and sequence.slots and self._make_room(sequence, count, rows):
+                self._make_room_for_drafts(sequence)
                 copies += self._copy_on_write(sequence)
                 self._append(rows, sequence, count)
         while budget > 0 and (new := self._admit_next(rows)):
@@ -365,6 +392,34 @@ class Scheduler:
                 encode[self._memory[new.request][0]] = new.source
         self.blocks.copied()
         return self._step(rows, copies, admitted, encode) if rows else None
+
+    def _plan_drafts(self, wanted: Mapping[Sequence, int], decoding: int) -> int:
+        """Choose the drafts of the decoding sequences, and return their number."""
+        drafting = [(own, own.drafts) for own, count in wanted.items()
+                    if own.drafts is not None and count == 1]
+        if self.drafts is None or not drafting:
+            return 0
+        room = min(self.budget - decoding, self._score_room)
+        self.drafts.plan([
+            (drafts, own.tokens, 0 if own.ahead or own.computed + 1 != own.known
+             else own.limit - len(own.tokens) - 1) for own, drafts in drafting], decoding, room)
+        for own, drafts in drafting:
+            if own.mask is not None and drafts.pending:
+                self._draft_masks[own] = masks = own.mask(drafts.pending)
+                drafts.shorten(len(masks) - 1)
+        count = sum(len(drafts.pending) for _, drafts in drafting)
+        self._score_room -= count
+        return count
+
+    def _make_room_for_drafts(self, sequence: Sequence) -> None:
+        """Allocate positions for drafts, or drop the drafts if blocks are short."""
+        if sequence.drafts is None or not sequence.drafts.pending:
+            return
+        table, length = sequence.tables[0], sequence.computed + 1 + len(sequence.drafts.pending)
+        spare = len(self.running)  # a block for each running sequence
+        if self.blocks.lacks(table, length) + spare > self.blocks.free \
+                or not self.blocks.grow(table, length):
+            sequence.drafts.submit(None)
 
     def _limit_rows(self, wanted: dict[Sequence, int]) -> None:
         """Leave out rows of large tenants, which would slow the step down for small ones.
@@ -753,16 +808,26 @@ class Scheduler:
             del self._first[sequence.request]
         self._no_longer_coming(sequence.coming)
         sequence.tables, sequence.slots, sequence.beams, sequence.coming = [], [], [], []
+        if sequence.drafts is not None:
+            sequence.drafts.submit(None)
         sequence.computed = sequence.ahead = 0
         sequence.epoch += 1
 
     def _step(self, rows: list[_Row], copies: list[tuple[int, int]],
               admitted: dict[int, SamplingState],
               encode: dict[int, abc.Sequence[int]]) -> ScheduledStep:
-        """Build a step and advance its sequences."""
+        """Build a step and advance its sequences.
+
+        There are no drafts beside a beam search, which reads the logits of all sampled rows.
+        """
+        if any(sequence.width > 1 for sequence, _ in rows):
+            for sequence, _ in rows:
+                if sequence.drafts is not None:
+                    sequence.drafts.submit(None)
         step_rows = [row for sequence, count in rows for row in self._step_rows(sequence, count)]
         longest = self.limits.longest_first
-        step_rows.sort(key=lambda row: (len(row.tokens) > 1, -row.past if longest else row.slot))
+        step_rows.sort(key=lambda row: (len(row.tokens) > 1, not row.drafts,
+                                        -row.past if longest else row.slot))
         sampled = [(index, row) for index, row in enumerate(step_rows) if row.samples]
         searching = [row.sequence for _, row in sampled if row.sequence.width > 1]
         scored, prompts = _scored(step_rows)
@@ -778,8 +843,10 @@ class Scheduler:
             candidates=max((own.candidates for own in searching), default=0),
             logits="sampled" if any(not own.candidates for own in searching) else "none",
             scored=scored,
-            masks={row.slot: row.sequence.mask() for _, row in sampled
-                   if row.sequence.mask is not None})
+            masks={row.slot: self._draft_masks[row.sequence] if row.drafts
+                   else row.sequence.mask(()) for _, row in sampled
+                   if row.sequence.mask is not None},
+            num_drafts=[row.drafts for row in step_rows])
         scheduled = ScheduledStep(
             step, [(row.sequence, row.sequence.epoch) for _, row in sampled], prompts)
         for sequence, count in rows:
@@ -793,10 +860,11 @@ class Scheduler:
             return [_StepRow(sequence, slot, table, [token], past, True) for slot, table, token in
                     zip(sequence.slots, sequence.tables, sequence.beams, strict=True)]
         tokens = sequence.between(past, past + count) if past < sequence.known else [LAST]
+        drafts = [] if sequence.drafts is None else sequence.drafts.pending
         scored = range(0) if sequence.scores is None else \
             sequence.scores.schedule(past, past + count)
-        return [_StepRow(sequence, sequence.slots[0], sequence.tables[0], tokens, past,
-                         past + count >= sequence.known, scored)]
+        return [_StepRow(sequence, sequence.slots[0], sequence.tables[0], tokens + drafts, past,
+                         past + count >= sequence.known, scored, len(drafts))]
 
     def _count(self, sequence: Sequence, count: int) -> None:
         searched, sequence.beams = sequence.searches, []
@@ -826,10 +894,10 @@ class Scheduler:
             sequence.coming = sequence.coming[len(done):]
 
     # Results of a step.
-    def append(self, sequence: Sequence, token: int) -> None:
-        """Append a sampled token to a sequence."""
-        sequence.tokens.append(token)
-        sequence.known += 1
+    def append(self, sequence: Sequence, tokens: abc.Sequence[int]) -> None:
+        """Append sampled tokens to a sequence."""
+        sequence.tokens += tokens
+        sequence.known += len(tokens)
         self._name(sequence)
 
     def go_on(self, sequence: Sequence, tokens: abc.Sequence[int],

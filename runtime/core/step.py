@@ -1,9 +1,9 @@
 """The interface of engines: `Step` is their input, `StepOutput` their output.
 
-The `num_decode` sequences with one new token come first, followed by those with longer chunks of a
-prompt. From admission to its end, a sequence has a slot, which holds its sampling state, and a
-table of the blocks that hold its keys and values: position p is row p % block_size of block
-`block_tables[b, p // block_size]`.
+The `num_decode` sequences with one new token come first, followed by those with several: the last
+token and drafts to verify, or a chunk of a prompt. From admission to its end, a sequence has a
+slot, which holds its sampling state, and a table of the blocks that hold its keys and values:
+position p is row p % block_size of block `block_tables[b, p // block_size]`.
 """
 
 from __future__ import annotations
@@ -104,11 +104,16 @@ class Step:
         candidates: if positive, return this number of most likely tokens for each of `sample`.
         logits: return logits of each of `sample`, of all tokens, or none.
         scored: prompt tokens whose log-probabilities to return; not with `logits` of all tokens.
-        masks: token masks by slot, uint32 [ceil(vocab_size / 32)]: token t is allowed if bit t % 32
-            of word t // 32 is 1. The mask of a token needs the token before it, so such a sequence
-            has no more than one token in flight.
+        masks: token masks by slot, uint32 [ceil(vocab_size / 32)], or [1 + drafts, ...] with one
+            for each token that is sampled: token t is allowed if bit t % 32 of word t // 32 is 1.
+            The mask of a token needs the token before it, so such a sequence has no more than one
+            step in flight.
         encode: encoder prompts, token ids by row of the encoder-output buffer; before all else.
         memory: encoder outputs of the sequences.
+        num_drafts: int32 [batch], number of drafts at the end of each sequence's tokens, only of
+            `sample`; empty: no sequence has any. A token is sampled after each draft and after the
+            token before them. Drafts are accepted up to the first that differs from the sampled
+            token. Not with `candidates` or `logits`.
     """
 
     token_ids: np.ndarray
@@ -126,11 +131,13 @@ class Step:
     masks: Mapping[int, np.ndarray] = field(default_factory=dict)
     encode: Mapping[int, Sequence[int]] = field(default_factory=dict)
     memory: EncoderOutputs | None = None
+    num_drafts: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
 
     @staticmethod
     def of(tokens: Sequence[Sequence[int]], past_lens: Sequence[int],
            tables: Sequence[Sequence[int]], slots: Sequence[int], *,
-           sample: Sequence[int] | None = None, **others: object) -> Step:
+           sample: Sequence[int] | None = None, num_drafts: Sequence[int] = (),
+           **others: object) -> Step:
         """Pack sequences, those with one new token first; by default all of them are sampled."""
         lengths = [len(new) for new in tokens]
         rows = np.zeros((len(tables), max(map(len, tables))), np.int32)
@@ -143,6 +150,7 @@ class Step:
             np.array([0, *accumulate(lengths)], np.int32), np.array(past_lens, np.int32), rows,
             np.array(slots, np.int32), num_decode,
             np.array(range(len(tokens)) if sample is None else sample, np.int32),
+            num_drafts=np.array(num_drafts if any(num_drafts) else [], np.int32),
             **others)  # type: ignore[arg-type]
 
     @property
@@ -157,6 +165,15 @@ class Step:
     def num_prefill_tokens(self) -> int:
         """Tokens of the sequences after the first `num_decode`."""
         return self.num_tokens - self.num_decode
+
+    @property
+    def sampled_counts(self) -> np.ndarray:
+        """int32 [num_sampled], rows that each of `sample` has in `sampled_rows`."""
+        if not len(self.num_drafts):
+            return np.ones(len(self.sample), np.int32)
+        counts: np.ndarray = self.num_drafts[self.sample] + 1
+        return counts
+
     @property
     def seq_lens(self) -> np.ndarray:
         """New tokens of each sequence, int32 [batch]."""
@@ -179,22 +196,28 @@ class Step:
 
     @property
     def sampled_rows(self) -> np.ndarray:
-        """int64 [num_sampled], the last token of each of `sample`."""
-        last: np.ndarray = self.cu_seqlens[self.sample + 1].astype(np.int64) - 1
-        return last
+        """int64 [num_rows], the last token before the drafts and the drafts of each of `sample`."""
+        ends: np.ndarray = self.cu_seqlens[self.sample + 1].astype(np.int64)
+        if not len(self.num_drafts):
+            return ends - 1
+        counts = self.sampled_counts
+        rows: np.ndarray = np.arange(counts.sum()) + np.repeat(ends - np.cumsum(counts), counts)
+        return rows
 
 
 @dataclass(frozen=True)
 class StepOutput:
-    """Results of a step, one for each of `Step.sample`.
+    """Results of a step for `Step.sample`.
 
     Args:
-        tokens: int64 [num_sampled]; NONE_ALLOWED where no token was allowed, NOT_FINITE where a
-            logit was NaN or positive infinity.
-        logprobs: [num_sampled], if the slot's parameters ask for them.
+        tokens: int64 [num_tokens], of each sequence the accepted drafts and the token sampled after
+            them; NONE_ALLOWED where no token was allowed, NOT_FINITE where a logit was NaN or
+            positive infinity.
+        logprobs: [num_tokens], if the slot's parameters ask for them.
         candidates: [num_sampled, count], if the step asks for them.
         logits: float32 [num_logits, vocab_size], if the step asks for them.
         scored: [num_scored], log-probabilities of `Step.scored`.
+        counts: int32 [num_sampled], tokens of each of `Step.sample`. None: one each.
     """
 
     tokens: np.ndarray
@@ -202,6 +225,7 @@ class StepOutput:
     candidates: Candidates | None = None
     logits: np.ndarray | None = None
     scored: Sequence[Logprobs] = ()
+    counts: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -215,6 +239,7 @@ class EngineLimits:
         max_logits: rows of logits of a step.
         ahead: maximum number of in-flight steps.
         max_scored: scored tokens of a step, at least 1.
+        max_drafts: drafts of a sequence in a step; 0: the engine verifies none.
         longest_first: order decoding sequences by descending length; else by slot.
         keeps_states: layers have a recurrent state (Mamba, gated delta rule, short convolution).
             Such a sequence can be continued only at its end, not from earlier blocks.
@@ -227,6 +252,7 @@ class EngineLimits:
     max_logits: int
     ahead: int
     max_scored: int = MAX_SCORED
+    max_drafts: int = 0
     longest_first: bool = False
     keeps_states: bool = False
 

@@ -59,24 +59,49 @@ class HostSampling:
             logits, scored = self._score(step, logits)
         tokens: list[int] = []
         logprobs: list[Logprobs | None] = []
+        counts = step.sampled_counts.tolist()
         finite = np.isfinite(logits.max(axis=1)).tolist()  # the maximum is NaN if any logit is
-        for row, (slot, row_logits) in enumerate(zip(step.slots[step.sample].tolist(), logits,
-                                                     strict=True)):
-            sampler = self._samplers.get(slot)
-            token, count = NONE_ALLOWED, None
-            if sampler is not None and not finite[row]:
-                token = NOT_FINITE
-            elif sampler is not None:
-                allowed = logits_processors.allow(row_logits, step.masks[slot]) \
-                    if slot in step.masks else row_logits
-                token, count = self._token(sampler, allowed, slot), sampler.params.logprobs
-            tokens.append(token)
-            logprobs.append(None if count is None or token < 0
-                            else Logprobs.of(row_logits, token, count))
+        start, accepted = 0, []
+        for sequence, count in zip(step.sample.tolist(), counts, strict=True):
+            rows = range(start, start + count)
+            end = int(step.cu_seqlens[sequence + 1])
+            drafts = step.token_ids[end - count + 1:end].tolist()
+            sampled = self._verify(step, int(step.slots[sequence]), logits[start:rows.stop],
+                                   finite[start:rows.stop], drafts)
+            tokens += [token for token, _ in sampled]
+            logprobs += [probabilities for _, probabilities in sampled]
+            accepted.append(len(sampled))
+            start = rows.stop
         candidates = Candidates.of(log_softmax(logits), step.candidates) if step.candidates \
             else None
         return StepOutput(np.array(tokens, np.int64), logprobs, candidates,
-                       logits if step.logits == "sampled" else None, scored)
+                       logits if step.logits == "sampled" else None, scored,
+                       np.array(accepted, np.int32) if len(step.num_drafts) else None)
+
+    def _verify(self, step: Step, slot: int, logits: np.ndarray, finite: list[bool],
+                drafts: list[int]) -> list[tuple[int, Logprobs | None]]:
+        """Sample after the last token and after each draft, as long as the drafts are right.
+
+        Args:
+            logits: [1 + num_drafts, vocab_size].
+            finite: [1 + num_drafts], whether the logits are.
+        """
+        sampler = self._samplers.get(slot)
+        if sampler is None:
+            return [(NONE_ALLOWED, None)]
+        masks = step.masks.get(slot)
+        count, sampled = sampler.params.logprobs, list[tuple[int, Logprobs | None]]()
+        for row, row_logits in enumerate(logits):
+            token = NOT_FINITE
+            if finite[row]:
+                allowed = row_logits if masks is None else logits_processors.allow(
+                    row_logits, masks if masks.ndim == 1 else masks[row])
+                token = self._token(sampler, allowed, slot)
+            sampled.append((token, None if count is None or token < 0
+                            else Logprobs.of(row_logits, token, count)))
+            if row < len(drafts) and token != drafts[row]:
+                break
+        return sampled
 
     def _score(self, step: Step, logits: np.ndarray) -> tuple[np.ndarray, list[Logprobs]]:
         """Separate the logits of sampled rows, and score the prompt tokens."""

@@ -196,6 +196,10 @@ class SamplingParams:
         Sequence[str], "Texts; the completion is one of them."] = ()
     guided_grammar: Annotated[
         str | None, "Context-free grammar of the completion, in Lark or GBNF syntax."] = None
+    prediction: Annotated[
+        str | Sequence[int] | None,
+        "Expected output, as text or token ids: where the completion agrees with it, several "
+        "tokens are generated in a step. The completion does not depend on it."] = None
     beam_width: Annotated[
         int, "Number of beams; above 1, the completion is the best one of a beam search as in "
              "transformers. `LLM.beam_search` returns all.",
@@ -256,6 +260,9 @@ class SamplingParams:
             if bias != -math.inf and not abs(bias) <= _MAX_BIAS:
                 yield (f"the logit_bias {bias} of token {token} is neither a number of float32 nor "
                        f"-inf, which forbids it")
+        if self.prediction is not None and self.beam_width > 1:
+            yield (f"prediction does not go with beam_width {self.beam_width}, as beam search "
+                   f"verifies no drafts; leave prediction out, or beam_width at 1")
         for name in _NOT_WITH_BEAMS if self.beam_width > 1 else ():
             if getattr(self, name) != getattr(type(self), name):
                 yield (f"{name} {shown(getattr(self, name))} does not go with beam_width "
@@ -393,6 +400,13 @@ def _words(value: object) -> tuple[str | tuple[int, ...], ...]:
         raise TypeError("a text, or a list of texts and lists of token ids") from None
 
 
+def _prediction(value: object) -> str | tuple[int, ...] | None:
+    try:
+        return None if value is None else text(value) if isinstance(value, str) else _tokens(value)
+    except TypeError:
+        raise TypeError("a text, a list of token ids, or None") from None
+
+
 def _biases(value: object) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise TypeError("numbers by token id, such as {42: -1.5}")
@@ -416,4 +430,4 @@ _READERS: dict[Any, Callable[[object], Any]] = {
     Sequence[int]: _tokens,
     Sequence[str | Sequence[int]]: _words, Mapping[int, float]: _biases,
     bool | Literal["never"]: _early_stopping, str | None: _text_or_none,
-    str | Mapping[str, object] | None: _schema}
+    str | Mapping[str, object] | None: _schema, str | Sequence[int] | None: _prediction}

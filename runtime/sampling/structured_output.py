@@ -66,9 +66,27 @@ class GrammarState:
         other._seconds, other.pending = self._seconds, False
         return other
 
-    def mask(self) -> np.ndarray:
-        """Mask of the next token, as in `Step.masks`."""
-        return self._mask.view(np.uint32)
+    def mask(self, drafts: Sequence[int] = ()) -> np.ndarray:
+        """Masks of the next token and of those after each draft, as in `Step.masks`.
+
+        Returns:
+            uint32 [ceil(vocab_size / 32)], or with drafts [1 + n, ceil(vocab_size / 32)]: the
+            grammar allows the first n of them. n is 0 if masks are slow.
+        """
+        if not drafts:
+            return self._mask.view(np.uint32)
+        allowed = 0 if self._seconds >= _SLOW else self._matcher.validate_tokens([*drafts])
+        masks = np.zeros((1 + allowed, len(self._mask)), np.int32)
+        masks[0] = self._mask
+        consumed = 0
+        for token, mask in zip(drafts, masks[1:], strict=False):
+            self._matcher.consume_token(token)
+            consumed += 1
+            if self._matcher.is_stopped():  # nothing follows
+                break
+            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self._matcher.rollback(consumed)
+        return masks[:1 + consumed].view(np.uint32)
 
     def advance(self, token: int,
                 done: Callable[[LlmcError | None], object] | None = None) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from llmc.runtime.core.pacing import StepPacer
 
+NO_DRAFTS = np.empty(0, np.int32)
 FIRST = 6e-4  # seconds from the start of a submission to its first kernel
 
 
@@ -20,7 +21,8 @@ class Device:
     def submit(self, batch, prompts, host=2e-4):
         self.now += host  # prepares it
         self.begun = self.now
-        self.pace.submitting(SimpleNamespace(batch_size=batch, num_prefill_tokens=prompts))
+        self.pace.submitting(SimpleNamespace(
+            batch_size=batch, num_prefill_tokens=prompts, num_drafts=NO_DRAFTS))
         if self.end:
             self.paused += max(0, self.now + FIRST - self.end)
         self.end = max(self.end, self.now + FIRST) + self.seconds(batch, prompts)

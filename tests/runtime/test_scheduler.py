@@ -10,6 +10,7 @@ from itertools import groupby
 
 import numpy as np
 import pytest
+from drafting import TestDrafter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +20,7 @@ from llmc.runtime.core.step import LAST, EngineLimits, SamplingState, StepOutput
 from llmc.runtime.core.step_times import StepTimes
 from llmc.runtime.sampling.beam_search import Candidates
 from llmc.runtime.sampling.sampler import Logprobs
+from llmc.runtime.speculation.planner import DraftPlanner, VerificationCosts
 
 VOCAB = 50
 
@@ -43,7 +45,7 @@ class Histories:
         self.cells = {}
         self.last = {}
         self.made = {}
-        self.longest = self.tickets = 0
+        self.longest = self.tickets = self.drafts = 0
 
     def submit(self, step):
         assert step.num_tokens <= self.limits.max_tokens
@@ -56,8 +58,11 @@ class Histories:
                 self.cells[new, row] = self.cells.get((old, row))
         for slot in step.admit:
             self.last.pop(slot, None)
-        written, ends, histories = set(), [], []
-        assert len(step.scored) <= self.limits.max_scored
+        written, ends, histories, passes = set(), [], [], []
+        drafts = int(step.num_drafts.sum())
+        self.drafts += drafts
+        assert not (drafts and step.candidates)
+        assert drafts + len(step.scored) <= self.limits.max_scored
         for index, slot in enumerate(step.slots.tolist()):
             table, past = step.block_tables[index].tolist(), int(step.past_lens[index])
 
@@ -67,16 +72,30 @@ class Histories:
 
             history = self.cells[cell(past - 1)] if past else b""
             start, end = step.cu_seqlens[index:index + 2]
+            passed = []
             for position, token in enumerate(step.token_ids[start:end].tolist(), past):
                 history = digest(history, self.last[slot] if token == LAST else token)
                 assert cell(position) not in written
                 written.add(cell(position))
                 self.cells[cell(position)] = history
                 histories.append(history)
+                passed.append(history)
             ends.append(history)
-        tokens = []
+            passes.append(passed)
+        tokens, counts = [], []
         for index in step.sample.tolist():
-            tokens.append(choice(ends[index]))
+            drafts = int(step.num_drafts[index]) if len(step.num_drafts) else 0
+            assert drafts <= self.limits.max_drafts
+            end = step.cu_seqlens[index + 1]
+            sampled = []
+            for history, draft in zip(passes[index][-1 - drafts:],
+                                      [*step.token_ids[end - drafts:end].tolist(), None],
+                                      strict=True):
+                sampled.append(choice(history))
+                if sampled[-1] != draft:
+                    break
+            tokens += sampled
+            counts.append(len(sampled))
             self.last[int(step.slots[index])] = tokens[-1]
         candidates = None
         if step.candidates:
@@ -88,7 +107,7 @@ class Histories:
         scored = [score(histories[row], target) for row, target in zip(
             step.scored.rows.tolist(), step.scored.targets.tolist(), strict=True)]
         self.made[self.tickets] = StepOutput(np.array(tokens), [None] * len(tokens), candidates,
-                                          scored=scored)
+                                          scored=scored, counts=np.array(counts))
         return self.tickets
 
 
@@ -103,6 +122,7 @@ class Wish:
     stalls: range
     tenant: str | None = None
     scores: PromptScores | None = None
+    drafts: str | None = None
     got: list = field(default_factory=list)
 
     def prompt_alone(self):
@@ -161,13 +181,14 @@ class Linear(StepTimes):
 
 
 def run(wishes, limits, budget, depth, reuse=True, together=False, watch=lambda *_: None,
-        step_times=None):
+        step_times=None, num_drafts=3):
     """Run requests with arrivals and cancellations; return their tokens and the scheduler.
 
     `watch` is called after each step with the running sequences by request, and the remaining
     requests.
     """
-    scheduler, engine = Scheduler(limits, budget, reuse=reuse), Histories(limits)
+    planner = DraftPlanner(num_drafts, VerificationCosts({}))
+    scheduler, engine = Scheduler(limits, budget, reuse=reuse, drafts=planner), Histories(limits)
     scheduler.step_times = step_times or StepTimes()
     under_way, lines, owners, now = deque(), {}, {}, 0
     waiting = deque(calls_of(wishes, together))
@@ -176,7 +197,9 @@ def run(wishes, limits, budget, depth, reuse=True, together=False, watch=lambda 
     def sequence(wish):
         made = Sequence(id(wish), wish.prompt, wish.count, lambda tokens: restart(wish, tokens),
                         width=wish.width, candidates=2 if wish.width > 1 else 0,
-                        stalled=lambda: now in wish.stalls, scores=wish.scores)
+                        stalled=lambda: now in wish.stalls, scores=wish.scores,
+                        drafts=wish.drafts and planner.sequence(TestDrafter(
+                            wish.alone(), wish.drafts, VOCAB)))
         owners[made] = wish
         return made
 
@@ -224,7 +247,9 @@ def run(wishes, limits, budget, depth, reuse=True, together=False, watch=lambda 
                                            np.repeat(found.log_probs, wish.width, axis=0))
                     wish.got.append(go_on(found))
                 else:
-                    wish.got.append(chosen.token)
+                    for token in chosen.tokens:
+                        wish.got.append(token)
+                assert len(wish.got) <= wish.count
                 if len(wish.got) == wish.count:
                     scheduler.remove(own)
                     del owners[own]
@@ -232,7 +257,7 @@ def run(wishes, limits, budget, depth, reuse=True, together=False, watch=lambda 
                 elif wish.width > 1:
                     scheduler.go_on(own, *wish.got[-1])
                 else:
-                    scheduler.append(own, chosen.token)
+                    scheduler.append(own, chosen.tokens)
         watch([owners[own] for own in scheduler.running if own in owners], left)
     assert not scheduler.waiting and not scheduler._shares.slots and not scheduler._shares.holders
     assert scheduler._shares.head(scheduler._steps) is None
@@ -256,17 +281,21 @@ WISHES = st.lists(st.builds(
        max_scored=st.integers(1, 6), blocks=st.integers(3, 30), size=st.sampled_from([1, 2, 4, 8]),
        slots=st.integers(3, 6), budget=st.integers(3, 12), depth=st.integers(1, 4),
        reuse=st.booleans(), longest_first=st.booleans(), together=st.booleans(),
-       turns=st.booleans())
+       turns=st.booleans(), drafts=st.lists(
+           st.sampled_from([None, "right", "wrong", "random"]), min_size=10, max_size=10),
+       num_drafts=st.integers(1, 5))
 def test_tokens_do_not_depend_on_concurrent_requests(wishes, scored, max_scored, blocks, size,
                                                      slots, budget, depth, reuse, longest_first,
-                                                     together, turns):
+                                                     together, turns, drafts, num_drafts):
     limits = EngineLimits(blocks, size, max(budget, slots), slots, 512, depth, max_scored,
-                          longest_first)
-    for wish, wants in zip(wishes, scored, strict=False):
+                          longest_first=longest_first, max_drafts=num_drafts)
+    for wish, wants, kind in zip(wishes, scored, drafts, strict=False):
         if wants and wish.width == 1:
             wish.scores = PromptScores(wish.prompt, 0)
+        wish.drafts = kind if wish.width == 1 else None
     expected = {wish: wish.alone() for wish in wishes}
-    run(wishes, limits, budget, depth, reuse, together, step_times=Linear() if turns else None)
+    run(wishes, limits, budget, depth, reuse, together, step_times=Linear() if turns else None,
+        num_drafts=num_drafts)
     for wish in wishes:
         if wish.got is not None:
             assert wish.got == expected[wish][:len(wish.got)]
@@ -276,6 +305,13 @@ def test_tokens_do_not_depend_on_concurrent_requests(wishes, scored, max_scored,
 def wish(prompt, count, **options):
     return Wish(**{**dict(prompt=prompt, count=count, width=1, priority=0, arrives=1, aborts=None,
                           stalls=range(0)), **options})
+
+
+@pytest.mark.parametrize(("kind", "steps"), [(None, 12), ("right", 3), ("wrong", 12)])
+def test_accepted_drafts_save_steps(kind, steps):
+    own = wish([1] * 3, 12, drafts=kind)
+    _, engine = run([own], EngineLimits(12, 4, 16, 2, 512, 2, max_drafts=3), 16, 2)
+    assert engine.tickets <= steps + 1 and (engine.drafts > 0) == (kind is not None)
 
 
 def test_no_request_starves():

@@ -1,0 +1,210 @@
+"""How many drafts each sequence of a step gets."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from llmc.runtime.speculation.acceptance import AcceptanceRates, SequenceAcceptance
+from llmc.runtime.speculation.config import MAX_DRAFTS
+from llmc.runtime.speculation.drafter import Draft, Drafter
+
+_WEIGHT = 0.1  # of a new measurement in the moving average
+_ASSUMED = 0.125  # cost of a draft, relative to a step
+_MIN_GAIN = 1.02  # of expected tokens per second, below which nothing is drafted
+
+
+@dataclass
+class SpeculationCounts:
+    """Totals of a replica.
+
+    Args:
+        drafts: verifications.
+        draft_tokens, accepted_tokens: drafts verified and accepted.
+        accepted_per_position: accepted drafts by their position in a draft.
+    """
+
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=lambda: [0] * MAX_DRAFTS)
+
+    def add(self, drafted: int, accepted: int) -> None:
+        self.drafts += 1
+        self.draft_tokens += drafted
+        self.accepted_tokens += accepted
+        for position in range(accepted):
+            self.accepted_per_position[position] += 1
+
+
+class VerificationCosts:
+    """Seconds of a step by batch size and drafts of each sequence.
+
+    Args:
+        seconds: by batch size, seconds with 0, 1, 2, … drafts, measured while loading.
+        assumed: number of drafts. Without measurements, each is assumed to cost a fixed fraction of
+            the step, until steps are measured while serving.
+    """
+
+    def __init__(self, seconds: Mapping[int, list[float]], assumed: int = 0) -> None:
+        self._seconds = dict(seconds)
+        self._sizes = sorted(seconds)
+        self._assumed = assumed
+        self._served: set[int] = set()  # batch sizes that were only assumed, and then measured
+
+    def add(self, batch: int, drafts: int, seconds: float) -> None:
+        """Record a step while serving."""
+        row = self.of(batch) if self._assumed else self._seconds.get(batch, [])
+        if drafts >= len(row):
+            return
+        if not self._assumed:
+            row[drafts] += _WEIGHT * (seconds - row[drafts])
+            return
+        ratio = seconds / row[drafts]
+        for count in range(len(row)):  # other numbers of drafts are likely as far off
+            if batch not in self._served:
+                row[count] *= ratio
+            elif count == drafts or (count and drafts):
+                row[count] *= 1 + (_WEIGHT if count == drafts else _WEIGHT / 2) * (ratio - 1)
+        self._served.add(batch)
+
+    def of(self, batch: int) -> list[float]:
+        """Seconds with 0, 1, 2, … drafts of each of `batch` sequences.
+
+        A size that was not measured has those of the next larger one; above the largest there are
+        no drafts.
+        """
+        if self._assumed:
+            return self._seconds.setdefault(batch, [
+                1 + _ASSUMED * count for count in range(self._assumed + 1)])
+        index = bisect_left(self._sizes, batch)
+        return self._seconds[self._sizes[index]] if index < len(self._sizes) else [0.0]
+
+
+class SequenceDrafts:
+    """Drafts of one sequence.
+
+    Args:
+        drafter: proposes them.
+
+    Attributes:
+        pending: drafts of the submitted step.
+        accepted_predicted, rejected_predicted: tokens drafted from the caller's prediction.
+    """
+
+    def __init__(self, drafter: Drafter, rates: AcceptanceRates,
+                 counts: SpeculationCounts) -> None:
+        self._drafter, self._counts = drafter, counts
+        self._acceptance = SequenceAcceptance(rates)
+        self._draft: Draft | None = None
+        self._seen = 0  # generated tokens that the drafter knows
+        self.accepted_predicted = self.rejected_predicted = 0
+
+    @property
+    def pending(self) -> list[int]:
+        return [] if self._draft is None else self._draft.tokens
+
+    def propose(self, tokens: Sequence[int], count: int) -> Draft | None:
+        """Draft after these generated tokens."""
+        if len(tokens) > self._seen:
+            self._drafter.extend(tokens[self._seen:])
+            self._seen = len(tokens)
+        return self._drafter.draft(count)
+
+    def rate(self, draft: Draft) -> float:
+        """Expected acceptance rate of a draft."""
+        return self._acceptance.of(draft.match)
+
+    def submit(self, draft: Draft | None) -> None:
+        """Set the drafts of the next step."""
+        self._draft = draft
+        if draft is None:
+            self._acceptance.skip()
+
+    def shorten(self, count: int) -> None:
+        """Keep the first `count` drafts."""
+        if self._draft is not None and count < len(self._draft.tokens):
+            self._draft = replace(self._draft, tokens=self._draft.tokens[:count]) if count else None
+
+    def verified(self, sampled: int) -> int:
+        """Record the number of sampled tokens, and return the number of accepted drafts."""
+        draft, self._draft = self._draft, None
+        if draft is None:
+            return 0
+        accepted = sampled - 1
+        drafted = len(draft.tokens)
+        self._acceptance.add(draft.match, accepted, int(accepted < drafted))
+        self._counts.add(drafted, accepted)
+        if draft.predicted:
+            self.accepted_predicted += accepted
+            self.rejected_predicted += drafted - accepted
+        return accepted
+
+
+class DraftPlanner:
+    """Chooses the drafts of a step.
+
+    Args:
+        count: drafts of each sequence; None: as many as pay off.
+        costs: of steps, for `count` None.
+
+    Attributes:
+        counts: totals of all sequences.
+        costs: see the argument.
+    """
+
+    def __init__(self, count: int | None, costs: VerificationCosts) -> None:
+        self._count, self.costs = count, costs
+        self._rates, self.counts = AcceptanceRates(), SpeculationCounts()
+
+    def sequence(self, drafter: Drafter) -> SequenceDrafts:
+        """Start a sequence's drafts."""
+        return SequenceDrafts(drafter, self._rates, self.counts)
+
+    def plan(self, candidates: Sequence[tuple[SequenceDrafts, Sequence[int], int]], batch: int,
+             room: int) -> None:
+        """Set the drafts of each sequence that may have some in the next step.
+
+        Args:
+            candidates: drafts of sequences, their generated tokens, and the most drafts that each
+                may have.
+            batch: sequences that decode in the step.
+            room: drafts of all sequences together.
+        """
+        seconds = self.costs.of(batch)
+        most = self._count or len(seconds) - 1
+        if self._count is None and not _may_pay(seconds):
+            most = 0
+        drafts = [drafts.propose(tokens, min(most, limit)) if min(most, limit) > 0 else None
+                  for drafts, tokens, limit in candidates]
+        length = most
+        if self._count is None:
+            length = self._best([(own.rate(draft), len(draft.tokens)) for (own, _, _), draft in
+                                 zip(candidates, drafts, strict=True) if draft], batch, seconds)
+        for (own, _, _), draft in zip(candidates, drafts, strict=True):
+            kept = min(len(draft.tokens), length, room) if draft else 0
+            room -= kept
+            own.submit(replace(draft, tokens=draft.tokens[:kept]) if draft and kept else None)
+
+    @staticmethod
+    def _best(drafts: Sequence[tuple[float, int]], batch: int, seconds: Sequence[float]) -> int:
+        """The number of drafts with the most expected tokens per second.
+
+        Args:
+            drafts: acceptance rate and length of each draft.
+            seconds: see `VerificationCosts.of`.
+        """
+        best, most = 0, _MIN_GAIN * batch / seconds[0] if seconds[0] else 0.0
+        expected = float(batch)
+        for count in range(1, min(len(seconds), 1 + max((n for _, n in drafts), default=0))):
+            expected += sum(rate**count for rate, length in drafts if length >= count)
+            if expected / seconds[count] > most:
+                best, most = count, expected / seconds[count]
+        return best
+
+
+def _may_pay(seconds: Sequence[float]) -> bool:
+    """Whether drafts pay off if all are accepted."""
+    return any((1 + count) * seconds[0] > _MIN_GAIN * each
+               for count, each in enumerate(seconds) if count)

@@ -1,0 +1,226 @@
+"""Speculative decoding: the same tokens as without, for any drafts."""
+
+import random
+
+import families
+import numpy as np
+import pytest
+from drafting import TestDrafter
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import llmc
+from llmc.runtime.core import loop as loop_module
+from llmc.runtime.core.step import EngineLimits, SamplingState, Step
+from llmc.runtime.engines.host import HostSampling
+from llmc.runtime.sampling.sampler import Sampler, probabilities
+from llmc.runtime.speculation.drafter import Draft
+from llmc.runtime.speculation.ngram import MIN_MATCH, NgramDrafter
+from llmc.runtime.speculation.planner import DraftPlanner, VerificationCosts
+
+PROMPTS = [[42, 41, 239, 151, 178, 181, 214], [11, 147], [46, 122, 278, 165, 23],
+           [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]]
+PARAMS = {
+    "greedy": {},
+    "penalties": dict(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.3,
+                      logit_bias={9: 2.0, 11: -2.0}, bad_words=[[178], [5, 6]]),
+    "sampled": dict(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=7),
+    "several": dict(temperature=1.1, seed=3, n=3, logprobs=2),
+    "logprobs": dict(logprobs=3, prompt_logprobs=1),
+    "structured": dict(guided_regex="(ab|c)+d{2,9}", temperature=1.0, seed=4),
+    "ends": dict(min_tokens=9, stop_token_ids=list(range(3, 60))),
+}
+
+
+def params(name):
+    ending = {} if name in ("structured", "ends") else dict(ignore_eos=True)
+    return llmc.SamplingParams(max_tokens=24, **ending, **PARAMS[name])
+
+
+@pytest.fixture(scope="module", params=["case_tp1", "case_tp2"])
+def plain(request):
+    """A case directory, and its completions without drafts by name of parameters."""
+    case = request.getfixturevalue(request.param)
+    with llmc.LLM(case, max_batch_size=4) as llm:
+        return case, {name: llm.generate(PROMPTS, params(name)) for name in PARAMS}
+
+
+def equal(got, expected):
+    assert [(own.token_ids, own.text, own.finish_reason) for own in got] == \
+        [(own.token_ids, own.text, own.finish_reason) for own in expected]
+    for own, other in zip(got, expected, strict=True):
+        assert [each.chosen for each in own.logprobs or ()] == \
+            pytest.approx([each.chosen for each in other.logprobs or ()], abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["right", "wrong", "random", "ngram"])
+def test_tokens_do_not_depend_on_drafts(plain, kind, monkeypatch):
+    case, expected = plain
+    known = {}
+    if kind != "ngram":
+        monkeypatch.setattr(loop_module, "NgramDrafter", lambda prompt, *_: TestDrafter(
+            known[tuple(prompt)], kind, 300))
+    with llmc.LLM(case, max_batch_size=4, speculate="ngram", num_speculative_tokens=4,
+                  block_size=4, kv_cache_tokens=160) as llm:
+        for name, alone in expected.items():
+            known |= {own.prompt_token_ids: own.token_ids for own in alone if not own.sample}
+            equal(llm.generate(PROMPTS, params(name)), alone)
+        metrics = llm.metrics()
+    drafted, accepted = metrics["spec_decode_draft_tokens"], metrics["spec_decode_accepted_tokens"]
+    assert drafted and (accepted == 0 if kind == "wrong" else accepted > 0)
+    assert sum(metrics["spec_decode_accepted_tokens_per_pos"]) == accepted
+
+
+@pytest.mark.parametrize("prediction", [None, "right", "wrong"])
+def test_a_prediction_saves_steps(case_tp1, prediction, monkeypatch):
+    with llmc.LLM(case_tp1, num_speculative_tokens=7) as llm:
+        alone = llm.generate([PROMPTS[0]], params("greedy"))[0].token_ids
+        given_tokens = {"right": alone, "wrong": [(t + 1) % 300 for t in alone], None: None}
+        steps = families.steps_read(llm, monkeypatch)
+        own, = llm.generate([PROMPTS[0]], llmc.SamplingParams(
+            max_tokens=24, ignore_eos=True, prediction=given_tokens[prediction]))
+    assert own.token_ids == alone
+    assert len(steps) <= 6 if prediction == "right" else 10 < len(steps) <= 25
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_an_encoder_decoder_model_verifies_drafts(encoder_decoder, family):
+    *_, cases = encoder_decoder(family)
+    case = next(iter(cases.values()))
+    wish = llmc.SamplingParams(max_tokens=12, ignore_eos=True)
+    with llmc.LLM(case) as plain_llm, llmc.LLM(case, speculate="ngram",
+                                               num_speculative_tokens=3) as llm:
+        prompts = [[5, 6, 7, 8, 9], [11, 12]]
+        equal(llm.generate(prompts, wish), plain_llm.generate(prompts, wish))
+
+
+def naive(history, start):
+    """The longest match of up to 16 latest tokens, and the end of its last place."""
+    for length in range(min(16, len(history) - start), 0, -1):
+        for end in range(len(history) - 1, length - 1, -1):
+            if history[end - length:end] == history[len(history) - length:]:
+                return length, end
+    return 0, 0
+
+
+@settings(deadline=None)
+@given(prompt=st.lists(st.integers(0, 2), min_size=1, max_size=30),
+       prediction=st.lists(st.integers(0, 2), max_size=8),
+       generated=st.lists(st.integers(0, 2), max_size=30), count=st.integers(1, 9))
+def test_ngram_drafts_continue_the_longest_latest_match(prompt, prediction, generated, count):
+    drafter = NgramDrafter(prompt, prediction)
+    for token in generated:
+        drafter.extend([token])
+    history = [*prediction, -1, -1, *prompt, *generated]
+    match, end = naive(history, len(prediction) + 2)
+    draft = drafter.draft(count)
+    if match < MIN_MATCH:
+        expected = prediction[:count] if not generated else []
+    else:
+        expected = (history[end:] * count)[:count]
+        expected = expected[:expected.index(-1)] if -1 in expected else expected
+    assert (draft.tokens if draft else []) == expected
+    assert draft is None or len(draft.tokens) < count or match < MIN_MATCH or draft.match == match
+
+
+class Table:
+    """Ranks whose logits depend on the last token alone."""
+
+    def __init__(self, logits):
+        self.logits = logits
+
+    def compute(self, step):
+        return self.logits[step.token_ids[step.logits_indices]]
+
+
+@pytest.mark.parametrize("count", [
+    pytest.param(1, marks=pytest.mark.thorough), 3, pytest.param(7, marks=pytest.mark.thorough)])
+def test_drafts_do_not_change_the_distribution(count):
+    """100,000 draws for random drafts, by chi-square."""
+    vocab, batch, draws = 8, 50, 100_000
+    rng = np.random.default_rng(0)
+    table = rng.normal(size=(vocab, vocab)).astype(np.float32) * 2
+    wish = [llmc.SamplingParams(temperature=0.8, top_k=6, top_p=0.95, min_p=0.02, seed=seed)
+            for seed in range(batch)]
+    engine = HostSampling(Table(table), EngineLimits(batch, 1, 10**6, batch, 512, 1, max_drafts=7))
+    admit = {slot: SamplingState(Sampler(own)) for slot, own in enumerate(wish)}
+    last, seen = [0] * batch, np.zeros((vocab, vocab))
+    while seen.sum() < draws:
+        drafts = rng.integers(0, vocab, (batch, count))
+        output = engine.collect(engine.submit(Step.of(
+            [[token, *row] for token, row in zip(last, drafts.tolist(), strict=True)], [0] * batch,
+            [[slot] for slot in range(batch)], range(batch), num_drafts=[count] * batch,
+            admit=admit)))
+        admit, start = {}, 0
+        for slot, number in enumerate(output.counts.tolist()):
+            for token in output.tokens[start:start + number].tolist():
+                seen[last[slot], token] += 1
+                last[slot] = token
+            start += number
+    expected = np.stack([probabilities(row, wish[0]) for row in table])
+    assert (seen[expected == 0] == 0).all()
+    for row, chances in zip(seen[seen.sum(1) > 0], expected[seen.sum(1) > 0], strict=True):
+        kept = chances > 0
+        chi = ((row[kept] - row.sum() * chances[kept])**2 / (row.sum() * chances[kept])).sum()
+        assert chi < 30  # 7 degrees of freedom: one in 10,000
+
+
+class Steady:
+    """A drafter of a fixed rate of acceptance."""
+
+    def __init__(self, rate):
+        self._rate, self._random = rate, random.Random(0)
+
+    def extend(self, tokens):
+        pass
+
+    def draft(self, count):
+        return Draft([0] * count, 4)
+
+    def accepted(self, count):
+        return next((n for n in range(count) if self._random.random() >= self._rate), count)
+
+
+@pytest.mark.parametrize(("rate", "seconds", "low", "high"), [
+    (0.9, [1.0, 1.05, 1.1, 1.15, 1.2, 1.25], 3, 5),  # nearly free rows
+    (0.9, [1.0, 1.5, 2.5, 3.5, 4.5, 5.5], 0.8, 1.2),  # only the first pays off
+    (0.05, [1.0, 1.1, 1.2, 1.3, 1.4, 1.5], 0, 0.2),  # bad drafts
+    (1.0, [1.0, 2.1, 3.2, 4.3, 5.4, 6.5], 0, 0)])  # rows cost as much as steps
+def test_the_number_of_drafts_is_what_pays_off(rate, seconds, low, high):
+    planner = DraftPlanner(None, VerificationCosts({1: seconds}))
+    drafter = Steady(rate)
+    own = planner.sequence(drafter)
+    for _ in range(300):
+        planner.plan([(own, [], 100)], 1, 100)
+        own.verified(1 + drafter.accepted(len(own.pending)))
+    assert low <= planner.counts.draft_tokens / 300 <= high
+
+
+def test_no_drafts_in_batches_larger_than_measured():
+    planner = DraftPlanner(None, VerificationCosts({4: [1.0, 1.1]}))
+    own = planner.sequence(Steady(1.0))
+    planner.plan([(own, [], 100)], 5, 100)
+    assert not own.pending
+
+
+@pytest.mark.parametrize(("arguments", "problem"), [
+    (dict(speculate="medusa"), "speculate is 'medusa', expected one of off, ngram"),
+    (dict(speculate="ngram", num_speculative_tokens=0), "num_speculative_tokens is 0, expected"),
+    (dict(speculate="ngram", num_speculative_tokens=99), "expected auto or a number from 1 to 16"),
+    (dict(speculate="ngram", num_speculative_tokens="many"), "num_speculative_tokens is 'many'")])
+def test_invalid_options(case_tp1, arguments, problem):
+    with pytest.raises(llmc.LlmcError, match=problem):
+        llmc.LLM(case_tp1, **arguments)
+
+
+@pytest.mark.parametrize(("prediction", "problem"), [
+    (5, "prediction is 5; give a text, a list of token ids, or None"),
+    ([99999], "token id 99999 is not in the vocabulary")])
+def test_an_invalid_prediction(case_tp1, prediction, problem):
+    with llmc.LLM(case_tp1) as llm, pytest.raises(llmc.LlmcError, match=problem):
+        llm.generate([[5]], llmc.SamplingParams(prediction=prediction))
+
+
+def test_beam_search_refuses_a_prediction():
+    with pytest.raises(llmc.LlmcError, match="prediction does not go with beam_width 2"):
+        llmc.SamplingParams(beam_width=2, prediction="x")
