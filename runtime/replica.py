@@ -40,6 +40,7 @@ class EngineConfig:
     kv_cache_tokens: int | None = None
     gpu_memory_utilization: float = 0.9
     attention_backend: str | None = None
+    speculates: bool = False
 
 
 def find_devices(manifest: Manifest, wish: Sequence[int] | None) -> list[list[Placement]]:

@@ -41,8 +41,8 @@ HostArray<T> records(const Array<uint8_t>& bytes) {
 // Parameters of `Engine.submit` and `Program.check_step`, in order.
 #define LLMC_STEP                                                                               \
   Array<int64_t> token_ids, Array<int32_t> cu_seqlens, Array<int32_t> past_lens,                \
-      Array<int32_t> block_tables, Array<int32_t> slots, int num_decode, Array<int32_t> sample, \
-      Array<int32_t> copies, int candidates, int logits, Array<int32_t> memory_starts,          \
+      Array<int32_t> block_tables, Array<int32_t> slots, int num_decode, bool verifies,         \
+      Array<int32_t> sample, Array<int32_t> num_drafts, Array<int32_t> copies, int candidates, int logits, Array<int32_t> memory_starts,          \
       Array<int32_t> memory_lens, Array<int32_t> mask_rows, Array<uint32_t> masks,              \
       Array<int32_t> state_slots, Array<int32_t> state_copies, Array<int32_t> scored_rows,      \
       Array<int64_t> scored_targets, Array<int32_t> scored_counts, Array<int32_t> admit_slots,  \
@@ -51,7 +51,7 @@ HostArray<T> records(const Array<uint8_t>& bytes) {
 #define LLMC_STEP_INPUTS                                                                         \
   StepInputs {                                                                                   \
     host(token_ids), host(cu_seqlens), host(past_lens), host(block_tables), host(slots),         \
-        num_decode, host(sample), host(copies), candidates, static_cast<Logits>(logits),         \
+        num_decode, verifies, host(sample), host(num_drafts), host(copies), candidates, static_cast<Logits>(logits),         \
         host(memory_starts), host(memory_lens), host(mask_rows), host(masks), host(state_slots), \
         host(state_copies), host(scored_rows), host(scored_targets), host(scored_counts), {      \
       host(admit_slots), records<kernels::SlotState>(admit_states), host(admit_prompts),         \
@@ -121,9 +121,15 @@ void bind_program(nb::module_& m) {
 }
 
 // The results of a step, copied: tokens, log-probability records or None, candidates' tokens and
-// log-probabilities, logits as float32 [num_logits, vocab_size], and records of scored rows or
-// None.
+// log-probabilities, logits as float32 [num_logits, vocab_size], records of scored rows or None, and
+// with drafts the number of tokens of each sequence, else None.
 nb::tuple to_python(const Engine::Results& results, int vocab_size) {
+  // Rows of the accepted tokens, in the order of sequences; all without drafts.
+  std::vector<int32_t> kept;
+  nb::object counts = nb::none();
+  for (int i = 0; i < results.num_sequences; ++i)
+    for (int k = 0; k < results.counts[i]; ++k)
+      kept.push_back(results.row_of[i * results.positions + k]);
   auto copy = [](const auto* data, std::initializer_list<size_t> shape) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
     size_t count = 1;
@@ -133,13 +139,24 @@ nb::tuple to_python(const Engine::Results& results, int vocab_size) {
     nb::capsule owner(made, [](void* p) noexcept { delete[] static_cast<T*>(p); });
     return nb::ndarray<nb::numpy, T>(made, shape, owner);
   };
+  auto pick = [&](const auto* data) {
+    std::vector<std::remove_const_t<std::remove_pointer_t<decltype(data)>>> made;
+    if (results.counts == nullptr) made.assign(data, data + results.num_sampled);
+    else
+      for (int32_t row : kept) made.push_back(data[row]);
+    return made;
+  };
   const auto rows = static_cast<size_t>(results.num_sampled),
              count = static_cast<size_t>(results.candidates);
   nb::object reported = nb::none(), tokens = nb::none(), log_probs = nb::none(),
              logits = nb::none(), scored = nb::none();
-  if (results.logprobs != nullptr)
-    reported = nb::cast(copy(reinterpret_cast<const uint8_t*>(results.logprobs),
-                             {rows * sizeof(kernels::Logprobs)}));
+  if (results.logprobs != nullptr) {
+    const auto records = pick(results.logprobs);
+    reported = nb::cast(copy(reinterpret_cast<const uint8_t*>(records.data()),
+                             {records.size() * sizeof(kernels::Logprobs)}));
+  }
+  if (results.counts != nullptr)
+    counts = nb::cast(copy(results.counts, {static_cast<size_t>(results.num_sequences)}));
   if (results.scored != nullptr)
     scored = nb::cast(copy(reinterpret_cast<const uint8_t*>(results.scored),
                            {static_cast<size_t>(results.num_scored) * sizeof(kernels::Logprobs)}));
@@ -158,7 +175,9 @@ nb::tuple to_python(const Engine::Results& results, int vocab_size) {
                vocab_size, results.dtype);
     logits = nb::cast(nb::ndarray<nb::numpy, float>(made, {all, vocab}, owner));
   }
-  return nb::make_tuple(copy(results.tokens, {rows}), reported, tokens, log_probs, logits, scored);
+  const auto sampled = pick(results.tokens);
+  return nb::make_tuple(copy(sampled.data(), {sampled.size()}), reported, tokens, log_probs, logits,
+                        scored, counts);
 }
 
 void bind_engine(nb::module_& m) {

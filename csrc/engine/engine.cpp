@@ -177,6 +177,7 @@ void Engine::enqueue(const std::vector<Node>& nodes, const Step& step) {
   context.communicator = communicator_;
   context.decode = step.decode;
   context.num_decode = step.num_decode;
+  context.verifies = step.verifies;
   context.longest = step.longest;
   context.reach = step.reach;
   if (step.prefix) context.prefix = {prefix_, prefix_ + 2, nullptr};
@@ -384,7 +385,7 @@ void Engine::run_model(const Step& step) {
   auto work = [&] { enqueue(program_.nodes(), step); };
   const std::lock_guard<std::mutex> lock(graphs_mutex_);  // see abort()
   if (aborted_) throw Error("another rank has exited");
-  if (step.decode) graphs_[{step.batch, step.prefix}].run(stream_.handle, work);
+  if (step.decode) graphs_[{step.batch, step.prefix, step.verifies}].run(stream_.handle, work);
   else work();
 }
 
@@ -399,12 +400,11 @@ int64_t Engine::submit(const StepInputs& inputs) {
   const bool captured =
       step.num_decode == step.batch && step.batch <= limits.decoding() && !watches();
   const bool all = captured || inputs.logits == Logits::kAll;
-  std::vector<int32_t> logits_indices, slots;
+  std::vector<int32_t> logits_indices;
   std::vector<int64_t> rows;  // rows of logits from which tokens are sampled
-  for (int32_t sequence : inputs.sample) {
-    const int32_t token = inputs.cu_seqlens[sequence + 1] - 1;
+  SampledRows sampled_rows = SampledRows::of(inputs);
+  for (int32_t token : sampled_rows.tokens) {
     rows.push_back(all ? token : static_cast<int64_t>(rows.size()));
-    slots.push_back(inputs.slots[sequence]);
     if (!all) logits_indices.push_back(token);
   }
   std::vector<int64_t> scored;  // rows of logits at which a token is scored
@@ -419,6 +419,7 @@ int64_t Engine::submit(const StepInputs& inputs) {
     step =
         Step::of_decoding(*std::lower_bound(graph_sizes_.begin(), graph_sizes_.end(), step.batch));
   else step.num_logits = static_cast<int>(logits_indices.size());
+  step.verifies = inputs.verifies;
   const Prefix prefix = shared_prefix(inputs, limits.block_size);
   step.prefix = prefix.length > 0;
   try {
@@ -427,10 +428,12 @@ int64_t Engine::submit(const StepInputs& inputs) {
     StagingBuffer& packed = ticket.sent;
     packed.clear();
     const Sent sent = pack(packed, inputs, prefix, logits_indices, step.batch);
-    const int64_t sampled = packed.add(slots), picked = packed.add(rows);
+    const int64_t sampled = packed.add(sampled_rows.slots), picked = packed.add(rows);
+    const int64_t drafted[] = {packed.add(sampled_rows.row_of), packed.add(sampled_rows.drafts),
+                               packed.add(sampled_rows.drafts_before)};
     const int64_t copies = packed.add(inputs.copies.data, inputs.copies.size);
     const int64_t state_copies = packed.add(inputs.state_copies.data, inputs.state_copies.size);
-    const int64_t mask_rows = packed.add(inputs.mask_rows.data, inputs.mask_rows.size);
+    const int64_t mask_rows = packed.add(sampled_rows.mask_rows);
     const int64_t masks = packed.add(inputs.masks.data, inputs.masks.size);
     const int64_t scores[] = {packed.add(scored),
                               packed.add(inputs.scored_targets.data, inputs.scored_targets.size),
@@ -461,8 +464,13 @@ int64_t Engine::submit(const StepInputs& inputs) {
     Masks masked{};
     if (inputs.mask_rows.size > 0)
       masked = {at<int32_t>(received, mask_rows), at<uint32_t>(received, masks)};
-    sample(ticket, inputs, logits, rows, at<int32_t>(received, sampled),
-           at<int64_t>(received, picked), masked);
+    DraftedRows verified{sampled_rows.begins, static_cast<int>(inputs.sample.size),
+                         at<int32_t>(received, drafted[0]), at<int32_t>(received, drafted[1]),
+                         at<int32_t>(received, drafted[2])};
+    sample(ticket, inputs, logits, rows, sampled_rows.slots, at<int32_t>(received, sampled),
+           at<int64_t>(received, picked), masked,
+           inputs.num_drafts.size > 0 ? &verified : nullptr);
+    ticket.row_of = std::move(sampled_rows.row_of);
     if (!scored.empty())
       score(ticket, logits, scored, at<int64_t>(received, scores[0]),
             at<int64_t>(received, scores[1]), at<int32_t>(received, scores[2]));
@@ -478,8 +486,9 @@ int64_t Engine::submit(const StepInputs& inputs) {
 // Samples from these rows of the logits, and enqueues the copy of all requested results to the
 // host.
 void Engine::sample(Ticket& ticket, const StepInputs& inputs, const Tensor& logits,
-                    const std::vector<int64_t>& rows, const int32_t* slots,
-                    const int64_t* device_rows, const Masks& masks) {
+                    const std::vector<int64_t>& rows, const std::vector<int32_t>& slots,
+                    const int32_t* device_slots, const int64_t* device_rows, const Masks& masks,
+                    const DraftedRows* drafted) {
   const cudaStream_t stream = stream_.handle;
   Results& results = ticket.results;
   auto read = [&](GrowingPinnedBuffer& room, const void* data, int64_t bytes) {
@@ -502,9 +511,13 @@ void Engine::sample(Ticket& ticket, const StepInputs& inputs, const Tensor& logi
           "gathering rows of logits");
   }
   if (!rows.empty()) {
-    std::vector<int32_t> known;
-    for (int32_t sequence : inputs.sample) known.push_back(inputs.slots[sequence]);
-    sampler_->sample(chosen, slots, known, masks);
+    sampler_->sample(chosen, device_slots, slots, masks, drafted);
+    if (drafted != nullptr) {
+      results.num_sequences = drafted->sequences;
+      results.positions = drafted->positions();
+      results.counts = static_cast<const int32_t*>(
+          read(ticket.counts, sampler_->counts(), 4ll * drafted->sequences));
+    }
     results.tokens =
         static_cast<const int64_t*>(read(ticket.tokens, sampler_->sampled(), 8 * chosen.shape[0]));
     if (sampler_->logprobs() != nullptr)
@@ -584,6 +597,7 @@ const Engine::Results& Engine::wait(int64_t number) {
   Ticket& ticket = tickets_[std::max<int64_t>(number, 0) % kMaxInFlight];
   if (number < 0 || ticket.number.load() != number)
     throw Error("step " + std::to_string(number) + " is not in flight");
+  ticket.results.row_of = ticket.row_of.data();
   check(cudaEventSynchronize(ticket.done), "a step");
   return ticket.results;
 }
@@ -594,7 +608,7 @@ void Engine::release(int64_t number) {
   ticket.number.store(-1);
 }
 
-void Engine::warm(const std::vector<int>& lengths, bool decode) {
+void Engine::warm(const std::vector<int>& lengths, bool decode, bool verifies) {
   const Limits& limits = program_.limits();
   use_device();
   const int batch = static_cast<int>(lengths.size());
@@ -623,6 +637,7 @@ void Engine::warm(const std::vector<int>& lengths, bool decode) {
   inputs.state_slots = {nobody.data(), static_cast<int64_t>(nobody.size())};
   Step step = Step::of_decoding(batch);
   if (!decode) step = {size, 1, batch, false, 0, longest, longest};
+  step.verifies = verifies;
   StagingBuffer packed;
   // All tokens are written to the padding block.
   const std::vector<int32_t> table(static_cast<int64_t>(batch) * limits.max_blocks(),

@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "../kernels/sampling/params.h"
@@ -41,7 +42,8 @@ class Engine {
   // Runs a step of padding sequences with these lengths, decoding or prompts, and synchronizes, so
   // that GEMMs are timed, plans made and graphs captured for such a step. Other steps use what
   // exists.
-  void warm(const std::vector<int>& lengths, bool decode);
+  // verifies: rows of a decode step may belong to one sequence; see StepInputs.
+  void warm(const std::vector<int>& lengths, bool decode, bool verifies);
   // See Gemm.
   Gemm::Algorithms algorithms() const { return gemm_->algorithms(); }
   void know(const Gemm::Algorithms& algorithms) { gemm_->know(algorithms); }
@@ -63,6 +65,10 @@ class Engine {
     DType dtype;
     int num_scored;
     const kernels::Logprobs* scored;  // [num_scored] or null
+    // With drafts: tokens of each sequence, and their indices among those sampled; else null.
+    int num_sequences, positions;
+    const int32_t* counts;  // [num_sequences]
+    const int32_t* row_of;  // [num_sequences, positions]
   };
   const Results& wait(int64_t ticket);
   // Frees the step's results for reuse.
@@ -115,7 +121,8 @@ class Engine {
     std::vector<std::unique_ptr<StagingBuffer>> encoded;  // staged for the encoder
     // Results on the host: tokens, log-probabilities, candidates, logits, log-probabilities of
     // scored rows.
-    GrowingPinnedBuffer tokens, logprobs, candidates, logits, scored;
+    GrowingPinnedBuffer tokens, counts, logprobs, candidates, logits, scored;
+    std::vector<int32_t> row_of;
     Results results{};
   };
 
@@ -148,8 +155,9 @@ class Engine {
   void prepare(const char* received, const Sent& sent);
   void run_model(const Step& step);
   void sample(Ticket& ticket, const StepInputs& inputs, const Tensor& logits,
-              const std::vector<int64_t>& rows, const int32_t* slots, const int64_t* device_rows,
-              const Masks& masks);
+              const std::vector<int64_t>& rows, const std::vector<int32_t>& slots,
+              const int32_t* device_slots, const int64_t* device_rows, const Masks& masks,
+              const DraftedRows* drafted);
   void score(Ticket& ticket, const Tensor& logits, const std::vector<int64_t>& rows,
              const int64_t* device_rows, const int64_t* targets, const int32_t* counts);
   void find_candidates(Ticket& ticket, const Tensor& rows, int count);
@@ -174,8 +182,8 @@ class Engine {
       false;  // whether the model's nodes select the rows of logits; there may be 0 rows
 
   std::vector<int> graph_sizes_;
-  std::map<std::pair<int, bool>, Graph>
-      graphs_;  // decode steps, by batch size and whether there is a shared prefix
+  // Decode steps, by batch size, whether there is a shared prefix, and StepInputs::verifies.
+  std::map<std::tuple<int, bool, bool>, Graph> graphs_;
   std::unique_ptr<Sampler> sampler_;
   std::array<Ticket, kMaxInFlight> tickets_;
   int64_t submitted_ = 0;

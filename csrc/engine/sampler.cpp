@@ -90,20 +90,16 @@ void Sampler::admit(const Admissions& admit, const AdmittedArrays& given,
         "admitting sequences to slots");
 }
 
-void Sampler::sample(const Tensor& logits, const int32_t* device_slots,
-                     const std::vector<int32_t>& slots, const Masks& masks) {
-  const int rows = static_cast<int>(slots.size()), stride = static_cast<int>(logits.shape[1]);
-  bool draws = false, processes = masks.rows != nullptr, keeps = false;
-  reported_ = false;
-  for (int32_t slot : slots) {
-    SlotRecord& known = slots_[slot];
-    known.has_sampled = true;
-    draws = draws || known.draws, processes = processes || known.processes,
-    keeps = keeps || known.keeps_history;
-    reported_ = reported_ || known.reports;
-  }
-  kernels::SampleParams p{sampled_,    logits.data, states_, device_slots, rows,
-                          vocab_size_, stride,      0,       draws};
+// Samples from rows [begin, end).
+void Sampler::choose(const Tensor& logits, const int32_t* device_slots, int begin, int end,
+                     bool draws, bool processes, const Masks& masks,
+                     const int32_t* drafts_before) {
+  const int stride = static_cast<int>(logits.shape[1]), rows = end - begin;
+  const void* data =
+      static_cast<const char*>(logits.data) + begin * logits.shape[1] * width(logits.dtype);
+  kernels::SampleParams p{sampled_ + begin, data,   states_, device_slots + begin, rows,
+                          vocab_size_,      stride, 0,       draws};
+  if (drafts_before != nullptr) p.drafts_before = drafts_before + begin;
   DType dtype = logits.dtype;
   if (processes) {
     const int64_t width = scores_width();
@@ -111,22 +107,55 @@ void Sampler::sample(const Tensor& logits, const int32_t* device_slots,
       scores_ = memory_.allocate<float>(limits_.max_batch * width, "the processed logits");
     const kernels::ProcessLogitsParams process{
         scores_,
-        logits.data,
+        data,
         states_,
-        device_slots,
+        device_slots + begin,
         lists_ ? static_cast<const int32_t*>(lists_->data) : nullptr,
         history_,
         rows,
         vocab_size_,
         stride,
         static_cast<int>(width),
-        masks.rows,
+        masks.rows != nullptr ? masks.rows + begin : nullptr,
         masks.words};
     check(kernels::process_logits(dtype, process, stream_), "processing logits");
     dtype = DType::kFloat32;
     p.logits = scores_, p.stride = static_cast<int>(width), p.none = -1;
   }
   check(kernels::sample(dtype, p, stream_), "choosing tokens");
+}
+
+void Sampler::sample(const Tensor& logits, const int32_t* device_slots,
+                     const std::vector<int32_t>& slots, const Masks& masks,
+                     const DraftedRows* drafted) {
+  const int rows = static_cast<int>(slots.size()), stride = static_cast<int>(logits.shape[1]);
+  bool draws = false, processes = masks.rows != nullptr, keeps = false, counts = false;
+  reported_ = false;
+  for (int32_t slot : slots) {
+    SlotRecord& known = slots_[slot];
+    known.has_sampled = true;
+    draws = draws || known.draws, processes = processes || known.processes,
+    keeps = keeps || known.keeps_history, counts = counts || known.processes;
+    reported_ = reported_ || known.reports;
+  }
+  kernels::TokenHistory history = history_;
+  if (!keeps) history.counts = nullptr;
+  if (drafted == nullptr) {
+    choose(logits, device_slots, 0, rows, draws, processes, masks, nullptr);
+  } else {
+    // Processors depend on the tokens before, so that positions are sampled in turn.
+    const int step = counts ? 1 : drafted->positions();
+    for (int first = 0; first < drafted->positions(); first += step) {
+      const int end = first + step;
+      choose(logits, device_slots, drafted->begins[first], drafted->begins[end], draws, processes,
+             masks, counts ? nullptr : drafted->drafts_before);
+      check(kernels::accept_drafts(
+                {states_, last_, device_slots, sampled_, drafted->drafts, drafted->row_of, counts_,
+                 history, drafted->sequences, drafted->positions(), first, end},
+                stream_),
+            "accepting drafts");
+    }
+  }
   if (reported_) {
     if (logprobs_ == nullptr)
       logprobs_ = memory_.allocate<kernels::Logprobs>(limits_.max_batch, "log-probabilities");
@@ -136,10 +165,9 @@ void Sampler::sample(const Tensor& logits, const int32_t* device_slots,
               stream_),
           "computing log-probabilities");
   }
-  kernels::TokenHistory history = history_;
-  if (!keeps) history.counts = nullptr;
-  check(kernels::update_slots({states_, last_, device_slots, sampled_, history, rows}, stream_),
-        "counting tokens");
+  if (drafted == nullptr)
+    check(kernels::update_slots({states_, last_, device_slots, sampled_, history, rows}, stream_),
+          "counting tokens");
 }
 
 }  // namespace llmc

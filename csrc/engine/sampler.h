@@ -22,6 +22,19 @@ struct AdmittedArrays {
   const int32_t *slots, *prompts, *starts, *tokens, *lists;
 };
 
+// Rows of logits that belong to one sequence: after its last token and after each draft. Rows are
+// ordered by position: first those of all sequences without drafts before them.
+struct DraftedRows {
+  std::vector<int> begins;  // [positions + 1], the first row of each position
+  int sequences = 0;
+  // On the device.
+  const int32_t* row_of = nullptr;         // [sequences, positions]; negative: no such row
+  const int32_t* drafts = nullptr;         // [rows], the draft that follows; negative: none
+  const int32_t* drafts_before = nullptr;  // [rows]
+
+  int positions() const { return static_cast<int>(begins.size()) - 1; }
+};
+
 class Sampler {
  public:
   Sampler(const Limits& limits, int vocab_size, DeviceMemory& memory, cudaStream_t stream);
@@ -38,16 +51,20 @@ class Sampler {
   // Enqueues logits processing, sampling of one token per row of logits [rows, width], and the slot
   // updates. `slots` are the host's copy of device_slots.
   void sample(const Tensor& logits, const int32_t* device_slots, const std::vector<int32_t>& slots,
-              const Masks& masks);
+              const Masks& masks, const DraftedRows* drafted = nullptr);
   // Sampled tokens, and log-probabilities if any slot of the last call asks for them; [rows] each,
   // on the device.
   const int64_t* sampled() const { return sampled_; }
+  // Tokens of each sequence of the last call with drafted rows.
+  const int32_t* counts() const { return counts_; }
   const kernels::Logprobs* logprobs() const { return reported_ ? logprobs_ : nullptr; }
   // The last token of each slot.
   const int64_t* last() const { return last_; }
 
  private:
   int64_t scores_width() const { return (vocab_size_ + 3) / 4 * 4; }
+  void choose(const Tensor& logits, const int32_t* device_slots, int begin, int end, bool draws,
+              bool processes, const Masks& masks, const int32_t* drafts_before);
   int64_t place_lists(int32_t slot, int64_t size);
 
   const Limits limits_;
@@ -59,6 +76,7 @@ class Sampler {
   // On the device, [max_batch] each.
   kernels::SlotState* states_;
   int64_t *sampled_, *last_;
+  int32_t* counts_;
   // Allocated on first use.
   float* scores_ = nullptr;
   kernels::Logprobs* logprobs_ = nullptr;

@@ -2,6 +2,7 @@
 
 #include <functional>
 #include <map>
+#include <numeric>
 
 namespace llmc {
 namespace {
@@ -130,11 +131,40 @@ void check_memory(const HostArray<int32_t>& starts, const HostArray<int32_t>& le
 void check_masks(const StepInputs& inputs, int vocab_size) {
   if (inputs.mask_rows.size == 0 && inputs.masks.size == 0) return;
   const int64_t words = (vocab_size + 31) / 32;
-  check_size("the rows of token masks", inputs.mask_rows.size, inputs.sample.size);
+  check_size("the rows of token masks", inputs.mask_rows.size,
+             inputs.sample.size +
+                 std::accumulate(inputs.num_drafts.begin(), inputs.num_drafts.end(), int64_t{0}));
   if (inputs.masks.size % words != 0)
     throw Error("token masks of " + text(inputs.masks.size) + " words are not rows of " +
                 text(words) + " words");
   check_range("the rows of token masks", inputs.mask_rows, -1, inputs.masks.size / words);
+}
+
+// Returns the number of drafts.
+int64_t check_drafts(const StepInputs& inputs, const Limits& limits, int vocab_size) {
+  if (inputs.num_drafts.size == 0) return 0;
+  check_size("num_drafts", inputs.num_drafts.size, inputs.sample.size);
+  if (inputs.candidates > 0 || inputs.logits != Logits::kNone)
+    throw Error("a step with drafts cannot return candidates or logits");
+  int64_t total = 0;
+  for (int64_t i = 0; i < inputs.sample.size; ++i) {
+    const int64_t drafts = inputs.num_drafts[i], sequence = inputs.sample[i];
+    const int64_t end = inputs.cu_seqlens[sequence + 1];
+    bool fits = drafts >= 0 && drafts < (inputs.verifies ? end : inputs.fresh(sequence));
+    for (int64_t row = sequence - drafts; fits && inputs.verifies && row < sequence; ++row)
+      fits = inputs.slots[row] == inputs.slots[sequence];
+    if (!fits)
+      throw Error(text(drafts) + " drafts of sequence " + text(sequence) + " exceed its tokens");
+    for (int64_t token = end - drafts; token < end; ++token)
+      if (inputs.token_ids[token] < 0 || inputs.token_ids[token] >= vocab_size)
+        throw Error("draft " + text(token) + " is " + text(inputs.token_ids[token]) +
+                    ", expected 0 to " + text(vocab_size - 1));
+    total += drafts;
+  }
+  if (inputs.sample.size + total > limits.max_batch)
+    throw Error("a step of " + text(inputs.sample.size) + " sampled sequences and " + text(total) +
+                " drafts exceeds the engine's limit of " + text(limits.max_batch));
+  return total;
 }
 
 void check_scored(const StepInputs& inputs, int64_t num_tokens, int vocab_size) {
@@ -179,15 +209,21 @@ Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size,
                 sampled = inputs.sample.size;
   check_rows(batch, limits);
   const int64_t num_logits =
-      inputs.logits == Logits::kAll ? num_tokens : sampled + inputs.scored_rows.size;
+      inputs.logits == Logits::kAll
+          ? num_tokens
+          : sampled + inputs.scored_rows.size +
+                std::accumulate(inputs.num_drafts.begin(), inputs.num_drafts.end(), int64_t{0});
   if (num_tokens > limits.max_tokens || num_logits > limits.max_logits)
     throw Error("a step of " + text(num_tokens) + " tokens and " + text(num_logits) +
                 " logits exceeds the engine's limits of " + text(limits.max_tokens) + " and " +
                 text(limits.max_logits));
   check_starts(inputs.cu_seqlens, batch, num_tokens);
   check_range("token_ids", inputs.token_ids, -1, int64_t{1} << 31);
-  check_distinct("slots", inputs.slots, limits.max_batch);
+  if (inputs.verifies) check_range("slots", inputs.slots, 0, limits.max_batch);
+  else check_distinct("slots", inputs.slots, limits.max_batch);
   check_size("slots", inputs.slots.size, batch);
+  if (inputs.verifies && (inputs.num_decode != batch || limits.num_states > 0))
+    throw Error("a step of rows with drafts has prompts, or the model has recurrent states");
   if (inputs.block_tables.size % batch != 0)
     throw Error("block_tables of " + text(inputs.block_tables.size) + " elements are not rows of " +
                 text(batch) + " sequences");
@@ -229,6 +265,8 @@ Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size,
     step.reach = std::max<int>(step.reach, past + fresh);
   }
   check_range("sample", inputs.sample, 0, batch);
+  check_drafts(inputs, limits, vocab_size);
+  step.verifies = inputs.verifies;
   check_masks(inputs, vocab_size);
   check_scored(inputs, num_tokens, vocab_size);
   for (int64_t i = 1; i < sampled; ++i)
@@ -237,6 +275,33 @@ Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size,
     throw Error("candidates is " + text(inputs.candidates) + ", expected 0 to vocab_size " +
                 text(vocab_size));
   return step;
+}
+
+SampledRows SampledRows::of(const StepInputs& inputs) {
+  SampledRows made;
+  const int64_t sampled = inputs.sample.size;
+  int positions = sampled > 0 ? 1 : 0;
+  for (int64_t i = 0; i < sampled; ++i) positions = std::max(positions, 1 + inputs.drafts(i));
+  made.row_of.assign(sampled * positions, -1);
+  for (int position = 0; position < positions; ++position) {
+    made.begins.push_back(static_cast<int>(made.tokens.size()));
+    int64_t mask = position;  // of sequence i at this position, in the order of the host
+    for (int64_t i = 0; i < sampled; mask += 1 + inputs.drafts(i), ++i) {
+      const int drafts = inputs.drafts(i);
+      if (position > drafts) continue;
+      const int32_t sequence = inputs.sample[i];
+      const int32_t token = inputs.cu_seqlens[sequence + 1] - 1 - drafts + position;
+      made.row_of[i * positions + position] = static_cast<int32_t>(made.tokens.size());
+      made.tokens.push_back(token);
+      made.slots.push_back(inputs.slots[sequence]);
+      made.drafts.push_back(position < drafts ? static_cast<int32_t>(inputs.token_ids[token + 1])
+                                              : -1);
+      made.drafts_before.push_back(position);
+      if (inputs.mask_rows.size > 0) made.mask_rows.push_back(inputs.mask_rows[mask]);
+    }
+  }
+  made.begins.push_back(static_cast<int>(made.tokens.size()));
+  return made;
 }
 
 Step check_step(const EncoderInputs& inputs, const Limits& limits) {
@@ -265,9 +330,11 @@ Prefix shared_prefix(const StepInputs& inputs, int block_size) {
   if (block_size < kDecodeKeys) return best;
   const int64_t width = inputs.num_decode > 1 ? inputs.width() : 0;
   auto blocks_of = [&](int sequence) { return inputs.block_tables.data + sequence * width; };
-  // Full blocks, which are not written any more.
+  // Full blocks, which are not written any more, not by an earlier row of the sequence either.
   auto full = [&](int sequence) {
-    return static_cast<int>(std::min<int64_t>(inputs.past_lens[sequence] / block_size, width));
+    int row = sequence;
+    while (inputs.verifies && row > 0 && inputs.slots[row - 1] == inputs.slots[sequence]) --row;
+    return static_cast<int>(std::min<int64_t>(inputs.past_lens[row] / block_size, width));
   };
   for (int i = 0; i < inputs.num_decode && width > 0; ++i)
     if (full(i) > 0) alike[blocks_of(i)[0]].push_back(i);

@@ -54,6 +54,7 @@ struct Step {
       false;  // every sequence has exactly one new token, and all logits are wanted in order
   int num_decode = 0, longest = 0, reach = 0;
   bool prefix = false;  // decoding sequences share a prefix: see Prefix
+  bool verifies = false;  // see StepInputs
 
   static Step of_decoding(int batch) { return {batch, batch, batch, true, batch, 0, 0}; }
 };
@@ -77,13 +78,16 @@ struct StepInputs {
   HostArray<int32_t> block_tables;           // [batch, width]
   HostArray<int32_t> slots;                  // [batch]
   int num_decode;
-  HostArray<int32_t> sample;  // [num_sampled], ascending
+  bool verifies;  // every row is a decoding sequence, and adjacent rows with the same slot are the
+                  // last token and the drafts of one
+  HostArray<int32_t> sample;  // [num_sampled], ascending; with `verifies`, each sequence's last row
+  HostArray<int32_t> num_drafts;  // [num_sampled], the last tokens of each; empty: none has any
   HostArray<int32_t> copies;  // [num_copies, 2]
   int candidates;
   Logits logits;
   HostArray<int32_t> memory_starts, memory_lens;  // [batch] each, or empty: see EncoderInputs
   HostArray<int32_t>
-      mask_rows;  // [num_sampled], or empty: index of a mask; -1: all tokens are allowed
+      mask_rows;  // [num_sampled + drafts], or empty: index of a mask; -1: all tokens are allowed
   HostArray<uint32_t> masks;        // [.., ceil(vocab_size / 32)]: see kernels::ProcessLogitsParams
   HostArray<int32_t> state_slots;   // [batch], the state of each sequence; empty without states
   HostArray<int32_t> state_copies;  // [num_copies, 2]
@@ -95,6 +99,7 @@ struct StepInputs {
   int batch() const { return static_cast<int>(past_lens.size); }
   int width() const { return static_cast<int>(block_tables.size / past_lens.size); }
   int fresh(int64_t sequence) const { return cu_seqlens[sequence + 1] - cu_seqlens[sequence]; }
+  int drafts(int64_t sampled) const { return num_drafts.size > 0 ? num_drafts[sampled] : 0; }
 };
 
 // The host's record of a slot.
@@ -116,6 +121,19 @@ struct Prefix {
       own_from;  // [batch]: the length for sequences that share it, 0 for others; or empty
 };
 Prefix shared_prefix(const StepInputs& inputs, int block_size);
+
+// The rows from which a step samples: of each of `sample` one after its last token and one after
+// each draft. They are ordered by position: first those before all drafts.
+struct SampledRows {
+  std::vector<int32_t> tokens, slots;          // [rows], tokens of the step and their slots
+  std::vector<int32_t> drafts, drafts_before;  // [rows], the draft that follows (-1: none), and the
+                                               // number of drafts before
+  std::vector<int32_t> mask_rows;              // [rows], or empty
+  std::vector<int32_t> row_of;                 // [num_sampled, positions], -1: no such row
+  std::vector<int> begins;                     // [positions + 1], the first row of each position
+
+  static SampledRows of(const StepInputs& inputs);
+};
 
 // Prompts for an encoder: the output of token i is written to row memory_rows[i]. Prompt p has
 // mem_max_seq_len rows.

@@ -146,7 +146,8 @@ class _Loaded:
             max(_integer("max_num_batched_tokens", max_num_batched_tokens, 1), max_batch_size),
             _power_of_two("block_size", block_size),
             None if kv_cache_tokens is None else _integer("kv_cache_tokens", kv_cache_tokens, 1),
-            _fraction("gpu_memory_utilization", gpu_memory_utilization), attention_backend)
+            _fraction("gpu_memory_utilization", gpu_memory_utilization), attention_backend,
+            speculation.method != "off")
         self._max_batch_size = max_batch_size
         with memory_errors("load the model"):
             self._load(devices, config, speculation, prefix_reuse, check_step, skip_step)

@@ -399,7 +399,7 @@ class Scheduler:
                     if own.drafts is not None and count == 1]
         if self.drafts is None or not drafting:
             return 0
-        room = min(self.budget - decoding, self._score_room)
+        room = min(self.budget - decoding, self._score_room, self.limits.max_draft_tokens)
         self.drafts.plan([
             (drafts, own.tokens, 0 if own.ahead or own.computed + 1 != own.known
              else own.limit - len(own.tokens) - 1) for own, drafts in drafting], decoding, room)

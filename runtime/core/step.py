@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from llmc.runtime.engines import MAX_SCORED
+from llmc.runtime.engines import MAX_LOGITS, MAX_SCORED
 from llmc.runtime.sampling.beam_search import Candidates
 from llmc.runtime.sampling.sampler import Logprobs, Sampler
 
@@ -240,6 +240,7 @@ class EngineLimits:
         ahead: maximum number of in-flight steps.
         max_scored: scored tokens of a step, at least 1.
         max_drafts: drafts of a sequence in a step; 0: the engine verifies none.
+        max_draft_tokens: drafts of all sequences in a step.
         longest_first: order decoding sequences by descending length; else by slot.
         keeps_states: layers have a recurrent state (Mamba, gated delta rule, short convolution).
             Such a sequence can be continued only at its end, not from earlier blocks.
@@ -253,6 +254,7 @@ class EngineLimits:
     ahead: int
     max_scored: int = MAX_SCORED
     max_drafts: int = 0
+    max_draft_tokens: int = MAX_LOGITS
     longest_first: bool = False
     keeps_states: bool = False
 

@@ -11,7 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from rich.console import Console
@@ -35,6 +35,9 @@ from llmc.runtime.sampling.slot_params import LOGPROBS
 SIZES: dict[int | str, int] = {"num_tokens": -1, "num_logits": -2, "batch": -3, "batch_plus_1": -4}
 AHEAD = 2  # in-flight steps: one runs, the next is queued on the device
 _ALIGNED = 128  # max_tokens is rounded up to a multiple, which aligns every value of the arena
+_MAX_DRAFTS = 15  # of a sequence in a step
+# Of all sequences in a step: rows whose steps are captured while loading.
+_DRAFTS_EACH, _DRAFT_TOKENS = 7, 112
 _NONE = np.empty(0, np.int32)
 _NO_MASKS = np.empty(0, np.uint32)
 
@@ -105,15 +108,18 @@ class CudaEngine:
         kv_cache_tokens: positions of the whole KV cache; None: as many as fit in memory.
         gpu_memory_utilization: fraction of the GPU's memory to use.
         attention_backend: one of the extension's attention_backends(); None: fastest.
+        speculates: whether to verify drafts.
 
     Raises:
         LlmcError: the extension is missing, memory is insufficient, or an argument is out of range.
     """
 
+    verifies: ClassVar[bool] = True  # whether it verifies drafts
+
     def __init__(self, manifest: Manifest, chip: Chip, case_dir: Path, device: int, *,
                  max_batch_size: int, max_tokens: int, block_size: int = BLOCK_SIZE,
                  kv_cache_tokens: int | None = None, gpu_memory_utilization: float = 0.9,
-                 attention_backend: str | None = None) -> None:
+                 attention_backend: str | None = None, speculates: bool = False) -> None:
         check_memory_options(block_size, kv_cache_tokens, gpu_memory_utilization)
         check_attention_backend(attention_backend, manifest)
         self._backend = attention_backend or "fastest"
@@ -126,18 +132,25 @@ class CudaEngine:
         self._mem_max_seq_len = manifest.encoder.max_seq_len if manifest.encoder else 0
         check_fit(cuda, manifest, device)
         self._max_seq_len = manifest.dims.max_seq_len
-        max_logits = max(max_batch_size, min(max_tokens, max(MAX_LOGITS,
-                                                             max_batch_size + MAX_SCORED)))
+        self._max_drafts = 0 if chip.states or not (speculates and self.verifies) else \
+            min(_MAX_DRAFTS, max_tokens - max_batch_size)
+        # Rows of decode steps: a sequence has one, and one more for each draft.
+        max_rows = self._max_rows = max_batch_size + min(
+            max_tokens - max_batch_size,
+            max(self._max_drafts, min(_DRAFTS_EACH * max_batch_size, _DRAFT_TOKENS))
+            if self._max_drafts else 0)
+        max_logits = max(max_rows, min(max_tokens, max(MAX_LOGITS, max_rows + MAX_SCORED)))
         self._limits = EngineLimits(
             num_blocks=0, block_size=block_size, max_tokens=max_tokens, max_slots=max_batch_size,
-            max_logits=max_logits, max_scored=max(max_logits - max_batch_size, 1), ahead=AHEAD,
+            max_logits=max_logits, max_scored=max(max_logits - max_rows, 1), ahead=AHEAD,
+            max_drafts=self._max_drafts, max_draft_tokens=max_rows - max_batch_size,
             longest_first=True,  # balances multiprocessors
             keeps_states=bool(chip.states))
         self._states: StateSlots | None = None  # created by `allocate`
         self._num_logprobs: dict[int, int | None] = {}  # number of log-probabilities, by slot
         # By ticket: numbers of log-probabilities of sampled slots and of scored rows.
         self._in_flight: dict[int, tuple[list[int | None], list[int]]] = {}
-        limits = dict(dtype=manifest.dtype, max_batch=max_batch_size,
+        limits = dict(dtype=manifest.dtype, max_batch=max_rows,
                       max_tokens=-(-max_tokens // _ALIGNED) * _ALIGNED,
                       max_logits=-(-self._limits.max_logits // 8) * 8,
                       max_seq_len=manifest.dims.max_seq_len, block_size=block_size,
@@ -224,14 +237,20 @@ class CudaEngine:
         with suppress(self._errors):
             self._engine.know(read_choices(self._tuning, self._made_on))
         known = len(self._engine.algorithms())
-        steps = [(lengths, False) for lengths in prompt_steps(self._limits, self._max_seq_len)]
-        steps += [([1] * size, True) for size in reversed(self._engine.graph_sizes)]
+        steps = [(lengths, False, False)
+                 for lengths in prompt_steps(self._limits, self._max_seq_len)]
+        sizes = [*reversed(self._engine.graph_sizes)]
+        decode_sizes = [size for size in sizes if size < self._limits.max_slots] + \
+            [min(size for size in sizes if size >= self._limits.max_slots)]
+        steps += [([1] * size, True, False) for size in sorted(decode_sizes, reverse=True)]
+        if self._max_drafts:
+            steps += [([1] * size, True, True) for size in sizes if size > 1]
         console = Console(stderr=True)
         with Progress(TextColumn("preparing steps"), BarColumn(), TimeElapsedColumn(),
                       console=console, transient=True,
                       disable=not (show_progress and console.is_terminal)) as progress:
-            for lengths, decode in progress.track(steps):
-                self._engine.warm(lengths, decode)
+            for lengths, decode, verifies in progress.track(steps):
+                self._engine.warm(lengths, decode, verifies)
         chosen = self._engine.algorithms()
         if self._first and len(chosen) > known:
             write_choices(self._tuning, self._made_on, chosen)
@@ -248,7 +267,8 @@ class CudaEngine:
             if step.encode:
                 self._encode(step.encode)
             ticket: int = self._engine.submit(
-                *step_arrays(step, self._mem_max_seq_len, self._states))
+                *step_arrays(step, self._mem_max_seq_len, self._states,
+                             self._max_rows if self._max_drafts else 0))
         for slot, state in step.admit.items():
             self._num_logprobs[slot] = state.sampler.params.logprobs if state.sampler else None
         self._in_flight[ticket] = ([self._num_logprobs.get(slot) for slot in
@@ -258,8 +278,11 @@ class CudaEngine:
     def collect(self, ticket: int) -> StepOutput:
         """See `Engine`."""
         with self._translate_errors():
-            tokens, records, candidates, log_probs, logits, scored = self._engine.collect(ticket)
+            tokens, records, candidates, log_probs, logits, scored, lengths = \
+                self._engine.collect(ticket)
         num_logprobs, counts = self._in_flight.pop(ticket)
+        if lengths is not None:
+            num_logprobs = np.repeat(np.array(num_logprobs, object), lengths).tolist()
         logprobs: list[Logprobs | None] = [None] * len(num_logprobs)
         if records is not None:
             logprobs = [None if count is None or token < 0 else logprobs_of(record, count)
@@ -269,7 +292,8 @@ class CudaEngine:
                        None if candidates is None else Candidates(candidates, log_probs), logits,
                        () if scored is None else [
                            replace(logprobs_of(record, count), rank=int(record["rank"]))
-                           for record, count in zip(scored.view(LOGPROBS), counts, strict=True)])
+                           for record, count in zip(scored.view(LOGPROBS), counts, strict=True)],
+                       lengths)
 
     def _encode(self, prompts: Mapping[int, Sequence[int]]) -> None:
         """Run the encoder, in batches limited by max_batch_size and max_tokens."""
@@ -396,33 +420,56 @@ def prompt_steps(limits: EngineLimits, max_seq_len: int) -> list[list[int]]:
     return [step for step in steps if len(step) <= limits.max_slots]
 
 
-def step_arrays(step: Step, mem_max_seq_len: int = 0,
-                states: StateSlots | None = None) -> tuple[Any, ...]:
+def step_arrays(step: Step, mem_max_seq_len: int = 0, states: StateSlots | None = None,
+                max_rows: int = 0) -> tuple[Any, ...]:
     """The extension's arguments for a step.
 
     Args:
         states: recurrent states, if the model has any.
+        max_rows: maximum number of rows of a decode step. A step without prompts has a row for each
+            draft.
     """
+    verifies = len(step.num_drafts) > 0 and step.num_tokens <= max_rows and \
+        bool((step.seq_lens == 1 + step.num_drafts).all())
+    mask_rows, masks = mask_arrays(step)
+    num_drafts = step.num_drafts[step.sample] if len(step.num_drafts) else _NONE
+    if verifies:
+        step = as_rows(step)
     memory = step.memory
     state_slots, state_copies = (_NONE, _NONE) if states is None else states.place(step)
     starts = _NONE if memory is None else memory.rows * np.int32(mem_max_seq_len)
     lens = _NONE if memory is None else memory.encoder_sequence_length
     admit = Admissions.of(step.admit)
     return (step.token_ids, step.cu_seqlens, step.past_lens, step.block_tables, step.slots,
-            step.num_decode, step.sample, step.copies, step.candidates,
-            ("none", "sampled", "all").index(step.logits), starts, lens, *mask_arrays(step),
+            step.num_decode, verifies, step.sample, num_drafts, step.copies, step.candidates,
+            ("none", "sampled", "all").index(step.logits), starts, lens, mask_rows, masks,
             state_slots, state_copies, step.scored.rows.astype(np.int32), step.scored.targets,
             step.scored.counts, *admit.arrays())
 
 
+def as_rows(step: Step) -> Step:
+    """Make each token of a step a sequence; `sample` are the last tokens of each sequence."""
+    sequences = np.repeat(np.arange(step.batch_size), step.seq_lens)
+    return replace(
+        step, cu_seqlens=np.arange(step.num_tokens + 1, dtype=np.int32),
+        past_lens=step.position_ids.astype(np.int32), block_tables=step.block_tables[sequences],
+        slots=step.slots[sequences], num_decode=step.num_tokens,
+        sample=step.cu_seqlens[step.sample + 1] - np.int32(1), num_drafts=_NONE,
+        memory=step.memory and step.memory.take(sequences))
+
+
 def mask_arrays(step: Step) -> tuple[np.ndarray, np.ndarray]:
-    """The mask's row of each of `Step.sample`, -1 without a mask; and the masks."""
+    """The mask's row of each of `Step.sampled_rows`, -1 without a mask; and the masks."""
     if not step.masks:
         return _NONE, _NO_MASKS
-    row_of = {slot: row for row, slot in enumerate(step.masks)}
-    rows = [row_of.get(slot, -1) for slot in step.slots[step.sample].tolist()]
-    return (np.array(rows, np.int32),
-            np.stack([*step.masks.values()]).astype(np.uint32, copy=False))
+    rows, masks, first = [], list[np.ndarray](), {}
+    for slot, mask in step.masks.items():
+        first[slot] = len(masks)
+        masks += [mask] if mask.ndim == 1 else [*mask]
+    for slot, count in zip(step.slots[step.sample].tolist(), step.sampled_counts.tolist(),
+                           strict=True):
+        rows += range(first[slot], first[slot] + count) if slot in first else [-1] * count
+    return np.array(rows, np.int32), np.stack(masks).astype(np.uint32, copy=False)
 
 
 def logprobs_of(record: np.void, count: int) -> Logprobs:

@@ -63,6 +63,8 @@ class TensorRTEngine(CudaEngine):
             that the model was compiled with, or memory is insufficient.
     """
 
+    verifies = False
+
     def _load(self, cuda: ModuleType, manifest: Manifest, chip: Chip, case_dir: Path,
               limits: Mapping[str, Any]) -> Any:
         plugins = str(plugin_library())

@@ -496,7 +496,7 @@ def test_steps_of_a_model_with_recurrent_states(extension, program):
             (ints(1, 1), ints(), "state_slots has 1 twice"),
             (ints(1, 0), ints(4, 0), r"copies of states\[0\] is 4"),
             (ints(1, 0), ints(0, 1, 1, 2), "state 1 is both source and destination")):
-        changed = (*arrays[:14], slots, copies.reshape(-1, 2), *arrays[16:])
+        changed = (*arrays[:16], slots, copies.reshape(-1, 2), *arrays[18:])
         if match is None:
             program.check_step(8, *changed)
             continue
@@ -588,6 +588,34 @@ def test_the_shared_prefix_of_a_step_is_found(extension, past, tables, own_from)
 
     assert prefix(1) == (max(own_from, default=0), [*own_from])
     assert prefix(2) == (0, [])
+
+
+def drafted(tokens, drafts, **changes):
+    """A step of one sequence with drafts, at position 7."""
+    made = Step.of([tokens], [7], [[3, 2]], [2], num_drafts=[drafts], memory=NOWHERE.take([0]))
+    return replace(made, **changes)
+
+
+@pytest.mark.parametrize("rows", [0, 4])
+@pytest.mark.parametrize(("made", "problem"), [
+    (drafted([5, 6, 7], 2), None),
+    (drafted([5, 6, 7], 2, masks={2: np.zeros((3, 1), np.uint32)}), None),
+    (drafted([5, 6, 7], 3), "3 drafts of sequence . exceed its tokens"),
+    (drafted([5, 6, -1], 2), "token 2 is the last one of slot|draft 2 is -1, expected 0 to 14"),
+    (drafted([5, 6, 15], 2), "draft 2 is 15, expected 0 to 14"),
+    (drafted([5, 6, 7, 8, 9], 4), "1 sampled sequences and 4 drafts exceeds the engine's limit"),
+    (drafted([5, 6, 7], 2, candidates=2), "cannot return candidates or logits"),
+    (drafted([5, 6, 7], 2, logits="sampled"), "cannot return candidates or logits")])
+def test_steps_with_drafts(extension, program, rows, made, problem):
+    """As a chunk, and with a row for each draft."""
+    program.set_logits(program.add_value("float32", [L, 16], 0, True), 15)
+    arrays = step_arrays(made, 16, max_rows=rows)
+    assert arrays[6] == (rows == 4 and made.num_tokens == 1 + made.num_drafts[0] <= rows)
+    if problem is None:
+        program.check_step(8, *arrays)
+        return
+    with pytest.raises(extension.CudaError, match=problem):
+        program.check_step(8, *arrays)
 
 
 def test_more_than_the_limits_is_refused(extension, program):

@@ -344,6 +344,8 @@ cudaError_t sequence_lengths(const SequenceLengths& lengths, const AttentionPara
                 lengths, p);
 }
 
+bool decodes_rows(DType dtype, const AttentionParams& p) { return can_decode(dtype, p); }
+
 cudaError_t attention(DType dtype, const AttentionParams& p, cudaStream_t stream) {
   if (p.head_dim % 8 != 0 || p.head_dim > kMaxHeadDim || p.num_heads % p.num_kv_heads != 0)
     return cudaErrorInvalidValue;

@@ -187,7 +187,8 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>)
             first_head = kv_head * group + blockIdx.x % chunks * kHeads;
   const int heads = min(kHeads, (kv_head + 1) * group - first_head);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  if (!p.splits_planned) pdl_wait();  // the previous kernel plans the splits
+  // The previous kernel plans the splits, or appends positions.
+  if (!p.splits_planned || p.appended) pdl_wait();
   const KvSplit own = p.kv_splits[blockIdx.y];
   if (own.sequence < 0) return;
   const int sequence = own.sequence, from = own.from, to = own.to;
@@ -238,7 +239,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>)
     const bool is_query = task < heads, is_value = task == heads + 1;
     C* const fresh = is_value ? fresh_value : fresh_key;
     C* const row = (is_value ? values : keys) + row_of(position);
-    if (p.reads && !is_query) {
+    if ((p.reads || p.appended) && !is_query) {
       for (int i = lane; i < kDim; i += 32) fresh[i] = i < dim ? row[i] : from_float<C>(0.f);
       continue;
     }

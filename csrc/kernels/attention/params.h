@@ -58,6 +58,8 @@ struct AttentionParams {
   bool float8;         // the caches are FP8
   bool norm_after_rotary;
   bool reads;  // cross-layer KV sharing: another layer has written the new positions
+  bool appended;  // append() has written the new positions, and sequences may attend to one
+                  // another's: they are rows of the same one, with drafts
   float scale, softcap, norm_epsilon;
   float out_scale_inverse;  // reciprocal of the FP8 output scale; 0: out is T
 };
@@ -65,6 +67,8 @@ struct AttentionParams {
 // except for decoding.
 cudaError_t append(DType dtype, const AttentionParams& params, cudaStream_t stream);
 cudaError_t attention(DType dtype, const AttentionParams& params, cudaStream_t stream);
+// Whether attention() of decoding sequences supports `appended`.
+bool decodes_rows(DType dtype, const AttentionParams& params);
 
 // Attention of decoding sequences to the prefix that they share, where can_share_prefix(). Call
 // between append() and attention(), which then merges the result and skips the prefix.

@@ -98,6 +98,8 @@ struct SampleParams {
   int rows, vocab, stride;
   int64_t none;  // the token of a row whose logits are all -inf
   bool draws;    // whether any temperature is above 0
+  const int32_t* drafts_before = nullptr;  // [rows]: drafts of the sequence before each row, which
+                                           // count as generated; null: none
 };
 cudaError_t sample(DType dtype, const SampleParams& params, cudaStream_t stream);
 
@@ -126,6 +128,23 @@ struct UpdateSlotsParams {
   int rows;
 };
 cudaError_t update_slots(const UpdateSlotsParams& params, cudaStream_t stream);
+
+// After sampling one token after the last of each sequence and after each of its drafts: accepts
+// drafts up to the first that differs from the token sampled before it, and updates the slots as
+// update_slots() with the accepted drafts and one more token.
+struct AcceptDraftsParams {
+  SlotState* states;
+  int64_t* last;          // [slots]
+  const int32_t* slots;   // [rows]
+  const int64_t* chosen;  // [rows]
+  const int32_t* drafts;  // [rows]: the draft that follows each; negative: none
+  const int32_t* row_of;  // [sequences, positions]: rows of a sequence in order; negative: none
+  int32_t* counts;        // [sequences]: tokens of each
+  TokenHistory history;   // counts is null if no slot keeps one
+  int sequences, positions;
+  int first, end;  // the positions to process; all before `first` have been
+};
+cudaError_t accept_drafts(const AcceptDraftsParams& params, cudaStream_t stream);
 
 // The `count` most likely tokens of each row of logits, T [rows, stride], among the first `vocab`,
 // with log-probabilities, in descending order, ties by ascending token. count is at most vocab.

@@ -292,6 +292,8 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleParams p) {
   pdl_launch_dependents();
   const int r = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const SlotState& state = p.states[p.slots[r]];
+  const int64_t number =
+      state.num_generated + (p.drafts_before != nullptr ? p.drafts_before[r] : 0);
   constexpr int kTurn = 32 * kVec<T>, kBits = 8 * sizeof(T);
   Row<T> row{static_cast<const T*>(p.logits) + static_cast<int64_t>(r) * p.stride, 0, 0, 0, 0};
 
@@ -448,7 +450,7 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleParams p) {
   const uint64_t kept_ties = min(ties, cut.ties - min(cut.ties, ties_before));
   mass = warp_total(mass) + kept_ties * cut.each;
   const uint64_t before = scan_warps(mass, h.warps, total);
-  const uint64_t draw = __umul64hi(philox(state.seed, state.num_generated), total);
+  const uint64_t draw = __umul64hi(philox(state.seed, number), total);
   if (draw < before || draw >= before + mass) return;
 
   // The sampled token is in this warp.

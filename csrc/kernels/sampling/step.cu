@@ -125,17 +125,36 @@ __device__ void append_token(const TokenHistory& history, int64_t slot, int64_t 
   ++count;
 }
 
+template <typename P>
+__device__ void update_slot(const P& p, int64_t slot, int64_t token) {
+  SlotState& state = p.states[slot];
+  p.last[slot] = token;
+  if (token < 0) return;
+  ++state.num_generated;
+  if (p.history.counts != nullptr && state.processing.keeps_history)
+    append_token(p.history, slot, token);
+}
+
 __global__ void update_slots_kernel(UpdateSlotsParams p) {
   pdl_wait();
   pdl_launch_dependents();
-  for (int r = threadIdx.x; r < p.rows; r += blockDim.x) {
-    const int64_t slot = p.slots[r], token = p.chosen[r];
-    SlotState& state = p.states[slot];
-    p.last[slot] = token;
-    if (token < 0) continue;
-    ++state.num_generated;
-    if (p.history.counts != nullptr && state.processing.keeps_history)
-      append_token(p.history, slot, token);
+  for (int r = threadIdx.x; r < p.rows; r += blockDim.x) update_slot(p, p.slots[r], p.chosen[r]);
+}
+
+// One thread per sequence.
+__global__ void accept_drafts_kernel(AcceptDraftsParams p) {
+  pdl_wait();
+  pdl_launch_dependents();
+  for (int s = threadIdx.x; s < p.sequences; s += blockDim.x) {
+    const int32_t* row_of = p.row_of + static_cast<int64_t>(s) * p.positions;
+    int count = p.first == 0 ? 0 : p.counts[s];
+    for (int i = p.first; i < p.end && count == i && row_of[i] >= 0; ++i) {
+      const int before = i > 0 ? row_of[i - 1] : -1;
+      if (before >= 0 && p.chosen[before] != p.drafts[before]) break;
+      update_slot(p, p.slots[row_of[i]], p.chosen[row_of[i]]);
+      ++count;
+    }
+    p.counts[s] = count;
   }
 }
 
@@ -170,6 +189,10 @@ cudaError_t copy_blocks(const CacheBlocks* caches, int num_caches, const int32_t
 
 cudaError_t update_slots(const UpdateSlotsParams& p, cudaStream_t stream) {
   return launch(update_slots_kernel, 1, 256, 0, stream, p);
+}
+
+cudaError_t accept_drafts(const AcceptDraftsParams& p, cudaStream_t stream) {
+  return launch(accept_drafts_kernel, 1, 256, 0, stream, p);
 }
 
 }  // namespace llmc::kernels

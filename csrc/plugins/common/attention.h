@@ -168,17 +168,24 @@ class CachedKeysAttention : public Plugin {
         check(kernels::attention(in[0].dtype, p, context.stream), op_.c_str());
       return;
     }
+    if (context.verifies && !kernels::decodes_rows(in[0].dtype, p)) {
+      check(kernels::append(in[0].dtype, p, context.stream), op_.c_str());
+      check(kernels::attention(in[0].dtype, p, context.stream), op_.c_str());
+      return;
+    }
     const int decodes =
         context.dense && p.num_tokens == p.batch ? p.batch : std::min(context.num_decode, p.batch);
     if (decodes > 0) {
       kernels::AttentionParams half = p;
       half.decode = true;
+      half.appended = context.verifies;
       half.num_tokens = half.batch = decodes;
       half.prefix = context.prefix;
       half.prefix.results =
           reinterpret_cast<float*>(static_cast<char*>(p.queries) + queries_bytes(in));
+      if (half.appended) check(kernels::append(in[0].dtype, half, context.stream), op_.c_str());
       if (half.prefix.of != nullptr && kernels::can_share_prefix(in[0].dtype, half)) {
-        check(kernels::append(in[0].dtype, half, context.stream), op_.c_str());
+        if (!half.appended) check(kernels::append(in[0].dtype, half, context.stream), op_.c_str());
         check(kernels::prefix_attention(in[0].dtype, half, context.stream), op_.c_str());
       } else {
         half.prefix = {};

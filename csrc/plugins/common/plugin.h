@@ -197,6 +197,8 @@ struct Context {
   bool decode =
       false;  // every sequence has one new token, and the logits of all are wanted in order
   int num_decode = 0;                     // the first num_decode sequences have one new token each
+  bool verifies = false;  // with `decode`: rows may belong to one sequence, whose later rows attend
+                          // to the earlier ones
   AttentionBackend* attention = nullptr;  // null: llmc's kernels
   int longest = 0,
       reach = 0;  // maximum number of new tokens, and of all tokens, of a sequence; 0: unknown

@@ -1,0 +1,156 @@
+"""Verifying steps on one GPU, with random weights, and decoding with drafts of a fixed acceptance.
+
+    python bench/speculate_gpu.py WORK_DIR --model llama-8b
+    python bench/speculate_gpu.py WORK_DIR --model llama-8b --quantize int4
+
+First table: milliseconds of a step that verifies k drafts of each sequence, and its ratio to a step
+without drafts. Steps are submitted before their predecessors are collected, as in serving; medians.
+Second table: tokens per second of whole generations whose drafts are right with a fixed probability,
+simulated from the known continuation, next to generations without drafts, alternating.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import bench_model
+import torch
+from gpu import MODELS, write_model
+
+import llmc
+from llmc.runtime.core import loop as loop_module
+from llmc.runtime.core.scheduler import Scheduler
+from llmc.runtime.core.step import Engine, SamplingState, Step
+from llmc.runtime.sampling.sampler import Sampler
+from llmc.runtime.speculation.drafter import Draft
+
+LENGTH = 8192
+DRAFTS = (0, 1, 3, 5, 7)
+STEPS = [(1, 128), (1, 2000), (1, 7000), (4, 128), (8, 128), (8, 2000), (16, 128)]
+RATES = (0.5, 0.67, 0.8)  # of each draft, if those before it were accepted
+
+
+def steps(llm: llmc.LLM, batch: int, past: int) -> list[float]:
+    """Milliseconds of a step by DRAFTS."""
+    def work(scheduler: Scheduler, engine: Engine) -> list[float]:
+        size = engine.limits.block_size
+        blocks = -(-(past + 1 + max(DRAFTS)) // size)
+        tables = [list(range(i * blocks, (i + 1) * blocks)) for i in range(batch)]
+        state = SamplingState(Sampler(llmc.SamplingParams()))
+        for i, table in enumerate(tables):
+            done = 0
+            while done < past:
+                count = min(2048, past - done)
+                engine.collect(engine.submit(Step.of(
+                    [[7] * count], [done], [table], [i], admit={} if done else {i: state})))
+                done += count
+        return [timed(engine, batch, past, tables, count) for count in DRAFTS]
+
+    return llm._loops[0].run(work)
+
+
+def timed(engine: Engine, batch: int, past: int, tables: Sequence[Sequence[int]],
+          count: int) -> float:
+    """Milliseconds of a step with `count` drafts of each sequence."""
+    def submit() -> int:
+        return engine.submit(Step.of([[7] * (1 + count)] * batch, [past] * batch, tables,
+                                     range(batch), num_drafts=[count] * batch))
+
+    taken, ticket = [], submit()
+    for _ in range(24):
+        start = time.perf_counter()
+        following = submit()
+        engine.collect(ticket)
+        ticket = following
+        taken.append((time.perf_counter() - start) * 1e3)
+    engine.collect(ticket)
+    return statistics.median(taken[4:])
+
+
+class Simulated:
+    """A drafter whose drafts are right with a fixed probability."""
+
+    def __init__(self, expected: Sequence[int], rate: float) -> None:
+        self._expected, self._rate, self._generated = expected, rate, 0
+        self._random = random.Random(0)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self._generated += len(tokens)
+
+    def draft(self, count: int) -> Draft | None:
+        tokens = list(self._expected[self._generated:self._generated + count])
+        wrong = next((i for i in range(len(tokens)) if self._random.random() >= self._rate), None)
+        if wrong is not None:
+            tokens[wrong:] = [token ^ 1 for token in tokens[wrong:]]
+        return Draft(tokens, 8) if tokens else None
+
+
+def whole(llm: llmc.LLM, batch: int, rate: float, repeats: int = 3) -> tuple[float, float, float]:
+    """Tokens per second without and with drafts, and the acceptance length."""
+    prompts = [[i + 11, *range(100, 227)] for i in range(batch)]
+    params = llmc.SamplingParams(max_tokens=256, ignore_eos=True)
+    known = {own.prompt_token_ids: own.token_ids for own in llm.generate(prompts, params)}
+    planner = llm._loops[0]._scheduler.drafts
+    assert planner is not None
+    made: dict[bool, list[float]] = {False: [], True: []}
+    drafts = accepted = 0
+    for repeat in range(1 + repeats):
+        for drafting in (False, True):
+            llm._loops[0]._method = "ngram" if drafting else "off"
+            loop_module.NgramDrafter = lambda prompt, *_: Simulated(  # type: ignore[misc,assignment]
+                known[tuple(prompt)], rate)
+            before = planner.counts.drafts, planner.counts.accepted_tokens
+            start = time.perf_counter()
+            out = llm.generate(prompts, params)
+            seconds = time.perf_counter() - start
+            assert all(own.token_ids == known[own.prompt_token_ids] for own in out), "other tokens"
+            if repeat:
+                made[drafting].append(batch * 256 / seconds)
+                drafts += planner.counts.drafts - before[0]
+                accepted += planner.counts.accepted_tokens - before[1]
+    return (statistics.median(made[False]), statistics.median(made[True]),
+            1 + accepted / max(drafts, 1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--model", choices=MODELS, required=True)
+    parser.add_argument("--quantize", default=None)
+    arguments = parser.parse_args()
+    name, work = arguments.model, arguments.work
+    work.mkdir(parents=True, exist_ok=True)
+    print(bench_model.environment("torch", "transformers"), torch.cuda.get_device_name(), "\n",
+          flush=True)
+    hf = write_model(name, work / name)
+    case = work / f"{name}-{arguments.quantize or MODELS[name]}"
+    if not case.is_dir():
+        llmc.compile(hf, case, dtype=MODELS[name], target="cuda", max_seq_len=LENGTH,
+                     quantize=arguments.quantize)
+    start = time.perf_counter()
+    with llmc.LLM(case, max_batch_size=16, verify=False, prefix_reuse=False,
+                  speculate="ngram") as llm:
+        print(f"{arguments.quantize or MODELS[name]}, loaded in {time.perf_counter() - start:.0f} s")
+        print("\n| sequences, positions | " + " | ".join(f"k = {count} (ms)" for count in DRAFTS)
+              + " | ratios |\n" + "| --- " * (len(DRAFTS) + 2) + "|")
+        for batch, past in STEPS:
+            row = steps(llm, batch, past)
+            print(f"| {batch}, {past} | " + " | ".join(f"{each:.3f}" for each in row) + " | "
+                  + ", ".join(f"{each / row[0]:.2f}" for each in row[1:]) + " |", flush=True)
+        print("\n| sequences | rate | plain (tokens/s) | with drafts | ratio | acceptance length |"
+              "\n| --- | --- | --- | --- | --- | --- |")
+        for batch in (1, 4, 16):
+            for rate in RATES:
+                plain, drafted, length = whole(llm, batch, rate)
+                print(f"| {batch} | {rate} | {plain:.0f} | {drafted:.0f} | "
+                      f"{drafted / plain:.2f} | {length:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

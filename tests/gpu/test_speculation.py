@@ -1,0 +1,128 @@
+"""Speculative decoding on a GPU: the same tokens as without, for any drafts."""
+
+import numpy as np
+import pytest
+from drafting import TestDrafter
+
+import llmc
+from llmc.runtime.core import loop as loop_module
+from llmc.runtime.core.step import SamplingState, Step
+from llmc.runtime.sampling.sampler import Sampler, probabilities
+
+PROMPTS = [[42, 41, 239, 151, 178, 181, 214], [11, 147], [46, 122, 278, 165, 23],
+           [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]]
+PARAMS = {
+    "greedy": {},
+    "penalties": dict(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.3,
+                      logit_bias={9: 2.0, 11: -2.0}, bad_words=[[178], [5, 6]]),
+    "sampled": dict(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=7),
+    "several": dict(temperature=1.1, seed=3, n=3, logprobs=2),
+    "logprobs": dict(logprobs=3, prompt_logprobs=1),
+    "structured": dict(guided_regex="(ab|c)+d{2,9}", temperature=1.0, seed=4),
+    "ends": dict(min_tokens=9, stop_token_ids=list(range(3, 60))),
+}
+
+
+def params(name):
+    ending = {} if name in ("structured", "ends") else dict(ignore_eos=True)
+    return llmc.SamplingParams(max_tokens=24, **ending, **PARAMS[name])
+
+
+@pytest.fixture(scope="module", params=["llmc", "vanilla"])
+def plain(extension, request, tiny_hf, tmp_path_factory):
+    """A case directory, a backend, and completions without drafts by name of parameters."""
+    case = tmp_path_factory.mktemp("drafts") / "case"
+    llmc.compile(tiny_hf, case, target="cuda", dtype="float32")
+    with llmc.LLM(case, max_batch_size=4, attention_backend=request.param) as llm:
+        return case, request.param, {name: llm.generate(PROMPTS, params(name)) for name in PARAMS}
+
+
+@pytest.mark.parametrize("budget", [2048, 8])
+@pytest.mark.parametrize("kind", ["right", "wrong", "random", "ngram"])
+def test_tokens_do_not_depend_on_drafts(plain, kind, budget, monkeypatch):
+    case, backend, expected = plain
+    known = {}
+    if kind != "ngram":
+        monkeypatch.setattr(loop_module, "NgramDrafter", lambda prompt, *_: TestDrafter(
+            known[tuple(prompt)], kind, 300))
+    with llmc.LLM(case, max_batch_size=4, speculate="ngram", num_speculative_tokens=3,
+                  block_size=4, kv_cache_tokens=160, attention_backend=backend,
+                  max_num_batched_tokens=budget) as llm:
+        for name, alone in expected.items():
+            known |= {own.prompt_token_ids: own.token_ids for own in alone if not own.sample}
+            made = llm.generate(PROMPTS, params(name))
+            assert [own.token_ids for own in made] == [own.token_ids for own in alone], name
+            for own, other in zip(made, alone, strict=True):
+                assert [each.chosen for each in own.logprobs or ()] == pytest.approx(
+                    [each.chosen for each in other.logprobs or ()], abs=1e-4)
+        metrics = llm.metrics()
+    drafted, accepted = metrics["spec_decode_draft_tokens"], metrics["spec_decode_accepted_tokens"]
+    assert drafted and (accepted == 0 if kind == "wrong" else accepted > 0)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("past", [5, 63, 200])
+def test_rows_of_drafts_have_the_logits_of_a_chunk(extension, tiny_hf, tmp_path, dtype, past):
+    """Decode kernels with rows of one sequence, and several in a step, next to prefill kernels."""
+    llmc.compile(tiny_hf, tmp_path / "case", target="cuda", dtype=dtype, max_seq_len=256)
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(3, 250, past + 6).tolist() for _ in range(3)]
+    state = SamplingState(Sampler(llmc.SamplingParams(logprobs=5)))
+
+    def work(scheduler, engine):
+        tables = [list(range(16 * i, 16 * i + 16)) for i in range(3)]
+        for i, (row, table) in enumerate(zip(rows, tables, strict=True)):
+            engine.collect(engine.submit(Step.of([row[:past - i]], [0], [table], [i],
+                                                 admit={i: state})))
+        made = []
+        greedy = rows
+        for _ in range(5):  # drafts that are right, from the answers before
+            output = engine.collect(engine.submit(Step.of(
+                [row[past - i:past + 4 - i] for i, row in enumerate(greedy)],
+                [past - i for i in range(3)], tables, range(3), num_drafts=[3] * 3)))
+            made.append(output)
+            starts = np.cumsum([0, *output.counts])
+            greedy = [row[:past - i + 1] + output.tokens[starts[i]:starts[i + 1]].tolist()
+                      + row[past - i + 1 + output.counts[i]:] for i, row in enumerate(greedy)]
+        return made[-1], greedy
+
+    with llmc.LLM(tmp_path / "case", max_batch_size=4, speculate="ngram",
+                  num_speculative_tokens=3, prefix_reuse=False) as llm:
+        output, greedy = llm._loops[0].run(work)
+        assert output.counts.tolist() == [4] * 3
+        for i, row in enumerate(greedy):
+            logits = llm.logits(row[:past + 4 - i])[past - i:]
+            logits -= np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1, keepdims=True)) \
+                + logits.max(1, keepdims=True)
+            got = [each.chosen for each in output.logprobs[4 * i:4 * i + 4]]
+            tokens = output.tokens[4 * i:4 * i + 4]
+            np.testing.assert_allclose(got, logits[range(4), tokens], atol=0.02)
+
+
+def test_drafts_do_not_change_the_distribution(extension, tiny_hf, tmp_path):
+    """Draws after one prompt for random drafts, by chi-square, in one step of many sequences."""
+    llmc.compile(tiny_hf, tmp_path / "case", target="cuda", dtype="float32")
+    rng = np.random.default_rng(0)
+    wish = dict(temperature=1.5, top_k=8, top_p=0.95, min_p=0.02)
+    with llmc.LLM(tmp_path / "case", max_batch_size=16, speculate="ngram",
+                  num_speculative_tokens=3) as llm:
+        logits = llm.logits([5, 6, 7])[-1]
+        expected = probabilities(logits, llmc.SamplingParams(**wish))
+        seen = np.zeros(len(expected))
+
+        def work(scheduler, engine):
+            for trial in range(300):
+                states = {slot: SamplingState(Sampler(llmc.SamplingParams(
+                    seed=16 * trial + slot, **wish))) for slot in range(16)}
+                output = engine.collect(engine.submit(Step.of(
+                    [[5, 6, 7, *rng.integers(0, 250, 3).tolist()] for _ in range(16)], [0] * 16,
+                    [[slot] for slot in range(16)], range(16), num_drafts=[3] * 16,
+                    admit=states)))
+                starts = np.cumsum([0, *output.counts])[:-1]
+                np.add.at(seen, output.tokens[starts], 1)
+
+        llm._loops[0].run(work)
+    kept = expected > 0
+    assert seen[~kept].sum() == 0
+    wanted = seen.sum() * expected[kept]
+    assert ((seen[kept] - wanted)**2 / wanted).sum() < 30  # 7 degrees of freedom
