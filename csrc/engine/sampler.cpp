@@ -16,6 +16,7 @@ Sampler::Sampler(const Limits& limits, int vocab_size, DeviceMemory& memory, cud
   states_ = memory.allocate<kernels::SlotState>(slots, "sampling");
   sampled_ = memory.allocate<int64_t>(slots, "tokens");
   last_ = memory.allocate<int64_t>(slots, "tokens");
+  counts_ = memory.allocate<int32_t>(slots, "tokens");
 }
 
 // Finds a free range for a slot's lists.

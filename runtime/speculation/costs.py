@@ -59,8 +59,8 @@ def measure_costs(engine: Engine, *, encodes: bool = False) -> dict[int, list[fl
     seconds: dict[int, list[float]] = {}
     start = time.monotonic()
     for batch in (2**power for power in range(largest.bit_length())):
-        fitting = [count for count in counts
-                   if batch * (1 + count) <= min(limits.max_tokens, limits.max_logits)]
+        fitting = [count for count in counts if batch * count <= min(
+            limits.max_draft_tokens, limits.max_tokens - batch, limits.max_logits - batch)]
         if time.monotonic() - start > _MAX_SECONDS or len(fitting) < 2:
             break
         tables = [list(range(index * blocks, (index + 1) * blocks)) for index in range(batch)]

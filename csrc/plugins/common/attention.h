@@ -163,14 +163,19 @@ class CachedKeysAttention : public Plugin {
       return;
     }
     if (context.attention != nullptr && context.attention->decodes()) {
-      check(kernels::append(in[0].dtype, p, context.stream), op_.c_str());
+      kernels::AttentionParams own = p;
+      own.decode = context.verifies;  // see below
+      check(kernels::append(in[0].dtype, own, context.stream), op_.c_str());
       if (!context.attention->run(in[0].dtype, p, context.longest, context.reach, context.stream))
         check(kernels::attention(in[0].dtype, p, context.stream), op_.c_str());
       return;
     }
     if (context.verifies && !kernels::decodes_rows(in[0].dtype, p)) {
-      check(kernels::append(in[0].dtype, p, context.stream), op_.c_str());
-      check(kernels::attention(in[0].dtype, p, context.stream), op_.c_str());
+      kernels::AttentionParams own = p;
+      own.decode = true;  // a row must not clear what the next one of its sequence writes
+      check(kernels::append(in[0].dtype, own, context.stream), op_.c_str());
+      own.decode = false, own.vanilla = true;
+      check(kernels::attention(in[0].dtype, own, context.stream), op_.c_str());
       return;
     }
     const int decodes =
