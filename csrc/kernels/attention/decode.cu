@@ -2,8 +2,8 @@
 //
 // A block takes one sequence, one KV head and up to 8 of its query heads, over one KV split as
 // plan_kv_splits.cu has planned. It normalizes and rotates its heads itself, and appends the new
-// key and value. Its mainloop (decode_mainloop.cuh) reads the split's keys and values, of which
-// whole rows are copied to shared memory rounds ahead, the first of them before the previous kernel
+// key and value. Its mainloop (see also decode_mainloop.cuh) reads the split's keys and values.
+// Whole rows are copied to shared memory rounds ahead, the first of them before the previous kernel
 // has ended (PDL). The epilogue merges the softmaxes of warps; the block that ends last merges
 // those of splits. Reads the visible keys and values once per 8 query heads; writes head_dim
 // elements per head.
