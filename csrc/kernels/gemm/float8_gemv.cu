@@ -156,48 +156,30 @@ __device__ __forceinline__ void quantize_x(const GemvParams& p, uint8_t* made, f
   }
 }
 
-// kM: tiles at once. kTiles: groups of 8 rows of x.
-template <typename T, int kWarps, int kM, int kTiles, XKind kXKind, bool kGrouped>
-__global__ void __launch_bounds__(kWarps * 32, kXKind != XKind::kCodes
-                                                   ? 2
-                                                   : (kM * kTiles == 1 ? 24 : 16) / kWarps)
-    float8_gemv_kernel(GemvParams p) {
-  constexpr bool kQuantizesX = kXKind != XKind::kCodes;
-  static_assert(!kQuantizesX || kTiles == 1);
-  static_assert(kChunk == kQuantBlock);
-  constexpr int kThreads = kWarps * 32, kRows = 2 * kM;  // kRows: weight rows of a thread
-  constexpr int kStages = stages(kWarps),
-                kSums = kQuantizesX ? kQuantizedRows : kTiles * 8;  // kSums: sums of a weight row
-  constexpr bool kAhead = kTiles < 4;                               // registers suffice
-  // [kStages][kVectors][kRows][kThreads], then the converted x, then scales of its groups. With the
-  // ring at 16 bytes beyond a multiple of 32, the size of a memory sector, a step took 11 % longer.
-  extern __shared__ __align__(32) uint4 ring[];
-  __shared__ float partial[kM][kWarps][16][kSums + 1];
-  __shared__ float moments[kWarps][kTiles * 8][2];  // unused: rows are already normalized
-  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  const int height = p.gated ? 8 : 16, tiles = (p.out + height * kM - 1) / (height * kM);
-  const int chunks = chunks_per_warp<kWarps, kChunk>(p.in);
-  const int begin = warp * chunks * kChunk;
-  // Rows beyond the last repeat it; their sums are not written.
-  auto row_of = [&](int tile, int row) {
-    const int low = (tile * kM + row / 2) * height + g;
-    return row % 2 == 0 ? min(low, p.out - 1)
-           : p.gated    ? p.out + min(low, p.out - 1)
-                        : min(low + 8, p.out - 1);
-  };
+// [kStages][kVectors][kRows][kThreads], then the converted x, then scales of its groups. With the
+// ring at 16 bytes beyond a multiple of 32, the size of a memory sector, a step took 11 % longer.
+extern __shared__ __align__(32) uint4 ring[];
 
-  // Producer cursor: cp.async copies run ahead of the mma, over tiles and chunks.
-  struct {
-    int tile, chunk, slot;
-    const uint8_t* rows[kRows];
-  } ahead{static_cast<int>(blockIdx.x), 0, 0, {}};
-  auto find_rows = [&] {
+// Producer cursor: the chunk that a thread copies next.
+template <int kRows>
+struct ChunkCursor {
+  int tile, chunk, slot;
+  const uint8_t* rows[kRows];
+};
+
+// Producer: cp.async copies run ahead of the mma, over tiles and chunks. Refers to variables of the
+// kernel, like a lambda: copies of them are other machine code.
+template <int kWarps, int kM, typename RowOf>
+struct Producer {
+  static constexpr int kThreads = kWarps * 32, kRows = 2 * kM, kStages = stages(kWarps);
+
+  __device__ __forceinline__ void find_rows() const {
 #pragma unroll
     for (int row = 0; row < kRows; ++row)
       ahead.rows[row] = static_cast<const uint8_t*>(p.weight) +
                         static_cast<int64_t>(row_of(ahead.tile, row)) * p.in + 16 * t;
-  };
-  auto copy_chunk = [&] {
+  }
+  __device__ __forceinline__ void copy_chunk() const {
     if (ahead.tile < tiles) {
       const int column = begin + ahead.chunk * kChunk;
       uint4* to = ring + ahead.slot * kVectors * kRows * kThreads + threadIdx.x;
@@ -217,9 +199,46 @@ __global__ void __launch_bounds__(kWarps * 32, kXKind != XKind::kCodes
       }
     }
     cp_async_commit();
+  }
+
+  ChunkCursor<kRows>& ahead;
+  const GemvParams& p;
+  const RowOf& row_of;
+  const int &t, &tiles, &begin, &chunks;
+};
+
+// kM: tiles at once. kTiles: groups of 8 rows of x.
+template <typename T, int kWarps, int kM, int kTiles, XKind kXKind, bool kGrouped>
+__global__ void __launch_bounds__(kWarps * 32, kXKind != XKind::kCodes
+                                                   ? 2
+                                                   : (kM * kTiles == 1 ? 24 : 16) / kWarps)
+    float8_gemv_kernel(GemvParams p) {
+  constexpr bool kQuantizesX = kXKind != XKind::kCodes;
+  static_assert(!kQuantizesX || kTiles == 1);
+  static_assert(kChunk == kQuantBlock);
+  constexpr int kThreads = kWarps * 32, kRows = 2 * kM;  // kRows: weight rows of a thread
+  constexpr int kStages = stages(kWarps),
+                kSums = kQuantizesX ? kQuantizedRows : kTiles * 8;  // kSums: sums of a weight row
+  constexpr bool kAhead = kTiles < 4;                               // registers suffice
+  __shared__ float partial[kM][kWarps][16][kSums + 1];
+  __shared__ float moments[kWarps][kTiles * 8][2];  // unused: rows are already normalized
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const int height = p.gated ? 8 : 16, tiles = (p.out + height * kM - 1) / (height * kM);
+  const int chunks = chunks_per_warp<kWarps, kChunk>(p.in);
+  const int begin = warp * chunks * kChunk;
+  // Rows beyond the last repeat it; their sums are not written.
+  auto row_of = [&](int tile, int row) {
+    const int low = (tile * kM + row / 2) * height + g;
+    return row % 2 == 0 ? min(low, p.out - 1)
+           : p.gated    ? p.out + min(low, p.out - 1)
+                        : min(low + 8, p.out - 1);
   };
-  find_rows();
-  for (int i = 0; i < kStages; ++i) copy_chunk();  // weights do not depend on the previous kernel
+
+  ChunkCursor<kRows> ahead{static_cast<int>(blockIdx.x), 0, 0, {}};
+  const Producer<kWarps, kM, decltype(row_of)> producer{ahead, p, row_of, t, tiles, begin, chunks};
+  producer.find_rows();
+  for (int i = 0; i < kStages; ++i)
+    producer.copy_chunk();  // weights do not depend on the previous kernel
 
   auto* const made = reinterpret_cast<uint8_t*>(ring + kStages * kVectors * kRows * kThreads);
   // Prefetches the epilogue's scales and residual to L1.
@@ -364,7 +383,7 @@ __global__ void __launch_bounds__(kWarps * 32, kXKind != XKind::kCodes
             for (int c = 0; c < 4; ++c)
               total[m][n][c] =
                   fmaf(sums[m][n][c], of_weight[m][c / 2] * of_x[n][c % 2], total[m][n][c]);
-      copy_chunk();
+      producer.copy_chunk();
     }
     if (turn > 0) __syncthreads();  // partial may still be read
 #pragma unroll

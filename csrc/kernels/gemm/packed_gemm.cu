@@ -35,6 +35,191 @@ struct GroupParams {
   uint32_t scale, minimum, offset;
 };
 
+// Stream-K fixup: writes the block's partial sums of a tile. In the block that arrives last, adds
+// those of all blocks of the tile in order of the columns and returns true.
+template <int kTiles, int kThreads, typename Clear>
+__device__ __forceinline__ bool fix_up(const StreamKSchedule& schedule, int tile_begin, int mine,
+                                       int blocks, bool& is_last, const Clear& clear,
+                                       float (&total)[2][kTiles][4]) {
+  constexpr int kNumbers = 2 * kTiles * 4;
+  auto place = [&](int slot, int i) {
+    return schedule.partial + (static_cast<int64_t>(slot) * kNumbers + i) * kThreads + threadIdx.x;
+  };
+#pragma unroll
+  for (int i = 0; i < kNumbers; ++i)
+    *place(mine, i) = total[i / (kTiles * 4)][i / 4 % kTiles][i % 4];
+  __threadfence();
+  __syncthreads();
+  // The first and the last block of the tile.
+  const int from = schedule.owner(tile_begin, blocks),
+            to = schedule.owner(tile_begin + schedule.stages - 1, blocks);
+  if (threadIdx.x == 0) {
+    is_last = atomicAdd(schedule.counters + from, 1) == to - from;
+    if (is_last) schedule.counters[from] = 0;
+  }
+  __syncthreads();
+  if (!is_last) return false;
+  __threadfence();
+  clear(total[0]), clear(total[1]);
+  for (int other = from; other <= to; ++other) {
+    const int slot = 2 * other + (other == from);
+#pragma unroll
+    for (int i = 0; i < kNumbers; ++i)
+      total[i / (kTiles * 4)][i / 4 % kTiles][i % 4] += __ldcg(place(slot, i));
+  }
+  return true;
+}
+
+// Epilogue through the stage that has been read, as many rows of x at a time as fit, so that
+// outputs are contiguous: bias, activation, gate, residual. A thread first has outputs of one
+// weight row, then of 16 bytes of y. `at` is the last stage of the tile.
+template <typename T, int kTiles, int kSides, int kStageVectors>
+__device__ __forceinline__ void store_outputs(const GemvParams& p, const StreamKSchedule& schedule,
+                                              const int& warp, int side, const int& g, int t,
+                                              const int& tile_out, int at, const int& out_tile,
+                                              float (&total)[2][kTiles][4], int column,
+                                              bool changes, float bias, float of_up, float* sums) {
+  constexpr int kThreads = 128 * kSides, kTokens = kTiles * 8 * kSides;
+  constexpr int kParts = kTokens * kOut / 2 > kStageVectors * 4 ? 4 : 2,
+                kTilesOfPart = kTiles / kParts;
+  constexpr int kPart = kTokens / kParts, kWide = 8;
+  for (int part = 0; part < kParts; ++part) {
+    __syncthreads();
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+          if (n / kTilesOfPart == part) {
+            // gates first, then their ups
+            const int row = p.gated ? m * (kOut / 2) + warp * 16 + c / 2 * 8 + g
+                                    : warp * 32 + m * 16 + c / 2 * 8 + g;
+            sums[((side * kTilesOfPart + n % kTilesOfPart) * 8 + 2 * t + c % 2) * kOut + row] =
+                total[m][n][c];
+          }
+    __syncthreads();
+    if (changes) {
+      for (int place = threadIdx.x / tile_out; place < kPart; place += kThreads / tile_out) {
+        float& value = sums[place * kOut + column];
+        value = device::activate(value + bias, p.activation);
+        if (p.gated) value *= sums[place * kOut + kOut / 2 + column] + of_up;
+      }
+      __syncthreads();
+    }
+    const int first_token =
+        at / schedule.stages / schedule.out_tiles * kTokens + part * kTilesOfPart * 8;
+    auto write = [&](auto width) {
+      constexpr int kWidth = width.value;
+      const int vectors = tile_out / kWidth;
+#pragma unroll 2
+      for (int i = threadIdx.x; i < kPart * vectors; i += kThreads) {
+        const int place = i / vectors, first_output = i % vectors * kWidth;
+        const int row =
+            first_token + place / (kTilesOfPart * 8) * kTiles * 8 + place % (kTilesOfPart * 8);
+        if (out_tile * tile_out + first_output >= p.out || row >= p.rows) continue;
+        const int64_t to = static_cast<int64_t>(row) * p.out + out_tile * tile_out + first_output;
+        Vec<T, kWidth> residual{};
+        float result[kWidth];
+        if (p.residual != nullptr)
+          residual = load<T, kWidth>(static_cast<const T*>(p.residual) + to);
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k)
+          result[k] = sums[place * kOut + first_output + k] + to_float(residual.data[k]);
+        OutputWriter<T>(p.y, p.y_scale_inverse).write(to, result);
+      }
+    };
+    if (p.out % kWide == 0) write(std::integral_constant<int, kWide>());
+    else write(std::integral_constant<int, 1>());
+  }
+}
+
+// Producer cursor: the stage that a thread copies next.
+template <typename T, int kVectorsOfWeights>
+struct StageCursor {
+  int at, stage, slot;
+  const uint8_t* rows[kVectorsOfWeights];
+  const float* scale;
+  const T* x;
+  int tokens;  // rows of x from this thread's first one on
+};
+
+// Producer: cp.async copies run ahead of the mma, over tiles and stages. Refers to variables of the
+// kernel, like a lambda: copies of them are other machine code.
+template <typename T, CodeType kCodeType, int kTiles, int kSides, typename WeightRow,
+          typename GroupOf, typename Turned, typename PlaceInX>
+struct Producer {
+  static constexpr int kThreads = 128 * kSides, kTokens = kTiles * 8 * kSides;
+  static constexpr int kStageColumns = kColumns<kCodeType>;
+  static constexpr int kVectors = kStageColumns / 8;  // 16-byte vectors of x per row and stage
+  static constexpr int kWeights = kOut * kRowBytes / 16,
+                       kX = kTokens * kVectors;  // vectors of a stage
+  static constexpr int kRowsOfX = kThreads / kVectors, kVectorsOfX = kX / kThreads,
+                       kVectorsOfWeights = kWeights / kThreads;
+
+  __device__ __forceinline__ void find_rows() const {
+    const int index = ahead.at / schedule.stages, tile = index % schedule.out_tiles;
+    const int token = index / schedule.out_tiles * kTokens + row_of_x;
+#pragma unroll
+    for (int i = 0; i < kVectorsOfWeights; ++i)
+      ahead.rows[i] = static_cast<const uint8_t*>(p.weight) + 16 * part +
+                      weight_row(tile, (i * kThreads + threadIdx.x) / 4) * row_bytes;
+    ahead.x = static_cast<const T*>(p.x) + static_cast<int64_t>(token) * p.in + 8 * part_of_x;
+    ahead.tokens = p.rows - token;
+    ahead.scale = quant.scale + weight_row(tile, threadIdx.x % 16 * 8);
+  }
+  __device__ __forceinline__ void copy_weights(uint4* to, int stage) const {
+    const bool there = stage * kRowBytes + 16 * part < row_bytes;
+    const int64_t from = there ? stage * kRowBytes : -16 * part;
+#pragma unroll
+    for (int i = 0; i < kVectorsOfWeights; ++i) {
+      const int row = (i * kThreads + threadIdx.x) / 4;
+      cp_async(to + row * 4 + (part ^ turned(row)), ahead.rows[i] + from, there);
+    }
+    // Prefetch the scales to L2.
+    if (threadIdx.x < 16)
+      prefetch_l2(ahead.scale + static_cast<int64_t>(group_of(stage * kStageColumns)) * all_rows);
+  }
+  __device__ __forceinline__ void copy_x(uint4* to, int stage) const {
+    const bool there = stage * kStageColumns + 8 * part_of_x < p.in;
+    const T* from = ahead.x + stage * kStageColumns;
+#pragma unroll
+    for (int i = 0; i < kVectorsOfX; ++i) {
+      const int row = i * kRowsOfX + row_of_x;
+      const bool own = there && i * kRowsOfX < ahead.tokens;
+      cp_async(to + row * kVectors + place_in_x(row, part_of_x),
+               own ? from + static_cast<int64_t>(i * kRowsOfX) * p.in : static_cast<const T*>(p.x),
+               own);
+    }
+  }
+  __device__ __forceinline__ void go_on() const {
+    ahead.slot = ahead.slot + 1 == kStages ? 0 : ahead.slot + 1;
+    ++ahead.at;
+    if (++ahead.stage < schedule.stages) return;
+    ahead.stage = 0;
+    find_rows();
+  }
+  // Weights do not depend on the previous kernel.
+  __device__ __forceinline__ void start() const {
+    ahead.at = first, ahead.stage = first % schedule.stages, ahead.slot = 0, find_rows();
+  }
+
+  StageCursor<T, kVectorsOfWeights>& ahead;
+  const StreamKSchedule& schedule;
+  const int& row_of_x;
+  const GemvParams& p;
+  const int& part;
+  const WeightRow& weight_row;
+  const int64_t& row_bytes;
+  const int& part_of_x;
+  const QuantParams& quant;
+  const Turned& turned;
+  const GroupOf& group_of;
+  const int& all_rows;
+  const PlaceInX& place_in_x;
+  const int& first;
+};
+
 // kTiles: groups of 8 rows of x per warp; kSides: warps that share weight rows. kWhole: groups are
 // whole stages; otherwise whole steps, possibly with minima.
 template <typename T, CodeType kCodeType, int kTiles, int kSides, bool kWhole>
@@ -72,75 +257,27 @@ __global__ void __launch_bounds__(128 * kSides, kSides == 1 ? 3 : 1)
     return kVectors == 16 ? vector ^ vector / 8 ^ row % 2 * 2 : vector ^ row % 2;
   };
 
-  // Producer cursor: cp.async copies run ahead of the mma, over tiles and stages.
-  constexpr int kRowsOfX = kThreads / kVectors, kVectorsOfX = kX / kThreads,
-                kVectorsOfWeights = kWeights / kThreads;
-  struct {
-    int at, stage, slot;
-    const uint8_t* rows[kVectorsOfWeights];
-    const float* scale;
-    const T* x;
-    int tokens;  // rows of x from this thread's first one on
-  } ahead{first, first % schedule.stages, 0, {}, nullptr, nullptr, 0};
+  constexpr int kVectorsOfWeights = kWeights / kThreads;
+  StageCursor<T, kVectorsOfWeights> ahead{first, first % schedule.stages, 0, {}, nullptr, nullptr,
+                                          0};
   const int part = threadIdx.x % 4, part_of_x = threadIdx.x % kVectors,
             row_of_x = threadIdx.x / kVectors;
-  auto find_rows = [&] {
-    const int index = ahead.at / schedule.stages, tile = index % schedule.out_tiles;
-    const int token = index / schedule.out_tiles * kTokens + row_of_x;
-#pragma unroll
-    for (int i = 0; i < kVectorsOfWeights; ++i)
-      ahead.rows[i] = static_cast<const uint8_t*>(p.weight) + 16 * part +
-                      weight_row(tile, (i * kThreads + threadIdx.x) / 4) * row_bytes;
-    ahead.x = static_cast<const T*>(p.x) + static_cast<int64_t>(token) * p.in + 8 * part_of_x;
-    ahead.tokens = p.rows - token;
-    ahead.scale = quant.scale + weight_row(tile, threadIdx.x % 16 * 8);
-  };
-  auto copy_weights = [&](uint4* to, int stage) {
-    const bool there = stage * kRowBytes + 16 * part < row_bytes;
-    const int64_t from = there ? stage * kRowBytes : -16 * part;
-#pragma unroll
-    for (int i = 0; i < kVectorsOfWeights; ++i) {
-      const int row = (i * kThreads + threadIdx.x) / 4;
-      cp_async(to + row * 4 + (part ^ turned(row)), ahead.rows[i] + from, there);
-    }
-    // Prefetch the scales to L2.
-    if (threadIdx.x < 16)
-      prefetch_l2(ahead.scale + static_cast<int64_t>(group_of(stage * kStageColumns)) * all_rows);
-  };
-  auto copy_x = [&](uint4* to, int stage) {
-    const bool there = stage * kStageColumns + 8 * part_of_x < p.in;
-    const T* from = ahead.x + stage * kStageColumns;
-#pragma unroll
-    for (int i = 0; i < kVectorsOfX; ++i) {
-      const int row = i * kRowsOfX + row_of_x;
-      const bool own = there && i * kRowsOfX < ahead.tokens;
-      cp_async(to + row * kVectors + place_in_x(row, part_of_x),
-               own ? from + static_cast<int64_t>(i * kRowsOfX) * p.in : static_cast<const T*>(p.x),
-               own);
-    }
-  };
-  auto go_on = [&] {
-    ahead.slot = ahead.slot + 1 == kStages ? 0 : ahead.slot + 1;
-    ++ahead.at;
-    if (++ahead.stage < schedule.stages) return;
-    ahead.stage = 0;
-    find_rows();
-  };
-  // Weights do not depend on the previous kernel.
-  const auto start = [&] {
-    ahead.at = first, ahead.stage = first % schedule.stages, ahead.slot = 0, find_rows();
-  };
-  start();
+  const Producer<T, kCodeType, kTiles, kSides, decltype(weight_row), decltype(group_of),
+                 decltype(turned), decltype(place_in_x)>
+      producer{ahead,     schedule, row_of_x, p,        part,     weight_row, row_bytes,
+               part_of_x, quant,    turned,   group_of, all_rows, place_in_x, first};
+  producer.start();
   for (int i = 0; i < kStages - 1 && ahead.at < last; ++i) {
-    copy_weights(ring + ahead.slot * (kWeights + kX), ahead.stage);
-    go_on();
+    producer.copy_weights(ring + ahead.slot * (kWeights + kX), ahead.stage);
+    producer.go_on();
   }
   pdl_wait();
   pdl_launch_dependents();
-  start();
+  producer.start();
   for (int i = 0; i < kStages - 1; ++i) {
     if (ahead.at < last)
-      copy_x(ring + ahead.slot * (kWeights + kX) + kWeights, ahead.stage), go_on();
+      producer.copy_x(ring + ahead.slot * (kWeights + kX) + kWeights, ahead.stage),
+          producer.go_on();
     cp_async_commit();
   }
 
@@ -200,9 +337,9 @@ __global__ void __launch_bounds__(128 * kSides, kSides == 1 ? 3 : 1)
     __syncthreads();
     if (ahead.at < last) {
       uint4* to = ring + ahead.slot * (kWeights + kX);
-      copy_weights(to, ahead.stage);
-      copy_x(to + kWeights, ahead.stage);
-      go_on();
+      producer.copy_weights(to, ahead.stage);
+      producer.copy_x(to + kWeights, ahead.stage);
+      producer.go_on();
     }
     cp_async_commit();
 
@@ -273,41 +410,9 @@ __global__ void __launch_bounds__(128 * kSides, kSides == 1 ? 3 : 1)
     const int tile_begin = at - of_tile, mine = 2 * block + (begun == tile_begin);
     const bool whole = begun == tile_begin && stage == 0;
     begun = at + 1;
-    if (!whole) {
-      constexpr int kNumbers = 2 * kTiles * 4;
-      auto place = [&](int slot, int i) {
-        return schedule.partial + (static_cast<int64_t>(slot) * kNumbers + i) * kThreads +
-               threadIdx.x;
-      };
-#pragma unroll
-      for (int i = 0; i < kNumbers; ++i)
-        *place(mine, i) = total[i / (kTiles * 4)][i / 4 % kTiles][i % 4];
-      __threadfence();
-      __syncthreads();
-      // The first and the last block of the tile.
-      const int from = schedule.owner(tile_begin, blocks),
-                to = schedule.owner(tile_begin + schedule.stages - 1, blocks);
-      if (threadIdx.x == 0) {
-        is_last = atomicAdd(schedule.counters + from, 1) == to - from;
-        if (is_last) schedule.counters[from] = 0;
-      }
-      __syncthreads();
-      if (!is_last) continue;
-      __threadfence();
-      clear(total[0]), clear(total[1]);
-      for (int other = from; other <= to; ++other) {
-        const int slot = 2 * other + (other == from);
-#pragma unroll
-        for (int i = 0; i < kNumbers; ++i)
-          total[i / (kTiles * 4)][i / 4 % kTiles][i % 4] += __ldcg(place(slot, i));
-      }
-    }
-    // Epilogue through the stage that has been read, as many rows of x at a time as fit, so that
-    // outputs are contiguous. A thread first has outputs of one weight row, then of 16 bytes of y.
-    constexpr int kParts = kTokens * kOut / 2 > (kWeights + kX) * 4 ? 4 : 2,
-                  kTilesOfPart = kTiles / kParts;
-    constexpr int kPart = kTokens / kParts, kWide = 8;
-    float* sums = reinterpret_cast<float*>(here);  // [kPart][kOut]
+    if (!whole &&
+        !fix_up<kTiles, kThreads>(schedule, tile_begin, mine, blocks, is_last, clear, total))
+      continue;
     const int column = threadIdx.x % tile_out, output = out_tile * tile_out + column;
     auto bias_of = [&](int of) {
       return p.bias == nullptr ? 0.f : to_float(static_cast<const T*>(p.bias)[of]);
@@ -316,55 +421,9 @@ __global__ void __launch_bounds__(128 * kSides, kSides == 1 ? 3 : 1)
                changes = p.gated || p.bias != nullptr || p.activation != Activation::kNone;
     const float bias = there ? bias_of(output) : 0.f,
                 of_up = there && p.gated ? bias_of(p.out + output) : 0.f;
-    for (int part = 0; part < kParts; ++part) {
-      __syncthreads();
-#pragma unroll
-      for (int m = 0; m < 2; ++m)
-#pragma unroll
-        for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-          for (int c = 0; c < 4; ++c)
-            if (n / kTilesOfPart == part) {
-              // gates first, then their ups
-              const int row = p.gated ? m * (kOut / 2) + warp * 16 + c / 2 * 8 + g
-                                      : warp * 32 + m * 16 + c / 2 * 8 + g;
-              sums[((side * kTilesOfPart + n % kTilesOfPart) * 8 + 2 * t + c % 2) * kOut + row] =
-                  total[m][n][c];
-            }
-      __syncthreads();
-      if (changes) {
-        for (int place = threadIdx.x / tile_out; place < kPart; place += kThreads / tile_out) {
-          float& value = sums[place * kOut + column];
-          value = device::activate(value + bias, p.activation);
-          if (p.gated) value *= sums[place * kOut + kOut / 2 + column] + of_up;
-        }
-        __syncthreads();
-      }
-      const int first_token =
-          at / schedule.stages / schedule.out_tiles * kTokens + part * kTilesOfPart * 8;
-      auto write = [&](auto width) {
-        constexpr int kWidth = width.value;
-        const int vectors = tile_out / kWidth;
-#pragma unroll 2
-        for (int i = threadIdx.x; i < kPart * vectors; i += kThreads) {
-          const int place = i / vectors, first_output = i % vectors * kWidth;
-          const int row =
-              first_token + place / (kTilesOfPart * 8) * kTiles * 8 + place % (kTilesOfPart * 8);
-          if (out_tile * tile_out + first_output >= p.out || row >= p.rows) continue;
-          const int64_t to = static_cast<int64_t>(row) * p.out + out_tile * tile_out + first_output;
-          Vec<T, kWidth> residual{};
-          float result[kWidth];
-          if (p.residual != nullptr)
-            residual = load<T, kWidth>(static_cast<const T*>(p.residual) + to);
-#pragma unroll
-          for (int k = 0; k < kWidth; ++k)
-            result[k] = sums[place * kOut + first_output + k] + to_float(residual.data[k]);
-          OutputWriter<T>(p.y, p.y_scale_inverse).write(to, result);
-        }
-      };
-      if (p.out % kWide == 0) write(std::integral_constant<int, kWide>());
-      else write(std::integral_constant<int, 1>());
-    }
+    store_outputs<T, kTiles, kSides, kWeights + kX>(p, schedule, warp, side, g, t, tile_out, at,
+                                                    out_tile, total, column, changes, bias, of_up,
+                                                    reinterpret_cast<float*>(here));
   }
 }
 

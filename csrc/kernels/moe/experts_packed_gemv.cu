@@ -9,9 +9,8 @@
 // converted to float16, exactly, by one instruction per pair.
 #include <algorithm>
 
-#include "../common/cluster.cuh"
-#include "../common/cp_async.cuh"
 #include "../rowwise/params.h"
+#include "bulk_pipeline.cuh"
 #include "experts_few.cuh"
 
 namespace llmc::kernels {
@@ -50,83 +49,6 @@ __device__ __forceinline__ uint4 scale_up(const uint4& x) {
   auto lift = [](uint32_t pair) { return hmul2<__nv_bfloat16>(pair, 0x5f005f00); };  // twice 2^63
   return make_uint4(lift(x.x), lift(x.y), lift(x.z), lift(x.w));
 }
-
-// Ranges of memory at a fixed distance, and their room in a slot.
-struct StridedSpans {
-  const char* from;
-  int64_t apart;
-  int bytes, room;
-};
-
-// A producer warp copies ranges of memory to the slots of a ring in shared memory; consumer warps
-// read them.
-template <int kSlotBytes>
-class BulkPipeline {
- public:
-  // `at` has kSlotBytes per slot, `barriers` two per slot.
-  __device__ __forceinline__ BulkPipeline(char* at, uint64_t* barriers)
-      : at_(at), barriers_(smem_address(barriers)) {}
-  // Call from one thread, before anything else.
-  __device__ __forceinline__ void init() const {
-#if __CUDA_ARCH__ >= 900
-    constexpr int kCopying = 1;  // lanes that arrive
-#else
-    constexpr int kCopying = 32;
-#endif
-    for (int slot = 0; slot < kSlots; ++slot) there(slot).init(kCopying), read(slot).init(kWarps);
-  }
-  // Copies the next chunk, from the producer warp, when the slot is empty: `count` ranges each, at
-  // most kRowTiles, of multiples of 16 bytes.
-  __device__ __forceinline__ void copy(int turn, int count, const StridedSpans& vectors,
-                                       const StridedSpans& scales) const {
-    const int lane = threadIdx.x % 32;
-    char* to = at_ + turn % kSlots * kSlotBytes;
-    if (turn >= kSlots) read(turn).wait((turn / kSlots - 1) & 1);
-    auto each = [&](auto copy) {
-#pragma unroll
-      for (int i = 0; i < kRowTiles; ++i)
-        if (i < count) {
-          copy(to + i * vectors.room, vectors.from + i * vectors.apart, vectors.bytes);
-          copy(to + kRowTiles * vectors.room + i * scales.room, scales.from + i * scales.apart,
-               scales.bytes);
-        }
-    };
-#if __CUDA_ARCH__ >= 900
-    if (lane == 0) {
-      there(turn).arrive_expect_tx(count * (vectors.bytes + scales.bytes));
-      each([&](char* to, const char* from, int bytes) {
-        bulk_copy(smem_address(to), from, bytes, there(turn));
-      });
-    }
-#else
-    each([&](char* to, const char* from, int bytes) {
-      for (int i = lane * 16; i < bytes; i += 512)
-        cp_async(reinterpret_cast<uint4*>(to + i), from + i, true);
-    });
-    there(turn).arrive_after_cp_async();
-#endif
-    __syncwarp();
-  }
-  // Waits for the chunk of this turn; releases it for this warp.
-  __device__ __forceinline__ const char* wait(int turn) const {
-    there(turn).wait(turn / kSlots & 1);
-    return at_ + turn % kSlots * kSlotBytes;
-  }
-  __device__ __forceinline__ void release(int turn) const {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) read(turn).arrive();
-  }
-
- private:
-  __device__ __forceinline__ Mbarrier there(int turn) const {
-    return {barriers_ + turn % kSlots * 8};
-  }
-  __device__ __forceinline__ Mbarrier read(int turn) const {
-    return {barriers_ + (kSlots + turn % kSlots) * 8};
-  }
-  char* at_;
-  uint32_t barriers_;
-};
 
 // FP8 rows of x of a group in shared memory, in the column order of quantized weights, and their
 // scales.
@@ -173,6 +95,76 @@ struct QuantizedX {
   }
 };
 
+// Producer: copies the chunks of the block's tiles in turn. Refers to variables of the kernel, like
+// a lambda: copies of them are other machine code.
+template <CodeType kCodeType, bool kDown, Grouping kGrouping, typename ScaleGroup>
+struct Producer {
+  using Layout = SlotLayout<kCodeType, kGrouping>;
+  static constexpr bool kSmall = kIsSmall<kGrouping>;
+  static constexpr int kParts = kExpertTileColumns<kCodeType> / 32;
+
+  __device__ __forceinline__ void copy_chunk() const {
+    if (ahead.group >= num_groups) return;
+    const int first_tile = ahead.tile * kRowTiles;
+    const int64_t tile =
+        static_cast<int64_t>(unpack_group(list[ahead.group]).expert) * tiles + first_tile;
+    const int first = ahead_chunk * of_chunk, last = min(first + of_chunk, steps);
+    const int from = scale_group(first), to = scale_group(last - 1) + (kSmall ? kParts : 1);
+    auto pieces = [&](const void* all, int of_tile, int begin, int end, int each, int room) {
+      return StridedSpans{static_cast<const char*>(all) + (tile * of_tile + begin) * each,
+                          static_cast<int64_t>(of_tile) * each, (end - begin) * each, room};
+    };
+    stretches.copy(
+        chunk_turn++, min(kRowTiles, tiles - first_tile),
+        pieces(kDown ? p.down : p.gate_up, steps, first, last, 512, Layout::kVectors),
+        pieces(quant.scale, groups, from, to, kTileScaleBytes<kCodeType>, Layout::kScales));
+    if (++ahead_chunk == chunks) ahead_chunk = 0, ahead.advance(gridDim.x);
+  }
+
+  GroupTileCursor& ahead;
+  const int &num_groups, &tiles;
+  uint32_t* const& list;
+  int& ahead_chunk;
+  const int &of_chunk, &steps;
+  const ScaleGroup& scale_group;
+  const BulkPipeline<Layout::kBytes, kSlots, kWarps, kRowTiles>& stretches;
+  int& chunk_turn;
+  const ExpertsParams& p;
+  const ExpertsQuantParams& quant;
+  const int &groups, &chunks;
+};
+
+// Codes of rows g and g + 8 of a tile as mma operands.
+template <typename T, CodeType kCodeType, Grouping kGrouping>
+__device__ __forceinline__ void dequantize(uint32_t (&low)[4], uint32_t (&high)[4],
+                                           const uint4& codes, int part,
+                                           const ExpertsQuantParams& quant, const int& expert,
+                                           const int& tiles, int tile_index, const int& g,
+                                           int of_group, const int& groups) {
+  constexpr bool kRounded = kGrouping == Grouping::kRounded,
+                 kAsBits = kCodeType == CodeType::kMxfp4;
+  constexpr bool kZeros = kGrouping == Grouping::kZeros || kGrouping == Grouping::kSmallAndZeros;
+  if constexpr (kRounded) {
+    fp8x4_to_half2(low[0], low[1], codes.x), fp8x4_to_half2(low[2], low[3], codes.y);
+    fp8x4_to_half2(high[0], high[1], codes.z), fp8x4_to_half2(high[2], high[3], codes.w);
+  } else if constexpr (kAsBits) {
+    mxfp4_bits<T>(low, part == 1 ? codes.y : codes.x);
+    mxfp4_bits<T>(high, part == 1 ? codes.w : codes.z);
+  } else {
+    uint32_t low_offset = dequant_offset<T, kCodeType>(kDefaultZero<kCodeType>),
+             high_offset = low_offset;
+    if constexpr (kZeros) {
+      const int64_t tile = static_cast<int64_t>(expert) * tiles + min(tile_index, tiles - 1);
+      const int64_t row = tile * kExpertTileRows + g;
+      low_offset = dequant_offset<T, kCodeType>(
+          load_expert_zero<kCodeType>(quant.zero, row, of_group, groups));
+      high_offset = dequant_offset<T, kCodeType>(
+          load_expert_zero<kCodeType>(quant.zero, row + 8, of_group, groups));
+    }
+    dequantize_rows<T, kCodeType>(low, high, codes, part, low_offset, high_offset);
+  }
+}
+
 // The last warp of a block is the producer and writes the epilogue, so consumers wait for weights
 // only. kTiles: groups of 8 pairs.
 template <typename T, CodeType kCodeType, int kTiles, bool kDown, Grouping kGrouping>
@@ -180,7 +172,6 @@ __global__ void __launch_bounds__((kWarps + 1) * 32, 3)
     experts_packed_gemv_kernel(const __grid_constant__ ExpertsParams p,
                                const __grid_constant__ Pairs pairs) {
   constexpr bool kRounded = kGrouping == Grouping::kRounded, kSmall = kIsSmall<kGrouping>;
-  constexpr bool kZeros = kGrouping == Grouping::kZeros || kGrouping == Grouping::kSmallAndZeros;
   constexpr bool kAsBits = kCodeType == CodeType::kMxfp4;
   using Number = std::conditional_t<kRounded, __half, T>;  // of both operands
   using X = std::conditional_t<kRounded, uint2, uint4>;    // x that a thread reads at once
@@ -193,7 +184,8 @@ __global__ void __launch_bounds__((kWarps + 1) * 32, 3)
   __shared__ float partial[2][kWarps][kRows][kTiles * 8 + 1];  // of these rows and of the next
   __shared__ uint64_t barriers[2 * kSlots + 4];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const BulkPipeline<SlotLayout::kBytes> stretches(reinterpret_cast<char*>(shared), barriers);
+  const BulkPipeline<SlotLayout::kBytes, kSlots, kWarps, kRowTiles> stretches(
+      reinterpret_cast<char*>(shared), barriers);
   auto summed = [&](int turn) { return Mbarrier{smem_address(barriers + 2 * kSlots + turn % 2)}; };
   auto finished = [&](int turn) {
     return Mbarrier{smem_address(barriers + 2 * kSlots + 2 + turn % 2)};
@@ -229,24 +221,10 @@ __global__ void __launch_bounds__((kWarps + 1) * 32, 3)
   if (warp == kWarps) {
     GroupTileCursor ahead = at;
     int ahead_chunk = 0;
-    auto copy_chunk = [&] {
-      if (ahead.group >= num_groups) return;
-      const int first_tile = ahead.tile * kRowTiles;
-      const int64_t tile =
-          static_cast<int64_t>(unpack_group(list[ahead.group]).expert) * tiles + first_tile;
-      const int first = ahead_chunk * of_chunk, last = min(first + of_chunk, steps);
-      const int from = scale_group(first), to = scale_group(last - 1) + (kSmall ? kParts : 1);
-      auto pieces = [&](const void* all, int of_tile, int begin, int end, int each, int room) {
-        return StridedSpans{static_cast<const char*>(all) + (tile * of_tile + begin) * each,
-                            static_cast<int64_t>(of_tile) * each, (end - begin) * each, room};
-      };
-      stretches.copy(
-          chunk_turn++, min(kRowTiles, tiles - first_tile),
-          pieces(kDown ? p.down : p.gate_up, steps, first, last, 512, SlotLayout::kVectors),
-          pieces(quant.scale, groups, from, to, kTileScaleBytes<kCodeType>, SlotLayout::kScales));
-      if (++ahead_chunk == chunks) ahead_chunk = 0, ahead.advance(gridDim.x);
-    };
-    for (int slot = 0; slot < kSlots; ++slot) copy_chunk();
+    const Producer<kCodeType, kDown, kGrouping, decltype(scale_group)> producer{
+        ahead,       num_groups, tiles,      list, ahead_chunk, of_chunk, steps,
+        scale_group, stretches,  chunk_turn, p,    quant,       groups,   chunks};
+    for (int slot = 0; slot < kSlots; ++slot) producer.copy_chunk();
     if (kDown) {
       pdl_wait();
       pdl_launch_dependents();
@@ -257,7 +235,7 @@ __global__ void __launch_bounds__((kWarps + 1) * 32, 3)
                 bias_row = first_row + lane % kRows;  // for the epilogue
       if (gemm.bias != nullptr && bias_row < gemm.out)
         prefetch_l1(gemm.bias + static_cast<int64_t>(group.expert) * gemm.out + bias_row);
-      for (int chunk = 0; chunk < chunks; ++chunk) copy_chunk();
+      for (int chunk = 0; chunk < chunks; ++chunk) producer.copy_chunk();
       summed(turn).wait(turn / 2 & 1);
       store_outputs<kDown>(p, pairs, gemm, group, order, first_row, partial[turn % 2], lane, 32);
       __syncwarp();
@@ -353,28 +331,8 @@ __global__ void __launch_bounds__((kWarps + 1) * 32, 3)
             const char* scale = slot + kRowTiles * SlotLayout::kVectors + r * SlotLayout::kScales +
                                 (of_group - first_group) * kTileScaleBytes<kCodeType>;
             uint32_t low[4], high[4];
-            if constexpr (kRounded) {
-              fp8x4_to_half2(low[0], low[1], codes[r].x),
-                  fp8x4_to_half2(low[2], low[3], codes[r].y);
-              fp8x4_to_half2(high[0], high[1], codes[r].z),
-                  fp8x4_to_half2(high[2], high[3], codes[r].w);
-            } else if constexpr (kAsBits) {
-              mxfp4_bits<T>(low, part == 1 ? codes[r].y : codes[r].x);
-              mxfp4_bits<T>(high, part == 1 ? codes[r].w : codes[r].z);
-            } else {
-              uint32_t low_offset = dequant_offset<T, kCodeType>(kDefaultZero<kCodeType>),
-                       high_offset = low_offset;
-              if constexpr (kZeros) {
-                const int64_t tile =
-                    static_cast<int64_t>(group.expert) * tiles + min(first_tile + r, tiles - 1);
-                const int64_t row = tile * kExpertTileRows + g;
-                low_offset = dequant_offset<T, kCodeType>(
-                    load_expert_zero<kCodeType>(quant.zero, row, of_group, groups));
-                high_offset = dequant_offset<T, kCodeType>(
-                    load_expert_zero<kCodeType>(quant.zero, row + 8, of_group, groups));
-              }
-              dequantize_rows<T, kCodeType>(low, high, codes[r], part, low_offset, high_offset);
-            }
+            dequantize<T, kCodeType, kGrouping>(low, high, codes[r], part, quant, group.expert,
+                                                tiles, first_tile + r, g, of_group, groups);
             const uint32_t even[4] = {low[0], high[0], low[1], high[1]},
                            odd[4] = {low[2], high[2], low[3], high[3]};
 #pragma unroll
