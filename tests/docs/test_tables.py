@@ -7,6 +7,7 @@ import families
 import generate
 import pytest
 
+from llmc.artifacts.manifest import Manifest
 from llmc.compiler.quant import readers
 from llmc.targets import TARGETS
 
@@ -73,6 +74,12 @@ def test_the_dtypes_of_targets_are_those_of_the_code():
         assert readme[name][2] == documented[name][2]
         assert documented[name][2].split(", ") == [*target.dtypes]
         assert ("float8_e4m3fn" in documented[name][3]) == bool(target.kv_dtypes)
+
+
+def test_the_fields_of_the_manifest_are_those_of_the_code():
+    named = {name for row in rows("artifact-format.md", "field")
+             for name in re.findall(r"`([^`]+)`", row[0])}
+    assert named == {*Manifest.model_fields}
 
 
 def test_the_readmes_number_of_model_classes_is_that_of_the_sweep():
