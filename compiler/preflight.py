@@ -270,13 +270,13 @@ def _schemes(options: CompileOptions) -> str | None:
 
 
 def _compute_capability(options: CompileOptions) -> str | None:
-    spec = target_spec(options.target)
-    if options.compute_capability is None or (
-            "compute_capability" in spec.optional_fields
-            and re.fullmatch(r"[1-9]\d*\.\d", options.compute_capability)):
+    if options.compute_capability is None:
         return None
-    return (f"compute_capability '{options.compute_capability}' is not valid for target "
-            f"{options.target}; write it like 9.0, for a target with GPUs")
+    if "compute_capability" not in target_spec(options.target).optional_fields:
+        return f"target '{options.target}' has no compute_capability; leave it out"
+    if not re.fullmatch(r"[1-9]\d*\.\d", options.compute_capability):
+        return f"compute_capability '{options.compute_capability}' is not a number like 9.0"
+    return None
 
 
 def _tp_size(options: CompileOptions) -> str | None:

@@ -139,9 +139,12 @@ def compiled(tiny_hf, tmp_path_factory):
 def test_compile_and_inspect(compiled):
     case, result = compiled
     assert result.exit_code == 0, result.output
-    assert "3 chip(s)" in result.stdout and "gated-mlp 4" in result.stdout
+    assert "3 chip(s)" in result.stdout and "gated-mlp: 4" in result.stdout
     shown = run("inspect", case)
-    assert "LlamaForCausalLM" in shown.stdout and "AllReduce 9" in shown.stdout
+    assert "LlamaForCausalLM" in shown.stdout and "AllReduce: 9" in shown.stdout
+    assert "SHA-256" not in shown.stdout
+    verified = run("inspect", case, "--verify").stdout
+    assert "files have the size and the SHA-256 of model_info.json" in verified
     summary = json.loads(run("inspect", case, "--json").stdout)
     assert [chip["num_heads"] for chip in summary["chips"]] == [1, 1, 2]
     # 4 layers, keys and values, 1 KV head of 16, 64 positions, 4 bytes
@@ -253,7 +256,7 @@ def test_bench_reports_a_serving_workload(case_tp1, tmp_path):
                  "--request_rate", 100)
     shown = result.stdout
     assert result.exit_code == 0, result.output
-    assert "2 requests, " in shown and "time to first token" in shown and "p99" in shown
+    assert "2 requests, " in shown and "TTFT" in shown and "ITL" in shown and "p99" in shown
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

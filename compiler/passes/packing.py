@@ -154,7 +154,7 @@ def head_weight(graph: gs.Graph) -> gs.Constant:
 def lm_head(graph: gs.Graph) -> gs.Node:
     """The linear layer that computes the logits, possibly fused with the norm before it.
 
-    It is found from the output, past row-wise nodes and the ranks' AllGather.
+    It is found from the output, past row-wise nodes and ops with one input, such as AllGather.
 
     Raises:
         LlmcError: the logits do not come from a linear layer.
@@ -167,7 +167,7 @@ def lm_head(graph: gs.Graph) -> gs.Node:
         computed = [] if node is None else [t for t in node.inputs
                                             if not isinstance(t, gs.Constant)]
         op = op_of(node)
-        if node is None or (op is not None and not op.collective) or len(computed) != 1:
+        if node is None or (op is not None and len(op.inputs) > 1) or len(computed) != 1:
             raise LlmcError(f"the logits do not come from a linear layer but from "
                             f"{describe(node) if node else describe(tensor)}")
         tensor = computed[0]

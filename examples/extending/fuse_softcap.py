@@ -31,7 +31,7 @@ class _Softcap:
 
 
 def fuse_softcap(graph: gs.Graph, settings: Settings, report: Report) -> None:
-    """Run the pass."""
+    """Replace every soft-cap by one Softcap."""
     rule = Rule("softcap", frozenset({"Mul"}), _check, _rewrite)
     apply_rules(graph, [rule], settings, report)
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from llmc.compiler.graph.weights import Weight
 from llmc.compiler.quant.readers import Reader
 from llmc.compiler.quant.readers.decoder import Decoder
 from llmc.compiler.quant.stored import Stored
@@ -25,11 +24,11 @@ def read(decoder: Decoder, config: Mapping[str, Any]) -> bool:
     """
     for module in decoder.modules("qdata"):
         rows, columns = decoder.matrix(f"{module}.qdata")
-        codes = decoder.take(f"{module}.qdata", (rows, columns), "i").load()
-        scales = decoder.take(f"{module}.row_scale", (rows,), "f").load()
-        # llmc stores int8 codes with an offset of 128.
-        unsigned = Weight.of((codes.astype(np.int16) + 128).astype(np.uint8))
-        decoder.keep(module, Stored("int8", unsigned, Weight.of(scales[:, None])))
+        codes = decoder.take(f"{module}.qdata", (rows, columns), "i")
+        scales = decoder.scales(f"{module}.row_scale", (rows,))
+        # llmc stores int8 codes with an offset of 128. Nothing is read yet.
+        unsigned = codes.cast(np.int16).map(lambda block: block + 128).cast(np.uint8)
+        decoder.keep(module, Stored("int8", unsigned, scales.reshape((rows, 1))))
     return True
 
 

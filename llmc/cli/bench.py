@@ -105,8 +105,8 @@ def _bench_traffic(case_dir: Path, device: list[int] | None, loading: dict[str, 
     table = Table()
     for name in ("", "p50 (ms)", "p90 (ms)", "p99 (ms)"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
-    for name, times in (("time to first token", report.time_to_first_token),
-                        ("between tokens", report.inter_token_latency)):
+    for name, times in (("TTFT", report.time_to_first_token),
+                        ("ITL", report.inter_token_latency)):
         table.add_row(name, *("–" if time is None else f"{time * 1e3:.1f}"
                               for time in (times.p50, times.p90, times.p99)))
     console.print(table)

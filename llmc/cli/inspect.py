@@ -62,3 +62,6 @@ def inspect_command(directory: Path | None, case_dir: Path | None, verify: bool,
             f"{name} {count:,}" if count else f"{name} none: the weights do not fit"
             for name, count in summary["cache_tokens"].items()))
     print_passes(manifest)
+    if verify:
+        console.print(f"{len(manifest.files)} files have the size and the SHA-256 of "
+                      "model_info.json", soft_wrap=True)

@@ -22,7 +22,7 @@ def print_passes(manifest: Manifest) -> None:
 
     table = Table("pass", "matches", "refused")
     for report in manifest.passes:
-        matches = ", ".join(f"{name} {count}" for name, count in report.matches.items() if count)
+        matches = "; ".join(f"{name}: {count}" for name, count in report.matches.items() if count)
         table.add_row(report.name, matches or "none", "\n".join(report.refusals))
     Console().print(table)
 

@@ -291,9 +291,11 @@ def test_float8_caches_take_one_byte_per_element(tiny_hf, tmp_path):
         == {"float8_e4m3fn"}
 
 
-@pytest.mark.parametrize(("target", "capability"), [("cpu", "9.0"), ("cuda", "sm_90")])
-def test_compute_capability_is_checked(tiny_hf, tmp_path, target, capability):
-    with pytest.raises(llmc.LlmcError, match="write it like 9.0"):
+@pytest.mark.parametrize(("target", "capability", "error"), [
+    ("cpu", "9.0", "target 'cpu' has no compute_capability; leave it out"),
+    ("cuda", "sm_90", "compute_capability 'sm_90' is not a number like 9.0")])
+def test_compute_capability_is_checked(tiny_hf, tmp_path, target, capability, error):
+    with pytest.raises(llmc.LlmcError, match=error):
         llmc.compile(tiny_hf, tmp_path / "case", target=target, compute_capability=capability)
 
 

@@ -13,10 +13,12 @@ import onnx
 import onnx_graphsurgeon as gs
 import onnxruntime as ort
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
 
 import llmc
 from llmc import plugins
+from llmc.compiler import lower
 from llmc.compiler.graph.rewrite import Report, Settings, tidy
 from llmc.compiler.quant import checkpoint, readers
 
@@ -95,6 +97,26 @@ def test_the_pass_refuses_another_factor_with_the_values(examples):
     assert [node.op for node in graph.nodes] == ["Div", "Tanh", "Mul"]
     assert report.matches == {"softcap": 0}
     assert "divisor 2.5 differs from factor 3.0" in str(report.refusals)
+
+
+def test_a_model_compiles_with_the_op_and_the_pass(examples, tmp_path, monkeypatch):
+    """As if they were in csrc/plugins and compiler/passes."""
+    op, fuse = examples("softcap.op").OP, examples("fuse_softcap").fuse_softcap
+    known = {**plugins.registry(), op.name: op}
+    monkeypatch.setattr(plugins, "registry", lambda: known)
+    names = [getattr(step, "name", "") for step in lower.PASSES]
+    cut = names.index("add_norm") + 1
+    monkeypatch.setattr(lower, "_FUSE", (
+        *lower._FUSE[:cut], lower.GraphPass("softcap", fuse), *lower._FUSE[cut:]))
+    monkeypatch.setattr(lower, "PASSES", (*lower._FUSE, *lower.PASSES[len(lower._FUSE) - 1:]))
+    model = families.tiny_model("gemma2")  # soft-caps its logits
+    manifest = llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", tp_size=2)
+    assert "Softcap" in manifest.ops
+    tokens = list(range(3, 20))
+    with torch.inference_mode():
+        expected = model(torch.tensor([tokens])).logits[0].numpy()
+    with llmc.LLM(tmp_path / "case") as llm:
+        families.assert_close(llm.logits(tokens), expected, 1e-5)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """Tables of the documentation equal those of the tests and the code."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import families
 import generate
 import pytest
 
+from llmc.artifacts.manifest import Manifest
 from llmc.compiler.quant import readers
 from llmc.targets import TARGETS
 
@@ -73,6 +75,33 @@ def test_the_dtypes_of_targets_are_those_of_the_code():
         assert readme[name][2] == documented[name][2]
         assert documented[name][2].split(", ") == [*target.dtypes]
         assert ("float8_e4m3fn" in documented[name][3]) == bool(target.kv_dtypes)
+
+
+def test_the_fields_of_the_manifest_are_those_of_the_code():
+    named = {name for row in rows("artifact-format.md", "field")
+             for name in re.findall(r"`([^`]+)`", row[0])}
+    assert named == {*Manifest.model_fields}
+
+
+def test_the_errors_of_the_troubleshooting_page_are_those_of_the_code():
+    texts = "\n".join(_literals())
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    for symptom in re.findall(r"^\| ([^|]+) \|", page, re.MULTILINE):
+        for quoted in re.findall(r'"([^"]+)"', symptom):
+            for part in re.split(r"…|\b[MNXY]\b", quoted):  # placeholders
+                assert part.strip() in texts, quoted
+
+
+def _literals():
+    """Yield each string of the code, with a space for each formatted value."""
+    for folder in ("artifacts", "compiler", "llmc/cli", "runtime", "server"):
+        for path in (DOCS.parent / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.JoinedStr):
+                    yield " ".join(part.value for part in node.values
+                                   if isinstance(part, ast.Constant))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    yield node.value
 
 
 def test_the_readmes_number_of_model_classes_is_that_of_the_sweep():
