@@ -468,8 +468,7 @@ int64_t Engine::submit(const StepInputs& inputs) {
                          at<int32_t>(received, drafted[0]), at<int32_t>(received, drafted[1]),
                          at<int32_t>(received, drafted[2])};
     sample(ticket, inputs, logits, rows, sampled_rows.slots, at<int32_t>(received, sampled),
-           at<int64_t>(received, picked), masked,
-           inputs.num_drafts.size > 0 ? &verified : nullptr);
+           at<int64_t>(received, picked), masked, inputs.num_drafts.size > 0 ? &verified : nullptr);
     ticket.row_of = std::move(sampled_rows.row_of);
     if (!scored.empty())
       score(ticket, logits, scored, at<int64_t>(received, scores[0]),

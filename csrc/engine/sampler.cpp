@@ -93,13 +93,12 @@ void Sampler::admit(const Admissions& admit, const AdmittedArrays& given,
 
 // Samples from rows [begin, end).
 void Sampler::choose(const Tensor& logits, const int32_t* device_slots, int begin, int end,
-                     bool draws, bool processes, const Masks& masks,
-                     const int32_t* drafts_before) {
+                     bool draws, bool processes, const Masks& masks, const int32_t* drafts_before) {
   const int stride = static_cast<int>(logits.shape[1]), rows = end - begin;
   const void* data =
       static_cast<const char*>(logits.data) + begin * logits.shape[1] * width(logits.dtype);
-  kernels::SampleParams p{sampled_ + begin, data,   states_, device_slots + begin, rows,
-                          vocab_size_,      stride, 0,       draws};
+  kernels::SampleParams p{sampled_ + begin, data, states_, device_slots + begin, rows, vocab_size_,
+                          stride,           0,    draws};
   if (drafts_before != nullptr) p.drafts_before = drafts_before + begin;
   DType dtype = logits.dtype;
   if (processes) {

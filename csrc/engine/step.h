@@ -53,7 +53,7 @@ struct Step {
   bool decode =
       false;  // every sequence has exactly one new token, and all logits are wanted in order
   int num_decode = 0, longest = 0, reach = 0;
-  bool prefix = false;  // decoding sequences share a prefix: see Prefix
+  bool prefix = false;    // decoding sequences share a prefix: see Prefix
   bool verifies = false;  // see StepInputs
 
   static Step of_decoding(int batch) { return {batch, batch, batch, true, batch, 0, 0}; }
@@ -82,7 +82,7 @@ struct StepInputs {
                   // last token and the drafts of one
   HostArray<int32_t> sample;  // [num_sampled], ascending; with `verifies`, each sequence's last row
   HostArray<int32_t> num_drafts;  // [num_sampled], the last tokens of each; empty: none has any
-  HostArray<int32_t> copies;  // [num_copies, 2]
+  HostArray<int32_t> copies;      // [num_copies, 2]
   int candidates;
   Logits logits;
   HostArray<int32_t> memory_starts, memory_lens;  // [batch] each, or empty: see EncoderInputs

@@ -57,7 +57,7 @@ struct AttentionParams {
   bool vanilla;        // use the per-token kernel, which supports everything; not for decoding
   bool float8;         // the caches are FP8
   bool norm_after_rotary;
-  bool reads;  // cross-layer KV sharing: another layer has written the new positions
+  bool reads;     // cross-layer KV sharing: another layer has written the new positions
   bool appended;  // append() has written the new positions, and sequences may attend to one
                   // another's: they are rows of the same one, with drafts
   float scale, softcap, norm_epsilon;

@@ -96,8 +96,8 @@ struct SampleParams {
   const SlotState* states;
   const int32_t* slots;  // [rows]
   int rows, vocab, stride;
-  int64_t none;  // the token of a row whose logits are all -inf
-  bool draws;    // whether any temperature is above 0
+  int64_t none;                            // the token of a row whose logits are all -inf
+  bool draws;                              // whether any temperature is above 0
   const int32_t* drafts_before = nullptr;  // [rows]: drafts of the sequence before each row, which
                                            // count as generated; null: none
 };

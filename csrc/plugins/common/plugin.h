@@ -196,7 +196,7 @@ struct Context {
   ncclComm_t communicator = nullptr;  // of the tensor-parallel ranks; null for one rank
   bool decode =
       false;  // every sequence has one new token, and the logits of all are wanted in order
-  int num_decode = 0;                     // the first num_decode sequences have one new token each
+  int num_decode = 0;     // the first num_decode sequences have one new token each
   bool verifies = false;  // with `decode`: rows may belong to one sequence, whose later rows attend
                           // to the earlier ones
   AttentionBackend* attention = nullptr;  // null: llmc's kernels
