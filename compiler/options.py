@@ -11,7 +11,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from inspect import Parameter, Signature, signature
+from inspect import Parameter, Signature, cleandoc, signature
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar, get_type_hints
@@ -227,16 +227,21 @@ def _texts() -> str:
         declared = option.declared
         default = f" Default: {declared.default}." if declared.default else ""
         choices = f" One of {', '.join(declared.choices)}." if declared.choices else ""
-        return textwrap.fill(f"{option.name}: {declared.text}{choices}{default}", 96,
-                             initial_indent=" " * 8, subsequent_indent=" " * 12,
+        return textwrap.fill(f"{option.name}: {declared.text}{choices}{default}", 92,
+                             initial_indent=" " * 4, subsequent_indent=" " * 8,
                              break_on_hyphens=False)
     return "\n".join(map(line, OPTIONS))
 
 
+def _document(documented: Any) -> None:
+    """Replace the ellipsis in a docstring by the options; Python 3.13 removes its indent."""
+    if documented.__doc__ is not None:  # python -OO removes docstrings
+        documented.__doc__ = cleandoc(documented.__doc__).replace("    …", _texts())
+
+
 def takes_options(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
     """Replace `**options` by the options in a function's signature and docstring."""
-    if function.__doc__ is not None:  # python -OO removes docstrings
-        function.__doc__ = function.__doc__.replace("        …", _texts())
+    _document(function)
     original = signature(function)
     kept = [parameter for parameter in original.parameters.values()
             if parameter.kind is not Parameter.VAR_KEYWORD]
@@ -249,5 +254,4 @@ def takes_options(function: Callable[_Given, _Result]) -> Callable[_Given, _Resu
     return function
 
 
-if CompileOptions.__doc__ is not None:
-    CompileOptions.__doc__ = CompileOptions.__doc__.replace("        …", _texts())
+_document(CompileOptions)

@@ -574,7 +574,7 @@ def test_the_options_of_compile_are_the_arguments_of_llmc_compile():
     assert {*flags} - alone[0] == {*parameters} - alone[1]
     for option in OPTIONS:
         assert parameters[option.name].default == flags[option.name].default == option.default
-        assert f"        {option.name}: " in llmc.compile.__doc__
+        assert f"\n    {option.name}: " in llmc.compile.__doc__
         assert flags[option.name].help.split(".")[0] == option.help().split(".")[0]
     assert llmc.compile.__name__ == "compile" and "progress" in llmc.compile.__doc__
 

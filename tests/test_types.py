@@ -77,9 +77,3 @@ def test_a_wrong_argument_across_a_border_is_an_error(path, module, call, errors
             if plant == [module, call]:
                 break
     assert "[arg-type]" in errors.get(f"{path}:{lines}", "nothing"), call
-
-
-def test_there_are_no_other_errors(errors):
-    others = [f"{place}: {message}" for place, message in errors.items()
-              if "[arg-type]" not in message]
-    assert not others and len(errors) == len(PLANTS), "\n".join(others)

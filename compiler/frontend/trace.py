@@ -99,7 +99,8 @@ def trace(config: Any, part: Part, layers_name: str | None, trust_remote_code: b
         try:
             exported = _run_exporter(config, part, trust_remote_code, layers_name, kept)
         except Contradiction as error:
-            raise Contradiction(f"'{config.model_type}' contradicts itself: {error}") from error
+            raise Contradiction(f"'{config.model_type}' contradicts itself: {error}; "
+                                f"use another model") from error
         except LlmcError as error:
             if "transformers cannot build" in str(error):
                 raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
+import inspect
 import math
 import os
 import threading
@@ -107,8 +108,8 @@ class _Loaded:
             _Loaded.__init__.__kwdefaults__
         setattr(cls, "__init__", constructor)  # noqa: B010
         if cls.__doc__ is not None and _Loaded.__doc__ is not None:  # None with python -OO
-            cls.__doc__ = cls.__doc__.rstrip() + "\n\n    " + \
-                _Loaded.__doc__[_Loaded.__doc__.index("Args:"):]
+            own, shared = inspect.cleandoc(cls.__doc__), inspect.cleandoc(_Loaded.__doc__)
+            cls.__doc__ = f"{own}\n\n{shared[shared.index('Args:'):]}\n"
 
     def __init__(self, case_dir: str | Path, *, device: Sequence[int] | None = None,
                  max_batch_size: int | None = None, verify: bool = True, check_step: int = 2,

@@ -12,7 +12,7 @@ import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from inspect import Parameter, Signature
+from inspect import Parameter, Signature, cleandoc
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -78,11 +78,11 @@ class Described:
 
 def _document(cls: type, described: Sequence[Described]) -> None:
     """Add the fields' descriptions to a class's docstring, and their types to its signature."""
-    lines = [textwrap.fill(f"{each_field.name}: {each_field.text}", 96, initial_indent=" " * 8,
-                           subsequent_indent=" " * 12, break_on_hyphens=False)
+    lines = [textwrap.fill(f"{each_field.name}: {each_field.text}", 92, initial_indent=" " * 4,
+                           subsequent_indent=" " * 8, break_on_hyphens=False)
              for each_field in described]
     if cls.__doc__ is not None:  # None with python -OO
-        cls.__doc__ = cls.__doc__.replace("        …", "\n".join(lines))
+        cls.__doc__ = cleandoc(cls.__doc__).replace("    …", "\n".join(lines))
     parameters = [Parameter(each_field.name, Parameter.KEYWORD_ONLY, default=each_field.default,
                             annotation=each_field.kind) for each_field in described]
     own_self = Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)

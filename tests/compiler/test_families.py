@@ -162,7 +162,8 @@ def test_per_layer_inputs_of_repeated_layers(tmp_path, monkeypatch):
     counts = families.count_exported(monkeypatch, "Sdpa")
     model = families.tiny_model("gemma4_text", num_kv_shared_layers=0)
     raw = load(families.save(model, tmp_path))
-    assert raw.notes == () and all(count == 4 for count in counts)
+    # 4, or 6 as of transformers 5.24, where the last layer of each type keeps its KV for assistants
+    assert raw.notes == () and all(count in (4, 6) for count in counts)
     families.assert_exports(raw, model)
 
 

@@ -79,7 +79,7 @@ def test_a_window_in_the_mask_alone_is_used(forgetful, tmp_path):
 def test_different_windows_of_mask_and_attention_are_refused(forgetful, tmp_path):
     directory = families.save(forgetful(5), tmp_path)
     with pytest.raises(llmc.LlmcError, match="passes sliding_window 5 to its attention, but its "
-                                             "mask allows a window of 8"):
+                                             "mask allows a window of 8.*; use another model"):
         load(directory)
 
 

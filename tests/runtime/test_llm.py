@@ -444,7 +444,7 @@ def test_nan_logits_fail_only_their_request(nan_case, params):
 def test_help_and_errors_name_the_class_and_its_arguments(loaded):
     signature = inspect.signature(loaded)
     for name in ("case_dir", "device", "max_batch_size", "prefix_reuse", "attention_backend"):
-        assert f"\n        {name}: " in loaded.__doc__ and name in signature.parameters
+        assert f"\n    {name}: " in loaded.__doc__ and name in signature.parameters
     assert not loaded.__doc__.splitlines()[0].endswith(":")
     with pytest.raises(TypeError, match=rf"^{loaded.__name__}\.__init__\(\) got an unexpected "
                                         r"keyword argument 'tp_size'"):

@@ -22,8 +22,8 @@ from vllm_cases import assert_own, case
 from vllm_server import Server, free_port
 
 import llmc
+from llmc_vllm import worker
 from llmc_vllm.model import CASE_DIR, MANIFEST_SHA256, read_copy
-from llmc_vllm.worker import visible_gpu
 
 HERE = "/proc/self/cwd"
 ENVIRONMENT = os.environ | {"VLLM_CACHE_ROOT": f"{HERE}/cache"}
@@ -131,9 +131,23 @@ def test_the_executor_that_runs_vllm_s_own_workers_is_refused(monkeypatch):
     (dict(use_ray=True, assigned_physical_gpu_ids=[4, 6]), 6),
     (dict(data_parallel_backend="ray", assigned_physical_gpu_ids=[4, 6]), 6),
     (dict(nnodes_within_dp=2), 1), (dict(distributed_executor_backend="external_launcher"), 1)])
-def test_a_rank_has_the_gpu_that_vllm_assigns(monkeypatch, parallel, index):
-    monkeypatch.setattr(vllm.platforms.interface, "_assigned_physical_gpu_ids", None)
+def test_a_rank_and_its_process_groups_have_the_gpu_that_vllm_assigns(monkeypatch, parallel,
+                                                                      index):
     config = dict(distributed_executor_backend="mp", data_parallel_backend="mp", use_ray=False,
                   nnodes_within_dp=1, data_parallel_rank_local=1, data_parallel_index=1,
-                  world_size=2, assigned_physical_gpu_ids=None)
-    assert visible_gpu(SimpleNamespace(**config | parallel), 1) == index
+                  world_size=2, assigned_physical_gpu_ids=None, tensor_parallel_size=2,
+                  pipeline_parallel_size=1)
+    rank = SimpleNamespace(parallel_config=SimpleNamespace(**config | parallel), rank=1,
+                           local_rank=1, distributed_init_method="",
+                           model_config=SimpleNamespace(seed=0))
+
+    def visible_gpu(local_rank):
+        return worker.current_platform.logical_device_id_to_visible_device_id(local_rank)
+
+    at_init = []
+    monkeypatch.setattr(vllm.platforms.interface, "_assigned_physical_gpu_ids", None)
+    monkeypatch.setattr(worker, "init_distributed_environment",
+                        lambda *given: at_init.append(visible_gpu(given[3])))
+    monkeypatch.setattr(worker, "ensure_model_parallel_initialized", lambda *_: None)
+    worker.LlmcWorker.init_device(rank)
+    assert [*at_init, visible_gpu(rank.local_rank)] == [index, index]

@@ -38,24 +38,24 @@ from llmc_vllm.sequences import Part, Pending, Sequences, TokenLogprobs, with_gr
 _CACHE = "llmc.kv_cache"  # stands for the caches of all layers of a rank
 
 
-def visible_gpu(parallel: Any, local_rank: int) -> int:
-    """Return the index of a rank's GPU among those that its process sees, as in vLLM.
+def _logical_device_id(parallel: Any, local_rank: int) -> int:
+    """Return vLLM's logical device id of a rank, and publish the GPUs that vLLM assigned.
+
+    vLLM's process groups create an NCCL communicator on the GPU that the id stands for.
 
     Args:
         parallel: vLLM's ParallelConfig.
         local_rank: index of the rank among those of its replica on this host.
     """
-    device = local_rank
     if parallel.distributed_executor_backend != "external_launcher" and \
             parallel.data_parallel_backend != "ray" and not spans_hosts(parallel):
         replica = parallel.data_parallel_rank_local  # index among those on this host
         if replica is None:
             replica = parallel.data_parallel_index
-        device += replica * parallel.world_size
+        local_rank += replica * parallel.world_size
     if parallel.assigned_physical_gpu_ids is not None:
         set_assigned_physical_gpu_ids(parallel.assigned_physical_gpu_ids)
-    index: int = current_platform.logical_device_id_to_visible_device_id(device)
-    return index
+    return local_rank
 
 
 class LlmcWorker(WorkerBase):
@@ -66,6 +66,7 @@ class LlmcWorker(WorkerBase):
     submitted while the previous one runs.
     """
 
+    local_rank: int
     _rank: Rank
     _sequences: Sequences
     _parts: list[Part]
@@ -75,6 +76,7 @@ class LlmcWorker(WorkerBase):
     def init_device(self) -> None:
         parallel = self.parallel_config
         self.device = torch.device("cpu")
+        self.local_rank = _logical_device_id(parallel, self.local_rank)
         init_distributed_environment(parallel.world_size, self.rank, self.distributed_init_method,
                                      self.local_rank, "gloo")
         ensure_model_parallel_initialized(parallel.tensor_parallel_size,
@@ -90,7 +92,8 @@ class LlmcWorker(WorkerBase):
         if parallel.data_parallel_backend == "ray":
             # The engine process of the replica, on any of its hosts, reads the tokenizer.
             view(case_dir, self._manifest, Path(self.model_config.model).parent)
-        device = visible_gpu(parallel, self.local_rank) if self._manifest.target.spec.gpu else 0
+        device = current_platform.logical_device_id_to_visible_device_id(self.local_rank) \
+            if self._manifest.target.spec.gpu else 0
         self._block_bytes = block_bytes(self._manifest, cache.block_size)
         cache_bytes = cache.kv_cache_memory_bytes
         if cache.num_gpu_blocks_override:
