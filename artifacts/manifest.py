@@ -324,7 +324,8 @@ class Source(_Frozen):
     """The source of the model.
 
     `config_sha256` is the digest of its config with sorted keys. `repo_id` and `commit` are set
-    for a model from the Hugging Face hub.
+    for a model from the Hugging Face hub. `requantized`: the model's quantized weights were
+    dequantized, and quantized again.
     """
 
     kind: Literal["huggingface", "gguf", "onnx"]
@@ -333,6 +334,7 @@ class Source(_Frozen):
     repo_id: str | None = None
     commit: str | None = None
     files: tuple[SourceFile, ...] = ()
+    requantized: bool = False
 
 
 class Dims(_Frozen):

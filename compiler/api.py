@@ -26,6 +26,7 @@ from llmc.artifacts.manifest import (
 )
 from llmc.compiler.artifact import file_entry, weight_forms
 from llmc.compiler.frontend import RawModel, load
+from llmc.compiler.frontend.raw import dequantize
 from llmc.compiler.frontend.tokenizer_config import FOLDER, TEMPLATE
 from llmc.compiler.graph.notes import Context
 from llmc.compiler.graph.rewrite import op_of
@@ -103,7 +104,7 @@ def _compile(model: str | Path, output: Path, options: CompileOptions) -> Manife
     for note in raw.notes:
         progress(Note(note))
     if options.requantize:
-        _dequantize(raw)
+        dequantize(raw)
     progress("passes")
     if options.calibrated and options.scheme is not None:
         lowered = _calibrated(raw, options)
@@ -143,16 +144,6 @@ def _calibrated(raw: RawModel, options: CompileOptions) -> Lowered:
     calibrate(fused.graphs[0], tokens, options.scheme, options.head_scheme,
               fused.settings.max_seq_len, options.progress)
     return divide(fused, options)
-
-
-def _dequantize(raw: RawModel) -> None:
-    """Replace quantized weights by dequantized ones, in place. Shared weights stay shared."""
-    dequantized: dict[Weight, Weight] = {}
-    for graph in filter(None, (raw.graph, raw.encoder)):
-        for tensor in graph.tensors().values():
-            if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight):
-                values = tensor._values
-                tensor._values = dequantized.setdefault(values, values.as_unquantized())
 
 
 def _used_ops(graphs: list[gs.Graph]) -> dict[str, int]:
@@ -210,7 +201,8 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: CompileOptio
         format_version=2, llmc_version=__version__,
         source=Source(kind=raw.kind, architecture=raw.architecture,
                       config_sha256=raw.config_sha256, repo_id=raw.origin.repo_id,
-                      commit=raw.origin.commit, files=raw.origin.files()),
+                      commit=raw.origin.commit, files=raw.origin.files(),
+                      requantized=options.requantize),
         dims=lowered.dims,
         dtype=cast(DTypeName, options.dtype),  # validated by check_options
         quantization=_weight_dtypes(chips), tp_size=tp_size,

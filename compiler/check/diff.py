@@ -86,6 +86,7 @@ from llmc.compiler.check.reference import (
 )
 from llmc.compiler.check.report import BadWeight, Difference, DiffReport, GreedyToken
 from llmc.compiler.frontend import RawModel, load
+from llmc.compiler.frontend.raw import dequantize
 from llmc.compiler.graph.names import HIDDEN_STATE, SCALED
 from llmc.compiler.graph.rewrite import op_of, operands, values_of
 from llmc.compiler.graph.weights import HeadMatrices, Weight
@@ -159,6 +160,8 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
     tokens = min(tokens, manifest.dims.max_seq_len - len(ids) + 1)
     progress("export the reference")
     raw = load(reference, hf_dir=hf_dir)
+    if manifest.source.requantized:
+        dequantize(raw)
     size = raw.graph.outputs[0].shape[-1]
     if isinstance(size, int) and size != manifest.dims.vocab_size:
         raise LlmcError(f"'{reference}' has vocabulary size {size}, '{case_dir}' has "

@@ -13,6 +13,7 @@ import onnx_graphsurgeon as gs
 from tokenizers import Tokenizer
 
 from llmc.compiler.frontend.origin import Origin
+from llmc.compiler.graph.weights import Weight
 
 # Called before the slow export with the config, the generation config, whether the model has an
 # encoder, and the quantization method if the config does not name it. Raises LlmcError if the model
@@ -95,3 +96,13 @@ def token_ids(key: str, config: Mapping[str, Any], generation: Mapping[str, Any]
     if value is None:
         return ()
     return tuple(value) if isinstance(value, list) else (value,)
+
+
+def dequantize(raw: RawModel) -> None:
+    """Replace quantized weights by dequantized ones, in place. Shared weights stay shared."""
+    dequantized: dict[Weight, Weight] = {}
+    for graph in filter(None, (raw.graph, raw.encoder)):
+        for tensor in graph.tensors().values():
+            if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight):
+                values = tensor._values
+                tensor._values = dequantized.setdefault(values, values.as_unquantized())

@@ -437,6 +437,10 @@ def cpu_product(fields: Fields, present: frozenset[str], made: str, x: str = "x"
 
     `added` is [out] or [rows, out]. Activations are quantized to int8 per block: other accuracy
     levels are slower than float32 from 2 rows on, for 8-bit weights by far (ONNX Runtime 1.32).
+
+    Codes with a minimum are multiplied as signed ones, with the minimum moved accordingly: the
+    error of quantized activations is in proportion to the multiplied numbers, and codes from 0 on
+    are about three times as large as the weight.
     """
     dtype, size = fields["weight_dtype"], fields["group_size"]
     width, height = fields["in_features"], fields["out_features"]
@@ -463,14 +467,15 @@ def cpu_product(fields: Fields, present: frozenset[str], made: str, x: str = "x"
                   "scales = Reshape(scale_blocks, flat)"]
     if "weight_min" in present:
         groups = width // size
-        lines += [f"zeros_shape = Constant<value_ints=[{height}, {-(-groups * bits // 8)}]>()",
-                  "no_zeros = ConstantOfShape<value = uint8[1] {0}>(zeros_shape)",
+        lines += [f"center = Constant<value_float={float(2 ** (bits - 1))}>()",
+                  "centers = Mul(weight_scale, center)",
+                  "center_value = Add(weight_min, centers)",
                   f"groups_shape = Constant<value_ints=[0, {groups}, {size}]>()",
                   f"x_groups = Reshape({x}, groups_shape)",
                   "last = Constant<value_ints=[-1]>()",
                   "x_sums = ReduceSum<keepdims=0>(x_groups, last)",
-                  f"above = Gemm<transB=1>(x_sums, weight_min{', ' if added else ''}{added})"]
-        added, zero = "above", ["no_zeros"]
+                  f"above = Gemm<transB=1>(x_sums, center_value{', ' if added else ''}{added})"]
+        added = "above"
     given = ", ".join([x, "blocks", scale, *zero])
     lines.append(f"{'product' if added else made} = com.microsoft.MatMulNBits<K={width}, "
                  f"N={height}, bits={bits}, block_size={block}, "
