@@ -57,6 +57,7 @@ _CLICK_TYPES: dict[Any, dict[str, Any]] = {
     int: dict(type=int), float: dict(type=float), bool: dict(is_flag=True),
     int | None: dict(type=int), str | None: dict(type=str),
     str | Mapping[str, object] | None: dict(type=str, metavar="SCHEMA"),
+    str | Sequence[int] | None: dict(type=str),
     Sequence[str]: dict(multiple=True), Sequence[str | Sequence[int]]: dict(multiple=True),
     Sequence[int]: dict(type=int, multiple=True),
     Mapping[int, float]: dict(multiple=True, callback=_biases, metavar="ID=BIAS", default=()),
