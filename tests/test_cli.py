@@ -28,7 +28,7 @@ from llmc.cli.conversation import converse, print_answer
 from llmc.cli.options import LOADING_OPTIONS
 from llmc.cli.progress import Meter, Phases
 from llmc.compiler.options import OPTIONS
-from llmc.runtime.benchmark import Row
+from llmc.runtime.benchmark import Row, Speculation
 from llmc.runtime.core.request import CompletionChunk
 from llmc.runtime.sampling.params import FIELDS, STRUCTURED_OUTPUT_FIELDS
 
@@ -296,7 +296,20 @@ def test_bench_compares_speculative_with_plain_decoding(case_tp1, tmp_path):
     found = row["speculation"]
     assert found["plain_tokens_per_sec"] > 0 and found["acceptance_length"] == (
         found["accepted_tokens"] / found["drafts"] + 1 if found["drafts"] else None)
-    assert "acceptance length" in " ".join(run("bench", *options, *grid).stdout.split())
+
+
+@pytest.mark.parametrize(("drafts", "length"), [(12345678, 16.0), (0, None)])
+def test_the_table_of_drafts_fits_80_columns(case_tp1, monkeypatch, drafts, length):
+    found = Speculation(12345678.9, 1.6, drafts, drafts, drafts, length)
+    monkeypatch.setattr("llmc.runtime.benchmark.measure", lambda llm, batch, inputs, outputs, **_:
+                        Row(4096, 131072, 131072, 1.0, 1.0, 1.0, 1.0, found))
+    shown = run("bench", "--case_dir", case_tp1, "--input_output_len", "4,3", "--speculate",
+                "ngram", "--num_speculative_tokens", 2).stdout.splitlines()
+    assert max(map(len, shown)) <= 80
+    row = next(line for line in shown if "1.60" in line)
+    assert [cell.strip() for cell in row.split("│")[1:-1]] == [
+        "4096", "131072", "131072", "12345678.90", "1.60", str(drafts),
+        "–" if length is None else "16.00"]
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

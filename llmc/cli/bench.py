@@ -97,10 +97,9 @@ def _speculation_table(rows: Sequence[Row]) -> Table:
     """Return a table of plain and speculative decoding by cell."""
     from rich.table import Table
 
-    table = Table()
-    for name in ("batch", "input", "output", "plain tokens/s", "speedup", "drafts",
-                 "acceptance length"):
-        table.add_column(name, justify="right")
+    table = Table(caption="plain: tokens/s without drafts; ratio: tokens/s relative to it")
+    for name in ("batch", "input", "output", "plain", "ratio", "drafts", "acceptance length"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         found = row.speculation
         assert found is not None
