@@ -46,7 +46,7 @@ class Speculation:
     Args:
         plain_tokens_per_sec: median of the plain runs.
         speedup: median of the pairs' ratios of tokens per second.
-        drafts: number of verifications.
+        drafts: number of verifications in all runs.
         draft_tokens, accepted_tokens: drafts verified and accepted.
         acceptance_length: mean number of tokens of a verification, accepted drafts + 1; None
             without any.
