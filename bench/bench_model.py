@@ -316,6 +316,7 @@ def in_blocks(source: Path, directory: Path, size: int = 128) -> Path:
 def environment(*packages: str) -> str:
     """Return the date, the machine and the versions on one line."""
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}"
-                         for name in ("llmc", "onnxruntime", *packages))
+                         for name in ("onnxruntime", *packages))
     return (f"{datetime.date.today()}, {platform.machine()}, {len(os.sched_getaffinity(0))} cores, "
-            f"Python {platform.python_version()}, {versions}")
+            f"Python {platform.python_version()}, llmc {importlib.metadata.version('llmc-aot')}, "
+            f"{versions}")

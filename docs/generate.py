@@ -54,7 +54,7 @@ def bodies() -> str:
 def metrics() -> str:
     """Return a table of the metrics that /metrics exposes."""
     unused = cast(AdmissionGate, SimpleNamespace(inside=0, sequences=0, refused=0))
-    values: defaultdict[str, Any] = defaultdict(int)
+    values: defaultdict[str, Any] = defaultdict(int, spec_decode_accepted_tokens_per_pos=[0])
     text = Metrics(lambda: values, unused, "model").text().decode()
     return table(("name", "type", "meaning"), (
         (f"`{family.name}`", family.type, family.documentation)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +26,7 @@ class Row:
         latency_ms: time of the whole generation.
         tctx_ms: prefill time: until every sequence has its first token.
         tgen_ms: TPOT: time per later token.
+        speculation: comparison with plain decoding, if it was measured.
     """
 
     batch: int
@@ -33,6 +36,45 @@ class Row:
     latency_ms: float
     tctx_ms: float
     tgen_ms: float
+    speculation: Speculation | None = None
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """Speculative decoding next to plain decoding, in alternating runs of one loaded model.
+
+    Args:
+        plain_tokens_per_sec: median of the plain runs.
+        speedup: median of the pairs' ratios of tokens per second.
+        drafts: number of verifications in all runs.
+        draft_tokens, accepted_tokens: drafts verified and accepted.
+        acceptance_length: mean number of tokens of a verification, accepted drafts + 1; None
+            without any.
+    """
+
+    plain_tokens_per_sec: float
+    speedup: float
+    drafts: int
+    draft_tokens: int
+    accepted_tokens: int
+    acceptance_length: float | None
+
+    @staticmethod
+    def of(before: Mapping[str, Any], after: Mapping[str, Any], plain: Sequence[float],
+           speculative: Sequence[float]) -> Speculation:
+        """Compare pairs of runs.
+
+        Args:
+            before, after: `LLM.metrics` before and after all runs.
+            plain, speculative: tokens per second of each run.
+        """
+        drafts, draft_tokens, accepted = (
+            after[f"spec_decode_{name}"] - before[f"spec_decode_{name}"]
+            for name in ("drafts", "draft_tokens", "accepted_tokens"))
+        return Speculation(
+            statistics.median(plain),
+            statistics.median(b / a for a, b in zip(plain, speculative, strict=True)),
+            drafts, draft_tokens, accepted, accepted / drafts + 1 if drafts else None)
 
 
 def parse_grid(batch_size: str, input_output_len: str) -> list[tuple[int, int, int]]:
@@ -54,35 +96,61 @@ def parse_grid(batch_size: str, input_output_len: str) -> list[tuple[int, int, i
 
 
 def measure(llm: LLM, batch: int, input_length: int, output_length: int, *, runs: int = 3,
-            warmup: int = 1, params: SamplingParams | None = None) -> Row:
+            warmup: int = 1, params: SamplingParams | None = None, compare: bool = False) -> Row:
     """Generate `output_length` tokens for `batch` random prompts, `runs` times.
 
     Args:
         warmup: number of runs before these.
         params: sampling parameters; None: greedy.
+        compare: before each run, also run without drafts.
     """
     rng = np.random.default_rng(0)
     vocab_size = (llm.manifest.encoder or llm.manifest.dims).vocab_size
     prompts = rng.integers(0, vocab_size, (batch, input_length)).tolist()
     params = dataclasses.replace(params or SamplingParams(), max_tokens=output_length,
                                  ignore_eos=True)
-    totals, firsts, laters = [], [], []
+    times, plain = [], []
+    before = llm.metrics()
     for run in range(warmup + runs):
-        start = time.perf_counter()
-        first = 0.0
-        waiting = set(range(batch))
-        for piece in llm.stream(prompts, params):
-            if piece.index in waiting:
-                waiting.remove(piece.index)
-                first = time.perf_counter() - start
-        total = time.perf_counter() - start
-        if run >= warmup:
-            totals.append(total)
-            firsts.append(first)
-            laters.append((total - first) / max(1, output_length - 1))
+        if run == warmup:
+            before = llm.metrics()
+        if compare:
+            with without_drafts(llm):
+                plain.append(_timed(llm, prompts, params)[1])
+        times.append(_timed(llm, prompts, params))
+    firsts, totals = zip(*times[warmup:], strict=True)
     latency = statistics.median(totals)
-    return Row(batch, input_length, output_length, batch * output_length / latency, latency * 1e3,
-               statistics.median(firsts) * 1e3, statistics.median(laters) * 1e3)
+    laters = [(total - first) / max(1, output_length - 1)
+              for first, total in zip(firsts, totals, strict=True)]
+    tokens = batch * output_length
+    speculation = Speculation.of(
+        before, llm.metrics(), [tokens / seconds for seconds in plain[warmup:]],
+        [tokens / seconds for seconds in totals]) if compare else None
+    return Row(batch, input_length, output_length, tokens / latency, latency * 1e3,
+               statistics.median(firsts) * 1e3, statistics.median(laters) * 1e3, speculation)
+
+
+@contextmanager
+def without_drafts(llm: LLM) -> Iterator[None]:
+    """Context in which new requests have no drafts."""
+    llm.enable_drafts(False)
+    try:
+        yield
+    finally:
+        llm.enable_drafts(True)
+
+
+def _timed(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams) -> \
+        tuple[float, float]:
+    """Seconds until every prompt has its first token, and until the last token."""
+    start = time.perf_counter()
+    first = 0.0
+    waiting = set(range(len(prompts)))
+    for piece in llm.stream(prompts, params):
+        if piece.index in waiting:
+            waiting.remove(piece.index)
+            first = time.perf_counter() - start
+    return first, time.perf_counter() - start
 
 
 def check_grid(llm: LLM, grid: Sequence[tuple[int, int, int]]) -> None:

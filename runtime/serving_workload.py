@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmc.errors import LlmcError
+from llmc.runtime.benchmark import Speculation, without_drafts
 from llmc.runtime.core.llm import LLM
 from llmc.runtime.core.request import CompletionChunk
 from llmc.runtime.metrics import Percentiles
@@ -38,6 +40,7 @@ class Report:
         time_to_first_token: TTFT of completions, from the arrival of their request.
         inter_token_latency: ITL of completions.
         cache_hits, cache_queries: prompt tokens found in the prefix cache, and looked up.
+        speculation: comparison with plain decoding, if it was measured.
     """
 
     requests: int
@@ -50,6 +53,7 @@ class Report:
     cache_hits: int
     cache_queries: int
     preemptions: int
+    speculation: Speculation | None = None
 
 
 def read_workload(llm: LLM, source: str, rate: float, shared_prefix: int = 0) -> ServingWorkload:
@@ -92,13 +96,39 @@ def read_workload(llm: LLM, source: str, rate: float, shared_prefix: int = 0) ->
     return ServingWorkload(prompts, params, (np.cumsum(gaps) - gaps[0]).tolist())
 
 
-def measure_workload(llm: LLM, traffic: ServingWorkload,
+def compare_workload(llm: LLM, traffic: ServingWorkload, runs: int,
                      progress: Callable[[CompletionChunk], object] = lambda chunk: None) -> Report:
-    """Run a workload and measure it."""
+    """Run a workload in `runs` pairs, without and with drafts.
+
+    Runs do not share cached prefixes.
+
+    Returns:
+        The run with drafts that has the median throughput, and the comparison.
+    """
+    before, plain, speculative = llm.metrics(), [], []
+    for run in range(runs):
+        with without_drafts(llm):
+            plain.append(measure_workload(llm, traffic, progress, cache_salt=f"plain {run}"))
+        speculative.append(measure_workload(llm, traffic, progress, cache_salt=f"drafts {run}"))
+    rates = [[report.output_tokens_per_sec for report in each] for each in (plain, speculative)]
+    speculative.sort(key=lambda report: report.output_tokens_per_sec)
+    return dataclasses.replace(speculative[len(speculative) // 2],
+                               speculation=Speculation.of(before, llm.metrics(), *rates))
+
+
+def measure_workload(llm: LLM, traffic: ServingWorkload,
+                     progress: Callable[[CompletionChunk], object] = lambda chunk: None,
+                     cache_salt: str | None = None) -> Report:
+    """Run a workload and measure it.
+
+    Args:
+        cache_salt: see `LLM.stream`.
+    """
     before = llm.metrics()
     latest: dict[tuple[int, int], float] = defaultdict(lambda: -1.0)
     first, between = [], []
-    chunks = llm.stream(traffic.prompts, traffic.params, arrivals=traffic.arrivals)
+    chunks = llm.stream(traffic.prompts, traffic.params, arrivals=traffic.arrivals,
+                        cache_salt=cache_salt)
     start = now = time.perf_counter()  # arrivals count from the first request for a chunk
     for chunk in chunks:
         now = time.perf_counter() - start

@@ -51,6 +51,7 @@ class Answer(ABC):
         self.model, self.job = model, job
         self.created = int(time.time())
         self.completion_tokens = self.reasoning_tokens = 0
+        self._accepted_prediction_tokens = self._rejected_prediction_tokens = 0
         self._cached: dict[int, int] = {}  # tokens of each prompt that were cached
 
     @abstractmethod
@@ -87,6 +88,8 @@ class Answer(ABC):
     def count(self, piece: CompletionChunk) -> None:
         """Count a token; the n completions of a prompt share its cached tokens."""
         self.completion_tokens += piece.token_id is not None
+        self._accepted_prediction_tokens += piece.accepted_prediction_tokens
+        self._rejected_prediction_tokens += piece.rejected_prediction_tokens
         if piece.sample == 0:
             self._cached[piece.index] = piece.num_cached_tokens
 
@@ -106,7 +109,10 @@ class Answer(ABC):
         return {"prompt_tokens": prompt, "completion_tokens": self.completion_tokens,
                 "total_tokens": prompt + self.completion_tokens,
                 "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-                "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens}}
+                "completion_tokens_details": {
+                    "reasoning_tokens": self.reasoning_tokens,
+                    "accepted_prediction_tokens": self._accepted_prediction_tokens,
+                    "rejected_prediction_tokens": self._rejected_prediction_tokens}}
 
 
 class Choices(Answer):

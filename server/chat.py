@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from llmc.runtime.core.request import CompletionChunk
 from llmc.server.answer import Choices, Object, finite
@@ -29,8 +30,9 @@ async def read_chat(model: Model, body: ChatRequest) -> GenerationJob:
     max_tokens = body.max_tokens if body.max_completion_tokens is None \
         else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return await read_conversation(model, body, body.messages, max_tokens, logprobs,
-                                   body.prompt_logprobs)
+    job = await read_conversation(model, body, body.messages, max_tokens, logprobs,
+                                  body.prompt_logprobs)
+    return replace(job, params=await model.predicted(job.params, body.prediction))
 
 
 async def read_conversation(model: Model, body: Conversation, messages: Sequence[Message],

@@ -32,7 +32,9 @@ async def read_completion(model: Model, body: CompletionRequest) -> GenerationJo
     prompts = await model.read_prompts(body.prompts, body.add_special_tokens)
     check_values(prompts, body.scored)
     max_tokens = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    params = body.sampling(max_tokens, body.logprobs, model.sampling_defaults, body.scored)
+    params = await model.predicted(
+        body.sampling(max_tokens, body.logprobs, model.sampling_defaults, body.scored),
+        body.prediction)
     echo = await asyncio.to_thread(_texts, model, body, prompts) if body.echo else None
     return GenerationJob(prompts, params, body.priority, echo)
 

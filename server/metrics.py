@@ -53,12 +53,24 @@ class _CurrentValues(Collector):
                 ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.",
                  now["cache_hits"]),
                 ("vllm:num_preemptions", "Preempted sequences.", now["preemptions"]),
+                ("vllm:spec_decode_num_drafts", "Verifications of drafts.",
+                 now["spec_decode_drafts"]),
+                ("vllm:spec_decode_num_draft_tokens", "Draft tokens.",
+                 now["spec_decode_draft_tokens"]),
+                ("vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens.",
+                 now["spec_decode_accepted_tokens"]),
                 ("llmc:nan_logits", "Requests that ended because of NaN or infinite logits.",
                  now["nan_logits"]),
                 ("llmc:requests_refused", "Requests refused with 429.", self._gate.refused)):
             counter = CounterMetricFamily(name, text, labels=_LABELS)
             counter.add_metric(self._labels, value)
             yield counter
+        counter = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted draft tokens by position in their draft.", labels=(*_LABELS, "position"))
+        for position, value in enumerate(now["spec_decode_accepted_tokens_per_pos"]):
+            counter.add_metric((*self._labels, str(position)), value)
+        yield counter
         info = GaugeMetricFamily("vllm:cache_config_info", "Configuration of the KV cache.",
                                  labels=(*_LABELS, "block_size", "num_gpu_blocks", "cache_dtype"))
         info.add_metric((*self._labels, str(now["block_size"]), str(now["num_blocks"]), "auto"), 1)

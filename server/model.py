@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jinja2
@@ -20,7 +20,7 @@ from llmc.runtime.sampling.token_text import token_bytes, token_text
 from llmc.runtime.tokenizer import read_config
 from llmc.server.errors import ApiError, prompt_too_long
 from llmc.server.offload import Offload
-from llmc.server.protocol import MAX_CHOICES, Message, Part
+from llmc.server.protocol import MAX_CHOICES, Message, Part, Prediction
 from llmc.server.reasoning import REASONING_MARKS, recognized_reasoning
 from llmc.server.tool_parsers import TOOL_PARSERS, recognized_parser
 
@@ -157,8 +157,29 @@ class Model:
             chat_template_kwargs, self._content_format)
         return await self._tokenize(text, False, param)
 
-    async def _tokenize(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
-        limit = self.max_prompt_len
+    async def predicted(self, params: SamplingParams, prediction: Prediction | None) -> \
+            SamplingParams:
+        """Add a request's prediction to its parameters.
+
+        Raises:
+            ApiError: beam search is requested, or the prediction has more tokens than the maximum
+                length.
+            LlmcError: the model has no tokenizer.
+        """
+        if prediction is None:
+            return params
+        limit = self.llm.max_model_len
+        ids = await self._tokenize(prediction.text, False, "prediction", limit)
+        if len(ids) > limit:
+            raise prompt_too_long(limit, len(ids), "prediction")
+        try:
+            return replace(params, prediction=ids)
+        except LlmcError as error:
+            raise ApiError(str(error), param="prediction") from None
+
+    async def _tokenize(self, text: str, add_special_tokens: bool, param: str,
+                        limit: int | None = None) -> list[int]:
+        limit = limit or self.max_prompt_len
         count, ids = await self.offload.tokenize(text, add_special_tokens, limit)
         if count > len(ids):
             raise prompt_too_long(limit, count, param, at_least=True)

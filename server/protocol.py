@@ -16,8 +16,10 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Discriminator,
     Field,
     GetJsonSchemaHandler,
+    Tag,
     ValidationError,
     model_validator,
 )
@@ -146,6 +148,29 @@ class StructuredOutputs(Fields):
     choice: Texts | None = None
     grammar: str | None = None
     json_object: bool | None = None
+
+
+class TextPart(Fields):
+    """A part of a prediction's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(Fields):
+    """The expected text of an answer. The answer does not depend on it."""
+
+    type: Literal["content"]
+    content: Annotated[
+        Annotated[str, Tag("string")]
+        | Annotated[list[TextPart], Tag("array"), Field(fail_fast=True)],
+        Discriminator(lambda given: "array" if isinstance(given, list) else "string")]
+
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        return self.content if isinstance(self.content, str) else \
+            "".join(part.text for part in self.content)
 
 
 class Generation(Body):
@@ -291,6 +316,7 @@ class CompletionRequest(Generation):
     max_tokens: int | None = None
     logprobs: int | None = Field(None, ge=0)
     echo: bool = False
+    prediction: Prediction | None = None  # as in /v1/chat/completions
     # vLLM's.
     add_special_tokens: bool = True
     prompt_logprobs: int | None = Field(None, ge=0)
@@ -522,6 +548,7 @@ class ChatRequest(Conversation):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools = "auto"
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None  # passed to the chat template
+    prediction: Prediction | None = None
 
     @property
     def tool_use(self) -> ToolUse:

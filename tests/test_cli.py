@@ -28,7 +28,7 @@ from llmc.cli.conversation import converse, print_answer
 from llmc.cli.options import LOADING_OPTIONS
 from llmc.cli.progress import Meter, Phases
 from llmc.compiler.options import OPTIONS
-from llmc.runtime.benchmark import Row
+from llmc.runtime.benchmark import Row, Speculation
 from llmc.runtime.core.request import CompletionChunk
 from llmc.runtime.sampling.params import FIELDS, STRUCTURED_OUTPUT_FIELDS
 
@@ -108,12 +108,12 @@ def test_sampling_options_are_the_fields_of_sampling_params(case_tp2):
     result = run("run", "--case_dir", case_tp2, "--prompt", "the", "--prompt", "fox", *options,
                  "--bad_words", "quick", "--logit_bias", "7=-inf", "--logit_bias", "9=1.5",
                  "--stop", "xyz", "--stop_token_ids", "3", "--show_special_tokens", "--ignore_eos",
-                 "--json")
+                 "--prediction", "fox", "--json")
     assert result.exit_code == 0, result.output
     with LLM(case_tp2) as llm:
         expected = llm.generate(["the", "fox"], SamplingParams(
             **settings, bad_words=["quick"], logit_bias={7: float("-inf"), 9: 1.5}, stop=["xyz"],
-            stop_token_ids=[3], show_special_tokens=True, ignore_eos=True))
+            stop_token_ids=[3], show_special_tokens=True, ignore_eos=True, prediction="fox"))
     completions = json.loads(result.stdout)["completions"]
     assert [c["prompt"] for c in completions] == ["the", "the", "fox", "fox"]
     assert [c["token_ids"] for c in completions] == [list(e.token_ids) for e in expected]
@@ -121,11 +121,29 @@ def test_sampling_options_are_the_fields_of_sampling_params(case_tp2):
         [e.cumulative_logprob for e in expected]
     assert {f.name for f in dataclasses.fields(SamplingParams)} == \
         {*settings, *STRUCTURED_OUTPUT_FIELDS, "bad_words", "logit_bias", "stop", "stop_token_ids",
-         "show_special_tokens", "ignore_eos"}
+         "show_special_tokens", "ignore_eos", "prediction"}
     help_text = run("run", "--help").stdout
     shown = " ".join(help_text.split("\nSampling:\n")[1].replace("-\n", "-").split())
     for field in FIELDS:  # printed once, shown there too
         assert f"--{field.name}" in shown and " ".join(field.text.split()) in shown
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    (["--speculate", "medusa"], "speculate is 'medusa', expected one of off, ngram"),
+    (["--num_speculative_tokens", "0"], "num_speculative_tokens is 0, expected auto or a number"),
+    (["--num_speculative_tokens", "few"], "num_speculative_tokens is 'few', expected auto or")])
+def test_options_of_speculation_are_checked(case_tp1, options, message):
+    result = run("run", case_tp1, "--prompt", "the", *options)
+    assert result.exit_code == 2 and message in result.stderr
+
+
+def test_speculation_does_not_change_the_text(case_tp1):
+    arguments = ["run", case_tp1, "--prompt", "the", "--max_tokens", 12, "--ignore_eos", "--json"]
+    plain, drafted = run(*arguments), run(*arguments, "--speculate", "ngram",
+                                          "--num_speculative_tokens", 3, "--prediction", "fox")
+    assert drafted.exit_code == 0, drafted.output
+    expected, found = (json.loads(result.stdout)["completions"][0] for result in (plain, drafted))
+    assert found["token_ids"] == expected["token_ids"]
 
 
 @pytest.fixture(scope="module")
@@ -257,6 +275,44 @@ def test_bench_reports_a_serving_workload(case_tp1, tmp_path):
     shown = result.stdout
     assert result.exit_code == 0, result.output
     assert "2 requests, " in shown and "TTFT" in shown and "ITL" in shown and "p99" in shown
+    assert "plain decoding" not in shown
+
+
+def test_bench_compares_speculative_with_plain_decoding(case_tp1, tmp_path):
+    with LLM(case_tp1) as llm:
+        alone = llm.generate([[5, 6]], SamplingParams(max_tokens=12, ignore_eos=True))[0].token_ids
+    path = tmp_path / "file"
+    path.write_text(json.dumps(dict(token_ids=[5, 6], max_tokens=12, ignore_eos=True,
+                                    prediction=alone)))
+    options = ["--case_dir", case_tp1, "--runs", 2, "--speculate", "ngram",
+               "--num_speculative_tokens", 5]
+    report = json.loads(run("bench", *options, "--requests", path, "--json").stdout)
+    found = report["speculation"]
+    assert report["output_tokens"] == 12
+    assert found["draft_tokens"] >= found["accepted_tokens"] >= found["drafts"] > 0
+    assert found["acceptance_length"] == found["accepted_tokens"] / found["drafts"] + 1
+    assert found["plain_tokens_per_sec"] > 0 and found["speedup"] > 0
+    shown = run("bench", *options, "--requests", path).stdout
+    assert f"acceptance length {found['acceptance_length']:.2f}" in " ".join(shown.split())
+    grid = ["--batch_size", 1, "--input_output_len", "4,8"]
+    row, = json.loads(run("bench", *options, *grid, "--json").stdout)
+    found = row["speculation"]
+    assert found["plain_tokens_per_sec"] > 0 and found["acceptance_length"] == (
+        found["accepted_tokens"] / found["drafts"] + 1 if found["drafts"] else None)
+
+
+@pytest.mark.parametrize(("drafts", "length"), [(12345678, 16.0), (0, None)])
+def test_the_table_of_drafts_fits_80_columns(case_tp1, monkeypatch, drafts, length):
+    found = Speculation(12345678.9, 1.6, drafts, drafts, drafts, length)
+    monkeypatch.setattr("llmc.runtime.benchmark.measure", lambda llm, batch, inputs, outputs, **_:
+                        Row(4096, 131072, 131072, 1.0, 1.0, 1.0, 1.0, found))
+    shown = run("bench", "--case_dir", case_tp1, "--input_output_len", "4,3", "--speculate",
+                "ngram", "--num_speculative_tokens", 2).stdout.splitlines()
+    assert max(map(len, shown)) <= 80
+    row = next(line for line in shown if "1.60" in line)
+    assert [cell.strip() for cell in row.split("│")[1:-1]] == [
+        "4096", "131072", "131072", "12345678.90", "1.60", str(drafts),
+        "–" if length is None else "16.00"]
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
@@ -295,7 +351,7 @@ def test_bench_prints_the_grid(case_tp1):
 
 def test_the_table_of_a_grid_fits_80_columns(case_tp1, monkeypatch):
     """With the largest possible numbers."""
-    monkeypatch.setattr("llmc.runtime.benchmark.measure", lambda llm, batch, inputs, outputs, runs:
+    monkeypatch.setattr("llmc.runtime.benchmark.measure", lambda llm, batch, inputs, outputs, **_:
                         Row(4096, 131072, 131072, 12345678.9, 12345678.9, 1234567.8, 123456.78))
     shown = run("bench", "--case_dir", case_tp1, "--input_output_len", "4,3").stdout.splitlines()
     assert max(map(len, shown)) <= 80
@@ -554,6 +610,8 @@ def test_no_option_s_help_has_two_defaults():
     (["compile", "--dtype"], "b", ["bfloat16"]),
     (["compile", "--quantize"], "int", ["int8", "int4"]),
     (["run", "--attention_backend"], "c", ["cudnn"]),
+    (["serve", "--speculate"], "", ["off", "ngram"]),
+    (["bench", "--num_speculative_tokens"], "", ["auto"]),
     ([], "e", ["eval"])])
 def test_a_shell_completes_verbs_and_values(words, incomplete, expected):
     complete = ShellComplete(main, {}, "llmc", "_LLMC_COMPLETE")

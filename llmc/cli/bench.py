@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -21,6 +22,11 @@ from llmc.cli.progress import Meter, ProgressBar
 from llmc.cli.signals import sigterm_as_interrupt
 from llmc.errors import LlmcError
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from llmc.runtime.benchmark import Row, Speculation
+
 
 @click.command("bench")
 @case_options
@@ -28,7 +34,9 @@ from llmc.errors import LlmcError
               help="Batch sizes of the grid, in sequences.")
 @click.option("--input_output_len", default="64,64;128,20", metavar="IN,OUT;…",
               help="Pairs of input and output lengths of the grid, in tokens.")
-@click.option("--runs", default=3, help="Number of runs per cell; the table has their medians.")
+@click.option("--runs", default=3,
+              help="Number of runs per cell; the table has their medians. With --speculate, each "
+                   "run follows one without drafts, also of --requests.")
 @device_option
 @click.option("--requests", default=None, metavar="FILE|random:N",
               help="Run a serving workload instead of the grid: the requests of a prompt file, or "
@@ -43,7 +51,11 @@ from llmc.errors import LlmcError
 def bench_command(directory: Path | None, case_dir: Path | None, batch_size: str,
                   input_output_len: str, runs: int, device: list[int] | None, requests: str | None,
                   request_rate: float, shared_prefix: int, as_json: bool, **loading: Any) -> None:
-    """Measure throughput and latency of a grid of lengths or of a serving workload."""
+    """Measure throughput and latency of a grid of lengths or of a serving workload.
+
+    With --speculate, plain decoding is measured in alternation. Random prompts repeat nothing, so
+    their drafts say little: give --requests a prompt file.
+    """
     from rich.console import Console
     from rich.table import Table
 
@@ -54,7 +66,8 @@ def bench_command(directory: Path | None, case_dir: Path | None, batch_size: str
     if runs < 1:
         raise LlmcError(f"--runs is {runs}, expected at least 1; give a larger number")
     if requests is not None:
-        _bench_traffic(case_dir, device, loading, requests, request_rate, shared_prefix, as_json)
+        _bench_traffic(case_dir, device, loading, requests, request_rate, shared_prefix, runs,
+                       as_json)
         return
     grid = parse_grid(batch_size, input_output_len)
     if loading["max_batch_size"] is None:
@@ -62,7 +75,8 @@ def bench_command(directory: Path | None, case_dir: Path | None, batch_size: str
     # Prefix caching would skip the prefill of every run after the first.
     with LLM(case_dir, device=device, **{**loading, "prefix_reuse": False}) as llm:
         check_grid(llm, grid)
-        rows = [measure(llm, *cell, runs=runs) for cell in grid]
+        rows = [measure(llm, *cell, runs=runs, compare=loading["speculate"] != "off")
+                for cell in grid]
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(row) for row in rows]))
         return
@@ -73,17 +87,41 @@ def bench_command(directory: Path | None, case_dir: Path | None, batch_size: str
         table.add_row(str(row.batch), str(row.input_length), str(row.output_length),
                       *(f"{value:.2f}" for value in (row.tokens_per_sec, row.latency_ms,
                                                      row.tctx_ms, row.tgen_ms)))
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    if loading["speculate"] != "off":
+        console.print(_speculation_table(rows))
+
+
+def _speculation_table(rows: Sequence[Row]) -> Table:
+    """Return a table of plain and speculative decoding by cell."""
+    from rich.table import Table
+
+    table = Table(caption="plain: tokens/s without drafts; ratio: tokens/s relative to it")
+    for name in ("batch", "input", "output", "plain", "ratio", "drafts", "acceptance length"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        found = row.speculation
+        assert found is not None
+        table.add_row(str(row.batch), str(row.input_length), str(row.output_length),
+                      f"{found.plain_tokens_per_sec:.2f}", f"{found.speedup:.2f}",
+                      str(found.drafts), _acceptance_length(found))
+    return table
+
+
+def _acceptance_length(found: Speculation) -> str:
+    return "–" if found.acceptance_length is None else f"{found.acceptance_length:.2f}"
 
 
 def _bench_traffic(case_dir: Path, device: list[int] | None, loading: dict[str, Any],
-                   source: str, rate: float, shared_prefix: int, as_json: bool) -> None:
+                   source: str, rate: float, shared_prefix: int, runs: int,
+                   as_json: bool) -> None:
     """Run a serving workload and print its throughput and latency."""
     from rich.console import Console
     from rich.table import Table
 
     from llmc.runtime.core.llm import LLM
-    from llmc.runtime.serving_workload import measure_workload, read_workload
+    from llmc.runtime.serving_workload import compare_workload, measure_workload, read_workload
 
     if not rate > 0:
         raise LlmcError(f"--request_rate is {rate}, expected more than 0; give a larger number")
@@ -92,9 +130,13 @@ def _bench_traffic(case_dir: Path, device: list[int] | None, loading: dict[str, 
                         f"larger number")
     with sigterm_as_interrupt(), LLM(case_dir, device=device, **loading) as llm:
         traffic = read_workload(llm, source, rate, shared_prefix)
+        completions = sum(params.n for params in traffic.params)
         with ProgressBar() as bar:
-            report = measure_workload(llm, traffic, bar.tokens(
-                Meter(), sum(params.n for params in traffic.params)))
+            if loading["speculate"] == "off":
+                report = measure_workload(llm, traffic, bar.tokens(Meter(), completions))
+            else:
+                report = compare_workload(llm, traffic, runs,
+                                          bar.tokens(Meter(), 2 * runs * completions))
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(report)))
         return
@@ -112,3 +154,7 @@ def _bench_traffic(case_dir: Path, device: list[int] | None, loading: dict[str, 
     console.print(table)
     console.print(f"{report.cache_hits} of {report.cache_queries} prompt tokens were in the cache; "
                   f"{report.preemptions} preemptions")
+    if (found := report.speculation) is not None:
+        console.print(f"{found.speedup:.2f} × the tokens/s of plain decoding, "
+                      f"{found.plain_tokens_per_sec:.1f}; {found.drafts} drafts, acceptance length "
+                      f"{_acceptance_length(found)}")

@@ -67,6 +67,14 @@ device_option = click.option("--device", callback=_devices, metavar="0,1,…",
                                   "[default: one replica on all cores]")
 
 
+def _draft_count(ctx: click.Context, param: click.Parameter, value: str) -> int | str:
+    """Parse a number of drafts; `LLM` checks the range and other texts."""
+    try:
+        return int(value)
+    except ValueError:
+        return value
+
+
 # Arguments of `LLM`, by name.
 LOADING_OPTIONS: dict[str, dict[str, Any]] = {
     "max_batch_size": dict(type=int, help="Maximum number of sequences per step of a replica.  "
@@ -82,6 +90,13 @@ LOADING_OPTIONS: dict[str, dict[str, Any]] = {
                               help="Attention kernels of target cuda.  [default: fastest]"),
     "prefix_reuse": dict(default=True, is_flag=True,
                          help="Prefix caching: sequences share the blocks of a common prefix."),
+    "speculate": dict(default="off", metavar="off|ngram", shell_complete=completes("off", "ngram"),
+                      help="Speculative decoding: ngram drafts what followed the latest tokens "
+                           "earlier in the sequence; off: only predicted outputs."),
+    "num_speculative_tokens": dict(default="auto", metavar="K|auto", callback=_draft_count,
+                                   shell_complete=completes("auto"),
+                                   help="Drafts of a sequence per step, from 1 to 16; auto: as "
+                                        "many as pay off."),
     "check_step": dict(default=2, help="Maximum number of in-flight steps per GPU."),
     "skip_step": dict(default=0, help="Number of tokens per sequence that a GPU samples before "
                                       "the host reads the first."),

@@ -135,6 +135,9 @@ class _Loaded:
                             f"compile`")
         self.case_dir = Path(case_dir)
         self.manifest: Manifest = read_manifest(self.case_dir)
+        if speculation.method == "draft":
+            raise LlmcError("this case directory has no draft program; compile the model with "
+                            "--draft, or use ngram")
         verify_files(self.manifest, self.case_dir, hashes=verify)
         limit = self.manifest.target.max_batch_size
         if max_batch_size is None:
@@ -279,6 +282,22 @@ class _Loaded:
         """
         self._first()
         return together([loop.metrics for loop in self._loops])
+
+    def enable_drafts(self, enabled: bool) -> None:
+        """Turn drafts on or off for sequences that are admitted later.
+
+        A benchmark compares plain and speculative decoding of one loaded model by this. Tokens do
+        not depend on it.
+
+        Args:
+            enabled: whether sequences have drafts, as `speculate` and their predictions say.
+
+        Raises:
+            LlmcError: this is closed.
+        """
+        self._first()
+        for loop in self._loops:
+            loop.drafts_enabled = enabled
 
     def _first(self) -> Loop:
         if not self._loops:

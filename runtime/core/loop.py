@@ -137,6 +137,9 @@ class Loop:
         check_step: maximum number of in-flight steps, up to the engine's limit.
         skip_step: tokens of each sequence to generate before the first is read.
         method: drafts of sequences, in addition to predicted outputs.
+
+    Attributes:
+        drafts_enabled: whether newly admitted sequences have drafts.
     """
 
     def __init__(self, engine: Engine, scheduler: Scheduler,
@@ -144,6 +147,7 @@ class Loop:
                  searching: Callable[[Request, int], RunningBeamSearch], *, encodes: bool,
                  check_step: int, skip_step: int, method: Method = "off") -> None:
         self._engine, self._scheduler, self._method = engine, scheduler, method
+        self.drafts_enabled = True
         self._completing, self._searching, self._encodes = completing, searching, encodes
         self._check_step, self._skip_step = check_step, skip_step
         # On CPU, detokenize in this thread: a caller's thread would take cores from the next step.
@@ -336,7 +340,7 @@ class Loop:
         tokens = []
         for index, token_id in enumerate(output.tokens, 1):
             tokens.append(owner.take(token_id, output.logprobs[index - 1], self._reads,
-                                     more=index < len(output.tokens)))
+                                     following=len(output.tokens) - index))
             if tokens[-1].finish_reason:
                 self._leave(sequence)
                 return tokens
@@ -429,7 +433,8 @@ class Loop:
     def _drafts(self, request: Request, source: abc.Sequence[int] | None) -> SequenceDrafts | None:
         """Start the drafts of a completion; None without speculative decoding."""
         planner = self._scheduler.drafts
-        if planner is None or not (self._method == "ngram" or request.prediction):
+        if planner is None or not self.drafts_enabled \
+                or not (self._method == "ngram" or request.prediction):
             return None
         return planner.sequence(NgramDrafter(
             request.prompt, request.prediction,

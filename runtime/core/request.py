@@ -52,6 +52,8 @@ class Completion:
             `SamplingParams.logprobs`.
         prompt_logprobs: log-probabilities of each prompt token, None for the first, with
             `SamplingParams.prompt_logprobs`.
+        accepted_prediction_tokens, rejected_prediction_tokens: tokens drafted from
+            `SamplingParams.prediction` that are part of the completion, and that are not.
     """
 
     index: int
@@ -63,6 +65,8 @@ class Completion:
     logprobs: tuple[Logprobs, ...] | None = None
     cumulative_logprob: float | None = None
     prompt_logprobs: tuple[Logprobs | None, ...] | None = None
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
     @staticmethod
     def of(prompt: Sequence[int], pieces: Sequence[CompletionChunk]) -> Completion:
@@ -73,7 +77,8 @@ class Completion:
                           tuple(piece.token_id for piece in pieces if piece.token_id is not None),
                           "".join(piece.text for piece in pieces), last.finish_reason or "length",
                           logprobs or None, sum(p.chosen for p in logprobs) if logprobs else None,
-                          pieces[0].prompt_logprobs)
+                          pieces[0].prompt_logprobs, last.accepted_prediction_tokens,
+                          last.rejected_prediction_tokens)
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,8 @@ class CompletionChunk:
         finish_reason: set on a completion's last chunk.
         num_cached_tokens: prompt tokens found in the prefix cache.
         prompt_logprobs: on a completion's first chunk.
+        accepted_prediction_tokens, rejected_prediction_tokens: on a completion's last chunk; see
+            `Completion`.
     """
 
     index: int
@@ -96,6 +103,8 @@ class CompletionChunk:
     logprobs: Logprobs | None = None
     num_cached_tokens: int = 0
     prompt_logprobs: tuple[Logprobs | None, ...] | None = None
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -184,12 +193,13 @@ class RunningCompletion:
         return SamplingState(self.sampler, tuple(tokens))
 
     def take(self, token: int, logprobs: Logprobs | None, read: bool = False,
-             more: bool = False) -> Token:
+             following: int = 0) -> Token:
         """Process the next sampled token.
 
         Args:
             read: detokenize now.
-            more: the same step sampled further tokens.
+            following: number of tokens that the same step sampled after it. They are dropped if
+                it ends the completion.
 
         Raises:
             LlmcError: no token was allowed, the grammar allows no further token, or a logit of the
@@ -216,8 +226,11 @@ class RunningCompletion:
         elif self.generated >= self.request.limit:
             reason = "length"
         if self.guide is not None and reason is None:
-            self.guide.advance(token, None if more else self.masked)
-        return Token(self, token, ends, self.generated, reason, logprobs, text, prompt_logprobs)
+            self.guide.advance(token, None if following else self.masked)
+        prediction = (0, 0) if reason is None or self.drafts is None \
+            else self.drafts.prediction_tokens(following)
+        return Token(self, token, ends, self.generated, reason, logprobs, text, prompt_logprobs,
+                     prediction)
 
     def piece(self, token: Token) -> CompletionChunk:
         """Detokenize a token. Each token once, in order."""
@@ -228,7 +241,7 @@ class RunningCompletion:
             text = (text or "") + self._text.finish()
         return CompletionChunk(self.request.index, self.sample, token.token_id, text or "",
                      token.finish_reason, token.logprobs, self.num_cached_tokens,
-                     token.prompt_logprobs)
+                     token.prompt_logprobs, *token.prediction_tokens)
 
     def _read(self, token: int, ends: bool, number: int) -> str:
         return "" if ends else self._text.push(
@@ -239,7 +252,8 @@ class RunningCompletion:
 class Token:
     """A sampled token of a completion, possibly not detokenized yet.
 
-    `token_id` is None for the end of a completion with `max_tokens` 0.
+    `token_id` is None for the end of a completion with `max_tokens` 0. `prediction_tokens` are
+    those accepted and rejected, on the last token of a completion.
     """
 
     owner: RunningCompletion
@@ -250,6 +264,7 @@ class Token:
     logprobs: Logprobs | None
     text: str | None
     prompt_logprobs: tuple[Logprobs | None, ...] | None = None
+    prediction_tokens: tuple[int, int] = (0, 0)
 
 
 @dataclass(eq=False)

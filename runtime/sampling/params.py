@@ -198,8 +198,8 @@ class SamplingParams:
         str | None, "Context-free grammar of the completion, in Lark or GBNF syntax."] = None
     prediction: Annotated[
         str | Sequence[int] | None,
-        "Expected output, as text or token ids: where the completion agrees with it, several "
-        "tokens are generated in a step. The completion does not depend on it."] = None
+        "Expected output; in Python and JSON also a list of token ids. Where the completion agrees "
+        "with it, a step generates several tokens. The completion does not depend on it."] = None
     beam_width: Annotated[
         int, "Number of beams; above 1, the completion is the best one of a beam search as in "
              "transformers. `LLM.beam_search` returns all.",

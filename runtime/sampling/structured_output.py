@@ -82,9 +82,9 @@ class GrammarState:
         for token, mask in zip(drafts, masks[1:], strict=False):
             self._matcher.consume_token(token)
             consumed += 1
-            if self._matcher.is_stopped():  # nothing follows
-                break
             self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            if self._matcher.is_stopped():  # only EOS follows
+                break
         self._matcher.rollback(consumed)
         return masks[:1 + consumed].view(np.uint32)
 

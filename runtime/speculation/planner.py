@@ -90,7 +90,6 @@ class SequenceDrafts:
 
     Attributes:
         pending: drafts of the submitted step.
-        accepted_predicted, rejected_predicted: tokens drafted from the caller's prediction.
     """
 
     def __init__(self, drafter: Drafter, rates: AcceptanceRates,
@@ -99,7 +98,8 @@ class SequenceDrafts:
         self._acceptance = SequenceAcceptance(rates)
         self._draft: Draft | None = None
         self._seen = 0  # generated tokens that the drafter knows
-        self.accepted_predicted = self.rejected_predicted = 0
+        self._accepted_predicted = self._rejected_predicted = 0
+        self._from_prediction = False  # the drafts verified last
 
     @property
     def pending(self) -> list[int]:
@@ -130,6 +130,7 @@ class SequenceDrafts:
     def verified(self, sampled: int) -> int:
         """Record the number of sampled tokens, and return the number of accepted drafts."""
         draft, self._draft = self._draft, None
+        self._from_prediction = draft is not None and draft.predicted
         if draft is None:
             return 0
         accepted = sampled - 1
@@ -137,9 +138,19 @@ class SequenceDrafts:
         self._acceptance.add(draft.match, accepted, int(accepted < drafted))
         self._counts.add(drafted, accepted)
         if draft.predicted:
-            self.accepted_predicted += accepted
-            self.rejected_predicted += drafted - accepted
+            self._accepted_predicted += accepted
+            self._rejected_predicted += drafted - accepted
         return accepted
+
+    def prediction_tokens(self, dropped: int = 0) -> tuple[int, int]:
+        """Tokens drafted from the caller's prediction that were accepted and rejected.
+
+        Args:
+            dropped: tokens sampled last that are not part of the completion. All but the last were
+                accepted drafts; they count as rejected.
+        """
+        drafts = max(dropped - 1, 0) if self._from_prediction else 0
+        return self._accepted_predicted - drafts, self._rejected_predicted + drafts
 
 
 class DraftPlanner:

@@ -24,6 +24,7 @@ def run(name, *arguments):
     ("chat.py", ("What is the capital of France?",), "\n"),
     ("stream_async.py", (), "Once upon a time"),
     ("structured_output.py", (), "'certain': "),
+    ("prediction.py", (), " drafts accepted, "),
     ("onnxruntime_only.py", (), "(1, "),
 ])
 def test_an_example_runs_on_a_case_directory(name, arguments, expected, case_tp1):

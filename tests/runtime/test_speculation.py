@@ -1,6 +1,7 @@
 """Speculative decoding: the same tokens as without, for any drafts."""
 
 import random
+from dataclasses import replace
 
 import families
 import numpy as np
@@ -81,6 +82,41 @@ def test_a_prediction_saves_steps(case_tp1, prediction, monkeypatch):
             max_tokens=24, ignore_eos=True, prediction=given_tokens[prediction]))
     assert own.token_ids == alone
     assert len(steps) <= 6 if prediction == "right" else 10 < len(steps) <= 25
+
+
+def test_a_prediction_is_counted_in_the_completion(case_tp1):
+    """Drafts that a stop string drops count as rejected."""
+    words = dict.fromkeys(range(284, 291), 100.0)  # tokens of a word each, which do not repeat
+    wish = llmc.SamplingParams(max_tokens=7, logit_bias=words, presence_penalty=2)
+    with llmc.LLM(case_tp1, num_speculative_tokens=7) as llm:
+        alone, = llm.generate([PROMPTS[0]], wish)
+        token_ids, stop = alone.token_ids, alone.text.split()[2]
+        given_tokens = {"right": token_ids, "text": alone.text,
+                        "wrong": [*token_ids[:4], 5, *token_ids[5:]]}
+        found = {name: llm.generate([PROMPTS[0]], replace(wish, prediction=value))[0]
+                 for name, value in given_tokens.items()}
+        cut, = llm.generate([PROMPTS[0]], replace(wish, prediction=token_ids, stop=[stop]))
+        llm.enable_drafts(False)
+        found["off"], = llm.generate([PROMPTS[0]], replace(wish, prediction=token_ids))
+    for own in found.values():
+        equal([own], [alone])
+    # Drafts follow two tokens, and precede the last one.
+    assert {name: counted(own) for name, own in found.items()} == {
+        "right": (4, 0), "text": (4, 0), "wrong": (2, 2), "off": (0, 0)}
+    assert cut.token_ids == token_ids[:3] and counted(cut) == (1, 3)
+
+
+def test_a_prediction_of_a_whole_structured_output(case_tp1):
+    text = "the quick brown fox jumps over the lazy dog"
+    wish = llmc.SamplingParams(guided_choice=[text])
+    with llmc.LLM(case_tp1, num_speculative_tokens=8) as llm:
+        alone, own = llm.generate([PROMPTS[0]] * 2, [wish, replace(wish, prediction=text)])
+    equal([own], [alone])
+    assert own.text == text
+
+
+def counted(completion):
+    return completion.accepted_prediction_tokens, completion.rejected_prediction_tokens
 
 
 @pytest.mark.parametrize("family", ["t5", "bart"])
@@ -204,6 +240,8 @@ def test_no_drafts_in_batches_larger_than_measured():
 
 
 @pytest.mark.parametrize(("arguments", "problem"), [
+    (dict(speculate="draft"), "this case directory has no draft program; compile the model with "
+                              "--draft, or use ngram"),
     (dict(speculate="medusa"), "speculate is 'medusa', expected one of off, ngram"),
     (dict(speculate="ngram", num_speculative_tokens=0), "num_speculative_tokens is 0, expected"),
     (dict(speculate="ngram", num_speculative_tokens=99), "expected auto or a number from 1 to 16"),

@@ -17,7 +17,8 @@ TOOL_TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def server(case_tp1):
-    with serving(case_tp1, "--allow_priority") as own:
+    # The number of drafts concerns predictions only.
+    with serving(case_tp1, "--allow_priority", "--num_speculative_tokens", 7) as own:
         yield own
 
 

@@ -196,7 +196,10 @@ def test_an_address_in_use_is_a_user_error(server, case_tp1):
 VLLM = {"gauge": ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc",
                   "cache_config_info"],
         "counter": ["prefix_cache_queries", "prefix_cache_hits", "num_preemptions",
-                    "prompt_tokens", "generation_tokens", "request_success"],
+                    "prompt_tokens", "generation_tokens", "request_success",
+                    "spec_decode_num_drafts", "spec_decode_num_draft_tokens",
+                    "spec_decode_num_accepted_tokens",
+                    "spec_decode_num_accepted_tokens_per_pos"],
         "histogram": ["time_to_first_token_seconds", "inter_token_latency_seconds",
                       "e2e_request_latency_seconds", "request_prompt_tokens",
                       "request_generation_tokens"]}
@@ -212,7 +215,8 @@ def test_metrics_have_vllm_s_names_types_and_labels(server):
             and not name.endswith("_created")} == \
         {f"vllm:{name}": kind for kind, names in VLLM.items() for name in names}
     for name, own in told.items():  # including prometheus_client's _created series
-        ended = {"finished_reason"} if name.startswith("vllm:request_success") else set()
+        ended = {"finished_reason"} if name.startswith("vllm:request_success") else \
+            {"position"} if name.endswith("_per_pos") else set()
         for sample in own.samples:
             if name != "vllm:cache_config_info":
                 assert {*sample.labels} - {"le"} == {"model_name", "engine"} | ended, sample

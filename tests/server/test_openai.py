@@ -5,6 +5,7 @@ import json
 
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from server_process import serving
 
 import llmc
@@ -101,6 +102,74 @@ def test_parameters_match_the_runtime_s(client, llm, params):
         extra_body={} | ({} if "seed" in params else {"temperature": 0}) | params)
     assert answer.choices[0].text == expected.text
     assert answer.choices[0].finish_reason == expected.finish_reason
+
+
+def speculation(server):
+    """Values of the metrics of drafts, by name and position."""
+    return {(sample.name, sample.labels.get("position")): sample.value
+            for own in text_string_to_metric_families(server.get("/metrics"))
+            for sample in own.samples if sample.name.startswith("vllm:spec_decode")
+            and sample.name.endswith("_total")}
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_a_prediction_is_counted_in_the_usage(server, in_parts):
+    # Tokens of a word each, which do not repeat.
+    given = dict(GREEDY, max_tokens=7, presence_penalty=2, n=2,
+                 logit_bias=dict.fromkeys(map(str, range(284, 291)), 100))
+    for create, prompt in ((server.client.chat.completions.create, {"messages": MESSAGES}),
+                           (server.client.completions.create, {"prompt": "the"})):
+        alone = create(**prompt, **given)
+        text = alone.choices[0].message.content if "messages" in prompt else alone.choices[0].text
+        parts = [{"type": "text", "text": part} for part in (text[:9], text[9:])]
+        given_text = {"prediction": {"type": "content", "content": parts if in_parts else text}}
+        before = speculation(server)
+        whole = create(**prompt, **given, extra_body=given_text)
+        after = speculation(server)
+        *_, last = create(**prompt, **given, extra_body=given_text, stream=True,
+                          stream_options={"include_usage": True})
+        assert [(own.index, own.finish_reason, getattr(own, "text", getattr(own, "message", "")))
+                for own in whole.choices] == [
+            (own.index, own.finish_reason, getattr(own, "text", getattr(own, "message", "")))
+            for own in alone.choices]
+        for usage, accepted in ((alone.usage, 0), (whole.usage, 8), (last.usage, 8)):
+            details = usage.completion_tokens_details
+            assert details.accepted_prediction_tokens == accepted
+            assert details.rejected_prediction_tokens == 0
+        # Of each choice, drafts follow two tokens, and precede the last one.
+        assert {(name.removeprefix("vllm:spec_decode_num_"), place): value - before[name, place]
+                for (name, place), value in after.items() if value != before[name, place]} == {
+            ("drafts_total", None): 2, ("draft_tokens_total", None): 8,
+            ("accepted_tokens_total", None): 8,
+            **{("accepted_tokens_per_pos_total", str(place)): 2 for place in range(4)}}
+
+
+def test_an_absent_prediction_is_not_counted(client):
+    answer = client.chat.completions.create(messages=MESSAGES, max_tokens=3, prediction=None,
+                                            **GREEDY)
+    details = answer.usage.completion_tokens_details
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
+
+
+@pytest.mark.parametrize(("prediction", "more", "message"), [
+    ("the fox", {}, "prediction: Input should be an object"),
+    ({"content": "x"}, {}, "prediction.type: Field required"),
+    ({"type": "text", "content": "x"}, {}, "prediction.type: Input should be 'content'"),
+    ({"type": "content"}, {}, "prediction.content: Field required"),
+    ({"type": "content", "content": None}, {},
+     "prediction.content.string: Input should be a valid string"),
+    ({"type": "content", "content": [5]}, {}, "prediction.content.array.0: Input should be an"),
+    ({"type": "content", "content": [{"type": "image_url", "text": "x"}]}, {},
+     "prediction.content.array.0.type: Input should be 'text'"),
+    ({"type": "content", "content": "fox" * 200}, {}, "your prediction has 400 tokens"),
+    ({"type": "content", "content": "x"}, {"use_beam_search": True, "n": 2},
+     "prediction does not go with beam_width 2")])
+def test_an_invalid_prediction_is_refused(server, prediction, more, message):
+    for path, prompt in (("/v1/chat/completions", {"messages": MESSAGES}),
+                         ("/v1/completions", {"prompt": "the"})):
+        status, _, answer = server.post(path, {**prompt, "prediction": prediction, **more})
+        assert status == 400 and message in answer["error"]["message"], answer
+        assert answer["error"]["param"] == "prediction"
 
 
 def test_usage_reports_cached_prompt_tokens(client):
