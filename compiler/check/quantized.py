@@ -190,8 +190,12 @@ def _rounds(form: WeightForm, manifest: Manifest) -> bool:
         and cpu_activation_block(form.dtype, form.group_size) > 0)
 
 
-def round_activations(x: np.ndarray, form: WeightForm) -> np.ndarray:
-    """Round activations [..., in_features] as the kernel of this format does."""
+def round_activations(x: np.ndarray, form: WeightForm, stretch: float = 1.0) -> np.ndarray:
+    """Round activations [..., in_features] as the kernel of this format does.
+
+    Args:
+        stretch: factor of the scales of int8 activations.
+    """
     if form.activation_dtype:
         fields = {"activation_dtype": form.activation_dtype,
                   "activation_scale": form.activation_scale,
@@ -199,7 +203,8 @@ def round_activations(x: np.ndarray, form: WeightForm) -> np.ndarray:
         return np.asarray(activations(fields, x)).reshape(x.shape)
     block = cpu_activation_block(form.dtype, form.group_size)
     groups = x.reshape(-1, block).astype(np.float32)
-    scales = np.maximum(np.abs(groups).max(1, keepdims=True) / 127, np.float32(1e-30))
+    scales = np.maximum(np.abs(groups).max(1, keepdims=True) * np.float32(stretch / 127),
+                        np.float32(1e-30))
     return np.asarray(np.rint(groups / scales) * scales).reshape(x.shape)
 
 
@@ -231,8 +236,12 @@ def put_into_model(model: Any, weights: OwnWeights) -> dict[int, WeightForm] | N
 
 
 @contextmanager
-def rounded_activations(forms: Mapping[int, WeightForm]) -> Iterator[None]:
-    """Quantize the activations that torch multiplies by weights in these storages."""
+def rounded_activations(forms: Mapping[int, WeightForm], stretch: float = 1.0) -> Iterator[None]:
+    """Quantize the activations that torch multiplies by weights in these storages.
+
+    Args:
+        stretch: see `round_activations`.
+    """
     import torch
     from torch.overrides import TorchFunctionMode
 
@@ -247,7 +256,7 @@ def rounded_activations(forms: Mapping[int, WeightForm]) -> Iterator[None]:
                 x, weight = gemms[function]
                 form = forms.get(args[weight].untyped_storage().data_ptr())
                 if form is not None:
-                    rounded = round_activations(args[x].detach().float().numpy(), form)
+                    rounded = round_activations(args[x].detach().float().numpy(), form, stretch)
                     args = [*args[:x], torch.from_numpy(rounded).to(args[x].dtype), *args[x + 1:]]
             return function(*args, **(kwargs or {}))
 

@@ -462,7 +462,7 @@ def mask_arrays(step: Step) -> tuple[np.ndarray, np.ndarray]:
     """The mask's row of each of `Step.sampled_rows`, -1 without a mask; and the masks."""
     if not step.masks:
         return _NONE, _NO_MASKS
-    rows, masks, first = [], list[np.ndarray](), {}
+    rows, masks, first = list[int](), list[np.ndarray](), dict[int, int]()
     for slot, mask in step.masks.items():
         first[slot] = len(masks)
         masks += [mask] if mask.ndim == 1 else [*mask]
