@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -26,6 +27,10 @@ class RankGroup(Protocol):
         """Compute the logits of a step without LAST, float32 [num_logits, vocab_size]."""
         ...
 
+    def propose(self, step: Step, output: StepOutput) -> np.ndarray:
+        """Run the draft model after a step with `Step.propose`; returns `StepOutput.drafts`."""
+        ...
+
     def close(self) -> None:
         ...
 
@@ -47,8 +52,11 @@ class HostSampling:
             sequence = int(np.searchsorted(step.cu_seqlens, index, side="right")) - 1
             step.token_ids[index] = self._tokens[int(step.slots[sequence])][-1]
         logits = self._ranks.compute(step)
+        output = self._sample(step, logits)
+        if step.propose is not None:
+            output = replace(output, drafts=self._ranks.propose(step, output))
         self._tickets += 1
-        self._outputs[self._tickets] = self._sample(step, logits)
+        self._outputs[self._tickets] = output
         return self._tickets
 
     def _sample(self, step: Step, logits: np.ndarray) -> StepOutput:
