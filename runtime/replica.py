@@ -70,7 +70,8 @@ def load_replica(manifest: Manifest, case_dir: Path, placements: list[Placement]
             raise LlmcError(f"attention_backend '{config.attention_backend}' is for target cuda; "
                             f"on target {manifest.target.kind} leave it out")
         limits = cpu_limits(manifest, config)
-        return HostSampling(CpuReplica(manifest, case_dir, placements, limits), limits)
+        ranks = CpuReplica(manifest, case_dir, placements, limits)
+        return HostSampling(ranks, limits, ranks.propose if limits.proposes else None)
     from llmc.runtime.gpus import GpuReplica
 
     return GpuReplica(manifest, case_dir, placements, config)
@@ -150,6 +151,7 @@ class CpuReplica:
     def __init__(self, manifest: Manifest, case_dir: Path, placements: list[Placement],
                  limits: EngineLimits) -> None:
         self._vocab = manifest.dims.vocab_size
+        self._max_seq_len = manifest.dims.max_seq_len
         self._shifted = bool(manifest.chips[0].features)
         self._communicator = Communicator(manifest.tp_size)
         self._failure: BaseException | None = None
@@ -179,8 +181,8 @@ class CpuReplica:
         return self._on_each(lambda engine: engine.compute(step))[0][:, :self._vocab]
 
     def propose(self, step: Step, output: StepOutput) -> np.ndarray:
-        """Run the draft model on all ranks; see `RankGroup`."""
-        inputs = DraftStep.of(step, output, shifted=self._shifted)
+        """Run the draft model on all ranks; see `HostSampling`."""
+        inputs = DraftStep.of(step, output, self._max_seq_len, shifted=self._shifted)
         drafts = np.full((len(step.sample), step.propose or 0), -1, np.int64)
         own = self._on_each(lambda engine: engine.propose(step, inputs))[0]
         if inputs is not None:

@@ -46,7 +46,7 @@ from llmc.compiler.frontend.reproducible import Reproducible
 from llmc.compiler.frontend.sizes import check_sizes
 from llmc.compiler.frontend.trace import alone, to_graph, trace_draft
 from llmc.compiler.graph.weights import Weight
-from llmc.errors import LlmcError, reason_of
+from llmc.errors import LlmcError, reason_of, shown
 
 _FC, _HEAD, _TABLE, _EMBEDDING = "fc.weight", "lm_head.weight", "d2t", "embed_tokens.weight"
 _UNREAD = frozenset({_FC, _TABLE, "t2d"})  # not parameters of the exported module
@@ -76,7 +76,8 @@ class _Head:
             return list(given)
         # Here they are indices of layers.
         given = (self.config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-        return [layer + 1 for layer in given] if given else None
+        return [layer + 1 if isinstance(layer, int) else layer for layer in given] \
+            if isinstance(given, list) and given else None
 
     @property
     def norm_before_residual(self) -> bool:
@@ -86,8 +87,9 @@ class _Head:
     @property
     def num_speculative_tokens(self) -> int | None:
         """Drafts that it was trained for, if given."""
-        methods = (self.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-        number = methods[0].get("speculative_tokens")
+        methods = (self.config.get("speculators_config") or {}).get("proposal_methods")
+        number = methods[0].get("speculative_tokens") if isinstance(methods, list) and methods \
+            and isinstance(methods[0], dict) else None
         return number if isinstance(number, int) and number > 0 else None
 
 
@@ -113,6 +115,7 @@ def _read(directory: Path, allow_pickle: bool) -> _Head:
     path = directory / "config.json"
     config = read_json(path)
     check_sizes(config, path)
+    _check_types(config, path)
     names = [*(config.get("architectures") or []), config.get("speculators_model_type", "")]
     if not any("eagle3" in str(name).lower() for name in names):
         raise LlmcError(f"'{path}' has architecture '{names[0] or 'unknown'}', expected that of "
@@ -137,6 +140,18 @@ def _read(directory: Path, allow_pickle: bool) -> _Head:
     tensors = {name.replace("midlayer.", "layers.0.", 1): weight
                for name, weight in open_checkpoint(directory, allow_pickle).items()}
     return _Head(directory, config, layer, tensors)
+
+
+def _check_types(config: Mapping[str, Any], path: Path) -> None:
+    """Check the types of the keys that only draft models have."""
+    for key, kind, words in (
+            ("architectures", list, "a list"), ("draft_vocab_size", int, "a whole number"),
+            ("target_hidden_size", int, "a whole number"), ("eagle_config", dict, "an object"),
+            ("speculators_config", dict, "an object"),
+            ("eagle_aux_hidden_state_layer_ids", list, "a list")):
+        value = config.get(key)
+        if value is not None and (not isinstance(value, kind) or (kind is int and value < 1)):
+            raise LlmcError(f"'{path}' has {key} {shown(value)}, expected {words}; correct it")
 
 
 def _is_speculators(config: Mapping[str, Any]) -> bool:
@@ -255,8 +270,12 @@ def _export(head: _Head, table: gs.Constant) -> gs.Graph:
     rows = int(head.config.get("draft_vocab_size") or head.layer.vocab_size)
     bound = _Bound(head, table)
     with alone():
-        with init_empty_weights(include_buffers=False), Reproducible():
-            model = _Eagle3(head.layer, head.norm_before_residual, rows).eval()
+        try:
+            with init_empty_weights(include_buffers=False), Reproducible():
+                model = _Eagle3(head.layer, head.norm_before_residual, rows).eval()
+        except Exception as error:  # transformers raises errors of many types
+            raise LlmcError(f"transformers rejects the config of '{head.origin}' "
+                            f"({reason_of(error)}); correct it") from error
         known = {*model.state_dict(), *_UNREAD}
         unused = next((name for name in head.tensors if name not in known), None)
         if unused is not None:

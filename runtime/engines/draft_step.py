@@ -30,12 +30,14 @@ class DraftStep:
     sampled: np.ndarray
 
     @staticmethod
-    def of(step: Step, output: StepOutput, *, shifted: bool) -> DraftStep | None:
+    def of(step: Step, output: StepOutput, max_seq_len: int, *,
+           shifted: bool) -> DraftStep | None:
         """Select the rows of a step; None if there are none.
 
         Args:
             step: of the model, without LAST.
             output: of the step.
+            max_seq_len: positions of a sequence. One that has all of them drafts no more.
             shifted: whether the draft model reads features.
         """
         counts = np.ones(len(step.sample), np.int64) if output.counts is None else output.counts
@@ -51,12 +53,14 @@ class DraftStep:
                 following = int(output.tokens[ends[place] - 1])
             elif len(step.next_tokens):
                 following = int(step.next_tokens[sequence])
+            if int(step.past_lens[sequence]) + end - start == max_seq_len or following < 0:
+                place = None
             tokens = step.token_ids[start + shifted:end].tolist()
-            if following >= 0 and (shifted or (place is not None and step.propose)):
+            if (shifted and following >= 0) or (place is not None and step.propose):
                 tokens.append(following)
             if tokens:
-                found.append((sequence, int(step.slots[sequence]),
-                              place if following >= 0 else None, tokens, range(start, end)))
+                found.append((sequence, int(step.slots[sequence]), place, tokens,
+                              range(start, end)))
         if not found:
             return None
         found.sort(key=lambda own: (len(own[3]) > 1, own[1]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
@@ -27,19 +28,22 @@ class RankGroup(Protocol):
         """Compute the logits of a step without LAST, float32 [num_logits, vocab_size]."""
         ...
 
-    def propose(self, step: Step, output: StepOutput) -> np.ndarray:
-        """Run the draft model after a step with `Step.propose`; returns `StepOutput.drafts`."""
-        ...
-
     def close(self) -> None:
         ...
 
 
 class HostSampling:
-    """An `Engine` that samples on the host. A step has ended when `submit` returns."""
+    """An `Engine` that samples on the host. A step has ended when `submit` returns.
 
-    def __init__(self, ranks: RankGroup, limits: EngineLimits) -> None:
-        self._ranks, self.limits = ranks, limits
+    Args:
+        ranks: compute logits.
+        limits: of the engine.
+        propose: runs the draft model after a step with `Step.propose`; returns `StepOutput.drafts`.
+    """
+
+    def __init__(self, ranks: RankGroup, limits: EngineLimits,
+                 propose: Callable[[Step, StepOutput], np.ndarray] | None = None) -> None:
+        self._ranks, self.limits, self._propose = ranks, limits, propose
         self._samplers: dict[int, Sampler | None] = {}  # by slot
         self._tokens: dict[int, list[int]] = {}
         self._outputs: dict[int, StepOutput] = {}
@@ -53,8 +57,8 @@ class HostSampling:
             step.token_ids[index] = self._tokens[int(step.slots[sequence])][-1]
         logits = self._ranks.compute(step)
         output = self._sample(step, logits)
-        if step.propose is not None:
-            output = replace(output, drafts=self._ranks.propose(step, output))
+        if self._propose is not None and step.propose is not None:
+            output = replace(output, drafts=self._propose(step, output))
         self._tickets += 1
         self._outputs[self._tickets] = output
         return self._tickets

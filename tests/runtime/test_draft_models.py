@@ -153,6 +153,12 @@ def test_a_drafter_that_is_right_saves_steps(case, plain, monkeypatch):
     assert len(steps) <= 6
 
 
+def assert_reaches_the_end(llm, alone):
+    """Generate to the maximum number of positions, beside a shorter sequence."""
+    wish = [llmc.SamplingParams(max_tokens=count, ignore_eos=True) for count in (57, 62, 9, 47)]
+    equal(llm.generate(PROMPTS, wish), alone.generate(PROMPTS, wish))
+
+
 def test_the_number_of_drafts_is_measured(case, plain):
     with llmc.LLM(case(1), max_batch_size=4, speculate="draft") as llm:
         equal(llm.generate(PROMPTS, params("greedy")), plain["greedy"])
@@ -168,6 +174,7 @@ def test_drafts_go_beside_beams_sessions_and_predictions(case, plain):
         for own, other in zip(*(each.logits(PROMPTS[3]) for each in (alone, llm)), strict=True):
             assert np.allclose(own, other, atol=1e-5)
         equal(llm.generate(PROMPTS, params("greedy", prediction=[1, 2, 3])), plain["greedy"])
+        assert_reaches_the_end(llm, alone)
         equal(llm.generate(PROMPTS, params("greedy")), plain["greedy"])
 
 
@@ -231,6 +238,8 @@ def test_a_case_without_a_draft_model_is_as_before(model, tmp_path):
     (dict(eagle_aux_hidden_state_layer_ids=[2, 16, 29]), r"layers \[2, 16, 29\], 'LlamaForCausal"),
     (dict(num_hidden_layers=2), "a num_hidden_layers that llmc does not support for EAGLE-3"),
     (dict(architectures=["LlamaForCausalLM"]), "has architecture 'LlamaForCausalLM', expected"),
+    (dict(eagle_config=[3]), r"has eagle_config \[3\], expected an object; correct it"),
+    (dict(hidden_act="no"), "transformers rejects the config of"),
     (dict(draft_vocab_size=64), "does not give 64 token ids below 300"),
     (dict(intermediate_size=48), "'layers.0.mlp.gate_proj.weight' in .* its config expects")])
 def test_another_draft_model_is_refused(model, head, tmp_path, changes, problem):
@@ -357,11 +366,12 @@ def test_a_separate_model_drafts(model, small, plain, tmp_path, proposed, tp_siz
             assert_drafts(llm, None, lambda _, *args: greedy(drafter, *args), prompt, proposed)
 
 
-def test_all_drafts_of_the_model_itself_are_accepted(model, plain, tmp_path):
+def test_all_drafts_of_the_model_itself_are_accepted(model, case, tmp_path):
     llmc.compile(model[0], tmp_path / "case", draft=f"model:{model[0]}")
-    with llmc.LLM(tmp_path / "case", max_batch_size=4, speculate="draft",
-                  num_speculative_tokens=4) as llm:
-        equal(llm.generate(PROMPTS, params("greedy")), plain["greedy"])
+    with llmc.LLM(case(1), max_batch_size=4) as alone, llmc.LLM(
+            tmp_path / "case", max_batch_size=4, speculate="draft",
+            num_speculative_tokens=4) as llm:
+        assert_reaches_the_end(llm, alone)
         metrics = llm.metrics()
     assert metrics["spec_decode_accepted_tokens"] == metrics["spec_decode_draft_tokens"] > 40
 
