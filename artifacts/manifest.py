@@ -756,6 +756,12 @@ class Manifest(_Frozen):
                              f"{self.target.kind} does not support")
         caches = {name: cache_shape(cache, self.dims.max_seq_len, paged=paged)
                   for name, cache in chip.draft_caches.items()}
+        results = {f"{name}_out" for name in caches} | {"logits"} | (
+            {HIDDEN_OUT} if draft.hidden_size else set())
+        mismatch = {tensor.name for tensor in draft.outputs} ^ results
+        if mismatch:
+            raise ValueError(f"chip {chip.rank}: the outputs of the draft model differ from "
+                             f"{', '.join(sorted(results))} in {min(mismatch)!r}")
         features = ("num_tokens", draft.hidden_size or 0)
         for tensor in (*draft.inputs, *draft.outputs):
             if (name := tensor.name.removesuffix("_out")) in caches:

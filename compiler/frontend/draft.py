@@ -122,9 +122,11 @@ def hidden_states(raw: RawModel) -> list[gs.Tensor]:
     states = list(takewhile(lambda tensor: tensor is not None, (
         tensors.get(HIDDEN_STATE.format(layer)) for layer in count())))
     if not states:
+        reason = next((note for note in raw.notes if note.startswith("all layers were exported")),
+                      f"it comes from an {raw.kind} file")
         raise LlmcError(f"the hidden states between the layers of '{raw.architecture}' are "
-                        f"unknown, as {'; '.join(raw.notes) or 'it is an ONNX file'}; leave out "
-                        f"--draft")
+                        f"unknown ({reason}), which eagle3 reads; give another kind of draft "
+                        f"model, or leave out --draft")
     return states
 
 

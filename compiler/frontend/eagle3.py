@@ -144,13 +144,14 @@ def _read(directory: Path, allow_pickle: bool) -> _Head:
 
 def _check_types(config: Mapping[str, Any], path: Path) -> None:
     """Check the types of the keys that only draft models have."""
-    for key, kind, words in (
-            ("architectures", list, "a list"), ("draft_vocab_size", int, "a whole number"),
-            ("target_hidden_size", int, "a whole number"), ("eagle_config", dict, "an object"),
-            ("speculators_config", dict, "an object"),
-            ("eagle_aux_hidden_state_layer_ids", list, "a list")):
+    kinds: dict[str, tuple[type, str]] = {
+        "architectures": (list, "a list"), "eagle_aux_hidden_state_layer_ids": (list, "a list"),
+        "draft_vocab_size": (int, "a whole number"), "target_hidden_size": (int, "a whole number"),
+        "eagle_config": (dict, "an object"), "speculators_config": (dict, "an object")}
+    for key, (kind, words) in kinds.items():
         value = config.get(key)
-        if value is not None and (not isinstance(value, kind) or (kind is int and value < 1)):
+        if value is not None and (not isinstance(value, kind) or (
+                isinstance(value, int) and value < 1)):
             raise LlmcError(f"'{path}' has {key} {shown(value)}, expected {words}; correct it")
 
 

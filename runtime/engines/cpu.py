@@ -10,7 +10,6 @@ same holds for the encoder outputs of an encoder-decoder model, which the decode
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -129,7 +128,8 @@ class CpuEngine:
             self._draft_vocab = manifest.draft.vocab_size
             self._draft_width = manifest.draft.padded_vocab_size
             if manifest.draft.reduced:
-                self._draft_tokens = _draft_tokens(chip, case_dir)
+                self._draft_tokens = _draft_tokens(chip, case_dir, self._draft_vocab,
+                                                   manifest.dims.vocab_size)
         self._features: list[np.ndarray] = []  # of the last step's tokens, for the draft model
         self._encoder_uses = self._find_last_uses(chip.encoder.steps, set(self._memory)) \
             if chip.encoder else []
@@ -506,14 +506,21 @@ def check_ops(manifest: Manifest, engines: Sequence[CpuEngine], drafts: bool) ->
         raise LlmcError(f"the op {name} is {where}; compile the model again")
 
 
-def _draft_tokens(chip: Chip, case_dir: Path) -> np.ndarray:
-    """Token id of each row of the draft model's logits."""
+def _draft_tokens(chip: Chip, case_dir: Path, rows: int, vocab_size: int) -> np.ndarray:
+    """Token id of each row of the draft model's logits.
+
+    Args:
+        rows: of the draft model's logits.
+        vocab_size: of the model.
+    """
     path = case_dir / chip.path / WEIGHTS_NAME
     weight = read_weight_header(path).get(DRAFT_TOKEN_IDS)
-    if weight is None or weight.dtype != "int64":
-        raise LlmcError(f"'{path}' has no weight '{DRAFT_TOKEN_IDS}' with the draft model's token "
-                        f"ids; compile the model again")
-    return np.fromfile(path, np.int64, math.prod(weight.shape), offset=weight.start)
+    if weight is not None and weight.dtype == "int64" and weight.shape == (rows,):
+        ids = np.fromfile(path, np.int64, rows, offset=weight.start)
+        if ids.min() >= 0 and ids.max() < vocab_size:
+            return ids
+    raise LlmcError(f"'{path}' has no weight '{DRAFT_TOKEN_IDS}' with {rows} token ids of the "
+                    f"draft model's logits below {vocab_size}; compile the model again")
 
 
 def _load(case_dir: Path, step: GraphStep, options: ort.SessionOptions) -> ort.InferenceSession:

@@ -1,12 +1,15 @@
 """Draft models compiled with their model: their drafts, and the same tokens as without them."""
 
+import json
 import re
+import shutil
 import threading
 
 import conftest
 import eagle3
 import families
 import numpy as np
+import onnx_graphsurgeon as gs
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,6 +18,8 @@ from transformers.modeling_layers import MtpModel
 
 import llmc
 from llmc.artifacts.manifest import read_manifest
+from llmc.compiler.frontend.draft import hidden_states
+from llmc.compiler.frontend.raw import RawModel
 from llmc.runtime.engines.host import HostSampling
 from llmc.runtime.speculation.drafter import Draft
 from llmc.runtime.speculation.engine_drafts import EngineDrafter
@@ -218,6 +223,24 @@ def test_published_layouts(model, proposed, tmp_path, layout):
         assert_drafts(llm, base, lambda *args: head.drafts(*args, layers), PROMPTS[0], proposed)
 
 
+def test_quantized_models_draft(model, head, tmp_path):
+    head.save(tmp_path / "head")
+    options = dict(quantize="int8")
+    llmc.compile(model[0], tmp_path / "plain", **options)
+    manifest = llmc.compile(model[0], tmp_path / "case", draft=f"eagle3:{tmp_path / 'head'}",
+                            **options)
+    assert "draft.lm_head.weight" in manifest.chips[0].quantization
+    with llmc.LLM(tmp_path / "plain") as alone, llmc.LLM(
+            tmp_path / "case", speculate="draft", num_speculative_tokens=3) as llm:
+        equal(llm.generate(PROMPTS, params("greedy")), alone.generate(PROMPTS, params("greedy")))
+
+
+def test_hidden_states_of_an_onnx_file_are_unknown():
+    raw = RawModel(gs.Graph(), {"model_type": "llama"}, "onnx", lambda target: None, {})
+    with pytest.raises(llmc.LlmcError, match=r"unknown \(it comes from an onnx file\), which"):
+        hidden_states(raw)
+
+
 def test_shared_weights_are_stored_once(model, case, tmp_path):
     llmc.compile(model[0], tmp_path / "plain")
     sizes = [read_manifest(path).chips[0].weight_bytes for path in (case(1), tmp_path / "plain")]
@@ -275,7 +298,9 @@ def test_a_case_without_a_draft_model_cannot_draft(case_tp1):
 
 def save_with_mtp(family, directory):
     """Save a tiny model with an MTP layer in the published layout; return both."""
-    base = families.tiny_model(family, vocab_size=VOCAB, tie_word_embeddings=False)
+    sizes = families.sizes_of(family) if family == "mellum" else {}
+    base = families.tiny_model(family, **{**sizes, "vocab_size": VOCAB, "num_mtp_layers": 1,
+                                          "tie_word_embeddings": False})
     layers = families.randomized(MtpModel(base, 1))
     families.save(base, directory)
     conftest.write_tokenizer(directory)
@@ -396,3 +421,22 @@ def test_encoder_decoder_models_have_no_draft_models(tmp_path, encoder_decoder):
     families.save(base, tmp_path / "hf")
     with pytest.raises(llmc.LlmcError, match="an encoder-decoder model, which draft models do not"):
         llmc.compile(tmp_path / "hf", tmp_path / "case", draft="model:x")
+
+
+@pytest.mark.parametrize(("change", "problem"), [
+    (lambda data: data.pop("draft"), "chip 0 has a draft model, unlike the manifest"),
+    (lambda data: data["draft"].update(kind="model"), "of kind model has an input 'hidden'"),
+    (lambda data: data["draft"].update(num_layers=2), "caches for 1 layers of the draft model"),
+    (lambda data: data["draft"].update(padded_vocab_size=192), "'logits' is float32"),
+    (lambda data: data["chips"][0]["draft"].update(num_heads=[2]), "have num_heads"),
+    (lambda data: data["chips"][0]["draft"]["outputs"].pop(), "the outputs of the draft model dif"),
+    (lambda data: data["draft"].update(vocab_size=ROWS + 1, reduced=True), "of the draft model's")])
+def test_a_damaged_draft_entry_is_one_clear_error(case, tmp_path, change, problem):
+    directory = shutil.copytree(case(1), tmp_path / "case")
+    path = directory / "model_info.json"
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(llmc.LlmcError, match=problem) as caught:
+        llmc.LLM(directory, speculate="draft").close()
+    assert "\n" not in str(caught.value)
