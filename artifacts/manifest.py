@@ -59,6 +59,9 @@ ENGINE_INPUTS: dict[str, tuple[DTypeName, tuple[str, ...]]] = {
     "encoder_sequence_length": ("int32", ("batch",)),
 }
 ENCODER_INPUTS = ("input_ids", "position_ids", "cu_seqlens")
+HIDDEN = "hidden"  # features of every token: output of the model, input of its draft model
+HIDDEN_OUT = "hidden_out"
+DRAFT_TOKEN_IDS = "draft.token_ids"  # weight: token id of each row of the draft model's logits
 _MAX_MANIFEST_BYTES = 16 << 20  # 128 layers on 8 chips take 3 MB
 _MAX_TEMPLATE_BYTES = 4 << 20
 _MAX_LAYERS = 65536
@@ -85,6 +88,11 @@ SizeName = Annotated[str, Field(
     pattern="^(num_tokens|num_logits|batch|batch_plus_1|num_memory_tokens|num_blocks|block_size"
             "|max_blocks|num_states)$")]
 TokenId = Annotated[int, Field(ge=0, le=_MAX_INT32)]
+
+
+def _is_absent(value: object) -> bool:
+    """Whether to omit a field, so that manifests without it stay as they were."""
+    return value is None
 
 
 class _Frozen(BaseModel):
@@ -197,6 +205,33 @@ class EncoderProgram(_Frozen):
     steps: Steps
 
 
+class DraftProgram(_Frozen):
+    """The draft model on one chip.
+
+    Its inputs are those of the model and, unless it is a separate model, `hidden`
+    `[num_tokens, hidden_size]`. Its outputs are `logits`, `hidden_out` `[num_tokens, hidden_size]`
+    if it has `hidden`, and its caches, whose layers are numbered after those of the model. `steps`,
+    `cache` and `num_heads` are like those of a `Chip`.
+    """
+
+    inputs: tuple[TensorInfo, ...]
+    outputs: tuple[TensorInfo, ...]
+    steps: Steps
+    cache: Annotated[tuple[LayerCache, ...], Field(min_length=1, max_length=_MAX_LAYERS)]
+    num_heads: Annotated[tuple[Count, ...], Field(max_length=_MAX_LAYERS)]
+
+    @property
+    def hidden_size(self) -> int | None:
+        """Width of `hidden`; None for a separate model."""
+        return next((tensor.width for tensor in self.inputs if tensor.name == HIDDEN), None)
+
+
+def _named(layers: Sequence[LayerCache], first: int) -> dict[str, LayerCache]:
+    """Caches of layers by name, given the number of the first layer."""
+    return {f"{kind}_cache_{layer}": cache for layer, cache in enumerate(layers, first)
+            for kind in cache.kinds}
+
+
 class WeightForm(_Frozen):
     """Storage format of a quantized weight matrix; see llmc.plugins.quantization.
 
@@ -227,6 +262,8 @@ class Chip(_Frozen):
     With an `encoder`, these are the tensors of the decoder, which also reads `memory_starts`,
     `encoder_sequence_length` and the outputs of the encoder.
 
+    With a `draft` that reads `hidden`, the steps also write `hidden` of every token.
+
     `num_heads` has the number of query heads of each attention layer. `quantization` has the
     quantized weights by name. `states` are the recurrent states, named `state_<i>`.
     """
@@ -241,18 +278,24 @@ class Chip(_Frozen):
     states: Annotated[tuple[StateCache, ...], Field(max_length=_MAX_LAYERS)] = ()
     weight_bytes: Annotated[int, Field(ge=0)]
     encoder: EncoderProgram | None = None
+    draft: Annotated[DraftProgram | None, Field(exclude_if=_is_absent)] = None
     quantization: dict[str, WeightForm] = {}
 
     @property
     def all_steps(self) -> Steps:
-        """Steps of the encoder, if any, then those of the model."""
-        return (*(self.encoder.steps if self.encoder else ()), *self.steps)
+        """Steps of the encoder, if any, of the model, and of the draft model, if any."""
+        return (*(self.encoder.steps if self.encoder else ()), *self.steps,
+                *(self.draft.steps if self.draft else ()))
 
     @property
     def caches(self) -> dict[str, LayerCache]:
-        """KV caches by name."""
-        return {f"{kind}_cache_{layer}": cache for layer, cache in enumerate(self.cache)
-                for kind in cache.kinds}
+        """KV caches of the model by name."""
+        return _named(self.cache, 0)
+
+    @property
+    def draft_caches(self) -> dict[str, LayerCache]:
+        """KV caches of the draft model by name."""
+        return _named(self.draft.cache, len(self.cache)) if self.draft else {}
 
     @property
     def state_caches(self) -> dict[str, StateCache]:
@@ -261,8 +304,13 @@ class Chip(_Frozen):
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """Names of all KV caches and recurrent states."""
+        """Names of all KV caches and recurrent states of the model."""
         return *self.caches, *self.state_caches
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Name of the output for the draft model, if it reads one."""
+        return (HIDDEN,) if self.draft and self.draft.hidden_size else ()
 
     @model_validator(mode="after")
     def _check_steps(self) -> Chip:
@@ -271,8 +319,14 @@ class Chip(_Frozen):
             self._check_dataflow(self.encoder.steps, {*ENCODER_INPUTS}, memory)
             self._check_listed(self.encoder.inputs, self.encoder.outputs, self.encoder.steps)
         self._check_dataflow(self.steps, {*self.kept, *ENGINE_INPUTS, *memory},
-                     {*(f"{name}_out" for name in self.kept), "logits"})
+                     {*(f"{name}_out" for name in self.kept), "logits", *self.features})
         self._check_listed(self.inputs, self.outputs, self.steps)
+        if self.draft:
+            results = {"logits", *([HIDDEN_OUT] if self.features else [])}
+            self._check_dataflow(
+                self.draft.steps, {*self.draft_caches, *ENGINE_INPUTS, *self.features},
+                {*(f"{name}_out" for name in self.draft_caches), *results})
+            self._check_listed(self.draft.inputs, self.draft.outputs, self.draft.steps)
         for step in self.all_steps:
             if isinstance(step, GraphStep) and not step.path.startswith(f"{self.path}/"):
                 raise ValueError(f"chip {self.rank} runs {step.path!r}, which is not in "
@@ -378,6 +432,23 @@ class EncoderInfo(_Frozen):
     forced_bos_token_ids: tuple[TokenId, ...] = ()
     forced_eos_token_ids: tuple[TokenId, ...] = ()
     bad_words: tuple[Annotated[tuple[TokenId, ...], Field(min_length=1)], ...] = ()
+
+
+class DraftInfo(_Frozen):
+    """The draft model: `eagle3` and `mtp` read features of the model, `model` is a separate model.
+
+    Its logits have `vocab_size` tokens and are padded to `padded_vocab_size`. If `reduced`, the
+    weight `draft.token_ids` has the token id of each. It was trained for up to
+    `num_speculative_tokens` drafts, if that is known. `config_sha256` is the digest of its config.
+    """
+
+    kind: Literal["eagle3", "mtp", "model"]
+    num_layers: LayerCount
+    vocab_size: Count
+    padded_vocab_size: Count
+    reduced: bool = False
+    num_speculative_tokens: Count | None = None
+    config_sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 def _check_target(kind: str) -> str:
@@ -488,6 +559,7 @@ class Manifest(_Frozen):
     source: Source
     dims: Dims
     encoder: EncoderInfo | None = None
+    draft: Annotated[DraftInfo | None, Field(exclude_if=_is_absent)] = None
     dtype: DTypeName
     quantization: tuple[WeightDType, ...] | None = None
     tp_size: Annotated[int, Field(ge=1)]
@@ -529,6 +601,9 @@ class Manifest(_Frozen):
             if (chip.encoder is None) != (self.encoder is None):
                 raise ValueError(f"chip {chip.rank} has {'no' if self.encoder else 'an'} encoder, "
                                  f"unlike the model")
+            if (chip.draft is None) != (self.draft is None):
+                raise ValueError(f"chip {chip.rank} has {'no' if self.draft else 'a'} draft model, "
+                                 f"unlike the manifest")
             layers = self.dims.num_layers
             if len(chip.cache) != len(chip.num_heads) or len(chip.cache) > layers or \
                     (len(chip.cache) < layers and not chip.states and not self._shares_caches):
@@ -542,6 +617,7 @@ class Manifest(_Frozen):
                                  f"chip {chip.rank} has {len(chip.states)} states")
             self._check_inputs(chip)
             self._check_outputs(chip)
+            self._check_draft(chip)
         self._check_heads()
         self._check_ops()
         for name, token in self._token_ids():
@@ -586,7 +662,7 @@ class Manifest(_Frozen):
                              f"{self.dtype}")
         length = self.dims.max_seq_len
         for chip in self.chips:
-            for cache in chip.cache:
+            for cache in (*chip.caches.values(), *chip.draft_caches.values()):
                 row = cache.num_kv_heads * cache.head_dim * length * DTYPE_BYTES[self.kv_dtype]
                 if row > _MAX_ROW_BYTES:
                     raise ValueError(f"max_seq_len {length} gives a cache row of {row} bytes, more "
@@ -641,13 +717,15 @@ class Manifest(_Frozen):
         dims = self.dims
         given = {f"{tensor.name}_out": tensor for tensor in chip.inputs
                  if tensor.name in chip.kept}
-        mismatch = {tensor.name for tensor in chip.outputs} ^ {*given, "logits"}
+        mismatch = {tensor.name for tensor in chip.outputs} ^ {*given, "logits", *chip.features}
         if mismatch:
             raise ValueError(f"chip {chip.rank}: the outputs must be its caches and logits; they "
                              f"differ in {min(mismatch)!r}")
         for tensor in chip.outputs:
             if tensor.name == "logits":
                 tensor.require(self.dtype, ("num_logits", dims.padded_vocab_size))
+            elif tensor.name == HIDDEN and chip.draft:
+                tensor.require(self.dtype, ("num_tokens", chip.draft.hidden_size or 0))
             else:
                 cache = given[tensor.name]
                 tensor.require(cache.dtype, cache.shape)
@@ -662,6 +740,40 @@ class Manifest(_Frozen):
         if names != {f"memory_{kind}_{i}" for kind in ("key", "value") for i in range(layers)}:
             raise ValueError(f"chip {chip.rank}: the encoder's outputs, such as {min(names)!r}, "
                              f"must be a key and a value per layer")
+
+    def _check_draft(self, chip: Chip) -> None:
+        """Check names, dtypes and shapes of the draft model's inputs and outputs."""
+        draft, info, paged = chip.draft, self.draft, self.kv_cache_layout == "paged"
+        if draft is None or info is None:
+            return
+        if (info.kind == "model") == bool(draft.hidden_size):
+            raise ValueError(f"chip {chip.rank}: a draft model of kind {info.kind} has "
+                             f"{'an' if draft.hidden_size else 'no'} input {HIDDEN!r}")
+        if len(draft.cache) != info.num_layers or len(draft.num_heads) != info.num_layers:
+            raise ValueError(f"chip {chip.rank} has caches for {len(draft.cache)} layers of the "
+                             f"draft model and heads for {len(draft.num_heads)}, expected "
+                             f"{info.num_layers}")
+        if not self.target.spec.drafts or chip.states or self.encoder:
+            raise ValueError(f"chip {chip.rank} has a draft model, which this model or target "
+                             f"{self.target.kind} does not support")
+        caches = {name: cache_shape(cache, self.dims.max_seq_len, paged=paged)
+                  for name, cache in chip.draft_caches.items()}
+        results = {f"{name}_out" for name in caches} | {"logits"} | (
+            {HIDDEN_OUT} if draft.hidden_size else set())
+        mismatch = {tensor.name for tensor in draft.outputs} ^ results
+        if mismatch:
+            raise ValueError(f"chip {chip.rank}: the outputs of the draft model differ from "
+                             f"{', '.join(sorted(results))} in {min(mismatch)!r}")
+        features = ("num_tokens", draft.hidden_size or 0)
+        for tensor in (*draft.inputs, *draft.outputs):
+            if (name := tensor.name.removesuffix("_out")) in caches:
+                tensor.require(self.kv_dtype, caches[name])
+            elif tensor.name in (HIDDEN, HIDDEN_OUT):
+                tensor.require(self.dtype, features)
+            elif tensor.name == "logits":
+                tensor.require(self.dtype, ("num_logits", info.padded_vocab_size))
+            else:
+                self._require_input(tensor)
 
     def _check_heads(self) -> None:
         """Check that each head is on one chip, with its KV head, or that all chips have all."""
@@ -702,7 +814,8 @@ class Manifest(_Frozen):
                 raise ValueError(f"the model uses version {version} of {name}, this llmc has "
                                  f"{here}")
         required = {"Embedding"} | {"LatentAttention" if cache.latent else "CausalAttention"
-                                    for cache in self.chips[0].cache}
+                                    for cache in (*self.chips[0].caches.values(),
+                                                  *self.chips[0].draft_caches.values())}
         if self.chips[0].states and not any(known[name].state for name in self.ops):
             raise ValueError("the model has recurrent states, but no op that uses them")
         if self.encoder:

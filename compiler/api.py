@@ -26,6 +26,7 @@ from llmc.artifacts.manifest import (
 )
 from llmc.compiler.artifact import file_entry, weight_forms
 from llmc.compiler.frontend import RawModel, load
+from llmc.compiler.frontend.draft import DraftSource, attach_draft
 from llmc.compiler.frontend.raw import dequantize
 from llmc.compiler.frontend.tokenizer_config import FOLDER, TEMPLATE
 from llmc.compiler.graph.notes import Context
@@ -38,12 +39,13 @@ from llmc.compiler.preflight import (
     About,
     check_model,
     check_options,
+    limit_seq_len,
     read_dtype,
     warn_untested_transformers,
 )
 from llmc.compiler.quant.notes import ActivationGroupsQuantized
 from llmc.compiler.sampling_defaults import read_sampling
-from llmc.compiler.targets import backend
+from llmc.compiler.targets import Draft, backend
 from llmc.compiler.windows import check_windows
 from llmc.errors import LlmcError
 from llmc.interrupts import check_interrupted, interruptible
@@ -96,13 +98,21 @@ def _compile(model: str | Path, output: Path, options: CompileOptions) -> Manife
     if untested:
         progress(untested)
     progress("export")
-    raw = load(model, hf_dir=options.hf_dir, trust_remote_code=options.trust_remote_code,
+    source = None if options.draft is None else DraftSource.of(options.draft)
+    raw = load(model, hf_dir=options.hf_dir, mtp=source == DraftSource("mtp"),
+               trust_remote_code=options.trust_remote_code,
                allow_pickle=options.allow_pickle, revision=options.revision,
                check=lambda *about: check_model(options, About(*about)))
-    if not options.allow_nan:
-        _require_finite(raw)
     for note in raw.notes:
         progress(Note(note))
+    if source is not None:
+        progress("draft")
+        raw = attach_draft(raw, source, lambda path: _load_draft(path, raw, options),
+                           allow_pickle=options.allow_pickle)
+        for note in raw.draft.notes if raw.draft else ():
+            progress(Note(note))
+    if not options.allow_nan:
+        _require_finite(raw)
     if options.requantize:
         dequantize(raw)
     progress("passes")
@@ -120,14 +130,23 @@ def _compile(model: str | Path, output: Path, options: CompileOptions) -> Manife
         return manifest
 
 
+def _load_draft(path: Path, raw: RawModel, options: CompileOptions) -> RawModel:
+    """Export a separate draft model, which must have as many positions as the model."""
+    length = limit_seq_len(About(raw.config, raw.generation, False), options.max_seq_len,
+                           options.target)
+    return load(path, trust_remote_code=options.trust_remote_code,
+                allow_pickle=options.allow_pickle,
+                check=lambda *about: check_model(replace(options, draft=None, max_seq_len=length),
+                                                 About(*about)))
+
+
 def _require_finite(raw: RawModel) -> None:
     """Reject NaN and infinities when weights are read.
 
     A constant of an ONNX file may be a mask, so -inf is allowed there.
     """
     weights = {id(tensor._values): tensor._values
-               for graph in (raw.graph, raw.encoder) if graph is not None
-               for tensor in graph.tensors().values()
+               for graph in raw.graphs for tensor in graph.tensors().values()
                if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight)}
     for weight in weights.values():
         if weight.is_floating:
@@ -185,9 +204,11 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: CompileOptio
     if lowered.encoder_info is not None:
         options = replace(options, mem_max_seq_len=lowered.encoder_info.max_seq_len)
     for rank, graph in enumerate(lowered.graphs):
-        encoder = lowered.encoders[rank:rank + 1]
-        chip, written = backend(target.kind).emit(graph, rank, directory, options, *encoder)
-        forms = weight_forms([graph, *encoder])
+        encoder, draft = lowered.encoders[rank:rank + 1], lowered.drafts[rank:rank + 1]
+        others = {"draft": Draft(draft[0], raw.draft.token_ids)} if draft and raw.draft else {}
+        chip, written = backend(target.kind).emit(graph, rank, directory, options, *encoder,
+                                                  **others)
+        forms = weight_forms([graph, *encoder, *draft])
         chips.append(chip.model_copy(update={"quantization": forms}))
         files.extend(_inside(chip.path, written))
     tokenizer = _write_tokenizer(raw, directory, lowered.dims.vocab_size)
@@ -208,9 +229,9 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: CompileOptio
         quantization=_weight_dtypes(chips), tp_size=tp_size,
         device_groups=tuple(tuple(range(start, start + tp_size))
                             for start in range(0, max(_DEVICES, tp_size) - tp_size + 1, tp_size)),
-        encoder=lowered.encoder_info, target=target,
+        encoder=lowered.encoder_info, draft=lowered.draft_info, target=target,
         kv_cache_layout="paged" if target.spec.paged else "linear",
-        ops=_used_ops(lowered.graphs + lowered.encoders), tokenizer=tokenizer,
+        ops=_used_ops(lowered.graphs + lowered.encoders + lowered.drafts), tokenizer=tokenizer,
         sampling=sampling, chips=tuple(chips),
         passes=tuple(PassReport(name=report.name, matches=report.matches,
                                 refusals=tuple(report.refusals)) for report in lowered.reports),

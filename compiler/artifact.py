@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from llmc.artifacts.manifest import (
     FACTS,
     Chip,
     CollectiveStep,
+    DraftProgram,
     EncoderProgram,
     FileEntry,
     GraphStep,
@@ -47,8 +48,14 @@ class Placed:
     length: int
 
 
-def write_weights(graphs: Sequence[gs.Graph], path: Path) -> tuple[dict[str, Placed], FileEntry]:
+def write_weights(graphs: Sequence[gs.Graph], path: Path, others: Mapping[str, Weight] = {}) -> \
+        tuple[dict[str, Placed], FileEntry]:
     """Stream the weights of a chip's graphs into a safetensors file, by blocks of rows.
+
+    Args:
+        graphs: the graphs.
+        path: the file.
+        others: further weights by name.
 
     Returns:
         Each weight's position by name, and the file's size and hash under the name `path.name`.
@@ -59,6 +66,7 @@ def write_weights(graphs: Sequence[gs.Graph], path: Path) -> tuple[dict[str, Pla
             if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight):
                 present = weights.setdefault(tensor.name, tensor._values)
                 assert present is tensor._values, f"two weights are named '{tensor.name}'"
+    weights |= others
     header: dict[str, dict[str, object]] = {}
     spans: dict[str, tuple[int, int]] = {}
     end = 0
@@ -216,19 +224,25 @@ def _segment(nodes: Sequence[gs.Node], later: set[int]) -> gs.Graph:
 
 
 def describe_chip(graph: gs.Graph, rank: int, steps: tuple[GraphStep | CollectiveStep, ...],
-                  weight_bytes: int, encoder: EncoderProgram | None = None) -> Chip:
+                  weight_bytes: int, encoder: EncoderProgram | None = None,
+                  draft: DraftProgram | None = None) -> Chip:
     """Return a rank's entry of the manifest, for any target."""
-    attention = [node for node in graph.nodes if caches(node)]
+    cache, num_heads = _attention(graph)
     return Chip(
         rank=rank, path=f"chip{rank}", steps=steps,
         inputs=_describe(graph.inputs), outputs=_describe(graph.outputs),
-        cache=tuple(LayerCache(num_kv_heads=node.attrs["num_kv_heads"],
-                               head_dim=node.attrs["head_dim"], latent=len(caches(node)) == 1)
-                    for node in attention),
-        num_heads=tuple(node.attrs["num_heads"] for node in attention),
+        cache=cache, num_heads=num_heads,
         states=tuple(StateCache(shape=tuple(kept[0].shape[1:])) for node in graph.nodes
                      if (kept := state_of(node)) is not None),
-        weight_bytes=weight_bytes, encoder=encoder)
+        weight_bytes=weight_bytes, encoder=encoder, draft=draft)
+
+
+def _attention(graph: gs.Graph) -> tuple[tuple[LayerCache, ...], tuple[int, ...]]:
+    """Return cache and number of heads of each attention layer with a cache."""
+    attention = [node for node in graph.nodes if caches(node)]
+    return tuple(LayerCache(num_kv_heads=node.attrs["num_kv_heads"],
+                            head_dim=node.attrs["head_dim"], latent=len(caches(node)) == 1)
+                 for node in attention), tuple(node.attrs["num_heads"] for node in attention)
 
 
 def weight_forms(graphs: Sequence[gs.Graph]) -> dict[str, WeightForm]:
@@ -251,6 +265,13 @@ def describe_encoder(graph: gs.Graph, steps: tuple[GraphStep | CollectiveStep, .
     """Return a rank's encoder entry of the manifest."""
     return EncoderProgram(inputs=_describe(graph.inputs), outputs=_describe(graph.outputs),
                           steps=steps)
+
+
+def describe_draft(graph: gs.Graph, steps: tuple[GraphStep | CollectiveStep, ...]) -> DraftProgram:
+    """Return the manifest's entry of a rank's draft model."""
+    cache, num_heads = _attention(graph)
+    return DraftProgram(inputs=_describe(graph.inputs), outputs=_describe(graph.outputs),
+                        steps=steps, cache=cache, num_heads=num_heads)
 
 
 def _describe(tensors: Sequence[gs.Tensor]) -> tuple[TensorInfo, ...]:

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import onnx_graphsurgeon as gs
 
-from llmc.artifacts.manifest import Dims, EncoderInfo
-from llmc.compiler.frontend.raw import RawModel
+from llmc.artifacts.manifest import Dims, DraftInfo, EncoderInfo
+from llmc.compiler.frontend.raw import RawDraft, RawModel
 from llmc.compiler.graph.names import HIDDEN_STATE
 from llmc.compiler.graph.rewrite import attends, attends_causally, caches, state_of, values_of
 from llmc.compiler.passes.packing import head_weight, token_table
@@ -43,6 +43,20 @@ def describe_model(graph: gs.Graph, architecture: str, vocab_size: int, max_seq_
                 num_kv_heads=fields.get("num_kv_heads", 0), head_dim=fields.get("head_dim", 0),
                 vocab_size=vocab_size, padded_vocab_size=values_of(head).shape[0],
                 max_seq_len=max_seq_len)
+
+
+def describe_draft(draft: RawDraft, vocab_size: int) -> DraftInfo:
+    """Return the manifest's entry of a draft model, from its fused graph.
+
+    Args:
+        draft: the draft model.
+        vocab_size: rows of its logits before padding.
+    """
+    return DraftInfo(
+        kind=draft.kind, num_layers=sum(bool(caches(node)) for node in draft.graph.nodes),
+        vocab_size=vocab_size, padded_vocab_size=values_of(head_weight(draft.graph)).shape[0],
+        reduced=draft.token_ids is not None,
+        num_speculative_tokens=draft.num_speculative_tokens, config_sha256=draft.config_sha256)
 
 
 def describe_encoder(raw: RawModel, encoder: gs.Graph, vocab_size: int, max_seq_len: int,

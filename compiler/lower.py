@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 
 import onnx_graphsurgeon as gs
 
-from llmc.artifacts.manifest import Dims, EncoderInfo
-from llmc.compiler.dims import describe_encoder, describe_model
+from llmc.artifacts.manifest import Dims, DraftInfo, EncoderInfo
+from llmc.compiler.dims import describe_draft, describe_encoder, describe_model
 from llmc.compiler.frontend.raw import RawModel
 from llmc.compiler.graph.notes import VocabularySize
 from llmc.compiler.graph.rewrite import (
@@ -28,6 +28,7 @@ from llmc.compiler.graph.rewrite import (
     fields_of,
     op_of,
     operands,
+    part_of,
     tidy,
 )
 from llmc.compiler.graph.verify import verify
@@ -37,6 +38,7 @@ from llmc.compiler.passes.attention import attention
 from llmc.compiler.passes.blocks import blocks
 from llmc.compiler.passes.columns import columns
 from llmc.compiler.passes.dense_experts import dense_experts
+from llmc.compiler.passes.draft import number_caches
 from llmc.compiler.passes.embedding import embedding
 from llmc.compiler.passes.encoder import move_memory, name_weights, share_weights
 from llmc.compiler.passes.experts import experts
@@ -106,7 +108,7 @@ def _narrow(target: TargetSpec) -> bool:
 class GraphPass:
     """A pass over each graph, for targets that satisfy `when`.
 
-    The encoder's graph is skipped if the pass needs logits.
+    An encoder's graph is skipped if the pass needs logits.
     """
 
     name: str
@@ -118,6 +120,24 @@ class GraphPass:
 @dataclass(frozen=True)
 class EncoderPass:
     """A pass over both graphs of a rank, decoder and encoder."""
+
+    name: str
+    run: Callable[[Sequence[gs.Graph], Settings, Report], None]
+    when: Condition = _always
+
+
+@dataclass(frozen=True)
+class DraftPass:
+    """A pass over both graphs of a rank, model and draft model."""
+
+    name: str
+    run: Callable[[Sequence[gs.Graph], Settings, Report], None]
+    when: Condition = _always
+
+
+@dataclass(frozen=True)
+class PairPass:
+    """A pass over both graphs of a rank, whether the second is an encoder's or a draft model's."""
 
     name: str
     run: Callable[[Sequence[gs.Graph], Settings, Report], None]
@@ -149,7 +169,7 @@ class Requirement:
     check: Callable[[Sequence[gs.Graph], Sequence[Report]], None]
 
 
-Pass = GraphPass | EncoderPass | RankPass | Partition
+Pass = GraphPass | EncoderPass | DraftPass | PairPass | RankPass | Partition
 Step = Pass | Requirement
 
 PASSES: tuple[Step, ...] = (
@@ -170,6 +190,7 @@ PASSES: tuple[Step, ...] = (
     GraphPass("attention", attention),
     Requirement(require_attention),
     Requirement(require_embedding),
+    DraftPass("number_caches", number_caches),
     GraphPass("gates", gates),          # after attention, which expects the original layout
     GraphPass("gated_mlp", gated_mlp),  # before activation, which would fuse the gate's
     GraphPass("activation", activation),
@@ -178,7 +199,7 @@ PASSES: tuple[Step, ...] = (
     GraphPass("pack", pack),            # after all passes that probe with a batch axis
     GraphPass("select_tokens", select_tokens, needs_logits=True),
     GraphPass("pad_vocabulary", pad_vocabulary, needs_logits=True),
-    EncoderPass("share_weights", share_weights),  # after padding, so that tied tables stay tied
+    PairPass("share_weights", share_weights),  # after padding, so that tied tables stay tied
     # Partition.
     Partition("tensor_parallel", tensor_parallel),
     EncoderPass("memory", move_memory),  # after its weights were partitioned by their uses
@@ -196,37 +217,41 @@ PASSES: tuple[Step, ...] = (
     GraphPass("columns", columns, _program),
     RankPass("cast", cast, _several_dtypes),
     GraphPass("cache_dtype", cache_dtype, _kv_dtypes),  # after cast, which sets the model's dtype
-    EncoderPass("name_weights", name_weights, _kernels),  # after all passes that create weights
+    PairPass("name_weights", name_weights, _kernels),  # after all passes that create weights
     GraphPass("blocks", blocks, _paged, needs_logits=True),
     GraphPass("narrow_indices", narrow_indices, _narrow),
 )
+_PASSES_OF: dict[str, type[Pass]] = {"encoder": EncoderPass, "draft": DraftPass}
 _FUSE = PASSES[:next(i for i, step in enumerate(PASSES) if isinstance(step, Partition))]
 
 
 @dataclass(frozen=True)
 class Fused:
-    """A fused, unpartitioned model; the encoder's graph is the last."""
+    """A fused, unpartitioned model; an encoder's or a draft model's graph is the last."""
 
     graphs: list[gs.Graph]
     reports: list[Report]
     settings: Settings
     dims: Dims
     encoder_info: EncoderInfo | None = None
+    draft_info: DraftInfo | None = None
 
 
 @dataclass(frozen=True)
 class Lowered:
     """The graphs that a target writes, one per rank, and the model's dimensions.
 
-    `encoders` is empty for a model without an encoder.
+    `encoders` is empty for a model without an encoder, `drafts` for one without a draft model.
     """
 
     graphs: list[gs.Graph]
     encoders: list[gs.Graph]
+    drafts: list[gs.Graph]
     reports: list[Report]
     settings: Settings
     dims: Dims
     encoder_info: EncoderInfo | None = None
+    draft_info: DraftInfo | None = None
 
 
 def lower(raw: RawModel, options: CompileOptions) -> Lowered:
@@ -256,20 +281,21 @@ def fuse(raw: RawModel, options: CompileOptions, vocab_multiple: int | None = No
         0 if raw.encoder is None else
         limit_seq_len(about, options.mem_max_seq_len, options.target, "mem_"),
         model=raw.architecture, options=options)
-    graphs = [raw.graph, *([raw.encoder] if raw.encoder is not None else [])]
+    graphs = list(raw.graphs)
     reports: list[Report] = []
     for graph in graphs:
         tidy(graph)
     for step in _FUSE:
         run_pass(step, [graphs], settings, reports)
     _require_kernels(graphs, settings.target)
-    # The decoder's vocabulary is padded first, then the encoder's.
-    vocab_size, *encoder_vocab_size = (
+    # The vocabulary of the model is padded first, then that of the encoder or draft model.
+    vocab_size, *other_vocab_size = (
         note.rows for report in reports if (note := report.noted(VocabularySize)) is not None)
     dims = describe_model(raw.graph, raw.architecture, vocab_size, settings.max_seq_len)
     info = None if raw.encoder is None else describe_encoder(
-        raw, raw.encoder, encoder_vocab_size[0], settings.mem_max_seq_len, dims.vocab_size)
-    return Fused(graphs, reports, settings, dims, info)
+        raw, raw.encoder, other_vocab_size[0], settings.mem_max_seq_len, dims.vocab_size)
+    draft = None if raw.draft is None else describe_draft(raw.draft, other_vocab_size[0])
+    return Fused(graphs, reports, settings, dims, info, draft)
 
 
 def divide(fused: Fused, options: CompileOptions, columns_together: int = 0) -> Lowered:
@@ -287,8 +313,10 @@ def divide(fused: Fused, options: CompileOptions, columns_together: int = 0) -> 
     ranks, reports = [fused.graphs], list(fused.reports)
     for step in PASSES[len(_FUSE):]:
         ranks = run_pass(step, ranks, settings, reports)
-    return Lowered([graphs[0] for graphs in ranks], [graphs[1] for graphs in ranks if graphs[1:]],
-                   reports, settings, fused.dims, fused.encoder_info)
+    others = [graphs[1] for graphs in ranks if graphs[1:]]
+    return Lowered([graphs[0] for graphs in ranks], others if fused.encoder_info else [],
+                   others if fused.draft_info else [], reports, settings, fused.dims,
+                   fused.encoder_info, fused.draft_info)
 
 
 def run_pass(step: Step, ranks: list[list[gs.Graph]], settings: Settings,
@@ -320,7 +348,8 @@ def run_pass(step: Step, ranks: list[list[gs.Graph]], settings: Settings,
         new: list[Report] = []
         if isinstance(step, GraphPass):
             new = _apply_to_each(step, graphs, settings)
-        elif isinstance(step, RankPass) or (isinstance(step, EncoderPass) and len(graphs) > 1):
+        elif isinstance(step, RankPass) or (len(graphs) > 1 and isinstance(
+                step, (PairPass, _PASSES_OF[part_of(graphs[1], 1)]))):
             new = [Report(step.name, step.run)]
             step.run(graphs, settings, new[0])
         if rank == 0:
@@ -334,9 +363,13 @@ def run_pass(step: Step, ranks: list[list[gs.Graph]], settings: Settings,
 def _apply_to_each(step: GraphPass, graphs: Sequence[gs.Graph], settings: Settings) -> list[Report]:
     reports = [Report(step.name, step.run)]
     step.run(graphs[0], settings, reports[0])
-    for encoder in graphs[1:] if not step.needs_logits else ():
-        reports.append(Report(f"encoder.{step.name}", step.run, encoder=True))
-        step.run(encoder, replace(settings, max_seq_len=settings.mem_max_seq_len), reports[1])
+    for other in graphs[1:]:
+        part = part_of(other, 1)
+        if part == "encoder" and step.needs_logits:
+            continue
+        reports.append(Report(f"{part}.{step.name}", step.run, part))
+        step.run(other, settings if part == "draft" else
+                 replace(settings, max_seq_len=settings.mem_max_seq_len), reports[1])
     return reports
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llmc.compiler.frontend.checkpoint import read_json
+from llmc.compiler.frontend.draft import DraftSource
 from llmc.compiler.frontend.huggingface import find_directory
 from llmc.compiler.frontend.raw import architecture_of, token_ids
 from llmc.compiler.options import OPTIONS, CompileOptions
@@ -291,6 +292,26 @@ def _expert_parallel(options: CompileOptions) -> str | None:
     return None
 
 
+def _draft(options: CompileOptions) -> str | None:
+    if options.draft is None:
+        return None
+    try:
+        DraftSource.of(options.draft)
+    except LlmcError as error:
+        return str(error)
+    if not target_spec(options.target).drafts:
+        return (f"draft is given for target '{options.target}', but draft programs run on target "
+                f"cpu; compile with --target cpu, or leave it out")
+    return None
+
+
+def _draft_of(options: CompileOptions, about: About) -> str | None:
+    if options.draft is None or not about.has_encoder:
+        return None
+    return (f"'{about.name}' is an encoder-decoder model, which draft models do not support; leave "
+            f"out --draft")
+
+
 def _quantized_already(options: CompileOptions, about: About) -> str | None:
     method = method_of(about.config)
     if method is None and options.quantize_activations and options.scheme is None:
@@ -369,10 +390,12 @@ OPTION_CHECKS: dict[str, Callable[[CompileOptions], str | None]] = {
     "compute_capability": _compute_capability,
     "tp_size": _tp_size,
     "expert_parallel": _expert_parallel,
+    "draft": _draft,
 }
 MODEL_CHECKS: dict[str, Callable[[CompileOptions, About], str | None]] = {
     "quantized already": _quantized_already,
     "encoder": _encoder,
+    "draft": _draft_of,
     "calibrated": _calibrated,
     "decoder start": _decoder_start,
     "experts": _experts,

@@ -10,7 +10,15 @@ from collections.abc import Sequence
 import onnx_graphsurgeon as gs
 
 from llmc.compiler.graph.expert_products import EXPERTS_DOWN
-from llmc.compiler.graph.rewrite import Report, describe, is_op, knows_sequences, operands, producer
+from llmc.compiler.graph.rewrite import (
+    Report,
+    describe,
+    is_op,
+    knows_sequences,
+    operands,
+    part_of,
+    producer,
+)
 from llmc.compiler.graph.sdpa import SDPA
 from llmc.compiler.passes.attention import attention
 from llmc.compiler.passes.dense_experts import dense_experts
@@ -25,9 +33,9 @@ from llmc.plugins.route.op import OP as ROUTE
 
 def require_routes(graphs: Sequence[gs.Graph], reports: Sequence[Report]) -> None:
     """Reject a model with experts or a router that were not fused."""
-    nodes = [node for graph in graphs for node in graph.nodes]
-    for report in (report for report in reports if not report.encoder):
-        unfused = [node for node in nodes
+    nodes = {part_of(graph, index): list(graph.nodes) for index, graph in enumerate(graphs)}
+    for report in reports:
+        unfused = [node for node in nodes.get(report.part, ())
                    if (report.run is experts and is_op(node, EXPERTS_DOWN))
                    or report.run is dense_experts
                    or (report.run is route and is_op(node, EXPERTS)
@@ -41,12 +49,12 @@ def require_routes(graphs: Sequence[gs.Graph], reports: Sequence[Report]) -> Non
 
 def require_attention(graphs: Sequence[gs.Graph], reports: Sequence[Report]) -> None:
     """Reject a model with attention that was not fused."""
-    for graph, of_encoder in zip(graphs, (False, True), strict=False):
+    for index, graph in enumerate(graphs):
         if any(map(knows_sequences, graph.nodes)) and not any(
                 is_op(node, SDPA) or node.op == "Softmax" for node in graph.nodes):
             continue
         refusals = [text for report in reports for text in report.refusals
-                    if report.run in (sdpa, attention) and report.encoder == of_encoder]
+                    if report.run in (sdpa, attention) and report.part == part_of(graph, index)]
         where, _, why = (refusals or ["the graph: it has neither Softmax nor Attention nodes"]
                          )[0].partition(": ")
         more = f", and {len(refusals) - 1} more" if len(refusals) > 1 else ""

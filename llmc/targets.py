@@ -24,6 +24,7 @@ class TargetSpec:
         engine: `module:class` of a rank's engine; "": llmc does not run this target.
         engine_file: name of the engine's file in a chip's directory.
         encoder_file: name of the encoder's file in a chip's directory.
+        draft_file: name of the draft model's file in a chip's directory.
         gpu: ranks run on GPUs; otherwise on CPU cores.
         kernels: llmc's CUDA kernels compute llmc's ops; otherwise their ONNX function bodies do.
         runs_any_op: the engine runs every llmc op, if necessary by its ONNX function body.
@@ -35,6 +36,7 @@ class TargetSpec:
         recurrent_state: the engine supports recurrent state.
         latent_caches: the engine supports the latent caches of MLA.
         shared_caches: a layer may read the KV cache of another layer.
+        drafts: the engine runs draft models.
         dtypes: dtypes of weights and activations; the last is the fallback of `--dtype auto`.
         kv_dtypes: dtypes of KV caches, in addition to `dtypes`.
         weight_dtypes: dtypes of quantized weights that `--quantize` may produce.
@@ -61,6 +63,7 @@ class TargetSpec:
     engine: str = ""
     engine_file: str = "graph.onnx"
     encoder_file: str = "encoder.onnx"
+    draft_file: str = "draft.onnx"
     gpu: bool = False
     kernels: bool = False
     runs_any_op: bool = False
@@ -72,6 +75,7 @@ class TargetSpec:
     recurrent_state: bool = False
     latent_caches: bool = False
     shared_caches: bool = False
+    drafts: bool = False
     dtypes: tuple[str, ...] = ("float32",)
     kv_dtypes: tuple[str, ...] = ()
     weight_dtypes: tuple[str, ...] = ()
@@ -143,7 +147,7 @@ _MAX_BUILT_SEQ_LEN = 4096  # the builder's memory grows with it
 CPU = register(TargetSpec(
     name="cpu", compiler="llmc.compiler.targets.cpu", engine="llmc.runtime.engines.cpu:CpuEngine",
     runs_any_op=True, recurrent_state=True, latent_caches=True, shared_caches=True,
-    weight_dtypes=_WEIGHT_DTYPES,
+    drafts=True, weight_dtypes=_WEIGHT_DTYPES,
     expert_dtypes=("int4", "uint4", "int8", "uint8"),  # those of QMoE
     group_multiple=1, permutes_columns=True, mla_projections=True,
     quantizes_activations=True))  # MatMulNBits quantizes them to int8

@@ -42,7 +42,8 @@ def summarize(manifest: Manifest, batch_size: int = 1) -> dict[str, Any]:
     width, kv_width = DTYPE_BYTES[manifest.dtype], DTYPE_BYTES[manifest.kv_dtype]
     chips: list[dict[str, Any]] = []
     for chip in manifest.chips:
-        cache = sum(kv_width * layer.token_size * length for layer in chip.cache)
+        layers = (*chip.cache, *(chip.draft.cache if chip.draft else ()))
+        cache = sum(kv_width * layer.token_size * length for layer in layers)
         memory = 0
         if manifest.encoder is not None and chip.encoder is not None:
             memory = sum(width * manifest.encoder.max_seq_len * int(tensor.shape[-1])
@@ -66,6 +67,7 @@ def summarize(manifest: Manifest, batch_size: int = 1) -> dict[str, Any]:
     return {
         "source": manifest.source.model_dump(), "dims": manifest.dims.model_dump(),
         "encoder": manifest.encoder.model_dump() if manifest.encoder else None,
+        "draft": manifest.draft.model_dump() if manifest.draft else None,
         "dtype": manifest.dtype, "tp_size": manifest.tp_size, "target": manifest.target.kind,
         "llmc_version": manifest.llmc_version, "ops": manifest.ops, "chips": chips,
         "cache_tokens": tokens,

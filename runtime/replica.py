@@ -14,10 +14,11 @@ import numpy as np
 from llmc.artifacts.manifest import Manifest
 from llmc.errors import LlmcError
 from llmc.runtime.collectives import Communicator
-from llmc.runtime.core.step import Engine, EngineLimits, Step
+from llmc.runtime.core.step import Engine, EngineLimits, Step, StepOutput
 from llmc.runtime.devices import Placement, pin, place
 from llmc.runtime.engines import BLOCK_SIZE, MAX_LOGITS, MAX_SCORED
 from llmc.runtime.engines.cpu import MAX_CHUNK, SCORE_BYTES, CpuEngine, check_ops
+from llmc.runtime.engines.draft_step import DraftStep
 from llmc.runtime.engines.host import HostSampling
 from llmc.runtime.speculation.config import MAX_DRAFTS
 
@@ -41,6 +42,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     attention_backend: str | None = None
     speculates: bool = False
+    draft: bool = False  # whether to load the draft model
 
 
 def find_devices(manifest: Manifest, wish: Sequence[int] | None) -> list[list[Placement]]:
@@ -69,15 +71,21 @@ def load_replica(manifest: Manifest, case_dir: Path, placements: list[Placement]
             raise LlmcError(f"attention_backend '{config.attention_backend}' is for target cuda; "
                             f"on target {manifest.target.kind} leave it out")
         limits = cpu_limits(manifest, config)
-        return HostSampling(CpuReplica(manifest, case_dir, placements, limits), limits)
+        ranks = CpuReplica(manifest, case_dir, placements, limits)
+        return HostSampling(ranks, limits, ranks.propose if limits.proposes else None)
     from llmc.runtime.gpus import GpuReplica
 
     return GpuReplica(manifest, case_dir, placements, config)
 
 
-def token_bytes(manifest: Manifest) -> int:
-    """Bytes of KV cache per token, on all chips of a CPU together."""
-    return sum(4 * layer.token_size for chip in manifest.chips for layer in chip.cache)
+def token_bytes(manifest: Manifest, draft: bool = False) -> int:
+    """Bytes of KV cache per token, on all chips of a CPU together.
+
+    Args:
+        draft: whether the draft model is loaded.
+    """
+    return sum(4 * layer.token_size for chip in manifest.chips
+               for layer in (*chip.cache, *(chip.draft.cache if draft and chip.draft else ())))
 
 
 def step_bytes(manifest: Manifest, config: EngineConfig) -> int:
@@ -105,7 +113,7 @@ def cpu_limits(manifest: Manifest, config: EngineConfig) -> EngineLimits:
     Raises:
         LlmcError: kv_cache_tokens does not fit in memory.
     """
-    longest, each = manifest.dims.max_seq_len, max(token_bytes(manifest), 1)
+    longest, each = manifest.dims.max_seq_len, max(token_bytes(manifest, config.draft), 1)
     rows, taken = config.max_batch_size * longest, step_bytes(manifest, config)
     free = max(memory("MemAvailable") - taken, 0)
     tokens = config.kv_cache_tokens
@@ -121,6 +129,8 @@ def cpu_limits(manifest: Manifest, config: EngineConfig) -> EngineLimits:
         max_tokens=config.max_num_batched_tokens, max_slots=config.max_batch_size,
         max_logits=MAX_LOGITS, ahead=1, max_scored=_max_scored(manifest),
         max_drafts=0 if any(chip.states for chip in manifest.chips) else MAX_DRAFTS,
+        proposes=config.draft,
+        lookahead=int(config.draft and bool(manifest.chips[0].features)),
         keeps_states=any(chip.states for chip in manifest.chips))
 
 
@@ -142,6 +152,8 @@ class CpuReplica:
     def __init__(self, manifest: Manifest, case_dir: Path, placements: list[Placement],
                  limits: EngineLimits) -> None:
         self._vocab = manifest.dims.vocab_size
+        self._max_seq_len = manifest.dims.max_seq_len
+        self._shifted = bool(manifest.chips[0].features)
         self._communicator = Communicator(manifest.tp_size)
         self._failure: BaseException | None = None
         self._threads = [ThreadPoolExecutor(1, f"llmc-rank{rank}", pin, (placement,))
@@ -160,7 +172,7 @@ class CpuReplica:
         self._engines: list[CpuEngine] = []
         try:
             self._engines = self._on_all_ranks(load)
-            check_ops(manifest, self._engines)
+            check_ops(manifest, self._engines, limits.proposes)
         except BaseException:
             self.close()
             raise
@@ -168,6 +180,15 @@ class CpuReplica:
     def compute(self, step: Step) -> np.ndarray:
         """Execute a step on all ranks; returns logits, float32 [num_logits, vocab_size]."""
         return self._on_each(lambda engine: engine.compute(step))[0][:, :self._vocab]
+
+    def propose(self, step: Step, output: StepOutput) -> np.ndarray:
+        """Run the draft model on all ranks; see `HostSampling`."""
+        inputs = DraftStep.of(step, output, self._max_seq_len, shifted=self._shifted)
+        drafts = np.full((len(step.sample), step.propose or 0), -1, np.int64)
+        own = self._on_each(lambda engine: engine.propose(step, inputs))[0]
+        if inputs is not None:
+            drafts[inputs.sampled] = own
+        return drafts
 
     def close(self) -> None:
         """End the rank threads."""

@@ -12,7 +12,7 @@ __all__ = ["Check", "RawModel", "load"]
 
 def load(model: str | Path, *, hf_dir: str | Path | None = None, trust_remote_code: bool = False,
          allow_pickle: bool = False, revision: str | None = None,
-         check: Check = unchecked) -> RawModel:
+         check: Check = unchecked, mtp: bool = False) -> RawModel:
     """Read a model.
 
     Args:
@@ -22,6 +22,7 @@ def load(model: str | Path, *, hf_dir: str | Path | None = None, trust_remote_co
         allow_pickle: read .bin checkpoints with torch.load.
         revision: branch, tag or commit of a hub id.
         check: called before the export, see `Check`.
+        mtp: whether to export the model's MTP layer as its draft model.
 
     Raises:
         LlmcError: the model is missing, incomplete, or its architecture is unknown.
@@ -30,6 +31,9 @@ def load(model: str | Path, *, hf_dir: str | Path | None = None, trust_remote_co
     if revision is not None and (path.exists() or path.suffix in (".gguf", ".onnx")):
         raise LlmcError(f"revision '{revision}' is given, but '{model}' is a local path; leave it "
                         f"out, or give a hub id like 'org/name'")
+    if mtp and path.suffix in (".gguf", ".onnx"):
+        raise LlmcError(f"'{model}' is a {path.suffix} file, which --draft mtp does not support; "
+                        f"give a Hugging Face directory")
     if path.suffix == ".gguf":
         from llmc.compiler.frontend.gguf_file import load_gguf
         return load_gguf(_existing(path), check)
@@ -41,7 +45,7 @@ def load(model: str | Path, *, hf_dir: str | Path | None = None, trust_remote_co
         return load_onnx(_existing(path), Path(hf_dir), check)
     from llmc.compiler.frontend.huggingface import load_huggingface
     return load_huggingface(model, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
-                            revision=revision, check=check)
+                            revision=revision, check=check, mtp=mtp)
 
 
 def _existing(path: Path) -> Path:

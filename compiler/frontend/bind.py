@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import onnx_graphsurgeon as gs
@@ -17,6 +17,7 @@ from transformers.core_model_loading import (
     MergeModulelist,
     WeightConverter,
     WeightRenaming,
+    WeightTransform,
     dot_natural_key,
     rename_source_key,
 )
@@ -39,7 +40,14 @@ _COMPUTED: tuple[tuple[str, Callable[[Weight], bool]], ...] = (
 )
 
 
-def attach_weights(graph: gs.Graph, model: torch.nn.Module, checkpoint: Checkpoint,
+class Tensors(Protocol):
+    """Tensors by the names of a model's parameters."""
+
+    def get(self, name: str) -> Weight | None:
+        ...
+
+
+def attach_weights(graph: gs.Graph, model: torch.nn.Module, checkpoint: Tensors,
                    origin: str, names: dict[int, str]) -> None:
     """Set each parameter's `Weight`, as float32, and its name.
 
@@ -53,7 +61,7 @@ def attach_weights(graph: gs.Graph, model: torch.nn.Module, checkpoint: Checkpoi
     Raises:
         LlmcError: a tensor is missing, or its shape or dtype differs from the model's.
     """
-    aliases = _aliases(model)
+    aliases = aliases_of(model)
     bound: dict[str, Weight] = {}
     for tensor in graph.tensors().values():
         if not (isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight)):
@@ -98,6 +106,11 @@ def as_modules_have(model: torch.nn.Module, tensors: Mapping[str, Weight],
 class Checkpoint:
     """A checkpoint's tensors by the model's names, after transformers' renamings.
 
+    Args:
+        model: the model.
+        tensors: the checkpoint's tensors by name.
+        transforms: renamings and conversions; None: those of the model.
+
     Attributes:
         names: checkpoint names by model names.
         tensors: tensors by checkpoint names.
@@ -106,8 +119,10 @@ class Checkpoint:
         unmade: by model name, the source and the operations of an unsupported conversion.
     """
 
-    def __init__(self, model: torch.nn.Module, tensors: Mapping[str, Weight]) -> None:
-        transforms = get_model_conversion_mapping(cast(PreTrainedModel, model))
+    def __init__(self, model: torch.nn.Module, tensors: Mapping[str, Weight],
+                 transforms: Sequence[WeightTransform] | None = None) -> None:
+        if transforms is None:
+            transforms = get_model_conversion_mapping(cast(PreTrainedModel, model))
         renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
         mergers = [t for t in transforms if isinstance(t, WeightConverter)
                    and (_merges(t) or _splits(t))]
@@ -301,7 +316,7 @@ def _merge(name: str, sources: Mapping[str, Sequence[Weight]], converter: Weight
     return Weight.stack([Weight.concat(expert) for expert in zip(*lists, strict=True)])
 
 
-def _aliases(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
+def aliases_of(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
     """Map each parameter's name to all of its names: tied parameters have several."""
     by_id: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -316,10 +331,11 @@ def ties_hold(model: torch.nn.Module, checkpoint: Checkpoint) -> bool:
     """
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     pairs = ((checkpoint.get(target), checkpoint.get(source)) for target, source in tied.items())
-    return all(_equal(one, other) for one, other in pairs if one is not None and other is not None)
+    return all(equal(one, other) for one, other in pairs if one is not None and other is not None)
 
 
-def _equal(left: Weight, right: Weight) -> bool:
+def equal(left: Weight, right: Weight) -> bool:
+    """Whether two weights have the same shape, dtype and values."""
     return left is right or (left.shape == right.shape and left.dtype == right.dtype and all(
         a.tobytes() == b.tobytes() for a, b in zip(left.blocks(), right.blocks(), strict=True)))
 
@@ -370,7 +386,7 @@ def _is_duplicate(name: str, tensor: Weight, model: torch.nn.Module, checkpoint:
     It equals a used weight that it is tied to, or a buffer's value, or does not affect the logits.
     """
     buffers = dict(model.named_buffers())
-    aliases = _aliases(model)
+    aliases = aliases_of(model)
     known = next((spelling for spelling in checkpoint.spellings(name)
                   if spelling in aliases or spelling in model.state_dict()), None)
     if known in buffers:
@@ -384,7 +400,7 @@ def _is_duplicate(name: str, tensor: Weight, model: torch.nn.Module, checkpoint:
     if known is None:
         return False
     twins = [used[alias] for alias in aliases[known] if alias in used]
-    return all(_equal(tensor, twin) for twin in twins)
+    return all(equal(tensor, twin) for twin in twins)
 
 
 def _is_zero_bias(name: str, tensors: Mapping[str, Weight], renamed: str, model: torch.nn.Module,

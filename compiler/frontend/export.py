@@ -29,6 +29,7 @@ from llmc.compiler.frontend.bind import (
     ties_hold,
 )
 from llmc.compiler.frontend.features import check_features
+from llmc.compiler.frontend.mtp import export_mtp
 from llmc.compiler.frontend.parts import (
     ATTENTION,
     CAUSAL_LM,
@@ -53,15 +54,20 @@ from llmc.compiler.graph.weights import Weight
 
 @dataclass
 class Exported:
-    """An exported model: the raw graph, notes for the user, and an encoder-decoder's encoder."""
+    """An exported model: the raw graph, notes for the user, and an encoder-decoder's encoder.
+
+    With an MTP layer as a draft model, `mtp` is its graph; see `RawDraft`.
+    """
 
     graph: gs.Graph
     notes: list[str] = field(default_factory=list)
     encoder: gs.Graph | None = None
+    mtp: gs.Graph | None = None
 
 
 def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
-           linear: Set[str] = frozenset(), trust_remote_code: bool = False) -> Exported:
+           linear: Set[str] = frozenset(), trust_remote_code: bool = False,
+           mtp: bool = False) -> Exported:
     """Export a causal LM or an encoder-decoder model.
 
     Args:
@@ -71,6 +77,7 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
         linear: names of matrices that are stored as [out, in] even where the model's module is
             a Conv1D, [in, out].
         trust_remote_code: run code that comes with the model.
+        mtp: whether to export the MTP layer of a causal LM, too.
 
     Raises:
         LlmcError: the architecture is unknown, the export fails, a tensor is missing or unused,
@@ -105,13 +112,16 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
         graphs = [_export_part(copy.deepcopy(config), part, model, completed, origin,
                                trust_remote_code, names, notes) for part in parts]
 
+        draft = export_mtp(config, completed, origin, graphs[0], names, trust_remote_code) \
+            if mtp else None
+
         @cache
         def with_buffers() -> torch.nn.Module:
             with init_empty_weights(include_buffers=False):
                 return build(copy.deepcopy(config), parts[0], trust_remote_code)
 
         check_all_used(model, checkpoint, names, origin, with_buffers)
-    return Exported(graphs[0], notes, graphs[1] if len(graphs) > 1 else None)
+    return Exported(graphs[0], notes, graphs[1] if len(graphs) > 1 else None, draft)
 
 
 def _text_only_note(config: Any) -> list[str]:

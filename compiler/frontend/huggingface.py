@@ -9,7 +9,7 @@ from typing import Any
 from llmc.compiler.frontend.checkpoint import open_checkpoint, read_json
 from llmc.compiler.frontend.origin import PATTERNS, directory_origin
 from llmc.compiler.frontend.paths import refuse_pointer
-from llmc.compiler.frontend.raw import Check, RawModel, unchecked
+from llmc.compiler.frontend.raw import Check, RawDraft, RawModel, config_digest, unchecked
 from llmc.compiler.frontend.sizes import check_sizes
 from llmc.compiler.frontend.tokenizer_config import (
     read_chat_templates,
@@ -27,8 +27,10 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.ji
 
 def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
                      allow_pickle: bool = False, revision: str | None = None,
-                     check: Check = unchecked) -> RawModel:
+                     check: Check = unchecked, mtp: bool = False) -> RawModel:
     """Export the model in a directory, or download it by hub id first.
+
+    Args: see `load`.
 
     Raises:
         LlmcError: the directory, its config or its weights are missing, broken or inconsistent,
@@ -49,11 +51,14 @@ def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
     from llmc.compiler.frontend.export import export
 
     exported = export(config, decoded.tensors, str(directory), linear=decoded.linear,
-                      trust_remote_code=trust_remote_code)
-    return RawModel(exported.graph, _plain_config(directory), "huggingface",
+                      trust_remote_code=trust_remote_code, mtp=mtp)
+    plain = _plain_config(directory)
+    draft = None if exported.mtp is None else RawDraft(
+        exported.mtp, "mtp", config_digest(plain), num_speculative_tokens=1)
+    return RawModel(exported.graph, plain, "huggingface",
                     lambda target: save_tokenizer(directory, target), generation,
-                    (*decoded.notes, *exported.notes), exported.encoder,
-                    directory_origin(directory, None if Path(model).is_dir() else str(model)))
+                    (*decoded.notes, *exported.notes), exported.encoder, draft, directory_origin(
+                        directory, None if Path(model).is_dir() else str(model)))
 
 
 def find_directory(model: str | Path, revision: str | None = None) -> Path:

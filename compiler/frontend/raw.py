@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import onnx_graphsurgeon as gs
 from tokenizers import Tokenizer
 
@@ -31,6 +32,29 @@ def _no_tokens(tokenizer: Tokenizer) -> Sequence[int]:
 
 
 @dataclass(frozen=True)
+class RawDraft:
+    """A draft model as an ONNX graph, before any pass.
+
+    Args:
+        graph: like a `RawModel`'s. Unless the kind is `model`, it also has an input `hidden`,
+            float32 [batch, seq, hidden_size], which is an output of the model, and an output
+            `hidden_out` of the same shape, which replaces it for the next draft.
+        kind: see `DraftInfo`.
+        config_sha256: digest of its config.
+        token_ids: int64 [rows of its logits], token ids; None: the rows are token ids.
+        num_speculative_tokens: number of drafts it was trained for, if known.
+        notes: remarks for the user.
+    """
+
+    graph: gs.Graph
+    kind: Literal["eagle3", "mtp", "model"]
+    config_sha256: str
+    token_ids: np.ndarray | None = None
+    num_speculative_tokens: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class RawModel:
     """A stateless model as an ONNX graph, before any pass.
 
@@ -48,6 +72,7 @@ class RawModel:
         generation: generation_config.json as plain data.
         notes: remarks for the user, such as why all layers were exported.
         encoder: an encoder-decoder's graph from `input_ids` to `encoder_output`.
+        draft: its draft model. If that reads `hidden`, the graph has this second output.
         origin: the files that the model was read from.
         end_tokens: returns further EOS tokens, given the tokenizer.
     """
@@ -59,6 +84,7 @@ class RawModel:
     generation: dict[str, Any]
     notes: tuple[str, ...] = ()
     encoder: gs.Graph | None = None
+    draft: RawDraft | None = None
     origin: Origin = field(default_factory=Origin)
     end_tokens: Callable[[Tokenizer], Sequence[int]] = _no_tokens
 
@@ -68,12 +94,13 @@ class RawModel:
 
     @property
     def config_sha256(self) -> str:
-        """Digest of the config with sorted keys, without its location and version."""
-        kept = {key: value for key, value in self.config.items()
-                if key not in ("_name_or_path", "transformers_version", "param_dir",
-                               "tensor_parallel")}
-        text = json.dumps(kept, sort_keys=True, default=str)
-        return hashlib.sha256(text.encode()).hexdigest()
+        return config_digest(self.config)
+
+    @property
+    def graphs(self) -> tuple[gs.Graph, ...]:
+        """The model's graph, and that of its encoder or of its draft model."""
+        return (self.graph, *([self.encoder] if self.encoder is not None else []),
+                *([self.draft.graph] if self.draft is not None else []))
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
         """Return `eos_token_id` or the like, from the generation config or else the config.
@@ -82,6 +109,15 @@ class RawModel:
         """
         return tuple(token for token in token_ids(key, self.config, self.generation)
                      if 0 <= token < vocab_size)
+
+
+def config_digest(config: Mapping[str, Any]) -> str:
+    """Digest of a config with sorted keys, without its location and version."""
+    kept = {key: value for key, value in config.items()
+            if key not in ("_name_or_path", "transformers_version", "param_dir",
+                           "tensor_parallel")}
+    text = json.dumps(kept, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
@@ -101,7 +137,7 @@ def token_ids(key: str, config: Mapping[str, Any], generation: Mapping[str, Any]
 def dequantize(raw: RawModel) -> None:
     """Replace quantized weights by dequantized ones, in place. Shared weights stay shared."""
     dequantized: dict[Weight, Weight] = {}
-    for graph in filter(None, (raw.graph, raw.encoder)):
+    for graph in raw.graphs:
         for tensor in graph.tensors().values():
             if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight):
                 values = tensor._values

@@ -30,6 +30,7 @@ from transformers import AttentionInterface, masking_utils
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_outputs import BaseModelOutput
 
+from llmc.artifacts.manifest import HIDDEN, HIDDEN_OUT
 from llmc.compiler.frontend.expert_export import use_experts
 from llmc.compiler.frontend.exporter import export_onnx
 from llmc.compiler.frontend.masks import MaskFunction, Visible, evaluate
@@ -146,12 +147,57 @@ def _run_exporter(config: Any, part: Part, trust_remote_code: bool, layers_name:
         model: Any = build(config, part, trust_remote_code)
     if kept and layers_name:
         cut_layers(model, part, layers_name, kept)
-    functions: list[MaskFunction] = []
-    AttentionMaskInterface.register(ATTENTION, functools.partial(_mask, functions))
-    _freeze_rotary(model)
     use_experts(model)
     _select_all_keys(model)
     model.tie_weights()  # init_empty_weights has untied them
+    longest = getattr(text_config(config), "max_position_embeddings", None)
+    return _export_module(model, part, longest, lambda: _wrap(model, part))
+
+
+def trace_draft(model: torch.nn.Module, width: int, max_positions: int | None) -> onnx.ModelProto:
+    """Export a draft model: input_ids, hidden and position_ids to logits and hidden_out.
+
+    Parameters are as in `trace`.
+
+    Args:
+        model: its forward has these arguments and results.
+        width: size of `hidden`.
+        max_positions: maximum number of positions.
+
+    Raises:
+        LlmcError: it cannot be exported.
+    """
+    AttentionInterface.register(ATTENTION, functools.partial(_sdpa, CAUSAL_LM))
+    positions = torch.arange(5)[None].expand(2, 5).clone(), "seq"
+    inputs = {"input_ids": (torch.zeros((2, 5), dtype=torch.int64), "seq"),
+              HIDDEN: (torch.zeros((2, 5, width)), "seq"), "position_ids": positions}
+    try:
+        return _to_proto(_export_module(model, CAUSAL_LM, max_positions, lambda: (
+            _Draft(model), inputs, ("logits", HIDDEN_OUT))), None)
+    except LlmcError:
+        raise
+    except Exception as error:  # any error of the model's code
+        check_interrupted()
+        raise LlmcError(f"the draft model cannot be exported: {_root_cause(error)}; use another "
+                        f"one") from error
+
+
+def _export_module(
+        model: Any, part: Part, longest: int | None,
+        wrap: Callable[[], tuple[torch.nn.Module, dict[str, tuple[torch.Tensor, str]],
+                                 Sequence[str]]]) -> ir.Model:
+    """Export a model without values.
+
+    Args:
+        model: the model.
+        part: the exported part.
+        longest: maximum number of positions.
+        wrap: returns the module to export, its inputs with the name of axis 1, and the names of its
+            outputs.
+    """
+    functions: list[MaskFunction] = []
+    AttentionMaskInterface.register(ATTENTION, functools.partial(_mask, functions))
+    _freeze_rotary(model)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     replaced: dict[int, torch.nn.Parameter] = {}
     with fake, _one_sequence_per_row(), _decomposed_sdpa(), states_as_nodes(model):
@@ -162,12 +208,11 @@ def _run_exporter(config: Any, part: Part, trust_remote_code: bool, layers_name:
                         replaced[id(parameter)] = torch.nn.Parameter(
                             torch.empty(parameter.shape, dtype=torch.float32), requires_grad=False)
                     module._parameters[name] = replaced[id(parameter)]
-        wrapped, inputs, output = _wrap(model, part)
-        longest = getattr(text_config(config), "max_position_embeddings", None)
+        wrapped, inputs, outputs = wrap()
         dims = {name: torch.export.Dim(name) for name in ("batch", "seq", "mem_seq")}
         exported = export_onnx(
             wrapped.eval(), {name: value for name, (value, _) in inputs.items()},
-            [{0: dims["batch"], 1: dims[length]} for _, length in inputs.values()], [output],
+            [{0: dims["batch"], 1: dims[length]} for _, length in inputs.values()], outputs,
             longest or 0)
     _resolve_masks(exported.graph, functions, part, longest)
     return exported
@@ -196,18 +241,18 @@ def _select_all_keys(model: torch.nn.Module) -> None:
 
 
 def _wrap(model: Any, part: Part) -> \
-        tuple[torch.nn.Module, dict[str, tuple[torch.Tensor, str]], str]:
-    """Return the module to export, its inputs with the name of axis 1, and its output's name."""
+        tuple[torch.nn.Module, dict[str, tuple[torch.Tensor, str]], Sequence[str]]:
+    """Return what `_export_module` needs for a part of a model."""
     ids = torch.zeros((2, 5), dtype=torch.int64), "seq"
     if part is ENCODER:
-        return _Encoder(model), {"input_ids": ids}, ENCODER_OUTPUT
+        return _Encoder(model), {"input_ids": ids}, [ENCODER_OUTPUT]
     if part is DECODER:
         encoder_output = torch.zeros((2, 7, model.config.hidden_size)), "mem_seq"
-        return _Decoder(model), {"input_ids": ids, ENCODER_OUTPUT: encoder_output}, "logits"
+        return _Decoder(model), {"input_ids": ids, ENCODER_OUTPUT: encoder_output}, ["logits"]
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     positions = torch.arange(5)[None].expand(2, 5).clone(), "seq"
     return _Stateless(model, takes_positions), \
-        {"input_ids": ids} | ({"position_ids": positions} if takes_positions else {}), "logits"
+        {"input_ids": ids} | ({"position_ids": positions} if takes_positions else {}), ["logits"]
 
 
 def _sdpa(part: Part, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
@@ -284,7 +329,8 @@ def _resolve_masks(graph: ir.Graph, functions: Sequence[MaskFunction], part: Par
         node.attributes["window"] = ir.AttrInt64("window", visible.window)
         node.attributes["chunk"] = ir.AttrInt64("chunk", visible.chunk)
         del node.attributes["module"]
-        node.replace_input_with(5, None)
+        if mask is not None:
+            node.replace_input_with(5, None)
         while node.inputs and node.inputs[-1] is None:
             node.resize_inputs(len(node.inputs) - 1)
 
@@ -330,6 +376,19 @@ class _Stateless(torch.nn.Module):
         logits: torch.Tensor = self.model(input_ids=input_ids, use_cache=False, return_dict=False,
                                           **positions)[0]
         return logits
+
+
+class _Draft(torch.nn.Module):
+    """A draft model under `ROOT`."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, hidden: torch.Tensor,
+                position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, hidden_out = self.model(input_ids, hidden, position_ids)
+        return logits, hidden_out
 
 
 class _Encoder(torch.nn.Module):

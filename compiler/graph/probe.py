@@ -19,6 +19,7 @@ import onnxruntime as ort
 from onnx_graphsurgeon.exporters.onnx_exporter import OnnxExporter
 
 from llmc import plugins
+from llmc.artifacts.manifest import HIDDEN
 from llmc.compiler.graph.names import ENCODER_OUTPUT
 from llmc.compiler.graph.rewrite import (
     CannotEvaluate,
@@ -46,8 +47,8 @@ ROTARY = LAYOUT | {"Mul", "Add", "Sub", "Neg", "Div", "RotaryEmbedding", "Scatte
                    "ScatterND"}
 
 
-def data_tensors(graph: gs.Graph, sources: Sequence[str] = ("input_ids", ENCODER_OUTPUT)) -> \
-        set[int]:
+def data_tensors(graph: gs.Graph,
+                 sources: Sequence[str] = ("input_ids", ENCODER_OUTPUT, HIDDEN)) -> set[int]:
     """Ids of tensors that depend on token values, not only on lengths and positions."""
     data = {id(tensor) for tensor in graph.inputs if tensor.name in sources}
     for node in graph.nodes:
@@ -70,7 +71,8 @@ def token_feeds(batch: int, seq: int, positions: np.ndarray | None = None) -> \
     positions = np.arange(seq) if positions is None else positions
     return {"input_ids": np.zeros((batch, seq), np.int64),
             "position_ids": np.tile(positions.astype(np.int64), (batch, 1)),
-            ENCODER_OUTPUT: np.zeros((batch, seq, 1), np.float32)}
+            ENCODER_OUTPUT: np.zeros((batch, seq, 1), np.float32),
+            HIDDEN: np.zeros((batch, seq, 1), np.float32)}
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, Literal, TypeGuard, TypeVar
 
 import numpy as np
 import onnx_graphsurgeon as gs
@@ -121,12 +121,12 @@ class Report:
     Args:
         name: in model_info.json.
         run: the pass; None: the entry is not of a pass.
-        encoder: whether it ran on an encoder's graph alone.
+        part: whether it ran on the graph of an encoder or of a draft model alone.
     """
 
     name: str
     run: Callable[..., object] | None = None
-    encoder: bool = False
+    part: Literal["", "encoder", "draft"] = ""
     matches: dict[str, int] = field(default_factory=dict)
     notes: dict[type[PassNote], PassNote] = field(default_factory=dict)
     _refused: dict[str, dict[str, NoMatch]] = field(default_factory=dict)
@@ -196,6 +196,13 @@ def apply_rules(graph: gs.Graph, rules: Sequence[Rule], settings: Settings,
         for node, reason in refused:
             if node.outputs:  # not removed by a rewrite
                 report.refuse(node, reason)
+
+
+def part_of(graph: gs.Graph, index: int) -> Literal["", "encoder", "draft"]:
+    """The part of a model that a rank's graph of this index is; see `Report`."""
+    if not index:
+        return ""
+    return "draft" if graph.outputs[0].name == "logits" else "encoder"
 
 
 def tidy(graph: gs.Graph) -> None:

@@ -18,16 +18,25 @@ import onnx_graphsurgeon as gs
 from llmc.compiler.graph.names import ENCODER_OUTPUT
 from llmc.compiler.graph.notes import VocabularySize
 from llmc.compiler.graph.probe import data_tensors
-from llmc.compiler.graph.rewrite import Report, Settings, describe, op_of, tidy, values_of
+from llmc.compiler.graph.rewrite import (
+    Report,
+    Settings,
+    describe,
+    op_of,
+    part_of,
+    tidy,
+    values_of,
+)
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.passes.packing import token_table
 from llmc.errors import LlmcError
 
 
 def share_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Report) -> None:
-    """Pad weights that the encoder shares with the decoder as they are padded there."""
+    """Pad weights that an encoder or draft model shares as they are padded in the model."""
     decoder, encoder = graphs
-    report.note(VocabularySize(values_of(token_table(encoder)).shape[0]))
+    if part_of(encoder, 1) == "encoder":
+        report.note(VocabularySize(values_of(token_table(encoder)).shape[0]))
     theirs = _weights(decoder)
     for name, tensor in _weights(encoder).items():
         values = values_of(tensor)
@@ -44,7 +53,7 @@ def name_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Report)
     theirs = _weights(decoder)
     for name, tensor in _weights(encoder).items():
         if name in theirs and theirs[name]._values is not tensor._values:
-            tensor.name = f"encoder.{name}"
+            tensor.name = f"{part_of(encoder, 1)}.{name}"
             report.count("renamed")
 
 

@@ -9,9 +9,12 @@ This requires all ops except attention and recurrence to be row-wise; an error n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from llmc.artifacts.manifest import HIDDEN
 from llmc.compiler.graph.names import ENCODER_OUTPUT
 from llmc.compiler.graph.notes import VocabularySize
 from llmc.compiler.graph.probe import ELEMENTWISE, data_tensors
@@ -62,7 +65,7 @@ def pack(graph: gs.Graph, settings: Settings, report: Report) -> None:
     for tensor in graph.inputs:
         if tensor.name in ("input_ids", "position_ids"):
             tensor.shape = ("num_tokens",)
-        elif tensor.name == ENCODER_OUTPUT:
+        elif tensor.name in (ENCODER_OUTPUT, HIDDEN):
             tensor.shape = ("num_tokens", tensor.shape[-1])
 
 
@@ -110,13 +113,17 @@ def select_tokens(graph: gs.Graph, settings: Settings, report: Report) -> None:
 
     Given:   attention or recurrence → row-wise nodes → logits
     Result:  attention or recurrence → Gather(rows of logits_indices) → row-wise nodes → logits
+
+    Nodes that another output needs, such as the features for a draft model, keep all rows.
     """
+    kept = _needed(graph.outputs[1:])
     last = [node for node in graph.nodes if knows_sequences(node)][-1]
     after: set[int] = {id(last.outputs[0])}
     nodes = []
     for node in graph.nodes:
         if node is not last and any(id(tensor) in after for tensor in node.inputs):
-            nodes.append(node)
+            if id(node) not in kept:
+                nodes.append(node)
             after.update(id(tensor) for tensor in node.outputs)
     inside = {id(tensor) for node in nodes for tensor in node.outputs}
     indices = gs.Variable("logits_indices", np.int64, ("num_logits",))
@@ -138,6 +145,18 @@ def select_tokens(graph: gs.Graph, settings: Settings, report: Report) -> None:
                 tensor.shape = ("num_logits", *tensor.shape[1:])
     report.count("select-tokens", len(selected))
     tidy(graph)
+
+
+def _needed(tensors: Sequence[gs.Tensor]) -> set[int]:
+    """Ids of the nodes that compute tensors."""
+    needed: set[int] = set()
+    waiting = [node for tensor in tensors for node in tensor.inputs]
+    while waiting:
+        node = waiting.pop()
+        if id(node) not in needed:
+            needed.add(id(node))
+            waiting += [above for tensor in node.inputs for above in tensor.inputs]
+    return needed
 
 
 def head_weight(graph: gs.Graph) -> gs.Constant:

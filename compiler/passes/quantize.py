@@ -32,6 +32,7 @@ from llmc.compiler.graph.rewrite import (
     is_op,
     op_of,
     operands,
+    part_of,
     values_of,
 )
 from llmc.compiler.graph.weights import HeadMatrices, Weight
@@ -79,7 +80,8 @@ def quantize_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Rep
     if not settings.options.calibrated:
         refuse_group_size(graphs, settings.options.scheme, settings.options.head_scheme,
                           settings.target.group_multiple)
-    head = id(values_of(head_weight(graphs[0])))
+    heads = {id(values_of(head_weight(graph))) for index, graph in enumerate(graphs)
+             if part_of(graph, index) != "encoder"}
     done: dict[int, _QuantizedWeight] = {}
     for owner, node in [(graph, node) for graph in graphs for node in graph.nodes]:
         op = op_of(node)
@@ -88,7 +90,7 @@ def quantize_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Rep
         if op is None or not op.quantized:
             continue
         weights = [values_of(operands(node)[role.weight]) for role in op.quantized]
-        scheme = settings.options.head_scheme if id(weights[0]) == head else \
+        scheme = settings.options.head_scheme if id(weights[0]) in heads else \
             settings.options.scheme if is_rounded(node) else None
         known = _forms(node, weights, scheme, settings, report, done)
         if known is not None:

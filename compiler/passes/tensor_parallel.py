@@ -33,6 +33,7 @@ from llmc.compiler.graph.rewrite import (
     op_of,
     operand,
     operands,
+    part_of,
     shard_of,
     state_of,
     values_of,
@@ -169,9 +170,12 @@ def partition_all(graphs: Sequence[gs.Graph], tp_size: int, model: str,
     Raises:
         LlmcError: see `partition`.
     """
-    limit = min(map(max_tp_size, graphs))
+    limits = [*map(max_tp_size, graphs)]
+    limit = min(limits)
     if not 1 <= tp_size <= limit:
-        wrong = f"exceeds num_attention_heads {limit} of '{model}'" if tp_size > 1 else "is below 1"
+        owner = f"'{model}'" if limits[0] == limit or part_of(graphs[1], 1) == "encoder" \
+            else f"the draft model of '{model}'"
+        wrong = f"exceeds num_attention_heads {limit} of {owner}" if tp_size > 1 else "is below 1"
         raise LlmcError(f"tp_size {tp_size} {wrong}; allowed: 1 to {limit}")
     if expert_parallel and not any(shard_of(node, ByExperts) for graph in graphs
                                    for node in graph.nodes):

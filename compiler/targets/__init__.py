@@ -5,15 +5,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Protocol, cast
 
+import numpy as np
 import onnx_graphsurgeon as gs
 
 from llmc.artifacts.manifest import Chip, FileEntry, Target
 from llmc.compiler.options import CompileOptions
 from llmc.targets import target_spec
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A draft model of a rank.
+
+    Args:
+        graph: its graph.
+        token_ids: see `RawDraft`.
+    """
+
+    graph: gs.Graph
+    token_ids: np.ndarray | None
 
 
 class Backend(Protocol):
@@ -27,8 +42,9 @@ class Backend(Protocol):
         """
 
     def emit(self, graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
-             encoder: gs.Graph | None = None) -> tuple[Chip, list[FileEntry]]:
-        """Write `chip<rank>/`.
+             encoder: gs.Graph | None = None, *, draft: Draft | None = None) -> \
+            tuple[Chip, list[FileEntry]]:
+        """Write `chip<rank>/`. `draft` is given to targets that run draft models.
 
         Returns:
             The chip's entry of the manifest, and its files by their names in that directory.

@@ -11,12 +11,20 @@ from pathlib import Path
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.artifacts.manifest import Chip, CollectiveStep, FileEntry, GraphStep, Target
+from llmc.artifacts.manifest import (
+    DRAFT_TOKEN_IDS,
+    Chip,
+    CollectiveStep,
+    FileEntry,
+    GraphStep,
+    Target,
+)
 from llmc.artifacts.onnx_graph import check_model
 from llmc.compiler.artifact import (
     WEIGHTS_NAME,
     Placed,
     describe_chip,
+    describe_draft,
     describe_encoder,
     graph_step,
     split_at_collectives,
@@ -25,7 +33,9 @@ from llmc.compiler.artifact import (
     write_weights,
 )
 from llmc.compiler.graph.rewrite import fields_of, is_op, op_of, operands, producer, values_of
+from llmc.compiler.graph.weights import Weight
 from llmc.compiler.options import CompileOptions
+from llmc.compiler.targets import Draft
 from llmc.errors import LlmcError
 from llmc.plugins.experts.op import OP as EXPERTS
 from llmc.plugins.route.op import OP as ROUTE
@@ -40,18 +50,23 @@ def describe(options: CompileOptions) -> Target:
 
 
 def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
-         encoder: gs.Graph | None = None) -> tuple[Chip, list[FileEntry]]:
+         encoder: gs.Graph | None = None, *, draft: Draft | None = None) -> \
+        tuple[Chip, list[FileEntry]]:
     """Write `chip<rank>/` and describe it.
 
     Raises:
         LlmcError: the kernel of the experts does not support their scales.
     """
-    _check_expert_scales(graph)
+    graphs = [graph, *([encoder] if encoder is not None else []),
+              *([draft.graph] if draft is not None else [])]
+    for each in graphs:
+        _check_expert_scales(each)
     name = f"chip{rank}"
     directory = case_dir / name
     directory.mkdir()
-    graphs = [graph] if encoder is None else [graph, encoder]
-    places, weights = write_weights(graphs, directory / WEIGHTS_NAME)
+    table = {} if draft is None or draft.token_ids is None else \
+        {DRAFT_TOKEN_IDS: Weight.of(draft.token_ids)}
+    places, weights = write_weights(graphs, directory / WEIGHTS_NAME, table)
     steps, files = _write_steps(graph, places, directory, CPU.engine_file, "segment")
     program = None
     if encoder is not None:
@@ -59,8 +74,14 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
                                            "encoder_segment")
         files += more
         program = describe_encoder(encoder, encoder_steps)
+    drafting = None
+    if draft is not None:
+        draft_steps, more = _write_steps(draft.graph, places, directory, CPU.draft_file,
+                                         "draft_segment")
+        files += more
+        drafting = describe_draft(draft.graph, draft_steps)
     chip = describe_chip(graph, rank, steps, sum(place.length for place in places.values()),
-                         program)
+                         program, drafting)
     return chip, [weights, *files]
 
 

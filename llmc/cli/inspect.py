@@ -44,6 +44,9 @@ def inspect_command(directory: Path | None, case_dir: Path | None, verify: bool,
                       f"{manifest.encoder.vocab_size}, prompts of at most "
                       f"{manifest.encoder.max_seq_len} tokens; the decoder starts with token "
                       f"{manifest.encoder.decoder_start_token_id}")
+    if manifest.draft is not None:
+        console.print(f"draft model: {manifest.draft.kind}, {manifest.draft.num_layers} layers, "
+                      f"vocabulary {manifest.draft.vocab_size}")
     memory = ["encoder output per prompt (MB)"] if manifest.encoder is not None else []
     table = Table("chip", "weights (MB)", "KV cache per token (KB)", *memory, "heads",
                   "KV heads", "steps")

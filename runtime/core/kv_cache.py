@@ -22,10 +22,11 @@ class BlockHashes:
         block_size: positions of a block.
         key: anything else that determines the blocks' contents, such as the encoder input or a
             salt.
+        lookahead: tokens after a block that determine its contents, too, and are in its name.
     """
 
-    def __init__(self, block_size: int, key: bytes = b"") -> None:
-        self._block_size = block_size
+    def __init__(self, block_size: int, key: bytes = b"", lookahead: int = 0) -> None:
+        self._block_size, self._lookahead = block_size, lookahead
         self._last = key
         self.names: list[bytes] = []
 
@@ -35,9 +36,9 @@ class BlockHashes:
         Args:
             tokens: all tokens of the sequence so far.
         """
-        size = self._block_size
-        for start in range(len(self.names) * size, len(tokens) - size + 1, size):
-            block = np.asarray(tokens[start:start + size], np.int64)
+        size, span = self._block_size, self._block_size + self._lookahead
+        for start in range(len(self.names) * size, len(tokens) - span + 1, size):
+            block = np.asarray(tokens[start:start + span], np.int64)
             self._last = hashlib.sha256(self._last + block.tobytes()).digest()
             self.names.append(self._last)
 

@@ -90,7 +90,8 @@ class _Loaded:
             `llmc`, or `cudnn` (cuDNN for prefill, llmc for decode). None or `fastest`: whichever is
             fastest.
         speculate: drafts that a step verifies: `ngram` drafts what followed the latest tokens
-            earlier in the sequence. `off`: only predicted outputs (`SamplingParams.prediction`).
+            earlier in the sequence; `draft` by the draft model that was compiled with the model.
+            `off`: only predicted outputs (`SamplingParams.prediction`).
         num_speculative_tokens: drafts of a sequence in a step, from 1 to 16. `auto`: as many as
             pay off, by times of steps measured while loading.
 
@@ -135,9 +136,9 @@ class _Loaded:
                             f"compile`")
         self.case_dir = Path(case_dir)
         self.manifest: Manifest = read_manifest(self.case_dir)
-        if speculation.method == "draft":
-            raise LlmcError("this case directory has no draft program; compile the model with "
-                            "--draft, or use ngram")
+        if speculation.method == "draft" and self.manifest.draft is None:
+            raise LlmcError(f"speculate is 'draft', but '{self.case_dir}' has no draft model; "
+                            f"compile with --draft, or give ngram or off")
         verify_files(self.manifest, self.case_dir, hashes=verify)
         limit = self.manifest.target.max_batch_size
         if max_batch_size is None:
@@ -151,7 +152,7 @@ class _Loaded:
             _power_of_two("block_size", block_size),
             None if kv_cache_tokens is None else _integer("kv_cache_tokens", kv_cache_tokens, 1),
             _fraction("gpu_memory_utilization", gpu_memory_utilization), attention_backend,
-            speculation.method != "off")
+            speculates=speculation.method != "off", draft=speculation.method == "draft")
         self._max_batch_size = max_batch_size
         with memory_errors("load the model"):
             self._load(devices, config, speculation, prefix_reuse, check_step, skip_step)
@@ -165,7 +166,8 @@ class _Loaded:
             for placements in find_devices(self.manifest, devices):
                 engine = load_replica(self.manifest, self.case_dir, placements, config)
                 encodes = self.manifest.encoder is not None
-                planner = plan_drafts(engine, speculation, encodes=encodes)
+                planner = plan_drafts(engine, speculation, self.manifest.dims.max_seq_len,
+                                      encodes=encodes)
                 self._loops.append(Loop(
                     engine, Scheduler(engine.limits, config.max_num_batched_tokens,
                                       reuse=prefix_reuse, drafts=planner),

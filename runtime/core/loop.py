@@ -27,6 +27,7 @@ from llmc.runtime.core.scheduler import (
 from llmc.runtime.core.step import Engine, StepOutput
 from llmc.runtime.metrics import Metrics
 from llmc.runtime.speculation.config import Method
+from llmc.runtime.speculation.engine_drafts import EngineDrafter
 from llmc.runtime.speculation.ngram import NgramDrafter
 from llmc.runtime.speculation.planner import SequenceDrafts
 
@@ -434,8 +435,10 @@ class Loop:
         """Start the drafts of a completion; None without speculative decoding."""
         planner = self._scheduler.drafts
         if planner is None or not self.drafts_enabled \
-                or not (self._method == "ngram" or request.prediction):
+                or not (self._method != "off" or request.prediction):
             return None
+        if self._method == "draft" and not request.prediction:
+            return planner.sequence(EngineDrafter())
         return planner.sequence(NgramDrafter(
             request.prompt, request.prediction,
             () if source is None or self._method == "off" else source))

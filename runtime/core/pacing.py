@@ -44,7 +44,7 @@ class StepPacer:
         self._clock = clock
         self.step_times = StepTimes()
         self.costs: VerificationCosts | None = None
-        # Features and drafts of each step, and its earliest start.
+        # Features and drafts (-1: costs are not comparable) of each step, and its earliest start.
         self._in_flight: deque[tuple[tuple[float, ...], int, float]] = deque()
         self._steps: deque[tuple[tuple[float, ...], float]] = deque(maxlen=_WINDOW)  # seconds
         self._delays: deque[float] = deque([1e-3], maxlen=_WINDOW)  # seconds
@@ -65,6 +65,8 @@ class StepPacer:
         drafts, prompts = int(step.num_drafts.max(initial=0)), step.num_prefill_tokens
         if drafts and prompts == step.num_drafts.sum() + np.count_nonzero(step.num_drafts):
             prompts = 0
+        if step.propose not in (None, drafts):  # a draft model runs for the next step
+            drafts = -1
         self._in_flight.append(((1, step.batch_size, prompts > 0, prompts), drafts, now + _LAUNCH))
         self._due = None
 
@@ -81,7 +83,7 @@ class StepPacer:
         _, rows, prompts, _ = step
         if not prompts and not drafts:
             self.step_times.add(int(rows), seconds)
-        if not prompts and self.costs is not None:
+        if not prompts and drafts >= 0 and self.costs is not None:
             self.costs.add(int(rows), drafts, seconds)
         # A step that ended during a slow submission of the next one does not count as late.
         submitted = self._in_flight[-1][2] if self._in_flight else earliest

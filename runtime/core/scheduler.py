@@ -172,6 +172,9 @@ class ScheduledStep:
             output = SequenceOutput.of(sampled, own, starts)
             if sequence.drafts is not None:
                 sequence.computed += sequence.drafts.verified(len(output.tokens))
+                if sequence.drafts.engine is not None and sampled.drafts is not None:
+                    drafts = sampled.drafts[own[0]]
+                    sequence.drafts.engine.propose(drafts[drafts >= 0].tolist())
             yield sequence, output
 
 
@@ -627,9 +630,10 @@ class Scheduler:
     def _names(self, sequence: Sequence) -> list[bytes]:
         """Names of its blocks, as far as its tokens are known."""
         if sequence.chain is None:
-            sequence.chain = BlockHashes(self.blocks.block_size, sequence.key)
-        chain = sequence.chain
-        if (len(chain.names) + 1) * self.blocks.block_size <= sequence.known:
+            sequence.chain = BlockHashes(self.blocks.block_size, sequence.key,
+                                         self.limits.lookahead)
+        chain, span = sequence.chain, (len(sequence.chain.names) + 1) * self.blocks.block_size
+        if span + self.limits.lookahead <= sequence.known:
             chain.extend(sequence.prompt + sequence.tokens)
         return chain.names
 
@@ -846,12 +850,30 @@ class Scheduler:
             masks={row.slot: self._draft_masks[row.sequence] if row.drafts
                    else row.sequence.mask(()) for _, row in sampled
                    if row.sequence.mask is not None},
-            num_drafts=[row.drafts for row in step_rows])
+            num_drafts=[row.drafts for row in step_rows], **self._proposals(step_rows))
         scheduled = ScheduledStep(
             step, [(row.sequence, row.sequence.epoch) for _, row in sampled], prompts)
         for sequence, count in rows:
             self._count(sequence, count)
         return scheduled
+
+    def _proposals(self, step_rows: abc.Sequence[_StepRow]) -> dict[str, object]:
+        """Fields of a step for the engine's draft model.
+
+        It runs in every step, so that its caches have all positions.
+        """
+        if not self.limits.proposes:
+            return {}
+        drafting = [row.sequence for row in step_rows if row.samples
+                    and row.sequence.drafts is not None and row.sequence.drafts.engine]
+        room = max((own.limit - len(own.tokens) - 2 for own in drafting), default=0)
+        count = 0 if self.drafts is None else self.drafts.num_proposals(
+            [own.drafts for own in drafting if own.drafts is not None], len(drafting))
+        following = [() if row.samples else row.sequence.between(
+            row.past + len(row.tokens), row.past + len(row.tokens) + 1) for row in step_rows]
+        return {"next_tokens": np.array([token for own in following for token in own or (-1,)],
+                                        np.int64),
+                "propose": max(min(count, room), 0)}
 
     def _step_rows(self, sequence: Sequence, count: int) -> list[_StepRow]:
         past = sequence.computed

@@ -114,6 +114,10 @@ class Step:
             `sample`; empty: no sequence has any. A token is sampled after each draft and after the
             token before them. Drafts are accepted up to the first that differs from the sampled
             token. Not with `candidates` or `logits`.
+        next_tokens: int64 [batch], the token after the tokens of each sequence, if it is known and
+            the sequence is not in `sample`; else -1. Empty: none is known.
+        propose: number of drafts of the next tokens to return for each of `sample`, by the engine's
+            draft model. None: the draft model does not run, and its caches lack these positions.
     """
 
     token_ids: np.ndarray
@@ -132,6 +136,8 @@ class Step:
     encode: Mapping[int, Sequence[int]] = field(default_factory=dict)
     memory: EncoderOutputs | None = None
     num_drafts: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    next_tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    propose: int | None = None
 
     @staticmethod
     def of(tokens: Sequence[Sequence[int]], past_lens: Sequence[int],
@@ -218,6 +224,7 @@ class StepOutput:
         logits: float32 [num_logits, vocab_size], if the step asks for them.
         scored: [num_scored], log-probabilities of `Step.scored`.
         counts: int32 [num_sampled], tokens of each of `Step.sample`. None: one each.
+        drafts: int64 [num_sampled, propose], if the step asks for them; -1 after the last of each.
     """
 
     tokens: np.ndarray
@@ -226,6 +233,7 @@ class StepOutput:
     logits: np.ndarray | None = None
     scored: Sequence[Logprobs] = ()
     counts: np.ndarray | None = None
+    drafts: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -241,6 +249,9 @@ class EngineLimits:
         max_scored: scored tokens of a step, at least 1.
         max_drafts: drafts of a sequence in a step; 0: the engine verifies none.
         max_draft_tokens: drafts of all sequences in a step.
+        proposes: a draft model is loaded, which proposes drafts.
+        lookahead: tokens after a block that determine its contents, as layers of a draft model read
+            the next token.
         longest_first: order decoding sequences by descending length; else by slot.
         keeps_states: layers have a recurrent state (Mamba, gated delta rule, short convolution).
             Such a sequence can be continued only at its end, not from earlier blocks.
@@ -255,6 +266,8 @@ class EngineLimits:
     max_scored: int = MAX_SCORED
     max_drafts: int = 0
     max_draft_tokens: int = MAX_LOGITS
+    proposes: bool = False
+    lookahead: int = 0
     longest_first: bool = False
     keeps_states: bool = False
 

@@ -21,21 +21,27 @@ import numpy as np
 import onnxruntime as ort
 
 from llmc.artifacts.manifest import (
+    DRAFT_TOKEN_IDS,
     FACTS,
+    HIDDEN,
+    HIDDEN_OUT,
     MANIFEST_NAME,
     Chip,
     CollectiveStep,
+    DraftProgram,
     EncoderProgram,
     GraphStep,
     Manifest,
     Steps,
 )
 from llmc.artifacts.onnx_graph import check_graph
+from llmc.artifacts.weight_file import WEIGHTS_NAME, read_weight_header
 from llmc.errors import LlmcError
 from llmc.memory import is_out_of_memory
 from llmc.runtime.collectives import Communicator
 from llmc.runtime.core.step import EncoderOutputs, EngineLimits, Step, positions
 from llmc.runtime.devices import Placement
+from llmc.runtime.engines.draft_step import DraftStep
 from llmc.runtime.engines.row_cache import RowCache
 
 _SIZES = {"num_tokens", "num_logits"}
@@ -95,7 +101,12 @@ class CpuEngine:
         self._score_bytes = SCORE_BYTES // manifest.tp_size
         self._width = manifest.dims.padded_vocab_size
         self._mem_max_seq_len = manifest.encoder.max_seq_len if manifest.encoder else 0
-        segments = [step for step in chip.all_steps if isinstance(step, GraphStep)]
+        self._draft = chip.draft if limits.proposes else None
+        self._programs: list[Chip | EncoderProgram | DraftProgram] = [
+            program for program in (chip.encoder, chip, self._draft) if program]
+        self._kept = {*chip.kept, *(chip.draft_caches if self._draft else ())}
+        self._max_seq_len = manifest.dims.max_seq_len
+        segments = [step for step in self._steps() if isinstance(step, GraphStep)]
         options = _session_options(placement, len(chip.steps), threads)
         self._sessions = {step.path: _load(case_dir, step, options) for step in segments}
         self._check(manifest)
@@ -108,7 +119,18 @@ class CpuEngine:
                                     if name.removesuffix("_out") not in self._caches]
                         for step in segments}
         self._wants_positions = any("position_ids" in step.inputs for step in segments)
-        self._last_uses = self._find_last_uses(chip.steps, {"logits"})
+        self._last_uses = self._find_last_uses(chip.steps, {"logits", *chip.features})
+        self._draft_uses = self._find_last_uses(self._draft.steps, {"logits", HIDDEN_OUT}) \
+            if self._draft else []
+        self._draft_vocab = self._draft_width = 0
+        self._draft_tokens: np.ndarray | None = None
+        if self._draft and manifest.draft:
+            self._draft_vocab = manifest.draft.vocab_size
+            self._draft_width = manifest.draft.padded_vocab_size
+            if manifest.draft.reduced:
+                self._draft_tokens = _draft_tokens(chip, case_dir, self._draft_vocab,
+                                                   manifest.dims.vocab_size)
+        self._features: list[np.ndarray] = []  # of the last step's tokens, for the draft model
         self._encoder_uses = self._find_last_uses(chip.encoder.steps, set(self._memory)) \
             if chip.encoder else []
         self._bindings = {path: session.io_binding() for path, session in self._sessions.items()}
@@ -118,15 +140,86 @@ class CpuEngine:
         """Execute a step without LAST; returns logits, float32 [num_logits, padded_vocab]."""
         self._encode(step.encode)
         self._rows.enter(step)
+        self._features.clear()
         logits = []
         for part, kept in self._parts(step):
             part_logits = self._decode(part)
             if kept:
                 logits.append(part_logits)
-        self._rows.leave(step)
+        if step.propose is None:
+            self._rows.leave(step)
         if len(logits) == 1:
             return logits[0]
         return np.concatenate(logits) if logits else np.empty((0, self._width), np.float32)
+
+    def propose(self, step: Step, inputs: DraftStep | None) -> np.ndarray:
+        """Run the draft model on the rows of a step, then on its drafts, one token a sequence.
+
+        Args:
+            step: the last step.
+            inputs: None: no row is complete.
+
+        Returns:
+            Drafts of the sequences that `inputs` samples, int64 [num_drafting, step.propose].
+        """
+        count = step.propose or 0
+        if inputs is None:
+            self._rows.leave(step)
+            return np.empty((0, count), np.int64)
+        own = inputs.step
+        slots, past = own.slots[own.sample], (own.past_lens + own.seq_lens)[own.sample]
+        self._rows.write_ahead(slots, past - 1, np.minimum(past + count, self._max_seq_len))
+        features = np.concatenate(self._features)[inputs.rows] if self._features else None
+        logits, hidden = self._run_draft(own, features)
+        self._rows.leave(step)
+        drafts = np.full((len(own.sample), count), -1, np.int64)
+        drafting = np.argsort(slots)
+        logits = logits[drafting]
+        if hidden is not None:
+            hidden = hidden[own.sampled_rows[drafting]]
+        for index in range(count):
+            drafts[drafting, index] = tokens = self._draft_ids(logits)
+            inside = past[drafting] + index < self._max_seq_len
+            drafting, tokens = drafting[inside], tokens[inside]
+            if index + 1 == count or not len(drafting):
+                break
+            logits, hidden = self._run_draft(Step.of(
+                tokens[:, None].tolist(), (past[drafting] + index).tolist(), [[0]] * len(tokens),
+                slots[drafting].tolist()), None if hidden is None else hidden[inside])
+        return drafts
+
+    def _run_draft(self, step: Step, hidden: np.ndarray | None) -> \
+            tuple[np.ndarray, np.ndarray | None]:
+        """Run the draft model.
+
+        Args:
+            step: its tokens.
+            hidden: features [num_tokens, hidden_size], unless it is a separate model.
+
+        Returns:
+            Logits of the sampled sequences, and `hidden_out`.
+        """
+        assert self._draft is not None
+        logits, results, start = [], list[np.ndarray](), 0
+        for part, kept in self._parts(step):
+            values = self._values(part)
+            stop = start + len(part.input_ids)
+            if hidden is not None:
+                values[HIDDEN] = np.ascontiguousarray(hidden[start:stop])
+            self._run_steps(self._draft.steps, self._draft_uses, part, values)
+            if kept:
+                logits.append(values["logits"])
+            if hidden is not None:
+                results.append(values[HIDDEN_OUT])
+            start = stop
+        width = self._draft_width
+        return np.concatenate(logits) if logits else np.empty((0, width), np.float32), \
+            np.concatenate(results) if results else None
+
+    def _draft_ids(self, logits: np.ndarray) -> np.ndarray:
+        """Token ids of the largest logits."""
+        rows: np.ndarray = logits[:, :self._draft_vocab].argmax(1)
+        return rows if self._draft_tokens is None else self._draft_tokens[rows]
 
     def _parts(self, step: Step) -> Iterator[tuple[_Part, bool]]:
         """Parts to run separately, and whether their logits are needed."""
@@ -214,6 +307,14 @@ class CpuEngine:
 
     def _decode(self, part: _Part) -> np.ndarray:
         """Run the model's graphs."""
+        values = self._values(part)
+        self._run_steps(self._chip.steps, self._last_uses, part, values)
+        if self._draft and self._chip.features:
+            self._features.append(values[HIDDEN])
+        return values["logits"]
+
+    def _values(self, part: _Part) -> dict[str, np.ndarray]:
+        """Inputs of the graphs, without caches."""
         values = {"input_ids": part.input_ids, "cu_seqlens": part.cu_seqlens,
                   "past_lens": part.past_lens, "logits_indices": part.logits_indices}
         if self._wants_positions:
@@ -223,8 +324,7 @@ class CpuEngine:
             values["encoder_sequence_length"] = part.memory.encoder_sequence_length
             values.update((name, memory.reshape(-1, memory.shape[-1]))
                           for name, memory in self._memory.items())
-        self._run_steps(self._chip.steps, self._last_uses, part, values)
-        return values["logits"]
+        return values
 
     def _encode(self, prompts: Mapping[int, Sequence[int]]) -> None:
         """Fill rows of the encoder-output buffer, in batches limited by their padded tokens."""
@@ -267,9 +367,10 @@ class CpuEngine:
     def _check(self, manifest: Manifest) -> None:
         """Compare the graphs with the manifest and with each other."""
         chip = self._chip
-        facts = [_facts(step.path, self._sessions[step.path]) for step in chip.all_steps
-                 if isinstance(step, GraphStep)]
-        self.ops = {_COLLECTIVES[step.kind] for step in chip.all_steps
+        known = {step.path: _facts(step.path, self._sessions[step.path])
+                 for step in self._steps() if isinstance(step, GraphStep)}
+        facts = list(known.values())
+        self.ops = {_COLLECTIVES[step.kind] for step in self._steps()
                     if isinstance(step, CollectiveStep)}
         self._held_scores = max((fact["held_scores"] for fact in facts), default=0)
         for fact in facts:
@@ -279,14 +380,21 @@ class CpuEngine:
                     raise LlmcError(f"the graphs of chip {chip.rank} have version {version} of "
                                     f"{name}, {MANIFEST_NAME} says {manifest.ops[name]}; compile "
                                     f"the model again")
-        heads = tuple(count for fact in facts for count in fact["num_heads"])
-        if chip.num_heads != heads:
-            raise LlmcError(f"the graphs of chip {chip.rank} have num_heads {list(heads)}, "
-                            f"{MANIFEST_NAME} says {list(chip.num_heads)}; compile the model again")
-        for program in (chip, chip.encoder) if chip.encoder else (chip,):
+        for program in self._programs:
+            heads = tuple(count for step in program.steps if isinstance(step, GraphStep)
+                          for count in known[step.path]["num_heads"])
+            listed = () if isinstance(program, EncoderProgram) else program.num_heads
+            if listed != heads:
+                raise LlmcError(f"the graphs of chip {chip.rank} have num_heads {list(heads)}, "
+                                f"{MANIFEST_NAME} says {list(listed)}; compile the model again")
             self._check_steps(program, manifest.tp_size)
 
-    def _check_steps(self, program: Chip | EncoderProgram, tp_size: int) -> None:
+    def _steps(self) -> Iterator[GraphStep | CollectiveStep]:
+        """Steps of all programs."""
+        for program in self._programs:
+            yield from program.steps
+
+    def _check_steps(self, program: Chip | EncoderProgram | DraftProgram, tp_size: int) -> None:
         """Compare each graph's inputs and outputs with the manifest and with preceding graphs."""
         known: dict[str, _TensorType] = {tensor.name: (tensor.dtype, tensor.shape)
                                          for tensor in (*program.inputs, *program.outputs)}
@@ -356,7 +464,7 @@ class CpuEngine:
         """
         shapes = []
         for tensor in self._sessions[step.path].get_outputs():
-            if tensor.name.removesuffix("_out") in self._chip.kept:
+            if tensor.name.removesuffix("_out") in self._kept:
                 continue
             if tensor.type != "tensor(float)" or not all(
                     isinstance(size, int) or size in _SIZES for size in tensor.shape):
@@ -373,24 +481,46 @@ class CpuEngine:
         for step in reversed(steps):
             names = {*step.inputs, *step.outputs}
             uses.append([name for name in names - seen
-                         if name.removesuffix("_out") not in self._chip.kept])
+                         if name.removesuffix("_out") not in self._kept])
             seen |= names
         return uses[::-1]
 
 
-def check_ops(manifest: Manifest, engines: Sequence[CpuEngine]) -> None:
+def check_ops(manifest: Manifest, engines: Sequence[CpuEngine], drafts: bool) -> None:
     """Compare the ops of all ranks with those that the manifest lists.
+
+    Args:
+        drafts: whether a draft model, if any, is loaded.
 
     Raises:
         LlmcError: an op is only in one of them.
     """
     used = {name for engine in engines for name in engine.ops}
     unmatched = used ^ manifest.ops.keys()
+    if manifest.draft and not drafts:  # the draft model's alone may be absent
+        unmatched = used - manifest.ops.keys()
     if unmatched:
         name = min(unmatched)
         where = f"in a graph and not in the ops of {MANIFEST_NAME}" if name in used else \
             f"in the ops of {MANIFEST_NAME} and in no graph"
         raise LlmcError(f"the op {name} is {where}; compile the model again")
+
+
+def _draft_tokens(chip: Chip, case_dir: Path, rows: int, vocab_size: int) -> np.ndarray:
+    """Token id of each row of the draft model's logits.
+
+    Args:
+        rows: of the draft model's logits.
+        vocab_size: of the model.
+    """
+    path = case_dir / chip.path / WEIGHTS_NAME
+    weight = read_weight_header(path).get(DRAFT_TOKEN_IDS)
+    if weight is not None and weight.dtype == "int64" and weight.shape == (rows,):
+        ids = np.fromfile(path, np.int64, rows, offset=weight.start)
+        if ids.min() >= 0 and ids.max() < vocab_size:
+            return ids
+    raise LlmcError(f"'{path}' has no weight '{DRAFT_TOKEN_IDS}' with {rows} token ids of the "
+                    f"draft model's logits below {vocab_size}; compile the model again")
 
 
 def _load(case_dir: Path, step: GraphStep, options: ort.SessionOptions) -> ort.InferenceSession:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -31,10 +33,17 @@ class RankGroup(Protocol):
 
 
 class HostSampling:
-    """An `Engine` that samples on the host. A step has ended when `submit` returns."""
+    """An `Engine` that samples on the host. A step has ended when `submit` returns.
 
-    def __init__(self, ranks: RankGroup, limits: EngineLimits) -> None:
-        self._ranks, self.limits = ranks, limits
+    Args:
+        ranks: compute logits.
+        limits: of the engine.
+        propose: runs the draft model after a step with `Step.propose`; returns `StepOutput.drafts`.
+    """
+
+    def __init__(self, ranks: RankGroup, limits: EngineLimits,
+                 propose: Callable[[Step, StepOutput], np.ndarray] | None = None) -> None:
+        self._ranks, self.limits, self._propose = ranks, limits, propose
         self._samplers: dict[int, Sampler | None] = {}  # by slot
         self._tokens: dict[int, list[int]] = {}
         self._outputs: dict[int, StepOutput] = {}
@@ -47,8 +56,11 @@ class HostSampling:
             sequence = int(np.searchsorted(step.cu_seqlens, index, side="right")) - 1
             step.token_ids[index] = self._tokens[int(step.slots[sequence])][-1]
         logits = self._ranks.compute(step)
+        output = self._sample(step, logits)
+        if self._propose is not None and step.propose is not None:
+            output = replace(output, drafts=self._propose(step, output))
         self._tickets += 1
-        self._outputs[self._tickets] = self._sample(step, logits)
+        self._outputs[self._tickets] = output
         return self._tickets
 
     def _sample(self, step: Step, logits: np.ndarray) -> StepOutput:

@@ -54,7 +54,8 @@ class RowCache:
         self._mappings: list[mmap.mmap] = []  # memory of each array in `_rows`
         self._blocks: list[np.ndarray] = []  # [num_blocks, caches, num_kv_heads, block_size, ...]
         by_shape: dict[tuple[int, int], list[str]] = {}
-        for name, layer in chip.caches.items():
+        layers = {**chip.caches, **(chip.draft_caches if limits.proposes else {})}
+        for name, layer in layers.items():
             by_shape.setdefault((layer.num_kv_heads, layer.head_dim), []).append(name)
         for (heads, dim), names in by_shape.items():
             shape = len(names), limits.max_slots, heads, max_seq_len, dim
@@ -94,6 +95,19 @@ class RowCache:
                 self._store(self._pending.pop(slot), slot)
             self._held_versions[slot, place] = 0
         return position
+
+    def write_ahead(self, slots: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> None:
+        """Note that a draft model will write positions after its sequences' ends, of no block.
+
+        Call it between `enter` and `leave` of a step.
+
+        Args:
+            slots: int32 [batch].
+            starts, stops: int [batch], positions.
+        """
+        for slot, start, stop in zip(slots.tolist(), starts.tolist(), stops.tolist(), strict=True):
+            self._held_versions[slot, -(-start // self._size):-(-stop // self._size)] = 0
+            self._allocated[slot] = max(self._allocated[slot], stop)
 
     def enter(self, step: Step) -> None:
         """Copy the blocks before the step's tokens into their sequences' rows."""

@@ -17,7 +17,8 @@ class SpeculationConfig:
     """How to draft.
 
     Args:
-        method: `ngram` drafts what followed the latest tokens earlier in the sequence.
+        method: `ngram` drafts what followed the latest tokens earlier in the sequence, `draft` by
+            the draft model that was compiled with the model.
         num_speculative_tokens: drafts of a sequence in a step; None: as many as pay off, by the
             measured times of steps and the rate at which drafts are accepted.
     """

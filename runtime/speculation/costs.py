@@ -19,9 +19,11 @@ _REPEATS = 2
 _MAX_SECONDS = 1.0  # larger batches are left out once measuring has taken this long
 
 
-def plan_drafts(engine: Engine, config: SpeculationConfig, *,
+def plan_drafts(engine: Engine, config: SpeculationConfig, max_seq_len: int, *,
                 encodes: bool = False) -> DraftPlanner | None:
     """Create the planner of an engine; None if it verifies no drafts.
+
+    Args: see `measure_costs`.
 
     Raises:
         LlmcError: the options ask for drafts that the engine does not verify.
@@ -40,20 +42,25 @@ def plan_drafts(engine: Engine, config: SpeculationConfig, *,
         return DraftPlanner(count, VerificationCosts({}))
     if config.method == "off":  # only predicted outputs: not worth longer loading
         return DraftPlanner(None, VerificationCosts({}, assumed=most))
-    return DraftPlanner(None, VerificationCosts(measure_costs(engine, encodes=encodes)))
+    costs = VerificationCosts(measure_costs(engine, max_seq_len, encodes=encodes))
+    return DraftPlanner(None, costs)
 
 
-def measure_costs(engine: Engine, *, encodes: bool = False) -> dict[int, list[float]]:
+def measure_costs(engine: Engine, max_seq_len: int, *, encodes: bool = False) -> \
+        dict[int, list[float]]:
     """Run verifying steps on an idle engine; see `VerificationCosts`.
 
-    They write to the first blocks of the KV cache, which must not be in use.
+    A draft model proposes as many drafts as a step verifies. Steps write to the first blocks of the
+    KV cache, which must not be in use.
 
     Args:
+        max_seq_len: positions of a sequence.
         encodes: whether the model has an encoder.
     """
     limits = engine.limits
-    most = min(limits.max_drafts, max(_DRAFTS))
-    blocks = -(-(_PAST + 1 + most) // limits.block_size)
+    past = min(_PAST, max_seq_len // 2)
+    most = min(limits.max_drafts, max(_DRAFTS), max_seq_len - past - 1)
+    blocks = -(-(past + 1 + most) // limits.block_size)
     largest = min(limits.max_slots, limits.num_blocks // blocks)
     counts = [count for count in _DRAFTS if count <= most]
     seconds: dict[int, list[float]] = {}
@@ -65,8 +72,8 @@ def measure_costs(engine: Engine, *, encodes: bool = False) -> dict[int, list[fl
             break
         tables = [list(range(index * blocks, (index + 1) * blocks)) for index in range(batch)]
         for index, table in enumerate(tables):  # one by one, as prompts may exceed a step
-            _run(engine, [[0] * _PAST], [0], [table], [index], [0], encodes)
-        points = {count: min(_timed(engine, batch, tables, count, encodes)
+            _run(engine, [[0] * past], [0], [table], [index], [0], encodes)
+        points = {count: min(_timed(engine, past, tables, count, encodes)
                                 for _ in range(_REPEATS)) for count in fitting}
         seconds[batch] = _interpolated(points)
         if not any((1 + count) * points[0] > each for count, each in points.items() if count):
@@ -74,10 +81,10 @@ def measure_costs(engine: Engine, *, encodes: bool = False) -> dict[int, list[fl
     return seconds
 
 
-def _timed(engine: Engine, batch: int, tables: Sequence[Sequence[int]], count: int,
+def _timed(engine: Engine, past: int, tables: Sequence[Sequence[int]], count: int,
            encodes: bool) -> float:
-    start = time.perf_counter()
-    _run(engine, [[0] * (1 + count)] * batch, [_PAST] * batch, tables, range(batch),
+    start, batch = time.perf_counter(), len(tables)
+    _run(engine, [[0] * (1 + count)] * batch, [past] * batch, tables, range(batch),
          [count] * batch, encodes)
     return time.perf_counter() - start
 
@@ -87,9 +94,10 @@ def _run(engine: Engine, tokens: Sequence[Sequence[int]], past: Sequence[int],
          encodes: bool) -> None:
     state = SamplingState(Sampler(SamplingParams()))
     new = not any(past)
+    proposals = max(drafts) if engine.limits.proposes else None
     memory = EncoderOutputs.of([*slots], [1] * len(slots)) if encodes else None
     engine.collect(engine.submit(Step.of(
-        tokens, past, tables, [*slots], num_drafts=drafts, memory=memory,
+        tokens, past, tables, [*slots], num_drafts=drafts, memory=memory, propose=proposals,
         admit=dict.fromkeys(slots, state) if new else {},
         encode={slot: [0] for slot in slots} if new and encodes else {})))
 

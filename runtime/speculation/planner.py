@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from llmc.runtime.speculation.acceptance import AcceptanceRates, SequenceAcceptance
 from llmc.runtime.speculation.config import MAX_DRAFTS
 from llmc.runtime.speculation.drafter import Draft, Drafter
+from llmc.runtime.speculation.engine_drafts import MATCH, EngineDrafter
 
 _WEIGHT = 0.1  # of a new measurement in the moving average
 _ASSUMED = 0.125  # cost of a draft, relative to a step
@@ -105,6 +106,15 @@ class SequenceDrafts:
     def pending(self) -> list[int]:
         return [] if self._draft is None else self._draft.tokens
 
+    @property
+    def engine(self) -> EngineDrafter | None:
+        """Its drafter, if the engine's draft model drafts."""
+        return self._drafter if isinstance(self._drafter, EngineDrafter) else None
+
+    def expected_rate(self) -> float:
+        """Expected acceptance rate of the draft model's drafts."""
+        return self._acceptance.of(MATCH)
+
     def propose(self, tokens: Sequence[int], count: int) -> Draft | None:
         """Draft after these generated tokens."""
         if len(tokens) > self._seen:
@@ -197,6 +207,19 @@ class DraftPlanner:
             kept = min(len(draft.tokens), length, room) if draft else 0
             room -= kept
             own.submit(replace(draft, tokens=draft.tokens[:kept]) if draft and kept else None)
+
+    def num_proposals(self, sequences: Sequence[SequenceDrafts], batch: int) -> int:
+        """Number of drafts that the engine's draft model should propose for the next step.
+
+        Args:
+            sequences: those that it drafts for.
+            batch: sequences that decode in the step.
+        """
+        if self._count is not None or not sequences:
+            return (self._count or 0) if sequences else 0
+        seconds = self.costs.of(batch)
+        most = len(seconds) - 1
+        return self._best([(own.expected_rate(), most) for own in sequences], batch, seconds)
 
     @staticmethod
     def _best(drafts: Sequence[tuple[float, int]], batch: int, seconds: Sequence[float]) -> int:

@@ -139,3 +139,13 @@ def test_block_hashes_include_all_their_inputs():
     for chain in (plain, other):
         chain.extend([1, 2, 3])
     assert len(plain.names) == len(other.names) == 1 and plain.names != other.names
+
+
+def test_names_with_lookahead_depend_on_the_token_after_the_block():
+    one, other, short = (BlockHashes(2, lookahead=1) for _ in range(3))
+    one.extend([1, 2, 3, 4, 5])
+    other.extend([1, 2, 3, 4, 6])
+    short.extend([1, 2, 3, 4])
+    assert one.names[0] == other.names[0] == short.names[0]
+    assert one.names[1] != other.names[1]
+    assert len(short.names) == 1

@@ -1,0 +1,145 @@
+"""Draft models: what `--draft` names, read and attached to a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from dataclasses import dataclass, replace
+from itertools import count, takewhile
+from pathlib import Path
+from typing import Literal
+
+import onnx_graphsurgeon as gs
+
+from llmc.compiler.frontend.raw import RawDraft, RawModel
+from llmc.compiler.graph.names import HIDDEN_STATE
+from llmc.compiler.graph.recurrence import CONVOLUTION, RECURRENCE
+from llmc.compiler.graph.rewrite import tidy
+from llmc.compiler.graph.weights import Weight
+from llmc.errors import LlmcError, shown
+
+FORMS = "eagle3:DIR, mtp or model:DIR"
+PREFIX = "draft."  # of names of weights that only the draft model has
+
+
+@dataclass(frozen=True)
+class DraftSource:
+    """A parsed value of `--draft`.
+
+    Args:
+        kind: see `DraftInfo`.
+        directory: checkpoint of the draft model, except for `mtp`.
+    """
+
+    kind: Literal["eagle3", "mtp", "model"]
+    directory: Path = Path()
+
+    @staticmethod
+    def of(text: str) -> DraftSource:
+        """Parse a value of `--draft`.
+
+        Raises:
+            LlmcError: it is none of the forms.
+        """
+        kind, _, directory = text.partition(":")
+        if kind == "mtp" and text == kind:
+            return DraftSource("mtp")
+        if kind == "eagle3" and directory:
+            return DraftSource("eagle3", Path(directory))
+        if kind == "model" and directory:
+            return DraftSource("model", Path(directory))
+        raise LlmcError(f"draft is {shown(text)}, expected {FORMS}")
+
+
+def attach_draft(raw: RawModel, source: DraftSource, load: Callable[[Path], RawModel], *,
+                 allow_pickle: bool) -> RawModel:
+    """Return a model with its draft model.
+
+    Args:
+        raw: the model. Its graph gets the output that the draft model reads.
+        source: the draft model. That of `mtp` has been exported with the model.
+        load: exports a separate model.
+        allow_pickle: read .bin checkpoints with torch.load.
+
+    Raises:
+        LlmcError: the draft model is missing, broken or unsupported, or it is of another model.
+    """
+    _refuse_states(raw)
+    if source.kind == "mtp":
+        return raw
+    if source.kind == "model":
+        return _attach_model(raw, load(source.directory))
+    from llmc.compiler.frontend.eagle3 import attach_eagle3
+    return attach_eagle3(raw, source.directory, allow_pickle)
+
+
+def _attach_model(raw: RawModel, other: RawModel) -> RawModel:
+    """Return a model with a separate model as its draft model."""
+    if other.encoder is not None:
+        raise LlmcError(f"'{other.architecture}' is an encoder-decoder model, which cannot be a "
+                        f"draft model; give a causal LM")
+    _refuse_states(other)
+    expected, given = (int(each.graph.outputs[0].shape[-1]) for each in (raw, other))
+    if given != expected:
+        raise LlmcError(f"'{other.architecture}' has vocab_size {given}, '{raw.architecture}' has "
+                        f"{expected}; give a draft model with the same vocabulary")
+    mark_weights(other.graph, frozenset())
+    return replace(raw, draft=RawDraft(other.graph, "model", other.config_sha256,
+                                       notes=other.notes))
+
+
+def _refuse_states(raw: RawModel) -> None:
+    """Reject a model with recurrent layers, whose states cannot be reset to accepted drafts."""
+    if any(node.op in (CONVOLUTION.name, RECURRENCE.name) for node in raw.graph.nodes):
+        raise LlmcError(f"'{raw.architecture}' has layers with a recurrent state, which draft "
+                        f"models do not support; leave out --draft")
+
+
+def input_table(graph: gs.Graph) -> gs.Constant:
+    """The token embedding table of an exported graph.
+
+    Raises:
+        LlmcError: the token ids are not looked up in a table.
+    """
+    waiting = [tensor for tensor in graph.inputs if tensor.name == "input_ids"]
+    while waiting:
+        for node in waiting.pop().outputs:
+            if node.op == "Gather" and isinstance(node.inputs[0], gs.Constant) \
+                    and isinstance(node.inputs[0]._values, Weight):
+                return node.inputs[0]
+            if node.op in ("Reshape", "Cast", "Identity"):
+                waiting += node.outputs
+    raise LlmcError("the model's token embedding was not found, which its draft model shares; "
+                    "leave out --draft")
+
+
+def hidden_states(raw: RawModel) -> list[gs.Tensor]:
+    """Hidden state after each layer of the model.
+
+    Raises:
+        LlmcError: they are unknown.
+    """
+    tensors = raw.graph.tensors()
+    states = list(takewhile(lambda tensor: tensor is not None, (
+        tensors.get(HIDDEN_STATE.format(layer)) for layer in count())))
+    if not states:
+        reason = next((note for note in raw.notes if note.startswith("all layers were exported")),
+                      f"it comes from an {raw.kind} file")
+        raise LlmcError(f"the hidden states between the layers of '{raw.architecture}' are "
+                        f"unknown ({reason}), which eagle3 reads; give another kind of draft "
+                        f"model, or leave out --draft")
+    return states
+
+
+def add_output(graph: gs.Graph, node: gs.Node) -> None:
+    """Add a node whose result is the output `hidden`."""
+    graph.nodes.append(node)
+    graph.outputs.append(node.outputs[0])
+    tidy(graph)
+
+
+def mark_weights(graph: gs.Graph, shared: Set[int]) -> None:
+    """Prefix the names of a draft model's weights, except those of the model, by identity."""
+    for tensor in graph.tensors().values():
+        if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight) \
+                and id(tensor._values) not in shared:
+            tensor.name = f"{PREFIX}{tensor.name}"

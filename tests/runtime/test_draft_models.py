@@ -1,0 +1,442 @@
+"""Draft models compiled with their model: their drafts, and the same tokens as without them."""
+
+import json
+import re
+import shutil
+import threading
+
+import conftest
+import eagle3
+import families
+import numpy as np
+import onnx_graphsurgeon as gs
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import MtpModel
+
+import llmc
+from llmc.artifacts.manifest import read_manifest
+from llmc.compiler.frontend.draft import hidden_states
+from llmc.compiler.frontend.raw import RawModel
+from llmc.runtime.engines.host import HostSampling
+from llmc.runtime.speculation.drafter import Draft
+from llmc.runtime.speculation.engine_drafts import EngineDrafter
+
+VOCAB, ROWS, LAYERS = 300, 120, 6
+PROMPTS = [[42, 41, 239, 151, 178, 181, 214], [11, 147], [46, 122, 278, 165, 23],
+           [5, 6, 7, 8, 5, 6, 7, 8, 5, 6, 9, 10, 11, 12, 13, 14, 15]]
+PARAMS = {"greedy": {}, "sampled": dict(temperature=0.9, top_k=40, seed=7),
+          "several": dict(temperature=1.1, seed=3, n=3, logprobs=2),
+          "structured": dict(guided_regex="(ab|c)+d{2,9}", temperature=1.0, seed=4),
+          "scored": dict(prompt_logprobs=1)}
+# A KV cache that is full, small blocks, and prompts in chunks.
+TIGHT = dict(block_size=4, kv_cache_tokens=96, max_num_batched_tokens=8)
+
+
+def thorough(*values):
+    return pytest.param(*values, marks=pytest.mark.thorough)
+
+
+def params(name, **changes):
+    ending = {} if name == "structured" else dict(ignore_eos=True)
+    return llmc.SamplingParams(**{"max_tokens": 20, **ending, **PARAMS[name], **changes})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A model directory, and the model."""
+    directory = tmp_path_factory.mktemp("base") / "hf"
+    families.save(families.tiny_model("llama", vocab_size=VOCAB, num_hidden_layers=LAYERS),
+                  directory)
+    conftest.write_tokenizer(directory)
+    return directory, AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@pytest.fixture(scope="module")
+def head(model):
+    _, base = model
+    return eagle3.Eagle3(64, VOCAB, ROWS, base.get_input_embeddings().weight.detach())
+
+
+@pytest.fixture(scope="module")
+def case(model, head, tmp_path_factory):
+    """Factory of case directories by tp_size."""
+    root = tmp_path_factory.mktemp("eagle3")
+    head.save(root / "head")
+    made = {}
+
+    def make(tp_size):
+        if tp_size not in made:
+            made[tp_size] = root / f"tp{tp_size}"
+            llmc.compile(model[0], made[tp_size], draft=f"eagle3:{root / 'head'}",
+                         tp_size=tp_size)
+        return made[tp_size]
+    return make
+
+
+@pytest.fixture(scope="module")
+def plain(case):
+    """Completions without drafts, by name of parameters."""
+    with llmc.LLM(case(1), max_batch_size=4) as llm:
+        return {name: llm.generate(PROMPTS, params(name)) for name in PARAMS}
+
+
+def equal(got, expected):
+    assert [(own.token_ids, own.text, own.finish_reason) for own in got] == \
+        [(own.token_ids, own.text, own.finish_reason) for own in expected]
+
+
+@pytest.fixture
+def proposed(monkeypatch):
+    """Number of generated tokens and drafts, whenever the engine returns drafts."""
+    seen = []
+    real = EngineDrafter.propose
+    monkeypatch.setattr(EngineDrafter, "propose", lambda self, tokens: (
+        seen.append(list(tokens)), real(self, tokens))[1])
+    return seen
+
+
+def assert_drafts(llm, base, reference, prompt, proposed, count=4):
+    """Compare all drafts of a greedy generation with the reference's argmax chain."""
+    proposed.clear()
+    own, = llm.generate([prompt], llmc.SamplingParams(max_tokens=16, ignore_eos=True))
+    tokens, given = [*prompt, *own.token_ids], len(prompt) + 1
+    for drafts in proposed:
+        if drafts:
+            assert drafts == reference(base, tokens[:given], len(drafts)), (given, drafts)
+        following = tokens[given:]
+        given += 1 + next((index for index, pair in enumerate(zip(drafts, following, strict=False))
+                           if pair[0] != pair[1]), min(len(drafts), len(following)))
+    assert max(map(len, proposed)) == count
+    assert len(proposed) >= 4
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, thorough(3)])
+def test_drafts_are_those_of_the_published_model(model, head, case, proposed, tp_size):
+    with llmc.LLM(case(tp_size), speculate="draft", num_speculative_tokens=4, block_size=4,
+                  max_num_batched_tokens=16, max_batch_size=4) as llm:
+        for prompt in (*PROMPTS, PROMPTS[3], [*PROMPTS[3][:8], 60, 61], [*PROMPTS[3][:9], 62, 63]):
+            assert_drafts(llm, model[1], head.drafts, prompt, proposed)
+        assert llm.metrics()["cache_hits"] > 8
+
+
+@pytest.mark.parametrize(("tp_size", "options"), [
+    (1, TIGHT), (2, TIGHT), thorough(1, {}), thorough(2, {}), thorough(3, TIGHT)])
+def test_tokens_do_not_depend_on_drafts(case, plain, tp_size, options):
+    with llmc.LLM(case(tp_size), max_batch_size=4, speculate="draft", num_speculative_tokens=3,
+                  **options) as llm:
+        for name, alone in plain.items():
+            equal(llm.generate(PROMPTS, params(name)), alone)
+        metrics = llm.metrics()
+        assert metrics["spec_decode_draft_tokens"]
+        assert metrics["preemptions"] or not options
+
+
+def test_a_drafter_that_is_right_saves_steps(case, plain, monkeypatch):
+    known = {tuple(own.prompt_token_ids): own.token_ids for own in plain["greedy"]}
+    real = HostSampling.submit
+    steps = []
+
+    def submit(self, step):
+        steps.append(step)
+        return real(self, step)
+
+    monkeypatch.setattr(HostSampling, "submit", submit)
+    answer = list(known[tuple(PROMPTS[0])])
+    monkeypatch.setattr(EngineDrafter, "extend", lambda self, tokens: setattr(
+        self, "done", getattr(self, "done", 0) + len(tokens)))
+    monkeypatch.setattr(EngineDrafter, "propose", lambda self, tokens: setattr(
+        self, "count", len(tokens)))
+    monkeypatch.setattr(EngineDrafter, "draft", lambda self, count: Draft(
+        answer[self.done:self.done + min(count, self.count)], 0))
+    with llmc.LLM(case(1), speculate="draft", num_speculative_tokens=4) as llm:
+        own, = llm.generate([PROMPTS[0]], params("greedy"))
+    assert list(own.token_ids) == answer
+    assert len(steps) <= 6
+
+
+def assert_reaches_the_end(llm, alone):
+    """Generate to the maximum number of positions, beside a shorter sequence."""
+    wish = [llmc.SamplingParams(max_tokens=count, ignore_eos=True) for count in (57, 62, 9, 47)]
+    equal(llm.generate(PROMPTS, wish), alone.generate(PROMPTS, wish))
+
+
+def test_the_number_of_drafts_is_measured(case, plain):
+    with llmc.LLM(case(1), max_batch_size=4, speculate="draft") as llm:
+        equal(llm.generate(PROMPTS, params("greedy")), plain["greedy"])
+
+
+def test_drafts_go_beside_beams_sessions_and_predictions(case, plain):
+    with llmc.LLM(case(1), max_batch_size=4) as alone, \
+            llmc.LLM(case(1), max_batch_size=4, speculate="draft",
+                     num_speculative_tokens=3) as llm:
+        wish = [params("greedy", beam_width=3, max_tokens=8), params("greedy"),
+                params("greedy", beam_width=3, max_tokens=8), params("greedy")]
+        equal(llm.generate(PROMPTS, wish), alone.generate(PROMPTS, wish))
+        for own, other in zip(*(each.logits(PROMPTS[3]) for each in (alone, llm)), strict=True):
+            assert np.allclose(own, other, atol=1e-5)
+        equal(llm.generate(PROMPTS, params("greedy", prediction=[1, 2, 3])), plain["greedy"])
+        assert_reaches_the_end(llm, alone)
+        equal(llm.generate(PROMPTS, params("greedy")), plain["greedy"])
+
+
+def test_aborted_sequences_leave_others_as_they_are(case, plain):
+    with llmc.LLM(case(1), max_batch_size=4, speculate="draft", num_speculative_tokens=3,
+                  **TIGHT) as llm:
+        def abandon():
+            for _ in range(4):
+                stream = llm.stream(PROMPTS[3], params("greedy"))
+                next(stream)
+                stream.close()
+
+        other = threading.Thread(target=abandon)
+        other.start()
+        equal(llm.generate(PROMPTS, params("greedy")), plain["greedy"])
+        other.join()
+
+
+@pytest.mark.parametrize("layout", [
+    "speculators", "layers", thorough("own embedding"), thorough("layer indices"),
+    thorough("whole vocabulary")])
+def test_published_layouts(model, proposed, tmp_path, layout):
+    directory, base = model
+    embedding = base.get_input_embeddings().weight.detach()
+    head = eagle3.Eagle3(64, VOCAB, VOCAB if layout == "whole vocabulary" else ROWS, embedding,
+                         own_embedding=layout == "own embedding", seed=5,
+                         norm_before_residual=layout == "speculators")
+    layers, changes = None, {}
+    if layout == "layers":
+        layers = (1, 4, 5)
+        changes = {"eagle_aux_hidden_state_layer_ids": [1, 4, 5]}
+    elif layout == "layer indices":
+        layers = (2, 3, 5)
+        changes = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}}
+    save = head.save_speculators if layout == "speculators" else head.save
+    manifest = llmc.compile(directory, tmp_path / "case",
+                            draft=f"eagle3:{save(tmp_path / 'head', **changes)}")
+    assert manifest.draft.num_speculative_tokens == (3 if layout == "speculators" else None)
+    assert manifest.draft.reduced == (layout != "whole vocabulary")
+    with llmc.LLM(tmp_path / "case", speculate="draft", num_speculative_tokens=4) as llm:
+        assert_drafts(llm, base, lambda *args: head.drafts(*args, layers), PROMPTS[0], proposed)
+
+
+def test_quantized_models_draft(model, head, tmp_path):
+    head.save(tmp_path / "head")
+    options = dict(quantize="int8")
+    llmc.compile(model[0], tmp_path / "plain", **options)
+    manifest = llmc.compile(model[0], tmp_path / "case", draft=f"eagle3:{tmp_path / 'head'}",
+                            **options)
+    assert "draft.lm_head.weight" in manifest.chips[0].quantization
+    with llmc.LLM(tmp_path / "plain") as alone, llmc.LLM(
+            tmp_path / "case", speculate="draft", num_speculative_tokens=3) as llm:
+        equal(llm.generate(PROMPTS, params("greedy")), alone.generate(PROMPTS, params("greedy")))
+
+
+def test_hidden_states_of_an_onnx_file_are_unknown():
+    raw = RawModel(gs.Graph(), {"model_type": "llama"}, "onnx", lambda target: None, {})
+    with pytest.raises(llmc.LlmcError, match=r"unknown \(it comes from an onnx file\), which"):
+        hidden_states(raw)
+
+
+def test_shared_weights_are_stored_once(model, case, tmp_path):
+    llmc.compile(model[0], tmp_path / "plain")
+    sizes = [read_manifest(path).chips[0].weight_bytes for path in (case(1), tmp_path / "plain")]
+    table = 320 * 64 * 4  # the padded embedding
+    own = 4 * (64 * 192 + 64 * 128 * 2 + 64 * 64 + 3 * 96 * 64 + 4 * 64 + 128 * 64) + 8 * ROWS
+    assert sizes[0] - sizes[1] < own + table
+
+
+def test_a_case_without_a_draft_model_is_as_before(model, tmp_path):
+    llmc.compile(model[0], tmp_path / "case")
+    assert '"draft' not in (tmp_path / "case" / "model_info.json").read_text()
+
+
+@pytest.mark.parametrize(("changes", "problem"), [
+    (dict(vocab_size=32000), "draft model of a model with vocab_size 32000, 'LlamaForCausalLM' has "
+                             "300; give one"),
+    (dict(target_hidden_size=128), "with hidden_size 128, 'LlamaForCausalLM' has 64"),
+    (dict(eagle_aux_hidden_state_layer_ids=[2, 16, 29]), r"layers \[2, 16, 29\], 'LlamaForCausal"),
+    (dict(num_hidden_layers=2), "a num_hidden_layers that llmc does not support for EAGLE-3"),
+    (dict(architectures=["LlamaForCausalLM"]), "has architecture 'LlamaForCausalLM', expected"),
+    (dict(eagle_config=[3]), r"has eagle_config \[3\], expected an object; correct it"),
+    (dict(hidden_act="no"), "transformers rejects the config of"),
+    (dict(draft_vocab_size=64), "does not give 64 token ids below 300"),
+    (dict(intermediate_size=48), "'layers.0.mlp.gate_proj.weight' in .* its config expects")])
+def test_another_draft_model_is_refused(model, head, tmp_path, changes, problem):
+    head.save(tmp_path / "head", **changes)
+    with pytest.raises(llmc.LlmcError, match=problem) as caught:
+        llmc.compile(model[0], tmp_path / "case", draft=f"eagle3:{tmp_path / 'head'}")
+    assert "\n" not in str(caught.value)
+
+
+def test_incomplete_draft_models_are_refused(model, head, tmp_path):
+    head.save(tmp_path / "head")
+    for name, problem in (("model.safetensors", "no \\*.safetensors weights"),
+                          ("config.json", "has no config.json")):
+        (tmp_path / "head" / name).unlink()
+        with pytest.raises(llmc.LlmcError, match=problem):
+            llmc.compile(model[0], tmp_path / "case", draft=f"eagle3:{tmp_path / 'head'}")
+
+
+@pytest.mark.parametrize(("options", "problem"), [
+    (dict(draft="medusa:x"), "draft is 'medusa:x', expected eagle3:DIR, mtp or"),
+    (dict(draft="eagle3"), "draft is 'eagle3', expected"),
+    (dict(draft="eagle3:x", target="cuda", dtype="float16"), "draft programs run on target cpu"),
+    (dict(draft="eagle3:nowhere"), "'nowhere' is neither a directory")])
+def test_invalid_draft_options(model, tmp_path, options, problem):
+    with pytest.raises(llmc.LlmcError, match=problem):
+        llmc.compile(model[0], tmp_path / "case", **options)
+
+
+def test_a_case_without_a_draft_model_cannot_draft(case_tp1):
+    with pytest.raises(llmc.LlmcError, match="has no draft model; compile with --draft"):
+        llmc.LLM(case_tp1, speculate="draft")
+
+
+def save_with_mtp(family, directory):
+    """Save a tiny model with an MTP layer in the published layout; return both."""
+    sizes = families.sizes_of(family) if family == "mellum" else {}
+    base = families.tiny_model(family, **{**sizes, "vocab_size": VOCAB, "num_mtp_layers": 1,
+                                          "tie_word_embeddings": False})
+    layers = families.randomized(MtpModel(base, 1))
+    families.save(base, directory)
+    conftest.write_tokenizer(directory)
+    count, stored = base.config.num_hidden_layers, load_file(directory / "model.safetensors")
+    for name, tensor in layers.state_dict().items():
+        if not name.startswith("layers.0."):
+            continue  # the model's
+        name = re.sub(r"^layers\.0\.(mtp_block\.)?", f"model.layers.{count}.", name)
+        name = name.replace(".post_norm.", ".shared_head.norm.")
+        stem, _, leaf = name.rpartition(".")
+        if leaf == "gate_up_proj":
+            for expert, pair in enumerate(tensor):
+                for part, rows in zip(("gate_proj", "up_proj"), pair.chunk(2), strict=True):
+                    stored[f"{stem}.{expert}.{part}.weight"] = rows.clone()
+        elif leaf == "down_proj":
+            for expert, matrix in enumerate(tensor):
+                stored[f"{stem}.{expert}.down_proj.weight"] = matrix.clone()
+        else:
+            stored[name] = tensor.clone()
+    save_file(stored, directory / "model.safetensors", {"format": "pt"})
+    return base, layers
+
+
+@torch.no_grad()
+def mtp_drafts(layers, base, tokens, count):
+    """Drafts after the last token by transformers' MTP layer: the argmax chain."""
+    hidden = base.model(torch.tensor([tokens[:-1]])).last_hidden_state
+    shifted, drafts = list(tokens[1:]), []
+    for _ in range(count):
+        out = layers.forward_layer(0, hidden, torch.arange(1, len(shifted) + 1)[None], None,
+                                   input_ids=torch.tensor([shifted]))
+        drafts.append(int(layers._project_to_logits(out)[0, -1].argmax()))
+        shifted, hidden = [*shifted, drafts[-1]], torch.cat([hidden, out[:, -1:]], 1)
+    return drafts
+
+
+@pytest.mark.parametrize(("family", "tp_size"), [
+    ("deepseek_v3", 2), thorough("deepseek_v3", 1), thorough("glm4_moe", 1),
+    thorough("glm4_moe", 3), thorough("mellum", 2)])
+def test_mtp_layers_draft_as_in_transformers(family, tp_size, tmp_path, proposed):
+    base, layers = save_with_mtp(family, tmp_path / "hf")
+    case = tmp_path / "case"
+    manifest = llmc.compile(tmp_path / "hf", case, draft="mtp", tp_size=tp_size)
+    assert (manifest.draft.kind, manifest.draft.num_layers) == ("mtp", 1)
+    wish = llmc.SamplingParams(max_tokens=12, ignore_eos=True)
+    with llmc.LLM(case) as alone, llmc.LLM(
+            case, speculate="draft", num_speculative_tokens=3, block_size=4,
+            max_num_batched_tokens=16) as llm:
+        equal(llm.generate(PROMPTS, wish), alone.generate(PROMPTS, wish))
+        assert_drafts(llm, base, lambda *args: mtp_drafts(layers, *args), PROMPTS[3], proposed, 3)
+
+
+def test_a_checkpoint_without_mtp_layers(model, tmp_path):
+    with pytest.raises(llmc.LlmcError, match="has no MTP layers, which --draft mtp needs"):
+        llmc.compile(model[0], tmp_path / "case", draft="mtp")
+
+
+@torch.no_grad()
+def greedy(drafter, tokens, count):
+    """Drafts after the last token by a causal LM."""
+    drafts = []
+    for _ in range(count):
+        drafts.append(int(drafter(torch.tensor([[*tokens, *drafts]])).logits[0, -1].argmax()))
+    return drafts
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A smaller model with the same vocabulary: its directory, and the model."""
+    directory = tmp_path_factory.mktemp("small") / "hf"
+    drafter = families.tiny_model("qwen3", vocab_size=VOCAB, num_hidden_layers=2,
+                                  hidden_size=48)
+    families.save(drafter, directory)
+    return directory, drafter
+
+
+@pytest.mark.parametrize("tp_size", [thorough(1), 2, thorough(3)])
+def test_a_separate_model_drafts(model, small, plain, tmp_path, proposed, tp_size):
+    directory, drafter = small
+    manifest = llmc.compile(model[0], tmp_path / "case", draft=f"model:{directory}",
+                            tp_size=tp_size)
+    assert (manifest.draft.kind, manifest.draft.num_layers) == ("model", 2)
+    with llmc.LLM(tmp_path / "case", max_batch_size=4, speculate="draft",
+                  num_speculative_tokens=4, **TIGHT) as llm:
+        for name, alone in plain.items():
+            equal(llm.generate(PROMPTS, params(name)), alone)
+        for prompt in (*PROMPTS, PROMPTS[3]):
+            assert_drafts(llm, None, lambda _, *args: greedy(drafter, *args), prompt, proposed)
+
+
+def test_all_drafts_of_the_model_itself_are_accepted(model, case, tmp_path):
+    llmc.compile(model[0], tmp_path / "case", draft=f"model:{model[0]}")
+    with llmc.LLM(case(1), max_batch_size=4) as alone, llmc.LLM(
+            tmp_path / "case", max_batch_size=4, speculate="draft",
+            num_speculative_tokens=4) as llm:
+        assert_reaches_the_end(llm, alone)
+        metrics = llm.metrics()
+    assert metrics["spec_decode_accepted_tokens"] == metrics["spec_decode_draft_tokens"] > 40
+
+
+@pytest.mark.parametrize(("changes", "problem"), [
+    (dict(vocab_size=200), "'LlamaForCausalLM' has vocab_size 200, 'LlamaForCausalLM' has 300"),
+    (dict(vocab_size=VOCAB, max_position_embeddings=32), "max_seq_len 64 is not supported")])
+def test_another_separate_model_is_refused(model, tmp_path, changes, problem):
+    families.save(families.tiny_model("llama", num_hidden_layers=1, **changes), tmp_path / "draft")
+    with pytest.raises(llmc.LlmcError, match=problem):
+        llmc.compile(model[0], tmp_path / "case", draft=f"model:{tmp_path / 'draft'}")
+
+
+def test_recurrent_models_have_no_draft_models(tmp_path, model):
+    families.save(families.tiny_model("lfm2", vocab_size=VOCAB), tmp_path / "hf")
+    with pytest.raises(llmc.LlmcError, match="layers with a recurrent state, which draft models"):
+        llmc.compile(tmp_path / "hf", tmp_path / "case", draft=f"model:{model[0]}")
+
+
+def test_encoder_decoder_models_have_no_draft_models(tmp_path, encoder_decoder):
+    base, *_ = encoder_decoder("bart")
+    families.save(base, tmp_path / "hf")
+    with pytest.raises(llmc.LlmcError, match="an encoder-decoder model, which draft models do not"):
+        llmc.compile(tmp_path / "hf", tmp_path / "case", draft="model:x")
+
+
+@pytest.mark.parametrize(("change", "problem"), [
+    (lambda data: data.pop("draft"), "chip 0 has a draft model, unlike the manifest"),
+    (lambda data: data["draft"].update(kind="model"), "of kind model has an input 'hidden'"),
+    (lambda data: data["draft"].update(num_layers=2), "caches for 1 layers of the draft model"),
+    (lambda data: data["draft"].update(padded_vocab_size=192), "'logits' is float32"),
+    (lambda data: data["chips"][0]["draft"].update(num_heads=[2]), "have num_heads"),
+    (lambda data: data["chips"][0]["draft"]["outputs"].pop(), "the outputs of the draft model dif"),
+    (lambda data: data["draft"].update(vocab_size=ROWS + 1, reduced=True), "of the draft model's")])
+def test_a_damaged_draft_entry_is_one_clear_error(case, tmp_path, change, problem):
+    directory = shutil.copytree(case(1), tmp_path / "case")
+    path = directory / "model_info.json"
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(llmc.LlmcError, match=problem) as caught:
+        llmc.LLM(directory, speculate="draft").close()
+    assert "\n" not in str(caught.value)
