@@ -610,7 +610,7 @@ def test_no_option_s_help_has_two_defaults():
     (["compile", "--dtype"], "b", ["bfloat16"]),
     (["compile", "--quantize"], "int", ["int8", "int4"]),
     (["run", "--attention_backend"], "c", ["cudnn"]),
-    (["serve", "--speculate"], "", ["off", "ngram"]),
+    (["serve", "--speculate"], "", ["off", "ngram", "draft"]),
     (["bench", "--num_speculative_tokens"], "", ["auto"]),
     ([], "e", ["eval"])])
 def test_a_shell_completes_verbs_and_values(words, incomplete, expected):

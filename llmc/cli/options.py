@@ -90,9 +90,11 @@ LOADING_OPTIONS: dict[str, dict[str, Any]] = {
                               help="Attention kernels of target cuda.  [default: fastest]"),
     "prefix_reuse": dict(default=True, is_flag=True,
                          help="Prefix caching: sequences share the blocks of a common prefix."),
-    "speculate": dict(default="off", metavar="off|ngram", shell_complete=completes("off", "ngram"),
+    "speculate": dict(default="off", metavar="off|ngram|draft",
+                      shell_complete=completes("off", "ngram", "draft"),
                       help="Speculative decoding: ngram drafts what followed the latest tokens "
-                           "earlier in the sequence; off: only predicted outputs."),
+                           "earlier in the sequence; draft: by the draft model that was compiled "
+                           "with the model; off: only predicted outputs."),
     "num_speculative_tokens": dict(default="auto", metavar="K|auto", callback=_draft_count,
                                    shell_complete=completes("auto"),
                                    help="Drafts of a sequence per step, from 1 to 16; auto: as "

@@ -32,7 +32,7 @@ class DraftStep:
     @staticmethod
     def of(step: Step, output: StepOutput, max_seq_len: int, *,
            shifted: bool) -> DraftStep | None:
-        """Select the rows of a step; None if there are none.
+        """Select the rows of a step; None if no row is complete.
 
         Args:
             step: of the model, without LAST.

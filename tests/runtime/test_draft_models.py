@@ -298,7 +298,8 @@ def test_a_case_without_a_draft_model_cannot_draft(case_tp1):
 
 def save_with_mtp(family, directory):
     """Save a tiny model with an MTP layer in the published layout; return both."""
-    sizes = families.sizes_of(family) if family == "mellum" else {}
+    kinds = ["sliding_attention", "full_attention", "full_attention"]
+    sizes = {**families.sizes_of(family), "layer_types": kinds} if family == "mellum" else {}
     base = families.tiny_model(family, **{**sizes, "vocab_size": VOCAB, "num_mtp_layers": 1,
                                           "tie_word_embeddings": False})
     layers = families.randomized(MtpModel(base, 1))

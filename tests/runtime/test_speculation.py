@@ -240,8 +240,7 @@ def test_no_drafts_in_batches_larger_than_measured():
 
 
 @pytest.mark.parametrize(("arguments", "problem"), [
-    (dict(speculate="draft"), "this case directory has no draft program; compile the model with "
-                              "--draft, or use ngram"),
+    (dict(speculate="draft"), "has no draft model; compile with --draft, or give ngram or off"),
     (dict(speculate="medusa"), "speculate is 'medusa', expected one of off, ngram"),
     (dict(speculate="ngram", num_speculative_tokens=0), "num_speculative_tokens is 0, expected"),
     (dict(speculate="ngram", num_speculative_tokens=99), "expected auto or a number from 1 to 16"),
