@@ -133,7 +133,9 @@ def test_a_prompt_that_was_there_is_not_computed_again(llm, prompts):
 
 
 @pytest.mark.parametrize(("tp_size", "how"), [
-    (1, dict(async_scheduling=False)), (1, dict(async_scheduling=True)), (2, DRAFTS)],
+    (1, dict(async_scheduling=False)), (1, dict(async_scheduling=True)),
+    (2, {"speculative_config": DRAFTS["speculative_config"] | {
+        "num_speculative_tokens_per_batch_size": [[1, 4, 4], [5, 8, 2]]}})],
     ids=["in_turn", "ahead", "drafts"])
 def test_prompts_are_read_in_chunks_and_who_is_preempted_gets_the_same_tokens(prompts, tp_size,
                                                                               how):
