@@ -60,7 +60,7 @@ class _Input:
 
 
 def draft_room(limits: EngineLimits, batch_size: int) -> int:
-    """Return the number of drafts that a step of so many sequences has room for."""
+    """Return the number of drafts that a step of `batch_size` sequences has room for."""
     return max(min(limits.max_draft_tokens, limits.max_logits - batch_size), 0)
 
 
