@@ -89,7 +89,7 @@ GGUF = $$($(BIN)/python -c "import importlib.util, pathlib; print(next(pathlib.P
 
 demo: $(VENV)/.demo
 	$(BIN)/llmc compile $(GGUF) -o $(CASE) --tp_size 3 --dtype float32 --target cpu
-	$(BIN)/llmc run --case_dir $(CASE) --chat --prompt "What is the capital of France?" --max_tokens 64
+	$(BIN)/llmc run --case_dir $(CASE) --chat --prompt "Name the capital of France." --max_tokens 64
 
 # The CUDA engine compiles beside the tests that do not need it.
 test:

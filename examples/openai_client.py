@@ -10,7 +10,7 @@ def main(base_url: str = "http://127.0.0.1:8000/v1") -> None:
         model = client.models.list().data[0].id
         stream = client.chat.completions.create(
             model=model, stream=True, max_tokens=16,
-            messages=[{"role": "user", "content": "What is the capital of France?"}])
+            messages=[{"role": "user", "content": "Name the capital of France."}])
         for chunk in stream:
             print(chunk.choices[0].delta.content or "", end="", flush=True)
         print()

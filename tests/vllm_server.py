@@ -56,8 +56,12 @@ class Server:
             return response.read().decode()
 
     def metric(self, name):
-        found = re.search(rf"^{name}{{.*}} (.*)$", self.get("/metrics"), re.MULTILINE)
-        return float(found[1])
+        return self.metrics(name)[0]
+
+    def metrics(self, name):
+        """Return the metric of each replica."""
+        return [float(value) for value in re.findall(rf"^{name}{{.*}} (.*)$", self.get("/metrics"),
+                                                     re.MULTILINE)]
 
     def kill(self):
         if self.process.poll() is None:
@@ -66,5 +70,4 @@ class Server:
 
     def generated_tokens(self):
         """Return the number of generated tokens of each replica."""
-        return [float(line.split()[-1]) for line in self.get("/metrics").splitlines()
-                if line.startswith("vllm:generation_tokens_total")]
+        return self.metrics("vllm:generation_tokens_total")

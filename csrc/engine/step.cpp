@@ -144,8 +144,8 @@ void check_masks(const StepInputs& inputs, int vocab_size) {
 int64_t check_drafts(const StepInputs& inputs, const Limits& limits, int vocab_size) {
   if (inputs.num_drafts.size == 0) return 0;
   check_size("num_drafts", inputs.num_drafts.size, inputs.sample.size);
-  if (inputs.candidates > 0 || inputs.logits != Logits::kNone)
-    throw Error("a step with drafts cannot return candidates or logits");
+  if (inputs.candidates > 0 || inputs.logits == Logits::kAll)
+    throw Error("a step with drafts cannot return candidates or the logits of all tokens");
   int64_t total = 0;
   for (int64_t i = 0; i < inputs.sample.size; ++i) {
     const int64_t drafts = inputs.num_drafts[i], sequence = inputs.sample[i];

@@ -102,7 +102,7 @@ class Step:
         admit: sampling state of each slot whose sequence is new.
         copies: int32 [num_copies, 2], blocks (from, to) to copy before all else.
         candidates: if positive, return this number of most likely tokens for each of `sample`.
-        logits: return logits of each of `sample`, of all tokens, or none.
+        logits: return logits of `sampled_rows`, of all tokens, or none.
         scored: prompt tokens whose log-probabilities to return; not with `logits` of all tokens.
         masks: token masks by slot, uint32 [ceil(vocab_size / 32)], or [1 + drafts, ...] with one
             for each token that is sampled: token t is allowed if bit t % 32 of word t // 32 is 1.
@@ -113,7 +113,7 @@ class Step:
         num_drafts: int32 [batch], number of drafts at the end of each sequence's tokens, only of
             `sample`; empty: no sequence has any. A token is sampled after each draft and after the
             token before them. Drafts are accepted up to the first that differs from the sampled
-            token. Not with `candidates` or `logits`.
+            token. Not with `candidates`, nor with `logits` of all tokens.
         next_tokens: int64 [batch], the token after the tokens of each sequence, if it is known and
             the sequence is not in `sample`; else -1. Empty: none is known.
         propose: number of drafts of the next tokens to return for each of `sample`, by the engine's

@@ -79,7 +79,8 @@ def test_rows_of_drafts_have_the_logits_of_a_chunk(extension, tiny_hf, tmp_path,
         for _ in range(5):  # drafts that are right, from the answers before
             output = engine.collect(engine.submit(Step.of(
                 [row[past - i:past + 4 - i] for i, row in enumerate(greedy)],
-                [past - i for i in range(3)], tables, range(3), num_drafts=[3] * 3)))
+                [past - i for i in range(3)], tables, range(3), num_drafts=[3] * 3,
+                logits="sampled")))
             made.append(output)
             starts = np.cumsum([0, *output.counts])
             greedy = [row[:past - i + 1] + output.tokens[starts[i]:starts[i + 1]].tolist()
@@ -92,6 +93,7 @@ def test_rows_of_drafts_have_the_logits_of_a_chunk(extension, tiny_hf, tmp_path,
         assert output.counts.tolist() == [4] * 3
         for i, row in enumerate(greedy):
             logits = llm.logits(row[:past + 4 - i])[past - i:]
+            np.testing.assert_allclose(output.logits[4 * i:4 * i + 4], logits, atol=0.05)
             logits -= np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1, keepdims=True)) \
                 + logits.max(1, keepdims=True)
             got = [each.chosen for each in output.logprobs[4 * i:4 * i + 4]]

@@ -604,8 +604,9 @@ def drafted(tokens, drafts, **changes):
     (drafted([5, 6, -1], 2), "token 2 is the last one of slot|draft 2 is -1, expected 0 to 14"),
     (drafted([5, 6, 15], 2), "draft 2 is 15, expected 0 to 14"),
     (drafted([5, 6, 7, 8, 9], 4), "1 sampled sequences and 4 drafts exceeds the engine's limit"),
-    (drafted([5, 6, 7], 2, candidates=2), "cannot return candidates or logits"),
-    (drafted([5, 6, 7], 2, logits="sampled"), "cannot return candidates or logits")])
+    (drafted([5, 6, 7], 2, logits="sampled"), None),
+    (drafted([5, 6, 7], 2, candidates=2), "cannot return candidates or the logits of all"),
+    (drafted([5, 6, 7], 2, logits="all"), "cannot return candidates or the logits of all")])
 def test_steps_with_drafts(extension, program, rows, made, problem):
     """As a chunk, and with a row for each draft."""
     program.set_logits(program.add_value("float32", [L, 16], 0, True), 15)

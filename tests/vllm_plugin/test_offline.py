@@ -12,6 +12,8 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm_cases import assert_own, case, own
 
 MAX_TOKENS = 24
+DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4,
+                                 "prompt_lookup_min": 1, "prompt_lookup_max": 4}}
 
 
 def load(tp_size=1, **options):
@@ -25,6 +27,19 @@ def llm():
     llm.llm_engine.engine_core.shutdown()
 
 
+@pytest.fixture(scope="module")
+def drafting():
+    llm = load(max_num_seqs=8, max_num_batched_tokens=64, **DRAFTS)
+    yield llm
+    llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture
+def both(llm, drafting):
+    """vLLM without drafts and with drafts."""
+    return llm, drafting
+
+
 def ids(prompts):
     return [{"prompt_token_ids": prompt} for prompt in prompts]
 
@@ -35,12 +50,33 @@ def greedy(llm, prompts, **wishes):
             for made in llm.generate(ids(prompts), SamplingParams(**wishes), use_tqdm=False)]
 
 
-def metric(llm, name):
-    return next(own.value for own in llm.get_metrics() if own.name == name)
+def metric(llm, name, field="value"):
+    return next(getattr(own, field) for own in llm.get_metrics() if own.name == name)
 
 
 def test_tokens_equal_those_of_llmc(llm, prompts):
     assert_own(1, prompts, greedy(llm, prompts), MAX_TOKENS)
+
+
+def test_vllm_counts_the_accepted_drafts(drafting):
+    repeated = [[500 + i, 600 + i, 700 + i] * 5 for i in range(4)]
+    before = {name: metric(drafting, f"vllm:spec_decode_num_{name}")
+              for name in ("drafts", "draft_tokens", "accepted_tokens")}
+    made = greedy(drafting, repeated)
+    drafts, tokens, accepted = (metric(drafting, f"vllm:spec_decode_num_{name}") - value
+                                for name, value in before.items())
+    assert 0 < accepted <= tokens <= 4 * drafts
+    assert drafts + accepted <= sum(map(len, made)) + 4 * len(made)
+    assert sum(metric(drafting, "vllm:spec_decode_num_accepted_tokens_per_pos", "values")) == \
+        before["accepted_tokens"] + accepted
+
+
+def test_a_cached_prompt_whose_drafts_vllm_pads_has_the_same_tokens(drafting, prompts):
+    prompt = [9, *prompts[5][:176]]  # all but the last token are full blocks
+    first, again = (drafting.generate(ids([prompt]), SamplingParams(
+        max_tokens=MAX_TOKENS, temperature=0), use_tqdm=False)[0] for _ in range(2))
+    assert again.num_cached_tokens == len(prompt) - 1
+    assert again.outputs[0].token_ids == first.outputs[0].token_ids
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -60,22 +96,25 @@ SAMPLED = [
     dict(min_tokens=MAX_TOKENS), dict(temperature=0.8, repetition_penalty=1.1, logit_bias={9: 5})]
 
 
-def test_sampling_parameters_and_seeds_mean_what_they_mean_to_llmc(llm, prompts):
+def test_sampling_parameters_and_seeds_mean_what_they_mean_to_llmc(both, prompts):
     pairs = [(prompt, wish) for prompt in prompts[2:4] for wish in SAMPLED]
     wanted = own(1, [{"token_ids": prompt, "max_tokens": MAX_TOKENS, "seed": 7, **wish}
                      for prompt, wish in pairs])
-    made = llm.generate(ids([prompt for prompt, _ in pairs]), [
-        SamplingParams(max_tokens=MAX_TOKENS, seed=7, **{"temperature": 0, **wish})
-        for _, wish in pairs], use_tqdm=False)
-    assert [list(one.outputs[0].token_ids) for one in made] == \
-        [one["token_ids"] for one in wanted]
+    for llm in both:
+        made = llm.generate(ids([prompt for prompt, _ in pairs]), [
+            SamplingParams(max_tokens=MAX_TOKENS, seed=7, **{"temperature": 0, **wish})
+            for _, wish in pairs], use_tqdm=False)
+        assert [list(one.outputs[0].token_ids) for one in made] == \
+            [one["token_ids"] for one in wanted]
 
 
-def test_bad_words_are_not_generated(llm, prompts):
-    word = llm.get_tokenizer().decode(greedy(llm, prompts[3:4])[0][1:2])
-    (made,) = llm.generate(ids(prompts[3:4]), SamplingParams(
-        max_tokens=MAX_TOKENS, temperature=0, bad_words=[word]), use_tqdm=False)
-    assert word not in made.outputs[0].text
+def test_bad_words_are_not_generated(both, prompts):
+    word = both[0].get_tokenizer().decode(greedy(both[0], prompts[3:4])[0][1:2])
+    plain, drafted = (llm.generate(ids(prompts[3:4]), SamplingParams(
+        max_tokens=MAX_TOKENS, temperature=0, bad_words=[word]), use_tqdm=False)[0].outputs[0]
+        for llm in both)
+    assert word not in plain.text
+    assert drafted.token_ids == plain.token_ids
 
 
 def test_without_a_seed_runs_differ_from_request_to_request(llm, prompts):
@@ -93,13 +132,18 @@ def test_a_prompt_that_was_there_is_not_computed_again(llm, prompts):
     assert again.outputs[0].token_ids == first.outputs[0].token_ids
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_prompts_are_read_in_chunks_and_who_is_preempted_gets_the_same_tokens(prompts, ahead):
-    longer = 90
-    llm = load(num_gpu_blocks_override=40, max_num_batched_tokens=32, max_num_seqs=8,
-               enable_prefix_caching=False, async_scheduling=ahead)
+@pytest.mark.parametrize(("tp_size", "how"), [
+    (1, dict(async_scheduling=False)), (1, dict(async_scheduling=True)),
+    (2, {"speculative_config": DRAFTS["speculative_config"] | {
+        "num_speculative_tokens_per_batch_size": [[1, 4, 4], [5, 8, 2]]}})],
+    ids=["in_turn", "ahead", "drafts"])
+def test_prompts_are_read_in_chunks_and_who_is_preempted_gets_the_same_tokens(prompts, tp_size,
+                                                                              how):
+    longer = 48
+    llm = load(tp_size, num_gpu_blocks_override=40, max_num_batched_tokens=32, max_num_seqs=8,
+               enable_prefix_caching=False, **how)
     try:
-        assert_own(1, prompts, greedy(llm, prompts, max_tokens=longer), longer)
+        assert_own(tp_size, prompts, greedy(llm, prompts, max_tokens=longer), longer)
         assert metric(llm, "vllm:num_preemptions") > 0
     finally:
         llm.llm_engine.engine_core.shutdown()
@@ -112,15 +156,18 @@ SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength
 
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
-def test_structured_output_follows_its_grammar_beside_free_text(llm, temperature):
-    guides = [dict(json=SCHEMA), dict(regex=r"\d{3}-\d{4}"), dict(choice=["red", "green"]), None]
-    made = llm.generate(["Describe a person:"] * 4, [
+def test_structured_output_follows_its_grammar_beside_free_text(both, temperature):
+    guides = [dict(json=SCHEMA), dict(regex=r"(\d{3}-\d{4} ){4}"),
+              dict(choice=["red", "green"]), None]
+    made, drafted = (llm.generate(["Describe a person:"] * 4, [
         SamplingParams(max_tokens=60, temperature=temperature, seed=1, structured_outputs=None
                        if guide is None else StructuredOutputsParams(**guide))
-        for guide in guides], use_tqdm=False)
+        for guide in guides], use_tqdm=False) for llm in both)
+    assert [one.outputs[0].token_ids for one in drafted] == \
+        [one.outputs[0].token_ids for one in made]
     person, number, colour, free = [one.outputs[0].text for one in made]
     assert set(json.loads(person)) == {"name", "age"}
-    assert re.fullmatch(r"\d{3}-\d{4}", number)
+    assert re.fullmatch(r"(\d{3}-\d{4} ){4}", number)
     assert colour in ("red", "green")
     assert len(made[3].outputs[0].token_ids) == 60 or free
 
@@ -131,22 +178,31 @@ def test_allowed_tokens_are_the_only_ones(llm, prompts):
             for token in tokens} <= set(allowed)
 
 
-def test_logprobs_are_llmc_s_own_and_ranks_count_what_is_likelier(llm, prompts):
-    wish = {"max_tokens": 6, "temperature": 1.0, "seed": 3, "logprobs": 4}
-    (wanted,) = own(1, [{"token_ids": prompts[3], **wish}])
-    one, other = llm.generate(ids([prompts[3], prompts[4]]), [
-        SamplingParams(**wish), SamplingParams(max_tokens=6, temperature=0)], use_tqdm=False)
-    assert other.outputs[0].logprobs is None
-    made = one.outputs[0]
-    assert list(made.token_ids) == wanted["token_ids"]
-    for token, found, truth in zip(made.token_ids, made.logprobs, wanted["logprobs"], strict=True):
-        top = dict(map(tuple, truth["top"]))
-        assert found[token].logprob == pytest.approx(truth["chosen"], abs=1e-4)
-        assert {key: value.logprob for key, value in found.items() if key in top} == \
-            pytest.approx(top, abs=1e-4)
-        likelier = [key for key, value in found.items() if value.logprob > found[token].logprob]
-        assert found[token].rank == len(likelier) + 1 or found[token].rank > 4
-        assert sum(math.exp(value.logprob) for value in found.values()) <= 1 + 1e-5
+def test_logprobs_are_llmc_s_own_and_ranks_count_what_is_likelier(both, prompts):
+    begins, wish = [prompts[3], [500, 600, 700] * 8], {"max_tokens": 12, "seed": 3, "logprobs": 4}
+    wishes = [{**wish, "temperature": temperature} for temperature in (1.0, 0.5)]
+    wanted = own(1, [{"token_ids": prompt, **own_wish}
+                     for prompt, own_wish in zip(begins, wishes, strict=True)])
+    for llm in both:
+        other, *made = llm.generate(ids([prompts[4], *begins]), [
+            SamplingParams(max_tokens=12, temperature=0), *(SamplingParams(**w) for w in wishes)],
+            use_tqdm=False)
+        assert other.outputs[0].logprobs is None
+        for one, truth in zip(made, wanted, strict=True):
+            assert list(one.outputs[0].token_ids) == truth["token_ids"]
+            for place in zip(truth["token_ids"], one.outputs[0].logprobs, truth["logprobs"],
+                             strict=True):
+                assert_logprobs(*place)
+
+
+def assert_logprobs(token, found, truth):
+    top = dict(map(tuple, truth["top"]))
+    assert found[token].logprob == pytest.approx(truth["chosen"], abs=1e-4)
+    assert {key: value.logprob for key, value in found.items() if key in top} == \
+        pytest.approx(top, abs=1e-4)
+    likelier = [key for key, value in found.items() if value.logprob > found[token].logprob]
+    assert found[token].rank == len(likelier) + 1 or found[token].rank > 4
+    assert sum(math.exp(value.logprob) for value in found.values()) <= 1 + 1e-5
 
 
 @pytest.mark.parametrize(("wish", "said"), [

@@ -13,11 +13,11 @@ from vllm_cases import case
 import llmc
 import llmc_vllm
 from llmc.artifacts.manifest import read_manifest
-from llmc.runtime.core.step import EngineLimits
+from llmc.runtime.core.step import EngineLimits, StepOutput
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sampling.sampler import Sampler
-from llmc_vllm import options
-from llmc_vllm.sequences import Sequences
+from llmc_vllm import drafts, options
+from llmc_vllm.sequences import Pending, Sequences, grammar_masks, with_masks
 
 
 @pytest.fixture
@@ -58,13 +58,39 @@ def test_the_options_of_another_model_are_not_touched(other_model, monkeypatch):
     (dict(pipeline_parallel_size=2), "pipeline_parallel_size 2 is not supported for"),
     (dict(enable_lora=True), "enable_lora True is not supported"),
     (dict(kv_cache_dtype="fp8"), "kv_cache_dtype 'fp8' is not supported"),
-    (dict(speculative_config={"method": "ngram", "num_speculative_tokens": 2}),
-     "speculative_config .* is not supported"),
+    (dict(speculative_config={"method": "eagle3", "model": "a/b", "num_speculative_tokens": 2}),
+     "llmc verifies drafts of method ngram; 'eagle3' is not supported for a model compiled by"),
+    (dict(spec_method="suffix", spec_tokens=2), "of method ngram; 'suffix' is not supported"),
+    (dict(spec_model="a/b", spec_tokens=2), "of method ngram; 'a/b' is not supported"),
+    (dict(speculative_config={"method": "ngram", "model": "a/b"}), "; 'a/b' is not supported"),
+    (dict(speculative_config={}), "of method ngram; None is not supported"),
+    (dict(speculative_config=[3]), r"speculative_config is \[3\], expected an object such as {"),
+    (dict(speculative_config={"method": "ngram", "num-speculative-tokens": 17}),
+     "num_speculative_tokens is 17, but llmc verifies at most 16 drafts of a sequence in a step"),
+    (dict(speculative_config={"method": "ngram", "num_speculative_tokens": 2,
+                              "rejection_sample_method": "block"}),
+     "rejection_sample_method 'block' of speculative_config is not supported for drafts of"),
     (dict(logprobs_mode="processed_logprobs"), "logprobs_mode 'processed_logprobs' is not"),
 ])
 def test_what_a_case_directory_does_not_have_is_refused_by_name(given, said):
     with pytest.raises(llmc.LlmcError, match=said):
         EngineArgs(str(case(2)), **given).create_engine_config()
+
+
+def test_an_engine_that_verifies_no_drafts_or_fewer_is_named(monkeypatch):
+    manifest = read_manifest(case(1))
+    target = SimpleNamespace(kind="x", spec=SimpleNamespace(
+        gpu=True, load_engine_class=lambda: SimpleNamespace(verifies=False)))
+    with pytest.raises(llmc.LlmcError, match="'LlamaForCausalLM' verifies no drafts on target x; "
+                                             "leave speculative_config out"):
+        drafts.check_speculation(EngineArgs(str(case(1)), spec_method="ngram", spec_tokens=2),
+                                 SimpleNamespace(source=manifest.source, target=target))
+    limits = EngineLimits(num_blocks=1, block_size=16, max_tokens=64, max_slots=8, max_logits=512,
+                          ahead=1, max_drafts=3)
+    drafts.check_limits(SimpleNamespace(num_speculative_tokens=3), manifest, limits)
+    with pytest.raises(llmc.LlmcError, match="num_speculative_tokens is 4, but 'LlamaForCausalLM' "
+                                             "verifies at most 3 drafts .* lower it"):
+        drafts.check_limits(SimpleNamespace(num_speculative_tokens=4), manifest, limits)
 
 
 def test_a_model_that_keeps_states_is_refused(monkeypatch):
@@ -102,11 +128,12 @@ def new(request_id, prompt, blocks, computed=0, tokens=None):
                            prefill_token_ids=tokens)
 
 
-def scheduled(counts, *begin, go_on=(), resumed=(), finished=(), preempted=()):
+def scheduled(counts, *begin, go_on=(), resumed=(), finished=(), preempted=(), drafts=None):
     """Return a scheduler output; `go_on` has request, new blocks and computed tokens."""
     ids, blocks, computed = zip(*go_on, strict=True) if go_on else ((), (), ())
     return SimpleNamespace(
         num_scheduled_tokens=counts, scheduled_new_reqs=list(begin), finished_req_ids=set(finished),
+        scheduled_spec_decode_tokens=drafts or {},
         preempted_req_ids=set(preempted), scheduled_cached_reqs=SimpleNamespace(
             req_ids=list(ids), new_block_ids=[own and (own,) for own in blocks],
             num_computed_tokens=list(computed), resumed_req_ids=set(resumed)))
@@ -156,3 +183,29 @@ def test_engines_that_want_the_longest_first_get_it_so():
     assert part.step.past_lens.tolist() == [5, 3, 2]
     assert part.step.num_decode == 3
     assert np.array_equal(part.step.token_ids, [7, 7, 7])
+
+
+def test_drafts_are_verified_as_far_as_the_step_has_room_and_padding_is_not():
+    known = sequences(max_draft_tokens=3, longest_first=True)
+    prompts = {"a": [1, 2], "b": [1, 2, 3, 4, 5], "c": [6], "d": [7, 8]}
+    (part,) = known.plan(scheduled(
+        {"a": 2, "b": 5, "c": 4, "d": 2},
+        *(new(name, own, [2 * i + 1, 2 * i + 2]) for i, (name, own) in enumerate(prompts.items())),
+        drafts={"c": [-1, -1, -1]}))
+    assert not len(part.step.num_drafts) and part.step.num_tokens == 10
+    Pending(part).settle(StepOutput(np.array([9, 9, 9, 9]), ()))
+    planned = {"a": [11, 12], "b": [13, 14], "d": [-1, -1]}
+    (part,) = known.plan(scheduled(
+        {"a": 3, "b": 3, "c": 1, "d": 3}, drafts=planned, go_on=[
+            (name, None, len(own)) for name, own in prompts.items()]))
+    assert [own.request_id for own in part.sequences] == ["d", "c", "b", "a"]
+    assert part.step.token_ids.tolist() == [9, 9, 9, 13, 9, 11, 12]
+    assert part.step.num_drafts.tolist() == [0, 0, 1, 2] and part.step.num_decode == 2
+    rows = np.arange(7, dtype=np.int32).reshape(-1, 1)
+    masked = with_masks(part, grammar_masks(SimpleNamespace(
+        structured_output_request_ids=["b", "c", "d"], grammar_bitmask=rows), planned))
+    assert {own.request_id: masked.masks[own.slot].ravel().tolist() for own in part.sequences
+            if own.slot in masked.masks} == {"b": [0, 1], "c": [3], "d": [4]}
+    assert Pending(part).settle(StepOutput(np.array([1, 2, 13, 4, 5]), (), counts=np.array(
+        [1, 1, 2, 1]))) == {"d": [1], "c": [2], "b": [13, 4], "a": [5]}
+    assert part.sequences[2].tokens == [1, 2, 3, 4, 5, 9, 13, 4]

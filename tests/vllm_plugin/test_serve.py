@@ -72,13 +72,18 @@ def test_a_client_that_leaves_frees_its_blocks(server):
           and not server.metric("vllm:kv_cache_usage_perc"))
 
 
-def test_replicas_share_the_work(tmp_path):
-    made = Server(case(1), tmp_path / "log", "--max-model-len", "512", "--data-parallel-size", "2")
+def test_replicas_share_the_work_and_verify_drafts(tmp_path):
+    made = Server(case(1), tmp_path / "log", "--max-model-len", "512", "--data-parallel-size", "2",
+                  "--speculative-config", json.dumps(
+                      {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}))
     try:
         with ThreadPoolExecutor(4) as callers:
             texts = {answer.choices[0].message.content
                      for answer in callers.map(lambda _: chat(made), range(4))}
         counts = made.generated_tokens()
         assert len(texts) == 1 and len(counts) == 2 and min(counts) > 0
+        made.client.completions.create(model="smollm2", prompt=[500, 600, 700, 800, 900] * 8,
+                                       max_tokens=40, temperature=0)
+        assert sum(made.metrics("vllm:spec_decode_num_accepted_tokens_total")) > 0
     finally:
         made.kill()

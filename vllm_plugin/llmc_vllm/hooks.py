@@ -68,6 +68,8 @@ def _with_check(process_inputs: Any) -> Any:
                 parameters.check(params)
             except LlmcError as error:
                 raise VLLMValidationError(str(error)) from error
+            # vLLM's own workers lack some parameters with drafts, such as min_p.
+            self.speculative_config = None
         return process_inputs(self, request_id, prompt, params, *arguments, **named)
 
     return process

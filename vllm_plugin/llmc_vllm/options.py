@@ -9,6 +9,7 @@ from typing import Any
 from llmc.artifacts.manifest import Manifest, read_manifest, verify_files
 from llmc.errors import LlmcError
 from llmc.runtime.engines import BLOCK_SIZE
+from llmc_vllm.drafts import check_speculation
 from llmc_vllm.model import view
 
 WORKER = "llmc_vllm.worker.LlmcWorker"
@@ -18,11 +19,11 @@ _UNSUPPORTED = (
     "pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size",
     "enable_expert_parallel", "enable_eplb", "enable_dbo", "quantization", "quantization_config",
     "kv_cache_dtype", "load_format", "hf_overrides", "model_weights", "model_impl",
-    "model_class_overrides", "enable_lora", "speculative_config", "spec_method", "spec_model",
-    "kv_transfer_config", "ec_transfer_config", "weight_transfer_config", "diffusion_config",
-    "watermark_config", "kv_offloading_size", "cpu_offload_gb", "enable_prompt_embeds",
-    "enable_sleep_mode", "enable_return_routed_experts", "return_sampling_mask",
-    "enable_trace_replay", "logits_processors", "logprobs_mode", "attention_backend")
+    "model_class_overrides", "enable_lora", "kv_transfer_config", "ec_transfer_config",
+    "weight_transfer_config", "diffusion_config", "watermark_config", "kv_offloading_size",
+    "cpu_offload_gb", "enable_prompt_embeds", "enable_sleep_mode", "enable_return_routed_experts",
+    "return_sampling_mask", "enable_trace_replay", "logits_processors", "logprobs_mode",
+    "attention_backend")
 
 
 def complete(args: Any, case_dir: Path) -> Manifest:
@@ -38,6 +39,7 @@ def complete(args: Any, case_dir: Path) -> Manifest:
     manifest = read_manifest(case_dir)
     verify_files(manifest, case_dir, ranks=())
     _check(args, manifest)
+    speculates = check_speculation(args, manifest)
     args.served_model_name = args.served_model_name or args.model
     args.model = str(view(case_dir, manifest, Path(envs.VLLM_CACHE_ROOT, "llmc")))
     args.worker_cls = WORKER
@@ -47,7 +49,7 @@ def complete(args: Any, case_dir: Path) -> Manifest:
     args.skip_tokenizer_init = args.skip_tokenizer_init or manifest.tokenizer.path is None
     args.enforce_eager = True
     on_cpu = not manifest.target.spec.gpu
-    if on_cpu:  # submitting a step runs it
+    if on_cpu or speculates:  # submitting a step runs it, or the next one needs its drafts
         args.async_scheduling = bool(args.async_scheduling)
     limit = manifest.target.max_batch_size
     if args.max_num_seqs is None and (on_cpu or limit):

@@ -66,7 +66,8 @@ def load_rank(manifest: Manifest, case_dir: Path, rank: int, device: int, config
     engine = load_engine(manifest, rank, case_dir, device, max_batch_size=config.max_batch_size,
                          max_tokens=config.max_num_batched_tokens, block_size=config.block_size,
                          kv_cache_tokens=config.kv_cache_tokens,
-                         gpu_memory_utilization=config.gpu_memory_utilization)
+                         gpu_memory_utilization=config.gpu_memory_utilization,
+                         speculates=config.speculates)
     if manifest.tp_size > 1:
         names = [engine.unique_id() if rank == 0 else b""]
         torch.distributed.broadcast_object_list(names, group_src=0, group=group)

@@ -6,6 +6,7 @@ import heapq
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate, takewhile
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,25 @@ class Sequence:
 
 
 @dataclass(frozen=True)
+class _Input:
+    """New tokens of a sequence in a step, the last `num_drafts` of them drafts."""
+
+    sequence: Sequence
+    tokens: list[int]
+    num_drafts: int
+
+    @property
+    def reaches_the_end(self) -> bool:
+        """Whether a token is sampled after them."""
+        return self.sequence.computed + len(self.tokens) >= len(self.sequence.tokens)
+
+
+def draft_room(limits: EngineLimits, batch_size: int) -> int:
+    """Return the number of drafts that a step of `batch_size` sequences has room for."""
+    return max(min(limits.max_draft_tokens, limits.max_logits - batch_size), 0)
+
+
+@dataclass(frozen=True)
 class Part:
     """A step of llmc's engine, as a part of a step of vLLM's scheduler."""
 
@@ -69,8 +89,7 @@ class Sequences:
     def __init__(self, limits: EngineLimits, vocab_size: int,
                  sampler: Callable[[Any, list[int], str], Sampler]) -> None:
         self._slots = list(range(limits.max_slots))
-        self._block_size, self._longest_first = limits.block_size, limits.longest_first
-        self._vocab_size, self._sampler = vocab_size, sampler
+        self._limits, self._vocab_size, self._sampler = limits, vocab_size, sampler
         self._all: dict[str, Sequence] = {}
 
     def plan(self, scheduled: Any) -> list[Part]:
@@ -79,49 +98,69 @@ class Sequences:
         copies = [(copy.src_block_id, copy.dst_block_id)
                   for copy in getattr(scheduled, "kv_cache_block_copies", None) or ()]
         parts = []
-        for wave in self._waves(scheduled.num_scheduled_tokens):
+        for wave in self._waves(self._inputs(scheduled)):
             parts.append(self._part(wave, copies))
             copies = []
         return parts
 
-    def _waves(self, counts: Mapping[str, int]) -> list[list[tuple[Sequence, int]]]:
-        """Group sequences, with their numbers of new tokens, into consecutive steps.
+    def _inputs(self, scheduled: Any) -> list[_Input]:
+        """Return the new tokens of each sequence.
+
+        vLLM pads drafts with -1. Drafts that the engine has no room for are not verified either.
+        """
+        counts, drafts = scheduled.num_scheduled_tokens, scheduled.scheduled_spec_decode_tokens
+        room, inputs = draft_room(self._limits, len(counts)), []
+        for request_id, count in counts.items():
+            sequence, padded = self._all[request_id], drafts.get(request_id, [])
+            kept = list(takewhile(lambda token: token >= 0, padded))[:room]
+            room -= len(kept)
+            end = sequence.computed + count - len(padded)
+            inputs.append(_Input(sequence, [*sequence.tokens[sequence.computed:end], *kept],
+                                 len(kept)))
+        return inputs
+
+    def _waves(self, inputs: list[_Input]) -> list[list[_Input]]:
+        """Group inputs into consecutive steps.
 
         vLLM lets a sequence share a block that another fills in the same step. llmc's engine must
         have filled it in an earlier step.
         """
-        size, waves = self._block_size, list[list[tuple[Sequence, int]]]()
+        size, waves = self._limits.block_size, list[list[_Input]]()
         wave_by_block: dict[int, int] = {}  # waves by block
-        for request_id, count in counts.items():
-            seq = self._all[request_id]
+        for own in inputs:
+            seq = own.sequence
             shared = seq.blocks[:seq.computed // size]
             wave = max((wave_by_block[block] + 1 for block in shared if block in wave_by_block),
                        default=0)
-            wave_by_block.update((block, wave) for block in
-                             seq.blocks[seq.computed // size:-(-(seq.computed + count) // size)])
+            wave_by_block.update((block, wave) for block in seq.blocks[
+                seq.computed // size:-(-(seq.computed + len(own.tokens)) // size)])
             if wave == len(waves):
                 waves.append([])
-            waves[wave].append((seq, count))
+            waves[wave].append(own)
         return waves
 
-    def _part(self, wave: list[tuple[Sequence, int]], copies: list[tuple[int, int]]) -> Part:
+    def _part(self, wave: list[_Input], copies: list[tuple[int, int]]) -> Part:
         admit = {}
-        for seq, _ in wave:
+        for seq in (own.sequence for own in wave):
             if seq.slot is None:
                 seq.slot = heapq.heappop(self._slots)
                 admit[seq.slot] = SamplingState(seq.sampler, tuple(seq.tokens[seq.prompt_len:]))
-        wave.sort(key=lambda part: (part[1] > 1, -part[0].computed if self._longest_first
-                                    else part[0].slot))
-        sequences = [seq for seq, _ in wave]
-        sampled = [seq for seq, count in wave if seq.computed + count >= len(seq.tokens)]
+        longest = self._limits.longest_first
+        wave.sort(key=lambda own: (len(own.tokens) > 1, not own.num_drafts,
+                                   -own.sequence.computed if longest else own.sequence.slot))
+        sequences = [own.sequence for own in wave]
+        sampled = [(index, own) for index, own in enumerate(wave) if own.reaches_the_end]
         return Part(Step.of(
-            [seq.tokens[seq.computed:seq.computed + count] for seq, count in wave],
-            [seq.computed for seq in sequences], [seq.blocks for seq in sequences],
+            [own.tokens for own in wave], [seq.computed for seq in sequences],
+            [seq.blocks for seq in sequences],
             [seq.slot for seq in sequences if seq.slot is not None],
-            sample=[index for index, seq in enumerate(sequences) if seq in sampled], admit=admit,
+            sample=[index for index, _ in sampled], admit=admit,
             copies=np.array(copies, np.int32).reshape(-1, 2),
-            logits="sampled" if any(seq.params.logprobs is not None for seq in sampled) else "none",
-            masks={seq.slot: seq.mask for seq in sampled if seq.mask is not None}), sequences)
+            logits="sampled" if any(own.sequence.params.logprobs is not None
+                                    for _, own in sampled) else "none",
+            masks={own.sequence.slot: np.tile(own.sequence.mask, (1 + own.num_drafts, 1))
+                   for _, own in sampled if own.sequence.mask is not None},
+            num_drafts=[own.num_drafts for own in wave]), sequences)
 
     def _update(self, scheduled: Any) -> None:
         """Update the sequences: preempted, finished, new, running and resumed ones."""
@@ -159,14 +198,27 @@ class Sequences:
             sequence.slot = None
 
 
-def with_grammar(part: Part, grammar: Any) -> Step:
-    """Return the step of a part with the token masks of vLLM's GrammarOutput, if any."""
+def grammar_masks(grammar: Any, drafts: Mapping[str, list[int]]) -> dict[str, np.ndarray]:
+    """Return the token masks of vLLM's GrammarOutput, if any, by request id.
+
+    Args:
+        drafts: as scheduled; a request has a mask for each, and one more.
+    """
     if grammar is None:
-        return part.step
-    rows = dict(zip(grammar.structured_output_request_ids, grammar.grammar_bitmask, strict=True))
+        return {}
+    names = grammar.structured_output_request_ids
+    ends = np.cumsum([1 + len(drafts.get(name, ())) for name in names])
+    return dict(zip(names, np.split(grammar.grammar_bitmask.view(np.uint32), ends[:-1]),
+                    strict=True))
+
+
+def with_masks(part: Part, masks: Mapping[str, np.ndarray]) -> Step:
+    """Return the step of a part with these token masks of its requests; see `grammar_masks`."""
+    counts = part.step.sampled_counts.tolist()
     return replace(part.step, masks={**part.step.masks, **{
-        seq.slot: rows[seq.request_id].view(np.uint32) for seq in part.chosen
-        if seq.request_id in rows and seq.slot is not None}})
+        seq.slot: masks[seq.request_id][:count]
+        for seq, count in zip(part.chosen, counts, strict=True)
+        if seq.request_id in masks and seq.slot is not None}})
 
 
 class Pending:
@@ -178,18 +230,26 @@ class Pending:
         for tokens, _ in self._places:
             tokens.append(LAST)
 
-    def settle(self, sampled: StepOutput) -> dict[str, int]:
+    def settle(self, sampled: StepOutput) -> dict[str, list[int]]:
         """Replace the placeholders with the sampled tokens; return these by request."""
         tokens_by_request = {}
-        for seq, (tokens, place), token in zip(self.part.chosen, self._places,
-                                               sampled.tokens.tolist(), strict=True):
-            if token == NOT_FINITE:  # vLLM has no way to fail a request here
+        for seq, (tokens, place), own in zip(self.part.chosen, self._places, split(sampled),
+                                             strict=True):
+            if NOT_FINITE in own:  # vLLM has no way to fail a request here
                 _LOGGER.error("request %s: the logits are NaN or infinite; check the checkpoint's "
                               "weights, or compile with another --dtype", seq.request_id)
-                token = 0
-            assert token >= 0, f"the masks of request {seq.request_id} allow no token"
-            tokens[place] = tokens_by_request[seq.request_id] = token
+                own = [0 if token == NOT_FINITE else token for token in own]
+            assert min(own) >= 0, f"the masks of request {seq.request_id} allow no token"
+            tokens[place:place + 1] = tokens_by_request[seq.request_id] = own
         return tokens_by_request
+
+
+def split(sampled: StepOutput) -> list[list[int]]:
+    """Return the tokens of each sampled sequence."""
+    if sampled.counts is None:
+        return [[token] for token in sampled.tokens.tolist()]
+    ends = np.cumsum(sampled.counts)
+    return [own.tolist() for own in np.split(sampled.tokens, ends[:-1])]
 
 
 @dataclass(frozen=True)
@@ -206,35 +266,41 @@ class TokenLogprobs:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._all: dict[str, _Ranked] = {}
+        self._all: dict[str, list[_Ranked]] = {}
 
     def add(self, part: Part, sampled: StepOutput) -> None:
         if sampled.logits is None:
             return
-        for seq, token, logits in zip(part.chosen, sampled.tokens.tolist(), sampled.logits,
-                                      strict=True):
+        starts = accumulate(part.step.sampled_counts.tolist(), initial=0)
+        for seq, tokens, start in zip(part.chosen, split(sampled), starts, strict=False):
             count = seq.params.logprobs
             if count is not None:
-                self._all[seq.request_id] = _Ranked(
-                    token, Logprobs.of(logits, token, self._vocab_size if count == -1 else count),
-                    int(np.count_nonzero(logits > logits[token])))
+                self._all[seq.request_id] = [
+                    self._ranked(token, logits, self._vocab_size if count == -1 else count)
+                    for token, logits in zip(tokens, sampled.logits[start:], strict=False)]
 
-    def rows(self, request_ids: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    @staticmethod
+    def _ranked(token: int, logits: np.ndarray, count: int) -> _Ranked:
+        return _Ranked(token, Logprobs.of(logits, token, count),
+                       int(np.count_nonzero(logits > logits[token])))
+
+    def rows(self, request_ids: list[str]) -> \
+            tuple[np.ndarray, np.ndarray, np.ndarray, list[int]] | None:
         """Return the contents of vLLM's LogprobsLists; None if no request has logprobs.
 
         Returns:
-            Tokens and log-probabilities [num_requests, 1 + maximum logprobs], with the sampled
-            token first, and its rank from 1 [num_requests].
+            Tokens and log-probabilities [num_rows, 1 + maximum logprobs], with the sampled token
+            first, its rank from 1 [num_rows], and the first row of each request.
         """
         if not self._all:
             return None
-        width = 1 + max(len(entry.found.top) for entry in self._all.values())
-        tokens = np.zeros((len(request_ids), width), np.int64)
-        values = np.full((len(request_ids), width), -np.inf, np.float32)
-        ranks = np.zeros(len(request_ids), np.int64)
-        for row, entry in enumerate(map(self._all.get, request_ids)):
-            if entry is not None:
-                pairs = [(entry.token, entry.found.chosen), *entry.found.top]
-                tokens[row, :len(pairs)], values[row, :len(pairs)] = zip(*pairs, strict=True)
-                ranks[row] = entry.num_above + 1
-        return tokens, values, ranks
+        entries = [entry for name in request_ids for entry in self._all.get(name, ())]
+        starts = accumulate((len(self._all.get(name, ())) for name in request_ids), initial=0)
+        width = 1 + max(len(entry.found.top) for entry in entries)
+        tokens = np.zeros((len(entries), width), np.int64)
+        values = np.full((len(entries), width), -np.inf, np.float32)
+        for row, entry in enumerate(entries):
+            pairs = [(entry.token, entry.found.chosen), *entry.found.top]
+            tokens[row, :len(pairs)], values[row, :len(pairs)] = zip(*pairs, strict=True)
+        ranks = np.array([entry.num_above + 1 for entry in entries], np.int64)
+        return tokens, values, ranks, [*starts]

@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     AsyncModelRunnerOutput,
+    DraftTokenIds,
     LogprobsLists,
     ModelRunnerOutput,
 )
@@ -29,11 +30,19 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 from llmc.artifacts.manifest import verify_files
 from llmc.runtime.core.step import Step
 from llmc.runtime.replica import EngineConfig
+from llmc_vllm.drafts import Drafter, check_limits
 from llmc_vllm.model import read_copy, view
 from llmc_vllm.options import spans_hosts
 from llmc_vllm.parameters import sampler
 from llmc_vllm.ranks import Rank, block_bytes, load_rank
-from llmc_vllm.sequences import Part, Pending, Sequences, TokenLogprobs, with_grammar
+from llmc_vllm.sequences import (
+    Part,
+    Pending,
+    Sequences,
+    TokenLogprobs,
+    grammar_masks,
+    with_masks,
+)
 
 _CACHE = "llmc.kv_cache"  # stands for the caches of all layers of a rank
 
@@ -63,14 +72,16 @@ class LlmcWorker(WorkerBase):
 
     `execute_model` plans a scheduled step and `sample_tokens` runs it, because vLLM computes the
     token masks of structured output in between. With async scheduling, a step is planned and
-    submitted while the previous one runs.
+    submitted while the previous one runs. With drafts, scheduling is not async, and
+    `take_draft_token_ids` follows.
     """
 
     local_rank: int
     _rank: Rank
     _sequences: Sequences
     _parts: list[Part]
-    _request_ids: list[str]
+    _scheduled: Any
+    _drafter: Drafter | None
     _in_flight: deque[_Output]
 
     def init_device(self) -> None:
@@ -103,8 +114,10 @@ class LlmcWorker(WorkerBase):
                 scheduling.max_num_seqs,
                 max(scheduling.max_num_batched_tokens, scheduling.max_num_seqs), cache.block_size,
                 cache_bytes and cache_bytes // self._block_bytes * cache.block_size,
-                cache.gpu_memory_utilization),
+                cache.gpu_memory_utilization,
+                speculates=self.vllm_config.speculative_config is not None),
             get_tp_group().cpu_group)
+        check_limits(self.vllm_config, self._manifest, self._rank.limits)
 
     def get_kv_cache_spec(self) -> dict[str, FullAttentionSpec]:
         return {_CACHE: FullAttentionSpec(
@@ -122,6 +135,8 @@ class LlmcWorker(WorkerBase):
         self._sequences = Sequences(
             self._rank.limits, self._manifest.dims.vocab_size,
             functools.partial(sampler, model_seed=self.model_config.seed))
+        self._drafter = None if self.vllm_config.speculative_config is None else \
+            Drafter(self.vllm_config, self._rank.limits)
         self._in_flight = deque()
 
     def update_max_model_len(self, max_model_len: int) -> None:
@@ -143,17 +158,26 @@ class LlmcWorker(WorkerBase):
         while len(self._in_flight) > 1:  # vLLM gets the outputs of one rank only
             self._in_flight.popleft().get_output()
         self._parts = self._sequences.plan(scheduler_output)
-        self._request_ids = list(scheduler_output.num_scheduled_tokens)
+        self._scheduled = scheduler_output
         return None if self._parts else EMPTY_MODEL_RUNNER_OUTPUT
 
     def sample_tokens(self, grammar_output: Any) -> ModelRunnerOutput | AsyncModelRunnerOutput:
-        output = _Output(self._rank, self._request_ids, self._manifest.dims.vocab_size)
+        output = _Output(self._rank, list(self._scheduled.num_scheduled_tokens),
+                         self._manifest.dims.vocab_size)
+        masks = grammar_masks(grammar_output, self._scheduled.scheduled_spec_decode_tokens)
         for part in self._parts:
-            output.submit(part, with_grammar(part, grammar_output))
+            output.submit(part, with_masks(part, masks))
         if not self.scheduler_config.async_scheduling:
             return output.get_output()
         self._in_flight.append(output)
         return output
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        if self._drafter is None:
+            return None
+        drafts = self._drafter.propose([seq for part in self._parts for seq in part.chosen],
+                                       self._scheduled.num_spec_tokens_to_schedule)
+        return DraftTokenIds(list(drafts), list(drafts.values()))
 
     def shutdown(self) -> None:
         if hasattr(self, "_rank"):
@@ -165,7 +189,7 @@ class _Output(AsyncModelRunnerOutput):
 
     def __init__(self, rank: Rank, request_ids: list[str], vocab_size: int) -> None:
         self._rank, self._request_ids = rank, request_ids
-        self._tokens: dict[str, int] = {}
+        self._tokens: dict[str, list[int]] = {}
         self._logprobs = TokenLogprobs(vocab_size)
         self._last: tuple[int, Pending] | None = None
         self._lock = Lock()
@@ -190,6 +214,5 @@ class _Output(AsyncModelRunnerOutput):
         names, rows = self._request_ids, self._logprobs.rows(self._request_ids)
         return ModelRunnerOutput(
             req_ids=names, req_id_to_index={name: row for row, name in enumerate(names)},
-            sampled_token_ids=[[self._tokens[name]] if name in self._tokens else []
-                               for name in names],
+            sampled_token_ids=[self._tokens.get(name, []) for name in names],
             logprobs=None if rows is None else LogprobsLists(*rows))
