@@ -127,11 +127,14 @@ void bind_program(nb::module_& m) {
 // and with drafts the number of tokens of each sequence, else None.
 nb::tuple to_python(const Engine::Results& results, int vocab_size) {
   // Rows of the accepted tokens, in the order of sequences; all without drafts.
-  std::vector<int32_t> kept;
+  std::vector<int32_t> kept, all_rows;
   nb::object counts = nb::none();
   for (int i = 0; i < results.num_sequences; ++i)
-    for (int k = 0; k < results.counts[i]; ++k)
-      kept.push_back(results.row_of[i * results.positions + k]);
+    for (int k = 0; k < results.positions; ++k) {
+      const int32_t row = results.row_of[i * results.positions + k];
+      if (row >= 0) all_rows.push_back(row);
+      if (k < results.counts[i]) kept.push_back(row);
+    }
   auto copy = [](const auto* data, std::initializer_list<size_t> shape) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
     size_t count = 1;
@@ -172,9 +175,11 @@ nb::tuple to_python(const Engine::Results& results, int vocab_size) {
     float* made = new float[all * vocab];
     nb::capsule owner(made, [](void* p) noexcept { delete[] static_cast<float*>(p); });
     const char* from = static_cast<const char*>(results.logits);
-    for (size_t row = 0; row < all; ++row)
-      to_float(made + row * vocab, from + row * results.logits_width * width(results.dtype),
+    for (size_t row = 0; row < all; ++row) {
+      const size_t source = all_rows.empty() ? row : all_rows[row];
+      to_float(made + row * vocab, from + source * results.logits_width * width(results.dtype),
                vocab_size, results.dtype);
+    }
     logits = nb::cast(nb::ndarray<nb::numpy, float>(made, {all, vocab}, owner));
   }
   const auto sampled = pick(results.tokens);
