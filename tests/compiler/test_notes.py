@@ -63,13 +63,13 @@ def test_compile_phases_are_not_identified_by_name(tiny_hf, tmp_path, monkeypatc
     assert all("vocab_size" not in report.matches for report in manifest.passes)
 
 
-@pytest.mark.parametrize(("encoder", "reason"),
-                         [(False, "its mask is odd"), (True, r"\(the graph")])
-def test_the_attention_pass_must_find_attention(encoder, reason):
+@pytest.mark.parametrize(("part", "reason"),
+                         [("", "its mask is odd"), ("encoder", r"\(the graph")])
+def test_the_attention_pass_must_find_attention(part, reason):
     """For any pass name; for decoders, regardless of refusals in an encoder's graph."""
     node = gs.Node("Softmax", "probabilities", inputs=[gs.Variable("scores", np.float32)],
                    outputs=[gs.Variable("weights", np.float32)])
-    report = Report("step 7", attention, encoder)
+    report = Report("step 7", attention, part)
     report.refuse(node, NoMatch("its mask is odd"))
     with pytest.raises(llmc.LlmcError, match=rf"attention was not recognized: .*{reason}"):
         require_attention([gs.Graph([node])], [report])

@@ -54,7 +54,7 @@ def test_a_registered_target_compiles_and_runs_a_model(abacus, tiny_hf, case_tp1
     (dict(tp_size=2), "target 'abacus' has no collectives; compile with --tp_size 1"),
     (dict(quantize="int8", group_size=32), "group_size 32 is not a multiple of 64"),
     (dict(kv_dtype="float8_e4m3fn"), "leave it out, or give float16"),
-    (dict(compute_capability="9.0"), "is not valid for target abacus")])
+    (dict(compute_capability="9.0"), "target 'abacus' has no compute_capability")])
 def test_options_are_validated_against_the_target_s_spec(abacus, tiny_hf, tmp_path, options,
                                                          message):
     with pytest.raises(llmc.LlmcError, match=message):

@@ -14,7 +14,7 @@ def test_latencies_count_from_the_arrival(monkeypatch):
         def metrics(self):
             return dict.fromkeys(("cache_hits", "cache_queries", "preemptions"), 0)
 
-        def stream(self, prompts, params, arrivals):
+        def stream(self, prompts, params, arrivals, cache_salt):
             clock.now += 5  # reads all prompts
             return self._pieces(arrivals)
 
