@@ -19,6 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 import llmc
 from llmc.artifacts.manifest import Target, hash_file, read_manifest
 from llmc.compiler import api
+from llmc.compiler.check.diff import diff
 from llmc.compiler.frontend import checkpoint, gguf_file
 from llmc.compiler.frontend.gguf_header import read_header
 from llmc.compiler.lower import lower
@@ -277,6 +278,8 @@ def test_a_quantized_file_is_requantized_with_an_option(q4_1, tmp_path):
     made = (again[name].reshape(groups.shape).astype(np.float32) - 128) \
         * again[f"{name}_scale"][..., None]
     assert 0 < np.abs(made - groups).max() <= np.abs(groups).max() / 127 * 0.51
+    report = diff(tmp_path / "again", q4_1, tokens=2)
+    assert report.verdict is None and not report.weights
 
 
 def test_an_unknown_tokenizer_is_refused_before_the_export(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import pytest
 from onnxruntime.capi.onnxruntime_pybind11_state import Fail, InvalidArgument
 
 from llmc import plugins
+from llmc.plugins.quantization import pack
 
 CASES = [(op, sample, f"{op.name}-{index}") for op in plugins.registry().values() if op.samples
          for index, sample in enumerate(op.samples(np.random.default_rng(7)))]
@@ -196,6 +197,24 @@ def test_reference_bodies_of_row_wise_ops_take_any_leading_dimensions(op, sample
 def test_an_activation_that_does_not_exist_is_an_error():
     with pytest.raises(ValueError, match="attribute 'activation' is 'gelu_new', expected one of"):
         plugins.registry()["GemmBiasAct"].function({"activation": "gelu_new"}, ["x", "w"])
+
+
+def test_a_minimum_does_not_increase_the_error_of_quantized_activations():
+    """Of weights that are centered, next to weights whose activations alone are rounded."""
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 16, (64, 96), dtype=np.uint8)
+    scale = rng.uniform(0.01, 0.02, (64, 3)).astype(np.float32)
+    inputs = {"x": rng.standard_normal((8, 96)).astype(np.float32), "weight": pack(codes, 4),
+              "weight_scale": scale, "weight_min": -7.5 * scale}
+    fields = {"weight_dtype": "uint4", "group_size": 32, "in_features": 96, "out_features": 64}
+    weight = np.repeat(scale, 32, 1) * (codes - 7.5)
+    groups = inputs["x"].reshape(8, 3, 32)
+    step = np.abs(groups).max(2, keepdims=True) / 127
+    rounded = (np.rint(groups / step) * step).reshape(8, 96)
+    out, = run(plugins.registry()["GemmBiasAct"], plugins.Sample(fields, inputs), "cpu")
+    error, expected = (np.sqrt(np.mean((made - inputs["x"] @ weight.T)**2))
+                       for made in (out, rounded @ weight.T))
+    assert error < 1.2 * expected
 
 
 ATTENTION = plugins.registry()["CausalAttention"]
