@@ -118,39 +118,18 @@ class GraphPass:
 
 
 @dataclass(frozen=True)
-class EncoderPass:
-    """A pass over both graphs of a rank, decoder and encoder."""
-
-    name: str
-    run: Callable[[Sequence[gs.Graph], Settings, Report], None]
-    when: Condition = _always
-
-
-@dataclass(frozen=True)
-class DraftPass:
-    """A pass over both graphs of a rank, model and draft model."""
-
-    name: str
-    run: Callable[[Sequence[gs.Graph], Settings, Report], None]
-    when: Condition = _always
-
-
-@dataclass(frozen=True)
-class PairPass:
-    """A pass over both graphs of a rank, whether the second is an encoder's or a draft model's."""
-
-    name: str
-    run: Callable[[Sequence[gs.Graph], Settings, Report], None]
-    when: Condition = _always
-
-
-@dataclass(frozen=True)
 class RankPass:
-    """A pass over all graphs of a rank, one or two."""
+    """A pass over all graphs of a rank together.
+
+    Args:
+        others: what the second graph may be, `encoder` or `draft`; other ranks are skipped. Empty:
+            one or two graphs of any kind.
+    """
 
     name: str
     run: Callable[[Sequence[gs.Graph], Settings, Report], None]
     when: Condition = _always
+    others: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -169,7 +148,7 @@ class Requirement:
     check: Callable[[Sequence[gs.Graph], Sequence[Report]], None]
 
 
-Pass = GraphPass | EncoderPass | DraftPass | PairPass | RankPass | Partition
+Pass = GraphPass | RankPass | Partition
 Step = Pass | Requirement
 
 PASSES: tuple[Step, ...] = (
@@ -190,7 +169,7 @@ PASSES: tuple[Step, ...] = (
     GraphPass("attention", attention),
     Requirement(require_attention),
     Requirement(require_embedding),
-    DraftPass("number_caches", number_caches),
+    RankPass("number_caches", number_caches, others=("draft",)),
     GraphPass("gates", gates),          # after attention, which expects the original layout
     GraphPass("gated_mlp", gated_mlp),  # before activation, which would fuse the gate's
     GraphPass("activation", activation),
@@ -199,10 +178,12 @@ PASSES: tuple[Step, ...] = (
     GraphPass("pack", pack),            # after all passes that probe with a batch axis
     GraphPass("select_tokens", select_tokens, needs_logits=True),
     GraphPass("pad_vocabulary", pad_vocabulary, needs_logits=True),
-    PairPass("share_weights", share_weights),  # after padding, so that tied tables stay tied
+    # After padding, so that tied tables stay tied.
+    RankPass("share_weights", share_weights, others=("encoder", "draft")),
     # Partition.
     Partition("tensor_parallel", tensor_parallel),
-    EncoderPass("memory", move_memory),  # after its weights were partitioned by their uses
+    # After its weights were partitioned by their uses.
+    RankPass("memory", move_memory, others=("encoder",)),
     # Quantize after partition, so that no group is cut, and after the fusion of norms, so that
     # their gains are folded into the unquantized weights.
     GraphPass("norm_gate", norm_gate, _program),
@@ -217,11 +198,11 @@ PASSES: tuple[Step, ...] = (
     GraphPass("columns", columns, _program),
     RankPass("cast", cast, _several_dtypes),
     GraphPass("cache_dtype", cache_dtype, _kv_dtypes),  # after cast, which sets the model's dtype
-    PairPass("name_weights", name_weights, _kernels),  # after all passes that create weights
+    # After all passes that create weights.
+    RankPass("name_weights", name_weights, _kernels, others=("encoder", "draft")),
     GraphPass("blocks", blocks, _paged, needs_logits=True),
     GraphPass("narrow_indices", narrow_indices, _narrow),
 )
-_PASSES_OF: dict[str, type[Pass]] = {"encoder": EncoderPass, "draft": DraftPass}
 _FUSE = PASSES[:next(i for i, step in enumerate(PASSES) if isinstance(step, Partition))]
 
 
@@ -348,8 +329,8 @@ def run_pass(step: Step, ranks: list[list[gs.Graph]], settings: Settings,
         new: list[Report] = []
         if isinstance(step, GraphPass):
             new = _apply_to_each(step, graphs, settings)
-        elif isinstance(step, RankPass) or (len(graphs) > 1 and isinstance(
-                step, (PairPass, _PASSES_OF[part_of(graphs[1], 1)]))):
+        elif isinstance(step, RankPass) and (not step.others or (
+                len(graphs) > 1 and part_of(graphs[1], 1) in step.others)):
             new = [Report(step.name, step.run)]
             step.run(graphs, settings, new[0])
         if rank == 0:

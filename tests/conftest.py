@@ -89,6 +89,15 @@ def harness(tensorrt):
     return tensorrt.Harness(tensorrt.library)
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """Use one thread, as torch's threads mostly wait for one another in tiny models."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def all_cores():
     """Let the test use all cores instead of the worker's core."""

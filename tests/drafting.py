@@ -1,8 +1,27 @@
-"""Drafters for tests: always right, always wrong, or either."""
+"""Drafters for tests: always right, always wrong, or either; and requests to draft for."""
 
 import random
 
+import llmc
 from llmc.runtime.speculation.drafter import Draft
+
+PROMPTS = [[42, 41, 239, 151, 178, 181, 214], [11, 147], [46, 122, 278, 165, 23],
+           [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]]
+PARAMS = {
+    "greedy": {},
+    "penalties": dict(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.3,
+                      logit_bias={9: 2.0, 11: -2.0}, bad_words=[[178], [5, 6]]),
+    "sampled": dict(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=7),
+    "several": dict(temperature=1.1, seed=3, n=3, logprobs=2),
+    "logprobs": dict(logprobs=3, prompt_logprobs=1),
+    "structured": dict(guided_regex="(ab|c)+d{2,9}", temperature=1.0, seed=4),
+    "ends": dict(min_tokens=9, stop_token_ids=list(range(3, 60))),
+}
+
+
+def params(name):
+    ending = {} if name in ("structured", "ends") else dict(ignore_eos=True)
+    return llmc.SamplingParams(max_tokens=24, **ending, **PARAMS[name])
 
 
 class TestDrafter:

@@ -15,17 +15,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from llmc.compiler.frontend import gguf_file
 from llmc.compiler.frontend.gguf_header import read_header
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SHAPE, WEIGHTS = train_eagle.random_target(0)
 NEW = train_eagle.SCALES["smoke"].max_new_tokens
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Run matrices this small in one thread: faster, most of all beside other tests."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

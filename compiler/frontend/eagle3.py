@@ -70,7 +70,7 @@ class _Head:
 
     @property
     def layer_ids(self) -> Sequence[int] | None:
-        """Numbers of layers after which hidden states are read; None: the default."""
+        """Layers after which hidden states are read, counted from 1; None: the default."""
         given = self.config.get("eagle_aux_hidden_state_layer_ids")
         if given:
             return list(given)

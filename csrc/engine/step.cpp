@@ -2,7 +2,6 @@
 
 #include <functional>
 #include <map>
-#include <numeric>
 
 namespace llmc {
 namespace {
@@ -131,22 +130,18 @@ void check_memory(const HostArray<int32_t>& starts, const HostArray<int32_t>& le
 void check_masks(const StepInputs& inputs, int vocab_size) {
   if (inputs.mask_rows.size == 0 && inputs.masks.size == 0) return;
   const int64_t words = (vocab_size + 31) / 32;
-  check_size("the rows of token masks", inputs.mask_rows.size,
-             inputs.sample.size +
-                 std::accumulate(inputs.num_drafts.begin(), inputs.num_drafts.end(), int64_t{0}));
+  check_size("the rows of token masks", inputs.mask_rows.size, inputs.sampled_rows());
   if (inputs.masks.size % words != 0)
     throw Error("token masks of " + text(inputs.masks.size) + " words are not rows of " +
                 text(words) + " words");
   check_range("the rows of token masks", inputs.mask_rows, -1, inputs.masks.size / words);
 }
 
-// Returns the number of drafts.
-int64_t check_drafts(const StepInputs& inputs, const Limits& limits, int vocab_size) {
-  if (inputs.num_drafts.size == 0) return 0;
+void check_drafts(const StepInputs& inputs, const Limits& limits, int vocab_size) {
+  if (inputs.num_drafts.size == 0) return;
   check_size("num_drafts", inputs.num_drafts.size, inputs.sample.size);
   if (inputs.candidates > 0 || inputs.logits == Logits::kAll)
     throw Error("a step with drafts cannot return candidates or the logits of all tokens");
-  int64_t total = 0;
   for (int64_t i = 0; i < inputs.sample.size; ++i) {
     const int64_t drafts = inputs.num_drafts[i], sequence = inputs.sample[i];
     const int64_t end = inputs.cu_seqlens[sequence + 1];
@@ -159,12 +154,11 @@ int64_t check_drafts(const StepInputs& inputs, const Limits& limits, int vocab_s
       if (inputs.token_ids[token] < 0 || inputs.token_ids[token] >= vocab_size)
         throw Error("draft " + text(token) + " is " + text(inputs.token_ids[token]) +
                     ", expected 0 to " + text(vocab_size - 1));
-    total += drafts;
   }
-  if (inputs.sample.size + total > limits.max_batch)
-    throw Error("a step of " + text(inputs.sample.size) + " sampled sequences and " + text(total) +
+  if (inputs.sampled_rows() > limits.max_batch)
+    throw Error("a step of " + text(inputs.sample.size) + " sampled sequences and " +
+                text(inputs.sampled_rows() - inputs.sample.size) +
                 " drafts exceeds the engine's limit of " + text(limits.max_batch));
-  return total;
 }
 
 void check_scored(const StepInputs& inputs, int64_t num_tokens, int vocab_size) {
@@ -209,10 +203,7 @@ Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size,
                 sampled = inputs.sample.size;
   check_rows(batch, limits);
   const int64_t num_logits =
-      inputs.logits == Logits::kAll
-          ? num_tokens
-          : sampled + inputs.scored_rows.size +
-                std::accumulate(inputs.num_drafts.begin(), inputs.num_drafts.end(), int64_t{0});
+      inputs.logits == Logits::kAll ? num_tokens : inputs.sampled_rows() + inputs.scored_rows.size;
   if (num_tokens > limits.max_tokens || num_logits > limits.max_logits)
     throw Error("a step of " + text(num_tokens) + " tokens and " + text(num_logits) +
                 " logits exceeds the engine's limits of " + text(limits.max_tokens) + " and " +

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <numeric>
 #include <vector>
 
 #include "../kernels/sampling/state.h"
@@ -100,6 +101,10 @@ struct StepInputs {
   int width() const { return static_cast<int>(block_tables.size / past_lens.size); }
   int fresh(int64_t sequence) const { return cu_seqlens[sequence + 1] - cu_seqlens[sequence]; }
   int drafts(int64_t sampled) const { return num_drafts.size > 0 ? num_drafts[sampled] : 0; }
+  // Rows from which tokens are sampled: of each sequence one, and one more for each draft.
+  int64_t sampled_rows() const {
+    return std::accumulate(num_drafts.begin(), num_drafts.end(), sample.size);
+  }
 };
 
 // The host's record of a slot.

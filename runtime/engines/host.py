@@ -75,15 +75,15 @@ class HostSampling:
         finite = np.isfinite(logits.max(axis=1)).tolist()  # the maximum is NaN if any logit is
         start, accepted = 0, []
         for sequence, count in zip(step.sample.tolist(), counts, strict=True):
-            rows = range(start, start + count)
+            rows = slice(start, start + count)
             end = int(step.cu_seqlens[sequence + 1])
             drafts = step.token_ids[end - count + 1:end].tolist()
-            sampled = self._verify(step, int(step.slots[sequence]), logits[start:rows.stop],
-                                   finite[start:rows.stop], drafts)
+            sampled = self._verify(step, int(step.slots[sequence]), logits[rows], finite[rows],
+                                   drafts)
             tokens += [token for token, _ in sampled]
             logprobs += [probabilities for _, probabilities in sampled]
             accepted.append(len(sampled))
-            start = rows.stop
+            start += count
         candidates = Candidates.of(log_softmax(logits), step.candidates) if step.candidates \
             else None
         return StepOutput(np.array(tokens, np.int64), logprobs, candidates,

@@ -215,8 +215,10 @@ class DraftPlanner:
             sequences: those that it drafts for.
             batch: sequences that decode in the step.
         """
-        if self._count is not None or not sequences:
-            return (self._count or 0) if sequences else 0
+        if not sequences:
+            return 0
+        if self._count is not None:
+            return self._count
         seconds = self.costs.of(batch)
         most = len(seconds) - 1
         return self._best([(own.expected_rate(), most) for own in sequences], batch, seconds)

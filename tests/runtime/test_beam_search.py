@@ -20,16 +20,8 @@ from llmc.runtime.sampling.beam_search import (
     log_softmax,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 KINDS = ["gpt2", "gemma2", "qwen3", "gpt_neox"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Use one thread, as torch's threads mostly wait for one another in tiny models."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
