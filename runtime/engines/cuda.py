@@ -240,8 +240,9 @@ class CudaEngine:
         steps = [(lengths, False, False)
                  for lengths in prompt_steps(self._limits, self._max_seq_len)]
         sizes = [*reversed(self._engine.graph_sizes)]
-        decode_sizes = [size for size in sizes if size < self._limits.max_slots] + \
-            [min(size for size in sizes if size >= self._limits.max_slots)]
+        most = min(self._limits.max_slots, sizes[0])  # larger steps have drafts
+        decode_sizes = [size for size in sizes if size < most] + \
+            [min(size for size in sizes if size >= most)]
         steps += [([1] * size, True, False) for size in sorted(decode_sizes, reverse=True)]
         if self._max_drafts:
             steps += [([1] * size, True, True) for size in sizes if size > 1]
