@@ -139,7 +139,8 @@ def add_output(graph: gs.Graph, node: gs.Node) -> None:
 
 def mark_weights(graph: gs.Graph, shared: Set[int]) -> None:
     """Prefix the names of a draft model's weights, except those of the model, by identity."""
-    for tensor in graph.tensors().values():
-        if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight) \
-                and id(tensor._values) not in shared:
-            tensor.name = f"{PREFIX}{tensor.name}"
+    own = {id(tensor): tensor for node in graph.nodes for tensor in node.inputs
+           if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight)
+           and id(tensor._values) not in shared}
+    for tensor in own.values():  # not by name: the model's embedding may have that of a head
+        tensor.name = f"{PREFIX}{tensor.name}"

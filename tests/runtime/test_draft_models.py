@@ -18,8 +18,9 @@ from transformers.modeling_layers import MtpModel
 
 import llmc
 from llmc.artifacts.manifest import read_manifest
-from llmc.compiler.frontend.draft import hidden_states
+from llmc.compiler.frontend.draft import hidden_states, mark_weights
 from llmc.compiler.frontend.raw import RawModel
+from llmc.compiler.graph.weights import Weight
 from llmc.runtime.engines.host import HostSampling
 from llmc.runtime.speculation.drafter import Draft
 from llmc.runtime.speculation.engine_drafts import EngineDrafter
@@ -239,6 +240,15 @@ def test_hidden_states_of_an_onnx_file_are_unknown():
     raw = RawModel(gs.Graph(), {"model_type": "llama"}, "onnx", lambda target: None, {})
     with pytest.raises(llmc.LlmcError, match=r"unknown \(it comes from an onnx file\), which"):
         hidden_states(raw)
+
+
+def test_a_head_named_like_the_shared_embedding_is_its_own():
+    graph = gs.Graph()
+    table, head = (gs.Constant("lm_head.weight", Weight.of(np.zeros((rows, 4), np.float32)))
+                   for rows in (8, 6))
+    graph.nodes += [gs.Node("Gather", inputs=[table]), gs.Node("MatMul", inputs=[head])]
+    mark_weights(graph, {id(table._values)})
+    assert (table.name, head.name) == ("lm_head.weight", "draft.lm_head.weight")
 
 
 def test_shared_weights_are_stored_once(model, case, tmp_path):
