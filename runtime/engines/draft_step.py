@@ -1,8 +1,8 @@
 """Inputs of a draft model after a step of its model.
 
 A draft model that reads features has, at row p, the token of position p + 1 and the features of
-position p. A separate model has the token of position p. Rows of rejected drafts are left out, the
-row whose token is not known yet, and those of uncommitted tokens, which the draft model has read.
+position p. A separate model has the token of position p. Rows of rejected drafts are left out, and
+the row whose token is not known yet.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class DraftStep:
         counts = np.ones(len(step.sample), np.int64) if output.counts is None else output.counts
         ends = [*accumulate(counts.tolist())]
         places = {sequence: place for place, sequence in enumerate(step.sample.tolist())}
-        found: list[tuple[int, int, int | None, list[int], range, int]] = []
+        found: list[tuple[int, int, int | None, list[int], range]] = []
         for sequence in range(step.batch_size):
             start, end = step.cu_seqlens[sequence:sequence + 2].tolist()
             place, following = places.get(sequence), -1
@@ -53,27 +53,23 @@ class DraftStep:
                 following = int(output.tokens[ends[place] - 1])
             elif len(step.next_tokens):
                 following = int(step.next_tokens[sequence])
-            past = int(step.past_lens[sequence])
-            if past + end - start == max_seq_len or following < 0:
+            if int(step.past_lens[sequence]) + end - start == max_seq_len or following < 0:
                 place = None
-            if len(step.num_uncommitted):
-                past += int(step.num_uncommitted[sequence])
-                start += int(step.num_uncommitted[sequence])
             tokens = step.token_ids[start + shifted:end].tolist()
             if (shifted and following >= 0) or (place is not None and step.propose):
                 tokens.append(following)
             if tokens:
                 found.append((sequence, int(step.slots[sequence]), place, tokens,
-                              range(start, end), past))
+                              range(start, end)))
         if not found:
             return None
         found.sort(key=lambda own: (len(own[3]) > 1, own[1]))
-        rows = [row for *_, tokens, own, _ in found
-                for row in (own[:len(tokens)] if shifted else own)]
+        rows = [row for *_, tokens, own in found for row in (own[:len(tokens)] if shifted else own)]
         drafting = [index for index, (_, _, place, *_) in enumerate(found) if place is not None]
         tables = [step.block_tables[sequence].tolist() for sequence, *_ in found]
         return DraftStep(
-            Step.of([tokens for *_, tokens, _, _ in found], [past for *_, past in found], tables,
+            Step.of([tokens for *_, tokens, _ in found],
+                    [int(step.past_lens[sequence]) for sequence, *_ in found], tables,
                     [slot for _, slot, *_ in found], sample=drafting),
             np.array(rows, np.int64),
             np.array([place for _, _, place, *_ in found if place is not None], np.int64))

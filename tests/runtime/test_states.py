@@ -16,9 +16,10 @@ import llmc
 from llmc.artifacts.manifest import read_manifest
 from llmc.compiler.passes import recurrent_state
 from llmc.runtime.core import loop as loop_module
-from llmc.runtime.core.step import EngineLimits, Step
+from llmc.runtime.core.step import EngineLimits, SamplingState, Step
 from llmc.runtime.engines import cpu
 from llmc.runtime.engines.state_slots import StateSlots
+from llmc.runtime.sampling.sampler import Sampler
 
 # First: each layer has attention and two states; second: each has attention or two states.
 FAMILIES = ("falcon_h1", pytest.param("kimi_linear", marks=pytest.mark.thorough))
@@ -196,6 +197,31 @@ def test_a_session_continues_beside_others(case, model, expected):
         got = session.extend([PROMPTS[4][10:], PROMPTS[6][3:]])
     wanted = [families.reference_logits(model, PROMPTS[n])[-1] for n in (4, 6)]
     families.assert_close(got, np.stack(wanted))
+
+
+def test_a_state_stays_when_the_pages_of_its_row_are_released(case, model):
+    """A step of the rows around it passes it over."""
+    state = SamplingState(Sampler(tokens()))
+    prompt = PROMPTS[3]
+
+    def work(scheduler, engine):
+        def run(made):
+            return engine.collect(engine.submit(made)).logits
+
+        def prefill(slot, count, first):
+            run(Step.of([prompt[:count]], [0], [range(first, first + count)], [slot],
+                        admit={slot: state}))
+
+        prefill(1, 4, 0)
+        prefill(3, 9, 5)
+        prefill(0, 4, 5)  # too many rows: that of slot 1 is released
+        prefill(2, 2, 10)
+        run(Step.of([[5], [6]], [4, 2], [range(5, 10), range(10, 13)], [0, 2]))
+        return run(Step.of([prompt[4:5]], [4], [range(5)], [1], logits="sampled"))
+
+    with llmc.LLM(case, max_batch_size=4, block_size=1, kv_cache_tokens=16) as llm:
+        logits = llm._loops[0].run(work)
+    families.assert_close(logits[0], families.reference_logits(model, prompt[:5])[-1])
 
 
 def test_the_manifest_lists_the_states_of_each_chip(cases):
