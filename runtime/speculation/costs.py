@@ -64,13 +64,13 @@ def measure_costs(engine: Engine, max_seq_len: int, *, encodes: bool = False) ->
         encodes: whether the model has an encoder.
     """
     limits = engine.limits
-    past, drafts, most = min(_PAST, max_seq_len // 2), _DRAFTS, limits.max_drafts
+    past, counts, most = min(_PAST, max_seq_len // 2), [*_DRAFTS], limits.max_drafts
     if limits.keeps_states:
-        past, drafts, most = 1, _DRAFTS + _UNCOMMITTED, 2 * limits.max_drafts
-    most = min(most, max(drafts), max_seq_len - past - 1)
+        past, counts, most = 1, [*_DRAFTS, *_UNCOMMITTED], 2 * limits.max_drafts
+    most = min(most, max(counts), max_seq_len - past - 1)
     blocks = -(-(past + 1 + most) // limits.block_size)
     largest = min(limits.max_slots, limits.num_blocks // blocks)
-    counts = [count for count in drafts if count <= most]
+    counts = [count for count in counts if count <= most]
     seconds: dict[int, list[float]] = {}
     start = time.monotonic()
     for batch in (2**power for power in range(largest.bit_length())):
