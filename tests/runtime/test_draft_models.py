@@ -432,8 +432,8 @@ def save_recurrent(family, directory, **changes):
         if prefix is None:
             continue  # the model's
         name = name.replace(prefix, QWEN_NAMES[prefix])
-        if not name.endswith(("gate_up_proj", "down_proj")):
-            stored[name] = tensor.clone()
+        if not name.endswith(("gate_up_proj", "down_proj")) or family == "qwen3_5_moe_text":
+            stored[name] = tensor.clone()  # experts may be stored in one tensor
             continue
         stem = name.rpartition(".")[0]
         for expert, matrix in enumerate(tensor):
