@@ -33,8 +33,8 @@ def plan_drafts(engine: Engine, config: SpeculationConfig, max_seq_len: int, *,
     count = config.num_speculative_tokens
     recomputes = engine.limits.keeps_states
     if not most and config.method != "off":
-        remedy = "compile it again with this llmc, which adds what its recurrent layers need, or " \
-            "leave it out" if recomputes else "leave it out"
+        remedy = "compile it again if an earlier release did, whose recurrent layers verify no " \
+            "drafts, or leave it out" if recomputes else "leave it out"
         raise LlmcError(f"speculate '{config.method}' is unsupported for this model on its target; "
                         f"{remedy}")
     if count is not None and config.method != "off" and count > most:
