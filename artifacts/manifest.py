@@ -58,10 +58,12 @@ ENGINE_INPUTS: dict[str, tuple[DTypeName, tuple[str, ...]]] = {
     "commit_lens": ("int32", ("batch",)),
     "memory_starts": ("int32", ("batch",)),
     "encoder_sequence_length": ("int32", ("batch",)),
+    "token_type_ids": ("int64", ("num_tokens",)),
 }
 ENCODER_INPUTS = ("input_ids", "position_ids", "cu_seqlens")
 HIDDEN = "hidden"  # features of every token: output of the model, input of its draft model
 HIDDEN_OUT = "hidden_out"
+POOLED = "pooled"  # output of a model whose task is not generation
 DRAFT_TOKEN_IDS = "draft.token_ids"  # weight: token id of each row of the draft model's logits
 _MAX_MANIFEST_BYTES = 16 << 20  # 128 layers on 8 chips take 3 MB
 _MAX_TEMPLATE_BYTES = 4 << 20
@@ -266,6 +268,10 @@ class Chip(_Frozen):
 
     With a `draft` that reads `hidden`, the steps also write `hidden` of every token.
 
+    If the manifest has `pooling`, the last step writes `pooled` instead of `logits`, `[batch,
+    width]` or, with a row per token, `[num_tokens, width]`, and there is no `logits_indices`. Some
+    of these models have an input `token_type_ids`, and those without a KV cache no `past_lens`.
+
     `num_heads` has the number of query heads of each attention layer. `quantization` has the
     quantized weights by name. `states` are the recurrent states, named `state_<i>`.
     """
@@ -315,6 +321,11 @@ class Chip(_Frozen):
         return *self.caches, *self.state_caches
 
     @property
+    def result(self) -> str:
+        """Name of the model's output: `logits`, or `pooled`."""
+        return POOLED if any(tensor.name == POOLED for tensor in self.outputs) else "logits"
+
+    @property
     def features(self) -> tuple[str, ...]:
         """Name of the output for the draft model, if it reads one."""
         return (HIDDEN,) if self.draft and self.draft.hidden_size else ()
@@ -326,7 +337,7 @@ class Chip(_Frozen):
             self._check_dataflow(self.encoder.steps, {*ENCODER_INPUTS}, memory)
             self._check_listed(self.encoder.inputs, self.encoder.outputs, self.encoder.steps)
         self._check_dataflow(self.steps, {*self.kept, *ENGINE_INPUTS, *memory},
-                     {*(f"{name}_out" for name in self.kept), "logits", *self.features})
+                     {*(f"{name}_out" for name in self.kept), self.result, *self.features})
         self._check_listed(self.inputs, self.outputs, self.steps)
         if self.draft:
             results = {"logits", *([HIDDEN_OUT] if self.features else [])}
@@ -458,6 +469,41 @@ class DraftInfo(_Frozen):
     config_sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
+class PoolingInfo(_Frozen):
+    """The task of a model that does not generate text.
+
+    `embed` gives a vector for each text, `classify` scores of labels for each text or pair of
+    texts, `token_classify` for each token; a row has `width` elements. `kind` is the pooling of a
+    text's tokens, None without one. Vectors are `normalized` to length 1, or not. `labels` are the
+    names of a classifier's columns, and `activation` makes scores of its logits. `prompts` are
+    texts to prepend, by name; `default_prompt` is the name of the one to prepend by default.
+    """
+
+    task: Literal["embed", "classify", "token_classify"]
+    kind: Literal["cls", "mean", "last"] | None
+    width: Count
+    normalized: bool = False
+    labels: tuple[str, ...] = ()
+    activation: Literal["none", "sigmoid", "softmax"] = "none"
+    prompts: dict[str, str] = {}
+    default_prompt: str | None = None
+
+    @property
+    def per_token(self) -> bool:
+        """Whether there is a row for each token instead of each text."""
+        return self.task == "token_classify"
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> PoolingInfo:
+        if (self.kind is None) != self.per_token:
+            raise ValueError(f"task {self.task} has the pooling {self.kind}")
+        if self.labels and len(self.labels) != self.width:
+            raise ValueError(f"there are {len(self.labels)} labels for {self.width} columns")
+        if self.default_prompt is not None and self.default_prompt not in self.prompts:
+            raise ValueError(f"default_prompt '{self.default_prompt}' is not one of the prompts")
+        return self
+
+
 def _check_target(kind: str) -> str:
     if kind not in TARGETS:
         raise ValueError(f"unknown target '{kind}'; use one of: {', '.join(TARGETS)}")
@@ -567,6 +613,7 @@ class Manifest(_Frozen):
     dims: Dims
     encoder: EncoderInfo | None = None
     draft: Annotated[DraftInfo | None, Field(exclude_if=_is_absent)] = None
+    pooling: Annotated[PoolingInfo | None, Field(exclude_if=_is_absent)] = None
     dtype: DTypeName
     quantization: tuple[WeightDType, ...] | None = None
     tp_size: Annotated[int, Field(ge=1)]
@@ -586,6 +633,11 @@ class Manifest(_Frozen):
         """Dtype of the KV caches."""
         return next((tensor.dtype for tensor in self.chips[0].inputs
                      if tensor.name == "key_cache_0"), self.dtype)
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether a sequence can be continued: it has KV caches or recurrent states."""
+        return bool(self.chips[0].kept)
 
     @model_validator(mode="after")
     def _check_consistency(self) -> Manifest:
@@ -613,7 +665,8 @@ class Manifest(_Frozen):
                                  f"unlike the manifest")
             layers = self.dims.num_layers
             if len(chip.cache) != len(chip.num_heads) or len(chip.cache) > layers or \
-                    (len(chip.cache) < layers and not chip.states and not self._shares_caches):
+                    (len(chip.cache) < layers and not chip.states and not self._shares_caches
+                     and not (self.pooling and not chip.cache)):
                 raise ValueError(f"chip {chip.rank} has caches for {len(chip.cache)} layers and "
                                  f"heads for {len(chip.num_heads)}, the model has {layers} layers")
             if [len(state.shape) for state in chip.states] != \
@@ -695,10 +748,14 @@ class Manifest(_Frozen):
         memory = {"memory_starts", "encoder_sequence_length"} if self.encoder else set()
         given = {tensor.name: tensor for tensor in chip.inputs}
         produced = {tensor.name: tensor for tensor in chip.encoder.outputs} if chip.encoder else {}
-        required = {"input_ids", "cu_seqlens", "past_lens", "logits_indices", *table, *slots,
-                    *memory, *chip.kept, *produced}
+        required = {"input_ids", "cu_seqlens", *table, *slots, *memory, *chip.kept, *produced}
+        if not self.pooling:
+            required |= {"past_lens", "logits_indices"}
+        elif chip.kept:
+            required.add("past_lens")
         mismatch = (given.keys() ^ required) - {"position_ids"} - \
-            ({"commit_lens"} if chip.states else set())
+            ({"commit_lens"} if chip.states else set()) - \
+            ({"token_type_ids"} if self.pooling else set())
         if mismatch:
             article = "an unknown" if min(mismatch) in given else "no"
             raise ValueError(f"chip {chip.rank} has {article} input {min(mismatch)!r}")
@@ -725,12 +782,16 @@ class Manifest(_Frozen):
         dims = self.dims
         given = {f"{tensor.name}_out": tensor for tensor in chip.inputs
                  if tensor.name in chip.kept}
-        mismatch = {tensor.name for tensor in chip.outputs} ^ {*given, "logits", *chip.features}
+        result = POOLED if self.pooling else "logits"
+        mismatch = {tensor.name for tensor in chip.outputs} ^ {*given, result, *chip.features}
         if mismatch:
-            raise ValueError(f"chip {chip.rank}: the outputs must be its caches and logits; they "
+            raise ValueError(f"chip {chip.rank}: the outputs must be its caches and {result}; they "
                              f"differ in {min(mismatch)!r}")
         for tensor in chip.outputs:
-            if tensor.name == "logits":
+            if self.pooling and tensor.name == POOLED:
+                rows = "num_tokens" if self.pooling.per_token else "batch"
+                tensor.require(self.dtype, (rows, self.pooling.width))
+            elif tensor.name == "logits":
                 tensor.require(self.dtype, ("num_logits", dims.padded_vocab_size))
             elif tensor.name == HIDDEN and chip.draft:
                 tensor.require(self.dtype, ("num_tokens", chip.draft.hidden_size or 0))
@@ -788,10 +849,10 @@ class Manifest(_Frozen):
         dims = self.dims
         if len({len(chip.cache) for chip in self.chips}) > 1:
             raise ValueError("the chips have caches for different numbers of layers")
-        if bool(dims.num_heads) != bool(self.chips[0].cache):
+        if bool(dims.num_heads) != bool(self.chips[0].cache) and not self.pooling:
             raise ValueError(f"the model has {dims.num_heads} heads, but caches for "
                              f"{len(self.chips[0].cache)} layers")
-        if not dims.num_heads:
+        if not dims.num_heads or not self.chips[0].cache:
             return
         first = [(chip.num_heads[0], chip.cache[0].num_kv_heads) for chip in self.chips]
         whole = dims.num_heads, dims.num_kv_heads
@@ -828,8 +889,10 @@ class Manifest(_Frozen):
             raise ValueError("the model has recurrent states, but no op that uses them")
         if self.encoder:
             required.add("BidirectionalAttention")
+        if self.pooling and self.pooling.kind:
+            required.add("Pool")
         if self.tp_size > 1:
-            required |= {"AllGather", "AllReduce"}
+            required |= {"AllReduce"} if self.pooling else {"AllGather", "AllReduce"}
         absent = required - self.ops.keys()
         if absent:
             raise ValueError(f"ops lacks {min(absent)}, which the model needs")

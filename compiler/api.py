@@ -102,6 +102,7 @@ def _compile(model: str | Path, output: Path, options: CompileOptions) -> Manife
     raw = load(model, hf_dir=options.hf_dir, mtp=source == DraftSource("mtp"),
                trust_remote_code=options.trust_remote_code,
                allow_pickle=options.allow_pickle, revision=options.revision,
+               task=options.task, pooling=options.pooling,
                check=lambda *about: check_model(options, About(*about)))
     for note in raw.notes:
         progress(Note(note))
@@ -229,7 +230,8 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: CompileOptio
         quantization=_weight_dtypes(chips), tp_size=tp_size,
         device_groups=tuple(tuple(range(start, start + tp_size))
                             for start in range(0, max(_DEVICES, tp_size) - tp_size + 1, tp_size)),
-        encoder=lowered.encoder_info, draft=lowered.draft_info, target=target,
+        encoder=lowered.encoder_info, draft=lowered.draft_info, pooling=lowered.pooling,
+        target=target,
         kv_cache_layout="paged" if target.spec.paged else "linear",
         ops=_used_ops(lowered.graphs + lowered.encoders + lowered.drafts), tokenizer=tokenizer,
         sampling=sampling, chips=tuple(chips),

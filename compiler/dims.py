@@ -7,12 +7,55 @@ from dataclasses import replace
 
 import onnx_graphsurgeon as gs
 
-from llmc.artifacts.manifest import Dims, DraftInfo, EncoderInfo
+from llmc.artifacts.manifest import POOLED, Dims, DraftInfo, EncoderInfo, PoolingInfo
+from llmc.compiler.frontend.pooling import Normalize
 from llmc.compiler.frontend.raw import RawDraft, RawModel
 from llmc.compiler.graph.names import HIDDEN_STATE
-from llmc.compiler.graph.rewrite import attends, attends_causally, caches, state_of, values_of
+from llmc.compiler.graph.rewrite import (
+    attends,
+    attends_causally,
+    caches,
+    pools,
+    state_of,
+    values_of,
+)
 from llmc.compiler.passes.packing import head_weight, token_table
 from llmc.errors import LlmcError
+
+
+def describe_pooled(raw: RawModel, max_seq_len: int) -> tuple[Dims, PoolingInfo]:
+    """Return the dimensions of a model whose outputs are pooled, and its task.
+
+    Args:
+        raw: the model, with its fused, unpartitioned graph.
+        max_seq_len: maximum number of positions of a text.
+
+    Raises:
+        LlmcError: it has no attention, or as a classifier another number of columns than labels.
+    """
+    plan, graph = raw.pooling, raw.graph
+    assert plan is not None and graph.outputs[0].name == POOLED
+    layers = [node for node in graph.nodes if attends(node) or state_of(node) is not None]
+    attention = next((node for node in layers if attends(node)), None)
+    if attention is None and not layers:
+        raise LlmcError(f"'{raw.architecture}' has neither attention nor a recurrent state; give a "
+                        f"transformer model")
+    fields = {} if attention is None else attention.attrs
+    vocab_size, hidden_size = values_of(token_table(graph)).shape
+    pooling = next(filter(pools, graph.nodes), None)
+    normalized = any(isinstance(layer, Normalize) for layer in plan.layers[-1:])
+    width = int(graph.outputs[0].shape[-1])
+    if plan.labels and len(plan.labels) != width:
+        raise LlmcError(f"'{raw.architecture}' has {len(plan.labels)} labels in its config's "
+                        f"id2label and {width} in its classifier; correct the config")
+    dims = Dims(num_layers=len(layers), hidden_size=hidden_size,
+                num_heads=fields.get("num_heads", 0), num_kv_heads=fields.get("num_kv_heads", 0),
+                head_dim=fields.get("head_dim", 0), vocab_size=vocab_size,
+                padded_vocab_size=vocab_size, max_seq_len=max_seq_len)
+    return dims, PoolingInfo(
+        task=plan.task, kind=pooling.attrs["kind"] if pooling else None, width=width,
+        normalized=normalized, labels=plan.labels, activation=plan.activation,
+        prompts=dict(plan.prompts), default_prompt=plan.default_prompt)
 
 
 def describe_model(graph: gs.Graph, architecture: str, vocab_size: int, max_seq_len: int) -> Dims:

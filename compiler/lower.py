@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 
 import onnx_graphsurgeon as gs
 
-from llmc.artifacts.manifest import Dims, DraftInfo, EncoderInfo
-from llmc.compiler.dims import describe_draft, describe_encoder, describe_model
+from llmc.artifacts.manifest import Dims, DraftInfo, EncoderInfo, PoolingInfo
+from llmc.compiler.dims import describe_draft, describe_encoder, describe_model, describe_pooled
 from llmc.compiler.frontend.raw import RawModel
 from llmc.compiler.graph.notes import VocabularySize
 from llmc.compiler.graph.rewrite import (
@@ -51,6 +51,7 @@ from llmc.compiler.passes.norm import add_norm, norm
 from llmc.compiler.passes.norm_gate import norm_gate
 from llmc.compiler.passes.norm_gemm import norm_gemm
 from llmc.compiler.passes.packing import pack, pad_vocabulary, select_tokens
+from llmc.compiler.passes.pool import pool
 from llmc.compiler.passes.precision import cache_dtype, cast, elements, narrow_indices
 from llmc.compiler.passes.projections import projections
 from llmc.compiler.passes.quantize import quantize_weights
@@ -154,6 +155,7 @@ Step = Pass | Requirement
 PASSES: tuple[Step, ...] = (
     # Fuse.
     GraphPass("fold", fold),
+    GraphPass("pool", pool),            # before all that expect an axis of tokens
     GraphPass("norm", norm),            # before attention, which looks for per-head norms
     GraphPass("embedding", embedding),  # before add_norm, which would take the positions' Add
     GraphPass("groups", groups),        # after both: it slices columns of their results
@@ -216,6 +218,7 @@ class Fused:
     dims: Dims
     encoder_info: EncoderInfo | None = None
     draft_info: DraftInfo | None = None
+    pooling: PoolingInfo | None = None
 
 
 @dataclass(frozen=True)
@@ -233,6 +236,7 @@ class Lowered:
     dims: Dims
     encoder_info: EncoderInfo | None = None
     draft_info: DraftInfo | None = None
+    pooling: PoolingInfo | None = None
 
 
 def lower(raw: RawModel, options: CompileOptions) -> Lowered:
@@ -257,11 +261,11 @@ def fuse(raw: RawModel, options: CompileOptions, vocab_multiple: int | None = No
     """
     about = About(raw.config, raw.generation, raw.encoder is not None)
     settings = Settings(
-        limit_seq_len(about, options.max_seq_len, options.target),
+        _max_seq_len(raw, about, options),
         vocab_multiple or math.lcm(_VOCAB_MULTIPLE, options.tp_size),
         0 if raw.encoder is None else
         limit_seq_len(about, options.mem_max_seq_len, options.target, "mem_"),
-        model=raw.architecture, options=options)
+        model=raw.architecture, causal=raw.pooling is None, options=options)
     graphs = list(raw.graphs)
     reports: list[Report] = []
     for graph in graphs:
@@ -269,6 +273,9 @@ def fuse(raw: RawModel, options: CompileOptions, vocab_multiple: int | None = No
     for step in _FUSE:
         run_pass(step, [graphs], settings, reports)
     _require_kernels(graphs, settings.target)
+    if raw.pooling is not None:
+        dims, pooling = describe_pooled(raw, settings.max_seq_len)
+        return Fused(graphs, reports, settings, dims, pooling=pooling)
     # The vocabulary of the model is padded first, then that of the encoder or draft model.
     vocab_size, *other_vocab_size = (
         note.rows for report in reports if (note := report.noted(VocabularySize)) is not None)
@@ -277,6 +284,13 @@ def fuse(raw: RawModel, options: CompileOptions, vocab_multiple: int | None = No
         raw, raw.encoder, other_vocab_size[0], settings.mem_max_seq_len, dims.vocab_size)
     draft = None if raw.draft is None else describe_draft(raw.draft, other_vocab_size[0])
     return Fused(graphs, reports, settings, dims, info, draft)
+
+
+def _max_seq_len(raw: RawModel, about: About, options: CompileOptions) -> int:
+    """Maximum number of positions: by the option, else of the texts that a model is meant for."""
+    most = limit_seq_len(about, options.max_seq_len, options.target)
+    own = None if raw.pooling is None else raw.pooling.max_tokens
+    return min(most, own) if own is not None and options.max_seq_len is None else most
 
 
 def divide(fused: Fused, options: CompileOptions, columns_together: int = 0) -> Lowered:
@@ -297,7 +311,7 @@ def divide(fused: Fused, options: CompileOptions, columns_together: int = 0) -> 
     others = [graphs[1] for graphs in ranks if graphs[1:]]
     return Lowered([graphs[0] for graphs in ranks], others if fused.encoder_info else [],
                    others if fused.draft_info else [], reports, settings, fused.dims,
-                   fused.encoder_info, fused.draft_info)
+                   fused.encoder_info, fused.draft_info, fused.pooling)
 
 
 def run_pass(step: Step, ranks: list[list[gs.Graph]], settings: Settings,

@@ -30,6 +30,9 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _HEADS = {"int4": "int8", "uint4": "int8"}  # SmolLM2 in int4: perplexity 39.1, not 43.4
 
 
+TASKS = ("generate", "embed", "classify", "token_classify")
+
+
 @dataclass(frozen=True)
 class Declared:
     """The annotation of an option.
@@ -152,6 +155,14 @@ class CompileOptions:
     calibrate: Annotated[str | Path | None, Declared(
         "Text file to calibrate `quantize` on: UTF-8, at least 1024 tokens. Experts and the "
         "up-projections of latent attention are not calibrated.", metavar="TEXT")] = None
+    task: Annotated[str, Declared(
+        "What the model is run for: text generation; a vector for each text (embed); labels of a "
+        "text or a pair of texts (classify), or of each token (token_classify).",
+        choices=TASKS, default="as the checkpoint says")] = ""
+    pooling: Annotated[str, Declared(
+        "Pooling of a text's hidden states to a vector, with `task` embed: of its first token, the "
+        "mean, or of its last.",
+        choices=("cls", "mean", "last"), default="as modules.json says")] = ""
     draft: Annotated[str | None, Declared(
         "Draft model for speculative decoding, for `target` cpu: eagle3:DIR, an EAGLE-3 draft "
         "model of MODEL; mtp, the multi-token prediction layer of MODEL; or model:DIR, a smaller "

@@ -15,10 +15,11 @@ from llmc.compiler.frontend.checkpoint import read_json
 from llmc.compiler.frontend.draft import DraftSource
 from llmc.compiler.frontend.huggingface import find_directory
 from llmc.compiler.frontend.raw import architecture_of, token_ids
-from llmc.compiler.options import OPTIONS, CompileOptions
+from llmc.compiler.options import OPTIONS, TASKS, CompileOptions
 from llmc.compiler.quant.checkpoint import method_of
 from llmc.compiler.quant.scheme import QUANTIZED_WAYS_OUT, SMALLEST_GROUP
 from llmc.errors import LlmcError
+from llmc.plugins.pool.op import KINDS
 from llmc.plugins.quantization import FLOAT8
 from llmc.targets import TARGETS, target_spec
 
@@ -73,12 +74,14 @@ class About:
         generation: contents of generation_config.json.
         has_encoder: whether the model is an encoder-decoder model.
         quantized: quantization method, where the config does not name it.
+        task: what the model is compiled for.
     """
 
     config: Mapping[str, Any]
     generation: Mapping[str, Any]
     has_encoder: bool
     quantized: str = ""
+    task: str = "generate"
 
     @property
     def name(self) -> str:
@@ -292,6 +295,13 @@ def _expert_parallel(options: CompileOptions) -> str | None:
     return None
 
 
+def _task(options: CompileOptions) -> str | None:
+    for name, value, known in (("task", options.task, TASKS), ("pooling", options.pooling, KINDS)):
+        if value and value not in known:
+            return f"{name} '{value}' is unknown; use one of: {', '.join(known)}"
+    return None
+
+
 def _draft(options: CompileOptions) -> str | None:
     if options.draft is None:
         return None
@@ -302,6 +312,21 @@ def _draft(options: CompileOptions) -> str | None:
     if not target_spec(options.target).drafts:
         return (f"draft is given for target '{options.target}', but draft programs run on target "
                 f"cpu; compile with --target cpu, or leave it out")
+    return None
+
+
+def _pooled(options: CompileOptions, about: About) -> str | None:
+    if about.task == "generate":
+        return None
+    if not target_spec(options.target).pools:
+        return (f"task {about.task} is not supported by target '{options.target}'; compile with "
+                f"--target cpu")
+    for name, given in (("draft", options.draft), ("calibrate", options.calibrate),
+                        ("quantize_lm_head", options.quantize_lm_head),
+                        ("mem_max_seq_len", options.mem_max_seq_len)):
+        if given:
+            return (f"{name} is given, but '{about.name}' is compiled for task {about.task}, which "
+                    f"does not support it; leave it out")
     return None
 
 
@@ -390,11 +415,13 @@ OPTION_CHECKS: dict[str, Callable[[CompileOptions], str | None]] = {
     "compute_capability": _compute_capability,
     "tp_size": _tp_size,
     "expert_parallel": _expert_parallel,
+    "task": _task,
     "draft": _draft,
 }
 MODEL_CHECKS: dict[str, Callable[[CompileOptions, About], str | None]] = {
     "quantized already": _quantized_already,
     "encoder": _encoder,
+    "pooled": _pooled,
     "draft": _draft_of,
     "calibrated": _calibrated,
     "decoder start": _decoder_start,

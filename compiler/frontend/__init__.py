@@ -12,7 +12,8 @@ __all__ = ["Check", "RawModel", "load"]
 
 def load(model: str | Path, *, hf_dir: str | Path | None = None, trust_remote_code: bool = False,
          allow_pickle: bool = False, revision: str | None = None,
-         check: Check = unchecked, mtp: bool = False) -> RawModel:
+         check: Check = unchecked, mtp: bool = False, task: str = "",
+         pooling: str = "") -> RawModel:
     """Read a model.
 
     Args:
@@ -23,6 +24,8 @@ def load(model: str | Path, *, hf_dir: str | Path | None = None, trust_remote_co
         revision: branch, tag or commit of a hub id.
         check: called before the export, see `Check`.
         mtp: whether to export the model's MTP layer as its draft model.
+        task: what to compile the model for; "": as the checkpoint says.
+        pooling: of its hidden states; "": as the checkpoint says.
 
     Raises:
         LlmcError: the model is missing, incomplete, or its architecture is unknown.
@@ -34,6 +37,9 @@ def load(model: str | Path, *, hf_dir: str | Path | None = None, trust_remote_co
     if mtp and path.suffix in (".gguf", ".onnx"):
         raise LlmcError(f"'{model}' is a {path.suffix} file, which --draft mtp does not support; "
                         f"give a Hugging Face directory")
+    if (pooling or task not in ("", "generate")) and path.suffix in (".gguf", ".onnx"):
+        raise LlmcError(f"'{model}' is a {path.suffix} file, which --task {task or 'embed'} does "
+                        f"not support; give a Hugging Face directory")
     if path.suffix == ".gguf":
         from llmc.compiler.frontend.gguf_file import load_gguf
         return load_gguf(_existing(path), check)
@@ -45,7 +51,7 @@ def load(model: str | Path, *, hf_dir: str | Path | None = None, trust_remote_co
         return load_onnx(_existing(path), Path(hf_dir), check)
     from llmc.compiler.frontend.huggingface import load_huggingface
     return load_huggingface(model, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
-                            revision=revision, check=check, mtp=mtp)
+                            revision=revision, check=check, mtp=mtp, task=task, pooling=pooling)
 
 
 def _existing(path: Path) -> Path:

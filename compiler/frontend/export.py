@@ -16,6 +16,7 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 import torch
+import transformers
 from accelerate import init_empty_weights
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -35,11 +36,13 @@ from llmc.compiler.frontend.parts import (
     CAUSAL_LM,
     DECODER,
     ENCODER,
+    POOLED_PARTS,
     Part,
     build,
     text_config,
     text_prefix,
 )
+from llmc.compiler.frontend.pooling import PoolingPlan, append_layers
 from llmc.compiler.frontend.repeat import (
     CannotRepeat,
     LayerPlan,
@@ -50,25 +53,28 @@ from llmc.compiler.frontend.repeat import (
 from llmc.compiler.frontend.trace import DoesNotRun, alone, to_graph, trace
 from llmc.compiler.graph.elementary import sinusoidal_positions
 from llmc.compiler.graph.weights import Weight
+from llmc.errors import LlmcError
 
 
 @dataclass
 class Exported:
     """An exported model: the raw graph, notes for the user, and an encoder-decoder's encoder.
 
-    With an MTP layer as a draft model, `mtp` is its graph; see `RawDraft`.
+    With an MTP layer as a draft model, `mtp` is its graph; see `RawDraft`. `max_tokens` is the
+    number of positions that the model's position table leaves for tokens, if it reserves some.
     """
 
     graph: gs.Graph
     notes: list[str] = field(default_factory=list)
     encoder: gs.Graph | None = None
     mtp: gs.Graph | None = None
+    max_tokens: int | None = None
 
 
 def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
            linear: Set[str] = frozenset(), trust_remote_code: bool = False,
-           mtp: bool = False) -> Exported:
-    """Export a causal LM or an encoder-decoder model.
+           mtp: bool = False, pooling: PoolingPlan | None = None) -> Exported:
+    """Export a causal LM, an encoder-decoder model, or a model whose outputs are pooled.
 
     Args:
         config: a transformers config.
@@ -78,6 +84,7 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
             a Conv1D, [in, out].
         trust_remote_code: run code that comes with the model.
         mtp: whether to export the MTP layer of a causal LM, too.
+        pooling: what to compile the model for; None: text generation.
 
     Raises:
         LlmcError: the architecture is unknown, the export fails, a tensor is missing or unused,
@@ -88,6 +95,8 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
     config.dtype = torch.float32
     if hasattr(config, "quantization_config"):
         del config.quantization_config
+    if pooling is not None:
+        return _export_pooled(config, tensors, origin, linear, trust_remote_code, pooling)
     notes: list[str] = []
     names: dict[int, str] = {}  # of weights by identity, shared between the parts
     parts = (DECODER, ENCODER) if config.is_encoder_decoder else (CAUSAL_LM,)
@@ -122,6 +131,64 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
 
         check_all_used(model, checkpoint, names, origin, with_buffers)
     return Exported(graphs[0], notes, graphs[1] if len(graphs) > 1 else None, draft)
+
+
+def _export_pooled(config: Any, tensors: Mapping[str, Weight], origin: str, linear: Set[str],
+                   trust_remote_code: bool, plan: PoolingPlan) -> Exported:
+    """Export a model with pooled outputs; see `export`."""
+    part, notes, names = POOLED_PARTS[plan.task], list[str](), dict[int, str]()
+    if config.is_encoder_decoder:
+        raise LlmcError(f"'{config.model_type}' is an encoder-decoder model, which task "
+                        f"{plan.task} does not support; use an encoder or a decoder")
+    if text_config(config).pad_token_id is None:
+        text_config(config).pad_token_id = 0  # classifiers need one to take the last token
+    with alone():
+        model: Any = _empty_model(config, part, trust_remote_code)
+        tensors = as_modules_have(model, tensors, linear)
+        checkpoint = Checkpoint(model, tensors)
+        check_features(model, part)
+        check_made(model, checkpoint, origin)
+        graph = _export_part(copy.deepcopy(config), part, model, checkpoint, origin,
+                             trust_remote_code, names, notes)
+        checkpoint = Checkpoint(model, _without_heads(config, model, checkpoint)) \
+            if plan.task == "embed" else checkpoint
+
+        @cache
+        def with_buffers() -> torch.nn.Module:
+            with init_empty_weights(include_buffers=False):
+                return build(copy.deepcopy(config), part, trust_remote_code)
+
+        check_all_used(model, checkpoint, names, origin, with_buffers)
+    if plan.kind:
+        append_layers(graph, plan, int(graph.outputs[0].shape[-1]))
+    return Exported(graph, notes, max_tokens=_max_tokens(model))
+
+
+def _without_heads(config: Any, model: Any, checkpoint: Checkpoint) -> dict[str, Weight]:
+    """Remove the tensors of the heads that a base model's checkpoint has for its pretraining."""
+    known = {spelling for name in model.state_dict() for spelling in checkpoint.spellings(name)}
+    heads: set[str] = set()
+    for name in config.architectures or ():
+        architecture: Any = getattr(transformers, name, None)
+        if architecture is not None and hasattr(architecture, "_from_config"):
+            with torch.device("meta"):
+                heads |= architecture._from_config(copy.deepcopy(config)).state_dict().keys()
+    model_names = {name: known_as for known_as, name in checkpoint.names.items()}
+    return {name: tensor for name, tensor in checkpoint.tensors.items()
+            if model_names.get(name, name) in known
+            or not {name, model_names.get(name, name)} & heads}
+
+
+def _max_tokens(model: Any) -> int | None:
+    """Positions for tokens, if the model's table of positions has a row for padding.
+
+    Positions of tokens begin after that row.
+    """
+    most = getattr(model.config, "max_position_embeddings", None)
+    tables = [module for name, module in model.named_modules()
+              if isinstance(module, torch.nn.Embedding) and "position" in name
+              and module.num_embeddings == most and module.padding_idx is not None]
+    return most - tables[0].padding_idx - 1 if tables and most else None
 
 
 def _text_only_note(config: Any) -> list[str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from llmc.compiler.frontend.checkpoint import open_checkpoint, read_json
 from llmc.compiler.frontend.origin import PATTERNS, directory_origin
 from llmc.compiler.frontend.paths import refuse_pointer
+from llmc.compiler.frontend.pooling import model_directory, read_plan
 from llmc.compiler.frontend.raw import Check, RawDraft, RawModel, config_digest, unchecked
 from llmc.compiler.frontend.sizes import check_sizes
 from llmc.compiler.frontend.tokenizer_config import (
@@ -27,7 +29,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.ji
 
 def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
                      allow_pickle: bool = False, revision: str | None = None,
-                     check: Check = unchecked, mtp: bool = False) -> RawModel:
+                     check: Check = unchecked, mtp: bool = False, task: str = "",
+                     pooling: str = "") -> RawModel:
     """Export the model in a directory, or download it by hub id first.
 
     Args: see `load`.
@@ -36,7 +39,9 @@ def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
         LlmcError: the directory, its config or its weights are missing, broken or inconsistent,
             or the quantization method is unsupported.
     """
-    directory = find_directory(model, revision)
+    root = find_directory(model, revision)
+    directory = model_directory(root)
+    plan = read_plan(root, _plain_config(directory), task, pooling, allow_pickle)
     decoded = read_quantized(directory, _plain_config(directory),
                              lambda: open_checkpoint(directory, allow_pickle))
     config = read_config(directory, trust_remote_code)  # imports transformers: seconds
@@ -44,21 +49,25 @@ def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
     if config.is_encoder_decoder and not generation:  # as transformers does
         from transformers import GenerationConfig
         generation = GenerationConfig.from_model_config(config).to_dict()
-    check(_plain_config(directory), generation, config.is_encoder_decoder, "")
+    check(_plain_config(directory), generation, config.is_encoder_decoder, "",
+          "generate" if plan is None else plan.task)
     with scratch_folder() as scratch:
         copy_tokenizer(directory, scratch)  # errors before the slow export
     read_chat_templates(directory)
     from llmc.compiler.frontend.export import export
 
     exported = export(config, decoded.tensors, str(directory), linear=decoded.linear,
-                      trust_remote_code=trust_remote_code, mtp=mtp)
+                      trust_remote_code=trust_remote_code, mtp=mtp, pooling=plan)
+    if plan is not None and exported.max_tokens is not None:
+        plan = replace(plan, max_tokens=min(plan.max_tokens or exported.max_tokens,
+                                            exported.max_tokens))
     plain = _plain_config(directory)
     draft = None if exported.mtp is None else RawDraft(
         exported.mtp, "mtp", config_digest(plain), num_speculative_tokens=1)
     return RawModel(exported.graph, plain, "huggingface",
                     lambda target: save_tokenizer(directory, target), generation,
                     (*decoded.notes, *exported.notes), exported.encoder, draft, directory_origin(
-                        directory, None if Path(model).is_dir() else str(model)))
+                        directory, None if Path(model).is_dir() else str(model)), pooling=plan)
 
 
 def find_directory(model: str | Path, revision: str | None = None) -> Path:
@@ -74,7 +83,7 @@ def find_directory(model: str | Path, revision: str | None = None) -> Path:
     directory = Path(model)
     if directory.is_dir():
         _refuse_odd_files(directory)
-        if not (directory / "config.json").is_file():
+        if not (model_directory(directory) / "config.json").is_file():
             raise LlmcError(f"'{directory}' has no config.json, so it is not a Hugging Face model "
                             f"directory; give one")
         return directory

@@ -9,9 +9,12 @@ import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
 )
 
 from llmc.errors import LlmcError
@@ -23,22 +26,21 @@ ROOT = "model."  # prefix of parameter names in the exported wrapper
 
 @dataclass(frozen=True)
 class Part:
-    """An exported part: a causal LM, or the encoder or decoder of an encoder-decoder model.
+    """An exported part: a model, or the encoder or decoder of an encoder-decoder model.
 
     Args:
         name: its name in errors.
         layers: config keys of its number of layers.
         attentions: attention modules per layer.
+        causal: whether its self-attention is causal; None: as each layer's mask says.
+        auto: transformers' auto class of a model whose outputs are pooled; else None.
     """
 
     name: str
     layers: tuple[str, ...]
     attentions: int = 1
-
-    @property
-    def causal(self) -> bool:
-        """Whether its self-attention is causal."""
-        return self.name != "encoder"
+    causal: bool | None = True
+    auto: Any = None
 
     def layers_key(self, config: Any) -> str | None:
         """Return this config's key of its number of layers, or None."""
@@ -47,8 +49,15 @@ class Part:
 
 
 CAUSAL_LM = Part("causal LM", ("num_hidden_layers",))
-ENCODER = Part("encoder", ("encoder_layers", "num_encoder_layers", "num_hidden_layers"))
+ENCODER = Part("encoder", ("encoder_layers", "num_encoder_layers", "num_hidden_layers"),
+               causal=False)
 DECODER = Part("decoder", ("decoder_layers", "num_decoder_layers"), 2)
+# Parts by task.
+POOLED_PARTS = {task: Part(name, ("num_hidden_layers",), causal=None, auto=auto)
+                for task, name, auto in (
+                    ("embed", "text model", AutoModel),
+                    ("classify", "sequence classifier", AutoModelForSequenceClassification),
+                    ("token_classify", "token classifier", AutoModelForTokenClassification))}
 
 
 def text_config(config: Any) -> Any:
@@ -90,7 +99,8 @@ def build(config: Any, part: Part, trust_remote_code: bool) -> torch.nn.Module:
         LlmcError: transformers cannot build it.
     """
     kind, auto = ("causal LM", causal_lm_class(config)) if part is CAUSAL_LM else \
-        ("encoder-decoder LM", AutoModelForSeq2SeqLM)
+        ("encoder-decoder LM", AutoModelForSeq2SeqLM) if part.auto is None else \
+        (part.name, part.auto)
     try:
         try:
             model = auto.from_config(config, trust_remote_code=trust_remote_code)

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import onnx_graphsurgeon as gs
@@ -16,14 +16,28 @@ from tokenizers import Tokenizer
 from llmc.compiler.frontend.origin import Origin
 from llmc.compiler.graph.weights import Weight
 
-# Called before the slow export with the config, the generation config, whether the model has an
-# encoder, and the quantization method if the config does not name it. Raises LlmcError if the model
-# cannot be compiled.
-Check = Callable[[Mapping[str, Any], Mapping[str, Any], bool, str], None]
+if TYPE_CHECKING:
+    from llmc.compiler.frontend.pooling import PoolingPlan
+
+
+class Check(Protocol):
+    """A check of a model before its slow export; raises LlmcError if it cannot be compiled."""
+
+    def __call__(self, config: Mapping[str, Any], generation: Mapping[str, Any], has_encoder: bool,
+                 quantized: str, task: str = "generate", /) -> None:
+        """Check a model.
+
+        Args:
+            config: contents of config.json.
+            generation: contents of generation_config.json.
+            has_encoder: whether it is an encoder-decoder model.
+            quantized: quantization method, if the config does not name it.
+            task: what it is compiled for.
+        """
 
 
 def unchecked(config: Mapping[str, Any], generation: Mapping[str, Any], has_encoder: bool,
-              quantized: str) -> None:
+              quantized: str, task: str = "generate") -> None:
     """Accept every model."""
 
 
@@ -75,6 +89,9 @@ class RawModel:
         draft: its draft model. If that reads `hidden`, the graph has this second output.
         origin: the files that the model was read from.
         end_tokens: returns further EOS tokens, given the tokenizer.
+        pooling: what its outputs are pooled for; None: text generation. The graph then has one
+            output `pooled`, float32 [batch, width] or, with one row per token, [batch, seq, width],
+            and perhaps an input `token_type_ids` like `input_ids`.
     """
 
     graph: gs.Graph
@@ -87,6 +104,7 @@ class RawModel:
     draft: RawDraft | None = None
     origin: Origin = field(default_factory=Origin)
     end_tokens: Callable[[Tokenizer], Sequence[int]] = _no_tokens
+    pooling: PoolingPlan | None = None
 
     @property
     def architecture(self) -> str:

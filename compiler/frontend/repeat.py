@@ -19,6 +19,7 @@ import torch
 
 from llmc.compiler.frontend.parts import (
     CAUSAL_LM,
+    DECODER,
     ENCODER,
     ROOT,
     Part,
@@ -61,7 +62,7 @@ class LayerPlan:
 
 def _find_layers(model: Any, part: Part, count: int) -> tuple[str, torch.nn.ModuleList]:
     prefix = text_prefix(model) if part is CAUSAL_LM else ""
-    if part is not CAUSAL_LM:
+    if part in (ENCODER, DECODER):
         inner = model.get_encoder() if part is ENCODER else model.get_decoder()
         prefix = next(f"{name}." for name, module in model.named_modules() if module is inner)
     lists = [(name, module) for name, module in model.named_modules()

@@ -30,7 +30,7 @@ from transformers import AttentionInterface, masking_utils
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_outputs import BaseModelOutput
 
-from llmc.artifacts.manifest import HIDDEN, HIDDEN_OUT
+from llmc.artifacts.manifest import HIDDEN, HIDDEN_OUT, POOLED
 from llmc.compiler.frontend.expert_export import use_experts
 from llmc.compiler.frontend.exporter import export_onnx
 from llmc.compiler.frontend.masks import MaskFunction, Visible, evaluate
@@ -249,10 +249,24 @@ def _wrap(model: Any, part: Part) -> \
     if part is DECODER:
         encoder_output = torch.zeros((2, 7, model.config.hidden_size)), "mem_seq"
         return _Decoder(model), {"input_ids": ids, ENCODER_OUTPUT: encoder_output}, ["logits"]
-    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    parameters = inspect.signature(model.forward).parameters
+    if part.auto is not None:
+        # Positions are the model's own: some count from a padding token's id on.
+        inputs = {"input_ids": ids}
+        if takes_types(model):
+            inputs["token_type_ids"] = torch.zeros((2, 5), dtype=torch.int64), "seq"
+        return _Pooled(model, "use_cache" in parameters), inputs, [POOLED]
+    takes_positions = "position_ids" in parameters
     positions = torch.arange(5)[None].expand(2, 5).clone(), "seq"
     return _Stateless(model, takes_positions), \
         {"input_ids": ids} | ({"position_ids": positions} if takes_positions else {}), ["logits"]
+
+
+def takes_types(model: Any) -> bool:
+    """Whether a classifier reads token types, which differ in a pair of texts."""
+    return model.config.num_labels > 0 and hasattr(model, "num_labels") \
+        and "token_type_ids" in inspect.signature(model.forward).parameters \
+        and (getattr(model.config, "type_vocab_size", 0) or 0) > 1
 
 
 def _sdpa(part: Part, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
@@ -278,9 +292,17 @@ def _sdpa(part: Part, module: Any, query: torch.Tensor, key: torch.Tensor, value
         "llmc::Sdpa", (query, key, value, position_bias, s_aux, attention_mask),
         {"scale": scale, "window": int(sliding_window or 0), "softcap": float(softcap or 0.0),
          "causal": -1 if causal is None else int(causal),
-         "layer": int(module.layer_idx if part.causal else -1), "module": type(module).__name__},
+         "layer": _layer(module, part), "module": type(module).__name__},
         dtype=query.dtype, shape=(batch, heads, seq, value.shape[-1]), version=1)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _layer(module: Any, part: Part) -> int:
+    """Index of an attention module's layer; -1 if it is unknown or does not matter."""
+    if part.causal:
+        return int(module.layer_idx)
+    index = getattr(module, "layer_idx", None) if part.causal is None else None
+    return -1 if index is None else int(index)
 
 
 def _mask(functions: list[MaskFunction], batch_size: int, q_length: int, kv_length: int,
@@ -322,7 +344,7 @@ def _resolve_masks(graph: ir.Graph, functions: Sequence[MaskFunction], part: Par
             if part is CAUSAL_LM and claimed["causal"] == 0 and visible.causal:
                 raise Contradiction(f"{claimed['module']} has is_causal False, but its mask "
                                     f"allows {visible}")
-        if visible.causal != (part.causal and not _is_cross(node)):
+        if part.causal is not None and visible.causal != (part.causal and not _is_cross(node)):
             raise LlmcError(f"{claimed['module']} in the {part.name} sees {visible}, expected "
                             f"{'causal' if part.causal and not _is_cross(node) else 'all'} keys")
         node.attributes["causal"] = ir.AttrInt64("causal", int(visible.causal))
@@ -376,6 +398,22 @@ class _Stateless(torch.nn.Module):
         logits: torch.Tensor = self.model(input_ids=input_ids, use_cache=False, return_dict=False,
                                           **positions)[0]
         return logits
+
+
+class _Pooled(torch.nn.Module):
+    """input_ids, and token_type_ids if the model takes them, to hidden states or logits."""
+
+    def __init__(self, model: torch.nn.Module, takes_use_cache: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.others = {"use_cache": False} if takes_use_cache else {}
+
+    def forward(self, input_ids: torch.Tensor, token_type_ids: torch.Tensor | None = None) -> \
+            torch.Tensor:
+        types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
+        pooled: torch.Tensor = self.model(input_ids=input_ids, return_dict=False, **self.others,
+                                          **types)[0]
+        return pooled
 
 
 class _Draft(torch.nn.Module):

@@ -48,7 +48,8 @@ ROTARY = LAYOUT | {"Mul", "Add", "Sub", "Neg", "Div", "RotaryEmbedding", "Scatte
 
 
 def data_tensors(graph: gs.Graph,
-                 sources: Sequence[str] = ("input_ids", ENCODER_OUTPUT, HIDDEN)) -> set[int]:
+                 sources: Sequence[str] = ("input_ids", "token_type_ids", ENCODER_OUTPUT,
+                                           HIDDEN)) -> set[int]:
     """Ids of tensors that depend on token values, not only on lengths and positions."""
     data = {id(tensor) for tensor in graph.inputs if tensor.name in sources}
     for node in graph.nodes:
@@ -71,6 +72,7 @@ def token_feeds(batch: int, seq: int, positions: np.ndarray | None = None) -> \
     positions = np.arange(seq) if positions is None else positions
     return {"input_ids": np.zeros((batch, seq), np.int64),
             "position_ids": np.tile(positions.astype(np.int64), (batch, 1)),
+            "token_type_ids": np.zeros((batch, seq), np.int64),
             ENCODER_OUTPUT: np.zeros((batch, seq, 1), np.float32),
             HIDDEN: np.zeros((batch, seq, 1), np.float32)}
 

@@ -54,6 +54,7 @@ class Settings:
         vocab_multiple: the vocabulary is padded to a multiple of this.
         mem_max_seq_len: maximum tokens of an encoder's input; 0: the model has no encoder.
         model: the model's name in messages.
+        causal: whether all self-attention is causal, as in models that generate text.
         columns_together: consecutive columns of a weight that stay on one rank; 0: the group size
             of its scheme.
         options: of `llmc compile`.
@@ -64,6 +65,7 @@ class Settings:
     mem_max_seq_len: int = 0
     model: str = ""
     columns_together: int = 0
+    causal: bool = True
     options: CompileOptions = field(default_factory=CompileOptions)
 
     @property
@@ -310,6 +312,12 @@ def attends_causally(node: gs.Node) -> TypeGuard[gs.Node]:
     op = op_of(node)
     return op is not None and op.attention is not None and bool(
         op.attention.caches or op.attention.reads)
+
+
+def pools(node: gs.Node | None) -> TypeGuard[gs.Node]:
+    """Whether a node's op makes one row per sequence."""
+    op = op_of(node)
+    return op is not None and op.pools
 
 
 def knows_sequences(node: gs.Node | None) -> TypeGuard[gs.Node]:

@@ -6,6 +6,9 @@ Result:  Embedding(input_ids, W, position_ids, P[offset:]) {scale}
 Given:   Gather(P, position_ids + offset), added later
 Result:  Embedding(position_ids, P[offset:])
 
+Given:   Gather(T, token_type_ids)
+Result:  Embedding(token_type_ids, T)
+
 Positions that count only non-padding tokens are evaluated into a table: packed tokens have no
 padding.
 """
@@ -26,6 +29,7 @@ from llmc.compiler.graph.rewrite import (
     Settings,
     apply_rules,
     consumers,
+    is_op,
     producer,
     replace,
     scalar,
@@ -63,11 +67,13 @@ def _check(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings, r
     table, ids = node.inputs
     while (above := producer(ids)) is not None and above.op in ("Reshape", "Cast", "Identity"):
         ids = above.inputs[0]
-    if weight(table) is None or ids.name != "input_ids":
+    if weight(table) is None or ids.name not in ("input_ids", "token_type_ids"):
         return None  # not a token embedding
     if node.attrs.get("axis", 0) != 0:
         return NoMatch("the embedding is gathered along an axis other than 0", node)
     output, scale = node.outputs[0], 1.0
+    if ids.name == "token_type_ids":
+        return _Embedding(ids, table, scale, None, output)
     positions: gs.Constant | None = None
     while True:
         users = consumers(graph, output)
@@ -77,21 +83,26 @@ def _check(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings, r
         number = scalar(other)
         if users[0].op == "Mul" and number is not None and positions is None:
             scale *= number
-        elif users[0].op == "Add" and positions is None and id(other) not in data:
-            found = _position_table(other, data, settings)
-            if isinstance(found, NoMatch):
+        elif users[0].op == "Add" and not _is_type_embedding(other) \
+                and (positions is None or _is_row(other)):
+            found = _counted_positions(other, data, settings) if id(other) in data else \
+                _position_table(other, data, settings)
+            if isinstance(found, NoMatch) and positions is None and id(other) not in data:
                 return found
-            positions = found
-        elif users[0].op == "Add" and positions is None:
-            counted = _counted_positions(other, data, settings)
-            if isinstance(counted, NoMatch):
-                report.refuse(users[0], counted)
+            if isinstance(found, NoMatch):
+                report.refuse(users[0], found)
                 break
-            positions = counted
+            positions = found if positions is None else _sum(positions, found)
         else:
             break
         output = users[0].outputs[0]
     return _Embedding(ids, table, scale, positions, output)
+
+
+def _is_type_embedding(tensor: gs.Tensor) -> bool:
+    node = producer(tensor)
+    return node is not None and (node.op == "Gather" or is_op(node, EMBEDDING)) and any(
+        t.name == "token_type_ids" for t in node.inputs)
 
 
 def _position_table(tensor: gs.Tensor, data: set[int], settings: Settings) -> \
@@ -111,15 +122,32 @@ def _position_table(tensor: gs.Tensor, data: set[int], settings: Settings) -> \
     feeds = token_feeds(1, length)
     rows = feeds["position_ids"] if not piece.nodes else piece.run(feeds)
     offset = int(rows.reshape(-1)[0])
+    values = values_of(table)
+    if (rows == offset).all() and length > 1:  # such as of token types, all 0
+        return gs.Constant(table.name, values.take_rows(np.full(settings.max_seq_len, offset)))
     if not np.array_equal(rows.reshape(-1), np.arange(length) + offset):
         return NoMatch("the rows of the position table are not position + offset", index)
-    values = values_of(table)
     available = values.shape[0] - offset
     if available < settings.max_seq_len:
         return NoMatch(f"the position table has {available} positions, --max_seq_len is "
                        f"{settings.max_seq_len}; compile with --max_seq_len of at most "
                        f"{available}", table)
     return gs.Constant(table.name, values.take_rows(np.arange(offset, values.shape[0])))
+
+
+def _is_row(tensor: gs.Tensor) -> bool:
+    """Whether an addend is a lookup in a table."""
+    node = producer(tensor)
+    return node is not None and node.op == "Gather" and weight(node.inputs[0]) is not None
+
+
+def _sum(one: gs.Constant, other: gs.Constant) -> gs.Constant:
+    """The sum of two tables of positions, of the length of the shorter one."""
+    left, right = values_of(one), values_of(other)
+    shape = min(left.shape[0], right.shape[0]), left.shape[1]
+    return gs.Constant(other.name, Weight(
+        shape, np.float32, lambda start, stop: left.rows(start, stop) + right.rows(start, stop),
+        other.name))
 
 
 def _width(tensor: gs.Tensor) -> int | None:

@@ -23,6 +23,7 @@ from llmc.compiler.graph.rewrite import (
     constant,
     is_llmc,
     is_op,
+    pools,
 )
 from llmc.compiler.graph.sdpa import SDPA
 from llmc.compiler.passes.fold import forward
@@ -89,7 +90,7 @@ def _restore_batch_axis(graph: gs.Graph) -> None:
 
 def _is_row_wise(node: gs.Node) -> bool:
     """Whether an llmc node works on each token separately."""
-    return is_llmc(node) and not is_op(node, SDPA) and not attends(node)
+    return is_llmc(node) and not is_op(node, SDPA) and not attends(node) and not pools(node)
 
 
 FLATTEN = Rule("flatten", frozenset({"Reshape"}), _flattens, _keep_batch_axis)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.artifacts.manifest import HIDDEN
+from llmc.artifacts.manifest import HIDDEN, POOLED
 from llmc.compiler.graph.names import ENCODER_OUTPUT
 from llmc.compiler.graph.notes import VocabularySize
 from llmc.compiler.graph.probe import ELEMENTWISE, data_tensors
@@ -63,7 +63,7 @@ def pack(graph: gs.Graph, settings: Settings, report: Report) -> None:
     used = {id(tensor) for node in graph.nodes for tensor in node.inputs}
     graph.inputs = [tensor for tensor in graph.inputs if id(tensor) in used]
     for tensor in graph.inputs:
-        if tensor.name in ("input_ids", "position_ids"):
+        if tensor.name in ("input_ids", "position_ids", "token_type_ids"):
             tensor.shape = ("num_tokens",)
         elif tensor.name in (ENCODER_OUTPUT, HIDDEN):
             tensor.shape = ("num_tokens", tensor.shape[-1])
@@ -116,6 +116,8 @@ def select_tokens(graph: gs.Graph, settings: Settings, report: Report) -> None:
 
     Nodes that another output needs, such as the features for a draft model, keep all rows.
     """
+    if not has_logits(graph):
+        return
     kept = _needed(graph.outputs[1:])
     last = [node for node in graph.nodes if knows_sequences(node)][-1]
     after: set[int] = {id(last.outputs[0])}
@@ -157,6 +159,11 @@ def _needed(tensors: Sequence[gs.Tensor]) -> set[int]:
             needed.add(id(node))
             waiting += [above for tensor in node.inputs for above in tensor.inputs]
     return needed
+
+
+def has_logits(graph: gs.Graph) -> bool:
+    """Whether a model's graph ends in logits of tokens instead of pooled rows."""
+    return bool(graph.outputs[0].name != POOLED)
 
 
 def head_weight(graph: gs.Graph) -> gs.Constant:
@@ -205,6 +212,8 @@ def pad_vocabulary(graph: gs.Graph, settings: Settings, report: Report) -> None:
     Given:   logits [num_logits, vocab_size]
     Result:  logits [num_logits, padded_vocab_size]; the runtime removes the padding
     """
+    if not has_logits(graph):
+        return
     head = lm_head(graph)
     weights = list(row_weights(head).values())
     rows = values_of(weights[0]).shape[0]

@@ -36,7 +36,7 @@ from llmc.compiler.graph.rewrite import (
     values_of,
 )
 from llmc.compiler.graph.weights import HeadMatrices, Weight
-from llmc.compiler.passes.packing import head_weight
+from llmc.compiler.passes.packing import has_logits, head_weight
 from llmc.compiler.quant.nearest import quantize
 from llmc.compiler.quant.notes import (
     ActivationGroupsNotQuantized,
@@ -81,7 +81,7 @@ def quantize_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Rep
         refuse_group_size(graphs, settings.options.scheme, settings.options.head_scheme,
                           settings.target.group_multiple)
     heads = {id(values_of(head_weight(graph))) for index, graph in enumerate(graphs)
-             if part_of(graph, index) != "encoder"}
+             if part_of(graph, index) != "encoder" and has_logits(graph)}
     done: dict[int, _QuantizedWeight] = {}
     for owner, node in [(graph, node) for graph in graphs for node in graph.nodes]:
         op = op_of(node)
@@ -328,7 +328,7 @@ def refuse_group_size(graphs: Sequence[gs.Graph], scheme: Scheme | None,
     if scheme is None or not scheme.group_size:
         return
     widths: dict[int, str] = {}
-    head = values_of(head_weight(graphs[0]))
+    head = values_of(head_weight(graphs[0])) if has_logits(graphs[0]) else None
     for node in (node for graph in graphs for node in graph.nodes):
         op = op_of(node)
         found = [tensor._values.matrix for tensor in node.inputs if isinstance(

@@ -70,6 +70,7 @@ class Op:
         columns: inputs that its core accepts as columns of wider rows.
         quantized: inputs that may be quantized, according to attribute `weight_dtype`.
         collective: its collective operation, if it is one.
+        pools: whether its output has one row per sequence.
         output_dtypes: outputs with a declared dtype. An op with an attribute `out_scale` has
             its first output in float8_e4m3fn where that is above 0: values over that scale,
             saturated at 448. One with an attribute `x_dtype` accepts such an x.
@@ -112,6 +113,7 @@ class Op:
     columns: tuple[Columns, ...] = ()
     quantized: tuple[Quantized, ...] = ()
     collective: Literal["", "all_reduce", "all_gather"] = ""
+    pools: bool = False
     required: tuple[str, ...] = ()
     choices: Mapping[str, Sequence[int | str]] = field(default_factory=dict)
     float32_inputs: frozenset[str] = frozenset()
