@@ -635,9 +635,10 @@ class Manifest(_Frozen):
                      if tensor.name == "key_cache_0"), self.dtype)
 
     @property
-    def is_causal(self) -> bool:
-        """Whether a sequence can be continued: it has KV caches or recurrent states."""
-        return bool(self.chips[0].kept)
+    def is_whole(self) -> bool:
+        """Whether a text is computed in one step: tokens see later ones, or all are pooled."""
+        return self.pooling is not None and \
+            (self.pooling.kind != "last" or not self.chips[0].kept)
 
     @model_validator(mode="after")
     def _check_consistency(self) -> Manifest:

@@ -128,10 +128,11 @@ def cpu_limits(manifest: Manifest, config: EngineConfig) -> EngineLimits:
         num_blocks=-(-tokens // config.block_size), block_size=config.block_size,
         max_tokens=config.max_num_batched_tokens, max_slots=config.max_batch_size,
         max_logits=MAX_LOGITS, ahead=1, max_scored=_max_scored(manifest),
-        max_drafts=MAX_DRAFTS if all(chip.verifies_drafts for chip in manifest.chips) else 0,
+        max_drafts=MAX_DRAFTS if not manifest.pooling
+        and all(chip.verifies_drafts for chip in manifest.chips) else 0,
         proposes=config.draft,
         lookahead=int(config.draft and bool(manifest.chips[0].features)),
-        keeps_states=any(chip.states for chip in manifest.chips))
+        keeps_states=any(chip.states for chip in manifest.chips), whole=manifest.is_whole)
 
 
 def memory(name: str) -> int:
@@ -180,6 +181,10 @@ class CpuReplica:
     def compute(self, step: Step) -> np.ndarray:
         """Execute a step on all ranks; returns logits, float32 [num_logits, vocab_size]."""
         return self._on_each(lambda engine: engine.compute(step))[0][:, :self._vocab]
+
+    def pool(self, step: Step) -> list[np.ndarray]:
+        """Execute a step of a model with pooled outputs on all ranks."""
+        return self._on_each(lambda engine: engine.pool(step))[0]
 
     def propose(self, step: Step, output: StepOutput) -> np.ndarray:
         """Run the draft model on all ranks; see `HostSampling`."""

@@ -23,6 +23,7 @@ from collections.abc import (
 )
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -32,7 +33,25 @@ from llmc.artifacts.manifest import Manifest, read_manifest, verify_files
 from llmc.errors import LlmcError, shown
 from llmc.limits import MAX_SEQUENCES
 from llmc.memory import memory_errors
-from llmc.runtime.core.loop import ClientCall, Loop, OutputQueue, RequestHandle, Scheduling
+from llmc.runtime.core.loop import (
+    ClientCall,
+    Loop,
+    Output,
+    OutputQueue,
+    RequestHandle,
+    Scheduling,
+)
+from llmc.runtime.core.pooling import (
+    Classification,
+    Input,
+    Pooled,
+    PoolingProcessor,
+    Text,
+    classifications,
+    read_texts,
+    relevance,
+    vectors,
+)
 from llmc.runtime.core.request import (
     Completion,
     CompletionChunk,
@@ -61,6 +80,7 @@ from llmc.runtime.speculation.config import Method, SpeculationConfig
 from llmc.runtime.speculation.costs import plan_drafts
 
 _MAX_BATCH_SIZE = 16
+_MAX_TEXTS = 256  # default of max_batch_size without a KV cache
 _MAX_TOKENS = 2048  # default of max_num_batched_tokens
 # Grammars compile in separate threads, so that other requests do not wait for them.
 _GRAMMARS = ThreadPoolExecutor(2, "llmc-grammars")
@@ -76,7 +96,8 @@ class _Loaded:
         device: devices to run on, a multiple of tp_size: one replica for each tp_size of them.
             None: one replica on all cores.
         max_batch_size: maximum number of concurrent sequences of a replica, up to 65,536; others
-            wait. None: 16, or the limit for which the model was compiled, if lower.
+            wait. None: 16, or 256 without a KV cache, or the limit for which the model was
+            compiled, if lower.
         verify: check the SHA-256 of every file first.
         check_step: maximum number of in-flight steps on a GPU.
         skip_step: tokens of each sequence that a GPU generates before the host reads the first.
@@ -142,7 +163,8 @@ class _Loaded:
         verify_files(self.manifest, self.case_dir, hashes=verify)
         limit = self.manifest.target.max_batch_size
         if max_batch_size is None:
-            max_batch_size = min(_MAX_BATCH_SIZE, limit or _MAX_BATCH_SIZE)
+            default = _MAX_BATCH_SIZE if self.manifest.chips[0].kept else _MAX_TEXTS
+            max_batch_size = min(default, limit or default)
         if limit is not None and max_batch_size > limit:
             raise LlmcError(f"max_batch_size {max_batch_size} exceeds {limit}, for which the model "
                             f"was compiled; lower it, or compile with a larger --max_batch_size")
@@ -153,6 +175,9 @@ class _Loaded:
             None if kv_cache_tokens is None else _integer("kv_cache_tokens", kv_cache_tokens, 1),
             _fraction("gpu_memory_utilization", gpu_memory_utilization), attention_backend,
             speculates=speculation.method != "off", draft=speculation.method == "draft")
+        if self.manifest.is_whole:  # a text is in one step
+            config = replace(config, max_num_batched_tokens=max(
+                config.max_num_batched_tokens, self.manifest.dims.max_seq_len))
         self._max_batch_size = max_batch_size
         with memory_errors("load the model"):
             self._load(devices, config, speculation, prefix_reuse, check_step, skip_step)
@@ -172,8 +197,10 @@ class _Loaded:
                     engine, Scheduler(engine.limits, config.max_num_batched_tokens,
                                       reuse=prefix_reuse, drafts=planner),
                     self._reader.completing, self._reader.searching, encodes=encodes,
-                    check_step=check_step, skip_step=skip_step, method=speculation.method))
+                    check_step=check_step, skip_step=skip_step, method=speculation.method,
+                    pools=self.manifest.pooling is not None))
             self._reader.max_model_len = self.max_model_len
+            self.pooling = PoolingProcessor(self.manifest, self.tokenizer, self.max_model_len)
         except BaseException:
             _close(self._loops)
             raise
@@ -307,9 +334,9 @@ class _Loaded:
         self._loops[0].check_process()
         return self._loops[0]
 
-    def _pieces(self, output: Token | RunningBeamSearch,
-                all_beams: bool = False) -> Iterator[CompletionChunk]:
+    def _pieces(self, output: Output, all_beams: bool = False) -> Iterator[CompletionChunk]:
         """Chunks of an output; of a beam search its best sequence, or all."""
+        assert not isinstance(output, Pooled)
         if isinstance(output, Token):
             yield output.owner.piece(output)
             return
@@ -426,6 +453,73 @@ class LLM(_Loaded):
         return self._stream(requests, _scheduling(priority, tenant, cache_salt),
                             _arrivals(arrivals, len(requests)))
 
+    def embed(self, texts: Text | Sequence[Text], *, dimensions: int | None = None,
+              prompt_name: str | None = None, truncate_prompt_tokens: int | None = None,
+              priority: int = 0, tenant: str | None = None) -> np.ndarray:
+        """Return a vector for each text, float32 [num_texts, width].
+
+        Args:
+            texts: one or several, each text or token ids with special tokens.
+            dimensions: length of the vectors, for a model trained with Matryoshka representation
+                learning; None: the model's width. A model that normalizes its vectors normalizes
+                the shortened ones.
+            prompt_name: name of the model's prompt to prepend to texts, such as `query`; None: the
+                model's default, if it has one.
+            truncate_prompt_tokens: maximum number of tokens of a text, from 1, or -1 for the
+                model's. Longer texts lose their end. None: longer ones than the model's are
+                refused.
+            priority, tenant: see `stream`.
+
+        Raises:
+            LlmcError: the model was not compiled for task embed; a text is empty or too long; or
+                an argument is out of range.
+        """
+        info = self.pooling.info("embed", "embed")
+        vectors([], info, dimensions)
+        inputs = self.pooling.inputs(read_texts(texts), truncate_prompt_tokens,
+                                     self.pooling.prompt(info, prompt_name))
+        return vectors(self._pool(inputs, priority, tenant), info, dimensions)
+
+    def classify(self, texts: Text | Sequence[Text], *, truncate_prompt_tokens: int | None = None,
+                 priority: int = 0, tenant: str | None = None) -> \
+            list[Classification | list[Classification]]:
+        """Return scores of labels for each text; of a token classifier, for each of its tokens.
+
+        Args: see `embed`.
+
+        Raises:
+            LlmcError: the model is not a classifier; see `embed`.
+        """
+        info = self.pooling.info("classify", "classify", "token_classify")
+        inputs = self.pooling.inputs(read_texts(texts), truncate_prompt_tokens)
+        return [classifications(row, info) for row in self._pool(inputs, priority, tenant)]
+
+    def score(self, query: str, documents: str | Sequence[str], *,
+              truncate_prompt_tokens: int | None = None, priority: int = 0,
+              tenant: str | None = None) -> list[float]:
+        """Return the relevance of each document to a query.
+
+        A reranker (a classifier with one label) reads query and document together. Of an embedding
+        model it is the cosine similarity of their vectors.
+
+        Args: see `embed`.
+
+        Raises:
+            LlmcError: the model has several labels; see `embed`.
+        """
+        inputs = self.pooling.scored(query, documents, truncate_prompt_tokens)
+        info = self.pooling.info("score", "classify", "embed")
+        return relevance(self._pool(inputs, priority, tenant), info)
+
+    def _pool(self, inputs: Sequence[Input], priority: int, tenant: str | None) -> \
+            list[np.ndarray]:
+        """Rows of inputs, in their order."""
+        requests = self.pooling.requests(inputs)
+        rows = {output.owner.request.index: output.row
+                for output in self._outputs(requests, _scheduling(priority, tenant, None))
+                if isinstance(output, Pooled)}
+        return [rows[request.index] for request in requests]
+
     def logits(self, token_ids: Sequence[int], source: Sequence[int] | None = None) -> np.ndarray:
         """Logits of one sequence.
 
@@ -449,6 +543,7 @@ class LLM(_Loaded):
             batch_size: number of sequences.
             sources: the encoder's input, token ids of each sequence; encoder-decoder models only.
         """
+        self._reader.require_generation()
         if (sources is None) != (self.manifest.encoder is None):
             raise LlmcError(f"'{self.manifest.source.architecture}' has "
                             f"{'an' if sources is None else 'no'} encoder: "
@@ -484,7 +579,7 @@ class LLM(_Loaded):
         return Beams.join([found[request.index] for request in requests])
 
     def _outputs(self, requests: list[Request], scheduling: Scheduling,
-                 arrivals: Sequence[float] | None = None) -> Iterator[Token | RunningBeamSearch]:
+                 arrivals: Sequence[float] | None = None) -> Iterator[Output]:
         """Yield the outputs of requests until all have finished."""
         ready = threading.Event()
         work = RequestHandle(ready.set)
@@ -577,8 +672,50 @@ class AsyncLLM(_Loaded):
             async for batch in batches:
                 yield [piece for output in batch for piece in self._pieces(output, all_beams)]
 
+    async def embed(self, texts: Text | Sequence[Text], *, dimensions: int | None = None,
+                    prompt_name: str | None = None, truncate_prompt_tokens: int | None = None,
+                    priority: int = 0, tenant: str | None = None) -> np.ndarray:
+        """Return a vector for each text; see `LLM.embed`."""
+        info = self.pooling.info("embed", "embed")
+        vectors([], info, dimensions)
+        inputs = await asyncio.to_thread(
+            self.pooling.inputs, read_texts(texts), truncate_prompt_tokens,
+            self.pooling.prompt(info, prompt_name))
+        return vectors(await self.pool(inputs, priority=priority, tenant=tenant), info, dimensions)
+
+    async def classify(self, texts: Text | Sequence[Text], *,
+                       truncate_prompt_tokens: int | None = None, priority: int = 0,
+                       tenant: str | None = None) -> list[Classification | list[Classification]]:
+        """Return scores of labels for each text; see `LLM.classify`."""
+        info = self.pooling.info("classify", "classify", "token_classify")
+        inputs = await asyncio.to_thread(self.pooling.inputs, read_texts(texts),
+                                         truncate_prompt_tokens)
+        return [classifications(row, info)
+                for row in await self.pool(inputs, priority=priority, tenant=tenant)]
+
+    async def score(self, query: str, documents: str | Sequence[str], *,
+                    truncate_prompt_tokens: int | None = None, priority: int = 0,
+                    tenant: str | None = None) -> list[float]:
+        """Return the relevance of each document to a query; see `LLM.score`."""
+        inputs = await asyncio.to_thread(self.pooling.scored, query, documents,
+                                         truncate_prompt_tokens)
+        info = self.pooling.info("score", "classify", "embed")
+        return relevance(await self.pool(inputs, priority=priority, tenant=tenant), info)
+
+    async def pool(self, inputs: Sequence[Input], *, priority: int = 0,
+                   tenant: str | None = None) -> list[np.ndarray]:
+        """Return the rows of inputs that `pooling` tokenized, before any activation."""
+        requests = self.pooling.requests(inputs)
+        rows: dict[int, np.ndarray] = {}
+        scheduling = _scheduling(priority, tenant, None)
+        async with aclosing(self._outputs(requests, scheduling)) as batches:
+            async for batch in batches:
+                rows.update((output.owner.request.index, output.row) for output in batch
+                            if isinstance(output, Pooled))
+        return [rows[request.index] for request in requests]
+
     async def _outputs(self, requests: list[Request], scheduling: Scheduling) -> \
-            AsyncGenerator[list[Token | RunningBeamSearch], None]:
+            AsyncGenerator[list[Output], None]:
         """Yield all available outputs at once, until all requests have finished."""
         ready, alarm = asyncio.Event(), _Alarm.of_running_loop()
         work = RequestHandle(lambda: alarm.ring(ready))

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 from llmc.errors import LlmcError
 from llmc.runtime.core.fair_queue import WaitingGroup
 from llmc.runtime.core.pacing import StepPacer
+from llmc.runtime.core.pooling import Pooled, RunningPooling
 from llmc.runtime.core.prompt_scores import PromptScores
 from llmc.runtime.core.request import Request, RunningBeamSearch, RunningCompletion, Token
 from llmc.runtime.core.scheduler import (
@@ -34,6 +35,8 @@ from llmc.runtime.speculation.planner import SequenceDrafts
 # Unread tokens of one completion, and of all of a caller's, at which generation pauses.
 _UNREAD, _UNREAD_IN_ALL = 256, 8192
 _Result = TypeVar("_Result")
+Output = Token | RunningBeamSearch | Pooled
+Owner = RunningCompletion | RunningBeamSearch | RunningPooling
 
 
 class OutputQueue:
@@ -45,12 +48,12 @@ class OutputQueue:
 
     def __init__(self, wake: Callable[[], object]) -> None:
         self._wake = wake
-        self._ready: list[Token | RunningBeamSearch] = []
+        self._ready: list[Output] = []
         self._unread: Counter[RunningCompletion] = Counter()
         self._error: BaseException | None = None
         self._lock = threading.Lock()
 
-    def take(self) -> tuple[list[Token | RunningBeamSearch], bool]:
+    def take(self) -> tuple[list[Output], bool]:
         """Take all outputs, without waiting; and whether a completion may have been paused.
 
         Raises:
@@ -64,7 +67,7 @@ class OutputQueue:
             self._unread.clear()
             return outputs, was_full
 
-    def put(self, outputs: list[Token | RunningBeamSearch]) -> None:
+    def put(self, outputs: list[Output]) -> None:
         with self._lock:
             self._ready.extend(outputs)
             for output in outputs:
@@ -138,6 +141,7 @@ class Loop:
         check_step: maximum number of in-flight steps, up to the engine's limit.
         skip_step: tokens of each sequence to generate before the first is read.
         method: drafts of sequences, in addition to predicted outputs.
+        pools: whether the model's outputs are pooled rows.
 
     Attributes:
         drafts_enabled: whether newly admitted sequences have drafts.
@@ -146,15 +150,17 @@ class Loop:
     def __init__(self, engine: Engine, scheduler: Scheduler,
                  completing: Callable[[Request, int], RunningCompletion],
                  searching: Callable[[Request, int], RunningBeamSearch], *, encodes: bool,
-                 check_step: int, skip_step: int, method: Method = "off") -> None:
+                 check_step: int, skip_step: int, method: Method = "off",
+                 pools: bool = False) -> None:
         self._engine, self._scheduler, self._method = engine, scheduler, method
+        self._pools = pools
         self.drafts_enabled = True
         self._completing, self._searching, self._encodes = completing, searching, encodes
         self._check_step, self._skip_step = check_step, skip_step
         # On CPU, detokenize in this thread: a caller's thread would take cores from the next step.
         self._reads = engine.limits.ahead == 1
         self._calls: dict[ClientCall, WaitingGroup] = {}
-        self._owners: dict[Sequence, tuple[ClientCall, RunningCompletion | RunningBeamSearch]] = {}
+        self._owners: dict[Sequence, tuple[ClientCall, Owner]] = {}
         self._numbers = itertools.count()
         self._condition = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()  # callers' requests to the thread
@@ -313,17 +319,14 @@ class Loop:
 
     def _postprocess(self, scheduled: ScheduledStep, sampled: StepOutput) -> None:
         """Pass a step's outputs to their callers, and end finished sequences."""
-        outputs: dict[OutputQueue, list[Token | RunningBeamSearch]] = {}
+        outputs: dict[OutputQueue, list[Output]] = {}
         for sequence, output in scheduled.read(sampled):
             if sequence not in self._owners:
                 continue  # its call failed in this step
             call, owner = self._owners[sequence]
             owner.num_cached_tokens = sequence.cached
             try:
-                results: abc.Sequence[Token | RunningBeamSearch] = \
-                    self._search(sequence, owner, output) \
-                    if isinstance(owner, RunningBeamSearch) \
-                    else self._decode(sequence, owner, output)
+                results = self._process(sequence, owner, output)
             except LlmcError as error:  # fails only this call
                 self.metrics.failed(error)
                 self._forget(call)
@@ -331,10 +334,22 @@ class Loop:
             else:
                 if results:
                     outputs.setdefault(call.outbox, []).extend(results)
-        self.metrics.count([result for results in outputs.values() for result in results
-                            if isinstance(result, Token)])
+        made = [result for results in outputs.values() for result in results]
+        self.metrics.count([result for result in made if isinstance(result, Token)])
+        self.metrics.finished += sum(isinstance(result, Pooled) for result in made)
         for outbox, pieces in outputs.items():
             outbox.put(pieces)
+
+    def _process(self, sequence: Sequence, owner: Owner, output: SequenceOutput) -> \
+            abc.Sequence[Output]:
+        """Return what a step's output adds to a request's result."""
+        if isinstance(owner, RunningBeamSearch):
+            return self._search(sequence, owner, output)
+        if isinstance(owner, RunningPooling):
+            pooled = owner.take(output)
+            self._leave(sequence)
+            return (pooled,)
+        return self._decode(sequence, owner, output)
 
     def _decode(self, sequence: Sequence, owner: RunningCompletion,
                 output: SequenceOutput) -> abc.Sequence[Token]:
@@ -408,8 +423,13 @@ class Loop:
                   prompt: list[int],
                   key: bytes, source: abc.Sequence[int] | None,
                   scores: PromptScores | None) -> Sequence:
-        owner: RunningCompletion | RunningBeamSearch
-        if request.params.beam_width > 1:
+        owner: Owner
+        if self._pools:
+            owner = RunningPooling(request)
+            sequence = Sequence(number, prompt, request.limit, owner.state, key=key, pools=True,
+                                token_type_ids=request.token_type_ids,
+                                aborted=lambda: call.aborted)
+        elif request.params.beam_width > 1:
             owner = searching = self._searching(request, call.longest)
             sequence = Sequence(number, prompt, request.limit, owner.state,
                                width=request.params.beam_width, candidates=searching.candidates,
@@ -503,7 +523,7 @@ class RequestHandle:
             self.abort()
             raise
 
-    def take(self) -> list[Token | RunningBeamSearch]:
+    def take(self) -> list[Output]:
         """Take all outputs, without waiting.
 
         Raises:

@@ -136,6 +136,7 @@ class Request:
         limit: maximum number of new tokens. With 0 one is sampled and dropped.
         forced: allowed tokens, by number of tokens generated before.
         prediction: token ids of the expected output.
+        token_type_ids: token types of a pair of texts, for a model that reads them; empty: all 0.
     """
 
     index: int
@@ -145,6 +146,7 @@ class Request:
     limit: int
     forced: Mapping[int, tuple[int, ...]]
     prediction: Sequence[int] = ()
+    token_type_ids: Sequence[int] = ()
 
     @property
     def params(self) -> SamplingParams:
@@ -400,6 +402,7 @@ class InputProcessor:
         Raises:
             LlmcError: a prompt or its parameters are invalid, or unsupported by this model.
         """
+        self.require_generation()
         read = read_prompts(prompts)
         decodings: dict[int, PreparedParams] = {}  # by id of params, which prompts may share
         requests = []
@@ -419,6 +422,18 @@ class InputProcessor:
                                     self._forced_tokens(given, limit),
                                     self._prediction(given)))
         return requests
+
+    def require_generation(self) -> None:
+        """Check that the model generates text.
+
+        Raises:
+            LlmcError: it was compiled for another task.
+        """
+        info = self.manifest.pooling
+        if info is not None:
+            raise LlmcError(f"'{self.manifest.source.architecture}' was compiled for task "
+                            f"{info.task} and generates no text; use "
+                            f"{'embed' if info.task == 'embed' else 'classify'}")
 
     def render_chat(self, messages: str | Sequence[Mapping[str, object]],
                     tools: Sequence[Mapping[str, object]] | None,

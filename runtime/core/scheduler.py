@@ -70,6 +70,8 @@ class Sequence:
             then awaits the one before it.
         scores: log-probabilities of the prompt, if requested.
         drafts: drafts of its next tokens, for speculative decoding.
+        pools: whether its pooled output is returned instead of a sampled token.
+        token_type_ids: of the prompt; empty: all 0.
 
     Attributes:
         tokens: generated tokens that the host has read. A beam search keeps its own.
@@ -99,6 +101,8 @@ class Sequence:
     mask: Callable[[abc.Sequence[int]], np.ndarray] | None = None
     scores: PromptScores | None = None
     drafts: SequenceDrafts | None = None
+    pools: bool = False
+    token_type_ids: abc.Sequence[int] = ()
     tokens: list[int] = field(default_factory=list)
     order: Order = ()
     priority: int = 0
@@ -234,6 +238,7 @@ class SequenceOutput:
     logprobs: list[Logprobs | None]
     candidates: Candidates | None
     logits: np.ndarray | None
+    pooled: np.ndarray | None = None
 
     @staticmethod
     def of(sampled: StepOutput, rows: list[int], starts: list[int] | None = None) -> SequenceOutput:
@@ -247,7 +252,8 @@ class SequenceOutput:
         end = first + 1 if starts is None else starts[rows[0] + 1]
         return SequenceOutput(sampled.tokens[first:end].tolist(), list(sampled.logprobs[first:end]),
                       found and Candidates(found.tokens[rows], found.log_probs[rows]),
-                      None if sampled.logits is None else sampled.logits[rows])
+                      None if sampled.logits is None else sampled.logits[rows],
+                      sampled.pooled[rows[0]] if sampled.pooled else None)
 
 
 class Scheduler:
@@ -255,7 +261,8 @@ class Scheduler:
 
     Args:
         max_num_batched_tokens: maximum number of tokens of a step; at least one per slot.
-        reuse: prefix caching. Off for models with recurrent state, which blocks do not contain.
+        reuse: prefix caching. Off for models with recurrent state, which blocks do not contain,
+            and for sequences that must be computed whole.
         drafts: chooses the drafts of sequences that have any.
 
     Attributes:
@@ -270,7 +277,7 @@ class Scheduler:
         self.limits = limits
         self.drafts = drafts
         self.budget = max(max_num_batched_tokens, limits.max_slots)
-        self._reuse = reuse and not limits.keeps_states
+        self._reuse = reuse and not limits.keeps_states and not limits.whole
         self.blocks = BlockPool(limits.num_blocks, limits.block_size, reuse=self._reuse)
         self.running: list[Sequence] = []  # in order
         self.preemptions = self.queries = self.hits = 0
@@ -399,7 +406,7 @@ class Scheduler:
                 self._make_room_for_drafts(sequence, count)
                 copies += self._copy_on_write(sequence)
                 self._append(rows, sequence, count)
-        while budget > 0 and (new := self._admit_next(rows)):
+        while budget > 0 and (new := self._admit_next(rows, budget)):
             count = self._fit(new, new.known - new.computed, budget)
             budget -= count
             copies += self._copy_on_write(new)
@@ -648,10 +655,16 @@ class Scheduler:
             self._hide(group)
         return None
 
-    def _admit_next(self, rows: list[_Row]) -> Sequence | None:
-        """Admit the next sequence; None if none can be."""
+    def _admit_next(self, rows: list[_Row], budget: int) -> Sequence | None:
+        """Admit the next sequence; None if none can be.
+
+        Args:
+            rows: sequences of the step so far.
+            budget: tokens that the step has room for.
+        """
         group = self._ready()
-        if group is None or (first := group.first) is None or not self._admit(first, rows):
+        if group is None or (first := group.first) is None or \
+                (self.limits.whole and first.known > budget) or not self._admit(first, rows):
             return None
         first.share.hold(first.width)
         group.take()
@@ -876,7 +889,9 @@ class Scheduler:
             sample=[index for index, _ in sampled], admit=admitted,
             copies=np.array(copies, np.int32).reshape(-1, 2), encode=encode, memory=memory,
             candidates=max((own.candidates for own in searching), default=0),
-            logits="sampled" if any(not own.candidates for own in searching) else "none",
+            logits="pooled" if any(row.sequence.pools for row in step_rows) else
+            "sampled" if any(not own.candidates for own in searching) else "none",
+            token_type_ids=_token_types(step_rows),
             scored=scored,
             masks={row.slot: self._draft_masks[row.sequence] if row.drafts
                    else row.sequence.mask(()) for _, row in sampled
@@ -1006,6 +1021,15 @@ class Scheduler:
                 heapq.heappush(self._slots, slot)
                 heapq.heappush(self._memory_rows, row)
             lease.slots = []
+
+
+def _token_types(step_rows: abc.Sequence[_StepRow]) -> np.ndarray:
+    """Token types of a step's tokens; empty if all are 0."""
+    if not any(row.sequence.token_type_ids for row in step_rows):
+        return np.empty(0, np.int64)
+    return np.concatenate([
+        np.asarray(row.sequence.token_type_ids[row.past:row.past + len(row.tokens)]
+                   or [0] * len(row.tokens), np.int64) for row in step_rows])
 
 
 def _scored(step_rows: abc.Sequence[_StepRow]) -> \

@@ -102,7 +102,8 @@ class Step:
         admit: sampling state of each slot whose sequence is new.
         copies: int32 [num_copies, 2], blocks (from, to) to copy before all else.
         candidates: if positive, return this number of most likely tokens for each of `sample`.
-        logits: return logits of `sampled_rows`, of all tokens, or none.
+        logits: return logits of `sampled_rows`, of all tokens, or none. `pooled`: return the rows
+            of the sequences of `sample`, of a model with pooled outputs, which samples nothing.
         scored: prompt tokens whose log-probabilities to return; not with `logits` of all tokens.
         masks: token masks by slot, uint32 [ceil(vocab_size / 32)], or [1 + drafts, ...] with one
             for each token that is sampled: token t is allowed if bit t % 32 of word t // 32 is 1.
@@ -121,6 +122,7 @@ class Step:
             the sequence is not in `sample`; else -1. Empty: none is known.
         propose: number of drafts of the next tokens to return for each of `sample`, by the engine's
             draft model. None: the draft model does not run, and its caches lack these positions.
+        token_type_ids: int64 [num_tokens], for a model that reads them; empty: all 0.
     """
 
     token_ids: np.ndarray
@@ -133,7 +135,7 @@ class Step:
     admit: Mapping[int, SamplingState] = field(default_factory=dict)
     copies: np.ndarray = field(default_factory=lambda: np.empty((0, 2), np.int32))
     candidates: int = 0
-    logits: Literal["none", "sampled", "all"] = "none"
+    logits: Literal["none", "sampled", "all", "pooled"] = "none"
     scored: ScoredRows = field(default_factory=ScoredRows.none)
     masks: Mapping[int, np.ndarray] = field(default_factory=dict)
     encode: Mapping[int, Sequence[int]] = field(default_factory=dict)
@@ -142,6 +144,7 @@ class Step:
     num_uncommitted: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     next_tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     propose: int | None = None
+    token_type_ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
 
     @staticmethod
     def of(tokens: Sequence[Sequence[int]], past_lens: Sequence[int],
@@ -244,6 +247,8 @@ class StepOutput:
         scored: [num_scored], log-probabilities of `Step.scored`.
         counts: int32 [num_sampled], tokens of each of `Step.sample`. None: one each.
         drafts: int64 [num_sampled, propose], if the step asks for them; -1 after the last of each.
+        pooled: of each of `Step.sample`, float32 [width] or [num_tokens, width], if the step asks
+            for them.
     """
 
     tokens: np.ndarray
@@ -253,6 +258,7 @@ class StepOutput:
     scored: Sequence[Logprobs] = ()
     counts: np.ndarray | None = None
     drafts: np.ndarray | None = None
+    pooled: Sequence[np.ndarray] = ()
 
 
 @dataclass(frozen=True)
@@ -275,6 +281,7 @@ class EngineLimits:
         keeps_states: layers have a recurrent state (Mamba, gated delta rule, short convolution).
             Such a sequence can be continued only at its end, not from earlier blocks, and its state
             is stored before the drafts of a step: see `Step.num_uncommitted`.
+        whole: all tokens of a sequence are in one step, as its pooled output depends on all.
     """
 
     num_blocks: int
@@ -290,6 +297,7 @@ class EngineLimits:
     lookahead: int = 0
     longest_first: bool = False
     keeps_states: bool = False
+    whole: bool = False
 
 
 class Engine(Protocol):

@@ -26,6 +26,7 @@ from llmc.artifacts.manifest import (
     HIDDEN,
     HIDDEN_OUT,
     MANIFEST_NAME,
+    POOLED,
     Chip,
     CollectiveStep,
     DraftProgram,
@@ -44,7 +45,7 @@ from llmc.runtime.devices import Placement
 from llmc.runtime.engines.draft_step import DraftStep
 from llmc.runtime.engines.row_cache import RowCache
 
-_SIZES = {"num_tokens", "num_logits"}
+_SIZES = {"num_tokens", "num_logits", "batch"}
 _DTYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(int32)": "int32"}
 _COLLECTIVES = {"all_reduce": "AllReduce", "all_gather": "AllGather"}
 MAX_CHUNK = 512  # prompt tokens in one run of the graphs; see `CpuEngine._chunk_size`
@@ -64,6 +65,7 @@ class _Part:
     logits_indices: np.ndarray
     first_row: int = 0
     memory: EncoderOutputs | None = None
+    token_type_ids: np.ndarray | None = None
 
     @property
     def position_ids(self) -> np.ndarray:
@@ -121,7 +123,9 @@ class CpuEngine:
                                     if name.removesuffix("_out") not in self._caches]
                         for step in segments}
         self._wants_positions = any("position_ids" in step.inputs for step in segments)
-        self._last_uses = self._find_last_uses(chip.steps, {"logits", *chip.features})
+        self._wants_types = any("token_type_ids" in step.inputs for step in segments)
+        self._last_uses = self._find_last_uses(chip.steps, {chip.result, *chip.features})
+        self._per_token = manifest.pooling is not None and manifest.pooling.per_token
         self._draft_uses = self._find_last_uses(self._draft.steps, {"logits", HIDDEN_OUT}) \
             if self._draft else []
         self._draft_vocab = self._draft_width = 0
@@ -153,6 +157,63 @@ class CpuEngine:
         if len(logits) == 1:
             return logits[0]
         return np.concatenate(logits) if logits else np.empty((0, self._width), np.float32)
+
+    def pool(self, step: Step) -> list[np.ndarray]:
+        """Execute a step of a model with pooled outputs; returns `StepOutput.pooled`.
+
+        Without a KV cache, sequences run in groups of similar length: attention pads them.
+        """
+        rows: dict[int, np.ndarray] = {}
+        if not self._kept:
+            for group in self._similar(step):
+                part = self._whole(step, group)
+                values = self._values(part)
+                self._run_steps(self._chip.steps, self._last_uses, part, values)
+                rows.update(zip(group, self._split(values[POOLED], part), strict=True))
+            return [rows[index] for index in step.sample.tolist()]
+        self._rows.enter(step)
+        pooled: list[np.ndarray] = []
+        for part, kept in self._parts(step):
+            values = self._values(part)
+            self._run_steps(self._chip.steps, self._last_uses, part, values)
+            if self._per_token:
+                pooled.append(values[POOLED])
+            elif kept:
+                ends = np.searchsorted(part.cu_seqlens, part.logits_indices, side="right") - 1
+                pooled.append(values[POOLED][ends])
+        self._rows.leave(step)
+        if not self._per_token:
+            return list(np.concatenate(pooled)) if pooled else []
+        each = np.split(np.concatenate(pooled), step.cu_seqlens[1:-1])
+        return [each[index] for index in step.sample.tolist()]
+
+    def _similar(self, step: Step) -> Iterator[list[int]]:
+        """Groups of sequences of similar length, with at most MAX_CHUNK tokens when padded."""
+        lengths = step.seq_lens
+        group: list[int] = []
+        for index in np.argsort(lengths, kind="stable").tolist():
+            if group and (len(group) + 1) * int(lengths[index]) > self._max_tokens:
+                yield group
+                group = []
+            group.append(index)
+        if group:
+            yield group
+
+    def _whole(self, step: Step, group: Sequence[int]) -> _Part:
+        """Some sequences of a step, all of whose tokens are new."""
+        def packed(tokens: np.ndarray) -> np.ndarray:
+            return np.concatenate([tokens[step.cu_seqlens[i]:step.cu_seqlens[i + 1]]
+                                   for i in group])
+
+        lengths = step.seq_lens[group]
+        return _Part(packed(step.token_ids), np.cumsum([0, *lengths], dtype=np.int32),
+                     np.zeros(len(group), np.int32), lengths, np.empty(0, np.int64),
+                     token_type_ids=packed(step.token_type_ids)
+                     if len(step.token_type_ids) else None)
+
+    def _split(self, pooled: np.ndarray, part: _Part) -> list[np.ndarray]:
+        """The rows of each sequence of a part."""
+        return np.split(pooled, part.cu_seqlens[1:-1]) if self._per_token else list(pooled)
 
     def propose(self, step: Step, inputs: DraftStep | None) -> np.ndarray:
         """Run the draft model on the rows of a step, then on its drafts, one token a sequence.
@@ -330,6 +391,9 @@ class CpuEngine:
                   "logits_indices": part.logits_indices}
         if self._wants_positions:
             values["position_ids"] = part.position_ids
+        if self._wants_types:
+            values["token_type_ids"] = np.zeros_like(part.input_ids) \
+                if part.token_type_ids is None else part.token_type_ids
         if part.memory is not None:
             values["memory_starts"] = part.memory.rows * np.int32(self._mem_max_seq_len)
             values["encoder_sequence_length"] = part.memory.encoder_sequence_length
@@ -436,7 +500,8 @@ class CpuEngine:
                    values: dict[str, np.ndarray]) -> None:
         """Run one ONNX file; its outputs, except caches, are added to `values`."""
         binding = self._binding(step, batch.first_row, len(batch.past_lens))
-        sizes = {"num_tokens": len(batch.input_ids), "num_logits": len(batch.logits_indices)}
+        sizes = {"num_tokens": len(batch.input_ids), "num_logits": len(batch.logits_indices),
+                 "batch": len(batch.past_lens)}
         for name in self._inputs[step.path]:
             array = values[name]
             binding.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)

@@ -28,6 +28,10 @@ class RankGroup(Protocol):
         """Compute the logits of a step without LAST, float32 [num_logits, vocab_size]."""
         ...
 
+    def pool(self, step: Step) -> list[np.ndarray]:
+        """Compute `StepOutput.pooled` of a step."""
+        ...
+
     def close(self) -> None:
         ...
 
@@ -55,8 +59,11 @@ class HostSampling:
         for index in np.flatnonzero(step.token_ids == LAST).tolist():
             sequence = int(np.searchsorted(step.cu_seqlens, index, side="right")) - 1
             step.token_ids[index] = self._tokens[int(step.slots[sequence])][-1]
-        logits = self._ranks.compute(step)
-        output = self._sample(step, logits)
+        if step.logits == "pooled":
+            output = StepOutput(np.full(len(step.sample), NONE_ALLOWED),
+                                [None] * len(step.sample), pooled=self._ranks.pool(step))
+        else:
+            output = self._sample(step, self._ranks.compute(step))
         if self._propose is not None and step.propose is not None:
             output = replace(output, drafts=self._propose(step, output))
         self._tickets += 1
