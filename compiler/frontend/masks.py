@@ -35,7 +35,8 @@ class Visible:
 
     Args:
         causal: only keys up to the query's position; else all keys.
-        window: only the last `window` of these; 0: no window.
+        window: of causal attention, only the last `window` of these; else only keys at a distance
+            of at most `window`. 0: no window.
         positions: number of positions that were evaluated.
         chunk: only keys of the query's chunk of `chunk` positions; 0: no chunks.
     """
@@ -47,7 +48,7 @@ class Visible:
 
     def __str__(self) -> str:
         if not self.causal:
-            return "all keys"
+            return f"keys at a distance of {self.window}" if self.window else "all keys"
         if self.chunk:
             return f"chunks of {self.chunk}"
         return f"a window of {self.window}" if self.window else "all keys up to the query's"
@@ -66,8 +67,8 @@ def evaluate(function: MaskFunction, max_positions: int | None = None) -> Visibl
         max_positions: the model's maximum; None: unknown.
 
     Raises:
-        LlmcError: it is neither full nor causal (optionally with a window or chunks), or it cannot
-            be evaluated.
+        LlmcError: it is neither full (optionally with a window) nor causal (optionally with a
+            window or chunks), or it cannot be evaluated.
     """
     last = max(max_positions or 0, _POSITIONS) - 1
     sizes = sorted({n for n in _numbers(function, set()) if 1 < n <= last})
@@ -100,6 +101,10 @@ def _check_rows(function: MaskFunction, queries: torch.Tensor, keys: torch.Tenso
         return all(torch.equal(visible, (keys <= block[:, None]) & (keys >= first(block)[:, None]))
                    for block, visible in zip(rows, seen, strict=True))
 
+    reach = int(seen[0][0].sum()) - 1 if len(queries) and not int(queries[0]) else 0
+    if reach > 0 and all(torch.equal(visible, (keys - block[:, None]).abs() <= reach)
+                         for block, visible in zip(rows, seen, strict=True)):
+        return Visible(False, reach, positions)
     if shows(lambda query: query - span + 1):
         return Visible(True, 0 if span == positions else span, positions)
     if span and shows(lambda query: query - query % span):

@@ -337,7 +337,7 @@ def _resolve_masks(graph: ir.Graph, functions: Sequence[MaskFunction], part: Par
             visible = Visible(claimed["causal"] == 1, 0, 0)
         else:
             visible = kinds[_kind(mask, claimed["module"])]
-            if claimed["window"] and not visible.has_window(claimed["window"]):
+            if claimed["window"] and visible.causal and not visible.has_window(claimed["window"]):
                 raise Contradiction(f"{claimed['module']} passes sliding_window "
                                     f"{claimed['window']} to its attention, but its mask allows "
                                     f"{visible}")

@@ -39,7 +39,8 @@ from llmc.compiler.graph.rewrite import (
 from llmc.compiler.graph.weights import Weight
 from llmc.plugins.embedding.op import OP as EMBEDDING
 
-_INDEX_OPS = ELEMENTWISE | LAYOUT | {"Range", "Shape", "CumSum", "ConstantOfShape"}
+_INDEX_OPS = ELEMENTWISE | LAYOUT | {"Range", "Shape", "CumSum", "ConstantOfShape",
+                                     "GatherElements"}
 
 
 @dataclass(frozen=True)

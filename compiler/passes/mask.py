@@ -23,6 +23,7 @@ from llmc.compiler.graph.rewrite import (
     constant,
     producer,
     scalar,
+    values_of,
 )
 
 _MASK_OPS = ELEMENTWISE | LAYOUT | frozenset({
@@ -37,19 +38,23 @@ _FEW = 7  # tokens; too few for a bias by distance to come near _MASKED
 
 @dataclass(frozen=True)
 class Reach:
-    """The keys that a causal mask shows: the last `window`, or those in the query's `chunk`.
+    """The keys that a mask shows: the last `window`, or those in the query's `chunk`.
 
     Args:
-        window: keys up to the query's; 0: all.
+        window: keys up to the query's, or if not causal the most distant ones; 0: all.
         chunk: positions in a chunk; 0: all are one.
+        causal: only keys up to the query's.
     """
 
     window: int = 0
     chunk: int = 0
+    causal: bool = True
 
     def shows(self, positions: np.ndarray) -> np.ndarray:
         """bool [n, n]: whether a query (axis 0) sees a key (axis 1), at these positions."""
         query, key = positions[:, None].astype(np.int32), positions[None].astype(np.int32)
+        if not self.causal:
+            return np.abs(query - key) <= (self.window or len(positions) + positions.max())
         seen: np.ndarray = key <= query
         if self.window:
             seen &= query - key < self.window
@@ -64,6 +69,7 @@ class MaskProver:
     def __init__(self, data: set[int], settings: Settings) -> None:
         self._data = data
         self._max_seq_len = settings.max_seq_len
+        self._all_causal = settings.causal
         self._known: dict[bytes, Reach | NoMatch] = {}
         # By a part's id: the part (which keeps the id in use) and its bias.
         self._biases: dict[int, tuple[gs.Tensor, gs.Tensor | None]] = {}
@@ -94,15 +100,21 @@ class MaskProver:
                 return piece
             pieces += [piece] if piece is not None else []
         if not pieces:
-            return Reach() if causal else \
-                NoMatch("attention without a mask is not causal", parts[0])
+            return self.unmasked(causal, parts[0])
         key = b"".join(piece.key for piece in (*pieces, *multiplied)) + bytes([causal, len(pieces)])
         if key not in self._known:
             try:
-                self._known[key] = _reach(_Mask(pieces, causal, multiplied), self._max_seq_len)
+                self._known[key] = _reach(_Mask(pieces, causal, multiplied), self._max_seq_len,
+                                          self._all_causal)
             except _NoProof as unsupported:
                 self._known[key] = unsupported.reason
         return self._known[key]
+
+    def unmasked(self, causal: bool, value: object) -> Reach | NoMatch:
+        """What attention without a mask shows, given whether the op masks causally itself."""
+        if self._all_causal and not causal:
+            return NoMatch("attention without a mask is not causal", value)
+        return Reach(causal=causal)
 
     def bias(self, part: gs.Tensor) -> gs.Tensor | None:
         """The bias that a part of the mask adds to the scores of visible keys, or None.
@@ -154,8 +166,9 @@ def _masks_nothing(part: gs.Tensor, data: set[int]) -> bool:
     piece = cone(part, data, _MASK_OPS)
     if isinstance(piece, NoMatch):
         return False
+    weights = {t.name: values_of(t).load() for t in piece.inputs if isinstance(t, gs.Constant)}
     try:
-        added = piece.run(_feeds(piece, np.arange(_FEW)))
+        added = piece.run({**_feeds(piece, np.arange(_FEW)), **weights})
     except CannotEvaluate:
         return False
     return bool(added.dtype != bool and added.any() and (added > _MASKED).all())
@@ -235,12 +248,23 @@ class _Mask:
                         yield int(number)
 
 
-def _reach(mask: _Mask, max_seq_len: int) -> Reach:
+def _reach(mask: _Mask, max_seq_len: int, causal: bool) -> Reach:
+    """The keys that a mask shows.
+
+    Args:
+        mask: the mask.
+        max_seq_len: up to which it is evaluated.
+        causal: whether it must be causal.
+    """
+    try:
+        causal = causal or not mask.near(2)[0, 1]
+    except CannotEvaluate as error:
+        raise _NoProof(f"the mask: {error.reason.reason}", error.output) from error
     numbers = {n for n in mask.numbers() if n < max_seq_len}
     lengths = sorted({1, 2, 7, 64, *(n + 2 for n in numbers)})
     try:
         if max_seq_len > _WHOLE and mask.takes_positions():
-            found = {_far_reach(mask, numbers, max_seq_len)}
+            found = {_far_reach(mask, numbers, max_seq_len, causal)}
         elif max_seq_len <= 2 * _WHOLE:
             found, lengths = set(), [*lengths, max_seq_len]
         else:
@@ -250,17 +274,17 @@ def _reach(mask: _Mask, max_seq_len: int) -> Reach:
             if length <= min(max_seq_len, 2 * _WHOLE):
                 seen = mask.near(length)
                 size = 0 if seen[:, 0].all() else int(seen[:, 0].argmin())
-                found.add(_form(mask, seen, np.arange(length), size))
+                found.add(_form(mask, seen, np.arange(length), size, causal))
     except CannotEvaluate as error:
         raise _NoProof(f"the mask: {error.reason.reason}", error.output) from error
-    found.discard(Reach())
+    found.discard(Reach(causal=causal))
     if len(found) > 1:
         sizes = sorted({reach.window or reach.chunk for reach in found})
         raise _NoProof(f"the mask's window changes with the length: {sizes}", mask.output)
-    return found.pop() if found else Reach()
+    return found.pop() if found else Reach(causal=causal)
 
 
-def _far_reach(mask: _Mask, numbers: set[int], max_seq_len: int) -> Reach:
+def _far_reach(mask: _Mask, numbers: set[int], max_seq_len: int, causal: bool) -> Reach:
     """Window or chunks by sampled positions up to max_seq_len."""
     last = max_seq_len - 1
     some = np.random.default_rng(0).integers(0, max_seq_len, 64)
@@ -272,15 +296,20 @@ def _far_reach(mask: _Mask, numbers: set[int], max_seq_len: int) -> Reach:
     if not seen[:, 0].all():
         size = bisect_left(range(max_seq_len), True, lo=1, key=lambda position: not mask.far(
             np.array([0, position]))[1, 0])  # the first query that does not see the first key
-    return _form(mask, seen, positions, size)
+    return _form(mask, seen, positions, size, causal)
 
 
-def _form(mask: _Mask, seen: np.ndarray, positions: np.ndarray, size: int) -> Reach:
+def _form(mask: _Mask, seen: np.ndarray, positions: np.ndarray, size: int, causal: bool) -> Reach:
     """The window or chunks of a mask that shows the first key to `size` queries."""
-    for reach in (Reach(window=size), Reach(chunk=size)) if size else (Reach(),):
+    if not causal:
+        forms: tuple[Reach, ...] = (Reach(window=max(size - 1, 0), causal=False),)
+    else:
+        forms = (Reach(window=size), Reach(chunk=size)) if size else (Reach(),)
+    for reach in forms:
         if np.array_equal(seen, reach.shows(positions)):
             return reach
-    raise _NoProof(f"the mask is not causal at length {positions[-1] + 1}", mask.output)
+    raise _NoProof(f"the mask is not {'causal' if causal else 'full'} at length "
+                   f"{positions[-1] + 1}", mask.output)
 
 
 def _visible(piece: Piece, mask: np.ndarray, length: int) -> np.ndarray:

@@ -6,8 +6,9 @@ Result:  Sdpa(Q, K, V, bias) {scale, window, chunk, softcap, causal, layer}; Q, 
          heads, seq, head_dim]
 
 The frontend emits Sdpa itself if a model allows it. Otherwise the mask is evaluated, see mask.py.
-It must be causal, optionally with a sliding window or chunks; anything else is refused. Other
-addends of the scores, such as ALiBi, are the bias, which the attention pass checks.
+It must be causal, optionally with a sliding window or chunks. In a model whose outputs are pooled
+it may also show all keys, optionally within a distance. Anything else is refused. Other addends of
+the scores, such as ALiBi, are the bias, which the attention pass checks.
 """
 
 from __future__ import annotations
@@ -89,9 +90,7 @@ def _check_attention(node: gs.Node, masks: MaskProver) -> _Sdpa | NoMatch:
         return NoMatch("Attention whose second output is used", node)
     mask = node.inputs[3] if len(node.inputs) > 3 and not node.inputs[3].is_empty() else None
     causal = bool(node.attrs.get("is_causal", 0))
-    if mask is None and not causal:
-        return NoMatch("Attention without a mask is not causal", node)
-    reach: Reach | NoMatch = Reach()
+    reach = masks.unmasked(causal, node)
     if mask is not None:
         reach = masks.reach([mask], causal)
     if isinstance(reach, NoMatch):
@@ -173,9 +172,7 @@ def _check_softmax(graph: gs.Graph, node: gs.Node, data: set[int], masks: MaskPr
     product, value = _weighted_sum(graph, node)
     if product is None:
         return NoMatch("the softmax is not multiplied by V", node)
-    if not parts:
-        return NoMatch("attention without a mask is not causal", node)
-    reach = masks.reach(parts, False, factors)
+    reach = masks.reach(parts, False, factors) if parts else masks.unmasked(False, node)
     if isinstance(reach, NoMatch):
         return reach
     query, key = above.inputs
@@ -273,7 +270,7 @@ def _rewrite(graph: gs.Graph, match: _Sdpa, settings: Settings) -> None:
     replace(graph, SDPA, {"query": match.query, "key": key, "value": match.value,
                           "bias": _sum(graph, match)}, [match.output],
             {"scale": match.scale, "window": match.reach.window, "chunk": match.reach.chunk,
-             "softcap": match.softcap, "causal": 1, "layer": -1})
+             "softcap": match.softcap, "causal": int(match.reach.causal), "layer": -1})
 
 
 def _sum(graph: gs.Graph, match: _Sdpa) -> gs.Tensor | None:

@@ -38,6 +38,7 @@ from llmc.compiler.passes.attention.gates import join_before_gates
 from llmc.compiler.passes.attention.heads import Branch, Heads, trace
 from llmc.compiler.passes.attention.latent import Latent, find_latent, rewrite_latent
 from llmc.compiler.passes.attention.projections import gathered, merged_projection, projection
+from llmc.compiler.passes.attention.rotary import Rotary
 from llmc.plugins.attention.op import OP as CAUSAL_ATTENTION
 from llmc.plugins.bidirectional_attention.op import OP as BIDIRECTIONAL_ATTENTION
 from llmc.plugins.cached_attention.op import OP as CACHED_ATTENTION
@@ -103,7 +104,7 @@ def attention(graph: gs.Graph, settings: Settings, report: Report) -> None:
             else:
                 written[key] = _rewrite(graph, match, settings, shared)
         else:
-            _rewrite_bidirectional(graph, match)
+            _rewrite_bidirectional(graph, match, shared)
 
     apply_rules(graph, [Rule("attention", frozenset({SDPA.name}), check, rewrite)], settings,
                 report)
@@ -201,11 +202,15 @@ def _padded(heads: Heads, dim: int) -> Heads:
 def _check_bidirectional(match: _Attention) -> _Attention | NoMatch:
     """Refuse features that llmc::BidirectionalAttention lacks."""
     attrs = match.node.attrs
-    for what, there in (("a rotary embedding", match.query.heads.rotary is not None),
-                        ("norms of its heads", any(branch.norm for branch in match.branches)),
+    cross = isinstance(match, _CrossAttention)
+    for what, there in (("a rotary embedding", cross and match.query.heads.rotary is not None),
+                        ("norms of its heads", cross and any(
+                            branch.norm for branch in match.branches)),
+                        ("normalized values", match.value.norm is not None),
                         ("queries scaled by position", match.query.heads.scale is not None),
                         ("sinks", "sinks" in operands(match.node)), ("chunks", attrs["chunk"]),
-                        ("a sliding window", attrs["window"]), ("a soft-cap", attrs["softcap"])):
+                        ("a sliding window", cross and attrs["window"]),
+                        ("a soft-cap", cross and attrs["softcap"])):
         if there:
             return NoMatch(f"attention in or to an encoder with {what}: unsupported by "
                            f"llmc::BidirectionalAttention", match.node)
@@ -308,31 +313,46 @@ def _common(graph: gs.Graph, match: _Attention,
     inputs: dict[str, gs.Tensor | None] = {
         "cu_seqlens": graph_input(graph, "cu_seqlens", ("batch_plus_1",)),
         "past_lens": graph_input(graph, "past_lens", ("batch",))}
-    if heads.rotary is not None:
-        attrs.update(rotary_dim=heads.rotary.dim, interleaved=int(heads.rotary.interleaved))
-        key = heads.rotary.cos.tobytes() + heads.rotary.sin.tobytes()
-        if key not in shared:
-            suffix = f".{len(shared)}" if shared else ""
-            shared[key] = (
-                gs.Constant(f"rotary.cos{suffix}", Weight.of(heads.rotary.cos)),
-                gs.Constant(f"rotary.sin{suffix}", Weight.of(heads.rotary.sin)))
-        inputs["cos"], inputs["sin"] = shared[key]
+    _add_rotary(heads.rotary, shared, attrs, inputs)
     if heads.scale is not None:
         key = heads.scale.tobytes()
         if key not in shared:
             shared[key] = gs.Constant(f"query_scale.{len(shared)}", Weight.of(heads.scale)),
         inputs["query_scale"], = shared[key]
+    _add_norms(match, norms, attrs, inputs)
+    return attrs, inputs
+
+
+def _add_rotary(rotary: Rotary | None, shared: dict[bytes, tuple[gs.Constant, ...]],
+                attrs: dict[str, Any], inputs: dict[str, gs.Tensor | None]) -> None:
+    """Add a rotary embedding's attributes and tables, which layers share."""
+    if rotary is None:
+        return
+    attrs.update(rotary_dim=rotary.dim, interleaved=int(rotary.interleaved))
+    key = rotary.cos.tobytes() + rotary.sin.tobytes()
+    if key not in shared:
+        suffix = f".{len(shared)}" if shared else ""
+        shared[key] = (gs.Constant(f"rotary.cos{suffix}", Weight.of(rotary.cos)),
+                       gs.Constant(f"rotary.sin{suffix}", Weight.of(rotary.sin)))
+    inputs["cos"], inputs["sin"] = shared[key]
+
+
+def _add_norms(match: _Attention, names: Sequence[str], attrs: dict[str, Any],
+               inputs: dict[str, gs.Tensor | None]) -> None:
+    """Add the norms of heads of these names."""
     branches = {"q_norm": match.query, "k_norm": match.key, "v_norm": match.value}
-    for name in norms:
+    for name in names:
         norm = branches[name].norm
         if norm is not None:
             attrs.update(norm_epsilon=norm.epsilon, norm_after_rotary=int(norm.after_rotary))
             inputs[name] = norm.gain
-    return attrs, inputs
 
 
-def _rewrite_bidirectional(graph: gs.Graph, match: _Attention) -> None:
+def _rewrite_bidirectional(graph: gs.Graph, match: _Attention,
+                           shared: dict[bytes, tuple[gs.Constant, ...]]) -> None:
     query, key, value = match.query, match.key, match.value
+    attrs: dict[str, Any] = {name: match.node.attrs[name] for name in ("softcap", "window")
+                             if match.node.attrs[name]}
     inputs: dict[str, gs.Tensor | None] = _bias(match)
     if isinstance(match, _CrossAttention):
         inputs |= {"key_starts": graph_input(graph, "memory_starts", ("batch",)),
@@ -341,8 +361,10 @@ def _rewrite_bidirectional(graph: gs.Graph, match: _Attention) -> None:
                "key": projection(graph, key, key.heads.distinct, match.output),
                "value": projection(graph, value, value.heads.distinct, match.output),
                "cu_seqlens": graph_input(graph, "cu_seqlens", ("batch_plus_1",))}
+    _add_rotary(query.heads.rotary, shared, attrs, inputs)
+    _add_norms(match, ("q_norm", "k_norm"), attrs, inputs)
     replace(graph, BIDIRECTIONAL_ATTENTION, inputs, [match.output],
-            dict(num_heads=len(query.heads.columns), num_kv_heads=match.num_kv_heads,
+            dict(attrs, num_heads=len(query.heads.columns), num_kv_heads=match.num_kv_heads,
                  head_dim=query.heads.columns.shape[1],
                  scale=match.node.attrs["scale"] * query.heads.gain * key.heads.gain))
 

@@ -11,9 +11,15 @@ prompt do.
     key_lens        int32 [batch]
     distance_bias   [num_heads, 2 * n + 1]; optional. Column n + j - i, clamped, is added to the
                     score of query i and key j, both counted in their sequence
+    cos, sin        [positions, rotary_dim / 2]; optional: queries and keys are rotated by their
+                    position in the sequence
+    q_norm, k_norm  [head_dim]; optional RMSNorm of each head of queries and keys
     out             [num_tokens, num_heads * head_dim]
 
-`scale` 0 means head_dim ** -0.5.
+`scale` 0 means head_dim ** -0.5. A `window` above 0 shows a query the keys at a distance of at most
+that many tokens, before and after it. A `softcap` above 0 limits scores to softcap * tanh(score /
+softcap). Rotary embedding, norms and window need keys in the rows of the queries. Norms come before
+the rotary embedding, or after it with `norm_after_rotary`.
 
 Comments below use B sequences, S queries of the longest sequence, L keys of the longest, D
 head_dim.
@@ -25,7 +31,16 @@ from typing import Any
 import numpy as np
 
 from llmc.plugins import Fields, Op, Sample, Shape
-from llmc.plugins.attention.op import _TOKENS, _ints, _out, _queries, _scale, check_heads
+from llmc.plugins.attention.op import (
+    _TOKENS,
+    _ints,
+    _out,
+    _prepared,
+    _queries,
+    _scale,
+    check_heads,
+    rotated,
+)
 from llmc.plugins.roles import Attention, ByHeads
 
 
@@ -34,13 +49,39 @@ def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
     if ("key_starts" in present) != ("key_lens" in present):
         raise ValueError("BidirectionalAttention takes key_starts and key_lens together")
+    rotary = fields["rotary_dim"]
+    if {"cos", "sin"} & present or rotary:
+        if not {"cos", "sin"} <= present or not 0 < rotary <= dim or rotary % 2:
+            raise ValueError(f"rotary_dim {rotary} is not an even number from 2 to head_dim {dim} "
+                             f"with cos and sin, nor 0 without them")
+    if "key_starts" in present and (_OF_TOKENS & present or fields["window"]):
+        raise ValueError("BidirectionalAttention takes a rotary embedding, norms and a window only "
+                         "with keys in the rows of the queries")
     keys = ("num_keys" if "key_starts" in present else "num_tokens", kv_heads * dim)
     return {"query": ("num_tokens", heads * dim), "key": keys, "value": keys,
             "cu_seqlens": ("batch_plus_1",), "key_starts": ("batch",), "key_lens": ("batch",),
-            "distance_bias": (heads, "2 * n + 1")}
+            "distance_bias": (heads, "2 * n + 1"),
+            "cos": ("positions", rotary // 2), "sin": ("positions", rotary // 2),
+            "q_norm": (dim,), "k_norm": (dim,)}
 
 
-def _gathered(present: frozenset[str]) -> list[str]:
+_OF_TOKENS = frozenset({"cos", "sin", "q_norm", "k_norm"})  # inputs for queries and their own keys
+
+
+def _heads(name: str, count: int, source: str, fields: Fields, present: frozenset[str]) -> \
+        tuple[list[str], str]:
+    """Return lines that normalize and rotate heads of `source`, and the result, both packed."""
+    if "cos" not in present and f"{name}_norm" not in present:
+        return [], source
+    lines, made = _prepared(name, count, fields, present, "cos" in present)
+    dim = fields["head_dim"]
+    return [_ints(f"{name}_heads_shape", 0, count, 1, dim),
+            f"{name} = Reshape({source}, {name}_heads_shape)", *lines,
+            _ints(f"{name}_rows_shape", 0, count * dim),
+            f"{name}_rows = Reshape({made}, {name}_rows_shape)"], f"{name}_rows"
+
+
+def _gathered(present: frozenset[str], key: str) -> list[str]:
     """Return lines for `keys` and `values` by sequence, [B, L, ...], and `key_len`."""
     if {"key_starts", "key_lens"} & present and not {"key_starts", "key_lens"} <= present:
         raise ValueError("BidirectionalAttention takes key_starts and key_lens together")
@@ -48,7 +89,7 @@ def _gathered(present: frozenset[str]) -> list[str]:
         if "key_starts" in present else ["key_start = Identity(starts)",
                                          "key_len = Identity(lengths)"]
     return [
-        _TOKENS, *lines,
+        *lines,
         "most = ReduceMax<keepdims=0>(key_len)",
         "j = Range(zero, most, one)",
         "key_start_column = Unsqueeze(key_start, c1)",
@@ -56,7 +97,7 @@ def _gathered(present: frozenset[str]) -> list[str]:
         "num_keys = Shape<start=0, end=1>(key)",
         "last_key = Sub(num_keys, one)",
         "key_pad = Min(key_row, last_key)",  # [B, L]: arbitrary for padding
-        "keys = Gather<axis=0>(key, key_pad)",
+        f"keys = Gather<axis=0>({key}, key_pad)",
         "values = Gather<axis=0>(value, key_pad)",
     ]
 
@@ -72,8 +113,11 @@ def _bias() -> list[str]:
 
 def _body(fields: Fields, present: frozenset[str]) -> str:
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
+    query_lines, query = _heads("q", heads, "query", fields, present)
+    key_lines, key = _heads("k", kv_heads, "key", fields, present)
     lines = [
-        *_gathered(present), *_queries("query", fields),
+        _TOKENS, *(["position_column = Unsqueeze(offset, c1)"] if "cos" in present else []),
+        *query_lines, *key_lines, *_gathered(present, key), *_queries(query, fields),
         _ints("key_shape", 0, 0, kv_heads, 1, dim),
         "keys_by_head = Reshape(keys, key_shape)",
         "keys_t = Transpose<perm=[0, 2, 3, 4, 1]>(keys_by_head)",
@@ -84,38 +128,71 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
         "scaled = Mul(products, scale)",
     ]
     scores = "scaled"
+    if fields["softcap"]:
+        lines += [f"cap = Constant<value_float={fields['softcap']!r}>()",
+                  "shrunk = Div(scaled, cap)", "bounded = Tanh(shrunk)",
+                  "capped = Mul(bounded, cap)"]
+        scores = "capped"
     if "distance_bias" in present:
         lines += [*_bias(), "bias_dims = Shape<start=1>(head_bias)",
                   _ints("bias_heads", kv_heads, heads // kv_heads),
                   "bias_shape = Concat<axis=0>(bias_heads, bias_dims)",
-                  "bias = Reshape(head_bias, bias_shape)", "biased = Add(scaled, bias)"]
+                  "bias = Reshape(head_bias, bias_shape)", f"biased = Add({scores}, bias)"]
         scores = "biased"
     lines += [
         "key_len_column = Unsqueeze(key_len, c1)", "there = Less(j, key_len_column)",
-        _ints("c123", 1, 2, 3), "visible = Unsqueeze(there, c123)",
+        _ints("c123", 1, 2, 3), "inside = Unsqueeze(there, c123)", *_window(fields),
         "never = Constant<value_float=-1e30>()", f"masked = Where(visible, {scores}, never)",
         "weights = Softmax<axis=-1>(masked)", *_out(fields),
     ]
     return "\n".join(lines)
 
 
+def _window(fields: Fields) -> list[str]:
+    """Return lines for `visible`, which keys are `inside` the sequence and its window."""
+    if not fields["window"]:
+        return ["visible = Identity(inside)"]
+    return ["query_column = Unsqueeze(step, c1)", "difference = Sub(query_column, j)",  # [S, L]
+            "gap = Abs(difference)", f"window = Constant<value_int={fields['window']}>()",
+            "near = LessOrEqual(gap, window)", "visible = And(inside, near)"]
+
+
 def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
     query, key, value = (inputs[name].astype(np.float64) for name in ("query", "key", "value"))
     out = np.zeros((len(query), heads * dim))
+
+    def normed(x: np.ndarray, norm: str) -> np.ndarray:
+        if norm not in inputs:
+            return x
+        return np.asarray(x / np.sqrt((x**2).mean(-1, keepdims=True) + fields["norm_epsilon"])
+                          * inputs[norm])
+
+    def prepared(x: np.ndarray, norm: str, position: int) -> np.ndarray:
+        if fields["norm_after_rotary"]:
+            return normed(rotated(x, position, fields, inputs), norm)
+        return rotated(normed(x, norm), position, fields, inputs)
+
     begins = inputs["cu_seqlens"]
     starts = inputs.get("key_starts", begins[:-1])
     lens = inputs.get("key_lens", np.diff(begins))
     for b, (start, count) in enumerate(zip(starts, lens, strict=True)):
         keys, values = (x[start:start + count].reshape(count, kv_heads, dim) for x in (key, value))
+        keys = np.stack([prepared(own, "k_norm", j) for j, own in enumerate(keys)])
         for i, token in enumerate(range(begins[b], begins[b + 1])):
             for h in range(heads):
                 kv = h // (heads // kv_heads)
-                scores = keys[:, kv] @ query[token, h * dim:(h + 1) * dim] * _scale(fields)
+                own = prepared(query[token, h * dim:(h + 1) * dim], "q_norm", i)
+                scores = keys[:, kv] @ own * _scale(fields)
+                if fields["softcap"]:
+                    scores = fields["softcap"] * np.tanh(scores / fields["softcap"])
                 if "distance_bias" in inputs:
                     n = inputs["distance_bias"].shape[1] // 2
                     scores = scores + inputs["distance_bias"][
                         h, n + np.clip(np.arange(count) - i, -n, n)]
+                if fields["window"]:
+                    scores = np.where(np.abs(np.arange(count) - i) <= fields["window"], scores,
+                                      -np.inf)
                 weights = np.exp(scores - scores.max())
                 out[token, h * dim:(h + 1) * dim] = weights / weights.sum() @ values[:, kv]
     return [out]
@@ -131,13 +208,19 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
         {"new": (1, 1, 1, 1), "dim": 8, "starts": (8, 8, 0, 0), "lens": (4, 4, 6, 6)},
         {"new": (3, 0, 2), "dim": 24, "heads": 3, "kv_heads": 1, "scale": 1.0,
          "starts": (2, 2, 9), "lens": (6, 6, 1), "biased": 2},
+        {"new": (7, 1, 4), "dim": 16, "rotary_dim": 16, "window": 2},
+        {"new": (3, 5), "dim": 8, "rotary_dim": 4, "interleaved": 1, "normed": True,
+         "norm_epsilon": 1e-3, "softcap": 2.0},
+        {"new": (6, 2), "dim": 8, "rotary_dim": 8, "normed": True, "norm_after_rotary": 1,
+         "window": 1, "biased": 2},
     )
     return [_sample(rng, **variant) for variant in variants]
 
 
 def _sample(rng: np.random.Generator, new: Sequence[int], dim: int, heads: int = 4,
             kv_heads: int = 2, starts: Sequence[int] | None = None,
-            lens: Sequence[int] | None = None, biased: int = 0, **fields: Any) -> Sample:
+            lens: Sequence[int] | None = None, biased: int = 0, normed: bool = False,
+            **fields: Any) -> Sample:
     def normal(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape).astype(np.float32)
 
@@ -151,15 +234,24 @@ def _sample(rng: np.random.Generator, new: Sequence[int], dim: int, heads: int =
         inputs |= {"key_starts": np.array(starts, np.int32), "key_lens": np.array(lens, np.int32)}
     if biased:
         inputs["distance_bias"] = normal(heads, 2 * biased + 1)
+    if "rotary_dim" in fields:
+        angles = rng.uniform(-3, 3, (max(new), fields["rotary_dim"] // 2)).astype(np.float32)
+        inputs |= {"cos": np.cos(angles), "sin": np.sin(angles)}
+    if normed:
+        inputs |= {"q_norm": normal(dim), "k_norm": normal(dim)}
     return Sample({"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim, **fields}, inputs)
 
 
 OP = Op(
     name="BidirectionalAttention",
     version=1,
-    inputs=("query", "key", "value", "cu_seqlens", "key_starts?", "key_lens?", "distance_bias?"),
+    inputs=("query", "key", "value", "cu_seqlens", "key_starts?", "key_lens?", "distance_bias?",
+            "cos?", "sin?", "q_norm?", "k_norm?"),
     outputs=("out",),
-    fields={"num_heads": 0, "num_kv_heads": 0, "head_dim": 0, "scale": 0.0},
+    fields={"num_heads": 0, "num_kv_heads": 0, "head_dim": 0, "scale": 0.0, "softcap": 0.0,
+            "window": 0, "rotary_dim": 0, "interleaved": 0, "norm_epsilon": 1e-6,
+            "norm_after_rotary": 0},
+    choices={"interleaved": (0, 1), "norm_after_rotary": (0, 1)},
     required=("num_heads", "num_kv_heads", "head_dim"),
     shapes=lambda shapes, fields: [
         (*shapes["query"][:-1], fields["num_heads"] * fields["head_dim"])],
@@ -167,8 +259,9 @@ OP = Op(
     shard=(ByHeads({"query": "q", "key": "k", "value": "v"}, per_head=("distance_bias",)),),
     attention=Attention(memory=("key", "value")),
     body=_body,
-    float32_inputs=frozenset({"distance_bias"}),
+    float32_inputs=frozenset({"distance_bias", "cos", "sin", "q_norm", "k_norm"}),
     integer_inputs=frozenset({"cu_seqlens", "key_starts", "key_lens"}),
+    coreless=frozenset({"cos", "sin", "q_norm", "k_norm", "softcap", "window"}),
     core_most={"head_dim": 256},
     core_multiple={"head_dim": 8},
     reference=_reference,

@@ -8,6 +8,9 @@ class BidirectionalAttention : public Plugin {
  public:
   explicit BidirectionalAttention(const Fields& fields) {
     read_heads(p_, "BidirectionalAttention", fields, 256);
+    if (integer(fields, "rotary_dim") != 0 || integer(fields, "window") != 0 ||
+        real(fields, "softcap") != 0)
+      throw Error("BidirectionalAttention has no kernel for a rotary embedding, window or softcap");
   }
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
@@ -72,12 +75,19 @@ void register_bidirectional_attention() {
   register_plugin({"BidirectionalAttention",
                    1,
                    {"query", "key", "value", "cu_seqlens: int32", "key_starts?: int32",
-                    "key_lens?: int32", "distance_bias?: float32"},
+                    "key_lens?: int32", "distance_bias?: float32", "cos?: float32",
+                    "sin?: float32", "q_norm?: float32", "k_norm?: float32"},
                    {"out"},
                    {{"num_heads", int64_t{0}},
                     {"num_kv_heads", int64_t{0}},
                     {"head_dim", int64_t{0}},
-                    {"scale", 0.0}},
+                    {"scale", 0.0},
+                    {"softcap", 0.0},
+                    {"window", int64_t{0}},
+                    {"rotary_dim", int64_t{0}},
+                    {"interleaved", int64_t{0}},
+                    {"norm_epsilon", 1e-6},
+                    {"norm_after_rotary", int64_t{0}}},
                    {"num_heads", "num_kv_heads", "head_dim"},
                    [](const Fields& fields) -> std::unique_ptr<Plugin> {
                      return std::make_unique<BidirectionalAttention>(fields);

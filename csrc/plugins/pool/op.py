@@ -11,6 +11,7 @@ row of a sequence without tokens is arbitrary.
 """
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 import numpy as np
 
@@ -63,7 +64,7 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
 
 def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     x, begins = inputs["x"].astype(np.float64), inputs["cu_seqlens"]
-    each = [x[start:end] for start, end in zip(begins, begins[1:], strict=False)]
+    each = [x[start:end] for start, end in pairwise(begins)]
     if fields["kind"] == "mean":
         return [np.stack([rows.mean(0) for rows in each])]
     return [np.stack([rows[0 if fields["kind"] == "cls" else -1] for rows in each])]
