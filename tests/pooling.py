@@ -32,7 +32,7 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "camembert": _ROBERTA,
     "distilbert": dict(vocab_size=VOCAB, dim=64, hidden_dim=100, n_layers=3, n_heads=4,
                        max_position_embeddings=64, pad_token_id=0),
-    "mpnet": {**_ROBERTA, "relative_attention_num_buckets": 8},
+    "mpnet": _ROBERTA,
     "albert": {**_BERT, "embedding_size": 32},
     "electra": {**_BERT, "embedding_size": 32},
     "modernbert": {**_BERT, "global_attn_every_n_layers": 2, "local_attention": 8},

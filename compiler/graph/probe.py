@@ -189,7 +189,7 @@ def _session(model: bytes) -> ort.InferenceSession:
 
 def cone(output: gs.Tensor, data: set[int], allowed: frozenset[str],
          through: Callable[[gs.Node], bool] = lambda node: False,
-         borders_at: Container[int] = ()) -> Piece | NoMatch:
+         borders_at: Container[int] = (), reads_shapes: bool = False) -> Piece | NoMatch:
     """The subgraph above `output`.
 
     It ends at outputs of llmc:: nodes along data, and at graph inputs along positions and shapes.
@@ -200,6 +200,7 @@ def cone(output: gs.Tensor, data: set[int], allowed: frozenset[str],
         allowed: op types along data.
         through: whether an llmc:: node belongs inside.
         borders_at: ids of further tensors to end at.
+        reads_shapes: whether shapes of computed tensors may be read.
     """
     order: list[gs.Node] = []
     seen: set[int] = set()
@@ -226,7 +227,7 @@ def cone(output: gs.Tensor, data: set[int], allowed: frozenset[str],
         node = producer(item)
         if node is None or id(item) in borders_at:
             borders[id(item)] = item
-        elif node.op == "Shape" and id(node.inputs[0]) in data and \
+        elif not reads_shapes and node.op == "Shape" and id(node.inputs[0]) in data and \
                 producer(node.inputs[0]) is not None:
             return NoMatch("the shape of a computed tensor is read", node)
         elif id(item) in data and is_llmc(node) and not through(node):

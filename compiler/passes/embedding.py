@@ -6,8 +6,8 @@ Result:  Embedding(input_ids, W, position_ids, P[offset:]) {scale}
 Given:   Gather(P, position_ids + offset), added later
 Result:  Embedding(position_ids, P[offset:])
 
-Given:   Gather(T, token_type_ids)
-Result:  Embedding(token_type_ids, T)
+Given:   Gather(W, input_ids) → Add(Gather(T, token_type_ids)) → Add(Gather(P, position_ids))
+Result:  Add(Embedding(input_ids, W, position_ids, P), Embedding(token_type_ids, T))
 
 Positions that count only non-padding tokens are evaluated into a table: packed tokens have no
 padding.
@@ -50,6 +50,7 @@ class _Embedding:
     scale: float
     positions: gs.Constant | None
     output: gs.Tensor
+    types: gs.Tensor | None = None  # embedded token types, added to it
 
 
 def embedding(graph: gs.Graph, settings: Settings, report: Report) -> None:
@@ -76,14 +77,17 @@ def _check(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings, r
     if ids.name == "token_type_ids":
         return _Embedding(ids, table, scale, None, output)
     positions: gs.Constant | None = None
+    types: gs.Tensor | None = None
     while True:
         users = consumers(graph, output)
         if len(users) != 1 or users[0] is None or users[0].op not in ("Mul", "Add"):
             break
         other = next(t for t in users[0].inputs if t is not output)
         number = scalar(other)
-        if users[0].op == "Mul" and number is not None and positions is None:
+        if users[0].op == "Mul" and number is not None and positions is None and types is None:
             scale *= number
+        elif users[0].op == "Add" and types is None and _is_type_embedding(other):
+            types = other
         elif users[0].op == "Add" and not _is_type_embedding(other) \
                 and (positions is None or _is_row(other)):
             found = _counted_positions(other, data, settings) if id(other) in data else \
@@ -97,7 +101,7 @@ def _check(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings, r
         else:
             break
         output = users[0].outputs[0]
-    return _Embedding(ids, table, scale, positions, output)
+    return _Embedding(ids, table, scale, positions, output, types)
 
 
 def _is_type_embedding(tensor: gs.Tensor) -> bool:
@@ -216,7 +220,14 @@ def _rewrite(graph: gs.Graph, match: _Embedding, settings: Settings) -> None:
     inputs = {"input_ids": match.ids, "table": match.table}
     if match.positions is not None:
         inputs |= {"position_ids": _position_ids(graph), "position_table": match.positions}
-    replace(graph, EMBEDDING, inputs, [match.output], {"scale": match.scale})
+    output = match.output
+    if match.types is not None:
+        tokens = gs.Variable(f"{output.name}.tokens", np.float32, output.shape)
+        output.inputs.clear()
+        graph.nodes.append(gs.Node(op="Add", name=f"{output.name}.types",
+                                   inputs=[tokens, match.types], outputs=[output]))
+        output = tokens
+    replace(graph, EMBEDDING, inputs, [output], {"scale": match.scale})
 
 
 def _position_ids(graph: gs.Graph) -> gs.Variable:

@@ -93,7 +93,7 @@ def _check(graph: gs.Graph, node: gs.Node, data: set[int]) -> _Pooled | NoMatch 
         for x in _above(node, data):
             if not _is_pooled(y) or y.shape[1] != x.shape[2]:
                 continue
-            piece = cone(y, data, _ALLOWED, borders_at={id(x)})
+            piece = cone(y, data, _ALLOWED, borders_at={id(x)}, reads_shapes=True)
             if isinstance(piece, NoMatch):
                 reason = piece
                 continue

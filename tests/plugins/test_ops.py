@@ -182,7 +182,7 @@ def test_registering_a_name_twice_is_an_error(monkeypatch):
 
 
 ROWS = ("x", "residual", "gate", "logits", "experts", "scores")
-ROW_WISE = [case for case in CASES if case[0].input_names[0] in ROWS]
+ROW_WISE = [case for case in CASES if case[0].input_names[0] in ROWS and not case[0].pools]
 
 
 @pytest.mark.parametrize("rank", [1, 3])

@@ -50,10 +50,10 @@ def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
     if ("key_starts" in present) != ("key_lens" in present):
         raise ValueError("BidirectionalAttention takes key_starts and key_lens together")
     rotary = fields["rotary_dim"]
-    if {"cos", "sin"} & present or rotary:
-        if not {"cos", "sin"} <= present or not 0 < rotary <= dim or rotary % 2:
-            raise ValueError(f"rotary_dim {rotary} is not an even number from 2 to head_dim {dim} "
-                             f"with cos and sin, nor 0 without them")
+    if ({"cos", "sin"} & present or rotary) and (
+            not {"cos", "sin"} <= present or not 0 < rotary <= dim or rotary % 2):
+        raise ValueError(f"rotary_dim {rotary} is not an even number from 2 to head_dim {dim} with "
+                         f"cos and sin, nor 0 without them")
     if "key_starts" in present and (_OF_TOKENS & present or fields["window"]):
         raise ValueError("BidirectionalAttention takes a rotary embedding, norms and a window only "
                          "with keys in the rows of the queries")
