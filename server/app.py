@@ -6,6 +6,7 @@ import asyncio
 import base64
 import hashlib
 import re
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import ExitStack, suppress
 from functools import cache, partial
@@ -48,6 +49,16 @@ from llmc.server.openapi import (
     TOKENIZER_INFO,
     description,
 )
+from llmc.server.pooling import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    PoolingBody,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+    read_inputs,
+)
+from llmc.server.pooling import answer as pooled_answer
 from llmc.server.protocol import (
     Body,
     ChatRequest,
@@ -62,7 +73,7 @@ from llmc.server.responses import ResponseAnswer, read_response
 
 # Ollama's endpoints, and their replacements.
 _OLLAMA = {"/api/chat": "/v1/chat/completions", "/api/generate": "/v1/completions",
-           "/api/tags": "/v1/models", "/api/embed": "an embeddings server"}
+           "/api/tags": "/v1/models", "/api/embed": "/v1/embeddings"}
 _FAILED = "internal server error; the server's log has the details"
 _PAGE = Path(__file__).with_name("page.html")
 # The page loads no resources and connects only to this server. The hashes allow its inline script
@@ -73,6 +84,7 @@ _PAGE_POLICY = ("default-src 'none'; connect-src 'self'; script-src {script}; st
 _Result = TypeVar("_Result")
 _Kind = TypeVar("_Kind", bound=Body)
 _Generating = TypeVar("_Generating", bound=Generation)
+_Pooling = TypeVar("_Pooling", bound=PoolingBody)
 
 
 class _Events(StreamingResponse):
@@ -210,6 +222,21 @@ class Api:
         body = await self._read(request, CountTokensRequest)
         return JSONResponse({"input_tokens": await count_tokens(self.model, body)})
 
+    async def embeddings(self, request: Request) -> Response:
+        return await self._pool(request, EmbeddingRequest)
+
+    async def rerank(self, request: Request) -> Response:
+        return await self._pool(request, RerankRequest)
+
+    async def score(self, request: Request) -> Response:
+        return await self._pool(request, ScoreRequest)
+
+    async def classify(self, request: Request) -> Response:
+        return await self._pool(request, ClassifyRequest)
+
+    async def pooling(self, request: Request) -> Response:
+        return await self._pool(request, PoolingRequest)
+
     async def tokenize(self, request: Request) -> Response:
         body = await self._read(request, TokenizeRequest)
         if (body.prompt is None) == (body.messages is None):
@@ -314,6 +341,24 @@ class Api:
                 raise ApiError(self._timeout_message(), 408, code="timeout") from None
             return _Events(first, events, deadline, self._error_event, stack.pop_all().close)
         raise AssertionError  # unreachable, but mypy cannot know
+
+    async def _pool(self, request: Request, kind: type[_Pooling]) -> Response:
+        """Answer a request to an embedding model or classifier."""
+        body = await self._read(request, kind)
+        self._limits.check_priority(body.priority)
+        key, model, started = _api_key(request), self.model, time.monotonic()
+        try:
+            with self._gate.entered(body.num_sequences, key), model.working():
+                async with asyncio.timeout(self._limits.request_timeout):
+                    inputs = await read_inputs(model, body)
+                    lengths = [len(own.token_ids) for own in inputs]
+                    note(request.scope, prompt_tokens=sum(lengths))
+                    content = await _unless_disconnected(
+                        request, pooled_answer(model, body, inputs, key))
+        except TimeoutError:
+            raise ApiError(self._timeout_message(), 408, code="timeout") from None
+        self._metrics.pooled(lengths, time.monotonic() - started)
+        return Response(content, media_type="application/json")
 
     async def _read(self, request: Request, kind: type[_Kind]) -> _Kind:
         try:

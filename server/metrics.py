@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -115,6 +115,19 @@ class Metrics:
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
+
+    def pooled(self, lengths: Sequence[int], seconds: float) -> None:
+        """Measure a finished request to an embedding model or classifier.
+
+        Args:
+            lengths: tokens of each text.
+            seconds: from its arrival to its end.
+        """
+        for length in lengths:
+            self._prompt.observe(length)
+        self._prompts.inc(sum(lengths))
+        self._e2e.observe(seconds)
+        self._success.labels(*self._labels, "stop").inc(len(lengths))
 
     async def measured(self, job: GenerationJob,
                        batches: AsyncGenerator[list[CompletionChunk], None]) -> \

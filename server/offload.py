@@ -3,6 +3,7 @@
 | work | location |
 | --- | --- |
 | tokenizing up to 32 KiB of text | a thread; `tokenizers` releases the GIL |
+| tokenizing texts for embedding and classification | a thread, over 32 KiB one request at a time |
 | tokenizing a longer text | a child process at low priority, one text at a time |
 | rejecting a text that is too long | by its size, if that decides |
 | rendering a chat template | two child processes |
@@ -16,6 +17,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import TypeVar
 
 from llmc.runtime.core.llm import AsyncLLM
 from llmc.runtime.message_forms import ContentFormat
@@ -31,6 +33,7 @@ _SHORT = 32 * 1024  # characters
 _TEXTS = ThreadPoolExecutor(1, "llmc-texts")
 _TEMPLATES = ThreadPoolExecutor(2, "llmc-templates")
 _BODIES = ThreadPoolExecutor(1, "llmc-bodies")
+_Result = TypeVar("_Result")
 
 
 class Offload:
@@ -63,6 +66,11 @@ class Offload:
             _TEXTS, self._llm.sandbox.run, self._texts, tokenize_long, path, text,
             add_special_tokens, limit)
         return count, ids
+
+    async def long_work(self, size: int, work: Callable[[], _Result]) -> _Result:
+        """Tokenize texts of `size` characters together; long ones of one request at a time."""
+        threads = _TEXTS if size > _SHORT else None  # None: asyncio's default
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
 
     async def render_chat(self, messages: Callable[[], Sequence[Mapping[str, object]]],
                           tools: Sequence[Mapping[str, object]] | None,

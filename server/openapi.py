@@ -13,6 +13,13 @@ from pydantic.json_schema import models_json_schema
 
 from llmc import __version__
 from llmc.server.messages import CountTokensRequest, MessagesRequest
+from llmc.server.pooling import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from llmc.server.protocol import (
     Body,
     ChatRequest,
@@ -69,6 +76,7 @@ def _post(path: str, endpoint: str, body: type[Body], *answer: str,
     return Operation("POST", path, endpoint, answer, body, tuple(sorted(wrong.items())))
 
 
+_LIST = ("id", "object", "created", "model", "data", "usage")
 _CHOICES = ("id", "object", "created", "model", "choices", "usage")
 OPERATIONS = (
     _post("/v1/chat/completions", "chat", ChatRequest, *_CHOICES, generates=True),
@@ -90,6 +98,13 @@ OPERATIONS = (
     _post("/v1/messages", "messages", MessagesRequest, "id", "type", "role", "content", "model",
           "stop_reason", "usage", generates=True),
     _post("/v1/messages/count_tokens", "count_tokens", CountTokensRequest, "input_tokens"),
+    _post("/v1/embeddings", "embeddings", EmbeddingRequest, *_LIST, generates=True),
+    *(_post(path, "rerank", RerankRequest, "id", "model", "results", "usage", generates=True)
+      for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
+    *(_post(path, "score", ScoreRequest, *_LIST, generates=True)
+      for path in ("/score", "/v1/score")),
+    _post("/classify", "classify", ClassifyRequest, *_LIST, generates=True),
+    _post("/pooling", "pooling", PoolingRequest, *_LIST, generates=True),
     _post("/tokenize", "tokenize", TokenizeRequest, "count", "max_model_len", "tokens"),
     _post("/detokenize", "detokenize", DetokenizeRequest, "prompt"),
     Operation("GET", "/v1/models", "models", ("object", "data")),

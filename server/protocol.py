@@ -37,8 +37,8 @@ _MAX_CALLS = 16  # of an answer with forced tool calls
 _MAX_IGNORED = 20  # ignored fields that the log line of a request names
 
 # Unsupported fields: the values without an effect, and the advice for other values.
-_Refused = dict[str, tuple[tuple[Any, ...], str]]
-_REFUSED: _Refused = {
+Refused = dict[str, tuple[tuple[Any, ...], str]]
+_REFUSED: Refused = {
     "include_stop_str_in_output": ((False, None), "stop strings are never part of the text"),
     "prompt_logprobs": ((None,), "use /v1/completions or /v1/chat/completions"),
     "truncate_prompt_tokens": ((None,), "shorten the prompt"),
@@ -82,7 +82,7 @@ class Body(Fields):
     """A request's body."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
-    REFUSED: ClassVar[_Refused] = {}
+    REFUSED: ClassVar[Refused] = {}
 
     model: str | None = None
 
@@ -307,7 +307,7 @@ _SHARED = ("stop", "stop_token_ids", "top_p", "presence_penalty", "frequency_pen
 class CompletionRequest(Generation):
     """The body of /v1/completions."""
 
-    REFUSED: ClassVar[_Refused] = _REFUSED | {
+    REFUSED: ClassVar[Refused] = _REFUSED | {
         "suffix": ((None, ""), "put it into the prompt in the model's infilling format"),
         "best_of": ((None, 1), "give n, and select by logprobs"),
     }
@@ -525,7 +525,7 @@ class Conversation(Generation):
 class ChatRequest(Conversation):
     """The body of /v1/chat/completions."""
 
-    REFUSED: ClassVar[_Refused] = _REFUSED | {
+    REFUSED: ClassVar[Refused] = _REFUSED | {
         "echo": ((False, None), "prepend the messages in the client"),
         "modalities": ((None, ["text"]), "only text is supported"),
         "audio": ((None,), "only text is supported"),
@@ -638,7 +638,7 @@ class AllowedResponseTools(Fields):
 class ResponsesRequest(Conversation):
     """The body of /v1/responses, for text and function calls."""
 
-    REFUSED: ClassVar[_Refused] = _REFUSED | {
+    REFUSED: ClassVar[Refused] = _REFUSED | {
         "conversation": ((None,), "give previous_response_id, or the conversation as input"),
         "prompt": ((None,), "give instructions and input"),
         "background": ((None, False), "give stream"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import (
     CONFIG_MAPPING,
     AutoModel,
@@ -69,6 +70,7 @@ def save(name: str, fields: Mapping[str, Any], directory: Path, task: str = "emb
             if parameter.dim() == 1:
                 parameter.add_(0.5)
     model.save_pretrained(directory)
+    write_tokenizer(directory)
     if pooling:
         write_modules(directory, pooling, model.config.hidden_size)
     return model
@@ -86,6 +88,26 @@ def write_modules(directory: Path, pooling: str, width: int, *more: str) -> None
     (folder / "config.json").write_text(json.dumps({
         "word_embedding_dimension": width,
         **{f"pooling_mode_{name}": kind == pooling for kind, name in modes.items()}}))
+
+
+WORDS = ("the a cat dog sat on mat river bank runs fast slow is not query document about food "
+         "animals water cold warm").split()
+
+
+def write_tokenizer(directory: Path) -> None:
+    """Write a tokenizer of words, with BERT's special tokens and token types."""
+    vocab = {token: index for index, token in enumerate(
+        ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS, *"abcdefghijklmnopqrstuvwxyz"])}
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps(
+        {"tokenizer_class": "PreTrainedTokenizerFast", "cls_token": "[CLS]",
+         "sep_token": "[SEP]", "pad_token": "[PAD]", "unk_token": "[UNK]"}))
 
 
 def reference(model: Any, ids: Sequence[int], pooling: str = "",

@@ -221,6 +221,8 @@ def _choose(graph: gs.Graph, node: gs.Node, plan: Plan) -> Shard | None:
         return ByElements()
     for way in _shardings(node):
         if isinstance(way, ByVocabulary):
+            if values_of(operands(node)[way.table]).shape[0] < plan.tp_size:
+                continue  # such as two token types
             plan.partial.add(id(result))
             return way
         if isinstance(way, ByExperts if plan.expert_parallel else ByInner):

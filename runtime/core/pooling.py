@@ -20,6 +20,10 @@ _PARAMS = PreparedParams(SamplingParams(), frozenset(), [])
 Text = str | Sequence[int]
 
 
+class TextTooLong(LlmcError):
+    """A text has more tokens than the model takes."""
+
+
 @dataclass(frozen=True)
 class Classification:
     """Scores of a text, a pair of texts, or a token.
@@ -215,9 +219,9 @@ class PoolingProcessor:
         if not len(ids):
             raise LlmcError(f"{name} is empty; give at least one token")
         if len(ids) > self.max_tokens:
-            raise LlmcError(f"{name} has {len(ids)} tokens, the model takes at most "
-                            f"{self.max_tokens}; shorten it, give truncate_prompt_tokens -1, or "
-                            f"compile with a larger --max_seq_len")
+            raise TextTooLong(f"{name} has {len(ids)} tokens, the model takes at most "
+                              f"{self.max_tokens}; shorten it, give truncate_prompt_tokens -1, or "
+                              f"compile with a larger --max_seq_len")
 
     def requests(self, inputs: Sequence[Input]) -> list[Request]:
         """Return a request for each input."""

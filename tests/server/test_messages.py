@@ -152,7 +152,7 @@ def test_x_api_key_is_accepted(case_tp1):
 
 @pytest.mark.parametrize(("path", "instead"), [
     ("/api/chat", "/v1/chat/completions"), ("/api/generate", "/v1/completions"),
-    ("/api/tags", "/v1/models"), ("/api/embed", "an embeddings server")])
+    ("/api/tags", "/v1/models"), ("/api/embed", "/v1/embeddings")])
 def test_ollama_s_endpoints_are_refused_by_name(server, path, instead):
     status, _, answer = server.post(path, {})
     assert status == 404 and answer["error"]["message"] == \
