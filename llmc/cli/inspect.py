@@ -44,6 +44,12 @@ def inspect_command(directory: Path | None, case_dir: Path | None, verify: bool,
                       f"{manifest.encoder.vocab_size}, prompts of at most "
                       f"{manifest.encoder.max_seq_len} tokens; the decoder starts with token "
                       f"{manifest.encoder.decoder_start_token_id}")
+    if (pooling := manifest.pooling) is not None:
+        labels = f", labels {', '.join(pooling.labels)}" if pooling.labels else ""
+        prompts = f", prompts {', '.join(pooling.prompts)}" if pooling.prompts else ""
+        console.print(f"task {pooling.task}: pooling {pooling.kind or 'none'}, width "
+                      f"{pooling.width}{', normalized' if pooling.normalized else ''}{labels}"
+                      f"{prompts}")
     if manifest.draft is not None:
         console.print(f"draft model: {manifest.draft.kind}, {manifest.draft.num_layers} layers, "
                       f"vocabulary {manifest.draft.vocab_size}")

@@ -69,7 +69,7 @@ class Phases:
 
 
 class Meter:
-    """Counter of generated tokens and of the seconds that they took.
+    """Counter of generated (or embedded) tokens and of the seconds that they took.
 
     Args:
         begun: called once before the first token, after all checks of the requests.
@@ -89,12 +89,12 @@ class Meter:
         """Start the clock."""
         self._started = time.perf_counter()
 
-    def count(self) -> None:
-        """Count a token."""
+    def count(self, tokens: int = 1) -> None:
+        """Count tokens."""
         now = time.perf_counter()
         self.begin()
         self.tokens, self.seconds, self._started = \
-            self.tokens + 1, self.seconds + now - self._started, now
+            self.tokens + tokens, self.seconds + now - self._started, now
 
     @property
     def rate(self) -> float:

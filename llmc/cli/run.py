@@ -64,7 +64,10 @@ def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | No
                 prompts: tuple[str, ...], prompt_file: Path | None, chat: bool,
                 generation_config: str, tp_size: int | None, device: list[int] | None,
                 log_file: str, as_json: bool, **options: Any) -> None:
-    """Complete prompts with the model in the case directory DIR, streaming the text."""
+    """Complete prompts with the model in the case directory DIR, streaming the text.
+
+    An embedding model or classifier prints a JSON line with the result of each prompt.
+    """
     from llmc.artifacts.manifest import read_manifest
     from llmc.runtime.core.llm import LLM
     from llmc.runtime.prompt_file import read_lines
@@ -83,6 +86,9 @@ def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | No
     if expected not in (None, manifest.tp_size):
         raise LlmcError(f"tp_size is {expected}, but '{case_dir}' was compiled with tp_size "
                         f"{manifest.tp_size}; use that, or compile again")
+    if manifest.pooling is not None and chat:
+        raise LlmcError(f"--chat is given, but '{case_dir}' was compiled for task "
+                        f"{manifest.pooling.task}; leave it out")
     params = sampling_params(options, manifest if generation_config == "auto" else None)
     if str(prompt_file) == "-" and sys.stdin.isatty():
         click.echo("JSON requests, one per line; end them with Ctrl-D:", err=True)
@@ -96,8 +102,11 @@ def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | No
         prompts = prompts or _read_prompts()
     failed = 0
     with sigterm_as_interrupt(), LLM(case_dir, device=device, **loading) as llm:
-        meter = Meter(lambda: click.echo(info, err=as_json or lines is not None))
-        if talk:
+        writes_json = as_json or lines is not None or manifest.pooling is not None
+        meter = Meter(lambda: click.echo(info, err=writes_json))
+        if llm.manifest.pooling is not None:
+            failed = _run_pooled(llm, lines, prompts, meter)
+        elif talk:
             converse(llm, params, meter)
         elif lines is not None:
             failed = _run_requests(llm, lines, params, chat, meter)
@@ -148,6 +157,18 @@ def _run_requests(llm: LLM, lines: list[bytes], params: SamplingParams, chat: bo
         for result in run_requests(llm, requests, bar.tokens(meter, total)):
             bar.print(json.dumps(result))
     return sum("error" in request.answer for request in requests)
+
+
+def _run_pooled(llm: LLM, lines: list[bytes] | None, prompts: Sequence[str], meter: Meter) -> int:
+    """Print a JSON result per line or prompt and return the number of invalid lines."""
+    from llmc.runtime.pooling_file import read_lines, run_lines
+
+    read = read_lines(llm, lines if lines is not None else
+                      [json.dumps({"prompt": prompt}).encode() for prompt in prompts])
+    meter.start()
+    for result in run_lines(llm, read, meter.count):
+        click.echo(json.dumps(result))
+    return sum("error" in line.answer for line in read)
 
 
 def _read_prompts() -> tuple[str, ...]:

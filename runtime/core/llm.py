@@ -478,7 +478,7 @@ class LLM(_Loaded):
         vectors([], info, dimensions)
         inputs = self.pooling.inputs(read_texts(texts), truncate_prompt_tokens,
                                      self.pooling.prompt(info, prompt_name))
-        return vectors(self._pool(inputs, priority, tenant), info, dimensions)
+        return vectors(self.pool(inputs, priority=priority, tenant=tenant), info, dimensions)
 
     def classify(self, texts: Text | Sequence[Text], *, truncate_prompt_tokens: int | None = None,
                  priority: int = 0, tenant: str | None = None) -> \
@@ -492,7 +492,7 @@ class LLM(_Loaded):
         """
         info = self.pooling.info("classify", "classify", "token_classify")
         inputs = self.pooling.inputs(read_texts(texts), truncate_prompt_tokens)
-        return [classifications(row, info) for row in self._pool(inputs, priority, tenant)]
+        return [classifications(row, info) for row in self.pool(inputs, priority=priority, tenant=tenant)]
 
     def score(self, query: str, documents: str | Sequence[str], *,
               truncate_prompt_tokens: int | None = None, priority: int = 0,
@@ -509,11 +509,11 @@ class LLM(_Loaded):
         """
         inputs = self.pooling.scored(query, documents, truncate_prompt_tokens)
         info = self.pooling.info("score", "classify", "embed")
-        return relevance(self._pool(inputs, priority, tenant), info)
+        return relevance(self.pool(inputs, priority=priority, tenant=tenant), info)
 
-    def _pool(self, inputs: Sequence[Input], priority: int, tenant: str | None) -> \
+    def pool(self, inputs: Sequence[Input], *, priority: int = 0, tenant: str | None = None) -> \
             list[np.ndarray]:
-        """Rows of inputs, in their order."""
+        """Return the rows of inputs that `pooling` tokenized, before any activation."""
         requests = self.pooling.requests(inputs)
         rows = {output.owner.request.index: output.row
                 for output in self._outputs(requests, _scheduling(priority, tenant, None))
