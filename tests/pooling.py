@@ -53,6 +53,14 @@ DECODERS: dict[str, dict[str, Any]] = {
     "gpt2": dict(vocab_size=VOCAB, n_embd=64, n_layer=3, n_head=4, n_positions=64,
                  eos_token_id=2, bos_token_id=1),
 }
+# Attention that llmc lacks, and code that torch does not export.
+REFUSED = ("deberta-v2", "jina_embeddings_v3")
+CLASSIFIERS = {
+    "bert": ("classify", "token_classify"), "roberta": ("classify", "token_classify"),
+    "distilbert": ("classify", "token_classify"), "mpnet": ("classify",), "albert": ("classify",),
+    "electra": ("classify",), "modernbert": ("classify", "token_classify"),
+    "nomic_bert": ("classify",), "qwen3": ("classify",), "llama": ("token_classify",),
+    "mistral": ("classify",), "gemma3_text": ("classify",), "gpt2": ("classify",)}
 _AUTO = {"embed": AutoModel, "classify": AutoModelForSequenceClassification,
          "token_classify": AutoModelForTokenClassification}
 
@@ -90,8 +98,8 @@ def write_modules(directory: Path, pooling: str, width: int, *more: str) -> None
         **{f"pooling_mode_{name}": kind == pooling for kind, name in modes.items()}}))
 
 
-WORDS = ("the a cat dog sat on mat river bank runs fast slow is not query document about food "
-         "animals water cold warm").split()
+WORDS = ["the", "a", "cat", "dog", "sat", "on", "mat", "river", "bank", "runs", "fast", "slow",
+         "is", "not", "query", "document", "about", "food", "animals", "water", "cold", "warm"]
 
 
 def write_tokenizer(directory: Path) -> None:

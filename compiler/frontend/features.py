@@ -61,6 +61,7 @@ _EXPERTS = Feature("an unsupported implementation of MoE",
                    keys=("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"))
 _LINEAR = Feature("linear attention with a recurrent state",
                   r"DeltaNet$|DeltaAttention$|LightningAttention$|LinearAttention$")
+_BIDIRECTIONAL = "bidirectional attention"
 FEATURES = (
     Feature("identity experts (zero experts)",  # before other experts
             modules=frozenset({"identity_expert"})),
@@ -101,9 +102,13 @@ def check_features(model: Any, part: Part) -> None:
     detected = dict(_found(model.get_submodule(prefix), config.to_dict()))
     bidirectional = _bidirectional(model)
     if part is CAUSAL_LM and bidirectional and not getattr(config, "is_decoder", False):
-        detected["bidirectional attention"] = bidirectional
+        detected[_BIDIRECTIONAL] = bidirectional
     if detected:
         features = " and ".join(f"{words} ({where})" for words, where in detected.items())
+        if [*detected] == [_BIDIRECTIONAL]:
+            raise LlmcError(f"'{config.model_type}' has {features}, so it generates no text; "
+                            f"compile it with --task embed --pooling mean, cls or last, or use "
+                            f"another model")
         raise LlmcError(f"'{config.model_type}' has {features}, which llmc does not support; use "
                         f"another model")
 

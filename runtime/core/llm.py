@@ -492,7 +492,8 @@ class LLM(_Loaded):
         """
         info = self.pooling.info("classify", "classify", "token_classify")
         inputs = self.pooling.inputs(read_texts(texts), truncate_prompt_tokens)
-        return [classifications(row, info) for row in self.pool(inputs, priority=priority, tenant=tenant)]
+        return [classifications(row, info)
+                for row in self.pool(inputs, priority=priority, tenant=tenant)]
 
     def score(self, query: str, documents: str | Sequence[str], *,
               truncate_prompt_tokens: int | None = None, priority: int = 0,

@@ -1,0 +1,204 @@
+"""`LLM.embed`, `score` and `classify`: batches, chunks, prefixes, asyncio and the command line."""
+
+import asyncio
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pooling
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+import llmc
+from llmc.runtime.core.pooling import Input
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Cases of a BERT embedder, a Qwen 3 embedder and a token classifier, and their models."""
+    root = tmp_path_factory.mktemp("pooling")
+    found = {"bert": pooling.save("bert", pooling.ENCODERS["bert"], root / "bert", pooling="mean"),
+             "qwen3": pooling.save("qwen3", pooling.DECODERS["qwen3"], root / "qwen3",
+                                   pooling="last", max_position_embeddings=2048),
+             "tokens": pooling.save("distilbert", pooling.ENCODERS["distilbert"], root / "tokens",
+                                    "token_classify", num_labels=3)}
+    for name in found:
+        llmc.compile(root / name, root / f"{name}.case")
+    return root, found
+
+
+@pytest.fixture(scope="module")
+def bert(made):
+    with llmc.LLM(made[0] / "bert.case") as llm:
+        yield llm
+
+
+def random_texts(count, most, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(4, 100, int(length)).tolist()
+            for length in rng.integers(1, most + 1, count)]
+
+
+def assert_equal_rows(rows, model, texts, kind):
+    for row, ids in zip(rows, texts, strict=True):
+        truth = pooling.reference(model, ids, kind)
+        assert np.abs(row - truth).max() <= 1e-5 * max(1.0, np.abs(truth).max())
+
+
+def test_many_texts_are_computed_in_steps_of_similar_lengths(made, bert):
+    texts = random_texts(70, 66)
+    assert_equal_rows(bert.embed(texts), made[1]["bert"], texts, "mean")
+    assert bert.metrics()["finished"] >= 70
+
+
+def test_a_step_has_only_whole_texts(made):
+    texts = random_texts(15, 66, seed=1)
+    with llmc.LLM(made[0] / "bert.case", max_num_batched_tokens=1, max_batch_size=3) as llm:
+        steps = []
+        engine = llm._loops[0]._engine
+        submit = engine.submit
+        engine.submit = lambda step: (steps.append(step), submit(step))[1]
+        assert_equal_rows(llm.embed(texts), made[1]["bert"], texts, "mean")
+    assert all((step.past_lens == 0).all() and len(step.sample) == step.batch_size
+               for step in steps)
+    assert max(step.num_tokens for step in steps) <= 66
+
+
+def test_long_texts_of_a_causal_model_are_computed_in_chunks(made):
+    texts = [*random_texts(5, 40, seed=2), random_texts(1, 1, seed=3)[0] * 1500]
+    with llmc.LLM(made[0] / "qwen3.case", max_num_batched_tokens=64) as llm:
+        assert_equal_rows(llm.embed(texts), made[1]["qwen3"], texts, "last")
+
+
+def test_texts_of_a_causal_model_share_a_cached_prefix(made):
+    prefix = random_texts(1, 1, seed=4)[0] * 64
+    texts = [prefix + own for own in random_texts(4, 9, seed=5)]
+    with llmc.LLM(made[0] / "qwen3.case") as llm:
+        for ids in texts:
+            assert_equal_rows(llm.embed([ids]), made[1]["qwen3"], [ids], "last")
+        assert llm.metrics()["cache_hits"] > 0
+
+
+def test_a_text_and_a_list_of_texts_are_embedded(made, bert):
+    ids = Tokenizer.from_file(str(made[0] / "bert" / "tokenizer.json")).encode("the cat sat").ids
+    truth = pooling.reference(made[1]["bert"], ids, "mean")
+    for given in ("the cat sat", ["the cat sat"], np.array(ids), [tuple(ids)]):
+        rows = bert.embed(given)
+        assert rows.dtype == np.float32 and rows.shape == (1, 64)
+        assert np.abs(rows[0] - truth).max() < 1e-5
+    assert bert.embed([]).shape == (0, 64)
+
+
+def test_each_token_is_classified(made):
+    with llmc.LLM(made[0] / "tokens.case") as llm:
+        found, = llm.classify("the cat sat on the mat")
+        ids = llm.tokenize("the cat sat on the mat")
+        with pytest.raises(llmc.LlmcError, match="which has no embed; use classify"):
+            llm.embed("a")
+    expected = torch.softmax(torch.tensor(pooling.reference(made[1]["tokens"], ids)), -1)
+    assert len(found) == len(ids)
+    for own, truth in zip(found, expected, strict=True):
+        assert own.label == f"LABEL_{int(truth.argmax())}"
+        assert np.abs(np.array(own.scores) - truth.numpy()).max() < 1e-5
+
+
+def test_tasks_of_asyncio_share_steps(made, bert):
+    texts = random_texts(20, 60, seed=6)
+
+    async def embed_all():
+        async with llmc.AsyncLLM(made[0] / "bert.case") as llm:
+            rows = await asyncio.gather(*(llm.embed([ids]) for ids in texts))
+            scores = await llm.score("the cat", ["a dog", "the cat"])
+            return np.concatenate(rows), scores
+
+    rows, scores = asyncio.run(embed_all())
+    assert_equal_rows(rows, made[1]["bert"], texts, "mean")
+    assert abs(scores[1] - 1) < 1e-5 and scores == pytest.approx(
+        bert.score("the cat", ["a dog", "the cat"]))
+
+
+def test_a_canceled_task_ends_its_texts(made):
+    async def cancel():
+        async with llmc.AsyncLLM(made[0] / "bert.case", max_batch_size=1) as llm:
+            task = asyncio.create_task(llm.embed(random_texts(500, 60)))
+            await asyncio.sleep(0.05)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            row = await asyncio.wait_for(llm.embed([[5, 9]]), 60)
+            assert llm.metrics()["waiting"] == 0
+            return row
+
+    assert_equal_rows(asyncio.run(cancel()), made[1]["bert"], [[5, 9]], "mean")
+
+
+def test_infinite_rows_fail_only_their_request(made, bert):
+    pooling_row = np.full(64, np.nan, np.float32)
+    ranks = bert._loops[0]._engine._ranks
+    compute, ranks.pool = ranks.pool, lambda step: [pooling_row for _ in step.sample]
+    try:
+        with pytest.raises(llmc.LlmcError, match="NaN or infinite"):
+            bert.embed("a")
+    finally:
+        ranks.pool = compute
+    assert bert.embed("a").shape == (1, 64)
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda llm: llm.embed(3), "texts is 3; give a text"),
+    (lambda llm: llm.embed(["a", 3]), "text 1 is 3; give a list of token ids"),
+    (lambda llm: llm.embed("a\ud800"), "text 0 is not valid Unicode"),
+    (lambda llm: llm.embed("cat " * 90), "text 0 has 92 tokens, the model takes at most 66"),
+    (lambda llm: llm.embed("a", dimensions=1.5), "dimensions is 1.5"),
+    (lambda llm: llm.embed("a", truncate_prompt_tokens=0), "0 is not from 1 to 66, nor -1"),
+    (lambda llm: llm.embed("a", prompt_name="q"), "the model has no prompts"),
+    (lambda llm: llm.score("a", [3]), "document 0 is 3; give a text"),
+    (lambda llm: llm.score(["a"], ["b"]), "query is"),
+    (lambda llm: llm.classify("a"), "was compiled for task embed, which has no classify"),
+    (lambda llm: llm.generate("a"), "compiled for task embed and generates no text; use embed"),
+    (lambda llm: llm.logits([5]), "compiled for task embed and generates no text"),
+])
+def test_bad_input_is_refused_with_a_reason(bert, call, message):
+    with pytest.raises(llmc.LlmcError, match=message):
+        call(bert)
+
+
+def test_a_generating_model_does_not_embed(case_tp1):
+    with llmc.LLM(case_tp1) as llm, pytest.raises(llmc.LlmcError, match="generates text and has"):
+        llm.embed("a")
+
+
+def test_truncated_pairs_keep_both_texts(made, bert):
+    pair, = bert.pooling.pairs([("the cat", "dog " * 90)], truncate=-1)
+    assert len(pair.token_ids) == 66 and pair.token_ids[:4] == bert.tokenize("the cat")
+    assert pair.token_type_ids == [0] * 4 + [1] * 62
+    assert isinstance(pair, Input)
+
+
+def run(*arguments, given=""):
+    return subprocess.run([sys.executable, "-m", "llmc.cli", *map(str, arguments)], input=given,
+                          capture_output=True, text=True, timeout=120)
+
+
+def test_run_prints_vectors_of_a_prompt_file(made, bert):
+    lines = [{"prompt": "the cat", "id": "x"}, {"token_ids": [5, 6], "dimensions": 4},
+             {"query": "the cat", "documents": ["a dog", "the cat"]}, {"prompt": ""}, {"text": 3}]
+    result = run("run", made[0] / "bert.case", "--prompt_file", "-",
+                 given="\n".join(map(json.dumps, lines)))
+    first, second, third, *bad = map(json.loads, result.stdout.splitlines())
+    assert result.returncode == 1 and "2 request(s) of standard input failed" in result.stderr
+    assert first["id"] == "x" and np.allclose(first["embedding"], bert.embed("the cat")[0])
+    assert np.allclose(second["embedding"], bert.embed([[5, 6]])[0][:4])
+    assert third["scores"] == pytest.approx(bert.score("the cat", ["a dog", "the cat"]))
+    assert ["line 4: text 0 is empty" in bad[0]["error"],
+            "line 5: expected an object with one of prompt" in bad[1]["error"]] == [True, True]
+
+
+def test_inspect_shows_the_task(made):
+    result = run("inspect", made[0] / "tokens.case")
+    assert "task token_classify: pooling none, width 3, labels LABEL_0, LABEL_1" in \
+        " ".join(result.stdout.split())
+    assert json.loads(run("inspect", made[0] / "bert.case", "--json").stdout)["pooling"]["task"] \
+        == "embed"
