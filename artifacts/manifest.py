@@ -476,7 +476,8 @@ class PoolingInfo(_Frozen):
     texts, `token_classify` for each token; a row has `width` elements. `kind` is the pooling of a
     text's tokens, None without one. Vectors are `normalized` to length 1, or not. `labels` are the
     names of a classifier's columns, and `activation` makes scores of its logits. `prompts` are
-    texts to prepend, by name; `default_prompt` is the name of the one to prepend by default.
+    texts to prepend, by name; `default_prompt` is the name of the one to prepend by default. With
+    `pair_template`, the chat template makes one text of a pair, with the roles query and document.
     """
 
     task: Literal["embed", "classify", "token_classify"]
@@ -487,6 +488,7 @@ class PoolingInfo(_Frozen):
     activation: Literal["none", "sigmoid", "softmax"] = "none"
     prompts: dict[str, str] = {}
     default_prompt: str | None = None
+    pair_template: bool = False
 
     @property
     def per_token(self) -> bool:

@@ -55,7 +55,8 @@ def describe_pooled(raw: RawModel, max_seq_len: int) -> tuple[Dims, PoolingInfo]
     return dims, PoolingInfo(
         task=plan.task, kind=pooling.attrs["kind"] if pooling else None, width=width,
         normalized=normalized, labels=plan.labels, activation=plan.activation,
-        prompts=dict(plan.prompts), default_prompt=plan.default_prompt)
+        prompts=dict(plan.prompts), default_prompt=plan.default_prompt,
+        pair_template=plan.pair_template)
 
 
 def describe_model(graph: gs.Graph, architecture: str, vocab_size: int, max_seq_len: int) -> Dims:

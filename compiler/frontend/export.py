@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -42,7 +42,7 @@ from llmc.compiler.frontend.parts import (
     text_config,
     text_prefix,
 )
-from llmc.compiler.frontend.pooling import PoolingPlan, append_layers
+from llmc.compiler.frontend.pooling import LogitScore, PoolingPlan, append_layers
 from llmc.compiler.frontend.repeat import (
     CannotRepeat,
     LayerPlan,
@@ -136,7 +136,8 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
 def _export_pooled(config: Any, tensors: Mapping[str, Weight], origin: str, linear: Set[str],
                    trust_remote_code: bool, plan: PoolingPlan) -> Exported:
     """Export a model with pooled outputs; see `export`."""
-    part, notes, names = POOLED_PARTS[plan.task], list[str](), dict[int, str]()
+    part = POOLED_PARTS["embed" if plan.kind else plan.task]
+    notes, names = list[str](), dict[int, str]()
     if config.is_encoder_decoder:
         raise LlmcError(f"'{config.model_type}' is an encoder-decoder model, which task "
                         f"{plan.task} does not support; use an encoder or a decoder")
@@ -150,8 +151,11 @@ def _export_pooled(config: Any, tensors: Mapping[str, Weight], origin: str, line
         check_made(model, checkpoint, origin)
         graph = _export_part(copy.deepcopy(config), part, model, checkpoint, origin,
                              trust_remote_code, names, notes)
+        plan = replace(plan, layers=tuple(
+            layer.dense(_head(model, checkpoint)) if isinstance(layer, LogitScore) else layer
+            for layer in plan.layers))
         checkpoint = Checkpoint(model, _without_heads(config, model, checkpoint)) \
-            if plan.task == "embed" else checkpoint
+            if plan.kind else checkpoint
 
         @cache
         def with_buffers() -> torch.nn.Module:
@@ -162,6 +166,16 @@ def _export_pooled(config: Any, tensors: Mapping[str, Weight], origin: str, line
     if plan.kind:
         append_layers(graph, plan, int(graph.outputs[0].shape[-1]))
     return Exported(graph, notes, max_tokens=_max_tokens(model))
+
+
+def _head(model: Any, checkpoint: Checkpoint) -> Weight:
+    """The LM head of a base model's checkpoint; the token embedding if they are tied."""
+    head = checkpoint.tensors.get("lm_head.weight")
+    table = model.get_input_embeddings().weight
+    names = [name for name, parameter in model.named_parameters() if parameter is table]
+    head = head if head is not None else checkpoint.get(names[0])
+    assert head is not None, names
+    return head
 
 
 def _without_heads(config: Any, model: Any, checkpoint: Checkpoint) -> dict[str, Weight]:

@@ -50,8 +50,34 @@ class Dense:
 
 
 @dataclass(frozen=True)
+class LogitScore:
+    """The logit of a token of the model's LM head, less that of another one, if given."""
+
+    true_token_id: int
+    false_token_id: int | None
+
+    def dense(self, head: Weight) -> Dense:
+        """Return the layer of the same result, given the head [vocab_size, hidden_size].
+
+        Raises:
+            LlmcError: a token is not in the vocabulary.
+        """
+        tokens = [self.true_token_id,
+                  *([] if self.false_token_id is None else [self.false_token_id])]
+        if max(tokens) >= head.shape[0] or min(tokens) < 0:
+            raise LlmcError(f"LogitScore names the tokens {tokens}, the vocabulary has "
+                            f"{head.shape[0]}; give modules that belong to the model")
+        rows = head.cast(np.float32).take_rows(tokens).load()
+        row = rows[:1] if len(rows) == 1 else rows[:1] - rows[1:]
+        return Dense(Weight.of(row, "logit_score.weight"), None, "")
+
+
+@dataclass(frozen=True)
 class Normalize:
     """Division of each row by its L2 norm."""
+
+
+Layer = Dense | Normalize | LogitScore
 
 
 @dataclass(frozen=True)
@@ -68,16 +94,18 @@ class PoolingPlan:
         max_tokens: maximum length of a text; None: the model's.
         prompts: texts to prepend by name, such as `query`.
         default_prompt: name of the prompt that is prepended by default, or None.
+        pair_template: whether the chat template makes a pair of texts one text.
     """
 
     task: Task
     kind: str = ""
-    layers: tuple[Dense | Normalize, ...] = ()
+    layers: tuple[Layer, ...] = ()
     labels: tuple[str, ...] = ()
     activation: Activation = "none"
     max_tokens: int | None = None
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
+    pair_template: bool = False
 
 
 def model_directory(directory: Path) -> Path:
@@ -106,13 +134,16 @@ def read_plan(directory: Path, config: Mapping[str, Any], task: str, pooling: st
     architecture = architecture_of(config)
     own = next((own for end, own in _ARCHITECTURES.items() if architecture.endswith(end)), "")
     modules = _modules(directory) if (directory / MODULES).is_file() else []
+    scores = len(modules) > 1 and modules[1][0] == "LogitScore"
     if not task:
-        task = own or ("embed" if modules or pooling else "generate")
+        task = own or ("classify" if scores else "embed" if modules or pooling else "generate")
     if task == "generate":
         if pooling:
             raise LlmcError(f"pooling '{pooling}' is given with task generate, which pools "
                             f"nothing; give --task embed, or leave it out")
         return None
+    if scores and task == "classify" and not pooling:
+        return _plan_scores(modules, config)
     if task in _ARCHITECTURES.values():
         if task != own:
             raise LlmcError(f"task is '{task}', but '{directory}' is '{architecture}', which has "
@@ -196,7 +227,7 @@ def _plan_modules(directory: Path, modules: Sequence[tuple[str, Path]], allow_pi
     if kinds[:1] != ["Transformer"] or (kinds[1:2] != ["Pooling"] and not overridden):
         raise LlmcError(f"'{directory / MODULES}' lists {', '.join(kinds) or 'no modules'}; llmc "
                         f"supports Transformer, Pooling, and then Dense, Normalize and Dropout")
-    kind, layers = "", list[Dense | Normalize]()
+    kind, layers = "", list[Layer]()
     for name, folder in modules[1:]:
         if name == "Pooling":
             kind = kind or _read_pooling(folder, overridden)
@@ -217,6 +248,24 @@ def _plan_modules(directory: Path, modules: Sequence[tuple[str, Path]], allow_pi
                         f"these names; correct it")
     return PoolingPlan("embed", kind, tuple(layers), max_tokens=_max_tokens(modules[0][1]),
                        prompts=prompts, default_prompt=default)
+
+
+def _plan_scores(modules: Sequence[tuple[str, Path]], config: Mapping[str, Any]) -> PoolingPlan:
+    """Read a reranker that compares logits of the last token, such as "yes" and "no".
+
+    Raises:
+        LlmcError: the tokens are not numbers, other modules follow, or the head is not linear.
+    """
+    path = modules[1][1] / "config.json"
+    settings = read_json(path)
+    true, false = settings.get("true_token_id"), settings.get("false_token_id")
+    if not isinstance(true, int) or not (false is None or isinstance(false, int)) \
+            or modules[2:] or config.get("final_logit_softcapping"):
+        raise LlmcError(f"'{path}' has true_token_id {shown(true)} and false_token_id "
+                        f"{shown(false)}; llmc supports two tokens of a linear LM head, and no "
+                        f"module after LogitScore")
+    return PoolingPlan("classify", "last", (LogitScore(true, false),), ("LABEL_0",),
+                       _activation(config, 1), _max_tokens(modules[0][1]), pair_template=True)
 
 
 def _optional_json(path: Path) -> dict[str, Any]:
@@ -300,6 +349,7 @@ def append_layers(graph: gs.Graph, plan: PoolingPlan, width: int) -> int:
         if isinstance(layer, Normalize):
             tensor = _normalized(graph, tensor, width, name)
             continue
+        assert isinstance(layer, Dense), layer  # the exporter has replaced others
         if layer.weight.shape[1] != width:
             raise LlmcError(f"the Dense module {index} has in_features {layer.weight.shape[1]}, "
                             f"its input has {width}; give modules that belong to the model")

@@ -200,7 +200,9 @@ class _Loaded:
                     check_step=check_step, skip_step=skip_step, method=speculation.method,
                     pools=self.manifest.pooling is not None))
             self._reader.max_model_len = self.max_model_len
-            self.pooling = PoolingProcessor(self.manifest, self.tokenizer, self.max_model_len)
+            self.pooling = PoolingProcessor(
+                self.manifest, self.tokenizer, self.max_model_len,
+                lambda messages: self._reader.render_chat(messages, None, {}, "string"))
         except BaseException:
             _close(self._loops)
             raise

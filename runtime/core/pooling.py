@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,10 +91,13 @@ class PoolingProcessor:
         manifest: of the model.
         tokenizer: None if it was compiled without one.
         max_tokens: maximum length of an input.
+        render: renders messages by the chat template.
     """
 
-    def __init__(self, manifest: Manifest, tokenizer: Tokenizer | None, max_tokens: int) -> None:
+    def __init__(self, manifest: Manifest, tokenizer: Tokenizer | None, max_tokens: int,
+                 render: Callable[[Sequence[Mapping[str, object]]], str]) -> None:
         self._manifest, self._tokenizer, self.max_tokens = manifest, tokenizer, max_tokens
+        self._render = render
 
     def info(self, task: str, *tasks: str) -> PoolingInfo:
         """Return the model's task.
@@ -159,7 +162,16 @@ class PoolingProcessor:
         for index, pair in enumerate(given):
             for text in pair:
                 _check_text(text, f"a text of pair {index}")
-        return self._encode(given, self._most(truncate)) if given else []
+        info = self._manifest.pooling
+        if info is None or not info.pair_template:
+            return self._encode(given, self._most(truncate)) if given else []
+        if truncate is not None:
+            raise LlmcError("truncate_prompt_tokens is given, but the model reads a pair in its "
+                            "chat template, which would lose its end; shorten the texts")
+        # The template writes the special tokens.
+        return self._encode([self._render([
+            {"role": "query", "content": query}, {"role": "document", "content": document}])
+            for query, document in given], None, False) if given else []
 
     def scored(self, query: object, documents: object, truncate: int | None) -> list[Input]:
         """Tokenize the arguments of `LLM.score`.
@@ -187,7 +199,8 @@ class PoolingProcessor:
                             f"nor -1 for the model's maximum")
         return self.max_tokens if most == -1 else most
 
-    def _encode(self, texts: Sequence[str | tuple[str, str]], most: int | None) -> list[Input]:
+    def _encode(self, texts: Sequence[str | tuple[str, str]], most: int | None,
+                add_special_tokens: bool = True) -> list[Input]:
         if self._tokenizer is None:
             raise LlmcError("this model was compiled without a tokenizer; give token ids")
         tokenizer = self._tokenizer
@@ -196,7 +209,8 @@ class PoolingProcessor:
         try:
             if most is not None:
                 tokenizer.enable_truncation(most)
-            encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=True)
+            encodings = tokenizer.encode_batch_fast(
+                texts, add_special_tokens=add_special_tokens)
         except BaseException as error:  # a panic of tokenizers is not an Exception
             if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
                 raise

@@ -8,6 +8,7 @@ import pooling
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import llmc
 from llmc.artifacts.manifest import read_manifest
@@ -238,3 +239,32 @@ def test_an_encoder_decoder_is_refused(tmp_path):
         max_position_embeddings=64)).save_pretrained(tmp_path / "hf")
     with pytest.raises(llmc.LlmcError, match="encoder-decoder model, which task classify"):
         llmc.compile(tmp_path / "hf", tmp_path / "case")
+
+
+QWEN3_TEMPLATE = (
+    "the query {{ (messages | selectattr('role', 'eq', 'query') | first).content }} "
+    "document {{ (messages | selectattr('role', 'eq', 'document') | first).content }} is")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_reranker_may_compare_two_logits_of_the_last_token(tied, tmp_path):
+    config = CONFIG_MAPPING["qwen3"](**pooling.DECODERS["qwen3"], tie_word_embeddings=tied)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(tmp_path / "hf")
+    pooling.write_tokenizer(tmp_path / "hf")
+    (tmp_path / "hf" / "chat_template.jinja").write_text(QWEN3_TEMPLATE)
+    pooling.write_modules(tmp_path / "hf", "last", 64)
+    (tmp_path / "hf" / "modules.json").write_text(json.dumps([
+        {"type": "sentence_transformers.base.modules.Transformer", "path": ""},
+        {"type": "sentence_transformers.cross_encoder.modules.LogitScore", "path": "1_Pooling"}]))
+    (tmp_path / "hf" / "1_Pooling" / "config.json").write_text(json.dumps(
+        {"true_token_id": 40, "false_token_id": 41}))
+    info = llmc.compile(tmp_path / "hf", tmp_path / "case").pooling
+    assert (info.task, info.kind, info.activation) == ("classify", "last", "sigmoid")
+    with llmc.LLM(tmp_path / "case") as llm:
+        scores = llm.score("about food", ["the cat runs", "cold water"])
+        for text, score in zip(["the cat runs", "cold water"], scores, strict=True):
+            ids = llm.tokenize(f"the query about food document {text} is", False)
+            logits = torch.tensor(pooling.reference(model, ids))[-1]
+            assert abs(score - float(torch.sigmoid(logits[40] - logits[41]))) < 1e-5
