@@ -994,8 +994,11 @@ def explain(error: ValidationError) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def refuse_encoder(manifest: Manifest, command: str) -> None:
-    """Raise LlmcError for an encoder-decoder model, in a command that does not support them."""
+def require_causal_lm(manifest: Manifest, command: str) -> None:
+    """Raise LlmcError for any model but a causal LM, in a command that supports only these."""
+    if manifest.pooling is not None:
+        raise LlmcError(f"llmc {command} does not support task {manifest.pooling.task}, for which "
+                        f"'{manifest.source.architecture}' was compiled; give a causal LM")
     if manifest.encoder is not None:
         raise LlmcError(f"llmc {command} does not support encoder-decoder models such as "
                         f"'{manifest.source.architecture}'; give a causal LM")

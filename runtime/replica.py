@@ -72,7 +72,7 @@ def load_replica(manifest: Manifest, case_dir: Path, placements: list[Placement]
                             f"on target {manifest.target.kind} leave it out")
         limits = cpu_limits(manifest, config)
         ranks = CpuReplica(manifest, case_dir, placements, limits)
-        return HostSampling(ranks, limits, ranks.propose if limits.proposes else None)
+        return HostSampling(ranks, limits, ranks.propose if limits.proposes else None, ranks.pool)
     from llmc.runtime.gpus import GpuReplica
 
     return GpuReplica(manifest, case_dir, placements, config)

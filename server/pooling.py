@@ -264,7 +264,7 @@ class ScoreRequest(PoolingBody):
 
 
 def _encoded(row: np.ndarray, form: EncodingFormat) -> list[float] | str:
-    """A row as numbers, or as base64 of little-endian float32."""
+    """A row as a list of floats, or as base64 of little-endian float32."""
     if form == "base64":
         return base64.b64encode(row.astype("<f4").tobytes()).decode()
     numbers: list[float] = row.tolist()

@@ -59,7 +59,7 @@ from llmc.artifacts.manifest import (
     check_files,
     hash_file,
     read_manifest,
-    refuse_encoder,
+    require_causal_lm,
 )
 from llmc.artifacts.program import read_program
 from llmc.compiler.check.execute import (
@@ -150,7 +150,7 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
         if value is not None and not value >= 0:
             raise LlmcError(f"{name} {value} is below 0; give 0 or more")
     manifest = read_manifest(case_dir)
-    refuse_encoder(manifest, "diff")
+    require_causal_lm(manifest, "diff")
     root = Path(case_dir)
     if not manifest.target.spec.engine:
         raise LlmcError(f"diff does not support target {manifest.target.kind} of '{case_dir}'; "

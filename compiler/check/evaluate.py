@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from tokenizers import Tokenizer
 
-from llmc.artifacts.manifest import Manifest, read_manifest, refuse_encoder
+from llmc.artifacts.manifest import Manifest, read_manifest, require_causal_lm
 from llmc.errors import LlmcError
 from llmc.installation import install_command
 from llmc.plugins.code_types import CODE_TYPES
@@ -119,7 +119,7 @@ def perplexity(case_dir: str | Path, *, data: str | Path | None = None,
     Raises:
         LlmcError: a file cannot be read, the text is too short, or an argument is out of range.
     """
-    refuse_encoder(read_manifest(case_dir), "eval")
+    require_causal_lm(read_manifest(case_dir), "eval")
     text = _read_text(data)
     progress("load llmc", 0, 1)
     with LLM(case_dir, device=device, max_batch_size=1) as llm:
@@ -187,7 +187,7 @@ def summarize(case_dir: str | Path, *, data: str | Path | None = None,
     Raises:
         LlmcError: a file cannot be read, an article is too long, or rouge_score is not installed.
     """
-    refuse_encoder(read_manifest(case_dir), "eval")
+    require_causal_lm(read_manifest(case_dir), "eval")
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ModuleNotFoundError as error:

@@ -53,10 +53,10 @@ class Reach:
     def shows(self, positions: np.ndarray) -> np.ndarray:
         """bool [n, n]: whether a query (axis 0) sees a key (axis 1), at these positions."""
         query, key = positions[:, None].astype(np.int32), positions[None].astype(np.int32)
-        if not self.causal:
-            return np.abs(query - key) <= (self.window or len(positions) + positions.max())
         seen: np.ndarray = key <= query
-        if self.window:
+        if not self.causal:
+            seen = np.abs(query - key) <= (self.window or int(positions.max()))
+        elif self.window:
             seen &= query - key < self.window
         if self.chunk:
             seen &= query // self.chunk == key // self.chunk

@@ -28,10 +28,6 @@ class RankGroup(Protocol):
         """Compute the logits of a step without LAST, float32 [num_logits, vocab_size]."""
         ...
 
-    def pool(self, step: Step) -> list[np.ndarray]:
-        """Compute `StepOutput.pooled` of a step."""
-        ...
-
     def close(self) -> None:
         ...
 
@@ -43,11 +39,13 @@ class HostSampling:
         ranks: compute logits.
         limits: of the engine.
         propose: runs the draft model after a step with `Step.propose`; returns `StepOutput.drafts`.
+        pool: runs a step that asks for pooled rows; returns `StepOutput.pooled`.
     """
 
     def __init__(self, ranks: RankGroup, limits: EngineLimits,
-                 propose: Callable[[Step, StepOutput], np.ndarray] | None = None) -> None:
-        self._ranks, self.limits, self._propose = ranks, limits, propose
+                 propose: Callable[[Step, StepOutput], np.ndarray] | None = None,
+                 pool: Callable[[Step], list[np.ndarray]] | None = None) -> None:
+        self._ranks, self.limits, self._propose, self._pool = ranks, limits, propose, pool
         self._samplers: dict[int, Sampler | None] = {}  # by slot
         self._tokens: dict[int, list[int]] = {}
         self._outputs: dict[int, StepOutput] = {}
@@ -60,8 +58,9 @@ class HostSampling:
             sequence = int(np.searchsorted(step.cu_seqlens, index, side="right")) - 1
             step.token_ids[index] = self._tokens[int(step.slots[sequence])][-1]
         if step.logits == "pooled":
+            assert self._pool is not None
             output = StepOutput(np.full(len(step.sample), NONE_ALLOWED),
-                                [None] * len(step.sample), pooled=self._ranks.pool(step))
+                                [None] * len(step.sample), pooled=self._pool(step))
         else:
             output = self._sample(step, self._ranks.compute(step))
         if self._propose is not None and step.propose is not None:

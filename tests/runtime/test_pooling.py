@@ -136,13 +136,13 @@ def test_a_canceled_task_ends_its_texts(made):
 
 def test_infinite_rows_fail_only_their_request(made, bert):
     pooling_row = np.full(64, np.nan, np.float32)
-    ranks = bert._loops[0]._engine._ranks
-    compute, ranks.pool = ranks.pool, lambda step: [pooling_row for _ in step.sample]
+    engine = bert._loops[0]._engine
+    compute, engine._pool = engine._pool, lambda step: [pooling_row for _ in step.sample]
     try:
         with pytest.raises(llmc.LlmcError, match="NaN or infinite"):
             bert.embed("a")
     finally:
-        ranks.pool = compute
+        engine._pool = compute
     assert bert.embed("a").shape == (1, 64)
 
 
@@ -202,3 +202,12 @@ def test_inspect_shows_the_task(made):
         " ".join(result.stdout.split())
     assert json.loads(run("inspect", made[0] / "bert.case", "--json").stdout)["pooling"]["task"] \
         == "embed"
+
+
+@pytest.mark.parametrize("command", ["diff", "eval"])
+def test_commands_for_causal_lms_refuse_other_tasks(made, command):
+    options = ("--task", "perplexity") if command == "eval" else \
+        ("--reference", made[0] / "bert")
+    result = run(command, made[0] / "bert.case", *options)
+    assert result.returncode == 1
+    assert f"llmc {command} does not support task embed" in result.stderr

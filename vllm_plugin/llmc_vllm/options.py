@@ -88,6 +88,9 @@ def check_ranks(parallel: Any, manifest: Manifest, case_dir: Path) -> None:
 
 def _check(args: Any, manifest: Manifest) -> None:
     model = f"'{manifest.source.architecture}'"
+    if manifest.pooling is not None:
+        raise LlmcError(f"{model} was compiled for task {manifest.pooling.task}, which is not "
+                        f"supported inside vLLM; serve it with `llmc serve`")
     if manifest.encoder is not None:
         raise LlmcError(f"{model} is an encoder-decoder model, which is not supported inside "
                         f"vLLM; use llmc serve")

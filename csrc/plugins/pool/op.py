@@ -24,6 +24,11 @@ def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
     return {"x": ("num_tokens", "hidden"), "cu_seqlens": ("batch_plus_1",)}
 
 
+def _shapes(shapes: Mapping[str, Shape], fields: Fields) -> list[Shape]:
+    ends = shapes["cu_seqlens"][0]
+    return [(ends - 1 if isinstance(ends, int) else "batch", shapes["x"][-1])]
+
+
 def _body(fields: Fields, present: frozenset[str]) -> str:
     lines = [
         "c0 = Constant<value_ints=[0]>()", "c1 = Constant<value_ints=[1]>()",
@@ -83,9 +88,8 @@ OP = Op(
     inputs=("x", "cu_seqlens"),
     outputs=("y",),
     fields={"kind": "mean"},
-    required=("kind",),
     choices={"kind": KINDS},
-    shapes=lambda shapes, fields: [("batch", shapes["x"][-1])],
+    shapes=_shapes,
     dims=_dims,
     body=_body,
     pools=True,
