@@ -126,6 +126,7 @@ class CpuEngine:
         self._wants_types = any("token_type_ids" in step.inputs for step in segments)
         self._last_uses = self._find_last_uses(chip.steps, {chip.result, *chip.features})
         self._per_token = manifest.pooling is not None and manifest.pooling.per_token
+        self._unchunked = manifest.is_whole and not self._per_token
         self._draft_uses = self._find_last_uses(self._draft.steps, {"logits", HIDDEN_OUT}) \
             if self._draft else []
         self._draft_vocab = self._draft_width = 0
@@ -337,6 +338,8 @@ class CpuEngine:
         512, with a peak of 886 and 748 MB. Fewer if attention materializes its scores, which also
         grow with the number of positions.
         """
+        if self._unchunked:  # all tokens of a text are pooled together
+            return new
         size = min(new, self._max_tokens)
         each = 4 * self._held_scores * (past + size)
         return min(size, max(self._score_bytes // each, MIN_CHUNK)) if each else size

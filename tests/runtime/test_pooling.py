@@ -72,6 +72,15 @@ def test_long_texts_of_a_causal_model_are_computed_in_chunks(made):
         assert_equal_rows(llm.embed(texts), made[1]["qwen3"], texts, "last")
 
 
+@pytest.mark.parametrize("kind", ["mean", "cls"])
+def test_all_tokens_of_a_long_text_are_pooled_together(made, kind, tmp_path):
+    llmc.compile(made[0] / "qwen3", tmp_path / "case", pooling=kind)
+    texts = [*random_texts(3, 9, seed=7), random_texts(1, 1, seed=8)[0] * 300 + [9] * 400]
+    with llmc.LLM(tmp_path / "case") as llm:
+        assert_equal_rows(llm.embed(texts), made[1]["qwen3"], texts, kind)
+        assert_equal_rows(llm.embed(texts), made[1]["qwen3"], texts, kind)  # nothing is reused
+
+
 def test_texts_of_a_causal_model_share_a_cached_prefix(made):
     prefix = random_texts(1, 1, seed=4)[0] * 64
     texts = [prefix + own for own in random_texts(4, 9, seed=5)]
