@@ -218,5 +218,5 @@ def test_commands_for_causal_lms_refuse_other_tasks(made, command):
     options = ("--task", "perplexity") if command == "eval" else \
         ("--reference", made[0] / "bert")
     result = run(command, made[0] / "bert.case", *options)
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert f"llmc {command} does not support task embed" in result.stderr
