@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
+from llmc.artifacts.draft_tokens import read_draft_token_ids
 from llmc.artifacts.manifest import (
-    DRAFT_TOKEN_IDS,
     FACTS,
     HIDDEN,
     HIDDEN_OUT,
@@ -35,7 +35,7 @@ from llmc.artifacts.manifest import (
     Steps,
 )
 from llmc.artifacts.onnx_graph import check_graph
-from llmc.artifacts.weight_file import WEIGHTS_NAME, read_weight_header
+from llmc.artifacts.weight_file import WEIGHTS_NAME
 from llmc.errors import LlmcError
 from llmc.memory import is_out_of_memory
 from llmc.runtime.collectives import Communicator
@@ -128,8 +128,9 @@ class CpuEngine:
             self._draft_vocab = manifest.draft.vocab_size
             self._draft_width = manifest.draft.padded_vocab_size
             if manifest.draft.reduced:
-                self._draft_tokens = _draft_tokens(chip, case_dir, self._draft_vocab,
-                                                   manifest.dims.vocab_size)
+                self._draft_tokens = read_draft_token_ids(
+                    case_dir / chip.path / WEIGHTS_NAME, self._draft_vocab,
+                    manifest.dims.vocab_size)
         self._features: list[np.ndarray] = []  # of the last step's tokens, for the draft model
         self._encoder_uses = self._find_last_uses(chip.encoder.steps, set(self._memory)) \
             if chip.encoder else []
@@ -504,23 +505,6 @@ def check_ops(manifest: Manifest, engines: Sequence[CpuEngine], drafts: bool) ->
         where = f"in a graph and not in the ops of {MANIFEST_NAME}" if name in used else \
             f"in the ops of {MANIFEST_NAME} and in no graph"
         raise LlmcError(f"the op {name} is {where}; compile the model again")
-
-
-def _draft_tokens(chip: Chip, case_dir: Path, rows: int, vocab_size: int) -> np.ndarray:
-    """Token id of each row of the draft model's logits.
-
-    Args:
-        rows: of the draft model's logits.
-        vocab_size: of the model.
-    """
-    path = case_dir / chip.path / WEIGHTS_NAME
-    weight = read_weight_header(path).get(DRAFT_TOKEN_IDS)
-    if weight is not None and weight.dtype == "int64" and weight.shape == (rows,):
-        ids = np.fromfile(path, np.int64, rows, offset=weight.start)
-        if ids.min() >= 0 and ids.max() < vocab_size:
-            return ids
-    raise LlmcError(f"'{path}' has no weight '{DRAFT_TOKEN_IDS}' with {rows} token ids of the "
-                    f"draft model's logits below {vocab_size}; compile the model again")
 
 
 def _load(case_dir: Path, step: GraphStep, options: ort.SessionOptions) -> ort.InferenceSession:
