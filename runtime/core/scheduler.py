@@ -418,10 +418,8 @@ class Scheduler:
         """Allocate positions for drafts, or drop the drafts if blocks are short."""
         if sequence.drafts is None or not sequence.drafts.pending:
             return
-        table, length = sequence.tables[0], sequence.computed + 1 + len(sequence.drafts.pending)
-        spare = len(self.running)  # a block for each running sequence
-        if self.blocks.lacks(table, length) + spare > self.blocks.free \
-                or not self.blocks.grow(table, length):
+        length = sequence.computed + 1 + len(sequence.drafts.pending)
+        if not self._grow_if_free(sequence.tables[0], length):
             sequence.drafts.submit(None)
 
     def _limit_rows(self, wanted: dict[Sequence, int]) -> None:
@@ -839,6 +837,7 @@ class Scheduler:
         if step_rows[0].sequence.source is not None:
             memory = EncoderOutputs.of([self._memory[row.sequence.request][0] for row in step_rows],
                                        [len(row.sequence.source or ()) for row in step_rows])
+        proposals = self._proposals(step_rows)
         step = Step.of(
             [row.tokens for row in step_rows], [row.past for row in step_rows],
             [row.table.blocks for row in step_rows], [row.slot for row in step_rows],
@@ -850,7 +849,7 @@ class Scheduler:
             masks={row.slot: self._draft_masks[row.sequence] if row.drafts
                    else row.sequence.mask(()) for _, row in sampled
                    if row.sequence.mask is not None},
-            num_drafts=[row.drafts for row in step_rows], **self._proposals(step_rows))
+            num_drafts=[row.drafts for row in step_rows], **proposals)
         scheduled = ScheduledStep(
             step, [(row.sequence, row.sequence.epoch) for _, row in sampled], prompts)
         for sequence, count in rows:
@@ -869,11 +868,24 @@ class Scheduler:
         room = max((own.limit - len(own.tokens) - 2 for own in drafting), default=0)
         count = 0 if self.drafts is None else self.drafts.num_proposals(
             [own.drafts for own in drafting if own.drafts is not None], len(drafting))
+        count = max(min(count, room), 0)
+        if self.limits.proposals_take_blocks:
+            self._make_room_for_proposals(step_rows, count)
         following = [() if row.samples else row.sequence.between(
             row.past + len(row.tokens), row.past + len(row.tokens) + 1) for row in step_rows]
         return {"next_tokens": np.array([token for own in following for token in own or (-1,)],
-                                        np.int64),
-                "propose": max(min(count, room), 0)}
+                                        np.int64), "propose": count}
+
+    def _make_room_for_proposals(self, step_rows: abc.Sequence[_StepRow], count: int) -> None:
+        """Allocate positions for proposals, as far as blocks are free."""
+        for row in step_rows:
+            if row.samples and row.sequence.drafts is not None:
+                self._grow_if_free(row.table, row.past + len(row.tokens) + count)
+
+    def _grow_if_free(self, table: BlockTable, length: int) -> bool:
+        """Extend a table, but leave a block for each running sequence."""
+        return self.blocks.lacks(table, length) + len(self.running) <= self.blocks.free \
+            and self.blocks.grow(table, length)
 
     def _step_rows(self, sequence: Sequence, count: int) -> list[_StepRow]:
         past = sequence.computed

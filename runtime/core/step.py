@@ -95,7 +95,7 @@ class Step:
             token that the sequence's slot sampled last, which may still be in flight.
         cu_seqlens: int32 [batch + 1], start and end of each sequence's tokens.
         past_lens: int32 [batch], positions already in the cache.
-        block_tables: int32 [batch, max_blocks]; entries after a sequence's last block are ignored.
+        block_tables: int32 [batch, max_blocks]; -1 after a sequence's last block.
         slots: int32 [batch].
         num_decode: number of leading sequences, each with one new token.
         sample: int32 [num_sampled], ascending indices of the sequences to sample.
@@ -118,6 +118,7 @@ class Step:
             the sequence is not in `sample`; else -1. Empty: none is known.
         propose: number of drafts of the next tokens to return for each of `sample`, by the engine's
             draft model. None: the draft model does not run, and its caches lack these positions.
+            See `EngineLimits.proposals_take_blocks`.
     """
 
     token_ids: np.ndarray
@@ -146,7 +147,7 @@ class Step:
            **others: object) -> Step:
         """Pack sequences, those with one new token first; by default all of them are sampled."""
         lengths = [len(new) for new in tokens]
-        rows = np.zeros((len(tables), max(map(len, tables))), np.int32)
+        rows = np.full((len(tables), max(map(len, tables))), -1, np.int32)
         for row, table in zip(rows, tables, strict=True):
             row[:len(table)] = table
         num_decode = next((i for i, n in enumerate(lengths) if n != 1), len(lengths))
@@ -250,6 +251,8 @@ class EngineLimits:
         max_drafts: drafts of a sequence in a step; 0: the engine verifies none.
         max_draft_tokens: drafts of all sequences in a step.
         proposes: a draft model is loaded, which proposes drafts.
+        proposals_take_blocks: the draft model writes the keys and values of its proposals to the
+            blocks after a sequence's tokens. Without blocks, later proposals are arbitrary.
         lookahead: tokens after a block that determine its contents, as layers of a draft model read
             the next token.
         longest_first: order decoding sequences by descending length; else by slot.
@@ -267,6 +270,7 @@ class EngineLimits:
     max_drafts: int = 0
     max_draft_tokens: int = MAX_LOGITS
     proposes: bool = False
+    proposals_take_blocks: bool = False
     lookahead: int = 0
     longest_first: bool = False
     keeps_states: bool = False
