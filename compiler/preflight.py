@@ -300,8 +300,9 @@ def _draft(options: CompileOptions) -> str | None:
     except LlmcError as error:
         return str(error)
     if not target_spec(options.target).drafts:
-        return (f"draft is given for target '{options.target}', but draft programs run on target "
-                f"cpu; compile with --target cpu, or leave it out")
+        names = " and ".join(name for name, target in TARGETS.items() if target.drafts)
+        return (f"draft is given for target '{options.target}', but draft models run on targets "
+                f"{names}; compile for one of them, or leave it out")
     return None
 
 

@@ -155,9 +155,9 @@ CPU = register(TargetSpec(
 CUDA = register(TargetSpec(
     name="cuda", compiler="llmc.compiler.targets.cuda",
     engine="llmc.runtime.engines.cuda:CudaEngine",
-    engine_file="schedule.json", encoder_file="encoder.json",
+    engine_file="schedule.json", encoder_file="encoder.json", draft_file="draft.json",
     gpu=True, kernels=True, runs_program=True, samples_on_device=True, paged=True,
-    recurrent_state=True, latent_caches=True, shared_caches=True,
+    recurrent_state=True, latent_caches=True, shared_caches=True, drafts=True,
     dtypes=_FLOATS, kv_dtypes=("float8_e4m3fn",), weight_dtypes=_WEIGHT_DTYPES,
     expert_dtypes=_CUDA_EXPERT_DTYPES,
     group_multiple=32,  # columns per load of csrc/kernels/gemm/packed_gemv.cu

@@ -171,6 +171,32 @@ void check_scored(const StepInputs& inputs, int64_t num_tokens, int vocab_size) 
     throw Error("a step with logits=all cannot have scored rows");
 }
 
+void check_proposals(const StepInputs& inputs, const Limits& limits, int64_t batch) {
+  check_range("next_tokens", inputs.next_tokens, -1, int64_t{1} << 31);
+  if (inputs.next_tokens.size > 0) check_size("next_tokens", inputs.next_tokens.size, batch);
+  if (inputs.propose >= 0 && limits.max_proposals == 0)
+    throw Error("a step runs a draft model, which the program lacks");
+  if (inputs.propose < -1 || inputs.propose > limits.max_proposals)
+    throw Error("a step proposes " + text(inputs.propose) + " drafts, expected -1 to " +
+                text(limits.max_proposals));
+  if (inputs.propose >= 0 && inputs.logits == Logits::kAll)
+    throw Error("a step with logits=all cannot run a draft model");
+}
+
+// Blocks of a sequence for `positions`, and for as many drafts of a draft model as there are.
+void check_blocks(const StepInputs& inputs, int64_t b, int64_t positions, const Limits& limits) {
+  const int64_t width = inputs.width(), size = limits.block_size;
+  const int64_t blocks = (positions + size - 1) / size;
+  if (blocks > width)
+    throw Error(text(positions) + " positions of sequence " + text(b) + " exceed the " +
+                text(width) + " blocks of its table");
+  const int32_t* table = inputs.block_tables.data + b * width;
+  check_range("block_tables", HostArray<int32_t>{table, blocks}, 0, limits.num_blocks);
+  const int64_t all = std::min(width, (positions + std::max(inputs.propose, 0) + size - 1) / size);
+  check_range("block_tables of drafts", HostArray<int32_t>{table + blocks, all - blocks}, -1,
+              limits.num_blocks);
+}
+
 }  // namespace
 
 void Limits::check() const {
@@ -188,6 +214,7 @@ void Limits::check() const {
   check("block_size", block_size, 1);
   check("num_blocks", num_blocks, 0);
   check("num_states", num_states, 0);
+  check("max_proposals", max_proposals, 0);
   if ((block_size & (block_size - 1)) != 0)
     throw Error("block_size " + text(block_size) + " is not a power of two");
 }
@@ -231,7 +258,7 @@ Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size,
   step.num_decode = inputs.num_decode;
   std::vector<bool> admitted(limits.max_batch);
   for (int32_t slot : inputs.admit.slots) admitted[slot] = true;
-  const int64_t width = inputs.width();
+  check_proposals(inputs, limits, batch);
   for (int64_t b = 0; b < batch; ++b) {
     const int64_t fresh = inputs.fresh(b), past = inputs.past_lens[b];
     if (past < 0 || past + fresh > limits.max_seq_len)
@@ -240,12 +267,7 @@ Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size,
     if (b < inputs.num_decode && fresh != 1)
       throw Error("sequence " + text(b) + " of " + text(inputs.num_decode) + " decoding ones has " +
                   text(fresh) + " new tokens, expected 1");
-    const int64_t blocks = (past + fresh + limits.block_size - 1) / limits.block_size;
-    if (blocks > width)
-      throw Error(text(past + fresh) + " positions of sequence " + text(b) + " exceed the " +
-                  text(width) + " blocks of its table");
-    check_range("block_tables", HostArray<int32_t>{inputs.block_tables.data + b * width, blocks}, 0,
-                limits.num_blocks);
+    check_blocks(inputs, b, past + fresh, limits);
     const SlotRecord& slot = slots[inputs.slots[b]];
     for (int64_t i = inputs.cu_seqlens[b]; i < inputs.cu_seqlens[b + 1]; ++i)
       if (inputs.token_ids[i] < 0 && (admitted[inputs.slots[b]] || !slot.has_sampled))
@@ -292,6 +314,30 @@ SampledRows SampledRows::of(const StepInputs& inputs) {
     }
   }
   made.begins.push_back(static_cast<int>(made.tokens.size()));
+  return made;
+}
+
+DraftRows DraftRows::of(const StepInputs& inputs) {
+  DraftRows made;
+  const int64_t batch = inputs.batch(), num_tokens = inputs.token_ids.size;
+  for (int64_t b = 0; b < batch; ++b) {
+    const bool goes_on = inputs.verifies && b + 1 < batch && inputs.slots[b + 1] == inputs.slots[b];
+    const int64_t end = inputs.cu_seqlens[b + 1];
+    for (int64_t token = inputs.cu_seqlens[b] + 1; token < end; ++token)
+      made.ids.push_back(static_cast<int32_t>(std::max<int64_t>(inputs.token_ids[token], 0)));
+    const int64_t next = goes_on                       ? inputs.token_ids[end]
+                         : inputs.next_tokens.size > 0 ? inputs.next_tokens[b]
+                                                       : 0;
+    made.ids.push_back(static_cast<int32_t>(std::max<int64_t>(next, 0)));
+  }
+  made.sampled.assign(num_tokens, -1);
+  for (int64_t i = 0; i < inputs.sample.size; ++i) {
+    const int32_t end = inputs.cu_seqlens[inputs.sample[i] + 1];
+    made.firsts.push_back(end - 1 - inputs.drafts(i));
+    made.tables.push_back(inputs.sample[i]);
+    for (int32_t token = made.firsts.back(); token < end; ++token)
+      made.sampled[token] = static_cast<int32_t>(i);
+  }
   return made;
 }
 

@@ -26,6 +26,7 @@ struct Limits {
   int mem_max_seq_len = 0;  // maximum tokens of an encoder prompt; 0: no encoder
   int num_blocks = 0;       // of the KV cache; 0: not allocated yet
   int num_states = 0;       // recurrent states; 0: no layer has any
+  int max_proposals = 0;    // drafts that a draft model proposes in a step; 0: there is none
 
   // Throws Error if a limit is below the minimum.
   void check() const;
@@ -76,7 +77,7 @@ struct Admissions {
 struct StepInputs {
   HostArray<int64_t> token_ids;              // [num_tokens]; -1: the slot's last sampled token
   HostArray<int32_t> cu_seqlens, past_lens;  // [batch + 1], [batch]
-  HostArray<int32_t> block_tables;           // [batch, width]
+  HostArray<int32_t> block_tables;           // [batch, width]; -1: no block
   HostArray<int32_t> slots;                  // [batch]
   int num_decode;
   bool verifies;  // every row is a decoding sequence, and adjacent rows with the same slot are the
@@ -95,6 +96,10 @@ struct StepInputs {
   HostArray<int32_t> scored_rows;   // [num_scored], tokens of the step, not with Logits::kAll
   HostArray<int64_t> scored_targets;  // [num_scored], the token that follows each
   HostArray<int32_t> scored_counts;   // [num_scored], number of top tokens reported with each
+  HostArray<int64_t> next_tokens;     // [batch], the token after those of each sequence that is not
+                                      // sampled, negative if unknown; empty: none is known
+  int propose;  // drafts of the next tokens to propose for each of `sample`; -1: the draft model
+                // does not run
   Admissions admit;
 
   int batch() const { return static_cast<int>(past_lens.size); }
@@ -138,6 +143,18 @@ struct SampledRows {
   std::vector<int> begins;                     // [positions + 1], the first row of each position
 
   static SampledRows of(const StepInputs& inputs);
+};
+
+// The rows of a draft model that runs on the tokens of a step, and the sequences that it drafts
+// for. Tokens are shifted if it reads features: a row has the token after the model's.
+struct DraftRows {
+  std::vector<int32_t> ids;      // [num_tokens], the token after each, as far as the host knows it
+  std::vector<int32_t> sampled;  // [num_tokens], index in `sample` of the sequence of each last
+                                 // token before drafts and of each draft; -1: another token
+  std::vector<int32_t> firsts;   // [num_sampled], the last token before the drafts of each
+  std::vector<int32_t> tables;   // [num_sampled], row of the block table with all blocks of each
+
+  static DraftRows of(const StepInputs& inputs);
 };
 
 // Prompts for an encoder: the output of token i is written to row memory_rows[i]. Prompt p has

@@ -1,20 +1,29 @@
 """Draft models compiled with their model: their drafts, and the same tokens as without them."""
 
 import json
-import re
 import shutil
 import threading
 
-import conftest
 import eagle3
 import families
-import numpy as np
 import onnx_graphsurgeon as gs
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
-from transformers.modeling_layers import MtpModel
+from draft_models import (
+    PARAMS,
+    PROMPTS,
+    ROWS,
+    TIGHT,
+    VOCAB,
+    assert_drafts,
+    assert_drafts_of_prompts,
+    assert_draws_beside_others,
+    assert_reaches_the_end,
+    equal,
+    greedy,
+    mtp_drafts,
+    params,
+    save_with_mtp,
+)
 
 import llmc
 from llmc.artifacts.manifest import read_manifest
@@ -24,54 +33,22 @@ from llmc.runtime.engines.host import HostSampling
 from llmc.runtime.speculation.drafter import Draft
 from llmc.runtime.speculation.engine_drafts import EngineDrafter
 
-VOCAB, ROWS, LAYERS = 300, 120, 6
-PROMPTS = [[42, 41, 239, 151, 178, 181, 214], [11, 147], [46, 122, 278, 165, 23],
-           [5, 6, 7, 8, 5, 6, 7, 8, 5, 6, 9, 10, 11, 12, 13, 14, 15]]
-PARAMS = {"greedy": {}, "sampled": dict(temperature=0.9, top_k=40, seed=7),
-          "several": dict(temperature=1.1, seed=3, n=3, logprobs=2),
-          "structured": dict(guided_regex="(ab|c)+d{2,9}", temperature=1.0, seed=4),
-          "scored": dict(prompt_logprobs=1)}
-# A KV cache that is full, small blocks, and prompts in chunks.
-TIGHT = dict(block_size=4, kv_cache_tokens=96, max_num_batched_tokens=8)
-
 
 def thorough(*values):
     return pytest.param(*values, marks=pytest.mark.thorough)
 
 
-def params(name, **changes):
-    ending = {} if name == "structured" else dict(ignore_eos=True)
-    return llmc.SamplingParams(**{"max_tokens": 20, **ending, **PARAMS[name], **changes})
-
-
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """A model directory, and the model."""
-    directory = tmp_path_factory.mktemp("base") / "hf"
-    families.save(families.tiny_model("llama", vocab_size=VOCAB, num_hidden_layers=LAYERS),
-                  directory)
-    conftest.write_tokenizer(directory)
-    return directory, AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager").eval()
-
-
-@pytest.fixture(scope="module")
-def head(model):
-    _, base = model
-    return eagle3.Eagle3(64, VOCAB, ROWS, base.get_input_embeddings().weight.detach())
-
-
-@pytest.fixture(scope="module")
-def case(model, head, tmp_path_factory):
+def case(draft_base, eagle3_head, tmp_path_factory):
     """Factory of case directories by tp_size."""
     root = tmp_path_factory.mktemp("eagle3")
-    head.save(root / "head")
+    eagle3_head.save(root / "head")
     made = {}
 
     def make(tp_size):
         if tp_size not in made:
             made[tp_size] = root / f"tp{tp_size}"
-            llmc.compile(model[0], made[tp_size], draft=f"eagle3:{root / 'head'}",
+            llmc.compile(draft_base[0], made[tp_size], draft=f"eagle3:{root / 'head'}",
                          tp_size=tp_size)
         return made[tp_size]
     return make
@@ -84,43 +61,11 @@ def plain(case):
         return {name: llm.generate(PROMPTS, params(name)) for name in PARAMS}
 
 
-def equal(got, expected):
-    assert [(own.token_ids, own.text, own.finish_reason) for own in got] == \
-        [(own.token_ids, own.text, own.finish_reason) for own in expected]
-
-
-@pytest.fixture
-def proposed(monkeypatch):
-    """Number of generated tokens and drafts, whenever the engine returns drafts."""
-    seen = []
-    real = EngineDrafter.propose
-    monkeypatch.setattr(EngineDrafter, "propose", lambda self, tokens: (
-        seen.append(list(tokens)), real(self, tokens))[1])
-    return seen
-
-
-def assert_drafts(llm, base, reference, prompt, proposed, count=4):
-    """Compare all drafts of a greedy generation with the reference's argmax chain."""
-    proposed.clear()
-    own, = llm.generate([prompt], llmc.SamplingParams(max_tokens=16, ignore_eos=True))
-    tokens, given = [*prompt, *own.token_ids], len(prompt) + 1
-    for drafts in proposed:
-        if drafts:
-            assert drafts == reference(base, tokens[:given], len(drafts)), (given, drafts)
-        following = tokens[given:]
-        given += 1 + next((index for index, pair in enumerate(zip(drafts, following, strict=False))
-                           if pair[0] != pair[1]), min(len(drafts), len(following)))
-    assert max(map(len, proposed)) == count
-    assert len(proposed) >= 4
-
-
 @pytest.mark.parametrize("tp_size", [1, 2, thorough(3)])
-def test_drafts_are_those_of_the_published_model(model, head, case, proposed, tp_size):
+def test_drafts_are_those_of_the_published_model(draft_base, eagle3_head, case, proposed, tp_size):
     with llmc.LLM(case(tp_size), speculate="draft", num_speculative_tokens=4, block_size=4,
                   max_num_batched_tokens=16, max_batch_size=4) as llm:
-        for prompt in (*PROMPTS, PROMPTS[3], [*PROMPTS[3][:8], 60, 61], [*PROMPTS[3][:9], 62, 63]):
-            assert_drafts(llm, model[1], head.drafts, prompt, proposed)
-        assert llm.metrics()["cache_hits"] > 8
+        assert_drafts_of_prompts(llm, draft_base[1], eagle3_head.drafts, proposed)
 
 
 @pytest.mark.parametrize(("tp_size", "options"), [
@@ -158,12 +103,6 @@ def test_a_drafter_that_is_right_saves_steps(case, plain, monkeypatch):
     assert len(steps) <= 6
 
 
-def assert_reaches_the_end(llm, alone):
-    """Generate to the maximum number of positions, beside a shorter sequence."""
-    wish = [llmc.SamplingParams(max_tokens=count, ignore_eos=True) for count in (57, 62, 9, 47)]
-    equal(llm.generate(PROMPTS, wish), alone.generate(PROMPTS, wish))
-
-
 def test_the_number_of_drafts_is_measured(case, plain):
     with llmc.LLM(case(1), max_batch_size=4, speculate="draft") as llm:
         equal(llm.generate(PROMPTS, params("greedy")), plain["greedy"])
@@ -173,14 +112,7 @@ def test_drafts_go_beside_beams_sessions_and_predictions(case, plain):
     with llmc.LLM(case(1), max_batch_size=4) as alone, \
             llmc.LLM(case(1), max_batch_size=4, speculate="draft",
                      num_speculative_tokens=3) as llm:
-        wish = [params("greedy", beam_width=3, max_tokens=8), params("greedy"),
-                params("greedy", beam_width=3, max_tokens=8), params("greedy")]
-        equal(llm.generate(PROMPTS, wish), alone.generate(PROMPTS, wish))
-        for own, other in zip(*(each.logits(PROMPTS[3]) for each in (alone, llm)), strict=True):
-            assert np.allclose(own, other, atol=1e-5)
-        equal(llm.generate(PROMPTS, params("greedy", prediction=[1, 2, 3])), plain["greedy"])
-        assert_reaches_the_end(llm, alone)
-        equal(llm.generate(PROMPTS, params("greedy")), plain["greedy"])
+        assert_draws_beside_others(llm, alone, plain["greedy"])
 
 
 def test_aborted_sequences_leave_others_as_they_are(case, plain):
@@ -201,8 +133,8 @@ def test_aborted_sequences_leave_others_as_they_are(case, plain):
 @pytest.mark.parametrize("layout", [
     "speculators", "layers", thorough("own embedding"), thorough("layer indices"),
     thorough("whole vocabulary")])
-def test_published_layouts(model, proposed, tmp_path, layout):
-    directory, base = model
+def test_published_layouts(draft_base, proposed, tmp_path, layout):
+    directory, base = draft_base
     embedding = base.get_input_embeddings().weight.detach()
     head = eagle3.Eagle3(64, VOCAB, VOCAB if layout == "whole vocabulary" else ROWS, embedding,
                          own_embedding=layout == "own embedding", seed=5,
@@ -223,11 +155,11 @@ def test_published_layouts(model, proposed, tmp_path, layout):
         assert_drafts(llm, base, lambda *args: head.drafts(*args, layers), PROMPTS[0], proposed)
 
 
-def test_quantized_models_draft(model, head, tmp_path):
-    head.save(tmp_path / "head")
+def test_quantized_models_draft(draft_base, eagle3_head, tmp_path):
+    eagle3_head.save(tmp_path / "head")
     options = dict(quantize="int8")
-    llmc.compile(model[0], tmp_path / "plain", **options)
-    manifest = llmc.compile(model[0], tmp_path / "case", draft=f"eagle3:{tmp_path / 'head'}",
+    llmc.compile(draft_base[0], tmp_path / "plain", **options)
+    manifest = llmc.compile(draft_base[0], tmp_path / "case", draft=f"eagle3:{tmp_path / 'head'}",
                             **options)
     assert "draft.lm_head.weight" in manifest.chips[0].quantization
     with llmc.LLM(tmp_path / "plain") as alone, llmc.LLM(
@@ -241,16 +173,16 @@ def test_hidden_states_of_an_onnx_file_are_unknown():
         hidden_states(raw)
 
 
-def test_shared_weights_are_stored_once(model, case, tmp_path):
-    llmc.compile(model[0], tmp_path / "plain")
+def test_shared_weights_are_stored_once(draft_base, case, tmp_path):
+    llmc.compile(draft_base[0], tmp_path / "plain")
     sizes = [read_manifest(path).chips[0].weight_bytes for path in (case(1), tmp_path / "plain")]
     table = 320 * 64 * 4  # the padded embedding
     own = 4 * (64 * 192 + 64 * 128 * 2 + 64 * 64 + 3 * 96 * 64 + 4 * 64 + 128 * 64) + 8 * ROWS
     assert sizes[0] - sizes[1] < own + table
 
 
-def test_a_case_without_a_draft_model_is_as_before(model, tmp_path):
-    llmc.compile(model[0], tmp_path / "case")
+def test_a_case_without_a_draft_model_is_as_before(draft_base, tmp_path):
+    llmc.compile(draft_base[0], tmp_path / "case")
     assert '"draft' not in (tmp_path / "case" / "model_info.json").read_text()
 
 
@@ -265,77 +197,35 @@ def test_a_case_without_a_draft_model_is_as_before(model, tmp_path):
     (dict(hidden_act="no"), "transformers rejects the config of"),
     (dict(draft_vocab_size=64), "does not give 64 token ids below 300"),
     (dict(intermediate_size=48), "'layers.0.mlp.gate_proj.weight' in .* its config expects")])
-def test_another_draft_model_is_refused(model, head, tmp_path, changes, problem):
-    head.save(tmp_path / "head", **changes)
+def test_another_draft_model_is_refused(draft_base, eagle3_head, tmp_path, changes, problem):
+    eagle3_head.save(tmp_path / "head", **changes)
     with pytest.raises(llmc.LlmcError, match=problem) as caught:
-        llmc.compile(model[0], tmp_path / "case", draft=f"eagle3:{tmp_path / 'head'}")
+        llmc.compile(draft_base[0], tmp_path / "case", draft=f"eagle3:{tmp_path / 'head'}")
     assert "\n" not in str(caught.value)
 
 
-def test_incomplete_draft_models_are_refused(model, head, tmp_path):
-    head.save(tmp_path / "head")
+def test_incomplete_draft_models_are_refused(draft_base, eagle3_head, tmp_path):
+    eagle3_head.save(tmp_path / "head")
     for name, problem in (("model.safetensors", "no \\*.safetensors weights"),
                           ("config.json", "has no config.json")):
         (tmp_path / "head" / name).unlink()
         with pytest.raises(llmc.LlmcError, match=problem):
-            llmc.compile(model[0], tmp_path / "case", draft=f"eagle3:{tmp_path / 'head'}")
+            llmc.compile(draft_base[0], tmp_path / "case", draft=f"eagle3:{tmp_path / 'head'}")
 
 
 @pytest.mark.parametrize(("options", "problem"), [
     (dict(draft="medusa:x"), "draft is 'medusa:x', expected eagle3:DIR, mtp or"),
     (dict(draft="eagle3"), "draft is 'eagle3', expected"),
-    (dict(draft="eagle3:x", target="cuda", dtype="float16"), "draft programs run on target cpu"),
+    (dict(draft="eagle3:x", target="tensorrt", dtype="float16"), "run on targets cpu and cuda; "),
     (dict(draft="eagle3:nowhere"), "'nowhere' is neither a directory")])
-def test_invalid_draft_options(model, tmp_path, options, problem):
+def test_invalid_draft_options(draft_base, tmp_path, options, problem):
     with pytest.raises(llmc.LlmcError, match=problem):
-        llmc.compile(model[0], tmp_path / "case", **options)
+        llmc.compile(draft_base[0], tmp_path / "case", **options)
 
 
 def test_a_case_without_a_draft_model_cannot_draft(case_tp1):
     with pytest.raises(llmc.LlmcError, match="has no draft model; compile with --draft"):
         llmc.LLM(case_tp1, speculate="draft")
-
-
-def save_with_mtp(family, directory):
-    """Save a tiny model with an MTP layer in the published layout; return both."""
-    kinds = ["sliding_attention", "full_attention", "full_attention"]
-    sizes = {**families.sizes_of(family), "layer_types": kinds} if family == "mellum" else {}
-    base = families.tiny_model(family, **{**sizes, "vocab_size": VOCAB, "num_mtp_layers": 1,
-                                          "tie_word_embeddings": False})
-    layers = families.randomized(MtpModel(base, 1))
-    families.save(base, directory)
-    conftest.write_tokenizer(directory)
-    count, stored = base.config.num_hidden_layers, load_file(directory / "model.safetensors")
-    for name, tensor in layers.state_dict().items():
-        if not name.startswith("layers.0."):
-            continue  # the model's
-        name = re.sub(r"^layers\.0\.(mtp_block\.)?", f"model.layers.{count}.", name)
-        name = name.replace(".post_norm.", ".shared_head.norm.")
-        stem, _, leaf = name.rpartition(".")
-        if leaf == "gate_up_proj":
-            for expert, pair in enumerate(tensor):
-                for part, rows in zip(("gate_proj", "up_proj"), pair.chunk(2), strict=True):
-                    stored[f"{stem}.{expert}.{part}.weight"] = rows.clone()
-        elif leaf == "down_proj":
-            for expert, matrix in enumerate(tensor):
-                stored[f"{stem}.{expert}.down_proj.weight"] = matrix.clone()
-        else:
-            stored[name] = tensor.clone()
-    save_file(stored, directory / "model.safetensors", {"format": "pt"})
-    return base, layers
-
-
-@torch.no_grad()
-def mtp_drafts(layers, base, tokens, count):
-    """Drafts after the last token by transformers' MTP layer: the argmax chain."""
-    hidden = base.model(torch.tensor([tokens[:-1]])).last_hidden_state
-    shifted, drafts = list(tokens[1:]), []
-    for _ in range(count):
-        out = layers.forward_layer(0, hidden, torch.arange(1, len(shifted) + 1)[None], None,
-                                   input_ids=torch.tensor([shifted]))
-        drafts.append(int(layers._project_to_logits(out)[0, -1].argmax()))
-        shifted, hidden = [*shifted, drafts[-1]], torch.cat([hidden, out[:, -1:]], 1)
-    return drafts
 
 
 @pytest.mark.parametrize(("family", "tp_size"), [
@@ -354,34 +244,15 @@ def test_mtp_layers_draft_as_in_transformers(family, tp_size, tmp_path, proposed
         assert_drafts(llm, base, lambda *args: mtp_drafts(layers, *args), PROMPTS[3], proposed, 3)
 
 
-def test_a_checkpoint_without_mtp_layers(model, tmp_path):
+def test_a_checkpoint_without_mtp_layers(draft_base, tmp_path):
     with pytest.raises(llmc.LlmcError, match="has no MTP layers, which --draft mtp needs"):
-        llmc.compile(model[0], tmp_path / "case", draft="mtp")
-
-
-@torch.no_grad()
-def greedy(drafter, tokens, count):
-    """Drafts after the last token by a causal LM."""
-    drafts = []
-    for _ in range(count):
-        drafts.append(int(drafter(torch.tensor([[*tokens, *drafts]])).logits[0, -1].argmax()))
-    return drafts
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    """A smaller model with the same vocabulary: its directory, and the model."""
-    directory = tmp_path_factory.mktemp("small") / "hf"
-    drafter = families.tiny_model("qwen3", vocab_size=VOCAB, num_hidden_layers=2,
-                                  hidden_size=48)
-    families.save(drafter, directory)
-    return directory, drafter
+        llmc.compile(draft_base[0], tmp_path / "case", draft="mtp")
 
 
 @pytest.mark.parametrize("tp_size", [thorough(1), 2, thorough(3)])
-def test_a_separate_model_drafts(model, small, plain, tmp_path, proposed, tp_size):
-    directory, drafter = small
-    manifest = llmc.compile(model[0], tmp_path / "case", draft=f"model:{directory}",
+def test_a_separate_model_drafts(draft_base, small_drafter, plain, tmp_path, proposed, tp_size):
+    directory, drafter = small_drafter
+    manifest = llmc.compile(draft_base[0], tmp_path / "case", draft=f"model:{directory}",
                             tp_size=tp_size)
     assert (manifest.draft.kind, manifest.draft.num_layers) == ("model", 2)
     with llmc.LLM(tmp_path / "case", max_batch_size=4, speculate="draft",
@@ -392,8 +263,8 @@ def test_a_separate_model_drafts(model, small, plain, tmp_path, proposed, tp_siz
             assert_drafts(llm, None, lambda _, *args: greedy(drafter, *args), prompt, proposed)
 
 
-def test_all_drafts_of_the_model_itself_are_accepted(model, case, tmp_path):
-    llmc.compile(model[0], tmp_path / "case", draft=f"model:{model[0]}")
+def test_all_drafts_of_the_model_itself_are_accepted(draft_base, case, tmp_path):
+    llmc.compile(draft_base[0], tmp_path / "case", draft=f"model:{draft_base[0]}")
     with llmc.LLM(case(1), max_batch_size=4) as alone, llmc.LLM(
             tmp_path / "case", max_batch_size=4, speculate="draft",
             num_speculative_tokens=4) as llm:
@@ -405,16 +276,16 @@ def test_all_drafts_of_the_model_itself_are_accepted(model, case, tmp_path):
 @pytest.mark.parametrize(("changes", "problem"), [
     (dict(vocab_size=200), "'LlamaForCausalLM' has vocab_size 200, 'LlamaForCausalLM' has 300"),
     (dict(vocab_size=VOCAB, max_position_embeddings=32), "max_seq_len 64 is not supported")])
-def test_another_separate_model_is_refused(model, tmp_path, changes, problem):
+def test_another_separate_model_is_refused(draft_base, tmp_path, changes, problem):
     families.save(families.tiny_model("llama", num_hidden_layers=1, **changes), tmp_path / "draft")
     with pytest.raises(llmc.LlmcError, match=problem):
-        llmc.compile(model[0], tmp_path / "case", draft=f"model:{tmp_path / 'draft'}")
+        llmc.compile(draft_base[0], tmp_path / "case", draft=f"model:{tmp_path / 'draft'}")
 
 
-def test_recurrent_models_have_no_draft_models(tmp_path, model):
+def test_recurrent_models_have_no_draft_models(tmp_path, draft_base):
     families.save(families.tiny_model("lfm2", vocab_size=VOCAB), tmp_path / "hf")
     with pytest.raises(llmc.LlmcError, match="layers with a recurrent state, which draft models"):
-        llmc.compile(tmp_path / "hf", tmp_path / "case", draft=f"model:{model[0]}")
+        llmc.compile(tmp_path / "hf", tmp_path / "case", draft=f"model:{draft_base[0]}")
 
 
 def test_encoder_decoder_models_have_no_draft_models(tmp_path, encoder_decoder):
