@@ -267,11 +267,11 @@ class CudaEngine:
     def submit(self, step: Step) -> int:
         """See `Engine`.
 
-        With logits of all tokens, nothing is sampled. A slot without an admitted sequence samples
-        greedily.
+        With logits of all tokens, nothing is sampled or drafted. A slot without an admitted
+        sequence samples greedily.
         """
         if step.logits == "all":
-            step = replace(step, sample=_NONE)
+            step = replace(step, sample=_NONE, propose=None)
         with self._translate_errors():
             if step.encode:
                 self._encode(step.encode)

@@ -20,6 +20,7 @@ from llmc.runtime.core.step import LAST, EngineLimits, SamplingState, StepOutput
 from llmc.runtime.core.step_times import StepTimes
 from llmc.runtime.sampling.beam_search import Candidates
 from llmc.runtime.sampling.sampler import Logprobs
+from llmc.runtime.speculation.engine_drafts import EngineDrafter
 from llmc.runtime.speculation.planner import DraftPlanner, VerificationCosts
 
 VOCAB = 50
@@ -45,7 +46,7 @@ class Histories:
         self.cells = {}
         self.last = {}
         self.made = {}
-        self.longest = self.tickets = self.drafts = 0
+        self.longest = self.tickets = self.drafts = self.proposals = self.homeless = 0
 
     def submit(self, step):
         assert step.num_tokens <= self.limits.max_tokens
@@ -106,9 +107,35 @@ class Histories:
         self.tickets += 1
         scored = [score(histories[row], target) for row, target in zip(
             step.scored.rows.tolist(), step.scored.targets.tolist(), strict=True)]
-        self.made[self.tickets] = StepOutput(np.array(tokens), [None] * len(tokens), candidates,
-                                          scored=scored, counts=np.array(counts))
+        self.made[self.tickets] = StepOutput(
+            np.array(tokens), [None] * len(tokens), candidates, scored=scored,
+            counts=np.array(counts), drafts=self._propose(step, written, passes, tokens, counts))
         return self.tickets
+
+    def _propose(self, step, written, passes, tokens, counts):
+        """Return drafts, and write them after each sequence's tokens as a draft model does."""
+        if step.propose is None:
+            return None
+        size, made, first = self.limits.block_size, [], 0
+        for index, count in zip(step.sample.tolist(), counts, strict=True):
+            table, past = step.block_tables[index].tolist(), int(step.past_lens[index])
+            drafts = int(step.num_drafts[index]) if len(step.num_drafts) else 0
+            kept = len(passes[index]) - drafts + count - 1
+            own = {(table[position // size], position % size) for position in
+                   range(past, past + len(passes[index]))}
+            history = digest(passes[index][kept - 1], tokens[first + count - 1])
+            made.append([])
+            for position in range(past + kept, past + kept + step.propose):
+                block = table[position // size] if position // size < len(table) else -1
+                self.proposals, self.homeless = self.proposals + 1, self.homeless + (block < 0)
+                if block >= 0:
+                    cell = block, position % size
+                    assert cell in own or cell not in written
+                    self.cells[cell] = b"a draft"
+                made[-1].append((choice(history) + (history[2] < 64)) % VOCAB)  # a quarter is wrong
+                history = digest(history, made[-1][-1])
+            first += count
+        return np.array(made, np.int64).reshape(len(made), step.propose)
 
 
 @dataclass(eq=False)
@@ -198,8 +225,9 @@ def run(wishes, limits, budget, depth, reuse=True, together=False, watch=lambda 
         made = Sequence(id(wish), wish.prompt, wish.count, lambda tokens: restart(wish, tokens),
                         width=wish.width, candidates=2 if wish.width > 1 else 0,
                         stalled=lambda: now in wish.stalls, scores=wish.scores,
-                        drafts=wish.drafts and planner.sequence(TestDrafter(
-                            wish.alone(), wish.drafts, VOCAB)))
+                        drafts=wish.drafts and planner.sequence(
+                            EngineDrafter() if wish.drafts == "engine"
+                            else TestDrafter(wish.alone(), wish.drafts, VOCAB)))
         owners[made] = wish
         return made
 
@@ -282,17 +310,20 @@ WISHES = st.lists(st.builds(
        slots=st.integers(3, 6), budget=st.integers(3, 12), depth=st.integers(1, 4),
        reuse=st.booleans(), longest_first=st.booleans(), together=st.booleans(),
        turns=st.booleans(), drafts=st.lists(
-           st.sampled_from([None, "right", "wrong", "random"]), min_size=10, max_size=10),
-       num_drafts=st.integers(1, 5))
+           st.sampled_from([None, "right", "wrong", "random", "engine"]), min_size=10,
+           max_size=10),
+       num_drafts=st.integers(1, 5), proposes=st.booleans(), lookahead=st.integers(0, 1))
 def test_tokens_do_not_depend_on_concurrent_requests(wishes, scored, max_scored, blocks, size,
                                                      slots, budget, depth, reuse, longest_first,
-                                                     together, turns, drafts, num_drafts):
+                                                     together, turns, drafts, num_drafts,
+                                                     proposes, lookahead):
     limits = EngineLimits(blocks, size, max(budget, slots), slots, 512, depth, max_scored,
-                          longest_first=longest_first, max_drafts=num_drafts)
+                          longest_first=longest_first, max_drafts=num_drafts, proposes=proposes,
+                          proposals_take_blocks=proposes, lookahead=lookahead * proposes)
     for wish, wants, kind in zip(wishes, scored, drafts, strict=False):
         if wants and wish.width == 1:
             wish.scores = PromptScores(wish.prompt, 0)
-        wish.drafts = kind if wish.width == 1 else None
+        wish.drafts = kind if wish.width == 1 and (proposes or kind != "engine") else None
     expected = {wish: wish.alone() for wish in wishes}
     run(wishes, limits, budget, depth, reuse, together, step_times=Linear() if turns else None,
         num_drafts=num_drafts)
@@ -312,6 +343,15 @@ def test_accepted_drafts_save_steps(kind, steps):
     own = wish([1] * 3, 12, drafts=kind)
     _, engine = run([own], EngineLimits(12, 4, 16, 2, 512, 2, max_drafts=3), 16, 2)
     assert engine.tickets <= steps + 1 and (engine.drafts > 0) == (kind is not None)
+
+
+@pytest.mark.parametrize("blocks", [40, 4])
+def test_proposals_have_blocks_if_there_are_enough(blocks):
+    own = wish([1] * 3, 12, drafts="engine")
+    _, engine = run([own], EngineLimits(blocks, 4, 16, 2, 512, 2, max_drafts=3, proposes=True,
+                                        proposals_take_blocks=True, lookahead=1), 16, 2)
+    assert engine.proposals > engine.homeless and bool(engine.homeless) == (blocks == 4)
+    assert own.got == own.alone() and engine.drafts > 0 and engine.tickets < 12
 
 
 def test_no_request_starves():
