@@ -5,8 +5,8 @@ an arena: tensors with disjoint lifetimes share memory. Offsets are in bytes per
 per computed row of logits), so that one memory plan serves all limits of the engine. An encoder
 has a separate program, `encoder.json`. Its outputs are scattered, as soon as they are computed, to
 the encoder-output buffer (kind `memory`) that both programs name. A draft model has a separate
-program, too, `draft.json`, and an arena of its own: it reads the features that the model leaves in
-its arena.
+program, too, `draft.json`, and a separate arena: it reads the features that the model leaves in its
+arena.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class Engine {
     // With a draft model: drafts of each of the step's `sample`, in rows of kMaxProposals; else
     // null.
     int num_drafting, proposed;
-    const int64_t* drafts;  // [num_drafting, kMaxProposals], of which `proposed` are defined
+    const int64_t* drafts;  // [num_drafting, kMaxProposals]; the first `proposed` are defined
   };
   const Results& wait(int64_t ticket);
   // Frees the step's results for reuse.

@@ -18,7 +18,7 @@ inline constexpr const char *kBlockTable = "block_table", *kStateSlots = "state_
                             *kMemoryStarts = "memory_starts",
                             *kMemoryLens = "encoder_sequence_length", *kMemoryRows = "memory_rows";
 
-// The programs of a rank. A draft model's values have an arena of their own.
+// The programs of a rank. A draft model's values have a separate arena.
 enum class Part { kModel, kEncoder, kDraft };
 // Throws Error for an unknown name: model, encoder or draft.
 Part part_of(const std::string& name);

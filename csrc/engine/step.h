@@ -26,7 +26,7 @@ struct Limits {
   int mem_max_seq_len = 0;  // maximum tokens of an encoder prompt; 0: no encoder
   int num_blocks = 0;       // of the KV cache; 0: not allocated yet
   int num_states = 0;       // recurrent states; 0: no layer has any
-  int max_proposals = 0;    // drafts that a draft model proposes in a step; 0: there is none
+  int max_proposals = 0;    // drafts that a draft model proposes in a step; 0: no draft model
 
   // Throws Error if a limit is below the minimum.
   void check() const;
