@@ -189,6 +189,17 @@ class Program(_Frozen):
         """Return the tensors of these kinds by name."""
         return {tensor.name: tensor for tensor in self.tensors if tensor.kind in kinds}
 
+    def without_features(self) -> Program:
+        """The program without the nodes that only a draft model needs; tensors keep their index."""
+        if self.features < 0:
+            return self
+        needed, nodes = {self.logits}, []
+        for node in reversed(self.nodes):
+            if not node.outputs or -1 in node.outputs or not needed.isdisjoint(node.outputs):
+                needed.update(map(self._base_value, node.inputs))
+                nodes.append(node)
+        return self.model_copy(update={"nodes": tuple(reversed(nodes)), "features": -1})
+
     @model_validator(mode="after")
     def _check_program(self) -> Program:
         for node in self.nodes:
@@ -527,9 +538,10 @@ class ChipPrograms:
         Args:
             draft: whether to load the draft model.
         """
-        found = {"model": self.model, "encoder": self.encoder, "draft": self.draft}
-        return {part: program for part, program in found.items()
-                if program is not None and (draft or part != "draft")}
+        found: dict[Part, Program | None] = {
+            "model": self.model if draft else self.model.without_features(),
+            "encoder": self.encoder, "draft": self.draft if draft else None}
+        return {part: program for part, program in found.items() if program is not None}
 
 
 def read_program(path: Path) -> Program:

@@ -135,7 +135,7 @@ class CudaEngine:
         self._mem_max_seq_len = manifest.encoder.max_seq_len if manifest.encoder else 0
         check_fit(cuda, manifest, device)
         self._max_seq_len = manifest.dims.max_seq_len
-        self._drafts = draft
+        self._loads_draft = draft
         self._max_drafts = 0 if chip.states or not (speculates and self.verifies) else \
             min(_MAX_DRAFTS, max_tokens - max_batch_size)
         # Rows of decode steps: a sequence has one, and one more for each draft.
@@ -171,8 +171,8 @@ class CudaEngine:
               limits: Mapping[str, Any]) -> Any:
         """Create the extension's engine with its program and weights."""
         programs = read_chip_programs(manifest, chip, case_dir)
-        parts = programs.parts(draft=self._drafts)
-        self._program = programs.model
+        parts = programs.parts(draft=self._loads_draft)
+        self._program = parts["model"]
         declared = declare_arenas(cuda, parts, limits)
         weights = build_program(declared, parts, manifest)
         if "draft" in parts and manifest.draft and manifest.draft.reduced:

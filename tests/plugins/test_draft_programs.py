@@ -106,7 +106,16 @@ def test_embedding_and_other_shared_weights_are_loaded_once(case):
     programs = read_chip_programs(manifest, manifest.chips[0], case("eagle3"))
     shared = programs.model.named("weight").keys() & programs.draft.named("weight").keys()
     assert shared == {"model.embed_tokens.weight"}
-    assert programs.parts(draft=False).keys() == {"model"}
+
+
+def test_features_are_computed_for_a_loaded_draft_model_only(extension, case):
+    manifest = read_manifest(case("eagle3"))
+    programs = read_chip_programs(manifest, manifest.chips[0], case("eagle3"))
+    parts = programs.parts(draft=False)
+    assert parts.keys() == {"model"} and parts["model"].features == -1
+    left = [node for node in programs.model.nodes if node not in parts["model"].nodes]
+    assert [node.op for node in left] == ["Concat", "GemmBiasAct"]
+    build(extension, manifest, [parts["model"]])
 
 
 def test_a_draft_model_has_its_own_arena(extension, case):
