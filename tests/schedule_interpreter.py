@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from llmc.artifacts.program import Program, ProgramTensor, read_chip_programs
 from llmc.plugins.activations import REFERENCE as ACTIVATIONS
 from llmc.runtime.collectives import Communicator
 from llmc.runtime.core import llm as llm_module
-from llmc.runtime.core.step import EncoderOutputs, EngineLimits, Step, StepOutput
+from llmc.runtime.core.step import LAST, EncoderOutputs, EngineLimits, Step, StepOutput
 from llmc.runtime.engines.cuda import extension, step_arrays
 from llmc.runtime.engines.host import HostSampling
 from llmc.runtime.engines.state_slots import StateSlots
@@ -140,8 +141,8 @@ class Interpreter:
     def propose(self, step: Step, output: StepOutput) -> np.ndarray:
         """Return `StepOutput.drafts` by the passes and kernels of csrc/engine/drafter.h."""
         assert self.draft is not None and step.propose is not None
-        ids, sampled, firsts, tables = (np.array(own, np.int64) for own in
-                                        extension().draft_rows(*step_arrays(step)))
+        ids, sampled, firsts, _, tables = (np.array(own, np.int64) for own in
+                                           extension().draft_rows(*step_arrays(step)))
         counts = np.ones(len(firsts), np.int64) if output.counts is None else output.counts
         chosen, last = output.tokens[np.cumsum(counts) - 1], firsts + counts - 1
         assert all(sampled[row] == index for index, row in enumerate(last))
@@ -314,6 +315,38 @@ class Interpreters:
         """Do nothing."""
 
 
+class DraftsAhead(HostSampling):
+    """Resolves the drafts of steps in flight, as prepare_inputs of csrc/kernels/sampling does."""
+
+    def __init__(self, ranks: Interpreters, limits: EngineLimits) -> None:
+        super().__init__(ranks, limits, ranks.propose if limits.proposes else None)
+        self._lengths: dict[int, int] = {}  # by slot
+        self._drafts: dict[int, list[int]] = {}
+        self.resolved = 0
+
+    def submit(self, step: Step) -> int:
+        token_ids, past_lens = step.token_ids.copy(), step.past_lens.copy()
+        for index, slot in enumerate(step.slots.tolist()):
+            own = slice(*step.cu_seqlens[index:index + 2].tolist())
+            token_ids[own] = [max(self._drafts[slot][-2 - token], 0) if token < LAST else token
+                              for token in token_ids[own].tolist()]
+            if len(step.unread) and step.unread[index]:
+                past, self.resolved = int(past_lens[index]), self.resolved + 1
+                past_lens[index] = self._lengths[slot]
+                assert past - step.unread[index] <= past_lens[index] <= past
+        known = replace(step, token_ids=token_ids, past_lens=past_lens)
+        ticket = super().submit(known)
+        output = self._outputs[ticket]
+        counts = [1] * len(step.sample) if output.counts is None else output.counts.tolist()
+        for place, (index, count) in enumerate(zip(step.sample.tolist(), counts, strict=True)):
+            slot = int(step.slots[index])
+            drafts = int(step.num_drafts[index]) if len(step.num_drafts) else 0
+            self._lengths[slot] = int(past_lens[index] + step.seq_lens[index]) - drafts + count - 1
+            if output.drafts is not None:
+                self._drafts[slot] = output.drafts[place].tolist()
+        return ticket
+
+
 @contextmanager
 def interpreted(case: Path, limits: EngineLimits, **options: Any) -> Iterator[llmc.LLM]:
     """Return an LLM of a case for GPUs with interpreters as engines.
@@ -321,8 +354,7 @@ def interpreted(case: Path, limits: EngineLimits, **options: Any) -> Iterator[ll
     Args:
         options: keyword arguments of `llmc.LLM`.
     """
-    ranks = Interpreters(case, limits)
-    engine = HostSampling(ranks, limits, ranks.propose if limits.proposes else None)
+    engine = DraftsAhead(Interpreters(case, limits), limits)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llm_module, "find_devices", lambda *_: [None])
         patch.setattr(llm_module, "load_replica", lambda *_: engine)

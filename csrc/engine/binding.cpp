@@ -47,18 +47,19 @@ HostArray<T> records(const Array<uint8_t>& bytes) {
       Array<int32_t> mask_rows, Array<uint32_t> masks, Array<int32_t> state_slots,             \
       Array<int32_t> state_copies, Array<int32_t> scored_rows, Array<int64_t> scored_targets,  \
       Array<int32_t> scored_counts, Array<int64_t> next_tokens, int propose,                   \
-      Array<int32_t> admit_slots, Array<uint8_t> admit_states, Array<int32_t> admit_prompts,   \
-      Array<int32_t> admit_lengths, Array<int32_t> admit_tokens, Array<int32_t> admit_lists
-#define LLMC_STEP_INPUTS                                                                      \
-  StepInputs {                                                                                \
-    host(token_ids), host(cu_seqlens), host(past_lens), host(block_tables), host(slots),      \
-        num_decode, verifies, host(sample), host(num_drafts), host(copies), candidates,       \
-        static_cast<Logits>(logits), host(memory_starts), host(memory_lens), host(mask_rows), \
-        host(masks), host(state_slots), host(state_copies), host(scored_rows),                \
-        host(scored_targets), host(scored_counts), host(next_tokens), propose, {              \
-      host(admit_slots), records<kernels::SlotState>(admit_states), host(admit_prompts),      \
-          host(admit_lengths), host(admit_tokens), host(admit_lists)                          \
-    }                                                                                         \
+      Array<int32_t> unread, Array<int32_t> admit_slots, Array<uint8_t> admit_states,          \
+      Array<int32_t> admit_prompts, Array<int32_t> admit_lengths, Array<int32_t> admit_tokens, \
+      Array<int32_t> admit_lists
+#define LLMC_STEP_INPUTS                                                                       \
+  StepInputs {                                                                                 \
+    host(token_ids), host(cu_seqlens), host(past_lens), host(block_tables), host(slots),       \
+        num_decode, verifies, host(sample), host(num_drafts), host(copies), candidates,        \
+        static_cast<Logits>(logits), host(memory_starts), host(memory_lens), host(mask_rows),  \
+        host(masks), host(state_slots), host(state_copies), host(scored_rows),                 \
+        host(scored_targets), host(scored_counts), host(next_tokens), propose, host(unread), { \
+      host(admit_slots), records<kernels::SlotState>(admit_states), host(admit_prompts),       \
+          host(admit_lengths), host(admit_tokens), host(admit_lists)                           \
+    }                                                                                          \
   }
 
 void bind_program(nb::module_& m) {
@@ -140,7 +141,7 @@ void bind_program(nb::module_& m) {
   // The rows of a draft model for a step that `Program.check_step` accepts: see DraftRows.
   m.def("draft_rows", [](LLMC_STEP) {
     const DraftRows rows = DraftRows::of(LLMC_STEP_INPUTS);
-    return nb::make_tuple(rows.ids, rows.sampled, rows.firsts, rows.tables);
+    return nb::make_tuple(rows.ids, rows.sampled, rows.firsts, rows.slots, rows.tables);
   });
 }
 

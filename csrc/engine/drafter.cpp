@@ -7,8 +7,8 @@ namespace llmc {
 
 SentDrafts SentDrafts::of(StagingBuffer& into, const StepInputs& inputs) {
   const DraftRows rows = DraftRows::of(inputs);
-  return {into.add(rows.ids), into.add(rows.sampled), into.add(rows.firsts), into.add(rows.tables),
-          static_cast<int>(rows.ids.size())};
+  return {into.add(rows.ids),   into.add(rows.sampled), into.add(rows.firsts),
+          into.add(rows.slots), into.add(rows.tables),  static_cast<int>(rows.ids.size())};
 }
 
 Drafter::Drafter(const Program& program, const void* token_ids, DeviceMemory& memory,
@@ -20,6 +20,8 @@ Drafter::Drafter(const Program& program, const void* token_ids, DeviceMemory& me
   ids_ = memory.allocate<int64_t>(program.capacity(program.input("input_ids")), kWhat);
   last_rows_ = memory.allocate<int64_t>(std::max<int64_t>(limits.max_logits, rows), kWhat);
   drafts_ = memory.allocate<int64_t>(rows * kernels::kMaxProposals, kWhat);
+  slot_drafts_ = memory.allocate<int64_t>(rows * kernels::kMaxProposals, kWhat);
+  lengths_ = memory.allocate<int32_t>(rows, kWhat);
   cu_seqlens_ = memory.allocate<int32_t>(rows + 1, kWhat);
   next_.ids = memory.allocate<int64_t>(rows, kWhat);
   next_.position_ids = memory.allocate<int64_t>(rows, kWhat);
@@ -27,6 +29,7 @@ Drafter::Drafter(const Program& program, const void* token_ids, DeviceMemory& me
   next_.block_table = memory.allocate<int32_t>(program.capacity(program.input(kBlockTable)), kWhat);
   next_.positions = memory.allocate<int32_t>(rows, kWhat);
   next_.made = memory.allocate<int32_t>(rows, kWhat);
+  next_.slots = memory.allocate<int32_t>(rows, kWhat);
   next_.max_blocks = limits.max_blocks();
   next_.max_seq_len = limits.max_seq_len;
 }
@@ -53,14 +56,22 @@ void Drafter::allocate(const std::vector<int32_t>& table) {
   check(cudaStreamSynchronize(stream_), "the engine");  // `starts` is read
 }
 
+void Drafter::refer(kernels::PrepareInputsParams& p) const {
+  p.drafts = slot_drafts_;
+  p.lengths = lengths_;
+  p.drafts_stride = kernels::kMaxProposals;
+}
+
 void Drafter::begin(kernels::BeginDraftsParams p, const SentDrafts& sent, const char* received) {
   auto at = [&](int64_t offset) { return reinterpret_cast<const int32_t*>(received + offset); };
   p.next = next_;
   p.ids = reads_features() ? ids_ : nullptr;
   p.last_rows = last_rows_;
+  p.lengths = lengths_;
   p.host_ids = at(sent.ids);
   p.host_sampled = at(sent.sampled);
   p.host_firsts = at(sent.firsts);
+  p.host_slots = at(sent.slots);
   p.host_tables = at(sent.tables);
   p.num_tokens = sent.num_tokens;
   p.padding_block = program_.limits().num_blocks;
@@ -71,6 +82,7 @@ void Drafter::take(const DraftOutputs& outputs, int count, Rows rows) {
   kernels::TakeDraftsParams p{};
   p.next = next_;
   p.drafts = drafts_;
+  p.slot_drafts = slot_drafts_;
   p.logits = outputs.logits.data;
   p.logit_rows = rows == Rows::kOfAll ? last_rows_ : nullptr;
   p.token_ids = token_ids_;

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "../kernels/sampling/drafts.h"
+#include "../kernels/sampling/params.h"
 #include "memory.h"
 #include "program.h"
 
@@ -12,7 +13,7 @@ namespace llmc {
 
 // DraftRows of a step, staged: offsets of its arrays.
 struct SentDrafts {
-  int64_t ids = 0, sampled = 0, firsts = 0, tables = 0;
+  int64_t ids = 0, sampled = 0, firsts = 0, slots = 0, tables = 0;
   int num_tokens = 0;
 
   static SentDrafts of(StagingBuffer& into, const StepInputs& inputs);
@@ -39,8 +40,11 @@ class Drafter {
   // Call after the KV cache is allocated; all entries of `table` are the padding block.
   void allocate(const std::vector<int32_t>& table);
 
+  // Sets what the inputs of a step that follows depend on.
+  void refer(kernels::PrepareInputsParams& params) const;
+
   // Enqueues what precedes the first pass. The caller sets what the step has on the device:
-  // position_ids, block_table, chosen, counts, row_of, positions, sequences and rows.
+  // input_ids, position_ids, block_table, chosen, counts, row_of, positions, sequences and rows.
   void begin(kernels::BeginDraftsParams params, const SentDrafts& sent, const char* received);
 
   // Which rows of a pass's outputs belong to the sequences: the last accepted token of each, with
@@ -57,7 +61,9 @@ class Drafter {
   const Program& program_;
   const cudaStream_t stream_;
   int64_t *ids_, *last_rows_, *drafts_;
-  int32_t* cu_seqlens_;  // of the next passes: one token each
+  int64_t* slot_drafts_;  // [slots, kMaxProposals], of the slot's last step
+  int32_t* lengths_;      // [slots]
+  int32_t* cu_seqlens_;   // of the next passes: one token each
   kernels::DraftInputs next_{};
   const int64_t* token_ids_;
 };

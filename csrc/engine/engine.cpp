@@ -49,6 +49,17 @@ int blocks_of(const StepInputs& inputs, int sequence, const Limits& limits) {
   return blocks;
 }
 
+// Position of each sequence's first token after the accepted ones of its slot, which rows of drafts
+// follow; -1: past_lens is exact.
+std::vector<int32_t> offsets_of(const StepInputs& inputs) {
+  std::vector<int32_t> offsets;
+  for (int b = 0; b < inputs.batch(); ++b) {
+    const bool goes_on = inputs.verifies && b > 0 && inputs.slots[b] == inputs.slots[b - 1];
+    offsets.push_back(inputs.unread[b] == 0 ? -1 : goes_on ? offsets.back() + 1 : 0);
+  }
+  return offsets;
+}
+
 }  // namespace
 
 Engine::Engine(Program program, int device, const std::string& attention_backend)
@@ -324,6 +335,9 @@ Engine::Sent Engine::pack(StagingBuffer& into, const StepInputs& inputs, const P
   sent.starts = into.add(inputs.memory_starts.data, inputs.memory_starts.size);
   sent.lens = into.add(inputs.memory_lens.data, inputs.memory_lens.size);
   sent.own_from = into.add(prefix.own_from);
+  sent.has_unread = inputs.unread.size > 0;
+  if (sent.has_unread) sent.offsets = into.add(offsets_of(inputs));
+  sent.unread = into.add(inputs.unread.data, inputs.unread.size);
   sent.prefix_owner = prefix.owner;
   sent.prefix_length = prefix.length;
   if (inputs_.block_table == nullptr) return sent;
@@ -389,6 +403,11 @@ void Engine::prepare(const char* received, const Sent& sent) {
   p.runs = at<kernels::BlockTableUpdate>(received, sent.runs);
   p.blocks = at<int32_t>(received, sent.blocks);
   p.last = sampler_->last();
+  if (drafter_ != nullptr) drafter_->refer(p);
+  if (sent.has_unread) {
+    p.host_offsets = at<int32_t>(received, sent.offsets);
+    p.host_unread = at<int32_t>(received, sent.unread);
+  }
   p.num_tokens = sent.num_tokens;
   p.batch = sent.batch;
   p.num_logits = sent.num_logits;
@@ -490,9 +509,12 @@ int64_t Engine::submit(const StepInputs& inputs) {
     Masks masked{};
     if (inputs.mask_rows.size > 0)
       masked = {at<int32_t>(received, mask_rows), at<uint32_t>(received, masks)};
-    DraftedRows verified{sampled_rows.begins, static_cast<int>(inputs.sample.size),
-                         at<int32_t>(received, drafted[0]), at<int32_t>(received, drafted[1]),
-                         at<int32_t>(received, drafted[2])};
+    DraftedRows verified{sampled_rows.begins,
+                         static_cast<int>(inputs.sample.size),
+                         at<int32_t>(received, drafted[0]),
+                         at<int32_t>(received, drafted[1]),
+                         at<int32_t>(received, drafted[2]),
+                         inputs_.input_ids};
     const DraftedRows* given = inputs.num_drafts.size > 0 ? &verified : nullptr;
     sample(ticket, inputs, logits, rows, sampled_rows.slots, at<int32_t>(received, sampled),
            at<int64_t>(received, picked), masked, given);
@@ -648,6 +670,7 @@ void Engine::propose(Ticket& ticket, const StepInputs& inputs, Step step, const 
   const int later = wanted - first;
   const int rows = later > 0 ? padded(sequences) : sequences;
   kernels::BeginDraftsParams begin{};
+  begin.input_ids = inputs_.input_ids;
   begin.position_ids = inputs_.position_ids;
   begin.block_table = inputs_.block_table;
   begin.chosen = sampler_->sampled();

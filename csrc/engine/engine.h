@@ -159,8 +159,10 @@ class Engine {
   // Parts of submit(). Offsets of the host's arrays in the staged buffer, and their sizes, for
   // prepare().
   struct Sent {
-    int64_t ids, seqlens, past, slots, states, logits, starts, lens, runs, blocks, own_from;
+    int64_t ids, seqlens, past, slots, states, logits, starts, lens, runs, blocks, own_from,
+        offsets, unread;
     int num_tokens, batch, num_logits, rows, num_runs, prefix_owner, prefix_length;
+    bool has_unread;
   };
   Ticket& next_ticket();
   Sent pack(StagingBuffer& into, const StepInputs& inputs, const Prefix& prefix,

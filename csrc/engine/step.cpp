@@ -151,7 +151,7 @@ void check_drafts(const StepInputs& inputs, const Limits& limits, int vocab_size
     if (!fits)
       throw Error(text(drafts) + " drafts of sequence " + text(sequence) + " exceed its tokens");
     for (int64_t token = end - drafts; token < end; ++token)
-      if (inputs.token_ids[token] < 0 || inputs.token_ids[token] >= vocab_size)
+      if (inputs.token_ids[token] == -1 || inputs.token_ids[token] >= vocab_size)
         throw Error("draft " + text(token) + " is " + text(inputs.token_ids[token]) +
                     ", expected 0 to " + text(vocab_size - 1));
   }
@@ -174,6 +174,9 @@ void check_scored(const StepInputs& inputs, int64_t num_tokens, int vocab_size) 
 void check_proposals(const StepInputs& inputs, const Limits& limits, int64_t batch) {
   check_range("next_tokens", inputs.next_tokens, -1, int64_t{1} << 31);
   if (inputs.next_tokens.size > 0) check_size("next_tokens", inputs.next_tokens.size, batch);
+  if (inputs.unread.size > 0) check_size("unread", inputs.unread.size, batch);
+  if (inputs.unread.size > 0 && limits.max_proposals == 0)
+    throw Error("a step has unread drafts of a draft model, which the program lacks");
   if (inputs.propose >= 0 && limits.max_proposals == 0)
     throw Error("a step runs a draft model, which the program lacks");
   if (inputs.propose < -1 || inputs.propose > limits.max_proposals)
@@ -236,7 +239,7 @@ Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size,
                 " logits exceeds the engine's limits of " + text(limits.max_tokens) + " and " +
                 text(limits.max_logits));
   check_starts(inputs.cu_seqlens, batch, num_tokens);
-  check_range("token_ids", inputs.token_ids, -1, int64_t{1} << 31);
+  check_range("token_ids", inputs.token_ids, -1 - limits.max_proposals, int64_t{1} << 31);
   if (inputs.verifies) check_range("slots", inputs.slots, 0, limits.max_batch);
   else check_distinct("slots", inputs.slots, limits.max_batch);
   check_size("slots", inputs.slots.size, batch);
@@ -268,6 +271,9 @@ Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size,
       throw Error("sequence " + text(b) + " of " + text(inputs.num_decode) + " decoding ones has " +
                   text(fresh) + " new tokens, expected 1");
     check_blocks(inputs, b, past + fresh, limits);
+    if (inputs.unread_of(b) < 0 || inputs.unread_of(b) > past)
+      throw Error(text(inputs.unread_of(b)) + " unread drafts of sequence " + text(b) +
+                  " exceed its past of " + text(past));
     const SlotRecord& slot = slots[inputs.slots[b]];
     for (int64_t i = inputs.cu_seqlens[b]; i < inputs.cu_seqlens[b + 1]; ++i)
       if (inputs.token_ids[i] < 0 && (admitted[inputs.slots[b]] || !slot.has_sampled))
@@ -307,8 +313,8 @@ SampledRows SampledRows::of(const StepInputs& inputs) {
       made.row_of[i * positions + position] = static_cast<int32_t>(made.tokens.size());
       made.tokens.push_back(token);
       made.slots.push_back(inputs.slots[sequence]);
-      made.drafts.push_back(position < drafts ? static_cast<int32_t>(inputs.token_ids[token + 1])
-                                              : -1);
+      const int64_t next = position < drafts ? inputs.token_ids[token + 1] : -1;
+      made.drafts.push_back(next < -1 ? -2 - (token + 1) : static_cast<int32_t>(next));
       made.drafts_before.push_back(position);
       if (inputs.mask_rows.size > 0) made.mask_rows.push_back(inputs.mask_rows[mask]);
     }
@@ -324,16 +330,17 @@ DraftRows DraftRows::of(const StepInputs& inputs) {
     const bool goes_on = inputs.verifies && b + 1 < batch && inputs.slots[b + 1] == inputs.slots[b];
     const int64_t end = inputs.cu_seqlens[b + 1];
     for (int64_t token = inputs.cu_seqlens[b] + 1; token < end; ++token)
-      made.ids.push_back(static_cast<int32_t>(std::max<int64_t>(inputs.token_ids[token], 0)));
-    const int64_t next = goes_on                       ? inputs.token_ids[end]
-                         : inputs.next_tokens.size > 0 ? inputs.next_tokens[b]
-                                                       : 0;
-    made.ids.push_back(static_cast<int32_t>(std::max<int64_t>(next, 0)));
+      made.ids.push_back(static_cast<int32_t>(std::max<int64_t>(inputs.token_ids[token], -1)));
+    int64_t next = 0;
+    if (goes_on) next = std::max<int64_t>(inputs.token_ids[end], -1);
+    else if (inputs.next_tokens.size > 0) next = std::max<int64_t>(inputs.next_tokens[b], 0);
+    made.ids.push_back(static_cast<int32_t>(next));
   }
   made.sampled.assign(num_tokens, -1);
   for (int64_t i = 0; i < inputs.sample.size; ++i) {
     const int32_t end = inputs.cu_seqlens[inputs.sample[i] + 1];
     made.firsts.push_back(end - 1 - inputs.drafts(i));
+    made.slots.push_back(inputs.slots[inputs.sample[i]]);
     made.tables.push_back(inputs.sample[i]);
     for (int32_t token = made.firsts.back(); token < end; ++token)
       made.sampled[token] = static_cast<int32_t>(i);
@@ -371,7 +378,8 @@ Prefix shared_prefix(const StepInputs& inputs, int block_size) {
   auto full = [&](int sequence) {
     int row = sequence;
     while (inputs.verifies && row > 0 && inputs.slots[row - 1] == inputs.slots[sequence]) --row;
-    return static_cast<int>(std::min<int64_t>(inputs.past_lens[row] / block_size, width));
+    const int64_t past = inputs.past_lens[row] - inputs.unread_of(row);
+    return static_cast<int>(std::min<int64_t>(past / block_size, width));
   };
   for (int i = 0; i < inputs.num_decode && width > 0; ++i)
     if (full(i) > 0) alike[blocks_of(i)[0]].push_back(i);

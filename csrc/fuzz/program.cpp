@@ -120,7 +120,7 @@ void check_any_step(FuzzedDataProvider& data, const Program& program) {
   limits.num_blocks = data.ConsumeIntegralInRange(1, 16);
   const auto token_ids = array<int64_t>(data);
   const auto scored_targets = array<int64_t>(data), next_tokens = array<int64_t>(data);
-  std::vector<int32_t> arrays[18];
+  std::vector<int32_t> arrays[19];
   for (auto& each : arrays) each = array<int32_t>(data);
   const auto masks = array<uint32_t>(data);
   std::vector<kernels::SlotState> states(data.ConsumeIntegralInRange<size_t>(0, 3));
@@ -146,6 +146,7 @@ void check_any_step(FuzzedDataProvider& data, const Program& program) {
                           host(arrays[17]),
                           host(next_tokens),
                           data.ConsumeIntegralInRange(-2, 17),
+                          host(arrays[18]),
                           {host(arrays[11]), host(states), host(arrays[12]), host(arrays[13]),
                            host(arrays[14]), host(arrays[15])}};
   check_step(inputs, limits, program.vocab_size(), std::vector<SlotRecord>(limits.max_batch));

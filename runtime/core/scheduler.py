@@ -73,7 +73,7 @@ class Sequence:
 
     Attributes:
         tokens: generated tokens that the host has read. A beam search keeps its own.
-        computed: positions that are in the cache after all submitted steps.
+        computed: positions that are in the cache after all submitted steps, if drafts are accepted.
         cached: prompt positions found in the prefix cache at its first admission.
         ahead: number of in-flight tokens.
         beams: next token of each beam, once known.
@@ -139,9 +139,14 @@ class Sequence:
             return 1 if self.beams else 0
         if self.computed < self.known:
             return self.known - self.computed
-        if self.mask is not None or self.drafts is not None:  # the next step needs the last token
-            return 0
-        return 1 if self.ahead and len(self.tokens) + self.ahead < self.limit else 0
+        if self.mask is not None or (self.drafts is not None and not self.drafts.ahead):
+            return 0  # the next step needs the last token
+        return 1 if self.ahead and len(self.tokens) + self.coming_tokens < self.limit else 0
+
+    @property
+    def coming_tokens(self) -> int:
+        """Maximum number of tokens of the steps in flight."""
+        return self.ahead + (0 if self.drafts is None else self.drafts.unread)
 
 
 @dataclass(frozen=True)
@@ -171,7 +176,7 @@ class ScheduledStep:
             sequence.ahead -= 1
             output = SequenceOutput.of(sampled, own, starts)
             if sequence.drafts is not None:
-                sequence.computed += sequence.drafts.verified(len(output.tokens))
+                sequence.computed -= sequence.drafts.verified(len(output.tokens))
                 if sequence.drafts.engine is not None and sampled.drafts is not None:
                     drafts = sampled.drafts[own[0]]
                     sequence.drafts.engine.propose(drafts[drafts >= 0].tolist())
@@ -193,6 +198,7 @@ class _StepRow:
     samples: bool
     scored: range = range(0)  # positions
     drafts: int = 0  # the last of its tokens
+    unread: int = 0  # drafts of its steps in flight
 
 
 @dataclass(eq=False)
@@ -404,8 +410,9 @@ class Scheduler:
             return 0
         room = min(self.budget - decoding, self._score_room, self.limits.max_draft_tokens)
         self.drafts.plan([
-            (drafts, own.tokens, 0 if own.ahead or own.computed + 1 != own.known
-             else own.limit - len(own.tokens) - 1) for own, drafts in drafting], decoding, room)
+            (drafts, own.tokens, 0 if not own.ahead and own.computed + 1 != own.known
+             else own.limit - len(own.tokens) - own.coming_tokens - 1) for own, drafts in drafting],
+            decoding, room)
         for own, drafts in drafting:
             if own.mask is not None and drafts.pending:
                 self._draft_masks[own] = masks = own.mask(drafts.pending)
@@ -811,7 +818,7 @@ class Scheduler:
         self._no_longer_coming(sequence.coming)
         sequence.tables, sequence.slots, sequence.beams, sequence.coming = [], [], [], []
         if sequence.drafts is not None:
-            sequence.drafts.submit(None)
+            sequence.drafts.drop()
         sequence.computed = sequence.ahead = 0
         sequence.epoch += 1
 
@@ -849,12 +856,28 @@ class Scheduler:
             masks={row.slot: self._draft_masks[row.sequence] if row.drafts
                    else row.sequence.mask(()) for _, row in sampled
                    if row.sequence.mask is not None},
-            num_drafts=[row.drafts for row in step_rows], **proposals)
+            num_drafts=[row.drafts for row in step_rows],
+            unread=np.array([row.unread for row in step_rows] if any(
+                row.unread for row in step_rows) else [], np.int32), **proposals)
         scheduled = ScheduledStep(
             step, [(row.sequence, row.sequence.epoch) for _, row in sampled], prompts)
         for sequence, count in rows:
             self._count(sequence, count)
+        for _, row in sampled:
+            self._start_drafts(row.sequence, step.propose)
         return scheduled
+
+    def _start_drafts(self, sequence: Sequence, propose: int | None) -> None:
+        """Note that a step samples a sequence and verifies its drafts.
+
+        Args:
+            propose: see `Step`.
+        """
+        if sequence.drafts is None:
+            return
+        sequence.drafts.start()
+        if sequence.drafts.engine is not None and propose is not None:
+            sequence.drafts.engine.expect(propose)
 
     def _proposals(self, step_rows: abc.Sequence[_StepRow]) -> dict[str, object]:
         """Fields of a step for the engine's draft model.
@@ -865,7 +888,7 @@ class Scheduler:
             return {}
         drafting = [row.sequence for row in step_rows if row.samples
                     and row.sequence.drafts is not None and row.sequence.drafts.engine]
-        room = max((own.limit - len(own.tokens) - 2 for own in drafting), default=0)
+        room = max((own.limit - len(own.tokens) - own.ahead - 2 for own in drafting), default=0)
         count = 0 if self.drafts is None else self.drafts.num_proposals(
             [own.drafts for own in drafting if own.drafts is not None], len(drafting))
         count = max(min(count, room), 0)
@@ -898,11 +921,14 @@ class Scheduler:
         scored = range(0) if sequence.scores is None else \
             sequence.scores.schedule(past, past + count)
         return [_StepRow(sequence, sequence.slots[0], sequence.tables[0], tokens + drafts, past,
-                         past + count >= sequence.known, scored, len(drafts))]
+                         past + count >= sequence.known, scored, len(drafts),
+                         sequence.drafts.unread if sequence.drafts is not None else 0)]
 
     def _count(self, sequence: Sequence, count: int) -> None:
         searched, sequence.beams = sequence.searches, []
         sequence.computed += count
+        if sequence.drafts is not None:
+            sequence.computed += len(sequence.drafts.pending)
         sequence.ahead += sequence.computed >= sequence.known
         if not searched:
             self._name(sequence)

@@ -148,7 +148,7 @@ class CudaEngine:
             num_blocks=0, block_size=block_size, max_tokens=max_tokens, max_slots=max_batch_size,
             max_logits=max_logits, max_scored=max(max_logits - max_rows, 1), ahead=AHEAD,
             max_drafts=self._max_drafts, max_draft_tokens=max_rows - max_batch_size,
-            proposes=draft, proposals_take_blocks=draft,
+            proposes=draft, proposals_take_blocks=draft, drafts_ahead=draft,
             lookahead=int(draft and bool(chip.features)),
             longest_first=True,  # balances multiprocessors
             keeps_states=bool(chip.states))
@@ -457,7 +457,7 @@ def step_arrays(step: Step, mem_max_seq_len: int = 0, states: StateSlots | None 
             ("none", "sampled", "all").index(step.logits), starts, lens, mask_rows, masks,
             state_slots, state_copies, step.scored.rows.astype(np.int32), step.scored.targets,
             step.scored.counts, step.next_tokens, -1 if step.propose is None else step.propose,
-            *admit.arrays())
+            step.unread, *admit.arrays())
 
 
 def as_rows(step: Step) -> Step:
@@ -469,7 +469,8 @@ def as_rows(step: Step) -> Step:
         slots=step.slots[sequences], num_decode=step.num_tokens,
         sample=step.cu_seqlens[step.sample + 1] - np.int32(1), num_drafts=_NONE,
         memory=step.memory and step.memory.take(sequences),
-        next_tokens=step.next_tokens[sequences] if len(step.next_tokens) else step.next_tokens)
+        next_tokens=step.next_tokens[sequences] if len(step.next_tokens) else step.next_tokens,
+        unread=step.unread[sequences] if len(step.unread) else step.unread)
 
 
 def mask_arrays(step: Step) -> tuple[np.ndarray, np.ndarray]:

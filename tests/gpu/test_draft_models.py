@@ -20,6 +20,7 @@ from draft_models import (
 )
 
 import llmc
+from llmc.runtime.gpus import GpuReplica
 
 SMALL = dict(block_size=4, max_batch_size=4, max_num_batched_tokens=32)
 
@@ -143,6 +144,19 @@ def test_half_precision_drafts_of_the_model_itself_are_mostly_accepted(extension
         llm.generate(PROMPTS, params("greedy", max_tokens=40))
         metrics = llm.metrics()
     assert metrics["spec_decode_accepted_tokens"] > 0.8 * metrics["spec_decode_draft_tokens"] > 0
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "itself"])
+def test_drafts_are_verified_before_the_host_has_read_them(case, plain, kind, monkeypatch):
+    backend, expected = plain
+    unread = []
+    real = GpuReplica.submit
+    monkeypatch.setattr(GpuReplica, "submit", lambda self, step: (
+        unread.append(int(step.unread.sum())), real(self, step))[1])
+    with llmc.LLM(case(kind), max_batch_size=4, speculate="draft", num_speculative_tokens=3,
+                  attention_backend=backend) as llm:
+        equal(llm.generate(PROMPTS, params("greedy")), expected["greedy"])
+    assert sum(count > 0 for count in unread) > 4
 
 
 def test_the_draft_model_is_loaded_on_demand(extension, case):

@@ -23,7 +23,7 @@ import llmc
 from llmc.artifacts.manifest import read_manifest
 from llmc.artifacts.program import Program, read_chip_programs, read_program
 from llmc.errors import LlmcError
-from llmc.runtime.core.step import Step
+from llmc.runtime.core.step import LAST, Step, proposal
 from llmc.runtime.engines.cuda import step_arrays
 
 DRAFTING = dict(speculate="draft", num_speculative_tokens=4)
@@ -70,6 +70,19 @@ def test_mtp_layers_draft_as_in_transformers(extension, tmp_path, proposed):
     llmc.compile(tmp_path / "hf", tmp_path / "case", draft="mtp", target="cuda", dtype="float32")
     with interpreted(tmp_path / "case", SMALL, **DRAFTING) as llm:
         assert_drafts(llm, base, lambda *args: mtp_drafts(layers, *args), PROMPTS[3], proposed)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "model"])
+def test_drafts_are_verified_before_the_host_has_read_them(extension, draft_base, eagle3_head,
+                                                           small_drafter, case, kind, proposed):
+    limits = replace(SMALL, ahead=2, drafts_ahead=True, lookahead=int(kind == "eagle3"))
+    references = {"eagle3": eagle3_head.drafts,
+                  "model": lambda _, *args: greedy(small_drafter[1], *args)}
+    with llmc.LLM(case(kind, "cpu"), max_batch_size=4) as alone, \
+            interpreted(case(kind), limits, **DRAFTING) as llm:
+        equal(llm.generate(PROMPTS, params("greedy")), alone.generate(PROMPTS, params("greedy")))
+        assert_drafts(llm, draft_base[1], references[kind], PROMPTS[3], proposed)
+        assert llm._loops[0].run(lambda _, engine: engine.resolved) > 20
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "model"])
@@ -179,10 +192,10 @@ def drafting(**changes):
 
 
 def test_rows_of_a_draft_model(extension):
-    ids, sampled, firsts, tables = extension.draft_rows(*step_arrays(drafting()))
+    ids, sampled, firsts, slots, tables = extension.draft_rows(*step_arrays(drafting()))
     assert ids == [6, 0, 9, 10, 2, 3, 0]
     assert sampled == [0, 0, -1, -1, -1, -1, 1]
-    assert (firsts, tables) == ([0, 6], [0, 2])
+    assert (firsts, slots, tables) == ([0, 6], [2, 1], [0, 2])
 
 
 def test_rows_of_a_draft_model_after_rows_of_drafts(extension):
@@ -191,10 +204,21 @@ def test_rows_of_a_draft_model_after_rows_of_drafts(extension):
                    next_tokens=np.array([30, -1, -1], np.int64))
     arrays = step_arrays(step, max_rows=8)
     assert arrays[6]  # a row for each draft
-    ids, sampled, firsts, tables = extension.draft_rows(*arrays)
+    ids, sampled, firsts, slots, tables = extension.draft_rows(*arrays)
     assert ids == [30, 6, 7, 0, 9, 0]
     assert sampled == [-1, 0, 0, 0, 1, 1]
-    assert (firsts, tables) == ([1, 4], [3, 5])
+    assert (firsts, slots, tables) == ([1, 4], [2, 0], [3, 5])
+
+
+@pytest.mark.parametrize("rows", [0, 8])
+def test_only_the_device_knows_drafts_of_steps_in_flight(extension, rows):
+    step = Step.of([[LAST, proposal(0), proposal(1)], [8, 9]], [7, 3], [[3, 2, 6], [4, 5]], [2, 0],
+                   num_drafts=[2, 1], propose=3, unread=np.array([3, 0], np.int32))
+    arrays = step_arrays(step, max_rows=rows)
+    ids, sampled, firsts, slots, _ = extension.draft_rows(*arrays)
+    assert ids == [-1, -1, 0, 9, 0]
+    assert (sampled, firsts, slots) == ([0, 0, 0, 1, 1], [0, 3], [2, 0])
+    assert arrays[23].tolist() == ([3, 3, 3, 0, 0] if rows else [3, 0])
 
 
 @pytest.mark.parametrize(("changes", "problem"), [
@@ -206,6 +230,11 @@ def test_rows_of_a_draft_model_after_rows_of_drafts(extension):
      r"block_tables of drafts\[0\] is 8, expected -1 to 7"),
     ({"block_tables": np.array([[3, -1, -1], [1, -1, -1], [4, 5, -1]], np.int32)},
      r"block_tables\[1\] is -1, expected 0 to 7"),
+    ({"token_ids": np.array([5, proposal(16), 8, 9, 1, 2, 3])}, r"token_ids\[1\] is -18, expected"),
+    ({"unread": np.array([7, 0, 0], np.int32)}, "7 unread drafts of sequence 0 exceed its past "),
+    ({"unread": np.array([1], np.int32)}, "unread has 1 elements, expected 3"),
+    ({"token_ids": np.array([5, proposal(0), 8, 9, 1, 2, 3])},
+     "token 1 is the last one of slot 2, which has not sampled any"),
     ({"logits": "all", "num_drafts": np.empty(0, np.int32), "sample": np.empty(0, np.int32)},
      "a step with logits=all cannot run a draft model")])
 def test_steps_that_run_a_draft_model(extension, case, changes, problem):

@@ -30,22 +30,25 @@ __device__ int64_t shifted_id(const BeginDraftsParams& p, int token) {
   const int count = sequence < 0 ? 0 : count_of(p, sequence);
   if (count > 0 && token == p.host_firsts[sequence] + count - 1)
     return last_accepted(p, sequence, count);
-  return p.host_ids[token];
+  return p.host_ids[token] >= 0 ? p.host_ids[token] : p.input_ids[token + 1];
 }
 
 // Position of the token after the last accepted one; -1: the sequence cannot draft.
 __device__ int begin_sequence(const BeginDraftsParams& p, int row) {
-  int position = -1, last = 0;
+  int position = -1, end = 0, last = 0;
   int64_t token = 0;
-  const int count = row < p.sequences ? count_of(p, row) : 0;
-  if (count > 0) {
+  const bool there = row < p.sequences;
+  if (there) {
+    const int count = count_of(p, row);
     last = p.host_firsts[row] + count - 1;
     token = last_accepted(p, row, count);
-    const int64_t end = p.position_ids[last] + 1;
-    if (token >= 0 && end < p.next.max_seq_len) position = static_cast<int>(end);
+    end = static_cast<int>(p.position_ids[last]) + 1;
+    if (token >= 0 && end < p.next.max_seq_len) position = end;
   }
   if (threadIdx.x == 0) {
     p.last_rows[row] = last;
+    p.next.slots[row] = there ? p.host_slots[row] : -1;
+    if (there) p.lengths[p.host_slots[row]] = end;
     p.next.positions[row] = position, p.next.made[row] = 0;
     p.next.ids[row] = max(token, int64_t{0});
     p.next.position_ids[row] = p.next.past_lens[row] = max(position, 0);
@@ -110,8 +113,10 @@ __device__ void append_draft(const TakeDraftsParams& p, int row, int64_t token) 
   int position = p.next.positions[row];
   const int made = p.next.made[row];
   const bool fits = position >= 0 && position < p.next.max_seq_len;
-  if (made < kMaxProposals) {
+  const int64_t slot = p.next.slots[row];
+  if (made < kMaxProposals && slot >= 0) {
     p.drafts[static_cast<int64_t>(row) * kMaxProposals + made] = fits ? token : -1;
+    p.slot_drafts[slot * kMaxProposals + made] = fits ? token : -1;
     p.next.made[row] = made + 1;
   }
   if (p.advances && fits) p.next.positions[row] = ++position;
