@@ -120,7 +120,7 @@ void check_any_step(FuzzedDataProvider& data, const Program& program) {
   limits.num_blocks = data.ConsumeIntegralInRange(1, 16);
   const auto token_ids = array<int64_t>(data);
   const auto scored_targets = array<int64_t>(data), next_tokens = array<int64_t>(data);
-  std::vector<int32_t> arrays[19];
+  std::vector<int32_t> arrays[20];
   for (auto& each : arrays) each = array<int32_t>(data);
   const auto masks = array<uint32_t>(data);
   std::vector<kernels::SlotState> states(data.ConsumeIntegralInRange<size_t>(0, 3));
@@ -131,7 +131,9 @@ void check_any_step(FuzzedDataProvider& data, const Program& program) {
                           host(arrays[2]),
                           host(arrays[3]),
                           data.ConsumeIntegralInRange(-2, 12),
+                          data.ConsumeBool(),
                           host(arrays[4]),
+                          host(arrays[19]),
                           host(arrays[5]),
                           static_cast<int>(number(data)),
                           static_cast<Logits>(data.ConsumeIntegralInRange(0, 2)),
