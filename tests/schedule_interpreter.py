@@ -214,6 +214,7 @@ class Interpreter:
         """
         inputs = {"input_ids": step.token_ids, "position_ids": step.position_ids,
                   "cu_seqlens": step.cu_seqlens, "past_lens": step.past_lens,
+                  "commit_lens": step.commit_lens,
                   "logits_indices": step.logits_indices, "block_table": step.block_tables, **inputs}
         if self.states:
             inputs["state_slots"], copies = self.slots.place(step)

@@ -75,8 +75,8 @@ void add_node(FuzzedDataProvider& data, Program& program) {
 
 void declare(FuzzedDataProvider& data, Program& program) {
   static constexpr const char* kInputs[] = {
-      "input_ids", "position_ids", "cu_seqlens", "past_lens", "logits_indices", kBlockTable,
-      kStateSlots, kMemoryStarts,  kMemoryLens,  kMemoryRows, "tokens"};
+      "input_ids", "position_ids", "cu_seqlens",  "past_lens", "logits_indices", kBlockTable,
+      kStateSlots, kCommitLens,    kMemoryStarts, kMemoryLens, kMemoryRows,      "tokens"};
   switch (data.ConsumeIntegralInRange(0, 9)) {
     case 0:
       program.add_input(data.PickValueInArray(kInputs),
@@ -120,7 +120,7 @@ void check_any_step(FuzzedDataProvider& data, const Program& program) {
   limits.num_blocks = data.ConsumeIntegralInRange(1, 16);
   const auto token_ids = array<int64_t>(data);
   const auto scored_targets = array<int64_t>(data), next_tokens = array<int64_t>(data);
-  std::vector<int32_t> arrays[20];
+  std::vector<int32_t> arrays[21];
   for (auto& each : arrays) each = array<int32_t>(data);
   const auto masks = array<uint32_t>(data);
   std::vector<kernels::SlotState> states(data.ConsumeIntegralInRange<size_t>(0, 3));
@@ -142,6 +142,7 @@ void check_any_step(FuzzedDataProvider& data, const Program& program) {
                           host(arrays[8]),
                           host(masks),
                           host(arrays[9]),
+                          host(arrays[20]),
                           host(arrays[10]),
                           host(arrays[16]),
                           host(scored_targets),

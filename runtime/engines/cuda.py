@@ -136,19 +136,21 @@ class CudaEngine:
         check_fit(cuda, manifest, device)
         self._max_seq_len = manifest.dims.max_seq_len
         self._loads_draft = draft
-        self._max_drafts = 0 if chip.states or not (speculates and self.verifies) else \
-            min(_MAX_DRAFTS, max_tokens - max_batch_size)
+        times = 2 if chip.states else 1  # the next step computes accepted drafts again
+        self._max_drafts = 0 if not (speculates and self.verifies and chip.verifies_drafts) else \
+            min(_MAX_DRAFTS, (max_tokens - max_batch_size) // times)
         # Rows of decode steps: a sequence has one, and one more for each draft.
         max_rows = self._max_rows = max_batch_size + min(
             max_tokens - max_batch_size,
-            max(self._max_drafts, min(_DRAFTS_EACH * max_batch_size, _DRAFT_TOKENS))
+            max(times * self._max_drafts, min(_DRAFTS_EACH * max_batch_size, _DRAFT_TOKENS))
             if self._max_drafts else 0)
         max_logits = max(max_rows, min(max_tokens, max(MAX_LOGITS, max_rows + MAX_SCORED)))
         self._limits = EngineLimits(
             num_blocks=0, block_size=block_size, max_tokens=max_tokens, max_slots=max_batch_size,
             max_logits=max_logits, max_scored=max(max_logits - max_rows, 1), ahead=AHEAD,
-            max_drafts=self._max_drafts, max_draft_tokens=max_rows - max_batch_size,
-            proposes=draft, proposals_take_blocks=draft, drafts_ahead=draft,
+            max_drafts=self._max_drafts,
+            max_draft_tokens=(max_rows - max_batch_size) // times,
+            proposes=draft, proposals_take_blocks=draft, drafts_ahead=draft and not chip.states,
             lookahead=int(draft and bool(chip.features)),
             longest_first=True,  # balances multiprocessors
             keeps_states=bool(chip.states))
@@ -157,7 +159,7 @@ class CudaEngine:
         # By ticket: numbers of log-probabilities of sampled slots and of scored rows, and whether
         # the draft model runs.
         self._in_flight: dict[int, tuple[list[int | None], list[int], bool]] = {}
-        limits = dict(dtype=manifest.dtype, max_batch=max_rows,
+        limits = dict(dtype=manifest.dtype, max_batch=max_rows, max_states=max_batch_size,
                       max_tokens=-(-max_tokens // _ALIGNED) * _ALIGNED,
                       max_logits=-(-self._limits.max_logits // 8) * 8,
                       max_seq_len=manifest.dims.max_seq_len, block_size=block_size,
@@ -249,8 +251,9 @@ class CudaEngine:
         steps = [(lengths, False, False)
                  for lengths in prompt_steps(self._limits, self._max_seq_len)]
         sizes = [*reversed(self._engine.graph_sizes)]
-        decode_sizes = [size for size in sizes if size < self._limits.max_slots] + \
-            [min(size for size in sizes if size >= self._limits.max_slots)]
+        most = min(self._limits.max_slots, sizes[0])  # larger steps have drafts
+        decode_sizes = [size for size in sizes if size < most] + \
+            [min(size for size in sizes if size >= most)]
         steps += [([1] * size, True, False) for size in sorted(decode_sizes, reverse=True)]
         if self._max_drafts:
             steps += [([1] * size, True, True) for size in sizes if size > 1]
@@ -439,25 +442,26 @@ def step_arrays(step: Step, mem_max_seq_len: int = 0, states: StateSlots | None 
     Args:
         states: recurrent states, if the model has any.
         max_rows: maximum number of rows of a decode step. A step without prompts has a row for each
-            draft.
+            draft, and for each uncommitted token.
     """
-    verifies = len(step.num_drafts) > 0 and step.num_tokens <= max_rows and \
-        bool((step.seq_lens == 1 + step.num_drafts).all())
+    verifies = bool(step.num_extra.any()) and step.num_tokens <= max_rows and \
+        bool((step.seq_lens == 1 + step.num_extra).all())
     mask_rows, masks = mask_arrays(step)
     num_drafts = step.num_drafts[step.sample] if len(step.num_drafts) else _NONE
+    state_slots, state_copies = (_NONE, _NONE) if states is None else states.place(step)
+    commit_lens = _NONE if states is None else step.commit_lens
     if verifies:
         step = as_rows(step)
     memory = step.memory
-    state_slots, state_copies = (_NONE, _NONE) if states is None else states.place(step)
     starts = _NONE if memory is None else memory.rows * np.int32(mem_max_seq_len)
     lens = _NONE if memory is None else memory.encoder_sequence_length
     admit = Admissions.of(step.admit)
     return (step.token_ids, step.cu_seqlens, step.past_lens, step.block_tables, step.slots,
             step.num_decode, verifies, step.sample, num_drafts, step.copies, step.candidates,
             ("none", "sampled", "all").index(step.logits), starts, lens, mask_rows, masks,
-            state_slots, state_copies, step.scored.rows.astype(np.int32), step.scored.targets,
-            step.scored.counts, step.next_tokens, -1 if step.propose is None else step.propose,
-            step.unread, *admit.arrays())
+            state_slots, commit_lens, state_copies, step.scored.rows.astype(np.int32),
+            step.scored.targets, step.scored.counts, step.next_tokens,
+            -1 if step.propose is None else step.propose, step.unread, *admit.arrays())
 
 
 def as_rows(step: Step) -> Step:
@@ -468,6 +472,7 @@ def as_rows(step: Step) -> Step:
         past_lens=step.position_ids.astype(np.int32), block_tables=step.block_tables[sequences],
         slots=step.slots[sequences], num_decode=step.num_tokens,
         sample=step.cu_seqlens[step.sample + 1] - np.int32(1), num_drafts=_NONE,
+        num_uncommitted=_NONE,
         memory=step.memory and step.memory.take(sequences),
         next_tokens=step.next_tokens[sequences] if len(step.next_tokens) else step.next_tokens,
         unread=step.unread[sequences] if len(step.unread) else step.unread)

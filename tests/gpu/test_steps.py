@@ -322,11 +322,15 @@ def test_too_many_in_flight_steps_are_refused(extension, compiled):
     (dict(kv_cache_tokens=10**12), r"1000000000000 tokens takes [\d.]+ GiB of GPU 0, which has "
                                    r"room for \d+ tokens"),
     (dict(gpu_memory_utilization=1e-6), "the weights leave GPU 0 no memory"),
-    (dict(max_batch_size=10**9), r"not enough device memory for .*: \d+ MiB are needed"),
+    (dict(max_tokens=10**9), r"not enough device memory for .*: \d+ MiB are needed"),
 ])
 def test_insufficient_memory_reports_the_sizes(extension, compiled, options, match):
     with pytest.raises(llmc.LlmcError, match=match):
         load(compiled[0] / "float32", **options)
+
+
+def test_more_slots_than_tokens_of_a_step_load(extension, compiled):
+    assert load(compiled[0] / "float32", max_batch_size=200).limits.max_slots == 200
 
 
 def test_a_longer_model_takes_no_more_memory(extension, compiled):
