@@ -3,6 +3,8 @@
 #include <functional>
 #include <map>
 
+#include "../kernels/attention/params.h"
+
 namespace llmc {
 namespace {
 
@@ -145,7 +147,8 @@ void check_drafts(const StepInputs& inputs, const Limits& limits, int vocab_size
   for (int64_t i = 0; i < inputs.sample.size; ++i) {
     const int64_t drafts = inputs.num_drafts[i], sequence = inputs.sample[i];
     const int64_t end = inputs.cu_seqlens[sequence + 1];
-    bool fits = drafts >= 0 && drafts < (inputs.verifies ? end : inputs.fresh(sequence));
+    bool fits = drafts >= 0 && drafts < (inputs.verifies ? std::min<int64_t>(end, kernels::kMaxRows)
+                                                         : inputs.fresh(sequence));
     for (int64_t row = sequence - drafts; fits && inputs.verifies && row < sequence; ++row)
       fits = inputs.slots[row] == inputs.slots[sequence];
     if (!fits)
@@ -311,7 +314,7 @@ Step check_step(const EncoderInputs& inputs, const Limits& limits) {
 }
 
 // Compares sequences with the same first block with the first of them. The gain is the number of
-// positions that all but one of the sharing sequences do not read.
+// positions that all but one of the sharing sequences do not read. Rows of one sequence count once.
 Prefix shared_prefix(const StepInputs& inputs, int block_size) {
   constexpr int kDecodeKeys = 16;    // positions per step of decode attention
   constexpr int64_t kWorth = 24000;  // minimum gain, in positions
@@ -321,14 +324,15 @@ Prefix shared_prefix(const StepInputs& inputs, int block_size) {
   if (block_size < kDecodeKeys) return best;
   const int64_t width = inputs.num_decode > 1 ? inputs.width() : 0;
   auto blocks_of = [&](int sequence) { return inputs.block_tables.data + sequence * width; };
-  // Full blocks, which are not written any more, not by an earlier row of the sequence either.
+  // Full blocks, which are not written any more.
   auto full = [&](int sequence) {
-    int row = sequence;
-    while (inputs.verifies && row > 0 && inputs.slots[row - 1] == inputs.slots[sequence]) --row;
-    return static_cast<int>(std::min<int64_t>(inputs.past_lens[row] / block_size, width));
+    return static_cast<int>(std::min<int64_t>(inputs.past_lens[sequence] / block_size, width));
+  };
+  auto continues = [&](int row) {  // the sequence of the row before
+    return inputs.verifies && row > 0 && inputs.slots[row - 1] == inputs.slots[row];
   };
   for (int i = 0; i < inputs.num_decode && width > 0; ++i)
-    if (full(i) > 0) alike[blocks_of(i)[0]].push_back(i);
+    if (!continues(i) && full(i) > 0) alike[blocks_of(i)[0]].push_back(i);
   for (const auto& [block, sequences] : alike) {
     const int first = sequences[0];
     std::vector<std::pair<int, int>> common;  // (common blocks, sequence), the most first
@@ -344,7 +348,11 @@ Prefix shared_prefix(const StepInputs& inputs, int block_size) {
       if (all <= saved) continue;
       saved = all;
       best = {first, common[n].first * block_size, std::vector<int32_t>(inputs.batch())};
-      for (size_t k = 0; k <= n; ++k) best.own_from[common[k].second] = best.length;
+      for (size_t k = 0; k <= n; ++k) {
+        int row = common[k].second;
+        do best.own_from[row] = best.length;
+        while (++row < inputs.num_decode && continues(row));
+      }
     }
   }
   return best;
