@@ -55,6 +55,7 @@ ENGINE_INPUTS: dict[str, tuple[DTypeName, tuple[str, ...]]] = {
     "logits_indices": ("int64", ("num_logits",)),
     "block_table": ("int32", ("batch", "max_blocks")),
     "state_slots": ("int32", ("batch",)),
+    "commit_lens": ("int32", ("batch",)),
     "memory_starts": ("int32", ("batch",)),
     "encoder_sequence_length": ("int32", ("batch",)),
 }
@@ -256,8 +257,9 @@ class Chip(_Frozen):
 
     `steps` run in order; a graph step reads and writes named tensors. Engine inputs are
     `input_ids`, `cu_seqlens`, `past_lens`, `logits_indices`, for some models `position_ids`, and
-    the caches. Paged caches add `block_table` for KV caches and `state_slots` for recurrent state.
-    An updated cache is named `<cache>_out`; the last step writes `logits`.
+    the caches. Recurrent state adds `commit_lens`, except in llmc 0.1.0. Paged caches add
+    `block_table` for KV caches and `state_slots` for recurrent state. An updated cache is named
+    `<cache>_out`; the last step writes `logits`.
 
     With an `encoder`, these are the tensors of the decoder, which also reads `memory_starts`,
     `encoder_sequence_length` and the outputs of the encoder.
@@ -301,6 +303,11 @@ class Chip(_Frozen):
     def state_caches(self) -> dict[str, StateCache]:
         """Recurrent states by name."""
         return {f"state_{index}": state for index, state in enumerate(self.states)}
+
+    @property
+    def verifies_drafts(self) -> bool:
+        """Whether recurrent states, if any, can be stored before drafts."""
+        return not self.states or any(tensor.name == "commit_lens" for tensor in self.inputs)
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -690,7 +697,8 @@ class Manifest(_Frozen):
         produced = {tensor.name: tensor for tensor in chip.encoder.outputs} if chip.encoder else {}
         required = {"input_ids", "cu_seqlens", "past_lens", "logits_indices", *table, *slots,
                     *memory, *chip.kept, *produced}
-        mismatch = (given.keys() ^ required) - {"position_ids"}
+        mismatch = (given.keys() ^ required) - {"position_ids"} - \
+            ({"commit_lens"} if chip.states else set())
         if mismatch:
             article = "an unknown" if min(mismatch) in given else "no"
             raise ValueError(f"chip {chip.rank} has {article} input {min(mismatch)!r}")
@@ -753,7 +761,7 @@ class Manifest(_Frozen):
             raise ValueError(f"chip {chip.rank} has caches for {len(draft.cache)} layers of the "
                              f"draft model and heads for {len(draft.num_heads)}, expected "
                              f"{info.num_layers}")
-        if not self.target.spec.drafts or chip.states or self.encoder:
+        if not (self.target.spec.drafts and chip.verifies_drafts) or self.encoder:
             raise ValueError(f"chip {chip.rank} has a draft model, which this model or target "
                              f"{self.target.kind} does not support")
         caches = {name: cache_shape(cache, self.dims.max_seq_len, paged=paged)

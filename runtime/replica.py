@@ -128,7 +128,7 @@ def cpu_limits(manifest: Manifest, config: EngineConfig) -> EngineLimits:
         num_blocks=-(-tokens // config.block_size), block_size=config.block_size,
         max_tokens=config.max_num_batched_tokens, max_slots=config.max_batch_size,
         max_logits=MAX_LOGITS, ahead=1, max_scored=_max_scored(manifest),
-        max_drafts=0 if any(chip.states for chip in manifest.chips) else MAX_DRAFTS,
+        max_drafts=MAX_DRAFTS if all(chip.verifies_drafts for chip in manifest.chips) else 0,
         proposes=config.draft,
         lookahead=int(config.draft and bool(manifest.chips[0].features)),
         keeps_states=any(chip.states for chip in manifest.chips))

@@ -149,6 +149,7 @@ class Interpreter:
         """Run a program; `inputs` are the ones absent from the step."""
         inputs = {"input_ids": step.token_ids, "position_ids": step.position_ids,
                   "cu_seqlens": step.cu_seqlens, "past_lens": step.past_lens,
+                  "commit_lens": step.commit_lens,
                   "logits_indices": step.logits_indices, "block_table": step.block_tables, **inputs}
         if self.states:
             inputs["state_slots"], copies = self.slots.place(step)
@@ -241,13 +242,13 @@ class Interpreters:
 
 
 @contextmanager
-def interpreted(case: Path, limits: EngineLimits) -> Iterator[llmc.LLM]:
-    """Return an LLM of a case for GPUs with interpreters as engines."""
+def interpreted(case: Path, limits: EngineLimits, **options: Any) -> Iterator[llmc.LLM]:
+    """Return an LLM of a case for GPUs with interpreters as engines, with these options."""
     engine = HostSampling(Interpreters(case, limits), limits)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llm_module, "find_devices", lambda *_: [None])
         patch.setattr(llm_module, "load_replica", lambda *_: engine)
         llm = llmc.LLM(case, max_num_batched_tokens=limits.max_tokens,
-                       max_batch_size=limits.max_slots)
+                       max_batch_size=limits.max_slots, **options)
     with llm:
         yield llm

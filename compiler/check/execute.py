@@ -229,6 +229,7 @@ def run_chips(manifest: Manifest, case_dir: Path, ids: Sequence[int],
     for chip in manifest.chips:
         state = {"input_ids": step.token_ids, "position_ids": step.position_ids,
                  "cu_seqlens": step.cu_seqlens, "past_lens": step.past_lens,
+                 "commit_lens": step.commit_lens,
                  "logits_indices": step.logits_indices}
         for name, cache in chip.caches.items():
             state[name] = np.zeros((1, cache.num_kv_heads, manifest.dims.max_seq_len,

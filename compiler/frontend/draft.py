@@ -63,7 +63,6 @@ def attach_draft(raw: RawModel, source: DraftSource, load: Callable[[Path], RawM
     Raises:
         LlmcError: the draft model is missing, broken or unsupported, or it is of another model.
     """
-    _refuse_states(raw)
     if source.kind == "mtp":
         return raw
     if source.kind == "model":
@@ -88,10 +87,10 @@ def _attach_model(raw: RawModel, other: RawModel) -> RawModel:
 
 
 def _refuse_states(raw: RawModel) -> None:
-    """Reject a model with recurrent layers, whose states cannot be reset to accepted drafts."""
+    """Reject a draft model with recurrent layers, whose states drafts would advance."""
     if any(node.op in (CONVOLUTION.name, RECURRENCE.name) for node in raw.graph.nodes):
-        raise LlmcError(f"'{raw.architecture}' has layers with a recurrent state, which draft "
-                        f"models do not support; leave out --draft")
+        raise LlmcError(f"'{raw.architecture}' has layers with a recurrent state, which a draft "
+                        f"model cannot have; give one without, or leave out --draft")
 
 
 def input_table(graph: gs.Graph) -> gs.Constant:

@@ -81,7 +81,7 @@ def export_mtp(config: Any, checkpoint: Checkpoint, origin: str, graph: gs.Graph
     if not own:
         raise LlmcError(f"'{origin}' has no MTP layers, which --draft mtp needs; give another "
                         f"draft model, or leave it out")
-    config = copy.deepcopy(config)
+    config = _described(config, own)
     config._attn_implementation = ATTENTION
     try:
         with init_empty_weights(include_buffers=False), Reproducible():
@@ -102,6 +102,26 @@ def export_mtp(config: Any, checkpoint: Checkpoint, origin: str, graph: gs.Graph
     attach_weights(draft, module, _Tensors(known, shared), origin, names)
     _add_hidden(graph, origin)
     return draft
+
+
+def _described(config: Any, own: Mapping[str, Weight]) -> Any:
+    """A copy of a config that describes the MTP layers.
+
+    The configs of Qwen3-Next and Qwen3.5 do not. Their layers have full attention.
+
+    Args:
+        own: tensors of the MTP layers.
+    """
+    config = copy.deepcopy(config)
+    text = text_config(config)
+    if not any(re.search(r"(^|\.)mtp\.fc\.", name) for name in own):
+        return config
+    if not num_mtp_layers(config):
+        text.num_mtp_layers = len({found[1] for name in own if (
+            found := re.search(r"(?:^|\.)mtp\.layers\.(\d+)\.", name))})
+    if getattr(text, "mtp_layer_types", None) is None:
+        text.mtp_layer_types = ["full_attention"] * num_mtp_layers(config)
+    return config
 
 
 def mtp_tensors(config: Any, checkpoint: Checkpoint) -> dict[str, Weight]:

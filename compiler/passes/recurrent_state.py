@@ -111,7 +111,8 @@ def _with_state(graph: gs.Graph, node: gs.Node, number: int) -> None:
     replace(graph, op, {
         **inputs, "state": before, "cu_seqlens": graph_input(graph, "cu_seqlens",
                                                             ("batch_plus_1",)),
-        "past_lens": graph_input(graph, "past_lens", ("batch",))},
+        "past_lens": graph_input(graph, "past_lens", ("batch",)),
+        "commit_lens": graph_input(graph, "commit_lens", ("batch",))},
         [node.outputs[0], after], node.attrs)
 
 

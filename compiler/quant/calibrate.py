@@ -137,6 +137,7 @@ def _feeds(graph: gs.Graph, tokens: Sequence[int], max_seq_len: int) -> dict[str
         "position_ids": np.tile(np.arange(length, dtype=np.int64), count),
         "cu_seqlens": np.arange(0, total + 1, length, dtype=np.int32),
         "past_lens": np.zeros(count, np.int32),
+        "commit_lens": np.full(count, length, np.int32),
         "logits_indices": np.arange(total, dtype=np.int64)}
     empty = functools.cache(lambda shape: np.zeros(shape, np.float32))  # one for all layers
     for node in graph.nodes:

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <thread>
 
 #include "../kernels/gemm/params.h"
@@ -101,6 +102,7 @@ void Engine::place_tensors() {
   input(inputs_.past_lens, "past_lens");
   input(inputs_.block_table, kBlockTable);
   input(inputs_.state_slots, kStateSlots);
+  input(inputs_.commit_lens, kCommitLens);
   input(inputs_.memory_starts, kMemoryStarts);
   input(inputs_.memory_lens, kMemoryLens);
   input(inputs_.memory_rows, kMemoryRows);
@@ -140,6 +142,7 @@ void Engine::reserve_scratch() {
   scratch_ = memory_.allocate<char>(most, "scratch");
   counters_ = memory_.allocate<int32_t>(kCounters, "counters");
   prefix_ = memory_.allocate<int32_t>(2ll + limits.max_batch, "a shared prefix");
+  sequences_ = memory_.allocate<int32_t>(2ll * limits.max_batch + 1, "rows of sequences");
   const int64_t parts = SplitKvPlan::capacity(limits.max_batch);
   split_kv_plan_ = std::make_unique<SplitKvPlan>(
       memory_.allocate<kernels::KvSplit>(SplitKvPlan::kMaxKinds * parts, "parts of sequences"),
@@ -178,6 +181,9 @@ void Engine::enqueue(const std::vector<Node>& nodes, const Step& step) {
   context.decode = step.decode;
   context.num_decode = step.num_decode;
   context.verifies = step.verifies;
+  context.sequences = {sequences_, sequences_ + program_.limits().max_batch + 1};
+  context.num_drafted = step.num_drafted;
+  context.drafted_tokens = step.drafted_tokens;
   context.longest = step.longest;
   context.reach = step.reach;
   if (step.prefix) context.prefix = {prefix_, prefix_ + 2, nullptr};
@@ -298,6 +304,15 @@ Engine::Sent Engine::pack(StagingBuffer& into, const StepInputs& inputs, const P
   sent.past = into.add(inputs.past_lens.data, inputs.past_lens.size);
   sent.slots = into.add(inputs.slots.data, inputs.slots.size);
   sent.states = into.add(inputs.state_slots.data, inputs.state_slots.size);
+  sent.commits = into.add(inputs.commit_lens.data, inputs.commit_lens.size);
+  const std::vector<int32_t> sequence_starts = inputs.sequence_starts();
+  std::vector<int32_t> sequence_past;
+  for (size_t i = 0; i + 1 < sequence_starts.size(); ++i)
+    sequence_past.push_back(inputs.past_lens[inputs.verifies ? sequence_starts[i] : i]);
+  sent.sequence_starts = into.add(sequence_starts);
+  sent.sequence_past = into.add(sequence_past);
+  sent.num_sequences = static_cast<int>(sequence_past.size());
+  sent.verifies = inputs.verifies;
   sent.logits = into.add(logits_indices);
   sent.starts = into.add(inputs.memory_starts.data, inputs.memory_starts.size);
   sent.lens = into.add(inputs.memory_lens.data, inputs.memory_lens.size);
@@ -354,11 +369,19 @@ void Engine::prepare(const char* received, const Sent& sent) {
   p.memory_lens = inputs_.memory_lens;
   p.block_table = inputs_.block_table;
   p.state_slots = inputs_.state_slots;
+  p.commit_lens = inputs_.commit_lens;
+  if (sent.verifies) {
+    p.sequence_starts = sequences_;
+    p.sequence_past = sequences_ + program_.limits().max_batch + 1;
+  }
   p.host_ids = at<int32_t>(received, sent.ids);
   p.host_seqlens = at<int32_t>(received, sent.seqlens);
   p.host_past = at<int32_t>(received, sent.past);
   p.host_slots = at<int32_t>(received, sent.slots);
   p.host_states = at<int32_t>(received, sent.states);
+  p.host_commits = at<int32_t>(received, sent.commits);
+  p.host_sequence_starts = at<int32_t>(received, sent.sequence_starts);
+  p.host_sequence_past = at<int32_t>(received, sent.sequence_past);
   p.host_logits = at<int32_t>(received, sent.logits);
   p.host_starts = at<int32_t>(received, sent.starts);
   p.host_lens = at<int32_t>(received, sent.lens);
@@ -372,6 +395,7 @@ void Engine::prepare(const char* received, const Sent& sent) {
   p.last = sampler_->last();
   p.num_tokens = sent.num_tokens;
   p.batch = sent.batch;
+  p.num_sequences = sent.num_sequences;
   p.num_logits = sent.num_logits;
   p.rows = sent.rows;
   p.num_runs = sent.num_runs;
@@ -394,6 +418,8 @@ int64_t Engine::submit(const StepInputs& inputs) {
   if (broken_) throw Error("an earlier step failed");
   if (limits.num_blocks == 0) throw Error("the KV cache is not allocated yet");
   Step step = check_step(inputs, limits, program_.vocab_size(), sampler_->slots());
+  if (inputs.num_drafts.size > 0 && limits.num_states > 0 && inputs_.commit_lens == nullptr)
+    throw Error("the program cannot store recurrent states before drafts");
   use_device();
   Ticket& ticket = next_ticket();
   // A step of decoding sequences only is padded to a captured batch size, and computes all logits.
@@ -611,7 +637,8 @@ void Engine::warm(const std::vector<int>& lengths, bool decode, bool verifies) {
   const Limits& limits = program_.limits();
   use_device();
   const int batch = static_cast<int>(lengths.size());
-  std::vector<int32_t> starts{0}, zeros(batch), ones(batch, 1), index{0};
+  std::vector<int32_t> starts{0}, zeros(batch), ones(batch, 1), index{0}, slots(batch);
+  std::iota(slots.begin(), slots.end(), 0);
   const std::vector<int32_t> nobody(limits.num_states > 0 ? batch : 0, limits.num_states);
   int longest = 0;
   for (int length : lengths) {
@@ -631,9 +658,12 @@ void Engine::warm(const std::vector<int>& lengths, bool decode, bool verifies) {
   StepInputs inputs{};
   inputs.token_ids = {ids.data(), size};
   inputs.cu_seqlens = {starts.data(), batch + 1};
-  inputs.past_lens = inputs.slots = inputs.memory_starts = {zeros.data(), batch};
+  inputs.past_lens = inputs.memory_starts = {zeros.data(), batch};
+  inputs.slots = {slots.data(), batch};
+  inputs.verifies = verifies;
   inputs.memory_lens = {ones.data(), batch};
   inputs.state_slots = {nobody.data(), static_cast<int64_t>(nobody.size())};
+  inputs.commit_lens = {lengths.data(), batch};
   Step step = Step::of_decoding(batch);
   if (!decode) step = {size, 1, batch, false, 0, longest, longest};
   step.verifies = verifies;

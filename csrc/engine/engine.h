@@ -107,7 +107,8 @@ class Engine {
   // Addresses of the inputs; null if the model lacks the input.
   struct Inputs {
     int64_t *input_ids, *position_ids, *logits_indices, *memory_rows;
-    int32_t *cu_seqlens, *past_lens, *block_table, *state_slots, *memory_starts, *memory_lens;
+    int32_t *cu_seqlens, *past_lens, *block_table, *state_slots, *commit_lens, *memory_starts,
+        *memory_lens;
   };
   // A step in flight.
   struct Ticket {
@@ -145,8 +146,10 @@ class Engine {
   // Parts of submit(). Offsets of the host's arrays in the staged buffer, and their sizes, for
   // prepare().
   struct Sent {
-    int64_t ids, seqlens, past, slots, states, logits, starts, lens, runs, blocks, own_from;
-    int num_tokens, batch, num_logits, rows, num_runs, prefix_owner, prefix_length;
+    int64_t ids, seqlens, past, slots, states, commits, sequence_starts, sequence_past, logits,
+        starts, lens, runs, blocks, own_from;
+    int num_tokens, batch, num_sequences, num_logits, rows, num_runs, prefix_owner, prefix_length;
+    bool verifies;
   };
   Ticket& next_ticket();
   Sent pack(StagingBuffer& into, const StepInputs& inputs, const Prefix& prefix,
@@ -170,7 +173,8 @@ class Engine {
   std::vector<char*> places_;  // by tensor
   Inputs inputs_{};
   int32_t* counters_ = nullptr;
-  int32_t* prefix_ = nullptr;  // the arrays of SharedPrefix: [2], then [max_batch]
+  int32_t* prefix_ = nullptr;     // the arrays of SharedPrefix: [2], then [max_batch]
+  int32_t* sequences_ = nullptr;  // those of Context::Sequences: [max_batch + 1], then [max_batch]
   std::unique_ptr<SplitKvPlan> split_kv_plan_;
   void* scratch_ = nullptr;
   std::unique_ptr<Gemm> gemm_;

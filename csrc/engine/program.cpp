@@ -22,6 +22,7 @@ const std::map<std::string, InputType>& input_types() {
       {"logits_indices", {DType::kInt64, kNumLogits, true, false}},
       {kBlockTable, {DType::kInt32, kBatch, true, false}},
       {kStateSlots, {DType::kInt32, kBatch, true, false}},
+      {kCommitLens, {DType::kInt32, kBatch, true, false}},
       {kMemoryStarts, {DType::kInt32, kBatch, true, false}},
       {kMemoryLens, {DType::kInt32, kBatch, true, false}},
       {kMemoryRows, {DType::kInt64, kNumTokens, false, true}}};
@@ -115,7 +116,7 @@ int Program::add_state(DType dtype, const Shape& shape) {
   if (dtype != DType::kFloat32)
     throw Error(std::string("a state of ") + name_of(dtype) + ", expected float32");
   count_of(shape);
-  limits_.num_states = limits_.max_batch;
+  limits_.num_states = limits_.max_states > 0 ? limits_.max_states : limits_.max_batch;
   Shape all{kNumStates};
   all.insert(all.end(), shape.begin(), shape.end());
   return declare({Kind::kState, DType::kFloat32, all});

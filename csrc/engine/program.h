@@ -11,10 +11,10 @@
 
 namespace llmc {
 
-// Optional inputs of a step: block tables, state indices, the rows of each prompt in the encoder
-// output, and the rows to which encoder tokens are written.
+// Optional inputs of a step: block tables, state indices, tokens after which states are stored, the
+// rows of each prompt in the encoder output, and the rows to which encoder tokens are written.
 inline constexpr const char *kBlockTable = "block_table", *kStateSlots = "state_slots",
-                            *kMemoryStarts = "memory_starts",
+                            *kCommitLens = "commit_lens", *kMemoryStarts = "memory_starts",
                             *kMemoryLens = "encoder_sequence_length", *kMemoryRows = "memory_rows";
 
 enum class Kind { kInput, kWeight, kCache, kState, kMemory, kValue, kColumns };
@@ -53,7 +53,7 @@ class Program {
   int add_weight(DType dtype, const Shape& shape);
   int add_cache(DType dtype, int64_t num_kv_heads,
                 int64_t head_dim);  // [num_blocks, .., block_size, head_dim]
-  // Recurrent state of a layer, float32 [num_states, ..]: one per slot, and one for padding.
+  // Recurrent state of a layer, float32 [num_states, ..]: max_states of them, and one for padding.
   int add_state(DType dtype, const Shape& shape);
   // Encoder output: [max_batch * mem_max_seq_len, width], mem_max_seq_len rows per prompt.
   int add_memory(int64_t width);

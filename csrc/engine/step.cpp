@@ -164,6 +164,20 @@ void check_drafts(const StepInputs& inputs, const Limits& limits, int vocab_size
                 " drafts exceeds the engine's limit of " + text(limits.max_batch));
 }
 
+// Checks the states of each sequence, whose tokens or rows these are.
+void check_states(const StepInputs& inputs, const Limits& limits,
+                  const std::vector<int32_t>& starts) {
+  const int64_t count = limits.num_states > 0 ? static_cast<int64_t>(starts.size()) - 1 : 0;
+  check_copies("state", inputs.state_copies, limits.num_states);
+  check_size("state_slots", inputs.state_slots.size, count);
+  check_distinct("state_slots", inputs.state_slots, limits.num_states);
+  check_size("commit_lens", inputs.commit_lens.size, count);
+  for (int64_t i = 0; i < count; ++i)
+    if (inputs.commit_lens[i] < 1 || inputs.commit_lens[i] > starts[i + 1] - starts[i])
+      throw Error("commit_lens[" + text(i) + "] is " + text(inputs.commit_lens[i]) +
+                  ", expected 1 to the sequence's " + text(starts[i + 1] - starts[i]) + " tokens");
+}
+
 void check_scored(const StepInputs& inputs, int64_t num_tokens, int vocab_size) {
   check_size("the targets of scored rows", inputs.scored_targets.size, inputs.scored_rows.size);
   check_size("the counts of scored rows", inputs.scored_counts.size, inputs.scored_rows.size);
@@ -191,6 +205,7 @@ void Limits::check() const {
   check("block_size", block_size, 1);
   check("num_blocks", num_blocks, 0);
   check("num_states", num_states, 0);
+  check("max_states", max_states, 0);
   if ((block_size & (block_size - 1)) != 0)
     throw Error("block_size " + text(block_size) + " is not a power of two");
 }
@@ -216,8 +231,8 @@ Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size,
   if (inputs.verifies) check_range("slots", inputs.slots, 0, limits.max_batch);
   else check_distinct("slots", inputs.slots, limits.max_batch);
   check_size("slots", inputs.slots.size, batch);
-  if (inputs.verifies && (inputs.num_decode != batch || limits.num_states > 0))
-    throw Error("a step of rows with drafts has prompts, or the model has recurrent states");
+  if (inputs.verifies && inputs.num_decode != batch)
+    throw Error("a step of rows with drafts has prompts");
   if (inputs.block_tables.size % batch != 0)
     throw Error("block_tables of " + text(inputs.block_tables.size) + " elements are not rows of " +
                 text(batch) + " sequences");
@@ -226,9 +241,7 @@ Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size,
                 text(batch));
   check_admissions(inputs.admit, limits, vocab_size);
   check_copies("block", inputs.copies, limits.num_blocks);
-  check_copies("state", inputs.state_copies, limits.num_states);
-  check_size("state_slots", inputs.state_slots.size, limits.num_states > 0 ? batch : 0);
-  check_distinct("state_slots", inputs.state_slots, limits.num_states);
+  check_states(inputs, limits, inputs.sequence_starts());
   check_memory(inputs.memory_starts, inputs.memory_lens, batch, limits);
   Step step{static_cast<int>(num_tokens), static_cast<int>(num_logits), static_cast<int>(batch)};
   step.num_decode = inputs.num_decode;
@@ -261,6 +274,12 @@ Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size,
   check_range("sample", inputs.sample, 0, batch);
   check_drafts(inputs, limits, vocab_size);
   step.verifies = inputs.verifies;
+  for (int64_t i = 0; i < sampled && !inputs.verifies; ++i) {
+    const int64_t end = inputs.sample[i] + 1;
+    if (inputs.drafts(i) == 0 || end <= step.num_decode) continue;
+    step.num_drafted = static_cast<int>(end - step.num_decode);
+    step.drafted_tokens = inputs.cu_seqlens[end] - step.num_decode;
+  }
   check_masks(inputs, vocab_size);
   check_scored(inputs, num_tokens, vocab_size);
   for (int64_t i = 1; i < sampled; ++i)
@@ -269,6 +288,15 @@ Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size,
     throw Error("candidates is " + text(inputs.candidates) + ", expected 0 to vocab_size " +
                 text(vocab_size));
   return step;
+}
+
+std::vector<int32_t> StepInputs::sequence_starts() const {
+  if (!verifies) return {cu_seqlens.begin(), cu_seqlens.end()};
+  std::vector<int32_t> starts;
+  for (int row = 0; row < batch(); ++row)
+    if (row == 0 || slots[row] != slots[row - 1]) starts.push_back(row);
+  starts.push_back(batch());
+  return starts;
 }
 
 SampledRows SampledRows::of(const StepInputs& inputs) {

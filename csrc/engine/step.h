@@ -26,6 +26,7 @@ struct Limits {
   int mem_max_seq_len = 0;  // maximum tokens of an encoder prompt; 0: no encoder
   int num_blocks = 0;       // of the KV cache; 0: not allocated yet
   int num_states = 0;       // recurrent states; 0: no layer has any
+  int max_states = 0;       // maximum of these; 0: max_batch
 
   // Throws Error if a limit is below the minimum.
   void check() const;
@@ -56,6 +57,7 @@ struct Step {
   int num_decode = 0, longest = 0, reach = 0;
   bool prefix = false;    // decoding sequences share a prefix: see Prefix
   bool verifies = false;  // see StepInputs
+  int num_drafted = 0, drafted_tokens = 0;
 
   static Step of_decoding(int batch) { return {batch, batch, batch, true, batch, 0, 0}; }
 };
@@ -80,7 +82,8 @@ struct StepInputs {
   HostArray<int32_t> slots;                  // [batch]
   int num_decode;
   bool verifies;  // every row is a decoding sequence, and adjacent rows with the same slot are the
-                  // last token and the drafts of one
+                  // last token and the drafts of one; with recurrent states, after the drafts that
+                  // the step before accepted
   HostArray<int32_t> sample;  // [num_sampled], ascending; with `verifies`, each sequence's last row
   HostArray<int32_t> num_drafts;  // [num_sampled], the last tokens of each; empty: none has any
   HostArray<int32_t> copies;      // [num_copies, 2]
@@ -89,10 +92,12 @@ struct StepInputs {
   HostArray<int32_t> memory_starts, memory_lens;  // [batch] each, or empty: see EncoderInputs
   HostArray<int32_t>
       mask_rows;  // [num_sampled + drafts], or empty: index of a mask; -1: all tokens are allowed
-  HostArray<uint32_t> masks;        // [.., ceil(vocab_size / 32)]: see kernels::ProcessLogitsParams
-  HostArray<int32_t> state_slots;   // [batch], the state of each sequence; empty without states
-  HostArray<int32_t> state_copies;  // [num_copies, 2]
-  HostArray<int32_t> scored_rows;   // [num_scored], tokens of the step, not with Logits::kAll
+  HostArray<uint32_t> masks;  // [.., ceil(vocab_size / 32)]: see kernels::ProcessLogitsParams
+  // With `verifies`, these two are by sequence, not by row. Empty without states.
+  HostArray<int32_t> state_slots;     // [batch], the state of each sequence
+  HostArray<int32_t> commit_lens;     // [batch], new tokens after which it is stored
+  HostArray<int32_t> state_copies;    // [num_copies, 2]
+  HostArray<int32_t> scored_rows;     // [num_scored], tokens of the step, not with Logits::kAll
   HostArray<int64_t> scored_targets;  // [num_scored], the token that follows each
   HostArray<int32_t> scored_counts;   // [num_scored], number of top tokens reported with each
   Admissions admit;
@@ -100,6 +105,8 @@ struct StepInputs {
   int batch() const { return static_cast<int>(past_lens.size); }
   int width() const { return static_cast<int>(block_tables.size / past_lens.size); }
   int fresh(int64_t sequence) const { return cu_seqlens[sequence + 1] - cu_seqlens[sequence]; }
+  // Rows of each sequence, [sequences + 1], with `verifies`; else cu_seqlens.
+  std::vector<int32_t> sequence_starts() const;
   int drafts(int64_t sampled) const { return num_drafts.size > 0 ? num_drafts[sampled] : 0; }
   // Rows from which tokens are sampled: of each sequence one, and one more for each draft.
   int64_t sampled_rows() const {

@@ -75,8 +75,8 @@ void add_node(FuzzedDataProvider& data, Program& program) {
 
 void declare(FuzzedDataProvider& data, Program& program) {
   static constexpr const char* kInputs[] = {
-      "input_ids", "position_ids", "cu_seqlens", "past_lens", "logits_indices", kBlockTable,
-      kStateSlots, kMemoryStarts,  kMemoryLens,  kMemoryRows, "tokens"};
+      "input_ids", "position_ids", "cu_seqlens",  "past_lens", "logits_indices", kBlockTable,
+      kStateSlots, kCommitLens,    kMemoryStarts, kMemoryLens, kMemoryRows,      "tokens"};
   switch (data.ConsumeIntegralInRange(0, 9)) {
     case 0:
       program.add_input(data.PickValueInArray(kInputs),
@@ -119,7 +119,7 @@ void check_any_step(FuzzedDataProvider& data, const Program& program) {
   limits.num_blocks = data.ConsumeIntegralInRange(1, 16);
   const auto token_ids = array<int64_t>(data);
   const auto scored_targets = array<int64_t>(data);
-  std::vector<int32_t> arrays[18];
+  std::vector<int32_t> arrays[20];
   for (auto& each : arrays) each = array<int32_t>(data);
   const auto masks = array<uint32_t>(data);
   std::vector<kernels::SlotState> states(data.ConsumeIntegralInRange<size_t>(0, 3));
@@ -130,7 +130,9 @@ void check_any_step(FuzzedDataProvider& data, const Program& program) {
                           host(arrays[2]),
                           host(arrays[3]),
                           data.ConsumeIntegralInRange(-2, 12),
+                          data.ConsumeBool(),
                           host(arrays[4]),
+                          host(arrays[18]),
                           host(arrays[5]),
                           static_cast<int>(number(data)),
                           static_cast<Logits>(data.ConsumeIntegralInRange(0, 2)),
@@ -139,6 +141,7 @@ void check_any_step(FuzzedDataProvider& data, const Program& program) {
                           host(arrays[8]),
                           host(masks),
                           host(arrays[9]),
+                          host(arrays[19]),
                           host(arrays[10]),
                           host(arrays[16]),
                           host(scored_targets),

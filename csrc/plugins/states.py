@@ -1,6 +1,9 @@
 """Recurrent states of the sequences of a step.
 
-There is one state per sequence, in order, or more, with indices `state_slots` int32 [batch].
+There is one state per sequence, in order, or more, with indices `state_slots` int32 [batch]. The
+state is stored after the first `commit_lens` int32 [batch] new tokens of a sequence, or after all
+of them. Tokens after these are drafts, whose outputs are computed from there on. With no tokens to
+commit, the stored state is the one before them: zero where past_lens is 0.
 """
 
 from __future__ import annotations
@@ -16,6 +19,13 @@ def own_states(present: frozenset[str]) -> list[str]:
     if "state_slots" not in present:
         return ["own_state = Identity(state)"]
     return ["own_state = Gather<axis=0>(state, state_slots)"]
+
+
+def committed(present: frozenset[str]) -> list[str]:
+    """Return lines for `commits` int64 [batch], from `lengths`."""
+    if "commit_lens" not in present:
+        return ["commits = Identity(lengths)"]
+    return ["commits = Cast<to=7>(commit_lens)"]
 
 
 def kept_states(present: frozenset[str]) -> list[str]:

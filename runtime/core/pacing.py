@@ -44,7 +44,8 @@ class StepPacer:
         self._clock = clock
         self.step_times = StepTimes()
         self.costs: VerificationCosts | None = None
-        # Features and drafts (-1: costs are not comparable) of each step, and its earliest start.
+        # Features, drafts and uncommitted tokens (-1: costs are not comparable) of each step, and
+        # its earliest start.
         self._in_flight: deque[tuple[tuple[float, ...], int, float]] = deque()
         self._steps: deque[tuple[tuple[float, ...], float]] = deque(maxlen=_WINDOW)  # seconds
         self._delays: deque[float] = deque([1e-3], maxlen=_WINDOW)  # seconds
@@ -62,12 +63,14 @@ class StepPacer:
         now = self._clock()
         if self._due is not None:
             self._delays.append(now - self._due)
-        drafts, prompts = int(step.num_drafts.max(initial=0)), step.num_prefill_tokens
-        if drafts and prompts == step.num_drafts.sum() + np.count_nonzero(step.num_drafts):
+        counts, prompts = step.num_extra, step.num_prefill_tokens
+        extra = int(counts.max(initial=0))
+        if extra and prompts == counts.sum() + np.count_nonzero(counts):
             prompts = 0
-        if step.propose not in (None, drafts):  # a draft model runs for the next step
-            drafts = -1
-        self._in_flight.append(((1, step.batch_size, prompts > 0, prompts), drafts, now + _LAUNCH))
+        # A draft model runs for the next step.
+        if step.propose not in (None, int(step.num_drafts.max(initial=0))):
+            extra = -1
+        self._in_flight.append(((1, step.batch_size, prompts > 0, prompts), extra, now + _LAUNCH))
         self._due = None
 
     def collecting(self) -> None:
@@ -76,15 +79,15 @@ class StepPacer:
 
     def collected(self) -> None:
         """Record the end of the oldest step."""
-        step, drafts, earliest = self._in_flight.popleft()
+        step, extra, earliest = self._in_flight.popleft()
         now = self._clock()
         seconds = now - max(earliest, self._ended)
         self._steps.append((step, seconds))
         _, rows, prompts, _ = step
-        if not prompts and not drafts:
+        if not prompts and not extra:
             self.step_times.add(int(rows), seconds)
-        if not prompts and drafts >= 0 and self.costs is not None:
-            self.costs.add(int(rows), drafts, seconds)
+        if not prompts and extra >= 0 and self.costs is not None:
+            self.costs.add(int(rows), extra, seconds)
         # A step that ended during a slow submission of the next one does not count as late.
         submitted = self._in_flight[-1][2] if self._in_flight else earliest
         self._was_late = self._collect_start < submitted and now - self._collect_start < _COLLECT

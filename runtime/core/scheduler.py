@@ -73,7 +73,9 @@ class Sequence:
 
     Attributes:
         tokens: generated tokens that the host has read. A beam search keeps its own.
-        computed: positions that are in the cache after all submitted steps.
+        computed: positions that are in the cache after all submitted steps. With recurrent state,
+            those up to the stored state.
+        uncommitted: accepted drafts after these, which the next step computes again.
         cached: prompt positions found in the prefix cache at its first admission.
         ahead: number of in-flight tokens.
         beams: next token of each beam, once known.
@@ -104,6 +106,7 @@ class Sequence:
     slots: list[int] = field(default_factory=list)
     tables: list[BlockTable] = field(default_factory=list)
     computed: int = 0
+    uncommitted: int = 0
     cached: int = 0
     ahead: int = 0
     beams: list[int] = field(default_factory=list)
@@ -131,6 +134,10 @@ class Sequence:
         count = len(self.prompt)
         return self.prompt[start:end] + self.tokens[max(start - count, 0):max(end - count, 0)]
 
+    def decodes(self, count: int) -> bool:
+        """Whether it decodes in a step with `count` new tokens per row, rather than prefills."""
+        return count == 1 + self.uncommitted
+
     def wanted(self) -> int:
         """Number of new tokens per row that can be computed now."""
         if self.stalled():
@@ -150,11 +157,13 @@ class ScheduledStep:
 
     Args:
         scored: prompts, each with its number of `Step.scored`, in their order.
+        keeps_states: whether sequences have recurrent state.
     """
 
     step: Step
     chosen: list[tuple[Sequence, int]]
     scored: list[tuple[PromptScores, int]] = field(default_factory=list)
+    keeps_states: bool = False
 
     def read(self, sampled: StepOutput) -> Iterator[tuple[Sequence, SequenceOutput]]:
         """Yield the output of each sequence that has neither ended nor been preempted since."""
@@ -171,7 +180,11 @@ class ScheduledStep:
             sequence.ahead -= 1
             output = SequenceOutput.of(sampled, own, starts)
             if sequence.drafts is not None:
-                sequence.computed += sequence.drafts.verified(len(output.tokens))
+                accepted = sequence.drafts.verified(len(output.tokens))
+                if self.keeps_states:
+                    sequence.uncommitted = accepted
+                else:
+                    sequence.computed += accepted
                 if sequence.drafts.engine is not None and sampled.drafts is not None:
                     drafts = sampled.drafts[own[0]]
                     sequence.drafts.engine.propose(drafts[drafts >= 0].tolist())
@@ -193,6 +206,7 @@ class _StepRow:
     samples: bool
     scored: range = range(0)  # positions
     drafts: int = 0  # the last of its tokens
+    uncommitted: int = 0  # the first of its tokens
 
 
 @dataclass(eq=False)
@@ -373,16 +387,16 @@ class Scheduler:
         wanted = {sequence: sequence.wanted() for sequence in self.running}
         if limited:
             self._limit_rows(wanted)
-        decoding = sum(sequence.width if sequence.searches else 1
-                       for sequence, count in wanted.items() if count == 1)
+        decoding = sum(sequence.width if sequence.searches else count
+                       for sequence, count in wanted.items() if sequence.decodes(count))
         budget = self._room(wanted, decoding) - decoding - self._plan_drafts(wanted, decoding)
         for sequence in list(self.running):
             count = wanted[sequence]
-            if count > 1:
+            if count > 1 and not sequence.decodes(count):
                 count = self._fit(sequence, count, max(budget, 0))
                 budget -= count
             if count > 0 and sequence.slots and self._make_room(sequence, count, rows):
-                self._make_room_for_drafts(sequence)
+                self._make_room_for_drafts(sequence, count)
                 copies += self._copy_on_write(sequence)
                 self._append(rows, sequence, count)
         while budget > 0 and (new := self._admit_next(rows)):
@@ -397,15 +411,26 @@ class Scheduler:
         return self._step(rows, copies, admitted, encode) if rows else None
 
     def _plan_drafts(self, wanted: Mapping[Sequence, int], decoding: int) -> int:
-        """Choose the drafts of the decoding sequences, and return their number."""
+        """Choose the drafts of the decoding sequences, and return their number.
+
+        With recurrent state, the next step has room for all of them that are accepted.
+
+        Args:
+            wanted: new tokens of each running sequence.
+            decoding: those of the decoding sequences together.
+        """
         drafting = [(own, own.drafts) for own, count in wanted.items()
-                    if own.drafts is not None and count == 1]
+                    if own.drafts is not None and own.decodes(count)]
         if self.drafts is None or not drafting:
             return 0
-        room = min(self.budget - decoding, self._score_room, self.limits.max_draft_tokens)
+        uncommitted = sum(own.uncommitted for own, count in wanted.items() if own.decodes(count))
+        room = self.budget - decoding
+        if self.limits.keeps_states:
+            room = self.budget - self.limits.max_slots - sum(own.uncommitted for own in wanted)
         self.drafts.plan([
-            (drafts, own.tokens, 0 if own.ahead or own.computed + 1 != own.known
-             else own.limit - len(own.tokens) - 1) for own, drafts in drafting], decoding, room)
+            (drafts, own.tokens, 0 if own.ahead or own.computed + own.uncommitted + 1 != own.known
+             else own.limit - len(own.tokens) - 1) for own, drafts in drafting],
+            decoding - uncommitted, min(room, self._score_room, self.limits.max_draft_tokens))
         for own, drafts in drafting:
             if own.mask is not None and drafts.pending:
                 self._draft_masks[own] = masks = own.mask(drafts.pending)
@@ -414,11 +439,16 @@ class Scheduler:
         self._score_room -= count
         return count
 
-    def _make_room_for_drafts(self, sequence: Sequence) -> None:
-        """Allocate positions for drafts, or drop the drafts if blocks are short."""
+    def _make_room_for_drafts(self, sequence: Sequence, count: int) -> None:
+        """Allocate positions for drafts, or drop the drafts if blocks are short.
+
+        Args:
+            count: new tokens before the drafts.
+        """
         if sequence.drafts is None or not sequence.drafts.pending:
             return
-        table, length = sequence.tables[0], sequence.computed + 1 + len(sequence.drafts.pending)
+        table = sequence.tables[0]
+        length = sequence.computed + count + len(sequence.drafts.pending)
         spare = len(self.running)  # a block for each running sequence
         if self.blocks.lacks(table, length) + spare > self.blocks.free \
                 or not self.blocks.grow(table, length):
@@ -441,7 +471,7 @@ class Scheduler:
         for sequence, count in wanted.items():
             if sequence.searches:
                 beams += sequence.width
-            elif count == 1:
+            elif sequence.decodes(count):
                 tenants.setdefault(sequence.tenant, []).append(sequence)
         group = self._next()
         waits = group is not None and not group.share.tenant.slots
@@ -481,7 +511,8 @@ class Scheduler:
         While sequences decode, prefill gets a small budget, which keeps ITL low, unless a prompt
         has waited for more than _LONG steps.
         """
-        prompts = [(own.order[0], own.priority) for own, count in wanted.items() if count > 1]
+        prompts = [(own.order[0], own.priority) for own, count in wanted.items()
+                   if count > 1 and not own.decodes(count)]
         if group := self._next():
             prompts.append((group.order[0], group.priority))
         waited = max((self._steps - at + priority * HEAD_START for at, priority in prompts),
@@ -814,7 +845,7 @@ class Scheduler:
         sequence.tables, sequence.slots, sequence.beams, sequence.coming = [], [], [], []
         if sequence.drafts is not None:
             sequence.drafts.submit(None)
-        sequence.computed = sequence.ahead = 0
+        sequence.computed = sequence.ahead = sequence.uncommitted = 0
         sequence.epoch += 1
 
     def _step(self, rows: list[_Row], copies: list[tuple[int, int]],
@@ -850,9 +881,11 @@ class Scheduler:
             masks={row.slot: self._draft_masks[row.sequence] if row.drafts
                    else row.sequence.mask(()) for _, row in sampled
                    if row.sequence.mask is not None},
-            num_drafts=[row.drafts for row in step_rows], **self._proposals(step_rows))
+            num_drafts=[row.drafts for row in step_rows],
+            num_uncommitted=[row.uncommitted for row in step_rows], **self._proposals(step_rows))
         scheduled = ScheduledStep(
-            step, [(row.sequence, row.sequence.epoch) for _, row in sampled], prompts)
+            step, [(row.sequence, row.sequence.epoch) for _, row in sampled], prompts,
+            self.limits.keeps_states)
         for sequence, count in rows:
             self._count(sequence, count)
         return scheduled
@@ -886,11 +919,13 @@ class Scheduler:
         scored = range(0) if sequence.scores is None else \
             sequence.scores.schedule(past, past + count)
         return [_StepRow(sequence, sequence.slots[0], sequence.tables[0], tokens + drafts, past,
-                         past + count >= sequence.known, scored, len(drafts))]
+                         past + count >= sequence.known, scored, len(drafts),
+                         sequence.uncommitted)]
 
     def _count(self, sequence: Sequence, count: int) -> None:
         searched, sequence.beams = sequence.searches, []
         sequence.computed += count
+        sequence.uncommitted = 0
         sequence.ahead += sequence.computed >= sequence.known
         if not searched:
             self._name(sequence)

@@ -114,6 +114,9 @@ class Step:
             `sample`; empty: no sequence has any. A token is sampled after each draft and after the
             token before them. Drafts are accepted up to the first that differs from the sampled
             token. Not with `candidates`, nor with `logits` of all tokens.
+        num_uncommitted: int32 [batch], number of drafts at the beginning of each sequence's tokens
+            that were accepted by the step before it, only in models with recurrent state: it was
+            not stored after them. Such a sequence is decoding. Empty: no sequence has any.
         next_tokens: int64 [batch], the token after the tokens of each sequence, if it is known and
             the sequence is not in `sample`; else -1. Empty: none is known.
         propose: number of drafts of the next tokens to return for each of `sample`, by the engine's
@@ -136,6 +139,7 @@ class Step:
     encode: Mapping[int, Sequence[int]] = field(default_factory=dict)
     memory: EncoderOutputs | None = None
     num_drafts: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    num_uncommitted: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     next_tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     propose: int | None = None
 
@@ -143,7 +147,7 @@ class Step:
     def of(tokens: Sequence[Sequence[int]], past_lens: Sequence[int],
            tables: Sequence[Sequence[int]], slots: Sequence[int], *,
            sample: Sequence[int] | None = None, num_drafts: Sequence[int] = (),
-           **others: object) -> Step:
+           num_uncommitted: Sequence[int] = (), **others: object) -> Step:
         """Pack sequences, those with one new token first; by default all of them are sampled."""
         lengths = [len(new) for new in tokens]
         rows = np.zeros((len(tables), max(map(len, tables))), np.int32)
@@ -157,6 +161,7 @@ class Step:
             np.array(slots, np.int32), num_decode,
             np.array(range(len(tokens)) if sample is None else sample, np.int32),
             num_drafts=np.array(num_drafts if any(num_drafts) else [], np.int32),
+            num_uncommitted=np.array(num_uncommitted if any(num_uncommitted) else [], np.int32),
             **others)  # type: ignore[arg-type]
 
     @property
@@ -179,6 +184,20 @@ class Step:
             return np.ones(len(self.sample), np.int32)
         counts: np.ndarray = self.num_drafts[self.sample] + 1
         return counts
+
+    @property
+    def num_extra(self) -> np.ndarray:
+        """int32 [batch], drafts and uncommitted tokens of each sequence."""
+        extra = np.zeros(self.batch_size, np.int32)
+        for counts in (self.num_drafts, self.num_uncommitted):
+            if len(counts):
+                extra += counts
+        return extra
+
+    @property
+    def commit_lens(self) -> np.ndarray:
+        """int32 [batch], new tokens of each sequence after which its recurrent state is stored."""
+        return self.seq_lens - self.num_drafts if len(self.num_drafts) else self.seq_lens
 
     @property
     def seq_lens(self) -> np.ndarray:
@@ -254,7 +273,8 @@ class EngineLimits:
             the next token.
         longest_first: order decoding sequences by descending length; else by slot.
         keeps_states: layers have a recurrent state (Mamba, gated delta rule, short convolution).
-            Such a sequence can be continued only at its end, not from earlier blocks.
+            Such a sequence can be continued only at its end, not from earlier blocks, and its state
+            is stored before the drafts of a step: see `Step.num_uncommitted`.
     """
 
     num_blocks: int

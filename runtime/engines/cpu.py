@@ -60,6 +60,7 @@ class _Part:
     input_ids: np.ndarray
     cu_seqlens: np.ndarray
     past_lens: np.ndarray
+    commit_lens: np.ndarray
     logits_indices: np.ndarray
     first_row: int = 0
     memory: EncoderOutputs | None = None
@@ -75,7 +76,8 @@ class _Part:
         lengths = [len(prompt) for prompt in prompts]
         return _Part(np.concatenate([np.asarray(prompt, np.int64) for prompt in prompts]),
                      np.cumsum([0, *lengths], dtype=np.int32),
-                     np.zeros(len(prompts), np.int32), np.empty(0, np.int64))
+                     np.zeros(len(prompts), np.int32), np.array(lengths, np.int32),
+                     np.empty(0, np.int64))
 
 
 class CpuEngine:
@@ -228,6 +230,7 @@ class CpuEngine:
                 yield from self._chunks(step, start)
                 continue
             first, past = int(step.slots[start]), step.past_lens[start:end]
+            commits = step.commit_lens[start:end]
             cu_seqlens = step.cu_seqlens[start:end + 1]
             tokens = step.token_ids[cu_seqlens[0]:cu_seqlens[-1]]
             indices = step.logits_indices
@@ -238,21 +241,28 @@ class CpuEngine:
             if step.slots[end - 1] - first >= end - start:
                 rows = step.slots[start:end] - first
                 past, cu_seqlens, next_ones = self._pass_over(rows, first, past, cu_seqlens)
-                sequences = start + next_ones
-            yield _Part(tokens, cu_seqlens, past,
+                sequences, commits = start + next_ones, np.diff(cu_seqlens)
+            yield _Part(tokens, cu_seqlens, past, commits,
                         indices if len(indices) else np.array([len(tokens) - 1]), first,
                         step.memory and step.memory.take(sequences)), len(indices) > 0
 
     def _chunks(self, step: Step, index: int) -> Iterator[tuple[_Part, bool]]:
-        """A sequence's new tokens, in chunks that bound the memory of the graphs."""
+        """A sequence's new tokens, in chunks that bound the memory of the graphs.
+
+        Drafts are in the last chunk: a later one would need the state after them.
+        """
         first, stop = step.cu_seqlens[index:index + 2].tolist()
         start, past = first, int(step.past_lens[index])
+        committed = first + int(step.commit_lens[index])
         while start < stop:
             end = start + self._chunk_size(past + start - first, stop - start)
+            if committed < end < stop:
+                end = committed if start < committed else stop
             indices = step.logits_indices
             indices = indices[(indices >= start) & (indices < end)] - start
             yield _Part(step.token_ids[start:end], np.array([0, end - start], np.int32),
                         np.array([past + start - first], np.int32),
+                        np.array([min(end, committed) - start], np.int32),
                         indices if len(indices) else np.array([end - start - 1]),
                         int(step.slots[index]),
                         step.memory and step.memory.take([index])), len(indices) > 0
@@ -316,7 +326,8 @@ class CpuEngine:
     def _values(self, part: _Part) -> dict[str, np.ndarray]:
         """Inputs of the graphs, without caches."""
         values = {"input_ids": part.input_ids, "cu_seqlens": part.cu_seqlens,
-                  "past_lens": part.past_lens, "logits_indices": part.logits_indices}
+                  "past_lens": part.past_lens, "commit_lens": part.commit_lens,
+                  "logits_indices": part.logits_indices}
         if self._wants_positions:
             values["position_ids"] = part.position_ids
         if part.memory is not None:

@@ -132,25 +132,27 @@ class CudaEngine:
         self._mem_max_seq_len = manifest.encoder.max_seq_len if manifest.encoder else 0
         check_fit(cuda, manifest, device)
         self._max_seq_len = manifest.dims.max_seq_len
-        self._max_drafts = 0 if chip.states or not (speculates and self.verifies) else \
-            min(_MAX_DRAFTS, max_tokens - max_batch_size)
+        times = 2 if chip.states else 1  # the next step computes accepted drafts again
+        self._max_drafts = 0 if not (speculates and self.verifies and chip.verifies_drafts) else \
+            min(_MAX_DRAFTS, (max_tokens - max_batch_size) // times)
         # Rows of decode steps: a sequence has one, and one more for each draft.
         max_rows = self._max_rows = max_batch_size + min(
             max_tokens - max_batch_size,
-            max(self._max_drafts, min(_DRAFTS_EACH * max_batch_size, _DRAFT_TOKENS))
+            max(times * self._max_drafts, min(_DRAFTS_EACH * max_batch_size, _DRAFT_TOKENS))
             if self._max_drafts else 0)
         max_logits = max(max_rows, min(max_tokens, max(MAX_LOGITS, max_rows + MAX_SCORED)))
         self._limits = EngineLimits(
             num_blocks=0, block_size=block_size, max_tokens=max_tokens, max_slots=max_batch_size,
             max_logits=max_logits, max_scored=max(max_logits - max_rows, 1), ahead=AHEAD,
-            max_drafts=self._max_drafts, max_draft_tokens=max_rows - max_batch_size,
+            max_drafts=self._max_drafts,
+            max_draft_tokens=(max_rows - max_batch_size) // times,
             longest_first=True,  # balances multiprocessors
             keeps_states=bool(chip.states))
         self._states: StateSlots | None = None  # created by `allocate`
         self._num_logprobs: dict[int, int | None] = {}  # number of log-probabilities, by slot
         # By ticket: numbers of log-probabilities of sampled slots and of scored rows.
         self._in_flight: dict[int, tuple[list[int | None], list[int]]] = {}
-        limits = dict(dtype=manifest.dtype, max_batch=max_rows,
+        limits = dict(dtype=manifest.dtype, max_batch=max_rows, max_states=max_batch_size,
                       max_tokens=-(-max_tokens // _ALIGNED) * _ALIGNED,
                       max_logits=-(-self._limits.max_logits // 8) * 8,
                       max_seq_len=manifest.dims.max_seq_len, block_size=block_size,
@@ -428,24 +430,25 @@ def step_arrays(step: Step, mem_max_seq_len: int = 0, states: StateSlots | None 
     Args:
         states: recurrent states, if the model has any.
         max_rows: maximum number of rows of a decode step. A step without prompts has a row for each
-            draft.
+            draft, and for each uncommitted token.
     """
-    verifies = len(step.num_drafts) > 0 and step.num_tokens <= max_rows and \
-        bool((step.seq_lens == 1 + step.num_drafts).all())
+    verifies = bool(step.num_extra.any()) and step.num_tokens <= max_rows and \
+        bool((step.seq_lens == 1 + step.num_extra).all())
     mask_rows, masks = mask_arrays(step)
     num_drafts = step.num_drafts[step.sample] if len(step.num_drafts) else _NONE
+    state_slots, state_copies = (_NONE, _NONE) if states is None else states.place(step)
+    commit_lens = _NONE if states is None else step.commit_lens
     if verifies:
         step = as_rows(step)
     memory = step.memory
-    state_slots, state_copies = (_NONE, _NONE) if states is None else states.place(step)
     starts = _NONE if memory is None else memory.rows * np.int32(mem_max_seq_len)
     lens = _NONE if memory is None else memory.encoder_sequence_length
     admit = Admissions.of(step.admit)
     return (step.token_ids, step.cu_seqlens, step.past_lens, step.block_tables, step.slots,
             step.num_decode, verifies, step.sample, num_drafts, step.copies, step.candidates,
             ("none", "sampled", "all").index(step.logits), starts, lens, mask_rows, masks,
-            state_slots, state_copies, step.scored.rows.astype(np.int32), step.scored.targets,
-            step.scored.counts, *admit.arrays())
+            state_slots, commit_lens, state_copies, step.scored.rows.astype(np.int32),
+            step.scored.targets, step.scored.counts, *admit.arrays())
 
 
 def as_rows(step: Step) -> Step:
@@ -456,6 +459,7 @@ def as_rows(step: Step) -> Step:
         past_lens=step.position_ids.astype(np.int32), block_tables=step.block_tables[sequences],
         slots=step.slots[sequences], num_decode=step.num_tokens,
         sample=step.cu_seqlens[step.sample + 1] - np.int32(1), num_drafts=_NONE,
+        num_uncommitted=_NONE,
         memory=step.memory and step.memory.take(sequences))
 
 

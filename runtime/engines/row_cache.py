@@ -86,10 +86,12 @@ class RowCache:
     def pass_over(self, slot: int) -> int:
         """Return the position where a step writes to a row between those of its sequences.
 
-        It is the next free one, or the last of a full row.
+        It is the next free one, or the last of a full row. It is not 0 if the row may have a
+        recurrent state, which would be cleared there: pages of the row may have been released.
         """
-        position = min(int(self._filled[slot]), self._max_seq_len - 1)
-        if position % self._size == 0 or position < self._filled[slot]:
+        free = max(int(self._filled[slot]), int(bool(self._states)))
+        position = min(free, self._max_seq_len - 1)
+        if position % self._size == 0 or position != self._filled[slot]:
             place = position // self._size
             if any(waiting.place == place for waiting in self._pending.get(slot, ())):
                 self._store(self._pending.pop(slot), slot)

@@ -1,8 +1,9 @@
 """Recurrent states by slot, and which slot's state a sequence continues.
 
-A recurrent state belongs to one position of its sequence. It is identified by the block of the last
-position, that block's version when the state was written, and the length. A sequence that shares
-these blocks, such as another completion of a prompt or a beam, continues with a copy.
+A recurrent state belongs to one position of its sequence: the last one before the drafts of a step.
+It is identified by the block of that position, that block's version when the state was written, and
+the length. A sequence that shares these blocks, such as another completion of a prompt or a beam,
+continues with a copy.
 """
 
 from __future__ import annotations
@@ -49,12 +50,13 @@ class StatePositions:
 
     def leave(self, step: Step) -> None:
         """Record the positions after a step."""
-        lengths = step.past_lens + step.seq_lens
+        lengths, committed = (step.past_lens + new for new in (step.seq_lens, step.commit_lens))
         for index, slot in enumerate(step.slots.tolist()):
             past, length = int(step.past_lens[index]), int(lengths[index])
-            written = step.block_tables[index, past // self._size:-(-length // self._size)]
-            self._versions[written] += 1
-            self._positions[slot] = written[-1], self._versions[written[-1]], length
+            table, stored = step.block_tables[index], int(committed[index])
+            self._versions[table[past // self._size:-(-length // self._size)]] += 1
+            block = table[(stored - 1) // self._size]
+            self._positions[slot] = block, self._versions[block], stored
 
 
 class StateSlots:

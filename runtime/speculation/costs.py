@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from llmc.errors import LlmcError
-from llmc.runtime.core.step import EncoderOutputs, Engine, SamplingState, Step
+from llmc.runtime.core.step import EncoderOutputs, Engine, EngineLimits, SamplingState, Step
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sampling.sampler import Sampler
 from llmc.runtime.speculation.config import SpeculationConfig
@@ -15,6 +15,7 @@ from llmc.runtime.speculation.planner import DraftPlanner, VerificationCosts
 
 _PAST = 64  # positions before the measured steps
 _DRAFTS = (0, 1, 3, 7, 11)  # numbers of drafts to measure; others are interpolated
+_UNCOMMITTED = (22,)  # in addition with recurrent state, half of them uncommitted tokens
 _REPEATS = 2
 _MAX_SECONDS = 1.0  # larger batches are left out once measuring has taken this long
 
@@ -30,20 +31,24 @@ def plan_drafts(engine: Engine, config: SpeculationConfig, max_seq_len: int, *,
     """
     most = engine.limits.max_drafts
     count = config.num_speculative_tokens
+    recomputes = engine.limits.keeps_states
     if not most and config.method != "off":
+        remedy = "compile it again if an earlier release did, whose recurrent layers verify no " \
+            "drafts, or leave it out" if recomputes else "leave it out"
         raise LlmcError(f"speculate '{config.method}' is unsupported for this model on its target; "
-                        f"leave it out")
+                        f"{remedy}")
     if count is not None and config.method != "off" and count > most:
         raise LlmcError(f"num_speculative_tokens {count} exceeds {most}, the most drafts that this "
                         f"model verifies in a step")
     if not most:
         return None
     if count is not None:
-        return DraftPlanner(count, VerificationCosts({}))
+        return DraftPlanner(count, VerificationCosts({}), recomputes=recomputes)
     if config.method == "off":  # only predicted outputs: not worth longer loading
-        return DraftPlanner(None, VerificationCosts({}, assumed=most))
-    costs = VerificationCosts(measure_costs(engine, max_seq_len, encodes=encodes))
-    return DraftPlanner(None, costs)
+        costs = VerificationCosts({}, assumed=most * (1 + recomputes))
+    else:
+        costs = VerificationCosts(measure_costs(engine, max_seq_len, encodes=encodes))
+    return DraftPlanner(None, costs, recomputes=recomputes)
 
 
 def measure_costs(engine: Engine, max_seq_len: int, *, encodes: bool = False) -> \
@@ -51,28 +56,33 @@ def measure_costs(engine: Engine, max_seq_len: int, *, encodes: bool = False) ->
     """Run verifying steps on an idle engine; see `VerificationCosts`.
 
     A draft model proposes as many drafts as a step verifies. Steps write to the first blocks of the
-    KV cache, which must not be in use.
+    KV cache, which must not be in use. With recurrent state, each sequence starts again before
+    every measurement, as it continues only from its state.
 
     Args:
         max_seq_len: positions of a sequence.
         encodes: whether the model has an encoder.
     """
     limits = engine.limits
-    past = min(_PAST, max_seq_len // 2)
-    most = min(limits.max_drafts, max(_DRAFTS), max_seq_len - past - 1)
+    past, counts, most = min(_PAST, max_seq_len // 2), [*_DRAFTS], limits.max_drafts
+    if limits.keeps_states:
+        past, counts, most = 1, [*_DRAFTS, *_UNCOMMITTED], 2 * limits.max_drafts
+    most = min(most, max(counts), max_seq_len - past - 1)
     blocks = -(-(past + 1 + most) // limits.block_size)
     largest = min(limits.max_slots, limits.num_blocks // blocks)
-    counts = [count for count in _DRAFTS if count <= most]
+    counts = [count for count in counts if count <= most]
     seconds: dict[int, list[float]] = {}
     start = time.monotonic()
     for batch in (2**power for power in range(largest.bit_length())):
-        fitting = [count for count in counts if batch * count <= min(
-            limits.max_draft_tokens, limits.max_tokens - batch, limits.max_logits - batch)]
+        fitting = [count for count in counts
+                   if batch * (count - _uncommitted(limits, count)) <= limits.max_draft_tokens
+                   and batch * (1 + count) <= min(limits.max_tokens, limits.max_logits)]
         if time.monotonic() - start > _MAX_SECONDS or len(fitting) < 2:
             break
         tables = [list(range(index * blocks, (index + 1) * blocks)) for index in range(batch)]
-        for index, table in enumerate(tables):  # one by one, as prompts may exceed a step
-            _run(engine, [[0] * past], [0], [table], [index], [0], encodes)
+        if not limits.keeps_states:
+            for index, table in enumerate(tables):  # one by one, as prompts may exceed a step
+                _run(engine, [[0] * past], [0], [table], [index], [0], encodes)
         points = {count: min(_timed(engine, past, tables, count, encodes)
                                 for _ in range(_REPEATS)) for count in fitting}
         seconds[batch] = _interpolated(points)
@@ -83,21 +93,30 @@ def measure_costs(engine: Engine, max_seq_len: int, *, encodes: bool = False) ->
 
 def _timed(engine: Engine, past: int, tables: Sequence[Sequence[int]], count: int,
            encodes: bool) -> float:
-    start, batch = time.perf_counter(), len(tables)
+    batch, uncommitted = len(tables), _uncommitted(engine.limits, count)
+    if engine.limits.keeps_states:
+        _run(engine, [[0]] * batch, [0] * batch, tables, range(batch), [0] * batch, encodes)
+    start = time.perf_counter()
     _run(engine, [[0] * (1 + count)] * batch, [past] * batch, tables, range(batch),
-         [count] * batch, encodes)
+         [count - uncommitted] * batch, encodes, [uncommitted] * batch)
     return time.perf_counter() - start
+
+
+def _uncommitted(limits: EngineLimits, count: int) -> int:
+    """How many of `count` tokens in addition to the last are measured as uncommitted ones."""
+    return count // 2 if limits.keeps_states else 0
 
 
 def _run(engine: Engine, tokens: Sequence[Sequence[int]], past: Sequence[int],
          tables: Sequence[Sequence[int]], slots: Sequence[int], drafts: Sequence[int],
-         encodes: bool) -> None:
+         encodes: bool, uncommitted: Sequence[int] = ()) -> None:
     state = SamplingState(Sampler(SamplingParams()))
     new = not any(past)
     proposals = max(drafts) if engine.limits.proposes else None
     memory = EncoderOutputs.of([*slots], [1] * len(slots)) if encodes else None
     engine.collect(engine.submit(Step.of(
-        tokens, past, tables, [*slots], num_drafts=drafts, memory=memory, propose=proposals,
+        tokens, past, tables, [*slots], num_drafts=drafts, num_uncommitted=uncommitted,
+        memory=memory, propose=proposals,
         admit=dict.fromkeys(slots, state) if new else {},
         encode={slot: [0] for slot in slots} if new and encodes else {})))
 

@@ -42,6 +42,8 @@ class SpeculationCounts:
 class VerificationCosts:
     """Seconds of a step by batch size and drafts of each sequence.
 
+    Uncommitted tokens count as drafts here; see `Step.num_uncommitted`.
+
     Args:
         seconds: by batch size, seconds with 0, 1, 2, … drafts, measured while loading.
         assumed: number of drafts. Without measurements, each is assumed to cost a fixed fraction of
@@ -169,14 +171,16 @@ class DraftPlanner:
     Args:
         count: drafts of each sequence; None: as many as pay off.
         costs: of steps, for `count` None.
+        recomputes: whether the next step computes accepted drafts again, as with recurrent state.
 
     Attributes:
         counts: totals of all sequences.
         costs: see the argument.
     """
 
-    def __init__(self, count: int | None, costs: VerificationCosts) -> None:
-        self._count, self.costs = count, costs
+    def __init__(self, count: int | None, costs: VerificationCosts, *,
+                 recomputes: bool = False) -> None:
+        self._count, self.costs, self._recomputes = count, costs, recomputes
         self._rates, self.counts = AcceptanceRates(), SpeculationCounts()
 
     def sequence(self, drafter: Drafter) -> SequenceDrafts:
@@ -194,8 +198,8 @@ class DraftPlanner:
             room: drafts of all sequences together.
         """
         seconds = self.costs.of(batch)
-        most = self._count or len(seconds) - 1
-        if self._count is None and not _may_pay(seconds):
+        most = self._count or self._most(seconds)
+        if self._count is None and not self._may_pay(seconds):
             most = 0
         drafts = [drafts.propose(tokens, min(most, limit)) if min(most, limit) > 0 else None
                   for drafts, tokens, limit in candidates]
@@ -220,11 +224,31 @@ class DraftPlanner:
         if self._count is not None:
             return self._count
         seconds = self.costs.of(batch)
-        most = len(seconds) - 1
+        most = self._most(seconds)
         return self._best([(own.expected_rate(), most) for own in sequences], batch, seconds)
 
-    @staticmethod
-    def _best(drafts: Sequence[tuple[float, int]], batch: int, seconds: Sequence[float]) -> int:
+    def _most(self, seconds: Sequence[float]) -> int:
+        """The most drafts whose cost is known."""
+        return (len(seconds) - 1) // (1 + self._recomputes)
+
+    def _may_pay(self, seconds: Sequence[float]) -> bool:
+        """Whether drafts pay off if all are accepted."""
+        return any((1 + count) * seconds[0] > _MIN_GAIN * self._cost(seconds, count, count)
+                   for count in range(1, self._most(seconds) + 1))
+
+    def _cost(self, seconds: Sequence[float], count: int, accepted: float) -> float:
+        """Seconds of a step among steps with equally many drafts.
+
+        Args:
+            accepted: mean number of drafts that are accepted, at most `count`.
+        """
+        extra = count + accepted * self._recomputes
+        low = int(extra)
+        high = min(low + 1, len(seconds) - 1)
+        return seconds[low] + (extra - low) * (seconds[high] - seconds[low])
+
+    def _best(self, drafts: Sequence[tuple[float, int]], batch: int,
+              seconds: Sequence[float]) -> int:
         """The number of drafts with the most expected tokens per second.
 
         Args:
@@ -233,14 +257,10 @@ class DraftPlanner:
         """
         best, most = 0, _MIN_GAIN * batch / seconds[0] if seconds[0] else 0.0
         expected = float(batch)
-        for count in range(1, min(len(seconds), 1 + max((n for _, n in drafts), default=0))):
+        longest = max((length for _, length in drafts), default=0)
+        for count in range(1, 1 + min(self._most(seconds), longest)):
             expected += sum(rate**count for rate, length in drafts if length >= count)
-            if expected / seconds[count] > most:
-                best, most = count, expected / seconds[count]
+            cost = self._cost(seconds, count, expected / batch - 1)
+            if expected / cost > most:
+                best, most = count, expected / cost
         return best
-
-
-def _may_pay(seconds: Sequence[float]) -> bool:
-    """Whether drafts pay off if all are accepted."""
-    return any((1 + count) * seconds[0] > _MIN_GAIN * each
-               for count, each in enumerate(seconds) if count)

@@ -10,7 +10,6 @@ from schedule_interpreter import LIMITS, Interpreters, interpreted
 from transformers import AutoModelForCausalLM
 
 import llmc
-from llmc.artifacts.manifest import read_manifest
 from llmc.compiler.check.diff import diff
 from llmc.compiler.frontend import load
 from llmc.compiler.lower import fuse
@@ -35,7 +34,7 @@ def check_family(family, sizes, tmp_path, expert_parallel=False, **changes):
     rows, cuts = unequal()
     expected = [families.reference_logits(model, row) for row in rows]
     for tp_size, case in cases.items():
-        verifies = tp_size == max(sizes) and not read_manifest(case).chips[0].states
+        verifies = tp_size == max(sizes)
         with llmc.LLM(case, speculate="ngram" if verifies else "off",
                       num_speculative_tokens=3) as llm:
             assert len(llm.manifest.chips) == tp_size

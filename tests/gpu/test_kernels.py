@@ -957,6 +957,28 @@ def test_linear_attention_of_long_prompts(extension, new, k_heads, v_heads, k_di
     check(extension, plugins.registry()["GatedLinearAttention"], fields, inputs, dtype, least=1e-3)
 
 
+@pytest.mark.parametrize("per_channel", [0, 1])
+@pytest.mark.parametrize("rule", ["gated", "gated_delta"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("k_dim", "v_dim"), [(128, 128), (64, 32), (200, 33), (37, 20)])
+def test_states_are_stored_before_drafts(extension, k_dim, v_dim, dtype, rule, per_channel):
+    """After one token, all tokens, at the edge of a tile of tokens, and without a state before."""
+    rng, new, commits = np.random.default_rng(0), [5, 1, 3, 40, 33, 16], [1, 1, 3, 16, 20, 15]
+    k_heads, v_heads = 2, 4
+    fields = dict(num_k_heads=k_heads, num_v_heads=v_heads, k_head_dim=k_dim, v_head_dim=v_dim,
+                  update_rule=rule, scale=k_dim ** -0.5, l2norm=1, decay_per_channel=per_channel)
+    inputs = {"qkv": rng.standard_normal((sum(new), 2 * k_heads * k_dim + v_heads * v_dim)),
+              "decay": -rng.uniform(0, 0.5, (sum(new), v_heads * (k_dim if per_channel else 1))),
+              "state": rng.standard_normal((8, v_heads, k_dim, v_dim)),
+              "beta": rng.uniform(0, 1, (sum(new), v_heads))}
+    inputs = {name: array.astype(np.float32) for name, array in inputs.items()}
+    inputs |= {"cu_seqlens": np.cumsum([0, *new], dtype=np.int32),
+               "past_lens": np.array([7, 3, 0, 9, 0, 1], np.int32),
+               "state_slots": np.array([3, 0, 7, 1, 2, 5], np.int32),
+               "commit_lens": np.array(commits, np.int32)}
+    check(extension, plugins.registry()["GatedLinearAttention"], fields, inputs, dtype)
+
+
 # Decode, prefill and both, on every kernel: in pieces, for prompts, by token.
 _STEPS = [
     ((1,) * 4, (300, 0, 63, 1000), 64, {"block_size": 16}),

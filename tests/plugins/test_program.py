@@ -17,8 +17,16 @@ from llmc import plugins
 from llmc.artifacts.manifest import Target, read_manifest
 from llmc.artifacts.program import Program, read_program
 from llmc.compiler.options import CompileOptions
-from llmc.runtime.core.step import LAST, EncoderOutputs, SamplingState, ScoredRows, Step
+from llmc.runtime.core.step import (
+    LAST,
+    EncoderOutputs,
+    EngineLimits,
+    SamplingState,
+    ScoredRows,
+    Step,
+)
 from llmc.runtime.engines.cuda import build_program, step_arrays
+from llmc.runtime.engines.state_slots import StateSlots
 from llmc.runtime.sampling.sampler import Sampler, SamplingParams
 
 T, L, B = -1, -2, -3  # num_tokens, num_logits, batch
@@ -490,13 +498,19 @@ def test_steps_of_a_model_with_recurrent_states(extension, program):
     program.add_state("float32", [3, 8])
     program.set_logits(program.add_value("float32", [L, 16], 0, True), 8)
     arrays = step_arrays(step(), 16)
-    for slots, copies, match in (
-            (ints(3, 0), ints(0, 1, 0, 2), None), (ints(), ints(), "state_slots has 0 elements"),
-            (ints(4, 0), ints(), r"state_slots\[0\] is 4"),
-            (ints(1, 1), ints(), "state_slots has 1 twice"),
-            (ints(1, 0), ints(4, 0), r"copies of states\[0\] is 4"),
-            (ints(1, 0), ints(0, 1, 1, 2), "state 1 is both source and destination")):
-        changed = (*arrays[:16], slots, copies.reshape(-1, 2), *arrays[18:])
+    all_of_them = ints(1, 3)
+    for slots, commits, copies, match in (
+            (ints(3, 0), all_of_them, ints(0, 1, 0, 2), None),
+            (ints(), all_of_them, ints(), "state_slots has 0 elements"),
+            (ints(4, 0), all_of_them, ints(), r"state_slots\[0\] is 4"),
+            (ints(1, 1), all_of_them, ints(), "state_slots has 1 twice"),
+            (ints(1, 0), all_of_them, ints(4, 0), r"copies of states\[0\] is 4"),
+            (ints(1, 0), all_of_them, ints(0, 1, 1, 2), "state 1 is both source and destination"),
+            (ints(1, 0), ints(), ints(), "commit_lens has 0 elements, expected 2"),
+            (ints(1, 0), ints(1, 1), ints(), None),
+            (ints(1, 0), ints(1, 4), ints(), r"commit_lens\[1\] is 4, expected 1 to the seq.* 3 t"),
+            (ints(1, 0), ints(0, 3), ints(), r"commit_lens\[0\] is 0, expected 1 to")):
+        changed = (*arrays[:16], slots, commits, copies.reshape(-1, 2), *arrays[19:])
         if match is None:
             program.check_step(8, *changed)
             continue
@@ -617,6 +631,37 @@ def test_steps_with_drafts(extension, program, rows, made, problem):
         return
     with pytest.raises(extension.CudaError, match=problem):
         program.check_step(8, *arrays)
+
+
+def test_there_may_be_fewer_states_than_rows(extension):
+    program = extension.Program(dtype="float32", **LIMITS, max_states=2, token_bytes=256,
+                                logit_bytes=64)
+    program.add_state("float32", [3, 8])
+    program.set_logits(program.add_value("float32", [L, 16], 0, True), 15)
+    arrays = step_arrays(Step.of([[5]], [0], [[3]], [2]))
+    program.check_step(8, *arrays[:16], ints(1), ints(1), *arrays[18:])
+    with pytest.raises(extension.CudaError, match=r"state_slots\[0\] is 2, expected 0 to 1"):
+        program.check_step(8, *arrays[:16], ints(2), ints(1), *arrays[18:])
+
+
+@pytest.mark.parametrize("rows", [0, 4])
+def test_states_of_steps_with_drafts_are_by_sequence(extension, program, rows):
+    """As a chunk, and with a row for each draft and each uncommitted token."""
+    program.add_state("float32", [3, 8])
+    program.set_logits(program.add_value("float32", [L, 16], 0, True), 15)
+    made = Step.of([[9], [5, 6, 7]], [0, 0], [[4, 5], [3, 2]], [2, 0], num_drafts=[0, 1],
+                   num_uncommitted=[0, 1], memory=NOWHERE)
+    states = StateSlots(EngineLimits(8, 8, 16, 4, 16, 1, keeps_states=True))
+    arrays = step_arrays(made, 16, states, rows)
+    assert arrays[6] == (rows == 4)
+    assert (len(arrays[2]), arrays[16].tolist(), arrays[17].tolist()) == (
+        4 if rows else 2, [2, 0], [1, 2])
+    program.check_step(8, *arrays)
+    for slots, commits, match in ((ints(2, 0, 0, 0), ints(1, 2), "state_slots has 4 elements"),
+                                  (ints(2, 0), ints(1, 4), r"commit_lens\[1\] is 4, expected 1"),
+                                  (ints(2, 2), ints(1, 2), "state_slots has 2 twice")):
+        with pytest.raises(extension.CudaError, match=match):
+            program.check_step(8, *arrays[:16], slots, commits, *arrays[18:])
 
 
 def test_more_than_the_limits_is_refused(extension, program):

@@ -421,10 +421,92 @@ def test_another_separate_model_is_refused(model, tmp_path, changes, problem):
         llmc.compile(model[0], tmp_path / "case", draft=f"model:{tmp_path / 'draft'}")
 
 
-def test_recurrent_models_have_no_draft_models(tmp_path, model):
+# Layers of a model with recurrent state; the last one is like the MTP layer.
+KINDS = [*["linear_attention"] * 3, "full_attention"]
+QWEN_NAMES = {"layers.0.eh_proj.": "mtp.fc.", "layers.0.enorm.": "mtp.pre_fc_norm_embedding.",
+              "layers.0.hnorm.": "mtp.pre_fc_norm_hidden.", "layers.0.post_norm.": "mtp.norm.",
+              "layers.0.mtp_block.": "mtp.layers.0."}
+
+
+def save_recurrent(family, directory, **changes):
+    """Save a tiny model with recurrent layers and its MTP layer as Qwen does; return both."""
+    own = {"num_mtp_layers": 1, "mtp_layer_types": ["full_attention"]}
+    base = families.tiny_model(family, vocab_size=VOCAB, layer_types=KINDS,
+                               tie_word_embeddings=False, **own, **changes)
+    layers = families.randomized(MtpModel(base, 1))
+    families.save(base, directory)
+    conftest.write_tokenizer(directory)
+    stored = load_file(directory / "model.safetensors")
+    for name, tensor in layers.state_dict().items():
+        prefix = next((prefix for prefix in QWEN_NAMES if name.startswith(prefix)), None)
+        if prefix is None:
+            continue  # the model's
+        name = name.replace(prefix, QWEN_NAMES[prefix])
+        if not name.endswith(("gate_up_proj", "down_proj")) or family == "qwen3_5_moe_text":
+            stored[name] = tensor.clone()  # experts may be stored in one tensor
+            continue
+        stem = name.rpartition(".")[0]
+        for expert, matrix in enumerate(tensor):
+            parts = {"gate_proj": matrix.chunk(2)[0], "up_proj": matrix.chunk(2)[1]} \
+                if name.endswith("gate_up_proj") else {"down_proj": matrix}
+            stored |= {f"{stem}.{expert}.{part}.weight": rows.clone()
+                       for part, rows in parts.items()}
+    save_file(stored, directory / "model.safetensors", {"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(
+        {key: value for key, value in config.items() if key not in own}))
+    return base, layers
+
+
+@pytest.mark.parametrize(("family", "tp_size"), [
+    ("qwen3_5_text", 2), ("qwen3_next", 1), thorough("qwen3_5_moe_text", 1),
+    thorough("qwen3_next", 2), thorough("qwen3_5_text", 3)])
+def test_mtp_layers_of_a_recurrent_model(family, tp_size, tmp_path, proposed):
+    base, layers = save_recurrent(family, tmp_path / "hf")
+    case = tmp_path / "case"
+    manifest = llmc.compile(tmp_path / "hf", case, draft="mtp", tp_size=tp_size)
+    assert (manifest.draft.kind, manifest.draft.num_layers) == ("mtp", 1)
+    assert manifest.chips[0].states
+    names = PARAMS if tp_size > 1 else ["greedy", "sampled"]
+    check_recurrent(case, names, lambda llm, prompt: assert_drafts(
+        llm, base, lambda *args: mtp_drafts(layers, *args), prompt, proposed, 3))
+
+
+@pytest.mark.parametrize("kind", ["eagle3", thorough("model")])
+def test_separate_draft_models_of_a_recurrent_model(kind, small, tmp_path, proposed):
+    base, _ = save_recurrent("qwen3_5_text", tmp_path / "hf")
+    if kind == "model":
+        directory, drafter = small
+
+        def reference(_, *args):
+            return greedy(drafter, *args)
+    else:
+        head = eagle3.Eagle3(64, VOCAB, ROWS, base.get_input_embeddings().weight.detach())
+        directory = head.save(tmp_path / "head", eagle_aux_hidden_state_layer_ids=[1, 2, 3])
+
+        def reference(*args):
+            return head.drafts(*args, (1, 2, 3))
+    llmc.compile(tmp_path / "hf", tmp_path / "case", draft=f"{kind}:{directory}")
+    check_recurrent(tmp_path / "case", ["greedy"], lambda llm, prompt: assert_drafts(
+        llm, base, reference, prompt, proposed, 3))
+
+
+def check_recurrent(case, names, check):
+    """Compare drafts with the reference, and tokens with those without drafts."""
+    with llmc.LLM(case, max_batch_size=4) as alone, llmc.LLM(
+            case, speculate="draft", num_speculative_tokens=3, max_batch_size=4, block_size=4,
+            kv_cache_tokens=96, max_num_batched_tokens=16) as llm:
+        for name in names:
+            equal(llm.generate(PROMPTS, params(name)), alone.generate(PROMPTS, params(name)))
+        assert llm.metrics()["preemptions"] and llm.metrics()["spec_decode_draft_tokens"]
+        check(llm, PROMPTS[3])
+        assert_reaches_the_end(llm, alone)
+
+
+def test_draft_models_have_no_recurrent_layers(tmp_path, model):
     families.save(families.tiny_model("lfm2", vocab_size=VOCAB), tmp_path / "hf")
-    with pytest.raises(llmc.LlmcError, match="layers with a recurrent state, which draft models"):
-        llmc.compile(tmp_path / "hf", tmp_path / "case", draft=f"model:{model[0]}")
+    with pytest.raises(llmc.LlmcError, match="with a recurrent state, which a draft model cannot"):
+        llmc.compile(model[0], tmp_path / "case", draft=f"model:{tmp_path / 'hf'}")
 
 
 def test_encoder_decoder_models_have_no_draft_models(tmp_path, encoder_decoder):

@@ -22,7 +22,8 @@ class Device:
         self.now += host  # prepares it
         self.begun = self.now
         self.pace.submitting(SimpleNamespace(
-            batch_size=batch, num_prefill_tokens=prompts, num_drafts=NO_DRAFTS, propose=None))
+            batch_size=batch, num_prefill_tokens=prompts, num_drafts=NO_DRAFTS, num_extra=NO_DRAFTS,
+            propose=None))
         if self.end:
             self.paused += max(0, self.now + FIRST - self.end)
         self.end = max(self.end, self.now + FIRST) + self.seconds(batch, prompts)

@@ -18,6 +18,7 @@ from llmc.runtime.core.prompt_scores import PromptScores
 from llmc.runtime.core.scheduler import HEAD_START, Scheduler, Sequence
 from llmc.runtime.core.step import LAST, EngineLimits, SamplingState, StepOutput
 from llmc.runtime.core.step_times import StepTimes
+from llmc.runtime.engines.state_slots import StateSlots
 from llmc.runtime.sampling.beam_search import Candidates
 from llmc.runtime.sampling.sampler import Logprobs
 from llmc.runtime.speculation.planner import DraftPlanner, VerificationCosts
@@ -38,10 +39,16 @@ def score(history, target):
 
 
 class Histories:
-    """An engine whose cache stores for each position a hash of all tokens up to it."""
+    """An engine whose cache stores for each position a hash of all tokens up to it.
+
+    With `keeps_states` a sequence continues from its state, such a hash, which is stored before
+    drafts.
+    """
 
     def __init__(self, limits):
         self.limits = limits
+        self.slots = StateSlots(limits) if limits.keeps_states else None
+        self.states = [b""] * limits.max_slots
         self.cells = {}
         self.last = {}
         self.made = {}
@@ -61,6 +68,10 @@ class Histories:
         written, ends, histories, passes = set(), [], [], []
         drafts = int(step.num_drafts.sum())
         self.drafts += drafts
+        assert self.slots is not None or not len(step.num_uncommitted)
+        rows, copies = self.slots.place(step) if self.slots else ((), np.empty((0, 2), int))
+        for old, new in copies.tolist():
+            self.states[new] = self.states[old]
         assert not (drafts and step.candidates)
         assert drafts + len(step.scored) <= self.limits.max_scored
         for index, slot in enumerate(step.slots.tolist()):
@@ -71,6 +82,8 @@ class Histories:
                     position % self.limits.block_size
 
             history = self.cells[cell(past - 1)] if past else b""
+            if past and self.slots:
+                assert self.states[rows[index]] == history
             start, end = step.cu_seqlens[index:index + 2]
             passed = []
             for position, token in enumerate(step.token_ids[start:end].tolist(), past):
@@ -80,6 +93,8 @@ class Histories:
                 self.cells[cell(position)] = history
                 histories.append(history)
                 passed.append(history)
+            if self.slots:
+                self.states[rows[index]] = passed[step.commit_lens[index] - 1]
             ends.append(history)
             passes.append(passed)
         tokens, counts = [], []
@@ -283,12 +298,14 @@ WISHES = st.lists(st.builds(
        reuse=st.booleans(), longest_first=st.booleans(), together=st.booleans(),
        turns=st.booleans(), drafts=st.lists(
            st.sampled_from([None, "right", "wrong", "random"]), min_size=10, max_size=10),
-       num_drafts=st.integers(1, 5))
+       num_drafts=st.integers(1, 5), states=st.booleans())
 def test_tokens_do_not_depend_on_concurrent_requests(wishes, scored, max_scored, blocks, size,
                                                      slots, budget, depth, reuse, longest_first,
-                                                     together, turns, drafts, num_drafts):
+                                                     together, turns, drafts, num_drafts,
+                                                     states):
+    """With recurrent states, too, which are stored before drafts."""
     limits = EngineLimits(blocks, size, max(budget, slots), slots, 512, depth, max_scored,
-                          longest_first=longest_first, max_drafts=num_drafts)
+                          longest_first=longest_first, max_drafts=num_drafts, keeps_states=states)
     for wish, wants, kind in zip(wishes, scored, drafts, strict=False):
         if wants and wish.width == 1:
             wish.scores = PromptScores(wish.prompt, 0)
@@ -307,10 +324,12 @@ def wish(prompt, count, **options):
                           stalls=range(0)), **options})
 
 
+@pytest.mark.parametrize("states", [False, True])
 @pytest.mark.parametrize(("kind", "steps"), [(None, 12), ("right", 3), ("wrong", 12)])
-def test_accepted_drafts_save_steps(kind, steps):
+def test_accepted_drafts_save_steps(kind, steps, states):
     own = wish([1] * 3, 12, drafts=kind)
-    _, engine = run([own], EngineLimits(12, 4, 16, 2, 512, 2, max_drafts=3), 16, 2)
+    _, engine = run([own], EngineLimits(12, 4, 16, 2, 512, 2, max_drafts=3, keeps_states=states),
+                    16, 2)
     assert engine.tickets <= steps + 1 and (engine.drafts > 0) == (kind is not None)
 
 

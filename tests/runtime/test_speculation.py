@@ -214,6 +214,22 @@ def test_the_number_of_drafts_is_what_pays_off(rate, seconds, low, high):
     assert low <= planner.counts.draft_tokens / 300 <= high
 
 
+@pytest.mark.parametrize(("extra", "low", "high"), [
+    (0.02, 3.5, 4), (0.6, 0, 0)])  # 0.6: a draft and its repetition exceed a step
+def test_accepted_drafts_are_counted_twice_with_recurrent_state(extra, low, high):
+    seconds = [1.0 + extra * count for count in range(9)]
+    chosen = []
+    for recomputes in (False, True):
+        planner = DraftPlanner(None, VerificationCosts({1: seconds}), recomputes=recomputes)
+        drafter = Steady(0.95)
+        own = planner.sequence(drafter)
+        for _ in range(200):
+            planner.plan([(own, [], 100)], 1, 100)
+            own.verified(1 + drafter.accepted(len(own.pending)))
+        chosen.append(planner.counts.draft_tokens / 200)
+    assert low <= chosen[1] <= high and chosen[1] < chosen[0]
+
+
 def test_no_drafts_in_batches_larger_than_measured():
     planner = DraftPlanner(None, VerificationCosts({4: [1.0, 1.1]}))
     own = planner.sequence(Steady(1.0))

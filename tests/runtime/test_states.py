@@ -5,15 +5,21 @@ Requests share prompts, are preempted, use beams, or arrive late.
 
 import families
 import numpy as np
+import onnx_graphsurgeon as gs
 import pytest
+from drafting import TestDrafter
 from hypothesis import given
 from hypothesis import strategies as st
 from schedule_interpreter import interpreted
 
 import llmc
 from llmc.artifacts.manifest import read_manifest
-from llmc.runtime.core.step import EngineLimits, Step
+from llmc.compiler.passes import recurrent_state
+from llmc.runtime.core import loop as loop_module
+from llmc.runtime.core.step import EngineLimits, SamplingState, Step
+from llmc.runtime.engines import cpu
 from llmc.runtime.engines.state_slots import StateSlots
+from llmc.runtime.sampling.sampler import Sampler
 
 # First: each layer has attention and two states; second: each has attention or two states.
 FAMILIES = ("falcon_h1", pytest.param("kimi_linear", marks=pytest.mark.thorough))
@@ -56,6 +62,13 @@ def tokens(count=COUNT, **params):
     return llmc.SamplingParams(max_tokens=count, ignore_eos=True, **params)
 
 
+def draft(monkeypatch, expected, kind):
+    """Draft for PROMPTS, whose completions are given, with a `TestDrafter`."""
+    known = {tuple(prompt): own for prompt, own in zip(PROMPTS, expected, strict=True)}
+    monkeypatch.setattr(loop_module, "NgramDrafter", lambda prompt, *_: TestDrafter(
+        known[tuple(prompt)], kind, families.VOCAB))
+
+
 @pytest.mark.parametrize("block_size", [1, 4])
 def test_concurrent_requests_with_preemption_get_transformers_tokens(case, expected, block_size):
     with llmc.LLM(case, max_batch_size=3, max_num_batched_tokens=7, kv_cache_tokens=48,
@@ -92,6 +105,72 @@ def test_completions_are_sampled_as_alone(case):
     assert [[own.token_ids for own in got[n]] for n in range(len(PROMPTS))] == alone
 
 
+@pytest.mark.parametrize("kind", ["right", "wrong", "random"])
+def test_tokens_do_not_depend_on_drafts(case, expected, kind, monkeypatch):
+    """With preemption, and drafts beside chunks of prompts."""
+    draft(monkeypatch, expected, kind)
+    with llmc.LLM(case, max_batch_size=3, max_num_batched_tokens=9, kv_cache_tokens=48,
+                  block_size=1, speculate="ngram", num_speculative_tokens=3) as llm:
+        got = families.ask_at_once(llm, PROMPTS, lambda index: tokens())
+        assert [got[n][0].token_ids for n in range(len(PROMPTS))] == expected
+        made = llm.generate([PROMPTS[5]], tokens(n=3, temperature=1.0, top_k=1))
+        assert [own.token_ids for own in made] == [expected[5]] * 3
+        metrics = llm.metrics()
+    assert metrics["preemptions"]
+    drafted, accepted = metrics["spec_decode_draft_tokens"], metrics["spec_decode_accepted_tokens"]
+    assert drafted and (accepted == 0 if kind == "wrong" else accepted > 0)
+
+
+def test_drafts_are_not_split_into_chunks(case, expected, monkeypatch):
+    """A chunk after drafts would need the state after them."""
+    draft(monkeypatch, expected, "random")
+    monkeypatch.setattr(cpu, "MAX_CHUNK", 3)
+    with llmc.LLM(case, speculate="ngram", num_speculative_tokens=7) as llm:
+        assert [own.token_ids for own in llm.generate(PROMPTS, tokens())] == expected
+        assert llm.metrics()["spec_decode_accepted_tokens"]
+
+
+def test_a_model_of_an_earlier_release_runs_without_drafts(hf, expected, tmp_path, monkeypatch):
+    real = recurrent_state.graph_input
+    monkeypatch.setattr(recurrent_state, "graph_input", lambda graph, name, shape:
+                        gs.Variable.empty() if name == "commit_lens" else real(graph, name, shape))
+    llmc.compile(hf, tmp_path / "case")
+    with llmc.LLM(tmp_path / "case") as llm:
+        got, = llm.generate([PROMPTS[0]], tokens(prediction=list(expected[0])))
+    assert got.token_ids == expected[0]
+    with pytest.raises(llmc.LlmcError, match="'ngram' is unsupported for this model.*; compile it "
+                                             "again"):
+        llmc.LLM(tmp_path / "case", speculate="ngram")
+
+
+def test_drafts_follow_sampling_parameters(case):
+    wish = [tokens(20, temperature=0.9, seed=7, n=2), tokens(20, repetition_penalty=1.3),
+            tokens(20, logprobs=2, prompt_logprobs=1)]
+    prompts = [PROMPTS[n] for n in (4, 1, 3)]
+    with llmc.LLM(case, max_batch_size=4) as alone, llmc.LLM(
+            case, max_batch_size=4, speculate="ngram", num_speculative_tokens=4) as llm:
+        made, plain = llm.generate(prompts, wish), alone.generate(prompts, wish)
+        assert [own.token_ids for own in made] == [own.token_ids for own in plain]
+        assert llm.metrics()["spec_decode_accepted_tokens"]
+        beams = [tokens(8, beam_width=2), tokens(8)]
+        got, best = llm.generate(prompts[:2], beams), alone.generate(prompts[:2], beams)
+    assert [own.token_ids for own in got] == [own.token_ids for own in best]
+
+
+def test_a_prediction_saves_steps(case, expected, monkeypatch):
+    with llmc.LLM(case, num_speculative_tokens=4) as llm:
+        read = families.steps_read(llm, monkeypatch)
+        got, = llm.generate([PROMPTS[4]], tokens(prediction=list(expected[4])))
+    assert got.token_ids == expected[4]
+    assert read == [len(PROMPTS[4]), 1, 1 + 4, 4 + 1 + 2]  # accepted drafts are computed twice
+
+
+def test_the_number_of_drafts_is_measured(cases, expected):
+    with llmc.LLM(cases[1], max_batch_size=2, speculate="ngram") as llm:
+        got = llm.generate(PROMPTS, tokens())
+    assert [own.token_ids for own in got] == expected
+
+
 @pytest.mark.parametrize("beams", [3])
 def test_beams_are_transformers(case, model, beams):
     params = tokens(beam_width=beams)
@@ -118,6 +197,31 @@ def test_a_session_continues_beside_others(case, model, expected):
         got = session.extend([PROMPTS[4][10:], PROMPTS[6][3:]])
     wanted = [families.reference_logits(model, PROMPTS[n])[-1] for n in (4, 6)]
     families.assert_close(got, np.stack(wanted))
+
+
+def test_a_state_stays_when_the_pages_of_its_row_are_released(case, model):
+    """A step of the rows around it passes it over."""
+    state = SamplingState(Sampler(tokens()))
+    prompt = PROMPTS[3]
+
+    def work(scheduler, engine):
+        def run(made):
+            return engine.collect(engine.submit(made)).logits
+
+        def prefill(slot, count, first):
+            run(Step.of([prompt[:count]], [0], [range(first, first + count)], [slot],
+                        admit={slot: state}))
+
+        prefill(1, 4, 0)
+        prefill(3, 9, 5)
+        prefill(0, 4, 5)  # too many rows: that of slot 1 is released
+        prefill(2, 2, 10)
+        run(Step.of([[5], [6]], [4, 2], [range(5, 10), range(10, 13)], [0, 2]))
+        return run(Step.of([prompt[4:5]], [4], [range(5)], [1], logits="sampled"))
+
+    with llmc.LLM(case, max_batch_size=4, block_size=1, kv_cache_tokens=16) as llm:
+        logits = llm._loops[0].run(work)
+    families.assert_close(logits[0], families.reference_logits(model, prompt[:5])[-1])
 
 
 def test_the_manifest_lists_the_states_of_each_chip(cases):
@@ -151,6 +255,15 @@ def test_a_program_stores_states_by_slot(scheduled, model, expected, blocks, blo
         assert [own.token_ids for own in made] == [expected[5]] * 3
         best, = llm.generate(PROMPTS[:1], tokens(5, beam_width=3))
     assert best.token_ids == families.best_of_beams(model, PROMPTS[0], 3, 5)
+
+
+def test_a_program_stores_states_before_drafts(scheduled, expected, monkeypatch):
+    draft(monkeypatch, expected, "random")
+    limits = EngineLimits(48, 1, 16, 3, 512, 2, max_drafts=4, keeps_states=True)
+    with interpreted(scheduled, limits, speculate="ngram", num_speculative_tokens=4) as llm:
+        got = families.ask_at_once(llm, PROMPTS, lambda index: tokens())
+        assert [got[n][0].token_ids for n in range(len(PROMPTS))] == expected
+        assert llm.metrics()["spec_decode_accepted_tokens"]
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=4, max_size=4), min_size=1, max_size=6))

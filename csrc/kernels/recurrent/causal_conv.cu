@@ -116,56 +116,102 @@ __global__ void __launch_bounds__(kThreads) conv_kernel(CausalConvParams p) {
   }
 }
 
-// The new state of a sequence: its last tokens, some possibly from the old state. With
-// kSingle, sequences have one token each, and y is computed too.
-template <typename T, int kTaps, int kWidth, bool kSingle>
+// One channel group of a sequence: its place in `hidden` and in the states.
+template <typename T, int kTaps, int kWidth>
+struct SequenceChannels {
+  int first, count, commit, kept, channels;
+  bool has_state;
+  const T* hidden;  // of the first new token
+  float* state;
+
+  __device__ SequenceChannels(const CausalConvParams& p, int sequence, int channel)
+      : first(p.cu_seqlens[sequence]),
+        count(p.cu_seqlens[sequence + 1] - first),
+        commit(p.commit_lens != nullptr ? p.commit_lens[sequence] : count),
+        kept(p.kernel_size - 1),
+        channels(p.channels),
+        has_state(p.past_lens[sequence] > 0),
+        hidden(static_cast<const T*>(p.hidden) + first * p.pitch + channel),
+        state(p.state + static_cast<int64_t>(state_row(p, sequence)) * kept * p.channels +
+              channel) {}
+
+  // Row of the state for window[k]; negative: none.
+  __device__ int place(int k) const { return k - (kTaps - 1 - kept); }
+  __device__ void read_state(float (&into)[kWidth], int row) const {
+    if (has_state) read(into, state + static_cast<int64_t>(row) * channels);
+    else clear(into);
+  }
+  __device__ void store_state(const float (&window)[kTaps][kWidth]) const {
+#pragma unroll
+    for (int k = 0; k + 1 < kTaps; ++k) {
+      if (place(k) < 0) continue;
+      Vec<float, kWidth> out;
+#pragma unroll
+      for (int w = 0; w < kWidth; ++w) out.data[w] = window[k][w];
+      store(state + static_cast<int64_t>(place(k)) * channels, out);
+    }
+  }
+};
+
+// The new state of a sequence: the last tokens to commit, some possibly from the old state.
+template <typename T, int kTaps, int kWidth>
 __global__ void __launch_bounds__(kThreads) conv_state_kernel(CausalConvParams p) {
-  const int channel = (blockIdx.x * kThreads + threadIdx.x) * kWidth, sequence = blockIdx.y;
+  const int channel = (blockIdx.x * kThreads + threadIdx.x) * kWidth;
   pdl_wait();
   pdl_launch_dependents();
   if (channel >= p.channels) return;
-  const int first = p.cu_seqlens[sequence], count = p.cu_seqlens[sequence + 1] - first,
-            kept = p.kernel_size - 1;
-  float* state =
-      p.state + static_cast<int64_t>(state_row(p, sequence)) * kept * p.channels + channel;
-  const bool has_state = p.past_lens[sequence] > 0;
-  if (count == 0 && has_state) return;
-  const T* hidden = static_cast<const T*>(p.hidden) + first * p.pitch + channel;
-  float window[kTaps][kWidth];  // the last `kept` values, and the newest
-#pragma unroll
-  for (int k = 0; k < kTaps; ++k) {
-    const int place = k - (kTaps - 1 - kept);  // position in the new state
-    clear(window[k]);
-    if (place < 0) continue;
-    const int offset = count - kept - (kSingle ? 1 : 0) + place;  // of the sequence's new tokens
-    if (!kSingle && k == kTaps - 1) continue;
-    if (offset >= 0) read(window[k], hidden + offset * p.pitch);
-    else if (has_state) read(window[k], state + static_cast<int64_t>(kept + offset) * p.channels);
-  }
-  if constexpr (kSingle) FilterTaps<T, kTaps, kWidth>(p, channel).apply(p, window, first, channel);
+  const SequenceChannels<T, kTaps, kWidth> own(p, blockIdx.y, channel);
+  if (own.commit == 0 && own.has_state) return;
+  float window[kTaps][kWidth];
 #pragma unroll
   for (int k = 0; k + 1 < kTaps; ++k) {
-    const int place = k - (kTaps - 1 - kept);
-    if (place < 0) continue;
-    Vec<float, kWidth> out;
+    clear(window[k]);
+    if (own.place(k) < 0) continue;
+    const int offset = own.commit - own.kept + own.place(k);  // of the sequence's new tokens
+    if (offset >= 0) read(window[k], own.hidden + offset * p.pitch);
+    else own.read_state(window[k], own.kept + offset);
+  }
+  own.store_state(window);
+}
+
+// y of a sequence's tokens, and its new state, for few tokens.
+template <typename T, int kTaps, int kWidth>
+__global__ void __launch_bounds__(kThreads) conv_few_kernel(CausalConvParams p) {
+  const int channel = (blockIdx.x * kThreads + threadIdx.x) * kWidth;
+  pdl_wait();
+  pdl_launch_dependents();
+  if (channel >= p.channels) return;
+  const SequenceChannels<T, kTaps, kWidth> own(p, blockIdx.y, channel);
+  if (own.count == 0 && own.has_state) return;
+  const FilterTaps<T, kTaps, kWidth> taps(p, channel);
+  float window[kTaps][kWidth];  // the last `kept` values, and the newest
 #pragma unroll
-    for (int w = 0; w < kWidth; ++w) out.data[w] = window[kSingle ? k + 1 : k][w];
-    store(state + static_cast<int64_t>(place) * p.channels, out);
+  for (int k = 0; k + 1 < kTaps; ++k) {
+    if (own.place(k) < 0) clear(window[k]);
+    else own.read_state(window[k], own.place(k));
+  }
+  if (own.commit == 0) own.store_state(window);
+  for (int token = 0; token < own.count; ++token) {
+    read(window[kTaps - 1], own.hidden + token * p.pitch);
+    taps.apply(p, window, own.first + token, channel);
+#pragma unroll
+    for (int k = 0; k + 1 < kTaps; ++k)
+#pragma unroll
+      for (int w = 0; w < kWidth; ++w) window[k][w] = window[k + 1][w];
+    if (token + 1 == own.commit) own.store_state(window);
   }
 }
 
 template <typename T, int kTaps, int kWidth>
 cudaError_t run(const CausalConvParams& p, cudaStream_t stream) {
   const unsigned across = ceil_div(p.channels, kThreads * kWidth);
-  if (p.single)
-    return launch(conv_state_kernel<T, kTaps, kWidth, true>, dim3(across, p.batch), kThreads, 0,
-                  stream, p);
+  if (p.few)
+    return launch(conv_few_kernel<T, kTaps, kWidth>, dim3(across, p.batch), kThreads, 0, stream, p);
   const cudaError_t status =
       launch(conv_kernel<T, kTaps, kWidth>, dim3(across, ceil_div(p.num_tokens, kRun)), kThreads, 0,
              stream, p);
   if (status != cudaSuccess) return status;
-  return launch(conv_state_kernel<T, kTaps, kWidth, false>, dim3(across, p.batch), kThreads, 0,
-                stream, p);
+  return launch(conv_state_kernel<T, kTaps, kWidth>, dim3(across, p.batch), kThreads, 0, stream, p);
 }
 
 }  // namespace

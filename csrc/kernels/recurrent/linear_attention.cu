@@ -2,7 +2,8 @@
 // adds the outer product of its key and its update, and reads it with its query. Columns of the
 // state are independent: a column stays in registers of kLanes threads for all new tokens of a
 // sequence; keys and queries pass through shared memory in tiles of tokens. Reads q, k, v once per
-// kColumns columns, and the state once; writes out and the state. For decoding,
+// kColumns columns, and the state once; writes out and the state. Drafts follow the tokens after
+// which the state is stored. For decoding,
 // linear_attention_step_kernel keeps less and has more of the state in flight.
 #include "../common/device.cuh"
 #include "params.h"
@@ -61,6 +62,13 @@ __global__ void __launch_bounds__(kThreads) linear_attention_kernel(LinearAttent
   pdl_wait();
   pdl_launch_dependents();
   if (begin == end && p.past_lens[sequence] > 0) return;
+  const int stop = p.commit_lens != nullptr ? begin + p.commit_lens[sequence] : end;
+  auto store_state = [&] {
+    each([&](int key, float& element) {
+      if (has_column && key < p.k_dim) state[static_cast<int64_t>(key) * p.v_dim] = element;
+    });
+  };
+  if (stop == begin) store_state();
 
   const int64_t width = 2ll * p.k_heads * p.k_dim + static_cast<int64_t>(p.v_heads) * p.v_dim;
   const T* qkv = static_cast<const T*>(p.qkv);
@@ -214,11 +222,9 @@ __global__ void __launch_bounds__(kThreads) linear_attention_kernel(LinearAttent
       if (lane == 0 && has_column)
         out[static_cast<int64_t>(tile + t) * p.v_heads * p.v_dim] =
             from_float<T>(fmaf(skip, value, read));
+      if (tile + t + 1 == stop) store_state();
     }
   }
-  each([&](int key, float& element) {
-    if (has_column && key < p.k_dim) state[static_cast<int64_t>(key) * p.v_dim] = element;
-  });
 }
 
 // Decoding: one token per sequence. The state is read once, with unnormalized keys and queries: q *

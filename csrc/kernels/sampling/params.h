@@ -43,18 +43,23 @@ struct PrepareInputsParams {
   int32_t *memory_starts, *memory_lens;  // [rows], or null
   int32_t* block_table;                  // [rows, max_blocks]
   int32_t *prefix, *own_from;            // see SharedPrefix: [2], [rows]
-  int32_t* state_slots;  // [rows], or null; num_states, the padding state, in padding rows
+  // [rows], or null; num_states, the padding state, and 1 in padding rows.
+  int32_t *state_slots, *commit_lens;
+  // Rows of sequences, [rows + 1] and [rows], or null. Those two are then by sequence. Padding rows
+  // are sequences, and empty sequences follow.
+  int32_t *sequence_starts, *sequence_past;
   // Sent by the host.
   const int32_t*
       host_ids;  // [num_tokens]; negative: the token that the sequence's slot sampled last
   const int32_t *host_seqlens, *host_past, *host_slots, *host_logits, *host_starts, *host_lens,
-      *host_states;
-  const int32_t* host_own_from;  // [batch]; null: no shared prefix
+      *host_states, *host_commits;
+  const int32_t *host_sequence_starts, *host_sequence_past;  // [num_sequences + 1], [num_sequences]
+  const int32_t* host_own_from;                              // [batch]; null: no shared prefix
   const BlockTableUpdate* runs;
   const int32_t* blocks;
   const int64_t* last;  // [slots]
-  int num_tokens, batch, num_logits, rows, num_runs, max_blocks, num_states, prefix_owner,
-      prefix_length;
+  int num_tokens, batch, num_sequences, num_logits, rows, num_runs, max_blocks, num_states,
+      prefix_owner, prefix_length;
 };
 cudaError_t prepare_inputs(const PrepareInputsParams& params, cudaStream_t stream);
 

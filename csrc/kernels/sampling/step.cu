@@ -80,10 +80,21 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_inputs_kernel(Prepare
       p.memory_starts[i] = there ? p.host_starts[i] : 0;
       p.memory_lens[i] = there ? p.host_lens[i] : 1;  // attention to no key is NaN
     }
-    if (p.state_slots != nullptr) p.state_slots[i] = there ? p.host_states[i] : p.num_states;
+    const bool is_sequence = i < p.num_sequences;
+    if (p.state_slots != nullptr) p.state_slots[i] = is_sequence ? p.host_states[i] : p.num_states;
+    if (p.commit_lens != nullptr) p.commit_lens[i] = is_sequence ? p.host_commits[i] : 1;
     if (p.host_own_from != nullptr) {
       p.own_from[i] = there ? p.host_own_from[i] : 0;
       if (i == 0) p.prefix[0] = p.prefix_owner, p.prefix[1] = p.prefix_length;
+    }
+  }
+  if (p.sequence_starts != nullptr && i <= p.rows) {
+    const int past_end = i - p.num_sequences;  // a padding row, or an empty sequence
+    p.sequence_starts[i] =
+        past_end <= 0 ? p.host_sequence_starts[i] : min(p.num_tokens + past_end, p.rows);
+    if (i < p.rows) {
+      const bool is_padding = p.num_tokens + past_end < p.rows;
+      p.sequence_past[i] = past_end < 0 ? p.host_sequence_past[i] : is_padding ? 0 : 1;
     }
   }
   for (int r = blockIdx.x; r < p.num_runs; r += gridDim.x) {

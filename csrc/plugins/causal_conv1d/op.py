@@ -9,6 +9,7 @@ K - 1 tokens of a sequence, the newest last; it is not read where past_lens is 0
     state                 float32 [batch, K - 1, channels], or [num_states, …] with state_slots
     cu_seqlens, past_lens int32 [batch + 1], [batch]
     state_slots           int32 [batch], distinct: each sequence's state; absent: row b
+    commit_lens           int32 [batch], new tokens after which the state is stored; absent: all
     y                     [num_tokens, channels], after `activation`
 
 Comments below use T new tokens, B sequences, C channels.
@@ -24,7 +25,7 @@ from llmc.plugins import Fields, Op, Sample, Shape
 from llmc.plugins.activations import REFERENCE, activation_text
 from llmc.plugins.attention.op import _PAST, _TOKENS, _ints
 from llmc.plugins.roles import ByElements, Columns, State
-from llmc.plugins.states import kept_states, own_states, state_rows
+from llmc.plugins.states import committed, kept_states, own_states, state_rows
 
 
 def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
@@ -34,7 +35,7 @@ def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
     return {"hidden": ("num_tokens", "channels"), "weight": ("channels", kernel),
             "state": (state_rows(present), kernel - 1, "channels"),
             "cu_seqlens": ("batch_plus_1",), "past_lens": ("batch",), "bias": ("channels",),
-            "state_slots": ("batch",)}
+            "state_slots": ("batch",), "commit_lens": ("batch",)}
 
 
 def _body(fields: Fields, present: frozenset[str]) -> str:
@@ -80,9 +81,9 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
     return "\n".join([
         *lines, activation_text(fields["activation"], total, "y"),
         # The last K - 1 rows of each sequence, [B, K - 1]: new ones, preceded by the state's.
-        _ints("steps_back", *range(-(kernel - 1), 0)),
-        "length_column = Unsqueeze(lengths, c1)",
-        "end_offset = Add(length_column, steps_back)",
+        *committed(present), _ints("steps_back", *range(-(kernel - 1), 0)),
+        "commit_column = Unsqueeze(commits, c1)",
+        "end_offset = Add(commit_column, steps_back)",
         "is_before = Less(end_offset, zero)",
         "batch = Shape(past)", "batch_scalar = Squeeze(batch)",
         "number = Range(zero, batch_scalar, one)", "number_column = Unsqueeze(number, c1)",
@@ -104,14 +105,16 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
         rows = np.concatenate([state[own] if past else np.zeros(state[own].shape), x[start:stop]])
         for token in range(start, stop):
             y[token] = (rows[token - start:token - start + kept + 1] * weight.T).sum(0)
-        state_out[own] = rows[len(rows) - kept:]
+        commit = inputs["commit_lens"][b] if "commit_lens" in inputs else stop - start
+        state_out[own] = rows[commit:commit + kept]
     return [REFERENCE[fields["activation"]](y + inputs.get("bias", 0.0)), state_out]
 
 
 def _samples(rng: np.random.Generator) -> list[Sample]:
     def sample(new: Sequence[int], past: Sequence[int], kernel: int, bias: bool = False,
                activation: str = "none", channels: int = 6,
-               slots: Sequence[int] | None = None) -> Sample:
+               slots: Sequence[int] | None = None,
+               commits: Sequence[int] | None = None) -> Sample:
         def normal(*shape: int) -> np.ndarray:
             return rng.standard_normal(shape).astype(np.float32)
 
@@ -123,6 +126,8 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
             inputs["bias"] = normal(channels)
         if slots is not None:
             inputs["state_slots"] = np.array(slots, np.int32)
+        if commits is not None:
+            inputs["commit_lens"] = np.array(commits, np.int32)
         return Sample({"kernel_size": kernel, "activation": activation}, inputs)
 
     return [
@@ -133,13 +138,17 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
         sample((3, 1), (0, 7), 2, channels=1),
         sample((1, 1, 1), (3, 0, 8), 4, slots=(5, 6, 0), channels=8),
         sample((9, 1, 2), (1, 4, 0), 4, bias=True, activation="silu", slots=(2, 0, 6)),
+        sample((5, 1, 0, 7, 2, 3), (3, 4, 2, 0, 6, 0), 4, bias=True, activation="silu",
+               commits=(2, 1, 0, 6, 0, 0), channels=8),
+        sample((9, 3, 1), (1, 4, 8), 3, slots=(2, 0, 6), commits=(5, 1, 1)),
     ]
 
 
 OP = Op(
     name="CausalConv1d",
     version=2,
-    inputs=("hidden", "weight", "state", "cu_seqlens", "past_lens", "bias?", "state_slots?"),
+    inputs=("hidden", "weight", "state", "cu_seqlens", "past_lens", "bias?", "state_slots?",
+            "commit_lens?"),
     outputs=("y", "state_out"),
     fields={"kernel_size": 0, "activation": "none"},
     required=("kernel_size",),
@@ -151,7 +160,7 @@ OP = Op(
     columns=(Columns("hidden"),),
     body=_body,
     float32_inputs=frozenset({"state"}),
-    integer_inputs=frozenset({"cu_seqlens", "past_lens", "state_slots"}),
+    integer_inputs=frozenset({"cu_seqlens", "past_lens", "state_slots", "commit_lens"}),
     output_dtypes={"state_out": "float32"},
     core_most={"kernel_size": 8},
     reference=_reference,

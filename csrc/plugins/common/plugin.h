@@ -199,6 +199,15 @@ struct Context {
   int num_decode = 0;     // the first num_decode sequences have one new token each
   bool verifies = false;  // with `decode`: rows may belong to one sequence, whose later rows attend
                           // to the earlier ones
+  // With `verifies`, the rows of each sequence: ops with recurrent state take these for cu_seqlens
+  // and past_lens, and their state_slots and commit_lens are by sequence, too. Sequences of padding
+  // rows follow, then empty ones, up to the number of rows.
+  struct Sequences {
+    const int32_t *cu_seqlens = nullptr, *past_lens = nullptr;  // [rows + 1], [rows]
+  } sequences{};
+  // Without `verifies`: sequences after the decoding ones, up to the last with drafts, and their
+  // tokens.
+  int num_drafted = 0, drafted_tokens = 0;
   AttentionBackend* attention = nullptr;  // null: llmc's kernels
   int longest = 0,
       reach = 0;  // maximum number of new tokens, and of all tokens, of a sequence; 0: unknown

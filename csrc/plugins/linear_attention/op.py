@@ -18,6 +18,7 @@ decay.
                           with state_slots; not read where past_lens is 0
     cu_seqlens, past_lens int32 [batch + 1], [batch]
     state_slots           int32 [batch], distinct: each sequence's state; absent: row b
+    commit_lens           int32 [batch], new tokens after which the state is stored; absent: all
     beta                  [num_tokens, num_v_heads]; absent: 1. It stands for
                           beta_activation(beta + beta_bias), the bias float32 [num_v_heads], 0 if
                           absent
@@ -41,7 +42,7 @@ from llmc.plugins import Fields, Op, Sample, Shape
 from llmc.plugins.activations import REFERENCE, activation_text
 from llmc.plugins.attention.op import _PAST, _TOKENS, _ints
 from llmc.plugins.roles import ByStateHeads, Columns, State
-from llmc.plugins.states import kept_states, own_states, state_rows
+from llmc.plugins.states import committed, kept_states, own_states, state_rows
 
 _L2_EPSILON = 1e-6  # added to the squared norm
 
@@ -69,7 +70,7 @@ def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
     return {"qkv": ("num_tokens", 2 * k_heads * k_dim + v_heads * v_dim),
             "decay": ("num_tokens", v_heads * (k_dim if fields["decay_per_channel"] else 1)),
             "state": (state_rows(present), v_heads, k_dim, v_dim), "state_slots": ("batch",),
-            "cu_seqlens": ("batch_plus_1",), "past_lens": ("batch",),
+            "commit_lens": ("batch",), "cu_seqlens": ("batch_plus_1",), "past_lens": ("batch",),
             "beta": ("num_tokens", v_heads), "skip": (v_heads,), "decay_rate": (v_heads,),
             "decay_bias": (v_heads,), "beta_bias": (v_heads,)}
 
@@ -155,14 +156,25 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
         "read_one = MatMul(q_one, memory_out)",
     ]
     rank_5, rank_1 = "float[b, h, g, k, v]", "bool[b]"
-    taken = ", ".join(f"{rank_5} {name}_one" for name in scanned)
+    carried, masks = ["memory"], ["live"]
+    if "commit_lens" in present:  # the stored state is another one
+        lines += [*committed(present), "stored = Less(step_column, commits)"]
+        step += ["stored_corner = Unsqueeze(stored_one, c1234)",
+                 "kept_out = Where(stored_corner, memory_out, kept)"]
+        carried, masks = ["memory", "kept"], ["live", "stored"]
+    scans = [f"{name}_steps" for name in scanned] + masks
+    taken = ", ".join([*(f"{rank_5} {name}" for name in carried),
+                       *(f"{rank_5} {name}_one" for name in scanned),
+                       *(f"{rank_1} {name}_one" for name in masks)])
+    made = ", ".join([*(f"{rank_5} {name}_out" for name in carried), f"{rank_5} read_one"])
+    last = ["last_groups"] if len(carried) == 1 else ["ignored_groups", "last_groups"]
     return "\n".join([
         *lines,
         _ints("groups_shape", 0, k_heads, group, k_dim, v_dim),
         "first_groups = Reshape(first_state, groups_shape)",
-        f"last_groups, reads = Scan(first_groups, {', '.join(f'{n}_steps' for n in scanned)}, live)"
-        f" <num_scan_inputs={len(scanned) + 1}, body = each ({rank_5} memory, {taken}, "
-        f"{rank_1} live_one) => ({rank_5} memory_out, {rank_5} read_one) {{", *step, "}>",
+        f"{', '.join(last)}, reads = "
+        f"Scan({', '.join(['first_groups'] * len(carried) + scans)}) "
+        f"<num_scan_inputs={len(scans)}, body = each ({taken}) => ({made}) {{", *step, "}>",
         "state_shape = Shape(own_state)", "own_state_out = Reshape(last_groups, state_shape)",
         *kept_states(present),
         "offset_column = Unsqueeze(offset, c1)", "sequence_column = Unsqueeze(sequence, c1)",
@@ -177,50 +189,100 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
 def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
     """Use com.microsoft.LinearAttention on [B, S, ...] padded on the right.
 
-    Padding tokens neither decay nor update the state.
+    With commit_lens, a second call computes the drafts, if there are any, from the stored state.
     """
     k_heads, v_heads, k_dim, v_dim = _sizes(fields)
     delta = fields["update_rule"] == "gated_delta"
     if delta and fields["decay_per_channel"] and "beta" not in present:
         return None  # the kernel requires a beta per head
-    lines = [*_prepared(fields, present),
-             "starts_live = Unsqueeze(lengths, c1)", "live = Less(step, starts_live)",
-             "live_column = Unsqueeze(live, last)", "one_beta = Constant<value_float=1.0>()"]
+    lines = [*_prepared(fields, present), _ints("c2", 2), "one_beta = Constant<value_float=1.0>()",
+             _ints("group_shape", 1, 1, v_heads // k_heads, 1),
+             _ints("heads_shape", -1, v_heads, v_dim)]
     for name, dim in (("q", k_dim), ("k", k_dim)):
-        lines += [f"{name}_column = Unsqueeze({name}, c2)",
+        lines += [_ints(f"{name}_wide", 0, v_heads * dim),
+                  f"{name}_column = Unsqueeze({name}, c2)",
                   f"{name}_grid = Expand({name}_column, group_shape)",
-                  f"{name}_grouped = Reshape({name}_grid, {name}_wide)",
-                  f"{name}_padded = Gather<axis=0>({name}_grouped, pad)"]
-        lines.insert(0, _ints(f"{name}_wide", 0, v_heads * dim))
-    lines.insert(0, _ints("group_shape", 1, 1, v_heads // k_heads, 1))
-    lines.insert(0, _ints("c2", 2))
+                  f"{name}_grouped = Reshape({name}_grid, {name}_wide)"]
     value = "v"
     if "beta" in present and not delta:
         lines += ["beta_of_value = Unsqueeze(weight, last)", "v_weighed = Mul(v, beta_of_value)"]
         value = "v_weighed"
-    lines += [_ints("v_wide", 0, v_heads * v_dim), f"v_flat = Reshape({value}, v_wide)",
-              "v_any = Gather<axis=0>(v_flat, pad)",
-              "v_padded = Where(live_column, v_any, nothing)",
-              "decay_any = Gather<axis=0>(log_decay, pad)",
-              "decay_padded = Where(live_column, decay_any, nothing)"]
-    beta = ""
-    if delta:
-        lines += ["beta_any = Gather<axis=0>(weight, pad)" if "beta" in present else
-                  "decay_zero = Sub(decay_padded, decay_padded)\n"
-                  "beta_any = Add(decay_zero, one_beta)",
-                  "beta_padded = Where(live_column, beta_any, nothing)"]
-        beta = ", beta_padded"
-    return "\n".join([
-        *lines,
-        f"read_padded, own_state_out = com.microsoft.LinearAttention<q_num_heads={v_heads}, "
-        f"kv_num_heads={v_heads}, scale={fields['scale']!r}, "
-        f'update_rule="{fields["update_rule"]}">'
-        f"(q_padded, k_padded, v_padded, first_state, decay_padded{beta})",
-        *kept_states(present), _ints("heads_shape", -1, v_heads, v_dim),
-        "read_rows = Reshape(read_padded, heads_shape)",
-        "read = Gather<axis=0>(read_rows, place)",
-        *_joined(fields, present),
-    ])
+    lines += [_ints("v_wide", 0, v_heads * v_dim), f"v_flat = Reshape({value}, v_wide)"]
+    if "commit_lens" not in present:
+        lines += [*_padded_call(fields, present, "pad", "step", "lengths", "first_state"),
+                  "own_state_out = Identity(pad_state_out)",
+                  "read = Gather<axis=0>(pad_rows, place)"]
+    else:
+        lines += [
+            *committed(present), *_padding("early", "starts", "commits"),
+            *_padded_call(fields, present, "early_pad", "early_step", "commits", "first_state"),
+            "own_state_out = Identity(early_pad_state_out)",
+            "early_first = Mul(sequence, early_longest)", "early_place = Add(early_first, offset)",
+            "draft_lens = Sub(lengths, commits)",
+            "num_drafts = ReduceMax<keepdims=0>(draft_lens)",
+            "any_draft = Greater(num_drafts, zero)",
+            "read = If(any_draft) <then_branch = drafts () => (float[t, h, v] read_all) {",
+            "draft_starts = Add(starts, commits)", *_padding("late", "draft_starts", "draft_lens"),
+            *_padded_call(fields, present, "late_pad", "late_step", "draft_lens",
+                          "own_state_out"),
+            "commit_of_token = Gather(commits, sequence)",
+            "is_early = Less(offset, commit_of_token)",
+            "draft = Sub(offset, commit_of_token)", "late_first = Mul(sequence, late_longest)",
+            "late_index = Add(late_first, draft)", "early_shape = Shape<end=1>(early_pad_rows)",
+            "late_place = Add(late_index, early_shape)",
+            "any_place = Where(is_early, early_place, late_place)",
+            "all_rows = Concat<axis=0>(early_pad_rows, late_pad_rows)",
+            "read_all = Gather<axis=0>(all_rows, any_place)",
+            "}, else_branch = none () => (float[t, h, v] read_early) {",
+            "read_early = Gather<axis=0>(early_pad_rows, early_place)", "}>"]
+    return "\n".join([*lines, *kept_states(present), *_joined(fields, present)])
+
+
+def _padding(prefix: str, starts: str, lengths: str) -> list[str]:
+    """Return lines for the padded tokens of each sequence from `starts` on, `<prefix>_pad` [B, S].
+
+    `<prefix>_longest` is S, at least 1, and `<prefix>_step` are the numbers below it.
+    """
+    return [f"{prefix}_most = ReduceMax<keepdims=0>({lengths})",
+            f"{prefix}_longest = Max({prefix}_most, one)",
+            f"{prefix}_step = Range(zero, {prefix}_longest, one)",
+            f"{prefix}_column = Unsqueeze({starts}, c1)",
+            f"{prefix}_beyond = Add({prefix}_column, {prefix}_step)",
+            f"{prefix}_pad = Min({prefix}_beyond, final)"]
+
+
+def _padded_call(fields: Fields, present: frozenset[str], pad: str, step: str, lengths: str,
+                 state: str) -> list[str]:
+    """Return lines for `<pad>_rows` [B * S, H * G, V] and `<pad>_state_out`.
+
+    Padding tokens neither decay nor update the state.
+
+    Args:
+        pad: padded tokens [B, S].
+        step: their numbers [S].
+        lengths: tokens of each sequence [B].
+        state: the state before them.
+    """
+    v_heads, delta = fields["num_v_heads"], fields["update_rule"] == "gated_delta"
+    lines = [f"{pad}_ends = Unsqueeze({lengths}, c1)", f"{pad}_live = Less({step}, {pad}_ends)",
+             f"{pad}_live_column = Unsqueeze({pad}_live, last)"]
+    lines += [f"{pad}_{name} = Gather<axis=0>({name}_grouped, {pad})" for name in "qk"]
+    given = [("v", "v_flat"), ("decay", "log_decay")]
+    if delta and "beta" in present:
+        given.append(("beta", "weight"))
+    for name, rows in given:
+        lines += [f"{pad}_{name}_any = Gather<axis=0>({rows}, {pad})",
+                  f"{pad}_{name} = Where({pad}_live_column, {pad}_{name}_any, nothing)"]
+    if delta and "beta" not in present:
+        lines += [f"{pad}_nil = Sub({pad}_decay, {pad}_decay)",
+                  f"{pad}_beta_any = Add({pad}_nil, one_beta)",
+                  f"{pad}_beta = Where({pad}_live_column, {pad}_beta_any, nothing)"]
+    return [*lines,
+            f"{pad}_read, {pad}_state_out = com.microsoft.LinearAttention<q_num_heads={v_heads}, "
+            f"kv_num_heads={v_heads}, scale={fields['scale']!r}, "
+            f'update_rule="{fields["update_rule"]}">'
+            f"({pad}_q, {pad}_k, {pad}_v, {state}, {pad}_decay{f', {pad}_beta' if delta else ''})",
+            f"{pad}_rows = Reshape({pad}_read, heads_shape)"]
 
 
 def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
@@ -240,7 +302,10 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
     for b, past in enumerate(inputs["past_lens"]):
         own = inputs["state_slots"][b] if "state_slots" in inputs else b
         state = state_out[own] if past else np.zeros(state_out[own].shape)
-        for token in range(*inputs["cu_seqlens"][b:b + 2]):
+        start, stop = inputs["cu_seqlens"][b:b + 2]
+        commit = start + inputs["commit_lens"][b] if "commit_lens" in inputs else stop
+        state_out[own] = state
+        for token in range(start, stop):
             state = state * np.exp(decay[token]).reshape(v_heads, -1, 1)
             news = v[token]
             if fields["update_rule"] == "gated_delta":
@@ -249,7 +314,8 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
                 news = news * beta[token][:, None]
             state = state + k[token][:, :, None] * news[:, None]
             out[token] = fields["scale"] * np.einsum("hk,hkv->hv", q[token], state)
-        state_out[own] = state
+            if token < commit:
+                state_out[own] = state
     if "skip" in wide:
         out += v * wide["skip"][:, None]
     return [out.reshape(len(out), -1), state_out]
@@ -258,8 +324,8 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
 def _samples(rng: np.random.Generator) -> list[Sample]:
     def sample(new: Sequence[int], past: Sequence[int], *optional: str, k_heads: int = 2,
                v_heads: int = 4, k_dim: int = 8, v_dim: int = 6,
-               slots: Sequence[int] | None = None, per_channel: int = 0,
-               **fields: int | float | str) -> Sample:
+               slots: Sequence[int] | None = None, commits: Sequence[int] | None = None,
+               per_channel: int = 0, **fields: int | float | str) -> Sample:
         def normal(*shape: int) -> np.ndarray:
             return rng.standard_normal(shape).astype(np.float32)
 
@@ -281,6 +347,8 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
                        if name in optional})
         if slots is not None:
             inputs["state_slots"] = np.array(slots, np.int32)
+        if commits is not None:
+            inputs["commit_lens"] = np.array(commits, np.int32)
         return Sample({"num_k_heads": k_heads, "num_v_heads": v_heads, "k_head_dim": k_dim,
                        "v_head_dim": v_dim, "decay_per_channel": per_channel, **fields}, inputs)
 
@@ -307,6 +375,13 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
                decay_activation="softplus", beta_activation="softplus"),
         sample((2, 1), (0, 3), "beta", "beta_bias", per_channel=1, beta_activation="sigmoid",
                **delta),
+        sample((5, 1, 0, 7, 2, 3), (3, 4, 2, 0, 6, 0), "beta", commits=(2, 1, 0, 6, 0, 0),
+               k_dim=16, v_dim=8, **delta),
+        sample((21, 4, 1, 40), (5, 1, 3, 0), "beta", "skip", slots=(2, 0, 6, 3),
+               commits=(17, 1, 1, 40)),
+        sample((3, 2), (7, 8), "beta", commits=(3, 2), **delta),
+        sample((4, 1), (6, 2), "beta", per_channel=1, slots=(5, 1), commits=(2, 1), **delta),
+        sample((3, 2), (0, 2), per_channel=1, commits=(1, 1), **delta),
     ]
 
 
@@ -314,7 +389,7 @@ OP = Op(
     name="GatedLinearAttention",
     version=3,
     inputs=("qkv", "decay", "state", "cu_seqlens", "past_lens", "beta?", "skip?",
-            "state_slots?", "decay_rate?", "decay_bias?", "beta_bias?"),
+            "state_slots?", "decay_rate?", "decay_bias?", "beta_bias?", "commit_lens?"),
     outputs=("out", "state_out"),
     fields={"num_k_heads": 0, "num_v_heads": 0, "k_head_dim": 0, "v_head_dim": 0,
             "update_rule": "gated", "scale": 1.0, "l2norm": 0, "decay_per_channel": 0,
@@ -335,7 +410,7 @@ OP = Op(
     body=_body,
     bodies={"cpu": _cpu},
     float32_inputs=frozenset({"state", "decay_rate", "decay_bias", "beta_bias"}),
-    integer_inputs=frozenset({"cu_seqlens", "past_lens", "state_slots"}),
+    integer_inputs=frozenset({"cu_seqlens", "past_lens", "state_slots", "commit_lens"}),
     output_dtypes={"state_out": "float32"},
     core_most={"k_head_dim": 256},
     reference=_reference,

@@ -45,7 +45,7 @@ class GatedLinearAttention : public Plugin {
       throw Error("GatedLinearAttention takes no decay_rate and decay_bias with decay_per_channel");
     if (optional(in, 10) != nullptr && optional(in, 5) == nullptr)
       throw Error("GatedLinearAttention has a beta_bias but no beta");
-    expect_states("GatedLinearAttention", in[2], optional(in, 7), in[4][0],
+    expect_states("GatedLinearAttention", in[2], optional(in, 7), optional(in, 11), in[4][0],
                   {p_.v_heads, p_.k_dim, p_.v_dim});
     if (const Dims* beta = optional(in, 5)) expect("GatedLinearAttention's beta", *beta, gates);
     for (size_t i : {6, 8, 9, 10})
@@ -67,34 +67,34 @@ class GatedLinearAttention : public Plugin {
     p.qkv = in[0].data;
     p.decay = in[1].data;
     p.state = static_cast<float*>(in[2].data);
-    p.cu_seqlens = static_cast<const int32_t*>(in[3].data);
-    p.past_lens = static_cast<const int32_t*>(in[4].data);
+    set_sequences(p, in[3], in[4], optional(in, 7), optional(in, 11), context);
     p.decay_stride = in[1].row_pitch();
     if (const Tensor* beta = optional(in, 5))
       p.beta = beta->data, p.beta_stride = beta->row_pitch();
     if (const Tensor* skip = optional(in, 6)) p.skip = skip->data;
-    if (const Tensor* slots = optional(in, 7))
-      p.state_slots = static_cast<const int32_t*>(slots->data);
     if (const Tensor* rate = optional(in, 8)) p.decay_rate = static_cast<const float*>(rate->data);
     if (const Tensor* bias = optional(in, 9)) p.decay_bias = static_cast<const float*>(bias->data);
     if (const Tensor* bias = optional(in, 10)) p.beta_bias = static_cast<const float*>(bias->data);
     p.scratch = static_cast<float*>(workspace);
-    // Decoding sequences first, then prompts.
-    const int batch = static_cast<int>(in[4].shape[0]),
-              decoding = context.decode ? batch : context.num_decode;
-    kernels::LinearAttentionParams chunks = p;
-    chunks.num_tokens = static_cast<int>(in[0].shape[0]) - decoding;
-    chunks.first_sequence = decoding;
-    chunks.batch = batch - decoding;
-    p.batch = decoding;
-    p.single = true;
-    if (p.batch > 0)
-      check(kernels::linear_attention(in[0].dtype, p, context.stream), "GatedLinearAttention");
-    if (chunks.batch > 0)
-      check(kernels::can_chunk(in[0].dtype, chunks)
-                ? kernels::linear_attention_chunks(in[0].dtype, chunks, context.stream)
-                : kernels::linear_attention(in[0].dtype, chunks, context.stream),
+    // Decoding sequences first, then those with drafts, then prompts.
+    const int batch = static_cast<int>(in[4].shape[0]);
+    const int decoding = context.verifies ? 0 : context.decode ? batch : context.num_decode;
+    const int drafted = context.verifies ? batch : decoding + context.num_drafted;
+    auto run = [&](int first, int end, int tokens) {
+      if (first == end) return;
+      kernels::LinearAttentionParams part = p;
+      part.first_sequence = first;
+      part.batch = end - first;
+      part.num_tokens = tokens;
+      part.single = first < decoding;
+      check(kernels::can_chunk(in[0].dtype, part)
+                ? kernels::linear_attention_chunks(in[0].dtype, part, context.stream)
+                : kernels::linear_attention(in[0].dtype, part, context.stream),
             "GatedLinearAttention");
+    };
+    run(0, decoding, 0);
+    run(decoding, drafted, 0);
+    run(drafted, batch, static_cast<int>(in[0].shape[0]) - decoding - context.drafted_tokens);
   }
 
  private:
@@ -104,26 +104,27 @@ class GatedLinearAttention : public Plugin {
 }  // namespace
 
 void register_linear_attention() {
-  register_plugin({"GatedLinearAttention",
-                   3,
-                   {"qkv", "decay: columns", "state: float32", "cu_seqlens: int32",
-                    "past_lens: int32", "beta?: columns", "skip?", "state_slots?: int32",
-                    "decay_rate?: float32", "decay_bias?: float32", "beta_bias?: float32"},
-                   {"out", "state_out = state"},
-                   {{"num_k_heads", int64_t{0}},
-                    {"num_v_heads", int64_t{0}},
-                    {"k_head_dim", int64_t{0}},
-                    {"v_head_dim", int64_t{0}},
-                    {"update_rule", std::string("gated")},
-                    {"scale", 1.0},
-                    {"l2norm", int64_t{0}},
-                    {"decay_per_channel", int64_t{0}},
-                    {"decay_activation", std::string("none")},
-                    {"beta_activation", std::string("none")}},
-                   {"num_k_heads", "num_v_heads", "k_head_dim", "v_head_dim"},
-                   [](const Fields& fields) -> std::unique_ptr<Plugin> {
-                     return std::make_unique<GatedLinearAttention>(fields);
-                   }});
+  register_plugin(
+      {"GatedLinearAttention",
+       3,
+       {"qkv", "decay: columns", "state: float32", "cu_seqlens: int32", "past_lens: int32",
+        "beta?: columns", "skip?", "state_slots?: int32", "decay_rate?: float32",
+        "decay_bias?: float32", "beta_bias?: float32", "commit_lens?: int32"},
+       {"out", "state_out = state"},
+       {{"num_k_heads", int64_t{0}},
+        {"num_v_heads", int64_t{0}},
+        {"k_head_dim", int64_t{0}},
+        {"v_head_dim", int64_t{0}},
+        {"update_rule", std::string("gated")},
+        {"scale", 1.0},
+        {"l2norm", int64_t{0}},
+        {"decay_per_channel", int64_t{0}},
+        {"decay_activation", std::string("none")},
+        {"beta_activation", std::string("none")}},
+       {"num_k_heads", "num_v_heads", "k_head_dim", "v_head_dim"},
+       [](const Fields& fields) -> std::unique_ptr<Plugin> {
+         return std::make_unique<GatedLinearAttention>(fields);
+       }});
 }
 
 }  // namespace llmc
