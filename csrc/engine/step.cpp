@@ -147,8 +147,7 @@ void check_drafts(const StepInputs& inputs, const Limits& limits, int vocab_size
   for (int64_t i = 0; i < inputs.sample.size; ++i) {
     const int64_t drafts = inputs.num_drafts[i], sequence = inputs.sample[i];
     const int64_t end = inputs.cu_seqlens[sequence + 1];
-    bool fits = drafts >= 0 && drafts < (inputs.verifies ? std::min<int64_t>(end, kernels::kMaxRows)
-                                                         : inputs.fresh(sequence));
+    bool fits = drafts >= 0 && drafts < (inputs.verifies ? end : inputs.fresh(sequence));
     for (int64_t row = sequence - drafts; fits && inputs.verifies && row < sequence; ++row)
       fits = inputs.slots[row] == inputs.slots[sequence];
     if (!fits)
@@ -162,6 +161,14 @@ void check_drafts(const StepInputs& inputs, const Limits& limits, int vocab_size
     throw Error("a step of " + text(inputs.sample.size) + " sampled sequences and " +
                 text(inputs.sampled_rows() - inputs.sample.size) +
                 " drafts exceeds the engine's limit of " + text(limits.max_batch));
+}
+
+// Checks the number of rows of each sequence, which begin here.
+void check_sequence_rows(const std::vector<int32_t>& starts) {
+  for (size_t i = 0; i + 1 < starts.size(); ++i)
+    if (starts[i + 1] - starts[i] > kernels::kMaxRows)
+      throw Error(text(starts[i + 1] - starts[i]) + " rows of sequence " +
+                  text(static_cast<int64_t>(i)) + " exceed " + text(kernels::kMaxRows));
 }
 
 // Checks the states of each sequence, whose tokens or rows these are.
@@ -241,6 +248,7 @@ Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size,
                 text(batch));
   check_admissions(inputs.admit, limits, vocab_size);
   check_copies("block", inputs.copies, limits.num_blocks);
+  if (inputs.verifies) check_sequence_rows(inputs.sequence_starts());
   check_states(inputs, limits, inputs.sequence_starts());
   check_memory(inputs.memory_starts, inputs.memory_lens, batch, limits);
   Step step{static_cast<int>(num_tokens), static_cast<int>(num_logits), static_cast<int>(batch)};

@@ -21,7 +21,7 @@ struct KvSplit {
                           // split sequences << 16
   int32_t rows, earlier_rows;
 };
-constexpr int kMaxRows = 16;  // of a sequence in a decode step
+constexpr int kMaxRows = 32;  // of a sequence in a decode step
 
 // Causal attention over packed tokens; see csrc/plugins/attention/op.py for the contract.
 struct AttentionParams {
