@@ -3,6 +3,8 @@
 #include <functional>
 #include <map>
 
+#include "../kernels/attention/params.h"
+
 namespace llmc {
 namespace {
 
@@ -161,6 +163,14 @@ void check_drafts(const StepInputs& inputs, const Limits& limits, int vocab_size
                 " drafts exceeds the engine's limit of " + text(limits.max_batch));
 }
 
+// Checks the number of rows of each sequence, which begin here.
+void check_sequence_rows(const std::vector<int32_t>& starts) {
+  for (size_t i = 0; i + 1 < starts.size(); ++i)
+    if (starts[i + 1] - starts[i] > kernels::kMaxRows)
+      throw Error(text(starts[i + 1] - starts[i]) + " rows of sequence " +
+                  text(static_cast<int64_t>(i)) + " exceed " + text(kernels::kMaxRows));
+}
+
 // Checks the states of each sequence, whose tokens or rows these are.
 void check_states(const StepInputs& inputs, const Limits& limits,
                   const std::vector<int32_t>& starts) {
@@ -268,6 +278,7 @@ Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size,
                 text(batch));
   check_admissions(inputs.admit, limits, vocab_size);
   check_copies("block", inputs.copies, limits.num_blocks);
+  if (inputs.verifies) check_sequence_rows(inputs.sequence_starts());
   check_states(inputs, limits, inputs.sequence_starts());
   check_memory(inputs.memory_starts, inputs.memory_lens, batch, limits);
   Step step{static_cast<int>(num_tokens), static_cast<int>(num_logits), static_cast<int>(batch)};
@@ -392,7 +403,7 @@ Step check_step(const EncoderInputs& inputs, const Limits& limits) {
 }
 
 // Compares sequences with the same first block with the first of them. The gain is the number of
-// positions that all but one of the sharing sequences do not read.
+// positions that all but one of the sharing sequences do not read. Rows of one sequence count once.
 Prefix shared_prefix(const StepInputs& inputs, int block_size) {
   constexpr int kDecodeKeys = 16;    // positions per step of decode attention
   constexpr int64_t kWorth = 24000;  // minimum gain, in positions
@@ -402,15 +413,22 @@ Prefix shared_prefix(const StepInputs& inputs, int block_size) {
   if (block_size < kDecodeKeys) return best;
   const int64_t width = inputs.num_decode > 1 ? inputs.width() : 0;
   auto blocks_of = [&](int sequence) { return inputs.block_tables.data + sequence * width; };
-  // Full blocks, which are not written any more, not by an earlier row of the sequence either.
+  // Full blocks, which are not written any more.
   auto full = [&](int sequence) {
+<<<<<<< HEAD
     int row = sequence;
     while (inputs.verifies && row > 0 && inputs.slots[row - 1] == inputs.slots[sequence]) --row;
     const int64_t past = inputs.past_lens[row] - inputs.unread_of(row);
     return static_cast<int>(std::min<int64_t>(past / block_size, width));
+=======
+    return static_cast<int>(std::min<int64_t>(inputs.past_lens[sequence] / block_size, width));
+  };
+  auto continues = [&](int row) {  // the sequence of the row before
+    return inputs.verifies && row > 0 && inputs.slots[row - 1] == inputs.slots[row];
+>>>>>>> rows
   };
   for (int i = 0; i < inputs.num_decode && width > 0; ++i)
-    if (full(i) > 0) alike[blocks_of(i)[0]].push_back(i);
+    if (!continues(i) && full(i) > 0) alike[blocks_of(i)[0]].push_back(i);
   for (const auto& [block, sequences] : alike) {
     const int first = sequences[0];
     std::vector<std::pair<int, int>> common;  // (common blocks, sequence), the most first
@@ -426,7 +444,11 @@ Prefix shared_prefix(const StepInputs& inputs, int block_size) {
       if (all <= saved) continue;
       saved = all;
       best = {first, common[n].first * block_size, std::vector<int32_t>(inputs.batch())};
-      for (size_t k = 0; k <= n; ++k) best.own_from[common[k].second] = best.length;
+      for (size_t k = 0; k <= n; ++k) {
+        int row = common[k].second;
+        do best.own_from[row] = best.length;
+        while (++row < inputs.num_decode && continues(row));
+      }
     }
   }
   return best;
