@@ -122,8 +122,8 @@ class RankPass:
     """A pass over all graphs of a rank together.
 
     Args:
-        others: what the second graph may be, `encoder` or `draft`; other ranks are skipped. Empty:
-            one or two graphs of any kind.
+        others: what the graphs after the first may be, `encoder` or `draft`; other ranks are
+            skipped. Empty: any number of graphs of any kind.
     """
 
     name: str
@@ -208,7 +208,7 @@ _FUSE = PASSES[:next(i for i, step in enumerate(PASSES) if isinstance(step, Part
 
 @dataclass(frozen=True)
 class Fused:
-    """A fused, unpartitioned model; an encoder's or a draft model's graph is the last."""
+    """A fused, unpartitioned model; graphs of an encoder or a draft model are the last."""
 
     graphs: list[gs.Graph]
     reports: list[Report]
@@ -222,12 +222,13 @@ class Fused:
 class Lowered:
     """The graphs that a target writes, one per rank, and the model's dimensions.
 
-    `encoders` is empty for a model without an encoder, `drafts` for one without a draft model.
+    `encoders` is empty for a model without an encoder, `drafts` for one without a draft model. A
+    draft model may have several graphs.
     """
 
     graphs: list[gs.Graph]
     encoders: list[gs.Graph]
-    drafts: list[gs.Graph]
+    drafts: list[list[gs.Graph]]
     reports: list[Report]
     settings: Settings
     dims: Dims
@@ -294,10 +295,10 @@ def divide(fused: Fused, options: CompileOptions, columns_together: int = 0) -> 
     ranks, reports = [fused.graphs], list(fused.reports)
     for step in PASSES[len(_FUSE):]:
         ranks = run_pass(step, ranks, settings, reports)
-    others = [graphs[1] for graphs in ranks if graphs[1:]]
-    return Lowered([graphs[0] for graphs in ranks], others if fused.encoder_info else [],
-                   others if fused.draft_info else [], reports, settings, fused.dims,
-                   fused.encoder_info, fused.draft_info)
+    encoders = [graphs[1] for graphs in ranks] if fused.encoder_info else []
+    drafts = [graphs[1:] for graphs in ranks] if fused.draft_info else []
+    return Lowered([graphs[0] for graphs in ranks], encoders, drafts, reports, settings,
+                   fused.dims, fused.encoder_info, fused.draft_info)
 
 
 def run_pass(step: Step, ranks: list[list[gs.Graph]], settings: Settings,
@@ -350,7 +351,7 @@ def _apply_to_each(step: GraphPass, graphs: Sequence[gs.Graph], settings: Settin
             continue
         reports.append(Report(f"{part}.{step.name}", step.run, part))
         step.run(other, settings if part == "draft" else
-                 replace(settings, max_seq_len=settings.mem_max_seq_len), reports[1])
+                 replace(settings, max_seq_len=settings.mem_max_seq_len), reports[-1])
     return reports
 
 

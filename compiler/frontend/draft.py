@@ -83,7 +83,7 @@ def _attach_model(raw: RawModel, other: RawModel) -> RawModel:
         raise LlmcError(f"'{other.architecture}' has vocab_size {given}, '{raw.architecture}' has "
                         f"{expected}; give a draft model with the same vocabulary")
     mark_weights(other.graph, frozenset())
-    return replace(raw, draft=RawDraft(other.graph, "model", other.config_sha256,
+    return replace(raw, draft=RawDraft((other.graph,), "model", other.config_sha256,
                                        notes=other.notes))
 
 

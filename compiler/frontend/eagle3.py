@@ -106,7 +106,7 @@ def attach_eagle3(raw: RawModel, directory: Path, allow_pickle: bool) -> RawMode
     token_ids = _token_ids(head, table._values.shape[0])
     graph = _export(head, table)
     _add_features(raw.graph, head, states)
-    return replace(raw, draft=RawDraft(graph, "eagle3", config_digest(head.config), token_ids,
+    return replace(raw, draft=RawDraft((graph,), "eagle3", config_digest(head.config), token_ids,
                                        head.num_speculative_tokens))
 
 

@@ -1,4 +1,4 @@
-"""Number the caches of a draft model after those of the model.
+"""Number the caches of a draft model's graphs after those of the model, one after another.
 
 Given:   model: key_cache_0 … key_cache_<n - 1>; draft model: key_cache_0, …
 Result:  draft model: key_cache_<n>, …
@@ -15,9 +15,9 @@ from llmc.compiler.graph.rewrite import Report, Settings, caches
 
 def number_caches(graphs: Sequence[gs.Graph], settings: Settings, report: Report) -> None:
     """Run the pass."""
-    model, draft = graphs
+    model, *drafts = graphs
     first = sum(bool(caches(node)) for node in model.nodes)
-    kept = [caches(node) for node in draft.nodes if caches(node)]
+    kept = [caches(node) for draft in drafts for node in draft.nodes if caches(node)]
     for layer, pairs in enumerate(kept, first):
         for cache, updated in pairs:
             kind, _, _ = cache.name.rpartition("_")

@@ -296,20 +296,21 @@ def test_a_case_without_a_draft_model_cannot_draft(case_tp1):
         llmc.LLM(case_tp1, speculate="draft")
 
 
-def save_with_mtp(family, directory):
-    """Save a tiny model with an MTP layer in the published layout; return both."""
+def save_with_mtp(family, directory, number=1):
+    """Save a tiny model with MTP layers in the published layout; return both."""
     kinds = ["sliding_attention", "full_attention", "full_attention"]
     sizes = {**families.sizes_of(family), "layer_types": kinds} if family == "mellum" else {}
-    base = families.tiny_model(family, **{**sizes, "vocab_size": VOCAB, "num_mtp_layers": 1,
+    base = families.tiny_model(family, **{**sizes, "vocab_size": VOCAB, "num_mtp_layers": number,
                                           "tie_word_embeddings": False})
-    layers = families.randomized(MtpModel(base, 1))
+    layers = families.randomized(MtpModel(base, number))
     families.save(base, directory)
     conftest.write_tokenizer(directory)
     count, stored = base.config.num_hidden_layers, load_file(directory / "model.safetensors")
     for name, tensor in layers.state_dict().items():
-        if not name.startswith("layers.0."):
+        if not name.startswith("layers."):
             continue  # the model's
-        name = re.sub(r"^layers\.0\.(mtp_block\.)?", f"model.layers.{count}.", name)
+        name = re.sub(r"^layers\.(\d+)\.(mtp_block\.)?",
+                      lambda found: f"model.layers.{count + int(found[1])}.", name)
         name = name.replace(".post_norm.", ".shared_head.norm.")
         stem, _, leaf = name.rpartition(".")
         if leaf == "gate_up_proj":
@@ -327,31 +328,43 @@ def save_with_mtp(family, directory):
 
 @torch.no_grad()
 def mtp_drafts(layers, base, tokens, count):
-    """Drafts after the last token by transformers' MTP layer: the argmax chain."""
+    """Drafts after the last token by transformers' MTP layers, then by the last on its results."""
     hidden = base.model(torch.tensor([tokens[:-1]])).last_hidden_state
-    shifted, drafts = list(tokens[1:]), []
-    for _ in range(count):
-        out = layers.forward_layer(0, hidden, torch.arange(1, len(shifted) + 1)[None], None,
-                                   input_ids=torch.tensor([shifted]))
+    shifted, places = torch.tensor([tokens[1:]]), torch.arange(1, len(tokens))[None]
+    drafts = layers(shifted, hidden, None, places, None)[0][0].tolist()
+    last = len(layers.layers) - 1
+    for layer in range(last):
+        hidden = layers.forward_layer(layer, hidden, places, None, input_ids=shifted)
+        shifted = torch.cat([shifted[:, 1:], torch.tensor([drafts[layer:layer + 1]])], 1)
+    for _ in range(count - last - 1):
+        out = layers.forward_layer(last, hidden, torch.arange(1, shifted.shape[1] + 1)[None], None,
+                                   input_ids=shifted)
+        hidden = torch.cat([hidden, out[:, -1:]], 1)
+        shifted = torch.cat([shifted, torch.tensor([drafts[-1:]])], 1)
+        out = layers.forward_layer(last, hidden, torch.arange(1, shifted.shape[1] + 1)[None], None,
+                                   input_ids=shifted)
         drafts.append(int(layers._project_to_logits(out)[0, -1].argmax()))
-        shifted, hidden = [*shifted, drafts[-1]], torch.cat([hidden, out[:, -1:]], 1)
-    return drafts
+    return drafts[:count]
 
 
-@pytest.mark.parametrize(("family", "tp_size"), [
-    ("deepseek_v3", 2), thorough("deepseek_v3", 1), thorough("glm4_moe", 1),
-    thorough("glm4_moe", 3), thorough("mellum", 2)])
-def test_mtp_layers_draft_as_in_transformers(family, tp_size, tmp_path, proposed):
-    base, layers = save_with_mtp(family, tmp_path / "hf")
+@pytest.mark.parametrize(("family", "number", "tp_size"), [
+    ("deepseek_v3", 1, 2), thorough("deepseek_v3", 1, 1), thorough("glm4_moe", 1, 1),
+    thorough("glm4_moe", 1, 3), thorough("mellum", 1, 2), ("glm4_moe", 3, 1),
+    thorough("glm4_moe", 2, 2), thorough("deepseek_v3", 3, 2)])
+def test_mtp_layers_draft_as_in_transformers(family, number, tp_size, tmp_path, proposed):
+    base, layers = save_with_mtp(family, tmp_path / "hf", number)
     case = tmp_path / "case"
     manifest = llmc.compile(tmp_path / "hf", case, draft="mtp", tp_size=tp_size)
-    assert (manifest.draft.kind, manifest.draft.num_layers) == ("mtp", 1)
+    assert (manifest.draft.kind, manifest.draft.num_layers) == ("mtp", number)
     wish = llmc.SamplingParams(max_tokens=12, ignore_eos=True)
-    with llmc.LLM(case) as alone, llmc.LLM(
-            case, speculate="draft", num_speculative_tokens=3, block_size=4,
-            max_num_batched_tokens=16) as llm:
+    with llmc.LLM(case, max_batch_size=4) as alone, llmc.LLM(
+            case, speculate="draft", num_speculative_tokens=number + 2, block_size=4,
+            max_num_batched_tokens=16, max_batch_size=4) as llm:
         equal(llm.generate(PROMPTS, wish), alone.generate(PROMPTS, wish))
-        assert_drafts(llm, base, lambda *args: mtp_drafts(layers, *args), PROMPTS[3], proposed, 3)
+        for prompt in (PROMPTS[3], PROMPTS[1], [*PROMPTS[3][:9], 62, 63]):
+            assert_drafts(llm, base, lambda *args: mtp_drafts(layers, *args), prompt, proposed,
+                          number + 2)
+        assert llm.metrics()["cache_hits"]
 
 
 def test_a_checkpoint_without_mtp_layers(model, tmp_path):
