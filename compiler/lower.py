@@ -38,7 +38,7 @@ from llmc.compiler.passes.attention import attention
 from llmc.compiler.passes.blocks import blocks
 from llmc.compiler.passes.columns import columns
 from llmc.compiler.passes.dense_experts import dense_experts
-from llmc.compiler.passes.draft import number_caches
+from llmc.compiler.passes.draft import match_heads, number_caches, read_caches
 from llmc.compiler.passes.embedding import embedding
 from llmc.compiler.passes.encoder import move_memory, name_weights, share_weights
 from llmc.compiler.passes.experts import experts
@@ -170,6 +170,7 @@ PASSES: tuple[Step, ...] = (
     Requirement(require_attention),
     Requirement(require_embedding),
     RankPass("number_caches", number_caches, others=("draft",)),
+    RankPass("read_caches", read_caches, others=("draft",)),
     GraphPass("gates", gates),          # after attention, which expects the original layout
     GraphPass("gated_mlp", gated_mlp),  # before activation, which would fuse the gate's
     GraphPass("activation", activation),
@@ -182,6 +183,7 @@ PASSES: tuple[Step, ...] = (
     RankPass("share_weights", share_weights, others=("encoder", "draft")),
     # Partition.
     Partition("tensor_parallel", tensor_parallel),
+    RankPass("match_heads", match_heads, others=("draft",)),
     # After its weights were partitioned by their uses.
     RankPass("memory", move_memory, others=("encoder",)),
     # Quantize after partition, so that no group is cut, and after the fusion of norms, so that

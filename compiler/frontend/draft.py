@@ -6,18 +6,19 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from itertools import count, takewhile
 from pathlib import Path
-from typing import Literal
 
 import onnx_graphsurgeon as gs
 
+from llmc.artifacts.manifest import HIDDEN, DraftKind
 from llmc.compiler.frontend.raw import RawDraft, RawModel
 from llmc.compiler.graph.names import HIDDEN_STATE
 from llmc.compiler.graph.recurrence import CONVOLUTION, RECURRENCE
-from llmc.compiler.graph.rewrite import tidy
+from llmc.compiler.graph.rewrite import consumers, producer, scalar, tidy
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError, shown
 
-FORMS = "eagle3:DIR, mtp or model:DIR"
+_SEPARATE: tuple[DraftKind, ...] = ("eagle3", "dflash", "assistant", "model")  # each in a directory
+FORMS = f"mtp, {':DIR, '.join(_SEPARATE[:-1])}:DIR or {_SEPARATE[-1]}:DIR"
 PREFIX = "draft."  # of names of weights that only the draft model has
 
 
@@ -30,7 +31,7 @@ class DraftSource:
         directory: checkpoint of the draft model, except for `mtp`.
     """
 
-    kind: Literal["eagle3", "mtp", "model"]
+    kind: DraftKind
     directory: Path = Path()
 
     @staticmethod
@@ -40,13 +41,12 @@ class DraftSource:
         Raises:
             LlmcError: it is none of the forms.
         """
-        kind, _, directory = text.partition(":")
-        if kind == "mtp" and text == kind:
+        if text == "mtp":
             return DraftSource("mtp")
-        if kind == "eagle3" and directory:
-            return DraftSource("eagle3", Path(directory))
-        if kind == "model" and directory:
-            return DraftSource("model", Path(directory))
+        given, _, directory = text.partition(":")
+        for kind in _SEPARATE:
+            if kind == given and directory:
+                return DraftSource(kind, Path(directory))
         raise LlmcError(f"draft is {shown(text)}, expected {FORMS}")
 
 
@@ -68,6 +68,9 @@ def attach_draft(raw: RawModel, source: DraftSource, load: Callable[[Path], RawM
         return raw
     if source.kind == "model":
         return _attach_model(raw, load(source.directory))
+    if source.kind == "assistant":
+        from llmc.compiler.frontend.assistant import attach_assistant
+        return attach_assistant(raw, source.directory, allow_pickle)
     from llmc.compiler.frontend.eagle3 import attach_eagle3
     return attach_eagle3(raw, source.directory, allow_pickle)
 
@@ -100,16 +103,53 @@ def input_table(graph: gs.Graph) -> gs.Constant:
     Raises:
         LlmcError: the token ids are not looked up in a table.
     """
+    return _lookup(graph).inputs[0]
+
+
+def embedding_of(graph: gs.Graph) -> tuple[gs.Constant, float]:
+    """The token embedding table of an exported graph, and the factor of its rows.
+
+    Raises:
+        LlmcError: the token ids are not looked up in a table.
+    """
+    node, factor = _lookup(graph), 1.0
+    table, users = node.inputs[0], consumers(graph, node.outputs[0])
+    while len(users) == 1 and users[0] is not None and users[0].op in ("Mul", "Cast", "Identity"):
+        numbers = [number for tensor in users[0].inputs if (number := scalar(tensor)) is not None]
+        if users[0].op == "Mul":
+            if not numbers:
+                break
+            factor *= numbers[0]
+        users = consumers(graph, users[0].outputs[0])
+    return table, factor
+
+
+def _lookup(graph: gs.Graph) -> gs.Node:
+    """The lookup of the token embedding, by the width of the LM head if there are several."""
     waiting = [tensor for tensor in graph.inputs if tensor.name == "input_ids"]
+    found = []
     while waiting:
         for node in waiting.pop().outputs:
             if node.op == "Gather" and isinstance(node.inputs[0], gs.Constant) \
                     and isinstance(node.inputs[0]._values, Weight):
-                return node.inputs[0]
-            if node.op in ("Reshape", "Cast", "Identity"):
+                found.append(node)
+            elif node.op in ("Reshape", "Cast", "Identity", "Where"):
                 waiting += node.outputs
-    raise LlmcError("the model's token embedding was not found, which its draft model shares; "
-                    "leave out --draft")
+    if not found:
+        raise LlmcError("the model's token embedding was not found, which its draft model shares; "
+                        "leave out --draft")
+    head = _head(graph)
+    width = None if head is None else head.inputs[0].shape[-1]
+    return next((node for node in found if node.inputs[0]._values.shape[-1] == width), found[0])
+
+
+def _head(graph: gs.Graph) -> gs.Node | None:
+    """The LM head; None if the logits do not come from one."""
+    node = producer(graph.outputs[0])
+    while node is not None and node.op not in ("MatMul", "Gemm"):
+        computed = [tensor for tensor in node.inputs if not isinstance(tensor, gs.Constant)]
+        node = producer(computed[0]) if len(computed) == 1 else None
+    return node
 
 
 def hidden_states(raw: RawModel) -> list[gs.Tensor]:
@@ -128,6 +168,20 @@ def hidden_states(raw: RawModel) -> list[gs.Tensor]:
                         f"unknown ({reason}), which eagle3 reads; give another kind of draft "
                         f"model, or leave out --draft")
     return states
+
+
+def add_hidden(graph: gs.Graph, origin: str) -> None:
+    """Make the input of the LM head the output `hidden`.
+
+    Raises:
+        LlmcError: the logits do not come from an LM head.
+    """
+    node = _head(graph)
+    if node is None:
+        raise LlmcError(f"the LM head of '{origin}' was not found, whose input the draft model "
+                        f"reads; leave out --draft")
+    node.inputs[0].name = HIDDEN
+    graph.outputs.append(node.inputs[0])
 
 
 def add_output(graph: gs.Graph, node: gs.Node) -> None:

@@ -21,14 +21,13 @@ import torch
 from accelerate import init_empty_weights
 from transformers.modeling_layers import MtpModel
 
-from llmc.artifacts.manifest import HIDDEN
 from llmc.compiler.frontend.bind import Checkpoint, aliases_of, attach_weights
+from llmc.compiler.frontend.draft import add_hidden
 from llmc.compiler.frontend.expert_export import use_experts
 from llmc.compiler.frontend.features import check_features
 from llmc.compiler.frontend.parts import ATTENTION, CAUSAL_LM, build, text_config
 from llmc.compiler.frontend.reproducible import Reproducible
 from llmc.compiler.frontend.trace import to_graph, trace_draft
-from llmc.compiler.graph.rewrite import producer
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError, reason_of
 
@@ -133,16 +132,3 @@ def _shared(main: Any, layers: Any, checkpoint: Checkpoint) -> dict[str, Weight]
         if weight is not None:
             shared[name] = weight
     return shared
-
-
-def add_hidden(graph: gs.Graph, origin: str) -> None:
-    """Make the input of the LM head the output `hidden`."""
-    node = producer(graph.outputs[0])
-    while node is not None and node.op not in ("MatMul", "Gemm"):
-        computed = [tensor for tensor in node.inputs if not isinstance(tensor, gs.Constant)]
-        node = producer(computed[0]) if len(computed) == 1 else None
-    if node is None:
-        raise LlmcError(f"the LM head of '{origin}' was not found, whose input the draft model "
-                        f"reads; leave out --draft")
-    node.inputs[0].name = HIDDEN
-    graph.outputs.append(node.inputs[0])

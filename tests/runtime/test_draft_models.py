@@ -13,8 +13,10 @@ import onnx_graphsurgeon as gs
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig
+from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 from transformers.modeling_layers import MtpModel
+from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
 
 import llmc
 from llmc.artifacts.manifest import read_manifest
@@ -454,3 +456,82 @@ def test_a_damaged_draft_entry_is_one_clear_error(case, tmp_path, change, proble
     with pytest.raises(llmc.LlmcError, match=problem) as caught:
         llmc.LLM(directory, speculate="draft").close()
     assert "\n" not in str(caught.value)
+
+
+# A cut of Gemma 4 with and without layers that share caches, and its assistant.
+GEMMA = dict(vocab_size=VOCAB, sliding_window=6, vocab_size_per_layer_input=VOCAB)
+
+
+def save_assistant(base, sizes, directory, **changes):
+    """Save an assistant of a Gemma 4 model of these sizes; return it."""
+    text = {**{name: value for name, value in sizes.items() if name in (
+        "vocab_size", "sliding_window", "num_key_value_heads", "num_global_key_value_heads",
+        "head_dim", "global_head_dim", "attention_k_eq_v", "max_position_embeddings",
+        "rope_parameters")},
+        "model_type": "gemma4_text", "hidden_size": 32, "intermediate_size": 48,
+        "num_attention_heads": 4, "num_hidden_layers": 3, "num_kv_shared_layers": 3,
+        "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
+        "enable_moe_block": False, "use_double_wide_mlp": False,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        **changes.pop("text", {})}
+    made = AutoConfig.for_model("gemma4_assistant", text_config=text, **{
+        "backbone_hidden_size": base.config.hidden_size, "num_centroids": 30, **changes})
+    assistant = families.randomized(AutoModelForCausalLM.from_config(
+        made, attn_implementation="eager"))
+    if assistant.masked_embedding is not None:
+        assistant.masked_embedding.token_ordering.copy_(torch.randperm(
+            VOCAB, generator=torch.Generator().manual_seed(2)))
+    families.save(assistant, directory)
+    return assistant
+
+
+@pytest.fixture
+def fully_shared(monkeypatch):
+    """Let transformers build assistants, all of whose layers share caches."""
+    known = Gemma4TextConfig.kv_sharing_modes.fget
+    monkeypatch.setattr(Gemma4TextConfig, "kv_sharing_modes", property(
+        lambda self: ["reuse"] * self.num_hidden_layers
+        if self.num_kv_shared_layers == self.num_hidden_layers else known(self)))
+
+
+@torch.no_grad()
+def assistant_drafts(assistant, base, tokens, count):
+    """Drafts after the last token by transformers' candidate generator."""
+    options = GenerationConfig(max_length=1000)
+    assistant.generation_config.num_assistant_tokens = count
+    drafter = SinglePositionMultiTokenCandidateGenerator(
+        assistant, base.get_input_embeddings(), options)
+    read = torch.tensor([tokens[:-1]])
+    outputs = base(read, output_hidden_states=True, return_shared_kv_states=True)
+    if not base.config.num_kv_shared_layers:
+        caches = DynamicCache()
+        base(read, past_key_values=caches)
+        outputs["shared_kv_states"] = {kind: (layer.keys, layer.values) for kind, layer in zip(
+            base.config.layer_types, caches.layers, strict=True)}
+    ids, _ = drafter.get_candidates(torch.tensor([tokens]), {}, outputs, False, 0)
+    return ids[0, len(tokens):].tolist()
+
+
+@pytest.mark.parametrize(("changes", "settings", "tp_size"), [
+    ({}, {}, 1), (families.GEMMA4_LARGE, dict(use_ordered_embeddings=True,
+                                              centroid_intermediate_top_k=30), 2),
+    thorough({}, {}, 2), thorough(families.GEMMA4_LARGE, {}, 1)])
+def test_assistants_draft_as_in_transformers(changes, settings, tp_size, tmp_path, proposed,
+                                             fully_shared):
+    sizes = {**families.OWN_ATTENTION["gemma4_text"], **changes, **GEMMA}
+    base = families.tiny_model("gemma4_text", **sizes)
+    families.save(base, tmp_path / "hf")
+    conftest.write_tokenizer(tmp_path / "hf")
+    assistant = save_assistant(base, sizes, tmp_path / "assistant", **settings)
+    manifest = llmc.compile(tmp_path / "hf", tmp_path / "case", tp_size=tp_size,
+                            draft=f"assistant:{tmp_path / 'assistant'}")
+    assert (manifest.draft.kind, manifest.draft.chain) == ("assistant", "position")
+    assert not manifest.chips[0].draft_caches
+    with llmc.LLM(tmp_path / "case", max_batch_size=4) as alone, llmc.LLM(
+            tmp_path / "case", max_batch_size=4, speculate="draft",
+            num_speculative_tokens=3, **TIGHT) as llm:
+        for name in ("greedy", "sampled"):
+            equal(llm.generate(PROMPTS, params(name)), alone.generate(PROMPTS, params(name)))
+        for prompt in (PROMPTS[3], PROMPTS[1]):
+            assert_drafts(llm, base, lambda *args: assistant_drafts(assistant, *args), prompt,
+                          proposed, 3)

@@ -26,12 +26,14 @@ from llmc.compiler.graph.rewrite import (
     apply_rules,
     consumers,
     graph_input,
+    is_op,
     operands,
+    producer,
     replace,
     values_of,
     weight,
 )
-from llmc.compiler.graph.sdpa import SDPA
+from llmc.compiler.graph.sdpa import MODEL_CACHE, SDPA
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.passes.attention.bias import Bias, score_bias
 from llmc.compiler.passes.attention.gates import join_before_gates
@@ -65,6 +67,11 @@ class _CrossAttention(_Attention):
     """Cross-attention: keys and values come from the encoder."""
 
 
+@dataclass(frozen=True)
+class _ModelAttention(_Attention):
+    """Attention of a draft model to the keys and values of a layer of the model."""
+
+
 def attention(graph: gs.Graph, settings: Settings, report: Report) -> None:
     """Run the pass."""
     join_before_gates(graph)
@@ -77,6 +84,8 @@ def attention(graph: gs.Graph, settings: Settings, report: Report) -> None:
     tables: dict[bytes, Bias] = {}  # shared by layers
 
     def check(node: gs.Node, settings: Settings) -> _Attention | NoMatch:
+        if is_op(producer(node.inputs[1]), MODEL_CACHE):
+            return _check_model_cache(graph, node, data, settings, rows)
         cross = not {id(tensor) for tensor in node.inputs[1:3]} & tokens
         match = _check(graph, node, data, settings, biases, cross, rows)
         if isinstance(match, NoMatch):
@@ -89,7 +98,9 @@ def attention(graph: gs.Graph, settings: Settings, report: Report) -> None:
         return match if node.attrs["causal"] and not cross else _check_bidirectional(match)
 
     def rewrite(graph: gs.Graph, match: _Attention, settings: Settings) -> None:
-        if match.node.attrs["causal"] and not isinstance(match, _CrossAttention):
+        if isinstance(match, _ModelAttention):
+            _rewrite_cached(graph, match, shared, _model_caches(graph, match, settings), settings)
+        elif match.node.attrs["causal"] and not isinstance(match, _CrossAttention):
             key = _cache_of(match.node)
             if key in written:
                 _rewrite_cached(graph, match, shared, written[key], settings)
@@ -190,6 +201,41 @@ def _check(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings,
         and len(consumers(graph, node.inputs[1])) == 1
     return _Attention(node, query, key, value, num_kv_heads, value_dim, output, bias,
                       find_latent(query, key, value, value_dim) if plain else None)
+
+
+def _check_model_cache(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings,
+                       rows: set[int]) -> _ModelAttention | NoMatch:
+    """Match attention to a cache of the model, of which only the queries are computed here."""
+    query = trace(node.inputs[0], data, settings, rows)
+    if isinstance(query, NoMatch):
+        return query
+    kv_heads, dim = int(node.inputs[1].shape[1]), int(node.inputs[1].shape[3])
+    num_heads, head_dim = query.heads.columns.shape
+    if head_dim != dim or num_heads % kv_heads:
+        return NoMatch(f"{num_heads} query heads of {head_dim} elements do not fit {kv_heads} key "
+                       f"heads of {dim} in the model's cache", node)
+    if operands(node).keys() - {"query", "key", "value"}:
+        return NoMatch("a bias or sinks in attention to the model's KV cache", node)
+    output = _output(graph, node, num_heads, dim, data)
+    if isinstance(output, NoMatch):
+        return output
+    stored = Branch((), Heads(np.arange(kv_heads * dim).reshape(kv_heads, dim), 1.0, None), None)
+    return _ModelAttention(node, query, stored, stored, kv_heads, dim, output, None)
+
+
+def _model_caches(graph: gs.Graph, match: _ModelAttention, settings: Settings) -> _Cached:
+    """The model's caches as inputs of the draft model's graph."""
+    source = producer(match.node.inputs[1])
+    assert source is not None
+    match.node.attrs["window"] = source.attrs["window"]
+    shape = ("batch", match.num_kv_heads, settings.max_seq_len, match.value_dim)
+    found = []
+    for kind in ("key", "value"):
+        name = f"{kind}_cache_{source.attrs['layer']}_out"
+        there = next((tensor for tensor in graph.inputs if tensor.name == name), None)
+        found.append(there or gs.Variable(name, np.float32, shape))
+        graph.inputs.extend([found[-1]] if there is None else [])
+    return _Cached(*found)
 
 
 def _padded(heads: Heads, dim: int) -> Heads:
