@@ -495,6 +495,11 @@ class DraftInfo(_Frozen):
     num_speculative_tokens: Count | None = None
     config_sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
+    @property
+    def max_drafts(self) -> int | None:
+        """Drafts of a pass, if they are limited: those of a block."""
+        return self.num_speculative_tokens if self.chain == "block" else None
+
 
 def _check_target(kind: str) -> str:
     if kind not in TARGETS:

@@ -128,10 +128,16 @@ def cpu_limits(manifest: Manifest, config: EngineConfig) -> EngineLimits:
         num_blocks=-(-tokens // config.block_size), block_size=config.block_size,
         max_tokens=config.max_num_batched_tokens, max_slots=config.max_batch_size,
         max_logits=MAX_LOGITS, ahead=1, max_scored=_max_scored(manifest),
-        max_drafts=0 if any(chip.states for chip in manifest.chips) else MAX_DRAFTS,
+        max_drafts=0 if any(chip.states for chip in manifest.chips) else _max_drafts(
+            manifest.draft if config.draft else None),
         proposes=config.draft,
         lookahead=_lookahead(manifest.draft, manifest.chips[0]) if config.draft else 0,
         keeps_states=any(chip.states for chip in manifest.chips))
+
+
+def _max_drafts(draft: DraftInfo | None) -> int:
+    """Drafts of a sequence in a step, given the loaded draft model."""
+    return min(MAX_DRAFTS, MAX_DRAFTS if draft is None else draft.max_drafts or MAX_DRAFTS)
 
 
 def _lookahead(draft: DraftInfo | None, chip: Chip) -> int:

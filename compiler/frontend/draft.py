@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import count, takewhile
 from pathlib import Path
 
+import numpy as np
 import onnx_graphsurgeon as gs
 
 from llmc.artifacts.manifest import HIDDEN, DraftKind
@@ -71,6 +72,9 @@ def attach_draft(raw: RawModel, source: DraftSource, load: Callable[[Path], RawM
     if source.kind == "assistant":
         from llmc.compiler.frontend.assistant import attach_assistant
         return attach_assistant(raw, source.directory, allow_pickle)
+    if source.kind == "dflash":
+        from llmc.compiler.frontend.dflash import attach_dflash
+        return attach_dflash(raw, source.directory, allow_pickle)
     from llmc.compiler.frontend.eagle3 import attach_eagle3
     return attach_eagle3(raw, source.directory, allow_pickle)
 
@@ -143,6 +147,23 @@ def _lookup(graph: gs.Graph) -> gs.Node:
     return next((node for node in found if node.inputs[0]._values.shape[-1] == width), found[0])
 
 
+def head_of(graph: gs.Graph) -> gs.Constant:
+    """The LM head's matrix of an exported graph, [vocab_size, hidden_size].
+
+    Raises:
+        LlmcError: the logits do not come from an LM head.
+    """
+    node = _head(graph)
+    source = None if node is None else node.inputs[1]
+    above = None if source is None else producer(source)
+    if above is not None and above.op == "Transpose":
+        source = above.inputs[0]
+    if not isinstance(source, gs.Constant) or not isinstance(source._values, Weight):
+        raise LlmcError("the model's LM head was not found, which its draft model shares; leave "
+                        "out --draft")
+    return source
+
+
 def _head(graph: gs.Graph) -> gs.Node | None:
     """The LM head; None if the logits do not come from one."""
     node = producer(graph.outputs[0])
@@ -165,8 +186,8 @@ def hidden_states(raw: RawModel) -> list[gs.Tensor]:
         reason = next((note for note in raw.notes if note.startswith("all layers were exported")),
                       f"it comes from an {raw.kind} file")
         raise LlmcError(f"the hidden states between the layers of '{raw.architecture}' are "
-                        f"unknown ({reason}), which eagle3 reads; give another kind of draft "
-                        f"model, or leave out --draft")
+                        f"unknown ({reason}), which eagle3 and dflash read; give another kind of "
+                        f"draft model, or leave out --draft")
     return states
 
 
@@ -184,10 +205,35 @@ def add_hidden(graph: gs.Graph, origin: str) -> None:
     graph.outputs.append(node.inputs[0])
 
 
-def add_output(graph: gs.Graph, node: gs.Node) -> None:
-    """Add a node whose result is the output `hidden`."""
-    graph.nodes.append(node)
-    graph.outputs.append(node.outputs[0])
+def add_features(graph: gs.Graph, chosen: Sequence[gs.Tensor], weight: Weight | None, name: str,
+                 origin: str, hidden_size: int) -> None:
+    """Add the output `hidden`: a linear layer of the draft model on hidden states of the model.
+
+    Args:
+        graph: the model's graph.
+        chosen: hidden states, concatenated in this order.
+        weight: matrix of the layer, if the checkpoint has one.
+        name: its name.
+        origin: the checkpoint's directory.
+        hidden_size: rows of the matrix.
+
+    Raises:
+        LlmcError: the matrix is absent, or of another shape or dtype.
+    """
+    expected = hidden_size, sum(int(tensor.shape[-1]) for tensor in chosen)
+    if weight is None or weight.shape != expected or not weight.is_floating:
+        found = "no tensor" if weight is None else f"{weight.dtype} {list(weight.shape)} as"
+        raise LlmcError(f"'{origin}' has {found} '{name}', expected floating point "
+                        f"{list(expected)}; give a complete draft model")
+    axes = list(chosen[0].shape)[:-1]
+    joined = gs.Variable(f"{HIDDEN}.layers", np.float32, [*axes, expected[1]])
+    graph.nodes.append(gs.Node(op="Concat", name=joined.name, attrs={"axis": -1}, inputs=[*chosen],
+                               outputs=[joined]))
+    matrix = gs.Constant(f"{PREFIX}{name}", weight.cast(np.float32).transpose())
+    result = gs.Variable(HIDDEN, np.float32, [*axes, hidden_size])
+    graph.nodes.append(gs.Node(op="MatMul", name=HIDDEN, inputs=[joined, matrix],
+                               outputs=[result]))
+    graph.outputs.append(result)
     tidy(graph)
 
 

@@ -14,9 +14,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig
-from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
+from transformers.generation.candidate_generator import (
+    DFlashTokenCandidateGenerator,
+    SinglePositionMultiTokenCandidateGenerator,
+)
 from transformers.modeling_layers import MtpModel
 from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
+from transformers.models.muse_glimmer_assistant.configuration_muse_glimmer_assistant import (
+    MuseGlimmerAssistantConfig,
+)
+from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant import (
+    MuseGlimmerAssistantModel,
+)
 
 import llmc
 from llmc.artifacts.manifest import read_manifest
@@ -535,3 +544,63 @@ def test_assistants_draft_as_in_transformers(changes, settings, tp_size, tmp_pat
         for prompt in (PROMPTS[3], PROMPTS[1]):
             assert_drafts(llm, base, lambda *args: assistant_drafts(assistant, *args), prompt,
                           proposed, 3)
+
+
+def save_dflash(directory, layout="transformers", **changes):
+    """Save a DFlash draft model in the layout of transformers or of z-lab; return the model."""
+    sizes = dict(hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=2, head_dim=16, block_size=5, mask_token_id=VOCAB - 2,
+                 target_layer_ids=[1, 4], max_position_embeddings=64,
+                 layer_types=["full_attention"] * 2)
+    config = MuseGlimmerAssistantConfig(**{**sizes, **changes})
+    config._attn_implementation = "eager"
+    drafter = families.randomized(MuseGlimmerAssistantModel(config))
+    for layer in drafter.layers:
+        for part in (layer.self_attn.q_norm, layer.self_attn.o_proj):
+            part.weight.data *= 20  # so that drafts of a block differ
+    drafter.save_pretrained(directory)
+    if layout == "z-lab":
+        stored = load_file(directory / "model.safetensors")
+        save_file({name.replace("encoder.output_norm_enc", "hidden_norm").removeprefix("encoder."):
+                   tensor for name, tensor in stored.items()}, directory / "model.safetensors")
+        plain = json.loads((directory / "config.json").read_text())
+        own = {key: plain.pop(key) for key in ("mask_token_id", "target_layer_ids")}
+        plain |= dict(model_type="qwen3", use_sliding_window=True, architectures=["DFlashDraftModel"], vocab_size=VOCAB,
+                      num_target_layers=LAYERS, dflash_config=own)
+        (directory / "config.json").write_text(json.dumps(plain))
+    return drafter
+
+
+@torch.no_grad()
+def dflash_drafts(drafter, base, tokens, count):
+    """Drafts after the last token by transformers' candidate generator."""
+    generator = DFlashTokenCandidateGenerator(
+        drafter, base.get_input_embeddings(), base.get_output_embeddings(),
+        GenerationConfig(max_length=1000))
+    outputs = base(torch.tensor([tokens[:-1]]), output_hidden_states=True)
+    ids, _ = generator.get_candidates(
+        torch.tensor([tokens]), {"position_ids": torch.arange(len(tokens))[None],
+                                 "attention_mask": None}, outputs, False, 0)
+    return ids[0, len(tokens):][:count].tolist()
+
+
+@pytest.mark.parametrize(("layout", "changes", "tp_size"), [
+    ("transformers", {}, 1), ("z-lab", dict(layer_types=["sliding_attention", "full_attention"],
+                                            sliding_window=6), 2),
+    thorough("transformers", dict(layer_types=["sliding_attention"] * 2, sliding_window=9), 1)])
+def test_dflash_draft_models_draft_as_in_transformers(model, plain, tmp_path, proposed, layout,
+                                                      changes, tp_size):
+    drafter = save_dflash(tmp_path / "draft", layout, **changes)
+    manifest = llmc.compile(model[0], tmp_path / "case", draft=f"dflash:{tmp_path / 'draft'}",
+                            tp_size=tp_size)
+    assert (manifest.draft.kind, manifest.draft.chain) == ("dflash", "block")
+    assert manifest.draft.num_speculative_tokens == 4
+    with llmc.LLM(tmp_path / "case", max_batch_size=4, speculate="draft",
+                  num_speculative_tokens=4, **TIGHT) as llm:
+        for name, alone in plain.items():
+            equal(llm.generate(PROMPTS, params(name)), alone)
+        for prompt in (PROMPTS[3], PROMPTS[1], [*PROMPTS[3][:9], 62, 63]):
+            assert_drafts(llm, model[1], lambda *args: dflash_drafts(drafter, *args), prompt,
+                          proposed)
+            assert any(len({*drafts}) > 1 for drafts in proposed)
+        assert llm.metrics()["cache_hits"]

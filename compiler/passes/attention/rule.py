@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from llmc.artifacts.manifest import HIDDEN
 from llmc.compiler.graph.probe import (
     ELEMENTWISE,
     LAYOUT,
@@ -42,6 +43,7 @@ from llmc.compiler.passes.attention.latent import Latent, find_latent, rewrite_l
 from llmc.compiler.passes.attention.projections import gathered, merged_projection, projection
 from llmc.plugins.attention.op import OP as CAUSAL_ATTENTION
 from llmc.plugins.bidirectional_attention.op import OP as BIDIRECTIONAL_ATTENTION
+from llmc.plugins.block_attention.op import OP as BLOCK_ATTENTION
 from llmc.plugins.cached_attention.op import OP as CACHED_ATTENTION
 
 
@@ -82,6 +84,7 @@ def attention(graph: gs.Graph, settings: Settings, report: Report) -> None:
     written: dict[tuple[int, int], _Cached] = {}
     biases: dict[int, Bias | NoMatch | None] = {}
     tables: dict[bytes, Bias] = {}  # shared by layers
+    in_blocks = any(tensor.name == HIDDEN for tensor in graph.inputs)  # a draft model
 
     def check(node: gs.Node, settings: Settings) -> _Attention | NoMatch:
         if is_op(producer(node.inputs[1]), MODEL_CACHE):
@@ -95,7 +98,9 @@ def attention(graph: gs.Graph, settings: Settings, report: Report) -> None:
         if match.bias is not None:
             table = values_of(match.bias.table).load().tobytes()
             match = dataclasses.replace(match, bias=tables.setdefault(table, match.bias))
-        return match if node.attrs["causal"] and not cross else _check_bidirectional(match)
+        if node.attrs["causal"] and not cross:
+            return match
+        return _check_block(match) if in_blocks and not cross else _check_bidirectional(match)
 
     def rewrite(graph: gs.Graph, match: _Attention, settings: Settings) -> None:
         if isinstance(match, _ModelAttention):
@@ -113,6 +118,8 @@ def attention(graph: gs.Graph, settings: Settings, report: Report) -> None:
                                match.node.attrs["layer"], settings)
             else:
                 written[key] = _rewrite(graph, match, settings, shared)
+        elif in_blocks and not isinstance(match, _CrossAttention):
+            _rewrite_block(graph, match, settings, shared)
         else:
             _rewrite_bidirectional(graph, match)
 
@@ -258,6 +265,19 @@ def _check_bidirectional(match: _Attention) -> _Attention | NoMatch:
     return match
 
 
+def _check_block(match: _Attention) -> _Attention | NoMatch:
+    """Refuse features that llmc::BlockAttention lacks."""
+    attrs = match.node.attrs
+    for what, there in (("norms of its values", match.value.norm is not None),
+                        ("queries scaled by position", match.query.heads.scale is not None),
+                        ("sinks", "sinks" in operands(match.node)), ("chunks", attrs["chunk"]),
+                        ("a soft-cap", attrs["softcap"]), ("a bias", match.bias is not None)):
+        if there:
+            return NoMatch(f"attention in blocks with {what}: unsupported by "
+                           f"llmc::BlockAttention", match.node)
+    return match
+
+
 def _output(graph: gs.Graph, node: gs.Node, num_heads: int, head_dim: int, data: set[int]) -> \
         gs.Tensor | NoMatch:
     """The `[batch, seq, num_heads * head_dim]` tensor after Sdpa, past layout nodes."""
@@ -292,20 +312,33 @@ class _Cached:
 
 def _rewrite(graph: gs.Graph, match: _Attention, settings: Settings,
              shared: dict[bytes, tuple[gs.Constant, ...]]) -> _Cached:
-    sdpa, dim = match.node, match.query.heads.columns.shape[1]
     attrs, inputs = _common(graph, match, shared, ("v_norm", "q_norm", "k_norm"), settings)
-    layer = sdpa.attrs["layer"]
-    cache_shape = ("batch", match.num_kv_heads, settings.max_seq_len, dim)
-    caches = [gs.Variable(f"{kind}_cache_{layer}", np.float32, cache_shape)
-              for kind in ("key", "value")]
-    updated = [gs.Variable(f"{cache.name}_out", np.float32, cache_shape) for cache in caches]
-    graph.inputs.extend(caches)
-    graph.outputs.extend(updated)
-    inputs |= {**_bias(match), "sinks": operands(sdpa).get("sinks"), "key_cache": caches[0],
-               "value_cache": caches[1],
+    caches, updated = _caches(graph, match, settings)
+    inputs |= {**_bias(match), **caches, "sinks": operands(match.node).get("sinks"),
                "qkv": merged_projection(graph, match.branches, match.output)}
     replace(graph, CAUSAL_ATTENTION, inputs, [_whole_heads(graph, match), *updated], attrs)
     return _Cached(*updated)
+
+
+def _rewrite_block(graph: gs.Graph, match: _Attention, settings: Settings,
+                   shared: dict[bytes, tuple[gs.Constant, ...]]) -> None:
+    attrs, inputs = _common(graph, match, shared, ("q_norm", "k_norm"), settings)
+    caches, updated = _caches(graph, match, settings)
+    inputs |= {**caches, "qkv": merged_projection(graph, match.branches, match.output)}
+    replace(graph, BLOCK_ATTENTION, inputs, [_whole_heads(graph, match), *updated],
+            {name: value for name, value in attrs.items() if name in BLOCK_ATTENTION.fields})
+
+
+def _caches(graph: gs.Graph, match: _Attention, settings: Settings) -> \
+        tuple[dict[str, gs.Variable], list[gs.Variable]]:
+    """A layer's caches by the names of inputs, and updated; both are added to the graph."""
+    shape = ("batch", match.num_kv_heads, settings.max_seq_len, match.query.heads.columns.shape[1])
+    caches = {f"{kind}_cache": gs.Variable(f"{kind}_cache_{match.node.attrs['layer']}", np.float32,
+                                           shape) for kind in ("key", "value")}
+    updated = [gs.Variable(f"{cache.name}_out", np.float32, shape) for cache in caches.values()]
+    graph.inputs.extend(caches.values())
+    graph.outputs.extend(updated)
+    return caches, updated
 
 
 def _whole_heads(graph: gs.Graph, match: _Attention) -> gs.Tensor:
