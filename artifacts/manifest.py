@@ -807,7 +807,8 @@ class Manifest(_Frozen):
             raise ValueError(f"chip {chip.rank} has {len(chip.drafts)} programs of the draft "
                              f"model, and mask_token_id is {info.mask_token_id}, contrary to "
                              f"the chain {info.chain!r}")
-        if not self.target.spec.drafts or chip.states or self.encoder:
+        spec = self.target.spec
+        if not spec.drafts or info.chain not in spec.draft_chains or chip.states or self.encoder:
             raise ValueError(f"chip {chip.rank} has a draft model, which this model or target "
                              f"{self.target.kind} does not support")
         for index, draft in enumerate(chip.drafts):

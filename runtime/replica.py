@@ -123,7 +123,8 @@ def cpu_limits(manifest: Manifest, config: EngineConfig) -> EngineLimits:
         raise LlmcError(f"a KV cache of {tokens} tokens takes {size / 1e9:.1f} GB with the rows of "
                         f"its sequences, and a step up to {taken / 1e9:.1f} GB; this "
                         f"machine has {(free + taken) / 1e9:.1f} GB free of "
-                        f"{memory('MemTotal') / 1e9:.1f} GB; lower kv_cache_tokens")
+                        f"{memory('MemTotal') / 1e9:.1f} GB; lower kv_cache_tokens"
+                        f"{', or leave out the draft model' if config.draft else ''}")
     return EngineLimits(
         num_blocks=-(-tokens // config.block_size), block_size=config.block_size,
         max_tokens=config.max_num_batched_tokens, max_slots=config.max_batch_size,

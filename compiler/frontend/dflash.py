@@ -86,10 +86,10 @@ def attach_dflash(raw: RawModel, directory: Path, allow_pickle: bool) -> RawMode
     states, (table, factor), head = hidden_states(raw), embedding_of(raw.graph), head_of(raw.graph)
     drafter = _read(directory, allow_pickle)
     _check_model(drafter, raw, table, states)
-    with alone():
-        graph = _export(drafter, table, factor, head)
     add_features(raw.graph, [states[layer] for layer in drafter.layer_ids],
                  drafter.tensors.get(_FC), _FC, str(directory), drafter.config.hidden_size)
+    with alone():
+        graph = _export(drafter, table, factor, head)
     return replace(raw, draft=RawDraft(
         (graph,), "dflash", config_digest(read_json(directory / "config.json")), chain="block",
         num_speculative_tokens=drafter.block_size - 1, mask_token_id=drafter.mask_token_id))
@@ -137,10 +137,9 @@ def _check_model(drafter: _Drafter, raw: RawModel, table: gs.Constant,
     for what, given, expected in (
             ("vocab_size", getattr(config, "vocab_size", vocab_size), vocab_size),
             ("hidden_size", config.hidden_size, embedding_size),
-            ("hidden_size", config.hidden_size, int(states[0].shape[-1])),
-            ("num_hidden_layers", max(layers, max(drafter.layer_ids) + 1), len(states))):
-        if given != expected and (what != "num_hidden_layers" or given > expected
-                                  or layers != expected):
+            ("num_hidden_layers", layers, len(states)),
+            ("layers up to", max(max(drafter.layer_ids), len(states) - 1), len(states) - 1)):
+        if given != expected:
             raise LlmcError(f"'{drafter.origin}' is a draft model of a model with {what} {given}, "
                             f"'{raw.architecture}' has {expected}; give one that was trained for "
                             f"it")

@@ -10,17 +10,22 @@ from pathlib import Path
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.artifacts.manifest import HIDDEN, DraftKind
+from llmc.artifacts.manifest import HIDDEN, DraftChain, DraftKind
 from llmc.compiler.frontend.raw import RawDraft, RawModel
 from llmc.compiler.graph.names import HIDDEN_STATE
 from llmc.compiler.graph.recurrence import CONVOLUTION, RECURRENCE
 from llmc.compiler.graph.rewrite import consumers, producer, scalar, tidy
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError, shown
+from llmc.targets import TargetSpec
 
 _SEPARATE: tuple[DraftKind, ...] = ("eagle3", "dflash", "assistant", "model")  # each in a directory
 FORMS = f"mtp, {':DIR, '.join(_SEPARATE[:-1])}:DIR or {_SEPARATE[-1]}:DIR"
 PREFIX = "draft."  # of names of weights that only the draft model has
+_CHAINS: dict[DraftKind, DraftChain] = {"assistant": "position", "dflash": "block"}
+_PASSES: dict[DraftChain, str] = {
+    "tokens": "a pass for each draft", "layers": "a pass of each layer for a draft",
+    "position": "passes on the model's KV caches", "block": "a pass for all drafts"}
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,11 @@ class DraftSource:
 
     kind: DraftKind
     directory: Path = Path()
+
+    @property
+    def chain(self) -> DraftChain:
+        """Chain of the draft model's passes; that of several MTP layers is known later."""
+        return _CHAINS.get(self.kind, "tokens")
 
     @staticmethod
     def of(text: str) -> DraftSource:
@@ -49,6 +59,24 @@ class DraftSource:
             if kind == given and directory:
                 return DraftSource(kind, Path(directory))
         raise LlmcError(f"draft is {shown(text)}, expected {FORMS}")
+
+
+def refuse_chain(kind: str, chain: DraftChain, target: TargetSpec) -> str | None:
+    """Why a target cannot run a draft model; None if it can.
+
+    Args:
+        kind: of the draft model, as in `--draft`.
+        chain: of its passes.
+        target: of the compilation.
+    """
+    if not target.drafts:
+        return (f"draft is given for target '{target.name}', but draft programs run on target cpu; "
+                f"compile with --target cpu, or leave it out")
+    if chain in target.draft_chains:
+        return None
+    what = f"several layers of {kind}" if chain == "layers" else kind
+    return (f"draft models of kind {kind} ({_PASSES[chain]}) are unsupported by target "
+            f"'{target.name}'; compile with --target cpu, or give another kind than {what}")
 
 
 def attach_draft(raw: RawModel, source: DraftSource, load: Callable[[Path], RawModel], *,

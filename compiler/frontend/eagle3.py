@@ -83,6 +83,13 @@ class _Head:
         return bool(self.config.get("norm_before_residual", _is_speculators(self.config)))
 
     @property
+    def architectures(self) -> Sequence[str]:
+        """Architectures of the model that it was trained for; empty if they are not given."""
+        verifier = (self.config.get("speculators_config") or {}).get("verifier")
+        given = verifier.get("architectures") if isinstance(verifier, dict) else None
+        return [str(name) for name in given] if isinstance(given, list) else []
+
+    @property
     def num_speculative_tokens(self) -> int | None:
         """Drafts that it was trained for, if given."""
         methods = (self.config.get("speculators_config") or {}).get("proposal_methods")
@@ -102,11 +109,11 @@ def attach_eagle3(raw: RawModel, directory: Path, allow_pickle: bool) -> RawMode
     head.layer.max_position_embeddings = _positions(raw, head)
     _check_model(head, raw, table, states)
     token_ids = _token_ids(head, table._values.shape[0])
-    graph = _export(head, table)
     count = len(states)
     chosen = [states[layer - 1] for layer in head.layer_ids or (2, count // 2, count - 3)]
     add_features(raw.graph, chosen, head.tensors.get(_FC), _FC, str(head.origin),
                  head.layer.hidden_size)
+    graph = _export(head, table)
     return replace(raw, draft=RawDraft((graph,), "eagle3", config_digest(head.config), token_ids,
                                        head.num_speculative_tokens))
 
@@ -177,6 +184,10 @@ def _check_model(head: _Head, raw: RawModel, table: gs.Constant,
         raise LlmcError(f"'{head.origin}' is a draft model of a model with {what} {given}, "
                         f"'{raw.architecture}' has {expected}; give one that was trained for it")
 
+    known = head.architectures
+    if known and raw.architecture not in known:
+        raise LlmcError(f"'{head.origin}' is a draft model of {' or '.join(known)}, the model is "
+                        f"'{raw.architecture}'; give one that was trained for it")
     (vocab_size, embedding_size), hidden_size = table._values.shape, int(states[0].shape[-1])
     if head.layer.vocab_size != vocab_size:
         refuse("vocab_size", head.layer.vocab_size, vocab_size)

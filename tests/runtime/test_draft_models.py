@@ -1,5 +1,6 @@
 """Draft models compiled with their model: their drafts, and the same tokens as without them."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -28,12 +29,15 @@ from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant 
 )
 
 import llmc
+import llmc.compiler.api
 from llmc.artifacts.manifest import read_manifest
 from llmc.compiler.frontend.draft import hidden_states
 from llmc.compiler.frontend.raw import RawModel
 from llmc.runtime.engines.host import HostSampling
+from llmc.runtime.replica import EngineConfig, cpu_limits, step_bytes, token_bytes
 from llmc.runtime.speculation.drafter import Draft
 from llmc.runtime.speculation.engine_drafts import EngineDrafter
+from llmc.targets import TARGETS
 
 VOCAB, ROWS, LAYERS = 300, 120, 6
 PROMPTS = [[42, 41, 239, 151, 178, 181, 214], [11, 147], [46, 122, 278, 165, 23],
@@ -293,7 +297,7 @@ def test_incomplete_draft_models_are_refused(model, head, tmp_path):
 
 
 @pytest.mark.parametrize(("options", "problem"), [
-    (dict(draft="medusa:x"), "draft is 'medusa:x', expected eagle3:DIR, mtp or"),
+    (dict(draft="medusa:x"), "draft is 'medusa:x', expected mtp, eagle3:DIR, dfl"),
     (dict(draft="eagle3"), "draft is 'eagle3', expected"),
     (dict(draft="eagle3:x", target="cuda", dtype="float16"), "draft programs run on target cpu"),
     (dict(draft="eagle3:nowhere"), "'nowhere' is neither a directory")])
@@ -521,6 +525,16 @@ def assistant_drafts(assistant, base, tokens, count):
     return ids[0, len(tokens):].tolist()
 
 
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory):
+    """A Gemma 4 model, its sizes, and its directory."""
+    sizes = {**families.OWN_ATTENTION["gemma4_text"], **GEMMA}
+    base = families.tiny_model("gemma4_text", **sizes)
+    directory = families.save(base, tmp_path_factory.mktemp("gemma") / "hf")
+    conftest.write_tokenizer(directory)
+    return base, sizes, directory
+
+
 @pytest.mark.parametrize(("changes", "settings", "tp_size"), [
     ({}, {}, 1), (families.GEMMA4_LARGE, dict(use_ordered_embeddings=True,
                                               centroid_intermediate_top_k=30), 2),
@@ -565,8 +579,9 @@ def save_dflash(directory, layout="transformers", **changes):
                    tensor for name, tensor in stored.items()}, directory / "model.safetensors")
         plain = json.loads((directory / "config.json").read_text())
         own = {key: plain.pop(key) for key in ("mask_token_id", "target_layer_ids")}
-        plain |= dict(model_type="qwen3", use_sliding_window=True, architectures=["DFlashDraftModel"], vocab_size=VOCAB,
-                      num_target_layers=LAYERS, dflash_config=own)
+        plain |= dict(model_type="qwen3", use_sliding_window=True, vocab_size=VOCAB,
+                      architectures=["DFlashDraftModel"], num_target_layers=LAYERS,
+                      dflash_config=own)
         (directory / "config.json").write_text(json.dumps(plain))
     return drafter
 
@@ -604,3 +619,98 @@ def test_dflash_draft_models_draft_as_in_transformers(model, plain, tmp_path, pr
                           proposed)
             assert any(len({*drafts}) > 1 for drafts in proposed)
         assert llm.metrics()["cache_hits"]
+
+
+@pytest.mark.parametrize(("changes", "problem"), [
+    (dict(vocab_size=32000), "a model with vocab_size 32000, 'LlamaForCausalLM' has 300; give one"),
+    (dict(hidden_size=32, head_dim=16), "hidden_size 32, 'LlamaForCausalLM' has 64"),
+    (dict(num_target_layers=36), "num_hidden_layers 36, 'LlamaForCausalLM' has 6"),
+    (dict(dflash_config=dict(mask_token_id=7, target_layer_ids=[1, 40])),
+     "layers up to 40, 'LlamaForCausalLM' has 5"),
+    (dict(dflash_config=dict(mask_token_id=300, target_layer_ids=[1, 4])),
+     "mask_token_id 300, expected less than the vocab_size 300"),
+    (dict(dflash_config=dict(mask_token_id=7, target_layer_ids=[1, 3, 4])),
+     r"float32 \[64, 128\] as 'fc.weight', expected floating point \[64, 192\]"),
+    (dict(dflash_config=3), "has dflash_config 3, expected an object; correct it"),
+    (dict(block_size=1), "has block_size 1, expected 2 or more, as of a DFlash"),
+    (dict(dflash_config={}), "has mask_token_id None, expected 0 or more"),
+    (dict(num_hidden_layers=1, layer_types=["full_attention"]),
+     r"a tensor 'layers.1.* \[.*\], which llmc does not use for DFlash"),
+    (dict(intermediate_size=40), "'layers.0.mlp.gate_proj.weight' in .* its config expects")])
+def test_another_dflash_draft_model_is_refused(model, tmp_path, changes, problem):
+    save_dflash(tmp_path / "draft", "z-lab")
+    path = tmp_path / "draft" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(llmc.LlmcError, match=problem) as caught:
+        llmc.compile(model[0], tmp_path / "case", draft=f"dflash:{tmp_path / 'draft'}")
+    assert "\n" not in str(caught.value)
+
+
+def test_more_drafts_than_a_block_has_are_refused(model, tmp_path):
+    save_dflash(tmp_path / "draft", block_size=3)
+    llmc.compile(model[0], tmp_path / "case", draft=f"dflash:{tmp_path / 'draft'}")
+    with pytest.raises(llmc.LlmcError, match="is 3, but the draft model of kind dflash drafts 2"):
+        llmc.LLM(tmp_path / "case", speculate="draft", num_speculative_tokens=3)
+    with llmc.LLM(tmp_path / "case", speculate="draft") as llm:
+        llm.generate([PROMPTS[0]], params("greedy"))
+
+
+@pytest.mark.parametrize(("changes", "problem"), [
+    (dict(text=dict(vocab_size=320)), "a model with vocab_size 320, 'Gemma4ForCausalLM' has 300"),
+    (dict(backbone_hidden_size=96), "a model with hidden_size 96, 'Gemma4ForCausalLM' has 64"),
+    (dict(text=dict(global_head_dim=16)), "head_dim of full_attention 16, .* has 32; give one"),
+    (dict(text=dict(num_key_value_heads=1)), "num_key_value_heads of sliding_attention 1, .* has")])
+def test_another_assistant_is_refused(tmp_path, fully_shared, gemma, changes, problem):
+    base, sizes, directory = gemma
+    save_assistant(base, sizes, tmp_path / "assistant", **changes)
+    with pytest.raises(llmc.LlmcError, match=problem) as caught:
+        llmc.compile(directory, tmp_path / "case", draft=f"assistant:{tmp_path / 'assistant'}")
+    assert "\n" not in str(caught.value)
+
+
+def test_assistants_are_refused_for_other_models(model, tmp_path, fully_shared, gemma):
+    base, sizes, directory = gemma
+    with pytest.raises(llmc.LlmcError, match="has no backbone_hidden_size, so it is not the conf"):
+        llmc.compile(directory, tmp_path / "case", draft=f"assistant:{model[0]}")
+    save_assistant(base, sizes, tmp_path / "assistant")
+    with pytest.raises(llmc.LlmcError, match="'LlamaForCausalLM' has 6 layers with attention and "
+                                             "layer_types of no layers"):
+        llmc.compile(model[0], tmp_path / "case", draft=f"assistant:{tmp_path / 'assistant'}")
+    path = tmp_path / "assistant" / "model.safetensors"
+    stored = load_file(path)
+    save_file({name: tensor for name, tensor in stored.items() if "pre_proj" not in name}, path)
+    with pytest.raises(llmc.LlmcError, match="has no tensor '.*pre_projection.weight'"):
+        llmc.compile(directory, tmp_path / "case", draft=f"assistant:{tmp_path / 'assistant'}")
+
+
+@pytest.mark.parametrize("kind", ["assistant", "dflash"])
+def test_kinds_without_a_kernel_are_refused_before_the_export(model, tmp_path, kind, monkeypatch):
+    monkeypatch.setattr(llmc.compiler.api, "load", None)
+    monkeypatch.setitem(TARGETS, "cuda", dataclasses.replace(TARGETS["cuda"], drafts=True))
+    with pytest.raises(llmc.LlmcError, match=f"draft models of kind {kind} .* are unsupported by "
+                                             "target 'cuda'; compile with --target cpu"):
+        llmc.compile(model[0], tmp_path / "case", draft=f"{kind}:x", target="cuda",
+                     dtype="float16")
+
+
+def test_a_draft_model_of_another_architecture_is_refused(model, head, tmp_path):
+    directory = head.save_speculators(tmp_path / "head")
+    path = directory / "config.json"
+    plain = json.loads(path.read_text())
+    plain["speculators_config"]["verifier"] = {"architectures": ["Qwen3ForCausalLM"]}
+    path.write_text(json.dumps(plain))
+    with pytest.raises(llmc.LlmcError, match="is a draft model of Qwen3ForCausalLM, the model is "
+                                             "'LlamaForCausalLM'; give one"):
+        llmc.compile(model[0], tmp_path / "case", draft=f"eagle3:{directory}")
+
+
+def test_too_little_memory_for_model_and_draft_model(case, monkeypatch):
+    manifest = read_manifest(case(1))
+    config = EngineConfig(4, 512, 16, 2000, 0.9, None)
+    taken = step_bytes(manifest, config)
+    free = taken + (2000 + 4 * manifest.dims.max_seq_len) * token_bytes(manifest)
+    monkeypatch.setattr("llmc.runtime.replica.memory", lambda name: free)
+    assert cpu_limits(manifest, config).num_blocks == 125
+    with pytest.raises(llmc.LlmcError, match="a KV cache of 2000 tokens takes .*; lower "
+                                             "kv_cache_tokens, or leave out the draft model"):
+        cpu_limits(manifest, dataclasses.replace(config, draft=True))
