@@ -18,7 +18,6 @@ from llmc.runtime.core.step import Engine, EngineLimits, Step, StepOutput
 from llmc.runtime.devices import Placement, pin, place
 from llmc.runtime.engines import BLOCK_SIZE, MAX_LOGITS, MAX_SCORED
 from llmc.runtime.engines.cpu import MAX_CHUNK, SCORE_BYTES, CpuEngine, check_ops
-from llmc.runtime.engines.draft_step import rows_of
 from llmc.runtime.engines.host import HostSampling
 from llmc.runtime.speculation.config import MAX_DRAFTS
 
@@ -165,10 +164,6 @@ class CpuReplica:
     def __init__(self, manifest: Manifest, case_dir: Path, placements: list[Placement],
                  limits: EngineLimits) -> None:
         self._vocab = manifest.dims.vocab_size
-        self._max_seq_len = manifest.dims.max_seq_len
-        self._features = bool(manifest.chips[0].features)
-        self._shifted = self._features and manifest.draft is not None \
-            and manifest.draft.chain != "block"
         self._communicator = Communicator(manifest.tp_size)
         self._failure: BaseException | None = None
         self._threads = [ThreadPoolExecutor(1, f"llmc-rank{rank}", pin, (placement,))
@@ -198,9 +193,7 @@ class CpuReplica:
 
     def propose(self, step: Step, output: StepOutput) -> np.ndarray:
         """Run the draft model on all ranks; see `HostSampling`."""
-        rows = rows_of(step, output, self._max_seq_len, shifted=self._shifted,
-                       features=self._features)
-        return self._on_each(lambda engine: engine.propose(step, rows))[0]
+        return self._on_each(lambda engine: engine.propose(step, output))[0]
 
     def close(self) -> None:
         """End the rank threads."""

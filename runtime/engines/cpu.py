@@ -39,10 +39,9 @@ from llmc.artifacts.weight_file import WEIGHTS_NAME, read_weight_header
 from llmc.errors import LlmcError
 from llmc.memory import is_out_of_memory
 from llmc.runtime.collectives import Communicator
-from llmc.runtime.core.step import EncoderOutputs, EngineLimits, Step, positions
+from llmc.runtime.core.step import EncoderOutputs, EngineLimits, Step, StepOutput, positions
 from llmc.runtime.devices import Placement
 from llmc.runtime.engines.draft_chain import DraftChain
-from llmc.runtime.engines.draft_step import DraftRows
 from llmc.runtime.engines.row_cache import RowCache
 
 _SIZES = {"num_tokens", "num_logits"}
@@ -158,12 +157,12 @@ class CpuEngine:
             return logits[0]
         return np.concatenate(logits) if logits else np.empty((0, self._width), np.float32)
 
-    def propose(self, step: Step, rows: Sequence[DraftRows]) -> np.ndarray:
+    def propose(self, step: Step, output: StepOutput) -> np.ndarray:
         """Run the passes of the draft model after a step.
 
         Args:
             step: the last step.
-            rows: see `rows_of`.
+            output: its output.
 
         Returns:
             Drafts of the sequences that the step samples, int64 [num_sampled, step.propose]; -1
@@ -172,7 +171,7 @@ class CpuEngine:
         assert self._chain is not None
         self._step = step
         features = np.concatenate(self._features) if self._features else None
-        return self._chain.propose(rows, features, len(step.sample), step.propose or 0)
+        return self._chain.propose(step, output, features)
 
     def run_draft(self, program: int, step: Step, hidden: np.ndarray | None, *,
                   whole: bool = False) -> tuple[np.ndarray, np.ndarray | None]:

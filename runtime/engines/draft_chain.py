@@ -12,8 +12,8 @@ from typing import Protocol
 import numpy as np
 
 from llmc.artifacts.manifest import DraftInfo
-from llmc.runtime.core.step import Step
-from llmc.runtime.engines.draft_step import DraftRows, packed
+from llmc.runtime.core.step import Step, StepOutput
+from llmc.runtime.engines.draft_step import DraftRows, packed, rows_of
 
 _MERGED = 32  # context rows that run with the block; more would be a long pass of their own
 
@@ -94,26 +94,28 @@ class DraftChain:
         for slot in slots:
             self._kept.pop(slot, None)
 
-    def propose(self, rows: Sequence[DraftRows], features: np.ndarray | None,
-                num_sampled: int, count: int) -> np.ndarray:
+    def propose(self, step: Step, output: StepOutput, features: np.ndarray | None) -> np.ndarray:
         """Run all passes after a step.
 
         Args:
-            rows: see `rows_of`.
+            step: of the model, with `propose`.
+            output: of the step.
             features: of the step's tokens, [num_tokens, hidden_size].
-            num_sampled: sequences that the step samples.
-            count: drafts of each.
 
         Returns:
-            int64 [num_sampled, count]; -1 after the last draft of a sequence.
+            int64 [num_sampled, step.propose]; -1 after the last draft of a sequence.
         """
+        count = step.propose or 0
+        reads = self._info.kind != "model"
+        rows = rows_of(step, output, self._max_seq_len, features=reads,
+                       shifted=reads and self._info.chain != "block")
         sequences = [_Sequence(own, own.start,
                                None if features is None else features[[*own.rows]], [])
                      for own in rows]
         run = {"position": self._at_one_position, "block": self._block}.get(
             self._info.chain, self._by_tokens)
         run(sequences, count)
-        drafts = np.full((num_sampled, count), -1, np.int64)
+        drafts = np.full((len(step.sample), count), -1, np.int64)
         for own in sequences:
             if own.rows.sampled is not None:
                 made = own.drafts[:count]

@@ -382,6 +382,43 @@ def test_mtp_layers_draft_as_in_transformers(family, number, tp_size, tmp_path, 
         assert llm.metrics()["cache_hits"]
 
 
+def quantize(tensors, side):
+    """FP8 weights in blocks, and the values that they stand for; other tensors as they are."""
+    stored, values = {}, {}
+    for name, tensor in tensors.items():
+        stored[name] = values[name] = tensor
+        if tensor.ndim == 2 and name.endswith("_proj.weight") and "kv_b" not in name:
+            codes = (tensor * 100).to(torch.float8_e4m3fn)
+            scales = torch.rand(*(-(-size // side) for size in tensor.shape)) * 0.01 + 0.005
+            spread = scales.repeat_interleave(side, 0).repeat_interleave(side, 1)
+            stored |= {name: codes, f"{name}_scale_inv": scales}
+            values[name] = codes.float() * spread[:tensor.shape[0], :tensor.shape[1]]
+    return stored, values
+
+
+def test_quantized_mtp_layers_draft_as_dequantized_ones(tmp_path, proposed):
+    side = 32
+    save_with_mtp("glm4_moe", tmp_path / "fp8")
+    stored, values = quantize(load_file(tmp_path / "fp8" / "model.safetensors"), side)
+    shutil.copytree(tmp_path / "fp8", tmp_path / "plain")
+    save_file(values, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
+    save_file(stored, tmp_path / "fp8" / "model.safetensors", {"format": "pt"})
+    path = tmp_path / "fp8" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": dict(
+        quant_method="fp8", weight_block_size=[side, side], activation_scheme="dynamic")}))
+    drafts = []
+    for name in ("plain", "fp8"):
+        manifest = llmc.compile(tmp_path / name, tmp_path / f"{name}.case", draft="mtp")
+        quantized = [weight for weight in manifest.chips[0].quantization if "eh_proj" in weight]
+        assert bool(quantized) == (name == "fp8")
+        proposed.clear()
+        with llmc.LLM(tmp_path / f"{name}.case", speculate="draft",
+                      num_speculative_tokens=3) as llm:
+            own, = llm.generate([PROMPTS[3]], params("greedy"))
+        drafts.append((own.token_ids, [*proposed]))
+    assert drafts[0] == drafts[1]
+
+
 def test_a_checkpoint_without_mtp_layers(model, tmp_path):
     with pytest.raises(llmc.LlmcError, match="has no MTP layers, which --draft mtp needs"):
         llmc.compile(model[0], tmp_path / "case", draft="mtp")
