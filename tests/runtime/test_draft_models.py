@@ -364,8 +364,8 @@ def mtp_drafts(layers, base, tokens, count):
 
 @pytest.mark.parametrize(("family", "number", "tp_size"), [
     ("deepseek_v3", 1, 2), thorough("deepseek_v3", 1, 1), thorough("glm4_moe", 1, 1),
-    thorough("glm4_moe", 1, 3), thorough("mellum", 1, 2), ("glm4_moe", 3, 1),
-    thorough("glm4_moe", 2, 2), thorough("deepseek_v3", 3, 2)])
+    thorough("glm4_moe", 1, 3), thorough("mellum", 1, 2), ("glm4_moe", 2, 1),
+    thorough("glm4_moe", 3, 2), thorough("deepseek_v3", 3, 2)])
 def test_mtp_layers_draft_as_in_transformers(family, number, tp_size, tmp_path, proposed):
     base, layers = save_with_mtp(family, tmp_path / "hf", number)
     case = tmp_path / "case"
@@ -376,7 +376,7 @@ def test_mtp_layers_draft_as_in_transformers(family, number, tp_size, tmp_path, 
             case, speculate="draft", num_speculative_tokens=number + 2, block_size=4,
             max_num_batched_tokens=16, max_batch_size=4) as llm:
         equal(llm.generate(PROMPTS, wish), alone.generate(PROMPTS, wish))
-        for prompt in (PROMPTS[3], PROMPTS[1], [*PROMPTS[3][:9], 62, 63]):
+        for prompt in (PROMPTS[3], [*PROMPTS[3][:9], 62, 63]):
             assert_drafts(llm, base, lambda *args: mtp_drafts(layers, *args), prompt, proposed,
                           number + 2)
         assert llm.metrics()["cache_hits"]
@@ -573,9 +573,9 @@ def gemma(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("changes", "settings", "tp_size"), [
-    ({}, {}, 1), (families.GEMMA4_LARGE, dict(use_ordered_embeddings=True,
-                                              centroid_intermediate_top_k=30), 2),
-    thorough({}, {}, 2), thorough(families.GEMMA4_LARGE, {}, 1)])
+    ({}, dict(use_ordered_embeddings=True, centroid_intermediate_top_k=30), 2),
+    thorough({}, {}, 1), thorough(families.GEMMA4_LARGE, {}, 1),
+    thorough(families.GEMMA4_LARGE, {}, 2)])
 def test_assistants_draft_as_in_transformers(changes, settings, tp_size, tmp_path, proposed,
                                              fully_shared):
     sizes = {**families.OWN_ATTENTION["gemma4_text"], **changes, **GEMMA}
@@ -637,8 +637,8 @@ def dflash_drafts(drafter, base, tokens, count):
 
 
 @pytest.mark.parametrize(("layout", "changes", "tp_size"), [
-    ("transformers", {}, 1), ("z-lab", dict(layer_types=["sliding_attention", "full_attention"],
-                                            sliding_window=6), 2),
+    thorough("transformers", {}, 1),
+    ("z-lab", dict(layer_types=["sliding_attention", "full_attention"], sliding_window=6), 2),
     thorough("transformers", dict(layer_types=["sliding_attention"] * 2, sliding_window=9), 1)])
 def test_dflash_draft_models_draft_as_in_transformers(model, plain, tmp_path, proposed, layout,
                                                       changes, tp_size):
@@ -649,9 +649,9 @@ def test_dflash_draft_models_draft_as_in_transformers(model, plain, tmp_path, pr
     assert manifest.draft.num_speculative_tokens == 4
     with llmc.LLM(tmp_path / "case", max_batch_size=4, speculate="draft",
                   num_speculative_tokens=4, **TIGHT) as llm:
-        for name, alone in plain.items():
-            equal(llm.generate(PROMPTS, params(name)), alone)
-        for prompt in (PROMPTS[3], PROMPTS[1], [*PROMPTS[3][:9], 62, 63]):
+        for name in ("greedy", "several", "structured"):
+            equal(llm.generate(PROMPTS, params(name)), plain[name])
+        for prompt in (PROMPTS[3], [*PROMPTS[3][:9], 62, 63]):
             assert_drafts(llm, model[1], lambda *args: dflash_drafts(drafter, *args), prompt,
                           proposed)
             assert any(len({*drafts}) > 1 for drafts in proposed)
@@ -672,8 +672,7 @@ def test_dflash_draft_models_draft_as_in_transformers(model, plain, tmp_path, pr
     (dict(block_size=1), "has block_size 1, expected 2 or more, as of a DFlash"),
     (dict(dflash_config={}), "has mask_token_id None, expected 0 or more"),
     (dict(num_hidden_layers=1, layer_types=["full_attention"]),
-     r"a tensor 'layers.1.* \[.*\], which llmc does not use for DFlash"),
-    (dict(intermediate_size=40), "'layers.0.mlp.gate_proj.weight' in .* its config expects")])
+     r"a tensor 'layers.1.* \[.*\], which llmc does not use for DFlash")])
 def test_another_dflash_draft_model_is_refused(model, tmp_path, changes, problem):
     save_dflash(tmp_path / "draft", "z-lab")
     path = tmp_path / "draft" / "config.json"
