@@ -1,4 +1,4 @@
-"""Assistants (Gemma 4): draft models without keys and values of their own.
+"""Assistants (Gemma 4): draft models that attend to the model's keys and values.
 
     x            pre_projection([embedding of the last token | hidden])
     h            decoder layers on x, whose queries attend to the model's caches

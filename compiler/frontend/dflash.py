@@ -102,7 +102,7 @@ def _read(directory: Path, allow_pickle: bool) -> _Drafter:
     own = plain.get("dflash_config") or {}
     if not isinstance(own, dict):
         raise LlmcError(f"'{path}' has dflash_config {shown(own)}, expected an object; correct it")
-    values = {key: own.get(key, plain.get(key)) for key in (
+    values: dict[str, Any] = {key: own.get(key, plain.get(key)) for key in (
         "block_size", "mask_token_id", "target_layer_ids")}
     for key, value in values.items():
         items, least = (value, 0) if key == "target_layer_ids" else ([value], 2)

@@ -1,4 +1,4 @@
-"""Multi-token prediction (MTP): layers after a model's last one, each of which drafts a token.
+"""Multi-token prediction (MTP): layers after a model's last one; each drafts a token.
 
     hidden       the model's last hidden state, after its final norm, or hidden_out of layer n - 1
     x            eh_proj([enorm(embedding of token p + 1 + n) | hnorm(hidden)]), at position p

@@ -15,7 +15,7 @@ from llmc.artifacts.manifest import DraftInfo
 from llmc.runtime.core.step import Step, StepOutput
 from llmc.runtime.engines.draft_step import DraftRows, packed, rows_of
 
-_MERGED = 32  # context rows that run with the block; more would be a long pass of their own
+_MERGED = 32  # context rows that run with the block; more are a separate pass
 
 
 class DraftRank(Protocol):

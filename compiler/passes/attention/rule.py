@@ -212,7 +212,7 @@ def _check(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings,
 
 def _check_model_cache(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings,
                        rows: set[int]) -> _ModelAttention | NoMatch:
-    """Match attention to a cache of the model, of which only the queries are computed here."""
+    """Match attention to a cache of the model: only its queries are computed here."""
     query = trace(node.inputs[0], data, settings, rows)
     if isinstance(query, NoMatch):
         return query

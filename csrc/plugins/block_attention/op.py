@@ -121,12 +121,13 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
 
 def _samples(rng: np.random.Generator) -> list[Sample]:
     """Contexts and blocks of several sequences, with and without a past."""
-    return [_sample(rng, **variant) for variant in (
+    variants: tuple[dict[str, Any], ...] = (
         {"new": (4, 4), "past": (0, 5), "dim": 16, "rotary_dim": 16, "norms": "qk"},
         {"new": (3, 1, 5), "past": (2, 9, 0), "dim": 6, "scale": 0.3},
         {"new": (4, 4), "past": (7, 3), "dim": 8, "rotary_dim": 4, "window": 3},
         {"new": (5,), "past": (6,), "dim": 16, "rotary_dim": 16, "interleaved": 1, "norms": "qk",
-         "norm_after_rotary": 1, "norm_epsilon": 1e-5})]
+         "norm_after_rotary": 1, "norm_epsilon": 1e-5})
+    return [_sample(rng, **variant) for variant in variants]
 
 
 def _sample(rng: np.random.Generator, new: Sequence[int], past: Sequence[int], dim: int,
