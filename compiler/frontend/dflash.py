@@ -102,7 +102,8 @@ def _read(directory: Path, allow_pickle: bool) -> _Drafter:
     own = plain.get("dflash_config") or {}
     if not isinstance(own, dict):
         raise LlmcError(f"'{path}' has dflash_config {shown(own)}, expected an object; correct it")
-    values: dict[str, Any] = {key: own.get(key, plain.get(key)) for key in (
+    config = read_config(directory)  # with the defaults of its class
+    values: dict[str, Any] = {key: own.get(key, getattr(config, key, None)) for key in (
         "block_size", "mask_token_id", "target_layer_ids")}
     for key, value in values.items():
         items, least = (value, 0) if key == "target_layer_ids" else ([value], 2)
@@ -112,7 +113,6 @@ def _read(directory: Path, allow_pickle: bool) -> _Drafter:
             raise LlmcError(f"'{path}' has {key} {shown(value)}, expected "
                             f"{'a list of layers' if items is value else f'{least} or more'}, as "
                             f"of a DFlash draft model; give the directory of one")
-    config = read_config(directory)
     missing = next((key for key in ("hidden_size", "num_attention_heads", "num_key_value_heads",
                                     "intermediate_size", "rms_norm_eps", "rope_parameters")
                     if getattr(config, key, None) is None), None)
