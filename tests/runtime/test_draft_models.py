@@ -33,6 +33,7 @@ import llmc.compiler.api
 from llmc.artifacts.manifest import read_manifest
 from llmc.compiler.frontend.draft import hidden_states
 from llmc.compiler.frontend.raw import RawModel
+from llmc.runtime.engines import draft_chain
 from llmc.runtime.engines.host import HostSampling
 from llmc.runtime.replica import EngineConfig, cpu_limits, step_bytes, token_bytes
 from llmc.runtime.speculation.drafter import Draft
@@ -641,7 +642,8 @@ def dflash_drafts(drafter, base, tokens, count):
     ("z-lab", dict(layer_types=["sliding_attention", "full_attention"], sliding_window=6), 2),
     thorough("transformers", dict(layer_types=["sliding_attention"] * 2, sliding_window=9), 1)])
 def test_dflash_draft_models_draft_as_in_transformers(model, plain, tmp_path, proposed, layout,
-                                                      changes, tp_size):
+                                                      changes, tp_size, monkeypatch):
+    monkeypatch.setattr(draft_chain, "_MERGED", 3)  # of prompts, context and block run separately
     drafter = save_dflash(tmp_path / "draft", layout, **changes)
     manifest = llmc.compile(model[0], tmp_path / "case", draft=f"dflash:{tmp_path / 'draft'}",
                             tp_size=tp_size)
