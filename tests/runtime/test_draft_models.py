@@ -591,11 +591,9 @@ def test_assistants_draft_as_in_transformers(changes, settings, tp_size, tmp_pat
     with llmc.LLM(tmp_path / "case", max_batch_size=4) as alone, llmc.LLM(
             tmp_path / "case", max_batch_size=4, speculate="draft",
             num_speculative_tokens=3, **TIGHT) as llm:
-        for name in ("greedy", "sampled"):
-            equal(llm.generate(PROMPTS, params(name)), alone.generate(PROMPTS, params(name)))
-        for prompt in (PROMPTS[3], PROMPTS[1]):
-            assert_drafts(llm, base, lambda *args: assistant_drafts(assistant, *args), prompt,
-                          proposed, 3)
+        equal(llm.generate(PROMPTS, params("sampled")), alone.generate(PROMPTS, params("sampled")))
+        assert_drafts(llm, base, lambda *args: assistant_drafts(assistant, *args), PROMPTS[3],
+                      proposed, 3)
 
 
 def save_dflash(directory, layout="transformers", **changes):
