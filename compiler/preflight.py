@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llmc.compiler.frontend.checkpoint import read_json
-from llmc.compiler.frontend.draft import DraftSource
+from llmc.compiler.frontend.draft import DraftSource, refuse_chain
 from llmc.compiler.frontend.huggingface import find_directory
 from llmc.compiler.frontend.raw import architecture_of, token_ids
 from llmc.compiler.options import OPTIONS, CompileOptions
@@ -296,14 +296,10 @@ def _draft(options: CompileOptions) -> str | None:
     if options.draft is None:
         return None
     try:
-        DraftSource.of(options.draft)
+        source = DraftSource.of(options.draft)
     except LlmcError as error:
         return str(error)
-    if not target_spec(options.target).drafts:
-        names = " and ".join(name for name, target in TARGETS.items() if target.drafts)
-        return (f"draft is given for target '{options.target}', but draft models run on targets "
-                f"{names}; compile for one of them, or leave it out")
-    return None
+    return refuse_chain(source.kind, source.chain, target_spec(options.target))
 
 
 def _draft_of(options: CompileOptions, about: About) -> str | None:

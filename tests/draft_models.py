@@ -97,20 +97,21 @@ def assert_draws_beside_others(llm, alone, plain):
     equal(llm.generate(PROMPTS, params("greedy")), plain)
 
 
-def save_with_mtp(family, directory):
-    """Save a tiny model with an MTP layer in the published layout; return both."""
+def save_with_mtp(family, directory, number=1):
+    """Save a tiny model with MTP layers in the published layout; return both."""
     kinds = ["sliding_attention", "full_attention", "full_attention"]
     sizes = {**families.sizes_of(family), "layer_types": kinds} if family == "mellum" else {}
-    base = families.tiny_model(family, **{**sizes, "vocab_size": VOCAB, "num_mtp_layers": 1,
+    base = families.tiny_model(family, **{**sizes, "vocab_size": VOCAB, "num_mtp_layers": number,
                                           "tie_word_embeddings": False})
-    layers = families.randomized(MtpModel(base, 1))
+    layers = families.randomized(MtpModel(base, number))
     families.save(base, directory)
     conftest.write_tokenizer(directory)
     count, stored = base.config.num_hidden_layers, load_file(directory / "model.safetensors")
     for name, tensor in layers.state_dict().items():
-        if not name.startswith("layers.0."):
+        if not name.startswith("layers."):
             continue  # the model's
-        name = re.sub(r"^layers\.0\.(mtp_block\.)?", f"model.layers.{count}.", name)
+        name = re.sub(r"^layers\.(\d+)\.(mtp_block\.)?",
+                      lambda found: f"model.layers.{count + int(found[1])}.", name)
         name = name.replace(".post_norm.", ".shared_head.norm.")
         stem, _, leaf = name.rpartition(".")
         if leaf == "gate_up_proj":
@@ -128,15 +129,23 @@ def save_with_mtp(family, directory):
 
 @torch.no_grad()
 def mtp_drafts(layers, base, tokens, count):
-    """Drafts after the last token by transformers' MTP layer: the argmax chain."""
+    """Drafts after the last token by transformers' MTP layers, then by the last on its results."""
     hidden = base.model(torch.tensor([tokens[:-1]])).last_hidden_state
-    shifted, drafts = list(tokens[1:]), []
-    for _ in range(count):
-        out = layers.forward_layer(0, hidden, torch.arange(1, len(shifted) + 1)[None], None,
-                                   input_ids=torch.tensor([shifted]))
+    shifted, places = torch.tensor([tokens[1:]]), torch.arange(1, len(tokens))[None]
+    drafts = layers(shifted, hidden, None, places, None)[0][0].tolist()
+    last = len(layers.layers) - 1
+    for layer in range(last):
+        hidden = layers.forward_layer(layer, hidden, places, None, input_ids=shifted)
+        shifted = torch.cat([shifted[:, 1:], torch.tensor([drafts[layer:layer + 1]])], 1)
+    for _ in range(count - last - 1):
+        out = layers.forward_layer(last, hidden, torch.arange(1, shifted.shape[1] + 1)[None], None,
+                                   input_ids=shifted)
+        hidden = torch.cat([hidden, out[:, -1:]], 1)
+        shifted = torch.cat([shifted, torch.tensor([drafts[-1:]])], 1)
+        out = layers.forward_layer(last, hidden, torch.arange(1, shifted.shape[1] + 1)[None], None,
+                                   input_ids=shifted)
         drafts.append(int(layers._project_to_logits(out)[0, -1].argmax()))
-        shifted, hidden = [*shifted, drafts[-1]], torch.cat([hidden, out[:, -1:]], 1)
-    return drafts
+    return drafts[:count]
 
 
 @torch.no_grad()

@@ -56,13 +56,13 @@ from llmc.compiler.graph.weights import Weight
 class Exported:
     """An exported model: the raw graph, notes for the user, and an encoder-decoder's encoder.
 
-    With an MTP layer as a draft model, `mtp` is its graph; see `RawDraft`.
+    With MTP layers as a draft model, `mtp` has their graphs; see `RawDraft`.
     """
 
     graph: gs.Graph
     notes: list[str] = field(default_factory=list)
     encoder: gs.Graph | None = None
-    mtp: gs.Graph | None = None
+    mtp: tuple[gs.Graph, ...] = ()
 
 
 def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
@@ -77,7 +77,7 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
         linear: names of matrices that are stored as [out, in] even where the model's module is
             a Conv1D, [in, out].
         trust_remote_code: run code that comes with the model.
-        mtp: whether to export the MTP layer of a causal LM, too.
+        mtp: whether to export the MTP layers of a causal LM, too.
 
     Raises:
         LlmcError: the architecture is unknown, the export fails, a tensor is missing or unused,
@@ -113,7 +113,7 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
                                trust_remote_code, names, notes) for part in parts]
 
         draft = export_mtp(config, completed, origin, graphs[0], names, trust_remote_code) \
-            if mtp else None
+            if mtp else ()
 
         @cache
         def with_buffers() -> torch.nn.Module:

@@ -415,17 +415,11 @@ Prefix shared_prefix(const StepInputs& inputs, int block_size) {
   auto blocks_of = [&](int sequence) { return inputs.block_tables.data + sequence * width; };
   // Full blocks, which are not written any more.
   auto full = [&](int sequence) {
-<<<<<<< HEAD
-    int row = sequence;
-    while (inputs.verifies && row > 0 && inputs.slots[row - 1] == inputs.slots[sequence]) --row;
-    const int64_t past = inputs.past_lens[row] - inputs.unread_of(row);
+    const int64_t past = inputs.past_lens[sequence] - inputs.unread_of(sequence);
     return static_cast<int>(std::min<int64_t>(past / block_size, width));
-=======
-    return static_cast<int>(std::min<int64_t>(inputs.past_lens[sequence] / block_size, width));
   };
   auto continues = [&](int row) {  // the sequence of the row before
     return inputs.verifies && row > 0 && inputs.slots[row - 1] == inputs.slots[row];
->>>>>>> rows
   };
   for (int i = 0; i < inputs.num_decode && width > 0; ++i)
     if (!continues(i) && full(i) > 0) alike[blocks_of(i)[0]].push_back(i);

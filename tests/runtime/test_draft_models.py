@@ -1,5 +1,6 @@
 """Draft models compiled with their model: their drafts, and the same tokens as without them."""
 
+import dataclasses
 import json
 import shutil
 import threading
@@ -10,7 +11,9 @@ import families
 import numpy as np
 import onnx_graphsurgeon as gs
 import pytest
+import torch
 from draft_models import (
+    LAYERS,
     PARAMS,
     PROMPTS,
     ROWS,
@@ -27,16 +30,32 @@ from draft_models import (
     save_with_mtp,
 )
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig
+from transformers.generation.candidate_generator import (
+    DFlashTokenCandidateGenerator,
+    SinglePositionMultiTokenCandidateGenerator,
+)
 from transformers.modeling_layers import MtpModel
+from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
+from transformers.models.muse_glimmer_assistant.configuration_muse_glimmer_assistant import (
+    MuseGlimmerAssistantConfig,
+)
+from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant import (
+    MuseGlimmerAssistantModel,
+)
 
 import llmc
+import llmc.compiler.api
 from llmc.artifacts.manifest import read_manifest
 from llmc.compiler.frontend.draft import hidden_states, mark_weights
 from llmc.compiler.frontend.raw import RawModel
 from llmc.compiler.graph.weights import Weight
+from llmc.runtime.engines import draft_chain
 from llmc.runtime.engines.host import HostSampling
+from llmc.runtime.replica import EngineConfig, cpu_limits, step_bytes, token_bytes
 from llmc.runtime.speculation.drafter import Draft
 from llmc.runtime.speculation.engine_drafts import EngineDrafter
+from llmc.targets import TARGETS
 
 
 def thorough(*values):
@@ -228,7 +247,7 @@ def test_incomplete_draft_models_are_refused(draft_base, eagle3_head, tmp_path):
 
 
 @pytest.mark.parametrize(("options", "problem"), [
-    (dict(draft="medusa:x"), "draft is 'medusa:x', expected eagle3:DIR, mtp or"),
+    (dict(draft="medusa:x"), "draft is 'medusa:x', expected mtp, eagle3:DIR, dfl"),
     (dict(draft="eagle3"), "draft is 'eagle3', expected"),
     (dict(draft="eagle3:x", target="tensorrt", dtype="float16"), "run on targets cpu and cuda; "),
     (dict(draft="eagle3:nowhere"), "'nowhere' is neither a directory")])
@@ -242,20 +261,61 @@ def test_a_case_without_a_draft_model_cannot_draft(case_tp1):
         llmc.LLM(case_tp1, speculate="draft")
 
 
-@pytest.mark.parametrize(("family", "tp_size"), [
-    ("deepseek_v3", 2), thorough("deepseek_v3", 1), thorough("glm4_moe", 1),
-    thorough("glm4_moe", 3), thorough("mellum", 2)])
-def test_mtp_layers_draft_as_in_transformers(family, tp_size, tmp_path, proposed):
-    base, layers = save_with_mtp(family, tmp_path / "hf")
+@pytest.mark.parametrize(("family", "number", "tp_size"), [
+    ("deepseek_v3", 1, 2), thorough("deepseek_v3", 1, 1), thorough("glm4_moe", 1, 1),
+    thorough("glm4_moe", 1, 3), thorough("mellum", 1, 2), ("glm4_moe", 2, 1),
+    thorough("glm4_moe", 3, 2), thorough("deepseek_v3", 3, 2)])
+def test_mtp_layers_draft_as_in_transformers(family, number, tp_size, tmp_path, proposed):
+    base, layers = save_with_mtp(family, tmp_path / "hf", number)
     case = tmp_path / "case"
     manifest = llmc.compile(tmp_path / "hf", case, draft="mtp", tp_size=tp_size)
-    assert (manifest.draft.kind, manifest.draft.num_layers) == ("mtp", 1)
+    assert (manifest.draft.kind, manifest.draft.num_layers) == ("mtp", number)
     wish = llmc.SamplingParams(max_tokens=12, ignore_eos=True)
-    with llmc.LLM(case) as alone, llmc.LLM(
-            case, speculate="draft", num_speculative_tokens=3, block_size=4,
-            max_num_batched_tokens=16) as llm:
+    with llmc.LLM(case, max_batch_size=4) as alone, llmc.LLM(
+            case, speculate="draft", num_speculative_tokens=number + 2, block_size=4,
+            max_num_batched_tokens=16, max_batch_size=4) as llm:
         equal(llm.generate(PROMPTS, wish), alone.generate(PROMPTS, wish))
-        assert_drafts(llm, base, lambda *args: mtp_drafts(layers, *args), PROMPTS[3], proposed, 3)
+        for prompt in (PROMPTS[3], [*PROMPTS[3][:9], 62, 63]):
+            assert_drafts(llm, base, lambda *args: mtp_drafts(layers, *args), prompt, proposed,
+                          number + 2)
+        assert llm.metrics()["cache_hits"]
+
+
+def quantize(tensors, side):
+    """FP8 weights in blocks, and the values that they stand for; other tensors as they are."""
+    stored, values = {}, {}
+    for name, tensor in tensors.items():
+        stored[name] = values[name] = tensor
+        if tensor.ndim == 2 and name.endswith("_proj.weight") and "kv_b" not in name:
+            codes = (tensor * 100).to(torch.float8_e4m3fn)
+            scales = torch.rand(*(-(-size // side) for size in tensor.shape)) * 0.01 + 0.005
+            spread = scales.repeat_interleave(side, 0).repeat_interleave(side, 1)
+            stored |= {name: codes, f"{name}_scale_inv": scales}
+            values[name] = codes.float() * spread[:tensor.shape[0], :tensor.shape[1]]
+    return stored, values
+
+
+def test_quantized_mtp_layers_draft_as_dequantized_ones(tmp_path, proposed):
+    side = 32
+    save_with_mtp("glm4_moe", tmp_path / "fp8")
+    stored, values = quantize(load_file(tmp_path / "fp8" / "model.safetensors"), side)
+    shutil.copytree(tmp_path / "fp8", tmp_path / "plain")
+    save_file(values, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
+    save_file(stored, tmp_path / "fp8" / "model.safetensors", {"format": "pt"})
+    path = tmp_path / "fp8" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": dict(
+        quant_method="fp8", weight_block_size=[side, side], activation_scheme="dynamic")}))
+    drafts = []
+    for name in ("plain", "fp8"):
+        manifest = llmc.compile(tmp_path / name, tmp_path / f"{name}.case", draft="mtp")
+        quantized = [weight for weight in manifest.chips[0].quantization if "eh_proj" in weight]
+        assert bool(quantized) == (name == "fp8")
+        proposed.clear()
+        with llmc.LLM(tmp_path / f"{name}.case", speculate="draft",
+                      num_speculative_tokens=3) as llm:
+            own, = llm.generate([PROMPTS[3]], params("greedy"))
+        drafts.append((own.token_ids, [*proposed]))
+    assert drafts[0] == drafts[1]
 
 
 def test_a_checkpoint_without_mtp_layers(draft_base, tmp_path):
@@ -408,3 +468,247 @@ def test_a_damaged_draft_entry_is_one_clear_error(case, tmp_path, change, proble
     with pytest.raises(llmc.LlmcError, match=problem) as caught:
         llmc.LLM(directory, speculate="draft").close()
     assert "\n" not in str(caught.value)
+
+
+# A cut of Gemma 4 with and without layers that share caches, and its assistant.
+GEMMA = dict(vocab_size=VOCAB, sliding_window=6, vocab_size_per_layer_input=VOCAB)
+
+
+def save_assistant(base, sizes, directory, **changes):
+    """Save an assistant of a Gemma 4 model of these sizes; return it."""
+    text = {**{name: value for name, value in sizes.items() if name in (
+        "vocab_size", "sliding_window", "num_key_value_heads", "num_global_key_value_heads",
+        "head_dim", "global_head_dim", "attention_k_eq_v", "max_position_embeddings",
+        "rope_parameters")},
+        "model_type": "gemma4_text", "hidden_size": 32, "intermediate_size": 48,
+        "num_attention_heads": 4, "num_hidden_layers": 3, "num_kv_shared_layers": 3,
+        "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
+        "enable_moe_block": False, "use_double_wide_mlp": False,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        **changes.pop("text", {})}
+    made = AutoConfig.for_model("gemma4_assistant", text_config=text, **{
+        "backbone_hidden_size": base.config.hidden_size, "num_centroids": 30, **changes})
+    assistant = families.randomized(AutoModelForCausalLM.from_config(
+        made, attn_implementation="eager"))
+    if assistant.masked_embedding is not None:
+        assistant.masked_embedding.token_ordering.copy_(torch.randperm(
+            VOCAB, generator=torch.Generator().manual_seed(2)))
+    families.save(assistant, directory)
+    return assistant
+
+
+@pytest.fixture
+def fully_shared(monkeypatch):
+    """Let transformers build assistants, all of whose layers share caches."""
+    known = Gemma4TextConfig.kv_sharing_modes.fget
+    monkeypatch.setattr(Gemma4TextConfig, "kv_sharing_modes", property(
+        lambda self: ["reuse"] * self.num_hidden_layers
+        if self.num_kv_shared_layers == self.num_hidden_layers else known(self)))
+
+
+@torch.no_grad()
+def assistant_drafts(assistant, base, tokens, count):
+    """Drafts after the last token by transformers' candidate generator."""
+    options = GenerationConfig(max_length=1000)
+    assistant.generation_config.num_assistant_tokens = count
+    drafter = SinglePositionMultiTokenCandidateGenerator(
+        assistant, base.get_input_embeddings(), options)
+    read = torch.tensor([tokens[:-1]])
+    outputs = base(read, output_hidden_states=True, return_shared_kv_states=True)
+    if not base.config.num_kv_shared_layers:
+        caches = DynamicCache()
+        base(read, past_key_values=caches)
+        outputs["shared_kv_states"] = {kind: (layer.keys, layer.values) for kind, layer in zip(
+            base.config.layer_types, caches.layers, strict=True)}
+    ids, _ = drafter.get_candidates(torch.tensor([tokens]), {}, outputs, False, 0)
+    return ids[0, len(tokens):].tolist()
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory):
+    """A Gemma 4 model, its sizes, and its directory."""
+    sizes = {**families.OWN_ATTENTION["gemma4_text"], **GEMMA}
+    base = families.tiny_model("gemma4_text", **sizes)
+    directory = families.save(base, tmp_path_factory.mktemp("gemma") / "hf")
+    conftest.write_tokenizer(directory)
+    return base, sizes, directory
+
+
+@pytest.mark.parametrize(("changes", "settings", "tp_size"), [
+    ({}, dict(use_ordered_embeddings=True, centroid_intermediate_top_k=30), 2),
+    thorough({}, {}, 1), thorough(families.GEMMA4_LARGE, {}, 1),
+    thorough(families.GEMMA4_LARGE, {}, 2)])
+def test_assistants_draft_as_in_transformers(changes, settings, tp_size, tmp_path, proposed,
+                                             fully_shared):
+    sizes = {**families.OWN_ATTENTION["gemma4_text"], **changes, **GEMMA}
+    base = families.tiny_model("gemma4_text", **sizes)
+    families.save(base, tmp_path / "hf")
+    conftest.write_tokenizer(tmp_path / "hf")
+    assistant = save_assistant(base, sizes, tmp_path / "assistant", **settings)
+    manifest = llmc.compile(tmp_path / "hf", tmp_path / "case", tp_size=tp_size,
+                            draft=f"assistant:{tmp_path / 'assistant'}")
+    assert (manifest.draft.kind, manifest.draft.chain) == ("assistant", "position")
+    assert not manifest.chips[0].draft_caches
+    with llmc.LLM(tmp_path / "case", max_batch_size=4) as alone, llmc.LLM(
+            tmp_path / "case", max_batch_size=4, speculate="draft",
+            num_speculative_tokens=3, **TIGHT) as llm:
+        equal(llm.generate(PROMPTS, params("sampled")), alone.generate(PROMPTS, params("sampled")))
+        assert_drafts(llm, base, lambda *args: assistant_drafts(assistant, *args), PROMPTS[3],
+                      proposed, 3)
+
+
+def save_dflash(directory, layout="transformers", **changes):
+    """Save a DFlash draft model in the layout of transformers or of z-lab; return the model."""
+    sizes = dict(hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=2, head_dim=16, block_size=5, mask_token_id=VOCAB - 2,
+                 target_layer_ids=[1, 4], max_position_embeddings=64,
+                 layer_types=["full_attention"] * 2)
+    config = MuseGlimmerAssistantConfig(**{**sizes, **changes})
+    config._attn_implementation = "eager"
+    drafter = families.randomized(MuseGlimmerAssistantModel(config))
+    for layer in drafter.layers:
+        for part in (layer.self_attn.q_norm, layer.self_attn.o_proj):
+            part.weight.data *= 20  # so that drafts of a block differ
+    drafter.save_pretrained(directory)
+    if layout == "z-lab":
+        stored = load_file(directory / "model.safetensors")
+        save_file({name.replace("encoder.output_norm_enc", "hidden_norm").removeprefix("encoder."):
+                   tensor for name, tensor in stored.items()}, directory / "model.safetensors")
+        plain = json.loads((directory / "config.json").read_text())
+        own = {key: plain.pop(key) for key in ("mask_token_id", "target_layer_ids")}
+        plain |= dict(model_type="qwen3", use_sliding_window=True, vocab_size=VOCAB,
+                      architectures=["DFlashDraftModel"], num_target_layers=LAYERS,
+                      dflash_config=own)
+        (directory / "config.json").write_text(json.dumps(plain))
+    return drafter
+
+
+@torch.no_grad()
+def dflash_drafts(drafter, base, tokens, count):
+    """Drafts after the last token by transformers' candidate generator."""
+    generator = DFlashTokenCandidateGenerator(
+        drafter, base.get_input_embeddings(), base.get_output_embeddings(),
+        GenerationConfig(max_length=1000))
+    outputs = base(torch.tensor([tokens[:-1]]), output_hidden_states=True)
+    ids, _ = generator.get_candidates(
+        torch.tensor([tokens]), {"position_ids": torch.arange(len(tokens))[None],
+                                 "attention_mask": None}, outputs, False, 0)
+    return ids[0, len(tokens):][:count].tolist()
+
+
+@pytest.mark.parametrize(("layout", "changes", "tp_size"), [
+    thorough("transformers", {}, 1),
+    ("z-lab", dict(layer_types=["sliding_attention", "full_attention"], sliding_window=6), 2),
+    thorough("transformers", dict(layer_types=["sliding_attention"] * 2, sliding_window=9), 1)])
+def test_dflash_draft_models_draft_as_in_transformers(draft_base, plain, tmp_path, proposed, layout,
+                                                      changes, tp_size, monkeypatch):
+    monkeypatch.setattr(draft_chain, "_MERGED", 3)  # of prompts, context and block run separately
+    drafter = save_dflash(tmp_path / "draft", layout, **changes)
+    manifest = llmc.compile(draft_base[0], tmp_path / "case", draft=f"dflash:{tmp_path / 'draft'}",
+                            tp_size=tp_size)
+    assert (manifest.draft.kind, manifest.draft.chain) == ("dflash", "block")
+    assert manifest.draft.num_speculative_tokens == 4
+    with llmc.LLM(tmp_path / "case", max_batch_size=4, speculate="draft",
+                  num_speculative_tokens=4, **TIGHT) as llm:
+        for name in ("greedy", "several", "structured"):
+            equal(llm.generate(PROMPTS, params(name)), plain[name])
+        for prompt in (PROMPTS[3], [*PROMPTS[3][:9], 62, 63]):
+            assert_drafts(llm, draft_base[1], lambda *args: dflash_drafts(drafter, *args), prompt,
+                          proposed)
+            assert any(len({*drafts}) > 1 for drafts in proposed)
+        assert llm.metrics()["cache_hits"]
+
+
+@pytest.mark.parametrize(("changes", "problem"), [
+    (dict(vocab_size=32000), "a model with vocab_size 32000, 'LlamaForCausalLM' has 300; give one"),
+    (dict(hidden_size=32, head_dim=16), "hidden_size 32, 'LlamaForCausalLM' has 64"),
+    (dict(num_target_layers=36), "num_hidden_layers 36, 'LlamaForCausalLM' has 6"),
+    (dict(dflash_config=dict(mask_token_id=7, target_layer_ids=[1, 40])),
+     "layers up to 40, 'LlamaForCausalLM' has 5"),
+    (dict(dflash_config=dict(mask_token_id=300, target_layer_ids=[1, 4])),
+     "mask_token_id 300, expected less than the vocab_size 300"),
+    (dict(dflash_config=dict(mask_token_id=7, target_layer_ids=[1, 3, 4])),
+     r"float32 \[64, 128\] as 'fc.weight', expected floating point \[64, 192\]"),
+    (dict(dflash_config=3), "has dflash_config 3, expected an object; correct it"),
+    (dict(block_size=1), "has block_size 1, expected 2 or more, as of a DFlash"),
+    (dict(dflash_config={}), "has mask_token_id None, expected 0 or more"),
+    (dict(num_hidden_layers=1, layer_types=["full_attention"]),
+     r"a tensor 'layers.1.* \[.*\], which llmc does not use for DFlash")])
+def test_another_dflash_draft_model_is_refused(draft_base, tmp_path, changes, problem):
+    save_dflash(tmp_path / "draft", "z-lab")
+    path = tmp_path / "draft" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(llmc.LlmcError, match=problem) as caught:
+        llmc.compile(draft_base[0], tmp_path / "case", draft=f"dflash:{tmp_path / 'draft'}")
+    assert "\n" not in str(caught.value)
+
+
+def test_more_drafts_than_a_block_has_are_refused(draft_base, tmp_path):
+    save_dflash(tmp_path / "draft", block_size=3)
+    llmc.compile(draft_base[0], tmp_path / "case", draft=f"dflash:{tmp_path / 'draft'}")
+    with pytest.raises(llmc.LlmcError, match="is 3, but the draft model of kind dflash drafts 2"):
+        llmc.LLM(tmp_path / "case", speculate="draft", num_speculative_tokens=3)
+    with llmc.LLM(tmp_path / "case", speculate="draft") as llm:
+        llm.generate([PROMPTS[0]], params("greedy"))
+
+
+@pytest.mark.parametrize(("changes", "problem"), [
+    (dict(text=dict(vocab_size=320)), "a model with vocab_size 320, 'Gemma4ForCausalLM' has 300"),
+    (dict(backbone_hidden_size=96), "a model with hidden_size 96, 'Gemma4ForCausalLM' has 64"),
+    (dict(text=dict(global_head_dim=16)), "head_dim of full_attention 16, .* has 32; give one"),
+    (dict(text=dict(num_key_value_heads=1)), "num_key_value_heads of sliding_attention 1, .* has")])
+def test_another_assistant_is_refused(tmp_path, fully_shared, gemma, changes, problem):
+    base, sizes, directory = gemma
+    save_assistant(base, sizes, tmp_path / "assistant", **changes)
+    with pytest.raises(llmc.LlmcError, match=problem) as caught:
+        llmc.compile(directory, tmp_path / "case", draft=f"assistant:{tmp_path / 'assistant'}")
+    assert "\n" not in str(caught.value)
+
+
+def test_assistants_are_refused_for_other_models(draft_base, tmp_path, fully_shared, gemma):
+    base, sizes, directory = gemma
+    with pytest.raises(llmc.LlmcError, match="has no backbone_hidden_size, so it is not the conf"):
+        llmc.compile(directory, tmp_path / "case", draft=f"assistant:{draft_base[0]}")
+    save_assistant(base, sizes, tmp_path / "assistant")
+    with pytest.raises(llmc.LlmcError, match="'LlamaForCausalLM' has 6 layers with attention and "
+                                             "layer_types of no layers"):
+        llmc.compile(draft_base[0], tmp_path / "case", draft=f"assistant:{tmp_path / 'assistant'}")
+    path = tmp_path / "assistant" / "model.safetensors"
+    stored = load_file(path)
+    save_file({name: tensor for name, tensor in stored.items() if "pre_proj" not in name}, path)
+    with pytest.raises(llmc.LlmcError, match="has no tensor '.*pre_projection.weight'"):
+        llmc.compile(directory, tmp_path / "case", draft=f"assistant:{tmp_path / 'assistant'}")
+
+
+@pytest.mark.parametrize("kind", ["assistant", "dflash"])
+def test_kinds_without_a_kernel_are_refused_before_the_export(draft_base, tmp_path, kind,
+                                                              monkeypatch):
+    monkeypatch.setattr(llmc.compiler.api, "load", None)
+    monkeypatch.setitem(TARGETS, "cuda", dataclasses.replace(TARGETS["cuda"], drafts=True))
+    with pytest.raises(llmc.LlmcError, match=f"draft models of kind {kind} .* are unsupported by "
+                                             "target 'cuda'; compile with --target cpu"):
+        llmc.compile(draft_base[0], tmp_path / "case", draft=f"{kind}:x", target="cuda",
+                     dtype="float16")
+
+
+def test_a_draft_model_of_another_architecture_is_refused(draft_base, eagle3_head, tmp_path):
+    directory = eagle3_head.save_speculators(tmp_path / "head")
+    path = directory / "config.json"
+    plain = json.loads(path.read_text())
+    plain["speculators_config"]["verifier"] = {"architectures": ["Qwen3ForCausalLM"]}
+    path.write_text(json.dumps(plain))
+    with pytest.raises(llmc.LlmcError, match="is a draft model of Qwen3ForCausalLM, the model is "
+                                             "'LlamaForCausalLM'; give one"):
+        llmc.compile(draft_base[0], tmp_path / "case", draft=f"eagle3:{directory}")
+
+
+def test_too_little_memory_for_model_and_draft_model(case, monkeypatch):
+    manifest = read_manifest(case(1))
+    config = EngineConfig(4, 512, 16, 2000, 0.9, None)
+    taken = step_bytes(manifest, config)
+    free = taken + (2000 + 4 * manifest.dims.max_seq_len) * token_bytes(manifest)
+    monkeypatch.setattr("llmc.runtime.replica.memory", lambda name: free)
+    assert cpu_limits(manifest, config).num_blocks == 125
+    with pytest.raises(llmc.LlmcError, match="a KV cache of 2000 tokens takes .*; lower "
+                                             "kv_cache_tokens, or leave out the draft model"):
+        cpu_limits(manifest, dataclasses.replace(config, draft=True))
