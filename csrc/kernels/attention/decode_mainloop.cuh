@@ -148,7 +148,7 @@ struct HeadBounds {
 
 // The online softmax over the visible positions [seen, end) of a round: turns scores into
 // weights, and returns the factors of the earlier sums. A thread has the maxima and totals of heads
-// 2t and 2t + 1, each with bounds of its own if they are of several rows: then a round may have no
+// 2t and 2t + 1, with separate bounds if they are of several rows: then a round may have no
 // visible key.
 template <typename Bound>
 __device__ __forceinline__ void update_softmax(const AttentionParams& p, int g, float scale,
