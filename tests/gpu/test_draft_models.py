@@ -156,7 +156,7 @@ def test_drafts_are_verified_before_the_host_has_read_them(case, plain, kind, mo
     with llmc.LLM(case(kind), max_batch_size=4, speculate="draft", num_speculative_tokens=3,
                   attention_backend=backend) as llm:
         equal(llm.generate(PROMPTS, params("greedy")), expected["greedy"])
-    assert sum(count > 0 for count in unread) > 4
+    assert sum(count > 0 for count in unread) >= 4
 
 
 def test_the_draft_model_is_loaded_on_demand(extension, case):
