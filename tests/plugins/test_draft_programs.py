@@ -218,7 +218,7 @@ def test_only_the_device_knows_drafts_of_steps_in_flight(extension, rows):
     ids, sampled, firsts, slots, _ = extension.draft_rows(*arrays)
     assert ids == [-1, -1, 0, 9, 0]
     assert (sampled, firsts, slots) == ([0, 0, 0, 1, 1], [0, 3], [2, 0])
-    assert arrays[23].tolist() == ([3, 3, 3, 0, 0] if rows else [3, 0])
+    assert arrays[24].tolist() == ([3, 3, 3, 0, 0] if rows else [3, 0])
 
 
 @pytest.mark.parametrize(("changes", "problem"), [
