@@ -10,7 +10,7 @@
 //
 // With kHeads above 8, a block takes several rows of one sequence: its last token and drafts. Their
 // query heads are columns of the same mma tiles, each with its own visible positions. A block has
-// the new keys and values of all rows up to its last one, and appends those of its own rows.
+// the new keys and values of all rows up to its last one, and appends those of the rows it takes.
 #pragma once
 
 #include "decode_mainloop.cuh"
