@@ -1,5 +1,6 @@
 """Draft models for tests: requests, references, and steps whose drafts engines must agree on."""
 
+import json
 import re
 
 import conftest
@@ -234,3 +235,40 @@ def drafts_of_steps(engine, answers):
         long.run({0: (), 2: ()}, 4)
     long.run({2: ()}, 4)
     return steps.results + long.results
+
+
+# Layers of a model with recurrent state; the last one is like the MTP layer.
+KINDS = [*["linear_attention"] * 3, "full_attention"]
+QWEN_NAMES = {"layers.0.eh_proj.": "mtp.fc.", "layers.0.enorm.": "mtp.pre_fc_norm_embedding.",
+              "layers.0.hnorm.": "mtp.pre_fc_norm_hidden.", "layers.0.post_norm.": "mtp.norm.",
+              "layers.0.mtp_block.": "mtp.layers.0."}
+
+
+def save_recurrent(family, directory, **changes):
+    """Save a tiny model with recurrent layers and its MTP layer as Qwen does; return both."""
+    own = {"num_mtp_layers": 1, "mtp_layer_types": ["full_attention"]}
+    base = families.tiny_model(family, vocab_size=VOCAB, layer_types=KINDS,
+                               tie_word_embeddings=False, **own, **changes)
+    layers = families.randomized(MtpModel(base, 1))
+    families.save(base, directory)
+    conftest.write_tokenizer(directory)
+    stored = load_file(directory / "model.safetensors")
+    for name, tensor in layers.state_dict().items():
+        prefix = next((prefix for prefix in QWEN_NAMES if name.startswith(prefix)), None)
+        if prefix is None:
+            continue  # the model's
+        name = name.replace(prefix, QWEN_NAMES[prefix])
+        if not name.endswith(("gate_up_proj", "down_proj")) or family == "qwen3_5_moe_text":
+            stored[name] = tensor.clone()  # experts may be stored in one tensor
+            continue
+        stem = name.rpartition(".")[0]
+        for expert, matrix in enumerate(tensor):
+            parts = {"gate_proj": matrix.chunk(2)[0], "up_proj": matrix.chunk(2)[1]} \
+                if name.endswith("gate_up_proj") else {"down_proj": matrix}
+            stored |= {f"{stem}.{expert}.{part}.weight": rows.clone()
+                       for part, rows in parts.items()}
+    save_file(stored, directory / "model.safetensors", {"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(
+        {key: value for key, value in config.items() if key not in own}))
+    return base, layers

@@ -216,7 +216,7 @@ class Interpreter:
                   "cu_seqlens": step.cu_seqlens, "past_lens": step.past_lens,
                   "commit_lens": step.commit_lens,
                   "logits_indices": step.logits_indices, "block_table": step.block_tables, **inputs}
-        if self.states:
+        if self.states and schedule is not self.draft:
             inputs["state_slots"], copies = self.slots.place(step)
             for state in self.states.values():
                 state[copies[:, 1]] = state[copies[:, 0]]

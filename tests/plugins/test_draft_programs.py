@@ -15,6 +15,7 @@ from draft_models import (
     greedy,
     mtp_drafts,
     params,
+    save_recurrent,
     save_with_mtp,
 )
 from schedule_interpreter import LIMITS, interpreted
@@ -69,6 +70,14 @@ def test_mtp_layers_draft_as_in_transformers(extension, tmp_path, proposed):
     base, layers = save_with_mtp("deepseek_v3", tmp_path / "hf")
     llmc.compile(tmp_path / "hf", tmp_path / "case", draft="mtp", target="cuda", dtype="float32")
     with interpreted(tmp_path / "case", SMALL, **DRAFTING) as llm:
+        assert_drafts(llm, base, lambda *args: mtp_drafts(layers, *args), PROMPTS[3], proposed)
+
+
+@pytest.mark.thorough
+def test_mtp_layers_of_a_recurrent_model_draft(extension, tmp_path, proposed):
+    base, layers = save_recurrent("qwen3_5_text", tmp_path / "hf")
+    llmc.compile(tmp_path / "hf", tmp_path / "case", draft="mtp", target="cuda", dtype="float32")
+    with interpreted(tmp_path / "case", replace(SMALL, keeps_states=True), **DRAFTING) as llm:
         assert_drafts(llm, base, lambda *args: mtp_drafts(layers, *args), PROMPTS[3], proposed)
 
 

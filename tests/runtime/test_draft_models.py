@@ -27,6 +27,7 @@ from draft_models import (
     greedy,
     mtp_drafts,
     params,
+    save_recurrent,
     save_with_mtp,
 )
 from safetensors.torch import load_file, save_file
@@ -35,7 +36,6 @@ from transformers.generation.candidate_generator import (
     DFlashTokenCandidateGenerator,
     SinglePositionMultiTokenCandidateGenerator,
 )
-from transformers.modeling_layers import MtpModel
 from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
 from transformers.models.muse_glimmer_assistant.configuration_muse_glimmer_assistant import (
     MuseGlimmerAssistantConfig,
@@ -354,43 +354,6 @@ def test_another_separate_model_is_refused(draft_base, tmp_path, changes, proble
     families.save(families.tiny_model("llama", num_hidden_layers=1, **changes), tmp_path / "draft")
     with pytest.raises(llmc.LlmcError, match=problem):
         llmc.compile(draft_base[0], tmp_path / "case", draft=f"model:{tmp_path / 'draft'}")
-
-
-# Layers of a model with recurrent state; the last one is like the MTP layer.
-KINDS = [*["linear_attention"] * 3, "full_attention"]
-QWEN_NAMES = {"layers.0.eh_proj.": "mtp.fc.", "layers.0.enorm.": "mtp.pre_fc_norm_embedding.",
-              "layers.0.hnorm.": "mtp.pre_fc_norm_hidden.", "layers.0.post_norm.": "mtp.norm.",
-              "layers.0.mtp_block.": "mtp.layers.0."}
-
-
-def save_recurrent(family, directory, **changes):
-    """Save a tiny model with recurrent layers and its MTP layer as Qwen does; return both."""
-    own = {"num_mtp_layers": 1, "mtp_layer_types": ["full_attention"]}
-    base = families.tiny_model(family, vocab_size=VOCAB, layer_types=KINDS,
-                               tie_word_embeddings=False, **own, **changes)
-    layers = families.randomized(MtpModel(base, 1))
-    families.save(base, directory)
-    conftest.write_tokenizer(directory)
-    stored = load_file(directory / "model.safetensors")
-    for name, tensor in layers.state_dict().items():
-        prefix = next((prefix for prefix in QWEN_NAMES if name.startswith(prefix)), None)
-        if prefix is None:
-            continue  # the model's
-        name = name.replace(prefix, QWEN_NAMES[prefix])
-        if not name.endswith(("gate_up_proj", "down_proj")) or family == "qwen3_5_moe_text":
-            stored[name] = tensor.clone()  # experts may be stored in one tensor
-            continue
-        stem = name.rpartition(".")[0]
-        for expert, matrix in enumerate(tensor):
-            parts = {"gate_proj": matrix.chunk(2)[0], "up_proj": matrix.chunk(2)[1]} \
-                if name.endswith("gate_up_proj") else {"down_proj": matrix}
-            stored |= {f"{stem}.{expert}.{part}.weight": rows.clone()
-                       for part, rows in parts.items()}
-    save_file(stored, directory / "model.safetensors", {"format": "pt"})
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(
-        {key: value for key, value in config.items() if key not in own}))
-    return base, layers
 
 
 @pytest.mark.parametrize(("family", "tp_size"), [
