@@ -169,6 +169,7 @@ $(VLLM)/.venv: vllm_plugin/requirements.txt vllm_plugin/pyproject.toml
 test-vllm: $(VENV)/.demo $(VLLM)/.venv
 	$(BIN)/llmc compile $(GGUF) -o $(VLLM)/tp1 --quantize none
 	$(BIN)/llmc compile $(GGUF) -o $(VLLM)/tp2 --quantize none --tp_size 2
+	$(BIN)/llmc compile $(GGUF) -o $(VLLM)/draft --quantize none --draft model:$(GGUF)
 	$(VLLM)/venv/bin/python -m pytest --confcutdir=tests/vllm_plugin tests/vllm_plugin
 
 # The page's tests need Debian's chromium too, and say so.

@@ -91,11 +91,23 @@ SizeName = Annotated[str, Field(
     pattern="^(num_tokens|num_logits|batch|batch_plus_1|num_memory_tokens|num_blocks|block_size"
             "|max_blocks|num_states)$")]
 TokenId = Annotated[int, Field(ge=0, le=_MAX_INT32)]
+DraftKind = Literal["eagle3", "mtp", "model", "assistant", "dflash"]
+DraftChain = Literal["tokens", "layers", "position", "block"]
 
 
 def _is_absent(value: object) -> bool:
     """Whether to omit a field, so that manifests without it stay as they were."""
     return value is None
+
+
+def _is_empty(value: object) -> bool:
+    """The same for a list."""
+    return value == ()
+
+
+def _is_default_chain(value: object) -> bool:
+    """The same for `DraftInfo.chain`."""
+    return value == "tokens"
 
 
 class _Frozen(BaseModel):
@@ -209,18 +221,19 @@ class EncoderProgram(_Frozen):
 
 
 class DraftProgram(_Frozen):
-    """The draft model on one chip.
+    """The draft model, or one of its layers, on one chip.
 
     Its inputs are those of the model and, unless it is a separate model, `hidden`
     `[num_tokens, hidden_size]`. Its outputs are `logits`, `hidden_out` `[num_tokens, hidden_size]`
-    if it has `hidden`, and its caches, whose layers are numbered after those of the model. `steps`,
-    `cache` and `num_heads` are like those of a `Chip`.
+    if it has `hidden`, except for the chain `block`, and its caches, whose layers are numbered
+    after those of the model. Of the chain `position`, it has no caches, and reads caches
+    `<cache>_out` of the model. `steps`, `cache` and `num_heads` are like those of a `Chip`.
     """
 
     inputs: tuple[TensorInfo, ...]
     outputs: tuple[TensorInfo, ...]
     steps: Steps
-    cache: Annotated[tuple[LayerCache, ...], Field(min_length=1, max_length=_MAX_LAYERS)]
+    cache: Annotated[tuple[LayerCache, ...], Field(max_length=_MAX_LAYERS)]
     num_heads: Annotated[tuple[Count, ...], Field(max_length=_MAX_LAYERS)]
 
     @property
@@ -267,6 +280,7 @@ class Chip(_Frozen):
     `encoder_sequence_length` and the outputs of the encoder.
 
     With a `draft` that reads `hidden`, the steps also write `hidden` of every token.
+    `later_drafts` are the programs of its later layers, of the chain `layers`.
 
     If the manifest has `pooling`, the last step writes `pooled` instead of `logits`, `[batch,
     width]` or, with a row per token, `[num_tokens, width]`, and there is no `logits_indices`. Some
@@ -287,13 +301,20 @@ class Chip(_Frozen):
     weight_bytes: Annotated[int, Field(ge=0)]
     encoder: EncoderProgram | None = None
     draft: Annotated[DraftProgram | None, Field(exclude_if=_is_absent)] = None
+    later_drafts: Annotated[tuple[DraftProgram, ...], Field(
+        max_length=_MAX_LAYERS, exclude_if=_is_empty)] = ()
     quantization: dict[str, WeightForm] = {}
+
+    @property
+    def drafts(self) -> tuple[DraftProgram, ...]:
+        """Programs of the draft model."""
+        return (self.draft, *self.later_drafts) if self.draft else ()
 
     @property
     def all_steps(self) -> Steps:
         """Steps of the encoder, if any, of the model, and of the draft model, if any."""
         return (*(self.encoder.steps if self.encoder else ()), *self.steps,
-                *(self.draft.steps if self.draft else ()))
+                *(step for draft in self.drafts for step in draft.steps))
 
     @property
     def caches(self) -> dict[str, LayerCache]:
@@ -303,7 +324,17 @@ class Chip(_Frozen):
     @property
     def draft_caches(self) -> dict[str, LayerCache]:
         """KV caches of the draft model by name."""
-        return _named(self.draft.cache, len(self.cache)) if self.draft else {}
+        return _named(self.draft_layers, len(self.cache))
+
+    @property
+    def draft_layers(self) -> tuple[LayerCache, ...]:
+        """KV caches of the draft model's layers."""
+        return tuple(cache for draft in self.drafts for cache in draft.cache)
+
+    def caches_of_draft(self, index: int) -> dict[str, LayerCache]:
+        """KV caches of a program of the draft model by name."""
+        first = len(self.cache) + sum(len(draft.cache) for draft in self.drafts[:index])
+        return _named(self.drafts[index].cache, first)
 
     @property
     def state_caches(self) -> dict[str, StateCache]:
@@ -339,12 +370,12 @@ class Chip(_Frozen):
         self._check_dataflow(self.steps, {*self.kept, *ENGINE_INPUTS, *memory},
                      {*(f"{name}_out" for name in self.kept), self.result, *self.features})
         self._check_listed(self.inputs, self.outputs, self.steps)
-        if self.draft:
-            results = {"logits", *([HIDDEN_OUT] if self.features else [])}
-            self._check_dataflow(
-                self.draft.steps, {*self.draft_caches, *ENGINE_INPUTS, *self.features},
-                {*(f"{name}_out" for name in self.draft_caches), *results})
-            self._check_listed(self.draft.inputs, self.draft.outputs, self.draft.steps)
+        for index, draft in enumerate(self.drafts):
+            own = self.caches_of_draft(index)
+            read = {f"{name}_out" for name in self.caches} if not self.draft_caches else set()
+            self._check_dataflow(draft.steps, {*own, *read, *ENGINE_INPUTS, *self.features},
+                                 {*(f"{name}_out" for name in own), "logits"})
+            self._check_listed(draft.inputs, draft.outputs, draft.steps)
         for step in self.all_steps:
             if isinstance(step, GraphStep) and not step.path.startswith(f"{self.path}/"):
                 raise ValueError(f"chip {self.rank} runs {step.path!r}, which is not in "
@@ -453,20 +484,39 @@ class EncoderInfo(_Frozen):
 
 
 class DraftInfo(_Frozen):
-    """The draft model: `eagle3` and `mtp` read features of the model, `model` is a separate model.
+    """The draft model: `model` is a separate model, the others read features of the model.
 
     Its logits have `vocab_size` tokens and are padded to `padded_vocab_size`. If `reduced`, the
     weight `draft.token_ids` has the token id of each. It was trained for up to
     `num_speculative_tokens` drafts, if that is known. `config_sha256` is the digest of its config.
+
+    `chain` says how drafts are computed after a step, greedily:
+
+    - `tokens`: the program runs on the step's tokens, then on each draft, with `hidden_out` of the
+      pass before as `hidden`.
+    - `layers`: each of the programs runs on the step's tokens for one draft, shifted by one token
+      each and with `hidden_out` of the one before; then the last one runs on each draft.
+    - `position`: the program runs on the last token, then on each draft, all at the position before
+      that token, whose keys and values in the model's caches are the last that it reads.
+    - `block`: the program runs once, on the step's tokens as context (only their features are
+      read), and on the next token and `num_speculative_tokens` times `mask_token_id` after it,
+      whose features are 0. The logits of each of these are a draft.
     """
 
-    kind: Literal["eagle3", "mtp", "model"]
+    kind: DraftKind
+    chain: Annotated[DraftChain, Field(exclude_if=_is_default_chain)] = "tokens"
+    mask_token_id: Annotated[TokenId | None, Field(exclude_if=_is_absent)] = None
     num_layers: LayerCount
     vocab_size: Count
     padded_vocab_size: Count
     reduced: bool = False
     num_speculative_tokens: Count | None = None
     config_sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+    @property
+    def max_drafts(self) -> int | None:
+        """Drafts of a pass, if they are limited: those of a block."""
+        return self.num_speculative_tokens if self.chain == "block" else None
 
 
 class PoolingInfo(_Frozen):
@@ -815,28 +865,46 @@ class Manifest(_Frozen):
 
     def _check_draft(self, chip: Chip) -> None:
         """Check names, dtypes and shapes of the draft model's inputs and outputs."""
-        draft, info, paged = chip.draft, self.draft, self.kv_cache_layout == "paged"
-        if draft is None or info is None:
+        info = self.draft
+        if info is None:
             return
+        caches = sum(len(draft.cache) for draft in chip.drafts)
+        heads = sum(len(draft.num_heads) for draft in chip.drafts)
+        expected = 0 if info.chain == "position" else info.num_layers
+        if (caches, heads) != (expected, expected):
+            raise ValueError(f"chip {chip.rank} has caches for {caches} layers of the "
+                             f"draft model and heads for {heads}, expected {expected}")
+        if (len(chip.drafts) > 1) != (info.chain == "layers") or \
+                (info.mask_token_id is not None) != (info.chain == "block"):
+            raise ValueError(f"chip {chip.rank} has {len(chip.drafts)} programs of the draft "
+                             f"model, and mask_token_id is {info.mask_token_id}, contrary to "
+                             f"the chain {info.chain!r}")
+        spec = self.target.spec
+        if info.chain not in spec.draft_chains or not (spec.drafts and chip.verifies_drafts) \
+                or self.encoder:
+            raise ValueError(f"chip {chip.rank} has a draft model, which this model or target "
+                             f"{self.target.kind} does not support")
+        for index, draft in enumerate(chip.drafts):
+            self._check_draft_program(chip, index, draft, info)
+
+    def _check_draft_program(self, chip: Chip, index: int, draft: DraftProgram,
+                             info: DraftInfo) -> None:
+        """Check a program of the draft model; see `_check_draft`."""
         if (info.kind == "model") == bool(draft.hidden_size):
             raise ValueError(f"chip {chip.rank}: a draft model of kind {info.kind} has "
                              f"{'an' if draft.hidden_size else 'no'} input {HIDDEN!r}")
-        if len(draft.cache) != info.num_layers or len(draft.num_heads) != info.num_layers:
-            raise ValueError(f"chip {chip.rank} has caches for {len(draft.cache)} layers of the "
-                             f"draft model and heads for {len(draft.num_heads)}, expected "
-                             f"{info.num_layers}")
-        if not (self.target.spec.drafts and chip.verifies_drafts) or self.encoder:
-            raise ValueError(f"chip {chip.rank} has a draft model, which this model or target "
-                             f"{self.target.kind} does not support")
+        paged = self.kv_cache_layout == "paged"
+        known = chip.caches_of_draft(index) if info.chain != "position" else chip.caches
         caches = {name: cache_shape(cache, self.dims.max_seq_len, paged=paged)
-                  for name, cache in chip.draft_caches.items()}
-        results = {f"{name}_out" for name in caches} | {"logits"} | (
-            {HIDDEN_OUT} if draft.hidden_size else set())
+                  for name, cache in known.items()}
+        updated = {f"{name}_out" for name in chip.caches_of_draft(index)}
+        results = updated | {"logits"} | (
+            {HIDDEN_OUT} if draft.hidden_size and info.chain != "block" else set())
         mismatch = {tensor.name for tensor in draft.outputs} ^ results
         if mismatch:
             raise ValueError(f"chip {chip.rank}: the outputs of the draft model differ from "
                              f"{', '.join(sorted(results))} in {min(mismatch)!r}")
-        features = ("num_tokens", draft.hidden_size or 0)
+        features = ("num_tokens", chip.drafts[0].hidden_size or 0)
         for tensor in (*draft.inputs, *draft.outputs):
             if (name := tensor.name.removesuffix("_out")) in caches:
                 tensor.require(self.kv_dtype, caches[name])
@@ -885,9 +953,12 @@ class Manifest(_Frozen):
                 here = f"version {known[name].version}" if name in known else "no such op"
                 raise ValueError(f"the model uses version {version} of {name}, this llmc has "
                                  f"{here}")
-        required = {"Embedding"} | {"LatentAttention" if cache.latent else "CausalAttention"
-                                    for cache in (*self.chips[0].caches.values(),
-                                                  *self.chips[0].draft_caches.values())}
+        chip, block = self.chips[0], self.draft is not None and self.draft.chain == "block"
+        required = {"Embedding"} | {
+            "LatentAttention" if cache.latent else "CausalAttention"
+            for cache in (*chip.caches.values(), *(() if block else chip.draft_caches.values()))}
+        if block:
+            required.add("BlockAttention")
         if self.chips[0].states and not any(known[name].state for name in self.ops):
             raise ValueError("the model has recurrent states, but no op that uses them")
         if self.encoder:

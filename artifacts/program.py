@@ -1,4 +1,4 @@
-"""`schedule.json` and `encoder.json`: programs of the CUDA engine for one rank.
+"""`schedule.json`, `encoder.json` and `draft.json`: programs of the CUDA engine for one rank.
 
 The engine passes addresses and sizes to kernels without checking them. All bounds are checked here:
 those of a program alone when it is parsed, those that need the manifest and the weight file in
@@ -19,12 +19,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from llmc import plugins
 from llmc.artifacts.case_files import read_bounded
 from llmc.artifacts.manifest import (
+    DRAFT_TOKEN_IDS,
     DTYPE_BYTES,
     ENCODER_INPUTS,
     ENGINE_INPUTS,
+    HIDDEN,
     MANIFEST_NAME,
     Chip,
     Count,
+    DraftProgram,
     DTypeName,
     EncoderProgram,
     GraphStep,
@@ -155,6 +158,10 @@ class Program(_Frozen):
 
     It has tensors, nodes in execution order, the arena's bytes per token and per logit, and the
     index of the logits, -1 for an encoder.
+
+    `features` is the value of a model that its draft model reads. In the draft model's program, the
+    engine writes that to the value `hidden` before the first node; `hidden_out` replaces it for
+    the next draft. All are -1 where they are absent.
     """
 
     tensors: tuple[ProgramTensor, ...]
@@ -162,6 +169,9 @@ class Program(_Frozen):
     token_bytes: Annotated[int, Field(ge=0)]
     logit_bytes: Annotated[int, Field(ge=0)]
     logits: Annotated[int, Field(ge=-1)] = -1
+    features: Annotated[int, Field(ge=-1)] = -1
+    hidden: Annotated[int, Field(ge=-1)] = -1
+    hidden_out: Annotated[int, Field(ge=-1)] = -1
 
     @property
     def of_encoder(self) -> bool:
@@ -179,6 +189,17 @@ class Program(_Frozen):
         """Return the tensors of these kinds by name."""
         return {tensor.name: tensor for tensor in self.tensors if tensor.kind in kinds}
 
+    def without_features(self) -> Program:
+        """The program without the nodes that only a draft model needs; tensors keep their index."""
+        if self.features < 0:
+            return self
+        needed, nodes = {self.logits}, []
+        for node in reversed(self.nodes):
+            if not node.outputs or -1 in node.outputs or not needed.isdisjoint(node.outputs):
+                needed.update(map(self._base_value, node.inputs))
+                nodes.append(node)
+        return self.model_copy(update={"nodes": tuple(reversed(nodes)), "features": -1})
+
     @model_validator(mode="after")
     def _check_program(self) -> Program:
         for node in self.nodes:
@@ -186,10 +207,12 @@ class Program(_Frozen):
                 if not -1 <= number < len(self.tensors):
                     raise ValueError(f"{node.op!r} uses tensor {number}, the program has "
                                      f"{len(self.tensors)}")
-        if self.logits >= len(self.tensors):
-            raise ValueError(f"the logits are tensor {self.logits}, the program has "
-                             f"{len(self.tensors)}")
+        for what, number in (("logits", self.logits), *self._features()):
+            if number >= len(self.tensors):
+                raise ValueError(f"the {what} are tensor {number}, the program has "
+                                 f"{len(self.tensors)}")
         self._check_tensors()
+        self._check_features()
         writers = self._check_order()
         self._check_arena(writers)
         return self
@@ -223,6 +246,33 @@ class Program(_Frozen):
             raise ValueError(f"{'an encoder' if self.of_encoder else 'a model'} cannot have the "
                              f"tensor {min(mismatch)!r}")
 
+    def _features(self) -> tuple[tuple[str, int], ...]:
+        """Names and indices of the values that a draft model reads or returns, if any."""
+        return tuple((name, number) for name, number in (
+            ("features", self.features), ("hidden", self.hidden), ("hidden_out", self.hidden_out))
+            if number >= 0)
+
+    def _check_features(self) -> None:
+        """Check that the values for a draft model have a row for each token."""
+        found = dict(self._features())
+        if ("hidden" in found) != ("hidden_out" in found) or len(found) == 3 or (
+                found and self.of_encoder):
+            raise ValueError(f"the program has {' and '.join(found)}, expected features of a "
+                             f"model, or hidden and hidden_out of a draft model")
+        for name, number in found.items():
+            tensor = self.tensors[number]
+            if (tensor.kind, tensor.shape[0]) != ("value", "num_tokens") or number in self.exact:
+                raise ValueError(f"the {name} are {tensor.kind} {tensor.name!r} "
+                                 f"{list(tensor.shape)}, expected a value of num_tokens rows")
+        if self.hidden >= 0:
+            shapes = [self.tensors[number].shape for number in (self.hidden, self.hidden_out)]
+            if shapes[0] != shapes[1]:
+                raise ValueError(f"the hidden_out are {list(shapes[1])}, expected "
+                                 f"{list(shapes[0])}")
+            view = next((tensor for tensor in self.tensors if tensor.of == self.hidden), None)
+            if view is not None:  # the engine reads the features elsewhere
+                raise ValueError(f"{view.name!r} is a view of the draft model's features")
+
     def _is_view(self, columns: ProgramTensor) -> bool:
         """Whether the viewed tensor is a value of tokens with these columns."""
         value = self.tensors[columns.of]
@@ -237,7 +287,7 @@ class Program(_Frozen):
 
     def _check_order(self) -> dict[int, int]:
         """Check that values are written before they are read; return the writer of each value."""
-        writers: dict[int, int] = {}
+        writers: dict[int, int] = {} if self.hidden < 0 else {self.hidden: -1}
         written: set[int] = set()  # caches, recurrent states and encoder outputs
         for index, node in enumerate(self.nodes):
             try:
@@ -420,11 +470,12 @@ class Program(_Frozen):
             live.append(number)
 
     def _last_uses(self) -> dict[int, int]:
-        """Return the last node that uses each value; the logits are used after all nodes."""
+        """Return the last node that uses each value; outputs are used after all nodes."""
         last: dict[int, int] = {}
         for index, node in enumerate(self.nodes):
             last.update(dict.fromkeys((*map(self._base_value, node.inputs), *node.outputs), index))
-        last[self.logits] = len(self.nodes)
+        last.update(dict.fromkeys(
+            (self.logits, *(number for _, number in self._features())), len(self.nodes)))
         for node in self.nodes:
             # If all rows have logits, the engine skips this copy, and readers of the copy read
             # the rows themselves.
@@ -468,13 +519,29 @@ def _elementwise_shape(node: ProgramNode, tensors: Sequence[ProgramTensor | None
     return wide.pop()
 
 
+Part = Literal["model", "encoder", "draft"]
+_Owner = Chip | EncoderProgram | DraftProgram
+
+
 @dataclass(frozen=True)
 class ChipPrograms:
     """The programs of one chip, checked against the manifest, and their weights."""
 
     model: Program
     encoder: Program | None
+    draft: Program | None
     weights: Mapping[str, StoredWeight]
+
+    def parts(self, *, draft: bool) -> dict[Part, Program]:
+        """The programs to load, the model's first.
+
+        Args:
+            draft: whether to load the draft model.
+        """
+        found: dict[Part, Program | None] = {
+            "model": self.model if draft else self.model.without_features(),
+            "encoder": self.encoder, "draft": self.draft if draft else None}
+        return {part: program for part, program in found.items() if program is not None}
 
 
 def read_program(path: Path) -> Program:
@@ -503,39 +570,48 @@ def read_chip_programs(manifest: Manifest, chip: Chip, case_dir: Path) -> ChipPr
     stored = read_weight_header(case_dir / chip.path / WEIGHTS_NAME)
     programs = _read_steps(chip, case_dir)
     try:
-        for program in programs:
-            _check_manifest(program, manifest, chip, stored)
-        _check_names(programs, chip)
+        for part, program in programs.items():
+            _check_manifest(part, program, manifest, chip, stored)
+        _check_features(programs)
+        _check_names([*programs.values()], chip)
         if chip.rank == 0:
             _check_ranks([programs, *(_read_steps(other, case_dir)
                                        for other in manifest.chips[1:])], manifest)
     except ValueError as error:
         raise LlmcError(f"the programs in '{case_dir / chip.path}' differ from {MANIFEST_NAME}: "
                         f"{error}; compile the model again") from error
-    names = {name for program in programs for name in program.named("weight")}
-    model, *encoder = programs
-    return ChipPrograms(model, encoder[0] if encoder else None,
+    names = {name for program in programs.values() for name in program.named("weight")}
+    names |= {DRAFT_TOKEN_IDS} & stored.keys()
+    return ChipPrograms(programs["model"], programs.get("encoder"), programs.get("draft"),
                         {name: stored[name] for name in names})
 
 
-def _read_steps(chip: Chip, case_dir: Path) -> list[Program]:
-    """Read the programs of a chip's model and of its encoder, if any."""
-    programs = []
-    for owner in (chip, chip.encoder) if chip.encoder else (chip,):
+def _owners(chip: Chip) -> dict[Part, _Owner]:
+    """The manifest's entries of a chip's programs, the model's first."""
+    found: dict[Part, _Owner | None] = {"model": chip, "encoder": chip.encoder,
+                                        "draft": chip.draft}
+    return {part: owner for part, owner in found.items() if owner is not None}
+
+
+def _read_steps(chip: Chip, case_dir: Path) -> dict[Part, Program]:
+    """Read the programs of a chip."""
+    programs: dict[Part, Program] = {}
+    for part, owner in _owners(chip).items():
         step = owner.steps[0]
         if len(owner.steps) != 1 or not isinstance(step, GraphStep):
             raise LlmcError(f"chip {chip.rank} has {len(owner.steps)} steps in {MANIFEST_NAME}, "
                             f"expected one program; compile the model again")
-        programs.append(read_program(case_dir / step.path))
+        programs[part] = read_program(case_dir / step.path)
     return programs
 
 
-def _check_manifest(program: Program, manifest: Manifest, chip: Chip,
+def _check_manifest(part: Part, program: Program, manifest: Manifest, chip: Chip,
                     stored: Mapping[str, StoredWeight]) -> None:
     """Check each tensor and each op's attributes against the manifest."""
     dims, encoder = manifest.dims, chip.encoder
-    owner = encoder if program.of_encoder and encoder else chip
-    if program.of_encoder != (owner is encoder):
+    owner = _owners(chip)[part]
+    caches = chip.draft_caches if part == "draft" else chip.caches
+    if program.of_encoder != (part == "encoder"):
         raise ValueError(f"a program is {'' if program.of_encoder else 'not '}an encoder's")
     memory = {tensor.name: tensor.width for tensor in encoder.outputs} if encoder else {}
     for name, tensor in program.named("weight", "cache", "state", "memory", "input").items():
@@ -545,9 +621,9 @@ def _check_manifest(program: Program, manifest: Manifest, chip: Chip,
                 raise ValueError(f"{WEIGHTS_NAME} has no {name!r}")
             expected = (stored[name].dtype, stored[name].shape)
         elif tensor.kind == "cache":
-            if name not in chip.caches:
+            if name not in caches:
                 raise ValueError(f"unknown cache {name!r}")
-            cache = chip.caches[name]
+            cache = caches[name]
             expected = (manifest.kv_dtype, cache_shape(cache, dims.max_seq_len, paged=True))
         elif tensor.kind == "state":
             if name not in chip.state_caches:
@@ -565,18 +641,34 @@ def _check_manifest(program: Program, manifest: Manifest, chip: Chip,
         if tensor.kind == "value" and number not in exact and tensor.dtype != manifest.dtype:
             raise ValueError(f"value {tensor.name!r} is {tensor.dtype}, the model "
                              f"{manifest.dtype}")
-    if not program.of_encoder and \
-            program.tensors[program.logits].width != dims.padded_vocab_size:
+    rows = manifest.draft.padded_vocab_size if part == "draft" and manifest.draft \
+        else dims.padded_vocab_size
+    if not program.of_encoder and program.tensors[program.logits].width != rows:
         raise ValueError(f"the logits have width {program.tensors[program.logits].width}, "
-                         f"expected padded_vocab_size {dims.padded_vocab_size}")
+                         f"expected padded_vocab_size {rows}")
     _check_step_names(program, owner, memory)
-    _check_attributes_and_tables(program, manifest, chip)
+    _check_attributes_and_tables(program, manifest, chip, owner)
 
 
-def _check_step_names(program: Program, owner: Chip | EncoderProgram,
+def _check_features(programs: Mapping[Part, Program]) -> None:
+    """Check that the draft model reads the features that the model writes."""
+    model, draft = programs["model"], programs.get("draft")
+    reads = draft is not None and draft.hidden >= 0
+    others = [*programs.values()][1:]
+    if model.hidden >= 0 or any(other.features >= 0 for other in others) or \
+            reads != (model.features >= 0):
+        raise ValueError("the model and its draft model differ in the features")
+    if draft is not None and reads:
+        written, given = model.tensors[model.features].shape, draft.tensors[draft.hidden].shape
+        if written != given:
+            raise ValueError(f"the model's features are {list(written)}, its draft model reads "
+                             f"{list(given)}")
+
+
+def _check_step_names(program: Program, owner: _Owner,
                       memory: Mapping[str, int]) -> None:
     """Check that inputs and outputs are those of the step; position_ids may be unused."""
-    listed = {tensor.name for tensor in owner.inputs}
+    listed = {tensor.name for tensor in owner.inputs} - {HIDDEN}
     used = {*program.named("input", "cache", "state", "memory")} - {MEMORY_ROWS}
     if program.of_encoder:
         scattered = {program.tensors[node.inputs[2]].name for node in program.nodes
@@ -589,9 +681,13 @@ def _check_step_names(program: Program, owner: Chip | EncoderProgram,
         raise ValueError(f"the inputs of its program and of its step differ in {min(mismatch)!r}")
 
 
-def _check_attributes_and_tables(program: Program, manifest: Manifest, chip: Chip) -> None:
+def _check_attributes_and_tables(program: Program, manifest: Manifest, chip: Chip,
+                                 owner: _Owner) -> None:
     """Check heads, tp_size, and that tables have a row for each token and position."""
     limits, encoder = manifest.dims, manifest.encoder
+    of_draft = isinstance(owner, DraftProgram)
+    first = len(chip.cache) if of_draft else 0  # layer
+    heads = owner.num_heads if isinstance(owner, DraftProgram) else chip.num_heads
     vocab_size, length = (encoder.vocab_size, encoder.max_seq_len) \
         if program.of_encoder and encoder else (limits.vocab_size, limits.max_seq_len)
     for node in program.nodes:
@@ -603,13 +699,13 @@ def _check_attributes_and_tables(program: Program, manifest: Manifest, chip: Chi
                  in zip(op.input_names, node.inputs, strict=False) if number >= 0} if op else {}
         if "key_cache" in given and "value_cache" in given:
             key, value = given["key_cache"].name, given["value_cache"].name
-            layer = [*chip.caches].index(key) // 2
+            layer = first + [*(chip.draft_caches if of_draft else chip.caches)].index(key) // 2
             if (key, value) != (f"key_cache_{layer}", f"value_cache_{layer}"):
                 raise ValueError(f"an attention op has the caches {key!r} and {value!r}")
             has_cache = op is not None and op.attention is not None and op.attention.caches
-            if has_cache and node.fields["num_heads"] != chip.num_heads[layer]:
+            if has_cache and node.fields["num_heads"] != heads[layer - first]:
                 raise ValueError(f"layer {layer} has {node.fields['num_heads']} heads, expected "
-                                 f"{chip.num_heads[layer]} as in {MANIFEST_NAME}")
+                                 f"{heads[layer - first]} as in {MANIFEST_NAME}")
         least = {"table": length if "input_ids" in given and
                  given["input_ids"].name == "position_ids" else vocab_size,
                  "position_table": length, "cos": length, "sin": length,
@@ -629,18 +725,18 @@ def _check_names(programs: Sequence[Program], chip: Chip) -> None:
         for tensor in program.named("weight", "cache", "state", "memory", "input").values():
             if kinds.setdefault(tensor.name, tensor.kind) != tensor.kind:
                 raise ValueError(f"{tensor.name!r} is both {kinds[tensor.name]} and {tensor.kind}")
-    unused = {*chip.kept} - kinds.keys()
+    unused = {*chip.kept, *chip.draft_caches} - kinds.keys()
     if unused:
         raise ValueError(f"no node uses {min(unused)!r}")
 
 
-def _check_ranks(ranks: Sequence[Sequence[Program]], manifest: Manifest) -> None:
+def _check_ranks(ranks: Sequence[Mapping[Part, Program]], manifest: Manifest) -> None:
     """Check that ranks have the same collectives, and that the manifest lists their ops."""
     for rank, programs in enumerate(ranks):
-        for first, program in zip(ranks[0], programs, strict=True):
+        for first, program in zip(ranks[0].values(), programs.values(), strict=True):
             if _collectives(program) != _collectives(first):
                 raise ValueError(f"chips 0 and {rank} have different collectives")
-    used = {node.op for programs in ranks for program in programs
+    used = {node.op for programs in ranks for program in programs.values()
             for node in program.nodes} & {*plugins.registry()}
     mismatch = used ^ manifest.ops.keys()
     if mismatch:

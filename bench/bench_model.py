@@ -88,6 +88,42 @@ def write_gpt_oss(directory: str | Path, *, hidden: int, layers: int, vocab: int
     return _write_shards(Path(directory), config, shapes, 1)
 
 
+def write_eagle3(target: Path, directory: Path, draft_vocab: int = 32000) -> Path:
+    """Write an EAGLE-3 head of a model's shape with random weights, which always drafts token 0.
+
+    Args:
+        target: the model's Hugging Face directory.
+        draft_vocab: rows of its logits.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    given = json.loads((target / "config.json").read_text())
+    hidden, heads, kv_heads, vocab = (given[key] for key in (
+        "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size"))
+    dim = given.get("head_dim") or hidden // heads
+    inner = max(given["intermediate_size"], 3 * hidden)
+    (directory / "config.json").write_text(json.dumps({
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1,
+        "hidden_size": hidden, "intermediate_size": inner, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "head_dim": dim, "vocab_size": vocab,
+        "draft_vocab_size": draft_vocab, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+        "max_position_embeddings": given["max_position_embeddings"], "bos_token_id": 1,
+        "eos_token_id": 2, "tie_word_embeddings": False}))
+    shapes = {f"midlayer.{name}": shape for name, shape in (
+        _attention(hidden, heads, kv_heads, dim) | _mlp("mlp", hidden, inner)).items()}
+    for name in "qkv":  # they read the embedding and the hidden state
+        rows, _ = shapes[f"midlayer.self_attn.{name}_proj.weight"]
+        shapes[f"midlayer.self_attn.{name}_proj.weight"] = (rows, 2 * hidden)
+    shapes |= {"midlayer.hidden_norm.weight": (hidden,), "fc.weight": (hidden, 3 * hidden),
+               "lm_head.weight": (draft_vocab, hidden)}
+    numbers = (torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
+    tensors = {name: _repeated(numbers, shape) + (len(shape) == 1)
+               for name, shape in shapes.items()}
+    tensors["norm.weight"] = torch.zeros(hidden, dtype=torch.bfloat16)
+    tensors["d2t"] = torch.zeros(draft_vocab, dtype=torch.int64)
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
 def source_of(work: Path, name: str, stored: str) -> Path:
     """Return the path of the model directory that `compiled` writes."""
     return work / f"{name}-{stored.removesuffix(' rounded').replace(' ', '-')}-hf"

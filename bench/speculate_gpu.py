@@ -1,13 +1,16 @@
 """Verifying steps on one GPU, with random weights, and decoding with drafts of a fixed acceptance.
 
     python bench/speculate_gpu.py WORK_DIR --model llama-8b
-    python bench/speculate_gpu.py WORK_DIR --model llama-8b --quantize int4
+    python bench/speculate_gpu.py WORK_DIR --model llama-8b --quantize int4 --draft
 
 First table: milliseconds of a step that verifies k drafts of each sequence, and its ratio to a step
 without drafts. Steps are submitted before their predecessors are collected, as in serving; medians.
-Second table: tokens per second of whole generations whose drafts are right with a fixed
-probability, next to generations without drafts, alternating. It is simulated: the final norm's
-weights are 0, so that token 0 follows every token.
+With --draft, the model is compiled with an EAGLE-3 head of its shape, and the table has rounds: the
+step, and the head's k drafts for the next one.
+Second table: tokens per second of whole generations, next to generations without drafts,
+alternating. It is simulated: the final norm's weights are 0, so that token 0 follows every token.
+The drafts are right with a fixed probability; with --draft, all of them are, and their number is
+fixed, so that the acceptance length is that number + 1.
 """
 
 from __future__ import annotations
@@ -21,8 +24,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import bench_model
+import mixtures_gpu
 import torch
-from gpu import MODELS, write_model
+from gpu import write_model
 
 import llmc
 from llmc.runtime.core import loop as loop_module
@@ -32,6 +36,7 @@ from llmc.runtime.sampling.sampler import Sampler
 from llmc.runtime.speculation.drafter import Draft
 
 LENGTH = 8192
+MODELS = "llama-8b", "gpt-oss-20b"
 DRAFTS = (0, 1, 3, 5, 7)
 STEPS = [(1, 128), (1, 2000), (1, 7000), (4, 128), (8, 128), (8, 2000), (16, 128)]
 RATES = (0.5, 0.67, 0.8)  # of each draft, if those before it were accepted
@@ -51,17 +56,19 @@ def steps(llm: llmc.LLM, batch: int, past: int) -> list[float]:
                 engine.collect(engine.submit(Step.of(
                     [[7] * count], [done], [table], [i], admit={} if done else {i: state})))
                 done += count
-        return [timed(engine, batch, past, tables, count) for count in DRAFTS]
+        proposes = engine.limits.proposes
+        return [timed(engine, batch, past, tables, count, count if proposes and count else None)
+                for count in DRAFTS]
 
     return llm._loops[0].run(work)
 
 
 def timed(engine: Engine, batch: int, past: int, tables: Sequence[Sequence[int]],
-          count: int) -> float:
-    """Milliseconds of a step with `count` drafts of each sequence."""
+          count: int, propose: int | None) -> float:
+    """Milliseconds of a step with `count` drafts of each sequence, and `propose` new ones."""
     def submit() -> int:
         return engine.submit(Step.of([[7] * (1 + count)] * batch, [past] * batch, tables,
-                                     range(batch), num_drafts=[count] * batch))
+                                     range(batch), num_drafts=[count] * batch, propose=propose))
 
     taken, ticket = [], submit()
     for _ in range(24):
@@ -101,8 +108,13 @@ def always_0(directory: Path) -> None:
     raise SystemExit("the checkpoint has no model.norm.weight")
 
 
-def whole(llm: llmc.LLM, batch: int, rate: float, repeats: int = 3) -> tuple[float, float, float]:
-    """Tokens per second without and with drafts, and the acceptance length."""
+def whole(llm: llmc.LLM, batch: int, rate: float | None, repeats: int = 3) -> \
+        tuple[float, float, float]:
+    """Tokens per second without and with drafts, and the acceptance length.
+
+    Args:
+        rate: of simulated drafts; None: the draft model drafts.
+    """
     prompts = [[i + 11, *range(100, 227)] for i in range(batch)]
     params = llmc.SamplingParams(max_tokens=256, ignore_eos=True)
     planner = llm._loops[0]._scheduler.drafts
@@ -111,9 +123,10 @@ def whole(llm: llmc.LLM, batch: int, rate: float, repeats: int = 3) -> tuple[flo
     drafts = accepted = 0
     for repeat in range(1 + repeats):
         for drafting in (False, True):
-            llm._loops[0]._method = "ngram" if drafting else "off"
-            loop_module.NgramDrafter = lambda prompt, *_: Simulated(  # type: ignore[misc,assignment]
-                prompt[0], rate)
+            llm._loops[0]._method = "off" if not drafting else "draft" if rate is None else "ngram"
+            if rate is not None:
+                loop_module.NgramDrafter = lambda prompt, *_: Simulated(  # type: ignore[misc,assignment]
+                    prompt[0], rate)
             before = planner.counts.drafts, planner.counts.accepted_tokens
             start = time.perf_counter()
             out = llm.generate(prompts, params)
@@ -127,40 +140,70 @@ def whole(llm: llmc.LLM, batch: int, rate: float, repeats: int = 3) -> tuple[flo
             1 + accepted / max(drafts, 1))
 
 
+def prepare(work: Path, name: str, quantize: str, draft: bool) -> Path:
+    """Return the case directory; write the model and compile it if absent."""
+    case = work / f"{name}-{quantize}{'-eagle3' if draft else ''}"
+    if case.is_dir():
+        return case
+    hf = work / name
+    if not hf.is_dir():
+        if name == "gpt-oss-20b":
+            bench_model.write_gpt_oss(hf, positions=LENGTH, **mixtures_gpu.SHAPES[name])
+        else:
+            write_model(name, hf)
+        always_0(hf)
+    head = f"eagle3:{bench_model.write_eagle3(hf, work / f'{name}-head')}" if draft else None
+    llmc.compile(hf, case, dtype="bfloat16", target="cuda", max_seq_len=LENGTH, quantize=quantize,
+                 draft=head)
+    return case
+
+
+def load(case: Path, batch: int, count: int | None, method: str) -> llmc.LLM:
+    return llmc.LLM(case, max_batch_size=batch, verify=False, prefix_reuse=False, speculate=method,
+                    num_speculative_tokens=count or "auto")
+
+
+def generations(llm: llmc.LLM, batches: Sequence[int], rates: Sequence[float | None],
+                label: str = "") -> None:
+    """Print rows of the second table."""
+    for batch in batches:
+        for rate in rates:
+            plain, drafted, length = whole(llm, batch, rate)
+            print(f"| {batch} | {label or rate} | {plain:.0f} | {drafted:.0f} | "
+                  f"{drafted / plain:.2f} | {length:.2f} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", type=Path)
     parser.add_argument("--model", choices=MODELS, required=True)
     parser.add_argument("--quantize", default="none")
+    parser.add_argument("--draft", action="store_true")
+    parser.add_argument("--compile_only", action="store_true")
     arguments = parser.parse_args()
-    name, work = arguments.model, arguments.work
-    work.mkdir(parents=True, exist_ok=True)
+    arguments.work.mkdir(parents=True, exist_ok=True)
     print(bench_model.environment("torch", "transformers"), torch.cuda.get_device_name(), "\n",
           flush=True)
-    hf = write_model(name, work / name)
-    always_0(hf)
-    case = work / f"{name}-{arguments.quantize}"
-    if not case.is_dir():
-        llmc.compile(hf, case, dtype=MODELS[name], target="cuda", max_seq_len=LENGTH,
-                     quantize=arguments.quantize)
-    start = time.perf_counter()
-    with llmc.LLM(case, max_batch_size=16, verify=False, prefix_reuse=False,
-                  speculate="ngram") as llm:
-        print(f"{case.name}, loaded in {time.perf_counter() - start:.0f} s")
+    case = prepare(arguments.work, arguments.model, arguments.quantize, arguments.draft)
+    if arguments.compile_only:
+        return
+    method = "draft" if arguments.draft else "ngram"
+    with load(case, 64, None, method) as llm:
+        print(f"{case.name}: {'rounds' if arguments.draft else 'verifying steps'}")
         print("\n| sequences, positions | " + " | ".join(f"k = {count} (ms)" for count in DRAFTS)
               + " | ratios |\n" + "| --- " * (len(DRAFTS) + 2) + "|")
         for batch, past in STEPS:
             row = steps(llm, batch, past)
             print(f"| {batch}, {past} | " + " | ".join(f"{each:.3f}" for each in row) + " | "
                   + ", ".join(f"{each / row[0]:.2f}" for each in row[1:]) + " |", flush=True)
-        print("\n| sequences | rate | plain (tokens/s) | with drafts | ratio | acceptance length |"
-              "\n| --- | --- | --- | --- | --- | --- |")
-        for batch in (1, 4, 16):
-            for rate in RATES:
-                plain, drafted, length = whole(llm, batch, rate)
-                print(f"| {batch} | {rate} | {plain:.0f} | {drafted:.0f} | "
-                      f"{drafted / plain:.2f} | {length:.2f} |", flush=True)
+        print("\n| sequences | drafts | plain (tokens/s) | with drafts | ratio | "
+              "acceptance length |\n| --- | --- | --- | --- | --- | --- |")
+        if not arguments.draft:
+            generations(llm, (1, 4, 16, 64), RATES)
+    if arguments.draft:
+        with load(case, 64, 2, method) as llm:
+            generations(llm, (1, 4, 16, 64), [None], "2, all right")
 
 
 if __name__ == "__main__":

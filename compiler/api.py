@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +27,7 @@ from llmc.artifacts.manifest import (
 )
 from llmc.compiler.artifact import file_entry, weight_forms
 from llmc.compiler.frontend import RawModel, load
-from llmc.compiler.frontend.draft import DraftSource, attach_draft
+from llmc.compiler.frontend.draft import DraftSource, attach_draft, refuse_chain
 from llmc.compiler.frontend.raw import dequantize
 from llmc.compiler.frontend.tokenizer_config import FOLDER, TEMPLATE
 from llmc.compiler.graph.notes import Context
@@ -51,6 +52,7 @@ from llmc.errors import LlmcError
 from llmc.interrupts import check_interrupted, interruptible
 from llmc.memory import memory_errors
 from llmc.runtime.tokenizer import named_end, read_tokenizer
+from llmc.targets import target_spec
 
 _DEVICES = 8
 
@@ -110,7 +112,11 @@ def _compile(model: str | Path, output: Path, options: CompileOptions) -> Manife
         progress("draft")
         raw = attach_draft(raw, source, lambda path: _load_draft(path, raw, options),
                            allow_pickle=options.allow_pickle)
-        for note in raw.draft.notes if raw.draft else ():
+        assert raw.draft is not None
+        reason = refuse_chain(source.kind, raw.draft.chain, target_spec(options.target))
+        if reason is not None:
+            raise LlmcError(reason)
+        for note in raw.draft.notes:
             progress(Note(note))
     if not options.allow_nan:
         _require_finite(raw)
@@ -205,8 +211,10 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: CompileOptio
     if lowered.encoder_info is not None:
         options = replace(options, mem_max_seq_len=lowered.encoder_info.max_seq_len)
     for rank, graph in enumerate(lowered.graphs):
-        encoder, draft = lowered.encoders[rank:rank + 1], lowered.drafts[rank:rank + 1]
-        others = {"draft": Draft(draft[0], raw.draft.token_ids)} if draft and raw.draft else {}
+        encoder = lowered.encoders[rank:rank + 1]
+        draft = lowered.drafts[rank] if lowered.drafts else []
+        others = {"draft": Draft(draft[0], raw.draft.token_ids, tuple(draft[1:]))} \
+            if draft and raw.draft else {}
         chip, written = backend(target.kind).emit(graph, rank, directory, options, *encoder,
                                                   **others)
         forms = weight_forms([graph, *encoder, *draft])
@@ -233,7 +241,8 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: CompileOptio
         encoder=lowered.encoder_info, draft=lowered.draft_info, pooling=lowered.pooling,
         target=target,
         kv_cache_layout="paged" if target.spec.paged else "linear",
-        ops=_used_ops(lowered.graphs + lowered.encoders + lowered.drafts), tokenizer=tokenizer,
+        ops=_used_ops([*lowered.graphs, *lowered.encoders, *chain(*lowered.drafts)]),
+        tokenizer=tokenizer,
         sampling=sampling, chips=tuple(chips),
         passes=tuple(PassReport(name=report.name, matches=report.matches,
                                 refusals=tuple(report.refusals)) for report in lowered.reports),

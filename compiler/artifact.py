@@ -225,7 +225,7 @@ def _segment(nodes: Sequence[gs.Node], later: set[int]) -> gs.Graph:
 
 def describe_chip(graph: gs.Graph, rank: int, steps: tuple[GraphStep | CollectiveStep, ...],
                   weight_bytes: int, encoder: EncoderProgram | None = None,
-                  draft: DraftProgram | None = None) -> Chip:
+                  draft: DraftProgram | None = None, *later: DraftProgram) -> Chip:
     """Return a rank's entry of the manifest, for any target."""
     cache, num_heads = _attention(graph)
     return Chip(
@@ -234,7 +234,7 @@ def describe_chip(graph: gs.Graph, rank: int, steps: tuple[GraphStep | Collectiv
         cache=cache, num_heads=num_heads,
         states=tuple(StateCache(shape=tuple(kept[0].shape[1:])) for node in graph.nodes
                      if (kept := state_of(node)) is not None),
-        weight_bytes=weight_bytes, encoder=encoder, draft=draft)
+        weight_bytes=weight_bytes, encoder=encoder, draft=draft, later_drafts=later)
 
 
 def _attention(graph: gs.Graph) -> tuple[tuple[LayerCache, ...], tuple[int, ...]]:

@@ -90,16 +90,17 @@ def describe_model(graph: gs.Graph, architecture: str, vocab_size: int, max_seq_
 
 
 def describe_draft(draft: RawDraft, vocab_size: int) -> DraftInfo:
-    """Return the manifest's entry of a draft model, from its fused graph.
+    """Return the manifest's entry of a draft model, from its fused graphs.
 
     Args:
         draft: the draft model.
         vocab_size: rows of its logits before padding.
     """
     return DraftInfo(
-        kind=draft.kind, num_layers=sum(bool(caches(node)) for node in draft.graph.nodes),
-        vocab_size=vocab_size, padded_vocab_size=values_of(head_weight(draft.graph)).shape[0],
-        reduced=draft.token_ids is not None,
+        kind=draft.kind, chain=draft.chain,
+        num_layers=sum(attends_causally(node) for graph in draft.graphs for node in graph.nodes),
+        vocab_size=vocab_size, padded_vocab_size=values_of(head_weight(draft.graphs[0])).shape[0],
+        reduced=draft.token_ids is not None, mask_token_id=draft.mask_token_id,
         num_speculative_tokens=draft.num_speculative_tokens, config_sha256=draft.config_sha256)
 
 

@@ -38,7 +38,7 @@ from llmc.compiler.passes.attention import attention
 from llmc.compiler.passes.blocks import blocks
 from llmc.compiler.passes.columns import columns
 from llmc.compiler.passes.dense_experts import dense_experts
-from llmc.compiler.passes.draft import number_caches
+from llmc.compiler.passes.draft import match_heads, number_caches, read_caches
 from llmc.compiler.passes.embedding import embedding
 from llmc.compiler.passes.encoder import move_memory, name_weights, share_weights
 from llmc.compiler.passes.experts import experts
@@ -123,8 +123,8 @@ class RankPass:
     """A pass over all graphs of a rank together.
 
     Args:
-        others: what the second graph may be, `encoder` or `draft`; other ranks are skipped. Empty:
-            one or two graphs of any kind.
+        others: what the graphs after the first may be, `encoder` or `draft`; other ranks are
+            skipped. Empty: any number of graphs of any kind.
     """
 
     name: str
@@ -172,6 +172,7 @@ PASSES: tuple[Step, ...] = (
     Requirement(require_attention),
     Requirement(require_embedding),
     RankPass("number_caches", number_caches, others=("draft",)),
+    RankPass("read_caches", read_caches, others=("draft",)),
     GraphPass("gates", gates),          # after attention, which expects the original layout
     GraphPass("gated_mlp", gated_mlp),  # before activation, which would fuse the gate's
     GraphPass("activation", activation),
@@ -184,6 +185,7 @@ PASSES: tuple[Step, ...] = (
     RankPass("share_weights", share_weights, others=("encoder", "draft")),
     # Partition.
     Partition("tensor_parallel", tensor_parallel),
+    RankPass("match_heads", match_heads, others=("draft",)),
     # After its weights were partitioned by their uses.
     RankPass("memory", move_memory, others=("encoder",)),
     # Quantize after partition, so that no group is cut, and after the fusion of norms, so that
@@ -210,7 +212,7 @@ _FUSE = PASSES[:next(i for i, step in enumerate(PASSES) if isinstance(step, Part
 
 @dataclass(frozen=True)
 class Fused:
-    """A fused, unpartitioned model; an encoder's or a draft model's graph is the last."""
+    """A fused, unpartitioned model; graphs of an encoder or a draft model are the last."""
 
     graphs: list[gs.Graph]
     reports: list[Report]
@@ -225,12 +227,13 @@ class Fused:
 class Lowered:
     """The graphs that a target writes, one per rank, and the model's dimensions.
 
-    `encoders` is empty for a model without an encoder, `drafts` for one without a draft model.
+    `encoders` is empty for a model without an encoder, `drafts` for one without a draft model. A
+    draft model may have several graphs.
     """
 
     graphs: list[gs.Graph]
     encoders: list[gs.Graph]
-    drafts: list[gs.Graph]
+    drafts: list[list[gs.Graph]]
     reports: list[Report]
     settings: Settings
     dims: Dims
@@ -308,10 +311,10 @@ def divide(fused: Fused, options: CompileOptions, columns_together: int = 0) -> 
     ranks, reports = [fused.graphs], list(fused.reports)
     for step in PASSES[len(_FUSE):]:
         ranks = run_pass(step, ranks, settings, reports)
-    others = [graphs[1] for graphs in ranks if graphs[1:]]
-    return Lowered([graphs[0] for graphs in ranks], others if fused.encoder_info else [],
-                   others if fused.draft_info else [], reports, settings, fused.dims,
-                   fused.encoder_info, fused.draft_info, fused.pooling)
+    encoders = [graphs[1] for graphs in ranks] if fused.encoder_info else []
+    drafts = [graphs[1:] for graphs in ranks] if fused.draft_info else []
+    return Lowered([graphs[0] for graphs in ranks], encoders, drafts, reports, settings,
+                   fused.dims, fused.encoder_info, fused.draft_info, fused.pooling)
 
 
 def run_pass(step: Step, ranks: list[list[gs.Graph]], settings: Settings,
@@ -364,7 +367,7 @@ def _apply_to_each(step: GraphPass, graphs: Sequence[gs.Graph], settings: Settin
             continue
         reports.append(Report(f"{part}.{step.name}", step.run, part))
         step.run(other, settings if part == "draft" else
-                 replace(settings, max_seq_len=settings.mem_max_seq_len), reports[1])
+                 replace(settings, max_seq_len=settings.mem_max_seq_len), reports[-1])
     return reports
 
 

@@ -164,9 +164,11 @@ class CompileOptions:
         "mean, or of its last.",
         choices=("cls", "mean", "last"), default="as modules.json says")] = ""
     draft: Annotated[str | None, Declared(
-        "Draft model for speculative decoding, for `target` cpu: eagle3:DIR, an EAGLE-3 draft "
-        "model of MODEL; mtp, the multi-token prediction layer of MODEL; or model:DIR, a smaller "
-        "model with the same vocabulary.", metavar="KIND[:DIR]")] = None
+        "Draft model for speculative decoding, for `target` cpu or cuda: mtp, the multi-token "
+        "prediction layers of MODEL; model:DIR, a smaller model with the same vocabulary; or a "
+        "draft model that was trained for MODEL: eagle3:DIR (EAGLE-3), and for `target` cpu "
+        "dflash:DIR (DFlash) or assistant:DIR (Gemma 4's assistants).",
+        metavar="KIND[:DIR]")] = None
     target: Annotated[str, Declared(
         "Engine that runs the compiled model.", choices=tuple(TARGETS))] = "cpu"
     compute_capability: Annotated[str | None, Declared(

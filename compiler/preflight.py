@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llmc.compiler.frontend.checkpoint import read_json
-from llmc.compiler.frontend.draft import DraftSource
+from llmc.compiler.frontend.draft import DraftSource, refuse_chain
 from llmc.compiler.frontend.huggingface import find_directory
 from llmc.compiler.frontend.raw import architecture_of, token_ids
 from llmc.compiler.options import OPTIONS, TASKS, CompileOptions
@@ -306,13 +306,10 @@ def _draft(options: CompileOptions) -> str | None:
     if options.draft is None:
         return None
     try:
-        DraftSource.of(options.draft)
+        source = DraftSource.of(options.draft)
     except LlmcError as error:
         return str(error)
-    if not target_spec(options.target).drafts:
-        return (f"draft is given for target '{options.target}', but draft programs run on target "
-                f"cpu; compile with --target cpu, or leave it out")
-    return None
+    return refuse_chain(source.kind, source.chain, target_spec(options.target))
 
 
 def _pooled(options: CompileOptions, about: About) -> str | None:

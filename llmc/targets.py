@@ -37,6 +37,7 @@ class TargetSpec:
         latent_caches: the engine supports the latent caches of MLA.
         shared_caches: a layer may read the KV cache of another layer.
         drafts: the engine runs draft models.
+        draft_chains: chains of passes that it runs, see `DraftInfo.chain`.
         pools: the engine returns pooled rows of embedding models and classifiers.
         dtypes: dtypes of weights and activations; the last is the fallback of `--dtype auto`.
         kv_dtypes: dtypes of KV caches, in addition to `dtypes`.
@@ -77,6 +78,7 @@ class TargetSpec:
     latent_caches: bool = False
     shared_caches: bool = False
     drafts: bool = False
+    draft_chains: tuple[str, ...] = ("tokens",)
     pools: bool = False
     dtypes: tuple[str, ...] = ("float32",)
     kv_dtypes: tuple[str, ...] = ()
@@ -149,7 +151,8 @@ _MAX_BUILT_SEQ_LEN = 4096  # the builder's memory grows with it
 CPU = register(TargetSpec(
     name="cpu", compiler="llmc.compiler.targets.cpu", engine="llmc.runtime.engines.cpu:CpuEngine",
     runs_any_op=True, recurrent_state=True, latent_caches=True, shared_caches=True,
-    drafts=True, pools=True, weight_dtypes=_WEIGHT_DTYPES,
+    drafts=True, draft_chains=("tokens", "layers", "position", "block"), pools=True,
+    weight_dtypes=_WEIGHT_DTYPES,
     expert_dtypes=("int4", "uint4", "int8", "uint8"),  # those of QMoE
     group_multiple=1, permutes_columns=True, mla_projections=True,
     quantizes_activations=True))  # MatMulNBits quantizes them to int8
@@ -157,9 +160,9 @@ CPU = register(TargetSpec(
 CUDA = register(TargetSpec(
     name="cuda", compiler="llmc.compiler.targets.cuda",
     engine="llmc.runtime.engines.cuda:CudaEngine",
-    engine_file="schedule.json", encoder_file="encoder.json",
+    engine_file="schedule.json", encoder_file="encoder.json", draft_file="draft.json",
     gpu=True, kernels=True, runs_program=True, samples_on_device=True, paged=True,
-    recurrent_state=True, latent_caches=True, shared_caches=True,
+    recurrent_state=True, latent_caches=True, shared_caches=True, drafts=True,
     dtypes=_FLOATS, kv_dtypes=("float8_e4m3fn",), weight_dtypes=_WEIGHT_DTYPES,
     expert_dtypes=_CUDA_EXPERT_DTYPES,
     group_multiple=32,  # columns per load of csrc/kernels/gemm/packed_gemv.cu

@@ -39,7 +39,8 @@ class GpuReplica:
             max_batch_size=config.max_batch_size, max_tokens=config.max_num_batched_tokens,
             block_size=config.block_size, kv_cache_tokens=config.kv_cache_tokens,
             gpu_memory_utilization=config.gpu_memory_utilization,
-            attention_backend=config.attention_backend, speculates=config.speculates)
+            attention_backend=config.attention_backend, speculates=config.speculates,
+            draft=config.draft)
         self._ranks: list[_Rank] = []
         self._first: CudaEngine
         size = manifest.tp_size

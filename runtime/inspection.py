@@ -42,7 +42,7 @@ def summarize(manifest: Manifest, batch_size: int = 1) -> dict[str, Any]:
     width, kv_width = DTYPE_BYTES[manifest.dtype], DTYPE_BYTES[manifest.kv_dtype]
     chips: list[dict[str, Any]] = []
     for chip in manifest.chips:
-        layers = (*chip.cache, *(chip.draft.cache if chip.draft else ()))
+        layers = (*chip.cache, *chip.draft_layers)
         cache = sum(kv_width * layer.token_size * length for layer in layers)
         memory = 0
         if manifest.encoder is not None and chip.encoder is not None:

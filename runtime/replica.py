@@ -11,14 +11,13 @@ from typing import TypeVar
 
 import numpy as np
 
-from llmc.artifacts.manifest import Manifest
+from llmc.artifacts.manifest import Chip, DraftInfo, Manifest
 from llmc.errors import LlmcError
 from llmc.runtime.collectives import Communicator
 from llmc.runtime.core.step import Engine, EngineLimits, Step, StepOutput
 from llmc.runtime.devices import Placement, pin, place
 from llmc.runtime.engines import BLOCK_SIZE, MAX_LOGITS, MAX_SCORED
 from llmc.runtime.engines.cpu import MAX_CHUNK, SCORE_BYTES, CpuEngine, check_ops
-from llmc.runtime.engines.draft_step import DraftStep
 from llmc.runtime.engines.host import HostSampling
 from llmc.runtime.speculation.config import MAX_DRAFTS
 
@@ -85,7 +84,7 @@ def token_bytes(manifest: Manifest, draft: bool = False) -> int:
         draft: whether the draft model is loaded.
     """
     return sum(4 * layer.token_size for chip in manifest.chips
-               for layer in (*chip.cache, *(chip.draft.cache if draft and chip.draft else ())))
+               for layer in (*chip.cache, *(chip.draft_layers if draft else ())))
 
 
 def step_bytes(manifest: Manifest, config: EngineConfig) -> int:
@@ -123,16 +122,28 @@ def cpu_limits(manifest: Manifest, config: EngineConfig) -> EngineLimits:
         raise LlmcError(f"a KV cache of {tokens} tokens takes {size / 1e9:.1f} GB with the rows of "
                         f"its sequences, and a step up to {taken / 1e9:.1f} GB; this "
                         f"machine has {(free + taken) / 1e9:.1f} GB free of "
-                        f"{memory('MemTotal') / 1e9:.1f} GB; lower kv_cache_tokens")
+                        f"{memory('MemTotal') / 1e9:.1f} GB; lower kv_cache_tokens"
+                        f"{', or leave out the draft model' if config.draft else ''}")
     return EngineLimits(
         num_blocks=-(-tokens // config.block_size), block_size=config.block_size,
         max_tokens=config.max_num_batched_tokens, max_slots=config.max_batch_size,
         max_logits=MAX_LOGITS, ahead=1, max_scored=_max_scored(manifest),
-        max_drafts=MAX_DRAFTS if not manifest.pooling
+        max_drafts=_max_drafts(manifest.draft if config.draft else None) if not manifest.pooling
         and all(chip.verifies_drafts for chip in manifest.chips) else 0,
         proposes=config.draft,
-        lookahead=int(config.draft and bool(manifest.chips[0].features)),
+        lookahead=_lookahead(manifest.draft, manifest.chips[0]) if config.draft else 0,
         keeps_states=any(chip.states for chip in manifest.chips), whole=manifest.is_whole)
+
+
+def _max_drafts(draft: DraftInfo | None) -> int:
+    """Drafts of a sequence in a step, given the loaded draft model."""
+    return min(MAX_DRAFTS, MAX_DRAFTS if draft is None else draft.max_drafts or MAX_DRAFTS)
+
+
+def _lookahead(draft: DraftInfo | None, chip: Chip) -> int:
+    """Tokens after a block that determine the draft model's part of it."""
+    follows = draft is not None and draft.chain in ("tokens", "layers") and chip.features
+    return len(chip.drafts) if follows else 0
 
 
 def memory(name: str) -> int:
@@ -153,8 +164,6 @@ class CpuReplica:
     def __init__(self, manifest: Manifest, case_dir: Path, placements: list[Placement],
                  limits: EngineLimits) -> None:
         self._vocab = manifest.dims.vocab_size
-        self._max_seq_len = manifest.dims.max_seq_len
-        self._shifted = bool(manifest.chips[0].features)
         self._communicator = Communicator(manifest.tp_size)
         self._failure: BaseException | None = None
         self._threads = [ThreadPoolExecutor(1, f"llmc-rank{rank}", pin, (placement,))
@@ -188,12 +197,7 @@ class CpuReplica:
 
     def propose(self, step: Step, output: StepOutput) -> np.ndarray:
         """Run the draft model on all ranks; see `HostSampling`."""
-        inputs = DraftStep.of(step, output, self._max_seq_len, shifted=self._shifted)
-        drafts = np.full((len(step.sample), step.propose or 0), -1, np.int64)
-        own = self._on_each(lambda engine: engine.propose(step, inputs))[0]
-        if inputs is not None:
-            drafts[inputs.sampled] = own
-        return drafts
+        return self._on_each(lambda engine: engine.propose(step, output))[0]
 
     def close(self) -> None:
         """End the rank threads."""

@@ -17,6 +17,7 @@ import llmc
 from llmc.compiler import api
 from llmc.compiler.frontend import load
 from llmc.runtime.engines import cuda
+from llmc.runtime.speculation.engine_drafts import EngineDrafter
 
 VOCAB = 300
 CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
@@ -134,6 +135,39 @@ def tiny_model(tiny_hf):
     from transformers import AutoModelForCausalLM
     return AutoModelForCausalLM.from_pretrained(tiny_hf, dtype=torch.float32,
                                                 attn_implementation="eager").eval()
+
+
+@pytest.fixture(scope="session")
+def draft_base(tmp_path_factory):
+    """A model for draft models: its directory, and the model."""
+    from draft_models import save_base
+    directory = tmp_path_factory.mktemp("base") / "hf"
+    return directory, save_base(directory)
+
+
+@pytest.fixture(scope="session")
+def eagle3_head(draft_base):
+    """A random EAGLE-3 draft model of `draft_base`."""
+    from draft_models import head_of
+    return head_of(draft_base[1])
+
+
+@pytest.fixture(scope="session")
+def small_drafter(tmp_path_factory):
+    """A smaller model than `draft_base`: its directory, and the model."""
+    from draft_models import save_small
+    directory = tmp_path_factory.mktemp("small") / "hf"
+    return directory, save_small(directory)
+
+
+@pytest.fixture
+def proposed(monkeypatch):
+    """Drafts of each step, whenever the engine returns drafts."""
+    seen = []
+    real = EngineDrafter.propose
+    monkeypatch.setattr(EngineDrafter, "propose", lambda self, tokens: (
+        seen.append(list(tokens)), real(self, tokens))[1])
+    return seen
 
 
 @pytest.fixture(scope="session")

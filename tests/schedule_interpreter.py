@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from llmc.artifacts.program import Program, ProgramTensor, read_chip_programs
 from llmc.plugins.activations import REFERENCE as ACTIVATIONS
 from llmc.runtime.collectives import Communicator
 from llmc.runtime.core import llm as llm_module
-from llmc.runtime.core.step import EncoderOutputs, EngineLimits, Step
+from llmc.runtime.core.step import LAST, EncoderOutputs, EngineLimits, Step, StepOutput
+from llmc.runtime.engines.cuda import extension, step_arrays
 from llmc.runtime.engines.host import HostSampling
 from llmc.runtime.engines.state_slots import StateSlots
 
@@ -95,13 +97,17 @@ class Interpreter:
         chip = self.manifest.chips[rank]
         program = read_chip_programs(self.manifest, chip, case)
         self.schedule, self.encoder = program.model, program.encoder
+        self.draft = program.draft if limits.proposes else None
+        programs = [self.schedule, *([self.draft] if self.draft else [])]
         self.dtype = np.dtype(_DTYPES[self.manifest.dtype])
         self.weights = load_file(case / f"chip{rank}" / "weights.safetensors")
         self.limits = limits
-        sizes = {"num_blocks": limits.num_blocks, "block_size": limits.block_size}
+        sizes = {"num_blocks": limits.num_blocks + 1,  # one for padding
+                 "block_size": limits.block_size}
         self.caches = {t.name: np.full([sizes.get(dim, dim) for dim in t.shape], np.nan,
                                        _DTYPES[t.dtype])
-                       for t in self.schedule.tensors if t.kind == "cache"}
+                       for own in programs for t in own.tensors if t.kind == "cache"}
+        self.features: np.ndarray | None = None  # of the last step's tokens, for the draft model
         self.states = {t.name: np.full((limits.max_slots, *t.shape[1:]), np.nan, np.float32)
                        for t in self.schedule.tensors if t.kind == "state"}
         self.slots = StateSlots(limits)
@@ -127,7 +133,61 @@ class Interpreter:
             for source, target in step.copies:
                 cache[target] = cache[source]
         name = self.schedule.tensors[self.schedule.logits].name
-        return self.trace(step)[name][:, :self.manifest.dims.vocab_size]
+        values = self.trace(step)
+        if self.schedule.features >= 0:
+            self.features = values[self.schedule.tensors[self.schedule.features].name]
+        return values[name][:, :self.manifest.dims.vocab_size]
+
+    def propose(self, step: Step, output: StepOutput) -> np.ndarray:
+        """Return `StepOutput.drafts` by the passes and kernels of csrc/engine/drafter.h."""
+        assert self.draft is not None and step.propose is not None
+        ids, sampled, firsts, _, tables = (np.array(own, np.int64) for own in
+                                           extension().draft_rows(*step_arrays(step)))
+        counts = np.ones(len(firsts), np.int64) if output.counts is None else output.counts
+        chosen, last = output.tokens[np.cumsum(counts) - 1], firsts + counts - 1
+        assert all(sampled[row] == index for index, row in enumerate(last))
+        shifted = self.draft.hidden >= 0
+        ids[last] = np.maximum(chosen, 0)
+        ends = step.position_ids[last] + 1
+        longest, padding = self.manifest.dims.max_seq_len, self.limits.num_blocks
+        ends[(chosen < 0) | (ends >= longest)] = -1
+        draws = shifted and step.propose > 0
+        values = self._pass(step, ids if shifted else step.token_ids, last if draws else last[:0],
+                            self.features)
+        drafts = np.full((len(last), step.propose), -1, np.int64)
+        tokens, hidden = np.maximum(chosen, 0), values.get("hidden_out")
+        hidden = hidden[last] if hidden is not None else None
+        if draws:
+            tokens = self._draft_ids(values)
+            drafts[:, 0] = np.where(ends >= 0, tokens, -1)
+        table = np.where((ends[:, None] >= 0) & (step.block_tables[tables] >= 0),
+                         step.block_tables[tables], padding)
+        for index in range(int(draws), step.propose if len(last) else 0):
+            past = np.clip(ends, 0, longest - 1)
+            one = Step.of([[token] for token in tokens.tolist()], past.tolist(), table.tolist(),
+                          range(len(last)))
+            values = self._pass(one, tokens, np.arange(len(last)), hidden)
+            tokens, hidden = self._draft_ids(values), values.get("hidden_out")
+            fits = (ends >= 0) & (ends < longest)
+            drafts[:, index] = np.where(fits, tokens, -1)
+            ends = ends + fits
+        return drafts
+
+    def _pass(self, step: Step, ids: np.ndarray, logits_indices: np.ndarray,
+              hidden: np.ndarray | None) -> dict[str, np.ndarray]:
+        """Run the draft model; return its logits and hidden_out by these names."""
+        assert self.draft is not None
+        values = self._run(self.draft, step, {"input_ids": ids, "logits_indices": logits_indices},
+                           hidden)
+        numbers = {"logits": self.draft.logits, "hidden_out": self.draft.hidden_out}
+        return {name: values[self.draft.tensors[number].name] for name, number in numbers.items()
+                if number >= 0 and self.draft.tensors[number].name in values}
+
+    def _draft_ids(self, values: dict[str, np.ndarray]) -> np.ndarray:
+        info = self.manifest.draft
+        assert info is not None
+        columns = values["logits"][:, :info.vocab_size].argmax(1)
+        return self.weights["draft.token_ids"][columns] if info.reduced else columns
 
     def greedy(self, tokens: Sequence[int], count: int) -> tuple[int, ...]:
         """Return the greedy continuation of a prompt."""
@@ -144,23 +204,32 @@ class Interpreter:
             "memory_starts": step.memory.rows,
             "encoder_sequence_length": step.memory.encoder_sequence_length})
 
-    def _run(self, schedule: Program, step: Step,
-             inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Run a program; `inputs` are the ones absent from the step."""
+    def _run(self, schedule: Program, step: Step, inputs: dict[str, np.ndarray],
+             hidden: np.ndarray | None = None) -> dict[str, np.ndarray]:
+        """Run a program.
+
+        Args:
+            inputs: those that are absent from the step, or differ.
+            hidden: features for a draft model.
+        """
         inputs = {"input_ids": step.token_ids, "position_ids": step.position_ids,
                   "cu_seqlens": step.cu_seqlens, "past_lens": step.past_lens,
                   "commit_lens": step.commit_lens,
                   "logits_indices": step.logits_indices, "block_table": step.block_tables, **inputs}
-        if self.states:
+        if self.states and schedule is not self.draft:
             inputs["state_slots"], copies = self.slots.place(step)
             for state in self.states.values():
                 state[copies[:, 1]] = state[copies[:, 0]]
-        sizes = {"num_tokens": step.num_tokens, "num_logits": len(step.logits_indices)}
+        sizes = {"num_tokens": step.num_tokens, "num_logits": len(inputs["logits_indices"])}
         arenas = {False: Arena(schedule.token_bytes, sizes["num_tokens"]),
                   True: Arena(schedule.logit_bytes, sizes["num_logits"])}
         decode = sizes["num_tokens"] == sizes["num_logits"] == step.batch_size
         moved: dict[int, int] = {}  # values that alias another value's memory
         kept: dict[str, np.ndarray] = {}
+
+        if schedule.hidden >= 0:
+            assert hidden is not None
+            arenas[False].write(schedule.hidden, schedule.tensors[schedule.hidden], hidden)
 
         def read(number):
             number = moved.get(number, number)
@@ -175,6 +244,9 @@ class Interpreter:
                 else known[tensor.name]
 
         for node in schedule.nodes:
+            if not sizes["num_logits"] and node.outputs and \
+                    schedule.tensors[node.outputs[0]].per_logit and schedule is self.draft:
+                continue
             if node.op == "Gather":
                 results = [read(node.inputs[0])[read(node.inputs[1])]]
                 if decode:
@@ -231,6 +303,9 @@ class Interpreters:
     def compute(self, step: Step) -> np.ndarray:
         return self._on_all(lambda rank: rank.compute(step))[0]
 
+    def propose(self, step: Step, output: StepOutput) -> np.ndarray:
+        return self._on_all(lambda rank: rank.propose(step, output))[0]
+
     def trace(self, step: Step) -> list[dict[str, np.ndarray]]:
         return self._on_all(lambda rank: rank.trace(step))
 
@@ -241,10 +316,46 @@ class Interpreters:
         """Do nothing."""
 
 
+class DraftsAhead(HostSampling):
+    """Resolves the drafts of steps in flight, as prepare_inputs of csrc/kernels/sampling does."""
+
+    def __init__(self, ranks: Interpreters, limits: EngineLimits) -> None:
+        super().__init__(ranks, limits, ranks.propose if limits.proposes else None)
+        self._lengths: dict[int, int] = {}  # by slot
+        self._drafts: dict[int, list[int]] = {}
+        self.resolved = 0
+
+    def submit(self, step: Step) -> int:
+        token_ids, past_lens = step.token_ids.copy(), step.past_lens.copy()
+        for index, slot in enumerate(step.slots.tolist()):
+            own = slice(*step.cu_seqlens[index:index + 2].tolist())
+            token_ids[own] = [max(self._drafts[slot][-2 - token], 0) if token < LAST else token
+                              for token in token_ids[own].tolist()]
+            if len(step.unread) and step.unread[index]:
+                past, self.resolved = int(past_lens[index]), self.resolved + 1
+                past_lens[index] = self._lengths[slot]
+                assert past - step.unread[index] <= past_lens[index] <= past
+        known = replace(step, token_ids=token_ids, past_lens=past_lens)
+        ticket = super().submit(known)
+        output = self._outputs[ticket]
+        counts = [1] * len(step.sample) if output.counts is None else output.counts.tolist()
+        for place, (index, count) in enumerate(zip(step.sample.tolist(), counts, strict=True)):
+            slot = int(step.slots[index])
+            drafts = int(step.num_drafts[index]) if len(step.num_drafts) else 0
+            self._lengths[slot] = int(past_lens[index] + step.seq_lens[index]) - drafts + count - 1
+            if output.drafts is not None:
+                self._drafts[slot] = output.drafts[place].tolist()
+        return ticket
+
+
 @contextmanager
 def interpreted(case: Path, limits: EngineLimits, **options: Any) -> Iterator[llmc.LLM]:
-    """Return an LLM of a case for GPUs with interpreters as engines, with these options."""
-    engine = HostSampling(Interpreters(case, limits), limits)
+    """Return an LLM of a case for GPUs with interpreters as engines.
+
+    Args:
+        options: keyword arguments of `llmc.LLM`.
+    """
+    engine = DraftsAhead(Interpreters(case, limits), limits)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llm_module, "find_devices", lambda *_: [None])
         patch.setattr(llm_module, "load_replica", lambda *_: engine)

@@ -9,8 +9,9 @@ from pathlib import Path
 CASES = Path(os.environ.get("LLMC_VLLM_CASES", Path(__file__).parents[1] / "build" / "vllm"))
 
 
-def case(tp_size):
-    path = CASES / f"tp{tp_size}"
+def case(name):
+    """A case directory by tp_size, or that with a draft model: `draft`."""
+    path = CASES / (f"tp{name}" if isinstance(name, int) else name)
     assert path.is_dir(), "make test-vllm compiles it"
     return path
 

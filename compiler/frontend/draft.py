@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import count, takewhile
 from pathlib import Path
-from typing import Literal
 
+import numpy as np
 import onnx_graphsurgeon as gs
 
+from llmc.artifacts.manifest import HIDDEN, DraftChain, DraftKind
 from llmc.compiler.frontend.raw import RawDraft, RawModel
 from llmc.compiler.graph.names import HIDDEN_STATE
 from llmc.compiler.graph.recurrence import CONVOLUTION, RECURRENCE
-from llmc.compiler.graph.rewrite import tidy
+from llmc.compiler.graph.rewrite import consumers, producer, scalar, tidy
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError, shown
+from llmc.targets import TARGETS, TargetSpec
 
-FORMS = "eagle3:DIR, mtp or model:DIR"
+_SEPARATE: tuple[DraftKind, ...] = ("eagle3", "dflash", "assistant", "model")  # each in a directory
+FORMS = f"mtp, {':DIR, '.join(_SEPARATE[:-1])}:DIR or {_SEPARATE[-1]}:DIR"
 PREFIX = "draft."  # of names of weights that only the draft model has
+_CHAINS: dict[DraftKind, DraftChain] = {"assistant": "position", "dflash": "block"}
+_PASSES: dict[DraftChain, str] = {
+    "tokens": "a pass for each draft", "layers": "a pass of each layer for a draft",
+    "position": "passes on the model's KV caches", "block": "a pass for all drafts"}
 
 
 @dataclass(frozen=True)
@@ -30,8 +37,13 @@ class DraftSource:
         directory: checkpoint of the draft model, except for `mtp`.
     """
 
-    kind: Literal["eagle3", "mtp", "model"]
+    kind: DraftKind
     directory: Path = Path()
+
+    @property
+    def chain(self) -> DraftChain:
+        """Chain of the draft model's passes; that of several MTP layers is known later."""
+        return _CHAINS.get(self.kind, "tokens")
 
     @staticmethod
     def of(text: str) -> DraftSource:
@@ -40,14 +52,32 @@ class DraftSource:
         Raises:
             LlmcError: it is none of the forms.
         """
-        kind, _, directory = text.partition(":")
-        if kind == "mtp" and text == kind:
+        if text == "mtp":
             return DraftSource("mtp")
-        if kind == "eagle3" and directory:
-            return DraftSource("eagle3", Path(directory))
-        if kind == "model" and directory:
-            return DraftSource("model", Path(directory))
+        given, _, directory = text.partition(":")
+        for kind in _SEPARATE:
+            if kind == given and directory:
+                return DraftSource(kind, Path(directory))
         raise LlmcError(f"draft is {shown(text)}, expected {FORMS}")
+
+
+def refuse_chain(kind: str, chain: DraftChain, target: TargetSpec) -> str | None:
+    """Why a target cannot run a draft model; None if it can.
+
+    Args:
+        kind: of the draft model, as in `--draft`.
+        chain: of its passes.
+        target: of the compilation.
+    """
+    if not target.drafts:
+        names = " and ".join(name for name, spec in TARGETS.items() if spec.drafts)
+        return (f"draft is given for target '{target.name}', but draft models run on targets "
+                f"{names}; compile for one of them, or leave it out")
+    if chain in target.draft_chains:
+        return None
+    what = f"several layers of {kind}" if chain == "layers" else kind
+    return (f"draft models of kind {kind} ({_PASSES[chain]}) are unsupported by target "
+            f"'{target.name}'; compile with --target cpu, or give another kind than {what}")
 
 
 def attach_draft(raw: RawModel, source: DraftSource, load: Callable[[Path], RawModel], *,
@@ -67,6 +97,12 @@ def attach_draft(raw: RawModel, source: DraftSource, load: Callable[[Path], RawM
         return raw
     if source.kind == "model":
         return _attach_model(raw, load(source.directory))
+    if source.kind == "assistant":
+        from llmc.compiler.frontend.assistant import attach_assistant
+        return attach_assistant(raw, source.directory, allow_pickle)
+    if source.kind == "dflash":
+        from llmc.compiler.frontend.dflash import attach_dflash
+        return attach_dflash(raw, source.directory, allow_pickle)
     from llmc.compiler.frontend.eagle3 import attach_eagle3
     return attach_eagle3(raw, source.directory, allow_pickle)
 
@@ -82,7 +118,7 @@ def _attach_model(raw: RawModel, other: RawModel) -> RawModel:
         raise LlmcError(f"'{other.architecture}' has vocab_size {given}, '{raw.architecture}' has "
                         f"{expected}; give a draft model with the same vocabulary")
     mark_weights(other.graph, frozenset())
-    return replace(raw, draft=RawDraft(other.graph, "model", other.config_sha256,
+    return replace(raw, draft=RawDraft((other.graph,), "model", other.config_sha256,
                                        notes=other.notes))
 
 
@@ -99,16 +135,70 @@ def input_table(graph: gs.Graph) -> gs.Constant:
     Raises:
         LlmcError: the token ids are not looked up in a table.
     """
+    return _lookup(graph).inputs[0]
+
+
+def embedding_of(graph: gs.Graph) -> tuple[gs.Constant, float]:
+    """The token embedding table of an exported graph, and the factor of its rows.
+
+    Raises:
+        LlmcError: the token ids are not looked up in a table.
+    """
+    node, factor = _lookup(graph), 1.0
+    table, users = node.inputs[0], consumers(graph, node.outputs[0])
+    while len(users) == 1 and users[0] is not None and users[0].op in ("Mul", "Cast", "Identity"):
+        numbers = [number for tensor in users[0].inputs if (number := scalar(tensor)) is not None]
+        if users[0].op == "Mul":
+            if not numbers:
+                break
+            factor *= numbers[0]
+        users = consumers(graph, users[0].outputs[0])
+    return table, factor
+
+
+def _lookup(graph: gs.Graph) -> gs.Node:
+    """The lookup of the token embedding, by the width of the LM head if there are several."""
     waiting = [tensor for tensor in graph.inputs if tensor.name == "input_ids"]
+    found = []
     while waiting:
         for node in waiting.pop().outputs:
             if node.op == "Gather" and isinstance(node.inputs[0], gs.Constant) \
                     and isinstance(node.inputs[0]._values, Weight):
-                return node.inputs[0]
-            if node.op in ("Reshape", "Cast", "Identity"):
+                found.append(node)
+            elif node.op in ("Reshape", "Cast", "Identity", "Where"):
                 waiting += node.outputs
-    raise LlmcError("the model's token embedding was not found, which its draft model shares; "
-                    "leave out --draft")
+    if not found:
+        raise LlmcError("the model's token embedding was not found, which its draft model shares; "
+                        "leave out --draft")
+    head = _head(graph)
+    width = None if head is None else head.inputs[0].shape[-1]
+    return next((node for node in found if node.inputs[0]._values.shape[-1] == width), found[0])
+
+
+def head_of(graph: gs.Graph) -> gs.Constant:
+    """The LM head's matrix of an exported graph, [vocab_size, hidden_size].
+
+    Raises:
+        LlmcError: the logits do not come from an LM head.
+    """
+    node = _head(graph)
+    source = None if node is None else node.inputs[1]
+    above = None if source is None else producer(source)
+    if above is not None and above.op == "Transpose":
+        source = above.inputs[0]
+    if not isinstance(source, gs.Constant) or not isinstance(source._values, Weight):
+        raise LlmcError("the model's LM head was not found, which its draft model shares; leave "
+                        "out --draft")
+    return source
+
+
+def _head(graph: gs.Graph) -> gs.Node | None:
+    """The LM head; None if the logits do not come from one."""
+    node = producer(graph.outputs[0])
+    while node is not None and node.op not in ("MatMul", "Gemm"):
+        computed = [tensor for tensor in node.inputs if not isinstance(tensor, gs.Constant)]
+        node = producer(computed[0]) if len(computed) == 1 else None
+    return node
 
 
 def hidden_states(raw: RawModel) -> list[gs.Tensor]:
@@ -124,15 +214,54 @@ def hidden_states(raw: RawModel) -> list[gs.Tensor]:
         reason = next((note for note in raw.notes if note.startswith("all layers were exported")),
                       f"it comes from an {raw.kind} file")
         raise LlmcError(f"the hidden states between the layers of '{raw.architecture}' are "
-                        f"unknown ({reason}), which eagle3 reads; give another kind of draft "
-                        f"model, or leave out --draft")
+                        f"unknown ({reason}), which eagle3 and dflash read; give another kind of "
+                        f"draft model, or leave out --draft")
     return states
 
 
-def add_output(graph: gs.Graph, node: gs.Node) -> None:
-    """Add a node whose result is the output `hidden`."""
-    graph.nodes.append(node)
-    graph.outputs.append(node.outputs[0])
+def add_hidden(graph: gs.Graph, origin: str) -> None:
+    """Make the input of the LM head the output `hidden`.
+
+    Raises:
+        LlmcError: the logits do not come from an LM head.
+    """
+    node = _head(graph)
+    if node is None:
+        raise LlmcError(f"the LM head of '{origin}' was not found, whose input the draft model "
+                        f"reads; leave out --draft")
+    node.inputs[0].name = HIDDEN
+    graph.outputs.append(node.inputs[0])
+
+
+def add_features(graph: gs.Graph, chosen: Sequence[gs.Tensor], weight: Weight | None, name: str,
+                 origin: str, hidden_size: int) -> None:
+    """Add the output `hidden`: a linear layer of the draft model on hidden states of the model.
+
+    Args:
+        graph: the model's graph.
+        chosen: hidden states, concatenated in this order.
+        weight: matrix of the layer, if the checkpoint has one.
+        name: its name.
+        origin: the checkpoint's directory.
+        hidden_size: rows of the matrix.
+
+    Raises:
+        LlmcError: the matrix is absent, or of another shape or dtype.
+    """
+    expected = hidden_size, sum(int(tensor.shape[-1]) for tensor in chosen)
+    if weight is None or weight.shape != expected or not weight.is_floating:
+        found = "no tensor" if weight is None else f"{weight.dtype} {list(weight.shape)} as"
+        raise LlmcError(f"'{origin}' has {found} '{name}', expected floating point "
+                        f"{list(expected)}; give a complete draft model")
+    axes = list(chosen[0].shape)[:-1]
+    joined = gs.Variable(f"{HIDDEN}.layers", np.float32, [*axes, expected[1]])
+    graph.nodes.append(gs.Node(op="Concat", name=joined.name, attrs={"axis": -1}, inputs=[*chosen],
+                               outputs=[joined]))
+    matrix = gs.Constant(f"{PREFIX}{name}", weight.cast(np.float32).transpose())
+    result = gs.Variable(HIDDEN, np.float32, [*axes, hidden_size])
+    graph.nodes.append(gs.Node(op="MatMul", name=HIDDEN, inputs=[joined, matrix],
+                               outputs=[result]))
+    graph.outputs.append(result)
     tidy(graph)
 
 

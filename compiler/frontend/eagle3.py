@@ -29,12 +29,10 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
-from llmc.artifacts.manifest import HIDDEN
 from llmc.compiler.frontend.bind import attach_weights, equal
 from llmc.compiler.frontend.checkpoint import open_checkpoint, read_json
 from llmc.compiler.frontend.draft import (
-    PREFIX,
-    add_output,
+    add_features,
     hidden_states,
     input_table,
     mark_weights,
@@ -85,6 +83,13 @@ class _Head:
         return bool(self.config.get("norm_before_residual", _is_speculators(self.config)))
 
     @property
+    def architectures(self) -> Sequence[str]:
+        """Architectures of the model that it was trained for; empty if they are not given."""
+        verifier = (self.config.get("speculators_config") or {}).get("verifier")
+        given = verifier.get("architectures") if isinstance(verifier, dict) else None
+        return [str(name) for name in given] if isinstance(given, list) else []
+
+    @property
     def num_speculative_tokens(self) -> int | None:
         """Drafts that it was trained for, if given."""
         methods = (self.config.get("speculators_config") or {}).get("proposal_methods")
@@ -104,9 +109,12 @@ def attach_eagle3(raw: RawModel, directory: Path, allow_pickle: bool) -> RawMode
     head.layer.max_position_embeddings = _positions(raw, head)
     _check_model(head, raw, table, states)
     token_ids = _token_ids(head, table._values.shape[0])
+    count = len(states)
+    chosen = [states[layer - 1] for layer in head.layer_ids or (2, count // 2, count - 3)]
+    add_features(raw.graph, chosen, head.tensors.get(_FC), _FC, str(head.origin),
+                 head.layer.hidden_size)
     graph = _export(head, table)
-    _add_features(raw.graph, head, states)
-    return replace(raw, draft=RawDraft(graph, "eagle3", config_digest(head.config), token_ids,
+    return replace(raw, draft=RawDraft((graph,), "eagle3", config_digest(head.config), token_ids,
                                        head.num_speculative_tokens))
 
 
@@ -176,6 +184,10 @@ def _check_model(head: _Head, raw: RawModel, table: gs.Constant,
         raise LlmcError(f"'{head.origin}' is a draft model of a model with {what} {given}, "
                         f"'{raw.architecture}' has {expected}; give one that was trained for it")
 
+    known = head.architectures
+    if known and raw.architecture not in known:
+        raise LlmcError(f"'{head.origin}' is a draft model of {' or '.join(known)}, the model is "
+                        f"'{raw.architecture}'; give one that was trained for it")
     (vocab_size, embedding_size), hidden_size = table._values.shape, int(states[0].shape[-1])
     if head.layer.vocab_size != vocab_size:
         refuse("vocab_size", head.layer.vocab_size, vocab_size)
@@ -288,22 +300,3 @@ def _export(head: _Head, table: gs.Constant) -> gs.Graph:
         attach_weights(graph, model, bound, str(head.origin), {id(table._values): table.name})
     mark_weights(graph, {id(table._values)})
     return graph
-
-
-def _add_features(graph: gs.Graph, head: _Head, states: Sequence[gs.Tensor]) -> None:
-    """Add the output `hidden` to the model's graph."""
-    count = len(states)
-    chosen = [states[layer - 1] for layer in head.layer_ids or (2, count // 2, count - 3)]
-    weight, widths = head.tensors.get(_FC), [int(tensor.shape[-1]) for tensor in chosen]
-    expected = head.layer.hidden_size, sum(widths)
-    if weight is None or weight.shape != expected or not weight.is_floating:
-        found = "no tensor" if weight is None else f"{weight.dtype} {list(weight.shape)} as"
-        raise LlmcError(f"'{head.origin}' has {found} '{_FC}', expected floating point "
-                        f"{list(expected)}; give a complete draft model")
-    axes = list(states[0].shape)[:-1]
-    joined = gs.Variable(f"{HIDDEN}.layers", np.float32, [*axes, sum(widths)])
-    graph.nodes.append(gs.Node(op="Concat", name=joined.name, attrs={"axis": -1}, inputs=chosen,
-                               outputs=[joined]))
-    matrix = gs.Constant(f"{PREFIX}{_FC}", weight.cast(np.float32).transpose())
-    add_output(graph, gs.Node(op="MatMul", name=HIDDEN, inputs=[joined, matrix], outputs=[
-        gs.Variable(HIDDEN, np.float32, [*axes, head.layer.hidden_size])]))

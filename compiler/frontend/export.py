@@ -60,14 +60,14 @@ from llmc.errors import LlmcError
 class Exported:
     """An exported model: the raw graph, notes for the user, and an encoder-decoder's encoder.
 
-    With an MTP layer as a draft model, `mtp` is its graph; see `RawDraft`. `max_tokens` is the
+    With MTP layers as a draft model, `mtp` has their graphs; see `RawDraft`. `max_tokens` is the
     number of positions that the model's position table leaves for tokens, if it reserves some.
     """
 
     graph: gs.Graph
     notes: list[str] = field(default_factory=list)
     encoder: gs.Graph | None = None
-    mtp: gs.Graph | None = None
+    mtp: tuple[gs.Graph, ...] = ()
     max_tokens: int | None = None
 
 
@@ -83,7 +83,7 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
         linear: names of matrices that are stored as [out, in] even where the model's module is
             a Conv1D, [in, out].
         trust_remote_code: run code that comes with the model.
-        mtp: whether to export the MTP layer of a causal LM, too.
+        mtp: whether to export the MTP layers of a causal LM, too.
         pooling: what to compile the model for; None: text generation.
 
     Raises:
@@ -122,7 +122,7 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
                                trust_remote_code, names, notes) for part in parts]
 
         draft = export_mtp(config, completed, origin, graphs[0], names, trust_remote_code) \
-            if mtp else None
+            if mtp else ()
 
         @cache
         def with_buffers() -> torch.nn.Module:

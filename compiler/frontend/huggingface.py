@@ -62,8 +62,9 @@ def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
         plan = replace(plan, max_tokens=min(plan.max_tokens or exported.max_tokens,
                                             exported.max_tokens))
     plain = _plain_config(directory)
-    draft = None if exported.mtp is None else RawDraft(
-        exported.mtp, "mtp", config_digest(plain), num_speculative_tokens=1)
+    draft = None if not exported.mtp else RawDraft(
+        exported.mtp, "mtp", config_digest(plain), num_speculative_tokens=len(exported.mtp),
+        chain="layers" if len(exported.mtp) > 1 else "tokens")
     return RawModel(exported.graph, plain, "huggingface",
                     lambda target: save_tokenizer(directory, target), generation,
                     (*decoded.notes, *exported.notes), exported.encoder, draft, directory_origin(

@@ -1,12 +1,12 @@
-"""Multi-token prediction (MTP): the layer after a model's last one, which drafts the next token.
+"""Multi-token prediction (MTP): layers after a model's last one; each drafts a token.
 
-    hidden       the model's last hidden state, after its final norm
-    x            eh_proj([enorm(embedding of the next token) | hnorm(hidden)])
+    hidden       the model's last hidden state, after its final norm, or hidden_out of layer n - 1
+    x            eh_proj([enorm(embedding of token p + 1 + n) | hnorm(hidden)]), at position p
     hidden_out   post_norm(decoder layer(x))
     logits       the model's LM head on hidden_out
 
-transformers' `MtpModel` has the layers. Only the first is used, on its own results for further
-drafts, as rotary embeddings depend on distances of positions only.
+transformers' `MtpModel` has the layers. For further drafts than layers, the last one runs on its
+own results, as rotary embeddings depend on distances of positions only.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ import torch
 from accelerate import init_empty_weights
 from transformers.modeling_layers import MtpModel
 
-from llmc.artifacts.manifest import HIDDEN
 from llmc.compiler.frontend.bind import Checkpoint, aliases_of, attach_weights
+from llmc.compiler.frontend.draft import add_hidden
 from llmc.compiler.frontend.expert_export import use_experts
 from llmc.compiler.frontend.features import check_features
 from llmc.compiler.frontend.parts import ATTENTION, CAUSAL_LM, build, text_config
 from llmc.compiler.frontend.reproducible import Reproducible
 from llmc.compiler.frontend.trace import to_graph, trace_draft
-from llmc.compiler.graph.rewrite import producer
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError, reason_of
 
 
-class _FirstLayer(torch.nn.Module):
-    """The first MTP layer with the model's embedding and LM head."""
+class _Layer(torch.nn.Module):
+    """An MTP layer with the model's embedding and LM head."""
 
-    def __init__(self, layers: Any) -> None:
+    def __init__(self, layers: Any, index: int) -> None:
         super().__init__()
-        self.layers = layers
+        self.layers, self._index = layers, index
 
     def forward(self, input_ids: torch.Tensor, hidden: torch.Tensor,
                 position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden_out = self.layers.forward_layer(0, hidden, position_ids, None, input_ids=input_ids)
+        hidden_out = self.layers.forward_layer(self._index, hidden, position_ids, None,
+                                               input_ids=input_ids)
         return self.layers._project_to_logits(hidden_out), hidden_out
 
 
@@ -63,8 +63,8 @@ def num_mtp_layers(config: Any) -> int:
 
 
 def export_mtp(config: Any, checkpoint: Checkpoint, origin: str, graph: gs.Graph,
-               names: dict[int, str], trust_remote_code: bool) -> gs.Graph:
-    """Export the first MTP layer, and add the output `hidden` to the model's graph.
+               names: dict[int, str], trust_remote_code: bool) -> tuple[gs.Graph, ...]:
+    """Export each MTP layer, and add the output `hidden` to the model's graph.
 
     Args:
         config: the model's config.
@@ -75,7 +75,7 @@ def export_mtp(config: Any, checkpoint: Checkpoint, origin: str, graph: gs.Graph
         trust_remote_code: run code that comes with the model.
 
     Raises:
-        LlmcError: the checkpoint has no MTP layer, or it cannot be exported.
+        LlmcError: the checkpoint has no MTP layers, or one cannot be exported.
     """
     own = mtp_tensors(config, checkpoint)
     if not own:
@@ -94,14 +94,16 @@ def export_mtp(config: Any, checkpoint: Checkpoint, origin: str, graph: gs.Graph
     use_experts(layers)
     known = Checkpoint(layers, own, layers.get_weight_conversions(main))
     shared = _shared(main, layers, checkpoint)
-    module = _FirstLayer(layers)
     check_features(layers, CAUSAL_LM)
     bound = {f"layers.{name}" for name in known.spelled & layers.state_dict().keys()}
-    draft = to_graph(trace_draft(module, layers.config.hidden_size, getattr(
-        text_config(config), "max_position_embeddings", None)), bound)
-    attach_weights(draft, module, _Tensors(known, shared), origin, names)
-    _add_hidden(graph, origin)
-    return draft
+    positions = getattr(text_config(config), "max_position_embeddings", None)
+    drafts = []
+    for index in range(num_mtp_layers(config)):
+        module = _Layer(layers, index)
+        drafts.append(to_graph(trace_draft(module, layers.config.hidden_size, positions), bound))
+        attach_weights(drafts[-1], module, _Tensors(known, shared), origin, names)
+    add_hidden(graph, origin)
+    return tuple(drafts)
 
 
 def _described(config: Any, own: Mapping[str, Weight]) -> Any:
@@ -150,16 +152,3 @@ def _shared(main: Any, layers: Any, checkpoint: Checkpoint) -> dict[str, Weight]
         if weight is not None:
             shared[name] = weight
     return shared
-
-
-def _add_hidden(graph: gs.Graph, origin: str) -> None:
-    """Make the input of the LM head the output `hidden`."""
-    node = producer(graph.outputs[0])
-    while node is not None and node.op not in ("MatMul", "Gemm"):
-        computed = [tensor for tensor in node.inputs if not isinstance(tensor, gs.Constant)]
-        node = producer(computed[0]) if len(computed) == 1 else None
-    if node is None:
-        raise LlmcError(f"the LM head of '{origin}' was not found, whose input its MTP layer "
-                        f"reads; leave out --draft mtp")
-    node.inputs[0].name = HIDDEN
-    graph.outputs.append(node.inputs[0])

@@ -13,6 +13,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 from tokenizers import Tokenizer
 
+from llmc.artifacts.manifest import DraftChain, DraftKind
 from llmc.compiler.frontend.origin import Origin
 from llmc.compiler.graph.weights import Weight
 
@@ -50,22 +51,27 @@ class RawDraft:
     """A draft model as an ONNX graph, before any pass.
 
     Args:
-        graph: like a `RawModel`'s. Unless the kind is `model`, it also has an input `hidden`,
-            float32 [batch, seq, hidden_size], which is an output of the model, and an output
-            `hidden_out` of the same shape, which replaces it for the next draft.
+        graphs: like a `RawModel`'s; several for the chain `layers`. Unless the kind is `model`,
+            each also has an input `hidden`, float32 [batch, seq, hidden_size], which is an output
+            of the model. Except for the chain `block`, it has an output `hidden_out` of the same
+            shape, which replaces `hidden` for the next draft.
         kind: see `DraftInfo`.
         config_sha256: digest of its config.
         token_ids: int64 [rows of its logits], token ids; None: the rows are token ids.
         num_speculative_tokens: number of drafts it was trained for, if known.
         notes: remarks for the user.
+        chain: see `DraftInfo`.
+        mask_token_id: see `DraftInfo`.
     """
 
-    graph: gs.Graph
-    kind: Literal["eagle3", "mtp", "model"]
+    graphs: tuple[gs.Graph, ...]
+    kind: DraftKind
     config_sha256: str
     token_ids: np.ndarray | None = None
     num_speculative_tokens: int | None = None
     notes: tuple[str, ...] = ()
+    chain: DraftChain = "tokens"
+    mask_token_id: int | None = None
 
 
 @dataclass(frozen=True)
@@ -116,9 +122,9 @@ class RawModel:
 
     @property
     def graphs(self) -> tuple[gs.Graph, ...]:
-        """The model's graph, and that of its encoder or of its draft model."""
+        """The model's graph, and that of its encoder or those of its draft model."""
         return (self.graph, *([self.encoder] if self.encoder is not None else []),
-                *([self.draft.graph] if self.draft is not None else []))
+                *(self.draft.graphs if self.draft is not None else ()))
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
         """Return `eos_token_id` or the like, from the generation config or else the config.

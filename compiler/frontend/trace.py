@@ -154,8 +154,10 @@ def _run_exporter(config: Any, part: Part, trust_remote_code: bool, layers_name:
     return _export_module(model, part, longest, lambda: _wrap(model, part))
 
 
-def trace_draft(model: torch.nn.Module, width: int, max_positions: int | None) -> onnx.ModelProto:
-    """Export a draft model: input_ids, hidden and position_ids to logits and hidden_out.
+def trace_draft(model: torch.nn.Module, width: int, max_positions: int | None,
+                part: Part = CAUSAL_LM, outputs: Sequence[str] = ("logits", HIDDEN_OUT)) -> \
+        onnx.ModelProto:
+    """Export a draft model: input_ids, hidden and position_ids to its outputs.
 
     Parameters are as in `trace`.
 
@@ -163,17 +165,19 @@ def trace_draft(model: torch.nn.Module, width: int, max_positions: int | None) -
         model: its forward has these arguments and results.
         width: size of `hidden`.
         max_positions: maximum number of positions.
+        part: `ENCODER` if all tokens of a sequence see each other.
+        outputs: names of its results.
 
     Raises:
         LlmcError: it cannot be exported.
     """
-    AttentionInterface.register(ATTENTION, functools.partial(_sdpa, CAUSAL_LM))
+    AttentionInterface.register(ATTENTION, functools.partial(_sdpa, part))
     positions = torch.arange(5)[None].expand(2, 5).clone(), "seq"
     inputs = {"input_ids": (torch.zeros((2, 5), dtype=torch.int64), "seq"),
               HIDDEN: (torch.zeros((2, 5, width)), "seq"), "position_ids": positions}
     try:
-        return _to_proto(_export_module(model, CAUSAL_LM, max_positions, lambda: (
-            _Draft(model), inputs, ("logits", HIDDEN_OUT))), None)
+        return _to_proto(_export_module(model, part, max_positions, lambda: (
+            _Draft(model), inputs, outputs)), None)
     except LlmcError:
         raise
     except Exception as error:  # any error of the model's code
@@ -424,9 +428,9 @@ class _Draft(torch.nn.Module):
         self.model = model
 
     def forward(self, input_ids: torch.Tensor, hidden: torch.Tensor,
-                position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits, hidden_out = self.model(input_ids, hidden, position_ids)
-        return logits, hidden_out
+                position_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        results: tuple[torch.Tensor, ...] = self.model(input_ids, hidden, position_ids)
+        return results
 
 
 class _Encoder(torch.nn.Module):

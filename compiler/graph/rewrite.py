@@ -18,7 +18,7 @@ from llmc import plugins
 from llmc.compiler.graph.expert_products import EXPERTS_DOWN, EXPERTS_UP
 from llmc.compiler.graph.notes import Context, CountedNote, PassNote
 from llmc.compiler.graph.recurrence import CONVOLUTION, RECURRENCE
-from llmc.compiler.graph.sdpa import SDPA
+from llmc.compiler.graph.sdpa import MODEL_CACHE, SDPA
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.options import CompileOptions
 from llmc.compiler.quant.stored import Stored
@@ -31,7 +31,7 @@ _Shard = TypeVar("_Shard", bound=Shard)
 _Note = TypeVar("_Note", bound=PassNote)
 # Intermediate ops, which passes replace before a graph is written.
 _INTERMEDIATE = {op.name: op for op in (
-    SDPA, EXPERTS_UP, EXPERTS_DOWN, CONVOLUTION, RECURRENCE)}
+    SDPA, MODEL_CACHE, EXPERTS_UP, EXPERTS_DOWN, CONVOLUTION, RECURRENCE)}
 
 
 @dataclass(frozen=True)
@@ -333,6 +333,14 @@ def caches(node: gs.Node) -> list[tuple[gs.Tensor, gs.Tensor]]:
         return []
     return [(node.inputs[op.input_names.index(name)], node.outputs[op.outputs.index(f"{name}_out")])
             for name in op.attention.caches]
+
+
+def reads(graph: gs.Graph, node: gs.Node) -> list[gs.Tensor]:
+    """KV caches of another graph that a node reads, which are inputs of its graph."""
+    op = op_of(node)
+    names = op.attention.reads if op is not None and op.attention is not None else ()
+    return [tensor for name in names if (tensor := operand(node, name)) is not None
+            and any(tensor is given for given in graph.inputs)]
 
 
 def state_of(node: gs.Node) -> tuple[gs.Tensor, gs.Tensor] | None:

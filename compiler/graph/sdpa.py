@@ -1,7 +1,8 @@
-"""Intermediate op for scaled dot-product attention.
+"""Intermediate ops for scaled dot-product attention.
 
-The frontend or the sdpa pass emits it; the attention pass replaces it, together with its
-projections. It never reaches an artifact, so it has no function body and is not in the registry.
+The frontend or the sdpa pass emits them; the attention pass replaces them, together with their
+projections. They never reach an artifact, so they have no function body and are not in the
+registry.
 """
 
 from __future__ import annotations
@@ -16,5 +17,17 @@ SDPA = Op(
     outputs=("out",),
     fields={"scale": 1.0, "window": 0, "chunk": 0, "softcap": 0.0, "causal": 1, "layer": -1},
     shapes=lambda shapes, fields: [(*shapes["query"][:-1], shapes["value"][-1])],
+    body=None,
+)
+
+# Keys (index 0) or values (1) of a layer of the model in a draft model's graph, [batch,
+# num_kv_heads, seq, head_dim]. Queries see `window` positions; 0: all.
+MODEL_CACHE = Op(
+    name="ModelCache",
+    version=1,
+    inputs=(),
+    outputs=("out",),
+    fields={"layer": 0, "index": 0, "window": 0},
+    shapes=lambda shapes, fields: [],
     body=None,
 )

@@ -34,27 +34,30 @@ from llmc.errors import LlmcError
 
 def share_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Report) -> None:
     """Pad weights that an encoder or draft model shares as they are padded in the model."""
-    decoder, encoder = graphs
-    if part_of(encoder, 1) == "encoder":
-        report.note(VocabularySize(values_of(token_table(encoder)).shape[0]))
+    decoder, *others = graphs
     theirs = _weights(decoder)
-    for name, tensor in _weights(encoder).items():
-        values = values_of(tensor)
-        other = values_of(theirs[name]) if name in theirs else values
-        if other.shape[0] > values.shape[0] and values.pad_rows(other.shape[0]) is other:
-            tensor._values = other
-            report.count("padded")
+    for graph in others:
+        if part_of(graph, 1) == "encoder":
+            report.note(VocabularySize(values_of(token_table(graph)).shape[0]))
+        for name, tensor in _weights(graph).items():
+            values = values_of(tensor)
+            other = values_of(theirs[name]) if name in theirs else values
+            if other.shape[0] > values.shape[0] and values.pad_rows(other.shape[0]) is other:
+                tensor._values = other
+                report.count("padded")
     name_weights(graphs, settings, report)
 
 
 def name_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Report) -> None:
     """Rename weights that differ under one name: a chip's weights are in one file."""
-    decoder, encoder = graphs
-    theirs = _weights(decoder)
-    for name, tensor in _weights(encoder).items():
-        if name in theirs and theirs[name]._values is not tensor._values:
-            tensor.name = f"{part_of(encoder, 1)}.{name}"
-            report.count("renamed")
+    known: dict[str, object] = {}
+    for index, graph in enumerate(graphs):
+        for name, tensor in _weights(graph).items():
+            number = str(index) if index > 1 else ""
+            while known.setdefault(tensor.name, tensor._values) is not tensor._values:
+                tensor.name = f"{part_of(graph, index)}{number}.{name}"
+                name = tensor.name
+                report.count("renamed")
 
 
 def _weights(graph: gs.Graph) -> dict[str, gs.Constant]:

@@ -34,6 +34,7 @@ from llmc.compiler.graph.rewrite import (
     operand,
     operands,
     part_of,
+    reads,
     shard_of,
     state_of,
     values_of,
@@ -470,7 +471,7 @@ def _rank_graph(graph: gs.Graph, plan: Plan, rank: int, shards: _Shards) -> gs.G
     ranked = gs.Graph(nodes=nodes, inputs=[tensor(t) for t in graph.inputs],
                       outputs=[tensor(t) for t in graph.outputs], opset=graph.opset)
     for node in ranked.nodes:
-        for cache in (cache for pair in caches(node) for cache in pair):
+        for cache in (*(cache for pair in caches(node) for cache in pair), *reads(ranked, node)):
             cache.shape = (cache.shape[0], node.attrs["num_kv_heads"], *cache.shape[2:])
     for whole, node in ((whole, tensors[id(whole.outputs[0])].inputs[0]) for whole in graph.nodes
                         if state_of(whole) is not None and id(whole) in plan.ways):

@@ -25,10 +25,12 @@ class Draft:
     Args:
         graph: its graph.
         token_ids: see `RawDraft`.
+        later: graphs of the later layers, of the chain `layers`.
     """
 
     graph: gs.Graph
     token_ids: np.ndarray | None
+    later: tuple[gs.Graph, ...] = ()
 
 
 class Backend(Protocol):

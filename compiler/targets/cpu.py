@@ -57,8 +57,8 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
     Raises:
         LlmcError: the kernel of the experts does not support their scales.
     """
-    graphs = [graph, *([encoder] if encoder is not None else []),
-              *([draft.graph] if draft is not None else [])]
+    drafts = [] if draft is None else [draft.graph, *draft.later]
+    graphs = [graph, *([encoder] if encoder is not None else []), *drafts]
     for each in graphs:
         _check_expert_scales(each)
     name = f"chip{rank}"
@@ -74,14 +74,17 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
                                            "encoder_segment")
         files += more
         program = describe_encoder(encoder, encoder_steps)
-    drafting = None
-    if draft is not None:
-        draft_steps, more = _write_steps(draft.graph, places, directory, CPU.draft_file,
-                                         "draft_segment")
+    drafting = []
+    for index, each in enumerate(drafts):
+        number = f"_{index}" if index else ""
+        path = Path(CPU.draft_file)
+        draft_steps, more = _write_steps(each, places, directory,
+                                         f"{path.stem}{number}{path.suffix}",
+                                         f"draft{number}_segment")
         files += more
-        drafting = describe_draft(draft.graph, draft_steps)
+        drafting.append(describe_draft(each, draft_steps))
     chip = describe_chip(graph, rank, steps, sum(place.length for place in places.values()),
-                         program, drafting)
+                         program, *drafting)
     return chip, [weights, *files]
 
 

@@ -4,7 +4,9 @@
 an arena: tensors with disjoint lifetimes share memory. Offsets are in bytes per token (for logits,
 per computed row of logits), so that one memory plan serves all limits of the engine. An encoder
 has a separate program, `encoder.json`. Its outputs are scattered, as soon as they are computed, to
-the encoder-output buffer (kind `memory`) that both programs name.
+the encoder-output buffer (kind `memory`) that both programs name. A draft model has a separate
+program, too, `draft.json`, and a separate arena: it reads the features that the model leaves in its
+arena.
 """
 
 from __future__ import annotations
@@ -16,7 +18,15 @@ from typing import Literal, cast
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.artifacts.manifest import Chip, FileEntry, Target
+from llmc.artifacts.manifest import (
+    DRAFT_TOKEN_IDS,
+    HIDDEN,
+    HIDDEN_OUT,
+    Chip,
+    FileEntry,
+    GraphStep,
+    Target,
+)
 from llmc.artifacts.program import (
     ELEMENTWISE,
     MOST_JOINED,
@@ -28,6 +38,7 @@ from llmc.artifacts.program import (
 from llmc.compiler.artifact import (
     WEIGHTS_NAME,
     describe_chip,
+    describe_draft,
     describe_encoder,
     file_entry,
     graph_step,
@@ -45,13 +56,16 @@ from llmc.compiler.graph.rewrite import (
     takes_columns,
     values_of,
 )
+from llmc.compiler.graph.weights import Weight
 from llmc.compiler.options import CompileOptions
+from llmc.compiler.targets import Draft
 from llmc.compiler.targets.typed_onnx import typed_onnx
 from llmc.errors import LlmcError
 from llmc.targets import CUDA
 
-# (program of the engine, graph for ONNX Runtime), of the decoder and of the encoder.
-_FILES = ((CUDA.engine_file, "graph.onnx"), (CUDA.encoder_file, "encoder.onnx"))
+# Program of the engine, and graph for ONNX Runtime.
+_FILES = {"model": (CUDA.engine_file, "graph.onnx"), "encoder": (CUDA.encoder_file, "encoder.onnx"),
+          "draft": (CUDA.draft_file, "draft.onnx")}
 _ALIGNMENT = 16
 _MEMORY_ROWS = ProgramTensor(name="memory_rows", kind="input", dtype="int64",
                                shape=("num_tokens",))
@@ -63,7 +77,8 @@ def describe(options: CompileOptions) -> Target:
 
 
 def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
-         encoder: gs.Graph | None = None) -> tuple[Chip, list[FileEntry]]:
+         encoder: gs.Graph | None = None, *, draft: Draft | None = None) -> \
+        tuple[Chip, list[FileEntry]]:
     """Write `chip<rank>/` and describe it.
 
     Raises:
@@ -72,19 +87,26 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
     name, dtype = f"chip{rank}", options.dtype
     directory = case_dir / name
     directory.mkdir()
-    graphs = [graph] if encoder is None else [graph, encoder]
-    places, weights = write_weights(graphs, directory / WEIGHTS_NAME)
-    files, steps = [weights], []
-    for part, (path, onnx_path) in zip(graphs, _FILES, strict=False):
-        text = program_of(part, dtype).model_dump_json(indent=1, exclude_defaults=True) + "\n"
+    graphs = {"model": graph, **({"encoder": encoder} if encoder is not None else {}),
+              **({"draft": draft.graph} if draft is not None else {})}
+    table = {} if draft is None or draft.token_ids is None else \
+        {DRAFT_TOKEN_IDS: Weight.of(draft.token_ids)}
+    places, weights = write_weights([*graphs.values()], directory / WEIGHTS_NAME, table)
+    files = [weights]
+    steps: dict[str, tuple[GraphStep, ...]] = {}
+    for part, own in graphs.items():
+        path, onnx_path = _FILES[part]
+        text = program_of(own, dtype).model_dump_json(indent=1, exclude_defaults=True) + "\n"
         (directory / path).write_text(text, encoding="utf-8")
         files.append(file_entry(directory / path))
-        model = typed_onnx(part, places, CUDA.name, dtype)
+        model = typed_onnx(own, places, CUDA.name, dtype)
         files.append(write_onnx(model, directory / onnx_path))
-        steps.append(graph_step(f"{name}/{path}", part))
+        steps[part] = (graph_step(f"{name}/{path}", own),)
     weight_bytes = sum(place.length for place in places.values())
-    chip = describe_chip(graph, rank, tuple(steps[:1]), weight_bytes,
-                         None if encoder is None else describe_encoder(encoder, tuple(steps[1:])))
+    chip = describe_chip(
+        graph, rank, steps["model"], weight_bytes,
+        None if encoder is None else describe_encoder(encoder, steps["encoder"]),
+        None if draft is None else describe_draft(draft.graph, steps["draft"]))
     return chip, files
 
 
@@ -102,12 +124,13 @@ def program_of(graph: gs.Graph, dtype: str) -> Program:
     in_place = {id(present): past for node in graph.nodes for past, present in caches(node)}
     outputs = [tensor for tensor in graph.outputs if id(tensor) not in kept]
     memory = outputs if all(t.name != "logits" for t in outputs) else []  # encoder outputs
+    given = [tensor for tensor in graph.inputs if tensor.name == HIDDEN]  # by the engine, a value
     numbers: dict[int, int] = {}
     tensors: list[ProgramTensor] = []
     dtypes = {id(tensor): _name(tensor.dtype) for node in graph.nodes
               for tensor in exact_outputs(node)}
     columns = _columns(graph, dtypes)
-    offsets, sizes = _plan(graph, kept, memory, dtype, dtypes, columns)
+    offsets, sizes = _plan(graph, kept, memory, dtype, dtypes, columns, given)
 
     def number(tensor: gs.Tensor) -> int:
         if tensor.is_empty() or (id(tensor) in kept and tensor.inputs):
@@ -121,7 +144,8 @@ def program_of(graph: gs.Graph, dtype: str) -> Program:
             numbers[id(tensor)] = len(tensors)
             tensors.append(_describe(tensor, kept.get(id(tensor)), offsets,
                                      dtypes.get(id(tensor), dtype),
-                                     any(tensor is t for t in graph.inputs)))
+                                     tensor.name != HIDDEN
+                                     and any(tensor is t for t in graph.inputs)))
         return numbers[id(tensor)]
 
     def add(tensor: ProgramTensor) -> int:
@@ -141,9 +165,13 @@ def program_of(graph: gs.Graph, dtype: str) -> Program:
             target = add(_describe_memory(output, dtype))
             nodes.append(ProgramNode(op="Scatter", fields={},
                                        inputs=(number(output), rows, target), outputs=()))
-    logits = next((number(t) for t in outputs if t.name == "logits"), -1)
+    named = {tensor.name: number(tensor) for tensor in (*outputs, *given)}
+    reads = HIDDEN_OUT in named  # a draft model
     return Program(tensors=tuple(tensors), nodes=tuple(nodes), token_bytes=sizes[False],
-                    logit_bytes=sizes[True], logits=logits)
+                    logit_bytes=sizes[True], logits=named.get("logits", -1),
+                    features=-1 if reads else named.get(HIDDEN, -1),
+                    hidden=named.get(HIDDEN, -1) if reads else -1,
+                    hidden_out=named.get(HIDDEN_OUT, -1))
 
 
 def _columns(graph: gs.Graph, dtypes: Mapping[int, str]) -> dict[int, tuple[gs.Tensor, int]]:
@@ -156,6 +184,7 @@ def _columns(graph: gs.Graph, dtypes: Mapping[int, str]) -> dict[int, tuple[gs.T
     for node in graph.nodes:
         value, output = node.inputs[0], node.outputs[0]
         if _op(node) != "Columns" or id(value) in dtypes or not value.inputs \
+                or any(output is other for other in graph.outputs) \
                 or value.shape[0] != "num_tokens" or not all(
                     takes_columns(user, output) for user in consumers(graph, output)):
             continue
@@ -219,12 +248,12 @@ def _name(dtype: np.dtype | type | str) -> ProgramDType:
 
 
 def _plan(graph: gs.Graph, kept: Collection[int], memory: Sequence[gs.Tensor], dtype: str,
-          dtypes: Mapping[int, str], columns: Mapping[int, tuple[gs.Tensor, int]]) -> \
-        tuple[dict[int, int], dict[bool, int]]:
+          dtypes: Mapping[int, str], columns: Mapping[int, tuple[gs.Tensor, int]],
+          given: Sequence[gs.Tensor]) -> tuple[dict[int, int], dict[bool, int]]:
     """Plan the arena: place tensors, the largest first, so that live tensors do not overlap.
 
     An encoder output lives until it is scattered, a tensor with `columns` until they are read.
-    Tensors have `dtype` except those in `dtypes`.
+    Tensors have `dtype` except those in `dtypes`. Those in `given` live from the start to the end.
 
     Returns:
         Offsets by tensor, and the arena's size for per-token (False) and per-logit (True) tensors.
@@ -235,7 +264,7 @@ def _plan(graph: gs.Graph, kept: Collection[int], memory: Sequence[gs.Tensor], d
             last_use[id(tensor)] = step
             if id(tensor) in columns:
                 last_use[id(columns[id(tensor)][0])] = step
-    for tensor in () if memory else graph.outputs:
+    for tensor in given if memory else (*graph.outputs, *given):
         last_use[id(tensor)] = len(graph.nodes)
     for node in graph.nodes:
         if _op(node) == "Gather":  # if all rows are selected, the engine reads its input in place
@@ -243,6 +272,7 @@ def _plan(graph: gs.Graph, kept: Collection[int], memory: Sequence[gs.Tensor], d
             last_use[rows] = max(last_use[rows], last_use[selected])
     values = [(step, tensor) for step, node in enumerate(graph.nodes) for tensor in node.outputs
               if id(tensor) not in kept and id(tensor) not in columns and not tensor.is_empty()]
+    values += [(-1, tensor) for tensor in given]
 
     def size(tensor: gs.Tensor) -> int:
         width = int(tensor.shape[-1]) * numpy_dtype(dtypes.get(id(tensor), dtype)).itemsize

@@ -39,23 +39,24 @@ HostArray<T> records(const Array<uint8_t>& bytes) {
 }
 
 // Parameters of `Engine.submit` and `Program.check_step`, in order.
-#define LLMC_STEP                                                                              \
-  Array<int64_t> token_ids, Array<int32_t> cu_seqlens, Array<int32_t> past_lens,               \
-      Array<int32_t> block_tables, Array<int32_t> slots, int num_decode, bool verifies,        \
-      Array<int32_t> sample, Array<int32_t> num_drafts, Array<int32_t> copies, int candidates, \
-      int logits, Array<int32_t> memory_starts, Array<int32_t> memory_lens,                    \
-      Array<int32_t> mask_rows, Array<uint32_t> masks, Array<int32_t> state_slots,             \
-      Array<int32_t> commit_lens, Array<int32_t> state_copies, Array<int32_t> scored_rows,     \
-      Array<int64_t> scored_targets, Array<int32_t> scored_counts, Array<int32_t> admit_slots, \
-      Array<uint8_t> admit_states, Array<int32_t> admit_prompts, Array<int32_t> admit_lengths, \
-      Array<int32_t> admit_tokens, Array<int32_t> admit_lists
+#define LLMC_STEP                                                                                  \
+  Array<int64_t> token_ids, Array<int32_t> cu_seqlens, Array<int32_t> past_lens,                   \
+      Array<int32_t> block_tables, Array<int32_t> slots, int num_decode, bool verifies,            \
+      Array<int32_t> sample, Array<int32_t> num_drafts, Array<int32_t> copies, int candidates,     \
+      int logits, Array<int32_t> memory_starts, Array<int32_t> memory_lens,                        \
+      Array<int32_t> mask_rows, Array<uint32_t> masks, Array<int32_t> state_slots,                 \
+      Array<int32_t> commit_lens, Array<int32_t> state_copies, Array<int32_t> scored_rows,         \
+      Array<int64_t> scored_targets, Array<int32_t> scored_counts, Array<int64_t> next_tokens,     \
+      int propose, Array<int32_t> unread, Array<int32_t> admit_slots, Array<uint8_t> admit_states, \
+      Array<int32_t> admit_prompts, Array<int32_t> admit_lengths, Array<int32_t> admit_tokens,     \
+      Array<int32_t> admit_lists
 #define LLMC_STEP_INPUTS                                                                          \
   StepInputs {                                                                                    \
     host(token_ids), host(cu_seqlens), host(past_lens), host(block_tables), host(slots),          \
         num_decode, verifies, host(sample), host(num_drafts), host(copies), candidates,           \
         static_cast<Logits>(logits), host(memory_starts), host(memory_lens), host(mask_rows),     \
         host(masks), host(state_slots), host(commit_lens), host(state_copies), host(scored_rows), \
-        host(scored_targets), host(scored_counts), {                                              \
+        host(scored_targets), host(scored_counts), host(next_tokens), propose, host(unread), {    \
       host(admit_slots), records<kernels::SlotState>(admit_states), host(admit_prompts),          \
           host(admit_lengths), host(admit_tokens), host(admit_lists)                              \
     }                                                                                             \
@@ -90,15 +91,32 @@ void bind_program(nb::module_& m) {
       .def("add_state", [](Program& self, const std::string& dtype,
                            const Shape& shape) { return self.add_state(dtype_of(dtype), shape); })
       .def("add_memory", &Program::add_memory)
-      .def("add_value",
-           [](Program& self, const std::string& dtype, const Shape& shape, int64_t offset,
-              bool per_logit) { return self.add_value(dtype_of(dtype), shape, offset, per_logit); })
+      .def(
+          "add_value",
+          [](Program& self, const std::string& dtype, const Shape& shape, int64_t offset,
+             bool per_logit, bool of_draft) {
+            return self.add_value(dtype_of(dtype), shape, offset, per_logit, of_draft);
+          },
+          nb::arg("dtype"), nb::arg("shape"), nb::arg("offset"), nb::arg("per_logit"),
+          nb::arg("of_draft") = false)
       .def("add_columns", &Program::add_columns)
-      .def("add_node",
-           nb::overload_cast<const std::string&, const Fields&, const Numbers&, const Numbers&,
-                             bool>(&Program::add_node),
-           nb::arg("op"), nb::arg("fields"), nb::arg("inputs"), nb::arg("outputs"),
-           nb::arg("of_encoder") = false)
+      .def("set_draft_arena", &Program::set_draft_arena)
+      .def(
+          "add_node",
+          [](Program& self, const std::string& op, const Fields& fields, const Numbers& inputs,
+             const Numbers& outputs, const std::string& part) {
+            self.add_node(op, fields, inputs, outputs, part_of(part));
+          },
+          nb::arg("op"), nb::arg("fields"), nb::arg("inputs"), nb::arg("outputs"),
+          nb::arg("part") = "model")
+      .def(
+          "set_draft",
+          [](Program& self, int logits, int vocab_size, int features, int hidden, int hidden_out,
+             int token_ids) {
+            self.set_draft({logits, vocab_size, features, hidden, hidden_out, token_ids});
+          },
+          nb::kw_only(), nb::arg("logits"), nb::arg("vocab_size"), nb::arg("features"),
+          nb::arg("hidden"), nb::arg("hidden_out"), nb::arg("token_ids"))
       .def("set_logits", &Program::set_logits)
       .def_prop_ro("block_bytes", &Program::block_bytes)
       // Raises unless an engine with these limits, this number of blocks and empty slots accepts
@@ -121,11 +139,17 @@ void bind_program(nb::module_& m) {
             EncoderInputs{host(input_ids), host(position_ids), host(cu_seqlens), host(memory_rows)},
             self.limits());
       });
+  // The rows of a draft model for a step that `Program.check_step` accepts: see DraftRows.
+  m.def("draft_rows", [](LLMC_STEP) {
+    const DraftRows rows = DraftRows::of(LLMC_STEP_INPUTS);
+    return nb::make_tuple(rows.ids, rows.sampled, rows.firsts, rows.slots, rows.tables);
+  });
 }
 
 // The results of a step, copied: tokens, log-probability records or None, candidates' tokens and
 // log-probabilities, logits as float32 [num_logits, vocab_size], records of scored rows or None,
-// and with drafts the number of tokens of each sequence, else None.
+// with drafts the number of tokens of each sequence, else None, and the draft model's proposals,
+// else None.
 nb::tuple to_python(const Engine::Results& results, int vocab_size) {
   // Rows of the accepted tokens, in the order of sequences; all without drafts.
   std::vector<int32_t> kept, all_rows;
@@ -183,9 +207,19 @@ nb::tuple to_python(const Engine::Results& results, int vocab_size) {
     }
     logits = nb::cast(nb::ndarray<nb::numpy, float>(made, {all, vocab}, owner));
   }
+  nb::object drafts = nb::none();
+  if (results.drafts != nullptr) {
+    std::vector<int64_t> proposed;
+    for (int i = 0; i < results.num_drafting; ++i) {
+      const int64_t* own = results.drafts + i * kernels::kMaxProposals;
+      proposed.insert(proposed.end(), own, own + results.proposed);
+    }
+    drafts = nb::cast(copy(proposed.data(), {static_cast<size_t>(results.num_drafting),
+                                             static_cast<size_t>(results.proposed)}));
+  }
   const auto sampled = pick(results.tokens);
   return nb::make_tuple(copy(sampled.data(), {sampled.size()}), reported, tokens, log_probs, logits,
-                        scored, counts);
+                        scored, counts, drafts);
 }
 
 void bind_engine(nb::module_& m) {

@@ -37,6 +37,30 @@ const T* at(const char* received, int64_t offset) {
   return reinterpret_cast<const T*>(received + offset);
 }
 
+// Blocks of a sequence that a step uses: those of its positions, and of its next drafts as far as
+// it has any.
+int blocks_of(const StepInputs& inputs, int sequence, const Limits& limits) {
+  const int size = limits.block_size;
+  const int positions = inputs.past_lens[sequence] + inputs.fresh(sequence);
+  const int most = std::min({(positions + std::max(inputs.propose, 0) + size - 1) / size,
+                             inputs.width(), limits.max_blocks()});
+  const int32_t* table = inputs.block_tables.data + static_cast<int64_t>(sequence) * inputs.width();
+  int blocks = (positions + size - 1) / size;
+  while (blocks < most && table[blocks] >= 0) ++blocks;
+  return blocks;
+}
+
+// Position of each sequence's first token after the accepted ones of its slot, which rows of drafts
+// follow; -1: past_lens is exact.
+std::vector<int32_t> offsets_of(const StepInputs& inputs) {
+  std::vector<int32_t> offsets;
+  for (int b = 0; b < inputs.batch(); ++b) {
+    const bool goes_on = inputs.verifies && b > 0 && inputs.slots[b] == inputs.slots[b - 1];
+    offsets.push_back(inputs.unread[b] == 0 ? -1 : goes_on ? offsets.back() + 1 : 0);
+  }
+  return offsets;
+}
+
 }  // namespace
 
 Engine::Engine(Program program, int device, const std::string& attention_backend)
@@ -53,8 +77,10 @@ Engine::Engine(Program program, int device, const std::string& attention_backend
       std::make_unique<Sampler>(program_.limits(), program_.vocab_size(), memory_, stream_.handle);
   gemm_->time_algorithms(false);
   attention_->make_plans(false);
-  selects_ = std::any_of(program_.nodes().begin(), program_.nodes().end(),
-                         [](const Node& node) { return node.op == "Gather"; });
+  const std::vector<Node>& nodes = program_.nodes(Part::kModel);
+  selects_ =
+      std::any_of(nodes.begin(), nodes.end(), [](const Node& node) { return node.op == "Gather"; });
+  if (!program_.nodes(Part::kDraft).empty()) make_drafter();
   synchronize();
 }
 
@@ -67,9 +93,13 @@ Engine::~Engine() {
 
 void Engine::place_tensors() {
   const Limits& limits = program_.limits();
-  char* token_arena =
-      memory_.allocate<char>(program_.token_bytes() * limits.max_tokens, "activations");
-  char* logit_arena = memory_.allocate<char>(program_.logit_bytes() * limits.max_logits, "logits");
+  char *token_arenas[2], *logit_arenas[2];  // of the model, of the draft model
+  for (bool of_draft : {false, true}) {
+    token_arenas[of_draft] =
+        memory_.allocate<char>(program_.token_bytes(of_draft) * limits.max_tokens, "activations");
+    logit_arenas[of_draft] =
+        memory_.allocate<char>(program_.logit_bytes(of_draft) * limits.max_logits, "logits");
+  }
   static const std::map<Kind, const char*> names = {{Kind::kInput, "inputs"},
                                                     {Kind::kWeight, "weights"},
                                                     {Kind::kState, "the states of sequences"},
@@ -81,8 +111,9 @@ void Engine::place_tensors() {
     else if (tensor.kind == Kind::kColumns)
       places_.push_back(places_[tensor.of] + tensor.first * width(tensor.dtype));
     else if (tensor.kind == Kind::kValue)
-      places_.push_back(tensor.per_logit ? logit_arena + tensor.offset * limits.max_logits
-                                         : token_arena + tensor.offset * limits.max_tokens);
+      places_.push_back(tensor.per_logit
+                            ? logit_arenas[tensor.of_draft] + tensor.offset * limits.max_logits
+                            : token_arenas[tensor.of_draft] + tensor.offset * limits.max_tokens);
     else
       places_.push_back(memory_.allocate<char>(
           program_.capacity(static_cast<int>(i)) * width(tensor.dtype), names.at(tensor.kind)));
@@ -132,8 +163,8 @@ void Engine::reserve_scratch() {
   for (int tokens : {1, kernels::kGemvRows, limits.max_tokens}) {
     const Step step{std::min(tokens, limits.max_tokens), std::min(tokens, limits.max_logits),
                     std::min(tokens, limits.max_batch)};
-    for (const auto* nodes : {&program_.nodes(), &program_.encoder_nodes()})
-      for (const Node& node : *nodes) {
+    for (Part part : {Part::kModel, Part::kEncoder, Part::kDraft})
+      for (const Node& node : program_.nodes(part)) {
         std::vector<Tensor> inputs;
         for (int tensor : node.inputs) inputs.push_back(resolve(tensor, step));
         most = std::max(most, node.plugin->workspace(inputs));
@@ -171,7 +202,7 @@ void Engine::load_weight(int tensor, const void* data, int64_t bytes) {
   }
 }
 
-void Engine::enqueue(const std::vector<Node>& nodes, const Step& step) {
+void Engine::enqueue(const Pass& pass, const Step& step) {
   Context context;
   context.stream = stream_.handle;
   context.gemm = gemm_.get();
@@ -191,12 +222,12 @@ void Engine::enqueue(const std::vector<Node>& nodes, const Step& step) {
   context.split_kv_plan = split_kv_plan_.get();
   context.watcher = watcher_;
   context.user = user_;
-  std::map<int, void*> moved;  // tensors that alias another one's memory in this step
+  std::map<int, void*> moved = pass.places;  // and tensors that alias another one's memory
   auto of_logits = [&](const Node& node) {
     return !node.outputs.empty() && node.outputs[0] >= 0 &&
            program_.tensors()[node.outputs[0]].per_logit;
   };
-  for (const Node& node : nodes) {
+  for (const Node& node : program_.nodes(pass.part)) {
     if (step.num_logits == 0 && of_logits(node)) continue;  // a step of unfinished prompts
     std::vector<Tensor> inputs, outputs;
     for (int tensor : node.inputs) {
@@ -215,6 +246,7 @@ void Engine::enqueue(const std::vector<Node>& nodes, const Step& step) {
       if (found != watched_.end()) found->second = download(outputs[i], stream_.handle);
     }
   }
+  if (pass.then) pass.then(step);
 }
 
 int64_t Engine::measure(double utilization) const {
@@ -229,8 +261,8 @@ int64_t Engine::measure(double utilization) const {
 
 void Engine::prepare_weights() {
   std::set<const void*> done;
-  for (const auto* nodes : {&program_.nodes(), &program_.encoder_nodes()})
-    for (const Node& node : *nodes) {
+  for (Part part : {Part::kModel, Part::kEncoder, Part::kDraft})
+    for (const Node& node : program_.nodes(part)) {
       std::vector<Tensor> inputs;
       for (int tensor : node.inputs) inputs.push_back(resolve(tensor, Step{1, 1, 1}));
       node.plugin->prepare(inputs, done, stream_.handle);
@@ -259,11 +291,12 @@ void Engine::allocate(int num_blocks) {
     upload(inputs_.block_table, table_.data(), 4 * static_cast<int64_t>(table_.size()),
            stream_.handle);
   }
+  if (drafter_ != nullptr) drafter_->allocate(table_);
   synchronize();
 }
 
 void Engine::encode(const EncoderInputs& inputs) {
-  if (program_.encoder_nodes().empty()) throw Error("the model has no encoder");
+  if (program_.nodes(Part::kEncoder).empty()) throw Error("the model has no encoder");
   const Step step = check_step(inputs, program_.limits());
   use_device();
   Ticket& ticket = next_ticket();
@@ -277,7 +310,7 @@ void Engine::encode(const EncoderInputs& inputs) {
   upload(inputs_.position_ids, memory + positions, inputs.position_ids.bytes(), stream_.handle);
   upload(inputs_.cu_seqlens, memory + starts, inputs.cu_seqlens.bytes(), stream_.handle);
   upload(inputs_.memory_rows, memory + rows, inputs.memory_rows.bytes(), stream_.handle);
-  enqueue(program_.encoder_nodes(), step);
+  enqueue(encoder_, step);
 }
 
 Engine::Ticket& Engine::next_ticket() {
@@ -317,6 +350,9 @@ Engine::Sent Engine::pack(StagingBuffer& into, const StepInputs& inputs, const P
   sent.starts = into.add(inputs.memory_starts.data, inputs.memory_starts.size);
   sent.lens = into.add(inputs.memory_lens.data, inputs.memory_lens.size);
   sent.own_from = into.add(prefix.own_from);
+  sent.has_unread = inputs.unread.size > 0;
+  if (sent.has_unread) sent.offsets = into.add(offsets_of(inputs));
+  sent.unread = into.add(inputs.unread.data, inputs.unread.size);
   sent.prefix_owner = prefix.owner;
   sent.prefix_length = prefix.length;
   if (inputs_.block_table == nullptr) return sent;
@@ -325,10 +361,7 @@ Engine::Sent Engine::pack(StagingBuffer& into, const StepInputs& inputs, const P
   std::vector<kernels::BlockTableUpdate> runs;
   std::vector<int32_t> blocks;
   for (int row = 0; row < rows; ++row) {
-    int needed = 0;
-    if (row < sent.batch)
-      needed =
-          (inputs.past_lens[row] + inputs.fresh(row) + limits.block_size - 1) / limits.block_size;
+    const int needed = row < sent.batch ? blocks_of(inputs, row, limits) : 0;
     const int32_t* wanted = inputs.block_tables.data + static_cast<int64_t>(row) * inputs.width();
     int32_t* held = table_.data() + static_cast<int64_t>(row) * most;
     auto block = [&](int i) { return i < needed ? wanted[i] : limits.num_blocks; };
@@ -393,6 +426,11 @@ void Engine::prepare(const char* received, const Sent& sent) {
   p.runs = at<kernels::BlockTableUpdate>(received, sent.runs);
   p.blocks = at<int32_t>(received, sent.blocks);
   p.last = sampler_->last();
+  if (drafter_ != nullptr) drafter_->refer(p);
+  if (sent.has_unread) {
+    p.host_offsets = at<int32_t>(received, sent.offsets);
+    p.host_unread = at<int32_t>(received, sent.unread);
+  }
   p.num_tokens = sent.num_tokens;
   p.batch = sent.batch;
   p.num_sequences = sent.num_sequences;
@@ -405,12 +443,19 @@ void Engine::prepare(const char* received, const Sent& sent) {
 }
 
 // Runs a decode step as a graph, other steps node by node.
-void Engine::run_model(const Step& step) {
-  auto work = [&] { enqueue(program_.nodes(), step); };
+void Engine::run(const Pass& pass, const Step& step) {
+  auto work = [&] { enqueue(pass, step); };
   const std::lock_guard<std::mutex> lock(graphs_mutex_);  // see abort()
   if (aborted_) throw Error("another rank has exited");
-  if (step.decode) graphs_[{step.batch, step.prefix, step.verifies}].run(stream_.handle, work);
+  if (step.decode)
+    graphs_[{&pass, step.batch, step.prefix, step.verifies, step.num_logits > 0}].run(
+        stream_.handle, work);
   else work();
+}
+
+// The batch size of the captured decode step that has this many rows.
+int Engine::padded(int batch) const {
+  return *std::lower_bound(graph_sizes_.begin(), graph_sizes_.end(), batch);
 }
 
 int64_t Engine::submit(const StepInputs& inputs) {
@@ -441,9 +486,7 @@ int64_t Engine::submit(const StepInputs& inputs) {
   if (inputs.logits == Logits::kAll && !captured)
     for (int token = 0; token < step.num_tokens; ++token) logits_indices.push_back(token);
   if (!captured && !selects_ && logits_indices.empty()) logits_indices.push_back(0);
-  if (captured)
-    step =
-        Step::of_decoding(*std::lower_bound(graph_sizes_.begin(), graph_sizes_.end(), step.batch));
+  if (captured) step = Step::of_decoding(padded(step.batch));
   else step.num_logits = static_cast<int>(logits_indices.size());
   step.verifies = inputs.verifies;
   const Prefix prefix = shared_prefix(inputs, limits.block_size);
@@ -464,6 +507,8 @@ int64_t Engine::submit(const StepInputs& inputs) {
     const int64_t scores[] = {packed.add(scored),
                               packed.add(inputs.scored_targets.data, inputs.scored_targets.size),
                               packed.add(inputs.scored_counts.data, inputs.scored_counts.size)};
+    const SentDrafts sent_drafts =
+        inputs.propose >= 0 ? SentDrafts::of(packed, inputs) : SentDrafts{};
     const Admissions& admit = inputs.admit;
     std::vector<int32_t> starts{0};
     for (int32_t length : admit.lengths) starts.push_back(starts.back() + length);
@@ -483,22 +528,27 @@ int64_t Engine::submit(const StepInputs& inputs) {
          at<int32_t>(received, offsets[4]), at<int32_t>(received, offsets[5])},
         states);
     prepare(received, sent);
-    run_model(step);
+    run(model_, step);
     ticket.results = {};
     Tensor logits = resolve(program_.logits(), step);
     if (captured) logits.shape[0] = inputs.batch();
     Masks masked{};
     if (inputs.mask_rows.size > 0)
       masked = {at<int32_t>(received, mask_rows), at<uint32_t>(received, masks)};
-    DraftedRows verified{sampled_rows.begins, static_cast<int>(inputs.sample.size),
-                         at<int32_t>(received, drafted[0]), at<int32_t>(received, drafted[1]),
-                         at<int32_t>(received, drafted[2])};
+    DraftedRows verified{sampled_rows.begins,
+                         static_cast<int>(inputs.sample.size),
+                         at<int32_t>(received, drafted[0]),
+                         at<int32_t>(received, drafted[1]),
+                         at<int32_t>(received, drafted[2]),
+                         inputs_.input_ids};
+    const DraftedRows* given = inputs.num_drafts.size > 0 ? &verified : nullptr;
     sample(ticket, inputs, logits, rows, sampled_rows.slots, at<int32_t>(received, sampled),
-           at<int64_t>(received, picked), masked, inputs.num_drafts.size > 0 ? &verified : nullptr);
+           at<int64_t>(received, picked), masked, given);
     ticket.row_of = std::move(sampled_rows.row_of);
     if (!scored.empty())
       score(ticket, logits, scored, at<int64_t>(received, scores[0]),
             at<int64_t>(received, scores[1]), at<int32_t>(received, scores[2]));
+    if (inputs.propose >= 0) propose(ticket, inputs, step, sent_drafts, received, given);
     check(cudaEventRecord(ticket.done, stream_.handle), "an event");
   } catch (...) {
     broken_ = true;
@@ -618,6 +668,62 @@ void Engine::find_candidates(Ticket& ticket, const Tensor& rows, int count) {
   ticket.results.candidate_log_probs = reinterpret_cast<const float*>(host + found);
 }
 
+void Engine::make_drafter() {
+  const DraftTensors& draft = program_.draft();
+  drafter_ = std::make_unique<Drafter>(
+      program_, draft.token_ids >= 0 ? places_[draft.token_ids] : nullptr, memory_, stream_.handle);
+  draft_tokens_.places = drafter_->first_inputs();
+  if (draft.features >= 0) draft_tokens_.places[draft.hidden] = places_[draft.features];
+  next_drafts_.places = drafter_->next_inputs();
+  next_drafts_.then = [this](const Step& step) {
+    drafter_->take(outputs_of_draft(step), step.batch, Drafter::Rows::kNext);
+  };
+}
+
+DraftOutputs Engine::outputs_of_draft(const Step& step) const {
+  const DraftTensors& draft = program_.draft();
+  return {resolve(draft.logits, step), resolve(draft.hidden_out, step),
+          resolve(draft.hidden, step)};
+}
+
+// Runs the draft model on the tokens of a step, and then on the last draft of each sequence that
+// the step samples, as often as it lacks drafts; and enqueues the copy of the drafts to the host.
+void Engine::propose(Ticket& ticket, const StepInputs& inputs, Step step, const SentDrafts& sent,
+                     const char* received, const DraftedRows* drafted) {
+  const int sequences = static_cast<int>(inputs.sample.size);
+  const int wanted = sequences > 0 ? inputs.propose : 0;
+  const bool first = wanted > 0 && drafter_->reads_features();  // whether the first pass drafts
+  const int later = wanted - first;
+  const int rows = later > 0 ? padded(sequences) : sequences;
+  kernels::BeginDraftsParams begin{};
+  begin.input_ids = inputs_.input_ids;
+  begin.position_ids = inputs_.position_ids;
+  begin.block_table = inputs_.block_table;
+  begin.chosen = sampler_->sampled();
+  begin.sequences = sequences;
+  begin.rows = rows;
+  if (drafted != nullptr && sequences > 0) {
+    begin.counts = sampler_->counts();
+    begin.row_of = drafted->row_of;
+    begin.positions = drafted->positions();
+  }
+  drafter_->begin(begin, sent, received);
+  step.prefix = false;
+  step.num_logits = !first ? 0 : step.decode ? step.batch : sequences;
+  run(draft_tokens_, step);
+  if (first)
+    drafter_->take(outputs_of_draft(step), sequences,
+                   step.decode ? Drafter::Rows::kOfAll : Drafter::Rows::kOfSampled);
+  for (int pass = 0; pass < later; ++pass) run(next_drafts_, Step::of_decoding(rows));
+  if (wanted == 0) return;
+  const int64_t bytes = 8ll * kernels::kMaxProposals * sequences;
+  void* host = ticket.drafts.at_least(bytes);
+  check(kernels::transfer(host, drafter_->drafts(), bytes, stream_.handle), "reading drafts");
+  ticket.results.num_drafting = sequences;
+  ticket.results.proposed = wanted;
+  ticket.results.drafts = static_cast<const int64_t*>(host);
+}
+
 const Engine::Results& Engine::wait(int64_t number) {
   Ticket& ticket = tickets_[std::max<int64_t>(number, 0) % kMaxInFlight];
   if (number < 0 || ticket.number.load() != number)
@@ -676,16 +782,25 @@ void Engine::warm(const std::vector<int>& lengths, bool decode, bool verifies) {
   prepare(send(packed), sent);
   gemm_->time_algorithms(decode || size == limits.max_tokens);
   attention_->make_plans(true);
-  run_model(step);
+  run(model_, step);
+  if (drafter_ != nullptr) warm_drafts(step);
   step.prefix = decode && batch > 1;
-  if (step.prefix) run_model(step);  // with an empty prefix; the captured graph serves any
-  if (!decode && !program_.encoder_nodes().empty() && longest <= limits.mem_max_seq_len) {
+  if (step.prefix) run(model_, step);  // with an empty prefix; the captured graph serves any
+  if (!decode && !program_.nodes(Part::kEncoder).empty() && longest <= limits.mem_max_seq_len) {
     step.num_logits = 0;
-    enqueue(program_.encoder_nodes(), step);  // to the first row of the encoder output
+    enqueue(encoder_, step);  // to the first row of the encoder output
   }
   synchronize();
   gemm_->time_algorithms(false);
   attention_->make_plans(false);
+}
+
+// Runs the passes of the draft model that may follow a step, on the padding block.
+void Engine::warm_drafts(Step step) {
+  if (drafter_->reads_features()) run(draft_tokens_, step);
+  if (step.decode && !step.verifies) run(next_drafts_, step);
+  step.num_logits = 0;
+  run(draft_tokens_, step);
 }
 
 void Engine::watch(const std::vector<int>& tensors) {

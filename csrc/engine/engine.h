@@ -3,6 +3,7 @@
 
 #include <array>
 #include <atomic>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "../kernels/sampling/params.h"
+#include "drafter.h"
 #include "graph.h"
 #include "memory.h"
 #include "program.h"
@@ -69,6 +71,10 @@ class Engine {
     int num_sequences, positions;
     const int32_t* counts;  // [num_sequences]
     const int32_t* row_of;  // [num_sequences, positions]
+    // With a draft model: drafts of each of the step's `sample`, in rows of kMaxProposals; else
+    // null.
+    int num_drafting, proposed;
+    const int64_t* drafts;  // [num_drafting, kMaxProposals]; the first `proposed` are defined
   };
   const Results& wait(int64_t ticket);
   // Frees the step's results for reuse.
@@ -121,10 +127,17 @@ class Engine {
     StagingBuffer sent;
     std::vector<std::unique_ptr<StagingBuffer>> encoded;  // staged for the encoder
     // Results on the host: tokens, log-probabilities, candidates, logits, log-probabilities of
-    // scored rows.
-    GrowingPinnedBuffer tokens, counts, logprobs, candidates, logits, scored;
+    // scored rows, drafts.
+    GrowingPinnedBuffer tokens, counts, logprobs, candidates, logits, scored, drafts;
     std::vector<int32_t> row_of;
     Results results{};
+  };
+
+  // A part of the program, run on the tensors of a step.
+  struct Pass {
+    Part part;
+    std::map<int, void*> places = {};  // of inputs that are elsewhere than `places_`, by tensor
+    std::function<void(const Step&)> then = {};  // enqueues what follows the nodes
   };
 
   struct Kept {                           // device arrays whose blocks, or states, are copied
@@ -133,12 +146,13 @@ class Engine {
   };
 
   void place_tensors();
+  void make_drafter();
   Kept keep(const std::vector<kernels::CacheBlocks>& kept, const char* what);
   void copy(const Kept& kept, const char* received, int64_t pairs,
             const HostArray<int32_t>& copies);
   void reserve_scratch();
   Tensor resolve(int tensor, const Step& step) const;
-  void enqueue(const std::vector<Node>& nodes, const Step& step);
+  void enqueue(const Pass& pass, const Step& step);
   void use_device() const;
   void prepare_weights();
   bool watches() const { return !watched_.empty() || watcher_ != nullptr; }
@@ -147,16 +161,17 @@ class Engine {
   // prepare().
   struct Sent {
     int64_t ids, seqlens, past, slots, states, commits, sequence_starts, sequence_past, logits,
-        starts, lens, runs, blocks, own_from;
+        starts, lens, runs, blocks, own_from, offsets, unread;
     int num_tokens, batch, num_sequences, num_logits, rows, num_runs, prefix_owner, prefix_length;
-    bool verifies;
+    bool verifies, has_unread;
   };
   Ticket& next_ticket();
   Sent pack(StagingBuffer& into, const StepInputs& inputs, const Prefix& prefix,
             const std::vector<int32_t>& logits_indices, int rows);
   const char* send(const StagingBuffer& sent);
   void prepare(const char* received, const Sent& sent);
-  void run_model(const Step& step);
+  void run(const Pass& pass, const Step& step);
+  int padded(int batch) const;
   void sample(Ticket& ticket, const StepInputs& inputs, const Tensor& logits,
               const std::vector<int64_t>& rows, const std::vector<int32_t>& slots,
               const int32_t* device_slots, const int64_t* device_rows, const Masks& masks,
@@ -164,6 +179,10 @@ class Engine {
   void score(Ticket& ticket, const Tensor& logits, const std::vector<int64_t>& rows,
              const int64_t* device_rows, const int64_t* targets, const int32_t* counts);
   void find_candidates(Ticket& ticket, const Tensor& rows, int count);
+  void propose(Ticket& ticket, const StepInputs& inputs, Step step, const SentDrafts& sent,
+               const char* received, const DraftedRows* drafted);
+  DraftOutputs outputs_of_draft(const Step& step) const;
+  void warm_drafts(Step step);
 
   Program program_;
   const int device_;
@@ -186,8 +205,13 @@ class Engine {
       false;  // whether the model's nodes select the rows of logits; there may be 0 rows
 
   std::vector<int> graph_sizes_;
-  // Decode steps, by batch size, whether there is a shared prefix, and StepInputs::verifies.
-  std::map<std::tuple<int, bool, bool>, Graph> graphs_;
+  // Decode steps, by pass, batch size, whether there is a shared prefix, StepInputs::verifies, and
+  // whether there are logits.
+  std::map<std::tuple<const Pass*, int, bool, bool, bool>, Graph> graphs_;
+  const Pass model_{Part::kModel}, encoder_{Part::kEncoder};
+  // The draft model on the tokens of a step, and on the last draft of each sequence.
+  Pass draft_tokens_{Part::kDraft}, next_drafts_{Part::kDraft};
+  std::unique_ptr<Drafter> drafter_;  // null without a draft model
   std::unique_ptr<Sampler> sampler_;
   std::array<Ticket, kMaxInFlight> tickets_;
   int64_t submitted_ = 0;

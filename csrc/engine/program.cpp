@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "../kernels/sampling/drafts.h"
 #include "builtin.h"
 
 namespace llmc {
@@ -41,6 +42,11 @@ bool serves(const std::string& port, const std::string& input) {
 // Whether the port takes a step input.
 bool is_of_step(const Port& port) { return input_types().count(step_input(port.name)) > 0; }
 
+// Whether a draft model may read the input: it has no recurrent states and no encoder.
+bool is_of_draft(const std::string& input) {
+  return input != kStateSlots && input != kMemoryStarts && input != kMemoryLens;
+}
+
 bool is_among(DType dtype, const std::vector<DType>& allowed) {
   return std::find(allowed.begin(), allowed.end(), dtype) != allowed.end();
 }
@@ -66,17 +72,38 @@ Dims dims_of(const Tensor& tensor) {
   return dims;
 }
 
-}  // namespace
-
-Program::Program(DType dtype, Limits limits, int64_t token_bytes, int64_t logit_bytes)
-    : dtype_(dtype), limits_(limits), token_bytes_(token_bytes), logit_bytes_(logit_bytes) {
-  limits.check();
-  if (dtype != DType::kFloat32 && dtype != DType::kFloat16 && dtype != DType::kBFloat16)
-    throw Error(std::string("the engine does not compute in ") + name_of(dtype));
+void check_arena_bytes(int64_t token_bytes, int64_t logit_bytes) {
   for (int64_t bytes : {token_bytes, logit_bytes})
     if (bytes < 0 || bytes > int64_t{1} << 32)
       throw Error(std::to_string(bytes) +
                   " bytes are not a valid token_bytes or logit_bytes of the arena");
+}
+
+}  // namespace
+
+Part part_of(const std::string& name) {
+  static const std::map<std::string, Part> parts = {
+      {"model", Part::kModel}, {"encoder", Part::kEncoder}, {"draft", Part::kDraft}};
+  const auto found = parts.find(name);
+  if (found == parts.end())
+    throw Error("there is no part '" + name + "' of a program; expected model, encoder or draft");
+  return found->second;
+}
+
+Program::Program(DType dtype, Limits limits, int64_t token_bytes, int64_t logit_bytes)
+    : dtype_(dtype), limits_(limits), token_bytes_{token_bytes, 0}, logit_bytes_{logit_bytes, 0} {
+  limits.check();
+  if (dtype != DType::kFloat32 && dtype != DType::kFloat16 && dtype != DType::kBFloat16)
+    throw Error(std::string("the engine does not compute in ") + name_of(dtype));
+  check_arena_bytes(token_bytes, logit_bytes);
+}
+
+void Program::set_draft_arena(int64_t token_bytes, int64_t logit_bytes) {
+  check_arena_bytes(token_bytes, logit_bytes);
+  if (std::any_of(tensors_.begin(), tensors_.end(),
+                  [](const Declared& tensor) { return tensor.of_draft; }))
+    throw Error("the draft model's values are already declared in its arena");
+  token_bytes_[true] = token_bytes, logit_bytes_[true] = logit_bytes;
 }
 
 int Program::declare(Declared tensor) {
@@ -130,7 +157,8 @@ int Program::add_memory(int64_t row_width) {
   return declare({Kind::kMemory, dtype_, shape});
 }
 
-int Program::add_value(DType dtype, const Shape& shape, int64_t offset, bool per_logit) {
+int Program::add_value(DType dtype, const Shape& shape, int64_t offset, bool per_logit,
+                       bool of_draft) {
   if (dtype != dtype_ && dtype != DType::kFloat32 && dtype != DType::kInt64 &&
       dtype != DType::kFloat8)
     throw Error(std::string("a value of ") + name_of(dtype) + "; the engine computes in " +
@@ -139,11 +167,11 @@ int Program::add_value(DType dtype, const Shape& shape, int64_t offset, bool per
     throw Error(std::string("a value's shape does not begin with ") +
                 (per_logit ? "num_logits" : "num_tokens"));
   const int64_t bytes = count_of(Shape(shape.begin() + 1, shape.end())) * width(dtype);
-  const int64_t room = per_logit ? logit_bytes_ : token_bytes_;
+  const int64_t room = per_logit ? logit_bytes(of_draft) : token_bytes(of_draft);
   if (offset < 0 || offset % 16 != 0 || offset > room || bytes > room - offset)
     throw Error("a value of " + std::to_string(bytes) + " bytes at " + std::to_string(offset) +
                 " is not at a multiple of 16 in the arena's " + std::to_string(room));
-  return declare({Kind::kValue, dtype, shape, "", offset, per_logit});
+  return declare({Kind::kValue, dtype, shape, "", offset, per_logit, -1, 0, of_draft});
 }
 
 int Program::add_columns(int of, int64_t first, int64_t width) {
@@ -154,11 +182,12 @@ int Program::add_columns(int of, int64_t first, int64_t width) {
   if (first < 0 || first > value.shape[1] - width)
     throw Error(std::to_string(width) + " columns from " + std::to_string(first) +
                 " on exceed the value's " + std::to_string(value.shape[1]) + " columns");
-  return declare({Kind::kColumns, value.dtype, {kNumTokens, width}, "", 0, false, of, first});
+  return declare(
+      {Kind::kColumns, value.dtype, {kNumTokens, width}, "", 0, false, of, first, value.of_draft});
 }
 
 void Program::add_node(const std::string& op, const Fields& fields, const std::vector<int>& inputs,
-                       const std::vector<int>& outputs, bool of_encoder) {
+                       const std::vector<int>& outputs, Part part) {
   const auto builtin = builtin_types().find(op);
   const auto found = builtin != builtin_types().end() ? builtin : plugin_types().find(op);
   if (builtin == builtin_types().end() && found == plugin_types().end())
@@ -168,29 +197,28 @@ void Program::add_node(const std::string& op, const Fields& fields, const std::v
   Fields complete = fields;
   complete.insert(type.fields.begin(), type.fields.end());
   try {
-    check_node(type, complete, node, of_encoder);
+    check_node(type, complete, node, part);
     check_shapes(node);
   } catch (const Error& error) {
-    const size_t number = (of_encoder ? encoder_nodes_ : nodes_).size();
+    const size_t number = nodes(part).size();
     throw Error("node " + std::to_string(number) + " (" + op + ") is invalid: " + error.what());
   }
-  (of_encoder ? encoder_nodes_ : nodes_).push_back(std::move(node));
+  nodes_[static_cast<size_t>(part)].push_back(std::move(node));
 }
 
 void Program::add_node(const std::string& op, std::unique_ptr<Plugin> plugin,
-                       const std::vector<int>& inputs, const std::vector<int>& outputs,
-                       bool of_encoder) {
+                       const std::vector<int>& inputs, const std::vector<int>& outputs, Part part) {
   for (int number : inputs) tensor(number);
   for (int number : outputs)
     if (tensor(number).kind != Kind::kValue && tensor(number).kind != Kind::kCache)
       throw Error(op + " would write to tensor " + std::to_string(number) +
                   ", which is not a value");
-  (of_encoder ? encoder_nodes_ : nodes_).push_back({op, std::move(plugin), inputs, outputs});
+  nodes_[static_cast<size_t>(part)].push_back({op, std::move(plugin), inputs, outputs});
 }
 
 // Checks that the tensors match the op's ports, and that outputs are writable.
 void Program::check_node(const PluginType& type, const Fields& fields, const Node& node,
-                         bool of_encoder) const {
+                         Part part) const {
   if (node.inputs.size() > type.inputs.size() || node.outputs.size() != type.outputs.size())
     throw Error("it has " + std::to_string(node.inputs.size()) + " inputs and " +
                 std::to_string(node.outputs.size()) + " outputs, the op " +
@@ -200,7 +228,7 @@ void Program::check_node(const PluginType& type, const Fields& fields, const Nod
     const int number = i < node.inputs.size() ? node.inputs[i] : -1;
     if (number == -1 && !type.inputs[i].optional)
       throw Error("it needs the input '" + type.inputs[i].name + "'");
-    if (number != -1) check_input(type, fields, i, number, of_encoder);
+    if (number != -1) check_input(type, fields, i, number, part);
     reads_step = reads_step || (number != -1 && is_of_step(type.inputs[i]));
     picks = picks || type.inputs[i].name == "logits_indices";
   }
@@ -229,14 +257,26 @@ void Program::check_node(const PluginType& type, const Fields& fields, const Nod
     if (!is_among(tensor(number).dtype, made))
       throw Error(what + "of " + name_of(tensor(number).dtype) + ", expected " + name_of(made[0]));
   }
-  if (of_encoder)
-    for (const auto* numbers : {&node.inputs, &node.outputs})
-      for (int number : *numbers)
-        if (number != -1 && tensor(number).per_logit) throw Error("an encoder has no logits");
+  check_arena(node, part);
+}
+
+// Checks that the values of a node are in the arenas of its part.
+void Program::check_arena(const Node& node, Part part) const {
+  for (const auto* numbers : {&node.inputs, &node.outputs})
+    for (int number : *numbers) {
+      if (number == -1) continue;
+      const Declared& given = tensor(number);
+      if (part == Part::kEncoder && given.per_logit) throw Error("an encoder has no logits");
+      if (given.kind != Kind::kValue && given.kind != Kind::kColumns) continue;
+      if (given.of_draft != (part == Part::kDraft))
+        throw Error("tensor " + std::to_string(number) + " is a value of " +
+                    (given.of_draft ? "the draft model" : "the model") +
+                    ", which the other cannot use");
+    }
 }
 
 void Program::check_input(const PluginType& type, const Fields& fields, size_t index, int number,
-                          bool of_encoder) const {
+                          Part part) const {
   const Port& port = type.inputs[index];
   const Declared& given = tensor(number);
   const std::string what = "tensor " + std::to_string(number) + ", its input '" + port.name + "',";
@@ -244,8 +284,11 @@ void Program::check_input(const PluginType& type, const Fields& fields, size_t i
     if (given.kind != Kind::kInput || !serves(port.name, given.name))
       throw Error(what + " is not the step's " + step_input(port.name));
     const InputType& input = input_types().at(given.name);
-    if (!(of_encoder ? input.of_encoder : input.of_model))
-      throw Error(what + " is not an input of " + (of_encoder ? "an encoder" : "a model"));
+    if (!(part == Part::kEncoder ? input.of_encoder : input.of_model))
+      throw Error(what + " is not an input of " +
+                  (part == Part::kEncoder ? "an encoder" : "a model"));
+    if (part == Part::kDraft && !is_of_draft(given.name))
+      throw Error(what + " is not an input of a draft model");
     return;
   }
   std::vector<DType> allowed = port.dtypes;
@@ -275,7 +318,8 @@ void Program::check_input(const PluginType& type, const Fields& fields, size_t i
   const bool kept = given.kind == Kind::kCache || given.kind == Kind::kState;
   // A cache may be read after the node that writes it.
   const bool read = !written && port.cached && given.kind == Kind::kCache;
-  if (read && !is_written(number)) throw Error(what + " is a cache that no node has written yet");
+  if (read && !is_written(number, part))
+    throw Error(what + " is a cache that no node has written yet");
   if (read) return;
   if (written != kept)
     throw Error(what + (written ? " is written, expected a cache or a state"
@@ -286,8 +330,8 @@ void Program::check_input(const PluginType& type, const Fields& fields, size_t i
     throw Error(what + " is not an encoder output");
 }
 
-bool Program::is_written(int number) const {
-  return std::any_of(nodes_.begin(), nodes_.end(), [&](const Node& node) {
+bool Program::is_written(int number, Part part) const {
+  return std::any_of(nodes(part).begin(), nodes(part).end(), [&](const Node& node) {
     const auto found = plugin_types().find(node.op);
     if (found == plugin_types().end()) return false;
     const PluginType& type = found->second;
@@ -312,6 +356,42 @@ void Program::check_shapes(const Node& node) const {
 }
 
 void Program::set_logits(int number, int vocab_size) {
+  check_logits(number, vocab_size, false);
+  logits_ = number;
+  vocab_size_ = vocab_size;
+}
+
+void Program::set_draft(const DraftTensors& draft) {
+  check_logits(draft.logits, draft.vocab_size, true);
+  if (draft.hidden != -1 || draft.hidden_out != -1 || draft.features != -1) check_features(draft);
+  if (draft.token_ids != -1) {
+    const Declared& ids = tensor(draft.token_ids);
+    if (ids.kind != Kind::kWeight || ids.dtype != DType::kInt64 ||
+        ids.shape != Shape{draft.vocab_size})
+      throw Error("tensor " + std::to_string(draft.token_ids) + " is not an int64 weight of the " +
+                  std::to_string(draft.vocab_size) + " token ids of the draft model");
+  }
+  draft_ = draft;
+  limits_.max_proposals = kernels::kMaxProposals;
+}
+
+// Checks that the features of a token and what replaces them have the same size.
+void Program::check_features(const DraftTensors& draft) const {
+  const Shape shape = tensor(draft.hidden).shape;
+  for (int number : {draft.features, draft.hidden, draft.hidden_out}) {
+    const Declared& given = tensor(number);
+    if (given.kind != Kind::kValue || given.per_logit || given.shape.size() != 2 ||
+        given.dtype != dtype_ || given.shape != shape ||
+        given.of_draft != (number != draft.features))
+      throw Error("tensor " + std::to_string(number) +
+                  " is not a value with the shape of the draft model's features");
+  }
+  for (const Declared& columns : tensors_)
+    if (columns.kind == Kind::kColumns && columns.of == draft.hidden)
+      throw Error("columns of the draft model's features are views, expected a value");
+}
+
+void Program::check_logits(int number, int vocab_size, bool of_draft) const {
   const Declared& logits = tensor(number);
   if (logits.kind != Kind::kValue || !logits.per_logit || logits.shape.size() != 2)
     throw Error("tensor " + std::to_string(number) + " is not a value with num_logits rows");
@@ -319,8 +399,9 @@ void Program::set_logits(int number, int vocab_size) {
   if (vocab_size < 1 || vocab_size > logits.shape[1])
     throw Error("vocab_size " + std::to_string(vocab_size) + " does not fit the logits' " +
                 std::to_string(logits.shape[1]) + " columns");
-  logits_ = number;
-  vocab_size_ = vocab_size;
+  if (logits.of_draft != of_draft)
+    throw Error("tensor " + std::to_string(number) + " is not a value of " +
+                (of_draft ? "the draft model" : "the model"));
 }
 
 void Program::finish() {
@@ -328,9 +409,12 @@ void Program::finish() {
   for (const char* name :
        {"input_ids", "position_ids", "cu_seqlens", "past_lens", "logits_indices"})
     if (!inputs_.count(name)) add_input(name, input_types().at(name).dtype);
-  if (!encoder_nodes_.empty() && limits_.mem_max_seq_len == 0)
-    throw Error("an encoder's mem_max_seq_len is 0");
-  if (!encoder_nodes_.empty() && !inputs_.count(kMemoryRows)) add_input(kMemoryRows, DType::kInt64);
+  const bool encodes = !nodes(Part::kEncoder).empty();
+  if (encodes && limits_.mem_max_seq_len == 0) throw Error("an encoder's mem_max_seq_len is 0");
+  if (encodes && !inputs_.count(kMemoryRows)) add_input(kMemoryRows, DType::kInt64);
+  if (nodes(Part::kDraft).empty()) return;
+  if (draft_.logits < 0) throw Error("the draft model has no logits");
+  if (!inputs_.count(kBlockTable)) throw Error("the draft model has no attention with a KV cache");
 }
 
 void Program::set_num_blocks(int num_blocks) {

@@ -2,6 +2,7 @@
 // relies on is checked here.
 #pragma once
 
+#include <array>
 #include <map>
 #include <memory>
 #include <string>
@@ -17,11 +18,16 @@ inline constexpr const char *kBlockTable = "block_table", *kStateSlots = "state_
                             *kCommitLens = "commit_lens", *kMemoryStarts = "memory_starts",
                             *kMemoryLens = "encoder_sequence_length", *kMemoryRows = "memory_rows";
 
+// The programs of a rank. A draft model's values have a separate arena.
+enum class Part { kModel, kEncoder, kDraft };
+// Throws Error for an unknown name: model, encoder or draft.
+Part part_of(const std::string& name);
+
 enum class Kind { kInput, kWeight, kCache, kState, kMemory, kValue, kColumns };
 
 // A tensor; negative dimensions are Sizes. A value is at `offset` bytes per token in the arena, or
-// with per_logit at `offset` bytes per row of logits in another arena. kColumns is a view of
-// columns of value `of`, from `first` on.
+// with per_logit at `offset` bytes per row of logits in another arena; with of_draft, in those of
+// the draft model. kColumns is a view of columns of value `of`, from `first` on.
 struct Declared {
   Kind kind;
   DType dtype;
@@ -31,6 +37,7 @@ struct Declared {
   bool per_logit = false;
   int of = -1;
   int64_t first = 0;
+  bool of_draft = false;
 };
 
 struct Node {
@@ -38,6 +45,15 @@ struct Node {
   std::unique_ptr<Plugin> plugin;
   std::vector<int> inputs,
       outputs;  // tensor numbers; -1: absent, or an output in place of an input
+};
+
+// The tensors of a draft model that the engine reads and writes itself; -1: absent.
+struct DraftTensors {
+  int logits = -1, vocab_size = 0;   // a value of the draft model; its first columns are tokens
+  int features = -1;                 // the model's value that the draft model reads for its tokens
+  int hidden = -1, hidden_out = -1;  // values of the draft model: `features` or, for its own
+                                     // drafts, the hidden_out of the token before
+  int token_ids = -1;  // weight, int64 [vocab_size]: the token id of each column of `logits`
 };
 
 class Program {
@@ -57,18 +73,24 @@ class Program {
   int add_state(DType dtype, const Shape& shape);
   // Encoder output: [max_batch * mem_max_seq_len, width], mem_max_seq_len rows per prompt.
   int add_memory(int64_t width);
-  int add_value(DType dtype, const Shape& shape, int64_t offset, bool per_logit);
+  int add_value(DType dtype, const Shape& shape, int64_t offset, bool per_logit,
+                bool of_draft = false);
   // A view of `width` columns of a value from `first` on, for inputs that are declared "columns".
   int add_columns(int of, int64_t first, int64_t width);
 
-  // A node of the model, or of its encoder.
+  // Sizes of the draft model's arenas. Call before it is declared.
+  void set_draft_arena(int64_t token_bytes, int64_t logit_bytes);
+
+  // A node of the model, of its encoder or of its draft model.
   void add_node(const std::string& op, const Fields& fields, const std::vector<int>& inputs,
-                const std::vector<int>& outputs, bool of_encoder = false);
+                const std::vector<int>& outputs, Part part = Part::kModel);
   // The same with a plugin that checks its inputs and outputs itself in every step.
   void add_node(const std::string& op, std::unique_ptr<Plugin> plugin,
                 const std::vector<int>& inputs, const std::vector<int>& outputs,
-                bool of_encoder = false);
+                Part part = Part::kModel);
   void set_logits(int tensor, int vocab_size);
+  // Call after the nodes of the draft model.
+  void set_draft(const DraftTensors& tensors);
   // Declares the inputs that every step has. Call last.
   void finish();
   // Number of KV cache blocks; one more is allocated for padding.
@@ -78,11 +100,12 @@ class Program {
 
   DType dtype() const { return dtype_; }
   const Limits& limits() const { return limits_; }
-  int64_t token_bytes() const { return token_bytes_; }
-  int64_t logit_bytes() const { return logit_bytes_; }
+  // Of the model and its encoder, or of the draft model.
+  int64_t token_bytes(bool of_draft = false) const { return token_bytes_[of_draft]; }
+  int64_t logit_bytes(bool of_draft = false) const { return logit_bytes_[of_draft]; }
   const std::vector<Declared>& tensors() const { return tensors_; }
-  const std::vector<Node>& nodes() const { return nodes_; }
-  const std::vector<Node>& encoder_nodes() const { return encoder_nodes_; }
+  const std::vector<Node>& nodes(Part part) const { return nodes_[static_cast<size_t>(part)]; }
+  const DraftTensors& draft() const { return draft_; }
   int logits() const { return logits_; }
   int vocab_size() const { return vocab_size_; }
 
@@ -96,21 +119,24 @@ class Program {
 
  private:
   int declare(Declared tensor);
-  void check_node(const PluginType& type, const Fields& fields, const Node& node,
-                  bool of_encoder) const;
+  void check_node(const PluginType& type, const Fields& fields, const Node& node, Part part) const;
   void check_input(const PluginType& type, const Fields& fields, size_t index, int tensor,
-                   bool of_encoder) const;
+                   Part part) const;
+  void check_arena(const Node& node, Part part) const;
   void check_shapes(const Node& node) const;
-  // Whether an earlier node writes this cache or state.
-  bool is_written(int tensor) const;
+  void check_logits(int tensor, int vocab_size, bool of_draft) const;
+  void check_features(const DraftTensors& draft) const;
+  // Whether an earlier node of the part writes this cache or state.
+  bool is_written(int tensor, Part part) const;
 
   DType dtype_;
   Limits limits_;
-  int64_t token_bytes_, logit_bytes_;
+  std::array<int64_t, 2> token_bytes_, logit_bytes_;  // the draft model's last
   std::vector<Declared> tensors_;
   std::map<std::string, int> inputs_;
-  std::vector<Node> nodes_, encoder_nodes_;
+  std::array<std::vector<Node>, 3> nodes_;  // by Part
   int logits_ = -1, vocab_size_ = 0;
+  DraftTensors draft_;
 };
 
 }  // namespace llmc

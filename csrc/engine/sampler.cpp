@@ -151,7 +151,7 @@ void Sampler::sample(const Tensor& logits, const int32_t* device_slots,
              masks, counts ? nullptr : drafted->drafts_before);
       check(kernels::accept_drafts(
                 {states_, last_, device_slots, sampled_, drafted->drafts, drafted->row_of, counts_,
-                 history, drafted->sequences, drafted->positions(), first, end},
+                 history, drafted->sequences, drafted->positions(), first, end, drafted->input_ids},
                 stream_),
             "accepting drafts");
     }

@@ -29,8 +29,9 @@ struct DraftedRows {
   int sequences = 0;
   // On the device.
   const int32_t* row_of = nullptr;         // [sequences, positions]; negative: no such row
-  const int32_t* drafts = nullptr;         // [rows], the draft that follows; negative: none
+  const int32_t* drafts = nullptr;         // [rows], see SampledRows
   const int32_t* drafts_before = nullptr;  // [rows]
+  const int64_t* input_ids = nullptr;      // of the step
 
   int positions() const { return static_cast<int>(begins.size()) - 1; }
 };

@@ -3,6 +3,8 @@
 #include <functional>
 #include <map>
 
+#include "../kernels/attention/params.h"
+
 namespace llmc {
 namespace {
 
@@ -151,7 +153,7 @@ void check_drafts(const StepInputs& inputs, const Limits& limits, int vocab_size
     if (!fits)
       throw Error(text(drafts) + " drafts of sequence " + text(sequence) + " exceed its tokens");
     for (int64_t token = end - drafts; token < end; ++token)
-      if (inputs.token_ids[token] < 0 || inputs.token_ids[token] >= vocab_size)
+      if (inputs.token_ids[token] == -1 || inputs.token_ids[token] >= vocab_size)
         throw Error("draft " + text(token) + " is " + text(inputs.token_ids[token]) +
                     ", expected 0 to " + text(vocab_size - 1));
   }
@@ -159,6 +161,14 @@ void check_drafts(const StepInputs& inputs, const Limits& limits, int vocab_size
     throw Error("a step of " + text(inputs.sample.size) + " sampled sequences and " +
                 text(inputs.sampled_rows() - inputs.sample.size) +
                 " drafts exceeds the engine's limit of " + text(limits.max_batch));
+}
+
+// Checks the number of rows of each sequence, which begin here.
+void check_sequence_rows(const std::vector<int32_t>& starts) {
+  for (size_t i = 0; i + 1 < starts.size(); ++i)
+    if (starts[i + 1] - starts[i] > kernels::kMaxRows)
+      throw Error(text(starts[i + 1] - starts[i]) + " rows of sequence " +
+                  text(static_cast<int64_t>(i)) + " exceed " + text(kernels::kMaxRows));
 }
 
 // Checks the states of each sequence, whose tokens or rows these are.
@@ -185,6 +195,35 @@ void check_scored(const StepInputs& inputs, int64_t num_tokens, int vocab_size) 
     throw Error("a step with logits=all cannot have scored rows");
 }
 
+void check_proposals(const StepInputs& inputs, const Limits& limits, int64_t batch) {
+  check_range("next_tokens", inputs.next_tokens, -1, int64_t{1} << 31);
+  if (inputs.next_tokens.size > 0) check_size("next_tokens", inputs.next_tokens.size, batch);
+  if (inputs.unread.size > 0) check_size("unread", inputs.unread.size, batch);
+  if (inputs.unread.size > 0 && limits.max_proposals == 0)
+    throw Error("a step has unread drafts of a draft model, which the program lacks");
+  if (inputs.propose >= 0 && limits.max_proposals == 0)
+    throw Error("a step runs a draft model, which the program lacks");
+  if (inputs.propose < -1 || inputs.propose > limits.max_proposals)
+    throw Error("a step proposes " + text(inputs.propose) + " drafts, expected -1 to " +
+                text(limits.max_proposals));
+  if (inputs.propose >= 0 && inputs.logits == Logits::kAll)
+    throw Error("a step with logits=all cannot run a draft model");
+}
+
+// Blocks of a sequence for `positions`, and for as many drafts of a draft model as there are.
+void check_blocks(const StepInputs& inputs, int64_t b, int64_t positions, const Limits& limits) {
+  const int64_t width = inputs.width(), size = limits.block_size;
+  const int64_t blocks = (positions + size - 1) / size;
+  if (blocks > width)
+    throw Error(text(positions) + " positions of sequence " + text(b) + " exceed the " +
+                text(width) + " blocks of its table");
+  const int32_t* table = inputs.block_tables.data + b * width;
+  check_range("block_tables", HostArray<int32_t>{table, blocks}, 0, limits.num_blocks);
+  const int64_t all = std::min(width, (positions + std::max(inputs.propose, 0) + size - 1) / size);
+  check_range("block_tables of drafts", HostArray<int32_t>{table + blocks, all - blocks}, -1,
+              limits.num_blocks);
+}
+
 }  // namespace
 
 void Limits::check() const {
@@ -202,6 +241,7 @@ void Limits::check() const {
   check("block_size", block_size, 1);
   check("num_blocks", num_blocks, 0);
   check("num_states", num_states, 0);
+  check("max_proposals", max_proposals, 0);
   check("max_states", max_states, 0);
   if ((block_size & (block_size - 1)) != 0)
     throw Error("block_size " + text(block_size) + " is not a power of two");
@@ -224,7 +264,7 @@ Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size,
                 " logits exceeds the engine's limits of " + text(limits.max_tokens) + " and " +
                 text(limits.max_logits));
   check_starts(inputs.cu_seqlens, batch, num_tokens);
-  check_range("token_ids", inputs.token_ids, -1, int64_t{1} << 31);
+  check_range("token_ids", inputs.token_ids, -1 - limits.max_proposals, int64_t{1} << 31);
   if (inputs.verifies) check_range("slots", inputs.slots, 0, limits.max_batch);
   else check_distinct("slots", inputs.slots, limits.max_batch);
   check_size("slots", inputs.slots.size, batch);
@@ -238,13 +278,14 @@ Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size,
                 text(batch));
   check_admissions(inputs.admit, limits, vocab_size);
   check_copies("block", inputs.copies, limits.num_blocks);
+  if (inputs.verifies) check_sequence_rows(inputs.sequence_starts());
   check_states(inputs, limits, inputs.sequence_starts());
   check_memory(inputs.memory_starts, inputs.memory_lens, batch, limits);
   Step step{static_cast<int>(num_tokens), static_cast<int>(num_logits), static_cast<int>(batch)};
   step.num_decode = inputs.num_decode;
   std::vector<bool> admitted(limits.max_batch);
   for (int32_t slot : inputs.admit.slots) admitted[slot] = true;
-  const int64_t width = inputs.width();
+  check_proposals(inputs, limits, batch);
   for (int64_t b = 0; b < batch; ++b) {
     const int64_t fresh = inputs.fresh(b), past = inputs.past_lens[b];
     if (past < 0 || past + fresh > limits.max_seq_len)
@@ -253,12 +294,10 @@ Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size,
     if (b < inputs.num_decode && fresh != 1)
       throw Error("sequence " + text(b) + " of " + text(inputs.num_decode) + " decoding ones has " +
                   text(fresh) + " new tokens, expected 1");
-    const int64_t blocks = (past + fresh + limits.block_size - 1) / limits.block_size;
-    if (blocks > width)
-      throw Error(text(past + fresh) + " positions of sequence " + text(b) + " exceed the " +
-                  text(width) + " blocks of its table");
-    check_range("block_tables", HostArray<int32_t>{inputs.block_tables.data + b * width, blocks}, 0,
-                limits.num_blocks);
+    check_blocks(inputs, b, past + fresh, limits);
+    if (inputs.unread_of(b) < 0 || inputs.unread_of(b) > past)
+      throw Error(text(inputs.unread_of(b)) + " unread drafts of sequence " + text(b) +
+                  " exceed its past of " + text(past));
     const SlotRecord& slot = slots[inputs.slots[b]];
     for (int64_t i = inputs.cu_seqlens[b]; i < inputs.cu_seqlens[b + 1]; ++i)
       if (inputs.token_ids[i] < 0 && (admitted[inputs.slots[b]] || !slot.has_sampled))
@@ -313,13 +352,38 @@ SampledRows SampledRows::of(const StepInputs& inputs) {
       made.row_of[i * positions + position] = static_cast<int32_t>(made.tokens.size());
       made.tokens.push_back(token);
       made.slots.push_back(inputs.slots[sequence]);
-      made.drafts.push_back(position < drafts ? static_cast<int32_t>(inputs.token_ids[token + 1])
-                                              : -1);
+      const int64_t next = position < drafts ? inputs.token_ids[token + 1] : -1;
+      made.drafts.push_back(next < -1 ? -2 - (token + 1) : static_cast<int32_t>(next));
       made.drafts_before.push_back(position);
       if (inputs.mask_rows.size > 0) made.mask_rows.push_back(inputs.mask_rows[mask]);
     }
   }
   made.begins.push_back(static_cast<int>(made.tokens.size()));
+  return made;
+}
+
+DraftRows DraftRows::of(const StepInputs& inputs) {
+  DraftRows made;
+  const int64_t batch = inputs.batch(), num_tokens = inputs.token_ids.size;
+  for (int64_t b = 0; b < batch; ++b) {
+    const bool goes_on = inputs.verifies && b + 1 < batch && inputs.slots[b + 1] == inputs.slots[b];
+    const int64_t end = inputs.cu_seqlens[b + 1];
+    for (int64_t token = inputs.cu_seqlens[b] + 1; token < end; ++token)
+      made.ids.push_back(static_cast<int32_t>(std::max<int64_t>(inputs.token_ids[token], -1)));
+    int64_t next = 0;
+    if (goes_on) next = std::max<int64_t>(inputs.token_ids[end], -1);
+    else if (inputs.next_tokens.size > 0) next = std::max<int64_t>(inputs.next_tokens[b], 0);
+    made.ids.push_back(static_cast<int32_t>(next));
+  }
+  made.sampled.assign(num_tokens, -1);
+  for (int64_t i = 0; i < inputs.sample.size; ++i) {
+    const int32_t end = inputs.cu_seqlens[inputs.sample[i] + 1];
+    made.firsts.push_back(end - 1 - inputs.drafts(i));
+    made.slots.push_back(inputs.slots[inputs.sample[i]]);
+    made.tables.push_back(inputs.sample[i]);
+    for (int32_t token = made.firsts.back(); token < end; ++token)
+      made.sampled[token] = static_cast<int32_t>(i);
+  }
   return made;
 }
 
@@ -339,7 +403,7 @@ Step check_step(const EncoderInputs& inputs, const Limits& limits) {
 }
 
 // Compares sequences with the same first block with the first of them. The gain is the number of
-// positions that all but one of the sharing sequences do not read.
+// positions that all but one of the sharing sequences do not read. Rows of one sequence count once.
 Prefix shared_prefix(const StepInputs& inputs, int block_size) {
   constexpr int kDecodeKeys = 16;    // positions per step of decode attention
   constexpr int64_t kWorth = 24000;  // minimum gain, in positions
@@ -349,14 +413,16 @@ Prefix shared_prefix(const StepInputs& inputs, int block_size) {
   if (block_size < kDecodeKeys) return best;
   const int64_t width = inputs.num_decode > 1 ? inputs.width() : 0;
   auto blocks_of = [&](int sequence) { return inputs.block_tables.data + sequence * width; };
-  // Full blocks, which are not written any more, not by an earlier row of the sequence either.
+  // Full blocks, which are not written any more.
   auto full = [&](int sequence) {
-    int row = sequence;
-    while (inputs.verifies && row > 0 && inputs.slots[row - 1] == inputs.slots[sequence]) --row;
-    return static_cast<int>(std::min<int64_t>(inputs.past_lens[row] / block_size, width));
+    const int64_t past = inputs.past_lens[sequence] - inputs.unread_of(sequence);
+    return static_cast<int>(std::min<int64_t>(past / block_size, width));
+  };
+  auto continues = [&](int row) {  // the sequence of the row before
+    return inputs.verifies && row > 0 && inputs.slots[row - 1] == inputs.slots[row];
   };
   for (int i = 0; i < inputs.num_decode && width > 0; ++i)
-    if (full(i) > 0) alike[blocks_of(i)[0]].push_back(i);
+    if (!continues(i) && full(i) > 0) alike[blocks_of(i)[0]].push_back(i);
   for (const auto& [block, sequences] : alike) {
     const int first = sequences[0];
     std::vector<std::pair<int, int>> common;  // (common blocks, sequence), the most first
@@ -372,7 +438,11 @@ Prefix shared_prefix(const StepInputs& inputs, int block_size) {
       if (all <= saved) continue;
       saved = all;
       best = {first, common[n].first * block_size, std::vector<int32_t>(inputs.batch())};
-      for (size_t k = 0; k <= n; ++k) best.own_from[common[k].second] = best.length;
+      for (size_t k = 0; k <= n; ++k) {
+        int row = common[k].second;
+        do best.own_from[row] = best.length;
+        while (++row < inputs.num_decode && continues(row));
+      }
     }
   }
   return best;

@@ -26,6 +26,7 @@ struct Limits {
   int mem_max_seq_len = 0;  // maximum tokens of an encoder prompt; 0: no encoder
   int num_blocks = 0;       // of the KV cache; 0: not allocated yet
   int num_states = 0;       // recurrent states; 0: no layer has any
+  int max_proposals = 0;    // drafts that a draft model proposes in a step; 0: no draft model
   int max_states = 0;       // maximum of these; 0: max_batch
 
   // Throws Error if a limit is below the minimum.
@@ -76,9 +77,10 @@ struct Admissions {
 
 // A step, as in runtime/core/step.py.
 struct StepInputs {
-  HostArray<int64_t> token_ids;              // [num_tokens]; -1: the slot's last sampled token
+  HostArray<int64_t> token_ids;  // [num_tokens]; -1: the slot's last sampled token; -2 - i: draft i
+                                 // of the draft model after it
   HostArray<int32_t> cu_seqlens, past_lens;  // [batch + 1], [batch]
-  HostArray<int32_t> block_tables;           // [batch, width]
+  HostArray<int32_t> block_tables;           // [batch, width]; -1: no block
   HostArray<int32_t> slots;                  // [batch]
   int num_decode;
   bool verifies;  // every row is a decoding sequence, and adjacent rows with the same slot are the
@@ -100,11 +102,18 @@ struct StepInputs {
   HostArray<int32_t> scored_rows;     // [num_scored], tokens of the step, not with Logits::kAll
   HostArray<int64_t> scored_targets;  // [num_scored], the token that follows each
   HostArray<int32_t> scored_counts;   // [num_scored], number of top tokens reported with each
+  HostArray<int64_t> next_tokens;     // [batch], the token after those of each sequence that is not
+                                      // sampled, negative if unknown; empty: none is known
+  int propose;  // drafts of the next tokens to propose for each of `sample`; -1: the draft model
+                // does not run
+  HostArray<int32_t> unread;  // [batch], drafts of earlier steps that past_lens counts as accepted;
+                              // the device subtracts rejected ones; empty: none
   Admissions admit;
 
   int batch() const { return static_cast<int>(past_lens.size); }
   int width() const { return static_cast<int>(block_tables.size / past_lens.size); }
   int fresh(int64_t sequence) const { return cu_seqlens[sequence + 1] - cu_seqlens[sequence]; }
+  int unread_of(int64_t sequence) const { return unread.size > 0 ? unread[sequence] : 0; }
   // Rows of each sequence, [sequences + 1], with `verifies`; else cu_seqlens.
   std::vector<int32_t> sequence_starts() const;
   int drafts(int64_t sampled) const { return num_drafts.size > 0 ? num_drafts[sampled] : 0; }
@@ -138,13 +147,28 @@ Prefix shared_prefix(const StepInputs& inputs, int block_size);
 // each draft. They are ordered by position: first those before all drafts.
 struct SampledRows {
   std::vector<int32_t> tokens, slots;          // [rows], tokens of the step and their slots
-  std::vector<int32_t> drafts, drafts_before;  // [rows], the draft that follows (-1: none), and the
-                                               // number of drafts before
+  std::vector<int32_t> drafts, drafts_before;  // [rows], the draft that follows (-1: none; -2 - t:
+                                               // token t of the step), and the number of drafts
+                                               // before
   std::vector<int32_t> mask_rows;              // [rows], or empty
   std::vector<int32_t> row_of;                 // [num_sampled, positions], -1: no such row
   std::vector<int> begins;                     // [positions + 1], the first row of each position
 
   static SampledRows of(const StepInputs& inputs);
+};
+
+// The rows of a draft model that runs on the tokens of a step, and the sequences that it drafts
+// for. Tokens are shifted if it reads features: a row has the token after the model's.
+struct DraftRows {
+  std::vector<int32_t> ids;  // [num_tokens], the token after each; 0: unknown; -1: the next token
+                             // of the step, which only the device knows
+  std::vector<int32_t> sampled;  // [num_tokens], index in `sample` of the sequence of each last
+                                 // token before drafts and of each draft; -1: another token
+  std::vector<int32_t> firsts;   // [num_sampled], the last token before the drafts of each
+  std::vector<int32_t> slots;    // [num_sampled]
+  std::vector<int32_t> tables;   // [num_sampled], row of the block table with all blocks of each
+
+  static DraftRows of(const StepInputs& inputs);
 };
 
 // Prompts for an encoder: the output of token i is written to row memory_rows[i]. Prompt p has

@@ -70,7 +70,7 @@ void add_node(FuzzedDataProvider& data, Program& program) {
     if (data.ConsumeIntegralInRange(0, 15) != 0) fields[name] = value(data, type.fields.at(name));
   const auto inputs = references(data, program, type.inputs.size());
   program.add_node(found->first, fields, inputs, references(data, program, type.outputs.size()),
-                   data.ConsumeBool());
+                   static_cast<Part>(data.ConsumeIntegralInRange(0, 2)));
 }
 
 void declare(FuzzedDataProvider& data, Program& program) {
@@ -91,7 +91,8 @@ void declare(FuzzedDataProvider& data, Program& program) {
       const bool per_logit = data.ConsumeBool();
       Shape of_rows = shape(data);
       if (!of_rows.empty()) of_rows[0] = per_logit ? kNumLogits : kNumTokens;
-      program.add_value(dtype(data), of_rows, data.ConsumeBool() ? 0 : number(data), per_logit);
+      program.add_value(dtype(data), of_rows, data.ConsumeBool() ? 0 : number(data), per_logit,
+                        data.ConsumeBool());
       break;
     }
     case 7: program.add_columns(reference(data, program), number(data), number(data)); break;
@@ -118,8 +119,8 @@ void check_any_step(FuzzedDataProvider& data, const Program& program) {
   Limits limits = program.limits();
   limits.num_blocks = data.ConsumeIntegralInRange(1, 16);
   const auto token_ids = array<int64_t>(data);
-  const auto scored_targets = array<int64_t>(data);
-  std::vector<int32_t> arrays[20];
+  const auto scored_targets = array<int64_t>(data), next_tokens = array<int64_t>(data);
+  std::vector<int32_t> arrays[21];
   for (auto& each : arrays) each = array<int32_t>(data);
   const auto masks = array<uint32_t>(data);
   std::vector<kernels::SlotState> states(data.ConsumeIntegralInRange<size_t>(0, 3));
@@ -132,7 +133,7 @@ void check_any_step(FuzzedDataProvider& data, const Program& program) {
                           data.ConsumeIntegralInRange(-2, 12),
                           data.ConsumeBool(),
                           host(arrays[4]),
-                          host(arrays[18]),
+                          host(arrays[19]),
                           host(arrays[5]),
                           static_cast<int>(number(data)),
                           static_cast<Logits>(data.ConsumeIntegralInRange(0, 2)),
@@ -141,15 +142,19 @@ void check_any_step(FuzzedDataProvider& data, const Program& program) {
                           host(arrays[8]),
                           host(masks),
                           host(arrays[9]),
-                          host(arrays[19]),
+                          host(arrays[20]),
                           host(arrays[10]),
                           host(arrays[16]),
                           host(scored_targets),
                           host(arrays[17]),
+                          host(next_tokens),
+                          data.ConsumeIntegralInRange(-2, 17),
+                          host(arrays[18]),
                           {host(arrays[11]), host(states), host(arrays[12]), host(arrays[13]),
                            host(arrays[14]), host(arrays[15])}};
   check_step(inputs, limits, program.vocab_size(), std::vector<SlotRecord>(limits.max_batch));
   shared_prefix(inputs, limits.block_size);
+  DraftRows::of(inputs);
 }
 
 void ignore_error(const std::function<void()>& call) {
@@ -171,10 +176,17 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
                 static_cast<int>(number(data)), static_cast<int>(number(data)),
                 static_cast<int>(number(data)), static_cast<int>(number(data))};
     Program program(dtype(data), limits, data.ConsumeBool() ? 4096 : number(data), 256);
+    if (data.ConsumeBool())
+      ignore_error([&] { program.set_draft_arena(number(data), number(data)); });
     for (int call = 0; call < kMaxCalls && data.remaining_bytes() > 64; ++call)
       ignore_error([&] { declare(data, program); });
     ignore_error(
         [&] { program.set_logits(reference(data, program), static_cast<int>(number(data))); });
+    ignore_error([&] {
+      program.set_draft({reference(data, program), static_cast<int>(number(data)),
+                         reference(data, program), reference(data, program),
+                         reference(data, program), reference(data, program)});
+    });
     program.block_bytes();
     for (size_t tensor = 0; tensor < program.tensors().size(); ++tensor)
       program.capacity(static_cast<int>(tensor));

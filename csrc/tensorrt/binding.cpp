@@ -122,7 +122,8 @@ void bind(nb::module_ m) {
         check(cudaSetDevice(device), "choosing a device");
         auto made = std::make_unique<Plan>(PluginLibrary(plugins), plan.data(), plan.size(),
                                            ports[0], ports[1]);
-        program.add_node("TensorRT", std::move(made), tensors[0], tensors[1], of_encoder);
+        program.add_node("TensorRT", std::move(made), tensors[0], tensors[1],
+                         of_encoder ? Part::kEncoder : Part::kModel);
       },
       nb::arg("program"), nb::arg("device"), nb::arg("plugins"), nb::arg("plan"), nb::arg("inputs"),
       nb::arg("outputs"), nb::arg("of_encoder") = false);

@@ -29,7 +29,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from llmc.artifacts.manifest import Manifest, read_manifest, verify_files
+from llmc.artifacts.manifest import DraftInfo, Manifest, read_manifest, verify_files
 from llmc.errors import LlmcError, shown
 from llmc.limits import MAX_SEQUENCES
 from llmc.memory import memory_errors
@@ -160,6 +160,7 @@ class _Loaded:
         if speculation.method == "draft" and self.manifest.draft is None:
             raise LlmcError(f"speculate is 'draft', but '{self.case_dir}' has no draft model; "
                             f"compile with --draft, or give ngram or off")
+        _check_drafts(speculation, self.manifest.draft)
         verify_files(self.manifest, self.case_dir, hashes=verify)
         limit = self.manifest.target.max_batch_size
         if max_batch_size is None:
@@ -814,6 +815,15 @@ def _completions(requests: Sequence[Request], pieces: Iterator[CompletionChunk],
         if piece.finish_reason:
             yield Completion.of(requests[piece.index].source,
                                 chunks.pop((piece.index, piece.sample)))
+
+
+def _check_drafts(speculation: SpeculationConfig, draft: DraftInfo | None) -> None:
+    """Reject more drafts than a pass of the draft model has."""
+    count, most = speculation.num_speculative_tokens, draft.max_drafts if draft else None
+    if speculation.method == "draft" and count is not None and most is not None and count > most:
+        raise LlmcError(f"num_speculative_tokens is {count}, but the draft model of kind "
+                        f"{draft.kind if draft else ''} drafts {most} tokens at once; give at most "
+                        f"{most}, or auto")
 
 
 def _integer(name: str, value: object, least: int) -> int:

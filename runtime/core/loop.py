@@ -458,7 +458,7 @@ class Loop:
                 or not (self._method != "off" or request.prediction):
             return None
         if self._method == "draft" and not request.prediction:
-            return planner.sequence(EngineDrafter())
+            return planner.sequence(EngineDrafter(ahead=self._engine.limits.drafts_ahead))
         return planner.sequence(NgramDrafter(
             request.prompt, request.prediction,
             () if source is None or self._method == "off" else source))

@@ -75,8 +75,8 @@ class Sequence:
 
     Attributes:
         tokens: generated tokens that the host has read. A beam search keeps its own.
-        computed: positions that are in the cache after all submitted steps. With recurrent state,
-            those up to the stored state.
+        computed: positions that are in the cache after all submitted steps, if drafts are accepted.
+            With recurrent state, those up to the stored state.
         uncommitted: accepted drafts after these, which the next step computes again.
         cached: prompt positions found in the prefix cache at its first admission.
         ahead: number of in-flight tokens.
@@ -150,9 +150,14 @@ class Sequence:
             return 1 if self.beams else 0
         if self.computed < self.known:
             return self.known - self.computed
-        if self.mask is not None or self.drafts is not None:  # the next step needs the last token
-            return 0
-        return 1 if self.ahead and len(self.tokens) + self.ahead < self.limit else 0
+        if self.mask is not None or (self.drafts is not None and not self.drafts.ahead):
+            return 0  # the next step needs the last token
+        return 1 if self.ahead and len(self.tokens) + self.coming_tokens < self.limit else 0
+
+    @property
+    def coming_tokens(self) -> int:
+        """Maximum number of tokens of the steps in flight."""
+        return self.ahead + (0 if self.drafts is None else self.drafts.unread)
 
 
 @dataclass(frozen=True)
@@ -184,11 +189,11 @@ class ScheduledStep:
             sequence.ahead -= 1
             output = SequenceOutput.of(sampled, own, starts)
             if sequence.drafts is not None:
-                accepted = sequence.drafts.verified(len(output.tokens))
+                rejected = sequence.drafts.verified(len(output.tokens))
                 if self.keeps_states:
-                    sequence.uncommitted = accepted
+                    sequence.uncommitted = len(output.tokens) - 1
                 else:
-                    sequence.computed += accepted
+                    sequence.computed -= rejected
                 if sequence.drafts.engine is not None and sampled.drafts is not None:
                     drafts = sampled.drafts[own[0]]
                     sequence.drafts.engine.propose(drafts[drafts >= 0].tolist())
@@ -210,6 +215,7 @@ class _StepRow:
     samples: bool
     scored: range = range(0)  # positions
     drafts: int = 0  # the last of its tokens
+    unread: int = 0  # drafts of its steps in flight
     uncommitted: int = 0  # the first of its tokens
 
 
@@ -435,8 +441,9 @@ class Scheduler:
         if self.limits.keeps_states:
             room = self.budget - self.limits.max_slots - sum(own.uncommitted for own in wanted)
         self.drafts.plan([
-            (drafts, own.tokens, 0 if own.ahead or own.computed + own.uncommitted + 1 != own.known
-             else own.limit - len(own.tokens) - 1) for own, drafts in drafting],
+            (drafts, own.tokens,
+             0 if not own.ahead and own.computed + own.uncommitted + 1 != own.known
+             else own.limit - len(own.tokens) - own.coming_tokens - 1) for own, drafts in drafting],
             decoding - uncommitted, min(room, self._score_room, self.limits.max_draft_tokens))
         for own, drafts in drafting:
             if own.mask is not None and drafts.pending:
@@ -454,11 +461,8 @@ class Scheduler:
         """
         if sequence.drafts is None or not sequence.drafts.pending:
             return
-        table = sequence.tables[0]
         length = sequence.computed + count + len(sequence.drafts.pending)
-        spare = len(self.running)  # a block for each running sequence
-        if self.blocks.lacks(table, length) + spare > self.blocks.free \
-                or not self.blocks.grow(table, length):
+        if not self._grow_if_free(sequence.tables[0], length):
             sequence.drafts.submit(None)
 
     def _limit_rows(self, wanted: dict[Sequence, int]) -> None:
@@ -857,7 +861,7 @@ class Scheduler:
         self._no_longer_coming(sequence.coming)
         sequence.tables, sequence.slots, sequence.beams, sequence.coming = [], [], [], []
         if sequence.drafts is not None:
-            sequence.drafts.submit(None)
+            sequence.drafts.drop()
         sequence.computed = sequence.ahead = sequence.uncommitted = 0
         sequence.epoch += 1
 
@@ -883,6 +887,7 @@ class Scheduler:
         if step_rows[0].sequence.source is not None:
             memory = EncoderOutputs.of([self._memory[row.sequence.request][0] for row in step_rows],
                                        [len(row.sequence.source or ()) for row in step_rows])
+        proposals = self._proposals(step_rows)
         step = Step.of(
             [row.tokens for row in step_rows], [row.past for row in step_rows],
             [row.table.blocks for row in step_rows], [row.slot for row in step_rows],
@@ -897,13 +902,29 @@ class Scheduler:
                    else row.sequence.mask(()) for _, row in sampled
                    if row.sequence.mask is not None},
             num_drafts=[row.drafts for row in step_rows],
-            num_uncommitted=[row.uncommitted for row in step_rows], **self._proposals(step_rows))
+            num_uncommitted=[row.uncommitted for row in step_rows],
+            unread=np.array([row.unread for row in step_rows] if any(
+                row.unread for row in step_rows) else [], np.int32), **proposals)
         scheduled = ScheduledStep(
             step, [(row.sequence, row.sequence.epoch) for _, row in sampled], prompts,
             self.limits.keeps_states)
         for sequence, count in rows:
             self._count(sequence, count)
+        for _, row in sampled:
+            self._start_drafts(row.sequence, step.propose)
         return scheduled
+
+    def _start_drafts(self, sequence: Sequence, propose: int | None) -> None:
+        """Note that a step samples a sequence and verifies its drafts.
+
+        Args:
+            propose: see `Step`.
+        """
+        if sequence.drafts is None:
+            return
+        sequence.drafts.start()
+        if sequence.drafts.engine is not None and propose is not None:
+            sequence.drafts.engine.expect(propose)
 
     def _proposals(self, step_rows: abc.Sequence[_StepRow]) -> dict[str, object]:
         """Fields of a step for the engine's draft model.
@@ -914,14 +935,27 @@ class Scheduler:
             return {}
         drafting = [row.sequence for row in step_rows if row.samples
                     and row.sequence.drafts is not None and row.sequence.drafts.engine]
-        room = max((own.limit - len(own.tokens) - 2 for own in drafting), default=0)
+        room = max((own.limit - len(own.tokens) - own.ahead - 2 for own in drafting), default=0)
         count = 0 if self.drafts is None else self.drafts.num_proposals(
             [own.drafts for own in drafting if own.drafts is not None], len(drafting))
+        count = max(min(count, room), 0)
+        if self.limits.proposals_take_blocks:
+            self._make_room_for_proposals(step_rows, count)
         following = [() if row.samples else row.sequence.between(
             row.past + len(row.tokens), row.past + len(row.tokens) + 1) for row in step_rows]
         return {"next_tokens": np.array([token for own in following for token in own or (-1,)],
-                                        np.int64),
-                "propose": max(min(count, room), 0)}
+                                        np.int64), "propose": count}
+
+    def _make_room_for_proposals(self, step_rows: abc.Sequence[_StepRow], count: int) -> None:
+        """Allocate positions for proposals, as far as blocks are free."""
+        for row in step_rows:
+            if row.samples and row.sequence.drafts is not None:
+                self._grow_if_free(row.table, row.past + len(row.tokens) + count)
+
+    def _grow_if_free(self, table: BlockTable, length: int) -> bool:
+        """Extend a table, but leave a block for each running sequence."""
+        return self.blocks.lacks(table, length) + len(self.running) <= self.blocks.free \
+            and self.blocks.grow(table, length)
 
     def _step_rows(self, sequence: Sequence, count: int) -> list[_StepRow]:
         past = sequence.computed
@@ -935,11 +969,14 @@ class Scheduler:
             sequence.scores.schedule(past, past + count)
         return [_StepRow(sequence, sequence.slots[0], sequence.tables[0], tokens + drafts, past,
                          past + count >= sequence.known, scored, len(drafts),
+                         sequence.drafts.unread if sequence.drafts is not None else 0,
                          sequence.uncommitted)]
 
     def _count(self, sequence: Sequence, count: int) -> None:
         searched, sequence.beams = sequence.searches, []
         sequence.computed += count
+        if sequence.drafts is not None and not self.limits.keeps_states:
+            sequence.computed += len(sequence.drafts.pending)
         sequence.uncommitted = 0
         sequence.ahead += sequence.computed >= sequence.known
         if not searched:

@@ -22,6 +22,11 @@ from llmc.runtime.sampling.sampler import Logprobs, Sampler
 LAST = -1  # placeholder of a token id: the token that the slot sampled last
 
 
+def proposal(index: int) -> int:
+    """Placeholder of a token id: a draft that the draft model proposed in the slot's last step."""
+    return -2 - index
+
+
 def positions(past_lens: np.ndarray, cu_seqlens: np.ndarray) -> np.ndarray:
     """Position ids of packed tokens, int64 [num_tokens]; see `Step`."""
     starts = past_lens.astype(np.int64) - cu_seqlens[:-1]
@@ -92,10 +97,11 @@ class Step:
 
     Args:
         token_ids: int64 [num_tokens], the packed new tokens of all sequences; LAST stands for the
-            token that the sequence's slot sampled last, which may still be in flight.
+            token that the sequence's slot sampled last, and `proposal`s for the drafts after it,
+            which may still be in flight.
         cu_seqlens: int32 [batch + 1], start and end of each sequence's tokens.
         past_lens: int32 [batch], positions already in the cache.
-        block_tables: int32 [batch, max_blocks]; entries after a sequence's last block are ignored.
+        block_tables: int32 [batch, max_blocks]; -1 after a sequence's last block.
         slots: int32 [batch].
         num_decode: number of leading sequences, each with one new token.
         sample: int32 [num_sampled], ascending indices of the sequences to sample.
@@ -122,6 +128,10 @@ class Step:
             the sequence is not in `sample`; else -1. Empty: none is known.
         propose: number of drafts of the next tokens to return for each of `sample`, by the engine's
             draft model. None: the draft model does not run, and its caches lack these positions.
+            See `EngineLimits.proposals_take_blocks`.
+        unread: int32 [batch], number of drafts in steps of each sequence that are in flight.
+            `past_lens` counts them as accepted; the engine subtracts the rejected ones. Only of
+            sequences in `sample`. Empty: none. See `EngineLimits.drafts_ahead`.
         token_type_ids: int64 [num_tokens], for a model that reads them; empty: all 0.
     """
 
@@ -144,6 +154,7 @@ class Step:
     num_uncommitted: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     next_tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     propose: int | None = None
+    unread: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     token_type_ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
 
     @staticmethod
@@ -153,7 +164,7 @@ class Step:
            num_uncommitted: Sequence[int] = (), **others: object) -> Step:
         """Pack sequences, those with one new token first; by default all of them are sampled."""
         lengths = [len(new) for new in tokens]
-        rows = np.zeros((len(tables), max(map(len, tables))), np.int32)
+        rows = np.full((len(tables), max(map(len, tables))), -1, np.int32)
         for row, table in zip(rows, tables, strict=True):
             row[:len(table)] = table
         num_decode = next((i for i, n in enumerate(lengths) if n != 1), len(lengths))
@@ -275,8 +286,11 @@ class EngineLimits:
         max_drafts: drafts of a sequence in a step; 0: the engine verifies none.
         max_draft_tokens: drafts of all sequences in a step.
         proposes: a draft model is loaded, which proposes drafts.
+        proposals_take_blocks: the draft model writes the keys and values of its proposals to the
+            blocks after a sequence's tokens. Without blocks, later proposals are arbitrary.
         lookahead: tokens after a block that determine its contents, as layers of a draft model read
             the next token.
+        drafts_ahead: steps may verify drafts of a step in flight, as `proposal`s.
         longest_first: order decoding sequences by descending length; else by slot.
         keeps_states: layers have a recurrent state (Mamba, gated delta rule, short convolution).
             Such a sequence can be continued only at its end, not from earlier blocks, and its state
@@ -294,6 +308,8 @@ class EngineLimits:
     max_drafts: int = 0
     max_draft_tokens: int = MAX_LOGITS
     proposes: bool = False
+    proposals_take_blocks: bool = False
+    drafts_ahead: bool = False
     lookahead: int = 0
     longest_first: bool = False
     keeps_states: bool = False

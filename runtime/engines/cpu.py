@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
+from llmc.artifacts.draft_tokens import read_draft_token_ids
 from llmc.artifacts.manifest import (
-    DRAFT_TOKEN_IDS,
     FACTS,
     HIDDEN,
     HIDDEN_OUT,
@@ -36,13 +36,13 @@ from llmc.artifacts.manifest import (
     Steps,
 )
 from llmc.artifacts.onnx_graph import check_graph
-from llmc.artifacts.weight_file import WEIGHTS_NAME, read_weight_header
+from llmc.artifacts.weight_file import WEIGHTS_NAME
 from llmc.errors import LlmcError
 from llmc.memory import is_out_of_memory
 from llmc.runtime.collectives import Communicator
-from llmc.runtime.core.step import EncoderOutputs, EngineLimits, Step, positions
+from llmc.runtime.core.step import EncoderOutputs, EngineLimits, Step, StepOutput, positions
 from llmc.runtime.devices import Placement
-from llmc.runtime.engines.draft_step import DraftStep
+from llmc.runtime.engines.draft_chain import DraftChain
 from llmc.runtime.engines.row_cache import RowCache
 
 _SIZES = {"num_tokens", "num_logits", "batch"}
@@ -105,10 +105,10 @@ class CpuEngine:
         self._score_bytes = SCORE_BYTES // manifest.tp_size
         self._width = manifest.dims.padded_vocab_size
         self._mem_max_seq_len = manifest.encoder.max_seq_len if manifest.encoder else 0
-        self._draft = chip.draft if limits.proposes else None
+        self._drafts = chip.drafts if limits.proposes else ()
         self._programs: list[Chip | EncoderProgram | DraftProgram] = [
-            program for program in (chip.encoder, chip, self._draft) if program]
-        self._kept = {*chip.kept, *(chip.draft_caches if self._draft else ())}
+            program for program in (chip.encoder, chip, *self._drafts) if program]
+        self._kept = {*chip.kept, *(chip.draft_caches if self._drafts else ())}
         self._max_seq_len = manifest.dims.max_seq_len
         segments = [step for step in self._steps() if isinstance(step, GraphStep)]
         options = _session_options(placement, len(chip.steps), threads)
@@ -127,17 +127,21 @@ class CpuEngine:
         self._last_uses = self._find_last_uses(chip.steps, {chip.result, *chip.features})
         self._per_token = manifest.pooling is not None and manifest.pooling.per_token
         self._unchunked = manifest.is_whole and not self._per_token
-        self._draft_uses = self._find_last_uses(self._draft.steps, {"logits", HIDDEN_OUT}) \
-            if self._draft else []
+        self._draft_uses = [self._find_last_uses(draft.steps, {"logits", HIDDEN_OUT})
+                            for draft in self._drafts]
         self._draft_vocab = self._draft_width = 0
         self._draft_tokens: np.ndarray | None = None
-        if self._draft and manifest.draft:
+        self._chain: DraftChain | None = None
+        if self._drafts and manifest.draft:
+            self._chain = DraftChain(manifest.draft, len(self._drafts), self._max_seq_len, self)
             self._draft_vocab = manifest.draft.vocab_size
             self._draft_width = manifest.draft.padded_vocab_size
             if manifest.draft.reduced:
-                self._draft_tokens = _draft_tokens(chip, case_dir, self._draft_vocab,
-                                                   manifest.dims.vocab_size)
-        self._features: list[np.ndarray] = []  # of the last step's tokens, for the draft model
+                self._draft_tokens = read_draft_token_ids(
+                    case_dir / chip.path / WEIGHTS_NAME, self._draft_vocab,
+                    manifest.dims.vocab_size)
+        self._step: Step | None = None  # whose draft model has not run yet
+        self._features: list[np.ndarray] = []  # of its tokens, for the draft model
         self._encoder_uses = self._find_last_uses(chip.encoder.steps, set(self._memory)) \
             if chip.encoder else []
         self._bindings = {path: session.io_binding() for path, session in self._sessions.items()}
@@ -148,6 +152,8 @@ class CpuEngine:
         self._encode(step.encode)
         self._rows.enter(step)
         self._features.clear()
+        if self._chain:
+            self._chain.admit(step.admit)
         logits = []
         for part, kept in self._parts(step):
             part_logits = self._decode(part)
@@ -216,80 +222,65 @@ class CpuEngine:
         """The rows of each sequence of a part."""
         return np.split(pooled, part.cu_seqlens[1:-1]) if self._per_token else list(pooled)
 
-    def propose(self, step: Step, inputs: DraftStep | None) -> np.ndarray:
-        """Run the draft model on the rows of a step, then on its drafts, one token a sequence.
+    def propose(self, step: Step, output: StepOutput) -> np.ndarray:
+        """Run the passes of the draft model after a step.
 
         Args:
             step: the last step.
-            inputs: None: no row is complete.
+            output: its output.
 
         Returns:
-            Drafts of the sequences that `inputs` samples, int64 [num_drafting, step.propose].
+            Drafts of the sequences that the step samples, int64 [num_sampled, step.propose]; -1
+            after the last of each.
         """
-        count = step.propose or 0
-        if inputs is None:
-            self._rows.leave(step)
-            return np.empty((0, count), np.int64)
-        own = inputs.step
-        slots, past = own.slots[own.sample], (own.past_lens + own.seq_lens)[own.sample]
-        self._rows.write_ahead(slots, past - 1, np.minimum(past + count, self._max_seq_len))
-        features = np.concatenate(self._features)[inputs.rows] if self._features else None
-        logits, hidden = self._run_draft(own, features)
-        self._rows.leave(step)
-        drafts = np.full((len(own.sample), count), -1, np.int64)
-        drafting = np.argsort(slots)
-        logits = logits[drafting]
-        if hidden is not None:
-            hidden = hidden[own.sampled_rows[drafting]]
-        for index in range(count):
-            drafts[drafting, index] = tokens = self._draft_ids(logits)
-            inside = past[drafting] + index < self._max_seq_len
-            drafting, tokens = drafting[inside], tokens[inside]
-            if index + 1 == count or not len(drafting):
-                break
-            logits, hidden = self._run_draft(Step.of(
-                tokens[:, None].tolist(), (past[drafting] + index).tolist(), [[0]] * len(tokens),
-                slots[drafting].tolist()), None if hidden is None else hidden[inside])
-        return drafts
+        assert self._chain is not None
+        self._step = step
+        features = np.concatenate(self._features) if self._features else None
+        return self._chain.propose(step, output, features)
 
-    def _run_draft(self, step: Step, hidden: np.ndarray | None) -> \
-            tuple[np.ndarray, np.ndarray | None]:
-        """Run the draft model.
-
-        Args:
-            step: its tokens.
-            hidden: features [num_tokens, hidden_size], unless it is a separate model.
-
-        Returns:
-            Logits of the sampled sequences, and `hidden_out`.
-        """
-        assert self._draft is not None
-        logits, results, start = [], list[np.ndarray](), 0
-        for part, kept in self._parts(step):
+    def run_draft(self, program: int, step: Step, hidden: np.ndarray | None, *,
+                  whole: bool = False) -> tuple[np.ndarray, np.ndarray | None]:
+        """Run a program of the draft model; see `DraftRank`."""
+        draft, logits, results, start = self._drafts[program], [], list[np.ndarray](), 0
+        for part, kept in self._parts(step, whole):
             values = self._values(part)
             stop = start + len(part.input_ids)
             if hidden is not None:
                 values[HIDDEN] = np.ascontiguousarray(hidden[start:stop])
-            self._run_steps(self._draft.steps, self._draft_uses, part, values)
+            self._run_steps(draft.steps, self._draft_uses[program], part, values)
             if kept:
                 logits.append(values["logits"])
-            if hidden is not None:
+            if HIDDEN_OUT in values:
                 results.append(values[HIDDEN_OUT])
             start = stop
         width = self._draft_width
         return np.concatenate(logits) if logits else np.empty((0, width), np.float32), \
             np.concatenate(results) if results else None
 
-    def _draft_ids(self, logits: np.ndarray) -> np.ndarray:
-        """Token ids of the largest logits."""
+    def draft_ids(self, logits: np.ndarray) -> np.ndarray:
+        """Return the token ids of the largest logits."""
         rows: np.ndarray = logits[:, :self._draft_vocab].argmax(1)
         return rows if self._draft_tokens is None else self._draft_tokens[rows]
 
-    def _parts(self, step: Step) -> Iterator[tuple[_Part, bool]]:
-        """Parts to run separately, and whether their logits are needed."""
+    def write_ahead(self, slots: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> None:
+        """Note that positions after the ends of sequences will be written."""
+        self._rows.write_ahead(slots, starts, stops)
+
+    def leave_step(self) -> None:
+        """Note that all passes of the draft model on the tokens of the step have run."""
+        assert self._step is not None and self._chain is not None
+        self._rows.leave(self._step, self._chain.rewritten)
+
+    def _parts(self, step: Step, whole: bool = False) -> Iterator[tuple[_Part, bool]]:
+        """Parts to run separately, and whether their logits are needed.
+
+        Args:
+            step: the step.
+            whole: run all tokens of a sequence at once.
+        """
         for start, end in self._groups(step):
             if start >= step.num_decode and end - start == 1:
-                yield from self._chunks(step, start)
+                yield from self._chunks(step, start, whole)
                 continue
             first, past = int(step.slots[start]), step.past_lens[start:end]
             commits = step.commit_lens[start:end]
@@ -308,7 +299,7 @@ class CpuEngine:
                         indices if len(indices) else np.array([len(tokens) - 1]), first,
                         step.memory and step.memory.take(sequences)), len(indices) > 0
 
-    def _chunks(self, step: Step, index: int) -> Iterator[tuple[_Part, bool]]:
+    def _chunks(self, step: Step, index: int, whole: bool) -> Iterator[tuple[_Part, bool]]:
         """A sequence's new tokens, in chunks that bound the memory of the graphs.
 
         Drafts are in the last chunk: a later one would need the state after them.
@@ -317,7 +308,7 @@ class CpuEngine:
         start, past = first, int(step.past_lens[index])
         committed = first + int(step.commit_lens[index])
         while start < stop:
-            end = start + self._chunk_size(past + start - first, stop - start)
+            end = stop if whole else start + self._chunk_size(past + start - first, stop - start)
             if committed < end < stop:
                 end = committed if start < committed else stop
             indices = step.logits_indices
@@ -383,7 +374,7 @@ class CpuEngine:
         """Run the model's graphs."""
         values = self._values(part)
         self._run_steps(self._chip.steps, self._last_uses, part, values)
-        if self._draft and self._chip.features:
+        if self._drafts and self._chip.features:
             self._features.append(values[HIDDEN])
         return values["logits"]
 
@@ -583,23 +574,6 @@ def check_ops(manifest: Manifest, engines: Sequence[CpuEngine], drafts: bool) ->
         where = f"in a graph and not in the ops of {MANIFEST_NAME}" if name in used else \
             f"in the ops of {MANIFEST_NAME} and in no graph"
         raise LlmcError(f"the op {name} is {where}; compile the model again")
-
-
-def _draft_tokens(chip: Chip, case_dir: Path, rows: int, vocab_size: int) -> np.ndarray:
-    """Token id of each row of the draft model's logits.
-
-    Args:
-        rows: of the draft model's logits.
-        vocab_size: of the model.
-    """
-    path = case_dir / chip.path / WEIGHTS_NAME
-    weight = read_weight_header(path).get(DRAFT_TOKEN_IDS)
-    if weight is not None and weight.dtype == "int64" and weight.shape == (rows,):
-        ids = np.fromfile(path, np.int64, rows, offset=weight.start)
-        if ids.min() >= 0 and ids.max() < vocab_size:
-            return ids
-    raise LlmcError(f"'{path}' has no weight '{DRAFT_TOKEN_IDS}' with {rows} token ids of the "
-                    f"draft model's logits below {vocab_size}; compile the model again")
 
 
 def _load(case_dir: Path, step: GraphStep, options: ort.SessionOptions) -> ort.InferenceSession:

@@ -18,8 +18,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from llmc import __version__
-from llmc.artifacts.manifest import Chip, Manifest
-from llmc.artifacts.program import Program, ProgramTensor, read_chip_programs
+from llmc.artifacts.draft_tokens import read_draft_token_ids
+from llmc.artifacts.manifest import DRAFT_TOKEN_IDS, Chip, DraftInfo, Manifest
+from llmc.artifacts.program import Part, Program, ProgramTensor, read_chip_programs
 from llmc.artifacts.weight_file import WEIGHTS_NAME, StoredWeight
 from llmc.errors import LlmcError
 from llmc.installation import CUDA_INSTALL_COMMAND
@@ -109,6 +110,7 @@ class CudaEngine:
         gpu_memory_utilization: fraction of the GPU's memory to use.
         attention_backend: one of the extension's attention_backends(); None: fastest.
         speculates: whether to verify drafts.
+        draft: whether to load the draft model.
 
     Raises:
         LlmcError: the extension is missing, memory is insufficient, or an argument is out of range.
@@ -119,7 +121,8 @@ class CudaEngine:
     def __init__(self, manifest: Manifest, chip: Chip, case_dir: Path, device: int, *,
                  max_batch_size: int, max_tokens: int, block_size: int = BLOCK_SIZE,
                  kv_cache_tokens: int | None = None, gpu_memory_utilization: float = 0.9,
-                 attention_backend: str | None = None, speculates: bool = False) -> None:
+                 attention_backend: str | None = None, speculates: bool = False,
+                 draft: bool = False) -> None:
         check_memory_options(block_size, kv_cache_tokens, gpu_memory_utilization)
         check_attention_backend(attention_backend, manifest)
         self._backend = attention_backend or "fastest"
@@ -132,6 +135,7 @@ class CudaEngine:
         self._mem_max_seq_len = manifest.encoder.max_seq_len if manifest.encoder else 0
         check_fit(cuda, manifest, device)
         self._max_seq_len = manifest.dims.max_seq_len
+        self._loads_draft = draft
         times = 2 if chip.states else 1  # the next step computes accepted drafts again
         self._max_drafts = 0 if not (speculates and self.verifies and chip.verifies_drafts) else \
             min(_MAX_DRAFTS, (max_tokens - max_batch_size) // times)
@@ -146,12 +150,15 @@ class CudaEngine:
             max_logits=max_logits, max_scored=max(max_logits - max_rows, 1), ahead=AHEAD,
             max_drafts=self._max_drafts,
             max_draft_tokens=(max_rows - max_batch_size) // times,
+            proposes=draft, proposals_take_blocks=draft, drafts_ahead=draft and not chip.states,
+            lookahead=int(draft and bool(chip.features)),
             longest_first=True,  # balances multiprocessors
             keeps_states=bool(chip.states))
         self._states: StateSlots | None = None  # created by `allocate`
         self._num_logprobs: dict[int, int | None] = {}  # number of log-probabilities, by slot
-        # By ticket: numbers of log-probabilities of sampled slots and of scored rows.
-        self._in_flight: dict[int, tuple[list[int | None], list[int]]] = {}
+        # By ticket: numbers of log-probabilities of sampled slots and of scored rows, and whether
+        # the draft model runs.
+        self._in_flight: dict[int, tuple[list[int | None], list[int], bool]] = {}
         limits = dict(dtype=manifest.dtype, max_batch=max_rows, max_states=max_batch_size,
                       max_tokens=-(-max_tokens // _ALIGNED) * _ALIGNED,
                       max_logits=-(-self._limits.max_logits // 8) * 8,
@@ -165,19 +172,21 @@ class CudaEngine:
     def _load(self, cuda: ModuleType, manifest: Manifest, chip: Chip, case_dir: Path,
               limits: Mapping[str, Any]) -> Any:
         """Create the extension's engine with its program and weights."""
-        programs_of_chip = read_chip_programs(manifest, chip, case_dir)
-        self._program = program = programs_of_chip.model
-        programs = [program, *([programs_of_chip.encoder] if programs_of_chip.encoder else [])]
-        declared = cuda.Program(**limits, token_bytes=max(s.token_bytes for s in programs),
-                                logit_bytes=program.logit_bytes)
-        weights = build_program(declared, programs, manifest.dims.vocab_size)
+        programs = read_chip_programs(manifest, chip, case_dir)
+        parts = programs.parts(draft=self._loads_draft)
+        self._program = parts["model"]
+        declared = declare_arenas(cuda, parts, limits)
+        weights = build_program(declared, parts, manifest)
+        if "draft" in parts and manifest.draft and manifest.draft.reduced:
+            read_draft_token_ids(case_dir / chip.path / WEIGHTS_NAME, manifest.draft.vocab_size,
+                                 manifest.dims.vocab_size)  # checks them
         engine = cuda.Engine(declared, self._device, self._backend)
         refusal = engine.attention_refusal(manifest.dtype, manifest.kv_dtype)
         if refusal:
             raise LlmcError(
                 f"attention_backend '{self._backend}' {refusal}, the model has dtype "
                 f"{manifest.dtype} and kv_dtype {manifest.kv_dtype}; leave it out, or use llmc")
-        load_weights(engine, weights, case_dir / chip.path / WEIGHTS_NAME, programs_of_chip.weights)
+        load_weights(engine, weights, case_dir / chip.path / WEIGHTS_NAME, programs.weights)
         return engine
 
     @contextmanager
@@ -261,11 +270,11 @@ class CudaEngine:
     def submit(self, step: Step) -> int:
         """See `Engine`.
 
-        With logits of all tokens, nothing is sampled. A slot without an admitted sequence samples
-        greedily.
+        With logits of all tokens, nothing is sampled or drafted. A slot without an admitted
+        sequence samples greedily.
         """
         if step.logits == "all":
-            step = replace(step, sample=_NONE)
+            step = replace(step, sample=_NONE, propose=None)
         with self._translate_errors():
             if step.encode:
                 self._encode(step.encode)
@@ -275,15 +284,18 @@ class CudaEngine:
         for slot, state in step.admit.items():
             self._num_logprobs[slot] = state.sampler.params.logprobs if state.sampler else None
         self._in_flight[ticket] = ([self._num_logprobs.get(slot) for slot in
-                                    step.slots[step.sample].tolist()], step.scored.counts.tolist())
+                                    step.slots[step.sample].tolist()], step.scored.counts.tolist(),
+                                   step.propose is not None)
         return ticket
 
     def collect(self, ticket: int) -> StepOutput:
         """See `Engine`."""
         with self._translate_errors():
-            tokens, records, candidates, log_probs, logits, scored, lengths = \
+            tokens, records, candidates, log_probs, logits, scored, lengths, drafts = \
                 self._engine.collect(ticket)
-        num_logprobs, counts = self._in_flight.pop(ticket)
+        num_logprobs, counts, proposes = self._in_flight.pop(ticket)
+        if proposes and drafts is None:
+            drafts = np.empty((len(num_logprobs), 0), np.int64)
         if lengths is not None:
             num_logprobs = np.repeat(np.array(num_logprobs, object), lengths).tolist()
         logprobs: list[Logprobs | None] = [None] * len(num_logprobs)
@@ -296,7 +308,7 @@ class CudaEngine:
                        () if scored is None else [
                            replace(logprobs_of(record, count), rank=int(record["rank"]))
                            for record, count in zip(scored.view(LOGPROBS), counts, strict=True)],
-                       lengths)
+                       lengths, drafts)
 
     def _encode(self, prompts: Mapping[int, Sequence[int]]) -> None:
         """Run the encoder, in batches limited by max_batch_size and max_tokens."""
@@ -448,7 +460,8 @@ def step_arrays(step: Step, mem_max_seq_len: int = 0, states: StateSlots | None 
             step.num_decode, verifies, step.sample, num_drafts, step.copies, step.candidates,
             ("none", "sampled", "all").index(step.logits), starts, lens, mask_rows, masks,
             state_slots, commit_lens, state_copies, step.scored.rows.astype(np.int32),
-            step.scored.targets, step.scored.counts, *admit.arrays())
+            step.scored.targets, step.scored.counts, step.next_tokens,
+            -1 if step.propose is None else step.propose, step.unread, *admit.arrays())
 
 
 def as_rows(step: Step) -> Step:
@@ -460,7 +473,9 @@ def as_rows(step: Step) -> Step:
         slots=step.slots[sequences], num_decode=step.num_tokens,
         sample=step.cu_seqlens[step.sample + 1] - np.int32(1), num_drafts=_NONE,
         num_uncommitted=_NONE,
-        memory=step.memory and step.memory.take(sequences))
+        memory=step.memory and step.memory.take(sequences),
+        next_tokens=step.next_tokens[sequences] if len(step.next_tokens) else step.next_tokens,
+        unread=step.unread[sequences] if len(step.unread) else step.unread)
 
 
 def mask_arrays(step: Step) -> tuple[np.ndarray, np.ndarray]:
@@ -515,11 +530,32 @@ def check_fit(cuda: Any, manifest: Manifest, device: int) -> None:
                             f"the model again with this llmc")
 
 
-def build_program(declared: Any, programs: Sequence[Program], vocab_size: int) -> dict[str, int]:
-    """Declare the tensors and nodes of the model and, if it has one, of its encoder.
+def declare_arenas(cuda: ModuleType, programs: Mapping[Part, Program],
+                   limits: Mapping[str, Any]) -> Any:
+    """Create the extension's empty program.
 
-    Both use the same names for weights, inputs and encoder outputs. The declared indices of the
+    Args:
+        programs: by part. The model and its encoder share an arena.
+        limits: keyword arguments of the extension's `Program`.
+    """
+    shared = [program for part, program in programs.items() if part != "draft"]
+    declared = cuda.Program(**limits, token_bytes=max(own.token_bytes for own in shared),
+                            logit_bytes=programs["model"].logit_bytes)
+    if "draft" in programs:
+        declared.set_draft_arena(programs["draft"].token_bytes, programs["draft"].logit_bytes)
+    return declared
+
+
+def build_program(declared: Any, programs: Mapping[Part, Program],
+                  manifest: Manifest) -> dict[str, int]:
+    """Declare the tensors and nodes of the model and of its encoder or draft model, if any.
+
+    They use the same names for weights, inputs and encoder outputs. The declared indices of the
     model's tensors are those of its program.
+
+    Args:
+        declared: see `declare_arenas`.
+        programs: by part, the model's first.
 
     Returns:
         Indices of the weights by name.
@@ -530,30 +566,53 @@ def build_program(declared: Any, programs: Sequence[Program], vocab_size: int) -
     """
     shared: dict[str, int] = {}
     weights: dict[str, int] = {}
-    for program in programs:
+    model = programs["model"]
+    for part, program in programs.items():
         try:
-            numbers = _declare_all(declared, program, shared, weights)
-            of_encoder = program is not programs[0]
-            if not of_encoder and any(index != number for number, index in numbers.items()):
+            numbers = _declare_all(declared, program, shared, weights, of_draft=part == "draft")
+            if program is model and any(index != number for number, index in numbers.items()):
                 raise LlmcError("the schedule has one name for several tensors; compile the "
                                 "model again")
             for node in program.nodes:
                 declared.add_node(node.op, node.fields, [numbers[n] for n in node.inputs],
-                                 [numbers[n] for n in node.outputs], of_encoder)
+                                 [numbers[n] for n in node.outputs], part)
+            if part == "draft" and manifest.draft is not None:
+                _set_draft(declared, manifest.draft, program, model, numbers, weights)
         except (TypeError, LookupError) as error:
             raise LlmcError(f"the schedule has an invalid size or attribute ({error}); compile "
                             f"the model again") from error
-    declared.set_logits(programs[0].logits, vocab_size)
+    declared.set_logits(model.logits, manifest.dims.vocab_size)
     return weights
 
 
+def _set_draft(declared: Any, info: DraftInfo, program: Program, model: Program,
+               numbers: Mapping[int, int], weights: dict[str, int]) -> None:
+    """Declare what the engine reads and writes of a draft model.
+
+    Args:
+        info: of the draft model.
+        program: the draft model's.
+        model: the model's program.
+        numbers: declared indices by the draft model's.
+        weights: indices of weights by name; extended.
+    """
+    token_ids = -1
+    if info.reduced:
+        token_ids = weights[DRAFT_TOKEN_IDS] = declared.add_weight("int64", [info.vocab_size])
+    declared.set_draft(
+        logits=numbers[program.logits], vocab_size=info.vocab_size, features=model.features
+        if program.hidden >= 0 else -1, hidden=numbers[program.hidden],
+        hidden_out=numbers[program.hidden_out], token_ids=token_ids)
+
+
 def _declare_all(declared: Any, program: Program, shared: dict[str, int],
-                 weights: dict[str, int]) -> dict[int, int]:
+                 weights: dict[str, int], *, of_draft: bool) -> dict[int, int]:
     """Declare a program's tensors.
 
     Args:
         shared: indices of inputs, weights, caches and states by name; extended.
         weights: indices of weights by name; extended.
+        of_draft: whether its values are in the draft model's arena.
 
     Returns:
         Declared indices by the program's.
@@ -563,7 +622,7 @@ def _declare_all(declared: Any, program: Program, shared: dict[str, int],
         if tensor.kind == "value":
             numbers[number] = declared.add_value(
                 tensor.dtype, [SIZES.get(dim, dim) for dim in tensor.shape], tensor.offset,
-                tensor.per_logit)
+                tensor.per_logit, of_draft)
         elif tensor.kind == "columns":
             numbers[number] = declared.add_columns(numbers[tensor.of], tensor.first, tensor.width)
         if number in numbers:

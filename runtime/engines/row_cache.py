@@ -150,8 +150,13 @@ class RowCache:
             for state, copied in zip(self._states, content, strict=True):
                 state[slot] = copied
 
-    def leave(self, step: Step) -> None:
-        """Record the positions that the step has written, and store pending blocks."""
+    def leave(self, step: Step, rewritten: int = 0) -> None:
+        """Record the positions that the step has written, and store pending blocks.
+
+        Args:
+            step: the step.
+            rewritten: positions before its tokens that it has written again.
+        """
         lengths = step.past_lens + step.seq_lens
         self._last = _bytes(step.slots, lengths, step.block_tables)
         if self._states:
@@ -159,7 +164,7 @@ class RowCache:
         for index, slot in enumerate(step.slots.tolist()):
             past, length = int(step.past_lens[index]), int(lengths[index])
             self._filled[slot] = length
-            for place in range(past // self._size, -(-length // self._size)):
+            for place in range(max(past - rewritten, 0) // self._size, -(-length // self._size)):
                 block = int(step.block_tables[index, place])
                 start, end = self._span(place)
                 self._versions[block] += 1

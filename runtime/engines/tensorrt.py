@@ -102,7 +102,7 @@ class TensorRTEngine(CudaEngine):
         if encoded:
             rows = program.add_input("memory_rows", "int64")
             for name, number in values.items():
-                program.add_node("Scatter", {}, [number, rows, tensors[name]], [], True)
+                program.add_node("Scatter", {}, [number, rows, tensors[name]], [], "encoder")
         program.set_logits(tensors["logits"], manifest.dims.vocab_size)
         return cuda.Engine(program, self._device, self._backend)
 

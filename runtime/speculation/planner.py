@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -92,7 +93,8 @@ class SequenceDrafts:
         drafter: proposes them.
 
     Attributes:
-        pending: drafts of the submitted step.
+        pending: drafts of the next step.
+        unread: number of drafts in steps that are in flight.
     """
 
     def __init__(self, drafter: Drafter, rates: AcceptanceRates,
@@ -100,6 +102,7 @@ class SequenceDrafts:
         self._drafter, self._counts = drafter, counts
         self._acceptance = SequenceAcceptance(rates)
         self._draft: Draft | None = None
+        self._in_flight: deque[Draft | None] = deque()  # by step
         self._seen = 0  # generated tokens that the drafter knows
         self._accepted_predicted = self._rejected_predicted = 0
         self._from_prediction = False  # the drafts verified last
@@ -109,9 +112,18 @@ class SequenceDrafts:
         return [] if self._draft is None else self._draft.tokens
 
     @property
+    def unread(self) -> int:
+        return sum(len(draft.tokens) for draft in self._in_flight if draft is not None)
+
+    @property
     def engine(self) -> EngineDrafter | None:
         """Its drafter, if the engine's draft model drafts."""
         return self._drafter if isinstance(self._drafter, EngineDrafter) else None
+
+    @property
+    def ahead(self) -> bool:
+        """Whether a step may verify drafts of a step in flight."""
+        return self.engine is not None and self.engine.ahead
 
     def expected_rate(self) -> float:
         """Expected acceptance rate of the draft model's drafts."""
@@ -139,9 +151,21 @@ class SequenceDrafts:
         if self._draft is not None and count < len(self._draft.tokens):
             self._draft = replace(self._draft, tokens=self._draft.tokens[:count]) if count else None
 
+    def start(self) -> None:
+        """Note that the next step, with the pending drafts, is submitted."""
+        self._in_flight.append(self._draft)
+        self._draft = None
+
+    def drop(self) -> None:
+        """Forget pending drafts, and steps in flight."""
+        self.submit(None)
+        self._in_flight.clear()
+        if self.engine is not None:
+            self.engine.reset()
+
     def verified(self, sampled: int) -> int:
-        """Record the number of sampled tokens, and return the number of accepted drafts."""
-        draft, self._draft = self._draft, None
+        """Record the tokens sampled by the oldest step; return the number of rejected drafts."""
+        draft = self._in_flight.popleft()
         self._from_prediction = draft is not None and draft.predicted
         if draft is None:
             return 0
@@ -152,7 +176,7 @@ class SequenceDrafts:
         if draft.predicted:
             self._accepted_predicted += accepted
             self._rejected_predicted += drafted - accepted
-        return accepted
+        return drafted - accepted
 
     def prediction_tokens(self, dropped: int = 0) -> tuple[int, int]:
         """Tokens drafted from the caller's prediction that were accepted and rejected.

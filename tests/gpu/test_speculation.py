@@ -1,5 +1,6 @@
 """Speculative decoding on a GPU: the same tokens as without, for any drafts."""
 
+import families
 import numpy as np
 import pytest
 from drafting import PARAMS, PROMPTS, TestDrafter, params
@@ -81,6 +82,49 @@ def test_rows_of_drafts_have_the_logits_of_a_chunk(extension, tiny_hf, tmp_path,
             got = [each.chosen for each in output.logprobs[4 * i:4 * i + 4]]
             tokens = output.tokens[4 * i:4 * i + 4]
             np.testing.assert_allclose(got, logits[range(4), tokens], atol=0.02)
+
+
+ROWS = {
+    "groups_of_4": ("llama", dict(num_attention_heads=8, num_key_value_heads=2, head_dim=64)),
+    "groups_of_1": ("llama", dict(num_attention_heads=4, num_key_value_heads=4, head_dim=32)),
+    "groups_of_5": ("qwen3", dict(num_attention_heads=10, num_key_value_heads=2, head_dim=128)),
+    "groups_of_12": ("qwen3", dict(num_attention_heads=12, num_key_value_heads=1, head_dim=80)),
+    "window": ("mistral", dict(sliding_window=40)),
+    "softcap": ("gemma2", dict(head_dim=256, num_attention_heads=4, num_key_value_heads=2)),
+    "sinks": ("gpt_oss", {}),
+    "float8_cache": ("llama", dict(num_attention_heads=8, num_key_value_heads=2, head_dim=64)),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_any_numbers_of_drafts_at_any_positions(extension, tmp_path, name):
+    """Logits of a step with drafts of several sequences, next to those of a prompt."""
+    family, sizes = ROWS[name]
+    hf = families.save(families.tiny_model(family, max_position_embeddings=2048, **sizes),
+                       tmp_path / "hf")
+    llmc.compile(hf, tmp_path / "case", target="cuda", dtype="bfloat16",
+                 **dict(kv_dtype="float8_e4m3fn") if name == "float8_cache" else {})
+    rng = np.random.default_rng(0)
+    past, drafts = [3, 17, 700, 1500, 64, 130], [0, 11, 7, 3, 1, 15]
+    rows = [rng.integers(3, 100, start + count + 1).tolist()
+            for start, count in zip(past, drafts, strict=True)]
+    state = SamplingState(Sampler(llmc.SamplingParams()))
+
+    def work(scheduler, engine):
+        tables = [list(range(100 * i, 100 * i + 100)) for i in range(6)]
+        for i, (row, start, table) in enumerate(zip(rows, past, tables, strict=True)):
+            engine.collect(engine.submit(Step.of([row[:start]], [0], [table], [i],
+                                                 admit={i: state})))
+        return engine.collect(engine.submit(Step.of(
+            [row[start:] for row, start in zip(rows, past, strict=True)], past, tables, range(6),
+            num_drafts=drafts, logits="sampled"))).logits
+
+    with llmc.LLM(tmp_path / "case", max_batch_size=8, speculate="ngram", prefix_reuse=False,
+                  num_speculative_tokens=15) as llm:
+        logits = llm._loops[0].run(work)
+        for row, start, count in zip(rows, past, drafts, strict=True):
+            own, logits = logits[:1 + count], logits[1 + count:]
+            families.assert_close(own, llm.logits(row)[start:], 0.02)
 
 
 def test_drafts_do_not_change_the_distribution(extension, tiny_hf, tmp_path):

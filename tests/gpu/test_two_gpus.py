@@ -4,12 +4,12 @@ import os
 import signal
 import threading
 import time
-from types import SimpleNamespace
 
 import families
 import numpy as np
 import pytest
 import torch
+from draft_models import assert_drafts_of_prompts
 from stepping import Stepper, load
 
 import llmc
@@ -18,11 +18,10 @@ from llmc.artifacts.manifest import read_manifest
 from llmc.runtime.core.step import Step
 from llmc.runtime.devices import place
 from llmc.runtime.gpus import GpuReplica
+from llmc.runtime.replica import EngineConfig
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs")
-ROOM = SimpleNamespace(max_batch_size=4, max_num_batched_tokens=128, block_size=16,
-                       kv_cache_tokens=None, gpu_memory_utilization=0.5,
-                       attention_backend=None)
+ROOM = EngineConfig(max_batch_size=4, max_num_batched_tokens=128, gpu_memory_utilization=0.5)
 PROMPTS = [[5, 6, 7], [8] * 40, [9, 10], list(range(3, 60)), [11]]
 
 
@@ -54,6 +53,15 @@ def test_two_ranks_sample_the_tokens_of_one(cases, replica, ahead):
     wanted = Stepper(load(cases / "tp1")).generate(PROMPTS, params, ahead=ahead, chunk=16)
     found = Stepper(replica).generate(PROMPTS, params, ahead=ahead, chunk=16)
     assert [own.tokens for own in found] == [own.tokens for own in wanted]
+
+
+def test_two_ranks_draft_together(extension, draft_base, eagle3_head, tmp_path, proposed):
+    eagle3_head.save(tmp_path / "head")
+    llmc.compile(draft_base[0], tmp_path / "case", draft=f"eagle3:{tmp_path / 'head'}",
+                 target="cuda", dtype="float32", tp_size=2)
+    with llmc.LLM(tmp_path / "case", speculate="draft", num_speculative_tokens=4, block_size=4,
+                  max_batch_size=4, max_num_batched_tokens=32) as llm:
+        assert_drafts_of_prompts(llm, draft_base[1], eagle3_head.drafts, proposed)
 
 
 def test_every_rank_traces_its_values(replica):

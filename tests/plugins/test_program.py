@@ -11,11 +11,12 @@ import families
 import numpy as np
 import pytest
 import small_case
+from declared_programs import build, schedules_of
 
 import llmc
 from llmc import plugins
 from llmc.artifacts.manifest import Target, read_manifest
-from llmc.artifacts.program import Program, read_program
+from llmc.artifacts.program import Program
 from llmc.compiler.options import CompileOptions
 from llmc.runtime.core.step import (
     LAST,
@@ -25,7 +26,7 @@ from llmc.runtime.core.step import (
     ScoredRows,
     Step,
 )
-from llmc.runtime.engines.cuda import build_program, step_arrays
+from llmc.runtime.engines.cuda import step_arrays
 from llmc.runtime.engines.state_slots import StateSlots
 from llmc.runtime.sampling.sampler import Sampler, SamplingParams
 
@@ -46,25 +47,6 @@ def program(extension):
         wide = name.startswith(("input", "logits")) or name.endswith("rows")
         assert made.add_input(name, "int64" if wide else "int32") == number
     return made
-
-
-def limits_of(manifest):
-    return dict(dtype=manifest.dtype, max_batch=3, max_tokens=128, max_logits=8,
-                max_seq_len=manifest.dims.max_seq_len, block_size=4,
-                mem_max_seq_len=manifest.encoder.max_seq_len if manifest.encoder else 0)
-
-
-def schedules_of(case, rank=0):
-    chip = read_manifest(case).chips[rank]
-    steps = [*chip.steps, *(chip.encoder.steps if chip.encoder else ())]
-    return [read_program(case / step.path) for step in steps]
-
-
-def build(extension, manifest, schedules):
-    program = extension.Program(
-        **limits_of(manifest), token_bytes=max(s.token_bytes for s in schedules),
-        logit_bytes=schedules[0].logit_bytes)
-    build_program(program, schedules, manifest.dims.vocab_size)
 
 
 @pytest.fixture(scope="module")
@@ -407,7 +389,7 @@ HEADS = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
     (lambda p, x, y, w: p.add_node("Scatter", {}, [x, INPUTS["memory_rows"], p.add_memory(8)],
                                    []), "not an input of a model"),
     (lambda p, x, y, w: p.add_node("Scatter", {}, [x, INPUTS["memory_rows"], p.add_memory(16)],
-                                   [], True), r"memory is \[64, 16\], expected \[64, 8\]"),
+                                   [], "encoder"), r"memory is \[64, 16\], expected \[64, 8\]"),
     (lambda p, x, y, w: p.add_node("CausalAttention", HEADS, attention(p), [y, -1, 0]),
      "is in place"),
     (lambda p, x, y, w: p.add_node("CausalAttention", HEADS, attention(p), [x, -1, -1]),
@@ -421,7 +403,8 @@ HEADS = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
         [y, -1, -1]), "'cos', has 31 rows for max_seq_len 32"),
     (lambda p, x, y, w: p.add_node("CausalAttention", HEADS | {"kv_dtype": "float8_e4m3fn"},
                                    attention(p), [y, -1, -1]), "float32, expected float8_e4m3fn"),
-    (lambda p, x, y, w: p.add_node("CausalAttention", HEADS, attention(p), [y, -1, -1], True),
+    (lambda p, x, y, w: p.add_node("CausalAttention", HEADS, attention(p), [y, -1, -1],
+                                   "encoder"),
      "past_lens.* not an input of an encoder"),
     (lambda p, x, y, w: p.add_node("CausalAttention", HEADS | {"num_heads": 2**33}, attention(p),
                                    [y, -1, -1]), "not fit in 32 bits"),
@@ -468,7 +451,7 @@ def test_valid_nodes_are_accepted(program):
     logits = program.add_value("float32", [L, 16], 0, True)
     program.add_node("Gather", {}, [y, INPUTS["logits_indices"]], [logits])
     program.add_node("Scatter", {}, [x, INPUTS["memory_rows"], program.add_memory(8)], [],
-                     True)
+                     "encoder")
     program.set_logits(logits, 15)
 
 

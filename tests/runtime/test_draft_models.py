@@ -1,7 +1,7 @@
 """Draft models compiled with their model: their drafts, and the same tokens as without them."""
 
+import dataclasses
 import json
-import re
 import shutil
 import threading
 
@@ -12,67 +12,67 @@ import numpy as np
 import onnx_graphsurgeon as gs
 import pytest
 import torch
+from draft_models import (
+    LAYERS,
+    PARAMS,
+    PROMPTS,
+    ROWS,
+    TIGHT,
+    VOCAB,
+    assert_drafts,
+    assert_drafts_of_prompts,
+    assert_draws_beside_others,
+    assert_reaches_the_end,
+    equal,
+    greedy,
+    mtp_drafts,
+    params,
+    save_recurrent,
+    save_with_mtp,
+)
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
-from transformers.modeling_layers import MtpModel
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig
+from transformers.generation.candidate_generator import (
+    DFlashTokenCandidateGenerator,
+    SinglePositionMultiTokenCandidateGenerator,
+)
+from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
+from transformers.models.muse_glimmer_assistant.configuration_muse_glimmer_assistant import (
+    MuseGlimmerAssistantConfig,
+)
+from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant import (
+    MuseGlimmerAssistantModel,
+)
 
 import llmc
+import llmc.compiler.api
 from llmc.artifacts.manifest import read_manifest
 from llmc.compiler.frontend.draft import hidden_states, mark_weights
 from llmc.compiler.frontend.raw import RawModel
 from llmc.compiler.graph.weights import Weight
+from llmc.runtime.engines import draft_chain
 from llmc.runtime.engines.host import HostSampling
+from llmc.runtime.replica import EngineConfig, cpu_limits, step_bytes, token_bytes
 from llmc.runtime.speculation.drafter import Draft
 from llmc.runtime.speculation.engine_drafts import EngineDrafter
-
-VOCAB, ROWS, LAYERS = 300, 120, 6
-PROMPTS = [[42, 41, 239, 151, 178, 181, 214], [11, 147], [46, 122, 278, 165, 23],
-           [5, 6, 7, 8, 5, 6, 7, 8, 5, 6, 9, 10, 11, 12, 13, 14, 15]]
-PARAMS = {"greedy": {}, "sampled": dict(temperature=0.9, top_k=40, seed=7),
-          "several": dict(temperature=1.1, seed=3, n=3, logprobs=2),
-          "structured": dict(guided_regex="(ab|c)+d{2,9}", temperature=1.0, seed=4),
-          "scored": dict(prompt_logprobs=1)}
-# A KV cache that is full, small blocks, and prompts in chunks.
-TIGHT = dict(block_size=4, kv_cache_tokens=96, max_num_batched_tokens=8)
+from llmc.targets import TARGETS
 
 
 def thorough(*values):
     return pytest.param(*values, marks=pytest.mark.thorough)
 
 
-def params(name, **changes):
-    ending = {} if name == "structured" else dict(ignore_eos=True)
-    return llmc.SamplingParams(**{"max_tokens": 20, **ending, **PARAMS[name], **changes})
-
-
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """A model directory, and the model."""
-    directory = tmp_path_factory.mktemp("base") / "hf"
-    families.save(families.tiny_model("llama", vocab_size=VOCAB, num_hidden_layers=LAYERS),
-                  directory)
-    conftest.write_tokenizer(directory)
-    return directory, AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager").eval()
-
-
-@pytest.fixture(scope="module")
-def head(model):
-    _, base = model
-    return eagle3.Eagle3(64, VOCAB, ROWS, base.get_input_embeddings().weight.detach())
-
-
-@pytest.fixture(scope="module")
-def case(model, head, tmp_path_factory):
+def case(draft_base, eagle3_head, tmp_path_factory):
     """Factory of case directories by tp_size."""
     root = tmp_path_factory.mktemp("eagle3")
-    head.save(root / "head")
+    eagle3_head.save(root / "head")
     made = {}
 
     def make(tp_size):
         if tp_size not in made:
             made[tp_size] = root / f"tp{tp_size}"
-            llmc.compile(model[0], made[tp_size], draft=f"eagle3:{root / 'head'}",
+            llmc.compile(draft_base[0], made[tp_size], draft=f"eagle3:{root / 'head'}",
                          tp_size=tp_size)
         return made[tp_size]
     return make
@@ -85,43 +85,11 @@ def plain(case):
         return {name: llm.generate(PROMPTS, params(name)) for name in PARAMS}
 
 
-def equal(got, expected):
-    assert [(own.token_ids, own.text, own.finish_reason) for own in got] == \
-        [(own.token_ids, own.text, own.finish_reason) for own in expected]
-
-
-@pytest.fixture
-def proposed(monkeypatch):
-    """Number of generated tokens and drafts, whenever the engine returns drafts."""
-    seen = []
-    real = EngineDrafter.propose
-    monkeypatch.setattr(EngineDrafter, "propose", lambda self, tokens: (
-        seen.append(list(tokens)), real(self, tokens))[1])
-    return seen
-
-
-def assert_drafts(llm, base, reference, prompt, proposed, count=4):
-    """Compare all drafts of a greedy generation with the reference's argmax chain."""
-    proposed.clear()
-    own, = llm.generate([prompt], llmc.SamplingParams(max_tokens=16, ignore_eos=True))
-    tokens, given = [*prompt, *own.token_ids], len(prompt) + 1
-    for drafts in proposed:
-        if drafts:
-            assert drafts == reference(base, tokens[:given], len(drafts)), (given, drafts)
-        following = tokens[given:]
-        given += 1 + next((index for index, pair in enumerate(zip(drafts, following, strict=False))
-                           if pair[0] != pair[1]), min(len(drafts), len(following)))
-    assert max(map(len, proposed)) == count
-    assert len(proposed) >= 4
-
-
 @pytest.mark.parametrize("tp_size", [1, 2, thorough(3)])
-def test_drafts_are_those_of_the_published_model(model, head, case, proposed, tp_size):
+def test_drafts_are_those_of_the_published_model(draft_base, eagle3_head, case, proposed, tp_size):
     with llmc.LLM(case(tp_size), speculate="draft", num_speculative_tokens=4, block_size=4,
                   max_num_batched_tokens=16, max_batch_size=4) as llm:
-        for prompt in (*PROMPTS, PROMPTS[3], [*PROMPTS[3][:8], 60, 61], [*PROMPTS[3][:9], 62, 63]):
-            assert_drafts(llm, model[1], head.drafts, prompt, proposed)
-        assert llm.metrics()["cache_hits"] > 8
+        assert_drafts_of_prompts(llm, draft_base[1], eagle3_head.drafts, proposed)
 
 
 @pytest.mark.parametrize(("tp_size", "options"), [
@@ -159,12 +127,6 @@ def test_a_drafter_that_is_right_saves_steps(case, plain, monkeypatch):
     assert len(steps) <= 6
 
 
-def assert_reaches_the_end(llm, alone):
-    """Generate to the maximum number of positions, beside a shorter sequence."""
-    wish = [llmc.SamplingParams(max_tokens=count, ignore_eos=True) for count in (57, 62, 9, 47)]
-    equal(llm.generate(PROMPTS, wish), alone.generate(PROMPTS, wish))
-
-
 def test_the_number_of_drafts_is_measured(case, plain):
     with llmc.LLM(case(1), max_batch_size=4, speculate="draft") as llm:
         equal(llm.generate(PROMPTS, params("greedy")), plain["greedy"])
@@ -174,14 +136,7 @@ def test_drafts_go_beside_beams_sessions_and_predictions(case, plain):
     with llmc.LLM(case(1), max_batch_size=4) as alone, \
             llmc.LLM(case(1), max_batch_size=4, speculate="draft",
                      num_speculative_tokens=3) as llm:
-        wish = [params("greedy", beam_width=3, max_tokens=8), params("greedy"),
-                params("greedy", beam_width=3, max_tokens=8), params("greedy")]
-        equal(llm.generate(PROMPTS, wish), alone.generate(PROMPTS, wish))
-        for own, other in zip(*(each.logits(PROMPTS[3]) for each in (alone, llm)), strict=True):
-            assert np.allclose(own, other, atol=1e-5)
-        equal(llm.generate(PROMPTS, params("greedy", prediction=[1, 2, 3])), plain["greedy"])
-        assert_reaches_the_end(llm, alone)
-        equal(llm.generate(PROMPTS, params("greedy")), plain["greedy"])
+        assert_draws_beside_others(llm, alone, plain["greedy"])
 
 
 def test_aborted_sequences_leave_others_as_they_are(case, plain):
@@ -202,8 +157,8 @@ def test_aborted_sequences_leave_others_as_they_are(case, plain):
 @pytest.mark.parametrize("layout", [
     "speculators", "layers", thorough("own embedding"), thorough("layer indices"),
     thorough("whole vocabulary")])
-def test_published_layouts(model, proposed, tmp_path, layout):
-    directory, base = model
+def test_published_layouts(draft_base, proposed, tmp_path, layout):
+    directory, base = draft_base
     embedding = base.get_input_embeddings().weight.detach()
     head = eagle3.Eagle3(64, VOCAB, VOCAB if layout == "whole vocabulary" else ROWS, embedding,
                          own_embedding=layout == "own embedding", seed=5,
@@ -224,11 +179,11 @@ def test_published_layouts(model, proposed, tmp_path, layout):
         assert_drafts(llm, base, lambda *args: head.drafts(*args, layers), PROMPTS[0], proposed)
 
 
-def test_quantized_models_draft(model, head, tmp_path):
-    head.save(tmp_path / "head")
+def test_quantized_models_draft(draft_base, eagle3_head, tmp_path):
+    eagle3_head.save(tmp_path / "head")
     options = dict(quantize="int8")
-    llmc.compile(model[0], tmp_path / "plain", **options)
-    manifest = llmc.compile(model[0], tmp_path / "case", draft=f"eagle3:{tmp_path / 'head'}",
+    llmc.compile(draft_base[0], tmp_path / "plain", **options)
+    manifest = llmc.compile(draft_base[0], tmp_path / "case", draft=f"eagle3:{tmp_path / 'head'}",
                             **options)
     assert "draft.lm_head.weight" in manifest.chips[0].quantization
     with llmc.LLM(tmp_path / "plain") as alone, llmc.LLM(
@@ -251,16 +206,16 @@ def test_a_head_named_like_the_shared_embedding_is_its_own():
     assert (table.name, head.name) == ("lm_head.weight", "draft.lm_head.weight")
 
 
-def test_shared_weights_are_stored_once(model, case, tmp_path):
-    llmc.compile(model[0], tmp_path / "plain")
+def test_shared_weights_are_stored_once(draft_base, case, tmp_path):
+    llmc.compile(draft_base[0], tmp_path / "plain")
     sizes = [read_manifest(path).chips[0].weight_bytes for path in (case(1), tmp_path / "plain")]
     table = 320 * 64 * 4  # the padded embedding
     own = 4 * (64 * 192 + 64 * 128 * 2 + 64 * 64 + 3 * 96 * 64 + 4 * 64 + 128 * 64) + 8 * ROWS
     assert sizes[0] - sizes[1] < own + table
 
 
-def test_a_case_without_a_draft_model_is_as_before(model, tmp_path):
-    llmc.compile(model[0], tmp_path / "case")
+def test_a_case_without_a_draft_model_is_as_before(draft_base, tmp_path):
+    llmc.compile(draft_base[0], tmp_path / "case")
     assert '"draft' not in (tmp_path / "case" / "model_info.json").read_text()
 
 
@@ -275,30 +230,30 @@ def test_a_case_without_a_draft_model_is_as_before(model, tmp_path):
     (dict(hidden_act="no"), "transformers rejects the config of"),
     (dict(draft_vocab_size=64), "does not give 64 token ids below 300"),
     (dict(intermediate_size=48), "'layers.0.mlp.gate_proj.weight' in .* its config expects")])
-def test_another_draft_model_is_refused(model, head, tmp_path, changes, problem):
-    head.save(tmp_path / "head", **changes)
+def test_another_draft_model_is_refused(draft_base, eagle3_head, tmp_path, changes, problem):
+    eagle3_head.save(tmp_path / "head", **changes)
     with pytest.raises(llmc.LlmcError, match=problem) as caught:
-        llmc.compile(model[0], tmp_path / "case", draft=f"eagle3:{tmp_path / 'head'}")
+        llmc.compile(draft_base[0], tmp_path / "case", draft=f"eagle3:{tmp_path / 'head'}")
     assert "\n" not in str(caught.value)
 
 
-def test_incomplete_draft_models_are_refused(model, head, tmp_path):
-    head.save(tmp_path / "head")
+def test_incomplete_draft_models_are_refused(draft_base, eagle3_head, tmp_path):
+    eagle3_head.save(tmp_path / "head")
     for name, problem in (("model.safetensors", "no \\*.safetensors weights"),
                           ("config.json", "has no config.json")):
         (tmp_path / "head" / name).unlink()
         with pytest.raises(llmc.LlmcError, match=problem):
-            llmc.compile(model[0], tmp_path / "case", draft=f"eagle3:{tmp_path / 'head'}")
+            llmc.compile(draft_base[0], tmp_path / "case", draft=f"eagle3:{tmp_path / 'head'}")
 
 
 @pytest.mark.parametrize(("options", "problem"), [
-    (dict(draft="medusa:x"), "draft is 'medusa:x', expected eagle3:DIR, mtp or"),
+    (dict(draft="medusa:x"), "draft is 'medusa:x', expected mtp, eagle3:DIR, dfl"),
     (dict(draft="eagle3"), "draft is 'eagle3', expected"),
-    (dict(draft="eagle3:x", target="cuda", dtype="float16"), "draft programs run on target cpu"),
+    (dict(draft="eagle3:x", target="tensorrt", dtype="float16"), "run on targets cpu and cuda; "),
     (dict(draft="eagle3:nowhere"), "'nowhere' is neither a directory")])
-def test_invalid_draft_options(model, tmp_path, options, problem):
+def test_invalid_draft_options(draft_base, tmp_path, options, problem):
     with pytest.raises(llmc.LlmcError, match=problem):
-        llmc.compile(model[0], tmp_path / "case", **options)
+        llmc.compile(draft_base[0], tmp_path / "case", **options)
 
 
 def test_a_case_without_a_draft_model_cannot_draft(case_tp1):
@@ -306,92 +261,72 @@ def test_a_case_without_a_draft_model_cannot_draft(case_tp1):
         llmc.LLM(case_tp1, speculate="draft")
 
 
-def save_with_mtp(family, directory):
-    """Save a tiny model with an MTP layer in the published layout; return both."""
-    kinds = ["sliding_attention", "full_attention", "full_attention"]
-    sizes = {**families.sizes_of(family), "layer_types": kinds} if family == "mellum" else {}
-    base = families.tiny_model(family, **{**sizes, "vocab_size": VOCAB, "num_mtp_layers": 1,
-                                          "tie_word_embeddings": False})
-    layers = families.randomized(MtpModel(base, 1))
-    families.save(base, directory)
-    conftest.write_tokenizer(directory)
-    count, stored = base.config.num_hidden_layers, load_file(directory / "model.safetensors")
-    for name, tensor in layers.state_dict().items():
-        if not name.startswith("layers.0."):
-            continue  # the model's
-        name = re.sub(r"^layers\.0\.(mtp_block\.)?", f"model.layers.{count}.", name)
-        name = name.replace(".post_norm.", ".shared_head.norm.")
-        stem, _, leaf = name.rpartition(".")
-        if leaf == "gate_up_proj":
-            for expert, pair in enumerate(tensor):
-                for part, rows in zip(("gate_proj", "up_proj"), pair.chunk(2), strict=True):
-                    stored[f"{stem}.{expert}.{part}.weight"] = rows.clone()
-        elif leaf == "down_proj":
-            for expert, matrix in enumerate(tensor):
-                stored[f"{stem}.{expert}.down_proj.weight"] = matrix.clone()
-        else:
-            stored[name] = tensor.clone()
-    save_file(stored, directory / "model.safetensors", {"format": "pt"})
-    return base, layers
-
-
-@torch.no_grad()
-def mtp_drafts(layers, base, tokens, count):
-    """Drafts after the last token by transformers' MTP layer: the argmax chain."""
-    hidden = base.model(torch.tensor([tokens[:-1]])).last_hidden_state
-    shifted, drafts = list(tokens[1:]), []
-    for _ in range(count):
-        out = layers.forward_layer(0, hidden, torch.arange(1, len(shifted) + 1)[None], None,
-                                   input_ids=torch.tensor([shifted]))
-        drafts.append(int(layers._project_to_logits(out)[0, -1].argmax()))
-        shifted, hidden = [*shifted, drafts[-1]], torch.cat([hidden, out[:, -1:]], 1)
-    return drafts
-
-
-@pytest.mark.parametrize(("family", "tp_size"), [
-    ("deepseek_v3", 2), thorough("deepseek_v3", 1), thorough("glm4_moe", 1),
-    thorough("glm4_moe", 3), thorough("mellum", 2)])
-def test_mtp_layers_draft_as_in_transformers(family, tp_size, tmp_path, proposed):
-    base, layers = save_with_mtp(family, tmp_path / "hf")
+@pytest.mark.parametrize(("family", "number", "tp_size"), [
+    ("deepseek_v3", 1, 2), thorough("deepseek_v3", 1, 1), thorough("glm4_moe", 1, 1),
+    thorough("glm4_moe", 1, 3), thorough("mellum", 1, 2), ("glm4_moe", 2, 1),
+    thorough("glm4_moe", 3, 2), thorough("deepseek_v3", 3, 2)])
+def test_mtp_layers_draft_as_in_transformers(family, number, tp_size, tmp_path, proposed):
+    base, layers = save_with_mtp(family, tmp_path / "hf", number)
     case = tmp_path / "case"
     manifest = llmc.compile(tmp_path / "hf", case, draft="mtp", tp_size=tp_size)
-    assert (manifest.draft.kind, manifest.draft.num_layers) == ("mtp", 1)
+    assert (manifest.draft.kind, manifest.draft.num_layers) == ("mtp", number)
     wish = llmc.SamplingParams(max_tokens=12, ignore_eos=True)
-    with llmc.LLM(case) as alone, llmc.LLM(
-            case, speculate="draft", num_speculative_tokens=3, block_size=4,
-            max_num_batched_tokens=16) as llm:
+    with llmc.LLM(case, max_batch_size=4) as alone, llmc.LLM(
+            case, speculate="draft", num_speculative_tokens=number + 2, block_size=4,
+            max_num_batched_tokens=16, max_batch_size=4) as llm:
         equal(llm.generate(PROMPTS, wish), alone.generate(PROMPTS, wish))
-        assert_drafts(llm, base, lambda *args: mtp_drafts(layers, *args), PROMPTS[3], proposed, 3)
+        for prompt in (PROMPTS[3], [*PROMPTS[3][:9], 62, 63]):
+            assert_drafts(llm, base, lambda *args: mtp_drafts(layers, *args), prompt, proposed,
+                          number + 2)
+        assert llm.metrics()["cache_hits"]
 
 
-def test_a_checkpoint_without_mtp_layers(model, tmp_path):
-    with pytest.raises(llmc.LlmcError, match="has no MTP layers, which --draft mtp needs"):
-        llmc.compile(model[0], tmp_path / "case", draft="mtp")
+def quantize(tensors, side):
+    """FP8 weights in blocks, and the values that they stand for; other tensors as they are."""
+    stored, values = {}, {}
+    for name, tensor in tensors.items():
+        stored[name] = values[name] = tensor
+        if tensor.ndim == 2 and name.endswith("_proj.weight") and "kv_b" not in name:
+            codes = (tensor * 100).to(torch.float8_e4m3fn)
+            scales = torch.rand(*(-(-size // side) for size in tensor.shape)) * 0.01 + 0.005
+            spread = scales.repeat_interleave(side, 0).repeat_interleave(side, 1)
+            stored |= {name: codes, f"{name}_scale_inv": scales}
+            values[name] = codes.float() * spread[:tensor.shape[0], :tensor.shape[1]]
+    return stored, values
 
 
-@torch.no_grad()
-def greedy(drafter, tokens, count):
-    """Drafts after the last token by a causal LM."""
+def test_quantized_mtp_layers_draft_as_dequantized_ones(tmp_path, proposed):
+    side = 32
+    save_with_mtp("glm4_moe", tmp_path / "fp8")
+    stored, values = quantize(load_file(tmp_path / "fp8" / "model.safetensors"), side)
+    shutil.copytree(tmp_path / "fp8", tmp_path / "plain")
+    save_file(values, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
+    save_file(stored, tmp_path / "fp8" / "model.safetensors", {"format": "pt"})
+    path = tmp_path / "fp8" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": dict(
+        quant_method="fp8", weight_block_size=[side, side], activation_scheme="dynamic")}))
     drafts = []
-    for _ in range(count):
-        drafts.append(int(drafter(torch.tensor([[*tokens, *drafts]])).logits[0, -1].argmax()))
-    return drafts
+    for name in ("plain", "fp8"):
+        manifest = llmc.compile(tmp_path / name, tmp_path / f"{name}.case", draft="mtp")
+        quantized = [weight for weight in manifest.chips[0].quantization if "eh_proj" in weight]
+        assert bool(quantized) == (name == "fp8")
+        proposed.clear()
+        with llmc.LLM(tmp_path / f"{name}.case", speculate="draft",
+                      num_speculative_tokens=3) as llm:
+            own, = llm.generate([PROMPTS[3]], params("greedy"))
+        drafts.append((own.token_ids, [*proposed]))
+    assert drafts[0] == drafts[1]
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    """A smaller model with the same vocabulary: its directory, and the model."""
-    directory = tmp_path_factory.mktemp("small") / "hf"
-    drafter = families.tiny_model("qwen3", vocab_size=VOCAB, num_hidden_layers=2,
-                                  hidden_size=48)
-    families.save(drafter, directory)
-    return directory, drafter
+def test_a_checkpoint_without_mtp_layers(draft_base, tmp_path):
+    with pytest.raises(llmc.LlmcError, match="has no MTP layers, which --draft mtp needs"):
+        llmc.compile(draft_base[0], tmp_path / "case", draft="mtp")
 
 
 @pytest.mark.parametrize("tp_size", [thorough(1), 2, thorough(3)])
-def test_a_separate_model_drafts(model, small, plain, tmp_path, proposed, tp_size):
-    directory, drafter = small
-    manifest = llmc.compile(model[0], tmp_path / "case", draft=f"model:{directory}",
+def test_a_separate_model_drafts(draft_base, small_drafter, plain, tmp_path, proposed, tp_size):
+    directory, drafter = small_drafter
+    manifest = llmc.compile(draft_base[0], tmp_path / "case", draft=f"model:{directory}",
                             tp_size=tp_size)
     assert (manifest.draft.kind, manifest.draft.num_layers) == ("model", 2)
     with llmc.LLM(tmp_path / "case", max_batch_size=4, speculate="draft",
@@ -402,8 +337,8 @@ def test_a_separate_model_drafts(model, small, plain, tmp_path, proposed, tp_siz
             assert_drafts(llm, None, lambda _, *args: greedy(drafter, *args), prompt, proposed)
 
 
-def test_all_drafts_of_the_model_itself_are_accepted(model, case, tmp_path):
-    llmc.compile(model[0], tmp_path / "case", draft=f"model:{model[0]}")
+def test_all_drafts_of_the_model_itself_are_accepted(draft_base, case, tmp_path):
+    llmc.compile(draft_base[0], tmp_path / "case", draft=f"model:{draft_base[0]}")
     with llmc.LLM(case(1), max_batch_size=4) as alone, llmc.LLM(
             tmp_path / "case", max_batch_size=4, speculate="draft",
             num_speculative_tokens=4) as llm:
@@ -415,47 +350,10 @@ def test_all_drafts_of_the_model_itself_are_accepted(model, case, tmp_path):
 @pytest.mark.parametrize(("changes", "problem"), [
     (dict(vocab_size=200), "'LlamaForCausalLM' has vocab_size 200, 'LlamaForCausalLM' has 300"),
     (dict(vocab_size=VOCAB, max_position_embeddings=32), "max_seq_len 64 is not supported")])
-def test_another_separate_model_is_refused(model, tmp_path, changes, problem):
+def test_another_separate_model_is_refused(draft_base, tmp_path, changes, problem):
     families.save(families.tiny_model("llama", num_hidden_layers=1, **changes), tmp_path / "draft")
     with pytest.raises(llmc.LlmcError, match=problem):
-        llmc.compile(model[0], tmp_path / "case", draft=f"model:{tmp_path / 'draft'}")
-
-
-# Layers of a model with recurrent state; the last one is like the MTP layer.
-KINDS = [*["linear_attention"] * 3, "full_attention"]
-QWEN_NAMES = {"layers.0.eh_proj.": "mtp.fc.", "layers.0.enorm.": "mtp.pre_fc_norm_embedding.",
-              "layers.0.hnorm.": "mtp.pre_fc_norm_hidden.", "layers.0.post_norm.": "mtp.norm.",
-              "layers.0.mtp_block.": "mtp.layers.0."}
-
-
-def save_recurrent(family, directory, **changes):
-    """Save a tiny model with recurrent layers and its MTP layer as Qwen does; return both."""
-    own = {"num_mtp_layers": 1, "mtp_layer_types": ["full_attention"]}
-    base = families.tiny_model(family, vocab_size=VOCAB, layer_types=KINDS,
-                               tie_word_embeddings=False, **own, **changes)
-    layers = families.randomized(MtpModel(base, 1))
-    families.save(base, directory)
-    conftest.write_tokenizer(directory)
-    stored = load_file(directory / "model.safetensors")
-    for name, tensor in layers.state_dict().items():
-        prefix = next((prefix for prefix in QWEN_NAMES if name.startswith(prefix)), None)
-        if prefix is None:
-            continue  # the model's
-        name = name.replace(prefix, QWEN_NAMES[prefix])
-        if not name.endswith(("gate_up_proj", "down_proj")) or family == "qwen3_5_moe_text":
-            stored[name] = tensor.clone()  # experts may be stored in one tensor
-            continue
-        stem = name.rpartition(".")[0]
-        for expert, matrix in enumerate(tensor):
-            parts = {"gate_proj": matrix.chunk(2)[0], "up_proj": matrix.chunk(2)[1]} \
-                if name.endswith("gate_up_proj") else {"down_proj": matrix}
-            stored |= {f"{stem}.{expert}.{part}.weight": rows.clone()
-                       for part, rows in parts.items()}
-    save_file(stored, directory / "model.safetensors", {"format": "pt"})
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(
-        {key: value for key, value in config.items() if key not in own}))
-    return base, layers
+        llmc.compile(draft_base[0], tmp_path / "case", draft=f"model:{tmp_path / 'draft'}")
 
 
 @pytest.mark.parametrize(("family", "tp_size"), [
@@ -473,10 +371,10 @@ def test_mtp_layers_of_a_recurrent_model(family, tp_size, tmp_path, proposed):
 
 
 @pytest.mark.parametrize("kind", ["eagle3", thorough("model")])
-def test_separate_draft_models_of_a_recurrent_model(kind, small, tmp_path, proposed):
+def test_separate_draft_models_of_a_recurrent_model(kind, small_drafter, tmp_path, proposed):
     base, _ = save_recurrent("qwen3_5_text", tmp_path / "hf")
     if kind == "model":
-        directory, drafter = small
+        directory, drafter = small_drafter
 
         def reference(_, *args):
             return greedy(drafter, *args)
@@ -503,10 +401,10 @@ def check_recurrent(case, names, check):
         assert_reaches_the_end(llm, alone)
 
 
-def test_draft_models_have_no_recurrent_layers(tmp_path, model):
+def test_draft_models_have_no_recurrent_layers(tmp_path, draft_base):
     families.save(families.tiny_model("lfm2", vocab_size=VOCAB), tmp_path / "hf")
     with pytest.raises(llmc.LlmcError, match="with a recurrent state, which a draft model cannot"):
-        llmc.compile(model[0], tmp_path / "case", draft=f"model:{tmp_path / 'hf'}")
+        llmc.compile(draft_base[0], tmp_path / "case", draft=f"model:{tmp_path / 'hf'}")
 
 
 def test_encoder_decoder_models_have_no_draft_models(tmp_path, encoder_decoder):
@@ -533,3 +431,247 @@ def test_a_damaged_draft_entry_is_one_clear_error(case, tmp_path, change, proble
     with pytest.raises(llmc.LlmcError, match=problem) as caught:
         llmc.LLM(directory, speculate="draft").close()
     assert "\n" not in str(caught.value)
+
+
+# A cut of Gemma 4 with and without layers that share caches, and its assistant.
+GEMMA = dict(vocab_size=VOCAB, sliding_window=6, vocab_size_per_layer_input=VOCAB)
+
+
+def save_assistant(base, sizes, directory, **changes):
+    """Save an assistant of a Gemma 4 model of these sizes; return it."""
+    text = {**{name: value for name, value in sizes.items() if name in (
+        "vocab_size", "sliding_window", "num_key_value_heads", "num_global_key_value_heads",
+        "head_dim", "global_head_dim", "attention_k_eq_v", "max_position_embeddings",
+        "rope_parameters")},
+        "model_type": "gemma4_text", "hidden_size": 32, "intermediate_size": 48,
+        "num_attention_heads": 4, "num_hidden_layers": 3, "num_kv_shared_layers": 3,
+        "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
+        "enable_moe_block": False, "use_double_wide_mlp": False,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        **changes.pop("text", {})}
+    made = AutoConfig.for_model("gemma4_assistant", text_config=text, **{
+        "backbone_hidden_size": base.config.hidden_size, "num_centroids": 30, **changes})
+    assistant = families.randomized(AutoModelForCausalLM.from_config(
+        made, attn_implementation="eager"))
+    if assistant.masked_embedding is not None:
+        assistant.masked_embedding.token_ordering.copy_(torch.randperm(
+            VOCAB, generator=torch.Generator().manual_seed(2)))
+    families.save(assistant, directory)
+    return assistant
+
+
+@pytest.fixture
+def fully_shared(monkeypatch):
+    """Let transformers build assistants, all of whose layers share caches."""
+    known = Gemma4TextConfig.kv_sharing_modes.fget
+    monkeypatch.setattr(Gemma4TextConfig, "kv_sharing_modes", property(
+        lambda self: ["reuse"] * self.num_hidden_layers
+        if self.num_kv_shared_layers == self.num_hidden_layers else known(self)))
+
+
+@torch.no_grad()
+def assistant_drafts(assistant, base, tokens, count):
+    """Drafts after the last token by transformers' candidate generator."""
+    options = GenerationConfig(max_length=1000)
+    assistant.generation_config.num_assistant_tokens = count
+    drafter = SinglePositionMultiTokenCandidateGenerator(
+        assistant, base.get_input_embeddings(), options)
+    read = torch.tensor([tokens[:-1]])
+    outputs = base(read, output_hidden_states=True, return_shared_kv_states=True)
+    if not base.config.num_kv_shared_layers:
+        caches = DynamicCache()
+        base(read, past_key_values=caches)
+        outputs["shared_kv_states"] = {kind: (layer.keys, layer.values) for kind, layer in zip(
+            base.config.layer_types, caches.layers, strict=True)}
+    ids, _ = drafter.get_candidates(torch.tensor([tokens]), {}, outputs, False, 0)
+    return ids[0, len(tokens):].tolist()
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory):
+    """A Gemma 4 model, its sizes, and its directory."""
+    sizes = {**families.OWN_ATTENTION["gemma4_text"], **GEMMA}
+    base = families.tiny_model("gemma4_text", **sizes)
+    directory = families.save(base, tmp_path_factory.mktemp("gemma") / "hf")
+    conftest.write_tokenizer(directory)
+    return base, sizes, directory
+
+
+@pytest.mark.parametrize(("changes", "settings", "tp_size"), [
+    ({}, dict(use_ordered_embeddings=True, centroid_intermediate_top_k=30), 2),
+    thorough({}, {}, 1), thorough(families.GEMMA4_LARGE, {}, 1),
+    thorough(families.GEMMA4_LARGE, {}, 2)])
+def test_assistants_draft_as_in_transformers(changes, settings, tp_size, tmp_path, proposed,
+                                             fully_shared):
+    sizes = {**families.OWN_ATTENTION["gemma4_text"], **changes, **GEMMA}
+    base = families.tiny_model("gemma4_text", **sizes)
+    families.save(base, tmp_path / "hf")
+    conftest.write_tokenizer(tmp_path / "hf")
+    assistant = save_assistant(base, sizes, tmp_path / "assistant", **settings)
+    manifest = llmc.compile(tmp_path / "hf", tmp_path / "case", tp_size=tp_size,
+                            draft=f"assistant:{tmp_path / 'assistant'}")
+    assert (manifest.draft.kind, manifest.draft.chain) == ("assistant", "position")
+    assert not manifest.chips[0].draft_caches
+    with llmc.LLM(tmp_path / "case", max_batch_size=4) as alone, llmc.LLM(
+            tmp_path / "case", max_batch_size=4, speculate="draft",
+            num_speculative_tokens=3, **TIGHT) as llm:
+        equal(llm.generate(PROMPTS, params("sampled")), alone.generate(PROMPTS, params("sampled")))
+        assert_drafts(llm, base, lambda *args: assistant_drafts(assistant, *args), PROMPTS[3],
+                      proposed, 3)
+
+
+def save_dflash(directory, layout="transformers", **changes):
+    """Save a DFlash draft model in the layout of transformers or of z-lab; return the model."""
+    sizes = dict(hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=2, head_dim=16, block_size=5, mask_token_id=VOCAB - 2,
+                 target_layer_ids=[1, 4], max_position_embeddings=64,
+                 layer_types=["full_attention"] * 2)
+    config = MuseGlimmerAssistantConfig(**{**sizes, **changes})
+    config._attn_implementation = "eager"
+    drafter = families.randomized(MuseGlimmerAssistantModel(config))
+    for layer in drafter.layers:
+        for part in (layer.self_attn.q_norm, layer.self_attn.o_proj):
+            part.weight.data *= 20  # so that drafts of a block differ
+    drafter.save_pretrained(directory)
+    if layout == "z-lab":
+        stored = load_file(directory / "model.safetensors")
+        save_file({name.replace("encoder.output_norm_enc", "hidden_norm").removeprefix("encoder."):
+                   tensor for name, tensor in stored.items()}, directory / "model.safetensors")
+        plain = json.loads((directory / "config.json").read_text())
+        own = {key: plain.pop(key) for key in ("mask_token_id", "target_layer_ids")}
+        plain |= dict(model_type="qwen3", use_sliding_window=True, vocab_size=VOCAB,
+                      architectures=["DFlashDraftModel"], num_target_layers=LAYERS,
+                      dflash_config=own)
+        (directory / "config.json").write_text(json.dumps(plain))
+    return drafter
+
+
+@torch.no_grad()
+def dflash_drafts(drafter, base, tokens, count):
+    """Drafts after the last token by transformers' candidate generator."""
+    generator = DFlashTokenCandidateGenerator(
+        drafter, base.get_input_embeddings(), base.get_output_embeddings(),
+        GenerationConfig(max_length=1000))
+    outputs = base(torch.tensor([tokens[:-1]]), output_hidden_states=True)
+    ids, _ = generator.get_candidates(
+        torch.tensor([tokens]), {"position_ids": torch.arange(len(tokens))[None],
+                                 "attention_mask": None}, outputs, False, 0)
+    return ids[0, len(tokens):][:count].tolist()
+
+
+@pytest.mark.parametrize(("layout", "changes", "tp_size"), [
+    thorough("transformers", {}, 1),
+    ("z-lab", dict(layer_types=["sliding_attention", "full_attention"], sliding_window=6), 2),
+    thorough("transformers", dict(layer_types=["sliding_attention"] * 2, sliding_window=9), 1)])
+def test_dflash_draft_models_draft_as_in_transformers(draft_base, plain, tmp_path, proposed, layout,
+                                                      changes, tp_size, monkeypatch):
+    monkeypatch.setattr(draft_chain, "_MERGED", 3)  # of prompts, context and block run separately
+    drafter = save_dflash(tmp_path / "draft", layout, **changes)
+    manifest = llmc.compile(draft_base[0], tmp_path / "case", draft=f"dflash:{tmp_path / 'draft'}",
+                            tp_size=tp_size)
+    assert (manifest.draft.kind, manifest.draft.chain) == ("dflash", "block")
+    assert manifest.draft.num_speculative_tokens == 4
+    with llmc.LLM(tmp_path / "case", max_batch_size=4, speculate="draft",
+                  num_speculative_tokens=4, **TIGHT) as llm:
+        for name in ("greedy", "several", "structured"):
+            equal(llm.generate(PROMPTS, params(name)), plain[name])
+        for prompt in (PROMPTS[3], [*PROMPTS[3][:9], 62, 63]):
+            assert_drafts(llm, draft_base[1], lambda *args: dflash_drafts(drafter, *args), prompt,
+                          proposed)
+            assert any(len({*drafts}) > 1 for drafts in proposed)
+        assert llm.metrics()["cache_hits"]
+
+
+@pytest.mark.parametrize(("changes", "problem"), [
+    (dict(vocab_size=32000), "a model with vocab_size 32000, 'LlamaForCausalLM' has 300; give one"),
+    (dict(hidden_size=32, head_dim=16), "hidden_size 32, 'LlamaForCausalLM' has 64"),
+    (dict(num_target_layers=36), "num_hidden_layers 36, 'LlamaForCausalLM' has 6"),
+    (dict(dflash_config=dict(mask_token_id=7, target_layer_ids=[1, 40])),
+     "layers up to 40, 'LlamaForCausalLM' has 5"),
+    (dict(dflash_config=dict(mask_token_id=300, target_layer_ids=[1, 4])),
+     "mask_token_id 300, expected less than the vocab_size 300"),
+    (dict(dflash_config=dict(mask_token_id=7, target_layer_ids=[1, 3, 4])),
+     r"float32 \[64, 128\] as 'fc.weight', expected floating point \[64, 192\]"),
+    (dict(dflash_config=3), "has dflash_config 3, expected an object; correct it"),
+    (dict(block_size=1), "has block_size 1, expected 2 or more, as of a DFlash"),
+    (dict(dflash_config={}), "has mask_token_id None, expected 0 or more"),
+    (dict(num_hidden_layers=1, layer_types=["full_attention"]),
+     r"a tensor 'layers.1.* \[.*\], which llmc does not use for DFlash")])
+def test_another_dflash_draft_model_is_refused(draft_base, tmp_path, changes, problem):
+    save_dflash(tmp_path / "draft", "z-lab")
+    path = tmp_path / "draft" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(llmc.LlmcError, match=problem) as caught:
+        llmc.compile(draft_base[0], tmp_path / "case", draft=f"dflash:{tmp_path / 'draft'}")
+    assert "\n" not in str(caught.value)
+
+
+def test_more_drafts_than_a_block_has_are_refused(draft_base, tmp_path):
+    save_dflash(tmp_path / "draft", block_size=3)
+    llmc.compile(draft_base[0], tmp_path / "case", draft=f"dflash:{tmp_path / 'draft'}")
+    with pytest.raises(llmc.LlmcError, match="is 3, but the draft model of kind dflash drafts 2"):
+        llmc.LLM(tmp_path / "case", speculate="draft", num_speculative_tokens=3)
+    with llmc.LLM(tmp_path / "case", speculate="draft") as llm:
+        llm.generate([PROMPTS[0]], params("greedy"))
+
+
+@pytest.mark.parametrize(("changes", "problem"), [
+    (dict(text=dict(vocab_size=320)), "a model with vocab_size 320, 'Gemma4ForCausalLM' has 300"),
+    (dict(backbone_hidden_size=96), "a model with hidden_size 96, 'Gemma4ForCausalLM' has 64"),
+    (dict(text=dict(global_head_dim=16)), "head_dim of full_attention 16, .* has 32; give one"),
+    (dict(text=dict(num_key_value_heads=1)), "num_key_value_heads of sliding_attention 1, .* has")])
+def test_another_assistant_is_refused(tmp_path, fully_shared, gemma, changes, problem):
+    base, sizes, directory = gemma
+    save_assistant(base, sizes, tmp_path / "assistant", **changes)
+    with pytest.raises(llmc.LlmcError, match=problem) as caught:
+        llmc.compile(directory, tmp_path / "case", draft=f"assistant:{tmp_path / 'assistant'}")
+    assert "\n" not in str(caught.value)
+
+
+def test_assistants_are_refused_for_other_models(draft_base, tmp_path, fully_shared, gemma):
+    base, sizes, directory = gemma
+    with pytest.raises(llmc.LlmcError, match="has no backbone_hidden_size, so it is not the conf"):
+        llmc.compile(directory, tmp_path / "case", draft=f"assistant:{draft_base[0]}")
+    save_assistant(base, sizes, tmp_path / "assistant")
+    with pytest.raises(llmc.LlmcError, match="'LlamaForCausalLM' has 6 layers with attention and "
+                                             "layer_types of no layers"):
+        llmc.compile(draft_base[0], tmp_path / "case", draft=f"assistant:{tmp_path / 'assistant'}")
+    path = tmp_path / "assistant" / "model.safetensors"
+    stored = load_file(path)
+    save_file({name: tensor for name, tensor in stored.items() if "pre_proj" not in name}, path)
+    with pytest.raises(llmc.LlmcError, match="has no tensor '.*pre_projection.weight'"):
+        llmc.compile(directory, tmp_path / "case", draft=f"assistant:{tmp_path / 'assistant'}")
+
+
+@pytest.mark.parametrize("kind", ["assistant", "dflash"])
+def test_kinds_without_a_kernel_are_refused_before_the_export(draft_base, tmp_path, kind,
+                                                              monkeypatch):
+    monkeypatch.setattr(llmc.compiler.api, "load", None)
+    monkeypatch.setitem(TARGETS, "cuda", dataclasses.replace(TARGETS["cuda"], drafts=True))
+    with pytest.raises(llmc.LlmcError, match=f"draft models of kind {kind} .* are unsupported by "
+                                             "target 'cuda'; compile with --target cpu"):
+        llmc.compile(draft_base[0], tmp_path / "case", draft=f"{kind}:x", target="cuda",
+                     dtype="float16")
+
+
+def test_a_draft_model_of_another_architecture_is_refused(draft_base, eagle3_head, tmp_path):
+    directory = eagle3_head.save_speculators(tmp_path / "head")
+    path = directory / "config.json"
+    plain = json.loads(path.read_text())
+    plain["speculators_config"]["verifier"] = {"architectures": ["Qwen3ForCausalLM"]}
+    path.write_text(json.dumps(plain))
+    with pytest.raises(llmc.LlmcError, match="is a draft model of Qwen3ForCausalLM, the model is "
+                                             "'LlamaForCausalLM'; give one"):
+        llmc.compile(draft_base[0], tmp_path / "case", draft=f"eagle3:{directory}")
+
+
+def test_too_little_memory_for_model_and_draft_model(case, monkeypatch):
+    manifest = read_manifest(case(1))
+    config = EngineConfig(4, 512, 16, 2000, 0.9, None)
+    taken = step_bytes(manifest, config)
+    free = taken + (2000 + 4 * manifest.dims.max_seq_len) * token_bytes(manifest)
+    monkeypatch.setattr("llmc.runtime.replica.memory", lambda name: free)
+    assert cpu_limits(manifest, config).num_blocks == 125
+    with pytest.raises(llmc.LlmcError, match="a KV cache of 2000 tokens takes .*; lower "
+                                             "kv_cache_tokens, or leave out the draft model"):
+        cpu_limits(manifest, dataclasses.replace(config, draft=True))

@@ -21,6 +21,7 @@ from llmc.runtime.core.step_times import StepTimes
 from llmc.runtime.engines.state_slots import StateSlots
 from llmc.runtime.sampling.beam_search import Candidates
 from llmc.runtime.sampling.sampler import Logprobs
+from llmc.runtime.speculation.engine_drafts import EngineDrafter
 from llmc.runtime.speculation.planner import DraftPlanner, VerificationCosts
 
 VOCAB = 50
@@ -51,8 +52,11 @@ class Histories:
         self.states = [b""] * limits.max_slots
         self.cells = {}
         self.last = {}
+        self.ends = {}  # by slot: positions whose tokens are accepted
+        self.proposed = {}  # by slot
         self.made = {}
-        self.longest = self.tickets = self.drafts = 0
+        self.behind = False  # whether a step was submitted before the one before it was read
+        self.longest = self.tickets = self.drafts = self.proposals = self.homeless = 0
 
     def submit(self, step):
         assert step.num_tokens <= self.limits.max_tokens
@@ -74,8 +78,8 @@ class Histories:
             self.states[new] = self.states[old]
         assert not (drafts and step.candidates)
         assert drafts + len(step.scored) <= self.limits.max_scored
-        for index, slot in enumerate(step.slots.tolist()):
-            table, past = step.block_tables[index].tolist(), int(step.past_lens[index])
+        for index in range(step.batch_size):
+            table, past = step.block_tables[index].tolist(), self._past(step, index)
 
             def cell(position, table=table):
                 return table[position // self.limits.block_size], \
@@ -84,10 +88,9 @@ class Histories:
             history = self.cells[cell(past - 1)] if past else b""
             if past and self.slots:
                 assert self.states[rows[index]] == history
-            start, end = step.cu_seqlens[index:index + 2]
             passed = []
-            for position, token in enumerate(step.token_ids[start:end].tolist(), past):
-                history = digest(history, self.last[slot] if token == LAST else token)
+            for position, token in enumerate(self._tokens(step, index), past):
+                history = digest(history, token)
                 assert cell(position) not in written
                 written.add(cell(position))
                 self.cells[cell(position)] = history
@@ -101,17 +104,16 @@ class Histories:
         for index in step.sample.tolist():
             drafts = int(step.num_drafts[index]) if len(step.num_drafts) else 0
             assert drafts <= self.limits.max_drafts
-            end = step.cu_seqlens[index + 1]
             sampled = []
+            tokens_of = self._tokens(step, index)
             for history, draft in zip(passes[index][-1 - drafts:],
-                                      [*step.token_ids[end - drafts:end].tolist(), None],
-                                      strict=True):
+                                      [*tokens_of[len(tokens_of) - drafts:], None], strict=True):
                 sampled.append(choice(history))
                 if sampled[-1] != draft:
                     break
             tokens += sampled
             counts.append(len(sampled))
-            self.last[int(step.slots[index])] = tokens[-1]
+        self._keep(step, passes, tokens, counts)
         candidates = None
         if step.candidates:
             candidates = Candidates(
@@ -121,9 +123,65 @@ class Histories:
         self.tickets += 1
         scored = [score(histories[row], target) for row, target in zip(
             step.scored.rows.tolist(), step.scored.targets.tolist(), strict=True)]
-        self.made[self.tickets] = StepOutput(np.array(tokens), [None] * len(tokens), candidates,
-                                          scored=scored, counts=np.array(counts))
+        self.made[self.tickets] = StepOutput(
+            np.array(tokens), [None] * len(tokens), candidates, scored=scored,
+            counts=np.array(counts), drafts=self._propose(step, written, passes, tokens, counts))
         return self.tickets
+
+    def _past(self, step, index):
+        """Return the positions before a sequence's tokens."""
+        past = int(step.past_lens[index])
+        if not len(step.unread) or not step.unread[index]:
+            return past
+        assert self.limits.drafts_ahead and index in step.sample
+        assert past - step.unread[index] <= self.ends[int(step.slots[index])] <= past
+        self.behind = True
+        return self.ends[int(step.slots[index])]
+
+    def _tokens(self, step, index):
+        """Return a sequence's tokens, without placeholders."""
+        slot = int(step.slots[index])
+        start, end = step.cu_seqlens[index:index + 2]
+        return [self.last[slot] if token == LAST else token if token >= 0
+                else max(self.proposed[slot][-2 - token], 0)
+                for token in step.token_ids[start:end].tolist()]
+
+    def _keep(self, step, passes, tokens, counts):
+        """Keep what later steps refer to by placeholders."""
+        self.before = {index: (self._past(step, index), self._tokens(step, index))
+                       for index in step.sample.tolist()}
+        ends = np.cumsum(counts)
+        for index, count, end in zip(step.sample.tolist(), counts, ends, strict=True):
+            drafts = int(step.num_drafts[index]) if len(step.num_drafts) else 0
+            past, own = self.before[index]
+            self.last[int(step.slots[index])] = tokens[end - 1]
+            self.ends[int(step.slots[index])] = past + len(own) - drafts + count - 1
+
+    def _propose(self, step, written, passes, tokens, counts):
+        """Return drafts, and write them after each sequence's tokens as a draft model does."""
+        if step.propose is None:
+            return None
+        size, made, first = self.limits.block_size, [], 0
+        for index, count in zip(step.sample.tolist(), counts, strict=True):
+            table, (past, _) = step.block_tables[index].tolist(), self.before[index]
+            drafts = int(step.num_drafts[index]) if len(step.num_drafts) else 0
+            kept = len(passes[index]) - drafts + count - 1
+            own = {(table[position // size], position % size) for position in
+                   range(past, past + len(passes[index]))}
+            history = digest(passes[index][kept - 1], tokens[first + count - 1])
+            made.append([])
+            for position in range(past + kept, past + kept + step.propose):
+                block = table[position // size] if position // size < len(table) else -1
+                self.proposals, self.homeless = self.proposals + 1, self.homeless + (block < 0)
+                if block >= 0:
+                    cell = block, position % size
+                    assert cell in own or cell not in written
+                    self.cells[cell] = b"a draft"
+                made[-1].append((choice(history) + (history[2] < 64)) % VOCAB)  # a quarter is wrong
+                history = digest(history, made[-1][-1])
+            self.proposed[int(step.slots[index])] = made[-1]
+            first += count
+        return np.array(made, np.int64).reshape(len(made), step.propose)
 
 
 @dataclass(eq=False)
@@ -213,8 +271,9 @@ def run(wishes, limits, budget, depth, reuse=True, together=False, watch=lambda 
         made = Sequence(id(wish), wish.prompt, wish.count, lambda tokens: restart(wish, tokens),
                         width=wish.width, candidates=2 if wish.width > 1 else 0,
                         stalled=lambda: now in wish.stalls, scores=wish.scores,
-                        drafts=wish.drafts and planner.sequence(TestDrafter(
-                            wish.alone(), wish.drafts, VOCAB)))
+                        drafts=wish.drafts and planner.sequence(
+                            EngineDrafter(ahead=limits.drafts_ahead) if wish.drafts == "engine"
+                            else TestDrafter(wish.alone(), wish.drafts, VOCAB)))
         owners[made] = wish
         return made
 
@@ -297,19 +356,24 @@ WISHES = st.lists(st.builds(
        slots=st.integers(3, 6), budget=st.integers(3, 12), depth=st.integers(1, 4),
        reuse=st.booleans(), longest_first=st.booleans(), together=st.booleans(),
        turns=st.booleans(), drafts=st.lists(
-           st.sampled_from([None, "right", "wrong", "random"]), min_size=10, max_size=10),
-       num_drafts=st.integers(1, 5), states=st.booleans())
+           st.sampled_from([None, "right", "wrong", "random", "engine"]), min_size=10,
+           max_size=10),
+       num_drafts=st.integers(1, 5), proposes=st.booleans(), lookahead=st.integers(0, 1),
+       drafts_ahead=st.booleans(), states=st.booleans())
 def test_tokens_do_not_depend_on_concurrent_requests(wishes, scored, max_scored, blocks, size,
                                                      slots, budget, depth, reuse, longest_first,
                                                      together, turns, drafts, num_drafts,
-                                                     states):
+                                                     proposes, lookahead, drafts_ahead, states):
     """With recurrent states, too, which are stored before drafts."""
     limits = EngineLimits(blocks, size, max(budget, slots), slots, 512, depth, max_scored,
-                          longest_first=longest_first, max_drafts=num_drafts, keeps_states=states)
+                          longest_first=longest_first, max_drafts=num_drafts, proposes=proposes,
+                          proposals_take_blocks=proposes, lookahead=lookahead * proposes,
+                          drafts_ahead=drafts_ahead and proposes and not states,
+                          keeps_states=states)
     for wish, wants, kind in zip(wishes, scored, drafts, strict=False):
         if wants and wish.width == 1:
             wish.scores = PromptScores(wish.prompt, 0)
-        wish.drafts = kind if wish.width == 1 else None
+        wish.drafts = kind if wish.width == 1 and (proposes or kind != "engine") else None
     expected = {wish: wish.alone() for wish in wishes}
     run(wishes, limits, budget, depth, reuse, together, step_times=Linear() if turns else None,
         num_drafts=num_drafts)
@@ -331,6 +395,25 @@ def test_accepted_drafts_save_steps(kind, steps, states):
     _, engine = run([own], EngineLimits(12, 4, 16, 2, 512, 2, max_drafts=3, keeps_states=states),
                     16, 2)
     assert engine.tickets <= steps + 1 and (engine.drafts > 0) == (kind is not None)
+
+
+@pytest.mark.parametrize("blocks", [40, 4])
+def test_proposals_have_blocks_if_there_are_enough(blocks):
+    own = wish([1] * 3, 12, drafts="engine")
+    _, engine = run([own], EngineLimits(blocks, 4, 16, 2, 512, 2, max_drafts=3, proposes=True,
+                                        proposals_take_blocks=True, lookahead=1), 16, 2)
+    assert engine.proposals > engine.homeless and bool(engine.homeless) == (blocks == 4)
+    assert own.got == own.alone() and engine.drafts > 0 and engine.tickets < 12
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_drafts_of_steps_in_flight_are_verified(depth):
+    own = wish([1] * 3, 40, drafts="engine")
+    _, engine = run([own], EngineLimits(40, 4, 16, 2, 512, depth, max_drafts=3, proposes=True,
+                                        proposals_take_blocks=True, lookahead=1,
+                                        drafts_ahead=True), 16, depth)
+    assert own.got == own.alone() and engine.drafts > 30
+    assert engine.behind == (depth > 1)
 
 
 def test_no_request_starves():

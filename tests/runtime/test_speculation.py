@@ -210,7 +210,9 @@ def test_the_number_of_drafts_is_what_pays_off(rate, seconds, low, high):
     own = planner.sequence(drafter)
     for _ in range(300):
         planner.plan([(own, [], 100)], 1, 100)
-        own.verified(1 + drafter.accepted(len(own.pending)))
+        drafted = len(own.pending)
+        own.start()
+        own.verified(1 + drafter.accepted(drafted))
     assert low <= planner.counts.draft_tokens / 300 <= high
 
 
@@ -225,7 +227,9 @@ def test_accepted_drafts_are_counted_twice_with_recurrent_state(extra, low, high
         own = planner.sequence(drafter)
         for _ in range(200):
             planner.plan([(own, [], 100)], 1, 100)
-            own.verified(1 + drafter.accepted(len(own.pending)))
+            count = len(own.pending)
+            own.start()
+            own.verified(1 + drafter.accepted(count))
         chosen.append(planner.counts.draft_tokens / 200)
     assert low <= chosen[1] <= high and chosen[1] < chosen[0]
 

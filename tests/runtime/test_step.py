@@ -10,4 +10,4 @@ def test_a_step_packs_decoding_sequences_before_prefills():
     assert step.num_tokens == 7 and step.seq_lens.tolist() == [1, 1, 3, 2]
     assert step.position_ids.tolist() == [9, 4, 0, 1, 2, 16, 17]
     assert step.logits_indices.tolist() == [0, 1, 6]
-    assert step.block_tables.tolist() == [[3, 1], [2, 0], [0, 0], [5, 6]]
+    assert step.block_tables.tolist() == [[3, 1], [2, -1], [0, -1], [5, 6]]

@@ -149,6 +149,18 @@ def test_prompts_are_read_in_chunks_and_who_is_preempted_gets_the_same_tokens(pr
         llm.llm_engine.engine_core.shutdown()
 
 
+def test_the_compiled_draft_model_drafts(prompts):
+    llm = load("draft", max_num_seqs=4, max_num_batched_tokens=48, speculative_config={
+        "method": "draft", "num_speculative_tokens": 3})
+    try:
+        assert_own("draft", prompts, greedy(llm, prompts), MAX_TOKENS)
+        drafts = metric(llm, "vllm:spec_decode_num_draft_tokens")
+        # The draft model is the model.
+        assert metric(llm, "vllm:spec_decode_num_accepted_tokens") > 0.9 * drafts > 100
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12},
                                            "age": {"type": "integer", "minimum": 0,
                                                    "maximum": 120}},

@@ -59,22 +59,41 @@ def test_the_options_of_another_model_are_not_touched(other_model, monkeypatch):
     (dict(enable_lora=True), "enable_lora True is not supported"),
     (dict(kv_cache_dtype="fp8"), "kv_cache_dtype 'fp8' is not supported"),
     (dict(speculative_config={"method": "eagle3", "model": "a/b", "num_speculative_tokens": 2}),
-     "llmc verifies drafts of method ngram; 'eagle3' is not supported for a model compiled by"),
-    (dict(spec_method="suffix", spec_tokens=2), "of method ngram; 'suffix' is not supported"),
-    (dict(spec_model="a/b", spec_tokens=2), "of method ngram; 'a/b' is not supported"),
+     "llmc verifies drafts of method ngram or draft; 'eagle3' is not supported for a model com"),
+    (dict(spec_method="suffix", spec_tokens=2), "ngram or draft; 'suffix' is not supported"),
+    (dict(spec_model="a/b", spec_tokens=2), "of method ngram or draft; 'a/b' is not supported"),
     (dict(speculative_config={"method": "ngram", "model": "a/b"}), "; 'a/b' is not supported"),
-    (dict(speculative_config={}), "of method ngram; None is not supported"),
+    (dict(speculative_config={}), "of method ngram or draft; None is not supported"),
     (dict(speculative_config=[3]), r"speculative_config is \[3\], expected an object such as {"),
     (dict(speculative_config={"method": "ngram", "num-speculative-tokens": 17}),
      "num_speculative_tokens is 17, but llmc verifies at most 16 drafts of a sequence in a step"),
     (dict(speculative_config={"method": "ngram", "num_speculative_tokens": 2,
                               "rejection_sample_method": "block"}),
      "rejection_sample_method 'block' of speculative_config is not supported for drafts of"),
+    (dict(speculative_config={"method": "draft", "num_speculative_tokens": 2}),
+     "method draft of speculative_config needs a draft model, and 'LlamaForCausalLM' was compiled "
+     "without one; compile with --draft, or give method ngram"),
     (dict(logprobs_mode="processed_logprobs"), "logprobs_mode 'processed_logprobs' is not"),
 ])
 def test_what_a_case_directory_does_not_have_is_refused_by_name(given, said):
     with pytest.raises(llmc.LlmcError, match=said):
         EngineArgs(str(case(2)), **given).create_engine_config()
+
+
+def test_options_of_another_method_are_refused_for_a_draft_model():
+    manifest = read_manifest(case("draft"))
+    for given, said in ((dict(prompt_lookup_max=4), "prompt_lookup_max of speculative_config is"),
+                        (dict(num_speculative_tokens=17), "is 17, but llmc verifies at most 16"),
+                        (dict(draft_tensor_parallel_size=2), "drafts of method draft; leave it")):
+        with pytest.raises(llmc.LlmcError, match=said):
+            drafts.check_speculation(EngineArgs(str(case("draft")), speculative_config={
+                "method": "draft", "num_speculative_tokens": 2, **given}), manifest)
+    target = SimpleNamespace(kind="x", spec=SimpleNamespace(gpu=True))
+    with pytest.raises(llmc.LlmcError, match="method draft of speculative_config is not supported "
+                                             "on target x; give method ngram"):
+        drafts.check_speculation(
+            EngineArgs(str(case("draft")), spec_method="draft", spec_tokens=2),
+            SimpleNamespace(source=manifest.source, draft=manifest.draft, target=target))
 
 
 def test_an_engine_that_verifies_no_drafts_or_fewer_is_named(monkeypatch):

@@ -1,4 +1,8 @@
-"""Drafts of method ngram, which vLLM's proposer finds and llmc's engine verifies."""
+"""Drafts that llmc's engine verifies.
+
+Those of method ngram are found by vLLM's proposer. Those of method draft are computed by the draft
+model that was compiled with the model; vLLM knows them as of method ngram, too.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,8 @@ from llmc.runtime.speculation.config import MAX_DRAFTS
 from llmc_vllm.sequences import Sequence, draft_room
 
 _NAMES = ("ngram", "[ngram]")
+_DRAFT = "draft"
+_BY_MODEL = "llmc_draft"  # key of vLLM's additional_config
 _EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'
 # Options of method ngram.
 _SUPPORTED = ("method", "model", "num_speculative_tokens", "num_speculative_tokens_per_batch_size",
@@ -22,6 +28,8 @@ _SUPPORTED = ("method", "model", "num_speculative_tokens", "num_speculative_toke
 
 def check_speculation(args: Any, manifest: Manifest) -> bool:
     """Check the options of speculative decoding in vLLM's `EngineArgs`.
+
+    Method draft is replaced.
 
     Returns:
         Whether there are any.
@@ -33,16 +41,48 @@ def check_speculation(args: Any, manifest: Manifest) -> bool:
     if options is None:
         return False
     method, model = options.get("method"), options.get("model")
+    if method == _DRAFT and model is None:
+        _check_draft(manifest, options)
+        args.spec_method = args.spec_model = args.spec_tokens = None
+        args.speculative_config = {**options, "method": "ngram"}
+        args.additional_config = {**(args.additional_config or {}), _BY_MODEL: True}
+        return True
     for name in (method or model, model or method):
         if name not in _NAMES:
-            raise LlmcError(f"llmc verifies drafts of method ngram; {name!r} is not supported for "
-                            f"a model compiled by llmc; give --speculative-config '{_EXAMPLE}'")
+            raise LlmcError(f"llmc verifies drafts of method ngram or draft; {name!r} is not "
+                            f"supported for a model compiled by llmc; give --speculative-config "
+                            f"'{_EXAMPLE}'")
     _check_values(options)
     spec = manifest.target.spec
     if spec.gpu and not spec.load_engine_class().verifies:
         raise LlmcError(f"'{manifest.source.architecture}' verifies no drafts on target "
                         f"{manifest.target.kind}; leave speculative_config out")
     return True
+
+
+def _check_draft(manifest: Manifest, options: Mapping[str, Any]) -> None:
+    """Check the options of drafts by the compiled draft model."""
+    name = f"'{manifest.source.architecture}'"
+    if manifest.draft is None:
+        raise LlmcError(f"method draft of speculative_config needs a draft model, and {name} was "
+                        f"compiled without one; compile with --draft, or give method ngram")
+    if manifest.target.spec.gpu:
+        raise LlmcError(f"method draft of speculative_config is not supported on target "
+                        f"{manifest.target.kind}; give method ngram, or compile {name} for target "
+                        f"cpu")
+    for key in options.keys() & {"prompt_lookup_min", "prompt_lookup_max"}:
+        raise LlmcError(f"{key} of speculative_config is not supported for drafts of method "
+                        f"draft; leave it out")
+    _check_values(options)
+    count, most = options.get("num_speculative_tokens"), manifest.draft.max_drafts
+    if isinstance(count, int) and most is not None and count > most:
+        raise LlmcError(f"num_speculative_tokens is {count}, but the draft model of {name} drafts "
+                        f"{most} tokens at once; lower it")
+
+
+def by_model(config: Any) -> bool:
+    """Whether the compiled draft model drafts, given vLLM's VllmConfig."""
+    return isinstance(config.additional_config, dict) and _BY_MODEL in config.additional_config
 
 
 def _given(args: Any) -> dict[str, Any] | None:
@@ -65,7 +105,7 @@ def _check_values(options: Mapping[str, Any]) -> None:
     for key, value in options.items():
         if key not in _SUPPORTED and value not in (None, getattr(SpeculativeConfig, key, None)):
             raise LlmcError(f"{key} {value!r} of speculative_config is not supported for drafts of "
-                            f"method ngram; leave it out")
+                            f"method {options.get('method') or 'ngram'}; leave it out")
     count = options.get("num_speculative_tokens")
     if isinstance(count, int) and count > MAX_DRAFTS:
         raise LlmcError(f"num_speculative_tokens is {count}, but llmc verifies at most "

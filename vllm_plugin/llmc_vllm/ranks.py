@@ -43,9 +43,14 @@ class Rank(Protocol):
         ...
 
 
-def block_bytes(manifest: Manifest, block_size: int) -> int:
-    """Bytes of a KV-cache block on the rank with the most heads."""
-    widest = max(sum(layer.token_size for layer in chip.cache) for chip in manifest.chips)
+def block_bytes(manifest: Manifest, block_size: int, draft: bool) -> int:
+    """Bytes of a KV-cache block on the rank with the most heads.
+
+    Args:
+        draft: whether the draft model is loaded.
+    """
+    widest = max(sum(layer.token_size for layer in (*chip.cache, *(
+        chip.draft_layers if draft else ()))) for chip in manifest.chips)
     return widest * DTYPE_BYTES[manifest.kv_dtype] * block_size
 
 
@@ -103,7 +108,8 @@ class CpuRank:
         chip = CpuEngine(self._manifest, self._manifest.chips[self._rank], self._case_dir,
                          self._placement, self._communicator, len(self._placement.cores),
                          self.limits)
-        self._engine = HostSampling(_Logits(chip, self._manifest.dims.vocab_size), self.limits)
+        self._engine = HostSampling(_Logits(chip, self._manifest.dims.vocab_size), self.limits,
+                                    chip.propose if self.limits.proposes else None)
 
     def submit(self, step: Step) -> int:
         assert self._engine is not None, "allocate must be called first"

@@ -58,6 +58,12 @@ class _Input:
         """Whether a token is sampled after them."""
         return self.sequence.computed + len(self.tokens) >= len(self.sequence.tokens)
 
+    @property
+    def following(self) -> int:
+        """The token after them; -1 if it is sampled."""
+        end = self.sequence.computed + len(self.tokens)
+        return -1 if self.reaches_the_end else self.sequence.tokens[end]
+
 
 def draft_room(limits: EngineLimits, batch_size: int) -> int:
     """Return the number of drafts that a step of `batch_size` sequences has room for."""
@@ -98,8 +104,9 @@ class Sequences:
         copies = [(copy.src_block_id, copy.dst_block_id)
                   for copy in getattr(scheduled, "kv_cache_block_copies", None) or ()]
         parts = []
+        drafts = scheduled.num_spec_tokens_to_schedule if self._limits.proposes else None
         for wave in self._waves(self._inputs(scheduled)):
-            parts.append(self._part(wave, copies))
+            parts.append(self._part(wave, copies, drafts))
             copies = []
         return parts
 
@@ -139,7 +146,14 @@ class Sequences:
             waves[wave].append(own)
         return waves
 
-    def _part(self, wave: list[_Input], copies: list[tuple[int, int]]) -> Part:
+    def _part(self, wave: list[_Input], copies: list[tuple[int, int]], drafts: int | None) -> Part:
+        """Return the step of a wave.
+
+        Args:
+            wave: the inputs.
+            copies: blocks (from, to) to copy before it.
+            drafts: drafts of each sequence by the compiled draft model; None: it is not loaded.
+        """
         admit = {}
         for seq in (own.sequence for own in wave):
             if seq.slot is None:
@@ -160,7 +174,9 @@ class Sequences:
                                     for _, own in sampled) else "none",
             masks={own.sequence.slot: np.tile(own.sequence.mask, (1 + own.num_drafts, 1))
                    for _, own in sampled if own.sequence.mask is not None},
-            num_drafts=[own.num_drafts for own in wave]), sequences)
+            num_drafts=[own.num_drafts for own in wave], propose=drafts,
+            next_tokens=np.array([own.following for own in wave] if drafts is not None else [],
+                                 np.int64)), sequences)
 
     def _update(self, scheduled: Any) -> None:
         """Update the sequences: preempted, finished, new, running and resumed ones."""

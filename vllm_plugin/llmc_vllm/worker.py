@@ -30,7 +30,7 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 from llmc.artifacts.manifest import verify_files
 from llmc.runtime.core.step import Step
 from llmc.runtime.replica import EngineConfig
-from llmc_vllm.drafts import Drafter, check_limits
+from llmc_vllm.drafts import Drafter, by_model, check_limits
 from llmc_vllm.model import read_copy, view
 from llmc_vllm.options import spans_hosts
 from llmc_vllm.parameters import sampler
@@ -82,6 +82,7 @@ class LlmcWorker(WorkerBase):
     _parts: list[Part]
     _scheduled: Any
     _drafter: Drafter | None
+    _drafts: dict[str, list[int]]
     _in_flight: deque[_Output]
 
     def init_device(self) -> None:
@@ -105,7 +106,8 @@ class LlmcWorker(WorkerBase):
             view(case_dir, self._manifest, Path(self.model_config.model).parent)
         device = current_platform.logical_device_id_to_visible_device_id(self.local_rank) \
             if self._manifest.target.spec.gpu else 0
-        self._block_bytes = block_bytes(self._manifest, cache.block_size)
+        draft = by_model(self.vllm_config)
+        self._block_bytes = block_bytes(self._manifest, cache.block_size, draft)
         cache_bytes = cache.kv_cache_memory_bytes
         if cache.num_gpu_blocks_override:
             cache_bytes = cache.num_gpu_blocks_override * self._block_bytes
@@ -115,7 +117,7 @@ class LlmcWorker(WorkerBase):
                 max(scheduling.max_num_batched_tokens, scheduling.max_num_seqs), cache.block_size,
                 cache_bytes and cache_bytes // self._block_bytes * cache.block_size,
                 cache.gpu_memory_utilization,
-                speculates=self.vllm_config.speculative_config is not None),
+                speculates=self.vllm_config.speculative_config is not None, draft=draft),
             get_tp_group().cpu_group)
         check_limits(self.vllm_config, self._manifest, self._rank.limits)
 
@@ -135,8 +137,9 @@ class LlmcWorker(WorkerBase):
         self._sequences = Sequences(
             self._rank.limits, self._manifest.dims.vocab_size,
             functools.partial(sampler, model_seed=self.model_config.seed))
-        self._drafter = None if self.vllm_config.speculative_config is None else \
-            Drafter(self.vllm_config, self._rank.limits)
+        self._drafter = None if self.vllm_config.speculative_config is None \
+            or by_model(self.vllm_config) else Drafter(self.vllm_config, self._rank.limits)
+        self._drafts = {}
         self._in_flight = deque()
 
     def update_max_model_len(self, max_model_len: int) -> None:
@@ -168,11 +171,15 @@ class LlmcWorker(WorkerBase):
         for part in self._parts:
             output.submit(part, with_masks(part, masks))
         if not self.scheduler_config.async_scheduling:
-            return output.get_output()
+            result = output.get_output()
+            self._drafts = output.drafts
+            return result
         self._in_flight.append(output)
         return output
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
+        if by_model(self.vllm_config):
+            return DraftTokenIds(list(self._drafts), list(self._drafts.values()))
         if self._drafter is None:
             return None
         drafts = self._drafter.propose([seq for part in self._parts for seq in part.chosen],
@@ -190,6 +197,7 @@ class _Output(AsyncModelRunnerOutput):
     def __init__(self, rank: Rank, request_ids: list[str], vocab_size: int) -> None:
         self._rank, self._request_ids = rank, request_ids
         self._tokens: dict[str, list[int]] = {}
+        self.drafts: dict[str, list[int]] = {}  # of the compiled draft model, by request id
         self._logprobs = TokenLogprobs(vocab_size)
         self._last: tuple[int, Pending] | None = None
         self._lock = Lock()
@@ -207,6 +215,9 @@ class _Output(AsyncModelRunnerOutput):
         sampled = self._rank.collect(ticket)
         self._tokens |= pending.settle(sampled)
         self._logprobs.add(pending.part, sampled)
+        if sampled.drafts is not None:
+            self.drafts |= {own.request_id: row[row >= 0].tolist() for own, row in zip(
+                pending.part.chosen, sampled.drafts, strict=True)}
 
     def get_output(self) -> ModelRunnerOutput:
         with self._lock:

@@ -20,6 +20,13 @@ Given:   Sdpa of an encoder, or of a decoder with keys and values of the encoder
 Result:  BidirectionalAttention(q, k, v, cu_seqlens); the decoder's also takes memory_starts and
          encoder_sequence_length, each sequence's range in k and v
 
+Given:   Sdpa of a draft model whose tokens see each other
+Result:  BlockAttention(GemmBiasAct(x, [Wq; Wk; Wv]), key_cache, value_cache, …)
+
+Given:   Sdpa of a draft model with ModelCache as keys and values
+Result:  CachedAttention(GemmBiasAct(x, Wq), key_cache, value_cache, …) of the model's caches, which
+         become inputs of the graph
+
 A bias of the scores must depend only on the distance of key and query, or only on the key's
 position: it becomes a table.
 

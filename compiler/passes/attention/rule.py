@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from llmc.artifacts.manifest import HIDDEN
 from llmc.compiler.graph.probe import (
     ELEMENTWISE,
     LAYOUT,
@@ -26,12 +27,14 @@ from llmc.compiler.graph.rewrite import (
     apply_rules,
     consumers,
     graph_input,
+    is_op,
     operands,
+    producer,
     replace,
     values_of,
     weight,
 )
-from llmc.compiler.graph.sdpa import SDPA
+from llmc.compiler.graph.sdpa import MODEL_CACHE, SDPA
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.passes.attention.bias import Bias, score_bias
 from llmc.compiler.passes.attention.gates import join_before_gates
@@ -41,6 +44,7 @@ from llmc.compiler.passes.attention.projections import gathered, merged_projecti
 from llmc.compiler.passes.attention.rotary import Rotary
 from llmc.plugins.attention.op import OP as CAUSAL_ATTENTION
 from llmc.plugins.bidirectional_attention.op import OP as BIDIRECTIONAL_ATTENTION
+from llmc.plugins.block_attention.op import OP as BLOCK_ATTENTION
 from llmc.plugins.cached_attention.op import OP as CACHED_ATTENTION
 
 
@@ -66,6 +70,11 @@ class _CrossAttention(_Attention):
     """Cross-attention: keys and values come from the encoder."""
 
 
+@dataclass(frozen=True)
+class _ModelAttention(_Attention):
+    """Attention of a draft model to the keys and values of a layer of the model."""
+
+
 def attention(graph: gs.Graph, settings: Settings, report: Report) -> None:
     """Run the pass."""
     join_before_gates(graph)
@@ -76,8 +85,11 @@ def attention(graph: gs.Graph, settings: Settings, report: Report) -> None:
     written: dict[tuple[int, int], _Cached] = {}
     biases: dict[int, Bias | NoMatch | None] = {}
     tables: dict[bytes, Bias] = {}  # shared by layers
+    in_blocks = any(tensor.name == HIDDEN for tensor in graph.inputs)  # a draft model
 
     def check(node: gs.Node, settings: Settings) -> _Attention | NoMatch:
+        if is_op(producer(node.inputs[1]), MODEL_CACHE):
+            return _check_model_cache(graph, node, data, settings, rows)
         cross = not {id(tensor) for tensor in node.inputs[1:3]} & tokens
         match = _check(graph, node, data, settings, biases, cross, rows)
         if isinstance(match, NoMatch):
@@ -87,10 +99,14 @@ def attention(graph: gs.Graph, settings: Settings, report: Report) -> None:
         if match.bias is not None:
             table = values_of(match.bias.table).load().tobytes()
             match = dataclasses.replace(match, bias=tables.setdefault(table, match.bias))
-        return match if node.attrs["causal"] and not cross else _check_bidirectional(match)
+        if node.attrs["causal"] and not cross:
+            return match
+        return _check_block(match) if in_blocks and not cross else _check_bidirectional(match)
 
     def rewrite(graph: gs.Graph, match: _Attention, settings: Settings) -> None:
-        if match.node.attrs["causal"] and not isinstance(match, _CrossAttention):
+        if isinstance(match, _ModelAttention):
+            _rewrite_cached(graph, match, shared, _model_caches(graph, match, settings), settings)
+        elif match.node.attrs["causal"] and not isinstance(match, _CrossAttention):
             key = _cache_of(match.node)
             if key in written:
                 _rewrite_cached(graph, match, shared, written[key], settings)
@@ -103,6 +119,8 @@ def attention(graph: gs.Graph, settings: Settings, report: Report) -> None:
                                match.node.attrs["layer"], settings)
             else:
                 written[key] = _rewrite(graph, match, settings, shared)
+        elif in_blocks and not isinstance(match, _CrossAttention):
+            _rewrite_block(graph, match, settings, shared)
         else:
             _rewrite_bidirectional(graph, match, shared)
 
@@ -193,6 +211,41 @@ def _check(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings,
                       find_latent(query, key, value, value_dim) if plain else None)
 
 
+def _check_model_cache(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings,
+                       rows: set[int]) -> _ModelAttention | NoMatch:
+    """Match attention to a cache of the model: only its queries are computed here."""
+    query = trace(node.inputs[0], data, settings, rows)
+    if isinstance(query, NoMatch):
+        return query
+    kv_heads, dim = int(node.inputs[1].shape[1]), int(node.inputs[1].shape[3])
+    num_heads, head_dim = query.heads.columns.shape
+    if head_dim != dim or num_heads % kv_heads:
+        return NoMatch(f"{num_heads} query heads of {head_dim} elements do not fit {kv_heads} key "
+                       f"heads of {dim} in the model's cache", node)
+    if operands(node).keys() - {"query", "key", "value"}:
+        return NoMatch("a bias or sinks in attention to the model's KV cache", node)
+    output = _output(graph, node, num_heads, dim, data)
+    if isinstance(output, NoMatch):
+        return output
+    stored = Branch((), Heads(np.arange(kv_heads * dim).reshape(kv_heads, dim), 1.0, None), None)
+    return _ModelAttention(node, query, stored, stored, kv_heads, dim, output, None)
+
+
+def _model_caches(graph: gs.Graph, match: _ModelAttention, settings: Settings) -> _Cached:
+    """The model's caches as inputs of the draft model's graph."""
+    source = producer(match.node.inputs[1])
+    assert source is not None
+    match.node.attrs["window"] = source.attrs["window"]
+    shape = ("batch", match.num_kv_heads, settings.max_seq_len, match.value_dim)
+    found = []
+    for kind in ("key", "value"):
+        name = f"{kind}_cache_{source.attrs['layer']}_out"
+        there = next((tensor for tensor in graph.inputs if tensor.name == name), None)
+        found.append(there or gs.Variable(name, np.float32, shape))
+        graph.inputs.extend([found[-1]] if there is None else [])
+    return _Cached(*found)
+
+
 def _padded(heads: Heads, dim: int) -> Heads:
     """Heads padded to `dim` elements with columns whose results are not read."""
     more = np.repeat(heads.columns[:, :1], dim - heads.columns.shape[1], axis=1)
@@ -214,6 +267,19 @@ def _check_bidirectional(match: _Attention) -> _Attention | NoMatch:
         if there:
             return NoMatch(f"attention in or to an encoder with {what}: unsupported by "
                            f"llmc::BidirectionalAttention", match.node)
+    return match
+
+
+def _check_block(match: _Attention) -> _Attention | NoMatch:
+    """Refuse features that llmc::BlockAttention lacks."""
+    attrs = match.node.attrs
+    for what, there in (("norms of its values", match.value.norm is not None),
+                        ("queries scaled by position", match.query.heads.scale is not None),
+                        ("sinks", "sinks" in operands(match.node)), ("chunks", attrs["chunk"]),
+                        ("a soft-cap", attrs["softcap"]), ("a bias", match.bias is not None)):
+        if there:
+            return NoMatch(f"attention in blocks with {what}: unsupported by "
+                           f"llmc::BlockAttention", match.node)
     return match
 
 
@@ -251,20 +317,33 @@ class _Cached:
 
 def _rewrite(graph: gs.Graph, match: _Attention, settings: Settings,
              shared: dict[bytes, tuple[gs.Constant, ...]]) -> _Cached:
-    sdpa, dim = match.node, match.query.heads.columns.shape[1]
     attrs, inputs = _common(graph, match, shared, ("v_norm", "q_norm", "k_norm"), settings)
-    layer = sdpa.attrs["layer"]
-    cache_shape = ("batch", match.num_kv_heads, settings.max_seq_len, dim)
-    caches = [gs.Variable(f"{kind}_cache_{layer}", np.float32, cache_shape)
-              for kind in ("key", "value")]
-    updated = [gs.Variable(f"{cache.name}_out", np.float32, cache_shape) for cache in caches]
-    graph.inputs.extend(caches)
-    graph.outputs.extend(updated)
-    inputs |= {**_bias(match), "sinks": operands(sdpa).get("sinks"), "key_cache": caches[0],
-               "value_cache": caches[1],
+    caches, updated = _caches(graph, match, settings)
+    inputs |= {**_bias(match), **caches, "sinks": operands(match.node).get("sinks"),
                "qkv": merged_projection(graph, match.branches, match.output)}
     replace(graph, CAUSAL_ATTENTION, inputs, [_whole_heads(graph, match), *updated], attrs)
     return _Cached(*updated)
+
+
+def _rewrite_block(graph: gs.Graph, match: _Attention, settings: Settings,
+                   shared: dict[bytes, tuple[gs.Constant, ...]]) -> None:
+    attrs, inputs = _common(graph, match, shared, ("q_norm", "k_norm"), settings)
+    caches, updated = _caches(graph, match, settings)
+    inputs |= {**caches, "qkv": merged_projection(graph, match.branches, match.output)}
+    replace(graph, BLOCK_ATTENTION, inputs, [_whole_heads(graph, match), *updated],
+            {name: value for name, value in attrs.items() if name in BLOCK_ATTENTION.fields})
+
+
+def _caches(graph: gs.Graph, match: _Attention, settings: Settings) -> \
+        tuple[dict[str, gs.Variable], list[gs.Variable]]:
+    """A layer's caches by the names of inputs, and updated; both are added to the graph."""
+    shape = ("batch", match.num_kv_heads, settings.max_seq_len, match.query.heads.columns.shape[1])
+    caches = {f"{kind}_cache": gs.Variable(f"{kind}_cache_{match.node.attrs['layer']}", np.float32,
+                                           shape) for kind in ("key", "value")}
+    updated = [gs.Variable(f"{cache.name}_out", np.float32, shape) for cache in caches.values()]
+    graph.inputs.extend(caches.values())
+    graph.outputs.extend(updated)
+    return caches, updated
 
 
 def _whole_heads(graph: gs.Graph, match: _Attention) -> gs.Tensor:

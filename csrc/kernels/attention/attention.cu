@@ -8,6 +8,7 @@
 // once per kHeads query heads.
 #include "attention.cuh"
 #include "decode.cuh"
+#include "plan_kv_splits.cuh"
 #include "prefill.cuh"
 
 namespace llmc::kernels {
@@ -325,10 +326,10 @@ cudaError_t tokens(const AttentionParams& p, cudaStream_t stream) {
 }  // namespace
 
 // KV is split only with fewer than kAttentionCounters blocks, so there are never twice as many;
-// each has at most 8 heads.
+// each has at most 8 heads, or kRowHeads of several rows.
 int64_t attention_scratch(int num_heads, int head_dim) {
-  return sizeof(float) * 2 * kAttentionCounters * static_cast<int64_t>(min(num_heads, 8)) *
-         (head_dim + 2);
+  const int64_t heads = head_dim <= 256 ? kRowHeads : min(num_heads, kDecodeHeads);
+  return sizeof(float) * 2 * kAttentionCounters * heads * (head_dim + 2);
 }
 
 cudaError_t append(DType dtype, const AttentionParams& p, cudaStream_t stream) {
@@ -345,6 +346,7 @@ cudaError_t sequence_lengths(const SequenceLengths& lengths, const AttentionPara
 }
 
 bool decodes_rows(DType dtype, const AttentionParams& p) { return can_decode(dtype, p); }
+bool appends_rows(const AttentionParams& p) { return rows_per_block(p) == 1; }
 
 cudaError_t attention(DType dtype, const AttentionParams& p, cudaStream_t stream) {
   if (p.head_dim % 8 != 0 || p.head_dim > kMaxHeadDim || p.num_heads % p.num_kv_heads != 0)

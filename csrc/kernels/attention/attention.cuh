@@ -195,18 +195,31 @@ __device__ __forceinline__ void merge_lanes(float& peak, float& total, float (&s
 
 // The block's split of a sequence: its index, the number of splits, the counter of finished splits,
 // the address and strides (in floats) of partial results per head and split, and whether the
-// sequence shares a prefix.
+// sequence shares a prefix. A block of several rows has row_heads heads of each, and num_heads in
+// all lie between them.
 struct KvSplitState {
   int index, num_splits;
   int32_t* counter;
   float* results;
   int64_t next_head, next_split;
   bool prefix = false;
+  int row_heads = 0, num_heads = 0;
 
   __device__ float* result(int head, int split) const {
     return results + head * next_head + split * next_split;
   }
+  // Head h of the block, counted from its first: within its row, and in all rows.
+  template <bool kRows>
+  __device__ __forceinline__ int in_row(int h) const {
+    return kRows ? h % row_heads : h;
+  }
+  template <bool kRows>
+  __device__ __forceinline__ int in_rows(int h) const {
+    return kRows ? h / row_heads * num_heads + h % row_heads : h;
+  }
 };
+// Heads of one row in a block at most; with more, they are of several rows.
+constexpr int kMaxRowHeads = 8;
 
 // A lane's share of a head's softmax, given its maximum and total.
 __device__ __forceinline__ float softmax_share(const float* sinks, int head, float peak,
@@ -225,10 +238,13 @@ template <typename T, int kWidth, int kWarps, int kHeads>
 __device__ __noinline__ void merge_splits(OutputWriter<T> out, int64_t begin, KvSplitState split,
                                           int heads, int dim, const float* sinks, int first_head,
                                           float* prefix, int before, float (*share_of)[32]) {
+  constexpr bool kRows = kHeads > kMaxRowHeads;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, width = kWidth > 0 ? kWidth : dim;
-  auto of_prefix = [&](int h, int k) { return prefix_partial(prefix, h * before + k, dim); };
+  auto of_prefix = [&](int h, int k) {
+    return prefix_partial(prefix, split.in_rows<kRows>(h) * before + k, dim);
+  };
   auto share = [&](int h, float peak, float total) {
-    share_of[h][lane] = softmax_share(sinks, first_head + h, peak, total);
+    share_of[h][lane] = softmax_share(sinks, first_head + split.in_row<kRows>(h), peak, total);
   };
   // Splits come first, then those of the prefix. A thread has two elements of a head at a time.
   // Partial sums are loaded while the shares are computed.
@@ -269,7 +285,7 @@ __device__ __noinline__ void merge_splits(OutputWriter<T> out, int64_t begin, Kv
       sum.x += share_of[h][split.num_splits + k] * __ldcg(of);
       sum.y += share_of[h][split.num_splits + k] * __ldcg(of + 1);
     }
-    out.write(begin + h * dim + i, {sum.x, sum.y});
+    out.write(begin + split.in_rows<kRows>(h) * dim + i, {sum.x, sum.y});
   }
 }
 
@@ -277,11 +293,13 @@ __device__ __noinline__ void merge_splits(OutputWriter<T> out, int64_t begin, Kv
 // sequence is split, writes a partial result to p.scratch, and the block that ends last merges all.
 // Exponents are of base 2; a warp without keys has maximum -inf and total 0. sum_at(w * kHeads + h,
 // i) is element i of warp w's sum for head h, in shared memory. `heads` rows begin at token_head =
-// token * num_heads + first head. kWidth is a compile-time bound of head_dim, or 0.
+// token * num_heads + first head; see KvSplitState for several tokens. kWidth is a compile-time
+// bound of head_dim, or 0.
 template <typename T, int kWidth, int kWarps, int kHeads, typename Sum>
 __device__ void merge(const AttentionParams& p, const float (&peak_of)[kWarps][kHeads],
                       const float (&total_of)[kWarps][kHeads], Sum&& sum_at, int heads,
                       int64_t token_head, KvSplitState split) {
+  constexpr bool kRows = kHeads > kMaxRowHeads;
   __shared__ bool last;
   const int dim = p.head_dim, width = kWidth > 0 ? kWidth : dim;
   __syncthreads();
@@ -289,13 +307,15 @@ __device__ void merge(const AttentionParams& p, const float (&peak_of)[kWarps][k
   const int64_t begin = token_head * dim;
   const int first_head = static_cast<int>(token_head % p.num_heads);
   const int before = split.prefix ? prefix_splits(p) : 0;  // prefix splits
-  auto of_prefix = [&](int h, int k) { return prefix_partial(p, token_head + h, k, before); };
+  auto of_prefix = [&](int h, int k) {
+    return prefix_partial(p, token_head + split.in_rows<kRows>(h), k, before);
+  };
   // Share of each split in a head's sum, one lane per split.
   static_assert(kMaxSplits <= 32 && kWarps + kMaxPrefixSplits <= 32);
   __shared__ float share_of[kHeads][32];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   auto share = [&](int h, float peak, float total) {
-    share_of[h][lane] = softmax_share(p.sinks, first_head + h, peak, total);
+    share_of[h][lane] = softmax_share(p.sinks, first_head + split.in_row<kRows>(h), peak, total);
   };
   if (split.num_splits == 1 &&
       before > 0) {  // the warps, and the prefix splits, which are loaded together
@@ -330,7 +350,7 @@ __device__ void merge(const AttentionParams& p, const float (&peak_of)[kWarps][k
 #pragma unroll
         for (int c = 0; c < 4; ++c)
           sum[c] = fmaf(sum_at(w * kHeads + h, i + c), share_of[h][w], sum[c]);
-      out.write(begin + at, sum);
+      out.write(kRows ? begin + split.in_rows<kRows>(h) * dim + i : begin + at, sum);
     }
     return;
   }
@@ -347,8 +367,8 @@ __device__ void merge(const AttentionParams& p, const float (&peak_of)[kWarps][k
       sum += sum_at(w * kHeads + h, i) * weight;
     }
     if (split.num_splits == 1) {
-      total += sink_weight(p.sinks, first_head + h, higher);
-      out.write(begin + h * dim + i, sum / total);
+      total += sink_weight(p.sinks, first_head + split.in_row<kRows>(h), higher);
+      out.write(begin + split.in_rows<kRows>(h) * dim + i, sum / total);
     } else {
       float* result = split.result(h, split.index);  // maximum, total and head_dim sums
       result[2 + i] = sum;

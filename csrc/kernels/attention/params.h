@@ -12,12 +12,16 @@
 
 namespace llmc::kernels {
 
-// One KV split of a decode step: positions [from, to) of a sequence; sequence < 0: unused.
+// One KV split of a decode step: positions [from, to) of a sequence; sequence < 0: unused. With
+// AttentionParams::several_rows, `sequence` is the first of `rows` rows of the same one, after
+// `earlier_rows` of other blocks.
 struct KvSplit {
   int32_t sequence, from, to;
   uint32_t packed_index;  // index of the split | splits of the sequence << 8 | splits of earlier
                           // split sequences << 16
+  int32_t rows, earlier_rows;
 };
+constexpr int kMaxRows = 32;  // of a sequence in a decode step
 
 // Causal attention over packed tokens; see csrc/plugins/attention/op.py for the contract.
 struct AttentionParams {
@@ -57,9 +61,9 @@ struct AttentionParams {
   bool vanilla;        // use the per-token kernel, which supports everything; not for decoding
   bool float8;         // the caches are FP8
   bool norm_after_rotary;
-  bool reads;     // cross-layer KV sharing: another layer has written the new positions
-  bool appended;  // append() has written the new positions, and sequences may attend to one
-                  // another's: they are rows of the same one, with drafts
+  bool reads;         // cross-layer KV sharing: another layer has written the new positions
+  bool several_rows;  // decoding: consecutive rows may be the last token and drafts of one sequence
+  bool appended;      // append() has written the new positions
   float scale, softcap, norm_epsilon;
   float out_scale_inverse;  // reciprocal of the FP8 output scale; 0: out is T
 };
@@ -67,8 +71,9 @@ struct AttentionParams {
 // except for decoding.
 cudaError_t append(DType dtype, const AttentionParams& params, cudaStream_t stream);
 cudaError_t attention(DType dtype, const AttentionParams& params, cudaStream_t stream);
-// Whether attention() of decoding sequences supports `appended`.
+// Whether attention() supports several_rows, and whether it needs `appended` for them.
 bool decodes_rows(DType dtype, const AttentionParams& params);
+bool appends_rows(const AttentionParams& params);
 
 // Attention of decoding sequences to the prefix that they share, where can_share_prefix(). Call
 // between append() and attention(), which then merges the result and skips the prefix.

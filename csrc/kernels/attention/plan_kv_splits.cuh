@@ -8,6 +8,17 @@ namespace llmc::kernels {
 // Query heads of a decode block at most, and keys of an mma tile.
 constexpr int kDecodeHeads = 8, kDecodeKeys = 16;
 
+// Query heads of the rows of one sequence, of a decode block at most.
+constexpr int kRowHeads = 16;
+
+// Rows of one sequence that a decode block takes at most: they read its keys and values once.
+constexpr int kPlannedRows = 4096;  // of a step whose sequences have several rows
+__host__ __device__ __forceinline__ int rows_per_block(const AttentionParams& p) {
+  const int group = p.num_heads / p.num_kv_heads;
+  if (!p.several_rows || p.head_dim > 256 || p.batch > kPlannedRows) return 1;
+  return kRowHeads / (group < kDecodeHeads ? group : kDecodeHeads);
+}
+
 // Decode blocks that read the same KV split: one per group of query heads of a KV head.
 int decode_columns(const AttentionParams& p);
 

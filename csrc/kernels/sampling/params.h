@@ -49,8 +49,8 @@ struct PrepareInputsParams {
   // are sequences, and empty sequences follow.
   int32_t *sequence_starts, *sequence_past;
   // Sent by the host.
-  const int32_t*
-      host_ids;  // [num_tokens]; negative: the token that the sequence's slot sampled last
+  const int32_t* host_ids;  // [num_tokens]; -1: the token that the sequence's slot sampled last; -2
+                            // - i: draft i after it
   const int32_t *host_seqlens, *host_past, *host_slots, *host_logits, *host_starts, *host_lens,
       *host_states, *host_commits;
   const int32_t *host_sequence_starts, *host_sequence_past;  // [num_sequences + 1], [num_sequences]
@@ -58,6 +58,12 @@ struct PrepareInputsParams {
   const BlockTableUpdate* runs;
   const int32_t* blocks;
   const int64_t* last;  // [slots]
+  // A sequence with host_offsets[b] >= 0 begins that many positions after its slot's length, but at
+  // most host_unread[b] before host_past[b]. Null without a draft model.
+  const int32_t *host_offsets, *host_unread;  // [batch]
+  const int64_t* drafts;                      // [slots, drafts_stride]
+  const int32_t* lengths;                     // [slots]
+  int drafts_stride;
   int num_tokens, batch, num_sequences, num_logits, rows, num_runs, max_blocks, num_states,
       prefix_owner, prefix_length;
 };
@@ -142,12 +148,13 @@ struct AcceptDraftsParams {
   int64_t* last;          // [slots]
   const int32_t* slots;   // [rows]
   const int64_t* chosen;  // [rows]
-  const int32_t* drafts;  // [rows]: the draft that follows each; negative: none
+  const int32_t* drafts;  // [rows]: the draft that follows each; -1: none; -2 - t: input_ids[t]
   const int32_t* row_of;  // [sequences, positions]: rows of a sequence in order; negative: none
   int32_t* counts;        // [sequences]: tokens of each
   TokenHistory history;   // counts is null if no slot keeps one
   int sequences, positions;
-  int first, end;  // the positions to process; all before `first` have been
+  int first, end;                      // the positions to process; all before `first` have been
+  const int64_t* input_ids = nullptr;  // of the step
 };
 cudaError_t accept_drafts(const AcceptDraftsParams& params, cudaStream_t stream);
 

@@ -57,6 +57,21 @@ __device__ __forceinline__ int sequence_of_token(const PrepareInputsParams& p, i
   return low;
 }
 
+__device__ __forceinline__ int past_of(const PrepareInputsParams& p, int sequence) {
+  const int past = p.host_past[sequence];
+  if (p.host_offsets == nullptr || p.host_offsets[sequence] < 0) return past;
+  const int own = p.lengths[p.host_slots[sequence]] + p.host_offsets[sequence];
+  return min(max(own, past - p.host_unread[sequence]), past);
+}
+
+__device__ __forceinline__ int64_t id_of(const PrepareInputsParams& p, int sequence,
+                                         int32_t given) {
+  if (given >= 0) return given;
+  const int64_t slot = p.host_slots[sequence];
+  const int64_t id = given == -1 ? p.last[slot] : p.drafts[slot * p.drafts_stride - 2 - given];
+  return max(id, int64_t{0});
+}
+
 // One thread per token and per row; one block per update of the block table, in turn.
 __global__ void __launch_bounds__(kPrepareThreads) prepare_inputs_kernel(PrepareInputsParams p) {
   pdl_wait();
@@ -64,9 +79,8 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_inputs_kernel(Prepare
   const int i = blockIdx.x * kPrepareThreads + threadIdx.x;
   if (i < p.num_tokens) {
     const int sequence = sequence_of_token(p, i);
-    const int32_t given = p.host_ids[i];
-    p.input_ids[i] = given >= 0 ? given : max(p.last[p.host_slots[sequence]], int64_t{0});
-    p.position_ids[i] = p.host_past[sequence] + i - p.host_seqlens[sequence];
+    p.input_ids[i] = id_of(p, sequence, p.host_ids[i]);
+    p.position_ids[i] = past_of(p, sequence) + i - p.host_seqlens[sequence];
   } else if (i < p.rows) {
     p.input_ids[i] = 0, p.position_ids[i] = 0;
   }
@@ -75,7 +89,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_inputs_kernel(Prepare
   if (i <= p.rows) p.cu_seqlens[i] = i <= p.batch ? p.host_seqlens[i] : p.num_tokens + i - p.batch;
   if (i < p.rows) {
     const bool there = i < p.batch;
-    p.past_lens[i] = there ? p.host_past[i] : 0;
+    p.past_lens[i] = there ? past_of(p, i) : 0;
     if (p.memory_starts != nullptr) {
       p.memory_starts[i] = there ? p.host_starts[i] : 0;
       p.memory_lens[i] = there ? p.host_lens[i] : 1;  // attention to no key is NaN
@@ -152,6 +166,11 @@ __global__ void update_slots_kernel(UpdateSlotsParams p) {
   for (int r = threadIdx.x; r < p.rows; r += blockDim.x) update_slot(p, p.slots[r], p.chosen[r]);
 }
 
+// The draft after a row; negative: none.
+__device__ __forceinline__ int64_t draft_after(const AcceptDraftsParams& p, int row) {
+  return p.drafts[row] >= -1 ? p.drafts[row] : p.input_ids[-2 - p.drafts[row]];
+}
+
 // One thread per sequence.
 __global__ void accept_drafts_kernel(AcceptDraftsParams p) {
   pdl_wait();
@@ -161,7 +180,7 @@ __global__ void accept_drafts_kernel(AcceptDraftsParams p) {
     int count = p.first == 0 ? 0 : p.counts[s];
     for (int i = p.first; i < p.end && count == i && row_of[i] >= 0; ++i) {
       const int before = i > 0 ? row_of[i - 1] : -1;
-      if (before >= 0 && p.chosen[before] != p.drafts[before]) break;
+      if (before >= 0 && p.chosen[before] != draft_after(p, before)) break;
       update_slot(p, p.slots[row_of[i]], p.chosen[row_of[i]]);
       ++count;
     }

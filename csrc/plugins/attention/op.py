@@ -226,12 +226,19 @@ def _tensorrt(fields: Fields, present: frozenset[str]) -> str | None:
 
 
 def _body(fields: Fields, present: frozenset[str], as_bytes: bool = False) -> str:
-    kv_heads = fields["num_kv_heads"]
     split, q, k, v = _heads(fields, present, rotate="cos" in present)
-    paged = "block_table" in present
-    lines = [
-        _TOKENS, _PAST, _POSITIONS, *split,
-        # Append to the caches. Indices [T, kv_heads, 1, (sequence, head, position)].
+    return "\n".join([_TOKENS, _PAST, _POSITIONS, *split,
+                      *_appended(k, v, fields, present, as_bytes), *_attend(q, fields, present)])
+
+
+def _appended(k: str, v: str, fields: Fields, present: frozenset[str],
+              as_bytes: bool = False) -> list[str]:
+    """Return lines that append prepared keys and values to the caches.
+
+    Indices are [T, kv_heads, 1, (sequence, head, position)].
+    """
+    kv_heads, paged = fields["num_kv_heads"], "block_table" in present
+    return [
         _ints("c12", 1, 2), _ints("c123", 1, 2, 3),
         "token_shape = Shape(token)",
         _ints("head_shape", kv_heads, 1, 1),
@@ -248,9 +255,7 @@ def _body(fields: Fields, present: frozenset[str], as_bytes: bool = False) -> st
         *([_ints("c128", 128), f"float8s = Constant<value_floats=[{_float8s()}]>()"]
           if as_bytes else []),
         *_append("key", k, fields, as_bytes), *_append("value", v, fields, as_bytes),
-        *_attend(q, fields, present),
     ]
-    return "\n".join(lines)
 
 
 def _attend(q: str, fields: Fields, present: frozenset[str]) -> list[str]:

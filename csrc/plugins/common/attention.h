@@ -183,8 +183,9 @@ class CachedKeysAttention : public Plugin {
     if (decodes > 0) {
       kernels::AttentionParams half = p;
       half.decode = true;
-      half.appended = context.verifies;
+      half.several_rows = context.verifies;
       half.num_tokens = half.batch = decodes;
+      half.appended = context.verifies && kernels::appends_rows(half);
       half.prefix = context.prefix;
       half.prefix.results =
           reinterpret_cast<float*>(static_cast<char*>(p.queries) + queries_bytes(in));

@@ -23,8 +23,8 @@ class SplitKvPlan {
   // Sets p.kv_splits, and whether another layer has already planned them in this step. Leaves p
   // unchanged if there is no room for another kind.
   void assign(kernels::AttentionParams& p) {
-    const Kind kind{p.batch,  p.num_heads, p.num_kv_heads,        p.max_seq_len,
-                    p.window, p.chunk,     p.prefix.of != nullptr};
+    const Kind kind{p.batch,  p.num_heads, p.num_kv_heads,         p.max_seq_len,
+                    p.window, p.chunk,     p.prefix.of != nullptr, kernels::appends_rows(p)};
     size_t at = 0;
     while (at < made_.size() && made_[at] != kind) ++at;
     if (at == kMaxKinds) return;
@@ -34,7 +34,7 @@ class SplitKvPlan {
   }
 
  private:
-  using Kind = std::array<int, 7>;
+  using Kind = std::array<int, 8>;
   kernels::KvSplit* kv_splits_;
   int64_t each_;
   std::vector<Kind> made_;
