@@ -156,6 +156,11 @@ class CompileOptions:
         "Draft model for speculative decoding, for `target` cpu: eagle3:DIR, an EAGLE-3 draft "
         "model of MODEL; mtp, the multi-token prediction layer of MODEL; or model:DIR, a smaller "
         "model with the same vocabulary.", metavar="KIND[:DIR]")] = None
+    enable_lora: Annotated[bool, Declared(
+        "Take LoRA adapters, as `llmc adapter` writes them, when the model runs, for `target` "
+        "cpu.")] = False
+    adapter: Annotated[str | Path | None, Declared(
+        "Directory of a PEFT adapter to merge into the weights.", metavar="PEFT_DIR")] = None
     target: Annotated[str, Declared(
         "Engine that runs the compiled model.", choices=tuple(TARGETS))] = "cpu"
     compute_capability: Annotated[str | None, Declared(

@@ -305,6 +305,20 @@ def _draft(options: CompileOptions) -> str | None:
     return None
 
 
+def _enable_lora(options: CompileOptions) -> str | None:
+    if not options.enable_lora or target_spec(options.target).adapters:
+        return None
+    return (f"enable_lora is given for target '{options.target}', but adapters run on target cpu; "
+            f"compile with --target cpu, or merge one with --adapter")
+
+
+def _enable_lora_of(options: CompileOptions, about: About) -> str | None:
+    if not options.enable_lora or not about.has_encoder:
+        return None
+    return (f"'{about.name}' is an encoder-decoder model, which adapters do not support; leave out "
+            f"--enable_lora, or merge one with --adapter")
+
+
 def _draft_of(options: CompileOptions, about: About) -> str | None:
     if options.draft is None or not about.has_encoder:
         return None
@@ -391,11 +405,13 @@ OPTION_CHECKS: dict[str, Callable[[CompileOptions], str | None]] = {
     "tp_size": _tp_size,
     "expert_parallel": _expert_parallel,
     "draft": _draft,
+    "enable_lora": _enable_lora,
 }
 MODEL_CHECKS: dict[str, Callable[[CompileOptions, About], str | None]] = {
     "quantized already": _quantized_already,
     "encoder": _encoder,
     "draft": _draft_of,
+    "enable_lora": _enable_lora_of,
     "calibrated": _calibrated,
     "decoder start": _decoder_start,
     "experts": _experts,

@@ -37,6 +37,7 @@ class TargetSpec:
         latent_caches: the engine supports the latent caches of MLA.
         shared_caches: a layer may read the KV cache of another layer.
         drafts: the engine runs draft models.
+        adapters: the engine takes LoRA adapters.
         dtypes: dtypes of weights and activations; the last is the fallback of `--dtype auto`.
         kv_dtypes: dtypes of KV caches, in addition to `dtypes`.
         weight_dtypes: dtypes of quantized weights that `--quantize` may produce.
@@ -76,6 +77,7 @@ class TargetSpec:
     latent_caches: bool = False
     shared_caches: bool = False
     drafts: bool = False
+    adapters: bool = False
     dtypes: tuple[str, ...] = ("float32",)
     kv_dtypes: tuple[str, ...] = ()
     weight_dtypes: tuple[str, ...] = ()
@@ -147,7 +149,7 @@ _MAX_BUILT_SEQ_LEN = 4096  # the builder's memory grows with it
 CPU = register(TargetSpec(
     name="cpu", compiler="llmc.compiler.targets.cpu", engine="llmc.runtime.engines.cpu:CpuEngine",
     runs_any_op=True, recurrent_state=True, latent_caches=True, shared_caches=True,
-    drafts=True, weight_dtypes=_WEIGHT_DTYPES,
+    drafts=True, adapters=True, weight_dtypes=_WEIGHT_DTYPES,
     expert_dtypes=("int4", "uint4", "int8", "uint8"),  # those of QMoE
     group_multiple=1, permutes_columns=True, mla_projections=True,
     quantizes_activations=True))  # MatMulNBits quantizes them to int8

@@ -43,6 +43,8 @@ class EngineConfig:
     attention_backend: str | None = None
     speculates: bool = False
     draft: bool = False  # whether to load the draft model
+    max_loras: int = 0
+    max_lora_rank: int = 0
 
 
 def find_devices(manifest: Manifest, wish: Sequence[int] | None) -> list[list[Placement]]:
@@ -131,7 +133,8 @@ def cpu_limits(manifest: Manifest, config: EngineConfig) -> EngineLimits:
         max_drafts=MAX_DRAFTS if all(chip.verifies_drafts for chip in manifest.chips) else 0,
         proposes=config.draft,
         lookahead=int(config.draft and bool(manifest.chips[0].features)),
-        keeps_states=any(chip.states for chip in manifest.chips))
+        keeps_states=any(chip.states for chip in manifest.chips),
+        max_loras=config.max_loras, max_lora_rank=config.max_lora_rank)
 
 
 def memory(name: str) -> int:

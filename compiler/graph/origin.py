@@ -19,7 +19,7 @@ class Origin:
     Args:
         names: the parameters whose elements it has.
         source: int32 [rows], the index in `names` of each row's parameter; -1: a row of zeros.
-        row: int32 [rows], the row of that parameter.
+        row: int32 [rows], the row of that parameter; of zeros a running number.
         column: int32 [columns], the column of all parameters.
     """
 
@@ -51,7 +51,7 @@ class Origin:
         """The origin with zero rows up to `count`."""
         more = count - len(self.row)
         return Origin(self.names, np.append(self.source, np.full(more, -1, np.int32)),
-                      np.append(self.row, np.zeros(more, np.int32)), self.column)
+                      np.append(self.row, np.arange(more, dtype=np.int32)), self.column)
 
     @staticmethod
     def concat(origins: Sequence[Origin]) -> Origin | None:

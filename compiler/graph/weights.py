@@ -321,6 +321,16 @@ class Weight(LazyValues):
         result._inherit([self, left, right])
         return result
 
+    def with_row_norms(self, norms: np.ndarray) -> Weight:
+        """The matrix with each row scaled to a Euclidean norm, in float64."""
+        def rows(start: int, stop: int) -> np.ndarray:
+            block = self.rows(start, stop).astype(np.float64)
+            lengths = np.sqrt(_sum_rows(block * block))
+            factors = norms[start:stop] / np.where(lengths > 0, lengths, 1)
+            return np.asarray(block * factors[:, None]).astype(self.dtype)
+
+        return self._derived(self.shape, self.dtype, rows)
+
     def dot(self, vector: np.ndarray) -> np.ndarray:
         """A matrix times a vector, float32. Reads the matrix once, a block at a time.
 

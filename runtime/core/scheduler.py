@@ -10,6 +10,9 @@ share with the most. Such a preemption recomputes few tokens, most of them found
 cache, while waiting for a completion takes up to its whole length. Only a share without any slot
 preempts, so each arrival preempts at most once, and a preempted sequence cannot preempt in turn.
 
+A sequence waits while running ones use all slots of adapters, and those after it pass. After
+_ADAPTER_WAIT steps no other sequence with an adapter is admitted before it.
+
 Tenants with many running sequences run them in turns if a step with all of them would delay other
 tenants: see `_limit_rows`.
 """
@@ -26,6 +29,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
+from llmc.runtime.core.adapters import Adapter, AdapterSlots
 from llmc.runtime.core.fair_queue import HEAD_START, Order, Share, WaitingGroup, has_waited_for
 from llmc.runtime.core.kv_cache import BlockHashes, BlockPool, BlockTable
 from llmc.runtime.core.prompt_scores import PromptScores
@@ -48,6 +52,7 @@ _LOOKED_AT = 64  # maximum number of waiting groups to examine for admission in 
 _MIXED = 512  # tokens of a step with decoding sequences, unless a prompt has waited _LONG
 _LONG = 4  # steps
 _HOLD = 2  # steps
+_ADAPTER_WAIT = 64  # steps that other adapters may pass a sequence whose adapter has no slot
 _MAX_SLOWDOWN = 1.1  # of a step by rows of large tenants, relative to equal shares
 
 
@@ -70,6 +75,7 @@ class Sequence:
             then awaits the one before it.
         scores: log-probabilities of the prompt, if requested.
         drafts: drafts of its next tokens, for speculative decoding.
+        adapter: its LoRA adapter.
 
     Attributes:
         tokens: generated tokens that the host has read. A beam search keeps its own.
@@ -99,6 +105,7 @@ class Sequence:
     mask: Callable[[abc.Sequence[int]], np.ndarray] | None = None
     scores: PromptScores | None = None
     drafts: SequenceDrafts | None = None
+    adapter: Adapter | None = None
     tokens: list[int] = field(default_factory=list)
     order: Order = ()
     priority: int = 0
@@ -263,6 +270,7 @@ class Scheduler:
         queries, hits: prompt tokens of admitted sequences, and those found in the prefix cache.
         step_times: durations of decode steps.
         drafts: see the argument.
+        adapters: the engine's slots of adapters.
     """
 
     def __init__(self, limits: EngineLimits, max_num_batched_tokens: int, *,
@@ -273,6 +281,9 @@ class Scheduler:
         self._reuse = reuse and not limits.keeps_states
         self.blocks = BlockPool(limits.num_blocks, limits.block_size, reuse=self._reuse)
         self.running: list[Sequence] = []  # in order
+        self.adapters = AdapterSlots(limits.max_loras)
+        self._new_adapters: dict[int, Adapter] = {}  # by slot, of this step
+        self._overdue: WaitingGroup | None = None  # has waited for an adapter's slot for too long
         self.preemptions = self.queries = self.hits = 0
         self.step_times = StepTimes()
         self._shares = Share()  # of all tenants
@@ -379,6 +390,7 @@ class Scheduler:
         self._score_room = self.limits.max_scored
         self._draft_masks: dict[Sequence, np.ndarray] = {}
         self._unhide()
+        self._free_stalled_adapter()
         self._preempt_for_next()
         rows: list[_Row] = []
         copies: list[tuple[int, int]] = []
@@ -643,7 +655,8 @@ class Scheduler:
         """`_next`, except groups whose prompt is being computed for another sequence."""
         for _ in range(_LOOKED_AT):
             group = self._next()
-            if group is None or not (self._is_coming(group) or self._waits_for_scoring(group)):
+            if group is None or not (self._is_coming(group) or self._waits_for_scoring(group)
+                                     or self._lacks_adapter(group)):
                 return group
             self._hide(group)
         return None
@@ -654,6 +667,9 @@ class Scheduler:
         if group is None or (first := group.first) is None or not self._admit(first, rows):
             return None
         first.share.hold(first.width)
+        group.waits_since = None
+        if group is self._overdue:
+            self._overdue = None
         group.take()
         self._wait(group)
         return first
@@ -680,6 +696,33 @@ class Scheduler:
         sequence = group.first
         return not self._score_room and sequence is not None and \
             sequence.scores is not None and not sequence.scores.complete
+
+    def _lacks_adapter(self, group: WaitingGroup) -> bool:
+        """Whether its first sequence waits for a slot of its adapter."""
+        adapter = None if group.first is None else group.first.adapter
+        if adapter is None:
+            return False
+        if self._overdue is not None and self._overdue.first is None:  # was canceled
+            self._overdue = None
+        if self._overdue not in (None, group):
+            return True
+        if self.adapters.has_room(adapter):
+            return False
+        if group.waits_since is None:
+            group.waits_since = self._steps
+        if self._steps - group.waits_since >= _ADAPTER_WAIT:
+            self._overdue = group
+        return True
+
+    def _free_stalled_adapter(self) -> None:
+        """Preempt the sequences of an adapter if all are stalled and another adapter is overdue."""
+        if self._overdue is None:
+            return
+        busy = {own.adapter for own in self.running if not own.stalled()}
+        adapter = next((own.adapter for own in self.running
+                        if own.adapter is not None and own.adapter not in busy), None)
+        for own in [own for own in self.running if adapter and own.adapter is adapter]:
+            self._preempt(own)
 
     def _is_coming(self, group: WaitingGroup) -> bool:
         """Whether others compute at least half of its first sequence's uncached prompt."""
@@ -713,6 +756,8 @@ class Scheduler:
                 return False
             spare = len(self.running)
         sequence.group = None
+        if sequence.adapter is not None and self.adapters.hold(sequence.adapter):
+            self._new_adapters[self.adapters.slot(sequence.adapter)] = sequence.adapter
         sequence.tables = [table]
         sequence.slots = [heapq.heappop(self._slots) for _ in range(sequence.width)]
         sequence.computed = min(len(table.blocks) * self.blocks.block_size, sequence.known - 1)
@@ -834,6 +879,8 @@ class Scheduler:
             self.blocks.close(table)
         for slot in sequence.slots:
             heapq.heappush(self._slots, slot)
+        if sequence.adapter is not None:
+            self.adapters.release(sequence.adapter)
         if sequence.source is not None:
             own = self._memory[sequence.request]
             own[1] -= 1
@@ -882,13 +929,20 @@ class Scheduler:
                    else row.sequence.mask(()) for _, row in sampled
                    if row.sequence.mask is not None},
             num_drafts=[row.drafts for row in step_rows],
-            num_uncommitted=[row.uncommitted for row in step_rows], **self._proposals(step_rows))
+            num_uncommitted=[row.uncommitted for row in step_rows],
+            adapters=[self._adapter_slot(row.sequence) for row in step_rows],
+            load_adapters=self._new_adapters, **self._proposals(step_rows))
+        self._new_adapters = {}
         scheduled = ScheduledStep(
             step, [(row.sequence, row.sequence.epoch) for _, row in sampled], prompts,
             self.limits.keeps_states)
         for sequence, count in rows:
             self._count(sequence, count)
         return scheduled
+
+    def _adapter_slot(self, sequence: Sequence) -> int:
+        """The slot of a sequence's adapter; -1 without one."""
+        return -1 if sequence.adapter is None else self.adapters.slot(sequence.adapter)
 
     def _proposals(self, step_rows: abc.Sequence[_StepRow]) -> dict[str, object]:
         """Fields of a step for the engine's draft model.
