@@ -107,7 +107,7 @@ def _pairs_of(adapter: PeftAdapter, manifest: Manifest, case_dir: Path) -> dict[
             raise LlmcError(f"the adapter in '{adapter.directory}' changes '{name}', which is no "
                             f"layer of '{case_dir}' that takes adapters; give the adapter's own "
                             f"base, or {_MERGE}")
-        rank, wide, tall = *pair.down.shape, pair.up.shape[0]
+        tall, wide = pair.up.shape[0], pair.down.shape[1]
         if (tall, wide) != sizes[module]:
             raise LlmcError(f"the adapter in '{adapter.directory}' changes '{name}' as a matrix "
                             f"[{tall}, {wide}], in '{case_dir}' it is {list(sizes[module])}; give "

@@ -449,8 +449,10 @@ def cpu_product(fields: Fields, present: frozenset[str], made: str, x: str = "x"
                 added: str = "") -> str:
     """Return ONNX text like `product`'s for ONNX Runtime on a CPU, including `added`.
 
-    `added` is [out] or [rows, out]. The products of adapters are added likewise. Activations are quantized to int8 per block: other accuracy
-    levels are slower than float32 from 2 rows on, for 8-bit weights by far (ONNX Runtime 1.32).
+    `added` is [out] or [rows, out]. The products of adapters are added likewise.
+
+    Activations are quantized to int8 per block: other accuracy levels are slower than float32 from
+    2 rows on, for 8-bit weights by far (ONNX Runtime 1.32).
 
     Codes with a minimum are multiplied as signed ones, with the minimum moved accordingly: the
     error of quantized activations is in proportion to the multiplied numbers, and codes from 0 on
