@@ -293,7 +293,8 @@ class _Loaded:
             the prefix cache on first admission (`cache_queries`, `cache_hits`); verifications of
             drafts, drafts and accepted drafts (`spec_decode_drafts`, `spec_decode_draft_tokens`,
             `spec_decode_accepted_tokens`, and the last by position in
-            `spec_decode_accepted_tokens_per_pos`); `cache_usage`
+            `spec_decode_accepted_tokens_per_pos`); `max_loras`, and names of the adapters of
+            running and of waiting sequences (`running_adapters`, `waiting_adapters`); `cache_usage`
             from 0 to 1 of `num_blocks` of `block_size` positions; and p50, p90 and p99 over the
             newest few thousand values of `time_to_first_token` and `inter_token_latency` in
             seconds.

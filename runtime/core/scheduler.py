@@ -357,6 +357,12 @@ class Scheduler:
             free = max(free, self.blocks.num_blocks - len(used))
         return len(active), waiting, free
 
+    def adapter_names(self) -> tuple[set[str], set[str]]:
+        """Names of the adapters of running and of waiting sequences; callable from any thread."""
+        running, waiting = ({own.adapter.name for own in sequences if own.adapter is not None}
+                            for sequences in (list(self.running), self._firsts()))
+        return running, waiting
+
     def _firsts(self) -> list[Sequence]:
         """The first sequence of each waiting group."""
         return [group.first for group in list(self._groups) if group.first is not None]
