@@ -130,7 +130,7 @@ def _module_sizes(layers: Iterable[LoraLayer]) -> dict[str, tuple[int, int]]:
 
 def _chip_weights(chip: Chip, pairs: Mapping[str, LowRank]) -> dict[str, Weight]:
     """Return the matrices of a chip's layers by input name."""
-    weights = {}
+    weights: dict[str, Weight] = {}
     for layer in chip.lora:
         own = [module for module in layer.modules if module in pairs]
         if own:

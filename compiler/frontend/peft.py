@@ -98,7 +98,7 @@ def read_peft(directory: str | Path) -> PeftAdapter:
     if not any(pairs) and not saved:
         raise LlmcError(f"'{path}' has no adapter's tensors, such as 'X.lora_A.weight'; give a "
                         f"LoRA adapter that PEFT has saved")
-    return PeftAdapter(directory, *pairs,
+    return PeftAdapter(directory, pairs[0], pairs[1],
                        {module: parts[""] for module, parts in factors[_MAGNITUDE].items()},
                        saved, bool(config.get("fan_in_fan_out")))
 
