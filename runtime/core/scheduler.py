@@ -708,8 +708,6 @@ class Scheduler:
         adapter = None if group.first is None else group.first.adapter
         if adapter is None:
             return False
-        if self._overdue is not None and self._overdue.first is None:  # was canceled
-            self._overdue = None
         if self._overdue not in (None, group):
             return True
         if self.adapters.has_room(adapter):
@@ -722,6 +720,8 @@ class Scheduler:
 
     def _free_stalled_adapter(self) -> None:
         """Preempt the sequences of an adapter if all are stalled and another adapter is overdue."""
+        if self._overdue is not None and self._overdue.first is None:  # was canceled
+            self._overdue = None
         if self._overdue is None:
             return
         busy = {own.adapter for own in self.running if not own.stalled()}

@@ -147,6 +147,7 @@ class CpuEngine:
         self._bindings = {path: session.io_binding() for path, session in self._sessions.items()}
         self._bound_rows: dict[str, tuple[int, int]] = {}  # by path: first row and batch size
         self._bound_loras: dict[str, LoraSpan] = {}  # by path
+        self._span = LoraSpan()  # of the present run
 
     def compute(self, step: Step) -> np.ndarray:
         """Execute a step without LAST; returns logits, float32 [num_logits, padded_vocab]."""
@@ -348,6 +349,7 @@ class CpuEngine:
         if self._loras is not None:
             values["lora_ids"] = part.lora_ids
             values["lora_logits_ids"] = part.lora_ids[part.logits_indices]
+            self._span = self._loras.span(part.lora_ids)
         if self._wants_positions:
             values["position_ids"] = part.position_ids
         if part.memory is not None:
@@ -457,7 +459,7 @@ class CpuEngine:
         """Run one ONNX file; its outputs, except caches, are added to `values`."""
         binding = self._binding(step, batch.first_row, len(batch.past_lens))
         if self._loras is not None and self._stacked[step.path]:
-            self._bind_loras(binding, step, self._loras.span(batch.lora_ids))
+            self._bind_loras(binding, step)
         sizes = {"num_tokens": len(batch.input_ids), "num_logits": len(batch.logits_indices)}
         for name in self._inputs[step.path]:
             array = values[name]
@@ -489,13 +491,13 @@ class CpuEngine:
                         binding.bind_output(f"{name}_out", *place)
         return binding
 
-    def _bind_loras(self, binding: ort.IOBinding, step: GraphStep, span: LoraSpan) -> None:
-        """Bind the adapters' rows, unless these are bound already."""
-        if self._loras is None or self._bound_loras.get(step.path) == span:
+    def _bind_loras(self, binding: ort.IOBinding, step: GraphStep) -> None:
+        """Bind the rows of the run's adapters, unless these are bound already."""
+        if self._loras is None or self._bound_loras.get(step.path) == self._span:
             return
-        self._bound_loras[step.path] = span
+        self._bound_loras[step.path] = self._span
         for name in self._stacked[step.path]:
-            rows = self._loras.array(name, span)
+            rows = self._loras.array(name, self._span)
             binding.bind_input(name, "cpu", 0, rows.dtype, rows.shape, rows.ctypes.data)
 
     def _output_shapes(self, step: GraphStep) -> list[tuple[str, list[int | str]]]:

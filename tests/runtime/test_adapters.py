@@ -8,12 +8,16 @@ import families
 import lora
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 import llmc
 from llmc.artifacts.manifest import read_manifest
+from llmc.cli import main
 from llmc.runtime.core.adapters import Adapter, AdapterSlots
 from llmc.runtime.core.scheduler import Scheduler, Sequence
 from llmc.runtime.core.step import EngineLimits, SamplingState, StepOutput
+from llmc.runtime.engines.lora_stacks import LoraSpan, LoraStacks
+from llmc.runtime.replica import EngineConfig, adapter_bytes, cpu_limits
 
 PROMPTS = [[5, 9, 33, 7, 20], [11, 3, 8], list(range(40, 60)), [5, 9, 33, 7, 20]]
 PARAMS = llmc.SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=0)
@@ -226,6 +230,41 @@ def test_values_that_are_not_finite_are_refused_although_hashes_match(llm, compi
     (copy / "adapter_info.json").write_text(json.dumps(info))
     with pytest.raises(llmc.LlmcError, match="has NaN or infinite values"):
         llm.load_adapter("copy", copy)
+
+
+def test_slots_of_adapters_take_memory(lora_case, case_tp1):
+    config = EngineConfig(4, 64, max_loras=3, max_lora_rank=8)
+    manifest = read_manifest(lora_case(1))
+    loras = LoraStacks(manifest.chips[0], cpu_limits(manifest, config))
+    size = sum(loras.array(name, LoraSpan(0, 3, frozenset(range(9)))).nbytes
+               for name in loras.inputs if "owner" not in name)
+    assert adapter_bytes(manifest, config) == size
+    assert adapter_bytes(read_manifest(case_tp1), config) == 0
+
+
+def run_cli(*arguments):
+    return CliRunner().invoke(main, [*map(str, arguments)])
+
+
+def test_the_command_line_compiles_and_runs_adapters(lora_case, compiled, peft, llm, tmp_path):
+    case, directory = lora_case(1), tmp_path / "adapter"
+    made = run_cli("adapter", peft["all"][0], "--case_dir", case, "-o", directory)
+    assert made.exit_code == 0 and "rank 4, 28 modules" in made.output
+    prompt = llm.tokenizer.decode(PROMPTS[1])
+    params = llmc.SamplingParams(max_tokens=12, temperature=0, guided_regex="[a-z]{12}")
+    texts = {name: llm.generate([prompt], params, adapter=name)[0].text for name in ("all", None)}
+    assert texts["all"] != texts[None]
+    (tmp_path / "requests").write_text("".join(json.dumps(line) + "\n" for line in (
+        {"prompt": prompt, "guided_regex": "[a-z]{12}"},
+        {"prompt": prompt, "guided_regex": "[a-z]{12}", "adapter": None},
+        {"prompt": prompt, "adapter": "none"})))
+    result = run_cli("run", case, "--lora_modules", f"own={directory}", "--adapter", "own",
+                     "--max_tokens", 12, "--prompt_file", tmp_path / "requests")
+    own, base, wrong = map(json.loads, result.stdout.splitlines())
+    assert [line["completions"][0]["text"] for line in (own, base)] == [texts["all"], texts[None]]
+    assert "there is no adapter 'none'; loaded are 'own'" in wrong["error"]
+    missing = run_cli("run", case, "--prompt", "the", "--adapter", "own")
+    assert missing.exit_code == 2 and "no adapter 'own'; none is loaded" in missing.stderr
 
 
 # The scheduler alone.
