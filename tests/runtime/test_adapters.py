@@ -153,6 +153,19 @@ def test_drafts_of_the_base_do_not_change_an_adapter_s_tokens(lora_case, compile
     assert [own.token_ids for own in drafted] == [own.token_ids for own in plain]
 
 
+def test_a_draft_model_drafts_without_adapters(tiny_hf, peft, llm, tmp_path):
+    llmc.compile(tiny_hf, tmp_path / "case", draft=f"model:{tiny_hf}", enable_lora=True)
+    llmc.compile_adapter(peft["queries"][0], tmp_path / "case", tmp_path / "adapter")
+    params = llmc.SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    names = ["queries", None]
+    with llmc.LLM(tmp_path / "case", adapters={"queries": tmp_path / "adapter"},
+                  speculate="draft", num_speculative_tokens=3) as own:
+        drafted = own.generate(PROMPTS[:2], params, adapter=names)
+        assert own.metrics()["spec_decode_accepted_tokens"]
+    plain = llm.generate(PROMPTS[:2], params, adapter=names)
+    assert [own.token_ids for own in drafted] == [own.token_ids for own in plain]
+
+
 def test_beam_searches_use_adapters(llm, peft):
     params = llmc.SamplingParams(max_tokens=6, beam_width=3, ignore_eos=True)
     found = {name: llm.generate([PROMPTS[0]], params, adapter=name)[0].token_ids
