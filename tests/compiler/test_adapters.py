@@ -11,6 +11,7 @@ import torch
 
 import llmc
 from llmc.artifacts.manifest import read_manifest
+from llmc.compiler.check.diff import diff
 from llmc.compiler.graph.origin import Origin
 from llmc.compiler.graph.weights import Weight
 
@@ -43,6 +44,10 @@ def test_a_rank_takes_the_rows_and_columns_of_its_weights(lora_case):
     assert [(run.start, run.stop) for run in second[output].columns] == [(32, 64)]
     assert [(run.module.rpartition(".")[2], run.start, run.stop) for run in second[0].rows] == [
         ("q_proj", 32, 64), ("k_proj", 16, 32), ("v_proj", 16, 32)]
+
+
+def test_a_model_that_takes_adapters_is_compared_without_any(tiny_hf, lora_case):
+    assert diff(lora_case(2), tiny_hf, tokens=0).verdict is None
 
 
 def test_weights_record_the_origin_of_their_rows_and_columns():
