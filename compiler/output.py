@@ -148,13 +148,14 @@ def _resolve(output: str | Path) -> Path:
 
 def _check_replaceable(target: Path, output: str | Path, manifest: str) -> None:
     """Reject an existing output without this manifest, or that has other files."""
-    kind = "a case directory" if manifest == MANIFEST_NAME else "the directory of an adapter"
+    other = "exists and is not a case directory" if manifest == MANIFEST_NAME \
+        else "exists and is not the directory of an adapter"
     try:
         if not os.path.lexists(target):
             _check_parents(target, output)
             return
         if not target.is_dir():
-            raise LlmcError(f"'{output}' exists and is a file, not {kind}; choose "
+            raise LlmcError(f"'{output}' exists and is a file, not a folder; choose "
                             f"another output")
         if os.path.ismount(target):
             raise LlmcError(f"'{output}' is a mount point, which cannot be replaced; name a "
@@ -164,8 +165,7 @@ def _check_replaceable(target: Path, output: str | Path, manifest: str) -> None:
         if not os.listdir(target):
             return
         if not (target / manifest).is_file():
-            raise LlmcError(f"'{output}' exists and is not {kind}; choose another "
-                            f"output")
+            raise LlmcError(f"'{output}' {other}; choose another output")
         others = _unlisted(target, manifest)
     except OSError as error:
         raise LlmcError(f"'{output}' exists but cannot be read ({error.strerror}); choose "

@@ -55,7 +55,7 @@ def adaptable(op: Op) -> Op:
 
 
 def _adapted(rng: np.random.Generator, sample: Sample) -> Sample:
-    """Return a sample with adapters of rank 2 in two slots, one of which overflows."""
+    """Return a sample with adapters of rank 2 in two slots; the first one's product overflows."""
     rows, columns = sample.inputs["x"].shape
     height = sample.inputs["weight"].shape[0]
     owner = np.array([0, 0, 1, 1], np.int32)
