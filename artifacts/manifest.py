@@ -59,7 +59,10 @@ ENGINE_INPUTS: dict[str, tuple[DTypeName, tuple[str, ...]]] = {
     "memory_starts": ("int32", ("batch",)),
     "encoder_sequence_length": ("int32", ("batch",)),
     "token_type_ids": ("int64", ("num_tokens",)),
+    "lora_ids": ("int32", ("num_tokens",)),
+    "lora_logits_ids": ("int32", ("num_logits",)),
 }
+LORA_IDS = ("lora_ids", "lora_logits_ids")  # slots of adapters, of tokens and of rows of logits
 ENCODER_INPUTS = ("input_ids", "position_ids", "cu_seqlens")
 HIDDEN = "hidden"  # features of every token: output of the model, input of its draft model
 HIDDEN_OUT = "hidden_out"
@@ -89,7 +92,7 @@ CountOrNone = Annotated[int, Field(ge=0, le=_MAX_INT32)]
 LayerCount = Annotated[int, Field(ge=1, le=_MAX_LAYERS)]
 SizeName = Annotated[str, Field(
     pattern="^(num_tokens|num_logits|batch|batch_plus_1|num_memory_tokens|num_blocks|block_size"
-            "|max_blocks|num_states)$")]
+            "|max_blocks|num_states|lora_rows_[0-9]+)$")]
 TokenId = Annotated[int, Field(ge=0, le=_MAX_INT32)]
 DraftKind = Literal["eagle3", "mtp", "model", "assistant", "dflash"]
 DraftChain = Literal["tokens", "layers", "position", "block"]
@@ -101,7 +104,7 @@ def _is_absent(value: object) -> bool:
 
 
 def _is_empty(value: object) -> bool:
-    """The same for a list."""
+    """Whether to omit a tuple, so that manifests without it stay as they were."""
     return value == ()
 
 
@@ -267,6 +270,58 @@ class WeightForm(_Frozen):
     activation_group_size: Annotated[int, Field(ge=0)] = 0
 
 
+class LayerRows(_Frozen):
+    """Consecutive rows of a compiled matrix, and the rows of a module's matrix that they are.
+
+    They are `start`, `start + step` and so on before `stop`. Rows of zeros have no `module`.
+    """
+
+    module: str
+    start: CountOrNone
+    stop: int
+    step: int = 1
+
+    @property
+    def index(self) -> range:
+        return range(self.start, self.stop, self.step)
+
+
+class LoraLayer(_Frozen):
+    """A linear layer of a chip that takes adapters.
+
+    Its inputs are `<name>.lora_a` `[lora_rows_<group>, in_features]` and `<name>.lora_b`
+    `[lora_rows_<group>, out_features]`. Layers of one group have equal modules; the input
+    `lora_owner_<group>` has the slot of each of their rows. `rows` has the module of each output,
+    `columns` the input of the modules that each input is, as rows without a module.
+    """
+
+    name: str
+    group: CountOrNone
+    rows: Annotated[tuple[LayerRows, ...], Field(min_length=1)]
+    columns: Annotated[tuple[LayerRows, ...], Field(min_length=1)]
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names of the modules, each once."""
+        return tuple(dict.fromkeys(run.module for run in self.rows if run.module))
+
+    @property
+    def in_features(self) -> int:
+        return sum(len(run.index) for run in self.columns)
+
+    @property
+    def out_features(self) -> int:
+        return sum(len(run.index) for run in self.rows)
+
+    @property
+    def inputs(self) -> dict[str, tuple[str, tuple[int | str, ...]]]:
+        """Dtype and shape of each input, by name."""
+        rows = f"lora_rows_{self.group}"
+        return {f"{self.name}.lora_a": ("float32", (rows, self.in_features)),
+                f"{self.name}.lora_b": ("float32", (rows, self.out_features)),
+                f"lora_owner_{self.group}": ("int32", (rows,))}
+
+
 class Chip(_Frozen):
     """Files, tensors and steps of one rank.
 
@@ -275,6 +330,9 @@ class Chip(_Frozen):
     the caches. Recurrent state adds `commit_lens`, except in llmc 0.1.0. Paged caches add
     `block_table` for KV caches and `state_slots` for recurrent state. An updated cache is named
     `<cache>_out`; the last step writes `logits`.
+
+    With `lora` layers, the steps also read `lora_ids` and `lora_logits_ids`, the slot of each row's
+    adapter or -1, and the inputs of these layers.
 
     With an `encoder`, these are the tensors of the decoder, which also reads `memory_starts`,
     `encoder_sequence_length` and the outputs of the encoder.
@@ -304,6 +362,13 @@ class Chip(_Frozen):
     later_drafts: Annotated[tuple[DraftProgram, ...], Field(
         max_length=_MAX_LAYERS, exclude_if=_is_empty)] = ()
     quantization: dict[str, WeightForm] = {}
+    lora: Annotated[tuple[LoraLayer, ...], Field(
+        max_length=_MAX_FILES, exclude_if=_is_empty)] = ()
+
+    @property
+    def lora_inputs(self) -> dict[str, tuple[str, tuple[int | str, ...]]]:
+        """Dtype and shape of each input of adapters, without the slots of rows, by name."""
+        return {name: given for layer in self.lora for name, given in layer.inputs.items()}
 
     @property
     def drafts(self) -> tuple[DraftProgram, ...]:
@@ -367,7 +432,7 @@ class Chip(_Frozen):
         if self.encoder:
             self._check_dataflow(self.encoder.steps, {*ENCODER_INPUTS}, memory)
             self._check_listed(self.encoder.inputs, self.encoder.outputs, self.encoder.steps)
-        self._check_dataflow(self.steps, {*self.kept, *ENGINE_INPUTS, *memory},
+        self._check_dataflow(self.steps, {*self.kept, *ENGINE_INPUTS, *memory, *self.lora_inputs},
                      {*(f"{name}_out" for name in self.kept), self.result, *self.features})
         self._check_listed(self.inputs, self.outputs, self.steps)
         for index, draft in enumerate(self.drafts):
@@ -428,7 +493,7 @@ class Source(_Frozen):
 
     `config_sha256` is the digest of its config with sorted keys. `repo_id` and `commit` are set
     for a model from the Hugging Face hub. `requantized`: the model's quantized weights were
-    dequantized, and quantized again.
+    dequantized, and quantized again. `adapter` has the files of an adapter merged into the weights.
     """
 
     kind: Literal["huggingface", "gguf", "onnx"]
@@ -438,6 +503,7 @@ class Source(_Frozen):
     commit: str | None = None
     files: tuple[SourceFile, ...] = ()
     requantized: bool = False
+    adapter: Annotated[tuple[SourceFile, ...], Field(exclude_if=_is_empty)] = ()
 
 
 class Dims(_Frozen):
@@ -681,6 +747,11 @@ class Manifest(_Frozen):
     files: Annotated[tuple[FileEntry, ...], Field(max_length=_MAX_FILES)]
 
     @property
+    def takes_adapters(self) -> bool:
+        """Whether the model was compiled to take LoRA adapters."""
+        return any(chip.lora for chip in self.chips)
+
+    @property
     def kv_dtype(self) -> DTypeName:
         """Dtype of the KV caches."""
         return next((tensor.dtype for tensor in self.chips[0].inputs
@@ -806,9 +877,10 @@ class Manifest(_Frozen):
             required |= {"past_lens", "logits_indices"}
         elif chip.kept:
             required.add("past_lens")
-        mismatch = (given.keys() ^ required) - {"position_ids"} - \
+        adapters = chip.lora_inputs
+        mismatch = (given.keys() ^ {*required, *adapters}) - {"position_ids"} - \
             ({"commit_lens"} if chip.states else set()) - \
-            ({"token_type_ids"} if self.pooling else set())
+            ({"token_type_ids"} if self.pooling else set()) - ({*LORA_IDS} if adapters else set())
         if mismatch:
             article = "an unknown" if min(mismatch) in given else "no"
             raise ValueError(f"chip {chip.rank} has {article} input {min(mismatch)!r}")
@@ -821,6 +893,8 @@ class Manifest(_Frozen):
                                            *chip.state_caches[name].shape))
             elif name in produced:
                 tensor.require(self.dtype, ("num_memory_tokens", *produced[name].shape[1:]))
+            elif name in adapters:
+                tensor.require(*adapters[name])
             else:
                 self._require_input(tensor)
         for tensor in chip.encoder.inputs if chip.encoder else ():

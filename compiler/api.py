@@ -25,9 +25,11 @@ from llmc.artifacts.manifest import (
     WeightDType,
     write_manifest,
 )
+from llmc.compiler.adapter import merge_adapter
 from llmc.compiler.artifact import file_entry, weight_forms
 from llmc.compiler.frontend import RawModel, load
 from llmc.compiler.frontend.draft import DraftSource, attach_draft, refuse_chain
+from llmc.compiler.frontend.peft import read_peft, read_peft_source
 from llmc.compiler.frontend.raw import dequantize
 from llmc.compiler.frontend.tokenizer_config import FOLDER, TEMPLATE
 from llmc.compiler.graph.notes import Context
@@ -99,6 +101,7 @@ def _compile(model: str | Path, output: Path, options: CompileOptions) -> Manife
     untested = warn_untested_transformers(version("transformers"))
     if untested:
         progress(untested)
+    adapter = None if options.adapter is None else read_peft(options.adapter)
     progress("export")
     source = None if options.draft is None else DraftSource.of(options.draft)
     raw = load(model, hf_dir=options.hf_dir, mtp=source == DraftSource("mtp"),
@@ -120,6 +123,8 @@ def _compile(model: str | Path, output: Path, options: CompileOptions) -> Manife
             progress(Note(note))
     if not options.allow_nan:
         _require_finite(raw)
+    if adapter is not None:
+        merge_adapter(raw, adapter)
     if options.requantize:
         dequantize(raw)
     progress("passes")
@@ -232,7 +237,9 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: CompileOptio
         source=Source(kind=raw.kind, architecture=raw.architecture,
                       config_sha256=raw.config_sha256, repo_id=raw.origin.repo_id,
                       commit=raw.origin.commit, files=raw.origin.files(),
-                      requantized=options.requantize),
+                      requantized=options.requantize,
+                      adapter=() if options.adapter is None else
+                      read_peft_source(options.adapter)),
         dims=lowered.dims,
         dtype=cast(DTypeName, options.dtype),  # validated by check_options
         quantization=_weight_dtypes(chips), tp_size=tp_size,

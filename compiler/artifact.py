@@ -34,6 +34,7 @@ from llmc.artifacts.manifest import (
 from llmc.artifacts.weight_file import WEIGHTS_NAME as WEIGHTS_NAME
 from llmc.compiler.graph.rewrite import caches, fields_of, is_llmc, op_of, operands, state_of
 from llmc.compiler.graph.weights import Weight
+from llmc.compiler.passes.lora import describe_lora
 
 _ALIGNMENT = 4096
 _SAFETENSORS_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64",
@@ -234,7 +235,8 @@ def describe_chip(graph: gs.Graph, rank: int, steps: tuple[GraphStep | Collectiv
         cache=cache, num_heads=num_heads,
         states=tuple(StateCache(shape=tuple(kept[0].shape[1:])) for node in graph.nodes
                      if (kept := state_of(node)) is not None),
-        weight_bytes=weight_bytes, encoder=encoder, draft=draft, later_drafts=later)
+        weight_bytes=weight_bytes, encoder=encoder, draft=draft, later_drafts=later,
+        lora=describe_lora(graph))
 
 
 def _attention(graph: gs.Graph) -> tuple[tuple[LayerCache, ...], tuple[int, ...]]:

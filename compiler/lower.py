@@ -47,6 +47,7 @@ from llmc.compiler.passes.fold import fold
 from llmc.compiler.passes.gate import gate
 from llmc.compiler.passes.gemm import activation, gated_mlp, gemm, residual
 from llmc.compiler.passes.groups import groups
+from llmc.compiler.passes.lora import lora, name_origins
 from llmc.compiler.passes.norm import add_norm, norm
 from llmc.compiler.passes.norm_gate import norm_gate
 from llmc.compiler.passes.norm_gemm import norm_gemm
@@ -91,6 +92,10 @@ def _paged(target: TargetSpec) -> bool:
 
 def _quantized(target: TargetSpec) -> bool:
     return target.group_multiple > 0
+
+
+def _adapters(target: TargetSpec) -> bool:
+    return target.adapters
 
 
 def _several_dtypes(target: TargetSpec) -> bool:
@@ -195,6 +200,8 @@ PASSES: tuple[Step, ...] = (
     GraphPass("projections", projections, _program),  # after both, whose ops read columns
     GraphPass("experts_residual", experts_residual, _kernels),  # after projections
     GraphPass("norm_gemm", norm_gemm, _kernels),  # after projections: one GEMM per norm
+    # After all passes that select rows and columns, before quantize, which changes values.
+    RankPass("lora", lora, _adapters),
     RankPass("quantize", quantize_weights, _quantized),
     GraphPass("rounded_outputs", rounded_outputs, _program),  # after quantize sets activations
     # Target-specific.
@@ -273,6 +280,8 @@ def fuse(raw: RawModel, options: CompileOptions, vocab_multiple: int | None = No
     reports: list[Report] = []
     for graph in graphs:
         tidy(graph)
+    if options.enable_lora:
+        name_origins(raw.graph)
     for step in _FUSE:
         run_pass(step, [graphs], settings, reports)
     _require_kernels(graphs, settings.target)

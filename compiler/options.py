@@ -169,6 +169,11 @@ class CompileOptions:
         "draft model that was trained for MODEL: eagle3:DIR (EAGLE-3), and for `target` cpu "
         "dflash:DIR (DFlash) or assistant:DIR (Gemma 4's assistants).",
         metavar="KIND[:DIR]")] = None
+    enable_lora: Annotated[bool, Declared(
+        "Take LoRA adapters, as `llmc adapter` writes them, when the model runs, for `target` "
+        "cpu.")] = False
+    adapter: Annotated[str | Path | None, Declared(
+        "Directory of a PEFT adapter to merge into the weights.", metavar="PEFT_DIR")] = None
     target: Annotated[str, Declared(
         "Engine that runs the compiled model.", choices=tuple(TARGETS))] = "cpu"
     compute_capability: Annotated[str | None, Declared(

@@ -38,18 +38,21 @@ _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
 
-def check_output(output: str | Path) -> None:
+def check_output(output: str | Path, manifest: str = MANIFEST_NAME) -> None:
     """Check that `new_directory` can create or replace the output.
 
     An existing output must be an empty folder, or a case directory with only the files that its
     manifest lists. A symbolic link is followed; its target must exist.
+
+    Args:
+        manifest: name of the manifest; that of an adapter has another.
 
     Raises:
         LlmcError: it cannot be created, or must not be replaced.
     """
     target = _resolve(output)
     with _turn(target.parent):
-        _check_replaceable(target, output)
+        _check_replaceable(target, output, manifest)
     parent = next(folder for folder in target.parents if os.path.lexists(folder))
     try:
         os.rmdir(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
@@ -59,10 +62,14 @@ def check_output(output: str | Path) -> None:
 
 
 @contextmanager
-def new_directory(output: str | Path) -> Iterator[Path]:
+def new_directory(output: str | Path, manifest: str = MANIFEST_NAME) -> Iterator[Path]:
     """Yield an empty folder that replaces `output` when the block succeeds.
 
     On an error or interrupt, the folder and the parents created for it are removed.
+
+    Args:
+        output: the directory to write.
+        manifest: see `check_output`.
 
     Raises:
         LlmcError: it cannot be written, or `check_output` rejects the present output.
@@ -80,10 +87,11 @@ def new_directory(output: str | Path) -> Iterator[Path]:
     try:
         os.mkdir(new)
         yield new
-        assert not _unlisted(new), f"the manifest does not list {_unlisted(new)}"
+        extra = _unlisted(new, manifest)
+        assert not extra, f"the manifest does not list {extra}"
         _sync(new)
         with _turn(target.parent):
-            _check_replaceable(target, output)
+            _check_replaceable(target, output, manifest)
             _put(new, target, work)
         done = True
         _sync_folder(target.parent)
@@ -138,14 +146,16 @@ def _resolve(output: str | Path) -> Path:
     return target
 
 
-def _check_replaceable(target: Path, output: str | Path) -> None:
-    """Reject an existing output that is not a case directory, or that has other files."""
+def _check_replaceable(target: Path, output: str | Path, manifest: str) -> None:
+    """Reject an existing output without this manifest, or that has other files."""
+    other = "exists and is not a case directory" if manifest == MANIFEST_NAME \
+        else "exists and is not the directory of an adapter"
     try:
         if not os.path.lexists(target):
             _check_parents(target, output)
             return
         if not target.is_dir():
-            raise LlmcError(f"'{output}' exists and is a file, not a case directory; choose "
+            raise LlmcError(f"'{output}' exists and is a file, not a folder; choose "
                             f"another output")
         if os.path.ismount(target):
             raise LlmcError(f"'{output}' is a mount point, which cannot be replaced; name a "
@@ -154,15 +164,14 @@ def _check_replaceable(target: Path, output: str | Path) -> None:
             raise LlmcError(f"'{output}' exists and is write-protected; choose another output")
         if not os.listdir(target):
             return
-        if not (target / MANIFEST_NAME).is_file():
-            raise LlmcError(f"'{output}' exists and is not a case directory; choose another "
-                            f"output")
-        others = _unlisted(target)
+        if not (target / manifest).is_file():
+            raise LlmcError(f"'{output}' {other}; choose another output")
+        others = _unlisted(target, manifest)
     except OSError as error:
         raise LlmcError(f"'{output}' exists but cannot be read ({error.strerror}); choose "
                         f"another output") from error
     if others is None:
-        raise LlmcError(f"'{output}' has a {MANIFEST_NAME} without a list of files, so llmc cannot "
+        raise LlmcError(f"'{output}' has a {manifest} without a list of files, so llmc cannot "
                         f"tell its files from yours; remove '{output}', or choose another output")
     if others:
         names = ", ".join(f"'{name}'" for name in others[:3])
@@ -180,14 +189,14 @@ def _check_parents(target: Path, output: str | Path) -> None:
             return
 
 
-def _unlisted(case_dir: Path) -> list[str] | None:
+def _unlisted(case_dir: Path, manifest: str) -> list[str] | None:
     """Return relative paths of files and empty folders that the manifest does not list.
 
     None if the manifest has no list of files. Manifests of any version are accepted.
     """
     try:
-        entries = json.loads((case_dir / MANIFEST_NAME).read_bytes())["files"]
-        listed = {str(PurePosixPath(entry["path"])) for entry in entries} | {MANIFEST_NAME}
+        entries = json.loads((case_dir / manifest).read_bytes())["files"]
+        listed = {str(PurePosixPath(entry["path"])) for entry in entries} | {manifest}
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     present = []

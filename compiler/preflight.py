@@ -327,6 +327,20 @@ def _pooled(options: CompileOptions, about: About) -> str | None:
     return None
 
 
+def _enable_lora(options: CompileOptions) -> str | None:
+    if not options.enable_lora or target_spec(options.target).adapters:
+        return None
+    return (f"enable_lora is given for target '{options.target}', but adapters run on target cpu; "
+            f"compile with --target cpu, or merge one with --adapter")
+
+
+def _enable_lora_of(options: CompileOptions, about: About) -> str | None:
+    if not options.enable_lora or not about.has_encoder:
+        return None
+    return (f"'{about.name}' is an encoder-decoder model, which adapters do not support; leave out "
+            f"--enable_lora, or merge one with --adapter")
+
+
 def _draft_of(options: CompileOptions, about: About) -> str | None:
     if options.draft is None or not about.has_encoder:
         return None
@@ -414,12 +428,14 @@ OPTION_CHECKS: dict[str, Callable[[CompileOptions], str | None]] = {
     "expert_parallel": _expert_parallel,
     "task": _task,
     "draft": _draft,
+    "enable_lora": _enable_lora,
 }
 MODEL_CHECKS: dict[str, Callable[[CompileOptions, About], str | None]] = {
     "quantized already": _quantized_already,
     "encoder": _encoder,
     "pooled": _pooled,
     "draft": _draft_of,
+    "enable_lora": _enable_lora_of,
     "calibrated": _calibrated,
     "decoder start": _decoder_start,
     "experts": _experts,

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from llmc import plugins
 from llmc.server.limits import OPEN, AdmissionGate
 from llmc.server.metrics import Metrics
-from llmc.server.openapi import OPERATIONS, TOKENIZER_INFO, Operation
+from llmc.server.openapi import LORA_UPDATES, OPERATIONS, TOKENIZER_INFO, Operation
 from llmc.server.reasoning import REASONING_MARKS
 from llmc.server.tool_parsers import TOOL_PARSERS
 
@@ -31,7 +31,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def endpoints() -> str:
     """Return a table of the server's paths."""
     return table(("method", "path", "body", "API key", "statuses"),
-                 (_endpoint(own) for own in (*OPERATIONS, TOKENIZER_INFO)))
+                 (_endpoint(own) for own in (*OPERATIONS, TOKENIZER_INFO, *LORA_UPDATES)))
 
 
 def _endpoint(own: Operation) -> tuple[str, ...]:
@@ -43,7 +43,7 @@ def _endpoint(own: Operation) -> tuple[str, ...]:
 def bodies() -> str:
     """Return the fields of each request body."""
     parts = []
-    for own in OPERATIONS:
+    for own in (*OPERATIONS, *LORA_UPDATES):
         if own.body is None:
             continue
         fields = ", ".join(f"`{name}`" for name in own.body.model_fields)
@@ -54,7 +54,9 @@ def bodies() -> str:
 def metrics() -> str:
     """Return a table of the metrics that /metrics exposes."""
     unused = cast(AdmissionGate, SimpleNamespace(inside=0, sequences=0, refused=0))
-    values: defaultdict[str, Any] = defaultdict(int, spec_decode_accepted_tokens_per_pos=[0])
+    values: defaultdict[str, Any] = defaultdict(
+        int, spec_decode_accepted_tokens_per_pos=[0], max_loras=1, running_adapters=[],
+        waiting_adapters=[])
     text = Metrics(lambda: values, unused, "model").text().decode()
     return table(("name", "type", "meaning"), (
         (f"`{family.name}`", family.type, family.documentation)

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 from llmc.errors import CheckFailed, LlmcError
 
 if TYPE_CHECKING:
+    from llmc.compiler.adapter import compile_adapter
     from llmc.compiler.api import compile
     from llmc.runtime.core.llm import LLM, AsyncLLM
     from llmc.runtime.sampling.params import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "CheckFailed", "LlmcError", "SamplingParams", "compile"]
+__all__ = ["LLM", "AsyncLLM", "CheckFailed", "LlmcError", "SamplingParams", "compile",
+           "compile_adapter"]
 
 
 def __getattr__(name: str) -> Any:
@@ -26,4 +28,7 @@ def __getattr__(name: str) -> Any:
     if name == "compile":
         from llmc.compiler.api import compile
         return compile
+    if name == "compile_adapter":
+        from llmc.compiler.adapter import compile_adapter
+        return compile_adapter
     raise AttributeError(f"module 'llmc' has no attribute '{name}'")

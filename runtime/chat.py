@@ -15,16 +15,17 @@ class Chat:
 
     Args:
         params: sampling parameters of every answer.
+        adapter: name of a loaded LoRA adapter.
 
     Raises:
         LlmcError: params.n is not 1.
     """
 
-    def __init__(self, llm: LLM, params: SamplingParams) -> None:
+    def __init__(self, llm: LLM, params: SamplingParams, adapter: str | None = None) -> None:
         if params.n != 1:
             raise LlmcError(f"n is {params.n}, a conversation has one answer per message; leave n "
                             f"out")
-        self._llm, self._params = llm, params
+        self._llm, self._params, self._adapter = llm, params, adapter
         self.messages: list[dict[str, str]] = []
 
     def say(self, message: str) -> Generator[CompletionChunk, None, None]:
@@ -44,7 +45,8 @@ class Chat:
             raise LlmcError(f"the conversation has {len(prompt)} tokens, the KV cache has room "
                             f"for {room}; shorten the message, start another conversation, or "
                             f"compile with a larger --max_seq_len")
-        return self._answer(messages, self._llm.stream([prompt], self._params))
+        return self._answer(messages, self._llm.stream([prompt], self._params,
+                                                       adapter=self._adapter))
 
     def _answer(self, messages: list[dict[str, str]], pieces: Iterator[CompletionChunk]) -> \
             Generator[CompletionChunk, None, None]:

@@ -16,6 +16,7 @@ from llmc.runtime.sampling.sampler import NonFiniteLogits
 from llmc.runtime.speculation.planner import SpeculationCounts
 
 _WINDOW = 4096  # number of latest times to keep
+_ADAPTERS = "running_adapters", "waiting_adapters"
 _RECENT = 10.0  # seconds over which throughput is measured
 
 
@@ -86,6 +87,8 @@ class Metrics:
                         cache_hits=scheduler.hits, blocks=blocks.num_blocks,
                         block_size=blocks.block_size, free_blocks=free_blocks, **speculation,
                         accepted_per_position=per_position,
+                        max_loras=scheduler.limits.max_loras,
+                        **dict(zip(_ADAPTERS, scheduler.adapter_names(), strict=True)),
                         first=list(self.first), between=list(self.between))
 
 
@@ -94,11 +97,13 @@ def together(loops: list[Metrics]) -> dict[str, Any]:
     parts = [loop.read() for loop in loops]
     counts = {name: sum(part[name] for part in parts) for name in parts[0]
               if name not in ("first", "between", "blocks", "block_size", "free_blocks",
-                              "accepted_per_position")}
+                              "accepted_per_position", "max_loras", *_ADAPTERS)}
     blocks = sum(part["blocks"] for part in parts)
     per_position = [sum(each) for each in
                     zip(*(part["accepted_per_position"] for part in parts), strict=True)]
     return {**counts, "spec_decode_accepted_tokens_per_pos": per_position,
+            "max_loras": parts[0]["max_loras"],
+            **{name: sorted({own for part in parts for own in part[name]}) for name in _ADAPTERS},
             "num_blocks": blocks, "block_size": parts[0]["block_size"],
             "cache_usage": 1 - sum(part["free_blocks"] for part in parts) / blocks,
             **{name: asdict(Percentiles.of([time for part in parts for time in part[times]]))

@@ -18,7 +18,7 @@ from llmc.runtime.sampling.params import FIELDS, SamplingParams
 
 _PROMPTS = ("prompt", "token_ids", "messages")
 _FIELDS = tuple(field.name for field in FIELDS)
-_KEYS = (*_PROMPTS, "id", *_FIELDS)
+_KEYS = (*_PROMPTS, "id", "adapter", *_FIELDS)
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Request:
     answer: dict[str, Any]
     prompt: Prompt
     params: SamplingParams
+    adapter: str | None = None
 
 
 def read_lines(path: str | Path) -> list[bytes]:
@@ -54,15 +55,16 @@ def read_lines(path: str | Path) -> list[bytes]:
 
 
 def read_requests(llm: LLM, lines: Sequence[bytes], defaults: SamplingParams, *,
-                  chat: bool = False) -> list[Request]:
+                  chat: bool = False, adapter: str | None = None) -> list[Request]:
     """Parse and validate the lines that are not blank.
 
     A request has one of `prompt` (text), `token_ids` and `messages` (each with role and content,
-    for the chat template), any fields of `SamplingParams`, and an optional `id`.
+    for the chat template), any fields of `SamplingParams`, and an optional `id` and `adapter`.
 
     Args:
         defaults: for fields that a request omits.
         chat: put each `prompt` into the model's chat template.
+        adapter: name of the LoRA adapter of requests that name none.
     """
     requests: list[Request] = []
     for number, line in enumerate(lines, 1):
@@ -70,15 +72,16 @@ def read_requests(llm: LLM, lines: Sequence[bytes], defaults: SamplingParams, *,
             continue
         answer: dict[str, Any] = {"index": len(requests)}
         prompt: Prompt = ""
-        params = defaults
+        params, own = defaults, adapter
         try:
             request = _parse(line)
             if "id" in request:
                 answer["id"] = request["id"]
-            prompt, params = _read_request(llm, request, defaults, chat)
+            own = request.get("adapter", adapter)
+            prompt, params = _read_request(llm, request, defaults, chat, own)
         except LlmcError as error:
             answer["error"] = f"line {number}: {error}"
-        requests.append(Request(answer, prompt, params))
+        requests.append(Request(answer, prompt, params, own))
     return requests
 
 
@@ -115,6 +118,7 @@ def run_requests(llm: LLM, requests: Sequence[Request],
     yield from ready()
     for completion in llm.complete([request.prompt for request in valid],
                                    [request.params for request in valid],
+                                   adapter=[request.adapter for request in valid],
                                    progress=progress) if valid else ():
         finished.setdefault(valid[completion.index].answer["index"], []).append(completion)
         yield from ready()
@@ -130,8 +134,8 @@ def _parse(line: bytes) -> dict[str, Any]:
     return request
 
 
-def _read_request(llm: LLM, request: dict[str, Any], defaults: SamplingParams, chat: bool) -> \
-        tuple[Prompt, SamplingParams]:
+def _read_request(llm: LLM, request: dict[str, Any], defaults: SamplingParams, chat: bool,
+                  adapter: str | None) -> tuple[Prompt, SamplingParams]:
     """Read a request's prompt and parameters.
 
     Raises:
@@ -150,7 +154,7 @@ def _read_request(llm: LLM, request: dict[str, Any], defaults: SamplingParams, c
                                 for key, bias in fields["logit_bias"].items()}
     params = dataclasses.replace(defaults, **fields)
     prompt = _prompt(llm, kinds[0], request[kinds[0]], chat)
-    llm.stream([prompt], params)  # validates the request without running it
+    llm.stream([prompt], params, adapter=[adapter])  # validates the request without running it
     return prompt, params
 
 

@@ -42,6 +42,8 @@ class EngineConfig:
     attention_backend: str | None = None
     speculates: bool = False
     draft: bool = False  # whether to load the draft model
+    max_loras: int = 0
+    max_lora_rank: int = 0
 
 
 def find_devices(manifest: Manifest, wish: Sequence[int] | None) -> list[list[Placement]]:
@@ -99,6 +101,13 @@ def step_bytes(manifest: Manifest, config: EngineConfig) -> int:
     return 4 * (_ACTIVATIONS * dims.hidden_size * chunk + 2 * logits) + min(scores, SCORE_BYTES)
 
 
+def adapter_bytes(manifest: Manifest, config: EngineConfig) -> int:
+    """Bytes of all slots of adapters, on all chips of a CPU together."""
+    return sum(4 * config.max_loras * config.max_lora_rank * len(layer.modules)
+               * (layer.in_features + layer.out_features)
+               for chip in manifest.chips for layer in chip.lora)
+
+
 def _max_scored(manifest: Manifest) -> int:
     return max(MAX_SCORED, min(MAX_LOGITS, _SCORED_BYTES // (4 * manifest.dims.padded_vocab_size)))
 
@@ -114,14 +123,16 @@ def cpu_limits(manifest: Manifest, config: EngineConfig) -> EngineLimits:
     """
     longest, each = manifest.dims.max_seq_len, max(token_bytes(manifest, config.draft), 1)
     rows, taken = config.max_batch_size * longest, step_bytes(manifest, config)
-    free = max(memory("MemAvailable") - taken, 0)
+    adapters = adapter_bytes(manifest, config)
+    free = max(memory("MemAvailable") - taken - adapters, 0)
     tokens = config.kv_cache_tokens
     if tokens is None:
         tokens = max(min(rows, max(free // (_SHARE * each), longest), free // (2 * each)), 1)
     elif (size := (tokens + min(tokens, rows)) * each) > free:
+        slots = f", and the slots of adapters {adapters / 1e9:.1f} GB" if adapters else ""
         raise LlmcError(f"a KV cache of {tokens} tokens takes {size / 1e9:.1f} GB with the rows of "
-                        f"its sequences, and a step up to {taken / 1e9:.1f} GB; this "
-                        f"machine has {(free + taken) / 1e9:.1f} GB free of "
+                        f"its sequences, and a step up to {taken / 1e9:.1f} GB{slots}; this "
+                        f"machine has {(free + taken + adapters) / 1e9:.1f} GB free of "
                         f"{memory('MemTotal') / 1e9:.1f} GB; lower kv_cache_tokens"
                         f"{', or leave out the draft model' if config.draft else ''}")
     return EngineLimits(
@@ -132,7 +143,8 @@ def cpu_limits(manifest: Manifest, config: EngineConfig) -> EngineLimits:
         and all(chip.verifies_drafts for chip in manifest.chips) else 0,
         proposes=config.draft,
         lookahead=_lookahead(manifest.draft, manifest.chips[0]) if config.draft else 0,
-        keeps_states=any(chip.states for chip in manifest.chips), whole=manifest.is_whole)
+        keeps_states=any(chip.states for chip in manifest.chips), whole=manifest.is_whole,
+        max_loras=config.max_loras, max_lora_rank=config.max_lora_rank)
 
 
 def _max_drafts(draft: DraftInfo | None) -> int:

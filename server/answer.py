@@ -54,6 +54,11 @@ class Answer(ABC):
         self._accepted_prediction_tokens = self._rejected_prediction_tokens = 0
         self._cached: dict[int, int] = {}  # tokens of each prompt that were cached
 
+    @property
+    def model_name(self) -> str:
+        """Name of the model, or of its adapter that generates."""
+        return self.job.adapter or self.model.name
+
     @abstractmethod
     async def json(self, batches: AsyncGenerator[list[CompletionChunk], None]) -> bytes:
         """Return the whole answer as JSON."""
@@ -193,4 +198,4 @@ class Choices(Answer):
             yield chunk
 
     def _head(self, kind: str) -> Object:
-        return {"id": self._id, "object": kind, "created": self.created, "model": self.model.name}
+        return {"id": self._id, "object": kind, "created": self.created, "model": self.model_name}

@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +18,13 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import (
+    HTMLResponse,
+    JSONResponse,
+    PlainTextResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -44,6 +51,7 @@ from llmc.server.offload import MAX_TOKENS
 from llmc.server.openapi import (
     DOWN,
     ITEM_ORDERS,
+    LORA_UPDATES,
     MAX_ITEMS,
     OPERATIONS,
     TOKENIZER_INFO,
@@ -65,8 +73,10 @@ from llmc.server.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     Generation,
+    LoadAdapterRequest,
     ResponsesRequest,
     TokenizeRequest,
+    UnloadAdapterRequest,
 )
 from llmc.server.response_store import ResponseStore
 from llmc.server.responses import ResponseAnswer, read_response
@@ -148,15 +158,18 @@ class Api:
         access: None: accept any Host, and no other origin.
         responses: store of /v1/responses. None: store nothing.
         tokenizer_info: serve /tokenizer_info.
+        lora_updates: serve /v1/load_lora_adapter and /v1/unload_lora_adapter.
 
     Attributes:
         model: model of new requests.
     """
 
     def __init__(self, model: Model, limits: ServerLimits, access: Access | None = None,
-                 responses: ResponseStore | None = None, tokenizer_info: bool = False) -> None:
+                 responses: ResponseStore | None = None, tokenizer_info: bool = False,
+                 lora_updates: bool = False) -> None:
         self.model, self._limits = model, limits
-        self._operations = (*OPERATIONS, *((TOKENIZER_INFO,) if tokenizer_info else ()))
+        self._operations = (*OPERATIONS, *((TOKENIZER_INFO,) if tokenizer_info else ()),
+                            *(LORA_UPDATES if lora_updates else ()))
         self._access = access or Access()
         self._responses = responses or ResponseStore(0, 1)
         self._gate = AdmissionGate.of(limits, model.llm.max_num_seqs)
@@ -264,14 +277,32 @@ class Api:
         return JSONResponse(await asyncio.to_thread(self.model.tokenizer_info))
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._described()]})
+        return JSONResponse({"object": "list", "data": [
+            self._described(name) for name in (None, *self.model.llm.adapters)]})
 
     async def named(self, request: Request) -> Response:
         name = request.path_params["name"]
         if not name:  # /v1/models/
             return await self.models(request)
-        self.model.check_name(name)
-        return JSONResponse(self._described())
+        return JSONResponse(self._described(self.model.adapter_of(name)))
+
+    async def load_lora_adapter(self, request: Request) -> Response:
+        body = await self._read(request, LoadAdapterRequest)
+        if body.lora_name == self.model.name:
+            raise ApiError(f"lora_name '{shortened(body.lora_name)}' is the name of the model; "
+                           f"give another", param="lora_name")
+        await asyncio.to_thread(self.model.llm.load_adapter, body.lora_name, body.lora_path)
+        LOGGER.info("loaded an adapter", extra={"fields": {"adapter": body.lora_name}})
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    async def unload_lora_adapter(self, request: Request) -> Response:
+        body = await self._read(request, UnloadAdapterRequest)
+        if body.lora_name not in self.model.llm.adapters:
+            raise ApiError(f"there is no adapter '{shortened(body.lora_name)}'", 404,
+                           param="lora_name")
+        await asyncio.to_thread(self.model.llm.unload_adapter, body.lora_name)
+        LOGGER.info("unloaded an adapter", extra={"fields": {"adapter": body.lora_name}})
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     async def health(self, request: Request) -> Response:
         try:
@@ -321,7 +352,7 @@ class Api:
             stack.enter_context(model.working())
             try:
                 async with asyncio.timeout_at(deadline):
-                    job = await read(model, body)
+                    job = replace(await read(model, body), adapter=model.adapter_of(body.model))
                     _check_length(model, job, param)
                     answer = answered(model, body, job)
                     stack.callback(lambda: note(
@@ -371,7 +402,7 @@ class Api:
         body = kind.read(raw)
         if body.ignored:
             note(request.scope, ignored=body.ignored)
-        self.model.check_name(body.model)
+        self.model.adapter_of(body.model)
         return body
 
     def _timeout_message(self) -> str:
@@ -387,10 +418,13 @@ class Api:
         LOGGER.error("a stream failed", exc_info=error)
         return error_event(500, _FAILED)
 
-    def _described(self) -> dict[str, Any]:
+    def _described(self, adapter: str | None = None) -> dict[str, Any]:
+        """Return the entry of the model, or of one of its adapters."""
         model = self.model
-        return {"id": model.name, "object": "model", "created": model.created, "owned_by": "llmc",
-                "root": model.name, "parent": None, "max_model_len": model.llm.max_model_len}
+        return {"id": adapter or model.name, "object": "model", "created": model.created,
+                "owned_by": "llmc", "root": model.name,
+                "parent": None if adapter is None else model.name,
+                "max_model_len": model.llm.max_model_len}
 
     # Errors.
 

@@ -293,7 +293,7 @@ class MessageAnswer(Answer):
         return _event("content_block_delta", {"index": len(self._blocks) - 1, "delta": delta})
 
     def _message(self, content: list[Object]) -> Object:
-        return {"id": self._id, "type": "message", "role": "assistant", "model": self.model.name,
+        return {"id": self._id, "type": "message", "role": "assistant", "model": self.model_name,
                 "content": content}
 
     def _stopped(self) -> Object:

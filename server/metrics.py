@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, fields
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -75,10 +76,30 @@ class _CurrentValues(Collector):
                                  labels=(*_LABELS, "block_size", "num_gpu_blocks", "cache_dtype"))
         info.add_metric((*self._labels, str(now["block_size"]), str(now["num_blocks"]), "auto"), 1)
         yield info
+        if now["max_loras"]:
+            adapters = GaugeMetricFamily(
+                "vllm:lora_requests_info", "Adapters of running and of waiting requests.",
+                labels=("max_lora", "running_lora_adapters", "waiting_lora_adapters"))
+            adapters.add_metric((str(now["max_loras"]), ",".join(now["running_adapters"]),
+                                 ",".join(now["waiting_adapters"])), 1)
+            yield adapters
+
+
+@dataclass(frozen=True)
+class _ModelMetrics:
+    """Metrics of the requests to the model, or to one of its adapters."""
+
+    ttft: Histogram
+    itl: Histogram
+    e2e: Histogram
+    prompt: Histogram
+    generation: Histogram
+    prompts: Counter
+    generated: Counter
 
 
 class Metrics:
-    """Metrics of requests.
+    """Metrics of requests. Those of an adapter have its name as the model's.
 
     Args:
         read: returns the runtime's metrics; see `AsyncLLM.metrics`.
@@ -89,28 +110,31 @@ class Metrics:
     def __init__(self, read: Callable[[], Mapping[str, Any]], gate: AdmissionGate,
                  model_name: str) -> None:
         self._registry = CollectorRegistry()
-        labels = (model_name, "0")
-        self._registry.register(_CurrentValues(read, gate, labels))
+        self._model_name = model_name
+        self._registry.register(_CurrentValues(read, gate, (model_name, "0")))
 
         def times(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(name, text, _LABELS, buckets=buckets,
-                             registry=self._registry).labels(*labels)
+            return Histogram(name, text, _LABELS, buckets=buckets, registry=self._registry)
 
         def count(name: str, text: str) -> Counter:
-            return Counter(name, text, _LABELS, registry=self._registry).labels(*labels)
+            return Counter(name, text, _LABELS, registry=self._registry)
 
-        self._ttft = times("vllm:time_to_first_token_seconds", "Time to first token.",
-                           _TTFT_BUCKETS)
-        self._itl = times("vllm:inter_token_latency_seconds", "Inter-token latency.", _ITL_BUCKETS)
-        self._e2e = times("vllm:e2e_request_latency_seconds", "End-to-end latency.", _E2E_BUCKETS)
-        self._prompt = times("vllm:request_prompt_tokens", "Tokens per prompt.", _TOKEN_BUCKETS)
-        self._generation = times("vllm:request_generation_tokens", "Tokens per completion.",
-                                 _TOKEN_BUCKETS)
-        self._prompts = count("vllm:prompt_tokens", "Prompt tokens.")
-        self._generated = count("vllm:generation_tokens", "Generated tokens.")
+        self._all = _ModelMetrics(
+            times("vllm:time_to_first_token_seconds", "Time to first token.", _TTFT_BUCKETS),
+            times("vllm:inter_token_latency_seconds", "Inter-token latency.", _ITL_BUCKETS),
+            times("vllm:e2e_request_latency_seconds", "End-to-end latency.", _E2E_BUCKETS),
+            times("vllm:request_prompt_tokens", "Tokens per prompt.", _TOKEN_BUCKETS),
+            times("vllm:request_generation_tokens", "Tokens per completion.", _TOKEN_BUCKETS),
+            count("vllm:prompt_tokens", "Prompt tokens."),
+            count("vllm:generation_tokens", "Generated tokens."))
         self._success = Counter("vllm:request_success", "Finished completions.",
                                 (*_LABELS, "finished_reason"), registry=self._registry)
-        self._labels = labels
+        self._of(model_name)  # shown from the start
+
+    def _of(self, name: str) -> _ModelMetrics:
+        """Metrics of a model or an adapter."""
+        return _ModelMetrics(*(getattr(self._all, field.name).labels(name, "0")
+                               for field in fields(_ModelMetrics)))
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
@@ -123,33 +147,40 @@ class Metrics:
             lengths: tokens of each text.
             seconds: from its arrival to its end.
         """
+        metrics = self._of(self._model_name)
         for length in lengths:
-            self._prompt.observe(length)
-        self._prompts.inc(sum(lengths))
-        self._e2e.observe(seconds)
-        self._success.labels(*self._labels, "stop").inc(len(lengths))
+            metrics.prompt.observe(length)
+        metrics.prompts.inc(sum(lengths))
+        metrics.e2e.observe(seconds)
+        self._success.labels(self._model_name, "0", "stop").inc(len(lengths))
 
     async def measured(self, job: GenerationJob,
                        batches: AsyncGenerator[list[CompletionChunk], None]) -> \
             AsyncGenerator[list[CompletionChunk], None]:
         """Yield a request's chunks, and measure each."""
-        timer = _RequestTimer(self)
+        name = job.adapter or self._model_name
+        metrics = self._of(name)
+        timer = _RequestTimer(metrics, lambda reason: self._success.labels(name, "0", reason).inc())
         async with aclosing(batches):
             async for pieces in batches:
                 if not timer.tokens:
                     for prompt in job.prompts:
-                        self._prompt.observe(len(prompt))
-                    self._prompts.inc(job.prompt_tokens)
+                        metrics.prompt.observe(len(prompt))
+                    metrics.prompts.inc(job.prompt_tokens)
                 for piece in pieces:
                     timer.measure(piece)
                 yield pieces
 
 
 class _RequestTimer:
-    """Measures one request."""
+    """Measures one request.
 
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics, self._started = metrics, time.monotonic()
+    Args:
+        finished: called with the reason of each finished completion.
+    """
+
+    def __init__(self, metrics: _ModelMetrics, finished: Callable[[str], None]) -> None:
+        self._metrics, self._finished, self._started = metrics, finished, time.monotonic()
         self._latest: dict[tuple[int, int], tuple[float, int]] = {}  # time, tokens by completion
         self.tokens = 0
 
@@ -157,13 +188,13 @@ class _RequestTimer:
         """Measure a chunk."""
         now, key, metrics = time.monotonic(), (piece.index, piece.sample), self._metrics
         before, number = self._latest.get(key, (self._started, 0))
-        (metrics._itl if number else metrics._ttft).observe(now - before)
+        (metrics.itl if number else metrics.ttft).observe(now - before)
         generated = piece.token_id is not None
-        metrics._generated.inc(generated)
+        metrics.generated.inc(generated)
         self.tokens += 1
         self._latest[key] = now, number + generated
         if piece.finish_reason:
-            metrics._e2e.observe(now - self._started)
-            metrics._generation.observe(number + generated)
-            metrics._success.labels(*metrics._labels, piece.finish_reason).inc()
+            metrics.e2e.observe(now - self._started)
+            metrics.generation.observe(number + generated)
+            self._finished(piece.finish_reason)
             del self._latest[key]

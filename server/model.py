@@ -38,6 +38,7 @@ class GenerationJob:
         prompts: token ids.
         params: sampling parameters.
         priority: of its sequences.
+        adapter: LoRA adapter to generate with.
         echo: text for each prompt that its choices begin with. None: no echo.
     """
 
@@ -45,6 +46,7 @@ class GenerationJob:
     params: SamplingParams
     priority: int = 0
     echo: Sequence[str] | None = None
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         check_choices(len(self.prompts), self.n)
@@ -124,11 +126,20 @@ class Model:
         finally:
             self.requests -= 1
 
-    def check_name(self, name: str | None) -> None:
-        """Raise ApiError if a request names another model."""
-        if name is not None and name != self.name:
-            raise ApiError(f"unknown model '{shortened(name)}'; this server has '{self.name}'",
-                           404, param="model", code="model_not_found")
+    def adapter_of(self, name: str | None) -> str | None:
+        """Return the adapter that a request names as its model; None for the model itself.
+
+        Raises:
+            ApiError: neither the model nor an adapter has this name.
+        """
+        if name is None or name == self.name:
+            return None
+        adapters = self.llm.adapters
+        if name not in adapters:
+            others = f" and {len(adapters)} adapters" if adapters else ""
+            raise ApiError(f"unknown model '{shortened(name)}'; this server has '{self.name}'"
+                           f"{others}", 404, param="model", code="model_not_found")
+        return name
 
     async def read_prompts(self, prompts: Sequence[str | list[int]],
                            add_special_tokens: bool = True) -> list[list[int]]:
@@ -224,7 +235,8 @@ class Model:
             AsyncGenerator[list[CompletionChunk], None]:
         """Yield batches of all available chunks; closing the generator stops the generation."""
         return self.llm.stream_batches(job.prompts, job.params, priority=job.priority,
-                                       tenant=tenant, cache_salt=cache_salt, all_beams=True)
+                                       tenant=tenant, cache_salt=cache_salt,
+                                       adapter=job.adapter, all_beams=True)
 
 
 def _plain(value: Any) -> Any:

@@ -25,8 +25,10 @@ from llmc.server.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    LoadAdapterRequest,
     ResponsesRequest,
     TokenizeRequest,
+    UnloadAdapterRequest,
 )
 
 _Object = dict[str, Any]
@@ -124,6 +126,15 @@ OPERATIONS = (
 # Served only with --enable_tokenizer_info_endpoint, as the chat template may be private.
 TOKENIZER_INFO = Operation("GET", "/tokenizer_info", "tokenizer_info", ("tokenizer_class",),
                            wrong=((400, "the model has no tokenizer"),))
+
+
+# Served only with --allow_runtime_lora_updating, as a client names directories of the server.
+LORA_UPDATES = tuple(
+    Operation("POST", f"/v1/{name}", name, "text/plain", body,
+              tuple(sorted((_WRONG | {404: missing, 503: _UNAVAILABLE}).items())))
+    for name, body, missing in (
+        ("load_lora_adapter", LoadAdapterRequest, _WRONG[404]),
+        ("unload_lora_adapter", UnloadAdapterRequest, "there is no such adapter")))
 
 
 def description(operations: Sequence[Operation], open_paths: Sequence[str]) -> _Object:

@@ -761,6 +761,19 @@ class TokenizeRequest(Body):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+class LoadAdapterRequest(Body):
+    """The body of vLLM's /v1/load_lora_adapter."""
+
+    lora_name: str = Field(min_length=1, max_length=256)
+    lora_path: str = Field(min_length=1)
+
+
+class UnloadAdapterRequest(Body):
+    """The body of vLLM's /v1/unload_lora_adapter."""
+
+    lora_name: str = Field(min_length=1, max_length=256)
+
+
 class DetokenizeRequest(Body):
     """The body of vLLM's /detokenize."""
 

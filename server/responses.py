@@ -199,7 +199,7 @@ class ResponseAnswer(Answer):
             "error": None, "incomplete_details":
                 {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,
-            "metadata": body.metadata, "model": self.model.name, "output": self._output,
+            "metadata": body.metadata, "model": self.model_name, "output": self._output,
             "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": body.reasoning.effort, "summary": None},

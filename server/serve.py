@@ -41,7 +41,8 @@ def serve(case_dir: str | Path, *, host: str = "127.0.0.1", port: int = 8000,
           chat_template_content_format: ContentFormat = "auto",
           generation_config: GenerationConfig = "auto", response_store_mb: float = 64,
           response_store_ttl: float = 3600, watch: bool = False,
-          enable_tokenizer_info_endpoint: bool = False, **loading: Any) -> None:
+          enable_tokenizer_info_endpoint: bool = False,
+          allow_runtime_lora_updating: bool = False, **loading: Any) -> None:
     """Serve a model until SIGTERM or SIGINT, in the main thread, and log to stderr.
 
     After the signal, running requests have `drain_timeout` seconds to finish. SIGHUP is ignored.
@@ -63,6 +64,8 @@ def serve(case_dir: str | Path, *, host: str = "127.0.0.1", port: int = 8000,
         watch: when the case directory is replaced, load the new model and switch to it; running
             requests finish with the old one.
         enable_tokenizer_info_endpoint: serve /tokenizer_info, which has the chat template.
+        allow_runtime_lora_updating: let clients load adapters from directories of this machine, and
+            unload them, by /v1/load_lora_adapter and /v1/unload_lora_adapter.
         loading: arguments of `AsyncLLM`.
 
     Raises:
@@ -74,6 +77,8 @@ def serve(case_dir: str | Path, *, host: str = "127.0.0.1", port: int = 8000,
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with _bind(host, port) as bound:
         name = served_model_name or case_dir.resolve().name
+        if name in (loading.get("adapters") or {}):
+            raise LlmcError(f"an adapter has the name of the model, '{name}'; give it another")
         log_to_stderr()
         _raise_descriptor_limit()
         asyncio.run(_serve(
@@ -81,7 +86,8 @@ def serve(case_dir: str | Path, *, host: str = "127.0.0.1", port: int = 8000,
             responses,
             lambda: Model(AsyncLLM(case_dir, **loading), name, tool_call_parser, reasoning_parser,
                           chat_template_content_format, generation_config),
-            case_dir if watch else None, enable_tokenizer_info_endpoint))
+            case_dir if watch else None, tokenizer_info=enable_tokenizer_info_endpoint,
+            lora_updates=allow_runtime_lora_updating))
 
 
 def _for_address(access: Access, bound: socket.socket) -> Access:
@@ -114,9 +120,9 @@ def _bind(host: str, port: int) -> socket.socket:
 
 async def _serve(bound: socket.socket, limits: ServerLimits, access: Access,
                  tls: ssl.SSLContext | None, responses: ResponseStore,
-                 load: Callable[[], Model], watched: Path | None, tokenizer_info: bool) -> None:
+                 load: Callable[[], Model], watched: Path | None, **endpoints: bool) -> None:
     before = None if watched is None else _stamp(watched)
-    api = Api(await asyncio.to_thread(load), limits, access, responses, tokenizer_info)
+    api = Api(await asyncio.to_thread(load), limits, access, responses, **endpoints)
     watching = None
     if watched is not None:
         watching = asyncio.create_task(_watch(api, watched, before, load))

@@ -209,6 +209,18 @@ def case_tp2(tiny_hf, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def lora_case(tiny_hf, tmp_path_factory):
+    """Factory by tp_size of case directories that take LoRA adapters."""
+    root = tmp_path_factory.mktemp("lora")
+
+    @functools.cache
+    def make(tp_size):
+        llmc.compile(tiny_hf, root / f"tp{tp_size}", tp_size=tp_size, enable_lora=True)
+        return root / f"tp{tp_size}"
+    return make
+
+
+@pytest.fixture(scope="session")
 def nan_hf(tmp_path_factory):
     """A checkpoint whose logits are NaN after token 7 only."""
     path = tmp_path_factory.mktemp("nan") / "hf"

@@ -45,14 +45,23 @@ class Server:
 
     def post(self, path, body, **headers):
         """Return the status, the headers and the JSON of a response."""
+        status, answer_headers, text = self._post(path, body, **headers)
+        return status, answer_headers, json.loads(text)
+
+    def post_text(self, path, body):
+        """Return the status and the text of a response."""
+        status, _, text = self._post(path, body)
+        return status, text.decode()
+
+    def _post(self, path, body, **headers):
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {
             "content-type": "application/json", **headers})
         try:
             with urllib.request.urlopen(request, timeout=60) as response:
-                return response.status, response.headers, json.loads(response.read())
+                return response.status, response.headers, response.read()
         except urllib.error.HTTPError as error:
-            return error.code, error.headers, json.loads(error.read())
+            return error.code, error.headers, error.read()
 
     def end(self):
         """Send SIGTERM; return the exit code and the log since readiness."""

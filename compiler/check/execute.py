@@ -236,6 +236,10 @@ def run_chips(manifest: Manifest, case_dir: Path, ids: Sequence[int],
                                     cache.head_dim), np.float32)
         for name, kept_state in chip.state_caches.items():
             state[name] = np.zeros((1, *kept_state.shape), np.float32)
+        if chip.lora:
+            state["lora_ids"] = state["lora_logits_ids"] = step.lora_ids
+        for name, (dtype, shape) in chip.lora_inputs.items():  # no adapter's rows
+            state[name] = np.zeros((0, *map(int, shape[1:])), dtype)
         states.append(state)
     kept: list[Values] = [{} for _ in states]
     for steps in zip(*(chip.steps for chip in manifest.chips), strict=True):

@@ -56,12 +56,12 @@ def open_checkpoint(directory: Path, allow_pickle: bool) -> dict[str, Weight]:
             tensor, or the weights are pickled and `allow_pickle` is not set.
     """
     if (directory / "adapter_config.json").is_file():
-        raise LlmcError(f"'{directory}' contains an adapter ('adapter_config.json'), which llmc "
-                        f"does not compile; merge it into its base model and give the result")
+        raise LlmcError(f"'{directory}' contains an adapter ('adapter_config.json'), not a model; "
+                        f"give its base model, with --adapter '{directory}' to merge them")
     tensors: dict[str, Weight] = {}
     owner: dict[str, Path] = {}
     for path, listed in _shards(directory):
-        shard = _open_safetensors(path)
+        shard = open_safetensors(path)
         for name in shard:
             if name in owner:
                 raise LlmcError(f"tensor '{name}' is in both '{owner[name]}' and '{path}'; remove "
@@ -93,7 +93,12 @@ def _shards(directory: Path) -> list[tuple[Path, list[str]]]:
     return shards
 
 
-def _open_safetensors(path: Path) -> dict[str, Weight]:
+def open_safetensors(path: Path) -> dict[str, Weight]:
+    """Open a safetensors file.
+
+    Raises:
+        LlmcError: the file cannot be read, or a tensor has an unsupported dtype.
+    """
     from safetensors import SafetensorError, safe_open
 
     refuse_pointer(path)

@@ -96,4 +96,5 @@ def _fits(declared: Sequence[int | str | None], shape: Shape) -> bool:
 
 
 def _is_unknown(dim: int | str | None) -> bool:
-    return not isinstance(dim, int) and dim not in _DIMENSIONS
+    return not isinstance(dim, int) and dim not in _DIMENSIONS \
+        and not str(dim).startswith("lora_rows_")

@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 from onnx_graphsurgeon.ir.tensor import LazyValues
 
+from llmc.compiler.graph.origin import Origin
 from llmc.errors import LlmcError
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ class Weight(LazyValues):
         divided: whether it is one rank's share of the rows.
         unrounded: a dropped storage format, its own or a part's, that declares activation
             quantization.
+        origin: the parameters that its rows and columns belong to; None: unknown, or their values
+            were changed.
     """
 
     def __init__(self, shape: Sequence[int], dtype: np.dtype | type,
@@ -53,16 +56,19 @@ class Weight(LazyValues):
         self.dequantized = False
         self.divided = False
         self.unrounded: Stored | None = None
+        self.origin: Origin | None = None
         self._rows = rows
         self._transposed: Weight | None = None
         self._padded: dict[int, Weight] = {}
         self._cast: dict[np.dtype, Weight] = {}
 
     def _derived(self, shape: Sequence[int], dtype: np.dtype | type,
-                 rows: Callable[[int, int], np.ndarray], stored: Stored | None = None) -> Weight:
+                 rows: Callable[[int, int], np.ndarray], stored: Stored | None = None,
+                 origin: Origin | None = None) -> Weight:
         """A weight computed from this one."""
         result = Weight(shape, dtype, rows, self.name, stored)
         result._inherit([self])
+        result.origin = origin
         return result
 
     def _inherit(self, sources: Sequence[Weight]) -> None:
@@ -77,11 +83,13 @@ class Weight(LazyValues):
 
     def without_form(self) -> Weight:
         """The same values without the storage format."""
-        return self._derived(self.shape, self.dtype, self._rows)
+        return self._derived(self.shape, self.dtype, self._rows, origin=self.origin)
 
     def as_unquantized(self) -> Weight:
         """The same values without any record of quantization."""
-        return Weight(self.shape, self.dtype, self._rows, self.name)
+        result = Weight(self.shape, self.dtype, self._rows, self.name)
+        result.origin = self.origin
+        return result
 
     @property
     def nbytes(self) -> int:
@@ -183,7 +191,8 @@ class Weight(LazyValues):
                     block[:, low:high] = self.rows(low, high)[:, start:stop].T
                 return block
 
-            self._transposed = self._derived(self.shape[::-1], self.dtype, rows)
+            self._transposed = self._derived(self.shape[::-1], self.dtype, rows,
+                                             origin=self.origin and self.origin.transpose())
             self._transposed._transposed = self
         return self._transposed
 
@@ -232,7 +241,8 @@ class Weight(LazyValues):
 
         stored_rows = _rows_of(index, self.shape[1]) if len(self.shape) == 3 else index
         return self._derived((len(index), *self.shape[1:]), self.dtype, rows,
-                             self.stored and self.stored.take_rows(stored_rows))
+                             self.stored and self.stored.take_rows(stored_rows),
+                             self.origin and self.origin.take_rows(index))
 
     def take_columns(self, index: Sequence[int] | np.ndarray) -> Weight:
         """Columns `index` of a matrix, in that order; whole groups keep the storage format."""
@@ -241,7 +251,8 @@ class Weight(LazyValues):
             return self
         return self._derived((self.shape[0], len(index)), self.dtype,
                              lambda start, stop: self.rows(start, stop)[:, index],
-                             self.stored and self.stored.take_columns(index))
+                             self.stored and self.stored.take_columns(index),
+                             self.origin and self.origin.take_columns(index))
 
     def take(self, index: Sequence[int] | np.ndarray, axis: int) -> Weight:
         """Slices `index` of an axis, in that order."""
@@ -277,7 +288,8 @@ class Weight(LazyValues):
             return block
 
         self._padded[count] = self._derived((count, *self.shape[1:]), self.dtype, rows,
-                                            self.stored and self.stored.pad_rows(count))
+                                            self.stored and self.stored.pad_rows(count),
+                                            self.origin and self.origin.pad_rows(count))
         return self._padded[count]
 
     def map(self, function: Callable[[np.ndarray], np.ndarray]) -> Weight:
@@ -309,6 +321,16 @@ class Weight(LazyValues):
         result._inherit([self, left, right])
         return result
 
+    def with_row_norms(self, norms: np.ndarray) -> Weight:
+        """The matrix with each row scaled to a Euclidean norm, in float64."""
+        def rows(start: int, stop: int) -> np.ndarray:
+            block = self.rows(start, stop).astype(np.float64)
+            lengths = np.sqrt(_sum_rows(block * block))
+            factors = norms[start:stop] / np.where(lengths > 0, lengths, 1)
+            return np.asarray(block * factors[:, None]).astype(self.dtype)
+
+        return self._derived(self.shape, self.dtype, rows)
+
     def dot(self, vector: np.ndarray) -> np.ndarray:
         """A matrix times a vector, float32. Reads the matrix once, a block at a time.
 
@@ -325,7 +347,7 @@ class Weight(LazyValues):
         if dtype not in self._cast:
             self._cast[dtype] = self._derived(
                 self.shape, dtype, lambda start, stop: self.rows(start, stop).astype(dtype),
-                self.stored)
+                self.stored, self.origin)
         return self._cast[dtype]
 
     @staticmethod
@@ -363,6 +385,8 @@ class Weight(LazyValues):
                         "+".join(w.name for w in weights),
                         forms[0].above(forms[1:]) if len(forms) == len(weights) else None)
         result._inherit(weights)
+        origins = [w.origin for w in weights if w.origin is not None]
+        result.origin = Origin.concat(origins) if len(origins) == len(weights) else None
         return result
 
 

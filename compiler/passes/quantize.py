@@ -36,6 +36,7 @@ from llmc.compiler.graph.rewrite import (
     values_of,
 )
 from llmc.compiler.graph.weights import HeadMatrices, Weight
+from llmc.compiler.passes.lora import LoraInput
 from llmc.compiler.passes.packing import has_logits, head_weight
 from llmc.compiler.quant.nearest import quantize
 from llmc.compiler.quant.notes import (
@@ -197,6 +198,9 @@ def _store(owner: gs.Graph, node: gs.Node, known: Sequence[_QuantizedWeight], se
     for role, weight in zip(op.quantized, known, strict=True):
         if weight.stored.order is not None:
             given["x"] = _ordered(owner, node, given["x"], weight.stored.order)
+            left = given.get("lora_a")
+            if isinstance(left, LoraInput) and weight.values.origin is not None:
+                left.origin = weight.values.origin.take_columns(weight.stored.order)
         if role.row_sums in given:
             given[role.row_sums] = _row_sums(weight.stored, given[role.row_sums].name)
         given |= {role.weight: weight.weight, role.scale: weight.scale}

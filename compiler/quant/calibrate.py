@@ -119,6 +119,7 @@ def calibrate(graph: gs.Graph, tokens: Sequence[int], scheme: Scheme, head_schem
                 for constant in constants:
                     if constant._values is weight:
                         constant._values = stored.weight(weight.name)
+                        constant._values.origin = weight.origin
         if any(t.name == "logits" for t in node.outputs):
             return  # only the head computes logits; nothing follows it
         values.update(_run(node, values))

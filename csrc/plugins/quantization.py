@@ -49,6 +49,7 @@ import numpy as np
 
 from llmc.plugins import Fields, Op, Sample, Shape
 from llmc.plugins.code_types import CODE_TYPES, E8M0_NUMBERS, LINEAR_CODE_TYPES
+from llmc.plugins.lora import adapter_product, adapter_text, cpu_adapter_text
 from llmc.plugins.roles import Quantized
 
 FLOAT8 = "float8_e4m3fn"
@@ -206,6 +207,12 @@ def activations(fields: Fields, x: np.ndarray) -> np.ndarray:
         np.maximum(np.abs(groups).max(-1, keepdims=True, initial=0) / FLOAT8_MOST, _LEAST_SCALE)
     numbers: np.ndarray = (groups if fields.get("x_dtype") else _over(groups, scale)) * scale
     return numbers.reshape(x.shape)
+
+
+def linear(fields: Fields, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return x · weightᵀ with the products of adapters, float64 [..., out]."""
+    y: np.ndarray = activations(fields, inputs["x"]) @ inputs["weight"].astype(np.float64).T
+    return y + adapter_product(inputs, inputs["x"])
 
 
 def _over(x: np.ndarray, scale: np.ndarray | float) -> np.ndarray:
@@ -411,7 +418,14 @@ def rounded(fields: Fields, x: str, own: str = "x") -> tuple[list[str], str]:
 
 
 def product(fields: Fields, present: frozenset[str], made: str, x: str = "x") -> str:
-    """Return ONNX text for `made` = x · weightᵀ, quantized or not, in standard ops."""
+    """Return ONNX text for `made` = x · weightᵀ, quantized or not, in standard ops.
+
+    It includes the products of adapters.
+    """
+    if "lora_a" in present:
+        return "\n".join([product(fields, present - {"lora_a"}, f"{made}_base", x),
+                          *adapter_text(f"{made}_lora", x),
+                          f"{made} = Add({made}_base, {made}_lora)"])
     lines, x = rounded(fields, x)
     matrix = "weight"
     if fields["weight_dtype"]:
@@ -435,13 +449,19 @@ def cpu_product(fields: Fields, present: frozenset[str], made: str, x: str = "x"
                 added: str = "") -> str:
     """Return ONNX text like `product`'s for ONNX Runtime on a CPU, including `added`.
 
-    `added` is [out] or [rows, out]. Activations are quantized to int8 per block: other accuracy
-    levels are slower than float32 from 2 rows on, for 8-bit weights by far (ONNX Runtime 1.32).
+    `added` is [out] or [rows, out]. The products of adapters are added likewise.
+
+    Activations are quantized to int8 per block: other accuracy levels are slower than float32 from
+    2 rows on, for 8-bit weights by far (ONNX Runtime 1.32).
 
     Codes with a minimum are multiplied as signed ones, with the minimum moved accordingly: the
     error of quantized activations is in proportion to the multiplied numbers, and codes from 0 on
     are about three times as large as the weight.
     """
+    if "lora_a" in present:
+        adapted = f"{made}_adapted"
+        return "\n".join([*cpu_adapter_text(adapted, x, added), cpu_product(
+            fields, present - {"lora_a"}, made, x, adapted)])
     dtype, size = fields["weight_dtype"], fields["group_size"]
     width, height = fields["in_features"], fields["out_features"]
     if not dtype or dtype == FLOAT8:  # constant-folded to float32

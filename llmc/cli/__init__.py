@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from llmc import __version__
+from llmc.cli.adapter import adapter_command
 from llmc.cli.bench import bench_command
 from llmc.cli.compile import compile_command
 from llmc.cli.diff import diff_command
@@ -34,6 +35,6 @@ def main() -> None:
     """Compile language models ahead of time, and run the compiled models."""
 
 
-for _command in (compile_command, run_command, bench_command, serve_command, inspect_command,
-                 diff_command, eval_command):
+for _command in (compile_command, adapter_command, run_command, bench_command, serve_command,
+                 inspect_command, diff_command, eval_command):
     main.add_command(_command)

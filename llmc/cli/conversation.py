@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from llmc.runtime.sampling.params import SamplingParams
 
 
-def converse(llm: LLM, params: SamplingParams, meter: Meter) -> None:
+def converse(llm: LLM, params: SamplingParams, meter: Meter, adapter: str | None = None) -> \
+        None:
     """Run a conversation in the terminal until Ctrl-D."""
     from llmc.runtime.chat import Chat
 
@@ -28,7 +29,7 @@ def converse(llm: LLM, params: SamplingParams, meter: Meter) -> None:
         import readline  # noqa: F401  enables arrow keys in input()
     meter.begin()
     click.echo("Ctrl-C ends an answer, Ctrl-D the conversation.", err=True)
-    chat = Chat(llm, params)
+    chat = Chat(llm, params, adapter)
     while True:
         try:
             message = input("> ")

@@ -75,6 +75,26 @@ def _draft_count(ctx: click.Context, param: click.Parameter, value: str) -> int 
         return value
 
 
+def _adapters(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> \
+        dict[str, str]:
+    """Parse NAME=DIR pairs."""
+    adapters: dict[str, str] = {}
+    for value in values:
+        name, sign, path = value.partition("=")
+        if not (name and sign and path):
+            raise LlmcError(f"--lora_modules is '{value}', expected NAME=DIR, such as "
+                            f"sql=adapters/sql")
+        if name in adapters:
+            raise LlmcError(f"--lora_modules has two adapters named '{name}'; give each another")
+        adapters[name] = path
+    return adapters
+
+
+adapters_option = click.option(
+    "--lora_modules", "adapters", multiple=True, callback=_adapters, metavar="NAME=DIR",
+    help="LoRA adapter that `llmc adapter` wrote, and its name as a model; may be repeated.")
+
+
 # Arguments of `LLM`, by name.
 LOADING_OPTIONS: dict[str, dict[str, Any]] = {
     "max_batch_size": dict(type=int, help="Maximum number of sequences per step of a replica.  "
@@ -99,6 +119,9 @@ LOADING_OPTIONS: dict[str, dict[str, Any]] = {
                                    shell_complete=completes("auto"),
                                    help="Drafts of a sequence per step, from 1 to 16; auto: as "
                                         "many as pay off."),
+    "max_loras": dict(default=8, help="Maximum number of LoRA adapters per step."),
+    "max_lora_rank": dict(type=int, help="Highest rank of an adapter, up to 256.  [default: that "
+                                         "of the given ones, at least 16]"),
     "check_step": dict(default=2, help="Maximum number of in-flight steps per GPU."),
     "skip_step": dict(default=0, help="Number of tokens per sequence that a GPU samples before "
                                       "the host reads the first."),

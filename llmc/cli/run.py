@@ -15,6 +15,7 @@ import click
 
 from llmc.cli.conversation import converse
 from llmc.cli.options import (
+    adapters_option,
     case_options,
     device_option,
     json_option,
@@ -57,6 +58,9 @@ if TYPE_CHECKING:
               help="Expected tensor parallel size; an error if the model has another.")
 @device_option
 @loading_options
+@adapters_option
+@click.option("--adapter", default=None, metavar="NAME",
+              help="Name of the adapter of --lora_modules to generate with.")
 @click.option("--log_file", default="", show_default=False,
               help="File to append the settings and the generation rate to.  [default: none]")
 @json_option
@@ -73,6 +77,7 @@ def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | No
     from llmc.runtime.prompt_file import read_lines
 
     loading = pop_loading_options(options)
+    loading["adapters"], adapter = options.pop("adapters"), options.pop("adapter")
     if options["logprobs"] is not None and not as_json and prompt_file is None:
         raise LlmcError("--logprobs needs --json, which prints them; add --json")
     if prompt_file is not None and prompts:
@@ -107,11 +112,11 @@ def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | No
         if llm.manifest.pooling is not None:
             failed = _run_pooled(llm, lines, prompts, meter)
         elif talk:
-            converse(llm, params, meter)
+            converse(llm, params, meter, adapter)
         elif lines is not None:
-            failed = _run_requests(llm, lines, params, chat, meter)
+            failed = _run_requests(llm, lines, params, chat, meter, adapter)
         else:
-            _run_prompts(llm, prompts, params, chat, as_json, meter)
+            _run_prompts(llm, prompts, params, chat, as_json, meter, adapter)
     rate = f"{meter.tokens} tokens in {meter.seconds:.2f} s, {meter.rate:.1f} tokens/s"
     click.echo(rate, err=True)
     _log(log_file, f"{rate}\n")
@@ -121,20 +126,21 @@ def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | No
 
 
 def _run_prompts(llm: LLM, prompts: Sequence[str], params: SamplingParams, chat: bool,
-                 as_json: bool, meter: Meter) -> None:
+                 as_json: bool, meter: Meter, adapter: str | None) -> None:
     """Stream a single completion; print several as blocks when they end, or as JSON."""
     inputs = [llm.chat_prompt(prompt) if chat else prompt for prompt in prompts]
     total = len(prompts) * params.n
     meter.start()
     if total == 1 and not as_json:
-        for piece in llm.stream(inputs, params):
+        for piece in llm.stream(inputs, params, adapter=adapter):
             meter.count()
             click.echo(piece.text, nl=False)
         click.echo()
         return
     completions: list[Completion] = []
     with ProgressBar() as bar:
-        for completion in llm.complete(inputs, params, progress=bar.tokens(meter, total)):
+        for completion in llm.complete(inputs, params, adapter=adapter,
+                                       progress=bar.tokens(meter, total)):
             completions.append(completion)
             if not as_json:
                 number = f"{completion.index}" + f".{completion.sample}" * (params.n > 1)
@@ -147,11 +153,11 @@ def _run_prompts(llm: LLM, prompts: Sequence[str], params: SamplingParams, chat:
 
 
 def _run_requests(llm: LLM, lines: list[bytes], params: SamplingParams, chat: bool,
-                  meter: Meter) -> int:
+                  meter: Meter, adapter: str | None) -> int:
     """Print a JSON result per line and return the number of failed requests."""
     from llmc.runtime.prompt_file import read_requests, run_requests
 
-    requests = read_requests(llm, lines, params, chat=chat)
+    requests = read_requests(llm, lines, params, chat=chat, adapter=adapter)
     total = sum(request.params.n for request in requests if "error" not in request.answer)
     with ProgressBar() as bar:
         for result in run_requests(llm, requests, bar.tokens(meter, total)):

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from llmc.cli.options import device_option, loading_options
+from llmc.cli.options import adapters_option, device_option, loading_options
 from llmc.cli.sampling import generation_config_option
 from llmc.errors import LlmcError
 from llmc.installation import install_command
@@ -61,6 +61,10 @@ class _ApiKeys(click.types.StringParamType):
 @generation_config_option
 @click.option("--enable_tokenizer_info_endpoint", is_flag=True,
               help="Serve /tokenizer_info: the tokenizer's configuration and the chat template.")
+@adapters_option
+@click.option("--allow_runtime_lora_updating", is_flag=True,
+              help="Serve /v1/load_lora_adapter and /v1/unload_lora_adapter: clients may load "
+                   "adapters from directories of this machine.")
 @click.option("--watch", is_flag=True,
               help="When CASE_DIR is replaced, load the new model and switch to it without "
                    "failing a request.")

@@ -105,6 +105,7 @@ class WaitingGroup(_Node):
     Attributes:
         first: the next sequence to admit; None if nothing waits.
         hidden: whether the group is skipped in this step.
+        waits_since: the step since which its first sequence waits for a slot of its adapter.
     """
 
     def __init__(self, sequences: Iterator[Sequence], order: Order, priority: int,
@@ -113,6 +114,7 @@ class WaitingGroup(_Node):
         self.share = self.parent = share
         self.first: Sequence | None = None
         self.hidden = False
+        self.waits_since: int | None = None
         self._taken = 0
         self.take()
 

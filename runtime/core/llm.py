@@ -29,10 +29,12 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from llmc.artifacts.adapter import MAX_RANK
 from llmc.artifacts.manifest import DraftInfo, Manifest, read_manifest, verify_files
 from llmc.errors import LlmcError, shown
 from llmc.limits import MAX_SEQUENCES
 from llmc.memory import memory_errors
+from llmc.runtime.core.adapters import AdapterRegistry
 from llmc.runtime.core.loop import (
     ClientCall,
     Loop,
@@ -88,6 +90,10 @@ _GRAMMARS = ThreadPoolExecutor(2, "llmc-grammars")
 _SEARCH = ("beam_width", "length_penalty", "diversity_rate", "early_stopping")
 
 
+# A name of a LoRA adapter for all prompts, or one for each; None: the model without an adapter.
+AdapterNames = str | Sequence[str | None] | None
+
+
 class _Loaded:
     """A compiled model on its devices; see `LLM`.
 
@@ -115,6 +121,11 @@ class _Loaded:
             `off`: only predicted outputs (`SamplingParams.prediction`).
         num_speculative_tokens: drafts of a sequence in a step, from 1 to 16. `auto`: as many as
             pay off, by times of steps measured while loading.
+        adapters: LoRA adapters by name, each a directory that `llmc adapter` wrote. The model must
+            be compiled with `enable_lora`.
+        max_loras: adapters that a step may mix; others wait for a slot, and the least recently used
+            one makes room.
+        max_lora_rank: highest rank of an adapter, up to 256. None: that of `adapters`, at least 16.
 
     Raises:
         LlmcError: the case directory is missing, broken or of a newer format; the devices do not
@@ -139,7 +150,9 @@ class _Loaded:
                  block_size: int = BLOCK_SIZE, kv_cache_tokens: int | None = None,
                  gpu_memory_utilization: float = 0.9, prefix_reuse: bool = True,
                  attention_backend: str | None = None, speculate: Method = "off",
-                 num_speculative_tokens: int | Literal["auto"] = "auto") -> None:
+                 num_speculative_tokens: int | Literal["auto"] = "auto",
+                 adapters: Mapping[str, str | Path] | None = None, max_loras: int = 8,
+                 max_lora_rank: int | None = None) -> None:
         self._loops: list[Loop] = []
         weakref.finalize(self, _close, self._loops)  # also at the end of the process
         self._dealt = 0  # completions distributed to replicas, round-robin
@@ -162,6 +175,9 @@ class _Loaded:
                             f"compile with --draft, or give ngram or off")
         _check_drafts(speculation, self.manifest.draft)
         verify_files(self.manifest, self.case_dir, hashes=verify)
+        max_loras = _integer("max_loras", max_loras, 1)
+        self._adapters = _read_adapters(self.manifest, self.case_dir, adapters, max_lora_rank,
+                                        verify)
         limit = self.manifest.target.max_batch_size
         if max_batch_size is None:
             default = _MAX_BATCH_SIZE if self.manifest.chips[0].kept else _MAX_TEXTS
@@ -175,7 +191,9 @@ class _Loaded:
             _power_of_two("block_size", block_size),
             None if kv_cache_tokens is None else _integer("kv_cache_tokens", kv_cache_tokens, 1),
             _fraction("gpu_memory_utilization", gpu_memory_utilization), attention_backend,
-            speculates=speculation.method != "off", draft=speculation.method == "draft")
+            speculates=speculation.method != "off", draft=speculation.method == "draft",
+            max_loras=max_loras if self.manifest.takes_adapters else 0,
+            max_lora_rank=self._adapters.fix_rank())
         if self.manifest.is_whole:  # a text is in one step
             config = replace(config, max_num_batched_tokens=max(
                 config.max_num_batched_tokens, self.manifest.dims.max_seq_len))
@@ -304,7 +322,8 @@ class _Loaded:
             the prefix cache on first admission (`cache_queries`, `cache_hits`); verifications of
             drafts, drafts and accepted drafts (`spec_decode_drafts`, `spec_decode_draft_tokens`,
             `spec_decode_accepted_tokens`, and the last by position in
-            `spec_decode_accepted_tokens_per_pos`); `cache_usage`
+            `spec_decode_accepted_tokens_per_pos`); `max_loras`, and names of the adapters of
+            running and of waiting sequences (`running_adapters`, `waiting_adapters`); `cache_usage`
             from 0 to 1 of `num_blocks` of `block_size` positions; and p50, p90 and p99 over the
             newest few thousand values of `time_to_first_token` and `inter_token_latency` in
             seconds.
@@ -314,6 +333,55 @@ class _Loaded:
         """
         self._first()
         return together([loop.metrics for loop in self._loops])
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the loaded adapters, sorted."""
+        return tuple(sorted(self._adapters.all()))
+
+    def load_adapter(self, name: str, path: str | Path) -> None:
+        """Load a LoRA adapter, while requests run.
+
+        Args:
+            name: what requests call it.
+            path: output of `llmc adapter`.
+
+        Raises:
+            LlmcError: the name is taken; the adapter is of another base, damaged, or of a rank
+                above max_lora_rank; or the model takes no adapters.
+        """
+        self._first()
+        self._adapters.load(name, path)
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload a LoRA adapter, while other requests run.
+
+        Raises:
+            LlmcError: there is no such adapter, or unfinished requests use it.
+        """
+        self._first()
+        adapter = self._adapters.remove(name)
+        users = sum(loop.forget_adapter(adapter) for loop in self._loops)
+        if users:
+            self._adapters.restore(adapter)
+            raise LlmcError(f"the adapter '{adapter.name}' is used by {users} unfinished "
+                            f"{'request' if users == 1 else 'requests'}; unload it when they have "
+                            f"finished")
+
+    def _requests(self, prompts: Prompt | Sequence[Prompt],
+                  params: SamplingParams | Sequence[SamplingParams] | None,
+                  adapter: AdapterNames) -> list[Request]:
+        """Validate prompts, parameters and the names of adapters."""
+        requests = self._reader.requests(prompts, params)
+        if adapter is None:
+            return requests
+        names = [adapter] * len(requests) if isinstance(adapter, str) else list(adapter)
+        if len(names) != len(requests):
+            raise LlmcError(f"there are {len(names)} adapters for {len(requests)} prompts; give "
+                            f"one for all, or one for each")
+        found = [self._adapters.find(name) for name in names]
+        return [replace(request, adapter=own)
+                for request, own in zip(requests, found, strict=True)]
 
     def enable_drafts(self, enabled: bool) -> None:
         """Turn drafts on or off for sequences that are admitted later.
@@ -384,18 +452,18 @@ class LLM(_Loaded):
 
     def generate(self, prompts: Prompt | Sequence[Prompt],
                  params: SamplingParams | Sequence[SamplingParams] | None = None, *,
-                 priority: int = 0, tenant: str | None = None,
-                 cache_salt: str | None = None) -> list[Completion]:
+                 priority: int = 0, tenant: str | None = None, cache_salt: str | None = None,
+                 adapter: AdapterNames = None) -> list[Completion]:
         """Complete each prompt; see `stream`. The n completions of a prompt are consecutive."""
         return sorted(self.complete(prompts, params, priority=priority, tenant=tenant,
-                                    cache_salt=cache_salt),
+                                    cache_salt=cache_salt, adapter=adapter),
                       key=lambda c: (c.index, c.sample))
 
     def chat(self, messages: Messages | Sequence[Messages],
              params: SamplingParams | Sequence[SamplingParams] | None = None, *,
              tools: Sequence[Mapping[str, object]] | None = None,
              chat_template_kwargs: Mapping[str, object] | None = None,
-             priority: int = 0) -> list[Completion]:
+             priority: int = 0, adapter: AdapterNames = None) -> list[Completion]:
         """Complete one or several conversations, rendered by the model's chat template.
 
         Args:
@@ -404,18 +472,20 @@ class LLM(_Loaded):
             params: for all conversations, or one for each.
             tools: tools that the model may call, as the chat template expects them.
             chat_template_kwargs: further variables of the chat template.
-            priority: see `stream`.
+            priority, adapter: see `stream`.
 
         Raises:
             LlmcError: see `chat_prompt` and `stream`.
         """
         return self.generate([self.chat_prompt(each, tools=tools,
                                                chat_template_kwargs=chat_template_kwargs)
-                              for each in read_conversations(messages)], params, priority=priority)
+                              for each in read_conversations(messages)], params, priority=priority,
+                             adapter=adapter)
 
     def complete(self, prompts: Prompt | Sequence[Prompt],
                  params: SamplingParams | Sequence[SamplingParams] | None = None, *,
                  priority: int = 0, tenant: str | None = None, cache_salt: str | None = None,
+                 adapter: AdapterNames = None,
                  progress: Callable[[CompletionChunk], object] = lambda piece: None) -> \
             Iterator[Completion]:
         """Yield each completion as soon as it is finished; see `stream`.
@@ -423,13 +493,14 @@ class LLM(_Loaded):
         Args:
             progress: called with each chunk.
         """
-        requests = self._reader.requests(prompts, params)
+        requests = self._requests(prompts, params, adapter)
         scheduling = _scheduling(priority, tenant, cache_salt)
         return _completions(requests, self._stream(requests, scheduling), progress)
 
     def stream(self, prompts: Prompt | Sequence[Prompt],
                params: SamplingParams | Sequence[SamplingParams] | None = None, *,
                priority: int = 0, tenant: str | None = None, cache_salt: str | None = None,
+               adapter: AdapterNames = None,
                arrivals: Sequence[float] | None = None) -> Iterator[CompletionChunk]:
         """Yield each token as it is generated, those of a beam search at its end.
 
@@ -444,15 +515,17 @@ class LLM(_Loaded):
                 the slots, and so have the calls of a tenant. None: the call is a separate tenant.
             cache_salt: a text; only calls with the same one share cached prefixes. None: shared
                 with other calls without one.
+            adapter: name of a loaded LoRA adapter, for all prompts, or one for each; None: the
+                model without an adapter.
             arrivals: arrival time of each prompt, in seconds after the first chunk is requested;
                 None: all at once.
 
         Raises:
             LlmcError: a prompt is neither text nor token ids of the vocabulary, or is empty or
                 longer than the KV cache; params do not fit the model or the number of prompts; no
-                token is allowed; or a step failed.
+                token is allowed; there is no such adapter; or a step failed.
         """
-        requests = self._reader.requests(prompts, params)
+        requests = self._requests(prompts, params, adapter)
         return self._stream(requests, _scheduling(priority, tenant, cache_salt),
                             _arrivals(arrivals, len(requests)))
 
@@ -625,28 +698,32 @@ class AsyncLLM(_Loaded):
 
     async def generate(self, prompt: Prompt, params: SamplingParams | None = None, *,
                        priority: int = 0, tenant: str | None = None,
-                       cache_salt: str | None = None) -> AsyncIterator[CompletionChunk]:
+                       cache_salt: str | None = None,
+                       adapter: str | None = None) -> AsyncIterator[CompletionChunk]:
         """Stream one prompt; see `LLM.stream`."""
         async with aclosing(self.stream([prompt], params, priority=priority, tenant=tenant,
-                                        cache_salt=cache_salt)) as pieces:
+                                        cache_salt=cache_salt, adapter=adapter)) as pieces:
             async for piece in pieces:
                 yield piece
 
     async def chat(self, messages: Messages, params: SamplingParams | None = None, *,
                    tools: Sequence[Mapping[str, object]] | None = None,
                    chat_template_kwargs: Mapping[str, object] | None = None,
-                   priority: int = 0) -> AsyncIterator[CompletionChunk]:
+                   priority: int = 0, adapter: str | None = None) -> \
+            AsyncIterator[CompletionChunk]:
         """Stream one conversation, rendered by the model's chat template; see `LLM.chat`."""
         prompt = await asyncio.to_thread(self.chat_prompt, messages, tools=tools,
                                          chat_template_kwargs=chat_template_kwargs)
-        async with aclosing(self.stream([prompt], params, priority=priority)) as pieces:
+        async with aclosing(self.stream([prompt], params, priority=priority,
+                                        adapter=adapter)) as pieces:
             async for piece in pieces:
                 yield piece
 
     async def stream(self, prompts: Prompt | Sequence[Prompt],
                      params: SamplingParams | Sequence[SamplingParams] | None = None, *,
                      priority: int = 0, tenant: str | None = None, cache_salt: str | None = None,
-                     all_beams: bool = False) -> AsyncGenerator[CompletionChunk, None]:
+                     adapter: AdapterNames = None, all_beams: bool = False) -> \
+            AsyncGenerator[CompletionChunk, None]:
         """Yield each token of all completions as it is generated; see `LLM.stream`.
 
         Closing the iterator, or canceling its task, cancels the requests.
@@ -657,7 +734,7 @@ class AsyncLLM(_Loaded):
         """
         async with aclosing(self.stream_batches(
                 prompts, params, priority=priority, tenant=tenant, cache_salt=cache_salt,
-                all_beams=all_beams)) as batches:
+                adapter=adapter, all_beams=all_beams)) as batches:
             async for pieces in batches:
                 for piece in pieces:
                     yield piece
@@ -665,12 +742,13 @@ class AsyncLLM(_Loaded):
     async def stream_batches(self, prompts: Prompt | Sequence[Prompt],
                              params: SamplingParams | Sequence[SamplingParams] | None = None, *,
                              priority: int = 0, tenant: str | None = None,
-                             cache_salt: str | None = None, all_beams: bool = False) -> \
+                             cache_salt: str | None = None, adapter: AdapterNames = None,
+                             all_beams: bool = False) -> \
             AsyncGenerator[list[CompletionChunk], None]:
         """Yield all available tokens at once; see `stream`. A slow reader has less overhead."""
         threads = _GRAMMARS if _has_grammar(params) else None  # None: asyncio's default
         requests = await asyncio.get_running_loop().run_in_executor(
-            threads, self._reader.requests, prompts, params)
+            threads, self._requests, prompts, params, adapter)
         scheduling = _scheduling(priority, tenant, cache_salt)
         async with aclosing(self._outputs(requests, scheduling)) as batches:
             async for batch in batches:
@@ -769,6 +847,22 @@ class _Alarm:
             events, self._events = self._events, []
         for event in events:
             event.set()
+
+
+def _read_adapters(manifest: Manifest, case_dir: Path, adapters: object, max_rank: object,
+                   verify: bool) -> AdapterRegistry:
+    """Load the adapters that are given to `LLM`."""
+    if max_rank is not None:
+        max_rank = _integer("max_lora_rank", max_rank, 1)
+        if max_rank > MAX_RANK:
+            raise LlmcError(f"max_lora_rank {max_rank} is above {MAX_RANK}")
+    registry = AdapterRegistry(manifest, case_dir, max_rank, verify)
+    if adapters is not None and not isinstance(adapters, Mapping):
+        raise LlmcError(f"adapters is {shown(adapters)}; give directories by name, such as "
+                        f"{{'name': 'DIR'}}")
+    for name, path in (adapters or {}).items():
+        registry.load(name, path)
+    return registry
 
 
 def _has_grammar(params: SamplingParams | Sequence[SamplingParams] | None) -> bool:

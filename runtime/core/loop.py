@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from llmc.errors import LlmcError
+from llmc.runtime.core.adapters import Adapter
 from llmc.runtime.core.fair_queue import WaitingGroup
 from llmc.runtime.core.pacing import StepPacer
 from llmc.runtime.core.pooling import Pooled, RunningPooling
@@ -263,6 +264,17 @@ class Loop:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
+    def forget_adapter(self, adapter: Adapter) -> int:
+        """Free an adapter's slot; or return how many unfinished calls use it, if any do."""
+        def forget(scheduler: Scheduler, engine: Engine) -> int:
+            users = sum(any(request.adapter is adapter for request in call.requests)
+                        for call in self._calls)
+            if not users:
+                scheduler.adapters.forget(adapter)
+            return users
+
+        return self.run(forget)
+
     def _post_if_running(self, message: Callable[[], None]) -> None:
         """`_post`, or do nothing if the loop has ended."""
         if self._forked():
@@ -433,7 +445,8 @@ class Loop:
             owner = searching = self._searching(request, call.longest)
             sequence = Sequence(number, prompt, request.limit, owner.state,
                                width=request.params.beam_width, candidates=searching.candidates,
-                               key=key, source=source, aborted=lambda: call.aborted)
+                               key=key, source=source, aborted=lambda: call.aborted,
+                               adapter=request.adapter)
         else:
             owner = completing = self._completing(request, sample)
             completing.latest, completing.scores = call.begun, scores
@@ -443,7 +456,7 @@ class Loop:
                                (guide is not None and guide.pending),
                                aborted=lambda: call.aborted,
                                mask=None if guide is None else guide.mask, scores=scores,
-                               drafts=self._drafts(request, source))
+                               drafts=self._drafts(request, source), adapter=request.adapter)
             completing.drafts = sequence.drafts
             completing.masked = lambda error: self._post_if_running(
                 lambda: self._resume_masked(sequence, completing, error))

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from llmc.artifacts.manifest import MANIFEST_NAME, Manifest
 from llmc.errors import LlmcError, shown
 from llmc.runtime.chat_template import ChatTemplate
+from llmc.runtime.core.adapters import Adapter
 from llmc.runtime.core.prompt_scores import PromptScores
 from llmc.runtime.core.scheduler import SequenceOutput
 from llmc.runtime.core.step import SamplingState
@@ -137,6 +138,7 @@ class Request:
         forced: allowed tokens, by number of tokens generated before.
         prediction: token ids of the expected output.
         token_type_ids: token types of a pair of texts, for a model that reads them; empty: all 0.
+        adapter: LoRA adapter to generate with.
     """
 
     index: int
@@ -147,6 +149,7 @@ class Request:
     forced: Mapping[int, tuple[int, ...]]
     prediction: Sequence[int] = ()
     token_type_ids: Sequence[int] = ()
+    adapter: Adapter | None = None
 
     @property
     def params(self) -> SamplingParams:
@@ -159,8 +162,9 @@ class Request:
 
     def key(self, encoded: bool) -> bytes:
         """Bytes that determine the KV cache's contents, in addition to the decoder's tokens."""
-        return hashlib.sha256(np.asarray(self.source, np.int64).tobytes()).digest() \
-            if encoded else b""
+        source = np.asarray(self.source, np.int64).tobytes() if encoded else b""
+        adapter = b"" if self.adapter is None else self.adapter.key
+        return hashlib.sha256(source + adapter).digest() if source or adapter else b""
 
 
 class RunningCompletion:

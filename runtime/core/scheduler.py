@@ -10,6 +10,9 @@ share with the most. Such a preemption recomputes few tokens, most of them found
 cache, while waiting for a completion takes up to its whole length. Only a share without any slot
 preempts, so each arrival preempts at most once, and a preempted sequence cannot preempt in turn.
 
+A sequence waits while running ones use all slots of adapters, and those after it pass. After
+_ADAPTER_WAIT steps no other sequence with an adapter is admitted before it.
+
 Tenants with many running sequences run them in turns if a step with all of them would delay other
 tenants: see `_limit_rows`.
 """
@@ -26,6 +29,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
+from llmc.runtime.core.adapters import Adapter, AdapterSlots
 from llmc.runtime.core.fair_queue import HEAD_START, Order, Share, WaitingGroup, has_waited_for
 from llmc.runtime.core.kv_cache import BlockHashes, BlockPool, BlockTable
 from llmc.runtime.core.prompt_scores import PromptScores
@@ -48,6 +52,7 @@ _LOOKED_AT = 64  # maximum number of waiting groups to examine for admission in 
 _MIXED = 512  # tokens of a step with decoding sequences, unless a prompt has waited _LONG
 _LONG = 4  # steps
 _HOLD = 2  # steps
+_ADAPTER_WAIT = 64  # steps that other adapters may pass a sequence whose adapter has no slot
 _MAX_SLOWDOWN = 1.1  # of a step by rows of large tenants, relative to equal shares
 
 
@@ -72,6 +77,7 @@ class Sequence:
         drafts: drafts of its next tokens, for speculative decoding.
         pools: whether its pooled output is returned instead of a sampled token.
         token_type_ids: of the prompt; empty: all 0.
+        adapter: its LoRA adapter.
 
     Attributes:
         tokens: generated tokens that the host has read. A beam search keeps its own.
@@ -103,6 +109,7 @@ class Sequence:
     drafts: SequenceDrafts | None = None
     pools: bool = False
     token_type_ids: abc.Sequence[int] = ()
+    adapter: Adapter | None = None
     tokens: list[int] = field(default_factory=list)
     order: Order = ()
     priority: int = 0
@@ -276,6 +283,7 @@ class Scheduler:
         queries, hits: prompt tokens of admitted sequences, and those found in the prefix cache.
         step_times: durations of decode steps.
         drafts: see the argument.
+        adapters: the engine's slots of adapters.
     """
 
     def __init__(self, limits: EngineLimits, max_num_batched_tokens: int, *,
@@ -286,6 +294,9 @@ class Scheduler:
         self._reuse = reuse and not limits.keeps_states and not limits.whole
         self.blocks = BlockPool(limits.num_blocks, limits.block_size, reuse=self._reuse)
         self.running: list[Sequence] = []  # in order
+        self.adapters = AdapterSlots(limits.max_loras)
+        self._new_adapters: dict[int, Adapter] = {}  # by slot, of this step
+        self._overdue: WaitingGroup | None = None  # has waited for an adapter's slot for too long
         self.preemptions = self.queries = self.hits = 0
         self.step_times = StepTimes()
         self._shares = Share()  # of all tenants
@@ -359,6 +370,12 @@ class Scheduler:
             free = max(free, self.blocks.num_blocks - len(used))
         return len(active), waiting, free
 
+    def adapter_names(self) -> tuple[set[str], set[str]]:
+        """Names of the adapters of running and of waiting sequences; callable from any thread."""
+        running, waiting = ({own.adapter.name for own in sequences if own.adapter is not None}
+                            for sequences in (list(self.running), self._firsts()))
+        return running, waiting
+
     def _firsts(self) -> list[Sequence]:
         """The first sequence of each waiting group."""
         return [group.first for group in list(self._groups) if group.first is not None]
@@ -392,6 +409,7 @@ class Scheduler:
         self._score_room = self.limits.max_scored
         self._draft_masks: dict[Sequence, np.ndarray] = {}
         self._unhide()
+        self._free_stalled_adapter()
         self._preempt_for_next()
         rows: list[_Row] = []
         copies: list[tuple[int, int]] = []
@@ -654,7 +672,8 @@ class Scheduler:
         """`_next`, except groups whose prompt is being computed for another sequence."""
         for _ in range(_LOOKED_AT):
             group = self._next()
-            if group is None or not (self._is_coming(group) or self._waits_for_scoring(group)):
+            if group is None or not (self._is_coming(group) or self._waits_for_scoring(group)
+                                     or self._lacks_adapter(group)):
                 return group
             self._hide(group)
         return None
@@ -671,6 +690,9 @@ class Scheduler:
                 (self.limits.whole and first.known > budget) or not self._admit(first, rows):
             return None
         first.share.hold(first.width)
+        group.waits_since = None
+        if group is self._overdue:
+            self._overdue = None
         group.take()
         self._wait(group)
         return first
@@ -697,6 +719,33 @@ class Scheduler:
         sequence = group.first
         return not self._score_room and sequence is not None and \
             sequence.scores is not None and not sequence.scores.complete
+
+    def _lacks_adapter(self, group: WaitingGroup) -> bool:
+        """Whether its first sequence waits for a slot of its adapter."""
+        adapter = None if group.first is None else group.first.adapter
+        if adapter is None:
+            return False
+        if self._overdue not in (None, group):
+            return True
+        if self.adapters.has_room(adapter):
+            return False
+        if group.waits_since is None:
+            group.waits_since = self._steps
+        if self._steps - group.waits_since >= _ADAPTER_WAIT:
+            self._overdue = group
+        return True
+
+    def _free_stalled_adapter(self) -> None:
+        """Preempt the sequences of an adapter if all are stalled and another adapter is overdue."""
+        if self._overdue is not None and self._overdue.first is None:  # was canceled
+            self._overdue = None
+        if self._overdue is None:
+            return
+        busy = {own.adapter for own in self.running if not own.stalled()}
+        adapter = next((own.adapter for own in self.running
+                        if own.adapter is not None and own.adapter not in busy), None)
+        for own in [own for own in self.running if adapter and own.adapter is adapter]:
+            self._preempt(own)
 
     def _is_coming(self, group: WaitingGroup) -> bool:
         """Whether others compute at least half of its first sequence's uncached prompt."""
@@ -730,6 +779,8 @@ class Scheduler:
                 return False
             spare = len(self.running)
         sequence.group = None
+        if sequence.adapter is not None and self.adapters.hold(sequence.adapter):
+            self._new_adapters[self.adapters.slot(sequence.adapter)] = sequence.adapter
         sequence.tables = [table]
         sequence.slots = [heapq.heappop(self._slots) for _ in range(sequence.width)]
         sequence.computed = min(len(table.blocks) * self.blocks.block_size, sequence.known - 1)
@@ -851,6 +902,8 @@ class Scheduler:
             self.blocks.close(table)
         for slot in sequence.slots:
             heapq.heappush(self._slots, slot)
+        if sequence.adapter is not None:
+            self.adapters.release(sequence.adapter)
         if sequence.source is not None:
             own = self._memory[sequence.request]
             own[1] -= 1
@@ -903,8 +956,11 @@ class Scheduler:
                    if row.sequence.mask is not None},
             num_drafts=[row.drafts for row in step_rows],
             num_uncommitted=[row.uncommitted for row in step_rows],
+            adapters=[self._adapter_slot(row.sequence) for row in step_rows],
+            load_adapters=self._new_adapters,
             unread=np.array([row.unread for row in step_rows] if any(
                 row.unread for row in step_rows) else [], np.int32), **proposals)
+        self._new_adapters = {}
         scheduled = ScheduledStep(
             step, [(row.sequence, row.sequence.epoch) for _, row in sampled], prompts,
             self.limits.keeps_states)
@@ -913,6 +969,10 @@ class Scheduler:
         for _, row in sampled:
             self._start_drafts(row.sequence, step.propose)
         return scheduled
+
+    def _adapter_slot(self, sequence: Sequence) -> int:
+        """The slot of a sequence's adapter; -1 without one."""
+        return -1 if sequence.adapter is None else self.adapters.slot(sequence.adapter)
 
     def _start_drafts(self, sequence: Sequence, propose: int | None) -> None:
         """Note that a step samples a sequence and verifies its drafts.

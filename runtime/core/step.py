@@ -15,6 +15,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from llmc.runtime.core.adapters import Adapter
 from llmc.runtime.engines import MAX_LOGITS, MAX_SCORED
 from llmc.runtime.sampling.beam_search import Candidates
 from llmc.runtime.sampling.sampler import Logprobs, Sampler
@@ -133,6 +134,9 @@ class Step:
             `past_lens` counts them as accepted; the engine subtracts the rejected ones. Only of
             sequences in `sample`. Empty: none. See `EngineLimits.drafts_ahead`.
         token_type_ids: int64 [num_tokens], for a model that reads them; empty: all 0.
+        adapters: int32 [batch], the engine's slot of each sequence's LoRA adapter, or -1. Empty: no
+            sequence has one. The draft model runs without.
+        load_adapters: adapters to load into slots, before all else.
     """
 
     token_ids: np.ndarray
@@ -156,12 +160,15 @@ class Step:
     propose: int | None = None
     unread: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     token_type_ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    adapters: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    load_adapters: Mapping[int, Adapter] = field(default_factory=dict)
 
     @staticmethod
     def of(tokens: Sequence[Sequence[int]], past_lens: Sequence[int],
            tables: Sequence[Sequence[int]], slots: Sequence[int], *,
            sample: Sequence[int] | None = None, num_drafts: Sequence[int] = (),
-           num_uncommitted: Sequence[int] = (), **others: object) -> Step:
+           num_uncommitted: Sequence[int] = (), adapters: Sequence[int] = (),
+           **others: object) -> Step:
         """Pack sequences, those with one new token first; by default all of them are sampled."""
         lengths = [len(new) for new in tokens]
         rows = np.full((len(tables), max(map(len, tables))), -1, np.int32)
@@ -176,6 +183,7 @@ class Step:
             np.array(range(len(tokens)) if sample is None else sample, np.int32),
             num_drafts=np.array(num_drafts if any(num_drafts) else [], np.int32),
             num_uncommitted=np.array(num_uncommitted if any(num_uncommitted) else [], np.int32),
+            adapters=np.array(adapters if any(slot >= 0 for slot in adapters) else [], np.int32),
             **others)  # type: ignore[arg-type]
 
     @property
@@ -223,6 +231,14 @@ class Step:
     def position_ids(self) -> np.ndarray:
         """int64 [num_tokens]."""
         return positions(self.past_lens, self.cu_seqlens)
+
+    @property
+    def lora_ids(self) -> np.ndarray:
+        """int32 [num_tokens], the slot of each token's adapter, or -1."""
+        if not len(self.adapters):
+            return np.full(self.num_tokens, -1, np.int32)
+        ids: np.ndarray = np.repeat(self.adapters, self.seq_lens)
+        return ids
 
     @property
     def logits_indices(self) -> np.ndarray:
@@ -296,6 +312,8 @@ class EngineLimits:
             Such a sequence can be continued only at its end, not from earlier blocks, and its state
             is stored before the drafts of a step: see `Step.num_uncommitted`.
         whole: all tokens of a sequence are in one step, as its pooled output depends on all.
+        max_loras: slots of LoRA adapters; 0: the model takes none.
+        max_lora_rank: highest rank of an adapter.
     """
 
     num_blocks: int
@@ -314,6 +332,8 @@ class EngineLimits:
     longest_first: bool = False
     keeps_states: bool = False
     whole: bool = False
+    max_loras: int = 0
+    max_lora_rank: int = 0
 
 
 class Engine(Protocol):

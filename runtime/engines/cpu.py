@@ -43,6 +43,7 @@ from llmc.runtime.collectives import Communicator
 from llmc.runtime.core.step import EncoderOutputs, EngineLimits, Step, StepOutput, positions
 from llmc.runtime.devices import Placement
 from llmc.runtime.engines.draft_chain import DraftChain
+from llmc.runtime.engines.lora_stacks import LoraSpan, LoraStacks
 from llmc.runtime.engines.row_cache import RowCache
 
 _SIZES = {"num_tokens", "num_logits", "batch"}
@@ -56,13 +57,17 @@ _TensorType = tuple[str, tuple[int | str, ...]]  # dtype and shape
 
 @dataclass(frozen=True)
 class _Part:
-    """Sequences of a step in adjacent rows, from `first_row` on."""
+    """Sequences of a step in adjacent rows, from `first_row` on.
+
+    `lora_ids` is int32 [num_tokens], the slot of each token's adapter or -1; empty in an encoder.
+    """
 
     input_ids: np.ndarray
     cu_seqlens: np.ndarray
     past_lens: np.ndarray
     commit_lens: np.ndarray
     logits_indices: np.ndarray
+    lora_ids: np.ndarray
     first_row: int = 0
     memory: EncoderOutputs | None = None
     token_type_ids: np.ndarray | None = None
@@ -79,7 +84,7 @@ class _Part:
         return _Part(np.concatenate([np.asarray(prompt, np.int64) for prompt in prompts]),
                      np.cumsum([0, *lengths], dtype=np.int32),
                      np.zeros(len(prompts), np.int32), np.array(lengths, np.int32),
-                     np.empty(0, np.int64))
+                     np.empty(0, np.int64), np.empty(0, np.int32))
 
 
 class CpuEngine:
@@ -108,7 +113,7 @@ class CpuEngine:
         self._drafts = chip.drafts if limits.proposes else ()
         self._programs: list[Chip | EncoderProgram | DraftProgram] = [
             program for program in (chip.encoder, chip, *self._drafts) if program]
-        self._kept = {*chip.kept, *(chip.draft_caches if self._drafts else ())}
+        self._kept = {*chip.kept, *(chip.draft_caches if self._drafts else ()), *chip.lora_inputs}
         self._max_seq_len = manifest.dims.max_seq_len
         segments = [step for step in self._steps() if isinstance(step, GraphStep)]
         options = _session_options(placement, len(chip.steps), threads)
@@ -118,9 +123,13 @@ class CpuEngine:
         with _no_memory(limits, manifest):
             self._rows = RowCache(chip, limits, manifest.dims.max_seq_len)
             self._memory = _allocate(manifest, chip, limits.max_slots)
+            self._loras = LoraStacks(chip, limits) if chip.lora else None
         self._caches = self._rows.caches
-        self._inputs = {step.path: [name for name in step.inputs
-                                    if name.removesuffix("_out") not in self._caches]
+        stacked = self._loras.inputs if self._loras else set[str]()
+        self._stacked = {step.path: [name for name in step.inputs if name in stacked]
+                         for step in segments}
+        self._inputs = {step.path: [name for name in step.inputs if name not in stacked
+                                    and name.removesuffix("_out") not in self._caches]
                         for step in segments}
         self._wants_positions = any("position_ids" in step.inputs for step in segments)
         self._wants_types = any("token_type_ids" in step.inputs for step in segments)
@@ -146,9 +155,14 @@ class CpuEngine:
             if chip.encoder else []
         self._bindings = {path: session.io_binding() for path, session in self._sessions.items()}
         self._bound_rows: dict[str, tuple[int, int]] = {}  # by path: first row and batch size
+        self._bound_loras: dict[str, LoraSpan] = {}  # by path
+        self._span = LoraSpan()  # of the present run
 
     def compute(self, step: Step) -> np.ndarray:
         """Execute a step without LAST; returns logits, float32 [num_logits, padded_vocab]."""
+        for slot, adapter in step.load_adapters.items():
+            assert self._loras is not None
+            self._loras.load(slot, adapter.matrices[self._chip.rank])
         self._encode(step.encode)
         self._rows.enter(step)
         self._features.clear()
@@ -215,6 +229,7 @@ class CpuEngine:
         lengths = step.seq_lens[group]
         return _Part(packed(step.token_ids), np.cumsum([0, *lengths], dtype=np.int32),
                      np.zeros(len(group), np.int32), lengths, np.empty(0, np.int64),
+                     packed(step.lora_ids),
                      token_type_ids=packed(step.token_type_ids)
                      if len(step.token_type_ids) else None)
 
@@ -278,14 +293,16 @@ class CpuEngine:
             step: the step.
             whole: run all tokens of a sequence at once.
         """
+        lora_ids = step.lora_ids
         for start, end in self._groups(step):
             if start >= step.num_decode and end - start == 1:
-                yield from self._chunks(step, start, whole)
+                yield from self._chunks(step, start, whole, lora_ids)
                 continue
             first, past = int(step.slots[start]), step.past_lens[start:end]
             commits = step.commit_lens[start:end]
             cu_seqlens = step.cu_seqlens[start:end + 1]
-            tokens = step.token_ids[cu_seqlens[0]:cu_seqlens[-1]]
+            inside = slice(cu_seqlens[0], cu_seqlens[-1])
+            tokens, adapters = step.token_ids[inside], lora_ids[inside]
             indices = step.logits_indices
             if start or end < step.batch_size:
                 indices = indices[(indices >= cu_seqlens[0]) & (indices < cu_seqlens[-1])]
@@ -296,10 +313,11 @@ class CpuEngine:
                 past, cu_seqlens, next_ones = self._pass_over(rows, first, past, cu_seqlens)
                 sequences, commits = start + next_ones, np.diff(cu_seqlens)
             yield _Part(tokens, cu_seqlens, past, commits,
-                        indices if len(indices) else np.array([len(tokens) - 1]), first,
+                        indices if len(indices) else np.array([len(tokens) - 1]), adapters, first,
                         step.memory and step.memory.take(sequences)), len(indices) > 0
 
-    def _chunks(self, step: Step, index: int, whole: bool) -> Iterator[tuple[_Part, bool]]:
+    def _chunks(self, step: Step, index: int, whole: bool, lora_ids: np.ndarray) -> \
+            Iterator[tuple[_Part, bool]]:
         """A sequence's new tokens, in chunks that bound the memory of the graphs.
 
         Drafts are in the last chunk: a later one would need the state after them.
@@ -317,6 +335,7 @@ class CpuEngine:
                         np.array([past + start - first], np.int32),
                         np.array([min(end, committed) - start], np.int32),
                         indices if len(indices) else np.array([end - start - 1]),
+                        lora_ids[start:end],
                         int(step.slots[index]),
                         step.memory and step.memory.take([index])), len(indices) > 0
             start = end
@@ -383,6 +402,10 @@ class CpuEngine:
         values = {"input_ids": part.input_ids, "cu_seqlens": part.cu_seqlens,
                   "past_lens": part.past_lens, "commit_lens": part.commit_lens,
                   "logits_indices": part.logits_indices}
+        if self._loras is not None:
+            values["lora_ids"] = part.lora_ids
+            values["lora_logits_ids"] = part.lora_ids[part.logits_indices]
+            self._span = self._loras.span(part.lora_ids)
         if self._wants_positions:
             values["position_ids"] = part.position_ids
         if self._wants_types:
@@ -494,6 +517,8 @@ class CpuEngine:
                    values: dict[str, np.ndarray]) -> None:
         """Run one ONNX file; its outputs, except caches, are added to `values`."""
         binding = self._binding(step, batch.first_row, len(batch.past_lens))
+        if self._loras is not None and self._stacked[step.path]:
+            self._bind_loras(binding, step)
         sizes = {"num_tokens": len(batch.input_ids), "num_logits": len(batch.logits_indices),
                  "batch": len(batch.past_lens)}
         for name in self._inputs[step.path]:
@@ -525,6 +550,15 @@ class CpuEngine:
                     if name in self._caches:
                         binding.bind_output(f"{name}_out", *place)
         return binding
+
+    def _bind_loras(self, binding: ort.IOBinding, step: GraphStep) -> None:
+        """Bind the rows of the run's adapters, unless these are bound already."""
+        if self._loras is None or self._bound_loras.get(step.path) == self._span:
+            return
+        self._bound_loras[step.path] = self._span
+        for name in self._stacked[step.path]:
+            rows = self._loras.array(name, self._span)
+            binding.bind_input(name, "cpu", 0, rows.dtype, rows.shape, rows.ctypes.data)
 
     def _output_shapes(self, step: GraphStep) -> list[tuple[str, list[int | str]]]:
         """Name and shape of each output of a graph, except caches.

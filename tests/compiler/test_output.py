@@ -322,7 +322,7 @@ def test_an_output_that_is_not_a_case_directory_is_refused(tmp_path, monkeypatch
     (tmp_path / "folder" / "notes").write_text("mine")
     monkeypatch.chdir(tmp_path)
     for output, message in [
-            ("file", "exists and is a file, not a case directory"),
+            ("file", "exists and is a file, not a folder"),
             ("folder", "exists and is not a case directory; choose"),
             ("file/case", "'.*file' is not a folder"),
             ("file/deep/case", "'.*file' is not a folder"),

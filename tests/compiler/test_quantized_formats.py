@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import families
+import lora
 import ml_dtypes
 import numpy as np
 import pytest
@@ -406,6 +407,26 @@ def test_merged_and_sharded_weights_keep_their_scales(kind, tp_size, plain_hf, t
     forms = read_manifest(tmp_path / "case").chips[0].quantization
     assert {form.dtype for form in forms.values()} == {FORMATS[kind][1]}
     assert sum("qkv" in name or "gate_up" in name for name in forms) == 4
+
+
+@pytest.mark.parametrize(("kind", "tp_size"), [("gptq-act-order", 1), ("awq", 2),
+                                               ("fp8-block", 1)])
+def test_quantized_layers_take_adapters(kind, tp_size, plain_hf, tmp_path, monkeypatch):
+    """With act-order the activations that an adapter reads are permuted too."""
+    directory, truth = write(plain_hf, tmp_path / "hf", kind)
+    monkeypatch.setattr(cpu, "BODIES", "")  # exact bodies of standard ONNX
+    llmc.compile(directory, tmp_path / "case", tp_size=tp_size, enable_lora=True)
+    model = AutoModelForCausalLM.from_pretrained(plain_hf, dtype=torch.float32).eval()
+    model.load_state_dict({**model.state_dict(), **{
+        name: torch.tensor(array.astype(np.float32)) for name, array in truth.items()}})
+    factors = lora.make(model, lora.linear_layers(model))
+    llmc.compile_adapter(lora.save(tmp_path / "peft", factors), tmp_path / "case",
+                         tmp_path / "adapter")
+    params = llmc.SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, logprobs=0)
+    with llmc.LLM(tmp_path / "case", adapters={"own": tmp_path / "adapter"}) as llm:
+        adapted, plain = llm.generate([TOKENS] * 2, params, adapter=["own", None])
+    lora.assert_generates(lora.merged(model, factors), adapted, 2e-5)
+    lora.assert_generates(model, plain, 2e-5)
 
 
 @pytest.mark.parametrize(("target", "tp_size"), [("cpu", 1), ("cpu", 2), ("cuda", 1)])

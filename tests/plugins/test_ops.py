@@ -181,14 +181,14 @@ def test_registering_a_name_twice_is_an_error(monkeypatch):
         plugins.registry.__wrapped__()
 
 
-ROWS = ("x", "residual", "gate", "logits", "experts", "scores")
+ROWS = ("x", "residual", "gate", "logits", "experts", "scores", "lora_ids")
 ROW_WISE = [case for case in CASES if case[0].input_names[0] in ROWS and not case[0].pools]
 
 
 @pytest.mark.parametrize("rank", [1, 3])
 @pytest.mark.parametrize(("op", "sample", "name"), ROW_WISE, ids=[name for _, _, name in ROW_WISE])
 def test_reference_bodies_of_row_wise_ops_take_any_leading_dimensions(op, sample, name, rank):
-    rows = {key: array[0] if rank == 1 else np.stack([array, array[::-1]])
+    rows = {key: np.asarray(array[0]) if rank == 1 else np.stack([array, array[::-1]])
             for key, array in sample.inputs.items() if key in ROWS}
     moved = plugins.Sample(sample.fields, {**sample.inputs, **rows})
     assert_close(op, moved, run(op, moved, ""))
@@ -321,3 +321,24 @@ def test_out_scale_is_refused_for_unquantized_outputs(name, chosen, scale, match
     op.fit(shapes, sample.fields)
     with pytest.raises(ValueError, match=match):
         op.fit(shapes, {**sample.fields, "out_scale": scale})
+
+
+@pytest.mark.parametrize("target", ["", "cpu"])
+@pytest.mark.parametrize("name", ["GemmBiasAct", "GemmBiasRes", "GatedMLP"])
+def test_no_loaded_adapter_changes_nothing(name, target):
+    op = plugins.registry()[name]
+    sample = op.samples(np.random.default_rng(3))[0]
+    rows, width = sample.inputs["x"].shape
+    none = plugins.Sample(sample.fields, {
+        **sample.inputs, "lora_a": np.zeros((0, width), np.float32),
+        "lora_b": np.zeros((0, len(sample.inputs["weight"])), np.float32),
+        "lora_owner": np.zeros(0, np.int32), "lora_ids": np.full(rows, -1, np.int32)})
+    for with_none, without in zip(run(op, none, target), run(op, sample, target), strict=True):
+        np.testing.assert_array_equal(with_none, without)
+
+
+def test_adapter_inputs_are_given_together():
+    sample = next(sample for op, sample, _ in CASES if "lora_a" in sample.inputs)
+    shapes = {name: array.shape for name, array in sample.inputs.items() if name != "lora_ids"}
+    with pytest.raises(ValueError, match="takes all of lora_a, lora_b, lora_owner, lora_ids"):
+        plugins.registry()["GatedMLP"].fit(shapes, sample.fields)

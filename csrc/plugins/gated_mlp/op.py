@@ -9,9 +9,10 @@ import numpy as np
 
 from llmc.plugins import Fields, Op, Sample
 from llmc.plugins.activations import REFERENCE, activation_text
+from llmc.plugins.lora import adaptable
 from llmc.plugins.quantization import (
-    activations,
     cpu_product,
+    linear,
     product,
     quantizable,
     rounds_output,
@@ -37,7 +38,7 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
 
 
 def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    y = activations(fields, inputs["x"]) @ inputs["weight"].astype(np.float64).T
+    y = linear(fields, inputs)
     gate, up = np.split(y + inputs.get("bias", 0.0), 2, axis=-1)
     return [REFERENCE[fields["activation"]](gate) * up]
 
@@ -54,7 +55,7 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
     return made
 
 
-OP = rounds_output(quantizable(Op(
+OP = adaptable(rounds_output(quantizable(Op(
     name="GatedMLP",
     version=1,
     inputs=("x", "weight", "bias?"),
@@ -69,4 +70,4 @@ OP = rounds_output(quantizable(Op(
     bodies={"cpu": _cpu},
     reference=_reference,
     samples=_samples,
-)), lambda fields, present: True)
+)), lambda fields, present: True))

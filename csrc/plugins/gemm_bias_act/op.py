@@ -6,7 +6,8 @@ import numpy as np
 
 from llmc.plugins import Fields, Op, Sample
 from llmc.plugins.activations import REFERENCE, activation_text
-from llmc.plugins.quantization import activations, cpu_product, product, quantizable
+from llmc.plugins.lora import adaptable
+from llmc.plugins.quantization import cpu_product, linear, product, quantizable
 from llmc.plugins.roles import ByColumns, ByRows
 
 
@@ -25,7 +26,7 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
 
 
 def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    y = activations(fields, inputs["x"]) @ inputs["weight"].astype(np.float64).T
+    y = linear(fields, inputs)
     return [REFERENCE[fields["activation"]](y + inputs.get("bias", 0.0))]
 
 
@@ -40,7 +41,7 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
     return made
 
 
-OP = quantizable(Op(
+OP = adaptable(quantizable(Op(
     name="GemmBiasAct",
     version=1,
     inputs=("x", "weight", "bias?"),
@@ -56,4 +57,4 @@ OP = quantizable(Op(
     bodies={"cpu": _cpu},
     reference=_reference,
     samples=_samples,
-), takes_rounded=True)
+), takes_rounded=True))

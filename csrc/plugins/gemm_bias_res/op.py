@@ -5,7 +5,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from llmc.plugins import Fields, Op, Sample
-from llmc.plugins.quantization import activations, cpu_product, product, quantizable
+from llmc.plugins.lora import adaptable
+from llmc.plugins.quantization import cpu_product, linear, product, quantizable
 from llmc.plugins.roles import ByColumns
 
 
@@ -28,7 +29,7 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
 
 
 def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    y = activations(fields, inputs["x"]) @ inputs["weight"].astype(np.float64).T
+    y = linear(fields, inputs)
     return [y + inputs.get("bias", 0.0) + inputs.get("residual", 0.0)]
 
 
@@ -41,7 +42,7 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
             for extra in ({}, bias, residual, {**bias, **residual})]
 
 
-OP = quantizable(Op(
+OP = adaptable(quantizable(Op(
     name="GemmBiasRes",
     version=1,
     inputs=("x", "weight", "bias?", "residual?"),
@@ -55,4 +56,4 @@ OP = quantizable(Op(
     bodies={"cpu": _cpu},
     reference=_reference,
     samples=_samples,
-), takes_rounded=True)
+), takes_rounded=True))

@@ -1,0 +1,222 @@
+"""LoRA adapters: `compile_adapter` for a case directory, `merge_adapter` into a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from llmc import __version__
+from llmc.artifacts.adapter import ADAPTER_INFO, AdapterInfo, adapter_weights, write_adapter_info
+from llmc.artifacts.manifest import (
+    MANIFEST_NAME,
+    Chip,
+    LoraLayer,
+    Manifest,
+    hash_file,
+    read_manifest,
+)
+from llmc.compiler.artifact import write_weights
+from llmc.compiler.frontend.peft import (
+    LowRank,
+    PeftAdapter,
+    find_module,
+    read_peft,
+    read_peft_source,
+)
+from llmc.compiler.frontend.raw import RawModel
+from llmc.compiler.graph.weights import Weight
+from llmc.compiler.output import check_output, new_directory
+from llmc.errors import LlmcError
+from llmc.interrupts import check_interrupted, interruptible
+from llmc.memory import memory_errors
+
+_MERGE = "merge it instead: llmc compile MODEL --adapter PEFT_DIR"
+
+
+@interruptible()
+@memory_errors("compile the adapter")
+def compile_adapter(peft_dir: str | Path, case_dir: str | Path, output: str | Path) -> AdapterInfo:
+    """Compile a PEFT LoRA adapter for a case directory.
+
+    The output is written atomically: the directory of another adapter is replaced only on success.
+
+    Args:
+        peft_dir: directory with adapter_config.json and adapter_model.safetensors.
+        case_dir: its base, compiled with `enable_lora`.
+        output: the directory to write.
+
+    Raises:
+        LlmcError: the adapter is invalid, unsupported or of another base, or the case directory
+            takes no adapters.
+    """
+    check_output(output, ADAPTER_INFO)
+    case_dir = Path(case_dir)
+    manifest = read_manifest(case_dir)
+    if not manifest.takes_adapters:
+        raise LlmcError(f"'{case_dir}' takes no adapters; compile it again with --enable_lora, or "
+                        f"{_MERGE}")
+    adapter = read_peft(peft_dir)
+    _require_linear(adapter)
+    pairs = _pairs_of(adapter, manifest, case_dir)
+    with new_directory(output, ADAPTER_INFO) as directory:
+        files = []
+        for chip in manifest.chips:
+            path = directory / adapter_weights(chip.rank)
+            path.parent.mkdir()
+            entry = write_weights([], path, _chip_weights(chip, pairs))[1]
+            files.append(entry.model_copy(update={"path": adapter_weights(chip.rank)}))
+        info = AdapterInfo(
+            format_version=1, llmc_version=__version__,
+            base_sha256=hash_file(case_dir / MANIFEST_NAME),
+            rank=max(pair.down.shape[0] for pair in pairs.values()), modules=tuple(sorted(pairs)),
+            source=read_peft_source(peft_dir), files=tuple(files))
+        write_adapter_info(info, directory)
+        check_interrupted()  # before the output is replaced
+        return info
+
+
+def _require_linear(adapter: PeftAdapter) -> None:
+    """Reject what a request cannot bring: anything but factors of linear layers."""
+    if adapter.magnitudes:
+        raise LlmcError(f"the adapter in '{adapter.directory}' uses DoRA, which scales the base's "
+                        f"weights; {_MERGE}")
+    if adapter.embeddings:
+        raise LlmcError(f"the adapter in '{adapter.directory}' changes the embedding "
+                        f"'{next(iter(adapter.embeddings))}', which requests cannot; {_MERGE}")
+    if adapter.saved:
+        raise LlmcError(f"the adapter in '{adapter.directory}' replaces the parameter "
+                        f"'{next(iter(adapter.saved))}' of its base (modules_to_save or bias), "
+                        f"which requests cannot; {_MERGE}")
+
+
+def _pairs_of(adapter: PeftAdapter, manifest: Manifest, case_dir: Path) -> dict[str, LowRank]:
+    """Return the adapter's factors by the base's module names.
+
+    Raises:
+        LlmcError: the base has no such layer, or one of another shape.
+    """
+    layers = [layer for chip in manifest.chips for layer in chip.lora]
+    sizes = _module_sizes(layers)
+    pairs = {}
+    for name, pair in adapter.modules.items():
+        module = find_module(name, list(sizes))
+        if module is None:
+            raise LlmcError(f"the adapter in '{adapter.directory}' changes '{name}', which is no "
+                            f"layer of '{case_dir}' that takes adapters; give the adapter's own "
+                            f"base, or {_MERGE}")
+        tall, wide = pair.up.shape[0], pair.down.shape[1]
+        if (tall, wide) != sizes[module]:
+            raise LlmcError(f"the adapter in '{adapter.directory}' changes '{name}' as a matrix "
+                            f"[{tall}, {wide}], in '{case_dir}' it is {list(sizes[module])}; give "
+                            f"the adapter's own base")
+        pairs[module] = pair
+    return pairs
+
+
+def _module_sizes(layers: Iterable[LoraLayer]) -> dict[str, tuple[int, int]]:
+    """Return out_features and in_features of each module, over all chips."""
+    sizes: dict[str, tuple[int, int]] = {}
+    for layer in layers:
+        wide = 1 + max(max(run.index) for run in layer.columns)
+        for run in layer.rows:
+            if run.module:
+                tall, known = sizes.get(run.module, (0, 0))
+                sizes[run.module] = max(tall, 1 + max(run.index)), max(known, wide)
+    return sizes
+
+
+def _chip_weights(chip: Chip, pairs: Mapping[str, LowRank]) -> dict[str, Weight]:
+    """Return the matrices of a chip's layers by input name."""
+    weights: dict[str, Weight] = {}
+    for layer in chip.lora:
+        own = [module for module in layer.modules if module in pairs]
+        if own:
+            left, right = _matrices(layer, own, pairs)
+            weights |= {f"{layer.name}.lora_a": Weight.of(left),
+                        f"{layer.name}.lora_b": Weight.of(right)}
+    return weights
+
+
+def _matrices(layer: LoraLayer, modules: Sequence[str], pairs: Mapping[str, LowRank]) -> \
+        tuple[np.ndarray, np.ndarray]:
+    """Stack the factors of a layer's modules: A [rows, in], and B [rows, out], block by block."""
+    columns = np.concatenate([np.array(run.index) for run in layer.columns])
+    left = np.concatenate([pairs[module].down[:, columns] for module in modules])
+    right = np.zeros((len(left), layer.out_features), np.float32)
+    starts = dict(zip(modules, np.cumsum([0, *(pairs[module].down.shape[0]
+                                               for module in modules)]).tolist(), strict=False))
+    column = 0
+    for run in layer.rows:
+        count = len(run.index)
+        if run.module in starts:
+            up, start = pairs[run.module].up, starts[run.module]
+            right[start:start + up.shape[1], column:column + count] = up[np.array(run.index)].T
+        column += count
+    return np.ascontiguousarray(left), right
+
+
+def merge_adapter(raw: RawModel, adapter: PeftAdapter) -> None:
+    """Merge an adapter into the weights of an exported model.
+
+    Raises:
+        LlmcError: the model has no such parameter, or one of another shape.
+    """
+    tensors: dict[str, list[gs.Constant]] = {}
+    for graph in (graph for graph in (raw.graph, raw.encoder) if graph is not None):
+        for tensor in graph.tensors().values():
+            if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight):
+                tensors.setdefault(tensor.name, []).append(tensor)
+
+    def change(name: str) -> list[gs.Constant]:
+        found = find_module(name, list(tensors))
+        if found is None:
+            raise LlmcError(f"the adapter in '{adapter.directory}' changes '{name}', which "
+                            f"'{raw.architecture}' does not have as a parameter of its own; give "
+                            f"the adapter's own base model, or merge the adapter with PEFT")
+        return tensors[found]
+
+    def put(constants: Sequence[gs.Constant], values: Weight, name: str) -> None:
+        have = constants[0]._values.shape
+        if values.shape != have:
+            raise LlmcError(f"the adapter in '{adapter.directory}' has '{name}' as "
+                            f"{list(values.shape)}, '{raw.architecture}' as {list(have)}; give the "
+                            f"adapter's own base model")
+        for constant in constants:
+            constant._values = values
+
+    for name, weight in adapter.saved.items():
+        put(change(name), weight.cast(np.float32), name)
+    for module, pair in adapter.embeddings.items():
+        constants = change(f"{module}.weight")
+        put(constants, _plus(adapter, module, constants[0]._values,
+                             LowRank(pair.up.T, pair.down.T)), module)
+    for module, pair in adapter.modules.items():
+        constants = change(f"{module}.weight")
+        base, turned = constants[0]._values, _is_turned(adapter, pair, constants[0]._values)
+        merged = _plus(adapter, module, base,
+                       LowRank(pair.up.T, pair.down.T) if turned else pair)
+        if module in adapter.magnitudes:
+            if turned:
+                raise LlmcError(f"the adapter in '{adapter.directory}' uses DoRA on the transposed "
+                                f"matrix of '{module}', which llmc cannot merge; merge it with "
+                                f"PEFT")
+            merged = merged.with_row_norms(adapter.magnitudes[module].reshape(-1))
+        put(constants, merged, module)
+
+
+def _is_turned(adapter: PeftAdapter, pair: LowRank, base: Weight) -> bool:
+    """Whether the model stores a module's matrix as [in, out]."""
+    shape = pair.up.shape[0], pair.down.shape[1]
+    return shape[::-1] == base.shape and (shape != base.shape or adapter.fan_in_fan_out)
+
+
+def _plus(adapter: PeftAdapter, module: str, base: Weight, pair: LowRank) -> Weight:
+    """A matrix plus the product of two factors."""
+    if base.shape != (pair.up.shape[0], pair.down.shape[1]):
+        raise LlmcError(f"the adapter in '{adapter.directory}' changes '{module}' as a matrix "
+                        f"[{pair.up.shape[0]}, {pair.down.shape[1]}], in the model it is "
+                        f"{list(base.shape)}; give the adapter's own base model")
+    return base.plus_product(Weight.of(pair.up, module), Weight.of(pair.down, module))
