@@ -495,7 +495,7 @@ def test_inspect_reports_the_kv_cache_capacity(tiny_hf, tmp_path):
 
 def test_options_of_loading_are_those_of_the_llm():
     parameters = inspect.signature(LLM.__init__).parameters
-    own = {"self", "case_dir", "device", "verify", "adapters"}  # options of their own
+    own = {"self", "case_dir", "device", "verify", "adapters"}  # options that others lack
     assert {*LOADING_OPTIONS} == {*parameters} - own
     for name, given in LOADING_OPTIONS.items():
         assert given.get("default") == parameters[name].default, name
