@@ -888,8 +888,7 @@ class Scheduler:
                    if row.sequence.mask is not None},
             num_drafts=[row.drafts for row in step_rows],
             num_uncommitted=[row.uncommitted for row in step_rows],
-            unread=np.array([row.unread for row in step_rows] if any(
-                row.unread for row in step_rows) else [], np.int32), **proposals)
+            unread=[row.unread for row in step_rows], **proposals)
         scheduled = ScheduledStep(
             step, [(row.sequence, row.sequence.epoch) for _, row in sampled], prompts,
             self.limits.keeps_states)
