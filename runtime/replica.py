@@ -149,7 +149,8 @@ def cpu_limits(manifest: Manifest, config: EngineConfig) -> EngineLimits:
 
 def _max_drafts(draft: DraftInfo | None) -> int:
     """Drafts of a sequence in a step, given the loaded draft model."""
-    return min(MAX_DRAFTS, MAX_DRAFTS if draft is None else draft.max_drafts or MAX_DRAFTS)
+    of_model = None if draft is None else draft.max_drafts
+    return min(MAX_DRAFTS, of_model or MAX_DRAFTS)
 
 
 def _lookahead(draft: DraftInfo | None, chip: Chip) -> int:

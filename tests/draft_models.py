@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 
 import conftest
 import eagle3
@@ -84,6 +85,20 @@ def assert_reaches_the_end(llm, alone):
     """Generate to the maximum number of positions, beside a shorter sequence."""
     wish = [llmc.SamplingParams(max_tokens=count, ignore_eos=True) for count in (57, 62, 9, 47)]
     equal(llm.generate(PROMPTS, wish), alone.generate(PROMPTS, wish))
+
+
+def assert_aborts_leave_others(llm, expected):
+    """Compare the greedy generations of all prompts, beside aborted ones."""
+    def abandon():
+        for _ in range(4):
+            stream = llm.stream(PROMPTS[3], params("greedy"))
+            next(stream)
+            stream.close()
+
+    other = threading.Thread(target=abandon)
+    other.start()
+    equal(llm.generate(PROMPTS, params("greedy")), expected)
+    other.join()
 
 
 def assert_draws_beside_others(llm, alone, plain):

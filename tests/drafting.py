@@ -24,6 +24,12 @@ def params(name):
     return llmc.SamplingParams(max_tokens=24, **ending, **PARAMS[name])
 
 
+def assert_verified(metrics, kind):
+    """Assert that drafts of a TestDrafter were verified, and accepted unless all are wrong."""
+    drafted, accepted = metrics["spec_decode_draft_tokens"], metrics["spec_decode_accepted_tokens"]
+    assert drafted and (accepted == 0 if kind == "wrong" else accepted > 0)
+
+
 class TestDrafter:
     """Drafts from the known continuation of a sequence.
 

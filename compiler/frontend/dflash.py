@@ -39,6 +39,7 @@ from llmc.compiler.frontend.draft import (
     head_of,
     hidden_states,
     mark_weights,
+    refuse_unused,
 )
 from llmc.compiler.frontend.huggingface import find_directory, read_config
 from llmc.compiler.frontend.parts import ATTENTION, ENCODER
@@ -219,17 +220,6 @@ class _DFlash(torch.nn.Module):
         return self.lm_head(self.norm(x)),
 
 
-class _Tensors:
-    """Tensors of a draft model, and the model's embedding and LM head."""
-
-    def __init__(self, own: Mapping[str, Weight], table: gs.Constant, head: gs.Constant) -> None:
-        self._own = own
-        self._shared = {"embed_tokens.weight": table._values, "lm_head.weight": head._values}
-
-    def get(self, name: str) -> Weight | None:
-        return self._shared.get(name) or self._own.get(name)
-
-
 def _export(drafter: _Drafter, table: gs.Constant, factor: float, head: gs.Constant) -> gs.Graph:
     """Export the draft model and bind its weights."""
     config = drafter.config
@@ -240,12 +230,8 @@ def _export(drafter: _Drafter, table: gs.Constant, factor: float, head: gs.Const
     except Exception as error:  # transformers raises errors of many types
         raise LlmcError(f"transformers rejects the config of '{drafter.origin}' "
                         f"({reason_of(error)}); correct it") from error
-    known = {*model.state_dict(), _FC}
-    unused = next((name for name in drafter.tensors if name not in known), None)
-    if unused is not None:
-        raise LlmcError(f"'{drafter.origin}' has a tensor '{unused}' "
-                        f"{list(drafter.tensors[unused].shape)}, which llmc does not use for "
-                        f"DFlash; give a draft model with layers as Qwen3's")
+    refuse_unused(drafter.tensors, {*model.state_dict(), _FC}, drafter.origin, "DFlash",
+                  "with layers as Qwen3's")
     graph = to_graph(trace_draft(model, config.hidden_size, config.max_position_embeddings,
                                  ENCODER, ("logits",)), set())
     windows = [config.sliding_window if kind == "sliding_attention" else 0
@@ -253,7 +239,8 @@ def _export(drafter: _Drafter, table: gs.Constant, factor: float, head: gs.Const
     for node, window in zip((node for node in graph.nodes if is_op(node, SDPA)), windows,
                             strict=False):
         node.attrs["window"] = int(window or 0)
-    attach_weights(graph, model, _Tensors(drafter.tensors, table, head), str(drafter.origin),
+    shared = {"embed_tokens.weight": table._values, "lm_head.weight": head._values}
+    attach_weights(graph, model, {**drafter.tensors, **shared}, str(drafter.origin),
                    {id(each._values): each.name for each in (head, table)})
     mark_weights(graph, {id(each._values) for each in (head, table)})
     return graph

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import count, takewhile
 from pathlib import Path
@@ -263,6 +263,26 @@ def add_features(graph: gs.Graph, chosen: Sequence[gs.Tensor], weight: Weight | 
                                outputs=[result]))
     graph.outputs.append(result)
     tidy(graph)
+
+
+def refuse_unused(tensors: Mapping[str, Weight], known: Set[str], origin: Path, method: str,
+                  layers: str) -> None:
+    """Reject a draft model with tensors that are not among the known ones.
+
+    Args:
+        tensors: of its checkpoint.
+        known: names.
+        origin: its directory.
+        method: it is for.
+        layers: of draft models of this method, after `a draft model`.
+
+    Raises:
+        LlmcError: names the first one.
+    """
+    unused = next((name for name in tensors if name not in known), None)
+    if unused is not None:
+        raise LlmcError(f"'{origin}' has a tensor '{unused}' {list(tensors[unused].shape)}, which "
+                        f"llmc does not use for {method}; give a draft model {layers}")
 
 
 def mark_weights(graph: gs.Graph, shared: Set[int]) -> None:

@@ -36,6 +36,7 @@ from llmc.compiler.frontend.draft import (
     hidden_states,
     input_table,
     mark_weights,
+    refuse_unused,
 )
 from llmc.compiler.frontend.huggingface import find_directory
 from llmc.compiler.frontend.parts import ATTENTION
@@ -265,23 +266,18 @@ class _Eagle3(torch.nn.Module):
         return self.lm_head(self.norm(hidden_out)), hidden_out
 
 
-class _Bound:
+def _bound(head: _Head, table: gs.Constant) -> dict[str, Weight]:
     """Tensors of a draft model, the model's embedding among them where they share it."""
-
-    def __init__(self, head: _Head, table: gs.Constant) -> None:
-        own = head.tensors.get(_EMBEDDING)
-        self._tensors = dict(head.tensors)
-        if own is None or equal(own.cast(np.float32), table._values):
-            self._tensors[_EMBEDDING] = table._values
-
-    def get(self, name: str) -> Weight | None:
-        return self._tensors.get(name)
+    own = head.tensors.get(_EMBEDDING)
+    if own is None or equal(own.cast(np.float32), table._values):
+        return {**head.tensors, _EMBEDDING: table._values}
+    return {**head.tensors}
 
 
 def _export(head: _Head, table: gs.Constant) -> gs.Graph:
     """Export the draft model and bind its weights."""
     rows = int(head.config.get("draft_vocab_size") or head.layer.vocab_size)
-    bound = _Bound(head, table)
+    bound = _bound(head, table)
     with alone():
         try:
             with init_empty_weights(include_buffers=False), Reproducible():
@@ -289,12 +285,8 @@ def _export(head: _Head, table: gs.Constant) -> gs.Graph:
         except Exception as error:  # transformers raises errors of many types
             raise LlmcError(f"transformers rejects the config of '{head.origin}' "
                             f"({reason_of(error)}); correct it") from error
-        known = {*model.state_dict(), *_UNREAD}
-        unused = next((name for name in head.tensors if name not in known), None)
-        if unused is not None:
-            raise LlmcError(f"'{head.origin}' has a tensor '{unused}' "
-                            f"{list(head.tensors[unused].shape)}, which llmc does not use for "
-                            f"EAGLE-3; give a draft model of one Llama layer")
+        refuse_unused(head.tensors, {*model.state_dict(), *_UNREAD}, head.origin, "EAGLE-3",
+                      "of one Llama layer")
         graph = to_graph(trace_draft(model, head.layer.hidden_size,
                                      head.layer.max_position_embeddings), set())
         attach_weights(graph, model, bound, str(head.origin), {id(table._values): table.name})

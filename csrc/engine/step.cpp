@@ -278,8 +278,9 @@ Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size,
                 text(batch));
   check_admissions(inputs.admit, limits, vocab_size);
   check_copies("block", inputs.copies, limits.num_blocks);
-  if (inputs.verifies) check_sequence_rows(inputs.sequence_starts());
-  check_states(inputs, limits, inputs.sequence_starts());
+  const std::vector<int32_t> starts = inputs.sequence_starts();
+  if (inputs.verifies) check_sequence_rows(starts);
+  check_states(inputs, limits, starts);
   check_memory(inputs.memory_starts, inputs.memory_lens, batch, limits);
   Step step{static_cast<int>(num_tokens), static_cast<int>(num_logits), static_cast<int>(batch)};
   step.num_decode = inputs.num_decode;

@@ -913,11 +913,12 @@ def _completions(requests: Sequence[Request], pieces: Iterator[CompletionChunk],
 
 def _check_drafts(speculation: SpeculationConfig, draft: DraftInfo | None) -> None:
     """Reject more drafts than a pass of the draft model has."""
-    count, most = speculation.num_speculative_tokens, draft.max_drafts if draft else None
-    if speculation.method == "draft" and count is not None and most is not None and count > most:
+    if speculation.method != "draft" or draft is None or draft.max_drafts is None:
+        return
+    count, most = speculation.num_speculative_tokens, draft.max_drafts
+    if count is not None and count > most:
         raise LlmcError(f"num_speculative_tokens is {count}, but the draft model of kind "
-                        f"{draft.kind if draft else ''} drafts {most} tokens at once; give at most "
-                        f"{most}, or auto")
+                        f"{draft.kind} drafts {most} tokens at once; give at most {most}, or auto")
 
 
 def _integer(name: str, value: object, least: int) -> int:

@@ -958,8 +958,7 @@ class Scheduler:
             num_uncommitted=[row.uncommitted for row in step_rows],
             adapters=[self._adapter_slot(row.sequence) for row in step_rows],
             load_adapters=self._new_adapters,
-            unread=np.array([row.unread for row in step_rows] if any(
-                row.unread for row in step_rows) else [], np.int32), **proposals)
+            unread=[row.unread for row in step_rows], **proposals)
         self._new_adapters = {}
         scheduled = ScheduledStep(
             step, [(row.sequence, row.sequence.epoch) for _, row in sampled], prompts,

@@ -167,9 +167,13 @@ class Step:
     def of(tokens: Sequence[Sequence[int]], past_lens: Sequence[int],
            tables: Sequence[Sequence[int]], slots: Sequence[int], *,
            sample: Sequence[int] | None = None, num_drafts: Sequence[int] = (),
-           num_uncommitted: Sequence[int] = (), adapters: Sequence[int] = (),
+           num_uncommitted: Sequence[int] = (), unread: Sequence[int] = (),
+           adapters: Sequence[int] = (),
            **others: object) -> Step:
         """Pack sequences, those with one new token first; by default all of them are sampled."""
+        def counts(given: Sequence[int]) -> np.ndarray:
+            return np.array(given if any(given) else [], np.int32)
+
         lengths = [len(new) for new in tokens]
         rows = np.full((len(tables), max(map(len, tables))), -1, np.int32)
         for row, table in zip(rows, tables, strict=True):
@@ -181,8 +185,8 @@ class Step:
             np.array([0, *accumulate(lengths)], np.int32), np.array(past_lens, np.int32), rows,
             np.array(slots, np.int32), num_decode,
             np.array(range(len(tokens)) if sample is None else sample, np.int32),
-            num_drafts=np.array(num_drafts if any(num_drafts) else [], np.int32),
-            num_uncommitted=np.array(num_uncommitted if any(num_uncommitted) else [], np.int32),
+            num_drafts=counts(num_drafts), num_uncommitted=counts(num_uncommitted),
+            unread=counts(unread),
             adapters=np.array(adapters if any(slot >= 0 for slot in adapters) else [], np.int32),
             **others)  # type: ignore[arg-type]
 

@@ -1,12 +1,12 @@
 """Draft models on a GPU: the drafts of the CPU engine, and the same tokens as without drafts."""
 
-import threading
 
 import pytest
 from draft_models import (
     PARAMS,
     PROMPTS,
     TIGHT,
+    assert_aborts_leave_others,
     assert_drafts,
     assert_drafts_of_prompts,
     assert_draws_beside_others,
@@ -125,16 +125,7 @@ def test_aborted_sequences_leave_others_as_they_are(case, plain):
     backend, expected = plain
     with llmc.LLM(case("eagle3"), max_batch_size=4, speculate="draft", num_speculative_tokens=3,
                   attention_backend=backend, **TIGHT) as llm:
-        def abandon():
-            for _ in range(4):
-                stream = llm.stream(PROMPTS[3], params("greedy"))
-                next(stream)
-                stream.close()
-
-        other = threading.Thread(target=abandon)
-        other.start()
-        equal(llm.generate(PROMPTS, params("greedy")), expected["greedy"])
-        other.join()
+        assert_aborts_leave_others(llm, expected["greedy"])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -222,7 +222,7 @@ def test_rows_of_a_draft_model_after_rows_of_drafts(extension):
 @pytest.mark.parametrize("rows", [0, 8])
 def test_only_the_device_knows_drafts_of_steps_in_flight(extension, rows):
     step = Step.of([[LAST, proposal(0), proposal(1)], [8, 9]], [7, 3], [[3, 2, 6], [4, 5]], [2, 0],
-                   num_drafts=[2, 1], propose=3, unread=np.array([3, 0], np.int32))
+                   num_drafts=[2, 1], propose=3, unread=[3, 0])
     arrays = step_arrays(step, max_rows=rows)
     ids, sampled, firsts, slots, _ = extension.draft_rows(*arrays)
     assert ids == [-1, -1, 0, 9, 0]

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import shutil
-import threading
 
 import conftest
 import eagle3
@@ -19,6 +18,7 @@ from draft_models import (
     ROWS,
     TIGHT,
     VOCAB,
+    assert_aborts_leave_others,
     assert_drafts,
     assert_drafts_of_prompts,
     assert_draws_beside_others,
@@ -142,16 +142,7 @@ def test_drafts_go_beside_beams_sessions_and_predictions(case, plain):
 def test_aborted_sequences_leave_others_as_they_are(case, plain):
     with llmc.LLM(case(1), max_batch_size=4, speculate="draft", num_speculative_tokens=3,
                   **TIGHT) as llm:
-        def abandon():
-            for _ in range(4):
-                stream = llm.stream(PROMPTS[3], params("greedy"))
-                next(stream)
-                stream.close()
-
-        other = threading.Thread(target=abandon)
-        other.start()
-        equal(llm.generate(PROMPTS, params("greedy")), plain["greedy"])
-        other.join()
+        assert_aborts_leave_others(llm, plain["greedy"])
 
 
 @pytest.mark.parametrize("layout", [

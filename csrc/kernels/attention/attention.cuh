@@ -218,8 +218,8 @@ struct KvSplitState {
     return kRows ? h / row_heads * num_heads + h % row_heads : h;
   }
 };
-// Heads of one row in a block at most; with more, they are of several rows.
-constexpr int kMaxRowHeads = 8;
+// Query heads of one row in a decode block at most; with more, they are of several rows.
+constexpr int kDecodeHeads = 8;
 
 // A lane's share of a head's softmax, given its maximum and total.
 __device__ __forceinline__ float softmax_share(const float* sinks, int head, float peak,
@@ -238,7 +238,7 @@ template <typename T, int kWidth, int kWarps, int kHeads>
 __device__ __noinline__ void merge_splits(OutputWriter<T> out, int64_t begin, KvSplitState split,
                                           int heads, int dim, const float* sinks, int first_head,
                                           float* prefix, int before, float (*share_of)[32]) {
-  constexpr bool kRows = kHeads > kMaxRowHeads;
+  constexpr bool kRows = kHeads > kDecodeHeads;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, width = kWidth > 0 ? kWidth : dim;
   auto of_prefix = [&](int h, int k) {
     return prefix_partial(prefix, split.in_rows<kRows>(h) * before + k, dim);
@@ -299,7 +299,7 @@ template <typename T, int kWidth, int kWarps, int kHeads, typename Sum>
 __device__ void merge(const AttentionParams& p, const float (&peak_of)[kWarps][kHeads],
                       const float (&total_of)[kWarps][kHeads], Sum&& sum_at, int heads,
                       int64_t token_head, KvSplitState split) {
-  constexpr bool kRows = kHeads > kMaxRowHeads;
+  constexpr bool kRows = kHeads > kDecodeHeads;
   __shared__ bool last;
   const int dim = p.head_dim, width = kWidth > 0 ? kWidth : dim;
   __syncthreads();

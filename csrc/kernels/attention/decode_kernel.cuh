@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>)
     const bool is_value = !is_query && (task - rows * heads) % 2 == 1;
     // The row, counted from the sequence's first.
     const int index = !kRows ? 0 : is_query ? earlier + of_kind / heads : first_fresh + of_kind;
-    const int position = kRows ? first_new + index : fresh_kv.position;
+    const int position = fresh_kv.position + index;
     const T* qkv = static_cast<const T*>(p.qkv) + (sequence - earlier + index) * p.qkv_stride;
     C* const fresh = (is_value ? fresh_kv.value : fresh_kv.key) + index * S::kPitch;
     C* const row = (is_value ? values : keys) + row_of(position);

@@ -15,7 +15,6 @@
 
 namespace llmc::device {
 
-using kernels::kDecodeHeads;
 using kernels::kDecodeKeys;
 using kernels::KvSplit;
 

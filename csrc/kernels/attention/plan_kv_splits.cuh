@@ -5,8 +5,9 @@
 
 namespace llmc::kernels {
 
-// Query heads of a decode block at most, and keys of an mma tile.
-constexpr int kDecodeHeads = 8, kDecodeKeys = 16;
+using device::kDecodeHeads;
+
+constexpr int kDecodeKeys = 16;  // of an mma tile
 
 // Query heads of the rows of one sequence, of a decode block at most.
 constexpr int kRowHeads = 16;

@@ -53,6 +53,12 @@ def check_heads(fields: Fields) -> None:
                          f"positive numbers, and a num_heads that is a multiple of num_kv_heads")
 
 
+def check_rotary(rotary: int, present: frozenset[str]) -> None:
+    """Raise ValueError unless cos and sin are inputs if rotary_dim is above 0, and only then."""
+    if bool(rotary) != ({"cos", "sin"} <= present) or len({"cos", "sin"} & present) == 1:
+        raise ValueError(f"rotary_dim {rotary} needs both cos and sin if above 0, neither if 0")
+
+
 def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
     check_heads(fields)
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
@@ -60,8 +66,8 @@ def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
     if {"cos", "sin"} <= present:
         if not 0 < rotary <= dim or rotary % 2:
             raise ValueError(f"rotary_dim {rotary} is not an even number from 2 to head_dim {dim}")
-    elif {"cos", "sin"} & present or rotary:
-        raise ValueError(f"rotary_dim {rotary} needs both cos and sin if above 0, neither if 0")
+    else:
+        check_rotary(rotary, present)
     cache = ("blocks", kv_heads, "block_size", dim) if paged else \
         ("batch", kv_heads, "max_seq_len", dim)
     positions = "positions" if paged else ">= max_seq_len"

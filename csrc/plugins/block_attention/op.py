@@ -34,6 +34,7 @@ from llmc.plugins.attention.op import (
     _queries,
     _scale,
     check_heads,
+    check_rotary,
     held_scores,
     rotated,
 )
@@ -44,8 +45,7 @@ def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
     check_heads(fields)
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
     rotary = fields["rotary_dim"]
-    if bool(rotary) != ({"cos", "sin"} <= present):
-        raise ValueError(f"rotary_dim {rotary} needs both cos and sin if above 0, neither if 0")
+    check_rotary(rotary, present)
     cache, table = ("batch", kv_heads, "max_seq_len", dim), (">= max_seq_len", rotary // 2)
     return {"qkv": ("num_tokens", (heads + 2 * kv_heads) * dim),
             "key_cache": cache, "value_cache": cache, "cu_seqlens": ("batch_plus_1",),

@@ -32,6 +32,7 @@ from llmc.plugins.attention.op import (
     _prepared,
     _scale,
     check_heads,
+    check_rotary,
     held_scores,
     rotated,
     rounds,
@@ -45,8 +46,7 @@ def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
     check_heads(fields)
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
     rotary = fields["rotary_dim"]
-    if bool(rotary) != ({"cos", "sin"} <= present):
-        raise ValueError(f"rotary_dim {rotary} needs both cos and sin if above 0, neither if 0")
+    check_rotary(rotary, present)
     paged = "block_table" in present
     cache = ("blocks", kv_heads, "block_size", dim) if paged else \
         ("batch", kv_heads, "max_seq_len", dim)

@@ -38,6 +38,7 @@ from llmc.plugins.attention.op import (
     _TOKENS,
     _ints,
     check_heads,
+    check_rotary,
     held_scores,
     rotated,
 )
@@ -53,8 +54,7 @@ def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
     if not 0 < shared < dim or rotary % 2 or not 0 <= rotary <= shared:
         raise ValueError(f"rotary_dim {rotary}, shared_dim {shared} and head_dim {dim}: expected "
                          f"even rotary_dim <= shared_dim < head_dim")
-    if bool(rotary) != ({"cos", "sin"} <= present) or len({"cos", "sin"} & present) == 1:
-        raise ValueError(f"rotary_dim {rotary} needs both cos and sin if above 0, neither if 0")
+    check_rotary(rotary, present)
     paged = "block_table" in present
     table = ("max_positions" if paged else ">= max_seq_len", rotary // 2)
     return {"query": ("num_tokens", heads * fields["query_dim"]), "rows": ("num_tokens", dim),
