@@ -99,8 +99,11 @@ adapters_option = click.option(
 LOADING_OPTIONS: dict[str, dict[str, Any]] = {
     "max_batch_size": dict(type=int, help="Maximum number of sequences per step of a replica.  "
                                           "[default: 16, or the compiled maximum]"),
-    "max_num_batched_tokens": dict(default=2048, help="Maximum number of tokens per step; longer "
-                                                      "prompts use chunked prefill."),
+    "max_num_batched_tokens": dict(type=int, help="Maximum number of tokens per step; longer "
+                                                  "prompts use chunked prefill.  [default: 8192 "
+                                                  "on target cuda, 2048 on others]"),
+    "max_itl_ms": dict(type=float, help="Goal for the time between tokens: a step gets as many "
+                                        "prompt tokens as fit."),
     "block_size": dict(default=16, help="Size of a KV-cache block, in tokens."),
     "kv_cache_tokens": dict(type=int, help="Capacity of the KV cache, in tokens.  [default: what "
                                            "fits into memory]"),

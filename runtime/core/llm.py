@@ -83,7 +83,7 @@ from llmc.runtime.speculation.costs import plan_drafts
 
 _MAX_BATCH_SIZE = 16
 _MAX_TEXTS = 256  # default of max_batch_size without a KV cache
-_MAX_TOKENS = 2048  # default of max_num_batched_tokens
+_MAX_TOKENS, _MAX_TOKENS_CUDA = 2048, 8192  # defaults of max_num_batched_tokens
 # Grammars compile in separate threads, so that other requests do not wait for them.
 _GRAMMARS = ThreadPoolExecutor(2, "llmc-grammars")
 # Parameters that all prompts of one `beam_search` share.
@@ -108,7 +108,10 @@ class _Loaded:
         check_step: maximum number of in-flight steps on a GPU.
         skip_step: tokens of each sequence that a GPU generates before the host reads the first.
         max_num_batched_tokens: maximum number of tokens of a step, at least max_batch_size; longer
-            prompts are prefilled in chunks.
+            prompts are prefilled in chunks. None: 8192 on target cuda, 2048 on others.
+        max_itl_ms: goal in milliseconds for the time between tokens (inter-token latency). A step
+            that also prefills prompts gets as many of their tokens as fit, by the times of earlier
+            steps. None: at most 512 in most steps.
         block_size: positions of a block of the KV cache, a power of two.
         kv_cache_tokens: positions of all blocks. None: as many as fit in memory.
         gpu_memory_utilization: fraction of a GPU's memory to use, above 0 and at most 1.
@@ -146,7 +149,8 @@ class _Loaded:
 
     def __init__(self, case_dir: str | Path, *, device: Sequence[int] | None = None,
                  max_batch_size: int | None = None, verify: bool = True, check_step: int = 2,
-                 skip_step: int = 0, max_num_batched_tokens: int = _MAX_TOKENS,
+                 skip_step: int = 0, max_num_batched_tokens: int | None = None,
+                 max_itl_ms: float | None = None,
                  block_size: int = BLOCK_SIZE, kv_cache_tokens: int | None = None,
                  gpu_memory_utilization: float = 0.9, prefix_reuse: bool = True,
                  attention_backend: str | None = None, speculate: Method = "off",
@@ -163,6 +167,7 @@ class _Loaded:
             if max_batch_size > MAX_SEQUENCES:
                 raise LlmcError(f"max_batch_size {max_batch_size} is above {MAX_SEQUENCES}; give "
                                 f"at most that, further sequences wait")
+        max_itl = None if max_itl_ms is None else _positive("max_itl_ms", max_itl_ms) / 1e3
         speculation = SpeculationConfig.of(speculate, num_speculative_tokens)
         devices = None if device is None else _devices(device)
         if not isinstance(case_dir, str | os.PathLike):
@@ -178,6 +183,9 @@ class _Loaded:
         max_loras = _integer("max_loras", max_loras, 1)
         self._adapters = _read_adapters(self.manifest, self.case_dir, adapters, max_lora_rank,
                                         verify)
+        if max_num_batched_tokens is None:
+            max_num_batched_tokens = _MAX_TOKENS_CUDA if self.manifest.target.kind == "cuda" \
+                else _MAX_TOKENS
         limit = self.manifest.target.max_batch_size
         if max_batch_size is None:
             default = _MAX_BATCH_SIZE if self.manifest.chips[0].kept else _MAX_TEXTS
@@ -199,11 +207,11 @@ class _Loaded:
                 config.max_num_batched_tokens, self.manifest.dims.max_seq_len))
         self._max_batch_size = max_batch_size
         with memory_errors("load the model"):
-            self._load(devices, config, speculation, prefix_reuse, check_step, skip_step)
+            self._load(devices, config, speculation, prefix_reuse, check_step, skip_step, max_itl)
 
     def _load(self, devices: list[int] | None, config: EngineConfig,
               speculation: SpeculationConfig, prefix_reuse: bool, check_step: int,
-              skip_step: int) -> None:
+              skip_step: int, max_itl: float | None) -> None:
         self._reader = InputProcessor(self.manifest, self.case_dir, self._max_batch_size)
         self.tokenizer = self._reader.tokenizer
         try:
@@ -214,7 +222,7 @@ class _Loaded:
                                       encodes=encodes)
                 self._loops.append(Loop(
                     engine, Scheduler(engine.limits, config.max_num_batched_tokens,
-                                      reuse=prefix_reuse, drafts=planner),
+                                      max_itl=max_itl, reuse=prefix_reuse, drafts=planner),
                     self._reader.completing, self._reader.searching, encodes=encodes,
                     check_step=check_step, skip_step=skip_step, method=speculation.method,
                     pools=self.manifest.pooling is not None))
@@ -968,6 +976,14 @@ def _fraction(name: str, value: object) -> float:
         raise LlmcError(f"{name} is {shown(value)}; give a number above 0, at most 1")
     if not 0 < value <= 1:
         raise LlmcError(f"{name} {value} is not above 0 and at most 1")
+    return float(value)
+
+
+def _positive(name: str, value: object) -> float:
+    """Read an argument that is a positive number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) \
+            or not 0 < value < float("inf"):
+        raise LlmcError(f"{name} is {shown(value)}; give a number above 0")
     return float(value)
 
 

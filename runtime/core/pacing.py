@@ -36,7 +36,7 @@ class StepPacer:
         clock: returns seconds.
 
     Attributes:
-        step_times: durations of decode steps by number of rows.
+        step_times: durations of steps by numbers of rows and prompt tokens.
         costs: durations of steps that verify drafts; None if none do.
     """
 
@@ -83,9 +83,11 @@ class StepPacer:
         now = self._clock()
         seconds = now - max(earliest, self._ended)
         self._steps.append((step, seconds))
-        _, rows, prompts, _ = step
+        _, rows, prompts, prompt_tokens = step
         if not prompts and not extra:
             self.step_times.add(int(rows), seconds)
+        elif prompts and not extra:
+            self.step_times.add_prompts(int(rows), int(prompt_tokens), seconds)
         if not prompts and extra >= 0 and self.costs is not None:
             self.costs.add(int(rows), extra, seconds)
         # A step that ended during a slow submission of the next one does not count as late.

@@ -51,6 +51,7 @@ MOST_PRIORITY = 100  # priorities range from -100 to 100
 _LOOKED_AT = 64  # maximum number of waiting groups to examine for admission in a step
 _MIXED = 512  # tokens of a step with decoding sequences, unless a prompt has waited _LONG
 _LONG = 4  # steps
+_LEAST = 16  # prompt tokens of a step, if there are any
 _HOLD = 2  # steps
 _ADAPTER_WAIT = 64  # steps that other adapters may pass a sequence whose adapter has no slot
 _MAX_SLOWDOWN = 1.1  # of a step by rows of large tenants, relative to equal shares
@@ -281,16 +282,18 @@ class Scheduler:
     Attributes:
         preemptions: number of preemptions.
         queries, hits: prompt tokens of admitted sequences, and those found in the prefix cache.
-        step_times: durations of decode steps.
+        step_times: durations of steps.
         drafts: see the argument.
         adapters: the engine's slots of adapters.
     """
 
     def __init__(self, limits: EngineLimits, max_num_batched_tokens: int, *,
-                 reuse: bool = True, drafts: DraftPlanner | None = None) -> None:
+                 max_itl: float | None = None, reuse: bool = True,
+                 drafts: DraftPlanner | None = None) -> None:
         self.limits = limits
         self.drafts = drafts
         self.budget = max(max_num_batched_tokens, limits.max_slots)
+        self._max_itl = max_itl
         self._reuse = reuse and not limits.keeps_states and not limits.whole
         self.blocks = BlockPool(limits.num_blocks, limits.block_size, reuse=self._reuse)
         self.running: list[Sequence] = []  # in order
@@ -538,8 +541,11 @@ class Scheduler:
         """Token budget of a step.
 
         While sequences decode, prefill gets a small budget, which keeps ITL low, unless a prompt
-        has waited for more than _LONG steps.
+        has waited for more than _LONG steps. With a goal for ITL, it gets what fits.
         """
+        if decoding and self._max_itl is not None:
+            fitting = self.step_times.prompt_tokens(decoding, self._max_itl)
+            return min(self.budget, decoding + max(_MIXED if fitting is None else fitting, _LEAST))
         prompts = [(own.order[0], own.priority) for own, count in wanted.items()
                    if count > 1 and not own.decodes(count)]
         if group := self._next():

@@ -1,18 +1,24 @@
-"""Time of a decode step by its number of rows, learned while serving."""
+"""Times of steps by their numbers of rows and prompt tokens, learned while serving."""
 
 from __future__ import annotations
 
 from bisect import bisect_right, insort
 
 _WEIGHT = 0.2  # of a new measurement in the moving average
+_MIN_PROMPT = 32  # prompt tokens of a step, below which their time is too short to measure
 
 
 class StepTimes:
-    """Moving averages of the seconds that decode steps take, by rows per step."""
+    """Moving averages of the seconds that decode steps take, by rows per step.
+
+    Attributes:
+        per_prompt_token: seconds that a prompt token adds to a step; None before any measurement.
+    """
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
         self._rows: list[int] = []  # measured sizes, sorted
+        self.per_prompt_token: float | None = None
 
     def add(self, rows: int, seconds: float) -> None:
         """Record a step of `rows` sequences without prompt tokens."""
@@ -20,6 +26,24 @@ class StepTimes:
             insort(self._rows, rows)
             self._seconds[rows] = seconds
         self._seconds[rows] += _WEIGHT * (seconds - self._seconds[rows])
+
+    def add_prompts(self, rows: int, tokens: int, seconds: float) -> None:
+        """Record a step of `rows` sequences with this number of prompt tokens."""
+        if tokens < _MIN_PROMPT:
+            return
+        each = max(seconds - self.of(rows), 0.0) / tokens
+        if self.per_prompt_token is None:
+            self.per_prompt_token = each
+        self.per_prompt_token += _WEIGHT * (each - self.per_prompt_token)
+
+    def prompt_tokens(self, rows: int, seconds: float) -> int | None:
+        """Number of prompt tokens with which a step of `rows` sequences takes this time.
+
+        None: not measured yet.
+        """
+        if not self.per_prompt_token:
+            return None
+        return int(max(seconds - self.of(rows), 0.0) / self.per_prompt_token)
 
     def of(self, rows: int) -> float:
         """Return the expected seconds of a step.

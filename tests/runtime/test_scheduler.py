@@ -254,14 +254,15 @@ class Linear(StepTimes):
 
 
 def run(wishes, limits, budget, depth, reuse=True, together=False, watch=lambda *_: None,
-        step_times=None, num_drafts=3):
+        step_times=None, num_drafts=3, max_itl=None):
     """Run requests with arrivals and cancellations; return their tokens and the scheduler.
 
     `watch` is called after each step with the running sequences by request, and the remaining
     requests.
     """
     planner = DraftPlanner(num_drafts, VerificationCosts({}))
-    scheduler, engine = Scheduler(limits, budget, reuse=reuse, drafts=planner), Histories(limits)
+    scheduler, engine = Scheduler(limits, budget, max_itl=max_itl, reuse=reuse, drafts=planner), \
+        Histories(limits)
     scheduler.step_times = step_times or StepTimes()
     under_way, lines, owners, now = deque(), {}, {}, 0
     waiting = deque(calls_of(wishes, together))
@@ -506,6 +507,16 @@ def test_prefill_chunks_are_small_while_others_decode():
     assert longest(30) == 2048
 
 
+@pytest.mark.parametrize(("goal", "longest"), [(4.0, 1 + 30), (40.0, 1 + 390), (0.5, 1 + 16)])
+def test_prefill_chunks_fit_the_goal_for_the_time_between_tokens(goal, longest):
+    times = Linear()
+    times.add_prompts(1, 100, 11.0)  # 0.1 each
+    long = wish([7] * 750, 2, arrives=9)
+    _, engine = run([wish([1], 100), long], EngineLimits(2000, 16, 2048, 40, 1024, 1), 2048, 1,
+                    reuse=False, step_times=times, max_itl=goal)
+    assert engine.longest == longest
+
+
 def test_completions_and_later_turns_share_prompt_blocks():
     first = wish(list(range(12)), 4)
     later = wish([*range(12), *first.alone(), 7, 8], 3, arrives=20)
@@ -684,3 +695,14 @@ def test_step_times_are_averages_and_optimistic_of_sizes_that_were_not_measured(
     times.add(8, 5.0)
     assert times.of(1) == 0 and times.of(2) == times.of(7) == pytest.approx(1.2)
     assert times.of(8) == times.of(100) == 5
+
+
+def test_times_of_prompt_tokens_are_learned_from_steps_with_many():
+    times = StepTimes()
+    times.add(8, 5.0)
+    times.add_prompts(8, 4, 100.0)  # too few to measure
+    assert times.prompt_tokens(8, 10.0) is None
+    times.add_prompts(8, 100, 15.0)
+    assert times.prompt_tokens(8, 10.05) == 50 and times.prompt_tokens(8, 4.0) == 0
+    times.add_prompts(8, 100, 25.0)
+    assert times.prompt_tokens(8, 11.05) == 50

@@ -350,6 +350,8 @@ def test_requests_that_do_not_fit_are_refused_with_the_sizes(case_tp1):
             (dict(block_size=12), "block_size 12 is not a power of two"),
             (dict(kv_cache_tokens=10**12), r"1000000000000 tokens takes .* GB with .* machine has"),
             (dict(max_num_batched_tokens=0), "max_num_batched_tokens 0 is below 1"),
+            (dict(max_itl_ms=0), "max_itl_ms is 0; give a number above 0"),
+            (dict(max_itl_ms="5"), "max_itl_ms is '5'; give a number above 0"),
             (dict(gpu_memory_utilization=1.5), "1.5 is not above 0 and at most 1")):
         with pytest.raises(llmc.LlmcError, match=match):
             llmc.LLM(case_tp1, **options)
