@@ -61,9 +61,11 @@ ENGINE_INPUTS: dict[str, tuple[DTypeName, tuple[str, ...]]] = {
     "token_type_ids": ("int64", ("num_tokens",)),
     "lora_ids": ("int32", ("num_tokens",)),
     "lora_logits_ids": ("int32", ("num_logits",)),
+    "embed_ids": ("int32", ("num_tokens",)),
 }
 LORA_IDS = ("lora_ids", "lora_logits_ids")  # slots of adapters, of tokens and of rows of logits
 ENCODER_INPUTS = ("input_ids", "position_ids", "cu_seqlens")
+EMBEDS, EMBED_IDS = "embeds", "embed_ids"  # rows in place of token embeddings; their tokens
 HIDDEN = "hidden"  # features of every token: output of the model, input of its draft model
 HIDDEN_OUT = "hidden_out"
 POOLED = "pooled"  # output of a model whose task is not generation
@@ -92,7 +94,7 @@ CountOrNone = Annotated[int, Field(ge=0, le=_MAX_INT32)]
 LayerCount = Annotated[int, Field(ge=1, le=_MAX_LAYERS)]
 SizeName = Annotated[str, Field(
     pattern="^(num_tokens|num_logits|batch|batch_plus_1|num_memory_tokens|num_blocks|block_size"
-            "|max_blocks|num_states|lora_rows_[0-9]+)$")]
+            "|max_blocks|num_states|num_embeds|lora_rows_[0-9]+)$")]
 TokenId = Annotated[int, Field(ge=0, le=_MAX_INT32)]
 DraftKind = Literal["eagle3", "mtp", "model", "assistant", "dflash"]
 DraftChain = Literal["tokens", "layers", "position", "block"]
@@ -334,6 +336,9 @@ class Chip(_Frozen):
     With `lora` layers, the steps also read `lora_ids` and `lora_logits_ids`, the slot of each row's
     adapter or -1, and the inputs of these layers.
 
+    A model that takes rows in place of token embeddings also reads these, `embeds` `[num_embeds,
+    hidden_size]` with at least one row, and `embed_ids`, the row of each token or -1.
+
     With an `encoder`, these are the tensors of the decoder, which also reads `memory_starts`,
     `encoder_sequence_length` and the outputs of the encoder.
 
@@ -432,7 +437,8 @@ class Chip(_Frozen):
         if self.encoder:
             self._check_dataflow(self.encoder.steps, {*ENCODER_INPUTS}, memory)
             self._check_listed(self.encoder.inputs, self.encoder.outputs, self.encoder.steps)
-        self._check_dataflow(self.steps, {*self.kept, *ENGINE_INPUTS, *memory, *self.lora_inputs},
+        self._check_dataflow(self.steps, {*self.kept, *ENGINE_INPUTS, EMBEDS, *memory,
+                                          *self.lora_inputs},
                      {*(f"{name}_out" for name in self.kept), self.result, *self.features})
         self._check_listed(self.inputs, self.outputs, self.steps)
         for index, draft in enumerate(self.drafts):
@@ -752,6 +758,12 @@ class Manifest(_Frozen):
         return any(chip.lora for chip in self.chips)
 
     @property
+    def embeds_width(self) -> int | None:
+        """Width of rows in place of token embeddings; None if the model does not take them."""
+        return next((tensor.width for tensor in self.chips[0].inputs if tensor.name == EMBEDS),
+                    None)
+
+    @property
     def kv_dtype(self) -> DTypeName:
         """Dtype of the KV caches."""
         return next((tensor.dtype for tensor in self.chips[0].inputs
@@ -880,7 +892,9 @@ class Manifest(_Frozen):
         adapters = chip.lora_inputs
         mismatch = (given.keys() ^ {*required, *adapters}) - {"position_ids"} - \
             ({"commit_lens"} if chip.states else set()) - \
-            ({"token_type_ids"} if self.pooling else set()) - ({*LORA_IDS} if adapters else set())
+            ({"token_type_ids"} if self.pooling else set()) - \
+            ({*LORA_IDS} if adapters else set()) - \
+            ({EMBEDS, EMBED_IDS} if {EMBEDS, EMBED_IDS} <= given.keys() else set())
         if mismatch:
             article = "an unknown" if min(mismatch) in given else "no"
             raise ValueError(f"chip {chip.rank} has {article} input {min(mismatch)!r}")
@@ -895,6 +909,8 @@ class Manifest(_Frozen):
                 tensor.require(self.dtype, ("num_memory_tokens", *produced[name].shape[1:]))
             elif name in adapters:
                 tensor.require(*adapters[name])
+            elif name == EMBEDS:
+                tensor.require(self.dtype, ("num_embeds", tensor.width))
             else:
                 self._require_input(tensor)
         for tensor in chip.encoder.inputs if chip.encoder else ():

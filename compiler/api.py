@@ -108,6 +108,7 @@ def _compile(model: str | Path, output: Path, options: CompileOptions) -> Manife
                trust_remote_code=options.trust_remote_code,
                allow_pickle=options.allow_pickle, revision=options.revision,
                task=options.task, pooling=options.pooling,
+               takes_embeds=options.enable_prompt_embeds,
                check=lambda *about: check_model(options, About(*about)))
     for note in raw.notes:
         progress(Note(note))

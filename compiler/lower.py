@@ -47,6 +47,7 @@ from llmc.compiler.passes.fold import fold
 from llmc.compiler.passes.gate import gate
 from llmc.compiler.passes.gemm import activation, gated_mlp, gemm, residual
 from llmc.compiler.passes.groups import groups
+from llmc.compiler.passes.input_embeds import input_embeds, require_one_reader
 from llmc.compiler.passes.lora import lora, name_origins
 from llmc.compiler.passes.norm import add_norm, norm
 from llmc.compiler.passes.norm_gate import norm_gate
@@ -160,6 +161,7 @@ Step = Pass | Requirement
 PASSES: tuple[Step, ...] = (
     # Fuse.
     GraphPass("fold", fold),
+    GraphPass("input_embeds", input_embeds),  # before all that run a piece of the graph
     GraphPass("pool", pool),            # before all that expect an axis of tokens
     GraphPass("norm", norm),            # before attention, which looks for per-head norms
     GraphPass("embedding", embedding),  # before add_norm, which would take the positions' Add
@@ -285,6 +287,8 @@ def fuse(raw: RawModel, options: CompileOptions, vocab_multiple: int | None = No
     for step in _FUSE:
         run_pass(step, [graphs], settings, reports)
     _require_kernels(graphs, settings.target)
+    if options.enable_prompt_embeds:
+        require_one_reader(raw.graph, raw.architecture)
     if raw.pooling is not None:
         dims, pooling = describe_pooled(raw, settings.max_seq_len)
         return Fused(graphs, reports, settings, dims, pooling=pooling)

@@ -172,6 +172,9 @@ class CompileOptions:
     enable_lora: Annotated[bool, Declared(
         "Take LoRA adapters, as `llmc adapter` writes them, when the model runs, for `target` "
         "cpu.")] = False
+    enable_prompt_embeds: Annotated[bool, Declared(
+        "Take rows in place of embeddings of token ids (prompt_embeds of a request), for `target` "
+        "cpu.")] = False
     adapter: Annotated[str | Path | None, Declared(
         "Directory of a PEFT adapter to merge into the weights.", metavar="PEFT_DIR")] = None
     target: Annotated[str, Declared(

@@ -341,6 +341,21 @@ def _enable_lora_of(options: CompileOptions, about: About) -> str | None:
             f"--enable_lora, or merge one with --adapter")
 
 
+def _enable_prompt_embeds(options: CompileOptions) -> str | None:
+    if not options.enable_prompt_embeds or target_spec(options.target).embeds:
+        return None
+    return (f"enable_prompt_embeds is given for target '{options.target}', but prompt embeddings "
+            f"run on target cpu; compile with --target cpu, or leave out --enable_prompt_embeds")
+
+
+def _enable_prompt_embeds_of(options: CompileOptions, about: About) -> str | None:
+    if not options.enable_prompt_embeds or not (about.has_encoder or about.task != "generate"):
+        return None
+    kind = "an encoder-decoder model" if about.has_encoder else f"compiled for task {about.task}"
+    return (f"'{about.name}' is {kind}, which prompt embeddings do not support; leave out "
+            f"--enable_prompt_embeds")
+
+
 def _draft_of(options: CompileOptions, about: About) -> str | None:
     if options.draft is None or not about.has_encoder:
         return None
@@ -429,6 +444,7 @@ OPTION_CHECKS: dict[str, Callable[[CompileOptions], str | None]] = {
     "task": _task,
     "draft": _draft,
     "enable_lora": _enable_lora,
+    "enable_prompt_embeds": _enable_prompt_embeds,
 }
 MODEL_CHECKS: dict[str, Callable[[CompileOptions, About], str | None]] = {
     "quantized already": _quantized_already,
@@ -436,6 +452,7 @@ MODEL_CHECKS: dict[str, Callable[[CompileOptions, About], str | None]] = {
     "pooled": _pooled,
     "draft": _draft_of,
     "enable_lora": _enable_lora_of,
+    "enable_prompt_embeds": _enable_prompt_embeds_of,
     "calibrated": _calibrated,
     "decoder start": _decoder_start,
     "experts": _experts,

@@ -40,6 +40,7 @@ class TargetSpec:
         draft_chains: chains of passes that it runs, see `DraftInfo.chain`.
         pools: the engine returns pooled rows of embedding models and classifiers.
         adapters: the engine takes LoRA adapters.
+        embeds: prompts may have rows in place of embeddings of token ids.
         dtypes: dtypes of weights and activations; the last is the fallback of `--dtype auto`.
         kv_dtypes: dtypes of KV caches, in addition to `dtypes`.
         weight_dtypes: dtypes of quantized weights that `--quantize` may produce.
@@ -82,6 +83,7 @@ class TargetSpec:
     draft_chains: tuple[str, ...] = ("tokens",)
     pools: bool = False
     adapters: bool = False
+    embeds: bool = False
     dtypes: tuple[str, ...] = ("float32",)
     kv_dtypes: tuple[str, ...] = ()
     weight_dtypes: tuple[str, ...] = ()
@@ -154,7 +156,7 @@ CPU = register(TargetSpec(
     name="cpu", compiler="llmc.compiler.targets.cpu", engine="llmc.runtime.engines.cpu:CpuEngine",
     runs_any_op=True, recurrent_state=True, latent_caches=True, shared_caches=True,
     drafts=True, draft_chains=("tokens", "layers", "position", "block"), pools=True, adapters=True,
-    weight_dtypes=_WEIGHT_DTYPES,
+    embeds=True, weight_dtypes=_WEIGHT_DTYPES,
     expert_dtypes=("int4", "uint4", "int8", "uint8"),  # those of QMoE
     group_multiple=1, permutes_columns=True, mla_projections=True,
     quantizes_activations=True))  # MatMulNBits quantizes them to int8

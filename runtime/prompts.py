@@ -3,25 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Number
+
+import numpy as np
 
 from llmc.errors import LlmcError, shown
 from llmc.runtime.sampling.params import listed, whole
 
-Prompt = str | Sequence[int]
 Messages = str | Sequence[Mapping[str, object]]
 
 
-def read_prompts(prompts: object) -> list[str | list[int]]:
-    """Read one prompt or several, each a text or token ids.
+ROW = -1  # placeholder of a token id: the next row of `prompt_embeds`
 
-    Token ids are in a list, tuple, numpy array or similar.
+
+@dataclass(frozen=True, eq=False)
+class EmbedsPrompt:
+    """A prompt with rows in place of embeddings of its token ids.
+
+    Args:
+        token_ids: with ROW at the position of each row.
+        rows: float32 [n, width], finite.
+    """
+
+    token_ids: list[int]
+    rows: np.ndarray
+
+    @staticmethod
+    def of(value: object, name: str) -> EmbedsPrompt:
+        """A prompt of rows alone; see `read_rows`."""
+        rows = read_rows(value, name)
+        return EmbedsPrompt([ROW] * len(rows), rows)
+
+
+# See `read_prompts`.
+Prompt = str | Sequence[int] | Mapping[str, object] | EmbedsPrompt
+
+
+def read_prompts(prompts: object) -> list[str | list[int] | EmbedsPrompt]:
+    """Read one prompt or several, each a text, token ids or a mapping.
+
+    Token ids are in a list, tuple, numpy array or similar. A mapping has `prompt`, a text, or
+    `prompt_token_ids`, or `prompt_embeds`, an array [n, width]. With `prompt_embeds`,
+    `prompt_token_ids` has -1 at the position of each row; without it, the prompt is the rows.
 
     Raises:
         LlmcError: the value is of another type.
     """
-    if isinstance(prompts, str):
-        return [prompts]
+    if isinstance(prompts, str | Mapping | EmbedsPrompt):
+        return [_read_prompt(prompts, "the prompt")]
     try:
         each = listed(list(prompts) if isinstance(prompts, Iterator) else prompts)
     except TypeError:
@@ -29,8 +59,63 @@ def read_prompts(prompts: object) -> list[str | list[int]]:
                         f"of such prompts") from None
     if each and isinstance(each[0], Number):
         return [read_token_ids(each, "the prompt")]
-    return [prompt if isinstance(prompt, str) else read_token_ids(prompt, f"prompt {index}")
-            for index, prompt in enumerate(each)]
+    return [_read_prompt(prompt, f"prompt {index}") for index, prompt in enumerate(each)]
+
+
+def _read_prompt(prompt: object, name: str) -> str | list[int] | EmbedsPrompt:
+    """Read one of several prompts."""
+    if isinstance(prompt, str | EmbedsPrompt):
+        return prompt
+    return _read_mapping(prompt, name) if isinstance(prompt, Mapping) \
+        else read_token_ids(prompt, name)
+
+
+def _read_mapping(prompt: Mapping[str, object], name: str) -> str | list[int] | EmbedsPrompt:
+    """Read a prompt that is a mapping.
+
+    Raises:
+        LlmcError: its keys or values are invalid; `name` is its name in the message.
+    """
+    keys = {str(key) for key, value in prompt.items() if value is not None}
+    if keys == {"prompt"} and isinstance(prompt["prompt"], str):
+        return prompt["prompt"]
+    if keys == {"prompt_token_ids"}:
+        return read_token_ids(prompt["prompt_token_ids"], f"prompt_token_ids of {name}")
+    if "prompt_embeds" not in keys or keys - {"prompt_token_ids", "prompt_embeds"}:
+        listing = ", ".join(map(shown, sorted(keys))) or "none"
+        raise LlmcError(f"{name} has the keys {listing}; give 'prompt' with a text, "
+                        f"'prompt_token_ids', or 'prompt_embeds' with or without "
+                        f"'prompt_token_ids'")
+    rows = read_rows(prompt["prompt_embeds"], f"prompt_embeds of {name}")
+    ids = [ROW] * len(rows) if "prompt_token_ids" not in keys else \
+        read_token_ids(prompt["prompt_token_ids"], f"prompt_token_ids of {name}")
+    if ids.count(ROW) != len(rows):
+        raise LlmcError(f"{name} has {len(rows)} rows of prompt_embeds and {ids.count(ROW)} "
+                        f"positions with -1 in prompt_token_ids; give one -1 for each row")
+    return EmbedsPrompt(ids, rows)
+
+
+def read_rows(value: object, name: str) -> np.ndarray:
+    """Read embeddings as float32 [n, width].
+
+    Raises:
+        LlmcError: the value is no such array, or not finite; `name` is its name in the message.
+    """
+    try:
+        rows = np.asarray(value)
+        if rows.dtype.kind != "f":
+            raise TypeError
+        rows = np.ascontiguousarray(rows, np.float32)
+    except (TypeError, ValueError):
+        kind = getattr(value, "dtype", type(value).__name__)
+        raise LlmcError(f"{name} is {kind}; give an array of float32 [num_tokens, hidden_size]") \
+            from None
+    if rows.ndim != 2 or not len(rows):
+        raise LlmcError(f"{name} has shape {list(rows.shape)}; give [num_tokens, hidden_size] with "
+                        f"at least one row")
+    if not np.isfinite(rows).all():
+        raise LlmcError(f"{name} has NaN or infinite values; give finite embeddings")
+    return rows
 
 
 def read_token_ids(value: object, name: str) -> list[int]:

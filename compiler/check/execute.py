@@ -12,7 +12,13 @@ import onnx_graphsurgeon as gs
 import onnxruntime as ort
 
 from llmc import plugins
-from llmc.artifacts.manifest import CollectiveStep, Manifest, WeightForm
+from llmc.artifacts.manifest import (
+    EMBED_IDS,
+    EMBEDS,
+    CollectiveStep,
+    Manifest,
+    WeightForm,
+)
 from llmc.artifacts.onnx_graph import check_graph
 from llmc.compiler.artifact import Placed, to_onnx
 from llmc.compiler.graph.weights import Weight
@@ -236,6 +242,9 @@ def run_chips(manifest: Manifest, case_dir: Path, ids: Sequence[int],
                                     cache.head_dim), np.float32)
         for name, kept_state in chip.state_caches.items():
             state[name] = np.zeros((1, *kept_state.shape), np.float32)
+        if manifest.embeds_width:
+            state[EMBED_IDS] = np.full(len(ids), -1, np.int32)
+            state[EMBEDS] = np.zeros((1, manifest.embeds_width), np.float32)
         if chip.lora:
             state["lora_ids"] = state["lora_logits_ids"] = step.lora_ids
         for name, (dtype, shape) in chip.lora_inputs.items():  # no adapter's rows

@@ -13,7 +13,7 @@ __all__ = ["Check", "RawModel", "load"]
 def load(model: str | Path, *, hf_dir: str | Path | None = None, trust_remote_code: bool = False,
          allow_pickle: bool = False, revision: str | None = None,
          check: Check = unchecked, mtp: bool = False, task: str = "",
-         pooling: str = "") -> RawModel:
+         pooling: str = "", takes_embeds: bool = False) -> RawModel:
     """Read a model.
 
     Args:
@@ -26,6 +26,7 @@ def load(model: str | Path, *, hf_dir: str | Path | None = None, trust_remote_co
         mtp: whether to export the model's MTP layer as its draft model.
         task: what to compile the model for; "": as the checkpoint says.
         pooling: of its hidden states; "": as the checkpoint says.
+        takes_embeds: whether rows may replace the token embeddings.
 
     Raises:
         LlmcError: the model is missing, incomplete, or its architecture is unknown.
@@ -40,9 +41,12 @@ def load(model: str | Path, *, hf_dir: str | Path | None = None, trust_remote_co
     if (pooling or task not in ("", "generate")) and path.suffix in (".gguf", ".onnx"):
         raise LlmcError(f"'{model}' is a {path.suffix} file, which --task {task or 'embed'} does "
                         f"not support; give a Hugging Face directory")
+    if takes_embeds and path.suffix == ".onnx":
+        raise LlmcError(f"'{model}' is an .onnx file, which --enable_prompt_embeds does not "
+                        f"support; give a Hugging Face directory")
     if path.suffix == ".gguf":
         from llmc.compiler.frontend.gguf_file import load_gguf
-        return load_gguf(_existing(path), check)
+        return load_gguf(_existing(path), check, takes_embeds=takes_embeds)
     if path.suffix == ".onnx":
         from llmc.compiler.frontend.onnx_file import load_onnx
         if hf_dir is None:
@@ -51,7 +55,8 @@ def load(model: str | Path, *, hf_dir: str | Path | None = None, trust_remote_co
         return load_onnx(_existing(path), Path(hf_dir), check)
     from llmc.compiler.frontend.huggingface import load_huggingface
     return load_huggingface(model, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
-                            revision=revision, check=check, mtp=mtp, task=task, pooling=pooling)
+                            revision=revision, check=check, mtp=mtp, task=task, pooling=pooling,
+                            takes_embeds=takes_embeds)
 
 
 def _existing(path: Path) -> Path:

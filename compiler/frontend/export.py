@@ -50,7 +50,7 @@ from llmc.compiler.frontend.repeat import (
     plan_layers,
     repeat,
 )
-from llmc.compiler.frontend.trace import DoesNotRun, alone, to_graph, trace
+from llmc.compiler.frontend.trace import DoesNotRun, alone, remove_mark, to_graph, trace
 from llmc.compiler.graph.elementary import sinusoidal_positions
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
@@ -73,7 +73,8 @@ class Exported:
 
 def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
            linear: Set[str] = frozenset(), trust_remote_code: bool = False,
-           mtp: bool = False, pooling: PoolingPlan | None = None) -> Exported:
+           mtp: bool = False, pooling: PoolingPlan | None = None,
+           takes_embeds: bool = False) -> Exported:
     """Export a causal LM, an encoder-decoder model, or a model whose outputs are pooled.
 
     Args:
@@ -85,6 +86,7 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
         trust_remote_code: run code that comes with the model.
         mtp: whether to export the MTP layers of a causal LM, too.
         pooling: what to compile the model for; None: text generation.
+        takes_embeds: keep the mark of the token embedding's output, see `TOKEN_EMBEDS`.
 
     Raises:
         LlmcError: the architecture is unknown, the export fails, a tensor is missing or unused,
@@ -120,6 +122,8 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
         check_made(model, completed, origin)
         graphs = [_export_part(copy.deepcopy(config), part, model, completed, origin,
                                trust_remote_code, names, notes) for part in parts]
+        if not takes_embeds:
+            remove_mark(graphs[0])
 
         draft = export_mtp(config, completed, origin, graphs[0], names, trust_remote_code) \
             if mtp else ()

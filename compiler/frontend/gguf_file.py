@@ -32,7 +32,7 @@ _LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.
            "original_max_position_embeddings": 8192}  # the only values that GGUF converters write
 
 
-def load_gguf(path: Path, check: Check = unchecked) -> RawModel:
+def load_gguf(path: Path, check: Check = unchecked, *, takes_embeds: bool = False) -> RawModel:
     """Export the model in a GGUF file.
 
     Raises:
@@ -63,7 +63,7 @@ def load_gguf(path: Path, check: Check = unchecked) -> RawModel:
     check(plain, {}, False, quantized)
     tokenizer = _tokenizer_files(path, header, config)  # errors before the slow export
     tensors = _tensors(path, header, config)
-    exported = export(config, tensors, str(path))
+    exported = export(config, tensors, str(path), takes_embeds=takes_embeds)
 
     return RawModel(exported.graph, plain, "gguf", partial(_write_files, tokenizer),
                     sampling(header),

@@ -30,7 +30,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.ji
 def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
                      allow_pickle: bool = False, revision: str | None = None,
                      check: Check = unchecked, mtp: bool = False, task: str = "",
-                     pooling: str = "") -> RawModel:
+                     pooling: str = "", takes_embeds: bool = False) -> RawModel:
     """Export the model in a directory, or download it by hub id first.
 
     Args: see `load`.
@@ -57,7 +57,8 @@ def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
     from llmc.compiler.frontend.export import export
 
     exported = export(config, decoded.tensors, str(directory), linear=decoded.linear,
-                      trust_remote_code=trust_remote_code, mtp=mtp, pooling=plan)
+                      trust_remote_code=trust_remote_code, mtp=mtp, pooling=plan,
+                      takes_embeds=takes_embeds)
     if plan is not None and exported.max_tokens is not None:
         plan = replace(plan, max_tokens=min(plan.max_tokens or exported.max_tokens,
                                             exported.max_tokens))

@@ -48,10 +48,11 @@ from llmc.compiler.frontend.recurrence import states_as_nodes
 from llmc.compiler.frontend.repeat import cut_layers
 from llmc.compiler.frontend.reproducible import Reproducible
 from llmc.compiler.graph.constants import fold_constants
+from llmc.compiler.graph.embeds import TOKEN_EMBEDS
 from llmc.compiler.graph.names import ENCODER_OUTPUT
 from llmc.compiler.graph.probe import ELEMENTWISE, LAYOUT
 from llmc.compiler.graph.recurrence import CONVOLUTION, RECURRENCE
-from llmc.compiler.graph.rewrite import tidy
+from llmc.compiler.graph.rewrite import is_op, tidy
 from llmc.compiler.graph.weights import Weight, unread
 from llmc.errors import MAX_REASON, LlmcError, shortened
 from llmc.interrupts import check_interrupted
@@ -149,6 +150,8 @@ def _run_exporter(config: Any, part: Part, trust_remote_code: bool, layers_name:
         cut_layers(model, part, layers_name, kept)
     use_experts(model)
     _select_all_keys(model)
+    if part is CAUSAL_LM:
+        _mark_embeddings(model)
     model.tie_weights()  # init_empty_weights has untied them
     longest = getattr(text_config(config), "max_position_embeddings", None)
     return _export_module(model, part, longest, lambda: _wrap(model, part))
@@ -228,6 +231,33 @@ def _disable_extra_outputs(config: Any) -> None:
         for name in ("output_router_logits", "output_attentions", "output_hidden_states"):
             if getattr(each, name, None):
                 setattr(each, name, False)
+
+
+def _mark_embeddings(model: Any) -> None:
+    """Mark the output of the token embedding by a symbolic node; see `TOKEN_EMBEDS`."""
+    try:
+        module = model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):  # code that comes with a model
+        return
+    embed = module.forward
+
+    def marked(*args: Any, **kwargs: Any) -> torch.Tensor:
+        x = embed(*args, **kwargs)
+        embeds: torch.Tensor = torch.onnx.ops.symbolic(
+            f"llmc::{TOKEN_EMBEDS.name}", (x,), dtype=x.dtype, shape=x.shape, version=1)
+        return embeds
+
+    module.forward = marked
+
+
+def remove_mark(graph: gs.Graph) -> None:
+    """Remove the mark of the token embedding's output."""
+    for node in graph.nodes:
+        if is_op(node, TOKEN_EMBEDS):
+            source, result = node.inputs[0], node.outputs[0]
+            for reader in list(result.outputs):
+                reader.inputs = [source if t is result else t for t in reader.inputs]
+    tidy(graph)
 
 
 def _select_all_keys(model: torch.nn.Module) -> None:

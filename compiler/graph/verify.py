@@ -15,7 +15,7 @@ from llmc.plugins import Op, Shape
 
 # Dimension names that llmc assigns. An exporter's names may stand for any of these.
 _DIMENSIONS = frozenset({"batch", "seq", "mem_seq", "num_tokens", "num_logits", "num_memory_tokens",
-                         "batch_plus_1", "num_blocks", "block_size", "max_blocks"})
+                         "batch_plus_1", "num_blocks", "block_size", "max_blocks", "num_embeds"})
 
 
 def verify(graph: gs.Graph, after: str) -> None:

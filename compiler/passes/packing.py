@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.artifacts.manifest import HIDDEN, POOLED
+from llmc.artifacts.manifest import EMBED_IDS, HIDDEN, POOLED
 from llmc.compiler.graph.names import ENCODER_OUTPUT
 from llmc.compiler.graph.notes import VocabularySize
 from llmc.compiler.graph.probe import ELEMENTWISE, data_tensors
@@ -63,7 +63,7 @@ def pack(graph: gs.Graph, settings: Settings, report: Report) -> None:
     used = {id(tensor) for node in graph.nodes for tensor in node.inputs}
     graph.inputs = [tensor for tensor in graph.inputs if id(tensor) in used]
     for tensor in graph.inputs:
-        if tensor.name in ("input_ids", "position_ids", "token_type_ids"):
+        if tensor.name in ("input_ids", "position_ids", "token_type_ids", EMBED_IDS):
             tensor.shape = ("num_tokens",)
         elif tensor.name in (ENCODER_OUTPUT, HIDDEN):
             tensor.shape = ("num_tokens", tensor.shape[-1])

@@ -23,11 +23,12 @@ from pathlib import Path
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from llmc.artifacts.manifest import EMBED_IDS, EMBEDS
 from llmc.compiler.check.execute import run_graph
 from llmc.compiler.frontend.raw import RawModel
 from llmc.compiler.graph.rewrite import caches, op_of, operands, state_of, values_of
 from llmc.compiler.graph.weights import Weight
-from llmc.compiler.passes.packing import head_weight
+from llmc.compiler.passes.packing import head_weight, token_table
 from llmc.compiler.passes.quantize import is_rounded, refuse_group_size, refuse_rounded, said
 from llmc.compiler.quant.channel_scales import find_pair, scale_channels
 from llmc.compiler.quant.codes import check_finite, decode, encode, scales_of
@@ -140,6 +141,8 @@ def _feeds(graph: gs.Graph, tokens: Sequence[int], max_seq_len: int) -> dict[str
         "past_lens": np.zeros(count, np.int32),
         "commit_lens": np.full(count, length, np.int32),
         "logits_indices": np.arange(total, dtype=np.int64)}
+    feeds[EMBED_IDS] = np.full(total, -1, np.int32)
+    feeds[EMBEDS] = np.zeros((1, token_table(graph).shape[1]), np.float32)
     empty = functools.cache(lambda shape: np.zeros(shape, np.float32))  # one for all layers
     for node in graph.nodes:
         for cache, _ in caches(node):

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from llmc.runtime.core.input_embeds import InputEmbeds
+
 
 class BlockHashes:
     """The names of a sequence's full blocks.
@@ -23,10 +25,12 @@ class BlockHashes:
         key: anything else that determines the blocks' contents, such as the encoder input or a
             salt.
         lookahead: tokens after a block that determine its contents, too, and are in its name.
+        embeds: rows in place of token embeddings.
     """
 
-    def __init__(self, block_size: int, key: bytes = b"", lookahead: int = 0) -> None:
-        self._block_size, self._lookahead = block_size, lookahead
+    def __init__(self, block_size: int, key: bytes = b"", lookahead: int = 0,
+                 embeds: InputEmbeds | None = None) -> None:
+        self._block_size, self._lookahead, self._embeds = block_size, lookahead, embeds
         self._last = key
         self.names: list[bytes] = []
 
@@ -39,7 +43,8 @@ class BlockHashes:
         size, span = self._block_size, self._block_size + self._lookahead
         for start in range(len(self.names) * size, len(tokens) - span + 1, size):
             block = np.asarray(tokens[start:start + span], np.int64)
-            self._last = hashlib.sha256(self._last + block.tobytes()).digest()
+            rows = b"" if self._embeds is None else self._embeds.key(start, start + span)
+            self._last = hashlib.sha256(self._last + block.tobytes() + rows).digest()
             self.names.append(self._last)
 
 

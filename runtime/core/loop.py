@@ -446,7 +446,7 @@ class Loop:
             sequence = Sequence(number, prompt, request.limit, owner.state,
                                width=request.params.beam_width, candidates=searching.candidates,
                                key=key, source=source, aborted=lambda: call.aborted,
-                               adapter=request.adapter)
+                               adapter=request.adapter, embeds=request.embeds)
         else:
             owner = completing = self._completing(request, sample)
             completing.latest, completing.scores = call.begun, scores
@@ -456,7 +456,8 @@ class Loop:
                                (guide is not None and guide.pending),
                                aborted=lambda: call.aborted,
                                mask=None if guide is None else guide.mask, scores=scores,
-                               drafts=self._drafts(request, source), adapter=request.adapter)
+                               drafts=self._drafts(request, source), adapter=request.adapter,
+                               embeds=request.embeds)
             completing.drafts = sequence.drafts
             completing.masked = lambda error: self._post_if_running(
                 lambda: self._resume_masked(sequence, completing, error))

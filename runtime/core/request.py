@@ -18,11 +18,19 @@ from llmc.artifacts.manifest import MANIFEST_NAME, Manifest
 from llmc.errors import LlmcError, shown
 from llmc.runtime.chat_template import ChatTemplate
 from llmc.runtime.core.adapters import Adapter
+from llmc.runtime.core.input_embeds import InputEmbeds
 from llmc.runtime.core.prompt_scores import PromptScores
 from llmc.runtime.core.scheduler import SequenceOutput
 from llmc.runtime.core.step import SamplingState
 from llmc.runtime.message_forms import ContentFormat
-from llmc.runtime.prompts import Prompt, read_messages, read_prompts, read_token_ids
+from llmc.runtime.prompts import (
+    ROW,
+    EmbedsPrompt,
+    Prompt,
+    read_messages,
+    read_prompts,
+    read_token_ids,
+)
 from llmc.runtime.sampling.beam_search import Beams, BeamSearch, Candidates, log_softmax
 from llmc.runtime.sampling.detokenizer import IncrementalDetokenizer
 from llmc.runtime.sampling.params import STRUCTURED_OUTPUT_FIELDS, SamplingParams, is_unicode
@@ -125,20 +133,22 @@ class PreparedParams:
     guide: GrammarState | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Request:
     """A validated prompt with its sampling parameters.
 
     Args:
         index: number of the prompt among its caller's.
         prompt: token ids that the decoder reads.
-        source: token ids that the encoder reads; without an encoder the same as `prompt`.
+        source: token ids that the encoder reads; without an encoder those of `prompt`, without
+            placeholders of rows that have no token.
         decoding: resolved sampling parameters.
         limit: maximum number of new tokens. With 0 one is sampled and dropped.
         forced: allowed tokens, by number of tokens generated before.
         prediction: token ids of the expected output.
         token_type_ids: token types of a pair of texts, for a model that reads them; empty: all 0.
         adapter: LoRA adapter to generate with.
+        embeds: rows in place of the embeddings of some of `prompt`.
     """
 
     index: int
@@ -150,6 +160,7 @@ class Request:
     prediction: Sequence[int] = ()
     token_type_ids: Sequence[int] = ()
     adapter: Adapter | None = None
+    embeds: InputEmbeds | None = None
 
     @property
     def params(self) -> SamplingParams:
@@ -157,7 +168,8 @@ class Request:
 
     def sampler(self, sample: int) -> Sampler:
         """Create the sampler of one of its completions."""
-        return Sampler(self.params, sample, self.prompt, sorted(self.decoding.end_tokens),
+        prompt = self.prompt if self.embeds is None else self.source
+        return Sampler(self.params, sample, prompt, sorted(self.decoding.end_tokens),
                        self.decoding.bad_words, self.forced)
 
     def key(self, encoded: bool) -> bytes:
@@ -415,17 +427,45 @@ class InputProcessor:
         for index, (prompt, given) in enumerate(zip(read, each, strict=True)):
             if id(given) not in decodings:
                 decodings[id(given)] = self._decoding(given)
-            ids = self.tokenize(prompt) if isinstance(prompt, str) else prompt
-            self.check_prompt(ids)
-            source = array("i", ids)
-            decoded = source if encoder is None else (encoder.decoder_start_token_id,)
+            embeds = None
+            if isinstance(prompt, EmbedsPrompt):
+                decoded, source, embeds = self._read_embeds(prompt, given)
+            else:
+                ids = self.tokenize(prompt) if isinstance(prompt, str) else prompt
+                self.check_prompt(ids)
+                source = array("i", ids)
+                decoded = source if encoder is None else (encoder.decoder_start_token_id,)
             # The last token needs no position. The loop refuses prompts longer than the cache.
             room = max(self.max_model_len - len(decoded) + 1, 1)
             limit = min(given.max_tokens, room)
             requests.append(Request(index, decoded, source, decodings[id(given)], limit,
                                     self._forced_tokens(given, limit),
-                                    self._prediction(given)))
+                                    self._prediction(given), embeds=embeds))
         return requests
+
+    def _read_embeds(self, prompt: EmbedsPrompt, params: SamplingParams) -> \
+            tuple[Sequence[int], Sequence[int], InputEmbeds]:
+        """Check a prompt with rows; return `prompt`, `source` and `embeds` of its request.
+
+        Raises:
+            LlmcError: the model does not take it, or its parameters ask for what rows do not have.
+        """
+        width = self.manifest.embeds_width
+        if width is None:
+            raise LlmcError(f"'{self.manifest.source.architecture}' was compiled without prompt "
+                            f"embeddings; compile it again with --enable_prompt_embeds")
+        if prompt.rows.shape[1] != width:
+            raise LlmcError(f"prompt_embeds has rows of {prompt.rows.shape[1]} values, "
+                            f"'{self.manifest.source.architecture}' has hidden_size {width}; give "
+                            f"the output of its token embedding")
+        if params.prompt_logprobs is not None:
+            raise LlmcError("prompt_logprobs is given for a prompt with prompt_embeds, whose rows "
+                            "are no tokens; leave it out")
+        known = [token for token in prompt.token_ids if token != ROW]
+        positions = np.flatnonzero(np.array(prompt.token_ids, np.int64) == ROW)
+        ids = [0 if token == ROW else token for token in prompt.token_ids]
+        self.check_tokens(ids)
+        return array("i", ids), array("i", known), InputEmbeds.of(positions, prompt.rows)
 
     def require_generation(self) -> None:
         """Check that the model generates text.

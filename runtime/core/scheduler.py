@@ -31,6 +31,7 @@ import numpy as np
 
 from llmc.runtime.core.adapters import Adapter, AdapterSlots
 from llmc.runtime.core.fair_queue import HEAD_START, Order, Share, WaitingGroup, has_waited_for
+from llmc.runtime.core.input_embeds import InputEmbeds
 from llmc.runtime.core.kv_cache import BlockHashes, BlockPool, BlockTable
 from llmc.runtime.core.prompt_scores import PromptScores
 from llmc.runtime.core.step import (
@@ -79,6 +80,7 @@ class Sequence:
         pools: whether its pooled output is returned instead of a sampled token.
         token_type_ids: of the prompt; empty: all 0.
         adapter: its LoRA adapter.
+        embeds: rows of its prompt in place of token embeddings.
 
     Attributes:
         tokens: generated tokens that the host has read. A beam search keeps its own.
@@ -111,6 +113,7 @@ class Sequence:
     pools: bool = False
     token_type_ids: abc.Sequence[int] = ()
     adapter: Adapter | None = None
+    embeds: InputEmbeds | None = None
     tokens: list[int] = field(default_factory=list)
     order: Order = ()
     priority: int = 0
@@ -707,7 +710,7 @@ class Scheduler:
         """Names of its blocks, as far as its tokens are known."""
         if sequence.chain is None:
             sequence.chain = BlockHashes(self.blocks.block_size, sequence.key,
-                                         self.limits.lookahead)
+                                         self.limits.lookahead, sequence.embeds)
         chain, span = sequence.chain, (len(sequence.chain.names) + 1) * self.blocks.block_size
         if span + self.limits.lookahead <= sequence.known:
             chain.extend(sequence.prompt + sequence.tokens)
@@ -963,7 +966,7 @@ class Scheduler:
             num_drafts=[row.drafts for row in step_rows],
             num_uncommitted=[row.uncommitted for row in step_rows],
             adapters=[self._adapter_slot(row.sequence) for row in step_rows],
-            load_adapters=self._new_adapters,
+            load_adapters=self._new_adapters, **_embeds(step_rows),
             unread=[row.unread for row in step_rows], **proposals)
         self._new_adapters = {}
         scheduled = ScheduledStep(
@@ -1132,6 +1135,24 @@ def _token_types(step_rows: abc.Sequence[_StepRow]) -> np.ndarray:
     return np.concatenate([
         np.asarray(row.sequence.token_type_ids[row.past:row.past + len(row.tokens)]
                    or [0] * len(row.tokens), np.int64) for row in step_rows])
+
+
+def _embeds(step_rows: abc.Sequence[_StepRow]) -> dict[str, np.ndarray]:
+    """Fields of a step for rows in place of token embeddings; none if no token has one."""
+    if not any(row.sequence.embeds for row in step_rows):
+        return {}
+    rows, ids, count = list[np.ndarray](), list[np.ndarray](), 0
+    for row in step_rows:
+        own, embeds = np.full(len(row.tokens), -1, np.int32), row.sequence.embeds
+        if embeds is not None:
+            assert embeds.rows is not None
+            inside = embeds.within(row.past, row.past + len(row.tokens))
+            number = inside.stop - inside.start
+            own[embeds.positions[inside] - row.past] = np.arange(count, count + number)
+            rows.append(embeds.rows[inside])
+            count += number
+        ids.append(own)
+    return {"embeds": np.concatenate(rows), "embed_ids": np.concatenate(ids)} if count else {}
 
 
 def _scored(step_rows: abc.Sequence[_StepRow]) -> \

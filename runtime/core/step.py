@@ -137,6 +137,9 @@ class Step:
         adapters: int32 [batch], the engine's slot of each sequence's LoRA adapter, or -1. Empty: no
             sequence has one. The draft model runs without.
         load_adapters: adapters to load into slots, before all else.
+        embeds: float32 [num_embeds, width], rows in place of token embeddings; empty: none. The
+            draft model reads the token ids of their positions.
+        embed_ids: int32 [num_tokens], the row of each token, or -1; empty: no token has one.
     """
 
     token_ids: np.ndarray
@@ -162,6 +165,8 @@ class Step:
     token_type_ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     adapters: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     load_adapters: Mapping[int, Adapter] = field(default_factory=dict)
+    embeds: np.ndarray = field(default_factory=lambda: np.empty((0, 0), np.float32))
+    embed_ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
 
     @staticmethod
     def of(tokens: Sequence[Sequence[int]], past_lens: Sequence[int],

@@ -22,6 +22,8 @@ import onnxruntime as ort
 
 from llmc.artifacts.draft_tokens import read_draft_token_ids
 from llmc.artifacts.manifest import (
+    EMBED_IDS,
+    EMBEDS,
     FACTS,
     HIDDEN,
     HIDDEN_OUT,
@@ -60,6 +62,7 @@ class _Part:
     """Sequences of a step in adjacent rows, from `first_row` on.
 
     `lora_ids` is int32 [num_tokens], the slot of each token's adapter or -1; empty in an encoder.
+    `embed_ids` is int32 [num_tokens], the row of `_given` of each token or -1; empty: all -1.
     """
 
     input_ids: np.ndarray
@@ -68,6 +71,7 @@ class _Part:
     commit_lens: np.ndarray
     logits_indices: np.ndarray
     lora_ids: np.ndarray
+    embed_ids: np.ndarray
     first_row: int = 0
     memory: EncoderOutputs | None = None
     token_type_ids: np.ndarray | None = None
@@ -84,7 +88,7 @@ class _Part:
         return _Part(np.concatenate([np.asarray(prompt, np.int64) for prompt in prompts]),
                      np.cumsum([0, *lengths], dtype=np.int32),
                      np.zeros(len(prompts), np.int32), np.array(lengths, np.int32),
-                     np.empty(0, np.int64), np.empty(0, np.int32))
+                     np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.int32))
 
 
 class CpuEngine:
@@ -149,6 +153,8 @@ class CpuEngine:
                 self._draft_tokens = read_draft_token_ids(
                     case_dir / chip.path / WEIGHTS_NAME, self._draft_vocab,
                     manifest.dims.vocab_size)
+        self._no_embeds = np.zeros((1, manifest.embeds_width or 0), np.float32)
+        self._embeds = self._no_embeds  # of the present step
         self._step: Step | None = None  # whose draft model has not run yet
         self._features: list[np.ndarray] = []  # of its tokens, for the draft model
         self._encoder_uses = self._find_last_uses(chip.encoder.steps, set(self._memory)) \
@@ -164,6 +170,7 @@ class CpuEngine:
             assert self._loras is not None
             self._loras.load(slot, adapter.matrices[self._chip.rank])
         self._encode(step.encode)
+        self._embeds = step.embeds if len(step.embeds) else self._no_embeds
         self._rows.enter(step)
         self._features.clear()
         if self._chain:
@@ -229,7 +236,7 @@ class CpuEngine:
         lengths = step.seq_lens[group]
         return _Part(packed(step.token_ids), np.cumsum([0, *lengths], dtype=np.int32),
                      np.zeros(len(group), np.int32), lengths, np.empty(0, np.int64),
-                     packed(step.lora_ids),
+                     packed(step.lora_ids), np.empty(0, np.int32),
                      token_type_ids=packed(step.token_type_ids)
                      if len(step.token_type_ids) else None)
 
@@ -313,7 +320,8 @@ class CpuEngine:
                 past, cu_seqlens, next_ones = self._pass_over(rows, first, past, cu_seqlens)
                 sequences, commits = start + next_ones, np.diff(cu_seqlens)
             yield _Part(tokens, cu_seqlens, past, commits,
-                        indices if len(indices) else np.array([len(tokens) - 1]), adapters, first,
+                        indices if len(indices) else np.array([len(tokens) - 1]), adapters,
+                        step.embed_ids[inside], first,
                         step.memory and step.memory.take(sequences)), len(indices) > 0
 
     def _chunks(self, step: Step, index: int, whole: bool, lora_ids: np.ndarray) -> \
@@ -335,7 +343,7 @@ class CpuEngine:
                         np.array([past + start - first], np.int32),
                         np.array([min(end, committed) - start], np.int32),
                         indices if len(indices) else np.array([end - start - 1]),
-                        lora_ids[start:end],
+                        lora_ids[start:end], step.embed_ids[start:end],
                         int(step.slots[index]),
                         step.memory and step.memory.take([index])), len(indices) > 0
             start = end
@@ -406,6 +414,10 @@ class CpuEngine:
             values["lora_ids"] = part.lora_ids
             values["lora_logits_ids"] = part.lora_ids[part.logits_indices]
             self._span = self._loras.span(part.lora_ids)
+        if self._no_embeds.size:
+            values[EMBEDS] = self._embeds
+            values[EMBED_IDS] = part.embed_ids if len(part.embed_ids) else \
+                np.full(len(part.input_ids), -1, np.int32)
         if self._wants_positions:
             values["position_ids"] = part.position_ids
         if self._wants_types:

@@ -57,10 +57,12 @@ def test_prompts_may_be_any_sequence(llm):
     (["the", None], "prompt 1 is None; give a list of token ids"),
     (None, "prompts is None; give a text, a list of token ids, or a list of such prompts"),
     (3, "prompts is 3; give a text, a list of token ids, or a list of such prompts"),
-    ({"prompt": "the"}, "prompts is {'prompt': 'the'}; give a text, a list of token ids, or a "
-                        "list of such prompts"),
+    ({"text": "the"}, "the prompt has the keys 'text'; give 'prompt' with a text, "
+                      "'prompt_token_ids', or 'prompt_embeds' with or without "
+                      "'prompt_token_ids'"),
     ({5, 6}, "prompts is {5, 6}; give a text, a list of token ids, or a list of such prompts"),
-    ([{"prompt": "the"}], "prompt 0 is {'prompt': 'the'}; give a list of token ids"),
+    ([{"prompt_token_ids": "the"}], "prompt_token_ids of prompt 0 is 'the'; give a list of token "
+                                    "ids"),
     ([[-1]], "token id -1 is not in the vocabulary of 300"),
     ([[300]], "token id 300 is not in the vocabulary of 300"),
     ([[10**30]], "token id 1000000000000000000000000000000 is not in the vocabulary of 300"),

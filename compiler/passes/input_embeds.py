@@ -1,0 +1,69 @@
+"""Let a prompt have rows in place of embeddings of its token ids.
+
+Given:   x = token embedding → TokenEmbeds(x)
+Result:  x = token embedding → InputEmbeds(x, embeds, embed_ids), the last two graph inputs
+
+The mark is at the output of the model's embedding module, where transformers takes `inputs_embeds`.
+Only models that take such rows have it. Nothing else may read the token ids, as a row has none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from llmc.artifacts.manifest import EMBED_IDS, EMBEDS
+from llmc.compiler.graph.embeds import TOKEN_EMBEDS
+from llmc.compiler.graph.rewrite import (
+    Report,
+    Rule,
+    Settings,
+    apply_rules,
+    consumers,
+    describe,
+    graph_input,
+    operands,
+    replace,
+)
+from llmc.errors import LlmcError
+from llmc.plugins.input_embeds.op import OP as INPUT_EMBEDS
+
+
+@dataclass(frozen=True)
+class _Marked:
+    x: gs.Tensor
+    output: gs.Tensor
+
+
+def input_embeds(graph: gs.Graph, settings: Settings, report: Report) -> None:
+    """Run the pass."""
+    rule = Rule("input-embeds", frozenset({TOKEN_EMBEDS.name}),
+                lambda node, settings: _Marked(operands(node)["x"], node.outputs[0]), _rewrite)
+    apply_rules(graph, [rule], settings, report)
+
+
+def _rewrite(graph: gs.Graph, match: _Marked, settings: Settings) -> None:
+    shape = tuple(match.x.shape)
+    embeds = gs.Variable(EMBEDS, np.float32, ("num_embeds", shape[-1]))
+    graph.inputs.append(embeds)
+    replace(graph, INPUT_EMBEDS, {"x": match.x, "embeds": embeds, "embed_ids": graph_input(
+        graph, EMBED_IDS, shape[:-1])}, [match.output])
+
+
+def require_one_reader(graph: gs.Graph, model: str) -> None:
+    """Check that a model with `embeds` reads token ids in its embedding only.
+
+    Raises:
+        LlmcError: it reads them elsewhere, too, where a row has none; or it has no mark.
+    """
+    inputs = {tensor.name: tensor for tensor in graph.inputs}
+    if EMBEDS not in inputs:
+        raise LlmcError(f"the code of '{model}' has no get_input_embeddings, so rows cannot "
+                        f"replace its token embeddings; leave out --enable_prompt_embeds")
+    readers = [node for node in consumers(graph, inputs["input_ids"]) if node is not None]
+    if len(readers) > 1:
+        raise LlmcError(f"'{model}' reads token ids in {describe(readers[0])} and in "
+                        f"{describe(readers[1])}, so rows cannot replace its token embeddings; "
+                        f"leave out --enable_prompt_embeds")
