@@ -23,12 +23,16 @@ async def read_completion(model: Model, body: CompletionRequest) -> GenerationJo
     Raises:
         LlmcError: the prompts are invalid.
     """
-    if not body.prompts:
+    if not body.prompts and not body.embeds:
         raise ApiError("the list of prompts is empty; give at least one prompt", param="prompt")
-    check_choices(len(body.prompts), body.n or 1)
+    if body.embeds and (body.echo or body.scored is not None):
+        raise ApiError("echo or prompt_logprobs is given with prompt_embeds, whose rows are no "
+                       "tokens; leave it out", param="prompt_embeds")
+    check_choices(len(body.prompts) + len(body.embeds), body.n or 1)
     if body.stream and body.prompt_logprobs is not None:
         raise ApiError("prompt_logprobs is not supported with stream; leave out stream, or give "
                        "echo and logprobs instead", param="prompt_logprobs")
+    embeds = await model.read_embeds(body.embeds)
     prompts = await model.read_prompts(body.prompts, body.add_special_tokens)
     check_values(prompts, body.scored)
     max_tokens = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
@@ -36,7 +40,8 @@ async def read_completion(model: Model, body: CompletionRequest) -> GenerationJo
         body.sampling(max_tokens, body.logprobs, model.sampling_defaults, body.scored),
         body.prediction)
     echo = await asyncio.to_thread(_texts, model, body, prompts) if body.echo else None
-    return GenerationJob(prompts, params, body.priority, echo)
+    return GenerationJob([*(own.token_ids for own in embeds), *prompts], params, body.priority,
+                         echo, embeds=embeds)
 
 
 def _texts(model: Model, body: CompletionRequest, prompts: Sequence[Sequence[int]]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,11 +16,13 @@ from llmc.runtime.chat_template import DEFAULT, TOOL_USE
 from llmc.runtime.core.llm import AsyncLLM
 from llmc.runtime.core.request import CompletionChunk
 from llmc.runtime.message_forms import ContentFormat
+from llmc.runtime.prompts import EmbedsPrompt
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sampling.token_text import token_bytes, token_text
 from llmc.runtime.tokenizer import read_config
 from llmc.server.errors import ApiError, prompt_too_long
 from llmc.server.offload import Offload
+from llmc.server.prompt_embeds import read_prompt_embeds
 from llmc.server.protocol import MAX_CHOICES, Message, Part, Prediction
 from llmc.server.reasoning import REASONING_MARKS, recognized_reasoning
 from llmc.server.tool_parsers import TOOL_PARSERS, recognized_parser
@@ -35,11 +38,12 @@ class GenerationJob:
     """Prompts of a request, with `n` choices for each.
 
     Args:
-        prompts: token ids.
+        prompts: token ids; -1 for rows of embeddings.
         params: sampling parameters.
         priority: of its sequences.
         adapter: LoRA adapter to generate with.
         echo: text for each prompt that its choices begin with. None: no echo.
+        embeds: the first prompts, if these are embeddings.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -47,6 +51,7 @@ class GenerationJob:
     priority: int = 0
     echo: Sequence[str] | None = None
     adapter: str | None = None
+    embeds: Sequence[EmbedsPrompt] = ()
 
     def __post_init__(self) -> None:
         check_choices(len(self.prompts), self.n)
@@ -54,6 +59,11 @@ class GenerationJob:
     @property
     def n(self) -> int:
         return max(self.params.n, self.params.beam_width)
+
+    @property
+    def inputs(self) -> Sequence[Sequence[int] | EmbedsPrompt]:
+        """What the model gets."""
+        return [*self.embeds, *self.prompts[len(self.embeds):]] if self.embeds else self.prompts
 
     @property
     def prompt_tokens(self) -> int:
@@ -86,6 +96,7 @@ class Model:
         reasoning_parser: key of `REASONING_MARKS`, `auto` for that of the chat template, or `none`.
         content_format: format of messages' content; see `LLM.chat_prompt`.
         generation_config: `auto`: sampling defaults of the model; `none`: those of llmc.
+        prompt_embeds: whether requests may have `prompt_embeds`.
 
     Attributes:
         requests: number of running requests.
@@ -97,8 +108,13 @@ class Model:
 
     def __init__(self, llm: AsyncLLM, name: str, tool_call_parser: str | None = None,
                  reasoning_parser: str = "auto", content_format: ContentFormat = "auto",
-                 generation_config: GenerationConfig = "auto") -> None:
+                 generation_config: GenerationConfig = "auto",
+                 prompt_embeds: bool = False) -> None:
         self.llm, self.name = llm, name
+        self._prompt_embeds = prompt_embeds
+        if prompt_embeds and llm.manifest.embeds_width is None:
+            raise LlmcError("enable_prompt_embeds is given, but the model was compiled without "
+                            "prompt embeddings; compile it again with --enable_prompt_embeds")
         self._content_format = content_format
         sampling = llm.manifest.sampling if generation_config == "auto" else None
         self.sampling_defaults: Mapping[str, Any] = {} if sampling is None else sampling.fields()
@@ -151,6 +167,23 @@ class Model:
         """
         return [prompt if not isinstance(prompt, str) else
                 await self._tokenize(prompt, add_special_tokens, "prompt") for prompt in prompts]
+
+    async def read_embeds(self, embeds: Sequence[str]) -> list[EmbedsPrompt]:
+        """Read prompts of embeddings.
+
+        Raises:
+            ApiError: this server does not take them, or one is invalid.
+        """
+        if embeds and not self._prompt_embeds:
+            raise ApiError("prompt_embeds is given, but this server was started without "
+                           "--enable_prompt_embeds; give a prompt", param="prompt_embeds")
+        try:
+            return await asyncio.to_thread(lambda: [
+                EmbedsPrompt.of(read_prompt_embeds(text), f"prompt_embeds {index}")
+                for index, text in enumerate(embeds)])
+        except (LlmcError, ValueError) as error:
+            text = str(error) if isinstance(error, LlmcError) else f"prompt_embeds {error}"
+            raise ApiError(text, param="prompt_embeds") from None
 
     async def read_messages(self, messages: Sequence[Message],
                             tools: Sequence[Mapping[str, object]] | None = None,
@@ -234,7 +267,7 @@ class Model:
     def pieces(self, job: GenerationJob, tenant: str | None, cache_salt: str | None) -> \
             AsyncGenerator[list[CompletionChunk], None]:
         """Yield batches of all available chunks; closing the generator stops the generation."""
-        return self.llm.stream_batches(job.prompts, job.params, priority=job.priority,
+        return self.llm.stream_batches(job.inputs, job.params, priority=job.priority,
                                        tenant=tenant, cache_salt=cache_salt,
                                        adapter=job.adapter, all_beams=True)
 

@@ -307,12 +307,14 @@ _SHARED = ("stop", "stop_token_ids", "top_p", "presence_penalty", "frequency_pen
 class CompletionRequest(Generation):
     """The body of /v1/completions."""
 
-    REFUSED: ClassVar[Refused] = _REFUSED | {
+    REFUSED: ClassVar[Refused] = {
+        **{name: rule for name, rule in _REFUSED.items() if name != "prompt_embeds"},
         "suffix": ((None, ""), "put it into the prompt in the model's infilling format"),
         "best_of": ((None, 1), "give n, and select by logprobs"),
     }
 
-    prompt: str | Ints | Texts | Annotated[list[Ints], Field(fail_fast=True)]
+    prompt: str | Ints | Texts | Annotated[list[Ints], Field(fail_fast=True)] = Field(
+        default_factory=list)
     max_tokens: int | None = None
     logprobs: int | None = Field(None, ge=0)
     echo: bool = False
@@ -320,6 +322,12 @@ class CompletionRequest(Generation):
     # vLLM's.
     add_special_tokens: bool = True
     prompt_logprobs: int | None = Field(None, ge=0)
+    prompt_embeds: str | Texts = Field(default_factory=list)  # base64; before the prompts
+
+    @property
+    def embeds(self) -> Sequence[str]:
+        """Prompts of embeddings as a list."""
+        return [self.prompt_embeds] if isinstance(self.prompt_embeds, str) else self.prompt_embeds
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
@@ -334,7 +342,7 @@ class CompletionRequest(Generation):
 
     @property
     def num_sequences(self) -> int:
-        return len(self.prompts) * super().num_sequences
+        return (len(self.prompts) + len(self.embeds)) * super().num_sequences
 
 
 class Part(Fields):

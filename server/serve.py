@@ -41,7 +41,7 @@ def serve(case_dir: str | Path, *, host: str = "127.0.0.1", port: int = 8000,
           chat_template_content_format: ContentFormat = "auto",
           generation_config: GenerationConfig = "auto", response_store_mb: float = 64,
           response_store_ttl: float = 3600, watch: bool = False,
-          enable_tokenizer_info_endpoint: bool = False,
+          enable_tokenizer_info_endpoint: bool = False, enable_prompt_embeds: bool = False,
           allow_runtime_lora_updating: bool = False, **loading: Any) -> None:
     """Serve a model until SIGTERM or SIGINT, in the main thread, and log to stderr.
 
@@ -64,6 +64,7 @@ def serve(case_dir: str | Path, *, host: str = "127.0.0.1", port: int = 8000,
         watch: when the case directory is replaced, load the new model and switch to it; running
             requests finish with the old one.
         enable_tokenizer_info_endpoint: serve /tokenizer_info, which has the chat template.
+        enable_prompt_embeds: take `prompt_embeds` in /v1/completions.
         allow_runtime_lora_updating: let clients load adapters from directories of this machine, and
             unload them, by /v1/load_lora_adapter and /v1/unload_lora_adapter.
         loading: arguments of `AsyncLLM`.
@@ -85,7 +86,7 @@ def serve(case_dir: str | Path, *, host: str = "127.0.0.1", port: int = 8000,
             bound, limits or ServerLimits(), _for_address(access or Access(), bound), tls,
             responses,
             lambda: Model(AsyncLLM(case_dir, **loading), name, tool_call_parser, reasoning_parser,
-                          chat_template_content_format, generation_config),
+                          chat_template_content_format, generation_config, enable_prompt_embeds),
             case_dir if watch else None, tokenizer_info=enable_tokenizer_info_endpoint,
             lora_updates=allow_runtime_lora_updating))
 

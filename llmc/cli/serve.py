@@ -61,6 +61,9 @@ class _ApiKeys(click.types.StringParamType):
 @generation_config_option
 @click.option("--enable_tokenizer_info_endpoint", is_flag=True,
               help="Serve /tokenizer_info: the tokenizer's configuration and the chat template.")
+@click.option("--enable_prompt_embeds", is_flag=True,
+              help="Take prompt_embeds in /v1/completions: embeddings instead of a prompt. The "
+                   "model must be compiled with --enable_prompt_embeds.")
 @adapters_option
 @click.option("--allow_runtime_lora_updating", is_flag=True,
               help="Serve /v1/load_lora_adapter and /v1/unload_lora_adapter: clients may load "

@@ -7,7 +7,7 @@ from llmc.server.protocol import Body, ChatRequest
 
 REQUIRED = {
     "ChatRequest": {"messages": [{"role": "user", "content": "a"}]},
-    "CompletionRequest": {"prompt": "a"}, "ResponsesRequest": {"input": "a"},
+    "CompletionRequest": {}, "ResponsesRequest": {"input": "a"},
     "MessagesRequest": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
     "CountTokensRequest": {"messages": [{"role": "user", "content": "a"}]},
     "TokenizeRequest": {}, "DetokenizeRequest": {"tokens": [1]}}
