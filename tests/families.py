@@ -338,14 +338,14 @@ def smollm2() -> Path:
 
 def count_exported(monkeypatch: pytest.MonkeyPatch, op_type: str) -> list[int]:
     """Count these nodes in each later export; cached exports are not counted."""
-    real, counts = trace._to_proto, []
+    real, counts = trace.to_proto, []
 
     def counted(*args):
         proto = real(*args)
         counts.append(sum(node.op_type == op_type for node in proto.graph.node))
         return proto
 
-    monkeypatch.setattr(trace, "_to_proto", counted)
+    monkeypatch.setattr(trace, "to_proto", counted)
     return counts
 
 

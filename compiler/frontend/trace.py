@@ -110,10 +110,10 @@ def trace(config: Any, part: Part, layers_name: str | None, trust_remote_code: b
             continue
         except Exception as error:  # any error of the model's code
             check_interrupted()
-            reasons.append(_root_cause(error))
+            reasons.append(root_cause(error))
             kind = DoesNotRun
             continue
-        model = _to_proto(exported, layers_name)
+        model = to_proto(exported, layers_name)
         text = text_config(config)
         layers = len(kept) or getattr(text, part.layers_key(text) or "num_hidden_layers")
         counts = Counter(node.op_type for node in model.graph.node)
@@ -127,7 +127,8 @@ def trace(config: Any, part: Part, layers_name: str | None, trust_remote_code: b
     raise kind(f"'{config.model_type}' cannot be exported: {'; '.join(dict.fromkeys(reasons))}")
 
 
-def _root_cause(error: BaseException) -> str:
+def root_cause(error: BaseException) -> str:
+    """Describe the first cause of an error of a model's code or the exporter."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line for line in str(error).splitlines() if line.strip()]
@@ -179,13 +180,13 @@ def trace_draft(model: torch.nn.Module, width: int, max_positions: int | None,
     inputs = {"input_ids": (torch.zeros((2, 5), dtype=torch.int64), "seq"),
               HIDDEN: (torch.zeros((2, 5, width)), "seq"), "position_ids": positions}
     try:
-        return _to_proto(_export_module(model, part, max_positions, lambda: (
+        return to_proto(_export_module(model, part, max_positions, lambda: (
             _Draft(model), inputs, outputs)), None)
     except LlmcError:
         raise
     except Exception as error:  # any error of the model's code
         check_interrupted()
-        raise LlmcError(f"the draft model cannot be exported: {_root_cause(error)}; use another "
+        raise LlmcError(f"the draft model cannot be exported: {root_cause(error)}; use another "
                         f"one") from error
 
 
@@ -572,7 +573,7 @@ def _decomposed_sdpa() -> Iterator[None]:
         functional.scaled_dot_product_attention = original
 
 
-def _to_proto(ir_model: ir.Model, layers_name: str | None) -> onnx.ModelProto:
+def to_proto(ir_model: ir.Model, layers_name: str | None) -> onnx.ModelProto:
     """Serialize an exported model, with empty parameters and nodes tagged by layer."""
     pattern = re.compile(re.escape(ROOT + layers_name) + r"\.(\d+)") if layers_name else None
     for index, node in enumerate(ir_model.graph):

@@ -233,4 +233,4 @@ def test_tensors_with_unknown_producers_are_named(tmp_path, no_export, monkeypat
     ("Could not guard on data-dependent expression Eq", "branches on computed values ("),
     ("expected predicate to be bool", "expected predicate to be bool")])
 def test_exporter_errors_about_model_code_are_explained(said, words):
-    assert words in trace._root_cause(RuntimeError(said))
+    assert words in trace.root_cause(RuntimeError(said))

@@ -1,0 +1,108 @@
+"""Tiny random image-text models, what their processors give, and their encoders' rows."""
+
+import families
+import numpy as np
+import onnx
+import onnxruntime as ort
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+
+from llmc import plugins
+
+_VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "depth": 3,
+           "num_heads": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
+           "out_hidden_size": 64, "image_size": 28, "patch_size": 14,
+           "deepstack_visual_indexes": [0], "fullatt_block_indexes": [0], "embed_dim": 32}
+_MROPE = families.rope("default", mrope_section=[4, 2, 2])
+# Vision and language models have equal numbers of layers, so that they could be confused.
+TEXTS = {
+    "gemma3": {**families.FAMILIES["gemma3_text"], "num_hidden_layers": 3},
+    "gemma4": families.OWN_ATTENTION["gemma4_text"],
+    "mistral3": families.FAMILIES["mistral"],
+    "mistral4": {**families.LATENT["deepseek_v3"], "model_type": "mistral4", **families.rope(
+        "yarn", factor=4.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1,
+        original_max_position_embeddings=16)},
+    "qwen3_vl": {**families.FAMILIES["qwen3"], **_MROPE},
+    "qwen3_vl_moe": {**families.MIXTURES["qwen3_moe"], **_MROPE},
+    "qwen2_5_vl": {**families.FAMILIES["qwen2"], **_MROPE},
+    "llava": families.FAMILIES["llama"],
+    "llama4": families.OWN_ATTENTION["llama4_text"],
+    "internvl": families.FAMILIES["qwen2"],
+}
+# Models whose language model is part of another class.
+WHOLES = {"mistral4": "mistral3"}
+# Fields of the whole config. One row of four patches.
+_WHOLE = {"mm_tokens_per_image": 1, "scale_factor": 2}
+
+
+def tiny_model(family, **vision):
+    """A random image-text model whose every parameter affects the output.
+
+    Args:
+        vision: fields of the vision config.
+    """
+    base = CONFIG_MAPPING[WHOLES.get(family, family)]()
+    kinds = {"text_config": base.get_text_config(), "vision_config": base.vision_config}
+    if kinds["vision_config"] is None:
+        kinds["vision_config"] = CONFIG_MAPPING[f"{family}_vision"]()
+    known = kinds["vision_config"].to_dict()
+    sizes = {"text_config": TEXTS[family],
+             "vision_config": {name: size for name, size in _VISION.items() if name in known}}
+    sizes["vision_config"] |= vision
+    config = type(base)(
+        **{kind: {"model_type": given.model_type, **sizes[kind]} for kind, given in kinds.items()},
+        **{name: families.VOCAB - 1 for name in ("image_token_id", "video_token_id",
+                                                 "image_token_index") if hasattr(base, name)},
+        **{name: value for name, value in _WHOLE.items() if hasattr(base, name)})
+    return families.randomized(
+        AutoModelForImageTextToText.from_config(config, attn_implementation="eager"))
+
+
+def pixels(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def packed(*grids, patch=14, temporal=2):
+    """What Qwen-VL's processors give for images with these numbers of rows and columns."""
+    return [{"pixel_values": pixels(rows * columns, 3 * temporal * patch**2),
+             "image_grid_thw": np.array([[1, rows, columns]])} for rows, columns in grids]
+
+
+def encoder_rows(model, arrays):
+    """Rows of transformers' encoder, and those of deep layers."""
+    with torch.no_grad():
+        output = model.get_image_features(
+            **{name: torch.from_numpy(array) for name, array in arrays.items()}, return_dict=True)
+    several = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+    return [torch.cat(list(rows)).reshape(-1, rows[0].shape[-1]).numpy() for rows in several]
+
+
+def session(proto, model):
+    """Load an exported encoder, with the model's parameters."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for node in proto.graph.node:
+        if node.domain == plugins.DOMAIN:
+            function = plugins.registry()[node.op_type].function(
+                {own.name: onnx.helper.get_attribute_value(own) for own in node.attribute},
+                node.input, "cpu")
+            node.overload = function.overload
+            if all(own.overload != function.overload for own in proto.functions):
+                proto.functions.append(function)
+    del proto.opset_import[:]
+    proto.opset_import.extend(onnx.helper.make_opsetid(domain, version) for domain, version in (
+        ("", plugins.OPSET), (plugins.DOMAIN, 1), ("com.microsoft", 1)))
+    external = [own.name for own in proto.graph.initializer
+                if own.data_location == onnx.TensorProto.EXTERNAL]
+    options = ort.SessionOptions()
+    options.add_external_initializers(external, [ort.OrtValue.ortvalue_from_numpy(
+        parameters[name.removeprefix("model.")].detach().numpy()) for name in external])
+    return ort.InferenceSession(proto.SerializeToString(), options,
+                                providers=["CPUExecutionProvider"])
+
+
+def run_encoder(loaded, computed, arrays):
+    """Run an exported encoder on what a processor gives for one image."""
+    feeds = {name: array for name, array in arrays.items() if name != "image_grid_thw"}
+    for own in computed:
+        feeds |= own.compute(arrays["image_grid_thw"])
+    return loaded.run(None, feeds)
