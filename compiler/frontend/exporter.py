@@ -47,14 +47,14 @@ _REWRITTEN: Mapping[str, tuple[Any, Callable[[torch.fx.Node], tuple[Any, ...]]]]
 
 
 def export_onnx(module: torch.nn.Module, inputs: Mapping[str, torch.Tensor],
-                dynamic_shapes: Sequence[Mapping[int, Any]], outputs: Sequence[str],
+                dynamic_shapes: Sequence[Any], outputs: Sequence[str],
                 longest: int = 0) -> ir.Model:
     """Export a module as an unoptimized ONNX model of opset `OPSET`.
 
     Args:
         module: the module.
         inputs: example inputs by name, in order of the module's arguments.
-        dynamic_shapes: for each input, its dynamic axes.
+        dynamic_shapes: for each argument, its dynamic axes; a tuple of them for *args.
         outputs: names.
         longest: size up to which dynamic axes must work.
 
@@ -81,7 +81,7 @@ def export_onnx(module: torch.nn.Module, inputs: Mapping[str, torch.Tensor],
 
 @_flags.set_onnx_exporting_flag  # type: ignore[untyped-decorator]  # torch's
 def _capture(module: torch.nn.Module, args: tuple[torch.Tensor, ...],
-             dynamic_shapes: tuple[Mapping[int, Any], ...], longest: int) -> \
+             dynamic_shapes: tuple[Any, ...], longest: int) -> \
         torch.export.ExportedProgram:
     with torch.fx.experimental._config.patch(backed_size_oblivious=True):
         export = functools.partial(torch.export.export, module, args, strict=False,
@@ -95,8 +95,8 @@ def _capture(module: torch.nn.Module, args: tuple[torch.Tensor, ...],
         return export(dynamic_shapes=bounded)
 
 
-def _bounded(dynamic_shapes: tuple[Mapping[int, Any], ...], message: str, longest: int) -> \
-        tuple[Mapping[int, Any], ...] | None:
+def _bounded(dynamic_shapes: tuple[Any, ...], message: str, longest: int) -> \
+        tuple[Any, ...] | None:
     """Apply the bounds that torch suggests for dynamic axes, such as the rows of a table.
 
     Returns:
@@ -105,6 +105,8 @@ def _bounded(dynamic_shapes: tuple[Mapping[int, Any], ...], message: str, longes
     try:
         refined = refine_dynamic_shapes_from_suggested_fixes(message, dynamic_shapes)
     except Exception:
+        return None
+    if not all(isinstance(axes, Mapping) for axes in dynamic_shapes):
         return None
     dims = [dim for axes in refined for dim in axes.values()]
     named = {dim.__name__ for axes in dynamic_shapes for dim in axes.values()}

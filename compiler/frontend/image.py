@@ -203,7 +203,7 @@ class _Encoder(torch.nn.Module):
             return results if count > 1 else results[0]
 
         if self._has_grid:
-            given[_GRID] = _OneGrid(given["pixel_values"].shape[0])  # type: ignore[assignment]
+            given[_GRID] = _OneGrid(given["pixel_values"].shape[0])
         with _replaced(self.model, given_instead):
             rows = _features(self.model, given)
         return rows if len(rows) > 1 else rows[0]
