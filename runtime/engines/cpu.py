@@ -62,7 +62,7 @@ class _Part:
     """Sequences of a step in adjacent rows, from `first_row` on.
 
     `lora_ids` is int32 [num_tokens], the slot of each token's adapter or -1; empty in an encoder.
-    `embed_ids` is int32 [num_tokens], the row of `CpuEngine._embeds` of each token or -1; empty: all -1.
+    `embed_ids` is int32 [num_tokens], each token's row of `Step.embeds` or -1; empty: all -1.
     """
 
     input_ids: np.ndarray

@@ -5,7 +5,7 @@
 | get_vision_cu_seqlens | starts and ends of the frames, between which attention does not look |
 | get_vision_position_ids | rows and columns of patches, for a rotary embedding |
 | get_vision_window_index | order of patches by window, and the windows' starts and ends |
-| get_vision_interpolation_indices_and_weights | taps of a learned position table, and weights |
+| get_vision_interpolation_indices_and_weights | rows of a learned position table, and weights |
 
 All are equal to transformers'; weights of interpolation within rounding of float32. Patches are in
 blocks of `spatial_merge_size` x `spatial_merge_size`, which become one row of the prompt.
@@ -89,9 +89,9 @@ def _window_index(grid_thw: _Ints, spatial_merge_size: int, window_size: int, pa
     return np.concatenate(order), np.array([0, *ends], np.int32)
 
 
-def _taps(index: _Ints, size: int, side: int, mode: str, align_corners: bool, padding: str) -> \
+def _sources(index: _Ints, size: int, side: int, mode: str, align_corners: bool, padding: str) -> \
         tuple[_Ints, _Floats]:
-    """Taps of positions on an axis in a table of `side` rows, and their weights, [n, taps]."""
+    """Source rows of positions on an axis of `side` rows, and weights, both [n, 2 or 4]."""
     places = index.astype(np.float32)
     if align_corners:
         source = places * np.float32(side - 1) / np.float32(max(size - 1, 1))
@@ -119,7 +119,7 @@ def _interpolation(grid_thw: _Ints, num_grid_per_side: int, mode: str = "bilinea
     for grid in grid_thw:
         _, rows, columns = _blocks(grid, spatial_merge_size)
         (high, high_weights), (wide, wide_weights) = (
-            _taps(places, int(size), num_grid_per_side, mode, align_corners, padding)
+            _sources(places, int(size), num_grid_per_side, mode, align_corners, padding)
             for places, size in ((rows, grid[1]), (columns, grid[2])))
         count = high.shape[1] ** 2
         indices.append((high[:, :, None] * num_grid_per_side + wide[:, None]).reshape(-1, count))
