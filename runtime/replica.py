@@ -42,6 +42,7 @@ class EngineConfig:
     attention_backend: str | None = None
     speculates: bool = False
     draft: bool = False  # whether to load the draft model
+    prompt_lookup: bool = False  # whether engines that can look drafts up themselves do so
 
 
 def find_devices(manifest: Manifest, wish: Sequence[int] | None) -> list[list[Placement]]:

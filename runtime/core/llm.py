@@ -153,7 +153,8 @@ class _Loaded:
             _power_of_two("block_size", block_size),
             None if kv_cache_tokens is None else _integer("kv_cache_tokens", kv_cache_tokens, 1),
             _fraction("gpu_memory_utilization", gpu_memory_utilization), attention_backend,
-            speculates=speculation.method != "off", draft=speculation.method == "draft")
+            speculates=speculation.method != "off", draft=speculation.method == "draft",
+            prompt_lookup=speculation.method == "ngram")
         self._max_batch_size = max_batch_size
         with memory_errors("load the model"):
             self._load(devices, config, speculation, prefix_reuse, check_step, skip_step)

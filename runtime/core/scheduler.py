@@ -41,6 +41,7 @@ from llmc.runtime.core.step import (
 from llmc.runtime.core.step_times import StepTimes
 from llmc.runtime.sampling.beam_search import Candidates
 from llmc.runtime.sampling.sampler import Logprobs
+from llmc.runtime.speculation.engine_drafts import MATCH
 from llmc.runtime.speculation.planner import DraftPlanner, SequenceDrafts
 
 MOST_PRIORITY = 100  # priorities range from -100 to 100
@@ -190,9 +191,8 @@ class ScheduledStep:
                     sequence.uncommitted = len(output.tokens) - 1
                 else:
                     sequence.computed -= rejected
-                if sequence.drafts.engine is not None and sampled.drafts is not None:
-                    drafts = sampled.drafts[own[0]]
-                    sequence.drafts.engine.propose(drafts[drafts >= 0].tolist())
+                if sequence.drafts.engine is not None:
+                    sequence.drafts.proposed(*_proposed(sampled, own[0]))
             yield sequence, output
 
 
@@ -907,13 +907,13 @@ class Scheduler:
         if sequence.drafts is None:
             return
         sequence.drafts.start()
-        if sequence.drafts.engine is not None and propose is not None:
-            sequence.drafts.engine.expect(propose)
+        if sequence.drafts.engine is not None:
+            sequence.drafts.engine.expect(propose or 0)
 
     def _proposals(self, step_rows: abc.Sequence[_StepRow]) -> dict[str, object]:
-        """Fields of a step for the engine's draft model.
+        """Fields of a step for the engine's draft model or prompt lookup.
 
-        It runs in every step, so that its caches have all positions.
+        A draft model runs in every step, so that its caches have all positions.
         """
         if not self.limits.proposes:
             return {}
@@ -923,6 +923,8 @@ class Scheduler:
         count = 0 if self.drafts is None else self.drafts.num_proposals(
             [own.drafts for own in drafting if own.drafts is not None], len(drafting))
         count = max(min(count, room), 0)
+        if self.limits.prompt_lookup:
+            return {"propose": count} if count else {}
         if self.limits.proposals_take_blocks:
             self._make_room_for_proposals(step_rows, count)
         following = [() if row.samples else row.sequence.between(
@@ -1042,6 +1044,15 @@ class Scheduler:
                 heapq.heappush(self._slots, slot)
                 heapq.heappush(self._memory_rows, row)
             lease.slots = []
+
+
+def _proposed(sampled: StepOutput, index: int) -> tuple[list[int], int]:
+    """Drafts of one of `Step.sample`, and the number of tokens that agree with their source."""
+    if sampled.drafts is None:
+        return [], MATCH
+    drafts = sampled.drafts[index]
+    return drafts[drafts >= 0].tolist(), \
+        MATCH if sampled.matches is None else int(sampled.matches[index])
 
 
 def _scored(step_rows: abc.Sequence[_StepRow]) -> \

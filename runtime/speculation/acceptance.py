@@ -65,6 +65,10 @@ class SequenceAcceptance:
         self._rates.add(match, accepted, rejected)
         self._own.add(accepted, rejected)
 
+    def miss(self, match: int) -> None:
+        """Record that the engine found no drafts, where drafts with this match were expected."""
+        self._rates.add(match, 0, 1)
+
     def skip(self) -> None:
         """Record a token without drafts."""
         self._own.forget()
