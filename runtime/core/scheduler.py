@@ -913,18 +913,25 @@ class Scheduler:
     def _proposals(self, step_rows: abc.Sequence[_StepRow]) -> dict[str, object]:
         """Fields of a step for the engine's draft model or prompt lookup.
 
-        A draft model runs in every step, so that its caches have all positions.
+        A draft model runs in every step of the sequences that it drafts for, so that its caches
+        have all positions.
         """
-        if not self.limits.proposes:
+        if not self.limits.proposes or self.drafts is None:
             return {}
-        drafting = [row.sequence for row in step_rows if row.samples
-                    and row.sequence.drafts is not None and row.sequence.drafts.engine]
-        room = max((own.limit - len(own.tokens) - own.ahead - 2 for own in drafting), default=0)
-        count = 0 if self.drafts is None else self.drafts.num_proposals(
-            [own.drafts for own in drafting if own.drafts is not None], len(drafting))
-        count = max(min(count, room), 0)
+        own_drafts = [row.sequence.drafts for row in step_rows
+                      if row.sequence.drafts is not None and row.sequence.drafts.engine]
+        wanted = self.drafts.num_proposals(own_drafts)
+        room = max((row.sequence.limit - len(row.sequence.tokens) - row.sequence.ahead - 2
+                    for row in step_rows if row.samples and row.sequence.drafts is not None
+                    and row.sequence.drafts.engine), default=0)
+        count = max(min(wanted or 0, room), 0)
         if self.limits.prompt_lookup:
             return {"propose": count} if count else {}
+        if wanted is None:
+            for own in own_drafts:
+                assert own.engine is not None
+                own.engine.lost = True
+            return {}
         if self.limits.proposals_take_blocks:
             self._make_room_for_proposals(step_rows, count)
         following = [() if row.samples else row.sequence.between(

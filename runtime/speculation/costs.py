@@ -112,7 +112,7 @@ def _run(engine: Engine, tokens: Sequence[Sequence[int]], past: Sequence[int],
          encodes: bool, uncommitted: Sequence[int] = ()) -> None:
     state = SamplingState(Sampler(SamplingParams()), prompt_lookup=engine.limits.prompt_lookup)
     new = not any(past)
-    proposals = max(drafts) if engine.limits.proposes else None
+    proposals = max(drafts) or None if engine.limits.proposes else None
     memory = EncoderOutputs.of([*slots], [1] * len(slots)) if encodes else None
     engine.collect(engine.submit(Step.of(
         tokens, past, tables, [*slots], num_drafts=drafts, num_uncommitted=uncommitted,

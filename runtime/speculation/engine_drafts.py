@@ -17,10 +17,15 @@ class EngineDrafter:
         ahead: whether drafts may be verified before the engine has returned them. They have the
             match of those returned last.
         prompt_lookup: whether they are those of prompt lookup.
+
+    Attributes:
+        lost: whether the draft model did not run in a step of the sequence. Its caches lack those
+            positions, and it drafts no more.
     """
 
     def __init__(self, *, ahead: bool = False, prompt_lookup: bool = False) -> None:
         self.ahead, self.prompt_lookup = ahead, prompt_lookup
+        self.lost = False
         self._proposed: list[int] = []
         self._match = MATCH
         self._expected = 0  # steps whose drafts the engine has not returned
@@ -46,10 +51,10 @@ class EngineDrafter:
             self._proposed = list(tokens)
 
     def reset(self) -> None:
-        """Forget the drafts, and steps in flight."""
-        self._proposed, self._match, self._expected = [], MATCH, 0
+        """Forget the drafts, and steps in flight: the sequence starts again."""
+        self._proposed, self._match, self._expected, self.lost = [], MATCH, 0, False
 
     def draft(self, count: int) -> Draft | None:
         """Return at most `count` drafts; None if the engine proposed none."""
-        tokens = self._proposed[:count]
+        tokens = [] if self.lost else self._proposed[:count]
         return Draft(tokens, self._match) if tokens else None

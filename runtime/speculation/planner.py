@@ -15,6 +15,7 @@ from llmc.runtime.speculation.engine_drafts import MATCH, EngineDrafter
 _WEIGHT = 0.1  # of a new measurement in the moving average
 _ASSUMED = 0.125  # cost of a draft, relative to a step
 _MIN_GAIN = 1.02  # of expected tokens per second, below which nothing is drafted
+_PATIENCE = 32  # steps without drafts of a sequence, after which its draft model ends
 
 
 @dataclass
@@ -95,6 +96,7 @@ class SequenceDrafts:
     Attributes:
         pending: drafts of the next step.
         unread: number of drafts in steps that are in flight.
+        idle: number of steps since the sequence had drafts.
     """
 
     def __init__(self, drafter: Drafter, rates: AcceptanceRates,
@@ -102,6 +104,7 @@ class SequenceDrafts:
         self._drafter, self._counts = drafter, counts
         self._acceptance = SequenceAcceptance(rates)
         self._draft: Draft | None = None
+        self.idle = _PATIENCE
         self._in_flight: deque[Draft | None] = deque()  # by step
         self._seen = 0  # generated tokens that the drafter knows
         self._accepted_predicted = self._rejected_predicted = 0
@@ -148,6 +151,7 @@ class SequenceDrafts:
     def submit(self, draft: Draft | None) -> None:
         """Set the drafts of the next step."""
         self._draft = draft
+        self.idle = self.idle + 1 if draft is None else 0
         if draft is None:
             self._acceptance.skip()
 
@@ -255,29 +259,41 @@ class DraftPlanner:
                      zip(candidates, drafts, strict=True) if draft]
             length = self._best(given, batch, seconds)
             least = self._least(given, length, batch, seconds)
+        declined = []
         for (own, _, _), draft in zip(candidates, drafts, strict=True):
             kept = min(len(draft.tokens), length, room) if draft else 0
             if draft and least and _expected(own.rate(draft), kept) < least:
                 kept = 0
             room -= kept
             own.submit(replace(draft, tokens=draft.tokens[:kept]) if draft and kept else None)
+            if draft and not kept:
+                declined.append(draft.match)
+        if self._count is None:
+            self._rates.forget(declined)
 
-    def num_proposals(self, sequences: Sequence[SequenceDrafts], batch: int) -> int:
+    def num_proposals(self, sequences: Sequence[SequenceDrafts]) -> int | None:
         """Number of drafts that the engine should propose for the next step.
 
+        None: its draft model need not run, as drafts do not pay off in these sequences, or in as
+        many; it has then lost them, see `EngineDrafter`.
+
         Args:
-            sequences: those that it drafts for, all in the same way.
-            batch: sequences that decode in the step.
+            sequences: those of the step that it drafts for, all in the same way.
         """
-        if not sequences:
-            return 0
+        following = [own for own in sequences if own.engine is not None and not own.engine.lost]
         if self._count is not None:
-            return self._count
-        seconds = self.costs.of(batch)
+            return self._count if following else None
+        seconds = self.costs.of(len(sequences))
         most = self._most(seconds)
-        if sequences[0].prompt_lookup:  # costs little, and `plan` chooses among the drafts
-            return most if self._may_pay(seconds) else 0
-        return self._best([(own.expected_rate(), most) for own in sequences], batch, seconds)
+        if sequences and sequences[0].prompt_lookup:  # costs little, and `plan` chooses drafts
+            return most if self._may_pay(seconds) else None
+        best = self._best([(own.expected_rate(), most) for own in following], len(sequences),
+                          seconds)
+        if best:
+            return best
+        if sequences and self._may_pay(seconds):
+            self._rates.forget([MATCH])
+        return 0 if any(own.idle < _PATIENCE for own in following) else None
 
     def _most(self, seconds: Sequence[float]) -> int:
         """The most drafts whose cost is known."""

@@ -236,6 +236,21 @@ def test_accepted_drafts_are_counted_twice_with_recurrent_state(extra, low, high
     assert low <= chosen[1] <= high and chosen[1] < chosen[0]
 
 
+def test_later_sequences_try_again_after_bad_drafts():
+    planner = DraftPlanner(None, VerificationCosts({1: [1.0, 1.2, 1.3, 1.4, 1.5]}))
+
+    def serve(drafter, steps):
+        """Drafts per step, of sequences of 50 steps."""
+        before = planner.counts.draft_tokens
+        for _ in range(steps // 50):
+            verify(planner, planner.sequence(drafter), drafter, 50)
+        return (planner.counts.draft_tokens - before) / steps
+
+    assert serve(Steady(0.0), 5000) < 0.05  # each costs 0.1 to 0.2 steps
+    serve(Steady(1.0), 1000)
+    assert serve(Steady(1.0), 1000) > 3.5
+
+
 def test_no_drafts_in_batches_larger_than_measured():
     planner = DraftPlanner(None, VerificationCosts({4: [1.0, 1.1]}))
     own = planner.sequence(Steady(1.0))
