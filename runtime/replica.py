@@ -44,6 +44,7 @@ class EngineConfig:
     draft: bool = False  # whether to load the draft model
     max_loras: int = 0
     max_lora_rank: int = 0
+    prompt_lookup: bool = False  # whether engines that can look drafts up themselves do so
 
 
 def find_devices(manifest: Manifest, wish: Sequence[int] | None) -> list[list[Placement]]:

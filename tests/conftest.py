@@ -165,8 +165,8 @@ def proposed(monkeypatch):
     """Drafts of each step, whenever the engine returns drafts."""
     seen = []
     real = EngineDrafter.propose
-    monkeypatch.setattr(EngineDrafter, "propose", lambda self, tokens: (
-        seen.append(list(tokens)), real(self, tokens))[1])
+    monkeypatch.setattr(EngineDrafter, "propose", lambda self, tokens, *match: (
+        seen.append(list(tokens)), real(self, tokens, *match))[1])
     return seen
 
 

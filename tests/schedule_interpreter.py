@@ -25,6 +25,7 @@ from llmc.runtime.core.step import LAST, EncoderOutputs, EngineLimits, Step, Ste
 from llmc.runtime.engines.cuda import extension, step_arrays
 from llmc.runtime.engines.host import HostSampling
 from llmc.runtime.engines.state_slots import StateSlots
+from llmc.runtime.speculation.ngram import NgramDrafter
 
 _DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16,
            "float8_e4m3fn": ml_dtypes.float8_e4m3fn, "int64": np.int64}
@@ -320,13 +321,16 @@ class DraftsAhead(HostSampling):
     """Resolves the drafts of steps in flight, as prepare_inputs of csrc/kernels/sampling does."""
 
     def __init__(self, ranks: Interpreters, limits: EngineLimits) -> None:
-        super().__init__(ranks, limits, ranks.propose if limits.proposes else None)
+        by_model = limits.proposes and not limits.prompt_lookup
+        super().__init__(ranks, limits, ranks.propose if by_model else None)
         self._lengths: dict[int, int] = {}  # by slot
         self._drafts: dict[int, list[int]] = {}
+        self._looks_up: dict[int, bool] = {}
         self.resolved = 0
 
     def submit(self, step: Step) -> int:
         token_ids, past_lens = step.token_ids.copy(), step.past_lens.copy()
+        self._looks_up.update((slot, state.prompt_lookup) for slot, state in step.admit.items())
         for index, slot in enumerate(step.slots.tolist()):
             own = slice(*step.cu_seqlens[index:index + 2].tolist())
             token_ids[own] = [max(self._drafts[slot][-2 - token], 0) if token < LAST else token
@@ -337,6 +341,8 @@ class DraftsAhead(HostSampling):
                 assert past - step.unread[index] <= past_lens[index] <= past
         known = replace(step, token_ids=token_ids, past_lens=past_lens)
         ticket = super().submit(known)
+        if self.limits.prompt_lookup and step.propose:
+            self._outputs[ticket] = self._look_up(step, self._outputs[ticket])
         output = self._outputs[ticket]
         counts = [1] * len(step.sample) if output.counts is None else output.counts.tolist()
         for place, (index, count) in enumerate(zip(step.sample.tolist(), counts, strict=True)):
@@ -346,6 +352,22 @@ class DraftsAhead(HostSampling):
             if output.drafts is not None:
                 self._drafts[slot] = output.drafts[place].tolist()
         return ticket
+
+    def _look_up(self, step: Step, output: StepOutput) -> StepOutput:
+        """Draft by prompt lookup, as csrc/kernels/sampling/lookup.h."""
+        assert step.propose is not None
+        drafts = np.full((len(step.sample), step.propose), -1, np.int64)
+        matches = np.zeros(len(step.sample), np.int32)
+        for place, slot in enumerate(step.slots[step.sample].tolist()):
+            sampler = self._samplers.get(slot)
+            if sampler is None or not self._looks_up[slot]:
+                continue
+            drafter = NgramDrafter(sampler.prompt.tolist())
+            drafter.extend(self._tokens[slot])
+            found = drafter.draft(step.propose)
+            if found is not None:
+                drafts[place], matches[place] = found.tokens, found.match
+        return replace(output, drafts=drafts, matches=matches)
 
 
 @contextmanager

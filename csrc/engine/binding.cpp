@@ -68,16 +68,17 @@ void bind_program(nb::module_& m) {
           "__init__",
           [](Program* self, const std::string& dtype, int max_batch, int max_tokens, int max_logits,
              int max_seq_len, int block_size, int mem_max_seq_len, int max_states,
-             int64_t token_bytes, int64_t logit_bytes) {
+             bool prompt_lookup, int64_t token_bytes, int64_t logit_bytes) {
             Limits limits{max_batch,   max_tokens, max_logits,
                           max_seq_len, block_size, mem_max_seq_len};
             limits.max_states = max_states;
+            limits.prompt_lookup = prompt_lookup;
             new (self) Program(dtype_of(dtype), limits, token_bytes, logit_bytes);
           },
           nb::kw_only(), nb::arg("dtype"), nb::arg("max_batch"), nb::arg("max_tokens"),
           nb::arg("max_logits"), nb::arg("max_seq_len"), nb::arg("block_size"),
-          nb::arg("mem_max_seq_len") = 0, nb::arg("max_states") = 0, nb::arg("token_bytes"),
-          nb::arg("logit_bytes"))
+          nb::arg("mem_max_seq_len") = 0, nb::arg("max_states") = 0,
+          nb::arg("prompt_lookup") = false, nb::arg("token_bytes"), nb::arg("logit_bytes"))
       .def("add_input",
            [](Program& self, const std::string& name, const std::string& dtype) {
              return self.add_input(name, dtype_of(dtype));
@@ -148,8 +149,8 @@ void bind_program(nb::module_& m) {
 
 // The results of a step, copied: tokens, log-probability records or None, candidates' tokens and
 // log-probabilities, logits as float32 [num_logits, vocab_size], records of scored rows or None,
-// with drafts the number of tokens of each sequence, else None, and the draft model's proposals,
-// else None.
+// with drafts the number of tokens of each sequence, else None, the proposals of the draft model or
+// of prompt lookup, else None, and the tokens that match of the latter, else None.
 nb::tuple to_python(const Engine::Results& results, int vocab_size) {
   // Rows of the accepted tokens, in the order of sequences; all without drafts.
   std::vector<int32_t> kept, all_rows;
@@ -207,7 +208,7 @@ nb::tuple to_python(const Engine::Results& results, int vocab_size) {
     }
     logits = nb::cast(nb::ndarray<nb::numpy, float>(made, {all, vocab}, owner));
   }
-  nb::object drafts = nb::none();
+  nb::object drafts = nb::none(), matches = nb::none();
   if (results.drafts != nullptr) {
     std::vector<int64_t> proposed;
     for (int i = 0; i < results.num_drafting; ++i) {
@@ -217,9 +218,11 @@ nb::tuple to_python(const Engine::Results& results, int vocab_size) {
     drafts = nb::cast(copy(proposed.data(), {static_cast<size_t>(results.num_drafting),
                                              static_cast<size_t>(results.proposed)}));
   }
+  if (results.matches != nullptr)
+    matches = nb::cast(copy(results.matches, {static_cast<size_t>(results.num_drafting)}));
   const auto sampled = pick(results.tokens);
   return nb::make_tuple(copy(sampled.data(), {sampled.size()}), reported, tokens, log_probs, logits,
-                        scored, counts, drafts);
+                        scored, counts, drafts, matches);
 }
 
 void bind_engine(nb::module_& m) {

@@ -81,6 +81,8 @@ Engine::Engine(Program program, int device, const std::string& attention_backend
   selects_ =
       std::any_of(nodes.begin(), nodes.end(), [](const Node& node) { return node.op == "Gather"; });
   if (!program_.nodes(Part::kDraft).empty()) make_drafter();
+  if (program_.limits().prompt_lookup)
+    lookup_ = std::make_unique<PromptLookup>(program_.limits(), memory_, stream_.handle);
   synchronize();
 }
 
@@ -338,14 +340,16 @@ Engine::Sent Engine::pack(StagingBuffer& into, const StepInputs& inputs, const P
   sent.slots = into.add(inputs.slots.data, inputs.slots.size);
   sent.states = into.add(inputs.state_slots.data, inputs.state_slots.size);
   sent.commits = into.add(inputs.commit_lens.data, inputs.commit_lens.size);
-  const std::vector<int32_t> sequence_starts = inputs.sequence_starts();
-  std::vector<int32_t> sequence_past;
-  for (size_t i = 0; i + 1 < sequence_starts.size(); ++i)
-    sequence_past.push_back(inputs.past_lens[inputs.verifies ? sequence_starts[i] : i]);
-  sent.sequence_starts = into.add(sequence_starts);
-  sent.sequence_past = into.add(sequence_past);
-  sent.num_sequences = static_cast<int>(sequence_past.size());
+  sent.num_sequences = sent.batch;
   sent.verifies = inputs.verifies;
+  if (sent.verifies) {
+    const std::vector<int32_t> starts = inputs.sequence_starts();
+    sent.num_sequences = static_cast<int>(starts.size()) - 1;
+    std::vector<int32_t> past;
+    for (int i = 0; i < sent.num_sequences; ++i) past.push_back(inputs.past_lens[starts[i]]);
+    sent.sequence_starts = into.add(starts);
+    sent.sequence_past = into.add(past);
+  }
   sent.logits = into.add(logits_indices);
   sent.starts = into.add(inputs.memory_starts.data, inputs.memory_starts.size);
   sent.lens = into.add(inputs.memory_lens.data, inputs.memory_lens.size);
@@ -406,6 +410,8 @@ void Engine::prepare(const char* received, const Sent& sent) {
   if (sent.verifies) {
     p.sequence_starts = sequences_;
     p.sequence_past = sequences_ + program_.limits().max_batch + 1;
+    p.host_sequence_starts = at<int32_t>(received, sent.sequence_starts);
+    p.host_sequence_past = at<int32_t>(received, sent.sequence_past);
   }
   p.host_ids = at<int32_t>(received, sent.ids);
   p.host_seqlens = at<int32_t>(received, sent.seqlens);
@@ -413,8 +419,6 @@ void Engine::prepare(const char* received, const Sent& sent) {
   p.host_slots = at<int32_t>(received, sent.slots);
   p.host_states = at<int32_t>(received, sent.states);
   p.host_commits = at<int32_t>(received, sent.commits);
-  p.host_sequence_starts = at<int32_t>(received, sent.sequence_starts);
-  p.host_sequence_past = at<int32_t>(received, sent.sequence_past);
   p.host_logits = at<int32_t>(received, sent.logits);
   p.host_starts = at<int32_t>(received, sent.starts);
   p.host_lens = at<int32_t>(received, sent.lens);
@@ -427,6 +431,7 @@ void Engine::prepare(const char* received, const Sent& sent) {
   p.blocks = at<int32_t>(received, sent.blocks);
   p.last = sampler_->last();
   if (drafter_ != nullptr) drafter_->refer(p);
+  if (lookup_ != nullptr) lookup_->refer(p, sampler_->history());
   if (sent.has_unread) {
     p.host_offsets = at<int32_t>(received, sent.offsets);
     p.host_unread = at<int32_t>(received, sent.unread);
@@ -508,7 +513,7 @@ int64_t Engine::submit(const StepInputs& inputs) {
                               packed.add(inputs.scored_targets.data, inputs.scored_targets.size),
                               packed.add(inputs.scored_counts.data, inputs.scored_counts.size)};
     const SentDrafts sent_drafts =
-        inputs.propose >= 0 ? SentDrafts::of(packed, inputs) : SentDrafts{};
+        drafter_ != nullptr && inputs.propose >= 0 ? SentDrafts::of(packed, inputs) : SentDrafts{};
     const Admissions& admit = inputs.admit;
     std::vector<int32_t> starts{0};
     for (int32_t length : admit.lengths) starts.push_back(starts.back() + length);
@@ -548,7 +553,10 @@ int64_t Engine::submit(const StepInputs& inputs) {
     if (!scored.empty())
       score(ticket, logits, scored, at<int64_t>(received, scores[0]),
             at<int64_t>(received, scores[1]), at<int32_t>(received, scores[2]));
-    if (inputs.propose >= 0) propose(ticket, inputs, step, sent_drafts, received, given);
+    if (drafter_ != nullptr && inputs.propose >= 0)
+      propose(ticket, inputs, step, sent_drafts, received, given);
+    if (lookup_ != nullptr && inputs.propose > 0 && inputs.sample.size > 0)
+      look_up(ticket, inputs, at<int32_t>(received, sampled));
     check(cudaEventRecord(ticket.done, stream_.handle), "an event");
   } catch (...) {
     broken_ = true;
@@ -722,6 +730,30 @@ void Engine::propose(Ticket& ticket, const StepInputs& inputs, Step step, const 
   ticket.results.num_drafting = sequences;
   ticket.results.proposed = wanted;
   ticket.results.drafts = static_cast<const int64_t*>(host);
+}
+
+// Looks up drafts of each sequence that the step samples, and enqueues their copy to the host.
+// slots: [num_sampled], on the device.
+void Engine::look_up(Ticket& ticket, const StepInputs& inputs, const int32_t* slots) {
+  kernels::LookupDraftsParams p{};
+  p.history = sampler_->history();
+  p.states = sampler_->states();
+  p.slots = slots;
+  p.sequences = static_cast<int>(inputs.sample.size);
+  p.count = inputs.propose;
+  for (int32_t sequence : inputs.sample)
+    p.max_length =
+        std::max(p.max_length, inputs.past_lens[sequence] + inputs.fresh(sequence) + 1);
+  lookup_->find(p);
+  const int64_t bytes = PromptLookup::bytes(p.sequences);
+  void* host = ticket.drafts.at_least(bytes);
+  check(kernels::transfer(host, lookup_->drafts(), bytes, stream_.handle), "reading drafts");
+  Results& results = ticket.results;
+  results.num_drafting = p.sequences;
+  results.proposed = p.count;
+  results.drafts = static_cast<const int64_t*>(host);
+  results.matches = reinterpret_cast<const int32_t*>(
+      results.drafts + int64_t{kernels::kMaxProposals} * p.sequences);
 }
 
 const Engine::Results& Engine::wait(int64_t number) {

@@ -16,6 +16,7 @@
 #include "graph.h"
 #include "memory.h"
 #include "program.h"
+#include "prompt_lookup.h"
 #include "sampler.h"
 
 namespace llmc {
@@ -71,10 +72,11 @@ class Engine {
     int num_sequences, positions;
     const int32_t* counts;  // [num_sequences]
     const int32_t* row_of;  // [num_sequences, positions]
-    // With a draft model: drafts of each of the step's `sample`, in rows of kMaxProposals; else
-    // null.
+    // With a draft model or prompt lookup: drafts of each of the step's `sample`, in rows of
+    // kMaxProposals; else null.
     int num_drafting, proposed;
-    const int64_t* drafts;  // [num_drafting, kMaxProposals]; the first `proposed` are defined
+    const int64_t* drafts;   // [num_drafting, kMaxProposals]; the first `proposed` are defined
+    const int32_t* matches;  // [num_drafting], see kernels::LookupDraftsParams; or null
   };
   const Results& wait(int64_t ticket);
   // Frees the step's results for reuse.
@@ -181,6 +183,7 @@ class Engine {
   void find_candidates(Ticket& ticket, const Tensor& rows, int count);
   void propose(Ticket& ticket, const StepInputs& inputs, Step step, const SentDrafts& sent,
                const char* received, const DraftedRows* drafted);
+  void look_up(Ticket& ticket, const StepInputs& inputs, const int32_t* slots);
   DraftOutputs outputs_of_draft(const Step& step) const;
   void warm_drafts(Step step);
 
@@ -211,7 +214,8 @@ class Engine {
   const Pass model_{Part::kModel}, encoder_{Part::kEncoder};
   // The draft model on the tokens of a step, and on the last draft of each sequence.
   Pass draft_tokens_{Part::kDraft}, next_drafts_{Part::kDraft};
-  std::unique_ptr<Drafter> drafter_;  // null without a draft model
+  std::unique_ptr<Drafter> drafter_;      // null without a draft model
+  std::unique_ptr<PromptLookup> lookup_;  // null without prompt lookup
   std::unique_ptr<Sampler> sampler_;
   std::array<Ticket, kMaxInFlight> tickets_;
   int64_t submitted_ = 0;

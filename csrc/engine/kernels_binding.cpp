@@ -7,6 +7,7 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include "../kernels/sampling/lookup.h"
 #include "../kernels/sampling/params.h"
 #include "../plugins/common/timing.h"
 #include "binding.h"
@@ -234,6 +235,29 @@ float logprobs(const std::vector<Foreign>& tensors, int vocab, int repeats) {
   return timed([&] { return kernels::logprobs(logits.dtype, p, nullptr); }, repeats, "logprobs");
 }
 
+// Tensors: drafts, matches, drafts by slot, states, slots, three of a history.
+float lookup_drafts(const std::vector<Foreign>& tensors, int vocab, int count, int max_length,
+                    int repeats) {
+  const KernelTensors t("lookup_drafts", tensors, 8);
+  const int64_t rows = t.matrix(0, kernels::kMaxProposals).shape[0];
+  const kernels::TokenHistory history = history_of(t, 5, vocab);
+  DeviceBuffer matches(8 * rows, "matches"), done(4 * rows, "counters");
+  check(cudaMemset(matches.data, 0, 8 * rows), "matches");
+  check(cudaMemset(done.data, 0, 4 * rows), "counters");
+  const kernels::LookupDraftsParams p{history,
+                                      states_of(t, 3, 1),
+                                      t.ints(4, {rows}),
+                                      t.longs(0, {rows, kernels::kMaxProposals}),
+                                      t.ints(1, {rows}),
+                                      t.longs(2, {1, kernels::kMaxProposals}),
+                                      static_cast<uint64_t*>(matches.data),
+                                      static_cast<int32_t*>(done.data),
+                                      static_cast<int>(rows),
+                                      count,
+                                      max_length};
+  return timed([&] { return kernels::lookup_drafts(p, nullptr); }, repeats, "lookup_drafts");
+}
+
 void candidates(const std::vector<Foreign>& tensors, int vocab, int repeats) {
   const KernelTensors t("candidates", tensors, 3);
   const Tensor& logits = t.matrix(2, vocab);
@@ -302,6 +326,8 @@ void bind_kernels(nb::module_& m) {
   m.def("admit", &admit);
   m.def("logprobs", &logprobs, nb::arg("tensors"), nb::arg("vocab"), nb::arg("repeats") = 1);
   m.def("candidates", &candidates, nb::arg("tensors"), nb::arg("vocab"), nb::arg("repeats") = 1);
+  m.def("lookup_drafts", &lookup_drafts, nb::arg("tensors"), nb::arg("vocab"), nb::arg("count"),
+        nb::arg("max_length"), nb::arg("repeats") = 1);
   m.attr("record_bytes") = std::make_pair(sizeof(kernels::SlotState), sizeof(kernels::Logprobs));
 }
 

@@ -93,6 +93,7 @@ Part part_of(const std::string& name) {
 Program::Program(DType dtype, Limits limits, int64_t token_bytes, int64_t logit_bytes)
     : dtype_(dtype), limits_(limits), token_bytes_{token_bytes, 0}, logit_bytes_{logit_bytes, 0} {
   limits.check();
+  if (limits.prompt_lookup) limits_.max_proposals = kernels::kMaxProposals;
   if (dtype != DType::kFloat32 && dtype != DType::kFloat16 && dtype != DType::kBFloat16)
     throw Error(std::string("the engine does not compute in ") + name_of(dtype));
   check_arena_bytes(token_bytes, logit_bytes);
@@ -413,6 +414,7 @@ void Program::finish() {
   if (encodes && limits_.mem_max_seq_len == 0) throw Error("an encoder's mem_max_seq_len is 0");
   if (encodes && !inputs_.count(kMemoryRows)) add_input(kMemoryRows, DType::kInt64);
   if (nodes(Part::kDraft).empty()) return;
+  if (limits_.prompt_lookup) throw Error("a draft model and prompt lookup cannot both draft");
   if (draft_.logits < 0) throw Error("the draft model has no logits");
   if (!inputs_.count(kBlockTable)) throw Error("the draft model has no attention with a KV cache");
 }

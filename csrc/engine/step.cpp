@@ -94,6 +94,8 @@ void check_admissions(const Admissions& admit, const Limits& limits, int64_t voc
         admit.lengths[i] > limits.max_seq_len + 1)
       throw Error("a sequence of " + text(admit.lengths[i]) + " tokens, " + text(admit.prompts[i]) +
                   " of them in its prompt, exceeds max_seq_len " + text(limits.max_seq_len));
+    if (state.prompt_lookup && !limits.prompt_lookup)
+      throw Error("a sequence looks up drafts, but the engine was loaded without prompt lookup");
     check_processing(state.processing, admit.lists, vocab);
     total += admit.lengths[i];
   }
@@ -200,14 +202,14 @@ void check_proposals(const StepInputs& inputs, const Limits& limits, int64_t bat
   if (inputs.next_tokens.size > 0) check_size("next_tokens", inputs.next_tokens.size, batch);
   if (inputs.unread.size > 0) check_size("unread", inputs.unread.size, batch);
   if (inputs.unread.size > 0 && limits.max_proposals == 0)
-    throw Error("a step has unread drafts of a draft model, which the program lacks");
+    throw Error("a step has unread drafts, but the program has no draft model or prompt lookup");
   if (inputs.propose >= 0 && limits.max_proposals == 0)
-    throw Error("a step runs a draft model, which the program lacks");
+    throw Error("a step proposes drafts, but the program has no draft model or prompt lookup");
   if (inputs.propose < -1 || inputs.propose > limits.max_proposals)
     throw Error("a step proposes " + text(inputs.propose) + " drafts, expected -1 to " +
                 text(limits.max_proposals));
   if (inputs.propose >= 0 && inputs.logits == Logits::kAll)
-    throw Error("a step with logits=all cannot run a draft model");
+    throw Error("a step with logits=all cannot propose drafts");
 }
 
 // Blocks of a sequence for `positions`, and for as many drafts of a draft model as there are.

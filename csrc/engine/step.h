@@ -26,8 +26,9 @@ struct Limits {
   int mem_max_seq_len = 0;  // maximum tokens of an encoder prompt; 0: no encoder
   int num_blocks = 0;       // of the KV cache; 0: not allocated yet
   int num_states = 0;       // recurrent states; 0: no layer has any
-  int max_proposals = 0;    // drafts that a draft model proposes in a step; 0: no draft model
+  int max_proposals = 0;    // drafts that a draft model or prompt lookup proposes in a step; 0: neither
   int max_states = 0;       // maximum of these; 0: max_batch
+  bool prompt_lookup = false;  // whether drafts are looked up in the histories of slots
 
   // Throws Error if a limit is below the minimum.
   void check() const;
@@ -78,7 +79,7 @@ struct Admissions {
 // A step, as in runtime/core/step.py.
 struct StepInputs {
   HostArray<int64_t> token_ids;  // [num_tokens]; -1: the slot's last sampled token; -2 - i: draft i
-                                 // of the draft model after it
+                                 // of the draft model, or of prompt lookup, after it
   HostArray<int32_t> cu_seqlens, past_lens;  // [batch + 1], [batch]
   HostArray<int32_t> block_tables;           // [batch, width]; -1: no block
   HostArray<int32_t> slots;                  // [batch]
@@ -104,8 +105,8 @@ struct StepInputs {
   HostArray<int32_t> scored_counts;   // [num_scored], number of top tokens reported with each
   HostArray<int64_t> next_tokens;     // [batch], the token after those of each sequence that is not
                                       // sampled, negative if unknown; empty: none is known
-  int propose;  // drafts of the next tokens to propose for each of `sample`; -1: the draft model
-                // does not run
+  int propose;  // drafts of the next tokens to propose for each of `sample`; -1: neither the draft
+                // model nor prompt lookup runs
   HostArray<int32_t> unread;  // [batch], drafts of earlier steps that past_lens counts as accepted;
                               // the device subtracts rejected ones; empty: none
   Admissions admit;

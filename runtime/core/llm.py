@@ -201,7 +201,8 @@ class _Loaded:
             _fraction("gpu_memory_utilization", gpu_memory_utilization), attention_backend,
             speculates=speculation.method != "off", draft=speculation.method == "draft",
             max_loras=max_loras if self.manifest.takes_adapters else 0,
-            max_lora_rank=self._adapters.fix_rank())
+            max_lora_rank=self._adapters.fix_rank(),
+            prompt_lookup=speculation.method == "ngram")
         if self.manifest.is_whole:  # a text is in one step
             config = replace(config, max_num_batched_tokens=max(
                 config.max_num_batched_tokens, self.manifest.dims.max_seq_len))

@@ -111,18 +111,21 @@ class CudaEngine:
         attention_backend: one of the extension's attention_backends(); None: fastest.
         speculates: whether to verify drafts.
         draft: whether to load the draft model.
+        prompt_lookup: whether to draft by prompt lookup. A model with recurrent layers or an
+            encoder does not.
 
     Raises:
         LlmcError: the extension is missing, memory is insufficient, or an argument is out of range.
     """
 
     verifies: ClassVar[bool] = True  # whether it verifies drafts
+    looks_up: ClassVar[bool] = True  # whether it can draft by prompt lookup
 
     def __init__(self, manifest: Manifest, chip: Chip, case_dir: Path, device: int, *,
                  max_batch_size: int, max_tokens: int, block_size: int = BLOCK_SIZE,
                  kv_cache_tokens: int | None = None, gpu_memory_utilization: float = 0.9,
                  attention_backend: str | None = None, speculates: bool = False,
-                 draft: bool = False) -> None:
+                 draft: bool = False, prompt_lookup: bool = False) -> None:
         check_memory_options(block_size, kv_cache_tokens, gpu_memory_utilization)
         check_attention_backend(attention_backend, manifest)
         self._backend = attention_backend or "fastest"
@@ -139,6 +142,8 @@ class CudaEngine:
         times = 2 if chip.states else 1  # the next step computes accepted drafts again
         self._max_drafts = 0 if not (speculates and self.verifies and chip.verifies_drafts) else \
             min(_MAX_DRAFTS, (max_tokens - max_batch_size) // times)
+        prompt_lookup = bool(prompt_lookup and self.looks_up and self._max_drafts
+                             and not chip.states and manifest.encoder is None)
         # Rows of decode steps: a sequence has one, and one more for each draft.
         max_rows = self._max_rows = max_batch_size + min(
             max_tokens - max_batch_size,
@@ -150,20 +155,22 @@ class CudaEngine:
             max_logits=max_logits, max_scored=max(max_logits - max_rows, 1), ahead=AHEAD,
             max_drafts=self._max_drafts,
             max_draft_tokens=(max_rows - max_batch_size) // times,
-            proposes=draft, proposals_take_blocks=draft, drafts_ahead=draft and not chip.states,
+            proposes=draft or prompt_lookup, prompt_lookup=prompt_lookup,
+            proposals_take_blocks=draft,
+            drafts_ahead=prompt_lookup or (draft and not chip.states),
             lookahead=int(draft and bool(chip.features)),
             longest_first=True,  # balances multiprocessors
             keeps_states=bool(chip.states))
         self._states: StateSlots | None = None  # created by `allocate`
         self._num_logprobs: dict[int, int | None] = {}  # number of log-probabilities, by slot
         # By ticket: numbers of log-probabilities of sampled slots and of scored rows, and whether
-        # the draft model runs.
+        # the step proposes drafts.
         self._in_flight: dict[int, tuple[list[int | None], list[int], bool]] = {}
         limits = dict(dtype=manifest.dtype, max_batch=max_rows, max_states=max_batch_size,
                       max_tokens=-(-max_tokens // _ALIGNED) * _ALIGNED,
                       max_logits=-(-self._limits.max_logits // 8) * 8,
                       max_seq_len=manifest.dims.max_seq_len, block_size=block_size,
-                      mem_max_seq_len=self._mem_max_seq_len)
+                      mem_max_seq_len=self._mem_max_seq_len, prompt_lookup=prompt_lookup)
         try:
             self._engine = self._load(cuda, manifest, chip, case_dir, limits)
         except self._errors as error:
@@ -291,7 +298,7 @@ class CudaEngine:
     def collect(self, ticket: int) -> StepOutput:
         """See `Engine`."""
         with self._translate_errors():
-            tokens, records, candidates, log_probs, logits, scored, lengths, drafts = \
+            tokens, records, candidates, log_probs, logits, scored, lengths, drafts, matches = \
                 self._engine.collect(ticket)
         num_logprobs, counts, proposes = self._in_flight.pop(ticket)
         if proposes and drafts is None:
@@ -308,7 +315,7 @@ class CudaEngine:
                        () if scored is None else [
                            replace(logprobs_of(record, count), rank=int(record["rank"]))
                            for record, count in zip(scored.view(LOGPROBS), counts, strict=True)],
-                       lengths, drafts)
+                       lengths, drafts, matches)
 
     def _encode(self, prompts: Mapping[int, Sequence[int]]) -> None:
         """Run the encoder, in batches limited by max_batch_size and max_tokens."""

@@ -245,7 +245,7 @@ def test_only_the_device_knows_drafts_of_steps_in_flight(extension, rows):
     ({"token_ids": np.array([5, proposal(0), 8, 9, 1, 2, 3])},
      "token 1 is the last one of slot 2, which has not sampled any"),
     ({"logits": "all", "num_drafts": np.empty(0, np.int32), "sample": np.empty(0, np.int32)},
-     "a step with logits=all cannot run a draft model")])
+     "a step with logits=all cannot propose drafts")])
 def test_steps_that_run_a_draft_model(extension, case, changes, problem):
     program = build(extension, read_manifest(case("eagle3")), schedules_of(case("eagle3")))
     arrays = step_arrays(drafting(**changes))
@@ -259,5 +259,5 @@ def test_steps_that_run_a_draft_model(extension, case, changes, problem):
 def test_a_program_without_a_draft_model_proposes_nothing(extension, case):
     manifest = read_manifest(case("eagle3"))
     program = build(extension, manifest, schedules_of(case("eagle3"))[:1])
-    with pytest.raises(extension.CudaError, match="runs a draft model, which the program lacks"):
+    with pytest.raises(extension.CudaError, match="but the program has no draft model or prompt"):
         program.check_step(8, *step_arrays(drafting()))

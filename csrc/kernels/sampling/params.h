@@ -19,7 +19,7 @@ struct AdmitParams {
   const int32_t *slots, *prompts;  // [count]
   const int32_t* starts;           // [count + 1]
   const int32_t* tokens;
-  TokenHistory history;  // counts is null if no slot keeps one
+  TokenHistory history;  // tokens is null if no slot keeps one
   int count;
 };
 cudaError_t admit(const AdmitParams& params, cudaStream_t stream);
@@ -58,12 +58,12 @@ struct PrepareInputsParams {
   const BlockTableUpdate* runs;
   const int32_t* blocks;
   const int64_t* last;  // [slots]
-  // A sequence with host_offsets[b] >= 0 begins that many positions after its slot's length, but at
-  // most host_unread[b] before host_past[b]. Null without a draft model.
+  // A sequence with host_offsets[b] >= 0 begins that many positions after its slot's length, without
+  // num_new, but at most host_unread[b] before host_past[b]. Null if no draft is unread.
   const int32_t *host_offsets, *host_unread;  // [batch]
   const int64_t* drafts;                      // [slots, drafts_stride]
   const int32_t* lengths;                     // [slots]
-  int drafts_stride;
+  int drafts_stride, num_new;
   int num_tokens, batch, num_sequences, num_logits, rows, num_runs, max_blocks, num_states,
       prefix_owner, prefix_length;
 };
@@ -135,7 +135,7 @@ struct UpdateSlotsParams {
   int64_t* last;          // [slots]
   const int32_t* slots;   // [rows]
   const int64_t* chosen;  // [rows]
-  TokenHistory history;   // counts is null if no slot keeps one
+  TokenHistory history;   // tokens is null if no slot keeps one
   int rows;
 };
 cudaError_t update_slots(const UpdateSlotsParams& params, cudaStream_t stream);
@@ -151,7 +151,7 @@ struct AcceptDraftsParams {
   const int32_t* drafts;  // [rows]: the draft that follows each; -1: none; -2 - t: input_ids[t]
   const int32_t* row_of;  // [sequences, positions]: rows of a sequence in order; negative: none
   int32_t* counts;        // [sequences]: tokens of each
-  TokenHistory history;   // counts is null if no slot keeps one
+  TokenHistory history;   // tokens is null if no slot keeps one
   int sequences, positions;
   int first, end;                      // the positions to process; all before `first` have been
   const int64_t* input_ids = nullptr;  // of the step
