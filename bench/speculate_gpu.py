@@ -102,8 +102,8 @@ def biased(rate: float, vocab: int, count: int) -> llmc.SamplingParams:
                                seed=1)
 
 
-def compare(llm: llmc.LLM, vocab: int, method: str, prompts: Sequence[Sequence[int]], counts: Sequence[int],
-            rate: float, repeats: int) -> tuple[list[float], list[float], float]:
+def compare(llm: llmc.LLM, vocab: int, method: str, prompts: Sequence[Sequence[int]],
+            counts: Sequence[int], rate: float, repeats: int) -> tuple[list[float], list[float], float]:
     """Tokens per second without and with drafts, by run, and the acceptance length."""
     params = [biased(rate, vocab, count) for count in counts]
     loop = llm._loops[0]
