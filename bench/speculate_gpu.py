@@ -41,7 +41,7 @@ LENGTH = 8192
 MODELS = "llama-8b", "gpt-oss-20b", "qwen3.5-4b"
 DRAFTS = (0, 1, 3, 5, 7)
 STEPS = [(1, 128), (1, 2000), (1, 7000), (4, 128), (8, 128), (8, 2000), (16, 128)]
-RATES = (0.0, 0.5, 0.71, 0.85)  # of each draft, if those before it were accepted
+RATES = (0.85, 0.71, 0.5, 0.0)  # of each draft, if those before it were accepted
 
 
 def steps(llm: llmc.LLM, batch: int, past: int, rounds: bool) -> list[float]:
@@ -103,7 +103,8 @@ def biased(rate: float, vocab: int, count: int) -> llmc.SamplingParams:
 
 
 def compare(llm: llmc.LLM, vocab: int, method: str, prompts: Sequence[Sequence[int]],
-            counts: Sequence[int], rate: float, repeats: int) -> tuple[list[float], list[float], float]:
+            counts: Sequence[int], rate: float, repeats: int) \
+        -> tuple[list[float], list[float], float]:
     """Tokens per second without and with drafts, by run, and the acceptance length."""
     params = [biased(rate, vocab, count) for count in counts]
     loop = llm._loops[0]
