@@ -263,7 +263,7 @@ def save_recurrent(family, directory, **changes):
     """Save a tiny model with recurrent layers and its MTP layer as Qwen does; return both."""
     own = {"num_mtp_layers": 1, "mtp_layer_types": ["full_attention"]}
     base = families.tiny_model(family, vocab_size=VOCAB, layer_types=KINDS,
-                               tie_word_embeddings=False, **own, **changes)
+                               tie_word_embeddings=family == "qwen3_5_text", **own, **changes)
     layers = families.randomized(MtpModel(base, 1))
     families.save(base, directory)
     conftest.write_tokenizer(directory)
