@@ -11,7 +11,8 @@ REQUIRED = {
     "MessagesRequest": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
     "CountTokensRequest": {"messages": [{"role": "user", "content": "a"}]},
     "TokenizeRequest": {}, "DetokenizeRequest": {"tokens": [1]},
-    **dict.fromkeys(("ClassifyRequest", "EmbeddingRequest", "PoolingRequest"), {"input": "a"}),
+    "ClassifyRequest": {"input": "a"}, "EmbeddingRequest": {"input": "a"},
+    "PoolingRequest": {"input": "a"},
     "RerankRequest": {"query": "a", "documents": ["b"]},
     "ScoreRequest": {"text_1": "a", "text_2": "b"}}
 BODIES = {own.body for own in OPERATIONS if own.body is not None}
