@@ -340,5 +340,6 @@ def test_no_loaded_adapter_changes_nothing(name, target):
 def test_adapter_inputs_are_given_together():
     sample = next(sample for op, sample, _ in CASES if "lora_a" in sample.inputs)
     shapes = {name: array.shape for name, array in sample.inputs.items() if name != "lora_ids"}
-    with pytest.raises(ValueError, match="takes all of lora_a, lora_b, lora_owner, lora_ids"):
+    with pytest.raises(ValueError, match="takes lora_ids with all of lora_a, lora_b, "
+                                         "lora_owner, or with all of lora_down"):
         plugins.registry()["GatedMLP"].fit(shapes, sample.fields)
