@@ -7,9 +7,10 @@
 // also applies the activation, since the GEMM cannot.
 //
 // Many rows: plan_tiles sorts rows by slot, in tiles of rows of one adapter. A block of
-// shrink_tiles multiplies a tile by 32 rows of `down`, its warps split K; a warp of expand_tiles
-// makes 32 outputs of a tile. Both read 16-byte vectors as mma fragments, with the same permutation
-// of K in both operands: four lanes cover 64 bytes of a row.
+// shrink_tiles multiplies a tile by 32 rows of `down`, its warps split K, and so do blocks if tiles
+// are few, as in decode steps; a warp of expand_tiles makes 32 outputs of a tile. Both read 16-byte
+// vectors as mma fragments, with the same permutation of K in both operands: four lanes cover 64
+// bytes of a row.
 #include "../common/mma.cuh"
 #include "../common/output_writer.cuh"
 #include "lora.h"
@@ -182,10 +183,11 @@ __device__ __forceinline__ void multiply(float (&c)[kTileM][kTileN][4], const ui
   }
 }
 
+constexpr int kShrinkWarps = 8;
 template <typename T>
-__global__ void __launch_bounds__(kThreads) shrink_tiles_kernel(LoraParams p) {
-  constexpr int kRanks = 8 * kTileN;
-  __shared__ float partial[kWarps][kLoraTileRows][kRanks + 1];
+__global__ void __launch_bounds__(kShrinkWarps * 32) shrink_tiles_kernel(LoraParams p) {
+  constexpr int kRanks = 8 * kTileN, kStep = kShrinkWarps * 32;  // columns
+  __shared__ float partial[kShrinkWarps][kLoraTileRows][kRanks + 1];
   pdl_wait();
   pdl_launch_dependents();
   const LoraTile tile = p.tiles[blockIdx.x];
@@ -208,10 +210,14 @@ __global__ void __launch_bounds__(kThreads) shrink_tiles_kernel(LoraParams p) {
   const T* down = static_cast<const T*>(p.down) +
                   ((static_cast<int64_t>(part) * p.slots + tile.slot) * p.rank + first + g) * p.in;
   const uint4 zero = make_uint4(0, 0, 0, 0);
+  const int splits = static_cast<int>(gridDim.z);
+  const int share = (p.in + splits * kStep - 1) / (splits * kStep) * kStep;
+  const int begin = blockIdx.z * share, end = min(begin + share, p.in);
   float sum[kTileM][kTileN][4] = {};
-#pragma unroll 2
-  for (int k = warp * 32 + 8 * t; k - 8 * t < p.in; k += kWarps * 32) {
-    const bool there = k < p.in;
+#pragma unroll 4
+  for (int at = begin + warp * 32; at < end; at += kStep) {
+    const int k = at + 8 * t;
+    const bool there = k < end;
     uint4 a[kTileM][2], b[kTileN];
 #pragma unroll
     for (int n = 0; n < kTileN; ++n)
@@ -233,21 +239,27 @@ __global__ void __launch_bounds__(kThreads) shrink_tiles_kernel(LoraParams p) {
       for (int i = 0; i < 4; ++i)
         partial[warp][m * 16 + i / 2 * 8 + g][n * 8 + 2 * t + i % 2] = sum[m][n][i];
   __syncthreads();
-  for (int i = threadIdx.x; i < tile.count * used; i += kThreads) {
+  float* hidden = p.hidden + static_cast<int64_t>(blockIdx.z) * p.rows * p.parts * p.rank;
+  for (int i = threadIdx.x; i < tile.count * used; i += kShrinkWarps * 32) {
     const int row = i / used, r = i % used;
     float whole = 0;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) whole += partial[w][row][r];
-    p.hidden[(static_cast<int64_t>(order[row]) * p.parts + part) * p.rank + first + r] = whole;
+    for (int w = 0; w < kShrinkWarps; ++w) whole += partial[w][row][r];
+    hidden[(static_cast<int64_t>(order[row]) * p.parts + part) * p.rank + first + r] = whole;
   }
 }
 
-// Eight float32 values as T.
+// Eight sums of float32 values of each split, as T.
 template <typename T>
-__device__ __forceinline__ uint4 pack8(const float* from) {
-  const auto low = load<float, 4>(from), high = load<float, 4>(from + 4);
-  return {pack2<T>(low.data[0], low.data[1]), pack2<T>(low.data[2], low.data[3]),
-          pack2<T>(high.data[0], high.data[1]), pack2<T>(high.data[2], high.data[3])};
+__device__ __forceinline__ uint4 sum8(const float* from, int splits, int64_t stride) {
+  float sums[8] = {};
+  for (int split = 0; split < splits; ++split, from += stride) {
+    const auto low = load<float, 4>(from), high = load<float, 4>(from + 4);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums[i] += low.data[i], sums[4 + i] += high.data[i];
+  }
+  return {pack2<T>(sums[0], sums[1]), pack2<T>(sums[2], sums[3]), pack2<T>(sums[4], sums[5]),
+          pack2<T>(sums[6], sums[7])};
 }
 
 template <typename T>
@@ -274,6 +286,8 @@ __global__ void __launch_bounds__(kThreads) expand_tiles_kernel(LoraParams p) {
     }
   const T* up =
       static_cast<const T*>(p.up) + (static_cast<int64_t>(tile.slot) * p.out + begin + g) * p.rank;
+  const int splits = lora_splits(p.rows, p.in);
+  const int64_t stride = static_cast<int64_t>(p.rows) * p.parts * p.rank;
   const uint4 zero = make_uint4(0, 0, 0, 0);
   float sum[kTileM][kTileN][4] = {};
   for (uint32_t left = __ballot_sync(~0u, part >= 0); left != 0;) {  // each part of the columns
@@ -293,8 +307,9 @@ __global__ void __launch_bounds__(kThreads) expand_tiles_kernel(LoraParams p) {
       for (int m = 0; m < kTileM; ++m)
 #pragma unroll
         for (int h = 0; h < 2; ++h)
-          a[m][h] =
-              there && hidden[m][h] != nullptr ? pack8<T>(hidden[m][h] + which * p.rank + k) : zero;
+          a[m][h] = there && hidden[m][h] != nullptr
+                        ? sum8<T>(hidden[m][h] + which * p.rank + k, splits, stride)
+                        : zero;
       multiply<T>(own, a, b);
     }
 #pragma unroll
@@ -363,8 +378,9 @@ cudaError_t plan_lora_tiles(const int32_t* ids, int rows, int slots, int32_t* or
 cudaError_t lora_shrink_tiles(DType dtype, const LoraParams& p, cudaStream_t stream) {
   return dispatch_16_bits(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    const dim3 grid(lora_tiles(p.rows, p.slots), p.parts * ceil_div(p.rank, 8 * kTileN));
-    return launch(shrink_tiles_kernel<T>, grid, kThreads, 0, stream, p);
+    const dim3 grid(lora_tiles(p.rows, p.slots), p.parts * ceil_div(p.rank, 8 * kTileN),
+                    lora_splits(p.rows, p.in));
+    return launch(shrink_tiles_kernel<T>, grid, kShrinkWarps * 32, 0, stream, p);
   });
 }
 

@@ -22,7 +22,7 @@ struct LoraParams {
   const void *x, *down, *up;
   const int32_t *ranks, *ids;  // [slots], [rows]
   const int32_t* part;         // [out]; null: one part
-  float* hidden;               // [rows, parts * rank]
+  float* hidden;               // [splits, rows, parts * rank]
   void* z;
   int rows, in, out, parts, slots, rank;
   bool waits;  // whether the previous kernel in the stream makes x; otherwise an older one
@@ -45,6 +45,15 @@ struct LoraParams {
 constexpr int kLoraFewRows = 32;
 constexpr int kLoraTileRows = 32;
 constexpr int kMaxLoraSlots = 4096;
+// Blocks that split the columns of x in the kernel for many rows, where tiles are too few to occupy
+// the device; each keeps its own hidden values.
+constexpr int kLoraSplitRows = 512, kMaxLoraSplits = 8;
+constexpr int lora_splits(int rows, int in) {
+  const int splits = in / 2048;
+  return rows > kLoraSplitRows || splits < 1 ? 1
+         : splits < kMaxLoraSplits           ? splits
+                                             : kMaxLoraSplits;
+}
 
 // For few rows, and for any number of float32 rows and of rows that are no whole vectors.
 cudaError_t lora_shrink_rows(DType dtype, const LoraParams& params, cudaStream_t stream);

@@ -112,7 +112,12 @@ class Adapters {
  private:
   int64_t hidden_bytes(const std::vector<Tensor>& in) const {
     const Shape& down = in[first_ + 4].shape;
-    return aligned(in[0].shape[0] * down[0] * down[2] * static_cast<int64_t>(sizeof(float)));
+    const auto rows = static_cast<int>(in[0].shape[0]);
+    // Of as many rows as have splits at most, so that more rows never need less.
+    const int split = std::min(rows, kernels::kLoraSplitRows);
+    const int64_t values =
+        std::max(rows, split * kernels::lora_splits(split, static_cast<int>(in[0].shape[1])));
+    return aligned(values * down[0] * down[2] * static_cast<int64_t>(sizeof(float)));
   }
 
   kernels::LoraParams params(const Linear& l, const std::vector<Tensor>& in, void* hidden) const {
