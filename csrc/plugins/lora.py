@@ -24,7 +24,7 @@ for each of its modules:
 
 All inputs of a form are present, or none. The x of adapters is not quantized. An op that normalizes
 x may have `lora_gain` and `lora_shift`, float32 [in], by which adapters multiply a normalized x and
-which they add to it: its weight has folded them.
+which they add to it: its weight has folded them. It then has no norm_weight.
 """
 
 from __future__ import annotations
@@ -61,6 +61,9 @@ def adaptable(op: Op, *, norms: bool = False) -> Op:
         if given and given not in ({*ROW_INPUTS, "lora_ids"}, {*SLOT_INPUTS, "lora_ids"}):
             raise ValueError(f"{op.name} takes lora_ids with all of {', '.join(ROW_INPUTS)}, or "
                              f"with all of {', '.join(SLOT_INPUTS)}, or none, not {sorted(given)}")
+        if present & {*NORM_INPUTS} and "norm_weight" in present:
+            raise ValueError(f"{op.name} takes lora_gain and lora_shift of a folded norm, not with "
+                             f"norm_weight")
         known = op.dims(fields, present - {*LORA_INPUTS, *more})
         columns, rows = known["x"][-1], known["weight"][0]
         return {**known, "lora_a": ("lora_rows", columns), "lora_b": ("lora_rows", rows),
@@ -75,7 +78,8 @@ def adaptable(op: Op, *, norms: bool = False) -> Op:
         chosen = {sample.fields.get("weight_dtype", ""): sample for sample in plain
                   if not sample.fields.get("x_dtype")}
         return [*plain, *(_adapted(rng, sample) for sample in chosen.values()),
-                *(_in_slots(rng, sample, 1 + index % 2, more[:index % 3])
+                *(_in_slots(rng, sample, 1 + index % 2,
+                            () if "norm_weight" in sample.inputs else more[:1 + index % 2])
                   for index, sample in enumerate(chosen.values()))]
 
     return dataclasses.replace(
