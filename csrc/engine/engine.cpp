@@ -194,7 +194,7 @@ void Engine::load_adapter(int slot, const HostArray<int32_t>& ranks,
   auto* from = static_cast<char*>(adapter_->data);
   std::memcpy(from, ranks.data, ranks.bytes());
   std::memcpy(from + head, data.data, bytes);
-  // A step in flight may have rows of the slot's last adapter, even if nobody reads their results.
+  // A step in flight may have rows of the slot's last adapter, whose results are dropped.
   check(cudaStreamWaitEvent(copies_.handle, adapters_used_.handle), "an adapter");
   auto copy = [&](int tensor, int64_t first, int64_t pitch, const char* source, int64_t row,
                   int64_t rows) {

@@ -42,8 +42,9 @@ class Engine {
   // Batch sizes of captured decode steps, ascending. A decode step is padded to one of them.
   const std::vector<int>& graph_sizes() const { return graph_sizes_; }
   // Loads a LoRA adapter into a slot, for the steps that are submitted from now on. `ranks`: its
-  // rank in each layer in the order of declaration, a multiple of 8. `data`: of each layer of which
-  // that is not 0, lora_down [parts, rank, in] and lora_up [out, rank].
+  // rank in each layer in the order of declaration, a multiple of 8; 0: it does not change the
+  // layer. `data`: of each layer that it changes, lora_down [parts, rank, in] and lora_up [out,
+  // rank].
   void load_adapter(int slot, const HostArray<int32_t>& ranks, const HostArray<uint8_t>& data);
   // Runs a step of padding sequences with these lengths, decoding or prompts, and synchronizes, so
   // that GEMMs are timed, plans made and graphs captured for such a step. Other steps use what

@@ -1,5 +1,6 @@
 """LoRA adapters of models for GPUs, which take them in slots, by programs in NumPy."""
 
+import json
 from dataclasses import replace
 
 import families
@@ -11,6 +12,7 @@ from schedule_interpreter import LIMITS, interpreted
 import llmc
 from llmc.artifacts.adapter import slot_matrices
 from llmc.artifacts.manifest import LayerRows, LoraLayer, read_manifest
+from llmc.artifacts.program import ProgramTensor
 
 PROMPTS = [[5, 9, 33, 7, 20], [11, 3, 8], [5, 9, 33, 7, 20]]
 PARAMS = llmc.SamplingParams(max_tokens=5, temperature=0, ignore_eos=True, logprobs=0)
@@ -57,3 +59,23 @@ def test_modules_of_a_layer_are_parts_of_a_slot():
     values = [(own.astype(np.uint32) << 16).view(np.float32) for own in (down, up)]
     assert values[0].sum(2).astype(int).tolist() == [[3] * 3 + [0] * 13, [3] * 9 + [0] * 7]
     assert values[1].sum(1).tolist() == [3.0] * 4 + [27.0] * 2 + [0.0]
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [
+    ("float32", ("max_loras", 4)), ("float32", (2, "max_loras", 16, 8)), ("float32", (3, 8, 16)),
+    ("int32", ("max_loras", 8, "max_lora_rank")), ("float32", ("max_loras",)),
+    ("float8_e4m3fn", ("max_loras", 8, "max_lora_rank"))])
+def test_programs_with_other_adapters_are_refused(dtype, shape):
+    with pytest.raises(ValueError, match="adapters 'own' has"):
+        ProgramTensor(name="own", kind="adapters", dtype=dtype, shape=shape)
+
+
+def test_an_adapter_has_a_rank_for_each_module(lora_case, tiny_model, tmp_path):
+    factors = lora.make(tiny_model, lora.linear_layers(tiny_model, "q_proj|down_proj"))
+    llmc.compile_adapter(lora.save(tmp_path / "peft", factors), lora_case(1), tmp_path / "own")
+    info = json.loads((tmp_path / "own" / "adapter_info.json").read_text())
+    assert info["ranks"] == [4] * len(info["modules"])
+    for ranks, match in (([4], "8 modules have 1 ranks"), ([4] * 7 + [3], "expected float32")):
+        (tmp_path / "own" / "adapter_info.json").write_text(json.dumps({**info, "ranks": ranks}))
+        with pytest.raises(llmc.LlmcError, match=match):
+            llmc.LLM(lora_case(1), adapters={"own": tmp_path / "own"})

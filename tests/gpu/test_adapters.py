@@ -50,7 +50,7 @@ def adapters(rng, rows, width, count, ranks, parts):
     made = slot_inputs(rng, ids, width, count, ranks, parts)
     made["lora_down"] /= width**0.5
     made["lora_up"] /= max(*ranks, 8)**0.5
-    for slot, rank in enumerate(ranks):  # what a slot does not need is not read
+    for slot, rank in enumerate(ranks):  # ranks beyond an adapter's are not read
         made["lora_down"][:, slot, rank:] = made["lora_up"][slot, :, rank:] = np.nan
     return made
 

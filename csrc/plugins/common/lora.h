@@ -1,4 +1,4 @@
-// Linear layers with LoRA adapters: inputs of csrc/plugins/lora.py, of which a core takes those of
+// Linear layers with LoRA adapters: the inputs of csrc/plugins/lora.py. A core takes those in
 // slots.
 #pragma once
 
