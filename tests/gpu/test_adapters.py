@@ -191,6 +191,31 @@ def test_many_rows_of_few_adapters_share_tiles(extension, compiled):
         tokens(compiled["cpu"], requests)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_steps_of_many_rows_in_16_bits(extension, compiled, dtype, tmp_path):
+    """Prefill and captured decode by tiles of rows, against the cpu target's log-probabilities."""
+    params = llmc.SamplingParams(max_tokens=3, temperature=0, ignore_eos=True, logprobs=0)
+    names = [[*KINDS, None][index % 4] for index in range(50)]
+    prompts = [[3 + index, 7, 5] for index in range(50)]
+    case, root = tmp_path / "case", compiled["cpu"][0].parent
+    llmc.compile(root / "hf", case, target="cuda", dtype=dtype, enable_lora=True, max_seq_len=200)
+    for name in KINDS:
+        llmc.compile_adapter(root / name, case, tmp_path / name)
+    made = []
+    for directory, adapters in ((case, {name: tmp_path / name for name in KINDS}),
+                                compiled["cpu"]):
+        with llmc.LLM(directory, adapters=adapters, max_batch_size=64) as llm:
+            made.append(llm.generate(prompts, params, adapter=names))
+    compared = 0
+    for ours, wanted in zip(*made, strict=True):
+        for place, (a, b) in enumerate(zip(ours.logprobs, wanted.logprobs, strict=True)):
+            assert abs(a.chosen - b.chosen) < 0.1, (wanted.index, place)
+            compared += 1
+            if ours.token_ids[place] != wanted.token_ids[place]:
+                break  # equal within rounding; what follows differs
+    assert compared > 120
+
+
 def test_adapters_are_loaded_into_slots_while_requests_run(extension, compiled):
     (case, directories), (_, on_cpu) = compiled["cuda"], compiled["cpu"]
     expected = tokens(compiled["cpu"], [(PROMPTS[0], name) for name in KINDS])
