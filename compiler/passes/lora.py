@@ -16,11 +16,12 @@ whose weight is computed from the checkpoint's, not made of its rows and columns
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.artifacts.manifest import LayerRows, LoraLayer
+from llmc.artifacts.manifest import DTypeName, LayerRows, LoraLayer
 from llmc.compiler.graph.origin import Origin
 from llmc.compiler.graph.rewrite import (
     NoMatch,
@@ -55,10 +56,10 @@ class LoraInput(gs.Variable):
         self.parts = np.array([modules.index(source) if source >= 0 else 0
                                for source in origin.source.tolist()], np.int32)
         width = len(origin.column)
-        name, shape = "lora_a", (_rows(group), width)
+        shape: tuple[int | str, ...] = _rows(group), width
         if slots:
-            name, shape = "lora_down", (max(len(modules), 1), "max_loras", "max_lora_rank", width)
-        super().__init__(f"{layer}.{name}", np.float32, shape)
+            shape = max(len(modules), 1), "max_loras", "max_lora_rank", width
+        super().__init__(f"{layer}.{'lora_down' if slots else 'lora_a'}", np.float32, shape)
         self.layer, self.group, self.origin, self.slots = layer, group, origin, slots
 
 
@@ -130,7 +131,7 @@ def describe_lora(graph: gs.Graph) -> tuple[LoraLayer, ...]:
             "" if source < 0 else tensor.origin.names[source].removesuffix(_WEIGHT)
             for source in tensor.origin.source.tolist()]),
         columns=_runs(tensor.origin.column, [""] * len(tensor.origin.column)),
-        dtype=np.dtype(tensor.dtype).name if tensor.slots else None)
+        dtype=cast(DTypeName, np.dtype(tensor.dtype).name) if tensor.slots else None)
         for tensor in graph.inputs if isinstance(tensor, LoraInput))
 
 
