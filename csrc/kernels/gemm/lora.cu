@@ -263,7 +263,7 @@ __device__ __forceinline__ uint4 sum8(const float* from, int splits, int64_t str
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads) expand_tiles_kernel(LoraParams p) {
+__global__ void __launch_bounds__(kThreads) expand_tiles_kernel(LoraParams p, int splits) {
   pdl_wait();
   pdl_launch_dependents();
   const LoraTile tile = p.tiles[blockIdx.x];
@@ -286,7 +286,6 @@ __global__ void __launch_bounds__(kThreads) expand_tiles_kernel(LoraParams p) {
     }
   const T* up =
       static_cast<const T*>(p.up) + (static_cast<int64_t>(tile.slot) * p.out + begin + g) * p.rank;
-  const int splits = lora_splits(p.rows, p.in);
   const int64_t stride = static_cast<int64_t>(p.rows) * p.parts * p.rank;
   const uint4 zero = make_uint4(0, 0, 0, 0);
   float sum[kTileM][kTileN][4] = {};
@@ -388,7 +387,7 @@ cudaError_t lora_expand_tiles(DType dtype, const LoraParams& p, cudaStream_t str
   return dispatch_16_bits(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     const dim3 grid(lora_tiles(p.rows, p.slots), ceil_div(p.out, 32 * kWarps));
-    return launch(expand_tiles_kernel<T>, grid, kThreads, 0, stream, p);
+    return launch(expand_tiles_kernel<T>, grid, kThreads, 0, stream, p, lora_splits(p.rows, p.in));
   });
 }
 
