@@ -92,7 +92,7 @@ CountOrNone = Annotated[int, Field(ge=0, le=_MAX_INT32)]
 LayerCount = Annotated[int, Field(ge=1, le=_MAX_LAYERS)]
 SizeName = Annotated[str, Field(
     pattern="^(num_tokens|num_logits|batch|batch_plus_1|num_memory_tokens|num_blocks|block_size"
-            "|max_blocks|num_states|lora_rows_[0-9]+)$")]
+            "|max_blocks|num_states|lora_rows_[0-9]+|max_loras|max_lora_rank)$")]
 TokenId = Annotated[int, Field(ge=0, le=_MAX_INT32)]
 DraftKind = Literal["eagle3", "mtp", "model", "assistant", "dflash"]
 DraftChain = Literal["tokens", "layers", "position", "block"]
@@ -293,12 +293,17 @@ class LoraLayer(_Frozen):
     `[lora_rows_<group>, out_features]`. Layers of one group have equal modules; the input
     `lora_owner_<group>` has the slot of each of their rows. `rows` has the module of each output,
     `columns` the input of the modules that each input is, as rows without a module.
+
+    With a `dtype`, adapters are in slots: the inputs are `<name>.lora_down` `[modules, max_loras,
+    max_lora_rank, in_features]`, `<name>.lora_up` `[max_loras, out_features, max_lora_rank]` and
+    `<name>.lora_ranks` `[max_loras]`.
     """
 
     name: str
     group: CountOrNone
     rows: Annotated[tuple[LayerRows, ...], Field(min_length=1)]
     columns: Annotated[tuple[LayerRows, ...], Field(min_length=1)]
+    dtype: Annotated[DTypeName | None, Field(exclude_if=_is_absent)] = None
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -316,6 +321,12 @@ class LoraLayer(_Frozen):
     @property
     def inputs(self) -> dict[str, tuple[str, tuple[int | str, ...]]]:
         """Dtype and shape of each input, by name."""
+        if self.dtype is not None:
+            down = max(len(self.modules), 1), "max_loras", "max_lora_rank", self.in_features
+            return {f"{self.name}.lora_down": (self.dtype, down),
+                    f"{self.name}.lora_up": (
+                        self.dtype, ("max_loras", self.out_features, "max_lora_rank")),
+                    f"{self.name}.lora_ranks": ("int32", ("max_loras",))}
         rows = f"lora_rows_{self.group}"
         return {f"{self.name}.lora_a": ("float32", (rows, self.in_features)),
                 f"{self.name}.lora_b": ("float32", (rows, self.out_features)),

@@ -24,6 +24,7 @@ from llmc.artifacts.manifest import (
     ENCODER_INPUTS,
     ENGINE_INPUTS,
     HIDDEN,
+    LORA_IDS,
     MANIFEST_NAME,
     Chip,
     Count,
@@ -51,7 +52,7 @@ _FLOATS = ("float32", "float16", "bfloat16")
 # Engine inputs that an op's integer inputs may be, if not only the one of the same name. An
 # Embedding may look up positions.
 _INPUTS = {"key_starts": ("memory_starts",), "key_lens": ("encoder_sequence_length",),
-           "input_ids": ("input_ids", "position_ids")}
+           "input_ids": ("input_ids", "position_ids"), "lora_ids": LORA_IDS}
 # Dtypes of tensors; quantized weights of any dtype are stored as uint8.
 ProgramDType = DTypeName | Literal["uint8"]
 _COLLECTIVES = ("AllReduce", "AllGather")
@@ -67,14 +68,15 @@ class ProgramTensor(_Frozen):
     Dimensions of `shape` are integers or names. Sizes of a step: `num_tokens`, `num_logits`,
     `batch`, `batch_plus_1`. Sizes of an engine: `num_blocks`, `block_size` (positions),
     `max_blocks` (of a sequence), `num_states`, `num_memory_tokens` (rows of a `memory`, the
-    cross-attention keys or values that the encoder scatters and the decoder reads).
+    cross-attention keys or values that the encoder scatters and the decoder reads), `max_loras` and
+    `max_lora_rank` (of `adapters`, the matrices and ranks of a layer in all slots).
 
     A value is at byte `offset` of the arena, multiplied by the number of tokens, or of logits if
     `per_logit`. A tensor of kind `columns` is a view of the value `of`, from column `first` on.
     """
 
     name: Annotated[str, Field(min_length=1)]
-    kind: Literal["input", "weight", "cache", "state", "memory", "value", "columns"]
+    kind: Literal["input", "weight", "cache", "state", "memory", "value", "columns", "adapters"]
     dtype: ProgramDType
     shape: tuple[Count | SizeName, ...]
     offset: Annotated[int, Field(ge=0)] = 0
@@ -102,12 +104,13 @@ class ProgramTensor(_Frozen):
                 "state": dims > 1 and named == ["num_states"],
                 "memory": dims == 2 and named == ["num_memory_tokens"],
                 "columns": dims == 2 and named == ["num_tokens"],
+                "adapters": self._is_adapters(),
                 "input": self._is_input()}[self.kind]
-        if not fits or (named and self.shape[0] != named[0]):
+        if not fits or (named and self.shape[0] != named[0] and self.kind != "adapters"):
             raise ValueError(f"{self.kind} {self.name!r} has an invalid shape or dtype: "
                              f"{self.dtype} {list(self.shape)}")
         allowed = {"input": (self.dtype,), "cache": (*_FLOATS, "float8_e4m3fn"),
-                   "state": ("float32",),
+                   "state": ("float32",), "adapters": (*_FLOATS, "int32"),
                    "weight": (*_FLOATS, "uint8", "int32"),
                    "value": (*_FLOATS, "float8_e4m3fn", "int64")}
         if self.dtype not in allowed.get(self.kind, _FLOATS):
@@ -125,6 +128,13 @@ class ProgramTensor(_Frozen):
                              f"per_logit {self.per_logit}, expected a multiple of {ALIGNMENT} and "
                              f"per_logit for num_logits rows")
         return self
+
+    def _is_adapters(self) -> bool:
+        """Whether the shape is that of lora_ranks, lora_up or lora_down."""
+        sizes = tuple(dim if isinstance(dim, str) else "" for dim in self.shape)
+        shapes = {1: ("max_loras",), 3: ("max_loras", "", "max_lora_rank"),
+                  4: ("", "max_loras", "max_lora_rank", "")}
+        return sizes == shapes.get(len(sizes)) and (self.dtype == "int32") == (len(sizes) == 1)
 
     def _is_input(self) -> bool:
         known = {**ENGINE_INPUTS, MEMORY_ROWS: ("int64", ("num_tokens",))}
@@ -410,7 +420,11 @@ class Program(_Frozen):
         fields = op.complete(node.fields)
         exact = op.exact(fields)
         for name, tensor in given.items():
-            if name in op.integer_inputs:
+            if name in ("lora_down", "lora_up", "lora_ranks"):
+                fits = tensor.kind == "adapters" and tensor.dtype in ("int32", dtype)
+            elif name == "lora_part":
+                fits = (tensor.kind, tensor.dtype) == ("weight", "int32")
+            elif name in op.integer_inputs:
                 fits = (tensor.kind == "input" and tensor.name in _INPUTS.get(name, (name,))) \
                     or (tensor.kind, tensor.dtype) == ("value", "int64")
             elif name in op.cache_inputs:
@@ -614,7 +628,9 @@ def _check_manifest(part: Part, program: Program, manifest: Manifest, chip: Chip
     if program.of_encoder != (part == "encoder"):
         raise ValueError(f"a program is {'' if program.of_encoder else 'not '}an encoder's")
     memory = {tensor.name: tensor.width for tensor in encoder.outputs} if encoder else {}
-    for name, tensor in program.named("weight", "cache", "state", "memory", "input").items():
+    adapters = chip.lora_inputs if part == "model" else {}
+    for name, tensor in program.named("weight", "cache", "state", "memory", "input",
+                                      "adapters").items():
         expected: tuple[str, Sequence[int | str]] = (tensor.dtype, tensor.shape)
         if tensor.kind == "weight":
             if name not in stored:
@@ -633,6 +649,10 @@ def _check_manifest(part: Part, program: Program, manifest: Manifest, chip: Chip
             if name not in memory:
                 raise ValueError(f"no encoder writes {name!r}")
             expected = (manifest.dtype, ("num_memory_tokens", memory[name]))
+        elif tensor.kind == "adapters":
+            if name not in adapters:
+                raise ValueError(f"unknown adapters {name!r}")
+            expected = adapters[name]
         if (tensor.dtype, tensor.shape) != (expected[0], tuple(expected[1])):
             raise ValueError(f"{name!r} is {tensor.dtype} {list(tensor.shape)}, expected "
                              f"{expected[0]} {list(expected[1])}")
@@ -669,7 +689,7 @@ def _check_step_names(program: Program, owner: _Owner,
                       memory: Mapping[str, int]) -> None:
     """Check that inputs and outputs are those of the step; position_ids may be unused."""
     listed = {tensor.name for tensor in owner.inputs} - {HIDDEN}
-    used = {*program.named("input", "cache", "state", "memory")} - {MEMORY_ROWS}
+    used = {*program.named("input", "cache", "state", "memory", "adapters")} - {MEMORY_ROWS}
     if program.of_encoder:
         scattered = {program.tensors[node.inputs[2]].name for node in program.nodes
                      if node.op == "Scatter"}

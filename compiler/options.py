@@ -171,7 +171,7 @@ class CompileOptions:
         metavar="KIND[:DIR]")] = None
     enable_lora: Annotated[bool, Declared(
         "Take LoRA adapters, as `llmc adapter` writes them, when the model runs, for `target` "
-        "cpu.")] = False
+        "cpu or cuda.")] = False
     adapter: Annotated[str | Path | None, Declared(
         "Directory of a PEFT adapter to merge into the weights.", metavar="PEFT_DIR")] = None
     target: Annotated[str, Declared(

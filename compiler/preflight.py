@@ -330,8 +330,9 @@ def _pooled(options: CompileOptions, about: About) -> str | None:
 def _enable_lora(options: CompileOptions) -> str | None:
     if not options.enable_lora or target_spec(options.target).adapters:
         return None
-    return (f"enable_lora is given for target '{options.target}', but adapters run on target cpu; "
-            f"compile with --target cpu, or merge one with --adapter")
+    takers = " and ".join(name for name, target in TARGETS.items() if target.adapters)
+    return (f"enable_lora is given for target '{options.target}', but adapters run on targets "
+            f"{takers}; compile for one of these, or merge one with --adapter")
 
 
 def _enable_lora_of(options: CompileOptions, about: About) -> str | None:

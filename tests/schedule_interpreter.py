@@ -16,19 +16,20 @@ from safetensors.numpy import load_file
 
 import llmc
 from llmc import plugins
+from llmc.artifacts.adapter import Matrices
 from llmc.artifacts.manifest import read_manifest, verify_files
 from llmc.artifacts.program import Program, ProgramTensor, read_chip_programs
 from llmc.plugins.activations import REFERENCE as ACTIVATIONS
 from llmc.runtime.collectives import Communicator
 from llmc.runtime.core import llm as llm_module
 from llmc.runtime.core.step import LAST, EncoderOutputs, EngineLimits, Step, StepOutput
-from llmc.runtime.engines.cuda import extension, step_arrays
+from llmc.runtime.engines.cuda import extension, lora_limits, step_arrays
 from llmc.runtime.engines.host import HostSampling
 from llmc.runtime.engines.state_slots import StateSlots
 from llmc.runtime.speculation.ngram import NgramDrafter
 
 _DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16,
-           "float8_e4m3fn": ml_dtypes.float8_e4m3fn, "int64": np.int64}
+           "float8_e4m3fn": ml_dtypes.float8_e4m3fn, "int64": np.int64, "int32": np.int32}
 _COLLECTIVES = {"AllReduce": "all_reduce", "AllGather": "all_gather"}
 _ELEMENTWISE = {"Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Div": np.divide,
                 "Min": np.minimum, "Max": np.maximum, "Tanh": np.tanh, "Exp": np.exp,
@@ -112,6 +113,10 @@ class Interpreter:
         self.states = {t.name: np.full((limits.max_slots, *t.shape[1:]), np.nan, np.float32)
                        for t in self.schedule.tensors if t.kind == "state"}
         self.slots = StateSlots(limits)
+        slots = lora_limits(chip, limits)
+        self.adapters = {t.name: np.zeros([slots.get(dim, dim) for dim in t.shape],
+                                          _DTYPES[t.dtype])
+                         for t in self.schedule.tensors if t.kind == "adapters"}
         self.memory = {t.name: np.zeros((64, t.shape[1]), self.dtype)
                        for t in self.schedule.tensors if t.kind == "memory"}
 
@@ -130,6 +135,8 @@ class Interpreter:
     def compute(self, step: Step) -> np.ndarray:
         """Return logits [num_logits, vocab_size]; `memory` in the step counts rows of one token."""
         assert not step.encode, "the encoder is run by itself"
+        for slot, adapter in step.load_adapters.items():
+            self._load(slot, adapter.matrices[self.rank])
         for cache in self.caches.values():
             for source, target in step.copies:
                 cache[target] = cache[source]
@@ -138,6 +145,18 @@ class Interpreter:
         if self.schedule.features >= 0:
             self.features = values[self.schedule.tensors[self.schedule.features].name]
         return values[name][:, :self.manifest.dims.vocab_size]
+
+    def _load(self, slot: int, matrices: Matrices) -> None:
+        """Load an adapter; what it does not need of its slot stays."""
+        for name in self.adapters:
+            if name.endswith("lora_ranks"):
+                self.adapters[name][slot] = 0
+        for layer, pair in matrices.items():
+            down, up = (matrix.view(self.dtype) for matrix in pair)
+            rank = up.shape[1]
+            self.adapters[f"{layer}.lora_down"][:, slot, :rank] = down
+            self.adapters[f"{layer}.lora_up"][slot, :, :rank] = up
+            self.adapters[f"{layer}.lora_ranks"][slot] = rank
 
     def propose(self, step: Step, output: StepOutput) -> np.ndarray:
         """Return `StepOutput.drafts` by the passes and kernels of csrc/engine/drafter.h."""
@@ -216,7 +235,9 @@ class Interpreter:
         inputs = {"input_ids": step.token_ids, "position_ids": step.position_ids,
                   "cu_seqlens": step.cu_seqlens, "past_lens": step.past_lens,
                   "commit_lens": step.commit_lens,
-                  "logits_indices": step.logits_indices, "block_table": step.block_tables, **inputs}
+                  "logits_indices": step.logits_indices, "block_table": step.block_tables,
+                  "lora_ids": step.lora_ids, "lora_logits_ids": step.lora_ids[step.logits_indices],
+                  **inputs}
         if self.states and schedule is not self.draft:
             inputs["state_slots"], copies = self.slots.place(step)
             for state in self.states.values():
@@ -236,7 +257,7 @@ class Interpreter:
             number = moved.get(number, number)
             tensor = schedule.tensors[number]
             known = {"weight": self.weights, "cache": self.caches, "state": self.states,
-                     "memory": self.memory}.get(tensor.kind)
+                     "memory": self.memory, "adapters": self.adapters}.get(tensor.kind)
             if tensor.kind == "input":
                 return inputs[tensor.name]
             if tensor.kind == "columns":

@@ -60,7 +60,8 @@ def _cast_weights(graph: gs.Graph, dtype: np.dtype,
             exact = op is None or op.input_names[index] in op.float32_inputs
             if op is not None and op.input_names[index] in op.packed(fields_of(node)):
                 continue
-            if op is None and np.issubdtype(tensor.dtype, np.integer):
+            if np.issubdtype(tensor.dtype, np.integer) and (
+                    op is None or op.input_names[index] in op.integer_inputs):
                 continue  # bounds and indices
             target = np.dtype(np.float32) if exact else dtype
             key = (id(tensor), target.name)

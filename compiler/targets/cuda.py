@@ -233,6 +233,9 @@ def _describe(tensor: gs.Tensor, kept: Literal["cache", "state"] | None, offsets
     shape = tuple(dim if isinstance(dim, str) else int(dim) for dim in tensor.shape)
     if kept is not None:
         return ProgramTensor(name=tensor.name, kind=kept, dtype=_name(tensor.dtype), shape=shape)
+    if is_input and "max_loras" in shape:
+        return ProgramTensor(name=tensor.name, kind="adapters", dtype=_name(tensor.dtype),
+                               shape=shape)
     if is_input and shape[0] == "num_memory_tokens":
         return _describe_memory(tensor, dtype)
     if is_input:

@@ -39,24 +39,25 @@ HostArray<T> records(const Array<uint8_t>& bytes) {
 }
 
 // Parameters of `Engine.submit` and `Program.check_step`, in order.
-#define LLMC_STEP                                                                                  \
-  Array<int64_t> token_ids, Array<int32_t> cu_seqlens, Array<int32_t> past_lens,                   \
-      Array<int32_t> block_tables, Array<int32_t> slots, int num_decode, bool verifies,            \
-      Array<int32_t> sample, Array<int32_t> num_drafts, Array<int32_t> copies, int candidates,     \
-      int logits, Array<int32_t> memory_starts, Array<int32_t> memory_lens,                        \
-      Array<int32_t> mask_rows, Array<uint32_t> masks, Array<int32_t> state_slots,                 \
-      Array<int32_t> commit_lens, Array<int32_t> state_copies, Array<int32_t> scored_rows,         \
-      Array<int64_t> scored_targets, Array<int32_t> scored_counts, Array<int64_t> next_tokens,     \
-      int propose, Array<int32_t> unread, Array<int32_t> admit_slots, Array<uint8_t> admit_states, \
-      Array<int32_t> admit_prompts, Array<int32_t> admit_lengths, Array<int32_t> admit_tokens,     \
-      Array<int32_t> admit_lists
+#define LLMC_STEP                                                                              \
+  Array<int64_t> token_ids, Array<int32_t> cu_seqlens, Array<int32_t> past_lens,               \
+      Array<int32_t> block_tables, Array<int32_t> slots, int num_decode, bool verifies,        \
+      Array<int32_t> sample, Array<int32_t> num_drafts, Array<int32_t> copies, int candidates, \
+      int logits, Array<int32_t> memory_starts, Array<int32_t> memory_lens,                    \
+      Array<int32_t> mask_rows, Array<uint32_t> masks, Array<int32_t> state_slots,             \
+      Array<int32_t> commit_lens, Array<int32_t> state_copies, Array<int32_t> scored_rows,     \
+      Array<int64_t> scored_targets, Array<int32_t> scored_counts, Array<int64_t> next_tokens, \
+      int propose, Array<int32_t> unread, Array<int32_t> lora_ids, Array<int32_t> admit_slots, \
+      Array<uint8_t> admit_states, Array<int32_t> admit_prompts, Array<int32_t> admit_lengths, \
+      Array<int32_t> admit_tokens, Array<int32_t> admit_lists
 #define LLMC_STEP_INPUTS                                                                          \
   StepInputs {                                                                                    \
     host(token_ids), host(cu_seqlens), host(past_lens), host(block_tables), host(slots),          \
         num_decode, verifies, host(sample), host(num_drafts), host(copies), candidates,           \
         static_cast<Logits>(logits), host(memory_starts), host(memory_lens), host(mask_rows),     \
         host(masks), host(state_slots), host(commit_lens), host(state_copies), host(scored_rows), \
-        host(scored_targets), host(scored_counts), host(next_tokens), propose, host(unread), {    \
+        host(scored_targets), host(scored_counts), host(next_tokens), propose, host(unread),      \
+        host(lora_ids), {                                                                         \
       host(admit_slots), records<kernels::SlotState>(admit_states), host(admit_prompts),          \
           host(admit_lengths), host(admit_tokens), host(admit_lists)                              \
     }                                                                                             \
@@ -68,17 +69,21 @@ void bind_program(nb::module_& m) {
           "__init__",
           [](Program* self, const std::string& dtype, int max_batch, int max_tokens, int max_logits,
              int max_seq_len, int block_size, int mem_max_seq_len, int max_states,
-             bool prompt_lookup, int64_t token_bytes, int64_t logit_bytes) {
+             bool prompt_lookup, int max_loras, int max_lora_rank, int64_t token_bytes,
+             int64_t logit_bytes) {
             Limits limits{max_batch,   max_tokens, max_logits,
                           max_seq_len, block_size, mem_max_seq_len};
             limits.max_states = max_states;
             limits.prompt_lookup = prompt_lookup;
+            limits.max_loras = max_loras;
+            limits.max_lora_rank = max_lora_rank;
             new (self) Program(dtype_of(dtype), limits, token_bytes, logit_bytes);
           },
           nb::kw_only(), nb::arg("dtype"), nb::arg("max_batch"), nb::arg("max_tokens"),
           nb::arg("max_logits"), nb::arg("max_seq_len"), nb::arg("block_size"),
           nb::arg("mem_max_seq_len") = 0, nb::arg("max_states") = 0,
-          nb::arg("prompt_lookup") = false, nb::arg("token_bytes"), nb::arg("logit_bytes"))
+          nb::arg("prompt_lookup") = false, nb::arg("max_loras") = 0, nb::arg("max_lora_rank") = 0,
+          nb::arg("token_bytes"), nb::arg("logit_bytes"))
       .def("add_input",
            [](Program& self, const std::string& name, const std::string& dtype) {
              return self.add_input(name, dtype_of(dtype));
@@ -92,6 +97,10 @@ void bind_program(nb::module_& m) {
       .def("add_state", [](Program& self, const std::string& dtype,
                            const Shape& shape) { return self.add_state(dtype_of(dtype), shape); })
       .def("add_memory", &Program::add_memory)
+      .def("add_adapters",
+           [](Program& self, const std::string& dtype, const Shape& shape) {
+             return self.add_adapters(dtype_of(dtype), shape);
+           })
       .def(
           "add_value",
           [](Program& self, const std::string& dtype, const Shape& shape, int64_t offset,
@@ -244,6 +253,11 @@ void bind_engine(nb::module_& m) {
            [](Engine& self, int tensor, Array<uint8_t> data) {
              nb::gil_scoped_release release;
              self.load_weight(tensor, data.data(), static_cast<int64_t>(data.nbytes()));
+           })
+      .def("load_adapter",
+           [](Engine& self, int slot, Array<int32_t> ranks, Array<uint8_t> data) {
+             nb::gil_scoped_release release;
+             self.load_adapter(slot, host(ranks), host(data));
            })
       .def("bytes_of", &Engine::bytes_of)
       .def_prop_ro("block_bytes", [](const Engine& self) { return self.program().block_bytes(); })

@@ -7,6 +7,7 @@
 
 #include "../kernels/gemm/params.h"
 #include "../kernels/rowwise/params.h"
+#include "../plugins/common/lora_plan.h"
 #include "../plugins/common/split_kv_plan.h"
 
 namespace llmc {
@@ -70,6 +71,7 @@ Engine::Engine(Program program, int device, const std::string& attention_backend
       memory_(stream_.handle),
       graph_sizes_(sizes_up_to(program_.limits().decoding())) {
   place_tensors();
+  find_adapters();
   reserve_scratch();
   gemm_ = std::make_unique<Gemm>();
   attention_ = make_attention_backend(attention_backend);
@@ -105,7 +107,8 @@ void Engine::place_tensors() {
   static const std::map<Kind, const char*> names = {{Kind::kInput, "inputs"},
                                                     {Kind::kWeight, "weights"},
                                                     {Kind::kState, "the states of sequences"},
-                                                    {Kind::kMemory, "the encoder output"}};
+                                                    {Kind::kMemory, "the encoder output"},
+                                                    {Kind::kAdapters, "adapters"}};
   std::vector<kernels::CacheBlocks> states;
   for (size_t i = 0; i < program_.tensors().size(); ++i) {
     const Declared& tensor = program_.tensors()[i];
@@ -139,6 +142,85 @@ void Engine::place_tensors() {
   input(inputs_.memory_starts, kMemoryStarts);
   input(inputs_.memory_lens, kMemoryLens);
   input(inputs_.memory_rows, kMemoryRows);
+  input(inputs_.lora_ids, kLoraIds);
+  input(inputs_.lora_logits_ids, kLoraLogitsIds);
+}
+
+// Finds the tensors of each layer's adapters among the nodes' inputs.
+void Engine::find_adapters() {
+  std::set<int> known;
+  for (const Node& node : program_.nodes(Part::kModel)) {
+    std::vector<int> own;
+    for (int number : node.inputs)
+      if (number >= 0 && program_.tensors()[number].kind == Kind::kAdapters) own.push_back(number);
+    if (own.size() == 3 && known.insert(own[0]).second)
+      adapter_layers_.push_back({own[0], own[1], own[2]});
+  }
+  if (adapter_layers_.empty()) return;
+  std::sort(adapter_layers_.begin(), adapter_layers_.end(),
+            [](const AdapterLayer& a, const AdapterLayer& b) { return a.down < b.down; });
+  const Limits& limits = program_.limits();
+  const int rows = std::max(limits.max_tokens, limits.max_logits);
+  lora_plan_ = std::make_unique<LoraPlan>(
+      memory_.allocate<int32_t>(int64_t{LoraPlan::kKinds} * rows, "rows of adapters"),
+      memory_.allocate<kernels::LoraTile>(
+          int64_t{LoraPlan::kKinds} * kernels::lora_tiles(rows, limits.max_loras),
+          "rows of adapters"),
+      rows, limits.max_loras);
+}
+
+void Engine::load_adapter(int slot, const HostArray<int32_t>& ranks,
+                          const HostArray<uint8_t>& data) {
+  const Limits& limits = program_.limits();
+  if (slot < 0 || slot >= limits.max_loras)
+    throw Error("there is no slot " + std::to_string(slot) + " for an adapter among " +
+                std::to_string(limits.max_loras));
+  check_size("the ranks of an adapter", ranks.size, static_cast<int64_t>(adapter_layers_.size()));
+  int64_t bytes = 0;
+  for (int64_t i = 0; i < ranks.size; ++i) {
+    if (ranks[i] < 0 || ranks[i] > limits.max_lora_rank || ranks[i] % 8 != 0)
+      throw Error("an adapter has rank " + std::to_string(ranks[i]) +
+                  ", expected a multiple of 8 up to " + std::to_string(limits.max_lora_rank));
+    const Shape &down = program_.tensor(adapter_layers_[i].down).shape,
+                &up = program_.tensor(adapter_layers_[i].up).shape;
+    bytes += ranks[i] * (down[0] * down[3] + up[1]) * width(program_.dtype());
+  }
+  check_size("the matrices of an adapter, in bytes,", data.size, bytes);
+  use_device();
+  const int64_t head = (ranks.bytes() + 255) / 256 * 256;
+  check(cudaEventSynchronize(adapter_copied_.handle), "an adapter");  // the buffer is free again
+  if (head + bytes > adapter_room_) {
+    adapter_ = std::make_unique<PinnedBuffer>(head + bytes);
+    adapter_room_ = head + bytes;
+  }
+  auto* from = static_cast<char*>(adapter_->data);
+  std::memcpy(from, ranks.data, ranks.bytes());
+  std::memcpy(from + head, data.data, bytes);
+  // A step in flight may have rows of the slot's last adapter, whose results are dropped.
+  check(cudaStreamWaitEvent(copies_.handle, adapters_used_.handle), "an adapter");
+  auto copy = [&](int tensor, int64_t first, int64_t pitch, const char* source, int64_t row,
+                  int64_t rows) {
+    if (row > 0)
+      check(cudaMemcpy2DAsync(places_[tensor] + first, pitch, source, row, row, rows,
+                              cudaMemcpyHostToDevice, copies_.handle),
+            "copying an adapter");
+  };
+  const char* matrices = from + head;
+  for (int64_t i = 0; i < ranks.size; ++i) {
+    const AdapterLayer& layer = adapter_layers_[i];
+    const Tensor down = resolve(layer.down, {}), up = resolve(layer.up, {});
+    const int64_t element = width(down.dtype), rank = ranks[i];
+    const int64_t room = down.shape[2] * down.shape[3] * element;  // of a part of a slot
+    copy(layer.down, slot * room, down.shape[1] * room, matrices, rank * down.shape[3] * element,
+         down.shape[0]);
+    matrices += down.shape[0] * rank * down.shape[3] * element;
+    copy(layer.up, slot * up.shape[1] * up.shape[2] * element, up.shape[2] * element, matrices,
+         rank * element, up.shape[1]);
+    matrices += up.shape[1] * rank * element;
+    copy(layer.ranks, 4ll * slot, 4, from + 4 * i, 4, 1);
+  }
+  check(cudaEventRecord(adapter_copied_.handle, copies_.handle), "an adapter");
+  check(cudaStreamWaitEvent(stream_.handle, adapter_copied_.handle), "an adapter");
 }
 
 Engine::Kept Engine::keep(const std::vector<kernels::CacheBlocks>& kept, const char* what) {
@@ -222,6 +304,9 @@ void Engine::enqueue(const Pass& pass, const Step& step) {
   if (step.prefix) context.prefix = {prefix_, prefix_ + 2, nullptr};
   split_kv_plan_->begin_step();
   context.split_kv_plan = split_kv_plan_.get();
+  context.adapters = step.adapters;
+  if (lora_plan_ != nullptr) lora_plan_->begin_step();
+  context.lora_plan = lora_plan_.get();
   context.watcher = watcher_;
   context.user = user_;
   std::map<int, void*> moved = pass.places;  // and tensors that alias another one's memory
@@ -357,6 +442,8 @@ Engine::Sent Engine::pack(StagingBuffer& into, const StepInputs& inputs, const P
   sent.has_unread = inputs.unread.size > 0;
   if (sent.has_unread) sent.offsets = into.add(offsets_of(inputs));
   sent.unread = into.add(inputs.unread.data, inputs.unread.size);
+  sent.adapters = inputs.lora_ids.size > 0;
+  sent.lora_ids = into.add(inputs.lora_ids.data, inputs.lora_ids.size);
   sent.prefix_owner = prefix.owner;
   sent.prefix_length = prefix.length;
   if (inputs_.block_table == nullptr) return sent;
@@ -436,6 +523,9 @@ void Engine::prepare(const char* received, const Sent& sent) {
     p.host_offsets = at<int32_t>(received, sent.offsets);
     p.host_unread = at<int32_t>(received, sent.unread);
   }
+  p.lora_ids = inputs_.lora_ids;
+  p.lora_logits_ids = inputs_.lora_logits_ids;
+  if (sent.adapters) p.host_lora_ids = at<int32_t>(received, sent.lora_ids);
   p.num_tokens = sent.num_tokens;
   p.batch = sent.batch;
   p.num_sequences = sent.num_sequences;
@@ -453,8 +543,8 @@ void Engine::run(const Pass& pass, const Step& step) {
   const std::lock_guard<std::mutex> lock(graphs_mutex_);  // see abort()
   if (aborted_) throw Error("another rank has exited");
   if (step.decode)
-    graphs_[{&pass, step.batch, step.prefix, step.verifies, step.num_logits > 0}].run(
-        stream_.handle, work);
+    graphs_[{&pass, step.batch, step.prefix, step.verifies, step.num_logits > 0, step.adapters}]
+        .run(stream_.handle, work);
   else work();
 }
 
@@ -491,8 +581,10 @@ int64_t Engine::submit(const StepInputs& inputs) {
   if (inputs.logits == Logits::kAll && !captured)
     for (int token = 0; token < step.num_tokens; ++token) logits_indices.push_back(token);
   if (!captured && !selects_ && logits_indices.empty()) logits_indices.push_back(0);
+  const bool adapters = step.adapters;
   if (captured) step = Step::of_decoding(padded(step.batch));
   else step.num_logits = static_cast<int>(logits_indices.size());
+  step.adapters = adapters;
   step.verifies = inputs.verifies;
   const Prefix prefix = shared_prefix(inputs, limits.block_size);
   step.prefix = prefix.length > 0;
@@ -534,6 +626,8 @@ int64_t Engine::submit(const StepInputs& inputs) {
         states);
     prepare(received, sent);
     run(model_, step);
+    if (adapters) check(cudaEventRecord(adapters_used_.handle, stream_.handle), "an event");
+    step.adapters = false;  // a draft model takes none
     ticket.results = {};
     Tensor logits = resolve(program_.logits(), step);
     if (captured) logits.shape[0] = inputs.batch();
@@ -816,8 +910,16 @@ void Engine::warm(const std::vector<int>& lengths, bool decode, bool verifies) {
   attention_->make_plans(true);
   run(model_, step);
   if (drafter_ != nullptr) warm_drafts(step);
-  step.prefix = decode && batch > 1;
-  if (step.prefix) run(model_, step);  // with an empty prefix; the captured graph serves any
+  const bool shares = decode && batch > 1;
+  for (bool adapters : {false, true}) {
+    step.adapters = adapters;
+    if (adapters && adapter_layers_.empty()) continue;
+    step.prefix = false;
+    if (adapters) run(model_, step);
+    step.prefix = shares;
+    if (shares) run(model_, step);  // with an empty prefix; the captured graph serves any
+  }
+  step.adapters = false;
   if (!decode && !program_.nodes(Part::kEncoder).empty() && longest <= limits.mem_max_seq_len) {
     step.num_logits = 0;
     enqueue(encoder_, step);  // to the first row of the encoder output

@@ -42,6 +42,11 @@ class Engine {
   void allocate(int num_blocks);
   // Batch sizes of captured decode steps, ascending. A decode step is padded to one of them.
   const std::vector<int>& graph_sizes() const { return graph_sizes_; }
+  // Loads a LoRA adapter into a slot, for the steps that are submitted from now on. `ranks`: its
+  // rank in each layer in the order of declaration, a multiple of 8; 0: it does not change the
+  // layer. `data`: of each layer that it changes, lora_down [parts, rank, in] and lora_up [out,
+  // rank].
+  void load_adapter(int slot, const HostArray<int32_t>& ranks, const HostArray<uint8_t>& data);
   // Runs a step of padding sequences with these lengths, decoding or prompts, and synchronizes, so
   // that GEMMs are timed, plans made and graphs captured for such a step. Other steps use what
   // exists.
@@ -116,7 +121,11 @@ class Engine {
   struct Inputs {
     int64_t *input_ids, *position_ids, *logits_indices, *memory_rows;
     int32_t *cu_seqlens, *past_lens, *block_table, *state_slots, *commit_lens, *memory_starts,
-        *memory_lens;
+        *memory_lens, *lora_ids, *lora_logits_ids;
+  };
+  // The tensors of a layer's adapters.
+  struct AdapterLayer {
+    int down, up, ranks;
   };
   // A step in flight.
   struct Ticket {
@@ -163,9 +172,9 @@ class Engine {
   // prepare().
   struct Sent {
     int64_t ids, seqlens, past, slots, states, commits, sequence_starts, sequence_past, logits,
-        starts, lens, runs, blocks, own_from, offsets, unread;
+        starts, lens, runs, blocks, own_from, offsets, unread, lora_ids;
     int num_tokens, batch, num_sequences, num_logits, rows, num_runs, prefix_owner, prefix_length;
-    bool verifies, has_unread;
+    bool verifies, has_unread, adapters;
   };
   Ticket& next_ticket();
   Sent pack(StagingBuffer& into, const StepInputs& inputs, const Prefix& prefix,
@@ -186,6 +195,7 @@ class Engine {
   void look_up(Ticket& ticket, const StepInputs& inputs, const int32_t* slots);
   DraftOutputs outputs_of_draft(const Step& step) const;
   void warm_drafts(Step step);
+  void find_adapters();
 
   Program program_;
   const int device_;
@@ -198,6 +208,12 @@ class Engine {
   int32_t* prefix_ = nullptr;     // the arrays of SharedPrefix: [2], then [max_batch]
   int32_t* sequences_ = nullptr;  // those of Context::Sequences: [max_batch + 1], then [max_batch]
   std::unique_ptr<SplitKvPlan> split_kv_plan_;
+  std::unique_ptr<LoraPlan> lora_plan_;       // null if the model takes no adapters
+  std::vector<AdapterLayer> adapter_layers_;  // in the order of declaration
+  std::unique_ptr<PinnedBuffer> adapter_;     // the last adapter that was loaded
+  int64_t adapter_room_ = 0;
+  Stream copies_;                         // of adapters
+  Event adapter_copied_, adapters_used_;  // `used`: by the last step with adapters
   void* scratch_ = nullptr;
   std::unique_ptr<Gemm> gemm_;
   std::unique_ptr<AttentionBackend> attention_;
@@ -209,8 +225,8 @@ class Engine {
 
   std::vector<int> graph_sizes_;
   // Decode steps, by pass, batch size, whether there is a shared prefix, StepInputs::verifies, and
-  // whether there are logits.
-  std::map<std::tuple<const Pass*, int, bool, bool, bool>, Graph> graphs_;
+  // whether there are logits, and adapters.
+  std::map<std::tuple<const Pass*, int, bool, bool, bool, bool>, Graph> graphs_;
   const Pass model_{Part::kModel}, encoder_{Part::kEncoder};
   // The draft model on the tokens of a step, and on the last draft of each sequence.
   Pass draft_tokens_{Part::kDraft}, next_drafts_{Part::kDraft};

@@ -26,25 +26,35 @@ const std::map<std::string, InputType>& input_types() {
       {kCommitLens, {DType::kInt32, kBatch, true, false}},
       {kMemoryStarts, {DType::kInt32, kBatch, true, false}},
       {kMemoryLens, {DType::kInt32, kBatch, true, false}},
-      {kMemoryRows, {DType::kInt64, kNumTokens, false, true}}};
+      {kMemoryRows, {DType::kInt64, kNumTokens, false, true}},
+      {kLoraIds, {DType::kInt32, kNumTokens, true, false}},
+      {kLoraLogitsIds, {DType::kInt32, kNumLogits, true, false}}};
   return types;
 }
 
 // The step input that an op's port takes. Kernels rely on the checks of step inputs, so no other
-// tensor may be bound; an Embedding may also look up position_ids.
+// tensor may be bound; an Embedding may also look up position_ids, and a layer of rows of logits
+// takes their adapters.
 std::string step_input(const std::string& port) {
   return port == "key_starts" ? kMemoryStarts : port == "key_lens" ? kMemoryLens : port;
 }
 bool serves(const std::string& port, const std::string& input) {
-  return input == step_input(port) || (port == "input_ids" && input == "position_ids");
+  return input == step_input(port) || (port == "input_ids" && input == "position_ids") ||
+         (port == kLoraIds && input == kLoraLogitsIds);
 }
 
 // Whether the port takes a step input.
 bool is_of_step(const Port& port) { return input_types().count(step_input(port.name)) > 0; }
 
-// Whether a draft model may read the input: it has no recurrent states and no encoder.
+// Whether a draft model may read the input: it has no recurrent states, encoder or adapters.
 bool is_of_draft(const std::string& input) {
-  return input != kStateSlots && input != kMemoryStarts && input != kMemoryLens;
+  return input != kStateSlots && input != kMemoryStarts && input != kMemoryLens &&
+         input != kLoraIds && input != kLoraLogitsIds;
+}
+
+// Whether the port takes what Program::add_adapters() declares.
+bool takes_adapters(const std::string& port) {
+  return port == "lora_down" || port == "lora_up" || port == "lora_ranks";
 }
 
 bool is_among(DType dtype, const std::vector<DType>& allowed) {
@@ -158,6 +168,27 @@ int Program::add_memory(int64_t row_width) {
   return declare({Kind::kMemory, dtype_, shape});
 }
 
+int Program::add_adapters(DType dtype, const Shape& shape) {
+  if (limits_.max_loras == 0 || limits_.max_lora_rank == 0)
+    throw Error("the engine has no slots for adapters");
+  Shape sizes;
+  for (int64_t dim : shape)
+    sizes.push_back(dim == kMaxLoras      ? limits_.max_loras
+                    : dim == kMaxLoraRank ? limits_.max_lora_rank
+                                          : dim);
+  count_of(sizes);
+  const bool fits = shape.size() == 1   ? shape[0] == kMaxLoras && dtype == DType::kInt32
+                    : shape.size() == 3 ? shape[0] == kMaxLoras && shape[2] == kMaxLoraRank
+                    : shape.size() == 4 ? shape[1] == kMaxLoras && shape[2] == kMaxLoraRank
+                                        : false;
+  if (!fits)
+    throw Error("adapters of " + std::to_string(shape.size()) +
+                " dimensions, expected the slots and ranks of lora_down, lora_up or lora_ranks");
+  if (shape.size() > 1 && dtype != dtype_)
+    throw Error(std::string("adapters of ") + name_of(dtype) + ", expected " + name_of(dtype_));
+  return declare({Kind::kAdapters, dtype, shape});
+}
+
 int Program::add_value(DType dtype, const Shape& shape, int64_t offset, bool per_logit,
                        bool of_draft) {
   if (dtype != dtype_ && dtype != DType::kFloat32 && dtype != DType::kInt64 &&
@@ -230,7 +261,8 @@ void Program::check_node(const PluginType& type, const Fields& fields, const Nod
     if (number == -1 && !type.inputs[i].optional)
       throw Error("it needs the input '" + type.inputs[i].name + "'");
     if (number != -1) check_input(type, fields, i, number, part);
-    reads_step = reads_step || (number != -1 && is_of_step(type.inputs[i]));
+    reads_step = reads_step ||
+                 (number != -1 && is_of_step(type.inputs[i]) && type.inputs[i].name != kLoraIds);
     picks = picks || type.inputs[i].name == "logits_indices";
   }
   if (picks &&
@@ -292,6 +324,9 @@ void Program::check_input(const PluginType& type, const Fields& fields, size_t i
       throw Error(what + " is not an input of a draft model");
     return;
   }
+  if (takes_adapters(port.name) != (given.kind == Kind::kAdapters))
+    throw Error(what + (given.kind == Kind::kAdapters ? " is adapters, which it does not take"
+                                                      : " is not adapters"));
   std::vector<DType> allowed = port.dtypes;
   if (allowed.empty()) allowed = {dtype_};
   if (port.number && given.shape.size() < 2) allowed = {DType::kFloat32};
@@ -455,6 +490,8 @@ Tensor Program::resolve(int number, const Step& step) const {
     if (dim == kBatchPlus1) dim = step.batch + 1;
     if (dim == kNumBlocks) dim = limits_.num_blocks + 1;
     if (dim == kNumStates) dim = limits_.num_states + 1;
+    if (dim == kMaxLoras) dim = limits_.max_loras;
+    if (dim == kMaxLoraRank) dim = limits_.max_lora_rank;
   }
   return made;
 }

@@ -13,17 +13,19 @@
 namespace llmc {
 
 // Optional inputs of a step: block tables, state indices, tokens after which states are stored, the
-// rows of each prompt in the encoder output, and the rows to which encoder tokens are written.
+// rows of each prompt in the encoder output, the rows to which encoder tokens are written, and the
+// slots of the adapters of tokens and of rows of logits.
 inline constexpr const char *kBlockTable = "block_table", *kStateSlots = "state_slots",
                             *kCommitLens = "commit_lens", *kMemoryStarts = "memory_starts",
-                            *kMemoryLens = "encoder_sequence_length", *kMemoryRows = "memory_rows";
+                            *kMemoryLens = "encoder_sequence_length", *kMemoryRows = "memory_rows",
+                            *kLoraIds = "lora_ids", *kLoraLogitsIds = "lora_logits_ids";
 
 // The programs of a rank. A draft model's values have a separate arena.
 enum class Part { kModel, kEncoder, kDraft };
 // Throws Error for an unknown name: model, encoder or draft.
 Part part_of(const std::string& name);
 
-enum class Kind { kInput, kWeight, kCache, kState, kMemory, kValue, kColumns };
+enum class Kind { kInput, kWeight, kCache, kState, kMemory, kValue, kColumns, kAdapters };
 
 // A tensor; negative dimensions are Sizes. A value is at `offset` bytes per token in the arena, or
 // with per_logit at `offset` bytes per row of logits in another arena; with of_draft, in those of
@@ -73,6 +75,10 @@ class Program {
   int add_state(DType dtype, const Shape& shape);
   // Encoder output: [max_batch * mem_max_seq_len, width], mem_max_seq_len rows per prompt.
   int add_memory(int64_t width);
+  // Matrices or ranks of all slots of LoRA adapters, which a layer's inputs lora_down [parts,
+  // slots, rank, in], lora_up [slots, out, rank] and lora_ranks [slots] take; slots and ranks are
+  // Sizes.
+  int add_adapters(DType dtype, const Shape& shape);
   int add_value(DType dtype, const Shape& shape, int64_t offset, bool per_logit,
                 bool of_draft = false);
   // A view of `width` columns of a value from `first` on, for inputs that are declared "columns".

@@ -197,6 +197,14 @@ void check_scored(const StepInputs& inputs, int64_t num_tokens, int vocab_size) 
     throw Error("a step with logits=all cannot have scored rows");
 }
 
+void check_adapters(const StepInputs& inputs, const Limits& limits, int64_t num_tokens) {
+  if (inputs.lora_ids.size == 0) return;
+  if (limits.max_loras == 0)
+    throw Error("a step has LoRA adapters, which the program does not take");
+  check_size("lora_ids", inputs.lora_ids.size, num_tokens);
+  check_range("lora_ids", inputs.lora_ids, -1, limits.max_loras);
+}
+
 void check_proposals(const StepInputs& inputs, const Limits& limits, int64_t batch) {
   check_range("next_tokens", inputs.next_tokens, -1, int64_t{1} << 31);
   if (inputs.next_tokens.size > 0) check_size("next_tokens", inputs.next_tokens.size, batch);
@@ -245,6 +253,10 @@ void Limits::check() const {
   check("num_states", num_states, 0);
   check("max_proposals", max_proposals, 0);
   check("max_states", max_states, 0);
+  check("max_loras", max_loras, 0);
+  check("max_lora_rank", max_lora_rank, 0);
+  if (max_lora_rank % 8 != 0)
+    throw Error("max_lora_rank " + text(max_lora_rank) + " is not a multiple of 8");
   if ((block_size & (block_size - 1)) != 0)
     throw Error("block_size " + text(block_size) + " is not a power of two");
 }
@@ -289,6 +301,8 @@ Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size,
   std::vector<bool> admitted(limits.max_batch);
   for (int32_t slot : inputs.admit.slots) admitted[slot] = true;
   check_proposals(inputs, limits, batch);
+  check_adapters(inputs, limits, num_tokens);
+  step.adapters = inputs.lora_ids.size > 0;
   for (int64_t b = 0; b < batch; ++b) {
     const int64_t fresh = inputs.fresh(b), past = inputs.past_lens[b];
     if (past < 0 || past + fresh > limits.max_seq_len)

@@ -17,7 +17,9 @@ enum Size : int64_t {
   kBatch = -3,
   kBatchPlus1 = -4,
   kNumBlocks = -5,
-  kNumStates = -6
+  kNumStates = -6,
+  kMaxLoras = -7,
+  kMaxLoraRank = -8
 };
 
 struct Limits {
@@ -26,9 +28,12 @@ struct Limits {
   int mem_max_seq_len = 0;  // maximum tokens of an encoder prompt; 0: no encoder
   int num_blocks = 0;       // of the KV cache; 0: not allocated yet
   int num_states = 0;       // recurrent states; 0: no layer has any
-  int max_proposals = 0;    // drafts that a draft model or prompt lookup proposes in a step; 0: neither
-  int max_states = 0;       // maximum of these; 0: max_batch
+  int max_proposals =
+      0;               // drafts that a draft model or prompt lookup proposes in a step; 0: neither
+  int max_states = 0;  // maximum of these; 0: max_batch
   bool prompt_lookup = false;  // whether drafts are looked up in the histories of slots
+  int max_loras = 0;           // slots of LoRA adapters; 0: the model takes none
+  int max_lora_rank = 0;       // maximum rank of an adapter, a multiple of 8
 
   // Throws Error if a limit is below the minimum.
   void check() const;
@@ -60,6 +65,7 @@ struct Step {
   bool prefix = false;    // decoding sequences share a prefix: see Prefix
   bool verifies = false;  // see StepInputs
   int num_drafted = 0, drafted_tokens = 0;
+  bool adapters = false;  // whether a token has a LoRA adapter
 
   static Step of_decoding(int batch) { return {batch, batch, batch, true, batch, 0, 0}; }
 };
@@ -109,6 +115,8 @@ struct StepInputs {
                 // model nor prompt lookup runs
   HostArray<int32_t> unread;  // [batch], drafts of earlier steps that past_lens counts as accepted;
                               // the device subtracts rejected ones; empty: none
+  HostArray<int32_t> lora_ids;  // [num_tokens], the slot of each token's adapter, or -1; empty: no
+                                // token has one
   Admissions admit;
 
   int batch() const { return static_cast<int>(past_lens.size); }

@@ -18,12 +18,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from llmc import __version__
+from llmc.artifacts.adapter import Matrices
 from llmc.artifacts.draft_tokens import read_draft_token_ids
 from llmc.artifacts.manifest import DRAFT_TOKEN_IDS, Chip, DraftInfo, Manifest
 from llmc.artifacts.program import Part, Program, ProgramTensor, read_chip_programs
 from llmc.artifacts.weight_file import WEIGHTS_NAME, StoredWeight
 from llmc.errors import LlmcError
 from llmc.installation import CUDA_INSTALL_COMMAND
+from llmc.plugins.lora import RANK_MULTIPLE
 from llmc.runtime.core.step import EngineLimits, Step, StepOutput
 from llmc.runtime.engines import BLOCK_SIZE, MAX_LOGITS, MAX_SCORED
 from llmc.runtime.engines.admission import Admissions
@@ -33,7 +35,8 @@ from llmc.runtime.sampling.beam_search import Candidates
 from llmc.runtime.sampling.sampler import Logprobs
 from llmc.runtime.sampling.slot_params import LOGPROBS
 
-SIZES: dict[int | str, int] = {"num_tokens": -1, "num_logits": -2, "batch": -3, "batch_plus_1": -4}
+SIZES: dict[int | str, int] = {"num_tokens": -1, "num_logits": -2, "batch": -3, "batch_plus_1": -4,
+                               "max_loras": -7, "max_lora_rank": -8}
 AHEAD = 2  # in-flight steps: one runs, the next is queued on the device
 _ALIGNED = 128  # max_tokens is rounded up to a multiple, which aligns every value of the arena
 _MAX_DRAFTS = 15  # of a sequence in a step
@@ -113,6 +116,8 @@ class CudaEngine:
         draft: whether to load the draft model.
         prompt_lookup: whether to draft by prompt lookup. A model with recurrent layers or an
             encoder does not.
+        max_loras: slots of LoRA adapters; 0: the engine takes none.
+        max_lora_rank: highest rank of an adapter.
 
     Raises:
         LlmcError: the extension is missing, memory is insufficient, or an argument is out of range.
@@ -125,7 +130,8 @@ class CudaEngine:
                  max_batch_size: int, max_tokens: int, block_size: int = BLOCK_SIZE,
                  kv_cache_tokens: int | None = None, gpu_memory_utilization: float = 0.9,
                  attention_backend: str | None = None, speculates: bool = False,
-                 draft: bool = False, prompt_lookup: bool = False) -> None:
+                 draft: bool = False, prompt_lookup: bool = False, max_loras: int = 0,
+                 max_lora_rank: int = 0) -> None:
         check_memory_options(block_size, kv_cache_tokens, gpu_memory_utilization)
         check_attention_backend(attention_backend, manifest)
         self._backend = attention_backend or "fastest"
@@ -160,7 +166,8 @@ class CudaEngine:
             drafts_ahead=prompt_lookup or (draft and not chip.states),
             lookahead=int(draft and bool(chip.features)),
             longest_first=True,  # balances multiprocessors
-            keeps_states=bool(chip.states))
+            keeps_states=bool(chip.states), max_loras=max_loras, max_lora_rank=max_lora_rank)
+        self._rank = chip.rank
         self._states: StateSlots | None = None  # created by `allocate`
         self._num_logprobs: dict[int, int | None] = {}  # number of log-probabilities, by slot
         # By ticket: numbers of log-probabilities of sampled slots and of scored rows, and whether
@@ -170,7 +177,8 @@ class CudaEngine:
                       max_tokens=-(-max_tokens // _ALIGNED) * _ALIGNED,
                       max_logits=-(-self._limits.max_logits // 8) * 8,
                       max_seq_len=manifest.dims.max_seq_len, block_size=block_size,
-                      mem_max_seq_len=self._mem_max_seq_len, prompt_lookup=prompt_lookup)
+                      mem_max_seq_len=self._mem_max_seq_len, prompt_lookup=prompt_lookup,
+                      **lora_limits(chip, self._limits))
         try:
             self._engine = self._load(cuda, manifest, chip, case_dir, limits)
         except self._errors as error:
@@ -184,6 +192,7 @@ class CudaEngine:
         self._program = parts["model"]
         declared = declare_arenas(cuda, parts, limits)
         weights = build_program(declared, parts, manifest)
+        self._lora_layers = adapter_layers(self._program)
         if "draft" in parts and manifest.draft and manifest.draft.reduced:
             read_draft_token_ids(case_dir / chip.path / WEIGHTS_NAME, manifest.draft.vocab_size,
                                  manifest.dims.vocab_size)  # checks them
@@ -285,6 +294,9 @@ class CudaEngine:
         with self._translate_errors():
             if step.encode:
                 self._encode(step.encode)
+            for slot, adapter in step.load_adapters.items():
+                self._engine.load_adapter(
+                    slot, *adapter_arrays(adapter.matrices[self._rank], self._lora_layers))
             ticket: int = self._engine.submit(
                 *step_arrays(step, self._mem_max_seq_len, self._states,
                              self._max_rows if self._max_drafts else 0))
@@ -468,7 +480,8 @@ def step_arrays(step: Step, mem_max_seq_len: int = 0, states: StateSlots | None 
             ("none", "sampled", "all").index(step.logits), starts, lens, mask_rows, masks,
             state_slots, commit_lens, state_copies, step.scored.rows.astype(np.int32),
             step.scored.targets, step.scored.counts, step.next_tokens,
-            -1 if step.propose is None else step.propose, step.unread, *admit.arrays())
+            -1 if step.propose is None else step.propose, step.unread,
+            step.lora_ids if len(step.adapters) else _NONE, *admit.arrays())
 
 
 def as_rows(step: Step) -> Step:
@@ -482,7 +495,32 @@ def as_rows(step: Step) -> Step:
         num_uncommitted=_NONE,
         memory=step.memory and step.memory.take(sequences),
         next_tokens=step.next_tokens[sequences] if len(step.next_tokens) else step.next_tokens,
-        unread=step.unread[sequences] if len(step.unread) else step.unread)
+        unread=step.unread[sequences] if len(step.unread) else step.unread,
+        adapters=step.adapters[sequences] if len(step.adapters) else step.adapters)
+
+
+def lora_limits(chip: Chip, limits: EngineLimits) -> dict[str, int]:
+    """The extension's limits of adapters; a chip that takes them has at least one slot."""
+    if not chip.lora:
+        return {}
+    rank = -(-max(limits.max_lora_rank, 1) // RANK_MULTIPLE) * RANK_MULTIPLE
+    return {"max_loras": max(limits.max_loras, 1), "max_lora_rank": rank}
+
+
+def adapter_layers(program: Program) -> list[str]:
+    """Names of the layers that take adapters, in the extension's order."""
+    used = {number for node in program.nodes for number in node.inputs if number >= 0}
+    tensors = [program.tensors[number] for number in sorted(used)]
+    return [tensor.name.removesuffix(".lora_down") for tensor in tensors
+            if tensor.kind == "adapters" and len(tensor.shape) == 4]
+
+
+def adapter_arrays(matrices: Matrices, layers: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """The extension's arguments for an adapter: its rank in each layer, and its bytes."""
+    ranks = [matrices[layer][1].shape[1] if layer in matrices else 0 for layer in layers]
+    parts = [matrix.reshape(-1).view(np.uint8) for layer in layers
+             for matrix in matrices.get(layer, ())]
+    return np.array(ranks, np.int32), np.concatenate(parts) if parts else np.empty(0, np.uint8)
 
 
 def mask_arrays(step: Step) -> tuple[np.ndarray, np.ndarray]:
@@ -651,6 +689,8 @@ def _declare(declared: Any, tensor: ProgramTensor) -> int:
         number = declared.add_weight(tensor.dtype, list(tensor.shape))
     elif tensor.kind == "memory":
         number = declared.add_memory(tensor.shape[1])
+    elif tensor.kind == "adapters":
+        number = declared.add_adapters(tensor.dtype, [SIZES.get(dim, dim) for dim in tensor.shape])
     elif tensor.kind == "state":
         number = declared.add_state(tensor.dtype, list(tensor.shape[1:]))
     else:

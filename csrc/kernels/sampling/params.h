@@ -48,6 +48,8 @@ struct PrepareInputsParams {
   // Rows of sequences, [rows + 1] and [rows], or null. Those two are then by sequence. Padding rows
   // are sequences, and empty sequences follow.
   int32_t *sequence_starts, *sequence_past;
+  // The slots of the LoRA adapters of tokens and of rows of logits, or null; -1 in padding rows.
+  int32_t *lora_ids, *lora_logits_ids;  // as input_ids and logits_indices
   // Sent by the host.
   const int32_t* host_ids;  // [num_tokens]; -1: the token that the sequence's slot sampled last; -2
                             // - i: draft i after it
@@ -55,6 +57,7 @@ struct PrepareInputsParams {
       *host_states, *host_commits;
   const int32_t *host_sequence_starts, *host_sequence_past;  // [num_sequences + 1], [num_sequences]
   const int32_t* host_own_from;                              // [batch]; null: no shared prefix
+  const int32_t* host_lora_ids;                              // [num_tokens]; null: no adapter
   const BlockTableUpdate* runs;
   const int32_t* blocks;
   const int64_t* last;  // [slots]

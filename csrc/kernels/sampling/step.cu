@@ -96,6 +96,12 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_inputs_kernel(Prepare
   }
   if (i < p.num_logits) p.logits_indices[i] = p.host_logits[i];
   else if (i < p.rows) p.logits_indices[i] = i;
+  if (p.host_lora_ids != nullptr && p.lora_ids != nullptr && i < max(p.num_tokens, p.rows))
+    p.lora_ids[i] = i < p.num_tokens ? p.host_lora_ids[i] : -1;
+  if (p.host_lora_ids != nullptr && p.lora_logits_ids != nullptr) {
+    if (i < p.num_logits) p.lora_logits_ids[i] = p.host_lora_ids[p.host_logits[i]];
+    else if (i < p.rows) p.lora_logits_ids[i] = i < p.num_tokens ? p.host_lora_ids[i] : -1;
+  }
   if (i <= p.rows) p.cu_seqlens[i] = i <= p.batch ? p.host_seqlens[i] : p.num_tokens + i - p.batch;
   if (i < p.rows) {
     const bool there = i < p.batch;

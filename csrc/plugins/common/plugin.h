@@ -187,6 +187,7 @@ using Watcher = void (*)(void* user, const char* name, const void* data, const c
                          const int64_t* shape, int rank, cudaStream_t stream);
 
 class SplitKvPlan;
+class LoraPlan;
 
 // What a host provides to enqueue().
 struct Context {
@@ -214,7 +215,9 @@ struct Context {
   bool building = false;           // TensorRT is timing with arbitrary inputs
   kernels::SharedPrefix prefix{};  // of the decoding sequences; `results` is not set
   SplitKvPlan* split_kv_plan =
-      nullptr;         // of the decoding sequences; null: each layer plans for itself
+      nullptr;            // of the decoding sequences; null: each layer plans for itself
+  bool adapters = false;  // whether the step has LoRA adapters; then with a plan of their rows
+  LoraPlan* lora_plan = nullptr;
   bool dense = false;  // every sequence has a new token, so num_tokens == batch means decoding
   Watcher watcher = nullptr;  // called with `user` by nodes that contain many ops; null: unused
   void* user = nullptr;
