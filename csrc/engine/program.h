@@ -13,10 +13,12 @@
 namespace llmc {
 
 // Optional inputs of a step: block tables, state indices, tokens after which states are stored, the
-// rows of each prompt in the encoder output, and the rows to which encoder tokens are written.
+// rows of each prompt in the encoder output, the rows to which encoder tokens are written, and
+// token types.
 inline constexpr const char *kBlockTable = "block_table", *kStateSlots = "state_slots",
                             *kCommitLens = "commit_lens", *kMemoryStarts = "memory_starts",
-                            *kMemoryLens = "encoder_sequence_length", *kMemoryRows = "memory_rows";
+                            *kMemoryLens = "encoder_sequence_length", *kMemoryRows = "memory_rows",
+                            *kTokenTypeIds = "token_type_ids";
 
 // The programs of a rank. A draft model's values have a separate arena.
 enum class Part { kModel, kEncoder, kDraft };
@@ -88,7 +90,9 @@ class Program {
   void add_node(const std::string& op, std::unique_ptr<Plugin> plugin,
                 const std::vector<int>& inputs, const std::vector<int>& outputs,
                 Part part = Part::kModel);
+  // Declares the result: logits, or pooled rows of each sequence or token, of any width.
   void set_logits(int tensor, int vocab_size);
+  void set_pooled(int tensor);
   // Call after the nodes of the draft model.
   void set_draft(const DraftTensors& tensors);
   // Declares the inputs that every step has. Call last.
@@ -107,6 +111,7 @@ class Program {
   const std::vector<Node>& nodes(Part part) const { return nodes_[static_cast<size_t>(part)]; }
   const DraftTensors& draft() const { return draft_; }
   int logits() const { return logits_; }
+  bool pools() const { return pools_; }
   int vocab_size() const { return vocab_size_; }
 
   const Declared& tensor(int number) const;
@@ -136,6 +141,7 @@ class Program {
   std::map<std::string, int> inputs_;
   std::array<std::vector<Node>, 3> nodes_;  // by Part
   int logits_ = -1, vocab_size_ = 0;
+  bool pools_ = false;  // `logits_` are pooled rows, and vocab_size_ their width
   DraftTensors draft_;
 };
 
