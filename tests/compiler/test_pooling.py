@@ -26,9 +26,8 @@ CLASSIFIERS = [pytest.param(name, task, marks=[] if (name, task) in {
     for name, tasks in pooling.CLASSIFIERS.items() for task in tasks]
 
 
-def texts(seed=1):
-    rng = np.random.default_rng(seed)
-    return [rng.integers(4, 100, length).tolist() for length in LENGTHS]
+def texts():
+    return pooling.texts(LENGTHS)
 
 
 def check(case, model, kind, tolerance=1e-5, types=()):
@@ -41,9 +40,7 @@ def check(case, model, kind, tolerance=1e-5, types=()):
         together = llm.pool(inputs)
         alone = [llm.pool([own])[0] for own in inputs]
     for rows in (together, alone):
-        for row, truth in zip(rows, expected, strict=True):
-            assert row.shape == truth.shape
-            assert np.abs(row - truth).max() <= tolerance * max(1.0, np.abs(truth).max())
+        pooling.assert_rows(rows, expected, tolerance)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -197,7 +194,8 @@ def transformer_and(*more):
     ("config.json", {}, {"task": "rank"}, "task 'rank' is unknown"),
     ("config.json", {}, {"pooling": "max"}, "pooling 'max' is unknown; use one of: cls, mean"),
     ("config.json", {}, {"draft": "mtp"}, "draft is given, but 'BertModel' is compiled for task"),
-    ("config.json", {}, {"target": "cuda"}, "task embed is not supported by target 'cuda'"),
+    ("config.json", {}, {"target": "tensorrt_rtx"},
+     "task embed is not supported by target 'tensorrt_rtx'"),
     ("config.json", {}, {"max_seq_len": 100}, "max_seq_len 100 is not supported"),
     ("modules.json", transformer_and("Pooling", "LSTM"), {}, "module 'LSTM', which llmc does not"),
     ("modules.json", transformer_and("CNN"), {}, "lists Transformer, CNN; llmc supports"),
