@@ -36,14 +36,16 @@ def compiled(tmp_path, name, task="embed", kind=None, **options):
     return tmp_path / "case", model, kind
 
 
-def check(case, model, kind, types=(), **limits):
-    """Rows of all texts together, and of one alone, equal transformers'."""
+def check(extension, case, model, kind, types=(), **limits):
+    """The engine accepts the programs; rows together, and of one alone, equal transformers'."""
+    manifest = read_manifest(case)
+    for rank in range(manifest.tp_size):
+        build(extension, manifest, schedules_of(case, rank))
     inputs = [Input(ids, own) for ids, own in zip(
         pooling.texts(LENGTHS), types or [()] * len(LENGTHS), strict=True)]
     expected = [pooling.reference(model, own.token_ids, kind, own.token_type_ids)
                 for own in inputs]
-    whole = read_manifest(case).is_whole
-    with interpreted(case, replace(LIMITS, whole=whole, **limits)) as llm:
+    with interpreted(case, replace(LIMITS, whole=manifest.is_whole, **limits)) as llm:
         pooling.assert_rows(llm.pool(inputs), expected, 1e-5)
         pooling.assert_rows(llm.pool(inputs[3:4]), expected[3:4], 1e-5)
 
@@ -52,23 +54,21 @@ def check(case, model, kind, types=(), **limits):
     pytest.param(*case, marks=[] if case in SELECTED else [pytest.mark.thorough])
     for case in CASES])
 def test_programs_give_the_rows_of_transformers(extension, name, task, tmp_path):
-    case, model, kind = compiled(tmp_path, name, task)
-    build(extension, read_manifest(case), schedules_of(case))
-    check(case, model, kind)
+    check(extension, *compiled(tmp_path, name, task))
 
 
 @pytest.mark.parametrize("kind", ["cls", "last"])
 def test_every_pooling_runs_on_two_ranks(extension, kind, tmp_path):
-    check(*compiled(tmp_path, "bert", kind=kind, tp_size=2))
+    check(extension, *compiled(tmp_path, "bert", kind=kind, tp_size=2))
 
 
 def test_token_types_are_those_of_the_request(extension, tmp_path):
     halves = [[0] * (n // 2) + [1] * (n - n // 2) for n in LENGTHS]
-    check(*compiled(tmp_path, "bert", "classify", tp_size=3), types=halves)
+    check(extension, *compiled(tmp_path, "bert", "classify", tp_size=3), types=halves)
 
 
 def test_a_causal_model_takes_texts_in_chunks(extension, tmp_path):
-    check(*compiled(tmp_path, "qwen3"), max_tokens=16, max_slots=4)
+    check(extension, *compiled(tmp_path, "qwen3"), max_tokens=16, max_slots=4)
 
 
 def test_projections_of_an_encoder_are_one_gemm(tmp_path):
