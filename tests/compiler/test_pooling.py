@@ -194,8 +194,6 @@ def transformer_and(*more):
     ("config.json", {}, {"task": "rank"}, "task 'rank' is unknown"),
     ("config.json", {}, {"pooling": "max"}, "pooling 'max' is unknown; use one of: cls, mean"),
     ("config.json", {}, {"draft": "mtp"}, "draft is given, but 'BertModel' is compiled for task"),
-    ("config.json", {}, {"target": "tensorrt_rtx"},
-     "task embed is not supported by target 'tensorrt_rtx'"),
     ("config.json", {}, {"max_seq_len": 100}, "max_seq_len 100 is not supported"),
     ("modules.json", transformer_and("Pooling", "LSTM"), {}, "module 'LSTM', which llmc does not"),
     ("modules.json", transformer_and("CNN"), {}, "lists Transformer, CNN; llmc supports"),
@@ -212,6 +210,12 @@ def test_bad_input_is_refused_with_a_reason(bert, file, fields, options, message
     with pytest.raises(llmc.LlmcError, match=message):
         llmc.compile(edited(bert, tmp_path, file, **fields), tmp_path / "case", **options)
     assert not (tmp_path / "case").exists()
+
+
+def test_a_target_that_returns_no_rows_is_refused(bert, monkeypatch, tmp_path):
+    monkeypatch.setattr("llmc.compiler.targets.tensorrt_rtx.describe", lambda options: None)
+    with pytest.raises(llmc.LlmcError, match="task embed is not supported by target 'tensorrt_rtx"):
+        llmc.compile(bert[0], tmp_path / "case", target="tensorrt_rtx")
 
 
 def test_a_model_without_a_named_pooling_asks_for_one(bert, tmp_path):

@@ -217,14 +217,14 @@ cudaError_t run_lanes(const Queries& p, const typename Keys::Params& where, cuda
   return run(std::integral_constant<int, 4>(), std::integral_constant<int, 4>());
 }
 
-// A warp takes a head of a token. Reads and writes each head once.
+// A warp takes a head of a row. Reads and writes each head once.
 template <typename T>
 __global__ void __launch_bounds__(kPrepareWarps * 32) prepare_heads_kernel(PrepareHeadsParams p) {
   __shared__ float heads[kPrepareWarps][kMostHeadDim];
   pdl_wait();
   pdl_launch_dependents();
-  const int token = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, dim = p.head_dim;
-  const int position = token - p.cu_seqlens[sequence_of(p.cu_seqlens, p.batch, token)];
+  const int row = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, dim = p.head_dim;
+  const int position = row - p.cu_seqlens[sequence_of(p.cu_seqlens, p.batch, row)];
   AttentionParams how{};  // what norm_and_rope reads
   how.cos = p.cos, how.sin = p.sin;
   how.head_dim = dim, how.rotary_dim = p.rotary_dim;
@@ -233,15 +233,16 @@ __global__ void __launch_bounds__(kPrepareWarps * 32) prepare_heads_kernel(Prepa
   float* own = heads[warp];
   auto copy = [&](void* to, const void* from, int64_t stride, int count, int h, const float* weight,
                   bool turn) {
-    norm_and_rope<T, kMostHeadDim>(own, static_cast<const T*>(from) + token * stride + h * dim, how,
+    norm_and_rope<T, kMostHeadDim>(own, static_cast<const T*>(from) + row * stride + h * dim, how,
                                    weight, position, turn);
-    T* target = static_cast<T*>(to) + (static_cast<int64_t>(token) * count + h) * dim;
+    T* target = static_cast<T*>(to) + (static_cast<int64_t>(row) * count + h) * dim;
     for (int i = lane; i < dim; i += 32) target[i] = from_float<T>(own[i]);
     __syncwarp();
   };
   const int all = p.num_heads + 2 * p.num_kv_heads;
   for (int h = blockIdx.y * kPrepareWarps + warp; h < all; h += gridDim.y * kPrepareWarps) {
     const int kv_head = h - p.num_heads;
+    if (row >= (kv_head < 0 ? p.num_tokens : p.num_keys)) continue;
     if (kv_head < 0) copy(p.query_out, p.query, p.query_stride, p.num_heads, h, p.q_norm, true);
     else if (kv_head < p.num_kv_heads)
       copy(p.key_out, p.key, p.key_stride, p.num_kv_heads, kv_head, p.k_norm, true);
@@ -288,7 +289,8 @@ cudaError_t prepare_heads(DType dtype, const PrepareHeadsParams& p, cudaStream_t
   const int most = ceil_div(p.num_heads + 2 * p.num_kv_heads, kPrepareWarps);
   return dispatch_dtype(dtype, [&](auto* type) {
     return launch(prepare_heads_kernel<std::remove_pointer_t<decltype(type)>>,
-                  dim3(p.num_tokens, std::min(most, 4)), kPrepareWarps * 32, 0, stream, p);
+                  dim3(std::max(p.num_tokens, p.num_keys), std::min(most, 4)), kPrepareWarps * 32,
+                  0, stream, p);
   });
 }
 

@@ -57,7 +57,7 @@ class BidirectionalAttention : public Plugin {
 
   int64_t workspace(const std::vector<Tensor>& in) const override {
     if (!prepares(in)) return 0;
-    return in[0].shape[0] * row_bytes(in[0].dtype);
+    return (in[0].size() + in[1].size() + in[2].size()) * width(in[0].dtype);
   }
 
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void* workspace,
@@ -108,10 +108,6 @@ class BidirectionalAttention : public Plugin {
                   "of the queries");
   }
 
-  int64_t row_bytes(DType dtype) const {
-    return (static_cast<int64_t>(p_.num_heads) + 2 * p_.num_kv_heads) * p_.head_dim * width(dtype);
-  }
-
   // Whether heads are copied to scratch first: rotated, normalized, or to whole vectors.
   bool prepares(const std::vector<Tensor>& in) const {
     auto is_whole = [&](const Tensor& x) {
@@ -138,18 +134,16 @@ class BidirectionalAttention : public Plugin {
     heads.cos = floats(7), heads.sin = floats(8);
     heads.q_norm = floats(9), heads.k_norm = floats(10);
     heads.num_tokens = p.num_tokens;
+    heads.num_keys = p.num_keys;
     heads.batch = p.batch;
-    const int64_t wide = static_cast<int64_t>(p.num_heads) * p.head_dim,
-                  narrow = static_cast<int64_t>(p.num_kv_heads) * p.head_dim,
-                  element = width(in[0].dtype);
     char* room = static_cast<char*>(workspace);
     heads.query_out = room;
-    heads.key_out = room + p.num_tokens * wide * element;
-    heads.value_out = room + p.num_tokens * (wide + narrow) * element;
+    heads.key_out = room += in[0].size() * width(in[0].dtype);
+    heads.value_out = room + in[1].size() * width(in[0].dtype);
     check(kernels::prepare_heads(in[0].dtype, heads, stream), "BidirectionalAttention's heads");
     p.query = heads.query_out, p.key = heads.key_out, p.value = heads.value_out;
-    p.query_stride = wide;
-    p.key_stride = p.value_stride = narrow;
+    p.query_stride = in[0].shape[1];
+    p.key_stride = p.value_stride = in[1].shape[1];
   }
 
   kernels::BidirectionalParams p_{};
