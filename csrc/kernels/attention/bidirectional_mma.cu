@@ -55,7 +55,10 @@ cudaError_t dispatch_head_dim(const BidirectionalParams& p, cudaStream_t stream)
 bool has_bidirectional_mma(DType dtype, const BidirectionalParams& p) {
   return (dtype == DType::kFloat16 || dtype == DType::kBFloat16) && p.key_starts == nullptr &&
          p.distance_bias == nullptr && p.key_stride == p.value_stride &&
-         (p.head_dim == 32 || p.head_dim == 64 || p.head_dim == 128 || p.head_dim == 256);
+         (p.head_dim == 32 || p.head_dim == 64 || p.head_dim == 128 ||
+          (p.head_dim == 256 &&
+           mma_attention::kShared<256> <=
+               device::device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>()));
 }
 
 cudaError_t bidirectional_mma(DType dtype, const BidirectionalParams& p, cudaStream_t stream) {
