@@ -26,6 +26,7 @@ from llmc.artifacts.manifest import (
     HIDDEN,
     LORA_IDS,
     MANIFEST_NAME,
+    POOLED,
     Chip,
     Count,
     DraftProgram,
@@ -50,9 +51,9 @@ ELEMENTWISE = {"Add": 2, "Sub": 2, "Mul": 2, "Div": 2, "Min": 2, "Max": 2, "Tanh
 MOST_JOINED = 4  # inputs of the engine's Concat
 _FLOATS = ("float32", "float16", "bfloat16")
 # Engine inputs that an op's integer inputs may be, if not only the one of the same name. An
-# Embedding may look up positions.
+# Embedding may look up positions and token types.
 _INPUTS = {"key_starts": ("memory_starts",), "key_lens": ("encoder_sequence_length",),
-           "input_ids": ("input_ids", "position_ids"), "lora_ids": LORA_IDS}
+           "input_ids": ("input_ids", "position_ids", "token_type_ids"), "lora_ids": LORA_IDS}
 # Dtypes of tensors; quantized weights of any dtype are stored as uint8.
 ProgramDType = DTypeName | Literal["uint8"]
 _COLLECTIVES = ("AllReduce", "AllGather")
@@ -72,7 +73,8 @@ class ProgramTensor(_Frozen):
     `max_lora_rank` (of `adapters`, the matrices and ranks of a layer in all slots).
 
     A value is at byte `offset` of the arena, multiplied by the number of tokens, or of logits if
-    `per_logit`. A tensor of kind `columns` is a view of the value `of`, from column `first` on.
+    `per_logit`: it then has rows of logits or of pooled sequences. A tensor of kind `columns` is a
+    view of the value `of`, from column `first` on.
     """
 
     name: Annotated[str, Field(min_length=1)]
@@ -98,7 +100,7 @@ class ProgramTensor(_Frozen):
     def _check_kind(self) -> ProgramTensor:
         named = [dim for dim in self.shape if isinstance(dim, str)]
         dims = len(self.shape)
-        fits = {"value": dims == 2 and named in (["num_tokens"], ["num_logits"]),
+        fits = {"value": dims == 2 and named in (["num_tokens"], ["num_logits"], ["batch"]),
                 "weight": dims in (1, 2, 3) and not named,
                 "cache": dims == 4 and named == ["num_blocks", "block_size"],
                 "state": dims > 1 and named == ["num_states"],
@@ -123,10 +125,10 @@ class ProgramTensor(_Frozen):
             raise ValueError(f"{self.kind} {self.name!r} has an offset in the arena, which only "
                              f"values have")
         if self.kind == "value" and (self.offset % ALIGNMENT
-                                     or self.per_logit != (named == ["num_logits"])):
+                                     or self.per_logit != (named != ["num_tokens"])):
             raise ValueError(f"value {self.name!r} {list(self.shape)} has offset {self.offset} and "
                              f"per_logit {self.per_logit}, expected a multiple of {ALIGNMENT} and "
-                             f"per_logit for num_logits rows")
+                             f"per_logit for num_logits or batch rows")
         return self
 
     def _is_adapters(self) -> bool:
@@ -167,7 +169,7 @@ class Program(_Frozen):
     """Program of the CUDA engine.
 
     It has tensors, nodes in execution order, the arena's bytes per token and per logit, and the
-    index of the logits, -1 for an encoder.
+    index of the logits or of the pooled rows, -1 for an encoder.
 
     `features` is the value of a model that its draft model reads. In the draft model's program, the
     engine writes that to the value `hidden` before the first node; `hidden_out` replaces it for
@@ -245,9 +247,10 @@ class Program(_Frozen):
             if tensor.kind == "columns" and not (tensor.of < number and self._is_view(tensor)):
                 raise ValueError(f"{tensor.name!r} {list(tensor.shape)} from column {tensor.first} "
                                  f"on is not a view of tensor {tensor.of}")
-        if not self.of_encoder and self.tensors[self.logits].shape[0] != "num_logits":
-            raise ValueError(f"the logits are {self.tensors[self.logits].name!r} "
-                             f"{list(self.tensors[self.logits].shape)}, expected num_logits rows")
+        result = self.tensors[self.logits]
+        if not self.of_encoder and result.shape[0] != "num_logits" and result.name != POOLED:
+            raise ValueError(f"the logits are {result.name!r} {list(result.shape)}, expected "
+                             f"num_logits rows")
         mismatch = {*self.named("input")} - (
             {*ENCODER_INPUTS, MEMORY_ROWS} if self.of_encoder else {*ENGINE_INPUTS})
         if self.of_encoder:
@@ -661,13 +664,29 @@ def _check_manifest(part: Part, program: Program, manifest: Manifest, chip: Chip
         if tensor.kind == "value" and number not in exact and tensor.dtype != manifest.dtype:
             raise ValueError(f"value {tensor.name!r} is {tensor.dtype}, the model "
                              f"{manifest.dtype}")
-    rows = manifest.draft.padded_vocab_size if part == "draft" and manifest.draft \
-        else dims.padded_vocab_size
-    if not program.of_encoder and program.tensors[program.logits].width != rows:
-        raise ValueError(f"the logits have width {program.tensors[program.logits].width}, "
-                         f"expected padded_vocab_size {rows}")
+    _check_result(part, program, manifest)
     _check_step_names(program, owner, memory)
     _check_attributes_and_tables(program, manifest, chip, owner)
+
+
+def _check_result(part: Part, program: Program, manifest: Manifest) -> None:
+    """Check the logits or pooled rows."""
+    if program.of_encoder:
+        return
+    result, pooling = program.tensors[program.logits], manifest.pooling
+    if pooling is not None:
+        expected = ("num_tokens" if pooling.per_token else "batch", pooling.width)
+        if result.name != POOLED or result.shape != expected:
+            raise ValueError(f"the pooled rows are {result.name!r} {list(result.shape)}, expected "
+                             f"{list(expected)}")
+        return
+    width = manifest.draft.padded_vocab_size if part == "draft" and manifest.draft \
+        else manifest.dims.padded_vocab_size
+    if result.width != width:
+        raise ValueError(f"the logits have width {result.width}, expected padded_vocab_size "
+                         f"{width}")
+    if result.shape[0] != "num_logits":
+        raise ValueError(f"the logits are {list(result.shape)}, expected num_logits rows")
 
 
 def _check_features(programs: Mapping[Part, Program]) -> None:
@@ -726,8 +745,10 @@ def _check_attributes_and_tables(program: Program, manifest: Manifest, chip: Chi
             if has_cache and node.fields["num_heads"] != heads[layer - first]:
                 raise ValueError(f"layer {layer} has {node.fields['num_heads']} heads, expected "
                                  f"{heads[layer - first]} as in {MANIFEST_NAME}")
-        least = {"table": length if "input_ids" in given and
-                 given["input_ids"].name == "position_ids" else vocab_size,
+        ids = given["input_ids"].name if "input_ids" in given else ""
+        # Types of tokens without a row give zeros.
+        rows_of = {"position_ids": length, "token_type_ids": 1}
+        least = {"table": rows_of.get(ids, vocab_size),
                  "position_table": length, "cos": length, "sin": length,
                  "query_scale": length, "key_bias": length}
         if node.fields.get("vocab_sharded"):

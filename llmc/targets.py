@@ -167,6 +167,7 @@ CUDA = register(TargetSpec(
     engine_file="schedule.json", encoder_file="encoder.json", draft_file="draft.json",
     gpu=True, kernels=True, runs_program=True, samples_on_device=True, paged=True,
     recurrent_state=True, latent_caches=True, shared_caches=True, drafts=True, adapters="slots",
+    pools=True,
     dtypes=_FLOATS, kv_dtypes=("float8_e4m3fn",), weight_dtypes=_WEIGHT_DTYPES,
     expert_dtypes=_CUDA_EXPERT_DTYPES,
     group_multiple=32,  # columns per load of csrc/kernels/gemm/packed_gemv.cu
@@ -177,7 +178,7 @@ TENSORRT = register(TargetSpec(
     name="tensorrt", compiler="llmc.compiler.targets.tensorrt",
     engine="llmc.runtime.engines.tensorrt:TensorRTEngine",
     engine_file="engine.plan", encoder_file="encoder.plan",
-    gpu=True, kernels=True, samples_on_device=True, paged=True,
+    gpu=True, kernels=True, samples_on_device=True, paged=True, pools=True,
     dtypes=_FLOATS, kv_dtypes=CUDA.kv_dtypes, weight_dtypes=CUDA.weight_dtypes,
     expert_dtypes=CUDA.expert_dtypes,
     group_multiple=CUDA.group_multiple,

@@ -158,6 +158,13 @@ class Interpreter:
             self.adapters[f"{layer}.lora_up"][slot, :, :rank] = up
             self.adapters[f"{layer}.lora_ranks"][slot] = rank
 
+    def pool(self, step: Step) -> list[np.ndarray]:
+        """Return `StepOutput.pooled`."""
+        assert self.manifest.pooling is not None
+        rows = self.trace(step)[self.schedule.tensors[self.schedule.logits].name]
+        each = np.split(rows, step.cu_seqlens[1:-1]) if self.manifest.pooling.per_token else rows
+        return [each[index] for index in step.sample]
+
     def propose(self, step: Step, output: StepOutput) -> np.ndarray:
         """Return `StepOutput.drafts` by the passes and kernels of csrc/engine/drafter.h."""
         assert self.draft is not None and step.propose is not None
@@ -237,14 +244,16 @@ class Interpreter:
                   "commit_lens": step.commit_lens,
                   "logits_indices": step.logits_indices, "block_table": step.block_tables,
                   "lora_ids": step.lora_ids, "lora_logits_ids": step.lora_ids[step.logits_indices],
-                  **inputs}
+                  "token_type_ids": step.token_type_ids if len(step.token_type_ids)
+                  else np.zeros_like(step.token_ids), **inputs}
         if self.states and schedule is not self.draft:
             inputs["state_slots"], copies = self.slots.place(step)
             for state in self.states.values():
                 state[copies[:, 1]] = state[copies[:, 0]]
         sizes = {"num_tokens": step.num_tokens, "num_logits": len(inputs["logits_indices"])}
         arenas = {False: Arena(schedule.token_bytes, sizes["num_tokens"]),
-                  True: Arena(schedule.logit_bytes, sizes["num_logits"])}
+                  True: Arena(schedule.logit_bytes, step.batch_size if self.manifest.pooling
+                              else sizes["num_logits"])}
         decode = sizes["num_tokens"] == sizes["num_logits"] == step.batch_size
         moved: dict[int, int] = {}  # values that alias another value's memory
         kept: dict[str, np.ndarray] = {}
@@ -325,6 +334,9 @@ class Interpreters:
     def compute(self, step: Step) -> np.ndarray:
         return self._on_all(lambda rank: rank.compute(step))[0]
 
+    def pool(self, step: Step) -> list[np.ndarray]:
+        return self._on_all(lambda rank: rank.pool(step))[0]
+
     def propose(self, step: Step, output: StepOutput) -> np.ndarray:
         return self._on_all(lambda rank: rank.propose(step, output))[0]
 
@@ -343,7 +355,7 @@ class DraftsAhead(HostSampling):
 
     def __init__(self, ranks: Interpreters, limits: EngineLimits) -> None:
         by_model = limits.proposes and not limits.prompt_lookup
-        super().__init__(ranks, limits, ranks.propose if by_model else None)
+        super().__init__(ranks, limits, ranks.propose if by_model else None, ranks.pool)
         self._lengths: dict[int, int] = {}  # by slot
         self._drafts: dict[int, list[int]] = {}
         self._looks_up: dict[int, bool] = {}

@@ -22,6 +22,7 @@ from llmc.artifacts.manifest import (
     DRAFT_TOKEN_IDS,
     HIDDEN,
     HIDDEN_OUT,
+    POOLED,
     Chip,
     FileEntry,
     GraphStep,
@@ -67,6 +68,8 @@ from llmc.targets import CUDA
 _FILES = {"model": (CUDA.engine_file, "graph.onnx"), "encoder": (CUDA.encoder_file, "encoder.onnx"),
           "draft": (CUDA.draft_file, "draft.onnx")}
 _ALIGNMENT = 16
+_RESULTS = ("logits", POOLED)
+_FEW_ROWS = ("num_logits", "batch")  # rows of values in the arena of logits
 _MEMORY_ROWS = ProgramTensor(name="memory_rows", kind="input", dtype="int64",
                                shape=("num_tokens",))
 
@@ -123,7 +126,7 @@ def program_of(graph: gs.Graph, dtype: str) -> Program:
     # Caches are updated in place: a layer's present cache is the past cache.
     in_place = {id(present): past for node in graph.nodes for past, present in caches(node)}
     outputs = [tensor for tensor in graph.outputs if id(tensor) not in kept]
-    memory = outputs if all(t.name != "logits" for t in outputs) else []  # encoder outputs
+    memory = outputs if all(t.name not in _RESULTS for t in outputs) else []  # encoder outputs
     given = [tensor for tensor in graph.inputs if tensor.name == HIDDEN]  # by the engine, a value
     numbers: dict[int, int] = {}
     tensors: list[ProgramTensor] = []
@@ -168,7 +171,8 @@ def program_of(graph: gs.Graph, dtype: str) -> Program:
     named = {tensor.name: number(tensor) for tensor in (*outputs, *given)}
     reads = HIDDEN_OUT in named  # a draft model
     return Program(tensors=tuple(tensors), nodes=tuple(nodes), token_bytes=sizes[False],
-                    logit_bytes=sizes[True], logits=named.get("logits", -1),
+                    logit_bytes=sizes[True],
+                    logits=next((named[name] for name in _RESULTS if name in named), -1),
                     features=-1 if reads else named.get(HIDDEN, -1),
                     hidden=named.get(HIDDEN, -1) if reads else -1,
                     hidden_out=named.get(HIDDEN_OUT, -1))
@@ -243,7 +247,7 @@ def _describe(tensor: gs.Tensor, kept: Literal["cache", "state"] | None, offsets
                                shape=shape)
     return ProgramTensor(name=tensor.name, kind="value", dtype=_name(numpy_dtype(dtype)),
                            shape=shape, offset=offsets[id(tensor)],
-                           per_logit=shape[0] == "num_logits")
+                           per_logit=shape[0] in _FEW_ROWS)
 
 
 def _name(dtype: np.dtype | type | str) -> ProgramDType:
@@ -259,7 +263,8 @@ def _plan(graph: gs.Graph, kept: Collection[int], memory: Sequence[gs.Tensor], d
     Tensors have `dtype` except those in `dtypes`. Those in `given` live from the start to the end.
 
     Returns:
-        Offsets by tensor, and the arena's size for per-token (False) and per-logit (True) tensors.
+        Offsets by tensor, and the arena's size for per-token (False) and per-logit (True) tensors;
+        pooled rows are among the latter.
     """
     last_use: dict[int, int] = {}
     for step, node in enumerate(graph.nodes):
@@ -285,7 +290,7 @@ def _plan(graph: gs.Graph, kept: Collection[int], memory: Sequence[gs.Tensor], d
     totals = {False: 0, True: 0}
     placed: list[tuple[bool, int, int, int, int]] = []  # logits?, first step, last step, start, end
     for step, tensor in sorted(values, key=lambda value: -size(value[1])):
-        is_logit = tensor.shape[0] == "num_logits"
+        is_logit = tensor.shape[0] in _FEW_ROWS
         end_step = last_use[id(tensor)]
         busy = sorted((start, end) for kind, first, last, start, end in placed
                       if kind == is_logit and first <= end_step and last >= step)

@@ -39,17 +39,17 @@ HostArray<T> records(const Array<uint8_t>& bytes) {
 }
 
 // Parameters of `Engine.submit` and `Program.check_step`, in order.
-#define LLMC_STEP                                                                              \
-  Array<int64_t> token_ids, Array<int32_t> cu_seqlens, Array<int32_t> past_lens,               \
-      Array<int32_t> block_tables, Array<int32_t> slots, int num_decode, bool verifies,        \
-      Array<int32_t> sample, Array<int32_t> num_drafts, Array<int32_t> copies, int candidates, \
-      int logits, Array<int32_t> memory_starts, Array<int32_t> memory_lens,                    \
-      Array<int32_t> mask_rows, Array<uint32_t> masks, Array<int32_t> state_slots,             \
-      Array<int32_t> commit_lens, Array<int32_t> state_copies, Array<int32_t> scored_rows,     \
-      Array<int64_t> scored_targets, Array<int32_t> scored_counts, Array<int64_t> next_tokens, \
-      int propose, Array<int32_t> unread, Array<int32_t> lora_ids, Array<int32_t> admit_slots, \
-      Array<uint8_t> admit_states, Array<int32_t> admit_prompts, Array<int32_t> admit_lengths, \
-      Array<int32_t> admit_tokens, Array<int32_t> admit_lists
+#define LLMC_STEP                                                                                 \
+  Array<int64_t> token_ids, Array<int32_t> cu_seqlens, Array<int32_t> past_lens,                  \
+      Array<int32_t> block_tables, Array<int32_t> slots, int num_decode, bool verifies,           \
+      Array<int32_t> sample, Array<int32_t> num_drafts, Array<int32_t> copies, int candidates,    \
+      int logits, Array<int32_t> memory_starts, Array<int32_t> memory_lens,                       \
+      Array<int32_t> mask_rows, Array<uint32_t> masks, Array<int32_t> state_slots,                \
+      Array<int32_t> commit_lens, Array<int32_t> state_copies, Array<int32_t> scored_rows,        \
+      Array<int64_t> scored_targets, Array<int32_t> scored_counts, Array<int64_t> next_tokens,    \
+      int propose, Array<int32_t> unread, Array<int32_t> lora_ids, Array<int64_t> token_type_ids, \
+      Array<int32_t> admit_slots, Array<uint8_t> admit_states, Array<int32_t> admit_prompts,      \
+      Array<int32_t> admit_lengths, Array<int32_t> admit_tokens, Array<int32_t> admit_lists
 #define LLMC_STEP_INPUTS                                                                          \
   StepInputs {                                                                                    \
     host(token_ids), host(cu_seqlens), host(past_lens), host(block_tables), host(slots),          \
@@ -57,7 +57,7 @@ HostArray<T> records(const Array<uint8_t>& bytes) {
         static_cast<Logits>(logits), host(memory_starts), host(memory_lens), host(mask_rows),     \
         host(masks), host(state_slots), host(commit_lens), host(state_copies), host(scored_rows), \
         host(scored_targets), host(scored_counts), host(next_tokens), propose, host(unread),      \
-        host(lora_ids), {                                                                         \
+        host(lora_ids), host(token_type_ids), {                                                   \
       host(admit_slots), records<kernels::SlotState>(admit_states), host(admit_prompts),          \
           host(admit_lengths), host(admit_tokens), host(admit_lists)                              \
     }                                                                                             \
@@ -128,6 +128,7 @@ void bind_program(nb::module_& m) {
           nb::kw_only(), nb::arg("logits"), nb::arg("vocab_size"), nb::arg("features"),
           nb::arg("hidden"), nb::arg("hidden_out"), nb::arg("token_ids"))
       .def("set_logits", &Program::set_logits)
+      .def("set_pooled", &Program::set_pooled)
       .def_prop_ro("block_bytes", &Program::block_bytes)
       // Raises unless an engine with these limits, this number of blocks and empty slots accepts
       // the step, with the checks of `Engine.submit` and `encode`. Returns the length of the shared
@@ -157,9 +158,9 @@ void bind_program(nb::module_& m) {
 }
 
 // The results of a step, copied: tokens, log-probability records or None, candidates' tokens and
-// log-probabilities, logits as float32 [num_logits, vocab_size], records of scored rows or None,
-// with drafts the number of tokens of each sequence, else None, the proposals of the draft model or
-// of prompt lookup, else None, and the tokens that match of the latter, else None.
+// log-probabilities, logits or pooled rows as float32 [num_logits, vocab_size], records of scored
+// rows or None, with drafts the number of tokens of each sequence, else None, the proposals of the
+// draft model or of prompt lookup, else None, and the tokens that match of the latter, else None.
 nb::tuple to_python(const Engine::Results& results, int vocab_size) {
   // Rows of the accepted tokens, in the order of sequences; all without drafts.
   std::vector<int32_t> kept, all_rows;

@@ -144,6 +144,7 @@ void Engine::place_tensors() {
   input(inputs_.memory_rows, kMemoryRows);
   input(inputs_.lora_ids, kLoraIds);
   input(inputs_.lora_logits_ids, kLoraLogitsIds);
+  input(inputs_.token_type_ids, kTokenTypeIds);
 }
 
 // Finds the tensors of each layer's adapters among the nodes' inputs.
@@ -560,15 +561,18 @@ int64_t Engine::submit(const StepInputs& inputs) {
   Step step = check_step(inputs, limits, program_.vocab_size(), sampler_->slots());
   if (inputs.num_drafts.size > 0 && limits.num_states > 0 && inputs_.commit_lens == nullptr)
     throw Error("the program cannot store recurrent states before drafts");
+  if ((inputs.logits == Logits::kPooled) != program_.pools())
+    throw Error(program_.pools() ? "a step of a program with pooled rows asks for logits"
+                                 : "a step asks for pooled rows, which the program lacks");
   use_device();
   Ticket& ticket = next_ticket();
   // A step of decoding sequences only is padded to a captured batch size, and computes all logits.
-  const bool captured =
-      step.num_decode == step.batch && step.batch <= limits.decoding() && !watches();
+  const bool captured = step.num_decode == step.batch && step.batch <= limits.decoding() &&
+                        !watches() && !program_.pools();
   const bool all = captured || inputs.logits == Logits::kAll;
   std::vector<int32_t> logits_indices;
   std::vector<int64_t> rows;  // rows of logits from which tokens are sampled
-  SampledRows sampled_rows = SampledRows::of(inputs);
+  SampledRows sampled_rows = program_.pools() ? SampledRows{} : SampledRows::of(inputs);
   for (int32_t token : sampled_rows.tokens) {
     rows.push_back(all ? token : static_cast<int64_t>(rows.size()));
     if (!all) logits_indices.push_back(token);
@@ -580,9 +584,11 @@ int64_t Engine::submit(const StepInputs& inputs) {
   }
   if (inputs.logits == Logits::kAll && !captured)
     for (int token = 0; token < step.num_tokens; ++token) logits_indices.push_back(token);
-  if (!captured && !selects_ && logits_indices.empty()) logits_indices.push_back(0);
+  if (!captured && !selects_ && !program_.pools() && logits_indices.empty())
+    logits_indices.push_back(0);
   const bool adapters = step.adapters;
-  if (captured) step = Step::of_decoding(padded(step.batch));
+  if (program_.pools()) step.num_logits = step.batch;
+  else if (captured) step = Step::of_decoding(padded(step.batch));
   else step.num_logits = static_cast<int>(logits_indices.size());
   step.adapters = adapters;
   step.verifies = inputs.verifies;
@@ -601,6 +607,9 @@ int64_t Engine::submit(const StepInputs& inputs) {
     const int64_t state_copies = packed.add(inputs.state_copies.data, inputs.state_copies.size);
     const int64_t mask_rows = packed.add(sampled_rows.mask_rows);
     const int64_t masks = packed.add(inputs.masks.data, inputs.masks.size);
+    std::vector<int64_t> token_types(inputs.token_type_ids.begin(), inputs.token_type_ids.end());
+    if (inputs_.token_type_ids != nullptr) token_types.resize(step.num_tokens);
+    const int64_t types = packed.add(token_types);
     const int64_t scores[] = {packed.add(scored),
                               packed.add(inputs.scored_targets.data, inputs.scored_targets.size),
                               packed.add(inputs.scored_counts.data, inputs.scored_counts.size)};
@@ -625,10 +634,20 @@ int64_t Engine::submit(const StepInputs& inputs) {
          at<int32_t>(received, offsets[4]), at<int32_t>(received, offsets[5])},
         states);
     prepare(received, sent);
+    if (inputs_.token_type_ids != nullptr)
+      check(kernels::transfer(inputs_.token_type_ids, received + types, 8ll * step.num_tokens,
+                              stream_.handle),
+            "copying token types");
     run(model_, step);
     if (adapters) check(cudaEventRecord(adapters_used_.handle, stream_.handle), "an event");
     step.adapters = false;  // a draft model takes none
     ticket.results = {};
+    if (program_.pools()) {
+      if (inputs.sample.size > 0) pool(ticket, step);
+      check(cudaEventRecord(ticket.done, stream_.handle), "an event");
+      ticket.number.store(submitted_);
+      return submitted_++;
+    }
     Tensor logits = resolve(program_.logits(), step);
     if (captured) logits.shape[0] = inputs.batch();
     Masks masked{};
@@ -709,6 +728,18 @@ void Engine::sample(Ticket& ticket, const StepInputs& inputs, const Tensor& logi
   if (inputs.logits == Logits::kNone || wanted.shape[0] == 0) return;
   results.num_logits = static_cast<int>(wanted.shape[0]);
   results.logits = read(ticket.logits, wanted.data, wanted.size() * width(wanted.dtype));
+}
+
+// Enqueues the copy of a step's pooled rows to the host.
+void Engine::pool(Ticket& ticket, const Step& step) {
+  const Tensor rows = resolve(program_.logits(), step);
+  const int64_t bytes = rows.size() * width(rows.dtype);
+  void* host = ticket.logits.at_least(bytes);
+  check(kernels::transfer(host, rows.data, bytes, stream_.handle), "reading pooled rows");
+  ticket.results.dtype = rows.dtype;
+  ticket.results.logits_width = rows.shape[1];
+  ticket.results.num_logits = static_cast<int>(rows.shape[0]);
+  ticket.results.logits = host;
 }
 
 // Computes log-probabilities of given tokens at these rows of the logits, and enqueues the copy to
@@ -836,8 +867,7 @@ void Engine::look_up(Ticket& ticket, const StepInputs& inputs, const int32_t* sl
   p.sequences = static_cast<int>(inputs.sample.size);
   p.count = inputs.propose;
   for (int32_t sequence : inputs.sample)
-    p.max_length =
-        std::max(p.max_length, inputs.past_lens[sequence] + inputs.fresh(sequence) + 1);
+    p.max_length = std::max(p.max_length, inputs.past_lens[sequence] + inputs.fresh(sequence) + 1);
   lookup_->find(p);
   const int64_t bytes = PromptLookup::bytes(p.sequences);
   void* host = ticket.drafts.at_least(bytes);
@@ -846,8 +876,8 @@ void Engine::look_up(Ticket& ticket, const StepInputs& inputs, const int32_t* sl
   results.num_drafting = p.sequences;
   results.proposed = p.count;
   results.drafts = static_cast<const int64_t*>(host);
-  results.matches = reinterpret_cast<const int32_t*>(
-      results.drafts + int64_t{kernels::kMaxProposals} * p.sequences);
+  results.matches = reinterpret_cast<const int32_t*>(results.drafts +
+                                                     int64_t{kernels::kMaxProposals} * p.sequences);
 }
 
 const Engine::Results& Engine::wait(int64_t number) {
@@ -897,14 +927,16 @@ void Engine::warm(const std::vector<int>& lengths, bool decode, bool verifies) {
   inputs.state_slots = {nobody.data(), static_cast<int64_t>(nobody.size())};
   inputs.commit_lens = {lengths.data(), batch};
   Step step = Step::of_decoding(batch);
-  if (!decode) step = {size, 1, batch, false, 0, longest, longest};
+  if (decode && program_.pools()) throw Error("a program with pooled rows does not decode");
+  if (!decode) step = {size, program_.pools() ? batch : 1, batch, false, 0, longest, longest};
   step.verifies = verifies;
   StagingBuffer packed;
   // All tokens are written to the padding block.
   const std::vector<int32_t> table(static_cast<int64_t>(batch) * limits.max_blocks(),
                                    limits.num_blocks);
   inputs.block_tables = {table.data(), static_cast<int64_t>(table.size())};
-  const Sent sent = pack(packed, inputs, {}, decode ? std::vector<int32_t>{} : index, batch);
+  const Sent sent =
+      pack(packed, inputs, {}, decode || program_.pools() ? std::vector<int32_t>{} : index, batch);
   prepare(send(packed), sent);
   gemm_->time_algorithms(decode || size == limits.max_tokens);
   attention_->make_plans(true);

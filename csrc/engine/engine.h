@@ -68,7 +68,7 @@ class Engine {
     int candidates;
     const int32_t* candidate_tokens;  // [num_sampled, candidates]
     const float* candidate_log_probs;
-    const void* logits;  // [num_logits, logits_width] or null
+    const void* logits;  // [num_logits, logits_width] or null; or pooled rows
     int64_t logits_width;
     DType dtype;
     int num_scored;
@@ -119,7 +119,7 @@ class Engine {
  private:
   // Addresses of the inputs; null if the model lacks the input.
   struct Inputs {
-    int64_t *input_ids, *position_ids, *logits_indices, *memory_rows;
+    int64_t *input_ids, *position_ids, *logits_indices, *memory_rows, *token_type_ids;
     int32_t *cu_seqlens, *past_lens, *block_table, *state_slots, *commit_lens, *memory_starts,
         *memory_lens, *lora_ids, *lora_logits_ids;
   };
@@ -187,6 +187,7 @@ class Engine {
               const std::vector<int64_t>& rows, const std::vector<int32_t>& slots,
               const int32_t* device_slots, const int64_t* device_rows, const Masks& masks,
               const DraftedRows* drafted);
+  void pool(Ticket& ticket, const Step& step);
   void score(Ticket& ticket, const Tensor& logits, const std::vector<int64_t>& rows,
              const int64_t* device_rows, const int64_t* targets, const int32_t* counts);
   void find_candidates(Ticket& ticket, const Tensor& rows, int count);

@@ -18,6 +18,7 @@ const std::map<std::string, InputType>& input_types() {
   static const std::map<std::string, InputType> types = {
       {"input_ids", {DType::kInt64, kNumTokens, true, true}},
       {"position_ids", {DType::kInt64, kNumTokens, true, true}},
+      {kTokenTypeIds, {DType::kInt64, kNumTokens, true, false}},
       {"cu_seqlens", {DType::kInt32, kBatchPlus1, true, true}},
       {"past_lens", {DType::kInt32, kBatch, true, false}},
       {"logits_indices", {DType::kInt64, kNumLogits, true, false}},
@@ -33,14 +34,14 @@ const std::map<std::string, InputType>& input_types() {
 }
 
 // The step input that an op's port takes. Kernels rely on the checks of step inputs, so no other
-// tensor may be bound; an Embedding may also look up position_ids, and a layer of rows of logits
-// takes their adapters.
+// tensor may be bound; an Embedding may also look up position_ids and token_type_ids, and a layer
+// of rows of logits takes their adapters.
 std::string step_input(const std::string& port) {
   return port == "key_starts" ? kMemoryStarts : port == "key_lens" ? kMemoryLens : port;
 }
 bool serves(const std::string& port, const std::string& input) {
-  return input == step_input(port) || (port == "input_ids" && input == "position_ids") ||
-         (port == kLoraIds && input == kLoraLogitsIds);
+  return input == step_input(port) || (port == kLoraIds && input == kLoraLogitsIds) ||
+         (port == "input_ids" && (input == "position_ids" || input == kTokenTypeIds));
 }
 
 // Whether the port takes a step input.
@@ -49,7 +50,7 @@ bool is_of_step(const Port& port) { return input_types().count(step_input(port.n
 // Whether a draft model may read the input: it has no recurrent states, encoder or adapters.
 bool is_of_draft(const std::string& input) {
   return input != kStateSlots && input != kMemoryStarts && input != kMemoryLens &&
-         input != kLoraIds && input != kLoraLogitsIds;
+         input != kLoraIds && input != kLoraLogitsIds && input != kTokenTypeIds;
 }
 
 // Whether the port takes what Program::add_adapters() declares.
@@ -195,9 +196,13 @@ int Program::add_value(DType dtype, const Shape& shape, int64_t offset, bool per
       dtype != DType::kFloat8)
     throw Error(std::string("a value of ") + name_of(dtype) + "; the engine computes in " +
                 name_of(dtype_));
-  if (shape.size() < 2 || shape[0] != (per_logit ? kNumLogits : kNumTokens))
+  const bool pooled = per_logit && !shape.empty() && shape[0] == kBatch;
+  if (shape.size() < 2 || (!pooled && shape[0] != (per_logit ? kNumLogits : kNumTokens)))
     throw Error(std::string("a value's shape does not begin with ") +
-                (per_logit ? "num_logits" : "num_tokens"));
+                (per_logit ? "num_logits or batch" : "num_tokens"));
+  if (pooled && limits_.max_batch > limits_.max_logits)
+    throw Error("pooled rows of max_batch " + std::to_string(limits_.max_batch) +
+                " sequences exceed max_logits " + std::to_string(limits_.max_logits));
   const int64_t bytes = count_of(Shape(shape.begin() + 1, shape.end())) * width(dtype);
   const int64_t room = per_logit ? logit_bytes(of_draft) : token_bytes(of_draft);
   if (offset < 0 || offset % 16 != 0 || offset > room || bytes > room - offset)
@@ -397,6 +402,18 @@ void Program::set_logits(int number, int vocab_size) {
   vocab_size_ = vocab_size;
 }
 
+void Program::set_pooled(int number) {
+  const Declared& rows = tensor(number);
+  if (rows.kind != Kind::kValue || rows.shape.size() != 2 || rows.shape[0] == kNumLogits ||
+      rows.of_draft)
+    throw Error("tensor " + std::to_string(number) +
+                " is not a value with batch or num_tokens rows");
+  if (rows.dtype != dtype_) throw Error(std::string("pooled rows are of ") + name_of(rows.dtype));
+  logits_ = number;
+  vocab_size_ = static_cast<int>(rows.shape[1]);
+  pools_ = true;
+}
+
 void Program::set_draft(const DraftTensors& draft) {
   check_logits(draft.logits, draft.vocab_size, true);
   if (draft.hidden != -1 || draft.hidden_out != -1 || draft.features != -1) check_features(draft);
@@ -429,7 +446,7 @@ void Program::check_features(const DraftTensors& draft) const {
 
 void Program::check_logits(int number, int vocab_size, bool of_draft) const {
   const Declared& logits = tensor(number);
-  if (logits.kind != Kind::kValue || !logits.per_logit || logits.shape.size() != 2)
+  if (logits.kind != Kind::kValue || logits.shape.size() != 2 || logits.shape[0] != kNumLogits)
     throw Error("tensor " + std::to_string(number) + " is not a value with num_logits rows");
   if (logits.dtype != dtype_) throw Error(std::string("logits are of ") + name_of(logits.dtype));
   if (vocab_size < 1 || vocab_size > logits.shape[1])

@@ -13,12 +13,13 @@
 namespace llmc {
 
 // Optional inputs of a step: block tables, state indices, tokens after which states are stored, the
-// rows of each prompt in the encoder output, the rows to which encoder tokens are written, and the
-// slots of the adapters of tokens and of rows of logits.
+// rows of each prompt in the encoder output, the rows to which encoder tokens are written, the
+// slots of the adapters of tokens and of rows of logits, and token types.
 inline constexpr const char *kBlockTable = "block_table", *kStateSlots = "state_slots",
                             *kCommitLens = "commit_lens", *kMemoryStarts = "memory_starts",
                             *kMemoryLens = "encoder_sequence_length", *kMemoryRows = "memory_rows",
-                            *kLoraIds = "lora_ids", *kLoraLogitsIds = "lora_logits_ids";
+                            *kLoraIds = "lora_ids", *kLoraLogitsIds = "lora_logits_ids",
+                            *kTokenTypeIds = "token_type_ids";
 
 // The programs of a rank. A draft model's values have a separate arena.
 enum class Part { kModel, kEncoder, kDraft };
@@ -94,7 +95,9 @@ class Program {
   void add_node(const std::string& op, std::unique_ptr<Plugin> plugin,
                 const std::vector<int>& inputs, const std::vector<int>& outputs,
                 Part part = Part::kModel);
+  // Declares the result: logits, or pooled rows of each sequence or token, of any width.
   void set_logits(int tensor, int vocab_size);
+  void set_pooled(int tensor);
   // Call after the nodes of the draft model.
   void set_draft(const DraftTensors& tensors);
   // Declares the inputs that every step has. Call last.
@@ -113,6 +116,7 @@ class Program {
   const std::vector<Node>& nodes(Part part) const { return nodes_[static_cast<size_t>(part)]; }
   const DraftTensors& draft() const { return draft_; }
   int logits() const { return logits_; }
+  bool pools() const { return pools_; }
   int vocab_size() const { return vocab_size_; }
 
   const Declared& tensor(int number) const;
@@ -142,6 +146,7 @@ class Program {
   std::map<std::string, int> inputs_;
   std::array<std::vector<Node>, 3> nodes_;  // by Part
   int logits_ = -1, vocab_size_ = 0;
+  bool pools_ = false;  // `logits_` are pooled rows, and vocab_size_ their width
   DraftTensors draft_;
 };
 

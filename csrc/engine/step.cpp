@@ -279,6 +279,9 @@ Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size,
                 text(limits.max_logits));
   check_starts(inputs.cu_seqlens, batch, num_tokens);
   check_range("token_ids", inputs.token_ids, -1 - limits.max_proposals, int64_t{1} << 31);
+  if (inputs.token_type_ids.size > 0)
+    check_size("token_type_ids", inputs.token_type_ids.size, num_tokens);
+  check_range("token_type_ids", inputs.token_type_ids, 0, int64_t{1} << 31);
   if (inputs.verifies) check_range("slots", inputs.slots, 0, limits.max_batch);
   else check_distinct("slots", inputs.slots, limits.max_batch);
   check_size("slots", inputs.slots.size, batch);

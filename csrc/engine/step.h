@@ -70,7 +70,8 @@ struct Step {
   static Step of_decoding(int batch) { return {batch, batch, batch, true, batch, 0, 0}; }
 };
 
-enum class Logits : int32_t { kNone, kSampled, kAll };
+// kPooled: the pooled rows of a program that has no logits.
+enum class Logits : int32_t { kNone, kSampled, kAll, kPooled };
 
 // Sequences that are installed in slots: see kernels::AdmitParams. `tokens` are the prompt and
 // generated tokens of all; `lists` the lists of all; processing.lists of a
@@ -117,6 +118,7 @@ struct StepInputs {
                               // the device subtracts rejected ones; empty: none
   HostArray<int32_t> lora_ids;  // [num_tokens], the slot of each token's adapter, or -1; empty: no
                                 // token has one
+  HostArray<int64_t> token_type_ids;  // [num_tokens], or empty: all are 0
   Admissions admit;
 
   int batch() const { return static_cast<int>(past_lens.size); }

@@ -32,7 +32,7 @@ from llmc.runtime.engines.admission import Admissions
 from llmc.runtime.engines.state_slots import StateSlots
 from llmc.runtime.engines.tuning import read_choices, tuning_file, write_choices
 from llmc.runtime.sampling.beam_search import Candidates
-from llmc.runtime.sampling.sampler import Logprobs
+from llmc.runtime.sampling.sampler import NONE_ALLOWED, Logprobs
 from llmc.runtime.sampling.slot_params import LOGPROBS
 
 SIZES: dict[int | str, int] = {"num_tokens": -1, "num_logits": -2, "batch": -3, "batch_plus_1": -4,
@@ -166,13 +166,16 @@ class CudaEngine:
             drafts_ahead=prompt_lookup or (draft and not chip.states),
             lookahead=int(draft and bool(chip.features)),
             longest_first=True,  # balances multiprocessors
-            keeps_states=bool(chip.states), max_loras=max_loras, max_lora_rank=max_lora_rank)
+            keeps_states=bool(chip.states), whole=manifest.is_whole, max_loras=max_loras,
+            max_lora_rank=max_lora_rank)
         self._rank = chip.rank
         self._states: StateSlots | None = None  # created by `allocate`
         self._num_logprobs: dict[int, int | None] = {}  # number of log-probabilities, by slot
         # By ticket: numbers of log-probabilities of sampled slots and of scored rows, and whether
         # the step proposes drafts.
         self._in_flight: dict[int, tuple[list[int | None], list[int], bool]] = {}
+        self._pooling = manifest.pooling
+        self._pooled: dict[int, Step] = {}  # steps in flight that return pooled rows, by ticket
         limits = dict(dtype=manifest.dtype, max_batch=max_rows, max_states=max_batch_size,
                       max_tokens=-(-max_tokens // _ALIGNED) * _ALIGNED,
                       max_logits=-(-self._limits.max_logits // 8) * 8,
@@ -270,7 +273,8 @@ class CudaEngine:
         most = min(self._limits.max_slots, sizes[0])  # larger steps have drafts
         decode_sizes = [size for size in sizes if size < most] + \
             [min(size for size in sizes if size >= most)]
-        steps += [([1] * size, True, False) for size in sorted(decode_sizes, reverse=True)]
+        if self._pooling is None:
+            steps += [([1] * size, True, False) for size in sorted(decode_sizes, reverse=True)]
         if self._max_drafts:
             steps += [([1] * size, True, True) for size in sizes if size > 1]
         console = Console(stderr=True)
@@ -287,8 +291,10 @@ class CudaEngine:
         """See `Engine`.
 
         With logits of all tokens, nothing is sampled or drafted. A slot without an admitted
-        sequence samples greedily.
+        sequence samples greedily. A step that returns pooled rows neither samples nor admits.
         """
+        if self._pooling is not None:
+            step = replace(step, admit={}, logits="pooled")
         if step.logits == "all":
             step = replace(step, sample=_NONE, propose=None)
         with self._translate_errors():
@@ -300,6 +306,8 @@ class CudaEngine:
             ticket: int = self._engine.submit(
                 *step_arrays(step, self._mem_max_seq_len, self._states,
                              self._max_rows if self._max_drafts else 0))
+        if step.logits == "pooled":
+            self._pooled[ticket] = step
         for slot, state in step.admit.items():
             self._num_logprobs[slot] = state.sampler.params.logprobs if state.sampler else None
         self._in_flight[ticket] = ([self._num_logprobs.get(slot) for slot in
@@ -313,6 +321,9 @@ class CudaEngine:
             tokens, records, candidates, log_probs, logits, scored, lengths, drafts, matches = \
                 self._engine.collect(ticket)
         num_logprobs, counts, proposes = self._in_flight.pop(ticket)
+        step = self._pooled.pop(ticket, None)
+        if step is not None:
+            return self._pooled_output(step, logits)
         if proposes and drafts is None:
             drafts = np.empty((len(num_logprobs), 0), np.int64)
         if lengths is not None:
@@ -328,6 +339,20 @@ class CudaEngine:
                            replace(logprobs_of(record, count), rank=int(record["rank"]))
                            for record, count in zip(scored.view(LOGPROBS), counts, strict=True)],
                        lengths, drafts, matches)
+
+    def _pooled_output(self, step: Step, rows: np.ndarray | None) -> StepOutput:
+        """The results of a step that returns pooled rows.
+
+        Args:
+            rows: of each sequence of the step, or of each token of a token classifier; None if the
+                step samples no sequence.
+        """
+        pooled: list[np.ndarray] = []
+        if rows is not None and self._pooling is not None:
+            each = np.split(rows, step.cu_seqlens[1:-1]) if self._pooling.per_token else rows
+            pooled = [each[index] for index in step.sample.tolist()]
+        count = len(step.sample)
+        return StepOutput(np.full(count, NONE_ALLOWED), [None] * count, pooled=pooled)
 
     def _encode(self, prompts: Mapping[int, Sequence[int]]) -> None:
         """Run the encoder, in batches limited by max_batch_size and max_tokens."""
@@ -352,8 +377,8 @@ class CudaEngine:
         The host waits after every node.
 
         Returns:
-            float32 [num_tokens or num_logits, width] outputs of every node, in order, by tensor
-            name, including the logits of all tokens. FP8 codes are omitted, since only the
+            float32 [num_tokens, num_logits or batch, width] outputs of every node, in order, by
+            tensor name, including the logits of all tokens. FP8 codes are omitted, since only the
             kernels know their layout.
         """
         numbers = [number for node in self._program.nodes for number in node.outputs
@@ -364,8 +389,8 @@ class CudaEngine:
             self._execute(step)
             for number in numbers:
                 tensor = self._program.tensors[number]
-                value = np.empty([step.num_tokens if isinstance(dim, str) else dim
-                                  for dim in tensor.shape], np.float32)
+                rows = step.batch_size if tensor.shape[0] == "batch" else step.num_tokens
+                value = np.empty((rows, tensor.width), np.float32)
                 self._engine.read_watched(number, value)
                 values[tensor.name] = value
         finally:
@@ -373,8 +398,10 @@ class CudaEngine:
         return values
 
     def _execute(self, step: Step) -> np.ndarray:
-        """Execute a step without sampling and return the logits of all tokens."""
+        """Execute a step without sampling; return the logits of all tokens, or the pooled rows."""
         output = self.collect(self.submit(replace(step, candidates=0, logits="all")))
+        if self._pooling is not None:
+            return np.vstack(output.pooled)
         assert output.logits is not None
         return output.logits
 
@@ -477,11 +504,11 @@ def step_arrays(step: Step, mem_max_seq_len: int = 0, states: StateSlots | None 
     admit = Admissions.of(step.admit)
     return (step.token_ids, step.cu_seqlens, step.past_lens, step.block_tables, step.slots,
             step.num_decode, verifies, step.sample, num_drafts, step.copies, step.candidates,
-            ("none", "sampled", "all").index(step.logits), starts, lens, mask_rows, masks,
+            ("none", "sampled", "all", "pooled").index(step.logits), starts, lens, mask_rows, masks,
             state_slots, commit_lens, state_copies, step.scored.rows.astype(np.int32),
             step.scored.targets, step.scored.counts, step.next_tokens,
             -1 if step.propose is None else step.propose, step.unread,
-            step.lora_ids if len(step.adapters) else _NONE, *admit.arrays())
+            step.lora_ids if len(step.adapters) else _NONE, step.token_type_ids, *admit.arrays())
 
 
 def as_rows(step: Step) -> Step:
@@ -626,7 +653,10 @@ def build_program(declared: Any, programs: Mapping[Part, Program],
         except (TypeError, LookupError) as error:
             raise LlmcError(f"the schedule has an invalid size or attribute ({error}); compile "
                             f"the model again") from error
-    declared.set_logits(model.logits, manifest.dims.vocab_size)
+    if manifest.pooling is None:
+        declared.set_logits(model.logits, manifest.dims.vocab_size)
+    else:
+        declared.set_pooled(model.logits)
     return weights
 
 

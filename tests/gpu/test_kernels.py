@@ -22,6 +22,7 @@ from llmc.plugins.attention.op import _sample
 from llmc.plugins.bidirectional_attention.op import _sample as bidirectional_sample
 from llmc.plugins.cached_attention.op import _reading
 from llmc.plugins.code_types import CODE_TYPES
+from llmc.plugins.pool.op import KINDS
 from llmc.plugins.quantization import BLOCK, blocks_shape, dequantized, pack
 
 # Relative to the reference's largest value, for one rounding of inputs and outputs to the dtype.
@@ -139,12 +140,49 @@ def test_attention_refuses_an_unsupported_head_dim(extension, op):
     ((1,) * 6, 64, 8, 8, {"starts": (600,) * 3 + (0,) * 3, "lens": (500,) * 3 + (77,) * 3}),
     ((1,), 80, 6, 1, {"starts": (40,), "lens": (1000,), "biased": 30}),
     ((5, 1, 0, 9), 96, 4, 4, {"starts": (0, 0, 90, 60), "lens": (60, 60, 1, 30)}),
+    ((130, 3, 0, 64, 200), 32, 4, 4, {}),
+    ((300, 17, 65), 64, 4, 2, {"window": 40, "rotary_dim": 64}),
+    ((300, 17, 65), 80, 4, 2, {"window": 7, "rotary_dim": 32, "interleaved": 1}),
+    ((70, 129), 128, 4, 2, {"rotary_dim": 128, "normed": True, "softcap": 5.0}),
+    ((70, 129), 256, 3, 1, {"rotary_dim": 256, "normed": True, "norm_after_rotary": 1,
+                            "window": 100}),
 ])
 def test_attention_in_both_directions(extension, new, dim, heads, kv_heads, more, dtype):
     sample = bidirectional_sample(np.random.default_rng(1), new, dim, heads=heads,
                                   kv_heads=kv_heads, **more)
     check(extension, plugins.registry()["BidirectionalAttention"], sample.fields, sample.inputs,
           dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [16, 64])  # on tensor cores, and not
+def test_sequences_are_independent_of_one_with_nan(extension, dim, dtype):
+    op = plugins.registry()["BidirectionalAttention"]
+    sample = bidirectional_sample(np.random.default_rng(2), (5, 70, 9), dim)
+    fields = op.complete(sample.fields)
+    tensors = tensors_of(op, fields, sample.inputs, dtype)
+    expected, = op.reference(fields, {
+        name: tensor.cpu().numpy() if name == "cu_seqlens" else tensor.double().cpu().numpy()
+        for name, tensor in tensors.items()})
+    for name in ("query", "key", "value"):
+        tensors[name][5:75] = float("nan")
+    out = torch.empty(expected.shape, device="cuda", dtype=DTYPES[dtype])
+    given = [describe(tensors[name]) if name in tensors else (0, "float32", [])
+             for name in op.input_names]
+    extension.run_op(op.name, dict(fields), given, [describe(out)])
+    actual = out.double().cpu().numpy()
+    for rows in (slice(5), slice(75, None)):
+        assert np.abs(actual[rows] - expected[rows]).max() < TOLERANCE[dtype] * 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("lengths", "hidden"), [
+    ((512, 1, 33, 64), 1024), ((3, 2), 1), ((2000,), 4100), ((1,) * 300, 384)])
+def test_pooling_of_long_and_many_sequences(extension, lengths, hidden, kind, dtype):
+    x = np.random.default_rng(0).standard_normal((sum(lengths), hidden)).astype(np.float32)
+    check(extension, plugins.registry()["Pool"], {"kind": kind}, {
+        "x": x, "cu_seqlens": np.cumsum([0, *lengths]).astype(np.int32)}, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -41,7 +41,7 @@ from llmc.plugins.attention.op import (
     check_heads,
     rotated,
 )
-from llmc.plugins.roles import Attention, ByHeads
+from llmc.plugins.roles import Attention, ByHeads, Columns
 
 
 def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
@@ -258,10 +258,10 @@ OP = Op(
     dims=_dims,
     shard=(ByHeads({"query": "q", "key": "k", "value": "v"}, per_head=("distance_bias",)),),
     attention=Attention(memory=("key", "value")),
+    columns=(Columns("query"), Columns("key"), Columns("value")),
     body=_body,
     float32_inputs=frozenset({"distance_bias", "cos", "sin", "q_norm", "k_norm"}),
     integer_inputs=frozenset({"cu_seqlens", "key_starts", "key_lens"}),
-    coreless=frozenset({"cos", "sin", "q_norm", "k_norm", "softcap", "window"}),
     core_most={"head_dim": 256},
     core_multiple={"head_dim": 8},
     reference=_reference,

@@ -52,19 +52,25 @@ struct Tensor {
   }
 };
 
-// A dimension that may be symbolic: a dimension of an input, times a number, divided by a number;
-// or a number.
+// A dimension that may be symbolic: a dimension of an input, times a number, divided by a number,
+// less a number; or a number.
 class Dim {
  public:
   Dim(int64_t number) : times(number) {}
   Dim(int input, int axis) : input(input), axis(axis) {}
   Dim operator*(int64_t number) const { return scaled(times * number, over); }
   Dim operator/(int64_t number) const { return scaled(times, over * number); }  // rounds down
+  // Not to be scaled afterwards.
+  Dim operator-(int64_t number) const {
+    Dim made = *this;
+    made.less += number;
+    return made;
+  }
   // Whether it is a number, and its value.
   bool known() const { return input < 0; }
-  int64_t number() const { return times / over; }
+  int64_t number() const { return times / over - less; }
 
-  int64_t times = 1, over = 1;
+  int64_t times = 1, over = 1, less = 0;
   int input = -1, axis = -1;  // -1: a number
 
  private:
