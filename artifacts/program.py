@@ -161,7 +161,7 @@ class Program(_Frozen):
 
     `features` is the value of a model that its draft model reads. In the draft model's program, the
     engine writes that to the value `hidden` before the first node; `hidden_out` replaces it for
-    the next draft. All are -1 where they are absent.
+    the next draft, unless all are computed in one pass. All are -1 where they are absent.
     """
 
     tensors: tuple[ProgramTensor, ...]
@@ -184,6 +184,16 @@ class Program(_Frozen):
                   if (op := plugins.registry().get(node.op)) is not None
                   for number, name in zip(node.outputs, op.outputs, strict=False))
         return {number: dtype for number, dtype in dtypes if number >= 0 and dtype}
+
+    @cached_property
+    def read(self) -> frozenset[int]:
+        """Indices of the model's caches that a draft model reads."""
+        if self.hidden < 0:
+            return frozenset()
+        written = {node.inputs[index] for node in self.nodes for index in _in_place(node).values()
+                   if index < len(node.inputs)}
+        return frozenset(number for node in self.nodes for number in self._caches_read(node)
+                         if number >= 0) - written
 
     def named(self, *kinds: str) -> dict[str, ProgramTensor]:
         """Return the tensors of these kinds by name."""
@@ -255,20 +265,22 @@ class Program(_Frozen):
     def _check_features(self) -> None:
         """Check that the values for a draft model have a row for each token."""
         found = dict(self._features())
-        if ("hidden" in found) != ("hidden_out" in found) or len(found) == 3 or (
+        of_model, of_draft = "features" in found, "hidden" in found
+        if (of_model == of_draft and found) or (of_model and len(found) > 1) or (
                 found and self.of_encoder):
             raise ValueError(f"the program has {' and '.join(found)}, expected features of a "
-                             f"model, or hidden and hidden_out of a draft model")
+                             f"model, or hidden and perhaps hidden_out of a draft model")
         for name, number in found.items():
             tensor = self.tensors[number]
             if (tensor.kind, tensor.shape[0]) != ("value", "num_tokens") or number in self.exact:
                 raise ValueError(f"the {name} are {tensor.kind} {tensor.name!r} "
                                  f"{list(tensor.shape)}, expected a value of num_tokens rows")
-        if self.hidden >= 0:
+        if self.hidden_out >= 0:
             shapes = [self.tensors[number].shape for number in (self.hidden, self.hidden_out)]
             if shapes[0] != shapes[1]:
                 raise ValueError(f"the hidden_out are {list(shapes[1])}, expected "
                                  f"{list(shapes[0])}")
+        if self.hidden >= 0:
             view = next((tensor for tensor in self.tensors if tensor.of == self.hidden), None)
             if view is not None:  # the engine reads the features elsewhere
                 raise ValueError(f"{view.name!r} is a view of the draft model's features")
@@ -304,7 +316,7 @@ class Program(_Frozen):
                                          f"or that is read-only")
                     writers[number] = index
                 for number in self._caches_read(node):
-                    if number not in written:
+                    if number not in written | self.read:
                         raise ValueError(f"reads {self.tensors[number].name!r} before it is "
                                          f"written")
                 for number in given:
@@ -314,7 +326,7 @@ class Program(_Frozen):
             except ValueError as error:
                 raise ValueError(f"node {index}, {node.op!r}: {error}") from error
         for number, tensor in enumerate(self.tensors):
-            known = {"value": writers, "cache": written, "state": written}
+            known = {"value": writers, "cache": written | self.read, "state": written}
             if number not in known.get(tensor.kind, (number,)):
                 raise ValueError(f"no node writes {tensor.kind} {tensor.name!r}")
         if not self.of_encoder and self.logits not in writers:
@@ -572,7 +584,7 @@ def read_chip_programs(manifest: Manifest, chip: Chip, case_dir: Path) -> ChipPr
     try:
         for part, program in programs.items():
             _check_manifest(part, program, manifest, chip, stored)
-        _check_features(programs)
+        _check_features(programs, manifest)
         _check_names([*programs.values()], chip)
         if chip.rank == 0:
             _check_ranks([programs, *(_read_steps(other, case_dir)
@@ -610,7 +622,7 @@ def _check_manifest(part: Part, program: Program, manifest: Manifest, chip: Chip
     """Check each tensor and each op's attributes against the manifest."""
     dims, encoder = manifest.dims, chip.encoder
     owner = _owners(chip)[part]
-    caches = chip.draft_caches if part == "draft" else chip.caches
+    caches = chip.draft_caches if part == "draft" and not program.read else chip.caches
     if program.of_encoder != (part == "encoder"):
         raise ValueError(f"a program is {'' if program.of_encoder else 'not '}an encoder's")
     memory = {tensor.name: tensor.width for tensor in encoder.outputs} if encoder else {}
@@ -650,7 +662,7 @@ def _check_manifest(part: Part, program: Program, manifest: Manifest, chip: Chip
     _check_attributes_and_tables(program, manifest, chip, owner)
 
 
-def _check_features(programs: Mapping[Part, Program]) -> None:
+def _check_features(programs: Mapping[Part, Program], manifest: Manifest) -> None:
     """Check that the draft model reads the features that the model writes."""
     model, draft = programs["model"], programs.get("draft")
     reads = draft is not None and draft.hidden >= 0
@@ -659,6 +671,13 @@ def _check_features(programs: Mapping[Part, Program]) -> None:
             reads != (model.features >= 0):
         raise ValueError("the model and its draft model differ in the features")
     if draft is not None and reads:
+        chains = manifest.draft is not None and manifest.draft.chain != "block"
+        if chains != (draft.hidden_out >= 0):
+            raise ValueError(f"the draft model has {'no ' if chains else ''}hidden_out, unlike "
+                             f"its chain of passes")
+        absent = {draft.tensors[number].name for number in draft.read} - {*model.named("cache")}
+        if absent:
+            raise ValueError(f"the draft model reads {min(absent)!r}, which the model lacks")
         written, given = model.tensors[model.features].shape, draft.tensors[draft.hidden].shape
         if written != given:
             raise ValueError(f"the model's features are {list(written)}, its draft model reads "
@@ -668,7 +687,7 @@ def _check_features(programs: Mapping[Part, Program]) -> None:
 def _check_step_names(program: Program, owner: _Owner,
                       memory: Mapping[str, int]) -> None:
     """Check that inputs and outputs are those of the step; position_ids may be unused."""
-    listed = {tensor.name for tensor in owner.inputs} - {HIDDEN}
+    listed = {tensor.name.removesuffix("_out") for tensor in owner.inputs} - {HIDDEN}
     used = {*program.named("input", "cache", "state", "memory")} - {MEMORY_ROWS}
     if program.of_encoder:
         scattered = {program.tensors[node.inputs[2]].name for node in program.nodes
@@ -686,7 +705,8 @@ def _check_attributes_and_tables(program: Program, manifest: Manifest, chip: Chi
     """Check heads, tp_size, and that tables have a row for each token and position."""
     limits, encoder = manifest.dims, manifest.encoder
     of_draft = isinstance(owner, DraftProgram)
-    first = len(chip.cache) if of_draft else 0  # layer
+    own_caches = of_draft and not program.read
+    first = len(chip.cache) if own_caches else 0  # layer
     heads = owner.num_heads if isinstance(owner, DraftProgram) else chip.num_heads
     vocab_size, length = (encoder.vocab_size, encoder.max_seq_len) \
         if program.of_encoder and encoder else (limits.vocab_size, limits.max_seq_len)
@@ -699,7 +719,7 @@ def _check_attributes_and_tables(program: Program, manifest: Manifest, chip: Chi
                  in zip(op.input_names, node.inputs, strict=False) if number >= 0} if op else {}
         if "key_cache" in given and "value_cache" in given:
             key, value = given["key_cache"].name, given["value_cache"].name
-            layer = first + [*(chip.draft_caches if of_draft else chip.caches)].index(key) // 2
+            layer = first + [*(chip.draft_caches if own_caches else chip.caches)].index(key) // 2
             if (key, value) != (f"key_cache_{layer}", f"value_cache_{layer}"):
                 raise ValueError(f"an attention op has the caches {key!r} and {value!r}")
             has_cache = op is not None and op.attention is not None and op.attention.caches

@@ -147,16 +147,20 @@ class Interpreter:
         counts = np.ones(len(firsts), np.int64) if output.counts is None else output.counts
         chosen, last = output.tokens[np.cumsum(counts) - 1], firsts + counts - 1
         assert all(sampled[row] == index for index, row in enumerate(last))
-        shifted = self.draft.hidden >= 0
+        assert self.manifest.draft is not None
+        if self.manifest.draft.chain == "block":
+            return self._propose_block(step, firsts, counts, chosen, tables)
+        back = int(self.manifest.draft.chain == "position")  # all passes are at the last position
+        shifted = self.draft.hidden >= 0 and not back
         ids[last] = np.maximum(chosen, 0)
         ends = step.position_ids[last] + 1
         longest, padding = self.manifest.dims.max_seq_len, self.limits.num_blocks
         ends[(chosen < 0) | (ends >= longest)] = -1
         draws = shifted and step.propose > 0
-        values = self._pass(step, ids if shifted else step.token_ids, last if draws else last[:0],
-                            self.features)
+        values = {} if back else self._pass(
+            step, ids if shifted else step.token_ids, last if draws else last[:0], self.features)
         drafts = np.full((len(last), step.propose), -1, np.int64)
-        tokens, hidden = np.maximum(chosen, 0), values.get("hidden_out")
+        tokens, hidden = np.maximum(chosen, 0), self.features if back else values.get("hidden_out")
         hidden = hidden[last] if hidden is not None else None
         if draws:
             tokens = self._draft_ids(values)
@@ -164,14 +168,38 @@ class Interpreter:
         table = np.where((ends[:, None] >= 0) & (step.block_tables[tables] >= 0),
                          step.block_tables[tables], padding)
         for index in range(int(draws), step.propose if len(last) else 0):
-            past = np.clip(ends, 0, longest - 1)
+            past = np.clip(ends - back, 0, longest - 1)
             one = Step.of([[token] for token in tokens.tolist()], past.tolist(), table.tolist(),
                           range(len(last)))
             values = self._pass(one, tokens, np.arange(len(last)), hidden)
             tokens, hidden = self._draft_ids(values), values.get("hidden_out")
             fits = (ends >= 0) & (ends < longest)
             drafts[:, index] = np.where(fits, tokens, -1)
-            ends = ends + fits
+            ends = ends + (fits if not back else 0)
+        return drafts
+
+    def _propose_block(self, step: Step, firsts: np.ndarray, counts: np.ndarray,
+                       chosen: np.ndarray, tables: np.ndarray) -> np.ndarray:
+        """`propose` in one pass, after one that writes the keys of the step's tokens."""
+        info, last = self.manifest.draft, firsts + counts - 1
+        assert info is not None and info.max_drafts and step.propose is not None
+        self._pass(step, step.token_ids, last[:0], self.features)
+        drafts = np.full((len(last), step.propose), -1, np.int64)
+        if not len(last) or not step.propose:
+            return drafts
+        size, ends = 1 + info.max_drafts, step.position_ids[last] + 1
+        fits = (chosen >= 0) & (ends + size <= self.manifest.dims.max_seq_len)
+        table = np.where(fits[:, None] & (step.block_tables[tables] >= 0),
+                         step.block_tables[tables], self.limits.num_blocks)
+        masks = [info.mask_token_id or 0] * info.max_drafts
+        tokens = [[max(token, 0), *masks] for token in chosen.tolist()]
+        block = Step.of(tokens, np.where(fits, ends, 0).tolist(), table.tolist(), range(len(last)))
+        rows = np.arange(size * len(last)).reshape(-1, size)[:, 1:].ravel()
+        assert self.features is not None
+        found = self._draft_ids(self._pass(
+            block, block.token_ids, rows,
+            np.zeros((block.num_tokens, self.features.shape[1]), self.features.dtype)))
+        drafts[fits] = found.reshape(len(last), -1)[fits, :step.propose]
         return drafts
 
     def _pass(self, step: Step, ids: np.ndarray, logits_indices: np.ndarray,

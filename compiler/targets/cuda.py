@@ -52,6 +52,7 @@ from llmc.compiler.graph.rewrite import (
     exact_outputs,
     fields_of,
     is_llmc,
+    reads,
     state_of,
     takes_columns,
     values_of,
@@ -120,6 +121,7 @@ def program_of(graph: gs.Graph, dtype: str) -> Program:
     kept: dict[int, Literal["cache", "state"]] = {
         id(tensor): "cache" for node in graph.nodes for pair in caches(node) for tensor in pair}
     kept |= {id(tensor): "state" for node in graph.nodes for tensor in state_of(node) or ()}
+    kept |= {id(tensor): "cache" for node in graph.nodes for tensor in reads(graph, node)}
     # Caches are updated in place: a layer's present cache is the past cache.
     in_place = {id(present): past for node in graph.nodes for past, present in caches(node)}
     outputs = [tensor for tensor in graph.outputs if id(tensor) not in kept]
@@ -166,11 +168,11 @@ def program_of(graph: gs.Graph, dtype: str) -> Program:
             nodes.append(ProgramNode(op="Scatter", fields={},
                                        inputs=(number(output), rows, target), outputs=()))
     named = {tensor.name: number(tensor) for tensor in (*outputs, *given)}
-    reads = HIDDEN_OUT in named  # a draft model
+    of_draft = bool(given)  # reads features
     return Program(tensors=tuple(tensors), nodes=tuple(nodes), token_bytes=sizes[False],
                     logit_bytes=sizes[True], logits=named.get("logits", -1),
-                    features=-1 if reads else named.get(HIDDEN, -1),
-                    hidden=named.get(HIDDEN, -1) if reads else -1,
+                    features=-1 if of_draft else named.get(HIDDEN, -1),
+                    hidden=named.get(HIDDEN, -1) if of_draft else -1,
                     hidden_out=named.get(HIDDEN_OUT, -1))
 
 
@@ -232,7 +234,8 @@ def _describe(tensor: gs.Tensor, kept: Literal["cache", "state"] | None, offsets
                                shape=values.shape)
     shape = tuple(dim if isinstance(dim, str) else int(dim) for dim in tensor.shape)
     if kept is not None:
-        return ProgramTensor(name=tensor.name, kind=kept, dtype=_name(tensor.dtype), shape=shape)
+        return ProgramTensor(name=tensor.name.removesuffix("_out"), kind=kept,
+                             dtype=_name(tensor.dtype), shape=shape)
     if is_input and shape[0] == "num_memory_tokens":
         return _describe_memory(tensor, dtype)
     if is_input:

@@ -42,7 +42,7 @@ const T* at(const char* received, int64_t offset) {
 int blocks_of(const StepInputs& inputs, int sequence, const Limits& limits) {
   const int size = limits.block_size;
   const int positions = inputs.past_lens[sequence] + inputs.fresh(sequence);
-  const int most = std::min({(positions + std::max(inputs.propose, 0) + size - 1) / size,
+  const int most = std::min({(positions + inputs.proposed_positions(limits) + size - 1) / size,
                              inputs.width(), limits.max_blocks()});
   const int32_t* table = inputs.block_tables.data + static_cast<int64_t>(sequence) * inputs.width();
   int blocks = (positions + size - 1) / size;
@@ -217,6 +217,8 @@ void Engine::enqueue(const Pass& pass, const Step& step) {
   context.sequences = {sequences_, sequences_ + program_.limits().max_batch + 1};
   context.num_drafted = step.num_drafted;
   context.drafted_tokens = step.drafted_tokens;
+  context.keys_only =
+      program_.draft().block > 0 && pass.part == Part::kDraft && &pass != &draft_blocks_;
   context.longest = step.longest;
   context.reach = step.reach;
   if (step.prefix) context.prefix = {prefix_, prefix_ + 2, nullptr};
@@ -447,12 +449,12 @@ void Engine::prepare(const char* received, const Sent& sent) {
   check(kernels::prepare_inputs(p, stream_.handle), "preparing a step");
 }
 
-// Runs a decode step as a graph, other steps node by node.
+// Runs a decode step, or a pass on blocks, as a graph, other steps node by node.
 void Engine::run(const Pass& pass, const Step& step) {
   auto work = [&] { enqueue(pass, step); };
   const std::lock_guard<std::mutex> lock(graphs_mutex_);  // see abort()
   if (aborted_) throw Error("another rank has exited");
-  if (step.decode)
+  if (step.decode || &pass == &draft_blocks_)
     graphs_[{&pass, step.batch, step.prefix, step.verifies, step.num_logits > 0}].run(
         stream_.handle, work);
   else work();
@@ -682,6 +684,7 @@ void Engine::make_drafter() {
       program_, draft.token_ids >= 0 ? places_[draft.token_ids] : nullptr, memory_, stream_.handle);
   draft_tokens_.places = drafter_->first_inputs();
   if (draft.features >= 0) draft_tokens_.places[draft.hidden] = places_[draft.features];
+  if (drafter_->block() > 0) draft_blocks_.places = drafter_->block_inputs();
   next_drafts_.places = drafter_->next_inputs();
   next_drafts_.then = [this](const Step& step) {
     drafter_->take(outputs_of_draft(step), step.batch, Drafter::Rows::kNext);
@@ -694,15 +697,17 @@ DraftOutputs Engine::outputs_of_draft(const Step& step) const {
           resolve(draft.hidden, step)};
 }
 
-// Runs the draft model on the tokens of a step, and then on the last draft of each sequence that
-// the step samples, as often as it lacks drafts; and enqueues the copy of the drafts to the host.
+// Runs the draft model on the tokens of a step, unless it reads the model's caches, and then on the
+// last draft of each sequence that the step samples, as often as it lacks drafts; and enqueues the
+// copy of the drafts to the host.
 void Engine::propose(Ticket& ticket, const StepInputs& inputs, Step step, const SentDrafts& sent,
                      const char* received, const DraftedRows* drafted) {
   const int sequences = static_cast<int>(inputs.sample.size);
   const int wanted = sequences > 0 ? inputs.propose : 0;
-  const bool first = wanted > 0 && drafter_->reads_features();  // whether the first pass drafts
-  const int later = wanted - first;
-  const int rows = later > 0 ? padded(sequences) : sequences;
+  const bool first = wanted > 0 && drafter_->drafts_on_steps();  // whether the first pass drafts
+  const int later = drafter_->block() > 0 ? 0 : wanted - first;
+  const bool blocks = drafter_->block() > 0 && wanted > 0;
+  const int rows = later > 0 || blocks ? padded(sequences) : sequences;
   kernels::BeginDraftsParams begin{};
   begin.input_ids = inputs_.input_ids;
   begin.position_ids = inputs_.position_ids;
@@ -715,14 +720,21 @@ void Engine::propose(Ticket& ticket, const StepInputs& inputs, Step step, const 
     begin.row_of = drafted->row_of;
     begin.positions = drafted->positions();
   }
+  if (!drafter_->runs_on_steps() && later > 0) {
+    const Tensor features = resolve(program_.draft().features, step);
+    begin.features = static_cast<const char*>(features.data);
+    begin.hidden = places_[program_.draft().hidden];
+    begin.feature_bytes = features.shape[1] * width(features.dtype);
+  }
   drafter_->begin(begin, sent, received);
   step.prefix = false;
   step.num_logits = !first ? 0 : step.decode ? step.batch : sequences;
-  run(draft_tokens_, step);
+  if (drafter_->runs_on_steps()) run(draft_tokens_, step);
   if (first)
     drafter_->take(outputs_of_draft(step), sequences,
                    step.decode ? Drafter::Rows::kOfAll : Drafter::Rows::kOfSampled);
   for (int pass = 0; pass < later; ++pass) run(next_drafts_, Step::of_decoding(rows));
+  if (blocks) propose_blocks(step_of_blocks(rows), sequences, wanted);
   if (wanted == 0) return;
   const int64_t bytes = 8ll * kernels::kMaxProposals * sequences;
   void* host = ticket.drafts.at_least(bytes);
@@ -730,6 +742,24 @@ void Engine::propose(Ticket& ticket, const StepInputs& inputs, Step step, const 
   ticket.results.num_drafting = sequences;
   ticket.results.proposed = wanted;
   ticket.results.drafts = static_cast<const int64_t*>(host);
+}
+
+Step Engine::step_of_blocks(int rows) const {
+  Step step{rows * drafter_->block(), rows * (drafter_->block() - 1), rows};
+  step.longest = drafter_->block();
+  return step;
+}
+
+// Runs the draft model on blocks. There are no drafts for more sequences than it has room for.
+void Engine::propose_blocks(const Step& step, int sequences, int wanted) {
+  if (step.batch > drafter_->max_blocks()) {
+    drafter_->take_none(sequences);
+    return;
+  }
+  drafter_->fill(step.batch);
+  run(draft_blocks_, step);
+  drafter_->take_blocks(resolve(program_.draft().logits, step), sequences,
+                        std::min(wanted, drafter_->block() - 1));
 }
 
 // Looks up drafts of each sequence that the step samples, and enqueues their copy to the host.
@@ -742,8 +772,7 @@ void Engine::look_up(Ticket& ticket, const StepInputs& inputs, const int32_t* sl
   p.sequences = static_cast<int>(inputs.sample.size);
   p.count = inputs.propose;
   for (int32_t sequence : inputs.sample)
-    p.max_length =
-        std::max(p.max_length, inputs.past_lens[sequence] + inputs.fresh(sequence) + 1);
+    p.max_length = std::max(p.max_length, inputs.past_lens[sequence] + inputs.fresh(sequence) + 1);
   lookup_->find(p);
   const int64_t bytes = PromptLookup::bytes(p.sequences);
   void* host = ticket.drafts.at_least(bytes);
@@ -752,8 +781,8 @@ void Engine::look_up(Ticket& ticket, const StepInputs& inputs, const int32_t* sl
   results.num_drafting = p.sequences;
   results.proposed = p.count;
   results.drafts = static_cast<const int64_t*>(host);
-  results.matches = reinterpret_cast<const int32_t*>(
-      results.drafts + int64_t{kernels::kMaxProposals} * p.sequences);
+  results.matches = reinterpret_cast<const int32_t*>(results.drafts +
+                                                     int64_t{kernels::kMaxProposals} * p.sequences);
 }
 
 const Engine::Results& Engine::wait(int64_t number) {
@@ -829,8 +858,12 @@ void Engine::warm(const std::vector<int>& lengths, bool decode, bool verifies) {
 
 // Runs the passes of the draft model that may follow a step, on the padding block.
 void Engine::warm_drafts(Step step) {
-  if (drafter_->reads_features()) run(draft_tokens_, step);
-  if (step.decode && !step.verifies) run(next_drafts_, step);
+  if (drafter_->drafts_on_steps()) run(draft_tokens_, step);
+  if (step.decode && !step.verifies) {
+    if (drafter_->block() == 0) run(next_drafts_, step);
+    else if (step.batch <= drafter_->max_blocks()) run(draft_blocks_, step_of_blocks(step.batch));
+  }
+  if (!drafter_->runs_on_steps()) return;
   step.num_logits = 0;
   run(draft_tokens_, step);
 }

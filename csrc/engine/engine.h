@@ -186,6 +186,8 @@ class Engine {
   void look_up(Ticket& ticket, const StepInputs& inputs, const int32_t* slots);
   DraftOutputs outputs_of_draft(const Step& step) const;
   void warm_drafts(Step step);
+  Step step_of_blocks(int rows) const;
+  void propose_blocks(const Step& step, int sequences, int wanted);
 
   Program program_;
   const int device_;
@@ -212,8 +214,8 @@ class Engine {
   // whether there are logits.
   std::map<std::tuple<const Pass*, int, bool, bool, bool>, Graph> graphs_;
   const Pass model_{Part::kModel}, encoder_{Part::kEncoder};
-  // The draft model on the tokens of a step, and on the last draft of each sequence.
-  Pass draft_tokens_{Part::kDraft}, next_drafts_{Part::kDraft};
+  // The draft model on the tokens of a step, and on the last draft of each sequence or on blocks.
+  Pass draft_tokens_{Part::kDraft}, next_drafts_{Part::kDraft}, draft_blocks_{Part::kDraft};
   std::unique_ptr<Drafter> drafter_;      // null without a draft model
   std::unique_ptr<PromptLookup> lookup_;  // null without prompt lookup
   std::unique_ptr<Sampler> sampler_;

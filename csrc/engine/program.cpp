@@ -319,7 +319,8 @@ void Program::check_input(const PluginType& type, const Fields& fields, size_t i
   const bool kept = given.kind == Kind::kCache || given.kind == Kind::kState;
   // A cache may be read after the node that writes it.
   const bool read = !written && port.cached && given.kind == Kind::kCache;
-  if (read && !is_written(number, part))
+  const bool is_models = part == Part::kDraft && is_written(number, Part::kModel);
+  if (read && !is_written(number, part) && !is_models)
     throw Error(what + " is a cache that no node has written yet");
   if (read) return;
   if (written != kept)
@@ -372,14 +373,22 @@ void Program::set_draft(const DraftTensors& draft) {
       throw Error("tensor " + std::to_string(draft.token_ids) + " is not an int64 weight of the " +
                   std::to_string(draft.vocab_size) + " token ids of the draft model");
   }
+  if ((draft.at_one_position || draft.block != 0) && draft.features == -1)
+    throw Error("a draft model at one position, or of blocks, reads no features");
+  if (draft.block != 0 && (draft.block < 2 || draft.at_one_position || draft.hidden_out != -1))
+    throw Error("a draft model of blocks of " + std::to_string(draft.block) +
+                " tokens is invalid; expected 2 or more, and no hidden_out");
+  limits_.draft_block = draft.block;
   draft_ = draft;
-  limits_.max_proposals = kernels::kMaxProposals;
+  limits_.max_proposals =
+      draft.block == 0 ? kernels::kMaxProposals : std::min(kernels::kMaxProposals, draft.block - 1);
 }
 
 // Checks that the features of a token and what replaces them have the same size.
 void Program::check_features(const DraftTensors& draft) const {
   const Shape shape = tensor(draft.hidden).shape;
   for (int number : {draft.features, draft.hidden, draft.hidden_out}) {
+    if (number == -1 && number == draft.hidden_out && draft.block != 0) continue;
     const Declared& given = tensor(number);
     if (given.kind != Kind::kValue || given.per_logit || given.shape.size() != 2 ||
         given.dtype != dtype_ || given.shape != shape ||
@@ -416,6 +425,9 @@ void Program::finish() {
   if (nodes(Part::kDraft).empty()) return;
   if (limits_.prompt_lookup) throw Error("a draft model and prompt lookup cannot both draft");
   if (draft_.logits < 0) throw Error("the draft model has no logits");
+  if (draft_.mask < 0 || draft_.mask >= vocab_size_)
+    throw Error("the draft model's mask token " + std::to_string(draft_.mask) +
+                " is not below vocab_size " + std::to_string(vocab_size_));
   if (!inputs_.count(kBlockTable)) throw Error("the draft model has no attention with a KV cache");
 }
 

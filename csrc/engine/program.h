@@ -54,6 +54,12 @@ struct DraftTensors {
   int hidden = -1, hidden_out = -1;  // values of the draft model: `features` or, for its own
                                      // drafts, the hidden_out of the token before
   int token_ids = -1;  // weight, int64 [vocab_size]: the token id of each column of `logits`
+  bool at_one_position = false;  // all passes have the position of the last accepted token, and
+                                 // read the model's caches; none runs on the tokens of a step
+  // Tokens of a block: the last accepted one, and `mask` tokens whose logits are the drafts, all in
+  // one pass; 0: a pass for each draft. The pass on the tokens of a step only writes caches.
+  int block = 0;
+  int64_t mask = 0;
 };
 
 class Program {

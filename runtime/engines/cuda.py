@@ -27,6 +27,7 @@ from llmc.installation import CUDA_INSTALL_COMMAND
 from llmc.runtime.core.step import EngineLimits, Step, StepOutput
 from llmc.runtime.engines import BLOCK_SIZE, MAX_LOGITS, MAX_SCORED
 from llmc.runtime.engines.admission import Admissions
+from llmc.runtime.engines.draft_step import lookahead
 from llmc.runtime.engines.state_slots import StateSlots
 from llmc.runtime.engines.tuning import read_choices, tuning_file, write_choices
 from llmc.runtime.sampling.beam_search import Candidates
@@ -141,7 +142,8 @@ class CudaEngine:
         self._loads_draft = draft
         times = 2 if chip.states else 1  # the next step computes accepted drafts again
         self._max_drafts = 0 if not (speculates and self.verifies and chip.verifies_drafts) else \
-            min(_MAX_DRAFTS, (max_tokens - max_batch_size) // times)
+            min(_MAX_DRAFTS, (max_tokens - max_batch_size) // times,
+                (manifest.draft.max_drafts if draft and manifest.draft else None) or _MAX_DRAFTS)
         prompt_lookup = bool(prompt_lookup and self.looks_up and self._max_drafts
                              and not chip.states and manifest.encoder is None)
         # Rows of decode steps: a sequence has one, and one more for each draft.
@@ -156,9 +158,11 @@ class CudaEngine:
             max_drafts=self._max_drafts,
             max_draft_tokens=(max_rows - max_batch_size) // times,
             proposes=draft or prompt_lookup, prompt_lookup=prompt_lookup,
-            proposals_take_blocks=draft,
+            proposals_take_blocks=draft and bool(chip.draft_caches),
+            proposed_positions=1 + (manifest.draft.max_drafts or -1)
+            if draft and manifest.draft else 0,
             drafts_ahead=prompt_lookup or (draft and not chip.states),
-            lookahead=int(draft and bool(chip.features)),
+            lookahead=lookahead(manifest.draft if draft else None, chip),
             longest_first=True,  # balances multiprocessors
             keeps_states=bool(chip.states))
         self._states: StateSlots | None = None  # created by `allocate`
@@ -609,7 +613,10 @@ def _set_draft(declared: Any, info: DraftInfo, program: Program, model: Program,
     declared.set_draft(
         logits=numbers[program.logits], vocab_size=info.vocab_size, features=model.features
         if program.hidden >= 0 else -1, hidden=numbers[program.hidden],
-        hidden_out=numbers[program.hidden_out], token_ids=token_ids)
+        hidden_out=numbers.get(program.hidden_out, -1), token_ids=token_ids,
+        at_one_position=info.chain == "position",
+        block=1 + (info.max_drafts or 0) if info.chain == "block" else 0,
+        mask=info.mask_token_id or 0)
 
 
 def _declare_all(declared: Any, program: Program, shared: dict[str, int],

@@ -1,11 +1,12 @@
-// Attention of encoders and encoder-decoder models: queries that see all keys of their sequence,
-// and causal ones with a score bias.
+// Attention of encoders, encoder-decoder models and block drafters: queries that see all keys of
+// their sequence, and causal ones with a score bias.
 //
 // A block takes one head and kQueries packed tokens, one sequence after the other if they belong to
 // several. kLanes threads read a key, 8 elements each, for all of these queries. Every group of
 // kLanes threads keeps its own online softmax; they are merged within the warp, then over the
 // warps. Reads the keys and values of a sequence once per head and kQueries queries.
 #include "attention.cuh"
+#include "block.h"
 
 namespace llmc::kernels {
 namespace {
@@ -79,6 +80,31 @@ struct CachedKeys {
   const C *key, *value;
   CacheRows rows;
   int first, window, chunk;
+};
+
+// Keys in the KV cache; every query of the sequence sees all, or those within a window on both
+// sides.
+template <typename C>
+struct BlockKeys {
+  using Params = AttentionParams;
+  using Element = C;
+
+  __device__ BlockKeys(const Params& p, int sequence, int kv_head)
+      : key(static_cast<const C*>(p.key_cache)),
+        value(static_cast<const C*>(p.value_cache)),
+        rows(p, sequence, kv_head),
+        first(p.past_lens[sequence]),
+        count(first + p.cu_seqlens[sequence + 1] - p.cu_seqlens[sequence]),
+        window(p.window) {}
+  __device__ int begin(int i) const { return window > 0 ? max(0, i - window) : 0; }
+  __device__ int end(int i) const { return window > 0 ? min(count, i + window + 1) : count; }
+  __device__ bool sees(int i, int j) const { return j >= begin(i) && j < end(i); }
+  __device__ int64_t row(int j) const { return rows(j); }
+  __device__ int column(int, int, int) const { return 0; }
+
+  const C *key, *value;
+  CacheRows rows;
+  int first, count, window;
 };
 
 template <typename T, int kLanes, int kQueries, int kWarps, typename Keys>
@@ -235,6 +261,16 @@ cudaError_t bidirectional(DType dtype, const BidirectionalParams& p, cudaStream_
   return dispatch_dtype(dtype, [&](auto* type) {
     return run<std::remove_pointer_t<decltype(type)>,
                RowsOfKeys<std::remove_pointer_t<decltype(type)>>>(queries, p, stream);
+  });
+}
+
+cudaError_t block_attention(DType dtype, const AttentionParams& p, cudaStream_t stream) {
+  const Queries queries{p.out,   p.queries,   p.cu_seqlens,   {},         p.num_tokens,
+                        p.batch, p.num_heads, p.num_kv_heads, p.head_dim, p.scale,
+                        0,       nullptr};
+  return dispatch_cache_dtype(dtype, p.float8, [&](auto* type, auto* cached) {
+    return run<std::remove_pointer_t<decltype(type)>,
+               BlockKeys<std::remove_pointer_t<decltype(cached)>>>(queries, p, stream);
   });
 }
 
