@@ -31,6 +31,7 @@ from llmc.artifacts.manifest import (
     DTypeName,
     EncoderProgram,
     GraphStep,
+    LayerCache,
     Manifest,
     SizeName,
     cache_shape,
@@ -531,18 +532,27 @@ def _elementwise_shape(node: ProgramNode, tensors: Sequence[ProgramTensor | None
     return wide.pop()
 
 
-Part = Literal["model", "encoder", "draft"]
+Part = str  # model, encoder or a `draft_part`
 _Owner = Chip | EncoderProgram | DraftProgram
 
 
 @dataclass(frozen=True)
 class ChipPrograms:
-    """The programs of one chip, checked against the manifest, and their weights."""
+    """The programs of one chip, checked against the manifest, and their weights.
+
+    Args:
+        drafts: of the layers of a draft model, or one for all.
+    """
 
     model: Program
     encoder: Program | None
-    draft: Program | None
+    drafts: Sequence[Program]
     weights: Mapping[str, StoredWeight]
+
+    @property
+    def draft(self) -> Program | None:
+        """The first program of the draft model."""
+        return self.drafts[0] if self.drafts else None
 
     def parts(self, *, draft: bool) -> dict[Part, Program]:
         """The programs to load, the model's first.
@@ -552,8 +562,19 @@ class ChipPrograms:
         """
         found: dict[Part, Program | None] = {
             "model": self.model if draft else self.model.without_features(),
-            "encoder": self.encoder, "draft": self.draft if draft else None}
+            "encoder": self.encoder,
+            **{draft_part(index): each for index, each in enumerate(self.drafts) if draft}}
         return {part: program for part, program in found.items() if program is not None}
+
+
+def draft_part(layer: int) -> Part:
+    """Name of the program of a layer of a draft model with several, or of a draft model."""
+    return f"draft_{layer}" if layer else "draft"
+
+
+def is_of_draft(part: Part) -> bool:
+    """Whether a program is a draft model's."""
+    return part.partition("_")[0] == "draft"
 
 
 def read_program(path: Path) -> Program:
@@ -594,14 +615,16 @@ def read_chip_programs(manifest: Manifest, chip: Chip, case_dir: Path) -> ChipPr
                         f"{error}; compile the model again") from error
     names = {name for program in programs.values() for name in program.named("weight")}
     names |= {DRAFT_TOKEN_IDS} & stored.keys()
-    return ChipPrograms(programs["model"], programs.get("encoder"), programs.get("draft"),
+    return ChipPrograms(programs["model"], programs.get("encoder"),
+                        [programs[part] for part in programs if is_of_draft(part)],
                         {name: stored[name] for name in names})
 
 
 def _owners(chip: Chip) -> dict[Part, _Owner]:
     """The manifest's entries of a chip's programs, the model's first."""
-    found: dict[Part, _Owner | None] = {"model": chip, "encoder": chip.encoder,
-                                        "draft": chip.draft}
+    found: dict[Part, _Owner | None] = {
+        "model": chip, "encoder": chip.encoder,
+        **{draft_part(index): each for index, each in enumerate(chip.drafts)}}
     return {part: owner for part, owner in found.items() if owner is not None}
 
 
@@ -622,7 +645,10 @@ def _check_manifest(part: Part, program: Program, manifest: Manifest, chip: Chip
     """Check each tensor and each op's attributes against the manifest."""
     dims, encoder = manifest.dims, chip.encoder
     owner = _owners(chip)[part]
-    caches = chip.draft_caches if part == "draft" and not program.read else chip.caches
+    caches = chip.caches
+    if is_of_draft(part) and not program.read:
+        parts = [*_owners(chip)]
+        caches = chip.caches_of_draft(parts.index(part) - parts.index("draft"))
     if program.of_encoder != (part == "encoder"):
         raise ValueError(f"a program is {'' if program.of_encoder else 'not '}an encoder's")
     memory = {tensor.name: tensor.width for tensor in encoder.outputs} if encoder else {}
@@ -653,24 +679,24 @@ def _check_manifest(part: Part, program: Program, manifest: Manifest, chip: Chip
         if tensor.kind == "value" and number not in exact and tensor.dtype != manifest.dtype:
             raise ValueError(f"value {tensor.name!r} is {tensor.dtype}, the model "
                              f"{manifest.dtype}")
-    rows = manifest.draft.padded_vocab_size if part == "draft" and manifest.draft \
+    rows = manifest.draft.padded_vocab_size if is_of_draft(part) and manifest.draft \
         else dims.padded_vocab_size
     if not program.of_encoder and program.tensors[program.logits].width != rows:
         raise ValueError(f"the logits have width {program.tensors[program.logits].width}, "
                          f"expected padded_vocab_size {rows}")
     _check_step_names(program, owner, memory)
-    _check_attributes_and_tables(program, manifest, chip, owner)
+    _check_attributes_and_tables(program, manifest, chip, owner, caches)
 
 
 def _check_features(programs: Mapping[Part, Program], manifest: Manifest) -> None:
     """Check that the draft model reads the features that the model writes."""
-    model, draft = programs["model"], programs.get("draft")
-    reads = draft is not None and draft.hidden >= 0
+    model, drafts = programs["model"], [own for part, own in programs.items() if is_of_draft(part)]
+    reads = bool(drafts) and drafts[0].hidden >= 0
     others = [*programs.values()][1:]
     if model.hidden >= 0 or any(other.features >= 0 for other in others) or \
-            reads != (model.features >= 0):
+            reads != (model.features >= 0) or any((own.hidden >= 0) != reads for own in drafts):
         raise ValueError("the model and its draft model differ in the features")
-    if draft is not None and reads:
+    for draft in drafts if reads else ():
         chains = manifest.draft is not None and manifest.draft.chain != "block"
         if chains != (draft.hidden_out >= 0):
             raise ValueError(f"the draft model has {'no ' if chains else ''}hidden_out, unlike "
@@ -700,13 +726,14 @@ def _check_step_names(program: Program, owner: _Owner,
         raise ValueError(f"the inputs of its program and of its step differ in {min(mismatch)!r}")
 
 
-def _check_attributes_and_tables(program: Program, manifest: Manifest, chip: Chip,
-                                 owner: _Owner) -> None:
-    """Check heads, tp_size, and that tables have a row for each token and position."""
+def _check_attributes_and_tables(program: Program, manifest: Manifest, chip: Chip, owner: _Owner,
+                                 caches: Mapping[str, LayerCache]) -> None:
+    """Check heads, tp_size, and that tables have a row for each token and position.
+
+    Args:
+        caches: those that the program uses.
+    """
     limits, encoder = manifest.dims, manifest.encoder
-    of_draft = isinstance(owner, DraftProgram)
-    own_caches = of_draft and not program.read
-    first = len(chip.cache) if own_caches else 0  # layer
     heads = owner.num_heads if isinstance(owner, DraftProgram) else chip.num_heads
     vocab_size, length = (encoder.vocab_size, encoder.max_seq_len) \
         if program.of_encoder and encoder else (limits.vocab_size, limits.max_seq_len)
@@ -719,13 +746,14 @@ def _check_attributes_and_tables(program: Program, manifest: Manifest, chip: Chi
                  in zip(op.input_names, node.inputs, strict=False) if number >= 0} if op else {}
         if "key_cache" in given and "value_cache" in given:
             key, value = given["key_cache"].name, given["value_cache"].name
-            layer = first + [*(chip.draft_caches if own_caches else chip.caches)].index(key) // 2
+            layer = int(key.rpartition("_")[2])
             if (key, value) != (f"key_cache_{layer}", f"value_cache_{layer}"):
                 raise ValueError(f"an attention op has the caches {key!r} and {value!r}")
             has_cache = op is not None and op.attention is not None and op.attention.caches
-            if has_cache and node.fields["num_heads"] != heads[layer - first]:
+            expected = heads[[*caches].index(key) // 2] if has_cache else 0
+            if has_cache and node.fields["num_heads"] != expected:
                 raise ValueError(f"layer {layer} has {node.fields['num_heads']} heads, expected "
-                                 f"{heads[layer - first]} as in {MANIFEST_NAME}")
+                                 f"{expected} as in {MANIFEST_NAME}")
         least = {"table": length if "input_ids" in given and
                  given["input_ids"].name == "position_ids" else vocab_size,
                  "position_table": length, "cos": length, "sin": length,

@@ -32,6 +32,7 @@ import llmc
 from llmc.runtime.core import loop as loop_module
 from llmc.runtime.core.scheduler import Scheduler
 from llmc.runtime.core.step import Engine, SamplingState, Step
+from llmc.runtime.engines.cuda import CudaEngine
 from llmc.runtime.sampling.sampler import Sampler
 from llmc.runtime.speculation.drafter import Draft
 
@@ -189,6 +190,7 @@ def main() -> None:
     if arguments.compile_only:
         return
     method = "draft" if arguments.draft else "ngram"
+    CudaEngine.looks_up = False  # simulated drafts are the host's
     with load(case, 64, None, method) as llm:
         print(f"{case.name}: {'rounds' if arguments.draft else 'verifying steps'}")
         print("\n| sequences, positions | " + " | ".join(f"k = {count} (ms)" for count in DRAFTS)

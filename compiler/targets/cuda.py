@@ -5,8 +5,8 @@ an arena: tensors with disjoint lifetimes share memory. Offsets are in bytes per
 per computed row of logits), so that one memory plan serves all limits of the engine. An encoder
 has a separate program, `encoder.json`. Its outputs are scattered, as soon as they are computed, to
 the encoder-output buffer (kind `memory`) that both programs name. A draft model has a separate
-program, too, `draft.json`, and a separate arena: it reads the features that the model leaves in its
-arena.
+program, too, `draft.json`, or one for each of its layers, `draft_1.json` and so on, and a separate
+arena: it reads the features that the model leaves in its arena.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from llmc.artifacts.program import (
     ProgramDType,
     ProgramNode,
     ProgramTensor,
+    draft_part,
 )
 from llmc.compiler.artifact import (
     WEIGHTS_NAME,
@@ -88,15 +89,16 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
     name, dtype = f"chip{rank}", options.dtype
     directory = case_dir / name
     directory.mkdir()
+    drafts = [] if draft is None else [draft.graph, *draft.later]
     graphs = {"model": graph, **({"encoder": encoder} if encoder is not None else {}),
-              **({"draft": draft.graph} if draft is not None else {})}
+              **{draft_part(index): each for index, each in enumerate(drafts)}}
     table = {} if draft is None or draft.token_ids is None else \
         {DRAFT_TOKEN_IDS: Weight.of(draft.token_ids)}
     places, weights = write_weights([*graphs.values()], directory / WEIGHTS_NAME, table)
     files = [weights]
     steps: dict[str, tuple[GraphStep, ...]] = {}
     for part, own in graphs.items():
-        path, onnx_path = _FILES[part]
+        path, onnx_path = _FILES.get(part, (f"{part}.json", f"{part}.onnx"))
         text = program_of(own, dtype).model_dump_json(indent=1, exclude_defaults=True) + "\n"
         (directory / path).write_text(text, encoding="utf-8")
         files.append(file_entry(directory / path))
@@ -107,7 +109,7 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
     chip = describe_chip(
         graph, rank, steps["model"], weight_bytes,
         None if encoder is None else describe_encoder(encoder, steps["encoder"]),
-        None if draft is None else describe_draft(draft.graph, steps["draft"]))
+        *(describe_draft(each, steps[draft_part(index)]) for index, each in enumerate(drafts)))
     return chip, files
 
 

@@ -44,6 +44,7 @@ Drafter::Drafter(const Program& program, const void* token_ids, DeviceMemory& me
 
 int Drafter::max_blocks() const {
   const Limits& limits = program_.limits();
+  if (block() > limits.max_seq_len) return 0;  // also of padding, at position 0
   return std::min(
       {limits.max_batch, limits.max_tokens / block(), limits.max_logits / (block() - 1)});
 }
@@ -138,6 +139,23 @@ void Drafter::begin(kernels::BeginDraftsParams p, const SentDrafts& sent, const 
   check(kernels::begin_drafts(p, stream_), "preparing a draft model");
 }
 
+void Drafter::take_rows(const DraftOutputs& outputs, int count, const int64_t* rows) {
+  kernels::TakeDraftsParams p{};
+  p.next = next_;
+  p.drafts = drafts_;
+  p.slot_drafts = slot_drafts_;
+  p.logits = outputs.logits.data;
+  p.logit_rows = p.hidden_rows = rows;
+  p.token_ids = token_ids_;
+  p.rows = count;
+  p.vocab = program_.draft().vocab_size;
+  p.stride = static_cast<int>(outputs.logits.shape[1]);
+  p.hidden = outputs.hidden.data;
+  p.hidden_out = outputs.hidden_out.data;
+  p.width = static_cast<int>(outputs.hidden_out.shape[1]);
+  check(kernels::take_drafts(outputs.logits.dtype, p, stream_), "taking drafts");
+}
+
 void Drafter::take(const DraftOutputs& outputs, int count, Rows rows) {
   kernels::TakeDraftsParams p{};
   p.next = next_;
@@ -150,7 +168,7 @@ void Drafter::take(const DraftOutputs& outputs, int count, Rows rows) {
   p.vocab = program_.draft().vocab_size;
   p.stride = static_cast<int>(outputs.logits.shape[1]);
   p.advances = rows == Rows::kNext && runs_on_steps();
-  if (reads_features()) {
+  if (reads_features() && outputs.hidden.data != nullptr) {
     p.hidden = outputs.hidden.data;
     p.hidden_out = outputs.hidden_out.data;
     p.hidden_rows = rows == Rows::kNext ? nullptr : last_rows_;

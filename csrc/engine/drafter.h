@@ -60,6 +60,9 @@ class Drafter {
   // Which rows of a pass's outputs belong to the sequences: the last accepted token of each, with
   // logits of all tokens, or of these tokens only; or in order.
   enum class Rows { kOfAll, kOfSampled, kNext };
+  // Rows of the outputs of another pass, int64 on the device; the features of the next pass are
+  // copied if `hidden` is given.
+  void take_rows(const DraftOutputs& outputs, int count, const int64_t* rows);
   // Enqueues what follows a pass that drafts: appends a draft to each of the first `count`
   // sequences.
   void take(const DraftOutputs& outputs, int count, Rows rows);
@@ -73,6 +76,8 @@ class Drafter {
 
   // int64 [sequences, kMaxProposals], on the device.
   const int64_t* drafts() const { return drafts_; }
+  const kernels::DraftInputs& next() const { return next_; }
+  const int64_t* shifted_ids() const { return ids_; }
 
  private:
   const Program& program_;

@@ -165,7 +165,7 @@ void Engine::reserve_scratch() {
   for (int tokens : {1, kernels::kGemvRows, limits.max_tokens}) {
     const Step step{std::min(tokens, limits.max_tokens), std::min(tokens, limits.max_logits),
                     std::min(tokens, limits.max_batch)};
-    for (Part part : {Part::kModel, Part::kEncoder, Part::kDraft})
+    for (Part part : program_.parts())
       for (const Node& node : program_.nodes(part)) {
         std::vector<Tensor> inputs;
         for (int tensor : node.inputs) inputs.push_back(resolve(tensor, step));
@@ -265,7 +265,7 @@ int64_t Engine::measure(double utilization) const {
 
 void Engine::prepare_weights() {
   std::set<const void*> done;
-  for (Part part : {Part::kModel, Part::kEncoder, Part::kDraft})
+  for (Part part : program_.parts())
     for (const Node& node : program_.nodes(part)) {
       std::vector<Tensor> inputs;
       for (int tensor : node.inputs) inputs.push_back(resolve(tensor, Step{1, 1, 1}));
@@ -296,6 +296,7 @@ void Engine::allocate(int num_blocks) {
            stream_.handle);
   }
   if (drafter_ != nullptr) drafter_->allocate(table_);
+  if (layers_ != nullptr) layers_->allocate(table_);
   synchronize();
 }
 
@@ -516,6 +517,8 @@ int64_t Engine::submit(const StepInputs& inputs) {
                               packed.add(inputs.scored_counts.data, inputs.scored_counts.size)};
     const SentDrafts sent_drafts =
         drafter_ != nullptr && inputs.propose >= 0 ? SentDrafts::of(packed, inputs) : SentDrafts{};
+    SentLayers sent_layers{};
+    if (layers_ != nullptr) sent_layers = layers_->send(packed, inputs);
     const Admissions& admit = inputs.admit;
     std::vector<int32_t> starts{0};
     for (int32_t length : admit.lengths) starts.push_back(starts.back() + length);
@@ -556,7 +559,7 @@ int64_t Engine::submit(const StepInputs& inputs) {
       score(ticket, logits, scored, at<int64_t>(received, scores[0]),
             at<int64_t>(received, scores[1]), at<int32_t>(received, scores[2]));
     if (drafter_ != nullptr && inputs.propose >= 0)
-      propose(ticket, inputs, step, sent_drafts, received, given);
+      propose(ticket, inputs, step, sent_drafts, sent_layers, received, given);
     if (lookup_ != nullptr && inputs.propose > 0 && inputs.sample.size > 0)
       look_up(ticket, inputs, at<int32_t>(received, sampled));
     check(cudaEventRecord(ticket.done, stream_.handle), "an event");
@@ -685,14 +688,24 @@ void Engine::make_drafter() {
   draft_tokens_.places = drafter_->first_inputs();
   if (draft.features >= 0) draft_tokens_.places[draft.hidden] = places_[draft.features];
   if (drafter_->block() > 0) draft_blocks_.places = drafter_->block_inputs();
+  const int last = program_.num_draft_layers() - 1;
+  next_drafts_.part = draft_part(last);
   next_drafts_.places = drafter_->next_inputs();
-  next_drafts_.then = [this](const Step& step) {
-    drafter_->take(outputs_of_draft(step), step.batch, Drafter::Rows::kNext);
+  next_drafts_.then = [this, last](const Step& step) {
+    drafter_->take(outputs_of_draft(step, last), step.batch, Drafter::Rows::kNext);
   };
+  if (last == 0) return;
+  layers_ = std::make_unique<DraftLayers>(program_, memory_, stream_.handle);
+  for (int layer = 1; layer <= last; ++layer) {
+    layer_tokens_.push_back(
+        std::make_unique<Pass>(Pass{draft_part(layer), layers_->step_inputs(layer)}));
+    layer_tails_.push_back(
+        std::make_unique<Pass>(Pass{draft_part(layer), layers_->tail_inputs(layer)}));
+  }
 }
 
-DraftOutputs Engine::outputs_of_draft(const Step& step) const {
-  const DraftTensors& draft = program_.draft();
+DraftOutputs Engine::outputs_of_draft(const Step& step, int layer) const {
+  const DraftTensors& draft = program_.draft(layer);
   return {resolve(draft.logits, step), resolve(draft.hidden_out, step),
           resolve(draft.hidden, step)};
 }
@@ -701,11 +714,11 @@ DraftOutputs Engine::outputs_of_draft(const Step& step) const {
 // last draft of each sequence that the step samples, as often as it lacks drafts; and enqueues the
 // copy of the drafts to the host.
 void Engine::propose(Ticket& ticket, const StepInputs& inputs, Step step, const SentDrafts& sent,
-                     const char* received, const DraftedRows* drafted) {
+                     const SentLayers& layers, const char* received, const DraftedRows* drafted) {
   const int sequences = static_cast<int>(inputs.sample.size);
   const int wanted = sequences > 0 ? inputs.propose : 0;
   const bool first = wanted > 0 && drafter_->drafts_on_steps();  // whether the first pass drafts
-  const int later = drafter_->block() > 0 ? 0 : wanted - first;
+  int later = drafter_->block() > 0 ? 0 : wanted - first;
   const bool blocks = drafter_->block() > 0 && wanted > 0;
   const int rows = later > 0 || blocks ? padded(sequences) : sequences;
   kernels::BeginDraftsParams begin{};
@@ -726,13 +739,28 @@ void Engine::propose(Ticket& ticket, const StepInputs& inputs, Step step, const 
     begin.hidden = places_[program_.draft().hidden];
     begin.feature_bytes = features.shape[1] * width(features.dtype);
   }
+  if (layers_ != nullptr && wanted > 0) drafter_->take_none(sequences);
   drafter_->begin(begin, sent, received);
   step.prefix = false;
   step.num_logits = !first ? 0 : step.decode ? step.batch : sequences;
   if (drafter_->runs_on_steps()) run(draft_tokens_, step);
-  if (first)
-    drafter_->take(outputs_of_draft(step), sequences,
+  if (first) {
+    DraftOutputs outputs = outputs_of_draft(step);
+    if (layers_ != nullptr) outputs.hidden.data = nullptr;  // the next layer's are others
+    drafter_->take(outputs, sequences,
                    step.decode ? Drafter::Rows::kOfAll : Drafter::Rows::kOfSampled);
+  }
+  if (layers_ != nullptr) {
+    const DraftLayers::Given given{layers,
+                                   received,
+                                   drafter_->shifted_ids(),
+                                   inputs_.position_ids,
+                                   inputs_.past_lens,
+                                   begin.counts,
+                                   at<int32_t>(received, sent.firsts),
+                                   sent.num_tokens};
+    later = run_layers(given, step, sequences, wanted);
+  }
   for (int pass = 0; pass < later; ++pass) run(next_drafts_, Step::of_decoding(rows));
   if (blocks) propose_blocks(step_of_blocks(rows), sequences, wanted);
   if (wanted == 0) return;
@@ -742,6 +770,43 @@ void Engine::propose(Ticket& ticket, const StepInputs& inputs, Step step, const 
   ticket.results.num_drafting = sequences;
   ticket.results.proposed = wanted;
   ticket.results.drafts = static_cast<const int64_t*>(host);
+}
+
+// Runs the layers of a draft model after the first, each on the tokens of a step and, if it drafts,
+// on the tail of each sequence. Returns the number of drafts that are left for the last layer.
+// There are no more drafts where the tails have more rows than a decode step.
+int Engine::run_layers(const DraftLayers::Given& given, const Step& step, int sequences,
+                       int wanted) {
+  const int last = program_.num_draft_layers() - 1;
+  auto drafts = [&](int layer) {
+    return layer < wanted && int64_t{sequences} * layer <= program_.limits().decoding();
+  };
+  auto of_tail = [&](int layer) {
+    Step tail = Step::of_decoding(padded(sequences * layer));
+    tail.verifies = true;
+    return tail;
+  };
+  Step tokens = step;
+  tokens.num_logits = 0;
+  auto run_tail = [&](int layer) {
+    run(*layer_tails_[layer - 1], of_tail(layer));
+    DraftOutputs outputs = outputs_of_draft(of_tail(layer), layer);
+    if (layer < last) outputs.hidden.data = nullptr;
+    drafter_->take_rows(outputs, sequences, layers_->last_rows(layer));
+  };
+  for (int layer = 1; layer <= last; ++layer) {
+    layers_->lag(layer, given, step, outputs_of_draft(step, layer - 1).hidden_out);
+    if (layer > 1 && drafts(layer - 1)) run_tail(layer - 1);
+    if (drafts(layer))
+      layers_->tail(layer, drafter_->next(), given, drafter_->drafts(), sequences,
+                    of_tail(layer).batch, outputs_of_draft(step, layer - 1).hidden_out);
+    run(*layer_tokens_[layer - 1], tokens);
+  }
+  if (drafts(last)) {
+    run_tail(last);
+    return std::max(wanted - last - 1, 0);
+  }
+  return 0;
 }
 
 Step Engine::step_of_blocks(int rows) const {
@@ -863,9 +928,14 @@ void Engine::warm_drafts(Step step) {
     if (drafter_->block() == 0) run(next_drafts_, step);
     else if (step.batch <= drafter_->max_blocks()) run(draft_blocks_, step_of_blocks(step.batch));
   }
+  Step tail = step;
+  tail.verifies = true;
+  for (const auto& pass : layer_tails_)
+    if (step.decode && (step.verifies || step.batch == 1)) run(*pass, tail);
   if (!drafter_->runs_on_steps()) return;
   step.num_logits = 0;
   run(draft_tokens_, step);
+  for (const auto& pass : layer_tokens_) run(*pass, step);
 }
 
 void Engine::watch(const std::vector<int>& tensors) {

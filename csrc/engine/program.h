@@ -18,9 +18,15 @@ inline constexpr const char *kBlockTable = "block_table", *kStateSlots = "state_
                             *kCommitLens = "commit_lens", *kMemoryStarts = "memory_starts",
                             *kMemoryLens = "encoder_sequence_length", *kMemoryRows = "memory_rows";
 
-// The programs of a rank. A draft model's values have a separate arena.
+// The programs of a rank. A draft model's values have a separate arena. It may have several
+// programs, one for each of its layers, from kDraft on.
 enum class Part { kModel, kEncoder, kDraft };
-// Throws Error for an unknown name: model, encoder or draft.
+constexpr int kMaxDraftLayers = 8;
+constexpr Part draft_part(int layer) {
+  return static_cast<Part>(static_cast<int>(Part::kDraft) + layer);
+}
+constexpr bool is_of_draft_model(Part part) { return part >= Part::kDraft; }
+// Throws Error for an unknown name: model, encoder, draft, or draft_1 and so on.
 Part part_of(const std::string& name);
 
 enum class Kind { kInput, kWeight, kCache, kState, kMemory, kValue, kColumns };
@@ -95,7 +101,7 @@ class Program {
                 const std::vector<int>& inputs, const std::vector<int>& outputs,
                 Part part = Part::kModel);
   void set_logits(int tensor, int vocab_size);
-  // Call after the nodes of the draft model.
+  // Call after the nodes of each layer of the draft model.
   void set_draft(const DraftTensors& tensors);
   // Declares the inputs that every step has. Call last.
   void finish();
@@ -111,7 +117,12 @@ class Program {
   int64_t logit_bytes(bool of_draft = false) const { return logit_bytes_[of_draft]; }
   const std::vector<Declared>& tensors() const { return tensors_; }
   const std::vector<Node>& nodes(Part part) const { return nodes_[static_cast<size_t>(part)]; }
-  const DraftTensors& draft() const { return draft_; }
+  // All parts with nodes.
+  std::vector<Part> parts() const;
+  int num_draft_layers() const { return static_cast<int>(drafts_.size()); }
+  const DraftTensors& draft(int layer = 0) const {
+    return drafts_.empty() ? none_ : drafts_[layer];
+  }
   int logits() const { return logits_; }
   int vocab_size() const { return vocab_size_; }
 
@@ -140,9 +151,10 @@ class Program {
   std::array<int64_t, 2> token_bytes_, logit_bytes_;  // the draft model's last
   std::vector<Declared> tensors_;
   std::map<std::string, int> inputs_;
-  std::array<std::vector<Node>, 3> nodes_;  // by Part
+  std::array<std::vector<Node>, 2 + kMaxDraftLayers> nodes_;  // by Part
   int logits_ = -1, vocab_size_ = 0;
-  DraftTensors draft_;
+  std::vector<DraftTensors> drafts_;  // by layer
+  DraftTensors none_;
 };
 
 }  // namespace llmc

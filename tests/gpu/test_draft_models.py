@@ -78,6 +78,20 @@ def test_mtp_layers_draft_as_in_transformers(extension, family, tmp_path, propos
         assert_drafts(llm, base, lambda *args: mtp_drafts(layers, *args), PROMPTS[3], proposed, 3)
 
 
+@pytest.mark.parametrize("number", [2, 3])
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_several_mtp_layers_draft_as_in_transformers(extension, family, number, tmp_path, proposed):
+    base, layers = save_with_mtp(family, tmp_path / "hf", number)
+    llmc.compile(tmp_path / "hf", tmp_path / "case", draft="mtp", target="cuda", dtype="float32")
+    wish = llmc.SamplingParams(max_tokens=12, ignore_eos=True)
+    with llmc.LLM(tmp_path / "case") as alone, llmc.LLM(
+            tmp_path / "case", speculate="draft", num_speculative_tokens=4, **SMALL) as llm:
+        equal(llm.generate(PROMPTS, wish), alone.generate(PROMPTS, wish))
+        for prompt in PROMPTS:
+            assert_drafts(llm, base, lambda *args: mtp_drafts(layers, *args), prompt, proposed, 4)
+        assert_reaches_the_end(llm, alone)
+
+
 @pytest.mark.parametrize("changes", [{}, families.GEMMA4_LARGE], ids=["small", "large"])
 def test_assistants_draft_as_in_transformers(extension, tmp_path, proposed, fully_shared, changes):
     sizes = {**families.OWN_ATTENTION["gemma4_text"], **changes, **GEMMA}

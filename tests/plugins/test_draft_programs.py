@@ -143,6 +143,22 @@ def assert_is_refused_without_the_cache(case):
         read_chip_programs(manifest, manifest.chips[0], case)
 
 
+@pytest.mark.parametrize("number", [2, pytest.param(3, marks=pytest.mark.thorough)])
+def test_several_mtp_layers_draft_as_in_transformers(extension, tmp_path, proposed, number):
+    base, layers = save_with_mtp("glm4_moe", tmp_path / "hf", number)
+    llmc.compile(tmp_path / "hf", tmp_path / "case", draft="mtp", target="cuda", dtype="float32")
+    limits = replace(SMALL, lookahead=number, ahead=2, drafts_ahead=True)
+    with interpreted(tmp_path / "case", limits, **DRAFTING) as llm:
+        for prompt in PROMPTS:
+            assert_drafts(llm, base, lambda *args: mtp_drafts(layers, *args), prompt, proposed)
+    manifest, schedules = read_manifest(tmp_path / "case"), schedules_of(tmp_path / "case")
+    assert len(schedules) == 1 + number
+    build(extension, manifest, schedules)
+    without_logits = schedules[-1].model_copy(update={"hidden_out": schedules[-1].logits})
+    with pytest.raises(extension.CudaError, match="is not a value with the shape of the draft"):
+        build(extension, manifest, [*schedules[:-1], without_logits])
+
+
 @pytest.mark.thorough
 def test_mtp_layers_of_a_recurrent_model_draft(extension, tmp_path, proposed):
     base, layers = save_recurrent("qwen3_5_text", tmp_path / "hf")
