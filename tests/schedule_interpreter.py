@@ -191,9 +191,7 @@ class Interpreter:
         for index, slot in enumerate(step.slots.tolist()):
             if slot in step.admit:
                 self.origins[slot] = int(step.past_lens[index])
-        unread = step.unread if len(step.unread) else np.zeros(step.batch_size, np.int32)
-        origins = np.array([self.origins[slot] for slot in step.slots.tolist()])
-        lags = np.maximum(step.past_lens - unread - origins, 0)
+        lags = step.past_lens - [self.origins[slot] for slot in step.slots.tolist()]
         last, longest, padding = firsts + counts - 1, self.manifest.dims.max_seq_len, \
             self.limits.num_blocks
         ids[last] = np.maximum(chosen, 0)

@@ -43,8 +43,9 @@ class BlockAttention : public Plugin {
       throw Error(op + " takes cos, sin and a rotary_dim above 0 together");
     for (const Dims* turns : {cos, sin}) {
       if (turns == nullptr) continue;
-      expect(op + "'s cos or sin", *turns, {(*cos)[0], p_.rotary_dim / 2});
+      expect(op + "'s cos or sin", *turns, {(*turns)[0], p_.rotary_dim / 2});
       if (table == nullptr) expect_at_least(op + "'s positions of a table", (*turns)[0], cache[2]);
+      else expect(op + "'s positions of a table", Dims{(*turns)[0]}, {(*cos)[0]});
     }
     for (size_t norm : {7, 8})
       if (const Dims* weight = optional(in, norm))
