@@ -33,6 +33,7 @@ from llmc.artifacts.manifest import (
     DTypeName,
     EncoderProgram,
     GraphStep,
+    LayerCache,
     Manifest,
     SizeName,
     cache_shape,
@@ -173,7 +174,7 @@ class Program(_Frozen):
 
     `features` is the value of a model that its draft model reads. In the draft model's program, the
     engine writes that to the value `hidden` before the first node; `hidden_out` replaces it for
-    the next draft. All are -1 where they are absent.
+    the next draft, unless all are computed in one pass. All are -1 where they are absent.
     """
 
     tensors: tuple[ProgramTensor, ...]
@@ -196,6 +197,16 @@ class Program(_Frozen):
                   if (op := plugins.registry().get(node.op)) is not None
                   for number, name in zip(node.outputs, op.outputs, strict=False))
         return {number: dtype for number, dtype in dtypes if number >= 0 and dtype}
+
+    @cached_property
+    def read(self) -> frozenset[int]:
+        """Indices of the model's caches that a draft model reads."""
+        if self.hidden < 0:
+            return frozenset()
+        written = {node.inputs[index] for node in self.nodes for index in _in_place(node).values()
+                   if index < len(node.inputs)}
+        return frozenset(number for node in self.nodes for number in self._caches_read(node)
+                         if number >= 0) - written
 
     def named(self, *kinds: str) -> dict[str, ProgramTensor]:
         """Return the tensors of these kinds by name."""
@@ -268,20 +279,22 @@ class Program(_Frozen):
     def _check_features(self) -> None:
         """Check that the values for a draft model have a row for each token."""
         found = dict(self._features())
-        if ("hidden" in found) != ("hidden_out" in found) or len(found) == 3 or (
+        of_model, of_draft = "features" in found, "hidden" in found
+        if (of_model == of_draft and found) or (of_model and len(found) > 1) or (
                 found and self.of_encoder):
             raise ValueError(f"the program has {' and '.join(found)}, expected features of a "
-                             f"model, or hidden and hidden_out of a draft model")
+                             f"model, or hidden and perhaps hidden_out of a draft model")
         for name, number in found.items():
             tensor = self.tensors[number]
             if (tensor.kind, tensor.shape[0]) != ("value", "num_tokens") or number in self.exact:
                 raise ValueError(f"the {name} are {tensor.kind} {tensor.name!r} "
                                  f"{list(tensor.shape)}, expected a value of num_tokens rows")
-        if self.hidden >= 0:
+        if self.hidden_out >= 0:
             shapes = [self.tensors[number].shape for number in (self.hidden, self.hidden_out)]
             if shapes[0] != shapes[1]:
                 raise ValueError(f"the hidden_out are {list(shapes[1])}, expected "
                                  f"{list(shapes[0])}")
+        if self.hidden >= 0:
             view = next((tensor for tensor in self.tensors if tensor.of == self.hidden), None)
             if view is not None:  # the engine reads the features elsewhere
                 raise ValueError(f"{view.name!r} is a view of the draft model's features")
@@ -317,7 +330,7 @@ class Program(_Frozen):
                                          f"or that is read-only")
                     writers[number] = index
                 for number in self._caches_read(node):
-                    if number not in written:
+                    if number not in written | self.read:
                         raise ValueError(f"reads {self.tensors[number].name!r} before it is "
                                          f"written")
                 for number in given:
@@ -327,7 +340,7 @@ class Program(_Frozen):
             except ValueError as error:
                 raise ValueError(f"node {index}, {node.op!r}: {error}") from error
         for number, tensor in enumerate(self.tensors):
-            known = {"value": writers, "cache": written, "state": written}
+            known = {"value": writers, "cache": written | self.read, "state": written}
             if number not in known.get(tensor.kind, (number,)):
                 raise ValueError(f"no node writes {tensor.kind} {tensor.name!r}")
         if not self.of_encoder and self.logits not in writers:
@@ -536,18 +549,27 @@ def _elementwise_shape(node: ProgramNode, tensors: Sequence[ProgramTensor | None
     return wide.pop()
 
 
-Part = Literal["model", "encoder", "draft"]
+Part = str  # model, encoder or a `draft_part`
 _Owner = Chip | EncoderProgram | DraftProgram
 
 
 @dataclass(frozen=True)
 class ChipPrograms:
-    """The programs of one chip, checked against the manifest, and their weights."""
+    """The programs of one chip, checked against the manifest, and their weights.
+
+    Args:
+        drafts: of the layers of a draft model, or one for all.
+    """
 
     model: Program
     encoder: Program | None
-    draft: Program | None
+    drafts: Sequence[Program]
     weights: Mapping[str, StoredWeight]
+
+    @property
+    def draft(self) -> Program | None:
+        """The first program of the draft model."""
+        return self.drafts[0] if self.drafts else None
 
     def parts(self, *, draft: bool) -> dict[Part, Program]:
         """The programs to load, the model's first.
@@ -557,8 +579,19 @@ class ChipPrograms:
         """
         found: dict[Part, Program | None] = {
             "model": self.model if draft else self.model.without_features(),
-            "encoder": self.encoder, "draft": self.draft if draft else None}
+            "encoder": self.encoder,
+            **{draft_part(index): each for index, each in enumerate(self.drafts) if draft}}
         return {part: program for part, program in found.items() if program is not None}
+
+
+def draft_part(layer: int) -> Part:
+    """Name of the program of a layer of a draft model with several, or of a draft model."""
+    return f"draft_{layer}" if layer else "draft"
+
+
+def is_of_draft(part: Part) -> bool:
+    """Whether a program is a draft model's."""
+    return part.partition("_")[0] == "draft"
 
 
 def read_program(path: Path) -> Program:
@@ -589,7 +622,7 @@ def read_chip_programs(manifest: Manifest, chip: Chip, case_dir: Path) -> ChipPr
     try:
         for part, program in programs.items():
             _check_manifest(part, program, manifest, chip, stored)
-        _check_features(programs)
+        _check_features(programs, manifest)
         _check_names([*programs.values()], chip)
         if chip.rank == 0:
             _check_ranks([programs, *(_read_steps(other, case_dir)
@@ -599,14 +632,16 @@ def read_chip_programs(manifest: Manifest, chip: Chip, case_dir: Path) -> ChipPr
                         f"{error}; compile the model again") from error
     names = {name for program in programs.values() for name in program.named("weight")}
     names |= {DRAFT_TOKEN_IDS} & stored.keys()
-    return ChipPrograms(programs["model"], programs.get("encoder"), programs.get("draft"),
+    return ChipPrograms(programs["model"], programs.get("encoder"),
+                        [programs[part] for part in programs if is_of_draft(part)],
                         {name: stored[name] for name in names})
 
 
 def _owners(chip: Chip) -> dict[Part, _Owner]:
     """The manifest's entries of a chip's programs, the model's first."""
-    found: dict[Part, _Owner | None] = {"model": chip, "encoder": chip.encoder,
-                                        "draft": chip.draft}
+    found: dict[Part, _Owner | None] = {
+        "model": chip, "encoder": chip.encoder,
+        **{draft_part(index): each for index, each in enumerate(chip.drafts)}}
     return {part: owner for part, owner in found.items() if owner is not None}
 
 
@@ -627,7 +662,10 @@ def _check_manifest(part: Part, program: Program, manifest: Manifest, chip: Chip
     """Check each tensor and each op's attributes against the manifest."""
     dims, encoder = manifest.dims, chip.encoder
     owner = _owners(chip)[part]
-    caches = chip.draft_caches if part == "draft" else chip.caches
+    caches = chip.caches
+    if is_of_draft(part) and not program.read:
+        parts = [*_owners(chip)]
+        caches = chip.caches_of_draft(parts.index(part) - parts.index("draft"))
     if program.of_encoder != (part == "encoder"):
         raise ValueError(f"a program is {'' if program.of_encoder else 'not '}an encoder's")
     memory = {tensor.name: tensor.width for tensor in encoder.outputs} if encoder else {}
@@ -666,7 +704,7 @@ def _check_manifest(part: Part, program: Program, manifest: Manifest, chip: Chip
                              f"{manifest.dtype}")
     _check_result(part, program, manifest)
     _check_step_names(program, owner, memory)
-    _check_attributes_and_tables(program, manifest, chip, owner)
+    _check_attributes_and_tables(program, manifest, chip, owner, caches)
 
 
 def _check_result(part: Part, program: Program, manifest: Manifest) -> None:
@@ -680,7 +718,7 @@ def _check_result(part: Part, program: Program, manifest: Manifest) -> None:
             raise ValueError(f"the pooled rows are {result.name!r} {list(result.shape)}, expected "
                              f"{list(expected)}")
         return
-    width = manifest.draft.padded_vocab_size if part == "draft" and manifest.draft \
+    width = manifest.draft.padded_vocab_size if is_of_draft(part) and manifest.draft \
         else manifest.dims.padded_vocab_size
     if result.width != width:
         raise ValueError(f"the logits have width {result.width}, expected padded_vocab_size "
@@ -689,15 +727,22 @@ def _check_result(part: Part, program: Program, manifest: Manifest) -> None:
         raise ValueError(f"the logits are {list(result.shape)}, expected num_logits rows")
 
 
-def _check_features(programs: Mapping[Part, Program]) -> None:
+def _check_features(programs: Mapping[Part, Program], manifest: Manifest) -> None:
     """Check that the draft model reads the features that the model writes."""
-    model, draft = programs["model"], programs.get("draft")
-    reads = draft is not None and draft.hidden >= 0
+    model, drafts = programs["model"], [own for part, own in programs.items() if is_of_draft(part)]
+    reads = bool(drafts) and drafts[0].hidden >= 0
     others = [*programs.values()][1:]
     if model.hidden >= 0 or any(other.features >= 0 for other in others) or \
-            reads != (model.features >= 0):
+            reads != (model.features >= 0) or any((own.hidden >= 0) != reads for own in drafts):
         raise ValueError("the model and its draft model differ in the features")
-    if draft is not None and reads:
+    for draft in drafts if reads else ():
+        chains = manifest.draft is not None and manifest.draft.chain != "block"
+        if chains != (draft.hidden_out >= 0):
+            raise ValueError(f"the draft model has {'no ' if chains else ''}hidden_out, unlike "
+                             f"its chain of passes")
+        absent = {draft.tensors[number].name for number in draft.read} - {*model.named("cache")}
+        if absent:
+            raise ValueError(f"the draft model reads {min(absent)!r}, which the model lacks")
         written, given = model.tensors[model.features].shape, draft.tensors[draft.hidden].shape
         if written != given:
             raise ValueError(f"the model's features are {list(written)}, its draft model reads "
@@ -707,7 +752,7 @@ def _check_features(programs: Mapping[Part, Program]) -> None:
 def _check_step_names(program: Program, owner: _Owner,
                       memory: Mapping[str, int]) -> None:
     """Check that inputs and outputs are those of the step; position_ids may be unused."""
-    listed = {tensor.name for tensor in owner.inputs} - {HIDDEN}
+    listed = {tensor.name.removesuffix("_out") for tensor in owner.inputs} - {HIDDEN}
     used = {*program.named("input", "cache", "state", "memory", "adapters")} - {MEMORY_ROWS}
     if program.of_encoder:
         scattered = {program.tensors[node.inputs[2]].name for node in program.nodes
@@ -720,12 +765,14 @@ def _check_step_names(program: Program, owner: _Owner,
         raise ValueError(f"the inputs of its program and of its step differ in {min(mismatch)!r}")
 
 
-def _check_attributes_and_tables(program: Program, manifest: Manifest, chip: Chip,
-                                 owner: _Owner) -> None:
-    """Check heads, tp_size, and that tables have a row for each token and position."""
+def _check_attributes_and_tables(program: Program, manifest: Manifest, chip: Chip, owner: _Owner,
+                                 caches: Mapping[str, LayerCache]) -> None:
+    """Check heads, tp_size, and that tables have a row for each token and position.
+
+    Args:
+        caches: those that the program uses.
+    """
     limits, encoder = manifest.dims, manifest.encoder
-    of_draft = isinstance(owner, DraftProgram)
-    first = len(chip.cache) if of_draft else 0  # layer
     heads = owner.num_heads if isinstance(owner, DraftProgram) else chip.num_heads
     vocab_size, length = (encoder.vocab_size, encoder.max_seq_len) \
         if program.of_encoder and encoder else (limits.vocab_size, limits.max_seq_len)
@@ -738,13 +785,14 @@ def _check_attributes_and_tables(program: Program, manifest: Manifest, chip: Chi
                  in zip(op.input_names, node.inputs, strict=False) if number >= 0} if op else {}
         if "key_cache" in given and "value_cache" in given:
             key, value = given["key_cache"].name, given["value_cache"].name
-            layer = first + [*(chip.draft_caches if of_draft else chip.caches)].index(key) // 2
+            layer = int(key.rpartition("_")[2])
             if (key, value) != (f"key_cache_{layer}", f"value_cache_{layer}"):
                 raise ValueError(f"an attention op has the caches {key!r} and {value!r}")
             has_cache = op is not None and op.attention is not None and op.attention.caches
-            if has_cache and node.fields["num_heads"] != heads[layer - first]:
+            expected = heads[[*caches].index(key) // 2] if has_cache else 0
+            if has_cache and node.fields["num_heads"] != expected:
                 raise ValueError(f"layer {layer} has {node.fields['num_heads']} heads, expected "
-                                 f"{heads[layer - first]} as in {MANIFEST_NAME}")
+                                 f"{expected} as in {MANIFEST_NAME}")
         ids = given["input_ids"].name if "input_ids" in given else ""
         # Types of tokens without a row give zeros.
         rows_of = {"position_ids": length, "token_type_ids": 1}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llmc.compiler.frontend.checkpoint import read_json
-from llmc.compiler.frontend.draft import DraftSource, refuse_chain
+from llmc.compiler.frontend.draft import DraftSource, refuse_target
 from llmc.compiler.frontend.huggingface import find_directory
 from llmc.compiler.frontend.raw import architecture_of, token_ids
 from llmc.compiler.options import OPTIONS, TASKS, CompileOptions
@@ -306,10 +306,10 @@ def _draft(options: CompileOptions) -> str | None:
     if options.draft is None:
         return None
     try:
-        source = DraftSource.of(options.draft)
+        DraftSource.of(options.draft)
     except LlmcError as error:
         return str(error)
-    return refuse_chain(source.kind, source.chain, target_spec(options.target))
+    return refuse_target(target_spec(options.target))
 
 
 def _pooled(options: CompileOptions, about: About) -> str | None:

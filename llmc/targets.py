@@ -37,7 +37,6 @@ class TargetSpec:
         latent_caches: the engine supports the latent caches of MLA.
         shared_caches: a layer may read the KV cache of another layer.
         drafts: the engine runs draft models.
-        draft_chains: chains of passes that it runs, see `DraftInfo.chain`.
         pools: the engine returns pooled rows of embedding models and classifiers.
         adapters: the form in which the engine takes LoRA adapters, rows or slots; see
             llmc.plugins.lora. Empty: it takes none.
@@ -80,7 +79,6 @@ class TargetSpec:
     latent_caches: bool = False
     shared_caches: bool = False
     drafts: bool = False
-    draft_chains: tuple[str, ...] = ("tokens",)
     pools: bool = False
     adapters: Literal["", "rows", "slots"] = ""
     dtypes: tuple[str, ...] = ("float32",)
@@ -154,8 +152,7 @@ _MAX_BUILT_SEQ_LEN = 4096  # the builder's memory grows with it
 CPU = register(TargetSpec(
     name="cpu", compiler="llmc.compiler.targets.cpu", engine="llmc.runtime.engines.cpu:CpuEngine",
     runs_any_op=True, recurrent_state=True, latent_caches=True, shared_caches=True,
-    drafts=True, draft_chains=("tokens", "layers", "position", "block"), pools=True,
-    adapters="rows",
+    drafts=True, pools=True, adapters="rows",
     weight_dtypes=_WEIGHT_DTYPES,
     expert_dtypes=("int4", "uint4", "int8", "uint8"),  # those of QMoE
     group_multiple=1, permutes_columns=True, mla_projections=True,

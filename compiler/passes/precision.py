@@ -18,6 +18,7 @@ from llmc.compiler.graph.rewrite import (
     fields_of,
     op_of,
     producer,
+    reads,
     scalar,
     state_of,
     tidy,
@@ -93,7 +94,7 @@ def cache_dtype(graph: gs.Graph, settings: Settings, report: Report) -> None:
                                 f"llmc::{op.name}; leave out --kv_dtype")
             node.attrs["kv_dtype"] = kv_dtype
             report.count("caches", len(pairs))
-        for tensor in (tensor for pair in pairs for tensor in pair):
+        for tensor in (*(tensor for pair in pairs for tensor in pair), *reads(graph, node)):
             tensor.dtype = numpy_dtype(kv_dtype)
 
 

@@ -5,8 +5,8 @@ an arena: tensors with disjoint lifetimes share memory. Offsets are in bytes per
 per computed row of logits), so that one memory plan serves all limits of the engine. An encoder
 has a separate program, `encoder.json`. Its outputs are scattered, as soon as they are computed, to
 the encoder-output buffer (kind `memory`) that both programs name. A draft model has a separate
-program, too, `draft.json`, and a separate arena: it reads the features that the model leaves in its
-arena.
+program, too, `draft.json`, or one for each of its layers, `draft_1.json` and so on, and a separate
+arena: it reads the features that the model leaves in its arena.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from llmc.artifacts.program import (
     ProgramDType,
     ProgramNode,
     ProgramTensor,
+    draft_part,
 )
 from llmc.compiler.artifact import (
     WEIGHTS_NAME,
@@ -53,6 +54,7 @@ from llmc.compiler.graph.rewrite import (
     exact_outputs,
     fields_of,
     is_llmc,
+    reads,
     state_of,
     takes_columns,
     values_of,
@@ -90,15 +92,16 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
     name, dtype = f"chip{rank}", options.dtype
     directory = case_dir / name
     directory.mkdir()
+    drafts = [] if draft is None else [draft.graph, *draft.later]
     graphs = {"model": graph, **({"encoder": encoder} if encoder is not None else {}),
-              **({"draft": draft.graph} if draft is not None else {})}
+              **{draft_part(index): each for index, each in enumerate(drafts)}}
     table = {} if draft is None or draft.token_ids is None else \
         {DRAFT_TOKEN_IDS: Weight.of(draft.token_ids)}
     places, weights = write_weights([*graphs.values()], directory / WEIGHTS_NAME, table)
     files = [weights]
     steps: dict[str, tuple[GraphStep, ...]] = {}
     for part, own in graphs.items():
-        path, onnx_path = _FILES[part]
+        path, onnx_path = _FILES.get(part, (f"{part}.json", f"{part}.onnx"))
         text = program_of(own, dtype).model_dump_json(indent=1, exclude_defaults=True) + "\n"
         (directory / path).write_text(text, encoding="utf-8")
         files.append(file_entry(directory / path))
@@ -109,7 +112,7 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
     chip = describe_chip(
         graph, rank, steps["model"], weight_bytes,
         None if encoder is None else describe_encoder(encoder, steps["encoder"]),
-        None if draft is None else describe_draft(draft.graph, steps["draft"]))
+        *(describe_draft(each, steps[draft_part(index)]) for index, each in enumerate(drafts)))
     return chip, files
 
 
@@ -123,6 +126,7 @@ def program_of(graph: gs.Graph, dtype: str) -> Program:
     kept: dict[int, Literal["cache", "state"]] = {
         id(tensor): "cache" for node in graph.nodes for pair in caches(node) for tensor in pair}
     kept |= {id(tensor): "state" for node in graph.nodes for tensor in state_of(node) or ()}
+    kept |= {id(tensor): "cache" for node in graph.nodes for tensor in reads(graph, node)}
     # Caches are updated in place: a layer's present cache is the past cache.
     in_place = {id(present): past for node in graph.nodes for past, present in caches(node)}
     outputs = [tensor for tensor in graph.outputs if id(tensor) not in kept]
@@ -169,12 +173,12 @@ def program_of(graph: gs.Graph, dtype: str) -> Program:
             nodes.append(ProgramNode(op="Scatter", fields={},
                                        inputs=(number(output), rows, target), outputs=()))
     named = {tensor.name: number(tensor) for tensor in (*outputs, *given)}
-    reads = HIDDEN_OUT in named  # a draft model
+    of_draft = bool(given)  # reads features
     return Program(tensors=tuple(tensors), nodes=tuple(nodes), token_bytes=sizes[False],
                     logit_bytes=sizes[True],
                     logits=next((named[name] for name in _RESULTS if name in named), -1),
-                    features=-1 if reads else named.get(HIDDEN, -1),
-                    hidden=named.get(HIDDEN, -1) if reads else -1,
+                    features=-1 if of_draft else named.get(HIDDEN, -1),
+                    hidden=named.get(HIDDEN, -1) if of_draft else -1,
                     hidden_out=named.get(HIDDEN_OUT, -1))
 
 
@@ -236,7 +240,8 @@ def _describe(tensor: gs.Tensor, kept: Literal["cache", "state"] | None, offsets
                                shape=values.shape)
     shape = tuple(dim if isinstance(dim, str) else int(dim) for dim in tensor.shape)
     if kept is not None:
-        return ProgramTensor(name=tensor.name, kind=kept, dtype=_name(tensor.dtype), shape=shape)
+        return ProgramTensor(name=tensor.name.removesuffix("_out"), kind=kept,
+                             dtype=_name(tensor.dtype), shape=shape)
     if is_input and "max_loras" in shape:
         return ProgramTensor(name=tensor.name, kind="adapters", dtype=_name(tensor.dtype),
                                shape=shape)

@@ -122,11 +122,13 @@ void bind_program(nb::module_& m) {
       .def(
           "set_draft",
           [](Program& self, int logits, int vocab_size, int features, int hidden, int hidden_out,
-             int token_ids) {
-            self.set_draft({logits, vocab_size, features, hidden, hidden_out, token_ids});
+             int token_ids, bool at_one_position, int block, int64_t mask) {
+            self.set_draft({logits, vocab_size, features, hidden, hidden_out, token_ids,
+                            at_one_position, block, mask});
           },
           nb::kw_only(), nb::arg("logits"), nb::arg("vocab_size"), nb::arg("features"),
-          nb::arg("hidden"), nb::arg("hidden_out"), nb::arg("token_ids"))
+          nb::arg("hidden"), nb::arg("hidden_out"), nb::arg("token_ids"),
+          nb::arg("at_one_position") = false, nb::arg("block") = 0, nb::arg("mask") = 0)
       .def("set_logits", &Program::set_logits)
       .def("set_pooled", &Program::set_pooled)
       .def_prop_ro("block_bytes", &Program::block_bytes)

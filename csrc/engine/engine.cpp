@@ -43,7 +43,7 @@ const T* at(const char* received, int64_t offset) {
 int blocks_of(const StepInputs& inputs, int sequence, const Limits& limits) {
   const int size = limits.block_size;
   const int positions = inputs.past_lens[sequence] + inputs.fresh(sequence);
-  const int most = std::min({(positions + std::max(inputs.propose, 0) + size - 1) / size,
+  const int most = std::min({(positions + inputs.proposed_positions(limits) + size - 1) / size,
                              inputs.width(), limits.max_blocks()});
   const int32_t* table = inputs.block_tables.data + static_cast<int64_t>(sequence) * inputs.width();
   int blocks = (positions + size - 1) / size;
@@ -248,7 +248,7 @@ void Engine::reserve_scratch() {
   for (int tokens : {1, kernels::kGemvRows, limits.max_tokens}) {
     const Step step{std::min(tokens, limits.max_tokens), std::min(tokens, limits.max_logits),
                     std::min(tokens, limits.max_batch)};
-    for (Part part : {Part::kModel, Part::kEncoder, Part::kDraft})
+    for (Part part : program_.parts())
       for (const Node& node : program_.nodes(part)) {
         std::vector<Tensor> inputs;
         for (int tensor : node.inputs) inputs.push_back(resolve(tensor, step));
@@ -300,6 +300,8 @@ void Engine::enqueue(const Pass& pass, const Step& step) {
   context.sequences = {sequences_, sequences_ + program_.limits().max_batch + 1};
   context.num_drafted = step.num_drafted;
   context.drafted_tokens = step.drafted_tokens;
+  context.keys_only =
+      program_.draft().block > 0 && pass.part == Part::kDraft && &pass != &draft_blocks_;
   context.longest = step.longest;
   context.reach = step.reach;
   if (step.prefix) context.prefix = {prefix_, prefix_ + 2, nullptr};
@@ -349,7 +351,7 @@ int64_t Engine::measure(double utilization) const {
 
 void Engine::prepare_weights() {
   std::set<const void*> done;
-  for (Part part : {Part::kModel, Part::kEncoder, Part::kDraft})
+  for (Part part : program_.parts())
     for (const Node& node : program_.nodes(part)) {
       std::vector<Tensor> inputs;
       for (int tensor : node.inputs) inputs.push_back(resolve(tensor, Step{1, 1, 1}));
@@ -380,6 +382,7 @@ void Engine::allocate(int num_blocks) {
            stream_.handle);
   }
   if (drafter_ != nullptr) drafter_->allocate(table_);
+  if (layers_ != nullptr) layers_->allocate(table_);
   synchronize();
 }
 
@@ -538,12 +541,12 @@ void Engine::prepare(const char* received, const Sent& sent) {
   check(kernels::prepare_inputs(p, stream_.handle), "preparing a step");
 }
 
-// Runs a decode step as a graph, other steps node by node.
+// Runs a decode step, or a pass on blocks, as a graph, other steps node by node.
 void Engine::run(const Pass& pass, const Step& step) {
   auto work = [&] { enqueue(pass, step); };
   const std::lock_guard<std::mutex> lock(graphs_mutex_);  // see abort()
   if (aborted_) throw Error("another rank has exited");
-  if (step.decode)
+  if (step.decode || &pass == &draft_blocks_)
     graphs_[{&pass, step.batch, step.prefix, step.verifies, step.num_logits > 0, step.adapters}]
         .run(stream_.handle, work);
   else work();
@@ -615,6 +618,8 @@ int64_t Engine::submit(const StepInputs& inputs) {
                               packed.add(inputs.scored_counts.data, inputs.scored_counts.size)};
     const SentDrafts sent_drafts =
         drafter_ != nullptr && inputs.propose >= 0 ? SentDrafts::of(packed, inputs) : SentDrafts{};
+    SentLayers sent_layers{};
+    if (layers_ != nullptr) sent_layers = layers_->send(packed, inputs);
     const Admissions& admit = inputs.admit;
     std::vector<int32_t> starts{0};
     for (int32_t length : admit.lengths) starts.push_back(starts.back() + length);
@@ -667,7 +672,7 @@ int64_t Engine::submit(const StepInputs& inputs) {
       score(ticket, logits, scored, at<int64_t>(received, scores[0]),
             at<int64_t>(received, scores[1]), at<int32_t>(received, scores[2]));
     if (drafter_ != nullptr && inputs.propose >= 0)
-      propose(ticket, inputs, step, sent_drafts, received, given);
+      propose(ticket, inputs, step, sent_drafts, sent_layers, received, given);
     if (lookup_ != nullptr && inputs.propose > 0 && inputs.sample.size > 0)
       look_up(ticket, inputs, at<int32_t>(received, sampled));
     check(cudaEventRecord(ticket.done, stream_.handle), "an event");
@@ -807,27 +812,40 @@ void Engine::make_drafter() {
       program_, draft.token_ids >= 0 ? places_[draft.token_ids] : nullptr, memory_, stream_.handle);
   draft_tokens_.places = drafter_->first_inputs();
   if (draft.features >= 0) draft_tokens_.places[draft.hidden] = places_[draft.features];
+  if (drafter_->block() > 0) draft_blocks_.places = drafter_->block_inputs();
+  const int last = program_.num_draft_layers() - 1;
+  next_drafts_.part = draft_part(last);
   next_drafts_.places = drafter_->next_inputs();
-  next_drafts_.then = [this](const Step& step) {
-    drafter_->take(outputs_of_draft(step), step.batch, Drafter::Rows::kNext);
+  next_drafts_.then = [this, last](const Step& step) {
+    drafter_->take(outputs_of_draft(step, last), step.batch, Drafter::Rows::kNext);
   };
+  if (last == 0) return;
+  layers_ = std::make_unique<DraftLayers>(program_, memory_, stream_.handle);
+  for (int layer = 1; layer <= last; ++layer) {
+    layer_tokens_.push_back(
+        std::make_unique<Pass>(Pass{draft_part(layer), layers_->step_inputs(layer)}));
+    layer_tails_.push_back(
+        std::make_unique<Pass>(Pass{draft_part(layer), layers_->tail_inputs(layer)}));
+  }
 }
 
-DraftOutputs Engine::outputs_of_draft(const Step& step) const {
-  const DraftTensors& draft = program_.draft();
+DraftOutputs Engine::outputs_of_draft(const Step& step, int layer) const {
+  const DraftTensors& draft = program_.draft(layer);
   return {resolve(draft.logits, step), resolve(draft.hidden_out, step),
           resolve(draft.hidden, step)};
 }
 
-// Runs the draft model on the tokens of a step, and then on the last draft of each sequence that
-// the step samples, as often as it lacks drafts; and enqueues the copy of the drafts to the host.
+// Runs the draft model on the tokens of a step, unless it reads the model's caches, and then on the
+// last draft of each sequence that the step samples, as often as it lacks drafts; and enqueues the
+// copy of the drafts to the host.
 void Engine::propose(Ticket& ticket, const StepInputs& inputs, Step step, const SentDrafts& sent,
-                     const char* received, const DraftedRows* drafted) {
+                     const SentLayers& layers, const char* received, const DraftedRows* drafted) {
   const int sequences = static_cast<int>(inputs.sample.size);
   const int wanted = sequences > 0 ? inputs.propose : 0;
-  const bool first = wanted > 0 && drafter_->reads_features();  // whether the first pass drafts
-  const int later = wanted - first;
-  const int rows = later > 0 ? padded(sequences) : sequences;
+  const bool first = wanted > 0 && drafter_->drafts_on_steps();  // whether the first pass drafts
+  int later = drafter_->block() > 0 ? 0 : wanted - first;
+  const bool blocks = drafter_->block() > 0 && wanted > 0;
+  const int rows = later > 0 || blocks ? padded(sequences) : sequences;
   kernels::BeginDraftsParams begin{};
   begin.input_ids = inputs_.input_ids;
   begin.position_ids = inputs_.position_ids;
@@ -840,14 +858,36 @@ void Engine::propose(Ticket& ticket, const StepInputs& inputs, Step step, const 
     begin.row_of = drafted->row_of;
     begin.positions = drafted->positions();
   }
+  if (!drafter_->runs_on_steps() && later > 0) {
+    const Tensor features = resolve(program_.draft().features, step);
+    begin.features = static_cast<const char*>(features.data);
+    begin.hidden = places_[program_.draft().hidden];
+    begin.feature_bytes = features.shape[1] * width(features.dtype);
+  }
+  if (layers_ != nullptr && wanted > 0) drafter_->take_none(sequences);
   drafter_->begin(begin, sent, received);
   step.prefix = false;
   step.num_logits = !first ? 0 : step.decode ? step.batch : sequences;
-  run(draft_tokens_, step);
-  if (first)
-    drafter_->take(outputs_of_draft(step), sequences,
+  if (drafter_->runs_on_steps()) run(draft_tokens_, step);
+  if (first) {
+    DraftOutputs outputs = outputs_of_draft(step);
+    if (layers_ != nullptr) outputs.hidden.data = nullptr;  // the next layer's are others
+    drafter_->take(outputs, sequences,
                    step.decode ? Drafter::Rows::kOfAll : Drafter::Rows::kOfSampled);
+  }
+  if (layers_ != nullptr) {
+    const DraftLayers::Given given{layers,
+                                   received,
+                                   drafter_->shifted_ids(),
+                                   inputs_.position_ids,
+                                   inputs_.past_lens,
+                                   begin.counts,
+                                   at<int32_t>(received, sent.firsts),
+                                   sent.num_tokens};
+    later = run_layers(given, step, sequences, wanted);
+  }
   for (int pass = 0; pass < later; ++pass) run(next_drafts_, Step::of_decoding(rows));
+  if (blocks) propose_blocks(step_of_blocks(rows), sequences, wanted);
   if (wanted == 0) return;
   const int64_t bytes = 8ll * kernels::kMaxProposals * sequences;
   void* host = ticket.drafts.at_least(bytes);
@@ -855,6 +895,61 @@ void Engine::propose(Ticket& ticket, const StepInputs& inputs, Step step, const 
   ticket.results.num_drafting = sequences;
   ticket.results.proposed = wanted;
   ticket.results.drafts = static_cast<const int64_t*>(host);
+}
+
+// Runs the layers of a draft model after the first, each on the tokens of a step and, if it drafts,
+// on the tail of each sequence. Returns the number of drafts that are left for the last layer.
+// There are no more drafts where the tails have more rows than a decode step.
+int Engine::run_layers(const DraftLayers::Given& given, const Step& step, int sequences,
+                       int wanted) {
+  const int last = program_.num_draft_layers() - 1;
+  auto drafts = [&](int layer) {
+    return layer < wanted && int64_t{sequences} * layer <= program_.limits().decoding();
+  };
+  auto of_tail = [&](int layer) {
+    Step tail = Step::of_decoding(padded(sequences * layer));
+    tail.verifies = true;
+    return tail;
+  };
+  Step tokens = step;
+  tokens.num_logits = 0;
+  auto run_tail = [&](int layer) {
+    run(*layer_tails_[layer - 1], of_tail(layer));
+    DraftOutputs outputs = outputs_of_draft(of_tail(layer), layer);
+    if (layer < last) outputs.hidden.data = nullptr;
+    drafter_->take_rows(outputs, sequences, layers_->last_rows(layer));
+  };
+  for (int layer = 1; layer <= last; ++layer) {
+    layers_->lag(layer, given, step, outputs_of_draft(step, layer - 1).hidden_out);
+    if (layer > 1 && drafts(layer - 1)) run_tail(layer - 1);
+    if (drafts(layer))
+      layers_->tail(layer, drafter_->next(), given, drafter_->drafts(), sequences,
+                    of_tail(layer).batch, outputs_of_draft(step, layer - 1).hidden_out);
+    run(*layer_tokens_[layer - 1], tokens);
+  }
+  if (drafts(last)) {
+    run_tail(last);
+    return std::max(wanted - last - 1, 0);
+  }
+  return 0;
+}
+
+Step Engine::step_of_blocks(int rows) const {
+  Step step{rows * drafter_->block(), rows * (drafter_->block() - 1), rows};
+  step.longest = drafter_->block();
+  return step;
+}
+
+// Runs the draft model on blocks. There are no drafts for more sequences than it has room for.
+void Engine::propose_blocks(const Step& step, int sequences, int wanted) {
+  if (step.batch > drafter_->max_blocks()) {
+    drafter_->take_none(sequences);
+    return;
+  }
+  drafter_->fill(step.batch);
+  run(draft_blocks_, step);
+  drafter_->take_blocks(resolve(program_.draft().logits, step), sequences,
+                        std::min(wanted, drafter_->block() - 1));
 }
 
 // Looks up drafts of each sequence that the step samples, and enqueues their copy to the host.
@@ -963,10 +1058,19 @@ void Engine::warm(const std::vector<int>& lengths, bool decode, bool verifies) {
 
 // Runs the passes of the draft model that may follow a step, on the padding block.
 void Engine::warm_drafts(Step step) {
-  if (drafter_->reads_features()) run(draft_tokens_, step);
-  if (step.decode && !step.verifies) run(next_drafts_, step);
+  if (drafter_->drafts_on_steps()) run(draft_tokens_, step);
+  if (step.decode && !step.verifies) {
+    if (drafter_->block() == 0) run(next_drafts_, step);
+    else if (step.batch <= drafter_->max_blocks()) run(draft_blocks_, step_of_blocks(step.batch));
+  }
+  Step tail = step;
+  tail.verifies = true;
+  for (const auto& pass : layer_tails_)
+    if (step.decode && (step.verifies || step.batch == 1)) run(*pass, tail);
+  if (!drafter_->runs_on_steps()) return;
   step.num_logits = 0;
   run(draft_tokens_, step);
+  for (const auto& pass : layer_tokens_) run(*pass, step);
 }
 
 void Engine::watch(const std::vector<int>& tensors) {

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "../kernels/sampling/params.h"
+#include "draft_layers.h"
 #include "drafter.h"
 #include "graph.h"
 #include "memory.h"
@@ -192,11 +193,14 @@ class Engine {
              const int64_t* device_rows, const int64_t* targets, const int32_t* counts);
   void find_candidates(Ticket& ticket, const Tensor& rows, int count);
   void propose(Ticket& ticket, const StepInputs& inputs, Step step, const SentDrafts& sent,
-               const char* received, const DraftedRows* drafted);
+               const SentLayers& layers, const char* received, const DraftedRows* drafted);
   void look_up(Ticket& ticket, const StepInputs& inputs, const int32_t* slots);
-  DraftOutputs outputs_of_draft(const Step& step) const;
+  DraftOutputs outputs_of_draft(const Step& step, int layer = 0) const;
+  int run_layers(const DraftLayers::Given& given, const Step& step, int sequences, int wanted);
   void warm_drafts(Step step);
   void find_adapters();
+  Step step_of_blocks(int rows) const;
+  void propose_blocks(const Step& step, int sequences, int wanted);
 
   Program program_;
   const int device_;
@@ -229,10 +233,14 @@ class Engine {
   // whether there are logits, and adapters.
   std::map<std::tuple<const Pass*, int, bool, bool, bool, bool>, Graph> graphs_;
   const Pass model_{Part::kModel}, encoder_{Part::kEncoder};
-  // The draft model on the tokens of a step, and on the last draft of each sequence.
-  Pass draft_tokens_{Part::kDraft}, next_drafts_{Part::kDraft};
+  // The draft model on the tokens of a step, and on the last draft of each sequence or on blocks.
+  Pass draft_tokens_{Part::kDraft}, next_drafts_{Part::kDraft}, draft_blocks_{Part::kDraft};
   std::unique_ptr<Drafter> drafter_;      // null without a draft model
   std::unique_ptr<PromptLookup> lookup_;  // null without prompt lookup
+  // Of a draft model with several layers, those after the first: passes on the tokens of a step and
+  // on the tails.
+  std::unique_ptr<DraftLayers> layers_;
+  std::vector<std::unique_ptr<Pass>> layer_tokens_, layer_tails_;
   std::unique_ptr<Sampler> sampler_;
   std::array<Ticket, kMaxInFlight> tickets_;
   int64_t submitted_ = 0;

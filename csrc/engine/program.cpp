@@ -96,9 +96,18 @@ Part part_of(const std::string& name) {
   static const std::map<std::string, Part> parts = {
       {"model", Part::kModel}, {"encoder", Part::kEncoder}, {"draft", Part::kDraft}};
   const auto found = parts.find(name);
-  if (found == parts.end())
-    throw Error("there is no part '" + name + "' of a program; expected model, encoder or draft");
-  return found->second;
+  if (found != parts.end()) return found->second;
+  for (int layer = 1; layer < kMaxDraftLayers; ++layer)
+    if (name == "draft_" + std::to_string(layer)) return draft_part(layer);
+  throw Error("there is no part '" + name + "' of a program; expected model, encoder, draft, or " +
+              "draft_1 to draft_" + std::to_string(kMaxDraftLayers - 1));
+}
+
+std::vector<Part> Program::parts() const {
+  std::vector<Part> found;
+  for (size_t i = 0; i < nodes_.size(); ++i)
+    if (!nodes_[i].empty()) found.push_back(static_cast<Part>(i));
+  return found;
 }
 
 Program::Program(DType dtype, Limits limits, int64_t token_bytes, int64_t logit_bytes)
@@ -306,7 +315,7 @@ void Program::check_arena(const Node& node, Part part) const {
       const Declared& given = tensor(number);
       if (part == Part::kEncoder && given.per_logit) throw Error("an encoder has no logits");
       if (given.kind != Kind::kValue && given.kind != Kind::kColumns) continue;
-      if (given.of_draft != (part == Part::kDraft))
+      if (given.of_draft != is_of_draft_model(part))
         throw Error("tensor " + std::to_string(number) + " is a value of " +
                     (given.of_draft ? "the draft model" : "the model") +
                     ", which the other cannot use");
@@ -325,7 +334,7 @@ void Program::check_input(const PluginType& type, const Fields& fields, size_t i
     if (!(part == Part::kEncoder ? input.of_encoder : input.of_model))
       throw Error(what + " is not an input of " +
                   (part == Part::kEncoder ? "an encoder" : "a model"));
-    if (part == Part::kDraft && !is_of_draft(given.name))
+    if (is_of_draft_model(part) && !is_of_draft(given.name))
       throw Error(what + " is not an input of a draft model");
     return;
   }
@@ -359,7 +368,8 @@ void Program::check_input(const PluginType& type, const Fields& fields, size_t i
   const bool kept = given.kind == Kind::kCache || given.kind == Kind::kState;
   // A cache may be read after the node that writes it.
   const bool read = !written && port.cached && given.kind == Kind::kCache;
-  if (read && !is_written(number, part))
+  const bool is_models = is_of_draft_model(part) && is_written(number, Part::kModel);
+  if (read && !is_written(number, part) && !is_models)
     throw Error(what + " is a cache that no node has written yet");
   if (read) return;
   if (written != kept)
@@ -424,14 +434,27 @@ void Program::set_draft(const DraftTensors& draft) {
       throw Error("tensor " + std::to_string(draft.token_ids) + " is not an int64 weight of the " +
                   std::to_string(draft.vocab_size) + " token ids of the draft model");
   }
-  draft_ = draft;
-  limits_.max_proposals = kernels::kMaxProposals;
+  if ((draft.at_one_position || draft.block != 0) && draft.features == -1)
+    throw Error("a draft model at one position, or of blocks, reads no features");
+  if (draft.block != 0 && (draft.block < 2 || draft.at_one_position || draft.hidden_out != -1))
+    throw Error("a draft model of blocks of " + std::to_string(draft.block) +
+                " tokens is invalid; expected 2 or more, and no hidden_out");
+  if (num_draft_layers() > 0 &&
+      (draft.hidden_out == -1 || draft.at_one_position || draft.block != 0))
+    throw Error("a layer of a draft model is at one position or of blocks, or has no hidden_out");
+  if (num_draft_layers() == kMaxDraftLayers)
+    throw Error("a draft model has more than " + std::to_string(kMaxDraftLayers) + " layers");
+  limits_.draft_block = draft.block;
+  drafts_.push_back(draft);
+  limits_.max_proposals =
+      draft.block == 0 ? kernels::kMaxProposals : std::min(kernels::kMaxProposals, draft.block - 1);
 }
 
 // Checks that the features of a token and what replaces them have the same size.
 void Program::check_features(const DraftTensors& draft) const {
   const Shape shape = tensor(draft.hidden).shape;
   for (int number : {draft.features, draft.hidden, draft.hidden_out}) {
+    if (number == -1 && number == draft.hidden_out && draft.block != 0) continue;
     const Declared& given = tensor(number);
     if (given.kind != Kind::kValue || given.per_logit || given.shape.size() != 2 ||
         given.dtype != dtype_ || given.shape != shape ||
@@ -467,7 +490,13 @@ void Program::finish() {
   if (encodes && !inputs_.count(kMemoryRows)) add_input(kMemoryRows, DType::kInt64);
   if (nodes(Part::kDraft).empty()) return;
   if (limits_.prompt_lookup) throw Error("a draft model and prompt lookup cannot both draft");
-  if (draft_.logits < 0) throw Error("the draft model has no logits");
+  for (int layer = 0; layer < kMaxDraftLayers; ++layer)
+    if (nodes(draft_part(layer)).empty() != (layer >= num_draft_layers()))
+      throw Error("layer " + std::to_string(layer) +
+                  " of the draft model has no logits or no nodes");
+  if (draft().mask < 0 || draft().mask >= vocab_size_)
+    throw Error("the draft model's mask token " + std::to_string(draft().mask) +
+                " is not below vocab_size " + std::to_string(vocab_size_));
   if (!inputs_.count(kBlockTable)) throw Error("the draft model has no attention with a KV cache");
 }
 

@@ -21,9 +21,15 @@ inline constexpr const char *kBlockTable = "block_table", *kStateSlots = "state_
                             *kLoraIds = "lora_ids", *kLoraLogitsIds = "lora_logits_ids",
                             *kTokenTypeIds = "token_type_ids";
 
-// The programs of a rank. A draft model's values have a separate arena.
+// The programs of a rank. A draft model's values have a separate arena. It may have several
+// programs, one for each of its layers, from kDraft on.
 enum class Part { kModel, kEncoder, kDraft };
-// Throws Error for an unknown name: model, encoder or draft.
+constexpr int kMaxDraftLayers = 8;
+constexpr Part draft_part(int layer) {
+  return static_cast<Part>(static_cast<int>(Part::kDraft) + layer);
+}
+constexpr bool is_of_draft_model(Part part) { return part >= Part::kDraft; }
+// Throws Error for an unknown name: model, encoder, draft, or draft_1 and so on.
 Part part_of(const std::string& name);
 
 enum class Kind { kInput, kWeight, kCache, kState, kMemory, kValue, kColumns, kAdapters };
@@ -57,6 +63,12 @@ struct DraftTensors {
   int hidden = -1, hidden_out = -1;  // values of the draft model: `features` or, for its own
                                      // drafts, the hidden_out of the token before
   int token_ids = -1;  // weight, int64 [vocab_size]: the token id of each column of `logits`
+  bool at_one_position = false;  // all passes have the position of the last accepted token, and
+                                 // read the model's caches; none runs on the tokens of a step
+  // Tokens of a block: the last accepted one, and `mask` tokens whose logits are the drafts, all in
+  // one pass; 0: a pass for each draft. The pass on the tokens of a step only writes caches.
+  int block = 0;
+  int64_t mask = 0;
 };
 
 class Program {
@@ -98,7 +110,7 @@ class Program {
   // Declares the result: logits, or pooled rows of each sequence or token, of any width.
   void set_logits(int tensor, int vocab_size);
   void set_pooled(int tensor);
-  // Call after the nodes of the draft model.
+  // Call after the nodes of each layer of the draft model.
   void set_draft(const DraftTensors& tensors);
   // Declares the inputs that every step has. Call last.
   void finish();
@@ -114,7 +126,12 @@ class Program {
   int64_t logit_bytes(bool of_draft = false) const { return logit_bytes_[of_draft]; }
   const std::vector<Declared>& tensors() const { return tensors_; }
   const std::vector<Node>& nodes(Part part) const { return nodes_[static_cast<size_t>(part)]; }
-  const DraftTensors& draft() const { return draft_; }
+  // All parts with nodes.
+  std::vector<Part> parts() const;
+  int num_draft_layers() const { return static_cast<int>(drafts_.size()); }
+  const DraftTensors& draft(int layer = 0) const {
+    return drafts_.empty() ? none_ : drafts_[layer];
+  }
   int logits() const { return logits_; }
   bool pools() const { return pools_; }
   int vocab_size() const { return vocab_size_; }
@@ -144,10 +161,11 @@ class Program {
   std::array<int64_t, 2> token_bytes_, logit_bytes_;  // the draft model's last
   std::vector<Declared> tensors_;
   std::map<std::string, int> inputs_;
-  std::array<std::vector<Node>, 3> nodes_;  // by Part
+  std::array<std::vector<Node>, 2 + kMaxDraftLayers> nodes_;  // by Part
   int logits_ = -1, vocab_size_ = 0;
-  bool pools_ = false;  // `logits_` are pooled rows, and vocab_size_ their width
-  DraftTensors draft_;
+  bool pools_ = false;                // `logits_` are pooled rows, and vocab_size_ their width
+  std::vector<DraftTensors> drafts_;  // by layer
+  DraftTensors none_;
 };
 
 }  // namespace llmc

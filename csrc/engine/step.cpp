@@ -229,7 +229,8 @@ void check_blocks(const StepInputs& inputs, int64_t b, int64_t positions, const 
                 text(width) + " blocks of its table");
   const int32_t* table = inputs.block_tables.data + b * width;
   check_range("block_tables", HostArray<int32_t>{table, blocks}, 0, limits.num_blocks);
-  const int64_t all = std::min(width, (positions + std::max(inputs.propose, 0) + size - 1) / size);
+  const int64_t all =
+      std::min(width, (positions + inputs.proposed_positions(limits) + size - 1) / size);
   check_range("block_tables of drafts", HostArray<int32_t>{table + blocks, all - blocks}, -1,
               limits.num_blocks);
 }

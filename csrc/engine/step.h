@@ -29,8 +29,9 @@ struct Limits {
   int num_blocks = 0;       // of the KV cache; 0: not allocated yet
   int num_states = 0;       // recurrent states; 0: no layer has any
   int max_proposals =
-      0;               // drafts that a draft model or prompt lookup proposes in a step; 0: neither
-  int max_states = 0;  // maximum of these; 0: max_batch
+      0;                // drafts that a draft model or prompt lookup proposes in a step; 0: neither
+  int draft_block = 0;  // positions that a draft model of blocks writes after a sequence's; 0: none
+  int max_states = 0;   // maximum of these; 0: max_batch
   bool prompt_lookup = false;  // whether drafts are looked up in the histories of slots
   int max_loras = 0;           // slots of LoRA adapters; 0: the model takes none
   int max_lora_rank = 0;       // maximum rank of an adapter, a multiple of 8
@@ -112,6 +113,10 @@ struct StepInputs {
   HostArray<int32_t> scored_counts;   // [num_scored], number of top tokens reported with each
   HostArray<int64_t> next_tokens;     // [batch], the token after those of each sequence that is not
                                       // sampled, negative if unknown; empty: none is known
+  // Positions after a sequence's tokens that proposals take, as far as there are blocks.
+  int proposed_positions(const Limits& limits) const {
+    return propose > 0 ? std::max(propose, limits.draft_block) : 0;
+  }
   int propose;  // drafts of the next tokens to propose for each of `sample`; -1: neither the draft
                 // model nor prompt lookup runs
   HostArray<int32_t> unread;  // [batch], drafts of earlier steps that past_lens counts as accepted;

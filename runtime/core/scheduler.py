@@ -1014,7 +1014,8 @@ class Scheduler:
                 own.engine.lost = True
             return {}
         if self.limits.proposals_take_blocks:
-            self._make_room_for_proposals(step_rows, count)
+            self._make_room_for_proposals(
+                step_rows, max(count, self.limits.proposed_positions) if count else 0)
         following = [() if row.samples else row.sequence.between(
             row.past + len(row.tokens), row.past + len(row.tokens) + 1) for row in step_rows]
         return {"next_tokens": np.array([token for own in following for token in own or (-1,)],

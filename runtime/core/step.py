@@ -315,6 +315,8 @@ class EngineLimits:
         prompt_lookup: it does by prompt lookup, for sequences whose `SamplingState` asks for it.
         proposals_take_blocks: the draft model writes the keys and values of its proposals to the
             blocks after a sequence's tokens. Without blocks, later proposals are arbitrary.
+        proposed_positions: fewest positions that proposals take, of a draft model that computes all
+            of them in one block.
         lookahead: tokens after a block that determine its contents, as layers of a draft model read
             the next token.
         drafts_ahead: steps may verify drafts of a step in flight, as `proposal`s.
@@ -339,6 +341,7 @@ class EngineLimits:
     proposes: bool = False
     prompt_lookup: bool = False
     proposals_take_blocks: bool = False
+    proposed_positions: int = 0
     drafts_ahead: bool = False
     lookahead: int = 0
     longest_first: bool = False

@@ -21,7 +21,13 @@ from llmc import __version__
 from llmc.artifacts.adapter import Matrices
 from llmc.artifacts.draft_tokens import read_draft_token_ids
 from llmc.artifacts.manifest import DRAFT_TOKEN_IDS, Chip, DraftInfo, Manifest
-from llmc.artifacts.program import Part, Program, ProgramTensor, read_chip_programs
+from llmc.artifacts.program import (
+    Part,
+    Program,
+    ProgramTensor,
+    is_of_draft,
+    read_chip_programs,
+)
 from llmc.artifacts.weight_file import WEIGHTS_NAME, StoredWeight
 from llmc.errors import LlmcError
 from llmc.installation import CUDA_INSTALL_COMMAND
@@ -29,6 +35,7 @@ from llmc.plugins.lora import RANK_MULTIPLE
 from llmc.runtime.core.step import EngineLimits, Step, StepOutput
 from llmc.runtime.engines import BLOCK_SIZE, MAX_LOGITS, MAX_SCORED
 from llmc.runtime.engines.admission import Admissions
+from llmc.runtime.engines.draft_step import lookahead
 from llmc.runtime.engines.state_slots import StateSlots
 from llmc.runtime.engines.tuning import read_choices, tuning_file, write_choices
 from llmc.runtime.sampling.beam_search import Candidates
@@ -147,7 +154,8 @@ class CudaEngine:
         self._loads_draft = draft
         times = 2 if chip.states else 1  # the next step computes accepted drafts again
         self._max_drafts = 0 if not (speculates and self.verifies and chip.verifies_drafts) else \
-            min(_MAX_DRAFTS, (max_tokens - max_batch_size) // times)
+            min(_MAX_DRAFTS, (max_tokens - max_batch_size) // times,
+                (manifest.draft.max_drafts if draft and manifest.draft else None) or _MAX_DRAFTS)
         prompt_lookup = bool(prompt_lookup and self.looks_up and self._max_drafts
                              and not chip.states and manifest.encoder is None)
         # Rows of decode steps: a sequence has one, and one more for each draft.
@@ -162,9 +170,11 @@ class CudaEngine:
             max_drafts=self._max_drafts,
             max_draft_tokens=(max_rows - max_batch_size) // times,
             proposes=draft or prompt_lookup, prompt_lookup=prompt_lookup,
-            proposals_take_blocks=draft,
+            proposals_take_blocks=draft and bool(chip.draft_caches),
+            proposed_positions=1 + (manifest.draft.max_drafts or -1)
+            if draft and manifest.draft else 0,
             drafts_ahead=prompt_lookup or (draft and not chip.states),
-            lookahead=int(draft and bool(chip.features)),
+            lookahead=lookahead(manifest.draft if draft else None, chip),
             longest_first=True,  # balances multiprocessors
             keeps_states=bool(chip.states), whole=manifest.is_whole, max_loras=max_loras,
             max_lora_rank=max_lora_rank)
@@ -610,11 +620,13 @@ def declare_arenas(cuda: ModuleType, programs: Mapping[Part, Program],
         programs: by part. The model and its encoder share an arena.
         limits: keyword arguments of the extension's `Program`.
     """
-    shared = [program for part, program in programs.items() if part != "draft"]
+    shared = [program for part, program in programs.items() if not is_of_draft(part)]
+    drafts = [program for part, program in programs.items() if is_of_draft(part)]
     declared = cuda.Program(**limits, token_bytes=max(own.token_bytes for own in shared),
                             logit_bytes=programs["model"].logit_bytes)
-    if "draft" in programs:
-        declared.set_draft_arena(programs["draft"].token_bytes, programs["draft"].logit_bytes)
+    if drafts:
+        declared.set_draft_arena(max(own.token_bytes for own in drafts),
+                                 max(own.logit_bytes for own in drafts))
     return declared
 
 
@@ -641,14 +653,14 @@ def build_program(declared: Any, programs: Mapping[Part, Program],
     model = programs["model"]
     for part, program in programs.items():
         try:
-            numbers = _declare_all(declared, program, shared, weights, of_draft=part == "draft")
+            numbers = _declare_all(declared, program, shared, weights, of_draft=is_of_draft(part))
             if program is model and any(index != number for number, index in numbers.items()):
                 raise LlmcError("the schedule has one name for several tensors; compile the "
                                 "model again")
             for node in program.nodes:
                 declared.add_node(node.op, node.fields, [numbers[n] for n in node.inputs],
                                  [numbers[n] for n in node.outputs], part)
-            if part == "draft" and manifest.draft is not None:
+            if is_of_draft(part) and manifest.draft is not None:
                 _set_draft(declared, manifest.draft, program, model, numbers, weights)
         except (TypeError, LookupError) as error:
             raise LlmcError(f"the schedule has an invalid size or attribute ({error}); compile "
@@ -662,22 +674,24 @@ def build_program(declared: Any, programs: Mapping[Part, Program],
 
 def _set_draft(declared: Any, info: DraftInfo, program: Program, model: Program,
                numbers: Mapping[int, int], weights: dict[str, int]) -> None:
-    """Declare what the engine reads and writes of a draft model.
+    """Declare what the engine reads and writes of a draft model, or of a layer of one.
 
     Args:
         info: of the draft model.
-        program: the draft model's.
+        program: the draft model's, or the layer's.
         model: the model's program.
         numbers: declared indices by the draft model's.
         weights: indices of weights by name; extended.
     """
-    token_ids = -1
-    if info.reduced:
-        token_ids = weights[DRAFT_TOKEN_IDS] = declared.add_weight("int64", [info.vocab_size])
+    if info.reduced and DRAFT_TOKEN_IDS not in weights:
+        weights[DRAFT_TOKEN_IDS] = declared.add_weight("int64", [info.vocab_size])
     declared.set_draft(
         logits=numbers[program.logits], vocab_size=info.vocab_size, features=model.features
         if program.hidden >= 0 else -1, hidden=numbers[program.hidden],
-        hidden_out=numbers[program.hidden_out], token_ids=token_ids)
+        hidden_out=numbers.get(program.hidden_out, -1), token_ids=weights.get(DRAFT_TOKEN_IDS, -1),
+        at_one_position=info.chain == "position",
+        block=1 + (info.max_drafts or 0) if info.chain == "block" else 0,
+        mask=info.mask_token_id or 0)
 
 
 def _declare_all(declared: Any, program: Program, shared: dict[str, int],

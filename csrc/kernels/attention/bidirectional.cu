@@ -1,5 +1,5 @@
-// Attention of encoders and encoder-decoder models: queries that see all keys of their sequence,
-// and causal ones with a score bias.
+// Attention of encoders, encoder-decoder models and block drafters: queries that see all keys of
+// their sequence, and causal ones with a score bias.
 //
 // A block takes one head and kQueries packed tokens, one sequence after the other if they belong to
 // several. kLanes threads read a key, 8 elements each, for all of these queries. Every group of
@@ -8,6 +8,7 @@
 #include "bidirectional.h"
 
 #include "attention.cuh"
+#include "block.h"
 
 namespace llmc::kernels {
 namespace {
@@ -88,6 +89,31 @@ struct CachedKeys {
   const C *key, *value;
   CacheRows rows;
   int first, window, chunk;
+};
+
+// Keys in the KV cache; every query of the sequence sees all, or those within a window on both
+// sides.
+template <typename C>
+struct BlockKeys {
+  using Params = AttentionParams;
+  using Element = C;
+
+  __device__ BlockKeys(const Params& p, int sequence, int kv_head)
+      : key(static_cast<const C*>(p.key_cache)),
+        value(static_cast<const C*>(p.value_cache)),
+        rows(p, sequence, kv_head),
+        first(p.past_lens[sequence]),
+        count(first + p.cu_seqlens[sequence + 1] - p.cu_seqlens[sequence]),
+        window(p.window) {}
+  __device__ int begin(int i) const { return window > 0 ? max(0, i - window) : 0; }
+  __device__ int end(int i) const { return window > 0 ? min(count, i + window + 1) : count; }
+  __device__ bool sees(int i, int j) const { return j >= begin(i) && j < end(i); }
+  __device__ int64_t row(int j) const { return rows(j); }
+  __device__ int column(int, int, int) const { return 0; }
+
+  const C *key, *value;
+  CacheRows rows;
+  int first, count, window;
 };
 
 template <typename T, int kLanes, int kQueries, int kWarps, typename Keys>
@@ -291,6 +317,18 @@ cudaError_t prepare_heads(DType dtype, const PrepareHeadsParams& p, cudaStream_t
     return launch(prepare_heads_kernel<std::remove_pointer_t<decltype(type)>>,
                   dim3(std::max(p.num_tokens, p.num_keys), std::min(most, 4)), kPrepareWarps * 32,
                   0, stream, p);
+  });
+}
+
+cudaError_t block_attention(DType dtype, const AttentionParams& p, cudaStream_t stream) {
+  const Queries queries{p.out,        p.queries,   static_cast<int64_t>(p.num_heads) * p.head_dim,
+                        p.cu_seqlens, {},          p.num_tokens,
+                        p.batch,      p.num_heads, p.num_kv_heads,
+                        p.head_dim,   p.scale,     0,
+                        nullptr};
+  return dispatch_cache_dtype(dtype, p.float8, [&](auto* type, auto* cached) {
+    return run<std::remove_pointer_t<decltype(type)>,
+               BlockKeys<std::remove_pointer_t<decltype(cached)>>>(queries, p, stream);
   });
 }
 

@@ -57,8 +57,8 @@ __device__ uint64_t find_match(const int32_t* history, int length) {
   }
 #pragma unroll
   for (int mask = 16; mask; mask >>= 1)
-    best = max(best, static_cast<uint64_t>(__shfl_xor_sync(
-                         ~0u, static_cast<unsigned long long>(best), mask)));
+    best = max(best, static_cast<uint64_t>(
+                         __shfl_xor_sync(~0u, static_cast<unsigned long long>(best), mask)));
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = best;
   __syncthreads();
   for (int warp = 1; warp < kLookupWarps && threadIdx.x == 0; ++warp)

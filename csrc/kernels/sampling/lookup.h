@@ -22,7 +22,8 @@ struct LookupDraftsParams {
   int64_t* drafts;       // [sequences, kMaxProposals]; -1: none
   int32_t* matches;      // [sequences], tokens that match, at most kMaxMatch; 0: no drafts
   int64_t* slot_drafts;  // [slots, kMaxProposals], as `drafts`
-  // Scratch, 0 before and after: the longest match of each sequence, and its blocks that have ended.
+  // Scratch, 0 before and after: the longest match of each sequence, and its blocks that have
+  // ended.
   uint64_t* longest_matches;  // [sequences]
   int32_t* blocks_done;       // [sequences]
   int sequences, count;

@@ -61,8 +61,8 @@ struct PrepareInputsParams {
   const BlockTableUpdate* runs;
   const int32_t* blocks;
   const int64_t* last;  // [slots]
-  // A sequence with host_offsets[b] >= 0 begins that many positions after its slot's length, without
-  // num_new, but at most host_unread[b] before host_past[b]. Null if no draft is unread.
+  // A sequence with host_offsets[b] >= 0 begins that many positions after its slot's length,
+  // without num_new, but at most host_unread[b] before host_past[b]. Null if no draft is unread.
   const int32_t *host_offsets, *host_unread;  // [batch]
   const int64_t* drafts;                      // [slots, drafts_stride]
   const int32_t* lengths;                     // [slots]

@@ -219,6 +219,7 @@ struct Context {
   int longest = 0,
       reach = 0;  // maximum number of new tokens, and of all tokens, of a sequence; 0: unknown
   bool building = false;           // TensorRT is timing with arbitrary inputs
+  bool keys_only = false;          // BlockAttention: of the context, outputs are 0
   kernels::SharedPrefix prefix{};  // of the decoding sequences; `results` is not set
   SplitKvPlan* split_kv_plan =
       nullptr;            // of the decoding sequences; null: each layer plans for itself
