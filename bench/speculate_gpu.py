@@ -35,7 +35,6 @@ from gpu import write_model
 import llmc
 from llmc.runtime.core.scheduler import Scheduler
 from llmc.runtime.core.step import Engine, SamplingState, Step
-from llmc.runtime.engines.cuda import CudaEngine
 from llmc.runtime.sampling.sampler import Sampler
 
 LENGTH = 8192

@@ -108,7 +108,8 @@ struct BlockKeys {
   __device__ int begin(int i) const { return window > 0 ? max(0, i - window) : 0; }
   __device__ int end(int i) const { return window > 0 ? min(count, i + window + 1) : count; }
   __device__ bool sees(int i, int j) const { return j >= begin(i) && j < end(i); }
-  __device__ int64_t row(int j) const { return rows(j); }
+  __device__ const C* key_at(int j) const { return key + rows(j); }
+  __device__ const C* value_at(int j) const { return value + rows(j); }
   __device__ int column(int, int, int) const { return 0; }
 
   const C *key, *value;
