@@ -248,3 +248,26 @@ def test_names_of_several_models_are_checked_before_loading(options, message, ca
     result = CliRunner().invoke(main, ["serve", str(case_tp1), str(case_tp1), "--port", "0",
                                        *options])
     assert result.exit_code == 2 and message in result.stderr
+
+
+def test_langchain_s_embeddings_are_the_model_s(models, embedder):
+    langchain = pytest.importorskip("langchain_openai", reason="needs the extra test-serve")
+    client = langchain.OpenAIEmbeddings(model="tiny", base_url=f"{embedder.url}/v1",
+                                        api_key="none", check_embedding_ctx_length=False)
+    for text, own in zip(TEXTS, client.embed_documents(TEXTS), strict=True):
+        assert np.abs(np.array(own) - vector(models, text)).max() <= 1e-5
+    assert np.abs(np.array(client.embed_query(TEXTS[1])) - vector(models, TEXTS[1])).max() <= 1e-5
+
+
+def test_litellm_embeds_and_reranks(models, embedder, reranker, monkeypatch):
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # no download
+    litellm = pytest.importorskip("litellm", reason="needs the extra test-serve")
+    made = litellm.embedding(model="openai/tiny", input=TEXTS, api_base=f"{embedder.url}/v1",
+                             api_key="none")
+    for text, own in zip(TEXTS, made.data, strict=True):
+        assert np.abs(np.array(own["embedding"]) - vector(models, text)).max() <= 1e-5
+    ranked = litellm.rerank(model="hosted_vllm/tiny", query="cat", documents=TEXTS, top_n=2,
+                            api_base=reranker.url, api_key="none")
+    _, _, truth = reranker.post("/rerank", {"query": "cat", "documents": TEXTS, "top_n": 2})
+    assert [(own["index"], own["relevance_score"]) for own in ranked.results] == \
+        [(own["index"], own["relevance_score"]) for own in truth["results"]]
