@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 
+import families
 import numpy as np
 import pooling
 import pytest
@@ -64,6 +66,32 @@ def test_a_step_has_only_whole_texts(made):
     assert all((step.past_lens == 0).all() and len(step.sample) == step.batch_size
                for step in steps)
     assert max(step.num_tokens for step in steps) <= 66
+
+
+def test_texts_of_a_call_are_computed_by_length(made):
+    texts = random_texts(20, 66, seed=9)
+    with llmc.LLM(made[0] / "bert.case", max_num_batched_tokens=1, max_batch_size=4) as llm:
+        lengths = []
+        engine = llm._loops[0]._engine
+        submit = engine.submit
+        engine.submit = lambda step: (lengths.extend(step.seq_lens.tolist()), submit(step))[1]
+        assert_equal_rows(llm.embed(texts), made[1]["bert"], texts, "mean")
+    assert sorted(lengths) == lengths == sorted(map(len, texts))
+
+
+def test_a_step_of_several_texts_has_a_group_for_each_core(made, bert):
+    texts = random_texts(40, 66, seed=10)
+    rank, = families.ranks(bert)
+    threads = rank._pool_threads
+    if len(os.sched_getaffinity(0)) == 1:
+        assert threads is None
+        return
+    groups = []
+    run = threads.run
+    threads.run = lambda given: (groups.append(len(given)), run(given))[1]
+    assert_equal_rows(bert.embed(texts), made[1]["bert"], texts, "mean")
+    threads.run = run
+    assert max(groups) >= threads.cores
 
 
 def test_long_texts_of_a_causal_model_are_computed_in_chunks(made):
