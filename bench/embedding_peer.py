@@ -28,7 +28,7 @@ def load(side: str, model: Path, work: Path) -> Embed:
     name, _, size = side.partition(", batches of ")
     batch = int(size or 32)  # 32: SentenceTransformers' default
     if name == "fastembed":
-        return of_fastembed(onnx(model, work))
+        return of_fastembed(model, onnx(model, work), work / "fastembed")
     if name == "sentence-transformers":
         encoder = SentenceTransformer(str(model), device="cpu")
     elif name.startswith("OpenVINO"):
@@ -42,9 +42,14 @@ def load(side: str, model: Path, work: Path) -> Embed:
     return lambda texts: np.asarray(encoder.encode(texts, batch_size=batch))
 
 
-def of_fastembed(directory: Path) -> Embed:
+def of_fastembed(model: Path, exported: Path, directory: Path) -> Embed:
+    """Load the exported graph with the model's own tokenizer, which truncates after 512 tokens."""
     from fastembed import TextEmbedding
 
+    directory.mkdir(exist_ok=True)
+    shutil.copy(exported / "onnx" / "model.onnx", directory)
+    for path in [*model.glob("*.json"), model / "vocab.txt"]:
+        shutil.copy(path, directory)
     encoder = TextEmbedding("sentence-transformers/all-MiniLM-L6-v2",
                             specific_model_path=str(directory))
     return lambda texts: np.array(list(encoder.embed(texts)))
@@ -64,7 +69,6 @@ def onnx(model: Path, work: Path) -> Path:
         encoder.save_pretrained(str(directory))
         export_optimized_onnx_model(encoder, "O3", str(directory))
         export_dynamic_quantized_onnx_model(encoder, "avx512_vnni", str(directory))
-        shutil.copy(directory / "onnx" / "model.onnx", directory / "model.onnx")  # for fastembed
     return directory
 
 
