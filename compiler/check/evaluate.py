@@ -292,7 +292,8 @@ def _tokenizer(llm: LLM) -> Tokenizer:
     return llm.tokenizer
 
 
-def reference_tolerance(given: float | None, hf_dir: str | Path | None, default: float) -> float | None:
+def reference_tolerance(given: float | None, hf_dir: str | Path | None, default: float) -> \
+        float | None:
     """Return the tolerance; None without a reference."""
     if given is not None and (hf_dir is None or not given >= 0):
         raise LlmcError(f"tolerance {given} is negative; give 0 or more" if hf_dir else

@@ -193,8 +193,8 @@ class CpuEngine:
             rows: dict[int, np.ndarray] = {}
             groups = [*self._similar(step)]
             parts = [self._whole(step, group) for group in groups]
-            for group, part, pooled in zip(groups, parts, self._pool_parts(parts), strict=True):
-                rows.update(zip(group, self._split(pooled, part), strict=True))
+            for group, part, made in zip(groups, parts, self._pool_parts(parts), strict=True):
+                rows.update(zip(group, self._split(made, part), strict=True))
             return [rows[index] for index in step.sample.tolist()]
         self._rows.enter(step)
         pooled: list[np.ndarray] = []
