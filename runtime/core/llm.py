@@ -604,7 +604,7 @@ class LLM(_Loaded):
         rows = {output.owner.request.index: output.row
                 for output in self._outputs(requests, _scheduling(priority, tenant, None))
                 if isinstance(output, Pooled)}
-        return [rows[request.index] for request in requests]
+        return [rows[index] for index in range(len(inputs))]
 
     def logits(self, token_ids: Sequence[int], source: Sequence[int] | None = None) -> np.ndarray:
         """Logits of one sequence.
@@ -803,7 +803,7 @@ class AsyncLLM(_Loaded):
             async for batch in batches:
                 rows.update((output.owner.request.index, output.row) for output in batch
                             if isinstance(output, Pooled))
-        return [rows[request.index] for request in requests]
+        return [rows[index] for index in range(len(inputs))]
 
     async def _outputs(self, requests: list[Request], scheduling: Scheduling) -> \
             AsyncGenerator[list[Output], None]:
