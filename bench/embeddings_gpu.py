@@ -6,7 +6,7 @@
 Prints tokens per second of many texts at once, given as token ids, and the latency of one query,
 in bfloat16: of llmc, of transformers' forward pass (as SentenceTransformers calls it: sorted by
 length, 64 padded texts at a time) with SDPA and, where flash_attn can be imported, FlashAttention
-2, and of vLLM where that can be imported. Each engine runs in a process of its own. The GEMM limit
+2, and of vLLM where that can be imported. Each engine runs in a separate process. The GEMM limit
 is the time that torch's linear layers of these shapes take for 16,384 tokens, without anything
 between them.
 """

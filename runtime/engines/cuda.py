@@ -348,7 +348,7 @@ class CudaEngine:
                        () if scored is None else [
                            replace(logprobs_of(record, count), rank=int(record["rank"]))
                            for record, count in zip(scored.view(LOGPROBS), counts, strict=True)],
-                       lengths, drafts, matches)
+                       counts=lengths, drafts=drafts, matches=matches)
 
     def _pooled_output(self, step: Step, rows: np.ndarray | None) -> StepOutput:
         """The results of a step that returns pooled rows.

@@ -7,9 +7,8 @@ import lora
 import numpy as np
 import pytest
 import torch
-from on_device import DTYPES
+from on_device import DTYPES, check
 from schedule_interpreter import LIMITS, interpreted
-from test_kernels import check
 
 import llmc
 from llmc import plugins

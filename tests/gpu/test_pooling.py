@@ -50,9 +50,10 @@ def test_rows_are_transformers(extension, name, task, tmp_path):
             continue
         with llmc.LLM(case) as llm:
             rows = llm.pool([Input(ids) for ids in pooling.texts(lengths)])
-        for ids, row in zip(pooling.texts(lengths), rows, strict=True):
-            truth = pooling.reference(model, ids, kind)
-            error = np.linalg.norm(row - truth) / np.linalg.norm(truth)
+        truths = [pooling.reference(model, ids, kind) for ids in pooling.texts(lengths)]
+        scale = max(np.linalg.norm(truth) for truth in truths)  # some logits of few may be near 0
+        for row, truth in zip(rows, truths, strict=True):
+            error = np.linalg.norm(row - truth) / scale
             assert error < tolerance, f"{error} with {dtype}"
 
 

@@ -1,9 +1,9 @@
-// Kernels between the passes of a draft model with several layers, each of which has own caches.
+// Kernels between the passes of a draft model with several layers, each with its caches.
 //
 // Row p of layer n has the token of position p + 1 + n and the hidden_out of layer n - 1 at row p.
-// On the tokens of a step, layer n runs `lag` rows behind: on the rows whose tokens are known then.
-// Its last n rows of a sequence, whose tokens are drafts, are a pass of their own, the tail. The
-// next step computes them again.
+// On the tokens of a step, layer n runs `lag` rows later: on the rows whose tokens are known then.
+// Its last n rows of a sequence, whose tokens are drafts, are a separate pass, the tail. The next
+// step computes them again.
 #pragma once
 
 #include <cuda_runtime_api.h>
