@@ -317,7 +317,7 @@ def _pooled(options: CompileOptions, about: About) -> str | None:
         return None
     if not target_spec(options.target).pools:
         return (f"task {about.task} is not supported by target '{options.target}'; compile with "
-                f"--target cpu")
+                f"--target cpu or cuda")
     for name, given in (("draft", options.draft), ("calibrate", options.calibrate),
                         ("quantize_lm_head", options.quantize_lm_head),
                         ("mem_max_seq_len", options.mem_max_seq_len)):

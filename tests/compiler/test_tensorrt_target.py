@@ -12,7 +12,6 @@ import ml_dtypes
 import numpy as np
 import onnx
 import onnxruntime as ort
-import pooling
 import pytest
 from on_device import in_kernel_order
 from schedule_interpreter import Interpreters
@@ -111,21 +110,6 @@ def test_onnx_runtime_runs_the_graph_on_polygraphy_s_inputs(builder, family, dty
     model = families.tiny_model(family)
     families.assert_close(results["logits"][:, :families.VOCAB].astype(np.float32),
                           families.reference_logits(model, [1, 2, 3, 4])[-1:], tolerance)
-
-
-@pytest.mark.parametrize(("family", "task"), [
-    ("bert", "classify"), ("modernbert", "embed"), ("qwen3", "embed")])
-def test_graphs_of_pooled_models_give_the_rows_of_transformers(builder, family, task, tmp_path):
-    kind = "" if task == "classify" else "last"
-    model = pooling.save(family, {**pooling.ENCODERS, **pooling.DECODERS}[family], tmp_path / "hf",
-                         task, kind)
-    llmc.compile(tmp_path / "hf", tmp_path / "case", target="tensorrt", dtype="float32")
-    chip = tmp_path / "case" / "chip0"
-    session = ort.InferenceSession(str(chip / "graph.onnx"), providers=["CPUExecutionProvider"])
-    inputs, = runpy.run_path(str(chip / "polygraphy_inputs.py"))["load_data"]()
-    results = dict(zip([value.name for value in session.get_outputs()], session.run(
-        None, {value.name: inputs[value.name] for value in session.get_inputs()}), strict=True))
-    pooling.assert_rows(results["pooled"], [pooling.reference(model, [1, 2, 3, 4], kind)], 1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

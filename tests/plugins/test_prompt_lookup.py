@@ -59,7 +59,7 @@ def test_drafts_are_verified_before_the_host_has_read_them(case, plain, steps):
 
 
 def test_drafts_that_were_not_found_are_not_counted(case, plain):
-    """A completion of distinct tokens, of which none can be looked up."""
+    """A completion of distinct tokens, none of them in the prompt."""
     words = dict.fromkeys(range(200, 290), 100.0)
     wish = llmc.SamplingParams(max_tokens=12, logit_bias=words, presence_penalty=2,
                                ignore_eos=True)
