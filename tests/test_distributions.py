@@ -211,7 +211,7 @@ def locked(name):
 
 @pytest.mark.parametrize(("name", "extras"), [
     ("demo", ("demo", "export")), ("serve", ("serve",)), ("test-serve", ("test-serve",)),
-    ("test", ("demo", "export", "test", "eval", "serve")), ("engine", None)])
+    ("test", ("demo", "minilm", "export", "test", "eval", "serve")), ("engine", None)])
 def test_what_is_locked_is_what_is_declared(name, extras):
     """`make lock` updates the files."""
     project = read_project() if extras is not None else read_project("csrc")
