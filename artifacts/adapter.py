@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from llmc.artifacts.case_files import check_case_file, read_bounded
 from llmc.artifacts.manifest import (
     MANIFEST_NAME,
     Chip,
     FileEntry,
+    LoraLayer,
     Manifest,
     SourceFile,
     explain,
@@ -23,13 +25,16 @@ from llmc.artifacts.manifest import (
 )
 from llmc.artifacts.weight_file import StoredWeight, read_weight_header
 from llmc.errors import LlmcError
+from llmc.plugins.lora import RANK_MULTIPLE
 
 ADAPTER_INFO = "adapter_info.json"
 MAX_RANK = 256
 _MAX_INFO_BYTES = 16 << 20
 _AGAIN = "compile the adapter again"
 
-Matrices = dict[str, tuple[np.ndarray, np.ndarray]]  # A [rows, in] and B [rows, out] by layer
+# Matrices by layer: A [rows, in] and B [rows, out], float32; or for a layer whose adapters are in
+# slots [parts, rank, in] and [out, rank], in its dtype (bfloat16 as uint16).
+Matrices = dict[str, tuple[np.ndarray, np.ndarray]]
 
 
 class AdapterInfo(BaseModel):
@@ -39,6 +44,7 @@ class AdapterInfo(BaseModel):
         base_sha256: digest of the model_info.json of the case directory that it belongs to.
         rank: largest rank of its modules.
         modules: the modules of the base that it changes, sorted.
+        ranks: the rank of each of these.
         source: the files that it was read from.
         files: its files; chip N has `chipN/adapter.safetensors`.
     """
@@ -50,8 +56,20 @@ class AdapterInfo(BaseModel):
     base_sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     rank: Annotated[int, Field(ge=1, le=MAX_RANK)]
     modules: tuple[str, ...]
+    ranks: tuple[Annotated[int, Field(ge=1, le=MAX_RANK)], ...]
     source: tuple[SourceFile, ...]
     files: Annotated[tuple[FileEntry, ...], Field(max_length=65536)]
+
+    @model_validator(mode="after")
+    def _check_ranks(self) -> AdapterInfo:
+        if len(self.ranks) != len(self.modules):
+            raise ValueError(f"{len(self.modules)} modules have {len(self.ranks)} ranks")
+        return self
+
+    def ranks_of(self, layer: LoraLayer) -> list[int]:
+        """The rank of each module of a layer; 0: the adapter does not change it."""
+        own = dict(zip(self.modules, self.ranks, strict=True))
+        return [own.get(module, 0) for module in layer.modules]
 
 
 def adapter_weights(rank: int) -> str:
@@ -117,11 +135,11 @@ def load_adapter(directory: Path, manifest: Manifest, base_sha256: str, *,
         if path.stat().st_size != entry.size or (verify and hash_file(path) != entry.sha256):
             raise LlmcError(f"'{path}' has changed since compilation: its size or SHA-256 differs "
                             f"from {ADAPTER_INFO}; {_AGAIN}, or copy it again")
-        chips.append(_read_matrices(path, chip, info.rank))
+        chips.append(_read_matrices(path, chip, info))
     return info, chips
 
 
-def _read_matrices(path: Path, chip: Chip, rank: int) -> Matrices:
+def _read_matrices(path: Path, chip: Chip, info: AdapterInfo) -> Matrices:
     """Read the matrices of a chip and check them against its layers."""
     header = read_weight_header(path)
     layers = {layer.name: layer for layer in chip.lora}
@@ -132,17 +150,39 @@ def _read_matrices(path: Path, chip: Chip, rank: int) -> Matrices:
         if layer is None or left is None or right is None:
             raise LlmcError(f"'{path}' has matrices of '{name}', which is no layer of chip "
                             f"{chip.rank} that takes adapters; {_AGAIN}")
-        rows = left.shape[0]
+        rows = sum(info.ranks_of(layer))
         if (left.dtype, right.dtype) != ("float32", "float32") \
                 or left.shape != (rows, layer.in_features) \
-                or right.shape != (rows, layer.out_features) \
-                or rows > rank * len(layer.modules):
+                or right.shape != (rows, layer.out_features):
             raise LlmcError(f"'{path}' has matrices {list(left.shape)} and {list(right.shape)} of "
-                            f"'{name}', expected float32 [rows, {layer.in_features}] and [rows, "
-                            f"{layer.out_features}] with up to {rank * len(layer.modules)} rows; "
-                            f"{_AGAIN}")
-        matrices[name] = _finite(path, left, name), _finite(path, right, name)
+                            f"'{name}', expected float32 [{rows}, {layer.in_features}] and "
+                            f"[{rows}, {layer.out_features}]; {_AGAIN}")
+        pair = _finite(path, left, name), _finite(path, right, name)
+        matrices[name] = pair if layer.dtype is None else \
+            slot_matrices(layer, info.ranks_of(layer), *pair)
     return matrices
+
+
+def slot_matrices(layer: LoraLayer, ranks: Sequence[int], left: np.ndarray,
+                  right: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Convert a layer's A and B to those of a slot, in the layer's dtype."""
+    rank = -(-max(ranks) // RANK_MULTIPLE) * RANK_MULTIPLE
+    down = np.zeros((len(ranks), rank, layer.in_features), np.float32)
+    up = np.zeros((layer.out_features, rank), np.float32)
+    start = 0
+    for part, count in enumerate(ranks):
+        down[part, :count] = left[start:start + count]
+        up[:, :count] += right[start:start + count].T  # 0 in outputs of other parts
+        start += count
+    return _as_stored(down, layer.dtype), _as_stored(up, layer.dtype)
+
+
+def _as_stored(array: np.ndarray, dtype: str | None) -> np.ndarray:
+    """Round to the dtype; bfloat16 as uint16."""
+    if dtype != "bfloat16":
+        return array.astype(dtype)
+    bits = array.view(np.uint32)
+    return ((bits + 0x7fff + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
 def _finite(path: Path, stored: StoredWeight, name: str) -> np.ndarray:

@@ -94,7 +94,7 @@ CountOrNone = Annotated[int, Field(ge=0, le=_MAX_INT32)]
 LayerCount = Annotated[int, Field(ge=1, le=_MAX_LAYERS)]
 SizeName = Annotated[str, Field(
     pattern="^(num_tokens|num_logits|batch|batch_plus_1|num_memory_tokens|num_blocks|block_size"
-            "|max_blocks|num_states|num_embeds|lora_rows_[0-9]+)$")]
+            "|max_blocks|num_states|num_embeds|lora_rows_[0-9]+|max_loras|max_lora_rank)$")]
 TokenId = Annotated[int, Field(ge=0, le=_MAX_INT32)]
 DraftKind = Literal["eagle3", "mtp", "model", "assistant", "dflash"]
 DraftChain = Literal["tokens", "layers", "position", "block"]
@@ -295,12 +295,17 @@ class LoraLayer(_Frozen):
     `[lora_rows_<group>, out_features]`. Layers of one group have equal modules; the input
     `lora_owner_<group>` has the slot of each of their rows. `rows` has the module of each output,
     `columns` the input of the modules that each input is, as rows without a module.
+
+    With a `dtype`, adapters are in slots: the inputs are `<name>.lora_down` `[modules, max_loras,
+    max_lora_rank, in_features]`, `<name>.lora_up` `[max_loras, out_features, max_lora_rank]` and
+    `<name>.lora_ranks` `[max_loras]`.
     """
 
     name: str
     group: CountOrNone
     rows: Annotated[tuple[LayerRows, ...], Field(min_length=1)]
     columns: Annotated[tuple[LayerRows, ...], Field(min_length=1)]
+    dtype: Annotated[DTypeName | None, Field(exclude_if=_is_absent)] = None
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -318,6 +323,12 @@ class LoraLayer(_Frozen):
     @property
     def inputs(self) -> dict[str, tuple[str, tuple[int | str, ...]]]:
         """Dtype and shape of each input, by name."""
+        if self.dtype is not None:
+            down = max(len(self.modules), 1), "max_loras", "max_lora_rank", self.in_features
+            return {f"{self.name}.lora_down": (self.dtype, down),
+                    f"{self.name}.lora_up": (
+                        self.dtype, ("max_loras", self.out_features, "max_lora_rank")),
+                    f"{self.name}.lora_ranks": ("int32", ("max_loras",))}
         rows = f"lora_rows_{self.group}"
         return {f"{self.name}.lora_a": ("float32", (rows, self.in_features)),
                 f"{self.name}.lora_b": ("float32", (rows, self.out_features)),
@@ -970,8 +981,7 @@ class Manifest(_Frozen):
                              f"model, and mask_token_id is {info.mask_token_id}, contrary to "
                              f"the chain {info.chain!r}")
         spec = self.target.spec
-        if info.chain not in spec.draft_chains or not (spec.drafts and chip.verifies_drafts) \
-                or self.encoder:
+        if not (spec.drafts and chip.verifies_drafts) or self.encoder:
             raise ValueError(f"chip {chip.rank} has a draft model, which this model or target "
                              f"{self.target.kind} does not support")
         for index, draft in enumerate(chip.drafts):

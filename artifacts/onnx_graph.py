@@ -44,8 +44,9 @@ OPERATORS: Mapping[str, frozenset[str]] = {
         "Unsqueeze", "Where",
     },
     "com.microsoft": frozenset({
-        "FusedMatMul", "GroupQueryAttention", "LinearAttention", "MatMulNBits", "MoE", "QMoE",
-        "QuickGelu", "SkipLayerNormalization", "SkipSimplifiedLayerNormalization",
+        "FusedMatMul", "GroupQueryAttention", "LinearAttention", "MatMulNBits", "MoE",
+        "MultiHeadAttention", "QMoE", "QuickGelu", "SkipLayerNormalization",
+        "SkipSimplifiedLayerNormalization",
     }),
 }
 

@@ -24,13 +24,16 @@ from llmc.artifacts.manifest import (
     ENCODER_INPUTS,
     ENGINE_INPUTS,
     HIDDEN,
+    LORA_IDS,
     MANIFEST_NAME,
+    POOLED,
     Chip,
     Count,
     DraftProgram,
     DTypeName,
     EncoderProgram,
     GraphStep,
+    LayerCache,
     Manifest,
     SizeName,
     cache_shape,
@@ -49,9 +52,9 @@ ELEMENTWISE = {"Add": 2, "Sub": 2, "Mul": 2, "Div": 2, "Min": 2, "Max": 2, "Tanh
 MOST_JOINED = 4  # inputs of the engine's Concat
 _FLOATS = ("float32", "float16", "bfloat16")
 # Engine inputs that an op's integer inputs may be, if not only the one of the same name. An
-# Embedding may look up positions.
+# Embedding may look up positions and token types.
 _INPUTS = {"key_starts": ("memory_starts",), "key_lens": ("encoder_sequence_length",),
-           "input_ids": ("input_ids", "position_ids")}
+           "input_ids": ("input_ids", "position_ids", "token_type_ids"), "lora_ids": LORA_IDS}
 # Dtypes of tensors; quantized weights of any dtype are stored as uint8.
 ProgramDType = DTypeName | Literal["uint8"]
 _COLLECTIVES = ("AllReduce", "AllGather")
@@ -67,14 +70,16 @@ class ProgramTensor(_Frozen):
     Dimensions of `shape` are integers or names. Sizes of a step: `num_tokens`, `num_logits`,
     `batch`, `batch_plus_1`. Sizes of an engine: `num_blocks`, `block_size` (positions),
     `max_blocks` (of a sequence), `num_states`, `num_memory_tokens` (rows of a `memory`, the
-    cross-attention keys or values that the encoder scatters and the decoder reads).
+    cross-attention keys or values that the encoder scatters and the decoder reads), `max_loras` and
+    `max_lora_rank` (of `adapters`, the matrices and ranks of a layer in all slots).
 
     A value is at byte `offset` of the arena, multiplied by the number of tokens, or of logits if
-    `per_logit`. A tensor of kind `columns` is a view of the value `of`, from column `first` on.
+    `per_logit`: it then has rows of logits or of pooled sequences. A tensor of kind `columns` is a
+    view of the value `of`, from column `first` on.
     """
 
     name: Annotated[str, Field(min_length=1)]
-    kind: Literal["input", "weight", "cache", "state", "memory", "value", "columns"]
+    kind: Literal["input", "weight", "cache", "state", "memory", "value", "columns", "adapters"]
     dtype: ProgramDType
     shape: tuple[Count | SizeName, ...]
     offset: Annotated[int, Field(ge=0)] = 0
@@ -96,18 +101,19 @@ class ProgramTensor(_Frozen):
     def _check_kind(self) -> ProgramTensor:
         named = [dim for dim in self.shape if isinstance(dim, str)]
         dims = len(self.shape)
-        fits = {"value": dims == 2 and named in (["num_tokens"], ["num_logits"]),
+        fits = {"value": dims == 2 and named in (["num_tokens"], ["num_logits"], ["batch"]),
                 "weight": dims in (1, 2, 3) and not named,
                 "cache": dims == 4 and named == ["num_blocks", "block_size"],
                 "state": dims > 1 and named == ["num_states"],
                 "memory": dims == 2 and named == ["num_memory_tokens"],
                 "columns": dims == 2 and named == ["num_tokens"],
+                "adapters": self._is_adapters(),
                 "input": self._is_input()}[self.kind]
-        if not fits or (named and self.shape[0] != named[0]):
+        if not fits or (named and self.shape[0] != named[0] and self.kind != "adapters"):
             raise ValueError(f"{self.kind} {self.name!r} has an invalid shape or dtype: "
                              f"{self.dtype} {list(self.shape)}")
         allowed = {"input": (self.dtype,), "cache": (*_FLOATS, "float8_e4m3fn"),
-                   "state": ("float32",),
+                   "state": ("float32",), "adapters": (*_FLOATS, "int32"),
                    "weight": (*_FLOATS, "uint8", "int32"),
                    "value": (*_FLOATS, "float8_e4m3fn", "int64")}
         if self.dtype not in allowed.get(self.kind, _FLOATS):
@@ -120,11 +126,18 @@ class ProgramTensor(_Frozen):
             raise ValueError(f"{self.kind} {self.name!r} has an offset in the arena, which only "
                              f"values have")
         if self.kind == "value" and (self.offset % ALIGNMENT
-                                     or self.per_logit != (named == ["num_logits"])):
+                                     or self.per_logit != (named != ["num_tokens"])):
             raise ValueError(f"value {self.name!r} {list(self.shape)} has offset {self.offset} and "
                              f"per_logit {self.per_logit}, expected a multiple of {ALIGNMENT} and "
-                             f"per_logit for num_logits rows")
+                             f"per_logit for num_logits or batch rows")
         return self
+
+    def _is_adapters(self) -> bool:
+        """Whether the shape is that of lora_ranks, lora_up or lora_down."""
+        sizes = tuple(dim if isinstance(dim, str) else "" for dim in self.shape)
+        shapes = {1: ("max_loras",), 3: ("max_loras", "", "max_lora_rank"),
+                  4: ("", "max_loras", "max_lora_rank", "")}
+        return sizes == shapes.get(len(sizes)) and (self.dtype == "int32") == (len(sizes) == 1)
 
     def _is_input(self) -> bool:
         known = {**ENGINE_INPUTS, MEMORY_ROWS: ("int64", ("num_tokens",))}
@@ -157,11 +170,11 @@ class Program(_Frozen):
     """Program of the CUDA engine.
 
     It has tensors, nodes in execution order, the arena's bytes per token and per logit, and the
-    index of the logits, -1 for an encoder.
+    index of the logits or of the pooled rows, -1 for an encoder.
 
     `features` is the value of a model that its draft model reads. In the draft model's program, the
     engine writes that to the value `hidden` before the first node; `hidden_out` replaces it for
-    the next draft. All are -1 where they are absent.
+    the next draft, unless all are computed in one pass. All are -1 where they are absent.
     """
 
     tensors: tuple[ProgramTensor, ...]
@@ -184,6 +197,16 @@ class Program(_Frozen):
                   if (op := plugins.registry().get(node.op)) is not None
                   for number, name in zip(node.outputs, op.outputs, strict=False))
         return {number: dtype for number, dtype in dtypes if number >= 0 and dtype}
+
+    @cached_property
+    def read(self) -> frozenset[int]:
+        """Indices of the model's caches that a draft model reads."""
+        if self.hidden < 0:
+            return frozenset()
+        written = {node.inputs[index] for node in self.nodes for index in _in_place(node).values()
+                   if index < len(node.inputs)}
+        return frozenset(number for node in self.nodes for number in self._caches_read(node)
+                         if number >= 0) - written
 
     def named(self, *kinds: str) -> dict[str, ProgramTensor]:
         """Return the tensors of these kinds by name."""
@@ -235,9 +258,10 @@ class Program(_Frozen):
             if tensor.kind == "columns" and not (tensor.of < number and self._is_view(tensor)):
                 raise ValueError(f"{tensor.name!r} {list(tensor.shape)} from column {tensor.first} "
                                  f"on is not a view of tensor {tensor.of}")
-        if not self.of_encoder and self.tensors[self.logits].shape[0] != "num_logits":
-            raise ValueError(f"the logits are {self.tensors[self.logits].name!r} "
-                             f"{list(self.tensors[self.logits].shape)}, expected num_logits rows")
+        result = self.tensors[self.logits]
+        if not self.of_encoder and result.shape[0] != "num_logits" and result.name != POOLED:
+            raise ValueError(f"the logits are {result.name!r} {list(result.shape)}, expected "
+                             f"num_logits rows")
         mismatch = {*self.named("input")} - (
             {*ENCODER_INPUTS, MEMORY_ROWS} if self.of_encoder else {*ENGINE_INPUTS})
         if self.of_encoder:
@@ -255,20 +279,22 @@ class Program(_Frozen):
     def _check_features(self) -> None:
         """Check that the values for a draft model have a row for each token."""
         found = dict(self._features())
-        if ("hidden" in found) != ("hidden_out" in found) or len(found) == 3 or (
+        of_model, of_draft = "features" in found, "hidden" in found
+        if (of_model == of_draft and found) or (of_model and len(found) > 1) or (
                 found and self.of_encoder):
             raise ValueError(f"the program has {' and '.join(found)}, expected features of a "
-                             f"model, or hidden and hidden_out of a draft model")
+                             f"model, or hidden and perhaps hidden_out of a draft model")
         for name, number in found.items():
             tensor = self.tensors[number]
             if (tensor.kind, tensor.shape[0]) != ("value", "num_tokens") or number in self.exact:
                 raise ValueError(f"the {name} are {tensor.kind} {tensor.name!r} "
                                  f"{list(tensor.shape)}, expected a value of num_tokens rows")
-        if self.hidden >= 0:
+        if self.hidden_out >= 0:
             shapes = [self.tensors[number].shape for number in (self.hidden, self.hidden_out)]
             if shapes[0] != shapes[1]:
                 raise ValueError(f"the hidden_out are {list(shapes[1])}, expected "
                                  f"{list(shapes[0])}")
+        if self.hidden >= 0:
             view = next((tensor for tensor in self.tensors if tensor.of == self.hidden), None)
             if view is not None:  # the engine reads the features elsewhere
                 raise ValueError(f"{view.name!r} is a view of the draft model's features")
@@ -304,7 +330,7 @@ class Program(_Frozen):
                                          f"or that is read-only")
                     writers[number] = index
                 for number in self._caches_read(node):
-                    if number not in written:
+                    if number not in written | self.read:
                         raise ValueError(f"reads {self.tensors[number].name!r} before it is "
                                          f"written")
                 for number in given:
@@ -314,7 +340,7 @@ class Program(_Frozen):
             except ValueError as error:
                 raise ValueError(f"node {index}, {node.op!r}: {error}") from error
         for number, tensor in enumerate(self.tensors):
-            known = {"value": writers, "cache": written, "state": written}
+            known = {"value": writers, "cache": written | self.read, "state": written}
             if number not in known.get(tensor.kind, (number,)):
                 raise ValueError(f"no node writes {tensor.kind} {tensor.name!r}")
         if not self.of_encoder and self.logits not in writers:
@@ -410,7 +436,11 @@ class Program(_Frozen):
         fields = op.complete(node.fields)
         exact = op.exact(fields)
         for name, tensor in given.items():
-            if name in op.integer_inputs:
+            if name in ("lora_down", "lora_up", "lora_ranks"):
+                fits = tensor.kind == "adapters" and tensor.dtype in ("int32", dtype)
+            elif name == "lora_part":
+                fits = (tensor.kind, tensor.dtype) == ("weight", "int32")
+            elif name in op.integer_inputs:
                 fits = (tensor.kind == "input" and tensor.name in _INPUTS.get(name, (name,))) \
                     or (tensor.kind, tensor.dtype) == ("value", "int64")
             elif name in op.cache_inputs:
@@ -519,18 +549,27 @@ def _elementwise_shape(node: ProgramNode, tensors: Sequence[ProgramTensor | None
     return wide.pop()
 
 
-Part = Literal["model", "encoder", "draft"]
+Part = str  # model, encoder or a `draft_part`
 _Owner = Chip | EncoderProgram | DraftProgram
 
 
 @dataclass(frozen=True)
 class ChipPrograms:
-    """The programs of one chip, checked against the manifest, and their weights."""
+    """The programs of one chip, checked against the manifest, and their weights.
+
+    Args:
+        drafts: of the layers of a draft model, or one for all.
+    """
 
     model: Program
     encoder: Program | None
-    draft: Program | None
+    drafts: Sequence[Program]
     weights: Mapping[str, StoredWeight]
+
+    @property
+    def draft(self) -> Program | None:
+        """The first program of the draft model."""
+        return self.drafts[0] if self.drafts else None
 
     def parts(self, *, draft: bool) -> dict[Part, Program]:
         """The programs to load, the model's first.
@@ -540,8 +579,19 @@ class ChipPrograms:
         """
         found: dict[Part, Program | None] = {
             "model": self.model if draft else self.model.without_features(),
-            "encoder": self.encoder, "draft": self.draft if draft else None}
+            "encoder": self.encoder,
+            **{draft_part(index): each for index, each in enumerate(self.drafts) if draft}}
         return {part: program for part, program in found.items() if program is not None}
+
+
+def draft_part(layer: int) -> Part:
+    """Name of the program of a layer of a draft model with several, or of a draft model."""
+    return f"draft_{layer}" if layer else "draft"
+
+
+def is_of_draft(part: Part) -> bool:
+    """Whether a program is a draft model's."""
+    return part.partition("_")[0] == "draft"
 
 
 def read_program(path: Path) -> Program:
@@ -572,7 +622,7 @@ def read_chip_programs(manifest: Manifest, chip: Chip, case_dir: Path) -> ChipPr
     try:
         for part, program in programs.items():
             _check_manifest(part, program, manifest, chip, stored)
-        _check_features(programs)
+        _check_features(programs, manifest)
         _check_names([*programs.values()], chip)
         if chip.rank == 0:
             _check_ranks([programs, *(_read_steps(other, case_dir)
@@ -582,14 +632,16 @@ def read_chip_programs(manifest: Manifest, chip: Chip, case_dir: Path) -> ChipPr
                         f"{error}; compile the model again") from error
     names = {name for program in programs.values() for name in program.named("weight")}
     names |= {DRAFT_TOKEN_IDS} & stored.keys()
-    return ChipPrograms(programs["model"], programs.get("encoder"), programs.get("draft"),
+    return ChipPrograms(programs["model"], programs.get("encoder"),
+                        [programs[part] for part in programs if is_of_draft(part)],
                         {name: stored[name] for name in names})
 
 
 def _owners(chip: Chip) -> dict[Part, _Owner]:
     """The manifest's entries of a chip's programs, the model's first."""
-    found: dict[Part, _Owner | None] = {"model": chip, "encoder": chip.encoder,
-                                        "draft": chip.draft}
+    found: dict[Part, _Owner | None] = {
+        "model": chip, "encoder": chip.encoder,
+        **{draft_part(index): each for index, each in enumerate(chip.drafts)}}
     return {part: owner for part, owner in found.items() if owner is not None}
 
 
@@ -610,11 +662,16 @@ def _check_manifest(part: Part, program: Program, manifest: Manifest, chip: Chip
     """Check each tensor and each op's attributes against the manifest."""
     dims, encoder = manifest.dims, chip.encoder
     owner = _owners(chip)[part]
-    caches = chip.draft_caches if part == "draft" else chip.caches
+    caches = chip.caches
+    if is_of_draft(part) and not program.read:
+        parts = [*_owners(chip)]
+        caches = chip.caches_of_draft(parts.index(part) - parts.index("draft"))
     if program.of_encoder != (part == "encoder"):
         raise ValueError(f"a program is {'' if program.of_encoder else 'not '}an encoder's")
     memory = {tensor.name: tensor.width for tensor in encoder.outputs} if encoder else {}
-    for name, tensor in program.named("weight", "cache", "state", "memory", "input").items():
+    adapters = chip.lora_inputs if part == "model" else {}
+    for name, tensor in program.named("weight", "cache", "state", "memory", "input",
+                                      "adapters").items():
         expected: tuple[str, Sequence[int | str]] = (tensor.dtype, tensor.shape)
         if tensor.kind == "weight":
             if name not in stored:
@@ -633,6 +690,10 @@ def _check_manifest(part: Part, program: Program, manifest: Manifest, chip: Chip
             if name not in memory:
                 raise ValueError(f"no encoder writes {name!r}")
             expected = (manifest.dtype, ("num_memory_tokens", memory[name]))
+        elif tensor.kind == "adapters":
+            if name not in adapters:
+                raise ValueError(f"unknown adapters {name!r}")
+            expected = adapters[name]
         if (tensor.dtype, tensor.shape) != (expected[0], tuple(expected[1])):
             raise ValueError(f"{name!r} is {tensor.dtype} {list(tensor.shape)}, expected "
                              f"{expected[0]} {list(expected[1])}")
@@ -641,24 +702,47 @@ def _check_manifest(part: Part, program: Program, manifest: Manifest, chip: Chip
         if tensor.kind == "value" and number not in exact and tensor.dtype != manifest.dtype:
             raise ValueError(f"value {tensor.name!r} is {tensor.dtype}, the model "
                              f"{manifest.dtype}")
-    rows = manifest.draft.padded_vocab_size if part == "draft" and manifest.draft \
-        else dims.padded_vocab_size
-    if not program.of_encoder and program.tensors[program.logits].width != rows:
-        raise ValueError(f"the logits have width {program.tensors[program.logits].width}, "
-                         f"expected padded_vocab_size {rows}")
+    _check_result(part, program, manifest)
     _check_step_names(program, owner, memory)
-    _check_attributes_and_tables(program, manifest, chip, owner)
+    _check_attributes_and_tables(program, manifest, chip, owner, caches)
 
 
-def _check_features(programs: Mapping[Part, Program]) -> None:
+def _check_result(part: Part, program: Program, manifest: Manifest) -> None:
+    """Check the logits or pooled rows."""
+    if program.of_encoder:
+        return
+    result, pooling = program.tensors[program.logits], manifest.pooling
+    if pooling is not None:
+        expected = ("num_tokens" if pooling.per_token else "batch", pooling.width)
+        if result.name != POOLED or result.shape != expected:
+            raise ValueError(f"the pooled rows are {result.name!r} {list(result.shape)}, expected "
+                             f"{list(expected)}")
+        return
+    width = manifest.draft.padded_vocab_size if is_of_draft(part) and manifest.draft \
+        else manifest.dims.padded_vocab_size
+    if result.width != width:
+        raise ValueError(f"the logits have width {result.width}, expected padded_vocab_size "
+                         f"{width}")
+    if result.shape[0] != "num_logits":
+        raise ValueError(f"the logits are {list(result.shape)}, expected num_logits rows")
+
+
+def _check_features(programs: Mapping[Part, Program], manifest: Manifest) -> None:
     """Check that the draft model reads the features that the model writes."""
-    model, draft = programs["model"], programs.get("draft")
-    reads = draft is not None and draft.hidden >= 0
+    model, drafts = programs["model"], [own for part, own in programs.items() if is_of_draft(part)]
+    reads = bool(drafts) and drafts[0].hidden >= 0
     others = [*programs.values()][1:]
     if model.hidden >= 0 or any(other.features >= 0 for other in others) or \
-            reads != (model.features >= 0):
+            reads != (model.features >= 0) or any((own.hidden >= 0) != reads for own in drafts):
         raise ValueError("the model and its draft model differ in the features")
-    if draft is not None and reads:
+    for draft in drafts if reads else ():
+        chains = manifest.draft is not None and manifest.draft.chain != "block"
+        if chains != (draft.hidden_out >= 0):
+            raise ValueError(f"the draft model has {'no ' if chains else ''}hidden_out, unlike "
+                             f"its chain of passes")
+        absent = {draft.tensors[number].name for number in draft.read} - {*model.named("cache")}
+        if absent:
+            raise ValueError(f"the draft model reads {min(absent)!r}, which the model lacks")
         written, given = model.tensors[model.features].shape, draft.tensors[draft.hidden].shape
         if written != given:
             raise ValueError(f"the model's features are {list(written)}, its draft model reads "
@@ -668,8 +752,8 @@ def _check_features(programs: Mapping[Part, Program]) -> None:
 def _check_step_names(program: Program, owner: _Owner,
                       memory: Mapping[str, int]) -> None:
     """Check that inputs and outputs are those of the step; position_ids may be unused."""
-    listed = {tensor.name for tensor in owner.inputs} - {HIDDEN}
-    used = {*program.named("input", "cache", "state", "memory")} - {MEMORY_ROWS}
+    listed = {tensor.name.removesuffix("_out") for tensor in owner.inputs} - {HIDDEN}
+    used = {*program.named("input", "cache", "state", "memory", "adapters")} - {MEMORY_ROWS}
     if program.of_encoder:
         scattered = {program.tensors[node.inputs[2]].name for node in program.nodes
                      if node.op == "Scatter"}
@@ -681,12 +765,14 @@ def _check_step_names(program: Program, owner: _Owner,
         raise ValueError(f"the inputs of its program and of its step differ in {min(mismatch)!r}")
 
 
-def _check_attributes_and_tables(program: Program, manifest: Manifest, chip: Chip,
-                                 owner: _Owner) -> None:
-    """Check heads, tp_size, and that tables have a row for each token and position."""
+def _check_attributes_and_tables(program: Program, manifest: Manifest, chip: Chip, owner: _Owner,
+                                 caches: Mapping[str, LayerCache]) -> None:
+    """Check heads, tp_size, and that tables have a row for each token and position.
+
+    Args:
+        caches: those that the program uses.
+    """
     limits, encoder = manifest.dims, manifest.encoder
-    of_draft = isinstance(owner, DraftProgram)
-    first = len(chip.cache) if of_draft else 0  # layer
     heads = owner.num_heads if isinstance(owner, DraftProgram) else chip.num_heads
     vocab_size, length = (encoder.vocab_size, encoder.max_seq_len) \
         if program.of_encoder and encoder else (limits.vocab_size, limits.max_seq_len)
@@ -699,15 +785,18 @@ def _check_attributes_and_tables(program: Program, manifest: Manifest, chip: Chi
                  in zip(op.input_names, node.inputs, strict=False) if number >= 0} if op else {}
         if "key_cache" in given and "value_cache" in given:
             key, value = given["key_cache"].name, given["value_cache"].name
-            layer = first + [*(chip.draft_caches if of_draft else chip.caches)].index(key) // 2
+            layer = int(key.rpartition("_")[2])
             if (key, value) != (f"key_cache_{layer}", f"value_cache_{layer}"):
                 raise ValueError(f"an attention op has the caches {key!r} and {value!r}")
             has_cache = op is not None and op.attention is not None and op.attention.caches
-            if has_cache and node.fields["num_heads"] != heads[layer - first]:
+            expected = heads[[*caches].index(key) // 2] if has_cache else 0
+            if has_cache and node.fields["num_heads"] != expected:
                 raise ValueError(f"layer {layer} has {node.fields['num_heads']} heads, expected "
-                                 f"{heads[layer - first]} as in {MANIFEST_NAME}")
-        least = {"table": length if "input_ids" in given and
-                 given["input_ids"].name == "position_ids" else vocab_size,
+                                 f"{expected} as in {MANIFEST_NAME}")
+        ids = given["input_ids"].name if "input_ids" in given else ""
+        # Types of tokens without a row give zeros.
+        rows_of = {"position_ids": length, "token_type_ids": 1}
+        least = {"table": rows_of.get(ids, vocab_size),
                  "position_table": length, "cos": length, "sin": length,
                  "query_scale": length, "key_bias": length}
         if node.fields.get("vocab_sharded"):

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 
 def write(directory: str | Path, *, hidden: int, layers: int, vocab: int, intermediate: int,
@@ -121,6 +122,29 @@ def write_eagle3(target: Path, directory: Path, draft_vocab: int = 32000) -> Pat
     tensors["norm.weight"] = torch.zeros(hidden, dtype=torch.bfloat16)
     tensors["d2t"] = torch.zeros(draft_vocab, dtype=torch.int64)
     save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def write_qwen(directory: Path, **shape: Any) -> Path:
+    """Write a Qwen3.5 text model with one MTP layer, random weights in bfloat16."""
+    config = AutoConfig.for_model("qwen3_5_text", **shape)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(directory)
+    names = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    last = f"model.layers.{config.num_hidden_layers - 1}."  # of full attention
+    names |= {name.replace(last, "mtp.layers.0."): shape for name, shape in names.items()
+              if name.startswith(last)}
+    hidden = config.hidden_size
+    names |= {"mtp.fc.weight": (hidden, 2 * hidden), "mtp.norm.weight": (hidden,),
+              "mtp.pre_fc_norm_embedding.weight": (hidden,),
+              "mtp.pre_fc_norm_hidden.weight": (hidden,)}
+    if config.tie_word_embeddings:
+        del names["lm_head.weight"]
+    numbers = (torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
+    tensors = {name: _repeated(numbers, shape) for name, shape in names.items()}
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     return directory
 
 

@@ -5,45 +5,47 @@
 
 First table: milliseconds of a step that verifies k drafts of each sequence, and its ratio to a step
 without drafts. Steps are submitted before their predecessors are collected, as in serving; medians.
-With --draft, the model is compiled with an EAGLE-3 head of its shape, and the table has rounds: the
-step, and the head's k drafts for the next one.
+With --draft, the model is compiled with its MTP layer (qwen3.5-4b), or else with an EAGLE-3 head of
+its shape. A further table has rounds: the step, and k drafts for the next one.
 Second table: tokens per second of whole generations, next to generations without drafts,
-alternating. It is simulated: the final norm's weights are 0, so that token 0 follows every token.
-The drafts are right with a fixed probability; with --draft, all of them are, and their number is
-fixed, so that the acceptance length is that number + 1.
+alternating; the number of drafts is chosen by `auto`. It is simulated: the weights of the final
+norm are 0, so that all logits are, and drafts are token 0. A logit bias of token 0 at temperature 1
+makes each draft right with a fixed probability.
+Third table, with --draft: tokens per second of 512 requests of 32 to 512 random tokens in and 16 to
+256 out, 256 at once, in the same ways.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
+import math
 import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import bench_model
+import hybrids_gpu
 import mixtures_gpu
 import torch
+import vllm_gpu
 from gpu import write_model
 
 import llmc
-from llmc.runtime.core import loop as loop_module
 from llmc.runtime.core.scheduler import Scheduler
 from llmc.runtime.core.step import Engine, SamplingState, Step
 from llmc.runtime.sampling.sampler import Sampler
-from llmc.runtime.speculation.drafter import Draft
 
 LENGTH = 8192
-MODELS = "llama-8b", "gpt-oss-20b"
+MODELS = "llama-8b", "gpt-oss-20b", "qwen3.5-4b"
 DRAFTS = (0, 1, 3, 5, 7)
 STEPS = [(1, 128), (1, 2000), (1, 7000), (4, 128), (8, 128), (8, 2000), (16, 128)]
-RATES = (0.5, 0.67, 0.8)  # of each draft, if those before it were accepted
+RATES = (0.85, 0.71, 0.5, 0.0)  # of each draft, if those before it were accepted
 
 
-def steps(llm: llmc.LLM, batch: int, past: int) -> list[float]:
-    """Milliseconds of a step by DRAFTS."""
+def steps(llm: llmc.LLM, batch: int, past: int, rounds: bool) -> list[float]:
+    """Milliseconds of a step, or of a round, by DRAFTS."""
     def work(scheduler: Scheduler, engine: Engine) -> list[float]:
         size = engine.limits.block_size
         blocks = -(-(past + 1 + max(DRAFTS)) // size)
@@ -56,8 +58,7 @@ def steps(llm: llmc.LLM, batch: int, past: int) -> list[float]:
                 engine.collect(engine.submit(Step.of(
                     [[7] * count], [done], [table], [i], admit={} if done else {i: state})))
                 done += count
-        proposes = engine.limits.proposes
-        return [timed(engine, batch, past, tables, count, count if proposes and count else None)
+        return [timed(engine, batch, past, tables, count, count if rounds and count else None)
                 for count in DRAFTS]
 
     return llm._loops[0].run(work)
@@ -81,96 +82,77 @@ def timed(engine: Engine, batch: int, past: int, tables: Sequence[Sequence[int]]
     return statistics.median(taken[4:])
 
 
-class Simulated:
-    """A drafter of token 0, or of another token with a fixed probability."""
-
-    def __init__(self, seed: int, rate: float) -> None:
-        self._random, self._rate = random.Random(seed), rate
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        pass
-
-    def draft(self, count: int) -> Draft:
-        return Draft([int(self._random.random() >= self._rate) for _ in range(count)], 8)
-
-
-def always_0(directory: Path) -> None:
-    """Set the weights of a checkpoint's final norm to 0, in place."""
+def always_0(directory: Path, zero: float = 0.0) -> None:
+    """Set the weights of a checkpoint's final norms, in place, to the value that makes 0."""
+    value = torch.tensor(zero, dtype=torch.bfloat16).view(torch.int16).item()
     for path in directory.glob("*.safetensors"):
         with path.open("r+b") as file:
             size = int.from_bytes(file.read(8), "little")
-            entry = json.loads(file.read(size)).get("model.norm.weight")
-            if entry is not None:
-                start, end = entry["data_offsets"]
+            entries = json.loads(file.read(size))
+            for name in {"model.norm.weight", "mtp.norm.weight"} & {*entries}:
+                start, end = entries[name]["data_offsets"]
                 file.seek(8 + size + start)
-                file.write(bytes(end - start))
-                return
-    raise SystemExit("the checkpoint has no model.norm.weight")
+                file.write(value.to_bytes(2, "little", signed=True) * ((end - start) // 2))
 
 
-def whole(llm: llmc.LLM, batch: int, rate: float | None, repeats: int = 3) -> \
-        tuple[float, float, float]:
-    """Tokens per second without and with drafts, and the acceptance length.
+def biased(rate: float, vocab: int, count: int) -> llmc.SamplingParams:
+    """Sampling of token 0 with this probability among equal logits."""
+    bias = {0: math.log(rate / (1 - rate) * (vocab - 1))} if rate else {}
+    return llmc.SamplingParams(max_tokens=count, ignore_eos=True, temperature=1.0, logit_bias=bias,
+                               seed=1)
 
-    Args:
-        rate: of simulated drafts; None: the draft model drafts.
-    """
-    prompts = [[i + 11, *range(100, 227)] for i in range(batch)]
-    params = llmc.SamplingParams(max_tokens=256, ignore_eos=True)
-    planner = llm._loops[0]._scheduler.drafts
+
+def compare(llm: llmc.LLM, vocab: int, method: str, prompts: Sequence[Sequence[int]],
+            counts: Sequence[int], rate: float, repeats: int) \
+        -> tuple[list[float], list[float], float]:
+    """Tokens per second without and with drafts, by run, and the acceptance length."""
+    params = [biased(rate, vocab, count) for count in counts]
+    loop = llm._loops[0]
+    planner = loop._scheduler.drafts
     assert planner is not None
-    made: dict[bool, list[float]] = {False: [], True: []}
+    made: dict[str, list[float]] = {"off": [], method: []}
     drafts = accepted = 0
     for repeat in range(1 + repeats):
-        for drafting in (False, True):
-            llm._loops[0]._method = "off" if not drafting else "draft" if rate is None else "ngram"
-            if rate is not None:
-                loop_module.NgramDrafter = lambda prompt, *_: Simulated(  # type: ignore[misc,assignment]
-                    prompt[0], rate)
+        for loop._method in made:
             before = planner.counts.drafts, planner.counts.accepted_tokens
             start = time.perf_counter()
-            out = llm.generate(prompts, params)
+            llm.generate(prompts, params)
             seconds = time.perf_counter() - start
-            assert all(set(own.token_ids) == {0} for own in out), "other tokens"
             if repeat:
-                made[drafting].append(batch * 256 / seconds)
+                made[loop._method].append(sum(counts) / seconds)
                 drafts += planner.counts.drafts - before[0]
                 accepted += planner.counts.accepted_tokens - before[1]
-    return (statistics.median(made[False]), statistics.median(made[True]),
-            1 + accepted / max(drafts, 1))
+    return made["off"], made[method], 1 + accepted / max(drafts, 1)
 
 
 def prepare(work: Path, name: str, quantize: str, draft: bool) -> Path:
     """Return the case directory; write the model and compile it if absent."""
-    case = work / f"{name}-{quantize}{'-eagle3' if draft else ''}"
+    case = work / f"{name}-{quantize}{'-draft' if draft else ''}"
     if case.is_dir():
         return case
     hf = work / name
     if not hf.is_dir():
-        if name == "gpt-oss-20b":
+        if name == "qwen3.5-4b":
+            bench_model.write_qwen(hf, **hybrids_gpu.SHAPE)
+        elif name == "gpt-oss-20b":
             bench_model.write_gpt_oss(hf, positions=LENGTH, **mixtures_gpu.SHAPES[name])
         else:
             write_model(name, hf)
-        always_0(hf)
-    head = f"eagle3:{bench_model.write_eagle3(hf, work / f'{name}-head')}" if draft else None
+        always_0(hf, -1.0 if name == "qwen3.5-4b" else 0.0)  # its norms have 1 + weight
+    head = None if not draft else "mtp" if name == "qwen3.5-4b" \
+        else f"eagle3:{bench_model.write_eagle3(hf, work / f'{name}-head')}"
     llmc.compile(hf, case, dtype="bfloat16", target="cuda", max_seq_len=LENGTH, quantize=quantize,
                  draft=head)
     return case
 
 
-def load(case: Path, batch: int, count: int | None, method: str) -> llmc.LLM:
-    return llmc.LLM(case, max_batch_size=batch, verify=False, prefix_reuse=False, speculate=method,
-                    num_speculative_tokens=count or "auto")
-
-
-def generations(llm: llmc.LLM, batches: Sequence[int], rates: Sequence[float | None],
-                label: str = "") -> None:
-    """Print rows of the second table."""
-    for batch in batches:
-        for rate in rates:
-            plain, drafted, length = whole(llm, batch, rate)
-            print(f"| {batch} | {label or rate} | {plain:.0f} | {drafted:.0f} | "
-                  f"{drafted / plain:.2f} | {length:.2f} |", flush=True)
+def row(llm: llmc.LLM, vocab: int, method: str, label: str, prompts: Sequence[Sequence[int]],
+        counts: Sequence[int], rate: float, repeats: int) -> None:
+    """Print a row of the second or third table."""
+    plain, drafted, length = compare(llm, vocab, method, prompts, counts, rate, repeats)
+    ratio = statistics.median(own / other for own, other in zip(drafted, plain, strict=True))
+    print(f"| {label} | {rate} | {statistics.median(plain):.0f} | {statistics.median(drafted):.0f} "
+          f"| {ratio:.3f} | {length:.2f} |", flush=True)
 
 
 def main() -> None:
@@ -189,21 +171,28 @@ def main() -> None:
     if arguments.compile_only:
         return
     method = "draft" if arguments.draft else "ngram"
-    with load(case, 64, None, method) as llm:
-        print(f"{case.name}: {'rounds' if arguments.draft else 'verifying steps'}")
-        print("\n| sequences, positions | " + " | ".join(f"k = {count} (ms)" for count in DRAFTS)
-              + " | ratios |\n" + "| --- " * (len(DRAFTS) + 2) + "|")
-        for batch, past in STEPS:
-            row = steps(llm, batch, past)
-            print(f"| {batch}, {past} | " + " | ".join(f"{each:.3f}" for each in row) + " | "
-                  + ", ".join(f"{each / row[0]:.2f}" for each in row[1:]) + " |", flush=True)
-        print("\n| sequences | drafts | plain (tokens/s) | with drafts | ratio | "
-              "acceptance length |\n| --- | --- | --- | --- | --- | --- |")
-        if not arguments.draft:
-            generations(llm, (1, 4, 16, 64), RATES)
-    if arguments.draft:
-        with load(case, 64, 2, method) as llm:
-            generations(llm, (1, 4, 16, 64), [None], "2, all right")
+    vocab = json.loads((case / "model_info.json").read_text())["dims"]["vocab_size"]
+    with llmc.LLM(case, max_batch_size=256, verify=False, prefix_reuse=False,
+                  speculate=method) as llm:
+        for rounds in (False, True)[:1 + arguments.draft]:
+            print(f"\n{case.name}: {'rounds' if rounds else 'verifying steps'}")
+            print("\n| sequences, positions | "
+                  + " | ".join(f"k = {count} (ms)" for count in DRAFTS) + " | ratios |\n"
+                  + "| --- " * (len(DRAFTS) + 2) + "|")
+            for batch, past in STEPS:
+                times = steps(llm, batch, past, rounds)
+                print(f"| {batch}, {past} | " + " | ".join(f"{each:.3f}" for each in times) + " | "
+                      + ", ".join(f"{each / times[0]:.2f}" for each in times[1:]) + " |",
+                      flush=True)
+        print("\n| work | rate of drafts | plain (tokens/s) | with drafts | ratio | "
+              "acceptance length |\n" + "| --- " * 6 + "|")
+        for batch in (1, 4, 16, 64):
+            prompts = [[i + 11, *range(100, 227)] for i in range(batch)]
+            for rate in RATES:
+                row(llm, vocab, method, f"{batch} sequences", prompts, [256] * batch, rate, 2)
+        prompts, counts = vllm_gpu.workload()
+        for rate in RATES[::2]:
+            row(llm, vocab, method, "512 requests", prompts, counts, rate, 3)
 
 
 if __name__ == "__main__":

@@ -72,6 +72,7 @@ def compile_adapter(peft_dir: str | Path, case_dir: str | Path, output: str | Pa
             format_version=1, llmc_version=__version__,
             base_sha256=hash_file(case_dir / MANIFEST_NAME),
             rank=max(pair.down.shape[0] for pair in pairs.values()), modules=tuple(sorted(pairs)),
+            ranks=tuple(pairs[module].down.shape[0] for module in sorted(pairs)),
             source=read_peft_source(peft_dir), files=tuple(files))
         write_adapter_info(info, directory)
         check_interrupted()  # before the output is replaced

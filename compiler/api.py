@@ -28,7 +28,7 @@ from llmc.artifacts.manifest import (
 from llmc.compiler.adapter import merge_adapter
 from llmc.compiler.artifact import file_entry, weight_forms
 from llmc.compiler.frontend import RawModel, load
-from llmc.compiler.frontend.draft import DraftSource, attach_draft, refuse_chain
+from llmc.compiler.frontend.draft import DraftSource, attach_draft
 from llmc.compiler.frontend.peft import read_peft, read_peft_source
 from llmc.compiler.frontend.raw import dequantize
 from llmc.compiler.frontend.tokenizer_config import FOLDER, TEMPLATE
@@ -54,7 +54,6 @@ from llmc.errors import LlmcError
 from llmc.interrupts import check_interrupted, interruptible
 from llmc.memory import memory_errors
 from llmc.runtime.tokenizer import named_end, read_tokenizer
-from llmc.targets import target_spec
 
 _DEVICES = 8
 
@@ -117,9 +116,6 @@ def _compile(model: str | Path, output: Path, options: CompileOptions) -> Manife
         raw = attach_draft(raw, source, lambda path: _load_draft(path, raw, options),
                            allow_pickle=options.allow_pickle)
         assert raw.draft is not None
-        reason = refuse_chain(source.kind, raw.draft.chain, target_spec(options.target))
-        if reason is not None:
-            raise LlmcError(reason)
         for note in raw.draft.notes:
             progress(Note(note))
     if not options.allow_nan:

@@ -96,7 +96,7 @@ def _quantized(target: TargetSpec) -> bool:
 
 
 def _adapters(target: TargetSpec) -> bool:
-    return target.adapters
+    return bool(target.adapters)
 
 
 def _several_dtypes(target: TargetSpec) -> bool:

@@ -166,12 +166,12 @@ class CompileOptions:
     draft: Annotated[str | None, Declared(
         "Draft model for speculative decoding, for `target` cpu or cuda: mtp, the multi-token "
         "prediction layers of MODEL; model:DIR, a smaller model with the same vocabulary; or a "
-        "draft model that was trained for MODEL: eagle3:DIR (EAGLE-3), and for `target` cpu "
-        "dflash:DIR (DFlash) or assistant:DIR (Gemma 4's assistants).",
+        "draft model that was trained for MODEL: eagle3:DIR (EAGLE-3), dflash:DIR (DFlash) or "
+        "assistant:DIR (Gemma 4's assistants).",
         metavar="KIND[:DIR]")] = None
     enable_lora: Annotated[bool, Declared(
         "Take LoRA adapters, as `llmc adapter` writes them, when the model runs, for `target` "
-        "cpu.")] = False
+        "cpu or cuda.")] = False
     enable_prompt_embeds: Annotated[bool, Declared(
         "Take rows in place of embeddings of token ids (prompt_embeds of a request), for `target` "
         "cpu.")] = False

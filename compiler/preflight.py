@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llmc.compiler.frontend.checkpoint import read_json
-from llmc.compiler.frontend.draft import DraftSource, refuse_chain
+from llmc.compiler.frontend.draft import DraftSource, refuse_target
 from llmc.compiler.frontend.huggingface import find_directory
 from llmc.compiler.frontend.raw import architecture_of, token_ids
 from llmc.compiler.options import OPTIONS, TASKS, CompileOptions
@@ -306,10 +306,10 @@ def _draft(options: CompileOptions) -> str | None:
     if options.draft is None:
         return None
     try:
-        source = DraftSource.of(options.draft)
+        DraftSource.of(options.draft)
     except LlmcError as error:
         return str(error)
-    return refuse_chain(source.kind, source.chain, target_spec(options.target))
+    return refuse_target(target_spec(options.target))
 
 
 def _pooled(options: CompileOptions, about: About) -> str | None:
@@ -317,7 +317,7 @@ def _pooled(options: CompileOptions, about: About) -> str | None:
         return None
     if not target_spec(options.target).pools:
         return (f"task {about.task} is not supported by target '{options.target}'; compile with "
-                f"--target cpu")
+                f"--target cpu or cuda")
     for name, given in (("draft", options.draft), ("calibrate", options.calibrate),
                         ("quantize_lm_head", options.quantize_lm_head),
                         ("mem_max_seq_len", options.mem_max_seq_len)):
@@ -330,8 +330,9 @@ def _pooled(options: CompileOptions, about: About) -> str | None:
 def _enable_lora(options: CompileOptions) -> str | None:
     if not options.enable_lora or target_spec(options.target).adapters:
         return None
-    return (f"enable_lora is given for target '{options.target}', but adapters run on target cpu; "
-            f"compile with --target cpu, or merge one with --adapter")
+    takers = " and ".join(name for name, target in TARGETS.items() if target.adapters)
+    return (f"enable_lora is given for target '{options.target}', but adapters run on targets "
+            f"{takers}; compile for one of these, or merge one with --adapter")
 
 
 def _enable_lora_of(options: CompileOptions, about: About) -> str | None:

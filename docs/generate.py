@@ -57,7 +57,7 @@ def metrics() -> str:
     values: defaultdict[str, Any] = defaultdict(
         int, spec_decode_accepted_tokens_per_pos=[0], max_loras=1, running_adapters=[],
         waiting_adapters=[])
-    text = Metrics(lambda: values, unused, "model").text().decode()
+    text = Metrics({"model": (lambda: values, unused)}).text().decode()
     return table(("name", "type", "meaning"), (
         (f"`{family.name}`", family.type, family.documentation)
         for family in text_string_to_metric_families(text)

@@ -37,9 +37,9 @@ class TargetSpec:
         latent_caches: the engine supports the latent caches of MLA.
         shared_caches: a layer may read the KV cache of another layer.
         drafts: the engine runs draft models.
-        draft_chains: chains of passes that it runs, see `DraftInfo.chain`.
         pools: the engine returns pooled rows of embedding models and classifiers.
-        adapters: the engine takes LoRA adapters.
+        adapters: the form in which the engine takes LoRA adapters, rows or slots; see
+            llmc.plugins.lora. Empty: it takes none.
         embeds: prompts may have rows in place of embeddings of token ids.
         dtypes: dtypes of weights and activations; the last is the fallback of `--dtype auto`.
         kv_dtypes: dtypes of KV caches, in addition to `dtypes`.
@@ -80,9 +80,8 @@ class TargetSpec:
     latent_caches: bool = False
     shared_caches: bool = False
     drafts: bool = False
-    draft_chains: tuple[str, ...] = ("tokens",)
     pools: bool = False
-    adapters: bool = False
+    adapters: Literal["", "rows", "slots"] = ""
     embeds: bool = False
     dtypes: tuple[str, ...] = ("float32",)
     kv_dtypes: tuple[str, ...] = ()
@@ -155,8 +154,8 @@ _MAX_BUILT_SEQ_LEN = 4096  # the builder's memory grows with it
 CPU = register(TargetSpec(
     name="cpu", compiler="llmc.compiler.targets.cpu", engine="llmc.runtime.engines.cpu:CpuEngine",
     runs_any_op=True, recurrent_state=True, latent_caches=True, shared_caches=True,
-    drafts=True, draft_chains=("tokens", "layers", "position", "block"), pools=True, adapters=True,
-    embeds=True, weight_dtypes=_WEIGHT_DTYPES,
+    drafts=True, pools=True, adapters="rows", embeds=True,
+    weight_dtypes=_WEIGHT_DTYPES,
     expert_dtypes=("int4", "uint4", "int8", "uint8"),  # those of QMoE
     group_multiple=1, permutes_columns=True, mla_projections=True,
     quantizes_activations=True))  # MatMulNBits quantizes them to int8
@@ -166,7 +165,8 @@ CUDA = register(TargetSpec(
     engine="llmc.runtime.engines.cuda:CudaEngine",
     engine_file="schedule.json", encoder_file="encoder.json", draft_file="draft.json",
     gpu=True, kernels=True, runs_program=True, samples_on_device=True, paged=True,
-    recurrent_state=True, latent_caches=True, shared_caches=True, drafts=True,
+    recurrent_state=True, latent_caches=True, shared_caches=True, drafts=True, adapters="slots",
+    pools=True,
     dtypes=_FLOATS, kv_dtypes=("float8_e4m3fn",), weight_dtypes=_WEIGHT_DTYPES,
     expert_dtypes=_CUDA_EXPERT_DTYPES,
     group_multiple=32,  # columns per load of csrc/kernels/gemm/packed_gemv.cu

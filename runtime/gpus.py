@@ -40,7 +40,8 @@ class GpuReplica:
             block_size=config.block_size, kv_cache_tokens=config.kv_cache_tokens,
             gpu_memory_utilization=config.gpu_memory_utilization,
             attention_backend=config.attention_backend, speculates=config.speculates,
-            draft=config.draft)
+            draft=config.draft, prompt_lookup=config.prompt_lookup, max_loras=config.max_loras,
+            max_lora_rank=config.max_lora_rank)
         self._ranks: list[_Rank] = []
         self._first: CudaEngine
         size = manifest.tp_size

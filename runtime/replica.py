@@ -11,13 +11,14 @@ from typing import TypeVar
 
 import numpy as np
 
-from llmc.artifacts.manifest import Chip, DraftInfo, Manifest
+from llmc.artifacts.manifest import DraftInfo, Manifest
 from llmc.errors import LlmcError
 from llmc.runtime.collectives import Communicator
 from llmc.runtime.core.step import Engine, EngineLimits, Step, StepOutput
 from llmc.runtime.devices import Placement, pin, place
 from llmc.runtime.engines import BLOCK_SIZE, MAX_LOGITS, MAX_SCORED
 from llmc.runtime.engines.cpu import MAX_CHUNK, SCORE_BYTES, CpuEngine, check_ops
+from llmc.runtime.engines.draft_step import lookahead
 from llmc.runtime.engines.host import HostSampling
 from llmc.runtime.speculation.config import MAX_DRAFTS
 
@@ -44,6 +45,7 @@ class EngineConfig:
     draft: bool = False  # whether to load the draft model
     max_loras: int = 0
     max_lora_rank: int = 0
+    prompt_lookup: bool = False  # whether engines that can look drafts up themselves do so
 
 
 def find_devices(manifest: Manifest, wish: Sequence[int] | None) -> list[list[Placement]]:
@@ -142,7 +144,7 @@ def cpu_limits(manifest: Manifest, config: EngineConfig) -> EngineLimits:
         max_drafts=_max_drafts(manifest.draft if config.draft else None) if not manifest.pooling
         and all(chip.verifies_drafts for chip in manifest.chips) else 0,
         proposes=config.draft,
-        lookahead=_lookahead(manifest.draft, manifest.chips[0]) if config.draft else 0,
+        lookahead=lookahead(manifest.draft if config.draft else None, manifest.chips[0]),
         keeps_states=any(chip.states for chip in manifest.chips), whole=manifest.is_whole,
         max_loras=config.max_loras, max_lora_rank=config.max_lora_rank)
 
@@ -151,12 +153,6 @@ def _max_drafts(draft: DraftInfo | None) -> int:
     """Drafts of a sequence in a step, given the loaded draft model."""
     of_model = None if draft is None else draft.max_drafts
     return min(MAX_DRAFTS, of_model or MAX_DRAFTS)
-
-
-def _lookahead(draft: DraftInfo | None, chip: Chip) -> int:
-    """Tokens after a block that determine the draft model's part of it."""
-    follows = draft is not None and draft.chain in ("tokens", "layers") and chip.features
-    return len(chip.drafts) if follows else 0
 
 
 def memory(name: str) -> int:

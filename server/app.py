@@ -7,7 +7,7 @@ import base64
 import hashlib
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -155,29 +155,39 @@ class Api:
     """Handlers of the OpenAI API, and of further endpoints of vLLM and Anthropic.
 
     Args:
+        models: served models of different names.
         access: None: accept any Host, and no other origin.
         responses: store of /v1/responses. None: store nothing.
         tokenizer_info: serve /tokenizer_info.
         lora_updates: serve /v1/load_lora_adapter and /v1/unload_lora_adapter.
 
     Attributes:
-        model: model of new requests.
+        served: models of new requests by name.
     """
 
-    def __init__(self, model: Model, limits: ServerLimits, access: Access | None = None,
+    def __init__(self, models: Sequence[Model], limits: ServerLimits, access: Access | None = None,
                  responses: ResponseStore | None = None, tokenizer_info: bool = False,
                  lora_updates: bool = False) -> None:
-        self.model, self._limits = model, limits
+        self.served, self._limits = {model.name: model for model in models}, limits
         self._operations = (*OPERATIONS, *((TOKENIZER_INFO,) if tokenizer_info else ()),
                             *(LORA_UPDATES if lora_updates else ()))
         self._access = access or Access()
         self._responses = responses or ResponseStore(0, 1)
-        self._gate = AdmissionGate.of(limits, model.llm.max_num_seqs)
-        self._metrics = Metrics(lambda: self.model.llm.metrics(), self._gate, model.name)
+        self._gates = {model.name: AdmissionGate.of(limits, model.llm.max_num_seqs)
+                       for model in models}
+        self._metrics = Metrics({
+            name: (partial(self._runtime_metrics, name), gate)
+            for name, gate in self._gates.items()})
+
+    def _runtime_metrics(self, name: str) -> Mapping[str, Any]:
+        return self.served[name].llm.metrics()
 
     async def swap(self, model: Model) -> None:
-        """Use another model for new requests; close the old one after its last request."""
-        before, self.model = self.model, model
+        """Replace the model of this name for new requests.
+
+        The old one is closed after its last request.
+        """
+        before, self.served[model.name] = self.served[model.name], model
         while before.requests:
             await asyncio.sleep(0.1)
         await before.llm.close()
@@ -232,8 +242,8 @@ class Api:
         return await self._generate(request, MessagesRequest, read_message, MessageAnswer)
 
     async def count_tokens(self, request: Request) -> Response:
-        body = await self._read(request, CountTokensRequest)
-        return JSONResponse({"input_tokens": await count_tokens(self.model, body)})
+        model, body = await self._read(request, CountTokensRequest)
+        return JSONResponse({"input_tokens": await count_tokens(model, body)})
 
     async def embeddings(self, request: Request) -> Response:
         return await self._pool(request, EmbeddingRequest)
@@ -251,65 +261,69 @@ class Api:
         return await self._pool(request, PoolingRequest)
 
     async def tokenize(self, request: Request) -> Response:
-        body = await self._read(request, TokenizeRequest)
+        model, body = await self._read(request, TokenizeRequest)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError("expected either prompt or messages; give one of them")
         if body.messages is not None:
-            tokens = await self.model.read_messages(
+            tokens = await model.read_messages(
                 body.messages, chat_template_kwargs=body.chat_template_kwargs)
         else:
-            count, tokens = await self.model.offload.tokenize(
+            count, tokens = await model.offload.tokenize(
                 body.prompt or "", body.add_special_tokens, MAX_TOKENS)
             if count > len(tokens):
                 raise ApiError(f"the prompt has at least {count} tokens, expected at most "
                                f"{MAX_TOKENS} for /tokenize; send it in parts", param="prompt")
-        texts = await asyncio.to_thread(lambda: [*map(self.model.token_text, tokens)]) \
+        texts = await asyncio.to_thread(lambda: [*map(model.token_text, tokens)]) \
             if body.return_token_strs else None
-        return JSONResponse({"count": len(tokens), "max_model_len": self.model.llm.max_model_len,
+        return JSONResponse({"count": len(tokens), "max_model_len": model.llm.max_model_len,
                              "tokens": tokens, "token_strs": texts})
 
     async def detokenize(self, request: Request) -> Response:
-        body = await self._read(request, DetokenizeRequest)
-        text = await asyncio.to_thread(self.model.llm.detokenize, body.tokens)
+        model, body = await self._read(request, DetokenizeRequest)
+        text = await asyncio.to_thread(model.llm.detokenize, body.tokens)
         return JSONResponse({"prompt": text})
 
     async def tokenizer_info(self, request: Request) -> Response:
-        return JSONResponse(await asyncio.to_thread(self.model.tokenizer_info))
+        model = self._model_of(request, request.query_params.get("model"))
+        return JSONResponse(await asyncio.to_thread(model.tokenizer_info))
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [
-            self._described(name) for name in (None, *self.model.llm.adapters)]})
+            _described(model, name) for model in self.served.values()
+            for name in (None, *model.llm.adapters)]})
 
     async def named(self, request: Request) -> Response:
         name = request.path_params["name"]
         if not name:  # /v1/models/
             return await self.models(request)
-        return JSONResponse(self._described(self.model.adapter_of(name)))
+        model = self._model_of(request, name)
+        return JSONResponse(_described(model, model.adapter_of(name)))
 
     async def load_lora_adapter(self, request: Request) -> Response:
-        body = await self._read(request, LoadAdapterRequest)
-        if body.lora_name == self.model.name:
+        model, body = await self._read(request, LoadAdapterRequest)
+        if body.lora_name in self.served:
             raise ApiError(f"lora_name '{shortened(body.lora_name)}' is the name of the model; "
                            f"give another", param="lora_name")
-        await asyncio.to_thread(self.model.llm.load_adapter, body.lora_name, body.lora_path)
+        await asyncio.to_thread(model.llm.load_adapter, body.lora_name, body.lora_path)
         LOGGER.info("loaded an adapter", extra={"fields": {"adapter": body.lora_name}})
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def unload_lora_adapter(self, request: Request) -> Response:
-        body = await self._read(request, UnloadAdapterRequest)
-        if body.lora_name not in self.model.llm.adapters:
+        model, body = await self._read(request, UnloadAdapterRequest)
+        if body.lora_name not in model.llm.adapters:
             raise ApiError(f"there is no adapter '{shortened(body.lora_name)}'", 404,
                            param="lora_name")
-        await asyncio.to_thread(self.model.llm.unload_adapter, body.lora_name)
+        await asyncio.to_thread(model.llm.unload_adapter, body.lora_name)
         LOGGER.info("unloaded an adapter", extra={"fields": {"adapter": body.lora_name}})
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     async def health(self, request: Request) -> Response:
         try:
-            self.model.llm.check_health()
+            for model in self.served.values():
+                model.llm.check_health()
         except LlmcError:
             raise ApiError(DOWN, 503) from None
-        stalled = self.model.llm.stalled_seconds()
+        stalled = max(model.llm.stalled_seconds() for model in self.served.values())
         if stalled > self._limits.stall_timeout:
             raise ApiError(f"no step has completed for {stalled:.0f} s while requests are pending",
                            503, code="stalled")
@@ -318,7 +332,7 @@ class Api:
     ping = post_ping = health  # SageMaker's path, as in vLLM
 
     async def load(self, request: Request) -> Response:
-        return JSONResponse({"server_load": self._gate.inside})
+        return JSONResponse({"server_load": sum(gate.inside for gate in self._gates.values())})
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": __version__})
@@ -342,13 +356,13 @@ class Api:
                         answered: Callable[[Model, _Generating, GenerationJob], Answer],
                         param: str = "messages") -> Response:
         """Answer a generation request whose prompt is the field `param`."""
-        body = await self._read(request, kind)
+        model, body = await self._read(request, kind)
+        model.check_generates()
         self._limits.check_priority(body.priority)
         key = _api_key(request)
         deadline = asyncio.get_running_loop().time() + self._limits.request_timeout
-        model = self.model
         with ExitStack() as stack:
-            stack.enter_context(self._gate.entered(body.num_sequences, key))
+            stack.enter_context(self._gates[model.name].entered(body.num_sequences, key))
             stack.enter_context(model.working())
             try:
                 async with asyncio.timeout_at(deadline):
@@ -359,7 +373,7 @@ class Api:
                         request.scope, prompt_tokens=job.prompt_tokens,
                         cached_tokens=answer.cached_tokens,
                         completion_tokens=answer.completion_tokens))
-                    pieces = self._metrics.measured(job, model.pieces(
+                    pieces = self._metrics.measured(model.name, job, model.pieces(
                         job, key, self._limits.cache_salt(key, body.cache_salt)))
                     if not body.stream:
                         return Response(await _unless_disconnected(request, answer.json(pieces)),
@@ -370,16 +384,17 @@ class Api:
                     first = await _unless_disconnected(request, anext(events))
             except TimeoutError:
                 raise ApiError(self._timeout_message(), 408, code="timeout") from None
-            return _Events(first, events, deadline, self._error_event, stack.pop_all().close)
+            return _Events(first, events, deadline, partial(self._error_event, model),
+                           stack.pop_all().close)
         raise AssertionError  # unreachable, but mypy cannot know
 
     async def _pool(self, request: Request, kind: type[_Pooling]) -> Response:
         """Answer a request to an embedding model or classifier."""
-        body = await self._read(request, kind)
+        model, body = await self._read(request, kind)
         self._limits.check_priority(body.priority)
-        key, model, started = _api_key(request), self.model, time.monotonic()
+        key, started = _api_key(request), time.monotonic()
         try:
-            with self._gate.entered(body.num_sequences, key), model.working():
+            with self._gates[model.name].entered(body.num_sequences, key), model.working():
                 async with asyncio.timeout(self._limits.request_timeout):
                     inputs = await read_inputs(model, body)
                     lengths = [len(own.token_ids) for own in inputs]
@@ -388,64 +403,61 @@ class Api:
                         request, pooled_answer(model, body, inputs, key))
         except TimeoutError:
             raise ApiError(self._timeout_message(), 408, code="timeout") from None
-        self._metrics.pooled(lengths, time.monotonic() - started)
+        self._metrics.pooled(model.name, lengths, time.monotonic() - started)
         return Response(content, media_type="application/json")
 
-    async def _read(self, request: Request, kind: type[_Kind]) -> _Kind:
+    async def _read(self, request: Request, kind: type[_Kind]) -> tuple[Model, _Kind]:
+        """Read a request's body, and return the model that it names."""
         try:
             async with asyncio.timeout(self._limits.body_timeout):
                 raw = await self._limits.read(request)
         except TimeoutError:
             raise ApiError(f"the request's body did not arrive within "
                            f"{self._limits.body_timeout:g} s", 408) from None
-        await self.model.offload.check_body(raw)
+        await next(iter(self.served.values())).offload.check_body(raw)
         body = kind.read(raw)
         if body.ignored:
             note(request.scope, ignored=body.ignored)
-        self.model.adapter_of(body.model)
-        return body
+        return self._model_of(request, body.model), body
+
+    def _model_of(self, request: Request, name: str | None) -> Model:
+        """Return the model that a request names, or whose adapter it names.
+
+        Raises:
+            ApiError: there is no such model, or there are several and the request names none.
+        """
+        models = [*self.served.values()]
+        model = models[0] if len(models) == 1 else next(
+            (own for own in models if name == own.name or name in own.llm.adapters), None)
+        if model is None:
+            names = ", ".join(f"'{own}'" for own in self.served)
+            if name is None:
+                raise ApiError(f"the request names no model; this server has {names}: give one of "
+                               f"them", param="model")
+            raise ApiError(f"unknown model '{shortened(name)}'; this server has {names}", 404,
+                           param="model", code="model_not_found")
+        model.adapter_of(name)
+        request.scope["llmc.model"] = model
+        return model
 
     def _timeout_message(self) -> str:
         return f"the request took longer than {self._limits.request_timeout:g} s"
 
-    def _error_event(self, error: Exception) -> bytes:
+    def _error_event(self, model: Model, error: Exception) -> bytes:
         """Return the last event of a stream that failed."""
         if isinstance(error, LlmcError):
-            status, message = self._status_and_message(error)
+            status, message = _status_and_message(error, model)
             return error_event(status, message)
         if isinstance(error, TimeoutError):
             return error_event(408, self._timeout_message(), "timeout")
         LOGGER.error("a stream failed", exc_info=error)
         return error_event(500, _FAILED)
 
-    def _described(self, adapter: str | None = None) -> dict[str, Any]:
-        """Return the entry of the model, or of one of its adapters."""
-        model = self.model
-        return {"id": adapter or model.name, "object": "model", "created": model.created,
-                "owned_by": "llmc", "root": model.name,
-                "parent": None if adapter is None else model.name,
-                "max_model_len": model.llm.max_model_len}
-
     # Errors.
-
-    def _status_and_message(self, error: LlmcError) -> tuple[int, str]:
-        """Return an error's status, and its message without local paths.
-
-        If the model has failed, the reason is logged and the client gets 503.
-        """
-        status = error.status if isinstance(error, ApiError) else \
-            500 if isinstance(error, NonFiniteLogits) else 400
-        if status == 400:
-            try:
-                self.model.llm.check_health()
-            except LlmcError as reason:
-                LOGGER.error("%s", reason)
-                return 503, DOWN
-        return status, str(error).replace(str(self.model.llm.case_dir.absolute()), self.model.name)
 
     async def _llmc_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, LlmcError)
-        status, message = self._status_and_message(error)
+        status, message = _status_and_message(error, request.scope.get("llmc.model"))
         api_error = error if isinstance(error, ApiError) else ApiError("")
         return JSONResponse(error_body(status, message, api_error.param, api_error.code), status,
                             headers=api_error.headers)
@@ -468,13 +480,39 @@ class Api:
         return JSONResponse(error_body(500, _FAILED), 500)
 
 
-@cache
+def _described(model: Model, adapter: str | None) -> dict[str, Any]:
+    """Return the entry of a model, or of one of its adapters."""
+    return {"id": adapter or model.name, "object": "model", "created": model.created,
+            "owned_by": "llmc", "root": model.name,
+            "parent": None if adapter is None else model.name,
+            "max_model_len": model.llm.max_model_len}
+
+
+def _status_and_message(error: LlmcError, model: Model | None) -> tuple[int, str]:
+    """Return an error's status, and its message without local paths.
+
+    If the request's model has failed, the reason is logged and the client gets 503.
+    """
+    status = error.status if isinstance(error, ApiError) else \
+        500 if isinstance(error, NonFiniteLogits) else 400
+    if model is None:
+        return status, str(error)
+    if status == 400:
+        try:
+            model.llm.check_health()
+        except LlmcError as reason:
+            LOGGER.error("%s", reason)
+            return 503, DOWN
+    return status, str(error).replace(str(model.llm.case_dir.absolute()), model.name)
+
+
 def _api_key(request: Request) -> str | None:
     """Return the name of the client's API key, or None if there are no keys."""
     name: str | None = request.scope["llmc.api_key"]
     return name
 
 
+@cache
 def _page() -> tuple[str, str]:
     """Return the chat page and its content security policy."""
     text = _PAGE.read_text("utf-8")

@@ -27,8 +27,28 @@ _E2E_BUCKETS = (.3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 
 _TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
 
+# Returns a runtime's metrics (see `AsyncLLM.metrics`), and its gate.
+Source = tuple[Callable[[], Mapping[str, Any]], AdmissionGate]
+
+
 class _CurrentValues(Collector):
-    """Collector of the current values of the runtime and of the admission gate."""
+    """Collector of the current values of the runtimes and their admission gates, by model."""
+
+    def __init__(self, sources: Mapping[str, Source]) -> None:
+        self._all = [_ModelValues(*source, (name, "0")) for name, source in sources.items()]
+
+    def collect(self) -> Iterator[Metric]:
+        merged: dict[str, Metric] = {}
+        for values in self._all:
+            for metric in values.collect():
+                known = merged.setdefault(metric.name, metric)
+                if known is not metric:
+                    known.samples += metric.samples
+        return iter(merged.values())
+
+
+class _ModelValues:
+    """Current values of one model."""
 
     def __init__(self, read: Callable[[], Mapping[str, Any]], gate: AdmissionGate,
                  labels: tuple[str, str]) -> None:
@@ -102,16 +122,12 @@ class Metrics:
     """Metrics of requests. Those of an adapter have its name as the model's.
 
     Args:
-        read: returns the runtime's metrics; see `AsyncLLM.metrics`.
-        gate: of the server.
-        model_name: value of the label.
+        sources: of each model by its name, the value of the label.
     """
 
-    def __init__(self, read: Callable[[], Mapping[str, Any]], gate: AdmissionGate,
-                 model_name: str) -> None:
+    def __init__(self, sources: Mapping[str, Source]) -> None:
         self._registry = CollectorRegistry()
-        self._model_name = model_name
-        self._registry.register(_CurrentValues(read, gate, (model_name, "0")))
+        self._registry.register(_CurrentValues(sources))
 
         def times(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(name, text, _LABELS, buckets=buckets, registry=self._registry)
@@ -129,7 +145,8 @@ class Metrics:
             count("vllm:generation_tokens", "Generated tokens."))
         self._success = Counter("vllm:request_success", "Finished completions.",
                                 (*_LABELS, "finished_reason"), registry=self._registry)
-        self._of(model_name)  # shown from the start
+        for name in sources:
+            self._of(name)  # shown from the start
 
     def _of(self, name: str) -> _ModelMetrics:
         """Metrics of a model or an adapter."""
@@ -140,25 +157,26 @@ class Metrics:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
-    def pooled(self, lengths: Sequence[int], seconds: float) -> None:
+    def pooled(self, model_name: str, lengths: Sequence[int], seconds: float) -> None:
         """Measure a finished request to an embedding model or classifier.
 
         Args:
+            model_name: of the model.
             lengths: tokens of each text.
             seconds: from its arrival to its end.
         """
-        metrics = self._of(self._model_name)
+        metrics = self._of(model_name)
         for length in lengths:
             metrics.prompt.observe(length)
         metrics.prompts.inc(sum(lengths))
         metrics.e2e.observe(seconds)
-        self._success.labels(self._model_name, "0", "stop").inc(len(lengths))
+        self._success.labels(model_name, "0", "stop").inc(len(lengths))
 
-    async def measured(self, job: GenerationJob,
+    async def measured(self, model_name: str, job: GenerationJob,
                        batches: AsyncGenerator[list[CompletionChunk], None]) -> \
             AsyncGenerator[list[CompletionChunk], None]:
         """Yield a request's chunks, and measure each."""
-        name = job.adapter or self._model_name
+        name = job.adapter or model_name
         metrics = self._of(name)
         timer = _RequestTimer(metrics, lambda reason: self._success.labels(name, "0", reason).inc())
         async with aclosing(batches):

@@ -157,6 +157,14 @@ class Model:
                            f"{others}", 404, param="model", code="model_not_found")
         return name
 
+    def check_generates(self) -> None:
+        """Raise ApiError if the model's task is not text generation."""
+        pooling = self.llm.manifest.pooling
+        if pooling is not None:
+            instead = "/v1/embeddings" if pooling.task == "embed" else "/classify"
+            raise ApiError(f"'{self.name}' was compiled for task {pooling.task} and generates "
+                           f"no text; use {instead}, or another model", param="model")
+
     async def read_prompts(self, prompts: Sequence[str | list[int]],
                            add_special_tokens: bool = True) -> list[list[int]]:
         """Tokenize the prompts that are texts.

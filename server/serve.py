@@ -1,4 +1,4 @@
-"""Serving of a case directory over HTTP."""
+"""Serving of case directories over HTTP."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import resource
 import signal
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,8 @@ _ERROR_TIMEOUT = 2.0  # seconds to send errors to requests that drain_timeout en
 _Stamp = tuple[int, int, int]
 
 
-def serve(case_dir: str | Path, *, host: str = "127.0.0.1", port: int = 8000,
-          served_model_name: str | None = None, limits: ServerLimits | None = None,
+def serve(case_dir: str | Path | Sequence[str | Path], *, host: str = "127.0.0.1", port: int = 8000,
+          served_model_name: str | Sequence[str] | None = None, limits: ServerLimits | None = None,
           access: Access | None = None, tls: ssl.SSLContext | None = None,
           tool_call_parser: str | None = None, reasoning_parser: str = "auto",
           chat_template_content_format: ContentFormat = "auto",
@@ -43,15 +44,15 @@ def serve(case_dir: str | Path, *, host: str = "127.0.0.1", port: int = 8000,
           response_store_ttl: float = 3600, watch: bool = False,
           enable_tokenizer_info_endpoint: bool = False, enable_prompt_embeds: bool = False,
           allow_runtime_lora_updating: bool = False, **loading: Any) -> None:
-    """Serve a model until SIGTERM or SIGINT, in the main thread, and log to stderr.
+    """Serve models until SIGTERM or SIGINT, in the main thread, and log to stderr.
 
     After the signal, running requests have `drain_timeout` seconds to finish. SIGHUP is ignored.
 
     Args:
-        case_dir: case directory of the model.
+        case_dir: case directory of the model, or of each model.
         host: local address; 0.0.0.0: all addresses.
         port: 0: any free port.
-        served_model_name: None: name of the directory.
+        served_model_name: of each model; None: name of the directory.
         limits: limits of the server.
         access: access control.
         tls: None: plain HTTP.
@@ -61,34 +62,64 @@ def serve(case_dir: str | Path, *, host: str = "127.0.0.1", port: int = 8000,
         generation_config: source of sampling defaults: `auto`, the model; `none`, llmc.
         response_store_mb: megabytes of stored responses; 0: store none.
         response_store_ttl: lifetime of a stored response in seconds.
-        watch: when the case directory is replaced, load the new model and switch to it; running
+        watch: when a case directory is replaced, load the new model and switch to it; running
             requests finish with the old one.
         enable_tokenizer_info_endpoint: serve /tokenizer_info, which has the chat template.
         enable_prompt_embeds: take `prompt_embeds` in /v1/completions.
         allow_runtime_lora_updating: let clients load adapters from directories of this machine, and
             unload them, by /v1/load_lora_adapter and /v1/unload_lora_adapter.
-        loading: arguments of `AsyncLLM`.
+        loading: arguments of `AsyncLLM`, for each model.
 
     Raises:
-        LlmcError: the address cannot be used, an option is out of range, or see `LLM`.
+        LlmcError: the address cannot be used, an option is out of range, two models have one name,
+            adapters are given for several models, or see `LLM`.
     """
     check_parsers(tool_call_parser, reasoning_parser)
     responses = ResponseStore(int(response_store_mb * 1e6), response_store_ttl)
-    case_dir = Path(case_dir).absolute()  # the server removes this path from its errors
+    # The server removes these paths from its errors.
+    given = [case_dir] if isinstance(case_dir, str | Path) else case_dir
+    served = _named([Path(path).absolute() for path in given], served_model_name)
+    _check_adapters(list(served), loading.get("adapters") or {}, allow_runtime_lora_updating)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    def load(name: str) -> Model:
+        return Model(AsyncLLM(served[name], **loading), name, tool_call_parser, reasoning_parser,
+                     chat_template_content_format, generation_config, enable_prompt_embeds)
+
     with _bind(host, port) as bound:
-        name = served_model_name or case_dir.resolve().name
-        if name in (loading.get("adapters") or {}):
-            raise LlmcError(f"an adapter has the name of the model, '{name}'; give it another")
         log_to_stderr()
         _raise_descriptor_limit()
         asyncio.run(_serve(
             bound, limits or ServerLimits(), _for_address(access or Access(), bound), tls,
-            responses,
-            lambda: Model(AsyncLLM(case_dir, **loading), name, tool_call_parser, reasoning_parser,
-                          chat_template_content_format, generation_config, enable_prompt_embeds),
-            case_dir if watch else None, tokenizer_info=enable_tokenizer_info_endpoint,
+            responses, served, load, watch, tokenizer_info=enable_tokenizer_info_endpoint,
             lora_updates=allow_runtime_lora_updating))
+
+
+def _named(case_dirs: Sequence[Path], names: str | Sequence[str] | None) -> dict[str, Path]:
+    """Return case directories by the names of their models.
+
+    Raises:
+        LlmcError: there are other numbers of them, or two models have one name.
+    """
+    each = [names] if isinstance(names, str) else [*(names or ())]
+    each = each or [path.resolve().name for path in case_dirs]
+    if len(each) != len(case_dirs) or not each:
+        raise LlmcError(f"{len(each)} served_model_name are given for {len(case_dirs)} case "
+                        f"directories; give one for each, or none")
+    twice = next((name for name in each if each.count(name) > 1), None)
+    if twice is not None:
+        raise LlmcError(f"two models have the name '{twice}'; give --served_model_name for each")
+    return dict(zip(each, case_dirs, strict=True))
+
+
+def _check_adapters(names: Sequence[str], adapters: Mapping[str, Any], updates: bool) -> None:
+    """Raise LlmcError if an adapter has a model's name, or several models could have adapters."""
+    if len(names) > 1 and (adapters or updates):
+        option = "adapters are given" if adapters else "allow_runtime_lora_updating is given"
+        raise LlmcError(f"{option} with {len(names)} models, expected one; serve the model with "
+                        f"adapters alone")
+    if names[0] in adapters:
+        raise LlmcError(f"an adapter has the name of the model, '{names[0]}'; give it another")
 
 
 def _for_address(access: Access, bound: socket.socket) -> Access:
@@ -120,13 +151,20 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 async def _serve(bound: socket.socket, limits: ServerLimits, access: Access,
-                 tls: ssl.SSLContext | None, responses: ResponseStore,
-                 load: Callable[[], Model], watched: Path | None, **endpoints: bool) -> None:
-    before = None if watched is None else _stamp(watched)
-    api = Api(await asyncio.to_thread(load), limits, access, responses, **endpoints)
-    watching = None
-    if watched is not None:
-        watching = asyncio.create_task(_watch(api, watched, before, load))
+                 tls: ssl.SSLContext | None, responses: ResponseStore, served: Mapping[str, Path],
+                 load: Callable[[str], Model], watch: bool, **endpoints: bool) -> None:
+    stamps = {name: _stamp(path) for name, path in served.items()}
+    models = list[Model]()
+    try:
+        for name in served:
+            models.append(await asyncio.to_thread(load, name))
+    except BaseException:
+        for model in models:
+            await model.llm.close()
+        raise
+    api = Api(models, limits, access, responses, **endpoints)
+    watching = [asyncio.create_task(_watch(api, path, stamps[name], partial(load, name)))
+                for name, path in served.items()] if watch else []
     # h11 is a dependency of uvicorn, so it is always installed; StrictParser extends it.
     server = _Server(uvicorn.Config(
         api.app(), http=HttpProtocol, log_config=None, access_log=False, server_header=False,
@@ -136,15 +174,23 @@ async def _serve(bound: socket.socket, limits: ServerLimits, access: Access,
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     server.ready = lambda: LOGGER.info("serving", extra={"fields": {
-        "url": _url(bound, tls is not None), "model": api.model.name,
-        "sampling_defaults": api.model.logged_defaults}})
+        "url": _url(bound, tls is not None), **_logged(models)}})
     try:
         await server.serve()
     finally:
-        if watching is not None:
-            watching.cancel()
-        await api.model.llm.close()
+        for task in watching:
+            task.cancel()
+        for model in api.served.values():
+            await model.llm.close()
     LOGGER.info("the server has stopped")
+
+
+def _logged(models: Sequence[Model]) -> dict[str, Any]:
+    """Return the names of models, and the sampling defaults, of each if there are several."""
+    if len(models) == 1:
+        return {"model": models[0].name, "sampling_defaults": models[0].logged_defaults}
+    return {"models": {model.name: model.logged_defaults if model.llm.manifest.pooling is None
+                       else {} for model in models}}
 
 
 async def _watch(api: Api, case_dir: Path, served: _Stamp | None, load: Callable[[], Model]) -> \

@@ -165,9 +165,19 @@ def proposed(monkeypatch):
     """Drafts of each step, whenever the engine returns drafts."""
     seen = []
     real = EngineDrafter.propose
-    monkeypatch.setattr(EngineDrafter, "propose", lambda self, tokens: (
-        seen.append(list(tokens)), real(self, tokens))[1])
+    monkeypatch.setattr(EngineDrafter, "propose", lambda self, tokens, match: (
+        seen.append(list(tokens)), real(self, tokens, match))[1])
     return seen
+
+
+@pytest.fixture
+def fully_shared(monkeypatch):
+    """Let transformers build assistants, all of whose layers share caches."""
+    from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
+    known = Gemma4TextConfig.kv_sharing_modes.fget
+    monkeypatch.setattr(Gemma4TextConfig, "kv_sharing_modes", property(
+        lambda self: ["reuse"] * self.num_hidden_layers
+        if self.num_kv_shared_layers == self.num_hidden_layers else known(self)))
 
 
 @pytest.fixture(scope="session")

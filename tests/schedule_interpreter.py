@@ -16,18 +16,20 @@ from safetensors.numpy import load_file
 
 import llmc
 from llmc import plugins
+from llmc.artifacts.adapter import Matrices
 from llmc.artifacts.manifest import read_manifest, verify_files
 from llmc.artifacts.program import Program, ProgramTensor, read_chip_programs
 from llmc.plugins.activations import REFERENCE as ACTIVATIONS
 from llmc.runtime.collectives import Communicator
 from llmc.runtime.core import llm as llm_module
 from llmc.runtime.core.step import LAST, EncoderOutputs, EngineLimits, Step, StepOutput
-from llmc.runtime.engines.cuda import extension, step_arrays
+from llmc.runtime.engines.cuda import extension, lora_limits, step_arrays
 from llmc.runtime.engines.host import HostSampling
 from llmc.runtime.engines.state_slots import StateSlots
+from llmc.runtime.speculation.ngram import NgramDrafter
 
 _DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16,
-           "float8_e4m3fn": ml_dtypes.float8_e4m3fn, "int64": np.int64}
+           "float8_e4m3fn": ml_dtypes.float8_e4m3fn, "int64": np.int64, "int32": np.int32}
 _COLLECTIVES = {"AllReduce": "all_reduce", "AllGather": "all_gather"}
 _ELEMENTWISE = {"Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Div": np.divide,
                 "Min": np.minimum, "Max": np.maximum, "Tanh": np.tanh, "Exp": np.exp,
@@ -97,8 +99,9 @@ class Interpreter:
         chip = self.manifest.chips[rank]
         program = read_chip_programs(self.manifest, chip, case)
         self.schedule, self.encoder = program.model, program.encoder
-        self.draft = program.draft if limits.proposes else None
-        programs = [self.schedule, *([self.draft] if self.draft else [])]
+        self.drafts = program.drafts if limits.proposes else []
+        self.draft = self.drafts[0] if self.drafts else None
+        programs = [self.schedule, *self.drafts]
         self.dtype = np.dtype(_DTYPES[self.manifest.dtype])
         self.weights = load_file(case / f"chip{rank}" / "weights.safetensors")
         self.limits = limits
@@ -108,9 +111,15 @@ class Interpreter:
                                        _DTYPES[t.dtype])
                        for own in programs for t in own.tensors if t.kind == "cache"}
         self.features: np.ndarray | None = None  # of the last step's tokens, for the draft model
+        self.origins: dict[int, int] = {}  # by slot, the first position after admission
+        self.carried: dict[tuple[int, int], np.ndarray] = {}  # by layer of the draft model and slot
         self.states = {t.name: np.full((limits.max_slots, *t.shape[1:]), np.nan, np.float32)
                        for t in self.schedule.tensors if t.kind == "state"}
         self.slots = StateSlots(limits)
+        slots = lora_limits(chip, limits)
+        self.adapters = {t.name: np.zeros([slots.get(dim, dim) for dim in t.shape],
+                                          _DTYPES[t.dtype])
+                         for t in self.schedule.tensors if t.kind == "adapters"}
         self.memory = {t.name: np.zeros((64, t.shape[1]), self.dtype)
                        for t in self.schedule.tensors if t.kind == "memory"}
 
@@ -129,6 +138,8 @@ class Interpreter:
     def compute(self, step: Step) -> np.ndarray:
         """Return logits [num_logits, vocab_size]; `memory` in the step counts rows of one token."""
         assert not step.encode, "the encoder is run by itself"
+        for slot, adapter in step.load_adapters.items():
+            self._load(slot, adapter.matrices[self.rank])
         for cache in self.caches.values():
             for source, target in step.copies:
                 cache[target] = cache[source]
@@ -138,6 +149,25 @@ class Interpreter:
             self.features = values[self.schedule.tensors[self.schedule.features].name]
         return values[name][:, :self.manifest.dims.vocab_size]
 
+    def _load(self, slot: int, matrices: Matrices) -> None:
+        """Load an adapter; what it does not need of its slot stays."""
+        for name in self.adapters:
+            if name.endswith("lora_ranks"):
+                self.adapters[name][slot] = 0
+        for layer, pair in matrices.items():
+            down, up = (matrix.view(self.dtype) for matrix in pair)
+            rank = up.shape[1]
+            self.adapters[f"{layer}.lora_down"][:, slot, :rank] = down
+            self.adapters[f"{layer}.lora_up"][slot, :, :rank] = up
+            self.adapters[f"{layer}.lora_ranks"][slot] = rank
+
+    def pool(self, step: Step) -> list[np.ndarray]:
+        """Return `StepOutput.pooled`."""
+        assert self.manifest.pooling is not None
+        rows = self.trace(step)[self.schedule.tensors[self.schedule.logits].name]
+        each = np.split(rows, step.cu_seqlens[1:-1]) if self.manifest.pooling.per_token else rows
+        return [each[index] for index in step.sample]
+
     def propose(self, step: Step, output: StepOutput) -> np.ndarray:
         """Return `StepOutput.drafts` by the passes and kernels of csrc/engine/drafter.h."""
         assert self.draft is not None and step.propose is not None
@@ -146,16 +176,22 @@ class Interpreter:
         counts = np.ones(len(firsts), np.int64) if output.counts is None else output.counts
         chosen, last = output.tokens[np.cumsum(counts) - 1], firsts + counts - 1
         assert all(sampled[row] == index for index, row in enumerate(last))
-        shifted = self.draft.hidden >= 0
+        assert self.manifest.draft is not None
+        if self.manifest.draft.chain == "block":
+            return self._propose_block(step, firsts, counts, chosen, tables)
+        if len(self.drafts) > 1:
+            return self._propose_by_layers(step, ids, firsts, counts, chosen, tables)
+        back = int(self.manifest.draft.chain == "position")  # all passes are at the last position
+        shifted = self.draft.hidden >= 0 and not back
         ids[last] = np.maximum(chosen, 0)
         ends = step.position_ids[last] + 1
         longest, padding = self.manifest.dims.max_seq_len, self.limits.num_blocks
         ends[(chosen < 0) | (ends >= longest)] = -1
         draws = shifted and step.propose > 0
-        values = self._pass(step, ids if shifted else step.token_ids, last if draws else last[:0],
-                            self.features)
+        values = {} if back else self._pass(
+            step, ids if shifted else step.token_ids, last if draws else last[:0], self.features)
         drafts = np.full((len(last), step.propose), -1, np.int64)
-        tokens, hidden = np.maximum(chosen, 0), values.get("hidden_out")
+        tokens, hidden = np.maximum(chosen, 0), self.features if back else values.get("hidden_out")
         hidden = hidden[last] if hidden is not None else None
         if draws:
             tokens = self._draft_ids(values)
@@ -163,25 +199,133 @@ class Interpreter:
         table = np.where((ends[:, None] >= 0) & (step.block_tables[tables] >= 0),
                          step.block_tables[tables], padding)
         for index in range(int(draws), step.propose if len(last) else 0):
-            past = np.clip(ends, 0, longest - 1)
+            past = np.clip(ends - back, 0, longest - 1)
             one = Step.of([[token] for token in tokens.tolist()], past.tolist(), table.tolist(),
                           range(len(last)))
             values = self._pass(one, tokens, np.arange(len(last)), hidden)
             tokens, hidden = self._draft_ids(values), values.get("hidden_out")
             fits = (ends >= 0) & (ends < longest)
             drafts[:, index] = np.where(fits, tokens, -1)
+            ends = ends + (fits if not back else 0)
+        return drafts
+
+    def _propose_by_layers(self, step: Step, ids: np.ndarray, firsts: np.ndarray,
+                           counts: np.ndarray, chosen: np.ndarray,
+                           tables: np.ndarray) -> np.ndarray:
+        """`propose` by several layers, as csrc/kernels/sampling/draft_layers.h."""
+        assert step.propose is not None and self.features is not None
+        for index, slot in enumerate(step.slots.tolist()):
+            if slot in step.admit:
+                self.origins[slot] = int(step.past_lens[index])
+        lags = step.past_lens - [self.origins[slot] for slot in step.slots.tolist()]
+        last, longest, padding = firsts + counts - 1, self.manifest.dims.max_seq_len, \
+            self.limits.num_blocks
+        ids[last] = np.maximum(chosen, 0)
+        ends = step.position_ids[last] + 1
+        ends[(chosen < 0) | (ends >= longest)] = -1
+        drafts = np.full((len(last), step.propose), -1, np.int64)
+        table = np.where((ends[:, None] >= 0) & (step.block_tables[tables] >= 0),
+                         step.block_tables[tables], padding)
+        values = self._pass(step, ids, last if step.propose else last[:0], self.features)
+        if step.propose:
+            drafts[:, 0] = np.where(ends >= 0, self._draft_ids(values), -1)
+        count = len(self.drafts)
+        tail: np.ndarray | None = None
+        for layer in range(1, count):
+            out = values["hidden_out"]
+            hidden, lagged = np.empty_like(out), np.zeros_like(ids)
+            behind = np.minimum(layer, lags)
+            before = np.minimum(layer - 1, lags)
+            carried = dict(self.carried)
+            for index, slot in enumerate(step.slots.tolist()):
+                start, end = step.cu_seqlens[index:index + 2].tolist()
+                moves = int(behind[index] - before[index])
+                for row in range(start, end):
+                    hidden[row] = self.carried[layer, slot] if moves and row == start \
+                        else out[row - moves]
+                    source = row + layer - int(behind[index])
+                    lagged[row] = ids[source] if source < end else 0
+                place = np.flatnonzero(step.sample == index)
+                final = int(last[place[0]]) if len(place) else end - 1
+                row = final - (layer - 1 - int(before[index]))
+                if row >= start:
+                    carried[layer, slot] = out[row].copy()
+            self.carried = carried
+            tokens = replace(step, past_lens=(step.past_lens - behind).astype(np.int32))
+            values = self._pass(tokens, lagged, last[:0], hidden, layer)
+            if layer < step.propose and len(last):
+                tail = self._run_tail(step, layer, ends, table, drafts, tail)
+        for index in range(count, step.propose if len(last) else 0):
+            assert tail is not None
+            past = np.clip(ends, 0, longest - 1)
+            one = Step.of([[max(token, 0)] for token in drafts[:, index - 1].tolist()],
+                          past.tolist(), table.tolist(), range(len(last)))
+            values = self._pass(one, one.token_ids, np.arange(len(last)), tail, count - 1)
+            tail, fits = values["hidden_out"], (ends >= 0) & (ends < longest)
+            drafts[:, index] = np.where(fits, self._draft_ids(values), -1)
             ends = ends + fits
         return drafts
 
+    def _run_tail(self, step: Step, layer: int, ends: np.ndarray, table: np.ndarray,
+                  drafts: np.ndarray, before: np.ndarray | None) -> np.ndarray:
+        """Run a layer on the rows whose tokens are drafts, and add a draft; return hidden_out.
+
+        Before the last layer it is that of all rows, else of the last row of each sequence.
+        """
+        slots = step.slots[step.sample].tolist()
+        rows, hidden = [], []
+        for index, slot in enumerate(slots):
+            for place in range(layer):
+                position = int(ends[index]) - layer + place
+                there = ends[index] >= 0 and position >= self.origins[slot]
+                rows.append((max(int(drafts[index, place]), 0), position, table[index]) if there
+                            else (0, 0, np.full_like(table[index], self.limits.num_blocks)))
+                assert self.features is not None
+                hidden.append(np.zeros_like(self.features[0]) if not there else
+                              self.carried[layer, slot] if place == 0 else
+                              before[index * (layer - 1) + place - 1])  # type: ignore[index]
+        tail = Step.of([[token] for token, _, _ in rows], [position for _, position, _ in rows],
+                       [own.tolist() for _, _, own in rows], range(len(rows)))
+        values = self._pass(tail, tail.token_ids, np.arange(len(rows)), np.stack(hidden), layer)
+        ends_of = np.arange(len(slots)) * layer + layer - 1
+        drafts[:, layer] = np.where(ends >= 0, self._draft_ids(
+            {"logits": values["logits"][ends_of]}), -1)
+        out = values["hidden_out"]
+        return out[ends_of] if layer == len(self.drafts) - 1 else out
+
+    def _propose_block(self, step: Step, firsts: np.ndarray, counts: np.ndarray,
+                       chosen: np.ndarray, tables: np.ndarray) -> np.ndarray:
+        """`propose` in one pass, after one that writes the keys of the step's tokens."""
+        info, last = self.manifest.draft, firsts + counts - 1
+        assert info is not None and info.max_drafts and step.propose is not None
+        self._pass(step, step.token_ids, last[:0], self.features)
+        drafts = np.full((len(last), step.propose), -1, np.int64)
+        if not len(last) or not step.propose:
+            return drafts
+        size, ends = 1 + info.max_drafts, step.position_ids[last] + 1
+        fits = (chosen >= 0) & (ends + size <= self.manifest.dims.max_seq_len)
+        table = np.where(fits[:, None] & (step.block_tables[tables] >= 0),
+                         step.block_tables[tables], self.limits.num_blocks)
+        masks = [info.mask_token_id or 0] * info.max_drafts
+        tokens = [[max(token, 0), *masks] for token in chosen.tolist()]
+        block = Step.of(tokens, np.where(fits, ends, 0).tolist(), table.tolist(), range(len(last)))
+        rows = np.arange(size * len(last)).reshape(-1, size)[:, 1:].ravel()
+        assert self.features is not None
+        found = self._draft_ids(self._pass(
+            block, block.token_ids, rows,
+            np.zeros((block.num_tokens, self.features.shape[1]), self.features.dtype)))
+        drafts[fits] = found.reshape(len(last), -1)[fits, :step.propose]
+        return drafts
+
     def _pass(self, step: Step, ids: np.ndarray, logits_indices: np.ndarray,
-              hidden: np.ndarray | None) -> dict[str, np.ndarray]:
-        """Run the draft model; return its logits and hidden_out by these names."""
-        assert self.draft is not None
-        values = self._run(self.draft, step, {"input_ids": ids, "logits_indices": logits_indices},
+              hidden: np.ndarray | None, layer: int = 0) -> dict[str, np.ndarray]:
+        """Run the draft model or a layer of it; return its logits and hidden_out by name."""
+        draft = self.drafts[layer]
+        values = self._run(draft, step, {"input_ids": ids, "logits_indices": logits_indices},
                            hidden)
-        numbers = {"logits": self.draft.logits, "hidden_out": self.draft.hidden_out}
-        return {name: values[self.draft.tensors[number].name] for name, number in numbers.items()
-                if number >= 0 and self.draft.tensors[number].name in values}
+        numbers = {"logits": draft.logits, "hidden_out": draft.hidden_out}
+        return {name: values[draft.tensors[number].name] for name, number in numbers.items()
+                if number >= 0 and draft.tensors[number].name in values}
 
     def _draft_ids(self, values: dict[str, np.ndarray]) -> np.ndarray:
         info = self.manifest.draft
@@ -215,14 +359,18 @@ class Interpreter:
         inputs = {"input_ids": step.token_ids, "position_ids": step.position_ids,
                   "cu_seqlens": step.cu_seqlens, "past_lens": step.past_lens,
                   "commit_lens": step.commit_lens,
-                  "logits_indices": step.logits_indices, "block_table": step.block_tables, **inputs}
-        if self.states and schedule is not self.draft:
+                  "logits_indices": step.logits_indices, "block_table": step.block_tables,
+                  "lora_ids": step.lora_ids, "lora_logits_ids": step.lora_ids[step.logits_indices],
+                  "token_type_ids": step.token_type_ids if len(step.token_type_ids)
+                  else np.zeros_like(step.token_ids), **inputs}
+        if self.states and not any(schedule is own for own in self.drafts):
             inputs["state_slots"], copies = self.slots.place(step)
             for state in self.states.values():
                 state[copies[:, 1]] = state[copies[:, 0]]
         sizes = {"num_tokens": step.num_tokens, "num_logits": len(inputs["logits_indices"])}
         arenas = {False: Arena(schedule.token_bytes, sizes["num_tokens"]),
-                  True: Arena(schedule.logit_bytes, sizes["num_logits"])}
+                  True: Arena(schedule.logit_bytes, step.batch_size if self.manifest.pooling
+                              else sizes["num_logits"])}
         decode = sizes["num_tokens"] == sizes["num_logits"] == step.batch_size
         moved: dict[int, int] = {}  # values that alias another value's memory
         kept: dict[str, np.ndarray] = {}
@@ -235,7 +383,7 @@ class Interpreter:
             number = moved.get(number, number)
             tensor = schedule.tensors[number]
             known = {"weight": self.weights, "cache": self.caches, "state": self.states,
-                     "memory": self.memory}.get(tensor.kind)
+                     "memory": self.memory, "adapters": self.adapters}.get(tensor.kind)
             if tensor.kind == "input":
                 return inputs[tensor.name]
             if tensor.kind == "columns":
@@ -245,7 +393,8 @@ class Interpreter:
 
         for node in schedule.nodes:
             if not sizes["num_logits"] and node.outputs and \
-                    schedule.tensors[node.outputs[0]].per_logit and schedule is self.draft:
+                    schedule.tensors[node.outputs[0]].per_logit and \
+                    any(schedule is own for own in self.drafts):
                 continue
             if node.op == "Gather":
                 results = [read(node.inputs[0])[read(node.inputs[1])]]
@@ -303,6 +452,9 @@ class Interpreters:
     def compute(self, step: Step) -> np.ndarray:
         return self._on_all(lambda rank: rank.compute(step))[0]
 
+    def pool(self, step: Step) -> list[np.ndarray]:
+        return self._on_all(lambda rank: rank.pool(step))[0]
+
     def propose(self, step: Step, output: StepOutput) -> np.ndarray:
         return self._on_all(lambda rank: rank.propose(step, output))[0]
 
@@ -320,13 +472,16 @@ class DraftsAhead(HostSampling):
     """Resolves the drafts of steps in flight, as prepare_inputs of csrc/kernels/sampling does."""
 
     def __init__(self, ranks: Interpreters, limits: EngineLimits) -> None:
-        super().__init__(ranks, limits, ranks.propose if limits.proposes else None)
+        by_model = limits.proposes and not limits.prompt_lookup
+        super().__init__(ranks, limits, ranks.propose if by_model else None, ranks.pool)
         self._lengths: dict[int, int] = {}  # by slot
         self._drafts: dict[int, list[int]] = {}
+        self._looks_up: dict[int, bool] = {}
         self.resolved = 0
 
     def submit(self, step: Step) -> int:
         token_ids, past_lens = step.token_ids.copy(), step.past_lens.copy()
+        self._looks_up.update((slot, state.prompt_lookup) for slot, state in step.admit.items())
         for index, slot in enumerate(step.slots.tolist()):
             own = slice(*step.cu_seqlens[index:index + 2].tolist())
             token_ids[own] = [max(self._drafts[slot][-2 - token], 0) if token < LAST else token
@@ -337,6 +492,8 @@ class DraftsAhead(HostSampling):
                 assert past - step.unread[index] <= past_lens[index] <= past
         known = replace(step, token_ids=token_ids, past_lens=past_lens)
         ticket = super().submit(known)
+        if self.limits.prompt_lookup and step.propose:
+            self._outputs[ticket] = self._look_up(step, self._outputs[ticket])
         output = self._outputs[ticket]
         counts = [1] * len(step.sample) if output.counts is None else output.counts.tolist()
         for place, (index, count) in enumerate(zip(step.sample.tolist(), counts, strict=True)):
@@ -346,6 +503,22 @@ class DraftsAhead(HostSampling):
             if output.drafts is not None:
                 self._drafts[slot] = output.drafts[place].tolist()
         return ticket
+
+    def _look_up(self, step: Step, output: StepOutput) -> StepOutput:
+        """Draft by prompt lookup, as csrc/kernels/sampling/lookup.h."""
+        assert step.propose is not None
+        drafts = np.full((len(step.sample), step.propose), -1, np.int64)
+        matches = np.zeros(len(step.sample), np.int32)
+        for place, slot in enumerate(step.slots[step.sample].tolist()):
+            sampler = self._samplers.get(slot)
+            if sampler is None or not self._looks_up[slot]:
+                continue
+            drafter = NgramDrafter(sampler.prompt.tolist())
+            drafter.extend(self._tokens[slot])
+            found = drafter.draft(step.propose)
+            if found is not None:
+                drafts[place], matches[place] = found.tokens, found.match
+        return replace(output, drafts=drafts, matches=matches)
 
 
 @contextmanager

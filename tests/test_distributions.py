@@ -31,6 +31,7 @@ CMAKE = shutil.which("cmake", path=f"{Path(sys.executable).parent}{os.pathsep}{o
 PLACES = {"llmc": "llmc", "llmc/artifacts": "artifacts", "llmc/compiler": "compiler",
           "llmc/runtime": "runtime", "llmc/server": "server", "llmc/plugins": "csrc/plugins"}
 DATA = {"llmc/artifacts/model_info.schema.json", "llmc/compiler/check/articles.jsonl",
+        "llmc/compiler/check/pairs.jsonl",
         "llmc/server/page.html", "llmc/py.typed"}
 
 
@@ -210,7 +211,7 @@ def locked(name):
 
 @pytest.mark.parametrize(("name", "extras"), [
     ("demo", ("demo", "export")), ("serve", ("serve",)), ("test-serve", ("test-serve",)),
-    ("test", ("demo", "export", "test", "eval", "serve")), ("engine", None)])
+    ("test", ("demo", "minilm", "export", "test", "eval", "serve")), ("engine", None)])
 def test_what_is_locked_is_what_is_declared(name, extras):
     """`make lock` updates the files."""
     project = read_project() if extras is not None else read_project("csrc")

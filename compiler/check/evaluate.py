@@ -47,7 +47,8 @@ Progress = Callable[[str, int, int], None]  # phase, steps done, total steps
 class Score:
     """A metric. Without a reference, `transformers` and `difference` are None.
 
-    `difference` is llmc's minus transformers': relative for perplexity, in points for ROUGE.
+    `difference` is llmc's minus transformers': relative for perplexity, in points for ROUGE,
+    absolute for Spearman correlations.
     """
 
     name: str
@@ -71,7 +72,7 @@ class EvalReport:
     """The result of an evaluation.
 
     Attributes:
-        count: number of scored tokens, or of articles.
+        count: number of scored tokens, of articles, or of pairs.
         summaries: the summaries of articles.
         verdict: None if every difference is within tolerance.
         kept: number of tokens with the reference's top-1 prediction, and number compared.
@@ -89,14 +90,14 @@ class EvalReport:
     kept: tuple[int, int] | None = None
 
 
-def _quiet(phase: str, done: int, total: int) -> None:
+def quiet(phase: str, done: int, total: int) -> None:
     pass
 
 
 def perplexity(case_dir: str | Path, *, data: str | Path | None = None,
                hf_dir: str | Path | None = None, tolerance: float | None = None,
                max_length: int | None = None, stride: int | None = None,
-               device: Sequence[int] | None = None, progress: Progress = _quiet) -> EvalReport:
+               device: Sequence[int] | None = None, progress: Progress = quiet) -> EvalReport:
     """Compute the perplexity of a text: exp of the mean negative log-likelihood of its tokens.
 
     The text is scored in windows of `max_length` tokens, at intervals of `stride` tokens. A window
@@ -124,7 +125,7 @@ def perplexity(case_dir: str | Path, *, data: str | Path | None = None,
     progress("load llmc", 0, 1)
     with LLM(case_dir, device=device, max_batch_size=1) as llm:
         dims = llm.manifest.dims
-        allowed = _tolerance(tolerance, hf_dir, _perplexity_tolerance(llm.manifest))
+        allowed = reference_tolerance(tolerance, hf_dir, _perplexity_tolerance(llm.manifest))
         if max_length is None:
             max_length = min(_MAX_LENGTH, dims.max_seq_len)
         if not 2 <= max_length <= dims.max_seq_len:
@@ -155,7 +156,7 @@ def perplexity(case_dir: str | Path, *, data: str | Path | None = None,
     score = Score("perplexity", ours, theirs, None if theirs is None else ours / theirs - 1)
     return EvalReport("perplexity", str(case_dir), str(data or ARTICLES), _text(hf_dir), allowed,
                       sum(end - first for _, first, end in windows), (score,), (),
-                      _verdict([score], allowed), kept)
+                      verdict([score], allowed), kept)
 
 
 def _perplexity_tolerance(manifest: Manifest) -> float:
@@ -167,7 +168,7 @@ def _perplexity_tolerance(manifest: Manifest) -> float:
 def summarize(case_dir: str | Path, *, data: str | Path | None = None,
               hf_dir: str | Path | None = None, tolerance: float | None = None,
               max_tokens: int | None = None, device: Sequence[int] | None = None,
-              progress: Progress = _quiet) -> EvalReport:
+              progress: Progress = quiet) -> EvalReport:
     """Compute ROUGE-1, -2, -L and -Lsum of greedy summaries.
 
     Scores are mean F1 of stemmed words, from 0 to 100. A model with a chat template is prompted for
@@ -201,7 +202,7 @@ def summarize(case_dir: str | Path, *, data: str | Path | None = None,
     progress("load llmc", 0, 1)
     with LLM(case_dir, device=device) as llm:
         manifest, tokenizer = llm.manifest, _tokenizer(llm)
-        allowed = _tolerance(tolerance, hf_dir, ROUGE_TOLERANCES[manifest.dtype])
+        allowed = reference_tolerance(tolerance, hf_dir, ROUGE_TOLERANCES[manifest.dtype])
         prompts = [_summary_prompt(llm, article) for article, _ in articles]
         longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
         if len(prompts[longest]) + max_tokens > manifest.dims.max_seq_len:
@@ -234,7 +235,7 @@ def summarize(case_dir: str | Path, *, data: str | Path | None = None,
     summaries = tuple(Summary(*articles[i], ours[i].strip(), other and other.strip())
                       for i, other in enumerate(others))
     return EvalReport("summarize", str(case_dir), str(data or ARTICLES), _text(hf_dir), allowed,
-                      len(articles), scores, summaries, _verdict(scores, allowed))
+                      len(articles), scores, summaries, verdict(scores, allowed))
 
 
 def read_articles(path: str | Path) -> list[tuple[str, str]]:
@@ -291,7 +292,8 @@ def _tokenizer(llm: LLM) -> Tokenizer:
     return llm.tokenizer
 
 
-def _tolerance(given: float | None, hf_dir: str | Path | None, default: float) -> float | None:
+def reference_tolerance(given: float | None, hf_dir: str | Path | None, default: float) -> \
+        float | None:
     """Return the tolerance; None without a reference."""
     if given is not None and (hf_dir is None or not given >= 0):
         raise LlmcError(f"tolerance {given} is negative; give 0 or more" if hf_dir else
@@ -305,7 +307,7 @@ def _text(path: str | Path | None) -> str | None:
     return None if path is None else str(path)
 
 
-def _verdict(scores: Sequence[Score], tolerance: float | None) -> str | None:
+def verdict(scores: Sequence[Score], tolerance: float | None) -> str | None:
     """Describe a score that is over tolerance or not finite; None if all are good."""
     for score in scores:
         if not np.isfinite(score.llmc):
@@ -407,7 +409,7 @@ def print_report(report: EvalReport) -> None:
             row += [f"{score.transformers:.4f}", f"{score.difference:+.2e}"]
         table.add_row(*row)
     console.print(table)
-    unit = "tokens" if report.task == "perplexity" else "articles"
+    unit = {"perplexity": "tokens", "summarize": "articles", "similarity": "pairs"}[report.task]
     console.print(f"{report.count} {unit} of {Path(report.data).name}")
     if report.kept is not None:
         console.print(f"{report.kept[0]} of the first {report.kept[1]} tokens have transformers' "

@@ -248,7 +248,7 @@ def run_chips(manifest: Manifest, case_dir: Path, ids: Sequence[int],
         if chip.lora:
             state["lora_ids"] = state["lora_logits_ids"] = step.lora_ids
         for name, (dtype, shape) in chip.lora_inputs.items():  # no adapter's rows
-            state[name] = np.zeros((0, *map(int, shape[1:])), dtype)
+            state[name] = np.zeros([dim if isinstance(dim, int) else 0 for dim in shape], dtype)
         states.append(state)
     kept: list[Values] = [{} for _ in states]
     for steps in zip(*(chip.steps for chip in manifest.chips), strict=True):

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.artifacts.manifest import HIDDEN, DraftChain, DraftKind
+from llmc.artifacts.manifest import HIDDEN, DraftKind
 from llmc.compiler.frontend.raw import RawDraft, RawModel
 from llmc.compiler.graph.names import HIDDEN_STATE
 from llmc.compiler.graph.recurrence import CONVOLUTION, RECURRENCE
@@ -22,10 +22,6 @@ from llmc.targets import TARGETS, TargetSpec
 _SEPARATE: tuple[DraftKind, ...] = ("eagle3", "dflash", "assistant", "model")  # each in a directory
 FORMS = f"mtp, {':DIR, '.join(_SEPARATE[:-1])}:DIR or {_SEPARATE[-1]}:DIR"
 PREFIX = "draft."  # of names of weights that only the draft model has
-_CHAINS: dict[DraftKind, DraftChain] = {"assistant": "position", "dflash": "block"}
-_PASSES: dict[DraftChain, str] = {
-    "tokens": "a pass for each draft", "layers": "a pass of each layer for a draft",
-    "position": "passes on the model's KV caches", "block": "a pass for all drafts"}
 
 
 @dataclass(frozen=True)
@@ -39,11 +35,6 @@ class DraftSource:
 
     kind: DraftKind
     directory: Path = Path()
-
-    @property
-    def chain(self) -> DraftChain:
-        """Chain of the draft model's passes; that of several MTP layers is known later."""
-        return _CHAINS.get(self.kind, "tokens")
 
     @staticmethod
     def of(text: str) -> DraftSource:
@@ -61,23 +52,13 @@ class DraftSource:
         raise LlmcError(f"draft is {shown(text)}, expected {FORMS}")
 
 
-def refuse_chain(kind: str, chain: DraftChain, target: TargetSpec) -> str | None:
-    """Why a target cannot run a draft model; None if it can.
-
-    Args:
-        kind: of the draft model, as in `--draft`.
-        chain: of its passes.
-        target: of the compilation.
-    """
-    if not target.drafts:
-        names = " and ".join(name for name, spec in TARGETS.items() if spec.drafts)
-        return (f"draft is given for target '{target.name}', but draft models run on targets "
-                f"{names}; compile for one of them, or leave it out")
-    if chain in target.draft_chains:
+def refuse_target(target: TargetSpec) -> str | None:
+    """Why a target cannot run a draft model; None if it can."""
+    if target.drafts:
         return None
-    what = f"several layers of {kind}" if chain == "layers" else kind
-    return (f"draft models of kind {kind} ({_PASSES[chain]}) are unsupported by target "
-            f"'{target.name}'; compile with --target cpu, or give another kind than {what}")
+    names = " and ".join(name for name, spec in TARGETS.items() if spec.drafts)
+    return (f"draft is given for target '{target.name}', but draft models run on targets {names}; "
+            f"compile for one of them, or leave it out")
 
 
 def attach_draft(raw: RawModel, source: DraftSource, load: Callable[[Path], RawModel], *,

@@ -90,6 +90,7 @@ def export_mtp(config: Any, checkpoint: Checkpoint, origin: str, graph: gs.Graph
     except (ValueError, AttributeError, TypeError, StopIteration) as error:
         raise LlmcError(f"transformers cannot build the MTP layers of '{origin}' "
                         f"({reason_of(error)}); leave out --draft mtp") from error
+    main.tie_weights()  # init_empty_weights has untied them
     layers.config._attn_implementation = ATTENTION
     use_experts(layers)
     known = Checkpoint(layers, own, layers.get_weight_conversions(main))

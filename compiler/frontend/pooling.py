@@ -146,8 +146,10 @@ def read_plan(directory: Path, config: Mapping[str, Any], task: str, pooling: st
         return _plan_scores(modules, config)
     if task in _ARCHITECTURES.values():
         if task != own:
+            logits = ", or one with the module LogitScore if it compares logits of tokens " \
+                     "(Qwen3-Reranker)" if architecture.endswith("ForCausalLM") else ""
             raise LlmcError(f"task is '{task}', but '{directory}' is '{architecture}', which has "
-                            f"no head for it; give a checkpoint of a …{_named(task)} model")
+                            f"no head for it; give a checkpoint of a …{_named(task)} model{logits}")
         if pooling:
             raise LlmcError(f"pooling '{pooling}' is given, but '{architecture}' pools by itself; "
                             f"leave it out")

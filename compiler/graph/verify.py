@@ -97,4 +97,4 @@ def _fits(declared: Sequence[int | str | None], shape: Shape) -> bool:
 
 def _is_unknown(dim: int | str | None) -> bool:
     return not isinstance(dim, int) and dim not in _DIMENSIONS \
-        and not str(dim).startswith("lora_rows_")
+        and not str(dim).startswith(("lora_rows_", "max_lora"))

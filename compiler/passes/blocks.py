@@ -5,7 +5,8 @@ Given:   CausalAttention(qkv, key_cache, value_cache, …), caches [batch, num_k
 Result:  CausalAttention(qkv, key_cache, value_cache, …, block_table), caches [num_blocks,
          num_kv_heads, block_size, head_dim], block_table an input [batch, max_blocks]
 
-         Likewise LatentAttention and its latent_cache.
+         Likewise LatentAttention and its latent_cache, and CachedAttention of a draft model, which
+         reads caches of its model.
 
 Given:   CausalConv1d(hidden, weight, state, …), state [batch, …]
 Result:  CausalConv1d(hidden, weight, state, …, state_slots), state [num_states, …], state_slots an
@@ -25,6 +26,7 @@ from llmc.compiler.graph.rewrite import (
     caches,
     op_of,
     operands,
+    reads,
     replace,
     state_of,
 )
@@ -36,7 +38,7 @@ def blocks(graph: gs.Graph, settings: Settings, report: Report) -> None:
     attention = [node for node in graph.nodes
                  if (op := op_of(node)) is not None and "block_table" in op.input_names]
     for node in attention:
-        for cache in (cache for pair in caches(node) for cache in pair):
+        for cache in (*(cache for pair in caches(node) for cache in pair), *reads(graph, node)):
             cache.shape = ("num_blocks", cache.shape[1], "block_size", cache.shape[3])
             report.count("caches")
     _add_input(graph, attention, gs.Variable("block_table", np.int32, ("batch", "max_blocks")))
@@ -54,7 +56,8 @@ def _add_input(graph: gs.Graph, nodes: list[gs.Node], given: gs.Variable) -> Non
     if not nodes:
         return
     kept = {id(tensor) for node in graph.nodes
-            for pair in (*caches(node), *filter(None, [state_of(node)])) for tensor in pair}
+            for pair in (*caches(node), *filter(None, [state_of(node)]), reads(graph, node))
+            for tensor in pair}
     graph.inputs.insert(next(i for i, own in enumerate(graph.inputs) if id(own) in kept), given)
     for node in nodes:
         op = op_of(node)

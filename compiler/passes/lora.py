@@ -3,6 +3,11 @@
 Given:   GemmBiasAct(x, W, bias)
 Result:  GemmBiasAct(x, W, bias, lora_a, lora_b, lora_owner, lora_ids), all four graph inputs
 
+Or for a target whose kernels take adapters in slots (see llmc.plugins.lora):
+
+Result:  GemmBiasAct(x, W, bias, lora_ids, lora_down, lora_up, lora_ranks, lora_part), the last one
+         a constant
+
 Only with `--enable_lora`; otherwise the graph stays as it is. The pass runs after partition, when a
 weight has its final rows and columns, and before quantization, which changes its values. A layer
 whose weight is computed from the checkpoint's, not made of its rows and columns, takes no adapters.
@@ -11,11 +16,12 @@ whose weight is computed from the checkpoint's, not made of its rows and columns
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.artifacts.manifest import LayerRows, LoraLayer
+from llmc.artifacts.manifest import DTypeName, LayerRows, LoraLayer
 from llmc.compiler.graph.origin import Origin
 from llmc.compiler.graph.rewrite import (
     NoMatch,
@@ -28,7 +34,9 @@ from llmc.compiler.graph.rewrite import (
     values_of,
 )
 from llmc.compiler.graph.weights import Weight
+from llmc.compiler.passes.norm_gemm import NORMED
 from llmc.errors import LlmcError
+from llmc.plugins.lora import NORM_INPUTS
 
 _WEIGHT = ".weight"
 
@@ -40,11 +48,19 @@ class LoraInput(gs.Variable):
         layer: name of the layer.
         group: number of its group; see `LoraLayer`.
         origin: of its weight.
+        parts: int32 [out], the index of each output's module among those of the layer.
     """
 
-    def __init__(self, layer: str, group: int, origin: Origin) -> None:
-        super().__init__(f"{layer}.lora_a", np.float32, (_rows(group), len(origin.column)))
-        self.layer, self.group, self.origin = layer, group, origin
+    def __init__(self, layer: str, group: int, origin: Origin, *, slots: bool) -> None:
+        modules = list(dict.fromkeys(source for source in origin.source.tolist() if source >= 0))
+        self.parts = np.array([modules.index(source) if source >= 0 else 0
+                               for source in origin.source.tolist()], np.int32)
+        width = len(origin.column)
+        shape: tuple[int | str, ...] = _rows(group), width
+        if slots:
+            shape = max(len(modules), 1), "max_loras", "max_lora_rank", width
+        super().__init__(f"{layer}.{'lora_down' if slots else 'lora_a'}", np.float32, shape)
+        self.layer, self.group, self.origin, self.slots = layer, group, origin, slots
 
 
 def lora(graphs: Sequence[gs.Graph], settings: Settings, report: Report) -> None:
@@ -56,7 +72,8 @@ def lora(graphs: Sequence[gs.Graph], settings: Settings, report: Report) -> None
     if not settings.options.enable_lora:
         return
     graph, groups = graphs[0], dict[tuple[str, ...], int]()
-    known: dict[str, tuple[LoraInput, gs.Variable]] = {}
+    slots = settings.target.adapters == "slots"
+    known: dict[str, dict[str, gs.Tensor]] = {}
     for node in graph.nodes:
         op = op_of(node)
         if op is None or "lora_a" not in op.input_names:
@@ -65,27 +82,45 @@ def lora(graphs: Sequence[gs.Graph], settings: Settings, report: Report) -> None
         weight = given["weight"]
         origin = values_of(weight).origin
         if origin is None or not all(name.endswith(_WEIGHT) for name in origin.names):
+            node.inputs = arranged(op, {name: tensor for name, tensor in given.items()
+                                        if name not in NORM_INPUTS})
             report.refuse(node, NoMatch("its weight is not rows and columns of linear layers, so "
                                         "it takes no adapters", weight))
             continue
-        layer = weight.name.removesuffix(_WEIGHT)
+        layer = weight.name.removesuffix(NORMED).removesuffix(_WEIGHT)
         if layer not in known:
             kinds = tuple(name.removesuffix(_WEIGHT).rpartition(".")[2] for name in origin.names)
-            left = LoraInput(layer, groups.setdefault(kinds, len(groups)), origin)
-            known[layer] = left, gs.Variable(f"{layer}.lora_b", np.float32,
-                                             (left.shape[0], len(origin.row)))
-            graph.inputs.extend(known[layer])
-        left, right = known[layer]
+            first = LoraInput(layer, groups.setdefault(kinds, len(groups)), origin, slots=slots)
+            known[layer] = _in_slots(first) if slots else _in_rows(graph, first)
+            graph.inputs.extend(tensor for tensor in known[layer].values()
+                                if isinstance(tensor, gs.Variable)
+                                and all(tensor is not given for given in graph.inputs))
         rows = given["x"].shape[0]
         node.inputs = arranged(op, {
-            **given, "lora_a": left, "lora_b": right,
-            "lora_owner": graph_input(graph, f"lora_owner_{left.group}", (left.shape[0],)),
-            "lora_ids": graph_input(graph, "lora_logits_ids" if rows == "num_logits"
-                                    else "lora_ids", (rows,))})
+            **given, **known[layer], "lora_ids": graph_input(
+                graph, "lora_logits_ids" if rows == "num_logits" else "lora_ids", (rows,))})
         report.count("layers")
     if not known:
         raise LlmcError(f"enable_lora is given, but no linear layer of '{settings.model}' can take "
                         f"adapters; leave it out, or merge one with --adapter")
+
+
+def _in_rows(graph: gs.Graph, left: LoraInput) -> dict[str, gs.Tensor]:
+    """The inputs of a layer whose adapters are concatenated rows."""
+    rows = _rows(left.group)
+    return {"lora_a": left, "lora_b": gs.Variable(f"{left.layer}.lora_b", np.float32,
+                                                  (rows, len(left.origin.row))),
+            "lora_owner": graph_input(graph, f"lora_owner_{left.group}", (rows,))}
+
+
+def _in_slots(down: LoraInput) -> dict[str, gs.Tensor]:
+    """The inputs of a layer whose adapters are in slots."""
+    up = gs.Variable(f"{down.layer}.lora_up", np.float32,
+                     ("max_loras", len(down.origin.row), "max_lora_rank"))
+    ranks = gs.Variable(f"{down.layer}.lora_ranks", np.int32, ("max_loras",))
+    part = {"lora_part": gs.Constant(f"{down.layer}.lora_part", Weight.of(down.parts))} \
+        if down.shape[0] > 1 else {}
+    return {"lora_down": down, "lora_up": up, "lora_ranks": ranks, **part}
 
 
 def describe_lora(graph: gs.Graph) -> tuple[LoraLayer, ...]:
@@ -95,7 +130,8 @@ def describe_lora(graph: gs.Graph) -> tuple[LoraLayer, ...]:
         rows=_runs(tensor.origin.row, [
             "" if source < 0 else tensor.origin.names[source].removesuffix(_WEIGHT)
             for source in tensor.origin.source.tolist()]),
-        columns=_runs(tensor.origin.column, [""] * len(tensor.origin.column)))
+        columns=_runs(tensor.origin.column, [""] * len(tensor.origin.column)),
+        dtype=cast(DTypeName, np.dtype(tensor.dtype).name) if tensor.slots else None)
         for tensor in graph.inputs if isinstance(tensor, LoraInput))
 
 

@@ -6,6 +6,11 @@ Result:  NormGemm(x, w · g, b, row sums of w · g), with the norm's bias in b
 If w is quantized, the gain cannot be folded into it. Kernels that read whole rows of x apply it:
 
 Result:  NormGemm(x, w, b, norm_weight=g, norm_bias)
+
+Adapters multiply an x that has the gain and the norm's bias. With `enable_lora`, the op of a folded
+w keeps them:
+
+Result:  NormGemm(x, w · g, b, row sums of w · g, lora_gain=g, lora_shift)
 """
 
 from __future__ import annotations
@@ -107,4 +112,9 @@ def _folded(norm: Mapping[str, gs.Tensor], gemm: gs.Node, role: Norm, settings: 
             (matrix.dot(shift) + known).astype(np.float32), f"{weight.name}.bias"))
     sums = gs.Constant(f"{weight.name}.row_sums", Weight.of(scaled.cast(numpy_dtype(
         settings.options.dtype)).dot(np.ones(len(gain), np.float32)))) if role.centred else None
-    return {"weight": gs.Constant(f"{weight.name}{NORMED}", scaled), "bias": bias, "row_sums": sums}
+    own = {}
+    if settings.options.enable_lora and matrix.origin is not None:
+        scaled.origin = matrix.origin
+        own = {"lora_gain": norm[role.gain], "lora_shift": norm.get(role.bias)}
+    return {"weight": gs.Constant(f"{weight.name}{NORMED}", scaled), "bias": bias, "row_sums": sums,
+            **own}

@@ -18,6 +18,7 @@ from llmc.compiler.graph.rewrite import (
     fields_of,
     op_of,
     producer,
+    reads,
     scalar,
     state_of,
     tidy,
@@ -60,7 +61,8 @@ def _cast_weights(graph: gs.Graph, dtype: np.dtype,
             exact = op is None or op.input_names[index] in op.float32_inputs
             if op is not None and op.input_names[index] in op.packed(fields_of(node)):
                 continue
-            if op is None and np.issubdtype(tensor.dtype, np.integer):
+            if np.issubdtype(tensor.dtype, np.integer) and (
+                    op is None or op.input_names[index] in op.integer_inputs):
                 continue  # bounds and indices
             target = np.dtype(np.float32) if exact else dtype
             key = (id(tensor), target.name)
@@ -92,7 +94,7 @@ def cache_dtype(graph: gs.Graph, settings: Settings, report: Report) -> None:
                                 f"llmc::{op.name}; leave out --kv_dtype")
             node.attrs["kv_dtype"] = kv_dtype
             report.count("caches", len(pairs))
-        for tensor in (tensor for pair in pairs for tensor in pair):
+        for tensor in (*(tensor for pair in pairs for tensor in pair), *reads(graph, node)):
             tensor.dtype = numpy_dtype(kv_dtype)
 
 

@@ -198,7 +198,7 @@ def _store(owner: gs.Graph, node: gs.Node, known: Sequence[_QuantizedWeight], se
     for role, weight in zip(op.quantized, known, strict=True):
         if weight.stored.order is not None:
             given["x"] = _ordered(owner, node, given["x"], weight.stored.order)
-            left = given.get("lora_a")
+            left = given.get("lora_a", given.get("lora_down"))
             if isinstance(left, LoraInput) and weight.values.origin is not None:
                 left.origin = weight.values.origin.take_columns(weight.stored.order)
         if role.row_sums in given:

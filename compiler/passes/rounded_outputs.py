@@ -46,6 +46,8 @@ def _reader_scale(user: gs.Node | None, tensor: gs.Tensor) -> float:
     op = None if user is None else op_of(user)
     if user is None or op is None or "x_dtype" not in op.fields:
         return 0.0
+    if "lora_down" in operands(user):  # adapters multiply activations that are not quantized
+        return 0.0
     places = [name for name, given in operands(user).items() if given is tensor]
     scale: float = fields_of(user)["activation_scale"]
     return scale if places == ["x"] else 0.0

@@ -5,8 +5,8 @@ an arena: tensors with disjoint lifetimes share memory. Offsets are in bytes per
 per computed row of logits), so that one memory plan serves all limits of the engine. An encoder
 has a separate program, `encoder.json`. Its outputs are scattered, as soon as they are computed, to
 the encoder-output buffer (kind `memory`) that both programs name. A draft model has a separate
-program, too, `draft.json`, and a separate arena: it reads the features that the model leaves in its
-arena.
+program, too, `draft.json`, or one for each of its layers, `draft_1.json` and so on, and a separate
+arena: it reads the features that the model leaves in its arena.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from llmc.artifacts.manifest import (
     DRAFT_TOKEN_IDS,
     HIDDEN,
     HIDDEN_OUT,
+    POOLED,
     Chip,
     FileEntry,
     GraphStep,
@@ -34,6 +35,7 @@ from llmc.artifacts.program import (
     ProgramDType,
     ProgramNode,
     ProgramTensor,
+    draft_part,
 )
 from llmc.compiler.artifact import (
     WEIGHTS_NAME,
@@ -52,6 +54,7 @@ from llmc.compiler.graph.rewrite import (
     exact_outputs,
     fields_of,
     is_llmc,
+    reads,
     state_of,
     takes_columns,
     values_of,
@@ -67,6 +70,8 @@ from llmc.targets import CUDA
 _FILES = {"model": (CUDA.engine_file, "graph.onnx"), "encoder": (CUDA.encoder_file, "encoder.onnx"),
           "draft": (CUDA.draft_file, "draft.onnx")}
 _ALIGNMENT = 16
+_RESULTS = ("logits", POOLED)
+_FEW_ROWS = ("num_logits", "batch")  # rows of values in the arena of logits
 _MEMORY_ROWS = ProgramTensor(name="memory_rows", kind="input", dtype="int64",
                                shape=("num_tokens",))
 
@@ -87,15 +92,16 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
     name, dtype = f"chip{rank}", options.dtype
     directory = case_dir / name
     directory.mkdir()
+    drafts = [] if draft is None else [draft.graph, *draft.later]
     graphs = {"model": graph, **({"encoder": encoder} if encoder is not None else {}),
-              **({"draft": draft.graph} if draft is not None else {})}
+              **{draft_part(index): each for index, each in enumerate(drafts)}}
     table = {} if draft is None or draft.token_ids is None else \
         {DRAFT_TOKEN_IDS: Weight.of(draft.token_ids)}
     places, weights = write_weights([*graphs.values()], directory / WEIGHTS_NAME, table)
     files = [weights]
     steps: dict[str, tuple[GraphStep, ...]] = {}
     for part, own in graphs.items():
-        path, onnx_path = _FILES[part]
+        path, onnx_path = _FILES.get(part, (f"{part}.json", f"{part}.onnx"))
         text = program_of(own, dtype).model_dump_json(indent=1, exclude_defaults=True) + "\n"
         (directory / path).write_text(text, encoding="utf-8")
         files.append(file_entry(directory / path))
@@ -106,7 +112,7 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
     chip = describe_chip(
         graph, rank, steps["model"], weight_bytes,
         None if encoder is None else describe_encoder(encoder, steps["encoder"]),
-        None if draft is None else describe_draft(draft.graph, steps["draft"]))
+        *(describe_draft(each, steps[draft_part(index)]) for index, each in enumerate(drafts)))
     return chip, files
 
 
@@ -120,10 +126,11 @@ def program_of(graph: gs.Graph, dtype: str) -> Program:
     kept: dict[int, Literal["cache", "state"]] = {
         id(tensor): "cache" for node in graph.nodes for pair in caches(node) for tensor in pair}
     kept |= {id(tensor): "state" for node in graph.nodes for tensor in state_of(node) or ()}
+    kept |= {id(tensor): "cache" for node in graph.nodes for tensor in reads(graph, node)}
     # Caches are updated in place: a layer's present cache is the past cache.
     in_place = {id(present): past for node in graph.nodes for past, present in caches(node)}
     outputs = [tensor for tensor in graph.outputs if id(tensor) not in kept]
-    memory = outputs if all(t.name != "logits" for t in outputs) else []  # encoder outputs
+    memory = outputs if all(t.name not in _RESULTS for t in outputs) else []  # encoder outputs
     given = [tensor for tensor in graph.inputs if tensor.name == HIDDEN]  # by the engine, a value
     numbers: dict[int, int] = {}
     tensors: list[ProgramTensor] = []
@@ -166,11 +173,12 @@ def program_of(graph: gs.Graph, dtype: str) -> Program:
             nodes.append(ProgramNode(op="Scatter", fields={},
                                        inputs=(number(output), rows, target), outputs=()))
     named = {tensor.name: number(tensor) for tensor in (*outputs, *given)}
-    reads = HIDDEN_OUT in named  # a draft model
+    of_draft = bool(given)  # reads features
     return Program(tensors=tuple(tensors), nodes=tuple(nodes), token_bytes=sizes[False],
-                    logit_bytes=sizes[True], logits=named.get("logits", -1),
-                    features=-1 if reads else named.get(HIDDEN, -1),
-                    hidden=named.get(HIDDEN, -1) if reads else -1,
+                    logit_bytes=sizes[True],
+                    logits=next((named[name] for name in _RESULTS if name in named), -1),
+                    features=-1 if of_draft else named.get(HIDDEN, -1),
+                    hidden=named.get(HIDDEN, -1) if of_draft else -1,
                     hidden_out=named.get(HIDDEN_OUT, -1))
 
 
@@ -232,7 +240,11 @@ def _describe(tensor: gs.Tensor, kept: Literal["cache", "state"] | None, offsets
                                shape=values.shape)
     shape = tuple(dim if isinstance(dim, str) else int(dim) for dim in tensor.shape)
     if kept is not None:
-        return ProgramTensor(name=tensor.name, kind=kept, dtype=_name(tensor.dtype), shape=shape)
+        return ProgramTensor(name=tensor.name.removesuffix("_out"), kind=kept,
+                             dtype=_name(tensor.dtype), shape=shape)
+    if is_input and "max_loras" in shape:
+        return ProgramTensor(name=tensor.name, kind="adapters", dtype=_name(tensor.dtype),
+                               shape=shape)
     if is_input and shape[0] == "num_memory_tokens":
         return _describe_memory(tensor, dtype)
     if is_input:
@@ -240,7 +252,7 @@ def _describe(tensor: gs.Tensor, kept: Literal["cache", "state"] | None, offsets
                                shape=shape)
     return ProgramTensor(name=tensor.name, kind="value", dtype=_name(numpy_dtype(dtype)),
                            shape=shape, offset=offsets[id(tensor)],
-                           per_logit=shape[0] == "num_logits")
+                           per_logit=shape[0] in _FEW_ROWS)
 
 
 def _name(dtype: np.dtype | type | str) -> ProgramDType:
@@ -256,7 +268,8 @@ def _plan(graph: gs.Graph, kept: Collection[int], memory: Sequence[gs.Tensor], d
     Tensors have `dtype` except those in `dtypes`. Those in `given` live from the start to the end.
 
     Returns:
-        Offsets by tensor, and the arena's size for per-token (False) and per-logit (True) tensors.
+        Offsets by tensor, and the arena's size for per-token (False) and per-logit (True) tensors;
+        pooled rows are among the latter.
     """
     last_use: dict[int, int] = {}
     for step, node in enumerate(graph.nodes):
@@ -282,7 +295,7 @@ def _plan(graph: gs.Graph, kept: Collection[int], memory: Sequence[gs.Tensor], d
     totals = {False: 0, True: 0}
     placed: list[tuple[bool, int, int, int, int]] = []  # logits?, first step, last step, start, end
     for step, tensor in sorted(values, key=lambda value: -size(value[1])):
-        is_logit = tensor.shape[0] == "num_logits"
+        is_logit = tensor.shape[0] in _FEW_ROWS
         end_step = last_use[id(tensor)]
         busy = sorted((start, end) for kind, first, last, start, end in placed
                       if kind == is_logit and first <= end_step and last >= step)

@@ -213,7 +213,7 @@ def load_data():
     tokens = 4
     values = {{"input_ids": np.arange(1, tokens + 1), "position_ids": np.arange(tokens),
               "cu_seqlens": [0, tokens], "past_lens": [0], "logits_indices": [tokens - 1],
-              "encoder_sequence_length": [1]}}
+              "encoder_sequence_length": [1], "token_type_ids": np.zeros(tokens)}}
     yield {{name: np.asarray(values[name], dtype) if name in values
            else np.zeros(PROFILES[0][name][0], dtype) for name, dtype in DTYPES.items()}}
 

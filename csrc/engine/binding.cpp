@@ -39,24 +39,25 @@ HostArray<T> records(const Array<uint8_t>& bytes) {
 }
 
 // Parameters of `Engine.submit` and `Program.check_step`, in order.
-#define LLMC_STEP                                                                                  \
-  Array<int64_t> token_ids, Array<int32_t> cu_seqlens, Array<int32_t> past_lens,                   \
-      Array<int32_t> block_tables, Array<int32_t> slots, int num_decode, bool verifies,            \
-      Array<int32_t> sample, Array<int32_t> num_drafts, Array<int32_t> copies, int candidates,     \
-      int logits, Array<int32_t> memory_starts, Array<int32_t> memory_lens,                        \
-      Array<int32_t> mask_rows, Array<uint32_t> masks, Array<int32_t> state_slots,                 \
-      Array<int32_t> commit_lens, Array<int32_t> state_copies, Array<int32_t> scored_rows,         \
-      Array<int64_t> scored_targets, Array<int32_t> scored_counts, Array<int64_t> next_tokens,     \
-      int propose, Array<int32_t> unread, Array<int32_t> admit_slots, Array<uint8_t> admit_states, \
-      Array<int32_t> admit_prompts, Array<int32_t> admit_lengths, Array<int32_t> admit_tokens,     \
-      Array<int32_t> admit_lists
+#define LLMC_STEP                                                                                 \
+  Array<int64_t> token_ids, Array<int32_t> cu_seqlens, Array<int32_t> past_lens,                  \
+      Array<int32_t> block_tables, Array<int32_t> slots, int num_decode, bool verifies,           \
+      Array<int32_t> sample, Array<int32_t> num_drafts, Array<int32_t> copies, int candidates,    \
+      int logits, Array<int32_t> memory_starts, Array<int32_t> memory_lens,                       \
+      Array<int32_t> mask_rows, Array<uint32_t> masks, Array<int32_t> state_slots,                \
+      Array<int32_t> commit_lens, Array<int32_t> state_copies, Array<int32_t> scored_rows,        \
+      Array<int64_t> scored_targets, Array<int32_t> scored_counts, Array<int64_t> next_tokens,    \
+      int propose, Array<int32_t> unread, Array<int32_t> lora_ids, Array<int64_t> token_type_ids, \
+      Array<int32_t> admit_slots, Array<uint8_t> admit_states, Array<int32_t> admit_prompts,      \
+      Array<int32_t> admit_lengths, Array<int32_t> admit_tokens, Array<int32_t> admit_lists
 #define LLMC_STEP_INPUTS                                                                          \
   StepInputs {                                                                                    \
     host(token_ids), host(cu_seqlens), host(past_lens), host(block_tables), host(slots),          \
         num_decode, verifies, host(sample), host(num_drafts), host(copies), candidates,           \
         static_cast<Logits>(logits), host(memory_starts), host(memory_lens), host(mask_rows),     \
         host(masks), host(state_slots), host(commit_lens), host(state_copies), host(scored_rows), \
-        host(scored_targets), host(scored_counts), host(next_tokens), propose, host(unread), {    \
+        host(scored_targets), host(scored_counts), host(next_tokens), propose, host(unread),      \
+        host(lora_ids), host(token_type_ids), {                                                   \
       host(admit_slots), records<kernels::SlotState>(admit_states), host(admit_prompts),          \
           host(admit_lengths), host(admit_tokens), host(admit_lists)                              \
     }                                                                                             \
@@ -68,16 +69,21 @@ void bind_program(nb::module_& m) {
           "__init__",
           [](Program* self, const std::string& dtype, int max_batch, int max_tokens, int max_logits,
              int max_seq_len, int block_size, int mem_max_seq_len, int max_states,
-             int64_t token_bytes, int64_t logit_bytes) {
+             bool prompt_lookup, int max_loras, int max_lora_rank, int64_t token_bytes,
+             int64_t logit_bytes) {
             Limits limits{max_batch,   max_tokens, max_logits,
                           max_seq_len, block_size, mem_max_seq_len};
             limits.max_states = max_states;
+            limits.prompt_lookup = prompt_lookup;
+            limits.max_loras = max_loras;
+            limits.max_lora_rank = max_lora_rank;
             new (self) Program(dtype_of(dtype), limits, token_bytes, logit_bytes);
           },
           nb::kw_only(), nb::arg("dtype"), nb::arg("max_batch"), nb::arg("max_tokens"),
           nb::arg("max_logits"), nb::arg("max_seq_len"), nb::arg("block_size"),
-          nb::arg("mem_max_seq_len") = 0, nb::arg("max_states") = 0, nb::arg("token_bytes"),
-          nb::arg("logit_bytes"))
+          nb::arg("mem_max_seq_len") = 0, nb::arg("max_states") = 0,
+          nb::arg("prompt_lookup") = false, nb::arg("max_loras") = 0, nb::arg("max_lora_rank") = 0,
+          nb::arg("token_bytes"), nb::arg("logit_bytes"))
       .def("add_input",
            [](Program& self, const std::string& name, const std::string& dtype) {
              return self.add_input(name, dtype_of(dtype));
@@ -91,6 +97,10 @@ void bind_program(nb::module_& m) {
       .def("add_state", [](Program& self, const std::string& dtype,
                            const Shape& shape) { return self.add_state(dtype_of(dtype), shape); })
       .def("add_memory", &Program::add_memory)
+      .def("add_adapters",
+           [](Program& self, const std::string& dtype, const Shape& shape) {
+             return self.add_adapters(dtype_of(dtype), shape);
+           })
       .def(
           "add_value",
           [](Program& self, const std::string& dtype, const Shape& shape, int64_t offset,
@@ -112,12 +122,15 @@ void bind_program(nb::module_& m) {
       .def(
           "set_draft",
           [](Program& self, int logits, int vocab_size, int features, int hidden, int hidden_out,
-             int token_ids) {
-            self.set_draft({logits, vocab_size, features, hidden, hidden_out, token_ids});
+             int token_ids, bool at_one_position, int block, int64_t mask) {
+            self.set_draft({logits, vocab_size, features, hidden, hidden_out, token_ids,
+                            at_one_position, block, mask});
           },
           nb::kw_only(), nb::arg("logits"), nb::arg("vocab_size"), nb::arg("features"),
-          nb::arg("hidden"), nb::arg("hidden_out"), nb::arg("token_ids"))
+          nb::arg("hidden"), nb::arg("hidden_out"), nb::arg("token_ids"),
+          nb::arg("at_one_position") = false, nb::arg("block") = 0, nb::arg("mask") = 0)
       .def("set_logits", &Program::set_logits)
+      .def("set_pooled", &Program::set_pooled)
       .def_prop_ro("block_bytes", &Program::block_bytes)
       // Raises unless an engine with these limits, this number of blocks and empty slots accepts
       // the step, with the checks of `Engine.submit` and `encode`. Returns the length of the shared
@@ -147,9 +160,9 @@ void bind_program(nb::module_& m) {
 }
 
 // The results of a step, copied: tokens, log-probability records or None, candidates' tokens and
-// log-probabilities, logits as float32 [num_logits, vocab_size], records of scored rows or None,
-// with drafts the number of tokens of each sequence, else None, and the draft model's proposals,
-// else None.
+// log-probabilities, logits or pooled rows as float32 [num_logits, vocab_size], records of scored
+// rows or None, with drafts the number of tokens of each sequence, else None, the proposals of the
+// draft model or of prompt lookup, else None, and the tokens that match of the latter, else None.
 nb::tuple to_python(const Engine::Results& results, int vocab_size) {
   // Rows of the accepted tokens, in the order of sequences; all without drafts.
   std::vector<int32_t> kept, all_rows;
@@ -207,7 +220,7 @@ nb::tuple to_python(const Engine::Results& results, int vocab_size) {
     }
     logits = nb::cast(nb::ndarray<nb::numpy, float>(made, {all, vocab}, owner));
   }
-  nb::object drafts = nb::none();
+  nb::object drafts = nb::none(), matches = nb::none();
   if (results.drafts != nullptr) {
     std::vector<int64_t> proposed;
     for (int i = 0; i < results.num_drafting; ++i) {
@@ -217,9 +230,11 @@ nb::tuple to_python(const Engine::Results& results, int vocab_size) {
     drafts = nb::cast(copy(proposed.data(), {static_cast<size_t>(results.num_drafting),
                                              static_cast<size_t>(results.proposed)}));
   }
+  if (results.matches != nullptr)
+    matches = nb::cast(copy(results.matches, {static_cast<size_t>(results.num_drafting)}));
   const auto sampled = pick(results.tokens);
   return nb::make_tuple(copy(sampled.data(), {sampled.size()}), reported, tokens, log_probs, logits,
-                        scored, counts, drafts);
+                        scored, counts, drafts, matches);
 }
 
 void bind_engine(nb::module_& m) {
@@ -241,6 +256,11 @@ void bind_engine(nb::module_& m) {
            [](Engine& self, int tensor, Array<uint8_t> data) {
              nb::gil_scoped_release release;
              self.load_weight(tensor, data.data(), static_cast<int64_t>(data.nbytes()));
+           })
+      .def("load_adapter",
+           [](Engine& self, int slot, Array<int32_t> ranks, Array<uint8_t> data) {
+             nb::gil_scoped_release release;
+             self.load_adapter(slot, host(ranks), host(data));
            })
       .def("bytes_of", &Engine::bytes_of)
       .def_prop_ro("block_bytes", [](const Engine& self) { return self.program().block_bytes(); })

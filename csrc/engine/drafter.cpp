@@ -32,6 +32,57 @@ Drafter::Drafter(const Program& program, const void* token_ids, DeviceMemory& me
   next_.slots = memory.allocate<int32_t>(rows, kWhat);
   next_.max_blocks = limits.max_blocks();
   next_.max_seq_len = limits.max_seq_len;
+  if (block() == 0) return;
+  const int64_t tokens = int64_t{max_blocks()} * block();
+  block_ids_ = memory.allocate<int64_t>(tokens, kWhat);
+  block_positions_ = memory.allocate<int64_t>(tokens, kWhat);
+  mask_rows_ = memory.allocate<int64_t>(tokens, kWhat);
+  block_seqlens_ = memory.allocate<int32_t>(max_blocks() + 1, kWhat);
+  const Declared& hidden = program.tensor(program.draft().hidden);
+  no_features_ = memory.allocate<char>(tokens * hidden.shape[1] * width(hidden.dtype), kWhat);
+}
+
+int Drafter::max_blocks() const {
+  const Limits& limits = program_.limits();
+  if (block() > limits.max_seq_len) return 0;  // also of padding, at position 0
+  return std::min(
+      {limits.max_batch, limits.max_tokens / block(), limits.max_logits / (block() - 1)});
+}
+
+void Drafter::take_none(int count) {
+  check(cudaMemsetAsync(drafts_, 0xff, 8ll * kernels::kMaxProposals * count, stream_),
+        "taking drafts");
+}
+
+std::map<int, void*> Drafter::block_inputs() const {
+  std::map<int, void*> inputs = next_inputs();
+  inputs[program_.input("input_ids")] = block_ids_;
+  inputs[program_.input("position_ids")] = block_positions_;
+  inputs[program_.input("cu_seqlens")] = block_seqlens_;
+  inputs[program_.input("logits_indices")] = mask_rows_;
+  inputs[program_.draft().hidden] = no_features_;
+  return inputs;
+}
+
+void Drafter::fill(int rows) {
+  const kernels::FillBlocksParams p{next_, block_ids_, block_positions_, program_.draft().mask,
+                                    rows,  block()};
+  check(kernels::fill_blocks(p, stream_), "preparing a draft model");
+}
+
+void Drafter::take_blocks(const Tensor& logits, int count, int drafts) {
+  kernels::TakeBlocksParams p{};
+  p.next = next_;
+  p.drafts = drafts_;
+  p.slot_drafts = slot_drafts_;
+  p.logits = logits.data;
+  p.token_ids = token_ids_;
+  p.rows = count;
+  p.masks = block() - 1;
+  p.count = drafts;
+  p.vocab = program_.draft().vocab_size;
+  p.stride = static_cast<int>(logits.shape[1]);
+  check(kernels::take_blocks(logits.dtype, p, stream_), "taking drafts");
 }
 
 std::map<int, void*> Drafter::first_inputs() const {
@@ -53,7 +104,15 @@ void Drafter::allocate(const std::vector<int32_t>& table) {
   std::vector<int32_t> starts(program_.limits().max_batch + 1);
   std::iota(starts.begin(), starts.end(), 0);
   upload(cu_seqlens_, starts.data(), 4 * static_cast<int64_t>(starts.size()), stream_);
-  check(cudaStreamSynchronize(stream_), "the engine");  // `starts` is read
+  std::vector<int32_t> seqlens;
+  std::vector<int64_t> masks;
+  for (int row = 0; block() > 0 && row <= max_blocks(); ++row) {
+    seqlens.push_back(row * block());
+    for (int i = 1; i < block() && row < max_blocks(); ++i) masks.push_back(row * block() + i);
+  }
+  upload(block_seqlens_, seqlens.data(), 4 * static_cast<int64_t>(seqlens.size()), stream_);
+  upload(mask_rows_, masks.data(), 8 * static_cast<int64_t>(masks.size()), stream_);
+  check(cudaStreamSynchronize(stream_), "the engine");  // the host's arrays are read
 }
 
 void Drafter::refer(kernels::PrepareInputsParams& p) const {
@@ -65,7 +124,9 @@ void Drafter::refer(kernels::PrepareInputsParams& p) const {
 void Drafter::begin(kernels::BeginDraftsParams p, const SentDrafts& sent, const char* received) {
   auto at = [&](int64_t offset) { return reinterpret_cast<const int32_t*>(received + offset); };
   p.next = next_;
-  p.ids = reads_features() ? ids_ : nullptr;
+  p.ids = drafts_on_steps() ? ids_ : nullptr;
+  p.back = !runs_on_steps();
+  p.span = std::max(block(), 1);
   p.last_rows = last_rows_;
   p.lengths = lengths_;
   p.host_ids = at(sent.ids);
@@ -76,6 +137,23 @@ void Drafter::begin(kernels::BeginDraftsParams p, const SentDrafts& sent, const 
   p.num_tokens = sent.num_tokens;
   p.padding_block = program_.limits().num_blocks;
   check(kernels::begin_drafts(p, stream_), "preparing a draft model");
+}
+
+void Drafter::take_rows(const DraftOutputs& outputs, int count, const int64_t* rows) {
+  kernels::TakeDraftsParams p{};
+  p.next = next_;
+  p.drafts = drafts_;
+  p.slot_drafts = slot_drafts_;
+  p.logits = outputs.logits.data;
+  p.logit_rows = p.hidden_rows = rows;
+  p.token_ids = token_ids_;
+  p.rows = count;
+  p.vocab = program_.draft().vocab_size;
+  p.stride = static_cast<int>(outputs.logits.shape[1]);
+  p.hidden = outputs.hidden.data;
+  p.hidden_out = outputs.hidden_out.data;
+  p.width = static_cast<int>(outputs.hidden_out.shape[1]);
+  check(kernels::take_drafts(outputs.logits.dtype, p, stream_), "taking drafts");
 }
 
 void Drafter::take(const DraftOutputs& outputs, int count, Rows rows) {
@@ -89,8 +167,8 @@ void Drafter::take(const DraftOutputs& outputs, int count, Rows rows) {
   p.rows = count;
   p.vocab = program_.draft().vocab_size;
   p.stride = static_cast<int>(outputs.logits.shape[1]);
-  p.advances = rows == Rows::kNext;
-  if (reads_features()) {
+  p.advances = rows == Rows::kNext && runs_on_steps();
+  if (reads_features() && outputs.hidden.data != nullptr) {
     p.hidden = outputs.hidden.data;
     p.hidden_out = outputs.hidden_out.data;
     p.hidden_rows = rows == Rows::kNext ? nullptr : last_rows_;

@@ -7,6 +7,7 @@
 
 #include "../kernels/gemm/params.h"
 #include "../kernels/rowwise/params.h"
+#include "../plugins/common/lora_plan.h"
 #include "../plugins/common/split_kv_plan.h"
 
 namespace llmc {
@@ -42,7 +43,7 @@ const T* at(const char* received, int64_t offset) {
 int blocks_of(const StepInputs& inputs, int sequence, const Limits& limits) {
   const int size = limits.block_size;
   const int positions = inputs.past_lens[sequence] + inputs.fresh(sequence);
-  const int most = std::min({(positions + std::max(inputs.propose, 0) + size - 1) / size,
+  const int most = std::min({(positions + inputs.proposed_positions(limits) + size - 1) / size,
                              inputs.width(), limits.max_blocks()});
   const int32_t* table = inputs.block_tables.data + static_cast<int64_t>(sequence) * inputs.width();
   int blocks = (positions + size - 1) / size;
@@ -70,6 +71,7 @@ Engine::Engine(Program program, int device, const std::string& attention_backend
       memory_(stream_.handle),
       graph_sizes_(sizes_up_to(program_.limits().decoding())) {
   place_tensors();
+  find_adapters();
   reserve_scratch();
   gemm_ = std::make_unique<Gemm>();
   attention_ = make_attention_backend(attention_backend);
@@ -81,6 +83,8 @@ Engine::Engine(Program program, int device, const std::string& attention_backend
   selects_ =
       std::any_of(nodes.begin(), nodes.end(), [](const Node& node) { return node.op == "Gather"; });
   if (!program_.nodes(Part::kDraft).empty()) make_drafter();
+  if (program_.limits().prompt_lookup)
+    lookup_ = std::make_unique<PromptLookup>(program_.limits(), memory_, stream_.handle);
   synchronize();
 }
 
@@ -103,7 +107,8 @@ void Engine::place_tensors() {
   static const std::map<Kind, const char*> names = {{Kind::kInput, "inputs"},
                                                     {Kind::kWeight, "weights"},
                                                     {Kind::kState, "the states of sequences"},
-                                                    {Kind::kMemory, "the encoder output"}};
+                                                    {Kind::kMemory, "the encoder output"},
+                                                    {Kind::kAdapters, "adapters"}};
   std::vector<kernels::CacheBlocks> states;
   for (size_t i = 0; i < program_.tensors().size(); ++i) {
     const Declared& tensor = program_.tensors()[i];
@@ -137,6 +142,86 @@ void Engine::place_tensors() {
   input(inputs_.memory_starts, kMemoryStarts);
   input(inputs_.memory_lens, kMemoryLens);
   input(inputs_.memory_rows, kMemoryRows);
+  input(inputs_.lora_ids, kLoraIds);
+  input(inputs_.lora_logits_ids, kLoraLogitsIds);
+  input(inputs_.token_type_ids, kTokenTypeIds);
+}
+
+// Finds the tensors of each layer's adapters among the nodes' inputs.
+void Engine::find_adapters() {
+  std::set<int> known;
+  for (const Node& node : program_.nodes(Part::kModel)) {
+    std::vector<int> own;
+    for (int number : node.inputs)
+      if (number >= 0 && program_.tensors()[number].kind == Kind::kAdapters) own.push_back(number);
+    if (own.size() == 3 && known.insert(own[0]).second)
+      adapter_layers_.push_back({own[0], own[1], own[2]});
+  }
+  if (adapter_layers_.empty()) return;
+  std::sort(adapter_layers_.begin(), adapter_layers_.end(),
+            [](const AdapterLayer& a, const AdapterLayer& b) { return a.down < b.down; });
+  const Limits& limits = program_.limits();
+  const int rows = std::max(limits.max_tokens, limits.max_logits);
+  lora_plan_ = std::make_unique<LoraPlan>(
+      memory_.allocate<int32_t>(int64_t{LoraPlan::kKinds} * rows, "rows of adapters"),
+      memory_.allocate<kernels::LoraTile>(
+          int64_t{LoraPlan::kKinds} * kernels::lora_tiles(rows, limits.max_loras),
+          "rows of adapters"),
+      rows, limits.max_loras);
+}
+
+void Engine::load_adapter(int slot, const HostArray<int32_t>& ranks,
+                          const HostArray<uint8_t>& data) {
+  const Limits& limits = program_.limits();
+  if (slot < 0 || slot >= limits.max_loras)
+    throw Error("there is no slot " + std::to_string(slot) + " for an adapter among " +
+                std::to_string(limits.max_loras));
+  check_size("the ranks of an adapter", ranks.size, static_cast<int64_t>(adapter_layers_.size()));
+  int64_t bytes = 0;
+  for (int64_t i = 0; i < ranks.size; ++i) {
+    if (ranks[i] < 0 || ranks[i] > limits.max_lora_rank || ranks[i] % 8 != 0)
+      throw Error("an adapter has rank " + std::to_string(ranks[i]) +
+                  ", expected a multiple of 8 up to " + std::to_string(limits.max_lora_rank));
+    const Shape &down = program_.tensor(adapter_layers_[i].down).shape,
+                &up = program_.tensor(adapter_layers_[i].up).shape;
+    bytes += ranks[i] * (down[0] * down[3] + up[1]) * width(program_.dtype());
+  }
+  check_size("the matrices of an adapter, in bytes,", data.size, bytes);
+  use_device();
+  const int64_t head = (ranks.bytes() + 255) / 256 * 256;
+  check(cudaEventSynchronize(adapter_copied_.handle), "an adapter");  // the buffer is free again
+  if (head + bytes > adapter_room_) {
+    adapter_ = std::make_unique<PinnedBuffer>(head + bytes);
+    adapter_room_ = head + bytes;
+  }
+  auto* from = static_cast<char*>(adapter_->data);
+  std::memcpy(from, ranks.data, ranks.bytes());
+  std::memcpy(from + head, data.data, bytes);
+  // A step in flight may have rows of the slot's last adapter, whose results are dropped.
+  check(cudaStreamWaitEvent(copies_.handle, adapters_used_.handle), "an adapter");
+  auto copy = [&](int tensor, int64_t first, int64_t pitch, const char* source, int64_t row,
+                  int64_t rows) {
+    if (row > 0)
+      check(cudaMemcpy2DAsync(places_[tensor] + first, pitch, source, row, row, rows,
+                              cudaMemcpyHostToDevice, copies_.handle),
+            "copying an adapter");
+  };
+  const char* matrices = from + head;
+  for (int64_t i = 0; i < ranks.size; ++i) {
+    const AdapterLayer& layer = adapter_layers_[i];
+    const Tensor down = resolve(layer.down, {}), up = resolve(layer.up, {});
+    const int64_t element = width(down.dtype), rank = ranks[i];
+    const int64_t room = down.shape[2] * down.shape[3] * element;  // of a part of a slot
+    copy(layer.down, slot * room, down.shape[1] * room, matrices, rank * down.shape[3] * element,
+         down.shape[0]);
+    matrices += down.shape[0] * rank * down.shape[3] * element;
+    copy(layer.up, slot * up.shape[1] * up.shape[2] * element, up.shape[2] * element, matrices,
+         rank * element, up.shape[1]);
+    matrices += up.shape[1] * rank * element;
+    copy(layer.ranks, 4ll * slot, 4, from + 4 * i, 4, 1);
+  }
+  check(cudaEventRecord(adapter_copied_.handle, copies_.handle), "an adapter");
+  check(cudaStreamWaitEvent(stream_.handle, adapter_copied_.handle), "an adapter");
 }
 
 Engine::Kept Engine::keep(const std::vector<kernels::CacheBlocks>& kept, const char* what) {
@@ -163,7 +248,7 @@ void Engine::reserve_scratch() {
   for (int tokens : {1, kernels::kGemvRows, limits.max_tokens}) {
     const Step step{std::min(tokens, limits.max_tokens), std::min(tokens, limits.max_logits),
                     std::min(tokens, limits.max_batch)};
-    for (Part part : {Part::kModel, Part::kEncoder, Part::kDraft})
+    for (Part part : program_.parts())
       for (const Node& node : program_.nodes(part)) {
         std::vector<Tensor> inputs;
         for (int tensor : node.inputs) inputs.push_back(resolve(tensor, step));
@@ -215,11 +300,16 @@ void Engine::enqueue(const Pass& pass, const Step& step) {
   context.sequences = {sequences_, sequences_ + program_.limits().max_batch + 1};
   context.num_drafted = step.num_drafted;
   context.drafted_tokens = step.drafted_tokens;
+  context.keys_only =
+      program_.draft().block > 0 && pass.part == Part::kDraft && &pass != &draft_blocks_;
   context.longest = step.longest;
   context.reach = step.reach;
   if (step.prefix) context.prefix = {prefix_, prefix_ + 2, nullptr};
   split_kv_plan_->begin_step();
   context.split_kv_plan = split_kv_plan_.get();
+  context.adapters = step.adapters;
+  if (lora_plan_ != nullptr) lora_plan_->begin_step();
+  context.lora_plan = lora_plan_.get();
   context.watcher = watcher_;
   context.user = user_;
   std::map<int, void*> moved = pass.places;  // and tensors that alias another one's memory
@@ -261,7 +351,7 @@ int64_t Engine::measure(double utilization) const {
 
 void Engine::prepare_weights() {
   std::set<const void*> done;
-  for (Part part : {Part::kModel, Part::kEncoder, Part::kDraft})
+  for (Part part : program_.parts())
     for (const Node& node : program_.nodes(part)) {
       std::vector<Tensor> inputs;
       for (int tensor : node.inputs) inputs.push_back(resolve(tensor, Step{1, 1, 1}));
@@ -292,6 +382,7 @@ void Engine::allocate(int num_blocks) {
            stream_.handle);
   }
   if (drafter_ != nullptr) drafter_->allocate(table_);
+  if (layers_ != nullptr) layers_->allocate(table_);
   synchronize();
 }
 
@@ -338,14 +429,16 @@ Engine::Sent Engine::pack(StagingBuffer& into, const StepInputs& inputs, const P
   sent.slots = into.add(inputs.slots.data, inputs.slots.size);
   sent.states = into.add(inputs.state_slots.data, inputs.state_slots.size);
   sent.commits = into.add(inputs.commit_lens.data, inputs.commit_lens.size);
-  const std::vector<int32_t> sequence_starts = inputs.sequence_starts();
-  std::vector<int32_t> sequence_past;
-  for (size_t i = 0; i + 1 < sequence_starts.size(); ++i)
-    sequence_past.push_back(inputs.past_lens[inputs.verifies ? sequence_starts[i] : i]);
-  sent.sequence_starts = into.add(sequence_starts);
-  sent.sequence_past = into.add(sequence_past);
-  sent.num_sequences = static_cast<int>(sequence_past.size());
+  sent.num_sequences = sent.batch;
   sent.verifies = inputs.verifies;
+  if (sent.verifies) {
+    const std::vector<int32_t> starts = inputs.sequence_starts();
+    sent.num_sequences = static_cast<int>(starts.size()) - 1;
+    std::vector<int32_t> past;
+    for (int i = 0; i < sent.num_sequences; ++i) past.push_back(inputs.past_lens[starts[i]]);
+    sent.sequence_starts = into.add(starts);
+    sent.sequence_past = into.add(past);
+  }
   sent.logits = into.add(logits_indices);
   sent.starts = into.add(inputs.memory_starts.data, inputs.memory_starts.size);
   sent.lens = into.add(inputs.memory_lens.data, inputs.memory_lens.size);
@@ -353,6 +446,8 @@ Engine::Sent Engine::pack(StagingBuffer& into, const StepInputs& inputs, const P
   sent.has_unread = inputs.unread.size > 0;
   if (sent.has_unread) sent.offsets = into.add(offsets_of(inputs));
   sent.unread = into.add(inputs.unread.data, inputs.unread.size);
+  sent.adapters = inputs.lora_ids.size > 0;
+  sent.lora_ids = into.add(inputs.lora_ids.data, inputs.lora_ids.size);
   sent.prefix_owner = prefix.owner;
   sent.prefix_length = prefix.length;
   if (inputs_.block_table == nullptr) return sent;
@@ -406,6 +501,8 @@ void Engine::prepare(const char* received, const Sent& sent) {
   if (sent.verifies) {
     p.sequence_starts = sequences_;
     p.sequence_past = sequences_ + program_.limits().max_batch + 1;
+    p.host_sequence_starts = at<int32_t>(received, sent.sequence_starts);
+    p.host_sequence_past = at<int32_t>(received, sent.sequence_past);
   }
   p.host_ids = at<int32_t>(received, sent.ids);
   p.host_seqlens = at<int32_t>(received, sent.seqlens);
@@ -413,8 +510,6 @@ void Engine::prepare(const char* received, const Sent& sent) {
   p.host_slots = at<int32_t>(received, sent.slots);
   p.host_states = at<int32_t>(received, sent.states);
   p.host_commits = at<int32_t>(received, sent.commits);
-  p.host_sequence_starts = at<int32_t>(received, sent.sequence_starts);
-  p.host_sequence_past = at<int32_t>(received, sent.sequence_past);
   p.host_logits = at<int32_t>(received, sent.logits);
   p.host_starts = at<int32_t>(received, sent.starts);
   p.host_lens = at<int32_t>(received, sent.lens);
@@ -427,10 +522,14 @@ void Engine::prepare(const char* received, const Sent& sent) {
   p.blocks = at<int32_t>(received, sent.blocks);
   p.last = sampler_->last();
   if (drafter_ != nullptr) drafter_->refer(p);
+  if (lookup_ != nullptr) lookup_->refer(p, sampler_->history());
   if (sent.has_unread) {
     p.host_offsets = at<int32_t>(received, sent.offsets);
     p.host_unread = at<int32_t>(received, sent.unread);
   }
+  p.lora_ids = inputs_.lora_ids;
+  p.lora_logits_ids = inputs_.lora_logits_ids;
+  if (sent.adapters) p.host_lora_ids = at<int32_t>(received, sent.lora_ids);
   p.num_tokens = sent.num_tokens;
   p.batch = sent.batch;
   p.num_sequences = sent.num_sequences;
@@ -442,14 +541,14 @@ void Engine::prepare(const char* received, const Sent& sent) {
   check(kernels::prepare_inputs(p, stream_.handle), "preparing a step");
 }
 
-// Runs a decode step as a graph, other steps node by node.
+// Runs a decode step, or a pass on blocks, as a graph, other steps node by node.
 void Engine::run(const Pass& pass, const Step& step) {
   auto work = [&] { enqueue(pass, step); };
   const std::lock_guard<std::mutex> lock(graphs_mutex_);  // see abort()
   if (aborted_) throw Error("another rank has exited");
-  if (step.decode)
-    graphs_[{&pass, step.batch, step.prefix, step.verifies, step.num_logits > 0}].run(
-        stream_.handle, work);
+  if (step.decode || &pass == &draft_blocks_)
+    graphs_[{&pass, step.batch, step.prefix, step.verifies, step.num_logits > 0, step.adapters}]
+        .run(stream_.handle, work);
   else work();
 }
 
@@ -465,15 +564,18 @@ int64_t Engine::submit(const StepInputs& inputs) {
   Step step = check_step(inputs, limits, program_.vocab_size(), sampler_->slots());
   if (inputs.num_drafts.size > 0 && limits.num_states > 0 && inputs_.commit_lens == nullptr)
     throw Error("the program cannot store recurrent states before drafts");
+  if ((inputs.logits == Logits::kPooled) != program_.pools())
+    throw Error(program_.pools() ? "a step of a program with pooled rows asks for logits"
+                                 : "a step asks for pooled rows, which the program lacks");
   use_device();
   Ticket& ticket = next_ticket();
   // A step of decoding sequences only is padded to a captured batch size, and computes all logits.
-  const bool captured =
-      step.num_decode == step.batch && step.batch <= limits.decoding() && !watches();
+  const bool captured = step.num_decode == step.batch && step.batch <= limits.decoding() &&
+                        !watches() && !program_.pools();
   const bool all = captured || inputs.logits == Logits::kAll;
   std::vector<int32_t> logits_indices;
   std::vector<int64_t> rows;  // rows of logits from which tokens are sampled
-  SampledRows sampled_rows = SampledRows::of(inputs);
+  SampledRows sampled_rows = program_.pools() ? SampledRows{} : SampledRows::of(inputs);
   for (int32_t token : sampled_rows.tokens) {
     rows.push_back(all ? token : static_cast<int64_t>(rows.size()));
     if (!all) logits_indices.push_back(token);
@@ -485,9 +587,13 @@ int64_t Engine::submit(const StepInputs& inputs) {
   }
   if (inputs.logits == Logits::kAll && !captured)
     for (int token = 0; token < step.num_tokens; ++token) logits_indices.push_back(token);
-  if (!captured && !selects_ && logits_indices.empty()) logits_indices.push_back(0);
-  if (captured) step = Step::of_decoding(padded(step.batch));
+  if (!captured && !selects_ && !program_.pools() && logits_indices.empty())
+    logits_indices.push_back(0);
+  const bool adapters = step.adapters;
+  if (program_.pools()) step.num_logits = step.batch;
+  else if (captured) step = Step::of_decoding(padded(step.batch));
   else step.num_logits = static_cast<int>(logits_indices.size());
+  step.adapters = adapters;
   step.verifies = inputs.verifies;
   const Prefix prefix = shared_prefix(inputs, limits.block_size);
   step.prefix = prefix.length > 0;
@@ -504,11 +610,16 @@ int64_t Engine::submit(const StepInputs& inputs) {
     const int64_t state_copies = packed.add(inputs.state_copies.data, inputs.state_copies.size);
     const int64_t mask_rows = packed.add(sampled_rows.mask_rows);
     const int64_t masks = packed.add(inputs.masks.data, inputs.masks.size);
+    std::vector<int64_t> token_types(inputs.token_type_ids.begin(), inputs.token_type_ids.end());
+    if (inputs_.token_type_ids != nullptr) token_types.resize(step.num_tokens);
+    const int64_t types = packed.add(token_types);
     const int64_t scores[] = {packed.add(scored),
                               packed.add(inputs.scored_targets.data, inputs.scored_targets.size),
                               packed.add(inputs.scored_counts.data, inputs.scored_counts.size)};
     const SentDrafts sent_drafts =
-        inputs.propose >= 0 ? SentDrafts::of(packed, inputs) : SentDrafts{};
+        drafter_ != nullptr && inputs.propose >= 0 ? SentDrafts::of(packed, inputs) : SentDrafts{};
+    SentLayers sent_layers{};
+    if (layers_ != nullptr) sent_layers = layers_->send(packed, inputs);
     const Admissions& admit = inputs.admit;
     std::vector<int32_t> starts{0};
     for (int32_t length : admit.lengths) starts.push_back(starts.back() + length);
@@ -528,8 +639,20 @@ int64_t Engine::submit(const StepInputs& inputs) {
          at<int32_t>(received, offsets[4]), at<int32_t>(received, offsets[5])},
         states);
     prepare(received, sent);
+    if (inputs_.token_type_ids != nullptr)
+      check(kernels::transfer(inputs_.token_type_ids, received + types, 8ll * step.num_tokens,
+                              stream_.handle),
+            "copying token types");
     run(model_, step);
+    if (adapters) check(cudaEventRecord(adapters_used_.handle, stream_.handle), "an event");
+    step.adapters = false;  // a draft model takes none
     ticket.results = {};
+    if (program_.pools()) {
+      if (inputs.sample.size > 0) pool(ticket, step);
+      check(cudaEventRecord(ticket.done, stream_.handle), "an event");
+      ticket.number.store(submitted_);
+      return submitted_++;
+    }
     Tensor logits = resolve(program_.logits(), step);
     if (captured) logits.shape[0] = inputs.batch();
     Masks masked{};
@@ -548,7 +671,10 @@ int64_t Engine::submit(const StepInputs& inputs) {
     if (!scored.empty())
       score(ticket, logits, scored, at<int64_t>(received, scores[0]),
             at<int64_t>(received, scores[1]), at<int32_t>(received, scores[2]));
-    if (inputs.propose >= 0) propose(ticket, inputs, step, sent_drafts, received, given);
+    if (drafter_ != nullptr && inputs.propose >= 0)
+      propose(ticket, inputs, step, sent_drafts, sent_layers, received, given);
+    if (lookup_ != nullptr && inputs.propose > 0 && inputs.sample.size > 0)
+      look_up(ticket, inputs, at<int32_t>(received, sampled));
     check(cudaEventRecord(ticket.done, stream_.handle), "an event");
   } catch (...) {
     broken_ = true;
@@ -607,6 +733,18 @@ void Engine::sample(Ticket& ticket, const StepInputs& inputs, const Tensor& logi
   if (inputs.logits == Logits::kNone || wanted.shape[0] == 0) return;
   results.num_logits = static_cast<int>(wanted.shape[0]);
   results.logits = read(ticket.logits, wanted.data, wanted.size() * width(wanted.dtype));
+}
+
+// Enqueues the copy of a step's pooled rows to the host.
+void Engine::pool(Ticket& ticket, const Step& step) {
+  const Tensor rows = resolve(program_.logits(), step);
+  const int64_t bytes = rows.size() * width(rows.dtype);
+  void* host = ticket.logits.at_least(bytes);
+  check(kernels::transfer(host, rows.data, bytes, stream_.handle), "reading pooled rows");
+  ticket.results.dtype = rows.dtype;
+  ticket.results.logits_width = rows.shape[1];
+  ticket.results.num_logits = static_cast<int>(rows.shape[0]);
+  ticket.results.logits = host;
 }
 
 // Computes log-probabilities of given tokens at these rows of the logits, and enqueues the copy to
@@ -674,27 +812,40 @@ void Engine::make_drafter() {
       program_, draft.token_ids >= 0 ? places_[draft.token_ids] : nullptr, memory_, stream_.handle);
   draft_tokens_.places = drafter_->first_inputs();
   if (draft.features >= 0) draft_tokens_.places[draft.hidden] = places_[draft.features];
+  if (drafter_->block() > 0) draft_blocks_.places = drafter_->block_inputs();
+  const int last = program_.num_draft_layers() - 1;
+  next_drafts_.part = draft_part(last);
   next_drafts_.places = drafter_->next_inputs();
-  next_drafts_.then = [this](const Step& step) {
-    drafter_->take(outputs_of_draft(step), step.batch, Drafter::Rows::kNext);
+  next_drafts_.then = [this, last](const Step& step) {
+    drafter_->take(outputs_of_draft(step, last), step.batch, Drafter::Rows::kNext);
   };
+  if (last == 0) return;
+  layers_ = std::make_unique<DraftLayers>(program_, memory_, stream_.handle);
+  for (int layer = 1; layer <= last; ++layer) {
+    layer_tokens_.push_back(
+        std::make_unique<Pass>(Pass{draft_part(layer), layers_->step_inputs(layer)}));
+    layer_tails_.push_back(
+        std::make_unique<Pass>(Pass{draft_part(layer), layers_->tail_inputs(layer)}));
+  }
 }
 
-DraftOutputs Engine::outputs_of_draft(const Step& step) const {
-  const DraftTensors& draft = program_.draft();
+DraftOutputs Engine::outputs_of_draft(const Step& step, int layer) const {
+  const DraftTensors& draft = program_.draft(layer);
   return {resolve(draft.logits, step), resolve(draft.hidden_out, step),
           resolve(draft.hidden, step)};
 }
 
-// Runs the draft model on the tokens of a step, and then on the last draft of each sequence that
-// the step samples, as often as it lacks drafts; and enqueues the copy of the drafts to the host.
+// Runs the draft model on the tokens of a step, unless it reads the model's caches, and then on the
+// last draft of each sequence that the step samples, as often as it lacks drafts; and enqueues the
+// copy of the drafts to the host.
 void Engine::propose(Ticket& ticket, const StepInputs& inputs, Step step, const SentDrafts& sent,
-                     const char* received, const DraftedRows* drafted) {
+                     const SentLayers& layers, const char* received, const DraftedRows* drafted) {
   const int sequences = static_cast<int>(inputs.sample.size);
   const int wanted = sequences > 0 ? inputs.propose : 0;
-  const bool first = wanted > 0 && drafter_->reads_features();  // whether the first pass drafts
-  const int later = wanted - first;
-  const int rows = later > 0 ? padded(sequences) : sequences;
+  const bool first = wanted > 0 && drafter_->drafts_on_steps();  // whether the first pass drafts
+  int later = drafter_->block() > 0 ? 0 : wanted - first;
+  const bool blocks = drafter_->block() > 0 && wanted > 0;
+  const int rows = later > 0 || blocks ? padded(sequences) : sequences;
   kernels::BeginDraftsParams begin{};
   begin.input_ids = inputs_.input_ids;
   begin.position_ids = inputs_.position_ids;
@@ -707,14 +858,36 @@ void Engine::propose(Ticket& ticket, const StepInputs& inputs, Step step, const 
     begin.row_of = drafted->row_of;
     begin.positions = drafted->positions();
   }
+  if (!drafter_->runs_on_steps() && later > 0) {
+    const Tensor features = resolve(program_.draft().features, step);
+    begin.features = static_cast<const char*>(features.data);
+    begin.hidden = places_[program_.draft().hidden];
+    begin.feature_bytes = features.shape[1] * width(features.dtype);
+  }
+  if (layers_ != nullptr && wanted > 0) drafter_->take_none(sequences);
   drafter_->begin(begin, sent, received);
   step.prefix = false;
   step.num_logits = !first ? 0 : step.decode ? step.batch : sequences;
-  run(draft_tokens_, step);
-  if (first)
-    drafter_->take(outputs_of_draft(step), sequences,
+  if (drafter_->runs_on_steps()) run(draft_tokens_, step);
+  if (first) {
+    DraftOutputs outputs = outputs_of_draft(step);
+    if (layers_ != nullptr) outputs.hidden.data = nullptr;  // the next layer's are others
+    drafter_->take(outputs, sequences,
                    step.decode ? Drafter::Rows::kOfAll : Drafter::Rows::kOfSampled);
+  }
+  if (layers_ != nullptr) {
+    const DraftLayers::Given given{layers,
+                                   received,
+                                   drafter_->shifted_ids(),
+                                   inputs_.position_ids,
+                                   inputs_.past_lens,
+                                   begin.counts,
+                                   at<int32_t>(received, sent.firsts),
+                                   sent.num_tokens};
+    later = run_layers(given, step, sequences, wanted);
+  }
   for (int pass = 0; pass < later; ++pass) run(next_drafts_, Step::of_decoding(rows));
+  if (blocks) propose_blocks(step_of_blocks(rows), sequences, wanted);
   if (wanted == 0) return;
   const int64_t bytes = 8ll * kernels::kMaxProposals * sequences;
   void* host = ticket.drafts.at_least(bytes);
@@ -722,6 +895,84 @@ void Engine::propose(Ticket& ticket, const StepInputs& inputs, Step step, const 
   ticket.results.num_drafting = sequences;
   ticket.results.proposed = wanted;
   ticket.results.drafts = static_cast<const int64_t*>(host);
+}
+
+// Runs the layers of a draft model after the first, each on the tokens of a step and, if it drafts,
+// on the tail of each sequence. Returns the number of drafts that are left for the last layer.
+// There are no more drafts where the tails have more rows than a decode step.
+int Engine::run_layers(const DraftLayers::Given& given, const Step& step, int sequences,
+                       int wanted) {
+  const int last = program_.num_draft_layers() - 1;
+  auto drafts = [&](int layer) {
+    return layer < wanted && int64_t{sequences} * layer <= program_.limits().decoding();
+  };
+  auto of_tail = [&](int layer) {
+    Step tail = Step::of_decoding(padded(sequences * layer));
+    tail.verifies = true;
+    return tail;
+  };
+  Step tokens = step;
+  tokens.num_logits = 0;
+  auto run_tail = [&](int layer) {
+    run(*layer_tails_[layer - 1], of_tail(layer));
+    DraftOutputs outputs = outputs_of_draft(of_tail(layer), layer);
+    if (layer < last) outputs.hidden.data = nullptr;
+    drafter_->take_rows(outputs, sequences, layers_->last_rows(layer));
+  };
+  for (int layer = 1; layer <= last; ++layer) {
+    layers_->lag(layer, given, step, outputs_of_draft(step, layer - 1).hidden_out);
+    if (layer > 1 && drafts(layer - 1)) run_tail(layer - 1);
+    if (drafts(layer))
+      layers_->tail(layer, drafter_->next(), given, drafter_->drafts(), sequences,
+                    of_tail(layer).batch, outputs_of_draft(step, layer - 1).hidden_out);
+    run(*layer_tokens_[layer - 1], tokens);
+  }
+  if (drafts(last)) {
+    run_tail(last);
+    return std::max(wanted - last - 1, 0);
+  }
+  return 0;
+}
+
+Step Engine::step_of_blocks(int rows) const {
+  Step step{rows * drafter_->block(), rows * (drafter_->block() - 1), rows};
+  step.longest = drafter_->block();
+  return step;
+}
+
+// Runs the draft model on blocks. There are no drafts for more sequences than it has room for.
+void Engine::propose_blocks(const Step& step, int sequences, int wanted) {
+  if (step.batch > drafter_->max_blocks()) {
+    drafter_->take_none(sequences);
+    return;
+  }
+  drafter_->fill(step.batch);
+  run(draft_blocks_, step);
+  drafter_->take_blocks(resolve(program_.draft().logits, step), sequences,
+                        std::min(wanted, drafter_->block() - 1));
+}
+
+// Looks up drafts of each sequence that the step samples, and enqueues their copy to the host.
+// slots: [num_sampled], on the device.
+void Engine::look_up(Ticket& ticket, const StepInputs& inputs, const int32_t* slots) {
+  kernels::LookupDraftsParams p{};
+  p.history = sampler_->history();
+  p.states = sampler_->states();
+  p.slots = slots;
+  p.sequences = static_cast<int>(inputs.sample.size);
+  p.count = inputs.propose;
+  for (int32_t sequence : inputs.sample)
+    p.max_length = std::max(p.max_length, inputs.past_lens[sequence] + inputs.fresh(sequence) + 1);
+  lookup_->find(p);
+  const int64_t bytes = PromptLookup::bytes(p.sequences);
+  void* host = ticket.drafts.at_least(bytes);
+  check(kernels::transfer(host, lookup_->drafts(), bytes, stream_.handle), "reading drafts");
+  Results& results = ticket.results;
+  results.num_drafting = p.sequences;
+  results.proposed = p.count;
+  results.drafts = static_cast<const int64_t*>(host);
+  results.matches = reinterpret_cast<const int32_t*>(results.drafts +
+                                                     int64_t{kernels::kMaxProposals} * p.sequences);
 }
 
 const Engine::Results& Engine::wait(int64_t number) {
@@ -771,21 +1022,31 @@ void Engine::warm(const std::vector<int>& lengths, bool decode, bool verifies) {
   inputs.state_slots = {nobody.data(), static_cast<int64_t>(nobody.size())};
   inputs.commit_lens = {lengths.data(), batch};
   Step step = Step::of_decoding(batch);
-  if (!decode) step = {size, 1, batch, false, 0, longest, longest};
+  if (decode && program_.pools()) throw Error("a program with pooled rows does not decode");
+  if (!decode) step = {size, program_.pools() ? batch : 1, batch, false, 0, longest, longest};
   step.verifies = verifies;
   StagingBuffer packed;
   // All tokens are written to the padding block.
   const std::vector<int32_t> table(static_cast<int64_t>(batch) * limits.max_blocks(),
                                    limits.num_blocks);
   inputs.block_tables = {table.data(), static_cast<int64_t>(table.size())};
-  const Sent sent = pack(packed, inputs, {}, decode ? std::vector<int32_t>{} : index, batch);
+  const Sent sent =
+      pack(packed, inputs, {}, decode || program_.pools() ? std::vector<int32_t>{} : index, batch);
   prepare(send(packed), sent);
   gemm_->time_algorithms(decode || size == limits.max_tokens);
   attention_->make_plans(true);
   run(model_, step);
   if (drafter_ != nullptr) warm_drafts(step);
-  step.prefix = decode && batch > 1;
-  if (step.prefix) run(model_, step);  // with an empty prefix; the captured graph serves any
+  const bool shares = decode && batch > 1;
+  for (bool adapters : {false, true}) {
+    step.adapters = adapters;
+    if (adapters && adapter_layers_.empty()) continue;
+    step.prefix = false;
+    if (adapters) run(model_, step);
+    step.prefix = shares;
+    if (shares) run(model_, step);  // with an empty prefix; the captured graph serves any
+  }
+  step.adapters = false;
   if (!decode && !program_.nodes(Part::kEncoder).empty() && longest <= limits.mem_max_seq_len) {
     step.num_logits = 0;
     enqueue(encoder_, step);  // to the first row of the encoder output
@@ -797,10 +1058,19 @@ void Engine::warm(const std::vector<int>& lengths, bool decode, bool verifies) {
 
 // Runs the passes of the draft model that may follow a step, on the padding block.
 void Engine::warm_drafts(Step step) {
-  if (drafter_->reads_features()) run(draft_tokens_, step);
-  if (step.decode && !step.verifies) run(next_drafts_, step);
+  if (drafter_->drafts_on_steps()) run(draft_tokens_, step);
+  if (step.decode && !step.verifies) {
+    if (drafter_->block() == 0) run(next_drafts_, step);
+    else if (step.batch <= drafter_->max_blocks()) run(draft_blocks_, step_of_blocks(step.batch));
+  }
+  Step tail = step;
+  tail.verifies = true;
+  for (const auto& pass : layer_tails_)
+    if (step.decode && (step.verifies || step.batch == 1)) run(*pass, tail);
+  if (!drafter_->runs_on_steps()) return;
   step.num_logits = 0;
   run(draft_tokens_, step);
+  for (const auto& pass : layer_tokens_) run(*pass, step);
 }
 
 void Engine::watch(const std::vector<int>& tensors) {

@@ -12,10 +12,12 @@
 #include <vector>
 
 #include "../kernels/sampling/params.h"
+#include "draft_layers.h"
 #include "drafter.h"
 #include "graph.h"
 #include "memory.h"
 #include "program.h"
+#include "prompt_lookup.h"
 #include "sampler.h"
 
 namespace llmc {
@@ -41,6 +43,11 @@ class Engine {
   void allocate(int num_blocks);
   // Batch sizes of captured decode steps, ascending. A decode step is padded to one of them.
   const std::vector<int>& graph_sizes() const { return graph_sizes_; }
+  // Loads a LoRA adapter into a slot, for the steps that are submitted from now on. `ranks`: its
+  // rank in each layer in the order of declaration, a multiple of 8; 0: it does not change the
+  // layer. `data`: of each layer that it changes, lora_down [parts, rank, in] and lora_up [out,
+  // rank].
+  void load_adapter(int slot, const HostArray<int32_t>& ranks, const HostArray<uint8_t>& data);
   // Runs a step of padding sequences with these lengths, decoding or prompts, and synchronizes, so
   // that GEMMs are timed, plans made and graphs captured for such a step. Other steps use what
   // exists.
@@ -62,7 +69,7 @@ class Engine {
     int candidates;
     const int32_t* candidate_tokens;  // [num_sampled, candidates]
     const float* candidate_log_probs;
-    const void* logits;  // [num_logits, logits_width] or null
+    const void* logits;  // [num_logits, logits_width] or null; or pooled rows
     int64_t logits_width;
     DType dtype;
     int num_scored;
@@ -71,10 +78,11 @@ class Engine {
     int num_sequences, positions;
     const int32_t* counts;  // [num_sequences]
     const int32_t* row_of;  // [num_sequences, positions]
-    // With a draft model: drafts of each of the step's `sample`, in rows of kMaxProposals; else
-    // null.
+    // With a draft model or prompt lookup: drafts of each of the step's `sample`, in rows of
+    // kMaxProposals; else null.
     int num_drafting, proposed;
-    const int64_t* drafts;  // [num_drafting, kMaxProposals]; the first `proposed` are defined
+    const int64_t* drafts;   // [num_drafting, kMaxProposals]; the first `proposed` are defined
+    const int32_t* matches;  // [num_drafting], see kernels::LookupDraftsParams; or null
   };
   const Results& wait(int64_t ticket);
   // Frees the step's results for reuse.
@@ -112,9 +120,13 @@ class Engine {
  private:
   // Addresses of the inputs; null if the model lacks the input.
   struct Inputs {
-    int64_t *input_ids, *position_ids, *logits_indices, *memory_rows;
+    int64_t *input_ids, *position_ids, *logits_indices, *memory_rows, *token_type_ids;
     int32_t *cu_seqlens, *past_lens, *block_table, *state_slots, *commit_lens, *memory_starts,
-        *memory_lens;
+        *memory_lens, *lora_ids, *lora_logits_ids;
+  };
+  // The tensors of a layer's adapters.
+  struct AdapterLayer {
+    int down, up, ranks;
   };
   // A step in flight.
   struct Ticket {
@@ -161,9 +173,9 @@ class Engine {
   // prepare().
   struct Sent {
     int64_t ids, seqlens, past, slots, states, commits, sequence_starts, sequence_past, logits,
-        starts, lens, runs, blocks, own_from, offsets, unread;
+        starts, lens, runs, blocks, own_from, offsets, unread, lora_ids;
     int num_tokens, batch, num_sequences, num_logits, rows, num_runs, prefix_owner, prefix_length;
-    bool verifies, has_unread;
+    bool verifies, has_unread, adapters;
   };
   Ticket& next_ticket();
   Sent pack(StagingBuffer& into, const StepInputs& inputs, const Prefix& prefix,
@@ -176,13 +188,19 @@ class Engine {
               const std::vector<int64_t>& rows, const std::vector<int32_t>& slots,
               const int32_t* device_slots, const int64_t* device_rows, const Masks& masks,
               const DraftedRows* drafted);
+  void pool(Ticket& ticket, const Step& step);
   void score(Ticket& ticket, const Tensor& logits, const std::vector<int64_t>& rows,
              const int64_t* device_rows, const int64_t* targets, const int32_t* counts);
   void find_candidates(Ticket& ticket, const Tensor& rows, int count);
   void propose(Ticket& ticket, const StepInputs& inputs, Step step, const SentDrafts& sent,
-               const char* received, const DraftedRows* drafted);
-  DraftOutputs outputs_of_draft(const Step& step) const;
+               const SentLayers& layers, const char* received, const DraftedRows* drafted);
+  void look_up(Ticket& ticket, const StepInputs& inputs, const int32_t* slots);
+  DraftOutputs outputs_of_draft(const Step& step, int layer = 0) const;
+  int run_layers(const DraftLayers::Given& given, const Step& step, int sequences, int wanted);
   void warm_drafts(Step step);
+  void find_adapters();
+  Step step_of_blocks(int rows) const;
+  void propose_blocks(const Step& step, int sequences, int wanted);
 
   Program program_;
   const int device_;
@@ -195,6 +213,12 @@ class Engine {
   int32_t* prefix_ = nullptr;     // the arrays of SharedPrefix: [2], then [max_batch]
   int32_t* sequences_ = nullptr;  // those of Context::Sequences: [max_batch + 1], then [max_batch]
   std::unique_ptr<SplitKvPlan> split_kv_plan_;
+  std::unique_ptr<LoraPlan> lora_plan_;       // null if the model takes no adapters
+  std::vector<AdapterLayer> adapter_layers_;  // in the order of declaration
+  std::unique_ptr<PinnedBuffer> adapter_;     // the last adapter that was loaded
+  int64_t adapter_room_ = 0;
+  Stream copies_;                         // of adapters
+  Event adapter_copied_, adapters_used_;  // `used`: by the last step with adapters
   void* scratch_ = nullptr;
   std::unique_ptr<Gemm> gemm_;
   std::unique_ptr<AttentionBackend> attention_;
@@ -206,12 +230,17 @@ class Engine {
 
   std::vector<int> graph_sizes_;
   // Decode steps, by pass, batch size, whether there is a shared prefix, StepInputs::verifies, and
-  // whether there are logits.
-  std::map<std::tuple<const Pass*, int, bool, bool, bool>, Graph> graphs_;
+  // whether there are logits, and adapters.
+  std::map<std::tuple<const Pass*, int, bool, bool, bool, bool>, Graph> graphs_;
   const Pass model_{Part::kModel}, encoder_{Part::kEncoder};
-  // The draft model on the tokens of a step, and on the last draft of each sequence.
-  Pass draft_tokens_{Part::kDraft}, next_drafts_{Part::kDraft};
-  std::unique_ptr<Drafter> drafter_;  // null without a draft model
+  // The draft model on the tokens of a step, and on the last draft of each sequence or on blocks.
+  Pass draft_tokens_{Part::kDraft}, next_drafts_{Part::kDraft}, draft_blocks_{Part::kDraft};
+  std::unique_ptr<Drafter> drafter_;      // null without a draft model
+  std::unique_ptr<PromptLookup> lookup_;  // null without prompt lookup
+  // Of a draft model with several layers, those after the first: passes on the tokens of a step and
+  // on the tails.
+  std::unique_ptr<DraftLayers> layers_;
+  std::vector<std::unique_ptr<Pass>> layer_tokens_, layer_tails_;
   std::unique_ptr<Sampler> sampler_;
   std::array<Ticket, kMaxInFlight> tickets_;
   int64_t submitted_ = 0;

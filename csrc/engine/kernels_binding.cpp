@@ -7,7 +7,9 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include "../kernels/sampling/lookup.h"
 #include "../kernels/sampling/params.h"
+#include "../plugins/common/lora_plan.h"
 #include "../plugins/common/timing.h"
 #include "binding.h"
 #include "memory.h"
@@ -111,11 +113,11 @@ float timed(Launch&& launch, int repeats, const char* what) {
 // Runs one op on device tensors `repeats` times and synchronizes; milliseconds per run after the
 // first. `firsts`: see Gemm::decide(). `pitches`: of the inputs, see Tensor; empty for dense
 // tensors. `own_from`: per decoding sequence the first position that it attends to by itself;
-// positions before it are a shared prefix.
+// positions before it are a shared prefix. `adapters`: whether rows have LoRA adapters.
 float run_op(const std::string& name, const Fields& fields, const std::vector<Foreign>& inputs,
              const std::vector<Foreign>& outputs, int num_decode, int repeats, int longest,
              int reach, const std::vector<bool>& firsts, const std::vector<int64_t>& pitches,
-             const std::vector<int>& own_from) {
+             const std::vector<int>& own_from, bool adapters) {
   static Gemm* gemm = new Gemm;  // never freed: the driver may shut down before static objects
   static AttentionBackend* cudnn =
       longest > 0 ? make_attention_backend("cudnn").release() : nullptr;
@@ -158,10 +160,21 @@ float run_op(const std::string& name, const Fields& fields, const std::vector<Fo
   context.attention = longest > 0 ? cudnn : nullptr;
   context.longest = longest;
   context.reach = reach;
+  context.adapters = adapters;
+  constexpr int kRows = 1 << 16;
+  const int slots = kernels::kMaxLoraSlots, tiles = kernels::lora_tiles(kRows, slots);
+  DeviceBuffer order(adapters ? LoraPlan::kKinds * kRows * 4 : 0, "rows of adapters"),
+      tiled(adapters ? LoraPlan::kKinds * tiles * sizeof(kernels::LoraTile) : 0,
+            "rows of adapters");
+  LoraPlan plan(static_cast<int32_t*>(order.data), static_cast<kernels::LoraTile*>(tiled.data),
+                kRows, slots);
+  context.lora_plan = &plan;
   check(cudaDeviceSynchronize(), "waiting");
   check(cudaStreamCreate(&context.stream), "a stream");
-  const float milliseconds = time_on(context.stream, repeats - 1,
-                                     [&] { plugin->enqueue(in, out, workspace.data, context); });
+  const float milliseconds = time_on(context.stream, repeats - 1, [&] {
+    plan.begin_step();
+    plugin->enqueue(in, out, workspace.data, context);
+  });
   cudaStreamDestroy(context.stream);
   return milliseconds;
 }
@@ -234,6 +247,29 @@ float logprobs(const std::vector<Foreign>& tensors, int vocab, int repeats) {
   return timed([&] { return kernels::logprobs(logits.dtype, p, nullptr); }, repeats, "logprobs");
 }
 
+// Tensors: drafts, matches, drafts by slot, states, slots, three of a history.
+float lookup_drafts(const std::vector<Foreign>& tensors, int vocab, int count, int max_length,
+                    int repeats) {
+  const KernelTensors t("lookup_drafts", tensors, 8);
+  const int64_t rows = t.matrix(0, kernels::kMaxProposals).shape[0];
+  const kernels::TokenHistory history = history_of(t, 5, vocab);
+  DeviceBuffer matches(8 * rows, "matches"), done(4 * rows, "counters");
+  check(cudaMemset(matches.data, 0, 8 * rows), "matches");
+  check(cudaMemset(done.data, 0, 4 * rows), "counters");
+  const kernels::LookupDraftsParams p{history,
+                                      states_of(t, 3, 1),
+                                      t.ints(4, {rows}),
+                                      t.longs(0, {rows, kernels::kMaxProposals}),
+                                      t.ints(1, {rows}),
+                                      t.longs(2, {1, kernels::kMaxProposals}),
+                                      static_cast<uint64_t*>(matches.data),
+                                      static_cast<int32_t*>(done.data),
+                                      static_cast<int>(rows),
+                                      count,
+                                      max_length};
+  return timed([&] { return kernels::lookup_drafts(p, nullptr); }, repeats, "lookup_drafts");
+}
+
 void candidates(const std::vector<Foreign>& tensors, int vocab, int repeats) {
   const KernelTensors t("candidates", tensors, 3);
   const Tensor& logits = t.matrix(2, vocab);
@@ -294,7 +330,8 @@ void bind_kernels(nb::module_& m) {
   m.def("run_op", &run_op, nb::arg("name"), nb::arg("fields"), nb::arg("inputs"),
         nb::arg("outputs"), nb::arg("num_decode") = 0, nb::arg("repeats") = 1,
         nb::arg("longest") = 0, nb::arg("reach") = 0, nb::arg("firsts") = std::vector<bool>(),
-        nb::arg("pitches") = std::vector<int64_t>(), nb::arg("own_from") = std::vector<int>());
+        nb::arg("pitches") = std::vector<int64_t>(), nb::arg("own_from") = std::vector<int>(),
+        nb::arg("adapters") = false);
   // Sampling kernels: see kernels/sampling/params.h.
   m.def("sample", &sample, nb::arg("tensors"), nb::arg("vocab"), nb::arg("none") = 0,
         nb::arg("draws") = true, nb::arg("repeats") = 1);
@@ -302,6 +339,8 @@ void bind_kernels(nb::module_& m) {
   m.def("admit", &admit);
   m.def("logprobs", &logprobs, nb::arg("tensors"), nb::arg("vocab"), nb::arg("repeats") = 1);
   m.def("candidates", &candidates, nb::arg("tensors"), nb::arg("vocab"), nb::arg("repeats") = 1);
+  m.def("lookup_drafts", &lookup_drafts, nb::arg("tensors"), nb::arg("vocab"), nb::arg("count"),
+        nb::arg("max_length"), nb::arg("repeats") = 1);
   m.attr("record_bytes") = std::make_pair(sizeof(kernels::SlotState), sizeof(kernels::Logprobs));
 }
 

@@ -12,6 +12,11 @@ Stream::Stream() {
 }
 Stream::~Stream() { cudaStreamDestroy(handle); }
 
+Event::Event() {
+  check(cudaEventCreateWithFlags(&handle, cudaEventDisableTiming), "creating an event");
+}
+Event::~Event() { cudaEventDestroy(handle); }
+
 DeviceBuffer::DeviceBuffer(int64_t bytes, const char* what) {
   const cudaError_t status = cudaMalloc(&data, std::max<int64_t>(bytes, 1));
   if (status == cudaErrorMemoryAllocation) {

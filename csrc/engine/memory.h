@@ -17,6 +17,13 @@ struct Stream {
   cudaStream_t handle = nullptr;
 };
 
+struct Event {
+  Event();
+  ~Event();
+  Event(const Event&) = delete;
+  cudaEvent_t handle = nullptr;
+};
+
 struct DeviceBuffer {
   // Throws Error, with the free memory, if there is no room for `what`.
   DeviceBuffer(int64_t bytes, const char* what);

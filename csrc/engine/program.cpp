@@ -18,6 +18,7 @@ const std::map<std::string, InputType>& input_types() {
   static const std::map<std::string, InputType> types = {
       {"input_ids", {DType::kInt64, kNumTokens, true, true}},
       {"position_ids", {DType::kInt64, kNumTokens, true, true}},
+      {kTokenTypeIds, {DType::kInt64, kNumTokens, true, false}},
       {"cu_seqlens", {DType::kInt32, kBatchPlus1, true, true}},
       {"past_lens", {DType::kInt32, kBatch, true, false}},
       {"logits_indices", {DType::kInt64, kNumLogits, true, false}},
@@ -26,25 +27,35 @@ const std::map<std::string, InputType>& input_types() {
       {kCommitLens, {DType::kInt32, kBatch, true, false}},
       {kMemoryStarts, {DType::kInt32, kBatch, true, false}},
       {kMemoryLens, {DType::kInt32, kBatch, true, false}},
-      {kMemoryRows, {DType::kInt64, kNumTokens, false, true}}};
+      {kMemoryRows, {DType::kInt64, kNumTokens, false, true}},
+      {kLoraIds, {DType::kInt32, kNumTokens, true, false}},
+      {kLoraLogitsIds, {DType::kInt32, kNumLogits, true, false}}};
   return types;
 }
 
 // The step input that an op's port takes. Kernels rely on the checks of step inputs, so no other
-// tensor may be bound; an Embedding may also look up position_ids.
+// tensor may be bound; an Embedding may also look up position_ids and token_type_ids, and a layer
+// of rows of logits takes their adapters.
 std::string step_input(const std::string& port) {
   return port == "key_starts" ? kMemoryStarts : port == "key_lens" ? kMemoryLens : port;
 }
 bool serves(const std::string& port, const std::string& input) {
-  return input == step_input(port) || (port == "input_ids" && input == "position_ids");
+  return input == step_input(port) || (port == kLoraIds && input == kLoraLogitsIds) ||
+         (port == "input_ids" && (input == "position_ids" || input == kTokenTypeIds));
 }
 
 // Whether the port takes a step input.
 bool is_of_step(const Port& port) { return input_types().count(step_input(port.name)) > 0; }
 
-// Whether a draft model may read the input: it has no recurrent states and no encoder.
+// Whether a draft model may read the input: it has no recurrent states, encoder or adapters.
 bool is_of_draft(const std::string& input) {
-  return input != kStateSlots && input != kMemoryStarts && input != kMemoryLens;
+  return input != kStateSlots && input != kMemoryStarts && input != kMemoryLens &&
+         input != kLoraIds && input != kLoraLogitsIds && input != kTokenTypeIds;
+}
+
+// Whether the port takes what Program::add_adapters() declares.
+bool takes_adapters(const std::string& port) {
+  return port == "lora_down" || port == "lora_up" || port == "lora_ranks";
 }
 
 bool is_among(DType dtype, const std::vector<DType>& allowed) {
@@ -85,14 +96,24 @@ Part part_of(const std::string& name) {
   static const std::map<std::string, Part> parts = {
       {"model", Part::kModel}, {"encoder", Part::kEncoder}, {"draft", Part::kDraft}};
   const auto found = parts.find(name);
-  if (found == parts.end())
-    throw Error("there is no part '" + name + "' of a program; expected model, encoder or draft");
-  return found->second;
+  if (found != parts.end()) return found->second;
+  for (int layer = 1; layer < kMaxDraftLayers; ++layer)
+    if (name == "draft_" + std::to_string(layer)) return draft_part(layer);
+  throw Error("there is no part '" + name + "' of a program; expected model, encoder, draft, or " +
+              "draft_1 to draft_" + std::to_string(kMaxDraftLayers - 1));
+}
+
+std::vector<Part> Program::parts() const {
+  std::vector<Part> found;
+  for (size_t i = 0; i < nodes_.size(); ++i)
+    if (!nodes_[i].empty()) found.push_back(static_cast<Part>(i));
+  return found;
 }
 
 Program::Program(DType dtype, Limits limits, int64_t token_bytes, int64_t logit_bytes)
     : dtype_(dtype), limits_(limits), token_bytes_{token_bytes, 0}, logit_bytes_{logit_bytes, 0} {
   limits.check();
+  if (limits.prompt_lookup) limits_.max_proposals = kernels::kMaxProposals;
   if (dtype != DType::kFloat32 && dtype != DType::kFloat16 && dtype != DType::kBFloat16)
     throw Error(std::string("the engine does not compute in ") + name_of(dtype));
   check_arena_bytes(token_bytes, logit_bytes);
@@ -157,15 +178,40 @@ int Program::add_memory(int64_t row_width) {
   return declare({Kind::kMemory, dtype_, shape});
 }
 
+int Program::add_adapters(DType dtype, const Shape& shape) {
+  if (limits_.max_loras == 0 || limits_.max_lora_rank == 0)
+    throw Error("the engine has no slots for adapters");
+  Shape sizes;
+  for (int64_t dim : shape)
+    sizes.push_back(dim == kMaxLoras      ? limits_.max_loras
+                    : dim == kMaxLoraRank ? limits_.max_lora_rank
+                                          : dim);
+  count_of(sizes);
+  const bool fits = shape.size() == 1   ? shape[0] == kMaxLoras && dtype == DType::kInt32
+                    : shape.size() == 3 ? shape[0] == kMaxLoras && shape[2] == kMaxLoraRank
+                    : shape.size() == 4 ? shape[1] == kMaxLoras && shape[2] == kMaxLoraRank
+                                        : false;
+  if (!fits)
+    throw Error("adapters of " + std::to_string(shape.size()) +
+                " dimensions, expected the slots and ranks of lora_down, lora_up or lora_ranks");
+  if (shape.size() > 1 && dtype != dtype_)
+    throw Error(std::string("adapters of ") + name_of(dtype) + ", expected " + name_of(dtype_));
+  return declare({Kind::kAdapters, dtype, shape});
+}
+
 int Program::add_value(DType dtype, const Shape& shape, int64_t offset, bool per_logit,
                        bool of_draft) {
   if (dtype != dtype_ && dtype != DType::kFloat32 && dtype != DType::kInt64 &&
       dtype != DType::kFloat8)
     throw Error(std::string("a value of ") + name_of(dtype) + "; the engine computes in " +
                 name_of(dtype_));
-  if (shape.size() < 2 || shape[0] != (per_logit ? kNumLogits : kNumTokens))
+  const bool pooled = per_logit && !shape.empty() && shape[0] == kBatch;
+  if (shape.size() < 2 || (!pooled && shape[0] != (per_logit ? kNumLogits : kNumTokens)))
     throw Error(std::string("a value's shape does not begin with ") +
-                (per_logit ? "num_logits" : "num_tokens"));
+                (per_logit ? "num_logits or batch" : "num_tokens"));
+  if (pooled && limits_.max_batch > limits_.max_logits)
+    throw Error("pooled rows of max_batch " + std::to_string(limits_.max_batch) +
+                " sequences exceed max_logits " + std::to_string(limits_.max_logits));
   const int64_t bytes = count_of(Shape(shape.begin() + 1, shape.end())) * width(dtype);
   const int64_t room = per_logit ? logit_bytes(of_draft) : token_bytes(of_draft);
   if (offset < 0 || offset % 16 != 0 || offset > room || bytes > room - offset)
@@ -229,7 +275,8 @@ void Program::check_node(const PluginType& type, const Fields& fields, const Nod
     if (number == -1 && !type.inputs[i].optional)
       throw Error("it needs the input '" + type.inputs[i].name + "'");
     if (number != -1) check_input(type, fields, i, number, part);
-    reads_step = reads_step || (number != -1 && is_of_step(type.inputs[i]));
+    reads_step = reads_step ||
+                 (number != -1 && is_of_step(type.inputs[i]) && type.inputs[i].name != kLoraIds);
     picks = picks || type.inputs[i].name == "logits_indices";
   }
   if (picks &&
@@ -268,7 +315,7 @@ void Program::check_arena(const Node& node, Part part) const {
       const Declared& given = tensor(number);
       if (part == Part::kEncoder && given.per_logit) throw Error("an encoder has no logits");
       if (given.kind != Kind::kValue && given.kind != Kind::kColumns) continue;
-      if (given.of_draft != (part == Part::kDraft))
+      if (given.of_draft != is_of_draft_model(part))
         throw Error("tensor " + std::to_string(number) + " is a value of " +
                     (given.of_draft ? "the draft model" : "the model") +
                     ", which the other cannot use");
@@ -287,10 +334,13 @@ void Program::check_input(const PluginType& type, const Fields& fields, size_t i
     if (!(part == Part::kEncoder ? input.of_encoder : input.of_model))
       throw Error(what + " is not an input of " +
                   (part == Part::kEncoder ? "an encoder" : "a model"));
-    if (part == Part::kDraft && !is_of_draft(given.name))
+    if (is_of_draft_model(part) && !is_of_draft(given.name))
       throw Error(what + " is not an input of a draft model");
     return;
   }
+  if (takes_adapters(port.name) != (given.kind == Kind::kAdapters))
+    throw Error(what + (given.kind == Kind::kAdapters ? " is adapters, which it does not take"
+                                                      : " is not adapters"));
   std::vector<DType> allowed = port.dtypes;
   if (allowed.empty()) allowed = {dtype_};
   if (port.number && given.shape.size() < 2) allowed = {DType::kFloat32};
@@ -318,7 +368,8 @@ void Program::check_input(const PluginType& type, const Fields& fields, size_t i
   const bool kept = given.kind == Kind::kCache || given.kind == Kind::kState;
   // A cache may be read after the node that writes it.
   const bool read = !written && port.cached && given.kind == Kind::kCache;
-  if (read && !is_written(number, part))
+  const bool is_models = is_of_draft_model(part) && is_written(number, Part::kModel);
+  if (read && !is_written(number, part) && !is_models)
     throw Error(what + " is a cache that no node has written yet");
   if (read) return;
   if (written != kept)
@@ -361,6 +412,18 @@ void Program::set_logits(int number, int vocab_size) {
   vocab_size_ = vocab_size;
 }
 
+void Program::set_pooled(int number) {
+  const Declared& rows = tensor(number);
+  if (rows.kind != Kind::kValue || rows.shape.size() != 2 || rows.shape[0] == kNumLogits ||
+      rows.of_draft)
+    throw Error("tensor " + std::to_string(number) +
+                " is not a value with batch or num_tokens rows");
+  if (rows.dtype != dtype_) throw Error(std::string("pooled rows are of ") + name_of(rows.dtype));
+  logits_ = number;
+  vocab_size_ = static_cast<int>(rows.shape[1]);
+  pools_ = true;
+}
+
 void Program::set_draft(const DraftTensors& draft) {
   check_logits(draft.logits, draft.vocab_size, true);
   if (draft.hidden != -1 || draft.hidden_out != -1 || draft.features != -1) check_features(draft);
@@ -371,14 +434,27 @@ void Program::set_draft(const DraftTensors& draft) {
       throw Error("tensor " + std::to_string(draft.token_ids) + " is not an int64 weight of the " +
                   std::to_string(draft.vocab_size) + " token ids of the draft model");
   }
-  draft_ = draft;
-  limits_.max_proposals = kernels::kMaxProposals;
+  if ((draft.at_one_position || draft.block != 0) && draft.features == -1)
+    throw Error("a draft model at one position, or of blocks, reads no features");
+  if (draft.block != 0 && (draft.block < 2 || draft.at_one_position || draft.hidden_out != -1))
+    throw Error("a draft model of blocks of " + std::to_string(draft.block) +
+                " tokens is invalid; expected 2 or more, and no hidden_out");
+  if (num_draft_layers() > 0 &&
+      (draft.hidden_out == -1 || draft.at_one_position || draft.block != 0))
+    throw Error("a layer of a draft model is at one position or of blocks, or has no hidden_out");
+  if (num_draft_layers() == kMaxDraftLayers)
+    throw Error("a draft model has more than " + std::to_string(kMaxDraftLayers) + " layers");
+  limits_.draft_block = draft.block;
+  drafts_.push_back(draft);
+  limits_.max_proposals =
+      draft.block == 0 ? kernels::kMaxProposals : std::min(kernels::kMaxProposals, draft.block - 1);
 }
 
 // Checks that the features of a token and what replaces them have the same size.
 void Program::check_features(const DraftTensors& draft) const {
   const Shape shape = tensor(draft.hidden).shape;
   for (int number : {draft.features, draft.hidden, draft.hidden_out}) {
+    if (number == -1 && number == draft.hidden_out && draft.block != 0) continue;
     const Declared& given = tensor(number);
     if (given.kind != Kind::kValue || given.per_logit || given.shape.size() != 2 ||
         given.dtype != dtype_ || given.shape != shape ||
@@ -393,7 +469,7 @@ void Program::check_features(const DraftTensors& draft) const {
 
 void Program::check_logits(int number, int vocab_size, bool of_draft) const {
   const Declared& logits = tensor(number);
-  if (logits.kind != Kind::kValue || !logits.per_logit || logits.shape.size() != 2)
+  if (logits.kind != Kind::kValue || logits.shape.size() != 2 || logits.shape[0] != kNumLogits)
     throw Error("tensor " + std::to_string(number) + " is not a value with num_logits rows");
   if (logits.dtype != dtype_) throw Error(std::string("logits are of ") + name_of(logits.dtype));
   if (vocab_size < 1 || vocab_size > logits.shape[1])
@@ -413,7 +489,14 @@ void Program::finish() {
   if (encodes && limits_.mem_max_seq_len == 0) throw Error("an encoder's mem_max_seq_len is 0");
   if (encodes && !inputs_.count(kMemoryRows)) add_input(kMemoryRows, DType::kInt64);
   if (nodes(Part::kDraft).empty()) return;
-  if (draft_.logits < 0) throw Error("the draft model has no logits");
+  if (limits_.prompt_lookup) throw Error("a draft model and prompt lookup cannot both draft");
+  for (int layer = 0; layer < kMaxDraftLayers; ++layer)
+    if (nodes(draft_part(layer)).empty() != (layer >= num_draft_layers()))
+      throw Error("layer " + std::to_string(layer) +
+                  " of the draft model has no logits or no nodes");
+  if (draft().mask < 0 || draft().mask >= vocab_size_)
+    throw Error("the draft model's mask token " + std::to_string(draft().mask) +
+                " is not below vocab_size " + std::to_string(vocab_size_));
   if (!inputs_.count(kBlockTable)) throw Error("the draft model has no attention with a KV cache");
 }
 
@@ -453,6 +536,8 @@ Tensor Program::resolve(int number, const Step& step) const {
     if (dim == kBatchPlus1) dim = step.batch + 1;
     if (dim == kNumBlocks) dim = limits_.num_blocks + 1;
     if (dim == kNumStates) dim = limits_.num_states + 1;
+    if (dim == kMaxLoras) dim = limits_.max_loras;
+    if (dim == kMaxLoraRank) dim = limits_.max_lora_rank;
   }
   return made;
 }

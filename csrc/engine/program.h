@@ -13,17 +13,26 @@
 namespace llmc {
 
 // Optional inputs of a step: block tables, state indices, tokens after which states are stored, the
-// rows of each prompt in the encoder output, and the rows to which encoder tokens are written.
+// rows of each prompt in the encoder output, the rows to which encoder tokens are written, the
+// slots of the adapters of tokens and of rows of logits, and token types.
 inline constexpr const char *kBlockTable = "block_table", *kStateSlots = "state_slots",
                             *kCommitLens = "commit_lens", *kMemoryStarts = "memory_starts",
-                            *kMemoryLens = "encoder_sequence_length", *kMemoryRows = "memory_rows";
+                            *kMemoryLens = "encoder_sequence_length", *kMemoryRows = "memory_rows",
+                            *kLoraIds = "lora_ids", *kLoraLogitsIds = "lora_logits_ids",
+                            *kTokenTypeIds = "token_type_ids";
 
-// The programs of a rank. A draft model's values have a separate arena.
+// The programs of a rank. A draft model's values have a separate arena. It may have several
+// programs, one for each of its layers, from kDraft on.
 enum class Part { kModel, kEncoder, kDraft };
-// Throws Error for an unknown name: model, encoder or draft.
+constexpr int kMaxDraftLayers = 8;
+constexpr Part draft_part(int layer) {
+  return static_cast<Part>(static_cast<int>(Part::kDraft) + layer);
+}
+constexpr bool is_of_draft_model(Part part) { return part >= Part::kDraft; }
+// Throws Error for an unknown name: model, encoder, draft, or draft_1 and so on.
 Part part_of(const std::string& name);
 
-enum class Kind { kInput, kWeight, kCache, kState, kMemory, kValue, kColumns };
+enum class Kind { kInput, kWeight, kCache, kState, kMemory, kValue, kColumns, kAdapters };
 
 // A tensor; negative dimensions are Sizes. A value is at `offset` bytes per token in the arena, or
 // with per_logit at `offset` bytes per row of logits in another arena; with of_draft, in those of
@@ -54,6 +63,12 @@ struct DraftTensors {
   int hidden = -1, hidden_out = -1;  // values of the draft model: `features` or, for its own
                                      // drafts, the hidden_out of the token before
   int token_ids = -1;  // weight, int64 [vocab_size]: the token id of each column of `logits`
+  bool at_one_position = false;  // all passes have the position of the last accepted token, and
+                                 // read the model's caches; none runs on the tokens of a step
+  // Tokens of a block: the last accepted one, and `mask` tokens whose logits are the drafts, all in
+  // one pass; 0: a pass for each draft. The pass on the tokens of a step only writes caches.
+  int block = 0;
+  int64_t mask = 0;
 };
 
 class Program {
@@ -73,6 +88,10 @@ class Program {
   int add_state(DType dtype, const Shape& shape);
   // Encoder output: [max_batch * mem_max_seq_len, width], mem_max_seq_len rows per prompt.
   int add_memory(int64_t width);
+  // Matrices or ranks of all slots of LoRA adapters, which a layer's inputs lora_down [parts,
+  // slots, rank, in], lora_up [slots, out, rank] and lora_ranks [slots] take; slots and ranks are
+  // Sizes.
+  int add_adapters(DType dtype, const Shape& shape);
   int add_value(DType dtype, const Shape& shape, int64_t offset, bool per_logit,
                 bool of_draft = false);
   // A view of `width` columns of a value from `first` on, for inputs that are declared "columns".
@@ -88,8 +107,10 @@ class Program {
   void add_node(const std::string& op, std::unique_ptr<Plugin> plugin,
                 const std::vector<int>& inputs, const std::vector<int>& outputs,
                 Part part = Part::kModel);
+  // Declares the result: logits, or pooled rows of each sequence or token, of any width.
   void set_logits(int tensor, int vocab_size);
-  // Call after the nodes of the draft model.
+  void set_pooled(int tensor);
+  // Call after the nodes of each layer of the draft model.
   void set_draft(const DraftTensors& tensors);
   // Declares the inputs that every step has. Call last.
   void finish();
@@ -105,8 +126,14 @@ class Program {
   int64_t logit_bytes(bool of_draft = false) const { return logit_bytes_[of_draft]; }
   const std::vector<Declared>& tensors() const { return tensors_; }
   const std::vector<Node>& nodes(Part part) const { return nodes_[static_cast<size_t>(part)]; }
-  const DraftTensors& draft() const { return draft_; }
+  // All parts with nodes.
+  std::vector<Part> parts() const;
+  int num_draft_layers() const { return static_cast<int>(drafts_.size()); }
+  const DraftTensors& draft(int layer = 0) const {
+    return drafts_.empty() ? none_ : drafts_[layer];
+  }
   int logits() const { return logits_; }
+  bool pools() const { return pools_; }
   int vocab_size() const { return vocab_size_; }
 
   const Declared& tensor(int number) const;
@@ -134,9 +161,11 @@ class Program {
   std::array<int64_t, 2> token_bytes_, logit_bytes_;  // the draft model's last
   std::vector<Declared> tensors_;
   std::map<std::string, int> inputs_;
-  std::array<std::vector<Node>, 3> nodes_;  // by Part
+  std::array<std::vector<Node>, 2 + kMaxDraftLayers> nodes_;  // by Part
   int logits_ = -1, vocab_size_ = 0;
-  DraftTensors draft_;
+  bool pools_ = false;                // `logits_` are pooled rows, and vocab_size_ their width
+  std::vector<DraftTensors> drafts_;  // by layer
+  DraftTensors none_;
 };
 
 }  // namespace llmc

@@ -17,6 +17,23 @@ Sampler::Sampler(const Limits& limits, int vocab_size, DeviceMemory& memory, cud
   sampled_ = memory.allocate<int64_t>(slots, "tokens");
   last_ = memory.allocate<int64_t>(slots, "tokens");
   counts_ = memory.allocate<int32_t>(slots, "tokens");
+  if (limits.prompt_lookup) keep_tokens();
+}
+
+void Sampler::keep_tokens() {
+  if (history_.tokens != nullptr) return;
+  const int64_t slots = limits_.max_batch;
+  history_.room = limits_.max_seq_len + 1;
+  history_.lengths = memory_.allocate<int32_t>(slots, "the tokens of sequences");
+  history_.tokens = memory_.allocate<int32_t>(slots * history_.room, "the tokens of sequences");
+}
+
+void Sampler::keep_counts() {
+  keep_tokens();
+  if (history_.counts != nullptr) return;
+  history_.vocab = vocab_size_;
+  history_.counts = memory_.allocate<uint32_t>(int64_t{limits_.max_batch} * vocab_size_,
+                                               "the token counts of penalties");
 }
 
 // Finds a free range for a slot's lists.
@@ -56,14 +73,7 @@ void Sampler::make_room(const Admissions& admit, std::vector<kernels::SlotState>
                                                   : admit.lists.size;
     if (end < begin) throw Error("the lists of admitted sequences are not in their order");
     wanted.lists = static_cast<int32_t>(place_lists(admit.slots[i], end - begin));
-    if (!wanted.keeps_history || history_.counts != nullptr) continue;
-    constexpr const char* kWhat = "the token counts of penalties";
-    const int64_t slots = limits_.max_batch;
-    history_.vocab = vocab_size_;
-    history_.room = limits_.max_seq_len + 1;
-    history_.lengths = memory_.allocate<int32_t>(slots, kWhat);
-    history_.tokens = memory_.allocate<int32_t>(slots * history_.room, kWhat);
-    history_.counts = memory_.allocate<uint32_t>(slots * vocab_size_, kWhat);
+    if (wanted.keeps_history) keep_counts();
   }
 }
 
@@ -76,7 +86,7 @@ void Sampler::admit(const Admissions& admit, const AdmittedArrays& given,
     const bool processes =
         p.keeps_history || p.num_biases || p.num_ends || p.num_forced || p.num_words;
     slots_[admit.slots[i]] = {false, state.temperature > 0, processes, state.logprobs >= 0,
-                              p.keeps_history != 0};
+                              p.keeps_history || state.prompt_lookup};
     const auto place = places_.find(admit.slots[i]);
     if (place == places_.end()) continue;
     check(cudaMemcpyAsync(static_cast<int32_t*>(lists_->data) + p.lists,
@@ -139,7 +149,7 @@ void Sampler::sample(const Tensor& logits, const int32_t* device_slots,
     reported_ = reported_ || known.reports;
   }
   kernels::TokenHistory history = history_;
-  if (!keeps) history.counts = nullptr;
+  if (!keeps) history = {};
   if (drafted == nullptr) {
     choose(logits, device_slots, 0, rows, draws, processes, masks, nullptr);
   } else {

@@ -41,6 +41,8 @@ class Sampler {
   Sampler(const Limits& limits, int vocab_size, DeviceMemory& memory, cudaStream_t stream);
 
   const std::vector<SlotRecord>& slots() const { return slots_; }
+  const kernels::TokenHistory& history() const { return history_; }
+  const kernels::SlotState* states() const { return states_; }
 
   // Makes room for the lists of admitted sequences, and writes their offsets to `states`.
   // Synchronizes if memory in use must move.
@@ -67,6 +69,8 @@ class Sampler {
   void choose(const Tensor& logits, const int32_t* device_slots, int begin, int end, bool draws,
               bool processes, const Masks& masks, const int32_t* drafts_before);
   int64_t place_lists(int32_t slot, int64_t size);
+  void keep_tokens();
+  void keep_counts();
 
   const Limits limits_;
   const int vocab_size_;
@@ -81,7 +85,7 @@ class Sampler {
   // Allocated on first use.
   float* scores_ = nullptr;
   kernels::Logprobs* logprobs_ = nullptr;
-  kernels::TokenHistory history_{};
+  kernels::TokenHistory history_{};  // its tokens at once with prompt lookup
   // Bad words, biases and so on; each slot has its range.
   std::unique_ptr<DeviceBuffer> lists_;
   int64_t lists_room_ = 0;

@@ -94,6 +94,8 @@ void check_admissions(const Admissions& admit, const Limits& limits, int64_t voc
         admit.lengths[i] > limits.max_seq_len + 1)
       throw Error("a sequence of " + text(admit.lengths[i]) + " tokens, " + text(admit.prompts[i]) +
                   " of them in its prompt, exceeds max_seq_len " + text(limits.max_seq_len));
+    if (state.prompt_lookup && !limits.prompt_lookup)
+      throw Error("a sequence looks up drafts, but the engine was loaded without prompt lookup");
     check_processing(state.processing, admit.lists, vocab);
     total += admit.lengths[i];
   }
@@ -195,19 +197,27 @@ void check_scored(const StepInputs& inputs, int64_t num_tokens, int vocab_size) 
     throw Error("a step with logits=all cannot have scored rows");
 }
 
+void check_adapters(const StepInputs& inputs, const Limits& limits, int64_t num_tokens) {
+  if (inputs.lora_ids.size == 0) return;
+  if (limits.max_loras == 0)
+    throw Error("a step has LoRA adapters, which the program does not take");
+  check_size("lora_ids", inputs.lora_ids.size, num_tokens);
+  check_range("lora_ids", inputs.lora_ids, -1, limits.max_loras);
+}
+
 void check_proposals(const StepInputs& inputs, const Limits& limits, int64_t batch) {
   check_range("next_tokens", inputs.next_tokens, -1, int64_t{1} << 31);
   if (inputs.next_tokens.size > 0) check_size("next_tokens", inputs.next_tokens.size, batch);
   if (inputs.unread.size > 0) check_size("unread", inputs.unread.size, batch);
   if (inputs.unread.size > 0 && limits.max_proposals == 0)
-    throw Error("a step has unread drafts of a draft model, which the program lacks");
+    throw Error("a step has unread drafts, but the program has no draft model or prompt lookup");
   if (inputs.propose >= 0 && limits.max_proposals == 0)
-    throw Error("a step runs a draft model, which the program lacks");
+    throw Error("a step proposes drafts, but the program has no draft model or prompt lookup");
   if (inputs.propose < -1 || inputs.propose > limits.max_proposals)
     throw Error("a step proposes " + text(inputs.propose) + " drafts, expected -1 to " +
                 text(limits.max_proposals));
   if (inputs.propose >= 0 && inputs.logits == Logits::kAll)
-    throw Error("a step with logits=all cannot run a draft model");
+    throw Error("a step with logits=all cannot propose drafts");
 }
 
 // Blocks of a sequence for `positions`, and for as many drafts of a draft model as there are.
@@ -219,7 +229,8 @@ void check_blocks(const StepInputs& inputs, int64_t b, int64_t positions, const 
                 text(width) + " blocks of its table");
   const int32_t* table = inputs.block_tables.data + b * width;
   check_range("block_tables", HostArray<int32_t>{table, blocks}, 0, limits.num_blocks);
-  const int64_t all = std::min(width, (positions + std::max(inputs.propose, 0) + size - 1) / size);
+  const int64_t all =
+      std::min(width, (positions + inputs.proposed_positions(limits) + size - 1) / size);
   check_range("block_tables of drafts", HostArray<int32_t>{table + blocks, all - blocks}, -1,
               limits.num_blocks);
 }
@@ -243,6 +254,10 @@ void Limits::check() const {
   check("num_states", num_states, 0);
   check("max_proposals", max_proposals, 0);
   check("max_states", max_states, 0);
+  check("max_loras", max_loras, 0);
+  check("max_lora_rank", max_lora_rank, 0);
+  if (max_lora_rank % 8 != 0)
+    throw Error("max_lora_rank " + text(max_lora_rank) + " is not a multiple of 8");
   if ((block_size & (block_size - 1)) != 0)
     throw Error("block_size " + text(block_size) + " is not a power of two");
 }
@@ -265,6 +280,9 @@ Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size,
                 text(limits.max_logits));
   check_starts(inputs.cu_seqlens, batch, num_tokens);
   check_range("token_ids", inputs.token_ids, -1 - limits.max_proposals, int64_t{1} << 31);
+  if (inputs.token_type_ids.size > 0)
+    check_size("token_type_ids", inputs.token_type_ids.size, num_tokens);
+  check_range("token_type_ids", inputs.token_type_ids, 0, int64_t{1} << 31);
   if (inputs.verifies) check_range("slots", inputs.slots, 0, limits.max_batch);
   else check_distinct("slots", inputs.slots, limits.max_batch);
   check_size("slots", inputs.slots.size, batch);
@@ -287,6 +305,8 @@ Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size,
   std::vector<bool> admitted(limits.max_batch);
   for (int32_t slot : inputs.admit.slots) admitted[slot] = true;
   check_proposals(inputs, limits, batch);
+  check_adapters(inputs, limits, num_tokens);
+  step.adapters = inputs.lora_ids.size > 0;
   for (int64_t b = 0; b < batch; ++b) {
     const int64_t fresh = inputs.fresh(b), past = inputs.past_lens[b];
     if (past < 0 || past + fresh > limits.max_seq_len)

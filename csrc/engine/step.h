@@ -17,7 +17,9 @@ enum Size : int64_t {
   kBatch = -3,
   kBatchPlus1 = -4,
   kNumBlocks = -5,
-  kNumStates = -6
+  kNumStates = -6,
+  kMaxLoras = -7,
+  kMaxLoraRank = -8
 };
 
 struct Limits {
@@ -26,8 +28,13 @@ struct Limits {
   int mem_max_seq_len = 0;  // maximum tokens of an encoder prompt; 0: no encoder
   int num_blocks = 0;       // of the KV cache; 0: not allocated yet
   int num_states = 0;       // recurrent states; 0: no layer has any
-  int max_proposals = 0;    // drafts that a draft model proposes in a step; 0: no draft model
-  int max_states = 0;       // maximum of these; 0: max_batch
+  int max_proposals =
+      0;                // drafts that a draft model or prompt lookup proposes in a step; 0: neither
+  int draft_block = 0;  // positions that a draft model of blocks writes after a sequence's; 0: none
+  int max_states = 0;   // maximum of these; 0: max_batch
+  bool prompt_lookup = false;  // whether drafts are looked up in the histories of slots
+  int max_loras = 0;           // slots of LoRA adapters; 0: the model takes none
+  int max_lora_rank = 0;       // maximum rank of an adapter, a multiple of 8
 
   // Throws Error if a limit is below the minimum.
   void check() const;
@@ -59,11 +66,13 @@ struct Step {
   bool prefix = false;    // decoding sequences share a prefix: see Prefix
   bool verifies = false;  // see StepInputs
   int num_drafted = 0, drafted_tokens = 0;
+  bool adapters = false;  // whether a token has a LoRA adapter
 
   static Step of_decoding(int batch) { return {batch, batch, batch, true, batch, 0, 0}; }
 };
 
-enum class Logits : int32_t { kNone, kSampled, kAll };
+// kPooled: the pooled rows of a program that has no logits.
+enum class Logits : int32_t { kNone, kSampled, kAll, kPooled };
 
 // Sequences that are installed in slots: see kernels::AdmitParams. `tokens` are the prompt and
 // generated tokens of all; `lists` the lists of all; processing.lists of a
@@ -78,7 +87,7 @@ struct Admissions {
 // A step, as in runtime/core/step.py.
 struct StepInputs {
   HostArray<int64_t> token_ids;  // [num_tokens]; -1: the slot's last sampled token; -2 - i: draft i
-                                 // of the draft model after it
+                                 // of the draft model, or of prompt lookup, after it
   HostArray<int32_t> cu_seqlens, past_lens;  // [batch + 1], [batch]
   HostArray<int32_t> block_tables;           // [batch, width]; -1: no block
   HostArray<int32_t> slots;                  // [batch]
@@ -104,10 +113,17 @@ struct StepInputs {
   HostArray<int32_t> scored_counts;   // [num_scored], number of top tokens reported with each
   HostArray<int64_t> next_tokens;     // [batch], the token after those of each sequence that is not
                                       // sampled, negative if unknown; empty: none is known
-  int propose;  // drafts of the next tokens to propose for each of `sample`; -1: the draft model
-                // does not run
+  // Positions after a sequence's tokens that proposals take, as far as there are blocks.
+  int proposed_positions(const Limits& limits) const {
+    return propose > 0 ? std::max(propose, limits.draft_block) : 0;
+  }
+  int propose;  // drafts of the next tokens to propose for each of `sample`; -1: neither the draft
+                // model nor prompt lookup runs
   HostArray<int32_t> unread;  // [batch], drafts of earlier steps that past_lens counts as accepted;
                               // the device subtracts rejected ones; empty: none
+  HostArray<int32_t> lora_ids;  // [num_tokens], the slot of each token's adapter, or -1; empty: no
+                                // token has one
+  HostArray<int64_t> token_type_ids;  // [num_tokens], or empty: all are 0
   Admissions admit;
 
   int batch() const { return static_cast<int>(past_lens.size); }

@@ -75,9 +75,10 @@ void add_node(FuzzedDataProvider& data, Program& program) {
 
 void declare(FuzzedDataProvider& data, Program& program) {
   static constexpr const char* kInputs[] = {
-      "input_ids", "position_ids", "cu_seqlens",  "past_lens", "logits_indices", kBlockTable,
-      kStateSlots, kCommitLens,    kMemoryStarts, kMemoryLens, kMemoryRows,      "tokens"};
-  switch (data.ConsumeIntegralInRange(0, 9)) {
+      "input_ids", "position_ids", "cu_seqlens",   "past_lens",   "logits_indices",
+      kBlockTable, kStateSlots,    kCommitLens,    kMemoryStarts, kMemoryLens,
+      kMemoryRows, kLoraIds,       kLoraLogitsIds, "tokens"};
+  switch (data.ConsumeIntegralInRange(0, 10)) {
     case 0:
       program.add_input(data.PickValueInArray(kInputs),
                         data.ConsumeBool() ? DType::kInt32 : DType::kInt64);
@@ -96,6 +97,13 @@ void declare(FuzzedDataProvider& data, Program& program) {
       break;
     }
     case 7: program.add_columns(reference(data, program), number(data), number(data)); break;
+    case 8: {
+      Shape slots = shape(data);
+      if (!slots.empty()) slots[slots.size() == 4] = kMaxLoras;
+      if (slots.size() > 2) slots[2] = kMaxLoraRank;
+      program.add_adapters(dtype(data), slots);
+      break;
+    }
     default: add_node(data, program);
   }
 }
@@ -120,7 +128,7 @@ void check_any_step(FuzzedDataProvider& data, const Program& program) {
   limits.num_blocks = data.ConsumeIntegralInRange(1, 16);
   const auto token_ids = array<int64_t>(data);
   const auto scored_targets = array<int64_t>(data), next_tokens = array<int64_t>(data);
-  std::vector<int32_t> arrays[21];
+  std::vector<int32_t> arrays[22];
   for (auto& each : arrays) each = array<int32_t>(data);
   const auto masks = array<uint32_t>(data);
   std::vector<kernels::SlotState> states(data.ConsumeIntegralInRange<size_t>(0, 3));
@@ -150,6 +158,7 @@ void check_any_step(FuzzedDataProvider& data, const Program& program) {
                           host(next_tokens),
                           data.ConsumeIntegralInRange(-2, 17),
                           host(arrays[18]),
+                          host(arrays[21]),
                           {host(arrays[11]), host(states), host(arrays[12]), host(arrays[13]),
                            host(arrays[14]), host(arrays[15])}};
   check_step(inputs, limits, program.vocab_size(), std::vector<SlotRecord>(limits.max_batch));
@@ -175,6 +184,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
       limits = {static_cast<int>(number(data)), static_cast<int>(number(data)),
                 static_cast<int>(number(data)), static_cast<int>(number(data)),
                 static_cast<int>(number(data)), static_cast<int>(number(data))};
+    if (data.ConsumeBool()) limits.max_loras = 3, limits.max_lora_rank = 16;
     Program program(dtype(data), limits, data.ConsumeBool() ? 4096 : number(data), 256);
     if (data.ConsumeBool())
       ignore_error([&] { program.set_draft_arena(number(data), number(data)); });

@@ -49,7 +49,13 @@ import numpy as np
 
 from llmc.plugins import Fields, Op, Sample, Shape
 from llmc.plugins.code_types import CODE_TYPES, E8M0_NUMBERS, LINEAR_CODE_TYPES
-from llmc.plugins.lora import adapter_product, adapter_text, cpu_adapter_text
+from llmc.plugins.lora import (
+    LORA_INPUTS,
+    adapter_product,
+    adapter_text,
+    cpu_adapter_text,
+    takes_adapters,
+)
 from llmc.plugins.roles import Quantized
 
 FLOAT8 = "float8_e4m3fn"
@@ -417,14 +423,15 @@ def rounded(fields: Fields, x: str, own: str = "x") -> tuple[list[str], str]:
             f"{made} = Mul({own}_numbers, {own}_scale)", *behind], f"{own}_whole" if size else made
 
 
-def product(fields: Fields, present: frozenset[str], made: str, x: str = "x") -> str:
+def product(fields: Fields, present: frozenset[str], made: str, x: str = "x",
+            adapted: str = "") -> str:
     """Return ONNX text for `made` = x · weightᵀ, quantized or not, in standard ops.
 
-    It includes the products of adapters.
+    It includes the products of adapters, which multiply `adapted`; empty: x.
     """
-    if "lora_a" in present:
-        return "\n".join([product(fields, present - {"lora_a"}, f"{made}_base", x),
-                          *adapter_text(f"{made}_lora", x),
+    if takes_adapters(present):
+        return "\n".join([product(fields, present - {*LORA_INPUTS}, f"{made}_base", x),
+                          *adapter_text(present, f"{made}_lora", adapted or x),
                           f"{made} = Add({made}_base, {made}_lora)"])
     lines, x = rounded(fields, x)
     matrix = "weight"
@@ -458,6 +465,9 @@ def cpu_product(fields: Fields, present: frozenset[str], made: str, x: str = "x"
     error of quantized activations is in proportion to the multiplied numbers, and codes from 0 on
     are about three times as large as the weight.
     """
+    if "lora_down" in present:
+        lines = [product(fields, present, "product" if added else made, x)]
+        return "\n".join([*lines, *([f"{made} = Add(product, {added})"] if added else [])])
     if "lora_a" in present:
         adapted = f"{made}_adapted"
         return "\n".join([*cpu_adapter_text(adapted, x, added), cpu_product(

@@ -247,6 +247,8 @@ std::vector<nvinfer1::DimsExprs> Shell::output_shapes(const nvinfer1::DimsExprs*
       if (dim.over != 1)
         size =
             builder.operation(DimensionOperation::kFLOOR_DIV, *size, *builder.constant(dim.over));
+      if (dim.less != 0)
+        size = builder.operation(DimensionOperation::kSUB, *size, *builder.constant(dim.less));
       made.d[axis] = size;
     }
     shapes.push_back(made);

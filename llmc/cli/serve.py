@@ -36,12 +36,13 @@ class _ApiKeys(click.types.StringParamType):
 
 
 @click.command("serve")
-@click.argument("case_dir", type=click.Path(path_type=Path))
+@click.argument("case_dir", nargs=-1, required=True, type=click.Path(path_type=Path))
 @device_option
 @click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0: all addresses.")
 @click.option("--port", default=8000, help="Port to listen on; 0: any free port.")
-@click.option("--served_model_name", default=None,
-              help="Model name in requests and responses.  [default: the directory's name]")
+@click.option("--served_model_name", multiple=True,
+              help="Model name in requests and responses; repeat it for each CASE_DIR.  [default: "
+                   "the directory's name]")
 @click.option("--tool_call_parser", default=None,
               help="Format of the model's tool calls: hermes, llama3_json, llama4_pythonic, "
                    "mistral, qwen3_coder, glm45, deepseek_v3, deepseek_v31, deepseek_v32, "
@@ -122,7 +123,7 @@ class _ApiKeys(click.types.StringParamType):
 @click.option("--ssl_cert_reqs", type=click.IntRange(0, 2), default=0,
               help="Client certificates: 0 not requested, 1 optional, 2 required.")
 @loading_options
-def serve_command(case_dir: Path, api_keys: tuple[str, ...], api_key_file: Path | None,
+def serve_command(case_dir: tuple[Path, ...], api_keys: tuple[str, ...], api_key_file: Path | None,
                   max_waiting: int, max_seqs_per_key: int | None, allow_priority: bool,
                   max_request_bytes: int, request_timeout: float, header_timeout: float,
                   write_timeout: float, stall_timeout: float, drain_timeout: int,
@@ -130,7 +131,10 @@ def serve_command(case_dir: Path, api_keys: tuple[str, ...], api_key_file: Path 
                   ssl_cert_reqs: int, allowed_hosts: list[str] | None, allowed_origins: list[str],
                   allowed_methods: list[str], allowed_headers: list[str], allow_credentials: bool,
                   **options: Any) -> None:
-    """Serve the model in CASE_DIR over the OpenAI HTTP API."""
+    """Serve the models in CASE_DIR … over the OpenAI HTTP API.
+
+    A request goes to the model that it names. Options of loading apply to each model.
+    """
     try:
         from llmc.server.access import Access
         from llmc.server.limits import ServerLimits, read_api_keys

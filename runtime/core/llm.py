@@ -201,7 +201,8 @@ class _Loaded:
             _fraction("gpu_memory_utilization", gpu_memory_utilization), attention_backend,
             speculates=speculation.method != "off", draft=speculation.method == "draft",
             max_loras=max_loras if self.manifest.takes_adapters else 0,
-            max_lora_rank=self._adapters.fix_rank())
+            max_lora_rank=self._adapters.fix_rank(),
+            prompt_lookup=speculation.method == "ngram")
         if self.manifest.is_whole:  # a text is in one step
             config = replace(config, max_num_batched_tokens=max(
                 config.max_num_batched_tokens, self.manifest.dims.max_seq_len))
@@ -603,7 +604,7 @@ class LLM(_Loaded):
         rows = {output.owner.request.index: output.row
                 for output in self._outputs(requests, _scheduling(priority, tenant, None))
                 if isinstance(output, Pooled)}
-        return [rows[request.index] for request in requests]
+        return [rows[index] for index in range(len(inputs))]
 
     def logits(self, token_ids: Sequence[int], source: Sequence[int] | None = None) -> np.ndarray:
         """Logits of one sequence.
@@ -802,7 +803,7 @@ class AsyncLLM(_Loaded):
             async for batch in batches:
                 rows.update((output.owner.request.index, output.row) for output in batch
                             if isinstance(output, Pooled))
-        return [rows[request.index] for request in requests]
+        return [rows[index] for index in range(len(inputs))]
 
     async def _outputs(self, requests: list[Request], scheduling: Scheduling) -> \
             AsyncGenerator[list[Output], None]:

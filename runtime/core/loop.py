@@ -471,8 +471,11 @@ class Loop:
         if planner is None or not self.drafts_enabled \
                 or not (self._method != "off" or request.prediction):
             return None
-        if self._method == "draft" and not request.prediction:
-            return planner.sequence(EngineDrafter(ahead=self._engine.limits.drafts_ahead))
+        limits = self._engine.limits
+        by_engine = self._method == "draft" or (self._method == "ngram" and limits.prompt_lookup)
+        if by_engine and not request.prediction:  # which the engine does not know
+            return planner.sequence(EngineDrafter(ahead=limits.drafts_ahead,
+                                                  prompt_lookup=limits.prompt_lookup))
         return planner.sequence(NgramDrafter(
             request.prompt, request.prediction,
             () if source is None or self._method == "off" else source))

@@ -238,12 +238,16 @@ class PoolingProcessor:
                               f"compile with a larger --max_seq_len")
 
     def requests(self, inputs: Sequence[Input]) -> list[Request]:
-        """Return a request for each input."""
+        """Return a request for each input, whose `index` it has, the shortest first.
+
+        Texts of a step are then of similar length.
+        """
         reads_types = any(tensor.name == "token_type_ids"
                           for tensor in self._manifest.chips[0].inputs)
         return [Request(index, own.token_ids, own.token_ids, _PARAMS, 1, {},
                         token_type_ids=own.token_type_ids if reads_types else ())
-                for index, own in enumerate(inputs)]
+                for index, own in sorted(enumerate(inputs),
+                                         key=lambda item: len(item[1].token_ids))]
 
 
 _METHODS = {"embed": "embed", "classify": "classify", "token_classify": "classify"}

@@ -208,7 +208,8 @@ class RunningCompletion:
 
     def state(self, tokens: Sequence[int]) -> SamplingState:
         """Sampling state for admission, after these generated tokens."""
-        return SamplingState(self.sampler, tuple(tokens))
+        return SamplingState(self.sampler, tuple(tokens), prompt_lookup=self.drafts is not None
+                             and self.drafts.prompt_lookup)
 
     def take(self, token: int, logprobs: Logprobs | None, read: bool = False,
              following: int = 0) -> Token:

@@ -46,6 +46,7 @@ from llmc.runtime.core.step import (
 from llmc.runtime.core.step_times import StepTimes
 from llmc.runtime.sampling.beam_search import Candidates
 from llmc.runtime.sampling.sampler import Logprobs
+from llmc.runtime.speculation.engine_drafts import MATCH
 from llmc.runtime.speculation.planner import DraftPlanner, SequenceDrafts
 
 MOST_PRIORITY = 100  # priorities range from -100 to 100
@@ -205,9 +206,8 @@ class ScheduledStep:
                     sequence.uncommitted = len(output.tokens) - 1
                 else:
                     sequence.computed -= rejected
-                if sequence.drafts.engine is not None and sampled.drafts is not None:
-                    drafts = sampled.drafts[own[0]]
-                    sequence.drafts.engine.propose(drafts[drafts >= 0].tolist())
+                if sequence.drafts.engine is not None:
+                    sequence.drafts.proposed(*_proposed(sampled, own[0]))
             yield sequence, output
 
 
@@ -991,24 +991,34 @@ class Scheduler:
         if sequence.drafts is None:
             return
         sequence.drafts.start()
-        if sequence.drafts.engine is not None and propose is not None:
-            sequence.drafts.engine.expect(propose)
+        if sequence.drafts.engine is not None:
+            sequence.drafts.engine.expect(propose or 0)
 
     def _proposals(self, step_rows: abc.Sequence[_StepRow]) -> dict[str, object]:
-        """Fields of a step for the engine's draft model.
+        """Fields of a step for the engine's draft model or prompt lookup.
 
-        It runs in every step, so that its caches have all positions.
+        A draft model runs in every step of the sequences that it drafts for, so that its caches
+        have all positions.
         """
-        if not self.limits.proposes:
+        if not self.limits.proposes or self.drafts is None:
             return {}
-        drafting = [row.sequence for row in step_rows if row.samples
-                    and row.sequence.drafts is not None and row.sequence.drafts.engine]
-        room = max((own.limit - len(own.tokens) - own.ahead - 2 for own in drafting), default=0)
-        count = 0 if self.drafts is None else self.drafts.num_proposals(
-            [own.drafts for own in drafting if own.drafts is not None], len(drafting))
-        count = max(min(count, room), 0)
+        own_drafts = [row.sequence.drafts for row in step_rows
+                      if row.sequence.drafts is not None and row.sequence.drafts.engine]
+        wanted = self.drafts.num_proposals(own_drafts)
+        room = max((row.sequence.limit - len(row.sequence.tokens) - row.sequence.ahead - 2
+                    for row in step_rows if row.samples and row.sequence.drafts is not None
+                    and row.sequence.drafts.engine), default=0)
+        count = max(min(wanted or 0, room), 0)
+        if self.limits.prompt_lookup:
+            return {"propose": count} if count else {}
+        if wanted is None:
+            for own in own_drafts:
+                assert own.engine is not None
+                own.engine.lost = True
+            return {}
         if self.limits.proposals_take_blocks:
-            self._make_room_for_proposals(step_rows, count)
+            self._make_room_for_proposals(
+                step_rows, max(count, self.limits.proposed_positions) if count else 0)
         following = [() if row.samples else row.sequence.between(
             row.past + len(row.tokens), row.past + len(row.tokens) + 1) for row in step_rows]
         return {"next_tokens": np.array([token for own in following for token in own or (-1,)],
@@ -1153,6 +1163,15 @@ def _embeds(step_rows: abc.Sequence[_StepRow]) -> dict[str, np.ndarray]:
             count += number
         ids.append(own)
     return {"embeds": np.concatenate(rows), "embed_ids": np.concatenate(ids)} if count else {}
+
+
+def _proposed(sampled: StepOutput, index: int) -> tuple[list[int], int]:
+    """Drafts of one of `Step.sample`, and the number of tokens that agree with their source."""
+    if sampled.drafts is None:
+        return [], MATCH
+    drafts = sampled.drafts[index]
+    return drafts[drafts >= 0].tolist(), \
+        MATCH if sampled.matches is None else int(sampled.matches[index])
 
 
 def _scored(step_rows: abc.Sequence[_StepRow]) -> \

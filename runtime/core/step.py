@@ -24,7 +24,7 @@ LAST = -1  # placeholder of a token id: the token that the slot sampled last
 
 
 def proposal(index: int) -> int:
-    """Placeholder of a token id: a draft that the draft model proposed in the slot's last step."""
+    """Placeholder of a token id: a draft that the engine proposed in the slot's last step."""
     return -2 - index
 
 
@@ -42,10 +42,13 @@ class SamplingState:
     Args:
         sampler: samples the sequence's tokens. None: the step returns candidates or logits instead.
         tokens: tokens generated before a preemption.
+        prompt_lookup: whether the engine drafts what followed the latest tokens earlier in the
+            sampler's prompt or the generated tokens; see `EngineLimits.prompt_lookup`.
     """
 
     sampler: Sampler | None
     tokens: tuple[int, ...] = ()
+    prompt_lookup: bool = False
 
 
 @dataclass(frozen=True)
@@ -128,8 +131,8 @@ class Step:
         next_tokens: int64 [batch], the token after the tokens of each sequence, if it is known and
             the sequence is not in `sample`; else -1. Empty: none is known.
         propose: number of drafts of the next tokens to return for each of `sample`, by the engine's
-            draft model. None: the draft model does not run, and its caches lack these positions.
-            See `EngineLimits.proposals_take_blocks`.
+            draft model or by prompt lookup. None: neither runs, and the caches of a draft model
+            lack these positions. See `EngineLimits.proposals_take_blocks`.
         unread: int32 [batch], number of drafts in steps of each sequence that are in flight.
             `past_lens` counts them as accepted; the engine subtracts the rejected ones. Only of
             sequences in `sample`. Empty: none. See `EngineLimits.drafts_ahead`.
@@ -285,6 +288,8 @@ class StepOutput:
         drafts: int64 [num_sampled, propose], if the step asks for them; -1 after the last of each.
         pooled: of each of `Step.sample`, float32 [width] or [num_tokens, width], if the step asks
             for them.
+        matches: int32 [num_sampled], tokens that agree with the source of `drafts`, of prompt
+            lookup. None: the drafts have no source.
     """
 
     tokens: np.ndarray
@@ -295,6 +300,7 @@ class StepOutput:
     counts: np.ndarray | None = None
     drafts: np.ndarray | None = None
     pooled: Sequence[np.ndarray] = ()
+    matches: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -310,9 +316,12 @@ class EngineLimits:
         max_scored: scored tokens of a step, at least 1.
         max_drafts: drafts of a sequence in a step; 0: the engine verifies none.
         max_draft_tokens: drafts of all sequences in a step.
-        proposes: a draft model is loaded, which proposes drafts.
+        proposes: the engine proposes drafts, by a loaded draft model or by prompt lookup.
+        prompt_lookup: it does by prompt lookup, for sequences whose `SamplingState` asks for it.
         proposals_take_blocks: the draft model writes the keys and values of its proposals to the
             blocks after a sequence's tokens. Without blocks, later proposals are arbitrary.
+        proposed_positions: fewest positions that proposals take, of a draft model that computes all
+            of them in one block.
         lookahead: tokens after a block that determine its contents, as layers of a draft model read
             the next token.
         drafts_ahead: steps may verify drafts of a step in flight, as `proposal`s.
@@ -335,7 +344,9 @@ class EngineLimits:
     max_drafts: int = 0
     max_draft_tokens: int = MAX_LOGITS
     proposes: bool = False
+    prompt_lookup: bool = False
     proposals_take_blocks: bool = False
+    proposed_positions: int = 0
     drafts_ahead: bool = False
     lookahead: int = 0
     longest_first: bool = False

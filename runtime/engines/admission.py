@@ -18,7 +18,7 @@ from llmc.runtime.sampling.slot_params import SLOT_PARAMS
 SLOT_STATE = np.dtype([
     ("seed", np.uint64), ("drawn", np.int64), ("temperature", np.float32), ("top_p", np.float32),
     ("min_p", np.float32), ("typical_p", np.float32), ("top_k", np.int32), ("logprobs", np.int32),
-    ("processing", SLOT_PARAMS)], align=True)
+    ("processing", SLOT_PARAMS), ("prompt_lookup", np.int32)], align=True)
 
 _NO_PROCESSING = np.zeros((), SLOT_PARAMS)
 _NO_PROCESSING["repetition"] = 1
@@ -33,8 +33,8 @@ class Admissions:
     Args:
         slots: int32 [n].
         states: SLOT_STATE [n]; `lists` in their `processing` is the offset of their lists.
-        prompts, lengths: int32 [n], prompt tokens and all tokens of sequences whose processing
-            needs their history, 0 of others.
+        prompts, lengths: int32 [n], prompt tokens and all tokens of sequences whose processing or
+            prompt lookup needs their history, 0 of others.
         tokens: int32, the histories of these sequences, concatenated.
         lists: int32, the lists of all sequences, concatenated.
     """
@@ -60,10 +60,12 @@ class Admissions:
             processing = sampler.processing
             states[i] = slot_state(sampler, len(state.tokens))
             states[i]["processing"]["lists"] = offset
+            states[i]["prompt_lookup"] = state.prompt_lookup
             lists.append(_NO_TOKENS if processing is None else processing.lists)
             offset += len(lists[-1])
             histories.append(_NO_TOKENS)
-            if processing is not None and processing.record["keeps_history"]:
+            if state.prompt_lookup or (
+                    processing is not None and processing.record["keeps_history"]):
                 prompts[i] = len(sampler.prompt)
                 histories[i] = np.concatenate([sampler.prompt, state.tokens]) \
                     .astype(np.int32)
@@ -83,7 +85,8 @@ def slot_state(sampler: Sampler, drawn: int) -> np.ndarray:
     return np.array((sampler.seed, drawn, params.temperature, params.top_p, params.min_p,
                      params.typical_p, min(params.top_k, 2**31 - 1),
                      -1 if params.logprobs is None else params.logprobs,
-                     _NO_PROCESSING if processing is None else processing.record), SLOT_STATE)
+                     _NO_PROCESSING if processing is None else processing.record, False),
+                    SLOT_STATE)
 
 
 NO_ADMISSIONS = Admissions(_NO_TOKENS, np.empty(0, SLOT_STATE), _NO_TOKENS, _NO_TOKENS, _NO_TOKENS,

@@ -18,22 +18,32 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from llmc import __version__
+from llmc.artifacts.adapter import Matrices
 from llmc.artifacts.draft_tokens import read_draft_token_ids
 from llmc.artifacts.manifest import DRAFT_TOKEN_IDS, Chip, DraftInfo, Manifest
-from llmc.artifacts.program import Part, Program, ProgramTensor, read_chip_programs
+from llmc.artifacts.program import (
+    Part,
+    Program,
+    ProgramTensor,
+    is_of_draft,
+    read_chip_programs,
+)
 from llmc.artifacts.weight_file import WEIGHTS_NAME, StoredWeight
 from llmc.errors import LlmcError
 from llmc.installation import CUDA_INSTALL_COMMAND
+from llmc.plugins.lora import RANK_MULTIPLE
 from llmc.runtime.core.step import EngineLimits, Step, StepOutput
 from llmc.runtime.engines import BLOCK_SIZE, MAX_LOGITS, MAX_SCORED
 from llmc.runtime.engines.admission import Admissions
+from llmc.runtime.engines.draft_step import lookahead
 from llmc.runtime.engines.state_slots import StateSlots
 from llmc.runtime.engines.tuning import read_choices, tuning_file, write_choices
 from llmc.runtime.sampling.beam_search import Candidates
-from llmc.runtime.sampling.sampler import Logprobs
+from llmc.runtime.sampling.sampler import NONE_ALLOWED, Logprobs
 from llmc.runtime.sampling.slot_params import LOGPROBS
 
-SIZES: dict[int | str, int] = {"num_tokens": -1, "num_logits": -2, "batch": -3, "batch_plus_1": -4}
+SIZES: dict[int | str, int] = {"num_tokens": -1, "num_logits": -2, "batch": -3, "batch_plus_1": -4,
+                               "max_loras": -7, "max_lora_rank": -8}
 AHEAD = 2  # in-flight steps: one runs, the next is queued on the device
 _ALIGNED = 128  # max_tokens is rounded up to a multiple, which aligns every value of the arena
 _MAX_DRAFTS = 15  # of a sequence in a step
@@ -111,18 +121,24 @@ class CudaEngine:
         attention_backend: one of the extension's attention_backends(); None: fastest.
         speculates: whether to verify drafts.
         draft: whether to load the draft model.
+        prompt_lookup: whether to draft by prompt lookup. A model with recurrent layers or an
+            encoder does not.
+        max_loras: slots of LoRA adapters; 0: the engine takes none.
+        max_lora_rank: highest rank of an adapter.
 
     Raises:
         LlmcError: the extension is missing, memory is insufficient, or an argument is out of range.
     """
 
     verifies: ClassVar[bool] = True  # whether it verifies drafts
+    looks_up: ClassVar[bool] = True  # whether it can draft by prompt lookup
 
     def __init__(self, manifest: Manifest, chip: Chip, case_dir: Path, device: int, *,
                  max_batch_size: int, max_tokens: int, block_size: int = BLOCK_SIZE,
                  kv_cache_tokens: int | None = None, gpu_memory_utilization: float = 0.9,
                  attention_backend: str | None = None, speculates: bool = False,
-                 draft: bool = False) -> None:
+                 draft: bool = False, prompt_lookup: bool = False, max_loras: int = 0,
+                 max_lora_rank: int = 0) -> None:
         check_memory_options(block_size, kv_cache_tokens, gpu_memory_utilization)
         check_attention_backend(attention_backend, manifest)
         self._backend = attention_backend or "fastest"
@@ -138,7 +154,10 @@ class CudaEngine:
         self._loads_draft = draft
         times = 2 if chip.states else 1  # the next step computes accepted drafts again
         self._max_drafts = 0 if not (speculates and self.verifies and chip.verifies_drafts) else \
-            min(_MAX_DRAFTS, (max_tokens - max_batch_size) // times)
+            min(_MAX_DRAFTS, (max_tokens - max_batch_size) // times,
+                (manifest.draft.max_drafts if draft and manifest.draft else None) or _MAX_DRAFTS)
+        prompt_lookup = bool(prompt_lookup and self.looks_up and self._max_drafts
+                             and not chip.states and manifest.encoder is None)
         # Rows of decode steps: a sequence has one, and one more for each draft.
         max_rows = self._max_rows = max_batch_size + min(
             max_tokens - max_batch_size,
@@ -150,20 +169,29 @@ class CudaEngine:
             max_logits=max_logits, max_scored=max(max_logits - max_rows, 1), ahead=AHEAD,
             max_drafts=self._max_drafts,
             max_draft_tokens=(max_rows - max_batch_size) // times,
-            proposes=draft, proposals_take_blocks=draft, drafts_ahead=draft and not chip.states,
-            lookahead=int(draft and bool(chip.features)),
+            proposes=draft or prompt_lookup, prompt_lookup=prompt_lookup,
+            proposals_take_blocks=draft and bool(chip.draft_caches),
+            proposed_positions=1 + (manifest.draft.max_drafts or -1)
+            if draft and manifest.draft else 0,
+            drafts_ahead=prompt_lookup or (draft and not chip.states),
+            lookahead=lookahead(manifest.draft if draft else None, chip),
             longest_first=True,  # balances multiprocessors
-            keeps_states=bool(chip.states))
+            keeps_states=bool(chip.states), whole=manifest.is_whole, max_loras=max_loras,
+            max_lora_rank=max_lora_rank)
+        self._rank = chip.rank
         self._states: StateSlots | None = None  # created by `allocate`
         self._num_logprobs: dict[int, int | None] = {}  # number of log-probabilities, by slot
         # By ticket: numbers of log-probabilities of sampled slots and of scored rows, and whether
-        # the draft model runs.
+        # the step proposes drafts.
         self._in_flight: dict[int, tuple[list[int | None], list[int], bool]] = {}
+        self._pooling = manifest.pooling
+        self._pooled: dict[int, Step] = {}  # steps in flight that return pooled rows, by ticket
         limits = dict(dtype=manifest.dtype, max_batch=max_rows, max_states=max_batch_size,
                       max_tokens=-(-max_tokens // _ALIGNED) * _ALIGNED,
                       max_logits=-(-self._limits.max_logits // 8) * 8,
                       max_seq_len=manifest.dims.max_seq_len, block_size=block_size,
-                      mem_max_seq_len=self._mem_max_seq_len)
+                      mem_max_seq_len=self._mem_max_seq_len, prompt_lookup=prompt_lookup,
+                      **lora_limits(chip, self._limits))
         try:
             self._engine = self._load(cuda, manifest, chip, case_dir, limits)
         except self._errors as error:
@@ -177,6 +205,7 @@ class CudaEngine:
         self._program = parts["model"]
         declared = declare_arenas(cuda, parts, limits)
         weights = build_program(declared, parts, manifest)
+        self._lora_layers = adapter_layers(self._program)
         if "draft" in parts and manifest.draft and manifest.draft.reduced:
             read_draft_token_ids(case_dir / chip.path / WEIGHTS_NAME, manifest.draft.vocab_size,
                                  manifest.dims.vocab_size)  # checks them
@@ -254,7 +283,8 @@ class CudaEngine:
         most = min(self._limits.max_slots, sizes[0])  # larger steps have drafts
         decode_sizes = [size for size in sizes if size < most] + \
             [min(size for size in sizes if size >= most)]
-        steps += [([1] * size, True, False) for size in sorted(decode_sizes, reverse=True)]
+        if self._pooling is None:
+            steps += [([1] * size, True, False) for size in sorted(decode_sizes, reverse=True)]
         if self._max_drafts:
             steps += [([1] * size, True, True) for size in sizes if size > 1]
         console = Console(stderr=True)
@@ -271,16 +301,23 @@ class CudaEngine:
         """See `Engine`.
 
         With logits of all tokens, nothing is sampled or drafted. A slot without an admitted
-        sequence samples greedily.
+        sequence samples greedily. A step that returns pooled rows neither samples nor admits.
         """
+        if self._pooling is not None:
+            step = replace(step, admit={}, logits="pooled")
         if step.logits == "all":
             step = replace(step, sample=_NONE, propose=None)
         with self._translate_errors():
             if step.encode:
                 self._encode(step.encode)
+            for slot, adapter in step.load_adapters.items():
+                self._engine.load_adapter(
+                    slot, *adapter_arrays(adapter.matrices[self._rank], self._lora_layers))
             ticket: int = self._engine.submit(
                 *step_arrays(step, self._mem_max_seq_len, self._states,
                              self._max_rows if self._max_drafts else 0))
+        if step.logits == "pooled":
+            self._pooled[ticket] = step
         for slot, state in step.admit.items():
             self._num_logprobs[slot] = state.sampler.params.logprobs if state.sampler else None
         self._in_flight[ticket] = ([self._num_logprobs.get(slot) for slot in
@@ -291,9 +328,12 @@ class CudaEngine:
     def collect(self, ticket: int) -> StepOutput:
         """See `Engine`."""
         with self._translate_errors():
-            tokens, records, candidates, log_probs, logits, scored, lengths, drafts = \
+            tokens, records, candidates, log_probs, logits, scored, lengths, drafts, matches = \
                 self._engine.collect(ticket)
         num_logprobs, counts, proposes = self._in_flight.pop(ticket)
+        step = self._pooled.pop(ticket, None)
+        if step is not None:
+            return self._pooled_output(step, logits)
         if proposes and drafts is None:
             drafts = np.empty((len(num_logprobs), 0), np.int64)
         if lengths is not None:
@@ -308,7 +348,21 @@ class CudaEngine:
                        () if scored is None else [
                            replace(logprobs_of(record, count), rank=int(record["rank"]))
                            for record, count in zip(scored.view(LOGPROBS), counts, strict=True)],
-                       lengths, drafts)
+                       counts=lengths, drafts=drafts, matches=matches)
+
+    def _pooled_output(self, step: Step, rows: np.ndarray | None) -> StepOutput:
+        """The results of a step that returns pooled rows.
+
+        Args:
+            rows: of each sequence of the step, or of each token of a token classifier; None if the
+                step samples no sequence.
+        """
+        pooled: list[np.ndarray] = []
+        if rows is not None and self._pooling is not None:
+            each = np.split(rows, step.cu_seqlens[1:-1]) if self._pooling.per_token else rows
+            pooled = [each[index] for index in step.sample.tolist()]
+        count = len(step.sample)
+        return StepOutput(np.full(count, NONE_ALLOWED), [None] * count, pooled=pooled)
 
     def _encode(self, prompts: Mapping[int, Sequence[int]]) -> None:
         """Run the encoder, in batches limited by max_batch_size and max_tokens."""
@@ -333,8 +387,8 @@ class CudaEngine:
         The host waits after every node.
 
         Returns:
-            float32 [num_tokens or num_logits, width] outputs of every node, in order, by tensor
-            name, including the logits of all tokens. FP8 codes are omitted, since only the
+            float32 [num_tokens, num_logits or batch, width] outputs of every node, in order, by
+            tensor name, including the logits of all tokens. FP8 codes are omitted, since only the
             kernels know their layout.
         """
         numbers = [number for node in self._program.nodes for number in node.outputs
@@ -345,8 +399,8 @@ class CudaEngine:
             self._execute(step)
             for number in numbers:
                 tensor = self._program.tensors[number]
-                value = np.empty([step.num_tokens if isinstance(dim, str) else dim
-                                  for dim in tensor.shape], np.float32)
+                rows = step.batch_size if tensor.shape[0] == "batch" else step.num_tokens
+                value = np.empty((rows, tensor.width), np.float32)
                 self._engine.read_watched(number, value)
                 values[tensor.name] = value
         finally:
@@ -354,8 +408,10 @@ class CudaEngine:
         return values
 
     def _execute(self, step: Step) -> np.ndarray:
-        """Execute a step without sampling and return the logits of all tokens."""
+        """Execute a step without sampling; return the logits of all tokens, or the pooled rows."""
         output = self.collect(self.submit(replace(step, candidates=0, logits="all")))
+        if self._pooling is not None:
+            return np.vstack(output.pooled)
         assert output.logits is not None
         return output.logits
 
@@ -458,10 +514,11 @@ def step_arrays(step: Step, mem_max_seq_len: int = 0, states: StateSlots | None 
     admit = Admissions.of(step.admit)
     return (step.token_ids, step.cu_seqlens, step.past_lens, step.block_tables, step.slots,
             step.num_decode, verifies, step.sample, num_drafts, step.copies, step.candidates,
-            ("none", "sampled", "all").index(step.logits), starts, lens, mask_rows, masks,
+            ("none", "sampled", "all", "pooled").index(step.logits), starts, lens, mask_rows, masks,
             state_slots, commit_lens, state_copies, step.scored.rows.astype(np.int32),
             step.scored.targets, step.scored.counts, step.next_tokens,
-            -1 if step.propose is None else step.propose, step.unread, *admit.arrays())
+            -1 if step.propose is None else step.propose, step.unread,
+            step.lora_ids if len(step.adapters) else _NONE, step.token_type_ids, *admit.arrays())
 
 
 def as_rows(step: Step) -> Step:
@@ -475,7 +532,32 @@ def as_rows(step: Step) -> Step:
         num_uncommitted=_NONE,
         memory=step.memory and step.memory.take(sequences),
         next_tokens=step.next_tokens[sequences] if len(step.next_tokens) else step.next_tokens,
-        unread=step.unread[sequences] if len(step.unread) else step.unread)
+        unread=step.unread[sequences] if len(step.unread) else step.unread,
+        adapters=step.adapters[sequences] if len(step.adapters) else step.adapters)
+
+
+def lora_limits(chip: Chip, limits: EngineLimits) -> dict[str, int]:
+    """The extension's limits of adapters; a chip that takes them has at least one slot."""
+    if not chip.lora:
+        return {}
+    rank = -(-max(limits.max_lora_rank, 1) // RANK_MULTIPLE) * RANK_MULTIPLE
+    return {"max_loras": max(limits.max_loras, 1), "max_lora_rank": rank}
+
+
+def adapter_layers(program: Program) -> list[str]:
+    """Names of the layers that take adapters, in the extension's order."""
+    used = {number for node in program.nodes for number in node.inputs if number >= 0}
+    tensors = [program.tensors[number] for number in sorted(used)]
+    return [tensor.name.removesuffix(".lora_down") for tensor in tensors
+            if tensor.kind == "adapters" and len(tensor.shape) == 4]
+
+
+def adapter_arrays(matrices: Matrices, layers: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """The extension's arguments for an adapter: its rank in each layer, and its bytes."""
+    ranks = [matrices[layer][1].shape[1] if layer in matrices else 0 for layer in layers]
+    parts = [matrix.reshape(-1).view(np.uint8) for layer in layers
+             for matrix in matrices.get(layer, ())]
+    return np.array(ranks, np.int32), np.concatenate(parts) if parts else np.empty(0, np.uint8)
 
 
 def mask_arrays(step: Step) -> tuple[np.ndarray, np.ndarray]:
@@ -538,11 +620,13 @@ def declare_arenas(cuda: ModuleType, programs: Mapping[Part, Program],
         programs: by part. The model and its encoder share an arena.
         limits: keyword arguments of the extension's `Program`.
     """
-    shared = [program for part, program in programs.items() if part != "draft"]
+    shared = [program for part, program in programs.items() if not is_of_draft(part)]
+    drafts = [program for part, program in programs.items() if is_of_draft(part)]
     declared = cuda.Program(**limits, token_bytes=max(own.token_bytes for own in shared),
                             logit_bytes=programs["model"].logit_bytes)
-    if "draft" in programs:
-        declared.set_draft_arena(programs["draft"].token_bytes, programs["draft"].logit_bytes)
+    if drafts:
+        declared.set_draft_arena(max(own.token_bytes for own in drafts),
+                                 max(own.logit_bytes for own in drafts))
     return declared
 
 
@@ -569,40 +653,45 @@ def build_program(declared: Any, programs: Mapping[Part, Program],
     model = programs["model"]
     for part, program in programs.items():
         try:
-            numbers = _declare_all(declared, program, shared, weights, of_draft=part == "draft")
+            numbers = _declare_all(declared, program, shared, weights, of_draft=is_of_draft(part))
             if program is model and any(index != number for number, index in numbers.items()):
                 raise LlmcError("the schedule has one name for several tensors; compile the "
                                 "model again")
             for node in program.nodes:
                 declared.add_node(node.op, node.fields, [numbers[n] for n in node.inputs],
                                  [numbers[n] for n in node.outputs], part)
-            if part == "draft" and manifest.draft is not None:
+            if is_of_draft(part) and manifest.draft is not None:
                 _set_draft(declared, manifest.draft, program, model, numbers, weights)
         except (TypeError, LookupError) as error:
             raise LlmcError(f"the schedule has an invalid size or attribute ({error}); compile "
                             f"the model again") from error
-    declared.set_logits(model.logits, manifest.dims.vocab_size)
+    if manifest.pooling is None:
+        declared.set_logits(model.logits, manifest.dims.vocab_size)
+    else:
+        declared.set_pooled(model.logits)
     return weights
 
 
 def _set_draft(declared: Any, info: DraftInfo, program: Program, model: Program,
                numbers: Mapping[int, int], weights: dict[str, int]) -> None:
-    """Declare what the engine reads and writes of a draft model.
+    """Declare what the engine reads and writes of a draft model, or of a layer of one.
 
     Args:
         info: of the draft model.
-        program: the draft model's.
+        program: the draft model's, or the layer's.
         model: the model's program.
         numbers: declared indices by the draft model's.
         weights: indices of weights by name; extended.
     """
-    token_ids = -1
-    if info.reduced:
-        token_ids = weights[DRAFT_TOKEN_IDS] = declared.add_weight("int64", [info.vocab_size])
+    if info.reduced and DRAFT_TOKEN_IDS not in weights:
+        weights[DRAFT_TOKEN_IDS] = declared.add_weight("int64", [info.vocab_size])
     declared.set_draft(
         logits=numbers[program.logits], vocab_size=info.vocab_size, features=model.features
         if program.hidden >= 0 else -1, hidden=numbers[program.hidden],
-        hidden_out=numbers[program.hidden_out], token_ids=token_ids)
+        hidden_out=numbers.get(program.hidden_out, -1), token_ids=weights.get(DRAFT_TOKEN_IDS, -1),
+        at_one_position=info.chain == "position",
+        block=1 + (info.max_drafts or 0) if info.chain == "block" else 0,
+        mask=info.mask_token_id or 0)
 
 
 def _declare_all(declared: Any, program: Program, shared: dict[str, int],
@@ -644,6 +733,8 @@ def _declare(declared: Any, tensor: ProgramTensor) -> int:
         number = declared.add_weight(tensor.dtype, list(tensor.shape))
     elif tensor.kind == "memory":
         number = declared.add_memory(tensor.shape[1])
+    elif tensor.kind == "adapters":
+        number = declared.add_adapters(tensor.dtype, [SIZES.get(dim, dim) for dim in tensor.shape])
     elif tensor.kind == "state":
         number = declared.add_state(tensor.dtype, list(tensor.shape[1:]))
     else:

@@ -14,7 +14,14 @@ from itertools import accumulate
 
 import numpy as np
 
+from llmc.artifacts.manifest import Chip, DraftInfo
 from llmc.runtime.core.step import Step, StepOutput
+
+
+def lookahead(info: DraftInfo | None, chip: Chip) -> int:
+    """Tokens after a block that determine the part of a loaded draft model in it."""
+    follows = info is not None and info.chain in ("tokens", "layers") and chip.features
+    return len(chip.drafts) if follows else 0
 
 
 @dataclass(frozen=True)

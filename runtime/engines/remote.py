@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from queue import SimpleQueue
@@ -80,8 +81,11 @@ class RemoteEngine:
         return self._pipe
 
     def submit(self, step: Step) -> int:
-        """Send a step. See `Engine`."""
-        self._send("submit", step)
+        """Send a step, with this rank's matrices of adapters. See `Engine`."""
+        adapters = {slot: replace(adapter, matrices=[
+            own if rank == self._rank else {} for rank, own in enumerate(adapter.matrices)])
+            for slot, adapter in step.load_adapters.items()}
+        self._send("submit", replace(step, load_adapters=adapters))
         self._tickets += 1
         return self._tickets - 1
 

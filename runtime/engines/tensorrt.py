@@ -74,18 +74,20 @@ class TensorRTEngine(CudaEngine):
         check_version(manifest.target, cuda.tensorrt.load(tensorrt_library(major)))
         width = 4 if manifest.dtype == "float32" else 2
         encoded = chip.encoder.outputs if chip.encoder else ()
+        result = next(tensor for tensor in chip.outputs if tensor.name == chip.result)
+        of_tokens = [*encoded, *([result] if result.shape[0] == "num_tokens" else ())]
         program = cuda.Program(**limits,
-                               token_bytes=sum(_columns(tensor) for tensor in encoded) * width,
-                               logit_bytes=manifest.dims.padded_vocab_size * width)
+                               token_bytes=sum(_columns(tensor) for tensor in of_tokens) * width,
+                               logit_bytes=0 if result in of_tokens else _columns(result) * width)
         tensors: dict[str, int] = {}
         for tensor in (*chip.inputs, *(chip.encoder.inputs if chip.encoder else ())):
             if tensor.name not in tensors:
                 tensors[tensor.name] = _declare(program, tensor)
         tensors.update({f"{name}_out": number for name, number in tensors.items()
                         if "_cache_" in name})
-        logits = next(tensor for tensor in chip.outputs if tensor.name == "logits")
-        tensors["logits"] = program.add_value(
-            logits.dtype, [SIZES.get(dim, dim) for dim in logits.shape], 0, True)
+        tensors[result.name] = program.add_value(
+            result.dtype, [SIZES.get(dim, dim) for dim in result.shape], 0,
+            result not in of_tokens)
         values, offset = {}, 0
         for tensor in encoded:
             values[tensor.name] = program.add_value(
@@ -103,7 +105,10 @@ class TensorRTEngine(CudaEngine):
             rows = program.add_input("memory_rows", "int64")
             for name, number in values.items():
                 program.add_node("Scatter", {}, [number, rows, tensors[name]], [], "encoder")
-        program.set_logits(tensors["logits"], manifest.dims.vocab_size)
+        if manifest.pooling is None:
+            program.set_logits(tensors[result.name], manifest.dims.vocab_size)
+        else:
+            program.set_pooled(tensors[result.name])
         return cuda.Engine(program, self._device, self._backend)
 
     def trace(self, step: Step) -> dict[str, np.ndarray]:
@@ -136,7 +141,7 @@ def _declare(program: Any, tensor: TensorInfo) -> int:
     elif tensor.shape[0] == "num_memory_tokens":
         number = program.add_memory(_columns(tensor))
     else:
-        wide = tensor.name in ("input_ids", "position_ids", "logits_indices")
+        wide = tensor.name in ("input_ids", "position_ids", "logits_indices", "token_type_ids")
         number = program.add_input(tensor.name, "int64" if wide else "int32")
     return number
 

@@ -139,7 +139,7 @@ class GemmaAudioFeatureExtractor(FeatureExtractor):
 
     @property
     def _fft_length(self) -> int:
-        return 2 ** math.ceil(math.log2(self._frame_length)) * (2 if self.fft_overdrive else 1)
+        return 1 << (math.ceil(math.log2(self._frame_length)) + int(self.fft_overdrive))
 
     def max_samples(self) -> int:
         return _GEMMA_MAX_SAMPLES
@@ -217,8 +217,7 @@ class Gemma3nAudioFeatureExtractor(GemmaAudioFeatureExtractor):
     def _window(self) -> NDArray[np.float32]:
         """Computed in float32, as transformers does."""
         angles = 2 * np.pi * np.arange(self._frame_length, dtype=np.float32) / self._frame_length
-        window: NDArray[np.float32] = 0.5 * (1 - np.cos(angles))
-        return window
+        return (0.5 * (1 - np.cos(angles))).astype(np.float32)
 
     def _prepend(self, samples: Waveform, mask: NDArray[np.bool_]) -> \
             tuple[Waveform, NDArray[np.bool_]]:

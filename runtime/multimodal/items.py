@@ -38,7 +38,7 @@ class MediaItem:
         for name in sorted(self.arrays):
             array = np.ascontiguousarray(self.arrays[name])
             digest.update(f"\0{name} {array.dtype.str} {array.shape}\0".encode())
-            digest.update(memoryview(array).cast("B"))
+            digest.update(array.tobytes())
         return digest.hexdigest()
 
 

@@ -100,7 +100,8 @@ class Processor:
 
     def __init__(self, description: ProcessorDescription) -> None:
         self.description = description
-        inputs = {"image": description.image, "audio": description.audio}
+        inputs: dict[Modality, ImageInputs | AudioInputs | None] = {
+            "image": description.image, "audio": description.audio}
         self._prompts: dict[Modality, tuple[PromptReplacement, int, int | None]] = {
             modality: (own.prompt, own.placeholder_id, own.row_token_id)
             for modality, own in inputs.items()

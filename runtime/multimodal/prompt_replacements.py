@@ -80,7 +80,7 @@ class Qwen2VLReplacement(ImageTokenReplacement):
     image_token: str = "<|image_pad|>"
 
     def text(self, arrays: Arrays, processor: Any) -> str:
-        count = int(arrays["image_grid_thw"].prod()) // processor.merge_size ** 2
+        count: int = int(arrays["image_grid_thw"].prod()) // processor.merge_size ** 2
         return self.image_token * count
 
 
@@ -162,7 +162,7 @@ class LlavaReplacement(ImageTokenReplacement):
 
     def text(self, arrays: Arrays, processor: Any) -> str:
         height, width = arrays["pixel_values"].shape[-2:]
-        count = height // self.patch_size * (width // self.patch_size) \
+        count: int = height // self.patch_size * (width // self.patch_size) \
             + self.num_additional_image_tokens
         return self.image_token * (count - (self.vision_feature_select_strategy == "default"))
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 _DECAY = 0.9  # of earlier observations, per verification
 _FORGET = 0.98  # of a sequence's observations, per token without drafts
+_FORGET_ALL = 0.997  # of all sequences' observations, per step in which drafts did not pay off
 _PRIOR = 2.0  # observations that an estimate from less specific ones counts as
 _OPTIMISM = 0.8  # rate before any observation: high, so that drafts are tried
 _BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -23,9 +26,10 @@ class _Rate:
         self._accepted = _DECAY * self._accepted + accepted
         self._observed = _DECAY * self._observed + accepted + rejected
 
-    def forget(self) -> None:
-        self._accepted *= _FORGET
-        self._observed *= _FORGET
+    def forget(self, kept: float) -> None:
+        """Keep this fraction of the observations."""
+        self._accepted *= kept
+        self._observed *= kept
 
     def of(self, prior: float) -> float:
         return (self._accepted + _PRIOR * prior) / (self._observed + _PRIOR)
@@ -44,6 +48,14 @@ class AcceptanceRates:
             rejected: 1 if a draft was rejected, else 0.
         """
         self._rates[_bucket(match)].add(accepted, rejected)
+
+    def forget(self, matches: Iterable[int]) -> None:
+        """Note a step in which drafts with these matches did not pay off.
+
+        Later sequences try again after many such steps: their drafts may be better.
+        """
+        for bucket in {_bucket(match) for match in matches}:
+            self._rates[bucket].forget(_FORGET_ALL)
 
     def of(self, match: int) -> float:
         """Expected rate of a draft with this match, in a new sequence."""
@@ -65,9 +77,13 @@ class SequenceAcceptance:
         self._rates.add(match, accepted, rejected)
         self._own.add(accepted, rejected)
 
+    def miss(self, match: int) -> None:
+        """Record that the engine found no drafts, where drafts with this match were expected."""
+        self._rates.add(match, 0, 1)
+
     def skip(self) -> None:
         """Record a token without drafts."""
-        self._own.forget()
+        self._own.forget(_FORGET)
 
     def of(self, match: int) -> float:
         """Expected rate of a draft with this match."""

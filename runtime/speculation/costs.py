@@ -55,7 +55,7 @@ def measure_costs(engine: Engine, max_seq_len: int, *, encodes: bool = False) ->
         dict[int, list[float]]:
     """Run verifying steps on an idle engine; see `VerificationCosts`.
 
-    A draft model proposes as many drafts as a step verifies. Steps write to the first blocks of the
+    The engine proposes as many drafts as a step verifies. Steps write to the first blocks of the
     KV cache, which must not be in use. With recurrent state, each sequence starts again before
     every measurement, as it continues only from its state.
 
@@ -110,9 +110,9 @@ def _uncommitted(limits: EngineLimits, count: int) -> int:
 def _run(engine: Engine, tokens: Sequence[Sequence[int]], past: Sequence[int],
          tables: Sequence[Sequence[int]], slots: Sequence[int], drafts: Sequence[int],
          encodes: bool, uncommitted: Sequence[int] = ()) -> None:
-    state = SamplingState(Sampler(SamplingParams()))
+    state = SamplingState(Sampler(SamplingParams()), prompt_lookup=engine.limits.prompt_lookup)
     new = not any(past)
-    proposals = max(drafts) if engine.limits.proposes else None
+    proposals = max(drafts) or None if engine.limits.proposes else None
     memory = EncoderOutputs.of([*slots], [1] * len(slots)) if encodes else None
     engine.collect(engine.submit(Step.of(
         tokens, past, tables, [*slots], num_drafts=drafts, num_uncommitted=uncommitted,

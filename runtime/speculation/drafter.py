@@ -15,11 +15,18 @@ class Draft:
         tokens: at least one.
         match: number of preceding tokens that agree with the source: its reliability.
         predicted: whether the source is the caller's predicted output.
+        missing: last tokens that stand for drafts which the engine did not find.
     """
 
     tokens: list[int]
     match: int
     predicted: bool = False
+    missing: int = 0
+
+    @property
+    def found(self) -> int:
+        """Number of drafts without those missing."""
+        return len(self.tokens) - self.missing
 
 
 class Drafter(Protocol):

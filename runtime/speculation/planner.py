@@ -15,6 +15,7 @@ from llmc.runtime.speculation.engine_drafts import MATCH, EngineDrafter
 _WEIGHT = 0.1  # of a new measurement in the moving average
 _ASSUMED = 0.125  # cost of a draft, relative to a step
 _MIN_GAIN = 1.02  # of expected tokens per second, below which nothing is drafted
+_PATIENCE = 32  # steps without drafts of a sequence, after which its draft model ends
 
 
 @dataclass
@@ -95,6 +96,7 @@ class SequenceDrafts:
     Attributes:
         pending: drafts of the next step.
         unread: number of drafts in steps that are in flight.
+        idle: number of steps since the sequence had drafts.
     """
 
     def __init__(self, drafter: Drafter, rates: AcceptanceRates,
@@ -102,6 +104,7 @@ class SequenceDrafts:
         self._drafter, self._counts = drafter, counts
         self._acceptance = SequenceAcceptance(rates)
         self._draft: Draft | None = None
+        self.idle = _PATIENCE
         self._in_flight: deque[Draft | None] = deque()  # by step
         self._seen = 0  # generated tokens that the drafter knows
         self._accepted_predicted = self._rejected_predicted = 0
@@ -117,8 +120,13 @@ class SequenceDrafts:
 
     @property
     def engine(self) -> EngineDrafter | None:
-        """Its drafter, if the engine's draft model drafts."""
+        """Its drafter, if the engine drafts."""
         return self._drafter if isinstance(self._drafter, EngineDrafter) else None
+
+    @property
+    def prompt_lookup(self) -> bool:
+        """Whether the engine drafts by prompt lookup."""
+        return self.engine is not None and self.engine.prompt_lookup
 
     @property
     def ahead(self) -> bool:
@@ -143,6 +151,7 @@ class SequenceDrafts:
     def submit(self, draft: Draft | None) -> None:
         """Set the drafts of the next step."""
         self._draft = draft
+        self.idle = self.idle + 1 if draft is None else 0
         if draft is None:
             self._acceptance.skip()
 
@@ -163,20 +172,37 @@ class SequenceDrafts:
         if self.engine is not None:
             self.engine.reset()
 
+    def proposed(self, tokens: Sequence[int], match: int) -> None:
+        """Record the drafts that the engine proposed in the step that was verified last.
+
+        Args:
+            tokens: drafts of the next step.
+            match: number of tokens that agree with their source.
+        """
+        assert self.engine is not None
+        self.engine.propose(tokens, match)
+        following = self._in_flight[0] if self._in_flight else None
+        if following is not None:
+            self._in_flight[0] = replace(
+                following, missing=max(len(following.tokens) - len(tokens), 0))
+
     def verified(self, sampled: int) -> int:
         """Record the tokens sampled by the oldest step; return the number of rejected drafts."""
         draft = self._in_flight.popleft()
         self._from_prediction = draft is not None and draft.predicted
         if draft is None:
             return 0
-        accepted = sampled - 1
         drafted = len(draft.tokens)
+        accepted = min(sampled - 1, draft.found)
+        if not draft.found:
+            self._acceptance.miss(draft.match)
+            return drafted - (sampled - 1)
         self._acceptance.add(draft.match, accepted, int(accepted < drafted))
-        self._counts.add(drafted, accepted)
+        self._counts.add(draft.found, accepted)
         if draft.predicted:
             self._accepted_predicted += accepted
             self._rejected_predicted += drafted - accepted
-        return drafted - accepted
+        return drafted - (sampled - 1)
 
     def prediction_tokens(self, dropped: int = 0) -> tuple[int, int]:
         """Tokens drafted from the caller's prediction that were accepted and rejected.
@@ -227,29 +253,47 @@ class DraftPlanner:
             most = 0
         drafts = [drafts.propose(tokens, min(most, limit)) if min(most, limit) > 0 else None
                   for drafts, tokens, limit in candidates]
-        length = most
+        length, least = most, 0.0
         if self._count is None:
-            length = self._best([(own.rate(draft), len(draft.tokens)) for (own, _, _), draft in
-                                 zip(candidates, drafts, strict=True) if draft], batch, seconds)
+            given = [(own.rate(draft), len(draft.tokens)) for (own, _, _), draft in
+                     zip(candidates, drafts, strict=True) if draft]
+            length = self._best(given, batch, seconds)
+            least = self._least(given, length, batch, seconds)
+        declined = []
         for (own, _, _), draft in zip(candidates, drafts, strict=True):
             kept = min(len(draft.tokens), length, room) if draft else 0
+            if draft and least and _expected(own.rate(draft), kept) < least:
+                kept = 0
             room -= kept
             own.submit(replace(draft, tokens=draft.tokens[:kept]) if draft and kept else None)
+            if draft and not kept:
+                declined.append(draft.match)
+        if self._count is None:
+            self._rates.forget(declined)
 
-    def num_proposals(self, sequences: Sequence[SequenceDrafts], batch: int) -> int:
-        """Number of drafts that the engine's draft model should propose for the next step.
+    def num_proposals(self, sequences: Sequence[SequenceDrafts]) -> int | None:
+        """Number of drafts that the engine should propose for the next step.
+
+        None: its draft model need not run, as drafts do not pay off in these sequences, or in as
+        many; it has then lost them, see `EngineDrafter`.
 
         Args:
-            sequences: those that it drafts for.
-            batch: sequences that decode in the step.
+            sequences: those of the step that it drafts for, all in the same way.
         """
-        if not sequences:
-            return 0
+        following = [own for own in sequences if own.engine is not None and not own.engine.lost]
         if self._count is not None:
-            return self._count
-        seconds = self.costs.of(batch)
+            return self._count if following else None
+        seconds = self.costs.of(len(sequences))
         most = self._most(seconds)
-        return self._best([(own.expected_rate(), most) for own in sequences], batch, seconds)
+        if sequences and sequences[0].prompt_lookup:  # costs little, and `plan` chooses drafts
+            return most if self._may_pay(seconds) else None
+        best = self._best([(own.expected_rate(), most) for own in following], len(sequences),
+                          seconds)
+        if best:
+            return best
+        if sequences and self._may_pay(seconds):
+            self._rates.forget([MATCH])
+        return 0 if any(own.idle < _PATIENCE for own in following) else None
 
     def _most(self, seconds: Sequence[float]) -> int:
         """The most drafts whose cost is known."""
@@ -271,6 +315,22 @@ class DraftPlanner:
         high = min(low + 1, len(seconds) - 1)
         return seconds[low] + (extra - low) * (seconds[high] - seconds[low])
 
+    def _least(self, drafts: Sequence[tuple[float, int]], length: int, batch: int,
+               seconds: Sequence[float]) -> float:
+        """Expected accepted drafts of a sequence below which its drafts cost more than they gain.
+
+        Args:
+            drafts: see `_best`.
+            length: number of drafts of each sequence.
+            batch: sequences that decode in the step.
+            seconds: see `VerificationCosts.of`.
+        """
+        if not length:
+            return 0.0
+        expected = batch + sum(_expected(rate, min(length, own)) for rate, own in drafts)
+        cost = self._cost(seconds, length, expected / batch - 1)
+        return (cost - seconds[0]) / batch * expected / cost
+
     def _best(self, drafts: Sequence[tuple[float, int]], batch: int,
               seconds: Sequence[float]) -> int:
         """The number of drafts with the most expected tokens per second.
@@ -288,3 +348,8 @@ class DraftPlanner:
             if expected / cost > most:
                 best, most = count, expected / cost
         return best
+
+
+def _expected(rate: float, count: int) -> float:
+    """Expected number of accepted drafts among `count` of a sequence."""
+    return sum(rate**position for position in range(1, count + 1))

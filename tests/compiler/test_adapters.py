@@ -146,7 +146,8 @@ def test_directories_that_are_no_adapters_are_refused(case_tp1, lora_case, adapt
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    (dict(target="cuda"), "adapters run on target cpu"),
+    (dict(target="tensorrt"), "adapters run on targets cpu and cuda"),
+    (dict(target="tensorrt_rtx"), "adapters run on targets cpu and cuda"),
     (dict(enable_lora=1), "enable_lora is 1, expected True or False")])
 def test_targets_without_adapters_are_refused(changes, message, tiny_hf, tmp_path):
     with pytest.raises(llmc.LlmcError, match=message):

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import families
+import lora
 import numpy as np
 import onnx
 import onnxruntime as ort
@@ -14,7 +15,8 @@ from safetensors.numpy import load_file
 from schedule_interpreter import Interpreter, Interpreters
 
 import llmc
-from llmc.artifacts.manifest import read_manifest
+from llmc.artifacts.adapter import load_adapter
+from llmc.artifacts.manifest import hash_file, read_manifest
 from llmc.artifacts.program import ELEMENTWISE, read_program
 from llmc.runtime.collectives import Communicator
 from llmc.runtime.core.step import Step
@@ -121,8 +123,24 @@ def test_statically_scaled_activations_are_passed_in_fp8(family, tp_size, rounde
     families.assert_close(onnx_logits(graph, path.parent, tokens)[:, :families.VOCAB], right, 0.05)
 
 
-def onnx_logits(graph, directory, tokens):
-    """Return ONNX Runtime's logits of a prompt as float32."""
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_graph_onnx_takes_adapters_in_slots(dtype, tmp_path):
+    model = families.tiny_model("llama")
+    hf, case = families.save(model, tmp_path / "hf"), tmp_path / "case"
+    manifest = llmc.compile(hf, case, target="cuda", dtype=dtype, enable_lora=True)
+    factors = lora.make(model, lora.linear_layers(model))
+    llmc.compile_adapter(lora.save(tmp_path / "peft", factors), case, tmp_path / "adapter")
+    _, (matrices,) = load_adapter(tmp_path / "adapter", manifest, hash_file(
+        case / "model_info.json"))
+    graph = onnx.load(case / "chip0" / "graph.onnx", load_external_data=False)
+    tokens = np.random.default_rng(0).integers(3, families.VOCAB, 12).tolist()
+    expected = families.reference_logits(lora.merged(model, factors), tokens)
+    families.assert_close(onnx_logits(graph, case / "chip0", tokens, matrices)[:, :families.VOCAB],
+                          expected, ONNX_DTYPES[dtype][1])
+
+
+def onnx_logits(graph, directory, tokens, adapter=None):
+    """Return ONNX Runtime's logits of a prompt as float32; optionally with an adapter."""
     graph.graph.node.append(onnx.helper.make_node("Cast", ["logits"], ["logits_float32"],
                                                   to=onnx.TensorProto.FLOAT))
     graph.graph.output.append(onnx.ValueInfoProto(name="logits_float32"))
@@ -131,14 +149,24 @@ def onnx_logits(graph, directory, tokens):
                                      str(directory))
     session = ort.InferenceSession(graph.SerializeToString(), options,
                                    providers=["CPUExecutionProvider"])
-    step = Step.of([tokens], [0], [[3, 0, 2, 1]], [0], logits="all")
+    step = Step.of([tokens], [0], [[3, 0, 2, 1]], [0], logits="all",
+                   adapters=[0] if adapter else ())
+    slots = {}
+    for layer, (down, up) in (adapter or {}).items():
+        slots |= {f"{layer}.lora_down": down[:, None], f"{layer}.lora_up": up[None],
+                  f"{layer}.lora_ranks": np.array(up.shape[-1:], np.int32)}
     feeds = {}
     for value in graph.graph.input:
         described = value.type.tensor_type
-        own = {"input_ids": "token_ids", "block_table": "block_tables", "state_slots": "slots"}
+        own = {"input_ids": "token_ids", "block_table": "block_tables", "state_slots": "slots",
+               "lora_logits_ids": "lora_ids"}
         kind, array = described.elem_type, getattr(step, own.get(value.name, value.name), None)
+        array = slots.get(value.name, array)
+        if array is None and value.name.endswith("lora_ranks"):
+            array = np.zeros(1, np.int32)
         if array is None:  # 4 blocks of 16, or states; NumPy has no bfloat16, so bits
-            sizes = {"num_blocks": 4, "num_states": 4, "block_size": 16}
+            sizes = {"num_blocks": 4, "num_states": 4, "block_size": 16, "max_loras": 1,
+                     "max_lora_rank": 8}
             array = np.zeros([sizes.get(dim.dim_param, dim.dim_value)
                               for dim in described.shape.dim],
                              np.uint32 if kind == onnx.TensorProto.FLOAT else np.uint16)

@@ -141,7 +141,9 @@ def test_encoder_output_frees_its_arena_memory_after_the_copy(encoder_decoder, t
         if node.op == "Scatter":
             assert node.inputs[0] == before.outputs[0]
     stored = load_file(tmp_path / "case" / "chip0" / "weights.safetensors")
-    assert {t.name for s in schedules for t in s.tensors if t.kind == "weight"} == set(stored)
+    used = {t.name for s in schedules for t in s.tensors if t.kind == "weight"}
+    unused = stored.keys() - used  # indices of columns that are views, which graph.onnx has
+    assert used <= stored.keys() and all(stored[name].dtype == np.int32 for name in unused)
     table = next(n for n in encoder.nodes if n.op == "Embedding").inputs[1]
     assert encoder.tensors[table].name in {t.name for t in decoder.tensors}
 

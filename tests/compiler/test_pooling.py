@@ -26,9 +26,8 @@ CLASSIFIERS = [pytest.param(name, task, marks=[] if (name, task) in {
     for name, tasks in pooling.CLASSIFIERS.items() for task in tasks]
 
 
-def texts(seed=1):
-    rng = np.random.default_rng(seed)
-    return [rng.integers(4, 100, length).tolist() for length in LENGTHS]
+def texts():
+    return pooling.texts(LENGTHS)
 
 
 def check(case, model, kind, tolerance=1e-5, types=()):
@@ -41,9 +40,7 @@ def check(case, model, kind, tolerance=1e-5, types=()):
         together = llm.pool(inputs)
         alone = [llm.pool([own])[0] for own in inputs]
     for rows in (together, alone):
-        for row, truth in zip(rows, expected, strict=True):
-            assert row.shape == truth.shape
-            assert np.abs(row - truth).max() <= tolerance * max(1.0, np.abs(truth).max())
+        pooling.assert_rows(rows, expected, tolerance)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -197,7 +194,6 @@ def transformer_and(*more):
     ("config.json", {}, {"task": "rank"}, "task 'rank' is unknown"),
     ("config.json", {}, {"pooling": "max"}, "pooling 'max' is unknown; use one of: cls, mean"),
     ("config.json", {}, {"draft": "mtp"}, "draft is given, but 'BertModel' is compiled for task"),
-    ("config.json", {}, {"target": "cuda"}, "task embed is not supported by target 'cuda'"),
     ("config.json", {}, {"max_seq_len": 100}, "max_seq_len 100 is not supported"),
     ("modules.json", transformer_and("Pooling", "LSTM"), {}, "module 'LSTM', which llmc does not"),
     ("modules.json", transformer_and("CNN"), {}, "lists Transformer, CNN; llmc supports"),
@@ -214,6 +210,12 @@ def test_bad_input_is_refused_with_a_reason(bert, file, fields, options, message
     with pytest.raises(llmc.LlmcError, match=message):
         llmc.compile(edited(bert, tmp_path, file, **fields), tmp_path / "case", **options)
     assert not (tmp_path / "case").exists()
+
+
+def test_a_target_that_returns_no_rows_is_refused(bert, monkeypatch, tmp_path):
+    monkeypatch.setattr("llmc.compiler.targets.tensorrt_rtx.describe", lambda options: None)
+    with pytest.raises(llmc.LlmcError, match="task embed is not supported by target 'tensorrt_rtx"):
+        llmc.compile(bert[0], tmp_path / "case", target="tensorrt_rtx")
 
 
 def test_a_model_without_a_named_pooling_asks_for_one(bert, tmp_path):

@@ -1,8 +1,11 @@
 """Draft models on a GPU: the drafts of the CPU engine, and the same tokens as without drafts."""
 
 
+import conftest
+import families
 import pytest
 from draft_models import (
+    GEMMA,
     PARAMS,
     PROMPTS,
     TIGHT,
@@ -11,11 +14,15 @@ from draft_models import (
     assert_drafts_of_prompts,
     assert_draws_beside_others,
     assert_reaches_the_end,
+    assistant_drafts,
+    dflash_drafts,
     drafts_of_steps,
     equal,
     greedy,
     mtp_drafts,
     params,
+    save_assistant,
+    save_dflash,
     save_with_mtp,
 )
 
@@ -69,6 +76,60 @@ def test_mtp_layers_draft_as_in_transformers(extension, family, tmp_path, propos
             tmp_path / "case", speculate="draft", num_speculative_tokens=3, **SMALL) as llm:
         equal(llm.generate(PROMPTS, wish), alone.generate(PROMPTS, wish))
         assert_drafts(llm, base, lambda *args: mtp_drafts(layers, *args), PROMPTS[3], proposed, 3)
+
+
+@pytest.mark.parametrize("number", [2, 3])
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_several_mtp_layers_draft_as_in_transformers(extension, family, number, tmp_path, proposed):
+    base, layers = save_with_mtp(family, tmp_path / "hf", number)
+    llmc.compile(tmp_path / "hf", tmp_path / "case", draft="mtp", target="cuda", dtype="float32")
+    wish = llmc.SamplingParams(max_tokens=12, ignore_eos=True)
+    with llmc.LLM(tmp_path / "case") as alone, llmc.LLM(
+            tmp_path / "case", speculate="draft", num_speculative_tokens=4, **SMALL) as llm:
+        equal(llm.generate(PROMPTS, wish), alone.generate(PROMPTS, wish))
+        for prompt in PROMPTS:
+            assert_drafts(llm, base, lambda *args: mtp_drafts(layers, *args), prompt, proposed, 4)
+        assert_reaches_the_end(llm, alone)
+
+
+@pytest.mark.parametrize("changes", [{}, families.GEMMA4_LARGE], ids=["small", "large"])
+def test_assistants_draft_as_in_transformers(extension, tmp_path, proposed, fully_shared, changes):
+    sizes = {**families.OWN_ATTENTION["gemma4_text"], **changes, **GEMMA}
+    base = families.tiny_model("gemma4_text", **sizes)
+    families.save(base, tmp_path / "hf")
+    conftest.write_tokenizer(tmp_path / "hf")
+    assistant = save_assistant(base, sizes, tmp_path / "assistant")
+    llmc.compile(tmp_path / "hf", tmp_path / "case", draft=f"assistant:{tmp_path / 'assistant'}",
+                 target="cuda", dtype="float32")
+    with llmc.LLM(tmp_path / "case", max_batch_size=4) as alone, llmc.LLM(
+            tmp_path / "case", speculate="draft", num_speculative_tokens=3, **SMALL) as llm:
+        for name in ("greedy", "sampled"):
+            equal(llm.generate(PROMPTS, params(name)), alone.generate(PROMPTS, params(name)))
+        assert_drafts(llm, base, lambda *args: assistant_drafts(assistant, *args), PROMPTS[3],
+                      proposed, 3)
+
+
+@pytest.mark.parametrize(("layout", "changes", "dtype"), [
+    ("z-lab", dict(layer_types=["sliding_attention", "full_attention"], sliding_window=6),
+     "float32"),
+    ("transformers", {}, "float32"), ("transformers", {}, "bfloat16")])
+def test_dflash_draft_models_draft_as_in_transformers(extension, draft_base, tmp_path, proposed,
+                                                      layout, changes, dtype):
+    drafter = save_dflash(tmp_path / "draft", layout, **changes)
+    llmc.compile(draft_base[0], tmp_path / "case", draft=f"dflash:{tmp_path / 'draft'}",
+                 target="cuda", dtype=dtype)
+    room = {**SMALL, "max_num_batched_tokens": 64}  # for the blocks of a padded step
+    with llmc.LLM(tmp_path / "case", max_batch_size=4) as alone, llmc.LLM(
+            tmp_path / "case", speculate="draft", num_speculative_tokens=4, **room) as llm:
+        if dtype != "float32":  # drafts of nearly the same probability may differ
+            llm.generate(PROMPTS, params("greedy"))
+            assert llm.metrics()["spec_decode_draft_tokens"] > 40
+            return
+        for name in ("greedy", "several", "structured"):
+            equal(llm.generate(PROMPTS, params(name)), alone.generate(PROMPTS, params(name)))
+        assert_reaches_the_end(llm, alone)
+        assert_drafts_of_prompts(llm, draft_base[1], lambda *args: dflash_drafts(drafter, *args),
+                                 proposed)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "model"])

@@ -148,7 +148,7 @@ def engine(extension, compiled):
     (lambda e: e.watch([10**6]), "does not exist"), (lambda e: e.watch([0]), "is not a value"),
     (lambda e: e.read_watched(0, np.empty(1, np.float32)), "was not watched"),
     (lambda e: e.allocate(4), "the KV cache is already allocated"),
-    (lambda e: e.warm([10**6], False), "exceeds the engine's limits"),
+    (lambda e: e.warm([10**6], False, False), "exceeds the engine's limits"),
     (lambda e: e.collect(3), "step 3 is not in flight"),
     (lambda e: e.encode(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([0, 1], np.int32),
                         np.zeros(1, np.int64)), "has no encoder"),

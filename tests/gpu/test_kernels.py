@@ -9,10 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from on_device import (
     DTYPES,
-    among_columns,
+    TOLERANCE,
+    check,
     describe,
-    filled_of,
-    in_code_order,
     tensors_of,
 )
 
@@ -22,94 +21,10 @@ from llmc.plugins.attention.op import _sample
 from llmc.plugins.bidirectional_attention.op import _sample as bidirectional_sample
 from llmc.plugins.cached_attention.op import _reading
 from llmc.plugins.code_types import CODE_TYPES
+from llmc.plugins.pool.op import KINDS
 from llmc.plugins.quantization import BLOCK, blocks_shape, dequantized, pack
 
-# Relative to the reference's largest value, for one rounding of inputs and outputs to the dtype.
-TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}
 OPS = [op for op in plugins.registry().values() if op.body is not None and op.has_core]
-
-
-def check_codes(codes, expected, tolerance):
-    """Assert FP8 values at most one code from the expected values within a tolerance."""
-    actual = codes.double().cpu().numpy()
-    assert np.isfinite(actual).all()
-    error = np.abs(actual - expected)
-    allowed = tolerance * np.abs(expected).max(initial=0) + np.abs(expected) / 8 + 2.0**-9
-    assert (error <= allowed).all(), f"{(error - allowed).max()} too much"
-    assert (error == 0).mean() > 0.6
-
-
-def check(extension, op, fields, inputs, dtype, firsts=((),), least=0.0, unlike=None):
-    """Run the kernel on inputs rounded to the dtype, and compare with the reference.
-
-    Attention runs leading sequences of one token as decode and as prefill, and prefill by the
-    library too if it supports it. Column inputs are also slices of wider rows, aligned and not.
-    Outputs with a declared dtype are exact, or as in float32.
-
-    Args:
-        firsts: the choice between two kernels for each decision, instead of timing.
-        least: the minimum tolerance.
-        unlike: attributes with a larger tolerance.
-    """
-    fields = op.complete(fields)
-    tensors = tensors_of(op, fields, inputs, dtype)
-    arrays = {
-        name: tensor.double().cpu().numpy() if tensor.is_floating_point() else tensor.cpu().numpy()
-        for name, tensor in tensors.items()}
-    expected = op.reference(fields, arrays)
-    others = () if unlike is None else op.reference(op.complete(unlike), arrays)
-    ways, filled = [(0, 0, 0)] * len(firsts), None
-    if op.attention is not None and op.cache_inputs:
-        new = np.diff(inputs["cu_seqlens"])
-        ones = next((i for i, count in enumerate(new) if count != 1), len(new))
-        total = inputs["past_lens"] + new
-        rest = slice(ones, None) if ones < len(new) else slice(None)
-        lengths = int(new[rest].max()), int(total[rest].max())
-        ways = [(0, 0, 0), (ones, 0, 0), (ones, *lengths), (0, int(new.max()), int(total.max()))]
-        filled = filled_of(op, inputs)
-        for name in op.cache_inputs:  # cache contents after a sequence are irrelevant
-            poisoned = tensors[name].float()
-            poisoned[torch.from_numpy(~filled).cuda()] = float("nan")
-            tensors[name].copy_(poisoned)
-        firsts = [()] * len(ways)
-    if op.state is not None:  # leading single tokens, as decode too
-        new = np.diff(inputs["cu_seqlens"])
-        ones = next((i for i, count in enumerate(new) if count != 1), len(new))
-        ways = [(0, 0, 0), *([(ones, 0, 0)] if ones else [])]
-        firsts = [()] * len(ways)
-    beside = [(), (8, 16), (3, 2)] if {role.input for role in op.columns} & {*tensors} else [()]
-    for around, ((num_decode, longest, reach), choices) in itertools.product(
-            beside, [*zip(ways, firsts, strict=True)]):
-        if choices or op.state:  # a quantized weight is repacked in place, a state is written
-            tensors = tensors_of(op, fields, inputs, dtype)
-        among = {role.input: among_columns(tensors[role.input], *around) for role in op.columns
-                 if around and role.input in tensors}
-        pitches = [among[name].stride(0) if name in among else 0 for name in op.input_names]
-        coded = {name: in_code_order(tensors[name]) for name in op.rounded(fields)}
-        given = [describe({**tensors, **among, **coded}[name]) if name in tensors
-                 else (0, "float32", []) for name in op.input_names]
-        kinds = [op.made_dtypes(fields).get(name, dtype) for name in op.outputs]
-        outputs = [tensors[name.removesuffix("_out")] if name.removesuffix("_out") in tensors else
-                   torch.full(array.shape, -1 if kind == "int64" else float("nan"),
-                              device="cuda").to(getattr(torch, kind))
-                   for name, array, kind in zip(op.outputs, expected, kinds, strict=True)]
-        extension.run_op(op.name, dict(fields), given, [describe(t) for t in outputs], num_decode,
-                         longest=longest, reach=reach, firsts=list(choices), pitches=pitches)
-        for tensor, array, kind in zip(outputs, expected, kinds, strict=True):
-            if kind == "float8_e4m3fn" and tensor.dim() == 2:
-                check_codes(in_code_order(tensor, back=True), array,
-                            max(TOLERANCE[dtype], least))
-                continue
-            actual = tensor.double().cpu().numpy()
-            if tensor.dim() == 4 and filled is not None:
-                actual, array = actual[filled], array[filled]
-            assert np.isfinite(actual).all()
-            error = np.abs(actual - array)
-            allowed = max(TOLERANCE.get(kind, 0), least) * np.abs(array).max(initial=0)
-            assert not error.size or error.max() <= allowed, \
-                f"{error.max()} at {np.unravel_index(error.argmax(), error.shape)} of {error.shape}"
-            for other in others:
-                assert np.square(error).mean() < np.square(other - array).mean() / 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -138,12 +53,49 @@ def test_attention_refuses_an_unsupported_head_dim(extension, op):
     ((1,) * 6, 64, 8, 8, {"starts": (600,) * 3 + (0,) * 3, "lens": (500,) * 3 + (77,) * 3}),
     ((1,), 80, 6, 1, {"starts": (40,), "lens": (1000,), "biased": 30}),
     ((5, 1, 0, 9), 96, 4, 4, {"starts": (0, 0, 90, 60), "lens": (60, 60, 1, 30)}),
+    ((130, 3, 0, 64, 200), 32, 4, 4, {}),
+    ((300, 17, 65), 64, 4, 2, {"window": 40, "rotary_dim": 64}),
+    ((300, 17, 65), 80, 4, 2, {"window": 7, "rotary_dim": 32, "interleaved": 1}),
+    ((70, 129), 128, 4, 2, {"rotary_dim": 128, "normed": True, "softcap": 5.0}),
+    ((70, 129), 256, 3, 1, {"rotary_dim": 256, "normed": True, "norm_after_rotary": 1,
+                            "window": 100}),
 ])
 def test_attention_in_both_directions(extension, new, dim, heads, kv_heads, more, dtype):
     sample = bidirectional_sample(np.random.default_rng(1), new, dim, heads=heads,
                                   kv_heads=kv_heads, **more)
     check(extension, plugins.registry()["BidirectionalAttention"], sample.fields, sample.inputs,
           dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [16, 64])  # on tensor cores, and not
+def test_sequences_are_independent_of_one_with_nan(extension, dim, dtype):
+    op = plugins.registry()["BidirectionalAttention"]
+    sample = bidirectional_sample(np.random.default_rng(2), (5, 70, 9), dim)
+    fields = op.complete(sample.fields)
+    tensors = tensors_of(op, fields, sample.inputs, dtype)
+    expected, = op.reference(fields, {
+        name: tensor.cpu().numpy() if name == "cu_seqlens" else tensor.double().cpu().numpy()
+        for name, tensor in tensors.items()})
+    for name in ("query", "key", "value"):
+        tensors[name][5:75] = float("nan")
+    out = torch.empty(expected.shape, device="cuda", dtype=DTYPES[dtype])
+    given = [describe(tensors[name]) if name in tensors else (0, "float32", [])
+             for name in op.input_names]
+    extension.run_op(op.name, dict(fields), given, [describe(out)])
+    actual = out.double().cpu().numpy()
+    for rows in (slice(5), slice(75, None)):
+        assert np.abs(actual[rows] - expected[rows]).max() < TOLERANCE[dtype] * 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("lengths", "hidden"), [
+    ((512, 1, 33, 64), 1024), ((3, 2), 1), ((2000,), 4100), ((1,) * 300, 384)])
+def test_pooling_of_long_and_many_sequences(extension, lengths, hidden, kind, dtype):
+    x = np.random.default_rng(0).standard_normal((sum(lengths), hidden)).astype(np.float32)
+    check(extension, plugins.registry()["Pool"], {"kind": kind}, {
+        "x": x, "cu_seqlens": np.cumsum([0, *lengths]).astype(np.int32)}, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -18,6 +18,7 @@ from llmc.runtime.sampling.sampler import (
     probabilities,
 )
 from llmc.runtime.sampling.slot_params import LOGPROBS, MAX_LOGPROBS
+from llmc.runtime.speculation.ngram import NgramDrafter
 
 # (vocabulary, stride of the logits in elements)
 SIZES = [(1, 64), (37, 37), (101, 104), (1000, 1024), (32000, 32000), (50257, 50304),
@@ -336,3 +337,62 @@ def test_log_probabilities_are_the_host_s(extension, shape, vocab, stride, dtype
             f"row {row}: the tokens of the {count} likeliest"
         np.testing.assert_allclose(records[row]["top"][:count], [p for _, p in expected.top],
                                    atol=2e-5, err_msg=f"row {row}")
+
+
+def looked_up(extension, histories, count, slots, repeats=1, lookup=None):
+    """Drafts and matches by the kernel, after these tokens of each sequence."""
+    room, rows = max(map(len, histories)) + 3, len(histories)
+    tokens = np.full((rows, room), 5, np.int32)
+    states = np.zeros(rows, SLOT_STATE)
+    for slot, history in zip(slots, histories, strict=True):
+        tokens[slot, :len(history)] = history
+    states["prompt_lookup"] = 1 if lookup is None else lookup
+    lengths = np.empty(rows, np.int32)
+    lengths[slots] = [len(history) for history in histories]
+    tokens[:, ::3] |= 1 << 30  # kRepeated
+    drafts, by_slot = (torch.full((rows, 16), -7, device="cuda") for _ in range(2))
+    matches = torch.full((rows,), -7, dtype=torch.int32, device="cuda")
+    given = np.array(slots, np.int32), np.zeros((rows, 1), np.int32), tokens, lengths
+    tensors = [drafts, matches, by_slot, on_device(states),
+               *(torch.from_numpy(array).cuda() for array in given)]
+    time = extension.lookup_drafts([*map(describe, tensors)], 1, count, max(map(len, histories)),
+                                   repeats=repeats)
+    assert torch.equal(by_slot[slots], drafts)
+    return drafts.tolist(), matches.tolist(), time
+
+
+@pytest.mark.parametrize("longest", [1, 3, 20, 2047, 2049, 8192, 131072, 300000])
+@pytest.mark.parametrize("distinct", [1, 2, 3, 40, 5000])
+def test_drafts_of_prompt_lookup_equal_the_host_s(extension, longest, distinct):
+    rng = np.random.default_rng(longest + distinct)
+    rows, count = 5, int(rng.integers(1, 17))
+    histories = [rng.integers(0, distinct, rng.integers(max(longest // 2, 1), longest + 1))
+                 for _ in range(rows)]
+    for history in histories[:2]:  # a match far away, and its repetition
+        span = min(len(history) // 3, 30)
+        if span:
+            history[-span:] = history[:span]
+    slots = rng.permutation(rows).tolist()
+    for _ in range(2):  # the scratch memory is clear again
+        drafts, matches, _ = looked_up(extension, histories, count, slots, repeats=2)
+        for history, own, match in zip(histories, drafts, matches, strict=True):
+            expected = NgramDrafter(history.tolist()).draft(count)
+            tokens = expected.tokens if expected else []
+            assert (own, match) == (tokens + [-1] * (16 - len(tokens)),
+                                    expected.match if expected else 0)
+
+
+def test_slots_without_prompt_lookup_have_no_drafts(extension):
+    histories = [np.arange(5000) % 7] * 2
+    drafts, matches, _ = looked_up(extension, histories, 4, [1, 0], lookup=[1, 0])
+    assert matches == [0, 16] and drafts[0] == [-1] * 16 and min(drafts[1][:4]) >= 0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("rows", "length"), [(1, 8192), (16, 8192), (64, 8192), (1, 131072)])
+def test_prompt_lookup_takes_microseconds(extension, rows, length):
+    """Prints the time of a launch; the bound is generous."""
+    histories = [np.random.default_rng(row).integers(0, 1000, length) for row in range(rows)]
+    *_, time = looked_up(extension, histories, 7, [*range(rows)], repeats=200)
+    print(f"prompt lookup of {rows} sequences with {length} tokens: {1e3 * time:.1f} us")
+    assert time < 1

@@ -1,5 +1,7 @@
 """Speculative decoding on a GPU: the same tokens as without, for any drafts."""
 
+from dataclasses import replace
+
 import families
 import numpy as np
 import pytest
@@ -7,8 +9,11 @@ from drafting import PARAMS, PROMPTS, TestDrafter, assert_verified, params
 
 import llmc
 from llmc.runtime.core import loop as loop_module
-from llmc.runtime.core.step import SamplingState, Step
+from llmc.runtime.core.step import LAST, SamplingState, Step, proposal
+from llmc.runtime.engines.cuda import CudaEngine
+from llmc.runtime.gpus import GpuReplica
 from llmc.runtime.sampling.sampler import Sampler, probabilities
+from llmc.runtime.speculation.ngram import NgramDrafter
 
 
 @pytest.fixture(scope="module", params=["llmc", "vanilla"])
@@ -26,6 +31,7 @@ def test_tokens_do_not_depend_on_drafts(plain, kind, budget, monkeypatch):
     case, backend, expected = plain
     known = {}
     if kind != "ngram":
+        monkeypatch.setattr(CudaEngine, "looks_up", False)  # the host drafts
         monkeypatch.setattr(loop_module, "NgramDrafter", lambda prompt, *_: TestDrafter(
             known[tuple(prompt)], kind, 300))
     with llmc.LLM(case, max_batch_size=4, speculate="ngram", num_speculative_tokens=3,
@@ -40,6 +46,71 @@ def test_tokens_do_not_depend_on_drafts(plain, kind, budget, monkeypatch):
                     [each.chosen for each in other.logprobs or ()], abs=1e-4)
         metrics = llm.metrics()
     assert_verified(metrics, kind)
+
+
+def test_drafts_of_prompt_lookup_are_verified_before_the_host_has_read_them(plain, monkeypatch):
+    case, backend, expected = plain
+    unread, real = [], GpuReplica.submit
+    monkeypatch.setattr(GpuReplica, "submit", lambda self, step: (
+        unread.append(int(step.unread.sum())), real(self, step))[1])
+    with llmc.LLM(case, max_batch_size=4, speculate="ngram", num_speculative_tokens=3,
+                  attention_backend=backend) as llm:
+        made = llm.generate(PROMPTS, params("greedy"))
+        metrics = llm.metrics()
+    assert [own.token_ids for own in made] == [own.token_ids for own in expected["greedy"]]
+    assert sum(count > 0 for count in unread) >= 4
+    assert metrics["spec_decode_accepted_tokens"] > 0
+
+
+def test_the_engine_looks_up_the_drafts_of_the_host(plain):
+    """Prompts of few distinct tokens, then steps that verify drafts of the step in flight."""
+    case, backend, _ = plain
+    rng = np.random.default_rng(0)
+    prompts = [(5 + rng.integers(0, 3, length)).tolist() for length in (2, 9, 40, 24)]
+    drafters = [NgramDrafter(prompt) for prompt in prompts]
+
+    def check(output, looked_up=(True, True, False, True)):
+        starts = np.cumsum([0, *(output.counts if output.counts is not None else [1] * 4)])
+        for slot, drafter in enumerate(drafters):
+            drafter.extend(output.tokens[starts[slot]:starts[slot + 1]].tolist())
+            draft = drafter.draft(3) if looked_up[slot] else None
+            assert output.drafts[slot].tolist() == (draft.tokens if draft else [-1] * 3)
+            assert output.matches[slot] == (draft.match if draft else 0)
+        return np.diff(starts)
+
+    def work(scheduler, engine):
+        tables = [list(range(4 * slot, 4 * slot + 4)) for slot in range(4)]
+        states = {slot: SamplingState(Sampler(llmc.SamplingParams(), prompt=prompt),
+                                      prompt_lookup=slot != 2)
+                  for slot, prompt in enumerate(prompts)}
+        past = np.array([len(prompt) for prompt in prompts])
+        first = engine.submit(Step.of(prompts, [0] * 4, tables, range(4), admit=states, propose=3))
+        drafting = [True, True, False, True]
+        for _ in range(3):  # two in flight
+            order = sorted(range(4), key=lambda slot: drafting[slot])
+            then = engine.submit(Step.of(
+                [[LAST, *map(proposal, range(3 * drafting[slot]))] for slot in order],
+                past[order], [tables[slot] for slot in order], order,
+                num_drafts=[3 * drafting[slot] for slot in order], propose=3,
+                unread=[0] * 4))
+            check(engine.collect(first))
+            output = engine.collect(then)
+            counts = np.empty(4, int)
+            counts[order] = output.counts
+            starts = np.cumsum([0, *output.counts])
+            rows = [order.index(slot) for slot in range(4)]
+            output = replace(output, drafts=output.drafts[rows], matches=output.matches[rows],
+                             counts=counts, tokens=np.concatenate([
+                                 output.tokens[starts[row]:starts[row + 1]] for row in rows]))
+            check(output)
+            past += counts
+            first = engine.submit(Step.of([[LAST]] * 4, past, tables, range(4), propose=3))
+            past += 1
+        check(engine.collect(first))
+
+    with llmc.LLM(case, max_batch_size=4, speculate="ngram", num_speculative_tokens=3,
+                  attention_backend=backend, prefix_reuse=False) as llm:
+        llm._loops[0].run(work)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

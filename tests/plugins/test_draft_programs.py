@@ -3,18 +3,25 @@
 import shutil
 from dataclasses import replace
 
+import conftest
+import families
 import numpy as np
 import pytest
 from declared_programs import build, schedules_of
 from draft_models import (
+    GEMMA,
     PROMPTS,
     assert_drafts,
     assert_drafts_of_prompts,
+    assistant_drafts,
+    dflash_drafts,
     drafts_of_steps,
     equal,
     greedy,
     mtp_drafts,
     params,
+    save_assistant,
+    save_dflash,
     save_recurrent,
     save_with_mtp,
 )
@@ -71,6 +78,85 @@ def test_mtp_layers_draft_as_in_transformers(extension, tmp_path, proposed):
     llmc.compile(tmp_path / "hf", tmp_path / "case", draft="mtp", target="cuda", dtype="float32")
     with interpreted(tmp_path / "case", SMALL, **DRAFTING) as llm:
         assert_drafts(llm, base, lambda *args: mtp_drafts(layers, *args), PROMPTS[3], proposed)
+
+
+@pytest.mark.parametrize("changes", [
+    {}, pytest.param(families.GEMMA4_LARGE, marks=pytest.mark.thorough)])
+def test_assistants_draft_as_in_transformers(extension, tmp_path, proposed, fully_shared, changes):
+    sizes = {**families.OWN_ATTENTION["gemma4_text"], **changes, **GEMMA}
+    base = families.tiny_model("gemma4_text", **sizes)
+    families.save(base, tmp_path / "hf")
+    conftest.write_tokenizer(tmp_path / "hf")
+    assistant = save_assistant(base, sizes, tmp_path / "assistant")
+    llmc.compile(tmp_path / "hf", tmp_path / "case", draft=f"assistant:{tmp_path / 'assistant'}",
+                 target="cuda", dtype="float32")
+    limits = replace(SMALL, proposals_take_blocks=False, lookahead=0, ahead=2, drafts_ahead=True)
+    with interpreted(tmp_path / "case", limits, **DRAFTING) as llm:
+        assert_drafts(llm, base, lambda *args: assistant_drafts(assistant, *args), PROMPTS[3],
+                      proposed)
+    build(extension, read_manifest(tmp_path / "case"), schedules_of(tmp_path / "case"))
+    assert_is_refused_without_the_cache(tmp_path / "case")
+
+
+@pytest.mark.parametrize(("layout", "changes"), [
+    ("z-lab", dict(layer_types=["sliding_attention", "full_attention"], sliding_window=6)),
+    pytest.param("transformers", {}, marks=pytest.mark.thorough)])
+def test_dflash_draft_models_draft_as_in_transformers(extension, draft_base, tmp_path, proposed,
+                                                      layout, changes):
+    drafter = save_dflash(tmp_path / "draft", layout, **changes)
+    llmc.compile(draft_base[0], tmp_path / "case", draft=f"dflash:{tmp_path / 'draft'}",
+                 target="cuda", dtype="float32")
+    limits = replace(SMALL, max_drafts=4, proposed_positions=5, lookahead=0, ahead=2,
+                     drafts_ahead=True)
+    with interpreted(tmp_path / "case", limits, **DRAFTING) as llm:
+        assert_drafts_of_prompts(llm, draft_base[1], lambda *args: dflash_drafts(drafter, *args),
+                                 proposed)
+        assert any(len({*drafts}) > 1 for drafts in proposed)
+    manifest, schedules = read_manifest(tmp_path / "case"), schedules_of(tmp_path / "case")
+    program = build(extension, manifest, schedules)
+    for count, problem in ((4, None), (5, "a step proposes 5 drafts, expected -1 to 4")):
+        arrays = step_arrays(drafting(propose=count))
+        if problem is None:
+            program.check_step(8, *arrays)
+            continue
+        with pytest.raises(extension.CudaError, match=problem):
+            program.check_step(8, *arrays)
+    with pytest.raises(extension.CudaError, match="a draft model of blocks of 1 tokens is invalid"):
+        build(extension, with_info(manifest, num_speculative_tokens=0), schedules)
+
+
+def with_info(manifest, **changes):
+    """A manifest with changes to its draft model, unchecked."""
+    return manifest.model_copy(update={"draft": manifest.draft.model_copy(update=changes)})
+
+
+def assert_is_refused_without_the_cache(case):
+    """Assert that a draft model which reads caches that the model lacks is refused."""
+    manifest, path = read_manifest(case), case / "chip0" / "draft.json"
+    program = read_program(path)
+    assert program.read
+    number = min(program.read)
+    other = program.tensors[number].model_copy(update={"name": "key_cache_99"})
+    tensors = (*program.tensors[:number], other, *program.tensors[number + 1:])
+    path.write_text(program.model_copy(update={"tensors": tensors}).model_dump_json())
+    with pytest.raises(LlmcError, match="unknown cache 'key_cache_99'"):
+        read_chip_programs(manifest, manifest.chips[0], case)
+
+
+@pytest.mark.parametrize("number", [2, pytest.param(3, marks=pytest.mark.thorough)])
+def test_several_mtp_layers_draft_as_in_transformers(extension, tmp_path, proposed, number):
+    base, layers = save_with_mtp("glm4_moe", tmp_path / "hf", number)
+    llmc.compile(tmp_path / "hf", tmp_path / "case", draft="mtp", target="cuda", dtype="float32")
+    limits = replace(SMALL, lookahead=number, ahead=2, drafts_ahead=True)
+    with interpreted(tmp_path / "case", limits, **DRAFTING) as llm:
+        for prompt in PROMPTS:
+            assert_drafts(llm, base, lambda *args: mtp_drafts(layers, *args), prompt, proposed)
+    manifest, schedules = read_manifest(tmp_path / "case"), schedules_of(tmp_path / "case")
+    assert len(schedules) == 1 + number
+    build(extension, manifest, schedules)
+    without_logits = schedules[-1].model_copy(update={"hidden_out": schedules[-1].logits})
+    with pytest.raises(extension.CudaError, match="is not a value with the shape of the draft"):
+        build(extension, manifest, [*schedules[:-1], without_logits])
 
 
 @pytest.mark.thorough
@@ -174,13 +260,22 @@ def test_invalid_draft_programs_are_refused(extension, case, change, problem):
 @pytest.mark.parametrize(("part", "changes", "problem"), [
     (0, {"features": 10**6}, "the features are tensor 1000000, the program has"),
     (0, {"hidden": 0, "hidden_out": 0}, "has features and hidden and hidden_out, expected"),
-    (1, {"hidden_out": -1}, "the program has hidden, expected features of a model, or hidden and"),
+    (1, {"hidden": -1}, "the program has hidden_out, expected features of a model, or hidden and"),
     (1, {"hidden": -1, "hidden_out": -1}, "reads 'hidden' before it is written"),
     (0, {"features": 0}, "the features are input 'input_ids'")])
 def test_a_program_file_with_other_features_is_refused(case, part, changes, problem):
     schedule = schedules_of(case("eagle3"))[part].model_copy(update=changes)
     with pytest.raises(ValueError, match=problem):
         Program.model_validate_json(schedule.model_dump_json())
+
+
+def test_the_draft_model_must_return_what_its_next_pass_reads(case, tmp_path):
+    directory = shutil.copytree(case("eagle3"), tmp_path / "case")
+    manifest, path = read_manifest(directory), directory / "chip0" / "draft.json"
+    program = read_program(path)
+    path.write_text(program.model_copy(update={"hidden_out": -1}).model_dump_json())
+    with pytest.raises(LlmcError, match="the draft model has no hidden_out, unlike its chain"):
+        read_chip_programs(manifest, manifest.chips[0], directory)
 
 
 def test_features_of_the_model_and_of_the_draft_model_must_agree(case, tmp_path):
@@ -245,7 +340,7 @@ def test_only_the_device_knows_drafts_of_steps_in_flight(extension, rows):
     ({"token_ids": np.array([5, proposal(0), 8, 9, 1, 2, 3])},
      "token 1 is the last one of slot 2, which has not sampled any"),
     ({"logits": "all", "num_drafts": np.empty(0, np.int32), "sample": np.empty(0, np.int32)},
-     "a step with logits=all cannot run a draft model")])
+     "a step with logits=all cannot propose drafts")])
 def test_steps_that_run_a_draft_model(extension, case, changes, problem):
     program = build(extension, read_manifest(case("eagle3")), schedules_of(case("eagle3")))
     arrays = step_arrays(drafting(**changes))
@@ -259,5 +354,5 @@ def test_steps_that_run_a_draft_model(extension, case, changes, problem):
 def test_a_program_without_a_draft_model_proposes_nothing(extension, case):
     manifest = read_manifest(case("eagle3"))
     program = build(extension, manifest, schedules_of(case("eagle3"))[:1])
-    with pytest.raises(extension.CudaError, match="runs a draft model, which the program lacks"):
+    with pytest.raises(extension.CudaError, match="but the program has no draft model or prompt"):
         program.check_step(8, *step_arrays(drafting()))

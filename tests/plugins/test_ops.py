@@ -340,5 +340,12 @@ def test_no_loaded_adapter_changes_nothing(name, target):
 def test_adapter_inputs_are_given_together():
     sample = next(sample for op, sample, _ in CASES if "lora_a" in sample.inputs)
     shapes = {name: array.shape for name, array in sample.inputs.items() if name != "lora_ids"}
-    with pytest.raises(ValueError, match="takes all of lora_a, lora_b, lora_owner, lora_ids"):
+    with pytest.raises(ValueError, match="takes lora_ids with all of lora_a, lora_b, "
+                                         "lora_owner, or with all of lora_down"):
         plugins.registry()["GatedMLP"].fit(shapes, sample.fields)
+    sample = next(sample for op, sample, _ in CASES
+                  if op.name == "NormGemm" and "lora_gain" in sample.inputs)
+    shapes = {name: array.shape for name, array in sample.inputs.items()}
+    with pytest.raises(ValueError, match="lora_gain and lora_shift of a folded norm, not with"):
+        plugins.registry()["NormGemm"].fit({**shapes, "norm_weight": shapes["lora_gain"]},
+                                           sample.fields)

@@ -57,7 +57,8 @@ def scheduled(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("family", "options"), [
-    ("llama", {"kv_dtype": "float8_e4m3fn"}), *(
+    ("llama", {"kv_dtype": "float8_e4m3fn"}), ("gpt2", {"enable_lora": True, "tp_size": 2}),
+    ("llama", {"enable_lora": True, "dtype": "bfloat16", "quantize": "int4"}), *(
         pytest.param(*case, marks=pytest.mark.thorough) for case in (
             ("llama", {}), ("gpt2", {"dtype": "float16"}), ("qwen3", {}), ("gpt_neox", {}),
             ("gemma2", {"dtype": "bfloat16", "tp_size": 2}), ("cohere", {}), ("granite", {}))),
@@ -356,7 +357,8 @@ HEADS = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
     (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, 99], [y]), "tensor 99 does not exist"),
     (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, -2], [y]), "tensor -2 does not exist"),
     (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x], [y]), "needs the input 'weight'"),
-    (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, w, -1, w, w, w, w, w], [y]), "8 inputs"),
+    (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, w, *[-1] * 14], [y]),
+     "16 inputs"),
     (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, w], []), "0 outputs"),
     (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, w], [-1]), "needs the output 'y'"),
     (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, w], [w]), "'y', is not a value"),
@@ -670,3 +672,94 @@ def test_invalid_encoder_prompts_are_refused(extension, program, rows, starts, m
         program.check_encode(np.arange(4), np.arange(4), starts, rows)
     with pytest.raises(extension.CudaError, match=r"position_ids\[3\] is 16"):
         program.check_encode(np.arange(4), np.array([0, 1, 2, 16]), ints(0, 4), np.arange(4))
+
+
+@pytest.fixture
+def slotted(extension):
+    """A float32 program with slots for adapters, and the inputs of a GemmBiasAct [8] to [16]."""
+    made = extension.Program(dtype="float32", **LIMITS, max_loras=3, max_lora_rank=8,
+                             token_bytes=256, logit_bytes=64)
+    for name in ("cu_seqlens", "past_lens", "lora_ids", "lora_logits_ids", "block_table"):
+        made.add_input(name, "int32")
+    for name in ("input_ids", "logits_indices"):
+        made.add_input(name, "int64")
+    return made
+
+
+SLOTS, RANKS = -7, -8
+
+
+def adapted(p, **changes):
+    """The inputs of a GemmBiasAct with adapters, and its output."""
+    x, y = (p.add_value("float32", [T, width], 0, False) for width in (8, 16))
+    given = {"x": x, "weight": p.add_weight("float32", [16, 8]), **dict.fromkeys("abcdefgh", -1),
+             "lora_ids": 2, "down": p.add_adapters("float32", [1, SLOTS, RANKS, 8]),
+             "up": p.add_adapters("float32", [SLOTS, 16, RANKS]),
+             "ranks": p.add_adapters("int32", [SLOTS])}
+    return [*{**given, **{name: make(p) for name, make in changes.items()}}.values()], [y]
+
+
+def test_nodes_take_adapters_in_slots(slotted):
+    slotted.add_node("GemmBiasAct", {}, *adapted(slotted))
+    inputs, outputs = adapted(slotted, down=lambda p: p.add_adapters(
+        "float32", [2, SLOTS, RANKS, 8]))
+    slotted.add_node("GemmBiasAct", {}, [*inputs, slotted.add_weight("int32", [16])], outputs)
+    slotted.set_logits(slotted.add_value("float32", [L, 16], 0, True), 8)
+    made = replace(step(), memory=None)
+    for ids in (ints(), ints(2, -1), ints(0, 0)):
+        slotted.check_step(8, *step_arrays(replace(made, adapters=ids)))
+    slotted.check_step(8, *step_arrays(made)[:25], ints(0, -1, 2, 0), *step_arrays(made)[26:])
+
+
+@pytest.mark.parametrize(("changes", "match"), [
+    (dict(down=lambda p: -1), "takes lora_ids, lora_down, lora_up and lora_ranks together"),
+    (dict(lora_ids=lambda p: -1), "takes lora_ids, lora_down, lora_up and lora_ranks together"),
+    (dict(lora_ids=lambda p: 0), "is not the step's lora_ids"),
+    (dict(lora_ids=lambda p: 3), "lora_ids has shape|lora_ids"),
+    (dict(down=lambda p: p.add_weight("float32", [1, 3, 8, 8])), "'lora_down', is not adapters"),
+    (dict(ranks=lambda p: p.add_weight("int32", [3])), "'lora_ranks', is not adapters"),
+    (dict(weight=lambda p: p.add_adapters("float32", [SLOTS, 16, RANKS])),
+     "'weight', is adapters, which it does not take"),
+    (dict(down=lambda p: p.add_adapters("float32", [1, SLOTS, RANKS, 16])), "lora_down"),
+    (dict(up=lambda p: p.add_adapters("float32", [SLOTS, 8, RANKS])), "lora_up"),
+    (dict(down=lambda p: p.add_adapters("float32", [2, SLOTS, RANKS, 8])),
+     "lora_down without lora_part"),
+])
+def test_nodes_with_other_adapters_are_refused(extension, slotted, changes, match):
+    inputs, outputs = adapted(slotted, **changes)
+    with pytest.raises(extension.CudaError, match=match):
+        slotted.add_node("GemmBiasAct", {}, inputs, outputs)
+
+
+@pytest.mark.parametrize(("dtype", "shape", "match"), [
+    ("float32", [3, 16, 8], "adapters of 3 dimensions, expected the slots and ranks"),
+    ("float32", [1, SLOTS, 8, 8], "adapters of 4 dimensions"),
+    ("float32", [SLOTS, RANKS], "adapters of 2 dimensions"), ("int32", [3], "of 1 dimensions"),
+    ("float32", [SLOTS], "of 1 dimensions"), ("float32", [SLOTS, 0, RANKS], "dimension 0"),
+    ("float32", [SLOTS, 2**45, RANKS], "out of range"),
+    ("bfloat16", [SLOTS, 16, RANKS], "adapters of bfloat16, expected float32")])
+def test_invalid_adapters_are_refused(extension, program, slotted, dtype, shape, match):
+    with pytest.raises(extension.CudaError, match=match):
+        slotted.add_adapters(dtype, shape)
+    with pytest.raises(extension.CudaError, match="has no slots for adapters"):
+        program.add_adapters(dtype, shape)
+
+
+@pytest.mark.parametrize(("ids", "match"), [
+    (ints(0, 3), r"lora_ids\[1\] is 3, expected -1 to 2"), (ints(-2, 0), r"lora_ids\[0\] is -2"),
+    (ints(0), "lora_ids has 1 elements, expected 4")])
+def test_steps_with_invalid_adapters_are_refused(extension, program, slotted, ids, match):
+    made = step_arrays(replace(step(), memory=None))
+    slotted.set_logits(slotted.add_value("float32", [L, 16], 0, True), 8)
+    tokens = np.repeat(ids, [1, 3]).astype(np.int32) if len(ids) == 2 else ids
+    with pytest.raises(extension.CudaError, match=match):
+        slotted.check_step(8, *made[:25], tokens, *made[26:])
+    program.set_logits(program.add_value("float32", [L, 16], 0, True), 8)
+    with pytest.raises(extension.CudaError, match="LoRA adapters, which the program does not take"):
+        check_step(program, replace(step(), adapters=ids[[0, 0]]))
+
+
+def test_a_rank_of_slots_is_whole_vectors(extension):
+    with pytest.raises(extension.CudaError, match="max_lora_rank 12 is not a multiple of 8"):
+        extension.Program(dtype="float32", **LIMITS, max_loras=1, max_lora_rank=12,
+                          token_bytes=256, logit_bytes=64)

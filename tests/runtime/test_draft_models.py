@@ -12,7 +12,7 @@ import onnx_graphsurgeon as gs
 import pytest
 import torch
 from draft_models import (
-    LAYERS,
+    GEMMA,
     PARAMS,
     PROMPTS,
     ROWS,
@@ -23,26 +23,18 @@ from draft_models import (
     assert_drafts_of_prompts,
     assert_draws_beside_others,
     assert_reaches_the_end,
+    assistant_drafts,
+    dflash_drafts,
     equal,
     greedy,
     mtp_drafts,
     params,
+    save_assistant,
+    save_dflash,
     save_recurrent,
     save_with_mtp,
 )
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig
-from transformers.generation.candidate_generator import (
-    DFlashTokenCandidateGenerator,
-    SinglePositionMultiTokenCandidateGenerator,
-)
-from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
-from transformers.models.muse_glimmer_assistant.configuration_muse_glimmer_assistant import (
-    MuseGlimmerAssistantConfig,
-)
-from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant import (
-    MuseGlimmerAssistantModel,
-)
 
 import llmc
 import llmc.compiler.api
@@ -55,7 +47,6 @@ from llmc.runtime.engines.host import HostSampling
 from llmc.runtime.replica import EngineConfig, cpu_limits, step_bytes, token_bytes
 from llmc.runtime.speculation.drafter import Draft
 from llmc.runtime.speculation.engine_drafts import EngineDrafter
-from llmc.targets import TARGETS
 
 
 def thorough(*values):
@@ -117,7 +108,7 @@ def test_a_drafter_that_is_right_saves_steps(case, plain, monkeypatch):
     answer = list(known[tuple(PROMPTS[0])])
     monkeypatch.setattr(EngineDrafter, "extend", lambda self, tokens: setattr(
         self, "done", getattr(self, "done", 0) + len(tokens)))
-    monkeypatch.setattr(EngineDrafter, "propose", lambda self, tokens: setattr(
+    monkeypatch.setattr(EngineDrafter, "propose", lambda self, tokens, match: setattr(
         self, "count", len(tokens)))
     monkeypatch.setattr(EngineDrafter, "draft", lambda self, count: Draft(
         answer[self.done:self.done + min(count, self.count)], 0))
@@ -424,60 +415,6 @@ def test_a_damaged_draft_entry_is_one_clear_error(case, tmp_path, change, proble
     assert "\n" not in str(caught.value)
 
 
-# A cut of Gemma 4 with and without layers that share caches, and its assistant.
-GEMMA = dict(vocab_size=VOCAB, sliding_window=6, vocab_size_per_layer_input=VOCAB)
-
-
-def save_assistant(base, sizes, directory, **changes):
-    """Save an assistant of a Gemma 4 model of these sizes; return it."""
-    text = {**{name: value for name, value in sizes.items() if name in (
-        "vocab_size", "sliding_window", "num_key_value_heads", "num_global_key_value_heads",
-        "head_dim", "global_head_dim", "attention_k_eq_v", "max_position_embeddings",
-        "rope_parameters")},
-        "model_type": "gemma4_text", "hidden_size": 32, "intermediate_size": 48,
-        "num_attention_heads": 4, "num_hidden_layers": 3, "num_kv_shared_layers": 3,
-        "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
-        "enable_moe_block": False, "use_double_wide_mlp": False,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-        **changes.pop("text", {})}
-    made = AutoConfig.for_model("gemma4_assistant", text_config=text, **{
-        "backbone_hidden_size": base.config.hidden_size, "num_centroids": 30, **changes})
-    assistant = families.randomized(AutoModelForCausalLM.from_config(
-        made, attn_implementation="eager"))
-    if assistant.masked_embedding is not None:
-        assistant.masked_embedding.token_ordering.copy_(torch.randperm(
-            VOCAB, generator=torch.Generator().manual_seed(2)))
-    families.save(assistant, directory)
-    return assistant
-
-
-@pytest.fixture
-def fully_shared(monkeypatch):
-    """Let transformers build assistants, all of whose layers share caches."""
-    known = Gemma4TextConfig.kv_sharing_modes.fget
-    monkeypatch.setattr(Gemma4TextConfig, "kv_sharing_modes", property(
-        lambda self: ["reuse"] * self.num_hidden_layers
-        if self.num_kv_shared_layers == self.num_hidden_layers else known(self)))
-
-
-@torch.no_grad()
-def assistant_drafts(assistant, base, tokens, count):
-    """Drafts after the last token by transformers' candidate generator."""
-    options = GenerationConfig(max_length=1000)
-    assistant.generation_config.num_assistant_tokens = count
-    drafter = SinglePositionMultiTokenCandidateGenerator(
-        assistant, base.get_input_embeddings(), options)
-    read = torch.tensor([tokens[:-1]])
-    outputs = base(read, output_hidden_states=True, return_shared_kv_states=True)
-    if not base.config.num_kv_shared_layers:
-        caches = DynamicCache()
-        base(read, past_key_values=caches)
-        outputs["shared_kv_states"] = {kind: (layer.keys, layer.values) for kind, layer in zip(
-            base.config.layer_types, caches.layers, strict=True)}
-    ids, _ = drafter.get_candidates(torch.tensor([tokens]), {}, outputs, False, 0)
-    return ids[0, len(tokens):].tolist()
-
-
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory):
     """A Gemma 4 model, its sizes, and its directory."""
@@ -509,45 +446,6 @@ def test_assistants_draft_as_in_transformers(changes, settings, tp_size, tmp_pat
         equal(llm.generate(PROMPTS, params("sampled")), alone.generate(PROMPTS, params("sampled")))
         assert_drafts(llm, base, lambda *args: assistant_drafts(assistant, *args), PROMPTS[3],
                       proposed, 3)
-
-
-def save_dflash(directory, layout="transformers", **changes):
-    """Save a DFlash draft model in the layout of transformers or of z-lab; return the model."""
-    sizes = dict(hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-                 num_key_value_heads=2, head_dim=16, block_size=5, mask_token_id=VOCAB - 2,
-                 target_layer_ids=[1, 4], max_position_embeddings=64,
-                 layer_types=["full_attention"] * 2)
-    config = MuseGlimmerAssistantConfig(**{**sizes, **changes})
-    config._attn_implementation = "eager"
-    drafter = families.randomized(MuseGlimmerAssistantModel(config))
-    for layer in drafter.layers:
-        for part in (layer.self_attn.q_norm, layer.self_attn.o_proj):
-            part.weight.data *= 20  # so that drafts of a block differ
-    drafter.save_pretrained(directory)
-    if layout == "z-lab":
-        stored = load_file(directory / "model.safetensors")
-        save_file({name.replace("encoder.output_norm_enc", "hidden_norm").removeprefix("encoder."):
-                   tensor for name, tensor in stored.items()}, directory / "model.safetensors")
-        plain = json.loads((directory / "config.json").read_text())
-        own = {key: plain.pop(key) for key in ("mask_token_id", "target_layer_ids")}
-        plain |= dict(model_type="qwen3", use_sliding_window=True, vocab_size=VOCAB,
-                      architectures=["DFlashDraftModel"], num_target_layers=LAYERS,
-                      dflash_config=own)
-        (directory / "config.json").write_text(json.dumps(plain))
-    return drafter
-
-
-@torch.no_grad()
-def dflash_drafts(drafter, base, tokens, count):
-    """Drafts after the last token by transformers' candidate generator."""
-    generator = DFlashTokenCandidateGenerator(
-        drafter, base.get_input_embeddings(), base.get_output_embeddings(),
-        GenerationConfig(max_length=1000))
-    outputs = base(torch.tensor([tokens[:-1]]), output_hidden_states=True)
-    ids, _ = generator.get_candidates(
-        torch.tensor([tokens]), {"position_ids": torch.arange(len(tokens))[None],
-                                 "attention_mask": None}, outputs, False, 0)
-    return ids[0, len(tokens):][:count].tolist()
 
 
 @pytest.mark.parametrize(("layout", "changes", "tp_size"), [
@@ -632,17 +530,6 @@ def test_assistants_are_refused_for_other_models(draft_base, tmp_path, fully_sha
     save_file({name: tensor for name, tensor in stored.items() if "pre_proj" not in name}, path)
     with pytest.raises(llmc.LlmcError, match="has no tensor '.*pre_projection.weight'"):
         llmc.compile(directory, tmp_path / "case", draft=f"assistant:{tmp_path / 'assistant'}")
-
-
-@pytest.mark.parametrize("kind", ["assistant", "dflash"])
-def test_kinds_without_a_kernel_are_refused_before_the_export(draft_base, tmp_path, kind,
-                                                              monkeypatch):
-    monkeypatch.setattr(llmc.compiler.api, "load", None)
-    monkeypatch.setitem(TARGETS, "cuda", dataclasses.replace(TARGETS["cuda"], drafts=True))
-    with pytest.raises(llmc.LlmcError, match=f"draft models of kind {kind} .* are unsupported by "
-                                             "target 'cuda'; compile with --target cpu"):
-        llmc.compile(draft_base[0], tmp_path / "case", draft=f"{kind}:x", target="cuda",
-                     dtype="float16")
 
 
 def test_a_draft_model_of_another_architecture_is_refused(draft_base, eagle3_head, tmp_path):

@@ -2,16 +2,20 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 
+import families
 import numpy as np
 import pooling
 import pytest
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 import llmc
+from llmc.compiler.check.similarity import PAIRS, read_pairs, similarity
 from llmc.runtime.core.pooling import Input
 
 
@@ -64,6 +68,32 @@ def test_a_step_has_only_whole_texts(made):
     assert all((step.past_lens == 0).all() and len(step.sample) == step.batch_size
                for step in steps)
     assert max(step.num_tokens for step in steps) <= 66
+
+
+def test_texts_of_a_call_are_computed_by_length(made):
+    texts = random_texts(20, 66, seed=9)
+    with llmc.LLM(made[0] / "bert.case", max_num_batched_tokens=1, max_batch_size=4) as llm:
+        lengths = []
+        engine = llm._loops[0]._engine
+        submit = engine.submit
+        engine.submit = lambda step: (lengths.extend(step.seq_lens.tolist()), submit(step))[1]
+        assert_equal_rows(llm.embed(texts), made[1]["bert"], texts, "mean")
+    assert sorted(lengths) == lengths == sorted(map(len, texts))
+
+
+def test_the_cores_share_a_step_of_several_texts(made, bert):
+    texts = random_texts(40, 66, seed=10)
+    rank, = families.ranks(bert)
+    threads = rank._pool_threads
+    if len(os.sched_getaffinity(0)) == 1:
+        assert threads is None
+        return
+    groups = []
+    run = threads.run
+    threads.run = lambda given: (groups.append(len(given)), run(given))[1]
+    assert_equal_rows(bert.embed(texts), made[1]["bert"], texts, "mean")
+    threads.run = run
+    assert max(groups) > 1
 
 
 def test_long_texts_of_a_causal_model_are_computed_in_chunks(made):
@@ -220,3 +250,37 @@ def test_commands_for_causal_lms_refuse_other_tasks(made, command):
     result = run(command, made[0] / "bert.case", *options)
     assert result.returncode == 2
     assert f"llmc {command} does not support task embed" in result.stderr
+
+
+def test_eval_gives_transformers_correlation(tmp_path):
+    bert = pooling.ENCODERS["bert"]
+    pooling.save("bert", bert, tmp_path / "hf", pooling="cls")
+    pooling.write_modules(tmp_path / "hf", "cls", 64, "Dense", "Normalize")
+    folder = tmp_path / "hf" / "2_Dense"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(
+        {"in_features": 64, "out_features": 8, "bias": True,
+         "activation_function": "torch.nn.modules.activation.Tanh"}))
+    save_file({"linear.weight": torch.randn(8, 64), "linear.bias": torch.randn(8)},
+              folder / "model.safetensors")
+    llmc.compile(tmp_path / "hf", tmp_path / "case")
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("".join(json.dumps(
+        {"text_1": f"{one} cat", "text_2": f"the {two}", "score": score}) + "\n"
+        for score, (one, two) in enumerate([("a", "dog"), ("the", "cat"), ("cold", "water")])))
+    report = similarity(tmp_path / "case", data=data, hf_dir=tmp_path / "hf")
+    score, = report.scores
+    assert report.verdict is None and report.count == 3 and score.llmc == score.transformers
+    shipped = similarity(tmp_path / "case")
+    assert shipped.count == len(read_pairs(PAIRS)) == 30 and shipped.reference is None
+
+
+@pytest.mark.parametrize(("line", "message"), [
+    ('{"text_1": "a", "text_2": "b", "score": 1}', "has 1 pairs, expected at least 2"),
+    ('{"text_1": "a", "score": 1}', "line 1, is"), ("[]", "line 1, is"), ("", "has 0 pairs"),
+    ('{"text_1": "a", "text_2": "b", "score": NaN}', "line 1, is"),
+    ('{"text_1": 3, "text_2": "b", "score": 1}', "line 1, is")])
+def test_wrong_pairs_are_refused(line, message, tmp_path):
+    (tmp_path / "pairs.jsonl").write_text(line)
+    with pytest.raises(llmc.LlmcError, match=message):
+        read_pairs(tmp_path / "pairs.jsonl")

@@ -57,6 +57,7 @@ class Histories:
         self.made = {}
         self.behind = False  # whether a step was submitted before the one before it was read
         self.longest = self.tickets = self.drafts = self.proposals = self.homeless = 0
+        self.proposing = []  # of each step, whether the draft model runs
 
     def submit(self, step):
         assert step.num_tokens <= self.limits.max_tokens
@@ -72,6 +73,7 @@ class Histories:
         written, ends, histories, passes = set(), [], [], []
         drafts = int(step.num_drafts.sum())
         self.drafts += drafts
+        self.proposing.append(step.propose is not None)
         assert self.slots is not None or not len(step.num_uncommitted)
         rows, copies = self.slots.place(step) if self.slots else ((), np.empty((0, 2), int))
         for old, new in copies.tolist():
@@ -254,13 +256,13 @@ class Linear(StepTimes):
 
 
 def run(wishes, limits, budget, depth, reuse=True, together=False, watch=lambda *_: None,
-        step_times=None, num_drafts=3, max_itl=None):
+        step_times=None, num_drafts=3, costs=None, max_itl=None):
     """Run requests with arrivals and cancellations; return their tokens and the scheduler.
 
     `watch` is called after each step with the running sequences by request, and the remaining
     requests.
     """
-    planner = DraftPlanner(num_drafts, VerificationCosts({}))
+    planner = DraftPlanner(num_drafts, VerificationCosts(costs or {}))
     scheduler, engine = Scheduler(limits, budget, max_itl=max_itl, reuse=reuse, drafts=planner), \
         Histories(limits)
     scheduler.step_times = step_times or StepTimes()
@@ -415,6 +417,38 @@ def test_drafts_of_steps_in_flight_are_verified(depth):
                                         drafts_ahead=True), 16, depth)
     assert own.got == own.alone() and engine.drafts > 30
     assert engine.behind == (depth > 1)
+
+
+CHEAP, DEAR = [1.0, 1.01, 1.02, 1.03], [1.0, 9.0, 9.0, 9.0]  # steps with 0 to 3 drafts
+
+
+def proposing(wishes, costs):
+    """Whether the draft model runs, by step."""
+    _, engine = run(wishes, EngineLimits(200, 4, 16, 2, 512, 1, max_drafts=3, proposes=True), 16, 1,
+                    num_drafts=None, costs=costs)
+    assert all(own.got == own.alone() for own in wishes)
+    return engine.proposing, engine.drafts
+
+
+def test_a_draft_model_does_not_run_if_no_drafts_pay_off():
+    runs, drafts = proposing([wish([1] * 3, 40, drafts="engine")], {1: DEAR})
+    assert not any(runs) and not drafts
+
+
+def test_a_draft_model_runs_on_through_a_short_crowd():
+    runs, drafts = proposing([wish([1] * 3, 80, drafts="engine"),
+                              wish([2] * 3, 4, arrives=9, drafts="engine")], {1: CHEAP, 2: DEAR})
+    assert all(runs) and drafts > 40
+
+
+def test_a_draft_model_ends_in_a_long_crowd_and_begins_with_the_next_sequence():
+    long = [wish([1] * 3, 150, drafts="engine"), wish([2] * 3, 60, arrives=9, drafts="engine")]
+    last = wish([3] * 3, 40, arrives=180, drafts="engine")
+    runs, _ = proposing([*long, last], {1: CHEAP, 2: DEAR})
+    end = runs.index(False)
+    assert 32 < end < 60
+    begin = runs.index(True, end)
+    assert begin > 100 and all(runs[begin:])
 
 
 def test_no_request_starves():

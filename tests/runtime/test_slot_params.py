@@ -86,3 +86,13 @@ def test_values_are_clipped_to_the_record():
     many = SamplingParams(max_tokens=2**63, min_tokens=2**62, top_k=2**63, temperature=1.0)
     told = Admissions.of({0: SamplingState(Sampler(many, 0, [5], [2]))})
     assert told.states["processing"]["min_tokens"] == told.states["top_k"] == 2**31 - 1
+
+
+def test_a_sequence_with_prompt_lookup_is_admitted_with_its_tokens():
+    sampler = Sampler(SamplingParams(), 0, [5, 6, 7])
+    told = Admissions.of({1: SamplingState(sampler, (9, 8), prompt_lookup=True),
+                          0: SamplingState(sampler, (9, 8))})
+    assert told.states["prompt_lookup"].tolist() == [1, 0]
+    assert not told.states["processing"]["keeps_history"].any()
+    assert (told.prompts.tolist(), told.lengths.tolist()) == ([3, 0], [5, 0])
+    assert told.tokens.tolist() == [5, 6, 7, 9, 8]

@@ -16,6 +16,7 @@ from llmc.runtime.core.step import EngineLimits, SamplingState, Step
 from llmc.runtime.engines.host import HostSampling
 from llmc.runtime.sampling.sampler import Sampler, probabilities
 from llmc.runtime.speculation.drafter import Draft
+from llmc.runtime.speculation.engine_drafts import EngineDrafter
 from llmc.runtime.speculation.ngram import MIN_MATCH, NgramDrafter
 from llmc.runtime.speculation.planner import DraftPlanner, VerificationCosts
 
@@ -235,6 +236,21 @@ def test_accepted_drafts_are_counted_twice_with_recurrent_state(extra, low, high
     assert low <= chosen[1] <= high and chosen[1] < chosen[0]
 
 
+def test_later_sequences_try_again_after_bad_drafts():
+    planner = DraftPlanner(None, VerificationCosts({1: [1.0, 1.2, 1.3, 1.4, 1.5]}))
+
+    def serve(drafter, steps):
+        """Drafts per step, of sequences of 50 steps."""
+        before = planner.counts.draft_tokens
+        for _ in range(steps // 50):
+            verify(planner, planner.sequence(drafter), drafter, 50)
+        return (planner.counts.draft_tokens - before) / steps
+
+    assert serve(Steady(0.0), 5000) < 0.05  # each costs 0.1 to 0.2 steps
+    serve(Steady(1.0), 1000)
+    assert serve(Steady(1.0), 1000) > 3.5
+
+
 def test_no_drafts_in_batches_larger_than_measured():
     planner = DraftPlanner(None, VerificationCosts({4: [1.0, 1.1]}))
     own = planner.sequence(Steady(1.0))
@@ -264,3 +280,59 @@ def test_an_invalid_prediction(case_tp1, prediction, problem):
 def test_beam_search_refuses_a_prediction():
     with pytest.raises(llmc.LlmcError, match="prediction does not go with beam_width 2"):
         llmc.SamplingParams(beam_width=2, prediction="x")
+
+
+def engine_drafts(planner, proposals):
+    """Submit two steps ahead of an engine that proposes these drafts, and verify the second."""
+    own = planner.sequence(EngineDrafter(ahead=True, prompt_lookup=True))
+    own.start()
+    own.engine.expect(4)
+    planner.plan([(own, [], 100)], 1, 100)
+    placeholders = own.pending
+    own.start()
+    own.engine.expect(4)
+    own.verified(1)
+    own.proposed(proposals, len(proposals))
+    return own, placeholders
+
+
+@pytest.mark.parametrize(("proposals", "sampled", "counted"), [
+    ([7, 8, 9, 10], 3, (1, 4, 2)), ([7, 8], 3, (1, 2, 2)), ([7], 1, (1, 1, 0)), ([], 1, (0, 0, 0)),
+    ([], 2, (0, 0, 0))])
+def test_drafts_that_the_engine_did_not_find_are_not_counted(proposals, sampled, counted):
+    """A placeholder may be accepted by chance."""
+    planner = DraftPlanner(4, VerificationCosts({}))
+    own, placeholders = engine_drafts(planner, proposals)
+    assert placeholders == [-2, -3, -4, -5]
+    assert own.verified(sampled) == 5 - sampled
+    counts = planner.counts
+    assert (counts.drafts, counts.draft_tokens, counts.accepted_tokens) == counted
+
+
+class Draftless:
+    """A drafter that finds drafts of a fixed match, or none."""
+
+    def __init__(self, rate):
+        self.rate = rate
+
+    def extend(self, tokens):
+        pass
+
+    def draft(self, count):
+        return Draft([0] * count, 4 if self.rate else 0)
+
+
+def test_a_sequence_with_bad_drafts_has_none_beside_others():
+    planner = DraftPlanner(None, VerificationCosts({2: [1.0 + 0.1 * count for count in range(8)]}))
+    pair = [planner.sequence(Draftless(rate)) for rate in (1, 0)]
+    late = []
+    for step in range(100):
+        planner.plan([(own, [], 100) for own in pair], 2, 100)
+        if step >= 50:
+            late.append([len(own.pending) for own in pair])
+        for own, right in zip(pair, (True, False), strict=True):
+            drafted = len(own.pending)
+            own.start()
+            own.verified(1 + drafted * right)
+    good, bad = np.mean(late, 0)
+    assert good > 5 and bad < 1

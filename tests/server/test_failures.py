@@ -20,7 +20,7 @@ from llmc.server.model import Model
 def test_nan_logits_are_a_500_and_counted(nan_case):
     async def main():
         async with llmc.AsyncLLM(nan_case) as llm:
-            app = Api(Model(llm, "tiny"), ServerLimits()).app()
+            app = Api([Model(llm, "tiny")], ServerLimits()).app()
             body = {"prompt": [5, 7], "max_tokens": 2, "logprobs": 1}
             status, text = await ask(app, "/v1/completions", body)
             error = json.loads(text)["error"]
@@ -43,7 +43,7 @@ def test_a_failed_step_ends_running_requests_and_health(case_tp1, monkeypatch, e
 
     async def main():
         async with llmc.AsyncLLM(case_tp1) as llm:
-            app = Api(Model(llm, "tiny"), ServerLimits()).app()
+            app = Api([Model(llm, "tiny")], ServerLimits()).app()
             rank, = families.ranks(llm)
             compute, left, answered = rank.compute, iter(range(5)), threading.Event()
 
@@ -70,7 +70,7 @@ def test_a_failed_step_ends_running_requests_and_health(case_tp1, monkeypatch, e
 def test_internal_errors_are_logged_and_not_exposed(case_tp1, monkeypatch):
     async def main():
         async with llmc.AsyncLLM(case_tp1) as llm:
-            app = Api(Model(llm, "tiny"), ServerLimits()).app()
+            app = Api([Model(llm, "tiny")], ServerLimits()).app()
             monkeypatch.setattr(llm, "tokenize", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):  # re-raised for uvicorn, which logs it
                 await ask(app, "/tokenize", {"prompt": "the"})

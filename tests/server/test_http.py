@@ -492,7 +492,7 @@ def test_trace_ids_are_in_the_log_and_the_response(server):
 def test_health_says_when_no_step_completes(case_tp1, monkeypatch):
     async def run():
         async with llmc.AsyncLLM(case_tp1) as llm:
-            app = Api(Model(llm, "tiny"), ServerLimits(stall_timeout=0.3)).app()
+            app = Api([Model(llm, "tiny")], ServerLimits(stall_timeout=0.3)).app()
             rank, = families.ranks(llm)
             compute, running, go_on = rank.compute, threading.Event(), threading.Event()
 

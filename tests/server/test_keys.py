@@ -1,16 +1,20 @@
 """Isolation of clients with separate API keys."""
 
+import gc
 import json
 import urllib.error
 import urllib.request
+import weakref
 
 import click
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from server_process import serving, until
+from starlette.requests import Request
 
 import llmc
 from llmc.cli import serve_command
+from llmc.server.app import _api_key
 from llmc.server.errors import ApiError
 from llmc.server.limits import AdmissionGate, ServerLimits, read_api_keys
 from llmc.server.protocol import ChatRequest, CompletionRequest
@@ -194,3 +198,12 @@ def test_every_key_gets_one_request_before_sequences_count():
                 pass
             assert (gate.inside, gate.sequences, gate.refused) == (3, 114, 2)
     assert (gate.inside, gate.sequences) == (0, 0)
+
+
+def test_a_finished_request_is_not_kept():
+    request = Request({"type": "http", "llmc.api_key": "beta"})
+    kept = weakref.ref(request)
+    assert _api_key(request) == "beta"
+    del request
+    gc.collect()
+    assert kept() is None

@@ -8,10 +8,12 @@ import openai
 import pooling
 import pytest
 import torch
+from click.testing import CliRunner
 from server_process import serving
 from tokenizers import Tokenizer
 
 import llmc
+from llmc.cli import main
 
 TEXTS = ["the cat sat on the mat", "a dog runs", "cold water"]
 
@@ -190,3 +192,82 @@ def test_metrics_count_the_texts_and_tokens(models, embedder):
         values = [sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines()
                       if line.startswith(f"vllm:{name}")) for text in (before, after)]
         assert values[1] - values[0] == more
+
+
+@pytest.fixture(scope="module")
+def several(case_tp1, models):
+    """A server of a model that generates text, and of an embedding model."""
+    with serving(case_tp1, models[0] / "embed.case", "--served_model_name", "embed") as own:
+        yield own
+
+
+def test_requests_go_to_the_model_that_they_name(models, several):
+    assert [own.id for own in several.client.models.list()] == ["tiny", "embed"]
+    assert several.client.models.retrieve("embed").id == "embed"
+    text = several.client.completions.create(model="tiny", prompt=[3, 4, 5], max_tokens=2)
+    assert text.model == "tiny" and text.usage.completion_tokens == 2
+    made = several.client.embeddings.create(model="embed", input=TEXTS)
+    for text, own in zip(TEXTS, made.data, strict=True):
+        assert np.abs(np.array(own.embedding) - vector(models, text)).max() <= 1e-5
+    status, _, found = several.post("/tokenize", {"model": "embed", "prompt": TEXTS[0]})
+    assert status == 200 and found["tokens"] == encoded(models, TEXTS[0])[0]
+    assert several.get("/health") == ""
+    metrics = several.get("/metrics")
+    for name in ("tiny", "embed"):
+        assert f'vllm:num_requests_running{{engine="0",model_name="{name}"}} 0.0' in metrics
+    assert metrics.count("# TYPE vllm:num_requests_running ") == 1
+    assert 'vllm:prompt_tokens_total{engine="0",model_name="tiny"} 3.0' in metrics
+    assert set(json.loads(several.startup)["models"]) == {"tiny", "embed"}
+
+
+@pytest.mark.parametrize(("path", "body", "status", "message"), [
+    ("/v1/embeddings", {"model": "other", "input": "a"}, 404,
+     "unknown model 'other'; this server has 'tiny', 'embed'"),
+    ("/v1/embeddings", {"input": "a"}, 400,
+     "the request names no model; this server has 'tiny', 'embed'"),
+    ("/v1/embeddings", {"model": "tiny", "input": "a"}, 400, "generates text"),
+    ("/v1/completions", {"model": "embed", "prompt": "a"}, 400, "compiled for task embed"),
+    ("/v1/chat/completions",
+     {"model": "embed", "messages": [{"role": "user", "content": "a"}]}, 400,
+     "compiled for task embed"),
+    ("/v1/responses", {"model": "embed", "input": "a"}, 400, "compiled for task embed"),
+])
+def test_errors_say_which_model_serves_a_request(path, body, status, message, several):
+    got, _, answer = several.post(path, body)
+    assert got == status and message in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ((), "two models have the name"),
+    (("--served_model_name", "a"), "1 served_model_name are given for 2 case directories"),
+    (("--served_model_name", "a", "--served_model_name", "a"), "two models have the name 'a'"),
+    (("--served_model_name", "a", "--served_model_name", "b", "--allow_runtime_lora_updating"),
+     "allow_runtime_lora_updating is given with 2 models"),
+])
+def test_names_of_several_models_are_checked_before_loading(options, message, case_tp1):
+    result = CliRunner().invoke(main, ["serve", str(case_tp1), str(case_tp1), "--port", "0",
+                                       *options])
+    assert result.exit_code == 2 and message in result.stderr
+
+
+def test_langchain_s_embeddings_are_the_model_s(models, embedder):
+    langchain = pytest.importorskip("langchain_openai", reason="needs the extra test-serve")
+    client = langchain.OpenAIEmbeddings(model="tiny", base_url=f"{embedder.url}/v1",
+                                        api_key="none", check_embedding_ctx_length=False)
+    for text, own in zip(TEXTS, client.embed_documents(TEXTS), strict=True):
+        assert np.abs(np.array(own) - vector(models, text)).max() <= 1e-5
+    assert np.abs(np.array(client.embed_query(TEXTS[1])) - vector(models, TEXTS[1])).max() <= 1e-5
+
+
+def test_litellm_embeds_and_reranks(models, embedder, reranker, monkeypatch):
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # no download
+    litellm = pytest.importorskip("litellm", reason="needs the extra test-serve")
+    made = litellm.embedding(model="openai/tiny", input=TEXTS, api_base=f"{embedder.url}/v1",
+                             api_key="none")
+    for text, own in zip(TEXTS, made.data, strict=True):
+        assert np.abs(np.array(own["embedding"]) - vector(models, text)).max() <= 1e-5
+    ranked = litellm.rerank(model="hosted_vllm/tiny", query="cat", documents=TEXTS, top_n=2,
+                            api_base=reranker.url, api_key="none")
+    _, _, truth = reranker.post("/rerank", {"query": "cat", "documents": TEXTS, "top_n": 2})
+    assert [(own["index"], own["relevance_score"]) for own in ranked.results] == \
+        [(own["index"], own["relevance_score"]) for own in truth["results"]]

@@ -10,7 +10,11 @@ REQUIRED = {
     "CompletionRequest": {}, "ResponsesRequest": {"input": "a"},
     "MessagesRequest": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
     "CountTokensRequest": {"messages": [{"role": "user", "content": "a"}]},
-    "TokenizeRequest": {}, "DetokenizeRequest": {"tokens": [1]}}
+    "TokenizeRequest": {}, "DetokenizeRequest": {"tokens": [1]},
+    "ClassifyRequest": {"input": "a"}, "EmbeddingRequest": {"input": "a"},
+    "PoolingRequest": {"input": "a"},
+    "RerankRequest": {"query": "a", "documents": ["b"]},
+    "ScoreRequest": {"text_1": "a", "text_2": "b"}}
 BODIES = {own.body for own in OPERATIONS if own.body is not None}
 
 

@@ -56,7 +56,8 @@ def test_the_options_of_another_model_are_not_touched(other_model, monkeypatch):
     (dict(dtype="bfloat16"), "dtype is bfloat16, but"),
     (dict(block_size=48), "block_size is 48, expected a power of two"),
     (dict(pipeline_parallel_size=2), "pipeline_parallel_size 2 is not supported for"),
-    (dict(enable_lora=True), "enable_lora True is not supported"),
+    (dict(enable_lora=True), "enable_lora is given, but 'LlamaForCausalLM' was compiled by llmc, "
+                             "whose LoRA adapters are not supported inside vLLM; use llmc serve"),
     (dict(kv_cache_dtype="fp8"), "kv_cache_dtype 'fp8' is not supported"),
     (dict(speculative_config={"method": "eagle3", "model": "a/b", "num_speculative_tokens": 2}),
      "llmc verifies drafts of method ngram or draft; 'eagle3' is not supported for a model com"),

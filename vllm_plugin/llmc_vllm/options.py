@@ -19,7 +19,7 @@ _UNSUPPORTED = (
     "pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size",
     "enable_expert_parallel", "enable_eplb", "enable_dbo", "quantization", "quantization_config",
     "kv_cache_dtype", "load_format", "hf_overrides", "model_weights", "model_impl",
-    "model_class_overrides", "enable_lora", "kv_transfer_config", "ec_transfer_config",
+    "model_class_overrides", "kv_transfer_config", "ec_transfer_config",
     "weight_transfer_config", "diffusion_config", "watermark_config", "kv_offloading_size",
     "cpu_offload_gb", "enable_prompt_embeds", "enable_sleep_mode", "enable_return_routed_experts",
     "return_sampling_mask", "enable_trace_replay", "logits_processors", "logprobs_mode",
@@ -111,6 +111,10 @@ def _check(args: Any, manifest: Manifest) -> None:
     if limit is not None and (args.max_num_seqs or 0) > limit:
         raise LlmcError(f"max_num_seqs is {args.max_num_seqs}, but {model} was compiled for at "
                         f"most {limit}; lower it, or compile with a larger --max_batch_size")
+    if args.enable_lora:  # without it, vLLM refuses each LoRARequest
+        raise LlmcError(f"enable_lora is given, but {model} was compiled by llmc, whose LoRA "
+                        f"adapters are not supported inside vLLM; use llmc serve --lora_modules, "
+                        f"or merge one: llmc compile --adapter")
     for field in dataclasses.fields(args):
         value = getattr(args, field.name)
         if field.name in _UNSUPPORTED and value != _default(field) and value not in (None, False):

@@ -1,11 +1,14 @@
-// Attention of encoders and encoder-decoder models: queries that see all keys of their sequence,
-// and causal ones with a score bias.
+// Attention of encoders, encoder-decoder models and block drafters: queries that see all keys of
+// their sequence, and causal ones with a score bias.
 //
 // A block takes one head and kQueries packed tokens, one sequence after the other if they belong to
 // several. kLanes threads read a key, 8 elements each, for all of these queries. Every group of
 // kLanes threads keeps its own online softmax; they are merged within the warp, then over the
 // warps. Reads the keys and values of a sequence once per head and kQueries queries.
+#include "bidirectional.h"
+
 #include "attention.cuh"
+#include "block.h"
 
 namespace llmc::kernels {
 namespace {
@@ -14,10 +17,14 @@ using namespace device;
 
 constexpr int kMostHeadDim = 256;
 
-// Common parameters; queries are T [num_tokens, num_heads * head_dim], as out is.
+constexpr int kPrepareWarps = 4;
+
+// Common parameters; out is T [num_tokens, num_heads * head_dim], as queries are, whose rows are
+// query_stride elements apart.
 struct Queries {
   void* out;
   const void* query;
+  int64_t query_stride;
   const int32_t* cu_seqlens;  // [batch + 1]
   ScoreBias bias;
   int num_tokens, batch, num_heads, num_kv_heads, head_dim;
@@ -25,34 +32,36 @@ struct Queries {
   const float* sinks;  // [num_heads] or null
 };
 
-// Keys in rows of a matrix; every query of the sequence sees all. Positions count within the
-// sequence.
+// Keys in rows of a matrix; a query sees all of its sequence, or those in a window. Positions count
+// within the sequence.
 template <typename T>
 struct RowsOfKeys {
   using Params = BidirectionalParams;
   using Element = T;
 
   __device__ RowsOfKeys(const Params& p, int sequence, int kv_head)
-      : stride(p.num_kv_heads * p.head_dim) {
+      : key_stride(p.key_stride), value_stride(p.value_stride), window(p.window) {
     const int wanted = p.key_starts != nullptr ? p.key_starts[sequence] : p.cu_seqlens[sequence];
     const int64_t start = min(max(wanted, 0), p.num_keys);
     count = p.key_lens != nullptr ? p.key_lens[sequence]
                                   : p.cu_seqlens[sequence + 1] - p.cu_seqlens[sequence];
     count = min(count, p.num_keys - static_cast<int>(start));
-    key = static_cast<const T*>(p.key) + start * stride + kv_head * p.head_dim;
-    value = static_cast<const T*>(p.value) + start * stride + kv_head * p.head_dim;
+    key = static_cast<const T*>(p.key) + start * key_stride + kv_head * p.head_dim;
+    value = static_cast<const T*>(p.value) + start * value_stride + kv_head * p.head_dim;
   }
-  __device__ int begin(int) const { return 0; }
-  __device__ int end(int) const { return count; }
-  __device__ bool sees(int, int) const { return true; }
-  __device__ int64_t row(int j) const { return static_cast<int64_t>(j) * stride; }
+  __device__ int begin(int i) const { return window > 0 ? max(0, i - window) : 0; }
+  __device__ int end(int i) const { return window > 0 ? min(count, i + window + 1) : count; }
+  __device__ bool sees(int i, int j) const { return window == 0 || abs(i - j) <= window; }
+  __device__ const T* key_at(int j) const { return key + j * key_stride; }
+  __device__ const T* value_at(int j) const { return value + j * value_stride; }
   __device__ int column(int i, int j, int distances) const {
     const int reach = distances / 2;
     return reach + min(max(j - i, -reach), reach);
   }
 
   const T *key, *value;
-  int first = 0, count = 0, stride;  // first: the position of the sequence's first query
+  int64_t key_stride, value_stride;
+  int first = 0, count = 0, window;  // first: the position of the sequence's first query
 };
 
 // Keys in the KV cache; causal, with a window or chunk.
@@ -71,7 +80,8 @@ struct CachedKeys {
   __device__ int begin(int i) const { return first_visible(window, chunk, i); }
   __device__ int end(int i) const { return i + 1; }
   __device__ bool sees(int i, int j) const { return j <= i && j >= begin(i); }
-  __device__ int64_t row(int j) const { return rows(j); }
+  __device__ const C* key_at(int j) const { return key + rows(j); }
+  __device__ const C* value_at(int j) const { return value + rows(j); }
   __device__ int column(int i, int j, int distances) const {
     return min(max(i - j, 0), distances - 1);
   }
@@ -79,6 +89,32 @@ struct CachedKeys {
   const C *key, *value;
   CacheRows rows;
   int first, window, chunk;
+};
+
+// Keys in the KV cache; every query of the sequence sees all, or those within a window on both
+// sides.
+template <typename C>
+struct BlockKeys {
+  using Params = AttentionParams;
+  using Element = C;
+
+  __device__ BlockKeys(const Params& p, int sequence, int kv_head)
+      : key(static_cast<const C*>(p.key_cache)),
+        value(static_cast<const C*>(p.value_cache)),
+        rows(p, sequence, kv_head),
+        first(p.past_lens[sequence]),
+        count(first + p.cu_seqlens[sequence + 1] - p.cu_seqlens[sequence]),
+        window(p.window) {}
+  __device__ int begin(int i) const { return window > 0 ? max(0, i - window) : 0; }
+  __device__ int end(int i) const { return window > 0 ? min(count, i + window + 1) : count; }
+  __device__ bool sees(int i, int j) const { return j >= begin(i) && j < end(i); }
+  __device__ const C* key_at(int j) const { return key + rows(j); }
+  __device__ const C* value_at(int j) const { return value + rows(j); }
+  __device__ int column(int, int, int) const { return 0; }
+
+  const C *key, *value;
+  CacheRows rows;
+  int first, count, window;
 };
 
 template <typename T, int kLanes, int kQueries, int kWarps, typename Keys>
@@ -118,7 +154,8 @@ __global__ void __launch_bounds__(kWarps * 32)
 #pragma unroll
       for (int i = 0; i < 8; ++i) read.data[i] = from_float<T>(0.f);
       if (inside && n < queries)
-        read = load<T, 8>(static_cast<const T*>(p.query) + place + n * next + in_key);
+        read = load<T, 8>(static_cast<const T*>(p.query) + (token + n) * p.query_stride +
+                          head * dim + in_key);
 #pragma unroll
       for (int i = 0; i < 8; ++i) q[n][i] = to_float(read.data[i]) * p.scale;
     }
@@ -130,9 +167,8 @@ __global__ void __launch_bounds__(kWarps * 32)
         const int j = start + turn * kStride;
         key[turn] = value[turn] = Cached<C>{};
         if (j < to && inside) {
-          const int64_t row = keys.row(j) + in_key;
-          key[turn] = load_cache(keys.key + row);
-          value[turn] = load_cache(keys.value + row);
+          key[turn] = load_cache(keys.key_at(j) + in_key);
+          value[turn] = load_cache(keys.value_at(j) + in_key);
         }
       }
 #pragma unroll
@@ -208,6 +244,41 @@ cudaError_t run_lanes(const Queries& p, const typename Keys::Params& where, cuda
   return run(std::integral_constant<int, 4>(), std::integral_constant<int, 4>());
 }
 
+// A warp takes a head of a row. Reads and writes each head once.
+template <typename T>
+__global__ void __launch_bounds__(kPrepareWarps * 32) prepare_heads_kernel(PrepareHeadsParams p) {
+  __shared__ float heads[kPrepareWarps][kMostHeadDim];
+  pdl_wait();
+  pdl_launch_dependents();
+  const int row = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, dim = p.head_dim;
+  const int position = row - p.cu_seqlens[sequence_of(p.cu_seqlens, p.batch, row)];
+  AttentionParams how{};  // what norm_and_rope reads
+  how.cos = p.cos, how.sin = p.sin;
+  how.head_dim = dim, how.rotary_dim = p.rotary_dim;
+  how.interleaved = p.interleaved, how.norm_after_rotary = p.norm_after_rotary;
+  how.norm_epsilon = p.norm_epsilon;
+  float* own = heads[warp];
+  auto copy = [&](void* to, const void* from, int64_t stride, int count, int h, const float* weight,
+                  bool turn) {
+    norm_and_rope<T, kMostHeadDim>(own, static_cast<const T*>(from) + row * stride + h * dim, how,
+                                   weight, position, turn);
+    T* target = static_cast<T*>(to) + (static_cast<int64_t>(row) * count + h) * dim;
+    for (int i = lane; i < dim; i += 32) target[i] = from_float<T>(own[i]);
+    __syncwarp();
+  };
+  const int all = p.num_heads + 2 * p.num_kv_heads;
+  for (int h = blockIdx.y * kPrepareWarps + warp; h < all; h += gridDim.y * kPrepareWarps) {
+    const int kv_head = h - p.num_heads;
+    if (row >= (kv_head < 0 ? p.num_tokens : p.num_keys)) continue;
+    if (kv_head < 0) copy(p.query_out, p.query, p.query_stride, p.num_heads, h, p.q_norm, true);
+    else if (kv_head < p.num_kv_heads)
+      copy(p.key_out, p.key, p.key_stride, p.num_kv_heads, kv_head, p.k_norm, true);
+    else
+      copy(p.value_out, p.value, p.value_stride, p.num_kv_heads, kv_head - p.num_kv_heads, nullptr,
+           false);
+  }
+}
+
 template <typename T, typename Keys>
 cudaError_t run(const Queries& p, const typename Keys::Params& where, cudaStream_t stream) {
   if (p.head_dim % 8 != 0 || p.head_dim > kMostHeadDim || p.num_heads % p.num_kv_heads != 0)
@@ -220,8 +291,10 @@ cudaError_t run(const Queries& p, const typename Keys::Params& where, cudaStream
 }  // namespace
 
 cudaError_t bidirectional(DType dtype, const BidirectionalParams& p, cudaStream_t stream) {
+  if (has_bidirectional_mma(dtype, p)) return bidirectional_mma(dtype, p, stream);
   const Queries queries{p.out,
                         p.query,
+                        p.query_stride,
                         p.cu_seqlens,
                         {p.distance_bias, nullptr, p.distances, 0},
                         p.num_tokens,
@@ -230,7 +303,7 @@ cudaError_t bidirectional(DType dtype, const BidirectionalParams& p, cudaStream_
                         p.num_kv_heads,
                         p.head_dim,
                         p.scale,
-                        0,
+                        p.softcap,
                         nullptr};
   return dispatch_dtype(dtype, [&](auto* type) {
     return run<std::remove_pointer_t<decltype(type)>,
@@ -238,10 +311,35 @@ cudaError_t bidirectional(DType dtype, const BidirectionalParams& p, cudaStream_
   });
 }
 
+cudaError_t prepare_heads(DType dtype, const PrepareHeadsParams& p, cudaStream_t stream) {
+  if (p.head_dim > kMostHeadDim) return cudaErrorInvalidValue;
+  const int most = ceil_div(p.num_heads + 2 * p.num_kv_heads, kPrepareWarps);
+  return dispatch_dtype(dtype, [&](auto* type) {
+    return launch(prepare_heads_kernel<std::remove_pointer_t<decltype(type)>>,
+                  dim3(std::max(p.num_tokens, p.num_keys), std::min(most, 4)), kPrepareWarps * 32,
+                  0, stream, p);
+  });
+}
+
+cudaError_t block_attention(DType dtype, const AttentionParams& p, cudaStream_t stream) {
+  const Queries queries{p.out,        p.queries,   static_cast<int64_t>(p.num_heads) * p.head_dim,
+                        p.cu_seqlens, {},          p.num_tokens,
+                        p.batch,      p.num_heads, p.num_kv_heads,
+                        p.head_dim,   p.scale,     0,
+                        nullptr};
+  return dispatch_cache_dtype(dtype, p.float8, [&](auto* type, auto* cached) {
+    return run<std::remove_pointer_t<decltype(type)>,
+               BlockKeys<std::remove_pointer_t<decltype(cached)>>>(queries, p, stream);
+  });
+}
+
 cudaError_t biased_attention(DType dtype, const AttentionParams& p, const ScoreBias& bias,
                              cudaStream_t stream) {
-  const Queries queries{p.out,       p.queries,      p.cu_seqlens, bias,    p.num_tokens, p.batch,
-                        p.num_heads, p.num_kv_heads, p.head_dim,   p.scale, p.softcap,    p.sinks};
+  const Queries queries{p.out,        p.queries,   static_cast<int64_t>(p.num_heads) * p.head_dim,
+                        p.cu_seqlens, bias,        p.num_tokens,
+                        p.batch,      p.num_heads, p.num_kv_heads,
+                        p.head_dim,   p.scale,     p.softcap,
+                        p.sinks};
   return dispatch_cache_dtype(dtype, p.float8, [&](auto* type, auto* cached) {
     return run<std::remove_pointer_t<decltype(type)>,
                CachedKeys<std::remove_pointer_t<decltype(cached)>>>(queries, p, stream);

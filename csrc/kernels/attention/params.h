@@ -1,5 +1,5 @@
-// Attention: causal over a KV cache, bidirectional, and multi-head latent. See rowwise/params.h for
-// the conventions of launchers.
+// Attention: causal over a KV cache, and multi-head latent. See rowwise/params.h for the
+// conventions of launchers.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -108,23 +108,6 @@ struct ScoreBias {
 };
 cudaError_t biased_attention(DType dtype, const AttentionParams& params, const ScoreBias& bias,
                              cudaStream_t stream);
-
-// Attention of packed queries to all keys of their sequence; see
-// csrc/plugins/bidirectional_attention/op.py for the contract.
-struct BidirectionalParams {
-  void* out;                  // T [num_tokens, num_heads * head_dim]
-  const void* query;          // T [num_tokens, num_heads * head_dim]
-  const void* key;            // T [num_keys, num_kv_heads * head_dim]
-  const void* value;          // T [num_keys, num_kv_heads * head_dim]
-  const int32_t* cu_seqlens;  // [batch + 1]
-  const int32_t* key_starts;  // [batch], or null with key_lens: keys are in the queries' rows
-  const int32_t* key_lens;
-  const float* distance_bias;  // float32 [num_heads, distances] or null
-  int num_tokens, num_keys, batch, num_heads, num_kv_heads, head_dim,
-      distances;  // keys from num_keys on are not read
-  float scale;
-};
-cudaError_t bidirectional(DType dtype, const BidirectionalParams& params, cudaStream_t stream);
 
 // Multi-head latent attention (MLA); see csrc/plugins/latent_attention/op.py for the contract.
 constexpr int kMaxLatentDim = 2048;  // maximum dimension of a row or a query

@@ -43,7 +43,7 @@ __device__ int begin_sequence(const BeginDraftsParams& p, int row) {
     last = p.host_firsts[row] + count - 1;
     token = last_accepted(p, row, count);
     end = static_cast<int>(p.position_ids[last]) + 1;
-    if (token >= 0 && end < p.next.max_seq_len) position = end;
+    if (token >= 0 && end + p.span <= p.next.max_seq_len) position = end - p.back;
   }
   if (threadIdx.x == 0) {
     p.last_rows[row] = last;
@@ -68,6 +68,11 @@ __global__ void __launch_bounds__(kBeginThreads) begin_drafts_kernel(BeginDrafts
     int32_t* to = p.next.block_table + static_cast<int64_t>(row) * p.next.max_blocks;
     for (int k = threadIdx.x; k < p.next.max_blocks; k += kBeginThreads)
       to[k] = drafts ? p.block_table[from + k] : p.padding_block;
+    if (p.features == nullptr) continue;
+    const int last = row < p.sequences ? p.host_firsts[row] + count_of(p, row) - 1 : 0;
+    const auto* read = reinterpret_cast<const uint16_t*>(p.features + last * p.feature_bytes);
+    auto* hidden = reinterpret_cast<uint16_t*>(p.hidden + row * p.feature_bytes);
+    for (int k = threadIdx.x; k < p.feature_bytes / 2; k += kBeginThreads) hidden[k] = read[k];
   }
 }
 
@@ -140,6 +145,33 @@ __global__ void __launch_bounds__(kTakeThreads) take_drafts_kernel(TakeDraftsPar
   for (int i = threadIdx.x; i < p.width; i += kTakeThreads) to[i] = from[i];
 }
 
+// One thread per token.
+__global__ void __launch_bounds__(kBeginThreads) fill_blocks_kernel(FillBlocksParams p) {
+  pdl_wait();
+  pdl_launch_dependents();
+  const int i = blockIdx.x * kBeginThreads + threadIdx.x;
+  if (i >= p.rows * p.block) return;
+  const int row = i / p.block, place = i % p.block;
+  p.ids[i] = place == 0 ? p.next.ids[row] : p.mask;
+  p.position_ids[i] = p.next.past_lens[row] + place;
+}
+
+// Blocks (drafts, sequences). Each reads a row of logits.
+template <typename T>
+__global__ void __launch_bounds__(kTakeThreads) take_blocks_kernel(TakeBlocksParams p) {
+  pdl_wait();
+  pdl_launch_dependents();
+  const int place = blockIdx.x, row = blockIdx.y;
+  const int64_t logit_row = static_cast<int64_t>(row) * p.masks + place;
+  const int column = argmax(static_cast<const T*>(p.logits) + logit_row * p.stride, p.vocab);
+  const int64_t slot = p.next.slots[row];
+  if (threadIdx.x > 0 || slot < 0) return;
+  const int64_t token = p.token_ids != nullptr ? p.token_ids[column] : column;
+  const int64_t draft = p.next.positions[row] >= 0 ? token : -1;
+  p.drafts[static_cast<int64_t>(row) * kMaxProposals + place] = draft;
+  p.slot_drafts[slot * kMaxProposals + place] = draft;
+}
+
 }  // namespace
 
 // Without PDL: the predecessor in the stream may be a copy, not a kernel.
@@ -148,6 +180,18 @@ cudaError_t begin_drafts(const BeginDraftsParams& p, cudaStream_t stream) {
       std::max(ceil_div(p.num_tokens, kBeginThreads), static_cast<unsigned>(p.rows));
   begin_drafts_kernel<<<blocks, kBeginThreads, 0, stream>>>(p);
   return cudaGetLastError();
+}
+
+cudaError_t fill_blocks(const FillBlocksParams& p, cudaStream_t stream) {
+  return launch(fill_blocks_kernel, ceil_div(p.rows * p.block, kBeginThreads), kBeginThreads, 0,
+                stream, p);
+}
+
+cudaError_t take_blocks(DType dtype, const TakeBlocksParams& p, cudaStream_t stream) {
+  return dispatch_dtype(dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    return launch(take_blocks_kernel<T>, dim3(p.count, p.rows), kTakeThreads, 0, stream, p);
+  });
 }
 
 cudaError_t take_drafts(DType dtype, const TakeDraftsParams& p, cudaStream_t stream) {

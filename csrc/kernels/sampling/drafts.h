@@ -41,8 +41,35 @@ struct BeginDraftsParams {
   const int32_t *host_ids, *host_sampled;                 // [num_tokens]
   const int32_t *host_firsts, *host_slots, *host_tables;  // [sequences]
   int num_tokens, sequences, rows, positions, padding_block;
+  // Next passes at the position of the last accepted token, with its features; 0: at the position
+  // after it.
+  int back;               // 0 or 1
+  int span;               // positions that the next passes need, from that after it on
+  const char* features;   // [num_tokens, feature_bytes], of the step; null: not read
+  char* hidden;           // [rows, feature_bytes]
+  int64_t feature_bytes;  // of a row, a multiple of 2
 };
 cudaError_t begin_drafts(const BeginDraftsParams& params, cudaStream_t stream);
+
+// Inputs of a pass on blocks: the token after the last accepted one of each sequence, and masks.
+struct FillBlocksParams {
+  DraftInputs next;
+  int64_t *ids, *position_ids;  // [rows, block]
+  int64_t mask;
+  int rows, block;
+};
+cudaError_t fill_blocks(const FillBlocksParams& params, cudaStream_t stream);
+
+// After a pass on blocks: the most likely token of each mask is a draft, -1 of sequences that
+// cannot draft. Equal logits: the first.
+struct TakeBlocksParams {
+  DraftInputs next;
+  int64_t *drafts, *slot_drafts;          // [rows, kMaxProposals], [slots, kMaxProposals]
+  const void* logits;                     // T [rows * masks, stride]
+  const int64_t* token_ids;               // [vocab]: the token id of each column; null: the column
+  int rows, masks, count, vocab, stride;  // count: drafts of each sequence, at most `masks`
+};
+cudaError_t take_blocks(DType dtype, const TakeBlocksParams& params, cudaStream_t stream);
 
 // After a pass: appends the most likely token of each sequence to its drafts, -1 if it cannot
 // draft, and makes it the input of the next pass. Equal logits: the first.

@@ -19,7 +19,7 @@ struct AdmitParams {
   const int32_t *slots, *prompts;  // [count]
   const int32_t* starts;           // [count + 1]
   const int32_t* tokens;
-  TokenHistory history;  // counts is null if no slot keeps one
+  TokenHistory history;  // tokens is null if no slot keeps one
   int count;
 };
 cudaError_t admit(const AdmitParams& params, cudaStream_t stream);
@@ -48,6 +48,8 @@ struct PrepareInputsParams {
   // Rows of sequences, [rows + 1] and [rows], or null. Those two are then by sequence. Padding rows
   // are sequences, and empty sequences follow.
   int32_t *sequence_starts, *sequence_past;
+  // The slots of the LoRA adapters of tokens and of rows of logits, or null; -1 in padding rows.
+  int32_t *lora_ids, *lora_logits_ids;  // as input_ids and logits_indices
   // Sent by the host.
   const int32_t* host_ids;  // [num_tokens]; -1: the token that the sequence's slot sampled last; -2
                             // - i: draft i after it
@@ -55,15 +57,16 @@ struct PrepareInputsParams {
       *host_states, *host_commits;
   const int32_t *host_sequence_starts, *host_sequence_past;  // [num_sequences + 1], [num_sequences]
   const int32_t* host_own_from;                              // [batch]; null: no shared prefix
+  const int32_t* host_lora_ids;                              // [num_tokens]; null: no adapter
   const BlockTableUpdate* runs;
   const int32_t* blocks;
   const int64_t* last;  // [slots]
-  // A sequence with host_offsets[b] >= 0 begins that many positions after its slot's length, but at
-  // most host_unread[b] before host_past[b]. Null without a draft model.
+  // A sequence with host_offsets[b] >= 0 begins that many positions after its slot's length,
+  // without num_new, but at most host_unread[b] before host_past[b]. Null if no draft is unread.
   const int32_t *host_offsets, *host_unread;  // [batch]
   const int64_t* drafts;                      // [slots, drafts_stride]
   const int32_t* lengths;                     // [slots]
-  int drafts_stride;
+  int drafts_stride, num_new;
   int num_tokens, batch, num_sequences, num_logits, rows, num_runs, max_blocks, num_states,
       prefix_owner, prefix_length;
 };
@@ -135,7 +138,7 @@ struct UpdateSlotsParams {
   int64_t* last;          // [slots]
   const int32_t* slots;   // [rows]
   const int64_t* chosen;  // [rows]
-  TokenHistory history;   // counts is null if no slot keeps one
+  TokenHistory history;   // tokens is null if no slot keeps one
   int rows;
 };
 cudaError_t update_slots(const UpdateSlotsParams& params, cudaStream_t stream);
@@ -151,7 +154,7 @@ struct AcceptDraftsParams {
   const int32_t* drafts;  // [rows]: the draft that follows each; -1: none; -2 - t: input_ids[t]
   const int32_t* row_of;  // [sequences, positions]: rows of a sequence in order; negative: none
   int32_t* counts;        // [sequences]: tokens of each
-  TokenHistory history;   // counts is null if no slot keeps one
+  TokenHistory history;   // tokens is null if no slot keeps one
   int sequences, positions;
   int first, end;                      // the positions to process; all before `first` have been
   const int64_t* input_ids = nullptr;  // of the step

@@ -5,11 +5,13 @@
 
 namespace llmc::kernels {
 
-// The tokens of each slot's sequence, prompt and generated, for penalties and bad words.
+// The tokens of each slot's sequence, prompt and generated, for penalties, bad words and prompt
+// lookup.
 constexpr uint32_t kInPrompt = 1u << 31;  // flag of a count: the token is in the prompt
 constexpr int32_t kRepeated = 1 << 30;    // flag of a token: it occurred before
 struct TokenHistory {
-  uint32_t* counts;  // [slots, vocab]: how often a token was generated, and kInPrompt
+  // [slots, vocab]: how often a token was generated, and kInPrompt; not of slots that only look up.
+  uint32_t* counts;
   int32_t* tokens;   // [slots, room], in order, and kRepeated
   int32_t* lengths;  // [slots]
   int vocab, room;
@@ -23,7 +25,7 @@ struct LogitsProcessing {
   double presence, frequency;
   float repetition;
   int32_t min_tokens, lists, num_biases, num_ends, num_forced, num_words;
-  int32_t keeps_history;  // whether the slot's TokenHistory is kept
+  int32_t keeps_history;  // whether these need the slot's TokenHistory
 };
 
 // Sampling parameters of a slot, in the layout that runtime/sampling/slot_params.py writes. Greedy
@@ -38,6 +40,7 @@ struct SlotState {
   int32_t
       logprobs;  // number of top log-probabilities to report, at most kTopLogprobs; -1: none at all
   LogitsProcessing processing;
+  int32_t prompt_lookup;  // whether drafts are looked up in the slot's TokenHistory
 };
 
 // Log-probabilities of a sampled token and of the most likely tokens, in descending order, ties by

@@ -25,18 +25,29 @@ __global__ void __launch_bounds__(kTransferThreads)
   else if (rest < bytes) to[rest] = from[rest];
 }
 
-// One block per sequence. Clears the counts of its slot: 4 bytes per token of the vocabulary.
+// Whether a slot keeps a history.
+__device__ __forceinline__ bool keeps_history(const SlotState& state) {
+  return state.processing.keeps_history || state.prompt_lookup;
+}
+
+// One block per sequence. Clears the counts of its slot, if it needs them: 4 bytes per token of the
+// vocabulary.
 __global__ void __launch_bounds__(kAdmitThreads) admit_kernel(AdmitParams p) {
   pdl_wait();
   pdl_launch_dependents();
   const int i = blockIdx.x;
   const int64_t slot = p.slots[i];
   if (threadIdx.x == 0) p.states[slot] = p.given[i];
-  if (p.history.counts == nullptr || !p.given[i].processing.keeps_history) return;
-  uint32_t* counts = p.history.counts + slot * p.history.vocab;
+  if (p.history.tokens == nullptr || !keeps_history(p.given[i])) return;
   int32_t* tokens = p.history.tokens + slot * p.history.room;
   const int32_t* given = p.tokens + p.starts[i];
   const int length = p.starts[i + 1] - p.starts[i];
+  if (threadIdx.x == 0) p.history.lengths[slot] = length;
+  if (!p.given[i].processing.keeps_history) {
+    for (int k = threadIdx.x; k < length; k += kAdmitThreads) tokens[k] = given[k];
+    return;
+  }
+  uint32_t* counts = p.history.counts + slot * p.history.vocab;
   for (int k = threadIdx.x; k < p.history.vocab; k += kAdmitThreads) counts[k] = 0;
   __syncthreads();
   for (int k = threadIdx.x; k < p.prompts[i]; k += kAdmitThreads)
@@ -44,7 +55,6 @@ __global__ void __launch_bounds__(kAdmitThreads) admit_kernel(AdmitParams p) {
   __syncthreads();
   for (int k = p.prompts[i] + threadIdx.x; k < length; k += kAdmitThreads)
     tokens[k] = given[k] | (atomicAdd(&counts[given[k]], 1u) != 0 ? kRepeated : 0);
-  if (threadIdx.x == 0) p.history.lengths[slot] = length;
 }
 
 __device__ __forceinline__ int sequence_of_token(const PrepareInputsParams& p, int token) {
@@ -60,7 +70,7 @@ __device__ __forceinline__ int sequence_of_token(const PrepareInputsParams& p, i
 __device__ __forceinline__ int past_of(const PrepareInputsParams& p, int sequence) {
   const int past = p.host_past[sequence];
   if (p.host_offsets == nullptr || p.host_offsets[sequence] < 0) return past;
-  const int own = p.lengths[p.host_slots[sequence]] + p.host_offsets[sequence];
+  const int own = p.lengths[p.host_slots[sequence]] - p.num_new + p.host_offsets[sequence];
   return min(max(own, past - p.host_unread[sequence]), past);
 }
 
@@ -86,6 +96,12 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_inputs_kernel(Prepare
   }
   if (i < p.num_logits) p.logits_indices[i] = p.host_logits[i];
   else if (i < p.rows) p.logits_indices[i] = i;
+  if (p.host_lora_ids != nullptr && p.lora_ids != nullptr && i < max(p.num_tokens, p.rows))
+    p.lora_ids[i] = i < p.num_tokens ? p.host_lora_ids[i] : -1;
+  if (p.host_lora_ids != nullptr && p.lora_logits_ids != nullptr) {
+    if (i < p.num_logits) p.lora_logits_ids[i] = p.host_lora_ids[p.host_logits[i]];
+    else if (i < p.rows) p.lora_logits_ids[i] = i < p.num_tokens ? p.host_lora_ids[i] : -1;
+  }
   if (i <= p.rows) p.cu_seqlens[i] = i <= p.batch ? p.host_seqlens[i] : p.num_tokens + i - p.batch;
   if (i < p.rows) {
     const bool there = i < p.batch;
@@ -140,14 +156,15 @@ __global__ void __launch_bounds__(kCopyThreads)
   else copy_words<uint32_t>(from, to, cache.bytes);
 }
 
-__device__ void append_token(const TokenHistory& history, int64_t slot, int64_t token) {
+__device__ void append_token(const TokenHistory& history, int64_t slot, int64_t token,
+                             bool counts) {
   const int length = history.lengths[slot];
   if (length >= history.room) return;
-  uint32_t& count = history.counts[slot * history.vocab + token];
+  bool repeats = false;
+  if (counts) repeats = history.counts[slot * history.vocab + token]++ != 0;
   history.tokens[slot * history.room + length] =
-      static_cast<int32_t>(token) | (count != 0 ? kRepeated : 0);
+      static_cast<int32_t>(token) | (repeats ? kRepeated : 0);
   history.lengths[slot] = length + 1;
-  ++count;
 }
 
 template <typename P>
@@ -156,8 +173,8 @@ __device__ void update_slot(const P& p, int64_t slot, int64_t token) {
   p.last[slot] = token;
   if (token < 0) return;
   ++state.num_generated;
-  if (p.history.counts != nullptr && state.processing.keeps_history)
-    append_token(p.history, slot, token);
+  if (p.history.tokens != nullptr && keeps_history(state))
+    append_token(p.history, slot, token, state.processing.keeps_history);
 }
 
 __global__ void update_slots_kernel(UpdateSlotsParams p) {

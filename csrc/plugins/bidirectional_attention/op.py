@@ -41,7 +41,7 @@ from llmc.plugins.attention.op import (
     check_heads,
     rotated,
 )
-from llmc.plugins.roles import Attention, ByHeads
+from llmc.plugins.roles import Attention, ByHeads, Columns
 
 
 def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
@@ -148,13 +148,70 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
     return "\n".join(lines)
 
 
+def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
+    """Use com.microsoft.MultiHeadAttention on [B, S, ...].
+
+    Sequences of one length are reshaped; others are padded on the right and masked, which the
+    kernel's tiled implementation does not support.
+    """
+    heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
+    if heads != kv_heads or fields["softcap"] or "key_starts" in present:
+        return None
+    query_lines, query = _heads("q", heads, "query", fields, present)
+    key_lines, key = _heads("k", kv_heads, "key", fields, present)
+    packed = {"q": query, "k": key, "v": "value"}
+    bias_lines, bias = _cpu_bias(fields, present)
+    kernel = f"com.microsoft.MultiHeadAttention<num_heads={heads}, " \
+             f"scale={float(_scale(fields))!r}>"
+    return "\n".join([
+        _TOKENS, *(["position_column = Unsqueeze(offset, c1)"] if "cos" in present else []),
+        *query_lines, *key_lines, *bias_lines,
+        _ints("rows_shape", -1, heads * dim),
+        "shortest = ReduceMin<keepdims=0>(lengths)", "even = Equal(shortest, longest)",
+        "batch = Shape(lengths)", _ints("row_shape", -1, heads * dim),
+        "whole_shape = Concat<axis=0>(batch, row_shape)",
+        "out = If(even) <then_branch = whole () => (float[t, w] out_whole) {",
+        *(f"{name}_whole = Reshape({rows}, whole_shape)" for name, rows in packed.items()),
+        f"attended_whole = {kernel}(q_whole, k_whole, v_whole{', , , ' + bias if bias else ''})",
+        "out_whole = Reshape(attended_whole, rows_shape)",
+        "}, else_branch = padded () => (float[t, w] out_padded) {",
+        *(f"{name}_padded = Gather<axis=0>({rows}, pad)" for name, rows in packed.items()),
+        "key_lengths = Cast<to=6>(lengths)",
+        f"attended_padded = {kernel}(q_padded, k_padded, v_padded, , key_lengths"
+        f"{', ' + bias if bias else ''})",
+        "rows_padded = Reshape(attended_padded, rows_shape)",
+        "out_padded = Gather<axis=0>(rows_padded, place)", "}>"])
+
+
+def _cpu_bias(fields: Fields, present: frozenset[str]) -> tuple[list[str], str]:
+    """Return lines for what is added to scores, [1, num_heads or 1, S, S], and its name or ""."""
+    lines, biases = ["j = Identity(step)"], []
+    if "distance_bias" in present:
+        lines += [*_bias(), "distance_bias_4d = Unsqueeze(head_bias, c0)"]
+        biases.append("distance_bias_4d")
+    if fields["window"]:
+        lines += [*_near(fields), "never = Constant<value_float=-1e30>()",
+                  "nothing = Constant<value_float=0.0>()",
+                  "outside = Where(near, nothing, never)", _ints("c01", 0, 1),
+                  "window_bias = Unsqueeze(outside, c01)"]
+        biases.append("window_bias")
+    if len(biases) < 2:
+        return (lines if biases else []), "".join(biases)
+    return [*lines, f"score_bias = Add({', '.join(biases)})"], "score_bias"
+
+
 def _window(fields: Fields) -> list[str]:
     """Return lines for `visible`, which keys are `inside` the sequence and its window."""
     if not fields["window"]:
         return ["visible = Identity(inside)"]
-    return ["query_column = Unsqueeze(step, c1)", "difference = Sub(query_column, j)",  # [S, L]
+    return [*_near(fields), "visible = And(inside, near)"]
+
+
+def _near(fields: Fields) -> list[str]:
+    """Return lines for `near` [S, L], which keys are in the window of a query."""
+    return ["query_column = Unsqueeze(step, c1)", "difference = Sub(query_column, j)",
             "gap = Abs(difference)", f"window = Constant<value_int={fields['window']}>()",
-            "near = LessOrEqual(gap, window)", "visible = And(inside, near)"]
+            "near = LessOrEqual(gap, window)"]
 
 
 def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
@@ -213,6 +270,9 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
          "norm_epsilon": 1e-3, "softcap": 2.0},
         {"new": (6, 2), "dim": 8, "rotary_dim": 8, "normed": True, "norm_after_rotary": 1,
          "window": 1, "biased": 2},
+        {"new": (5, 2, 3), "dim": 16, "kv_heads": 4},
+        {"new": (3, 3), "dim": 8, "kv_heads": 4, "biased": 2, "window": 1},
+        {"new": (4, 1, 2), "dim": 8, "kv_heads": 4, "rotary_dim": 8, "window": 2},
     )
     return [_sample(rng, **variant) for variant in variants]
 
@@ -258,10 +318,11 @@ OP = Op(
     dims=_dims,
     shard=(ByHeads({"query": "q", "key": "k", "value": "v"}, per_head=("distance_bias",)),),
     attention=Attention(memory=("key", "value")),
+    columns=(Columns("query"), Columns("key"), Columns("value")),
     body=_body,
+    bodies={"cpu": _cpu},
     float32_inputs=frozenset({"distance_bias", "cos", "sin", "q_norm", "k_norm"}),
     integer_inputs=frozenset({"cu_seqlens", "key_starts", "key_lens"}),
-    coreless=frozenset({"cos", "sin", "q_norm", "k_norm", "softcap", "window"}),
     core_most={"head_dim": 256},
     core_multiple={"head_dim": 8},
     reference=_reference,

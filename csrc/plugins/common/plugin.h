@@ -52,19 +52,25 @@ struct Tensor {
   }
 };
 
-// A dimension that may be symbolic: a dimension of an input, times a number, divided by a number;
-// or a number.
+// A dimension that may be symbolic: a dimension of an input, times a number, divided by a number,
+// less a number; or a number.
 class Dim {
  public:
   Dim(int64_t number) : times(number) {}
   Dim(int input, int axis) : input(input), axis(axis) {}
   Dim operator*(int64_t number) const { return scaled(times * number, over); }
   Dim operator/(int64_t number) const { return scaled(times, over * number); }  // rounds down
+  // Not to be scaled afterwards.
+  Dim operator-(int64_t number) const {
+    Dim made = *this;
+    made.less += number;
+    return made;
+  }
   // Whether it is a number, and its value.
   bool known() const { return input < 0; }
-  int64_t number() const { return times / over; }
+  int64_t number() const { return times / over - less; }
 
-  int64_t times = 1, over = 1;
+  int64_t times = 1, over = 1, less = 0;
   int input = -1, axis = -1;  // -1: a number
 
  private:
@@ -187,6 +193,7 @@ using Watcher = void (*)(void* user, const char* name, const void* data, const c
                          const int64_t* shape, int rank, cudaStream_t stream);
 
 class SplitKvPlan;
+class LoraPlan;
 
 // What a host provides to enqueue().
 struct Context {
@@ -212,9 +219,12 @@ struct Context {
   int longest = 0,
       reach = 0;  // maximum number of new tokens, and of all tokens, of a sequence; 0: unknown
   bool building = false;           // TensorRT is timing with arbitrary inputs
+  bool keys_only = false;          // BlockAttention: of the context, outputs are 0
   kernels::SharedPrefix prefix{};  // of the decoding sequences; `results` is not set
   SplitKvPlan* split_kv_plan =
-      nullptr;         // of the decoding sequences; null: each layer plans for itself
+      nullptr;            // of the decoding sequences; null: each layer plans for itself
+  bool adapters = false;  // whether the step has LoRA adapters; then with a plan of their rows
+  LoraPlan* lora_plan = nullptr;
   bool dense = false;  // every sequence has a new token, so num_tokens == batch means decoding
   Watcher watcher = nullptr;  // called with `user` by nodes that contain many ops; null: unused
   void* user = nullptr;

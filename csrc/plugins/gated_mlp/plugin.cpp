@@ -1,4 +1,4 @@
-#include "../common/linear.h"
+#include "../common/lora.h"
 
 namespace llmc {
 namespace {
@@ -8,15 +8,18 @@ class GatedMLP : public Plugin {
   explicit GatedMLP(const Fields& fields)
       : activation_(activation_of(fields)),
         out_scale_inverse_(inverse_of(fields)),
-        quantized_(fields, 3) {}
+        quantized_(fields, 3),
+        adapters_(7) {}
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
-    return {rounded_shape(linear_shape(in[0], quantized_.matrix(in, 1), true, optional(in, 2)),
-                          out_scale_inverse_)};
+    const Dims matrix = quantized_.matrix(in, 1);
+    adapters_.expect_shapes(in, matrix);
+    return {rounded_shape(linear_shape(in[0], matrix, true, optional(in, 2)), out_scale_inverse_)};
   }
 
   int64_t workspace(const std::vector<Tensor>& in) const override {
-    return linear_workspace(in[0], in[1], quantized_, true);
+    return adapters_.workspace(in, quantized_.rows(in[1]), true) +
+           linear_workspace(in[0], in[1], quantized_, true);
   }
 
   void prepare(const std::vector<Tensor>& in, std::set<const void*>& done,
@@ -26,15 +29,27 @@ class GatedMLP : public Plugin {
 
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void* workspace,
                const Context& context) const override {
-    linear({in[0], in[1], quantized_.quant_params(in), quantized_.rows(in[1]), optional(in, 2),
-            nullptr, out[0], activation_, true, out_scale_inverse_},
-           quantized_, workspace, context);
+    const Linear whole{in[0],
+                       in[1],
+                       quantized_.quant_params(in),
+                       quantized_.rows(in[1]),
+                       optional(in, 2),
+                       nullptr,
+                       out[0],
+                       activation_,
+                       true,
+                       out_scale_inverse_};
+    if (!adapters_.active(in, context)) return linear(whole, quantized_, workspace, context);
+    adapters_.linear(whole, {}, in, workspace, context, [&](const Linear& plain, void* rest) {
+      linear(plain, quantized_, rest, context);
+    });
   }
 
  private:
   Activation activation_;
   float out_scale_inverse_;
   Quantized quantized_;
+  Adapters adapters_;
 };
 
 }  // namespace
@@ -42,7 +57,7 @@ class GatedMLP : public Plugin {
 void register_gated_mlp() {
   register_plugin({"GatedMLP",
                    1,
-                   rounding_ports({"x", "weight: weight_dtype", "bias?"}),
+                   lora_ports(rounding_ports({"x", "weight: weight_dtype", "bias?"})),
                    {"y: out_scale"},
                    rounding_fields({{"activation", std::string("silu")}, {"out_scale", 0.0}}),
                    {},

@@ -1,4 +1,4 @@
-#include "../common/linear.h"
+#include "../common/lora.h"
 
 namespace llmc {
 namespace {
@@ -6,14 +6,17 @@ namespace {
 class GemmBiasAct : public Plugin {
  public:
   explicit GemmBiasAct(const Fields& fields)
-      : activation_(activation_of(fields)), quantized_(fields, 3) {}
+      : activation_(activation_of(fields)), quantized_(fields, 3), adapters_(7) {}
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
-    return {linear_shape(in[0], quantized_.matrix(in, 1), false, optional(in, 2))};
+    const Dims matrix = quantized_.matrix(in, 1);
+    adapters_.expect_shapes(in, matrix);
+    return {linear_shape(in[0], matrix, false, optional(in, 2))};
   }
 
   int64_t workspace(const std::vector<Tensor>& in) const override {
-    return linear_workspace(in[0], in[1], quantized_, false, optional(in, 2));
+    return adapters_.workspace(in, quantized_.rows(in[1]), false) +
+           linear_workspace(in[0], in[1], quantized_, false, optional(in, 2));
   }
 
   void prepare(const std::vector<Tensor>& in, std::set<const void*>& done,
@@ -23,14 +26,25 @@ class GemmBiasAct : public Plugin {
 
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void* workspace,
                const Context& context) const override {
-    linear({in[0], in[1], quantized_.quant_params(in), quantized_.rows(in[1]), optional(in, 2),
-            nullptr, out[0], activation_, false},
-           quantized_, workspace, context);
+    const Linear whole{in[0],
+                       in[1],
+                       quantized_.quant_params(in),
+                       quantized_.rows(in[1]),
+                       optional(in, 2),
+                       nullptr,
+                       out[0],
+                       activation_,
+                       false};
+    if (!adapters_.active(in, context)) return linear(whole, quantized_, workspace, context);
+    adapters_.linear(whole, {}, in, workspace, context, [&](const Linear& plain, void* rest) {
+      linear(plain, quantized_, rest, context);
+    });
   }
 
  private:
   Activation activation_;
   Quantized quantized_;
+  Adapters adapters_;
 };
 
 }  // namespace
@@ -38,7 +52,7 @@ class GemmBiasAct : public Plugin {
 void register_gemm_bias_act() {
   register_plugin({"GemmBiasAct",
                    1,
-                   rounding_ports({"x: x_dtype", "weight: weight_dtype", "bias?"}),
+                   lora_ports(rounding_ports({"x: x_dtype", "weight: weight_dtype", "bias?"})),
                    {"y"},
                    taking_fields({{"activation", std::string("none")}}),
                    {},

@@ -1,18 +1,21 @@
-#include "../common/linear.h"
+#include "../common/lora.h"
 
 namespace llmc {
 namespace {
 
 class GemmBiasRes : public Plugin {
  public:
-  explicit GemmBiasRes(const Fields& fields) : quantized_(fields, 4) {}
+  explicit GemmBiasRes(const Fields& fields) : quantized_(fields, 4), adapters_(8) {}
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
-    return {linear_shape(in[0], quantized_.matrix(in, 1), false, optional(in, 2), optional(in, 3))};
+    const Dims matrix = quantized_.matrix(in, 1);
+    adapters_.expect_shapes(in, matrix);
+    return {linear_shape(in[0], matrix, false, optional(in, 2), optional(in, 3))};
   }
 
   int64_t workspace(const std::vector<Tensor>& in) const override {
-    return linear_workspace(in[0], in[1], quantized_, false,
+    return adapters_.workspace(in, quantized_.rows(in[1]), false) +
+           linear_workspace(in[0], in[1], quantized_, false,
                             optional(in, optional(in, 3) != nullptr ? 3 : 2));
   }
 
@@ -23,27 +26,39 @@ class GemmBiasRes : public Plugin {
 
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void* workspace,
                const Context& context) const override {
-    linear({in[0], in[1], quantized_.quant_params(in), quantized_.rows(in[1]), optional(in, 2),
-            optional(in, 3), out[0], Activation::kNone, false},
-           quantized_, workspace, context);
+    const Linear whole{in[0],
+                       in[1],
+                       quantized_.quant_params(in),
+                       quantized_.rows(in[1]),
+                       optional(in, 2),
+                       optional(in, 3),
+                       out[0],
+                       Activation::kNone,
+                       false};
+    if (!adapters_.active(in, context)) return linear(whole, quantized_, workspace, context);
+    adapters_.linear(whole, {}, in, workspace, context, [&](const Linear& plain, void* rest) {
+      linear(plain, quantized_, rest, context);
+    });
   }
 
  private:
   Quantized quantized_;
+  Adapters adapters_;
 };
 
 }  // namespace
 
 void register_gemm_bias_res() {
-  register_plugin({"GemmBiasRes",
-                   1,
-                   rounding_ports({"x: x_dtype", "weight: weight_dtype", "bias?", "residual?"}),
-                   {"y"},
-                   taking_fields({}),
-                   {},
-                   [](const Fields& fields) -> std::unique_ptr<Plugin> {
-                     return std::make_unique<GemmBiasRes>(fields);
-                   }});
+  register_plugin(
+      {"GemmBiasRes",
+       1,
+       lora_ports(rounding_ports({"x: x_dtype", "weight: weight_dtype", "bias?", "residual?"})),
+       {"y"},
+       taking_fields({}),
+       {},
+       [](const Fields& fields) -> std::unique_ptr<Plugin> {
+         return std::make_unique<GemmBiasRes>(fields);
+       }});
 }
 
 }  // namespace llmc

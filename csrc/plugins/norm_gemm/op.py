@@ -12,6 +12,7 @@ import numpy as np
 
 from llmc.plugins import Fields, Op, Sample, Shape
 from llmc.plugins.activations import REFERENCE, activation_text
+from llmc.plugins.lora import adaptable, adapter_product, normed_text, normed_x, takes_adapters
 from llmc.plugins.normalization import normalize
 from llmc.plugins.quantization import activations, product, quantizable, rounds_output
 
@@ -23,7 +24,8 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
     lines += [f"n0 = {'LayerNormalization' if fields['centred'] else 'RMSNormalization'}"
               f"<axis=-1, epsilon={fields['epsilon']!r}>(x, {gain})",
               "n = Add(n0, norm_bias)" if "norm_bias" in present else "n = Identity(n0)",
-              product(fields, present, "m", "n"),
+              *(normed_text(present, "n", "lora_x") if takes_adapters(present) else ()),
+              product(fields, present, "m", "n", "lora_x"),
               "b = Add(m, bias)" if "bias" in present else "b = Identity(m)"]
     if fields["gated"]:
         lines += ["gate, up = Split<axis=-1, num_outputs=2>(b)",
@@ -46,6 +48,7 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
                                         "bias": inputs.get("norm_bias", 0.0)},
                   centred=bool(fields["centred"]))
     y = activations(fields, x) @ inputs["weight"].astype(np.float64).T + inputs.get("bias", 0.0)
+    y += adapter_product(inputs, normed_x(inputs, x))
     if fields["gated"]:
         gate, up = np.split(y, 2, axis=-1)
         return [REFERENCE[fields["activation"]](gate) * up]
@@ -72,7 +75,7 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
     return made
 
 
-OP = rounds_output(quantizable(Op(
+OP = adaptable(rounds_output(quantizable(Op(
     name="NormGemm",
     version=2,
     inputs=("x", "weight", "bias?", "row_sums?", "norm_weight?", "norm_bias?"),
@@ -86,4 +89,4 @@ OP = rounds_output(quantizable(Op(
     float32_inputs=frozenset({"row_sums", "norm_weight", "norm_bias"}),
     reference=_reference,
     samples=_samples,
-), row_sums="row_sums"), lambda fields, present: bool(fields["gated"]))
+), row_sums="row_sums"), lambda fields, present: bool(fields["gated"])), norms=True)

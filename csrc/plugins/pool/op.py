@@ -94,7 +94,6 @@ OP = Op(
     body=_body,
     pools=True,
     integer_inputs=frozenset({"cu_seqlens"}),
-    has_core=False,
     reference=_reference,
     samples=_samples,
 )

@@ -182,7 +182,8 @@ class ImageProcessor(BaseModel):
         factor = np.float32(1.0 / self.rescale_factor if self.do_rescale else 1.0)
         mean, std = (np.array(value, np.float32)[:, None] * factor
                      for value in (self.image_mean, self.image_std))
-        return (values - mean) / std
+        normalized: NDArray[np.float32] = (values - mean) / std
+        return normalized
 
     def normalize(self, image: Pixels) -> Floats:
         """Rescale and normalize an image of [..., 3, height, width]."""

@@ -1,7 +1,7 @@
 """GOT-OCR2's processor, which InternVL uses: tiles of one size, and a thumbnail after them.
 
     image → resize to the grid of tiles whose aspect ratio is nearest → tiles
-    image → resize to a tile, if there are several tiles: the thumbnail, which comes last
+    image → resize to a tile, if there are several tiles: the thumbnail, which follows them
     → normalize → pixel_values [tiles (+ 1), 3, H, W]
 """
 

@@ -1,7 +1,7 @@
 """Processors of Idefics3 and SmolVLM: tiles of one size, and the whole image after them.
 
     image → resize, the longer side to `longest_edge` → resize to whole tiles → tiles
-    the same → resize to a tile: the global image, which comes last
+    the same → resize to a tile: the global image, which follows them
     → normalize → pixel_values [1, tiles + 1, 3, H, W], pixel_attention_mask [1, tiles + 1, H, W],
     rows [1, 1], cols [1, 1]
 
