@@ -8,6 +8,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from llmc import plugins
+from llmc.runtime.multimodal import vision_inputs
 
 _VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "depth": 3,
            "num_heads": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
@@ -104,5 +105,5 @@ def run_encoder(loaded, computed, arrays):
     """Run an exported encoder on what a processor gives for one image."""
     feeds = {name: array for name, array in arrays.items() if name != "image_grid_thw"}
     for own in computed:
-        feeds |= own.compute(arrays["image_grid_thw"])
+        feeds |= vision_inputs.compute(own, arrays["image_grid_thw"])
     return loaded.run(None, feeds)

@@ -133,10 +133,10 @@ def test_what_an_error_says_to_install_is_there(wheel, extra):
 
 
 # Distributions with another import name, and imports of another Python's packages.
-_PROVIDES = {"google": "protobuf"}
+_PROVIDES = {"google": "protobuf", "PIL": "pillow"}
 _FOREIGN = {"compiler": {"tensorrt"}}  # of the Python in LLMC_TENSORRT_PYTHON
 # Each folder's requirements: the runtime's, and these extras.
-_EXTRAS = {"llmc": (), "artifacts": (), "runtime": ("serve",), "server": ("serve",),
+_EXTRAS = {"llmc": (), "artifacts": (), "runtime": ("serve", "multimodal"), "server": ("serve",),
            "csrc/plugins": ("export",),
            "compiler": ("export", "eval", "tensorrt-rtx")}
 
@@ -188,7 +188,8 @@ def test_the_vllm_plugin_refuses_another_vllm(monkeypatch):
 def test_the_runtime_declares_nothing_that_only_an_extra_imports():
     declared = set(map(name_of, read_project()["project"]["dependencies"]))
     assert declared == (distributions_of("llmc") | distributions_of("artifacts")
-                        | distributions_of("runtime")) - {"llguidance"}
+                        | distributions_of("runtime")) \
+        - {"llguidance", "pillow", "soundfile", "soxr"}
 
 
 def test_tested_releases_of_transformers_are_those_that_are_allowed_and_locked():

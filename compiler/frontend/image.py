@@ -25,13 +25,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, AutoModelForImageTextToText, vision_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
+from llmc.artifacts.vision_input import VisionInput
 from llmc.compiler.frontend.exporter import export_onnx
 from llmc.compiler.frontend.parts import Part, build
 from llmc.compiler.frontend.reproducible import Reproducible
 from llmc.compiler.frontend.trace import root_cause, to_proto
 from llmc.errors import LlmcError
 from llmc.interrupts import check_interrupted
-from llmc.runtime.multimodal.vision_inputs import VisionInput
 
 IMAGE = Part("image-text model", (), causal=False, auto=AutoModelForImageTextToText)
 _ATTENTION = "llmc_image"  # llmc's entry in transformers' attention interface for image encoders

@@ -14,42 +14,25 @@ blocks of `spatial_merge_size` x `spatial_merge_size`, which become one row of t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
+
+from llmc.artifacts.vision_input import VisionInput
 
 _Ints = NDArray[np.int64]
 _Floats = NDArray[np.float32]
-VisionFunction = Literal[
-    "get_vision_cu_seqlens", "get_vision_position_ids", "get_vision_window_index",
-    "get_vision_interpolation_indices_and_weights"]
 
 
-class VisionInput(BaseModel):
-    """Inputs that one function computes.
+def compute(given: VisionInput, grid_thw: _Ints) -> dict[str, np.ndarray]:
+    """Compute inputs.
 
     Args:
-        function: its name in `vision_utils`.
-        arguments: its arguments other than the grids.
-        names: the inputs that get its results.
+        given: their function and names.
+        grid_thw: int64 [num_images, 3], frames, rows and columns of patches.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    function: VisionFunction
-    arguments: dict[str, bool | int | str]
-    names: tuple[str, ...]
-
-    def compute(self, grid_thw: _Ints) -> dict[str, np.ndarray]:
-        """Compute the inputs.
-
-        Args:
-            grid_thw: int64 [num_images, 3], frames, rows and columns of patches.
-        """
-        results = _FUNCTIONS[self.function](grid_thw, **self.arguments)
-        return dict(zip(self.names, results, strict=True))
+    results = _FUNCTIONS[given.function](grid_thw, **given.arguments)
+    return dict(zip(given.names, results, strict=True))
 
 
 def _cu_seqlens(grid_thw: _Ints, merge_temporal: bool = False) -> Sequence[np.ndarray]:

@@ -8,9 +8,10 @@ import torch
 from multimodal_models import encoder_rows, packed, pixels, run_encoder, session, tiny_model
 from transformers import vision_utils
 
+from llmc.artifacts.vision_input import VisionInput
 from llmc.compiler.frontend import image, trace
 from llmc.errors import LlmcError
-from llmc.runtime.multimodal.vision_inputs import VisionInput
+from llmc.runtime.multimodal import vision_inputs
 
 GRIDS = ((4, 6), (10, 8), (2, 2), (18, 10))
 # By family: what the processor gives for images of several sizes.
@@ -62,7 +63,8 @@ def test_inputs_of_the_grid_are_those_of_transformers(function, arguments):
     expected = getattr(vision_utils, function)(torch.from_numpy(grid), **arguments)
     several = expected if isinstance(expected, tuple) else (expected,)
     names = tuple(f"input_{index}" for index in range(len(several)))
-    own = VisionInput(function=function, arguments=arguments, names=names).compute(grid)
+    own = vision_inputs.compute(
+        VisionInput(function=function, arguments=arguments, names=names), grid)
     for name, value in zip(names, several, strict=True):
         assert own[name].dtype == value.numpy().dtype
         assert np.abs(own[name] - value.numpy()).max() <= (2e-6 if value.is_floating_point() else 0)

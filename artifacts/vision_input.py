@@ -1,0 +1,27 @@
+"""Inputs of an image encoder that the runtime computes; see llmc.runtime.multimodal."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+VisionFunction = Literal[
+    "get_vision_cu_seqlens", "get_vision_position_ids", "get_vision_window_index",
+    "get_vision_interpolation_indices_and_weights"]
+
+
+class VisionInput(BaseModel):
+    """Inputs that one function computes.
+
+    Args:
+        function: its name in `vision_utils`.
+        arguments: its arguments other than the grids.
+        names: the inputs that get its results.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    function: VisionFunction
+    arguments: dict[str, bool | int | str]
+    names: tuple[str, ...]
