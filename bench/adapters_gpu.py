@@ -30,7 +30,7 @@ from vllm_gpu import NEW, SHAPE, SOME, Prompts, workload
 BYTES_PER_MS = 4.30e9  # one H200: device copy
 COUNT, AT_ONCE, LONGEST = 32, 256, 4096
 ROWS = [(1, 128), (8, 128), (32, 128), (32, 2048)]
-# Generates some numbers of tokens after prompts, with the numbers of their adapters; -1: none.
+# Generates tokens after prompts: their counts, and the index of each prompt's adapter or -1.
 Generate = Callable[[Prompts, Sequence[int], Sequence[int]], object]
 
 

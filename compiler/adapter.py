@@ -175,7 +175,7 @@ def merge_adapter(raw: RawModel, adapter: PeftAdapter) -> None:
         found = find_module(name, list(tensors))
         if found is None:
             raise LlmcError(f"the adapter in '{adapter.directory}' changes '{name}', which "
-                            f"'{raw.architecture}' does not have as a parameter of its own; give "
+                            f"'{raw.architecture}' does not have as a separate parameter; give "
                             f"the adapter's own base model, or merge the adapter with PEFT")
         return tensors[found]
 

@@ -303,6 +303,18 @@ def save_recurrent(family, directory, **changes):
 GEMMA = dict(vocab_size=VOCAB, sliding_window=6, vocab_size_per_layer_input=VOCAB)
 
 
+def compile_assistant(directory, changes):
+    """Compile a tiny Gemma 4 with its assistant for cuda, as `case`; return both models."""
+    sizes = {**families.OWN_ATTENTION["gemma4_text"], **changes, **GEMMA}
+    base = families.tiny_model("gemma4_text", **sizes)
+    families.save(base, directory / "hf")
+    conftest.write_tokenizer(directory / "hf")
+    assistant = save_assistant(base, sizes, directory / "assistant")
+    llmc.compile(directory / "hf", directory / "case", draft=f"assistant:{directory / 'assistant'}",
+                 target="cuda", dtype="float32")
+    return base, assistant
+
+
 def save_assistant(base, sizes, directory, **changes):
     """Save an assistant of a Gemma 4 model of these sizes; return it."""
     text = {**{name: value for name, value in sizes.items() if name in (

@@ -1002,19 +1002,18 @@ class Scheduler:
         """
         if not self.limits.proposes or self.drafts is None:
             return {}
-        own_drafts = [row.sequence.drafts for row in step_rows
-                      if row.sequence.drafts is not None and row.sequence.drafts.engine]
-        wanted = self.drafts.num_proposals(own_drafts)
+        drafting = [(row, row.sequence.drafts) for row in step_rows
+                    if row.sequence.drafts is not None and row.sequence.drafts.engine]
+        wanted = self.drafts.num_proposals([drafts for _, drafts in drafting])
         room = max((row.sequence.limit - len(row.sequence.tokens) - row.sequence.ahead - 2
-                    for row in step_rows if row.samples and row.sequence.drafts is not None
-                    and row.sequence.drafts.engine), default=0)
+                    for row, _ in drafting if row.samples), default=0)
         count = max(min(wanted or 0, room), 0)
         if self.limits.prompt_lookup:
             return {"propose": count} if count else {}
         if wanted is None:
-            for own in own_drafts:
-                assert own.engine is not None
-                own.engine.lost = True
+            for _, drafts in drafting:
+                assert drafts.engine is not None
+                drafts.engine.lost = True
             return {}
         if self.limits.proposals_take_blocks:
             self._make_room_for_proposals(

@@ -1,4 +1,4 @@
-"""Times of steps by their numbers of rows and prompt tokens, learned while serving."""
+"""Times of steps by batch size and number of prompt tokens, learned while serving."""
 
 from __future__ import annotations
 
@@ -9,16 +9,12 @@ _MIN_PROMPT = 32  # prompt tokens of a step, below which their time is too short
 
 
 class StepTimes:
-    """Moving averages of the seconds that decode steps take, by rows per step.
-
-    Attributes:
-        per_prompt_token: seconds that a prompt token adds to a step; None before any measurement.
-    """
+    """Moving averages of the seconds that steps take, by rows per step and prompt tokens."""
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
         self._rows: list[int] = []  # measured sizes, sorted
-        self.per_prompt_token: float | None = None
+        self._per_prompt_token: float | None = None  # seconds; None before any measurement
 
     def add(self, rows: int, seconds: float) -> None:
         """Record a step of `rows` sequences without prompt tokens."""
@@ -32,18 +28,18 @@ class StepTimes:
         if tokens < _MIN_PROMPT:
             return
         each = max(seconds - self.of(rows), 0.0) / tokens
-        if self.per_prompt_token is None:
-            self.per_prompt_token = each
-        self.per_prompt_token += _WEIGHT * (each - self.per_prompt_token)
+        if self._per_prompt_token is None:
+            self._per_prompt_token = each
+        self._per_prompt_token += _WEIGHT * (each - self._per_prompt_token)
 
     def prompt_tokens(self, rows: int, seconds: float) -> int | None:
         """Number of prompt tokens with which a step of `rows` sequences takes this time.
 
         None: not measured yet.
         """
-        if not self.per_prompt_token:
+        if not self._per_prompt_token:
             return None
-        return int(max(seconds - self.of(rows), 0.0) / self.per_prompt_token)
+        return int(max(seconds - self.of(rows), 0.0) / self._per_prompt_token)
 
     def of(self, rows: int) -> float:
         """Return the expected seconds of a step.

@@ -343,12 +343,12 @@ class CudaEngine:
             logprobs = [None if count is None or token < 0 else logprobs_of(record, count)
                         for count, token, record in zip(
                             num_logprobs, tokens, records.view(LOGPROBS), strict=True)]
-        return StepOutput(tokens, logprobs,
-                       None if candidates is None else Candidates(candidates, log_probs), logits,
-                       () if scored is None else [
-                           replace(logprobs_of(record, count), rank=int(record["rank"]))
-                           for record, count in zip(scored.view(LOGPROBS), counts, strict=True)],
-                       counts=lengths, drafts=drafts, matches=matches)
+        return StepOutput(
+            tokens, logprobs, None if candidates is None else Candidates(candidates, log_probs),
+            logits, () if scored is None else [
+                replace(logprobs_of(record, count), rank=int(record["rank"]))
+                for record, count in zip(scored.view(LOGPROBS), counts, strict=True)],
+            counts=lengths, drafts=drafts, matches=matches)
 
     def _pooled_output(self, step: Step, rows: np.ndarray | None) -> StepOutput:
         """The results of a step that returns pooled rows.

@@ -1,11 +1,9 @@
 """Draft models on a GPU: the drafts of the CPU engine, and the same tokens as without drafts."""
 
 
-import conftest
 import families
 import pytest
 from draft_models import (
-    GEMMA,
     PARAMS,
     PROMPTS,
     TIGHT,
@@ -15,13 +13,13 @@ from draft_models import (
     assert_draws_beside_others,
     assert_reaches_the_end,
     assistant_drafts,
+    compile_assistant,
     dflash_drafts,
     drafts_of_steps,
     equal,
     greedy,
     mtp_drafts,
     params,
-    save_assistant,
     save_dflash,
     save_with_mtp,
 )
@@ -94,13 +92,7 @@ def test_several_mtp_layers_draft_as_in_transformers(extension, family, number, 
 
 @pytest.mark.parametrize("changes", [{}, families.GEMMA4_LARGE], ids=["small", "large"])
 def test_assistants_draft_as_in_transformers(extension, tmp_path, proposed, fully_shared, changes):
-    sizes = {**families.OWN_ATTENTION["gemma4_text"], **changes, **GEMMA}
-    base = families.tiny_model("gemma4_text", **sizes)
-    families.save(base, tmp_path / "hf")
-    conftest.write_tokenizer(tmp_path / "hf")
-    assistant = save_assistant(base, sizes, tmp_path / "assistant")
-    llmc.compile(tmp_path / "hf", tmp_path / "case", draft=f"assistant:{tmp_path / 'assistant'}",
-                 target="cuda", dtype="float32")
+    base, assistant = compile_assistant(tmp_path, changes)
     with llmc.LLM(tmp_path / "case", max_batch_size=4) as alone, llmc.LLM(
             tmp_path / "case", speculate="draft", num_speculative_tokens=3, **SMALL) as llm:
         for name in ("greedy", "sampled"):

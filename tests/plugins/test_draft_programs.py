@@ -3,24 +3,22 @@
 import shutil
 from dataclasses import replace
 
-import conftest
 import families
 import numpy as np
 import pytest
 from declared_programs import build, schedules_of
 from draft_models import (
-    GEMMA,
     PROMPTS,
     assert_drafts,
     assert_drafts_of_prompts,
     assistant_drafts,
+    compile_assistant,
     dflash_drafts,
     drafts_of_steps,
     equal,
     greedy,
     mtp_drafts,
     params,
-    save_assistant,
     save_dflash,
     save_recurrent,
     save_with_mtp,
@@ -83,13 +81,7 @@ def test_mtp_layers_draft_as_in_transformers(extension, tmp_path, proposed):
 @pytest.mark.parametrize("changes", [
     {}, pytest.param(families.GEMMA4_LARGE, marks=pytest.mark.thorough)])
 def test_assistants_draft_as_in_transformers(extension, tmp_path, proposed, fully_shared, changes):
-    sizes = {**families.OWN_ATTENTION["gemma4_text"], **changes, **GEMMA}
-    base = families.tiny_model("gemma4_text", **sizes)
-    families.save(base, tmp_path / "hf")
-    conftest.write_tokenizer(tmp_path / "hf")
-    assistant = save_assistant(base, sizes, tmp_path / "assistant")
-    llmc.compile(tmp_path / "hf", tmp_path / "case", draft=f"assistant:{tmp_path / 'assistant'}",
-                 target="cuda", dtype="float32")
+    base, assistant = compile_assistant(tmp_path, changes)
     limits = replace(SMALL, proposals_take_blocks=False, lookahead=0, ahead=2, drafts_ahead=True)
     with interpreted(tmp_path / "case", limits, **DRAFTING) as llm:
         assert_drafts(llm, base, lambda *args: assistant_drafts(assistant, *args), PROMPTS[3],
@@ -269,21 +261,15 @@ def test_a_program_file_with_other_features_is_refused(case, part, changes, prob
         Program.model_validate_json(schedule.model_dump_json())
 
 
-def test_the_draft_model_must_return_what_its_next_pass_reads(case, tmp_path):
+@pytest.mark.parametrize(("name", "absent", "problem"), [
+    ("draft.json", "hidden_out", "the draft model has no hidden_out, unlike its chain"),
+    ("schedule.json", "features", "the model and its draft model differ in the features")])
+def test_programs_that_do_not_fit_together_are_refused(case, tmp_path, name, absent, problem):
     directory = shutil.copytree(case("eagle3"), tmp_path / "case")
-    manifest, path = read_manifest(directory), directory / "chip0" / "draft.json"
+    manifest, path = read_manifest(directory), directory / "chip0" / name
     program = read_program(path)
-    path.write_text(program.model_copy(update={"hidden_out": -1}).model_dump_json())
-    with pytest.raises(LlmcError, match="the draft model has no hidden_out, unlike its chain"):
-        read_chip_programs(manifest, manifest.chips[0], directory)
-
-
-def test_features_of_the_model_and_of_the_draft_model_must_agree(case, tmp_path):
-    directory = shutil.copytree(case("eagle3"), tmp_path / "case")
-    manifest, path = read_manifest(directory), directory / "chip0" / "schedule.json"
-    program = read_program(path)
-    path.write_text(program.model_copy(update={"features": -1}).model_dump_json())
-    with pytest.raises(LlmcError, match="the model and its draft model differ in the features"):
+    path.write_text(program.model_copy(update={absent: -1}).model_dump_json())
+    with pytest.raises(LlmcError, match=problem):
         read_chip_programs(manifest, manifest.chips[0], directory)
 
 

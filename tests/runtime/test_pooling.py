@@ -57,13 +57,18 @@ def test_many_texts_are_computed_in_steps_of_similar_lengths(made, bert):
     assert bert.metrics()["finished"] >= 70
 
 
+def record_steps(llm):
+    """Return a list to which each step that is submitted from now on is added."""
+    steps, engine = [], llm._loops[0]._engine
+    submit = engine.submit
+    engine.submit = lambda step: (steps.append(step), submit(step))[1]
+    return steps
+
+
 def test_a_step_has_only_whole_texts(made):
     texts = random_texts(15, 66, seed=1)
     with llmc.LLM(made[0] / "bert.case", max_num_batched_tokens=1, max_batch_size=3) as llm:
-        steps = []
-        engine = llm._loops[0]._engine
-        submit = engine.submit
-        engine.submit = lambda step: (steps.append(step), submit(step))[1]
+        steps = record_steps(llm)
         assert_equal_rows(llm.embed(texts), made[1]["bert"], texts, "mean")
     assert all((step.past_lens == 0).all() and len(step.sample) == step.batch_size
                for step in steps)
@@ -73,11 +78,9 @@ def test_a_step_has_only_whole_texts(made):
 def test_texts_of_a_call_are_computed_by_length(made):
     texts = random_texts(20, 66, seed=9)
     with llmc.LLM(made[0] / "bert.case", max_num_batched_tokens=1, max_batch_size=4) as llm:
-        lengths = []
-        engine = llm._loops[0]._engine
-        submit = engine.submit
-        engine.submit = lambda step: (lengths.extend(step.seq_lens.tolist()), submit(step))[1]
+        steps = record_steps(llm)
         assert_equal_rows(llm.embed(texts), made[1]["bert"], texts, "mean")
+    lengths = [length for step in steps for length in step.seq_lens.tolist()]
     assert sorted(lengths) == lengths == sorted(map(len, texts))
 
 

@@ -8,50 +8,19 @@ class BlockAttention : public Plugin {
  public:
   explicit BlockAttention(const Fields& fields) {
     read_heads(p_, kOp, fields, 256);
-    p_.rotary_dim = integer(fields, "rotary_dim");
-    p_.window = integer(fields, "window");
-    p_.interleaved = integer(fields, "interleaved") != 0;
-    p_.norm_epsilon = real(fields, "norm_epsilon");
-    p_.norm_after_rotary = integer(fields, "norm_after_rotary") != 0;
-    if (p_.rotary_dim < 0 || p_.rotary_dim % 2 != 0 || p_.rotary_dim > p_.head_dim)
-      throw Error(std::string(kOp) + "'s rotary_dim " + std::to_string(p_.rotary_dim) +
-                  " is not an even number from 0 to head_dim " + std::to_string(p_.head_dim));
-    const auto& kv_dtype = std::get<std::string>(fields.at("kv_dtype"));
-    p_.float8 = kv_dtype == name_of(DType::kFloat8);
-    if (!p_.float8 && !kv_dtype.empty())
-      throw Error(std::string(kOp) + "'s kv_dtype can be '' or " + name_of(DType::kFloat8) +
-                  ", not '" + kv_dtype + "'");
+    read_cached(p_, kOp, fields);
   }
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
     const std::string op = kOp;
-    if (in[0].size() != 2 || in[1].size() != 4 || in[2].size() != 4)
-      throw Error(op + "'s rows need 2 dimensions and each cache 4, not " +
-                  std::to_string(in[0].size()) + ", " + std::to_string(in[1].size()) + " and " +
-                  std::to_string(in[2].size()));
-    const Dims &qkv = in[0], &cache = in[1], *table = optional(in, kTable);
-    const Dim batch = in[4][0];
-    expect(op + "'s qkv", qkv,
-           {qkv[0], (p_.num_heads + 2ll * p_.num_kv_heads) * int64_t{p_.head_dim}});
-    expect(op + "'s key_cache", cache,
-           {table != nullptr ? cache[0] : batch, p_.num_kv_heads, cache[2], p_.head_dim});
-    expect(op + "'s value_cache", in[2], cache);
-    expect(op + "'s past_lens", in[4], {batch});
-    expect_starts(op, in[3], batch);
-    const Dims *cos = optional(in, 5), *sin = optional(in, 6);
-    if ((cos == nullptr) != (p_.rotary_dim == 0) || (sin == nullptr) != (cos == nullptr))
-      throw Error(op + " takes cos, sin and a rotary_dim above 0 together");
-    for (const Dims* turns : {cos, sin}) {
-      if (turns == nullptr) continue;
-      expect(op + "'s cos or sin", *turns, {(*turns)[0], p_.rotary_dim / 2});
-      if (table == nullptr) expect_at_least(op + "'s positions of a table", (*turns)[0], cache[2]);
-      else expect(op + "'s positions of a table", Dims{(*turns)[0]}, {(*cos)[0]});
-    }
+    const Dims *table = optional(in, kTable), &cache = in[1];
+    const std::vector<Dim> positions =
+        expect_cached(p_, op, in, "qkv", p_.num_heads + 2ll * p_.num_kv_heads, table);
+    expect_positions(op, positions, cache, table);
     for (size_t norm : {7, 8})
       if (const Dims* weight = optional(in, norm))
         expect(op + "'s q_norm or k_norm", *weight, {p_.head_dim});
-    if (table != nullptr) expect(op + "'s block_table", *table, {batch, (*table)[1]});
-    return {{qkv[0], static_cast<int64_t>(p_.num_heads) * p_.head_dim}, cache, in[2]};
+    return {{in[0][0], static_cast<int64_t>(p_.num_heads) * p_.head_dim}, cache, in[2]};
   }
 
   // Rotated queries.
@@ -61,9 +30,7 @@ class BlockAttention : public Plugin {
 
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void* workspace,
                const Context& context) const override {
-    if ((in[1].dtype == DType::kFloat8) != p_.float8 || in[2].dtype != in[1].dtype)
-      throw Error(std::string(kOp) + "'s caches are " + name_of(in[1].dtype) + " and " +
-                  name_of(in[2].dtype) + ", which does not match its kv_dtype");
+    check_cache_dtypes(kOp, in, p_.float8);
     kernels::AttentionParams p = p_;
     p.out = out[0].data;
     p.qkv = in[0].data;

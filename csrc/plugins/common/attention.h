@@ -26,15 +26,8 @@ class CachedKeysAttention : public Plugin {
       : op_(op), ports_(ports) {
     read_heads(p_, op_, fields, 512);
     p_.reads = reads;
-    p_.rotary_dim = integer(fields, "rotary_dim");
-    p_.window = integer(fields, "window");
-    p_.interleaved = integer(fields, "interleaved") != 0;
+    read_cached(p_, op_, fields);
     p_.softcap = real(fields, "softcap");
-    p_.norm_epsilon = real(fields, "norm_epsilon");
-    if (p_.rotary_dim < 0 || p_.rotary_dim % 2 != 0 || p_.rotary_dim > p_.head_dim)
-      throw Error(op_ + "'s rotary_dim " + std::to_string(p_.rotary_dim) +
-                  " is not an even number from 0 to head_dim " + std::to_string(p_.head_dim));
-    p_.norm_after_rotary = integer(fields, "norm_after_rotary") != 0;
     p_.chunk = integer(fields, "chunk");
     p_.out_scale_inverse = inverse_of(fields);
     out_scale_ = real(fields, "out_scale");
@@ -43,41 +36,18 @@ class CachedKeysAttention : public Plugin {
       throw Error(op_ + " supports out_scale for multiples of 8 columns only, at most " +
                   std::to_string(kernels::kMaxNormHidden) + ", not of heads of " +
                   std::to_string(p_.head_dim));
-    const auto& kv_dtype = std::get<std::string>(fields.at("kv_dtype"));
-    p_.float8 = kv_dtype == name_of(DType::kFloat8);
-    if (!p_.float8 && !kv_dtype.empty())
-      throw Error(op_ + "'s kv_dtype can be '' or " + std::string(name_of(DType::kFloat8)) +
-                  ", not '" + kv_dtype + "'");
   }
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
-    if (in[0].size() != 2 || in[1].size() != 4 || in[2].size() != 4)
-      throw Error(op_ + "'s rows need 2 dimensions and each cache 4, not " +
-                  std::to_string(in[0].size()) + ", " + std::to_string(in[1].size()) + " and " +
-                  std::to_string(in[2].size()));
     const std::string& op = op_;
-    const Dims &qkv = in[0], &cache = in[1], *table = optional(in, ports_.block_table);
-    const Dim batch = in[4][0];
+    const Dims* table = optional(in, ports_.block_table);
     const int64_t heads = p_.reads ? p_.num_heads : p_.num_heads + 2ll * p_.num_kv_heads;
-    expect(op + (p_.reads ? "'s query" : "'s qkv"), qkv, {qkv[0], heads * p_.head_dim});
-    expect(op + "'s key_cache", cache,
-           {table != nullptr ? cache[0] : batch, p_.num_kv_heads, cache[2], p_.head_dim});
-    expect(op + "'s value_cache", in[2], cache);
-    expect(op + "'s past_lens", in[4], {batch});
-    expect_starts(op, in[3], batch);
-    const Dims *cos = optional(in, 5), *sin = optional(in, 6);
-    if ((cos == nullptr) != (p_.rotary_dim == 0) || (sin == nullptr) != (cos == nullptr))
-      throw Error(op + " takes cos, sin and a rotary_dim above 0 together");
-    std::vector<Dim> positions;  // of the tables
-    for (const Dims* turns : {cos, sin}) {
-      if (turns == nullptr) continue;
-      expect(op + "'s cos or sin", *turns, {(*turns)[0], p_.rotary_dim / 2});
-      positions.push_back((*turns)[0]);
-    }
+    std::vector<Dim> positions =  // of the tables
+        expect_cached(p_, op, in, p_.reads ? "query" : "qkv", heads, table);
+    const Dims &qkv = in[0], &cache = in[1];
     for (size_t norm : {size_t{7}, ports_.k_norm, ports_.v_norm})
       if (const Dims* weight = optional(in, norm))
         expect(op + "'s q_norm, k_norm or v_norm", *weight, {p_.head_dim});
-    if (table != nullptr) expect(op + "'s block_table", *table, {batch, (*table)[1]});
     if (const Dims* bias = optional(in, ports_.distance_bias))
       expect(op + "'s distance_bias", *bias, {p_.num_heads, (*bias)[1]});
     if (const Dims* sinks = optional(in, ports_.sinks))
@@ -93,10 +63,7 @@ class CachedKeysAttention : public Plugin {
     if (factors != nullptr) expect(op + "'s query_scale", *factors, {(*factors)[0]});
     if (bias != nullptr) positions.push_back((*bias)[1]);
     if (factors != nullptr) positions.push_back((*factors)[0]);
-    for (const Dim& own : positions) {
-      if (table == nullptr) expect_at_least(op + "'s positions of a table", own, cache[2]);
-      else expect(op + "'s positions of a table", Dims{own}, {positions[0]});
-    }
+    expect_positions(op, positions, cache, table);
     const Dims out{qkv[0], static_cast<int64_t>(p_.num_heads) * p_.head_dim};
     return p_.reads ? std::vector<Dims>{out} : std::vector<Dims>{out, cache, in[2]};
   }
@@ -117,9 +84,7 @@ class CachedKeysAttention : public Plugin {
     p.out = out[0].data;
     p.qkv = in[0].data;
     p.qkv_stride = in[0].row_pitch();
-    if ((in[1].dtype == DType::kFloat8) != p.float8 || in[2].dtype != in[1].dtype)
-      throw Error(op_ + "'s caches are " + name_of(in[1].dtype) + " and " + name_of(in[2].dtype) +
-                  ", which does not match its kv_dtype");
+    check_cache_dtypes(op_, in, p.float8);
     p.key_cache = in[1].data;
     p.value_cache = in[2].data;
     p.cu_seqlens = static_cast<const int32_t*>(in[3].data);

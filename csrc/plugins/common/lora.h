@@ -57,16 +57,13 @@ class Adapters {
            (gated ? aligned(in[0].shape[0] * out * width(in[0].dtype)) : 0);
   }
 
-  // Whether the step has adapters, and the op takes them.
-  bool active(const std::vector<Tensor>& in, const Context& context) const {
-    return context.adapters && optional(in, first_ + 4) != nullptr;
-  }
-
-  // Runs `base`, the layer without adapters, for sums before the activation, and adds the product
-  // of each row's adapter. `rows`: the transformation of x, whose quantization the adapters ignore.
+  // Runs `base`, the layer without adapters. If the step has adapters, and the op takes them, it is
+  // for sums before the activation, and the product of each row's adapter is added. `rows`: the
+  // transformation of x, whose quantization the adapters ignore.
   template <typename Base>
   void linear(const Linear& l, const InputTransform& rows, const std::vector<Tensor>& in,
               void* workspace, const Context& context, Base&& base) const {
+    if (!context.adapters || optional(in, first_ + 4) == nullptr) return base(l, workspace);
     if (l.x.dtype == DType::kFloat8) throw Error("adapters do not take an FP8 x");
     const DType dtype = l.x.dtype;
     kernels::LoraParams p = params(l, in, workspace);

@@ -39,7 +39,6 @@ class GatedMLP : public Plugin {
                        activation_,
                        true,
                        out_scale_inverse_};
-    if (!adapters_.active(in, context)) return linear(whole, quantized_, workspace, context);
     adapters_.linear(whole, {}, in, workspace, context, [&](const Linear& plain, void* rest) {
       linear(plain, quantized_, rest, context);
     });

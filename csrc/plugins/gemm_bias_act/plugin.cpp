@@ -35,7 +35,6 @@ class GemmBiasAct : public Plugin {
                        out[0],
                        activation_,
                        false};
-    if (!adapters_.active(in, context)) return linear(whole, quantized_, workspace, context);
     adapters_.linear(whole, {}, in, workspace, context, [&](const Linear& plain, void* rest) {
       linear(plain, quantized_, rest, context);
     });

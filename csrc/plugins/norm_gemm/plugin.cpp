@@ -59,7 +59,6 @@ class NormGemm : public Plugin {
                               quantized_.activation_scale(),
                               quantized_.activation_group()};
     const float* row_sums = centred_ ? floats(optional(in, 3)) : nullptr;
-    if (!adapters_.active(in, context)) return run(whole, rows, row_sums, workspace, context);
     adapters_.linear(whole, rows, in, workspace, context, [&](const Linear& plain, void* rest) {
       run(plain, rows, row_sums, rest, context);
     });
