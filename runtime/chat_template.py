@@ -52,7 +52,8 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping[str, object]],
                tools: Sequence[Mapping[str, object]] | None = None,
                variables: Mapping[str, object] | None = None,
-               content_format: ContentFormat = "auto") -> str:
+               content_format: ContentFormat = "auto",
+               placeholders: Mapping[str, str] | None = None) -> str:
         """Render a conversation to a prompt for the next answer.
 
         Args:
@@ -60,6 +61,7 @@ class ChatTemplate:
             tools: schemas of functions that the model may call.
             variables: further variables of the template (chat_template_kwargs).
             content_format: `auto`, `string` or `openai`; see `MessageForms.fit`.
+            placeholders: the token that stands for an item in a prompt, by the type of its part.
 
         Raises:
             LlmcError: the template cannot render the messages, or exceeds a limit.
@@ -67,7 +69,8 @@ class ChatTemplate:
         path = self._select(tools is not None)
         try:
             rendered: dict[str, str] = self._sandbox.run(
-                self._lane, _render, path, self._config, list(messages), content_format, {
+                self._lane, _render, path, self._config, list(messages), content_format,
+                dict(placeholders or {}), {
                     **(variables or {}), "documents": None,
                     "tools": None if tools is None else list(tools), "add_generation_prompt": True})
         except LlmcError as error:
@@ -88,7 +91,8 @@ class ChatTemplate:
 
 
 def _render(path: Path, config: Path, messages: Sequence[Mapping[str, object]],
-            content_format: ContentFormat, variables: Mapping[str, object]) -> dict[str, str]:
+            content_format: ContentFormat, placeholders: Mapping[str, str],
+            variables: Mapping[str, object]) -> dict[str, str]:
     """Render in this process, which is a child process.
 
     Returns:
@@ -101,7 +105,7 @@ def _render(path: Path, config: Path, messages: Sequence[Mapping[str, object]],
         tokens = tuple(sorted(_special_tokens(config).items()))
         template = _template(path.read_text(encoding="utf-8"), tokens)
         try:
-            fitted = template.forms.fit(messages, content_format)
+            fitted = template.forms.fit(messages, content_format, placeholders)
         except ValueError as error:
             return {"refused": str(error)}
         return {"text": template.render({**variables, "messages": fitted})}

@@ -6,6 +6,7 @@ raise, write Python's representation of a value, or omit the text silently.
 | part of a message | formats |
 | --- | --- |
 | content | a text; a list of parts `{"type": "text", "text": …}` |
+| image or audio in content | a part `{"type": "image"}`; its placeholder token in the text |
 | content with tool_calls | a text; absent; None |
 | arguments of a tool call | JSON text; an object |
 | role of instructions | `developer`; `system` |
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
@@ -47,24 +48,26 @@ class MessageForms:
     def __init__(self, render: Callable[[Sequence[Message]], str]) -> None:
         self._render = render
         self._reads = lru_cache(_MAX_PROBES)(self._probe_content)
+        self._writes = lru_cache(_MAX_PROBES)(self._probe_media)
         self._shows = lru_cache(_MAX_PROBES)(self._probe_call)
 
-    def fit(self, messages: Sequence[Mapping[str, Any]], content_format: ContentFormat) -> \
-            list[Message]:
+    def fit(self, messages: Sequence[Mapping[str, Any]], content_format: ContentFormat,
+            placeholders: Mapping[str, str] | None = None) -> list[Message]:
         """Convert messages to formats that the template can read.
 
         Args:
             content_format: `auto`, or the format of all contents: `string` (a text) or `openai` (a
                 list of parts).
+            placeholders: the token that stands for an item in a prompt, by the type of its part.
 
         Raises:
             ValueError: arguments of a tool call are not JSON, and the template needs an object.
         """
-        return [self._fit(index, message, content_format)
+        return [self._fit(index, message, content_format, placeholders or {})
                 for index, message in enumerate(messages)]
 
-    def _fit(self, index: int, message: Mapping[str, Any], content_format: ContentFormat) -> \
-            Message:
+    def _fit(self, index: int, message: Mapping[str, Any], content_format: ContentFormat,
+             placeholders: Mapping[str, str]) -> Message:
         fitted = {key: value for key, value in message.items() if value is not None}
         if not fitted.get("tool_calls", True):
             del fitted["tool_calls"]
@@ -75,12 +78,25 @@ class MessageForms:
                 and self._reads_any("system"):
             fitted["role"] = "system"
         if fitted.get("content"):
-            fitted["content"] = self._fit_content(fitted["role"], fitted["content"], content_format)
+            content = self._fit_media(fitted["role"], fitted["content"], content_format,
+                                      placeholders)
+            fitted["content"] = self._fit_content(fitted["role"], content, content_format)
         if "tool_calls" in fitted:
             self._fit_calls(index, fitted)
         elif not fitted.get("content"):
             fitted["content"] = self._fit_content(fitted["role"], "", content_format)
         return fitted
+
+    def _fit_media(self, role: str, content: str | list[Message], content_format: ContentFormat,
+                   placeholders: Mapping[str, str]) -> str | list[Message]:
+        """Write items as placeholder tokens if the template does not."""
+        types = set() if isinstance(content, str) else {part["type"] for part in content} - {"text"}
+        if isinstance(content, str) or content_format == "openai" or (
+                content_format == "auto" and all(
+                    self._writes(role, own, placeholders[own]) for own in types)):
+            return content
+        return [part if part["type"] == "text" else
+                {"type": "text", "text": placeholders[part["type"]]} for part in content]
 
     def _fit_content(self, role: str, content: str | list[Message],
                      content_format: ContentFormat) -> str | list[Message]:
@@ -120,19 +136,33 @@ class MessageForms:
     def _probe_content(self, role: str, form: str) -> bool:
         """Whether the template renders the content of a role in a format."""
         content = _MARK if form == "text" else [{"type": "text", "text": _MARK}]
-        message = {"role": role, "content": content}
+        return any(map(_shows_content, self._render_probes({"role": role, "content": content})))
+
+    def _probe_media(self, role: str, kind: str, placeholder: str) -> bool:
+        """Whether the template renders a part of this type as its placeholder, once."""
+        content = [{"type": kind}, {"type": "text", "text": _MARK}]
+        return any(_shows_content(text) and text.count(placeholder) == 1
+                   for text in self._render_probes({"role": role, "content": content}))
+
+    def _render_probes(self, message: Message) -> Iterator[str]:
+        """Render a message in conversations in which a template may accept its role."""
+        role = message["role"]
         if role == "user":
-            return _shows_content(self._render([message]))
+            yield self._render([message])
+            return
         user = {"role": "user", "content": self._fit_content("user", "a", "auto")}
         if role in ("system", "developer"):
-            return _shows_content(self._render([message, user]))
+            yield self._render([message, user])
+            return
         if role == "assistant":
-            return _shows_content(self._render([user, message, user]))
+            yield self._render([user, message, user])
+            return
         before: list[Message] = [
             {"role": "assistant", "content": "", "tool_calls": [_call({})]},
             {"role": "assistant", "content": "", "tool_calls": [_call("{}")]},
             {"role": "assistant", "content": self._fit_content("assistant", "a", "auto")}]
-        return any(_shows_content(self._render([user, previous, message])) for previous in before)
+        for previous in before:
+            yield self._render([user, previous, message])
 
     def _probe_call(self, content: str, form: str) -> bool:
         """Whether the template renders a tool call with content and arguments in these formats."""

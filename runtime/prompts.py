@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from numbers import Number
 
 from llmc.errors import LlmcError, shown
@@ -66,12 +66,16 @@ def read_conversations(messages: object) -> list[Messages]:
     return each if several else [messages]  # type: ignore[list-item]
 
 
-def read_messages(messages: object) -> list[Mapping[str, object]]:
+def read_messages(messages: object, modalities: Collection[str] = ()) -> \
+        list[Mapping[str, object]]:
     """Validate a conversation, or convert a user's text to one.
 
     Each message has a text `role`, and a `content` that is a text or a list of parts `{"type":
     "text", "text": …}`. An assistant's may be None or absent. Templates may read further keys, such
     as `tool_calls`.
+
+    Args:
+        modalities: types of parts without a text, such as `image`.
 
     Raises:
         LlmcError: the value is not such a list.
@@ -89,15 +93,15 @@ def read_messages(messages: object) -> list[Mapping[str, object]]:
         if not isinstance(message, Mapping):
             raise LlmcError(f"message {index} is {shown(message)}; give one like "
                             f'{{"role": "user", "content": "…"}}')
-        _check_message(index, message)
+        _check_message(index, message, modalities)
     return each
 
 
-def _check_message(index: int, message: Mapping[str, object]) -> None:
+def _check_message(index: int, message: Mapping[str, object], modalities: Collection[str]) -> None:
     for key, expected, fits in (
             ("role", "a text", isinstance(message.get("role"), str)),
             ("content", 'a text, or parts like [{"type": "text", "text": "…"}]',
-             _is_content(message.get("content"), message.get("role") == "assistant")),
+             _is_content(message.get("content"), message.get("role") == "assistant", modalities)),
             ("tool_calls", 'calls like [{"function": {"name": "…", "arguments": {}}}]',
              _are_calls(message.get("tool_calls")))):
         if not fits:
@@ -105,10 +109,10 @@ def _check_message(index: int, message: Mapping[str, object]) -> None:
             raise LlmcError(f"the {key} of message {index} {value}; give {expected}")
 
 
-def _is_content(content: object, may_be_none: bool) -> bool:
+def _is_content(content: object, may_be_none: bool, modalities: Collection[str]) -> bool:
     if isinstance(content, list):
-        return all(isinstance(part, Mapping) and part.get("type") == "text"
-                   and isinstance(part.get("text"), str) for part in content)
+        return all(isinstance(part, Mapping) and (part.get("type") in modalities or (
+            part.get("type") == "text" and isinstance(part.get("text"), str))) for part in content)
     return isinstance(content, str) or (content is None and may_be_none)
 
 

@@ -1,0 +1,99 @@
+"""Images and audio in the contents of messages.
+
+| part | from |
+| --- | --- |
+| `{"type": "image_url", "image_url": {"url": …}}` | OpenAI |
+| `{"type": "input_audio", "input_audio": {"data": base64, "format": …}}` | OpenAI |
+| `{"type": "audio_url", "audio_url": {"url": …}}` | vLLM |
+| `{"type": "image", "image": …}`, `"url"` or `"path"` in place of `"image"` | transformers |
+| `{"type": "audio", "audio": …}`, `"url"` or `"path"` in place of `"audio"` | transformers |
+| `{"type": "image"}`, `{"type": "audio"}` | transformers, media given beside the messages |
+
+`split_media` takes the media out, so that a chat template reads `{"type": "image"}` in their place.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llmc.errors import LlmcError, shown
+from llmc.runtime.multimodal.items import Modality
+
+_MODALITIES: dict[str, Modality] = {"image": "image", "image_url": "image", "audio": "audio",
+                                    "audio_url": "audio", "input_audio": "audio"}
+
+
+@dataclass(frozen=True)
+class MediaSource:
+    """An item of a message.
+
+    Args:
+        value: a URL, a path, bytes, or an object such as a PIL image; None if the message says that
+            an item is there, and not which.
+    """
+
+    modality: Modality
+    value: Any
+
+
+def split_media(messages: Sequence[Mapping[str, Any]]) -> \
+        tuple[list[dict[str, Any]], list[MediaSource]]:
+    """Replace media in messages by parts that chat templates read.
+
+    Returns:
+        The messages, and the media in order.
+
+    Raises:
+        LlmcError: a part has an unknown type, or lacks its value.
+    """
+    split, sources = list[dict[str, Any]](), list[MediaSource]()
+    for index, message in enumerate(messages):
+        content = message.get("content")
+        if isinstance(content, list):
+            content = [_split_part(f"part {place} of message {index}", part, sources)
+                       for place, part in enumerate(content)]
+        split.append({**message, **({"content": content} if "content" in message else {})})
+    return split, sources
+
+
+def _split_part(name: str, part: object, sources: list[MediaSource]) -> object:
+    """Return what a template reads; append the item to `sources`."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(part, Mapping) or not isinstance(kind, str):
+        raise LlmcError(f'{name} is {shown(part)}; give one like {{"type": "text", "text": "…"}}')
+    if kind not in _MODALITIES:
+        if kind != "text":
+            raise LlmcError(f"{name} has the type {shown(kind)}; supported: text, "
+                            f"{', '.join(_MODALITIES)}")
+        return part
+    modality = _MODALITIES[kind]
+    value = _input_audio(name, part) if kind == "input_audio" else \
+        _url(name, kind, part) if kind.endswith("_url") else \
+        next((part[key] for key in (kind, "url", "path") if part.get(key) is not None), None)
+    sources.append(MediaSource(modality, value))
+    return {"type": modality}
+
+
+def _url(name: str, kind: str, part: Mapping[str, Any]) -> str:
+    value = part.get(kind)
+    url = value.get("url") if isinstance(value, Mapping) else value
+    if not isinstance(url, str) or not url:
+        raise LlmcError(f'the {kind} of {name} is {shown(value)}; give {{"url": "…"}}')
+    return url
+
+
+def _input_audio(name: str, part: Mapping[str, Any]) -> bytes:
+    value = part.get("input_audio")
+    data = value.get("data") if isinstance(value, Mapping) else None
+    try:
+        if isinstance(data, str):
+            return base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise LlmcError(f"the input_audio of {name} has invalid base64 ({error}); encode the file "
+                        f"again") from error
+    raise LlmcError(f"the input_audio of {name} is {shown(value)}; give "
+                    f'{{"data": "…", "format": "wav"}} with a file in base64')

@@ -1,0 +1,269 @@
+"""The processor of a case directory: media to encoder inputs, placeholders to tokens.
+
+`describe_processor` reads a checkpoint when it is compiled, and refuses what is not served.
+`Processor` works from that description alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from llmc.artifacts.case_files import read_bounded
+from llmc.errors import LlmcError, reason_of
+from llmc.runtime.multimodal.audio import Waveform, load_audio
+from llmc.runtime.multimodal.feature_extractors import (
+    AnyFeatureExtractor,
+    GemmaAudioFeatureExtractor,
+    WhisperFeatureExtractor,
+)
+from llmc.runtime.multimodal.image_processors import AnyImageProcessor
+from llmc.runtime.multimodal.image_processors.base import Arrays
+from llmc.runtime.multimodal.images import load_image
+from llmc.runtime.multimodal.items import MediaItem, Modality, PlaceholderRange
+from llmc.runtime.multimodal.prompt_replacements import (
+    AnyAudioReplacement,
+    AnyImageReplacement,
+    AudioTokenReplacement,
+    PromptReplacement,
+)
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_MAX_BYTES = 1 << 20
+_PLURALS: dict[Modality, str] = {"image": "images", "audio": "audio clips"}
+
+
+class ImageInputs(BaseModel):
+    """How images become rows and tokens.
+
+    Args:
+        placeholder_id: token id of the placeholder.
+        row_token_id: token id of positions that take rows; None with cross-attention.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    processor: AnyImageProcessor
+    prompt: AnyImageReplacement
+    placeholder_id: int
+    row_token_id: int | None = None
+
+
+class AudioInputs(BaseModel):
+    """How audio becomes rows and tokens.
+
+    Args:
+        prompt: None for encoder-decoder models.
+        placeholder_id: token id of the placeholder; None without `prompt`.
+        row_token_id: token id of positions that take rows; None without `prompt`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    extractor: AnyFeatureExtractor
+    prompt: AnyAudioReplacement | None = None
+    placeholder_id: int | None = None
+    row_token_id: int | None = None
+
+
+class ProcessorDescription(BaseModel):
+    """All that preprocessing needs; a file of the case directory."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    image: ImageInputs | None = None
+    audio: AudioInputs | None = None
+
+
+def read_processor(path: Path) -> Processor:
+    """Read a processor from the JSON of its description.
+
+    Raises:
+        LlmcError: the file cannot be read, or is no such description.
+    """
+    try:
+        return Processor(ProcessorDescription.model_validate_json(read_bounded(path, _MAX_BYTES)))
+    except (OSError, ValidationError) as error:
+        raise LlmcError(f"'{path}' cannot be read ({reason_of(error)}); compile the model again") \
+            from error
+
+
+class Processor:
+    """Preprocessing of images and audio for one model."""
+
+    def __init__(self, description: ProcessorDescription) -> None:
+        self.description = description
+        inputs = {"image": description.image, "audio": description.audio}
+        self._prompts: dict[Modality, tuple[PromptReplacement, int, int | None]] = {
+            modality: (own.prompt, own.placeholder_id, own.row_token_id)
+            for modality, own in inputs.items()
+            if own is not None and own.prompt is not None and own.placeholder_id is not None}
+
+    @property
+    def placeholders(self) -> dict[Modality, str]:
+        """The token that stands for an item in a prompt, by modality."""
+        return {modality: prompt.placeholder for modality, (prompt, _, _) in self._prompts.items()}
+
+    def process_images(self, images: Sequence[bytes | Image]) -> list[MediaItem]:
+        """Preprocess all images of a prompt.
+
+        Args:
+            images: encoded images, or PIL images.
+
+        Raises:
+            LlmcError: the model takes no images, or one is invalid.
+        """
+        inputs = self.description.image
+        if inputs is None:
+            raise LlmcError("this model takes no images; give text only")
+        items = []
+        for index, image in enumerate(images):
+            try:
+                arrays = inputs.processor.process(load_image(image), len(images))
+            except LlmcError as error:
+                raise LlmcError(f"image {index}: {error}") from error
+            items.append(_item("image", arrays, inputs.prompt, inputs.processor))
+        return items
+
+    def process_audio(self, clips: Sequence[bytes | Waveform]) -> list[MediaItem]:
+        """Preprocess all audio clips of a prompt.
+
+        Args:
+            clips: files, or mono waveforms at `sampling_rate`.
+
+        Raises:
+            LlmcError: the model takes no audio, or a clip is invalid.
+        """
+        inputs = self.description.audio
+        if inputs is None:
+            raise LlmcError("this model takes no audio; give text only")
+        items = []
+        for index, clip in enumerate(clips):
+            try:
+                arrays = self._features(inputs, clip)
+            except LlmcError as error:
+                raise LlmcError(f"audio clip {index}: {error}") from error
+            items.append(_item("audio", arrays, inputs.prompt, inputs.extractor))
+        return items
+
+    def _features(self, inputs: AudioInputs, clip: bytes | Waveform) -> Arrays:
+        extractor, prompt = inputs.extractor, inputs.prompt
+        waveform = clip if isinstance(clip, np.ndarray) else \
+            load_audio(clip, extractor.sampling_rate)
+        if isinstance(extractor, GemmaAudioFeatureExtractor):
+            features, mask = extractor.features(waveform)
+            return {"input_features": features[None], "input_features_mask": mask[None]}
+        assert isinstance(extractor, WhisperFeatureExtractor)
+        if isinstance(prompt, AudioTokenReplacement) and not prompt.pads_to_window:
+            features = extractor.features(waveform)
+            return {"input_features": features[None],
+                    "feature_attention_mask": np.ones((1, features.shape[1]), np.int32)}
+        features = extractor.features(extractor.window(waveform))
+        if prompt is None:
+            return {"input_features": features[None]}
+        num_frames = -(-len(waveform) // extractor.hop_length)
+        mask = (np.arange(features.shape[1]) < num_frames).astype(np.int32)
+        return {"input_features": features[None], "feature_attention_mask": mask[None]}
+
+    def expand_text(self, text: str, items: Sequence[MediaItem]) -> str:
+        """Replace each placeholder of a text by its item's tokens.
+
+        Args:
+            items: in the order of their placeholders; images and audio may be mixed.
+
+        Raises:
+            LlmcError: the placeholders do not match the items.
+        """
+        placeholders = {prompt.placeholder: modality
+                        for modality, (prompt, _, _) in self._prompts.items()}
+        if not placeholders:
+            self._check_counts({}, items)
+            return text
+        pattern = "|".join(map(re.escape, sorted(placeholders, key=len, reverse=True)))
+        found = [placeholders[own] for own in re.findall(pattern, text)]
+        self._check_counts({own: found.count(own) for own in placeholders.values()}, items)
+        queues = _queues(items)
+        return re.sub(pattern, lambda own: next(queues[placeholders[own[0]]]).replacement, text)
+
+    def expand_ids(self, ids: Sequence[int], items: Sequence[MediaItem],
+                   encode: Callable[[str], Sequence[int]]) -> list[int]:
+        """Replace each placeholder of a tokenized prompt by its item's tokens.
+
+        A text is better expanded before it is tokenized: its tokens may span the end of an item's.
+
+        Args:
+            encode: tokenizes a text without adding special tokens.
+
+        Raises:
+            LlmcError: the placeholders do not match the items.
+        """
+        placeholders = {placeholder: modality
+                        for modality, (_, placeholder, _) in self._prompts.items()}
+        self._check_counts({modality: sum(own == placeholder for own in ids)
+                            for placeholder, modality in placeholders.items()}, items)
+        queues, expanded = _queues(items), list[int]()
+        for token in ids:
+            if token in placeholders:
+                expanded += encode(next(queues[placeholders[token]]).replacement)
+            else:
+                expanded.append(token)
+        return expanded
+
+    def locate(self, ids: Sequence[int], items: Sequence[MediaItem]) -> list[PlaceholderRange]:
+        """Find the positions of each item in an expanded prompt.
+
+        Raises:
+            LlmcError: the prompt has more or fewer positions of rows than the items have rows.
+        """
+        tokens = np.asarray(ids, np.int64)
+        positions: dict[Modality, list[int]] = {}
+        for modality, (_, placeholder, row_token) in self._prompts.items():
+            token = placeholder if row_token is None else row_token
+            found = np.flatnonzero(tokens == token)
+            own = [item for item in items if item.modality == modality]
+            expected = sum(max(item.num_rows, 1) if row_token is None else item.num_rows
+                           for item in own)
+            if len(found) != expected:
+                raise LlmcError(f"the prompt has {len(found)} tokens {token} for "
+                                f"{_PLURALS[modality]}, the {len(own)} items have {expected}; "
+                                f"give one placeholder per item, and none in other text")
+            positions[modality] = found.tolist()
+        return [self._range(item, positions) for item in items]
+
+    def _range(self, item: MediaItem, positions: dict[Modality, list[int]]) -> PlaceholderRange:
+        """Take an item's positions off the list."""
+        own = positions[item.modality][:max(item.num_rows, 1)]
+        del positions[item.modality][:len(own)]
+        return PlaceholderRange(item, own[0], own[-1] - own[0] + 1,
+                                np.array(own[:item.num_rows], np.int64))
+
+    def _check_counts(self, found: dict[Modality, int], items: Sequence[MediaItem]) -> None:
+        for modality in _PLURALS:
+            given = sum(item.modality == modality for item in items)
+            if found.get(modality, 0) != given:
+                name = self.placeholders.get(modality)
+                placeholders = "no placeholders" if name is None else \
+                    f"{found[modality]} placeholders '{name}'"
+                raise LlmcError(f"the prompt has {placeholders} for {given} "
+                                f"{_PLURALS[modality]}; give one placeholder per item")
+
+
+def _item(modality: Modality, arrays: Arrays, prompt: PromptReplacement | None,
+          processor: object) -> MediaItem:
+    if prompt is None:
+        return MediaItem(modality, arrays, "", 0)
+    text, row_token = prompt.text(arrays, processor), prompt.row_token
+    read = {name: own for name, own in arrays.items() if name not in prompt.unused_inputs()}
+    return MediaItem(modality, read, text, 0 if row_token is None else text.count(row_token))
+
+
+def _queues(items: Sequence[MediaItem]) -> dict[Modality, Iterator[MediaItem]]:
+    return {modality: iter([item for item in items if item.modality == modality])
+            for modality in _PLURALS}
