@@ -26,7 +26,7 @@ from llmc.runtime.core.scheduler import (
     SequenceOutput,
     SlotLease,
 )
-from llmc.runtime.core.step import Engine, StepOutput
+from llmc.runtime.core.step import EncoderInput, Engine, StepOutput, has_rows
 from llmc.runtime.metrics import Metrics
 from llmc.runtime.speculation.config import Method
 from llmc.runtime.speculation.engine_drafts import EngineDrafter
@@ -433,7 +433,7 @@ class Loop:
 
     def _sequence(self, call: ClientCall, request: Request, number: int, sample: int,
                   prompt: list[int],
-                  key: bytes, source: abc.Sequence[int] | None,
+                  key: bytes, source: EncoderInput | None,
                   scores: PromptScores | None) -> Sequence:
         owner: Owner
         if self._pools:
@@ -464,7 +464,7 @@ class Loop:
         call.sequences.add(sequence)
         return sequence
 
-    def _drafts(self, request: Request, source: abc.Sequence[int] | None) -> SequenceDrafts | None:
+    def _drafts(self, request: Request, source: EncoderInput | None) -> SequenceDrafts | None:
         """Start the drafts of a completion; None without speculative decoding."""
         planner = self._scheduler.drafts
         if planner is None or not self.drafts_enabled \
@@ -477,7 +477,7 @@ class Loop:
                                                   prompt_lookup=limits.prompt_lookup))
         return planner.sequence(NgramDrafter(
             request.prompt, request.prediction,
-            () if source is None or self._method == "off" else source))
+            () if source is None or has_rows(source) or self._method == "off" else source))
 
     def _leave(self, sequence: Sequence) -> None:
         call, _ = self._owners.pop(sequence)

@@ -20,7 +20,7 @@ from llmc.runtime.chat_template import ChatTemplate
 from llmc.runtime.core.adapters import Adapter
 from llmc.runtime.core.prompt_scores import PromptScores
 from llmc.runtime.core.scheduler import SequenceOutput
-from llmc.runtime.core.step import SamplingState
+from llmc.runtime.core.step import EncoderInput, SamplingState, has_rows
 from llmc.runtime.message_forms import ContentFormat
 from llmc.runtime.prompts import Prompt, read_messages, read_prompts, read_token_ids
 from llmc.runtime.sampling.beam_search import Beams, BeamSearch, Candidates, log_softmax
@@ -33,6 +33,7 @@ from llmc.runtime.sampling.sampler import (
     Sampler,
     nothing_allowed,
 )
+from llmc.runtime.sampling.speech_rules import SpeechRules
 from llmc.runtime.sampling.slot_params import MAX_LOGPROBS
 from llmc.runtime.sampling.structured_output import GrammarCompiler, GrammarState
 from llmc.runtime.sandbox import Sandbox
@@ -132,24 +133,26 @@ class Request:
     Args:
         index: number of the prompt among its caller's.
         prompt: token ids that the decoder reads.
-        source: token ids that the encoder reads; without an encoder the same as `prompt`.
+        source: what the encoder reads; without an encoder the same as `prompt`.
         decoding: resolved sampling parameters.
         limit: maximum number of new tokens. With 0 one is sampled and dropped.
         forced: allowed tokens, by number of tokens generated before.
         prediction: token ids of the expected output.
         token_type_ids: token types of a pair of texts, for a model that reads them; empty: all 0.
         adapter: LoRA adapter to generate with.
+        rules: rules of speech.
     """
 
     index: int
     prompt: Sequence[int]
-    source: Sequence[int]
+    source: EncoderInput
     decoding: PreparedParams
     limit: int
     forced: Mapping[int, tuple[int, ...]]
     prediction: Sequence[int] = ()
     token_type_ids: Sequence[int] = ()
     adapter: Adapter | None = None
+    rules: SpeechRules | None = None
 
     @property
     def params(self) -> SamplingParams:
@@ -158,11 +161,12 @@ class Request:
     def sampler(self, sample: int) -> Sampler:
         """Create the sampler of one of its completions."""
         return Sampler(self.params, sample, self.prompt, sorted(self.decoding.end_tokens),
-                       self.decoding.bad_words, self.forced)
+                       self.decoding.bad_words, self.forced, self.rules)
 
     def key(self, encoded: bool) -> bytes:
         """Bytes that determine the KV cache's contents, in addition to the decoder's tokens."""
-        source = np.asarray(self.source, np.int64).tobytes() if encoded else b""
+        dtype = np.float32 if has_rows(self.source) else np.int64
+        source = np.asarray(self.source, dtype).tobytes() if encoded else b""
         adapter = b"" if self.adapter is None else self.adapter.key
         return hashlib.sha256(source + adapter).digest() if source or adapter else b""
 
@@ -308,7 +312,7 @@ class RunningBeamSearch:
         0 requests logits instead: the host computes candidates from logits that the sampler
         processed.
         """
-        return 0 if self.sampler.processing is not None else self._count
+        return 0 if self.sampler.processes else self._count
 
     @property
     def _count(self) -> int:
@@ -427,6 +431,28 @@ class InputProcessor:
                                     self._forced_tokens(given, limit),
                                     self._prediction(given)))
         return requests
+
+    def speech_request(self, prompt: Sequence[int], rows: np.ndarray, params: SamplingParams,
+                       rules: SpeechRules) -> Request:
+        """Make the request of a window of audio.
+
+        Args:
+            prompt: tokens that the decoder reads first.
+            rows: float32 [num_rows, width], what the encoder reads.
+            params: sampling parameters.
+            rules: rules of the tokens.
+
+        Raises:
+            LlmcError: the parameters are invalid, or the prompt is too long.
+        """
+        self.check_tokens(prompt)
+        room = self.max_model_len - len(prompt)
+        if room < 1:
+            raise LlmcError(f"the prompt has {len(prompt)} tokens, which leaves no room in "
+                            f"{self.max_model_len} positions; shorten it")
+        limit = min(params.max_tokens, room)
+        return Request(0, tuple(prompt), rows, self._decoding(params), limit,
+                       self._forced_tokens(params, limit), rules=rules)
 
     def require_generation(self) -> None:
         """Check that the model generates text.
@@ -576,6 +602,9 @@ class InputProcessor:
         if encoder is None:
             self.check_tokens(ids)
             return
+        if encoder.vocab_size is None:
+            raise LlmcError(f"'{self.manifest.source.architecture}' reads audio and no text; use "
+                            f"transcribe")
         if not len(ids):
             raise LlmcError("the prompt is empty; give at least one token")
         if len(ids) > encoder.max_seq_len:
