@@ -601,10 +601,10 @@ class EncoderInfo(_Frozen):
     """The encoder of an encoder-decoder model, and special tokens of its decoder.
 
     A prompt has at most `max_seq_len` tokens of the encoder's `vocab_size`. An encoder with
-    `features` reads audio instead: `max_seq_len` rows, and it has no vocabulary. The decoder starts with
-    `decoder_start_token_id`. The first new token is one of `forced_bos_token_ids`, and the last
-    that `max_tokens` allows is one of `forced_eos_token_ids`, if these are not empty. `bad_words`
-    are never generated.
+    `features` reads audio instead: `max_seq_len` rows, and it has no vocabulary. The decoder
+    starts with `decoder_start_token_id`. The first new token is one of `forced_bos_token_ids`, and
+    the last that `max_tokens` allows is one of `forced_eos_token_ids`, if these are not empty.
+    `bad_words` are never generated.
     """
 
     num_layers: LayerCount

@@ -293,7 +293,8 @@ def fuse(raw: RawModel, options: CompileOptions, vocab_multiple: int | None = No
         note.rows for report in reports if (note := report.noted(VocabularySize)) is not None)
     dims = describe_model(raw.graph, raw.architecture, vocab_size, settings.max_seq_len)
     info = None if raw.encoder is None else describe_encoder(
-        raw, raw.encoder, None if raw.features else other_vocab_size[0], settings.mem_max_seq_len, dims.vocab_size)
+        raw, raw.encoder, None if raw.features else other_vocab_size[0],
+        settings.mem_max_seq_len, dims.vocab_size)
     draft = None if raw.draft is None else describe_draft(raw.draft, other_vocab_size[0])
     return Fused(graphs, reports, settings, dims, info, draft)
 

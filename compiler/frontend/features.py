@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from llmc.compiler.frontend.expert_export import is_experts
 from llmc.compiler.frontend.convolutions import feature_convolutions, reads_features
+from llmc.compiler.frontend.expert_export import is_experts
 from llmc.compiler.frontend.parts import (
     CAUSAL_LM,
     DECODER,

@@ -33,8 +33,8 @@ from llmc.runtime.sampling.sampler import (
     Sampler,
     nothing_allowed,
 )
-from llmc.runtime.sampling.speech_rules import SpeechRules
 from llmc.runtime.sampling.slot_params import MAX_LOGPROBS
+from llmc.runtime.sampling.speech_rules import SpeechRules
 from llmc.runtime.sampling.structured_output import GrammarCompiler, GrammarState
 from llmc.runtime.sandbox import Sandbox
 from llmc.runtime.speculation.planner import SequenceDrafts

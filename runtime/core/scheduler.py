@@ -945,9 +945,10 @@ class Scheduler:
         scored, prompts = _scored(step_rows)
         memory = None
         if step_rows[0].sequence.source is not None:
-            memory = EncoderOutputs.of([self._memory[row.sequence.request][0] for row in step_rows],
-                                       [0 if row.sequence.source is None else len(row.sequence.source)
-                                        for row in step_rows])
+            memory = EncoderOutputs.of(
+                [self._memory[row.sequence.request][0] for row in step_rows],
+                [0 if row.sequence.source is None else len(row.sequence.source)
+                 for row in step_rows])
         proposals = self._proposals(step_rows)
         step = Step.of(
             [row.tokens for row in step_rows], [row.past for row in step_rows],

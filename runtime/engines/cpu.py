@@ -24,8 +24,8 @@ from llmc.artifacts.draft_tokens import read_draft_token_ids
 from llmc.artifacts.manifest import (
     FACTS,
     HIDDEN,
-    INPUT_FEATURES,
     HIDDEN_OUT,
+    INPUT_FEATURES,
     MANIFEST_NAME,
     POOLED,
     Chip,
