@@ -1239,6 +1239,19 @@ def require_causal_lm(manifest: Manifest, command: str) -> None:
                         f"'{manifest.source.architecture}'; give a causal LM")
 
 
+def prompt_vocab_size(manifest: Manifest, command: str) -> int:
+    """Return the number of tokens that prompts have, those of the encoder if there is one.
+
+    Raises:
+        LlmcError: the encoder reads audio.
+    """
+    size = (manifest.encoder or manifest.dims).vocab_size
+    if size is None:
+        raise LlmcError(f"llmc {command} does not support encoders of audio such as that of "
+                        f"'{manifest.source.architecture}'; give a model of text")
+    return size
+
+
 def json_schema() -> dict[str, Any]:
     """Return the JSON schema of `model_info.json`, as in `artifacts/model_info.schema.json`."""
     return Manifest.model_json_schema()

@@ -65,7 +65,6 @@ from llmc.runtime.core.request import (
 )
 from llmc.runtime.core.scheduler import MOST_PRIORITY, Scheduler
 from llmc.runtime.core.session import Session
-from llmc.runtime.core.step import has_rows
 from llmc.runtime.core.transcription import Audio, Transcriber, Transcription
 from llmc.runtime.engines import BLOCK_SIZE
 from llmc.runtime.message_forms import ContentFormat
@@ -975,7 +974,8 @@ def _completions(requests: Sequence[Request], pieces: Iterator[CompletionChunk],
         chunks[piece.index, piece.sample].append(piece)
         if piece.finish_reason:
             request = requests[piece.index]
-            yield Completion.of(request.prompt if has_rows(request.source) else request.source,
+            yield Completion.of(request.prompt if isinstance(request.source, np.ndarray)
+                                else request.source,
                                 chunks.pop((piece.index, piece.sample)))
 
 

@@ -12,6 +12,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+
 from llmc.errors import LlmcError
 from llmc.runtime.core.adapters import Adapter
 from llmc.runtime.core.fair_queue import WaitingGroup
@@ -26,7 +28,7 @@ from llmc.runtime.core.scheduler import (
     SequenceOutput,
     SlotLease,
 )
-from llmc.runtime.core.step import EncoderInput, Engine, StepOutput, has_rows
+from llmc.runtime.core.step import EncoderInput, Engine, StepOutput
 from llmc.runtime.metrics import Metrics
 from llmc.runtime.speculation.config import Method
 from llmc.runtime.speculation.engine_drafts import EngineDrafter
@@ -477,7 +479,8 @@ class Loop:
                                                   prompt_lookup=limits.prompt_lookup))
         return planner.sequence(NgramDrafter(
             request.prompt, request.prediction,
-            () if source is None or has_rows(source) or self._method == "off" else source))
+            () if source is None or isinstance(source, np.ndarray) or self._method == "off"
+            else source))
 
     def _leave(self, sequence: Sequence) -> None:
         call, _ = self._owners.pop(sequence)

@@ -20,7 +20,7 @@ from llmc.runtime.chat_template import ChatTemplate
 from llmc.runtime.core.adapters import Adapter
 from llmc.runtime.core.prompt_scores import PromptScores
 from llmc.runtime.core.scheduler import SequenceOutput
-from llmc.runtime.core.step import EncoderInput, SamplingState, has_rows
+from llmc.runtime.core.step import EncoderInput, SamplingState
 from llmc.runtime.message_forms import ContentFormat
 from llmc.runtime.prompts import Prompt, read_messages, read_prompts, read_token_ids
 from llmc.runtime.sampling.beam_search import Beams, BeamSearch, Candidates, log_softmax
@@ -165,7 +165,7 @@ class Request:
 
     def key(self, encoded: bool) -> bytes:
         """Bytes that determine the KV cache's contents, in addition to the decoder's tokens."""
-        dtype = np.float32 if has_rows(self.source) else np.int64
+        dtype = np.float32 if isinstance(self.source, np.ndarray) else np.int64
         source = np.asarray(self.source, dtype).tobytes() if encoded else b""
         adapter = b"" if self.adapter is None else self.adapter.key
         return hashlib.sha256(source + adapter).digest() if source or adapter else b""
@@ -491,7 +491,7 @@ class InputProcessor:
     def completing(self, request: Request, sample: int) -> RunningCompletion:
         """Start one of a request's completions."""
         return RunningCompletion(request, sample, self.tokenizer,
-                          () if self.manifest.encoder else request.source)
+                          () if self.manifest.encoder else request.prompt)
 
     def searching(self, request: Request, most: int) -> RunningBeamSearch:
         """Start a beam search with result tables of `most` rows."""

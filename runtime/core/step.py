@@ -51,12 +51,8 @@ class SamplingState:
     prompt_lookup: bool = False
 
 
-EncoderInput = Sequence[int] | np.ndarray  # token ids, or rows float32 [num_rows, width]
-
-
-def has_rows(given: EncoderInput) -> bool:
-    """Whether an encoder's input are rows instead of token ids."""
-    return isinstance(given, np.ndarray) and given.ndim == 2
+# What an encoder reads: token ids, or rows float32 [num_rows, width].
+EncoderInput = Sequence[int] | np.ndarray
 
 
 @dataclass(frozen=True)

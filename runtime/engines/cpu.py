@@ -47,7 +47,6 @@ from llmc.runtime.core.step import (
     EngineLimits,
     Step,
     StepOutput,
-    has_rows,
     positions,
 )
 from llmc.runtime.devices import Placement
@@ -95,7 +94,7 @@ class _Part:
     def of(prompts: Sequence[EncoderInput]) -> _Part:
         """Pack encoder inputs: token ids, or rows in place of tokens."""
         lengths = [len(prompt) for prompt in prompts]
-        rows = [prompt for prompt in prompts if has_rows(prompt)]
+        rows = [prompt for prompt in prompts if isinstance(prompt, np.ndarray)]
         tokens = np.zeros(sum(lengths), np.int64) if rows else \
             np.concatenate([np.asarray(prompt, np.int64) for prompt in prompts])
         return _Part(tokens,

@@ -6,11 +6,13 @@ import pytest
 import soundfile
 import speech
 import torch
+from click.testing import CliRunner
 from transformers import WhisperFeatureExtractor
 from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
 
 import llmc
 from llmc import LlmcError, SamplingParams
+from llmc.cli import main
 from llmc.runtime.core.llm import _advance, _completions
 from llmc.runtime.core.loop import Scheduling
 from llmc.runtime.sampling.speech_rules import TimestampRules
@@ -150,6 +152,17 @@ def test_a_causal_lm_does_not_transcribe(case_tp1):
     with llmc.LLM(case_tp1) as llm, \
             pytest.raises(LlmcError, match="does not transcribe speech; give an encoder-decoder"):
         llm.transcribe(speech.sound(0.5, 0))
+
+
+def test_commands_of_text_refuse_a_model_of_audio(tiny_speech):
+    case = str(tiny_speech[2])
+    for arguments, match in (
+            (("bench", "--batch_size", "1", "--input_output_len", "4,2", "--runs", "1"),
+             "llmc bench does not support encoders of audio"),
+            (("run", "--prompt", "w5"), "reads audio and no text; use transcribe")):
+        result = CliRunner().invoke(main, [arguments[0], "--case_dir", case, *arguments[1:]])
+        assert result.exit_code == 2 and match in result.stderr
+    assert "encoder: 2 layers" in CliRunner().invoke(main, ["inspect", case]).stdout
 
 
 @pytest.mark.thorough
