@@ -148,7 +148,11 @@ def describe_encoder(raw: RawModel, encoder: gs.Graph, vocab_size: int | None, m
 
 
 def _speech(generation: Mapping[str, Any], vocab_size: int) -> SpeechInfo:
-    """Return special tokens of a decoder of speech, those of the vocabulary."""
+    """Return special tokens of a decoder of speech, those of the vocabulary.
+
+    Raises:
+        LlmcError: a multilingual model's tokens of languages are unknown.
+    """
     def tokens(key: str) -> dict[str, int]:
         given = generation.get(key) if generation.get("is_multilingual", True) else None
         return {str(name).strip("<|>"): token for name, token in
@@ -161,9 +165,14 @@ def _speech(generation: Mapping[str, Any], vocab_size: int) -> SpeechInfo:
     def token(key: str) -> int | None:
         return next(iter(tokens_of([generation.get(key)])), None)
 
+    languages, forced = tokens("lang_to_id"), generation.get("forced_decoder_ids") or ()
+    if not languages and (generation.get("is_multilingual") or len(forced) > 1):
+        raise LlmcError("generation_config.json has no lang_to_id, without which the decoder of a "
+                        "multilingual model cannot start; copy the current one from the model's "
+                        "repository")
     initial = generation.get("max_initial_timestamp_index")
     return SpeechInfo(
-        languages=tokens("lang_to_id"), tasks=tokens("task_to_id"),
+        languages=languages, tasks=tokens("task_to_id"),
         no_timestamps_token_id=token("no_timestamps_token_id"),
         prev_sot_token_id=token("prev_sot_token_id"),
         max_initial_timestamp_index=initial if type(initial) is int and initial >= 0 else None,

@@ -43,6 +43,15 @@ def test_unsupported_options_are_refused(options, match, tiny_speech, tmp_path, 
         llmc.compile(tiny_speech[1], tmp_path / "case", **options)
 
 
+def test_a_multilingual_model_without_tokens_of_languages_is_refused(tiny_speech, tmp_path):
+    shutil.copytree(tiny_speech[1], tmp_path / "hf")
+    path = tmp_path / "hf" / "generation_config.json"
+    given = json.loads(path.read_text())
+    path.write_text(json.dumps({key: value for key, value in given.items() if key != "lang_to_id"}))
+    with pytest.raises(llmc.LlmcError, match="has no lang_to_id, without which the decoder of a"):
+        llmc.compile(tmp_path / "hf", tmp_path / "case")
+
+
 @pytest.mark.parametrize(("settings", "match"), [
     ({"chunk_length": 2}, "makes 200 frames of 16, the encoder reads 100 of 16"),
     ({"feature_extractor_type": "ClapFeatureExtractor"},
