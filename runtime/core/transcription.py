@@ -20,7 +20,6 @@ from llmc.runtime.core.request import InputProcessor, Request
 from llmc.runtime.multimodal.audio import Waveform, load_audio
 from llmc.runtime.multimodal.feature_extractors import WhisperFeatureExtractor
 from llmc.runtime.multimodal.feature_rows import make_rows
-from llmc.runtime.multimodal.processor import read_processor
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sampling.speech_rules import SpeechRules, TimestampRules
 
@@ -99,6 +98,7 @@ class Transcriber:
     def extractor(self) -> WhisperFeatureExtractor:
         """The feature extractor of the case directory."""
         if self._extractor is None:
+            from llmc.runtime.multimodal.processor import read_processor  # only here: 50 ms
             audio = read_processor(self._case_dir / PROCESSOR).description.audio
             if audio is None or not isinstance(audio.extractor, WhisperFeatureExtractor):
                 raise LlmcError(f"'{self._case_dir / PROCESSOR}' has no WhisperFeatureExtractor; "
