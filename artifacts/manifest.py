@@ -64,7 +64,9 @@ ENGINE_INPUTS: dict[str, tuple[DTypeName, tuple[str, ...]]] = {
     "embed_ids": ("int32", ("num_tokens",)),
 }
 LORA_IDS = ("lora_ids", "lora_logits_ids")  # slots of adapters, of tokens and of rows of logits
-ENCODER_INPUTS = ("input_ids", "position_ids", "cu_seqlens")
+PROCESSOR = "processor.json"  # preprocessing of images and audio
+INPUT_FEATURES = "input_features"  # rows of features, input of an encoder without tokens
+ENCODER_INPUTS = ("input_ids", INPUT_FEATURES, "position_ids", "cu_seqlens")
 EMBEDS, EMBED_IDS = "embeds", "embed_ids"  # rows in place of token embeddings; their tokens
 HIDDEN = "hidden"  # features of every token: output of the model, input of its draft model
 HIDDEN_OUT = "hidden_out"
@@ -215,7 +217,8 @@ Steps = Annotated[tuple[Annotated[GraphStep | CollectiveStep, Field(discriminato
 class EncoderProgram(_Frozen):
     """The encoder on one chip.
 
-    Its inputs are `input_ids`, `cu_seqlens` and, for some models, `position_ids`. Its outputs are
+    Its inputs are `input_ids` (or `input_features`, rows of audio as `FeatureRows` describes),
+    `cu_seqlens` and, for some models, `position_ids`. Its outputs are
     the cross-attention keys and values `memory_key_<layer>` and `memory_value_<layer>`, each
     `[num_tokens, num_kv_heads * head_dim]`. `steps` are like those of a `Chip`.
     """
@@ -548,22 +551,86 @@ class Dims(_Frozen):
         return self
 
 
+class RowMask(_Frozen):
+    """A column of `FeatureRows`: 1 in rows whose `row * stride + offset` is in [0, length)."""
+
+    stride: Count
+    offset: int
+    length: Count
+
+
+class FeatureRows(_Frozen):
+    """The rows that an encoder reads in place of tokens, made from features of audio.
+
+    Features are float32 `[num_frames, num_channels]`. Row i has the frames from `i * stride +
+    offset` on, `window` of them, those outside of the features as zeros, and then a column for each
+    of `masks`.
+    """
+
+    num_channels: Count
+    num_frames: Count
+    stride: Count
+    offset: int
+    window: Count
+    masks: tuple[RowMask, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of an item."""
+        return self.num_frames // self.stride
+
+    @property
+    def width(self) -> int:
+        """Columns of a row."""
+        return self.window * self.num_channels + len(self.masks)
+
+
+class SpeechInfo(_Frozen):
+    """Special tokens of a decoder that transcribes speech.
+
+    After the start token, the decoder reads the token of a language and of a task, if the model has
+    several, and without timestamps `no_timestamps_token_id`. The tokens after that one are
+    timestamps, one for each row of the encoder. The first is at most number
+    `max_initial_timestamp_index`. `begin_suppress_tokens` are never the first new token. The model
+    reads the text before a window after `prev_sot_token_id`.
+    """
+
+    languages: dict[str, TokenId] = {}
+    tasks: dict[str, TokenId] = {}
+    no_timestamps_token_id: TokenId | None = None
+    prev_sot_token_id: TokenId | None = None
+    max_initial_timestamp_index: Annotated[int, Field(ge=0)] | None = None
+    begin_suppress_tokens: tuple[TokenId, ...] = ()
+
+
 class EncoderInfo(_Frozen):
     """The encoder of an encoder-decoder model, and special tokens of its decoder.
 
-    A prompt has at most `max_seq_len` tokens of the encoder's `vocab_size`. The decoder starts with
-    `decoder_start_token_id`. The first new token is one of `forced_bos_token_ids`, and the last
-    that `max_tokens` allows is one of `forced_eos_token_ids`, if these are not empty. `bad_words`
-    are never generated.
+    A prompt has at most `max_seq_len` tokens of the encoder's `vocab_size`. An encoder with
+    `features` reads audio instead: `max_seq_len` rows, and it has no vocabulary. The decoder
+    starts with `decoder_start_token_id`. The first new token is one of `forced_bos_token_ids`, and
+    the last that `max_tokens` allows is one of `forced_eos_token_ids`, if these are not empty.
+    `bad_words` are never generated.
     """
 
     num_layers: LayerCount
     max_seq_len: Count
-    vocab_size: Count
+    vocab_size: Count | None
     decoder_start_token_id: TokenId
     forced_bos_token_ids: tuple[TokenId, ...] = ()
     forced_eos_token_ids: tuple[TokenId, ...] = ()
     bad_words: tuple[Annotated[tuple[TokenId, ...], Field(min_length=1)], ...] = ()
+    features: Annotated[FeatureRows | None, Field(exclude_if=_is_absent)] = None
+    speech: Annotated[SpeechInfo | None, Field(exclude_if=_is_absent)] = None
+
+    @model_validator(mode="after")
+    def _check_features(self) -> EncoderInfo:
+        if (self.features is None) != (self.vocab_size is not None):
+            raise ValueError("an encoder has either a vocab_size or features")
+        if self.features is not None and self.features.num_rows != self.max_seq_len:
+            raise ValueError(f"max_seq_len is {self.max_seq_len}, features have "
+                             f"{self.features.num_rows} rows")
+        return self
 
 
 class DraftInfo(_Frozen):
@@ -926,8 +993,16 @@ class Manifest(_Frozen):
                 self._require_input(tensor)
         for tensor in chip.encoder.inputs if chip.encoder else ():
             self._require_input(tensor)
+        if self.encoder and chip.encoder and (self.encoder.features is not None) != any(
+                tensor.name == INPUT_FEATURES for tensor in chip.encoder.inputs):
+            raise ValueError(f"chip {chip.rank}: features in the manifest do not match the "
+                             f"encoder's inputs")
 
     def _require_input(self, tensor: TensorInfo) -> None:
+        if tensor.name == INPUT_FEATURES:
+            width = self.encoder.features.width if self.encoder and self.encoder.features else 0
+            tensor.require(self.dtype, ("num_tokens", width))
+            return
         dtype, shape = ENGINE_INPUTS[tensor.name]
         tensor.require(self.target.spec.index_dtype if dtype == "int64" else dtype, shape)
 
@@ -1083,6 +1158,11 @@ class Manifest(_Frozen):
                       "forced_bos_token_ids": self.encoder.forced_bos_token_ids,
                       "forced_eos_token_ids": self.encoder.forced_eos_token_ids,
                       "bad_words": [token for word in self.encoder.bad_words for token in word]}
+        if self.encoder and self.encoder.speech:
+            speech = self.encoder.speech
+            named |= {"speech": [*speech.languages.values(), *speech.tasks.values(),
+                                 *speech.begin_suppress_tokens, speech.no_timestamps_token_id,
+                                 speech.prev_sot_token_id]}
         return ((name, token) for name, tokens in named.items() for token in tokens
                 if token is not None)
 
@@ -1173,6 +1253,19 @@ def require_causal_lm(manifest: Manifest, command: str) -> None:
     if manifest.encoder is not None:
         raise LlmcError(f"llmc {command} does not support encoder-decoder models such as "
                         f"'{manifest.source.architecture}'; give a causal LM")
+
+
+def prompt_vocab_size(manifest: Manifest, command: str) -> int:
+    """Return the number of tokens that prompts have, those of the encoder if there is one.
+
+    Raises:
+        LlmcError: the encoder reads audio.
+    """
+    size = (manifest.encoder or manifest.dims).vocab_size
+    if size is None:
+        raise LlmcError(f"llmc {command} does not support encoders of audio such as that of "
+                        f"'{manifest.source.architecture}'; give a model of text")
+    return size
 
 
 def json_schema() -> dict[str, Any]:
@@ -1302,7 +1395,8 @@ def _check_weights(manifest: Manifest, root: Path, ranks: Collection[int]) -> No
         raise LlmcError(f"no weight in '{root}' has hidden_size {dims.hidden_size} columns and "
                         f"vocab_size {dims.vocab_size} rows, as {MANIFEST_NAME} requires; compile "
                         f"the model again")
-    if encoder is not None and not _has_table(headers, rows(encoder.vocab_size)):
+    if encoder is not None and encoder.vocab_size is not None \
+            and not _has_table(headers, rows(encoder.vocab_size)):
         raise LlmcError(f"no weight in '{root}' has a row for each token of the encoder's "
                         f"vocab_size {encoder.vocab_size}, as {MANIFEST_NAME} requires; compile "
                         f"the model again")

@@ -774,7 +774,7 @@ def _check_attributes_and_tables(program: Program, manifest: Manifest, chip: Chi
     """
     limits, encoder = manifest.dims, manifest.encoder
     heads = owner.num_heads if isinstance(owner, DraftProgram) else chip.num_heads
-    vocab_size, length = (encoder.vocab_size, encoder.max_seq_len) \
+    vocab_size, length = (encoder.vocab_size or 0, encoder.max_seq_len) \
         if program.of_encoder and encoder else (limits.vocab_size, limits.max_seq_len)
     for node in program.nodes:
         if node.op in _COLLECTIVES and node.fields.get("tp_size") != manifest.tp_size:

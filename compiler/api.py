@@ -14,6 +14,7 @@ import onnx_graphsurgeon as gs
 
 from llmc import __version__
 from llmc.artifacts.manifest import (
+    PROCESSOR,
     Chip,
     DTypeName,
     FileEntry,
@@ -224,6 +225,9 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: CompileOptio
         files.extend(_inside(chip.path, written))
     tokenizer = _write_tokenizer(raw, directory, lowered.dims.vocab_size)
     files.extend(_tokenizer_files(directory))
+    if raw.processor is not None:
+        (directory / PROCESSOR).write_text(raw.processor.model_dump_json())
+        files.append(file_entry(directory / PROCESSOR))
     sampling, notes = read_sampling(raw.generation, lowered.dims.vocab_size,
                                     lowered.encoder_info is not None)
     for note in notes:

@@ -119,8 +119,11 @@ def to_onnx(graph: gs.Graph, places: dict[str, Placed], target: str,
                 functions[f"{function.name}.{function.overload}"] = function
             if function is None or any(inner.domain for inner in function.node):
                 proto.graph.value_info.extend(_types(node.outputs, graph.outputs))
+    # A constant may have the name of another part's weight.
+    weights = {tensor.name for node in graph.nodes for tensor in node.inputs
+               if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight)}
     for tensor in proto.graph.initializer:
-        if tensor.name in places:
+        if tensor.name in places and tensor.name in weights:
             refer(tensor, WEIGHTS_NAME, places[tensor.name])
     del proto.opset_import[:]
     proto.opset_import.extend([onnx.helper.make_opsetid("", plugins.opset(target)),

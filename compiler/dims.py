@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import onnx_graphsurgeon as gs
 
-from llmc.artifacts.manifest import POOLED, Dims, DraftInfo, EncoderInfo, PoolingInfo
+from llmc.artifacts.manifest import (
+    POOLED,
+    Dims,
+    DraftInfo,
+    EncoderInfo,
+    PoolingInfo,
+    SpeechInfo,
+)
 from llmc.compiler.frontend.pooling import Normalize
 from llmc.compiler.frontend.raw import RawDraft, RawModel
 from llmc.compiler.graph.names import HIDDEN_STATE
@@ -104,15 +113,15 @@ def describe_draft(draft: RawDraft, vocab_size: int) -> DraftInfo:
         num_speculative_tokens=draft.num_speculative_tokens, config_sha256=draft.config_sha256)
 
 
-def describe_encoder(raw: RawModel, encoder: gs.Graph, vocab_size: int, max_seq_len: int,
+def describe_encoder(raw: RawModel, encoder: gs.Graph, vocab_size: int | None, max_seq_len: int,
                      decoder_vocab_size: int) -> EncoderInfo:
     """Return the manifest's entry of an encoder, from its fused graph.
 
     Args:
         raw: the model.
         encoder: the encoder's graph.
-        vocab_size: the encoder's vocabulary size before padding.
-        max_seq_len: maximum number of tokens that the encoder reads.
+        vocab_size: the encoder's vocabulary size before padding; None: it reads features.
+        max_seq_len: maximum number of tokens, or the number of rows, that the encoder reads.
         decoder_vocab_size: the decoder's vocabulary size before padding.
 
     Raises:
@@ -133,4 +142,38 @@ def describe_encoder(raw: RawModel, encoder: gs.Graph, vocab_size: int, max_seq_
         forced_bos_token_ids=ids("forced_bos_token_id"),
         forced_eos_token_ids=ids("forced_eos_token_id"),
         bad_words=tuple(tuple(word) for word in raw.generation.get("bad_words_ids") or ()
-                        if word and max(word) < decoder_vocab_size))
+                        if word and max(word) < decoder_vocab_size),
+        features=raw.features,
+        speech=None if raw.features is None else _speech(raw.generation, decoder_vocab_size))
+
+
+def _speech(generation: Mapping[str, Any], vocab_size: int) -> SpeechInfo:
+    """Return special tokens of a decoder of speech, those of the vocabulary.
+
+    Raises:
+        LlmcError: a multilingual model's tokens of languages are unknown.
+    """
+    def tokens(key: str) -> dict[str, int]:
+        given = generation.get(key) if generation.get("is_multilingual", True) else None
+        return {str(name).strip("<|>"): token for name, token in
+                (given if isinstance(given, Mapping) else {}).items()
+                if type(token) is int and 0 <= token < vocab_size}
+
+    def tokens_of(given: Sequence[Any]) -> tuple[int, ...]:
+        return tuple(each for each in given if type(each) is int and 0 <= each < vocab_size)
+
+    def token(key: str) -> int | None:
+        return next(iter(tokens_of([generation.get(key)])), None)
+
+    languages, forced = tokens("lang_to_id"), generation.get("forced_decoder_ids") or ()
+    if not languages and (generation.get("is_multilingual") or len(forced) > 1):
+        raise LlmcError("generation_config.json has no lang_to_id, without which the decoder of a "
+                        "multilingual model cannot start; copy the current one from the model's "
+                        "repository")
+    initial = generation.get("max_initial_timestamp_index")
+    return SpeechInfo(
+        languages=languages, tasks=tokens("task_to_id"),
+        no_timestamps_token_id=token("no_timestamps_token_id"),
+        prev_sot_token_id=token("prev_sot_token_id"),
+        max_initial_timestamp_index=initial if type(initial) is int and initial >= 0 else None,
+        begin_suppress_tokens=tokens_of(generation.get("begin_suppress_tokens") or ()))

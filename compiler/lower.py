@@ -67,7 +67,7 @@ from llmc.compiler.passes.tensor_parallel import tensor_parallel
 from llmc.compiler.preflight import About, limit_seq_len
 from llmc.compiler.requirements import require_attention, require_embedding, require_routes
 from llmc.errors import LlmcError
-from llmc.targets import TargetSpec
+from llmc.targets import TargetSpec, target_spec
 
 _VOCAB_MULTIPLE = 64
 Condition = Callable[[TargetSpec], bool]
@@ -276,7 +276,7 @@ def fuse(raw: RawModel, options: CompileOptions, vocab_multiple: int | None = No
         _max_seq_len(raw, about, options),
         vocab_multiple or math.lcm(_VOCAB_MULTIPLE, options.tp_size),
         0 if raw.encoder is None else
-        limit_seq_len(about, options.mem_max_seq_len, options.target, "mem_"),
+        _mem_max_seq_len(raw, about, options),
         model=raw.architecture, causal=raw.pooling is None, options=options)
     graphs = list(raw.graphs)
     reports: list[Report] = []
@@ -297,7 +297,8 @@ def fuse(raw: RawModel, options: CompileOptions, vocab_multiple: int | None = No
         note.rows for report in reports if (note := report.noted(VocabularySize)) is not None)
     dims = describe_model(raw.graph, raw.architecture, vocab_size, settings.max_seq_len)
     info = None if raw.encoder is None else describe_encoder(
-        raw, raw.encoder, other_vocab_size[0], settings.mem_max_seq_len, dims.vocab_size)
+        raw, raw.encoder, None if raw.features else other_vocab_size[0],
+        settings.mem_max_seq_len, dims.vocab_size)
     draft = None if raw.draft is None else describe_draft(raw.draft, other_vocab_size[0])
     return Fused(graphs, reports, settings, dims, info, draft)
 
@@ -307,6 +308,21 @@ def _max_seq_len(raw: RawModel, about: About, options: CompileOptions) -> int:
     most = limit_seq_len(about, options.max_seq_len, options.target)
     own = None if raw.pooling is None else raw.pooling.max_tokens
     return min(most, own) if own is not None and options.max_seq_len is None else most
+
+
+def _mem_max_seq_len(raw: RawModel, about: About, options: CompileOptions) -> int:
+    """Maximum number of tokens, or the number of rows, that the encoder reads."""
+    given = options.mem_max_seq_len
+    if raw.features is None:
+        return limit_seq_len(about, given, options.target, "mem_")
+    if not target_spec(options.target).reads_features:
+        raise LlmcError(f"the encoder of '{raw.architecture}' reads audio, which target "
+                        f"'{options.target}' does not support; compile with --target cpu")
+    if given not in (None, raw.features.num_rows):
+        raise LlmcError(f"mem_max_seq_len {given} is not supported: the encoder of "
+                        f"'{raw.architecture}' reads {raw.features.num_rows} rows of audio; leave "
+                        f"it out")
+    return raw.features.num_rows
 
 
 def divide(fused: Fused, options: CompileOptions, columns_together: int = 0) -> Lowered:

@@ -33,6 +33,7 @@ class TargetSpec:
         paged: KV caches are paged (blocks and block tables).
         collectives: the engine has collectives, so tp_size may exceed 1.
         encoders: the engine runs encoder-decoder models.
+        reads_features: encoders may read rows of audio.
         recurrent_state: the engine supports recurrent state.
         latent_caches: the engine supports the latent caches of MLA.
         shared_caches: a layer may read the KV cache of another layer.
@@ -76,6 +77,7 @@ class TargetSpec:
     paged: bool = False
     collectives: bool = True
     encoders: bool = True
+    reads_features: bool = False
     recurrent_state: bool = False
     latent_caches: bool = False
     shared_caches: bool = False
@@ -153,8 +155,8 @@ _MAX_BUILT_SEQ_LEN = 4096  # the builder's memory grows with it
 
 CPU = register(TargetSpec(
     name="cpu", compiler="llmc.compiler.targets.cpu", engine="llmc.runtime.engines.cpu:CpuEngine",
-    runs_any_op=True, recurrent_state=True, latent_caches=True, shared_caches=True,
-    drafts=True, pools=True, adapters="rows", embeds=True,
+    runs_any_op=True, reads_features=True, recurrent_state=True, latent_caches=True,
+    shared_caches=True, drafts=True, pools=True, adapters="rows", embeds=True,
     weight_dtypes=_WEIGHT_DTYPES,
     expert_dtypes=("int4", "uint4", "int8", "uint8"),  # those of QMoE
     group_multiple=1, permutes_columns=True, mla_projections=True,

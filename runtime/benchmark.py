@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from llmc.artifacts.manifest import prompt_vocab_size
 from llmc.errors import LlmcError
 from llmc.runtime.core.llm import LLM
 from llmc.runtime.sampling.params import SamplingParams
@@ -105,7 +106,7 @@ def measure(llm: LLM, batch: int, input_length: int, output_length: int, *, runs
         compare: before each run, also run without drafts.
     """
     rng = np.random.default_rng(0)
-    vocab_size = (llm.manifest.encoder or llm.manifest.dims).vocab_size
+    vocab_size = prompt_vocab_size(llm.manifest, "bench")
     prompts = rng.integers(0, vocab_size, (batch, input_length)).tolist()
     params = dataclasses.replace(params or SamplingParams(), max_tokens=output_length,
                                  ignore_eos=True)

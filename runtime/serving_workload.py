@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from llmc.artifacts.manifest import prompt_vocab_size
 from llmc.errors import LlmcError
 from llmc.runtime.benchmark import Speculation, without_drafts
 from llmc.runtime.core.llm import LLM
@@ -80,7 +81,7 @@ def read_workload(llm: LLM, source: str, rate: float, shared_prefix: int = 0) ->
         if min(inputs) < 1:
             raise LlmcError(f"shared_prefix {shared_prefix} leaves no room in {room} positions; "
                             f"give a smaller one")
-        vocab_size = (llm.manifest.encoder or llm.manifest.dims).vocab_size
+        vocab_size = prompt_vocab_size(llm.manifest, "bench")
         prefix = rng.integers(0, vocab_size, shared_prefix).tolist()
         prompts += [prefix + rng.integers(0, vocab_size, size).tolist() for size in inputs]
         params = [SamplingParams(max_tokens=int(size), ignore_eos=True) for size in outputs]

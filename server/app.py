@@ -80,6 +80,15 @@ from llmc.server.protocol import (
 )
 from llmc.server.response_store import ResponseStore
 from llmc.server.responses import ResponseAnswer, read_response
+from llmc.server.transcription import (
+    MEDIA_TYPES,
+    SpeechRequest,
+    TranscriptionRequest,
+    TranslationRequest,
+    read_form,
+    transcribe,
+)
+from llmc.server.transcription import answer as speech_answer
 
 # Ollama's endpoints, and their replacements.
 _OLLAMA = {"/api/chat": "/v1/chat/completions", "/api/generate": "/v1/completions",
@@ -260,6 +269,12 @@ class Api:
     async def pooling(self, request: Request) -> Response:
         return await self._pool(request, PoolingRequest)
 
+    async def transcriptions(self, request: Request) -> Response:
+        return await self._speak(request, TranscriptionRequest)
+
+    async def translations(self, request: Request) -> Response:
+        return await self._speak(request, TranslationRequest)
+
     async def tokenize(self, request: Request) -> Response:
         model, body = await self._read(request, TokenizeRequest)
         if (body.prompt is None) == (body.messages is None):
@@ -406,14 +421,39 @@ class Api:
         self._metrics.pooled(model.name, lengths, time.monotonic() - started)
         return Response(content, media_type="application/json")
 
-    async def _read(self, request: Request, kind: type[_Kind]) -> tuple[Model, _Kind]:
-        """Read a request's body, and return the model that it names."""
+    async def _speak(self, request: Request, kind: type[SpeechRequest]) -> Response:
+        """Answer a request with speech."""
+        raw = await self._receive(request, "multipart/form-data")
+        form, file = read_form(raw, request.headers.get("content-type", ""))
+        body = kind.read(form)
+        if body.ignored:
+            note(request.scope, ignored=body.ignored)
+        model = self._model_of(request, body.model)
+        key, started = _api_key(request), time.monotonic()
+        try:
+            with self._gates[model.name].entered(1, key), model.working():
+                async with asyncio.timeout(self._limits.request_timeout):
+                    result = await _unless_disconnected(
+                        request, transcribe(model, body, file, key))
+        except TimeoutError:
+            raise ApiError(self._timeout_message(), 408, code="timeout") from None
+        note(request.scope, prompt_tokens=result.prompt_tokens)
+        self._metrics.pooled(model.name, [result.prompt_tokens], time.monotonic() - started)
+        return Response(speech_answer(body, result),
+                        media_type=MEDIA_TYPES[body.response_format])
+
+    async def _receive(self, request: Request, accepted: str = "application/json") -> bytes:
+        """Receive a request's body of this content type."""
         try:
             async with asyncio.timeout(self._limits.body_timeout):
-                raw = await self._limits.read(request)
+                return await self._limits.read(request, accepted)
         except TimeoutError:
             raise ApiError(f"the request's body did not arrive within "
                            f"{self._limits.body_timeout:g} s", 408) from None
+
+    async def _read(self, request: Request, kind: type[_Kind]) -> tuple[Model, _Kind]:
+        """Read a request's body, and return the model that it names."""
+        raw = await self._receive(request)
         await next(iter(self.served.values())).offload.check_body(raw)
         body = kind.read(raw)
         if body.ignored:

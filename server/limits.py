@@ -111,16 +111,19 @@ class ServerLimits:
         """
         return json.dumps([key, given]) if len(self.api_keys) > 1 else given
 
-    async def read(self, request: Request) -> bytes:
+    async def read(self, request: Request, accepted: str = "application/json") -> bytes:
         """Read a request's body.
 
+        Args:
+            accepted: its content type.
+
         Raises:
-            ApiError: its content type is not JSON, or it is too large.
+            ApiError: it has another content type, or is too large.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # cross-site pages cannot send this type without CORS
-            raise ApiError(f"the content-type is '{shortened(kind)}', expected application/json",
-                           415)
+        # Cross-site pages cannot send JSON without CORS; forms are sent with an Origin.
+        if kind != accepted:
+            raise ApiError(f"the content-type is '{shortened(kind)}', expected {accepted}", 415)
         parts, size = [], 0
         async for part in request.stream():
             size += len(part)

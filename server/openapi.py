@@ -30,6 +30,7 @@ from llmc.server.protocol import (
     TokenizeRequest,
     UnloadAdapterRequest,
 )
+from llmc.server.transcription import TranscriptionRequest, TranslationRequest
 
 _Object = dict[str, Any]
 _REF = "#/components/schemas/{model}"
@@ -56,6 +57,7 @@ class Operation:
         body: model of the request's body.
         wrong: error statuses with their meanings.
         query: query parameters with their schemas.
+        has_file: the body is a form with a file.
     """
 
     method: str
@@ -65,6 +67,7 @@ class Operation:
     body: type[Body] | None = None
     wrong: tuple[tuple[int, str], ...] = ()
     query: tuple[tuple[str, _Object], ...] = ()
+    has_file: bool = False
 
     @property
     def generates(self) -> bool:
@@ -107,6 +110,12 @@ OPERATIONS = (
       for path in ("/score", "/v1/score")),
     _post("/classify", "classify", ClassifyRequest, *_LIST, generates=True),
     _post("/pooling", "pooling", PoolingRequest, *_LIST, generates=True),
+    *(Operation("POST", f"/v1/audio/{endpoint}", endpoint, ("text",), body,
+                tuple(sorted((_WRONG | _FULL | {
+                    415: "the content type is not multipart/form-data",
+                    503: _UNAVAILABLE}).items())), has_file=True)
+      for endpoint, body in (("transcriptions", TranscriptionRequest),
+                             ("translations", TranslationRequest))),
     _post("/tokenize", "tokenize", TokenizeRequest, "count", "max_model_len", "tokens"),
     _post("/detokenize", "detokenize", DetokenizeRequest, "prompt"),
     Operation("GET", "/v1/models", "models", ("object", "data")),
@@ -169,8 +178,7 @@ def _described(operation: Operation, is_open: bool) -> _Object:
         # Authentication is optional in general; Anthropic's clients send x-api-key.
         described["security"] = [{}, {"key": []}, {"x_api_key": []}]
     if operation.body is not None:
-        described["requestBody"] = {"required": True, "content": {"application/json": {
-            "schema": {"$ref": _REF.format(model=operation.body.__name__)}}}}
+        described["requestBody"] = {"required": True, "content": _body(operation)}
     parameters: list[_Object] = [{"name": name, "in": "query", "schema": schema}
                                  for name, schema in operation.query]
     if "{name}" in operation.path:
@@ -179,6 +187,16 @@ def _described(operation: Operation, is_open: bool) -> _Object:
     if parameters:
         described["parameters"] = parameters
     return described
+
+
+def _body(operation: Operation) -> _Object:
+    assert operation.body is not None
+    schema: _Object = {"$ref": _REF.format(model=operation.body.__name__)}
+    if not operation.has_file:
+        return {"application/json": {"schema": schema}}
+    file = {"type": "object", "required": ["file"],
+            "properties": {"file": {"type": "string", "format": "binary"}}}
+    return {"multipart/form-data": {"schema": {"allOf": [schema, file]}}}
 
 
 def _wrong(operation: Operation, is_open: bool) -> dict[int, str]:
@@ -192,7 +210,9 @@ def _content(operation: Operation) -> _Object:
             if operation.answer else {}
     answer: _Object = {"application/json": {"schema": {"type": "object",
                                                        "required": [*operation.answer]}}}
-    if operation.generates:
+    if operation.has_file:
+        answer["text/plain"] = {"schema": {"type": "string"}}
+    elif operation.generates:
         answer["text/event-stream"] = {}
     return {"content": answer}
 

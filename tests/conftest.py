@@ -10,6 +10,7 @@ import export_cache
 import families
 import margins
 import pytest
+import speech
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -193,6 +194,15 @@ def encoder_decoder(tmp_path_factory):
         assert not raw.notes, raw.notes
         return model, raw, families.compile_encoder_decoder(raw, root)
     return make
+
+
+@pytest.fixture(scope="session")
+def tiny_speech(tmp_path_factory):
+    """A tiny Whisper: the model, its directory and its case directory."""
+    root = tmp_path_factory.mktemp("speech")
+    model = speech.tiny_whisper(root / "hf")
+    llmc.compile(root / "hf", root / "case")
+    return model, root / "hf", root / "case"
 
 
 def write_word_tokenizer(directory, end_id):

@@ -20,6 +20,7 @@ import transformers
 from accelerate import init_empty_weights
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from llmc.artifacts.manifest import FeatureRows
 from llmc.compiler.frontend.bind import (
     Checkpoint,
     as_modules_have,
@@ -29,6 +30,7 @@ from llmc.compiler.frontend.bind import (
     of_part,
     ties_hold,
 )
+from llmc.compiler.frontend.convolutions import feature_rows, reads_features
 from llmc.compiler.frontend.features import check_features
 from llmc.compiler.frontend.mtp import export_mtp
 from llmc.compiler.frontend.parts import (
@@ -62,6 +64,7 @@ class Exported:
 
     With MTP layers as a draft model, `mtp` has their graphs; see `RawDraft`. `max_tokens` is the
     number of positions that the model's position table leaves for tokens, if it reserves some.
+    `features` describes the rows that the encoder reads in place of tokens, if it does.
     """
 
     graph: gs.Graph
@@ -69,6 +72,7 @@ class Exported:
     encoder: gs.Graph | None = None
     mtp: tuple[gs.Graph, ...] = ()
     max_tokens: int | None = None
+    features: FeatureRows | None = None
 
 
 def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
@@ -134,7 +138,9 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
                 return build(copy.deepcopy(config), parts[0], trust_remote_code)
 
         check_all_used(model, checkpoint, names, origin, with_buffers)
-    return Exported(graphs[0], notes, graphs[1] if len(graphs) > 1 else None, draft)
+        features = feature_rows(model) if len(graphs) > 1 and reads_features(model) else None
+    return Exported(graphs[0], notes, graphs[1] if len(graphs) > 1 else None, draft,
+                    features=features)
 
 
 def _export_pooled(config: Any, tensors: Mapping[str, Weight], origin: str, linear: Set[str],

@@ -6,14 +6,22 @@ It makes errors early; the passes reject unsupported graphs anyway.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from llmc.compiler.frontend.convolutions import feature_convolutions, reads_features
 from llmc.compiler.frontend.expert_export import is_experts
-from llmc.compiler.frontend.parts import CAUSAL_LM, Part, text_config, text_prefix
+from llmc.compiler.frontend.parts import (
+    CAUSAL_LM,
+    DECODER,
+    ENCODER,
+    Part,
+    text_config,
+    text_prefix,
+)
 from llmc.compiler.frontend.recurrence import called_in, keeps_state
 from llmc.errors import LlmcError
 
@@ -99,7 +107,9 @@ def check_features(model: Any, part: Part) -> None:
     """
     config = text_config(model.config)
     prefix = text_prefix(model).removesuffix(".")
-    detected = dict(_found(model.get_submodule(prefix), config.to_dict()))
+    supported = feature_convolutions(model) if part in (ENCODER, DECODER) \
+        and reads_features(model) else []
+    detected = dict(_found(model.get_submodule(prefix), config.to_dict(), supported))
     bidirectional = _bidirectional(model)
     if part is CAUSAL_LM and bidirectional and not getattr(config, "is_decoder", False):
         detected[_BIDIRECTIONAL] = bidirectional
@@ -113,8 +123,9 @@ def check_features(model: Any, part: Part) -> None:
                         f"another model")
 
 
-def _found(model: torch.nn.Module, config: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield name and place of each feature, without modules for images and audio."""
+def _found(model: torch.nn.Module, config: dict[str, Any],
+           supported: Sequence[torch.nn.Module]) -> Iterator[tuple[str, str]]:
+    """Yield name and place of each feature, without `supported` and modules for images."""
     seen: dict[Feature, str] = {}
     claimed: list[str] = []
     for name, module in model.named_modules():
@@ -123,7 +134,7 @@ def _found(model: torch.nn.Module, config: dict[str, Any]) -> Iterator[tuple[str
         if name and _is_modality_encoder(module, model):
             claimed.append(f"{name}.")
             continue
-        if keeps_state(module):  # supported
+        if keeps_state(module) or any(module is other for other in supported):
             claimed.append(f"{name}.")
             continue
         feature = next((feature for feature in FEATURES if feature.is_in(module)), None)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from llmc.artifacts.manifest import FeatureRows
 from llmc.compiler.frontend.checkpoint import open_checkpoint, read_json
 from llmc.compiler.frontend.origin import PATTERNS, directory_origin
 from llmc.compiler.frontend.paths import refuse_pointer
@@ -21,6 +22,10 @@ from llmc.compiler.frontend.tokenizer_config import (
 from llmc.compiler.quant.checkpoint import read_quantized
 from llmc.compiler.scratch import scratch_folder
 from llmc.errors import LlmcError, reason_of
+from llmc.runtime.multimodal.description import describe_processor
+from llmc.runtime.multimodal.feature_extractors import WhisperFeatureExtractor
+from llmc.runtime.multimodal.processor import ProcessorDescription
+from llmc.runtime.tokenizer import read_tokenizer
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
                     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
@@ -53,12 +58,15 @@ def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
           "generate" if plan is None else plan.task)
     with scratch_folder() as scratch:
         copy_tokenizer(directory, scratch)  # errors before the slow export
+        processor = _describe_speech(config, directory, scratch)
     read_chat_templates(directory)
     from llmc.compiler.frontend.export import export
 
     exported = export(config, decoded.tensors, str(directory), linear=decoded.linear,
                       trust_remote_code=trust_remote_code, mtp=mtp, pooling=plan,
                       takes_embeds=takes_embeds)
+    if exported.features is not None and processor is not None:
+        _check_features(exported.features, processor, directory)
     if plan is not None and exported.max_tokens is not None:
         plan = replace(plan, max_tokens=min(plan.max_tokens or exported.max_tokens,
                                             exported.max_tokens))
@@ -68,8 +76,42 @@ def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
         chain="layers" if len(exported.mtp) > 1 else "tokens")
     return RawModel(exported.graph, plain, "huggingface",
                     lambda target: save_tokenizer(directory, target), generation,
-                    (*decoded.notes, *exported.notes), exported.encoder, draft, directory_origin(
+                    (*decoded.notes, *exported.notes), exported.encoder, exported.features,
+                    processor, draft, directory_origin(
                         directory, None if Path(model).is_dir() else str(model)), pooling=plan)
+
+
+def _describe_speech(config: Any, directory: Path, tokenizer: Path) -> ProcessorDescription | None:
+    """Describe the preprocessing of an encoder that reads speech; None for other models.
+
+    Args:
+        tokenizer: directory of tokenizer.json.
+    """
+    from llmc.compiler.frontend.parts import reads_speech
+    if not config.is_encoder_decoder or not reads_speech(config):
+        return None
+    if not (tokenizer / "tokenizer.json").is_file():
+        raise LlmcError(f"'{directory}' has no tokenizer, which transcriptions are written with; "
+                        f"copy tokenizer.json from the model's repository")
+    description = describe_processor(directory, read_tokenizer(tokenizer))
+    if description.audio is None or not isinstance(description.audio.extractor,
+                                                   WhisperFeatureExtractor):
+        raise LlmcError(f"the processor files in '{directory}' name no feature extractor of "
+                        f"windows, which '{config.model_type}' reads; supported: "
+                        f"WhisperFeatureExtractor")
+    return description
+
+
+def _check_features(rows: FeatureRows, processor: ProcessorDescription, directory: Path) -> None:
+    """Reject a feature extractor that does not fit the encoder."""
+    extractor = processor.audio and processor.audio.extractor
+    assert isinstance(extractor, WhisperFeatureExtractor)
+    frames = extractor.max_samples() // extractor.hop_length
+    if (extractor.feature_size, frames) != (rows.num_channels, rows.num_frames):
+        raise LlmcError(f"the feature extractor of '{directory}' makes {frames} frames of "
+                        f"{extractor.feature_size}, the encoder reads {rows.num_frames} of "
+                        f"{rows.num_channels}; copy preprocessor_config.json from the model's "
+                        f"repository")
 
 
 def find_directory(model: str | Path, revision: str | None = None) -> Path:

@@ -9,11 +9,13 @@ import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
+    AutoModelForSpeechSeq2Seq,
     AutoModelForTokenClassification,
 )
 
@@ -81,6 +83,16 @@ def causal_lm_class(config: Any) -> Any:
         else AutoModelForCausalLM
 
 
+def _encoder_decoder_class(config: Any) -> Any:
+    """Return transformers' auto class for an encoder-decoder model of text or of speech."""
+    return AutoModelForSpeechSeq2Seq if reads_speech(config) else AutoModelForSeq2SeqLM
+
+
+def reads_speech(config: Any) -> bool:
+    """Whether it is an encoder-decoder model whose encoder reads speech."""
+    return type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
+
+
 def _is_causal_lms(config: Any) -> bool:
     """Whether a causal LM's class supports the config's checkpoint.
 
@@ -99,7 +111,7 @@ def build(config: Any, part: Part, trust_remote_code: bool) -> torch.nn.Module:
         LlmcError: transformers cannot build it.
     """
     kind, auto = ("causal LM", causal_lm_class(config)) if part is CAUSAL_LM else \
-        ("encoder-decoder LM", AutoModelForSeq2SeqLM) if part.auto is None else \
+        ("encoder-decoder LM", _encoder_decoder_class(config)) if part.auto is None else \
         (part.name, part.auto)
     try:
         try:

@@ -13,9 +13,10 @@ import numpy as np
 import onnx_graphsurgeon as gs
 from tokenizers import Tokenizer
 
-from llmc.artifacts.manifest import DraftChain, DraftKind
+from llmc.artifacts.manifest import DraftChain, DraftKind, FeatureRows
 from llmc.compiler.frontend.origin import Origin
 from llmc.compiler.graph.weights import Weight
+from llmc.runtime.multimodal.processor import ProcessorDescription
 
 if TYPE_CHECKING:
     from llmc.compiler.frontend.pooling import PoolingPlan
@@ -92,6 +93,8 @@ class RawModel:
         generation: generation_config.json as plain data.
         notes: remarks for the user, such as why all layers were exported.
         encoder: an encoder-decoder's graph from `input_ids` to `encoder_output`.
+        features: rows that the encoder reads as `input_features` in place of `input_ids`.
+        processor: preprocessing of what is no text.
         draft: its draft model. If that reads `hidden`, the graph has this second output.
         origin: the files that the model was read from.
         end_tokens: returns further EOS tokens, given the tokenizer.
@@ -107,6 +110,8 @@ class RawModel:
     generation: dict[str, Any]
     notes: tuple[str, ...] = ()
     encoder: gs.Graph | None = None
+    features: FeatureRows | None = None
+    processor: ProcessorDescription | None = None
     draft: RawDraft | None = None
     origin: Origin = field(default_factory=Origin)
     end_tokens: Callable[[Tokenizer], Sequence[int]] = _no_tokens

@@ -30,7 +30,8 @@ from transformers import AttentionInterface, masking_utils
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_outputs import BaseModelOutput
 
-from llmc.artifacts.manifest import HIDDEN, HIDDEN_OUT, POOLED
+from llmc.artifacts.manifest import HIDDEN, HIDDEN_OUT, INPUT_FEATURES, POOLED
+from llmc.compiler.frontend.convolutions import RowEncoder, reads_features
 from llmc.compiler.frontend.expert_export import use_experts
 from llmc.compiler.frontend.exporter import export_onnx
 from llmc.compiler.frontend.masks import MaskFunction, Visible, evaluate
@@ -279,6 +280,10 @@ def _wrap(model: Any, part: Part) -> \
         tuple[torch.nn.Module, dict[str, tuple[torch.Tensor, str]], Sequence[str]]:
     """Return what `_export_module` needs for a part of a model."""
     ids = torch.zeros((2, 5), dtype=torch.int64), "seq"
+    if part is ENCODER and reads_features(model):
+        encoder = RowEncoder(model)
+        return encoder, {INPUT_FEATURES: (torch.zeros((2, 5, encoder.width)), "seq")}, \
+            [ENCODER_OUTPUT]
     if part is ENCODER:
         return _Encoder(model), {"input_ids": ids}, [ENCODER_OUTPUT]
     if part is DECODER:

@@ -19,7 +19,7 @@ import onnxruntime as ort
 from onnx_graphsurgeon.exporters.onnx_exporter import OnnxExporter
 
 from llmc import plugins
-from llmc.artifacts.manifest import HIDDEN
+from llmc.artifacts.manifest import HIDDEN, INPUT_FEATURES
 from llmc.compiler.graph.names import ENCODER_OUTPUT
 from llmc.compiler.graph.rewrite import (
     CannotEvaluate,
@@ -48,8 +48,8 @@ ROTARY = LAYOUT | {"Mul", "Add", "Sub", "Neg", "Div", "RotaryEmbedding", "Scatte
 
 
 def data_tensors(graph: gs.Graph,
-                 sources: Sequence[str] = ("input_ids", "token_type_ids", ENCODER_OUTPUT,
-                                           HIDDEN)) -> set[int]:
+                 sources: Sequence[str] = ("input_ids", INPUT_FEATURES, "token_type_ids",
+                                           ENCODER_OUTPUT, HIDDEN)) -> set[int]:
     """Ids of tensors that depend on token values, not only on lengths and positions."""
     data = {id(tensor) for tensor in graph.inputs if tensor.name in sources}
     for node in graph.nodes:
@@ -71,6 +71,7 @@ def token_feeds(batch: int, seq: int, positions: np.ndarray | None = None) -> \
     """
     positions = np.arange(seq) if positions is None else positions
     return {"input_ids": np.zeros((batch, seq), np.int64),
+            INPUT_FEATURES: np.zeros((batch, seq, 1), np.float32),  # only its axes are read
             "position_ids": np.tile(positions.astype(np.int64), (batch, 1)),
             "token_type_ids": np.zeros((batch, seq), np.int64),
             ENCODER_OUTPUT: np.zeros((batch, seq, 1), np.float32),

@@ -37,7 +37,7 @@ def share_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Report
     decoder, *others = graphs
     theirs = _weights(decoder)
     for graph in others:
-        if part_of(graph, 1) == "encoder":
+        if part_of(graph, 1) == "encoder" and any(t.name == "input_ids" for t in graph.inputs):
             report.note(VocabularySize(values_of(token_table(graph)).shape[0]))
         for name, tensor in _weights(graph).items():
             values = values_of(tensor)

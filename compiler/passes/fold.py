@@ -1,9 +1,9 @@
 """Constant folding, lazy transformations of weights, and removal of no-ops.
 
 Given:   Transpose(W), Add(w, 1), Cast(x) to its own dtype, Slice(x) of everything, Shape(hidden),
-         Expand(w) that is added to x, GatherND(W, [[i]])
+         Expand(w) that is added to x, GatherND(W, [[i]]), Transpose(Gelu(Transpose(x)))
 Result:  the lazily transformed weight; nothing; nothing; Concat(Shape(input_ids)[0:1], …);
-         w, Gather(W, i)
+         w, Gather(W, i), Gelu(x)
 
 The nodes of a causal mask lose their last reader in the attention pass and are removed there.
 """
@@ -16,8 +16,10 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
+from llmc.artifacts.manifest import INPUT_FEATURES
 from llmc.compiler.graph.constants import fold_constants
 from llmc.compiler.graph.names import ENCODER_OUTPUT
+from llmc.compiler.graph.probe import ELEMENTWISE
 from llmc.compiler.graph.rewrite import (
     CannotEvaluate,
     NoMatch,
@@ -36,13 +38,15 @@ _SAME_DTYPE = {"Add", "Div", "Exp", "Log", "Mul", "Neg", "Pow", "Sigmoid", "Soft
                "Sub", "Tanh"}
 _INT_MAX = 2**31 - 1
 # The input, and its axis, from which a dimension is known.
-_DIMENSIONS = {"batch": ("input_ids", 0), "seq": ("input_ids", 1), "mem_seq": (ENCODER_OUTPUT, 1)}
+_TOKENS = ("input_ids", INPUT_FEATURES)
+_DIMENSIONS = {"batch": (_TOKENS, 0), "seq": (_TOKENS, 1), "mem_seq": ((ENCODER_OUTPUT,), 1)}
 
 
 def fold(graph: gs.Graph, settings: Settings, report: Report) -> None:
     """Run the pass."""
     _read_scalars(graph)
     _fold_constants(graph, report)
+    apply_rules(graph, [TRANSPOSED], settings, report)
     apply_rules(graph, [CAST_LIKE, DROP, SEQUENCE, WEIGHT, EXPAND, SHAPE, ROWS], settings, report)
     _read_scalars(graph)
     _fold_constants(graph, report)
@@ -140,6 +144,55 @@ def _is_empty_product(tensor: gs.Tensor) -> bool:
 DROP = Rule("no-op", frozenset({"Add", "Cast", "Concat", "Dropout", "Identity", "Slice",
                                 "Transpose"}), _is_noop,
             lambda graph, node, settings: forward(node, graph))
+
+
+@dataclass(frozen=True)
+class _Transposed:
+    """Elementwise nodes between a transpose of each input and its inverse."""
+
+    last: gs.Node
+    nodes: list[gs.Node]
+    first: list[gs.Node]
+
+
+def _is_transposed(node: gs.Node, settings: Settings) -> _Transposed | None:
+    """A Transpose that undoes another one, with only elementwise nodes of one input between."""
+    if list(node.attrs.get("perm", ())) != [0, 2, 1]:
+        return None
+    nodes: list[gs.Node] = []
+    first: list[gs.Node] = []
+    waiting = [node.inputs[0]]
+    while waiting:
+        above = producer(waiting.pop())
+        if above is None:
+            return None
+        if above.op == "Transpose" and list(above.attrs.get("perm", ())) == [0, 2, 1]:
+            first += [] if any(above is other for other in first) else [above]
+        elif above.op in ELEMENTWISE and all(
+                not isinstance(t, gs.Constant) or scalar(t) is not None for t in above.inputs):
+            if not any(above is other for other in nodes):
+                nodes.append(above)
+                waiting += [t for t in above.inputs if not isinstance(t, gs.Constant)]
+        else:
+            return None
+    inside = {id(each) for each in (*nodes, node)}
+    if any(id(reader) not in inside for each in nodes for reader in each.outputs[0].outputs):
+        return None
+    return _Transposed(node, nodes, first)
+
+
+def _remove_transposes(graph: gs.Graph, match: _Transposed, settings: Settings) -> None:
+    sources = {id(node.outputs[0]): node.inputs[0] for node in match.first}
+    for node in match.nodes:
+        node.inputs = [sources.get(id(tensor), tensor) for tensor in node.inputs]
+        if node.outputs[0].shape is not None:
+            node.outputs[0].shape = list(match.last.outputs[0].shape)
+    if not match.nodes:
+        match.last.inputs[0] = sources[id(match.last.inputs[0])]
+    forward(match.last, graph)
+
+
+TRANSPOSED = Rule("transposed", frozenset({"Transpose"}), _is_transposed, _remove_transposes)
 
 
 def _dtype(tensor: gs.Tensor) -> np.dtype | None:
@@ -246,6 +299,8 @@ def _weight_expression(node: gs.Node, settings: Settings) -> _FoldedWeight | NoM
     if node.op == "Transpose" and len(source.shape) == 2:
         turned = list(node.attrs.get("perm", [1, 0])) == [1, 0]
         return _FoldedWeight(node.outputs[0], source.transpose() if turned else source)
+    if node.op == "Transpose" and list(node.attrs.get("perm", ())) == [0, 2, 1]:
+        return _FoldedWeight(node.outputs[0], source.transpose())
     if node.op in ("Identity", "Cast"):
         return _FoldedWeight(node.outputs[0], source)
     if node.op in _FUNCTIONS:
@@ -357,7 +412,7 @@ def _rewrite_shape(graph: gs.Graph, node: gs.Node, settings: Settings) -> None:
             parts.append(gs.Constant(f"{name}/{index}", np.array([dim], dtype=np.int64)))
             continue
         known, axis = _DIMENSIONS[dim]
-        source = next(tensor for tensor in graph.inputs if tensor.name == known)
+        source = next(tensor for tensor in graph.inputs if tensor.name in known)
         part = gs.Variable(f"{name}/{index}", dtype=np.int64, shape=(1,))
         graph.nodes.append(gs.Node(op="Shape", name=part.name, inputs=[source], outputs=[part],
                                    attrs={"start": axis, "end": axis + 1}))

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.artifacts.manifest import EMBED_IDS, HIDDEN, POOLED
+from llmc.artifacts.manifest import EMBED_IDS, HIDDEN, INPUT_FEATURES, POOLED
 from llmc.compiler.graph.names import ENCODER_OUTPUT
 from llmc.compiler.graph.notes import VocabularySize
 from llmc.compiler.graph.probe import ELEMENTWISE, data_tensors
@@ -65,7 +65,7 @@ def pack(graph: gs.Graph, settings: Settings, report: Report) -> None:
     for tensor in graph.inputs:
         if tensor.name in ("input_ids", "position_ids", "token_type_ids", EMBED_IDS):
             tensor.shape = ("num_tokens",)
-        elif tensor.name in (ENCODER_OUTPUT, HIDDEN):
+        elif tensor.name in (ENCODER_OUTPUT, HIDDEN, INPUT_FEATURES):
             tensor.shape = ("num_tokens", tensor.shape[-1])
 
 

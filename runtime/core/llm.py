@@ -17,6 +17,7 @@ from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
     Callable,
+    Generator,
     Iterator,
     Mapping,
     Sequence,
@@ -64,6 +65,7 @@ from llmc.runtime.core.request import (
 )
 from llmc.runtime.core.scheduler import MOST_PRIORITY, Scheduler
 from llmc.runtime.core.session import Session
+from llmc.runtime.core.transcription import Audio, Transcriber, Transcription
 from llmc.runtime.engines import BLOCK_SIZE
 from llmc.runtime.message_forms import ContentFormat
 from llmc.runtime.metrics import together
@@ -228,6 +230,7 @@ class _Loaded:
                     check_step=check_step, skip_step=skip_step, method=speculation.method,
                     pools=self.manifest.pooling is not None))
             self._reader.max_model_len = self.max_model_len
+            self.transcriber = Transcriber(self.manifest, self.case_dir, self._reader)
             self.pooling = PoolingProcessor(
                 self.manifest, self.tokenizer, self.max_model_len,
                 lambda messages: self._reader.render_chat(messages, None, {}, "string"))
@@ -490,6 +493,41 @@ class LLM(_Loaded):
                                                chat_template_kwargs=chat_template_kwargs)
                               for each in read_conversations(messages)], params, priority=priority,
                              adapter=adapter)
+
+    def transcribe(self, audio: Audio, *, language: str | None = None, task: str = "transcribe",
+                   timestamps: bool = False, prompt: str = "",
+                   params: SamplingParams | None = None, priority: int = 0,
+                   tenant: str | None = None) -> Transcription:
+        """Transcribe speech of any length.
+
+        Audio longer than a window of the model (30 seconds of Whisper) is always decoded with
+        timestamps, at which the next window begins.
+
+        Args:
+            audio: path of a file, its bytes, or a mono waveform, float [samples] at the model's
+                rate (16,000 Hz).
+            language: code of the spoken language, such as `en`; None: it is detected.
+            task: `transcribe`, or `translate` to English.
+            timestamps: split the text into segments with start and end.
+            prompt: text before the audio, for names and style.
+            params: sampling parameters, such as `SamplingParams(beam_width=5)`; None: greedy.
+            priority, tenant: see `stream`.
+
+        Raises:
+            LlmcError: the model does not transcribe, or not this language or task; the audio is
+                none, is damaged or too long; or a step failed.
+        """
+        scheduling = _scheduling(priority, tenant, None)
+        work = self.transcriber.run(audio, language, task, timestamps, prompt, params)
+        try:
+            request = next(work)
+            while True:
+                completion, = _completions([request], self._stream([request], scheduling),
+                                           lambda piece: None)
+                request = work.send(completion.token_ids)
+        except StopIteration as end:
+            result: Transcription = end.value
+            return result
 
     def complete(self, prompts: Prompt | Sequence[Prompt],
                  params: SamplingParams | Sequence[SamplingParams] | None = None, *,
@@ -763,6 +801,25 @@ class AsyncLLM(_Loaded):
             async for batch in batches:
                 yield [piece for output in batch for piece in self._pieces(output, all_beams)]
 
+    async def transcribe(self, audio: Audio, *, language: str | None = None,
+                         task: str = "transcribe", timestamps: bool = False, prompt: str = "",
+                         params: SamplingParams | None = None, priority: int = 0,
+                         tenant: str | None = None) -> Transcription:
+        """Transcribe speech of any length; see `LLM.transcribe`."""
+        scheduling = _scheduling(priority, tenant, None)
+        work = self.transcriber.run(audio, language, task, timestamps, prompt, params)
+        tokens: tuple[int, ...] | None = None
+        while True:
+            request, result = await asyncio.to_thread(_advance, work, tokens)
+            if request is None:
+                assert result is not None
+                return result
+            pieces: list[CompletionChunk] = []
+            async with aclosing(self._outputs([request], scheduling)) as batches:
+                async for batch in batches:
+                    pieces += [piece for output in batch for piece in self._pieces(output)]
+            tokens = Completion.of(request.prompt, pieces).token_ids
+
     async def embed(self, texts: Text | Sequence[Text], *, dimensions: int | None = None,
                     prompt_name: str | None = None, truncate_prompt_tokens: int | None = None,
                     priority: int = 0, tenant: str | None = None) -> np.ndarray:
@@ -916,8 +973,17 @@ def _completions(requests: Sequence[Request], pieces: Iterator[CompletionChunk],
         progress(piece)
         chunks[piece.index, piece.sample].append(piece)
         if piece.finish_reason:
-            yield Completion.of(requests[piece.index].source,
-                                chunks.pop((piece.index, piece.sample)))
+            request = requests[piece.index]
+            yield Completion.of(request.source, chunks.pop((piece.index, piece.sample)))
+
+
+def _advance(work: Generator[Request, Sequence[int], Transcription],
+             tokens: Sequence[int] | None) -> tuple[Request | None, Transcription | None]:
+    """Run a transcription to its next request, or to its end."""
+    try:
+        return next(work) if tokens is None else work.send(tokens), None
+    except StopIteration as end:
+        return None, end.value
 
 
 def _check_drafts(speculation: SpeculationConfig, draft: DraftInfo | None) -> None:

@@ -12,6 +12,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+
 from llmc.errors import LlmcError
 from llmc.runtime.core.adapters import Adapter
 from llmc.runtime.core.fair_queue import WaitingGroup
@@ -26,7 +28,7 @@ from llmc.runtime.core.scheduler import (
     SequenceOutput,
     SlotLease,
 )
-from llmc.runtime.core.step import Engine, StepOutput
+from llmc.runtime.core.step import EncoderInput, Engine, StepOutput
 from llmc.runtime.metrics import Metrics
 from llmc.runtime.speculation.config import Method
 from llmc.runtime.speculation.engine_drafts import EngineDrafter
@@ -424,7 +426,7 @@ class Loop:
         """Yield a call's sequences; each is created when it is the next to be admitted."""
         for request in call.requests:
             number = next(self._numbers)
-            source = request.source if self._encodes else None
+            source = request.encoder_input if self._encodes else None
             prompt, key = list(request.prompt), call.scheduling.salt + request.key(self._encodes)
             count = request.params.prompt_logprobs
             scores = None if count is None else PromptScores(prompt, count)
@@ -433,7 +435,7 @@ class Loop:
 
     def _sequence(self, call: ClientCall, request: Request, number: int, sample: int,
                   prompt: list[int],
-                  key: bytes, source: abc.Sequence[int] | None,
+                  key: bytes, source: EncoderInput | None,
                   scores: PromptScores | None) -> Sequence:
         owner: Owner
         if self._pools:
@@ -465,7 +467,7 @@ class Loop:
         call.sequences.add(sequence)
         return sequence
 
-    def _drafts(self, request: Request, source: abc.Sequence[int] | None) -> SequenceDrafts | None:
+    def _drafts(self, request: Request, source: EncoderInput | None) -> SequenceDrafts | None:
         """Start the drafts of a completion; None without speculative decoding."""
         planner = self._scheduler.drafts
         if planner is None or not self.drafts_enabled \
@@ -478,7 +480,8 @@ class Loop:
                                                   prompt_lookup=limits.prompt_lookup))
         return planner.sequence(NgramDrafter(
             request.prompt, request.prediction,
-            () if source is None or self._method == "off" else source))
+            () if source is None or isinstance(source, np.ndarray) or self._method == "off"
+            else source))
 
     def _leave(self, sequence: Sequence) -> None:
         call, _ = self._owners.pop(sequence)

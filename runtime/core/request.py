@@ -21,7 +21,7 @@ from llmc.runtime.core.adapters import Adapter
 from llmc.runtime.core.input_embeds import InputEmbeds
 from llmc.runtime.core.prompt_scores import PromptScores
 from llmc.runtime.core.scheduler import SequenceOutput
-from llmc.runtime.core.step import SamplingState
+from llmc.runtime.core.step import EncoderInput, SamplingState
 from llmc.runtime.message_forms import ContentFormat
 from llmc.runtime.prompts import (
     ROW,
@@ -42,6 +42,7 @@ from llmc.runtime.sampling.sampler import (
     nothing_allowed,
 )
 from llmc.runtime.sampling.slot_params import MAX_LOGPROBS
+from llmc.runtime.sampling.speech_rules import SpeechRules
 from llmc.runtime.sampling.structured_output import GrammarCompiler, GrammarState
 from llmc.runtime.sandbox import Sandbox
 from llmc.runtime.speculation.planner import SequenceDrafts
@@ -140,8 +141,8 @@ class Request:
     Args:
         index: number of the prompt among its caller's.
         prompt: token ids that the decoder reads.
-        source: token ids that the encoder reads; without an encoder those of `prompt`, without
-            placeholders of rows that have no token.
+        source: token ids that the encoder reads; without an encoder of tokens those of `prompt`,
+            without placeholders of rows that have no token.
         decoding: resolved sampling parameters.
         limit: maximum number of new tokens. With 0 one is sampled and dropped.
         forced: allowed tokens, by number of tokens generated before.
@@ -149,6 +150,8 @@ class Request:
         token_type_ids: token types of a pair of texts, for a model that reads them; empty: all 0.
         adapter: LoRA adapter to generate with.
         embeds: rows in place of the embeddings of some of `prompt`.
+        features: float32 [num_rows, width], rows that the encoder reads in place of tokens.
+        rules: rules of speech.
     """
 
     index: int
@@ -161,6 +164,13 @@ class Request:
     token_type_ids: Sequence[int] = ()
     adapter: Adapter | None = None
     embeds: InputEmbeds | None = None
+    features: np.ndarray | None = None
+    rules: SpeechRules | None = None
+
+    @property
+    def encoder_input(self) -> EncoderInput:
+        """What an encoder reads."""
+        return self.source if self.features is None else self.features
 
     @property
     def params(self) -> SamplingParams:
@@ -170,11 +180,12 @@ class Request:
         """Create the sampler of one of its completions."""
         prompt = self.prompt if self.embeds is None else self.source
         return Sampler(self.params, sample, prompt, sorted(self.decoding.end_tokens),
-                       self.decoding.bad_words, self.forced)
+                       self.decoding.bad_words, self.forced, self.rules)
 
     def key(self, encoded: bool) -> bytes:
         """Bytes that determine the KV cache's contents, in addition to the decoder's tokens."""
-        source = np.asarray(self.source, np.int64).tobytes() if encoded else b""
+        dtype = np.int64 if self.features is None else np.float32
+        source = np.asarray(self.encoder_input, dtype).tobytes() if encoded else b""
         adapter = b"" if self.adapter is None else self.adapter.key
         return hashlib.sha256(source + adapter).digest() if source or adapter else b""
 
@@ -320,7 +331,7 @@ class RunningBeamSearch:
         0 requests logits instead: the host computes candidates from logits that the sampler
         processed.
         """
-        return 0 if self.sampler.processing is not None else self._count
+        return 0 if self.sampler.processes else self._count
 
     @property
     def _count(self) -> int:
@@ -468,6 +479,28 @@ class InputProcessor:
         self.check_tokens(ids)
         return array("i", ids), array("i", known), InputEmbeds.of(positions, prompt.rows)
 
+    def speech_request(self, prompt: Sequence[int], rows: np.ndarray, params: SamplingParams,
+                       rules: SpeechRules) -> Request:
+        """Make the request of a window of audio.
+
+        Args:
+            prompt: tokens that the decoder reads first.
+            rows: float32 [num_rows, width], what the encoder reads.
+            params: sampling parameters.
+            rules: rules of the tokens.
+
+        Raises:
+            LlmcError: the parameters are invalid, or the prompt is too long.
+        """
+        self.check_tokens(prompt)
+        room = self.max_model_len - len(prompt)
+        if room < 1:
+            raise LlmcError(f"the prompt has {len(prompt)} tokens, which leaves no room in "
+                            f"{self.max_model_len} positions; shorten it")
+        limit = min(params.max_tokens, room)
+        return Request(0, tuple(prompt), prompt, self._decoding(params), limit,
+                       self._forced_tokens(params, limit), features=rows, rules=rules)
+
     def require_generation(self) -> None:
         """Check that the model generates text.
 
@@ -505,7 +538,7 @@ class InputProcessor:
     def completing(self, request: Request, sample: int) -> RunningCompletion:
         """Start one of a request's completions."""
         return RunningCompletion(request, sample, self.tokenizer,
-                          () if self.manifest.encoder else request.source)
+                          () if self.manifest.encoder else request.prompt)
 
     def searching(self, request: Request, most: int) -> RunningBeamSearch:
         """Start a beam search with result tables of `most` rows."""
@@ -616,6 +649,9 @@ class InputProcessor:
         if encoder is None:
             self.check_tokens(ids)
             return
+        if encoder.vocab_size is None:
+            raise LlmcError(f"'{self.manifest.source.architecture}' reads audio and no text; use "
+                            f"transcribe")
         if not len(ids):
             raise LlmcError("the prompt is empty; give at least one token")
         if len(ids) > encoder.max_seq_len:

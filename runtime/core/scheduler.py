@@ -36,6 +36,7 @@ from llmc.runtime.core.kv_cache import BlockHashes, BlockPool, BlockTable
 from llmc.runtime.core.prompt_scores import PromptScores
 from llmc.runtime.core.step import (
     LAST,
+    EncoderInput,
     EncoderOutputs,
     EngineLimits,
     SamplingState,
@@ -71,7 +72,7 @@ class Sequence:
         width: number of beams. Each has a slot and a table; only the first prefills the prompt.
         candidates: number per beam; 0: return logits instead.
         key: anything but tokens that determines the contents of its blocks.
-        source: the encoder's prompt.
+        source: the encoder's input.
         stalled: whether to pause it.
         aborted: whether it is canceled; it is removed before the next step.
         mask: returns the token masks for the drafts that are allowed, as in `Step.masks`. Each step
@@ -105,7 +106,7 @@ class Sequence:
     width: int = 1
     candidates: int = 0
     key: bytes = b""
-    source: abc.Sequence[int] | None = None
+    source: EncoderInput | None = None
     stalled: Callable[[], bool] = lambda: False
     aborted: Callable[[], bool] = lambda: False
     mask: Callable[[abc.Sequence[int]], np.ndarray] | None = None
@@ -420,7 +421,7 @@ class Scheduler:
         rows: list[_Row] = []
         copies: list[tuple[int, int]] = []
         admitted: dict[int, SamplingState] = {}
-        encode: dict[int, abc.Sequence[int]] = {}
+        encode: dict[int, EncoderInput] = {}
         wanted = {sequence: sequence.wanted() for sequence in self.running}
         if limited:
             self._limit_rows(wanted)
@@ -929,7 +930,7 @@ class Scheduler:
 
     def _step(self, rows: list[_Row], copies: list[tuple[int, int]],
               admitted: dict[int, SamplingState],
-              encode: dict[int, abc.Sequence[int]]) -> ScheduledStep:
+              encode: dict[int, EncoderInput]) -> ScheduledStep:
         """Build a step and advance its sequences.
 
         There are no drafts beside a beam search, which reads the logits of all sampled rows.
@@ -947,8 +948,10 @@ class Scheduler:
         scored, prompts = _scored(step_rows)
         memory = None
         if step_rows[0].sequence.source is not None:
-            memory = EncoderOutputs.of([self._memory[row.sequence.request][0] for row in step_rows],
-                                       [len(row.sequence.source or ()) for row in step_rows])
+            memory = EncoderOutputs.of(
+                [self._memory[row.sequence.request][0] for row in step_rows],
+                [0 if row.sequence.source is None else len(row.sequence.source)
+                 for row in step_rows])
         proposals = self._proposals(step_rows)
         step = Step.of(
             [row.tokens for row in step_rows], [row.past for row in step_rows],

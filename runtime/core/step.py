@@ -51,6 +51,10 @@ class SamplingState:
     prompt_lookup: bool = False
 
 
+# What an encoder reads: token ids, or rows float32 [num_rows, width].
+EncoderInput = Sequence[int] | np.ndarray
+
+
 @dataclass(frozen=True)
 class EncoderOutputs:
     """Encoder outputs for a decoder's sequences; several sequences may share one.
@@ -119,7 +123,7 @@ class Step:
             for each token that is sampled: token t is allowed if bit t % 32 of word t // 32 is 1.
             The mask of a token needs the token before it, so such a sequence has no more than one
             step in flight.
-        encode: encoder prompts, token ids by row of the encoder-output buffer; before all else.
+        encode: encoder inputs by row of the encoder-output buffer; before all else.
         memory: encoder outputs of the sequences.
         num_drafts: int32 [batch], number of drafts at the end of each sequence's tokens, only of
             `sample`; empty: no sequence has any. A token is sampled after each draft and after the
@@ -158,7 +162,7 @@ class Step:
     logits: Literal["none", "sampled", "all", "pooled"] = "none"
     scored: ScoredRows = field(default_factory=ScoredRows.none)
     masks: Mapping[int, np.ndarray] = field(default_factory=dict)
-    encode: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    encode: Mapping[int, EncoderInput] = field(default_factory=dict)
     memory: EncoderOutputs | None = None
     num_drafts: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     num_uncommitted: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))

@@ -27,6 +27,7 @@ from llmc.artifacts.manifest import (
     FACTS,
     HIDDEN,
     HIDDEN_OUT,
+    INPUT_FEATURES,
     MANIFEST_NAME,
     POOLED,
     Chip,
@@ -42,7 +43,14 @@ from llmc.artifacts.weight_file import WEIGHTS_NAME
 from llmc.errors import LlmcError
 from llmc.memory import is_out_of_memory
 from llmc.runtime.collectives import Communicator
-from llmc.runtime.core.step import EncoderOutputs, EngineLimits, Step, StepOutput, positions
+from llmc.runtime.core.step import (
+    EncoderInput,
+    EncoderOutputs,
+    EngineLimits,
+    Step,
+    StepOutput,
+    positions,
+)
 from llmc.runtime.devices import Placement
 from llmc.runtime.engines.draft_chain import DraftChain
 from llmc.runtime.engines.lora_stacks import LoraSpan, LoraStacks
@@ -79,6 +87,7 @@ class _Part:
     first_row: int = 0
     memory: EncoderOutputs | None = None
     token_type_ids: np.ndarray | None = None
+    input_features: np.ndarray | None = None
 
     @property
     def position_ids(self) -> np.ndarray:
@@ -86,13 +95,17 @@ class _Part:
         return positions(self.past_lens, self.cu_seqlens)
 
     @staticmethod
-    def of(prompts: Sequence[Sequence[int]]) -> _Part:
-        """Pack encoder prompts."""
+    def of(prompts: Sequence[EncoderInput]) -> _Part:
+        """Pack encoder inputs: token ids, or rows in place of tokens."""
         lengths = [len(prompt) for prompt in prompts]
-        return _Part(np.concatenate([np.asarray(prompt, np.int64) for prompt in prompts]),
+        rows = [prompt for prompt in prompts if isinstance(prompt, np.ndarray)]
+        tokens = np.zeros(sum(lengths), np.int64) if rows else \
+            np.concatenate([np.asarray(prompt, np.int64) for prompt in prompts])
+        return _Part(tokens,
                      np.cumsum([0, *lengths], dtype=np.int32),
                      np.zeros(len(prompts), np.int32), np.array(lengths, np.int32),
-                     np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.int32))
+                     np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.int32),
+                     input_features=np.concatenate(rows) if rows else None)
 
 
 class CpuEngine:
@@ -468,7 +481,7 @@ class CpuEngine:
                           for name, memory in self._memory.items())
         return values
 
-    def _encode(self, prompts: Mapping[int, Sequence[int]]) -> None:
+    def _encode(self, prompts: Mapping[int, EncoderInput]) -> None:
         """Fill rows of the encoder-output buffer, in batches limited by their padded tokens."""
         waiting = list(prompts.items())
         while waiting:
@@ -479,11 +492,13 @@ class CpuEngine:
             self._run_encoder(waiting[:count])
             waiting = waiting[count:]
 
-    def _run_encoder(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> None:
+    def _run_encoder(self, prompts: Sequence[tuple[int, EncoderInput]]) -> None:
         assert self._chip.encoder is not None
         part = _Part.of([prompt for _, prompt in prompts])
         values = {"input_ids": part.input_ids, "cu_seqlens": part.cu_seqlens,
                   "position_ids": part.position_ids}
+        if part.input_features is not None:
+            values[INPUT_FEATURES] = part.input_features
         self._run_steps(self._chip.encoder.steps, self._encoder_uses, part, values)
         for name, memory in self._memory.items():
             for (row, _), start, end in zip(prompts, part.cu_seqlens, part.cu_seqlens[1:],

@@ -32,7 +32,7 @@ from llmc.artifacts.weight_file import WEIGHTS_NAME, StoredWeight
 from llmc.errors import LlmcError
 from llmc.installation import CUDA_INSTALL_COMMAND
 from llmc.plugins.lora import RANK_MULTIPLE
-from llmc.runtime.core.step import EngineLimits, Step, StepOutput
+from llmc.runtime.core.step import EncoderInput, EngineLimits, Step, StepOutput
 from llmc.runtime.engines import BLOCK_SIZE, MAX_LOGITS, MAX_SCORED
 from llmc.runtime.engines.admission import Admissions
 from llmc.runtime.engines.draft_step import lookahead
@@ -364,7 +364,7 @@ class CudaEngine:
         count = len(step.sample)
         return StepOutput(np.full(count, NONE_ALLOWED), [None] * count, pooled=pooled)
 
-    def _encode(self, prompts: Mapping[int, Sequence[int]]) -> None:
+    def _encode(self, prompts: Mapping[int, EncoderInput]) -> None:
         """Run the encoder, in batches limited by max_batch_size and max_tokens."""
         waiting = [*prompts.items()]
         while waiting:

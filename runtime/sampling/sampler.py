@@ -14,6 +14,7 @@ from llmc.errors import LlmcError
 from llmc.runtime.sampling import logits_processors
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sampling.slot_params import SlotParams
+from llmc.runtime.sampling.speech_rules import SpeechRules
 
 _BLOCK = 256  # random numbers to generate, and probabilities to sum, at once
 # What an engine returns in place of a token.
@@ -42,12 +43,14 @@ class Sampler:
         end_tokens: EOS and stop tokens that `min_tokens` masks.
         bad_words: as token ids.
         forced: allowed tokens, by number of tokens generated before.
+        rules: rules of speech; engines that sample on a device do not apply them.
     """
 
     def __init__(self, params: SamplingParams, sample: int = 0, prompt: Sequence[int] = (),
                  end_tokens: Sequence[int] = (), bad_words: Sequence[Sequence[int]] = (),
-                 forced: Mapping[int, Sequence[int]] | None = None) -> None:
-        self.params = params
+                 forced: Mapping[int, Sequence[int]] | None = None,
+                 rules: SpeechRules | None = None) -> None:
+        self.params, self._rules = params, rules
         self._forced = forced or {}
         seed = secrets.randbits(64) if params.seed is None else params.seed
         self.seed = (seed + sample) % 2**64
@@ -65,7 +68,7 @@ class Sampler:
             LlmcError: no token is allowed.
             NonFiniteLogits: a logit is NaN or positive infinity.
         """
-        scores = logits if self.processing is None else self.process(logits, tokens)
+        scores = self.process(logits, tokens) if self.processes else logits
         best = int(scores.argmax())
         if not np.isfinite(scores[best]):  # argmax finds NaN first
             raise nothing_allowed(len(tokens)) if scores[best] == -np.inf \
@@ -93,7 +96,14 @@ class Sampler:
         logits_processors.min_tokens(scores, len(tokens), params.min_tokens, self._end_tokens)
         if len(tokens) in self._forced:
             logits_processors.force(scores, self._forced[len(tokens)])
+        if self._rules is not None:
+            self._rules.apply(scores, tokens)
         return scores
+
+    @property
+    def processes(self) -> bool:
+        """Whether `process` changes logits."""
+        return self._rules is not None or self.processing is not None
 
     @cached_property
     def processing(self) -> SlotParams | None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.artifacts.manifest import HIDDEN
+from llmc.artifacts.manifest import HIDDEN, INPUT_FEATURES
 from llmc.compiler.graph.probe import (
     ELEMENTWISE,
     LAYOUT,
@@ -80,7 +80,7 @@ def attention(graph: gs.Graph, settings: Settings, report: Report) -> None:
     join_before_gates(graph)
     data = data_tensors(graph)
     rows = _bounded_rows(graph, data)
-    tokens = data_tensors(graph, ("input_ids",))
+    tokens = data_tensors(graph, ("input_ids", INPUT_FEATURES))
     shared: dict[bytes, tuple[gs.Constant, ...]] = {}
     written: dict[tuple[int, int], _Cached] = {}
     biases: dict[int, Bias | NoMatch | None] = {}

@@ -1,0 +1,180 @@
+"""Speech: tokens, segments and languages equal transformers' generate."""
+
+import ctranslate2
+import numpy as np
+import pytest
+import soundfile
+import speech
+import torch
+from click.testing import CliRunner
+from transformers import WhisperFeatureExtractor
+from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
+
+import llmc
+from llmc import LlmcError, SamplingParams
+from llmc.cli import main
+from llmc.runtime.core.llm import _advance, _completions
+from llmc.runtime.core.loop import Scheduling
+from llmc.runtime.sampling.speech_rules import TimestampRules
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_speech):
+    model, directory, case = tiny_speech
+    with llmc.LLM(case) as llm:
+        yield model, WhisperFeatureExtractor.from_pretrained(directory), llm
+
+
+def truth(model, extractor, waveform, **options):
+    """transformers' segments: start, end, tokens."""
+    is_long = len(waveform) > extractor.n_samples
+    features = extractor(waveform, sampling_rate=16_000, return_tensors="pt",
+                         truncation=not is_long, padding="longest" if is_long else "max_length")
+    with torch.no_grad():
+        out = model.generate(features["input_features"], do_sample=False, return_segments=True,
+                             **options)
+    return [(float(own["start"]), float(own["end"]), own["tokens"].tolist())
+            for own in out["segments"][0]]
+
+
+def check(found, expected):
+    assert [[*own.token_ids] for own in found.segments] == [tokens for _, _, tokens in expected]
+    np.testing.assert_allclose([(own.start, own.end) for own in found.segments],
+                               [own[:2] for own in expected], atol=1e-5)
+
+
+@pytest.mark.parametrize(("language", "seconds", "seed", "beams", "task"), [
+    ("en", 0.9, 0, 1, "transcribe"), ("de", 0.9, 1, 1, "translate"),
+    (None, 0.4, 2, 1, "transcribe"), ("en", 2.6, 3, 1, "transcribe"),
+    (None, 1.7, 0, 3, "transcribe")])
+def test_segments_with_timestamps_are_those_of_transformers(language, seconds, seed, beams, task,
+                                                            loaded):
+    model, extractor, llm = loaded
+    waveform = speech.sound(seconds, seed)
+    expected = truth(model, extractor, waveform, language=language, task=task,
+                     return_timestamps=True, num_beams=beams)
+    params = None if beams == 1 else SamplingParams(
+        beam_width=beams, max_tokens=speech.POSITIONS, temperature=0)
+    found = llm.transcribe(waveform, language=language, task=task, timestamps=True, params=params)
+    check(found, expected)
+    assert found.duration == pytest.approx(seconds)
+    assert found.language == (language or found.language) and found.language in ("en", "de")
+
+
+def test_a_window_without_timestamps_is_one_segment(loaded):
+    model, extractor, llm = loaded
+    waveform = speech.sound(0.9, 3)
+    expected = truth(model, extractor, waveform, language="en", task="transcribe",
+                     return_timestamps=False, force_unique_generate_call=True)
+    segment, = llm.transcribe(waveform, language="en").segments
+    assert [*segment.token_ids] == [token for _, _, tokens in expected for token in tokens]
+    assert (segment.start, segment.end) == (0, speech.WINDOW)
+
+
+def test_log_probabilities_are_those_of_transformers_on_one_and_two_ranks(tiny_speech, loaded,
+                                                                          tmp_path):
+    model, directory, case = tiny_speech
+    _, extractor, _ = loaded
+    llmc.compile(directory, tmp_path / "tp2", tp_size=2)
+    waveform = speech.sound(0.9, 1)
+    features = extractor(waveform, sampling_rate=16_000, return_tensors="pt")["input_features"]
+    for each in (case, tmp_path / "tp2"):
+        with llmc.LLM(each) as llm:
+            work = llm.transcriber.run(waveform, "de", "transcribe", False, "", SamplingParams(
+                max_tokens=20, temperature=0, logprobs=0))
+            request, _ = _advance(work, None)
+            done, = _completions([request], llm._stream([request], Scheduling()),
+                                 lambda piece: None)
+        tokens = [*request.prompt, *done.token_ids]
+        with torch.no_grad():
+            logits = model(input_features=features,
+                           decoder_input_ids=torch.tensor([tokens[:-1]])).logits[0]
+        chosen = torch.log_softmax(logits, -1)[range(len(request.prompt) - 1, len(tokens) - 1),
+                                               list(done.token_ids)]
+        np.testing.assert_allclose([own.chosen for own in done.logprobs], chosen, atol=1e-4)
+
+
+def test_files_and_bytes_are_read_at_any_rate(loaded, tmp_path):
+    _, _, llm = loaded
+    waveform = speech.sound(0.9, 2, rate=8_000)
+    soundfile.write(tmp_path / "sound.wav", np.stack([waveform, waveform], 1), 8_000)
+    expected = llm.transcribe((tmp_path / "sound.wav").read_bytes(), language="en")
+    assert llm.transcribe(tmp_path / "sound.wav", language="en") == expected
+    assert llm.transcribe(str(tmp_path / "sound.wav"), language="en") == expected
+    assert expected.duration == pytest.approx(0.9)
+
+
+def test_a_prompt_precedes_the_start_token(loaded):
+    model, extractor, llm = loaded
+    waveform = speech.sound(0.9, 1)
+    expected = truth(model, extractor, waveform, language="en", task="transcribe",
+                     return_timestamps=True, prompt_ids=torch.tensor([66, 30, 31]))
+    found = llm.transcribe(waveform, language="en", timestamps=True, prompt="w30 w31")
+    check(found, expected[-len(found.segments):])
+
+
+def test_timestamp_rules_are_those_of_transformers():
+    class Config:
+        no_timestamps_token_id, eos_token_id, max_initial_timestamp_index = 9, 5, 4
+
+    theirs, ours = WhisperTimeStampLogitsProcessor(Config, 1), TimestampRules(10, 5, 4)
+    rng = np.random.default_rng(0)
+    for count in [0] * 20 + [*rng.integers(1, 7, 300)]:
+        tokens = rng.choice([2, 3, *range(10, 20)], count).tolist()
+        scores = rng.normal(size=20).astype(np.float32)
+        expected = theirs(torch.tensor([[0, *tokens]]), torch.tensor(scores[None]).clone())[0]
+        ours.apply(scores, tokens)
+        np.testing.assert_array_equal(scores, expected.numpy())
+
+
+@pytest.mark.parametrize(("work", "match"), [
+    (lambda llm: llm.transcribe(speech.sound(0.5, 0), language="fr"),
+     "language 'fr' is not supported; supported: de, en"),
+    (lambda llm: llm.transcribe(speech.sound(0.5, 0), task="sing"),
+     "task is 'sing'; give transcribe or translate"),
+    (lambda llm: llm.transcribe(np.zeros(0, np.float32)), r"the waveform is float32 \[0\]; give"),
+    (lambda llm: llm.transcribe(np.full(99, np.nan, np.float32)), "give finite"),
+    (lambda llm: llm.transcribe(b"no audio"), "8 bytes are no audio"),
+    (lambda llm: llm.transcribe("/nowhere.wav"), "'/nowhere.wav' cannot be read"),
+    (lambda llm: llm.transcribe(7), "audio is 7; give a path"),
+    (lambda llm: llm.generate("w5"), "reads audio and no text; use transcribe"),
+    (lambda llm: llm.transcribe(speech.sound(0.5, 0), prompt=" ".join(["w20"] * 99),
+                                language="en", params=SamplingParams(beam_width=99)),
+     "beam_width 99 exceeds max_batch_size"),
+])
+def test_invalid_input_is_refused(work, match, loaded):
+    with pytest.raises(LlmcError, match=match) as caught:
+        work(loaded[2])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_causal_lm_does_not_transcribe(case_tp1):
+    with llmc.LLM(case_tp1) as llm, \
+            pytest.raises(LlmcError, match="does not transcribe speech; give an encoder-decoder"):
+        llm.transcribe(speech.sound(0.5, 0))
+
+
+def test_commands_of_text_refuse_a_model_of_audio(tiny_speech):
+    case = str(tiny_speech[2])
+    for arguments, match in (
+            (("bench", "--batch_size", "1", "--input_output_len", "4,2", "--runs", "1"),
+             "llmc bench does not support encoders of audio"),
+            (("run", "--prompt", "w5"), "reads audio and no text; use transcribe")):
+        result = CliRunner().invoke(main, [arguments[0], "--case_dir", case, *arguments[1:]])
+        assert result.exit_code == 2 and match in result.stderr
+    assert "encoder: 2 layers" in CliRunner().invoke(main, ["inspect", case]).stdout
+
+
+@pytest.mark.thorough
+def test_real_weights_transcribe_as_transformers_does(tmp_path):
+    model = ctranslate2.write_huggingface(ctranslate2.tiny_en(), tmp_path / "hf")
+    llmc.compile(tmp_path / "hf", tmp_path / "case")
+    extractor = WhisperFeatureExtractor.from_pretrained(tmp_path / "hf")
+    waveform, rate = soundfile.read(speech.SENTENCES, dtype="float32")
+    assert rate == 16_000
+    with llmc.LLM(tmp_path / "case") as llm:
+        found = llm.transcribe(speech.SENTENCES, timestamps=True)
+        check(found, truth(model, extractor, waveform, return_timestamps=True))
+        assert "over the lazy dog" in found.text
+        with pytest.raises(LlmcError, match="the model has one language only; leave it out"):
+            llm.transcribe(waveform, language="de")

@@ -1,0 +1,105 @@
+"""Speech over HTTP, by a server process."""
+
+import io
+import json
+
+import openai
+import pytest
+import soundfile
+import speech
+from server_process import serving
+
+import llmc
+
+
+@pytest.fixture(scope="module")
+def speech_server(tiny_speech):
+    with serving(tiny_speech[2]) as own:
+        yield own
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_speech):
+    with llmc.LLM(tiny_speech[2]) as llm:
+        yield llm.transcribe(wav(1.8), language="en", timestamps=True)
+
+
+def wav(seconds):
+    file = io.BytesIO()
+    soundfile.write(file, speech.sound(seconds, 1), 16_000, format="WAV", subtype="FLOAT")
+    return file.getvalue()
+
+
+def create(speech_server, response_format, **fields):
+    return speech_server.client.audio.transcriptions.create(
+        model="tiny", file=("sound.wav", wav(1.8)), language="en",
+        response_format=response_format, **fields)
+
+
+def test_the_formats_have_the_text_and_its_times(speech_server, expected):
+    answer = create(speech_server, "json")
+    assert answer.text == expected.text and answer.usage.seconds == pytest.approx(1.8)
+    assert create(speech_server, "text").strip() == expected.text
+    verbose = create(speech_server, "verbose_json", timestamp_granularities=["segment"])
+    assert verbose.text == expected.text and verbose.language == "en"
+    assert [(own.start, own.end, own.text, tuple(own.tokens)) for own in verbose.segments] == [
+        (own.start, own.end, own.text, own.token_ids) for own in expected.segments]
+    first = expected.segments[0]
+    stamp = f"00:00:{int(first.start):02}%s{round(first.start % 1 * 1000):03} --> 00:00:"
+    srt, vtt = create(speech_server, "srt"), create(speech_server, "vtt")
+    assert srt.startswith(f"1\n{stamp % ','}") and first.text.strip() in srt
+    assert vtt.startswith(f"WEBVTT\n\n{stamp % '.'}") and first.text.strip() in vtt
+    assert srt.count(" --> ") == vtt.count(" --> ") == len(expected.segments)
+
+
+@pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")  # openai's, of a type
+def test_a_translation_has_another_task(speech_server, tiny_speech):
+    with llmc.LLM(tiny_speech[2]) as llm:
+        expected = llm.transcribe(wav(0.8), task="translate")
+    answer = speech_server.client.audio.translations.create(
+        model="tiny", file=("sound.wav", wav(0.8)), response_format="json")
+    assert answer.text == expected.text
+
+
+@pytest.mark.parametrize(("fields", "param", "match"), [
+    ({"file": ("a.wav", b"no audio at all")}, None, "15 bytes are no audio"),
+    ({"file": ("a.wav", b"")}, "file", "the form has no file"),
+    ({"language": "fr"}, "language", "language 'fr' is not supported; supported: de, en"),
+    ({"response_format": "xml"}, "response_format", "response_format: Input should be"),
+    ({"temperature": 3}, "temperature", "temperature: Input should be less"),
+    ({"timestamp_granularities": ["word"]}, "timestamp_granularities", "Input should be 'segment"),
+    ({"stream": True}, "stream", "stream is not supported; the text is sent as a whole"),
+    ({"model": "other"}, "model", "unknown model 'other'"),
+])
+def test_wrong_fields_are_refused(fields, param, match, speech_server):
+    given = {"model": "tiny", "file": ("sound.wav", wav(0.5))} | fields
+    with pytest.raises(openai.APIStatusError, match=match) as caught:
+        speech_server.client.audio.transcriptions.create(**given)
+    assert caught.value.status_code in (400, 404) and caught.value.param == param
+
+
+@pytest.mark.parametrize(("body", "kind", "status", "match"), [
+    (b"{}", "application/json", 415, "expected multipart/form-data"),
+    (b"--x\r\nno end", "multipart/form-data; boundary=x", 400, "no complete multipart form"),
+    (b"--x--\r\n", "multipart/form-data", 400, "no complete multipart form"),
+    (b"--x\r\nA: b\r\n\r\n1\r\n--x--\r\n", "multipart/form-data; boundary=x", 400, "has no name"),
+])
+def test_a_body_that_is_no_form_is_refused(body, kind, status, match, speech_server):
+    got, _, answer = speech_server.post("/v1/audio/transcriptions", body, **{"content-type": kind})
+    assert got == status and match in answer["error"]["message"]
+
+
+def test_other_endpoints_refuse_a_model_of_audio(speech_server):
+    status, _, answer = speech_server.post("/v1/completions", {"prompt": "w5"})
+    assert status == 400 and "reads audio and no text" in answer["error"]["message"]
+
+
+def test_the_description_has_forms(speech_server):
+    described = json.loads(speech_server.get("/openapi.json"))
+    body = described["paths"]["/v1/audio/transcriptions"]["post"]["requestBody"]
+    assert [*body["content"]] == ["multipart/form-data"]
+
+
+def test_a_causal_lm_refuses_audio(client):
+    with pytest.raises(openai.BadRequestError, match="does not transcribe speech"):
+        client.audio.transcriptions.create(model="tiny", file=("sound.wav", wav(0.5)))
