@@ -221,7 +221,8 @@ class _Loaded:
             for placements in find_devices(self.manifest, devices):
                 engine = load_replica(self.manifest, self.case_dir, placements, config)
                 encodes = self.manifest.encoder is not None
-                planner = plan_drafts(engine, speculation, self.manifest.dims.max_seq_len,
+                dims = self.manifest.dims
+                planner = plan_drafts(engine, speculation, dims.max_seq_len, dims.vocab_size,
                                       encodes=encodes)
                 self._loops.append(Loop(
                     engine, Scheduler(engine.limits, config.max_num_batched_tokens,

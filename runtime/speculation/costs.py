@@ -6,6 +6,8 @@ import time
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
+
 from llmc.errors import LlmcError
 from llmc.runtime.core.step import EncoderOutputs, Engine, EngineLimits, SamplingState, Step
 from llmc.runtime.sampling.params import SamplingParams
@@ -20,7 +22,7 @@ _REPEATS = 2
 _MAX_SECONDS = 1.0  # larger batches are left out once measuring has taken this long
 
 
-def plan_drafts(engine: Engine, config: SpeculationConfig, max_seq_len: int, *,
+def plan_drafts(engine: Engine, config: SpeculationConfig, max_seq_len: int, vocab_size: int, *,
                 encodes: bool = False) -> DraftPlanner | None:
     """Create the planner of an engine; None if it verifies no drafts.
 
@@ -47,12 +49,13 @@ def plan_drafts(engine: Engine, config: SpeculationConfig, max_seq_len: int, *,
     if config.method == "off":  # only predicted outputs: not worth longer loading
         costs = VerificationCosts({}, assumed=most * (1 + recomputes))
     else:
-        costs = VerificationCosts(measure_costs(engine, max_seq_len, encodes=encodes))
+        costs = VerificationCosts(measure_costs(engine, max_seq_len, vocab_size,
+                                               encodes=encodes))
     return DraftPlanner(None, costs, recomputes=recomputes)
 
 
-def measure_costs(engine: Engine, max_seq_len: int, *, encodes: bool = False) -> \
-        dict[int, list[float]]:
+def measure_costs(engine: Engine, max_seq_len: int, vocab_size: int, *,
+                  encodes: bool = False) -> dict[int, list[float]]:
     """Run verifying steps on an idle engine; see `VerificationCosts`.
 
     The engine proposes as many drafts as a step verifies. Steps write to the first blocks of the
@@ -72,6 +75,7 @@ def measure_costs(engine: Engine, max_seq_len: int, *, encodes: bool = False) ->
     largest = min(limits.max_slots, limits.num_blocks // blocks)
     counts = [count for count in counts if count <= most]
     seconds: dict[int, list[float]] = {}
+    tokens = np.random.default_rng(0).integers(0, vocab_size, (largest, past + 1 + most))
     start = time.monotonic()
     for batch in (2**power for power in range(largest.bit_length())):
         fitting = [count for count in counts
@@ -82,8 +86,8 @@ def measure_costs(engine: Engine, max_seq_len: int, *, encodes: bool = False) ->
         tables = [list(range(index * blocks, (index + 1) * blocks)) for index in range(batch)]
         if not limits.keeps_states:
             for index, table in enumerate(tables):  # one by one, as prompts may exceed a step
-                _run(engine, [[0] * past], [0], [table], [index], [0], encodes)
-        points = {count: min(_timed(engine, past, tables, count, encodes)
+                _run(engine, tokens[index:index + 1, :past], [0], [table], [index], [0], encodes)
+        points = {count: min(_timed(engine, past, tables, tokens, count, encodes)
                                 for _ in range(_REPEATS)) for count in fitting}
         seconds[batch] = _interpolated(points)
         if not any((1 + count) * points[0] > each for count, each in points.items() if count):
@@ -91,13 +95,13 @@ def measure_costs(engine: Engine, max_seq_len: int, *, encodes: bool = False) ->
     return seconds
 
 
-def _timed(engine: Engine, past: int, tables: Sequence[Sequence[int]], count: int,
-           encodes: bool) -> float:
+def _timed(engine: Engine, past: int, tables: Sequence[Sequence[int]], tokens: np.ndarray,
+           count: int, encodes: bool) -> float:
     batch, uncommitted = len(tables), _uncommitted(engine.limits, count)
     if engine.limits.keeps_states:
-        _run(engine, [[0]] * batch, [0] * batch, tables, range(batch), [0] * batch, encodes)
+        _run(engine, tokens[:batch, :1], [0] * batch, tables, range(batch), [0] * batch, encodes)
     start = time.perf_counter()
-    _run(engine, [[0] * (1 + count)] * batch, [past] * batch, tables, range(batch),
+    _run(engine, tokens[:batch, past:past + 1 + count], [past] * batch, tables, range(batch),
          [count - uncommitted] * batch, encodes, [uncommitted] * batch)
     return time.perf_counter() - start
 
@@ -107,7 +111,7 @@ def _uncommitted(limits: EngineLimits, count: int) -> int:
     return count // 2 if limits.keeps_states else 0
 
 
-def _run(engine: Engine, tokens: Sequence[Sequence[int]], past: Sequence[int],
+def _run(engine: Engine, tokens: np.ndarray, past: Sequence[int],
          tables: Sequence[Sequence[int]], slots: Sequence[int], drafts: Sequence[int],
          encodes: bool, uncommitted: Sequence[int] = ()) -> None:
     state = SamplingState(Sampler(SamplingParams()), prompt_lookup=engine.limits.prompt_lookup)
@@ -115,7 +119,7 @@ def _run(engine: Engine, tokens: Sequence[Sequence[int]], past: Sequence[int],
     proposals = max(drafts) or None if engine.limits.proposes else None
     memory = EncoderOutputs.of([*slots], [1] * len(slots)) if encodes else None
     engine.collect(engine.submit(Step.of(
-        tokens, past, tables, [*slots], num_drafts=drafts, num_uncommitted=uncommitted,
+        tokens.tolist(), past, tables, [*slots], num_drafts=drafts, num_uncommitted=uncommitted,
         memory=memory, propose=proposals,
         admit=dict.fromkeys(slots, state) if new else {},
         encode={slot: [0] for slot in slots} if new and encodes else {})))

@@ -15,6 +15,7 @@ from llmc.runtime.core import loop as loop_module
 from llmc.runtime.core.step import EngineLimits, SamplingState, Step
 from llmc.runtime.engines.host import HostSampling
 from llmc.runtime.sampling.sampler import Sampler, probabilities
+from llmc.runtime.speculation.costs import measure_costs
 from llmc.runtime.speculation.drafter import Draft
 from llmc.runtime.speculation.engine_drafts import EngineDrafter
 from llmc.runtime.speculation.ngram import MIN_MATCH, NgramDrafter
@@ -182,6 +183,29 @@ def test_drafts_do_not_change_the_distribution(count):
         kept = chances > 0
         chi = ((row[kept] - row.sum() * chances[kept])**2 / (row.sum() * chances[kept])).sum()
         assert chi < 30  # 7 degrees of freedom: one in 10,000
+
+
+def test_costs_are_measured_with_different_tokens():
+    """Equal ones would be routed to the same experts."""
+    class Recording:
+        limits = EngineLimits(num_blocks=64, block_size=16, max_tokens=256, max_slots=8,
+                              max_logits=64, ahead=0, max_drafts=3)
+
+        def __init__(self):
+            self.steps = []
+
+        def submit(self, step):
+            self.steps.append(step)
+            return len(self.steps)
+
+        def collect(self, ticket):
+            pass
+
+    engine = Recording()
+    measure_costs(engine, 256, 1000)
+    verifying = [step for step in engine.steps if len(step.num_drafts)]
+    assert {step.batch_size for step in verifying} > {1, 2}
+    assert all(len({*step.token_ids.tolist()}) > step.num_tokens / 2 for step in verifying)
 
 
 class Steady:

@@ -293,13 +293,12 @@ __global__ void __launch_bounds__(kThreads) expand_tiles_kernel(LoraParams p, in
     const int which = __shfl_sync(~0u, part, __ffs(left) - 1);
     const uint32_t columns = __ballot_sync(~0u, part == which);
     left &= ~columns;
-    float own[kTileM][kTileN][4] = {};
     for (int k = 8 * t; k - 8 * t < used; k += 32) {
       const bool there = k < used;
-      uint4 a[kTileM][2], b[kTileN];
+      uint4 a[kTileM][2], b[kTileN];  // b has no other columns
 #pragma unroll
       for (int n = 0; n < kTileN; ++n)
-        b[n] = there && begin + n * 8 + g < p.out
+        b[n] = there && (columns >> (n * 8 + g) & 1) != 0
                    ? *reinterpret_cast<const uint4*>(up + static_cast<int64_t>(n) * 8 * p.rank + k)
                    : zero;
 #pragma unroll
@@ -309,15 +308,8 @@ __global__ void __launch_bounds__(kThreads) expand_tiles_kernel(LoraParams p, in
           a[m][h] = there && hidden[m][h] != nullptr
                         ? sum8<T>(hidden[m][h] + which * p.rank + k, splits, stride)
                         : zero;
-      multiply<T>(own, a, b);
+      multiply<T>(sum, a, b);
     }
-#pragma unroll
-    for (int m = 0; m < kTileM; ++m)
-#pragma unroll
-      for (int n = 0; n < kTileN; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          if (columns >> (n * 8 + 2 * t + i % 2) & 1) sum[m][n][i] += own[m][n][i];
   }
 #pragma unroll
   for (int m = 0; m < kTileM; ++m)

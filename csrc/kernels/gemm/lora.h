@@ -43,7 +43,7 @@ struct LoraParams {
 
 // Up to this many rows take the kernels for few rows.
 constexpr int kLoraFewRows = 32;
-constexpr int kLoraTileRows = 32;
+constexpr int kLoraTileRows = 16;
 constexpr int kMaxLoraSlots = 4096;
 // Blocks that split the columns of x in the kernel for many rows, where tiles are too few to occupy
 // the device; each keeps its own hidden values.
