@@ -20,6 +20,7 @@ import uvicorn
 from llmc.artifacts.manifest import MANIFEST_NAME
 from llmc.errors import LlmcError
 from llmc.runtime.core.llm import AsyncLLM
+from llmc.runtime.heap import freeze_again, frozen_heap
 from llmc.runtime.message_forms import ContentFormat
 from llmc.server.access import Access
 from llmc.server.app import Api
@@ -176,7 +177,8 @@ async def _serve(bound: socket.socket, limits: ServerLimits, access: Access,
     server.ready = lambda: LOGGER.info("serving", extra={"fields": {
         "url": _url(bound, tls is not None), **_logged(models)}})
     try:
-        await server.serve()
+        with frozen_heap():
+            await server.serve()
     finally:
         for task in watching:
             task.cancel()
@@ -211,9 +213,15 @@ async def _watch(api: Api, case_dir: Path, served: _Stamp | None, load: Callable
         except LlmcError as error:
             LOGGER.error("the new case directory cannot be loaded: %s", error)
             continue
-        tasks.add(asyncio.create_task(api.swap(model)))
+        tasks.add(asyncio.create_task(_switch(api, model)))
         tasks = {task for task in tasks if not task.done()}
         LOGGER.info("serving the new case directory")
+
+
+async def _switch(api: Api, model: Model) -> None:
+    """Switch to a model; the one before is closed when its requests have finished."""
+    await api.swap(model)
+    freeze_again()
 
 
 def _stamp(case_dir: Path) -> _Stamp | None:
