@@ -140,6 +140,7 @@ def test_greedy_generation_equals_transformers(llama, target):
     assert found == [list(families.greedy(llama, prompt, 40)) for prompt in prompts]
 
 
+@pytest.mark.thorough
 def test_the_gguf_file_is_read_as_by_llmc():
     path = families.smollm2()
     shape, weights = train_eagle.read_gguf(path)

@@ -29,8 +29,10 @@ FORBIDDEN = {
     "compiler/check": ("llmc.cli",),
 }
 # Imports of the compiler, except compiler/check, from the runtime: the tokenizer, the sampling
-# parameters for a model's defaults, and the location of the engine's libraries for TensorRT.
-FROM_RUNTIME = ("llmc.runtime.sampling.params", "llmc.runtime.engines", "llmc.runtime.tokenizer")
+# parameters for a model's defaults, the preprocessing of images and audio that a processor's files
+# describe, and the location of the engine's libraries for TensorRT.
+FROM_RUNTIME = ("llmc.runtime.sampling.params", "llmc.runtime.engines", "llmc.runtime.tokenizer",
+                "llmc.runtime.multimodal")
 
 
 def sources(room):

@@ -14,7 +14,8 @@ REQUIRED = {
     "ClassifyRequest": {"input": "a"}, "EmbeddingRequest": {"input": "a"},
     "PoolingRequest": {"input": "a"},
     "RerankRequest": {"query": "a", "documents": ["b"]},
-    "ScoreRequest": {"text_1": "a", "text_2": "b"}}
+    "ScoreRequest": {"text_1": "a", "text_2": "b"},
+    "TranscriptionRequest": {}, "TranslationRequest": {}}
 BODIES = {own.body for own in OPERATIONS if own.body is not None}
 
 
