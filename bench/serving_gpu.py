@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import gc
 import os
 import statistics
 import subprocess
@@ -40,7 +41,7 @@ class Workload:
     """Requests of random tokens.
 
     Args:
-        name: REQUESTSxINxOUT@CONCURRENT; IN and OUT are numbers or ranges.
+        name: REQUESTSxINxOUT@CONCURRENT, IN and OUT each one number or a range.
     """
 
     def __init__(self, name: str) -> None:
@@ -90,7 +91,7 @@ def measure(workload: Workload, generate: Generate, runs: int) -> None:
 
 
 def profile(workload: Workload, generate: Generate, runs: int) -> None:
-    """Print the time of each kernel, from the latest end before to its own end."""
+    """Print the time of each kernel, from the latest end before it to its own end."""
     import torch
 
     prompts, outputs = workload.requests(runs)
@@ -162,6 +163,7 @@ def main() -> None:
         for at_once in sorted({workload.at_once for workload in workloads}):
             with side(arguments.work, stored, at_once) as generate:
                 generate([[5, 6, 7]], [1])
+                gc.freeze()
                 for workload in workloads:
                     if workload.at_once != at_once:
                         continue
