@@ -461,8 +461,9 @@ class Loop:
                                drafts=self._drafts(request, source), adapter=request.adapter,
                                embeds=request.embeds)
             completing.drafts = sequence.drafts
-            completing.masked = lambda error: self._post_if_running(
-                lambda: self._resume_masked(sequence, completing, error))
+            if guide is not None:
+                completing.masked = lambda error: self._post_if_running(
+                    lambda: self._resume_masked(sequence, completing, error))
         self._owners[sequence] = call, owner
         call.sequences.add(sequence)
         return sequence
@@ -484,9 +485,8 @@ class Loop:
             else source))
 
     def _leave(self, sequence: Sequence) -> None:
-        call, _ = self._owners.pop(sequence)
+        call = self._remove(sequence)
         call.sequences.discard(sequence)
-        self._scheduler.remove(sequence)
         call.left -= 1
         if not call.left:
             del self._calls[call]
@@ -497,9 +497,15 @@ class Loop:
             return
         self._scheduler.drop(group)
         for sequence in call.sequences:
-            del self._owners[sequence]
-            self._scheduler.remove(sequence)
+            self._remove(sequence)
         call.sequences.clear()
+
+    def _remove(self, sequence: Sequence) -> ClientCall:
+        call, owner = self._owners.pop(sequence)
+        self._scheduler.remove(sequence)
+        if isinstance(owner, RunningCompletion):
+            owner.masked = None  # which refers to the sequence: only the collector would free both
+        return call
 
     def _end(self, error: BaseException) -> None:
         """Fail all callers and accept no further ones."""
