@@ -1,4 +1,4 @@
-"""The heap of a process whose purpose is to run models."""
+"""Python's heap while models run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ def frozen_heap() -> Iterator[None]:
     """Exempt what is alive from garbage collection within the context.
 
     Collections would traverse all modules and models again and again while there are many requests:
-    15 ms each in a server, and half of the time of thousands of short texts on a GPU.
+    15 ms each in a server, and half of the time of thousands of short texts on a GPU. The end of
+    one context ends the exemption of all.
     """
     gc.freeze()
     try:
@@ -22,7 +23,7 @@ def frozen_heap() -> Iterator[None]:
 
 
 def freeze_again() -> None:
-    """Collect what has become garbage in a frozen heap."""
+    """Collect garbage, and exempt what is left, after one of several contexts has ended."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()

@@ -20,7 +20,7 @@ import uvicorn
 from llmc.artifacts.manifest import MANIFEST_NAME
 from llmc.errors import LlmcError
 from llmc.runtime.core.llm import AsyncLLM
-from llmc.runtime.heap import freeze_again, frozen_heap
+from llmc.runtime.heap import freeze_again
 from llmc.runtime.message_forms import ContentFormat
 from llmc.server.access import Access
 from llmc.server.app import Api
@@ -177,8 +177,7 @@ async def _serve(bound: socket.socket, limits: ServerLimits, access: Access,
     server.ready = lambda: LOGGER.info("serving", extra={"fields": {
         "url": _url(bound, tls is not None), **_logged(models)}})
     try:
-        with frozen_heap():
-            await server.serve()
+        await server.serve()
     finally:
         for task in watching:
             task.cancel()

@@ -61,7 +61,6 @@ def bench_command(directory: Path | None, case_dir: Path | None, batch_size: str
 
     from llmc.runtime.benchmark import check_grid, measure, parse_grid
     from llmc.runtime.core.llm import LLM
-    from llmc.runtime.heap import frozen_heap
 
     case_dir = require_case_dir(directory, case_dir)
     if runs < 1:
@@ -74,7 +73,7 @@ def bench_command(directory: Path | None, case_dir: Path | None, batch_size: str
     if loading["max_batch_size"] is None:
         loading["max_batch_size"] = max(cell[0] for cell in grid)
     # Prefix caching would skip the prefill of every run after the first.
-    with LLM(case_dir, device=device, **{**loading, "prefix_reuse": False}) as llm, frozen_heap():
+    with LLM(case_dir, device=device, **{**loading, "prefix_reuse": False}) as llm:
         check_grid(llm, grid)
         rows = [measure(llm, *cell, runs=runs, compare=loading["speculate"] != "off")
                 for cell in grid]
@@ -122,7 +121,6 @@ def _bench_traffic(case_dir: Path, device: list[int] | None, loading: dict[str, 
     from rich.table import Table
 
     from llmc.runtime.core.llm import LLM
-    from llmc.runtime.heap import frozen_heap
     from llmc.runtime.serving_workload import compare_workload, measure_workload, read_workload
 
     if not rate > 0:
@@ -130,7 +128,7 @@ def _bench_traffic(case_dir: Path, device: list[int] | None, loading: dict[str, 
     if shared_prefix < 0:
         raise LlmcError(f"--shared_prefix is {shared_prefix}, expected 0 or more tokens; give a "
                         f"larger number")
-    with sigterm_as_interrupt(), LLM(case_dir, device=device, **loading) as llm, frozen_heap():
+    with sigterm_as_interrupt(), LLM(case_dir, device=device, **loading) as llm:
         traffic = read_workload(llm, source, rate, shared_prefix)
         completions = sum(params.n for params in traffic.params)
         with ProgressBar() as bar:

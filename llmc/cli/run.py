@@ -74,7 +74,6 @@ def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | No
     """
     from llmc.artifacts.manifest import read_manifest
     from llmc.runtime.core.llm import LLM
-    from llmc.runtime.heap import frozen_heap
     from llmc.runtime.prompt_file import read_lines
 
     loading = pop_loading_options(options)
@@ -107,7 +106,7 @@ def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | No
     if lines is None and not talk:
         prompts = prompts or _read_prompts()
     failed = 0
-    with sigterm_as_interrupt(), LLM(case_dir, device=device, **loading) as llm, frozen_heap():
+    with sigterm_as_interrupt(), LLM(case_dir, device=device, **loading) as llm:
         writes_json = as_json or lines is not None or manifest.pooling is not None
         meter = Meter(lambda: click.echo(info, err=writes_json))
         if llm.manifest.pooling is not None:

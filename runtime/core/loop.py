@@ -29,6 +29,7 @@ from llmc.runtime.core.scheduler import (
     SlotLease,
 )
 from llmc.runtime.core.step import EncoderInput, Engine, StepOutput
+from llmc.runtime.heap import frozen_heap
 from llmc.runtime.metrics import Metrics
 from llmc.runtime.speculation.config import Method
 from llmc.runtime.speculation.engine_drafts import EngineDrafter
@@ -304,6 +305,10 @@ class Loop:
 
     # Run by the loop's thread.
     def _serve(self) -> None:
+        with frozen_heap():
+            self._run_steps()
+
+    def _run_steps(self) -> None:
         in_flight: deque[tuple[int, ScheduledStep]] = deque()
         idle = True
         try:

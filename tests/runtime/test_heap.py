@@ -38,6 +38,13 @@ def test_garbage_of_a_frozen_heap_is_collected_when_it_is_frozen_again():
     assert not gc.get_freeze_count()
 
 
+def test_the_heap_is_frozen_while_a_model_is_loaded(case_tp1):
+    with llmc.LLM(case_tp1) as llm:
+        llm.generate([[5]], llmc.SamplingParams(max_tokens=1))
+        assert gc.get_freeze_count()
+    assert not gc.get_freeze_count()
+
+
 @pytest.fixture
 def created(monkeypatch):
     """Weak references to replicas and sequences; the collector is off."""
