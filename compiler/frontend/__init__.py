@@ -13,7 +13,7 @@ __all__ = ["Check", "RawModel", "load"]
 def load(model: str | Path, *, hf_dir: str | Path | None = None, trust_remote_code: bool = False,
          allow_pickle: bool = False, revision: str | None = None,
          check: Check = unchecked, mtp: bool = False, task: str = "",
-         pooling: str = "", takes_embeds: bool = False) -> RawModel:
+         pooling: str = "", takes_embeds: bool = False, takes_images: bool = False) -> RawModel:
     """Read a model.
 
     Args:
@@ -27,6 +27,7 @@ def load(model: str | Path, *, hf_dir: str | Path | None = None, trust_remote_co
         task: what to compile the model for; "": as the checkpoint says.
         pooling: of its hidden states; "": as the checkpoint says.
         takes_embeds: whether rows may replace the token embeddings.
+        takes_images: whether to export the image encoder of a model that has one and a processor.
 
     Raises:
         LlmcError: the model is missing, incomplete, or its architecture is unknown.
@@ -56,7 +57,7 @@ def load(model: str | Path, *, hf_dir: str | Path | None = None, trust_remote_co
     from llmc.compiler.frontend.huggingface import load_huggingface
     return load_huggingface(model, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
                             revision=revision, check=check, mtp=mtp, task=task, pooling=pooling,
-                            takes_embeds=takes_embeds)
+                            takes_embeds=takes_embeds, takes_images=takes_images)
 
 
 def _existing(path: Path) -> Path:
