@@ -174,7 +174,7 @@ class CompileOptions:
         "cpu or cuda.")] = False
     enable_prompt_embeds: Annotated[bool, Declared(
         "Take rows in place of embeddings of token ids (prompt_embeds of a request), for `target` "
-        "cpu.")] = False
+        "cpu or cuda.")] = False
     adapter: Annotated[str | Path | None, Declared(
         "Directory of a PEFT adapter to merge into the weights.", metavar="PEFT_DIR")] = None
     target: Annotated[str, Declared(

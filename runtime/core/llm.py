@@ -224,7 +224,8 @@ class _Loaded:
     def _load(self, devices: list[int] | None, config: EngineConfig,
               speculation: SpeculationConfig, prefix_reuse: bool, check_step: int,
               skip_step: int, max_itl: float | None) -> None:
-        self._reader = InputProcessor(self.manifest, self.case_dir, self._max_batch_size)
+        reader = InputProcessor(self.manifest, self.case_dir, self._max_batch_size)
+        self._reader = reader
         self.tokenizer = self._reader.tokenizer
         try:
             for placements in find_devices(self.manifest, devices):
@@ -243,7 +244,7 @@ class _Loaded:
             self.transcriber = Transcriber(self.manifest, self.case_dir, self._reader)
             self.pooling = PoolingProcessor(
                 self.manifest, self.tokenizer, self.max_model_len,
-                lambda messages: self._reader.render_chat(messages, None, {}, "string"))
+                lambda messages: reader.render_chat(messages, None, {}, "string"))
         except BaseException:
             _close(self._loops)
             raise
