@@ -174,7 +174,7 @@ class CompileOptions:
         "cpu or cuda.")] = False
     enable_prompt_embeds: Annotated[bool, Declared(
         "Take rows in place of embeddings of token ids (prompt_embeds of a request), for `target` "
-        "cpu.")] = False
+        "cpu or cuda.")] = False
     language_model_only: Annotated[bool, Declared(
         "Of a model that takes images, compile the language model alone.")] = False
     adapter: Annotated[str | Path | None, Declared(

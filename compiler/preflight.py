@@ -347,8 +347,10 @@ def _enable_lora_of(options: CompileOptions, about: About) -> str | None:
 def _enable_prompt_embeds(options: CompileOptions) -> str | None:
     if not options.enable_prompt_embeds or target_spec(options.target).embeds:
         return None
+    takers = " or ".join(name for name, spec in TARGETS.items() if spec.embeds)
     return (f"enable_prompt_embeds is given for target '{options.target}', but prompt embeddings "
-            f"run on target cpu; compile with --target cpu, or leave out --enable_prompt_embeds")
+            f"run on target {takers}; compile for one of these, or leave out "
+            f"--enable_prompt_embeds")
 
 
 def _enable_prompt_embeds_of(options: CompileOptions, about: About) -> str | None:

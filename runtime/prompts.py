@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Number
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from llmc.errors import LlmcError, shown
 from llmc.runtime.sampling.params import listed, whole
+
+if TYPE_CHECKING:
+    from llmc.runtime.multimodal.items import PlaceholderRange
 
 Messages = str | Sequence[Mapping[str, object]]
 
@@ -36,21 +40,53 @@ class EmbedsPrompt:
         return EmbedsPrompt([ROW] * len(rows), rows)
 
 
+@dataclass(frozen=True, eq=False)
+class MediaPrompt:
+    """A prompt with images or audio; see `LLM.media_prompt`.
+
+    Args:
+        token_ids: with the tokens of each item in place of its placeholder.
+        ranges: positions of the items.
+    """
+
+    token_ids: list[int]
+    ranges: Sequence[PlaceholderRange]
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, eq=False)
+class UnprocessedPrompt:
+    """A prompt with images or audio as they were given.
+
+    Args:
+        prompt: a text or token ids, with a placeholder for each item.
+        images, audio: see `LLM.media_prompt`.
+    """
+
+    prompt: str | list[int]
+    images: Sequence[object]
+    audio: Sequence[object]
+
+
 # See `read_prompts`.
-Prompt = str | Sequence[int] | Mapping[str, object] | EmbedsPrompt
+Prompt = str | Sequence[int] | Mapping[str, object] | EmbedsPrompt | MediaPrompt
+_Read = str | list[int] | EmbedsPrompt | MediaPrompt | UnprocessedPrompt
 
 
-def read_prompts(prompts: object) -> list[str | list[int] | EmbedsPrompt]:
+def read_prompts(prompts: object) -> list[_Read]:
     """Read one prompt or several, each a text, token ids or a mapping.
 
     Token ids are in a list, tuple, numpy array or similar. A mapping has `prompt`, a text, or
-    `prompt_token_ids`, or `prompt_embeds`, an array [n, width]. With `prompt_embeds`,
+    `prompt_token_ids`, with `images` or `audio` in place of the placeholders in them, if any; or
+    `prompt_embeds`, an array [n, width]. With `prompt_embeds`,
     `prompt_token_ids` has -1 at the position of each row; without it, the prompt is the rows.
 
     Raises:
         LlmcError: the value is of another type.
     """
-    if isinstance(prompts, str | Mapping | EmbedsPrompt):
+    if isinstance(prompts, str | Mapping | EmbedsPrompt | MediaPrompt):
         return [_read_prompt(prompts, "the prompt")]
     try:
         each = listed(list(prompts) if isinstance(prompts, Iterator) else prompts)
@@ -62,30 +98,36 @@ def read_prompts(prompts: object) -> list[str | list[int] | EmbedsPrompt]:
     return [_read_prompt(prompt, f"prompt {index}") for index, prompt in enumerate(each)]
 
 
-def _read_prompt(prompt: object, name: str) -> str | list[int] | EmbedsPrompt:
+def _read_prompt(prompt: object, name: str) -> _Read:
     """Read one of several prompts."""
-    if isinstance(prompt, str | EmbedsPrompt):
+    if isinstance(prompt, str | EmbedsPrompt | MediaPrompt):
         return prompt
     return _read_mapping(prompt, name) if isinstance(prompt, Mapping) \
         else read_token_ids(prompt, name)
 
 
-def _read_mapping(prompt: Mapping[str, object], name: str) -> str | list[int] | EmbedsPrompt:
+def _read_mapping(prompt: Mapping[str, object], name: str) -> _Read:
     """Read a prompt that is a mapping.
 
     Raises:
         LlmcError: its keys or values are invalid; `name` is its name in the message.
     """
     keys = {str(key) for key, value in prompt.items() if value is not None}
+    media = {own: _read_media(prompt[own], own, name) for own in ("images", "audio") if own in keys}
+    if any(media.values()) and keys - set(media) in ({"prompt"}, {"prompt_token_ids"}):
+        text = _read_mapping({own: prompt[own] for own in keys - set(media)}, name)
+        assert isinstance(text, str | list)
+        return UnprocessedPrompt(text, media.get("images", []), media.get("audio", []))
+    keys -= {own for own, items in media.items() if not items}
     if keys == {"prompt"} and isinstance(prompt["prompt"], str):
         return prompt["prompt"]
     if keys == {"prompt_token_ids"}:
         return read_token_ids(prompt["prompt_token_ids"], f"prompt_token_ids of {name}")
     if "prompt_embeds" not in keys or keys - {"prompt_token_ids", "prompt_embeds"}:
         listing = ", ".join(map(shown, sorted(keys))) or "none"
-        raise LlmcError(f"{name} has the keys {listing}; give 'prompt' with a text, "
-                        f"'prompt_token_ids', or 'prompt_embeds' with or without "
-                        f"'prompt_token_ids'")
+        raise LlmcError(f"{name} has the keys {listing}; give 'prompt' with a text or "
+                        f"'prompt_token_ids', each with or without 'images' and 'audio', or "
+                        f"'prompt_embeds' with or without 'prompt_token_ids'")
     rows = read_rows(prompt["prompt_embeds"], f"prompt_embeds of {name}")
     ids = [ROW] * len(rows) if "prompt_token_ids" not in keys else \
         read_token_ids(prompt["prompt_token_ids"], f"prompt_token_ids of {name}")
@@ -93,6 +135,17 @@ def _read_mapping(prompt: Mapping[str, object], name: str) -> str | list[int] | 
         raise LlmcError(f"{name} has {len(rows)} rows of prompt_embeds and {ids.count(ROW)} "
                         f"positions with -1 in prompt_token_ids; give one -1 for each row")
     return EmbedsPrompt(ids, rows)
+
+
+def _read_media(value: object, key: str, name: str) -> list[object]:
+    """Read the images or audio clips of a prompt.
+
+    Raises:
+        LlmcError: the value is no list; `key` and `name` are its names in the message.
+    """
+    if not isinstance(value, list | tuple):
+        raise LlmcError(f"{key} of {name} is {shown(value)}; give a list")
+    return list(value)
 
 
 def read_rows(value: object, name: str) -> np.ndarray:

@@ -9,12 +9,15 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from llmc.artifacts.manifest import MANIFEST_NAME, Manifest
+from llmc.artifacts.manifest import MANIFEST_NAME, PROCESSOR, Manifest
+from llmc.artifacts.vision_input import GRID
 from llmc.errors import LlmcError, shown
 from llmc.runtime.chat_template import ChatTemplate
 from llmc.runtime.core.adapters import Adapter
@@ -23,10 +26,14 @@ from llmc.runtime.core.prompt_scores import PromptScores
 from llmc.runtime.core.scheduler import SequenceOutput
 from llmc.runtime.core.step import EncoderInput, SamplingState
 from llmc.runtime.message_forms import ContentFormat
+from llmc.runtime.multimodal.items import PLURALS, MediaItem
+from llmc.runtime.multimodal.messages import MediaSource, has_media, load_source, split_media
 from llmc.runtime.prompts import (
     ROW,
     EmbedsPrompt,
+    MediaPrompt,
     Prompt,
+    UnprocessedPrompt,
     read_messages,
     read_prompts,
     read_token_ids,
@@ -47,6 +54,9 @@ from llmc.runtime.sampling.structured_output import GrammarCompiler, GrammarStat
 from llmc.runtime.sandbox import Sandbox
 from llmc.runtime.speculation.planner import SequenceDrafts
 from llmc.runtime.tokenizer import encode, load_tokenizer
+
+if TYPE_CHECKING:
+    from llmc.runtime.multimodal.processor import Processor
 
 
 @dataclass(frozen=True)
@@ -440,7 +450,11 @@ class InputProcessor:
             if id(given) not in decodings:
                 decodings[id(given)] = self._decoding(given)
             embeds = None
-            if isinstance(prompt, EmbedsPrompt):
+            if isinstance(prompt, UnprocessedPrompt):
+                prompt = self.media_prompt(prompt.prompt, prompt.images, prompt.audio, True)
+            if isinstance(prompt, MediaPrompt):
+                decoded, source, embeds = self._read_media(prompt, given)
+            elif isinstance(prompt, EmbedsPrompt):
                 decoded, source, embeds = self._read_embeds(prompt, given)
             else:
                 ids = self.tokenize(prompt) if isinstance(prompt, str) else prompt
@@ -478,6 +492,48 @@ class InputProcessor:
         ids = [0 if token == ROW else token for token in prompt.token_ids]
         self.check_tokens(ids)
         return array("i", ids), array("i", known), InputEmbeds.of(positions, prompt.rows)
+
+    def _read_media(self, prompt: MediaPrompt, params: SamplingParams) -> \
+            tuple[Sequence[int], Sequence[int], InputEmbeds]:
+        """Check a prompt with images; return `prompt`, `source` and `embeds` of its request.
+
+        Raises:
+            LlmcError: the model does not take its items, or its parameters ask for what rows do
+                not have.
+        """
+        for own in prompt.ranges:
+            self._check_item(own.item)
+        if params.prompt_logprobs is not None:
+            raise LlmcError("prompt_logprobs is given for a prompt with images, whose rows are no "
+                            "tokens; leave it out")
+        self.check_tokens(prompt.token_ids)
+        ids = array("i", prompt.token_ids)
+        return ids, ids, InputEmbeds.of_items(prompt.ranges)
+
+    def _check_item(self, item: MediaItem) -> None:
+        """Check that the image encoder takes what the processor gave.
+
+        Raises:
+            LlmcError: there is no such encoder, or an array has another shape.
+        """
+        program, name = self.manifest.image, self.manifest.source.architecture
+        if program is None or item.modality != "image":
+            raise LlmcError(f"'{name}' was compiled without an encoder of {PLURALS[item.modality]}; "
+                            f"give text only")
+        computed = {key for own in program.computed for key in own.names}
+        expected = {tensor.name: tensor for tensor in program.inputs if tensor.name not in computed}
+        if expected.keys() != item.arrays.keys() - {GRID}:
+            raise LlmcError(f"the processor gives {', '.join(sorted(item.arrays))}, the image "
+                            f"encoder of '{name}' reads {', '.join(expected)}; compile the model "
+                            f"again")
+        for key, tensor in expected.items():
+            shape = item.arrays[key].shape
+            if len(shape) != len(tensor.shape) or any(
+                    isinstance(size, int) and size != given
+                    for size, given in zip(tensor.shape, shape, strict=True)):
+                raise LlmcError(f"an image gives {key} {list(shape)}, the image encoder of "
+                                f"'{name}' reads {list(tensor.shape)}; give an image of another "
+                                f"size")
 
     def speech_request(self, prompt: Sequence[int], rows: np.ndarray, params: SamplingParams,
                        rules: SpeechRules) -> Request:
@@ -518,22 +574,75 @@ class InputProcessor:
                     chat_template_kwargs: Mapping[str, object],
                     content_format: ContentFormat) -> str:
         """See `LLM.render_chat`."""
-        read = read_messages(messages)
+        placeholders = {} if self.processor is None else self.processor.placeholders
+        read = read_messages(messages, placeholders.keys())
         if self.manifest.encoder is not None:
             raise LlmcError(f"'{self.manifest.source.architecture}' is an encoder-decoder model "
                             f"without chat; give the encoder's input as the prompt")
         if not self._chat_template:
             raise LlmcError(f"'{self.manifest.source.architecture}' has no chat template; give the "
                             f"prompt as plain text, in the format that the model expects")
-        return self._chat_template.render(read, tools, chat_template_kwargs, content_format)
+        return self._chat_template.render(read, tools, chat_template_kwargs, content_format,
+                                          {str(own): text for own, text in placeholders.items()})
 
     def chat_prompt(self, messages: str | Sequence[Mapping[str, object]],
                     tools: Sequence[Mapping[str, object]] | None,
                     chat_template_kwargs: Mapping[str, object],
-                    content_format: ContentFormat) -> list[int]:
+                    content_format: ContentFormat) -> list[int] | MediaPrompt:
         """See `LLM.chat_prompt`."""
+        sources: list[MediaSource] = []
+        if not isinstance(messages, str) and has_media(messages):
+            processor = self.require_processor()
+            messages, sources = split_media(messages)
+            for source in sources:
+                processor.require(source.modality)
         text = self.render_chat(messages, tools, chat_template_kwargs, content_format)
-        return self.tokenize(text, add_special_tokens=False)  # the template writes them
+        # The template writes special tokens.
+        return self._media_prompt(text, self._load_items(sources), add_special_tokens=False) \
+            if sources else self.tokenize(text, add_special_tokens=False)
+
+    @cached_property
+    def processor(self) -> Processor | None:
+        """See `LLM.processor`."""
+        if not any(entry.path == PROCESSOR for entry in self.manifest.files):
+            return None
+        from llmc.runtime.multimodal.processor import read_processor  # only here: 50 ms
+        processor = read_processor(self._case_dir / PROCESSOR)
+        return processor if processor.placeholders else None
+
+    def require_processor(self) -> Processor:
+        """Return the processor.
+
+        Raises:
+            LlmcError: the model's prompts have neither images nor audio.
+        """
+        if self.processor is None:
+            raise LlmcError(f"'{self.manifest.source.architecture}' takes neither images nor "
+                            f"audio; give text only")
+        return self.processor
+
+    def media_prompt(self, prompt: str | Sequence[int], images: Sequence[Any],
+                     audio: Sequence[Any], add_special_tokens: bool) -> MediaPrompt:
+        """See `LLM.media_prompt`."""
+        sources = [*(MediaSource("image", own) for own in images),
+                   *(MediaSource("audio", own) for own in audio)]
+        return self._media_prompt(prompt, self._load_items(sources), add_special_tokens)
+
+    def _load_items(self, sources: Sequence[MediaSource]) -> list[MediaItem]:
+        """Load and preprocess media: images, then audio."""
+        return self.require_processor().process(
+            [(source.modality, load_source(source)) for source in sources])
+
+    def _media_prompt(self, prompt: str | Sequence[int], items: Sequence[MediaItem],
+                      add_special_tokens: bool) -> MediaPrompt:
+        """Put items in place of their placeholders in a prompt."""
+        processor = self.require_processor()
+        if isinstance(prompt, str):
+            ids = self.tokenize(processor.expand_text(prompt, items), add_special_tokens)
+        else:
+            ids = processor.expand_ids(read_token_ids(prompt, "the prompt"), items,
+                                       lambda text: self.tokenize(text, add_special_tokens=False))
+        return MediaPrompt(ids, processor.locate(ids, items))
 
     def completing(self, request: Request, sample: int) -> RunningCompletion:
         """Start one of a request's completions."""

@@ -73,12 +73,14 @@ class ImageEncoder:
 
     def _check(self) -> None:
         """Compare the graph with the manifest."""
-        for listed, actual in ((self._program.inputs, self._session.get_inputs()),
-                               (self._program.outputs, self._session.get_outputs())):
-            expected = {tensor.name: (tensor.dtype, tensor.shape) for tensor in listed}
-            if cpu_sessions.tensor_types(actual) != expected:
-                raise LlmcError(f"'{self._path}' has other inputs or outputs than {MANIFEST_NAME} "
-                                f"lists; compile the model again")
+        program, session = self._program, self._session
+        inputs = {tensor.name: (tensor.dtype, tensor.shape) for tensor in program.inputs}
+        widths = {tensor.name: (tensor.dtype, tensor.width) for tensor in program.outputs}
+        outputs = cpu_sessions.tensor_types(session.get_outputs())  # with a known number of rows
+        if cpu_sessions.tensor_types(session.get_inputs()) != inputs or widths != {
+                name: (dtype, shape[-1]) for name, (dtype, shape) in outputs.items()}:
+            raise LlmcError(f"'{self._path}' has other inputs or outputs than {MANIFEST_NAME} "
+                            f"lists; compile the model again")
 
 
 def _options(threads: int) -> ort.SessionOptions:
