@@ -309,10 +309,10 @@ void bind_engine(nb::module_& m) {
              self.read_watched(tensor, out.data(), static_cast<int64_t>(out.size()));
            })
       .def("join",
-           [](Engine& self, nb::bytes id, int rank, int size) {
+           [](Engine& self, nb::bytes id, int rank, int size, const std::string& collectives) {
              const std::string copy(id.c_str(), id.size());
              nb::gil_scoped_release release;
-             self.join(copy, rank, size);
+             self.join(copy, rank, size, collectives);
            })
       .def("abort", &Engine::abort, nb::call_guard<nb::gil_scoped_release>())
       .def_static("unique_id",

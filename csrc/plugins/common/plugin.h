@@ -194,6 +194,7 @@ using Watcher = void (*)(void* user, const char* name, const void* data, const c
 
 class SplitKvPlan;
 class LoraPlan;
+class Peers;
 
 // What a host provides to enqueue().
 struct Context {
@@ -201,6 +202,7 @@ struct Context {
   Gemm* gemm = nullptr;
   int32_t* counters = nullptr;        // device, kCounters of them, zero between ops
   ncclComm_t communicator = nullptr;  // of the tensor-parallel ranks; null for one rank
+  const Peers* peers = nullptr;       // of the same ranks; null: collectives are NCCL's
   bool decode =
       false;  // every sequence has one new token, and the logits of all are wanted in order
   int num_decode = 0;     // the first num_decode sequences have one new token each
