@@ -321,26 +321,67 @@ void Engine::enqueue(const Pass& pass, const Step& step) {
     return !node.outputs.empty() && node.outputs[0] >= 0 &&
            program_.tensors()[node.outputs[0]].per_logit;
   };
-  for (const Node& node : program_.nodes(pass.part)) {
-    if (step.num_logits == 0 && of_logits(node)) continue;  // a step of unfinished prompts
-    std::vector<Tensor> inputs, outputs;
+  auto inputs_of = [&](const Node& node) {
+    std::vector<Tensor> inputs;
     for (int tensor : node.inputs) {
       inputs.push_back(resolve(tensor, step));
       const auto found = moved.find(tensor);
       if (found != moved.end()) inputs.back().data = found->second;
     }
+    return inputs;
+  };
+  auto outputs_of = [&](const Node& node) {
+    std::vector<Tensor> outputs;
+    for (int tensor : node.outputs) outputs.push_back(resolve(tensor, step));
+    return outputs;
+  };
+  const std::vector<Node>& nodes = program_.nodes(pass.part);
+  bool normed = false;  // whether the node before has computed the norm with which a node begins
+  for (size_t n = 0; n < nodes.size(); ++n) {
+    const Node& node = nodes[n];
+    if (step.num_logits == 0 && of_logits(node)) continue;  // a step of unfinished prompts
+    const std::vector<Tensor> inputs = inputs_of(node);
     if (node.plugin->passes_on(context)) {
       moved[node.outputs[0]] = inputs[0].data;
       continue;
     }
-    for (int tensor : node.outputs) outputs.push_back(resolve(tensor, step));
-    node.plugin->enqueue(inputs, outputs, scratch_, context);
+    const std::vector<Tensor> outputs = outputs_of(node);
+    if (normed) {
+      node.plugin->enqueue_normed(inputs, outputs, scratch_, context);
+      normed = false;
+    } else {
+      const Node* next = n + 1 < nodes.size() && of_logits(node) == of_logits(nodes[n + 1])
+                             ? &nodes[n + 1]
+                             : nullptr;
+      normed = peers_ != nullptr && node.op == "AllReduce" && next != nullptr &&
+               reduce_and_norm(node, inputs[0], outputs[0], *next, inputs_of(*next),
+                               outputs_of(*next), context);
+      if (!normed) node.plugin->enqueue(inputs, outputs, scratch_, context);
+    }
     for (size_t i = 0; i < outputs.size() && !watched_.empty(); ++i) {
       const auto found = watched_.find(node.outputs[i]);
       if (found != watched_.end()) found->second = download(outputs[i], stream_.handle);
     }
   }
   if (pass.then) pass.then(step);
+}
+
+// Enqueues an all-reduce together with the norm with which the next node begins; false if they are
+// separate kernels.
+bool Engine::reduce_and_norm(const Node& reduce, const Tensor& x, const Tensor& y, const Node& next,
+                             const std::vector<Tensor>& inputs, const std::vector<Tensor>& outputs,
+                             const Context& context) const {
+  const auto reads = std::find(next.inputs.begin(), next.inputs.end(), reduce.outputs[0]);
+  if (reads == next.inputs.end()) return false;
+  const std::optional<FirstNorm> norm =
+      next.plugin->first_norm(reads - next.inputs.begin(), inputs, outputs, scratch_, context);
+  if (!norm) return false;
+  const int hidden = static_cast<int>(x.shape.back());
+  return peers_->all_reduce_norm(
+      x.dtype,
+      {y.data, norm->sum, norm->normed, x.data, norm->residual, norm->weight,
+       static_cast<int>(x.size() / hidden), hidden, norm->epsilon},
+      stream_.handle);
 }
 
 int64_t Engine::measure(double utilization) const {
@@ -1126,6 +1167,7 @@ void Engine::join(const std::string& id, int rank, int size, const std::string& 
 // against joining.
 void Engine::join_peers(int rank, int size, bool with_nccl) {
   const CollectiveSizes sizes = collective_sizes();
+  if (sizes.reduced_bytes == 0 && sizes.gathered_rows == 0) return;
   std::string reason = size > kernels::kMaxPeers
                            ? "there are " + std::to_string(size) + " ranks, at most " +
                                  std::to_string(kernels::kMaxPeers) + " are supported"
@@ -1149,7 +1191,9 @@ void Engine::join_peers(int rank, int size, bool with_nccl) {
     const std::lock_guard<std::mutex> lock(peers_mutex_);
     peers_.reset();
   }
-  if (!with_nccl) throw Error("collectives over peer memory are not possible: " + reason);
+  if (!with_nccl)
+    throw Error("collectives over peer memory are not possible: " + reason +
+                "; set LLMC_COLLECTIVES to auto or nccl");
 }
 
 CollectiveSizes Engine::collective_sizes() const {

@@ -59,7 +59,8 @@ cudaError_t load_collectives(int size) {
     });
     if (status != cudaSuccess) return status;
   }
-  return load_all_gather(size);
+  const cudaError_t status = load_all_reduce_norm(size);
+  return status != cudaSuccess ? status : load_all_gather(size);
 }
 
 }  // namespace llmc::kernels

@@ -7,7 +7,9 @@
 
 namespace llmc::kernels {
 
-cudaError_t load_all_gather(int size);  // see load_collectives()
+// See load_collectives().
+cudaError_t load_all_gather(int size);
+cudaError_t load_all_reduce_norm(int size);
 
 }  // namespace llmc::kernels
 

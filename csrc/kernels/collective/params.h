@@ -28,6 +28,24 @@ inline int64_t two_shot_bytes(int64_t bytes, int size) {
   return 2 * size * 16 * ((words + size - 1) / size);
 }
 
+// y = sum of x over ranks, as one_shot_all_reduce; sum = y + residual, or y without a residual;
+// normed = RMSNorm(sum) * weight. x, y, residual, sum and normed are T [rows, hidden], aligned to
+// 16 bytes; weight is float32 [hidden] or null. normed and sum may be x. hidden is a multiple of 16
+// bytes, at most max_reduced_hidden().
+struct AllReduceNormParams {
+  void *y, *sum, *normed;  // sum: null without residual
+  const void *x, *residual;
+  const float* weight;
+  int rows, hidden;
+  float epsilon;
+};
+cudaError_t all_reduce_norm(DType dtype, const PeerGroup& peers, const AllReduceNormParams& params,
+                            cudaStream_t stream);
+constexpr int kMaxReducedTurns = 4;  // vectors of 16 bytes of a row per thread
+constexpr int max_reduced_hidden(int64_t element_bytes) {
+  return static_cast<int>(kMaxReducedTurns * kPeerThreads * 16 / element_bytes);
+}
+
 // y [rows, size * width] = x [rows, width] of all ranks, in the order of ranks; width in bytes, a
 // multiple of 16. x and y are aligned to 16 bytes.
 //

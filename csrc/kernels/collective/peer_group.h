@@ -24,6 +24,10 @@ struct PeerLayout {
   int64_t packet_bytes;  // data of a rank in packets, which take twice as much
   int64_t buffer_bytes;
 
+  bool operator==(const PeerLayout& other) const {
+    return size == other.size && packet_bytes == other.packet_bytes &&
+           buffer_bytes == other.buffer_bytes;
+  }
 #if defined(__CUDACC__)
 #define LLMC_LAYOUT __host__ __device__
 #else

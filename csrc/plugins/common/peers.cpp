@@ -1,6 +1,5 @@
 #include "peers.h"
 
-#include <cstring>
 #include <fstream>
 #include <random>
 
@@ -59,6 +58,7 @@ Peers::Peers(int rank, const kernels::PeerLayout& layout, cudaStream_t stream) {
     reset(stream);
     check(cudaStreamSynchronize(stream), "clearing the buffers of collectives");
   } catch (...) {
+    cudaFree(state);
     cudaFree(region);
     cudaFreeHost(abort_);
     throw;
@@ -93,8 +93,7 @@ std::string Peers::connect(const std::vector<Address>& ranks) {
     const Address& other = ranks[rank];
     const std::string name = "rank " + std::to_string(rank);
     if (own.host == 0 || other.host != own.host) return name + " is on another host";
-    if (std::memcmp(&other.layout, &own.layout, sizeof own.layout) != 0)
-      return name + " has buffers of other sizes";
+    if (!(other.layout == own.layout)) return name + " has buffers of other sizes";
     const bool here = other.process == own.process;
     const int device = here ? other.device : device_at(other.bus);
     int accessible = 1;
@@ -200,6 +199,23 @@ void Peers::all_gather_by(CollectiveWay way, DType dtype, void* y, const void* x
       way == CollectiveWay::kPackets ? kernels::all_gather_packets : kernels::all_gather_buffers;
   check(launch(group_, y, x, rows, width * llmc::width(dtype), stream),
         "an all-gather over peer memory");
+}
+
+bool Peers::all_reduce_norm(DType dtype, const kernels::AllReduceNormParams& p,
+                            cudaStream_t stream) const {
+  const int64_t element = width(dtype), row = p.hidden * element;
+  if (all_reduce_way(p.rows * row) != CollectiveWay::kPackets || row % 16 != 0 ||
+      p.hidden > kernels::max_reduced_hidden(element) || !is_aligned(p.y, p.x) ||
+      !is_aligned(p.normed, p.residual) || !is_aligned(p.sum, nullptr))
+    return false;
+  const auto overlaps = [&](const void* written) {
+    const auto first = reinterpret_cast<uintptr_t>(written), x = reinterpret_cast<uintptr_t>(p.x);
+    const auto bytes = static_cast<uintptr_t>(p.rows * row);
+    return first != x && first < x + bytes && x < first + bytes;
+  };
+  if (overlaps(p.normed) || (p.sum != nullptr && overlaps(p.sum))) return false;
+  check(kernels::all_reduce_norm(dtype, group_, p, stream), "an all-reduce with a norm");
+  return true;
 }
 
 void Peers::abort() { __atomic_store_n(abort_, 1u, __ATOMIC_SEQ_CST); }

@@ -61,7 +61,11 @@ class Peers {
   bool all_reduce(DType dtype, void* y, const void* x, int64_t count, cudaStream_t stream) const;
   bool all_gather(DType dtype, void* y, const void* x, int rows, int64_t width,
                   cudaStream_t stream) const;
-  // The same in one way, which must fit.
+  // The same with a norm, for sums by packets. False also if what is written overlaps another part
+  // of x.
+  bool all_reduce_norm(DType dtype, const kernels::AllReduceNormParams& params,
+                       cudaStream_t stream) const;
+  // Collectives in one way, which must fit.
   void all_reduce_by(CollectiveWay way, DType dtype, void* y, const void* x, int64_t count,
                      cudaStream_t stream) const;
   void all_gather_by(CollectiveWay way, DType dtype, void* y, const void* x, int rows,
