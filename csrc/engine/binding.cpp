@@ -330,6 +330,7 @@ void bind_engine(nb::module_& m) {
 NB_MODULE(_cuda, m) {
   nb::exception<Error>(m, "CudaError");
   bind_kernels(m);
+  bind_peers(m);
   bind_program(m);
   bind_engine(m);
 #ifdef LLMC_TENSORRT

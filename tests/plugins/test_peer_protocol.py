@@ -26,3 +26,9 @@ def test_ranks_get_equal_sums_and_all_parts(ranks, size, blocks):
     done = subprocess.run([ranks, str(size), str(blocks)], capture_output=True, text=True,
                           timeout=120, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_ranks_of_a_process_are_two_to_eight(extension):
+    for size in (1, 9):
+        with pytest.raises(extension.CudaError, match=f"{size} ranks, expected 2 to 8"):
+            extension.LocalRanks([0] * size)
