@@ -1,6 +1,7 @@
 """Memory of Python objects while models run, and after."""
 
 import gc
+import threading
 import weakref
 
 import pytest
@@ -64,6 +65,16 @@ def created(monkeypatch):
     gc.disable()
     yield references
     gc.enable()
+
+
+@pytest.mark.usefixtures("created")
+def test_a_model_without_references_is_closed_without_the_collector(case_tp1):
+    before = threading.active_count()
+    llm = llmc.LLM(case_tp1)
+    llm.generate([[5]], llmc.SamplingParams(max_tokens=1))
+    assert threading.active_count() > before
+    del llm
+    assert threading.active_count() == before
 
 
 @pytest.mark.parametrize(("fields", "options"), [
