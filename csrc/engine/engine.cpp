@@ -353,12 +353,12 @@ void Engine::enqueue(const Pass& pass, const Step& step) {
       node.plugin->enqueue_normed(inputs, outputs, scratch_, context);
       normed = false;
     } else {
-      const Node* next = n + 1 < nodes.size() && of_logits(node) == of_logits(nodes[n + 1])
-                             ? &nodes[n + 1]
-                             : nullptr;
-      normed = peers_ != nullptr && node.op == "AllReduce" && next != nullptr &&
-               reduce_and_norm(node, inputs[0], outputs[0], *next, inputs_of(*next),
-                               outputs_of(*next), context);
+      if (peers_ != nullptr && node.op == "AllReduce" && n + 1 < nodes.size()) {
+        const Node& next = nodes[n + 1];
+        normed = of_logits(node) == of_logits(next) &&
+                 reduce_and_norm(node, inputs[0], outputs[0], next, inputs_of(next),
+                                 outputs_of(next), context);
+      }
       if (!normed) node.plugin->enqueue(inputs, outputs, scratch_, context);
     }
     for (size_t i = 0; i < outputs.size() && !watched_.empty(); ++i) {
