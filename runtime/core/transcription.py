@@ -166,7 +166,7 @@ class TranscriptionStream:
         return item.request
 
     def take(self, piece: CompletionChunk, search: RunningBeamSearch | None) -> None:
-        """Take a piece of the request's completion, and the beam search of which it is."""
+        """Take a piece of the request's completion, and its beam search, if any."""
         self._pieces.append(piece)
         self._search = search
         if self._decoding is not None and self._decoding.is_final and \
