@@ -150,7 +150,7 @@ class TranscriptionStream:
 
     def advance(self) -> Request | None:
         """Return the next request, after the one before has finished; None at the end."""
-        decoded = self._decoding and self._decoded(self._decoding.request)
+        decoded = None if self._decoding is None else self._decoded(self._decoding.request)
         streamed = self._decoding is not None and self._decoding.is_final
         self._decoding, self._pieces, self._search = None, [], None
         try:

@@ -1,6 +1,7 @@
 """Speech: tokens, segments and languages equal transformers' generate."""
 
 import dataclasses
+import json
 
 import ctranslate2
 import numpy as np
@@ -274,6 +275,75 @@ def test_commands_of_text_refuse_a_model_of_audio(tiny_speech):
         result = CliRunner().invoke(main, [arguments[0], "--case_dir", case, *arguments[1:]])
         assert result.exit_code == 2 and match in result.stderr
     assert "encoder: 2 layers" in CliRunner().invoke(main, ["inspect", case]).stdout
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    root = tmp_path_factory.mktemp("audio")
+    for name, seconds in (("a", 0.9), ("b", 1.8)):
+        soundfile.write(root / f"{name}.wav", speech.sound(seconds, 3), 16_000, subtype="FLOAT")
+    (root / "bad.wav").write_bytes(b"no audio")
+    return root
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(main, [str(own) for own in arguments])
+
+
+def test_run_prints_text_and_segments_of_audio(tiny_speech, files, loaded):
+    _, _, case = tiny_speech
+    expected = loaded[2].transcribe(files / "b.wav", language="en")
+    result = invoke("run", case, "--audio", files / "b.wav", "--language", "en")
+    assert result.exit_code == 0 and result.stdout == f"{expected.text}\n"
+    assert "1.80 s of audio in" in result.stderr
+    lines = invoke("run", case, "--audio", files / "b.wav", "--language", "en",
+                   "--timestamps").stdout.splitlines()
+    assert len(lines) == len(expected.segments)
+    assert lines[0] == f"[00:00:{expected.segments[0].start:06.3f} --> " \
+        f"00:00:{expected.segments[0].end:06.3f}] {expected.segments[0].text.strip()}"
+    found, = json.loads(invoke("run", case, "--audio", files / "b.wav", "--language", "en",
+                               "--json").stdout)["transcriptions"]
+    assert found["text"] == expected.text and found["language"] == "en"
+    assert [own["start"] for own in found["segments"]] == [own.start for own in expected.segments]
+
+
+def test_run_transcribes_the_other_files_if_one_is_damaged(tiny_speech, files):
+    _, _, case = tiny_speech
+    given = [part for name in ("a", "bad", "b") for part in ("--audio", files / f"{name}.wav")]
+    result = invoke("run", case, *given, "--json")
+    assert result.exit_code == 1 and "1 of 3 audio files failed" in result.stderr
+    found = json.loads(result.stdout.splitlines()[0])["transcriptions"]
+    assert [("error" in own, "text" in own) for own in found] == [
+        (False, True), (True, False), (False, True)]
+    alone = invoke("run", case, "--audio", files / "bad.wav")
+    assert alone.exit_code == 2 and "8 bytes are no audio" in alone.stderr
+
+
+@pytest.mark.parametrize(("arguments", "match"), [
+    (("--language", "en"), "--language is given without --audio"),
+    (("--audio", "x.wav", "--chat"), "--chat is given with --audio"),
+    (("--audio", "x.wav", "--prompt", "a", "--prompt", "b"), "2 prompts are given with --audio"),
+    (("--audio", "x.wav", "--fallback_temperatures", "a"), "expected numbers; give a list such"),
+    (("--audio", "x.wav", "--no_speech_threshold", "0.6"), "without logprob_threshold"),
+    (("--audio", "x.wav", "--language", "fr"), "language 'fr' is not supported"),
+    (("--audio", "x.wav"), "'x.wav' cannot be read"),
+])
+def test_run_refuses_wrong_options_of_audio(arguments, match, tiny_speech):
+    result = invoke("run", tiny_speech[2], *arguments)
+    assert result.exit_code == 2 and match in result.stderr
+
+
+def test_bench_measures_the_real_time_factor(tiny_speech, case_tp1):
+    row, = json.loads(invoke("bench", tiny_speech[2], "--audio", 1.5, "--batch_size", 2, "--runs",
+                             1, "--json").stdout)
+    assert row["batch"] == 2 and row["audio_seconds"] == 1.5
+    assert row["real_time_factor"] == pytest.approx(row["latency_ms"] / 3000)
+    assert "real-time" in invoke("bench", tiny_speech[2], "--audio", 1, "--batch_size", 1,
+                                 "--runs", 1).stdout
+    for case, seconds, match in ((tiny_speech[2], 0, "--audio is 0 seconds; give more than 0"),
+                                 (case_tp1, 1, "does not transcribe speech")):
+        refused = invoke("bench", case, "--audio", seconds)
+        assert refused.exit_code == 2 and match in refused.stderr
 
 
 @pytest.mark.thorough
