@@ -21,6 +21,7 @@ from llmc.artifacts.case_files import read_bounded
 from llmc.artifacts.manifest import (
     DRAFT_TOKEN_IDS,
     DTYPE_BYTES,
+    EMBEDS,
     ENCODER_INPUTS,
     ENGINE_INPUTS,
     HIDDEN,
@@ -140,6 +141,9 @@ class ProgramTensor(_Frozen):
         return sizes == shapes.get(len(sizes)) and (self.dtype == "int32") == (len(sizes) == 1)
 
     def _is_input(self) -> bool:
+        if self.name == EMBEDS:
+            return self.dtype in _FLOATS and len(self.shape) == 2 and \
+                self.shape[0] == "num_embeds" and isinstance(self.shape[1], int)
         known = {**ENGINE_INPUTS, MEMORY_ROWS: ("int64", ("num_tokens",))}
         if self.name not in known:
             return False
@@ -263,7 +267,7 @@ class Program(_Frozen):
             raise ValueError(f"the logits are {result.name!r} {list(result.shape)}, expected "
                              f"num_logits rows")
         mismatch = {*self.named("input")} - (
-            {*ENCODER_INPUTS, MEMORY_ROWS} if self.of_encoder else {*ENGINE_INPUTS})
+            {*ENCODER_INPUTS, MEMORY_ROWS} if self.of_encoder else {*ENGINE_INPUTS, EMBEDS})
         if self.of_encoder:
             mismatch |= {*self.named("cache", "state")}
         if mismatch:
@@ -455,8 +459,9 @@ class Program(_Frozen):
             elif name in op.rounded(fields):
                 fits = (tensor.kind, tensor.dtype) == ("value", "float8_e4m3fn")
             else:
-                fits = tensor.kind in ("value", "weight", "memory", "columns") \
-                    and tensor.dtype == dtype
+                fits = tensor.dtype == dtype and (
+                    tensor.kind in ("value", "weight", "memory", "columns")
+                    or (tensor.kind, tensor.name) == ("input", name))
             if tensor.kind == "columns":
                 fits = fits and name in {role.input for role in op.columns}
             # With key_starts, rows are indices into the encoder output.
@@ -506,10 +511,10 @@ class Program(_Frozen):
             last.update(dict.fromkeys((*map(self._base_value, node.inputs), *node.outputs), index))
         last.update(dict.fromkeys(
             (self.logits, *(number for _, number in self._features())), len(self.nodes)))
-        for node in self.nodes:
-            # If all rows have logits, the engine skips this copy, and readers of the copy read
-            # the rows themselves.
-            if node.op == "Gather":
+        for node in reversed(self.nodes):
+            # If all rows have logits, or no token has a row in place of its embedding, the engine
+            # skips this node, and readers of its output read its first input.
+            if node.op in ("Gather", "InputEmbeds"):
                 last[node.inputs[0]] = max(last[node.inputs[0]], last[node.outputs[0]])
         return last
 

@@ -168,7 +168,7 @@ CUDA = register(TargetSpec(
     engine_file="schedule.json", encoder_file="encoder.json", draft_file="draft.json",
     gpu=True, kernels=True, runs_program=True, samples_on_device=True, paged=True,
     recurrent_state=True, latent_caches=True, shared_caches=True, drafts=True, adapters="slots",
-    pools=True,
+    pools=True, embeds=True,
     dtypes=_FLOATS, kv_dtypes=("float8_e4m3fn",), weight_dtypes=_WEIGHT_DTYPES,
     expert_dtypes=_CUDA_EXPERT_DTYPES,
     group_multiple=32,  # columns per load of csrc/kernels/gemm/packed_gemv.cu

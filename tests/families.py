@@ -240,7 +240,10 @@ COMPOSED = frozenset({
     "granite", "phi", "glm", "smollm3", "seed_oss", "codegen", "gpt_bigcode", "biogpt", "gemma",
     "helium", "ernie4_5", "arcee", "olmo3", "ministral", "cohere2", "vaultgemma",
     "gpt_neox_japanese", "umt5", "mbart", "pegasus", "blenderbot-small", "qwen3_5_moe_text",
-    "lfm2_moe", "bamba", "bailing_hybrid", "zamba2"})
+    "lfm2_moe", "bamba", "bailing_hybrid", "zamba2", "openai-gpt", "gpt_neo", "xglm", "nemotron",
+    "exaone4", "stablelm", "olmo", "olmo2", "olmo_hybrid", "granitemoehybrid", "glm4_moe_lite",
+    "minicpm3", "internlm3", "apertus", "ernie4_5_moe", "dots1", "hunyuan_v1_moe", "minimax_m2",
+    "phimoe", "qwen2_moe", "olmoe", "granitemoe"})
 
 _T5 = dict(vocab_size=VOCAB, d_model=64, d_kv=16, d_ff=100, num_layers=4, num_decoder_layers=4,
            num_heads=4, relative_attention_num_buckets=8, relative_attention_max_distance=20,

@@ -361,6 +361,7 @@ class Interpreter:
                   "commit_lens": step.commit_lens,
                   "logits_indices": step.logits_indices, "block_table": step.block_tables,
                   "lora_ids": step.lora_ids, "lora_logits_ids": step.lora_ids[step.logits_indices],
+                  "embeds": step.embeds.astype(self.dtype), "embed_ids": step.embed_ids,
                   "token_type_ids": step.token_type_ids if len(step.token_type_ids)
                   else np.zeros_like(step.token_ids), **inputs}
         if self.states and not any(schedule is own for own in self.drafts):
@@ -395,6 +396,9 @@ class Interpreter:
             if not sizes["num_logits"] and node.outputs and \
                     schedule.tensors[node.outputs[0]].per_logit and \
                     any(schedule is own for own in self.drafts):
+                continue
+            if node.op == "InputEmbeds" and not len(step.embed_ids):
+                moved[node.outputs[0]] = node.inputs[0]
                 continue
             if node.op == "Gather":
                 results = [read(node.inputs[0])[read(node.inputs[1])]]

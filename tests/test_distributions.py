@@ -31,7 +31,7 @@ CMAKE = shutil.which("cmake", path=f"{Path(sys.executable).parent}{os.pathsep}{o
 PLACES = {"llmc": "llmc", "llmc/artifacts": "artifacts", "llmc/compiler": "compiler",
           "llmc/runtime": "runtime", "llmc/server": "server", "llmc/plugins": "csrc/plugins"}
 DATA = {"llmc/artifacts/model_info.schema.json", "llmc/compiler/check/articles.jsonl",
-        "llmc/compiler/check/pairs.jsonl",
+        "llmc/compiler/check/pairs.jsonl", "llmc/compiler/check/search.jsonl",
         "llmc/server/page.html", "llmc/py.typed"}
 
 

@@ -48,7 +48,7 @@ class Score:
     """A metric. Without a reference, `transformers` and `difference` are None.
 
     `difference` is llmc's minus transformers': relative for perplexity, in points for ROUGE,
-    absolute for Spearman correlations.
+    absolute for Spearman correlations, nDCG and recall.
     """
 
     name: str
@@ -72,7 +72,7 @@ class EvalReport:
     """The result of an evaluation.
 
     Attributes:
-        count: number of scored tokens, of articles, or of pairs.
+        count: number of scored tokens, of articles, of pairs, or of queries.
         summaries: the summaries of articles.
         verdict: None if every difference is within tolerance.
         kept: number of tokens with the reference's top-1 prediction, and number compared.
@@ -354,7 +354,8 @@ def _perplexity(logits_of: Callable[[list[int]], np.ndarray], ids: list[int],
 
 def _summary_prompt(llm: LLM, article: str) -> list[int]:
     if llm.manifest.tokenizer.chat_template is not None:
-        return llm.chat_prompt(f"Summarize this article in two sentences.\n\n{article}")
+        text = llm.render_chat(f"Summarize this article in two sentences.\n\n{article}")
+        return llm.tokenize(text, add_special_tokens=False)
     ids: list[int] = _tokenizer(llm).encode(f"{article}\n\nTL;DR:").ids
     return ids
 
@@ -409,7 +410,8 @@ def print_report(report: EvalReport) -> None:
             row += [f"{score.transformers:.4f}", f"{score.difference:+.2e}"]
         table.add_row(*row)
     console.print(table)
-    unit = {"perplexity": "tokens", "summarize": "articles", "similarity": "pairs"}[report.task]
+    unit = {"perplexity": "tokens", "summarize": "articles", "similarity": "pairs",
+            "retrieval": "queries"}[report.task]
     console.print(f"{report.count} {unit} of {Path(report.data).name}")
     if report.kept is not None:
         console.print(f"{report.kept[0]} of the first {report.kept[1]} tokens have transformers' "

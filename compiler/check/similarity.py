@@ -6,13 +6,17 @@ sentences with scores of their similarity from 0 to 5.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from llmc.artifacts.manifest import Manifest
+from llmc.compiler.check.embedding_reference import (
+    default_tolerance,
+    read_entries,
+    reference_embedder,
+    unit_rows,
+)
 from llmc.compiler.check.evaluate import (
     EvalReport,
     Progress,
@@ -21,18 +25,10 @@ from llmc.compiler.check.evaluate import (
     reference_tolerance,
     verdict,
 )
-from llmc.compiler.frontend.checkpoint import read_json
-from llmc.compiler.frontend.pooling import Dense, model_directory, read_plan
-from llmc.errors import LlmcError, shown
-from llmc.plugins.activations import REFERENCE
-from llmc.plugins.code_types import CODE_TYPES
+from llmc.errors import LlmcError
 from llmc.runtime.core.llm import LLM
 
 PAIRS = Path(__file__).with_name("pairs.jsonl")
-# By dtype, and by bits of quantized weights. Two neighbors of 30 pairs that change places make a
-# difference of 4e-4.
-TOLERANCES = {"float32": 1e-3, "float16": 0.01, "bfloat16": 0.02}
-_QUANTIZED_TOLERANCES = {8: 0.02, 4: 0.1}
 _FORM = '{"text_1": "…", "text_2": "…", "score": 3.5}'
 Pair = tuple[str, str, float]
 
@@ -46,8 +42,7 @@ def similarity(case_dir: str | Path, *, data: str | Path | None = None,
         case_dir: the case directory of a model for task embed.
         data: JSON lines with strings `text_1` and `text_2` and a number `score`; default: `PAIRS`.
         hf_dir: the original, to be run by transformers.
-        tolerance: largest difference from transformers; default: by the model's dtype, see
-            `TOLERANCES`.
+        tolerance: largest difference from transformers; default: by the model's dtype.
         device: see `LLM`.
         progress: called with a phase, the steps done, and their total.
 
@@ -58,7 +53,7 @@ def similarity(case_dir: str | Path, *, data: str | Path | None = None,
     progress("load llmc", 0, 1)
     with LLM(case_dir, device=device) as llm:
         info = llm.pooling.info("similarity", "embed")
-        allowed = reference_tolerance(tolerance, hf_dir, _default_tolerance(llm.manifest))
+        allowed = reference_tolerance(tolerance, hf_dir, default_tolerance(llm.manifest))
         prompt = llm.pooling.prompt(info, None)
         texts = [text for first, second, _ in pairs for text in (first, second)]
         inputs = llm.pooling.inputs(texts, None, prompt)
@@ -68,7 +63,7 @@ def similarity(case_dir: str | Path, *, data: str | Path | None = None,
     if hf_dir is not None:
         progress("load transformers", 0, 1)
         assert info.kind is not None
-        embed = _reference(Path(hf_dir), info.kind)
+        embed = reference_embedder(Path(hf_dir), info.kind)
         vectors = []
         for number, own in enumerate(inputs, 1):
             vectors.append(embed(own.token_ids))
@@ -86,37 +81,22 @@ def read_pairs(path: str | Path) -> list[Pair]:
     Raises:
         LlmcError: the file cannot be read or has fewer than 2 pairs, or a line lacks a field.
     """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise LlmcError(f"'{path}' cannot be read ({error}); give JSON lines in UTF-8") from error
     pairs = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-            first, second, score = entry["text_1"], entry["text_2"], float(entry["score"])
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise LlmcError(f"'{path}', line {number}, is {shown(line)}; write it like {_FORM}") \
-                from error
-        if not (isinstance(first, str) and isinstance(second, str) and np.isfinite(score)):
-            raise LlmcError(f"'{path}', line {number}, is {shown(line)}; write it like {_FORM}")
-        pairs.append((first, second, score))
+    for entry, wrong in read_entries(path, _FORM):
+        first, second, score = (entry.get(key) for key in ("text_1", "text_2", "score"))
+        if not (isinstance(first, str) and isinstance(second, str)
+                and isinstance(score, int | float) and np.isfinite(score)):
+            raise wrong
+        pairs.append((first, second, float(score)))
     if len(pairs) < 2:
         raise LlmcError(f"'{path}' has {len(pairs)} pairs, expected at least 2; write one a line, "
                         f"like {_FORM}")
     return pairs
 
 
-def _default_tolerance(manifest: Manifest) -> float:
-    bits = [CODE_TYPES[dtype].precision for dtype in manifest.quantization or ()]
-    return max([TOLERANCES[manifest.dtype], *(_QUANTIZED_TOLERANCES[number] for number in bits)])
-
-
 def _spearman(vectors: np.ndarray, pairs: Sequence[Pair]) -> float:
     """Rank correlation of pairs' cosine similarities and scores; vectors [2 * pairs, width]."""
-    unit = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+    unit = unit_rows(vectors)
     similarities = (unit[::2] * unit[1::2]).sum(1)
     ranks = [_ranks(similarities), _ranks(np.array([score for *_, score in pairs]))]
     return float(np.corrcoef(ranks)[0, 1])
@@ -128,34 +108,3 @@ def _ranks(values: np.ndarray) -> np.ndarray:
     ends = np.cumsum(counts)
     ranks: np.ndarray = (ends - (counts - 1) / 2)[inverse]
     return ranks
-
-
-def _reference(directory: Path, kind: str) -> Callable[[Sequence[int]], np.ndarray]:
-    """Return transformers' vectors of token ids, pooled in NumPy, before normalization.
-
-    Raises:
-        LlmcError: transformers cannot load the model.
-    """
-    import torch
-    from transformers import AutoModel
-
-    folder = model_directory(directory)
-    plan = read_plan(directory, read_json(folder / "config.json"), "embed", kind, False)
-    try:
-        model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
-    except (OSError, ValueError) as error:
-        raise LlmcError(f"transformers cannot load '{folder}' ({error}); give the model that the "
-                        f"case directory was compiled from") from error
-    dense = [layer for layer in plan.layers if isinstance(layer, Dense)] if plan else []
-
-    def embed(token_ids: Sequence[int]) -> np.ndarray:
-        with torch.inference_mode():
-            states = model(torch.tensor([list(token_ids)])).last_hidden_state[0].double().numpy()
-        row = {"cls": states[0], "last": states[-1], "mean": states.mean(0)}[kind]
-        for layer in dense:
-            row = layer.weight.cast(np.float32).load().astype(float) @ row
-            if layer.bias is not None:
-                row = row + layer.bias.cast(np.float32).load()
-            row = REFERENCE[layer.activation.lower() or "none"](row)
-        return np.asarray(row)
-    return embed

@@ -20,6 +20,7 @@ import onnx_graphsurgeon as gs
 
 from llmc.artifacts.manifest import (
     DRAFT_TOKEN_IDS,
+    EMBEDS,
     HIDDEN,
     HIDDEN_OUT,
     POOLED,
@@ -248,8 +249,9 @@ def _describe(tensor: gs.Tensor, kept: Literal["cache", "state"] | None, offsets
     if is_input and shape[0] == "num_memory_tokens":
         return _describe_memory(tensor, dtype)
     if is_input:
-        return ProgramTensor(name=tensor.name, kind="input", dtype=_name(tensor.dtype),
-                               shape=shape)
+        is_rows = tensor.name == EMBEDS
+        return ProgramTensor(name=tensor.name, kind="input", shape=shape,
+                             dtype=_name(numpy_dtype(dtype) if is_rows else tensor.dtype))
     return ProgramTensor(name=tensor.name, kind="value", dtype=_name(numpy_dtype(dtype)),
                            shape=shape, offset=offsets[id(tensor)],
                            per_logit=shape[0] in _FEW_ROWS)
@@ -279,8 +281,8 @@ def _plan(graph: gs.Graph, kept: Collection[int], memory: Sequence[gs.Tensor], d
                 last_use[id(columns[id(tensor)][0])] = step
     for tensor in given if memory else (*graph.outputs, *given):
         last_use[id(tensor)] = len(graph.nodes)
-    for node in graph.nodes:
-        if _op(node) == "Gather":  # if all rows are selected, the engine reads its input in place
+    for node in reversed(graph.nodes):
+        if _op(node) in ("Gather", "InputEmbeds"):  # an engine may read the first input in place
             rows, selected = id(node.inputs[0]), id(node.outputs[0])
             last_use[rows] = max(last_use[rows], last_use[selected])
     values = [(step, tensor) for step, node in enumerate(graph.nodes) for tensor in node.outputs

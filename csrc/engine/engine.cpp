@@ -145,6 +145,8 @@ void Engine::place_tensors() {
   input(inputs_.lora_ids, kLoraIds);
   input(inputs_.lora_logits_ids, kLoraLogitsIds);
   input(inputs_.token_type_ids, kTokenTypeIds);
+  input(inputs_.embeds, kEmbeds);
+  input(inputs_.embed_ids, kEmbedIds);
 }
 
 // Finds the tensors of each layer's adapters among the nodes' inputs.
@@ -308,6 +310,7 @@ void Engine::enqueue(const Pass& pass, const Step& step) {
   split_kv_plan_->begin_step();
   context.split_kv_plan = split_kv_plan_.get();
   context.adapters = step.adapters;
+  context.embeds = step.embeds;
   if (lora_plan_ != nullptr) lora_plan_->begin_step();
   context.lora_plan = lora_plan_.get();
   context.watcher = watcher_;
@@ -571,7 +574,7 @@ int64_t Engine::submit(const StepInputs& inputs) {
   Ticket& ticket = next_ticket();
   // A step of decoding sequences only is padded to a captured batch size, and computes all logits.
   const bool captured = step.num_decode == step.batch && step.batch <= limits.decoding() &&
-                        !watches() && !program_.pools();
+                        !watches() && !program_.pools() && !step.embeds;
   const bool all = captured || inputs.logits == Logits::kAll;
   std::vector<int32_t> logits_indices;
   std::vector<int64_t> rows;  // rows of logits from which tokens are sampled
@@ -613,6 +616,8 @@ int64_t Engine::submit(const StepInputs& inputs) {
     std::vector<int64_t> token_types(inputs.token_type_ids.begin(), inputs.token_type_ids.end());
     if (inputs_.token_type_ids != nullptr) token_types.resize(step.num_tokens);
     const int64_t types = packed.add(token_types);
+    const int64_t embeds = packed.add(inputs.embeds.data, inputs.embeds.size);
+    const int64_t embed_ids = packed.add(inputs.embed_ids.data, inputs.embed_ids.size);
     const int64_t scores[] = {packed.add(scored),
                               packed.add(inputs.scored_targets.data, inputs.scored_targets.size),
                               packed.add(inputs.scored_counts.data, inputs.scored_counts.size)};
@@ -643,9 +648,18 @@ int64_t Engine::submit(const StepInputs& inputs) {
       check(kernels::transfer(inputs_.token_type_ids, received + types, 8ll * step.num_tokens,
                               stream_.handle),
             "copying token types");
+    if (step.embeds) {
+      check(kernels::transfer(inputs_.embed_ids, received + embed_ids, inputs.embed_ids.bytes(),
+                              stream_.handle),
+            "copying rows of embeddings");
+      if (inputs.embeds.size > 0)
+        check(kernels::round_to(program_.dtype(), inputs_.embeds, at<float>(received, embeds),
+                                inputs.embeds.size, stream_.handle),
+              "copying embeddings");
+    }
     run(model_, step);
     if (adapters) check(cudaEventRecord(adapters_used_.handle, stream_.handle), "an event");
-    step.adapters = false;  // a draft model takes none
+    step.adapters = step.embeds = false;  // a draft model takes none
     ticket.results = {};
     if (program_.pools()) {
       if (inputs.sample.size > 0) pool(ticket, step);

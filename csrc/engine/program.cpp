@@ -29,6 +29,7 @@ const std::map<std::string, InputType>& input_types() {
       {kMemoryLens, {DType::kInt32, kBatch, true, false}},
       {kMemoryRows, {DType::kInt64, kNumTokens, false, true}},
       {kLoraIds, {DType::kInt32, kNumTokens, true, false}},
+      {kEmbedIds, {DType::kInt32, kNumTokens, true, false}},
       {kLoraLogitsIds, {DType::kInt32, kNumLogits, true, false}}};
   return types;
 }
@@ -45,12 +46,16 @@ bool serves(const std::string& port, const std::string& input) {
 }
 
 // Whether the port takes a step input.
-bool is_of_step(const Port& port) { return input_types().count(step_input(port.name)) > 0; }
+bool is_of_step(const Port& port) {
+  return port.name == kEmbeds || input_types().count(step_input(port.name)) > 0;
+}
 
-// Whether a draft model may read the input: it has no recurrent states, encoder or adapters.
+// Whether a draft model may read the input: it has no recurrent states, encoder, adapters or
+// embeddings as prompts.
 bool is_of_draft(const std::string& input) {
   return input != kStateSlots && input != kMemoryStarts && input != kMemoryLens &&
-         input != kLoraIds && input != kLoraLogitsIds && input != kTokenTypeIds;
+         input != kLoraIds && input != kLoraLogitsIds && input != kTokenTypeIds &&
+         input != kEmbeds && input != kEmbedIds;
 }
 
 // Whether the port takes what Program::add_adapters() declares.
@@ -142,6 +147,13 @@ int Program::add_input(const std::string& name, DType dtype) {
   Shape shape{found->second.size};
   if (name == kBlockTable) shape.push_back(limits_.max_blocks());
   return inputs_[name] = declare({Kind::kInput, dtype, shape, name});
+}
+
+int Program::add_embeds(int64_t row_width) {
+  if (inputs_.count(kEmbeds)) throw Error("the engine's input embeds is declared twice");
+  count_of({limits_.max_tokens, row_width});
+  limits_.embeds_width = row_width;
+  return inputs_[kEmbeds] = declare({Kind::kInput, dtype_, {kNumTokens, row_width}, kEmbeds});
 }
 
 int Program::add_weight(DType dtype, const Shape& shape) {
@@ -330,7 +342,8 @@ void Program::check_input(const PluginType& type, const Fields& fields, size_t i
   if (is_of_step(port)) {
     if (given.kind != Kind::kInput || !serves(port.name, given.name))
       throw Error(what + " is not the step's " + step_input(port.name));
-    const InputType& input = input_types().at(given.name);
+    const InputType input = given.name == kEmbeds ? InputType{dtype_, kNumTokens, true, false}
+                                                  : input_types().at(given.name);
     if (!(part == Part::kEncoder ? input.of_encoder : input.of_model))
       throw Error(what + " is not an input of " +
                   (part == Part::kEncoder ? "an encoder" : "a model"));

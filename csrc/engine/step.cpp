@@ -205,6 +205,22 @@ void check_adapters(const StepInputs& inputs, const Limits& limits, int64_t num_
   check_range("lora_ids", inputs.lora_ids, -1, limits.max_loras);
 }
 
+void check_embeds(const StepInputs& inputs, const Limits& limits, int64_t num_tokens) {
+  if (inputs.embed_ids.size == 0) {
+    check_size("embeds without embed_ids", inputs.embeds.size, 0);
+    return;
+  }
+  if (limits.embeds_width == 0)
+    throw Error("a step has rows in place of token embeddings, which the program does not take");
+  check_size("embed_ids", inputs.embed_ids.size, num_tokens);
+  const int64_t rows = inputs.embeds.size / limits.embeds_width;
+  check_size("embeds", inputs.embeds.size, rows * limits.embeds_width);
+  if (rows > num_tokens)
+    throw Error("a step has " + text(rows) + " rows in place of the embeddings of " +
+                text(num_tokens) + " tokens");
+  check_range("embed_ids", inputs.embed_ids, -1, rows);
+}
+
 void check_proposals(const StepInputs& inputs, const Limits& limits, int64_t batch) {
   check_range("next_tokens", inputs.next_tokens, -1, int64_t{1} << 31);
   if (inputs.next_tokens.size > 0) check_size("next_tokens", inputs.next_tokens.size, batch);
@@ -306,7 +322,9 @@ Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size,
   for (int32_t slot : inputs.admit.slots) admitted[slot] = true;
   check_proposals(inputs, limits, batch);
   check_adapters(inputs, limits, num_tokens);
+  check_embeds(inputs, limits, num_tokens);
   step.adapters = inputs.lora_ids.size > 0;
+  step.embeds = inputs.embed_ids.size > 0;
   for (int64_t b = 0; b < batch; ++b) {
     const int64_t fresh = inputs.fresh(b), past = inputs.past_lens[b];
     if (past < 0 || past + fresh > limits.max_seq_len)

@@ -35,6 +35,7 @@ struct Limits {
   bool prompt_lookup = false;  // whether drafts are looked up in the histories of slots
   int max_loras = 0;           // slots of LoRA adapters; 0: the model takes none
   int max_lora_rank = 0;       // maximum rank of an adapter, a multiple of 8
+  int64_t embeds_width = 0;    // of rows in place of token embeddings; 0: the model takes none
 
   // Throws Error if a limit is below the minimum.
   void check() const;
@@ -67,6 +68,7 @@ struct Step {
   bool verifies = false;  // see StepInputs
   int num_drafted = 0, drafted_tokens = 0;
   bool adapters = false;  // whether a token has a LoRA adapter
+  bool embeds = false;    // whether a token has a row in place of its embedding
 
   static Step of_decoding(int batch) { return {batch, batch, batch, true, batch, 0, 0}; }
 };
@@ -124,6 +126,8 @@ struct StepInputs {
   HostArray<int32_t> lora_ids;  // [num_tokens], the slot of each token's adapter, or -1; empty: no
                                 // token has one
   HostArray<int64_t> token_type_ids;  // [num_tokens], or empty: all are 0
+  HostArray<float> embeds;            // [num_embeds, width], rows in place of token embeddings
+  HostArray<int32_t> embed_ids;       // [num_tokens], the row of each, or -1; empty: none has any
   Admissions admit;
 
   int batch() const { return static_cast<int>(past_lens.size); }

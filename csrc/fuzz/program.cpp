@@ -77,7 +77,7 @@ void declare(FuzzedDataProvider& data, Program& program) {
   static constexpr const char* kInputs[] = {
       "input_ids", "position_ids", "cu_seqlens",   "past_lens",   "logits_indices",
       kBlockTable, kStateSlots,    kCommitLens,    kMemoryStarts, kMemoryLens,
-      kMemoryRows, kLoraIds,       kLoraLogitsIds, "tokens"};
+      kMemoryRows, kLoraIds,       kLoraLogitsIds, kEmbedIds,     "tokens"};
   switch (data.ConsumeIntegralInRange(0, 10)) {
     case 0:
       program.add_input(data.PickValueInArray(kInputs),
@@ -86,7 +86,9 @@ void declare(FuzzedDataProvider& data, Program& program) {
     case 1: program.add_weight(dtype(data), shape(data)); break;
     case 2: program.add_cache(dtype(data), number(data), number(data)); break;
     case 3: program.add_state(dtype(data), shape(data)); break;
-    case 4: program.add_memory(number(data)); break;
+    case 4:
+      data.ConsumeBool() ? program.add_memory(number(data)) : program.add_embeds(number(data));
+      break;
     case 5:
     case 6: {
       const bool per_logit = data.ConsumeBool();

@@ -19,20 +19,20 @@ from llmc.errors import LlmcError
 @click.command("eval")
 @case_options
 @click.option("--task", required=True,
-              type=click.Choice(["perplexity", "summarize", "similarity"]),
-              help="Metric to measure; summarize needs the eval extra, and similarity a model for "
-                   "task embed.")
+              type=click.Choice(["perplexity", "summarize", "similarity", "retrieval"]),
+              help="Metric to measure; summarize needs the eval extra, and similarity and "
+                   "retrieval a model for task embed.")
 @click.option("--data", type=click.Path(path_type=Path), default=None,
               help="Text file; for summarize JSON lines with article and summary, for similarity "
-                   "with text_1, text_2 and score.  [default: articles and pairs that are part of "
-                   "llmc]")
+                   "with text_1, text_2 and score, for retrieval with id and text, and with query "
+                   "and relevant (ids).  [default: data that are part of llmc]")
 @click.option("--hf_dir", default=None, help="Original model, to measure transformers as well.")
 @click.option("--tolerance", type=float, default=None,
               help="Maximum difference between the two: relative for perplexity, points for "
-                   "ROUGE, absolute for similarity.  [default for perplexity: 0.0001 in float32, "
-                   "0.002 in float16, 0.02 in bfloat16, 0.05 with 8-bit and 0.5 with 4-bit "
-                   "weights; for ROUGE: 1 in float32, else 5; for similarity: 0.001, 0.01, "
-                   "0.02, 0.02 and 0.1]")
+                   "ROUGE, absolute for similarity and retrieval.  [default for perplexity: "
+                   "0.0001 in float32, 0.002 in float16, 0.02 in bfloat16, 0.05 with 8-bit and "
+                   "0.5 with 4-bit weights; for ROUGE: 1 in float32, else 5; for similarity and "
+                   "retrieval: 0.001, 0.01, 0.02, 0.02 and 0.1]")
 @click.option("--max_length", type=int, default=None,
               help="Length of a window of perplexity, in tokens.  [default: the KV cache's, at "
                    "most 1024]")
@@ -45,17 +45,19 @@ from llmc.errors import LlmcError
 @json_option
 def eval_command(directory: Path | None, case_dir: Path | None, task: str, as_json: bool,
                  **options: Any) -> None:
-    """Measure a compiled model's quality: perplexity, ROUGE of summaries, or similarities."""
+    """Measure a compiled model's quality: perplexity, ROUGE, similarity or retrieval."""
     found = require_case_dir(directory, case_dir)
     with Phases() as phases:
         if options["hf_dir"] is not None:
             phases.begin("import")
             import_compiler()
         from llmc.compiler.check.evaluate import EvalReport, perplexity, print_report, summarize
+        from llmc.compiler.check.retrieval import retrieval
         from llmc.compiler.check.similarity import similarity
 
         tasks: dict[str, Callable[..., EvalReport]] = {
-            "perplexity": perplexity, "summarize": summarize, "similarity": similarity}
+            "perplexity": perplexity, "summarize": summarize, "similarity": similarity,
+            "retrieval": retrieval}
         measure = tasks[task]
         given = {name: value for name, value in options.items() if value is not None}
         for name in given.keys() - inspect.signature(measure).parameters.keys():

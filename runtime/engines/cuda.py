@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from llmc import __version__
 from llmc.artifacts.adapter import Matrices
 from llmc.artifacts.draft_tokens import read_draft_token_ids
-from llmc.artifacts.manifest import DRAFT_TOKEN_IDS, Chip, DraftInfo, Manifest
+from llmc.artifacts.manifest import DRAFT_TOKEN_IDS, EMBEDS, Chip, DraftInfo, Manifest
 from llmc.artifacts.program import (
     Part,
     Program,
@@ -501,6 +501,7 @@ def step_arrays(step: Step, mem_max_seq_len: int = 0, states: StateSlots | None 
             draft, and for each uncommitted token.
     """
     verifies = bool(step.num_extra.any()) and step.num_tokens <= max_rows and \
+        not len(step.embed_ids) and \
         bool((step.seq_lens == 1 + step.num_extra).all())
     mask_rows, masks = mask_arrays(step)
     num_drafts = step.num_drafts[step.sample] if len(step.num_drafts) else _NONE
@@ -518,7 +519,8 @@ def step_arrays(step: Step, mem_max_seq_len: int = 0, states: StateSlots | None 
             state_slots, commit_lens, state_copies, step.scored.rows.astype(np.int32),
             step.scored.targets, step.scored.counts, step.next_tokens,
             -1 if step.propose is None else step.propose, step.unread,
-            step.lora_ids if len(step.adapters) else _NONE, step.token_type_ids, *admit.arrays())
+            step.lora_ids if len(step.adapters) else _NONE, step.token_type_ids,
+            step.embeds.reshape(-1), step.embed_ids, *admit.arrays())
 
 
 def as_rows(step: Step) -> Step:
@@ -728,7 +730,8 @@ def _declare(declared: Any, tensor: ProgramTensor) -> int:
     """Declare a tensor that is not a value, and return its index."""
     number: int
     if tensor.kind == "input":
-        number = declared.add_input(tensor.name, tensor.dtype)
+        number = declared.add_embeds(tensor.shape[1]) if tensor.name == EMBEDS else \
+            declared.add_input(tensor.name, tensor.dtype)
     elif tensor.kind == "weight":
         number = declared.add_weight(tensor.dtype, list(tensor.shape))
     elif tensor.kind == "memory":

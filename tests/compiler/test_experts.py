@@ -33,7 +33,9 @@ def fields(graph, op):
 
 
 @pytest.mark.parametrize(("family", "tp_size", "expert_parallel"), [
-    *((family, tp_size, False) for family in families.MIXTURES for tp_size in (1, 2)
+    *(pytest.param(family, tp_size, False,
+                   marks=[pytest.mark.thorough] * (family in families.COMPOSED))
+      for family in families.MIXTURES for tp_size in (1, 2)
       if tp_size == 1 or family not in ("olmoe", "minimax_m2")),  # norms over all ranks' heads
     *(("mixtral", tp_size, True) for tp_size in (2, 4)), ("qwen3_moe", 3, True),
     ("gpt_oss", 2, True)])

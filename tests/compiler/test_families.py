@@ -76,8 +76,8 @@ def check_drafts(llm, prompt):
     assert made.token_ids[:count] == alone.token_ids[:count]
 
 
-@pytest.mark.parametrize("family", {**families.FAMILIES, **families.LATENT,
-                                    **families.OWN_ATTENTION})
+@pytest.mark.parametrize("family", families.once(
+    {**families.FAMILIES, **families.LATENT, **families.OWN_ATTENTION}))
 def test_family_equals_transformers_at_every_tp_size(family, tmp_path):
     check_family(family, limits(family), tmp_path)
 

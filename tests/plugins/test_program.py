@@ -711,6 +711,47 @@ def test_nodes_take_adapters_in_slots(slotted):
     slotted.check_step(8, *step_arrays(made)[:25], ints(0, -1, 2, 0), *step_arrays(made)[26:])
 
 
+@pytest.fixture
+def with_embeds(slotted):
+    """A program whose embeddings may be replaced by rows of 8 numbers."""
+    ids, rows = slotted.add_input("embed_ids", "int32"), slotted.add_embeds(8)
+    x, y = (slotted.add_value("float32", [T, 8], offset, False) for offset in (0, 32))
+    slotted.add_node("InputEmbeds", {}, [x, rows, ids], [y])
+    slotted.set_logits(slotted.add_value("float32", [L, 16], 0, True), 8)
+    return slotted
+
+
+def test_steps_may_have_rows_in_place_of_embeddings(with_embeds):
+    made = replace(step(), memory=None)
+    rows = np.zeros((2, 8), np.float32)
+    for ids in (ints(0, 1, -1, 0), ints(-1, -1, -1, -1)):
+        with_embeds.check_step(8, *step_arrays(replace(made, embeds=rows, embed_ids=ids)))
+    with_embeds.check_step(8, *step_arrays(made))
+
+
+@pytest.mark.parametrize(("rows", "ids", "match"), [
+    ((2, 8), (0, 2, -1, 0), r"embed_ids\[1\] is 2, expected -1 to 1"),
+    ((2, 8), (0, -2, -1, 0), r"embed_ids\[1\] is -2, expected -1 to 1"),
+    ((2, 8), (0,), "embed_ids has 1 elements, expected 4"),
+    ((2, 7), (0, -1, 0, 0), "embeds has 14 elements, expected 8"),
+    ((5, 8), (0, 2, 4, 1), "5 rows in place of the embeddings of 4 tokens"),
+    ((1, 8), (), "embeds without embed_ids has 8 elements, expected 0")])
+def test_invalid_rows_are_refused(extension, with_embeds, rows, ids, match):
+    made = replace(step(), memory=None, embeds=np.zeros(rows, np.float32), embed_ids=ints(*ids))
+    with pytest.raises(extension.CudaError, match=match):
+        with_embeds.check_step(8, *step_arrays(made))
+
+
+def test_rows_need_a_program_that_takes_them(extension, slotted):
+    slotted.set_logits(slotted.add_value("float32", [L, 16], 0, True), 8)
+    made = replace(step(), memory=None, embeds=np.zeros((1, 8), np.float32),
+                   embed_ids=ints(0, -1, -1, -1))
+    with pytest.raises(extension.CudaError, match="which the program does not take"):
+        slotted.check_step(8, *step_arrays(made))
+    with pytest.raises(extension.CudaError, match="unknown engine input 'embeds'"):
+        slotted.add_input("embeds", "float32")
+
+
 @pytest.mark.parametrize(("changes", "match"), [
     (dict(down=lambda p: -1), "takes lora_ids, lora_down, lora_up and lora_ranks together"),
     (dict(lora_ids=lambda p: -1), "takes lora_ids, lora_down, lora_up and lora_ranks together"),

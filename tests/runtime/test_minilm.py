@@ -10,15 +10,21 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 
 import llmc
+from llmc.compiler.check.retrieval import retrieval
 
 DOCS = Path(__file__).parents[2] / "docs"
 QUERIES = ("How are requests batched?", "weights in four bits", "the server refuses a request")
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory):
-    case = tmp_path_factory.mktemp("minilm") / "case"
-    llmc.compile(families.minilm(), case)
+def case(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("minilm") / "case"
+    llmc.compile(families.minilm(), directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def llm(case):
     with llmc.LLM(case) as own:
         yield own
 
@@ -75,3 +81,8 @@ def test_texts_have_transformers_vectors_alone_and_in_company(llm, sentences, em
     assert np.abs(llm.embed(texts, truncate_prompt_tokens=-1) - reference).max() <= 1e-5
     for text, row in zip(texts, reference, strict=True):
         assert np.abs(llm.embed(text, truncate_prompt_tokens=-1)[0] - row).max() <= 1e-5
+
+
+def test_the_shipped_search_is_ranked_as_by_sentence_transformers(case):
+    # By InformationRetrievalEvaluator of sentence-transformers 5.7.0.
+    assert [round(score.llmc, 6) for score in retrieval(case).scores] == [0.940515, 1.0]

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 import llmc
+from llmc.compiler.check.retrieval import measure, read_search, retrieval
 from llmc.compiler.check.similarity import PAIRS, read_pairs, similarity
 from llmc.runtime.core.pooling import Input
 
@@ -276,6 +278,50 @@ def test_eval_gives_transformers_correlation(tmp_path):
     assert report.verdict is None and report.count == 3 and score.llmc == score.transformers
     shipped = similarity(tmp_path / "case")
     assert shipped.count == len(read_pairs(PAIRS)) == 30 and shipped.reference is None
+
+
+def test_gains_and_recall_are_those_of_a_search_by_hand():
+    queries = np.array([[1.0, 0.0], [0.0, 2.0]])
+    angles = np.radians(np.arange(12) * 5)
+    documents = np.stack([np.cos(angles), np.sin(angles)], 1) * 3  # best of query 0: 0, 1, 2, …
+    found = measure(queries, documents, [frozenset({1, 3, 11}), frozenset({11})])
+    gain = (1 / math.log2(3) + 1 / math.log2(5)) / (1 + 1 / math.log2(3) + 1 / math.log2(4))
+    assert found["ndcg@10"] == pytest.approx((gain + 1) / 2)
+    assert found["recall@10"] == pytest.approx((2 / 3 + 1) / 2)
+
+
+def test_eval_ranks_documents_with_the_prompts_of_transformers(tmp_path):
+    pooling.save("bert", pooling.ENCODERS["bert"], tmp_path / "hf", pooling="mean")
+    (tmp_path / "hf" / "config_sentence_transformers.json").write_text(json.dumps(
+        {"prompts": {"query": "query : ", "passage": "the document : ", "other": "a "}}))
+    llmc.compile(tmp_path / "hf", tmp_path / "case")
+    data = tmp_path / "search.jsonl"
+    texts = ["cat", "dog sat", "water is cold", "food"]
+    data.write_text("\n".join(map(json.dumps, [
+        *({"id": text[:3], "text": text} for text in texts),
+        {"query": "a cat", "relevant": ["cat"]},
+        {"query": "warm water", "relevant": ["wat", "foo"]}])))
+    report = retrieval(tmp_path / "case", data=data, hf_dir=tmp_path / "hf")
+    assert report.verdict is None and report.count == 2
+    assert [score.llmc for score in report.scores] == [s.transformers for s in report.scores]
+    with llmc.LLM(tmp_path / "case") as llm:
+        vectors = llm.embed([f"the document : {text}" for text in texts], prompt_name=None)
+        queries = llm.embed(["a cat", "warm water"], prompt_name="query")
+    assert report.scores[0].llmc == measure(queries, vectors, [{0}, {2, 3}])["ndcg@10"]
+    shown = run("eval", tmp_path / "case", "--task", "retrieval", "--data", data)
+    assert shown.returncode == 0 and "2 queries of search.jsonl" in shown.stdout
+
+
+@pytest.mark.parametrize(("lines", "message"), [
+    ([], "has 0 documents and no queries"), ([{"id": "a", "text": "b"}], "has 1 documents and no"),
+    ([{"id": "a", "text": ""}], "line 1, is"), ([{"id": "a", "text": "b"}] * 2, "the id 'a' twice"),
+    ([{"query": "a", "relevant": []}], "line 1, is"), ([[]], "line 1, is"),
+    ([{"query": "a", "relevant": ["b"]}], "names the document 'b' in query 'a', and has none"),
+    ([{"query": "a", "relevant": ["b"]}] * 2, "the query 'a' twice")])
+def test_wrong_search_sets_are_refused(lines, message, tmp_path):
+    (tmp_path / "search.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    with pytest.raises(llmc.LlmcError, match=message):
+        read_search(tmp_path / "search.jsonl")
 
 
 @pytest.mark.parametrize(("line", "message"), [

@@ -1,9 +1,12 @@
 """Prompts with rows in place of token embeddings: as transformers' inputs_embeds, in company."""
 
+from dataclasses import replace
+
 import families
 import numpy as np
 import pytest
 import torch
+from schedule_interpreter import LIMITS, interpreted
 
 import llmc
 
@@ -70,6 +73,25 @@ def test_families_generate_as_transformers(family, tp_size, tmp_path):
     assert_generates(model, one, mixed, rows[:3])
     assert_generates(model, other, alone, rows[3:])
     assert_generates(model, plain, [5, 9, 33], rows[:0])
+
+
+@pytest.mark.extension
+@pytest.mark.parametrize(("family", "options"), [
+    ("gemma3_text", {"tp_size": 2}), thorough("gpt2", {"tp_size": 3}),
+    thorough("qwen3", {"enable_lora": True}), thorough("mamba2", {}), thorough("qwen3_moe", {})])
+def test_programs_of_gpus_read_rows(family, options, tmp_path):
+    """In steps of few tokens, so that rows of a prompt are in several."""
+    model = families.tiny_model(family)
+    llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", target="cuda",
+                 enable_prompt_embeds=True, **options)
+    mixed, alone = [5, -1, -1, 9, 33, -1, 7], [-1] * 6
+    rows = rows_of(model, 9)
+    with interpreted(tmp_path / "case", replace(LIMITS, max_tokens=8, max_slots=4)) as llm:
+        made = llm.generate([prompt(mixed, rows[:3]), {"prompt_embeds": rows[3:]}, [5, 9, 33]],
+                            GREEDY)
+    for completion, ids, own in zip(made, (mixed, alone, [5, 9, 33]),
+                                    (rows[:3], rows[3:], rows[:0]), strict=True):
+        assert_generates(model, completion, ids, own)
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +203,7 @@ def test_a_model_compiled_without_refuses_rows(case_tp1):
 
 
 @pytest.mark.parametrize(("options", "match"), [
-    (dict(target="cuda"), "prompt embeddings run on target cpu"),
+    (dict(target="tensorrt", max_batch_size=2), "prompt embeddings run on target cpu or cuda"),
     (dict(task="embed", pooling="mean"),
      "compiled for task embed, which prompt embeddings do not support")])
 def test_compiling_for_what_takes_no_rows_is_refused(tiny_hf, options, match, tmp_path):

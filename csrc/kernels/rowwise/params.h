@@ -31,6 +31,18 @@ struct EmbeddingParams {
 };
 cudaError_t embedding(DType dtype, const EmbeddingParams& params, cudaStream_t stream);
 
+// y[t] = embeds[ids[t]] where ids[t] >= 0, else x[t]. x, y and embeds are T of rows of `hidden`.
+struct InputEmbedsParams {
+  void* y;
+  const void* x;
+  const void* embeds;
+  const int32_t* ids;
+  int num_tokens, hidden;
+};
+cudaError_t input_embeds(DType dtype, const InputEmbedsParams& params, cudaStream_t stream);
+// Rounds `count` float32 numbers to T.
+cudaError_t round_to(DType dtype, void* y, const float* x, int64_t count, cudaStream_t stream);
+
 constexpr int kMaxNormHidden = 32768;  // maximum hidden
 // sum = x + residual (with a residual); y = norm(sum) * weight + bias. x, residual, y and sum are T
 // [rows, hidden]; weight and bias are float32 [hidden] or null. LayerNorm with `centred`, RMSNorm

@@ -57,7 +57,6 @@ OP = Op(
     dims=_dims,
     body=_body,
     integer_inputs=frozenset({"embed_ids"}),
-    has_core=False,
     reference=_reference,
     samples=_samples,
     tolerance=0.0,
