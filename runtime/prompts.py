@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Number
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from llmc.errors import LlmcError, shown
 from llmc.runtime.sampling.params import listed, whole
+
+if TYPE_CHECKING:
+    from llmc.runtime.multimodal.items import PlaceholderRange
 
 Messages = str | Sequence[Mapping[str, object]]
 
@@ -36,11 +40,28 @@ class EmbedsPrompt:
         return EmbedsPrompt([ROW] * len(rows), rows)
 
 
+@dataclass(frozen=True, eq=False)
+class MediaPrompt:
+    """A prompt with images or audio; see `LLM.media_prompt`.
+
+    Args:
+        token_ids: with the tokens of each item in place of its placeholder.
+        ranges: positions of the items.
+    """
+
+    token_ids: list[int]
+    ranges: Sequence[PlaceholderRange]
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
 # See `read_prompts`.
-Prompt = str | Sequence[int] | Mapping[str, object] | EmbedsPrompt
+Prompt = str | Sequence[int] | Mapping[str, object] | EmbedsPrompt | MediaPrompt
+_Read = str | list[int] | EmbedsPrompt | MediaPrompt
 
 
-def read_prompts(prompts: object) -> list[str | list[int] | EmbedsPrompt]:
+def read_prompts(prompts: object) -> list[_Read]:
     """Read one prompt or several, each a text, token ids or a mapping.
 
     Token ids are in a list, tuple, numpy array or similar. A mapping has `prompt`, a text, or
@@ -50,7 +71,7 @@ def read_prompts(prompts: object) -> list[str | list[int] | EmbedsPrompt]:
     Raises:
         LlmcError: the value is of another type.
     """
-    if isinstance(prompts, str | Mapping | EmbedsPrompt):
+    if isinstance(prompts, str | Mapping | EmbedsPrompt | MediaPrompt):
         return [_read_prompt(prompts, "the prompt")]
     try:
         each = listed(list(prompts) if isinstance(prompts, Iterator) else prompts)
@@ -62,9 +83,9 @@ def read_prompts(prompts: object) -> list[str | list[int] | EmbedsPrompt]:
     return [_read_prompt(prompt, f"prompt {index}") for index, prompt in enumerate(each)]
 
 
-def _read_prompt(prompt: object, name: str) -> str | list[int] | EmbedsPrompt:
+def _read_prompt(prompt: object, name: str) -> _Read:
     """Read one of several prompts."""
-    if isinstance(prompt, str | EmbedsPrompt):
+    if isinstance(prompt, str | EmbedsPrompt | MediaPrompt):
         return prompt
     return _read_mapping(prompt, name) if isinstance(prompt, Mapping) \
         else read_token_ids(prompt, name)

@@ -30,6 +30,7 @@ from starlette.types import Receive, Scope, Send
 
 from llmc import __version__
 from llmc.errors import LlmcError, shortened
+from llmc.runtime.prompts import MediaPrompt
 from llmc.runtime.sampling.sampler import NonFiniteLogits
 from llmc.server.access import Access, Authenticated, Guarded
 from llmc.server.answer import Answer, error_event
@@ -280,8 +281,9 @@ class Api:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError("expected either prompt or messages; give one of them")
         if body.messages is not None:
-            tokens = await model.read_messages(
+            read = await model.read_messages(
                 body.messages, chat_template_kwargs=body.chat_template_kwargs)
+            tokens = read.token_ids if isinstance(read, MediaPrompt) else read
         else:
             count, tokens = await model.offload.tokenize(
                 body.prompt or "", body.add_special_tokens, MAX_TOKENS)
@@ -381,7 +383,9 @@ class Api:
             stack.enter_context(model.working())
             try:
                 async with asyncio.timeout_at(deadline):
-                    job = replace(await read(model, body), adapter=model.adapter_of(body.model))
+                    # The client may disconnect while images are fetched.
+                    job = replace(await _unless_disconnected(request, read(model, body)),
+                                  adapter=model.adapter_of(body.model))
                     _check_length(model, job, param)
                     answer = answered(model, body, job)
                     stack.callback(lambda: note(
@@ -525,7 +529,8 @@ def _described(model: Model, adapter: str | None) -> dict[str, Any]:
     return {"id": adapter or model.name, "object": "model", "created": model.created,
             "owned_by": "llmc", "root": model.name,
             "parent": None if adapter is None else model.name,
-            "max_model_len": model.llm.max_model_len}
+            "max_model_len": model.llm.max_model_len,
+            "input_modalities": ["text", *(model.media.modalities if model.media else ())]}
 
 
 def _status_and_message(error: LlmcError, model: Model | None) -> tuple[int, str]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from llmc.runtime.core.request import CompletionChunk
+from llmc.runtime.prompts import MediaPrompt
 from llmc.server.answer import Choices, Object, finite
 from llmc.server.errors import ApiError
 from llmc.server.model import GenerationJob, Model
@@ -47,15 +48,18 @@ async def read_conversation(model: Model, body: Conversation, messages: Sequence
         LlmcError: the messages or the tools are invalid, or the model has no chat template.
     """
     prompt = await read_prompt(model, body, messages)
+    ids = prompt.token_ids if isinstance(prompt, MediaPrompt) else prompt
     if max_tokens is None:  # the answer ends at EOS
-        max_tokens = max(model.llm.max_model_len - len(prompt), 1)
-    check_values([prompt], prompt_logprobs)
+        max_tokens = max(model.llm.max_model_len - len(ids), 1)
+    check_values([ids], prompt_logprobs)
     params = with_marks(model, body, body.sampling(max_tokens, logprobs, model.sampling_defaults,
                                                    prompt_logprobs))
-    return GenerationJob([prompt], params, body.priority)
+    return GenerationJob([ids], params, body.priority,
+                         with_rows=[prompt] if isinstance(prompt, MediaPrompt) else ())
 
 
-async def read_prompt(model: Model, body: Conversation, messages: Sequence[Message]) -> list[int]:
+async def read_prompt(model: Model, body: Conversation, messages: Sequence[Message]) -> \
+        list[int] | MediaPrompt:
     """Render a conversation, with the tools, and tokenize it.
 
     Raises:
@@ -65,7 +69,8 @@ async def read_prompt(model: Model, body: Conversation, messages: Sequence[Messa
     if use.tools and not use.is_forced:
         _check_callable(model)
     tools = [tool.model_dump(exclude_none=True) for tool in use.tools]
-    return await model.read_messages(messages, tools or None, body.template_variables)
+    return await model.read_messages(messages, tools or None, body.template_variables,
+                                     body.PROMPT)
 
 
 def _check_callable(model: Model) -> None:

@@ -41,7 +41,7 @@ async def read_completion(model: Model, body: CompletionRequest) -> GenerationJo
         body.prediction)
     echo = await asyncio.to_thread(_texts, model, body, prompts) if body.echo else None
     return GenerationJob([*(own.token_ids for own in embeds), *prompts], params, body.priority,
-                         echo, embeds=embeds)
+                         echo, with_rows=embeds)
 
 
 def _texts(model: Model, body: CompletionRequest, prompts: Sequence[Sequence[int]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""/v1/messages: the Anthropic API, for text and tools."""
+"""/v1/messages: the Anthropic API, for text, images and tools."""
 
 from __future__ import annotations
 
@@ -33,6 +33,17 @@ _MODES = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
 _DELTAS = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking")}
 
 
+class ImageSource(Fields):
+    """Where the bytes of an image are."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str = ""
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+
+
 class Block(Fields):
     """A block of a message's content; its attributes depend on `type`."""
 
@@ -40,6 +51,7 @@ class Block(Fields):
 
     type: str
     text: str | None = None
+    source: ImageSource | None = None
     thinking: str | None = None
     # Of a tool call and of its result.
     id: str | None = None
@@ -177,7 +189,24 @@ def _messages(message: InputMessage) -> Iterator[dict[str, Any]]:
 
 
 def _parts(blocks: list[Block]) -> list[dict[str, Any]]:
-    return [{"type": block.type, "text": block.text} for block in blocks]
+    return [{"type": "image_url", "image_url": {"url": _image_url(block)}}
+            if block.type == "image" else {"type": block.type, "text": block.text}
+            for block in blocks]
+
+
+def _image_url(block: Block) -> str:
+    """Return the URL of an image's source.
+
+    Raises:
+        ApiError: the source is of another type, or incomplete.
+    """
+    source = block.source or ImageSource()
+    if source.type == "base64" and source.data and source.media_type:
+        return f"data:{source.media_type};base64,{source.data}"
+    if source.type == "url" and source.url:
+        return source.url
+    raise ApiError("the source of an image is neither base64 with media_type and data, nor a url; "
+                   "give one of them", param="messages")
 
 
 async def read_message(model: Model, body: MessagesRequest) -> GenerationJob:

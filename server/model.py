@@ -16,11 +16,14 @@ from llmc.runtime.chat_template import DEFAULT, TOOL_USE
 from llmc.runtime.core.llm import AsyncLLM
 from llmc.runtime.core.request import CompletionChunk
 from llmc.runtime.message_forms import ContentFormat
-from llmc.runtime.prompts import EmbedsPrompt
+from llmc.runtime.multimodal.items import PLURALS, Modality
+from llmc.runtime.multimodal.messages import WIRE_PARTS, MediaSource, split_media
+from llmc.runtime.prompts import EmbedsPrompt, MediaPrompt
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sampling.token_text import token_bytes, token_text
 from llmc.runtime.tokenizer import read_config
 from llmc.server.errors import ApiError, prompt_too_long
+from llmc.server.media import MediaLimits, MediaReader
 from llmc.server.offload import Offload
 from llmc.server.prompt_embeds import read_prompt_embeds
 from llmc.server.protocol import MAX_CHOICES, Message, Part, Prediction
@@ -28,6 +31,7 @@ from llmc.server.reasoning import REASONING_MARKS, recognized_reasoning
 from llmc.server.tool_parsers import TOOL_PARSERS, recognized_parser
 
 GenerationConfig = Literal["auto", "none"]
+_NOUNS: Mapping[Modality, str] = {"image": "an image", "audio": "audio"}
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 # Fields of a tokenizer's configuration that are file names.
 _PATHS = ("name_or_path", "vocab_file", "merges_file", "tokenizer_file", "special_tokens_map_file")
@@ -38,12 +42,12 @@ class GenerationJob:
     """Prompts of a request, with `n` choices for each.
 
     Args:
-        prompts: token ids; -1 for rows of embeddings.
+        prompts: token ids; -1 for rows of embeddings, and tokens of images in their place.
         params: sampling parameters.
         priority: of its sequences.
         adapter: LoRA adapter to generate with.
         echo: text for each prompt that its choices begin with. None: no echo.
-        embeds: the first prompts, if these are embeddings.
+        with_rows: the first prompts, if these have embeddings, images or audio.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -51,7 +55,7 @@ class GenerationJob:
     priority: int = 0
     echo: Sequence[str] | None = None
     adapter: str | None = None
-    embeds: Sequence[EmbedsPrompt] = ()
+    with_rows: Sequence[EmbedsPrompt | MediaPrompt] = ()
 
     def __post_init__(self) -> None:
         check_choices(len(self.prompts), self.n)
@@ -61,9 +65,10 @@ class GenerationJob:
         return max(self.params.n, self.params.beam_width)
 
     @property
-    def inputs(self) -> Sequence[Sequence[int] | EmbedsPrompt]:
+    def inputs(self) -> Sequence[Sequence[int] | EmbedsPrompt | MediaPrompt]:
         """What the model gets."""
-        return [*self.embeds, *self.prompts[len(self.embeds):]] if self.embeds else self.prompts
+        return [*self.with_rows, *self.prompts[len(self.with_rows):]] if self.with_rows \
+            else self.prompts
 
     @property
     def prompt_tokens(self) -> int:
@@ -97,6 +102,7 @@ class Model:
         content_format: format of messages' content; see `LLM.chat_prompt`.
         generation_config: `auto`: sampling defaults of the model; `none`: those of llmc.
         prompt_embeds: whether requests may have `prompt_embeds`.
+        media: limits of images and audio.
 
     Attributes:
         requests: number of running requests.
@@ -104,13 +110,16 @@ class Model:
         special_tokens: texts of the tokenizer's special tokens.
         sampling_defaults: attributes of `SamplingParams` for requests without them.
         logged_defaults: the same, as logged.
+        media: reader of images and audio; None if the model takes none.
     """
 
     def __init__(self, llm: AsyncLLM, name: str, tool_call_parser: str | None = None,
                  reasoning_parser: str = "auto", content_format: ContentFormat = "auto",
                  generation_config: GenerationConfig = "auto",
-                 prompt_embeds: bool = False) -> None:
+                 prompt_embeds: bool = False, media: MediaLimits | None = None) -> None:
         self.llm, self.name = llm, name
+        self.media = None if llm.processor is None else \
+            MediaReader(llm.processor, media or MediaLimits())
         self._prompt_embeds = prompt_embeds
         if prompt_embeds and llm.manifest.embeds_width is None:
             raise LlmcError("enable_prompt_embeds is given, but the model was compiled without "
@@ -196,18 +205,47 @@ class Model:
     async def read_messages(self, messages: Sequence[Message],
                             tools: Sequence[Mapping[str, object]] | None = None,
                             chat_template_kwargs: Mapping[str, object] | None = None,
-                            param: str = "messages") -> list[int]:
+                            param: str = "messages") -> list[int] | MediaPrompt:
         """Render and tokenize a conversation, which is the request's field `param`.
 
         Raises:
-            ApiError: a message has content other than text, or the prompt exceeds the maximum
-                length.
+            ApiError: a message has content that the model does not take, an image or audio is
+                invalid, or the prompt exceeds the maximum length.
             LlmcError: see `LLM.render_chat`.
         """
-        text = await self.offload.render_chat(
-            lambda: [_message(index, message) for index, message in enumerate(messages)], tools,
-            chat_template_kwargs, self._content_format)
-        return await self._tokenize(text, False, param)
+        modalities = [] if self.media is None else self.media.modalities
+        sources = list[MediaSource]()
+
+        def written() -> Sequence[Mapping[str, object]]:
+            own = [_message(index, message, modalities, param)
+                   for index, message in enumerate(messages)]
+            if self.media is None:
+                return own
+            try:
+                split, found = split_media(own)
+            except LlmcError as error:
+                raise ApiError(str(error), param=param) from None
+            sources.extend(found)
+            return split
+
+        text = await self.offload.render_chat(written, tools, chat_template_kwargs,
+                                              self._content_format)
+        if not sources:
+            return await self._tokenize(text, False, param)
+        return await self._media_prompt(text, sources, param)
+
+    async def _media_prompt(self, text: str, sources: Sequence[MediaSource], param: str) -> \
+            MediaPrompt:
+        """Read a conversation's images and audio, and put their tokens into its text."""
+        assert self.media is not None and self.llm.processor is not None
+        items, processor = await self.media.read(sources, param), self.llm.processor
+        try:
+            ids = await self._tokenize(processor.expand_text(text, items), False, param)
+            return MediaPrompt(ids, processor.locate(ids, items))
+        except ApiError:
+            raise
+        except LlmcError as error:
+            raise ApiError(str(error), param=param) from None
 
     async def predicted(self, params: SamplingParams, prediction: Prediction | None) -> \
             SamplingParams:
@@ -307,23 +345,29 @@ def _names_tools(template: str) -> bool:
         return False
 
 
-def _message(index: int, message: Message) -> dict[str, Any]:
-    """Convert a message for `LLM.render_chat`.
+def _message(index: int, message: Message, modalities: Sequence[Modality], param: str) -> \
+        dict[str, Any]:
+    """Convert a message for `split_media` and `LLM.render_chat`.
 
-    Its parts are texts; only an assistant's content may be absent.
+    Its parts are texts and media; only an assistant's content may be absent.
     """
     written: dict[str, Any] = message.model_dump(exclude_none=True, exclude={"content"})
     content = message.content
     if isinstance(content, list):
-        written["content"] = [_text_part(index, part) for part in content]
+        written["content"] = [_part(index, part, modalities, param) for part in content]
     elif content is not None or message.role != "assistant":
         written["content"] = content or ""
     return written
 
 
-def _text_part(index: int, part: Part) -> dict[str, str]:
+def _part(index: int, part: Part, modalities: Sequence[Modality], param: str) -> dict[str, Any]:
+    if WIRE_PARTS.get(part.type) in modalities:
+        return {"type": part.type, **(part.model_extra or {})}
     text = (part.model_extra or {}).get("refusal") if part.type == "refusal" else part.text
     if part.type not in _TEXT_PARTS or not isinstance(text, str):
-        raise ApiError(f"message {index} has a part of type '{shortened(part.type)}'; give text "
-                       f"parts only", param="messages")
+        found = _NOUNS[WIRE_PARTS[part.type]] if part.type in WIRE_PARTS else \
+            f"a part of type '{shortened(part.type)}'"
+        taken = " and ".join(["text", *(PLURALS[own] for own in modalities)])
+        raise ApiError(f"message {index} has {found}, and this model takes {taken} only; leave it "
+                       f"out", param=param)
     return {"type": "text", "text": text}

@@ -502,7 +502,13 @@ class AllowedTools(Fields):
 
 
 class Conversation(Generation):
-    """A request that continues a conversation."""
+    """A request that continues a conversation.
+
+    Attributes:
+        PROMPT: the field that has it.
+    """
+
+    PROMPT: ClassVar[str] = "messages"
 
     chat_template_kwargs: dict[str, Any] | None = None  # vLLM's
 
@@ -644,8 +650,9 @@ class AllowedResponseTools(Fields):
 
 
 class ResponsesRequest(Conversation):
-    """The body of /v1/responses, for text and function calls."""
+    """The body of /v1/responses."""
 
+    PROMPT: ClassVar[str] = "input"
     REFUSED: ClassVar[Refused] = _REFUSED | {
         "conversation": ((None,), "give previous_response_id, or the conversation as input"),
         "prompt": ((None,), "give instructions and input"),

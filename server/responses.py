@@ -1,4 +1,4 @@
-"""/v1/responses: OpenAI's Responses API, for text and function calls."""
+"""/v1/responses: OpenAI's Responses API, for text, images, audio and function calls."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ async def read_response(store: ResponseStore, owner: str | None, model: Model,
     first = [Message(role="system", content=body.instructions)] if body.instructions else []
     job = await read_conversation(model, body, [*first, *messages_of(items)],
                                   body.max_output_tokens)
-    return ResponseJob(job.prompts, job.params, job.priority, items=items, owner=owner)
+    return ResponseJob(job.prompts, job.params, job.priority, with_rows=job.with_rows,
+                       items=items, owner=owner)
 
 
 class ResponseAnswer(Answer):

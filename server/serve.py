@@ -27,6 +27,7 @@ from llmc.server.app import Api
 from llmc.server.connection import Acceptor, HttpProtocol, close_silent_peers
 from llmc.server.limits import ServerLimits
 from llmc.server.log import LOGGER, log_to_stderr
+from llmc.server.media import MediaLimits
 from llmc.server.model import GenerationConfig, Model, check_parsers
 from llmc.server.response_store import ResponseStore
 
@@ -38,7 +39,8 @@ _Stamp = tuple[int, int, int]
 
 def serve(case_dir: str | Path | Sequence[str | Path], *, host: str = "127.0.0.1", port: int = 8000,
           served_model_name: str | Sequence[str] | None = None, limits: ServerLimits | None = None,
-          access: Access | None = None, tls: ssl.SSLContext | None = None,
+          access: Access | None = None, media: MediaLimits | None = None,
+          tls: ssl.SSLContext | None = None,
           tool_call_parser: str | None = None, reasoning_parser: str = "auto",
           chat_template_content_format: ContentFormat = "auto",
           generation_config: GenerationConfig = "auto", response_store_mb: float = 64,
@@ -56,6 +58,7 @@ def serve(case_dir: str | Path | Sequence[str | Path], *, host: str = "127.0.0.1
         served_model_name: of each model; None: name of the directory.
         limits: limits of the server.
         access: access control.
+        media: limits of images and audio in requests.
         tls: None: plain HTTP.
         tool_call_parser: format of the model's tool calls. None: that of the chat template.
         reasoning_parser: markers of the model's reasoning; `auto`: those of the chat template.
@@ -85,7 +88,8 @@ def serve(case_dir: str | Path | Sequence[str | Path], *, host: str = "127.0.0.1
 
     def load(name: str) -> Model:
         return Model(AsyncLLM(served[name], **loading), name, tool_call_parser, reasoning_parser,
-                     chat_template_content_format, generation_config, enable_prompt_embeds)
+                     chat_template_content_format, generation_config, enable_prompt_embeds,
+                     media)
 
     with _bind(host, port) as bound:
         log_to_stderr()

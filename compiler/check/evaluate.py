@@ -354,7 +354,8 @@ def _perplexity(logits_of: Callable[[list[int]], np.ndarray], ids: list[int],
 
 def _summary_prompt(llm: LLM, article: str) -> list[int]:
     if llm.manifest.tokenizer.chat_template is not None:
-        return llm.chat_prompt(f"Summarize this article in two sentences.\n\n{article}")
+        text = llm.render_chat(f"Summarize this article in two sentences.\n\n{article}")
+        return llm.tokenize(text, add_special_tokens=False)
     ids: list[int] = _tokenizer(llm).encode(f"{article}\n\nTL;DR:").ids
     return ids
 

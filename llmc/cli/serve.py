@@ -114,6 +114,22 @@ class _ApiKeys(click.types.StringParamType):
               help="Request headers that those origins may set.")
 @click.option("--allow_credentials", is_flag=True,
               help="Let those origins send credentials.")
+@click.option("--limit_mm_per_prompt", default="image=16,audio=4", metavar="NAME=N,…",
+              help="Maximum number of images and of audio clips of a prompt.")
+@click.option("--allowed_media_domains", callback=_string_list, default="[]", metavar="HOST,…",
+              show_default=False,
+              help="Hosts of http and https URLs of images and audio; *.example.com: every name "
+                   "below it, *: any.  [default: none; only data: URLs are read]")
+@click.option("--allowed_media_networks", callback=_string_list, default="[]", metavar="CIDR,…",
+              show_default=False,
+              help="Networks that those hosts may be in besides the public Internet, such as "
+                   "10.1.0.0/16.  [default: none]")
+@click.option("--allowed_local_media_path", type=click.Path(path_type=Path), default=None,
+              help="Directory of file: URLs of images and audio.  [default: none]")
+@click.option("--media_timeout", default=10.0,
+              help="Maximum time to read a URL, in seconds.")
+@click.option("--max_media_bytes", default=32 * 2**20,
+              help="Maximum size of all images and audio of a request, in bytes.")
 @click.option("--ssl_keyfile", type=click.Path(path_type=Path),
               help="PEM file of the certificate's private key.")
 @click.option("--ssl_certfile", type=click.Path(path_type=Path),
@@ -127,6 +143,9 @@ def serve_command(case_dir: tuple[Path, ...], api_keys: tuple[str, ...], api_key
                   max_waiting: int, max_seqs_per_key: int | None, allow_priority: bool,
                   max_request_bytes: int, request_timeout: float, header_timeout: float,
                   write_timeout: float, stall_timeout: float, drain_timeout: int,
+                  limit_mm_per_prompt: str, allowed_media_domains: list[str],
+                  allowed_media_networks: list[str], allowed_local_media_path: Path | None,
+                  media_timeout: float, max_media_bytes: int,
                   ssl_keyfile: Path | None, ssl_certfile: Path | None, ssl_ca_certs: Path | None,
                   ssl_cert_reqs: int, allowed_hosts: list[str] | None, allowed_origins: list[str],
                   allowed_methods: list[str], allowed_headers: list[str], allow_credentials: bool,
@@ -138,6 +157,7 @@ def serve_command(case_dir: tuple[Path, ...], api_keys: tuple[str, ...], api_key
     try:
         from llmc.server.access import Access
         from llmc.server.limits import ServerLimits, read_api_keys
+        from llmc.server.media import media_limits
         from llmc.server.serve import serve
         from llmc.server.tls import tls_context
     except ModuleNotFoundError as error:
@@ -152,4 +172,6 @@ def serve_command(case_dir: tuple[Path, ...], api_keys: tuple[str, ...], api_key
         drain_timeout=drain_timeout),
         access=Access(allowed_hosts, allowed_origins, allowed_methods, allowed_headers,
                       allow_credentials),
+        media=media_limits(allowed_media_domains, allowed_media_networks, allowed_local_media_path,
+                           max_media_bytes, media_timeout, limit_mm_per_prompt),
         tls=tls_context(ssl_keyfile, ssl_certfile, ssl_ca_certs, ssl_cert_reqs), **options)

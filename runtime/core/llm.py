@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
@@ -69,7 +69,13 @@ from llmc.runtime.core.transcription import Audio, Transcriber, Transcription
 from llmc.runtime.engines import BLOCK_SIZE
 from llmc.runtime.message_forms import ContentFormat
 from llmc.runtime.metrics import together
-from llmc.runtime.prompts import Messages, Prompt, read_conversations, read_token_ids
+from llmc.runtime.prompts import (
+    MediaPrompt,
+    Messages,
+    Prompt,
+    read_conversations,
+    read_token_ids,
+)
 from llmc.runtime.replica import EngineConfig, find_devices, load_replica
 from llmc.runtime.sampling.beam_search import Beams
 from llmc.runtime.sampling.params import (
@@ -82,6 +88,9 @@ from llmc.runtime.sampling.params import (
 from llmc.runtime.sandbox import Sandbox
 from llmc.runtime.speculation.config import Method, SpeculationConfig
 from llmc.runtime.speculation.costs import plan_drafts
+
+if TYPE_CHECKING:
+    from llmc.runtime.multimodal.processor import Processor
 
 _MAX_BATCH_SIZE = 16
 _MAX_TEXTS = 256  # default of max_batch_size without a KV cache
@@ -243,12 +252,15 @@ class _Loaded:
     def chat_prompt(self, messages: Messages, *,
                     tools: Sequence[Mapping[str, object]] | None = None,
                     chat_template_kwargs: Mapping[str, object] | None = None,
-                    chat_template_content_format: ContentFormat = "auto") -> list[int]:
+                    chat_template_content_format: ContentFormat = "auto") -> \
+            list[int] | MediaPrompt:
         """Render messages with the model's chat template and tokenize them.
 
         Args:
             messages: a list with `role` and `content` each, in any format of the OpenAI API, or a
-                text of the user. A content is a text or parts `{"type": "text", "text": …}`;
+                text of the user. A content is a text or parts `{"type": "text", "text": …}`,
+                `{"type": "image", "image": …}` and others of OpenAI and transformers with a path, a
+                data: URL, bytes or a PIL image;
                 arguments of tool calls are JSON text or objects. They are converted to the format
                 that the template reads. Other keys are passed to the template.
             tools: tools that the model may call, as the chat template expects them.
@@ -256,9 +268,12 @@ class _Loaded:
             chat_template_content_format: `string` makes every content a text, `openai` a list of
                 parts. `auto`: the format that the template reads.
 
+        Returns:
+            Token ids, or a prompt with images or audio if the messages have any.
+
         Raises:
             LlmcError: the messages are invalid; the model has no chat template, or it fails on
-                them; or it is an encoder-decoder model.
+                them; it is an encoder-decoder model; or it does not take the images or audio.
         """
         return self._reader.chat_prompt(messages, tools, chat_template_kwargs or {},
                                         chat_template_content_format)
@@ -270,6 +285,28 @@ class _Loaded:
         """Render messages as text; see `chat_prompt`."""
         return self._reader.render_chat(messages, tools, chat_template_kwargs or {},
                                         chat_template_content_format)
+
+    @property
+    def processor(self) -> Processor | None:
+        """Preprocessing of images and audio in prompts; None if the model takes none."""
+        return self._reader.processor
+
+    def media_prompt(self, prompt: str | Sequence[int], *, images: Sequence[Any] = (),
+                     audio: Sequence[Any] = (), add_special_tokens: bool = True) -> MediaPrompt:
+        """Preprocess images and audio, and put their tokens in place of their placeholders.
+
+        Args:
+            prompt: a text or token ids with a placeholder for each item, such as
+                `llm.processor.placeholders["image"]`.
+            images: paths, data: URLs, encoded bytes or PIL images.
+            audio: paths, data: URLs, encoded bytes or mono waveforms at the model's rate.
+            add_special_tokens: add the tokenizer's special tokens to a text.
+
+        Raises:
+            LlmcError: the model takes none of them, one is invalid, or the placeholders do not
+                match.
+        """
+        return self._reader.media_prompt(prompt, images, audio, add_special_tokens)
 
     @property
     def default_sampling_params(self) -> SamplingParams:

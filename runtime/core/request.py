@@ -9,12 +9,14 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from llmc.artifacts.manifest import MANIFEST_NAME, Manifest
+from llmc.artifacts.manifest import MANIFEST_NAME, PROCESSOR, Manifest
 from llmc.errors import LlmcError, shown
 from llmc.runtime.chat_template import ChatTemplate
 from llmc.runtime.core.adapters import Adapter
@@ -23,9 +25,11 @@ from llmc.runtime.core.prompt_scores import PromptScores
 from llmc.runtime.core.scheduler import SequenceOutput
 from llmc.runtime.core.step import EncoderInput, SamplingState
 from llmc.runtime.message_forms import ContentFormat
+from llmc.runtime.multimodal.messages import MediaSource, has_media, load_source, split_media
 from llmc.runtime.prompts import (
     ROW,
     EmbedsPrompt,
+    MediaPrompt,
     Prompt,
     read_messages,
     read_prompts,
@@ -47,6 +51,10 @@ from llmc.runtime.sampling.structured_output import GrammarCompiler, GrammarStat
 from llmc.runtime.sandbox import Sandbox
 from llmc.runtime.speculation.planner import SequenceDrafts
 from llmc.runtime.tokenizer import encode, load_tokenizer
+
+if TYPE_CHECKING:
+    from llmc.runtime.multimodal.items import MediaItem
+    from llmc.runtime.multimodal.processor import Processor
 
 
 @dataclass(frozen=True)
@@ -440,6 +448,9 @@ class InputProcessor:
             if id(given) not in decodings:
                 decodings[id(given)] = self._decoding(given)
             embeds = None
+            if isinstance(prompt, MediaPrompt):
+                raise LlmcError(f"'{self.manifest.source.architecture}' was compiled without an "
+                                f"encoder of images or audio; give text only")
             if isinstance(prompt, EmbedsPrompt):
                 decoded, source, embeds = self._read_embeds(prompt, given)
             else:
@@ -518,22 +529,75 @@ class InputProcessor:
                     chat_template_kwargs: Mapping[str, object],
                     content_format: ContentFormat) -> str:
         """See `LLM.render_chat`."""
-        read = read_messages(messages)
+        placeholders = {} if self.processor is None else self.processor.placeholders
+        read = read_messages(messages, placeholders.keys())
         if self.manifest.encoder is not None:
             raise LlmcError(f"'{self.manifest.source.architecture}' is an encoder-decoder model "
                             f"without chat; give the encoder's input as the prompt")
         if not self._chat_template:
             raise LlmcError(f"'{self.manifest.source.architecture}' has no chat template; give the "
                             f"prompt as plain text, in the format that the model expects")
-        return self._chat_template.render(read, tools, chat_template_kwargs, content_format)
+        return self._chat_template.render(read, tools, chat_template_kwargs, content_format,
+                                          {str(own): text for own, text in placeholders.items()})
 
     def chat_prompt(self, messages: str | Sequence[Mapping[str, object]],
                     tools: Sequence[Mapping[str, object]] | None,
                     chat_template_kwargs: Mapping[str, object],
-                    content_format: ContentFormat) -> list[int]:
+                    content_format: ContentFormat) -> list[int] | MediaPrompt:
         """See `LLM.chat_prompt`."""
+        sources: list[MediaSource] = []
+        if not isinstance(messages, str) and has_media(messages):
+            processor = self.require_processor()
+            messages, sources = split_media(messages)
+            for source in sources:
+                processor.require(source.modality)
         text = self.render_chat(messages, tools, chat_template_kwargs, content_format)
-        return self.tokenize(text, add_special_tokens=False)  # the template writes them
+        # The template writes special tokens.
+        return self._media_prompt(text, self._load_items(sources), add_special_tokens=False) \
+            if sources else self.tokenize(text, add_special_tokens=False)
+
+    @cached_property
+    def processor(self) -> Processor | None:
+        """See `LLM.processor`."""
+        if not any(entry.path == PROCESSOR for entry in self.manifest.files):
+            return None
+        from llmc.runtime.multimodal.processor import read_processor  # only here: 50 ms
+        processor = read_processor(self._case_dir / PROCESSOR)
+        return processor if processor.placeholders else None
+
+    def require_processor(self) -> Processor:
+        """Return the processor.
+
+        Raises:
+            LlmcError: the model's prompts have neither images nor audio.
+        """
+        if self.processor is None:
+            raise LlmcError(f"'{self.manifest.source.architecture}' takes neither images nor "
+                            f"audio; give text only")
+        return self.processor
+
+    def media_prompt(self, prompt: str | Sequence[int], images: Sequence[Any],
+                     audio: Sequence[Any], add_special_tokens: bool) -> MediaPrompt:
+        """See `LLM.media_prompt`."""
+        sources = [*(MediaSource("image", own) for own in images),
+                   *(MediaSource("audio", own) for own in audio)]
+        return self._media_prompt(prompt, self._load_items(sources), add_special_tokens)
+
+    def _load_items(self, sources: Sequence[MediaSource]) -> list[MediaItem]:
+        """Load and preprocess media: images, then audio."""
+        return self.require_processor().process(
+            [(source.modality, load_source(source)) for source in sources])
+
+    def _media_prompt(self, prompt: str | Sequence[int], items: Sequence[MediaItem],
+                      add_special_tokens: bool) -> MediaPrompt:
+        """Put items in place of their placeholders in a prompt."""
+        processor = self.require_processor()
+        if isinstance(prompt, str):
+            ids = self.tokenize(processor.expand_text(prompt, items), add_special_tokens)
+        else:
+            ids = processor.expand_ids(read_token_ids(prompt, "the prompt"), items,
+                                       lambda text: self.tokenize(text, add_special_tokens=False))
+        return MediaPrompt(ids, processor.locate(ids, items))
 
     def completing(self, request: Request, sample: int) -> RunningCompletion:
         """Start one of a request's completions."""

@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.runtime.multimodal.image_processors.base import Arrays
+if TYPE_CHECKING:
+    from llmc.runtime.multimodal.image_processors.base import Arrays
 
 Modality = Literal["image", "audio"]
+PLURALS: dict[Modality, str] = {"image": "images", "audio": "audio clips"}
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,6 +25,7 @@ import ssl
 import stat
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import SplitResult, unquote, urljoin, urlsplit
@@ -32,6 +33,7 @@ from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 from llmc.errors import LlmcError, reason_of, shortened
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+SCHEMES = ("data", "http", "https", "file")
 _MAX_REDIRECTS = 3
 _REDIRECTS = {301, 302, 303, 307, 308}
 _CHUNK = 1 << 16
@@ -58,20 +60,48 @@ class MediaAccess:
 
 
 def fetch(url: str, access: MediaAccess) -> bytes:
-    """Read the item at a URL.
+    """Read the item at a URL; see `Fetch.read`."""
+    return Fetch(url, access).read()
 
-    Raises:
-        LlmcError: the URL is invalid or not allowed, or the item is missing, too large or too slow.
+
+class Fetch:
+    """The fetch of one item, which another thread may cancel.
+
+    Args:
+        url: from a client.
+        access: what it may reach.
     """
-    if url[:5].lower() == "data:":
-        return _read_data(url, access.max_bytes)
-    parts = _split(url)
-    if parts.scheme in ("http", "https"):
-        return _Download(access).read(url)
-    if parts.scheme == "file":
-        return _read_file(parts, access)
-    raise LlmcError(f"the URL {_quoted(url)} has the scheme {parts.scheme!r}; give a data: URL, or "
-                    f"an http:, https: or file: URL that the server allows")
+
+    def __init__(self, url: str, access: MediaAccess) -> None:
+        self._url, self._access = url, access
+        self._download = _Download(access)
+
+    def read(self) -> bytes:
+        """Read the item.
+
+        Raises:
+            LlmcError: the URL is invalid or not allowed, or the item is missing, too large or too
+                slow.
+        """
+        url, access = self._url, self._access
+        if is_data(url):
+            return _read_data(url, access.max_bytes)
+        parts = _split(url)
+        if parts.scheme in ("http", "https"):
+            return self._download.read(url)
+        if parts.scheme == "file":
+            return _read_file(parts, access)
+        raise LlmcError(f"the URL {_quoted(url)} has the scheme {parts.scheme!r}; give a data: "
+                        f"URL, or an http:, https: or file: URL that the server allows")
+
+    def cancel(self) -> None:
+        """End a read over the network; its result is of no use."""
+        self._download.cancel()
+
+
+def is_data(url: str) -> bool:
+    """Whether a URL has its item in itself."""
+    return url[:5].lower() == "data:"
 
 
 def _quoted(url: str) -> str:
@@ -141,11 +171,11 @@ class _Download:
 
     def __init__(self, access: MediaAccess) -> None:
         self._access = access
-        self._connection: http.client.HTTPConnection | None = None
+        self._connection: _Connection | None = None
         self._is_late = False
 
     def read(self, url: str) -> bytes:
-        timer = threading.Timer(self._access.timeout_s, self._cancel)
+        timer = threading.Timer(self._access.timeout_s, self.cancel)
         timer.daemon = True
         timer.start()
         try:
@@ -160,15 +190,11 @@ class _Download:
             if self._connection is not None:
                 self._connection.close()
 
-    def _cancel(self) -> None:
+    def cancel(self) -> None:
         """Interrupt a read that waits."""
         self._is_late = True
-        connection = self._connection
-        if connection is not None and connection.sock is not None:
-            try:
-                connection.sock.shutdown(socket.SHUT_RDWR)
-            except OSError:  # closed already
-                return
+        if self._connection is not None:
+            self._connection.interrupt()
 
     def _late(self, url: str) -> LlmcError:
         return LlmcError(f"{_quoted(url)} was not read within {self._access.timeout_s:g} s; check "
@@ -177,6 +203,8 @@ class _Download:
     def _follow(self, url: str) -> bytes:
         asked = url
         for _ in range(_MAX_REDIRECTS + 1):
+            if self._is_late:
+                raise self._late(asked)
             response = self._get(url)
             if response.status not in _REDIRECTS:
                 return self._body(response, asked)
@@ -218,7 +246,7 @@ class _Download:
         if response.length is not None and response.length > limit:
             raise _too_large(response.length, limit)
         chunks, size = [], 0
-        while chunk := response.read(_CHUNK):
+        while not self._is_late and (chunk := response.read1(_CHUNK)):
             chunks.append(chunk)
             size += len(chunk)
             if size > limit:
@@ -235,9 +263,17 @@ class _Connection(http.client.HTTPConnection):
     def __init__(self, host: str, port: int, address: str, timeout: float) -> None:
         super().__init__(host, port, timeout=timeout)
         self._address = address
+        self._socket: socket.socket | None = None  # `sock` is None once a response has its end
 
     def connect(self) -> None:
-        self.sock = socket.create_connection((self._address, self.port), self.timeout)
+        self.sock = self._socket = socket.create_connection((self._address, self.port),
+                                                            self.timeout)
+
+    def interrupt(self) -> None:
+        """End a read in another thread."""
+        if self._socket is not None:
+            with suppress(OSError):  # closed already
+                self._socket.shutdown(socket.SHUT_RDWR)
 
 
 class _SecureConnection(_Connection):
@@ -247,7 +283,10 @@ class _SecureConnection(_Connection):
 
     def connect(self) -> None:
         super().connect()
-        self.sock = ssl.create_default_context().wrap_socket(self.sock, server_hostname=self.host)
+        secure = ssl.create_default_context().wrap_socket(
+            self.sock, server_hostname=self.host, do_handshake_on_connect=False)
+        self.sock = self._socket = secure
+        secure.do_handshake()
 
 
 def _allowed_host(parts: SplitResult, allowed: Sequence[str]) -> str:

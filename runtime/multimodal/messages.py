@@ -3,6 +3,7 @@
 | part | from |
 | --- | --- |
 | `{"type": "image_url", "image_url": {"url": …}}` | OpenAI |
+| `{"type": "input_image", "image_url": "…"}` | OpenAI, of responses |
 | `{"type": "input_audio", "input_audio": {"data": base64, "format": …}}` | OpenAI |
 | `{"type": "audio_url", "audio_url": {"url": …}}` | vLLM |
 | `{"type": "image", "image": …}`, `"url"` or `"path"` in place of `"image"` | transformers |
@@ -18,13 +19,17 @@ import base64
 import binascii
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from llmc.errors import LlmcError, shown
+from llmc.errors import LlmcError, reason_of, shown
 from llmc.runtime.multimodal.items import Modality
+from llmc.runtime.multimodal.media import SCHEMES, MediaAccess, fetch
 
-_MODALITIES: dict[str, Modality] = {"image": "image", "image_url": "image", "audio": "audio",
-                                    "audio_url": "audio", "input_audio": "audio"}
+# Modalities by type of part: those of HTTP interfaces; with those of Python programs.
+WIRE_PARTS: dict[str, Modality] = {"image_url": "image", "input_image": "image",
+                                   "audio_url": "audio", "input_audio": "audio"}
+_MODALITIES: dict[str, Modality] = {"image": "image", "audio": "audio", **WIRE_PARTS}
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,35 @@ class MediaSource:
 
     modality: Modality
     value: Any
+
+
+def has_media(messages: object) -> bool:
+    """Whether a part of messages is an image or audio; False for what are no messages."""
+    contents = [message.get("content") for message in messages if isinstance(message, Mapping)] \
+        if isinstance(messages, Sequence) else []
+    return any(isinstance(part, Mapping) and part.get("type") in _MODALITIES
+               for content in contents if isinstance(content, list) for part in content)
+
+
+def load_source(source: MediaSource) -> Any:
+    """Return what a processor reads: bytes, or an object such as a PIL image.
+
+    Raises:
+        LlmcError: the source is absent, or cannot be read.
+    """
+    value = source.value
+    if value is None:
+        raise LlmcError(f"a part of type '{source.modality}' has no {source.modality}; give a "
+                        f"path, bytes or a data: URL")
+    if isinstance(value, str) and value.partition(":")[0].lower() in SCHEMES:
+        return fetch(value, MediaAccess())
+    if not isinstance(value, str | Path):
+        return value
+    try:
+        return Path(value).read_bytes()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or reason_of(error)
+        raise LlmcError(f"'{value}' cannot be read ({reason}); give the path of a file") from error
 
 
 def split_media(messages: Sequence[Mapping[str, Any]]) -> \
@@ -72,14 +106,14 @@ def _split_part(name: str, part: object, sources: list[MediaSource]) -> object:
         return part
     modality = _MODALITIES[kind]
     value = _input_audio(name, part) if kind == "input_audio" else \
-        _url(name, kind, part) if kind.endswith("_url") else \
+        _url(name, kind, part) if kind in WIRE_PARTS else \
         next((part[key] for key in (kind, "url", "path") if part.get(key) is not None), None)
     sources.append(MediaSource(modality, value))
     return {"type": modality}
 
 
 def _url(name: str, kind: str, part: Mapping[str, Any]) -> str:
-    value = part.get(kind)
+    value = part.get("image_url" if kind == "input_image" else kind)
     url = value.get("url") if isinstance(value, Mapping) else value
     if not isinstance(url, str) or not url:
         raise LlmcError(f'the {kind} of {name} is {shown(value)}; give {{"url": "…"}}')

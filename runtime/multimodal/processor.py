@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -25,7 +25,7 @@ from llmc.runtime.multimodal.feature_extractors import (
 from llmc.runtime.multimodal.image_processors import AnyImageProcessor
 from llmc.runtime.multimodal.image_processors.base import Arrays
 from llmc.runtime.multimodal.images import load_image
-from llmc.runtime.multimodal.items import MediaItem, Modality, PlaceholderRange
+from llmc.runtime.multimodal.items import PLURALS, MediaItem, Modality, PlaceholderRange
 from llmc.runtime.multimodal.prompt_replacements import (
     AnyAudioReplacement,
     AnyImageReplacement,
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _MAX_BYTES = 1 << 20
-_PLURALS: dict[Modality, str] = {"image": "images", "audio": "audio clips"}
 
 
 class ImageInputs(BaseModel):
@@ -111,6 +110,29 @@ class Processor:
     def placeholders(self) -> dict[Modality, str]:
         """The token that stands for an item in a prompt, by modality."""
         return {modality: prompt.placeholder for modality, (prompt, _, _) in self._prompts.items()}
+
+    def require(self, modality: Modality) -> None:
+        """Check that prompts may have items of this kind.
+
+        Raises:
+            LlmcError: the model takes none.
+        """
+        if modality not in self.placeholders:
+            raise LlmcError(f"this model takes no {PLURALS[modality]}; leave them out")
+
+    def process(self, media: Sequence[tuple[Modality, Any]]) -> list[MediaItem]:
+        """Preprocess all media of a prompt: the images, then the audio clips.
+
+        Args:
+            media: see `process_images` and `process_audio`.
+
+        Raises:
+            LlmcError: the model does not take it, or an item is invalid.
+        """
+        images = [own for modality, own in media if modality == "image"]
+        clips = [own for modality, own in media if modality == "audio"]
+        return [*(self.process_images(images) if images else ()),
+                *(self.process_audio(clips) if clips else ())]
 
     def process_images(self, images: Sequence[bytes | Image]) -> list[MediaItem]:
         """Preprocess all images of a prompt.
@@ -233,7 +255,7 @@ class Processor:
                            for item in own)
             if len(found) != expected:
                 raise LlmcError(f"the prompt has {len(found)} tokens {token} for "
-                                f"{_PLURALS[modality]}, the {len(own)} items have {expected}; "
+                                f"{PLURALS[modality]}, the {len(own)} items have {expected}; "
                                 f"give one placeholder per item, and none in other text")
             positions[modality] = found.tolist()
         return [self._range(item, positions) for item in items]
@@ -246,14 +268,14 @@ class Processor:
                                 np.array(own[:item.num_rows], np.int64))
 
     def _check_counts(self, found: dict[Modality, int], items: Sequence[MediaItem]) -> None:
-        for modality in _PLURALS:
+        for modality in PLURALS:
             given = sum(item.modality == modality for item in items)
             if found.get(modality, 0) != given:
                 name = self.placeholders.get(modality)
                 placeholders = "no placeholders" if name is None else \
                     f"{found[modality]} placeholders '{name}'"
                 raise LlmcError(f"the prompt has {placeholders} for {given} "
-                                f"{_PLURALS[modality]}; give one placeholder per item")
+                                f"{PLURALS[modality]}; give one placeholder per item")
 
 
 def _item(modality: Modality, arrays: Arrays, prompt: PromptReplacement | None,
@@ -267,4 +289,4 @@ def _item(modality: Modality, arrays: Arrays, prompt: PromptReplacement | None,
 
 def _queues(items: Sequence[MediaItem]) -> dict[Modality, Iterator[MediaItem]]:
     return {modality: iter([item for item in items if item.modality == modality])
-            for modality in _PLURALS}
+            for modality in PLURALS}

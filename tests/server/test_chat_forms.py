@@ -70,7 +70,7 @@ def test_every_message_form_reaches_the_template(server):
     status, _, answer = server.post("/v1/chat/completions", {"messages": [
         {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]})
     assert status == 400
-    assert "message 0 has a part of type 'image_url'" in answer["error"]["message"]
+    assert "message 0 has an image" in answer["error"]["message"]
 
 
 def test_model_sampling_defaults_apply_to_unset_parameters(server, case):

@@ -424,7 +424,8 @@ NAME = "a" * 5_000_000
     ("/v1/completions", {"prompt": "a", "stop": [NAME], "use_beam_search": True, "n": 2},
      "does not go with beam_width"),
     (CHAT, BODY | {"tool_choice": {"function": {"name": NAME}}}, "which is not in tools"),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": NAME}]}]}, "give text parts only"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": NAME}]}]},
+     "this model takes text only"),
     ("/" + NAME[:10_000], {}, "unknown path /aaa")])
 def test_client_text_is_truncated_in_errors(server, path, body, said):
     _, _, answer = server.post(path, body)

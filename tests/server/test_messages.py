@@ -128,7 +128,9 @@ def test_the_stop_sequence_is_returned(tool_server, stream):
     (dict(max_tokens=None), 400, "max_tokens"),
     (dict(messages=[{"role": "assistant", "content": "a"}]), 400, "end with a user's message"),
     (dict(messages=[{"role": "user", "content": [{"type": "image", "source": {}}]}]), 400,
-     "part of type 'image'"),
+     "neither base64 with media_type and data, nor a url"),
+    (dict(messages=[{"role": "user", "content": [{"type": "image", "source": {
+        "type": "url", "url": "data:"}}]}]), 400, "has an image, and this model takes text only"),
     (dict(tools=[{"type": "bash_2025", "name": "bash"}]), 400, "'bash_2025' are not supported"),
     (dict(tools=TOOLS, tool_choice={"type": "tool", "name": "g"}), 400, "which is not in tools"),
     (dict(n=2), 400, "n 2 is not supported"),

@@ -275,7 +275,7 @@ def test_unsupported_parameters_are_refused_by_name(client):
             client.completions.create(model="tiny", prompt="the", extra_body={name: value})
         assert caught.value.param == name
         assert caught.value.body["type"] == "invalid_request_error"
-    with pytest.raises(openai.BadRequestError, match="message 0 has a part of type 'image_url'"):
+    with pytest.raises(openai.BadRequestError, match="message 0 has an image"):
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": [
             {"type": "image_url", "image_url": {"url": "data:,"}}]}])
 
