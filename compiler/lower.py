@@ -296,7 +296,9 @@ def fuse(raw: RawModel, options: CompileOptions, vocab_multiple: int | None = No
         run_pass(step, [graphs], settings, reports)
     _require_kernels(graphs, settings.target)
     if options.enable_prompt_embeds or raw.image is not None:
-        require_one_reader(raw.graph, raw.architecture)
+        require_one_reader(raw.graph, raw.architecture, "leave out --enable_prompt_embeds"
+                           if options.enable_prompt_embeds else
+                           "compile the language model alone with --language_model_only")
     if raw.pooling is not None:
         dims, pooling = describe_pooled(raw, settings.max_seq_len)
         return Fused(graphs, reports, settings, dims, pooling=pooling)

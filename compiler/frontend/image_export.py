@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import onnx_graphsurgeon as gs
 import torch
 from PIL import Image
 
 from llmc.compiler.frontend.bind import Checkpoint, attach_weights
 from llmc.compiler.frontend.image import IMAGE, trace_image
-from llmc.compiler.frontend.parts import build
+from llmc.compiler.frontend.parts import build, text_config
 from llmc.compiler.frontend.raw import RawImageEncoder
 from llmc.compiler.frontend.trace import to_graph
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
+from llmc.runtime.multimodal.items import MediaItem
 from llmc.runtime.multimodal.processor import Processor, ProcessorDescription
 
+_ALONE = "compile the language model alone with --language_model_only"
 # Widths and heights of the images that show which axes of a processor's arrays are dynamic. The
 # first has several tiles, as torch's exporter takes a size of 1 for a constant.
 _SIZES = ((800, 600), (350, 900), (1200, 300), (96, 64))
@@ -39,21 +41,48 @@ def export_image(config: Any, tensors: Mapping[str, Weight], origin: str,
     Raises:
         LlmcError: the encoder cannot be exported, or a tensor is missing or has another shape.
     """
+    _check_language_model(config, description)
     samples = _samples(Processor(description))
-    proto, computed = trace_image(copy.deepcopy(config), samples)
+    proto, computed = trace_image(copy.deepcopy(config), [item.arrays for item in samples],
+                                  [item.num_rows for item in samples])
     with torch.device("meta"):
         model = build(copy.deepcopy(config), IMAGE, False)
     checkpoint = Checkpoint(model, tensors)
     graph = to_graph(proto, checkpoint.spelled & model.state_dict().keys())
     attach_weights(graph, model, checkpoint, origin, names)
+    if len(graph.outputs) > 1:
+        raise LlmcError(f"the image encoder of '{config.model_type}' has rows for deep layers, "
+                        f"which llmc does not support; {_ALONE}")
     _name_sizes(graph)
     return RawImageEncoder(graph, computed)
 
 
-def _samples(processor: Processor) -> Sequence[Mapping[str, np.ndarray]]:
+def _check_language_model(config: Any, description: ProcessorDescription) -> None:
+    """Reject language models that use the rows of images otherwise than as embeddings.
+
+    Raises:
+        LlmcError: names what is not supported.
+    """
+    with torch.device("meta"):
+        model = build(copy.deepcopy(config), IMAGE, False)
+    text = text_config(config)
+    overlay = "block_sequence_ids" in inspect.getsource(inspect.getmodule(type(model)) or model)
+    assert description.image is not None
+    for found, words in (
+            (description.image.prompt.row_token is None, "cross-attention to images"),
+            (any(hasattr(own, "mrope_section") for own in model.modules()),
+             "positions of images by row and column (M-RoPE)"),
+            (overlay and getattr(text, "use_bidirectional_attention", False) is not None,
+             "tokens of an image that see each other"),
+            (getattr(text, "hidden_size_per_layer_input", 0), "per-layer inputs of token ids")):
+        if found:
+            raise LlmcError(f"'{config.model_type}' has {words}, which llmc does not support with "
+                            f"images; {_ALONE}")
+
+
+def _samples(processor: Processor) -> Sequence[MediaItem]:
     """What the processor gives for images of several sizes."""
-    images = [Image.new("RGB", size) for size in _SIZES]
-    return [dict(processor.process_images([image])[0].arrays) for image in images]
+    return [processor.process_images([Image.new("RGB", size)])[0] for size in _SIZES]
 
 
 def _name_sizes(graph: gs.Graph) -> None:
