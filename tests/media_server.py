@@ -7,11 +7,14 @@ from llmc.runtime.prompts import MediaPrompt
 _requests = InputProcessor.requests
 
 
-def _without_rows(self, prompts, params):
+def without_rows(self, prompts, params):
+    """`InputProcessor.requests` for a model without an encoder."""
+    if isinstance(prompts, MediaPrompt):
+        prompts = [prompts]
     return _requests(self, [own.token_ids if isinstance(own, MediaPrompt) else own
                             for own in prompts], params)
 
 
 if __name__ == "__main__":
-    InputProcessor.requests = _without_rows
+    InputProcessor.requests = without_rows
     main()
