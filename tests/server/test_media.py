@@ -5,35 +5,20 @@ import http.server
 import socket
 import threading
 import time
-from pathlib import Path
 
-import media_case
 import numpy as np
 import pytest
 from media_case import ROWS, data_url, encoded, picture
 from PIL import Image
-from server_process import serving, until
+from server_process import until
 
 CHAT = "/v1/chat/completions"
 RED, BLUE = picture("red"), picture("blue", (61, 47))
 
 
-@pytest.fixture(scope="module")
-def media_dir(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("media")
-    (directory / "red.png").write_bytes(RED)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def server(media_dir, tmp_path_factory):
-    case = media_case.write_case(tmp_path_factory.mktemp("case"))
-    program = [Path(media_case.__file__).with_name("media_server.py")]
-    with serving(case, "--allowed_media_domains", "localhost,127.0.0.1", "--media_timeout", 2,
-                 "--allowed_media_networks", "127.0.0.1/32", "--allowed_local_media_path",
-                 media_dir, "--limit_mm_per_prompt", '{"image": 3}', "--max_media_bytes", 100_000,
-                 program=program) as own:
-        yield own
+@pytest.fixture
+def server(media_server):
+    return media_server
 
 
 def parts(*urls, text="what is it?"):
@@ -169,10 +154,10 @@ def test_a_request_may_have_only_so_many_and_so_large_images(server):
     status, body = ask(server, *parts(*[data_url(RED)] * 4))
     assert status == 400 and "has 4 images, this server takes at most 3 in a prompt" in \
         body["error"]["message"]
-    noise = encoded(Image.effect_noise((200, 200), 90))
-    assert 33_000 < len(noise) < 100_000
+    noise = encoded(Image.effect_noise((500, 500), 90))
+    assert 170_000 < len(noise) < 500_000
     status, body = ask(server, *parts(*[data_url(noise)] * 3))
-    assert status == 400 and "bytes, the limit is 100000; give fewer" in body["error"]["message"]
+    assert status == 400 and "bytes, the limit is 500000; give fewer" in body["error"]["message"]
 
 
 def test_placeholders_in_text_are_no_images(server):
@@ -219,7 +204,7 @@ class Site(http.server.BaseHTTPRequestHandler):
         if self.path == "/red.png":
             self.wfile.write(RED)
         elif self.path == "/large":
-            self.wfile.write(bytes(200_000))
+            self.wfile.write(bytes(600_000))
         elif self.path == "/slow":
             try:
                 while True:
@@ -249,7 +234,7 @@ def test_allowed_urls_are_read(server, site, media_dir):
 BAD_URLS = {
     "/away": "does not allow URLs of the host '169.254.169.254'", "/file": "is no http URL",
     "/round": "redirects more than 3 times", "/other": "does not allow URLs of the host '::1'",
-    "/nothing": "answers 404", "/large": "more than 100000 bytes", "/slow": "within 2 s",
+    "/nothing": "answers 404", "/large": "more than 500000 bytes", "/slow": "within 2 s",
     "http://example.com/a.png": "does not allow URLs of the host 'example.com'",
     "http://127.0.0.1:1/a.png": "cannot be read", "file:///etc/passwd": "is no file below",
     "ftp://127.0.0.1/a": "has the scheme 'ftp'", "/etc/passwd": "has the scheme ''",

@@ -5,12 +5,10 @@ import io
 import json
 import re
 import shutil
-from pathlib import Path
 
 import media_case
 import pytest
 from PIL import Image
-from server_process import serving
 
 CHROMIUM = next(filter(None, map(shutil.which, (
     "chromium-headless-shell", "chromium", "chromium-browser", "google-chrome"))), None)
@@ -455,14 +453,6 @@ def test_fields_have_labels_and_the_key_is_taken_on_enter(page, server):
 
 
 RED = media_case.picture("red", (40, 30))
-
-
-@pytest.fixture(scope="module")
-def media_server(tmp_path_factory):
-    case = media_case.write_case(tmp_path_factory.mktemp("media"))
-    program = [Path(media_case.__file__).with_name("media_server.py")]
-    with serving(case, program=program) as own:
-        yield own
 
 
 @pytest.fixture
