@@ -3,7 +3,6 @@
 import json
 
 import media_case
-import media_server
 import pytest
 from click.testing import CliRunner
 from media_case import ROWS, picture
@@ -11,17 +10,11 @@ from media_case import ROWS, picture
 from llmc import LLM, SamplingParams
 from llmc.cli import main
 from llmc.runtime.chat import Chat
-from llmc.runtime.core.request import InputProcessor
 
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory):
     return media_case.write_case(tmp_path_factory.mktemp("media"))
-
-
-@pytest.fixture(autouse=True)
-def without_rows(monkeypatch):
-    monkeypatch.setattr(InputProcessor, "requests", media_server.without_rows)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import media_case
 import pytest
@@ -59,9 +58,8 @@ def media_dir(tmp_path_factory):
 def media_server(media_dir, tmp_path_factory):
     """A server that takes images and reads URLs of this machine."""
     case = media_case.write_case(tmp_path_factory.mktemp("media_case"))
-    program = [Path(media_case.__file__).with_name("media_server.py")]
     with serving(case, "--allowed_media_domains", "localhost,127.0.0.1", "--media_timeout", 2,
                  "--allowed_media_networks", "127.0.0.1/32", "--allowed_local_media_path",
-                 media_dir, "--limit_mm_per_prompt", '{"image": 3}', "--max_media_bytes", 500_000,
-                 program=program) as own:
+                 media_dir, "--limit_mm_per_prompt", '{"image": 3}', "--max_media_bytes",
+                 500_000) as own:
         yield own

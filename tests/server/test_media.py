@@ -53,6 +53,28 @@ def test_images_of_openai_s_client_take_their_tokens(server):
         assert (status, body["usage"]["prompt_tokens"]) == (200, counts[1])
 
 
+def test_answers_depend_on_the_image(server):
+    """An image's rows are cached for itself alone, and not for another with the same tokens."""
+    scores = []
+    for data in (RED, BLUE, RED):
+        status, body = ask(server, *parts(data_url(data)), logprobs=True)
+        assert status == 200
+        scores.append([own["logprob"] for own in body["choices"][0]["logprobs"]["content"]])
+    assert scores[0] == pytest.approx(scores[2], abs=1e-5)
+    assert np.abs(np.subtract(scores[0], scores[1])).max() > 1e-3
+
+
+def test_anthropic_s_client_sends_an_image(server):
+    anthropic = pytest.importorskip("anthropic", reason="needs the extra test-serve")
+    client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    data = base64.b64encode(RED).decode()
+    answer = client.messages.create(model="tiny", max_tokens=3, messages=[{
+        "role": "user", "content": [
+            image_block(type="base64", media_type="image/png", data=data),
+            {"type": "text", "text": "what is it?"}]}])
+    assert answer.usage.output_tokens == 3
+
+
 def test_responses_keep_their_images(server):
     content = [{"type": "input_text", "text": "what?"},
                {"type": "input_image", "image_url": data_url(RED), "detail": "auto"}]
