@@ -1,11 +1,13 @@
 """Pictures on the command line: `llmc run --image`, prompt files and `llmc bench --images`."""
 
 import json
+import shutil
 
 import media_case
 import pytest
 from click.testing import CliRunner
 from media_case import ROWS, picture
+from safetensors.numpy import load_file, save_file
 
 from llmc import LLM, SamplingParams
 from llmc.cli import main
@@ -87,3 +89,28 @@ def test_bench_gives_each_prompt_new_images(case, red):
 def test_bench_of_a_model_without_images_says_so(case_tp1):
     result = run("bench", case_tp1, "--images", "1x40x30")
     assert result.exit_code == 2 and "takes no images" in result.stderr
+
+
+def test_diff_compares_a_prompt_with_images(case, red, tmp_path):
+    result = run("diff", case, "--reference", case.parent / "hf", "--image", red, "--image", red,
+                 "--prompt", "one <image> and <image>", "--tokens", 2, "--json", "--html",
+                 tmp_path / "report.html")
+    assert result.exit_code == 0, result.output
+    layers = {own["name"]: own for own in json.loads(result.stdout)["layers"]}
+    names = [name for name in layers if name.endswith("(images)")]
+    assert names[:2] == ["rows of image 0 (images)", "rows of image 1 (images)"]
+    assert names[-1] == "logits (images)" and len(names) == 2 + 3 + 1
+    assert all(layers[name]["relative"] < 1e-5 for name in names)
+
+
+def test_diff_finds_another_encoder(case, red, tmp_path):
+    """A reference whose projector differs: rows of the image and all after them."""
+    shutil.copytree(case.parent / "hf", tmp_path / "hf")
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    name = next(own for own in weights if "linear_2.weight" in own)
+    save_file({**weights, name: weights[name] * 1.01}, tmp_path / "hf" / "model.safetensors",
+              {"format": "pt"})
+    result = run("diff", case, "--reference", tmp_path / "hf", "--image", red, "--tokens", 0)
+    assert result.exit_code == 1 and "rows of image 0 (images)" in result.output
+    result = run("diff", case, "--reference", tmp_path / "hf", "--tokens", 0)
+    assert result.exit_code == 0, result.output
