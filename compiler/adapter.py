@@ -85,9 +85,10 @@ def _require_factors(adapter: PeftAdapter) -> None:
     if adapter.magnitudes:
         raise LlmcError(f"the adapter in '{adapter.directory}' uses DoRA, which scales the base's "
                         f"weights; {_MERGE}")
-    if adapter.saved:
+    replaced = next((name for name in adapter.saved if name not in adapter.copies), None)
+    if replaced is not None:
         raise LlmcError(f"the adapter in '{adapter.directory}' replaces the parameter "
-                        f"'{next(iter(adapter.saved))}' of its base (modules_to_save or bias), "
+                        f"'{replaced}' of its base (modules_to_save or bias), "
                         f"which requests cannot; {_MERGE}")
 
 

@@ -125,7 +125,10 @@ def test_embeddings_and_heads_take_adapters(family, changes, options, tmp_path):
     names = [f"{lora.PREFIX}{modules[id(own)]}" for own in (table, head)]
     lora.save(tmp_path / "peft", {}, tensors={
         f"{names[0]}.lora_embedding_A": left, f"{names[0]}.lora_embedding_B": right,
-        f"{names[1]}.lora_A.weight": head_left, f"{names[1]}.lora_B.weight": head_right})
+        f"{names[1]}.lora_A.weight": head_left, f"{names[1]}.lora_B.weight": head_right,
+        # PEFT saves the base's own, too.
+        **{f"{name}.base_layer.weight": own.weight.detach().numpy().copy()
+           for name, own in zip(names, (table, head), strict=True)}})
     llmc.compile_adapter(tmp_path / "peft", tmp_path / "case", tmp_path / "adapter")
     adapted = copy.deepcopy(model)
     with torch.no_grad():
