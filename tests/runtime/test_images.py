@@ -110,8 +110,8 @@ def test_prefix_caching_distinguishes_images(model):
 
 def test_an_image_is_encoded_once(model, monkeypatch):
     encoded = []
-    real = image_encoder.ImageEncoder._encode
-    monkeypatch.setattr(image_encoder.ImageEncoder, "_encode",
+    real = image_encoder.ImageEncoder.encode
+    monkeypatch.setattr(image_encoder.ImageEncoder, "encode",
                         lambda self, arrays: encoded.append(1) or real(self, arrays))
     with llmc.LLM(model[1], prefix_reuse=False) as llm:
         prompt = prompts_of(llm)[1]
