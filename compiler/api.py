@@ -32,6 +32,7 @@ from llmc.compiler.frontend import RawModel, load
 from llmc.compiler.frontend.draft import DraftSource, attach_draft
 from llmc.compiler.frontend.peft import read_peft, read_peft_source
 from llmc.compiler.frontend.raw import dequantize
+from llmc.compiler.frontend.scoring import Scoring
 from llmc.compiler.frontend.tokenizer_config import FOLDER, TEMPLATE
 from llmc.compiler.graph.notes import Context
 from llmc.compiler.graph.rewrite import op_of
@@ -108,6 +109,7 @@ def _compile(model: str | Path, output: Path, options: CompileOptions) -> Manife
                trust_remote_code=options.trust_remote_code,
                allow_pickle=options.allow_pickle, revision=options.revision,
                task=options.task, pooling=options.pooling,
+               scoring=Scoring.of(options.classifier_from_token, options.score_template),
                takes_embeds=options.enable_prompt_embeds,
                takes_images=not options.language_model_only,
                check=lambda *about: check_model(options, About(*about)))

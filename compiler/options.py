@@ -163,6 +163,15 @@ class CompileOptions:
         "Pooling of a text's hidden states to a vector, with `task` embed: of its first token, the "
         "mean, or of its last.",
         choices=("cls", "mean", "last"), default="as modules.json says")] = ""
+    classifier_from_token: Annotated[str, Declared(
+        "With `task` classify of a causal LM: the tokens by whose logits the model answers that a "
+        "document is wrong, and that it is right; the score of a pair is the sigmoid of their "
+        "difference. Or the latter alone.", metavar="NO,YES",
+        default="as modules.json says")] = ""
+    score_template: Annotated[str | Path | None, Declared(
+        "With `task` classify: Jinja template that makes one text of a pair, whose texts have the "
+        "roles query and document.", metavar="FILE",
+        default="with logits of tokens the chat template")] = None
     draft: Annotated[str | None, Declared(
         "Draft model for speculative decoding, for `target` cpu or cuda: mtp, the multi-token "
         "prediction layers of MODEL; model:DIR, a smaller model with the same vocabulary; or a "

@@ -301,6 +301,14 @@ def _task(options: CompileOptions) -> str | None:
     for name, value, known in (("task", options.task, TASKS), ("pooling", options.pooling, KINDS)):
         if value and value not in known:
             return f"{name} '{value}' is unknown; use one of: {', '.join(known)}"
+    tokens = options.classifier_from_token.split(",") if options.classifier_from_token else []
+    if len(tokens) > 2 or not all(tokens):
+        return (f"classifier_from_token is '{options.classifier_from_token}', expected one token, "
+                f"or two with a comma between them, as in no,yes")
+    for name, given in (("classifier_from_token", tokens), ("score_template",
+                                                            options.score_template)):
+        if given and options.task not in ("", "classify"):
+            return f"{name} is given with task {options.task}; leave it out, or give task classify"
     return None
 
 
@@ -315,6 +323,9 @@ def _draft(options: CompileOptions) -> str | None:
 
 
 def _pooled(options: CompileOptions, about: About) -> str | None:
+    if options.score_template and about.task != "classify":
+        return (f"score_template is given, but '{about.name}' is compiled for task {about.task}; "
+                f"give --task classify, or leave it out")
     if about.task == "generate":
         return None
     if not target_spec(options.target).pools:

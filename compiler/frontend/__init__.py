@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from llmc.compiler.frontend.raw import Check, RawModel, unchecked
+from llmc.compiler.frontend.scoring import BY_CHECKPOINT, Scoring
 from llmc.errors import LlmcError
 
 __all__ = ["Check", "RawModel", "load"]
@@ -13,7 +14,8 @@ __all__ = ["Check", "RawModel", "load"]
 def load(model: str | Path, *, hf_dir: str | Path | None = None, trust_remote_code: bool = False,
          allow_pickle: bool = False, revision: str | None = None,
          check: Check = unchecked, mtp: bool = False, task: str = "",
-         pooling: str = "", takes_embeds: bool = False, takes_images: bool = False) -> RawModel:
+         pooling: str = "", scoring: Scoring = BY_CHECKPOINT, takes_embeds: bool = False,
+         takes_images: bool = False) -> RawModel:
     """Read a model.
 
     Args:
@@ -26,6 +28,7 @@ def load(model: str | Path, *, hf_dir: str | Path | None = None, trust_remote_co
         mtp: whether to export the model's MTP layer as its draft model.
         task: what to compile the model for; "": as the checkpoint says.
         pooling: of its hidden states; "": as the checkpoint says.
+        scoring: of pairs of texts.
         takes_embeds: whether rows may replace the token embeddings.
         takes_images: whether to export the image encoder of a model that has one and a processor.
 
@@ -39,7 +42,8 @@ def load(model: str | Path, *, hf_dir: str | Path | None = None, trust_remote_co
     if mtp and path.suffix in (".gguf", ".onnx"):
         raise LlmcError(f"'{model}' is a {path.suffix} file, which --draft mtp does not support; "
                         f"give a Hugging Face directory")
-    if (pooling or task not in ("", "generate")) and path.suffix in (".gguf", ".onnx"):
+    pooled = pooling or scoring != BY_CHECKPOINT or task not in ("", "generate")
+    if pooled and path.suffix in (".gguf", ".onnx"):
         raise LlmcError(f"'{model}' is a {path.suffix} file, which --task {task or 'embed'} does "
                         f"not support; give a Hugging Face directory")
     if takes_embeds and path.suffix == ".onnx":
@@ -57,7 +61,8 @@ def load(model: str | Path, *, hf_dir: str | Path | None = None, trust_remote_co
     from llmc.compiler.frontend.huggingface import load_huggingface
     return load_huggingface(model, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
                             revision=revision, check=check, mtp=mtp, task=task, pooling=pooling,
-                            takes_embeds=takes_embeds, takes_images=takes_images)
+                            scoring=scoring, takes_embeds=takes_embeds,
+                            takes_images=takes_images)
 
 
 def _existing(path: Path) -> Path:

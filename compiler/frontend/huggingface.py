@@ -13,6 +13,12 @@ from llmc.compiler.frontend.origin import PATTERNS, directory_origin
 from llmc.compiler.frontend.paths import refuse_pointer
 from llmc.compiler.frontend.pooling import model_directory, read_plan
 from llmc.compiler.frontend.raw import Check, RawDraft, RawModel, config_digest, unchecked
+from llmc.compiler.frontend.scoring import (
+    BY_CHECKPOINT,
+    Scoring,
+    check_pair_template,
+    logit_score,
+)
 from llmc.compiler.frontend.sizes import check_sizes
 from llmc.compiler.frontend.tokenizer_config import (
     read_chat_templates,
@@ -22,6 +28,7 @@ from llmc.compiler.frontend.tokenizer_config import (
 from llmc.compiler.quant.checkpoint import read_quantized
 from llmc.compiler.scratch import scratch_folder
 from llmc.errors import LlmcError, reason_of
+from llmc.runtime.chat_template import DEFAULT
 from llmc.runtime.multimodal.description import describe_processor
 from llmc.runtime.multimodal.feature_extractors import WhisperFeatureExtractor
 from llmc.runtime.multimodal.processor import ProcessorDescription
@@ -36,8 +43,8 @@ _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
                      allow_pickle: bool = False, revision: str | None = None,
                      check: Check = unchecked, mtp: bool = False, task: str = "",
-                     pooling: str = "", takes_embeds: bool = False,
-                     takes_images: bool = False) -> RawModel:
+                     pooling: str = "", scoring: Scoring = BY_CHECKPOINT,
+                     takes_embeds: bool = False, takes_images: bool = False) -> RawModel:
     """Export the model in a directory, or download it by hub id first.
 
     Args: see `load`.
@@ -48,7 +55,12 @@ def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
     """
     root = find_directory(model, revision)
     directory = model_directory(root)
-    plan = read_plan(root, _plain_config(directory), task, pooling, allow_pickle)
+    score = None
+    if scoring.tokens:
+        with scratch_folder() as scratch:
+            copy_tokenizer(directory, scratch)
+            score = logit_score(scoring.tokens, scratch)
+    plan = read_plan(root, _plain_config(directory), task, pooling, allow_pickle, score)
     decoded = read_quantized(directory, _plain_config(directory),
                              lambda: open_checkpoint(directory, allow_pickle))
     config = read_config(directory, trust_remote_code)  # imports transformers: seconds
@@ -59,11 +71,17 @@ def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
     images = takes_images and plan is None and _takes_images(config, directory)
     check(_plain_config(directory), generation, config.is_encoder_decoder, "",
           "generate" if plan is None else plan.task, images)
+    template = scoring.read_template()
+    if plan is not None and template is not None:
+        plan = replace(plan, pair_template=True)
+    templates = _templates(directory, template)
     with scratch_folder() as scratch:
         copy_tokenizer(directory, scratch)  # errors before the slow export
+        if plan is not None and plan.pair_template:
+            write_chat_templates(templates, scratch)
+            check_pair_template(scratch)
         processor = _describe_images(directory, scratch) if images else \
             _describe_speech(config, directory, scratch)
-    read_chat_templates(directory)
     from llmc.compiler.frontend.export import export
 
     exported = export(config, decoded.tensors, str(directory), linear=decoded.linear,
@@ -79,7 +97,7 @@ def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
         exported.mtp, "mtp", config_digest(plain), num_speculative_tokens=len(exported.mtp),
         chain="layers" if len(exported.mtp) > 1 else "tokens")
     return RawModel(exported.graph, plain, "huggingface",
-                    lambda target: save_tokenizer(directory, target), generation,
+                    lambda target: save_tokenizer(directory, target, template), generation,
                     (*decoded.notes, *exported.notes), exported.encoder, exported.features,
                     processor, exported.image, draft, directory_origin(
                         directory, None if Path(model).is_dir() else str(model)), pooling=plan)
@@ -223,12 +241,21 @@ def _generation(directory: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-def save_tokenizer(directory: Path, target: Path) -> None:
-    """Write the files of a tokenizer that the runtime needs."""
+def save_tokenizer(directory: Path, target: Path, template: str | None = None) -> None:
+    """Write the files of a tokenizer that the runtime needs.
+
+    Args:
+        template: the template to write in place of the tokenizer's.
+    """
     copy_tokenizer(directory, target)
     if (target / "tokenizer.json").is_file():
-        write_chat_templates(read_chat_templates(directory), target)
+        write_chat_templates(_templates(directory, template), target)
         write_special_tokens(directory, target)
+
+
+def _templates(directory: Path, template: str | None) -> dict[str, str]:
+    """Return the chat templates of a directory, or the one that replaces them."""
+    return read_chat_templates(directory) if template is None else {DEFAULT: template}
 
 
 def copy_tokenizer(directory: Path, target: Path) -> None:

@@ -117,7 +117,7 @@ def model_directory(directory: Path) -> Path:
 
 
 def read_plan(directory: Path, config: Mapping[str, Any], task: str, pooling: str,
-              allow_pickle: bool) -> PoolingPlan | None:
+              allow_pickle: bool, score: LogitScore | None = None) -> PoolingPlan | None:
     """Return what a checkpoint is compiled for; None for text generation.
 
     Args:
@@ -126,6 +126,7 @@ def read_plan(directory: Path, config: Mapping[str, Any], task: str, pooling: st
         task: `--task`; "": as the checkpoint says.
         pooling: `--pooling`; "": as the checkpoint says.
         allow_pickle: read .bin weights.
+        score: the logits that `--classifier_from_token` names.
 
     Raises:
         LlmcError: the options contradict the checkpoint, modules.json is invalid, or a module is
@@ -133,6 +134,14 @@ def read_plan(directory: Path, config: Mapping[str, Any], task: str, pooling: st
     """
     architecture = architecture_of(config)
     own = next((own for end, own in _ARCHITECTURES.items() if architecture.endswith(end)), "")
+    if score is not None:
+        if pooling:
+            raise LlmcError(f"pooling '{pooling}' is given, but classifier_from_token compares "
+                            f"logits of the last token; leave it out")
+        if not architecture.endswith("ForCausalLM") or config.get("final_logit_softcapping"):
+            raise LlmcError(f"classifier_from_token is given, but '{architecture}' has no linear "
+                            f"LM head; give a causal LM, or leave it out")
+        return _plan_score(score, config)
     modules = _modules(directory) if (directory / MODULES).is_file() else []
     scores = len(modules) > 1 and modules[1][0] == "LogitScore"
     if not task:
@@ -143,10 +152,10 @@ def read_plan(directory: Path, config: Mapping[str, Any], task: str, pooling: st
                             f"nothing; give --task embed, or leave it out")
         return None
     if scores and task == "classify" and not pooling:
-        return _plan_scores(modules, config)
+        return _read_score(modules, config)
     if task in _ARCHITECTURES.values():
         if task != own:
-            logits = ", or one with the module LogitScore if it compares logits of tokens " \
+            logits = ", or --classifier_from_token no,yes if it answers by logits of tokens " \
                      "(Qwen3-Reranker)" if architecture.endswith("ForCausalLM") else ""
             raise LlmcError(f"task is '{task}', but '{directory}' is '{architecture}', which has "
                             f"no head for it; give a checkpoint of a …{_named(task)} model{logits}")
@@ -252,7 +261,14 @@ def _plan_modules(directory: Path, modules: Sequence[tuple[str, Path]], allow_pi
                        prompts=prompts, default_prompt=default)
 
 
-def _plan_scores(modules: Sequence[tuple[str, Path]], config: Mapping[str, Any]) -> PoolingPlan:
+def _plan_score(score: LogitScore, config: Mapping[str, Any],
+                max_tokens: int | None = None) -> PoolingPlan:
+    """The plan of a causal LM that scores pairs by logits of the last token."""
+    return PoolingPlan("classify", "last", (score,), ("LABEL_0",), _activation(config, 1),
+                       max_tokens, pair_template=True)
+
+
+def _read_score(modules: Sequence[tuple[str, Path]], config: Mapping[str, Any]) -> PoolingPlan:
     """Read a reranker that compares logits of the last token, such as "yes" and "no".
 
     Raises:
@@ -266,8 +282,7 @@ def _plan_scores(modules: Sequence[tuple[str, Path]], config: Mapping[str, Any])
         raise LlmcError(f"'{path}' has true_token_id {shown(true)} and false_token_id "
                         f"{shown(false)}; llmc supports two tokens of a linear LM head, and no "
                         f"module after LogitScore")
-    return PoolingPlan("classify", "last", (LogitScore(true, false),), ("LABEL_0",),
-                       _activation(config, 1), _max_tokens(modules[0][1]), pair_template=True)
+    return _plan_score(LogitScore(true, false), config, _max_tokens(modules[0][1]))
 
 
 def _optional_json(path: Path) -> dict[str, Any]:

@@ -2,13 +2,14 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pooling
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 import llmc
 from llmc.artifacts.manifest import read_manifest
@@ -270,3 +271,81 @@ def test_a_reranker_may_compare_two_logits_of_the_last_token(tied, tmp_path):
             ids = llm.tokenize(f"the query about food document {text} is", False)
             logits = torch.tensor(pooling.reference(model, ids))[-1]
             assert abs(score - float(torch.sigmoid(logits[40] - logits[41]))) < 1e-5
+
+
+RERANKER = Path(__file__).parents[2] / "examples" / "qwen3_reranker.jinja"
+PREFIX = ('<|im_start|>system\nJudge whether the Document meets the requirements based on the '
+          'Query and the Instruct provided. Note that the answer can only be "yes" or "no".'
+          '<|im_end|>\n<|im_start|>user\n')
+SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+
+
+@pytest.fixture(scope="module")
+def causal_lm(tmp_path_factory):
+    """A Qwen 3 as Qwen3-Reranker's directories have it: without modules.json, with tied weights."""
+    root = tmp_path_factory.mktemp("reranker")
+    config = CONFIG_MAPPING["qwen3"](**{**pooling.DECODERS["qwen3"],
+                                        "max_position_embeddings": 512}, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(root)
+    pooling.write_tokenizer(root)
+    (root / "chat_template.jinja").write_text(
+        "{% for message in messages if message.role == 'user' %}{{ message.content }}{% endfor %}")
+    return root, model
+
+
+@pytest.mark.parametrize("tokens", ["not,is", "is"])
+def test_a_causal_lm_scores_by_the_tokens_that_are_given(causal_lm, tokens, tmp_path):
+    root, model = causal_lm
+    info = llmc.compile(root, tmp_path / "case", task="classify", classifier_from_token=tokens,
+                        score_template=RERANKER, tp_size=2).pooling
+    assert (info.kind, info.activation, info.pair_template) == ("last", "sigmoid", True)
+    tokenizer = AutoTokenizer.from_pretrained(root)
+    documents = ["the cat runs", "cold water is not food"]
+    with llmc.LLM(tmp_path / "case") as llm:
+        scores = llm.score("about food", documents)
+    for document, score in zip(documents, scores, strict=True):
+        parts = (PREFIX, f"<Instruct>: {INSTRUCTION}\n<Query>: about food\n<Document>: {document}",
+                 SUFFIX)
+        ids = [token for part in parts
+               for token in tokenizer.encode(part, add_special_tokens=False)]
+        logits = torch.tensor(pooling.reference(model, ids))[-1]
+        true, false = (float(logits[tokenizer.convert_tokens_to_ids(word)])
+                       for word in ("is", "not"))
+        assert abs(score - float(torch.sigmoid(torch.tensor(
+            true - (false if "," in tokens else 0.0))))) < 1e-5
+
+
+def test_a_classifier_of_pairs_may_have_a_template(tmp_path):
+    model = pooling.save("qwen3", pooling.DECODERS["qwen3"], tmp_path / "hf", "classify",
+                         num_labels=1)
+    (tmp_path / "pair.jinja").write_text(QWEN3_TEMPLATE)
+    llmc.compile(tmp_path / "hf", tmp_path / "case", score_template=tmp_path / "pair.jinja")
+    with llmc.LLM(tmp_path / "case") as llm:
+        score, = llm.score("about food", ["the cat runs"])
+        ids = llm.tokenize("the query about food document the cat runs is", False)
+    logit = pooling.reference(model, ids)[0]
+    assert abs(score - float(torch.sigmoid(torch.tensor(logit)))) < 1e-5
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    (dict(task="classify"), "no head for it; .*--classifier_from_token no,yes if it answers by"),
+    (dict(classifier_from_token="no,yes"), "names 'no', which is no token of the"),
+    (dict(classifier_from_token="a,the,is"), "expected one token, or two"),
+    (dict(classifier_from_token=","), "expected one token, or two"),
+    (dict(classifier_from_token="is", task="embed"), "is given with task embed"),
+    (dict(classifier_from_token="is", pooling="cls"), "pooling 'cls' is given, but"),
+    (dict(classifier_from_token="is"), "does not write the query and the document; give --score_t"),
+    (dict(classifier_from_token="is", score_template="none.jinja"), "'none.jinja' cannot be read"),
+    (dict(score_template=RERANKER), "is compiled for task generate; give --task classify"),
+])
+def test_tokens_and_templates_that_do_not_fit_are_refused(causal_lm, options, message, tmp_path):
+    with pytest.raises(llmc.LlmcError, match=message):
+        llmc.compile(causal_lm[0], tmp_path / "case", **options)
+
+
+def test_an_encoder_has_no_logits_of_tokens(bert, tmp_path):
+    with pytest.raises(llmc.LlmcError, match="'BertModel' has no linear LM head"):
+        llmc.compile(bert[0], tmp_path / "case", classifier_from_token="is")
