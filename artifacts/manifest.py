@@ -873,7 +873,7 @@ class Manifest(_Frozen):
         return self.chips[0].image
 
     @property
-    def kv_dtype(self) -> DTypeName:
+    def kv_dtype(self) -> str:
         """Dtype of the KV caches."""
         return next((tensor.dtype for tensor in self.chips[0].inputs
                      if tensor.name == "key_cache_0"), self.dtype)

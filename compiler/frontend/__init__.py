@@ -14,8 +14,8 @@ __all__ = ["Check", "RawModel", "load"]
 def load(model: str | Path, *, hf_dir: str | Path | None = None, trust_remote_code: bool = False,
          allow_pickle: bool = False, revision: str | None = None,
          check: Check = unchecked, mtp: bool = False, task: str = "",
-         pooling: str = "", scoring: Scoring = BY_CHECKPOINT, takes_embeds: bool = False,
-         takes_images: bool = False) -> RawModel:
+         pooling: str = "", scoring: Scoring = BY_CHECKPOINT,
+         takes_embeds: bool = False, takes_images: bool = False) -> RawModel:
     """Read a model.
 
     Args:

@@ -36,11 +36,9 @@ class InputEmbeds:
     @staticmethod
     def of_items(items: Sequence[PlaceholderRange]) -> InputEmbeds:
         """Rows of images, identified by what the encoder reads."""
-        digests = [bytes.fromhex(own.item.digest) for own in items]
-        return InputEmbeds(
-            np.concatenate([own.positions for own in items]),
-            [digest + index.to_bytes(4, "little") for own, digest in zip(items, digests, strict=True)
-             for index in range(len(own.positions))], items=items)
+        keys = [bytes.fromhex(own.item.digest) + index.to_bytes(4, "little")
+                for own in items for index in range(len(own.positions))]
+        return InputEmbeds(np.concatenate([own.positions for own in items]), keys, items=items)
 
     def items_within(self, start: int, stop: int) -> Iterator[tuple[int, PlaceholderRange]]:
         """Number and place of each item with a row at positions from `start` to `stop`."""

@@ -518,8 +518,8 @@ class InputProcessor:
         """
         program, name = self.manifest.image, self.manifest.source.architecture
         if program is None or item.modality != "image":
-            raise LlmcError(f"'{name}' was compiled without an encoder of {PLURALS[item.modality]}; "
-                            f"give text only")
+            raise LlmcError(f"'{name}' was compiled without an encoder of "
+                            f"{PLURALS[item.modality]}; give text only")
         computed = {key for own in program.computed for key in own.names}
         expected = {tensor.name: tensor for tensor in program.inputs if tensor.name not in computed}
         if expected.keys() != item.arrays.keys() - {GRID}:

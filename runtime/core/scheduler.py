@@ -600,8 +600,8 @@ class Scheduler:
     def _can_hold(self, item: MediaItem) -> bool:
         """Whether an image is encoded, or can be in this step."""
         assert self.images is not None
-        return self.images.has(item) or self.images.has_room(item) and (
-            not self.images.encode or self.images.num_rows + item.num_rows <= self.budget)
+        return self.images.has(item) or (self.images.has_room(item) and (
+            not self.images.encode or self.images.num_rows + item.num_rows <= self.budget))
 
     def _release_images(self, sequence: Sequence, end: int | None = None) -> None:
         """Release the images that a sequence holds, or those whose rows are before `end`."""
