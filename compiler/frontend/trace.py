@@ -300,8 +300,8 @@ def _wrap(model: Any, part: Part, by_axis: bool = False) -> \
     takes_positions = "position_ids" in parameters
     positions = torch.arange(5)[None].expand(2, 5).clone(), "seq"
     if by_axis and takes_positions:
-        return _ByAxis(model), {"input_ids": ids} | dict.fromkeys(POSITION_IDS, positions), \
-            ["logits"]
+        several = {name: (positions[0].clone(), "seq") for name in POSITION_IDS}
+        return _ByAxis(model), {"input_ids": ids} | several, ["logits"]
     return _Stateless(model, takes_positions), \
         {"input_ids": ids} | ({"position_ids": positions} if takes_positions else {}), ["logits"]
 

@@ -17,6 +17,9 @@ def expected(model, prompt, count=10):
     given = {name: torch.from_numpy(np.concatenate([own[name] for own in arrays]))
              for name in (arrays[0] if arrays else ())}
     ids = torch.tensor([prompt.token_ids])
+    if arrays and "image_grid_thw" in arrays[0]:
+        row = ids == model.config.image_token_id
+        given["mm_token_type_ids"] = row.int()
     with torch.no_grad():
         made = model.generate(ids, **given, max_new_tokens=count, do_sample=False,
                               eos_token_id=None, pad_token_id=0, output_logits=True,
@@ -36,7 +39,7 @@ def prompts_of(llm):
     own = llm.processor.placeholders["image"]
     return [{"prompt": "hello there", "images": []},
             {"prompt": f"see {own} now", "images": images(1)},
-            {"prompt": f"a {own} b {own}{own} c", "images": images(3)}]
+            {"prompt": f"a {own} b {own} {own} c", "images": images(3)}]
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
