@@ -27,12 +27,12 @@ from llmc.runtime.core.scheduler import SequenceOutput
 from llmc.runtime.core.step import EncoderInput, SamplingState
 from llmc.runtime.message_forms import ContentFormat
 from llmc.runtime.multimodal.items import PLURALS, MediaItem
+from llmc.runtime.multimodal.messages import MediaSource, has_media, load_source, split_media
 from llmc.runtime.multimodal.rotary_positions import (
     ImagePlace,
     RotaryPositions,
     rotary_positions,
 )
-from llmc.runtime.multimodal.messages import MediaSource, has_media, load_source, split_media
 from llmc.runtime.prompts import (
     ROW,
     EmbedsPrompt,

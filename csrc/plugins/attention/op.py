@@ -50,7 +50,6 @@ from llmc.plugins import Fields, Op, Sample, Shape
 from llmc.plugins.quantization import rounds_output
 from llmc.plugins.roles import Attention, ByHeads, Columns
 
-
 AXES = 3  # positions of a token in rotary_positions
 
 
