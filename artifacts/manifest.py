@@ -305,7 +305,7 @@ class WeightForm(_Frozen):
 
     dtype: WeightDType
     group_size: Count
-    activation_dtype: Literal["", "float8_e4m3fn"] = ""
+    activation_dtype: Literal["", "float8_e4m3fn", "int8"] = ""
     activation_scale: Annotated[float, Field(ge=0)] = 0.0
     activation_group_size: Annotated[int, Field(ge=0)] = 0
 

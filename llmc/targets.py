@@ -55,6 +55,7 @@ class TargetSpec:
         mla_projections: the MLA up-projections may be quantized.
         block_scales: kernels read scales of blocks (rows x columns).
         activation_group_sizes: group sizes of activation quantization; empty: any.
+        int8_activations: kernels multiply int8 weights by activations quantized to int8 per token.
         quantizes_activations: kernels always quantize the activations of quantized weights.
         max_head_dim: maximum head_dim of attention kernels, which need a multiple of 8; None: any.
         default_max_seq_len: upper bound without `--max_seq_len`; None: the model's length.
@@ -99,6 +100,7 @@ class TargetSpec:
     mla_projections: bool = False
     block_scales: bool = False
     activation_group_sizes: tuple[int, ...] = ()
+    int8_activations: bool = False
     quantizes_activations: bool = False
     max_head_dim: int | None = None
     default_max_seq_len: int | None = None
@@ -165,7 +167,7 @@ CPU = register(TargetSpec(
     weight_dtypes=_WEIGHT_DTYPES,
     expert_dtypes=("int4", "uint4", "int8", "uint8"),  # those of QMoE
     group_multiple=1, permutes_columns=True, mla_projections=True,
-    quantizes_activations=True))  # MatMulNBits quantizes them to int8
+    int8_activations=True, quantizes_activations=True))  # MatMulNBits quantizes them to int8
 
 CUDA = register(TargetSpec(
     name="cuda", compiler="llmc.compiler.targets.cuda",

@@ -147,7 +147,8 @@ def cpu_limits(manifest: Manifest, config: EngineConfig) -> EngineLimits:
         proposes=config.draft,
         lookahead=lookahead(manifest.draft if config.draft else None, manifest.chips[0]),
         keeps_states=any(chip.states for chip in manifest.chips), whole=manifest.is_whole,
-        max_loras=config.max_loras, max_lora_rank=config.max_lora_rank)
+        max_loras=config.max_loras, max_lora_rank=config.max_lora_rank,
+        applies_rules=not manifest.target.spec.samples_on_device)
 
 
 def _max_drafts(draft: DraftInfo | None) -> int:

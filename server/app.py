@@ -30,6 +30,7 @@ from starlette.types import Receive, Scope, Send
 
 from llmc import __version__
 from llmc.errors import LlmcError, shortened
+from llmc.runtime.core.transcription import Transcription
 from llmc.runtime.prompts import MediaPrompt
 from llmc.runtime.sampling.sampler import NonFiniteLogits
 from llmc.server.access import Access, Authenticated, Guarded
@@ -90,6 +91,8 @@ from llmc.server.transcription import (
     transcribe,
 )
 from llmc.server.transcription import answer as speech_answer
+from llmc.server.transcription import events as speech_events
+from llmc.server.transcription import whole as whole_speech
 
 # Ollama's endpoints, and their replacements.
 _OLLAMA = {"/api/chat": "/v1/chat/completions", "/api/generate": "/v1/completions",
@@ -434,17 +437,31 @@ class Api:
             note(request.scope, ignored=body.ignored)
         model = self._model_of(request, body.model)
         key, started = _api_key(request), time.monotonic()
-        try:
-            with self._gates[model.name].entered(1, key), model.working():
-                async with asyncio.timeout(self._limits.request_timeout):
-                    result = await _unless_disconnected(
-                        request, transcribe(model, body, file, key))
-        except TimeoutError:
-            raise ApiError(self._timeout_message(), 408, code="timeout") from None
-        note(request.scope, prompt_tokens=result.prompt_tokens)
-        self._metrics.pooled(model.name, [result.prompt_tokens], time.monotonic() - started)
-        return Response(speech_answer(body, result),
-                        media_type=MEDIA_TYPES[body.response_format])
+        deadline = asyncio.get_running_loop().time() + self._limits.request_timeout
+
+        def finished(result: Transcription) -> None:
+            note(request.scope, prompt_tokens=result.prompt_tokens,
+                 completion_tokens=result.completion_tokens)
+            self._metrics.pooled(model.name, [result.prompt_tokens], time.monotonic() - started)
+
+        with ExitStack() as stack:
+            stack.enter_context(self._gates[model.name].entered(1, key))
+            stack.enter_context(model.working())
+            chunks = transcribe(model, body, file, key)
+            try:
+                async with asyncio.timeout_at(deadline):
+                    if not body.stream:
+                        result = await _unless_disconnected(request, whole_speech(chunks))
+                        finished(result)
+                        return Response(speech_answer(body, result),
+                                        media_type=MEDIA_TYPES[body.response_format])
+                    events = speech_events(chunks, finished)
+                    first = await _unless_disconnected(request, anext(events))
+            except TimeoutError:
+                raise ApiError(self._timeout_message(), 408, code="timeout") from None
+            return _Events(first, events, deadline, partial(self._error_event, model),
+                           stack.pop_all().close)
+        raise AssertionError  # unreachable, but mypy cannot know
 
     async def _receive(self, request: Request, accepted: str = "application/json") -> bytes:
         """Receive a request's body of this content type."""

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from typing import ClassVar, Literal
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from llmc.errors import LlmcError, shortened
-from llmc.runtime.core.transcription import Transcription
-from llmc.runtime.sampling.params import SamplingParams
+from llmc.runtime.core.transcription import Transcription, TranscriptionChunk
+from llmc.runtime.sampling.speech_fallback import SpeechOptions
+from llmc.server.answer import DONE, event
 from llmc.server.errors import ApiError
 from llmc.server.model import Model
 from llmc.server.protocol import Body, Refused
@@ -21,7 +24,8 @@ MEDIA_TYPES: dict[str, str] = {
     "json": "application/json", "verbose_json": "application/json", "text": "text/plain",
     "srt": "text/plain", "vtt": "text/plain"}
 _TIMED = ("srt", "verbose_json", "vtt")
-_LISTS = ("timestamp_granularities", "include")
+_LISTS = ("timestamp_granularities", "include", "fallback_temperatures")
+_STREAMED = ("json", "text")
 _MAX_FIELDS = 64
 _NAME = re.compile(rb'(?:^|;)\s*name="([^"]*)"', re.IGNORECASE)
 _DISPOSITION = re.compile(rb"content-disposition:\s*form-data(.*)", re.IGNORECASE)
@@ -33,18 +37,39 @@ class SpeechRequest(Body):
 
     TASK: ClassVar[str]
     REFUSED: ClassVar[Refused] = {
-        "stream": ((None, "false", "False", "0"), "the text is sent as a whole"),
         "include": ((None, []), "the model's log-probabilities are not returned"),
     }
 
     prompt: str = ""
     response_format: ResponseFormat = "json"
     temperature: float = Field(0.0, ge=0, le=2)
+    seed: int | None = Field(None, ge=0, lt=2**63)
+    stream: bool = False
+    fallback_temperatures: list[Annotated[float, Field(gt=0, le=2)]] = Field(
+        [], description="Temperatures at which a window is decoded again, in order.", max_length=16)
+    compression_ratio_threshold: float | None = Field(
+        None, description="Ratio of compression above which a window is decoded again.")
+    logprob_threshold: float | None = Field(
+        None, description="Mean log-probability below which a window is decoded again.")
+    no_speech_threshold: float | None = Field(
+        None, description="Probability of no speech above which an unlikely window is skipped.")
+    condition_on_prev_tokens: bool = Field(
+        False, description="Decode each window after the text of earlier ones.")
 
     @property
     def spoken(self) -> str | None:
         """Code of the given language."""
         return None
+
+    def options(self) -> SpeechOptions:
+        """When windows are decoded again or skipped.
+
+        Raises:
+            LlmcError: a field needs another.
+        """
+        return SpeechOptions(self.fallback_temperatures, self.compression_ratio_threshold,
+                             self.logprob_threshold, self.no_speech_threshold,
+                             self.condition_on_prev_tokens)
 
 
 class TranscriptionRequest(SpeechRequest):
@@ -121,25 +146,67 @@ def _parts(raw: bytes, content_type: str) -> Iterator[tuple[str, bytes]]:
 
 
 async def transcribe(model: Model, body: SpeechRequest, file: bytes, tenant: str | None) -> \
-        Transcription:
-    """Transcribe a request's audio.
+        AsyncGenerator[TranscriptionChunk, None]:
+    """Transcribe a request's audio; yields its parts.
 
     Raises:
         LlmcError: the model, the audio or a field is invalid.
     """
     llm = model.llm
-    params = None if not body.temperature else SamplingParams(
-        temperature=body.temperature, max_tokens=llm.max_model_len)
+    if body.stream and body.response_format not in _STREAMED:
+        raise ApiError(f"stream does not go with response_format {body.response_format}, as its "
+                       f"events are text; leave one out", param="stream")
+    default = llm.default_sampling_params
+    params = replace(default, temperature=body.temperature, max_tokens=llm.max_model_len,
+                     seed=body.seed, beam_width=1 if body.temperature else default.beam_width)
     llm.transcriber.require()
     try:
-        return await llm.transcribe(
-            file, language=body.spoken, task=body.TASK, prompt=body.prompt, params=params,
-            timestamps=body.response_format in _TIMED, tenant=tenant)
+        async with aclosing(llm.stream_transcription(
+                file, language=body.spoken, task=body.TASK, prompt=body.prompt, params=params,
+                timestamps=body.response_format in _TIMED, options=body.options(),
+                tenant=tenant)) as chunks:
+            async for chunk in chunks:
+                yield chunk
     except LlmcError as error:
         text = str(error)
         if text.startswith("language "):
             raise ApiError(text, param="language") from None
         raise
+
+
+async def whole(chunks: AsyncGenerator[TranscriptionChunk, None]) -> Transcription:
+    """Return the result of a transcription."""
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            last = chunk
+    assert last.result is not None
+    return last.result
+
+
+async def events(chunks: AsyncGenerator[TranscriptionChunk, None],
+                 finished: Callable[[Transcription], object]) -> AsyncGenerator[bytes, None]:
+    """Yield OpenAI's events of a transcription.
+
+    Args:
+        chunks: parts of the transcription.
+        finished: called with the result.
+    """
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            if chunk.text:
+                yield event({"type": "transcript.text.delta", "delta": chunk.text})
+            if chunk.result is not None:
+                finished(chunk.result)
+                yield event({"type": "transcript.text.done", "text": chunk.result.text,
+                             "usage": _token_usage(chunk.result)}) + DONE
+
+
+def _token_usage(result: Transcription) -> dict[str, Any]:
+    read = result.audio_tokens + result.prompt_tokens
+    return {"type": "tokens", "input_tokens": read, "output_tokens": result.completion_tokens,
+            "total_tokens": read + result.completion_tokens,
+            "input_token_details": {"audio_tokens": result.audio_tokens,
+                                    "text_tokens": result.prompt_tokens}}
 
 
 def answer(body: SpeechRequest, result: Transcription) -> str:
@@ -161,7 +228,9 @@ def answer(body: SpeechRequest, result: Transcription) -> str:
         "task": body.TASK, "language": result.language, "duration": result.duration,
         "text": result.text, "usage": usage,
         "segments": [{"id": index, "start": own.start, "end": own.end, "text": own.text,
-                      "tokens": [*own.token_ids], "temperature": body.temperature}
+                      "tokens": [*own.token_ids], "temperature": own.temperature,
+                      "avg_logprob": own.avg_logprob, "compression_ratio": own.compression_ratio,
+                      "no_speech_prob": own.no_speech_prob}
                      for index, own in enumerate(result.segments)]})
 
 

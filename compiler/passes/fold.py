@@ -227,7 +227,7 @@ CAST_LIKE = Rule("cast-like", frozenset({"CastLike"}), _cast_like, _as_cast)
 @dataclass(frozen=True)
 class _Sequence:
     node: gs.Node
-    sizes: np.ndarray | None  # None: the only element is the whole
+    sizes: np.ndarray
     readers: list[tuple[gs.Node, int]]  # each SequenceAt and its index
 
 
@@ -239,8 +239,6 @@ def _split_sequence(node: gs.Node, settings: Settings) -> _Sequence | NoMatch:
         return NoMatch("the sequence is not only indexed", node)
     source = node.inputs[0]
     sizes = constant(node.inputs[1]) if len(node.inputs) > 1 else None
-    if sizes is None and len(node.inputs) > 1 and _is_one_number(node.inputs[1]):
-        return _Sequence(node, None, readers)
     if sizes is None:
         return NoMatch("the sizes of a sequence's elements are unknown", node)
     if sizes.ndim == 0:
@@ -252,26 +250,15 @@ def _split_sequence(node: gs.Node, settings: Settings) -> _Sequence | NoMatch:
     return _Sequence(node, sizes, readers)
 
 
-def _is_one_number(tensor: gs.Tensor) -> bool:
-    """Whether a tensor is one number in another shape."""
-    node = producer(tensor)
-    while node is not None and (node.op in ("Identity", "Reshape") or (
-            node.op == "Concat" and len(node.inputs) == 1)):
-        tensor = node.inputs[0]
-        node = producer(tensor)
-    return tensor.shape is not None and all(size == 1 for size in tensor.shape)
-
-
 def _as_split(graph: gs.Graph, match: _Sequence, settings: Settings) -> None:
     node, sizes = match.node, match.sizes
     axis, source = node.attrs.get("axis", 0), node.inputs[0]
     name = node.outputs[0].name
-    parts = [gs.Variable(f"{name}.0", source.dtype, source.shape)] if sizes is None else \
-        [gs.Variable(f"{name}.{index}", source.dtype,
-                     None if source.shape is None else
-                     [size if i == axis % len(source.shape) else dim
-                      for i, dim in enumerate(source.shape)])
-         for index, size in enumerate(sizes.tolist())]
+    parts = [gs.Variable(f"{name}.{index}", source.dtype,
+                         None if source.shape is None else
+                         [size if i == axis % len(source.shape) else dim
+                          for i, dim in enumerate(source.shape)])
+             for index, size in enumerate(sizes.tolist())]
     for user, number in match.readers:
         index = number % len(parts)
         parts[index].name = user.outputs[0].name
@@ -282,10 +269,9 @@ def _as_split(graph: gs.Graph, match: _Sequence, settings: Settings) -> None:
         user.outputs.clear()
         user.inputs.clear()
     node.outputs.clear()
-    graph.nodes.append(
-        gs.Node(op="Identity", name=name, inputs=[source], outputs=parts) if sizes is None else
-        gs.Node(op="Split", name=name, attrs={"axis": axis}, outputs=parts,
-                inputs=[source, gs.Constant(f"{name}.sizes", sizes.astype(np.int64))]))
+    graph.nodes.append(gs.Node(
+        op="Split", name=name, attrs={"axis": axis}, outputs=parts,
+        inputs=[source, gs.Constant(f"{name}.sizes", sizes.astype(np.int64))]))
 
 
 SEQUENCE = Rule("sequence", frozenset({"SplitToSequence"}), _split_sequence, _as_split)

@@ -46,11 +46,15 @@ if TYPE_CHECKING:
                    "at once.")
 @click.option("--shared_prefix", default=0,
               help="Length of a prefix that all random requests share, in tokens.")
+@click.option("--audio", "audio_seconds", type=float, default=None, metavar="SECONDS",
+              help="Measure the real-time factor of a speech model with audio of this length, for "
+                   "each batch size.")
 @loading_options
 @json_option
 def bench_command(directory: Path | None, case_dir: Path | None, batch_size: str,
                   input_output_len: str, runs: int, device: list[int] | None, requests: str | None,
-                  request_rate: float, shared_prefix: int, as_json: bool, **loading: Any) -> None:
+                  request_rate: float, shared_prefix: int, audio_seconds: float | None,
+                  as_json: bool, **loading: Any) -> None:
     """Measure throughput and latency of a grid of lengths or of a serving workload.
 
     With --speculate, plain decoding is measured in alternation. Random prompts repeat nothing, so
@@ -65,6 +69,11 @@ def bench_command(directory: Path | None, case_dir: Path | None, batch_size: str
     case_dir = require_case_dir(directory, case_dir)
     if runs < 1:
         raise LlmcError(f"--runs is {runs}, expected at least 1; give a larger number")
+    if audio_seconds is not None:
+        if requests is not None:
+            raise LlmcError("both --audio and --requests are given; give only one")
+        _bench_speech(case_dir, device, loading, batch_size, audio_seconds, runs, as_json)
+        return
     if requests is not None:
         _bench_traffic(case_dir, device, loading, requests, request_rate, shared_prefix, runs,
                        as_json)
@@ -111,6 +120,31 @@ def _speculation_table(rows: Sequence[Row]) -> Table:
 
 def _acceptance_length(found: Speculation) -> str:
     return "–" if found.acceptance_length is None else f"{found.acceptance_length:.2f}"
+
+
+def _bench_speech(case_dir: Path, device: list[int] | None, loading: dict[str, Any],
+                  batch_size: str, seconds: float, runs: int, as_json: bool) -> None:
+    """Print the real-time factor of transcriptions."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from llmc.runtime.core.llm import LLM
+    from llmc.runtime.speech_benchmark import measure_speech, parse_batches, speech_columns
+
+    batches = parse_batches(batch_size)
+    if loading["max_batch_size"] is None:
+        loading["max_batch_size"] = max(batches)
+    with LLM(case_dir, device=device, **{**loading, "prefix_reuse": False}) as llm:
+        rows = [measure_speech(llm, batch, seconds, runs=runs) for batch in batches]
+    if as_json:
+        click.echo(json.dumps([dataclasses.asdict(row) for row in rows]))
+        return
+    table = Table()
+    for name in ("batch", "audio(s)", "latency(ms)", "real-time factor", "tokens/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*speech_columns(row))
+    Console().print(table)
 
 
 def _bench_traffic(case_dir: Path, device: list[int] | None, loading: dict[str, Any],

@@ -32,6 +32,7 @@ from llmc.cli.sampling import (
     sampling_params,
 )
 from llmc.cli.signals import sigterm_as_interrupt
+from llmc.cli.speech import pop_speech_options, run_speech, speech_options, speech_params
 from llmc.errors import CheckFailed, LlmcError
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 @click.option("--chat", is_flag=True,
               help="Apply the chat template to each prompt; without prompts, in a terminal: hold "
                    "a conversation.")
+@speech_options
 @sampling_options
 @generation_config_option
 @click.option("--tp_size", type=int, default=None,
@@ -70,7 +72,8 @@ def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | No
                 log_file: str, as_json: bool, **options: Any) -> None:
     """Complete prompts with the model in the case directory DIR, streaming the text.
 
-    An embedding model or classifier prints a JSON line with the result of each prompt.
+    An embedding model or classifier prints a JSON line with the result of each prompt. A speech
+    model prints the text of --audio.
     """
     from llmc.artifacts.manifest import read_manifest
     from llmc.runtime.core.llm import LLM
@@ -78,6 +81,10 @@ def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | No
 
     loading = pop_loading_options(options)
     loading["adapters"], adapter = options.pop("adapters"), options.pop("adapter")
+    speech = pop_speech_options(options)
+    if speech is not None and (chat or prompt_file is not None):
+        raise LlmcError(f"--{'chat' if chat else 'prompt_file'} is given with --audio; leave one "
+                        f"out")
     if options["logprobs"] is not None and not as_json and prompt_file is None:
         raise LlmcError("--logprobs needs --json, which prints them; add --json")
     if prompt_file is not None and prompts:
@@ -98,18 +105,23 @@ def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | No
     if str(prompt_file) == "-" and sys.stdin.isatty():
         click.echo("JSON requests, one per line; end them with Ctrl-D:", err=True)
     lines = read_lines(prompt_file) if prompt_file is not None else None
+    if speech is not None:
+        params = speech_params(params, manifest)
     talk = chat and lines is None and not prompts and not as_json and sys.stdin.isatty()
     if talk and not is_given("max_tokens"):  # an answer ends at EOS
         params = dataclasses.replace(params, max_tokens=manifest.dims.max_seq_len)
     info = _inference_info(hf_dir, case_dir, params.max_tokens, manifest.tp_size, device, log_file)
     _log(log_file, f"{time.strftime('%Y-%m-%dT%H:%M:%S')}\n{info}\n")
-    if lines is None and not talk:
+    if lines is None and not talk and speech is None:
         prompts = prompts or _read_prompts()
     failed = 0
     with sigterm_as_interrupt(), LLM(case_dir, device=device, **loading) as llm:
         writes_json = as_json or lines is not None or manifest.pooling is not None
         meter = Meter(lambda: click.echo(info, err=writes_json))
-        if llm.manifest.pooling is not None:
+        if speech is not None:
+            click.echo(info, err=True)
+            rate = run_speech(llm, speech, prompts, params, as_json)
+        elif llm.manifest.pooling is not None:
             failed = _run_pooled(llm, lines, prompts, meter)
         elif talk:
             converse(llm, params, meter, adapter)
@@ -117,7 +129,8 @@ def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | No
             failed = _run_requests(llm, lines, params, chat, meter, adapter)
         else:
             _run_prompts(llm, prompts, params, chat, as_json, meter, adapter)
-    rate = f"{meter.tokens} tokens in {meter.seconds:.2f} s, {meter.rate:.1f} tokens/s"
+    if speech is None:
+        rate = f"{meter.tokens} tokens in {meter.seconds:.2f} s, {meter.rate:.1f} tokens/s"
     click.echo(rate, err=True)
     _log(log_file, f"{rate}\n")
     if failed:

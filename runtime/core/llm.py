@@ -17,7 +17,6 @@ from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
     Callable,
-    Generator,
     Iterator,
     Mapping,
     Sequence,
@@ -66,7 +65,13 @@ from llmc.runtime.core.request import (
 )
 from llmc.runtime.core.scheduler import MOST_PRIORITY, Scheduler
 from llmc.runtime.core.session import Session
-from llmc.runtime.core.transcription import Audio, Transcriber, Transcription
+from llmc.runtime.core.transcription import (
+    Audio,
+    Transcriber,
+    Transcription,
+    TranscriptionChunk,
+    TranscriptionStream,
+)
 from llmc.runtime.engines import BLOCK_SIZE
 from llmc.runtime.message_forms import ContentFormat
 from llmc.runtime.metrics import together
@@ -86,6 +91,7 @@ from llmc.runtime.sampling.params import (
     listed,
     whole,
 )
+from llmc.runtime.sampling.speech_fallback import SpeechOptions
 from llmc.runtime.sandbox import Sandbox
 from llmc.runtime.speculation.config import Method, SpeculationConfig
 from llmc.runtime.speculation.costs import plan_drafts
@@ -483,6 +489,12 @@ class _Loaded:
                 if last.finish_reason:
                     break
 
+    def _transcribed(self, stream: TranscriptionStream, output: Output) -> None:
+        """Pass an output of a transcription's request to it."""
+        search = output if isinstance(output, RunningBeamSearch) else None
+        for piece in self._pieces(output):
+            stream.take(piece, search)
+
     def _calls(self, requests: list[Request], outbox: OutputQueue, scheduling: Scheduling) -> \
             list[tuple[Loop, ClientCall]]:
         """Distribute the completions evenly to the replicas."""
@@ -547,9 +559,9 @@ class LLM(_Loaded):
 
     def transcribe(self, audio: Audio, *, language: str | None = None, task: str = "transcribe",
                    timestamps: bool = False, prompt: str = "",
-                   params: SamplingParams | None = None, priority: int = 0,
-                   tenant: str | None = None) -> Transcription:
-        """Transcribe speech of any length.
+                   params: SamplingParams | None = None, options: SpeechOptions | None = None,
+                   priority: int = 0, tenant: str | None = None) -> Transcription:
+        """Transcribe speech of any length up to an hour.
 
         Audio longer than a window of the model (30 seconds of Whisper) is always decoded with
         timestamps, at which the next window begins.
@@ -562,23 +574,40 @@ class LLM(_Loaded):
             timestamps: split the text into segments with start and end.
             prompt: text before the audio, for names and style.
             params: sampling parameters, such as `SamplingParams(beam_width=5)`; None: greedy.
+            options: when windows are decoded again or skipped; None: never.
             priority, tenant: see `stream`.
 
         Raises:
             LlmcError: the model does not transcribe, or not this language or task; the audio is
                 none, is damaged or too long; or a step failed.
         """
+        *_, last = self.stream_transcription(
+            audio, language=language, task=task, timestamps=timestamps, prompt=prompt,
+            params=params, options=options, priority=priority, tenant=tenant)
+        assert last.result is not None
+        return last.result
+
+    def stream_transcription(self, audio: Audio, *, language: str | None = None,
+                             task: str = "transcribe", timestamps: bool = False, prompt: str = "",
+                             params: SamplingParams | None = None,
+                             options: SpeechOptions | None = None, priority: int = 0,
+                             tenant: str | None = None) -> Iterator[TranscriptionChunk]:
+        """Yield parts of a transcription as soon as they are final, and the whole with the last.
+
+        Without timestamps and options that drop results, parts are tokens; else the segments of a
+        window.
+
+        Args, Raises: see `transcribe`.
+        """
         scheduling = _scheduling(priority, tenant, None)
-        work = self.transcriber.run(audio, language, task, timestamps, prompt, params)
-        try:
-            request = next(work)
-            while True:
-                completion, = _completions([request], self._stream([request], scheduling),
-                                           lambda piece: None)
-                request = work.send(completion.token_ids)
-        except StopIteration as end:
-            result: Transcription = end.value
-            return result
+        stream = TranscriptionStream(self.transcriber.run(
+            audio, language, task, timestamps, prompt, params, options))
+        while (request := stream.advance()) is not None:
+            yield from stream.chunks()
+            for output in self._outputs([request], scheduling):
+                self._transcribed(stream, output)
+                yield from stream.chunks()
+        yield from stream.chunks()
 
     def complete(self, prompts: Prompt | Sequence[Prompt],
                  params: SamplingParams | Sequence[SamplingParams] | None = None, *,
@@ -854,22 +883,38 @@ class AsyncLLM(_Loaded):
 
     async def transcribe(self, audio: Audio, *, language: str | None = None,
                          task: str = "transcribe", timestamps: bool = False, prompt: str = "",
-                         params: SamplingParams | None = None, priority: int = 0,
+                         params: SamplingParams | None = None,
+                         options: SpeechOptions | None = None, priority: int = 0,
                          tenant: str | None = None) -> Transcription:
-        """Transcribe speech of any length; see `LLM.transcribe`."""
+        """Transcribe speech of any length up to an hour; see `LLM.transcribe`."""
+        async with aclosing(self.stream_transcription(
+                audio, language=language, task=task, timestamps=timestamps, prompt=prompt,
+                params=params, options=options, priority=priority, tenant=tenant)) as chunks:
+            async for chunk in chunks:
+                last = chunk
+        assert last.result is not None
+        return last.result
+
+    async def stream_transcription(
+            self, audio: Audio, *, language: str | None = None, task: str = "transcribe",
+            timestamps: bool = False, prompt: str = "", params: SamplingParams | None = None,
+            options: SpeechOptions | None = None, priority: int = 0,
+            tenant: str | None = None) -> AsyncGenerator[TranscriptionChunk, None]:
+        """Yield parts of a transcription; see `LLM.stream_transcription`."""
         scheduling = _scheduling(priority, tenant, None)
-        work = self.transcriber.run(audio, language, task, timestamps, prompt, params)
-        tokens: tuple[int, ...] | None = None
-        while True:
-            request, result = await asyncio.to_thread(_advance, work, tokens)
-            if request is None:
-                assert result is not None
-                return result
-            pieces: list[CompletionChunk] = []
+        stream = TranscriptionStream(self.transcriber.run(
+            audio, language, task, timestamps, prompt, params, options))
+        while (request := await asyncio.to_thread(stream.advance)) is not None:
+            for chunk in stream.chunks():
+                yield chunk
             async with aclosing(self._outputs([request], scheduling)) as batches:
                 async for batch in batches:
-                    pieces += [piece for output in batch for piece in self._pieces(output)]
-            tokens = Completion.of(request.prompt, pieces).token_ids
+                    for output in batch:
+                        self._transcribed(stream, output)
+                    for chunk in stream.chunks():
+                        yield chunk
+        for chunk in stream.chunks():
+            yield chunk
 
     async def embed(self, texts: Text | Sequence[Text], *, dimensions: int | None = None,
                     prompt_name: str | None = None, truncate_prompt_tokens: int | None = None,
@@ -1026,15 +1071,6 @@ def _completions(requests: Sequence[Request], pieces: Iterator[CompletionChunk],
         if piece.finish_reason:
             request = requests[piece.index]
             yield Completion.of(request.source, chunks.pop((piece.index, piece.sample)))
-
-
-def _advance(work: Generator[Request, Sequence[int], Transcription],
-             tokens: Sequence[int] | None) -> tuple[Request | None, Transcription | None]:
-    """Run a transcription to its next request, or to its end."""
-    try:
-        return next(work) if tokens is None else work.send(tokens), None
-    except StopIteration as end:
-        return None, end.value
 
 
 def _check_drafts(speculation: SpeculationConfig, draft: DraftInfo | None) -> None:

@@ -373,6 +373,8 @@ class Loop:
     def _decode(self, sequence: Sequence, owner: RunningCompletion,
                 output: SequenceOutput) -> abc.Sequence[Token]:
         tokens = []
+        if sequence.on_host:
+            output = owner.sample_on_host(output, sequence.tokens)
         for index, token_id in enumerate(output.tokens, 1):
             tokens.append(owner.take(token_id, output.logprobs[index - 1], self._reads,
                                      following=len(output.tokens) - index))
@@ -457,13 +459,16 @@ class Loop:
         else:
             owner = completing = self._completing(request, sample)
             completing.latest, completing.scores = call.begun, scores
+            completing.on_host = request.needs_logits and not self._engine.limits.applies_rules
             guide = completing.guide
             sequence = Sequence(number, prompt, request.limit, owner.state, key=key, source=source,
+                               on_host=completing.on_host,
                                stalled=lambda: call.outbox.is_behind(completing) or
                                (guide is not None and guide.pending),
                                aborted=lambda: call.aborted,
                                mask=None if guide is None else guide.mask, scores=scores,
-                               drafts=self._drafts(request, source), adapter=request.adapter,
+                               drafts=None if completing.on_host
+                               else self._drafts(request, source), adapter=request.adapter,
                                embeds=request.embeds)
             completing.drafts = sequence.drafts
             if guide is not None:

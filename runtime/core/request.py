@@ -8,7 +8,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -191,6 +191,11 @@ class Request:
     def params(self) -> SamplingParams:
         return self.decoding.params
 
+    @property
+    def needs_logits(self) -> bool:
+        """Whether an engine without rules of speech returns logits in place of tokens."""
+        return self.rules is not None and (self.rules.need_logits or self.params.min_tokens > 1)
+
     def sampler(self, sample: int) -> Sampler:
         """Create the sampler of one of its completions."""
         prompt = self.prompt if self.embeds is None else self.source
@@ -217,6 +222,7 @@ class RunningCompletion:
         num_cached_tokens: prompt tokens found in the prefix cache.
         scores: log-probabilities of the prompt, if requested.
         drafts: drafts of its tokens, for speculative decoding.
+        on_host: whether `sample_on_host` samples its tokens.
     """
 
     def __init__(self, request: Request, sample: int, tokenizer: Tokenizer | None,
@@ -229,13 +235,34 @@ class RunningCompletion:
         self.generated = self.num_cached_tokens = 0
         self.scores: PromptScores | None = None
         self.drafts: SequenceDrafts | None = None
+        self.on_host = False
         self._text = IncrementalDetokenizer(tokenizer, shown_before, request.params.stop,
                                 request.params.show_special_tokens)
 
     def state(self, tokens: Sequence[int]) -> SamplingState:
         """Sampling state for admission, after these generated tokens."""
+        if self.on_host:
+            return SamplingState(None)
         return SamplingState(self.sampler, tuple(tokens), prompt_lookup=self.drafts is not None
                              and self.drafts.prompt_lookup)
+
+    def sample_on_host(self, output: SequenceOutput, tokens: Sequence[int]) -> SequenceOutput:
+        """Sample the next token from a step's logits.
+
+        Args:
+            output: with logits, float32 [1, vocab_size].
+            tokens: generated before.
+
+        Raises:
+            LlmcError: no token is allowed.
+            NonFiniteLogits: a logit is NaN or infinite.
+        """
+        assert output.logits is not None
+        logits = output.logits[0]
+        token = self.sampler(logits, tokens)
+        logprobs = None if self.request.params.logprobs is None \
+            else self.sampler.logprobs(logits, token, tokens)
+        return replace(output, tokens=[token], logprobs=[logprobs])
 
     def take(self, token: int, logprobs: Logprobs | None, read: bool = False,
              following: int = 0) -> Token:

@@ -31,6 +31,7 @@ import numpy as np
 
 from llmc.runtime.core.adapters import Adapter, AdapterSlots
 from llmc.runtime.core.encoder_cache import EncoderCache
+from llmc.runtime.core.encoder_rows import EncoderRows
 from llmc.runtime.core.fair_queue import HEAD_START, Order, Share, WaitingGroup, has_waited_for
 from llmc.runtime.core.input_embeds import InputEmbeds
 from llmc.runtime.core.kv_cache import BlockHashes, BlockPool, BlockTable
@@ -78,6 +79,8 @@ class Sequence:
         source: the encoder's input.
         stalled: whether to pause it.
         aborted: whether it is canceled; it is removed before the next step.
+        on_host: whether the caller samples from the logits that steps return; each step then awaits
+            the one before it.
         mask: returns the token masks for the drafts that are allowed, as in `Step.masks`. Each step
             then awaits the one before it.
         scores: log-probabilities of the prompt, if requested.
@@ -113,6 +116,7 @@ class Sequence:
     source: EncoderInput | None = None
     stalled: Callable[[], bool] = lambda: False
     aborted: Callable[[], bool] = lambda: False
+    on_host: bool = False
     mask: Callable[[abc.Sequence[int]], np.ndarray] | None = None
     scores: PromptScores | None = None
     drafts: SequenceDrafts | None = None
@@ -168,7 +172,8 @@ class Sequence:
             return 1 if self.beams else 0
         if self.computed < self.known:
             return self.known - self.computed
-        if self.mask is not None or (self.drafts is not None and not self.drafts.ahead):
+        if self.on_host or self.mask is not None or (
+                self.drafts is not None and not self.drafts.ahead):
             return 0  # the next step needs the last token
         return 1 if self.ahead and len(self.tokens) + self.coming_tokens < self.limit else 0
 
@@ -321,8 +326,7 @@ class Scheduler:
         self._hidden: list[WaitingGroup] = []  # skipped in this step
         self._score_room = limits.max_scored  # tokens that this step can still score
         self._slots = list(range(limits.max_slots))  # a heap: lowest first
-        self._memory: dict[int, list[int]] = {}  # request: row and users
-        self._memory_rows = list(range(limits.max_slots))
+        self._encoder_rows = EncoderRows(reuse)
         self._coming: Counter[bytes] = Counter()  # names that running sequences will compute
         self._first: dict[int, Sequence] = {}  # running, by request
         self._leases: list[SlotLease] = []
@@ -455,8 +459,8 @@ class Scheduler:
             copies += self._copy_on_write(new)
             self._append(rows, new, count)
             admitted.update(dict.fromkeys(new.slots, new.state(new.tokens)))
-            if new.source is not None and self._memory[new.request][1] == 1:
-                encode[self._memory[new.request][0]] = new.source
+            if new.source is not None and self._encoder_rows.begin_write(new.key):
+                encode[self._encoder_rows.row(new.key)] = new.source
         self.blocks.copied()
         return self._step(rows, copies, admitted, encode) if rows else None
 
@@ -859,10 +863,7 @@ class Scheduler:
         sequence.coming = names[table.named:] if self._reuse else []
         self._coming.update(sequence.coming)
         if sequence.source is not None:
-            users = self._memory.get(sequence.request)
-            if users is None:
-                users = self._memory[sequence.request] = [heapq.heappop(self._memory_rows), 0]
-            users[1] += 1
+            self._encoder_rows.acquire(sequence.key)
         self._first.setdefault(sequence.request, sequence)
         insort(self.running, sequence, key=lambda own: own.order)
         return True
@@ -973,10 +974,7 @@ class Scheduler:
             self.adapters.release(sequence.adapter)
         self._release_images(sequence)
         if sequence.source is not None:
-            own = self._memory[sequence.request]
-            own[1] -= 1
-            if not own[1]:
-                heapq.heappush(self._memory_rows, self._memory.pop(sequence.request)[0])
+            self._encoder_rows.release(sequence.key)
         if self._first.get(sequence.request) is sequence:
             del self._first[sequence.request]
         self._no_longer_coming(sequence.coming)
@@ -991,9 +989,10 @@ class Scheduler:
               encode: dict[int, EncoderInput]) -> ScheduledStep:
         """Build a step and advance its sequences.
 
-        There are no drafts beside a beam search, which reads the logits of all sampled rows.
+        There are no drafts beside a beam search or a sequence that the host samples, which read the
+        logits of all sampled rows.
         """
-        if any(sequence.width > 1 for sequence, _ in rows):
+        if any(sequence.width > 1 or sequence.on_host for sequence, _ in rows):
             for sequence, _ in rows:
                 if sequence.drafts is not None:
                     sequence.drafts.submit(None)
@@ -1007,7 +1006,7 @@ class Scheduler:
         memory = None
         if step_rows[0].sequence.source is not None:
             memory = EncoderOutputs.of(
-                [self._memory[row.sequence.request][0] for row in step_rows],
+                [self._encoder_rows.row(row.sequence.key) for row in step_rows],
                 [0 if row.sequence.source is None else len(row.sequence.source)
                  for row in step_rows])
         proposals = self._proposals(step_rows)
@@ -1018,7 +1017,8 @@ class Scheduler:
             copies=np.array(copies, np.int32).reshape(-1, 2), encode=encode, memory=memory,
             candidates=max((own.candidates for own in searching), default=0),
             logits="pooled" if any(row.sequence.pools for row in step_rows) else
-            "sampled" if any(not own.candidates for own in searching) else "none",
+            "sampled" if any(not own.candidates for own in searching)
+            or any(row.sequence.on_host for _, row in sampled) else "none",
             token_type_ids=_token_types(step_rows),
             scored=scored,
             masks={row.slot: self._draft_masks[row.sequence] if row.drafts
@@ -1177,7 +1177,7 @@ class Scheduler:
         if count > len(self._slots):
             return None
         lease = SlotLease([heapq.heappop(self._slots) for _ in range(count)],
-                      [heapq.heappop(self._memory_rows) for _ in range(count)],
+                      [self._encoder_rows.take() for _ in range(count)],
                       [BlockTable() for _ in range(count)])
         self._leases.append(lease)
         return lease
@@ -1203,7 +1203,7 @@ class Scheduler:
                 self.blocks.close(table)
             for slot, row in zip(lease.slots, lease.memory, strict=True):
                 heapq.heappush(self._slots, slot)
-                heapq.heappush(self._memory_rows, row)
+                self._encoder_rows.give_back(row)
             lease.slots = []
 
 

@@ -350,6 +350,8 @@ class EngineLimits:
         whole: all tokens of a sequence are in one step, as its pooled output depends on all.
         max_loras: slots of LoRA adapters; 0: the model takes none.
         max_lora_rank: highest rank of an adapter.
+        applies_rules: the engine applies rules of speech (`Sampler.rules`); otherwise the loop
+            samples such sequences from logits.
     """
 
     num_blocks: int
@@ -372,6 +374,7 @@ class EngineLimits:
     whole: bool = False
     max_loras: int = 0
     max_lora_rank: int = 0
+    applies_rules: bool = False
 
 
 class Engine(Protocol):

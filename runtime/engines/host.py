@@ -108,15 +108,15 @@ class HostSampling:
         if sampler is None:
             return [(NONE_ALLOWED, None)]
         masks = step.masks.get(slot)
-        count, sampled = sampler.params.logprobs, list[tuple[int, Logprobs | None]]()
+        sampled = list[tuple[int, Logprobs | None]]()
         for row, row_logits in enumerate(logits):
             token = NOT_FINITE
             if finite[row]:
                 allowed = row_logits if masks is None else logits_processors.allow(
                     row_logits, masks if masks.ndim == 1 else masks[row])
                 token = self._token(sampler, allowed, slot)
-            sampled.append((token, None if count is None or token < 0
-                            else Logprobs.of(row_logits, token, count)))
+            sampled.append((token, None if token < 0 or sampler.params.logprobs is None
+                            else sampler.logprobs(row_logits, token, self._tokens[slot][:-1])))
             if row < len(drafts) and token != drafts[row]:
                 break
         return sampled

@@ -43,7 +43,7 @@ class Sampler:
         end_tokens: EOS and stop tokens that `min_tokens` masks.
         bad_words: as token ids.
         forced: allowed tokens, by number of tokens generated before.
-        rules: rules of speech; engines that sample on a device do not apply them.
+        rules: rules of speech. Engines that sample on a device apply only `first_forbidden`.
     """
 
     def __init__(self, params: SamplingParams, sample: int = 0, prompt: Sequence[int] = (),
@@ -79,6 +79,12 @@ class Sampler:
         block, index = divmod(len(tokens), _BLOCK)
         return int(token_ids[_draw(weights, _random_numbers(self.seed, block)[index])])
 
+    def logprobs(self, logits: np.ndarray, token: int, tokens: Sequence[int]) -> Logprobs:
+        """Log-probabilities of the token sampled after these."""
+        if self._rules is not None and self._rules.processed_logprobs:
+            logits = self.process(logits, tokens)
+        return Logprobs.of(logits, token, self.params.logprobs or 0)
+
     def process(self, logits: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
         """Apply all processors before temperature; returns a new array."""
         params, scores = self.params, logits.copy()
@@ -108,12 +114,16 @@ class Sampler:
     @cached_property
     def processing(self) -> SlotParams | None:
         """The parameters of `process` for an engine that samples; None if no logits change."""
-        params = self.params
+        params, min_tokens, end_tokens = self.params, self.params.min_tokens, self._end_tokens
+        if self._rules is not None and self._rules.first_forbidden:  # as if min_tokens were 1
+            end_tokens = np.array([*self._rules.first_forbidden,
+                                   *(end_tokens if min_tokens else ())], np.int64)
+            min_tokens = 1
         return SlotParams.of(
             repetition=params.repetition_penalty, presence=params.presence_penalty,
             frequency=params.frequency_penalty, biased=self._biased, biases=self._biases,
-            bad_words=self._words, min_tokens=min(params.min_tokens, 2**31 - 1),
-            end_tokens=self._end_tokens, forced=self._forced)
+            bad_words=self._words, min_tokens=min(min_tokens, 2**31 - 1),
+            end_tokens=end_tokens, forced=self._forced)
 
 
 def nothing_allowed(generated: int) -> LlmcError:

@@ -66,11 +66,18 @@ class SpeechRules:
         first_forbidden: tokens that are not the first.
         first_allowed: the only tokens that may be the first; empty: any.
         timestamps: None: text without timestamps.
+        processed_logprobs: log-probabilities are of the logits after all processors.
     """
 
     first_forbidden: tuple[int, ...] = ()
     first_allowed: tuple[int, ...] = ()
     timestamps: TimestampRules | None = None
+    processed_logprobs: bool = False
+
+    @property
+    def need_logits(self) -> bool:
+        """Whether an engine that samples on a device returns logits, for the host to sample."""
+        return bool(self.first_allowed) or self.timestamps is not None or self.processed_logprobs
 
     def apply(self, scores: np.ndarray, tokens: Sequence[int]) -> None:
         """Forbid tokens after these generated ones, in scores [vocab_size]."""

@@ -1,5 +1,8 @@
 """Speech: tokens, segments and languages equal transformers' generate."""
 
+import dataclasses
+import json
+
 import ctranslate2
 import numpy as np
 import pytest
@@ -13,8 +16,10 @@ from transformers.generation.logits_process import WhisperTimeStampLogitsProcess
 import llmc
 from llmc import LlmcError, SamplingParams
 from llmc.cli import main
-from llmc.runtime.core.llm import _advance, _completions
+from llmc.runtime.core.llm import _completions
 from llmc.runtime.core.loop import Scheduling
+from llmc.runtime.core.transcription import TranscriptionStream
+from llmc.runtime.sampling.speech_fallback import SpeechOptions
 from llmc.runtime.sampling.speech_rules import TimestampRules
 
 
@@ -80,9 +85,9 @@ def test_log_probabilities_are_those_of_transformers_on_one_and_two_ranks(tiny_s
     features = extractor(waveform, sampling_rate=16_000, return_tensors="pt")["input_features"]
     for each in (case, tmp_path / "tp2"):
         with llmc.LLM(each) as llm:
-            work = llm.transcriber.run(waveform, "de", "transcribe", False, "", SamplingParams(
-                max_tokens=20, temperature=0, logprobs=0))
-            request, _ = _advance(work, None)
+            request = TranscriptionStream(llm.transcriber.run(
+                waveform, "de", "transcribe", False, "", SamplingParams(
+                    max_tokens=20, temperature=0, logprobs=0), None)).advance()
             done, = _completions([request], llm._stream([request], Scheduling()),
                                  lambda piece: None)
         tokens = [*request.prompt, *done.token_ids]
@@ -102,6 +107,111 @@ def test_files_and_bytes_are_read_at_any_rate(loaded, tmp_path):
     assert llm.transcribe(tmp_path / "sound.wav", language="en") == expected
     assert llm.transcribe(str(tmp_path / "sound.wav"), language="en") == expected
     assert expected.duration == pytest.approx(0.9)
+
+
+def fallbacks(llm, waveform, **fields):
+    return llm.transcribe(waveform, language="en", timestamps=True,
+                          options=SpeechOptions(**fields))
+
+
+@pytest.mark.parametrize(("seconds", "fields"), [
+    (2.6, {"logprob_threshold": -50.0, "no_speech_threshold": 0.9}),  # all is kept
+    (2.6, {"logprob_threshold": 0.0, "no_speech_threshold": 1e-9}),  # all is silence
+    (2.6, {"condition_on_prev_tokens": True}),
+    (2.6, {"condition_on_prev_tokens": True, "logprob_threshold": -50.0,
+           "compression_ratio_threshold": 9.0}),
+])
+def test_thresholds_and_earlier_text_are_those_of_transformers(seconds, fields, loaded):
+    model, extractor, llm = loaded
+    waveform = speech.sound(seconds, 3)
+    expected = truth(model, extractor, waveform, language="en", task="transcribe",
+                     return_timestamps=True, temperature=0.0, **fields)
+    check(fallbacks(llm, waveform, **fields), expected)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_thresholds_lie_where_those_of_transformers_do(on_device, loaded, monkeypatch):
+    """Each window's values, found by bisection with transformers."""
+    model, extractor, llm = loaded
+    if on_device:  # the loop samples from logits, as for engines that sample on a device
+        limits = llm._loops[0]._engine.limits
+        monkeypatch.setattr(llm._loops[0]._engine, "limits",
+                            dataclasses.replace(limits, applies_rules=False))
+    waveform = speech.sound(0.9, 3)
+    segment = fallbacks(llm, waveform, logprob_threshold=-50.0, no_speech_threshold=0.9,
+                        compression_ratio_threshold=9.0).segments[0]
+
+    def skips(logprob, no_speech):
+        return not truth(model, extractor, waveform, language="en", task="transcribe",
+                         return_timestamps=True, temperature=0.0, logprob_threshold=logprob,
+                         no_speech_threshold=no_speech)
+
+    mean, chance = segment.avg_logprob, segment.no_speech_prob
+    assert 0 < chance < 1 and mean < 0
+    assert skips(mean + 1e-3, chance * 0.999) and not skips(mean - 1e-3, chance * 0.999)
+    assert not skips(mean + 1e-3, chance * 1.001)
+    assert segment.compression_ratio == model._retrieve_compression_ratio(
+        torch.tensor([*segment.token_ids, 1]), speech.VOCAB)
+
+
+def test_a_bad_result_is_decoded_again_at_higher_temperatures(loaded):
+    _, _, llm = loaded
+    waveform = speech.sound(0.9, 3)
+    found = fallbacks(llm, waveform, fallback_temperatures=(0.2, 0.4), logprob_threshold=0.0)
+    assert {own.temperature for own in found.segments} == {0.4}
+    good = fallbacks(llm, waveform, fallback_temperatures=(0.2, 0.4), logprob_threshold=-50.0)
+    assert {own.temperature for own in good.segments} == {0.0}
+    assert good.segments[0].token_ids == llm.transcribe(
+        waveform, language="en", timestamps=True).segments[0].token_ids
+    assert good.completion_tokens < found.completion_tokens
+
+
+def test_device_engines_sample_speech_on_the_host(loaded, monkeypatch):
+    _, _, llm = loaded
+    waveform = speech.sound(1.7, 0)
+    expected = llm.transcribe(waveform, timestamps=True)
+    limits = llm._loops[0]._engine.limits
+    monkeypatch.setattr(llm._loops[0]._engine, "limits",
+                        dataclasses.replace(limits, applies_rules=False))
+    assert llm.transcribe(waveform, timestamps=True) == expected
+
+
+def test_a_window_is_encoded_once(loaded, monkeypatch):
+    _, _, llm = loaded
+    counts = []
+    engine = llm._loops[0]._engine
+    submit = engine.submit
+    monkeypatch.setattr(engine, "submit",
+                        lambda step: counts.append(len(step.encode)) or submit(step))
+    found = llm.transcribe(speech.sound(0.9, 11), timestamps=True, options=SpeechOptions(
+        fallback_temperatures=(0.2, 0.4), logprob_threshold=0.0, no_speech_threshold=1.0))
+    windows = found.audio_tokens // 50
+    assert sum(counts) == windows and len(counts) > 5 * windows
+
+
+@pytest.mark.parametrize(("seconds", "timestamps"), [(0.9, False), (1.7, True), (2.6, False)])
+def test_chunks_are_the_parts_of_the_result(seconds, timestamps, loaded):
+    _, _, llm = loaded
+    waveform = speech.sound(seconds, 3)
+    *chunks, last = llm.stream_transcription(waveform, language="en", timestamps=timestamps)
+    result = llm.transcribe(waveform, language="en", timestamps=timestamps)
+    assert last.result == result and not last.text
+    assert "".join(chunk.text for chunk in chunks) == result.text
+    assert tuple(own for chunk in chunks for own in chunk.segments) == result.segments
+    assert timestamps or len([chunk for chunk in chunks if chunk.text]) > 1
+
+
+@pytest.mark.parametrize(("fields", "match"), [
+    ({"fallback_temperatures": (0.2,)}, "without a threshold"),
+    ({"fallback_temperatures": (0.0,), "logprob_threshold": -1}, "give numbers above 0"),
+    ({"fallback_temperatures": "0.2", "logprob_threshold": -1}, "give numbers above 0"),
+    ({"logprob_threshold": "x"}, "logprob_threshold is 'x'; give a number"),
+    ({"no_speech_threshold": 0.6}, "without logprob_threshold, which it needs"),
+    ({"condition_on_prev_tokens": 1}, "give True or False"),
+])
+def test_invalid_options_are_refused(fields, match):
+    with pytest.raises(LlmcError, match=match):
+        SpeechOptions(**fields)
 
 
 def test_a_prompt_precedes_the_start_token(loaded):
@@ -134,9 +244,12 @@ def test_timestamp_rules_are_those_of_transformers():
      "task is 'sing'; give transcribe or translate"),
     (lambda llm: llm.transcribe(np.zeros(0, np.float32)), r"the waveform is float32 \[0\]; give"),
     (lambda llm: llm.transcribe(np.full(99, np.nan, np.float32)), "give finite"),
+    (lambda llm: llm.transcribe(np.zeros(3 * 3600 * 16_000, np.float32)),
+     "the audio is 10800 s long, above 3600 s, the limit; split it"),
     (lambda llm: llm.transcribe(b"no audio"), "8 bytes are no audio"),
     (lambda llm: llm.transcribe("/nowhere.wav"), "'/nowhere.wav' cannot be read"),
     (lambda llm: llm.transcribe(7), "audio is 7; give a path"),
+    (lambda llm: llm.transcribe(speech.sound(0.5, 0), prompt=5), "prompt is 5; give a text"),
     (lambda llm: llm.generate("w5"), "reads audio and no text; use transcribe"),
     (lambda llm: llm.transcribe(speech.sound(0.5, 0), prompt=" ".join(["w20"] * 99),
                                 language="en", params=SamplingParams(beam_width=99)),
@@ -163,6 +276,75 @@ def test_commands_of_text_refuse_a_model_of_audio(tiny_speech):
         result = CliRunner().invoke(main, [arguments[0], "--case_dir", case, *arguments[1:]])
         assert result.exit_code == 2 and match in result.stderr
     assert "encoder: 2 layers" in CliRunner().invoke(main, ["inspect", case]).stdout
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    root = tmp_path_factory.mktemp("audio")
+    for name, seconds in (("a", 0.9), ("b", 1.8)):
+        soundfile.write(root / f"{name}.wav", speech.sound(seconds, 3), 16_000, subtype="FLOAT")
+    (root / "bad.wav").write_bytes(b"no audio")
+    return root
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(main, [str(own) for own in arguments])
+
+
+def test_run_prints_text_and_segments_of_audio(tiny_speech, files, loaded):
+    _, _, case = tiny_speech
+    expected = loaded[2].transcribe(files / "b.wav", language="en")
+    result = invoke("run", case, "--audio", files / "b.wav", "--language", "en")
+    assert result.exit_code == 0 and result.stdout == f"{expected.text}\n"
+    assert "1.80 s of audio in" in result.stderr
+    lines = invoke("run", case, "--audio", files / "b.wav", "--language", "en",
+                   "--timestamps").stdout.splitlines()
+    assert len(lines) == len(expected.segments)
+    assert lines[0] == f"[00:00:{expected.segments[0].start:06.3f} --> " \
+        f"00:00:{expected.segments[0].end:06.3f}] {expected.segments[0].text.strip()}"
+    found, = json.loads(invoke("run", case, "--audio", files / "b.wav", "--language", "en",
+                               "--json").stdout)["transcriptions"]
+    assert found["text"] == expected.text and found["language"] == "en"
+    assert [own["start"] for own in found["segments"]] == [own.start for own in expected.segments]
+
+
+def test_run_transcribes_the_other_files_if_one_is_damaged(tiny_speech, files):
+    _, _, case = tiny_speech
+    given = [part for name in ("a", "bad", "b") for part in ("--audio", files / f"{name}.wav")]
+    result = invoke("run", case, *given, "--json")
+    assert result.exit_code == 1 and "1 of 3 audio files failed" in result.stderr
+    found = json.loads(result.stdout.splitlines()[0])["transcriptions"]
+    assert [("error" in own, "text" in own) for own in found] == [
+        (False, True), (True, False), (False, True)]
+    alone = invoke("run", case, "--audio", files / "bad.wav")
+    assert alone.exit_code == 2 and "8 bytes are no audio" in alone.stderr
+
+
+@pytest.mark.parametrize(("arguments", "match"), [
+    (("--language", "en"), "--language is given without --audio"),
+    (("--audio", "x.wav", "--chat"), "--chat is given with --audio"),
+    (("--audio", "x.wav", "--prompt", "a", "--prompt", "b"), "2 prompts are given with --audio"),
+    (("--audio", "x.wav", "--fallback_temperatures", "a"), "expected numbers; give a list such"),
+    (("--audio", "x.wav", "--no_speech_threshold", "0.6"), "without logprob_threshold"),
+    (("--audio", "x.wav", "--language", "fr"), "language 'fr' is not supported"),
+    (("--audio", "x.wav"), "'x.wav' cannot be read"),
+])
+def test_run_refuses_wrong_options_of_audio(arguments, match, tiny_speech):
+    result = invoke("run", tiny_speech[2], *arguments)
+    assert result.exit_code == 2 and match in result.stderr
+
+
+def test_bench_measures_the_real_time_factor(tiny_speech, case_tp1):
+    row, = json.loads(invoke("bench", tiny_speech[2], "--audio", 1.5, "--batch_size", 2, "--runs",
+                             1, "--json").stdout)
+    assert row["batch"] == 2 and row["audio_seconds"] == 1.5
+    assert row["real_time_factor"] == pytest.approx(row["latency_ms"] / 3000)
+    assert "real-time" in invoke("bench", tiny_speech[2], "--audio", 1, "--batch_size", 1,
+                                 "--runs", 1).stdout
+    for case, seconds, match in ((tiny_speech[2], 0, "--audio is 0 seconds; give more than 0"),
+                                 (case_tp1, 1, "does not transcribe speech")):
+        refused = invoke("bench", case, "--audio", seconds)
+        assert refused.exit_code == 2 and match in refused.stderr
 
 
 @pytest.mark.thorough

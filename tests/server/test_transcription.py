@@ -52,6 +52,40 @@ def test_the_formats_have_the_text_and_its_times(speech_server, expected):
     assert srt.count(" --> ") == vtt.count(" --> ") == len(expected.segments)
 
 
+@pytest.mark.parametrize("response_format", ["json", "text"])
+def test_a_stream_has_the_text_in_parts(response_format, speech_server, tiny_speech):
+    with llmc.LLM(tiny_speech[2]) as llm:
+        expected = llm.transcribe(wav(0.8), language="en")
+    *deltas, done = speech_server.client.audio.transcriptions.create(
+        model="tiny", file=("sound.wav", wav(0.8)), language="en", stream=True,
+        response_format=response_format)
+    assert {own.type for own in deltas} == {"transcript.text.delta"} and len(deltas) > 1
+    assert "".join(own.delta for own in deltas) == expected.text
+    assert (done.type, done.text) == ("transcript.text.done", expected.text)
+    assert done.usage.output_tokens == expected.completion_tokens
+    assert done.usage.input_tokens == expected.prompt_tokens + 50  # rows of the encoder
+    assert done.usage.input_token_details.audio_tokens == 50
+
+
+def test_long_audio_is_streamed_by_windows(speech_server, expected):
+    *deltas, done = speech_server.client.audio.transcriptions.create(
+        model="tiny", file=("sound.wav", wav(1.8)), language="en", stream=True)
+    assert "".join(own.delta for own in deltas) == expected.text == done.text
+
+
+def test_thresholds_and_a_seed_decide_what_is_decoded_again(speech_server):
+    bad = {"fallback_temperatures": [0.5, 1.0], "logprob_threshold": 0.0, "seed": 1}
+    answers = [create(speech_server, "verbose_json", extra_body=bad) for _ in range(2)]
+    assert answers[0].text == answers[1].text
+    assert {own.temperature for own in answers[0].segments} == {1.0}
+    assert all(own.avg_logprob < 0 and own.compression_ratio > 0 for own in answers[0].segments)
+    good = create(speech_server, "verbose_json", extra_body={**bad, "logprob_threshold": -50.0})
+    assert good.text == create(speech_server, "json").text
+    silent = create(speech_server, "json", extra_body={
+        "logprob_threshold": 0.0, "no_speech_threshold": 0.0})
+    assert silent.text == ""
+
+
 @pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")  # openai's, of a type
 def test_a_translation_has_another_task(speech_server, tiny_speech):
     with llmc.LLM(tiny_speech[2]) as llm:
@@ -68,7 +102,10 @@ def test_a_translation_has_another_task(speech_server, tiny_speech):
     ({"response_format": "xml"}, "response_format", "response_format: Input should be"),
     ({"temperature": 3}, "temperature", "temperature: Input should be less"),
     ({"timestamp_granularities": ["word"]}, "timestamp_granularities", "Input should be 'segment"),
-    ({"stream": True}, "stream", "stream is not supported; the text is sent as a whole"),
+    ({"stream": True, "response_format": "srt"}, "stream", "does not go with response_format srt"),
+    ({"stream": True, "file": ("a.wav", b"no audio")}, None, "8 bytes are no audio"),
+    ({"extra_body": {"no_speech_threshold": 0.6}}, None, "without logprob_threshold"),
+    ({"extra_body": {"fallback_temperatures": [3]}}, "fallback_temperatures", "less than or equal"),
     ({"model": "other"}, "model", "unknown model 'other'"),
 ])
 def test_wrong_fields_are_refused(fields, param, match, speech_server):
