@@ -32,7 +32,8 @@ _Shard = TypeVar("_Shard", bound=Shard)
 _Note = TypeVar("_Note", bound=PassNote)
 # Intermediate ops, which passes replace before a graph is written.
 _INTERMEDIATE = {op.name: op for op in (
-    SDPA, MODEL_CACHE, TOKEN_EMBEDS, DEEP_EMBEDS, EXPERTS_UP, EXPERTS_DOWN, CONVOLUTION, RECURRENCE)}
+    SDPA, MODEL_CACHE, TOKEN_EMBEDS, DEEP_EMBEDS, EXPERTS_UP, EXPERTS_DOWN, CONVOLUTION,
+    RECURRENCE)}
 
 
 @dataclass(frozen=True)

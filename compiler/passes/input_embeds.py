@@ -47,12 +47,18 @@ class _Marked:
 
 def input_embeds(graph: gs.Graph, settings: Settings, report: Report) -> None:
     """Run the pass."""
-    rules = [Rule("input-embeds", frozenset({TOKEN_EMBEDS.name}), lambda node, settings: _Marked(
-                  operands(node)["x"], node.outputs[0], EMBEDS, INPUT_EMBEDS), _rewrite),
-             Rule("deep-embeds", frozenset({DEEP_EMBEDS.name}), lambda node, settings: _Marked(
-                  operands(node)["x"], node.outputs[0], f"{DEEP_EMBEDS_PREFIX}{node.attrs['index']}",
-                  ADD_EMBEDS), _rewrite)]
+    rules = [Rule("input-embeds", frozenset({TOKEN_EMBEDS.name}), _token_embeds, _rewrite),
+             Rule("deep-embeds", frozenset({DEEP_EMBEDS.name}), _deep_embeds, _rewrite)]
     apply_rules(graph, rules, settings, report)
+
+
+def _token_embeds(node: gs.Node, settings: Settings) -> _Marked:
+    return _Marked(operands(node)["x"], node.outputs[0], EMBEDS, INPUT_EMBEDS)
+
+
+def _deep_embeds(node: gs.Node, settings: Settings) -> _Marked:
+    return _Marked(operands(node)["x"], node.outputs[0],
+                   f"{DEEP_EMBEDS_PREFIX}{node.attrs['index']}", ADD_EMBEDS)
 
 
 def _rewrite(graph: gs.Graph, match: _Marked, settings: Settings) -> None:

@@ -48,7 +48,7 @@ from llmc.runtime.core.step import (
 )
 from llmc.runtime.core.step_times import StepTimes
 from llmc.runtime.multimodal.items import MediaItem
-from llmc.runtime.multimodal.rotary_positions import AXES, IN_CACHE
+from llmc.runtime.multimodal.rotary_positions import IN_CACHE
 from llmc.runtime.sampling.beam_search import Candidates
 from llmc.runtime.sampling.sampler import Logprobs
 from llmc.runtime.speculation.engine_drafts import MATCH
@@ -1248,7 +1248,7 @@ def _rotary_positions(step_rows: abc.Sequence[_StepRow]) -> np.ndarray:
     """Positions by axis of a step's tokens; empty if all are positions in the cache."""
     by_axis = [row.sequence.embeds.rotary if row.sequence.embeds else None for row in step_rows]
     if not any(by_axis):
-        return np.empty((0, AXES), np.int32)
+        return IN_CACHE.of_prompt
     return np.concatenate([
         (own or IN_CACHE).within(row.past, row.past + len(row.tokens))
         for row, own in zip(step_rows, by_axis, strict=True)])

@@ -735,7 +735,7 @@ def rounds(fields: Fields, present: frozenset[str]) -> bool:
 
 OP = rounds_output(Op(
     name="CausalAttention",
-    version=5,
+    version=6,
     inputs=("qkv", "key_cache", "value_cache", "cu_seqlens", "past_lens", "cos?", "sin?",
             "q_norm?", "k_norm?", "block_table?", "distance_bias?", "sinks?", "v_norm?",
             "key_bias?", "query_scale?", "rotary_positions?", "rotary_axes?"),
