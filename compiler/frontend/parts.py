@@ -132,5 +132,5 @@ def build(config: Any, part: Part, trust_remote_code: bool) -> torch.nn.Module:
             AttributeError, RuntimeError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise LlmcError(f"transformers cannot build '{getattr(config, 'model_type', '?')}' as "
-                        f"{'an' if kind[0] == 'e' else 'a'} {kind}: {first}; correct its config, "
+                        f"{'an' if kind[0] in 'ei' else 'a'} {kind}: {first}; correct its config, "
                         f"or use another model") from error
