@@ -293,6 +293,10 @@ class WeightForm(_Frozen):
     activation_group_size: Annotated[int, Field(ge=0)] = 0
 
 
+# Module of an embedding whose table is also the LM head's weight, in `LoraLayer`.
+TIED_TABLE = "embed_tokens"
+
+
 class LayerRows(_Frozen):
     """Consecutive rows of a compiled matrix, and the rows of a module's matrix that they are.
 
@@ -310,7 +314,9 @@ class LayerRows(_Frozen):
 
 
 class LoraLayer(_Frozen):
-    """A linear layer of a chip that takes adapters.
+    """A linear layer of a chip that takes adapters, or its embedding.
+
+    An embedding is a layer of one-hot vectors: its inputs are the vocabulary.
 
     Its inputs are `<name>.lora_a` `[lora_rows_<group>, in_features]` and `<name>.lora_b`
     `[lora_rows_<group>, out_features]`. Layers of one group have equal modules; the input

@@ -811,12 +811,13 @@ class InputProcessor:
         if len(ids) > dims.max_seq_len:
             raise LlmcError(f"the prompt has {len(ids)} tokens, the KV cache has room for "
                             f"{dims.max_seq_len}; shorten it, or compile with a larger "
-                            f"--max_seq_len")
+                            f"--max_seq_len, up to the model's maximum")
         self._check_tokens(ids)
 
 
 def _no_tokenizer() -> LlmcError:
-    return LlmcError("this model was compiled without a tokenizer; give token ids")
+    return LlmcError("this model was compiled without a tokenizer; give token ids instead of text, "
+                     "or compile it again with its tokenizer.json")
 
 
 def _default_params(manifest: Manifest) -> SamplingParams:
