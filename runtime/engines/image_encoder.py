@@ -53,7 +53,7 @@ class ImageEncoder:
         for place in step.free_images:
             del self._rows[place]
         for place, arrays in step.encode_images.items():
-            self._rows[place] = self._encode(arrays)
+            self._rows[place] = self.encode(arrays)
         if not len(step.image_rows):
             return step
         given = [step.embeds] if len(step.embeds) else []
@@ -61,7 +61,7 @@ class ImageEncoder:
                 for place, first, count in step.image_rows.tolist()]
         return replace(step, embeds=np.concatenate([*given, *rows]))
 
-    def _encode(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    def encode(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
         """Run the encoder on one image: [num_outputs, num_rows, width]."""
         feeds = {name: array for name, array in arrays.items() if name != GRID}
         for own in self._program.computed:

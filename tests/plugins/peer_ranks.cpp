@@ -1,10 +1,12 @@
 // Runs the protocol of collectives over peer memory on the host: ranks and blocks are threads, and
-// a block has one thread. Checks all results; exits with 1 and a line if one is wrong.
+// a block has one thread. Checks all results; exits with 1 and a line if one is wrong. With `alone`
+// only rank 0 runs, and waits for the others until it is ended.
 //
-// Usage: peer_ranks RANKS BLOCKS
+// Usage: peer_ranks RANKS BLOCKS [alone]
 #include <pthread.h>
 
-#include <cmath>
+#include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -115,20 +117,35 @@ void run(const PeerGroup& group, const HostCta& cta, Work& work) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 3) return 2;
+  if (argc != 3 && argc != 4) return 2;
   const int ranks = std::atoi(argv[1]), blocks = std::atoi(argv[2]);
   const int64_t most = 4 * kMaxFloats;
   const PeerLayout layout{ranks, most, 2 * most + 64 * ranks + most * ranks};
   std::vector<Work> works = random_works(60, ranks, blocks);
   std::vector<std::vector<Words>> regions(ranks, std::vector<Words>(layout.bytes() / 16 + 1));
   std::vector<PeerState> states(ranks);
-  const uint32_t abort = 0;
+  uint32_t abort = 0;
   std::vector<PeerGroup> groups;
   for (int rank = 0; rank < ranks; ++rank) {
     PeerGroup group{rank, ranks, layout, {}, &states[rank], &abort};
     for (int other = 0; other < ranks; ++other)
       group.regions[other] = reinterpret_cast<char*>(regions[other].data());
     groups.push_back(group);
+  }
+  if (argc == 4) {  // one collective of each kind
+    for (int kind = 0; kind < 4; ++kind) {
+      const auto work = std::find_if(works.begin(), works.end(), [&](const Work& one) {
+        return one.kind == static_cast<Kind>(kind);
+      });
+      std::thread waiting([&] { run<kMaxPeers>(groups[0], HostCta{0, 1}, *work); });
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      if (read_word(&states[0].epoch) != static_cast<uint32_t>(kind)) return 1;  // it did not wait
+      __atomic_store_n(&abort, 1, __ATOMIC_SEQ_CST);
+      waiting.join();
+      __atomic_store_n(&abort, 0, __ATOMIC_SEQ_CST);
+      states[0].aborted = 0;
+    }
+    return 0;
   }
   // A rank's blocks begin a collective when all of them have ended the one before it, as kernels
   // of a stream do. Ranks wait for each other by the protocol only.
