@@ -44,8 +44,8 @@ OPERATORS: Mapping[str, frozenset[str]] = {
         "Unsqueeze", "Where",
     },
     "com.microsoft": frozenset({
-        "FusedMatMul", "GroupQueryAttention", "LinearAttention", "MatMulNBits", "MoE",
-        "MultiHeadAttention", "QMoE", "QuickGelu", "SkipLayerNormalization",
+        "FusedMatMul", "GroupQueryAttention", "LinearAttention", "MatMulIntegerToFloat",
+        "MatMulNBits", "MoE", "MultiHeadAttention", "QMoE", "QuickGelu", "SkipLayerNormalization",
         "SkipSimplifiedLayerNormalization",
     }),
 }

@@ -37,7 +37,7 @@ REFERENCE = "sentence-transformers"  # with PyTorch, for the vectors only
 PEERS = ("fastembed", "ONNX O3", "ONNX O3, batches of 8", "OpenVINO float32",
          "OpenVINO float32, batches of 8", "OpenVINO bfloat16", "ONNX int8",
          "ONNX int8, batches of 8")
-OWN = {"llmc float32": {}, "llmc int8": dict(quantize="int8", group_size=32)}
+OWN = {"llmc float32": {}, "llmc int8": dict(quantize="int8", quantize_activations=True)}
 _DOCS = Path(__file__).parents[1] / "docs"
 Embed = Callable[[list[str]], float]  # returns seconds
 

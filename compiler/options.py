@@ -148,7 +148,8 @@ class CompileOptions:
         "Quantize the LM head, and the embedding where they are tied.",
         choices=_QUANTIZE, default="as `quantize`, but int8 in place of 4 bits")] = ""
     quantize_activations: Annotated[bool, Declared(
-        "With `quantize` fp8: also quantize activations to FP8, with a scale per token. With a "
+        "With `quantize` fp8: also quantize activations to FP8, with a scale per token. With "
+        "int8, for `target` cpu: to int8, with a scale per token and per row of weights. With a "
         "block-wise FP8 checkpoint that asks for it: with a scale per group of a token.")] = False
     requantize: Annotated[bool, Declared(
         "Dequantize a quantized checkpoint, then quantize it to `quantize`.")] = False
@@ -184,6 +185,8 @@ class CompileOptions:
     enable_prompt_embeds: Annotated[bool, Declared(
         "Take rows in place of embeddings of token ids (prompt_embeds of a request), for `target` "
         "cpu or cuda.")] = False
+    language_model_only: Annotated[bool, Declared(
+        "Of a model that takes images, compile the language model alone.")] = False
     adapter: Annotated[str | Path | None, Declared(
         "Directory of a PEFT adapter to merge into the weights.", metavar="PEFT_DIR")] = None
     target: Annotated[str, Declared(
@@ -240,7 +243,8 @@ def _scheme(name: str, group_size: int, activations: bool = False) -> Scheme | N
 
     if name in ("", "none"):
         return None
-    return Scheme(_DTYPES.get(name, name), group_size, _DTYPES["fp8"] if activations else "")
+    dtype = _DTYPES.get(name, name)
+    return Scheme(dtype, group_size, dtype if activations else "")
 
 
 def _declared_options() -> Iterator[Option]:

@@ -20,7 +20,7 @@ from llmc.compiler.quant.checkpoint import method_of
 from llmc.compiler.quant.scheme import QUANTIZED_WAYS_OUT, SMALLEST_GROUP
 from llmc.errors import LlmcError
 from llmc.plugins.pool.op import KINDS
-from llmc.plugins.quantization import FLOAT8
+from llmc.plugins.quantization import FLOAT8, INT8
 from llmc.targets import TARGETS, target_spec
 
 TESTED_TRANSFORMERS = ("5.23", "5.24")  # the first and last minor release of `make test-bounds`
@@ -30,8 +30,8 @@ _TOP_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_to
                 "top_k_experts")
 _ALL_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
-_ACTIVATIONS_ALONE = "quantize_activations is given without quantize fp8; give both, as " \
-    "quantized activations need FP8 weights"
+_ACTIVATIONS_ALONE = "quantize_activations is given without quantize fp8 or int8; give both, as " \
+    "quantized activations need FP8 or int8 weights"
 
 
 # Aliases of transformers and vLLM; and short names, which are rejected with a suggestion.
@@ -75,6 +75,7 @@ class About:
         has_encoder: whether the model is an encoder-decoder model.
         quantized: quantization method, where the config does not name it.
         task: what the model is compiled for.
+        takes_images: whether its image encoder is compiled.
     """
 
     config: Mapping[str, Any]
@@ -82,6 +83,7 @@ class About:
     has_encoder: bool
     quantized: str = ""
     task: str = "generate"
+    takes_images: bool = False
 
     @property
     def name(self) -> str:
@@ -259,9 +261,18 @@ def _schemes(options: CompileOptions) -> str | None:
         if scheme.group_size % multiple:
             return (f"group_size {scheme.group_size} is not a multiple of {multiple}, as kernels "
                     f"of target '{options.target}' need; give 32, 64 or 128")
-    if options.quantize_activations and (
-            options.dequantize if options.scheme is None else options.scheme.dtype != FLOAT8):
+    if options.quantize_activations and (options.dequantize if options.scheme is None else
+                                         options.scheme.dtype not in (FLOAT8, INT8)):
         return _ACTIVATIONS_ALONE
+    if options.quantize_activations and options.scheme is not None \
+            and options.scheme.dtype == INT8:
+        if not target_spec(options.target).int8_activations:
+            return (f"target '{options.target}' has no kernels for int8 activations; leave out "
+                    f"quantize_activations, or give quantize fp8")
+        for name, given in (("group_size", options.group_size), ("calibrate", options.calibrate)):
+            if given:
+                return (f"{name} is given, but int8 weights with quantize_activations have a "
+                        f"scale per row and are not calibrated; leave it out")
     if options.head_scheme is not None and options.scheme is None:
         return "quantize_lm_head is given without quantize; give both"
     if options.group_size and options.scheme is None:
@@ -370,6 +381,15 @@ def _enable_prompt_embeds_of(options: CompileOptions, about: About) -> str | Non
             f"--enable_prompt_embeds")
 
 
+def _images(options: CompileOptions, about: About) -> str | None:
+    if not about.takes_images or target_spec(options.target).image_encoders:
+        return None
+    takers = " and ".join(name for name, target in TARGETS.items() if target.image_encoders)
+    return (f"'{about.name}' takes images, which target '{options.target}' does not support; "
+            f"compile with --target {takers}, or the language model alone with "
+            f"--language_model_only")
+
+
 def _draft_of(options: CompileOptions, about: About) -> str | None:
     if options.draft is None or not about.has_encoder:
         return None
@@ -467,6 +487,7 @@ MODEL_CHECKS: dict[str, Callable[[CompileOptions, About], str | None]] = {
     "draft": _draft_of,
     "enable_lora": _enable_lora_of,
     "enable_prompt_embeds": _enable_prompt_embeds_of,
+    "images": _images,
     "calibrated": _calibrated,
     "decoder start": _decoder_start,
     "experts": _experts,

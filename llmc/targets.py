@@ -25,6 +25,7 @@ class TargetSpec:
         engine_file: name of the engine's file in a chip's directory.
         encoder_file: name of the encoder's file in a chip's directory.
         draft_file: name of the draft model's file in a chip's directory.
+        image_file: name of the image encoder's file in a chip's directory.
         gpu: ranks run on GPUs; otherwise on CPU cores.
         kernels: llmc's CUDA kernels compute llmc's ops; otherwise their ONNX function bodies do.
         runs_any_op: the engine runs every llmc op, if necessary by its ONNX function body.
@@ -42,6 +43,7 @@ class TargetSpec:
         adapters: the form in which the engine takes LoRA adapters, rows or slots; see
             llmc.plugins.lora. Empty: it takes none.
         embeds: prompts may have rows in place of embeddings of token ids.
+        image_encoders: the engine runs image encoders.
         dtypes: dtypes of weights and activations; the last is the fallback of `--dtype auto`.
         kv_dtypes: dtypes of KV caches, in addition to `dtypes`.
         weight_dtypes: dtypes of quantized weights that `--quantize` may produce.
@@ -53,6 +55,7 @@ class TargetSpec:
         mla_projections: the MLA up-projections may be quantized.
         block_scales: kernels read scales of blocks (rows x columns).
         activation_group_sizes: group sizes of activation quantization; empty: any.
+        int8_activations: kernels multiply int8 weights by activations quantized to int8 per token.
         quantizes_activations: kernels always quantize the activations of quantized weights.
         max_head_dim: maximum head_dim of attention kernels, which need a multiple of 8; None: any.
         default_max_seq_len: upper bound without `--max_seq_len`; None: the model's length.
@@ -69,6 +72,7 @@ class TargetSpec:
     engine_file: str = "graph.onnx"
     encoder_file: str = "encoder.onnx"
     draft_file: str = "draft.onnx"
+    image_file: str = "image.onnx"
     gpu: bool = False
     kernels: bool = False
     runs_any_op: bool = False
@@ -85,6 +89,7 @@ class TargetSpec:
     pools: bool = False
     adapters: Literal["", "rows", "slots"] = ""
     embeds: bool = False
+    image_encoders: bool = False
     dtypes: tuple[str, ...] = ("float32",)
     kv_dtypes: tuple[str, ...] = ()
     weight_dtypes: tuple[str, ...] = ()
@@ -95,6 +100,7 @@ class TargetSpec:
     mla_projections: bool = False
     block_scales: bool = False
     activation_group_sizes: tuple[int, ...] = ()
+    int8_activations: bool = False
     quantizes_activations: bool = False
     max_head_dim: int | None = None
     default_max_seq_len: int | None = None
@@ -157,10 +163,11 @@ CPU = register(TargetSpec(
     name="cpu", compiler="llmc.compiler.targets.cpu", engine="llmc.runtime.engines.cpu:CpuEngine",
     runs_any_op=True, reads_features=True, recurrent_state=True, latent_caches=True,
     shared_caches=True, drafts=True, pools=True, adapters="rows", embeds=True,
+    image_encoders=True,
     weight_dtypes=_WEIGHT_DTYPES,
     expert_dtypes=("int4", "uint4", "int8", "uint8"),  # those of QMoE
     group_multiple=1, permutes_columns=True, mla_projections=True,
-    quantizes_activations=True))  # MatMulNBits quantizes them to int8
+    int8_activations=True, quantizes_activations=True))  # MatMulNBits quantizes them to int8
 
 CUDA = register(TargetSpec(
     name="cuda", compiler="llmc.compiler.targets.cuda",

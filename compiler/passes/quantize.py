@@ -105,6 +105,8 @@ def _forms(node: gs.Node, weights: Sequence[Weight], scheme: Scheme | None, sett
     assert op is not None
     if id(weights[0]) in done:
         return [done[id(values)] for values in weights]
+    if scheme is not None and (len(weights) > 1 or not op.quantized[0].rounds):
+        scheme = scheme.without_int8_activations()
     if scheme is not None and not settings.options.calibrated:
         for values in weights:
             refuse_rounded(values)
@@ -241,6 +243,8 @@ def _quantize_activations(node: gs.Node, known: Sequence[_QuantizedWeight], sett
         node.attrs["activation_scale"] = stored.activation_scale
     for weight in known:
         report.note(ActivationsQuantized())
+        if stored.dtype != FLOAT8:
+            continue
         if stored.rounds_groups:
             report.note(ActivationGroupsQuantized())
         report.note(Float8Multiplied() if _is_multiplied_as_codes(weight, of_experts)
@@ -269,7 +273,8 @@ def _quantize_heads(graph: gs.Graph, node: gs.Node, settings: Settings, report: 
             continue
         if settings.options.scheme is not None and not settings.options.calibrated:
             refuse_rounded(values.matrix)
-        stored = _form(values.matrix, settings.options.scheme, tensor.name, settings)
+        scheme = settings.options.scheme and settings.options.scheme.without_int8_activations()
+        stored = _form(values.matrix, scheme, tensor.name, settings)
         if isinstance(stored, Stored) and stored.order is not None:
             stored = NoMatch("its weight has act-order columns, which are unsupported for "
                              "MLA up-projections, so it is dequantized", values.name)

@@ -73,7 +73,7 @@ class Float8Dequantized(CountedNote):
 
 @dataclass(frozen=True)
 class ActivationsQuantized(CountedNote):
-    """Weights whose activations are quantized to FP8."""
+    """Weights whose activations are quantized."""
 
     key: ClassVar[str] = "activations rounded"
 

@@ -312,10 +312,10 @@ void bind_engine(nb::module_& m) {
              self.read_watched(tensor, out.data(), static_cast<int64_t>(out.size()));
            })
       .def("join",
-           [](Engine& self, nb::bytes id, int rank, int size) {
+           [](Engine& self, nb::bytes id, int rank, int size, const std::string& collectives) {
              const std::string copy(id.c_str(), id.size());
              nb::gil_scoped_release release;
-             self.join(copy, rank, size);
+             self.join(copy, rank, size, collectives);
            })
       .def("abort", &Engine::abort, nb::call_guard<nb::gil_scoped_release>())
       .def_static("unique_id",
@@ -333,6 +333,7 @@ void bind_engine(nb::module_& m) {
 NB_MODULE(_cuda, m) {
   nb::exception<Error>(m, "CudaError");
   bind_kernels(m);
+  bind_peers(m);
   bind_program(m);
   bind_engine(m);
 #ifdef LLMC_TENSORRT

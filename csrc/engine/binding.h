@@ -18,6 +18,8 @@ std::vector<Tensor> tensors_of(const std::vector<Foreign>& foreign);
 
 // Binds single ops and kernels as functions of llmc_cuda._cuda.
 void bind_kernels(nanobind::module_& m);
+// Binds ranks of one process, with their collectives, as a class of llmc_cuda._cuda.
+void bind_peers(nanobind::module_& m);
 
 namespace tensorrt {
 

@@ -16,6 +16,8 @@ namespace {
 constexpr int64_t kPinned = 64 << 20;
 // Positions after a sequence's last that cuDNN may read.
 constexpr int kTailPositions = 256;
+// Collectives over peer memory after which epochs, of 32 bits, begin again.
+constexpr int64_t kMaxCollectives = int64_t{1} << 31;
 
 // Sets the device before later members are constructed.
 Program on(int device, Program program) {
@@ -92,6 +94,7 @@ Engine::~Engine() {
   cudaSetDevice(device_);
   cudaStreamSynchronize(stream_.handle);
   graphs_.clear();
+  peers_.reset();
   if (communicator_ != nullptr) ncclCommDestroy(communicator_);
 }
 
@@ -297,6 +300,7 @@ void Engine::enqueue(const Pass& pass, const Step& step) {
   context.attention = attention_.get();
   context.counters = counters_;
   context.communicator = communicator_;
+  context.peers = peers_.get();
   context.decode = step.decode;
   context.num_decode = step.num_decode;
   context.verifies = step.verifies;
@@ -321,26 +325,67 @@ void Engine::enqueue(const Pass& pass, const Step& step) {
     return !node.outputs.empty() && node.outputs[0] >= 0 &&
            program_.tensors()[node.outputs[0]].per_logit;
   };
-  for (const Node& node : program_.nodes(pass.part)) {
-    if (step.num_logits == 0 && of_logits(node)) continue;  // a step of unfinished prompts
-    std::vector<Tensor> inputs, outputs;
+  auto inputs_of = [&](const Node& node) {
+    std::vector<Tensor> inputs;
     for (int tensor : node.inputs) {
       inputs.push_back(resolve(tensor, step));
       const auto found = moved.find(tensor);
       if (found != moved.end()) inputs.back().data = found->second;
     }
+    return inputs;
+  };
+  auto outputs_of = [&](const Node& node) {
+    std::vector<Tensor> outputs;
+    for (int tensor : node.outputs) outputs.push_back(resolve(tensor, step));
+    return outputs;
+  };
+  const std::vector<Node>& nodes = program_.nodes(pass.part);
+  bool normed = false;  // whether the node before has computed the norm with which a node begins
+  for (size_t n = 0; n < nodes.size(); ++n) {
+    const Node& node = nodes[n];
+    if (step.num_logits == 0 && of_logits(node)) continue;  // a step of unfinished prompts
+    const std::vector<Tensor> inputs = inputs_of(node);
     if (node.plugin->passes_on(context)) {
       moved[node.outputs[0]] = inputs[0].data;
       continue;
     }
-    for (int tensor : node.outputs) outputs.push_back(resolve(tensor, step));
-    node.plugin->enqueue(inputs, outputs, scratch_, context);
+    const std::vector<Tensor> outputs = outputs_of(node);
+    if (normed) {
+      node.plugin->enqueue_normed(inputs, outputs, scratch_, context);
+      normed = false;
+    } else {
+      if (peers_ != nullptr && node.op == "AllReduce" && n + 1 < nodes.size()) {
+        const Node& next = nodes[n + 1];
+        normed = of_logits(node) == of_logits(next) &&
+                 reduce_and_norm(node, inputs[0], outputs[0], next, inputs_of(next),
+                                 outputs_of(next), context);
+      }
+      if (!normed) node.plugin->enqueue(inputs, outputs, scratch_, context);
+    }
     for (size_t i = 0; i < outputs.size() && !watched_.empty(); ++i) {
       const auto found = watched_.find(node.outputs[i]);
       if (found != watched_.end()) found->second = download(outputs[i], stream_.handle);
     }
   }
   if (pass.then) pass.then(step);
+}
+
+// Enqueues an all-reduce together with the norm with which the next node begins; false if they are
+// separate kernels.
+bool Engine::reduce_and_norm(const Node& reduce, const Tensor& x, const Tensor& y, const Node& next,
+                             const std::vector<Tensor>& inputs, const std::vector<Tensor>& outputs,
+                             const Context& context) const {
+  const auto reads = std::find(next.inputs.begin(), next.inputs.end(), reduce.outputs[0]);
+  if (reads == next.inputs.end()) return false;
+  const std::optional<FirstNorm> norm =
+      next.plugin->first_norm(reads - next.inputs.begin(), inputs, outputs, scratch_, context);
+  if (!norm) return false;
+  const int hidden = static_cast<int>(x.shape.back());
+  return peers_->all_reduce_norm(
+      x.dtype,
+      {y.data, norm->sum, norm->normed, x.data, norm->residual, norm->weight,
+       static_cast<int>(x.size() / hidden), hidden, norm->epsilon},
+      stream_.handle);
 }
 
 int64_t Engine::measure(double utilization) const {
@@ -407,6 +452,7 @@ void Engine::encode(const EncoderInputs& inputs) {
   upload(inputs_.position_ids, memory + positions, inputs.position_ids.bytes(), stream_.handle);
   upload(inputs_.cu_seqlens, memory + starts, inputs.cu_seqlens.bytes(), stream_.handle);
   upload(inputs_.memory_rows, memory + rows, inputs.memory_rows.bytes(), stream_.handle);
+  count_collectives(Part::kEncoder);
   enqueue(encoder_, step);
 }
 
@@ -552,6 +598,7 @@ void Engine::run(const Pass& pass, const Step& step) {
   auto work = [&] { enqueue(pass, step); };
   const std::lock_guard<std::mutex> lock(graphs_mutex_);  // see abort()
   if (aborted_) throw Error("another rank has exited");
+  count_collectives(pass.part);
   if (step.decode || &pass == &draft_blocks_)
     graphs_[{&pass, step.batch, step.prefix, step.verifies, step.num_logits > 0, step.adapters}]
         .run(stream_.handle, work);
@@ -1116,23 +1163,92 @@ std::string Engine::unique_id() {
   return {id.internal, sizeof id.internal};
 }
 
-void Engine::join(const std::string& id, int rank, int size) {
+void Engine::join(const std::string& id, int rank, int size, const std::string& collectives) {
   ncclUniqueId unique;
   if (id.size() != sizeof unique.internal) throw Error("the communicator's id has the wrong size");
   if (rank < 0 || rank >= size)
     throw Error("rank " + std::to_string(rank) + " is not below the number of ranks, " +
                 std::to_string(size));
+  if (collectives != "nccl" && collectives != "peer" && collectives != "auto")
+    throw Error("collectives are '" + collectives + "', expected nccl, peer or auto");
   if (communicator_ != nullptr) throw Error("the engine has already joined its ranks");
   std::memcpy(unique.internal, id.data(), id.size());
   use_device();
   ncclComm_t joined = nullptr;
   check(ncclCommInitRank(&joined, size, unique, rank), "making a communicator");
   communicator_ = joined;
+  if (collectives != "nccl" && size > 1) join_peers(rank, size, collectives == "auto");
+}
+
+// Connects the ranks over peer memory. With NCCL as the other choice, a reason against it is none
+// against joining.
+void Engine::join_peers(int rank, int size, bool with_nccl) {
+  const CollectiveSizes sizes = collective_sizes();
+  if (sizes.reduced_bytes == 0 && sizes.gathered_rows == 0) return;
+  std::string reason = size > kernels::kMaxPeers
+                           ? "there are " + std::to_string(size) + " ranks, at most " +
+                                 std::to_string(kernels::kMaxPeers) + " are supported"
+                           : "";
+  if (reason.empty()) {
+    std::unique_ptr<Peers> made;
+    try {
+      made = std::make_unique<Peers>(rank, layout_of(sizes, size), stream_.handle);
+    } catch (const Error&) {
+      cudaGetLastError();  // connect() reports it to all ranks
+    }
+    {
+      const std::lock_guard<std::mutex> lock(peers_mutex_);
+      peers_ = std::move(made);
+      if (peers_ != nullptr && aborted_) peers_->abort();
+    }
+    reason = connect(peers_.get(), rank, size, communicator_, stream_.handle);
+  }
+  if (reason.empty()) return choose_ways(*peers_, sizes, with_nccl, communicator_, stream_.handle);
+  {
+    const std::lock_guard<std::mutex> lock(peers_mutex_);
+    peers_.reset();
+  }
+  if (!with_nccl)
+    throw Error("collectives over peer memory are not possible: " + reason +
+                "; set LLMC_COLLECTIVES to auto or nccl");
+}
+
+CollectiveSizes Engine::collective_sizes() const {
+  const Limits& limits = program_.limits();
+  CollectiveSizes sizes;
+  sizes.dtype = program_.dtype();
+  for (Part part : program_.parts())
+    for (const Node& node : program_.nodes(part)) {
+      if (!node.plugin->collective()) continue;
+      const Tensor x = program_.resolve(node.inputs[0],
+                                        {limits.max_tokens, limits.max_logits, limits.max_batch});
+      if (node.op == "AllReduce") {
+        sizes.reduced_bytes = std::max(sizes.reduced_bytes, x.size() * width(x.dtype));
+      } else {
+        sizes.gathered_rows = std::max(sizes.gathered_rows, static_cast<int>(x.shape[0]));
+        sizes.gathered_width = std::max(sizes.gathered_width, x.shape[1]);
+      }
+    }
+  return sizes;
+}
+
+// Counts the collectives of a pass that is about to run, and begins the epochs again before they
+// overflow. A captured pass runs twice at first, so each one counts twice.
+void Engine::count_collectives(Part part) {
+  if (peers_ == nullptr) return;
+  collectives_ += 2 * static_cast<int64_t>(program_.nodes(part).size());
+  if (collectives_ < kMaxCollectives) return;
+  reset(*peers_, communicator_, stream_.handle);
+  collectives_ = 0;
 }
 
 // NCCL aborts device work at once, but waits on the host until no graph refers to the communicator.
 void Engine::abort() {
   aborted_ = true;
+  {
+    const std::lock_guard<std::mutex> lock(peers_mutex_);
+    if (peers_ != nullptr) peers_->abort();
+  }
   ncclComm_t ended = communicator_.exchange(nullptr);
   if (ended == nullptr) return;
   std::thread ending([ended] { ncclCommAbort(ended); });

@@ -15,6 +15,7 @@
 #include "draft_layers.h"
 #include "drafter.h"
 #include "graph.h"
+#include "join_peers.h"
 #include "memory.h"
 #include "program.h"
 #include "prompt_lookup.h"
@@ -101,8 +102,10 @@ class Engine {
   void watch_inside(Watcher watcher, void* user);
 
   // Creates the communicator of the tensor-parallel ranks; `id` is one rank's unique_id(). Waits
-  // for all ranks.
-  void join(const std::string& id, int rank, int size);
+  // for all ranks. `collectives`: "nccl", "peer" for kernels over peer memory, or "auto" for the
+  // faster of both; equal on all ranks. Throws Error if "peer" is not possible; "auto" is "nccl"
+  // then.
+  void join(const std::string& id, int rank, int size, const std::string& collectives);
   static std::string unique_id();
   // Stops waiting for other ranks, from any thread. The engine is unusable afterwards.
   void abort();
@@ -166,8 +169,14 @@ class Engine {
   void reserve_scratch();
   Tensor resolve(int tensor, const Step& step) const;
   void enqueue(const Pass& pass, const Step& step);
+  bool reduce_and_norm(const Node& reduce, const Tensor& x, const Tensor& y, const Node& next,
+                       const std::vector<Tensor>& inputs, const std::vector<Tensor>& outputs,
+                       const Context& context) const;
   void use_device() const;
   void prepare_weights();
+  void join_peers(int rank, int size, bool with_nccl);
+  CollectiveSizes collective_sizes() const;
+  void count_collectives(Part part);
   bool watches() const { return !watched_.empty() || watcher_ != nullptr; }
 
   // Parts of submit(). Offsets of the host's arrays in the staged buffer, and their sizes, for
@@ -225,6 +234,9 @@ class Engine {
   std::unique_ptr<AttentionBackend> attention_;
   std::atomic<ncclComm_t> communicator_{nullptr};
   std::atomic<bool> aborted_{false};
+  std::unique_ptr<Peers> peers_;  // null: collectives are NCCL's
+  std::mutex peers_mutex_;        // see abort()
+  int64_t collectives_ = 0;       // over peer memory since the first epoch, or more
   std::mutex graphs_mutex_;
   bool selects_ =
       false;  // whether the model's nodes select the rows of logits; there may be 0 rows

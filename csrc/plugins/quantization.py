@@ -34,6 +34,9 @@ Activations may be quantized too, by attribute `activation_dtype`:
                    `activation_group_size`, which equals the weight's group_size, the maximum of
                    each group of a row. Independent of the number of rows and of the kernel.
                    Saturates at 448 times the scale.
+    int8           for weights of that dtype with a scale per row, on CPUs: each row of the GEMM's
+                   input becomes integers from -127 to 127 times a scale, the row's maximum
+                   magnitude over 127 (dynamic).
 
 One scale per row is a group_size of `in`. Blocks of 128 × 128 are groups of 128 whose scales are
 repeated down the rows. The layout is also that of com.microsoft.MatMulNBits.
@@ -59,7 +62,9 @@ from llmc.plugins.lora import (
 from llmc.plugins.roles import Quantized
 
 FLOAT8 = "float8_e4m3fn"
+INT8 = "int8"
 FLOAT8_MOST = 448.0
+_INT8_MOST = 127.0
 _LEAST_SCALE = 1e-30  # minimum activation scale: that of a zero row
 _FIELDS = {"weight_dtype": "", "group_size": 0, "in_features": 0, "out_features": 0}
 _ROUNDING_FIELDS = {"activation_dtype": "", "activation_scale": 0.0, "activation_group_size": 0}
@@ -152,7 +157,7 @@ def quantizable(op: Op, weight: str = "weight", row_sums: str = "", rounds: bool
         fields={**op.fields, **_FIELDS, **(_ROUNDING_FIELDS if rounds else {}),
                 **({"x_dtype": ""} if takes_rounded else {})},
         choices={**op.choices, "weight_dtype": ("", *LINEAR_CODE_TYPES),
-                 **({"activation_dtype": ("", FLOAT8)} if rounds else {}),
+                 **({"activation_dtype": ("", FLOAT8, INT8)} if rounds else {}),
                  **({"x_dtype": ("", FLOAT8)} if takes_rounded else {})},
         float32_inputs=op.float32_inputs | {role.scale, role.minimum} | {*blocks_of()},
         quantized=(role,),
@@ -194,6 +199,12 @@ def _check(op: Op, fields: Fields, present: frozenset[str]) -> None:
 def check_rounding(name: str, fields: Fields) -> None:
     """Raises ValueError if the attributes for activation quantization are inconsistent."""
     dtype, own = fields.get("activation_dtype"), fields.get("activation_group_size", 0)
+    if dtype == INT8:
+        if fields["weight_dtype"] != INT8 or fields["group_size"] != fields["in_features"] \
+                or own or fields["activation_scale"]:
+            raise ValueError(f"{name} takes activation_dtype {INT8} with weight_dtype {INT8} and a "
+                             f"scale per row and per token only")
+        return
     if dtype and fields["weight_dtype"] != FLOAT8:
         raise ValueError(f"{name} takes activation_dtype with weight_dtype {FLOAT8} only, not "
                          f"{fields['weight_dtype']!r}")
@@ -207,6 +218,10 @@ def activations(fields: Fields, x: np.ndarray) -> np.ndarray:
     x = x.astype(np.float64)
     if not fields["activation_dtype"]:
         return x
+    if fields["activation_dtype"] == INT8:
+        scale = np.maximum(np.abs(x).max(-1, keepdims=True, initial=0) / _INT8_MOST, _LEAST_SCALE)
+        rounded: np.ndarray = np.rint(x / scale) * scale
+        return rounded
     size = fields["activation_group_size"] or x.shape[-1]
     groups = x.reshape(*x.shape[:-1], x.shape[-1] // max(size, 1), size)
     scale = fields.get("activation_scale") or \
@@ -400,6 +415,10 @@ def rounded(fields: Fields, x: str, own: str = "x") -> tuple[list[str], str]:
     if not fields["activation_dtype"]:
         return [], x
     fixed, made = fields.get("activation_scale", 0.0), f"{own}_rounded"
+    if fields["activation_dtype"] == INT8:
+        return [*_row_scale(x, f"{own}_scale", _INT8_MOST), f"{own}_scaled = Div({x}, {own}_scale)",
+                f"{own}_codes = Round({own}_scaled)", f"{made} = Mul({own}_codes, {own}_scale)"], \
+            made
     if fields.get("x_dtype"):
         return [f"{own}_scale = Constant<value_floats=[{fixed!r}]>()",
                 f"{own}_numbers = Cast<to=1>({x})", f"{made} = Mul({own}_numbers, {own}_scale)"], \
@@ -410,17 +429,22 @@ def rounded(fields: Fields, x: str, own: str = "x") -> tuple[list[str], str]:
                   f"{own}_groups = Reshape({x}, {own}_each)"]
         behind = [f"{own}_shape = Shape({x})", f"{own}_whole = Reshape({made}, {own}_shape)"]
         x = f"{own}_groups"
-    scale = [f"{own}_scale = Constant<value_floats=[{fixed!r}]>()"] if fixed else [
-        f"{own}_most = Constant<value_floats=[{FLOAT8_MOST}]>()",
-        f"{own}_least = Constant<value_floats=[{_LEAST_SCALE!r}]>()",
-        f"{own}_last = Constant<value_ints=[-1]>()",
-        f"{own}_sizes = Abs({x})",
-        f"{own}_largest = ReduceMax<keepdims=1>({own}_sizes, {own}_last)",
-        f"{own}_steps = Div({own}_largest, {own}_most)",
-        f"{own}_scale = Max({own}_steps, {own}_least)"]
+    scale = [f"{own}_scale = Constant<value_floats=[{fixed!r}]>()"] if fixed else \
+        _row_scale(x, f"{own}_scale", FLOAT8_MOST)
     return [*before, *scale, f"{own}_scaled = Div({x}, {own}_scale)",
             f"{own}_codes = Cast<to=17>({own}_scaled)", f"{own}_numbers = Cast<to=1>({own}_codes)",
             f"{made} = Mul({own}_numbers, {own}_scale)", *behind], f"{own}_whole" if size else made
+
+
+def _row_scale(x: str, made: str, most: float) -> list[str]:
+    """Return ONNX text for the scale of each row: its maximum magnitude over `most`."""
+    return [f"{made}_most = Constant<value_floats=[{most}]>()",
+            f"{made}_least = Constant<value_floats=[{_LEAST_SCALE!r}]>()",
+            f"{made}_last = Constant<value_ints=[-1]>()",
+            f"{made}_sizes = Abs({x})",
+            f"{made}_largest = ReduceMax<keepdims=1>({made}_sizes, {made}_last)",
+            f"{made}_steps = Div({made}_largest, {made}_most)",
+            f"{made} = Max({made}_steps, {made}_least)"]
 
 
 def product(fields: Fields, present: frozenset[str], made: str, x: str = "x",
@@ -479,6 +503,9 @@ def cpu_product(fields: Fields, present: frozenset[str], made: str, x: str = "x"
         lines += [dequantize(fields, present, "matrix")] if dtype else []
         operands = ", ".join([x, "matrix" if dtype else "weight", *([added] if added else [])])
         return "\n".join([*lines, f"{made} = Gemm<transB=1>({operands})"])
+    if fields["activation_dtype"] == INT8:
+        lines = _integer_product("product" if added else made, x)
+        return "\n".join([*lines, *([f"{made} = Add(product, {added})"] if added else [])])
     bits = CODE_TYPES[dtype].bits
     block = cpu_activation_block(dtype, size)
     if not block:
@@ -511,6 +538,32 @@ def cpu_product(fields: Fields, present: frozenset[str], made: str, x: str = "x"
                  f"N={height}, bits={bits}, block_size={block}, "
                  f"accuracy_level={_INT8_DOT_PRODUCTS}>({given})")
     return "\n".join([*lines, *([f"{made} = Add(product, {added})"] if added else [])])
+
+
+def _integer_product(made: str, x: str) -> list[str]:
+    """Return ONNX text for `made` = x · weightᵀ as ONNX Runtime multiplies integers.
+
+    Its kernel takes one scale for all rows of x, so each row is divided by its own scale before,
+    and multiplied by it after. Several layers that read x share the first part, once ONNX Runtime
+    has merged equal nodes. The weight is signed: unsigned ones take three times as long with
+    AVX-512 VNNI (ONNX Runtime 1.32).
+    """
+    return [*_row_scale(x, "x_scale", _INT8_MOST),
+            "x_inverse = Reciprocal(x_scale)",
+            f"x_scaled = Mul({x}, x_inverse)",
+            "one = Constant<value = float {1.0}>()",
+            "x_zero = Constant<value = uint8 {128}>()",
+            "x_codes = QuantizeLinear(x_scaled, one, x_zero)",
+            "wide = Cast<to=6>(weight)",
+            "center = Constant<value = int32 {128}>()",
+            "centered = Sub(wide, center)",
+            "signed = Cast<to=3>(centered)",
+            "columns = Transpose<perm=[1, 0]>(signed)",
+            "flat = Constant<value_ints=[-1]>()",
+            "column_scales = Reshape(weight_scale, flat)",
+            "unscaled = com.microsoft.MatMulIntegerToFloat(x_codes, columns, one, column_scales, "
+            "x_zero)",
+            f"{made} = Mul(unscaled, x_scale)"]
 
 
 def _quantized_sample(rng: np.random.Generator, plain: Sample, weight: str, dtype: str,

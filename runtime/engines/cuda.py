@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -52,6 +53,8 @@ from llmc.runtime.sampling.slot_params import LOGPROBS
 SIZES: dict[int | str, int] = {"num_tokens": -1, "num_logits": -2, "batch": -3, "batch_plus_1": -4,
                                "max_loras": -7, "max_lora_rank": -8}
 AHEAD = 2  # in-flight steps: one runs, the next is queued on the device
+# Collectives of ranks: by NCCL, over peer memory, or by the faster one.
+COLLECTIVES = ("nccl", "peer", "auto")
 _ALIGNED = 128  # max_tokens is rounded up to a multiple, which aligns every value of the arena
 _MAX_DRAFTS = 15  # of a sequence in a step
 # Of all sequences in a step: rows whose steps are captured while loading.
@@ -148,6 +151,7 @@ class CudaEngine:
                  max_lora_rank: int = 0) -> None:
         check_memory_options(block_size, kv_cache_tokens, gpu_memory_utilization)
         check_attention_backend(attention_backend, manifest)
+        self._collectives = collectives_option()
         self._backend = attention_backend or "fastest"
         cuda = extension()
         self._errors = cuda.CudaError
@@ -440,7 +444,7 @@ class CudaEngine:
             communicator: `unique_id()` of one of the ranks.
         """
         try:
-            self._engine.join(communicator, rank, size)
+            self._engine.join(communicator, rank, size, self._collectives)
         except self._errors as error:
             raise LlmcError(f"GPU {self._device} cannot join the other ranks: {error}") from error
 
@@ -463,6 +467,19 @@ def check_memory_options(block_size: int, kv_cache_tokens: int | None,
     if not 0 < gpu_memory_utilization <= 1:
         raise LlmcError(f"gpu_memory_utilization {gpu_memory_utilization} is not above 0 and at "
                         f"most 1")
+
+
+def collectives_option() -> str:
+    """How ranks exchange data, as LLMC_COLLECTIVES has it.
+
+    Raises:
+        LlmcError: it has another value.
+    """
+    value = os.environ.get("LLMC_COLLECTIVES", COLLECTIVES[0])
+    if value not in COLLECTIVES:
+        raise LlmcError(f"LLMC_COLLECTIVES is '{value}', expected {', '.join(COLLECTIVES[:-1])} or "
+                        f"{COLLECTIVES[-1]}; unset it for {COLLECTIVES[0]}")
+    return value
 
 
 def check_attention_backend(name: str | None, manifest: Manifest) -> None:

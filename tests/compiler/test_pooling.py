@@ -101,6 +101,31 @@ def test_quantized_weights_keep_the_direction_of_vectors(bert, tmp_path):
         assert row @ truth > 0.999 * np.linalg.norm(row) * np.linalg.norm(truth)
 
 
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_int8_activations_keep_the_direction_of_vectors(bert, tp_size, tmp_path):
+    root, model = bert
+    manifest = llmc.compile(root, tmp_path / "case", quantize="int8", quantize_activations=True,
+                            tp_size=tp_size)
+    forms = manifest.chips[0].quantization.values()
+    assert {(form.dtype, form.activation_dtype) for form in forms} == {("int8", "int8")}
+    assert all(form.group_size in (64, 100, 64 // tp_size, 100 // tp_size) for form in forms)
+    with llmc.LLM(tmp_path / "case") as llm:
+        rows = llm.pool([Input(ids) for ids in texts()])
+    for ids, row in zip(texts(), rows, strict=True):
+        truth = pooling.reference(model, ids, "mean")
+        assert row @ truth > 0.995 * np.linalg.norm(row) * np.linalg.norm(truth)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    (dict(group_size=32), "group_size is given, but int8 weights with quantize_activations"),
+    (dict(target="cuda"), "target 'cuda' has no kernels for int8 activations"),
+    (dict(quantize="int4"), "without quantize fp8 or int8")])
+def test_int8_activations_are_refused_where_no_kernel_has_them(bert, options, message, tmp_path):
+    with pytest.raises(llmc.LlmcError, match=message):
+        llmc.compile(bert[0], tmp_path / "case",
+                     **{"quantize": "int8", "quantize_activations": True, **options})
+
+
 def test_modules_of_sentence_transformers_are_applied_in_order(bert, tmp_path):
     root, model = bert
     shutil.copytree(root, tmp_path / "hf")

@@ -933,3 +933,9 @@ def damage(case, op, field, factor):
                 if attribute.name == field:
                     attribute.f *= factor
     onnx.save(model, path)
+
+
+def test_int8_activations_of_a_decoder_are_those_of_the_reference(root, tmp_path):
+    hf = families.save(families.tiny_model("llama"), tmp_path / "hf")
+    llmc.compile(hf, tmp_path / "case", quantize="int8", quantize_activations=True)
+    assert diff(tmp_path / "case", hf, tokens=0).verdict is None

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from draft_models import assert_drafts_of_prompts
+from on_device import TOLERANCE
 from stepping import Stepper, load
 
 import llmc
@@ -36,8 +37,14 @@ def cases(request, extension, tmp_path_factory):
     return directory
 
 
+@pytest.fixture(params=["nccl", "peer", "auto"])
+def collectives(request, monkeypatch):
+    monkeypatch.setenv("LLMC_COLLECTIVES", request.param)
+    return request.param
+
+
 @pytest.fixture
-def replica(cases):
+def replica(cases, collectives):
     manifest = read_manifest(cases / "tp2")
     made = GpuReplica(manifest, cases / "tp2", place(manifest, None, 2)[0], ROOM)
     yield made
@@ -55,7 +62,8 @@ def test_two_ranks_sample_the_tokens_of_one(cases, replica, ahead):
     assert [own.tokens for own in found] == [own.tokens for own in wanted]
 
 
-def test_two_ranks_draft_together(extension, draft_base, eagle3_head, tmp_path, proposed):
+def test_two_ranks_draft_together(extension, draft_base, eagle3_head, tmp_path, proposed,
+                                  collectives):
     eagle3_head.save(tmp_path / "head")
     llmc.compile(draft_base[0], tmp_path / "case", draft=f"eagle3:{tmp_path / 'head'}",
                  target="cuda", dtype="float32", tp_size=2)
@@ -82,7 +90,24 @@ def test_a_dead_rank_ends_the_replica(replica):
     assert time.monotonic() - start < 5
 
 
-def test_a_dead_rank_ends_all_requests(cases):
+def test_ranks_over_peer_memory_compute_what_they_do_over_nccl(cases, monkeypatch):
+    manifest, step = read_manifest(cases / "tp2"), Step.of([[5, 6, 7]], [0], [[3]], [0],
+                                                           logits="all")
+    traces = []
+    for kind in ("nccl", "peer"):
+        monkeypatch.setenv("LLMC_COLLECTIVES", kind)
+        replica = GpuReplica(manifest, cases / "tp2", place(manifest, None, 2)[0], ROOM)
+        traces.append(replica.trace(step))
+        replica.close()
+    for by_nccl, by_peers in zip(*traces, strict=True):
+        assert by_nccl.keys() == by_peers.keys()
+        for name, wanted in by_nccl.items():
+            np.testing.assert_allclose(
+                by_peers[name], wanted, err_msg=name, rtol=0,
+                atol=TOLERANCE[manifest.dtype] * 3 * np.abs(wanted).max())
+
+
+def test_a_dead_rank_ends_all_requests(cases, collectives):
     """Running requests, waiting requests, and one without a reader."""
     llm = llmc.LLM(cases / "tp2", max_batch_size=4, gpu_memory_utilization=0.5)
     process = llm._loops[0]._engine._others[0]._process

@@ -324,6 +324,43 @@ def test_out_scale_is_refused_for_unquantized_outputs(name, chosen, scale, match
 
 
 @pytest.mark.parametrize("target", ["", "cpu"])
+@pytest.mark.parametrize("name", ["GemmBiasAct", "GemmBiasRes", "GatedMLP", "NormGemm"])
+def test_int8_activations_have_a_scale_per_token(name, target):
+    op = plugins.registry()[name]
+    plain = next(sample for sample in op.samples(np.random.default_rng(3))
+                 if sample.fields.get("weight_dtype") == "int8"
+                 and sample.fields["group_size"] == 96)
+    rng = np.random.default_rng(4)
+    x = rng.standard_normal((5, 96)).astype(np.float32) * [[1], [100], [1e-3], [0], [5]]
+    sample = plugins.Sample({**plain.fields, "activation_dtype": "int8"}, {
+        key: x.astype(np.float32) if key == "x" else
+        rng.standard_normal((5, array.shape[1])).astype(np.float32) if key == "residual" else array
+        for key, array in plain.inputs.items()})
+    assert_close(op, sample, run(op, sample, target), tolerance=1e-2)
+    if name == "GemmBiasRes":  # by hand
+        scale = np.maximum(np.abs(x).max(1, keepdims=True) / 127, 1e-30)
+        numbers = (sample.inputs["weight"].astype(float) - 128) * sample.inputs["weight_scale"]
+        expected = np.rint(x / scale) * scale @ numbers.T
+        found = run(op, plugins.Sample(sample.fields, {
+            key: sample.inputs[key] for key in ("x", "weight", "weight_scale")}), target)[0]
+        np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("changes", [
+    {"group_size": 48}, {"weight_dtype": "uint8"}, {"activation_scale": 0.1},
+    {"activation_group_size": 96}])
+def test_int8_activations_need_int8_weights_with_a_scale_per_row(changes):
+    op = plugins.registry()["GemmBiasRes"]
+    fields = {**op.fields, "weight_dtype": "int8", "group_size": 96, "in_features": 96,
+              "out_features": 7, "activation_dtype": "int8"}
+    groups = 96 // changes.get("group_size", 96)
+    shapes = {"x": (3, 96), "weight": (7, 96), "weight_scale": (7, groups),
+              **({"weight_zero": (7, groups)} if "weight_dtype" in changes else {})}
+    with pytest.raises(ValueError, match="with weight_dtype int8 and a scale per row"):
+        op.fit(shapes, {**fields, **changes})
+
+
+@pytest.mark.parametrize("target", ["", "cpu"])
 @pytest.mark.parametrize("name", ["GemmBiasAct", "GemmBiasRes", "GatedMLP"])
 def test_no_loaded_adapter_changes_nothing(name, target):
     op = plugins.registry()[name]

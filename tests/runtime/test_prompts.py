@@ -57,9 +57,10 @@ def test_prompts_may_be_any_sequence(llm):
     (["the", None], "prompt 1 is None; give a list of token ids"),
     (None, "prompts is None; give a text, a list of token ids, or a list of such prompts"),
     (3, "prompts is 3; give a text, a list of token ids, or a list of such prompts"),
-    ({"text": "the"}, "the prompt has the keys 'text'; give 'prompt' with a text, "
-                      "'prompt_token_ids', or 'prompt_embeds' with or without "
-                      "'prompt_token_ids'"),
+    ({"text": "the"}, "the prompt has the keys 'text'; give 'prompt' with a text or "
+                      "'prompt_token_ids', each with or without 'images' and 'audio', or "
+                      "'prompt_embeds' with or without 'prompt_token_ids'"),
+    ({"prompt": "the", "images": "a.png"}, "images of the prompt is 'a.png'; give a list"),
     ({5, 6}, "prompts is {5, 6}; give a text, a list of token ids, or a list of such prompts"),
     ([{"prompt_token_ids": "the"}], "prompt_token_ids of prompt 0 is 'the'; give a list of token "
                                     "ids"),

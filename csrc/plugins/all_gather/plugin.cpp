@@ -26,9 +26,13 @@ class AllGather : public Plugin {
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void* workspace,
                const Context& context) const override {
     const int rows = static_cast<int>(in[0].shape[0]), width = static_cast<int>(in[0].shape[1]);
+    const ncclComm_t communicator = communicator_of(context, tp_size_);
+    if (context.peers != nullptr && context.peers->all_gather(in[0].dtype, out[0].data, in[0].data,
+                                                              rows, width, context.stream))
+      return;
     void* gathered = rows > 1 ? workspace : out[0].data;
-    check(ncclAllGather(in[0].data, gathered, in[0].size(), nccl_type(in[0].dtype),
-                        communicator_of(context, tp_size_), context.stream),
+    check(ncclAllGather(in[0].data, gathered, in[0].size(), nccl_type(in[0].dtype), communicator,
+                        context.stream),
           "AllGather");
     if (rows > 1)
       check(kernels::interleave(in[0].dtype, out[0].data, workspace, tp_size_, rows, width,

@@ -13,8 +13,12 @@ class AllReduce : public Plugin {
 
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void*,
                const Context& context) const override {
+    const ncclComm_t communicator = communicator_of(context, tp_size_);
+    if (context.peers != nullptr && context.peers->all_reduce(in[0].dtype, out[0].data, in[0].data,
+                                                              in[0].size(), context.stream))
+      return;
     check(ncclAllReduce(in[0].data, out[0].data, in[0].size(), nccl_type(in[0].dtype), ncclSum,
-                        communicator_of(context, tp_size_), context.stream),
+                        communicator, context.stream),
           "AllReduce");
   }
 

@@ -1,7 +1,7 @@
-// NCCL helpers of AllReduce and AllGather.
+// What AllReduce and AllGather share: kernels over peer memory where a rank has them, else NCCL.
 #pragma once
 
-#include "plugin.h"
+#include "peers.h"
 
 namespace llmc {
 

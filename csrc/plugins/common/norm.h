@@ -56,8 +56,18 @@ class Norm : public Plugin {
     norm(in[0].dtype, p, "a norm", context.stream);
   }
 
+  std::optional<FirstNorm> first_norm(size_t x, const std::vector<Tensor>& in,
+                                      const std::vector<Tensor>& out, void*,
+                                      const Context&) const override {
+    if (kCentred || x >= kWeight || optional(in, kWeight + 1) != nullptr) return {};
+    if (kResidual && in[0].data == in[1].data) return {};
+    return FirstNorm{static_cast<const float*>(in[kWeight].data),
+                     kResidual ? in[1 - x].data : nullptr, kResidual ? out[1].data : nullptr,
+                     out[0].data, epsilon_};
+  }
+
  private:
-  static constexpr int kWeight = kResidual ? 2 : 1;
+  static constexpr size_t kWeight = kResidual ? 2 : 1;
   float epsilon_;
 };
 

@@ -11,6 +11,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <stdexcept>
 #include <string>
@@ -194,6 +195,7 @@ using Watcher = void (*)(void* user, const char* name, const void* data, const c
 
 class SplitKvPlan;
 class LoraPlan;
+class Peers;
 
 // What a host provides to enqueue().
 struct Context {
@@ -201,6 +203,7 @@ struct Context {
   Gemm* gemm = nullptr;
   int32_t* counters = nullptr;        // device, kCounters of them, zero between ops
   ncclComm_t communicator = nullptr;  // of the tensor-parallel ranks; null for one rank
+  const Peers* peers = nullptr;       // of the same ranks; null: collectives are NCCL's
   bool decode =
       false;  // every sequence has one new token, and the logits of all are wanted in order
   int num_decode = 0;     // the first num_decode sequences have one new token each
@@ -231,6 +234,15 @@ struct Context {
   void* user = nullptr;
 };
 
+// An RMSNorm of rows, with which an op begins, and where it writes: sum = x + residual and normed =
+// RMSNorm(sum) * weight.
+struct FirstNorm {
+  const float* weight;   // float32 [hidden], or null
+  const void* residual;  // of x's dtype and shape, or null
+  void *sum, *normed;    // sum: null without a residual
+  float epsilon;
+};
+
 class Plugin {
  public:
   virtual ~Plugin() = default;
@@ -247,6 +259,16 @@ class Plugin {
   // except those whose data is in `done`. Synchronizes the stream.
   virtual void prepare(const std::vector<Tensor>&, std::set<const void*>& /* done */,
                        cudaStream_t) const {}
+  // The norm of input `x` (its number) that the op before it may compute in its place, if the op
+  // begins with one in such a step; enqueue_normed() then takes the place of enqueue().
+  virtual std::optional<FirstNorm> first_norm(size_t /* x */,
+                                              const std::vector<Tensor>& /* inputs */,
+                                              const std::vector<Tensor>& /* outputs */,
+                                              void* /* workspace */, const Context&) const {
+    return {};
+  }
+  virtual void enqueue_normed(const std::vector<Tensor>&, const std::vector<Tensor>&, void*,
+                              const Context&) const {}
   // Whether it needs a communicator.
   virtual bool collective() const { return false; }
   // Whether the output equals the first input in such a step, so that a host may alias it.

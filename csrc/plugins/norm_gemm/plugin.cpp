@@ -45,11 +45,8 @@ class NormGemm : public Plugin {
 
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void* workspace,
                const Context& context) const override {
-    const Tensor& x = in[0];
     const kernels::QuantParams quant = quantized_.quant_params(in);
-    const Linear whole{
-        x,      in[1],       quant,  quantized_.rows(in[1]), optional(in, 2), nullptr,
-        out[0], activation_, gated_, out_scale_inverse_};
+    const Linear whole = linear_of(in[0], quant, in, out);
     const InputTransform rows{true,
                               centred_,
                               quantized_.rounds(),
@@ -64,7 +61,30 @@ class NormGemm : public Plugin {
     });
   }
 
+  std::optional<FirstNorm> first_norm(size_t x, const std::vector<Tensor>& in,
+                                      const std::vector<Tensor>&, void* workspace,
+                                      const Context& context) const override {
+    if (x != 0 || centred_ || quantized_.rounds() || optional(in, 5) != nullptr || context.adapters)
+      return {};
+    return FirstNorm{floats(optional(in, 4)), nullptr, nullptr, workspace, epsilon_};
+  }
+
+  void enqueue_normed(const std::vector<Tensor>& in, const std::vector<Tensor>& out,
+                      void* workspace, const Context& context) const override {
+    Tensor normed = in[0];
+    normed.data = workspace;
+    const kernels::QuantParams quant = quantized_.quant_params(in);
+    linear(linear_of(normed, quant, in, out),
+           static_cast<char*>(workspace) + rows_workspace(normed), context);
+  }
+
  private:
+  Linear linear_of(const Tensor& x, const kernels::QuantParams& quant,
+                   const std::vector<Tensor>& in, const std::vector<Tensor>& out) const {
+    return {x,      in[1],       quant,  quantized_.rows(in[1]), optional(in, 2), nullptr,
+            out[0], activation_, gated_, out_scale_inverse_};
+  }
+
   void run(const Linear& whole, const InputTransform& rows, const float* row_sums, void* workspace,
            const Context& context) const {
     if (rows.rounded) return linear_of_rounded(whole, rows, workspace, context);
