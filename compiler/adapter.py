@@ -21,6 +21,7 @@ from llmc.artifacts.manifest import (
 )
 from llmc.compiler.artifact import write_weights
 from llmc.compiler.frontend.peft import (
+    ExpertFactors,
     LowRank,
     PeftAdapter,
     find_module,
@@ -85,6 +86,9 @@ def _require_factors(adapter: PeftAdapter) -> None:
     if adapter.magnitudes:
         raise LlmcError(f"the adapter in '{adapter.directory}' uses DoRA, which scales the base's "
                         f"weights; {_MERGE}")
+    if adapter.experts:
+        raise LlmcError(f"the adapter in '{adapter.directory}' changes the experts "
+                        f"'{adapter.experts[0].module}', which requests cannot; {_MERGE}")
     replaced = next((name for name in adapter.saved if name not in adapter.copies), None)
     if replaced is not None:
         raise LlmcError(f"the adapter in '{adapter.directory}' replaces the parameter "
@@ -191,6 +195,11 @@ def merge_adapter(raw: RawModel, adapter: PeftAdapter) -> None:
 
     for name, weight in adapter.saved.items():
         put(change(name), weight.cast(np.float32), name)
+    for factors in adapter.experts:
+        name, up, down = _expert_parameter(adapter, factors, {
+            name: own[0]._values for name, own in tensors.items()})
+        put(tensors[name], tensors[name][0]._values.plus_product(
+            Weight.of(up, name), Weight.of(down, name)), name)
     for module, pair in adapter.embeddings.items():
         constants = change(f"{module}.weight")
         put(constants, _plus(adapter, module, constants[0]._values,
@@ -207,6 +216,40 @@ def merge_adapter(raw: RawModel, adapter: PeftAdapter) -> None:
                                 f"PEFT")
             merged = merged.with_row_norms(adapter.magnitudes[module].reshape(-1))
         put(constants, merged, module)
+
+
+def _expert_parameter(adapter: PeftAdapter, factors: ExpertFactors,
+                      tensors: Mapping[str, Weight]) -> tuple[str, np.ndarray, np.ndarray]:
+    """Return the stack [experts, …] that factors change, and what to add: `up` · `down`.
+
+    Raises:
+        LlmcError: no stack of the module has their shape, or several have.
+    """
+    prefix = f"{factors.module}."
+    stacks = {name: weight.shape for name, weight in tensors.items()
+              if name.startswith(prefix) and len(weight.shape) == 3}
+    sides = len(factors.up), factors.down.shape[1]  # out, in
+    turned = _are_turned(stacks, prefix)
+    found = [name for name, (count, *shape) in stacks.items()
+             if tuple(shape) == (sides[::-1] if turned else sides)
+             and len(factors.down) % count == 0]
+    if len(found) != 1:
+        raise LlmcError(f"the adapter in '{adapter.directory}' changes '{factors.module}' by "
+                        f"matrices [{sides[0]}, {sides[1]}] of {len(factors.down)} ranks in all; "
+                        f"in the model its stacks are "
+                        f"{', '.join(str(list(shape)) for shape in stacks.values()) or 'missing'}; "
+                        f"give the adapter's own base model, or merge it with PEFT")
+    up, down = factors.stacks(stacks[found[0]][0])
+    if turned:
+        up, down = (np.ascontiguousarray(own.transpose(0, 2, 1)) for own in (down, up))
+    return found[0], up, down
+
+
+def _are_turned(stacks: Mapping[str, tuple[int, ...]], prefix: str) -> bool:
+    """Whether experts are stored as [experts, in, out], by the sizes of both projections."""
+    both, down = stacks.get(f"{prefix}gate_up_proj"), stacks.get(f"{prefix}down_proj")
+    return both is not None and down is not None and both[1] != 2 * down[2] \
+        and both[2] == 2 * down[1]
 
 
 def _is_turned(adapter: PeftAdapter, pair: LowRank, base: Weight) -> bool:

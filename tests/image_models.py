@@ -16,8 +16,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llava": ("llava", {"image_size": 112}),
     "internvl": ("internvl", {"image_size": [112, 112], "patch_size": [14, 14]}),
     "mistral3": ("pixtral", {"image_size": 400, "patch_size": 14}),
-    "smolvlm": ("smolvlm", {"image_size": 128, "patch_size": 32}),
-    "idefics3": ("idefics3", {"image_size": 91, "patch_size": 15}),
+    # Positions by axis, with deep rows or recurrent layers.
+    "qwen2_5_vl": ("qwen2_vl", {}),
+    "qwen3_vl": ("qwen3_vl", {"patch_size": 16, "deepstack_visual_indexes": [0, 1]}),
+    "qwen3_vl_moe": ("qwen3_vl", {"patch_size": 16, "deepstack_visual_indexes": [0, 1]}),
+    "qwen3_5": ("qwen3_vl", {"patch_size": 16}),
 }
 REFUSED = {"gemma3": ("gemma3", {"image_size": 224, "patch_size": 14})}
 # Widths and heights of three images.

@@ -9,8 +9,8 @@ from typing import Any
 
 import onnx_graphsurgeon as gs
 import torch
-from PIL import Image
 
+from llmc.artifacts.manifest import PositionGrid
 from llmc.compiler.frontend.bind import Checkpoint, attach_weights
 from llmc.compiler.frontend.image import IMAGE, trace_image
 from llmc.compiler.frontend.parts import build, text_config
@@ -18,17 +18,18 @@ from llmc.compiler.frontend.raw import RawImageEncoder
 from llmc.compiler.frontend.trace import to_graph
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
+from llmc.runtime.multimodal.images import import_pillow
 from llmc.runtime.multimodal.items import MediaItem
 from llmc.runtime.multimodal.processor import Processor, ProcessorDescription
 
-_ALONE = "compile the language model alone with --language_model_only"
 # Widths and heights of the images that show which axes of a processor's arrays are dynamic. The
 # first has several tiles, as torch's exporter takes a size of 1 for a constant.
 _SIZES = ((800, 600), (350, 900), (1200, 300), (96, 64))
 
 
 def export_image(config: Any, tensors: Mapping[str, Weight], origin: str,
-                 description: ProcessorDescription, names: dict[int, str]) -> RawImageEncoder:
+                 description: ProcessorDescription, names: dict[int, str],
+                 grid: PositionGrid | None) -> RawImageEncoder:
     """Export the image encoder of a checkpoint.
 
     Args:
@@ -37,6 +38,7 @@ def export_image(config: Any, tensors: Mapping[str, Weight], origin: str,
         origin: name of the checkpoint in errors.
         description: its processor.
         names: names of weights by identity, see `attach_weights`.
+        grid: positions of its rows, see `RawImageEncoder`.
 
     Raises:
         LlmcError: the encoder cannot be exported, or a tensor is missing or has another shape.
@@ -50,11 +52,8 @@ def export_image(config: Any, tensors: Mapping[str, Weight], origin: str,
     checkpoint = Checkpoint(model, tensors)
     graph = to_graph(proto, checkpoint.spelled & model.state_dict().keys())
     attach_weights(graph, model, checkpoint, origin, names)
-    if len(graph.outputs) > 1:
-        raise LlmcError(f"the image encoder of '{config.model_type}' has rows for deep layers, "
-                        f"which llmc does not support; {_ALONE}")
     _name_sizes(graph)
-    return RawImageEncoder(graph, computed)
+    return RawImageEncoder(graph, computed, grid)
 
 
 def _check_language_model(config: Any, description: ProcessorDescription) -> None:
@@ -70,19 +69,18 @@ def _check_language_model(config: Any, description: ProcessorDescription) -> Non
     assert description.image is not None
     for found, words in (
             (description.image.prompt.row_token is None, "cross-attention to images"),
-            (any(hasattr(own, "mrope_section") for own in model.modules()),
-             "positions of images by row and column (M-RoPE)"),
             (overlay and getattr(text, "use_bidirectional_attention", False) is not None,
              "tokens of an image that see each other"),
             (getattr(text, "hidden_size_per_layer_input", 0), "per-layer inputs of token ids")):
         if found:
             raise LlmcError(f"'{config.model_type}' has {words}, which llmc does not support with "
-                            f"images; {_ALONE}")
+                            f"images; compile the language model alone with "
+                            f"--language_model_only")
 
 
 def _samples(processor: Processor) -> Sequence[MediaItem]:
     """What the processor gives for images of several sizes."""
-    return [processor.process_images([Image.new("RGB", size)])[0] for size in _SIZES]
+    return [processor.process_images([import_pillow().Image.new("RGB", size)])[0] for size in _SIZES]
 
 
 def _name_sizes(graph: gs.Graph) -> None:

@@ -134,5 +134,5 @@ def build(config: Any, part: Part, trust_remote_code: bool) -> torch.nn.Module:
         if first.startswith("Unrecognized configuration class"):
             first = "it has no such class for this model type"
         raise LlmcError(f"transformers cannot build '{getattr(config, 'model_type', '?')}' as "
-                        f"{'an' if kind[0] == 'e' else 'a'} {kind}: {first}; correct its config, "
+                        f"{'an' if kind[0] in 'ei' else 'a'} {kind}: {first}; correct its config, "
                         f"or use another model") from error

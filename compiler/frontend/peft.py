@@ -44,12 +44,42 @@ class LowRank:
 
 
 @dataclass(frozen=True)
+class ExpertFactors:
+    """The factors of one stacked parameter of an MoE layer's experts, before their scale.
+
+    PEFT does not save which parameter of the module it is. Shapes tell them apart.
+
+    Args:
+        module: name of the experts.
+        down: float32 [num_experts * rank, in], expert by expert.
+        up: float32 [out, rank * num_experts], of each rank all experts.
+        alpha: lora_alpha.
+        rs: whether the scale is alpha / √rank, not alpha / rank.
+    """
+
+    module: str
+    down: np.ndarray
+    up: np.ndarray
+    alpha: float
+    rs: bool
+
+    def stacks(self, num_experts: int) -> tuple[np.ndarray, np.ndarray]:
+        """Scaled factors float32 [experts, out, rank] and [experts, rank, in]."""
+        down = self.down.reshape(num_experts, -1, self.down.shape[1])
+        rank = down.shape[1]
+        up = self.up.reshape(len(self.up), rank, num_experts).transpose(2, 0, 1)
+        scale = self.alpha / (math.sqrt(rank) if self.rs else rank)
+        return np.ascontiguousarray(up * np.float32(scale)), down
+
+
+@dataclass(frozen=True)
 class PeftAdapter:
     """A LoRA adapter as PEFT stores it.
 
     Args:
         directory: where it was read.
         modules: factors of linear layers by module name.
+        experts: factors of experts that are stacked in one parameter (`target_parameters`).
         embeddings: factors of embeddings; the matrix [vocab, hidden] changes by (up · down)ᵀ.
         magnitudes: DoRA's norms float32 [out] by module name.
         saved: parameters that replace those of the base, by name.
@@ -60,6 +90,7 @@ class PeftAdapter:
 
     directory: Path
     modules: Mapping[str, LowRank]
+    experts: Sequence[ExpertFactors]
     embeddings: Mapping[str, LowRank]
     magnitudes: Mapping[str, np.ndarray]
     saved: Mapping[str, Weight]
@@ -99,12 +130,13 @@ def read_peft(directory: str | Path) -> PeftAdapter:
         assert match is not None
         parts = factors[kind].setdefault(match["module"], {})
         parts[match.groupdict().get("part") or ""] = _load(path, key, tensor)
+    experts = _take_experts(path, factors[_FACTORS], config)
     pairs = [{module: _pair(path, module, parts, config) for module, parts in factors[kind].items()}
              for kind in (_FACTORS, _EMBEDDING)]
-    if not any(pairs) and not saved:
+    if not any(pairs) and not saved and not experts:
         raise LlmcError(f"'{path}' has no adapter's tensors, such as 'X.lora_A.weight'; give a "
                         f"LoRA adapter that PEFT has saved")
-    return PeftAdapter(directory, pairs[0], pairs[1],
+    return PeftAdapter(directory, pairs[0], experts, pairs[1],
                        {module: parts[""] for module, parts in factors[_MAGNITUDE].items()},
                        saved, frozenset(copies), bool(config.get("fan_in_fan_out")))
 
@@ -145,6 +177,37 @@ def _read_config(directory: Path) -> dict[str, Any]:
             raise LlmcError(f"'{path}' has {name} {shown(given)}, expected names with numbers; "
                             f"correct it")
     return config
+
+
+def _take_experts(path: Path, factors: dict[str, dict[str, np.ndarray]],
+                  config: Mapping[str, Any]) -> list[ExpertFactors]:
+    """Remove the factors of stacked experts from those of linear layers, and return them.
+
+    PEFT wraps the module once for each parameter: X, X.base_layer and so on.
+    """
+    targets = config.get("target_parameters") or []
+    if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
+        raise LlmcError(f"'{path.with_name(CONFIG)}' has target_parameters {shown(targets)}, "
+                        f"expected names of parameters; correct it")
+    modules = [name.rpartition(".")[0] for name in targets]
+    found = []
+    for wrapped in [*factors]:
+        module = re.sub(r"(\.base_layer)+$", "", wrapped)
+        if not any(f".{module}".endswith(f".{own}") for own in modules):
+            continue
+        parts = factors.pop(wrapped)
+        down, up = parts.get("A"), parts.get("B")
+        if down is None or up is None or down.ndim != 2 or up.ndim != 2 \
+                or len(down) != up.shape[1]:
+            raise LlmcError(f"'{path}' has no matching lora_A and lora_B of '{wrapped}'; save the "
+                            f"adapter again")
+        if config.get("alpha_pattern") or config.get("rank_pattern"):
+            raise LlmcError(f"'{path.with_name(CONFIG)}' has target_parameters with alpha_pattern "
+                            f"or rank_pattern, which llmc does not support together; merge the "
+                            f"adapter with PEFT")
+        found.append(ExpertFactors(module, down, up, config["lora_alpha"],
+                                   bool(config.get("use_rslora"))))
+    return found
 
 
 def _require_replacement(path: Path, name: str) -> None:

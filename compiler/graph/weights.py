@@ -308,13 +308,14 @@ class Weight(LazyValues):
             lambda start, stop: self.rows(start, stop).astype(np.float32) * factors)
 
     def plus_product(self, left: Weight, right: Weight) -> Weight:
-        """The matrix plus `left` · `right`, in float64.
+        """The matrix, or each of a stack, plus `left` · `right`, in float64.
 
-        `right` is read whole with every block of rows.
+        Of a matrix, `right` is read whole with every block of rows.
         """
         def rows(start: int, stop: int) -> np.ndarray:
             block, thin, wide = (array.astype(np.float64) for array in (
-                self.rows(start, stop), left.rows(start, stop), right.load()))
+                self.rows(start, stop), left.rows(start, stop),
+                right.load() if len(right.shape) == 2 else right.rows(start, stop)))
             return np.asarray(block + thin @ wide).astype(self.dtype)
 
         result = self._derived(self.shape, self.dtype, rows)

@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 
+import families
 import lora
 import numpy as np
 import pytest
@@ -213,3 +214,40 @@ def test_an_adapter_of_another_model_is_not_merged(changes, message, tiny_hf, ti
     with pytest.raises(llmc.LlmcError, match=message):
         llmc.compile(tiny_hf, tmp_path / "case", adapter=write(
             tmp_path, lora.make(tiny_model, [LAYER]), **changes))
+
+
+@pytest.mark.parametrize(("family", "use_rslora"), [("qwen3_moe", False), ("gpt_oss", True)])
+def test_stacked_experts_are_merged(family, use_rslora, tmp_path):
+    """As PEFT's ParamWrapper adds them; the experts of gpt-oss are [experts, in, out]."""
+    model = families.tiny_model(family)
+    hf = families.save(model, tmp_path / "hf")
+    rng, given, rank = np.random.default_rng(8), {}, 2
+    scale = 8 / (math.sqrt(rank) if use_rslora else rank)
+    for module in (f"model.layers.{layer}.mlp.experts" for layer in (0, 2)):
+        for name, wrapped in (("gate_up_proj", f"{module}.base_layer"), ("down_proj", module)):
+            parameter = model.get_parameter(f"{module}.{name}")
+            count, out, width = parameter.shape
+            if family == "gpt_oss":
+                out, width = width, out
+            down, up = (0.2 * rng.standard_normal(shape).astype(np.float32) for shape in (
+                (rank * count, width), (out, rank * count)))
+            given |= {f"{lora.PREFIX}{wrapped}.lora_A.weight": down,
+                      f"{lora.PREFIX}{wrapped}.lora_B.weight": up}
+            delta = torch.einsum("ore,eri->eoi",
+                                 torch.from_numpy(up).reshape(out, rank, count),
+                                 torch.from_numpy(down).reshape(count, rank, width)) * scale
+            with torch.no_grad():
+                parameter += delta.transpose(1, 2) if family == "gpt_oss" else delta
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    peft = write(tmp_path, {}, tensors=given, r=rank, target_parameters=targets,
+                 use_rslora=use_rslora)
+    llmc.compile(hf, tmp_path / "case", adapter=peft)
+    with llmc.LLM(tmp_path / "case") as llm:
+        np.testing.assert_allclose(llm.logits(IDS), lora.logits_of(model, IDS), atol=1e-4)
+    with pytest.raises(llmc.LlmcError, match="changes the experts 'model.layers.0.mlp.experts'"):
+        llmc.compile(hf, tmp_path / "base", enable_lora=True)
+        llmc.compile_adapter(peft, tmp_path / "base", tmp_path / "adapter")
+    given[f"{lora.PREFIX}model.layers.0.mlp.experts.lora_A.weight"] = np.ones((8, 7), np.float32)
+    with pytest.raises(llmc.LlmcError, match=r"by matrices \[64, 7\] of 8 ranks in all; in the"):
+        llmc.compile(hf, tmp_path / "wrong", adapter=write(
+            tmp_path / "w", {}, tensors=given, r=rank, target_parameters=targets))
