@@ -29,8 +29,8 @@ _CONTROL_FLOW = frozenset({"If", "Loop", "Scan"})
 # Operators by domain: those in function bodies of llmc's ops, and those of exporters.
 OPERATORS: Mapping[str, frozenset[str]] = {
     "": _CONTROL_FLOW | {
-        "Abs", "Add", "And", "Attention", "BitShift", "BitwiseAnd", "Cast", "Ceil", "Clip",
-        "Compress", "Concat", "Constant", "ConstantOfShape", "Conv", "Cos", "CumSum",
+        "Abs", "Add", "And", "Attention", "AveragePool", "BitShift", "BitwiseAnd", "Cast", "Ceil",
+        "Clip", "Compress", "Concat", "Constant", "ConstantOfShape", "Conv", "Cos", "CumSum",
         "DequantizeLinear", "Div", "Einsum", "Elu", "Equal", "Erf", "Exp", "Expand", "Flatten",
         "Floor", "Gather", "GatherElements", "GatherND", "Gelu", "Gemm", "Greater",
         "GreaterOrEqual", "HardSigmoid", "HardSwish", "Identity", "IsNaN", "LayerNormalization",

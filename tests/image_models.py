@@ -14,19 +14,22 @@ from processor_checkpoints import FAMILIES, image_of, write_checkpoint
 # By model: the processor, fields of the vision config, and of the whole config.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llava": ("llava", {"image_size": 112}),
+    "internvl": ("internvl", {"image_size": [112, 112], "patch_size": [14, 14]}),
+    "mistral3": ("pixtral", {"image_size": 400, "patch_size": 14}),
     # Positions by axis, with deep rows or recurrent layers.
     "qwen2_5_vl": ("qwen2_vl", {}),
     "qwen3_vl": ("qwen3_vl", {"patch_size": 16, "deepstack_visual_indexes": [0, 1]}),
     "qwen3_vl_moe": ("qwen3_vl", {"patch_size": 16, "deepstack_visual_indexes": [0, 1]}),
     "qwen3_5": ("qwen3_vl", {"patch_size": 16}),
 }
+REFUSED = {"gemma3": ("gemma3", {"image_size": 224, "patch_size": 14})}
 # Widths and heights of three images.
 SIZES = ((131, 77), (64, 200), (301, 97))
 
 
 def write_model(name: str, directory: Path) -> torch.nn.Module:
     """Write a model's directory; return the model of transformers."""
-    processor, vision = MODELS[name]
+    processor, vision = {**MODELS, **REFUSED}[name]
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = write_checkpoint(FAMILIES[processor], directory)
     row = tokenizer.token_to_id(FAMILIES[processor].row)

@@ -32,6 +32,8 @@ TEXTS = {
     "llava": families.FAMILIES["llama"],
     "llama4": families.OWN_ATTENTION["llama4_text"],
     "internvl": families.FAMILIES["qwen2"],
+    "smolvlm": families.FAMILIES["llama"],
+    "idefics3": families.FAMILIES["llama"],
 }
 # Models whose language model is part of another class.
 WHOLES = {"mistral4": "mistral3"}

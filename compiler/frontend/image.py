@@ -13,7 +13,7 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +21,12 @@ import numpy as np
 import onnx
 import torch
 from accelerate import init_empty_weights
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import AttentionInterface, AutoModelForImageTextToText, vision_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from llmc.artifacts.manifest import IMAGE_ROWS
-from llmc.artifacts.vision_input import GRID, VisionInput
+from llmc.artifacts.vision_input import GRID, SIZES, UNREAD, VisionInput
 from llmc.compiler.frontend.exporter import export_onnx
 from llmc.compiler.frontend.parts import Part, build
 from llmc.compiler.frontend.reproducible import Reproducible
@@ -63,7 +63,7 @@ _FUNCTIONS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def trace_image(config: Any, samples: Sequence[Arrays]) -> \
+def trace_image(config: Any, samples: Sequence[Arrays], num_rows: Sequence[int] = ()) -> \
         tuple[onnx.ModelProto, tuple[VisionInput, ...]]:
     """Export the image encoder of a model from its config.
 
@@ -75,6 +75,7 @@ def trace_image(config: Any, samples: Sequence[Arrays]) -> \
         config: a transformers config.
         samples: what the model's processor gives for an image, for several sizes. Axes that differ
             are dynamic.
+        num_rows: rows that the prompt takes for each sample, to compare; empty: not known.
 
     Returns:
         The graph, and how its computed inputs are computed.
@@ -83,7 +84,7 @@ def trace_image(config: Any, samples: Sequence[Arrays]) -> \
         LlmcError: the encoder cannot be exported.
     """
     AttentionInterface.register(_ATTENTION, _attend)
-    AttentionMaskInterface.register(_ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    AttentionMaskInterface.register(_ATTENTION, _visible)
     for each in (config, *(getattr(config, name) for name in config.sub_configs
                            if getattr(config, name, None) is not None)):
         each._attn_implementation = _ATTENTION
@@ -93,7 +94,13 @@ def trace_image(config: Any, samples: Sequence[Arrays]) -> \
         with torch.device("meta"):
             empty: Any = build(config, IMAGE, False)
         recorded = [_record(empty, sample) for sample in samples]
-        return _export(model, samples, [calls for calls, _ in recorded], recorded[0][1])
+        for expected, (_, rows) in zip(num_rows, recorded, strict=False):
+            if rows[0] != expected:
+                raise LlmcError(f"the processor gives an image {expected} tokens, the image "
+                                f"encoder of '{config.model_type}' {rows[0]} rows; give the "
+                                f"processor files that belong to the weights")
+        return _export(model, samples, [calls for calls, _ in recorded],
+                       len(recorded[0][1]))
     except LlmcError:
         raise
     except Exception as error:  # any error of the model's code
@@ -102,11 +109,11 @@ def trace_image(config: Any, samples: Sequence[Arrays]) -> \
                         f"{root_cause(error)}; use another model") from error
 
 
-def _record(model: Any, sample: Arrays) -> tuple[list[_Call], int]:
+def _record(model: Any, sample: Arrays) -> tuple[list[_Call], list[int]]:
     """Run the encoder without values.
 
     Returns:
-        Its calls of functions of the grid, and the number of its results.
+        Its calls of functions of the grid, and the number of rows of each result.
     """
     calls: list[_Call] = []
 
@@ -123,16 +130,21 @@ def _record(model: Any, sample: Arrays) -> tuple[list[_Call], int]:
         return moved if isinstance(results, tuple) else moved[0]
 
     meta = {name: torch.from_numpy(array) if name == GRID else
+            _OneSize([tuple(array[0].tolist())]) if name == SIZES else
             torch.empty(array.shape, dtype=torch.from_numpy(array).dtype, device="meta")
             for name, array in sample.items()}
     with torch.no_grad(), _replaced(model, recorded):
         results = _features(model, meta)
-    return calls, len(results)
+    return calls, [len(rows) for rows in results]
 
 
 def _export(model: Any, samples: Sequence[Arrays], calls: Sequence[Sequence[_Call]],
             num_results: int) -> tuple[onnx.ModelProto, tuple[VisionInput, ...]]:
-    names = [name for name in samples[0] if name != GRID]
+    names = [name for name in samples[0] if name not in UNREAD]
+    if any(SIZES in sample and sample[SIZES].tolist() != [[*sample["pixel_values"].shape[-2:]]]
+           for sample in samples):
+        raise LlmcError(f"the processor gives {SIZES} other than the size of pixel_values, which "
+                        f"llmc does not support; use another model")
     inputs = {name: [sample[name] for sample in samples] for name in names}
     computed = list[VisionInput]()
     for index, call in enumerate(calls[0]):
@@ -161,7 +173,7 @@ def _export(model: Any, samples: Sequence[Arrays], calls: Sequence[Sequence[_Cal
                     module._parameters[name] = replaced[id(parameter)]
         examples = {name: torch.zeros(arrays[0].shape, dtype=torch.from_numpy(arrays[0]).dtype)
                     for name, arrays in inputs.items()}
-        encoder = _Encoder(model, names, computed, GRID in samples[0])
+        encoder = _Encoder(model, names, computed, UNREAD & samples[0].keys())
         outputs = [IMAGE_ROWS, *(f"{IMAGE_ROWS}_{index}" for index in range(num_results - 1))]
         exported = export_onnx(encoder.eval(), examples, [tuple(shapes)], outputs)
     proto = to_proto(exported, None)
@@ -184,9 +196,9 @@ class _Encoder(torch.nn.Module):
     """Arrays of an image, and computed inputs, to rows."""
 
     def __init__(self, model: Any, names: Sequence[str], computed: Sequence[VisionInput],
-                 has_grid: bool) -> None:
+                 unread: Set[str]) -> None:
         super().__init__()
-        self.model, self._names, self._has_grid = model, names, has_grid
+        self.model, self._names, self._unread = model, names, unread
         self._computed = [(own.function, len(own.names)) for own in computed]
 
     def forward(self, *arrays: torch.Tensor) -> Any:
@@ -201,8 +213,10 @@ class _Encoder(torch.nn.Module):
             results = tuple(waiting.pop(0) for _ in range(count))
             return results if count > 1 else results[0]
 
-        if self._has_grid:
+        if GRID in self._unread:
             given[GRID] = _OneGrid(given["pixel_values"].shape[0])
+        if SIZES in self._unread:
+            given[SIZES] = _OneSize([tuple(given["pixel_values"].shape[-2:])])
         with _replaced(self.model, given_instead):
             rows = _features(self.model, given)
         return rows if len(rows) > 1 else rows[0]
@@ -214,14 +228,18 @@ class _OneGrid:
     def __init__(self, patches: Any) -> None:
         self._patches = patches
 
-    def prod(self, axis: int) -> _OneGrid:
+    def prod(self, *axis: int, **named: int) -> _OneGrid:
         return self
 
     def __floordiv__(self, number: int) -> _OneGrid:
-        return _OneGrid(self._patches // number)
+        return _OneGrid(self._patches // number if self._patches is not None else None)
 
     def tolist(self) -> list[Any]:
         return [self._patches]
+
+
+class _OneSize(list[Any]):
+    """Height and width of one image in a trace."""
 
 
 def _features(model: Any, arrays: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -233,6 +251,9 @@ def _features(model: Any, arrays: Mapping[str, Any]) -> list[torch.Tensor]:
         raise LlmcError(f"the processor gives {unknown[0]!r}, which the image encoder does not "
                         f"take")
     output = model.get_image_features(**arrays, return_dict=True)
+    if getattr(output, "pooler_output", None) is None:
+        raise LlmcError("get_image_features gives no pooler_output, which has the rows of the "
+                        "prompt; compile the language model alone with --language_model_only")
     deep = getattr(output, "deepstack_features", None) or ()
     return [_joined(each) for each in (output.pooler_output, *deep)]
 
@@ -257,28 +278,27 @@ def _replaced(model: Any, replacement: Callable[..., Any]) -> Iterator[None]:
     `cu_seqlens` instead of one sequence at a time, as flash attention does.
     """
     thread = threading.get_ident()
-    undo: list[tuple[Any, str, Any]] = [(torch, "split", torch.split)]
-    split: Any = torch.split
-    torch.split = lambda tensor, sizes, *others, **named: (  # rows of one image: of one size
-        (tensor,) if isinstance(sizes, list) and len(sizes) == 1
-        and threading.get_ident() == thread else split(tensor, sizes, *others, **named))
+    undo = _replace_selections(thread)
     modules = {sys.modules[type(each).__module__] for each in model.modules()}
     modules.add(vision_utils)
     for module in modules:
-        for name in (*_FUNCTIONS, "get_max_seqlen", "is_flash_attention_requested"):
+        for name in (*_FUNCTIONS, "get_max_seqlen", "is_flash_attention_requested",
+                     "generate_block_attention_mask"):
             original = module.__dict__.get(name)
             if original is None:
                 continue
             undo.append((module, name, original))
 
             def own(*args: Any, _name: str = name, _original: Any = original,
-                    **kwargs: Any) -> Any:
+                    _module: Any = module, **kwargs: Any) -> Any:
                 if threading.get_ident() != thread:
                     return _original(*args, **kwargs)
                 if _name == "get_max_seqlen":
                     return 0
+                if _name == "generate_block_attention_mask":  # of one image
+                    return None
                 if _name == "is_flash_attention_requested":
-                    return True
+                    return not hasattr(_module, "generate_block_attention_mask")
                 return replacement(_name, _original, *args, **kwargs)
 
             setattr(module, name, functools.wraps(original)(own))
@@ -287,6 +307,61 @@ def _replaced(model: Any, replacement: Callable[..., Any]) -> Iterator[None]:
     finally:
         for module, name, original in undo:
             setattr(module, name, original)
+
+
+def _replace_selections(thread: int) -> list[tuple[Any, str, Any]]:
+    """Replace torch's functions that split the rows of images or leave out padding tiles.
+
+    There is one image, so that the rows are its own, and a processor pads none of its tiles.
+
+    Returns:
+        What to undo: owner, name and function.
+    """
+    tensor: Any = torch.Tensor
+    selected, to_values = tensor.__getitem__, tensor.tolist
+    squeezed, as_tensor = tensor.squeeze, torch.as_tensor
+
+    def split(original: Any) -> Any:
+        def own(rows: Any, sizes: Any, *others: Any, **named: Any) -> Any:
+            if threading.get_ident() == thread and isinstance(sizes, list) and len(sizes) == 1:
+                return (rows,)
+            return original(rows, sizes, *others, **named)
+        return own
+
+    def select(rows: Any, index: Any) -> Any:
+        is_mask = isinstance(index, torch.Tensor) and index.dtype == torch.bool and index.ndim == 1
+        return rows if is_mask and threading.get_ident() == thread else selected(rows, index)
+
+    def squeeze(rows: Any, *dims: Any, **named: Any) -> Any:
+        axis = dims[0] if dims else named.get("dim")
+        # The exporter removes an axis of dynamic size, too.
+        if threading.get_ident() == thread and isinstance(axis, int) and \
+                not (isinstance(rows.shape[axis], int) and rows.shape[axis] == 1):
+            return rows
+        return squeezed(rows, *dims, **named)
+
+    def to_tensor(data: Any, *others: Any, **named: Any) -> Any:
+        return _OneGrid(None) if isinstance(data, _OneSize) else as_tensor(data, *others, **named)
+
+    def to_list(sizes: Any) -> Any:
+        has_values = sizes.device.type != "meta" and not isinstance(sizes, FakeTensor)
+        return to_values(sizes) if has_values or sizes.ndim != 1 else [None] * len(sizes)
+
+    undo = [(torch, "split", torch.split), (tensor, "split", tensor.split),
+            (tensor, "__getitem__", selected), (tensor, "tolist", to_values),
+            (tensor, "squeeze", squeezed), (torch, "as_tensor", as_tensor)]
+    for (owner, name, _), own in zip(undo, (
+            split(torch.split), split(tensor.split), select, to_list, squeeze, to_tensor),
+            strict=True):
+        setattr(owner, name, own)
+    return undo
+
+
+def _visible(*sizes: Any, **named: Any) -> Any:
+    """Mask function for transformers: sdpa's, which does not look at the values of a mask."""
+    if named.get("attention_mask") is not None:
+        named["allow_is_bidirectional_skip"] = False
+    return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*sizes, **named)
 
 
 def _attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import onnx_graphsurgeon as gs
 import torch
 
 from llmc.artifacts.manifest import PositionGrid
 from llmc.compiler.frontend.bind import Checkpoint, attach_weights
 from llmc.compiler.frontend.image import IMAGE, trace_image
-from llmc.compiler.frontend.parts import build
+from llmc.compiler.frontend.parts import build, text_config
 from llmc.compiler.frontend.raw import RawImageEncoder
 from llmc.compiler.frontend.trace import to_graph
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
 from llmc.runtime.multimodal.images import import_pillow
+from llmc.runtime.multimodal.items import MediaItem
 from llmc.runtime.multimodal.processor import Processor, ProcessorDescription
 
 # Widths and heights of the images that show which axes of a processor's arrays are dynamic. The
@@ -42,8 +43,10 @@ def export_image(config: Any, tensors: Mapping[str, Weight], origin: str,
     Raises:
         LlmcError: the encoder cannot be exported, or a tensor is missing or has another shape.
     """
+    _check_language_model(config, description)
     samples = _samples(Processor(description))
-    proto, computed = trace_image(copy.deepcopy(config), samples)
+    proto, computed = trace_image(copy.deepcopy(config), [item.arrays for item in samples],
+                                  [item.num_rows for item in samples])
     with torch.device("meta"):
         model = build(copy.deepcopy(config), IMAGE, False)
     checkpoint = Checkpoint(model, tensors)
@@ -53,10 +56,31 @@ def export_image(config: Any, tensors: Mapping[str, Weight], origin: str,
     return RawImageEncoder(graph, computed, grid)
 
 
-def _samples(processor: Processor) -> Sequence[Mapping[str, np.ndarray]]:
+def _check_language_model(config: Any, description: ProcessorDescription) -> None:
+    """Reject language models that use the rows of images otherwise than as embeddings.
+
+    Raises:
+        LlmcError: names what is not supported.
+    """
+    with torch.device("meta"):
+        model = build(copy.deepcopy(config), IMAGE, False)
+    text = text_config(config)
+    overlay = "block_sequence_ids" in inspect.getsource(inspect.getmodule(type(model)) or model)
+    assert description.image is not None
+    for found, words in (
+            (description.image.prompt.row_token is None, "cross-attention to images"),
+            (overlay and getattr(text, "use_bidirectional_attention", False) is not None,
+             "tokens of an image that see each other"),
+            (getattr(text, "hidden_size_per_layer_input", 0), "per-layer inputs of token ids")):
+        if found:
+            raise LlmcError(f"'{config.model_type}' has {words}, which llmc does not support with "
+                            f"images; compile the language model alone with "
+                            f"--language_model_only")
+
+
+def _samples(processor: Processor) -> Sequence[MediaItem]:
     """What the processor gives for images of several sizes."""
-    images = [import_pillow().Image.new("RGB", size) for size in _SIZES]
-    return [dict(processor.process_images([image])[0].arrays) for image in images]
+    return [processor.process_images([import_pillow().Image.new("RGB", size)])[0] for size in _SIZES]
 
 
 def _name_sizes(graph: gs.Graph) -> None:

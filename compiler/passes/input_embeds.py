@@ -69,8 +69,11 @@ def _rewrite(graph: gs.Graph, match: _Marked, settings: Settings) -> None:
         graph, EMBED_IDS, shape[:-1])}, [match.output])
 
 
-def require_one_reader(graph: gs.Graph, model: str) -> None:
+def require_one_reader(graph: gs.Graph, model: str, option: str) -> None:
     """Check that a model with `embeds` reads token ids in its embedding only.
+
+    Args:
+        option: what to do without, in errors.
 
     Raises:
         LlmcError: it reads them elsewhere, too, where a row has none; or it has no mark.
@@ -78,9 +81,9 @@ def require_one_reader(graph: gs.Graph, model: str) -> None:
     inputs = {tensor.name: tensor for tensor in graph.inputs}
     if EMBEDS not in inputs:
         raise LlmcError(f"the code of '{model}' has no get_input_embeddings, so rows cannot "
-                        f"replace its token embeddings; leave out --enable_prompt_embeds")
+                        f"replace its token embeddings; {option}")
     readers = [node for node in consumers(graph, inputs["input_ids"]) if node is not None]
     if len(readers) > 1:
         raise LlmcError(f"'{model}' reads token ids in {describe(readers[0])} and in "
                         f"{describe(readers[1])}, so rows cannot replace its token embeddings; "
-                        f"leave out --enable_prompt_embeds")
+                        f"{option}")

@@ -17,7 +17,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from llmc.artifacts.manifest import MANIFEST_NAME, PROCESSOR, Manifest
-from llmc.artifacts.vision_input import GRID
+from llmc.artifacts.vision_input import UNREAD
 from llmc.errors import LlmcError, shown
 from llmc.runtime.chat_template import ChatTemplate
 from llmc.runtime.core.adapters import Adapter
@@ -562,7 +562,7 @@ class InputProcessor:
                             f"{PLURALS[item.modality]}; give text only")
         computed = {key for own in program.computed for key in own.names}
         expected = {tensor.name: tensor for tensor in program.inputs if tensor.name not in computed}
-        if expected.keys() != item.arrays.keys() - {GRID}:
+        if expected.keys() != item.arrays.keys() - UNREAD:
             raise LlmcError(f"the processor gives {', '.join(sorted(item.arrays))}, the image "
                             f"encoder of '{name}' reads {', '.join(expected)}; compile the model "
                             f"again")

@@ -13,7 +13,7 @@ import numpy as np
 import onnxruntime as ort
 
 from llmc.artifacts.manifest import MANIFEST_NAME, GraphStep, Manifest
-from llmc.artifacts.vision_input import GRID
+from llmc.artifacts.vision_input import GRID, UNREAD
 from llmc.errors import LlmcError
 from llmc.runtime.core.step import Step
 from llmc.runtime.engines import cpu_sessions
@@ -66,7 +66,7 @@ class ImageEncoder:
 
     def encode(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
         """Run the encoder on one image: [num_outputs, num_rows, width]."""
-        feeds = {name: array for name, array in arrays.items() if name != GRID}
+        feeds = {name: array for name, array in arrays.items() if name not in UNREAD}
         for own in self._program.computed:
             feeds |= vision_inputs.compute(own, arrays[GRID])
         with cpu_sessions.translate_errors(f"ONNX Runtime failed in '{self._path}'",

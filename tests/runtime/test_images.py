@@ -1,5 +1,6 @@
 """Prompts with images: compiled encoders and language models generate as transformers does."""
 
+import asyncio
 import inspect
 from dataclasses import replace
 
@@ -9,15 +10,29 @@ import torch
 from image_models import MODELS, images, write_model
 
 import llmc
+from llmc.runtime.engines import image_encoder
 
 GREEDY = llmc.SamplingParams(max_tokens=10, temperature=0, ignore_eos=True, logprobs=0)
 COMMON = ("llava",)  # the others are thorough
 
 
+def joined(arrays):
+    """Arrays of several images as transformers' processors join them: padded to one size."""
+    shape = np.max([own.shape[1:] for own in arrays], 0)
+    axis = 0
+    if len(shape) == 4:  # images of several tiles
+        axis, shape = 1, shape[1:]
+        arrays = [own[0] for own in arrays]
+    padded = [np.pad(own, [(0, 0), *((0, size - had) for size, had in zip(
+        shape, own.shape[1:], strict=True))]) for own in arrays]
+    whole = np.concatenate(padded)
+    return whole[None] if axis else whole
+
+
 def expected(model, prompt, token, count=10):
     """Greedy tokens and their log-probabilities by transformers; `token` is that of rows."""
     arrays = [own.item.arrays for own in prompt.ranges]
-    given = {name: torch.from_numpy(np.concatenate([own[name] for own in arrays]))
+    given = {name: torch.from_numpy(joined([own[name] for own in arrays]))
              for name in (arrays[0] if arrays else ())}
     ids = torch.tensor([prompt.token_ids])
     kinds = {name: (ids == token).int() for name in ("mm_token_type_ids", "token_type_ids")
@@ -58,6 +73,113 @@ def test_families_generate_as_transformers(name, tp_size, tmp_path):
         prompts = prompts_of(llm)
         for prompt, completion in zip(prompts, llm.generate(prompts, GREEDY), strict=True):
             assert_generates(model, llm, prompt, completion)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """LLaVA as transformers' model, and its case directory."""
+    folder = tmp_path_factory.mktemp("llava")
+    made = write_model("llava", folder / "hf")
+    llmc.compile(folder / "hf", folder / "case")
+    return made, folder / "case"
+
+
+# A chunk ends within an image; blocks are short; one image at a time fits into the cache.
+@pytest.mark.parametrize("options", [
+    {"max_num_batched_tokens": 24, "max_batch_size": 4}, {"kv_cache_tokens": 304},
+    {"encoder_cache_gb": 2e-5, "max_num_batched_tokens": 100}, {"prefix_reuse": False}])
+def test_chunks_preemption_and_eviction_change_nothing(model, options):
+    reference, case = model
+    with llmc.LLM(case, **options) as llm:
+        prompts = prompts_of(llm)
+        for prompt, completion in zip(prompts * 3, llm.generate(prompts * 3, GREEDY), strict=True):
+            assert_generates(reference, llm, prompt, completion)
+
+
+def cached(llm, prompt):
+    return next(iter(llm.stream(prompt, GREEDY))).num_cached_tokens
+
+
+def test_prefix_caching_distinguishes_images(model):
+    one, other, _ = images(3)
+    with llmc.LLM(model[1]) as llm:
+        text = f"look at {llm.processor.placeholders['image']} and tell"
+        assert cached(llm, {"prompt": text, "images": [one]}) == 0
+        assert cached(llm, {"prompt": text, "images": [one.copy()]}) >= 64
+        assert cached(llm, {"prompt": text, "images": [other]}) == 0
+
+
+def test_an_image_is_encoded_once(model, monkeypatch):
+    encoded = []
+    real = image_encoder.ImageEncoder.encode
+    monkeypatch.setattr(image_encoder.ImageEncoder, "encode",
+                        lambda self, arrays: encoded.append(1) or real(self, arrays))
+    with llmc.LLM(model[1], prefix_reuse=False) as llm:
+        prompt = prompts_of(llm)[1]
+        llm.generate([prompt] * 3, GREEDY)
+        llm.generate(prompt, GREEDY)
+        assert len(encoded) == 1
+        llm.generate(prompts_of(llm)[2], GREEDY)  # the first of its images is the same
+        assert len(encoded) == 3
+
+
+def test_paths_bytes_token_ids_and_asyncio(model, tmp_path):
+    _, case = model
+    image, = images(1)
+    image.save(tmp_path / "a.png")
+
+    async def complete(text):
+        async with llmc.AsyncLLM(case) as llm:
+            return [piece.token_id async for piece in llm.stream(
+                {"prompt": text, "images": [image]}, GREEDY)]
+
+    with llmc.LLM(case) as llm:
+        text = f"see {llm.processor.placeholders['image']} now"
+        expected = llm.generate({"prompt": text, "images": [image]}, GREEDY)[0].token_ids
+        for given in (tmp_path / "a.png", str(tmp_path / "a.png"),
+                      (tmp_path / "a.png").read_bytes()):
+            own, = llm.generate({"prompt": text, "images": [given]}, GREEDY)
+            assert own.token_ids == expected
+        ids = llm.tokenize(text)
+        own, = llm.generate({"prompt_token_ids": ids, "images": [image]}, GREEDY)
+        assert own.token_ids == expected
+        assert [piece.token_id for piece in llm.stream(
+            llm.media_prompt(text, images=[image]), GREEDY)] == list(expected)
+    assert tuple(asyncio.run(complete(text))) == expected
+
+
+def test_bad_input_is_named_and_leaves_other_prompts_alone(model, tmp_path):
+    with llmc.LLM(model[1]) as llm:
+        own = llm.processor.placeholders["image"]
+        for prompt, message in (
+                ({"prompt": own, "images": [b"no picture"]}, "image 0: "),
+                ({"prompt": own, "images": [tmp_path / "absent.png"]}, "cannot be read"),
+                ({"prompt": "none", "images": images(1)}, "give one placeholder per item"),
+                ({"prompt": own, "audio": [b""]}, "takes no audio")):
+            with pytest.raises(llmc.LlmcError, match=message):
+                llm.generate([prompt, "fine"], GREEDY)
+        with pytest.raises(llmc.LlmcError, match="prompt_logprobs is given for a prompt with"):
+            llm.generate(prompts_of(llm)[1], llmc.SamplingParams(prompt_logprobs=1))
+        assert len(llm.generate("fine", GREEDY)[0].token_ids) == 10
+
+
+def test_a_model_that_uses_rows_in_another_way_is_refused_before_the_export(tmp_path):
+    write_model("gemma3", tmp_path)
+    with pytest.raises(llmc.LlmcError, match="tokens of an image that see each other.*"
+                                             "--language_model_only"):
+        llmc.compile(tmp_path, tmp_path / "case")
+
+
+def test_the_language_model_alone_is_compiled_on_request(model, tmp_path):
+    hf = model[1].parent / "hf"
+    with pytest.raises(llmc.LlmcError, match="'LlavaForConditionalGeneration' takes images, which "
+                                             "target 'cuda' does not support"):
+        llmc.compile(hf, tmp_path / "case", target="cuda")
+    manifest = llmc.compile(hf, tmp_path / "case", language_model_only=True)
+    assert manifest.image is None and manifest.embeds_width is None
+    with llmc.LLM(tmp_path / "case") as llm, \
+            pytest.raises(llmc.LlmcError, match="takes neither images nor audio"):
+        llm.generate({"prompt": "<image>", "images": images(1)})
 
 
 @pytest.fixture(scope="module")
