@@ -370,17 +370,8 @@ def lower_image(lowered: Lowered, raw: RawModel) -> Lowered:
         step.run(graph, lowered.settings, reports[-1])
         tidy(graph)
         verify(graph, f"image.{step.name}")
-    _separate_constants(graph)
     name_image_weights([lowered.graphs[0], *(lowered.drafts[0] if lowered.drafts else [])], graph)
     return replace(lowered, image=graph, reports=reports)
-
-
-def _separate_constants(graph: gs.Graph) -> None:
-    """Rename constants that have the name of a computed tensor, of which they were folded."""
-    computed = {tensor.name for node in graph.nodes for tensor in node.outputs}
-    for tensor in {id(own): own for node in graph.nodes for own in node.inputs
-                   if isinstance(own, gs.Constant) and own.name in computed}.values():
-        tensor.name = f"{tensor.name}.constant"
 
 
 def run_pass(step: Step, ranks: list[list[gs.Graph]], settings: Settings,

@@ -33,7 +33,7 @@ from llmc.compiler.frontend.bind import (
 from llmc.compiler.frontend.convolutions import feature_rows, reads_features
 from llmc.compiler.frontend.deep_embeds import mark_deep_embeds
 from llmc.compiler.frontend.features import check_features
-from llmc.compiler.frontend.image_export import export_image
+from llmc.compiler.frontend.image_export import check_language_model, export_image
 from llmc.compiler.frontend.mtp import export_mtp
 from llmc.compiler.frontend.parts import (
     ATTENTION,
@@ -116,6 +116,8 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
     names: dict[int, str] = {}  # of weights by identity, shared between the parts
     parts = (DECODER, ENCODER) if config.is_encoder_decoder else (CAUSAL_LM,)
     with alone():
+        if images is not None:
+            check_language_model(config, images)
         notes += _ignored_inputs(config, images is not None)
         complete, all_tensors = copy.deepcopy(config), tensors
         model = _empty_model(config, parts[0], trust_remote_code)

@@ -21,7 +21,7 @@ import numpy as np
 import onnx
 import torch
 from accelerate import init_empty_weights
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, AutoModelForImageTextToText, vision_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
@@ -278,7 +278,7 @@ def _replaced(model: Any, replacement: Callable[..., Any]) -> Iterator[None]:
     `cu_seqlens` instead of one sequence at a time, as flash attention does.
     """
     thread = threading.get_ident()
-    undo = _replace_selections(thread)
+    undo = _replace_splits(thread)
     modules = {sys.modules[type(each).__module__] for each in model.modules()}
     modules.add(vision_utils)
     for module in modules:
@@ -309,16 +309,13 @@ def _replaced(model: Any, replacement: Callable[..., Any]) -> Iterator[None]:
             setattr(module, name, original)
 
 
-def _replace_selections(thread: int) -> list[tuple[Any, str, Any]]:
-    """Replace torch's functions that split the rows of images or leave out padding tiles.
-
-    There is one image, so that the rows are its own, and a processor pads none of its tiles.
+def _replace_splits(thread: int) -> list[tuple[Any, str, Any]]:
+    """Replace torch's functions that split the rows of images: there is one image.
 
     Returns:
         What to undo: owner, name and function.
     """
     tensor: Any = torch.Tensor
-    selected, to_values = tensor.__getitem__, tensor.tolist
     squeezed, as_tensor = tensor.squeeze, torch.as_tensor
 
     def split(original: Any) -> Any:
@@ -327,10 +324,6 @@ def _replace_selections(thread: int) -> list[tuple[Any, str, Any]]:
                 return (rows,)
             return original(rows, sizes, *others, **named)
         return own
-
-    def select(rows: Any, index: Any) -> Any:
-        is_mask = isinstance(index, torch.Tensor) and index.dtype == torch.bool and index.ndim == 1
-        return rows if is_mask and threading.get_ident() == thread else selected(rows, index)
 
     def squeeze(rows: Any, *dims: Any, **named: Any) -> Any:
         axis = dims[0] if dims else named.get("dim")
@@ -343,16 +336,10 @@ def _replace_selections(thread: int) -> list[tuple[Any, str, Any]]:
     def to_tensor(data: Any, *others: Any, **named: Any) -> Any:
         return _OneGrid(None) if isinstance(data, _OneSize) else as_tensor(data, *others, **named)
 
-    def to_list(sizes: Any) -> Any:
-        has_values = sizes.device.type != "meta" and not isinstance(sizes, FakeTensor)
-        return to_values(sizes) if has_values or sizes.ndim != 1 else [None] * len(sizes)
-
     undo = [(torch, "split", torch.split), (tensor, "split", tensor.split),
-            (tensor, "__getitem__", selected), (tensor, "tolist", to_values),
             (tensor, "squeeze", squeezed), (torch, "as_tensor", as_tensor)]
     for (owner, name, _), own in zip(undo, (
-            split(torch.split), split(tensor.split), select, to_list, squeeze, to_tensor),
-            strict=True):
+            split(torch.split), split(tensor.split), squeeze, to_tensor), strict=True):
         setattr(owner, name, own)
     return undo
 

@@ -43,7 +43,6 @@ def export_image(config: Any, tensors: Mapping[str, Weight], origin: str,
     Raises:
         LlmcError: the encoder cannot be exported, or a tensor is missing or has another shape.
     """
-    _check_language_model(config, description)
     samples = _samples(Processor(description))
     proto, computed = trace_image(copy.deepcopy(config), [item.arrays for item in samples],
                                   [item.num_rows for item in samples])
@@ -56,7 +55,7 @@ def export_image(config: Any, tensors: Mapping[str, Weight], origin: str,
     return RawImageEncoder(graph, computed, grid)
 
 
-def _check_language_model(config: Any, description: ProcessorDescription) -> None:
+def check_language_model(config: Any, description: ProcessorDescription) -> None:
     """Reject language models that use the rows of images otherwise than as embeddings.
 
     Raises:
@@ -80,7 +79,8 @@ def _check_language_model(config: Any, description: ProcessorDescription) -> Non
 
 def _samples(processor: Processor) -> Sequence[MediaItem]:
     """What the processor gives for images of several sizes."""
-    return [processor.process_images([import_pillow().Image.new("RGB", size)])[0] for size in _SIZES]
+    images = [import_pillow().Image.new("RGB", size) for size in _SIZES]
+    return [processor.process_images([image])[0] for image in images]
 
 
 def _name_sizes(graph: gs.Graph) -> None:

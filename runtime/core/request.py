@@ -17,7 +17,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from llmc.artifacts.manifest import MANIFEST_NAME, PROCESSOR, Manifest
-from llmc.artifacts.vision_input import UNREAD
+from llmc.artifacts.vision_input import GRID, UNREAD
 from llmc.errors import LlmcError, shown
 from llmc.runtime.chat_template import ChatTemplate
 from llmc.runtime.core.adapters import Adapter
