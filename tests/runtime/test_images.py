@@ -229,7 +229,8 @@ def test_drafts_have_positions_after_the_images(by_axis):
     _, case = by_axis
     with llmc.LLM(case, num_speculative_tokens=7) as llm:
         prompt = prompts_of(llm)[2]
-        params = llmc.SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+        params = llmc.SamplingParams(max_tokens=16, temperature=0, ignore_eos=True,
+                                     presence_penalty=2)  # tokens that do not repeat
         plain, = llm.generate([prompt], params)
         drafted, = llm.generate([prompt], replace(params, prediction=list(plain.token_ids)))
         assert drafted.token_ids == plain.token_ids
